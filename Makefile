@@ -21,7 +21,7 @@ chat: setup      ## talk to a running cluster
 # Triton's interpreter is chosen when triton is imported, for a whole process: kernel tests get one of their own.
 INTERPRETED := $(wildcard tests/kernels tests/gpu)
 # All but clusters under load, whose times matter: three at a time on two cores, since many wait for something.
-SHARED := $(addprefix tests/,cli common compile deploy engine examples kvstore packaging router worker test_repository.py test_wings.py)
+SHARED := $(addprefix tests/,benchmarks cli common compile deploy engine examples kvstore packaging router worker test_repository.py test_wings.py)
 
 test: setup      ## all tests (ARGS="tests/kvstore -k pool" for some)
 ifeq ($(ARGS),)
@@ -48,7 +48,7 @@ format: setup    ## apply ruff's fixes and formatting
 	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
 
 figures: setup    ## docs/figures.md and its pictures, from the JSON in docs/data
-	@$(BIN)/python -m benchmarks.figures
+	@$(BIN)/python -m benchmarks.reports.figures
 
 dashboards: setup ## write Grafana's dashboards from monitoring/dashboards
 	@$(BIN)/python -m monitoring.dashboards

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.floors import Peaks, decode_floor_seconds, measure_peaks, prefill_floor_seconds
 from benchmarks.harness import greedy, int_list, num_output_tokens, prefill, random_prompt, report
+from benchmarks.profile.floors import Peaks, decode_floor_seconds, measure_peaks, prefill_floor_seconds
 from common.config import add_arguments, from_namespace
 from common.errors import ConfigError
 from common.model_files import resolve_model

@@ -18,9 +18,9 @@ import torch
 
 from common.model_files import resolve_model
 from engine.engine import Engine
-from engine.loader.gguf import GgufFile, GgufWeights
+from engine.gguf.config import config_from_gguf
+from engine.gguf.weights import GgufFile, GgufWeights
 from engine.models.config import ModelConfig
-from engine.models.gguf_config import config_from_gguf
 from engine.request import Request, RequestOutput, SamplingParams
 
 Clock = Callable[[], float]

@@ -11,17 +11,17 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
-from common.rpc import RpcServer
+from common.net.rpc import RpcServer
+from kvstore.handle.handle import HandleWriter, KvHandle, PeerLease
 from kvstore.layout import PoolGeometry
 from kvstore.pool.block_pool import BlockPool
 from kvstore.pool.leases import Lease, LeaseTable
-from kvstore.transport.block_server import BlockServer
-from kvstore.transport.handle import HandleWriter, KvHandle, PeerLease
-from kvstore.transport.service import KvTransferService, PoolView
-from kvstore.transport.staging import StagingTable
+from kvstore.transports.block_server import BlockServer
+from kvstore.transports.service import KvTransferService, PoolView
+from kvstore.transports.staging import StagingTable
 from kvstore.types import BlockId, Epoch, LeaseId
 from protos import kvstore_pb2_grpc
-from worker.shared_pool import SharedPoolMemory
+from worker.kv.shared_pool import SharedPoolMemory
 
 LEASE_SECONDS = 600.0
 

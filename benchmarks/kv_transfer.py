@@ -34,10 +34,10 @@ import torch
 from benchmarks.harness import int_list
 from benchmarks.kv_peers import Reader, as_words, serve_owner
 from engine.gpu.swap import HostCopies
+from kvstore.handle.handle import KvHandle, PeerLease, open_handle
 from kvstore.layout import PoolGeometry, full_attention
-from kvstore.transport.handle import KvHandle, PeerLease, open_handle
 from kvstore.types import BlockId, HostSlot
-from worker import nccl_pool
+from worker.nccl import pool as nccl_pool
 
 SHAPES = {"qwen2.5-7b": (28, 4, 128), "smollm2-135m": (30, 3, 64), "qwen3-0.6b": (28, 8, 128)}
 WARM_UP = 2

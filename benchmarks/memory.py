@@ -25,13 +25,13 @@ from typing import Any
 
 import httpx
 
-from cli.local_server import LocalServer
+from cli.cluster.local_server import LocalServer
 from common.memory import resident
 
 SAMPLE_SECONDS = 10.0
 SETTLED_SHARE = 1 / 2  # of the run, after which memory may not grow any more
 ABORTED_TOKENS = 300  # of an answer whose client leaves after its first bytes
-NAMES = (" router ", " prefill_service ", " decode_service ", " worker.engine_main ", " kvstore ")
+NAMES = (" router ", " prefill_service ", " decode_service ", " worker.engine_process.main ", " kvstore ")
 
 
 def descendants(pid: int) -> list[int]:

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 import uvloop
 
 from benchmarks.router_load import Client, serve_direct
-from common.rpc import open_channel
+from common.net.rpc import open_channel
 from common.token_ids import pack_ids
 from protos import decode_pb2_grpc
 from protos import types_pb2 as pb

@@ -36,12 +36,12 @@ import uvloop
 from benchmarks.harness import random_prompt, read_metric, report
 from benchmarks.model_folder import with_tokenizer
 from cli.api_client import first_model
+from cli.cluster.local_server import LocalServer
+from cli.cluster.ports import LOOPBACK, free_port_range
 from cli.load.client import Client, Target
 from cli.load.results import RequestRecord
 from cli.load.runner import closed_loop
 from cli.load.workload import PlannedRequest, Prompt, PromptMaker
-from cli.local_server import LocalServer
-from cli.ports import LOOPBACK, free_port_range
 from common.errors import UnavailableError
 
 NUM_STREAMS = 8
@@ -207,10 +207,10 @@ def handoff_scenario(options: argparse.Namespace, flags: list[str]) -> dict[str,
 
 def transformers_tok_s(rounds: int) -> float:
     """Speed of one stream of the default model under transformers in bfloat16, in this process."""
-    from benchmarks.compare_cpu import MAX_TOKEN_ID, transformers_speed
+    from benchmarks.comparisons.compare_cpu import MAX_TOKEN_ID, transformers_speed
     from common.model_files import resolve_model
     from engine.config import EngineConfig
-    from engine.loader import load_model
+    from engine.loader.load import load_model
 
     config = load_model(resolve_model(""), EngineConfig(device="cpu", quant_mode="none")).config
     run = transformers_speed(config, STREAM_TOKENS, time.perf_counter)

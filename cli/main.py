@@ -14,10 +14,10 @@ from common.version import VERSION
 
 # name -> (module with `run(argv) -> exit code`, what it does)
 COMMANDS: dict[str, tuple[str, str]] = {
-    "serve": ("cli.serve", "start a whole cluster on this machine"),
-    "chat": ("cli.chat", "talk to a model in the terminal"),
-    "demo": ("cli.demo", "a short tour: streaming, batching, prefix cache, cancellation"),
-    "bench": ("cli.bench", "load an OpenAI-compatible server and measure it"),
+    "serve": ("cli.cluster.serve", "start a whole cluster on this machine"),
+    "chat": ("cli.terminal.chat", "talk to a model in the terminal"),
+    "demo": ("cli.terminal.demo", "a short tour: streaming, batching, prefix cache, cancellation"),
+    "bench": ("cli.load.bench", "load an OpenAI-compatible server and measure it"),
 }
 
 

@@ -6,15 +6,15 @@ The names are loaded when they are used, because a worker's front imports this p
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from engine.async_llm import AsyncLLM as AsyncLLM
-    from engine.llm import LLM as LLM
-    from engine.offline import Completion as Completion
+    from engine.offline.async_llm import AsyncLLM as AsyncLLM
+    from engine.offline.llm import LLM as LLM
+    from engine.offline.text_engine import Completion as Completion
     from engine.request import SamplingParams as SamplingParams
 
 _HOMES = {
-    "LLM": "engine.llm",
-    "AsyncLLM": "engine.async_llm",
-    "Completion": "engine.offline",
+    "LLM": "engine.offline.llm",
+    "AsyncLLM": "engine.offline.async_llm",
+    "Completion": "engine.offline.text_engine",
     "SamplingParams": "engine.request",
 }
 

@@ -30,23 +30,23 @@ from engine.kv.memory import (
     pool_geometry,
 )
 from engine.kv.pool_memory import PoolMemory, PrivatePoolMemory
-from engine.layers.pipeline import WHOLE_MODEL, StageEnds
-from engine.parallel.assembly import common_num_blocks, num_steps_in_flight, parallel_runner, start_followers
-from engine.parallel.followers import Followers, place_of
-from engine.parallel.remote_stage import RemoteStage
+from engine.pipeline_parallel.ends import WHOLE_MODEL, StageEnds
+from engine.pipeline_parallel.remote_stage import RemoteStage
 from engine.scheduling.policy import SchedulingPolicy, load_policy
 from engine.scheduling.prompt_budget import budget_for
 from engine.scheduling.scheduler import Scheduler
 from engine.speculation.drafter import drafter_for
 from engine.speculation.drafts import Speculation
 from engine.start_progress import OnProgress, no_progress
+from engine.tensor_parallel.assembly import common_num_blocks, num_steps_in_flight, parallel_runner, start_followers
+from engine.tensor_parallel.followers import Followers, place_of
 from kvstore.layout import PoolGeometry
 from kvstore.pool.block_pool import BlockPool
 from kvstore.tier.host_tier import HostTier
 
 if TYPE_CHECKING:
-    from engine.expert_loads import ExpertLoadRecorder
-    from engine.expert_rebalancing import Rebalancer
+    from engine.expert_balancing.loads import ExpertLoadRecorder
+    from engine.expert_balancing.rebalancing import Rebalancer
     from engine.loader.load import LoadedModel
     from engine.models.config import ModelConfig
 
@@ -90,7 +90,7 @@ def _assemble(
     config: EngineConfig, memory: PoolMemory, gpu: GpuConfig, is_offline: bool, on_progress: OnProgress
 ) -> EngineParts:
     # Here, because they take seconds to import and the settings should be checked first.
-    from engine.expert_rebalancing import CountedRunner
+    from engine.expert_balancing.rebalancing import CountedRunner
     from engine.loader.load import check_model, load_model, resolve_device
     from engine.loader.supported import check_attention
 
@@ -210,8 +210,8 @@ def _expert_loads(loaded: LoadedModel, config: EngineConfig) -> tuple[ExpertLoad
     """What counts experts, and what places them by that, as far as it is wanted."""
     if not (config.expert_load_file or config.expert_rebalance_interval):
         return None, None
-    from engine.expert_loads import ExpertLoadRecorder  # see `_assemble`
-    from engine.expert_rebalancing import Rebalancer
+    from engine.expert_balancing.loads import ExpertLoadRecorder  # see `_assemble`
+    from engine.expert_balancing.rebalancing import Rebalancer
 
     loads = ExpertLoadRecorder(loaded.model, Path(config.expert_load_file) if config.expert_load_file else None)
     interval = config.expert_rebalance_interval

@@ -103,7 +103,8 @@ class EngineConfig:
         flags=("--pipeline-parallel-size",),
     )  # fmt: skip
     stage_address: str = setting(
-        "", "host:port of a `python -m worker.stage` on another host, which has the first of two stages (--pp 2)"
+        "",
+        "host:port of a `python -m worker.ranks.stage` on another host, which has the first of two stages (--pp 2)",
     )
     batch_invariant: bool = setting(
         True, "on a CPU: equal answers whatever else is in the batch; larger batches are faster without"

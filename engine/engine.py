@@ -1,7 +1,7 @@
 """One engine: scheduler and runner in a loop that reads `schedule -> run -> update`.
 
-Used as it is by `engine.LLM` (in-process) and by a worker's engine process (`worker/engine_process.py`). It does not
-know where requests come from, what text is, or how KV reaches a load job's blocks.
+Used as it is by `engine.LLM` (in-process) and by a worker's engine process (`worker/engine_process/process.py`). It
+does not know where requests come from, what text is, or how KV reaches a load job's blocks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from math import inf
 from typing import Protocol
 
 from common.errors import InvalidRequestError
-from engine.grammars import Grammars
+from engine.grammar.grammars import Grammars
 from engine.plan import PendingStep, ScheduledRow, StepPlan, StepResult, StepSize
 from engine.request import Request, RequestId, RequestOutput, SamplingParams
 from engine.request_checks import check_output, check_prompt

@@ -72,7 +72,7 @@ class StepSize:
 
 
 class PlacedExperts(msgspec.Struct, gc=False):
-    """A layer's new placement of experts, see `engine/expert_placement.py`."""
+    """A layer's new placement of experts, see `engine/expert_balancing/placement.py`."""
 
     index: int  # of the layer among those with experts
     slots: tuple[int, ...]

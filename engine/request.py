@@ -49,7 +49,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, bias)
     allowed_token_ids: tuple[int, ...] = ()  # empty: all
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
-    grammar: str = ""  # that the output must follow, see `common.text.grammar`; its end is the output's
+    grammar: str = ""  # that the output must follow, see `common.grammar.grammar`; its end is the output's
     logprobs: int | None = None  # number of alternatives; None: no logprobs
     prompt_logprobs: int | None = None
 

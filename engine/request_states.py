@@ -7,13 +7,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from engine.grammars import GrammarMatcher, Grammars
+from engine.grammar.grammars import GrammarMatcher, Grammars
 from engine.plan import ScheduledRow, StepPlan, StepResult
 from engine.request import RequestId, SamplingParams, TokenId
 from kvstore.types import BlockId
 
 if TYPE_CHECKING:
-    from engine.logits import TokenMask
+    from engine.sampling.logits import TokenMask
 
 
 @dataclass(slots=True, eq=False)

@@ -18,7 +18,7 @@ from torch import Tensor
 from common.step_times import StepCost
 from engine.config import EngineConfig
 from engine.cpu.runner import ModelRunner
-from engine.loader import LoadedModel
+from engine.loader.load import LoadedModel
 from engine.plan import StepPlan, StepResult, StepSize
 from engine.request_states import RequestState
 from engine.start_progress import OnProgress, no_progress

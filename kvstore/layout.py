@@ -6,7 +6,7 @@
                head_dim elements, as many layers as the largest group has, of the shard (docs/decisions/0230)
 
 A block is one contiguous piece, in which the heads of one layer and plane lie next to each other: so a
-reader with another shard finds the heads that it wants (`kvstore/transport/head_split.py`). Standard library only.
+reader with another shard finds the heads that it wants (`kvstore/handle/head_split.py`). Standard library only.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from common.version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from common.text import grammar
+    from common.grammar import grammar
     from engine import LLM, AsyncLLM, Completion, SamplingParams
 
 __all__ = ["LLM", "AsyncLLM", "Completion", "SamplingParams", "__version__", "grammar"]
@@ -16,7 +16,7 @@ __all__ = ["LLM", "AsyncLLM", "Completion", "SamplingParams", "__version__", "gr
 
 def __getattr__(name: str) -> Any:
     if name == "grammar":
-        from common.text import grammar
+        from common.grammar import grammar
 
         return grammar
     if name in __all__:

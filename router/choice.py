@@ -21,14 +21,14 @@ from common.logging import RateLimit
 from kvstore.types import WorkerId
 from protos import types_pb2 as pb
 from router.api.text import ChoiceText
-from router.cluster.failures import WorkerLostError
-from router.cluster.leg import Leg
-from router.cluster.moves import KeptRequest
-from router.cluster.policy import Decision
-from router.cluster.views import Candidate
-from router.cluster.worker_link import WorkerLink
 from router.dispatch import Dispatcher
 from router.journal import Journal
+from router.objectives.moves import KeptRequest
+from router.routing.policy import Decision
+from router.routing.views import Candidate
+from router.workers.failures import WorkerLostError
+from router.workers.leg import Leg
+from router.workers.worker_link import WorkerLink
 
 if TYPE_CHECKING:
     from router.request import GenerationRequest

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from common.cluster_token import check_cluster_token
 from common.config import check_not_negative, check_positive, setting
 from common.errors import ConfigError
 from common.logging import FORMAT_HELP, FORMATS, LEVEL_HELP, LEVELS
-from router.cluster.policy import POLICIES
+from common.net.cluster_token import check_cluster_token
+from router.routing.policy import POLICIES
 
 ROLES = ("prefill", "decode")
 

@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING
 
 from common.errors import OverloadedError, UnavailableError
 from kvstore.types import WorkerId
-from router.cluster.admission import AnswerLength, DrainRate, check_in_time
-from router.cluster.failures import WorkerLostError
-from router.cluster.leg import Leg
-from router.cluster.model_workers import ModelWorkers
-from router.cluster.moves import KeptRequest, choose_moves
-from router.cluster.objectives import Objectives
-from router.cluster.policy import Decision, choose
-from router.cluster.views import Candidate, RequestView
-from router.cluster.worker_link import WorkerLink
 from router.config import RouterConfig
 from router.explain import ExplainLog
 from router.journal import Journal
 from router.metrics import RouterMetrics
+from router.objectives.moves import KeptRequest, choose_moves
+from router.objectives.objectives import Objectives
+from router.routing.admission import AnswerLength, DrainRate, check_in_time
+from router.routing.policy import Decision, choose
+from router.routing.views import Candidate, RequestView
+from router.workers.failures import WorkerLostError
+from router.workers.leg import Leg
+from router.workers.model_workers import ModelWorkers
+from router.workers.worker_link import WorkerLink
 
 if TYPE_CHECKING:
     from router.choice import Choice

@@ -11,10 +11,10 @@ from itertools import pairwise
 from typing import Any
 
 from protos import types_pb2 as pb
-from router.cluster.leg import Leg
-from router.cluster.policy import Decision
-from router.cluster.views import Candidate
 from router.journal import Journal
+from router.routing.policy import Decision
+from router.routing.views import Candidate
+from router.workers.leg import Leg
 
 MAX_ENTRIES = 1_024
 MAX_CANDIDATES_SHOWN = 16

@@ -14,7 +14,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from common.errors import InvalidRequestError
-from router.api.answer_format import answer_grammar
 from router.api.chat_renderer import ChatRenderer, ToolChatRenderer
 from router.api.completion_renderer import CompletionRenderer
 from router.api.parse import parse_body
@@ -29,10 +28,9 @@ from router.api.schemas import (
     TokenizeBody,
 )
 from router.api.text import ChoiceText, StopRules
-from router.api.tool_use import ToolText, ToolUse, tool_use
 from router.choice import Choice
-from router.cluster.workers import WorkerTable
 from router.config import HttpConfig, RouterConfig
+from router.grammar.answer_format import answer_grammar
 from router.http.answer import GenerationResponse
 from router.http.body import read_json_object
 from router.http.deadline import timeout_seconds
@@ -41,6 +39,8 @@ from router.http.held_bodies import HeldBodies, HeldBody
 from router.journal import Journal
 from router.request import GenerationRequest
 from router.served_model import ServedModel
+from router.tools.tool_use import ToolText, ToolUse, tool_use
+from router.workers.workers import WorkerTable
 
 ALIASES = ("mini-infer", "default")  # the first model, unless one is called so
 SERVED_MODEL = "router.served_model"  # in the scope of a request whose model is known

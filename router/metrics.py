@@ -8,9 +8,9 @@ from collections.abc import Collection
 
 from common.metrics import MetricSet, export_start_time
 from kvstore.pool.index import IndexState
-from router.cluster.model_workers import ModelWorkers
 from router.config import ROLES
 from router.journal import Journal
+from router.workers.model_workers import ModelWorkers
 
 FINISHED_REASONS = ("stop", "length", "abort", "refused", "error")
 WORKER_STATES = ("ready", "connecting", "draining", "refused", "not_serving", "suspended")

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from common.errors import ConfigError
 from common.text.tokenizer import Tokenizer
 from router.api.sampling import ModelLimits
-from router.cluster.model_workers import ModelWorkers
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.explain import ExplainLog
 from router.metrics import RouterMetrics
+from router.workers.model_workers import ModelWorkers
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,16 +16,16 @@ import uvloop
 
 from common.config import SettingsParser, add_arguments, from_namespace
 from common.errors import ConfigError
-from common.hosts import socket_family, with_port
 from common.logging import RateLimit, report_end, setup_logging, write_line
 from common.memory import TRIM_SECONDS, share_one_heap, trim_heap
 from common.model_files import resolve_model
-from common.scrape import serve_scrapes
+from common.net.hosts import socket_family, with_port
+from common.net.scrape import serve_scrapes
 from common.text.load import load_tokenizer
 from router.config import HttpConfig, RouterConfig
+from router.connections.protocol import BoundedProtocol, bounded_protocol
 from router.gateway import Gateway
 from router.http.app import create_app
-from router.http.protocol import BoundedProtocol, bounded_protocol
 from router.served_model import LoadedModel, serve_models
 
 SCRAPE_SECONDS = 5.0  # for the event loop to come to a scrape

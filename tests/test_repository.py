@@ -63,8 +63,8 @@ def test_nothing_shipped_executes_data(path: Path) -> None:
     ("module", "forbidden"),
     [
         ("router.server", ["torch", "engine", "transformers", "numpy"]),
-        ("worker.front", ["torch", "transformers"]),
-        ("worker.servicer", ["torch", "transformers"]),
+        ("worker.front.front", ["torch", "transformers"]),
+        ("worker.front.servicer", ["torch", "transformers"]),
         ("kvstore.tier.agent", ["torch", "transformers"]),
         ("cli.main", ["torch", "starlette", "transformers"]),
         ("kvstore.pool.block_pool", ["torch", "numpy", "grpc"]),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.cluster_token import check_cluster_token
 from common.config import check_not_negative, check_positive, setting
 from common.logging import FORMAT_HELP, FORMATS, LEVEL_HELP, LEVELS
+from common.net.cluster_token import check_cluster_token
 
 
 @dataclass(frozen=True)

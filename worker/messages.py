@@ -13,8 +13,8 @@ from common.errors import InvalidRequestError, MiniInferError, mapping_for, publ
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
 from engine.request import FinishReason, RequestId, SamplingParams, TokenId, TokenLogprobs
+from kvstore.handle.handle import KvHandle
 from kvstore.pool.leases import Lease
-from kvstore.transport.handle import KvHandle
 from kvstore.types import BlockId, BlockKey, Epoch, LeaseId
 from worker.config import WorkerConfig
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from common.metrics import MetricSet, export_start_time
-from common.scrape import serve_scrapes
-from worker.front import WorkerFront
+from common.net.scrape import serve_scrapes
+from worker.front.front import WorkerFront
 from worker.messages import EngineLoad, Prefetched, PrefetchOutcome, Pull, StepReport
 
 BLOCK_STATES = ("free", "cached", "used")

@@ -20,20 +20,20 @@ from common.errors import ConfigError
 from common.logging import report_end, setup_logging
 from common.memory import TRIM_SECONDS, resident, share_one_heap, trim_heap
 from common.model_files import resolve_model
-from common.rpc import RpcServer
+from common.net.rpc import RpcServer
 from common.text.load import load_tokenizer
 from common.version import VERSION
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
 from protos import types_pb2 as pb
 from worker.config import WorkerConfig
-from worker.engine_client import EngineClient
-from worker.front import WorkerFront
-from worker.kv_service import add_kv_service
-from worker.liveness import ProgressWatch, sample_process
+from worker.front.engine_client import EngineClient
+from worker.front.front import WorkerFront
+from worker.front.kv_service import add_kv_service
+from worker.front.liveness import ProgressWatch, sample_process
+from worker.front.servicer import register
 from worker.messages import EngineInfo, Start
 from worker.metrics import WorkerMetrics
-from worker.servicer import register
 
 WATCH_INTERVAL_SECONDS = 0.25
 DRAIN_INTERVAL_SECONDS = 0.05

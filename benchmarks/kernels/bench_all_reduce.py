@@ -21,8 +21,8 @@ from torch import Tensor
 
 from benchmarks.harness import int_list
 from benchmarks.kernels.timing import graph_us_of_ranks
-from engine.gpu.group import DeviceGroup
-from kernels.gpu.rms_norm import add_rms_norm
+from engine.tensor_parallel.gpu_group import DeviceGroup
+from kernels.gpu.elementwise.rms_norm import add_rms_norm
 from kvstore.layout import Shard
 
 EPS = 1e-5

@@ -3,8 +3,8 @@
     python -m benchmarks.kernels.bench_experts [--shape qwen3-30b-a3b] [--dtype int4] [--tokens 1,8,64,256] [--sweep]
 
 Each call has random choices of its own, so that weights come from memory. `--sweep` tries settings for each GEMM and
-prints the best few for each number of tokens, to become rules of `kernels.gpu.tuning`. `--dtype`: as in
-`kernels/gpu/expert_formats.py`.
+prints the best few for each number of tokens, to become rules of `kernels.gpu.launching.tuning`. `--dtype`: as in
+`kernels/gpu/moe/expert_formats.py`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,8 @@ from triton.runtime.errors import OutOfResources
 
 from benchmarks.kernels.expert_weights import MAKERS, SHAPES, Shape, Weights, weights_of
 from benchmarks.kernels.timing import compile_ahead, graph_seconds, read_bandwidth, report, sweep
-from kernels.gpu.expert_formats import columns_of
-from kernels.gpu.expert_pairs import SortedPairs, sort_pairs
-from kernels.gpu.grouped_gemm import MAX_UNSORTED, grouped_gemm
-from kernels.gpu.grouped_gemv import add_down_of_row, grouped_gemv
-from kernels.gpu.launch_configs import GemvConfig, TileConfig, found
-from kernels.gpu.moe_routing import route
-from kernels.gpu.tuning import (
+from kernels.gpu.launching.launch_configs import GemvConfig, TileConfig, found
+from kernels.gpu.launching.tuning import (
     DOWN_PAIRS,
     DOWN_ROW,
     GATE_UP_PAIRS,
@@ -36,7 +31,12 @@ from kernels.gpu.tuning import (
     GROUPED_GATE_UP,
     MAX_PAIRS,
 )
-from kernels.w4a16_gemm import MAX_CHUNK
+from kernels.gpu.moe.expert_formats import columns_of
+from kernels.gpu.moe.expert_pairs import SortedPairs, sort_pairs
+from kernels.gpu.moe.grouped_gemm import MAX_UNSORTED, grouped_gemm
+from kernels.gpu.moe.grouped_gemv import add_down_of_row, grouped_gemv
+from kernels.gpu.moe.moe_routing import route
+from kernels.quantization.w4a16_gemm import MAX_CHUNK
 
 NUM_CHOICES = 24  # sets of chosen experts that calls rotate through
 NUM_SHOWN = 4  # settings of a sweep

@@ -3,7 +3,7 @@
     python -m benchmarks.kernels.bench_gemm --kind plain [--rows 1 8] [--only "0.6b o"] [--sweep]
 
 Quantization of x is part of the time. `--sweep` tries settings of the kernels, x being quantized beforehand;
-`kernels/gpu/tuning.py` comes from it.
+`kernels/gpu/launching/tuning.py` comes from it.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from triton.runtime.errors import TritonError
 from benchmarks.kernels import gemm_settings
 from benchmarks.kernels.timing import graph_seconds, num_input_sets, read_bandwidth, report
 from engine.gpu.ops import plain, split_k
-from engine.gpu.quantized import EightBitLinear, Fp8Linear, W4A16Linear, W8A8Linear, W8A16Linear
 from engine.layers.linear import Linear
-from kernels.gpu.gemv import gemv
-from kernels.gpu.quantize import quantize_rows, quantize_with_sums
-from kernels.gpu.silu_mul import silu_mul
-from kernels.gpu.skinny_gemm import skinny_gemm
-from kernels.gpu.sliced_k_gemm import MAX_ROWS, sliced_k_gemm
-from kernels.gpu.split_k import SplitKWorkspace
-from kernels.gpu.w4_planes_gemm import w4_planes_gemm
-from kernels.gpu.w4a16_gemm import MAX_ROWS as MAX_W4_ROWS
-from kernels.gpu.w4a16_gemm import w4_skinny_gemm
-from kernels.w4a16_gemm import pack_w4
+from engine.quantization.gpu_linears import EightBitLinear, Fp8Linear, W4A16Linear, W8A8Linear, W8A16Linear
+from kernels.gpu.elementwise.silu_mul import silu_mul
+from kernels.gpu.gemm.gemv import gemv
+from kernels.gpu.gemm.skinny_gemm import skinny_gemm
+from kernels.gpu.gemm.sliced_k_gemm import MAX_ROWS, sliced_k_gemm
+from kernels.gpu.gemm.split_k import SplitKWorkspace
+from kernels.gpu.quantization.quantize import quantize_rows, quantize_with_sums
+from kernels.gpu.quantization.w4_planes_gemm import w4_planes_gemm
+from kernels.gpu.quantization.w4a16_gemm import MAX_ROWS as MAX_W4_ROWS
+from kernels.gpu.quantization.w4a16_gemm import w4_skinny_gemm
+from kernels.quantization.w4a16_gemm import pack_w4
 
 DEVICE = "cuda"
 SHAPES = {

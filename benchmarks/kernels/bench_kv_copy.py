@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.kernels.timing import copy_bandwidth, graph_seconds, num_input_sets, report, report_against_copy
 from kernels import kv_copy as reference
-from kernels.gpu import kv_copy
+from kernels.gpu.elementwise import kv_copy
 from kvstore.pool.digest import digest_weights
 
 BLOCK_BYTES = {"qwen2.5-7b": 917_504, "smollm2-135m": 368_640}  # 16 tokens, bfloat16

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.timing import copy_bandwidth, graph_seconds, num_input_sets, report, report_against_copy
-from kernels.gpu import rms_norm as gpu
+from kernels.gpu.elementwise import rms_norm as gpu
 
 
 def eager_rms_norm(x: Tensor, weight: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.kernels.timing import copy_bandwidth, num_input_sets, report_against_copy
-from kernels.gpu import silu_mul as gpu
+from kernels.gpu.elementwise import silu_mul as gpu
 
 
 def eager_silu_mul(gate_up: Tensor) -> Tensor:

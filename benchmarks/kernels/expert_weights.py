@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.gpu.expert_formats import bytes_of
-from kernels.mxfp4 import GROUP_SIZE, filled
+from kernels.gpu.moe.expert_formats import bytes_of
+from kernels.quantization.mxfp4 import GROUP_SIZE, filled
 
 BLOCK = 128  # columns that share a scale in fp8-blocks
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kernels.gpu.launch_configs import GemvConfig, SlicedKConfig, TileConfig
+from kernels.gpu.launching.launch_configs import GemvConfig, SlicedKConfig, TileConfig
 
 GEMVS = [
     GemvConfig(block_n, block_k, num_warps, num_stages)

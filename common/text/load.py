@@ -12,9 +12,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
 from common.errors import UnsupportedModelError
-from common.gguf_header import read_gguf_header
+from common.gguf.header import read_gguf_header
+from common.gguf.tokenizer import backend_from_metadata
 from common.model_files import ModelFiles
-from common.text.gguf_tokenizer import backend_from_metadata
 from common.text.tokenizer import Tokenizer, byte_level_alphabet
 
 MAX_FILE_BYTES = 256 << 20

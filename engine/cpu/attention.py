@@ -27,7 +27,7 @@ from kernels.cpu_attention import (
     padded_len,
 )
 from kernels.paged_attention import write_kv
-from kvstore.transport.runs import runs_of
+from kvstore.handle.runs import runs_of
 
 MIRROR_TO_POOL_BYTES = 2  # the mirror may take this many times the pool's memory
 MIN_RUN = 8  # blocks, on average: shorter runs are gathered by one operation more, which copies twice

@@ -17,9 +17,9 @@ import torch
 from engine.layers.block import Step
 from engine.layers.forward import AddNorm, Forward, lowered, plain, plain_sum
 from engine.layers.linear import Int4Linear, Int8Linear, Linear, LinearLayer, PackedLinear, two_rows_at_least
-from engine.layers.parallel import Group, summed
-from engine.layers.reordered import Reordered
 from engine.models.model import Model
+from engine.quantization.reordered import Reordered
+from engine.tensor_parallel.seams import Group, summed
 from kernels.cpu_norm import add_rms_norm_of_opposed, opposed, signs_like
 
 LookUp = Callable[[torch.Tensor], torch.Tensor]

@@ -16,23 +16,23 @@ from common.errors import ConfigError
 from engine.config import EngineConfig
 from engine.cpu.attention import CpuAttention
 from engine.cpu.batch import StepBatch, build_batch, is_generated
-from engine.cpu.grouped_attention import GroupedAttention
 from engine.cpu.lowering import CpuForwards
 from engine.cpu.pool_attention import BatchAttention, PoolAttention
-from engine.expert_moves import ExpertRearranger, linear_experts
+from engine.expert_balancing.moves import ExpertRearranger, linear_experts
 from engine.kv.memory import copy_in, copy_out, kv_dtype, kv_layout
 from engine.layers.block import Step
 from engine.layers.forward import Forward
-from engine.layers.parallel import Group
-from engine.layers.pipeline import WHOLE_MODEL, Inbox, StageEnds
-from engine.loader import LoadedModel
-from engine.logprobs import prompt_logprobs, wants_prompt_logprobs
+from engine.loader.load import LoadedModel
+from engine.pipeline_parallel.ends import WHOLE_MODEL, Inbox, StageEnds
 from engine.plan import CompletedStep, PendingStep, ScheduledRow, StepPlan, StepResult
 from engine.request import RequestId
 from engine.request_states import RequestState, RequestStates, UnsampledStep
-from engine.sampler import LogitsHook, Sampler, accepted_tokens
+from engine.sampling.logprobs import prompt_logprobs, wants_prompt_logprobs
+from engine.sampling.sampler import LogitsHook, Sampler, accepted_tokens
 from engine.start_progress import OnProgress, no_progress
+from engine.tensor_parallel.seams import Group
 from engine.trial_plans import prompt_plan
+from engine.windows.grouped_attention import GroupedAttention
 from kvstore.layout import PoolGeometry
 
 

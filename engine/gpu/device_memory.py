@@ -7,8 +7,8 @@ from torch import Tensor
 
 from engine.kv.memory import TORCH_DTYPES
 from kvstore.layout import PoolGeometry
-from kvstore.transport import cuda_memory
-from kvstore.transport.cuda_memory import CudaMemory
+from kvstore.transports.cuda_ipc import cuda_memory
+from kvstore.transports.cuda_ipc.cuda_memory import CudaMemory
 
 
 class DeviceMemoryView:

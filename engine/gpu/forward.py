@@ -13,22 +13,22 @@ import torch
 from torch import Tensor
 
 from engine.gpu.attention.backend import PrefillAttention, PrefillPlan
-from engine.gpu.attention.expanded import ExpandedLatents, ExpandedPlan
-from engine.gpu.attention.latents import PagedLatents
 from engine.gpu.attention.paged import PagedAttention, PagedPlan
-from engine.gpu.group import DeviceGroup
 from engine.gpu.lowering import GpuForwards
 from engine.gpu.ops.form import GpuStep
 from engine.kv.memory import kv_layout
 from engine.layers.attention import Attention
-from engine.layers.latent_attention import LATENT_NORM_EPS, LatentAttention
-from engine.layers.pipeline import Inbox
+from engine.mla.gpu_expanded import ExpandedLatents, ExpandedPlan
+from engine.mla.gpu_latents import PagedLatents
+from engine.mla.latent_attention import LATENT_NORM_EPS, LatentAttention
 from engine.models.model import Model
-from kernels.gpu.kv_splits import DecodeWorkspace
-from kernels.gpu.latent_decode import latent_decode
-from kernels.gpu.latent_rope import rotate_and_write_latents
-from kernels.gpu.paged_decode import paged_decode
-from kernels.gpu.rope import rope_and_write_kv
+from engine.pipeline_parallel.ends import Inbox
+from engine.tensor_parallel.gpu_group import DeviceGroup
+from kernels.gpu.attention.kv_splits import DecodeWorkspace
+from kernels.gpu.attention.paged_decode import paged_decode
+from kernels.gpu.elementwise.rope import rope_and_write_kv
+from kernels.gpu.mla.latent_decode import latent_decode
+from kernels.gpu.mla.latent_rope import rotate_and_write_latents
 from kvstore.layout import KvLayout
 
 

@@ -10,18 +10,18 @@ from functools import cache
 
 from torch import Tensor
 
-from engine.gpu.group import DeviceGroup
-from engine.gpu.ops.divided_rows import DividedRowsForm
-from engine.gpu.ops.experts import StackedExperts
+from engine.expert_parallel.gpu_divided_rows import DividedRowsForm
 from engine.gpu.ops.form import MANY_ROWS, Form, GpuStep, Target, is_plain_alone
 from engine.gpu.ops.one_row import OneRowForm
 from engine.gpu.ops.plain import PlainForm
-from engine.gpu.ops.quantized_input import QuantizedInputForm
 from engine.gpu.ops.split_k import SplitKForm
-from engine.gpu.ops.tensor_parallel import QuantizedTensorParallelForm, TensorParallelForm
 from engine.layers.forward import AddNorm, Forward, plain_sum
-from engine.layers.moe import Moe
 from engine.models.model import Model
+from engine.moe.gpu_experts import StackedExperts
+from engine.moe.moe import Moe
+from engine.quantization.gpu_ops import QuantizedInputForm
+from engine.tensor_parallel.gpu_group import DeviceGroup
+from engine.tensor_parallel.gpu_ops import QuantizedTensorParallelForm, TensorParallelForm
 
 MAX_TUNED_ROWS = 64  # the kernels of more rows are the same for any number of them
 

@@ -19,10 +19,10 @@ from common.errors import ConfigError
 from engine.config import EngineConfig
 from engine.engine import Runner
 from engine.gpu.config import GpuConfig
-from engine.gpu.rows import bucket_sizes, prompt_shapes
+from engine.gpu.steps.rows import bucket_sizes, prompt_shapes
 from engine.gpu.swap import NUM_PIECES, PIECE_BYTES
 from engine.kv.memory import allocate_pool, pool_geometry
-from engine.loader import LoadedModel
+from engine.loader.load import LoadedModel
 from engine.plan import StepPlan
 from engine.request import SamplingParams
 from engine.trial_plans import trial_plan
@@ -116,10 +116,10 @@ def measure(
     loaded: LoadedModel, geometry: PoolGeometry, config: EngineConfig, gpu: GpuConfig, max_model_len: int
 ) -> MemoryUse:
     """Run the trials with a pool of a few blocks, and forget it all. geometry: of the pool to come."""
-    from engine.gpu.expert_moves import bytes_of_moves  # these need triton
-    from engine.gpu.group import group_bytes
+    from engine.expert_balancing.gpu_moves import bytes_of_moves  # these need triton
     from engine.gpu.runner import GpuRunner
-    from engine.gpu.stages import ends_alone, stage_bytes
+    from engine.pipeline_parallel.gpu_stages import ends_alone, stage_bytes
+    from engine.tensor_parallel.gpu_group import group_bytes
 
     device = loaded.device
     torch.cuda.empty_cache()

@@ -15,32 +15,32 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
+from engine.expert_balancing.gpu_moves import open_rearranger
 from engine.gpu.attention.backend import PrefillAttention
 from engine.gpu.attention.choose import open_attention
-from engine.gpu.attention.expanded import open_latents
 from engine.gpu.config import GpuConfig
-from engine.gpu.decode_steps import DecodeSteps
-from engine.gpu.expert_moves import open_rearranger
 from engine.gpu.forward import FusedForward
-from engine.gpu.group import DeviceGroup, VocabShards
-from engine.gpu.inputs import upload
 from engine.gpu.late_compiles import log_late_compiles
-from engine.gpu.mixed_inputs import mixed_inputs
 from engine.gpu.progress import check_alive, mark
-from engine.gpu.prompt_graphs import PromptGraphs
-from engine.gpu.rows import RowTable, bucket_sizes, most_tokens
-from engine.gpu.samples import StepSamples
-from engine.gpu.state import DeviceState
-from engine.gpu.step import GpuBatch, GpuStep, sampled_queries, sampled_rows
+from engine.gpu.sampling.samples import StepSamples
+from engine.gpu.steps.decode_steps import DecodeSteps
+from engine.gpu.steps.inputs import upload
+from engine.gpu.steps.mixed_inputs import mixed_inputs
+from engine.gpu.steps.prompt_graphs import PromptGraphs
+from engine.gpu.steps.rows import RowTable, bucket_sizes, most_tokens
+from engine.gpu.steps.state import DeviceState
+from engine.gpu.steps.step import GpuBatch, GpuStep, sampled_queries, sampled_rows
 from engine.gpu.swap import HostCopies
 from engine.kv.memory import kv_layout
 from engine.layers.attention import Attention
-from engine.layers.pipeline import WHOLE_MODEL, Inbox, StageEnds
-from engine.loader import LoadedModel
-from engine.logprobs import prompt_logprobs, wants_prompt_logprobs
+from engine.loader.load import LoadedModel
+from engine.mla.gpu_expanded import open_latents
+from engine.pipeline_parallel.ends import WHOLE_MODEL, Inbox, StageEnds
 from engine.plan import ScheduledRow, StepPlan, StepResult
 from engine.request_states import RequestState, RequestStates, UnsampledStep
+from engine.sampling.logprobs import prompt_logprobs, wants_prompt_logprobs
 from engine.start_progress import OnProgress, no_progress
+from engine.tensor_parallel.gpu_group import DeviceGroup, VocabShards
 from engine.trial_plans import warmup_plans
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.gpu.pinning import pin
-from kvstore.transport.runs import merged_runs
+from kvstore.handle.runs import merged_runs
 from kvstore.types import BlockId, HostSlot
 
 PIECE_BYTES = 64 << 20
@@ -31,7 +31,7 @@ class HostCopies:
         """Pins `host_buffer`. Raises ConfigError when the driver refuses."""
         self._torch: Any = torch.cuda if pool.is_cuda else torch.cpu  # streams and events of the device
         # Here, because the first needs triton.
-        self._kernels: Any = import_module("kernels.gpu.kv_copy" if pool.is_cuda else "kernels.kv_copy")
+        self._kernels: Any = import_module("kernels.gpu.elementwise.kv_copy" if pool.is_cuda else "kernels.kv_copy")
         self._words = pool.view(pool.shape[0], -1).view(torch.int64)
         self._host = host_buffer
         if pool.is_cuda:

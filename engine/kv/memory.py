@@ -17,6 +17,7 @@ from common.errors import ConfigError
 from engine.config import EngineConfig
 from engine.kv.block_groups import BlockGroups
 from engine.models.config import ModelConfig
+from kvstore.handle.runs import merged_runs
 from kvstore.layout import (
     WHOLE,
     KvLayout,
@@ -26,7 +27,6 @@ from kvstore.layout import (
     latent_attention,
     windowed_attention,
 )
-from kvstore.transport.runs import merged_runs
 from kvstore.types import BlockId, HostSlot
 
 logger = logging.getLogger(__name__)

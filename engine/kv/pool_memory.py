@@ -9,7 +9,7 @@ import torch
 from engine.kv.memory import allocate_pool
 from kvstore.layout import PoolGeometry
 from kvstore.tier.host_tier import HostTier, LocalHostTier
-from kvstore.transport.shared_memory import create_memfd
+from kvstore.transports.shared_memory import create_memfd
 
 
 class PoolMemory(Protocol):

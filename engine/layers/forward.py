@@ -13,11 +13,11 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from engine.expert_parallel.divided_rows import seams_of
 from engine.layers.block import Step
-from engine.layers.divided_rows import seams_of
 from engine.layers.linear import LinearLayer
-from engine.layers.parallel import Group, embedding_lookup, gathered
 from engine.models.model import Model
+from engine.tensor_parallel.seams import Group, embedding_lookup, gathered
 from kernels.rms_norm import rms_norm
 
 X = TypeVar("X")  # a body's input: the normed residual, plain or as quantized values and scales

@@ -16,15 +16,15 @@ import torch
 
 from common.errors import ConfigError
 from engine.config import EngineConfig
+from engine.gguf.weights import GgufWeights
 from engine.layers.block import Block
 from engine.layers.weights import Part, WeightSource
-from engine.loader.gguf import GgufWeights
-from engine.loader.mxfp4 import Mxfp4Experts, Mxfp4Weights
-from engine.loader.packed_checkpoint import PackedWeights
-from engine.loader.packed_linears import PackedLinears, can_keep_packed, packed_names
-from engine.loader.quantize import Quantizer
 from engine.loader.supported import check_packed_experts
 from engine.models.model import Model
+from engine.quantization.mxfp4 import Mxfp4Experts, Mxfp4Weights
+from engine.quantization.packed_checkpoint import PackedWeights
+from engine.quantization.packed_linears import PackedLinears, can_keep_packed, packed_names
+from engine.quantization.quantize import Quantizer
 from kvstore.layout import Shard
 
 GPU_CAPABILITIES = {"fp8": (8, 9), "w8a8": (8, 0)}  # of modes that exist on GPUs alone: their matrix units

@@ -16,26 +16,26 @@ from common.errors import ConfigError
 from common.model_files import ModelFiles
 from common.text.load import load_tokenizer
 from engine.config import EngineConfig
-from engine.expert_loads import first_placements, placements_of
-from engine.grammars import Grammars
+from engine.expert_balancing.loads import first_placements, placements_of
+from engine.grammar.grammars import Grammars
 from engine.kv.memory import DTYPE_NAMES, TORCH_DTYPES
 from engine.kv.scales import KV_SCALES, fold_kv_scales
 from engine.layers.attention import Attention
 from engine.layers.block import Block
-from engine.layers.pipeline import Stage
 from engine.layers.post_norm import without_post_norm
 from engine.layers.weights import Part
 from engine.loader.converters import Conversion
 from engine.loader.counted import CountedWeights
 from engine.loader.fingerprint import fingerprint
-from engine.loader.packed_checkpoint import PackedWeights
-from engine.loader.packed_linears import PackedLinears
 from engine.loader.sharded import ShardedWeights
 from engine.loader.source import Source, open_source
 from engine.loader.staged import StagedWeights, blocks_of, divide_layers, shard_of, stage_weights
 from engine.loader.supported import check_kernels, check_settings
 from engine.models.config import PLAIN_BITS, ExchangeKind, ModelConfig
 from engine.models.model import Model
+from engine.pipeline_parallel.ends import Stage
+from engine.quantization.packed_checkpoint import PackedWeights
+from engine.quantization.packed_linears import PackedLinears
 from engine.start_progress import OnProgress, no_progress
 from kvstore.layout import WHOLE, Shard
 

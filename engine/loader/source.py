@@ -12,20 +12,20 @@ import torch
 
 from common.model_files import ModelFiles
 from engine.config import EngineConfig
+from engine.gguf.config import config_from_gguf
+from engine.gguf.weights import OUTPUT_WEIGHT, ROPE_FACTORS, GgufFile, GgufWeights
 from engine.layers.linear import Linear
 from engine.layers.weights import WeightSource
 from engine.loader.checkpoint import Shape, check_weights
-from engine.loader.gguf import OUTPUT_WEIGHT, ROPE_FACTORS, GgufFile, GgufWeights
-from engine.loader.mxfp4 import Mxfp4Weights
-from engine.loader.packed_checkpoint import PackedWeights
 from engine.loader.random_weights import DRY_RUN_CONFIG, DRY_RUN_STD, SEED, STD, RandomWeights
 from engine.loader.safetensors import SafetensorsWeights
 from engine.models.config import ModelConfig, with_latent
 from engine.models.families import ModelFamily, family_of, family_of_gguf
-from engine.models.gguf_config import config_from_gguf
 from engine.models.hf_config import architecture_of, config_from_hf, read_hf_config
 from engine.models.model import Model
-from engine.models.quantization import is_mxfp4, quantization_from_hf
+from engine.quantization.mxfp4 import Mxfp4Weights
+from engine.quantization.packed_checkpoint import PackedWeights
+from engine.quantization.schemes import is_mxfp4, quantization_from_hf
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ import torch
 from common.errors import ConfigError, UnsupportedModelError
 from engine.config import EngineConfig
 from engine.layers.linear import Linear, LinearLayer
-from engine.layers.moe import Moe
 from engine.models.config import ModelConfig
 from engine.models.model import Model
+from engine.moe.moe import Moe
 
 EXPERTS = "on a GPU a layer's experts must all be quantized, shared ones too, or none: use --quant-mode none"
 

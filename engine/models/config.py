@@ -23,9 +23,9 @@ class MoeConfig:
     dense_layers: those with a plain MLP instead. num_shared_experts: those that every token passes through, beside
     the ones it chooses. expert_rank, expert_ranks: experts are divided among ranks, and this one has its part of
     them, whole; of shared experts it has a part of each. exchange: how ranks get to each other's experts; with
-    `dispatch` rows are divided among ranks, see `engine.layers.divided_rows`, and all have the shared experts whole.
-    slots: the expert in each slot of all ranks, see `engine.expert_placement`; empty: each once, in order.
-    The rest is the rule by which a token chooses, see `engine.layers.routing`.
+    `dispatch` rows are divided among ranks, see `engine.expert_parallel.divided_rows`, and all have the shared
+    experts whole. slots: the expert in each slot of all ranks, see `engine.expert_balancing.placement`; empty: each
+    once, in order. The rest is the rule by which a token chooses, see `engine.moe.routing`.
     """
 
     num_experts: int
@@ -41,7 +41,7 @@ class MoeConfig:
     group_top: int = 1
     weight_factor: float = 1.0
     float32_router: bool = False
-    swiglu_alpha: float = 1.0  # these two of experts with a clamped activation, see `engine.layers.stacked_moe`
+    swiglu_alpha: float = 1.0  # these two of experts with a clamped activation, see `engine.moe.stacked_moe`
     swiglu_limit: float = 0.0
     expert_rank: int = 0
     expert_ranks: int = 1
@@ -77,7 +77,7 @@ class MoeConfig:
 
 @dataclass(frozen=True, slots=True)
 class LatentConfig:
-    """Multi-head latent attention, see `engine.layers.latent_attention`.
+    """Multi-head latent attention, see `engine.mla.latent_attention`.
 
     q_lora_rank: None: queries are not compressed. mscale: its square is a factor on scores. rope_interleave: the
     checkpoint's rotary dimensions are pairs. form: what the pool keeps, and when it is expanded.
@@ -100,8 +100,8 @@ class ModelConfig:
     num_kv_heads, head_dim: as the pool has them (`with_latent`). sliding_window: tokens that layers look back, but
     for `full_layers`; local_rope: that of such layers, if it is another one. query_scale: a factor on
     1/sqrt(head_dim). unused_weights: beginnings of names that a checkpoint may have beyond the model. expert_slots:
-    each layer's placement of experts, if they have any, see `engine.expert_placement`. linear_bits: of a weight of
-    blocks, where they stay as a quantized checkpoint holds them; embedding and head have 16. Of a rank of a
+    each layer's placement of experts, if they have any, see `engine.expert_balancing.placement`. linear_bits: of a
+    weight of blocks, where they stay as a quantized checkpoint holds them; embedding and head have 16. Of a rank of a
     tensor-parallel model: heads, intermediate sizes and vocabulary are that rank's (`shard`).
     """
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from common.errors import ConfigError, MiniInferError, TransferError, UnavailableError
 from kvstore.tier.protocol import MAX_FRAME_BYTES
-from kvstore.transport.shared_memory import map_fd, map_fd_in_place
-from kvstore.transport.unix_socket import connect_unix, recv_frame, send_frame
+from kvstore.transports.shared_memory import map_fd, map_fd_in_place
+from kvstore.transports.unix_socket import connect_unix, recv_frame, send_frame
 from kvstore.types import BlockKey, HostSlot
 
 logger = logging.getLogger(__name__)

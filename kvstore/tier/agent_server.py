@@ -9,7 +9,7 @@ import signal
 from common.config import from_args
 from common.errors import ConfigError
 from common.logging import report_end, setup_logging
-from common.rpc import RpcServer
+from common.net.rpc import RpcServer
 from kvstore.config import AgentConfig
 from kvstore.tier.agent import TierServer
 from kvstore.tier.agent_metrics import serve_metrics

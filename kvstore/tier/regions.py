@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from common.errors import OverloadedError
 from kvstore.tier.host_tier import HostTierAllocator
-from kvstore.transport.shared_memory import create_memfd, map_fd
+from kvstore.transports.shared_memory import create_memfd, map_fd
 
 logger = logging.getLogger(__name__)
 RegionName = tuple[str, int]  # content_name, block_bytes

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from common.errors import InvalidRequestError
-from router.api.answer_format import ResponseFormat, StructuredOutputs, json_answer_schema
 from router.api.message_schemas import (
     MAX_LABEL_CHARS,
     MAX_LIST,
@@ -22,7 +21,8 @@ from router.api.message_schemas import (
     TemplateKwargs,
     check_messages,
 )
-from router.api.tools import ToolChoice, Tools, check_tools, is_forced
+from router.grammar.answer_format import ResponseFormat, StructuredOutputs, json_answer_schema
+from router.tools.tools import ToolChoice, Tools, check_tools, is_forced
 
 MAX_CHOICES = 128  # n, best_of, and n times the number of prompts
 MAX_PROMPTS = 128

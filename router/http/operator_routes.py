@@ -11,11 +11,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from common.errors import InvalidRequestError, NotFoundError, UnauthenticatedError
-from common.hosts import is_loopback
 from common.memory import resident
-from router.cluster.worker_link import WorkerLink
+from common.net.hosts import is_loopback
 from router.gateway import Gateway
 from router.http.errors import HttpError
+from router.workers.worker_link import WorkerLink
 
 DRAIN_GRACE_SECONDS = 30.0
 MAX_GRACE_SECONDS = 3600.0

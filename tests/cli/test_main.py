@@ -51,7 +51,7 @@ def test_errors_become_one_line_and_an_exit_code(monkeypatch, capsys, raised, co
     def fail(_argv):
         raise raised
 
-    monkeypatch.setattr("cli.serve.run", fail)
+    monkeypatch.setattr("cli.cluster.serve.run", fail)
     assert run_command("serve", []) == code
     assert capsys.readouterr().err == told
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import openai
 
-from cli.ports import free_ports
+from cli.cluster.ports import free_ports
 from common.model_files import resolve_model
 from common.text.load import load_tokenizer
 

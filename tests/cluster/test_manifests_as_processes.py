@@ -21,7 +21,7 @@ import httpx
 import pytest
 
 from tests.cluster.harness import ROOT, Cluster, Service, free_ports
-from tests.deploy.kustomize import Document, Rendered
+from tests.deploy.kubernetes.kustomize import Document, Rendered
 
 pytestmark = pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl builds overlays")
 SOCKETS = "/run/mini-infer"

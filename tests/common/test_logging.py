@@ -40,7 +40,7 @@ def test_each_line_of_code_has_its_share(caplog: pytest.LogCaptureFixture) -> No
 
 def test_a_json_line_has_the_time_in_utc_and_no_message_of_a_strange_exception() -> None:
     record = logging.makeLogRecord(
-        {"name": "worker.front", "levelname": "ERROR", "msg": "two\nlines: %s", "args": ("é",)}
+        {"name": "worker.front.front", "levelname": "ERROR", "msg": "two\nlines: %s", "args": ("é",)}
     )
     record.created = datetime(2026, 1, 2, 3, 4, 5, 678000, tzinfo=UTC).timestamp()
     prompt = "the" + " prompt"
@@ -57,7 +57,7 @@ def test_a_json_line_has_the_time_in_utc_and_no_message_of_a_strange_exception()
     fields = json.loads(line)
     traceback = fields.pop("traceback")
     assert fields == {
-        "time": "2026-01-02T03:04:05.678Z", "level": "ERROR", "service": "decode", "logger": "worker.front",
+        "time": "2026-01-02T03:04:05.678Z", "level": "ERROR", "service": "decode", "logger": "worker.front.front",
         "message": "two\nlines: é",
     }  # fmt: skip
     assert "ConfigError: --port: choose another" in traceback

@@ -74,8 +74,8 @@ def install(patch: pytest.MonkeyPatch) -> list[Compiled]:
     patch.setattr(JITFunction, "__getitem__", at_grid)
     patch.setattr(torch.cuda, "get_device_capability", lambda *_: CAPABILITY)
     patch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=NUM_SMS))
-    for found_module in pkgutil.iter_modules(kernels.gpu.__path__):
-        module = importlib.import_module(f"kernels.gpu.{found_module.name}")
+    for found_module in pkgutil.walk_packages(kernels.gpu.__path__, "kernels.gpu."):
+        module = importlib.import_module(found_module.name)
         if hasattr(module, "overlaps_launches"):
             patch.setattr(module, "overlaps_launches", lambda _: True)
     return compiled

@@ -27,11 +27,11 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from engine.gpu.ops import plain, split_k
-from engine.gpu.quantized import EightBitLinear, Fp8Linear, W4A16Linear, W8A8Linear, W8A16Linear
 from engine.kv.memory import kv_layout
 from engine.layers.linear import Linear
-from kernels.gpu.split_k import SplitKWorkspace
-from kernels.w4a16_gemm import PackedW4
+from engine.quantization.gpu_linears import EightBitLinear, Fp8Linear, W4A16Linear, W8A8Linear, W8A16Linear
+from kernels.gpu.gemm.split_k import SplitKWorkspace
+from kernels.quantization.w4a16_gemm import PackedW4
 from tests.compile import hopper
 from tests.compile.test_compiles_for_hopper import META, decode_inputs, forward_over, ints, model_of, prompt_inputs
 

@@ -19,49 +19,49 @@ from torch import Tensor
 
 from common.model_files import resolve_model
 from engine.gpu.attention.backend import PrefillAttention
-from engine.gpu.attention.expanded import ExpandedLatents
 from engine.gpu.attention.paged import PagedAttention
-from engine.gpu.device_sampler import DeviceSampler
 from engine.gpu.forward import FusedForward, GpuInputs, GroupInputs
-from engine.gpu.quantized import W4A16Linear
+from engine.gpu.sampling.device_sampler import DeviceSampler
 from engine.kv.memory import kv_layout
 from engine.layers.weights import Partition
-from engine.loader.quantize import Quantizer
+from engine.mla.gpu_expanded import ExpandedLatents
 from engine.models.families import family_of
 from engine.models.hf_config import architecture_of, config_from_hf, read_hf_config
 from engine.models.model import Model
-from kernels.gpu.all_reduce import (
+from engine.quantization.gpu_linears import W4A16Linear
+from engine.quantization.quantize import Quantizer
+from kernels.gpu.attention.gather_kv import gather_kv
+from kernels.gpu.attention.kv_splits import DecodeWorkspace
+from kernels.gpu.attention.paged_decode import paged_decode
+from kernels.gpu.attention.paged_prefill import LARGE_TILE, SMALL_TILE, paged_prefill
+from kernels.gpu.collectives.all_reduce import (
     GATHER_CHUNK,
     SymmetricMemory,
     all_gather,
     all_reduce_rms_norm,
     all_reduce_rms_norm_quantize,
 )
-from kernels.gpu.divided_rows import combine_add_rms_norm, scatter_add_rms_norm
-from kernels.gpu.exchange_memory import ExchangeLayout, ExchangeMemory, rows_a_rank
-from kernels.gpu.expert_combine import combine
-from kernels.gpu.expert_dispatch import dispatch
-from kernels.gpu.expert_formats import bytes_of
-from kernels.gpu.expert_loads import count_choices
-from kernels.gpu.expert_pairs import SortedPairs
-from kernels.gpu.expert_slots import choose_slots
-from kernels.gpu.gather_kv import gather_kv
-from kernels.gpu.grouped_gemm import MAX_UNSORTED, grouped_gemm
-from kernels.gpu.grouped_gemv import add_down_of_row, grouped_gemv
-from kernels.gpu.kv_copy import copy_blocks, digest_blocks
-from kernels.gpu.kv_splits import DecodeWorkspace
-from kernels.gpu.latent_decode import latent_decode
-from kernels.gpu.latent_prefill import latent_prefill
-from kernels.gpu.latent_rope import rotate_and_write_latents
-from kernels.gpu.launch_configs import found
-from kernels.gpu.paged_decode import paged_decode
-from kernels.gpu.paged_prefill import LARGE_TILE, SMALL_TILE, paged_prefill
-from kernels.gpu.process_logits import LogitsRules, process_logits
-from kernels.gpu.split_k import SplitKWorkspace
-from kernels.gpu.tuning import DOWN_ROW, GATE_UP_PAIRS, GATE_UP_ROW, GROUPED_DOWN, GROUPED_GATE_UP
+from kernels.gpu.elementwise.kv_copy import copy_blocks, digest_blocks
+from kernels.gpu.expert_parallel.divided_rows import combine_add_rms_norm, scatter_add_rms_norm
+from kernels.gpu.expert_parallel.exchange_memory import ExchangeLayout, ExchangeMemory, rows_a_rank
+from kernels.gpu.expert_parallel.expert_combine import combine
+from kernels.gpu.expert_parallel.expert_dispatch import dispatch
+from kernels.gpu.expert_parallel.expert_loads import count_choices
+from kernels.gpu.expert_parallel.expert_slots import choose_slots
+from kernels.gpu.gemm.split_k import SplitKWorkspace
+from kernels.gpu.launching.launch_configs import found
+from kernels.gpu.launching.tuning import DOWN_ROW, GATE_UP_PAIRS, GATE_UP_ROW, GROUPED_DOWN, GROUPED_GATE_UP
+from kernels.gpu.mla.latent_decode import latent_decode
+from kernels.gpu.mla.latent_prefill import latent_prefill
+from kernels.gpu.mla.latent_rope import rotate_and_write_latents
+from kernels.gpu.moe.expert_formats import bytes_of
+from kernels.gpu.moe.expert_pairs import SortedPairs
+from kernels.gpu.moe.grouped_gemm import MAX_UNSORTED, grouped_gemm
+from kernels.gpu.moe.grouped_gemv import add_down_of_row, grouped_gemv
+from kernels.gpu.sampling.process_logits import LogitsRules, process_logits
 from kernels.kv_copy import WordCopy
-from kernels.mxfp4 import filled
-from kernels.w4a16_gemm import PackedW4
+from kernels.quantization.mxfp4 import filled
+from kernels.quantization.w4a16_gemm import PackedW4
 from kvstore.layout import PoolGeometry
 from tests.compile import hopper
 from tests.compile.hopper import SHARED_BYTES, Compiled

@@ -23,15 +23,15 @@ import engine.gpu.runner
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.gpu.attention.backend import PrefillAttention
-from engine.gpu.attention.fa3 import FlashAttention3, Operator
 from engine.gpu.attention.paged import PagedAttention
 from engine.gpu.config import GpuConfig
-from engine.gpu.decode_steps import DecodeSteps
-from engine.gpu.prompt_graphs import PromptGraphs, prompt_step
 from engine.gpu.runner import GpuRunner
+from engine.gpu.steps.decode_steps import DecodeSteps
+from engine.gpu.steps.prompt_graphs import PromptGraphs, prompt_step
 from engine.layers.linear import HalfLinear
 from engine.loader import converters
-from engine.loader.quantize import Quantizer
+from engine.prefill_backends.fa3 import FlashAttention3, Operator
+from engine.quantization.quantize import Quantizer
 from engine.request import SamplingParams
 from engine.trial_plans import WITH_RULES, trial_plan
 from tests.compile import hopper

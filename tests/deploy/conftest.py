@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.deploy.control_plane import ControlPlane
 from tests.deploy.docker_engine import IMAGE, build_image, docker_engine
-from tests.deploy.kubelet_node import PAUSE_IMAGE, Node
+from tests.deploy.kubernetes.control_plane import ControlPlane
+from tests.deploy.kubernetes.kubelet_node import PAUSE_IMAGE, Node
 
 
 @pytest.fixture(scope="session")

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 import httpx
 import openai
 
-from cli.ports import free_ports
-from tests.deploy.kubelet_node import Node
-from tests.deploy.kustomize import Document, build
+from cli.cluster.ports import free_ports
+from tests.deploy.kubernetes.kubelet_node import Node
+from tests.deploy.kubernetes.kustomize import Document, build
 
 APPLY = ["apply", "--server-side", "--validate=strict", "--filename=-"]
 READY_SECONDS = 180.0

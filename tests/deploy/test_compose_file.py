@@ -67,7 +67,7 @@ def test_sockets_lie_in_the_volume_that_all_workers_share():
 def test_health_checks_ask_the_port_that_is_served_and_start_order_waits_for_them():
     for name, service in OURS.items():
         *command, url = service["healthcheck"]["test"]
-        assert command == ["CMD", "python", "-I", "-S", "/app/common/healthcheck.py"]
+        assert command == ["CMD", "python", "-I", "-S", "/app/common/net/healthcheck.py"]
         port = settings(name)["port" if name == "router" else "metrics_port"]
         assert url == f"http://127.0.0.1:{port}/readyz"
     assert set(SERVICES["router"]["depends_on"]) == {n for n in OURS if n.startswith(("prefill", "decode"))}

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 import yaml
 
-from tests.deploy.kustomize import ROOT, Rendered
+from tests.deploy.kubernetes.kustomize import ROOT, Rendered
 
 pytestmark = pytest.mark.skipif(
     not (shutil.which("kubectl") and shutil.which("promtool")), reason="kubectl builds overlays, promtool relabels"

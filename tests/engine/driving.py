@@ -14,7 +14,7 @@ from common.model_files import ModelFiles
 from engine.config import EngineConfig
 from engine.cpu.runner import ModelRunner
 from engine.kv.memory import allocate_pool, kv_layout, pool_geometry
-from engine.loader import LoadedModel, load_model
+from engine.loader.load import LoadedModel, load_model
 from engine.plan import ScheduledRow, StepPlan, StepResult
 from engine.request import Request, RequestId, SamplingParams
 from engine.scheduled_step import ScheduledStep

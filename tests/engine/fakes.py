@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from engine.plan import StepPlan, StepResult
 from engine.request_states import RequestState, RequestStates
-from engine.sampler import accepted_tokens
+from engine.sampling.sampler import accepted_tokens
 
 VOCAB_SIZE = 1000
 

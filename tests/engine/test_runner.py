@@ -13,7 +13,7 @@ from common.errors import ConfigError
 from engine.config import EngineConfig
 from engine.cpu.runner import ModelRunner
 from engine.kv.memory import allocate_pool, pool_geometry
-from engine.loader import LoadedModel
+from engine.loader.load import LoadedModel
 from engine.plan import StepPlan
 from engine.request import Request, RequestId, SamplingParams
 from kvstore.types import BlockId, HostSlot

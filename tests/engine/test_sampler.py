@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import sampler as sampler_module
 from engine.request import RequestId, SamplingParams
 from engine.request_states import RequestState
-from engine.sampler import SampledTokens, Sampler
+from engine.sampling import sampler as sampler_module
+from engine.sampling.sampler import SampledTokens, Sampler
 
 VOCAB_SIZE = 50
 EOS = 7

@@ -11,9 +11,9 @@ import transformers
 
 from common.model_files import resolve_model
 from engine.config import EngineConfig
-from engine.loader import LoadedModel
+from engine.loader.load import LoadedModel
 from tests.engine.driving import GREEDY, Driver, make_runner, open_model
-from tests.engine.gguf_files import gguf_name, interleave
+from tests.engine.gguf.gguf_files import gguf_name, interleave
 from tests.engine.tiny_models import reference_logits
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cli.test_serve import Served
+from tests.cli.cluster.test_serve import Served
 from tests.packaging.documentation import ROOT, page, runnable
 
 EXAMPLES = ROOT / "examples"
@@ -25,7 +25,9 @@ SERVED = {
     "openai_multi_turn.py": r"(?s)> Name .*\(0 tokens.*> Which .*\([1-9]\d* tokens.*> What .*\([1-9]\d* tokens",
     "openai_json_schema.py": r"name='.*' country='.*' population=\d+\n(positive|negative)\n$",
 }
-MODULES = {"scheduling_policy.py"}  # for --scheduling-policy; tests/engine/test_scheduling_policy.py serves with it
+MODULES = {
+    "scheduling_policy.py"
+}  # for --scheduling-policy; tests/engine/scheduling/test_scheduling_policy.py serves with it
 
 
 def as_script(text: str) -> str:

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from engine.models.families import family_of
 from engine.models.hf_config import config_from_hf
-from kernels.gpu.launch_configs import GemvConfig, Rule, Table, TileConfig
+from kernels.gpu.launching.launch_configs import GemvConfig, Rule, Table, TileConfig
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 97, "hidden_size": 64,
@@ -86,4 +86,4 @@ def use_small_tiles(patch: pytest.MonkeyPatch, max_pairs: int) -> None:
         ("MAX_PAIRS", max_pairs), ("GATE_UP_PAIRS", small), ("DOWN_PAIRS", small), ("DOWN_ROW", small),
         ("GATE_UP_ROW", small), ("GROUPED_GATE_UP", tiles), ("GROUPED_DOWN", tiles),
     ):  # fmt: skip
-        patch.setattr(f"engine.gpu.ops.experts.{name}", value)
+        patch.setattr(f"engine.moe.gpu_experts.{name}", value)

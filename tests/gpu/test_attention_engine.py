@@ -11,10 +11,10 @@ from torch import Tensor
 import engine.gpu.runner
 from engine.assembly import assemble
 from engine.config import EngineConfig
-from engine.gpu.attention import fa3
 from engine.gpu.attention.backend import PrefillAttention
-from engine.gpu.attention.fa3 import FlashAttention3, Operator
 from engine.gpu.config import GpuConfig
+from engine.prefill_backends import fa3
+from engine.prefill_backends.fa3 import FlashAttention3, Operator
 from tests.gpu.models import save_tiny_model
 from tests.gpu.test_attention import flash_forward, make
 from tests.gpu.test_engine import PROMPTS, forced_logits, generate, greedy, open_gpu, reference

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import torch
 
-from engine.gpu.inputs import query_inputs, step_tokens, upload
-from engine.gpu.step import NO_DRAFT, GpuBatch, sampled_queries
+from engine.gpu.steps.inputs import query_inputs, step_tokens, upload
+from engine.gpu.steps.step import NO_DRAFT, GpuBatch, sampled_queries
 from engine.plan import ScheduledRow
 from engine.request import RequestId, SamplingParams
 from engine.request_states import RequestState

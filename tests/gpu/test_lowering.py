@@ -13,16 +13,17 @@ from engine.config import EngineConfig
 from engine.gpu.attention.choose import open_attention
 from engine.gpu.forward import FusedForward, GpuInputs, GroupInputs
 from engine.gpu.ops.form import Target
-from engine.gpu.ops.quantized_input import QuantizedInputForm
 from engine.gpu.ops.split_k import SplitKForm
 from engine.kv.memory import kv_layout
-from engine.layers.moe import Moe
-from engine.loader import converters, load_model
-from engine.loader.quantize import Quantizer
-from kernels.gpu.rms_norm import add_rms_norm
+from engine.loader import converters
+from engine.loader.load import load_model
+from engine.moe.moe import Moe
+from engine.quantization.gpu_ops import QuantizedInputForm
+from engine.quantization.quantize import Quantizer
+from kernels.gpu.elementwise.rms_norm import add_rms_norm
 from kvstore.layout import PoolGeometry
+from tests.gpu.kv.test_kv_groups import GEMMA3, GPT_OSS
 from tests.gpu.models import save_family, save_tiny_model, use_small_tiles
-from tests.gpu.test_kv_groups import GEMMA3, GPT_OSS
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from engine.engine import Engine
-from engine.gpu import prompt_graphs, rows
 from engine.gpu.config import GpuConfig
-from engine.gpu.prompt_graphs import PromptInputs
 from engine.gpu.runner import GpuRunner
+from engine.gpu.steps import prompt_graphs, rows
+from engine.gpu.steps.prompt_graphs import PromptInputs
 from engine.request import SamplingParams
 from tests.gpu.models import save_tiny_model
 from tests.gpu.test_engine import ON_GPU, PROMPTS, generate, greedy, open_gpu, reference

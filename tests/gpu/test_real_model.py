@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.agreement import compare, follow
-from benchmarks.forced_logits import Reference, compute_reference, config_for
+from benchmarks.accuracy.agreement import compare, follow
+from benchmarks.accuracy.forced_logits import Reference, compute_reference, config_for
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.quantized_gemm import FP8_DTYPE, quantize_rows_fp8, quantize_rows_int8
+from kernels.quantization.quantized_gemm import FP8_DTYPE, quantize_rows_fp8, quantize_rows_int8
 
 # The interpreter multiplies matrices of bfloat16 by their bit patterns; float16 takes the same path of the kernels.
 HALF_DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float16

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.gpu.sampling import CHUNK, NOT_FINITE, NOTHING_ALLOWED, num_chunks_of, sample, sample_reference
+from kernels.gpu.sampling.sampling import CHUNK, NOT_FINITE, NOTHING_ALLOWED, num_chunks_of, sample, sample_reference
 
 VOCAB = CHUNK + 904
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kernels.gpu import tuning
-from kernels.gpu.launch_configs import GemmTable, Rule, Table, above, at_most, between
+from kernels.gpu.launching import tuning
+from kernels.gpu.launching.launch_configs import GemmTable, Rule, Table, above, at_most, between
 
 TABLES = {name: table for name, table in vars(tuning).items() if isinstance(table, GemmTable)}
 SHAPES = [(n, k) for n in (96, 1024, 3584, 6144, 18944, 152064) for k in (64, 1024, 3584, 18944)]

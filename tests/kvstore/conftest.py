@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 
 from kvstore.tier import agent_client
-from kvstore.transport import client, cuda_ipc, lease_client, nixl, service, shm, staging, tcp
+from kvstore.transports import client, lease_client, service, staging
+from kvstore.transports.cuda_ipc import reader as cuda_ipc
+from kvstore.transports.nixl import reader as nixl
+from kvstore.transports.shm import reader as shm
+from kvstore.transports.tcp import reader as tcp
 
 
 @pytest.fixture(autouse=True)

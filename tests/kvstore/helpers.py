@@ -12,13 +12,13 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from kvstore.handle.handle import KvHandle, PeerLease, PeerShard, ShardAddress, open_handle, pack_shard
+from kvstore.handle.pool_info import PoolInfo
 from kvstore.layout import PoolGeometry, full_attention
 from kvstore.pool.digest import digest_blocks
 from kvstore.pool.leases import LeaseTable, new_epoch
-from kvstore.transport.descriptor_server import DescriptorServer
-from kvstore.transport.handle import KvHandle, PeerLease, PeerShard, ShardAddress, open_handle, pack_shard
-from kvstore.transport.pool_info import PoolInfo
-from kvstore.transport.shared_memory import blocks_over, create_memfd, map_fd, reopen_read_only
+from kvstore.transports.descriptor_server import DescriptorServer
+from kvstore.transports.shared_memory import blocks_over, create_memfd, map_fd, reopen_read_only
 from kvstore.types import BlockId, Epoch, LeaseId, WorkerId
 
 GEOMETRY = PoolGeometry(full_attention(2, 2, 8, "float32"), 8, 4, "test-model")  # blocks of 1 KB

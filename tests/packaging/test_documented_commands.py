@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.deploy.kustomize import build, copy_with_secret
+from tests.deploy.kubernetes.kustomize import build, copy_with_secret
 from tests.packaging.documentation import GUIDES, RECORDS, ROOT, commands_of, documented, groups, page
 
 KUBECTL = "tests/packaging/test_documented_commands.py::test_what_kubectl_is_told_makes_and_names_what_exists"

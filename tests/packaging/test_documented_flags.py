@@ -16,8 +16,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from cli import bench, chat, demo, flags
-from cli.cluster import ServeConfig
+from cli.cluster import flags
+from cli.cluster.plan import ServeConfig
+from cli.load import bench
+from cli.terminal import chat, demo
 from common.config import ENV_PREFIX, add_arguments
 from router.http.app import create_app
 from tests.deploy.settings import SETTINGS, VARIABLES

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.ablations import measure
-from benchmarks.figures import CHARTS, DOCS, page
+from benchmarks.comparisons.ablations import measure
+from benchmarks.reports.figures import CHARTS, DOCS, page
 
 MACHINE = {"machine": "a machine"}
 LINES: dict[str, list[dict[str, Any]]] = {

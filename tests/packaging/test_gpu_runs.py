@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu_runs
+from benchmarks.reports import gpu_runs
 
 TEXT = """# Title
 

@@ -23,7 +23,7 @@ import httpx
 import pytest
 
 from common.version import VERSION
-from tests.cli.test_serve import FLAGS, Served
+from tests.cli.cluster.test_serve import FLAGS, Served
 from tests.packaging.documentation import commands_of, runnable
 from tests.processes import command_line, descendants
 from tests.test_repository import PACKAGES
@@ -117,7 +117,7 @@ def test_the_python_api_of_an_installation(folder: Path, installed: Path) -> Non
     )
     first, second, files = run(installed / "python", "-c", program, cwd=folder).splitlines()
     assert first == f"{VERSION} False"
-    assert second == "engine.llm 3"
+    assert second == "engine.offline.llm 3"
     assert files.count(str(folder / "venv" / "lib")) == len(TOP_LEVEL)
 
 

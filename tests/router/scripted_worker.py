@@ -19,13 +19,13 @@ from typing import Any
 import uvloop
 
 from common.model_files import resolve_model
-from common.rpc import RpcServer
+from common.net.rpc import RpcServer
 from common.text.load import load_tokenizer
 from common.token_ids import num_ids, unpack_ids
 from kvstore.pool.block_hash import HASH_VERSION, block_keys, root_key
 from protos import decode_pb2_grpc, prefill_pb2_grpc
 from protos import types_pb2 as pb
-from worker.drain import Drain
+from worker.front.drain import Drain
 
 BLOCK_SIZE = 16
 

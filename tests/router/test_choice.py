@@ -16,12 +16,12 @@ from kvstore.pool.block_hash import HASH_VERSION
 from protos import types_pb2 as pb
 from router.api.text import ChoiceText, StopRules, Update
 from router.choice import Choice, State
-from router.cluster.model_workers import ModelWorkers
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.journal import Journal
 from router.metrics import RouterMetrics
 from router.request import GenerationRequest
+from router.workers.model_workers import ModelWorkers
 from tests.router.harness import DRY_RUN
 
 HANDLE = pb.KvHandle(lease_id="lease", worker_id="p0", epoch=1)

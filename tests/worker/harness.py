@@ -14,14 +14,14 @@ from typing import Any
 
 import grpc
 
-from common.rpc import open_channel
+from common.net.rpc import open_channel
 from common.token_ids import pack_ids
-from kvstore.transport.handle import PeerLease, open_handle
+from kvstore.handle.handle import PeerLease, open_handle
 from protos import decode_pb2_grpc, prefill_pb2_grpc
 from protos import types_pb2 as pb
 from tests.cluster.harness import Service, free_ports
 from tests.kvstore.helpers import as_handle, with_address
-from worker.protobuf import handle_of
+from worker.front.protobuf import handle_of
 
 PROMPT = list(b"A prompt of several blocks, so that there is something to pull. " * 3)
 # Leases would last a minute: what ends soon was released.

@@ -8,7 +8,7 @@ from engine.request import RequestId
 from kvstore.pool.leases import LeaseTable
 from kvstore.types import Epoch
 from protos import types_pb2 as pb
-from worker.front import WorkerFront
+from worker.front.front import WorkerFront
 from worker.messages import EngineLoad, Prefetched, PrefetchOutcome, Pull, StepReport
 from worker.metrics import WorkerMetrics
 

@@ -17,9 +17,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from common.rpc import open_channel, token_metadata
+from common.net.rpc import open_channel, token_metadata
 from engine import LLM, SamplingParams
-from kvstore.transport.handle import PeerLease
+from kvstore.handle.handle import PeerLease
 from protos import kvstore_pb2, kvstore_pb2_grpc
 from protos import types_pb2 as pb
 from tests.cluster.harness import free_ports

@@ -2,7 +2,7 @@
 
 A backend plans a step once, on the host, from where each row's queries start and how many keys its last query sees;
 the plan holds whatever the kernels need on the device. `prefill` then runs per layer. A backend knows nothing of
-requests or of the scheduler. Decode rows never come here: `kernels.gpu.paged_decode` takes them.
+requests or of the scheduler. Decode rows never come here: `kernels.gpu.attention.paged_decode` takes them.
 """
 
 from __future__ import annotations

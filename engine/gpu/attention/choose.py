@@ -1,7 +1,7 @@
 """Which backend does prefill attention: the fastest that is installed and fits, or the one that was asked for.
 
 `choose` is pure. FlashAttention-3 is 1.4 to 5 times as fast as the paged kernel in every case, cuDNN up to 1.4 times
-on long prompts (`benchmarks/kernels/bench_attention_backends.py`, docs/performance_log.md).
+on long prompts (`benchmarks/kernels/attention/bench_attention_backends.py`, docs/performance_log.md).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
-from engine.gpu.attention import cudnn, fa3
 from engine.gpu.attention.backend import PrefillAttention
 from engine.gpu.attention.paged import PagedAttention
+from engine.prefill_backends import cudnn, fa3
 
 logger = logging.getLogger(__name__)
 FA3_REQUIREMENT = "fa3-fwd==0.0.3"

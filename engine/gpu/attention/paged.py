@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.gpu.inputs import upload
-from kernels.gpu.paged_prefill import choose_tile, paged_prefill, prefill_tiles
+from engine.gpu.steps.inputs import upload
+from kernels.gpu.attention.paged_prefill import choose_tile, paged_prefill, prefill_tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class PagedPlan:
 
 
 class PagedAttention:
-    """`kernels.gpu.paged_prefill`."""
+    """`kernels.gpu.attention.paged_prefill`."""
 
     name = "triton"
 

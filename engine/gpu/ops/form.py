@@ -14,13 +14,13 @@ from common.errors import UnsupportedModelError
 from engine.layers.attention import Attention
 from engine.layers.block import Block
 from engine.layers.forward import AddNorm, Body, Forward, Op, Stream
-from engine.layers.latent_attention import LatentAttention
 from engine.layers.mlp import GeluMlp, Mlp
-from engine.layers.moe import Moe
 from engine.layers.post_norm import PostNormed
+from engine.mla.latent_attention import LatentAttention
 from engine.models.model import Model
-from kernels.gpu.post_norm import post_norm_add_norm
-from kernels.gpu.rms_norm import add_rms_norm, add_rms_norm_of_partials, embed_rms_norm, rms_norm
+from engine.moe.moe import Moe
+from kernels.gpu.elementwise.post_norm import post_norm_add_norm
+from kernels.gpu.elementwise.rms_norm import add_rms_norm, add_rms_norm_of_partials, embed_rms_norm, rms_norm
 
 MANY_ROWS = sys.maxsize
 Made = TypeVar("Made")

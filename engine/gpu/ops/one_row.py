@@ -8,19 +8,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.gpu.ops.experts import StackedExperts, moe_of_row
 from engine.gpu.ops.form import Form, GpuOp, GpuStep, Target, by_kind, embed, final_norm
-from engine.gpu.ops.latents import latent_attention
 from engine.layers.attention import Attention
 from engine.layers.forward import Forward, Op
-from engine.layers.latent_attention import LATENT_NORM_EPS, LatentAttention
 from engine.layers.linear import Linear, LinearLayer
 from engine.layers.mlp import GeluMlp, Mlp
-from engine.layers.moe import Moe
 from engine.layers.post_norm import PostNormed
+from engine.mla.gpu_ops import latent_attention
+from engine.mla.latent_attention import LATENT_NORM_EPS, LatentAttention
 from engine.models.model import Model
-from kernels.gpu.gemv import gemv
-from kernels.gpu.tuning import FUSED_GEMV
+from engine.moe.gpu_experts import StackedExperts, moe_of_row
+from engine.moe.moe import Moe
+from kernels.gpu.gemm.gemv import gemv
+from kernels.gpu.launching.tuning import FUSED_GEMV
 
 
 class OneRowForm(Form):

@@ -8,7 +8,7 @@
     latents                                  rotated and stored in one kernel, queries absorbed by batched GEMMs
 
 A GEMM of few rows takes the kernel that reads weights fastest where that was measured to win
-(`kernels.gpu.tuning`), else cuBLAS, or the quantized layer's own.
+(`kernels.gpu.launching.tuning`), else cuBLAS, or the quantized layer's own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from functools import partial
 
 from torch import Tensor
 
-from engine.gpu.ops.experts import StackedExperts, moe
 from engine.gpu.ops.form import (
     Form,
     GpuBody,
@@ -31,22 +30,23 @@ from engine.gpu.ops.form import (
     final_norm,
     post_norms,
 )
-from engine.gpu.ops.latents import latent_attention
 from engine.layers.attention import Attention
 from engine.layers.forward import Forward, Op
-from engine.layers.latent_attention import LATENT_NORM_EPS, LatentAttention
 from engine.layers.linear import Linear, LinearLayer
 from engine.layers.mlp import GeluMlp, Mlp
-from engine.layers.moe import Moe
 from engine.layers.post_norm import without_post_norm
+from engine.mla.gpu_ops import latent_attention
+from engine.mla.latent_attention import LATENT_NORM_EPS, LatentAttention
 from engine.models.model import Model
-from kernels.gpu.gated_gemm import gated_linear
-from kernels.gpu.gemv import gemv
-from kernels.gpu.rms_norm import rms_norm
-from kernels.gpu.silu_mul import silu_mul
-from kernels.gpu.skinny_gemm import skinny_gemm
-from kernels.gpu.split_k import SplitKWorkspace
-from kernels.gpu.tuning import FUSED_GEMV, GEMV, SKINNY, SKINNY_GATED
+from engine.moe.gpu_experts import StackedExperts, moe
+from engine.moe.moe import Moe
+from kernels.gpu.elementwise.rms_norm import rms_norm
+from kernels.gpu.elementwise.silu_mul import silu_mul
+from kernels.gpu.gemm.gated_gemm import gated_linear
+from kernels.gpu.gemm.gemv import gemv
+from kernels.gpu.gemm.skinny_gemm import skinny_gemm
+from kernels.gpu.gemm.split_k import SplitKWorkspace
+from kernels.gpu.launching.tuning import FUSED_GEMV, GEMV, SKINNY, SKINNY_GATED
 
 Gemm = Callable[[Tensor], Tensor]
 

@@ -1,7 +1,7 @@
 """Blocks of up to 64 decode rows of a small model: a GEMM's weights are on the chip before it starts.
 
-GEMMs leave split-K partials (`kernels.gpu.preloaded_gemm`), which the kernels behind them add up: rotation, norms,
-gate. With larger weights there is no room to bring them early, and with more rows x takes longer than they.
+GEMMs leave split-K partials (`kernels.gpu.gemm.preloaded_gemm`), which the kernels behind them add up: rotation,
+norms, gate. With larger weights there is no room to bring them early, and with more rows x takes longer than they.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from engine.layers.forward import AddNorm, Forward, Op
 from engine.layers.linear import Linear, LinearLayer
 from engine.layers.mlp import Mlp
 from engine.models.model import Model
-from kernels.gpu.launch_configs import PreloadedConfig
-from kernels.gpu.preloaded_gemm import COLUMN_MULTIPLE, fits_preloaded, preloaded_linear
-from kernels.gpu.rms_norm import add_rms_norm_of_partials
-from kernels.gpu.silu_mul import silu_mul_of_partials
-from kernels.gpu.tuning import PRELOADED, SPREAD_ROWS
+from kernels.gpu.elementwise.rms_norm import add_rms_norm_of_partials
+from kernels.gpu.elementwise.silu_mul import silu_mul_of_partials
+from kernels.gpu.gemm.preloaded_gemm import COLUMN_MULTIPLE, fits_preloaded, preloaded_linear
+from kernels.gpu.launching.launch_configs import PreloadedConfig
+from kernels.gpu.launching.tuning import PRELOADED, SPREAD_ROWS
 
 MAX_HIDDEN = 2048
 

@@ -6,8 +6,8 @@ import torch
 from common.model_files import resolve_model
 from engine.config import EngineConfig
 from engine.layers.weights import Partition
-from engine.loader import load_model
 from engine.loader.counted import CountedWeights
+from engine.loader.load import load_model
 from kvstore.layout import WHOLE, Shard
 
 

@@ -12,8 +12,8 @@ from engine.engine import Engine
 from engine.request import FinishReason, Request, RequestStatus, SamplingParams
 from engine.speculation.drafts import Speculation
 from tests.engine.fakes import VOCAB_SIZE, BlockMemoryRunner, expected_tokens
+from tests.engine.scheduling.test_scheduler import assert_quiet, load_request, make_engine, run_all
 from tests.engine.speculation.drafters import MakeOracle
-from tests.engine.test_scheduler import assert_quiet, load_request, make_engine, run_all
 
 
 def drafting(

@@ -14,7 +14,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from cli.ports import free_ports
+from cli.cluster.ports import free_ports
 from common.errors import ConfigError, OverloadedError, UnavailableError
 from common.token_ids import pack_ids
 from kvstore.config import AgentConfig
@@ -24,7 +24,7 @@ from kvstore.tier.agent_client import AgentHostTier
 from kvstore.tier.agent_server import serve
 from kvstore.tier.host_tier import HostTier
 from kvstore.tier.regions import Regions
-from kvstore.transport.unix_socket import connect_unix, pack, recv_frame, send_frame
+from kvstore.transports.unix_socket import connect_unix, pack, recv_frame, send_frame
 from tests.kvstore.helpers import shm_names
 from tests.processes import until_stopped
 
@@ -382,6 +382,6 @@ async def test_an_agent_without_memory_is_not_started() -> None:
 
 
 async def test_health_is_served(shared_agent: Agent) -> None:
-    from common.healthcheck import is_ready
+    from common.net.healthcheck import is_ready
 
     assert await is_ready(f"127.0.0.1:{shared_agent.port}", timeout_seconds=60.0)

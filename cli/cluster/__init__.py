@@ -1,0 +1,1 @@
+"""A local cluster of child processes: its plan, its services' lives, and `mini-infer serve`."""

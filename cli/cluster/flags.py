@@ -1,0 +1,142 @@
+"""Flags and environment of `mini-infer serve`, as one `ClusterConfig`. Starts nothing; picks ports that are free."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from cli.cluster.gpus import Gpus
+from cli.cluster.model_size import weight_bytes
+from cli.cluster.placement import choose_workers
+from cli.cluster.plan import ClusterConfig, ServeConfig, addresses
+from cli.cluster.ports import free_ports
+from common.config import ENV_PREFIX, SettingsParser, add_arguments, from_namespace
+from common.errors import ConfigError
+from common.model_files import DRY_RUN_MODEL_NAME
+from engine.config import EngineConfig
+from engine.gpu.config import GpuConfig
+from kvstore.config import AgentConfig
+from router.config import HttpConfig, RouterConfig
+from worker.config import WorkerConfig
+
+T = TypeVar("T")
+
+# A later group takes over the flags that it shares with an earlier one.
+GROUPS: tuple[tuple[str, type[Any]], ...] = (
+    ("node agent", AgentConfig),
+    ("workers", WorkerConfig),
+    ("HTTP connections", HttpConfig),
+    ("router and HTTP gateway", RouterConfig),
+    ("GPU of each worker", GpuConfig),
+    ("engine of each worker", EngineConfig),
+    ("cluster", ServeConfig),
+)
+# Fields that the cluster sets itself, or that another class has under the same name: no flag and no variable.
+SET_BY_CLUSTER: dict[type[Any], tuple[str, ...]] = {
+    AgentConfig: ("host", "port", "socket", "cluster_token", "metrics_port", "drain_grace_seconds"),
+    WorkerConfig: ("host", "port", "worker_id", "advertise_host", "run_dir", "agent_socket", "metrics_port"),
+    RouterConfig: ("prefill", "decode", "model", "models", "cluster_token", "metrics_port", "drain_grace_seconds"),
+    EngineConfig: ("host_tier_gb",),
+}
+QUANT_MODE_HELP = {
+    "w8a16": "int8-weight",
+    "int8": "int8-weight",
+    "gptq": "auto, which keeps what a checkpoint has",
+    "awq": "auto, which keeps what a checkpoint has",
+    "fp16": "none, with --dtype float16",
+}
+INSTEAD_OF_VLLM = {
+    "--data-parallel-size": "use --decode, the number of workers",
+    "--quantization": "use --quant-mode",
+    "--enforce-eager": "use --no-use-cuda-graph",
+    "--swap-space": "use --preemption swap and --host-tier-gb",
+    "--speculative-config": "use --num-speculative-tokens",
+    "--enable-chunked-prefill": "prompts are always computed in chunks",
+    "--trust-remote-code": "code of a checkpoint is never run",
+}
+
+
+def build_parser(prog: str = "mini-infer serve") -> argparse.ArgumentParser:
+    """All flags of `serve`: its own, the engine's, the router's, the workers' and the agent's."""
+    parser = SettingsParser(prog=prog, description=ServeConfig.__doc__, conflict_handler="resolve")
+    parser.instead = INSTEAD_OF_VLLM
+    for title, cls in GROUPS:
+        add_arguments(parser.add_argument_group(title), cls, without=SET_BY_CLUSTER.get(cls, ()))
+    return parser
+
+
+def parse_config(
+    argv: Sequence[str], env: Mapping[str, str], find_gpus: Callable[[str], Gpus] = lambda device: Gpus()
+) -> ClusterConfig:
+    """Flags first, then MINI_INFER_* variables, then what suits the GPUs that there are for a --device.
+
+    Raises ConfigError.
+    """
+    _check_quant_mode(argv, env)
+    namespace = build_parser().parse_args(argv)
+
+    def settings(cls: type[T], **given: Any) -> T:
+        defaults = {field.name: field.default for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        fixed = {name: defaults[name] for name in SET_BY_CLUSTER.get(cls, ())} | given
+        return from_namespace(cls, namespace, env, fixed)
+
+    serve = settings(ServeConfig)
+    if serve.ep > 1:
+        if getattr(namespace, "tp", serve.ep) != serve.ep:
+            raise ConfigError(f"--ep {serve.ep} --tp {namespace.tp}: both are the ranks of a worker; give one")
+        engine = settings(EngineConfig, tp=serve.ep, expert_parallel=True)
+    else:
+        engine = settings(EngineConfig)
+    if serve.dry_run:
+        engine = dataclasses.replace(engine, model=DRY_RUN_MODEL_NAME)
+    gpus = find_gpus(engine.device)
+    is_tp_given = serve.ep > 1 or hasattr(namespace, "tp") or f"{ENV_PREFIX}TP" in env
+    serve, engine, why = _fit_to_gpus(serve, engine, gpus, is_tp_given)
+    router_port, agent_port, *worker_ports = free_ports(2 + serve.prefill + serve.decode)
+    prefill_ports, decode_ports = worker_ports[: serve.prefill], worker_ports[serve.prefill :]
+    router = settings(
+        RouterConfig, model=engine.model, prefill=addresses(prefill_ports), decode=addresses(decode_ports)
+    )
+    return ClusterConfig(
+        serve=serve,
+        router=router if router.port else dataclasses.replace(router, port=router_port),
+        http=settings(HttpConfig),
+        worker=settings(WorkerConfig),
+        engine=engine,
+        gpu=settings(GpuConfig),
+        agent=settings(AgentConfig),
+        agent_port=agent_port,
+        prefill_ports=tuple(prefill_ports),
+        decode_ports=tuple(decode_ports),
+        gpus=gpus.names,
+        why_these_workers=why,
+    )
+
+
+def _fit_to_gpus(
+    serve: ServeConfig, engine: EngineConfig, gpus: Gpus, is_tp_given: bool
+) -> tuple[ServeConfig, EngineConfig, str]:
+    """Fill in how many workers of how many ranks there are, where that is not given; and why."""
+    workers = choose_workers(
+        None if serve.prefill < 0 else serve.prefill,
+        None if serve.decode < 0 else serve.decode,
+        engine.num_ranks if is_tp_given or engine.pp > 1 or not gpus.names else None,
+        gpus,
+        weight_bytes(engine) if gpus.names else 0,
+    )
+    if engine.pp == 1:
+        engine = dataclasses.replace(engine, tp=workers.tp)
+    return dataclasses.replace(serve, prefill=workers.prefill, decode=workers.decode), engine, workers.reason
+
+
+def _check_quant_mode(argv: Sequence[str], env: Mapping[str, str]) -> None:
+    """A mode of other programs gets an answer that names ours. Raises ConfigError."""
+    known = next(f for f in dataclasses.fields(EngineConfig) if f.name == "quant_mode").metadata["choices"]
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--quant-mode", default=env.get(ENV_PREFIX + "QUANT_MODE", ""))
+    mode = parser.parse_known_args(argv)[0].quant_mode
+    if mode and mode not in known:
+        instead = f"use {QUANT_MODE_HELP[mode]}" if mode in QUANT_MODE_HELP else f"choose one of {', '.join(known)}"
+        raise ConfigError(f"--quant-mode {mode} is not available: {instead}")

@@ -1,0 +1,44 @@
+"""Memory that a model's weights take on GPUs, all ranks together, as far as its files tell before they are read."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from common.gguf.header import read_gguf_header
+from common.model_files import resolve_model
+from engine.config import EngineConfig
+from engine.models.config import PLAIN_BITS
+from engine.models.hf_config import read_hf_config
+from engine.quantization.schemes import is_mxfp4, quantization_from_hf
+
+MADE_BITS = {"int8-weight": 8, "w8a8": 8, "fp8": 8, "int4-weight": 4.5}  # 4.5: with scales
+PACKED_DTYPES = ("auto", "bfloat16")  # in which quantized checkpoints stay as they are
+
+
+def weight_bytes(engine: EngineConfig) -> int:
+    """0: the files do not tell. Raises UnsupportedModelError for quantized weights that are not known."""
+    files = resolve_model(engine.model)
+    if engine.load_format == "dummy" or files.kind == "dry-run":
+        return 0
+    stored_bits: float = PLAIN_BITS
+    if files.kind == "gguf":
+        tensors = read_gguf_header(files.path).tensors
+        total = sum(2 * math.prod(tensor.shape) for tensor in tensors.values())  # read as 16-bit numbers
+    else:
+        total = sum(path.stat().st_size for path in files.path.glob("*.safetensors"))
+        stored_bits = _stored_bits(files.path)
+    if stored_bits < PLAIN_BITS and engine.quant_mode == "auto" and engine.dtype in PACKED_DTYPES:
+        return total
+    return int(total * MADE_BITS.get(engine.quant_mode, PLAIN_BITS) / stored_bits)
+
+
+def _stored_bits(directory: Path) -> int:
+    """Bits of most weights in the files."""
+    if not (directory / "config.json").is_file():
+        return PLAIN_BITS
+    raw = read_hf_config(directory)
+    if is_mxfp4(raw):
+        return 4
+    quantization = quantization_from_hf(raw)
+    return PLAIN_BITS if quantization is None else quantization.schemes[0].bits

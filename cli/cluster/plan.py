@@ -1,0 +1,232 @@
+"""Plan of a local cluster: its services and their flags. Pure: settings in, `ServiceSpec`s out.
+
+Knows the settings classes of all services; starts nothing and picks no port.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cli.cluster.child import child_command, child_environment
+from cli.cluster.gpus import VISIBLE
+from cli.cluster.placement import Placement, place
+from cli.cluster.ports import LOOPBACK
+from cli.cluster.service import ServiceSpec
+from common.config import ENV_PREFIX, setting, to_argv
+from common.errors import ConfigError
+from engine.config import EngineConfig
+from engine.gpu.config import GpuConfig
+from kvstore.config import AgentConfig
+from router.config import HttpConfig, RouterConfig
+from worker.config import WorkerConfig
+
+MAX_PORT = (1 << 16) - 1
+SECRETS = ("cluster_token", "api_key")  # passed by environment: a command line is readable by every user
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """Start a whole cluster on this machine: router, prefill and decode workers, node agent."""
+
+    prefill: int = setting(
+        -1, "prefill workers; 0: decode workers compute prompts too; -1: one on a CPU, none on GPUs"
+    )
+    decode: int = setting(-1, "decode workers; -1: one on a CPU, on GPUs as many as they hold")
+    prefill_tp: int = setting(0, "--tp of prefill workers, where it differs; 0: it does not")
+    ep: int = setting(1, "N: as --tp N --expert-parallel, N ranks of a worker that have whole experts each")
+    dry_run: bool = setting(False, "a tiny random model, no files needed; the same as --model dry-run")
+    metrics_port: int = setting(
+        0, "Prometheus port of the first worker; prefill workers, decode workers, the node agent and the router take "
+        "it and the next ones; 0: none (the router has /metrics on its own port, too, where it may need the API key)"
+    )  # fmt: skip
+    exit_on_failure: bool = setting(
+        False,
+        "when a service dies, stop the others and exit with 1 (for a supervisor above); else start it again",
+    )
+    verbose: bool = setting(False, "show the services' logs while they start")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.metrics_port <= MAX_PORT - max(self.prefill, 1) - max(self.decode, 1) - 1:
+            raise ConfigError(f"--metrics-port {self.metrics_port}: choose 1 to 65535, with room for all services")
+        if self.prefill < -1 or self.decode < -1 or self.decode == 0:
+            raise ConfigError(
+                f"--prefill {self.prefill} --decode {self.decode}: at least one decode worker is needed "
+                "(it computes prompts too when there is no prefill worker)"
+            )
+        if self.prefill_tp < 0:
+            raise ConfigError(f"--prefill-tp {self.prefill_tp}: choose 1 or more, or 0 for --tp")
+        if self.ep < 1:
+            raise ConfigError(f"--ep {self.ep}: choose 1 or more")
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """The settings of all services of one cluster, and the loopback ports that they will use."""
+
+    serve: ServeConfig
+    router: RouterConfig
+    http: HttpConfig
+    worker: WorkerConfig
+    engine: EngineConfig
+    gpu: GpuConfig
+    agent: AgentConfig
+    agent_port: int
+    prefill_ports: tuple[int, ...]
+    decode_ports: tuple[int, ...]
+    gpus: tuple[str, ...] = ()  # that workers take in turn
+    why_these_workers: str = ""  # why there are so many of so many ranks, where that was not given
+
+    @property
+    def url(self) -> str:
+        """The router's, on this machine."""
+        host = LOOPBACK if self.router.host in ("0.0.0.0", "") else self.router.host
+        return f"http://{host}:{self.router.port}"
+
+    @property
+    def placements(self) -> Sequence[Placement | None]:
+        """Placements of all workers; None on a CPU."""
+        if not self.gpus:
+            return [None] * len(self.workers)
+        degrees = [(self.engine.pp, self.tp_of(role)) for role, _, _ in self.workers]
+        for pp, tp in degrees:
+            if pp * tp > len(self.gpus):
+                flags = [f"--{name} {size}" for name, size in (("pp", pp), ("tp", tp)) if size > 1]
+                raise ConfigError(f"{' '.join(flags)}: there are {len(self.gpus)} GPUs")
+        return place(self.gpus, [pp * tp for pp, tp in degrees])
+
+    def tp_of(self, role: str) -> int:
+        """Ranks of a worker, of each of its stages."""
+        return (self.serve.prefill_tp if role == "prefill" else 0) or self.engine.tp
+
+    @property
+    def workers(self) -> list[tuple[str, str, int]]:
+        """(role, name, gRPC port), prefill workers first."""
+        roles = (("prefill", self.prefill_ports), ("decode", self.decode_ports))
+        return [(role, f"{role}-{number}", port) for role, ports in roles for number, port in enumerate(ports)]
+
+    @property
+    def has_agent(self) -> bool:
+        """A node agent does nothing but hold the host tier."""
+        return self.agent.host_tier_gb > 0
+
+    @property
+    def metrics_ports(self) -> dict[str, int]:
+        """Metrics port by service. Empty: none."""
+        if not self.serve.metrics_port:
+            return {}
+        names = [name for _, name, _ in self.workers] + ["agent"] * self.has_agent + ["router"]
+        return {name: self.serve.metrics_port + index for index, name in enumerate(names)}
+
+
+def workers_of(config: ClusterConfig) -> str:
+    """Number of workers by role."""
+    return f"{config.serve.prefill} prefill, {config.serve.decode} decode"
+
+
+def addresses(ports: Sequence[int]) -> str:
+    """Loopback addresses as a router's flag lists them."""
+    return ",".join(f"{LOOPBACK}:{port}" for port in ports)
+
+
+def plan_cluster(config: ClusterConfig, run_dir: Path, env: Mapping[str, str], token: str) -> list[ServiceSpec]:
+    """The services of the cluster. `token` is the secret that they will share, unless the settings have one."""
+    secrets = {"cluster_token": config.worker.cluster_token or token, "api_key": config.router.api_key}
+    plan = _Plan(config, run_dir, env, secrets)
+    agent = [plan.agent()] if config.has_agent else []
+    workers = [
+        plan.worker(*each, placement) for each, placement in zip(config.workers, config.placements, strict=True)
+    ]
+    return [*agent, *workers, plan.router()]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The node agent starts first and stops last, the router stops first."""
+
+    config: ClusterConfig
+    run_dir: Path
+    env: Mapping[str, str]
+    secrets: Mapping[str, str]
+
+    def agent(self) -> ServiceSpec:
+        port, metrics_port = self.config.agent_port, self.config.metrics_ports.get("agent", 0)
+        agent = dataclasses.replace(
+            self.config.agent, host=LOOPBACK, port=port, socket=self._agent_socket, metrics_port=metrics_port
+        )
+        return self._spec("agent", "kvstore", [agent], f"{LOOPBACK}:{port}", stage=0, stop_stage=2)
+
+    def worker(self, role: str, name: str, port: int, placement: Placement | None) -> ServiceSpec:
+        """Workers of one GPU share `--gpu-memory-fraction` equally."""
+        config, gpu = self.config, self.config.gpu
+        if placement is not None:
+            fraction = round(gpu.gpu_memory_fraction / placement.num_sharing, 4)
+            gpu = dataclasses.replace(gpu, gpu_memory_fraction=fraction)
+        worker = dataclasses.replace(
+            config.worker,
+            host=LOOPBACK,
+            port=port,
+            worker_id=name,
+            run_dir=str(self.run_dir),
+            agent_socket=self._agent_socket if config.has_agent else "",
+            metrics_port=config.metrics_ports.get(name, 0),
+        )
+        engine = dataclasses.replace(config.engine, tp=config.tp_of(role))
+        if engine.expert_load_file:  # each worker's own
+            engine = dataclasses.replace(engine, expert_load_file=f"{engine.expert_load_file}.{name}")
+        return self._spec(
+            name,
+            f"{role}_service",
+            [worker, engine, gpu],
+            f"{LOOPBACK}:{port}",
+            visible=placement.visible if placement else "",
+            status_socket=str(self.run_dir / f"{name}.status"),
+            stage=1,
+            stop_stage=1,
+            grace_seconds=self._grace_seconds,
+        )
+
+    def router(self) -> ServiceSpec:
+        config = self.config
+        router = dataclasses.replace(config.router, metrics_port=config.metrics_ports.get("router", 0))
+        settings, health = [router, config.http], f"{config.url}/readyz"
+        return self._spec(
+            "router", "router", settings, health, stage=1, stop_stage=0, grace_seconds=self._grace_seconds
+        )
+
+    @property
+    def _agent_socket(self) -> str:
+        return str(self.run_dir / "agent.sock")
+
+    @property
+    def _grace_seconds(self) -> float:
+        return self.config.worker.drain_grace_seconds + 5.0
+
+    def _spec(
+        self, name: str, module: str, settings: Sequence[Any], health: str, visible: str = "", **stages: Any
+    ) -> ServiceSpec:
+        argv = tuple(flag for part in settings for flag in to_argv(_without_secrets(part)))
+        env = _child_env(self.env, settings, self.secrets) | ({VISIBLE: visible} if visible else {})
+        return ServiceSpec(name, child_command(module, argv), health, env=env, **stages)
+
+
+def _without_secrets(settings: Any) -> Any:
+    return dataclasses.replace(settings, **dict.fromkeys(_secrets_of(settings), ""))
+
+
+def _secrets_of(settings: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(settings)} & set(SECRETS)
+
+
+def _child_env(env: Mapping[str, str], settings: Sequence[Any], secrets: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a service, with the secrets that it has a setting for and no others.
+
+    Our own settings are on the command line by now; left in the environment they would override defaults.
+    """
+    kept = {name: value for name, value in env.items() if not name.startswith(ENV_PREFIX)}
+    needed = {name: secrets[name] for part in settings for name in _secrets_of(part)}
+    own = {ENV_PREFIX + name.upper(): value for name, value in needed.items() if value}
+    return child_environment(kept) | {"PYTHONUNBUFFERED": "1"} | own

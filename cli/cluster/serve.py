@@ -1,0 +1,124 @@
+"""`mini-infer serve`: a whole cluster on this machine as child processes, from one command to Ctrl-C.
+
+Checks what can be checked before anything starts, plans the cluster and hands it to the supervisor. Knows nothing of
+HTTP, models or tokens; `flags` reads the command line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import secrets
+import shlex
+import signal
+import sys
+from collections.abc import Sequence
+
+from cli.cluster.flags import GROUPS, parse_config
+from cli.cluster.gpus import find_gpus, uses_gpu
+from cli.cluster.plan import ClusterConfig, plan_cluster, workers_of
+from cli.cluster.ports import LOOPBACK, check_port
+from cli.cluster.progress import StartDisplay
+from cli.cluster.run_directory import run_directory
+from cli.cluster.supervisor import StartError, Supervisor
+from common.config import misspelt_variables
+from common.errors import ConfigError
+from common.logging import write_line
+from common.model_files import ModelFiles, resolve_model
+
+FAILED_START_GRACE_SECONDS = 3.0
+
+
+def run(argv: Sequence[str]) -> int:
+    """The command. Exit code 0 after Ctrl-C or SIGTERM; errors are raised."""
+    config = parse_config(argv, os.environ, lambda device: find_gpus(device, os.environ))
+    check_ports(config)
+    model = resolve_model(config.engine.model)
+    check_ranks(config, model)
+    for line in misspelt_variables(os.environ, *(cls for _, cls in GROUPS)):
+        print(f"note: {line}", file=sys.stderr)
+    if "--use-cuda-graph" in argv and not uses_gpu(config.engine.device):
+        print("note: --use-cuda-graph has no effect on a CPU", file=sys.stderr)
+    with run_directory() as run_dir:
+        specs = plan_cluster(config, run_dir, os.environ, token=secrets.token_hex(16))
+        display = StartDisplay([spec.name for spec in specs], config.serve.verbose, config.worker.log_format)
+        for line in placement_lines(config):
+            display.tell(line)
+        supervisor = Supervisor(specs, display, config.serve.exit_on_failure)
+        asyncio.run(_serve(supervisor, display, ready_message(config, model.name)))
+    return 0
+
+
+def check_ports(config: ClusterConfig) -> None:
+    """Raise ConfigError for a port that another program has, or that the cluster needs twice."""
+    check_port(config.router.host, config.router.port)
+    for name, port in config.metrics_ports.items():
+        if port == config.router.port:
+            raise ConfigError(f"--metrics-port gives {name} port {port}, which is the router's: choose another")
+        of_router = config.router.metrics_host or config.router.host
+        check_port(of_router if name == "router" else LOOPBACK, port, "--metrics-port")
+
+
+def check_ranks(config: ClusterConfig, model: ModelFiles) -> None:
+    """Raise ConfigError for a model that cannot be divided among the ranks of a worker."""
+    engines = {role: dataclasses.replace(config.engine, tp=config.tp_of(role)) for role, _, _ in config.workers}
+    if any(engine.num_ranks > 1 for engine in engines.values()):
+        from engine.loader.load import check_model  # imports torch, which takes a second
+
+        for engine in engines.values():
+            check_model(model, engine)
+
+
+def placement_lines(config: ClusterConfig) -> list[str]:
+    """Which worker takes which GPUs, and why there are so many; nothing on a CPU."""
+    pairs = zip(config.workers, config.placements, strict=True)
+    lines = [f"{name} on GPU {', '.join(placement.gpus)}" for (_, name, _), placement in pairs if placement]
+    if lines and config.why_these_workers:
+        lines.append(f"{config.why_these_workers} (--prefill, --decode and --tp override)")
+    return lines
+
+
+def ready_message(config: ClusterConfig, model_name: str) -> str:
+    """The message with the cluster's address and a command to try."""
+    name = config.router.served_model_name or model_name
+    # Bounded: a small model that misses its end would go on until its context is full.
+    messages = '[{"role": "user", "content": "Why is the sky blue?"}]'
+    body = f'{{"model": "{name}", "max_tokens": 100, "messages": {messages}}}'
+    key = " -H 'Authorization: Bearer '$MINI_INFER_API_KEY" if config.router.api_key else ""
+    ports = "".join(f", {service} on :{port}" for service, port in config.metrics_ports.items())
+    metrics = f"metrics: {config.url}/metrics{ports}\n" if ports else ""
+    curl = f"curl {config.url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}"
+    return f"{name} on {config.url} ({workers_of(config)})\n{metrics}try: {curl}\nstop with Ctrl-C"
+
+
+async def _serve(supervisor: Supervisor, display: StartDisplay, message: str) -> None:
+    stopping = asyncio.Event()
+    starting: asyncio.Task[None] | None = None
+
+    def on_signal() -> None:
+        if stopping.is_set():  # asked twice: now
+            supervisor.kill()
+        stopping.set()
+        if starting is not None:
+            starting.cancel()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, on_signal)
+    grace_seconds = FAILED_START_GRACE_SECONDS
+    try:
+        with display:
+            starting = asyncio.create_task(supervisor.start())
+            await asyncio.wait([starting])
+            error = None if starting.cancelled() else starting.exception()
+            if isinstance(error, StartError):
+                display.reveal(error.name, error.tail)
+        if not starting.cancelled():
+            starting.result()
+            grace_seconds = float("inf")
+            write_line(f"ready in {display.elapsed_seconds:.1f} s: {message}", sys.stdout)
+            await supervisor.run(stopping)
+            display.tell("stopping: open requests may finish; Ctrl-C again ends them")
+    finally:
+        await supervisor.stop(grace_seconds)

@@ -1,0 +1,121 @@
+"""`mini-infer demo`: a short tour of a running or temporary cluster, with what was measured on the way.
+
+One answer; eight at once; the same long prefix twice; a cancelled answer. Calls `cli/api_client` only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from rich.console import Console
+from rich.table import Table
+
+from cli.api_client import ApiClient, Message, describe, speed_of
+from cli.cluster.local_server import add_server_arguments, client_for, parse_with_serve_flags
+from cli.load.results import RequestRecord
+from cli.terminal.answer import view_of_stdout
+from common.config import SettingsParser
+
+QUESTION = "Why is the sky blue? Answer in two sentences."
+NUM_AT_ONCE = 8
+MAX_TOKENS = 48
+PREFIX_SENTENCES = 30  # fits the context of the dry-run model, whose tokens are bytes
+
+
+def ask(
+    client: ApiClient, model: str, question: str, show: bool = False, max_tokens: int = MAX_TOKENS
+) -> RequestRecord:
+    """Ask for one greedy answer, on standard output when `show`."""
+    record = RequestRecord()
+    messages: list[Message] = [{"role": "user", "content": question}]
+    pieces = client.stream_chat(model, messages, record, temperature=0, max_tokens=max_tokens)
+    if not show:
+        for _piece in pieces:
+            pass
+        return record
+    with view_of_stdout() as view:
+        for piece in pieces:
+            view.write(piece)
+    return record
+
+
+def cancel(client: ApiClient, model: str, num_pieces: int) -> float:
+    """Stop reading after `num_pieces`; seconds until the next short request has its whole answer."""
+    messages: list[Message] = [{"role": "user", "content": "Count from one to one thousand in words."}]
+    stream = client.stream_chat(model, messages, RequestRecord(), temperature=0, max_tokens=512, ignore_eos=True)
+    with contextlib.closing(stream):
+        for _, _piece in zip(range(num_pieces), stream, strict=False):
+            pass
+    begin = time.monotonic()
+    ask(client, model, "Say yes.", max_tokens=4)
+    return time.monotonic() - begin
+
+
+def tour(client: ApiClient, model: str, console: Console) -> Table:
+    """All four scenes; what was measured."""
+    table = Table("scene", "first token", "tokens/s", "tokens", "prompt tokens cached", title=model)
+
+    def row(scene: str, rate: float, *answers: RequestRecord) -> None:
+        table.add_row(
+            scene,
+            f"{max((record.ttft for record in answers if record.chunk_times), default=0.0) * 1e3:.0f} ms",
+            f"{rate:.1f}" if rate else "-",  # of an answer in one piece
+            str(sum(record.num_output_tokens for record in answers)),
+            f"{sum(record.num_cached_tokens for record in answers)} of "
+            f"{sum(record.num_prompt_tokens for record in answers)}",
+        )
+
+    console.rule("one answer")
+    console.print(QUESTION, style="dim")
+    one = ask(client, model, QUESTION, show=True)
+    row("one answer", speed_of(one), one)
+
+    console.rule(f"{NUM_AT_ONCE} at once")
+    begin = time.monotonic()
+    with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
+        questions = [f"Name a fact about the number {number}." for number in range(NUM_AT_ONCE)]
+        answers = list(pool.map(lambda question: ask(client, model, question), questions))
+    seconds = time.monotonic() - begin
+    num_tokens = sum(record.num_output_tokens for record in answers)
+    row(f"{NUM_AT_ONCE} at once (slowest first token)", num_tokens / seconds, *answers)
+    console.print(f"{num_tokens} tokens in {seconds:.1f} s")
+
+    console.rule("the same long prefix twice")
+    document = (
+        f"Document {uuid.uuid4()}. " + "The cluster keeps what it has computed of a prompt. " * PREFIX_SENTENCES
+    )
+    for scene, question in (
+        ("long prompt, new", "What does it keep?"),
+        ("same prefix, new question", "Who keeps it?"),
+    ):
+        record = ask(client, model, document + question, max_tokens=8)
+        row(scene, speed_of(record), record)
+        console.print(f"{scene}: {describe(record)}, {record.num_cached_tokens} prompt tokens from the cache")
+
+    console.rule("a cancelled answer")
+    seconds = cancel(client, model, 3)
+    console.print(f"stopped reading after 3 pieces; the next request was answered in {seconds * 1e3:.0f} ms")
+    return table
+
+
+def build_parser() -> SettingsParser:
+    parser = SettingsParser(
+        prog="mini-infer demo",
+        description="A short tour. Flags that are not listed here go to `mini-infer serve` when one is started.",
+    )
+    add_server_arguments(parser)
+    return parser
+
+
+def run(argv: Sequence[str]) -> int:
+    """The command."""
+    arguments, serve_flags = parse_with_serve_flags(build_parser(), argv)
+    with client_for(arguments, serve_flags, sys.stdin.isatty()) as (client, model):
+        console = Console(highlight=False)
+        console.print(tour(client, model, console))
+    return 0

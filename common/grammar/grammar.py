@@ -1,0 +1,185 @@
+"""Grammars that an answer must follow: JSON schemas, regular expressions, choices, Lark grammars, over llguidance.
+
+A grammar travels as one string, `KIND:TEXT`. Routers check it; engines follow it (`engine/grammar/grammars.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
+
+from common.errors import InvalidRequestError
+from common.grammar.json_schemas import parsed_schema, without_unknown_formats
+
+MAX_GRAMMAR_CHARS = 64 * 1024
+# What schemas that people wrote need, with a margin: docs/decisions/0306. Errors show no state.
+LIMITS = LLParserLimits(
+    max_items_in_row=500,
+    step_max_items=10_000,
+    initial_lexer_fuel=500_000,
+    step_lexer_fuel=200_000,
+    max_lexer_states=8_000,
+    verbose_errors=False,
+)
+# Without it a matcher follows all that a grammar forces before it says which token is next: a million bytes of
+# `(x{1000}){1000}` at once, 3 s and 230 MB, which no limit bounds.
+NO_FORCING = '%llguidance {"no_forcing": true}'
+GRAMMAR_REFUSED = "the grammar "  # what the message of every refusal begins with, for router and worker alike
+TOO_COMPLEX = "the grammar is too complex"
+LIMIT_MESSAGES = (  # what llguidance says of a limit: what users are told
+    ("Unable to determine if regex is empty", "a pattern takes too long to compile"),
+    ("initial lexer configuration", "its patterns take more than 500,000 steps to compile"),
+    ("lexer precomputation failed", "its patterns take more than 500,000 steps to compile"),
+    ("fuel exhausted", "its patterns take more than 500,000 steps to compile"),
+    ("too many expressions", "its patterns take more than 200,000 steps for one token"),
+    ("too many states", "its patterns have more than 8,000 states"),
+    ("Too many items", "more than 10,000 ways to read one token"),
+    ("Current row has", "more than 500 ways to go on at one position"),
+    ("number of symbols", "more than 500,000 symbols"),
+)
+NUM_CHECKED_BYTES = 96  # of an answer that a check follows
+MARKS = frozenset(b'"{}[]:,')  # which that follows as often as all others, so that it does not stay in strings
+NUM_IDS = 1 << 18  # more than models have
+# Between JSON's tokens a blank, or a new line and its indentation: a small model that may write more does until
+# max_tokens. And oneOf, which pydantic makes of tagged unions, would be refused.
+JSON_OPTIONS: Any = {"whitespace_pattern": r"\x20?|\x0A[\x20\x09]{0,32}", "coerce_one_of": True}
+COMPACT_OPTIONS: Any = {"whitespace_flexible": False, "coerce_one_of": True}  # no blanks at all
+
+
+def json_schema(schema: Mapping[str, Any] | str) -> str:
+    """The grammar of JSON texts that a schema, or its text, allows. `$ref` reaches what the schema itself defines."""
+    value = parsed_schema(schema) if isinstance(schema, str) else schema
+    return f"json_schema:{schema if value is None else json.dumps(without_unknown_formats(value))}"
+
+
+def compact_json(schema: Mapping[str, Any]) -> str:
+    """The grammar of JSON texts that a schema allows, without blanks."""
+    return lark(f"start: {json_rule(schema, COMPACT_OPTIONS)}")
+
+
+def json_object() -> str:
+    """The grammar of any JSON object."""
+    return json_schema({"type": "object"})
+
+
+def regex(pattern: str) -> str:
+    """The grammar of texts that match as a whole; without look-around and back-references."""
+    return f"regex:{pattern}"
+
+
+def choice(texts: Sequence[str]) -> str:
+    """The grammar of these texts and no others."""
+    return lark("start: CHOICE\nCHOICE: " + "|".join(json.dumps(text) for text in texts))  # one token of a lexer
+
+
+def lark(text: str) -> str:
+    """A context-free grammar in Lark's syntax, with `start` as its first rule."""
+    return f"lark:{text}"
+
+
+def is_gbnf(text: str) -> bool:
+    """Whether a grammar is in the syntax of llama.cpp, which vLLM takes, and not in Lark's."""
+    return "::=" in text and not is_lark_syntax(text)
+
+
+def gbnf(text: str) -> str:
+    """A context-free grammar in GBNF, with `root` as its first rule. Raises InvalidRequestError."""
+    if len(text) > MAX_GRAMMAR_CHARS:
+        raise InvalidRequestError(f"a grammar of more than {MAX_GRAMMAR_CHARS} characters")
+    try:
+        return lark(gbnf_to_lark(text).removeprefix("%llguidance {}"))
+    except Exception as error:  # noqa: BLE001 - the converter raises what it comes upon, plain Exception, too
+        raise InvalidRequestError(f"the grammar is not valid GBNF: {str(error)[:500]}") from None
+
+
+def json_rule(schema: Mapping[str, Any], options: Any = JSON_OPTIONS) -> str:
+    """What stands in a Lark grammar for the JSON texts that a schema allows."""
+    return f"%json {json.dumps({**without_unknown_formats(schema), 'x-guidance': options})}"
+
+
+def check_grammar(grammar: str) -> None:
+    """Compile a grammar, and follow the beginning of an answer over bytes instead of a model's tokens.
+
+    Raises InvalidRequestError for a grammar that cannot be used. Most take 4 ms; hostile ones take seconds and more,
+    so that services check in a process with limits (`router/grammar/grammar_checks.py`).
+    """
+    if len(grammar) > MAX_GRAMMAR_CHARS:
+        raise InvalidRequestError(f"a grammar of more than {MAX_GRAMMAR_CHARS} characters")
+    text = for_llguidance(grammar)
+    matcher = LLMatcher(_byte_tokens(), text, log_level=0, limits=LIMITS)
+    error = matcher.get_error() or _follow(matcher)
+    if "unknown special token" in error:  # the model may have it
+        error = LLMatcher.validate_grammar(text, limits=LIMITS)
+    if error and not error.startswith("WARNING"):
+        raise InvalidRequestError(grammar_error(error))
+
+
+def _follow(matcher: LLMatcher) -> str:
+    """Follow one answer for NUM_CHECKED_BYTES, to its end, or to an error, which is returned."""
+    rng = random.Random(0)
+    for _ in range(NUM_CHECKED_BYTES):
+        mask = int.from_bytes(matcher.compute_bitmask(), "little")
+        if matcher.is_error():
+            break
+        allowed = [byte for byte in range(256) if mask >> byte & 1] or [(mask & -mask).bit_length() - 1]
+        marks = [byte for byte in allowed if byte in MARKS]
+        if not matcher.try_consume_tokens([rng.choice(marks if marks and rng.random() < 0.5 else allowed)]):
+            break
+    return matcher.get_error()
+
+
+def grammar_error(message: str) -> str:
+    """Say in a user's words what llguidance says of a grammar that cannot be used (any more)."""
+    if "NoExtension" in message:
+        return "the grammar allows no answer, or leads to where nothing may follow: a cycle of references?"
+    for pattern, limit in LIMIT_MESSAGES:
+        if pattern in message:
+            return f"{TOO_COMPLEX}: {limit}"
+    return f"the grammar is not valid: {message.removesuffix('<non-verbose/>').strip()[:500]}"
+
+
+class _ByteVocabulary:
+    """Bytes, an end, and ids without text: grammars may name a model's special tokens by their ids."""
+
+    bos_token_id = None
+    eos_token_id = 256
+    special_token_ids = (256,)
+
+    def __init__(self) -> None:
+        self.tokens = [*(bytes([byte]) for byte in range(256)), b"<end>", *[b""] * (NUM_IDS - 257)]
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+@cache
+def _byte_tokens() -> LLTokenizer:
+    return LLTokenizer(TokenizerWrapper(_ByteVocabulary()), eos_token=256)
+
+
+def for_llguidance(grammar: str) -> str:
+    """The grammar as llguidance takes it. Raises InvalidRequestError."""
+    kind, _, text = grammar.partition(":")
+    try:
+        match kind:
+            case "json_schema":
+                return _unforced("json_schema", LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS))
+            case "regex":
+                return _unforced("regex", LLMatcher.grammar_from_regex(text))
+            case "lark":
+                return f"{text}\n{NO_FORCING}"
+    except ValueError as error:
+        raise InvalidRequestError(f"the grammar is not valid: {str(error)[:500]}") from None
+    raise InvalidRequestError("a grammar of an unknown kind")
+
+
+def _unforced(name: str, compiled: str) -> str:
+    """Put a grammar that forces nothing, and is `name` otherwise, in front of llguidance's list of grammars."""
+    first = json.dumps({"lark_grammar": f"start: @{name}\n{NO_FORCING}"})
+    return compiled.replace('{"grammars":[', f'{{"grammars":[{first},', 1)

@@ -1,0 +1,167 @@
+"""gRPC set-up that every service shares: channel options, cluster token, health, reflection, error mapping.
+
+Internal ports carry no user data protection of their own: they bind to loopback unless a cluster token is
+configured (`check_bind`). The token travels as metadata and is compared in constant time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import time
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from grpc_health.v1 import health
+from grpc_reflection.v1alpha import reflection
+
+from common.errors import ConfigError, MiniInferError, mapping_for, public_message
+from common.net.hosts import is_loopback
+from common.net.rpc_health import HealthService
+
+TOKEN_KEY = "mini-infer-token"
+MAX_REQUEST_BYTES = 8 << 20  # a prompt of a million tokens takes 4 MB, its KV handle included
+MAX_REPLY_BYTES = 64 << 20  # a snapshot of cached keys, log-probabilities of a long prompt
+MAX_CALLS_PER_CONNECTION = 256
+BEAT_SECONDS = 0.5  # of the event loop, see `RpcServer.is_ready`
+SILENT_SECONDS = 3.0
+
+if TYPE_CHECKING:  # the stubs make these generic; at run time they are not
+    Context = grpc.aio.ServicerContext[Any, Any]
+    Interceptor = grpc.aio.ServerInterceptor[Any, Any]
+else:
+    Context = grpc.aio.ServicerContext
+    Interceptor = grpc.aio.ServerInterceptor
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.max_receive_message_length", MAX_REPLY_BYTES),
+    ("grpc.max_send_message_length", MAX_REQUEST_BYTES),
+    # A worker that restarts at the same address must be reachable at once.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.use_local_subchannel_pool", 1),
+)
+SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
+    ("grpc.max_send_message_length", MAX_REPLY_BYTES),
+    ("grpc.max_concurrent_streams", MAX_CALLS_PER_CONNECTION),
+    ("grpc.so_reuseport", 0),  # two servers on one port is a mistake, not a feature
+)
+
+
+def token_metadata(token: str) -> tuple[tuple[str, str], ...]:
+    """Call metadata that carries the cluster token; empty without one."""
+    return ((TOKEN_KEY, token),) if token else ()
+
+
+def check_bind(host: str, token: str) -> None:
+    """Refuse an internal port that other hosts can reach and nothing protects. Raises ConfigError."""
+    if not (token or is_loopback(host)):
+        raise ConfigError(
+            f"--host {host} is reachable from other machines: set --cluster-token (MINI_INFER_CLUSTER_TOKEN) on "
+            "every service, or bind to 127.0.0.1"
+        )
+
+
+class TokenInterceptor(Interceptor):
+    """Answers UNAUTHENTICATED to every call but health checks that lacks the cluster token.
+
+    A denied call is treated as a stream whatever the method is: the request of a unary one would be received first,
+    all of it.
+    """
+
+    def __init__(self, token: str) -> None:
+        self._token = token.encode()
+
+        async def deny(_requests: Any, context: Context) -> None:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "cluster token missing or wrong")
+
+        self._deny = grpc.stream_stream_rpc_method_handler(deny)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        handler = await continuation(details)
+        if handler is None or details.method.startswith("/grpc.health."):
+            return handler
+        sent = dict(details.invocation_metadata).get(TOKEN_KEY, "")
+        sent_bytes = sent if isinstance(sent, bytes) else str(sent).encode()
+        if hmac.compare_digest(sent_bytes, self._token):
+            return handler
+        return self._deny
+
+
+class RpcServer:
+    """An asyncio gRPC server with health and reflection. `add` services, then `start`."""
+
+    def __init__(self, host: str, port: int, token: str = "") -> None:
+        check_bind(host, token)
+        interceptors = (TokenInterceptor(token),) if token else ()
+        self._server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
+        self._health = HealthService()
+        self._names = [health.SERVICE_NAME, reflection.SERVICE_NAME]
+        self._last_beat = -SILENT_SECONDS
+        self._beating: asyncio.Task[None] | None = None
+        self._server.add_generic_rpc_handlers((self._health.handler(),))
+        self.host = host
+        try:
+            self.port: int = self._server.add_insecure_port(f"{host}:{port}")
+        except RuntimeError:
+            self.port = 0
+        if self.port == 0:
+            raise ConfigError(f"port {port} on {host} is taken or not allowed: choose another with --port")
+
+    @property
+    def address(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    def add(self, adder: Callable[[Any, grpc.aio.Server], None], servicer: Any, full_name: str) -> None:
+        """Register `servicer` with its generated `add_..._to_server` function."""
+        adder(servicer, self._server)
+        self._names.append(full_name)
+
+    async def start(self) -> None:
+        reflection.enable_server_reflection(self._names, self._server)
+        await self._server.start()
+        self._beating = asyncio.create_task(self._beat())
+
+    async def set_serving(self, serving: bool) -> None:
+        """Readiness of this server, with all of its services."""
+        await self._health.set_serving(serving)
+
+    def is_ready(self) -> bool:
+        """What a health check would be told now, for other threads: serving, and the event loop turns."""
+        return self._health.is_serving and time.monotonic() - self._last_beat < SILENT_SECONDS
+
+    async def stop(self, grace_seconds: float) -> None:
+        if self._beating is not None:
+            self._beating.cancel()
+        await self._server.stop(grace_seconds)
+
+    async def _beat(self) -> None:
+        while True:
+            self._last_beat = time.monotonic()
+            await asyncio.sleep(BEAT_SECONDS)
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    """A channel with this project's keepalive and size options."""
+    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+
+async def abort_with(context: Context, error: MiniInferError) -> None:
+    """End a call with the status that the exception table gives."""
+    code = getattr(grpc.StatusCode, mapping_for(error).grpc_status)
+    await context.abort(code, public_message(error))

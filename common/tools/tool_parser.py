@@ -1,0 +1,133 @@
+"""Tool calls, taken out of an answer's text as it arrives. Knows nothing of tokens, requests or the API's JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from common.text.stop_strings import num_begun
+from common.tools.call_reader import CallReader
+from common.tools.tool_format import ToolFormat
+
+
+@dataclass(slots=True)
+class CallDelta:
+    """A new call, or more of the last one's arguments."""
+
+    name: str  # of the new call's function; empty: the last call goes on
+    arguments: str
+
+
+class ToolCallParser:
+    """Takes calls out of a text that arrives piece by piece. How it was cut does not matter.
+
+    A call begins with the name of a function that was offered: what comes before a complete name may turn out to be
+    text, and is held back. Markers around a call, and blanks, are left out. Each character is read once.
+    """
+
+    def __init__(
+        self, written: ToolFormat, names: Collection[str], is_parallel: bool = True, is_forced: bool = False
+    ) -> None:
+        """names: of the functions that may be called. Without is_parallel the text ends with its first call.
+        is_forced: the text is nothing but calls."""
+        self._format = written
+        self._names = names
+        self._is_parallel = is_parallel
+        self._is_forced = is_forced
+        self._held: list[str] = []  # what may belong to a call, in pieces: blanks, a marker, an object without a name
+        self._begun = ""  # of a marker, after what is held
+        self._reader = self._new_reader()
+        self._read: Callable[[str], str] = self._find_begin if written.begin else self._read_call
+        self._has_calls = False
+        self._shown: list[str] = []
+        self._deltas: list[CallDelta] = []
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more is wanted."""
+        return self._has_calls and not self._is_parallel and self._reader.has_ended
+
+    def push(self, text: str) -> tuple[str, list[CallDelta]]:
+        """Take more text; return the text that is none of calls, and what is new of calls."""
+        while text and not self.has_ended:
+            text = self._read(text)
+        shown, self._shown = "".join(self._shown), []
+        deltas, self._deltas = self._deltas, []
+        return shown, deltas
+
+    def finish(self) -> str:
+        """Return what was held back: the text has ended. A call whose object is not complete stays one."""
+        rest = "".join(self._held) + self._begun
+        self._held, self._begun = [], ""
+        is_after_call = self._read == self._skip_end
+        is_between = self._has_calls and not rest.strip(" \t\r\n" + self._format.separator)
+        return "" if self._is_forced or is_after_call or is_between else rest
+
+    # -- parts of the text: read some of it, return the rest -----------------------------------------------------
+
+    def _find_begin(self, text: str) -> str:
+        """Show what cannot belong to a call."""
+        begin, text = self._format.begin, self._begun + text
+        start = text.find(begin) if begin else -1
+        end = start if start >= 0 else len(text) - num_begun(text, (begin,))
+        shown = text[:end].rstrip()
+        if shown:
+            self._show_held()
+            self._shown.append(shown)
+        self._held.append(text[len(shown) : end])
+        if start < 0:
+            self._begun = text[end:]
+            return ""
+        self._begun = ""
+        self._held.append(begin)
+        self._reader, self._read = self._new_reader(), self._read_call
+        return text[start + len(begin) :]
+
+    def _read_call(self, text: str) -> str:
+        reader = self._reader
+        was_named = bool(reader.name)
+        end = reader.read(text, 0)
+        if reader.name:
+            arguments = reader.take_arguments()
+            if not was_named:
+                self._has_calls = True
+                self._held.clear()
+                self._deltas.append(CallDelta(reader.name, arguments))
+            elif arguments:
+                self._deltas.append(CallDelta("", arguments))
+        else:
+            self._held.append(text[:end])
+        if reader.has_ended:
+            self._read = self._skip_end if reader.name else self._find_begin
+            if not reader.name:
+                self._show_held()
+        return text[end:]
+
+    def _skip_end(self, text: str) -> str:
+        """Leave out the marker after a call, and the blanks before it."""
+        end = self._format.end
+        if not end:
+            self._reader, self._read = self._new_reader(self._format.separator), self._read_call
+            return text
+        text = self._begun + text
+        marker = text.lstrip()
+        self._begun = ""
+        if not marker:
+            self._held.append(text)
+        elif len(marker) < len(end) and end.startswith(marker):
+            self._held.append(text[: len(text) - len(marker)])
+            self._begun = marker
+        else:
+            self._read = self._find_begin
+            if not marker.startswith(end):
+                return text
+            self._held.clear()
+            return marker[len(end) :]
+        return ""
+
+    def _show_held(self) -> None:
+        self._shown += self._held
+        self._held.clear()
+
+    def _new_reader(self, lead: str = "") -> CallReader:
+        return CallReader(self._names, self._format.end[:1], lead)

@@ -1,0 +1,60 @@
+"""Experts of a rank's GPU that go to other ranks while serving: slices of the stacked weights, of any format.
+
+They are written where they are, so that captured graphs go on. All of it is queued on the step's stream, between two
+steps: the host waits for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.config import EngineConfig
+from engine.expert_balancing.moves import ExpertRearranger, PlacedLayer, moving_bytes
+from engine.loader.load import LoadedModel
+from engine.moe.gpu_experts import StackedExperts
+from engine.moe.moe import Moe
+from engine.tensor_parallel.gpu_group import DeviceGroup
+
+
+class StackedLayer:
+    """A `PlacedLayer` over the stacks of a block."""
+
+    def __init__(self, block: Moe) -> None:
+        assert block.slots is not None, "the model was loaded to have its experts moved"
+        self.slots = block.slots
+        self._first = block.rule.held_slots.start
+        self._experts = StackedExperts.of(block)
+
+    def tensors(self, slot: int) -> list[Tensor]:
+        """See PlacedLayer."""
+        stacks = self._experts.gate_up, self._experts.down
+        of_all = [each for stack in stacks for each in (stack.weight, stack.scales, stack.bias) if each is not None]
+        return [each[slot - self._first] for each in of_all]
+
+    def take_over(self, slot: int, tensors: Sequence[Tensor]) -> None:
+        """See PlacedLayer."""
+        for own, other in zip(self.tensors(slot), tensors, strict=True):
+            own.copy_(other)
+
+
+def open_rearranger(loaded: LoadedModel, config: EngineConfig, group: DeviceGroup | None) -> ExpertRearranger | None:
+    """What executes changes of placements, if there are to be any. Ranks connect: all of them call this."""
+    if not config.expert_rebalance_interval or group is None:
+        return None
+    one_for_each = [1] * group.size
+    group.all_to_all(torch.zeros(group.size, 1, dtype=torch.uint8, device=loaded.device), one_for_each, one_for_each)
+    return ExpertRearranger(_layers_of(loaded), group)
+
+
+def bytes_of_moves(loaded: LoadedModel, config: EngineConfig) -> int:
+    """Memory for the largest exchange of a layer's experts, from what torch holds for this process; 0 without any."""
+    if not config.expert_rebalance_interval:
+        return 0
+    return moving_bytes(_layers_of(loaded), loaded.shard.rank, loaded.shard.size)
+
+
+def _layers_of(loaded: LoadedModel) -> list[PlacedLayer]:
+    return [StackedLayer(block) for block in loaded.model.blocks if isinstance(block, Moe)]

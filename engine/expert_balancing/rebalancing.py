@@ -1,0 +1,97 @@
+"""Experts placed by what is counted while serving: on rank 0, around the runner of all ranks (decision 0277).
+
+Every `interval` steps the loads since the last look say what each layer's best placement is. Where it is better by
+MIN_GAIN, a step's plan has it, one layer a step; ranks execute that (`engine/expert_balancing/moves.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import deque
+
+import torch
+
+from engine.engine import Runner
+from engine.expert_balancing.loads import ExpertLoadRecorder, HostCopy, placement_of
+from engine.expert_balancing.placement import better_placement, imbalance
+from engine.plan import PendingStep, PlacedExperts, StepPlan
+
+logger = logging.getLogger(__name__)
+MIN_GAIN = 1.1  # of the busiest rank's tokens, before and after
+MIN_CHOICES_A_SLOT = 256  # in every layer; of 16, ranks of four slots differed by a tenth by chance
+
+
+class Rebalancer:
+    """Says which layer is to get which placement."""
+
+    def __init__(self, loads: ExpertLoadRecorder, interval: int) -> None:
+        """interval: steps between looks."""
+        self._loads, self._interval = loads, interval
+        self._num_steps = 0  # since the last look
+        self._seen: torch.Tensor | int = 0  # counts of that look
+        self._coming: HostCopy | None = None
+        self._changes: deque[PlacedExperts] = deque()
+        self.num_changes = 0
+        """Layers that were placed anew."""
+
+    def next_change(self) -> PlacedExperts | None:
+        """What the next step is to place, if anything. Called once a step."""
+        self._num_steps += 1
+        if self._num_steps >= self._interval and not self._changes:
+            self._num_steps = 0
+            self._coming = self._loads.start_copy()
+        if self._coming is not None and self._coming.is_there():
+            total, self._coming = self._coming.values, None
+            self._look(total)
+        if not self._changes:
+            return None
+        self.num_changes += 1
+        return self._changes.popleft()
+
+    def _look(self, total: torch.Tensor) -> None:
+        """Decide for all layers. total: tokens of each of their experts since the start."""
+        new = total - self._seen
+        blocks, num_ranks = self._loads.blocks, self._loads.num_ranks
+        if int(new.sum(dim=1).min()) < MIN_CHOICES_A_SLOT * blocks[0].rule.num_slots:
+            return
+        self._seen = total
+        for index, (block, loads) in enumerate(zip(blocks, new.tolist(), strict=True)):
+            before = placement_of(block)
+            slots = better_placement(before, loads, num_ranks, MIN_GAIN)
+            if slots is not None:
+                self._changes.append(PlacedExperts(index, slots))
+                logger.info(
+                    "experts of layer %d of %d: the busiest rank has %.2f times the mean, and will have %.2f",
+                    index, len(blocks), imbalance(before, loads, num_ranks), imbalance(slots, loads, num_ranks),
+                )  # fmt: skip
+
+
+class CountedRunner:
+    """A `Runner` whose experts are counted, in the steps of another one, and placed anew if there is a rebalancer."""
+
+    def __init__(self, runner: Runner, loads: ExpertLoadRecorder, rebalancer: Rebalancer | None = None) -> None:
+        self._runner, self._loads, self._rebalancer = runner, loads, rebalancer
+        weakref.finalize(self, loads.write)
+
+    @property
+    def max_steps_in_flight(self) -> int:
+        """See Runner."""
+        return self._runner.max_steps_in_flight
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """See Runner."""
+        if self._rebalancer is not None:
+            plan.placed = self._rebalancer.next_change()
+        pending = self._runner.launch(plan)
+        self._loads.poll()
+        return pending
+
+    def needs_known_tokens(self, plan: StepPlan) -> bool:
+        """See Runner."""
+        return self._runner.needs_known_tokens(plan)
+
+    def check(self) -> None:
+        """See Runner. Without work this is what reads the last steps' counts."""
+        self._runner.check()
+        self._loads.poll()

@@ -1,0 +1,88 @@
+"""What a lowered model does between ranks that dispatch rows to experts: rows are divided among them (decision 0240).
+
+    embedding          summed over ranks; a rank keeps its rows, and the residual has those alone
+    fold               behind attention and MLPs, a rank's rows of the sum; behind experts they are complete
+    attention, MLPs    of all ranks' normed rows, gathered
+    experts            of a rank's rows, see `engine/expert_parallel/exchange.py`
+    final norm         gathered
+
+Blocks know nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from engine.expert_parallel.exchange import ExpertExchange
+from engine.layers.block import Block, Step
+from engine.moe.moe import Moe
+from engine.tensor_parallel.seams import Group, Seams, WholeRows, X_co, rank_body
+
+if TYPE_CHECKING:
+    from engine.layers.forward import AddNorm
+    from engine.models.model import Model
+
+
+def seams_of(model: Model, group: Group | None) -> Seams:
+    """How the model's shard meets those of other ranks."""
+    moe = model.config.moe
+    if group is not None and moe is not None and moe.exchange == "dispatch":
+        num_slots = max(block.rule.num_slots for block in model.blocks if isinstance(block, Moe))  # the same in all
+        return DividedRows(group, ExpertExchange(group, num_slots))
+    return WholeRows(group)
+
+
+class DividedRows:
+    """A `Seams`. Rank r has rows r * n to (r + 1) * n, n = ceil(rows / ranks), of which the last may not exist."""
+
+    def __init__(self, group: Group, exchange: ExpertExchange) -> None:
+        self._group, self._exchange = group, exchange
+
+    def start(self, x: Tensor) -> Tensor:
+        """See Seams."""
+        counts = rows_of_ranks(x.shape[0], self._group.size)
+        return torch.split(x, counts)[self._group.rank]
+
+    def fold(self, add_norm: AddNorm[X_co], before: Block | None) -> AddNorm[X_co]:
+        """See Seams."""
+        if before is None or isinstance(before, Moe):
+            return add_norm
+
+        def add_own_rows(residual: Tensor, pending: Tensor | None) -> X_co:
+            return add_norm(residual, None if pending is None else self._sum_of_own(pending))
+
+        return add_own_rows
+
+    def body(self, block: Block) -> Callable[[Tensor, Step], Tensor]:
+        """See Seams."""
+        if isinstance(block, Moe):
+            return lambda x, step: self._exchange.output(block, x, self._counts(step))
+        whole = rank_body(block, self._group)
+        return lambda x, step: whole(self.end(x, step), step)
+
+    def end(self, x: Tensor, step: Step) -> Tensor:
+        """See Seams."""
+        counts = self._counts(step)
+        return self._group.all_to_all(x.repeat(self._group.size, 1), [x.shape[0]] * self._group.size, counts)
+
+    def _counts(self, step: Step) -> list[int]:
+        return rows_of_ranks(step.token_ids.shape[0], self._group.size)
+
+    def _sum_of_own(self, pending: Tensor) -> Tensor:
+        """This rank's rows of the sum over ranks, float32."""
+        group = self._group
+        counts = rows_of_ranks(pending.shape[0], group.size)
+        own = counts[group.rank]
+        parts = group.all_to_all(pending.float(), counts, [own] * group.size)
+        total: Tensor = torch.sum(parts.view(group.size, own, pending.shape[1]), dim=0)
+        return total
+
+
+def rows_of_ranks(num_rows: int, size: int) -> list[int]:
+    """How many of a step's rows each rank has."""
+    most = -(-num_rows // size)
+    return [max(0, min(most, num_rows - rank * most)) for rank in range(size)]

@@ -1,0 +1,161 @@
+"""Weights from a GGUF file, dequantized tensor by tensor with the `gguf` package.
+
+Knows how llama.cpp names tensors, and that its Llama files hold the rows of q and k in another order.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.errors import ConfigError, UnsupportedModelError
+from common.gguf.header import GgufTensor, read_gguf_header
+from engine.gguf.int4 import BLOCK_BYTES, int4_rows
+from engine.layers.weights import Part, Partition
+from engine.loader.checkpoint import Shape
+from engine.models.config import ModelConfig
+from engine.quantization.quantized_rows import QuantizedRows
+
+OUTPUT_WEIGHT = "output.weight"
+ROPE_FACTORS = "rope_freqs.weight"
+_TOP_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    OUTPUT_WEIGHT: "lm_head.weight",
+}
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_LAYER_PATTERN = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+
+
+class GgufFile:
+    """A memory-mapped GGUF file: metadata, and single tensors in float32."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        header = read_gguf_header(path)
+        self.metadata = header.metadata
+        self.tensors = header.tensors
+        with path.open("rb") as file:
+            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def read(self, name: str) -> Tensor:
+        """Dequantize one tensor to float32. Raises UnsupportedModelError for a type that is not known."""
+        tensor = self.tensors[name]
+        raw, quantization = self._raw(tensor)
+        from gguf.quants import dequantize
+
+        try:
+            values = dequantize(raw, quantization)
+        except NotImplementedError as error:
+            raise UnsupportedModelError(
+                f"tensor {name} has type {quantization.name}, which is not supported"
+            ) from error
+        values = np.require(values, np.float32, ["C", "W"])  # plain types come as read-only views of the file
+        return torch.from_numpy(values.reshape(tensor.shape))
+
+    def has_int4(self, name: str) -> bool:
+        return self.tensors[name].type_id in BLOCK_BYTES
+
+    def read_int4(self, name: str) -> QuantizedRows:
+        """One tensor of 4-bit blocks, not dequantized."""
+        tensor = self.tensors[name]
+        raw, _ = self._raw(tensor)
+        return int4_rows(torch.from_numpy(raw.copy()), tensor.type_id)
+
+    def _raw(self, tensor: GgufTensor) -> tuple[Any, Any]:
+        """The tensor's bytes as the array that `gguf.quants.dequantize` takes, and its type."""
+        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        try:
+            quantization = GGMLQuantizationType(tensor.type_id)
+        except ValueError:
+            raise UnsupportedModelError(f"tensor {tensor.name} has the unknown type {tensor.type_id}") from None
+        block_size, block_bytes = GGML_QUANT_SIZES[quantization]
+        rows = int(np.prod(tensor.shape[:-1]))
+        row_bytes = tensor.shape[-1] // block_size * block_bytes
+        if tensor.shape[-1] % block_size or tensor.offset + rows * row_bytes > len(self._data):
+            raise ConfigError(f"tensor {tensor.name} does not fit into {self.path.name}: the file is damaged")
+        raw = np.frombuffer(self._data, np.uint8, rows * row_bytes, tensor.offset).reshape(rows, row_bytes)
+        plain = {GGMLQuantizationType.F32: np.float32, GGMLQuantizationType.F16: np.float16}.get(quantization)
+        return (raw if plain is None else raw.view(plain)), quantization
+
+
+class GgufWeights:
+    """The weights of a GGUF file under Hugging Face names, cast to `dtype` on `device`."""
+
+    def __init__(
+        self, file: GgufFile, config: ModelConfig, permuted: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._file = file
+        self._config = config
+        self._permuted = permuted
+        self._dtype = dtype
+        self._device = device
+        self.int4: dict[str, QuantizedRows] = {}  # taken weights that the file holds as 4-bit blocks, if `keep_int4`
+        self.keep_int4 = False
+        self._name_of = {hf_name(name): name for name in file.tensors if name != ROPE_FACTORS}
+        self.shapes: dict[str, Shape] = {hf: file.tensors[name].shape for hf, name in self._name_of.items()}
+
+    @property
+    def has_int4(self) -> bool:
+        """Most matrices are 4-bit blocks."""
+        matrices = [name for name, tensor in self._file.tensors.items() if len(tensor.shape) == 2]
+        return sum(self._file.has_int4(name) for name in matrices) * 2 > len(matrices)
+
+    def take(self, name: str, shape: Shape, partition: Partition = Partition.NONE) -> Tensor:
+        """See WeightSource."""
+        return self.take_part(name, tuple(map(range, self.shapes[name])))
+
+    def take_part(self, name: str, part: Part) -> Tensor:
+        """See PartSource. The whole tensor is unpacked; 4-bit blocks that are cut become smaller groups."""
+        stored = self._name_of[name]
+        if self.keep_int4 and self._file.has_int4(stored):
+            whole = self._file.read_int4(stored).map(lambda tensor: self._in_order(name, tensor))
+            rows, columns = part
+            kept = whole.cut_columns(columns).cut_rows(rows).map(lambda tensor: tensor.to(self._device))
+            self.int4[name] = kept
+            return kept.dequantize(self._dtype)
+        weight = self._in_order(name, self._file.read(stored))
+        found = weight[tuple(slice(indices.start, indices.stop) for indices in part)]
+        return found.to(device=self._device, dtype=self._dtype, copy=True, memory_format=torch.contiguous_format)
+
+    def _in_order(self, name: str, rows: Tensor) -> Tensor:
+        if self._permuted and ".self_attn.q_proj." in name:
+            return unpermute(rows, self._config.num_heads)
+        if self._permuted and ".self_attn.k_proj." in name:
+            return unpermute(rows, self._config.num_kv_heads)
+        return rows
+
+
+def hf_name(name: str) -> str:
+    """Translate a GGUF tensor name; an unknown one stays as it is and will be reported as unexpected."""
+    if name in _TOP_NAMES:
+        return _TOP_NAMES[name]
+    match = _LAYER_PATTERN.fullmatch(name)
+    if match is None or match[2] not in _LAYER_NAMES:
+        return name
+    return f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.{match[3]}"
+
+
+def unpermute(weight: Tensor, num_heads: int) -> Tensor:
+    """Rows of each head from interleaved order (x0, y0, x1, y1, ...) back to halves (x0, x1, ..., y0, y1, ...)."""
+    half = weight.shape[0] // num_heads // 2
+    return weight.view(num_heads, half, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)

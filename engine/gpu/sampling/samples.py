@@ -1,0 +1,116 @@
+"""From a step's logits to its tokens, on the device: the host reads them when it needs the step's result.
+
+All rows are sampled from their logits as they are, inside of the step's graph. Rows whose logits change (masks,
+biases, penalties, hooks) are then sampled again, and log-probabilities computed for the rows that ask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.gpu.progress import mark
+from engine.gpu.sampling.device_sampler import DeviceSampler
+from engine.gpu.sampling.logits_columns import ROWS_AT_ONCE, LogitsColumns
+from engine.gpu.steps.inputs import download, upload
+from engine.gpu.steps.rows import RowChanges
+from engine.gpu.steps.state import DeviceState
+from engine.gpu.steps.step import GpuBatch, GpuStep, PendingLogprobs, Sampled, sampled_rows
+from engine.request import RequestId
+from engine.sampling.logprobs import logprob_tensors
+from engine.sampling.sampler import LogitsHook
+from engine.tensor_parallel.gpu_group import VocabShards
+
+
+class StepSamples:
+    """The sampling state of one runner's rows, and the pinned memory that tokens come back through."""
+
+    def __init__(
+        self,
+        state: DeviceState,
+        max_rows: int,
+        vocab_size: int,
+        num_buffers: int,
+        shards: VocabShards | None = None,
+    ) -> None:
+        """num_buffers: more than steps in flight. shards: of the ranks that have the other logits."""
+        self.hooks: dict[RequestId, LogitsHook] = {}
+        self.on_device = DeviceSampler(max_rows, vocab_size, state.last_tokens.device, shards)
+        self._shards = shards
+        self._state = state
+        self._device = state.last_tokens.device
+        self._columns = LogitsColumns(max_rows, vocab_size, self._device)
+        pin = self._device.type == "cuda"
+        self._tokens = [torch.zeros(max_rows, dtype=torch.int64, pin_memory=pin) for _ in range(num_buffers)]
+
+    def apply(self, changes: RowChanges) -> None:
+        """Bring rows that changed their owner up to date."""
+        self.on_device.apply(changes)
+        self._columns.apply(changes)
+
+    def sample(self, logits: Tensor, batch: GpuBatch, indices: Sequence[int], turn: int, step: GpuStep) -> None:
+        """Sample for rows `indices` of the batch from as many logits, and put the tokens into the device's state."""
+        rows = upload([batch.device_rows[i] for i in indices], torch.int64, self._device)
+        lengths = upload([batch.rows[i].stop for i in indices], torch.int64, self._device)
+        token_ids = self.on_device.sample(logits, rows, lengths)
+        self._state.last_tokens[rows] = token_ids.clamp(min=0)
+        self.take(token_ids, logits, batch, sampled_rows(batch, indices), turn, step)
+
+    def take(
+        self, token_ids: Tensor, logits: Tensor, batch: GpuBatch, sampled: list[Sampled], turn: int, step: GpuStep
+    ) -> None:
+        """Give the step its tokens, `token_ids[k]` sampled from `logits[k]` for an entry with index k."""
+        hooks = self.hooks
+        step.sampled = sampled
+        changed: list[tuple[int, int]] = []
+        asking: list[int] = []
+        for k, (source, i, request, _, _) in enumerate(sampled):
+            if request.changes_logits or request.request_id in hooks:
+                changed.append((source, i))
+            if request.wants_logprobs:
+                asking.append(k)
+        for first in range(0, len(changed), ROWS_AT_ONCE):
+            self._sample_changed(token_ids, logits, batch, changed[first : first + ROWS_AT_ONCE])
+        if asking:
+            step.logprobs = self._pending_logprobs(token_ids, logits, asking, step)
+        if sampled:
+            step.tokens = self._tokens[turn]
+            step.tokens[: token_ids.shape[0]].copy_(token_ids, non_blocking=True)
+            step.waits.append(mark(self._device))
+
+    def _sample_changed(
+        self, token_ids: Tensor, logits: Tensor, batch: GpuBatch, pairs: Sequence[tuple[int, int]]
+    ) -> None:
+        """Sample anew for rows whose logits change, (source, row of the batch) each, and correct what was taken."""
+        sources, indices = zip(*pairs, strict=True)
+        requests, rows = [batch.requests[i] for i in indices], [batch.device_rows[i] for i in indices]
+        positions = [batch.rows[i].stop for i in indices]
+        own = self._columns.changed(*self._whole(logits, sources), rows, requests, positions)
+        for k, request in enumerate(requests):
+            if request.request_id in self.hooks:
+                self.hooks[request.request_id](request, own[k])
+        on_device, source, position = upload([rows, sources, positions], torch.int64, self._device)
+        sampled = self.on_device.sample(own, on_device, position, is_whole=True)
+        self._columns.count(on_device, sampled)
+        token_ids[source] = sampled
+        self._state.last_tokens[on_device] = sampled.clamp(min=0)
+
+    def _pending_logprobs(
+        self, token_ids: Tensor, logits: Tensor, asking: Sequence[int], step: GpuStep
+    ) -> PendingLogprobs:
+        """Compute what the entries `asking` of `step.sampled` want, behind the step."""
+        sources = [step.sampled[k][0] for k in asking]
+        own = upload(sources, torch.int64, self._device)
+        whole, rows = self._whole(logits, sources)
+        counts = [step.sampled[k][2].params.logprobs or 0 for k in asking]
+        chosen = whole[upload(rows, torch.int64, self._device)]
+        found = logprob_tensors(chosen, token_ids[own].clamp(min=0), max(counts))
+        return PendingLogprobs(asking, counts, found.map(download))
+
+    def _whole(self, logits: Tensor, sources: Sequence[int]) -> tuple[Tensor, Sequence[int]]:
+        """Logits over the whole vocabulary in which rows `sources` of `logits` are, and which rows they are there."""
+        if self._shards is None:
+            return logits, sources
+        return self._shards.whole(logits[upload(sources, torch.int64, self._device)]), range(len(sources))

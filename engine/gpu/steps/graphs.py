@@ -1,0 +1,106 @@
+"""Whole decode steps as CUDA graphs: forward pass, logits, sampled token. One graph per bucket.
+
+A graph reads fixed tensors: packed inputs, block tables and last tokens. All graphs share one memory pool and are
+captured largest first, so that the smaller ones fit into what the largest took.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from engine.gpu.forward import FusedForward, GpuInputs, GroupInputs
+from engine.gpu.sampling.device_sampler import DeviceSampler
+from engine.gpu.steps.state import DeviceState
+from engine.start_progress import OnProgress
+
+logger = logging.getLogger(__name__)
+# Rows of the packed inputs, the last two for drafts and stages alone. Behind them are the slots of further KV groups.
+POSITION, SLOT, LENGTH, TOKEN, ROW = range(5)
+NUM_ROWS, NUM_QUERY_ROWS = LENGTH + 1, ROW + 1
+Output = TypeVar("Output")
+
+
+@dataclass(slots=True)
+class DecodeOutput:
+    """Results of one bucket. token_ids: int64 (rows,), negative where there is none. logits: (rows, vocab)."""
+
+    token_ids: Tensor
+    logits: Tensor
+
+
+def decode_step(
+    forward: FusedForward, state: DeviceState, sampler: DeviceSampler, packed: Tensor, num_rows: int
+) -> DecodeOutput:
+    """One decode step of rows 0 .. num_rows - 1.
+
+    packed: int32 (3, max_rows): positions, slots, lengths; then slots of KV groups but the first.
+    """
+    lengths = packed[LENGTH, :num_rows]
+    last = state.last_tokens[:num_rows]
+    slots = packed[SLOT, :num_rows], *packed[NUM_ROWS:, :num_rows]
+    groups = [GroupInputs(*each) for each in zip(slots, state.block_tables, strict=True)]
+    inputs = GpuInputs(last, packed[POSITION, :num_rows], lengths, groups)
+    logits = forward.logits(forward.hidden(inputs))
+    return DecodeOutput(sampler.sample(logits, slice(num_rows), lengths, last), logits)
+
+
+def draft_step(
+    forward: FusedForward, state: DeviceState, sampler: DeviceSampler, packed: Tensor, num_queries: int
+) -> DecodeOutput:
+    """A decode step whose rows may have several queries: the last token of a request, then its drafts.
+
+    For attention a query is a row of its own, with its request's block table: the K and V of all of them are written
+    before any attends. packed: int32 (5, max_rows), a column per query: position, slot, length, token id, and the row
+    of its request; then slots of KV groups but the first.
+    """
+    queries = packed[:, :num_queries]
+    logits = forward.logits(forward.hidden(query_step_inputs(state, queries)))
+    return DecodeOutput(sampler.sample(logits, queries[ROW].long(), queries[LENGTH]), logits)
+
+
+def query_step_inputs(state: DeviceState, queries: Tensor) -> GpuInputs:
+    """Inputs of decode rows of which each query names its token and the row of its request."""
+    rows, slots = queries[ROW].long(), (queries[SLOT], *queries[NUM_QUERY_ROWS:])
+    groups = [GroupInputs(own, table[rows]) for own, table in zip(slots, state.block_tables, strict=True)]
+    return GpuInputs(queries[TOKEN].long(), queries[POSITION], queries[LENGTH], groups)
+
+
+def stage_step(forward: FusedForward, state: DeviceState, packed: Tensor, num_queries: int) -> Tensor:
+    """A step as `draft_step`, of a stage that passes hidden states on: (num_queries, hidden)."""
+    return forward.hidden(query_step_inputs(state, packed[:, :num_queries]))
+
+
+class DecodeGraphs(Generic[Output]):
+    """Captured on first construction; `replay` runs a bucket."""
+
+    def __init__(
+        self, run: Callable[[int], Output], packed: Tensor, slot_rows: Sequence[int], buckets: Sequence[int],
+        on_progress: OnProgress,
+    ) -> None:  # fmt: skip
+        """run: one of the steps above, for a number of rows. packed: its inputs, whose slots are in `slot_rows`."""
+        began = time.monotonic()
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Output]] = {}
+        pool = torch.cuda.graph_pool_handle()
+        for row in slot_rows:
+            packed[row] = -1  # nothing is stored while capturing
+        for num_rows in sorted(buckets, reverse=True):
+            run(num_rows)  # compiles kernels, chooses algorithms
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                output = run(num_rows)
+            self._graphs[num_rows] = (graph, output)
+            on_progress("capturing decode graphs", len(self._graphs) / len(buckets))
+        logger.info("captured %d decode graphs in %.1f s", len(self._graphs), time.monotonic() - began)
+
+    def replay(self, num_rows: int) -> Output:
+        graph, output = self._graphs[num_rows]
+        graph.replay()
+        return output

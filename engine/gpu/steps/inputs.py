@@ -1,0 +1,80 @@
+"""A step's inputs on the host, as arrays, and their way to the device.
+
+A copy from pageable memory waits for everything that the device has been given: the host would be idle while the step
+before runs. So what goes to the device goes through pinned memory, and nobody waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.gpu.steps.step import GpuBatch
+from engine.plan import ScheduledRow
+from engine.request_states import RequestState
+
+NUMPY_TYPES = {torch.int64: np.int64, torch.int32: np.int32, torch.int16: np.int16, torch.float32: np.float32}
+TOKEN, POSITION, SLOT = range(3)  # rows of what `step_tokens` gives; behind them the slots of further KV groups
+
+
+def upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A list or array on the device, in stream order; the host goes on at once."""
+    host = torch.from_numpy(np.asarray(values, NUMPY_TYPES[dtype]))  # of lists in a third of torch's own time
+    if device.type == "cuda":
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True)
+
+
+def download(values: Tensor) -> Tensor:
+    """The tensor in pinned host memory, valid when the stream has come so far."""
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+    return host.copy_(values, non_blocking=True)
+
+
+Rows = Sequence[tuple[ScheduledRow, RequestState]]
+
+
+def step_tokens(decodes: Rows, chunks: Rows, block_size: int, num_groups: int = 1) -> Any:
+    """int32 (2 + num_groups, num_tokens or up to 3 more): token ids, positions and slots of decode rows, then of
+    chunks. num_groups: KV groups, with slots of their own.
+
+    The id of a decode row whose token is not known yet is 0.
+
+    The width is a multiple of 16 bytes: kernels are compiled anew for pointers that are not aligned.
+    """
+    num_tokens = len(decodes) + sum(row.num_tokens for row, _ in chunks)
+    fields = np.zeros((2 + num_groups, -(-num_tokens // 4) * 4), dtype=np.int32)
+    for index, (row, request) in enumerate(decodes):
+        fields[TOKEN, index] = request.token_ids[row.start] if row.start < len(request.token_ids) else 0
+        fields[POSITION, index] = row.start
+        for group in range(num_groups):
+            block_id = request.block_ids[row.start // block_size * num_groups + group]
+            fields[SLOT + group, index] = block_id * block_size + row.start % block_size
+    first = len(decodes)
+    for row, request in chunks:
+        own = slice(first, first + row.num_tokens)
+        positions = np.arange(row.start, row.stop, dtype=np.int32)
+        blocks = np.array(request.block_ids[: -(-row.stop // block_size) * num_groups], dtype=np.int32)
+        fields[TOKEN, own] = request.token_ids[row.start : row.stop]
+        fields[POSITION, own] = positions
+        by_group = blocks.reshape(-1, num_groups).T
+        fields[SLOT:, own] = by_group[:, positions // block_size] * block_size + positions % block_size
+        first = own.stop
+    return fields
+
+
+def query_inputs(batch: GpuBatch, block_size: int, num_groups: int = 1) -> Any:
+    """int32 (4 + num_groups, num_queries), of decode rows with drafts: see `graphs.draft_step`."""
+    columns = []
+    for row, request, device_row in zip(batch.rows, batch.requests, batch.device_rows, strict=True):
+        for position, token_id in enumerate((request.token_ids[row.start], *row.draft_token_ids), row.start):
+            first, offset = position // block_size * num_groups, position % block_size
+            slot, *others = [
+                block_id * block_size + offset for block_id in request.block_ids[first : first + num_groups]
+            ]
+            columns.append((position, slot, position + 1, token_id, device_row, *others))
+    return np.array(columns, dtype=np.int32).T

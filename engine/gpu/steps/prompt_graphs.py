@@ -1,0 +1,194 @@
+"""Steps with short prompts as CUDA graphs: starting their kernels one by one takes longer than running them.
+
+Every row of such a step, decode rows too, is a row of the paged prefill kernel, whose work is a list of tiles. A
+graph has a fixed number of tokens, tiles and samples; what a step does not need is padding that stores nothing. See
+docs/decisions/0122.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.gpu.attention.paged import PagedPlan
+from engine.gpu.forward import FusedForward, GpuInputs, GroupInputs
+from engine.gpu.sampling.device_sampler import DeviceSampler
+from engine.gpu.steps.inputs import step_tokens
+from engine.gpu.steps.rows import PROMPT_BUCKETS, prompt_shapes
+from engine.gpu.steps.state import DeviceState
+from engine.gpu.steps.step import GpuBatch
+from kernels.gpu.attention.paged_prefill import SMALL_TILE, prefill_tiles
+
+logger = logging.getLogger(__name__)
+MAX_KEYS = 8192  # of a row: with more, a backend that splits contexts over programs is faster
+TOKEN, POSITION, SLOT, SOURCE = range(4)  # rows of PromptInputs.fields, before the slots of further KV groups
+INDEX, ROW, LENGTH = range(3)  # rows of PromptInputs.samples
+
+
+@dataclass(frozen=True, slots=True)
+class PromptInputs:
+    """Views of one int32 buffer, on the host or on the device.
+
+    fields: (3 + num_groups, num_tokens): token ids, positions, slots (-1: stored nowhere), the device rows whose last
+        token stands in for the token id (-1: none), and slots of KV groups but the first.
+    tiles: (num_tiles, 4), of `prefill_tiles`, with device rows for rows.
+    samples: (3, num_rows): index of the last token, device row (max_rows: nobody's), length (0: no sample).
+    """
+
+    fields: Tensor
+    tiles: Tensor
+    samples: Tensor
+
+    @classmethod
+    def over(
+        cls, buffer: Tensor, num_tokens: int, num_tiles: int, num_rows: int, num_groups: int = 1
+    ) -> PromptInputs:
+        sizes = [(3 + num_groups) * num_tokens, 4 * num_tiles, 3 * num_rows]
+        fields, tiles, samples = torch.split(buffer[: sum(sizes)], sizes)
+        return cls(fields.view(-1, num_tokens), tiles.view(num_tiles, 4), samples.view(3, num_rows))
+
+
+def prompt_step(
+    forward: FusedForward, state: DeviceState, sampler: DeviceSampler, attended: Tensor, inputs: PromptInputs
+) -> tuple[Tensor, Tensor]:
+    """Run one step. Returns its sampled tokens int64 (num_rows,), negative where there is none, and its logits.
+
+    Of a stage that passes hidden states on: those of all tokens, and nothing.
+    attended: (max(PROMPT_BUCKETS), num_heads * head_dim), finite, so that padding is.
+    """
+    source = inputs.fields[SOURCE].long()
+    known = inputs.fields[TOKEN].long()
+    token_ids = torch.where(source >= 0, state.last_tokens[source.clamp(min=0)], known)
+    none = inputs.fields[POSITION, :0]
+    slots = inputs.fields[SLOT], *inputs.fields[SOURCE + 1 :]
+    groups = [
+        GroupInputs(own, table[:0], PagedPlan(table, inputs.tiles, SMALL_TILE))
+        for own, table in zip(slots, state.block_tables, strict=True)
+    ]
+    attended = attended[: token_ids.shape[0]]
+    hidden = forward.hidden(GpuInputs(token_ids, inputs.fields[POSITION], none, groups, attended))
+    if forward.passes_on:
+        return hidden, hidden[:0]
+    index, rows = inputs.samples[INDEX].long(), inputs.samples[ROW].long()
+    logits = forward.logits(hidden[index])
+    sampled = sampler.sample(logits, rows.clamp(max=sampler.max_rows - 1), inputs.samples[LENGTH])
+    state.last_tokens[rows] = sampled.clamp(min=0)
+    return sampled, logits
+
+
+class PromptGraphs:
+    """A graph for each number of tokens and of rows. `captures=False` runs the same steps eagerly, for tests."""
+
+    def __init__(
+        self,
+        forward: FusedForward,
+        state: DeviceState,
+        sampler: DeviceSampler,
+        group: int,
+        num_buffers: int,
+        max_tokens: int,
+        captures: bool = True,
+    ) -> None:
+        """group: query heads of a KV head. num_buffers: of staging, more than steps in flight."""
+        attended = torch.zeros(
+            max(PROMPT_BUCKETS), forward.attention_width, dtype=forward.dtype, device=state.last_tokens.device
+        )
+        self._parts = forward, state, sampler, attended
+        self._group = group
+        self._num_groups = len(state.block_tables)
+        self._tokens_per_tile = max(SMALL_TILE // group, 1)
+        self.shapes = prompt_shapes(sampler.max_rows, max_tokens)
+        device = state.last_tokens.device
+        size = max((self._size(*shape) for shape in self.shapes), default=0)
+        self._buffer = torch.zeros(size, dtype=torch.int32, device=device)
+        self._staging = [
+            torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(num_buffers)
+        ]
+        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor]]] = {}
+        if captures:
+            self._capture()
+
+    def takes(self, batch: GpuBatch) -> bool:
+        """Whether there is a graph for the step."""
+        return self._shape_of(batch) is not None and all(row.stop <= MAX_KEYS for row in batch.rows)
+
+    def _shape_of(self, batch: GpuBatch) -> tuple[int, int] | None:
+        """The smallest shape that holds the step."""
+        num_tokens, num_rows = sum(row.num_tokens for row in batch.rows), len(batch.rows)
+        return next((shape for shape in self.shapes if num_tokens <= shape[0] and num_rows <= shape[1]), None)
+
+    def run(self, batch: GpuBatch, block_size: int, turn: int) -> tuple[Tensor, Tensor, list[int]]:
+        """Queue the step. Returns its sampled tokens, their logits, and the rows of the batch that they belong to."""
+        shape = self._shape_of(batch)
+        assert shape is not None, "takes() was asked"
+        sampling = self._fill(self._inputs(self._staging[turn], *shape), batch, block_size)
+        used = self._size(*shape)
+        self._buffer[:used].copy_(self._staging[turn][:used], non_blocking=True)
+        if shape in self._graphs:
+            graph, output = self._graphs[shape]
+            graph.replay()
+        else:
+            output = prompt_step(*self._parts, self._inputs(self._buffer, *shape))
+        return *output, sampling
+
+    def _fill(self, host: PromptInputs, batch: GpuBatch, block_size: int) -> list[int]:
+        """Write the inputs of a step; returns the rows that sample."""
+        fields, tiles, samples = (part.numpy() for part in (host.fields, host.tiles, host.samples))
+        fields[:] = 0
+        fields[SLOT:] = -1
+        tiles[:] = 0
+        samples[:] = 0
+        samples[ROW] = self._parts[2].max_rows
+        # Rows whose token only the device knows are decode rows; they come first.
+        pairs = sorted(
+            zip(batch.rows, batch.requests, batch.device_rows, range(len(batch.rows)), strict=True),
+            key=lambda each: each[0].stop <= len(each[1].token_ids),
+        )
+        starts = list(accumulate((row.num_tokens for row, *_ in pairs), initial=0))
+        num_unknown = sum(row.stop > len(request.token_ids) for row, request, *_ in pairs)
+        work = [(row, request) for row, request, *_ in pairs]
+        own = step_tokens(work[:num_unknown], work[num_unknown:], block_size, self._num_groups)[:, : starts[-1]]
+        fields[: SLOT + 1, : starts[-1]] = own[: SLOT + 1]
+        fields[SOURCE + 1 :, : starts[-1]] = own[SLOT + 1 :]
+        fields[SOURCE, :num_unknown] = [device_row for _, _, device_row, _ in pairs[:num_unknown]]
+        sampling: list[int] = []
+        for (row, _, device_row, i), stop in zip(pairs, starts[1:], strict=True):
+            if row.samples:
+                samples[:, len(sampling)] = stop - 1, device_row, row.stop
+                sampling.append(i)
+        found: list[Any] = prefill_tiles(starts, [row.stop for row, *_ in pairs], self._group, SMALL_TILE)
+        tiles[: len(found)] = [(pairs[row][2], *rest) for row, *rest in found]
+        return sampling
+
+    def _num_tiles(self, num_tokens: int, num_rows: int) -> int:
+        return -(-num_tokens // self._tokens_per_tile) + min(num_rows, num_tokens)
+
+    def _size(self, num_tokens: int, num_rows: int) -> int:
+        return (3 + self._num_groups) * num_tokens + 4 * self._num_tiles(num_tokens, num_rows) + 3 * num_rows
+
+    def _inputs(self, buffer: Tensor, num_tokens: int, num_rows: int) -> PromptInputs:
+        num_tiles = self._num_tiles(num_tokens, num_rows)
+        return PromptInputs.over(buffer, num_tokens, num_tiles, num_rows, self._num_groups)
+
+    def _capture(self) -> None:
+        began = time.monotonic()
+        pool = torch.cuda.graph_pool_handle()
+        self._buffer.zero_()  # no tiles, and no samples; slots are set below
+        for shape in reversed(self.shapes):
+            inputs = self._inputs(self._buffer, *shape)
+            inputs.fields[SLOT:] = -1
+            inputs.samples[ROW] = self._parts[2].max_rows
+            prompt_step(*self._parts, inputs)  # compiles kernels, chooses algorithms
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                output = prompt_step(*self._parts, inputs)
+            self._graphs[shape] = graph, output
+            self._buffer.zero_()
+        logger.info("captured %d prompt graphs in %.1f s", len(self._graphs), time.monotonic() - began)

@@ -1,0 +1,132 @@
+"""Stable rows of the device's per-request state: which request has which row, and what must be uploaded.
+
+Pure. A request keeps its row while it is in every step, in a pipeline for as long as it runs. Rows stay dense
+enough that a decode step's graph, which computes all rows up to the last one in use, wastes little: a row far out
+moves into a vacant one nearer to zero.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import pairwise
+
+from engine.config import EngineConfig
+from engine.request import RequestId
+from engine.request_states import RequestState
+
+# Token counts that graphs of steps with prompts are captured for (engine/gpu/steps/prompt_graphs.py), up to FEW_ROWS
+# rows; and those for up to MANY_ROWS.
+PROMPT_BUCKETS = (16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
+MANY_ROWS_BUCKETS = (128, 256, 384, 512, 640, 768, 896, 1024)
+FEW_ROWS, MANY_ROWS = 16, 256
+
+
+def most_tokens(config: EngineConfig) -> int:
+    """Return the most tokens of one step, with what pads it in a graph."""
+    return max(config.max_num_batched_tokens, config.max_num_seqs, *PROMPT_BUCKETS)
+
+
+def prompt_shapes(max_rows: int, max_tokens: int) -> list[tuple[int, int]]:
+    """(num_tokens, num_rows) of the graphs of steps with prompts, in the order in which a step tries them."""
+    rows = min(FEW_ROWS, max_rows), min(MANY_ROWS, max_rows)
+    found = {
+        (bucket, num_rows)
+        for buckets, num_rows in zip((PROMPT_BUCKETS, MANY_ROWS_BUCKETS), rows, strict=True)
+        for below, bucket in pairwise((0, *buckets))
+        if below < max_tokens
+    }
+    return sorted(found)
+
+
+def bucket_sizes(max_rows: int) -> list[int]:
+    """Row counts that decode graphs are captured for: few at first, then steps of at most a quarter."""
+    sizes = [1, 2, 4, 8, *range(16, 64, 8), *range(64, 128, 16), *range(128, 513, 32)]
+    return [size for size in sizes if size < max_rows] + [max_rows]
+
+
+@dataclass(slots=True)
+class RowChanges:
+    """What a step changes: `fresh` rows need everything, `moved` ones only their last token from the old row."""
+
+    fresh: list[tuple[int, RequestState]] = field(default_factory=list)
+    moved: list[tuple[int, int]] = field(default_factory=list)  # (old row, new row)
+
+
+class RowTable:
+    """Rows 0 .. max_rows - 1."""
+
+    def __init__(self, max_rows: int, buckets: Sequence[int], keeps: bool = False) -> None:
+        """keeps: rows of requests that a step leaves out stay theirs until they are forgotten, and none moves."""
+        self._buckets = buckets
+        self._keeps = keeps
+        self._rows: dict[RequestId, int] = {}
+        self._owner: list[RequestState | None] = [None] * max_rows
+        self._vacant = list(range(max_rows))  # heap
+
+    def row_of(self, request: RequestState) -> int:
+        return self._rows[request.request_id]
+
+    @property
+    def extent(self) -> int:
+        """Rows up to the last one in use."""
+        return max(self._rows.values(), default=-1) + 1
+
+    def bucket(self) -> int:
+        """The smallest bucket that holds all rows in use."""
+        return self._buckets[bisect_left(self._buckets, self.extent)]
+
+    def sync(self, requests: Sequence[RequestState]) -> RowChanges:
+        """Give every request of the step a row and take the rows of all others. At most max_rows requests."""
+        changes = RowChanges()
+        if not self._keeps:
+            names = {request.request_id for request in requests}
+            self.forget([name for name in self._rows if name not in names])
+        for request in requests:
+            row = self._rows.get(request.request_id)
+            if row is not None and self._owner[row] is not request:
+                self._release(request.request_id)  # a later request of the same name
+                row = None
+            if row is None:
+                changes.fresh.append((self._take(request), request))
+        if not self._keeps:
+            self._compact(changes)
+        return changes
+
+    def forget(self, names: Iterable[RequestId]) -> None:
+        """Take the rows of those of `names` that have one."""
+        for name in names:
+            if name in self._rows:
+                self._release(name)
+
+    def clear(self) -> None:
+        """Forget all rows: every request of the next step is a fresh one."""
+        self.forget(list(self._rows))
+
+    def _compact(self, changes: RowChanges) -> None:
+        """Move the farthest rows inwards as long as that allows a smaller bucket."""
+        target = self._buckets[bisect_left(self._buckets, max(len(self._rows), 1))]
+        if self.extent <= target:
+            return
+        fresh = {row for row, _ in changes.fresh}
+        for request in [owner for owner in self._owner[target:] if owner is not None]:
+            old = self._rows[request.request_id]
+            self._release(request.request_id)
+            new = self._take(request)
+            if old in fresh:
+                changes.fresh = [(new if row == old else row, owner) for row, owner in changes.fresh]
+            else:
+                changes.moved.append((old, new))
+
+    def _take(self, request: RequestState) -> int:
+        row = heappop(self._vacant)
+        self._rows[request.request_id] = row
+        self._owner[row] = request
+        return row
+
+    def _release(self, name: RequestId) -> None:
+        row = self._rows.pop(name)
+        self._owner[row] = None
+        heappush(self._vacant, row)

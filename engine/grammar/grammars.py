@@ -1,0 +1,194 @@
+"""Which tokens may come next in an answer that follows a grammar, over llguidance.
+
+It parses a token in microseconds, and gives up where its limits are reached, for that request alone. Knows one
+model's tokens, no requests and no logits.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from weakref import WeakValueDictionary
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from numpy.typing import NDArray
+
+from common.errors import EngineError, InvalidRequestError
+from common.grammar.grammar import LIMITS, TOO_COMPLEX, for_llguidance, grammar_error
+from common.text.tokenizer import Tokenizer
+from engine.grammar.mask_thread import MaskThread
+
+NUM_CACHED = 16  # compiled grammars of an engine; one may have 8,000 states of 1 to 2 kB
+# Processor time of an answer's masks. Schemas that people wrote take 0.04 ms a token, 0.6 at most.
+ANSWER_SECONDS, TOKEN_SECONDS = 0.05, 0.001
+Words = NDArray[np.uint32]  # one bit a token: bit i of word w is token 32 w + i
+
+
+class GrammarMatcher:
+    """Follows one answer. Tokens that were drafts, or belong to a step that is repeated, are taken back."""
+
+    def __init__(self, matcher: LLMatcher, num_words: int, masks: MaskThread, on_error: Callable[[], None]) -> None:
+        """on_error: called when a limit is reached: copies share the matcher's automaton, and its end."""
+        self._matcher = matcher
+        self._num_words = num_words
+        self._masks = masks
+        self._on_error = on_error
+        self._consumed: list[int] = []
+        self._seconds = 0.0  # of processor time
+        self._error = ""
+        self._ready: dict[int, Words | None] = {}  # by the length of the output before it
+
+    def allowed(self, output_token_ids: list[int]) -> Words | None:
+        """Tokens that may follow this output, the end of the sequence where the grammar can end.
+
+        None: the output does not follow the grammar, so that nothing can be said. Raises EngineError at a limit.
+        """
+        if len(output_token_ids) not in self._ready:
+            compute_masks([(self, output_token_ids)])
+        if self._error:
+            raise EngineError(self._error)
+        return self._ready.pop(len(output_token_ids))
+
+    def compute(self, output_token_ids: list[int]) -> None:
+        """Make the mask that `allowed` returns, or learn why there is none."""
+        if self._error:
+            return
+        began = time.thread_time()
+        words = self._follow(output_token_ids)
+        self._seconds += time.thread_time() - began
+        if self._matcher.is_error():
+            self.fail(grammar_error(self._matcher.get_error()))
+        elif self._seconds > ANSWER_SECONDS + TOKEN_SECONDS * len(output_token_ids):
+            self.fail(f"{TOO_COMPLEX}: its masks take more than {TOKEN_SECONDS * 1e3:.0f} ms a token")
+        self._ready[len(output_token_ids)] = words
+
+    def fail(self, error: str) -> None:
+        """Let the answer end with this error."""
+        self._error = self._error or error
+        self._on_error()
+
+    def _follow(self, output_token_ids: list[int]) -> Words | None:
+        num_same = len(self._consumed)
+        while self._consumed[:num_same] != output_token_ids[:num_same]:
+            num_same -= 1
+        if num_same < len(self._consumed):
+            self._matcher.rollback(len(self._consumed) - num_same)
+            del self._consumed[num_same:]
+        new = output_token_ids[num_same:]
+        count = self._matcher.try_consume_tokens(new)
+        self._consumed += new[:count]
+        if count < len(new) or self._matcher.is_error():
+            return None
+        return np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32)[: self._num_words]
+
+
+def compute_masks(wanted: Sequence[tuple[GrammarMatcher, list[int]]]) -> None:
+    """Compute the masks that a step needs, of one model's matchers with their outputs, so that `allowed` is at hand.
+
+    An answer whose mask takes too long fails, and the step goes on without it.
+    """
+    for matcher, _ in wanted:
+        matcher._ready.clear()
+    if wanted:
+        wanted[0][0]._masks.run([(matcher.compute, matcher.fail, output) for matcher, output in wanted])
+
+
+class Grammars:
+    """Matchers over one model's tokens. The tokenizer is loaded, and grammars are compiled, on a thread of their own.
+
+    Safe to use from several threads. The first grammar waits for the tokenizer unless `prepare` was called.
+    """
+
+    def __init__(self, load_tokenizer: Callable[[], Tokenizer], vocab_size: int) -> None:
+        """vocab_size: of the model, which may have more tokens than its tokenizer."""
+        self._load_tokenizer = load_tokenizer
+        self._vocab_size = vocab_size
+        self._tokens: LLTokenizer | None = None
+        self._known: WeakValueDictionary[str, Future[LLMatcher]] = WeakValueDictionary()  # that somebody holds
+        self._recent: OrderedDict[str, Future[LLMatcher]] = OrderedDict()  # the last used one last
+        self._executor: ThreadPoolExecutor | None = None
+        self._masks = MaskThread()
+        self._lock = threading.Lock()
+
+    def prepare(self) -> Future[object]:
+        """Load the tokenizer: 0.5 s for 49,000 tokens, most of it with the interpreter's lock.
+
+        The future has an exception when the model has no tokenizer, which the first grammar raises again.
+        """
+        with self._lock:
+            return self._thread().submit(self._load_tokens)
+
+    def compile(self, grammar: str) -> Future[LLMatcher]:
+        """Compile a grammar, with its first mask. As long as the future is held, `start` finds it."""
+        with self._lock:
+            compiled = self._known.get(grammar)
+            if compiled is None:
+                compiled = self._known[grammar] = self._thread().submit(self._compile, grammar)
+            self._recent[grammar] = compiled
+            self._recent.move_to_end(grammar)
+            if len(self._recent) > NUM_CACHED:
+                self._recent.popitem(last=False)
+            return compiled
+
+    def start(self, grammar: str) -> Future[GrammarMatcher]:
+        """Follow a grammar in a new answer. The future raises InvalidRequestError, EngineError."""
+        started: Future[GrammarMatcher] = Future()
+
+        def take(compiled: Future[LLMatcher]) -> None:
+            error = compiled.exception()
+            if error is not None:
+                started.set_exception(error)
+                return
+            copy = compiled.result().deep_copy()
+            started.set_result(
+                GrammarMatcher(copy, -(-self._vocab_size // 32), self._masks, lambda: self._forget(grammar))
+            )
+
+        self.compile(grammar).add_done_callback(take)
+        return started
+
+    def _thread(self) -> ThreadPoolExecutor:
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        return self._executor
+
+    def _load_tokens(self) -> LLTokenizer:
+        if self._tokens is None:
+            self._tokens = _tokens_of(self._load_tokenizer(), self._vocab_size)
+        return self._tokens
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        compiled = LLMatcher(self._load_tokens(), for_llguidance(grammar), log_level=0, limits=LIMITS)
+        compiled.compute_bitmask()  # copies have it
+        if compiled.is_error():
+            raise InvalidRequestError(grammar_error(compiled.get_error()))
+        return compiled
+
+    def _forget(self, grammar: str) -> None:
+        with self._lock:
+            self._known.pop(grammar, None)
+            self._recent.pop(grammar, None)
+
+
+class _TokenBytes:
+    """Tokens as `TokenizerWrapper` wants them: the bytes that the detokenizer gives, none for ids without a token."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self.bos_token_id = tokenizer.bos_id
+        self.eos_token_id = tokenizer.eos_token_ids[0]
+        self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(max(vocab_size, tokenizer.vocab_size))]
+        self.special_token_ids = sorted(tokenizer.special_ids)
+        self._encode = tokenizer.encode
+
+    def __call__(self, text: bytes) -> list[int]:
+        return self._encode(text.decode("utf-8", "replace"))
+
+
+def _tokens_of(tokenizer: Tokenizer, vocab_size: int) -> LLTokenizer:
+    if not tokenizer.eos_token_ids:
+        raise InvalidRequestError("this model has no token that ends an answer: it takes no grammars")
+    return LLTokenizer(TokenizerWrapper(_TokenBytes(tokenizer, vocab_size)), eos_token=list(tokenizer.eos_token_ids))

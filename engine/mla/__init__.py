@@ -1,0 +1,1 @@
+"""Multi-head latent attention (MLA) of the DeepSeek families, on CPUs and GPUs."""

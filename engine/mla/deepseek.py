@@ -1,0 +1,105 @@
+"""DeepSeek-V2 and DeepSeek-V3: multi-head latent attention, and experts behind a few dense layers.
+
+V2 scores experts by softmax and V3 by sigmoid plus a bias that balances them; both may choose within groups. Layers
+for the prediction of further tokens (MTP), which V3's checkpoints have behind the last one, are not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from common.errors import ConfigError, UnsupportedModelError
+from engine.layers.mlp import Mlp
+from engine.layers.weights import WeightSource
+from engine.mla.latent_attention import latent_attention
+from engine.models.config import LatentConfig, ModelConfig, MoeConfig, ScoreKind, with_latent
+from engine.models.hf_config import moe_from_hf, positive
+from engine.models.model import Embedding, Head, Part
+from engine.models.registry import register
+from engine.models.rope import yarn_mscale
+from engine.moe.moe import Moe
+
+
+def adapt_v2(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig:
+    """Groups are ranked by their best expert, where the config asks for groups at all."""
+    method = raw.get("topk_method") or "greedy"
+    _check("topk_method", method, ("greedy", "group_limited_greedy"))
+    moe = _moe(config, raw, "softmax", has_groups=method == "group_limited_greedy")
+    return _adapt(config, raw, moe and replace(moe, group_top=1))
+
+
+def adapt_v3(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig:
+    """Groups are ranked by the sum of their two best experts."""
+    _check("topk_method", raw.get("topk_method") or "noaux_tc", ("noaux_tc",))
+    moe = _moe(config, raw, "sigmoid", has_groups=True)
+    return _adapt(config, raw, moe and replace(moe, group_top=2, has_choice_bias=True))
+
+
+def _adapt(config: ModelConfig, raw: Mapping[str, Any], moe: MoeConfig | None) -> ModelConfig:
+    q_rank = raw.get("q_lora_rank")
+    scaling = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    mscale_all_dim = float(scaling.get("mscale_all_dim") or 0.0)
+    latent = LatentConfig(
+        q_lora_rank=None if q_rank is None else positive(raw, "q_lora_rank"),
+        kv_lora_rank=positive(raw, "kv_lora_rank"),
+        nope_head_dim=positive(raw, "qk_nope_head_dim"),
+        rope_head_dim=positive(raw, "qk_rope_head_dim"),
+        v_head_dim=positive(raw, "v_head_dim"),
+        mscale=yarn_mscale(config.rope.factor, mscale_all_dim) if config.rope.kind != "default" else 1.0,
+        rope_interleave=bool(raw.get("rope_interleave", True)),
+    )
+    bias, num_extra = bool(raw.get("attention_bias", False)), int(raw.get("num_nextn_predict_layers") or 0)
+    extra_layers = range(config.num_layers, config.num_layers + num_extra)
+    return replace(
+        with_latent(config, latent),
+        attention_bias=bias,
+        attention_output_bias=bias,
+        moe=moe,
+        unused_weights=tuple(f"model.layers.{layer}." for layer in extra_layers),
+    )
+
+
+def _moe(config: ModelConfig, raw: Mapping[str, Any], score: ScoreKind, has_groups: bool) -> MoeConfig | None:
+    """Experts from layer `first_k_dense_replace` on, in every `moe_layer_freq`-th; None: the model has none."""
+    if raw.get("n_routed_experts") is None:
+        return None
+    _check("scoring_func", raw.get("scoring_func") or score, (score,))
+    first, step = int(raw.get("first_k_dense_replace") or 0), int(raw.get("moe_layer_freq") or 1)
+    moe = replace(
+        moe_from_hf(raw, "moe_intermediate_size"),
+        normalizes_weights=bool(raw.get("norm_topk_prob", False)),
+        dense_layers=tuple(layer for layer in range(config.num_layers) if layer < first or layer % step),
+        num_shared_experts=int(raw.get("n_shared_experts") or 0),
+        score=score,
+        num_groups=positive(raw, "n_group") if has_groups else 1,
+        num_chosen_groups=positive(raw, "topk_group") if has_groups else 1,
+        weight_factor=float(raw.get("routed_scaling_factor", 1.0)),
+        float32_router=True,
+    )
+    in_reach = moe.num_experts // moe.num_groups * moe.num_chosen_groups
+    if moe.num_experts % moe.num_groups or not moe.num_experts_per_token <= in_reach <= moe.num_experts:
+        raise ConfigError(
+            f"config.json: {moe.num_experts_per_token} experts a token of {moe.num_chosen_groups} of "
+            f"{moe.num_groups} groups of {moe.num_experts} experts"
+        )
+    return moe
+
+
+def _check(key: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise UnsupportedModelError(f"{key} {value!r} is not supported (known: {', '.join(known)})")
+
+
+@register("DeepseekV2ForCausalLM", adapt_v2)
+@register("DeepseekV3ForCausalLM", adapt_v3)
+def deepseek(config: ModelConfig, weights: WeightSource) -> Iterator[Part]:
+    embedding = Embedding(config, weights, "model.embed_tokens")
+    yield embedding
+    for index in range(config.num_layers):
+        layer = f"model.layers.{index}"
+        yield latent_attention(config, weights, f"{layer}.self_attn", f"{layer}.input_layernorm", index)
+        feed_forward = Moe if config.has_experts(index) else Mlp
+        yield feed_forward(config.of_layer(index), weights, f"{layer}.mlp", f"{layer}.post_attention_layernorm")
+    yield Head(config, weights, "model.norm", "lm_head", embedding)

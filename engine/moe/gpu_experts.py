@@ -1,0 +1,293 @@
+"""A mixture of experts on a GPU: routing, then two grouped GEMMs over the experts' weights, stacked.
+
+Nothing is read on the host, and grids depend on the number of tokens alone, so a step can be captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from common.errors import UnsupportedModelError
+from engine.expert_balancing.placement import plain_placement
+from engine.expert_parallel.slots import ExpertSlots
+from engine.gpu.ops.form import GpuBody, GpuStep
+from engine.layers.linear import Linear, LinearLayer
+from engine.moe.moe import Moe
+from engine.quantization.gpu_linears import (
+    EightBitLinear,
+    ExpertLinear,
+    GroupedEightBit,
+    Mxfp4Linear,
+    W4A16Linear,
+    W8A16Linear,
+)
+from kernels.gpu.expert_parallel.expert_loads import count_choices
+from kernels.gpu.expert_parallel.expert_slots import choose_slots
+from kernels.gpu.gemm.split_k import SplitKWorkspace
+from kernels.gpu.launching.launch_configs import found
+from kernels.gpu.launching.tuning import (
+    DOWN_PAIRS,
+    DOWN_ROW,
+    GATE_UP_PAIRS,
+    GATE_UP_ROW,
+    GROUPED_DOWN,
+    GROUPED_GATE_UP,
+    MAX_PAIRS,
+)
+from kernels.gpu.moe.expert_formats import WORDS, bytes_of, fits
+from kernels.gpu.moe.expert_pairs import SortedPairs, sort_pairs
+from kernels.gpu.moe.grouped_gemm import MAX_UNSORTED, grouped_gemm, sum_of_held
+from kernels.gpu.moe.grouped_gemv import add_down_of_row, grouped_gemv
+from kernels.gpu.moe.moe_routing import route
+from kernels.quantization.w4a16_gemm import pack_words, unpack_words
+
+Gemm = Callable[[Tensor], Tensor]
+Choose = Callable[[Tensor, GpuStep | None], tuple[Tensor, Tensor]]  # without a step nothing is counted
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Weight and scales of a layer, or of all experts, (num_experts, ...), see `kernels/gpu/moe/expert_formats.py`.
+
+    bias: (out,) or (num_experts, out), or None.
+    """
+
+    weight: Tensor
+    scales: Tensor | None
+    bias: Tensor | None = None
+
+    @property
+    def itemsize(self) -> float:
+        return bytes_of(self.weight)
+
+
+class StackedExperts:
+    """Weights of a block's experts, one after the other; the experts' own become views of them.
+
+    gate_up: of (2 inner, hidden) each. down: of (hidden, inner). Shared experts stand behind the others, and the
+    block then has none: as many of the same size, that every token chooses. router: in the model's type, from which
+    `Moe` may have made it float32. gate: see `grouped_gemm`.
+    """
+
+    @classmethod
+    def of(cls, block: Moe) -> StackedExperts:
+        """Stack a block's experts once: the runner that measures memory and the one that serves share them."""
+        if block.stacked is None:
+            block.stacked = cls(block)
+        stacked: StackedExperts = block.stacked
+        return stacked
+
+    def __init__(self, block: Moe) -> None:
+        """Raise UnsupportedModelError for experts of several formats."""
+        self.num_shared = 0
+        self.gate = (block.rule.swiglu_alpha, block.rule.swiglu_limit)
+        self.router = block.router.to(block.norm.dtype)
+        inner = block.rule.intermediate_size
+        for expert in block.experts.values():
+            expert.gate_up, expert.down = stackable(expert.gate_up), stackable(expert.down)
+        more_gate_up: list[Stack] = []
+        more_down: list[Stack] = []
+        if block.shared is not None:
+            self.num_shared, rest = divmod(block.rule.shared_size, inner)
+            if rest:
+                raise UnsupportedModelError("a rank has less than one shared expert: leave --expert-parallel out")
+            more_gate_up = gate_up_pieces(stack_of(stackable(block.shared.gate_up)), self.num_shared)
+            more_down = down_pieces(stack_of(stackable(block.shared.down, inner)), self.num_shared)
+            block.shared = None
+        self.gate_up = stacked([expert.gate_up for expert in block.experts.values()], more_gate_up)
+        self.down = stacked([expert.down for expert in block.experts.values()], more_down)
+
+
+def stackable(layer: LinearLayer, piece: int | None = None) -> LinearLayer:
+    """The layer, or in int8 where grouped kernels do not take its groups. piece: columns, of each of its pieces."""
+    if not isinstance(layer, Linear | EightBitLinear | ExpertLinear | W4A16Linear):
+        raise UnsupportedModelError("experts on a GPU are plain or quantized linear layers")
+    if isinstance(layer, Linear | EightBitLinear):
+        return layer
+    if isinstance(layer, Mxfp4Linear):
+        fits_kernels = piece is None  # no model has both
+    else:
+        fits_kernels = fits(piece or layer.num_columns, layer.group_size, not isinstance(layer, GroupedEightBit))
+    if fits_kernels:
+        return layer
+    plain = Linear(layer.dequantize(torch.bfloat16), layer.bias)
+    return W8A16Linear.of(plain, SplitKWorkspace(layer.device, 1, 1))
+
+
+def stack_of(layer: LinearLayer) -> Stack:
+    """One layer's."""
+    if isinstance(layer, W4A16Linear):
+        return Stack(layer.packed.words, layer.packed.scales_and_zeros, layer.bias)
+    if isinstance(layer, EightBitLinear | ExpertLinear):
+        return Stack(layer.weight, layer.scales, layer.bias)
+    assert isinstance(layer, Linear), "see `stackable`"
+    return Stack(layer.weight, None, layer.bias)
+
+
+def gate_up_pieces(layer: Stack, count: int) -> list[Stack]:
+    """Cut gate_up into that of `count` experts, whose outputs add up to that of all as one. Without a bias."""
+
+    def pieces(rows: Tensor) -> list[Tensor]:
+        gate, up = rows.view(2, count, -1, *rows.shape[1:])
+        return list(torch.cat([gate, up], dim=1))
+
+    scales = [None] * count if layer.scales is None else pieces(layer.scales)
+    return [Stack(*piece) for piece in zip(pieces(layer.weight), scales, strict=True)]
+
+
+def down_pieces(layer: Stack, count: int) -> list[Stack]:
+    """Cut down into that of `count` experts, see `gate_up_pieces`."""
+    weight, scales = layer.weight, layer.scales
+    is_packed = weight.dtype == WORDS
+    columns = unpack_words(weight) if is_packed else weight
+    weights = columns.view(len(columns), count, -1).unbind(1)
+    if is_packed:  # whose words hold other columns than those of a wider weight
+        weights = tuple(pack_words(values) for values in weights)
+    if scales is None or scales.dim() == 1:
+        return [Stack(piece, scales) for piece in weights]
+    groups = scales.view(len(scales), count, -1, *scales.shape[2:]).unbind(1)
+    return [Stack(*piece) for piece in zip(weights, groups, strict=True)]
+
+
+def stacked(layers: list[LinearLayer], more: list[Stack]) -> Stack:
+    stacks = [*map(stack_of, layers), *more]
+    if len({(each.weight.dtype, each.scales is None or each.scales.shape) for each in stacks}) > 1:
+        raise UnsupportedModelError("a layer's experts must all be quantized alike, or none of them")
+    weights = torch.stack([each.weight for each in stacks])
+    known = [each.scales for each in stacks if each.scales is not None]
+    scales = torch.stack(known) if known else None
+    for index, layer in enumerate(layers):
+        if isinstance(layer, Linear):
+            layer.weight = weights[index]
+            continue
+        assert scales is not None, "quantized weights have them"
+        if isinstance(layer, W4A16Linear):
+            layer.packed = replace(layer.packed, words=weights[index], scales_and_zeros=scales[index])
+        else:
+            assert isinstance(layer, EightBitLinear | ExpertLinear), "see `stackable`"
+            layer.weight, layer.scales = weights[index], scales[index]
+    biases = [each.bias for each in stacks if each.bias is not None]
+    return Stack(weights, scales, torch.stack(biases) if biases else None)
+
+
+def router_of(block: Moe, experts: StackedExperts, plain_router: Gemm) -> Gemm:
+    """Logits of a normed x. plain_router: the router's GEMM in x's type."""
+    if not block.rule.float32_router:
+        return plain_router
+
+    def float32(x: Tensor) -> Tensor:
+        if x.is_cuda and x.dtype != torch.float32:
+            return torch.mm(x, experts.router.t(), out_dtype=torch.float32)
+        return functional.linear(x.float(), experts.router.float())
+
+    return float32
+
+
+def chooser(block: Moe, num_shared: int, held: range | None = None) -> Choose:
+    """Shares and slots, shared experts among them, of each token by its logits. held: see `route`; this rank's."""
+    rule = block.rule
+    held = held or rule.held_slots
+    if block.slots is not None or block.loads is not None:
+        return _chooser_of_all(block, num_shared, held)
+
+    def choose(logits: Tensor, step: GpuStep | None) -> tuple[Tensor, Tensor]:
+        return route(
+            logits, block.num_chosen, rule.score == "softmax", rule.normalizes_weights, block.choice_bias,
+            rule.weight_factor, rule.num_groups, rule.num_chosen_groups, rule.group_top, num_shared,
+            held,
+        )  # fmt: skip
+
+    return choose
+
+
+def _chooser_of_all(block: Moe, num_shared: int, held: range) -> Choose:
+    """As `chooser`, for a layer with a placement or whose choices are counted: those held are picked out behind."""
+    rule, slots, loads = block.rule, block.slots, block.loads
+    if slots is None and len(held) < rule.num_experts:
+        slots = ExpertSlots(plain_placement(rule.num_experts), block.router.device)
+
+    def choose(logits: Tensor, step: GpuStep | None) -> tuple[Tensor, Tensor]:
+        shares, chosen = route(
+            logits, block.num_chosen, rule.score == "softmax", rule.normalizes_weights, block.choice_bias,
+            rule.weight_factor, rule.num_groups, rule.num_chosen_groups, rule.group_top, num_shared,
+        )  # fmt: skip
+        if loads is not None and step is not None:
+            count_choices(chosen, step.slots, loads)
+        if slots is not None:
+            choose_slots(chosen, slots.table, slots.counts, held)
+        return shares, chosen
+
+    return choose
+
+
+def moe(block: Moe, experts: StackedExperts, plain_router: Gemm, is_summed: bool = False) -> GpuBody:
+    """The block's output as partial sums, one for each of a token's experts, or their sum.
+
+    Partial sums need all experts to be this rank's.
+    """
+    router, choose = router_of(block, experts, plain_router), chooser(block, experts.num_shared)
+
+    def body(x: Tensor, step: GpuStep) -> Tensor:
+        shares, chosen = choose(router(x), step)
+        parts = outputs(experts, x, shares, chosen)
+        return sum_of_held(parts, chosen) if is_summed else parts
+
+    return body
+
+
+def outputs(
+    experts: StackedExperts, x: Tensor, shares: Tensor, chosen: Tensor, listed: SortedPairs | None = None
+) -> Tensor:
+    """Partial sums (choices, num_tokens, hidden) of each token's choices, see `grouped_gemm`.
+
+    listed: pairs by expert, if they are known and there are many.
+    """
+    gate_up, down, gate = experts.gate_up, experts.down, experts.gate
+    num_experts, top_k, num_pairs = gate_up.weight.shape[0], chosen.shape[1], chosen.numel()
+    if num_pairs <= MAX_PAIRS:
+        gate_up_pairs = found(GATE_UP_PAIRS.find(itemsize=gate_up.itemsize))
+        down_pairs = found(DOWN_PAIRS.find(itemsize=down.itemsize))
+        inside = grouped_gemv(
+            x, gate_up.weight, chosen, gate_up_pairs, top_k, scales=gate_up.scales, bias=gate_up.bias, gate=gate
+        )  # fmt: skip
+        return grouped_gemv(
+            inside, down.weight, chosen, down_pairs, top_k, shares, scales=down.scales, bias=down.bias
+        )  # fmt: skip
+    load = num_pairs / num_experts
+    gate_up_tile = found(GROUPED_GATE_UP.find(pairs_per_expert=load, itemsize=gate_up.itemsize))
+    down_tile = found(GROUPED_DOWN.find(pairs_per_expert=load, itemsize=down.itemsize))
+    pairs: SortedPairs | Tensor = chosen
+    if is_listed(*chosen.shape):
+        pairs = listed or sort_pairs(chosen, num_experts)
+    inside = grouped_gemm(
+        x, gate_up.weight, pairs, gate_up_tile, top_k, scales=gate_up.scales, bias=gate_up.bias, gate=gate
+    )  # fmt: skip
+    return grouped_gemm(inside, down.weight, pairs, down_tile, top_k, shares, down.scales, down.bias)
+
+
+def is_listed(num_tokens: int, num_choices: int) -> bool:
+    """Whether there are so many tokens of so many choices that their pairs are listed by expert."""
+    return num_tokens > MAX_UNSORTED and num_tokens * num_choices > MAX_PAIRS
+
+
+def moe_of_row(block: Moe, experts: StackedExperts, logits_of: Gemm) -> Callable[[Tensor, GpuStep], None]:
+    """Adds the block's output to a residual (1, hidden). logits_of: the router, given the residual, not normed."""
+    gate_up, down = experts.gate_up, experts.down
+    top_k, choose = block.num_chosen + experts.num_shared, chooser(block, experts.num_shared)
+    row = found(GATE_UP_ROW.find(itemsize=gate_up.itemsize))
+    down_row = found(DOWN_ROW.find(itemsize=down.itemsize))
+
+    def add(residual: Tensor, step: GpuStep) -> None:
+        shares, chosen = choose(logits_of(residual), step)
+        inside = grouped_gemv(
+            residual, gate_up.weight, chosen, row, top_k, norm=block.norm, eps=block.eps,
+            scales=gate_up.scales, bias=gate_up.bias, gate=experts.gate,
+        )  # fmt: skip
+        add_down_of_row(inside, down.weight, chosen, shares, down_row, residual, down.scales, down.bias)
+
+    return add

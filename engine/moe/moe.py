@@ -1,0 +1,143 @@
+"""Mixture of experts: y = sum over the chosen experts e of p_e MLP_e(x), and those of shared experts. Plain torch.
+
+Which are chosen, and p, is `engine/moe/routing.py`'s.
+Each expert computes the tokens that chose it. Which those are is read on the host, so this is no block for a CUDA
+graph; and a token's result does not depend on the tokens beside it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from engine.expert_parallel.slots import ExpertSlots
+from engine.layers.block import Block, LinearRef, Step
+from engine.layers.linear import Linear, LinearLayer, two_rows_at_least
+from engine.layers.mlp import take_gated
+from engine.layers.weights import CHOICE_BIAS, WeightSource
+from engine.models.config import ModelConfig
+from engine.moe.routing import choose_experts
+from kernels.silu_mul import silu_mul
+
+
+@dataclass(slots=True)
+class Expert:
+    """A gated MLP."""
+
+    gate_up: LinearLayer
+    down: LinearLayer
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(silu_mul(self.gate_up(x)))
+
+
+class Moe(Block):
+    """Router and experts. projections: what the checkpoint calls an expert's gate, up and down.
+
+    experts: those of this rank, by slot, which is the expert's index unless a placement says otherwise. router:
+    (num_experts, hidden); never quantized, it is small and every choice hangs on it. router_bias: (num_experts,) or
+    None. choice_bias: float32 (num_experts,) or None. shared: all shared experts as one, or None. stacked: the
+    experts in another device's form, once they have it.
+    """
+
+    router_bias: Tensor | None = None
+    choice_bias: Tensor | None = None
+    shared: Expert | None = None
+    stacked: Any = None
+    slots: ExpertSlots | None = None  # of a layer with a placement
+    loads: Tensor | None = None  # int64 (num_experts,), tokens that chose each so far, where they are counted
+
+    def __init__(
+        self, config: ModelConfig, weights: WeightSource, name: str, norm: str,
+        projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    ) -> None:  # fmt: skip
+        moe = config.moe
+        assert moe is not None, "the family's adapt_config sets it"
+        self.eps = config.rms_norm_eps
+        self.norm = weights.take(f"{norm}.weight", (config.hidden_size,))
+        self.router = weights.take(f"{name}.gate.weight", (moe.num_experts, config.hidden_size))
+        if moe.float32_router and self.router.device.type != "meta":
+            # On a CPU float64: float32's GEMMs add up a row in an order that follows the number of rows.
+            self.router = self.router.double() if self.router.device.type == "cpu" else self.router.float()
+        if moe.has_choice_bias:
+            self.choice_bias = weights.take(f"{name}.gate.{CHOICE_BIAS}", (moe.num_experts,))
+        self.rule = moe
+        self.num_chosen = moe.num_experts_per_token
+        gate, up, down = projections
+        self.experts: dict[int, Expert] = {}
+        for index in range(moe.num_experts):
+            expert = f"{name}.experts.{index}"
+            names = (f"{expert}.{gate}", f"{expert}.{up}", f"{expert}.{down}")
+            linears = take_gated(
+                weights, names, config.hidden_size, moe.intermediate_size, is_divided=moe.expert_ranks == 1
+            )  # fmt: skip
+            for slot in moe.held_slots:  # other experts are read, too: all ranks ask for the same weights
+                if moe.expert_of(slot) == index:
+                    self.experts[slot] = Expert(*linears)
+        if moe.slots:
+            self.experts = dict(sorted(self.experts.items()))
+            self.slots = ExpertSlots(moe.slots, self.router.device)
+        if moe.num_shared_experts:
+            names = (f"{name}.shared_experts.{gate}", f"{name}.shared_experts.{up}", f"{name}.shared_experts.{down}")
+            is_divided = moe.exchange == "sum"
+            self.shared = Expert(
+                *take_gated(weights, names, config.hidden_size, moe.shared_size, is_divided=is_divided)
+            )
+
+    def __call__(self, x: Tensor, step: Step) -> Tensor:
+        out = self.chosen_output(x, *self.route(x))
+        if self.shared is not None:
+            out += self.shared(x)
+        return out.to(x.dtype)
+
+    def chosen_output(self, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+        """Sums over this rank's experts among the chosen, float32 (num_tokens, hidden).
+
+        shares: float32, chosen: int64, (num_tokens, any number) each; choices of other ranks' experts, or -1, are
+        left out.
+        """
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        by_expert, of_pairs, top_k = chosen.flatten(), shares.flatten(), chosen.shape[1]
+        order = by_expert.argsort(stable=True)  # pairs of a token and a choice
+        counts = Counter(by_expert.tolist())
+        start = 0
+        for index in sorted(counts):
+            if index in self.experts:
+                pairs = order[start : start + counts[index]]
+                tokens = pairs // top_k
+                y = self.experts[index](x[tokens])
+                out.index_add_(0, tokens, y * of_pairs[pairs, None])  # float32, as shares are
+            start += counts[index]
+        return out
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Shares, float32, and slots of each token's experts: (num_tokens, num_chosen) each."""
+        shares, chosen = choose_experts(self.router_logits(x), self.rule, self.choice_bias)
+        if self.loads is not None:
+            self.loads += torch.bincount(chosen.flatten(), minlength=self.loads.shape[0])
+        return shares, chosen if self.slots is None else self.slots.choose(chosen)
+
+    def router_logits(self, x: Tensor) -> Tensor:
+        """(num_tokens, num_experts)."""
+        logits = two_rows_at_least(Linear(self.router, self.router_bias), x.to(self.router.dtype))
+        return logits.float() if logits.dtype == torch.float64 else logits
+
+    def linears(self) -> Iterator[LinearRef]:
+        for index, expert in self.experts.items():
+            yield LinearRef(expert, "gate_up", f"experts.{index}.gate_up")
+            yield LinearRef(expert, "down", f"experts.{index}.down")
+        if self.shared is not None:
+            yield LinearRef(self.shared, "gate_up", "shared.gate_up")
+            yield LinearRef(self.shared, "down", "shared.down")
+
+    def copy(self) -> Self:
+        block = super().copy()
+        block.experts = {index: copy.copy(expert) for index, expert in self.experts.items()}
+        block.shared = copy.copy(self.shared)
+        return block

@@ -1,0 +1,88 @@
+"""Mixture of experts as gpt-oss has it: weights of all experts in one tensor, biases, a clamped activation.
+
+    expert   g, u = W_gate_up x + b;  y = W_down ((u' + 1) g' sigmoid(alpha g')) + c
+             g' = min(g, limit), u' = clamp(u, -limit, limit)
+
+Shares are the softmax over the chosen experts' scores: that over all, normalized to a sum of one among the chosen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.expert_parallel.slots import ExpertSlots
+from engine.layers.linear import Linear
+from engine.layers.weights import Partition, WeightSource
+from engine.models.config import ModelConfig
+from engine.moe.moe import Expert, Moe
+
+
+@dataclass(slots=True)
+class ClampedExpert(Expert):
+    """See the module."""
+
+    alpha: float
+    limit: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return self.down((up + 1) * (gate * torch.sigmoid(gate * self.alpha)))
+
+
+class StackedMoe(Moe):
+    """Router with a bias, and experts that are cut out of stacked weights, whose names their layers have."""
+
+    def __init__(self, config: ModelConfig, weights: WeightSource, name: str, norm: str) -> None:
+        moe = config.moe
+        assert moe is not None, "the family's adapt_config sets it"
+        count, hidden, inner = moe.num_experts, config.hidden_size, moe.intermediate_size
+        self.eps = config.rms_norm_eps
+        self.norm = weights.take(f"{norm}.weight", (hidden,))
+        self.router = weights.take(f"{name}.router.weight", (count, hidden))
+        self.router_bias = weights.take(f"{name}.router.bias", (count,))
+        self.rule, self.num_chosen = moe, moe.num_experts_per_token
+        names = f"{name}.experts.gate_up_proj", f"{name}.experts.down_proj"
+        is_divided = moe.expert_ranks == 1
+        last, rows, once = (
+            part if is_divided else Partition.NONE for part in (Partition.LAST, Partition.ROWS, Partition.ONCE)
+        )
+        gate_up = weights.take(names[0], (count, hidden, 2 * inner), last)
+        gate_up_bias = weights.take(f"{names[0]}_bias", (count, 2 * inner), last)
+        down = weights.take(names[1], (count, inner, hidden), rows)
+        down_bias = weights.take(f"{names[1]}_bias", (count, hidden), once)
+        self.experts = {
+            slot: ClampedExpert(
+                Linear(_rows_of(_halves(gate_up, expert, 1)), _halves(gate_up_bias, expert, 0), (names[0],)),
+                Linear(_rows_of(_one(down, expert)), _one(down_bias, expert), (names[1],)),
+                moe.swiglu_alpha,
+                moe.swiglu_limit,
+            )
+            for slot, expert in ((slot, moe.expert_of(slot)) for slot in moe.held_slots)
+        }
+        if moe.slots:
+            self.slots = ExpertSlots(moe.slots, self.router.device)
+
+
+def _one(stacked: Tensor, expert: int) -> Tensor:
+    """One expert's. Without storage nothing is computed, see `joined`."""
+    return torch.empty(stacked.shape[1:], dtype=stacked.dtype, device="meta") if stacked.is_meta else stacked[expert]
+
+
+def _halves(stacked: Tensor, expert: int, dim: int) -> Tensor:
+    """One expert's, with gate and up, which take turns in dimension `dim`, behind each other."""
+    weight = _one(stacked, expert)
+    if weight.is_meta:
+        return weight
+    pairs = weight.view(*weight.shape[:dim], -1, 2)
+    return pairs.transpose(dim, dim + 1).flatten(dim, dim + 1)
+
+
+def _rows_of(weight: Tensor) -> Tensor:
+    """(in, out) -> (out, in), in memory of its own, so that the stacked weight can go."""
+    if weight.is_meta:
+        return torch.empty(weight.shape[::-1], dtype=weight.dtype, device="meta")
+    return weight.t().clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,1 @@
+"""The in-process Python API: `LLM` and `AsyncLLM`, text in and text out, no services."""

@@ -1,0 +1,174 @@
+"""Weights that a checkpoint holds as MXFP4: dequantized when they are taken, or kept for kernels of experts.
+
+    name_blocks   uint8 (experts, out, in / 32, 16): two numbers of 4 bits a byte, the low half first
+    name_scales   uint8 (experts, out, in / 32): exponents of two, plus 127
+    name          (experts, in, out) = number * 2^(scale - 127)
+
+A number is a sign bit and an index into MAGNITUDES (e2m1). Defined by the OCP Microscaling formats.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from common.errors import ConfigError
+from engine.layers.block import Block
+from engine.layers.linear import Linear, LinearLayer
+from engine.layers.weights import Part, Partition
+from engine.loader.checkpoint import Shape
+from engine.loader.safetensors import SafetensorsWeights
+from engine.models.model import Model
+from engine.moe.stacked_moe import StackedMoe
+from kernels.quantization.mxfp4 import EXPONENT_BIAS, GROUP_SIZE, MAGNITUDES, filled, pack_mxfp4
+
+BLOCKS, SCALES = "_blocks", "_scales"
+
+
+class Mxfp4Weights:
+    """A checkpoint some of whose weights are blocks and scales. Raises ConfigError for pairs that do not fit.
+
+    keeps_packed: blocks are taken without storage, for `Mxfp4Experts` to read.
+    """
+
+    keeps_packed = False
+
+    def __init__(self, tensors: SafetensorsWeights) -> None:
+        self._tensors = tensors
+        self.shapes: dict[str, Shape] = {}
+        for name, shape in tensors.shapes.items():
+            if name.endswith(BLOCKS):
+                weight = name.removesuffix(BLOCKS)
+                if len(shape) != 4 or shape[3] * 2 != GROUP_SIZE or tensors.shapes.get(weight + SCALES) != shape[:3]:
+                    raise ConfigError(f"{weight}: blocks of {list(shape)} and their scales are no MXFP4 weight")
+                self.shapes[weight] = (shape[0], shape[2] * GROUP_SIZE, shape[1])
+            elif not (name.endswith(SCALES) and name.removesuffix(SCALES) + BLOCKS in tensors.shapes):
+                self.shapes[name] = shape
+
+    def take(self, name: str, shape: Shape, partition: Partition = Partition.NONE) -> Tensor:
+        """See WeightSource."""
+        if name + BLOCKS not in self._tensors.tensors:
+            return self._tensors.take(name, shape, partition)
+        return self._take_blocks(name, tuple(map(range, self.shapes[name])))
+
+    def take_part(self, name: str, part: Part) -> Tensor:
+        """See PartSource."""
+        if name + BLOCKS not in self._tensors.tensors:
+            return self._tensors.take_part(name, part)
+        return self._take_blocks(name, part)
+
+    def _take_blocks(self, name: str, part: Part) -> Tensor:
+        experts, columns, rows = part
+        if self.keeps_packed:
+            return torch.empty(tuple(map(len, part)), dtype=self._tensors.dtype, device="meta")
+        groups = _groups_around(columns)
+        weight = dequantize(*self.read(name, experts, rows, groups), self._tensors.dtype)
+        first = columns.start - groups.start * GROUP_SIZE
+        return weight[:, first : first + len(columns)].contiguous()
+
+    def read(self, name: str, experts: range, rows: range, groups: range) -> tuple[Tensor, Tensor]:
+        """Blocks and scales of a part of a weight. rows: its outputs. groups: of its inputs."""
+        part = experts, rows, groups
+        blocks = self._tensors.read(name + BLOCKS, (*part, range(GROUP_SIZE // 2)))
+        return blocks, self._tensors.read(name + SCALES, part)
+
+
+class Mxfp4Experts:
+    """Gives experts that have no storage yet the checkpoint's numbers, as a GPU's kernels of experts read them."""
+
+    def __init__(self, weights: Mxfp4Weights, parts: Mapping[str, Part], on_read: Callable[[str], None]) -> None:
+        """parts: of weights of which this rank has no more. on_read: called with the name of each that was read."""
+        self._weights, self._parts, self._on_read = weights, parts, on_read
+
+    def convert(self, block: Block) -> None:
+        """Replace experts of the block in place."""
+        if not isinstance(block, StackedMoe):
+            return
+        for attribute in ("gate_up", "down"):
+            layers = {slot: getattr(expert, attribute) for slot, expert in block.experts.items()}
+            plain: Linear = next(iter(layers.values()))
+            if not plain.weight.is_meta:
+                continue
+            (name,) = plain.names
+            whole = tuple(map(range, self._weights.shapes[name]))
+            _, columns, rows = self._parts.get(name, whole)
+            for slot, layer in layers.items():
+                expert = block.rule.expert_of(slot)
+                made = self._expert(name, expert, columns, rows, layer.bias, attribute == "gate_up")
+                setattr(block.experts[slot], attribute, made)
+            self._on_read(name)
+
+    def finish(self, model: Model) -> None:
+        """The output projection stays as it is."""
+
+    def _expert(
+        self, name: str, expert: int, columns: range, rows: range, bias: Tensor | None, is_gate_up: bool
+    ) -> LinearLayer:
+        from engine.quantization.gpu_linears import Mxfp4Linear  # needs triton
+
+        groups = _groups_around(columns)
+        stacked = self._weights.read(name, range(expert, expert + 1), rows, groups)
+        blocks, exponents = stacked[0][0], stacked[1][0]
+        if is_gate_up:
+            inner = filled_columns(range(rows.start // 2, rows.stop // 2))
+            blocks, exponents = (_filled_rows(_halves(part), *inner) for part in (blocks, exponents))
+            bias = None if bias is None else _filled_rows(bias, *inner)
+        else:
+            before, behind = filled_columns(columns)
+            blocks, exponents = _filled_groups(blocks, exponents, before, len(columns), behind)
+        return Mxfp4Linear(*pack_mxfp4(blocks, exponents), blocks.shape[1] * GROUP_SIZE, bias)
+
+
+def filled_columns(columns: range) -> tuple[int, int]:
+    """How many columns of zeros kernels need before and behind a rank's inputs of `down`.
+
+    Before: up to the beginning of a group. In all whole chunks of packed weights, equally many on all ranks.
+    """
+    before = columns.start % GROUP_SIZE
+    most_before = GROUP_SIZE - math.gcd(len(columns), GROUP_SIZE)
+    total = filled(len(columns) + most_before)
+    return before, total - before - len(columns)
+
+
+def _groups_around(columns: range) -> range:
+    return range(columns.start // GROUP_SIZE, -(-columns.stop // GROUP_SIZE))
+
+
+def _filled_groups(blocks: Tensor, exponents: Tensor, before: int, count: int, behind: int) -> tuple[Tensor, Tensor]:
+    """Blocks (rows, groups, 16) and exponents whose columns are zeros, but for `count` of them from `before` on."""
+    if not before and not behind:
+        return blocks, exponents
+    total = (before + count + behind) // GROUP_SIZE
+    missing = total - blocks.shape[1]
+    blocks = functional.pad(blocks, (0, 0, 0, missing))
+    nibbles = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(1)
+    nibbles[:, :before] = 0
+    nibbles[:, before + count :] = 0
+    pairs = nibbles.view(*blocks.shape, 2)
+    return pairs[..., 0] | (pairs[..., 1] << 4), functional.pad(exponents, (0, missing), value=EXPONENT_BIAS)
+
+
+def _filled_rows(rows: Tensor, before: int, behind: int) -> Tensor:
+    """Rows of gate, then of up, each with rows of zeros around them."""
+    halves = rows.view(2, -1, *rows.shape[1:])
+    return functional.pad(halves, (0, 0) * (rows.dim() - 1) + (before, behind)).flatten(0, 1)
+
+
+def _halves(rows: Tensor) -> Tensor:
+    """Rows of gate and up, which take turns, behind each other."""
+    return rows.view(-1, 2, *rows.shape[1:]).transpose(0, 1).flatten(0, 1)
+
+
+def dequantize(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """blocks uint8 (experts, out, groups, 16), scales uint8 (experts, out, groups) -> (experts, in, out)."""
+    values = torch.tensor([*MAGNITUDES, *(-value for value in MAGNITUDES)], dtype=dtype, device=blocks.device)
+    experts = []
+    for packed, exponents in zip(blocks, scales, strict=True):  # one by one: indices take 8 bytes each
+        numbers = values[torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2).int()]
+        scaled = torch.ldexp(numbers, exponents.int()[..., None] - EXPONENT_BIAS)
+        experts.append(scaled.to(dtype).flatten(1).t())
+    return torch.stack(experts)

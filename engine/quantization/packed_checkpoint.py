@@ -1,0 +1,149 @@
+"""Weights of a quantized checkpoint: which tensors make up which linear layer, checked before any is read.
+
+To the model being built it looks like any other source of weights. Names in `kept` it hands out without storage:
+`engine/quantization/packed_linears.py` puts in layers made of their rows afterwards, so that a whole model never
+exists dequantized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from common.errors import ConfigError
+from engine.layers.weights import Part, Partition
+from engine.loader.checkpoint import Shape, check_weights
+from engine.loader.safetensors import SafetensorsWeights, StoredTensor
+from engine.quantization.packed_layouts import MARKS, UNUSED, Stored, column_order, stored_tensors
+from engine.quantization.packed_parts import GROUP_INDICES, unpack_part
+from engine.quantization.quantized_rows import QuantizedRows
+from engine.quantization.schemes import CheckpointQuantization, WeightScheme
+
+WEIGHT = ".weight"
+BIAS = "bias"
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """A quantized weight whose tensors fit `scheme`."""
+
+    scheme: WeightScheme
+    shape: tuple[int, int]
+
+
+class PackedWeights:
+    """`check` must be called before anything is taken."""
+
+    def __init__(self, tensors: SafetensorsWeights, quantization: CheckpointQuantization) -> None:
+        self.quantization = quantization
+        self.kept: frozenset[str] = frozenset()
+        self._tensors = tensors
+        self._modules = _by_module(tensors.tensors)
+        self._packed: dict[str, _Packed] = {}
+        self._idle_biases: list[str] = []
+
+    def check(self, needed: Mapping[str, Shape], tied: bool, unused: tuple[str, ...] = ()) -> None:
+        """Find the scheme of each quantized weight. Raises ConfigError that names all that does not fit."""
+        found = self._tensors.shapes
+        problems = []
+        for module, parts in self._modules.items():
+            name = module + WEIGHT
+            shape = needed.get(name)
+            if shape is None or len(shape) != 2 or not any(mark in parts for mark in MARKS):
+                continue
+            scheme, misfits = self._scheme(parts, shape[0], shape[1])
+            if scheme is None:
+                problems.append(f"{module}: {misfits}")
+                understood = [part for part in parts if part != BIAS]
+            else:
+                self._packed[name] = _Packed(scheme, (shape[0], shape[1]))
+                understood = [*stored_tensors(scheme, shape[0], shape[1], parts), *UNUSED]
+                if BIAS in parts and f"{module}.{BIAS}" not in needed:
+                    self._idle_biases.append(f"{module}.{BIAS}")
+                    understood.append(BIAS)
+            for part in understood:
+                found.pop(f"{module}.{part}", None)
+            found[name] = shape
+        check_weights(needed, found, tied, unused, problems)
+
+    def _scheme(self, parts: Mapping[str, StoredTensor], n: int, k: int) -> tuple[WeightScheme | None, str]:
+        """The first scheme that the tensors fit, or None and why they fit none."""
+        misfits = []
+        for scheme in self.quantization.schemes:
+            misfit = _misfit(stored_tensors(scheme, n, k, parts), parts)
+            if misfit is None:
+                return scheme, ""
+            misfits.append(misfit)
+        return None, " or ".join(dict.fromkeys(misfits))
+
+    def is_packed(self, name: str) -> bool:
+        return name in self._packed
+
+    def rows(self, name: str, part: Part | None = None) -> QuantizedRows:
+        """The weight of that name, or a part of it. Raises ConfigError for values that cannot be."""
+        module = name.removesuffix(WEIGHT)
+        packed = self._packed[name]
+
+        def read(tensor: str, indices: Part | None) -> Tensor:
+            return self._tensors.read(f"{module}.{tensor}", indices)
+
+        try:
+            return unpack_part(packed.scheme, *packed.shape, read, self._modules[module], part)
+        except ConfigError as error:
+            raise ConfigError(f"quantized weights: {module}: {error}") from error
+
+    def order(self, name: str) -> Tensor | None:
+        """Columns of a weight sorted by group, see `QuantizedRows`. Raises ConfigError."""
+        packed, module = self._packed[name], name.removesuffix(WEIGHT)
+        for part in GROUP_INDICES:
+            if part in self._modules[module]:
+                return column_order(packed.scheme, packed.shape[1], self._tensors.read(f"{module}.{part}"))
+        return None
+
+    def take(self, name: str, shape: Shape, partition: Partition = Partition.NONE) -> Tensor:
+        """See WeightSource."""
+        if name in self.kept:
+            return torch.empty(shape, dtype=self._tensors.dtype, device="meta")
+        if name in self._packed:
+            return self.rows(name).dequantize(self._tensors.dtype)
+        return self._tensors.take(name, shape)
+
+    def take_part(self, name: str, part: Part) -> Tensor:
+        """See PartSource."""
+        if name in self.kept:
+            return torch.empty(tuple(map(len, part)), dtype=self._tensors.dtype, device="meta")
+        if name in self._packed:
+            return self.rows(name, part).dequantize(self._tensors.dtype)
+        return self._tensors.take_part(name, part)
+
+    def check_idle_biases(self) -> None:
+        """Some tools store a bias of zeros with every layer. Raises ConfigError for one that is not zero."""
+        for name in self._idle_biases:
+            if bool(self._tensors.read(name).any()):
+                raise ConfigError(f"{name} is not zero, but the model's config has no such bias")
+
+
+def _by_module(tensors: Mapping[str, StoredTensor]) -> dict[str, dict[str, StoredTensor]]:
+    """model.layers.0.mlp.up_proj -> {qweight: ..., scales: ...}."""
+    modules: dict[str, dict[str, StoredTensor]] = {}
+    for name, tensor in tensors.items():
+        module, _, part = name.rpartition(".")
+        modules.setdefault(module, {})[part] = tensor
+    return modules
+
+
+def _misfit(stored: Mapping[str, Stored], found: Mapping[str, StoredTensor]) -> str | None:
+    """The first tensor that is missing or other than it must be."""
+    for part, expected in stored.items():
+        tensor = found.get(part)
+        if tensor is None:
+            if not expected.is_optional:
+                return f"{part} is missing"
+        elif tensor.shape not in expected.shapes:
+            return f"{part} is {list(tensor.shape)}, not {list(expected.shapes[0])}"
+        elif tensor.type_name not in expected.types:
+            return f"{part} holds {tensor.type_name}, not {' or '.join(expected.types)}"
+    return None

@@ -1,0 +1,221 @@
+"""Host sampler: one token per row of logits, each row with its own parameters and its own noise.
+
+Order: changes of `engine/sampling/logits.py`, temperature, top-k, top-p, min-p, then the largest of logit / T +
+Gumbel noise. Tokens that tie at a threshold are all kept, so that the result does not depend on the order of a sort.
+Rows are independent: a row that cannot be sampled from gets an error, the others their tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from engine.request import RequestId, SamplingParams, TokenId, TokenLogprobs
+from engine.request_states import RequestState
+from engine.sampling.logits import apply_params, prepare_masks
+from engine.sampling.logprobs import token_logprobs
+from kernels.gumbel import exponential_noise, noise_key
+
+LogitsHook = Callable[[RequestState, Tensor], None]  # changes a row of logits (vocab,) in place
+
+NOT_FINITE, NOTHING_ALLOWED = -1, -2  # instead of a token, as in kernels/gpu/sampling/sampling.py
+NO_TOKEN = {NOT_FINITE: "the model's output is not finite", NOTHING_ALLOWED: "no token is allowed at this position"}
+NUM_CANDIDATES = 256  # first try of truncated sampling; the likeliest 256 of 49152 take 0.13 ms, 1024 take 0.55
+ROWS_AT_ONCE = 4  # full-vocabulary noise: 4 rows x 49152 x 4 bytes stay in a core's cache
+
+
+@dataclass(slots=True)
+class SampledTokens:
+    """One entry per row; -1 where `errors` says why."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None]
+    errors: dict[int, str] = field(default_factory=dict)
+
+
+def accepted_tokens(draft_token_ids: Sequence[TokenId], sampled: Sequence[TokenId]) -> Sequence[TokenId]:
+    """Return the accepted ones of the tokens sampled after the last known token and after each draft.
+
+    A token is accepted while every draft before it equals the token sampled at the draft's position.
+    """
+    count = 0
+    while count < len(draft_token_ids) and draft_token_ids[count] == sampled[count]:
+        count += 1
+    return sampled[: count + 1]
+
+
+def no_token_error(request: RequestState, reason: int) -> str:
+    """Say why a row has no token: NOT_FINITE, or NOTHING_ALLOWED, which a grammar may know more of."""
+    return (request.refusal if reason == NOTHING_ALLOWED else "") or NO_TOKEN[reason]
+
+
+class Sampler:
+    """Samples tokens. Keeps nothing between calls."""
+
+    def sample(
+        self,
+        logits: Tensor,
+        requests: Sequence[RequestState],
+        positions: Sequence[int],
+        hooks: Mapping[RequestId, LogitsHook] | None = None,
+    ) -> SampledTokens:
+        """Sample `requests[i]`'s token at `positions[i]` from row i of logits (n, vocab), which is left unchanged."""
+        params = [request.params for request in requests]
+        if not hooks and all(map(_is_plain_greedy, params)):
+            best, token_ids = logits.max(dim=-1)
+            return _checked(token_ids.tolist(), best.tolist(), logits, requests)
+        original = logits.float()
+        changed = _changed_logits(original, requests, positions, hooks or {})
+        best, greedy = changed.max(dim=-1)
+        token_ids = greedy
+        random = [index for index, param in enumerate(params) if param.temperature > 0]
+        if random:
+            token_ids = greedy.clone()
+            token_ids[random] = _sample_random(
+                changed[random], [params[i] for i in random], [positions[i] for i in random]
+            )
+        return _checked(token_ids.tolist(), best.tolist(), original, requests)
+
+
+def _is_plain_greedy(params: SamplingParams) -> bool:
+    return params.temperature == 0 and params.logprobs is None and not params.changes_logits
+
+
+def _changed_logits(
+    logits: Tensor,
+    requests: Sequence[RequestState],
+    positions: Sequence[int],
+    hooks: Mapping[RequestId, LogitsHook],
+) -> Tensor:
+    """Return a copy with every row's parameters and hook applied, or `logits` when none asks for anything."""
+    touched = [
+        index
+        for index, request in enumerate(requests)
+        if request.params.changes_logits or request.request_id in hooks
+    ]
+    if not touched:
+        return logits
+    changed = logits.clone()
+    prepare_masks([requests[index] for index in touched], [positions[index] for index in touched])
+    for index in touched:
+        request = requests[index]
+        if request.params.changes_logits:
+            apply_params(changed[index], request, positions[index])
+        if request.request_id in hooks:
+            hooks[request.request_id](request, changed[index])
+    return changed
+
+
+def _checked(
+    token_ids: list[int], best: list[float], original: Tensor, requests: Sequence[RequestState]
+) -> SampledTokens:
+    """Turn rows without a finite best logit into errors, and add the log-probabilities that were asked for."""
+    params = [request.params for request in requests]
+    result = SampledTokens(token_ids, [None] * len(params))
+    for index, value in enumerate(best):
+        if not -1e30 < value < 1e30:  # also false for NaN
+            reason = NOTHING_ALLOWED if value == float("-inf") else NOT_FINITE
+            result.errors[index] = no_token_error(requests[index], reason)
+            result.token_ids[index] = -1
+    asking = [
+        index for index, param in enumerate(params) if param.logprobs is not None and index not in result.errors
+    ]
+    if asking:
+        counts = [params[index].logprobs or 0 for index in asking]
+        found = token_logprobs(original[asking], [token_ids[index] for index in asking], counts)
+        for index, entry in zip(asking, found, strict=True):
+            result.logprobs[index] = entry
+    return result
+
+
+def _sample_random(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
+    """Random rows only: logits (n, vocab) -> token ids (n,)."""
+    device = logits.device
+    temperatures = torch.tensor([max(param.temperature, 1e-5) for param in params], device=device)[:, None]
+    # Subtracting the maximum first keeps tiny temperatures finite.
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperatures
+    keys = torch.tensor(
+        [noise_key(param.seed or 0, position) for param, position in zip(params, positions, strict=True)],
+        dtype=torch.int32,
+        device=device,
+    )
+    token_ids = torch.empty(len(params), dtype=torch.int64, device=device)
+    whole: list[int] = []
+    truncated: list[int] = []
+    for index, param in enumerate(params):
+        (truncated if _truncates(param) else whole).append(index)
+    if truncated:
+        token_ids[truncated] = _sample_truncated(scaled[truncated], keys[truncated], [params[i] for i in truncated])
+    if whole:
+        token_ids[whole] = _sample_whole(scaled[whole], keys[whole])
+    return token_ids
+
+
+def _truncates(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+
+
+def _sample_whole(scaled: Tensor, keys: Tensor) -> Tensor:
+    """Scaled logits (n, vocab), keys (n, 2) -> token ids (n,), every token being a candidate."""
+    all_ids = torch.arange(scaled.shape[1], dtype=torch.int32, device=scaled.device)[None]
+    winners = [
+        (part - exponential_noise(part_keys, all_ids).log_()).argmax(dim=-1)
+        for part, part_keys in zip(torch.split(scaled, ROWS_AT_ONCE), torch.split(keys, ROWS_AT_ONCE), strict=True)
+    ]
+    return torch.cat(winners)
+
+
+def _sample_truncated(scaled: Tensor, keys: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Like `_sample_whole`, among the tokens that top-k, top-p and min-p leave.
+
+    Tries the `NUM_CANDIDATES` likeliest tokens first: sorting whole rows costs milliseconds. A row whose threshold
+    lies at or below the last of them is done again with all tokens.
+    """
+    vocab_size = scaled.shape[1]
+    num_candidates = min(vocab_size, NUM_CANDIDATES)
+    values, ids = scaled.topk(num_candidates, dim=-1)
+    thresholds = _thresholds(values, scaled.logsumexp(dim=-1, keepdim=True), params)
+    scores = values - exponential_noise(keys, ids.int()).log_()
+    scores.masked_fill_(values < thresholds, float("-inf"))
+    token_ids = ids.gather(1, scores.argmax(dim=-1, keepdim=True))[:, 0]
+    if num_candidates == vocab_size:
+        return token_ids
+    reaches_end = (values[:, -1:] >= thresholds)[:, 0].tolist()
+    for index, param in enumerate(params):
+        # A top-k beyond the candidates also leaves top-p without the mass that it counts in.
+        if not reaches_end[index] and param.top_k < num_candidates:
+            continue
+        row = scaled[index : index + 1]
+        ordered = row.sort(dim=-1, descending=True).values
+        threshold = _thresholds(ordered, row.logsumexp(dim=-1, keepdim=True), [param])
+        kept = row.masked_fill(row < threshold, float("-inf"))
+        token_ids[index] = _sample_whole(kept, keys[index : index + 1])[0]
+    return token_ids
+
+
+def _thresholds(values: Tensor, normalizer: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Smallest scaled logit that each row keeps (n, 1).
+
+    values: (n, k) in falling order; normalizer: (n, 1) log-sum of the whole row. A row whose `values` end before its
+    threshold is reached gets a threshold at or below its last value.
+    """
+    device = values.device
+    num_values = values.shape[1]
+    top_k = torch.tensor([param.top_k or num_values for param in params], device=device).clamp_(max=num_values)
+    has_top_k = torch.tensor([param.top_k > 0 for param in params], device=device)[:, None]
+    top_p = torch.tensor([param.top_p for param in params], device=device)[:, None]
+    min_p = torch.tensor([param.min_p for param in params], device=device)[:, None]
+    kth = values.gather(1, top_k[:, None] - 1)
+    floor = torch.where(has_top_k, kth, float("-inf"))
+    survives = values >= floor
+    # top-p counts mass after top-k: normalize over what top-k left.
+    mass = torch.where(survives, (values - normalizer).exp(), 0.0)
+    total = torch.where(has_top_k, mass.sum(dim=-1, keepdim=True), 1.0)
+    reached = mass.cumsum(dim=-1) >= top_p * total
+    first = torch.where(reached.any(dim=-1, keepdim=True), reached.int().argmax(dim=-1, keepdim=True), num_values - 1)
+    by_mass = torch.where(top_p < 1.0, values.gather(1, first), float("-inf"))
+    by_ratio = values[:, :1] + min_p.log()  # log 0 = -inf: off
+    return torch.maximum(torch.maximum(floor, by_mass), by_ratio)

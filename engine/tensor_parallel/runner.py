@@ -1,0 +1,121 @@
+"""The runner of a model over several ranks: every plan goes to the followers, and to this process's own shard.
+
+Rank 0 is of the last pipeline stage. Its peers there sample what it samples; ranks of the stages before are told
+which tokens were, with the next plan. As many steps are in flight as there are stages, each with other requests:
+while this stage runs one, the others run the next ones (docs/decisions/0121, 0235).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from engine.cpu.pool_attention import BatchAttention
+from engine.engine import DeviceLostError
+from engine.pipeline_parallel.remote_stage import RemoteStage
+from engine.plan import PendingStep, StepPlan, StepResult
+from engine.request import TokenId
+from engine.start_progress import OnProgress, no_progress
+from engine.tensor_parallel.followers import Followers
+
+
+class ParallelRunner:
+    """A step that fails on one rank leaves the others waiting: any exception ends the group."""
+
+    def __init__(
+        self, local: Any, followers: Followers | RemoteStage, num_in_flight: int = 0, is_eager: bool = False
+    ) -> None:
+        """local: this rank's runner, for a CPU or a GPU.
+
+        num_in_flight: steps of a pipeline that run at the same time; 0: there is one stage, and `local` says.
+        is_eager: its `launch` computes, and so waits for the stages before.
+        """
+        self.local = local
+        self.max_steps_in_flight = num_in_flight or local.max_steps_in_flight
+        self._followers = followers
+        self._has_stages = num_in_flight > 0
+        self._is_eager = is_eager
+        self._queued: deque[ParallelStep] = deque()  # followers have them, this rank has not begun
+        self._num_finished = 0
+        self._sampled: list[Sequence[Sequence[TokenId]]] = []  # of steps that ended since the last plan was sent
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """See Runner. Raises DeviceLostError for whatever happens."""
+        sampled, self._sampled = self._sampled, []
+        self._followers.send(plan, self._num_finished, sampled)
+        step = ParallelStep(plan, self)
+        self._queued.append(step)
+        if not self._is_eager:
+            self.start_queued()
+        return step
+
+    def start_queued(self) -> None:
+        """Launch this rank's share of the steps that are queued; where that computes, all stages are done then."""
+        while self._queued:
+            self._start_next()
+
+    def finish(self, step: ParallelStep) -> StepResult:
+        """Wait until a step has ended, in the order of launches."""
+        while step.pending is None:
+            self._start_next()
+        try:
+            found = step.pending.result()
+        except Exception as error:  # whatever it was, no rank can tell where the others are
+            raise self._lost(error) from error
+        self._num_finished += 1
+        if self._has_stages:
+            self._sampled.append(found.token_ids)
+        return found
+
+    def _start_next(self) -> None:
+        step = self._queued.popleft()
+        try:
+            step.pending = self.local.launch(step.plan)
+        except Exception as error:  # see above
+            raise self._lost(error) from error
+
+    def _lost(self, error: Exception) -> DeviceLostError:
+        self._followers.check()
+        if isinstance(error, DeviceLostError):
+            return error
+        return DeviceLostError(f"a step failed on rank 0 ({type(error).__name__})")
+
+    def warmup(self, on_progress: OnProgress = no_progress) -> None:
+        """Followers do the same when they are ready."""
+        self.local.warmup(on_progress)
+        self._followers.forget_store()
+
+    def check(self) -> None:
+        """See Runner."""
+        self._followers.check()
+
+    def watch_ranks(self, on_lost: Callable[[str], None]) -> None:
+        """See Followers.watch."""
+        self._followers.watch(on_lost)
+
+    def tell_of_work(self, on_work: Callable[[], None]) -> None:
+        """Call `on_work` now and then while this rank waits for stages that compute."""
+        self._followers.on_work = on_work
+
+    def wrap_attention(self, wrap: Callable[[BatchAttention], BatchAttention]) -> None:
+        """See ModelRunner: rank 0's."""
+        self.local.wrap_attention(wrap)
+
+    def needs_known_tokens(self, plan: StepPlan) -> bool:
+        """See Runner."""
+        needs: bool = self.local.needs_known_tokens(plan)
+        return needs
+
+
+class ParallelStep:
+    """A step that followers have been given. pending: this rank's share, once it has begun."""
+
+    def __init__(self, plan: StepPlan, runner: ParallelRunner) -> None:
+        self.plan = plan
+        self.pending: PendingStep | None = None
+        self._runner = runner
+
+    def result(self) -> StepResult:
+        """See PendingStep."""
+        return self._runner.finish(self)

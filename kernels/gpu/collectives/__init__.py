@@ -1,0 +1,1 @@
+"""Exchanges between the GPUs of a tensor-parallel group, from inside kernels."""

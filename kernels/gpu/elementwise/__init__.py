@@ -1,0 +1,1 @@
+"""Kernels bound by one pass over memory: norms, rotary embedding, gates, copies of KV blocks."""

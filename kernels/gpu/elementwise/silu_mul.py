@@ -1,0 +1,107 @@
+"""Gated activation on a GPU: y = gate / (1 + exp(-gate)) * up, gate and up side by side in one tensor.
+
+Computed in float32 and rounded once; `silu_mul_of_partials` adds up split-K partials of both first. SiLU's place may
+take GELU by its tanh approximation, which is gate / (1 + exp(-z)), too, of another z.
+References: `kernels/silu_mul.py`, `functional.gelu`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.gpu.gemm.split_k import sum_partials
+from kernels.gpu.launching.fast_launch import FastLaunch
+from kernels.gpu.launching.launch import overlaps_launches, wait_for_predecessor
+
+BLOCK = 1024  # 4 warps x 32 threads x 8 values: one 16-byte load a thread from each half
+
+
+@triton.jit
+def silu_times(gate, up):
+    """silu(gate) * up, of float32."""
+    small = tl.exp(-tl.abs(gate))  # never overflows
+    return gate * tl.where(gate >= 0, 1.0, small) / (1.0 + small) * up
+
+
+@triton.jit
+def gate_times(gate, up, IS_GELU: tl.constexpr):
+    """silu(gate) * up, or gelu(gate) * up by the tanh approximation: 1 + tanh(z) is 2 / (1 + exp(-2 z))."""
+    if IS_GELU:
+        twice = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
+        small = tl.exp(-tl.abs(twice))
+        y = gate * tl.where(twice >= 0, 1.0, small) / (1.0 + small) * up
+    else:
+        y = silu_times(gate, up)
+    return y
+
+
+@triton.jit
+def clamped_times(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """silu(gate) * up; with LIMIT (up' + 1) gate' sigmoid(ALPHA gate') of clamped ones, see `stacked_moe.py`."""
+    if LIMIT > 0:
+        gate = tl.minimum(gate, LIMIT)
+        y = silu_times(gate * ALPHA, tl.clamp(up, -LIMIT, LIMIT) + 1.0) / ALPHA
+    else:
+        y = silu_times(gate, up)
+    return y
+
+
+@FastLaunch
+@triton.jit
+def _silu_mul_kernel(gate_up_ptr, out_ptr, n, BLOCK: tl.constexpr, IS_GELU: tl.constexpr, OVERLAPS: tl.constexpr):
+    wait_for_predecessor(OVERLAPS)
+    row = tl.program_id(1).to(tl.int64)
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < n
+    gate = tl.load(gate_up_ptr + row * 2 * n + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * 2 * n + n + columns, mask=inside, other=0.0).to(tl.float32)
+    value = gate_times(gate, up, IS_GELU)
+    tl.store(out_ptr + row * n + columns, value.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def silu_mul(gate_up: Tensor, is_gelu: bool = False) -> Tensor:
+    """(num_tokens, 2 n), contiguous -> (num_tokens, n). At most 65,535 tokens. is_gelu: GELU instead of SiLU."""
+    if not gate_up.is_contiguous():
+        raise ValueError("gate_up must be contiguous")
+    num_tokens, n = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(num_tokens, n, dtype=gate_up.dtype, device=gate_up.device)
+    if num_tokens:
+        overlaps = overlaps_launches(gate_up)
+        _silu_mul_kernel[(triton.cdiv(n, BLOCK), num_tokens)](
+            gate_up, out, n, BLOCK=BLOCK, IS_GELU=is_gelu, OVERLAPS=overlaps, num_warps=4, launch_pdl=overlaps
+        )
+    return out
+
+
+@triton.jit
+def _silu_mul_of_partials_kernel(
+    partials_ptr, out_ptr, n, split_stride, NUM_SPLITS: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    wait_for_predecessor(OVERLAPS)
+    row = tl.program_id(1)
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < n
+    offsets = row * 2 * n + columns
+    gate = sum_partials(partials_ptr, offsets, inside, split_stride, NUM_SPLITS)
+    up = sum_partials(partials_ptr, offsets + n, inside, split_stride, NUM_SPLITS)
+    value = silu_times(gate, up)
+    tl.store(out_ptr + row * n + columns, value.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def silu_mul_of_partials(partials: Tensor) -> Tensor:
+    """(num_splits, rows, 2 n), contiguous -> (rows, n). At most 65,535 rows."""
+    if not partials.is_contiguous():
+        raise ValueError("partials must be contiguous")
+    num_splits, num_rows, width = partials.shape
+    n = width // 2
+    out = torch.empty(num_rows, n, dtype=partials.dtype, device=partials.device)
+    if num_rows:
+        overlaps = overlaps_launches(partials)
+        _silu_mul_of_partials_kernel[(triton.cdiv(n, BLOCK), num_rows)](
+            partials, out, n, num_rows * width,
+            NUM_SPLITS=num_splits, BLOCK=BLOCK, OVERLAPS=overlaps, num_warps=4, launch_pdl=overlaps,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,1 @@
+"""How kernels are launched: settings by shape, dependent launches, fast launches."""

@@ -1,0 +1,177 @@
+"""Decode attention over latents (MLA) in the paged pool on a GPU: one query per sequence, all heads share the keys.
+
+    out_h = softmax(scale q_h K^T) L      K = [L | R]: latents of `rank` numbers and rotated keys of the rest
+
+In the absorbed form a key's first `rank` numbers are its value, too, so each is read once for scores and output. The
+heads, padded to 16, are the M of `tl.dot`. The grid, splits and what combines them are those of
+`kernels/gpu/attention/paged_decode.py`.
+
+Reference: `attend_causally` of `kernels/paged_attention.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.gpu.attention.decode_tiles import (
+    LISTED_BLOCKS,
+    LOG2_E,
+    compute_dtype,
+    listed_blocks,
+    listed_offsets,
+    padded_group,
+    tile_offsets,
+)
+from kernels.gpu.attention.kv_splits import MIN_SHARE, DecodeWorkspace, combine_splits, num_splits
+from kernels.gpu.launching.fast_launch import FastLaunch
+from kernels.gpu.launching.launch import overlaps_launches, wait_for_predecessor
+from kernels.gpu.launching.launch_configs import DecodeConfig
+from kernels.gpu.launching.tuning import LATENT_DECODE, LATENT_DECODE_FOUR_BYTES
+
+MAX_HEADS = 64  # of a program; more heads are taken in groups, each of which reads the keys
+
+
+@triton.jit
+def _attend_latents(
+    q, q_rotated, mixed, totals, highest, keys_ptr, table_ptr, ids, first_block, start, stop, length, block_stride,
+    scale,
+    IS_LISTED: tl.constexpr, RANK: tl.constexpr, ROTATED: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """Add tiles [start, stop) to a running softmax. totals: (heads, TILE), whose columns are added up at the end.
+
+    IS_LISTED: `ids` are those of the blocks from first_block on.
+    """
+    WIDTH: tl.constexpr = RANK + ROTATED
+    dims, rotated = tl.arange(0, RANK), RANK + tl.arange(0, ROTATED)
+    for tile in tl.range(start, stop, num_stages=NUM_STAGES):
+        if IS_LISTED:
+            offsets = listed_offsets(ids, first_block, tile * TILE, block_stride, BLOCK_SIZE, TILE, WIDTH)
+        else:
+            offsets = tile_offsets(table_ptr, tile * TILE, length, block_stride, BLOCK_SIZE, TILE, WIDTH)
+        visible = tile * TILE + tl.arange(0, TILE) < length
+        # Beyond the length a block holds whatever was there, and 0 * NaN is NaN: those rows are read as zeros.
+        latents = tl.load(keys_ptr + offsets[:, None] + dims[None, :], mask=visible[:, None], other=0.0).to(q.dtype)
+        keys = tl.load(keys_ptr + offsets[:, None] + rotated[None, :], mask=visible[:, None], other=0.0).to(q.dtype)
+        scores = tl.dot(q, tl.trans(latents), input_precision="ieee")
+        scores = tl.dot(q_rotated, tl.trans(keys), scores, input_precision="ieee") * scale
+        scores = tl.where(visible[None, :], scores, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - new_highest[:, None])
+        shrink = tl.exp2(highest - new_highest)
+        totals = totals * shrink[:, None] + weights
+        mixed = tl.dot(weights.to(q.dtype), latents, mixed * shrink[:, None], input_precision="ieee")
+        highest = new_highest
+    return mixed, totals, highest
+
+
+@FastLaunch
+@triton.jit(do_not_specialize=["layer", "num_splits"])
+def _latent_decode_kernel(
+    q_ptr, pool_ptr, tables_ptr, lengths_ptr, out_ptr, outputs_ptr, log_sums_ptr,
+    layer, num_splits, q_stride, table_stride, block_stride, layer_stride, scale,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, RANK: tl.constexpr, ROTATED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, NUM_STAGES: tl.constexpr, COMPUTE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    length = tl.load(lengths_ptr + row).to(tl.int32)
+    num_tiles = tl.cdiv(length, TILE)
+    share = tl.maximum(tl.cdiv(num_tiles, num_splits), tl.cdiv(MIN_SHARE, TILE))
+    num_used = tl.maximum(tl.cdiv(num_tiles, share), 1)
+    keys_ptr = pool_ptr + layer.to(tl.int64) * layer_stride
+    table_ptr = tables_ptr + row * table_stride
+    first_tile = split * share
+    end_tile = tl.minimum(first_tile + share, num_tiles)
+    first_block = first_tile * TILE // BLOCK_SIZE
+    ids = listed_blocks(table_ptr, first_block, length, BLOCK_SIZE)
+    wait_for_predecessor(OVERLAPS)
+    if split >= num_used:
+        return
+
+    WIDTH: tl.constexpr = RANK + ROTATED
+    members = tl.arange(0, PADDED)
+    heads = tl.program_id(0) * GROUP + members
+    is_member = ((members < GROUP) & (heads < NUM_HEADS))[:, None]
+    dims, rotated = tl.arange(0, RANK), RANK + tl.arange(0, ROTATED)
+    q_at = q_ptr + row * q_stride + heads[:, None] * WIDTH
+    q = tl.load(q_at + dims[None, :], mask=is_member, other=0.0).to(COMPUTE)
+    q_rotated = tl.load(q_at + rotated[None, :], mask=is_member, other=0.0).to(COMPUTE)
+
+    highest = tl.full((PADDED,), float("-inf"), tl.float32)
+    totals = tl.zeros((PADDED, TILE), tl.float32)
+    mixed = tl.zeros((PADDED, RANK), tl.float32)
+    if BLOCK_SIZE >= TILE:
+        per_block: tl.constexpr = BLOCK_SIZE // TILE
+        for block in tl.range(first_block, tl.cdiv(end_tile * TILE, BLOCK_SIZE), LISTED_BLOCKS):
+            start = tl.maximum(block * per_block, first_tile)
+            stop = tl.minimum((block + LISTED_BLOCKS) * per_block, end_tile)
+            mixed, totals, highest = _attend_latents(
+                q, q_rotated, mixed, totals, highest, keys_ptr, table_ptr, ids, block, start, stop, length,
+                block_stride, scale, True, RANK, ROTATED, BLOCK_SIZE, TILE, NUM_STAGES,
+            )  # fmt: skip
+            ids = listed_blocks(table_ptr, block + LISTED_BLOCKS, length, BLOCK_SIZE)
+    else:
+        mixed, totals, highest = _attend_latents(
+            q, q_rotated, mixed, totals, highest, keys_ptr, table_ptr, ids, first_block, first_tile, end_tile, length,
+            block_stride, scale, False, RANK, ROTATED, BLOCK_SIZE, TILE, NUM_STAGES,
+        )  # fmt: skip
+
+    total = tl.sum(totals, axis=1)
+    # A row of length 0 (padding of a bucket) gets zeros.
+    mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
+    if num_used == 1:
+        out_at = out_ptr + (row * NUM_HEADS + heads)[:, None] * RANK
+        tl.store(out_at + dims[None, :], mixed.to(out_ptr.dtype.element_ty), mask=is_member)
+    else:
+        mine = (row * NUM_HEADS + heads) * num_splits + split
+        tl.store(outputs_ptr + mine[:, None] * RANK + dims[None, :], mixed, mask=is_member)
+        tl.store(log_sums_ptr + mine, highest + tl.log2(total), mask=(members < GROUP) & (heads < NUM_HEADS))
+
+
+def check_latents(pool: Tensor, rank: int, width: int) -> None:
+    """Raise ValueError for a pool of something else, or for sizes that the kernels do not take."""
+    if pool.shape[2:4] != (1, 1) or pool.shape[5] != width or not rank < width:
+        raise ValueError(f"a pool of latents of {width} numbers is needed, blocks are {list(pool.shape[2:])}")
+    if rank & (rank - 1) or (width - rank) & (width - rank - 1):
+        raise ValueError(f"latents of {rank} and {width - rank} numbers: powers of two are needed")
+
+
+def latent_decode(
+    q: Tensor, pool: Tensor, rank: int, scale: float, layer: int, block_tables: Tensor, lengths: Tensor,
+    workspace: DecodeWorkspace, config: DecodeConfig | None = None, splits: int | None = None,
+) -> Tensor:  # fmt: skip
+    """Attention of one query per row, see `paged_decode`, whose captured use and inputs are the same.
+
+    q: (num_rows, num_heads, width), heads contiguous, rows of any stride. rank, and width less rank, are powers of
+    two. pool: (num_blocks, num_layers, 1, 1, block_size, width). workspace: of heads of `rank` numbers.
+    Returns (num_rows, num_heads * rank).
+    """
+    num_rows, num_heads, width = q.shape
+    block_size = pool.shape[4]
+    check_latents(pool, rank, width)
+    out = torch.empty(num_rows, num_heads * rank, dtype=q.dtype, device=q.device)
+    if num_rows == 0:
+        return out
+    config = config or (LATENT_DECODE if pool.itemsize <= 2 else LATENT_DECODE_FOUR_BYTES)
+    group = min(num_heads, MAX_HEADS)
+    num_groups = triton.cdiv(num_heads, group)
+    count = splits or num_splits(num_rows, num_groups, q.device, config)
+    if count > 1 and num_rows * num_heads * count > workspace.outputs.shape[0]:
+        raise ValueError(f"the workspace is too small for {num_rows} rows in {count} splits")
+    overlaps = overlaps_launches(q)
+    _latent_decode_kernel[(num_groups, num_rows, count)](
+        q, pool, block_tables, lengths, out, workspace.outputs, workspace.log_sums,
+        layer, count, q.stride(0), block_tables.stride(0), pool.stride(0), pool.stride(1),
+        LOG2_E * scale,
+        NUM_HEADS=num_heads, GROUP=group, PADDED=padded_group(group), RANK=rank, ROTATED=width - rank,
+        BLOCK_SIZE=block_size, TILE=config.tile, NUM_STAGES=config.num_stages, COMPUTE=compute_dtype(q, pool),
+        OVERLAPS=overlaps, num_warps=config.num_warps * (1 if group <= 16 else 2), launch_pdl=overlaps,
+    )  # fmt: skip
+    if count > 1:
+        combine_splits(lengths, out, workspace, count, config.tile)
+    return out

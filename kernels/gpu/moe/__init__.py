@@ -1,0 +1,1 @@
+"""Experts: routing, lists of pairs, grouped GEMMs and GEMVs."""

@@ -1,0 +1,84 @@
+"""Pairs of a token and one of its experts, listed by expert, so that grouped GEMMs find an expert's rows together.
+
+Pair t * top_k + j is token t and its j-th expert. A program for each expert counts the pairs of those before it, then
+lists its own in their order: no atomics, so that the order is the same every time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.gpu.launching.launch import overlaps_launches, wait_for_predecessor
+
+SORT_BLOCK = 4096  # pairs that a sorting program looks at together
+LEAST_TOKENS = 32  # fewer are sorted by their program: steps of so many are captured, and so compiled, beforehand
+
+
+@dataclass(frozen=True, slots=True)
+class SortedPairs:
+    """order: pairs by expert, int32 (num_pairs,), without those of other ranks. counts: of each, (num_experts,)."""
+
+    order: Tensor
+    counts: Tensor
+
+
+@triton.jit
+def list_pairs(chosen_ptr, order_ptr, counts_ptr, num_pairs, expert, BLOCK: tl.constexpr, CACHE: tl.constexpr):
+    """Count the pairs of experts before this one, then list its own. CACHE: a modifier of loads."""
+    num_before = 0
+    num_mine = 0
+    for first in range(0, num_pairs, BLOCK):
+        pairs = first + tl.arange(0, BLOCK)
+        theirs = tl.load(chosen_ptr + pairs, mask=pairs < num_pairs, other=2147483647, cache_modifier=CACHE)
+        num_before += tl.sum(((theirs >= 0) & (theirs < expert)).to(tl.int32))
+        num_mine += tl.sum((theirs == expert).to(tl.int32))
+    tl.store(counts_ptr + expert, num_mine)
+    place = num_before
+    for first in range(0, num_pairs, BLOCK):
+        pairs = first + tl.arange(0, BLOCK)
+        theirs = tl.load(chosen_ptr + pairs, mask=pairs < num_pairs, other=2147483647, cache_modifier=CACHE)
+        is_mine = (theirs == expert).to(tl.int32)
+        before = tl.cumsum(is_mine, axis=0) - is_mine
+        tl.store(order_ptr + place + before, pairs, mask=is_mine == 1)
+        place += tl.sum(is_mine)
+
+
+@triton.jit(do_not_specialize_on_alignment=["num_pairs"])
+def _sort_kernel(
+    chosen_ptr, order_ptr, counts_ptr, num_pairs, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """One program for each expert."""
+    expert = tl.program_id(0)
+    wait_for_predecessor(OVERLAPS)
+    list_pairs(chosen_ptr, order_ptr, counts_ptr, num_pairs, expert, BLOCK, "")
+
+
+def sort_block(num_pairs: int) -> int:
+    """Pairs that a program looks at together."""
+    block: int = min(SORT_BLOCK, triton.next_power_of_2(num_pairs))
+    return block
+
+
+def sort_pairs(chosen: Tensor, num_experts: int) -> SortedPairs:
+    """chosen: int32 (num_tokens, top_k), contiguous; -1: an expert of another rank. Pairs of one stay in order."""
+    num_pairs = chosen.numel()
+    order = torch.empty(num_pairs, dtype=torch.int32, device=chosen.device)
+    counts = torch.empty(num_experts, dtype=torch.int32, device=chosen.device)
+    overlaps = overlaps_launches(chosen)
+    block = sort_block(max(chosen.shape[0], LEAST_TOKENS) * chosen.shape[1])
+    _sort_kernel[(num_experts,)](
+        chosen,
+        order,
+        counts,
+        num_pairs,
+        BLOCK=block,
+        OVERLAPS=overlaps,
+        num_warps=8 if block == SORT_BLOCK else 4,
+        launch_pdl=overlaps,
+    )
+    return SortedPairs(order, counts)

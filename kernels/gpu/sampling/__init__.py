@@ -1,0 +1,1 @@
+"""Sampling: rules for logits, noise, and the choice of tokens."""

@@ -1,0 +1,1 @@
+"""Quantized weights on CPUs: packing and reference GEMMs."""

@@ -1,0 +1,1 @@
+"""Transports of KV blocks between workers: a folder for each, and what they share."""

@@ -1,0 +1,179 @@
+"""Pull KV blocks from a peer: choose the transport, verify the digests of what arrives.
+
+    client = host_client(my_geometry, my_blocks, token)
+    lease = open_handle(handle)
+    client.pull(lease, positions, local_block_ids)       # copied and verified, or TransferError
+    client.renew(lease, seconds); client.release(lease)
+
+Blocking and safe to call from several threads; knows neither schedulers nor requests. What a failed pull left in
+the local blocks is garbage: the caller publishes a block only after `pull` returned.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from common.errors import MiniInferError, TransferError, UnavailableError
+from kvstore.handle.handle import PeerLease, PeerShard
+from kvstore.handle.head_split import split_blocks
+from kvstore.handle.pool_info import check_compatible
+from kvstore.layout import PoolGeometry
+from kvstore.transports.host_pull import BlockPull, Blocks, SourcePart
+from kvstore.transports.lease_client import LeaseClient
+from kvstore.transports.nixl.agent import NixlAgent
+from kvstore.transports.nixl.reader import NixlTransport
+from kvstore.transports.shm.reader import ShmTransport
+from kvstore.transports.tcp.reader import TcpTransport
+from kvstore.types import BlockId, Epoch, WorkerId
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_DEADLINE_SECONDS = 30.0
+FALLBACK_SECONDS = 5.0  # a peer on which so much was spent has stopped: no other transport will find it better
+
+
+class Transport(Protocol):
+    """One way to move blocks into one local pool. Connections and mappings are made at need, kept until `close`."""
+
+    name: str
+
+    def offered_by(self, shard: PeerShard) -> bool:
+        """Whether the peer's handle names what this transport needs."""
+        ...
+
+    def open(self, shard: PeerShard) -> None:
+        """Reach the peer, where that can be done before the first byte. Raises TransferError or UnavailableError."""
+        ...
+
+    def pull(self, pull: BlockPull) -> list[list[int]]:
+        """Copy blocks; return the digests of what was read, by part, to be compared. Raises TransferError.
+
+        After a failure nothing is on its way to the local blocks: the next transport may fill them.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PullResult:
+    transport: str
+    num_bytes: int
+    seconds: float
+
+
+def host_transports(
+    pool: Blocks, leases: LeaseClient, names: Sequence[str], nixl: NixlAgent | None = None
+) -> list[Transport]:
+    """Transports among `names` (best first) that write to host memory: `pool`, uint8 [num_blocks, block_bytes]."""
+    known: dict[str, Callable[[], Transport]] = {
+        "shm": lambda: ShmTransport(pool, leases),
+        "tcp": lambda: TcpTransport(pool, leases),
+    }
+    if nixl is not None:
+        known["nixl"] = lambda: NixlTransport(pool, leases, nixl)
+    return [known[name]() for name in names if name in known]
+
+
+def host_client(
+    geometry: PoolGeometry, pool: Blocks, token: str = "", names: Sequence[str] = ("shm", "tcp"),
+    nixl: NixlAgent | None = None,
+) -> KvClient:  # fmt: skip
+    """A client that fills a pool in host memory."""
+    leases = LeaseClient(token)
+    return KvClient(geometry, host_transports(pool, leases, names, nixl), leases)
+
+
+class KvClient:
+    """Reads leases of other workers' pools by the best transport that both sides have."""
+
+    def __init__(self, geometry: PoolGeometry, transports: Sequence[Transport], leases: LeaseClient) -> None:
+        """`transports` in order of preference, all into the pool of `geometry`. Closes them and `leases`."""
+        self._geometry = geometry
+        self._transports = transports
+        self._leases = leases
+        self._chosen: dict[tuple[WorkerId, Epoch], str] = {}  # for the log: one line per change
+        self._lock = threading.Lock()
+
+    def pull(
+        self,
+        lease: PeerLease,
+        positions: Sequence[int],
+        local_block_ids: Sequence[BlockId],
+        deadline_seconds: float = DEFAULT_DEADLINE_SECONDS,
+    ) -> PullResult:
+        """Copy and verify the lease's blocks at `positions`.
+
+        Raises HandshakeError when the pools do not fit, TransferError for anything that did not work or
+        did not arrive intact.
+        """
+        if len(positions) != len(local_block_ids):
+            raise ValueError("one local block per position")
+        if positions and not 0 <= min(positions) <= max(positions) < lease.num_blocks:
+            raise TransferError("a position outside the KV handle")
+        began = time.monotonic()
+        check_compatible(self._geometry, lease.shards[0].geometry, lease.worker_id)
+        split = split_blocks(self._geometry, tuple(shard.geometry.shard for shard in lease.shards))
+        parts = [SourcePart(lease.shards[part.rank], part.copy) for part in split]
+        transport, digests = self._pull_best(BlockPull(parts, positions, local_block_ids, began + deadline_seconds))
+        for part, found in zip(parts, digests, strict=True):
+            granted = [part.shard.digests[position] for position in positions]
+            if found != granted:
+                position = next(p for p, a, b in zip(positions, found, granted, strict=True) if a != b)
+                raise TransferError(f"block {position} of worker {lease.worker_id} did not arrive intact")
+        return PullResult(transport, len(positions) * self._geometry.block_bytes, time.monotonic() - began)
+
+    def renew(self, lease: PeerLease) -> bool:
+        """Keep the lease while waiting. False: it does not hold any more. Raises UnavailableError."""
+        return self._leases.renew(lease)
+
+    def release(self, lease: PeerLease) -> bool:
+        """Give the lease back; harmless when it is gone. Raises UnavailableError (it then expires by itself)."""
+        return self._leases.release(lease)
+
+    def close(self) -> None:
+        for transport in self._transports:
+            transport.close()
+        self._leases.close()
+
+    def _pull_best(self, pull: BlockPull) -> tuple[str, list[list[int]]]:
+        """Pull by the first transport that works; return its name and the digests.
+
+        Raises TransferError, or UnavailableError when there is no transport in common.
+        """
+        shard = pull.parts[0].shard
+        failures: list[str] = []
+        began = time.monotonic()
+        for transport in self._transports:
+            if not all(transport.offered_by(part.shard) for part in pull.parts):
+                continue
+            if failures and time.monotonic() - began > FALLBACK_SECONDS:
+                break
+            try:
+                for part in pull.parts:
+                    transport.open(part.shard)
+                digests = transport.pull(pull)
+            except MiniInferError as error:
+                failures.append(f"{transport.name}: {error}")
+                continue
+            self._note_choice(shard, transport.name, failures)
+            return transport.name, digests
+        if not failures:
+            raise UnavailableError(f"no transport in common with worker {shard.worker_id}")
+        raise TransferError(f"worker {shard.worker_id} cannot be read ({'; '.join(failures)})")
+
+    def _note_choice(self, peer: PeerShard, name: str, failures: list[str]) -> None:
+        with self._lock:
+            known = self._chosen.get((peer.worker_id, peer.epoch))
+            if known == name:
+                return
+            if len(self._chosen) >= 1024:
+                self._chosen.clear()
+            self._chosen[peer.worker_id, peer.epoch] = name
+        reason = f" ({'; '.join(failures)})" if failures else ""
+        logger.info("KV of worker %s is read by %s%s", peer.worker_id, name, reason)

@@ -1,0 +1,1 @@
+"""Reads of GPU memory on the same host, mapped by CUDA's virtual memory."""

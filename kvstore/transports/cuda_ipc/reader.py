@@ -1,0 +1,160 @@
+"""Reads a peer's pool in GPU memory of the same host: mapped once, and one kernel per pull.
+
+One-sided: the peer does nothing, and its blocks go to the local blocks without passing the host. The reader's device
+computes the digests of what it copied, which prove that the blocks are still those of the lease.
+
+A mapping stays readable when its owner dies, but would keep its memory from a successor: the owner holds a connection
+to every reader, and a mapping ends with it. How memory is mapped and copied is the `Device`'s: no CUDA is known here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from common.errors import TransferError
+from kvstore.handle.handle import PeerShard, PoolName
+from kvstore.handle.head_split import HeadCopy
+from kvstore.handle.pool_info import PoolInfo, rows_at
+from kvstore.transports.descriptor_server import fetch_pool_held
+from kvstore.transports.host_pull import BlockPull, SourcePart
+from kvstore.types import BlockId
+
+logger = logging.getLogger(__name__)
+FETCH_SECONDS = 2.0
+
+
+class RemotePool(Protocol):
+    """A peer's pool as this device sees it."""
+
+    def close(self) -> None:
+        """Unmap it. Nothing on the device uses it any more."""
+        ...
+
+
+class Device(Protocol):
+    """The local pool and the device that it lies on."""
+
+    def attach(self, fd: int, num_blocks: int, block_bytes: int) -> RemotePool:
+        """Map a peer's pool; the descriptor stays the caller's. Raises TransferError when it is out of reach."""
+        ...
+
+    def pull(
+        self, remote: RemotePool, remote_ids: Sequence[BlockId], local_ids: Sequence[BlockId],
+        copy: HeadCopy | None = None,
+    ) -> list[int]:  # fmt: skip
+        """Copy blocks, or those heads of each, wait until they are there, and return digests of the whole blocks.
+
+        Raises TransferError.
+        """
+        ...
+
+
+@dataclass(slots=True)
+class _Mapping:
+    """One epoch of a peer's pool. `remote` is None when it has ended; readers hold `lock`."""
+
+    name: PoolName
+    info: PoolInfo
+    remote: RemotePool | None
+    connection: socket.socket
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class CudaIpcTransport:
+    """Mappings of peers' pools by worker and rank. A thread for each waits for the owner's end."""
+
+    name = "cuda_ipc"
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._lock = threading.Lock()
+        self._mappings: dict[PoolName, _Mapping] = {}
+
+    def offered_by(self, shard: PeerShard) -> bool:
+        return bool(shard.address.cuda_socket)
+
+    def open(self, shard: PeerShard) -> None:
+        self._mapping(shard)
+
+    def pull(self, pull: BlockPull) -> list[list[int]]:
+        """Copy on this device. The deadline is not needed: no peer takes part, and a copy ends or fails."""
+        return [self._pull_part(part, pull) for part in pull.parts]
+
+    def _pull_part(self, part: SourcePart, pull: BlockPull) -> list[int]:
+        mapping = self._mapping(part.shard)
+        part.shard.check_offer(mapping.info)
+        remote_ids = rows_at(part.shard.block_ids, pull.positions, mapping.info.geometry.num_blocks)
+        with mapping.lock:
+            if mapping.remote is None:
+                raise TransferError("the owner of the KV blocks is gone")
+            return self._device.pull(mapping.remote, remote_ids, pull.local_block_ids, part.copy)
+
+    def close(self) -> None:
+        with self._lock:
+            mappings = list(self._mappings.values())
+            self._mappings.clear()
+        for mapping in mappings:
+            _end(mapping)
+
+    def _mapping(self, shard: PeerShard) -> _Mapping:
+        name = shard.pool_name
+        with self._lock:
+            known = self._mappings.get(name)
+        if known is not None and known.info.epoch == shard.epoch:
+            return known
+        mapping = self._map(shard)  # without the lock: a peer that does not answer must not hold up the others
+        with self._lock:
+            earlier = self._mappings.get(name)
+            is_first = earlier is None or earlier.info.epoch != shard.epoch
+            if is_first:
+                self._mappings[name] = mapping
+        if earlier is not None and not is_first:  # another thread was faster
+            _end(mapping)
+            mapping.connection.close()
+            return earlier
+        if earlier is not None:
+            _end(earlier)
+        threading.Thread(target=self._watch, args=[mapping], name="kv-cuda-peer", daemon=True).start()
+        return mapping
+
+    def _map(self, shard: PeerShard) -> _Mapping:
+        info, fd, connection = fetch_pool_held(shard.address.cuda_socket, FETCH_SECONDS)
+        try:
+            shard.check_offer(info)
+            remote = self._device.attach(fd, info.geometry.num_blocks, info.geometry.block_bytes)
+        except BaseException:
+            connection.close()
+            raise
+        finally:
+            os.close(fd)
+        connection.settimeout(None)
+        return _Mapping(shard.pool_name, info, remote, connection)
+
+    def _watch(self, mapping: _Mapping) -> None:
+        """Wait for the end of the connection, and end the mapping with it."""
+        with contextlib.suppress(OSError):
+            while mapping.connection.recv(64):
+                pass
+        with self._lock:
+            if self._mappings.get(mapping.name) is mapping:
+                del self._mappings[mapping.name]
+                logger.info("worker %s is gone: its pool is unmapped", mapping.name[0])
+        _end(mapping)
+        mapping.connection.close()
+
+
+def _end(mapping: _Mapping) -> None:
+    """Unmap when the last read has ended, and wake the thread that watches. May be called again."""
+    with mapping.lock:
+        remote, mapping.remote = mapping.remote, None
+    if remote is not None:
+        remote.close()
+    with contextlib.suppress(OSError):
+        mapping.connection.shutdown(socket.SHUT_RDWR)

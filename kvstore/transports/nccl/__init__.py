@@ -1,0 +1,1 @@
+"""Reads of GPU memory through NCCL."""

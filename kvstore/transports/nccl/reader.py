@@ -1,0 +1,228 @@
+"""Pulls from a peer's pool in GPU memory through NCCL: one communicator for each pair of pools, kept until it fails.
+
+Two-sided. Over a TCP connection of the pair's own the reader names a lease and positions in it; the owner's engine
+process (`nccl_server`) checks them and sends; the end of the connection is the end of the communicator. How bytes are
+sent and received is the `NcclDevice`'s: no CUDA is known here.
+
+    reader: [token, worker, epoch, rank, GPU]   owner: [error]      then the communicator's unique id, and both join
+    reader: [lease, positions, pieces]          owner: [error]      then one message a piece; again and again
+
+An empty error means yes. `pieces` are numbers of blocks, in the order of `positions`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from common.errors import TransferError, UnavailableError
+from kvstore.handle.handle import PeerShard, PoolName
+from kvstore.handle.head_split import HeadCopy
+from kvstore.transports.host_pull import BlockPull, SourcePart
+from kvstore.transports.nccl.connection import REPLY_SECONDS, Connection, RefusedError
+from kvstore.types import BlockId, Epoch
+
+logger = logging.getLogger(__name__)
+OWNER, READER = 0, 1  # ranks of a communicator
+JOIN_SECONDS = 10.0  # NCCL looks at the machine, loads kernels, connects: 1 to 3 s
+RETRY_SECONDS = 10.0  # before the next attempt to connect to a peer where the last one failed
+TRANSFER_SECONDS = 2.0  # and what the bytes take at the least speed that is worth it
+MIN_BYTES_PER_SECOND = 1e9
+
+
+class Link(Protocol):
+    """One end of a communicator. Used by one thread at a time, and not after `abort`."""
+
+    def abort(self) -> None:
+        """End it, with what it has under way on the device, in a thread of its own: the caller does not wait."""
+        ...
+
+
+class NcclDevice(Protocol):
+    """The local pool, the device that it lies on, and NCCL there. Calls end by their deadline (time.monotonic)."""
+
+    gpu: str  # UUID
+
+    def unique_id(self) -> bytes:
+        """A name for a new communicator. Raises TransferError."""
+        ...
+
+    def connect(self, unique_id: bytes, rank: int, deadline: float) -> Link:
+        """Join a communicator, and try it by a message from the owner to the reader. Raises TransferError."""
+        ...
+
+    def piece_lengths(self, num_blocks: int, block_bytes: int) -> list[int]:
+        """How to divide so many blocks of a peer's pool into messages."""
+        ...
+
+    def prepare(self, block_bytes: int, copy: HeadCopy | None, deadline: float) -> None:
+        """Get ready to receive such blocks: the owner, who has a deadline, must not wait for it.
+
+        Wait until no step in flight may write to blocks that were given to loads. Raises TransferError.
+        """
+        ...
+
+    def receive(
+        self, link: Link, pieces: Sequence[int], block_bytes: int, local_ids: Sequence[BlockId],
+        copy: HeadCopy | None, deadline: float, check: Callable[[], None],
+    ) -> list[int]:  # fmt: skip
+        """Receive blocks of `block_bytes`, copy them, or heads of them, to local ones; return their digests.
+
+        `check` is called while it waits, and raises TransferError when the peer is gone. Raises TransferError;
+        nothing is on its way to the local blocks then.
+        """
+        ...
+
+    def send(
+        self, link: Link, block_ids: Sequence[BlockId], pieces: Sequence[int], deadline: float,
+        check: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """Send blocks, and wait until they have been received. Raises TransferError."""
+        ...
+
+
+def transfer_deadline(num_bytes: int) -> float:
+    """When to give up a transfer that starts now: a kernel that waits for a peer holds up memory calls of others."""
+    return time.monotonic() + TRANSFER_SECONDS + num_bytes / MIN_BYTES_PER_SECOND
+
+
+@dataclass(slots=True)
+class _Pair:
+    """The communicator with one peer's pool, or none. Whoever uses it holds `lock`."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    epoch: Epoch | None = None
+    connection: Connection | None = None
+    link: Link | None = None
+    retry_time: float = 0.0  # of this epoch
+
+    def end(self) -> None:
+        link, connection = self.link, self.connection
+        self.link = self.connection = None
+        if link is not None:
+            link.abort()
+        if connection is not None:
+            connection.close()
+
+
+class NcclTransport:
+    """Communicators with peers' pools by worker and rank."""
+
+    name = "nccl"
+
+    def __init__(self, device: NcclDevice, token: str = "") -> None:
+        self._device = device
+        self._token = token
+        self._lock = threading.Lock()
+        self._pairs: dict[PoolName, _Pair] = {}
+
+    def offered_by(self, shard: PeerShard) -> bool:
+        """Whether the peer listens, and its pool is on another GPU: NCCL connects none with itself."""
+        return bool(shard.address.nccl_address) and shard.address.gpu != self._device.gpu
+
+    def open(self, shard: PeerShard) -> None:
+        pair = self._pair(shard)
+        with _held(pair, time.monotonic() + JOIN_SECONDS):
+            self._connected(pair, shard)
+
+    def pull(self, pull: BlockPull) -> list[list[int]]:
+        return [self._pull_part(part, pull) if pull.positions else [] for part in pull.parts]
+
+    def close(self) -> None:
+        with self._lock:
+            pairs = list(self._pairs.values())
+            self._pairs.clear()
+        for pair in pairs:
+            with contextlib.suppress(TransferError), _held(pair, time.monotonic() + TRANSFER_SECONDS):
+                pair.end()
+
+    def _pull_part(self, part: SourcePart, pull: BlockPull) -> list[int]:
+        shard, pair = part.shard, self._pair(part.shard)
+        block_bytes = shard.geometry.block_bytes
+        pieces = self._device.piece_lengths(len(pull.positions), block_bytes)
+        with _held(pair, pull.deadline):
+            connection, link = self._connected(pair, shard)
+            self._device.prepare(block_bytes, part.copy, pull.deadline)
+            deadline = min(transfer_deadline(len(pull.positions) * block_bytes), pull.deadline)
+            try:
+                connection.ask([shard.lease_id, list(pull.positions), pieces])
+                return self._device.receive(
+                    link, pieces, block_bytes, pull.local_block_ids, part.copy, deadline, connection.check
+                )
+            except RefusedError:
+                raise
+            except BaseException:  # whatever it is, messages may be under way: the next pull connects anew
+                pair.end()
+                raise
+
+    def _pair(self, shard: PeerShard) -> _Pair:
+        with self._lock:
+            return self._pairs.setdefault(shard.pool_name, _Pair())
+
+    def _connected(self, pair: _Pair, shard: PeerShard) -> tuple[Connection, Link]:
+        """The pair's communicator, or a new one if it has ended. Raises TransferError, UnavailableError."""
+        if pair.connection is not None and pair.epoch == shard.epoch:
+            try:
+                pair.connection.check()
+            except TransferError:
+                pair.end()
+        if pair.connection is None or pair.link is None or pair.epoch != shard.epoch:
+            if pair.epoch == shard.epoch and time.monotonic() < pair.retry_time:
+                raise UnavailableError("the peer could not be reached a moment ago")
+            pair.end()
+            self._end_lost_pairs()
+            pair.epoch, pair.retry_time = shard.epoch, time.monotonic() + RETRY_SECONDS
+            pair.connection, pair.link = self._connect(shard)
+            pair.retry_time = 0.0
+        return pair.connection, pair.link
+
+    def _connect(self, shard: PeerShard) -> tuple[Connection, Link]:
+        host, _, port = shard.address.nccl_address.rpartition(":")
+        if not port.isdecimal() or int(port) > 65535:
+            raise TransferError("the KV handle names no port for NCCL")
+        try:
+            sock = socket.create_connection((host.strip("[]"), int(port)), REPLY_SECONDS)
+        except OSError as error:
+            raise UnavailableError(f"the peer cannot be reached: {error.strerror or error}") from error
+        connection = Connection(sock)
+        try:
+            connection.ask([self._token, shard.worker_id, shard.epoch, shard.rank, self._device.gpu])
+            unique_id = self._device.unique_id()
+            connection.send(unique_id)
+            return connection, self._device.connect(unique_id, READER, time.monotonic() + JOIN_SECONDS)
+        except BaseException:
+            connection.close()
+            raise
+
+    def _end_lost_pairs(self) -> None:
+        """End the communicators whose owners are gone: they hold memory of this GPU."""
+        with self._lock:
+            pairs = list(self._pairs.items())
+        for name, pair in pairs:
+            if pair.connection is None or not pair.lock.acquire(blocking=False):
+                continue
+            try:
+                if pair.connection is not None:
+                    pair.connection.check()
+            except TransferError:
+                logger.info("worker %s is gone: its communicator is ended", name[0])
+                pair.end()
+            finally:
+                pair.lock.release()
+
+
+@contextlib.contextmanager
+def _held(pair: _Pair, deadline: float) -> Iterator[None]:
+    """Hold the pair's lock. Raises TransferError when others use it until the deadline."""
+    if not pair.lock.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
+        raise TransferError("other pulls from the peer take too long")
+    try:
+        yield
+    finally:
+        pair.lock.release()

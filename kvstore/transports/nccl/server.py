@@ -1,0 +1,138 @@
+"""The owner's side of the `nccl` transport (protocol: `nccl.py`): joins readers' communicators and sends blocks.
+
+A thread for each reader, in the engine's process beside the step loop: a reader that stops holds up nobody else. What
+a peer names is checked before anything is done with it, its token first.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from common.errors import TransferError
+from common.logging import RateLimit
+from common.net.rpc import check_bind
+from kvstore.transports.listening import TcpServer
+from kvstore.transports.nccl.connection import REPLY_SECONDS, Connection
+from kvstore.transports.nccl.reader import JOIN_SECONDS, OWNER, NcclDevice, transfer_deadline
+from kvstore.types import BlockId, Epoch, LeaseId
+
+logger = logging.getLogger(__name__)
+logger.addFilter(RateLimit())
+MAX_HELLO_BYTES = 4096
+MAX_REQUEST_BYTES = 1 << 20
+MAX_READERS = 64
+MAX_POSITIONS = 1 << 16
+MAX_PIECE_BYTES = 1 << 28  # the owner may have to gather so much
+
+
+class LeaseHolder(Protocol):
+    """The engine's leases. Called from several threads."""
+
+    def hold(self, lease_id: LeaseId, epoch: Epoch, positions: Sequence[int]) -> list[BlockId]:
+        """The lease's blocks at `positions`, which stay its own until `let_go`. Raises TransferError."""
+        ...
+
+    def let_go(self, lease_id: LeaseId) -> None: ...
+
+
+class NcclServer:
+    """Listens from the start, serves from `serve` to `close`."""
+
+    def __init__(self, host: str, token: str, worker_id: str, epoch: Epoch, block_bytes: Sequence[int]) -> None:
+        """block_bytes: of each rank's pool. Raises ConfigError when there is no port, or one without protection."""
+        check_bind(host, token)
+        self._token = token.encode()
+        self._worker_id = worker_id
+        self._epoch = epoch
+        self._block_bytes = block_bytes
+        self._devices: Sequence[NcclDevice] = ()
+        self._leases: LeaseHolder
+        self._server = TcpServer(host, 0, self._serve, MAX_READERS, "NCCL")
+        self.port = self._server.port
+
+    def serve(self, devices: Sequence[NcclDevice], leases: LeaseHolder) -> None:
+        """Accept readers. devices: of each rank's pool."""
+        self._devices, self._leases = devices, leases
+        self._server.start()
+
+    def close(self) -> None:
+        """End all connections. A send under way ends by itself, soon."""
+        self._server.close()
+
+    def _serve(self, sock: socket.socket) -> None:
+        """One reader, from its first message to its end."""
+        try:
+            self._serve_reader(Connection(sock))
+        except TransferError as error:
+            logger.info("a reader's communicator has ended: %s", error)
+
+    def _serve_reader(self, connection: Connection) -> None:
+        rank = self._welcome(connection)
+        device = self._devices[rank]
+        unique_id = connection.receive(MAX_HELLO_BYTES, REPLY_SECONDS)
+        if not isinstance(unique_id, bytes) or len(unique_id) != 128:
+            raise TransferError("no unique id")
+        link = device.connect(unique_id, OWNER, time.monotonic() + JOIN_SECONDS)
+        try:
+            while True:
+                request = connection.receive(MAX_REQUEST_BYTES, None)
+                self._send(connection, device, link, request, self._block_bytes[rank])
+        finally:
+            link.abort()
+
+    def _welcome(self, connection: Connection) -> int:
+        """Check a reader's first message and answer it; return the rank it wants to read. Raises TransferError."""
+        hello = connection.receive(MAX_HELLO_BYTES, REPLY_SECONDS)
+        match hello:
+            case [str() as token, str() as worker_id, int() as epoch, int() as rank, str() as gpu]:
+                pass
+            case _:
+                raise TransferError("a malformed greeting")
+        reason = ""
+        if not hmac.compare_digest(token.encode(), self._token):
+            reason = "cluster token missing or wrong"
+        elif (worker_id, epoch) != (self._worker_id, self._epoch):
+            reason = "this is another worker, or it has restarted (stale epoch)"
+        elif not 0 <= rank < len(self._devices):
+            reason = f"rank {rank} of a worker of {len(self._devices)}"
+        elif gpu == self._devices[rank].gpu:
+            reason = "NCCL does not connect a GPU with itself"
+        connection.send([reason])
+        if reason:
+            raise TransferError(reason)
+        return rank
+
+    def _send(self, connection: Connection, device: NcclDevice, link: Any, request: Any, block_bytes: int) -> None:
+        """Answer one request. Raises TransferError for what ends the communicator."""
+        try:
+            lease_id, positions, pieces = _checked(request, block_bytes)
+            block_ids = self._leases.hold(lease_id, self._epoch, positions)
+        except TransferError as error:
+            connection.send([str(error)])
+            return
+        try:
+            deadline = transfer_deadline(len(positions) * block_bytes)
+            connection.send([""])
+            device.send(link, block_ids, pieces, deadline, connection.check)
+        finally:
+            self._leases.let_go(lease_id)
+
+
+def _checked(request: Any, block_bytes: int) -> tuple[LeaseId, list[int], list[int]]:
+    """Lease, positions and pieces of a request. Raises TransferError for another message."""
+    match request:
+        case [str() as lease_id, list() as positions, list() as pieces]:
+            pass
+        case _:
+            raise TransferError("a malformed request")
+    if not all(type(number) is int for number in (*positions, *pieces)) or not 0 < len(positions) <= MAX_POSITIONS:
+        raise TransferError("a malformed request")
+    most = max(MAX_PIECE_BYTES // block_bytes, 1)
+    if sum(pieces) != len(positions) or not 0 < min(pieces) <= max(pieces) <= most:
+        raise TransferError("pieces that do not fit the positions")
+    return LeaseId(lease_id), positions, pieces

@@ -1,0 +1,1 @@
+"""One-sided reads of host memory by NIXL."""

@@ -1,0 +1,183 @@
+"""Reads a peer's host memory by NIXL: one-sided, over RDMA or TCP, or within a host.
+
+Bytes arrive in a registered buffer of this process and are copied to their blocks from there, while the next piece
+arrives in the buffer's other half. So a transfer that fails late, when a peer was stopped and goes on, writes to no
+block that somebody else owns by then: its buffer rests until NIXL says that the transfer has ended.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from common.errors import TransferError
+from kvstore.handle.handle import PeerShard
+from kvstore.handle.runs import runs_of
+from kvstore.pool.digest import digest_blocks
+from kvstore.transports.host_pull import BlockPull, Blocks, SourcePart, copy_heads
+from kvstore.transports.lease_client import LeaseClient
+from kvstore.transports.nixl.agent import NixlAgent, NixlRead, RemoteAgent, Span
+from kvstore.transports.shm.reader import rows_of_lease
+from kvstore.types import Epoch, WorkerId
+
+PIECE_BYTES = 16 << 20
+NUM_HALVES = 2
+MAX_PEERS = 64
+TRANSFER_SECONDS = 2.0  # for a piece, and what its bytes take at the least speed that is worth it
+MIN_BYTES_PER_SECOND = 20e6
+
+
+@dataclass(slots=True)
+class _Buffer:
+    """Registered memory of one pull at a time."""
+
+    memory: npt.NDArray[np.uint8]  # (NUM_HALVES, PIECE_BYTES or one block)
+    reads: list[NixlRead] = field(default_factory=list)  # of a pull that failed: they may still write
+
+    def is_free(self) -> bool:
+        if not all(read.has_ended() for read in self.reads):
+            return False
+        for read in self.reads:
+            read.release()
+        self.reads.clear()
+        return True
+
+
+class NixlTransport:
+    """Agents of peers by worker, and buffers, of which there are as many as pulls at once."""
+
+    name = "nixl"
+
+    def __init__(self, pool: Blocks, leases: LeaseClient, agent: NixlAgent) -> None:
+        """`pool` is what is pulled into; `leases` and `agent` stay the caller's to close."""
+        self._pool = pool
+        self._leases = leases
+        self._agent = agent
+        self._lock = threading.Lock()
+        self._peers: dict[WorkerId, tuple[Epoch, RemoteAgent]] = {}
+        self._buffers: list[_Buffer] = []
+
+    def offered_by(self, shard: PeerShard) -> bool:
+        return bool(shard.address.nixl_agent)
+
+    def open(self, shard: PeerShard) -> None:
+        with self._connected(shard):
+            pass
+
+    def pull(self, pull: BlockPull) -> list[list[int]]:
+        digests: list[list[int]] = []
+        for part in pull.parts:
+            with self._connected(part.shard) as peer:
+                digests.append(self._pull_part(part, peer, pull) if pull.positions else [])
+        return digests
+
+    def close(self) -> None:
+        """Forget all peers. What is on its way ends by itself."""
+        with self._lock:
+            peers = [peer for _, peer in self._peers.values()]
+            self._peers.clear()
+        for peer in peers:
+            self._agent.disconnect(peer)
+
+    def _pull_part(self, part: SourcePart, peer: RemoteAgent, pull: BlockPull) -> list[int]:
+        shard = part.shard
+        try:
+            memory = peer.pools[shard.rank]
+        except IndexError:
+            raise TransferError("the peer has not as many ranks as its KV handle says") from None
+        block_bytes = shard.geometry.block_bytes
+        if memory.row_bytes != block_bytes:
+            raise TransferError("the peer's memory holds other blocks than the KV handle describes")
+        rows = rows_of_lease(shard, pull.positions, memory.num_rows, self._leases, pull.seconds_left)
+        most = max(PIECE_BYTES // block_bytes, 1)
+        buffer = self._take_buffer(max(PIECE_BYTES, block_bytes))
+        firsts = range(0, len(rows), most)
+        digests: list[int] = []
+
+        def start(index: int) -> None:
+            if index < len(firsts):
+                some = rows[firsts[index] : firsts[index] + most]
+                half = buffer.memory[index % NUM_HALVES].ctypes.data
+                runs = list(runs_of(some))
+                remote = [memory.span(row, count) for _, row, count in runs]
+                local: list[Span] = [(half + place * block_bytes, count * block_bytes) for place, _, count in runs]
+                buffer.reads.append(self._agent.read(peer, remote, local))
+
+        try:
+            start(0)
+            for index, first in enumerate(firsts):
+                start(index + 1)
+                count = min(most, len(rows) - first)
+                seconds = TRANSFER_SECONDS + count * block_bytes / MIN_BYTES_PER_SECOND
+                buffer.reads[0].wait(min(time.monotonic() + seconds, pull.deadline))
+                buffer.reads.pop(0).release()
+                blocks = buffer.memory[index % NUM_HALVES, : count * block_bytes].reshape(count, block_bytes)
+                digests += digest_blocks(blocks)
+                targets = pull.local_block_ids[first : first + count]
+                if part.copy is None:
+                    self._pool[targets] = blocks
+                else:
+                    copy_heads(part.copy, blocks, self._pool, targets)
+        finally:
+            with self._lock:
+                self._buffers.append(buffer)
+        return digests
+
+    @contextmanager
+    def _connected(self, shard: PeerShard) -> Iterator[RemoteAgent]:
+        """The agent of the peer's present life, known to NIXL until the end of the block, whatever others do.
+
+        Raises TransferError, UnavailableError, HandshakeError. A TransferError in the block lets the next one connect
+        anew.
+        """
+        with self._lock:
+            epoch, known = self._peers.get(shard.worker_id, (None, None))
+            if epoch != shard.epoch:
+                known = None  # an earlier life
+            if known is not None:
+                self._agent.share(known)
+        peer = known or self._connect(shard)
+        try:
+            yield peer
+        except TransferError:
+            with self._lock:
+                if self._peers.get(shard.worker_id) == (shard.epoch, peer):
+                    self._drop(shard.worker_id)
+            raise
+        finally:
+            self._agent.disconnect(peer)
+
+    def _connect(self, shard: PeerShard) -> RemoteAgent:
+        """Get to know the peer and keep it for later, too."""
+        peer = self._agent.connect(self._leases.describe_memory(shard))
+        if peer.name != shard.address.nixl_agent:
+            self._agent.disconnect(peer)
+            raise TransferError("the address is another worker's, or this one has restarted (stale epoch)")
+        with self._lock:
+            if shard.worker_id in self._peers:
+                self._drop(shard.worker_id)
+            elif len(self._peers) >= MAX_PEERS:
+                self._drop(next(iter(self._peers)))  # the oldest
+            self._agent.share(peer)
+            self._peers[shard.worker_id] = (shard.epoch, peer)
+        return peer
+
+    def _drop(self, worker_id: WorkerId) -> None:
+        """Keep a peer no longer; NIXL forgets it after its last pull. With the lock held."""
+        self._agent.disconnect(self._peers.pop(worker_id)[1])
+
+    def _take_buffer(self, half_bytes: int) -> _Buffer:
+        """A buffer in which nothing is under way. Raises ConfigError when no memory can be registered."""
+        with self._lock:
+            for index, buffer in enumerate(self._buffers):
+                if buffer.memory.shape[1] >= half_bytes and buffer.is_free():
+                    return self._buffers.pop(index)
+        memory = np.empty((NUM_HALVES, half_bytes), dtype=np.uint8)
+        self._agent.register(memory)
+        return _Buffer(memory)

@@ -1,0 +1,1 @@
+"""Reads of shared memory on the same host."""

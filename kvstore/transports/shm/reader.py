@@ -1,0 +1,128 @@
+"""Reads a peer's pool on the same host: its memfd, mapped read-only once, and one copy per run of blocks.
+
+One-sided: the peer does nothing, except that one whose blocks lie in GPU memory copies a lease to rows of the shared
+memory when it is asked to. That the blocks are still those of the lease is the digest's proof, afterwards. A mapping
+stays readable when its owner dies.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvstore.handle.handle import PeerShard, PoolName
+from kvstore.handle.pool_info import PoolInfo, rows_at
+from kvstore.handle.runs import merged_runs
+from kvstore.transports.descriptor_server import fetch_pool
+from kvstore.transports.host_pull import BlockPull, Blocks, pull_parts
+from kvstore.transports.lease_client import LeaseClient
+from kvstore.transports.shared_memory import blocks_over, map_fd
+from kvstore.types import BlockId, Epoch
+
+MAX_MAPPINGS = 64
+FETCH_SECONDS = 2.0
+
+
+def rows_of_lease(
+    shard: PeerShard, positions: Sequence[int], num_rows: int, leases: LeaseClient, deadline_seconds: float
+) -> list[BlockId]:
+    """Rows of the peer's host memory, of which there are `num_rows`, that hold the lease's blocks at `positions`.
+
+    A peer whose blocks lie in GPU memory copies them there first. Raises TransferError or UnavailableError.
+    """
+    if not shard.address.needs_staging:
+        return rows_at(shard.block_ids, positions, num_rows)
+    first = min(positions, default=0)
+    staged = leases.stage(shard, first, deadline_seconds)
+    return rows_at(staged, [position - first for position in positions], num_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class PeerMemory:
+    """Host memory of a peer as it is mapped here: its pool, or rows in front of one in GPU memory."""
+
+    info: PoolInfo
+    blocks: Blocks  # read-only
+    prepared: Any  # what `prepare` made of it
+
+
+class PeerMappings:
+    """Memory of peers by (worker, rank, epoch), least recently used first out. Safe to use from several threads."""
+
+    def __init__(self, prepare: Callable[[PeerShard, Blocks], Any] = lambda *_: None) -> None:
+        """prepare: called once for each mapping; its result is kept as long."""
+        self._prepare = prepare
+        self._lock = threading.Lock()
+        self._found: OrderedDict[tuple[PoolName, Epoch], PeerMemory] = OrderedDict()
+
+    def clear(self) -> None:
+        """Forget all of them; each ends when its last reader is done."""
+        with self._lock:
+            self._found.clear()
+
+    def of(self, shard: PeerShard) -> PeerMemory:
+        """The memory that holds the shard, or its copies. Raises TransferError when the peer does not hand it out."""
+        key = (shard.pool_name, shard.epoch)
+        with self._lock:
+            known = self._found.get(key)
+            if known is not None:
+                self._found.move_to_end(key)
+        if known is None:
+            known = self._map(shard)  # without the lock: a peer that does not answer must not hold up the others
+            with self._lock:
+                for old in [k for k in self._found if k[0] == key[0]]:
+                    del self._found[old]  # an earlier life of the same pool
+                self._found[key] = known
+                if len(self._found) > MAX_MAPPINGS:
+                    self._found.popitem(last=False)
+        shard.check_offer(known.info)
+        return known
+
+    def _map(self, shard: PeerShard) -> PeerMemory:
+        info, fd = fetch_pool(shard.address.shm_socket, FETCH_SECONDS)
+        try:
+            shard.check_offer(info)
+            geometry = info.geometry
+            mapping = map_fd(fd, geometry.pool_bytes, writable=False)
+            blocks = blocks_over(mapping, geometry.num_blocks, geometry.block_bytes)
+            return PeerMemory(info, blocks, self._prepare(shard, blocks))
+        finally:
+            os.close(fd)
+
+
+class ShmTransport:
+    """Copies blocks from peers' memory."""
+
+    name = "shm"
+
+    def __init__(self, pool: Blocks, leases: LeaseClient) -> None:
+        """`pool` is what is pulled into; `leases` stays the caller's to close."""
+        self._pool = pool
+        self._leases = leases
+        self._mappings = PeerMappings()
+
+    def offered_by(self, shard: PeerShard) -> bool:
+        return bool(shard.address.shm_socket)
+
+    def open(self, shard: PeerShard) -> None:
+        self._mappings.of(shard)
+
+    def pull(self, pull: BlockPull) -> list[list[int]]:
+        return pull_parts(self._read, pull, self._pool)
+
+    def _read(
+        self, shard: PeerShard, positions: Sequence[int], blocks: Blocks, rows: Sequence[int], deadline_seconds: float
+    ) -> None:
+        theirs = self._mappings.of(shard).blocks
+        remote_ids = rows_of_lease(shard, positions, len(theirs), self._leases, deadline_seconds)
+        for remote, local, count in merged_runs(list(zip(remote_ids, rows, strict=True))):
+            np.copyto(blocks[local : local + count], theirs[remote : remote + count])
+
+    def close(self) -> None:
+        self._mappings.clear()

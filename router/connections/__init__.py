@@ -1,0 +1,1 @@
+"""HTTP connections of clients: protocol, bounds, watching, writing chunks."""

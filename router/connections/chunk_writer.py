@@ -1,0 +1,32 @@
+"""Fast path of a chunk to its client, past ASGI. Knows uvicorn's response cycle, nothing of the chunk's content."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+CHUNK_WRITER = "router.connections.chunk_writer"  # in the scope of a request
+
+
+class ChunkWriter:
+    """Writes chunks of an answer that has begun, in chunked encoding, past the layers of ASGI and without waiting."""
+
+    __slots__ = ("_cycle", "_write")
+
+    def __init__(self, cycle: RequestResponseCycle, transport: asyncio.Transport) -> None:
+        self._cycle = weakref.ref(cycle)  # whose scope holds this: else each request would wait for the collector
+        self._write = transport.write
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a chunk can be written now: headers are out, the client is there and its buffer is not full."""
+        cycle = self._cycle()
+        return bool(
+            cycle is not None and cycle.chunked_encoding and not (cycle.flow.write_paused or cycle.disconnected)
+        )
+
+    def write(self, body: bytes) -> None:
+        """Write one non-empty chunk. Only while `is_ready`."""
+        self._write(b"%x\r\n%b\r\n" % (len(body), body))

@@ -1,0 +1,142 @@
+"""The form that a client wants its answers in: `response_format`, and vLLM's `structured_outputs`.
+
+Both become a grammar (`common.grammar.grammar`), which workers follow. It is checked here, before anything is
+computed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from common.errors import InvalidRequestError
+from common.grammar import grammar
+from common.grammar.json_schemas import closed, parsed_schema
+from router.api.message_schemas import Body, Label
+from router.grammar.grammar_checks import GrammarChecks
+
+MAX_CHOICE_CHARS = 4_096
+MAX_LISTED_CHOICES = 4_096
+MAX_CHARS_OF_CHOICES = 1 << 20  # each choice carries the grammar to its worker
+_CHECKS = GrammarChecks()
+
+
+class JsonSchema(Body):
+    """The schema is always followed; with `strict` its objects have no other properties than those it lists."""
+
+    name: Label | None = None
+    description: str | None = None
+    content: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            message = "response_format takes a json_schema with type json_schema, and only then"
+            raise InvalidRequestError(message, "response_format")
+        return self
+
+
+class StructuredOutputs(Body):
+    """One of `json` to `grammar`. For JSON, blanks and properties that a schema does not list can be disabled."""
+
+    json_text: Annotated[Any, Field(alias="json")] = None  # a schema or its text
+    json_object: Literal[True] | None = None
+    regex: str | None = None
+    choice: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=MAX_CHOICE_CHARS)]],
+        Field(min_length=1, max_length=MAX_LISTED_CHOICES),
+    ] | None = None  # fmt: skip
+    grammar: str | None = None  # in Lark's syntax, or in GBNF
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> StructuredOutputs:
+        if not isinstance(self.json_text, dict | str | None):
+            raise InvalidRequestError(
+                "structured_outputs.json must be a JSON schema or its text", "structured_outputs"
+            )
+        given = self.json_text, self.json_object, self.regex, self.choice, self.grammar
+        if sum(each is not None for each in given) != 1:
+            raise InvalidRequestError(
+                "structured_outputs takes one of json, json_object, regex, choice and grammar", "structured_outputs"
+            )
+        return self
+
+
+async def answer_grammar(
+    response_format: ResponseFormat | None, structured: StructuredOutputs | None, num_choices: int
+) -> str:
+    """The grammar that the fields ask for; empty: none. Raises InvalidRequestError for one that cannot be used."""
+    param = "structured_outputs" if structured is not None else "response_format"
+    if structured is not None and structured.grammar is not None:
+        found = await _of_grammar_text(structured.grammar)
+    else:
+        try:
+            found = _of_structured_outputs(structured) or _of_response_format(response_format)
+        except RecursionError:
+            raise InvalidRequestError(f"{param}: the schema is nested too deep", param) from None
+    return await checked_grammar(found, param, num_choices) if found else ""
+
+
+async def checked_grammar(found: str, param: str, num_choices: int = 1) -> str:
+    """Return the grammar. Raises InvalidRequestError when it cannot be used; `param` is the field it comes from."""
+    if len(found) <= grammar.MAX_GRAMMAR_CHARS and len(found) * num_choices > MAX_CHARS_OF_CHOICES:
+        raise InvalidRequestError(f"{num_choices} choices are too many for a grammar of {len(found)} characters", "n")
+    try:
+        await _CHECKS.check(found)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"{param}: {error}", param) from None
+    return found
+
+
+def json_answer_schema(wanted: ResponseFormat | None) -> dict[str, Any] | None:
+    """The schema of a whole answer; None: any text."""
+    if wanted is None or wanted.type == "text":
+        return None
+    return {"type": "object"} if wanted.json_schema is None else wanted.json_schema.content
+
+
+def followed_schema(wanted: ResponseFormat | None) -> dict[str, Any] | None:
+    """The schema of a whole answer, closed where it is strict."""
+    schema = json_answer_schema(wanted)
+    is_strict = wanted is not None and wanted.json_schema is not None and wanted.json_schema.strict
+    return closed(schema) if schema is not None and is_strict else schema
+
+
+def _of_response_format(wanted: ResponseFormat | None) -> str:
+    schema = followed_schema(wanted)
+    return "" if schema is None else grammar.json_schema(schema)
+
+
+async def _of_grammar_text(text: str) -> str:
+    if not grammar.is_gbnf(text):
+        return grammar.lark(text)
+    try:
+        return await asyncio.to_thread(grammar.gbnf, text)  # 0.6 s for the longest
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"structured_outputs: {error}", "structured_outputs") from None
+
+
+def _of_structured_outputs(wanted: StructuredOutputs | None) -> str:
+    if wanted is None:
+        return ""
+    if wanted.regex is not None:
+        return grammar.regex(wanted.regex)
+    if wanted.choice is not None:
+        return grammar.choice(wanted.choice)
+    given = {"type": "object"} if wanted.json_text is None else wanted.json_text
+    schema = parsed_schema(given) if isinstance(given, str) else given
+    if schema is None:
+        return grammar.json_schema(given)  # whose check says what is wrong with the text
+    if wanted.disable_additional_properties:
+        schema = closed(schema)
+    return grammar.compact_json(schema) if wanted.disable_any_whitespace else grammar.json_schema(schema)

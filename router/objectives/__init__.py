@@ -1,0 +1,1 @@
+"""Latency objectives: placements that keep them, and moves of running requests."""

@@ -1,0 +1,44 @@
+"""Latency objectives: by how much a prediction misses them, and when a request's next token is due. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+from router.routing.views import Candidate
+
+TTFT_MARGIN = 0.5  # share of the objective that predictions may use: they miss what arrives later
+ROUNDING = 1e-6
+LATE = 2.0  # TTFT objectives, for which a request that misses one lets others go first
+MIN_DUE_SECONDS = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Objectives:
+    """Seconds; 0: none."""
+
+    ttft: float = 0.0
+    itl: float = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self.ttft or self.itl)
+
+    def violation(self, ttft: float, itl: float) -> float:
+        """By how much predictions miss the objectives, as a share of them; 0: both are kept."""
+        late = max(ttft / (TTFT_MARGIN * self.ttft) - 1.0, 0.0) if self.ttft else 0.0
+        return late + (max(itl / self.itl - 1.0 - ROUNDING, 0.0) if self.itl else 0.0)
+
+    def due_seconds(self, chosen: Candidate, waited_seconds: float, has_started: bool) -> float:
+        """Seconds until the next token of a request is due on the workers chosen for it; 0: no objective.
+
+        A first token is due in twice the time that was predicted for it, if the objective allows so much. One that
+        comes too late anyway lets those go first that come in time, but not for ever.
+        """
+        if not self:
+            return 0.0
+        if has_started:
+            return MIN_DUE_SECONDS
+        if chosen.is_late:
+            return max(LATE * self.ttft - waited_seconds, MIN_DUE_SECONDS)
+        left = TTFT_MARGIN * (self.ttft or inf) - waited_seconds
+        return max(min(2 * chosen.ttft_seconds, left), MIN_DUE_SECONDS)

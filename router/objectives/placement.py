@@ -1,0 +1,55 @@
+"""Placements of a request under latency objectives: which workers compute and decode it. Pure.
+
+A worker's role is a preference. A request may be
+
+    disaggregated  a prefill worker computes the prompt, a decode worker the rest
+    local          a decode worker does both, the prompt in chunks that keep the ITL objective of its streams
+    kept           a prefill worker does both; a move to a decode worker may follow
+
+`predictor.py` predicts for each of them time to first token, time between tokens and cost. Among those that keep both
+objectives the cheapest is taken, else the one that misses them least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from router.objectives.objectives import Objectives
+from router.routing.predictor import Predictor
+from router.routing.views import Candidate, RequestView, WorkerView
+
+SAME_VIOLATION = 0.05  # differences below are noise
+MOST_BESIDE = 0.65  # share of a prefill worker's time that its prompts may take beside rows, or its queue grows
+SHORT_QUEUE = 0.05  # seconds of prompts on a prefill worker, up to which it counts as idle
+
+
+def placements_for(
+    request: RequestView,
+    prefill: Sequence[WorkerView],
+    decode: Sequence[WorkerView],
+    local_prefill_tokens: int,
+    objectives: Objectives,
+    is_late: bool = False,
+) -> list[Candidate]:
+    """Every placement. A prefill worker with a queue, or more streams than decode workers have, keeps nothing.
+
+    is_late: the request waits behind all others, and not only behind those that are in time.
+    """
+    predict = Predictor(request, [*prefill, *decode], objectives, local_prefill_tokens, is_late)
+    candidates = [predict.disaggregated(first, second) for second in decode for first in prefill]
+    candidates += [predict.on_one_worker(worker, is_kept=False) for worker in decode]
+    fewest = min(worker.num_rows for worker in decode)
+    for worker in prefill:
+        is_idle = predict.queue_seconds(worker) < SHORT_QUEUE and predict.share_beside_rows(worker) < MOST_BESIDE
+        if worker.num_rows < fewest and is_idle:
+            candidates.append(predict.on_one_worker(worker, is_kept=True))
+    return candidates
+
+
+def admissible(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Select the placements that keep the objectives, or miss them least, and of these the cheapest kind."""
+    least = min(candidate.violation for candidate in candidates)
+    limit = 0.0 if least == 0 else least + SAME_VIOLATION
+    kept = [candidate for candidate in candidates if candidate.violation <= limit]
+    kind = min(kept, key=lambda candidate: candidate.cost).kind
+    return [candidate for candidate in kept if candidate.kind == kind]

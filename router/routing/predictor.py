@@ -1,0 +1,245 @@
+"""Time to first token and time between tokens of a placement, predicted from measured rates, and its cost. Pure.
+
+    TTFT = work of the prompts queued and the own + steps they are spread over * decode step
+    ITL  = decode step, with a chunk of a prompt beside it where prompts come, times the measured spread of steps
+
+The cost is in seconds that this request and those it disturbs lose: TTFT, the pull, a seat, own tokens, and the time
+that a local prompt and one more row take from each row that is there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from common.step_times import StepCost, num_pairs, work_bounds
+from router.objectives.objectives import TTFT_MARGIN, Objectives
+from router.routing.views import (
+    DEFAULT_PREFILL_TOKENS_PER_SECOND,
+    DEFAULT_PULL_TOKENS_PER_SECOND,
+    DEFAULT_STEP_SECONDS,
+    Candidate,
+    RequestView,
+    WorkerView,
+)
+
+MAX_CHUNK_TOKENS = 8192  # of a step without decode rows; what a worker really takes matters little
+HARM = 3.0  # weight of a delay that makes gaps as long as the objective; a wait for a first token has 1
+FEW_GAPS = 100  # up to which the 99th percentile of an answer's gaps is the longest one
+FEW = 0.01  # share of steps beside prompts that a 99th percentile does not see
+
+
+class Predictor:
+    """Predictions for one request; a worker without measurements gets the mean of the others, or defaults."""
+
+    def __init__(
+        self,
+        request: RequestView,
+        workers: Sequence[WorkerView],
+        objectives: Objectives,
+        local_prefill_tokens: int = 0,
+        is_late: bool = False,
+    ) -> None:
+        self._request = request
+        self._is_late = is_late
+        self._objectives = objectives
+        self._free_tokens = local_prefill_tokens  # so few beside decode rows delay nobody
+        self._costs = _complete_costs(workers)
+        pulls = [worker.pull_tokens_per_second for worker in workers if worker.pull_tokens_per_second]
+        self._pull_rate = sum(pulls) / len(pulls) if pulls else DEFAULT_PULL_TOKENS_PER_SECOND
+
+    def disaggregated(self, prefill: WorkerView, decode: WorkerView) -> Candidate:
+        request = self._request
+        cached = request.cached_on(prefill)
+        terms = self._first_token(prefill, request.num_tokens - cached)
+        ttft = sum(terms.values())
+        terms["pull"] = self.pull_seconds(decode, request.num_tokens - request.cached_on(decode))
+        terms |= self._decode_terms(decode)
+        itl = self.gap_seconds(decode)
+        if request.expected_tokens <= FEW_GAPS:
+            itl = max(itl, self._hand_over_seconds(decode) + terms["slot"])  # its first token has come by then
+        return self._candidate(decode, prefill, False, terms, cached, ttft, itl)
+
+    def on_one_worker(self, worker: WorkerView, is_kept: bool) -> Candidate:
+        """Prompt and decode on one worker, the prompt in as small chunks as TTFT allows."""
+        cached = self._request.cached_on(worker)
+        cost = self._costs[worker.worker_id]
+        num_new = self._request.num_tokens - cached
+        decode = self._decode_terms(worker)
+        for chunk in self._chunks(worker, worker.num_rows, worker.context_tokens):
+            prompt = self._first_token(worker, num_new, chunk)
+            ttft = prompt["queue"] + prompt["compute"] + decode["slot"]
+            if ttft <= TTFT_MARGIN * (self._objectives.ttft or math.inf):
+                break
+        num_delaying = max(num_new - self._free_tokens, 0)  # prompt tokens that rows here wait for
+        work = cost.work(num_delaying, num_pairs(cached, num_delaying))
+        beside = min(chunk, self._queued_work(worker) + work) if worker.num_rows else 0.0
+        gap = self._decode_step(worker, 0) + (cost.prompt + beside if beside else 0.0)
+        delay_seconds = work + math.ceil(work / chunk) * cost.prompt if num_delaying else 0.0
+        terms = prompt | decode | {"disturbance": self._harm(gap) * worker.num_rows * delay_seconds}
+        if is_kept:
+            terms["disturbance"] += self._request.expected_tokens * self.interruption_seconds(worker)
+        itl = max(cost.spread * gap, self.gap_seconds(worker))
+        return self._candidate(worker, None, is_kept, terms, cached, ttft, itl)
+
+    def _harm(self, gap: float) -> float:
+        """What a delay counts for that makes gaps so long: little while they are far below the objective."""
+        return HARM * min(gap / self._objectives.itl, 1.0) ** 3 if self._objectives.itl else 1.0
+
+    # -- parts, which moves use too ------------------------------------------------------------------------------
+
+    def decode_seconds(self, worker: WorkerView) -> float:
+        """Mean time between tokens on a worker with one row more, prompts that come there included."""
+        return self._decode_step(worker, 1) + self.prompt_share(worker) * self._chunk_seconds(worker, is_gentle=True)
+
+    def interruption_seconds(self, worker: WorkerView, share: float = 0.0) -> float:
+        """What prompts that a prefill worker computes at once do to each token of a row there, weighed.
+
+        share: of its time that they take, if it is more than lately.
+        """
+        chunk = self._chunk_seconds(worker, is_gentle=False)
+        gap = self._decode_step(worker, 1) + chunk
+        return self._harm(gap) * max(self.prompt_share(worker), share) * chunk
+
+    def gap_seconds(self, worker: WorkerView) -> float:
+        """The time between tokens that one in a hundred exceeds, with one row more."""
+        cost = self._costs[worker.worker_id]
+        chunk = self._chunk_seconds(worker, is_gentle=True)
+        if self.prompt_share(worker) < FEW:
+            queued = self._queued_work(worker)
+            chunk = min(chunk, cost.prompt + queued) if queued else 0.0
+        return cost.spread * (self._decode_step(worker, 1) + chunk)
+
+    def prompt_share(self, worker: WorkerView) -> float:
+        """Share of a worker's time that the prompts take which come there."""
+        cost = self._costs[worker.worker_id]
+        return min(cost.work(worker.prompt_tokens_per_second, worker.prompt_pairs_per_second), 1.0)
+
+    def share_beside_rows(self, worker: WorkerView) -> float:
+        """Share of its time that steps with these prompts take when a row is kept there."""
+        context = worker.context_tokens + self._request.num_tokens
+        chunk = self._chunks(worker, worker.num_rows + 1, context)[1]
+        return self.prompt_share(worker) * (self._decode_step(worker, 1) + chunk) / chunk
+
+    def queue_seconds(self, worker: WorkerView) -> float:
+        """Time until the prompts that wait on a worker are computed."""
+        return self._prompt_seconds(worker, self._queued_work(worker))
+
+    def pull_seconds(self, worker: WorkerView, num_tokens: int) -> float:
+        return num_tokens / (worker.pull_tokens_per_second or self._pull_rate)
+
+    def crowding_seconds(self, worker: WorkerView) -> float:
+        """What the request as one more row takes from those that are there, each step."""
+        cost = self._costs[worker.worker_id]
+        return worker.num_rows * (cost.row + cost.context * self._request.num_tokens)
+
+    def _hand_over_seconds(self, worker: WorkerView) -> float:
+        """The gap while a request comes to a worker: what others pulled before, and the step that runs there."""
+        last = min(self._request.num_tokens - self._request.cached_on(worker), MAX_CHUNK_TOKENS)
+        return self.pull_seconds(worker, last) + self.gap_seconds(worker)
+
+    def _decode_step(self, worker: WorkerView, num_more: int) -> float:
+        """A step that only decodes, with so many rows as long as the request more."""
+        context = worker.context_tokens + num_more * self._request.num_tokens
+        return self._costs[worker.worker_id].seconds(worker.num_rows + num_more, context=context)
+
+    def _chunk_seconds(self, worker: WorkerView, is_gentle: bool) -> float:
+        """What a chunk of prompts adds to such a step with one row more."""
+        context = worker.context_tokens + self._request.num_tokens
+        chunk = self._chunks(worker, worker.num_rows + 1, context)[0 if is_gentle else 1]
+        work = max(self._queued_work(worker), self._usual_work(worker))
+        return self._costs[worker.worker_id].prompt + min(chunk, work)
+
+    def _queued_work(self, worker: WorkerView) -> float:
+        num_tokens, pairs = worker.queued_prefill_tokens, worker.queued_prefill_pairs
+        if not self._is_late:
+            num_tokens -= worker.deferred_prefill_tokens
+            pairs -= worker.deferred_prefill_pairs
+        return self._costs[worker.worker_id].work(num_tokens, pairs)
+
+    def _usual_work(self, worker: WorkerView) -> float:
+        """Work of one of the prompts that came there lately."""
+        if not worker.prompts_per_second:
+            return math.inf
+        cost = self._costs[worker.worker_id]
+        work = cost.work(worker.prompt_tokens_per_second, worker.prompt_pairs_per_second)
+        return work / worker.prompts_per_second
+
+    def _prompt_seconds(self, worker: WorkerView, work: float, chunk: float = 0.0) -> float:
+        """Time for so much work of prompts beside the rows that decode there; chunk 0: the largest."""
+        cost, num_rows = self._costs[worker.worker_id], worker.num_rows
+        num_steps = math.ceil(work / (chunk or self._chunks(worker, num_rows, worker.context_tokens)[1]))
+        return work + num_steps * (self._decode_step(worker, 0) + cost.prompt)
+
+    def _chunks(self, worker: WorkerView, num_rows: int, context: float) -> tuple[float, float]:
+        """Work of prompts beside so many decode rows, as the worker bounds it: without risk, and at most."""
+        cost = self._costs[worker.worker_id]
+        largest = MAX_CHUNK_TOKENS * cost.prompt_token
+        if not self._objectives.itl or not num_rows:
+            return largest, largest
+        gentle, most = work_bounds(cost, self._objectives.itl, cost.seconds(num_rows, context=context))
+        return min(gentle, largest), min(most, largest)
+
+    def _first_token(self, worker: WorkerView, num_new: int, chunk: float = 0.0) -> dict[str, float]:
+        queued = self._queued_work(worker)
+        own = self._costs[worker.worker_id].work(num_new, num_pairs(self._request.num_tokens - num_new, num_new))
+        queue = self._prompt_seconds(worker, queued, chunk)
+        return {"queue": queue, "compute": self._prompt_seconds(worker, queued + own, chunk) - queue}
+
+    def _decode_terms(self, worker: WorkerView) -> dict[str, float]:
+        expected, cost = self._request.expected_tokens, self._costs[worker.worker_id]
+        step = self.decode_seconds(worker)
+        return {
+            "slot": worker.slot_seconds(expected, cost.seconds(1)),
+            "decode": expected * step * (1 + worker.kv_pressure),
+            "crowding": expected * self.crowding_seconds(worker),
+        }
+
+    def _candidate(
+        self,
+        decode: WorkerView,
+        prefill: WorkerView | None,
+        is_kept: bool,
+        terms: dict[str, float],
+        cached: int,
+        ttft: float,
+        itl: float,
+    ) -> Candidate:
+        computing = prefill or decode
+        is_measured = bool(computing.step.prompt_token and (decode.step.base or decode.step.prompt_token))
+        return Candidate.between(
+            decode,
+            prefill,
+            terms,
+            cached,
+            is_measured,
+            is_kept=is_kept,
+            ttft_seconds=ttft,
+            itl_seconds=itl,
+            violation=self._objectives.violation(ttft, itl),
+            is_late=self._is_late,
+        )
+
+
+def _complete_costs(workers: Sequence[WorkerView]) -> dict[str, StepCost]:
+    """Step costs with what is not measured filled in: a prefill worker that never decodes, a decode worker before
+    its first prompt."""
+    decoding = [w.step for w in workers if w.step.base]
+    computing = [w.step for w in workers if w.step.prompt_token]
+    base = _mean([c.base for c in decoding], DEFAULT_STEP_SECONDS)
+    row, context = _mean([c.row for c in decoding], 0.0), _mean([c.context for c in decoding], 0.0)
+    prompt, pair = _mean([c.prompt for c in computing], 0.0), _mean([c.prompt_context for c in computing], 0.0)
+    token = _mean([c.prompt_token for c in computing], 1 / DEFAULT_PREFILL_TOKENS_PER_SECOND)
+    costs: dict[str, StepCost] = {}
+    for worker in workers:
+        step = worker.step
+        costs[worker.worker_id] = StepCost(
+            *((step.base, step.row, step.context) if step.base else (base, row, context)),
+            *((step.prompt, step.prompt_token, step.prompt_context) if step.prompt_token else (prompt, token, pair)),
+            step.spread,
+        )
+    return costs
+
+
+def _mean(values: Sequence[float], default: float) -> float:
+    return sum(values) / len(values) if values else default

@@ -1,0 +1,1 @@
+"""Tools of chat requests: their schemas, and what an answer may call."""

@@ -1,0 +1,96 @@
+"""What a chat request's answers may call: the grammar that makes them, and the text out of which calls are taken."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+from common.grammar.grammar import MAX_GRAMMAR_CHARS, json_schema
+from common.grammar.json_schemas import closed
+from common.text.tokenizer import Tokenizer
+from common.tools.tool_format import ToolFormat, calls_grammar, tool_format
+from common.tools.tool_parser import CallDelta, ToolCallParser
+from protos import types_pb2 as pb
+from router.api.schemas import ChatCompletionBody
+from router.api.text import ChoiceText, DeltaToolCall, StopRules, Update
+from router.grammar.answer_format import answer_grammar, checked_grammar, followed_schema, json_answer_schema
+from router.tools.tools import NamedTool, is_forced
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tools that one request offers, and how its answers may call them."""
+
+    written: ToolFormat
+    descriptions: list[dict[str, Any]]  # for the chat template
+    names: frozenset[str]
+    is_parallel: bool
+    is_forced: bool  # an answer is nothing but calls
+    shown: frozenset[int]  # markers of calls that are special tokens
+    grammar: str  # empty: the model decides
+
+
+async def tool_use(body: ChatCompletionBody, tokenizer: Tokenizer) -> ToolUse | None:
+    """Return what the answers may call; None: nothing. Raises InvalidRequestError, also for a model without tools."""
+    if not body.tools or body.tool_choice == "none":
+        return None
+    written = tool_format(tokenizer.tool_template)
+    markers = {text: tokenizer.special_id_of.get(text) for text in (written.begin, written.end)}
+    special = {text: token_id for text, token_id in markers.items() if token_id is not None}
+    is_parallel = body.parallel_tool_calls is not False and not isinstance(body.tool_choice, NamedTool)
+    return ToolUse(
+        written,
+        [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in body.tools],
+        frozenset(tool.function.name for tool in body.tools),
+        is_parallel,
+        is_forced(body.tool_choice),
+        frozenset(special.values()),
+        await _grammar(body, written, is_parallel, special),
+    )
+
+
+async def _grammar(body: ChatCompletionBody, written: ToolFormat, is_parallel: bool, special: dict[str, int]) -> str:
+    """Return the grammar of required calls, or of calls beside an answer in a given format; empty: any text."""
+    if json_answer_schema(body.response_format) is None and not is_forced(body.tool_choice):
+        return ""
+    await answer_grammar(body.response_format, None, 1)  # errors name the schema they come from
+    answer = followed_schema(body.response_format)
+    named = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
+    tools = {f"tools.{i}.function": tool.function for i, tool in enumerate(body.tools or ())}
+    chosen = {where: function for where, function in tools.items() if named in (None, function.name)}
+    schemas = {function.name: closed(function.arguments_schema) for function in chosen.values()}
+    found = calls_grammar(written, schemas, is_parallel, special, answer)
+    if len(found) <= MAX_GRAMMAR_CHARS:
+        for where, function in chosen.items():  # each alone: errors name it
+            await checked_grammar(json_schema(schemas[function.name]), f"{where}.parameters")
+    return await checked_grammar(found, "tools", body.n or 1)
+
+
+class ToolText(ChoiceText):
+    """The text of one choice that may have calls in it."""
+
+    def __init__(
+        self, use: ToolUse, tokenizer: Tokenizer, rules: StopRules, has_logprobs: bool, skip_special: bool
+    ) -> None:
+        super().__init__(tokenizer, rules, False, has_logprobs, skip_special)
+        self._detokenizer = tokenizer.detokenizer(skip_special, shown=use.shown)
+        self._parser = ToolCallParser(use.written, use.names, use.is_parallel, use.is_forced)
+        self._num_calls = 0
+
+    def push(self, token_ids: list[int], delta: pb.TokenDelta) -> Update:
+        update = super().push(token_ids, delta)
+        update.text, deltas = self._parser.push(update.text)
+        update.tool_calls = [self._numbered(delta) for delta in deltas]
+        if self._parser.has_ended:
+            update.finish_reason = "stop"
+        if update.finish_reason is not None:
+            update.text += self._parser.finish()
+        return update
+
+    def _numbered(self, delta: CallDelta) -> DeltaToolCall:
+        call_id = ""
+        if delta.name:
+            self._num_calls += 1
+            call_id = f"call_{secrets.token_hex(12)}"
+        return DeltaToolCall(self._num_calls - 1, call_id, delta.name, delta.arguments)

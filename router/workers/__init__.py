@@ -1,0 +1,1 @@
+"""The router's connections to workers, and what it knows of each."""

@@ -1,0 +1,105 @@
+"""The workers of one model: who may be used, what all of them can hold, and what their caches have.
+
+A link joins when its worker announces the model, and stays while the worker is away. Opens no connections and
+chooses nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+
+from common.errors import UnavailableError
+from kvstore.pool.block_hash import block_keys, root_key
+from kvstore.pool.index import PrefixIndex
+from kvstore.types import WorkerId
+from protos import types_pb2 as pb
+from router.api.sampling import ModelLimits
+from router.routing.rates import WorkerRates
+from router.workers.handshake import check_worker
+from router.workers.worker_link import WorkerLink
+
+
+class ModelWorkers:
+    """Workers of one model of a router, shared by the model and its adapters."""
+
+    def __init__(self, name: str, own_name: str, tokenizer_hash: str) -> None:
+        """`name` is what clients call the model, `own_name` what its files do, and with them its workers."""
+        self.name = name
+        self.own_name = own_name
+        self.index = PrefixIndex()
+        self.links: list[WorkerLink] = []
+        self.on_usable: Callable[[], object] = lambda: None  # called when some worker has become usable
+        self._tokenizer_hash = tokenizer_hash
+        self._last_info: pb.WorkerInfo | None = None
+
+    # -- who is there ------------------------------------------------------------------------------------------
+
+    def usable(self, role: str, avoid: Collection[WorkerId] = ()) -> list[WorkerLink]:
+        """Workers that may get a request. Those to avoid, or whose breaker is open, only when there is no other."""
+        now = time.monotonic()
+        links = [link for link in self.links if link.role == role and link.is_usable]
+        closed = [link for link in links if not link.breaker.is_open(now)]
+        preferred = [link for link in closed if link.worker_id not in avoid]
+        return preferred or closed or links
+
+    def seconds_absent(self, role: str, now: float) -> float:
+        """Seconds without any attached worker of a role; infinite when none ever was."""
+        links = [link for link in self.links if link.role == role]
+        if any(link.info is not None for link in links):
+            return 0.0
+        return now - (max((link.lost_time for link in links), default=0.0) or float("-inf"))
+
+    def has_other(self, worker: WorkerLink) -> bool:
+        """Whether its role has another worker that takes requests."""
+        return any(link is not worker and link.role == worker.role and link.is_usable for link in self.links)
+
+    def find(self, worker_id: str) -> WorkerLink | None:
+        """The attached worker of that name."""
+        return next((link for link in self.links if link.info and link.worker_id == worker_id), None)
+
+    def infos(self) -> list[pb.WorkerInfo]:
+        return [link.info for link in self.links if link.info is not None]
+
+    # -- what they can do --------------------------------------------------------------------------------------
+
+    def limits(self, tokenizer_vocab_size: int) -> ModelLimits:
+        """Bounds that hold on every worker, or on the last one that was. Raises UnavailableError before the first."""
+        infos = self.infos() or ([self._last_info] if self._last_info else [])
+        if not infos:
+            raise UnavailableError("no worker is available")
+        return ModelLimits(
+            max_model_len=min(info.max_model_len for info in infos),
+            vocab_size=min(tokenizer_vocab_size, min(info.vocab_size for info in infos)),
+        )
+
+    def cached_tokens(self, packed_ids: bytes, adapter: str, salt: str) -> dict[WorkerId, int]:
+        """Leading tokens of a prompt that each worker has in its cache, by the index."""
+        infos = self.infos()
+        if not infos or not self.index.num_keys:
+            return {}
+        info = infos[0]  # all agree on block size and fingerprint
+        keys = block_keys(root_key(info.model_fingerprint, adapter, salt), packed_ids, info.block_size)
+        return {worker: blocks * info.block_size for worker, blocks in self.index.matches(keys).items()}
+
+    # -- who joins and leaves ----------------------------------------------------------------------------------
+
+    def add(self, role: str, address: str) -> WorkerLink:
+        """A link to a worker that has not announced its model yet."""
+        link = WorkerLink(role, address, self)
+        self.links.append(link)
+        return link
+
+    def accept(self, link: WorkerLink, info: pb.WorkerInfo) -> None:
+        """Take the link of a worker that announces this model. Raises HandshakeError when it does not fit."""
+        others = [other.info for other in self.links if other is not link and other.info is not None]
+        check_worker(info, link.role, self._tokenizer_hash, others)
+        self._last_info = info
+        if link.model is not self:
+            link.model.links.remove(link)
+            self.links.append(link)
+            link.model, link.rates = self, WorkerRates()
+
+    def remove(self, link: WorkerLink) -> None:
+        self.links.remove(link)
+        self.index.remove_worker(link.worker_id)

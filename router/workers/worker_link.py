@@ -1,0 +1,299 @@
+"""One worker, seen from the router: the legs that are open there, and the mirror of what it reports.
+
+Pushes deltas and failures to the choices whose legs they are, KV events to the prefix index, load to its own view.
+Knows nothing of clients, text or policy, and of gRPC only the messages: `WorkerConnection` keeps the stream.
+Whenever that ends, every open leg fails with WorkerLostError, so that its choice can go on elsewhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from common.errors import UnavailableError
+from common.step_times import num_pairs
+from common.token_ids import num_ids
+from kvstore.types import WorkerId
+from protos import types_pb2 as pb
+from router.routing.backlog import Backlog
+from router.routing.rates import WorkerRates
+from router.routing.views import WorkerView
+from router.workers.breaker import Breaker
+from router.workers.failures import WorkerLostError, error_of
+from router.workers.index_feed import IndexFeed
+from router.workers.leg import Leg, LegListener
+from router.workers.worker_view import worker_view
+
+if TYPE_CHECKING:
+    from router.workers.model_workers import ModelWorkers
+    from router.workers.worker_connection import WorkerConnection
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerLink:
+    """Open legs and mirror of the worker at `address`, which its connection tells `attached` and `lost`."""
+
+    def __init__(self, role: str, address: str, model: ModelWorkers) -> None:
+        self.role = role
+        self.address = address
+        self.model = model  # whose workers this one belongs to; the first, until it announces another
+        self.info: pb.WorkerInfo | None = None  # set while the stream is open, as is `_connection`
+        self.load = pb.LoadReport()
+        self.rates = WorkerRates()
+        self.breaker = Breaker()
+        self.refused = ""  # why the handshake failed
+        self.is_serving = False
+        self.is_draining = False
+        self.is_leaving = False  # its address is not listed any more
+        self.num_lost = 0  # times the stream ended
+        self.lost_time = 0.0  # when the stream ended last; 0: never
+        self.last_sign = 0.0  # when the last report or health reply came
+        self.last_step = 0.0  # when a step was reported last
+        self._connection: WorkerConnection | None = None
+        self._feed: IndexFeed | None = None
+        self._legs: dict[str, Leg] = {}
+        self._prepared: set[str] = set()  # ids of legs that the worker knows and that are not open yet
+        self._backlog = Backlog()
+        self._num_drain_changes = 0  # of the worker, when `is_draining` became known
+
+    # -- what dispatch and policy use --------------------------------------------------------------------------
+
+    @property
+    def worker_id(self) -> WorkerId:
+        return WorkerId(self.info.worker_id if self.info else self.address)
+
+    @property
+    def num_open(self) -> int:
+        return len(self._legs)
+
+    @property
+    def is_usable(self) -> bool:
+        return self.info is not None and self.is_serving and not self.is_draining and not self.is_leaving
+
+    def state(self, now: float) -> str:
+        """One word for operators."""
+        if self.refused:
+            return "refused"
+        if self.info is None:
+            return "connecting"
+        if self.is_draining:
+            return "draining"
+        if not self.is_serving:
+            return "not_serving"
+        return "suspended" if self.breaker.is_open(now) else "ready"
+
+    def view(self) -> WorkerView:
+        """The worker as the policy sees it."""
+        max_num_seqs = self.info.max_num_seqs if self.info else 1
+        return worker_view(
+            self.worker_id, self.role, max_num_seqs, self.load, self.rates, self._backlog, len(self._legs),
+            time.monotonic(),
+        )  # fmt: skip
+
+    def submit(
+        self, message: pb.Submit, pending_tokens: int, listener: LegListener, next_link: WorkerLink | None = None
+    ) -> Leg:
+        """Open a leg here. Raises WorkerLostError when the stream is not open."""
+        if self._connection is None:
+            raise WorkerLostError(f"worker {self.address} is not connected")
+        num_prompt_tokens = num_ids(message.prompt_token_ids)
+        now = time.monotonic()
+        leg = Leg(
+            leg_id=message.request_id,
+            link=self,
+            listener=listener,
+            num_prompt_tokens=num_prompt_tokens,
+            pending_tokens=pending_tokens,
+            next_link=next_link,
+            decodes=self.role == "decode" or message.keep,
+            opened=now,
+            late_until=now + message.due_seconds if message.is_late else 0.0,
+        )
+        self._legs[leg.leg_id] = leg
+        self._backlog.add(leg)
+        pairs = num_pairs(num_prompt_tokens - pending_tokens, pending_tokens)
+        self.rates.submitted(pending_tokens, pairs, now)
+        if next_link is not None:
+            next_link._backlog.expect(leg)
+        self._connection.send(self._opening(message))
+        return leg
+
+    def _opening(self, message: pb.Submit) -> pb.Command:
+        """The command that opens a leg: little is left to say where the worker has been prepared for it."""
+        if message.request_id not in self._prepared:
+            return pb.Command(submit=message)
+        self._prepared.remove(message.request_id)
+        proceed = pb.Proceed(
+            request_id=message.request_id,
+            output_token_ids=message.output_token_ids,
+            due_seconds=message.due_seconds,
+            is_late=message.is_late,
+        )
+        if message.HasField("kv_handle"):
+            proceed.kv_handle.CopyFrom(message.kv_handle)
+        return pb.Command(proceed=proceed)
+
+    def prepare(self, message: pb.Submit) -> None:
+        """Let the worker do what depends on the prompt alone, before `submit` of a message with the same id.
+
+        Nothing is owed to the worker or the choice: without a stream, or when the worker refuses, the leg opens as
+        any other.
+        """
+        if self._connection is not None:
+            self._prepared.add(message.request_id)
+            self._connection.send(pb.Command(prepare=message))
+
+    def drop(self, leg_id: str) -> None:
+        """Let the worker forget a leg that it was prepared for. Does nothing when it does not know it (any more)."""
+        if leg_id in self._prepared and self._connection is not None:
+            self._prepared.remove(leg_id)
+            self._connection.send(pb.Command(cancel=pb.Cancel(request_id=leg_id)))
+
+    def hand_over(self, leg: Leg, next_link: WorkerLink) -> None:
+        """Ask the worker to end the leg with its next token and a handle, so that it goes on at `next_link`."""
+        if leg.leg_id not in self._legs or leg.next_link is not None or self._connection is None:
+            return
+        leg.next_link = next_link
+        next_link._backlog.expect(leg)
+        self._connection.send(pb.Command(hand_over=pb.HandOver(request_id=leg.leg_id)))
+
+    def close(self, leg: Leg) -> bool:
+        """Forget the leg and tell the worker. False: the worker does not have it (any more)."""
+        if leg.leg_id not in self._legs:
+            return False
+        self._forget(leg)
+        if self._connection is None:
+            return False
+        self._connection.send(pb.Command(cancel=pb.Cancel(request_id=leg.leg_id)))
+        return True
+
+    def release(self, handle: pb.KvHandle) -> None:
+        """Tell the worker that nobody will read this KV; without a connection its lease expires."""
+        if self.info is not None and self._connection is not None and self.info.epoch == handle.epoch:
+            self._connection.send(pb.Command(release=pb.Release(lease_id=handle.lease_id, epoch=handle.epoch)))
+
+    def prefetch(self, handle: pb.KvHandle) -> bool:
+        """Tell the worker of KV that a choice will need here. False: it cannot be told, or is about to end."""
+        if self._connection is None or self.is_draining:
+            return False
+        self._connection.send(pb.Command(prefetch=pb.Prefetch(kv_handle=handle)))
+        return True
+
+    async def drain(self, grace_seconds: float) -> int:
+        """Ask the worker to take no more requests and end; how many it still has. Raises UnavailableError."""
+        if self._connection is None:
+            raise UnavailableError(f"worker {self.worker_id} is not connected")
+        reply = await self._connection.drain(grace_seconds)
+        self._learn_drain(True, reply.num_drain_changes)
+        return reply.num_open_requests
+
+    async def undrain(self) -> None:
+        """Ask a draining worker to take requests again. Raises UnavailableError."""
+        if self._connection is None:
+            raise UnavailableError(f"worker {self.worker_id} is not connected")
+        reply = await self._connection.undrain()
+        self._learn_drain(False, reply.num_drain_changes)
+
+    def _learn_drain(self, is_draining: bool, num_changes: int) -> None:
+        """Take what a reply or report says, unless the worker said it before what is known already."""
+        if num_changes < self._num_drain_changes:
+            return
+        if is_draining and num_changes != self._num_drain_changes and self._connection is not None:
+            self._connection.send(pb.Command(drain_noted=pb.DrainNoted(num_drain_changes=num_changes)))
+        self.is_draining, self._num_drain_changes = is_draining, num_changes
+
+    # -- what the connection calls -----------------------------------------------------------------------------
+
+    def attached(self, info: pb.WorkerInfo, connection: WorkerConnection) -> None:
+        """The stream is open: requests may come."""
+        self.info, self._connection = info, connection
+        self._feed = IndexFeed(self.model.index, self.worker_id, connection.fetch_snapshot)
+        self.last_sign = time.monotonic()
+        logger.info("%s worker %s attached (%s)", self.role, info.worker_id, self.address)
+        self.set_serving(True)
+
+    def set_serving(self, is_serving: bool) -> None:
+        """Record the worker's health status."""
+        was_serving, self.is_serving = self.is_serving, is_serving
+        if is_serving and not was_serving:
+            self.model.on_usable()
+
+    def lost(self, reason: str) -> None:
+        """The stream has ended: forget the worker's state and fail what is open here."""
+        if self.info is None:
+            return
+        logger.warning("lost %s worker %s: %s (%d open legs)", self.role, self.worker_id, reason, self.num_open)
+        error = WorkerLostError(f"the connection to worker {self.worker_id} was lost")
+        if self._feed is not None:
+            self._feed.close()
+        self.num_lost += 1
+        self.lost_time = time.monotonic()
+        self.breaker.record_failure(self.lost_time)
+        self.info, self._connection, self._feed, self.is_serving = None, None, None, False
+        self.load = pb.LoadReport()
+        self.is_draining, self._num_drain_changes = False, 0
+        self._prepared.clear()
+        while self._legs:  # one that fails may close others
+            leg = next(iter(self._legs.values()))
+            self._forget(leg)
+            leg.listener.on_failure(error)
+
+    def apply(self, report: pb.StepReport) -> None:
+        """Take one step of the worker. The hot path: once per step for all legs here."""
+        now = self.last_sign = time.monotonic()
+        if report.HasField("load"):
+            if report.load.num_steps != self.load.num_steps:  # else the worker tells of the same step again
+                self.last_step = now
+                self.rates.observe_load(report.load)
+                self._backlog.computed(report.load.step_prefill_tokens, report.load.step_prompt_pairs)
+            self.load = report.load
+            self._learn_drain(report.load.draining, report.load.num_drain_changes)
+        legs = self._legs
+        for delta in report.deltas:
+            leg = legs.get(delta.request_id)
+            if leg is None:  # closed while the step ran there
+                if delta.HasField("kv_handle"):
+                    self.release(delta.kv_handle)
+                continue
+            if leg.times is None:
+                if delta.HasField("kv_handle") and not delta.finish_reason:
+                    self._pass_on(leg, delta.kv_handle)
+                    continue
+                self._first_delta(leg, delta)
+            if delta.finish_reason:
+                self._forget(leg)
+            leg.listener.on_delta(leg, delta, now)
+        for failure in report.failures:
+            self._prepared.discard(failure.request_id)
+            leg = legs.get(failure.request_id)
+            if leg is not None:
+                if failure.code == pb.FAILURE_CODE_UNAVAILABLE:
+                    self.breaker.record_failure(now)
+                self._forget(leg)
+                leg.listener.on_failure(error_of(failure))
+        if report.kv_events and self._feed is not None:
+            self._feed.apply(report.kv_events)
+
+    def _pass_on(self, leg: Leg, handle: pb.KvHandle) -> None:
+        """Let the worker where the choice goes on prefetch a part of the prompt, which is still computed here."""
+        if leg.next_link is not None and not leg.num_offered_tokens:
+            leg.listener.prepare(leg)
+        if leg.next_link is not None and leg.next_link.prefetch(handle):
+            leg.num_offered_tokens += handle.num_tokens
+        else:
+            self.release(handle)
+
+    def _first_delta(self, leg: Leg, delta: pb.TokenDelta) -> None:
+        leg.times = delta.times
+        self._backlog.settle(leg)
+        self.rates.observe_times(leg.num_prompt_tokens, delta.times, self.last_sign)
+        self.breaker.record_success()
+
+    def _forget(self, leg: Leg) -> None:
+        """Drop the leg: nothing that arrives later reaches its choice."""
+        del self._legs[leg.leg_id]
+        self._backlog.remove(leg)
+        if leg.next_link is not None:
+            leg.next_link._backlog.unexpect(leg)

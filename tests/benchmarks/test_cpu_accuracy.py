@@ -1,0 +1,40 @@
+"""The default model as a CPU serves it, beside float32 arithmetic over the same weights, path by path."""
+
+from __future__ import annotations
+
+from pathlib import Path as FilePath
+
+import pytest
+import torch
+
+from benchmarks.accuracy.cpu_accuracy import Accuracy, Path
+
+pytestmark = pytest.mark.slow
+
+SAME = [
+    Path("8 in a batch", batch=8),
+    Path("all but 24 tokens cached", -24),
+    Path("all but 3 tokens cached", -3),
+    Path("all but 1 token cached", -1),
+    Path("chunks of 40", 40),
+    Path("chunks of 6", 6),
+]
+# With AMX, oneDNN chooses among kernels that add up in another order, by the number of rows (docs/decisions/0110).
+HAS_AMX = "amx_bf16" in FilePath("/proc/cpuinfo").read_text()
+OTHER = [Path("alone"), Path("12 in a batch", batch=12)]  # above 8 rows, 4-bit weights are multiplied as bfloat16
+
+
+@pytest.fixture(scope="module")
+def accuracy() -> Accuracy:
+    torch.set_num_threads(1)
+    return Accuracy(num_prompt=120, num_output=16)
+
+
+@pytest.mark.parametrize("path", [*SAME, *OTHER], ids=lambda path: path.name)
+def test_logprobs_are_close_to_those_of_float32(accuracy: Accuracy, path: Path) -> None:
+    """docs/decisions/0110: what is left comes from inputs and results of products in bfloat16."""
+    figures = accuracy.measure(path)
+    assert figures["mean"] < 0.03
+    assert figures["max"] < 0.2
+    if path in SAME and not HAS_AMX:
+        assert figures["to_alone_max"] < 0.005

@@ -1,0 +1,403 @@
+"""The plan of a local cluster, read back with each service's own parser."""
+
+import argparse
+import dataclasses
+import json
+import re
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.cluster.flags import GROUPS, INSTEAD_OF_VLLM, build_parser, parse_config
+from cli.cluster.gpus import Gpus, visible_gpus
+from cli.cluster.model_size import weight_bytes
+from cli.cluster.placement import Placement, Workers, choose_workers, place
+from cli.cluster.plan import plan_cluster
+from cli.cluster.ports import free_ports
+from cli.cluster.serve import check_ports, placement_lines, ready_message
+from common.config import misspelt_variables
+from common.errors import ConfigError
+from engine.config import EngineConfig
+from tests.deploy.settings import SETTINGS, parse
+from worker.ranks.stage import StageConfig
+
+RUN_DIR = Path("/run/x")
+
+
+def plan(*flags, env=None, gpus=(), memory_bytes=0):
+    config = parse_config(flags, env or {}, lambda device: Gpus(tuple(gpus), memory_bytes))
+    specs = plan_cluster(config, RUN_DIR, env or {}, token="secret")
+    return config, {spec.name: spec for spec in specs}
+
+
+def settings(spec):
+    module = spec.command.index("cli.cluster.child") + 2
+    return parse(list(spec.command[module:]), dict(spec.env))
+
+
+def test_default_cluster():
+    _, specs = plan()
+    assert list(specs) == ["agent", "prefill-0", "decode-0", "router"]
+    router = settings(specs["router"])
+    prefill, decode = settings(specs["prefill-0"]), settings(specs["decode-0"])
+    assert router["prefill"] == f"127.0.0.1:{prefill['port']}"
+    assert router["decode"] == f"127.0.0.1:{decode['port']}"
+    assert prefill["agent_socket"] == settings(specs["agent"])["socket"] == "/run/x/agent.sock"
+    assert prefill["run_dir"] == decode["run_dir"] == "/run/x"
+    assert len({s["port"] for s in map(settings, specs.values())}) == 4
+    assert [specs[name].stage for name in specs] == [0, 1, 1, 1]
+    assert [specs[name].stop_stage for name in specs] == [2, 1, 1, 0]
+
+
+def test_one_worker_that_does_both():
+    _, specs = plan("--prefill", "0", "--decode", "1")
+    assert list(specs) == ["agent", "decode-0", "router"]
+    assert settings(specs["router"])["prefill"] == ""
+
+
+@pytest.mark.parametrize(
+    ("gpus", "fractions", "visible"),
+    [
+        (["0"], [0.2667, 0.2667, 0.2667], ["0", "0", "0"]),
+        (["4", "6"], [0.4, 0.8, 0.4], ["4,6", "6,4", "4,6"]),
+        (["0", "1", "2", "3"], [0.8, 0.8, 0.8], ["0,1,2,3", "1,0,2,3", "2,0,1,3"]),
+    ],
+)
+def test_workers_take_gpus_in_turn_and_share_one_equally(gpus, fractions, visible):
+    _, specs = plan("--prefill=1", "--decode=2", "--gpu-memory-fraction=0.8", "--no-overlap", gpus=gpus)
+    workers = [specs[name] for name in ("prefill-0", "decode-0", "decode-1")]
+    assert [settings(worker)["gpu_memory_fraction"] for worker in workers] == fractions
+    assert [worker.env["CUDA_VISIBLE_DEVICES"] for worker in workers] == visible
+    assert not any(settings(worker)["overlap"] for worker in workers)
+
+
+def test_workers_of_several_ranks_take_as_many_gpus():
+    assert place("abcd", [2, 2]) == [Placement(("a", "b"), "a,b,c,d", 1), Placement(("c", "d"), "c,d,a,b", 1)]
+    assert place("ab", [2, 2]) == [Placement(("a", "b"), "a,b", 2)] * 2
+    assert [each.num_sharing for each in place("abc", [2, 2])] == [2, 2]  # the second one takes c and a
+    assert [each.num_sharing for each in place("abc", [2, 1, 1])] == [2, 1, 2]
+    _, specs = plan("--prefill=1", "--prefill-tp=2", "--decode=1", gpus=["0", "1", "2"])
+    assert [specs[name].env["CUDA_VISIBLE_DEVICES"] for name in ("prefill-0", "decode-0")] == ["0,1,2", "2,0,1"]
+    assert [settings(specs[name])["tp"] for name in ("prefill-0", "decode-0")] == [2, 1]
+    with pytest.raises(ConfigError, match="there are 2 GPUs"):
+        plan("--tp=4", gpus=["0", "1"])
+
+
+def test_a_pipeline_takes_a_gpu_for_each_stage():
+    _, specs = plan("--pp=2", gpus=["0", "1", "2", "3"])
+    assert [specs[name].env["CUDA_VISIBLE_DEVICES"] for name in ("decode-0", "decode-1")] == ["0,1,2,3", "2,3,0,1"]
+    assert all(settings(specs[name])["pp"] == 2 for name in ("decode-0", "decode-1"))
+    with pytest.raises(ConfigError, match="--pp 4: there are 2 GPUs"):
+        plan("--pp=4", gpus=["0", "1"])
+    with pytest.raises(ConfigError, match="--pp 2 --tp 2: there are 3 GPUs"):
+        plan("--pp=2", "--tp=2", gpus=["0", "1", "2"])
+
+
+GB = 10**9
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "weights", "given", "chosen"),
+    [
+        (0, 0, (None, None, None), (1, 1, 1)),
+        (1, 15 * GB, (None, None, None), (0, 1, 1)),
+        (8, 15 * GB, (None, None, None), (0, 8, 1)),
+        (8, 141 * GB, (None, None, None), (0, 4, 2)),
+        (2, 700 * GB, (None, None, None), (0, 1, 2)),
+        (8, 0, (None, None, 4), (0, 2, 4)),
+        (8, 15 * GB, (2, None, None), (2, 6, 1)),
+        (2, 15 * GB, (1, 1, None), (1, 1, 1)),
+        (1, 15 * GB, (1, None, None), (1, 1, 1)),
+    ],
+)
+def test_defaults_follow_gpus_and_weights(num_gpus, weights, given, chosen):
+    gpus = Gpus(tuple(map(str, range(num_gpus))), 141 * GB)
+    found = choose_workers(given[0], given[1], given[2], gpus, weights)
+    assert (found.prefill, found.decode, found.tp) == chosen
+    assert ("--tp" in found.reason) == (chosen[2] > 1 and given[2] is None)
+    assert bool(found.reason) == (bool(num_gpus) and (given[0] is None or "--tp" in found.reason))
+
+
+def test_serve_says_which_worker_takes_which_gpu():
+    config = parse_config([], {}, lambda device: Gpus(("4", "7"), 141 * GB))
+    assert Workers(config.serve.prefill, config.serve.decode, config.engine.tp) == Workers(0, 2, 1)
+    first, second, why = placement_lines(config)
+    assert (first, second) == ("decode-0 on GPU 4", "decode-1 on GPU 7")
+    assert why.endswith("(--prefill, --decode and --tp override)")
+    assert placement_lines(parse_config([], {})) == []
+
+
+def test_weights_are_estimated_from_files(tmp_path):
+    assert 200 * 10**6 < weight_bytes(EngineConfig()) < 300 * 10**6  # SmolLM2-135M in 16 bits
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "a.safetensors").write_bytes(bytes(1000))
+    assert weight_bytes(EngineConfig(str(tmp_path))) == 1000
+    assert weight_bytes(EngineConfig(str(tmp_path), quant_mode="fp8")) == 500
+    assert weight_bytes(EngineConfig("dry-run")) == 0
+    gptq = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}
+    (tmp_path / "config.json").write_text(json.dumps(gptq))
+    assert weight_bytes(EngineConfig(str(tmp_path))) == 1000
+    assert weight_bytes(EngineConfig(str(tmp_path), quant_mode="none")) == 4000
+    assert weight_bytes(EngineConfig(str(tmp_path), dtype="float16")) == 4000
+    assert weight_bytes(EngineConfig(str(tmp_path), quant_mode="int8-weight")) == 2000
+
+
+def test_gpus_are_what_the_environment_lists_or_dev_has():
+    files = ["nvidia1", "nvidiactl", "nvidia0", "nvidia10", "nvidia-uvm", "null"]
+    assert visible_gpus({}, files) == ["0", "1", "10"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "3, GPU-7f"}, files) == ["3", "GPU-7f"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, files) == []
+
+
+def test_several_workers_and_flags_of_every_service():
+    _, specs = plan(
+        "--prefill=2", "--decode=3", "--dry-run", "--policy=random", "--max-batch-size=4", "--chunk-prefill-size=64",
+        "--kv-lease-seconds=5", "--host-tier-gb=0.5", "--port=8123", "--host=0.0.0.0", "--served-model-name=m",
+        "--drain-grace-seconds=2",
+    )  # fmt: skip
+    assert len(specs) == 7
+    router, decode, agent = (settings(specs[name]) for name in ("router", "decode-2", "agent"))
+    assert (router["policy"], router["port"], router["host"], router["model"]) == (
+        "random",
+        8123,
+        "0.0.0.0",
+        "dry-run",
+    )
+    assert (decode["model"], decode["max_num_seqs"], decode["max_num_batched_tokens"]) == ("dry-run", 4, 64)
+    assert (decode["host"], decode["kv_lease_seconds"], decode["worker_id"]) == ("127.0.0.1", 5.0, "decode-2")
+    assert (agent["host_tier_gb"], agent["host"], agent["drain_grace_seconds"]) == (0.5, "127.0.0.1", 5.0)
+    assert specs["decode-2"].grace_seconds == 7.0
+
+
+def test_objectives_reach_the_router_and_every_engine():
+    _, specs = plan("--prefill=1", "--decode=1", "--dry-run", "--ttft-objective-ms=800", "--itl-objective-ms=30")
+    router, prefill, decode = (settings(specs[name]) for name in ("router", "prefill-0", "decode-0"))
+    assert (router["ttft_objective_ms"], router["itl_objective_ms"]) == (800.0, 30.0)
+    assert (prefill["itl_objective_ms"], decode["itl_objective_ms"]) == (30.0, 30.0)
+
+
+def test_environment_is_read_once_and_not_inherited():
+    env = {
+        "MINI_INFER_MODEL": "dry-run", "MINI_INFER_PORT": "8009", "MINI_INFER_BLOCK_SIZE": "32",
+        "MINI_INFER_WORKER_ID": "mine", "MINI_INFER_DECODE": "2", "PATH": "/bin",
+    }  # fmt: skip
+    _, specs = plan("--block-size", "16", env=env)
+    assert "decode-1" in specs
+    decode = settings(specs["decode-0"])
+    assert (decode["block_size"], decode["model"], decode["worker_id"]) == (16, "dry-run", "decode-0")
+    assert decode["port"] != 8009
+    assert settings(specs["router"])["port"] == 8009
+    assert specs["decode-0"].env["PATH"] == "/bin"
+
+
+def test_secrets_travel_by_environment_to_those_that_need_them():
+    env = {"MINI_INFER_API_KEY": "sesame", "MINI_INFER_CLUSTER_TOKEN": "of the user"}
+    _, specs = plan("--dry-run", env=env)
+    for name, spec in specs.items():
+        assert not any("sesame" in part or "of the user" in part for part in spec.command)
+        assert settings(spec)["cluster_token"] == "of the user"
+        assert ("sesame" in spec.env.values()) is (name == "router")
+    assert settings(specs["router"])["api_key"] == "sesame"
+    assert {settings(spec)["cluster_token"] for spec in plan()[1].values()} == {"secret"}
+
+
+@pytest.fixture
+def fixed_ports(monkeypatch):
+    monkeypatch.setattr("cli.cluster.flags.free_ports", lambda count: list(range(50000, 50000 + count)))
+
+
+# Flags of `serve` itself, whose effect is not in the plan: tests/cli/cluster/test_serve.py and test_supervisor.py see
+# it.
+OF_SERVE_ITSELF = {"--verbose", "--exit-on-failure"}
+OTHER_VALUES = {
+    "--cors-origins": "https://x.example",
+    "--model": "dry-run", "--host": "0.0.0.0", "--gpu-memory-fraction": "0.5", "--max-body-memory-mb": "64",
+    "--max-num-batched-tokens": "512", "--log-level": "debug", "--metrics-port": "9100",
+    "--simulated-steps": "base=1",
+}  # fmt: skip
+
+
+def other_value(action):
+    """A flag with a value that is not its default."""
+    name = action.option_strings[0]
+    if isinstance(action, argparse.BooleanOptionalAction):
+        no = next(text for text in action.option_strings if text.startswith("--no-"))
+        return [no if str(action.help).endswith("(default: True)") else name]
+    if action.choices:
+        value = next(choice for choice in action.choices if f"(default: {choice})" not in str(action.help))
+    else:
+        value = OTHER_VALUES.get(name, "x" if action.type is str else "3")
+    return [f"{name}={value}"]
+
+
+def test_every_flag_has_an_effect_or_is_refused(fixed_ports):
+    """Neither a flag nor a variable of the same name may be listed, taken and ignored."""
+
+    def planned(*flags, env=None):
+        config = parse_config(flags, env or {})
+        return plan_cluster(config, RUN_DIR, {}, token="secret"), config.serve
+
+    usual, usual_serve = planned()
+    ignored = []
+    for action in build_parser()._actions:
+        if not isinstance(action, argparse._HelpAction):
+            flags = other_value(action)
+            try:
+                specs, serve = planned(*flags)
+            except ConfigError:
+                alone = (
+                    "--expert-parallel", "--expert-exchange=dispatch", "--stage-address=x",  # without --tp, --pp
+                    "--expert-placement=x", "--num-redundant-experts=3", "--expert-rebalance-interval=3",
+                )  # fmt: skip
+                assert flags[0] in alone
+                continue
+            has_effect = serve != usual_serve if flags[0] in OF_SERVE_ITSELF else specs != usual
+            ignored += [] if has_effect else flags
+    assert ignored == []
+
+
+def test_services_that_read_the_same_variable_take_the_same_values_of_it():
+    """MINI_INFER_LOG_LEVEL and the like are set once for all services."""
+    choices = {}
+    classes: set[Any] = {StageConfig}.union(*SETTINGS.values())
+    for cls in classes:
+        for field in dataclasses.fields(cls):
+            choices.setdefault(field.name, set()).add(field.metadata["choices"])
+    assert {name: values for name, values in choices.items() if len(values) > 1} == {}
+
+
+def test_ep_gives_ranks_whole_experts(fixed_ports):
+    config = parse_config(["--ep=2"], {})
+    assert (config.engine.tp, config.engine.expert_parallel) == (2, True)
+    config = parse_config(["--ep=2", "--expert-exchange=dispatch"], {})
+    lines = [" ".join(spec.command) for spec in plan_cluster(config, RUN_DIR, {}, token="secret")]
+    workers = [line for line in lines if "_service" in line]
+    assert len(workers) == 2
+    assert all("--expert-parallel" in line and "--expert-exchange=dispatch" in line for line in workers), workers
+    config = parse_config(["--ep=2", "--expert-load-file=/r/loads"], {})
+    lines = [" ".join(spec.command) for spec in plan_cluster(config, RUN_DIR, {}, token="secret")]
+    assert all(f"--expert-load-file=/r/loads.{name}" in str(lines) for name in ("prefill-0", "decode-0"))
+    with pytest.raises(ConfigError, match="--ep 2 --tp 4"):
+        parse_config(["--ep=2", "--tp=4"], {})
+
+
+def test_settings_that_the_cluster_makes_itself_are_no_flags_and_no_variables(fixed_ports, capsys):
+    values = {
+        "worker_id": "w", "advertise_host": "h", "run_dir": "/r", "agent_socket": "/s", "socket": "/s",
+    }  # fmt: skip
+    for name, value in values.items():
+        with pytest.raises(SystemExit):
+            parse_config([f"--{name.replace('_', '-')}={value}"], {})
+        assert "unrecognized arguments" in capsys.readouterr().err
+    env = {f"MINI_INFER_{name.upper()}": value for name, value in values.items()}
+    assert parse_config([], env) == parse_config([], {})
+
+
+def test_each_service_has_its_metrics_on_a_port_of_its_own():
+    config, specs = plan("--prefill=2", "--metrics-port=9100")
+    ports = {name: settings(spec).get("metrics_port") for name, spec in specs.items()}
+    assert ports == {"prefill-0": 9100, "prefill-1": 9101, "decode-0": 9102, "agent": 9103, "router": 9104}
+    told = "metrics: http://127.0.0.1:8000/metrics, prefill-0 on :9100, prefill-1 on :9101, decode-0 on :9102, agent"
+    assert f"{told} on :9103, router on :9104\n" in ready_message(config, "m")
+    assert "metrics" not in ready_message(plan()[0], "m")
+    (port,) = free_ports(1)
+    with pytest.raises(ConfigError, match=f"gives prefill-0 port {port}, which is the router's"):
+        check_ports(plan(f"--metrics-port={port}", f"--port={port}")[0])
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(ConfigError, match="choose another with --metrics-port"),
+    ):
+        check_ports(plan(f"--metrics-port={taken.getsockname()[1]}", f"--port={port}")[0])
+
+
+def test_no_host_tier_is_no_agent():
+    config, specs = plan("--host-tier-gb=0", "--metrics-port=9100")
+    assert list(specs) == ["prefill-0", "decode-0", "router"]
+    assert settings(specs["decode-0"])["agent_socket"] == ""
+    assert settings(specs["decode-0"])["host_tier_gb"] == 0
+    assert list(config.metrics_ports) == ["prefill-0", "decode-0", "router"]
+    with pytest.raises(ConfigError, match="must not be negative"):
+        plan("--host-tier-gb=-1")
+
+
+@pytest.mark.parametrize(("flags", "threads"), [([], 0), (["--num-threads=3"], 3)])
+def test_workers_share_cores_unless_told_how_many(flags, threads):
+    _, specs = plan("--decode=3", *flags)
+    assert [settings(specs[name])["num_threads"] for name in ("prefill-0", "decode-0", "decode-2")] == [threads] * 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--decode=0"], "at least one decode worker"),
+        (["--tp=0"], "--tp 0: choose 1 to 256"),
+        (["--prefill-tp=-1"], "--prefill-tp -1: choose 1 or more"),
+        (["--ep=0"], "--ep 0: choose 1 or more"),
+        (["--quant-mode=w8a16"], "use int8-weight"),
+        (["--quant-mode", "w8a16"], "use int8-weight"),
+        (["--quant-mode=fp4"], "choose one of auto, none, int8-weight"),
+        (["--block-size=-1"], "--block-size -1"),
+        (["--port=99999"], "--port 99999"),
+        (["--metrics-port=65535"], "--metrics-port 65535"),
+    ],
+)
+def test_settings_that_cannot_work_say_what_to_do(flags, told):
+    with pytest.raises(ConfigError, match=told):
+        parse_config(flags, {})
+
+
+def test_what_takes_the_place_of_flags_of_vllm_exists():
+    known = build_parser()._option_string_actions
+    for flag, told in INSTEAD_OF_VLLM.items():
+        assert flag not in known
+        assert set(re.findall(r"--[\w-]+", told)) <= known.keys()
+
+
+def test_flags_of_vllm():
+    given = (
+        "--tensor-parallel-size=2 --pipeline-parallel-size=3 --enable-expert-parallel --num-gpu-blocks-override=64"
+    )
+    config = parse_config([*given.split(), "--no-enable-prefix-caching", "--gpu-memory-utilization=0.5"], {})
+    assert (config.engine.tp, config.engine.pp, config.engine.expert_parallel) == (2, 3, True)
+    assert (config.engine.num_gpu_blocks, config.engine.prefix_cache) == (64, False)
+    assert config.gpu.gpu_memory_fraction == 0.5
+
+
+def test_port_0_is_one_that_is_free():
+    config, specs = plan("--port=0")
+    assert config.router.port
+    assert settings(specs["router"])["port"] == config.router.port
+    assert f"127.0.0.1:{config.router.port}/readyz" in specs["router"].health_target
+    assert f"http://127.0.0.1:{config.router.port}/v1" in ready_message(config, "m")
+
+
+@pytest.mark.parametrize(
+    ("host", "told"),
+    [("192.0.2.1", "192.0.2.1 is no address of this machine"), ("no host", "no host is no address of this machine")],
+)
+def test_a_host_that_is_not_here_is_not_a_port_that_is_taken(host, told):
+    with pytest.raises(ConfigError, match=told):
+        check_ports(plan(f"--host={host}", "--port=0")[0])
+
+
+def test_a_quantization_of_other_programs_in_the_environment():
+    with pytest.raises(ConfigError, match="use int8-weight"):
+        parse_config([], {"MINI_INFER_QUANT_MODE": "w8a16"})
+    assert parse_config(["--quant-mode=none"], {"MINI_INFER_QUANT_MODE": "w8a16"}).engine.quant_mode == "none"
+
+
+def test_ready_message_names_the_model_and_hides_the_key():
+    config, _ = plan("--api-key=sesame", "--port=8123", "--served-model-name=it's")
+    text = ready_message(config, "real-name")
+    assert "it's on http://127.0.0.1:8123 (1 prefill, 1 decode)" in text
+    assert "$MINI_INFER_API_KEY" in text
+    assert "sesame" not in text
+    assert (config.serve.prefill, config.serve.decode) == (1, 1)
+
+
+def test_a_misspelt_variable_is_named() -> None:
+    env = {"MINI_INFER_MODLE": "x", "MINI_INFER_QUANT_MODE": "none", "MINI_INFER_IMAGE": "ours:1", "MODLE": "y"}
+    settings = [cls for _, cls in GROUPS]
+    assert misspelt_variables(env, *settings) == ["MINI_INFER_MODLE is not read: did you mean MINI_INFER_MODEL?"]

@@ -1,0 +1,289 @@
+"""`mini-infer serve` as a user runs it: real services on the dry-run model, in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import httpx
+import pytest
+
+from cli.cluster.ports import check_port, free_port_range, free_ports
+from cli.cluster.serve import run
+from common.errors import ConfigError
+from tests.cli.cluster.test_supervisor import is_alive
+from tests.packaging.documentation import commands_of, runnable
+from tests.processes import command_line, descendants
+
+EXPERTS = ["--model=benchmarks/configs/qwen3-30b-a3b", "--load-format=dummy"]
+FLAGS = ["--dry-run", "--num-gpu-blocks=256", "--host-tier-gb=0.01", "--num-threads=1"]
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """Short, in place of pytest's own: sockets lie there, whose paths have 107 bytes at most."""
+    with tempfile.TemporaryDirectory(prefix="mi-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "cli", *arguments]
+
+
+def environment(tmp_path: Path) -> dict[str, str]:
+    return os.environ | {"XDG_RUNTIME_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+
+
+def session_pids(text: str) -> list[int]:
+    """Processes whose command line holds `text`."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+            if text in line:
+                found.append(int(entry.name))
+    return [pid for pid in found if is_alive(pid)]
+
+
+def assert_gone(find: Callable[[], list[int]]) -> None:
+    """Nothing is left. Who got SIGKILL in the end takes a moment to die."""
+    deadline = time.monotonic() + 60.0
+    while left := find():
+        assert time.monotonic() < deadline, [command_line(pid) for pid in left]
+        time.sleep(0.05)
+
+
+class Served:
+    """A running `mini-infer serve` and everything that it printed."""
+
+    def __init__(self, tmp_path: Path, *flags: str, api_key: str = "", program: Sequence[str] = ()) -> None:
+        """program: an installed one, in `tmp_path` and without the path of this process."""
+        (self.port,) = free_ports(1)
+        self.api_key = api_key
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = tmp_path / "serve.log"
+        env = environment(tmp_path) | ({"MINI_INFER_API_KEY": api_key} if api_key else {})
+        if program:
+            env.pop("PYTHONPATH", None)
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [*(program or command("serve")), *FLAGS, f"--port={self.port}", *flags],
+                stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True,
+                cwd=tmp_path if program else None,
+            )  # fmt: skip
+
+    def wait_for(self, pattern: str, seconds: float = 200.0) -> str:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            text = self.log.read_text()
+            if re.search(pattern, text):
+                return text
+            if self.process.poll() is not None and not re.search(pattern, self.log.read_text()):
+                break
+            time.sleep(0.1)
+        pytest.fail(f"no {pattern!r} in:\n{self.log.read_text()[-3000:]}")
+
+    def wait_until_used(self, worker: str, seconds: float = 60.0) -> None:
+        """Until the router has it back, which is a moment after it is ready."""
+        deadline = time.monotonic() + seconds
+        while True:
+            workers = httpx.get(f"{self.url}/v1/cluster", timeout=60.0).json()["workers"]
+            if any(item["id"] == worker and item["state"] == "ready" for item in workers):
+                return
+            assert time.monotonic() < deadline, workers
+            time.sleep(0.05)
+
+    def stop(self) -> None:
+        """SIGTERM, which ends it well. What does not end is killed, and its services with it."""
+        self.process.terminate()
+        try:
+            code = self.process.wait(100)
+        finally:
+            self.process.kill()
+            self.process.wait()
+        assert code == 0, self.log.read_text()[-3000:]
+
+    def complete(self) -> str:
+        body = {
+            "model": "dry-run",
+            "prompt": list(range(40, 140)),
+            "max_tokens": 8,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        reply = httpx.post(f"{self.url}/v1/completions", json=body, timeout=100.0, headers=headers)
+        assert reply.status_code == 200, reply.text
+        return reply.json()["choices"][0]["text"]
+
+
+def test_a_cluster_from_start_to_sigterm(tmp_path):
+    served = Served(tmp_path, "--decode=2", "--verbose")
+    try:
+        text = served.wait_for("stop with Ctrl-C")
+        assert f"dry-run on {served.url} (1 prefill, 2 decode)" in text
+        answer = served.complete()
+        (run_dir,) = tmp_path.glob("mini-infer-*")
+        pids = session_pids(str(run_dir))
+        assert len(pids) >= 4
+
+        piped = subprocess.run(
+            command("chat", "--url", served.url, "--max-tokens=32"),
+            input="hello\n/exit\n",
+            capture_output=True,
+            text=True,
+            timeout=200,
+            env=environment(tmp_path) | {"MINI_INFER_MODEL": "/models/of/some/other/server"},
+            check=False,
+        )
+        assert piped.returncode == 0, piped.stderr
+        assert "first token" in piped.stderr
+
+        victim = next(pid for pid in session_pids("--worker-id=decode-1") if pid in pids)
+        os.kill(victim, signal.SIGKILL)
+        served.wait_for(r"decode-1 ended \(SIGKILL\); restarting it now")
+        assert served.complete() == answer
+        served.wait_for(r"(?s)restarting it.*decode-1: ready")
+        served.wait_until_used("decode-1")
+
+        (drain,) = commands_of("tests/cli/cluster/test_serve.py::test_a_cluster_from_start_to_sigterm", "curl")
+        reply = subprocess.check_output(["bash", "-c", runnable(drain, served.url)])
+        assert json.loads(reply) == {"id": "decode-0", "draining": True, "open_requests": 0}
+        served.wait_for(r"(?s)decode-0 ended normally: replacing it now.*decode-0: ready")
+        assert served.complete() == answer
+    finally:
+        served.stop()
+    order = re.findall(r"\| ([a-z0-9-]+): stopped", served.log.read_text())
+    assert order[0] == "router"
+    assert order[-1] == "agent"
+    assert_gone(lambda: session_pids(str(run_dir)))
+    assert not run_dir.exists()
+    check_port("127.0.0.1", served.port)
+
+
+def test_secrets_metrics_and_a_failure_that_ends_the_cluster(tmp_path):
+    metrics_port, *_ = free_port_range(3)
+    served = Served(
+        tmp_path, "--prefill=0", f"--metrics-port={metrics_port}", "--exit-on-failure", "--log-format=json",
+        "--verbose", api_key="open-sesame",
+    )  # fmt: skip
+    try:
+        served.wait_for(f"decode-0 on :{metrics_port}, agent on :{metrics_port + 1}, router on")
+        assert served.complete()
+        for index, name in enumerate(
+            ("vllm:num_requests_running", "mini_infer_host_tier_slots", "vllm:generation_tokens")
+        ):
+            assert name in httpx.get(f"http://127.0.0.1:{metrics_port + index}/metrics", timeout=60.0).text
+
+        processes = {pid: command_line(pid) for pid in descendants(served.process.pid)}
+        for part in (" kvstore ", " decode_service ", " worker.engine_process.main ", " router ", "rm -rf"):
+            assert any(part in text for text in processes.values()), processes
+        for pid, text in processes.items():
+            assert "open-sesame" not in text
+            knows = b"open-sesame" in Path(f"/proc/{pid}/environ").read_bytes()
+            assert knows is (" router " in text), f"{text} {'has' if knows else 'lacks'} the API key"
+
+        os.kill(next(pid for pid, text in processes.items() if " kvstore " in text), signal.SIGKILL)
+        assert served.process.wait(100) == 1
+    finally:
+        if served.process.poll() is None:
+            served.process.kill()
+            served.process.wait()
+    *lines, last = served.log.read_text().splitlines()
+    assert last == "error: agent ended (SIGKILL)"
+    from_services = [json.loads(line) for line in lines if line.startswith("{")]
+    assert {line["service"] for line in from_services} == {"agent", "decode-0", "router", "serve"}
+    assert "engine.loader.load" in {line["logger"] for line in from_services}
+    assert not any(" | " in line for line in lines), "a line is not JSON"
+    assert_gone(lambda: [pid for pid in processes if is_alive(pid)])
+
+
+def test_a_demo_starts_its_own_cluster_and_takes_it_away(tmp_path):
+    done = subprocess.run(
+        command("demo", *FLAGS), capture_output=True, text=True, timeout=200, env=environment(tmp_path), check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for scene in ("one answer", "8 at once", "same prefix, new", "stopped reading after 3 pieces"):
+        assert scene in done.stdout
+    assert_gone(lambda: session_pids(str(tmp_path)))
+    assert list(tmp_path.glob("mini-infer-*")) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--tp=2"], "2 ranks cannot divide 9 query heads, 3 KV heads .*: choose --tp of 1, 3"),
+        (["--tp=3", "--prefill-tp=2"], "2 ranks cannot divide 9 query heads"),
+        (["--pp=31"], "--pp 31: the model has 30 layers"),
+        (["--ep=3"], "3 ranks cannot divide no experts"),
+        ([*EXPERTS, "--ep=16", "--expert-rebalance-interval=9", "--num-redundant-experts=3"], "16 ranks cannot have"),
+        ([*EXPERTS, "--ep=16", "--max-model-len=99999"], "--max-model-len 99999 exceeds the model's 40960"),
+    ],
+)
+def test_a_model_that_ranks_cannot_divide_is_refused_before_anything_starts(monkeypatch, flags, told):
+    monkeypatch.setattr("cli.cluster.serve.run_directory", lambda: pytest.fail("the cluster was started"))
+    with pytest.raises(ConfigError, match=told):
+        run(["--port=0", "--device=cpu", *flags])
+
+
+def test_what_cannot_start_is_one_line_and_leaves_nothing(tmp_path):
+    def serve(*flags: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command("serve", *flags),
+            capture_output=True,
+            text=True,
+            timeout=200,
+            env=environment(tmp_path),
+            check=False,
+        )
+
+    (free,) = map(str, free_ports(1))  # on the default one somebody else may listen
+    missing = serve("--port", free, "--model", "/nowhere/model")
+    assert missing.returncode == 1
+    assert missing.stderr.startswith("error: model '/nowhere/model' not found: give")
+    assert missing.stderr.count("\n") == 1
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        in_use = serve("--dry-run", "--port", str(port))
+    assert in_use.returncode == 1
+    assert in_use.stderr == (
+        f"error: port {port} on 127.0.0.1 can't be used (address already in use): stop what listens there, "
+        "or choose another with --port\n"
+    )
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text('{"architectures": ["NoSuchModel"]}')
+    broken = serve("--port", free, "--model", str(tmp_path / "broken"))
+    assert broken.returncode == 1
+    assert "error: " in broken.stderr
+    assert "ended before it was ready" in broken.stderr.splitlines()[-1]
+    assert list(tmp_path.glob("mini-infer-*")) == []
+
+
+def test_ports():
+    first, second = free_ports(2)
+    assert first != second
+    check_port("127.0.0.1", first)
+    with pytest.raises(ConfigError, match="can't be used"):
+        check_port("192.0.2.1", first)
+
+
+def test_a_port_is_kept_for_the_service_that_will_listen_there():
+    first, *others = ports = free_port_range(3)
+    assert others == [first + 1, first + 2]
+    for port in ports:
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))  # as the kernel does for an outgoing connection
+        with socket.create_server(("127.0.0.1", port)), socket.create_connection(("127.0.0.1", port)):
+            pass

@@ -1,0 +1,145 @@
+"""A stage on another host: the tokens of one process, what is refused, and what happens when either side ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from common.errors import ConfigError, EngineError
+from engine import LLM, SamplingParams
+from engine.engine import DeviceLostError
+from engine.pipeline_parallel.remote_stage import TOKEN_VARIABLE
+from tests.cluster.harness import ROOT, free_ports, running_cluster
+from tests.cluster.test_two_hosts import THERE, OtherHost, other_host  # noqa: F401 - a fixture
+from tests.cluster.wings.test_tensor_parallel import GREEDY, PROMPTS, complete, followers_of, ready_workers
+
+pytestmark = pytest.mark.soak
+
+SETTINGS = {"num_gpu_blocks": 256, "quant_mode": "none"}
+PARAMS = [
+    GREEDY,
+    SamplingParams(max_tokens=24, temperature=1.1, seed=5, presence_penalty=0.4, ignore_eos=True),
+    GREEDY,
+]
+
+
+@dataclass
+class Stage:
+    process: subprocess.Popen[bytes]
+    address: str
+
+    def follower(self) -> int:
+        """The process that serves an engine."""
+        (found,) = followers_of(self.process.pid)
+        return found
+
+
+@pytest.fixture
+def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
+    monkeypatch.setenv(TOKEN_VARIABLE, "a secret")
+    [port] = free_ports(1)
+    process = subprocess.Popen([sys.executable, "-m", "worker.ranks.stage", f"--port={port}"], cwd=ROOT)
+    try:
+        deadline = time.monotonic() + 100.0
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port), 1.0).close()
+                break
+            except OSError:
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+        yield Stage(process, f"127.0.0.1:{port}")
+    finally:
+        process.terminate()
+        try:
+            process.wait(60.0)
+        finally:
+            process.kill()
+            process.wait()
+
+
+def test_an_engine_and_the_next_one(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = [one.token_ids for one in LLM("dry-run", num_threads=1, **SETTINGS).generate(PROMPTS, PARAMS)]
+    for num_drafts in (0, 3):
+        llm = LLM("dry-run", pp=2, stage_address=stage.address, num_speculative_tokens=num_drafts, **SETTINGS)
+        assert [one.token_ids for one in llm.generate(PROMPTS, PARAMS)] == expected
+        with pytest.raises(ConfigError, match="no free stage answers"):
+            LLM("dry-run", pp=2, stage_address=stage.address, **SETTINGS)
+        os.kill(stage.follower(), signal.SIGKILL)
+        with pytest.raises(EngineError) as raised:
+            llm.generate(PROMPTS, PARAMS)
+        assert isinstance(raised.value.__cause__, DeviceLostError)
+    monkeypatch.setenv(TOKEN_VARIABLE, "another")
+    with pytest.raises(ConfigError, match="another cluster token"):
+        LLM("dry-run", pp=2, stage_address=stage.address, **SETTINGS)
+
+
+def test_a_stage_ends_with_its_engine(stage: Stage) -> None:
+    code = "from engine import LLM; import sys; LLM('dry-run', pp=2, stage_address=sys.argv[1]); input()"
+    engine = subprocess.Popen([sys.executable, "-c", code, stage.address], cwd=ROOT, stdin=subprocess.PIPE)
+    try:
+        deadline = time.monotonic() + 100.0
+        while not followers_of(stage.process.pid):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        follower = stage.follower()
+    finally:
+        engine.kill()
+        engine.communicate()
+    deadline = time.monotonic() + 100.0
+    while Path(f"/proc/{follower}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert stage.process.poll() is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"stage_address": "host:1"}, "for --pp 2"),
+        ({"pp": 3, "stage_address": "host:1"}, "for --pp 2"),
+        ({"pp": 2, "stage_address": "host"}, "give host:port"),
+        ({"pp": 2, "tp": 2, "stage_address": "host:1"}, "--stage-address with --tp"),
+        ({"pp": 2, "stage_address": "127.0.0.1:1"}, "no free stage answers there"),
+    ],
+    ids=str,
+)
+def test_what_is_refused(settings: dict[str, object], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        LLM("dry-run", **SETTINGS, **settings)
+
+
+def test_a_worker_of_two_hosts(other_host: OtherHost, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """The stage in a network namespace of its own; a prefill worker's KV cannot reach it, and is computed."""
+    monkeypatch.setenv(TOKEN_VARIABLE, "a secret of both hosts")
+    expected = [one.text for one in LLM("dry-run", num_threads=1, **SETTINGS).generate(PROMPTS, GREEDY)]
+    [port] = free_ports(1)
+    argv = other_host.argv("/mnt", sys.executable, "-m", "worker.ranks.stage", f"--host={THERE}", f"--port={port}")
+    far = subprocess.Popen(argv, cwd=ROOT)
+    try:
+        deadline = time.monotonic() + 100.0
+        while subprocess.run(["bash", "-c", f"exec 3<>/dev/tcp/{THERE}/{port}"], capture_output=True).returncode:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        flags = ["--pp=2", f"--stage-address={THERE}:{port}"]
+        engine_args = ("--model=dry-run", "--num-gpu-blocks=256", "--quant-mode=none", "--num-threads=1")
+        with running_cluster(engine_args=engine_args, role_args={"decode": flags}) as cluster:
+            assert [complete(cluster, prompt, GREEDY) for prompt in PROMPTS] == expected
+            assert "cannot reach the stage" in cluster.services["decode-0"].log()
+            subprocess.run(["ip", "link", "set", other_host.link, "down"], check=True)
+            began = time.monotonic()
+            while "decode-0" in ready_workers(cluster):
+                assert time.monotonic() - began < 100.0
+                time.sleep(0.2)
+    finally:
+        far.kill()
+        far.wait()

@@ -1,0 +1,137 @@
+"""Answers in a form that clients ask for, through real processes: followed, repeatable, whole after a kill."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+
+import openai
+import pydantic
+import pytest
+
+from common.grammar import grammar
+from engine import LLM, SamplingParams
+from tests.cluster.harness import Cluster, running_cluster
+
+ROWS = {
+    "type": "object",
+    "properties": {
+        "rows": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {"id": {"type": "integer"}, "word": {"type": "string", "pattern": "^[a-z]{6}$"}},
+                "required": ["id", "word"],
+                "additionalProperties": False,
+            },
+            "minItems": 6,
+            "maxItems": 6,
+        }
+    },
+    "required": ["rows"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "rows", "schema": ROWS, "strict": True}}
+PROMPT = "six rows with a word each " * 8
+
+
+class Pet(pydantic.BaseModel):
+    """What the openai package makes a schema of."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    name: str = pydantic.Field(pattern="^[A-Z][a-z]{2,7}$")
+    age: int = pydantic.Field(ge=0, le=30)
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Cluster]:
+    with running_cluster(num_prefill=1, num_decode=2) as running:
+        yield running
+
+
+@pytest.fixture
+def cluster(shared: Cluster) -> Cluster:
+    shared.start_killed(3)
+    return shared
+
+
+def test_tokens_equal_those_of_one_engine(cluster: Cluster) -> None:
+    """Prefill worker, hand-over and decode worker: the matcher begins anew behind the first token."""
+    answer = cluster.client().completions.create(
+        model="dry-run", prompt=PROMPT, max_tokens=700, temperature=1.0, seed=3,
+        extra_body={"response_format": FORMAT},
+    )  # fmt: skip
+    params = SamplingParams(max_tokens=700, temperature=1.0, seed=3, grammar=grammar.json_schema(ROWS))
+    [expected] = LLM("dry-run", num_gpu_blocks=512, num_threads=1).generate(PROMPT, params)
+    assert answer.choices[0].text == expected.text
+    assert answer.choices[0].finish_reason == "stop"
+    assert len(json.loads(expected.text)["rows"]) == 6
+
+
+def test_the_openai_package_parses_answers(cluster: Cluster) -> None:
+    answer = cluster.client().chat.completions.parse(
+        model="dry-run", messages=[{"role": "user", "content": "a pet"}], response_format=Pet, seed=1, max_tokens=300
+    )
+    pet = answer.choices[0].message.parsed
+    assert isinstance(pet, Pet)
+    assert 0 <= pet.age <= 30
+
+
+@pytest.mark.parametrize(
+    ("wanted", "pattern"),
+    [
+        ({"regex": r"\d{3}-\d{4}"}, r"\d{3}-\d{4}"),
+        ({"choice": ["positive", "negative"]}, "positive|negative"),
+        ({"grammar": 'start: "<" /[a-z]{3}/ ">"'}, "<[a-z]{3}>"),
+        ({"json": {"type": "array", "items": {"type": "boolean"}, "maxItems": 4}}, r"\s*\[[\strue,fals]*\]\s*"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_structured_outputs(cluster: Cluster, wanted: dict[str, object], pattern: str) -> None:
+    for temperature in (0.0, 1.5):
+        answer = cluster.client().chat.completions.create(
+            model="dry-run", messages=[{"role": "user", "content": "hello"}], max_tokens=200, temperature=temperature,
+            seed=2, extra_body={"structured_outputs": wanted},
+        )  # fmt: skip
+        assert re.fullmatch(pattern, answer.choices[0].message.content or "")
+
+
+def test_a_schema_of_the_client_is_refused_by_name(cluster: Cluster) -> None:
+    bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", "not": {}}}}
+    with pytest.raises(openai.BadRequestError, match="not") as refused:
+        cluster.client().completions.create(model="dry-run", prompt="x", extra_body={"response_format": bad})
+    assert refused.value.param == "response_format"
+
+
+async def test_every_choice_is_whole_and_the_same_after_a_decode_worker_was_killed(cluster: Cluster) -> None:
+    client = openai.AsyncOpenAI(base_url=cluster.url + "/v1", api_key="none", max_retries=0, timeout=200.0)
+    killed = asyncio.Event()
+    ids: set[str] = set()
+
+    async def stream(number: int, is_victim: bool) -> list[str]:
+        texts = [""] * 3
+        chunks = await client.completions.create(
+            model="dry-run", prompt=f"{number} {PROMPT}", max_tokens=700, temperature=1.0, seed=number, n=3,
+            stream=True, extra_body={"response_format": FORMAT},
+        )  # fmt: skip
+        async for chunk in chunks:
+            ids.add(chunk.id)
+            for choice in chunk.choices:
+                texts[choice.index] += choice.text
+            if is_victim and min(map(len, texts)) > 20 and not killed.is_set():
+                killed.set()
+                cluster.services["decode-0"].kill()
+        return texts
+
+    async with client:
+        calm = await asyncio.gather(*(stream(number, is_victim=False) for number in range(8)))
+        ids.clear()
+        hurt = await asyncio.gather(*(stream(number, is_victim=True) for number in range(8)))
+    explained = [cluster.get(f"/explain/{request_id}")["choices"] for request_id in ids]
+    assert sum(choice["migrations"] for choices in explained for choice in choices) > 3
+    assert hurt == calm
+    for text in (text for texts in calm for text in texts):
+        assert len(json.loads(text)["rows"]) == 6

@@ -1,0 +1,86 @@
+"""Tool calls of a random model through real processes: their arguments follow the schemas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+import openai
+import pydantic
+import pytest
+
+from tests.cluster.harness import Cluster, running_cluster, save_with_tokenizer
+from tests.common.tools.tool_templates import HERMES_TEMPLATE
+from tests.engine.tiny_models import TinyModel
+
+MESSAGES: Any = [{"role": "user", "content": "What is the weather like?"}]
+
+
+class GetWeather(pydantic.BaseModel):
+    """Say how the weather will be."""
+
+    city: Annotated[str, pydantic.Field(pattern="^[A-Z][a-z]{2,9}$")]
+    days: Annotated[int, pydantic.Field(ge=1, le=14)]
+    unit: Literal["celsius", "fahrenheit"]
+
+
+class GetTime(pydantic.BaseModel):
+    zones: Annotated[list[Literal["CET", "UTC"]], pydantic.Field(min_length=1, max_length=3)]
+
+
+KINDS: dict[str, type[pydantic.BaseModel]] = {"GetWeather": GetWeather, "GetTime": GetTime}
+TOOLS: Any = [openai.pydantic_function_tool(kind) for kind in KINDS.values()]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    sizes = {"vocab_size": 320, "max_position_embeddings": 4096}
+    folder = save_with_tokenizer(TinyModel("Llama", sizes), tmp_path_factory.mktemp("models") / "tiny")
+    (folder / "chat_template.jinja").write_text(HERMES_TEMPLATE)
+    engine_args = (f"--model={folder}", "--num-gpu-blocks=1024", "--num-threads=1")
+    with running_cluster(num_prefill=1, engine_args=engine_args) as running:
+        yield running
+
+
+def ask(cluster: Cluster, **fields: Any) -> Any:
+    return cluster.client().chat.completions.create(
+        model="tiny", messages=MESSAGES, tools=TOOLS, max_tokens=1500, temperature=1.0, **fields
+    )
+
+
+def test_required_calls_follow_their_schemas(cluster: Cluster) -> None:
+    answer = ask(cluster, tool_choice="required", seed=3, n=6)
+    names = set()
+    for choice in answer.choices:
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content is None
+        for call in choice.message.tool_calls:
+            KINDS[call.function.name].model_validate_json(call.function.arguments)
+            names.add(call.function.name)
+    assert names == set(KINDS)
+    assert max(len(choice.message.tool_calls) for choice in answer.choices) > 1
+
+
+def test_a_named_tool_is_called_once_and_the_openai_package_parses_it(cluster: Cluster) -> None:
+    answer = cluster.client().chat.completions.parse(
+        model="tiny", messages=MESSAGES, tools=TOOLS, max_tokens=500, temperature=1.0, seed=2,
+        tool_choice={"type": "function", "function": {"name": "GetWeather"}},
+    )  # fmt: skip
+    [call] = answer.choices[0].message.tool_calls or []
+    assert isinstance(call.function.parsed_arguments, GetWeather)
+
+
+def test_a_stream_has_the_same_calls(cluster: Cluster) -> None:
+    whole = ask(cluster, tool_choice="required", seed=1)
+    expected = [(call.function.name, call.function.arguments) for call in whole.choices[0].message.tool_calls]
+    calls: list[list[str]] = []
+    num_deltas = 0
+    for chunk in ask(cluster, tool_choice="required", seed=1, stream=True):
+        for choice in chunk.choices:
+            for call in choice.delta.tool_calls or []:
+                num_deltas += 1
+                if call.id:
+                    calls.append([call.function.name, ""])
+                calls[call.index][1] += call.function.arguments
+    assert [tuple(call) for call in calls] == expected
+    assert num_deltas > 5 * len(calls)

@@ -1,0 +1,118 @@
+import asyncio
+import socketserver
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from cli.cluster.ports import free_ports
+from common.net import healthcheck, rpc
+from common.net.healthcheck import is_ready, main
+from common.net.rpc import RpcServer
+from common.net.scrape import serve_scrapes
+
+
+async def http_server(reply: bytes | None):
+    """A server that answers one request, or never (None), and an event that is set when its connection is closed."""
+    closed = asyncio.Event()
+
+    async def answer(reader, writer):
+        try:
+            await reader.readuntil(b"\r\n\r\n")
+            if reply is None:
+                await reader.read()  # until the client has had enough
+            else:
+                writer.write(reply)
+        finally:
+            writer.close()
+            await writer.wait_closed()
+            closed.set()
+
+    return await asyncio.start_server(answer, "127.0.0.1", 0), closed
+
+
+@pytest.mark.parametrize(
+    ("reply", "ready"),
+    [
+        (b"HTTP/1.1 200 OK\r\n\r\n", True),
+        (b"HTTP/1.1 503 Service Unavailable\r\n\r\n", False),
+        (b"200 is no status line\r\n", False),
+        (b"", False),
+        (None, False),
+    ],
+)
+async def test_http(reply, ready):
+    server, closed = await http_server(reply)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        timeout = 0.2 if reply is None else 30.0
+        assert await is_ready(f"http://127.0.0.1:{port}/readyz", timeout_seconds=timeout) is ready
+        await closed.wait()
+
+
+async def test_grpc_and_http_follow_the_service(monkeypatch):
+    monkeypatch.setattr(rpc, "SILENT_SECONDS", 60.0)
+    server = RpcServer("127.0.0.1", 0, token="secret")  # health needs no token
+    [port] = free_ports(1)
+    close = serve_scrapes(bytes, "127.0.0.1", port, server.is_ready)
+    url = f"http://127.0.0.1:{port}/readyz"
+    assert not await is_ready(url)
+    await server.start()
+    try:
+        for serving in (True, False, True):
+            await server.set_serving(serving)
+            assert await is_ready(server.address, timeout_seconds=60.0) is serving
+            assert await is_ready(url, timeout_seconds=60.0) is serving
+    finally:
+        await server.stop(0.0)
+        close()
+
+
+async def test_a_service_whose_event_loop_stands_still_is_not_ready(monkeypatch):
+    monkeypatch.setattr(rpc, "SILENT_SECONDS", 0.6)
+    monkeypatch.setattr(rpc, "BEAT_SECONDS", 0.01)
+    server = RpcServer("127.0.0.1", 0)
+    await server.start()
+    try:
+        await server.set_serving(True)
+        await until_ready(server)
+        time.sleep(0.8)  # noqa: ASYNC251
+        assert not server.is_ready()
+        await until_ready(server)
+    finally:
+        await server.stop(0.0)
+
+
+async def until_ready(server):
+    async with asyncio.timeout(60):
+        while not server.is_ready():
+            await asyncio.sleep(0.01)
+
+
+def test_nobody_listens_is_exit_code_1(capsys):
+    assert main(["127.0.0.1:1"]) == 1
+    assert main(["http://127.0.0.1:1/readyz"]) == 1
+    assert main(["http://127.0.0.1:port/readyz"]) == 1
+    assert "is not ready" in capsys.readouterr().err
+    assert main([]) == 2
+
+
+def test_the_file_runs_by_its_path_without_site_packages():
+    """As Compose runs it: what it imports for HTTP is little, and from the standard library."""
+    with socketserver.TCPServer(("127.0.0.1", 0), Ok) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}/readyz"
+        command = [sys.executable, "-I", "-S", "-X", "importtime", healthcheck.__file__, url]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+        server.shutdown()
+    assert done.returncode == 0, done.stderr
+    assert "asyncio" not in done.stderr
+    assert "argparse" not in done.stderr
+
+
+class Ok(socketserver.BaseRequestHandler):
+    def handle(self):
+        self.request.recv(1000)
+        self.request.sendall(b"HTTP/1.0 200 OK\r\n\r\n")

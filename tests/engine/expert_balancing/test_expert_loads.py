@@ -1,0 +1,135 @@
+"""Files of experts' loads: what is counted, and files that are refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from common.errors import ConfigError
+from engine import LLM
+from engine.expert_balancing.loads import NUM_READS, ExpertLoadRecorder, placements_of
+from engine.expert_balancing.rebalancing import Rebalancer
+from engine.loader.random_weights import RandomWeights
+from engine.models.config import ModelConfig, MoeConfig
+from engine.models.rope import RopeConfig
+from engine.moe.moe import Moe
+from engine.plan import PlacedExperts
+
+CONFIG = ModelConfig(
+    architecture="Qwen3MoeForCausalLM", vocab_size=1, hidden_size=1, num_layers=2, num_heads=1, num_kv_heads=1,
+    head_dim=2, intermediate_size=1, rms_norm_eps=1e-6, rope=RopeConfig(), max_position_embeddings=1,
+    moe=MoeConfig(4, 2, 1, dense_layers=(0,)),
+)  # fmt: skip
+
+
+def save(path: Path, layers: list[list[int]], num_experts: int = 4) -> Path:
+    path.write_text(json.dumps({"num_experts": num_experts, "layers": layers}))
+    return path
+
+
+def test_each_layer_has_its_placement(tmp_path: Path) -> None:
+    path = save(tmp_path / "loads", [[], [9, 1, 1, 1]])
+    assert placements_of(path, CONFIG, 2, 2) == ((), (0, 1, 2, 0, 1, 3))
+    sharded = replace(CONFIG, expert_slots=placements_of(path, CONFIG, 2, 2)).of_layer(1)
+    assert sharded.moe is not None
+    assert sharded.moe.num_slots == 6
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"num_experts": 4, "layers": [["x"]]}', '{"num_experts": null}'])
+def test_other_files_are_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "loads").write_text(text)
+    with pytest.raises(ConfigError, match="no loads of experts in it"):
+        placements_of(tmp_path / "loads", CONFIG, 2, 0)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        placements_of(tmp_path / "loads", CONFIG, 2, 0)
+
+
+@pytest.mark.parametrize("layers", [[[], [1] * 3], [[1] * 4, [1] * 4], [[]], [[], [1] * 4, []]])
+def test_loads_of_another_model_are_refused(layers: list[list[int]], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="another model"):
+        placements_of(save(tmp_path / "loads", layers), CONFIG, 2, 0)
+
+
+def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the model has no experts"):
+        placements_of(save(tmp_path / "loads", [[], []]), replace(CONFIG, moe=None), 2, 0)
+    with pytest.raises(ConfigError, match="the model has no experts"):
+        LLM("dry-run", device="cpu", expert_load_file=str(tmp_path / "loads"))
+
+
+def make_recorder(slots: tuple[int, ...], path: Path | None = None) -> tuple[ExpertLoadRecorder, Moe]:
+    """One layer of experts on two ranks."""
+    assert CONFIG.moe is not None
+    config = replace(CONFIG, moe=replace(CONFIG.moe, slots=slots, expert_ranks=2))
+    block = Moe(config, RandomWeights(torch.float32, torch.device("cpu")), "mlp", "norm")
+    model = SimpleNamespace(config=config, blocks=[block])
+    return ExpertLoadRecorder(model, path), block  # type: ignore[arg-type]
+
+
+def count(block: Moe, new: list[int]) -> None:
+    assert block.loads is not None
+    block.loads += torch.tensor(new)
+
+
+def test_ranks_are_counted_by_the_experts_that_they_have(tmp_path: Path) -> None:
+    """Of a window: what is older than it counts in totals alone."""
+    recorder, block = make_recorder((0, 1, 2, 0, 1, 3), tmp_path / "loads")
+    recorder.take(recorder.start_copy().values)
+    assert (recorder.rank_tokens, recorder.balancedness) == ([0.0, 0.0], 0.0)
+    for new in [[0, 0, 4, 0], *[[2, 2, 0, 0]] * NUM_READS]:  # expert 2 is the first rank's alone, 0 and 1 are both's
+        count(block, new)
+        recorder.take(recorder.start_copy().values)
+        if new[2]:
+            assert (recorder.rank_tokens, recorder.balancedness) == ([4.0, 0.0], 0.5)
+    assert recorder.rank_tokens == [4.0 + 2 * NUM_READS, 2.0 * NUM_READS]
+    assert recorder.balancedness == 1.0
+    recorder.restart()
+    recorder.write()
+    assert json.loads((tmp_path / "loads").read_text())["layers"] == [[], [0, 0, 0, 0]]
+
+
+def test_a_file_that_cannot_be_written_any_more_stops_no_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "folder").mkdir()
+    recorder, block = make_recorder((), tmp_path / "folder" / "loads")
+    (tmp_path / "folder" / "loads").unlink()
+    (tmp_path / "folder").rmdir()
+    count(block, [1, 2, 3, 4])
+    monkeypatch.setattr("time.monotonic", lambda: inf)
+    recorder.poll()
+    assert recorder.rank_tokens == [3.0, 7.0]
+    assert "loads of experts are not written" in caplog.text
+
+
+def test_a_layer_is_placed_anew_when_its_ranks_are_uneven() -> None:
+    """Of enough tokens, and by those since the last look alone."""
+    recorder, block = make_recorder((0, 1, 2, 3))
+    rebalancer = Rebalancer(recorder, interval=3)
+
+    def steps(new: list[int]) -> list[PlacedExperts]:
+        """Changes within an interval, executed as ranks do."""
+        count(block, new)
+        changes = [change for change in (rebalancer.next_change() for _ in range(3)) if change is not None]
+        for change in changes:
+            assert block.slots is not None
+            block.slots.place(change.slots)
+        return changes
+
+    assert steps([480, 480, 32, 16]) == []  # too few, which the next look has, too
+    (change,) = steps([16, 0, 0, 0])
+    assert (change.index, set(change.slots[:2])) in [(0, {0, 2}), (0, {0, 3})]
+    assert steps([1000, 999, 1000, 999]) == []  # as even as before
+    hot = change.slots[:2]
+    (again,) = steps([5000 * (expert in hot) for expert in range(4)])
+    assert len({*hot} & {*again.slots[:2]}) == 1
+    assert rebalancer.num_changes == 2

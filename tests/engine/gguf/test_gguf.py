@@ -1,0 +1,106 @@
+"""GGUF files of every supported type and family against transformers on the same weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from common.errors import ConfigError, UnsupportedModelError
+from common.model_files import ModelFiles
+from tests.engine.driving import Driver, make_runner, open_model, random_prompt
+from tests.engine.gguf.gguf_files import write_gguf
+from tests.engine.tiny_models import VOCAB_SIZE, TinyModel, reference_greedy, reference_logits
+
+# Blocks of K-quants are 256 wide.
+WIDE = {
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+}
+TYPES = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def files_of(path: Path) -> ModelFiles:
+    return ModelFiles(path.stem, "gguf", path)
+
+
+def check_against_transformers(path: Path, tiny: TinyModel, arch: str, kind: str) -> None:
+    model = tiny.build()
+    held = write_gguf(path, model, arch, kind)
+    model.load_state_dict(held)
+    loaded, config = open_model(files_of(path), dtype="float32")
+    assert loaded.config.eos_token_ids == (3,)
+    driver = Driver(make_runner(loaded, config), config)
+    request = driver.add(random_prompt(30, VOCAB_SIZE, 1), record_logits=True)
+    driver.finish([request], 3, chunk=16)
+    assert request.output_token_ids == reference_greedy(model, request.prompt_token_ids, 3)
+    expected = reference_logits(model, request.prompt_token_ids)[-1]
+    torch.testing.assert_close(driver.logits[request.request_id][0], expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_every_type(kind: str, tmp_path: Path) -> None:
+    check_against_transformers(tmp_path / "m.gguf", TinyModel("Llama", WIDE), "llama", kind)
+
+
+FAMILIES = {
+    "llama-gqa": (TinyModel("Llama"), "llama"),
+    "llama-tied": (TinyModel("Llama", {"tie_word_embeddings": True}), "llama"),
+    "qwen2": (TinyModel("Qwen2"), "qwen2"),
+    "qwen3": (TinyModel("Qwen3", {"head_dim": 12}), "qwen3"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_every_family(name: str, tmp_path: Path) -> None:
+    tiny, arch = FAMILIES[name]
+    check_against_transformers(tmp_path / "m.gguf", tiny, arch, "F32")
+
+
+def test_rope_factors_stretch_each_frequency(tmp_path: Path) -> None:
+    """Llama 3.1's files carry factors per frequency in place of a formula."""
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    model = TinyModel("Llama", {"rope_parameters": rope}).build()
+    plain = 1.0 / 10000.0 ** (np.arange(0, 8, 2, dtype=np.float32) / 8)
+    factors = (plain / model.model.rotary_emb.inv_freq.numpy()).astype(np.float32)
+    assert factors.max() > 3
+    write_gguf(tmp_path / "m.gguf", model, "llama", extra={"rope_freqs.weight": factors})
+    loaded, config = open_model(files_of(tmp_path / "m.gguf"), dtype="float32")
+    driver = Driver(make_runner(loaded, config), config)
+    request = driver.add(random_prompt(100, VOCAB_SIZE, 1), record_logits=True)
+    driver.finish([request], 1, chunk=64)
+    expected = reference_logits(model, request.prompt_token_ids)[-1]
+    torch.testing.assert_close(driver.logits[request.request_id][0], expected, atol=1e-4, rtol=0)
+
+
+def test_an_unknown_architecture_names_the_known_ones(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", TinyModel("Llama").build(), "gemma")
+    with pytest.raises(UnsupportedModelError, match=r"'gemma'.*llama, qwen2, qwen3"):
+        open_model(files_of(tmp_path / "m.gguf"))
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(path, TinyModel("Llama").build(), "llama")
+    whole = path.read_bytes()
+    for cut in (0, 3, 10, 40, 1000, 5000, len(whole) - 40):
+        path.write_bytes(whole[:cut])
+        with pytest.raises(ConfigError, match=r"m\.gguf"):
+            open_model(files_of(path))

@@ -1,0 +1,112 @@
+"""4-bit blocks kept as they are: what is read, what is computed, and how close a whole model stays to the file."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+
+from common.model_files import ModelFiles
+from engine.gguf.config import config_from_gguf
+from engine.gguf.int4 import int4_rows, quantize_int4
+from engine.gguf.weights import GgufFile, GgufWeights
+from engine.layers.linear import HalfLinear, Int4Linear, Linear
+from engine.quantization.quantize import to_int4
+from engine.quantization.quantized_rows import join_rows
+from tests.engine.driving import GREEDY, Driver, make_runner, open_model, random_prompt
+from tests.engine.gguf.gguf_files import write_gguf
+from tests.engine.gguf.test_gguf import WIDE
+from tests.engine.tiny_models import VOCAB_SIZE, TinyModel
+
+KINDS = [gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.Q4_1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_what_the_gguf_package_reads(kind: gguf.GGMLQuantizationType) -> None:
+    torch.manual_seed(0)
+    raw = gguf.quantize(torch.randn(8, 96).numpy(), kind)
+    expected = torch.from_numpy(gguf.dequantize(raw, kind))
+    step = expected.view(8, 3, 32).diff(dim=-1).abs().amax(-1, keepdim=True) / 15
+    found = int4_rows(torch.from_numpy(raw), int(kind)).dequantize(torch.float32)
+    error = (found - expected).view(8, 3, 32).abs()
+    assert bool((error <= 0.08 * step + 1e-6).all())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_paths_are_the_same_function(kind: gguf.GGMLQuantizationType) -> None:
+    torch.manual_seed(0)
+    raws = [torch.from_numpy(gguf.quantize(torch.randn(size, 64).numpy(), kind)) for size in (48, 16)]
+    rows = join_rows([int4_rows(raw, int(kind)) for raw in raws])
+    assert rows is not None
+    exact_weight = rows.dequantize(torch.float32)
+    bias = torch.randn(64).bfloat16()
+    linear = to_int4(Linear(exact_weight.bfloat16(), bias), rows)
+    x = torch.randn(Int4Linear.MAX_INT4_ROWS + 1, 64).bfloat16()
+    exact = x.float() @ exact_weight.T + bias.float()
+    torch.testing.assert_close(linear(x).float(), exact, atol=0.15, rtol=0.02)
+    torch.testing.assert_close(linear(x[:-1]).float(), exact[:-1], atol=0.15, rtol=0.02)
+
+
+def test_a_model_of_4_bit_blocks_stays_closer_to_its_file_than_with_int8(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(path, TinyModel("Llama", WIDE).build(), "llama", "Q4_1")
+    files = ModelFiles("m", "gguf", path)
+    prompt = random_prompt(40, VOCAB_SIZE, 3)
+    logprobs = {}
+    for mode, dtype in (("none", "float32"), ("int8-weight", "bfloat16"), ("auto", "bfloat16")):
+        loaded, config = open_model(files, dtype=dtype, quant_mode=mode)
+        driver = Driver(make_runner(loaded, config), config)
+        request = driver.add(prompt, replace(GREEDY, prompt_logprobs=0))
+        driver.finish([request], 1, chunk=1)
+        entries = [entry for result in driver.results for part in result.prompt_logprobs for entry in part]
+        logprobs[mode] = torch.tensor([entry.logprob for entry in entries])
+    assert loaded.quant_mode == "int4-weight"
+    assert isinstance(next(loaded.model.linears()).layer, Int4Linear)
+    assert isinstance(loaded.model.head, HalfLinear)
+    error = {mode: float((values - logprobs["none"]).abs().mean()) for mode, values in logprobs.items()}
+    assert error["auto"] < error["int8-weight"]
+    assert error["auto"] < 0.05 * float(logprobs["none"].std())
+
+
+def test_4_bit_blocks_come_to_the_models_device(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(path, TinyModel("Llama", WIDE).build(), "llama", "Q4_1")
+    file = GgufFile(path)
+    config = config_from_gguf(file.metadata, "LlamaForCausalLM", has_output_weight=True)
+    weights = GgufWeights(file, config, True, torch.bfloat16, torch.device("meta"))
+    weights.keep_int4 = True
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert weights.take(name, weights.shapes[name]).is_meta
+    assert weights.int4[name].values.is_meta
+
+
+def test_rounding_is_within_half_a_step() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(48, 96) + 3 * torch.randn(48, 3).repeat_interleave(32, dim=1)
+    weight[5, :32] = 2.0  # a group of equal weights
+    rows = quantize_int4(weight)
+    assert int(rows.values.max()) == 15
+    assert int(rows.values.min()) == 0
+    step = rows.scales.repeat_interleave(32, dim=1)
+    offset = rows.offsets_or_zeros().abs().repeat_interleave(32, dim=1) / 256  # what bfloat16 takes from the offset
+    assert bool(((rows.dequantize(torch.float32) - weight).abs() <= 0.6 * step + offset + 1e-6).all())
+
+
+def test_a_plain_model_is_rounded_to_4_bits_but_for_its_output_projection(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(path, TinyModel("Llama", WIDE).build(), "llama", "F32")
+    files = ModelFiles("m", "gguf", path)
+    logprobs = []
+    for mode in ("none", "int4-weight"):
+        loaded, config = open_model(files, dtype="bfloat16", quant_mode=mode)
+        driver = Driver(make_runner(loaded, config), config)
+        request = driver.add(random_prompt(40, VOCAB_SIZE, 3), replace(GREEDY, prompt_logprobs=0))
+        driver.finish([request], 1, chunk=1)
+        entries = [entry for result in driver.results for part in result.prompt_logprobs for entry in part]
+        logprobs.append(torch.tensor([entry.logprob for entry in entries]))
+    kinds = [type(ref.layer) for ref in loaded.model.linears()]
+    assert kinds == [Int4Linear] * (len(kinds) - 1) + [HalfLinear]
+    assert float((logprobs[0] - logprobs[1]).abs().mean()) < 0.3 * float(logprobs[0].std())

@@ -1,0 +1,104 @@
+"""Ranks of GGUF files hold parts of their 4-bit blocks: the numbers of the whole file, in less memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import engine.quantization.quantize
+from common.model_files import resolve_model
+from engine.assembly import EngineParts
+from engine.config import EngineConfig
+from engine.layers.linear import Int4Linear, Int8Linear, Linear
+from engine.loader import converters
+from engine.loader.load import load_model
+from engine.quantization.quantized_rows import QuantizedRows
+from kvstore.layout import Shard
+from tests.engine.gguf.gguf_files import write_gguf
+from tests.engine.gguf.test_gguf import WIDE
+from tests.engine.pipeline_parallel.test_pipeline import open_stages
+from tests.engine.tensor_parallel.test_ranks import CPU, GREEDY, PROMPTS, open_ranks
+from tests.engine.tiny_models import VOCAB_SIZE, TinyModel
+
+pytestmark = pytest.mark.slow
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"num_hidden_layers": 2},  # whose rows of q and k lie in another order
+    "tied and odd vocabulary": {"vocab_size": VOCAB_SIZE + 1, "tie_word_embeddings": True},
+    "blocks cut in two": {"intermediate_size": 192},  # 48 columns of each of four ranks
+}
+
+
+def write(path: Path, name: str) -> Path:
+    write_gguf(path / "m.gguf", TinyModel("Llama", {**WIDE, **MODELS[name]}).build(), "llama", "Q4_1")
+    return path / "m.gguf"
+
+
+def greedy_tokens(parts: EngineParts) -> list[list[int]]:
+    requests = [parts.engine.add_request(prompt, GREEDY) for prompt in PROMPTS]
+    while parts.engine.has_work():
+        parts.engine.step()
+    return [request.output_token_ids for request in requests]
+
+
+@pytest.fixture
+def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of 4-bit rows in float32, in which nothing is rounded; others stay plain."""
+
+    def exact(linear: Linear, rows: QuantizedRows) -> Linear:
+        assert rows.values.shape == linear.weight.shape
+        return Linear(rows.dequantize(torch.float32), linear.bias)
+
+    monkeypatch.setattr(converters, "resolve_quant_mode", lambda *_, **options: "int4-weight")
+    monkeypatch.setattr(engine.quantization.quantize, "to_int4", exact)
+    monkeypatch.setattr(engine.quantization.quantize, "to_int8", lambda linear: linear)
+    monkeypatch.setattr(engine.quantization.quantize, "INT4_ROW_MULTIPLE", 1)
+    torch.set_num_threads(1)
+
+
+@pytest.mark.usefixtures("_exact")
+@pytest.mark.parametrize("name", MODELS)
+def test_ranks_and_stages_equal_one_rank(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 4 ranks, two have the same KV head."""
+    path = write(tmp_path, name)
+    expected = greedy_tokens(open_ranks(path, 1, monkeypatch))
+    for num_ranks in (2, 4):
+        parts = open_ranks(path, num_ranks, monkeypatch)
+        assert parts.quantization == "int4-weight"
+        assert greedy_tokens(parts) == expected
+    if MODELS[name].get("num_hidden_layers") == 2:
+        assert greedy_tokens(open_stages(path, 2, monkeypatch, 2, quant_mode="auto")) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "down"), [("llama", 2, Int4Linear), ("blocks cut in two", 4, Int8Linear)]
+)
+def test_ranks_have_4_bit_layers_where_blocks_allow_it(
+    name: str, num_ranks: int, down: type[Any], tmp_path: Path
+) -> None:
+    path = write(tmp_path, name)
+    config = EngineConfig(str(path), device="cpu", dtype="bfloat16", tp=num_ranks)
+    for rank in range(num_ranks):
+        loaded = load_model(resolve_model(str(path)), config, CPU, Shard(rank, num_ranks))
+        kinds = [type(ref.layer) for ref in loaded.model.linears()]
+        assert kinds[:4] == [Int4Linear, Int4Linear, Int4Linear, down]
+
+
+def test_ranks_are_close_to_one_rank_in_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums over ranks are rounded once more."""
+    torch.set_num_threads(1)
+    path = write(tmp_path, "llama")
+    params = replace(GREEDY, max_tokens=1, prompt_logprobs=0)
+    found = []
+    for num_ranks in (1, 2):
+        made = open_ranks(path, num_ranks, monkeypatch, dtype="bfloat16").engine
+        requests = [made.add_request(prompt, params) for prompt in PROMPTS]
+        outputs = []
+        while made.has_work():
+            outputs += made.step()
+        outputs.sort(key=lambda output: requests.index(output.request))
+        found.append(torch.tensor([entry.logprob for output in outputs for entry in output.prompt_logprobs]))
+    assert 0 < float((found[0] - found[1]).abs().max()) < 0.1

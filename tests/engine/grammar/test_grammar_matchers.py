@@ -1,0 +1,190 @@
+"""Which tokens may come next: for random answers, drafts that are taken back, grammars beyond their limits."""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import re
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.errors import EngineError, InvalidRequestError, UnsupportedModelError
+from common.grammar import grammar
+from common.model_files import resolve_model
+from common.text.load import load_tokenizer
+from engine.grammar.grammars import NUM_CACHED, GrammarMatcher, Grammars
+
+DRY_RUN = load_tokenizer(resolve_model("dry-run"))
+EOS = DRY_RUN.eos_token_ids[0]
+VOCAB_SIZE = DRY_RUN.vocab_size + 37  # a model may have more tokens than its tokenizer
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "pets": {"type": "array", "items": {"enum": ["cat", "dog"]}, "maxItems": 3},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+AMBIGUOUS = 'start: e\ne: "(" e ")" | e e | /[a-z]/'
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    return Grammars(lambda: DRY_RUN, VOCAB_SIZE)
+
+
+def allowed(matcher: GrammarMatcher, output: list[int]) -> list[int]:
+    words = matcher.allowed(output)
+    assert words is not None
+    assert len(words) == -(-VOCAB_SIZE // 32)
+    return [int(token_id) for token_id in np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))]
+
+
+def random_answer(matcher: GrammarMatcher, rng: random.Random, longest: int = 400) -> str:
+    output: list[int] = []
+    while len(output) < longest:
+        token_ids = allowed(matcher, output)
+        if EOS in token_ids and (len(token_ids) == 1 or rng.random() < 0.3):
+            return DRY_RUN.decode(output)
+        printable = [token_id for token_id in token_ids if 32 <= token_id < 127] or token_ids
+        output.append(rng.choice(printable))
+    pytest.fail("an answer without end")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_answers_follow_their_grammar(grammars: Grammars, seed: int) -> None:
+    rng = random.Random(seed)
+    person = json.loads(random_answer(grammars.start(grammar.json_schema(PERSON)).result(), rng))
+    assert set(person) <= {"name", "age", "pets"}
+    assert isinstance(person["name"], str)
+    assert 0 <= person["age"] <= 150
+    assert set(person.get("pets", [])) <= {"cat", "dog"}
+    tagged = {"oneOf": [{"type": "object", "properties": {"kind": {"const": kind}}, "required": ["kind"],
+                         "additionalProperties": False} for kind in ("cat", "dog")]}  # fmt: skip
+    assert json.loads(random_answer(grammars.start(grammar.json_schema(tagged)).result(), rng))["kind"] in (
+        "cat",
+        "dog",
+    )
+    assert re.fullmatch(r"[ab]{2,4}-\d", random_answer(grammars.start(grammar.regex(r"[ab]{2,4}-\d")).result(), rng))
+    texts = ["yes", "no", 'a "quote"\n', "ü"]
+    assert random_answer(grammars.start(grammar.choice(texts)).result(), rng) in texts
+    sums = grammars.start(grammar.lark('start: NUMBER ("+" NUMBER)*\nNUMBER: /[1-9]/')).result()
+    assert re.fullmatch(r"[1-9](\+[1-9])*", random_answer(sums, rng))
+
+
+def test_only_the_end_comes_after_a_complete_answer(grammars: Grammars) -> None:
+    matcher = grammars.start(grammar.json_object()).result()
+    assert EOS not in allowed(matcher, list(b'{"a": "b'))
+    assert allowed(matcher, list(b'{"a": "b"}')) == [EOS]
+
+
+def test_special_tokens_are_no_text(grammars: Grammars) -> None:
+    matcher = grammars.start(grammar.json_schema({"type": "string"})).result()
+    assert not DRY_RUN.special_ids.intersection(allowed(matcher, list(b'"<eos')))
+
+
+def test_tokens_are_taken_back(grammars: Grammars) -> None:
+    """Drafts that were refused, whether they followed the grammar or not, and steps that are repeated."""
+    matcher = grammars.start(grammar.json_schema({"enum": ["abcd", "abxy"]})).result()
+    begun = list(b'"ab')
+    after = allowed(matcher, begun)
+    assert after == sorted(b"cx")
+    assert allowed(matcher, [*begun, *b"cd"]) == [ord('"')]
+    assert matcher.allowed([*begun, *b"zz"]) is None
+    assert allowed(matcher, [*begun, *b"x"]) == [ord("y")]
+    assert allowed(matcher, begun) == after
+    assert allowed(matcher, [*begun, *b'xy"']) == [EOS]
+    assert allowed(matcher, begun[:1]) == [ord("a")]
+
+
+def test_answers_of_one_grammar_are_apart(grammars: Grammars) -> None:
+    first, second = (grammars.start(grammar.choice(["ab", "cd"])).result() for _ in range(2))
+    assert allowed(first, list(b"a")) == [ord("b")]
+    assert allowed(second, list(b"c")) == [ord("d")]
+    assert allowed(grammars.start(grammar.choice(["ab", "cd"])).result(), []) == sorted(b"ac")
+
+
+def test_a_grammar_beyond_its_limits_ends_with_an_error(grammars: Grammars) -> None:
+    """Every way to read a text is followed, and there are ever more of them."""
+    grammar.check_grammar(grammar.lark(AMBIGUOUS))
+    matcher = grammars.start(grammar.lark(AMBIGUOUS)).result()
+
+    def follow() -> None:
+        for length in range(2_000):
+            matcher.allowed(list(b"a" * length))
+
+    with pytest.raises(EngineError, match="too complex"):
+        follow()
+
+
+def test_the_tokenizer_is_loaded_once_and_when_it_is_needed() -> None:
+    loads = []
+
+    def load() -> Any:
+        loads.append(1)
+        return DRY_RUN
+
+    grammars = Grammars(load, VOCAB_SIZE)
+    assert not loads
+    for text in ("a", "b", "a"):
+        grammars.start(grammar.choice([text])).result()
+    assert loads == [1]
+    with pytest.raises(InvalidRequestError):
+        grammars.start("regex:(").result()
+
+
+def test_the_tokenizer_is_loaded_ahead() -> None:
+    loads = []
+
+    def load() -> Any:
+        loads.append(1)
+        return DRY_RUN
+
+    grammars = Grammars(load, VOCAB_SIZE)
+    assert grammars.prepare().exception() is None
+    assert loads == [1]
+    grammars.start(grammar.choice(["a"])).result()
+    assert loads == [1]
+
+
+def test_without_a_tokenizer_only_grammars_fail() -> None:
+    def load() -> Any:
+        raise UnsupportedModelError("no tokenizer.json")
+
+    grammars = Grammars(load, VOCAB_SIZE)
+    assert isinstance(grammars.prepare().exception(), UnsupportedModelError)
+    with pytest.raises(UnsupportedModelError):
+        grammars.start(grammar.choice(["a"])).result()
+
+
+def test_a_grammar_at_its_limits_is_compiled_again_for_the_next_answer(grammars: Grammars) -> None:
+    """Copies share an automaton: one that has failed would fail all later answers."""
+    text = grammar.lark('start: e\ne: e e | "b" | "a"?')
+    matcher = grammars.start(text).result()
+    compiled = grammars.compile(text)
+
+    def follow() -> None:
+        for length in range(2_000):
+            matcher.allowed(list(b"a" * length))
+
+    with pytest.raises(EngineError, match="too complex"):
+        follow()
+    assert grammars.compile(text) is not compiled
+    assert allowed(grammars.start(text).result(), list(b"a"))
+
+
+def test_compiled_grammars_are_found_while_somebody_holds_them_and_few_beyond_that(grammars: Grammars) -> None:
+    held, left = (grammars.compile(grammar.choice([text])) for text in ("held", "left"))
+    left_id = weakref.ref(left)
+    del left
+    for number in range(NUM_CACHED):
+        grammars.compile(grammar.choice([f"other {number}"])).result()
+    assert grammars.compile(grammar.choice(["held"])) is held
+    gc.collect()
+    assert left_id() is None

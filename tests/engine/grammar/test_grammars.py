@@ -1,0 +1,154 @@
+"""Answers that follow a grammar, on the tiny random model: nothing that the engine does changes a token of them."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher
+
+from common.errors import InvalidRequestError
+from common.grammar import grammar
+from engine import LLM, SamplingParams
+
+PERSON = grammar.json_schema(
+    {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "pattern": "^[a-z]{2,9}$"},
+            "age": {"type": "integer", "minimum": 0, "maximum": 150},
+            "tags": {"type": "array", "items": {"enum": ["red", "green"]}, "minItems": 1, "maxItems": 4},
+        },
+        "required": ["name", "age", "tags"],
+        "additionalProperties": False,
+    }
+)
+WORDS = grammar.regex("([a-f]{3} ){4}end")
+PROMPTS = ["a", "The quick brown fox " * 6, "0123456789" * 20]
+PARAMS = [
+    SamplingParams(max_tokens=300, temperature=0.0, grammar=PERSON),
+    SamplingParams(max_tokens=300, temperature=1.3, seed=5, grammar=PERSON, presence_penalty=0.5),
+    SamplingParams(max_tokens=300, temperature=1.0, seed=6, grammar=WORDS),
+    SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True),
+]
+
+
+def make(**settings: Any) -> LLM:
+    return LLM("dry-run", num_threads=1, **{"num_gpu_blocks": 256, **settings})
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[list[int]]:
+    """Each prompt with each set of parameters, alone and without caches."""
+    llm = make(prefix_cache=False, max_num_batched_tokens=2048)
+    return [llm.generate(prompt, params)[0].token_ids for params in PARAMS for prompt in PROMPTS]
+
+
+def check_person(text: str) -> None:
+    person = json.loads(text)
+    assert re.fullmatch("[a-z]{2,9}", person["name"])
+    assert 0 <= person["age"] <= 150
+    assert 1 <= len(person["tags"]) <= 4
+    assert set(person["tags"]) <= {"red", "green"}
+
+
+def test_answers_follow_the_grammar_and_end() -> None:
+    llm = make()
+    for params in PARAMS[:2]:
+        for completion in llm.generate(PROMPTS, params):
+            check_person(completion.text)
+            assert completion.finish_reason == "stop"
+    for completion in llm.generate(PROMPTS, PARAMS[2]):
+        assert re.fullmatch("([a-f]{3} ){4}end", completion.text)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_num_batched_tokens": 16, "max_num_seqs": 4},
+        {"num_gpu_blocks": 40, "preemption": "recompute"},
+        {"num_gpu_blocks": 40, "preemption": "swap", "host_tier_gb": 0.01},
+        {"num_speculative_tokens": 4, "ngram_min": 1},
+        {"tp": 2},
+        {"pp": 2},
+    ],
+    ids=str,
+)
+def test_no_setting_changes_a_token(alone: list[list[int]], settings: dict[str, Any]) -> None:
+    llm = make(**settings)
+    params = [each for each in PARAMS for _ in PROMPTS]
+    completions = llm.generate(PROMPTS * len(PARAMS), params)
+    assert [completion.token_ids for completion in completions] == alone
+    assert llm.engine.num_failed_steps == 0
+    if settings.get("num_gpu_blocks") == 40:
+        assert llm.engine.scheduler.num_preemptions > 0
+    if "num_speculative_tokens" in settings:
+        assert llm.engine.scheduler.num_accepted_tokens > 0
+
+
+def test_a_grammar_at_its_limits_fails_its_request_alone() -> None:
+    llm = make()
+    ambiguous = grammar.lark('start: e\ne: "(" e ")" | e e | "a"')
+    hopeless = SamplingParams(max_tokens=2000, temperature=0.0, grammar=ambiguous, logit_bias=((ord("a"), 100.0),))
+    answers = [llm.engine.add_request([1, 2], params) for params in (hopeless, PARAMS[0])]
+    errors, texts = {}, {}
+    while llm.engine.has_work():
+        for output in llm.engine.step():
+            if output.error is not None:
+                errors[output.request.request_id] = output.error
+            elif output.finish_reason is not None:
+                texts[output.request.request_id] = llm.tokenizer.decode(output.request.output_token_ids)
+    assert list(errors) == [answers[0].request_id]
+    assert errors[answers[0].request_id].startswith("the grammar is too complex: ")
+    check_person(texts[answers[1].request_id])
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_nothing_comes_after_a_complete_answer(ignore_eos: bool) -> None:
+    params = SamplingParams(
+        max_tokens=50, min_tokens=40, temperature=0.0, grammar=grammar.choice(["yes"]), ignore_eos=ignore_eos
+    )
+    [completion] = make().generate("a", params)
+    assert completion.text == "yes"
+    assert completion.finish_reason == "stop"
+
+
+def test_allowed_tokens_and_grammars_together() -> None:
+    both = SamplingParams(
+        max_tokens=50, temperature=0.0, grammar=grammar.choice(["yes", "no"]), allowed_token_ids=tuple(b"noz")
+    )
+    assert make().generate("a", both)[0].text == "no"
+
+
+@pytest.mark.parametrize("text", ["regex:(", "json_schema:{", "nothing"])
+def test_a_grammar_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(InvalidRequestError, match="grammar"):
+        make().generate("a", SamplingParams(grammar=text))
+
+
+def test_others_go_on_while_a_grammar_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request has its place and no row; then it gets its answer."""
+    llm = make()
+    grammars = llm.engine._grammars
+    assert grammars is not None
+    compile_it, compiled = grammars._compile, threading.Event()
+
+    def slowly(text: str) -> LLMatcher:
+        assert compiled.wait(30.0)
+        return compile_it(text)
+
+    monkeypatch.setattr(grammars, "_compile", slowly)
+    held = llm.engine.add_request([1, 2], SamplingParams(max_tokens=9, grammar=grammar.choice(["slow"])))
+    plain = llm.engine.add_request([1, 2], SamplingParams(max_tokens=9, ignore_eos=True))
+    while len(plain.output_token_ids) < 9:
+        llm.engine.step()
+    assert not held.output_token_ids
+    assert held.num_computed_tokens == 0
+    compiled.set()
+    while llm.engine.has_work():
+        llm.engine.step()
+    assert llm.tokenizer.decode(held.output_token_ids) == "slow"

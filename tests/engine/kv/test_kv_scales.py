@@ -1,0 +1,162 @@
+"""An 8-bit KV cache: scales that change nothing by themselves, and how near the answers stay."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.errors import ConfigError
+from common.model_files import resolve_model
+from common.text.load import load_tokenizer
+from engine.assembly import assemble
+from engine.config import EngineConfig
+from engine.cpu.runner import ModelRunner
+from engine.kv.memory import check_kv_dtype, pool_geometry
+from engine.kv.scales import fold_kv_scales, kv_head_scales
+from engine.layers.attention import Attention
+from engine.layers.linear import Linear
+from engine.layers.post_norm import PostNormed
+from engine.loader.load import LoadedModel
+from tests.engine.driving import GREEDY, Driver, directory, make_runner, open_model, random_prompt
+from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE
+
+NAMES = ("llama", "qwen2", "qwen3-biases", "gemma3")
+TEXT = (
+    "The harbour town woke before dawn. Fishermen mended their nets under yellow lamps while the baker carried "
+    "warm loaves across the square. By noon the market was loud: spices from the south, cloth from the hills, "
+    "and a man who sold clocks that never agreed. Anna kept the ledger of the ferry company, and she knew each "
+    "captain by the sound of his boots. When the storm came in October, she wrote down the names of the boats "
+    "as they returned, one by one."
+)
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return TINY_MODELS[request.param].save(tmp_path_factory.mktemp("model") / request.param)
+
+
+def opened(path: Path, dtype: str = "float32", kv_cache_dtype: str = "auto") -> tuple[LoadedModel, EngineConfig]:
+    return open_model(directory(path), dtype=dtype, kv_cache_dtype=kv_cache_dtype, quant_mode="none", num_threads=1)
+
+
+def attention_blocks(loaded: LoadedModel) -> list[Attention]:
+    inner = [block.inner if isinstance(block, PostNormed) else block for block in loaded.model.blocks]
+    return [block for block in inner if isinstance(block, Attention)]
+
+
+def logits_of(loaded: LoadedModel, config: EngineConfig) -> Tensor:
+    """Of the token after each of two prompts, both computed in chunks: (2, vocab)."""
+    driver = Driver(make_runner(loaded, config), config)
+    requests = [driver.add(random_prompt(length, VOCAB_SIZE, length), record_logits=True) for length in (5, 40)]
+    driver.finish(requests, num_tokens=1, chunk=16)
+    return torch.stack([row for request in requests for row in driver.logits[request.request_id]])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_folded_scales_change_no_bit(path: Path, dtype: str) -> None:
+    loaded, config = opened(path, dtype)
+    want = logits_of(loaded, config)
+    blocks = attention_blocks(loaded)
+    before = kv_head_scales(blocks[0])
+    for block in blocks:
+        fold_kv_scales(block)
+    assert torch.equal(logits_of(loaded, config), want)
+    assert any(not bool((scales == 1).all()) for scales in before)  # something was scaled at all
+    for scales in kv_head_scales(blocks[0]):
+        assert torch.equal(scales, torch.ones_like(scales))
+
+
+def test_values_far_from_one_survive_eight_bits(path: Path) -> None:
+    """Without scales, V that is 2^-12 times as large would be stored as zeros."""
+    loaded, config = opened(path)
+    value_rows = slice(loaded.config.q_size + loaded.config.kv_size, None)
+    with torch.inference_mode():
+        for block in attention_blocks(loaded):
+            assert isinstance(block.qkv, Linear)
+            assert isinstance(block.output, Linear)
+            block.qkv.weight[value_rows] *= 2.0**-12
+            block.output.weight *= 2.0**12
+            if block.qkv.bias is not None:
+                block.qkv.bias[value_rows] *= 2.0**-12
+    want = logits_of(loaded, config)
+    fp8 = replace(config, kv_cache_dtype="fp8")
+    unscaled = logits_of(loaded, fp8)
+    for block in attention_blocks(loaded):
+        fold_kv_scales(block)
+    scaled = logits_of(loaded, fp8)
+    bound = 0.4 if "Gemma3" in loaded.config.architecture else 0.15  # whose large norms make errors grow
+    assert float((scaled - want).norm() / want.norm()) < bound
+    assert float((unscaled - want).norm() / want.norm()) > 0.3
+
+
+def test_eight_bit_blocks_are_half_as_large_and_have_keys_of_their_own(path: Path) -> None:
+    plain, config = opened(path, "bfloat16")
+    loaded, fp8 = opened(path, "bfloat16", "fp8")
+    wide = pool_geometry(plain.config, config, plain.fingerprint, plain.dtype)
+    narrow = pool_geometry(loaded.config, fp8, loaded.fingerprint, loaded.dtype)
+    assert narrow.dtype == "float8_e4m3fn"
+    assert 2 * narrow.block_bytes == wide.block_bytes
+    assert narrow.fingerprint != wide.fingerprint
+    by_memory = replace(config, num_gpu_blocks=0, kv_cache_gb=0.01)
+    doubled = pool_geometry(loaded.config, replace(by_memory, kv_cache_dtype="fp8"), "f", loaded.dtype).num_blocks
+    assert doubled // 2 == pool_geometry(plain.config, by_memory, "f", plain.dtype).num_blocks
+
+
+def test_the_runner_refuses_a_pool_of_another_type(path: Path) -> None:
+    loaded, config = opened(path)
+    pool = make_runner(loaded, config)._pool
+    with pytest.raises(ConfigError, match="float8"):
+        ModelRunner(loaded, pool, None, replace(config, kv_cache_dtype="fp8"))
+
+
+def test_a_gpu_without_the_conversion_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(ConfigError, match=r"8\.9"):
+        check_kv_dtype(EngineConfig(kv_cache_dtype="fp8"), torch.device("cuda"))
+    check_kv_dtype(EngineConfig(), torch.device("cuda"))
+    check_kv_dtype(EngineConfig(kv_cache_dtype="fp8"), torch.device("cpu"))
+
+
+def test_cached_prefixes_and_chunks_give_the_same_tokens(path: Path) -> None:
+    """What a token attends to is what the pool holds, whichever way it came there."""
+    outputs = []
+    for max_num_batched_tokens in (64, 16):
+        config = EngineConfig(
+            str(path), device="cpu", dtype="float32", quant_mode="none", kv_cache_dtype="fp8", block_size=8,
+            num_gpu_blocks=64, max_num_seqs=4, num_threads=1,
+            max_num_batched_tokens=max_num_batched_tokens,
+        )  # fmt: skip
+        engine = assemble(config).engine
+        for _ in range(2):
+            request = engine.add_request(random_prompt(40, VOCAB_SIZE, 1), replace(GREEDY, max_tokens=6))
+            while engine.has_work():
+                engine.step()
+            outputs.append(request.output_token_ids)
+        assert engine.scheduler.kv.stats.hit_tokens > 0
+    assert outputs == [outputs[0]] * 4
+
+
+@pytest.mark.slow
+def test_smollm2_makes_nearly_the_same_choices() -> None:
+    """Forced through one text, the likeliest next token is nearly always the same, and as likely."""
+    torch.set_num_threads(1)
+    tokens = load_tokenizer(resolve_model("")).encode(TEXT)
+    choices, logprobs = [], []
+    for kv_cache_dtype in ("auto", "fp8"):
+        loaded, config = open_model(
+            resolve_model(""), dtype="bfloat16", quant_mode="none", kv_cache_dtype=kv_cache_dtype, num_threads=1
+        )
+        driver = Driver(make_runner(loaded, config), config)
+        request = driver.add(tokens, replace(GREEDY, prompt_logprobs=1))
+        driver.finish([request], 1, chunk=64)
+        entries = [entry for result in driver.results for part in result.prompt_logprobs for entry in part]
+        choices.append([entry.top_token_ids[0] for entry in entries])
+        logprobs.append(torch.tensor([entry.logprob for entry in entries]))
+    agreement = sum(a == b for a, b in zip(*choices, strict=True)) / len(choices[0])
+    assert agreement >= 0.9
+    assert abs(float((logprobs[0] - logprobs[1]).mean())) < 0.03

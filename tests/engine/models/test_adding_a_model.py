@@ -1,0 +1,48 @@
+"""docs/adding_a_model.md is true: the file that it tells the reader to write is a model, equal to transformers'."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.models import registry
+from tests.engine.driving import Driver, directory, make_runner, open_model, random_prompt
+from tests.engine.tiny_models import VOCAB_SIZE, TinyModel, reference_greedy, reference_logits
+
+pytestmark = pytest.mark.slow
+
+PAGE = Path(__file__).parents[3] / "docs/adding_a_model.md"
+TINY = TinyModel("SeedOss", {"head_dim": 8, "attention_bias": True, "attention_out_bias": True, "mlp_bias": True})
+
+
+@pytest.fixture
+def _written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_FAMILIES", dict(registry._FAMILIES))
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 1
+    (tmp_path / "family.py").write_text(blocks[0])
+    runpy.run_path(str(tmp_path / "family.py"))
+
+
+@pytest.mark.usefixtures("_written")
+def test_the_family_on_the_page_equals_transformers(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    loaded, config = open_model(directory(TINY.save(tmp_path / "model")), dtype="float32")
+    reference = TINY.build()
+    driver = Driver(make_runner(loaded, config), config)
+    request = driver.add(random_prompt(30, VOCAB_SIZE, 1), record_logits=True)
+    driver.finish([request], num_tokens=5, chunk=13)
+    assert request.output_token_ids == reference_greedy(reference, request.prompt_token_ids, 5)
+    tokens = request.prompt_token_ids + request.output_token_ids
+    expected = reference_logits(reference, tokens)[request.num_prompt_tokens - 1 : -1]
+    torch.testing.assert_close(torch.stack(driver.logits[request.request_id]), expected, atol=1e-4, rtol=0)
+
+
+def test_all_paths_on_the_page_exist() -> None:
+    root = PAGE.parents[1]
+    for name in re.findall(r"`((?:engine|tests)/[\w/.]+)`", PAGE.read_text()):
+        assert (root / name).exists(), name

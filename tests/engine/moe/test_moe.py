@@ -1,0 +1,110 @@
+"""Mixtures of experts beyond what all families are tested for: quantized, random, in packed checkpoints, on a GPU."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.profile.floors import num_weights
+from common.errors import ConfigError, UnsupportedModelError
+from engine.config import EngineConfig
+from engine.layers.linear import Int4Linear, Int8Linear
+from engine.loader.load import load_model
+from engine.loader.safetensors import SafetensorsWeights
+from engine.models.hf_config import moe_from_hf
+from engine.moe.gpu_experts import StackedExperts
+from engine.moe.moe import Moe
+from tests.engine.driving import GREEDY, Driver, directory, make_runner, open_model, random_prompt
+from tests.engine.quantization.packed_files import FORMATS, SIZES, write
+from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, TinyModel, reference_logits
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+WIDE = TinyModel("Qwen3Moe", {**SIZES, **EXPERTS})  # columns that all quantized layouts divide
+PROMPT = random_prompt(20, VOCAB_SIZE, 3)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return WIDE.save(tmp_path_factory.mktemp("model") / "moe")
+
+
+def logprobs(path: Path, **settings: str) -> torch.Tensor:
+    """Of the prompt's tokens; then a few are generated, through the layers of few rows."""
+    loaded, config = open_model(directory(path), num_threads=1, **settings)
+    driver = Driver(make_runner(loaded, config), config)
+    request = driver.add(PROMPT, replace(GREEDY, prompt_logprobs=0))
+    driver.finish([request], 4, chunk=16)
+    entries = [entry for result in driver.results for part in result.prompt_logprobs for entry in part]
+    return torch.tensor([entry.logprob for entry in entries])
+
+
+@pytest.mark.parametrize(("mode", "kind"), [("int8-weight", Int8Linear), ("int4-weight", Int4Linear)])
+def test_experts_are_quantized_and_routers_not(mode: str, kind: type, path: Path) -> None:
+    loaded, _ = open_model(directory(path), dtype="bfloat16", quant_mode=mode)
+    experts = [ref for ref in loaded.model.linears() if ref.name.startswith("experts.")]
+    assert len(experts) == 2 * 4 * loaded.config.num_layers
+    assert all(isinstance(ref.layer, kind) for ref in experts)
+    assert all(block.router.dtype == torch.bfloat16 for block in loaded.model.blocks if isinstance(block, Moe))
+    exact = logprobs(path, dtype="float32")
+    error = (logprobs(path, dtype="bfloat16", quant_mode=mode) - exact).abs().mean()
+    assert float(error) < (0.1 if mode == "int8-weight" else 0.5) * float(exact.std())
+
+
+def test_packed_checkpoints_may_have_experts(tmp_path: Path) -> None:
+    exact = reference_logits(write(FORMATS["gptq"], tmp_path / "m", WIDE), PROMPT)[-1]
+    for dtype, bound in (("float32", 1e-4), ("bfloat16", 0.1)):
+        loaded, config = open_model(directory(tmp_path / "m"), dtype=dtype)
+        driver = Driver(make_runner(loaded, config), config)
+        request = driver.add(PROMPT, record_logits=True)
+        driver.finish([request], 1, chunk=20)
+        result = driver.logits[request.request_id][0].float()
+        assert float((result - exact).norm() / exact.norm()) < bound
+    assert loaded.quant_mode == "gptq-4bit"
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", "deepseek-v3"])
+def test_random_weights_need_the_config_alone(name: str, tmp_path: Path) -> None:
+    saved = TINY_MODELS[name].save(tmp_path / "saved")
+    (tmp_path / "config").mkdir()
+    shutil.copy(saved / "config.json", tmp_path / "config")
+    loaded, config = open_model(directory(tmp_path / "config"), load_format="dummy")
+    driver = Driver(make_runner(loaded, config), config)
+    request = driver.add(PROMPT)
+    driver.finish([request], 3, chunk=16)
+    assert len(request.output_token_ids) == 3
+
+
+def test_experts_of_other_devices_are_refused_on_gpus(path: Path) -> None:
+    loaded, _ = open_model(directory(path), quant_mode="int8-weight")
+    block = next(block for block in loaded.model.blocks if isinstance(block, Moe))
+    with pytest.raises(UnsupportedModelError, match="plain or quantized linear layers"):
+        StackedExperts(block)
+
+
+def test_experts_that_are_quantized_in_part_are_refused_on_gpus_before_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = replace(FORMATS["gptq"], kept_plain=("lm_head", "embed_tokens", "experts.1.down_proj"))
+    write(form, tmp_path / "m", WIDE)
+    monkeypatch.setattr(SafetensorsWeights, "_open", lambda *_: pytest.fail("a weight was read"))
+    with pytest.raises(UnsupportedModelError, match="must all be quantized"):
+        load_model(directory(tmp_path / "m"), EngineConfig(str(tmp_path / "m")), torch.device("cuda"))
+
+
+def test_configs_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ConfigError, match="num_experts_per_tok"):
+        moe_from_hf({"num_experts": 4, "intermediate_size": 8}, "intermediate_size")
+    with pytest.raises(ConfigError, match="5 experts a token of 4"):
+        moe_from_hf({"num_local_experts": 4, "num_experts_per_tok": 5, "intermediate_size": 8}, "intermediate_size")
+
+
+def test_a_token_passes_through_the_experts_that_it_chooses(path: Path) -> None:
+    config = open_model(directory(path))[0].config
+    assert config.moe is not None
+    more = replace(config, moe=replace(config.moe, num_experts=400))
+    assert num_weights(more) == num_weights(config)

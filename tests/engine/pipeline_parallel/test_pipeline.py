@@ -1,0 +1,417 @@
+"""Pipeline stages: the tokens of one process for every family, all stages at work, an end when one of them ends."""
+
+from __future__ import annotations
+
+import math
+import os
+import queue
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import cycle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import engine.assembly
+from common.errors import ConfigError, EngineError
+from common.model_files import resolve_model
+from engine import LLM, SamplingParams
+from engine.assembly import EngineParts, assemble
+from engine.config import EngineConfig
+from engine.cpu.runner import ModelRunner
+from engine.kv.memory import allocate_pool, pool_geometry
+from engine.loader.load import LoadedModel, load_model
+from engine.loader.staged import _divide, divide_layers, shard_of, stage_weights
+from engine.models.families import family_of
+from engine.models.hf_config import config_from_hf, read_hf_config
+from engine.pipeline_parallel.ends import StageEnds
+from engine.pipeline_parallel.socket_frames import SocketSink, SocketSource, receive_frame, send_frame
+from engine.plan import StepPlan
+from engine.request import TokenId
+from engine.tensor_parallel.follower import follow
+from engine.tensor_parallel.followers import STEP_ENCODER, FollowerStep, place_of, work_of
+from engine.tensor_parallel.runner import ParallelRunner
+from tests.engine.speculation.drafters import MakeOracle, knows
+from tests.engine.tensor_parallel.test_ranks import SCARCE_BLOCKS, ThreadGroup, own_followers
+from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, reference_greedy
+
+pytestmark = pytest.mark.slow
+
+CPU = torch.device("cpu")
+NUM_TOKENS = 10
+PROMPTS = [[(7 * i + 11 * j) % (VOCAB_SIZE - 8) + 8 for j in range(3 + 9 * i)] for i in range(6)]
+GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+WAIT_SECONDS = 60.0
+
+
+class QueueLink:
+    """Both ends of what is between two stages."""
+
+    def __init__(self) -> None:
+        self._sent: queue.Queue[Tensor] = queue.Queue()
+
+    def send(self, hidden: Tensor) -> None:
+        self._sent.put(hidden.clone())
+
+    def receive(self, hidden: Tensor) -> None:
+        hidden.copy_(self._sent.get(timeout=WAIT_SECONDS))
+
+
+class ThreadedStages:
+    """Stands in for `Followers`: the ranks of all stages but `local`, in threads that are given the plans' bytes."""
+
+    def __init__(
+        self, whole: LoadedModel, host_buffer: Tensor | None, config: EngineConfig, tp: int, pp: int
+    ) -> None:
+        files = resolve_model(config.model)
+        self._plans: list[queue.Queue[bytes]] = []
+        links = [[None, *(QueueLink() for _ in range(pp - 1)), None] for _ in range(tp)]
+        groups = [ThreadGroup(tp) if tp > 1 else None for _ in range(pp)]
+        for number in range(tp * pp):
+            shard, stage = place_of(number, replace(config, tp=tp, pp=pp))
+            assert stage is not None
+            loaded = load_model(files, config, CPU, shard, stage=stage)
+            if tp == 1:
+                assert loaded.fingerprint == whole.fingerprint
+            geometry = pool_geometry(loaded.config, config, loaded.fingerprint, loaded.dtype, loaded.shard)
+            slots = None
+            if host_buffer is not None:
+                slots = torch.zeros(host_buffer.shape[0], geometry.block_bytes, dtype=torch.uint8)
+            group, ends = groups[stage.index], StageEnds(*links[shard.rank][stage.index : stage.index + 2])
+            if group is not None:
+                group.join(shard.rank)
+            runner = ModelRunner(loaded, allocate_pool(geometry, CPU), slots, config, group, ends)
+            if number == 0:
+                self.local = runner
+                continue
+            plans: queue.Queue[bytes] = queue.Queue()
+            threading.Thread(target=_follow, args=(plans, runner, group, shard.rank), daemon=True).start()
+            self._plans.append(plans)
+        if group := groups[-1]:
+            group.join(0)
+
+    def send(self, plan: StepPlan, num_finished: int, sampled: Sequence[Sequence[Sequence[TokenId]]]) -> None:
+        for plans in self._plans:
+            plans.put(STEP_ENCODER.encode(FollowerStep(plan, num_finished, sampled)))
+
+    def check(self) -> None:
+        pass
+
+    def forget_store(self) -> None:
+        pass
+
+
+def _follow(plans: queue.Queue[bytes], runner: ModelRunner, group: ThreadGroup | None, rank: int) -> None:
+    if group is not None:
+        group.join(rank)
+    follow(plans.get, runner)
+
+
+class UnwarmedRunner(ParallelRunner):
+    """The stages in threads have been warmed up by nobody."""
+
+    def warmup(self, *_: object) -> None:
+        pass
+
+
+def open_stages(
+    path: Path, count: int, monkeypatch: pytest.MonkeyPatch, tp: int = 1, **settings: object
+) -> EngineParts:
+    """An engine over stages of `tp` ranks each in threads."""
+
+    def make(
+        whole: LoadedModel, _pool: Tensor, host: Tensor | None, config: EngineConfig, *_: object
+    ) -> ParallelRunner:
+        stages = ThreadedStages(whole, host, config, tp, count)
+        return UnwarmedRunner(stages.local, stages, count, is_eager=True)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(engine.assembly, "_make_runner", make)
+    monkeypatch.setattr(engine.assembly, "num_steps_in_flight", lambda *_: count)
+    base = {"model": str(path), "device": "cpu", "dtype": "float32", "num_gpu_blocks": 256, "num_threads": 1}
+    return assemble(EngineConfig(**{**base, "quant_mode": "none", **settings}))  # type: ignore[arg-type]
+
+
+def run(parts: EngineParts, params: SamplingParams = GREEDY) -> list[list[int]]:
+    requests = [parts.engine.add_request(prompt, params) for prompt in PROMPTS]
+    while parts.engine.has_work():
+        parts.engine.step()
+    return [request.output_token_ids for request in requests]
+
+
+@pytest.mark.parametrize(("name", "count"), zip(sorted(TINY_MODELS), cycle([2, 3]), strict=False), ids=str)
+def test_greedy_tokens_are_those_of_transformers(
+    name: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.set_num_threads(1)
+    tiny = TINY_MODELS[name]
+    path, model = tiny.save(tmp_path / "model"), tiny.build()
+    expected = [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    parts = open_stages(path, count, monkeypatch, max_num_batched_tokens=40, max_num_seqs=6)
+    assert run(parts) == expected
+    assert run(parts) == expected  # from the prefix cache
+    assert parts.engine.num_failed_steps == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
+def test_stages_of_ranks_give_the_tokens_of_transformers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With blocks that are swapped, on the four ranks of two stages."""
+    torch.set_num_threads(1)
+    tiny = TINY_MODELS[name]
+    path, model = tiny.save(tmp_path / "model"), tiny.build()
+    expected = [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    parts = open_stages(
+        path, 2, monkeypatch, tp=2, num_gpu_blocks=24, block_size=4, max_num_batched_tokens=24, max_num_seqs=6,
+        preemption="swap", host_tier_gb=0.01,
+    )  # fmt: skip
+    for _ in range(2):
+        assert run(parts) == expected
+    assert parts.engine.scheduler.num_preemptions > 0
+    assert parts.engine.num_failed_steps == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "tp", "preemption"),
+    [
+        ("llama", 2, 1, "recompute"),
+        ("llama", 2, 2, "swap"),
+        ("gemma3", 3, 1, "swap"),
+        ("gpt-oss", 2, 2, "swap"),
+        ("mistral-window", 2, 1, "swap"),
+    ],
+)
+def test_stages_take_drafts(
+    name: str, count: int, tp: int, preemption: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some of them right, while other steps are in flight and requests give way to each other, with windows too."""
+    torch.set_num_threads(1)
+    tiny = TINY_MODELS[name]
+    path, model = tiny.save(tmp_path / "model"), tiny.build()
+    answers = [prompt + reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    drafter = MakeOracle(knows(answers), 0.7, VOCAB_SIZE)
+    monkeypatch.setattr(engine.assembly, "drafter_for", lambda _config: drafter)
+    parts = open_stages(
+        path, count, monkeypatch, tp, num_speculative_tokens=4, num_gpu_blocks=SCARCE_BLOCKS.get(name, 24),
+        block_size=4, max_num_seqs=6, max_num_batched_tokens=24, preemption=preemption, host_tier_gb=0.01,
+    )  # fmt: skip
+    for _ in range(2):
+        found = run(parts)
+        assert [prompt + tokens for prompt, tokens in zip(PROMPTS, found, strict=True)] == answers
+    scheduler = parts.engine.scheduler
+    assert scheduler.num_preemptions > 0
+    assert 0 < scheduler.num_accepted_tokens < scheduler.num_draft_tokens
+
+
+def test_stages_swap_their_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)
+    tiny = TINY_MODELS["llama"]
+    path, model = tiny.save(tmp_path / "model"), tiny.build()
+    expected = [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    parts = open_stages(
+        path, 3, monkeypatch, num_gpu_blocks=24, block_size=4, max_num_batched_tokens=16, max_num_seqs=6,
+        preemption="swap", host_tier_gb=0.01,
+    )  # fmt: skip
+    for _ in range(2):
+        assert run(parts) == expected
+    assert parts.engine.scheduler.num_preemptions > 0
+    assert parts.engine.num_failed_steps == 0
+
+
+def test_a_request_in_flight_may_be_aborted_and_named_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)
+    tiny = TINY_MODELS["llama"]
+    path, model = tiny.save(tmp_path / "model"), tiny.build()
+    parts = open_stages(path, 2, monkeypatch, max_num_batched_tokens=40, max_num_seqs=6)
+    draw = random.Random(3)
+    live = [parts.engine.add_request(prompt, GREEDY) for prompt in PROMPTS]
+    for _ in range(12):
+        parts.engine.step()
+        if draw.random() < 0.5:
+            parts.runner.start_queued()  # as before blocks are given to loads
+            assert all(step.pending for _, step, _ in parts.engine._in_flight)  # type: ignore[attr-defined]
+        index = draw.randrange(len(PROMPTS))
+        if parts.engine.abort(live[index].request_id) is not None:
+            live[index] = parts.engine.add_request(PROMPTS[index], GREEDY, request_id=live[index].request_id)
+    while parts.engine.has_work():
+        parts.engine.step()
+    expected = [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    assert [request.output_token_ids for request in live] == expected
+
+
+def test_all_stages_have_a_step_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of steps in flight at the same time are equal shares, and everybody gets a token in each round."""
+    torch.set_num_threads(1)
+    parts = open_stages(TINY_MODELS["llama"].save(tmp_path), 3, monkeypatch, max_num_batched_tokens=40)
+    in_flight, sizes = [], []
+    params = replace(GREEDY, max_tokens=20)
+    for prompt in PROMPTS:
+        parts.engine.add_request(prompt, params)
+    while parts.engine.has_work():
+        parts.engine.step()
+        in_flight.append(len(parts.engine._in_flight))
+        sizes.append(len(parts.engine.last_plan.rows))
+    assert in_flight.count(2) > 0.9 * len(in_flight)  # and a third one was, until its result was read
+    assert sizes.count(2) > 0.7 * len(sizes)  # of six
+    assert parts.engine.num_steps < 3 * 20 + 12
+
+
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.soak)])
+def test_processes_are_stages(tp: int) -> None:
+    """All that the last stage needs to know of a request, and prompts in chunks that are recomputed."""
+    params = [
+        SamplingParams(
+            max_tokens=70, temperature=0.9 * (index % 2), seed=index, ignore_eos=True, logprobs=2,
+            repetition_penalty=1.2 - index % 3 * 0.1, min_tokens=5, top_k=30, prompt_logprobs=index % 2 or None,
+        )
+        for index in range(6)
+    ]  # fmt: skip
+    prompts = ["the same beginning, " + "abc " * (5 * index) for index in range(6)]
+    settings = {"num_gpu_blocks": 14, "max_num_batched_tokens": 32, "quant_mode": "none"}
+    expected = LLM("dry-run", num_threads=1, **settings).generate(prompts, params)
+    llm = LLM("dry-run", pp=2, tp=tp, num_speculative_tokens=2 * (tp - 1), **settings)
+    found = llm.generate(prompts, params)
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    for one, other in zip(found, expected, strict=True):
+        for mine, theirs in zip(one.prompt_logprobs, other.prompt_logprobs, strict=True):
+            assert mine.token_id == theirs.token_id
+            assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+    assert llm.engine.scheduler.num_preemptions > 0
+    assert (llm.engine.scheduler.num_draft_tokens > 0) == (tp > 1)
+    followers = own_followers()
+    assert len(followers) == 2 * tp - 1
+    os.kill(followers[-1], signal.SIGKILL)
+    for prompt in ("again", "and again"):
+        with pytest.raises(EngineError, match=r"rank \d"):
+            llm.generate(prompt, GREEDY)
+
+
+def test_hidden_states_over_a_socket() -> None:
+    """More than the system buffers, while the other side sends, too, and does not read."""
+    ours, theirs = socket.socketpair()
+    sent, lost = [torch.randn(count, 1000) for count in (1, 3000, 7)], threading.Event()
+    with ours, theirs:
+        sink = SocketSink(theirs, lost.set)
+        for hidden in sent:
+            sink.send(hidden)
+        plan = bytes(range(256)) * 20_000
+        thread = threading.Thread(target=send_frame, args=(ours, plan))
+        thread.start()
+        assert receive_frame(theirs) == plan
+        thread.join()
+        source = SocketSource(ours, lambda: None)
+        for hidden in sent:
+            found = torch.empty_like(hidden)
+            source.receive(found)
+            assert torch.equal(found, hidden)
+        ours.close()
+        sink.send(sent[1])
+        assert lost.wait(60.0)
+
+
+def test_a_stage_that_computes_is_told_from_one_that_does_not() -> None:
+    code = "import time\nwhile True: {}\n"
+    busy, idle = (subprocess.Popen([sys.executable, "-c", code.format(what)]) for what in ("pass", "time.sleep(999)"))
+
+    def does_nothing(pid: int) -> bool:
+        before = work_of(pid)
+        time.sleep(0.2)
+        return work_of(pid) == before == (before[0], False)
+
+    try:
+        deadline = time.monotonic() + 60.0
+        while work_of(busy.pid)[0] < 5:
+            assert time.monotonic() < deadline
+        assert not does_nothing(busy.pid)
+        while not does_nothing(idle.pid):  # it starts first
+            assert time.monotonic() < deadline
+        os.kill(busy.pid, signal.SIGSTOP)
+        while not does_nothing(busy.pid):  # until it has seen the signal
+            assert time.monotonic() < deadline
+    finally:
+        busy.kill()
+        idle.kill()
+        busy.wait()
+        idle.wait()
+
+
+def test_layers_are_divided_by_what_a_step_reads() -> None:
+    assert _divide([4, 4, 4, 4, 4, 4], 0, 3) == [range(2), range(2, 4), range(4, 6)]
+    assert _divide([4, 4, 4, 4, 4, 4], 8, 2) == [range(4), range(4, 6)]
+    assert _divide([1, 1, 1, 9], 0, 2) == [range(3), range(3, 4)]
+    draw = random.Random(0)
+    for _ in range(50):
+        sizes, head = [draw.randint(1, 9) for _ in range(draw.randint(3, 8))], draw.randint(0, 9)
+        found = _divide(sizes, head, 3)
+        assert [layer for part in found for layer in part] == list(range(len(sizes)))
+        assert all(found)
+
+        def largest(first: int, second: int, sizes: list[int] = sizes, head: int = head) -> float:
+            return max(sum(sizes[:first]), sum(sizes[first:second]), sum(sizes[second:]) + head)
+
+        least = min(largest(a, b) for a in range(1, len(sizes)) for b in range(a + 1, len(sizes)))
+        assert largest(found[0].stop, found[1].stop) == least < math.inf
+
+
+def test_a_head_of_16_bits_counts_more_beside_packed_layers() -> None:
+    folder = Path(__file__).parents[3] / "benchmarks/configs/llama3.3-70b"
+    model = config_from_hf(read_hf_config(folder))
+    assert [len(layers) for layers in divide_layers(model, 2)] == [41, 39]
+    assert [len(layers) for layers in divide_layers(replace(model, linear_bits=4), 2)] == [42, 38]
+
+
+@pytest.mark.parametrize(("pp", "tp"), [(2, 1), (1, 2), (2, 2)])
+def test_parts_of_the_70b_shape_fit_their_gpus(pp: int, tp: int) -> None:
+    """141 GB of weights and the KV of 256 sequences of 1,152 tokens, 102 GB: nobody has much more than others."""
+    folder = Path(__file__).parents[3] / "benchmarks/configs/llama3.3-70b"
+    config = EngineConfig(str(folder), pp=pp, tp=tp, num_gpu_blocks=256 * 19).resolved("cuda")
+    model = config_from_hf(read_hf_config(folder))
+    ranks, layers, of_rank = pp * tp, divide_layers(model, pp), model.shard(tp, None) if tp > 1 else model
+    _, shapes = family_of(of_rank.architecture).skeleton(of_rank)
+    weights, caches = [], []
+    for rank in range(ranks):
+        shard, stage = place_of(rank, config)
+        index = 0 if stage is None else stage.index
+        needed = stage_weights(of_rank, shapes, layers[index])
+        weights.append(2 * sum(map(math.prod, needed.values())))
+        geometry = pool_geometry(model, config, "f", torch.bfloat16, shard_of(shard, layers[index]))
+        caches.append(geometry.pool_bytes)
+    assert sum(weights) == pytest.approx(141.1e9, rel=0.001)
+    assert sum(caches) == 256 * 19 * 64 * 2 * 80 * 8 * 128 * 2
+    assert max(map(sum, zip(weights, caches, strict=True))) < 1.03 * (sum(weights) + sum(caches)) / ranks < 126e9
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"pp": 3}, "has 2 layers"),
+        ({"pp": 0}, "choose 1 to 64"),
+        ({"pp": 2, "itl_objective_ms": 20.0}, "--itl-objective-ms"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_divided_is_refused(settings: dict[str, object], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        LLM("dry-run", num_gpu_blocks=64, **settings)
+    assert len(divide_layers(LLM("dry-run", num_gpu_blocks=64).model_config, 2)) == 2
+
+
+@pytest.mark.soak
+def test_the_default_model_keeps_its_four_bit_weights() -> None:
+    """As one process has them, so that its KV is the same."""
+    whole, stages = LLM(num_threads=1, num_gpu_blocks=64), LLM(pp=3, num_gpu_blocks=64)
+    prompts = ["The capital of France is", "Once upon a time", "def fib(n):"]
+    params = replace(GREEDY, max_tokens=16)
+    found = [[one.token_ids for one in llm.generate(prompts, params)] for llm in (whole, stages)]
+    assert found[0] == found[1]
+    fingerprints = {llm.engine.scheduler.kv.prefixes._fingerprint for llm in (whole, stages)}
+    assert len(fingerprints) == 1

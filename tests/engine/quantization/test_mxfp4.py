@@ -1,0 +1,87 @@
+"""MXFP4 weights: dequantized as transformers does, and loaded in the place of plain ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from common.errors import ConfigError
+from engine.loader.safetensors import SafetensorsWeights
+from engine.quantization.mxfp4 import BLOCKS, SCALES, Mxfp4Weights, dequantize, filled_columns
+from tests.engine.driving import Driver, directory, make_runner, open_model, random_prompt
+from tests.engine.tiny_models import GPT_OSS, VOCAB_SIZE, TinyModel
+
+EXPERTS = ("gate_up_proj", "down_proj")
+
+
+def some_blocks(experts: int, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
+    return blocks, torch.randint(121, 126, blocks.shape[:3], dtype=torch.uint8)
+
+
+def test_numbers_are_those_of_transformers() -> None:
+    torch.manual_seed(0)
+    blocks, scales = some_blocks(3, 48, 64)
+    for dtype in (torch.float32, torch.bfloat16):
+        expected = convert_moe_packed_tensors(blocks, scales, dtype=dtype)
+        assert torch.equal(dequantize(blocks, scales, dtype), expected)
+
+
+def test_parts_are_those_of_the_dequantized_weight(tmp_path: Path) -> None:
+    """Inputs that begin and end within a group are read with the groups around them."""
+    torch.manual_seed(0)
+    blocks, scales = some_blocks(3, 48, 96)
+    save_file({"down_proj" + BLOCKS: blocks, "down_proj" + SCALES: scales}, tmp_path / "model.safetensors")
+    weights = Mxfp4Weights(SafetensorsWeights(tmp_path, torch.float32, torch.device("cpu")))
+    whole = weights.take("down_proj", (3, 96, 48))
+    for columns in (range(96), range(48, 96), range(24, 48), range(8, 9)):
+        part = weights.take_part("down_proj", (range(1, 3), columns, range(12, 24)))
+        assert torch.equal(part, whole[1:3, columns.start : columns.stop, 12:24])
+
+
+@pytest.mark.parametrize("count", [2880, 1440, 720, 360])
+def test_ranks_fill_up_their_columns_alike(count: int) -> None:
+    """Of gpt-oss on 1, 2, 4 and 8 ranks."""
+    filled = [filled_columns(range(rank * count, (rank + 1) * count)) for rank in range(2880 // count)]
+    assert [before for before, _ in filled] == [rank * count % 32 for rank in range(len(filled))]
+    assert {before + count + behind for before, behind in filled} == {
+        {2880: 2944, 1440: 1536, 720: 768, 360: 384}[count]
+    }
+
+
+@pytest.mark.slow
+def test_a_checkpoint_equals_its_dequantized_copy(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = TinyModel("GptOss", {**GPT_OSS, "hidden_size": 64, "intermediate_size": 32}).save(tmp_path / "plain")
+    packed = tmp_path / "packed"
+    packed.mkdir()
+    weights, stored = load_file(plain / "model.safetensors"), {}
+    for name, weight in weights.items():
+        if name.endswith(EXPERTS):
+            blocks, scales = some_blocks(weight.shape[0], weight.shape[2], weight.shape[1])
+            stored |= {name + BLOCKS: blocks, name + SCALES: scales}
+            weights[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+        else:
+            stored[name] = weight
+    save_file(weights, plain / "model.safetensors")
+    save_file(stored, packed / "model.safetensors")
+    raw = json.loads((plain / "config.json").read_text())
+    (packed / "config.json").write_text(json.dumps({**raw, "quantization_config": {"quant_method": "mxfp4"}}))
+    found = []
+    for path in (plain, packed):
+        loaded, config = open_model(directory(path), dtype="float32")
+        driver = Driver(make_runner(loaded, config), config)
+        request = driver.add(random_prompt(30, VOCAB_SIZE, 1), record_logits=True)
+        driver.finish([request], 1, chunk=30)
+        found.append(driver.logits[request.request_id][0])
+    assert torch.equal(*found)
+    stored.popitem()
+    stored["model.layers.0.mlp.experts.down_proj_scales"] = torch.zeros(2, 2, 2, dtype=torch.uint8)
+    save_file(stored, packed / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"down_proj: blocks of .* are no MXFP4 weight"):
+        open_model(directory(packed))

@@ -1,0 +1,158 @@
+"""Ranks and stages of quantized checkpoints: the tokens of the weights that the files stand for, in less memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import engine.quantization.packed_linears
+from common.model_files import ModelFiles
+from engine.assembly import EngineParts
+from engine.config import EngineConfig
+from engine.layers.linear import Linear, LinearLayer
+from engine.layers.weights import Part
+from engine.loader import converters
+from engine.loader.load import load_model
+from engine.loader.safetensors import SafetensorsWeights
+from engine.quantization.packed_linears import Made
+from engine.quantization.quantized_rows import QuantizedRows
+from kvstore.layout import Shard
+from tests.engine.pipeline_parallel.test_pipeline import open_stages
+from tests.engine.quantization.packed_files import FORMATS, SIZES, TINY, VOCAB_SIZE, write
+from tests.engine.tensor_parallel.test_ranks import CPU, GREEDY, NUM_TOKENS, OF_RANKS, open_ranks
+from tests.engine.tiny_models import DEEPSEEK, TinyModel, reference_greedy
+
+pytestmark = pytest.mark.slow
+PROMPTS = [[(7 * i + 11 * j) % (VOCAB_SIZE - 8) + 8 for j in range(3 + 9 * i)] for i in range(3)]
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+MODELS = {
+    "experts": TinyModel("Qwen3Moe", {**SIZES, **EXPERTS, "head_dim": 16}),
+    "latents": TinyModel(
+        "DeepseekV3",
+        {**SIZES, **DEEPSEEK, "num_key_value_heads": 4, "moe_intermediate_size": 64, "q_lora_rank": 64,
+         "kv_lora_rank": 64, "n_group": 2, "topk_group": 1},
+    ),
+    "odd vocabulary": TinyModel("Qwen2", {**TINY.changes, "vocab_size": VOCAB_SIZE + 1}),
+}  # fmt: skip
+FORMS = {**FORMATS, "packed head": replace(FORMATS["compressed-int4"], kept_plain=("embed_tokens",))}
+
+
+class ExactMaker:
+    """A `LinearMaker` of plain layers, in which nothing is rounded."""
+
+    identity = "exact"
+    quantizes_plain = False
+    of_expert = None
+
+    def of_rows(self, rows: QuantizedRows, bias: Tensor | None) -> Made | None:
+        return Linear(rows.dequantize(torch.float32), bias), "exact"
+
+    def int8(self, linear: Linear) -> LinearLayer:
+        return linear
+
+
+@pytest.fixture
+def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(converters, "can_keep_packed", lambda *_: True)
+    monkeypatch.setattr(engine.quantization.packed_linears, "_maker", lambda *_: ExactMaker())
+    torch.set_num_threads(1)
+
+
+def greedy_tokens(parts: EngineParts) -> list[list[int]]:
+    requests = [parts.engine.add_request(prompt, GREEDY) for prompt in PROMPTS]
+    while parts.engine.has_work():
+        parts.engine.step()
+    return [request.output_token_ids for request in requests]
+
+
+@pytest.mark.usefixtures("_exact")
+@pytest.mark.parametrize(
+    ("name", "num_ranks"),
+    [
+        ("gptq-act-order", 2), ("gptq-head", 2), ("awq-one-map-plain", 2), ("compressed-int4-asymmetric", 2),
+        ("compressed-fp8-channel", 2), ("awq", 4), ("fp8-blocks", 4),
+    ],
+)  # fmt: skip
+def test_ranks_equal_transformers(name: str, num_ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 4 ranks, two have the same KV head, and half a group of the inputs of `o_proj`."""
+    model = write(FORMATS[name], tmp_path / "m")
+    parts = open_ranks(tmp_path / "m", num_ranks, monkeypatch)
+    assert parts.quantization == FORMATS[name].label
+    assert greedy_tokens(parts) == [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+
+
+@pytest.mark.usefixtures("_exact")
+@pytest.mark.parametrize(
+    ("model", "name", "tp", "pp", "settings"),
+    [
+        ("experts", "gptq-act-order", 2, 1, {}),
+        ("experts", "awq", 2, 1, {"expert_parallel": True}),
+        ("experts", "fp8-blocks", 2, 1, {"expert_parallel": True, "expert_exchange": "dispatch"}),
+        ("experts", "gptq-act-order", 1, 2, {}),
+        ("latents", "fp8-blocks", 2, 2, {}),
+        ("odd vocabulary", "packed head", 2, 2, {}),
+    ],
+)
+def test_ranks_and_stages_of_other_models_equal_transformers(
+    model: str, name: str, tp: int, pp: int, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = write(FORMS[name], tmp_path / "m", MODELS[model])
+    for setting, value in settings.items():
+        monkeypatch.setitem(OF_RANKS, setting, value)
+    path = tmp_path / "m"
+    parts = (
+        open_ranks(path, tp, monkeypatch) if pp == 1 else open_stages(path, pp, monkeypatch, tp, quant_mode="auto")
+    )
+    assert parts.quantization == FORMS[name].label
+    assert greedy_tokens(parts) == [reference_greedy(reference, prompt, NUM_TOKENS) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize(
+    ("name", "of_ranks"), [("gptq-act-order", "3 int4, 9 int4 reordered"), ("compressed-int8", "12 int8")]
+)
+def test_ranks_have_the_cpus_packed_layers(
+    name: str, of_ranks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In bfloat16, in which sums over ranks are rounded once more: close, not equal."""
+    torch.set_num_threads(1)
+    write(FORMATS[name], tmp_path / "m")
+    params = replace(GREEDY, max_tokens=1, prompt_logprobs=0)
+    found = []
+    with caplog.at_level("INFO"):
+        for num_ranks in (1, 2):
+            parts = open_ranks(tmp_path / "m", num_ranks, monkeypatch, dtype="bfloat16")
+            requests = [parts.engine.add_request(prompt, params) for prompt in PROMPTS]
+            outputs = []
+            while parts.engine.has_work():
+                outputs += parts.engine.step()
+            outputs.sort(key=lambda output: requests.index(output.request))
+            found.append(torch.tensor([entry.logprob for output in outputs for entry in output.prompt_logprobs]))
+    assert 0 < float((found[0] - found[1]).abs().max()) < 0.1
+    held = [record.getMessage() for record in caplog.records if "linear layers are" in record.getMessage()]
+    whole, ranks = FORMATS[name].maps, of_ranks  # the engine reads the whole, too
+    assert [message.partition("float16, ")[2] for message in held] == [whole, whole, whole, ranks, ranks]
+
+
+def test_other_ranks_experts_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(FORMATS["gptq"], tmp_path / "m", MODELS["experts"])
+    config = EngineConfig(str(tmp_path / "m"), device="cpu", tp=2, expert_parallel=True, num_gpu_blocks=64)
+    names: list[str] = []
+    told: list[float | None] = []
+    read = SafetensorsWeights.read
+
+    def noted(weights: SafetensorsWeights, name: str, part: Part | None = None) -> Tensor:
+        names.append(name)
+        return read(weights, name, part)
+
+    monkeypatch.setattr(SafetensorsWeights, "read", noted)
+    for rank, mine in enumerate(("01", "23")):
+        names.clear()
+        files = ModelFiles("tiny", "directory", tmp_path / "m")
+        load_model(files, config, CPU, Shard(rank, 2), lambda _what, share: told.append(share))
+        assert {name.split(".experts.")[1][0] for name in names if ".experts." in name} == set(mine)
+        assert told[-1] == 1.0

@@ -1,0 +1,473 @@
+"""KV of prompts that a peer is still computing: what is fetched, who waits for it, and who is never disturbed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.errors import ContextLengthError, InvalidRequestError
+from common.token_ids import pack_ids
+from engine.engine import Engine
+from engine.request import LoadJob, Request, RequestId, RequestStatus, SamplingParams
+from engine.scheduling.prefetches import MAX_PREFETCHES, PrefetchJob
+from kvstore.pool.block_hash import block_keys, root_key
+from tests.engine.fakes import BlockMemoryRunner, expected_tokens
+from tests.engine.scheduling.test_scheduler import BLOCK, assert_quiet, make_engine, run_all
+
+PROMPT = list(range(1, 23))  # five full blocks, and two tokens
+
+
+class Peer:
+    """Stands for the worker that computes prompts, and for the puller between it and `engine`.
+
+    The source of a prompt's KV is the prompt itself, that of a part its tokens.
+    """
+
+    def __init__(self, engine: Engine, runner: BlockMemoryRunner) -> None:
+        self.engine = engine
+        self.scheduler = engine.scheduler
+        self._runner = runner
+        self.loads: list[LoadJob] = []
+        self.prefetches: list[PrefetchJob] = []
+        self.num_skipped = 0
+
+    def offer(self, prompt: Sequence[int], first: int, last: int) -> None:
+        """Blocks [first, last) of a prompt are computed."""
+        keys = block_keys(root_key("test"), pack_ids(list(prompt)), BLOCK)[:last]
+        self.scheduler.remote_kv.prefetches.add(list(prompt[first * BLOCK : last * BLOCK]), keys[first:])
+
+    def submit(self, prompt: Sequence[int], max_tokens: int = 5) -> Request:
+        """The whole prompt is computed."""
+        return self.engine.add_request(
+            prompt,
+            SamplingParams(max_tokens=max_tokens),
+            output_token_ids=expected_tokens(list(prompt), 1),
+            kv_source=list(prompt),
+            num_source_tokens=len(prompt),
+        )
+
+    def prepare(self, prompt: Sequence[int], max_tokens: int = 5) -> Request:
+        """The prompt is being computed."""
+        return self.engine.add_request(prompt, SamplingParams(max_tokens=max_tokens), is_prepared=True)
+
+    def proceed(self, request: Request) -> None:
+        """The whole prompt of a prepared request is computed."""
+        prompt = request.prompt_token_ids
+        self.engine.proceed(
+            request,
+            output_token_ids=expected_tokens(list(prompt), 1),
+            kv_source=list(prompt),
+            num_source_tokens=len(prompt),
+        )
+
+    def step(self) -> dict[RequestId, list[int]]:
+        """One turn of a worker's loop."""
+        tokens = {output.request.request_id: output.new_token_ids for output in self.engine.step()}
+        self.loads += [job for job in self.scheduler.remote_kv.take_load_jobs() if job.positions]
+        jobs = self.scheduler.remote_kv.prefetches.take_jobs()
+        self.prefetches += [job for job in jobs if job.positions]
+        self.num_skipped += sum(not job.positions for job in jobs)
+        return tokens
+
+    def finish_load(self, job: LoadJob, ok: bool = True) -> None:
+        self.loads.remove(job)
+        self._fill(job, ok)
+        self.scheduler.remote_kv.finish_load(job.request.request_id, ok)
+
+    def finish_prefetch(self, job: PrefetchJob, ok: bool = True) -> None:
+        self.prefetches.remove(job)
+        self._fill(job, ok)
+        self.scheduler.remote_kv.finish_prefetch(job, ok)
+
+    def prefetch(self, prompt: Sequence[int], first: int, last: int) -> None:
+        """Offer a part, and pull it at once."""
+        self.offer(prompt, first, last)
+        self.step()
+        [job] = self.prefetches
+        self.finish_prefetch(job)
+
+    def _fill(self, job: LoadJob | PrefetchJob, ok: bool) -> None:
+        assert isinstance(job.source, list)
+        for position, block_id in zip(job.positions, job.block_ids, strict=True):
+            cells = job.source[position * BLOCK : (position + 1) * BLOCK]
+            self._runner.blocks[block_id] = [*cells, *([None] * (BLOCK - len(cells)))] if ok else [None] * BLOCK
+
+
+def make_peer(num_blocks: int = 32, **options: object) -> Peer:
+    return Peer(*make_engine(num_blocks, **options))  # type: ignore[arg-type]
+
+
+def finish(peer: Peer, request: Request, prompt: Sequence[int] = PROMPT) -> None:
+    run_all(peer.engine)
+    num_tokens = len(request.output_token_ids)
+    assert request.output_token_ids == expected_tokens(list(prompt), num_tokens)
+    assert num_tokens == request.params.max_tokens
+    assert_quiet(peer.engine)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_only_the_rest_is_loaded(overlap: bool) -> None:
+    peer = make_peer(overlap=overlap)
+    peer.prefetch(PROMPT, 0, 2)
+    peer.prefetch(PROMPT, 2, 4)
+    pool = peer.scheduler.kv.pool
+    assert (pool.num_used, pool.num_cached) == (0, 4)  # nobody's, until the request comes
+    request = peer.submit(PROMPT)
+    peer.step()
+    [job] = peer.loads
+    assert job.positions == [4, 5]
+    assert request.num_cached_tokens == request.num_prefetched_tokens == 4 * BLOCK
+    peer.finish_load(job)
+    finish(peer, request)
+    again = peer.submit(PROMPT)
+    run_all(peer.engine)
+    assert (again.num_cached_tokens, again.num_prefetched_tokens) == (5 * BLOCK, 0)  # for the first request
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_a_request_waits_for_what_is_on_its_way(ok: bool) -> None:
+    peer = make_peer()
+    peer.offer(PROMPT, 0, 4)
+    peer.step()
+    request = peer.submit(PROMPT)
+    assert request.status is RequestStatus.AWAITING
+    assert not peer.engine.has_work()
+    assert peer.scheduler.load().num_loading == 1
+    peer.step()
+    assert peer.loads == []
+    [part] = peer.prefetches
+    peer.finish_prefetch(part, ok)
+    peer.step()
+    [job] = peer.loads
+    assert job.positions == ([4, 5] if ok else [0, 1, 2, 3, 4, 5])
+    peer.finish_load(job)
+    finish(peer, request)
+
+
+def test_a_prepared_request_is_no_work_before_it_proceeds() -> None:
+    peer = make_peer(max_num_seqs=1)
+    request = peer.prepare(PROMPT)
+    load = peer.scheduler.load()
+    assert (load.num_prepared, load.num_waiting, load.waiting_prefill_tokens) == (1, 0, 0)
+    assert not peer.engine.has_work()
+    assert len(request.block_keys) == len(PROMPT) // BLOCK
+    other = peer.engine.add_request([1, 2, 3], SamplingParams(max_tokens=3))  # takes the only seat
+    peer.prefetch(PROMPT, 0, 4)  # nobody waits
+    while peer.engine.has_work():
+        peer.step()
+    assert len(other.output_token_ids) == 3
+    peer.proceed(request)
+    assert request.arrival > other.arrival
+    peer.step()
+    [job] = peer.loads
+    assert job.positions == [4, 5]
+    peer.finish_load(job)
+    finish(peer, request)
+
+
+def test_a_prepared_request_waits_for_what_is_on_its_way() -> None:
+    peer = make_peer()
+    request = peer.prepare(PROMPT)
+    peer.offer(PROMPT, 0, 4)
+    peer.step()
+    peer.proceed(request)
+    assert request.status is RequestStatus.AWAITING
+    peer.finish_prefetch(peer.prefetches[0])
+    peer.step()
+    peer.finish_load(peer.loads[0])
+    finish(peer, request)
+
+
+def test_a_prepared_request_can_be_cancelled() -> None:
+    peer = make_peer()
+    request = peer.prepare(PROMPT)
+    assert peer.engine.abort(request.request_id) is request
+    assert peer.engine.abort(request.request_id) is None
+    assert peer.scheduler.load().num_prepared == 0
+    assert_quiet(peer.engine)
+
+
+def test_what_ends_a_prompt_is_checked_when_it_is_known() -> None:
+    peer = make_peer()
+    request = peer.prepare(PROMPT, max_tokens=1)
+    with pytest.raises(InvalidRequestError):
+        peer.proceed(request)
+    longest = peer.prepare([1] * (peer.scheduler.max_model_len - 1))
+    with pytest.raises(ContextLengthError):
+        peer.proceed(longest)
+    for each in (request, longest):
+        assert peer.engine.abort(each.request_id) is each
+    assert_quiet(peer.engine)
+
+
+def test_a_part_and_its_request_may_come_in_one_step() -> None:
+    peer = make_peer()
+    peer.offer(PROMPT, 0, 4)
+    request = peer.submit(PROMPT)
+    peer.step()
+    [part] = peer.prefetches
+    peer.finish_prefetch(part)
+    peer.step()
+    [job] = peer.loads
+    assert job.positions == [4, 5]
+    peer.finish_load(job)
+    finish(peer, request)
+
+
+def test_requests_that_bring_no_kv_wait_for_nothing() -> None:
+    peer = make_peer()
+    peer.offer(PROMPT, 0, 4)
+    peer.step()
+    request = peer.engine.add_request(PROMPT, SamplingParams(max_tokens=5))
+    run_all(peer.engine)
+    [part] = peer.prefetches
+    peer.finish_prefetch(part)  # its keys are others' already
+    finish(peer, request)
+
+
+def test_an_awaiting_request_can_be_cancelled() -> None:
+    peer = make_peer()
+    peer.offer(PROMPT, 0, 4)
+    peer.step()
+    request = peer.submit(PROMPT)
+    assert peer.engine.abort(request.request_id) is request
+    assert peer.engine.abort(request.request_id) is None
+    [part] = peer.prefetches
+    peer.finish_prefetch(part)
+    assert_quiet(peer.engine)
+    assert not peer.engine.has_work()
+
+
+def test_what_is_cached_is_not_fetched_again() -> None:
+    peer = make_peer()
+    peer.prefetch(PROMPT, 0, 2)
+    peer.offer(PROMPT, 0, 2)
+    peer.offer(PROMPT, 1, 4)
+    peer.step()
+    assert peer.num_skipped == 1
+    [job] = peer.prefetches
+    assert job.positions == [1, 2]
+    peer.finish_prefetch(job)
+    assert_quiet(peer.engine)
+
+
+def test_parts_of_equal_prompts_are_fetched_once() -> None:
+    peer = make_peer()
+    for _ in range(2):
+        peer.offer(PROMPT, 0, 3)
+    peer.offer(PROMPT, 3, 4)
+    peer.step()
+    assert [len(job.positions) for job in peer.prefetches] == [3, 1]
+    assert peer.num_skipped == 1
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_a_load_fills_the_gap_that_a_part_has_left(ok: bool) -> None:
+    peer = make_peer()
+    peer.prefetch(PROMPT, 0, 1)
+    peer.prefetch(PROMPT, 3, 5)
+    request = peer.submit(PROMPT)
+    peer.step()
+    [job] = peer.loads
+    assert job.positions == [1, 2, 5]
+    assert request.num_cached_tokens == 3 * BLOCK
+    other = peer.submit(PROMPT)  # shares them
+    peer.step()
+    peer.finish_load(job, ok)
+    peer.finish_load(peer.loads[0])
+    run_all(peer.engine)
+    for each in (request, other):
+        assert each.output_token_ids == expected_tokens(PROMPT, 5)
+    assert_quiet(peer.engine)
+
+
+def test_without_a_prefix_cache_nothing_is_fetched() -> None:
+    peer = make_peer(prefix_cache=False)
+    peer.offer(PROMPT, 0, 4)
+    request = peer.submit(PROMPT)
+    peer.step()
+    assert (peer.prefetches, peer.num_skipped) == ([], 1)
+    peer.step()
+    [job] = peer.loads
+    peer.finish_load(job)
+    finish(peer, request)
+
+
+def test_few_are_under_way_at_once() -> None:
+    peer = make_peer()
+    for first in range(MAX_PREFETCHES + 1):
+        peer.offer([100 * first + token for token in range(BLOCK)], 0, 1)
+    peer.step()
+    assert (len(peer.prefetches), peer.num_skipped) == (MAX_PREFETCHES, 1)
+    peer.finish_prefetch(peer.prefetches[0])
+    peer.offer(PROMPT, 0, 1)
+    peer.step()
+    assert len(peer.prefetches) == MAX_PREFETCHES
+
+
+def test_blocks_that_running_requests_need_are_left() -> None:
+    """A prompt of four blocks is being computed in chunks of one; it and its next token need five of eight."""
+    peer = make_peer(8, budget=BLOCK)
+    request = peer.engine.add_request(list(range(50, 50 + 4 * BLOCK)), SamplingParams(max_tokens=3))
+    peer.step()
+    peer.offer(PROMPT, 0, 4)
+    peer.step()
+    assert (peer.prefetches, peer.num_skipped) == ([], 1)
+    peer.offer(PROMPT, 0, 3)
+    peer.step()
+    assert len(peer.prefetches) == 1
+    finished = [token for _ in range(8) for token in peer.step().get(request.request_id, [])]
+    assert finished == expected_tokens(request.prompt_token_ids, 3)
+    assert peer.scheduler.num_preemptions == 0
+
+
+def test_what_a_prefetch_evicts_goes_to_the_host_tier_first() -> None:
+    peer = make_peer(8, host_slots=16)
+    first = list(range(100, 100 + 6 * BLOCK))
+    peer.engine.add_request(first, SamplingParams(max_tokens=1))
+    run_all(peer.engine)
+    peer.prefetch(PROMPT, 0, 5)
+    again = peer.engine.add_request(first, SamplingParams(max_tokens=3))
+    finish(peer, again, first)
+    assert again.num_cached_tokens == 5 * BLOCK  # its last token is always computed
+
+
+def test_the_load_behind_a_part_has_nothing_to_evict() -> None:
+    peer = make_peer(10, host_slots=16)
+    peer.engine.add_request(list(range(100, 100 + 9 * BLOCK)), SamplingParams(max_tokens=1))
+    run_all(peer.engine)
+    pool = peer.scheduler.kv.pool
+    assert (pool.num_free, pool.num_cached) == (1, 9)
+    peer.offer(PROMPT, 0, 3)
+    peer.step()
+    assert len(peer.engine.last_plan.copies_out) == 2 + 3
+    assert (pool.num_free, pool.num_cached) == (3, 4)
+    peer.finish_prefetch(peer.prefetches[0])
+    request = peer.submit(PROMPT)
+    peer.step()
+    assert peer.engine.last_plan.copies_out == []
+    [job] = peer.loads
+    assert job.positions == [3, 4, 5]
+    peer.finish_load(job)
+    finish(peer, request)
+
+
+def test_nothing_is_fetched_while_somebody_waits() -> None:
+    peer = make_peer(max_num_seqs=1)
+    peer.engine.add_request([1, 2, 3], SamplingParams(max_tokens=8))
+    peer.engine.add_request([4, 5, 6], SamplingParams(max_tokens=2))
+    peer.offer(PROMPT, 0, 1)
+    peer.step()
+    assert (peer.prefetches, peer.num_skipped) == ([], 1)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_chunk_is_reported_when_its_step_has_ended(overlap: bool) -> None:
+    engine, _ = make_engine(budget=8, overlap=overlap)
+    request = engine.add_request(PROMPT, SamplingParams(max_tokens=1), prefill_only=True)
+    chunks = []
+    for num_steps in (1, 2, 3, 4):
+        outputs = engine.step()
+        chunks += [(num_steps, chunk.num_tokens) for chunk in engine.scheduler.take_prompt_chunks()]
+        if outputs:
+            break
+    assert chunks == [(1 + overlap, 8), (2 + overlap, 16)]  # the last one's end is the request's
+    engine.scheduler.kv.pool.release(engine.scheduler.detach_blocks(request))
+    assert_quiet(engine)
+
+
+def test_only_prompts_for_peers_are_reported() -> None:
+    engine, _ = make_engine(budget=8)
+    engine.add_request(PROMPT, SamplingParams(max_tokens=1))
+    run_all(engine)
+    assert engine.scheduler.take_prompt_chunks() == []
+
+
+@settings(max_examples=150)
+@given(
+    data=st.data(),
+    num_blocks=st.integers(10, 24),
+    host_slots=st.integers(0, 12),
+    swap=st.booleans(),
+    budget=st.integers(4, 24),
+    prefix_cache=st.booleans(),
+    overlap=st.booleans(),
+)
+def test_any_order_of_events_keeps_every_token(
+    data: st.DataObject,
+    num_blocks: int,
+    host_slots: int,
+    swap: bool,
+    budget: int,
+    prefix_cache: bool,
+    overlap: bool,
+) -> None:
+    """Parts, requests, ends of pulls, failures and aborts in any order: right tokens, and no block is lost."""
+    peer = make_peer(
+        num_blocks,
+        host_slots=host_slots,
+        swap=swap,
+        budget=budget,
+        max_num_seqs=3,
+        prefix_cache=prefix_cache,
+        overlap=overlap,
+    )
+    live: dict[RequestId, tuple[list[int], int]] = {}
+    prepared: list[Request] = []
+    tokens: dict[str, list[int]] = {}
+
+    def step() -> None:
+        for name, new in peer.step().items():
+            tokens.setdefault(name, []).extend(new)
+
+    def finish_one() -> None:
+        ok = data.draw(st.sampled_from([True, True, False]))
+        if peer.prefetches and (not peer.loads or data.draw(st.booleans())):
+            peer.finish_prefetch(data.draw(st.sampled_from(peer.prefetches)), ok)
+        elif peer.loads:
+            peer.finish_load(data.draw(st.sampled_from(peer.loads)), ok)
+
+    events = ["offer", "offer", "submit", "prepare", "proceed", "local"]
+    events += ["step", "step", "step", "finish", "finish", "abort"]
+    for _ in range(data.draw(st.integers(1, 50))):
+        event = data.draw(st.sampled_from(events))
+        family = data.draw(st.integers(0, 2))
+        prompt = [family] * data.draw(st.integers(1, 20)) + [data.draw(st.integers(3, 5))]
+        limit = data.draw(st.integers(2, 8))
+        if event == "offer" and len(prompt) >= BLOCK:
+            last = data.draw(st.integers(1, len(prompt) // BLOCK))
+            peer.offer(prompt, data.draw(st.integers(0, last - 1)), last)
+        elif event == "submit":
+            live[peer.submit(prompt, limit).request_id] = (prompt, limit)
+        elif event == "prepare":
+            prepared.append(peer.prepare(prompt, limit))
+            live[prepared[-1].request_id] = (prompt, limit)
+        elif event == "proceed" and prepared:
+            peer.proceed(prepared.pop(data.draw(st.integers(0, len(prepared) - 1))))
+        elif event == "local":
+            request = peer.engine.add_request(prompt, SamplingParams(max_tokens=limit))
+            live[request.request_id] = (prompt, limit)
+        elif event == "finish":
+            finish_one()
+        elif event == "abort" and live:
+            name = data.draw(st.sampled_from(sorted(live)))
+            peer.engine.abort(name)
+            prepared = [request for request in prepared if request.request_id != name]
+            del live[name]
+        else:
+            step()
+        peer.scheduler.kv.pool.check_integrity()
+    for request in prepared:
+        peer.proceed(request)
+    for _ in range(2000):
+        step()
+        finish_one()
+        if not (peer.engine.has_work() or peer.loads or peer.prefetches):
+            break
+    for name, (prompt, limit) in live.items():
+        answer = expected_tokens(prompt, limit)
+        assert tokens[name] in (answer, answer[1:]), "the first token comes with the KV"
+    assert_quiet(peer.engine)

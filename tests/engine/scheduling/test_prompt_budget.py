@@ -1,0 +1,274 @@
+"""Prompt tokens beside decode rows: bounded by measured steps, paced by when first tokens are due."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from math import inf
+from typing import Any
+
+import pytest
+
+from common.step_times import StepCost, num_pairs
+from engine.engine import Engine
+from engine.plan import PlacedExperts, StepPlan
+from engine.request import FinishReason, Request, RequestStatus, SamplingParams
+from engine.scheduling.prompt_budget import FIRST_TOKENS, PromptBudget, WaitingPrompt
+from tests.engine.fakes import expected_tokens
+from tests.engine.scheduling.test_scheduler import BLOCK, assert_quiet, make_engine, run_all
+
+COST = StepCost(base=0.004, row=20e-6, prompt=0.0005, prompt_token=20e-6)
+LONG = SamplingParams(max_tokens=40)
+
+
+def learned(itl_objective: float = 0.025, cost: StepCost = COST) -> PromptBudget:
+    budget, rng = PromptBudget(itl_objective), random.Random(1)
+    for _ in range(300):
+        rows, tokens = rng.randrange(1, 100), rng.randrange(64, 800)
+        budget.times.observe(rows, 0, cost.seconds(rows))
+        budget.times.observe(rows, tokens, cost.seconds(rows, tokens))
+    budget.now = 100.0
+    return budget
+
+
+def prompt(num_tokens: int, due_in: float = inf) -> WaitingPrompt:
+    return WaitingPrompt(num_tokens, 100.0 + due_in)
+
+
+def test_without_decode_rows_or_measurements_nothing_is_bounded_by_time() -> None:
+    assert learned().num_tokens(0, 0, [prompt(9000)], 8192) == 8192
+    assert PromptBudget(0.025).num_tokens(4, 0, [prompt(9000)], 8192) == FIRST_TOKENS
+    assert PromptBudget(0.025).num_tokens(4, 0, [prompt(9000)], 100) == 100
+
+
+def test_prompts_with_slack_are_gentle_and_those_at_risk_take_what_the_objective_leaves() -> None:
+    budget = learned()
+    gentle = budget.num_tokens(50, 0, [prompt(1000)], 8192)
+    hurried = budget.num_tokens(50, 0, [prompt(1000, due_in=0.06)], 8192)
+    late = budget.num_tokens(50, 0, [prompt(1000, due_in=-1.0)], 8192)
+    assert 0 < gentle < hurried < late
+    assert COST.seconds(50, gentle) < 1.35 * COST.seconds(50)
+    assert COST.seconds(50, late) < 0.025
+    per_second = hurried / COST.seconds(50, hurried)
+    assert per_second * 0.06 == pytest.approx(1000, rel=0.1)
+
+
+def test_prompts_behind_others_count_what_is_before_them() -> None:
+    budget = learned()
+    alone = budget.num_tokens(50, 0, [prompt(500, due_in=0.1)], 8192)
+    behind = budget.num_tokens(50, 0, [prompt(800), prompt(500, due_in=0.1)], 8192)
+    assert behind > alone
+
+
+def test_long_contexts_leave_room_for_fewer_tokens() -> None:
+    true = StepCost(base=0.004, row=3e-6, context=14e-9, prompt=0.0005, prompt_token=20e-6, prompt_context=0.9e-9)
+    budget, rng = PromptBudget(0.025), random.Random(1)
+    for _ in range(400):
+        rows, tokens = rng.randrange(1, 60), rng.randrange(64, 800)
+        context, start = rng.randrange(500, 9000), rng.randrange(30_000)
+        pairs = num_pairs(start, tokens)
+        budget.times.observe(rows, 0, true.seconds(rows, context=rows * context), rows * context)
+        seconds = true.seconds(rows, tokens, rows * context, pairs)
+        budget.times.observe(rows, tokens, seconds, rows * context, pairs)
+    budget.now = 100.0
+    sizes = []
+    for context, start in ((8_000, 0), (160_000, 0), (160_000, 20_000)):
+        late = WaitingPrompt(9000, due=99.0, start=start)
+        sizes.append(budget.num_tokens(8, context, [late], 8192))
+        seconds = true.seconds(8, sizes[-1], context, num_pairs(start, sizes[-1]))
+        assert 0.02 < seconds < 0.025
+    assert sizes[0] > sizes[1] + 50 > sizes[2] + 200
+    two = [WaitingPrompt(100, due=99.0, start=20_000), WaitingPrompt(9000, due=99.0)]
+    assert sizes[2] < budget.num_tokens(8, 160_000, two, 8192) < sizes[1]
+
+
+# -- in the scheduler ---------------------------------------------------------------------------------------------
+
+
+class FixedBudget(PromptBudget):
+    """So many prompt tokens beside decode rows."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(1.0)
+        self._num_tokens = num_tokens
+
+    def num_tokens(self, num_decode_rows: int, context: int, prompts: object, most: int) -> int:
+        return min(self._num_tokens, most) if num_decode_rows else most
+
+
+def stepping(engine: Engine, request: Request) -> list[tuple[int, int]]:
+    """(prompt tokens, decode tokens) of each step until the request has a token."""
+    sizes = []
+    while not request.output_token_ids:
+        engine.step()
+        sizes.append((engine.last_step.num_prefill_tokens, engine.last_step.num_decode_tokens))
+    return sizes
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_steps_with_decode_rows_take_few_prompt_tokens_and_others_many(overlap: bool) -> None:
+    engine, _ = make_engine(64, budget=32, prompt_budget=FixedBudget(4), overlap=overlap)
+    stream = engine.add_request(list(range(20)), LONG)
+    assert max(size for size, _ in stepping(engine, stream)) == 20
+    late = engine.add_request(list(range(100, 130)), LONG)
+    assert {size for size in stepping(engine, late) if size[0]} <= {(4, 1), (2, 1)}
+    tokens = run_all(engine)
+    assert len(tokens) == 2
+    for request in (stream, late):
+        assert request.output_token_ids == expected_tokens(request.prompt_token_ids, 40)
+    assert_quiet(engine)
+
+
+def test_the_last_token_of_a_prompt_is_no_stream() -> None:
+    engine, _ = make_engine(64, budget=32, prompt_budget=FixedBudget(4))
+    cached = list(range(8))
+    engine.add_request(cached, SamplingParams(max_tokens=1))
+    run_all(engine)
+    engine.add_request([*cached, 9], SamplingParams(max_tokens=1))  # all but one token are cached
+    engine.add_request(list(range(100, 120)), SamplingParams(max_tokens=1))
+    engine.step()
+    assert engine.last_step.num_prefill_tokens + engine.last_step.num_decode_tokens == 21
+    run_all(engine)
+    assert_quiet(engine)
+
+
+def test_kv_of_a_peer_is_loaded_though_the_step_is_full() -> None:
+    engine, _ = make_engine(64, budget=32, prompt_budget=FixedBudget(4))
+    stepping(engine, engine.add_request(list(range(8)), LONG))
+    engine.add_request(list(range(100, 130)), LONG, due=1e9)
+    engine.step()  # the prompt takes all that there is for prompts
+    pulled = engine.add_request(
+        list(range(200, 212)), LONG, output_token_ids=[1], kv_source="peer", num_source_tokens=12, due=1.0
+    )
+    engine.step()
+    assert pulled.status is RequestStatus.LOADING
+    [job] = engine.scheduler.remote_kv.take_load_jobs()
+    assert len(job.block_ids) == 12 // BLOCK
+    engine.scheduler.remote_kv.finish_load(pulled.request_id, ok=False)
+    run_all(engine)
+    assert_quiet(engine)
+
+
+def test_a_load_that_the_cache_makes_needless_waits_for_the_next_step_when_this_one_is_full() -> None:
+    engine, _ = make_engine(64, budget=32, prompt_budget=FixedBudget(4))
+    cached = list(range(200, 212))
+    engine.add_request(cached, SamplingParams(max_tokens=1))
+    run_all(engine)
+    stream = engine.add_request(list(range(8)), LONG)
+    stepping(engine, stream)
+    engine.add_request(list(range(100, 130)), LONG, due=1e9)
+    engine.step()
+    first = expected_tokens(cached, 1)
+    again = engine.add_request(cached, LONG, output_token_ids=first, kv_source="peer", num_source_tokens=12, due=1.0)
+    engine.step()
+    assert again.status is RequestStatus.RUNNING
+    run_all(engine)
+    assert again.output_token_ids == expected_tokens(cached, 40)
+    assert_quiet(engine)
+
+
+def test_who_is_due_first_is_served_first_within_a_priority() -> None:
+    engine, _ = make_engine(64, max_num_seqs=1)
+    blocker = engine.add_request([1, 2, 3], SamplingParams(max_tokens=2))
+    engine.step()
+    slack = engine.add_request([4, 5, 6], SamplingParams(max_tokens=2), due=50.0)
+    at_risk = engine.add_request([7, 8, 9], SamplingParams(max_tokens=2), due=10.0)
+    urgent = engine.add_request([1, 5, 9], SamplingParams(max_tokens=2), due=90.0, priority=-1)
+    no_objective = engine.add_request([2, 5, 8], SamplingParams(max_tokens=2))
+    ended: list[Request] = []
+    while engine.has_work():
+        ended += [output.request for output in engine.step() if output.finish_reason]
+    assert [r for r in ended if r is not blocker] == [urgent, at_risk, slack, no_objective]
+
+
+class Seen(PromptBudget):
+    """Notes what it is asked and told."""
+
+    def __init__(self) -> None:
+        super().__init__(1.0)
+        self.asked: list[tuple[int, int, list[WaitingPrompt]]] = []
+
+    def num_tokens(self, num_decode_rows: int, context: int, prompts: Sequence[WaitingPrompt], most: int) -> int:
+        self.asked.append((num_decode_rows, context, list(prompts)))
+        return min(4, most)
+
+
+def test_contexts_reach_the_budget_and_the_report() -> None:
+    budget = Seen()
+    engine, _ = make_engine(64, budget=32, prompt_budget=budget)
+    stream = engine.add_request(list(range(20)), LONG)
+    stepping(engine, stream)
+    engine.add_request(list(range(100, 130)), LONG, due=7.0, is_late=True)
+    engine.step()
+    assert engine.last_step.num_context_tokens == 21
+    engine.step()
+    load = engine.scheduler.load()
+    assert (load.waiting_prefill_tokens, load.context_tokens) == (22, 23)
+    assert load.waiting_prefill_pairs == sum(range(8, 30)) + 11  # half a pair more for each
+    assert engine.last_step.num_prompt_pairs == 4 * 4 + 8
+    assert budget.asked[-1] == (1, 22, [WaitingPrompt(26, -inf, 4)])  # late: as soon as can be
+    run_all(engine)
+    assert_quiet(engine)
+    without, _ = make_engine(64, budget=32)
+    without.add_request(list(range(20)), LONG)
+    without.step()
+    assert without.scheduler.load().context_tokens == without.last_step.num_context_tokens == 0
+
+
+def test_steps_that_move_experts_teach_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = learned()
+    engine, runner = make_engine(64, budget=32, prompt_budget=budget)
+    launch, observed, moved = runner.launch, list[int](), list[int]()
+
+    def launch_and_move(plan: StepPlan) -> Any:
+        if len(runner.plans) % 3 == 1:
+            plan.placed = PlacedExperts(0, (0, 1))
+            moved.append(plan.num_tokens)
+        return launch(plan)
+
+    monkeypatch.setattr(runner, "launch", launch_and_move)
+    monkeypatch.setattr(budget.times, "observe", lambda rows, prompts, *_: observed.append(rows + prompts))
+    engine.add_request([1, 2, 3], LONG)
+    engine.add_request([4] * 40, LONG)
+    run_all(engine)
+    computed = sum(plan.num_tokens for plan in runner.plans)
+    assert moved
+    assert sum(observed) == computed - sum(moved)
+
+
+# -- handed over --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("after", range(9))  # tokens: also those that fill a block of four
+def test_a_request_is_handed_over_at_its_next_token(overlap: bool, after: int) -> None:
+    engine, runner = make_engine(64, overlap=overlap)
+    request = engine.add_request(list(range(20)), LONG)
+    other = engine.add_request(list(range(30, 40)), LONG)
+    while len(request.output_token_ids) < after:
+        engine.step()
+    engine.hand_over(request.request_id)
+    ends: list[FinishReason | None] = []
+    while not ends:
+        ends = [
+            output.finish_reason for output in engine.step() if output.request is request and output.finish_reason
+        ]
+    assert ends == [FinishReason.PREFILLED]
+    assert after < len(request.output_token_ids) <= after + 2
+    known = request.prompt_token_ids + request.output_token_ids
+    block_ids = engine.scheduler.detach_blocks(request)
+    stored = [token for block_id in block_ids for token in runner.blocks[block_id]]
+    assert stored[: len(known) - 1] == known[:-1]  # the KV that a lease gives away
+    assert len(block_ids) == -(-(len(known) - 1) // BLOCK)
+    engine.scheduler.kv.pool.release(block_ids)
+    run_all(engine)
+    assert other.output_token_ids == expected_tokens(other.prompt_token_ids, 40)
+    assert_quiet(engine)
+
+
+def test_handing_over_what_has_ended_or_never_was_does_nothing() -> None:
+    engine, _ = make_engine(64)
+    request = engine.add_request([1, 2, 3], SamplingParams(max_tokens=2))
+    run_all(engine)
+    engine.hand_over(request.request_id)
+    assert_quiet(engine)

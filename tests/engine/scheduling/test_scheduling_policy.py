@@ -1,0 +1,317 @@
+"""Who is served first, admitted and preempted: the shipped policies, the example, and policies that fail."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from common.errors import ConfigError
+from engine.engine import Engine
+from engine.offline.llm import LLM
+from engine.request import FinishReason, Request, RequestStatus, SamplingParams
+from engine.scheduling.policy import EngineView, FcfsPolicy, PriorityPolicy, RequestView, load_policy
+from examples.scheduling_policy import TOKENS_PER_ARRIVAL
+from tests.engine.fakes import expected_tokens
+from tests.engine.scheduling.test_scheduler import assert_quiet, make_engine, run_all
+
+EXAMPLE = "examples.scheduling_policy:ShortestPromptFirst"
+LONG = SamplingParams(max_tokens=12)
+on_all_paths = pytest.mark.parametrize(("swap", "overlap"), [(s, o) for s in (False, True) for o in (False, True)])
+
+
+def start(engine: Engine, prompts: list[list[int]], priority: int = 5) -> list[Request]:
+    """Add requests and step until all of them run and have a token."""
+    requests = [engine.add_request(prompt, LONG, priority=priority) for prompt in prompts]
+    for _ in range(10):
+        if all(request.output_token_ids for request in requests):
+            return requests
+        engine.step()
+    raise AssertionError("they do not fit")
+
+
+def assert_undisturbed(requests: list[Request]) -> None:
+    for request in requests:
+        assert request.output_token_ids == expected_tokens(request.prompt_token_ids, request.params.max_tokens)
+
+
+@on_all_paths
+def test_an_urgent_request_takes_the_seat_of_the_least_urgent(swap: bool, overlap: bool) -> None:
+    engine, runner = make_engine(64, host_slots=32, max_num_seqs=2, swap=swap, overlap=overlap, prefix_cache=False)
+    requests = start(engine, [[1] * 5, [2] * 5])
+    urgent = engine.add_request([3] * 5, LONG, priority=0)
+    engine.step()
+    assert urgent.status is RequestStatus.RUNNING
+    assert requests[0].num_preemptions == 0
+    assert requests[1].status is (RequestStatus.SWAPPED if swap else RequestStatus.WAITING)
+    run_all(engine)
+    assert_undisturbed([*requests, urgent])
+    assert (urgent.num_preemptions, engine.scheduler.num_preemptions) == (0, 1)
+    assert (runner.num_computed_tokens == 3 * (5 + 11)) is swap  # what was swapped is not computed again
+    assert_quiet(engine)
+
+
+@on_all_paths
+def test_an_urgent_request_takes_the_blocks_of_the_least_urgent(swap: bool, overlap: bool) -> None:
+    engine, _ = make_engine(12, host_slots=32, swap=swap, overlap=overlap)
+    requests = start(engine, [[1] * 7, [2] * 7, [3] * 7])
+    urgent = engine.add_request([4] * 17, LONG, priority=0)  # 5 blocks: those of two
+    engine.step()
+    assert urgent.status is RequestStatus.RUNNING
+    assert [request.num_preemptions for request in requests] == [0, 1, 1]
+    run_all(engine)
+    assert_undisturbed([*requests, urgent])
+    assert urgent.num_preemptions == 0
+    assert_quiet(engine)
+
+
+def test_nobody_is_preempted_in_vain() -> None:
+    """The blocks of the only one that would give way are not enough."""
+    engine, _ = make_engine(12)
+    requests = [*start(engine, [[1] * 21], priority=1), *start(engine, [[2] * 7], priority=5)]
+    engine.add_request([3] * 25, LONG, priority=2)
+    engine.step()
+    assert [request.num_preemptions for request in requests] == [0, 0]
+    assert [request.status for request in requests] == [RequestStatus.RUNNING] * 2
+    run_all(engine)
+
+
+@pytest.mark.parametrize("priority", [5, 6])
+def test_equal_and_less_urgent_requests_wait(priority: int) -> None:
+    engine, _ = make_engine(64, max_num_seqs=2)
+    start(engine, [[1] * 5, [2] * 5])
+    later = engine.add_request([3] * 5, LONG, priority=priority)
+    engine.step()
+    assert later.status is RequestStatus.WAITING
+    run_all(engine)
+    assert engine.scheduler.num_preemptions == 0
+
+
+def test_a_full_batch_is_no_work_for_those_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = make_engine(64, max_num_seqs=2)
+    start(engine, [[1] * 5, [2] * 5])
+    engine.add_request([3] * 5, LONG, priority=5)
+    monkeypatch.setattr(engine.scheduler.kv.prefixes, "cached_table", pytest.fail)
+    engine.step()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_swapped_requests_do_not_block_a_more_urgent_one(overlap: bool) -> None:
+    engine, _ = make_engine(12, host_slots=32, swap=True, overlap=overlap)
+    requests = start(engine, [[i + 1] * 7 for i in range(4)])
+    while not engine.scheduler.load().num_swapped:
+        engine.step()
+    urgent = engine.add_request([9] * 5, SamplingParams(max_tokens=2), priority=0)
+    equal = engine.add_request([8] * 5, SamplingParams(max_tokens=2), priority=5)
+    engine.step()
+    assert urgent.status is RequestStatus.RUNNING
+    assert engine.scheduler.load().num_swapped
+    assert equal.status is RequestStatus.WAITING
+    run_all(engine)
+    assert_undisturbed([*requests, urgent, equal])
+    assert_quiet(engine)
+
+
+def test_a_long_prompt_leaves_the_step_to_an_urgent_one() -> None:
+    """The budget of tokens is taken back without a preemption."""
+    engine, runner = make_engine(64, budget=8)
+    long = engine.add_request(list(range(1, 61)), LONG, priority=5)
+    engine.step()
+    urgent = engine.add_request([3] * 5, LONG, priority=0)
+    engine.step()
+    assert len(urgent.output_token_ids) == 1
+    run_all(engine)
+    assert_undisturbed([long, urgent])
+    assert engine.scheduler.num_preemptions == 0
+    assert runner.num_computed_tokens == 60 + 5 + 2 * 11  # nothing was lost
+
+
+def test_each_is_preempted_once_by_each_more_urgent_one() -> None:
+    """No ping-pong: one seat, every newcomer more urgent than those before it."""
+    engine, _ = make_engine(64, max_num_seqs=1)
+    requests = []
+    for priority in (3, 2, 1, 0):
+        requests += start(engine, [[priority + 1] * 5], priority)
+    order = []
+    while engine.has_work():
+        order += [output.request for output in engine.step() if output.finish_reason is FinishReason.LENGTH]
+    assert order == requests[::-1]
+    assert [request.num_preemptions for request in requests] == [1, 1, 1, 0]
+    assert_undisturbed(requests)
+
+
+def test_a_computed_prompt_keeps_its_blocks_for_its_lease() -> None:
+    """Its first token is pending: it ends with the step in flight, and a peer wants its blocks."""
+    engine, _ = make_engine(64, max_num_seqs=1, overlap=True)
+    prefill = engine.add_request([1] * 9, LONG, priority=5, prefill_only=True)
+    engine.step()
+    urgent = engine.add_request([2] * 5, LONG, priority=0)
+    [output] = engine.step()
+    assert (output.request, output.finish_reason) == (prefill, FinishReason.PREFILLED)
+    blocks = engine.scheduler.detach_blocks(prefill)
+    assert len(blocks) == 3
+    engine.scheduler.kv.pool.release(blocks)
+    run_all(engine)
+    assert_undisturbed([urgent])
+
+
+@pytest.mark.parametrize("windows", [(), (0, 6)])
+def test_who_is_handed_over_and_gives_way_with_its_last_token_leaves_nothing(windows: tuple[int, ...]) -> None:
+    """Its KV is in host slots when that token comes: nobody will swap it in."""
+    engine, _ = make_engine(6 * max(len(windows), 1), host_slots=32, swap=True, overlap=True, windows=windows)
+    params = replace(LONG, max_tokens=16)
+    kept, moved = (engine.add_request([number] * 5, params) for number in (1, 2))
+    for _ in range(8):
+        engine.step()
+    engine.hand_over(moved.request_id)
+    outputs = engine.step()
+    assert [output.finish_reason for output in outputs if output.request is moved] == [FinishReason.PREFILLED]
+    assert moved.num_preemptions == 1
+    assert engine.scheduler.detach_blocks(moved) == []
+    run_all(engine)
+    assert_undisturbed([kept])
+    assert_quiet(engine)
+
+
+def test_fcfs_knows_no_priority() -> None:
+    engine, _ = make_engine(64, max_num_seqs=1, policy=FcfsPolicy())
+    requests = start(engine, [[1] * 5])
+    requests += [engine.add_request([2] * 5, LONG, priority=9), engine.add_request([3] * 5, LONG, priority=0)]
+    order = []
+    while engine.has_work():
+        order += [output.request for output in engine.step() if output.finish_reason is not None]
+    assert order == requests
+    assert engine.scheduler.num_preemptions == 0
+
+
+class Hesitant(PriorityPolicy):
+    """Admits nobody of whom it is asked."""
+
+    def admits(self, request: RequestView, engine: EngineView) -> bool:
+        assert engine.num_free_blocks < engine.num_blocks == 64
+        assert (engine.num_running, engine.num_waiting > 0) == (1, True)
+        return False
+
+
+def test_who_is_not_admitted_starts_when_nothing_runs() -> None:
+    engine, _ = make_engine(64, policy=Hesitant())
+    requests = [engine.add_request([i + 1] * 5, LONG) for i in range(3)]
+    while engine.has_work():
+        engine.step()
+        assert engine.scheduler.load().num_running <= 1
+    assert_undisturbed(requests)
+
+
+# -- policies of users -------------------------------------------------------------------------------------------
+
+
+def test_the_example_serves_short_prompts_first_and_lets_long_ones_age() -> None:
+    policy = load_policy(EXAMPLE)
+
+    def key(arrival: int, num_tokens: int) -> tuple[float, ...]:
+        return policy.key(RequestView(0, arrival, num_tokens, 0, 16))
+
+    assert key(1, 10) < key(0, 10 * TOKENS_PER_ARRIVAL)
+    assert key(11, 10) > key(0, 10 * TOKENS_PER_ARRIVAL)
+
+
+def test_the_example_serves_an_engine() -> None:
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    prompts = [[7] * 6, [5] * 400, [6] * 8]
+    orders, texts = [], []
+    for policy in ("fcfs", EXAMPLE):
+        llm = LLM("dry-run", device="cpu", max_num_seqs=1, num_gpu_blocks=64, scheduling_policy=policy)
+        requests = [llm.engine.add_request(prompt, params) for prompt in prompts]
+        order: list[int] = []
+        while llm.engine.has_work():
+            order += [requests.index(o.request) for o in llm.engine.step() if o.finish_reason is not None]
+        orders.append(order)
+        texts.append([request.output_token_ids for request in requests])
+    assert orders == [[0, 1, 2], [0, 2, 1]]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "message"),
+    [
+        ("", "lifo", "choose priority, fcfs or module:Class"),
+        ("", "user_policy:", "choose priority, fcfs or module:Class"),
+        ("", "no_such_module:Policy", "cannot import no_such_module .*PYTHONPATH"),
+        ("1 / 0", "user_policy:Policy", "cannot import user_policy .ZeroDivisionError"),
+        ("", "user_policy:Policy", "user_policy has no class Policy"),
+        ("class Policy: pass", "user_policy:Policy", "Policy does not work .AttributeError: .*'key'"),
+        ("class Policy:\n def __init__(self, x): pass", "user_policy:Policy", "Policy does not work .TypeError"),
+        (
+            "class Policy:\n def key(self, r): return r.size",
+            "user_policy:Policy",
+            "does not work .AttributeError: .*size",
+        ),
+        ("class Policy:\n def key(self, r): return 'first'", "user_policy:Policy", "must return a tuple of numbers"),
+    ],
+)
+def test_a_policy_that_cannot_work_is_refused_at_the_start(
+    source: str, name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "user_policy.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "user_policy", raising=False)
+    with pytest.raises(ConfigError, match=f"--scheduling-policy {name}: .*{message}"):
+        LLM("dry-run", device="cpu", scheduling_policy=name)
+
+
+def fail(*_: object) -> bool:
+    raise ValueError("told to fail")
+
+
+@pytest.mark.parametrize(
+    ("method", "answer"), [("key", fail), ("admits", fail), ("preempts", fail), ("key", lambda *_: (float("nan"),))]
+)
+def test_a_policy_that_fails_is_replaced_and_no_request_lost(
+    method: str, answer: Callable[..., object], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = load_policy(EXAMPLE)
+    engine, _ = make_engine(12, host_slots=32, max_num_seqs=2, swap=True, overlap=True, policy=policy)
+    requests = start(engine, [[1] * 5, [2] * 5])
+    monkeypatch.setattr(policy, method, answer)
+    for priority in (0, 7, 1):
+        requests.append(engine.add_request([3 + priority] * 5, LONG, priority=priority))
+    with caplog.at_level(logging.ERROR):
+        run_all(engine)
+    assert_undisturbed(requests)
+    assert_quiet(engine)
+    [record] = caplog.records  # once, with its traceback
+    assert record.getMessage() == (
+        "scheduling policy ShortestPromptFirst failed; the engine goes on with the policy 'priority'"
+    )
+    assert record.exc_info is not None
+
+
+class Contrary:
+    """Last come, first served, and always at the cost of somebody else."""
+
+    def key(self, request: RequestView) -> tuple[float, ...]:
+        return (-request.arrival,)
+
+    def admits(self, request: RequestView, engine: EngineView) -> bool:
+        return bool(engine.num_free_blocks % 2)
+
+    def preempts(self, newcomer: RequestView, other: RequestView) -> bool:
+        return True
+
+
+@on_all_paths
+def test_no_policy_can_stop_the_engine(swap: bool, overlap: bool) -> None:
+    engine, _ = make_engine(14, host_slots=20, max_num_seqs=3, swap=swap, overlap=overlap, policy=Contrary())
+    requests = []
+    for index in range(12):
+        requests.append(engine.add_request([index + 1] * (1 + 5 * index % 23), LONG, priority=index % 3))
+        engine.step()
+        engine.step()
+    run_all(engine)
+    assert_undisturbed(requests)
+    assert engine.scheduler.num_preemptions > 0
+    assert_quiet(engine)

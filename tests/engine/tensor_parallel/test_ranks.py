@@ -1,0 +1,422 @@
+"""Ranks of a model: the tokens of one rank, for every family; processes that start, follow and end as they should."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+import engine.assembly
+from common.errors import ConfigError, EngineError
+from common.model_files import resolve_model
+from engine import LLM, SamplingParams
+from engine.assembly import EngineParts, assemble
+from engine.config import EngineConfig
+from engine.cpu.runner import ModelRunner
+from engine.kv.memory import allocate_pool, pool_geometry
+from engine.loader.load import LoadedModel, load_model
+from engine.plan import CompletedStep, StepPlan
+from engine.start_progress import OnProgress
+from kvstore.layout import Shard
+from tests.cluster.wings.test_tensor_parallel import followers_of
+from tests.engine.speculation.drafters import MakeOracle, knows
+from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, reference_greedy
+
+pytestmark = pytest.mark.slow
+
+CPU = torch.device("cpu")
+NUM_TOKENS = 10
+PROMPTS = [[(7 * i + 11 * j) % (VOCAB_SIZE - 8) + 8 for j in range(3 + 9 * i)] for i in range(6)]
+SCARCE_BLOCKS = {"gemma3": 93, "gemma3-scaled": 80, "gpt-oss": 28, "mistral-window": 14}  # they have KV groups
+GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+
+
+class ThreadGroup:
+    """A `Group` of threads of this process."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._barrier = threading.Barrier(size, timeout=200.0)
+        self._parts: list[Any] = [None] * size
+        self._local = threading.local()
+
+    @property
+    def rank(self) -> int:
+        rank: int = self._local.rank
+        return rank
+
+    def join(self, rank: int) -> None:
+        """The calling thread is this rank from now on."""
+        self._local.rank = rank
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return torch.stack([part.float() for part in self._exchange(x)]).sum(0)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.cat(self._exchange(x), dim=-1)
+
+    def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        pieces = [part[self.rank] for part in self._exchange(x.split(list(send)))]
+        assert [piece.shape[0] for piece in pieces] == list(receive)
+        return torch.cat(pieces)
+
+    def _exchange(self, x: Any) -> list[Any]:
+        self._parts[self.rank] = x
+        self._barrier.wait()
+        parts = list(self._parts)
+        self._barrier.wait()
+        return parts
+
+
+OF_RANKS: dict[str, Any] = {}  # settings of ranks that one rank cannot have
+
+
+class ThreadedRanks:
+    """A runner whose ranks are threads, each of which is given the plan's bytes."""
+
+    max_steps_in_flight = 1
+
+    def __init__(
+        self, loaded: LoadedModel, pool: Tensor, host_buffer: Tensor | None, config: EngineConfig, num_ranks: int
+    ) -> None:
+        self._group = ThreadGroup(num_ranks)
+        self._executor = ThreadPoolExecutor(num_ranks)
+        config = replace(config, tp=num_ranks, **OF_RANKS)
+        files = resolve_model(config.model)
+        self._ranks: list[ModelRunner] = []
+        for rank in range(num_ranks):
+            self._group.join(rank)
+            shard = load_model(files, config, CPU, Shard(rank, num_ranks))
+            assert shard.fingerprint == loaded.fingerprint
+            geometry = pool_geometry(loaded.config, config, loaded.fingerprint, loaded.dtype, Shard(rank, num_ranks))
+            slots = None
+            if host_buffer is not None:
+                slots = torch.zeros(host_buffer.shape[0], geometry.block_bytes, dtype=torch.uint8)
+            self._ranks.append(ModelRunner(shard, allocate_pool(geometry, CPU), slots, config, self._group))
+
+    def launch(self, plan: StepPlan) -> CompletedStep:
+        data = msgspec.msgpack.encode(plan)
+        found = list(self._executor.map(lambda rank: self._run(rank, data), range(len(self._ranks))))
+        assert all(one.found == found[0].found for one in found), "ranks have sampled different tokens"
+        return found[0]
+
+    def needs_known_tokens(self, plan: StepPlan) -> bool:
+        return False
+
+    def check(self) -> None:
+        pass
+
+    def warmup(self, on_progress: OnProgress) -> None:
+        pass
+
+    def _run(self, rank: int, data: bytes) -> CompletedStep:
+        self._group.join(rank)
+        step = self._ranks[rank].launch(msgspec.msgpack.decode(data, type=StepPlan))
+        assert isinstance(step, CompletedStep)
+        return step
+
+
+def open_ranks(path: Path, num_ranks: int, monkeypatch: pytest.MonkeyPatch, **settings: object) -> EngineParts:
+    """An engine over threads instead of processes."""
+    monkeypatch.setattr(
+        engine.assembly,
+        "_make_runner",
+        lambda loaded, pool, host, config, _gpu, _length: ThreadedRanks(loaded, pool, host, config, num_ranks),
+    )
+    base = {"model": str(path), "device": "cpu", "dtype": "float32", "num_gpu_blocks": 256, "num_threads": 1}
+    return assemble(EngineConfig(**{**base, **settings}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", sorted(TINY_MODELS))
+def test_two_ranks_of_every_family_equal_transformers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an odd vocabulary, which is padded, cached prefixes, chunks, and swaps."""
+    torch.set_num_threads(1)
+    tiny = TINY_MODELS[name]
+    path, model = tiny.save(tmp_path / "model"), tiny.build()
+    expected = [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    made = open_ranks(
+        path, 2, monkeypatch, num_gpu_blocks=SCARCE_BLOCKS.get(name, 24), block_size=4, max_num_batched_tokens=24,
+        max_num_seqs=6, preemption="swap", host_tier_gb=0.01,
+    ).engine  # fmt: skip
+    for _ in range(2):
+        requests = [made.add_request(prompt, GREEDY) for prompt in PROMPTS]
+        while made.has_work():
+            made.step()
+        assert [request.output_token_ids for request in requests] == expected
+    assert made.scheduler.num_preemptions > 0
+    assert made.num_failed_steps == 0
+
+
+def test_ranks_that_dispatch_to_whole_experts_equal_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes, which exchange experts while they compute."""
+    torch.set_num_threads(1)
+    tiny = TINY_MODELS["qwen3-moe"]
+    path, model = tiny.save(tmp_path / "model"), tiny.build()
+    config = EngineConfig(
+        str(path), device="cpu", dtype="float32", tp=2, expert_parallel=True, expert_exchange="dispatch",
+        num_gpu_blocks=64, num_threads=1, num_redundant_experts=2, expert_rebalance_interval=3,
+    )  # fmt: skip
+    monkeypatch.setattr("engine.expert_balancing.rebalancing.MIN_CHOICES_A_SLOT", 1)
+    monkeypatch.setattr("engine.expert_balancing.rebalancing.MIN_GAIN", 1.0)
+    parts = assemble(config)
+    made, expected = parts.engine, [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    for _ in range(2):
+        requests = [made.add_request(prompt, GREEDY) for prompt in PROMPTS]
+        while made.has_work():
+            made.step()
+        assert [request.output_token_ids for request in requests] == expected
+    assert parts.rebalancer is not None
+    assert parts.rebalancer.num_changes > 1
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "exchange"),
+    [
+        ("qwen3-moe", 2, "sum"),
+        ("qwen3-moe-some-dense", 2, "dispatch"),
+        ("gpt-oss", 2, "dispatch"),
+        ("qwen3-moe", 4, "dispatch"),
+        ("deepseek-v2-lite", 2, "sum"),
+        ("deepseek-v2-lite", 2, "dispatch"),
+        ("deepseek-v3", 4, "dispatch"),
+    ],
+)
+def test_ranks_of_whole_experts_equal_transformers(
+    name: str, num_ranks: int, exchange: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts beside decode rows, and steps of fewer rows than ranks."""
+    torch.set_num_threads(1)
+    tiny = TINY_MODELS[name]
+    if num_ranks == 4:
+        heads = {"num_attention_heads": 8, "num_key_value_heads": 8 if "deepseek" in name else 2}
+        tiny = replace(tiny, changes={**tiny.changes, **heads, "num_experts": 8, "n_routed_experts": 8})
+    path, model = tiny.save(tmp_path / "model"), tiny.build()
+    monkeypatch.setitem(OF_RANKS, "expert_parallel", True)
+    monkeypatch.setitem(OF_RANKS, "expert_exchange", exchange)
+    made = open_ranks(path, num_ranks, monkeypatch, max_num_batched_tokens=24).engine
+    requests = [made.add_request(prompt, replace(GREEDY, prompt_logprobs=0)) for prompt in PROMPTS]
+    while made.has_work():
+        made.step()
+    expected = [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    assert [request.output_token_ids for request in requests] == expected
+    assert made.num_failed_steps == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "exchange"), [("qwen3-moe", "sum"), ("qwen3-moe-some-dense", "dispatch"), ("gpt-oss", "sum")]
+)
+def test_ranks_of_placed_experts_equal_transformers(
+    name: str, exchange: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loads that one engine has counted place the experts of two ranks, two redundant ones among them."""
+    torch.set_num_threads(1)
+    tiny, loads = TINY_MODELS[name], tmp_path / "loads.json"
+    path, model = tiny.save(tmp_path / "model"), tiny.build()
+    made = assemble(
+        EngineConfig(
+            str(path), device="cpu", dtype="float32", num_gpu_blocks=256, num_threads=1, expert_load_file=str(loads)
+        )
+    ).engine
+    requests = [made.add_request(prompt, GREEDY) for prompt in PROMPTS]
+    while made.has_work():
+        made.step()
+    expected = [request.output_token_ids for request in requests]
+    assert expected == [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    del made, requests
+    gc.collect()
+    counted = json.loads(loads.read_text())
+    layers = [layer for layer in counted["layers"] if layer]
+    num_routed = sum(len(prompt) + NUM_TOKENS - 1 for prompt in PROMPTS)
+    assert layers
+    assert len({sum(layer) for layer in layers}) == 1
+    assert sum(layers[0]) % num_routed == 0  # every token, as often as it has experts
+    for layer in layers:
+        layer[0] += 10 * sum(layer)  # by far the hottest
+    loads.write_text(json.dumps(counted))
+    for setting, value in {
+        "expert_parallel": True, "expert_exchange": exchange, "expert_placement": str(loads),
+        "num_redundant_experts": 2,
+    }.items():  # fmt: skip
+        monkeypatch.setitem(OF_RANKS, setting, value)
+    made = open_ranks(path, 2, monkeypatch, max_num_batched_tokens=24).engine
+    requests = [made.add_request(prompt, GREEDY) for prompt in PROMPTS]
+    while made.has_work():
+        made.step()
+    assert [request.output_token_ids for request in requests] == expected
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_ranks_of_8_bit_kv_scale_their_heads_as_one_rank_does(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.set_num_threads(1)
+    path = TINY_MODELS[name].save(tmp_path)
+    found = []
+    for num_ranks in (1, 2):
+        made = open_ranks(path, num_ranks, monkeypatch, kv_cache_dtype="fp8").engine
+        requests = [made.add_request(prompt, GREEDY) for prompt in PROMPTS]
+        while made.has_work():
+            made.step()
+        found.append([request.output_token_ids for request in requests])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("quant_mode", ["int8-weight", "int4-weight"])
+def test_ranks_quantize_their_shards(quant_mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each by itself, so that scales of divided inputs are finer than one rank's: close, not equal."""
+    torch.set_num_threads(1)
+    path = TINY_MODELS["qwen2"].save(tmp_path)
+    params = replace(GREEDY, max_tokens=1, logprobs=5)
+    found = []
+    for num_ranks in (1, 2):
+        parts = open_ranks(path, num_ranks, monkeypatch, quant_mode=quant_mode, dtype="bfloat16")
+        assert parts.quantization == quant_mode
+        logprobs = {}
+        requests = [parts.engine.add_request(prompt, params) for prompt in PROMPTS]
+        while parts.engine.has_work():
+            for output in parts.engine.step():
+                (entry,) = output.logprobs
+                logprobs[output.request] = dict(zip(entry.top_token_ids, entry.top_logprobs, strict=True))
+        found.append([logprobs[request] for request in requests])
+    differences = [
+        abs(one[token_id] - two[token_id])
+        for one, two in zip(*found, strict=True)
+        for token_id in one.keys() & two.keys()
+    ]
+    assert len(differences) > 4 * len(PROMPTS)
+    assert 0 < max(differences) < 0.2
+
+
+def test_ranks_accept_the_same_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts travel in the plan, and every rank finds for itself which of them hold."""
+    torch.set_num_threads(1)
+    tiny = TINY_MODELS["llama"]
+    path, model = tiny.save(tmp_path / "model"), tiny.build()
+    answers = [prompt + reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    make_drafter = MakeOracle(knows(answers), 0.7, VOCAB_SIZE)
+    monkeypatch.setattr(engine.assembly, "drafter_for", lambda _config: make_drafter)
+    made = open_ranks(path, 2, monkeypatch, num_speculative_tokens=4, num_gpu_blocks=24, block_size=4).engine
+    requests = [made.add_request(prompt, GREEDY) for prompt in PROMPTS]
+    while made.has_work():
+        made.step()
+    assert [request.prompt_token_ids + request.output_token_ids for request in requests] == answers
+    assert 0 < made.scheduler.num_accepted_tokens < made.scheduler.num_draft_tokens
+
+
+def test_more_ranks_than_kv_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two KV heads, three query heads each: ranks 0 to 2 hold the first one, 3 to 5 the second."""
+    torch.set_num_threads(1)
+    tiny = TINY_MODELS["qwen3"]
+    tiny = type(tiny)(tiny.family, {**tiny.changes, "intermediate_size": 84})
+    path, model = tiny.save(tmp_path / "model"), tiny.build()
+    made = open_ranks(path, 6, monkeypatch).engine
+    requests = [made.add_request(prompt, GREEDY) for prompt in PROMPTS]
+    while made.has_work():
+        made.step()
+    expected = [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    assert [request.output_token_ids for request in requests] == expected
+
+
+def own_followers() -> list[int]:
+    """Of this process, without those of engines that other tests have left to the collector of garbage."""
+    gc.collect()
+    return followers_of(os.getpid())
+
+
+def test_processes_follow_plans() -> None:
+    """Everything that ranks must agree on: penalties, log-probabilities, recomputed prompts, failed rows."""
+    params = [
+        SamplingParams(
+            max_tokens=70, temperature=0.9 * (index % 2), seed=index, ignore_eos=True, logprobs=2,
+            repetition_penalty=1.2 - index % 3 * 0.1, min_tokens=5, top_k=30,
+        )
+        for index in range(6)
+    ]  # fmt: skip
+    prompts = ["the same beginning, " + "abc " * (5 * index) for index in range(6)]
+    settings = {"num_gpu_blocks": 14, "max_num_batched_tokens": 32, "quant_mode": "none"}
+    expected = [one.token_ids for one in LLM("dry-run", num_threads=1, **settings).generate(prompts, params)]
+    llm = LLM("dry-run", tp=2, **settings)
+    assert [one.token_ids for one in llm.generate(prompts, params)] == expected
+    assert llm.engine.scheduler.num_preemptions > 0
+    (follower,) = own_followers()
+    os.kill(follower, signal.SIGKILL)
+    for prompt in ("again", "and again"):
+        with pytest.raises(EngineError, match=r"rank \d"):
+            llm.generate(prompt, GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [({"tp": 3}, "3 ranks cannot divide 4 query heads"), ({"pp": 5}, "--pp 5: the model has 2 layers")],
+)
+def test_a_model_that_ranks_cannot_divide_is_refused_before_any_starts(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, int], told: str
+) -> None:
+    monkeypatch.setattr(engine.assembly, "start_followers", lambda *_: pytest.fail("ranks were started"))
+    with pytest.raises(ConfigError, match=told):
+        assemble(EngineConfig("dry-run", device="cpu", num_gpu_blocks=64, **settings))  # type: ignore[arg-type]
+
+
+def test_the_end_of_a_rank_is_seen_from_a_thread() -> None:
+    """Also while rank 0 waits for it in a step, as on a GPU, where no collective fails."""
+    parts = assemble(EngineConfig("dry-run", device="cpu", tp=2, num_gpu_blocks=64))
+    (follower,) = own_followers()
+    lost: queue.Queue[str] = queue.Queue()
+    parts.runner.watch_ranks(lost.put)
+    with pytest.raises(queue.Empty):
+        lost.get(timeout=0.1)
+    os.kill(follower, signal.SIGKILL)
+    assert lost.get(timeout=60.0) == "rank 1 of the model ended"
+
+
+def test_ranks_that_end_with_their_engine_are_not_lost() -> None:
+    parts = assemble(EngineConfig("dry-run", device="cpu", tp=2, num_gpu_blocks=64))
+    lost: queue.Queue[str] = queue.Queue()
+    parts.runner.watch_ranks(lost.put)
+    del parts
+    assert own_followers() == []
+    with pytest.raises(queue.Empty):
+        lost.get(timeout=0.3)
+
+
+def test_processes_end_with_their_engine() -> None:
+    llm = LLM("dry-run", tp=2, num_gpu_blocks=64)
+    (follower,) = own_followers()
+    del llm
+    gc.collect()
+    deadline = time.monotonic() + 60.0
+    while Path(f"/proc/{follower}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"tp": 3}, "3 ranks cannot"),
+        ({"tp": 0}, "choose 1 to 256"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_divided_is_refused(settings: dict[str, object], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        LLM("dry-run", num_gpu_blocks=64, **settings)
+    assert own_followers() == []

@@ -1,0 +1,211 @@
+"""Models whose layers look back a window: equal to transformers, and blocks that nobody reads any more go back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from common.errors import ConfigError, UnsupportedModelError
+from engine.assembly import EngineParts, assemble
+from engine.config import EngineConfig
+from engine.loader.load import load_model
+from engine.loader.random_weights import DRY_RUN_CONFIG
+from engine.loader.supported import check_attention
+from engine.models.config import LatentConfig
+from engine.models.families import family_of
+from engine.models.hf_config import config_from_hf
+from engine.request import Request
+from tests.engine.driving import GREEDY, Driver, directory, make_runner, open_model, random_prompt
+from tests.engine.tiny_models import GEMMA3, SHAPE, TINY_MODELS, VOCAB_SIZE, reference_greedy
+
+pytestmark = pytest.mark.slow
+
+NUM_TOKENS = 24
+PROMPTS = [random_prompt(length, VOCAB_SIZE, length) for length in (1, 5, 20, 21, 22, 47, 60, 90)]
+SCARCE = -1
+SCARCE_BLOCKS = {"mistral-window": 14, "gemma3": 100, "gpt-oss": 42}  # hold the longest sequence, and not two of them
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"max_num_batched_tokens": 12, "max_num_seqs": 4},
+    {"num_gpu_blocks": SCARCE, "preemption": "recompute"},
+    {"num_gpu_blocks": SCARCE, "preemption": "swap", "host_tier_gb": 0.01},
+    {"num_speculative_tokens": 3, "ngram_min": 1},
+    {"prefix_cache": False, "max_num_batched_tokens": 16},
+]
+
+
+class Family:
+    """A saved model, and transformers' greedy tokens for all prompts."""
+
+    def __init__(self, name: str, path: Path) -> None:
+        torch.set_num_threads(1)
+        self.name, tiny = name, TINY_MODELS[name]
+        self.path = tiny.save(path)
+        model = tiny.build()
+        self.expected = [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+
+    def engine(self, **settings: Any) -> EngineParts:
+        """An engine with blocks of 4 tokens."""
+        base = {"device": "cpu", "dtype": "float32", "num_threads": 1, "num_gpu_blocks": 1200, "block_size": 4}
+        settings = {**base, **settings}
+        if settings["num_gpu_blocks"] == SCARCE:
+            settings |= {"num_gpu_blocks": SCARCE_BLOCKS[self.name], "max_num_batched_tokens": 16, "max_num_seqs": 8}
+        return assemble(EngineConfig(str(self.path), **settings))
+
+
+@pytest.fixture(scope="module", params=["mistral-window", "gemma3", "gpt-oss"])
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
+    return Family(request.param, tmp_path_factory.mktemp(request.param) / "m")
+
+
+def run(parts: EngineParts, prompts: list[list[int]]) -> list[Request]:
+    engine = parts.engine
+    params = replace(GREEDY, max_tokens=NUM_TOKENS, ignore_eos=True)
+    requests = [engine.add_request(prompt, params) for prompt in prompts]
+    while engine.has_work():
+        engine.step()
+    assert engine.num_failed_steps == 0
+    engine.scheduler.kv.pool.check_integrity()
+    assert engine.scheduler.kv.pool.num_used == 0
+    return requests
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_greedy_equals_transformers(family: Family, settings: dict[str, Any]) -> None:
+    parts = family.engine(**settings)
+    for _ in range(2):  # the second time from the prefix cache
+        requests = run(parts, PROMPTS)
+        assert [request.output_token_ids for request in requests] == family.expected
+    if "host_tier_gb" in settings:
+        assert parts.engine.scheduler.kv.stats.host_hit_tokens > 0
+    if "preemption" in settings:
+        assert parts.engine.scheduler.num_preemptions > 0
+    elif settings.get("prefix_cache", True):
+        assert requests[-1].num_cached_tokens == 88
+    if "num_speculative_tokens" in settings:
+        assert parts.engine.scheduler.num_draft_tokens > parts.engine.scheduler.num_accepted_tokens
+
+
+@pytest.mark.parametrize("loads", ["whole", "behind a cached prefix", "failing"])
+def test_a_prompt_goes_on_over_the_live_blocks_of_another_engine(family: Family, loads: str) -> None:
+    """As workers do it: the blocks of a lease, copied to where `schedule` has made room for them."""
+    prefill, decode = (family.engine(max_num_batched_tokens=32) for _ in range(2))
+    prompt, expected = PROMPTS[-1], family.expected[-1]
+    if loads != "whole":
+        run(decode, [prompt[:50]])
+    params = replace(GREEDY, max_tokens=NUM_TOKENS, ignore_eos=True)
+    sent = prefill.engine.add_request(prompt, params, prefill_only=True)
+    while prefill.engine.has_work():
+        prefill.engine.step()
+    leased = prefill.engine.scheduler.detach_blocks(sent)
+    kv = decode.engine.scheduler.kv
+    windows = kv.groups.windows
+    assert len(leased) == kv.num_blocks_to_load(len(prompt)) < kv.num_blocks_for(len(prompt))
+    assert len(leased) == windows.count(0) * 23 + (len(windows) - windows.count(0)) * 6
+    assert prefill.engine.scheduler.kv.pool.num_used == len(leased)
+    request = decode.engine.add_request(
+        prompt, params, output_token_ids=sent.output_token_ids, kv_source="lease", num_source_tokens=len(prompt)
+    )
+    decode.engine.step()
+    [job] = decode.engine.scheduler.remote_kv.take_load_jobs()
+    num_cached = windows.count(0) * 12 if loads != "whole" else 0
+    assert len(job.positions) >= len(leased) - num_cached - (len(windows) - windows.count(0))
+    if loads == "failing":
+        decode.runner._pool[job.block_ids] = float("nan")
+    else:
+        decode.runner._pool[job.block_ids] = prefill.runner._pool[[leased[position] for position in job.positions]]
+    decode.engine.scheduler.remote_kv.finish_load(request.request_id, loads != "failing")
+    while decode.engine.has_work():
+        decode.engine.step()
+    assert request.output_token_ids == expected
+    prefill.engine.scheduler.kv.pool.release(leased)
+    for parts in (prefill, decode):
+        parts.engine.scheduler.kv.pool.check_integrity()
+        assert parts.engine.scheduler.kv.pool.num_used == 0
+
+
+def test_blocks_behind_the_window_are_free_for_others(family: Family) -> None:
+    """While one long sequence runs, its groups with windows hold no more than they read."""
+    parts = family.engine(max_num_batched_tokens=16)
+    kv = parts.engine.scheduler.kv
+    num_full, num_windows = kv.groups.windows.count(0), len(kv.groups.windows) - kv.groups.windows.count(0)
+    request = parts.engine.add_request(PROMPTS[-1], replace(GREEDY, max_tokens=NUM_TOKENS, ignore_eos=True))
+    held = 0
+    while parts.engine.has_work():
+        parts.engine.step()
+        held = max(held, kv.pool.num_used)
+    assert held <= num_full * 29 + num_windows * 11 < len(kv.groups.windows) * 29
+    assert request.output_token_ids == family.expected[-1]
+
+
+def test_the_text_model_of_a_checkpoint_that_sees_images(tmp_path: Path) -> None:
+    """As Gemma-3 is published from 4B on: names with a prefix, a config inside of another, weights of no use here."""
+    path = TINY_MODELS["gemma3"].save(tmp_path / "m")
+    expected = logits_of(path)
+    raw = json.loads((path / "config.json").read_text())
+    text = {key: value for key, value in raw.items() if key not in ("architectures", "rms_norm_eps")}
+    outer = {"architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106]}
+    (path / "config.json").write_text(json.dumps({**outer, "text_config": {**text, "rms_norm_eps": 1e-5}}))
+    weights = {f"language_model.{name}": weight for name, weight in load_file(path / "model.safetensors").items()}
+    save_file({**weights, "vision_tower.x.weight": torch.zeros(2, 2)}, path / "model.safetensors")
+    assert torch.equal(logits_of(path), expected)
+    (path / "config.json").write_text(json.dumps(outer))
+    with pytest.raises(ConfigError, match="text_config is not an object"):
+        open_model(directory(path))
+
+
+def logits_of(path: Path) -> Tensor:
+    loaded, config = open_model(directory(path), dtype="float32")
+    driver = Driver(make_runner(loaded, config), config)
+    request = driver.add(PROMPTS[-1], record_logits=True)
+    driver.finish([request], 1, chunk=90)
+    return driver.logits[request.request_id][0]
+
+
+def test_heads_that_gpu_kernels_do_not_take(tmp_path: Path) -> None:
+    path = TINY_MODELS["gemma3"].save(tmp_path / "m")
+    with pytest.raises(UnsupportedModelError, match="heads of 12 numbers, which is no power of two, have no GPU"):
+        load_model(directory(path), EngineConfig(str(path), quant_mode="none"), torch.device("cuda"))
+
+
+def test_attention_backends_that_do_not_know_the_models_attention() -> None:
+    windowed = replace(DRY_RUN_CONFIG, sliding_window=64)
+    with pytest.raises(ConfigError, match="--attention-backend fa3 knows no sliding windows; use triton"):
+        check_attention(windowed, "fa3")
+    check_attention(windowed, "triton")
+    check_attention(DRY_RUN_CONFIG, "fa3")
+    with pytest.raises(ConfigError, match="--attention-backend cudnn does not take latent attention; use triton"):
+        check_attention(replace(DRY_RUN_CONFIG, latent=LatentConfig(None, 512, 128, 64, 128)), "cudnn")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is not supported"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
+        ({"hidden_activation": "gelu"}, "activation 'gelu' is not supported"),
+    ],
+)
+def test_what_gemma_configs_may_not_ask_for(change: dict[str, Any], told: str) -> None:
+    raw = {**SHAPE, **GEMMA3, "architectures": ["Gemma3ForCausalLM"], **change}
+    with pytest.raises(UnsupportedModelError, match=told):
+        family_of("Gemma3ForCausalLM").adapt_config(config_from_hf(raw), raw)
+
+
+def test_old_spellings_of_gemma_configs() -> None:
+    """A pattern instead of kinds of layers, and rotary embedding in flat fields."""
+    raw = {
+        **SHAPE, **GEMMA3, "architectures": ["Gemma3ForCausalLM"], "sliding_window_pattern": 3, "rope_theta": 5e5,
+        "rope_local_base_freq": 2e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    }  # fmt: skip
+    config = family_of("Gemma3ForCausalLM").adapt_config(config_from_hf(raw), raw)
+    assert config.windows == (21, 21, 0, 21, 21, 0, 21)
+    assert (config.rope.theta, config.rope.kind, config.rope.factor) == (5e5, "linear", 8.0)
+    assert config.local_rope == replace(config.rope, theta=2e4, kind="default", factor=1.0)

@@ -1,0 +1,116 @@
+"""A block of experts on a GPU, plain and quantized, with shared experts or without, against the block itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.model_files import resolve_model
+from engine.config import EngineConfig
+from engine.gguf.int4 import quantize_int4
+from engine.layers.linear import Linear
+from engine.loader.load import load_model
+from engine.moe.gpu_experts import StackedExperts, moe, moe_of_row, stackable
+from engine.moe.moe import Moe
+from engine.quantization.gpu_linears import (
+    EightBitLinear,
+    Fp8Linear,
+    Mxfp4Linear,
+    W4A16Linear,
+    W8A8Linear,
+    W8A16Linear,
+)
+from kernels.gpu.gemm.split_k import SplitKWorkspace
+from kernels.quantization.mxfp4 import pack_mxfp4
+from kernels.quantization.w4a16_gemm import dequantize_w4, pack_w4
+from kernels.rms_norm import rms_norm
+from tests.gpu.mla.test_latents import V3
+from tests.gpu.models import save_family, save_tiny_model, use_small_tiles
+from tests.kernels.helpers import INT4_FLOAT32_BOUND, relative_error
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+Kind = type[EightBitLinear] | type[W4A16Linear] | type[Mxfp4Linear]
+
+
+def load_block(folder: Path, has_shared: bool, inner: int = 32, hidden: int = 64) -> Moe:
+    if has_shared:
+        saved = save_family(folder, {**V3, "hidden_size": hidden, "moe_intermediate_size": inner})
+    else:
+        saved = save_tiny_model(folder, inner=inner, hidden=hidden, num_experts=4)
+    loaded = load_model(resolve_model(str(saved)), EngineConfig(str(saved), dtype="float32"), DEVICE)
+    return next(block for block in loaded.model.blocks if isinstance(block, Moe))
+
+
+def test_experts_are_stacked_once(tmp_path: Path) -> None:
+    """A second time, they would be without the shared ones, which the block has given away."""
+    block = load_block(tmp_path, has_shared=True)
+    assert StackedExperts.of(block).num_shared == 2
+    assert StackedExperts.of(block) is StackedExperts.of(block)
+
+
+def quantize(block: Moe, kind: Kind) -> None:
+    """Make the weights of the layers, which copies of the block have too, what 8 or 4 bits hold."""
+    workspace = SplitKWorkspace(DEVICE)
+    for ref in block.linears():
+        assert isinstance(ref.layer, Linear)
+        if issubclass(kind, Mxfp4Linear):
+            blocks = torch.randint(0, 256, (*ref.layer.weight.shape, 16), device=DEVICE)[:, ::32].to(torch.uint8)
+            exponents = torch.randint(121, 125, blocks.shape[:2], device=DEVICE).to(torch.uint8)
+            made = Mxfp4Linear(*pack_mxfp4(blocks, exponents), ref.layer.weight.shape[1])
+            ref.layer.weight = made.dequantize(torch.float32)
+            ref.replace(made)
+        elif issubclass(kind, W4A16Linear):
+            rows = quantize_int4(ref.layer.weight)
+            packed = pack_w4(rows.values, rows.scales, rows.offsets_or_zeros())
+            ref.layer.weight = dequantize_w4(packed, torch.float32)
+            ref.replace(W4A16Linear(packed, None, workspace))
+        else:
+            layer = kind.of(ref.layer, workspace)
+            ref.layer.weight = layer.weight.float() * layer.scales[:, None]
+            ref.replace(layer)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "has_shared", "kind", "inner"),
+    [
+        (1, False, Fp8Linear, 32), (3, True, None, 32), (3, True, W8A8Linear, 32), (40, False, W8A8Linear, 32),
+        (1, False, W4A16Linear, 64), (3, True, W4A16Linear, 64), (8, True, W4A16Linear, 64),
+        (20, False, W4A16Linear, 128), (1, False, Mxfp4Linear, 128), (20, False, Mxfp4Linear, 128),
+    ],
+)  # fmt: skip
+def test_equals_the_block(
+    num_tokens: int, has_shared: bool, kind: Kind | None, inner: int, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    use_small_tiles(monkeypatch, 12)
+    block = load_block(tmp_path, has_shared, inner)
+    served = block.copy()
+    if kind is not None:
+        quantize(served, kind)
+    residual = torch.randn(num_tokens, block.norm.shape[0], device=DEVICE)
+    x = rms_norm(residual, block.norm, block.eps)
+    expected = block(x, None)  # type: ignore[arg-type]  # experts need nothing of a step
+    experts = StackedExperts(served)
+    router = Linear(block.router)
+    partials = moe(served, experts, router)(x, None)  # type: ignore[arg-type]
+    assert partials is not None
+    bound = INT4_FLOAT32_BOUND if kind is W4A16Linear else 2e-6
+    assert relative_error(partials.sum(dim=0), expected) < bound
+    if num_tokens == 1:
+        before = residual.clone()
+        moe_of_row(served, experts, lambda row: router(rms_norm(row, block.norm, block.eps)))(residual, None)  # type: ignore[arg-type]
+        assert relative_error(residual - before, expected) < 2e-5
+
+
+@pytest.mark.parametrize(("columns", "piece"), [(96, None), (128, 32)])
+def test_groups_that_no_kernel_takes_become_int8(columns: int, piece: int | None) -> None:
+    rows = quantize_int4(torch.randn(16, columns, device=DEVICE))
+    layer = W4A16Linear(pack_w4(rows.values, rows.scales, rows.offsets_or_zeros()), None, SplitKWorkspace(DEVICE))
+    made = stackable(layer, piece)
+    assert isinstance(made, W8A16Linear)
+    exact = layer.dequantize(torch.float32)
+    assert relative_error(made.weight.float() * made.scales[:, None], exact) < 1e-2

@@ -1,0 +1,417 @@
+"""Pipeline stages of GPU runners give the tokens of one: on one GPU or interpreted, and as processes on two GPUs."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import engine.assembly
+from common.model_files import ModelFiles
+from engine.assembly import assemble
+from engine.config import EngineConfig
+from engine.engine import DeviceLostError, Engine
+from engine.gpu.config import GpuConfig
+from engine.gpu.runner import GpuRunner
+from engine.gpu.steps import rows
+from engine.kv.memory import allocate_pool, pool_geometry
+from engine.loader.load import load_model
+from engine.pipeline_parallel.ends import Stage, StageEnds
+from engine.plan import StepPlan, StepResult
+from engine.request import SamplingParams
+from engine.speculation.drafts import Speculation
+from engine.tensor_parallel.runner import ParallelRunner
+from kernels.rms_norm import rms_norm
+from kvstore.layout import Shard
+from tests.cluster.wings.test_tensor_parallel import followers_of
+from tests.engine.speculation.drafters import MakeOracle, knows
+from tests.gpu.models import save_tiny_model
+from tests.gpu.tensor_parallel.test_tensor_parallel import GREEDY, PARAMS
+from tests.gpu.tensor_parallel.test_tensor_parallel import PROMPTS as LONG_PROMPTS
+from tests.gpu.test_engine import (
+    ON_GPU,
+    PROMPTS,
+    assert_same_logprobs,
+    generate,
+    greedy,
+    logprobs_of,
+    open_gpu,
+    reference,
+    windowed,  # noqa: F401
+)
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+four_gpus = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
+SAMPLED = [
+    SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=1),
+    SamplingParams(max_tokens=6, temperature=1.0, seed=4, top_p=0.8, top_k=30, ignore_eos=True),
+    SamplingParams(max_tokens=6, temperature=0.8, seed=5, presence_penalty=0.8, ignore_eos=True),
+    SamplingParams(max_tokens=6, temperature=0.0, bad_words=((5, 6),), prompt_logprobs=0, ignore_eos=True),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+class Link:
+    """Both ends of what is between two stages on one device."""
+
+    def __init__(self) -> None:
+        self.sent: deque[Tensor] = deque()
+
+    def send(self, hidden: Tensor) -> None:
+        self.sent.append(hidden.clone())
+
+    def receive(self, hidden: Tensor) -> None:
+        hidden.copy_(self.sent.popleft())
+
+
+class GroupHere:
+    """Has the methods of `DeviceGroup` for ranks that are threads, one of which runs at a time."""
+
+    def __init__(self, size: int, dtype: torch.dtype) -> None:
+        self.size, self.dtype = size, dtype
+        self._turn = threading.Lock()  # the interpreter runs one kernel at a time
+        self._barrier = threading.Barrier(size, timeout=200.0)
+        self._parts: list[Tensor] = [torch.empty(0)] * size
+        self._local = threading.local()
+
+    @property
+    def rank(self) -> int:
+        rank: int = self._local.rank
+        return rank
+
+    def run(self, rank: int, call: Callable[[], Any]) -> Any:
+        """As this rank, in a thread of its own."""
+        self._local.rank = rank
+        with self._turn:
+            return call()
+
+    def all_reduce_rms_norm(self, pending: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        residual += torch.stack(self._exchange(pending)).sum(0)
+        return rms_norm(residual, weight, eps)
+
+    def all_gather(self, x: Tensor, _only: Tensor | None = None) -> Tensor:
+        return torch.cat(self._exchange(x), dim=-1)
+
+    def _exchange(self, x: Tensor) -> list[Tensor]:
+        self._parts[self.rank] = x
+        self._wait()
+        parts = list(self._parts)
+        self._wait()
+        return parts
+
+    def _wait(self) -> None:
+        self._turn.release()
+        try:
+            self._barrier.wait()
+        finally:
+            self._turn.acquire()
+
+
+class StageHere:
+    """The runner of a stage's ranks."""
+
+    def __init__(self, runners: Sequence[GpuRunner], group: GroupHere | None) -> None:
+        self.runners = runners
+        self._group = group
+        self._threads = ThreadPoolExecutor(len(runners))
+
+    def each(self, call: Callable[[int], Any]) -> list[Any]:
+        """The results of all ranks."""
+        group, ranks = self._group, range(len(self.runners))
+        if group is None:
+            return [call(0)]
+        return list(self._threads.map(lambda rank: group.run(rank, partial(call, rank)), ranks))
+
+    def launch(self, plan: StepPlan) -> StepHere:
+        return StepHere(self, self.each(lambda rank: self.runners[rank].launch(plan)))
+
+    def warmup(self) -> None:
+        self.each(lambda rank: self.runners[rank].warmup())
+
+    def needs_known_tokens(self, plan: StepPlan) -> bool:
+        return self.runners[0].needs_known_tokens(plan)
+
+
+class StepHere:
+    """A step of all ranks."""
+
+    def __init__(self, stage: StageHere, pending: Sequence[Any]) -> None:
+        self._stage = stage
+        self._pending = pending
+
+    def result(self) -> StepResult:
+        found = self._stage.each(lambda rank: self._pending[rank].result())
+        assert all(one == found[0] for one in found), "ranks have sampled different tokens"
+        result: StepResult = found[0]
+        return result
+
+    def take(self, token_ids: Sequence[Sequence[int]]) -> None:
+        for pending in self._pending:
+            pending.take(token_ids)
+
+
+class StagesHere:
+    """Stands in for `Followers`: the stages before the last one, which launch a step as soon as they are given it."""
+
+    def __init__(self, stages: Sequence[StageHere]) -> None:
+        self.stages = stages
+        self._in_flight: list[deque[StepHere]] = [deque() for _ in stages]
+
+    def send(self, plan: StepPlan, _num_finished: int, sampled: Sequence[Any]) -> None:
+        for stage, in_flight in zip(self.stages, self._in_flight, strict=True):
+            for token_ids in sampled:
+                in_flight.popleft().take(token_ids)
+            in_flight.append(stage.launch(plan))
+
+    def check(self) -> None:
+        pass
+
+    def forget_store(self) -> None:
+        pass
+
+
+class RunnerHere(ParallelRunner):
+    """Warms up each stage by itself, in the order of stages."""
+
+    stages: Sequence[StageHere]
+
+    def warmup(self, *_: object) -> None:
+        captures = self.stages[0].runners[0]._use_graphs
+        for stage in self.stages:  # the first step passes through all of them; graphs hold none of it
+            for runner in stage.runners:
+                runner._use_graphs = False
+            stage.warmup()
+        for stage in self.stages:
+            for runner in stage.runners:
+                runner._use_graphs = captures
+                if captures:
+                    runner.capture()
+                else:
+                    runner.prompt_graphs = runner.open_prompt_graphs(captures=False)
+
+
+def open_stages(
+    model: Path, count: int, monkeypatch: pytest.MonkeyPatch, gpu: GpuConfig, num_ranks: int = 1, **settings: Any
+) -> Engine:
+    def make(loaded: Any, _pool: Tensor, host: Tensor | None, config: EngineConfig, *_: Any) -> ParallelRunner:
+        files, config = ModelFiles("tiny", "directory", model), replace(config, tp=num_ranks, pp=count)
+        links = [[None, *(Link() for _ in range(count - 1)), None] for _ in range(num_ranks)]
+        stages = []
+        for index in range(count):
+            group = GroupHere(num_ranks, loaded.dtype) if num_ranks > 1 else None
+
+            def open_rank(rank: int, index: int = index, group: GroupHere | None = group) -> GpuRunner:
+                part = load_model(files, config, loaded.device, Shard(rank, num_ranks), stage=Stage(index, count))
+                assert part.fingerprint == loaded.fingerprint
+                geometry = pool_geometry(part.config, config, part.fingerprint, part.dtype, part.shard)
+                slots = None
+                if host is not None:
+                    slots = torch.zeros(host.shape[0], geometry.block_bytes, dtype=torch.uint8)
+                ends = StageEnds(*links[rank][index : index + 2])
+                pool = allocate_pool(geometry, loaded.device)
+                return GpuRunner(part, pool, slots, config, gpu, config.max_model_len, group, ends)  # type: ignore[arg-type]
+
+            stage = StageHere([None] * num_ranks, group)  # type: ignore[list-item]
+            stage.runners = stage.each(open_rank)
+            stages.append(stage)
+        made = RunnerHere(stages[-1], StagesHere(stages[:-1]), count, is_eager=False)  # type: ignore[arg-type]
+        made.stages = stages
+        return made
+
+    monkeypatch.setattr(rows, "PROMPT_BUCKETS", (4, 16, 64))
+    monkeypatch.setattr(rows, "FEW_ROWS", 3)
+    monkeypatch.setattr(rows, "MANY_ROWS_BUCKETS", (8, 64))
+    monkeypatch.setattr(engine.assembly, "_make_runner", make)
+    monkeypatch.setattr(engine.assembly, "num_steps_in_flight", lambda *_: count)
+    settings = {
+        "quant_mode": "none", "num_gpu_blocks": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64,
+        "max_model_len": 96, "dtype": "float32", **settings,
+    }  # fmt: skip
+    parts = assemble(EngineConfig(str(model), device="cuda" if ON_GPU else "cpu", **settings), gpu=gpu)
+    return Engine(parts.engine.scheduler, parts.runner, vocab_size=97, eos_token_ids=frozenset())
+
+
+def test_prompts_and_decode_steps_pass_through_stages(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = generate(reference(model), greedy(3), PROMPTS[:2])
+    made = open_stages(model, 2, monkeypatch, GpuConfig(), block_size=8, max_num_batched_tokens=16)
+    assert generate(made, greedy(3), PROMPTS[:2]) == expected
+    assert made.num_failed_steps == 0
+
+
+@pytest.mark.soak  # interpreted: a minute
+@pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 10}], ids=["whole", "chunks"])
+def test_stages_on_one_device_give_the_tokens_of_one_runner(
+    settings: dict[str, Any], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = [generate(reference(model), params) for params in (greedy(8), SAMPLED)]
+    made = open_stages(model, 2, monkeypatch, GpuConfig(), block_size=8, **settings)
+    for params, tokens in zip((greedy(8), SAMPLED, greedy(8)), (*expected, expected[0]), strict=True):
+        assert generate(made, params) == tokens
+    assert made.num_failed_steps == 0
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, pytest.param({"max_num_batched_tokens": 10, "block_size": 8}, marks=pytest.mark.soak)], ids=str
+)
+def test_stages_of_ranks_on_one_device_give_the_tokens_of_one_runner(
+    settings: dict[str, Any], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = generate(reference(model), SAMPLED)
+    made = open_stages(model, 2, monkeypatch, GpuConfig(use_cuda_graph=False), num_ranks=2, **settings)
+    assert generate(made, SAMPLED) == expected
+    assert made.num_failed_steps == 0
+
+
+@pytest.mark.soak
+def test_stages_of_windows(windowed: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    expected = logprobs_of(reference(windowed))
+    made = open_stages(
+        windowed, 2, monkeypatch, GpuConfig(), num_gpu_blocks=22, block_size=4, max_num_batched_tokens=16
+    )
+    for _ in range(2):
+        for ours, theirs in zip(logprobs_of(made), expected, strict=True):
+            assert_same_logprobs(ours, theirs)
+
+
+@pytest.mark.soak
+def test_stages_take_drafts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = generate(reference(model), greedy(12))
+    drafter = MakeOracle(knows([prompt + tokens for prompt, tokens in zip(PROMPTS, expected, strict=True)]), 0.6, 97)
+    monkeypatch.setattr(
+        engine.assembly, "_speculation", lambda config, _: Speculation(drafter, 4, config.max_num_seqs)
+    )
+    made = open_stages(
+        model, 2, monkeypatch, GpuConfig(), block_size=8, num_speculative_tokens=4, max_num_seqs=16,
+        max_num_batched_tokens=16,
+    )  # fmt: skip
+    assert generate(made, greedy(12)) == expected
+    assert 4 < made.scheduler.num_accepted_tokens < made.scheduler.num_draft_tokens
+
+
+@pytest.mark.soak
+def test_stages_of_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save_tiny_model(tmp_path, num_experts=4)
+    expected = generate(reference(model), greedy(5))
+    made = open_stages(model, 2, monkeypatch, GpuConfig(use_cuda_graph=False))
+    assert generate(made, greedy(5)) == expected
+
+
+@pytest.mark.soak
+def test_stages_swap(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = generate(reference(model), greedy(12))
+    made = open_stages(
+        model, 2, monkeypatch, GpuConfig(), block_size=4, num_gpu_blocks=20, preemption="swap", host_tier_gb=0.01,
+        max_num_batched_tokens=16, max_model_len=64,
+    )  # fmt: skip
+    assert generate(made, greedy(12)) == expected
+    assert made.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize("mode", ["fp8", "int8-weight"])
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+def test_quantized_stages(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same layers in the same form as one runner's, so the same tokens."""
+    model = save_tiny_model(tmp_path, head_dim=64, hidden=256, inner=512)
+    settings: dict[str, Any] = {"dtype": "bfloat16", "quant_mode": mode}
+    with monkeypatch.context() as patch:
+        whole, _ = open_gpu(model, patch, GpuConfig(), **settings)
+        expected = generate(whole, greedy(8))
+    made = open_stages(model, 2, monkeypatch, GpuConfig(), **settings)
+    found = generate(made, greedy(8))
+    same = sum(a == b for one, two in zip(found, expected, strict=True) for a, b in zip(one, two, strict=True))
+    assert same >= 24  # of 32: other GEMMs for the same rows may tip a choice
+
+
+def open_processes(model: Path, pp: int, gpu: GpuConfig, **settings: Any) -> Engine:
+    settings = {
+        "quant_mode": "none", "dtype": "float32", "max_num_seqs": 8, "num_gpu_blocks": 128, **settings
+    }  # fmt: skip
+    config = EngineConfig(
+        str(model), device="cuda", pp=pp, max_num_batched_tokens=1024, max_model_len=250, **settings
+    )
+    parts = assemble(config, gpu=gpu)
+    return Engine(parts.engine.scheduler, parts.runner, vocab_size=97, eos_token_ids=frozenset())
+
+
+@two_gpus
+@pytest.mark.parametrize(("overlap", "graphs"), [(True, True), (False, True), (True, False)])
+def test_two_gpus_give_the_tokens_of_one(overlap: bool, graphs: bool, model: Path) -> None:
+    found = []
+    for pp in (1, 2):
+        made = open_processes(model, pp, GpuConfig(overlap=overlap, use_cuda_graph=graphs))
+        found.append([generate(made, PARAMS, LONG_PROMPTS), generate(made, greedy(30), LONG_PROMPTS[:2])])
+        del made
+        gc.collect()
+    assert found[0] == found[1]
+
+
+@four_gpus
+@pytest.mark.parametrize("kind", ["plain", "experts", "fp8"])
+def test_four_gpus_give_the_tokens_of_one(kind: str, tmp_path: Path) -> None:
+    """Two stages of two ranks each, with long prompts' sums through NCCL; quantized ones run, and end."""
+    model = save_tiny_model(tmp_path, **({"num_experts": 4, "inner": 32} if kind == "experts" else {}))
+    if kind == "fp8":
+        model = save_tiny_model(tmp_path, head_dim=64, hidden=256, inner=512)
+    found = []
+    for pp, tp in ((1, 1), (2, 2)):
+        settings = {"dtype": "bfloat16", "quant_mode": "fp8"} if kind == "fp8" else {}
+        made = open_processes(model, pp, GpuConfig(), tp=tp, **settings)
+        found.append([generate(made, PARAMS, LONG_PROMPTS), generate(made, greedy(30), LONG_PROMPTS[:2])])
+        del made
+        gc.collect()
+    if kind == "fp8":  # whose shards are quantized by themselves
+        assert [[len(tokens) for tokens in run] for run in found[0]] == [[len(t) for t in run] for run in found[1]]
+    else:
+        assert found[0] == found[1]
+
+
+@two_gpus
+def test_two_gpus_measure_their_memory(model: Path) -> None:
+    made = open_processes(model, 2, GpuConfig(gpu_memory_fraction=0.1), num_gpu_blocks=0)
+    assert made.scheduler.kv.pool.num_blocks > 128
+    assert generate(made, greedy(5)) == generate(reference(model), greedy(5))
+    del made
+    gc.collect()
+
+
+def lose_a_stage(model: str) -> None:
+    """In a process of its own, whose kernels wait for the lost stage until it ends."""
+    made = open_processes(Path(model), 2, GpuConfig())
+    request = made.add_request(LONG_PROMPTS[0], replace(GREEDY, max_tokens=200))
+    while len(request.output_token_ids) < 5:
+        made.step()
+    (follower,) = followers_of(os.getpid())
+    os.kill(follower, signal.SIGKILL)
+    time.sleep(0.3)
+    try:
+        made.step()
+    except DeviceLostError as error:
+        print(f"lost: {error}", flush=True)
+    os._exit(0)
+
+
+@two_gpus
+def test_a_stage_that_dies_ends_the_engine(model: Path) -> None:
+    code = f"import sys; from {__name__} import lose_a_stage; lose_a_stage(sys.argv[1])"
+    command = [sys.executable, "-c", code, str(model)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert "lost: rank 1 of the model ended" in found.stdout

@@ -1,0 +1,128 @@
+"""Two ranks of a quantized checkpoint in the forms of a GPU's tensor parallelism: the hidden states of one rank."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+from torch import Tensor
+
+import engine.quantization.packed_linears
+from engine.config import EngineConfig
+from engine.gpu.attention.choose import open_attention
+from engine.gpu.forward import FusedForward, GpuInputs, GroupInputs
+from engine.kv.memory import kv_layout
+from engine.loader import converters
+from engine.loader.load import load_model
+from engine.quantization.gpu_linears import QuantizedInput
+from engine.quantization.gpu_packed_linears import GpuLinearMaker
+from engine.tensor_parallel.gpu_group import DeviceGroup
+from kernels.gpu.elementwise.rms_norm import add_rms_norm
+from kernels.gpu.quantization.quantize import add_rms_norm_quantize
+from kvstore.layout import PoolGeometry, Shard
+from tests.engine.driving import directory
+from tests.engine.quantization.packed_files import FORMATS, write
+from tests.gpu.models import use_small_tiles
+from tests.gpu.moe.test_packed_experts import DequantizingMaker, save_mxfp4
+from tests.gpu.quantization.test_packed_checkpoints import DEVICE
+from tests.gpu.quantization.test_packed_ranks import WIDE, relative_error
+from tests.gpu.test_engine import ON_GPU
+
+BLOCK_SIZE = 16
+
+
+class Turns:
+    """A group of threads of which one runs at a time, until it waits for the others' parts of a sum."""
+
+    rows = None
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._turn = threading.Lock()
+        self._barrier = threading.Barrier(size, timeout=200.0)
+        self._parts: dict[int, Tensor] = {}
+
+    def summed(self, rank: int, part: Tensor) -> Tensor:
+        self._parts[rank] = part
+        self._turn.release()
+        self._barrier.wait()
+        total = torch.stack([self._parts[each].float() for each in range(self.size)]).sum(0).to(part.dtype)
+        self._barrier.wait()
+        self._turn.acquire()
+        return total
+
+    def run(self, rank: int, forward: FusedForward, inputs: GpuInputs) -> Tensor:
+        with self._turn, torch.inference_mode():
+            return forward.hidden(inputs)
+
+
+class Rank:
+    """What the forms ask of a `DeviceGroup`."""
+
+    rows = None
+
+    def __init__(self, group: Turns, rank: int) -> None:
+        self._group, self.rank, self.size = group, rank, group.size
+
+    def all_reduce_rms_norm(self, pending: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return add_rms_norm(self._group.summed(self.rank, pending), residual, weight, eps)
+
+    def all_reduce_rms_norm_quantize(
+        self, pending: Tensor, residual: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, num_planes: int
+    ) -> QuantizedInput:
+        pending = self._group.summed(self.rank, pending)
+        return add_rms_norm_quantize(pending, residual, weight, eps, dtype, num_planes)
+
+
+def make_forward(path: Path, shard: Shard, rows: int, group: Rank | None) -> tuple[FusedForward, GpuInputs]:
+    config = EngineConfig(str(path), device=DEVICE.type, dtype="float32", tp=shard.size).resolved(DEVICE.type)
+    loaded = load_model(directory(path), config, DEVICE, shard)
+    layout = kv_layout(loaded.config, loaded.dtype)
+    geometry = PoolGeometry(layout, rows * len(layout.groups), BLOCK_SIZE, "", shard)
+    pool = torch.zeros(geometry.num_blocks, *geometry.block_shape, device=DEVICE)
+    tables = torch.arange(geometry.num_blocks, dtype=torch.int32, device=DEVICE).view(-1, rows, 1)
+    positions = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
+    token_ids = torch.arange(rows, device=DEVICE) * (loaded.config.vocab_size // rows)  # of both ranks
+    groups = [GroupInputs(table[:, 0] * BLOCK_SIZE, table) for table in tables]
+    inputs = GpuInputs(token_ids, positions, positions + 1, groups)
+    attention = open_attention("triton", pool, loaded.model.config.num_heads, loaded.dtype, rows)
+    return FusedForward(loaded.model, pool, rows, attention, cast(DeviceGroup | None, group)), inputs
+
+
+@pytest.mark.parametrize("name", ["gptq-act-order", "compressed-int8"])
+def test_two_ranks_compute_the_hidden_states_of_one(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32. int8 inputs of `o_proj` and `down` are quantized rank by rank; int4 takes long to interpret."""
+    make = GpuLinearMaker if ON_GPU or name == "compressed-int8" else DequantizingMaker
+    write(FORMATS[name], tmp_path / "m", WIDE)
+    monkeypatch.setattr(converters, "can_keep_packed", lambda *_: True)
+    monkeypatch.setattr(engine.quantization.packed_linears, "_maker", lambda _dtype, device: make(device))
+    check(tmp_path / "m", 0.03 if name == "compressed-int8" else 1e-4)
+
+
+def test_two_ranks_of_mxfp4_experts_compute_the_hidden_states_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has two and a half groups of columns of every expert."""
+    use_small_tiles(monkeypatch, 2)
+    torch.manual_seed(0)
+    save_mxfp4(tmp_path, inner=160)
+    monkeypatch.setattr(converters, "can_keep_mxfp4", lambda *_: True)
+    check(tmp_path, 1e-4)
+
+
+def check(path: Path, bound: float) -> None:
+    rows, group = 3, Turns(2)
+    forward, inputs = make_forward(path, Shard(), rows, None)
+    with torch.inference_mode():
+        expected = forward.hidden(inputs)
+    forwards = [make_forward(path, Shard(rank, 2), rows, Rank(group, rank)) for rank in range(2)]
+    with ThreadPoolExecutor(2) as executor:
+        first, second = executor.map(lambda rank: group.run(rank, *forwards[rank]), range(2))
+    assert torch.equal(first, second)
+    assert relative_error(first, expected) < bound

@@ -1,0 +1,128 @@
+"""Quantized weights in the GPU engine: the same tokens as the reference GEMMs in the plain engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import engine.assembly
+from engine.assembly import assemble
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.gpu.config import GpuConfig
+from engine.gpu.runner import GpuRunner
+from engine.layers.linear import Linear, LinearLayer
+from engine.loader import converters
+from engine.quantization.gpu_linears import EightBitLinear, Fp8Linear, W4A16Linear, W8A8Linear, W8A16Linear
+from engine.quantization.quantize import Quantizer
+from engine.request import SamplingParams
+from kernels.gpu.gemm.split_k import SplitKWorkspace
+from kernels.gpu.launching.tuning import MAX_TWO_PLANE_ROWS
+from kernels.quantization.quantized_gemm import (
+    FP8_DTYPE,
+    quantize_rows_fp8,
+    quantize_rows_int8,
+    quantized_linear,
+    w8a16_linear,
+)
+from kernels.quantization.w4a16_gemm import pack_w4
+from tests.gpu.models import save_tiny_model
+
+ON_GPU = torch.cuda.is_available()
+PROMPTS = [[(7 * i + 3 * j * j) % 97 for j in range(length)] for i, length in enumerate((5, 12))]
+REFERENCES: dict[str, tuple[Callable[[Tensor], tuple[Tensor, Tensor]], Callable[..., Tensor]]] = {
+    "fp8": (quantize_rows_fp8, quantized_linear),
+    "w8a8": (quantize_rows_int8, quantized_linear),
+    "int8-weight": (quantize_rows_int8, w8a16_linear),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+class ReferenceQuantizer(Quantizer):
+    """Plain torch for every linear layer."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__("none", {}, on_gpu=False)
+        self._served = mode
+
+    def _convert(self, linear: LinearLayer, is_head: bool = False) -> LinearLayer:
+        assert isinstance(linear, Linear)
+        quantize, gemm = REFERENCES["w8a8" if is_head and self._served == "fp8" else self._served]
+        weight, scales = quantize(linear.weight)
+        return lambda x: gemm(x, weight, scales, linear.bias)
+
+
+def generate(made: Engine, prompts: list[list[int]]) -> list[list[int]]:
+    params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+    requests = [made.add_request(prompt, params) for prompt in prompts]
+    while made.has_work():
+        made.step()
+    return [request.output_token_ids for request in requests]
+
+
+def config_of(model: Path, device: str) -> EngineConfig:
+    return EngineConfig(
+        str(model), device=device, dtype="float32", quant_mode="none", num_gpu_blocks=64, block_size=16,
+        max_num_seqs=4, max_num_batched_tokens=32, max_model_len=96,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", REFERENCES)
+@pytest.mark.parametrize("uses_graphs", [True, False] if ON_GPU else [False])
+def test_tokens_equal_those_of_the_reference(
+    mode: str, uses_graphs: bool, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts, several rows and single rows; in float32, where rounding alone decides."""
+    monkeypatch.setattr(converters, "Quantizer", lambda *_: ReferenceQuantizer(mode))
+    expected = generate(assemble(config_of(model, "cpu")).engine, PROMPTS)
+    if not ON_GPU:
+        monkeypatch.setattr(engine.assembly, "_make_runner", GpuRunner)
+    monkeypatch.setattr(converters, "resolve_quant_mode", lambda *_: mode)
+    monkeypatch.setattr(converters, "Quantizer", lambda chosen, int4, _: Quantizer(chosen, int4, on_gpu=True))
+    gpu = GpuConfig(overlap=False, use_cuda_graph=uses_graphs)
+    parts = assemble(config_of(model, "cuda" if ON_GPU else "cpu"), gpu=gpu)
+    assert parts.quantization == mode
+    assert generate(parts.engine, PROMPTS) == expected
+    assert generate(parts.engine, PROMPTS[1:2]) == expected[1:2]
+
+
+@pytest.mark.parametrize("kind", [Fp8Linear, W8A8Linear, W8A16Linear])
+def test_layers_are_made_of_stored_values(kind: type[EightBitLinear]) -> None:
+    device = torch.device("cuda" if ON_GPU else "cpu")
+    weight = torch.randn(32, 64, device=device)
+    values = weight.mul(8).to(kind.dtype)
+    workspace = SplitKWorkspace(device)
+    per_tensor = kind(values, torch.tensor(0.125, device=device), None, workspace)
+    per_row = kind(values, torch.full((32, 1), 0.125, device=device), None, workspace)
+    x = torch.randn(3, 64, device=device)
+    assert torch.equal(per_tensor(x), per_row(x))
+    with pytest.raises(ValueError, match="multiple of 16"):
+        kind(values[:, :40], per_row.scales, None, workspace)
+    with pytest.raises(ValueError, match="needed"):
+        kind(values.to(torch.int8 if kind.dtype == FP8_DTYPE else FP8_DTYPE), per_row.scales, None, workspace)
+
+
+def test_many_rows_of_16_bits_go_through_the_plain_weight() -> None:
+    device = torch.device("cuda" if ON_GPU else "cpu")
+    weight, x = torch.randn(32, 64, device=device), torch.randn(MAX_TWO_PLANE_ROWS + 1, 64, device=device)
+    linear = W8A16Linear.of(Linear(weight), SplitKWorkspace(device))
+    torch.testing.assert_close(linear(x), w8a16_linear(x, linear.weight, linear.scales), rtol=1e-4, atol=1e-4)
+
+
+def test_int4_layer() -> None:
+    device = torch.device("cuda" if ON_GPU else "cpu")
+    values = torch.randint(0, 16, (32, 64), dtype=torch.uint8, device=device)
+    scales, zeros = torch.rand(2, 32, 2, device=device)
+    linear = W4A16Linear(pack_w4(values, scales, zeros), torch.ones(32, device=device), SplitKWorkspace(device))
+    spread = [part.bfloat16().float().repeat_interleave(32, 1) for part in (scales, zeros)]
+    weight = (values.float() - 8) * spread[0] + spread[1]
+    x = torch.randn(3, 64, device=device)
+    torch.testing.assert_close(linear(x), x @ weight.T + 1, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,248 @@
+"""Ranks on two GPUs give the tokens of one, and end together."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import engine.assembly
+from engine.assembly import assemble
+from engine.config import EngineConfig
+from engine.engine import DeviceLostError, Engine
+from engine.gpu.config import GpuConfig
+from engine.request import SamplingParams
+from engine.speculation.drafts import Speculation
+from tests.cluster.wings.test_tensor_parallel import followers_of
+from tests.engine.quantization.packed_files import FORMATS, SIZES, write
+from tests.engine.speculation.drafters import MakeOracle, knows
+from tests.engine.tiny_models import TinyModel
+from tests.gpu.kv.test_kv_groups import GEMMA3, GPT_OSS
+from tests.gpu.mla.test_latents import V2
+from tests.gpu.models import save_family, save_tiny_model
+from tests.gpu.moe.test_packed_experts import save_mxfp4
+from tests.gpu.test_engine import generate, greedy
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+PROMPTS = [[(7 * i + 3 * j * j) % 97 for j in range(length)] for i, length in enumerate((5, 19, 200, 180, 190, 170))]
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+PARAMS = [
+    GREEDY,
+    replace(GREEDY, temperature=0.8, seed=3),
+    replace(GREEDY, temperature=1.0, seed=4, top_p=0.8, top_k=30, logprobs=2),
+    replace(GREEDY, presence_penalty=0.8, bad_words=((5, 6),)),
+    replace(GREEDY, prompt_logprobs=1),
+    GREEDY,
+]
+
+
+def open_ranks(
+    model: Path, tp: int, overlap: bool = True, graphs: bool = True, dtype: str = "float32", **settings: Any
+) -> Engine:
+    """In float32, where sums over ranks hardly differ."""
+    settings = {"quant_mode": "none", "max_num_seqs": 8, **settings}
+    config = EngineConfig(
+        str(model), device="cuda", dtype=dtype, tp=tp, num_gpu_blocks=128,
+        max_num_batched_tokens=1024, max_model_len=250, **settings,
+    )  # fmt: skip
+    parts = assemble(config, gpu=GpuConfig(overlap=overlap, use_cuda_graph=graphs))
+    return Engine(parts.engine.scheduler, parts.runner, vocab_size=97, eos_token_ids=frozenset())
+
+
+@pytest.mark.parametrize(("overlap", "graphs"), [(True, True), (False, True), (True, False)])
+def test_two_ranks_give_the_tokens_of_one(overlap: bool, graphs: bool, tmp_path: Path) -> None:
+    """All prompts at once, whose sums go through NCCL, and short ones alone."""
+    model = save_tiny_model(tmp_path)
+    found = []
+    for tp in (1, 2):
+        made = open_ranks(model, tp, overlap, graphs)
+        found.append([generate(made, PARAMS, PROMPTS), generate(made, greedy(30), PROMPTS[:2])])
+        del made
+        gc.collect()
+    assert found[0] == found[1]
+
+
+FAMILIES = {"latents": V2, "gemma3": GEMMA3, "gpt-oss": GPT_OSS}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "experts", "whole experts", "whole experts, dispatched", "latents", "latents, whole experts",
+        "latents, whole experts, dispatched", "gemma3", "gpt-oss", "gpt-oss, whole experts",
+        "gpt-oss, whole experts, dispatched",
+    ],
+)  # fmt: skip
+def test_two_ranks_of_other_blocks_give_the_tokens_of_one(kind: str, tmp_path: Path) -> None:
+    changes, has_whole = FAMILIES.get(kind.split(",")[0]), "whole" in kind
+    model = save_family(tmp_path, changes) if changes else save_tiny_model(tmp_path, inner=32, num_experts=4)
+    found = []
+    for tp in (1, 2):
+        exchange = "dispatch" if "dispatched" in kind and tp > 1 else "sum"
+        made = open_ranks(model, tp, expert_parallel=has_whole and tp > 1, expert_exchange=exchange)
+        found.append([generate(made, PARAMS, PROMPTS), generate(made, greedy(30), PROMPTS[:2])])
+        del made
+        gc.collect()
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("exchange", ["sum", "dispatch"])
+def test_the_first_of_two_ranks_counts_experts(exchange: str, tmp_path: Path) -> None:
+    """As one GPU does; where rows are divided, those that it routes."""
+    model, path = save_tiny_model(tmp_path, inner=32, num_experts=4), tmp_path / "loads"
+    found = []
+    for tp in (1, 2):
+        config = EngineConfig(
+            str(model), device="cuda", dtype="float32", quant_mode="none", tp=tp, num_gpu_blocks=128, max_num_seqs=8,
+            max_num_batched_tokens=1024, max_model_len=250, expert_parallel=tp > 1,
+            expert_exchange=exchange if tp > 1 else "sum", expert_load_file=str(path),
+        )  # fmt: skip
+        parts = assemble(config)
+        tokens = generate(parts.engine, greedy(10), PROMPTS[:4])
+        assert parts.expert_loads is not None
+        parts.expert_loads.write()
+        found.append((tokens, torch.tensor(json.loads(path.read_text())["layers"])))
+        del parts
+        gc.collect()
+    (tokens, alone), (tokens_of_ranks, first) = found
+    assert tokens == tokens_of_ranks
+    assert torch.equal(first, alone) if exchange == "sum" else bool((first <= alone).all())
+    assert 0.4 * alone.sum() < first.sum()  # each rank has half of a step's rows, padding among them
+
+
+@pytest.mark.parametrize("exchange", ["sum", "dispatch"])
+def test_ranks_that_exchange_experts_give_the_tokens_of_one(
+    exchange: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In graphs, with replicas, by what they count."""
+    monkeypatch.setattr("engine.expert_balancing.rebalancing.MIN_CHOICES_A_SLOT", 1)
+    monkeypatch.setattr("engine.expert_balancing.rebalancing.MIN_GAIN", 1.0)
+    model = save_tiny_model(tmp_path, inner=32, num_experts=4)
+    expected = generate(open_ranks(model, 1), greedy(30), PROMPTS[:4])
+    config = EngineConfig(
+        str(model), device="cuda", dtype="float32", quant_mode="none", tp=2, num_gpu_blocks=128, max_num_seqs=8,
+        max_num_batched_tokens=1024, max_model_len=250, expert_parallel=True, expert_exchange=exchange,
+        num_redundant_experts=2, expert_rebalance_interval=3,
+    )  # fmt: skip
+    parts = assemble(config)
+    for _ in range(2):
+        assert generate(parts.engine, greedy(30), PROMPTS[:4]) == expected
+    assert parts.rebalancer is not None
+    assert parts.rebalancer.num_changes > 1
+
+
+def forced_logprobs(made: Engine) -> torch.Tensor:
+    """Of all prompts' tokens, as the model goes through them."""
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+    for prompt in PROMPTS:
+        made.add_request(prompt, params)
+    outputs = []
+    while made.has_work():
+        outputs += made.step()
+    outputs.sort(key=lambda output: PROMPTS.index(output.request.prompt_token_ids))
+    return torch.tensor([entry.logprob for output in outputs for entry in output.prompt_logprobs])
+
+
+@pytest.mark.parametrize("mode", ["none", "fp8", "w8a8", "int8-weight", "int4-weight"])
+def test_two_ranks_are_as_near_to_float32_as_one(mode: str, tmp_path: Path) -> None:
+    """In bfloat16, made to follow the same tokens. Ranks round and quantize at other places, not more often."""
+    model = save_tiny_model(tmp_path, head_dim=64, hidden=256, inner=512)
+    exact = forced_logprobs(open_ranks(model, 1))
+    errors = []
+    for tp in (1, 2):
+        found = forced_logprobs(open_ranks(model, tp, dtype="bfloat16", quant_mode=mode))
+        errors.append(float((found - exact).norm() / exact.norm()))
+        gc.collect()
+    print(f"{mode}: relative errors of one and two ranks {errors[0]:.4f}, {errors[1]:.4f}")
+    assert errors[1] < 1.25 * errors[0]
+    if mode == "none":
+        assert errors[1] < 2e-2
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["gptq", "gptq-act-order", "gptq-8bit", "awq", "compressed-int4-asymmetric", "compressed-int8", "fp8-blocks",
+     "fp8-tensor"],
+)  # fmt: skip
+def test_two_ranks_of_a_checkpoint_are_as_near_to_its_weights_as_one(name: str, tmp_path: Path) -> None:
+    """In bfloat16, with the layers that the checkpoint holds packed; beside its weights in float32."""
+    form, tiny = FORMATS[name], TinyModel("Qwen2", {**SIZES, "hidden_size": 256, "intermediate_size": 512})
+    write(form, tmp_path / "m", tiny)
+    exact = forced_logprobs(open_ranks(tmp_path / "m", 1))
+    errors = []
+    for tp in (1, 2):
+        made = open_ranks(tmp_path / "m", tp, dtype="bfloat16", quant_mode="auto")
+        found = forced_logprobs(made)
+        errors.append(float((found - exact).norm() / exact.norm()))
+        del made
+        gc.collect()
+    print(f"{name}: relative errors of one and two ranks {errors[0]:.4f}, {errors[1]:.4f}")
+    assert errors[1] < 1.25 * errors[0]
+
+
+@pytest.mark.parametrize("settings", [{}, {"expert_parallel": True}], ids=str)
+@pytest.mark.parametrize("inner", [64, 160])
+def test_ranks_of_mxfp4_experts_are_as_near_to_their_weights_as_one(
+    inner: int, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """160: two and a half groups of columns for each of two ranks."""
+    torch.manual_seed(0)
+    model = save_mxfp4(tmp_path, inner)
+    exact = forced_logprobs(open_ranks(model, 1))
+    errors = []
+    for tp, of_ranks in ((1, {}), (2, settings)):
+        made = open_ranks(model, tp, dtype="bfloat16", quant_mode="auto", **of_ranks)
+        found = forced_logprobs(made)
+        errors.append(float((found - exact).norm() / exact.norm()))
+        del made
+        gc.collect()
+    print(f"MXFP4, {settings}: relative errors of one and two ranks {errors[0]:.4f}, {errors[1]:.4f}")
+    assert errors[1] < 1.25 * errors[0]
+
+
+def test_ranks_take_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save_tiny_model(tmp_path)
+    expected = generate(open_ranks(model, 1), PARAMS[:2], PROMPTS)
+    answers = [prompt + answer for prompt, answer in zip(PROMPTS, expected, strict=False)]
+    drafter = MakeOracle(knows(answers), 0.7, 97)
+    monkeypatch.setattr(
+        engine.assembly, "_speculation", lambda config, _: Speculation(drafter, 4, config.max_num_seqs)
+    )
+    ranks = open_ranks(model, 2, num_speculative_tokens=4, max_num_seqs=16)
+    assert generate(ranks, PARAMS[:2], PROMPTS) == expected
+    assert ranks.scheduler.num_accepted_tokens > 4
+
+
+def lose_a_rank(model: str) -> None:
+    """In a process of its own, whose kernels wait for the lost rank until it ends."""
+    made = open_ranks(Path(model), 2)
+    request = made.add_request(PROMPTS[0], replace(GREEDY, max_tokens=200))
+    while len(request.output_token_ids) < 5:
+        made.step()
+    (follower,) = followers_of(os.getpid())
+    os.kill(follower, signal.SIGKILL)
+    time.sleep(0.3)
+    try:
+        made.step()
+    except DeviceLostError as error:
+        print(f"lost: {error}", flush=True)
+    os._exit(0)
+
+
+def test_a_rank_that_dies_ends_the_engine(tmp_path: Path) -> None:
+    code = (
+        "import sys; from tests.gpu.tensor_parallel.test_tensor_parallel import lose_a_rank; lose_a_rank(sys.argv[1])"
+    )
+    command = [sys.executable, "-c", code, str(save_tiny_model(tmp_path))]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert "lost: rank 1 of the model ended" in found.stdout

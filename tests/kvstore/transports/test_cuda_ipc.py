@@ -1,0 +1,258 @@
+"""Mappings of peers' GPU memory: which peer, which life, how long. The device here maps host memory instead."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from common.errors import HandshakeError, MiniInferError, TransferError
+from kvstore.handle.handle import PeerLease
+from kvstore.handle.head_split import HeadCopy
+from kvstore.pool.digest import digest_blocks
+from kvstore.transports.client import KvClient, Transport, host_transports
+from kvstore.transports.cuda_ipc.reader import CudaIpcTransport, RemotePool
+from kvstore.transports.descriptor_server import DescriptorServer
+from kvstore.transports.host_pull import BlockPull, SourcePart
+from kvstore.transports.lease_client import LeaseClient
+from kvstore.transports.shared_memory import blocks_over, map_fd, reopen_read_only
+from kvstore.types import BlockId, Epoch
+from tests.kvstore.helpers import (
+    GEOMETRY,
+    OTHER_DTYPE,
+    Owner,
+    empty_pool,
+    lease_from_hex,
+    wait_until,
+    with_address,
+    with_shard,
+)
+
+OWNER_PROCESS = """
+import sys
+from pathlib import Path
+from tests.kvstore.helpers import as_handle, handle_to_hex
+from tests.kvstore.transports.test_cuda_ipc import GpuOwner
+owner = GpuOwner(Path(sys.argv[1]))
+print(handle_to_hex(as_handle(owner.device_peer([1, 2, 5]))), flush=True)
+sys.stdin.read()
+"""
+
+
+class GpuOwner(Owner):
+    """A pool that is handed out twice: as if it were in GPU memory, and by shared memory."""
+
+    def __init__(self, folder: Path, name: str = "owner", seed: int = 0) -> None:
+        super().__init__(folder, name=name, seed=seed)
+        self.cuda_socket = folder / f"{name}.cuda.sock"
+        self.cuda_server = DescriptorServer(self.cuda_socket, self.info, reopen_read_only(self.fd), holds=True)
+
+    def device_peer(self, block_ids: Sequence[int]) -> PeerLease:
+        return with_address(self.peer(block_ids), cuda_socket=str(self.cuda_socket))
+
+    def close(self) -> None:
+        self.cuda_server.close()
+        super().close()
+
+
+class Mapped:
+    def __init__(self, fd: int, num_blocks: int) -> None:
+        self.blocks = blocks_over(
+            map_fd(fd, num_blocks * GEOMETRY.block_bytes, False), num_blocks, GEOMETRY.block_bytes
+        )
+        self.is_open = True
+
+    def close(self) -> None:
+        assert self.is_open, "closed twice"
+        self.is_open = False
+        del self.blocks
+
+
+class HostDevice:
+    """Copies with numpy; `during_pull` runs inside a pull."""
+
+    def __init__(self) -> None:
+        self.pool = empty_pool()
+        self.attached: list[Mapped] = []
+        self.out_of_reach = False
+        self.during_pull: Callable[[], None] = lambda: None
+
+    def attach(self, fd: int, num_blocks: int, block_bytes: int) -> Mapped:
+        assert block_bytes == GEOMETRY.block_bytes
+        if self.out_of_reach:
+            raise TransferError("GPU 0 cannot map the peer's memory")
+        self.attached.append(Mapped(fd, num_blocks))
+        return self.attached[-1]
+
+    def pull(
+        self, remote: RemotePool, remote_ids: Sequence[BlockId], local_ids: Sequence[BlockId],
+        copy: HeadCopy | None = None,
+    ) -> list[int]:  # fmt: skip
+        assert isinstance(remote, Mapped)
+        assert copy is None
+        self.during_pull()
+        assert remote.is_open, "unmapped while it is read"
+        self.pool[list(local_ids)] = remote.blocks[list(remote_ids)]
+        return digest_blocks(self.pool[list(local_ids)])
+
+    @property
+    def num_open(self) -> int:
+        return sum(mapped.is_open for mapped in self.attached)
+
+
+@pytest.fixture
+def device() -> HostDevice:
+    return HostDevice()
+
+
+@pytest.fixture
+def transport(device: HostDevice) -> Iterator[CudaIpcTransport]:
+    transport = CudaIpcTransport(device)
+    yield transport
+    transport.close()
+    assert device.num_open == 0
+
+
+@pytest.fixture
+def client(device: HostDevice, transport: CudaIpcTransport) -> Iterator[KvClient]:
+    leases = LeaseClient()
+    transports: list[Transport] = [transport, *host_transports(device.pool, leases, ("shm",))]
+    client = KvClient(GEOMETRY, transports, leases)
+    yield client
+    client.close()
+
+
+def ids(*numbers: int) -> list[BlockId]:
+    return list(map(BlockId, numbers))
+
+
+def test_blocks_arrive_and_the_pool_is_mapped_once(tmp_path: Path, client: KvClient, device: HostDevice) -> None:
+    owner = GpuOwner(tmp_path)
+    for _ in range(3):
+        result = client.pull(owner.device_peer([3, 4, 7]), [0, 2], ids(5, 1))
+        assert (result.transport, result.num_bytes) == ("cuda_ipc", 2 * 1024)
+    np.testing.assert_array_equal(device.pool[[5, 1]], owner.blocks[[3, 7]])
+    assert len(device.attached) == 1
+    owner.close()
+
+
+def test_what_the_device_copied_is_verified(tmp_path: Path, client: KvClient) -> None:
+    owner = GpuOwner(tmp_path)
+    peer = owner.device_peer([3])
+    owner.blocks[3, 5] ^= 1  # reused after its lease
+    with pytest.raises(TransferError, match="intact"):
+        client.pull(peer, [0], ids(0))
+    owner.close()
+
+
+def test_shared_memory_takes_over_where_the_device_cannot_reach(
+    tmp_path: Path, client: KvClient, device: HostDevice
+) -> None:
+    owner = GpuOwner(tmp_path)
+    device.out_of_reach = True
+    assert client.pull(owner.device_peer([3]), [0], ids(0)).transport == "shm"
+    device.out_of_reach = False
+    for cuda_socket in ("", "/nowhere/x.sock"):  # no such memory; another host
+        peer = with_address(owner.device_peer([3]), cuda_socket=cuda_socket)
+        assert client.pull(peer, [0], ids(0)).transport == "shm"
+    namesake = GpuOwner(tmp_path, "namesake")  # same path, another host
+    peer = with_address(owner.device_peer([3]), cuda_socket=str(namesake.cuda_socket))
+    assert client.pull(peer, [0], ids(0)).transport == "shm"
+    assert not device.attached
+    namesake.close()
+    owner.close()
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path, transport: CudaIpcTransport, device: HostDevice) -> None:
+    owner = GpuOwner(tmp_path)
+    with pytest.raises(HandshakeError, match="here"):
+        KvClient(OTHER_DTYPE, [transport], LeaseClient()).pull(owner.device_peer([1]), [0], ids(0))
+    with pytest.raises(TransferError, match="epoch"):
+        transport.open(with_shard(owner.device_peer([1]), epoch=Epoch(5)).shards[0])
+    for number in (8, -1):
+        lease = with_shard(owner.device_peer([1]), block_ids=tuple(ids(number)))
+        with pytest.raises(TransferError, match="outside"):
+            transport.pull(BlockPull([SourcePart(lease.shards[0])], [0], ids(0), time.monotonic() + 60.0))
+    assert not device.pool.any()
+    owner.close()
+
+
+def test_a_mapping_ends_with_its_owner_and_its_memory_is_free_for_the_next(
+    tmp_path: Path, transport: CudaIpcTransport, device: HostDevice
+) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", OWNER_PROCESS, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        peer = lease_from_hex(process.stdout.readline().decode()).shards[0]
+        transport.pull(BlockPull([SourcePart(peer)], [0, 2], ids(0, 1), time.monotonic() + 60.0))
+    finally:
+        process.kill()
+        process.communicate()
+    wait_until(lambda: len(transport._mappings) == 0)
+    wait_until(lambda: device.num_open == 0)
+    with pytest.raises(MiniInferError):
+        transport.pull(BlockPull([SourcePart(peer)], [0], ids(0), time.monotonic() + 60.0))
+    reborn = GpuOwner(tmp_path, seed=1)
+    transport.pull(BlockPull([SourcePart(reborn.device_peer([2]).shards[0])], [0], ids(0), time.monotonic() + 60.0))
+    np.testing.assert_array_equal(device.pool[0], reborn.blocks[2])
+    with pytest.raises(TransferError, match="epoch"):  # a handle of the first life
+        transport.pull(BlockPull([SourcePart(peer)], [0], ids(0), time.monotonic() + 60.0))
+    assert len(transport._mappings) == device.num_open == 1
+    reborn.close()
+    wait_until(lambda: device.num_open == 0)  # an orderly end, too
+
+
+def test_an_owner_that_dies_during_a_pull_is_unmapped_after_it(
+    tmp_path: Path, transport: CudaIpcTransport, device: HostDevice
+) -> None:
+    owner = GpuOwner(tmp_path)
+    peer = owner.device_peer([3]).shards[0]
+
+    def die() -> None:
+        owner.close()
+        wait_until(lambda: len(transport._mappings) == 0)
+        time.sleep(0.02)
+
+    device.during_pull = die
+    transport.pull(BlockPull([SourcePart(peer)], [0], ids(0), time.monotonic() + 60.0))
+    np.testing.assert_array_equal(device.pool[0], owner.blocks[3])
+    wait_until(lambda: device.num_open == 0)
+
+
+def test_two_threads_map_a_peer_once(tmp_path: Path, transport: CudaIpcTransport, device: HostDevice) -> None:
+    owner = GpuOwner(tmp_path)
+    peer = owner.device_peer([3]).shards[0]
+    together = threading.Barrier(4)
+
+    def pull() -> None:
+        together.wait()
+        transport.pull(BlockPull([SourcePart(peer)], [0], ids(0), time.monotonic() + 60.0))
+
+    threads = [threading.Thread(target=pull) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(transport._mappings) == device.num_open == 1
+    np.testing.assert_array_equal(device.pool[0], owner.blocks[3])
+    owner.close()
+
+
+def test_the_owner_forgets_readers_that_have_gone(tmp_path: Path, device: HostDevice) -> None:
+    owner = GpuOwner(tmp_path)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(10):
+        transport = CudaIpcTransport(device)
+        transport.open(owner.device_peer([1]).shards[0])
+        transport.close()
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before + 2)  # one that is held, one being closed
+    owner.close()

@@ -1,0 +1,168 @@
+"""Pulling by shared memory: what arrives, what is refused, and a peer that dies."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from common.errors import HandshakeError, MiniInferError, TransferError
+from kvstore.layout import full_attention
+from kvstore.transports.client import host_client
+from kvstore.transports.host_pull import BlockPull, SourcePart
+from kvstore.transports.lease_client import LeaseClient
+from kvstore.transports.shm.reader import ShmTransport
+from kvstore.types import BlockId, Epoch
+from tests.kvstore.helpers import (
+    GEOMETRY,
+    OTHER_DTYPE,
+    Owner,
+    empty_pool,
+    lease_from_hex,
+    shm_names,
+    wait_until,
+    with_address,
+    with_shard,
+)
+
+OWNER_PROCESS = """
+import sys
+from pathlib import Path
+from tests.kvstore.helpers import Owner, as_handle, handle_to_hex
+owner = Owner(Path(sys.argv[1]))
+print(handle_to_hex(as_handle(owner.peer([1, 2, 5]))), flush=True)
+sys.stdin.read()
+"""
+
+
+def ids(*numbers: int) -> list[BlockId]:
+    return list(map(BlockId, numbers))
+
+
+def test_blocks_arrive_where_they_should(tmp_path: Path) -> None:
+    owner, mine = Owner(tmp_path), empty_pool()
+    client = host_client(GEOMETRY, mine)
+    peer = owner.peer([3, 4, 5, 1, 7])
+    result = client.pull(peer, [0, 1, 2, 4], ids(0, 1, 2, 6))
+    assert (result.transport, result.num_bytes) == ("shm", 4 * 1024)
+    np.testing.assert_array_equal(mine[[0, 1, 2, 6]], owner.blocks[[3, 4, 5, 7]])
+    assert not mine[[3, 4, 5, 7]].any()
+    client.close()
+    owner.close()
+
+
+def test_a_changed_block_is_not_accepted(tmp_path: Path) -> None:
+    owner, client = Owner(tmp_path), host_client(GEOMETRY, empty_pool())
+    peer = owner.peer([3, 4])
+    owner.blocks[4, 777] ^= 1
+    client.pull(peer, [0], ids(0))
+    with pytest.raises(TransferError, match="intact"):
+        client.pull(peer, [0, 1], ids(0, 1))
+    client.close()
+    owner.close()
+
+
+def test_a_block_that_is_reused_during_the_pull_is_never_accepted(tmp_path: Path) -> None:
+    geometry = replace(
+        GEOMETRY, layout=full_attention(200, 2, 8, "float32")
+    )  # 100 KB: a copy takes long enough to be overtaken
+    owner, mine = Owner(tmp_path, geometry), empty_pool(geometry)
+    client = host_client(geometry, mine)
+    peer = owner.peer([3])
+    promised, other = owner.blocks[3].copy(), owner.blocks[4].copy()
+    stop = threading.Event()
+
+    def reuse() -> None:
+        while not stop.is_set():
+            owner.blocks[3] = other
+            owner.blocks[3] = promised
+
+    writer = threading.Thread(target=reuse)
+    writer.start()
+    num_refused = 0
+    try:
+        for attempt in range(20_000):
+            try:
+                client.pull(peer, [0], ids(0))
+            except TransferError:
+                num_refused += 1
+            else:
+                assert (mine[0] == promised).all()
+            if attempt >= 300 and num_refused:
+                break
+    finally:
+        stop.set()
+        writer.join()
+    assert num_refused > 0  # the race did happen
+    client.pull(peer, [0], ids(0))
+    client.close()
+    owner.close()
+
+
+def test_what_does_not_fit_is_refused_before_the_first_byte(tmp_path: Path) -> None:
+    owner, mine = Owner(tmp_path), empty_pool()
+    for geometry in (OTHER_DTYPE, replace(GEOMETRY, fingerprint="x")):
+        with pytest.raises(HandshakeError, match="here"):
+            host_client(geometry, mine).pull(owner.peer([1]), [0], ids(0))
+    client = host_client(GEOMETRY, mine)
+    with pytest.raises(TransferError, match="epoch"):
+        client.pull(with_shard(owner.peer([1]), epoch=Epoch(5)), [0], ids(0))
+    for peer in (with_shard(owner.peer([1]), block_ids=tuple(ids(n))) for n in (8, -1)):
+        with pytest.raises(TransferError, match="outside"):
+            client.pull(peer, [0], ids(0))
+    with pytest.raises(TransferError, match="outside"):
+        client.pull(owner.peer([1]), [1], ids(0))
+    with pytest.raises(MiniInferError, match="no transport"):
+        client.pull(with_address(owner.peer([1]), shm_socket=""), [0], ids(0))
+    assert not mine.any()
+    owner.close()
+
+
+def test_a_mapping_is_kept_until_the_worker_lives_again(tmp_path: Path) -> None:
+    owner = Owner(tmp_path)
+    mine = empty_pool()
+    transport = ShmTransport(mine, LeaseClient())
+    descriptors = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        transport.pull(BlockPull([SourcePart(owner.peer([1]).shards[0])], [0], ids(0), time.monotonic() + 60.0))
+    assert len(transport._mappings._found) == 1
+    owner.close()
+    transport.pull(
+        BlockPull([SourcePart(owner.peer([2]).shards[0])], [0], ids(1), time.monotonic() + 60.0)
+    )  # no socket needed any more
+    np.testing.assert_array_equal(mine[1], owner.blocks[2])
+    reborn = Owner(tmp_path, seed=1)
+    transport.pull(BlockPull([SourcePart(reborn.peer([2]).shards[0])], [0], ids(1), time.monotonic() + 60.0))
+    assert len(transport._mappings._found) == 1
+    np.testing.assert_array_equal(mine[1], reborn.blocks[2])
+    transport.close()
+    reborn.close()
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= descriptors + 1)
+
+
+def test_sigkill_of_the_peer_breaks_nothing_here(tmp_path: Path) -> None:
+    before = shm_names()
+    process = subprocess.Popen(
+        [sys.executable, "-c", OWNER_PROCESS, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    mine = empty_pool()
+    client = host_client(GEOMETRY, mine)
+    try:
+        assert process.stdout is not None
+        peer = lease_from_hex(process.stdout.readline().decode())
+        client.pull(peer, [0], ids(0))
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    client.pull(peer, [1, 2], ids(1, 2))  # the mapping outlives its owner
+    with pytest.raises(TransferError, match="cannot be read"):
+        host_client(GEOMETRY, mine).pull(peer, [0], ids(0))
+    wait_until(lambda: shm_names() <= before)
+    client.close()

@@ -1,0 +1,109 @@
+"""Which answers the grammar of a request allows."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from common.errors import InvalidRequestError
+from common.model_files import resolve_model
+from common.text.load import load_tokenizer
+from engine.grammar.grammars import Grammars
+from router.grammar.answer_format import ResponseFormat, StructuredOutputs, answer_grammar
+
+DRY_RUN = load_tokenizer(resolve_model("dry-run"))
+EOS = DRY_RUN.eos_token_ids[0]
+GRAMMARS = Grammars(lambda: DRY_RUN, DRY_RUN.vocab_size)
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "array", "items": {"type": "boolean"}}},
+    "required": ["a"],
+}
+VALUE = {"a": 1, "b": [True, False]}
+
+
+def allows(grammar: str, text: str) -> bool:
+    """Whether the whole text follows the grammar."""
+    words = GRAMMARS.start(grammar).result().allowed(DRY_RUN.encode(text))
+    return words is not None and bool(words[EOS // 32] >> (EOS % 32) & 1)
+
+
+async def format_grammar(strict: bool | None) -> str:
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": strict}}
+    return await answer_grammar(ResponseFormat.model_validate(wanted), None, 1)
+
+
+async def outputs_grammar(**fields: Any) -> str:
+    return await answer_grammar(None, StructuredOutputs.model_validate(fields), 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_allowed"),
+    [
+        (json.dumps(VALUE), True),
+        (json.dumps(VALUE, separators=(",", ":")), True),
+        (json.dumps(VALUE, indent=4), True),
+        (json.dumps(VALUE, indent="\t"), True),
+        ('{ "a" : 1 }', True),
+        ('{"a":  1}', False),
+        ('{"a":\n\n1}', False),
+        ('{"a": 1 \n}', False),
+        ('{"a": 1}\n', False),
+    ],
+)
+async def test_blanks_between_tokens_are_one_or_an_indentation(text: str, is_allowed: bool) -> None:
+    assert allows(await format_grammar(None), text) is is_allowed
+    assert allows(await outputs_grammar(json=SCHEMA), text) is is_allowed
+
+
+async def test_strict_schemas_are_closed() -> None:
+    more = '{"a": 1, "c": 2}'
+    assert allows(await format_grammar(None), more)
+    assert not allows(await format_grammar(True), more)
+    assert allows(await format_grammar(True), json.dumps(VALUE))
+
+
+@pytest.mark.parametrize("schema", [SCHEMA, json.dumps(SCHEMA)], ids=["schema", "text"])
+async def test_blanks_and_other_properties_can_be_disabled(schema: Any) -> None:
+    compact = '{"a":1,"b":[true,false]}'
+    more = '{"a":1,"c":2}'
+    for closes in (False, True):
+        without = await outputs_grammar(
+            json=schema, disable_any_whitespace=True, disable_additional_properties=closes
+        )
+        assert allows(without, compact)
+        assert not allows(without, json.dumps(VALUE))
+        assert allows(without, more) is not closes
+    assert not allows(await outputs_grammar(json_object=True, disable_any_whitespace=True), '{"a": 1}')
+    assert allows(await outputs_grammar(regex="a b", disable_any_whitespace=True), "a b")
+
+
+async def test_a_choice_may_have_thousands_of_texts() -> None:
+    texts = [f"text {number}" for number in range(4_000)]
+    assert len(str(texts)) < 64_000
+    grammar = await outputs_grammar(choice=texts)
+    assert all(allows(grammar, text) for text in ("text 3", "text 32", "text 3210"))
+    assert not allows(grammar, "text 4000")
+    assert not allows(grammar, "text")
+
+
+async def test_grammars_may_be_gbnf() -> None:
+    grammar = await outputs_grammar(grammar='root ::= "yes" | "no" tail*\ntail ::= [0-9]{2} # digits')
+    assert [text for text in ("yes", "no", "no1234", "yes12", "no1") if allows(grammar, text)] == [
+        "yes",
+        "no",
+        "no1234",
+    ]
+    assert allows(await outputs_grammar(grammar='start: "a ::= b"'), "a ::= b")
+    with pytest.raises(InvalidRequestError, match=r"GBNF: .*'root'") as refused:
+        await outputs_grammar(grammar='answer ::= "yes"')
+    assert refused.value.param == "structured_outputs"
+
+
+async def test_what_is_too_long_is_said_to_be() -> None:
+    for fields in ({"json": {"description": "x" * 1_000_000}}, {"grammar": "root ::= " + '"a" ' * 100_000}):
+        with pytest.raises(InvalidRequestError, match="more than 65536 characters") as refused:
+            await answer_grammar(None, StructuredOutputs.model_validate(fields), 4)
+        assert refused.value.param == "structured_outputs"

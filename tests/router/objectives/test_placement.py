@@ -1,0 +1,195 @@
+"""Placements under latency objectives are pure functions of what is known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from common.step_times import StepCost
+from kvstore.types import WorkerId
+from router.objectives.moves import MAX_MOVES, KeptRequest, choose_moves
+from router.objectives.objectives import Objectives
+from router.routing.policy import Decision, choose
+from router.routing.views import RequestView, WorkerView
+
+P0, D0, D1 = (WorkerId(name) for name in ("p0", "d0", "d1"))
+COST = StepCost(base=0.0043, row=18e-6, prompt=0.0005, prompt_token=22e-6)
+OBJECTIVES = Objectives(ttft=1.0, itl=0.025)
+
+
+def view(worker: WorkerId, rows: int = 0, queued: int = 0, **fields: Any) -> WorkerView:
+    """Prefill workers have had some prompts lately."""
+    known = {"step": COST, "pull_tokens_per_second": 200_000.0, "max_num_seqs": 256, "num_slots": 256}
+    known["prompt_tokens_per_second"] = 10_000.0 if worker == P0 else 0.0
+    return WorkerView(worker, num_running=rows, num_rows=rows, queued_prefill_tokens=queued, **{**known, **fields})
+
+
+def place(
+    prefill: Sequence[WorkerView], decode: Sequence[WorkerView], num_tokens: int = 1024, **fields: Any
+) -> Decision:
+    request = RequestView(num_tokens, fields.pop("cached", {}), fields.pop("expected", 128.0), **fields)
+    return choose("cost", request, prefill, decode, 64, OBJECTIVES)
+
+
+def test_roles_are_followed_while_they_keep_the_objectives() -> None:
+    for rows in (4, 20, 100):
+        assert place([view(P0)], [view(D0, rows)]).chosen.kind == "disaggregated"
+
+
+def test_a_queue_sends_prompts_to_decode_workers_that_keep_their_streams_in_time() -> None:
+    decision = place([view(P0, queued=30_000)], [view(D0, rows=50)])
+    assert decision.chosen.kind == "local"
+    assert decision.chosen.itl_seconds <= OBJECTIVES.itl
+    assert decision.chosen.violation == 0
+    assert place([view(P0, queued=30_000)], [view(D0, rows=50, queued=60_000)]).chosen.kind == "disaggregated"
+
+
+def test_the_fuller_the_decode_worker_the_longer_the_queue_that_is_suffered() -> None:
+    def longest_queue(rows: int) -> int:
+        queues = range(0, 30_000, 500)
+        return next(q for q in queues if place([view(P0, queued=q)], [view(D0, rows)]).chosen.kind == "local")
+
+    assert longest_queue(1) < longest_queue(100)
+
+
+def test_decode_workers_without_seats_leave_streams_where_their_prompts_are() -> None:
+    full = view(D0, rows=276)
+    assert place([view(P0)], [full]).chosen.kind == "kept"
+    assert place([view(P0, rows=276)], [full]).chosen.kind != "kept"  # no emptier
+    assert place([view(P0, queued=20_000)], [full]).chosen.kind != "kept"  # prompts come first there
+    assert place([view(P0)], [full, view(D1)]).chosen.decode == D1
+
+
+def test_an_idle_prefill_worker_keeps_what_it_computes() -> None:
+    idle = view(P0, prompt_tokens_per_second=0.0)
+    assert place([idle], [view(D0, rows=20)]).chosen.kind == "kept"
+    assert place([idle], [view(D0)]).chosen.kind == "local"  # nobody to disturb, and nothing to pull
+
+
+def test_prompts_that_keep_coming_make_a_prefill_worker_a_bad_place_to_stay() -> None:
+    crowded, waiting = view(D0, rows=276), view(P0, prompt_tokens_per_second=20_000.0)
+    [quiet] = [c for c in place([view(P0, prompt_tokens_per_second=0.0)], [crowded]).candidates if c.kind == "kept"]
+    [busy] = [c for c in place([waiting], [crowded]).candidates if c.kind == "kept"]
+    assert busy.cost > quiet.cost + 0.1
+    full = view(P0, prompt_tokens_per_second=40_000.0)  # a stream beside them would make them queue
+    assert "kept" not in {c.kind for c in place([full], [crowded]).candidates}
+
+
+def test_long_contexts_make_a_decode_worker_slow() -> None:
+    step = StepCost(base=0.0043, row=3e-6, context=14e-9, prompt=0.0005, prompt_token=22e-6, prompt_context=0.9e-9)
+    short, long = (view(D0, rows=30, context_tokens=context, step=step) for context in (30_000, 600_000))
+    for candidate in ("disaggregated", "local"):
+        gaps = []
+        for worker in (short, long):
+            [found] = [c for c in place([view(P0, step=step)], [worker]).candidates if c.kind == candidate]
+            gaps.append(found.itl_seconds)
+        assert gaps[0] < gaps[1]
+    chosen = place([view(P0, step=step)], [long, view(D1, rows=31, context_tokens=31_000, step=step)]).chosen
+    assert chosen.decode == D1  # more rows, but less KV to read
+
+
+def test_short_answers_are_not_handed_over_when_that_gap_would_miss_the_objective() -> None:
+    workers = [view(P0, prompt_tokens_per_second=0.0)], [view(D0, rows=20)]
+    for expected, kinds in ((64.0, {"local", "kept"}), (400.0, {"disaggregated", "local", "kept"})):
+        candidates = place(*workers, num_tokens=6000, expected=expected).candidates
+        assert {c.kind for c in candidates if c.itl_seconds <= OBJECTIVES.itl} == kinds
+
+
+def test_what_is_late_anyway_waits_behind_what_is_in_time() -> None:
+    queued = view(P0, queued=60_000, deferred_prefill_tokens=56_000), [view(D0, rows=200, queued=30_000)]
+    in_time = place([queued[0]], queued[1]).chosen
+    assert not in_time.is_late
+    assert in_time.terms["queue"] < 0.2
+    late = place([queued[0]], queued[1], num_tokens=50_000).chosen
+    assert late.is_late
+    assert late.ttft_seconds > OBJECTIVES.ttft
+    assert place([queued[0]], [view(D0, rows=200, queued=90_000)], num_tokens=50_000).chosen.terms["queue"] > 1.0
+
+
+def test_short_or_cached_prompts_are_local() -> None:
+    assert place([view(P0, queued=4096)], [view(D0, rows=20)], num_tokens=40).chosen.kind == "local"
+    assert place([view(P0)], [view(D0, rows=20)], cached={D0: 1000}).chosen.kind == "local"
+
+
+def test_when_nothing_keeps_the_objectives_they_are_missed_least() -> None:
+    decision = place([view(P0, queued=90_000)], [view(D0, rows=200, queued=200_000)])
+    assert decision.chosen.violation > 0
+    assert decision.chosen.violation == min(candidate.violation for candidate in decision.candidates)
+
+
+def test_equal_workers_share_and_unmeasured_ones_take_the_others_costs() -> None:
+    decode = [view(D0, rows=10), view(D1, rows=10)]
+    chosen = {place([view(P0)], decode, draw=number / 10).chosen.decode for number in range(10)}
+    assert chosen == {D0, D1}
+    [first, *_] = place([WorkerView(P0)], [view(D0)]).candidates
+    assert first.ttft_seconds == pytest.approx(COST.seconds(0, 1024))
+    assert not first.is_measured
+    assert place([WorkerView(P0)], [WorkerView(D0, num_rows=20)]).chosen.violation > 0  # defaults are slow
+
+
+def test_costs_are_the_sums_of_their_terms_and_the_order_does_not_matter() -> None:
+    workers = [view(P0, queued=900)], [view(D0, rows=30), view(D1, rows=31)]
+    decision = place(*workers)
+    for candidate in decision.candidates:
+        assert candidate.cost == pytest.approx(sum(candidate.terms.values()))
+    assert place(workers[0], workers[1][::-1]).chosen == decision.chosen
+
+
+def test_only_the_cost_policy_knows_objectives_and_without_them_roles_are_fixed() -> None:
+    request = RequestView(1024, {})
+    workers = [view(P0, queued=90_000)], [view(D0)]
+    assert choose("round-robin", request, *workers, 64, OBJECTIVES).chosen.kind == "disaggregated"
+    assert choose("cost", request, *workers, 64).chosen.kind == "disaggregated"
+    assert {c.kind for c in choose("cost", request, [], [view(D0)], 64, OBJECTIVES).candidates} == {"local"}
+
+
+# -- moves --------------------------------------------------------------------------------------------------------
+
+
+def kept(count: int = 1, tokens_left: float = 100.0, seconds_here: float = 1.0) -> list[KeptRequest]:
+    return [KeptRequest(f"c{number}", 1100, tokens_left + number, seconds_here) for number in range(count)]
+
+
+def test_kept_requests_stay_while_nothing_comes() -> None:
+    idle = view(P0, rows=3, prompt_tokens_per_second=0.0)
+    assert choose_moves(idle, kept(3), [view(D0, rows=3)], OBJECTIVES) == []
+    assert choose_moves(idle, kept(3), [view(D0, rows=200)], OBJECTIVES) == []
+
+
+def test_they_move_when_prompts_come_those_with_most_left_first() -> None:
+    source = view(P0, rows=3, queued=4096, prompt_tokens_per_second=20_000.0)
+    moves = choose_moves(source, kept(3), [view(D0, rows=20)], OBJECTIVES)
+    assert [move.choice_id for move in moves] == ["c2", "c1", "c0"]
+    chosen = moves[0].chosen
+    assert (chosen.prefill, chosen.decode) == (P0, D0)
+    assert chosen.terms["stay"] > chosen.cost
+
+
+def test_they_move_when_decode_workers_have_room_again() -> None:
+    many = view(P0, rows=200)
+    assert choose_moves(many, kept(20), [view(D0, rows=5)], OBJECTIVES)
+    assert choose_moves(many, kept(20), [view(D0, rows=250, num_slots=250)], OBJECTIVES) == []
+
+
+def test_moves_are_bounded_and_what_has_just_come_or_is_about_to_end_stays() -> None:
+    source = view(P0, rows=40, queued=8192, prompt_tokens_per_second=20_000.0)
+    assert len(choose_moves(source, kept(40), [view(D0)], OBJECTIVES)) == MAX_MOVES
+    assert choose_moves(source, kept(1, seconds_here=0.01), [view(D0)], OBJECTIVES) == []
+    assert choose_moves(source, kept(1, tokens_left=2), [view(D0)], OBJECTIVES) == []
+
+
+def test_moves_spread_and_keep_the_objective_of_their_target() -> None:
+    source = view(P0, rows=8, queued=8192, prompt_tokens_per_second=20_000.0)
+    moves = choose_moves(source, kept(8), [view(D0, rows=40), view(D1, rows=40)], OBJECTIVES)
+    assert {move.chosen.decode for move in moves} == {D0, D1}
+    slow = view(D0, rows=40, step=StepCost(base=0.03, prompt_token=22e-6))
+    assert choose_moves(source, kept(8), [slow], OBJECTIVES) == []
+
+
+def test_a_worker_that_drains_hands_over_everything() -> None:
+    full = view(D0, rows=256)
+    moves = choose_moves(view(P0, rows=2), kept(2, seconds_here=0.0), [full], OBJECTIVES, must_leave=True)
+    assert len(moves) == 2
+    assert choose_moves(view(P0, rows=2), kept(2), [], OBJECTIVES, must_leave=True) == []

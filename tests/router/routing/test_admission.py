@@ -1,0 +1,107 @@
+"""Which requests are refused for the wait that is predicted: a pure function of the prediction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from common.errors import OverloadedError
+from kvstore.types import WorkerId
+from router.routing.admission import AnswerLength, DrainRate, check_in_time
+from router.routing.policy import choose
+from router.routing.views import Candidate, RequestView, WorkerView
+
+MAX_WAIT = 60.0
+
+
+def candidate(is_measured: bool = True, **terms: float) -> Candidate:
+    known = {"queue": 0.0, "compute": 0.1, "slot": 0.0, "decode": 1.0, **terms}
+    return Candidate(WorkerId("d"), None, sum(known.values()), known, 0, 0, is_measured)
+
+
+@pytest.mark.parametrize(
+    ("terms", "seconds_left"),
+    [
+        ({}, 2.0),
+        ({}, 0.5),  # too long on an idle server, too: it gets the text that there is time for
+        ({"queue": 59.0}, 590.0),
+        ({"queue": 5.0, "slot": 5.0}, 15.0),
+    ],
+)
+def test_what_can_be_in_time_is_admitted(terms: dict[str, Any], seconds_left: float) -> None:
+    check_in_time(candidate(**terms), seconds_left, MAX_WAIT)
+
+
+@pytest.mark.parametrize(
+    ("terms", "seconds_left", "late", "come_back"),
+    [
+        ({"queue": 70.0}, 590.0, 10.1, 70.0),  # longer than anybody may wait
+        ({"queue": 5.0}, 5.0, 1.6, 5.0),  # the answer would end after the deadline
+        ({"slot": 30.0}, 20.0, 13.1, 30.0),
+        ({"queue": 3.0}, 0.5, 2.65, 3.0),  # has no time for its answer, and the wait alone is too long
+    ],
+)
+def test_what_would_be_late_is_refused_until_those_who_wait_are_served(
+    terms: dict[str, Any], seconds_left: float, late: float, come_back: float
+) -> None:
+    with pytest.raises(OverloadedError, match=f"{late:.1f} s late") as caught:
+        check_in_time(candidate(**terms), seconds_left, MAX_WAIT)
+    assert caught.value.retry_after_seconds == pytest.approx(come_back)
+
+
+def test_nothing_is_refused_on_a_guess() -> None:
+    check_in_time(candidate(is_measured=False, queue=1000.0), 1.0, MAX_WAIT)
+
+
+def test_answers_are_as_long_as_the_ones_before() -> None:
+    answers = AnswerLength()
+    assert answers.expected(1000) == 64
+    assert answers.expected(10) == 10
+    for _ in range(200):
+        answers.observe(20)
+    assert answers.expected(1000) == pytest.approx(20)
+
+
+def overloaded(num_open: int, **fields: Any) -> Candidate:
+    worker = WorkerView(
+        WorkerId("d"), num_running=num_open, prefill_tokens_per_second=1000.0, step_seconds=0.01, max_num_seqs=8,
+        num_slots=8, **fields,
+    )  # fmt: skip
+    return choose("cost", RequestView(10, {}, expected_tokens=100), [], [worker], 64).chosen
+
+
+def test_the_wait_for_a_slot_grows_with_the_requests_ahead() -> None:
+    assert overloaded(7).terms["slot"] == 0
+    assert overloaded(8).terms["slot"] == pytest.approx(100 * 0.01 / 8)  # the first of eight to end
+    assert overloaded(15).terms["slot"] == pytest.approx(100 * 0.01)  # all eight
+
+
+def drained(per_second: float, seconds: float) -> DrainRate:
+    """A rate measured from second 100 on, with a queue all the time."""
+    rate = DrainRate()
+    rate.began(100.0)
+    for number in range(int(seconds * per_second)):
+        rate.observe(100.0 + (number + 1) / per_second)
+    return rate
+
+
+def test_a_queue_takes_its_length_over_the_rate_of_first_tokens() -> None:
+    assert DrainRate().seconds(256, now=5.0) == 0.0  # not measured
+    assert drained(per_second=8.0, seconds=20.0).seconds(256, now=120.0) == pytest.approx(32.0, rel=0.01)
+
+
+def test_time_without_a_queue_does_not_slow_the_rate_down_and_time_without_a_token_does() -> None:
+    rate = drained(per_second=8.0, seconds=20.0)
+    assert rate.seconds(256, now=125.0) > 60.0
+    rate.began(1000.0)
+    assert rate.seconds(256, now=1000.0) == pytest.approx(32.0, rel=0.01)
+    rate.observe(1000.1)
+    assert rate.seconds(256, now=1000.1) == pytest.approx(32.0, rel=0.02)
+
+
+def test_the_rate_follows_a_change_within_seconds() -> None:
+    rate = drained(per_second=8.0, seconds=20.0)
+    for number in range(40):
+        rate.observe(120.0 + (number + 1) / 2.0)
+    assert rate.seconds(10, now=140.0) == pytest.approx(5.0, rel=0.1)

@@ -1,0 +1,123 @@
+"""Choosing workers is a pure function of what is known."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from common.errors import UnavailableError
+from kvstore.types import WorkerId
+from router.routing.policy import choose
+from router.routing.views import RequestView, WorkerView
+
+P0, P1, D0, D1 = (WorkerId(name) for name in ("p0", "p1", "d0", "d1"))
+
+
+def view(worker: WorkerId, **fields: Any) -> WorkerView:
+    return WorkerView(worker, **{"prefill_tokens_per_second": 1000.0, "step_seconds": 0.01, **fields})
+
+
+def request(num_tokens: int = 1000, cached: dict[WorkerId, int] | None = None, **fields: Any) -> RequestView:
+    return RequestView(num_tokens, cached or {}, **fields)
+
+
+def test_long_prompts_go_to_prefill_and_short_ones_stay() -> None:
+    workers = [view(P0)], [view(D0)]
+    assert choose("cost", request(1000), *workers, 64).chosen.prefill == P0
+    assert choose("cost", request(64), *workers, 64).chosen.prefill is None
+    assert choose("cost", request(64), *workers, 0).chosen.prefill == P0
+    assert choose("cost", request(1000, {D0: 992}), *workers, 64).chosen.prefill is None
+
+
+def test_without_prefill_workers_decode_computes_and_without_decode_nobody() -> None:
+    assert choose("cost", request(1000), [], [view(D0)], 0).chosen.prefill is None
+    with pytest.raises(UnavailableError):
+        choose("cost", request(), [view(P0)], [], 64)
+
+
+def test_the_cache_and_the_queue_decide() -> None:
+    decode = [view(D0)]
+    cached = request(1000, {P1: 800})
+    assert choose("cost", cached, [view(P0), view(P1)], decode, 64).chosen.prefill == P1
+    busy = [view(P0), view(P1, queued_prefill_tokens=5000)]
+    assert choose("cost", cached, busy, decode, 64).chosen.prefill == P0
+
+
+def test_decode_load_speed_and_memory_decide() -> None:
+    for worse in ({"num_running": 40}, {"step_seconds": 0.03}, {"kv_used_share": 0.99}):
+        decision = choose("cost", request(50), [], [view(D0, **worse), view(D1)], 64)
+        assert decision.chosen.decode == D1, worse
+
+
+def test_equal_workers_share_by_draw_and_a_fuller_cache_breaks_the_tie() -> None:
+    decode = [view(D0), view(D1)]
+    chosen = Counter(choose("cost", request(50, draw=i / 100), [], decode, 64).chosen.decode for i in range(100))
+    assert chosen == {D0: 50, D1: 50}
+    assert choose("cost", request(50, {D1: 16}), [], decode, 64).chosen.decode == D1
+
+
+def test_a_worker_that_was_slow_is_tried_again_while_others_work() -> None:
+    busy = [view(D0, num_running=3), view(P0, num_running=3)]
+    slow = view(D1, step_seconds=0.2, prefill_tokens_per_second=100.0)
+    assert choose("cost", request(50), [], [*busy, slow], 64).chosen.decode != D1
+    forgotten = replace(slow, is_forgotten=True)
+    assert choose("cost", request(50), [], [*busy, forgotten], 64).chosen.decode == D1
+    everybody = [replace(worker, is_forgotten=True) for worker in (*busy, slow)]  # what was measured is all there is
+    assert choose("cost", request(50), [], everybody, 64).chosen.decode != D1
+
+
+def test_few_streams_spread_over_workers_that_are_about_equally_fast() -> None:
+    """Measured step times of equal machines differ by some percent: that must not send everything to one of them."""
+    running = {D0: 0, D1: 0}
+    for number in range(8):
+        decode = [
+            view(D0, num_running=running[D0], step_seconds=0.0070),
+            view(D1, num_running=running[D1], step_seconds=0.0075),
+        ]
+        running[choose("cost", request(50, draw=number / 8), [], decode, 64).chosen.decode] += 1
+    assert running == {D0: 4, D1: 4}
+
+
+def test_the_last_token_is_always_computed() -> None:
+    decision = choose("cost", request(64, {D0: 64}), [], [view(D0)], 64)
+    assert decision.chosen.cached_tokens == 63
+    assert decision.chosen.terms["compute"] > 0
+
+
+def test_cost_is_the_sum_of_its_terms() -> None:
+    decision = choose("cost", request(), [view(P0), view(P1)], [view(D0), view(D1)], 64)
+    assert len(decision.candidates) == 4
+    for candidate in decision.candidates:
+        assert candidate.cost == pytest.approx(sum(candidate.terms.values()))
+
+
+def test_unmeasured_workers_take_the_mean_of_the_others() -> None:
+    decision = choose("cost", request(), [view(P0), WorkerView(P1, prefill_tokens_per_second=0.0)], [view(D0)], 64)
+    first, second = decision.candidates
+    assert first.terms["compute"] == second.terms["compute"]
+
+
+def test_round_robin_random_and_power_of_two() -> None:
+    decode = [view(D0, num_running=5), view(D1)]
+    turns = [choose("round-robin", request(turn=i), [], decode, 0).chosen.decode for i in range(4)]
+    assert turns == [D0, D1, D0, D1]
+    draws = Counter(choose("random", request(draw=i / 10), [], decode, 0).chosen.decode for i in range(10))
+    assert draws == {D0: 5, D1: 5}
+    draws = Counter(choose("power-of-two", request(draw=i / 100), [], decode, 0).chosen.decode for i in range(100))
+    assert draws == {D0: 25, D1: 75}  # D0 only where both draws hit it
+
+
+def test_sessions_stick_and_move_only_with_their_worker() -> None:
+    names = [WorkerId(f"d{i}") for i in range(4)]
+    decode = [view(name) for name in names]
+
+    def owner(session: str, workers: list[WorkerView]) -> WorkerId:
+        return choose("session-sticky", request(session=session), [], workers, 0).chosen.decode
+
+    before = {f"s{i}": owner(f"s{i}", decode) for i in range(60)}
+    assert set(before.values()) == set(names)
+    after = {session: owner(session, decode[1:]) for session in before}
+    assert all(after[session] == worker for session, worker in before.items() if worker != names[0])

@@ -1,0 +1,331 @@
+"""Tool calls through the official client, against workers that reply what a test says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import openai
+import pydantic
+import pytest
+
+from common.text.tokenizer import Tokenizer
+from tests.common.tools.tool_templates import HERMES_TEMPLATE, LLAMA3_TEMPLATE
+from tests.router.harness import DRY_RUN, Cluster, cluster
+from tests.router.scripted_worker import Script
+
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = {"type": "function", "function": {"name": "get_weather", "description": "Now.", "parameters": PARAMETERS}}
+TIME = {"type": "function", "function": {"name": "get_time", "strict": True}}
+TOOLS: Any = [WEATHER, TIME]
+NAMED: Any = {"type": "function", "function": {"name": "get_time"}}
+MESSAGES: Any = [{"role": "user", "content": "Hello"}]
+ARGUMENTS = '{"city": "Malmö 🌧"}'
+ONE = f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
+TWO = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
+
+
+def tokenizer_of(template: str) -> Tokenizer:
+    return Tokenizer(
+        DRY_RUN._backend, bos_id=256, eos_token_ids=[257], templates={"default": template},
+        vocab_size=DRY_RUN.vocab_size,
+    )  # fmt: skip
+
+
+@asynccontextmanager
+async def replying(text: str, template: str = HERMES_TEMPLATE, **fields: Any) -> AsyncIterator[Cluster]:
+    tokens_per_step = fields.pop("tokens_per_step", 1)
+    script = Script(reply=list(text.encode()), tokens_per_step=tokens_per_step)
+    info = {"max_model_len": 4096}
+    async with cluster(script=script, tokenizer=tokenizer_of(template), info=info, **fields) as c:
+        yield c
+
+
+async def ask(c: Cluster, **fields: Any) -> Any:
+    fields = {"tools": TOOLS, "messages": MESSAGES, "max_tokens": 500, **fields}
+    return await c.openai.chat.completions.create(model="dry-run", **fields)
+
+
+async def streamed(c: Cluster, **fields: Any) -> dict[int, dict[str, Any]]:
+    """Content, calls and finish reason of each choice, as a client adds them up."""
+    choices: dict[int, dict[str, Any]] = {}
+    async for chunk in await ask(c, stream=True, **fields):
+        for choice in chunk.choices:
+            into = choices.setdefault(choice.index, {"content": None, "calls": [], "finish_reason": None})
+            if choice.delta.content is not None:
+                into["content"] = (into["content"] or "") + choice.delta.content
+            for call in choice.delta.tool_calls or ():
+                arguments = call.function.arguments
+                if call.id:
+                    assert (call.index, call.type) == (len(into["calls"]), "function")
+                    into["calls"].append((call.id, call.function.name, arguments))
+                else:
+                    assert (call.index, call.type, call.function.name) == (len(into["calls"]) - 1, None, None)
+                    into["calls"][-1] = (*into["calls"][-1][:2], into["calls"][-1][2] + arguments)
+            assert into["finish_reason"] is None
+            if choice.finish_reason:
+                assert choice.delta.model_dump(exclude_unset=True) == {}  # a chunk of its own
+                into["finish_reason"] = choice.finish_reason
+    return choices
+
+
+def calls_of(choice: Any) -> list[tuple[str, str]]:
+    return [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or ()]
+
+
+@pytest.mark.parametrize("tokens_per_step", [1, 7, 1000])
+@pytest.mark.parametrize(
+    ("reply", "content", "calls", "reason"),
+    [
+        (ONE, None, [("get_weather", ARGUMENTS)], "tool_calls"),
+        (f"{ONE}\n{TWO}", None, [("get_weather", ARGUMENTS), ("get_time", "{}")], "tool_calls"),
+        (f"I look: é\n{TWO}", "I look: é", [("get_time", "{}")], "tool_calls"),
+        ("No <tool> needed.", "No <tool> needed.", [], "stop"),
+        ("<tool_call>\n{garbage}\n</tool_call>", "<tool_call>\n{garbage}\n</tool_call>", [], "stop"),
+        (ONE[:30], ONE[:30], [], "stop"),
+        (ONE[:60], None, [("get_weather", '{"city": "M')], "tool_calls"),
+    ],
+    ids=["one", "two", "after text", "text", "garbage", "cut name", "cut arguments"],
+)
+async def test_calls(
+    reply: str, content: str | None, calls: list[tuple[str, str]], reason: str, tokens_per_step: int
+) -> None:
+    async with replying(reply, tokens_per_step=tokens_per_step) as c:
+        [choice] = (await ask(c)).choices
+        assert choice.message.content == content
+        assert calls_of(choice) == calls
+        assert choice.finish_reason == reason
+        [shown] = (await streamed(c)).values()
+        assert shown["content"] == content
+        assert [call[1:] for call in shown["calls"]] == calls
+        assert shown["finish_reason"] == reason
+        ids = [call.id for call in choice.message.tool_calls or ()] + [call[0] for call in shown["calls"]]
+        assert len(set(ids)) == len(ids) == 2 * len(calls)
+        assert not c.decode[0].submits[0].sampling.grammar
+
+
+async def test_tools_reach_the_template_and_results_come_back() -> None:
+    async with replying(TWO) as c:
+        first = await ask(c, extra_body={"return_token_ids": True})
+        prompt = bytes(first.prompt_token_ids).decode()
+        assert f"<tools>{json.dumps(WEATHER)}" in prompt
+        assert '"strict"' not in prompt
+        message = first.choices[0].message
+        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "noon"}
+        again = [*MESSAGES, message.model_dump(exclude_none=True), result]
+        second = await ask(c, messages=again, extra_body={"return_token_ids": True})
+        prompt = bytes(second.prompt_token_ids).decode()
+        assert prompt.endswith(f"[user]Hello[assistant]\n{TWO}[tool]noon[assistant]")
+
+
+async def test_tools_that_must_not_be_called_are_not_shown() -> None:
+    async with replying(TWO) as c:
+        answer = await ask(c, tool_choice="none", extra_body={"return_token_ids": True})
+        assert answer.choices[0].message.content == TWO
+        assert answer.choices[0].message.tool_calls is None
+        assert bytes(answer.prompt_token_ids) == b"[user]Hello[assistant]"
+
+
+@pytest.mark.parametrize(
+    ("choice", "names", "is_parallel"),
+    [
+        ("required", {"get_weather", "get_time"}, True),
+        (NAMED, {"get_time"}, False),
+    ],
+    ids=["required", "named"],
+)
+async def test_a_required_call_is_a_grammar(choice: Any, names: set[str], is_parallel: bool) -> None:
+    async with replying(ONE) as c:
+        answer = await ask(c, tool_choice=choice)
+        assert answer.choices[0].finish_reason == "tool_calls"
+        grammar = c.decode[0].submits[0].sampling.grammar
+        assert {name for name in ("get_weather", "get_time") if name in grammar} == names
+        assert ("call)*" in grammar) is is_parallel
+        await ask(c, tool_choice=choice, parallel_tool_calls=False)
+        assert "call)*" not in c.decode[0].submits[1].sampling.grammar
+
+
+async def test_arguments_of_a_required_call_are_those_of_the_schema() -> None:
+    async with replying(ONE) as c:
+        await ask(c, tool_choice="required")
+        assert '"additionalProperties": false' in c.decode[0].submits[0].sampling.grammar
+        assert "additionalProperties" not in PARAMETERS
+
+
+async def test_schemas_that_cannot_be_followed_are_refused_only_where_they_must_be() -> None:
+    bad = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "not": {}}}}
+    async with replying("hi") as c:
+        with pytest.raises(openai.BadRequestError, match="not") as refused:
+            await ask(c, tools=[WEATHER, bad], tool_choice="required")
+        assert refused.value.param == "tools.1.function.parameters"
+        named = {"type": "function", "function": {"name": "get_weather"}}
+        await ask(c, tools=[WEATHER, bad], tool_choice=named)
+        await ask(c, tools=[WEATHER, bad])
+
+
+async def test_grammars_of_many_choices_are_bounded() -> None:
+    long = {"type": "object", "properties": {"x" * 20_000: {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": long}}]
+    async with replying("hi") as c:
+        with pytest.raises(openai.BadRequestError, match="60 choices") as refused:
+            await ask(c, tools=tools, tool_choice="required", n=60)
+        assert refused.value.param == "n"
+
+
+async def test_an_answer_may_be_json_or_calls() -> None:
+    async with replying(ONE) as c:
+        answer = await ask(c, response_format={"type": "json_object"})
+        assert calls_of(answer.choices[0]) == [("get_weather", ARGUMENTS)]
+        assert "calls | answer" in c.decode[0].submits[0].sampling.grammar
+        bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}
+        with pytest.raises(openai.BadRequestError) as refused:
+            await ask(c, response_format=bad)
+        assert refused.value.param == "response_format"
+
+
+async def test_without_parallel_calls_the_answer_ends_with_the_first() -> None:
+    async with replying(f"{ONE}\n{TWO} and more") as c:
+        [choice] = (await ask(c, parallel_tool_calls=False)).choices
+        assert calls_of(choice) == [("get_weather", ARGUMENTS)]
+        assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
+        [shown] = (await streamed(c, parallel_tool_calls=False)).values()
+        assert [call[1:] for call in shown["calls"]] == [("get_weather", ARGUMENTS)]
+        assert shown["finish_reason"] == "tool_calls"
+        await c.until(lambda: len(c.decode[0].cancels) == 2)  # the worker is told to stop
+        await c.until(c.is_quiet)
+
+
+async def test_a_call_that_was_cut_has_the_arguments_that_came() -> None:
+    time, weather = ("get_time", "{}"), ("get_weather", '{"city": "M')
+    cut = len(TWO) + 1 + ONE.index("alm")
+    async with replying(f"{TWO}\n{ONE}") as c:
+        for fields, content, calls in (
+            ({"max_tokens": cut}, None, [time, weather]),
+            ({"max_tokens": len(TWO) + 20}, "\n" + ONE[:19], [time]),
+            ({"max_tokens": len(TWO) + 20, "tool_choice": "required"}, None, [time]),
+            ({"max_tokens": 20}, TWO[:20], []),
+            ({"max_tokens": 20, "tool_choice": "required"}, "", []),
+            ({"max_tokens": 40, "tool_choice": NAMED}, None, [("get_time", "")]),
+        ):
+            [choice] = (await ask(c, **fields)).choices
+            assert (choice.message.content, calls_of(choice), choice.finish_reason) == (content, calls, "length")
+            [shown] = (await streamed(c, **fields)).values()
+            assert shown["content"] == (content or None)
+            assert ([call[1:] for call in shown["calls"]], shown["finish_reason"]) == (calls, "length")
+        [choice] = (await ask(c, stop=["get_weather"])).choices
+        assert calls_of(choice) == [("get_time", "{}")]
+        assert choice.message.content == "\n" + ONE.partition("get_weather")[0]
+        assert choice.finish_reason == "tool_calls"
+
+
+async def test_every_choice_has_calls_logprobs_and_usage_of_its_own() -> None:
+    reply = f"ok {TWO}"
+    async with replying(reply) as c:
+        answer = await ask(c, n=2, logprobs=True)
+        assert [calls_of(choice) for choice in answer.choices] == [[("get_time", "{}")]] * 2
+        ids = {choice.message.tool_calls[0].id for choice in answer.choices}
+        assert len(ids) == 2
+        for choice in answer.choices:
+            assert "".join(item.token for item in choice.logprobs.content) == reply + "<eos>"
+        assert answer.usage.completion_tokens == 2 * (len(reply) + 1)
+        shown = await streamed(c, n=2, logprobs=True)
+        for choice in shown.values():
+            assert choice["content"] == "ok"
+            assert [call[1:] for call in choice["calls"]] == [("get_time", "{}")]
+            assert choice["finish_reason"] == "tool_calls"
+
+
+async def test_a_call_goes_on_when_its_worker_dies() -> None:
+    async with replying(ONE, num_decode=2) as c:
+        for worker in c.decode:
+            worker.script.die_after_tokens = 30
+        [shown] = (await streamed(c)).values()
+        assert [call[1:] for call in shown["calls"]] == [("get_weather", ARGUMENTS)]
+        assert sum(len(worker.submits) for worker in c.decode) > 1
+
+
+async def test_a_call_is_streamed_as_it_comes() -> None:
+    async with replying(ONE) as c:
+        chunks = [chunk.choices[0] async for chunk in await ask(c, stream=True, logprobs=True)]
+        [begin, *rest] = [chunk.delta.tool_calls[0] for chunk in chunks if chunk.delta.tool_calls]
+        assert (begin.index, begin.type, begin.id[:5]) == (0, "function", "call_")
+        assert (begin.function.name, begin.function.arguments) == ("get_weather", "")
+        assert len(rest) == len(ARGUMENTS)  # a chunk for each character that a step has completed
+        assert "".join(call.function.arguments for call in rest) == ARGUMENTS
+        assert all(chunk.delta.content is None for chunk in chunks)
+        items = [item for chunk in chunks if chunk.logprobs for item in chunk.logprobs.content]
+        assert b"".join(bytes(item.bytes) for item in items) == f"{ONE}<eos>".encode()
+
+
+async def test_plain_chats_end_with_a_chunk_of_their_own() -> None:
+    fields: Any = {"tools": openai.omit, "max_tokens": 2, "stream": True}
+    async with replying("Hello") as c:
+        chunks = [chunk.choices[0] async for chunk in await ask(c, **fields)]
+        assert [(chunk.delta.content, chunk.finish_reason) for chunk in chunks] == [
+            ("", None), ("H", None), ("e", None), (None, "length"),
+        ]  # fmt: skip
+        chunks = [
+            chunk.choices[0]
+            async for chunk in await ask(c, **fields, logprobs=True, extra_body={"return_token_ids": True})
+        ]
+        assert [(chunk.delta.content, chunk.finish_reason, chunk.token_ids) for chunk in chunks[1:]] == [
+            ("H", None, [72]), ("e", None, [101]), (None, "length", []),
+        ]  # fmt: skip
+        assert [bool(chunk.logprobs) for chunk in chunks] == [False, True, True, False]
+
+
+async def test_a_call_without_markers() -> None:
+    text = f'{{"name": "get_weather", "parameters": {ARGUMENTS}}}'
+    async with replying(text, LLAMA3_TEMPLATE) as c:
+        [choice] = (await ask(c)).choices
+        assert calls_of(choice) == [("get_weather", ARGUMENTS)]
+        assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
+        assert calls_of((await ask(c, tools=[TIME])).choices[0]) == []  # it was not offered
+
+
+async def test_markers_may_be_special_tokens() -> None:
+    backend = type(DRY_RUN._backend).from_str(DRY_RUN._backend.to_str())
+    backend.add_special_tokens(["<tool_call>", "</tool_call>"])
+    tokenizer = Tokenizer(
+        backend, bos_id=256, eos_token_ids=[257], templates={"default": HERMES_TEMPLATE}, vocab_size=320
+    )
+    reply = tokenizer.encode(f"<user>{ONE}", allow_special=True)
+    info = {"max_model_len": 4096}
+    async with cluster(script=Script(reply=reply), tokenizer=tokenizer, info=info) as c:
+        [choice] = (await ask(c, tool_choice="required")).choices
+        assert calls_of(choice) == [("get_weather", ARGUMENTS)]
+        assert choice.message.content is None
+        token_id = tokenizer.special_id_of["<tool_call>"]
+        assert f"<[{token_id}]>" in c.decode[0].submits[0].sampling.grammar
+        assert (await ask(c, tool_choice="none")).choices[0].message.content == ONE[11:-12]
+
+
+class GetWeather(pydantic.BaseModel):
+    city: str
+
+
+async def test_the_openai_package_parses_arguments() -> None:
+    text = f'<tool_call>\n{{"name": "GetWeather", "arguments": {ARGUMENTS}}}\n</tool_call>'
+    tools = [openai.pydantic_function_tool(GetWeather)]
+    async with replying(text) as c:
+        answer = await c.openai.chat.completions.parse(model="dry-run", messages=MESSAGES, tools=tools)
+        [call] = answer.choices[0].message.tool_calls or []
+        assert call.function.parsed_arguments == GetWeather(city="Malmö 🌧")
+        result: Any = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
+        again: Any = [*MESSAGES, answer.choices[0].message, result]
+        await c.openai.chat.completions.create(model="dry-run", messages=again, tools=tools)
+        async with c.openai.chat.completions.stream(model="dry-run", messages=MESSAGES, tools=tools) as stream:
+            events = [event async for event in stream]
+            final = await stream.get_final_completion()
+        [done] = [event for event in events if event.type == "tool_calls.function.arguments.done"]
+        assert done.parsed_arguments == GetWeather(city="Malmö 🌧")
+        deltas = [event for event in events if event.type == "tool_calls.function.arguments.delta"]
+        assert "".join(event.arguments_delta for event in deltas) == ARGUMENTS
+        assert len(deltas) > 10
+        [call] = final.choices[0].message.tool_calls or []
+        assert call.function.parsed_arguments == GetWeather(city="Malmö 🌧")
+        assert final.choices[0].finish_reason == "tool_calls"
+        again = [*MESSAGES, final.choices[0].message, {**result, "tool_call_id": call.id}]
+        await c.openai.chat.completions.create(model="dry-run", messages=again, tools=tools)

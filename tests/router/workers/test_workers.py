@@ -1,0 +1,144 @@
+"""The router's view of its workers: a gap in KV events is mended, and addresses come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+import pytest
+
+from common.token_ids import pack_ids
+from kvstore.pool.block_hash import block_keys, root_key
+from kvstore.pool.index import IndexState
+from kvstore.types import WorkerId
+from tests.router.harness import Cluster, cluster, text_of
+from tests.router.scripted_worker import BLOCK_SIZE, Script, ScriptedWorker
+
+SLOW = Script(delay_seconds=0.02)
+D0 = WorkerId("d0")
+HIDDEN = list(range(48))  # a prompt whose blocks the worker stores without telling
+
+
+def lose_events(worker: ScriptedWorker) -> None:
+    """The worker stores the blocks of HIDDEN, and the events that say so do not arrive."""
+    worker.keys.update(block_keys(root_key("f" * 64), pack_ids(HIDDEN), BLOCK_SIZE))
+    worker.sequence += 3
+
+
+def knows_all(c: Cluster) -> bool:
+    index = c.model.workers.index
+    return index.state(D0) is IndexState.EXACT and index.num_worker_keys(D0) == len(c.decode[0].keys)
+
+
+async def test_a_gap_in_kv_events_fetches_a_snapshot_and_open_requests_go_on() -> None:
+    async with cluster() as c:
+        control = text_of(await c.events(max_tokens=400))
+    async with cluster(script=SLOW) as c:
+        worker = c.decode[0]
+        stream = asyncio.create_task(c.events(max_tokens=400))  # eight seconds, unless hurried
+        await c.until(lambda: worker.num_tokens > 5)
+        lose_events(worker)
+        assert c.model.workers.cached_tokens(pack_ids(HIDDEN), "", "") == {}
+        await c.chat("a prompt that is stored", max_tokens=1)  # the event after the gap
+        await c.until(lambda: knows_all(c))
+        assert not stream.done()
+        assert worker.num_streams == 2
+        assert c.model.workers.cached_tokens(pack_ids(HIDDEN), "", "") == {D0: len(HIDDEN)}
+        await c.until(lambda: len(worker.sessions) == 1)  # the second stream was for the snapshot only
+        worker.script.delay_seconds = 0.0
+        assert text_of(await stream) == control
+        assert len(worker.submits) == 2
+        await c.chat("another prompt that is stored", max_tokens=1)
+        await c.until(lambda: knows_all(c))
+        assert worker.num_streams == 2  # no gap, no snapshot
+        assert c.gateway.workers.links[0].num_lost == 0
+
+
+async def test_a_snapshot_that_does_not_come_is_asked_for_again() -> None:
+    async with cluster() as c:
+        worker = c.decode[0]
+        lose_events(worker)
+        worker.script.refuse_streams = 1
+        assert (await c.chat("a prompt that is stored")).status_code == 200
+        await c.until(lambda: worker.num_streams == 2)
+        index = c.model.workers.index
+        assert index.state(D0) is IndexState.DEGRADED
+        cluster_state = (await c.http.get("/v1/cluster")).json()["workers"][0]
+        assert (cluster_state["state"], cluster_state["index"]["state"]) == ("ready", "degraded")
+        await c.until(lambda: c.gateway.workers.links[0]._feed._resync.done())  # type: ignore[union-attr]
+        assert (await c.chat("another prompt that is stored")).status_code == 200
+        await c.until(lambda: knows_all(c))
+
+
+async def test_a_worker_that_dies_while_a_snapshot_is_fetched_leaves_nothing_in_the_index() -> None:
+    async with cluster() as c:
+        worker = c.decode[0]
+        lose_events(worker)
+        await c.chat("a prompt that is stored")
+        await worker.kill()
+        await c.until(lambda: not c.model.workers.usable("decode"))
+        await c.until(lambda: c.model.workers.index.num_keys == 0)
+        assert not c.model.workers.index._workers
+
+
+class Names:
+    """A name server for one name; an empty list: it does not answer."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *hosts: str) -> None:
+        self.hosts = list(hosts)
+        self._getaddrinfo = socket.getaddrinfo
+        monkeypatch.setattr(socket, "getaddrinfo", self)
+        monkeypatch.setattr("router.workers.workers.RESOLVE_INTERVAL_SECONDS", 0.02)
+
+    def __call__(self, host: Any, port: Any, *arguments: Any, **options: Any) -> Any:
+        if host != "decode.test":
+            return self._getaddrinfo(host, port, *arguments, **options)
+        if not self.hosts:
+            raise socket.gaierror(socket.EAI_AGAIN, "no answer")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in self.hosts]
+
+
+async def test_workers_behind_a_name_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = Names(monkeypatch, "127.0.0.1")
+    async with cluster() as c:
+        control = text_of(await c.events(max_tokens=400))
+    first = await ScriptedWorker("decode", "first", Script(delay_seconds=0.02)).start()
+    second = ScriptedWorker("decode", "second", Script(delay_seconds=0.01))
+    second.host, second.port = "127.0.0.2", first.port
+    await second.start()
+    try:
+        async with cluster(num_decode=0, decode=f"decode.test:{first.port}", wait=False) as c:
+            workers = c.model.workers
+            await c.until(lambda: [link.worker_id for link in workers.usable("decode")] == ["first"])
+            stream = asyncio.create_task(c.events(max_tokens=400))
+            await c.until(lambda: first.num_tokens > 5)
+
+            names.hosts = ["127.0.0.1", "127.0.0.2"]  # one appears
+            await c.until(lambda: len(workers.usable("decode")) == 2)
+
+            names.hosts = ["127.0.0.2"]  # one leaves, with an open request
+            await c.until(lambda: [link.worker_id for link in workers.usable("decode")] == ["second"])
+            assert not stream.done()
+            assert len(workers.links) == 2
+            for _ in range(3):
+                assert (await c.chat(max_tokens=1)).status_code == 200
+            assert (len(first.submits), len(second.submits)) == (1, 3)
+            first.script.delay_seconds = 0.0
+            assert text_of(await stream) == control  # it ends where it began
+            await c.until(lambda: len(workers.links) == 1)
+            await c.until(lambda: not first.sessions)
+            assert workers.index.num_worker_keys(WorkerId("first")) == 0
+
+            names.hosts = []  # the name server fails: whoever was there stays
+            await asyncio.sleep(0.1)
+            assert [link.worker_id for link in workers.usable("decode")] == ["second"]
+            assert (await c.chat(max_tokens=1)).status_code == 200
+
+            names.hosts = ["127.0.0.1"]  # all are replaced at once
+            await c.until(lambda: [link.worker_id for link in workers.links] == ["first"])
+            await c.until(lambda: bool(workers.usable("decode")))
+            assert (await c.chat(max_tokens=1)).status_code == 200
+    finally:
+        await first.kill()
+        await second.kill()

@@ -1,0 +1,88 @@
+"""The loop of the engine process, in this process, over a link that a test scripts."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from common.token_ids import pack_ids
+from engine.assembly import assemble
+from engine.config import EngineConfig
+from engine.request import RequestId, SamplingParams
+from worker.engine_process.process import IDLE_WAIT_SECONDS, EngineProcess
+from worker.messages import StepReport, Stop, Submit
+
+
+class Peers:
+    """No leases, no exports, no loads, no heartbeat."""
+
+    num_open = 0
+
+    def __len__(self) -> int:
+        return 0
+
+    def expire(self, now: float) -> list[Any]:
+        return []
+
+    def accept(self, handle: Any, num_tokens: int) -> None:
+        assert handle is None
+
+    def finish(self, requests: Any, now: float) -> list[Any]:
+        return []
+
+    def finish_prefetches(self) -> list[Any]:
+        return []
+
+    def lease_parts(self, requests: Any, now: float) -> list[Any]:
+        return []
+
+    def start(self, requests: Any, now: float) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def beat(self) -> None:
+        pass
+
+
+class Link:
+    """Time passes only in `receive`, when nothing is there."""
+
+    def __init__(self, script: list[list[Any]]) -> None:
+        self.now = 100.0
+        self.script = script
+        self.reports: list[StepReport] = []
+
+    def receive(self, wait: float) -> list[Any]:
+        if wait == 0.0:
+            return []
+        messages = self.script.pop(0)
+        self.now += 0.0 if messages else wait
+        return messages
+
+    def send(self, report: StepReport) -> None:
+        self.reports.append(report)
+
+
+def submit(name: str) -> Submit:
+    params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+    return Submit(RequestId(name), pack_ids(range(20)), [], params, 0, "", "", False, 0.0, None)
+
+
+def test_the_pool_is_checked_when_no_request_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Walking all blocks takes longer than a step: requests that follow each other must not wait for that."""
+    parts = assemble(EngineConfig("dry-run", num_gpu_blocks=64))
+    link, peers = Link([[submit("a")], [submit("b")], [], [], [], [submit("c")], [], [], [Stop()]]), Peers()
+    checks: list[tuple[float, int]] = []
+    monkeypatch.setattr(time, "monotonic", lambda: link.now)
+    monkeypatch.setattr(
+        parts.engine.scheduler.kv.pool, "check_integrity", lambda: checks.append((link.now, len(link.reports)))
+    )
+    process = EngineProcess(link, parts, peers, peers, peers, peers)  # type: ignore[arg-type]
+    process.run()
+    ends = [delta.request_id for report in link.reports for delta in report.deltas if delta.finish_reason]
+    assert ends == ["a", "b", "c"]
+    assert [now - 100.0 for now, _ in checks] == [IDLE_WAIT_SECONDS, 4 * IDLE_WAIT_SECONDS]

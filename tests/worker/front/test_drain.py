@@ -1,0 +1,109 @@
+"""A drained worker finishes what it has, within the time it is given, and ends; until then it can be called back."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+
+from common.net.rpc import open_channel
+from protos import types_pb2 as pb
+from tests.cluster.harness import free_ports
+from tests.worker.harness import MINUTE_LONG, SLOW, Stream, Worker, attached, prefill, stop
+
+
+@contextmanager
+def running(role: str, folder: Path) -> Iterator[Worker]:
+    folder.chmod(0o700)
+    started = Worker(role, folder, free_ports(1)[0], engine=SLOW)
+    try:
+        asyncio.run(started.wait_ready())
+        yield started
+    finally:
+        stop(started)
+
+
+@pytest.fixture
+def prefill_worker(tmp_path: Path) -> Iterator[Worker]:
+    with running("prefill", tmp_path) as worker:
+        yield worker
+
+
+@pytest.fixture
+def decode_worker(tmp_path: Path) -> Iterator[Worker]:
+    with running("decode", tmp_path) as worker:
+        yield worker
+
+
+@asynccontextmanager
+async def drained(worker: Worker, grace_seconds: float) -> AsyncIterator[Stream]:
+    """A stream, and a worker that was asked to drain while requests are open: "open" waits for "long" to end."""
+    async with attached(worker) as stream, open_channel(worker.address) as channel:
+        await stream.submit("long", sampling=MINUTE_LONG)
+        await stream.submit("open")
+        while stream.load.num_waiting == 0:
+            await stream.report()
+        reply = await worker.stub(channel).Drain(pb.DrainRequest(grace_seconds=grace_seconds), timeout=60)
+        assert reply.num_open_requests == 2
+        while not stream.load.draining:
+            await stream.report()
+        yield stream
+
+
+async def exit_code(worker: Worker) -> int:
+    assert worker.service.process is not None
+    return await asyncio.to_thread(worker.service.process.wait, 60)
+
+
+async def test_a_drained_worker_finishes_its_requests_and_ends(decode_worker: Worker) -> None:
+    async with drained(decode_worker, grace_seconds=60.0) as stream:
+        await stream.submit("new")
+        assert (await stream.failure_of("new")).code == pb.FAILURE_CODE_UNAVAILABLE
+        await stream.cancel("long")
+        _, last = await stream.until_end("open")
+        assert last.finish_reason == pb.FINISH_REASON_LENGTH
+    assert await exit_code(decode_worker) == 0
+
+
+async def test_the_grace_period_ends_a_drain(decode_worker: Worker) -> None:
+    async with drained(decode_worker, grace_seconds=1.0) as stream:
+        await stream.until_broken()  # the router moves what is left
+        assert stream.load.num_running == stream.load.num_waiting == 1
+    assert await exit_code(decode_worker) == 0
+
+
+async def test_undrain_takes_a_worker_back_until_it_stops(decode_worker: Worker) -> None:
+    async with drained(decode_worker, grace_seconds=60.0) as stream, open_channel(decode_worker.address) as channel:
+        stub = decode_worker.stub(channel)
+        await stub.Undrain(pb.UndrainRequest(), timeout=60)
+        await stream.cancel("long")
+        await stream.submit("new")
+        assert (await stream.until_end("new"))[1].finish_reason == pb.FINISH_REASON_LENGTH
+        await stream.submit("second", sampling=MINUTE_LONG)
+        while stream.load.num_running == 0:
+            await stream.report()
+        decode_worker.service.signal(signal.SIGTERM)
+        while not stream.load.draining:
+            await stream.report()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Undrain(pb.UndrainRequest(), timeout=60)
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_draining_prefill_worker_waits_for_its_readers(prefill_worker: Worker) -> None:
+    """A request between prefill and decode: its KV stays readable, and the worker ends when it was released."""
+    async with attached(prefill_worker) as stream, open_channel(prefill_worker.address) as channel:
+        _, handle = await prefill(stream, "p")
+        await prefill_worker.stub(channel).Drain(pb.DrainRequest(grace_seconds=60.0), timeout=60)
+        while not stream.load.draining:
+            await stream.report()
+        assert prefill_worker.service.is_alive()
+        assert stream.load.num_leases == 1
+        await stream.release(handle.lease_id, handle.epoch)
+        await stream.until_broken()
+    assert await exit_code(prefill_worker) == 0

@@ -1,0 +1,67 @@
+"""What a worker says when its engine process ends while it loads."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Any
+
+import pytest
+
+from common.errors import ConfigError, UnavailableError
+from engine.config import EngineConfig
+from engine.gpu.config import GpuConfig
+from kvstore.transports.unix_socket import pack
+from worker.config import WorkerConfig
+from worker.front import engine_client
+from worker.front.engine_client import EngineClient
+from worker.messages import EngineLoad, Failed, Start, StepReport, Stop
+
+
+@pytest.mark.parametrize(
+    ("program", "stall_seconds", "message"),
+    [
+        ("import os; os.kill(os.getpid(), 9)", 60.0, "killed while loading, most likely because host memory ended"),
+        ("raise SystemExit(3)", 60.0, "ended with status 3 while loading"),
+        (
+            "import time; time.sleep(600)",
+            1.0,
+            "done nothing for 1 s while loading",
+        ),  # a network file system hangs
+    ],
+)
+async def test_an_engine_that_ends_while_loading_is_explained(
+    program: str, stall_seconds: float, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = asyncio.create_subprocess_exec
+
+    async def start_other(*_command: str, **options: Any) -> asyncio.subprocess.Process:
+        return await start(sys.executable, "-c", program, **options)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start_other)
+    monkeypatch.setattr(engine_client, "START_WATCH_SECONDS", 0.1)
+    with pytest.raises(ConfigError, match=message):
+        await EngineClient.start(
+            Start(WorkerConfig(start_stall_seconds=stall_seconds), EngineConfig("dry-run"), GpuConfig(), "")
+        )
+
+
+async def test_an_engine_that_ends_later_is_heard() -> None:
+    reader = asyncio.StreamReader()
+    report = StepReport(load=EngineLoad(num_steps=1))
+    reader.feed_data(pack(report) + pack(Failed("told to fail")))
+    missing: Any = None
+    reports = EngineClient(missing, missing, missing, reader, missing).reports()
+    assert await anext(reports) == report
+    with pytest.raises(UnavailableError, match="told to fail"):
+        await anext(reports)
+
+
+@pytest.mark.parametrize("data", [b"", b"\x05\0\0\0", pack(["StepReport", "no list"]), pack(Stop())])
+async def test_an_engine_that_sends_nonsense_is_gone(data: bytes) -> None:
+    reader = asyncio.StreamReader()
+    reader.feed_data(data)
+    reader.feed_eof()
+    missing: Any = None
+    with pytest.raises(UnavailableError, match="gone"):
+        await anext(EngineClient(missing, missing, missing, reader, missing).reports())

@@ -1,0 +1,180 @@
+"""A worker's front with an engine that does as the test says: KV that nobody will ask for is given back at once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from common.errors import UnavailableError
+from common.token_ids import pack_ids
+from engine.request import FinishReason, RequestId
+from kvstore.handle.handle import KvHandle
+from kvstore.pool.leases import LeaseTable
+from kvstore.types import Epoch, LeaseId, WorkerId
+from protos import types_pb2 as pb
+from worker.front import sessions
+from worker.front.drain import Drain
+from worker.front.front import WorkerFront
+from worker.messages import Abandon, Cancel, Delta, EngineLoad, Proceed, Release, StepReport, Submit, ToEngine
+
+HANDLE = KvHandle(LeaseId("lease"), WorkerId("w"), Epoch(7), 3, 10.0, (b"unread",))
+PROTO_HANDLE = pb.KvHandle(**asdict(HANDLE))
+RELEASE = Release(HANDLE.lease_id, HANDLE.epoch)
+SAMPLING = pb.SamplingParams(max_tokens=1)
+
+
+class EngineProcess:
+    """Writes down what it is told; reports come from the test."""
+
+    def __init__(self) -> None:
+        self.submitted: asyncio.Queue[Submit] = asyncio.Queue()
+        self.others: list[ToEngine] = []
+        self.to_front: asyncio.Queue[StepReport] = asyncio.Queue()
+
+    def send(self, message: ToEngine) -> None:
+        if isinstance(message, Submit):
+            self.submitted.put_nowait(message)
+        else:
+            self.others.append(message)
+
+    async def reports(self) -> AsyncIterator[StepReport]:
+        while True:
+            yield await self.to_front.get()
+
+    def prefilled(self, request_id: RequestId) -> None:
+        """Report the first token and the handle."""
+        delta = Delta(request_id, [5], FinishReason.PREFILLED, handle=HANDLE)
+        self.to_front.put_nowait(StepReport([delta], load=EngineLoad(num_steps=1)))
+
+    async def until_sent(self, *messages: ToEngine) -> None:
+        async with asyncio.timeout(60):
+            while len(self.others) < len(messages):
+                await asyncio.sleep(0.001)
+        assert self.others == list(messages)
+
+
+class Attached:
+    """A front, its engine, and one router's stream."""
+
+    def __init__(self) -> None:
+        self.engine = EngineProcess()
+        self.front = WorkerFront(self.engine, LeaseTable(Epoch(7)), pb.WorkerInfo())  # type: ignore[arg-type]
+        self.commands: asyncio.Queue[pb.Command] = asyncio.Queue()
+        self.reports = self.front.attach(self._read(), prefill_only=True)
+        self.running = asyncio.create_task(self.front.run())
+
+    async def _read(self) -> AsyncIterator[pb.Command]:
+        while True:
+            yield await self.commands.get()
+
+    async def submit(self) -> RequestId:
+        """The id under which the engine knows the request."""
+        self.command(submit=pb.Submit(request_id="r", prompt_token_ids=pack_ids([1, 2, 3]), sampling=SAMPLING))
+        await anext(self.reports)  # the snapshot
+        return (await asyncio.wait_for(self.engine.submitted.get(), 60)).request_id
+
+    def command(self, **kind: Any) -> None:
+        self.commands.put_nowait(pb.Command(**kind))
+
+
+@pytest.fixture
+async def attached() -> AsyncIterator[Attached]:
+    found = Attached()
+    yield found
+    found.running.cancel()
+    await found.reports.aclose()  # type: ignore[attr-defined]
+
+
+async def test_kv_of_a_request_cancelled_meanwhile_is_released(attached: Attached) -> None:
+    request_id = await attached.submit()
+    attached.command(cancel=pb.Cancel(request_id="r"))
+    await attached.engine.until_sent(Cancel(request_id))
+    attached.engine.prefilled(request_id)  # the engine had not heard of it
+    await attached.engine.until_sent(Cancel(request_id), RELEASE)
+
+
+async def test_kv_that_was_reported_is_the_routers(attached: Attached) -> None:
+    attached.engine.prefilled(await attached.submit())
+    while not (report := await asyncio.wait_for(anext(attached.reports), 60)).deltas:
+        pass
+    assert report.deltas[0].kv_handle == PROTO_HANDLE
+    await attached.reports.aclose()  # type: ignore[attr-defined]
+    assert attached.engine.others == []
+
+
+async def test_kv_in_a_report_that_was_not_sent_is_released(attached: Attached) -> None:
+    attached.engine.prefilled(await attached.submit())
+    async with asyncio.timeout(60):
+        while attached.front.num_open_requests:  # the report waits for the stream to be read
+            await asyncio.sleep(0.001)
+    await attached.reports.aclose()  # type: ignore[attr-defined]
+    await attached.engine.until_sent(RELEASE)
+
+
+async def test_a_router_that_does_not_keep_up_loses_its_stream(
+    attached: Attached, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request_id = await attached.submit()
+    monkeypatch.setattr(sessions, "MAX_WAITING_REPORTS", 0)
+    attached.engine.prefilled(request_id)
+    await attached.engine.until_sent(RELEASE)
+    with pytest.raises(UnavailableError, match="keep up"):
+        await asyncio.wait_for(anext(attached.reports), 60)
+
+
+async def test_bad_sampling_parameters_are_refused_and_the_peers_lease_let_go(attached: Attached) -> None:
+    sampling = pb.SamplingParams(max_tokens=1, temperature=-1.0)
+    submit = pb.Submit(request_id="r", prompt_token_ids=pack_ids([1]), sampling=sampling, kv_handle=PROTO_HANDLE)
+    attached.command(submit=submit)
+    await anext(attached.reports)  # the snapshot
+    [failure] = (await asyncio.wait_for(anext(attached.reports), 60)).failures
+    assert (failure.request_id, failure.code) == ("r", pb.FAILURE_CODE_INVALID_ARGUMENT)
+    assert failure.param == "temperature"
+    await attached.engine.until_sent(Abandon(HANDLE))
+    assert attached.engine.submitted.empty()
+    assert attached.front.num_open_requests == 0
+
+
+async def test_a_draining_worker_starts_what_it_was_prepared_for_and_nothing_else(attached: Attached) -> None:
+    ahead = pb.Submit(request_id="r", prompt_token_ids=pack_ids([1, 2, 3]), sampling=SAMPLING)
+    attached.command(prepare=ahead)
+    await anext(attached.reports)  # the snapshot
+    prepared = await asyncio.wait_for(attached.engine.submitted.get(), 60)
+    assert prepared.is_prepared
+    attached.front.drain.start(60.0, time.monotonic())
+    assert not attached.front.is_drained
+    tail = pb.Proceed(output_token_ids=[4], kv_handle=PROTO_HANDLE, due_seconds=0.5, is_late=True)
+    attached.command(prepare=pb.Submit(request_id="other", prompt_token_ids=pack_ids([1]), sampling=SAMPLING))
+    for name in ("other", "r"):
+        tail.request_id = name
+        attached.command(proceed=tail)
+    for _ in range(2):
+        [failure] = (await asyncio.wait_for(anext(attached.reports), 60)).failures
+        assert (failure.request_id, failure.code) == ("other", pb.FAILURE_CODE_UNAVAILABLE)
+    await attached.engine.until_sent(Proceed(prepared.request_id, [4], HANDLE, 0.5, True))
+
+
+async def test_a_drained_worker_ends_when_routers_know_of_it(attached: Attached) -> None:
+    """What they have sent before is then here: a request that comes with the end would have to move."""
+    await anext(attached.reports)  # the snapshot
+    drain = attached.front.drain
+    drain.start(60.0, time.monotonic())
+    attached.command(drain_noted=pb.DrainNoted(num_drain_changes=drain.num_changes - 1))  # of an earlier one
+    await asyncio.sleep(0.1)
+    assert not attached.front.is_drained
+    attached.command(drain_noted=pb.DrainNoted(num_drain_changes=drain.num_changes))
+    async with asyncio.timeout(60):
+        while not attached.front.is_drained:
+            await asyncio.sleep(0.01)
+
+
+def test_a_router_that_does_not_say_that_it_knows_is_not_waited_for() -> None:
+    drain = Drain()
+    drain.start(60.0, 100.0)
+    assert not drain.has_settled(101.0)
+    assert drain.has_settled(102.0)

@@ -1,0 +1,147 @@
+"""What routers say and hear, as the engine process says and hears it.
+
+A new sampling field is written in three places: SamplingParams in protos/types.proto, SamplingParams in
+engine/request.py, and the router's schema with what it makes of it (router/api). A test says which is missing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import msgspec
+import pytest
+
+from common.errors import InvalidRequestError
+from common.memory import Resident
+from common.model_files import resolve_model
+from common.text.load import load_tokenizer
+from common.token_ids import pack_ids
+from engine.request import FinishReason, RequestId, SamplingParams, TokenLogprobs
+from kvstore.transports.unix_socket import pack
+from protos import types_pb2 as pb
+from router.api.sampling import ModelLimits
+from router.api.sampling import sampling_params as client_sampling_params
+from router.api.schemas import CompletionBody
+from worker.front.drain import Drain
+from worker.front.protobuf import FAILURE_CODES, failure_of, load_report, sampling_params, submit_of, token_delta
+from worker.messages import Delta, EngineInfo, EngineLoad, Failure, RequestTimes, Submit
+
+# Of every field a value that is not its default. Floats are exact in 32 bits.
+SAMPLING: dict[str, Any] = {
+    "max_tokens": 100,
+    "min_tokens": 3,
+    "temperature": 0.5,
+    "top_p": 0.25,
+    "top_k": 7,
+    "min_p": 0.125,
+    "presence_penalty": -1.5,
+    "frequency_penalty": 1.5,
+    "repetition_penalty": 1.25,
+    "seed": 2**64 - 1,
+    "stop_token_ids": (4, 5),
+    "ignore_eos": True,
+    "logit_bias": ((6, -2.5), (7, 100.0)),
+    "allowed_token_ids": (8, 9),
+    "bad_words": ((10, 11), (12,)),
+    "grammar": "regex:[a-z]+",
+    "logprobs": 0,
+    "prompt_logprobs": 20,
+}
+MESSAGE = pb.SamplingParams(
+    **{
+        **SAMPLING,
+        "logit_bias": [pb.TokenBias(token_id=token_id, bias=bias) for token_id, bias in SAMPLING["logit_bias"]],
+        "bad_words": [pb.TokenSequence(token_ids=word) for word in SAMPLING["bad_words"]],
+    }
+)
+
+
+def names_of(message: Any) -> set[str]:
+    return {field.name for field in message.DESCRIPTOR.fields}
+
+
+def test_a_sampling_field_is_in_the_protobuf_message_and_in_the_dataclass() -> None:
+    carried, known = names_of(pb.SamplingParams), {field.name for field in fields(SamplingParams)}
+    assert not known - carried, f"add {known - carried} to SamplingParams in protos/types.proto"
+    assert not carried - known, f"add {carried - known} to SamplingParams in engine/request.py"
+    assert not known - SAMPLING.keys(), f"give {known - SAMPLING.keys()} a value in SAMPLING of this test"
+
+
+def test_every_sampling_field_reaches_the_engine_process() -> None:
+    params = SamplingParams(**SAMPLING)
+    unchanged = [name for name, value in SAMPLING.items() if value == getattr(SamplingParams(), name)]
+    assert not unchanged, f"{unchanged} would pass if they were lost: choose other values than the defaults"
+    submit = submit_of(
+        pb.Submit(prompt_token_ids=pack_ids([1]), sampling=MESSAGE), RequestId("r"), prefill_only=False
+    )
+    arrived = msgspec.msgpack.decode(pack(submit)[4:], type=Submit).params
+    lost = {name for name in SAMPLING if getattr(arrived, name) != getattr(params, name)}
+    assert not lost, (
+        f"lost between router and engine process: {lost}; see sampling_params in worker/front/protobuf.py"
+    )
+
+
+def test_clients_can_set_every_sampling_field() -> None:
+    body = CompletionBody(
+        prompt="x", logprobs=5, echo=True, max_tokens=100, min_tokens=3, temperature=0.5, top_p=0.25, top_k=7,
+        min_p=0.125, presence_penalty=-1.5, frequency_penalty=1.5, repetition_penalty=1.25, seed=9, ignore_eos=True,
+        stop_token_ids=[4, 5], logit_bias={"6": -2.5}, allowed_token_ids=[8, 9], bad_words=["bad"],
+    )  # fmt: skip
+    tokenizer = load_tokenizer(resolve_model("dry-run"))
+    message = client_sampling_params(body, tokenizer, ModelLimits(max_model_len=200, vocab_size=200), 1, "regex:a")
+    missing = names_of(message) - {field.name for field, _ in message.ListFields()}
+    assert not missing, f"router/api/sampling.py does not set {missing} from the schema in router/api/schemas.py"
+    assert sampling_params(message).top_p == 0.25
+
+
+def test_zero_is_off() -> None:
+    assert sampling_params(pb.SamplingParams(max_tokens=1)) == SamplingParams(max_tokens=1, temperature=0.0, seed=0)
+
+
+def test_what_the_dataclass_refuses_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="top_k"):
+        sampling_params(pb.SamplingParams(max_tokens=1, top_k=-1))
+
+
+@pytest.mark.parametrize(
+    ("struct", "message"), [(EngineLoad, pb.LoadReport), (EngineInfo, pb.WorkerInfo), (RequestTimes, pb.RequestTimes)]
+)
+def test_structs_that_become_messages_have_their_names(struct: Any, message: Any) -> None:
+    assert set(struct.__struct_fields__) <= names_of(message)
+
+
+def test_a_load_report() -> None:
+    drain = Drain()
+    drain.start(grace_seconds=1.0, now=0.0)
+    load = load_report(EngineLoad(num_running=3, step_seconds=0.5), drain, Resident(1, 2), Resident(3, 4))
+    assert load == pb.LoadReport(
+        num_running=3, step_seconds=0.5, draining=True, num_drain_changes=1, front_private_bytes=1,
+        engine_private_bytes=3, engine_shared_bytes=4,
+    )  # fmt: skip
+
+
+def test_a_delta_with_everything() -> None:
+    logprobs = [TokenLogprobs(5, -0.5, 1, (5, 6), (-0.5, -1.5))]
+    times = RequestTimes(queue_seconds=0.5, transport="shm")
+    delta = Delta(RequestId("r.0"), [5], FinishReason.STOP, 5, logprobs, logprobs * 2, None, times)
+    entry = pb.TokenLogprobs(token_id=5, logprob=-0.5, rank=1, top_token_ids=[5, 6], top_logprobs=[-0.5, -1.5])
+    assert token_delta(msgspec.msgpack.decode(msgspec.msgpack.encode(delta), type=Delta), "r") == pb.TokenDelta(
+        request_id="r", token_ids=[5], finish_reason=pb.FINISH_REASON_STOP, stop_token_id=5, logprobs=[entry],
+        prompt_logprobs=[entry, entry], times=pb.RequestTimes(queue_seconds=0.5, transport="shm"),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", [*FinishReason, None])
+def test_every_finish_reason_has_a_code(reason: FinishReason | None) -> None:
+    name = f"FINISH_REASON_{reason.name if reason else 'NONE'}"
+    assert token_delta(Delta(RequestId("a"), [], reason), "a").finish_reason == pb.FinishReason.Value(name)
+
+
+def test_a_status_that_routers_do_not_know_is_internal() -> None:
+    name = RequestId("r.0")
+    for status, code in FAILURE_CODES.items():
+        assert failure_of(Failure(name, status, "why", "field", "code"), "r") == pb.Failure(
+            request_id="r", code=code, message="why", param="field", error_code="code"
+        )
+    assert failure_of(Failure(name, "ABORTED", "why"), "r").code == pb.FAILURE_CODE_INTERNAL

@@ -1,0 +1,214 @@
+"""Blocks of device memory on their way to readers and from owners: the right bytes, no row and no block lost."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from common.errors import TransferError
+from kvstore.handle.handle import HandleShard, HandleWriter, PeerShard, ShardAddress
+from kvstore.layout import Shard
+from kvstore.pool.block_pool import BlockPool
+from kvstore.pool.digest import digest_blocks
+from kvstore.pool.leases import LeaseTable, new_epoch
+from kvstore.transports.client import KvClient
+from kvstore.transports.cuda_ipc.cuda_memory import CudaMemory
+from kvstore.transports.host_pull import BlockPull, SourcePart
+from kvstore.transports.lease_client import LeaseClient
+from kvstore.transports.shm.reader import ShmTransport
+from kvstore.types import BlockId, Epoch, LeaseId, WorkerId
+from tests.kvstore.handle.test_head_split import geometry_of, running
+from tests.kvstore.helpers import GEOMETRY
+from worker.kv.device_pool import AttachedPool, DevicePool
+from worker.kv.kv_exporter import DeviceExporter, DirectExporter, HostRows
+from worker.kv.kv_leases import KvLeases
+from worker.kv.pinned_staging import StagedTransport
+
+NUM_BLOCKS, NUM_ROWS = 6, 4
+PARTS = [SourcePart(PeerShard(LeaseId("l"), WorkerId("w"), Epoch(1), GEOMETRY, ShardAddress(), (), ()))]
+
+
+class Parts:
+    """A pool of a 'device' that is the CPU, and what stands in front of it."""
+
+    def __init__(self) -> None:
+        self.kv_pool = torch.randn(NUM_BLOCKS, 2, 2, 1, 4, 8)
+        self.bytes = self.kv_pool.view(NUM_BLOCKS, -1).view(torch.uint8).numpy()
+        memory = torch.zeros(NUM_ROWS, self.bytes.shape[1], dtype=torch.uint8)
+        self.rows = HostRows(memory.numpy(), memory)
+        self.pool = BlockPool(NUM_BLOCKS)
+        self.device_pool = DevicePool(self.kv_pool)
+        self.exporter = DeviceExporter([(self.device_pool, self.rows)], self.pool)
+        self.leases = LeaseTable(new_epoch())
+
+
+@pytest.fixture
+def parts() -> Parts:
+    return Parts()
+
+
+def ids(*numbers: int) -> list[BlockId]:
+    return list(map(BlockId, numbers))
+
+
+class RowsOfABlock:
+    """A host transport whose peer's block at position p is all bytes p + 1."""
+
+    name = "test"
+
+    def __init__(self, blocks: np.ndarray) -> None:  # type: ignore[type-arg]
+        self._blocks = blocks
+        self.pieces: list[int] = []
+        self.fails_after = 99
+
+    def offered_by(self, shard: PeerShard) -> bool:
+        return True
+
+    def open(self, shard: PeerShard) -> None: ...
+
+    def pull(self, pull: BlockPull) -> list[list[int]]:
+        if len(self.pieces) >= self.fails_after:
+            raise TransferError("the peer is gone")
+        self.pieces.append(len(pull.positions))
+        for position, row in zip(pull.positions, pull.local_block_ids, strict=True):
+            self._blocks[row] = position + 1
+        return [list(pull.positions)]
+
+    def close(self) -> None: ...
+
+
+def block_pull(positions: list[int], local: list[BlockId], seconds: float = 60.0) -> BlockPull:
+    return BlockPull(PARTS, positions, local, time.monotonic() + seconds)
+
+
+def test_digests_are_those_of_the_host(parts: Parts) -> None:
+    assert parts.exporter.digests(ids(4, 0)) == [digest_blocks(parts.bytes[[4, 0]])]
+    assert parts.exporter.digests([]) == [[]]
+
+
+def test_a_lease_keeps_its_blocks_and_is_staged_only_when_asked(parts: Parts) -> None:
+    blocks = parts.pool.allocate(2)
+    lease = parts.leases.grant(blocks, 0.0, 1.0)
+    assert (parts.pool.num_used, parts.rows.num_free) == (2, NUM_ROWS)
+    rows = parts.exporter.stage(lease, 0)
+    assert rows is not None
+    assert parts.exporter.stage(lease, 0) == rows
+    np.testing.assert_array_equal(parts.rows.blocks[rows], parts.bytes[blocks])
+    assert parts.rows.num_free == NUM_ROWS - 2
+    rows = parts.exporter.stage(lease, 1)
+    assert rows is not None
+    np.testing.assert_array_equal(parts.rows.blocks[rows], parts.bytes[blocks[1:]])
+    assert parts.rows.num_free == NUM_ROWS - 3
+    parts.exporter.end_export(lease)
+    assert (parts.pool.num_used, parts.rows.num_free) == (0, NUM_ROWS)
+    unstaged = parts.leases.grant(parts.pool.allocate(1), 0.0, 1.0)
+    parts.exporter.end_export(unstaged)
+    assert parts.pool.num_used == 0
+
+
+def test_without_room_nothing_is_staged_and_nothing_lost(parts: Parts) -> None:
+    lease = parts.leases.grant(parts.pool.allocate(5), 0.0, 1.0)
+    assert parts.exporter.stage(lease, 0) is None
+    assert parts.exporter.stage(lease, 5) is None  # there is no such block
+    parts.exporter.end_export(lease)
+    assert (parts.pool.num_used, parts.rows.num_free) == (0, NUM_ROWS)
+
+
+def test_a_pull_through_rows_goes_in_pieces(parts: Parts) -> None:
+    inner = RowsOfABlock(parts.rows.blocks)
+    staged = StagedTransport(inner, parts.rows, parts.device_pool)
+    taken = parts.rows.take(2, 2)
+    untouched = parts.bytes[2].copy()
+    assert staged.pull(block_pull([0, 1, 2, 3, 4], ids(5, 4, 3, 1, 0))) == [[0, 1, 2, 3, 4]]
+    assert inner.pieces == [2, 2, 1]
+    assert [int(parts.bytes[block].max()) for block in (5, 4, 3, 1, 0)] == [1, 2, 3, 4, 5]
+    assert [int(parts.bytes[block].min()) for block in (5, 4, 3, 1, 0)] == [1, 2, 3, 4, 5]
+    np.testing.assert_array_equal(parts.bytes[2], untouched)
+    parts.rows.give_back(taken)
+    assert parts.rows.num_free == NUM_ROWS
+
+
+async def test_a_pull_through_rows_splits_heads(tmp_path: Path) -> None:
+    async with running(tmp_path, heads=4, size=2) as worker:
+        geometry = geometry_of(4, Shard())
+        kv_pool = torch.zeros_like(worker.blocks)
+        memory = torch.zeros(NUM_ROWS, geometry.block_bytes, dtype=torch.uint8)
+        rows, leases = HostRows(memory.numpy(), memory), LeaseClient()
+        staged = StagedTransport(ShmTransport(rows.blocks, leases), rows, DevicePool(kv_pool))
+        client = KvClient(geometry, [staged], leases)
+        assert (
+            client.pull(worker.lease([1, 0, 5, 4, 3], "shm"), [0, 1, 2, 3, 4], ids(0, 1, 2, 3, 4)).transport == "shm"
+        )
+        assert torch.equal(kv_pool[:5], worker.blocks[[1, 0, 5, 4, 3]])
+        assert not kv_pool[5].any()
+        client.close()
+
+
+def test_a_failed_pull_gives_its_rows_back(parts: Parts) -> None:
+    inner = RowsOfABlock(parts.rows.blocks)
+    inner.fails_after = 1
+    with pytest.raises(TransferError, match="gone"):
+        StagedTransport(inner, parts.rows, parts.device_pool).pull(block_pull(list(range(5)), ids(0, 1, 2, 3, 4)))
+    assert parts.rows.num_free == NUM_ROWS
+
+
+def test_a_pull_waits_for_rows_until_its_deadline(parts: Parts) -> None:
+    staged = StagedTransport(RowsOfABlock(parts.rows.blocks), parts.rows, parts.device_pool)
+    taken = parts.rows.take(4, 4)
+    with pytest.raises(TransferError, match="staging"):
+        staged.pull(block_pull([0], ids(0), 0.02))
+    threading.Timer(0.05, parts.rows.give_back, [taken]).start()
+    assert staged.pull(block_pull([0], ids(0))) == [[0]]
+
+
+def test_a_pull_from_an_attached_pool(parts: Parts) -> None:
+    other = torch.randint(-(2**62), 2**62, (3, parts.bytes.shape[1] // 8))
+    attached = AttachedPool(CudaMemory.__new__(CudaMemory), other)
+    digests = parts.device_pool.pull(attached, ids(2, 0), ids(1, 5))
+    assert digests == digest_blocks(other[[2, 0]].numpy().view(np.uint8))
+    np.testing.assert_array_equal(parts.bytes[[1, 5]], other[[2, 0]].numpy().view(np.uint8))
+    assert parts.device_pool.pull(attached, [], []) == []
+
+
+def test_direct_exporter_leaves_blocks_where_they_are() -> None:
+    pool = BlockPool(3)
+    blocks = torch.randint(0, 256, (3, 16), dtype=torch.uint8).numpy()
+    exporter = DirectExporter([blocks], pool)
+    lease = LeaseTable(new_epoch()).grant(pool.allocate(2), 0.0, 1.0)
+    assert exporter.digests(lease.block_ids) == [digest_blocks(blocks[list(lease.block_ids)])]
+    assert exporter.stage(lease, 0) == list(lease.block_ids)
+    assert exporter.stage(lease, 1) == list(lease.block_ids[1:])
+    exporter.fence()
+    assert pool.num_used == 2
+    exporter.end_export(lease)
+    assert pool.num_used == 0
+
+
+def test_blocks_of_a_lease_that_is_being_sent_are_kept_after_its_end(parts: Parts) -> None:
+    leases = KvLeases(
+        Epoch(1), parts.exporter, HandleWriter("w", [HandleShard(GEOMETRY, ShardAddress())], 60.0), 60.0
+    )
+    lease, _ = leases.grant(parts.pool.allocate(2), [[1, 2]], 8, time.monotonic())
+    other, _ = leases.grant(parts.pool.allocate(1), [[1]], 4, time.monotonic())
+    for _ in range(2):
+        assert leases.hold(lease.lease_id, Epoch(1), [1]) == [lease.block_ids[1]]
+    assert leases.release(lease.lease_id, Epoch(1))
+    leases.hold(other.lease_id, Epoch(1), [0])
+    assert leases.expire(time.monotonic() + 100) == [other.lease_id]
+    leases.let_go(lease.lease_id)
+    assert leases.expire(time.monotonic()) == []
+    assert (len(leases), parts.pool.num_used) == (2, 3)
+    leases.let_go(lease.lease_id)
+    assert leases.expire(time.monotonic()) == []
+    assert (len(leases), parts.pool.num_used) == (1, 1)
+    leases.let_go(other.lease_id)
+    assert leases.expire(time.monotonic()) == []
+    assert (len(leases), parts.pool.num_used) == (0, 0)
+    for lease_id, positions in ((lease.lease_id, [0]), (LeaseId("guess"), [0])):
+        with pytest.raises(TransferError, match="unknown or released"):
+            leases.hold(lease_id, Epoch(1), positions)

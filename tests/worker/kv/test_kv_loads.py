@@ -1,0 +1,171 @@
+"""Loads between scheduler and puller: leases are let go, pulls end in the request's times and in the report."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engine.request import LoadJob, Request, RequestId, SamplingParams
+from engine.scheduling.prefetches import PrefetchJob
+from kvstore.handle.handle import KvHandle, PeerLease, open_handle
+from kvstore.types import BlockId, BlockKey
+from tests.kvstore.handle.test_handle import GOOD
+from worker.engine_process.open_request import OpenRequest
+from worker.kv.kv_loads import KvLoads
+from worker.messages import Prefetched, PrefetchOutcome, Pull
+
+REQUEST_ID = RequestId("r")
+NUM_BLOCKS = open_handle(GOOD).num_blocks
+BLOCK_SIZE = GOOD.num_tokens // NUM_BLOCKS
+OK = Pull(REQUEST_ID, True, transport="shm", num_bytes=100, seconds=0.5)
+FAILED = Pull(REQUEST_ID, False, "told to fail")
+
+
+class Parts:
+    """Loads between a scheduler, a puller and an exporter that write down what they are told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Any, ...]] = []
+        self.jobs: list[LoadJob] = []
+        self.results: list[Pull] = []
+        self.prefetch_jobs: list[PrefetchJob] = []
+        self.prefetched: list[tuple[PrefetchJob, Pull]] = []
+        remote_kv: Any = SimpleNamespace(
+            take_load_jobs=lambda: self.jobs,
+            finish_load=self._write("finish"),
+            prefetches=SimpleNamespace(add=self._write("add"), take_jobs=lambda: self.prefetch_jobs),
+            finish_prefetch=self._write("finish_prefetch"),
+        )
+        kv = SimpleNamespace(num_blocks_to_load=lambda num_tokens: -(-num_tokens // BLOCK_SIZE))
+        scheduler: Any = SimpleNamespace(kv=kv, remote_kv=remote_kv)
+        puller: Any = SimpleNamespace(
+            keep_alive=self._write("keep"),
+            abandon=self._write("abandon"),
+            load=self._write("load"),
+            take_results=lambda: self.results,
+            prefetch=self._write("prefetch"),
+            take_prefetched=lambda: self.prefetched,
+        )
+        exporter: Any = SimpleNamespace(fence=self._write("fence"))
+        self.loads = KvLoads(scheduler, puller, exporter, BLOCK_SIZE)
+        self.request = Request(REQUEST_ID, list(range(GOOD.num_tokens + 1)), SamplingParams())
+        self.open = {REQUEST_ID: OpenRequest(self.request, 1.0, float("inf"))}
+
+    def _write(self, verb: str) -> Any:
+        return lambda *args: self.told.append((verb, *args))
+
+    @property
+    def verbs(self) -> list[str]:
+        return [verb for verb, *_ in self.told]
+
+
+@pytest.fixture
+def parts() -> Parts:
+    return Parts()
+
+
+def accepted(parts: Parts, handle: KvHandle = GOOD) -> PeerLease:
+    lease = parts.loads.accept(handle, GOOD.num_tokens)
+    assert lease is not None
+    return lease
+
+
+def test_a_handle_on_exactly_these_tokens_is_kept_alive(parts: Parts) -> None:
+    assert accepted(parts) == open_handle(GOOD)
+    assert parts.verbs == ["keep"]
+
+
+@pytest.mark.parametrize("num_tokens", [GOOD.num_tokens - 1, GOOD.num_tokens + 1])
+def test_a_handle_on_other_tokens_is_let_go(parts: Parts, num_tokens: int) -> None:
+    assert parts.loads.accept(GOOD, num_tokens) is None
+    assert parts.verbs == ["keep", "abandon"]
+
+
+def test_a_malformed_handle_is_no_reason_to_fail(parts: Parts, caplog: pytest.LogCaptureFixture) -> None:
+    bad = KvHandle(GOOD.lease_id, GOOD.worker_id, GOOD.epoch, GOOD.num_tokens, 1.0, [b"nonsense"])
+    assert parts.loads.accept(bad, GOOD.num_tokens) is None
+    parts.loads.refuse(bad)
+    assert parts.told == []
+    assert "computing the prompt here" in caplog.text
+
+
+def test_the_handle_of_a_refused_request_is_let_go(parts: Parts) -> None:
+    parts.loads.refuse(GOOD)
+    assert parts.told == [("keep", open_handle(GOOD)), ("abandon", open_handle(GOOD))]
+
+
+def test_blocks_are_pulled_behind_the_fence(parts: Parts) -> None:
+    lease, blocks = accepted(parts), [BlockId(7), BlockId(8)]
+    parts.jobs = [LoadJob(parts.request, lease, [1, 2], blocks, 2 * BLOCK_SIZE)]
+    parts.loads.start(parts.open, now=3.0)
+    assert parts.told[1:] == [("fence",), ("load", REQUEST_ID, lease, [1, 2], blocks)]
+    parts.results = [OK]
+    assert parts.loads.finish(parts.open, now=3.5) == [OK]
+    assert parts.told[-1] == ("finish", REQUEST_ID, True)
+    times = parts.open[REQUEST_ID].take_times(now=5.0)
+    assert times is not None
+    assert (times.queue_seconds, times.kv_pull_seconds, times.prefill_seconds) == (2.0, 0.5, 1.5)
+    assert (times.num_pulled_tokens, times.transport, times.kv_pull_failed) == (2 * BLOCK_SIZE, "shm", False)
+    assert parts.open[REQUEST_ID].take_times(now=6.0) is None  # they are reported once
+
+
+def test_a_source_that_caches_make_needless_is_let_go(parts: Parts) -> None:
+    lease = accepted(parts)
+    parts.jobs = [LoadJob(parts.request, lease, [], [], 0)]
+    parts.loads.start(parts.open, now=3.0)
+    assert parts.verbs == ["keep", "fence", "abandon"]
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_a_failed_pull_is_a_fault_unless_its_request_was_cancelled(
+    parts: Parts, is_open: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    parts.results = [FAILED]
+    requests = parts.open if is_open else {}
+    assert parts.loads.finish(requests, now=2.0) == [FAILED] * is_open
+    assert parts.told == [("finish", REQUEST_ID, False)]  # its blocks are given back either way
+    assert ("told to fail" in caplog.text) == is_open
+    if is_open:
+        times = parts.open[REQUEST_ID].take_times(now=3.0)
+        assert times is not None
+        assert (times.num_pulled_tokens, times.kv_pull_failed) == (0, True)
+
+
+KEYS = [BlockKey(bytes([number]) * 32) for number in range(NUM_BLOCKS)]
+PART = replace(GOOD, num_tokens=NUM_BLOCKS * BLOCK_SIZE, block_keys=KEYS)
+
+
+def test_a_part_of_a_prompt_is_offered_to_the_scheduler(parts: Parts) -> None:
+    parts.loads.prefetch(PART)
+    assert parts.told == [("keep", open_handle(PART)), ("add", open_handle(PART), KEYS)]
+
+
+@pytest.mark.parametrize("wrong", [{"block_keys": KEYS[1:]}, {"num_tokens": PART.num_tokens - 1}], ids=str)
+def test_what_is_no_part_of_full_blocks_is_let_go(parts: Parts, wrong: dict[str, Any]) -> None:
+    parts.loads.prefetch(replace(PART, **wrong))
+    assert parts.verbs == ["keep", "abandon"]
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_a_prefetch_ends_at_the_scheduler_and_in_the_report(parts: Parts, ok: bool) -> None:
+    lease = open_handle(PART)
+    job, needless = PrefetchJob(lease, [1], [BlockId(7)], KEYS[1:2]), PrefetchJob(lease, [], [], [])
+    parts.prefetch_jobs = [needless, job]
+    parts.loads.start(parts.open, now=3.0)
+    assert parts.told == [("fence",), ("abandon", lease), ("prefetch", lease, job)]
+    parts.prefetched = [(job, OK if ok else FAILED)]
+    pulled = Prefetched(PrefetchOutcome.PULLED, BLOCK_SIZE, "shm", 100, 0.5)
+    end = pulled if ok else Prefetched(PrefetchOutcome.FAILED)
+    assert parts.loads.finish_prefetches() == [Prefetched(PrefetchOutcome.SKIPPED), end]
+    assert parts.told[3:] == [("finish_prefetch", job, ok)]
+    parts.prefetched = []
+    assert parts.loads.finish_prefetches() == []
+    parts.request.num_prefetched_tokens = BLOCK_SIZE * ok
+    parts.jobs, parts.prefetch_jobs = [LoadJob(parts.request, lease, [], [], 0)], []
+    parts.loads.start(parts.open, now=4.0)
+    times = parts.open[REQUEST_ID].take_times(now=5.0)
+    assert times is not None
+    assert (times.num_prefetched_tokens, times.transport) == ((BLOCK_SIZE, "shm") if ok else (0, ""))

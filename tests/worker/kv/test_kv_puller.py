@@ -1,0 +1,125 @@
+"""Loads in threads: whatever happens, the loop gets a result and the lease ends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+import pytest
+
+from common.errors import TransferError
+from engine.request import RequestId
+from engine.scheduling.prefetches import PrefetchJob
+from kvstore.handle.handle import PeerLease, PeerShard, ShardAddress
+from kvstore.transports.client import KvClient, PullResult
+from kvstore.types import BlockId, BlockKey, Epoch, LeaseId, WorkerId
+from tests.kvstore.helpers import GEOMETRY
+from worker.kv.kv_puller import KvPuller
+
+NAME = (LeaseId("lease"), WorkerId("w"), Epoch(1))
+SHARD = PeerShard(*NAME, GEOMETRY, ShardAddress(), (BlockId(3),), (7,))
+LEASE = PeerLease(*NAME, 16, 60.0, (SHARD,))
+
+
+class Client:
+    """Stands for a KvClient."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.released: list[str] = []
+        self.has_released = threading.Event()
+
+    def pull(
+        self, lease: PeerLease, positions: Sequence[int], block_ids: Sequence[BlockId], deadline_seconds: float
+    ) -> PullResult:
+        if self.error is not None:
+            raise self.error
+        return PullResult("made up", 100, 0.5)
+
+    def release(self, lease: PeerLease) -> bool:
+        self.released.append(lease.lease_id)
+        self.has_released.set()
+        return True
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def client() -> Client:
+    return Client()
+
+
+@pytest.fixture
+def has_result() -> threading.Event:
+    return threading.Event()
+
+
+@pytest.fixture
+def puller(client: Client, has_result: threading.Event) -> Iterator[KvPuller]:
+    made = KvPuller([cast(KvClient, client)], has_result.set)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("error", [None, TransferError("told to fail"), RuntimeError("a bug")], ids=str)
+def test_every_load_has_a_result_and_ends_its_lease(
+    error: Exception | None, puller: KvPuller, client: Client, has_result: threading.Event
+) -> None:
+    client.error = error
+    puller.keep_alive(LEASE)
+    puller.load(RequestId("r"), LEASE, [0], [BlockId(1)])
+    assert has_result.wait(30)
+    (result,) = puller.take_results()
+    assert (result.request_id, result.ok) == ("r", error is None)
+    assert result.error == ("" if error is None else "told to fail" if isinstance(error, TransferError) else "a bug")
+    assert puller.num_open == 0
+    assert client.has_released.wait(30)
+    assert client.released == ["lease"]
+
+
+def test_a_bug_in_a_pull_is_logged(
+    puller: KvPuller, client: Client, has_result: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    client.error = RuntimeError("a bug")
+    puller.keep_alive(LEASE)
+    puller.load(RequestId("r"), LEASE, [0], [BlockId(1)])
+    assert has_result.wait(30)
+    assert "RuntimeError: a bug" in caplog.text
+
+
+def test_a_lease_that_another_request_gave_back_is_not_read(
+    puller: KvPuller, client: Client, has_result: threading.Event
+) -> None:
+    puller.keep_alive(LEASE)
+    puller.abandon(LEASE)
+    assert client.has_released.wait(30)
+    puller.load(RequestId("r"), LEASE, [0], [BlockId(1)])
+    assert has_result.wait(30)
+    (result,) = puller.take_results()
+    assert not result.ok
+    assert client.released == ["lease"]
+
+
+@pytest.mark.parametrize("error", [None, TransferError("told to fail"), RuntimeError("a bug")], ids=str)
+def test_every_prefetch_has_a_result_and_ends_its_lease(
+    error: Exception | None, puller: KvPuller, client: Client, has_result: threading.Event
+) -> None:
+    client.error = error
+    job = PrefetchJob(LEASE, [0], [BlockId(1)], [BlockKey(b"key")])
+    puller.keep_alive(LEASE)
+    puller.prefetch(LEASE, job)
+    assert has_result.wait(30)
+    ((ended, pull),) = puller.take_prefetched()
+    assert (ended, pull.ok) == (job, error is None)
+    assert puller.num_open == 0
+    assert puller.take_results() == []  # no request waits for it
+    assert client.has_released.wait(30)
+    assert client.released == ["lease"]
+
+
+def test_what_is_kept_for_requests_to_come_is_let_go_at_the_end(puller: KvPuller, client: Client) -> None:
+    puller.keep_alive(LEASE)
+    puller.close()
+    assert client.released == ["lease"]

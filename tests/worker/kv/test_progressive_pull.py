@@ -1,0 +1,199 @@
+"""Progressive pull between real workers, driven over gRPC as a router drives them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from common.net.rpc import open_channel
+from engine import LLM, SamplingParams
+from protos import types_pb2 as pb
+from tests.worker.harness import (
+    DRY_RUN,
+    MINUTE_LONG,
+    PROMPT,
+    SLOW,
+    Stream,
+    Worker,
+    attached,
+    by_tcp,
+    prefill_and_decode,
+)
+
+CHUNK_TOKENS, BLOCK_TOKENS = 40, 16
+NUM_CHUNKS = -(-len(PROMPT) // CHUNK_TOKENS)
+CHUNKED = (*DRY_RUN, f"--max-num-batched-tokens={CHUNK_TOKENS}")
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Worker]]:
+    with prefill_and_decode(tmp_path_factory.mktemp("run"), CHUNKED) as found:
+        yield found
+
+
+@pytest.fixture
+def pair(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[dict[str, Worker]]:
+    """Workers for one test; its parameter: further flags."""
+    with prefill_and_decode(tmp_path, (*CHUNKED, *getattr(request, "param", ()))) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[int]:
+    llm = LLM("dry-run", num_gpu_blocks=256, num_threads=1)
+    return llm.generate([PROMPT], SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True))[0].token_ids
+
+
+async def prefill_in_parts(stream: Stream, name: str) -> tuple[list[pb.KvHandle], pb.TokenDelta]:
+    """Handles on the parts of the prompt, and the last delta."""
+    await stream.submit(name, cache_salt=name)
+    parts: list[pb.KvHandle] = []
+    while True:
+        for delta in (await stream.report()).deltas:
+            if delta.finish_reason:
+                return parts, delta
+            assert not delta.token_ids
+            assert not delta.HasField("times")  # those come with the first token
+            parts.append(delta.kv_handle)
+
+
+@pytest.mark.parametrize(("transport", "is_prepared"), [("shm", True), ("shm", False), ("tcp", True)])
+async def test_only_the_rest_is_pulled_at_the_end(
+    workers: dict[str, Worker], expected: list[int], transport: str, is_prepared: bool
+) -> None:
+    salt = f"{transport} {is_prepared}"
+    async with attached(workers["prefill"]) as p, attached(workers["decode"]) as d:
+        parts, last = await prefill_in_parts(p, salt)
+        handle = last.kv_handle
+        if transport == "tcp":
+            parts, handle = [by_tcp(part) for part in parts], by_tcp(handle)
+        if is_prepared:
+            await d.prepare("d", cache_salt=salt)
+        for part in parts:
+            await d.prefetch(part)
+        if is_prepared:
+            while not (await d.report()).load.num_prepared:
+                pass
+            assert d.load.num_waiting == d.load.num_running == 0
+            await d.proceed("d", output_token_ids=last.token_ids, kv_handle=handle)
+        else:
+            await d.submit("d", cache_salt=salt, output_token_ids=last.token_ids, kv_handle=handle)
+        deltas: list[pb.TokenDelta] = []
+        while not deltas or not deltas[-1].finish_reason:
+            deltas += [delta for delta in (await d.report()).deltas if delta.request_id == "d"]
+        assert [*last.token_ids, *(t for delta in deltas for t in delta.token_ids)] == expected
+        num_ready = (NUM_CHUNKS - 1) * CHUNK_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS
+        times = deltas[0].times
+        assert (times.num_cached_tokens, times.num_pulled_tokens) == (num_ready, len(PROMPT) - num_ready)
+        assert (times.transport, times.kv_pull_failed) == (transport, False)
+        await p.until_quiet()
+        await d.until_quiet()
+
+
+async def test_prepared_requests_that_do_not_start_leave_nothing_behind(
+    workers: dict[str, Worker], expected: list[int]
+) -> None:
+    async with attached(workers["prefill"]) as p, attached(workers["decode"]) as d:
+        await d.prepare("left")
+        await d.cancel("left")
+        await d.prepare("late", deadline_seconds=0.05)
+        assert (await d.failure_of("late")).code == pb.FAILURE_CODE_DEADLINE_EXCEEDED
+        await d.prepare("long", prompt_token_ids=PROMPT * 100)
+        assert (await d.failure_of("long")).error_code == "context_length_exceeded"
+        for name in ("left", "late", "long", "unknown"):
+            await d.proceed(name, output_token_ids=[65])
+            assert (await d.failure_of(name)).code == pb.FAILURE_CODE_UNAVAILABLE
+        parts, last = await prefill_in_parts(p, "ended")
+        for part in parts:
+            await p.release(part.lease_id, part.epoch)
+        await d.prepare("ended", cache_salt="ended", sampling=pb.SamplingParams(max_tokens=1))
+        await d.proceed("ended", output_token_ids=last.token_ids, kv_handle=last.kv_handle)
+        assert (await d.failure_of("ended")).code == pb.FAILURE_CODE_INVALID_ARGUMENT
+        await d.prepare("alone")
+        await d.proceed("alone", output_token_ids=expected[:1])  # without KV: it computes the prompt
+        assert (await d.until_end("alone"))[0] == expected[1:]
+        async with attached(workers["decode"]) as gone:
+            await gone.prepare("gone")
+            while not (await gone.report()).load.num_prepared:
+                pass
+        await p.until_quiet()
+        await d.until_quiet()
+
+
+async def test_what_a_decode_worker_cannot_use_is_released(workers: dict[str, Worker]) -> None:
+    async with attached(workers["prefill"]) as p, attached(workers["decode"]) as d:
+        parts, last = await prefill_in_parts(p, "useless")
+        assert len(parts) == NUM_CHUNKS - 1
+        parts[1].num_tokens -= 1
+        parts[2].block_keys.pop()
+        for part in (*parts, last.kv_handle):  # the last is no part
+            await d.prefetch(part)
+        await d.prefetch(pb.KvHandle(lease_id="x", shards=[b"nonsense"]))
+        await p.until_quiet()
+        await d.until_quiet()
+
+
+async def test_parts_of_a_cancelled_prompt_are_the_routers_to_release(workers: dict[str, Worker]) -> None:
+    async with attached(workers["prefill"]) as p:
+        await p.submit("left", cache_salt="left", prompt_token_ids=PROMPT * 8)
+        parts = [delta.kv_handle for delta in (await p.report()).deltas]
+        while not parts:
+            parts = [delta.kv_handle for delta in (await p.report()).deltas]
+        await p.cancel("left")
+        while p.load.num_running:  # parts that were reported meanwhile are the router's to release
+            parts += [delta.kv_handle for delta in (await p.report()).deltas]
+        for part in parts:
+            await p.release(part.lease_id, part.epoch)
+        await p.until_quiet()
+
+
+async def test_a_prefill_worker_that_dies_before_its_parts_are_pulled(
+    pair: dict[str, Worker], expected: list[int]
+) -> None:
+    async with attached(pair["decode"]) as d:
+        async with attached(pair["prefill"]) as p:
+            parts, last = await prefill_in_parts(p, "dead")
+        pair["prefill"].service.kill()
+        for part in parts:
+            await d.prefetch(by_tcp(part))
+        handle = by_tcp(last.kv_handle)
+        await d.submit("d", cache_salt="dead", output_token_ids=last.token_ids, kv_handle=handle)
+        tokens, _ = await d.until_end("d")
+        assert [*last.token_ids, *tokens] == expected
+        await d.until_quiet()
+
+
+@pytest.mark.parametrize("pair", [SLOW], indirect=True, ids=["slow"])
+async def test_a_draining_worker_prefetches_nothing(pair: dict[str, Worker]) -> None:
+    async with attached(pair["prefill"]) as p, attached(pair["decode"]) as d:
+        await d.submit("open", prompt_token_ids=PROMPT[:5], sampling=MINUTE_LONG)
+        while not (await d.report()).deltas:
+            pass
+        async with open_channel(pair["decode"].address) as channel:
+            await pair["decode"].stub(channel).Drain(pb.DrainRequest(grace_seconds=200.0))
+        parts, last = await prefill_in_parts(p, "drain")
+        await d.prepare("refused")
+        assert (await d.failure_of("refused")).code == pb.FAILURE_CODE_UNAVAILABLE
+        for part in parts:
+            await d.prefetch(part)
+        await p.release(last.kv_handle.lease_id, last.kv_handle.epoch)
+        await p.until_quiet()
+        await d.cancel("open")
+        await d.until_broken()  # it has told all, and ends
+        assert not d.keys & {key for part in parts for key in part.block_keys}
+
+
+@pytest.mark.parametrize("pair", [("--no-prefix-cache",)], indirect=True, ids=str)
+async def test_without_a_prefix_cache_parts_are_let_go(pair: dict[str, Worker], expected: list[int]) -> None:
+    async with attached(pair["prefill"]) as p, attached(pair["decode"]) as d:
+        parts, last = await prefill_in_parts(p, "off")
+        assert len(parts) == NUM_CHUNKS - 1
+        for part in parts:
+            await d.prefetch(part)
+        await d.submit("d", cache_salt="off", output_token_ids=last.token_ids, kv_handle=last.kv_handle)
+        tokens, _ = await d.until_end("d")
+        assert [*last.token_ids, *tokens] == expected
+        await p.until_quiet()
+        await d.until_quiet()

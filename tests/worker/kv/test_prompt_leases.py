@@ -1,0 +1,155 @@
+"""Leases on prompts while they are computed: what they cover, and that digests are those of the blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from common.token_ids import pack_ids
+from engine.request import FinishReason, Request, RequestId, SamplingParams
+from kvstore.handle.handle import HandleShard, HandleWriter, KvHandle, ShardAddress, open_handle
+from kvstore.layout import PoolGeometry, full_attention
+from kvstore.pool.block_hash import block_keys, root_key
+from kvstore.pool.digest import digest_blocks
+from kvstore.pool.leases import new_epoch
+from kvstore.types import BlockId
+from tests.engine.scheduling.test_scheduler import BLOCK, assert_quiet, make_engine
+from worker.engine_process.open_request import OpenRequest
+from worker.kv.kv_exporter import DirectExporter
+from worker.kv.kv_leases import KvLeases
+from worker.kv.prompt_leases import PromptLeases
+
+NUM_BLOCKS = 16
+GEOMETRY = PoolGeometry(full_attention(2, 2, 8, "float32"), NUM_BLOCKS, BLOCK, "test")
+PROMPT = list(range(1, 5 * BLOCK + 3))
+
+
+class Exporter(DirectExporter):
+    """Counts the blocks whose digests are computed."""
+
+    num_digested = 0
+
+    def digests(self, block_ids: Sequence[BlockId]) -> list[list[int]]:
+        self.num_digested += len(block_ids)
+        return super().digests(block_ids)
+
+
+class PrefillWorker:
+    """An engine without a model, its leases, and blocks of random bytes."""
+
+    def __init__(self, in_parts: bool = True) -> None:
+        self.engine, _ = make_engine(NUM_BLOCKS, budget=2 * BLOCK)
+        self.scheduler = self.engine.scheduler
+        self.blocks = np.zeros((NUM_BLOCKS, GEOMETRY.block_bytes), dtype=np.uint8)
+        self.write_blocks(seed=0)
+        self.exporter = Exporter([self.blocks], self.scheduler.kv.pool)
+        handles = HandleWriter("worker", [HandleShard(GEOMETRY, ShardAddress())], 10.0)
+        self.leases = KvLeases(new_epoch(), self.exporter, handles, 10.0)
+        self.exports = PromptLeases(self.scheduler, self.leases, in_parts)
+        self.open: dict[RequestId, OpenRequest] = {}
+
+    def write_blocks(self, seed: int) -> None:
+        self.blocks[:] = np.random.default_rng(seed).integers(0, 256, self.blocks.shape, dtype=np.uint8)
+
+    def submit(self, prompt: list[int], priority: int = 0) -> Request:
+        request = self.engine.add_request(
+            prompt, SamplingParams(max_tokens=2), priority=priority, prefill_only=True
+        )  # fmt: skip
+        self.open[request.request_id] = OpenRequest(request, 0.0, float("inf"))
+        return request
+
+    def step(self, request: Request) -> tuple[list[KvHandle], KvHandle | None]:
+        """One turn of the loop: handles on parts of the request's prompt, and on all of it."""
+        whole = None
+        for output in self.engine.step():
+            entry = self.open.pop(output.request.request_id)
+            assert output.finish_reason is FinishReason.PREFILLED
+            exported = self.exports.lease_prompt(entry, 1.0)
+            if output.request is request:
+                whole = exported.handle
+        parts = [part.handle for name, part in self.exports.lease_parts(self.open, 1.0) if name == request.request_id]
+        return parts, whole
+
+    def finish(self, request: Request) -> tuple[list[KvHandle], KvHandle]:
+        parts: list[KvHandle] = []
+        for _ in range(50):
+            more, whole = self.step(request)
+            parts += more
+            if whole is not None:
+                return parts, whole
+        raise AssertionError("the prompt is not computed")
+
+    def check(self, handle: KvHandle, num_blocks: int) -> None:
+        """The digests in a handle are those of its blocks as they are."""
+        (shard,) = open_handle(handle).shards
+        assert len(shard.block_ids) == num_blocks
+        assert list(shard.digests) == digest_blocks(self.blocks[list(shard.block_ids)])
+
+    def end_leases(self) -> None:
+        self.leases.expire(1000.0)
+        assert_quiet(self.engine)
+
+
+def test_each_chunk_is_leased_and_digested_once() -> None:
+    worker = PrefillWorker()
+    request = worker.submit(PROMPT)
+    parts, whole = worker.finish(request)
+    keys = block_keys(root_key("test"), pack_ids(PROMPT), BLOCK)
+    assert [list(part.block_keys) for part in parts] == [keys[:2], keys[2:4]]
+    assert [part.num_tokens for part in parts] == [2 * BLOCK] * 2
+    assert (whole.num_tokens, list(whole.block_keys)) == (len(PROMPT), [])
+    for part in parts:
+        worker.check(part, 2)
+    worker.check(whole, 6)
+    assert worker.exporter.num_digested == 6
+    worker.end_leases()
+
+
+def test_cached_blocks_are_part_of_the_first() -> None:
+    worker = PrefillWorker()
+    worker.finish(worker.submit(PROMPT))
+    longer = [*PROMPT[: 4 * BLOCK], *range(100, 100 + 3 * BLOCK)]
+    parts, whole = worker.finish(worker.submit(longer))
+    assert [len(part.block_keys) for part in parts] == [6]  # four of them cached
+    worker.check(parts[0], 6)
+    worker.check(whole, 7)
+    worker.end_leases()
+
+
+@pytest.mark.parametrize(("prompt", "in_parts"), [(PROMPT, False), (PROMPT[: 2 * BLOCK], True)], ids=["off", "short"])
+def test_what_is_leased_only_as_a_whole(prompt: list[int], in_parts: bool) -> None:
+    worker = PrefillWorker(in_parts)
+    parts, whole = worker.finish(worker.submit(prompt))
+    assert parts == []
+    worker.check(whole, -(-len(prompt) // BLOCK))
+    worker.end_leases()
+
+
+def test_a_preempted_prompt_has_the_digests_of_its_new_blocks() -> None:
+    worker = PrefillWorker()
+    request = worker.submit(PROMPT, priority=1)
+    parts, _ = worker.step(request)
+    assert len(parts) == 1
+    urgent = worker.submit(list(range(200, 200 + 13 * BLOCK)))  # its blocks and the leased ones leave one
+    worker.step(request)
+    assert request.num_preemptions == 1
+    worker.check(parts[0], 2)  # stays valid
+    worker.finish(urgent)
+    worker.leases.expire(1000.0)
+    worker.write_blocks(seed=1)  # computed again, among other rows
+    parts, whole = worker.finish(request)
+    assert parts == []
+    worker.check(whole, 6)
+    worker.end_leases()
+
+
+def test_a_cancelled_prompt_leaves_its_leases() -> None:
+    worker = PrefillWorker()
+    request = worker.submit(PROMPT)
+    assert len(worker.step(request)[0]) == 1
+    del worker.open[request.request_id]
+    worker.engine.abort(request.request_id)
+    assert worker.scheduler.kv.pool.num_used == 2
+    worker.end_leases()

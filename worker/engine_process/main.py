@@ -1,0 +1,137 @@
+"""`python -m worker.engine_process.main`: settings, model, READY, then the loop until the end."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import torch
+
+from common.errors import ConfigError, MiniInferError
+from common.logging import setup_logging
+from engine.assembly import EngineParts, assemble
+from engine.engine import DeviceLostError
+from kvstore.handle.handle import HandleWriter
+from kvstore.pool.block_hash import HASH_VERSION
+from worker.engine_process.cores import SharedCores
+from worker.engine_process.heartbeat import BeatingAttention, Heartbeat
+from worker.engine_process.process import EngineProcess
+from worker.frames import FrameSocket
+from worker.front.start_reports import StartReports
+from worker.kv.kv_leases import KvLeases
+from worker.kv.kv_loads import KvLoads
+from worker.kv.kv_puller import KvPuller
+from worker.kv.prompt_leases import PromptLeases
+from worker.kv.shared_pool import SharedPoolMemory
+from worker.messages import EngineInfo, Failed, Ready, Start
+
+logger = logging.getLogger("engine")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point of the process; the front passes the descriptor of its socket."""
+    parser = argparse.ArgumentParser(prog="worker.engine_process.main")
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--heartbeat-fd", type=int, required=True)
+    args = parser.parse_args(argv)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front decides when to stop
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    link = FrameSocket(socket.socket(fileno=args.fd))
+    heartbeat = Heartbeat(args.heartbeat_fd)
+    os.close(args.heartbeat_fd)
+    try:
+        [start] = link.receive(60.0)
+        assert isinstance(start, Start)  # the front sends it first, and waits
+        setup_logging("engine", start.worker.log_level, start.worker.log_format)
+        process = _start(link, start, heartbeat)
+        process.run()
+    except ConnectionError:
+        logger.warning("the worker's front is gone: exiting")
+    except MiniInferError as error:
+        link.send(Failed(str(error)))
+        return 1
+    except DeviceLostError as error:
+        logger.exception("the engine cannot go on")
+        link.send(Failed(str(error)))
+        os._exit(1)  # an orderly end would wait for what is lost
+    return 0
+
+
+def _start(link: FrameSocket, start: Start, heartbeat: Heartbeat) -> EngineProcess:
+    config, worker = start.engine, start.worker
+    memory = SharedPoolMemory(
+        worker.worker_id, worker.run_dir, worker.agent_socket, int(worker.kv_staging_gb * 1e9), worker.kv_transport
+    )
+    cores = None if config.num_threads or config.num_ranks > 1 else _shared_cores(worker.run_dir)
+    parts = assemble(config, memory, start.gpu, on_progress=StartReports())
+    if cores is not None and parts.device != "cpu":
+        cores.close()
+        cores = None
+    if parts.device == "cpu":
+        parts.runner.wrap_attention(lambda backend: BeatingAttention(backend, heartbeat))
+    if config.pp > 1:
+        parts.runner.tell_of_work(heartbeat.beat)
+    if config.num_ranks > 1:
+        parts.runner.watch_ranks(_end_process)
+    gc.collect()
+    gc.freeze()  # what was loaded stays: walking it takes 90 ms of a step now and then
+    scheduler = parts.engine.scheduler
+    exporter = memory.exporter(scheduler.kv.pool, *([parts.runner.start_queued] if config.pp > 1 else []))
+    puller = KvPuller(memory.clients(worker.cluster_token), link.wake)
+    memory.serve(worker.host, worker.cluster_token)
+    handles = HandleWriter(worker.worker_id, memory.shards(start.kv_address), worker.kv_lease_seconds)
+    leases = KvLeases(memory.epoch, exporter, handles, worker.kv_lease_seconds)
+    memory.send_leases(leases)
+    prompt_leases = PromptLeases(scheduler, leases, worker.progressive_pull)
+    loads = KvLoads(scheduler, puller, exporter, parts.geometry.block_size, can_read=not config.stage_address)
+    link.send(Ready(_engine_info(parts, memory), memory.socket_paths, memory.needs_staging, memory.nixl_memory))
+    return EngineProcess(link, parts, leases, prompt_leases, loads, heartbeat, cores)
+
+
+def _end_process(reason: str) -> None:
+    """From any thread: the engine's own may wait on a GPU for a rank that is gone."""
+    logger.error("the engine cannot go on: %s", reason)
+    os._exit(1)
+
+
+def _engine_info(parts: EngineParts, memory: SharedPoolMemory) -> EngineInfo:
+    geometry = parts.geometry
+    return EngineInfo(
+        epoch=memory.epoch,
+        model=parts.files.name,
+        model_fingerprint=geometry.fingerprint,
+        vocab_size=parts.model_config.vocab_size,
+        max_model_len=parts.engine.scheduler.max_model_len,
+        eos_token_ids=sorted(parts.engine.eos_token_ids),
+        block_size=geometry.block_size,
+        hash_version=HASH_VERSION,
+        kv_dtype=geometry.dtype,
+        num_blocks=geometry.num_blocks,
+        block_bytes=geometry.block_bytes,
+        transports=list(memory.transports),
+        quantization=parts.quantization,
+        device=parts.device,
+        cuda_graphs=parts.cuda_graphs,
+        max_num_seqs=parts.max_num_seqs,
+        kv_layout=str(geometry.layout),
+    )
+
+
+def _shared_cores(run_dir: str) -> SharedCores:
+    """Join the cores shared on this host, taking a share for loading, which computes too. Raises ConfigError."""
+    try:
+        cores = SharedCores(Path(run_dir, "cores"), torch.get_num_threads())
+        cores.adjust(has_work=True)
+    except OSError as error:  # of a folder without locks too
+        raise ConfigError(f"--run-dir {run_dir}, to share cores: {error.strerror}; or give --num-threads") from None
+    return cores
+
+
+if __name__ == "__main__":
+    sys.exit(main())

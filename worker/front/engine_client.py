@@ -1,0 +1,143 @@
+"""Starts the engine process and exchanges messages with it. Knows nothing of requests or routers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from common.errors import ConfigError, TransferError, UnavailableError
+from kvstore.transports.unix_socket import pack
+from worker.engine_process.heartbeat import Heartbeat
+from worker.frames import SOCKET_BUFFER_BYTES, read_message
+from worker.front.liveness import StartWatch, sample_work
+from worker.messages import Failed, Ready, Start, StepReport, Stop, ToEngine, ToFront
+
+logger = logging.getLogger(__name__)
+STOP_SECONDS = 5.0
+START_WATCH_SECONDS = 1.0  # between two looks at an engine that loads
+# Threads of a GEMM spin this long for each other before they sleep: about 50 us, more than the time between two GEMMs
+# of a step. libgomp's default, 300,000, is longer than a time slice, see decision 0097.
+SPIN_COUNT = {"GOMP_SPINCOUNT": "2000"}
+
+
+@dataclass(eq=False)
+class EngineClient:
+    """One child process with an engine. `start`, then `reports` until it ends."""
+
+    ready: Ready
+    heartbeat: Heartbeat
+    _process: asyncio.subprocess.Process
+    _reader: asyncio.StreamReader
+    _writer: asyncio.StreamWriter
+
+    @classmethod
+    async def start(cls, start: Start) -> EngineClient:
+        """Start the child and wait until its model is loaded. Raises ConfigError with its reason when it can't."""
+        ours, theirs = socket.socketpair()
+        heartbeat_fd = Heartbeat.create_memory()
+        with theirs, os.fdopen(heartbeat_fd, "rb+"):
+            heartbeat = Heartbeat(heartbeat_fd)
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "worker.engine_process.main",
+                f"--fd={theirs.fileno()}",
+                f"--heartbeat-fd={heartbeat_fd}",
+                pass_fds=[theirs.fileno(), heartbeat_fd],
+                stdin=asyncio.subprocess.DEVNULL,
+                env=SPIN_COUNT | os.environ,
+            )
+        reader, writer = await asyncio.open_unix_connection(sock=ours, limit=SOCKET_BUFFER_BYTES)
+        writer.write(pack(start))
+        try:
+            first = await _first_message(reader, process, start.worker.start_stall_seconds)
+        except BaseException:
+            writer.close()
+            raise
+        return cls(first, heartbeat, process, reader, writer)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def reports(self) -> AsyncIterator[StepReport]:
+        """Yield the engine process's reports. Raises UnavailableError when it is gone."""
+        while True:
+            try:
+                message = await read_message(self._reader)
+            except (EOFError, TransferError) as error:
+                raise UnavailableError("the engine process is gone") from error
+            if isinstance(message, Failed):
+                raise UnavailableError(f"the engine process ends: {message.reason}")
+            assert isinstance(message, StepReport)
+            yield message
+
+    def send(self, message: ToEngine) -> None:
+        if not self._writer.is_closing():
+            self._writer.write(pack(message))
+
+    async def stop(self) -> None:
+        """Ask it to end, then make it end."""
+        if self._process.returncode is None:
+            self.send(Stop())
+        try:
+            await asyncio.wait_for(self._process.wait(), STOP_SECONDS)
+        except TimeoutError:
+            logger.warning("the engine process does not stop: killing it")
+            self._process.kill()
+            await self._process.wait()
+        self._writer.close()
+
+
+async def _first_message(
+    reader: asyncio.StreamReader, process: asyncio.subprocess.Process, start_stall_seconds: float
+) -> Ready:
+    """Wait for an engine that loads; it is ended unless it gets ready. Raises ConfigError with the reason."""
+    try:
+        first = await _unless_idle(read_message(reader), process.pid, start_stall_seconds)
+    except (asyncio.CancelledError, ConfigError):
+        process.kill()
+        await process.wait()
+        raise
+    except (EOFError, TransferError):
+        status = await process.wait()
+        if status == -signal.SIGKILL:
+            raise ConfigError(
+                "the engine process was killed while loading, most likely because host memory ended: give it "
+                "more, choose a smaller model, or lower --kv-staging-gb (on a CPU --kv-cache-gb)"
+            ) from None
+        raise ConfigError(f"the engine process ended with status {status} while loading") from None
+    if isinstance(first, Failed):
+        await process.wait()
+        raise ConfigError(first.reason)
+    assert isinstance(first, Ready)
+    return first
+
+
+async def _unless_idle(message: Coroutine[Any, Any, ToFront], pid: int, start_stall_seconds: float) -> ToFront:
+    """Await `message`. Raises ConfigError when the process does nothing for `start_stall_seconds`."""
+    reading = asyncio.create_task(message)
+    watch = StartWatch()
+    last = time.monotonic()
+    try:
+        while not reading.done():
+            await asyncio.wait([reading], timeout=START_WATCH_SECONDS)
+            now = time.monotonic()
+            elapsed, last = min(now - last, 2 * START_WATCH_SECONDS), now  # not time that this process slept
+            if not reading.done() and watch.idle_seconds(sample_work(pid), elapsed) >= start_stall_seconds:
+                raise ConfigError(
+                    f"the engine process has done nothing for {start_stall_seconds:.0f} s while loading: its files, "
+                    "its GPU or a peer of its group may hang (--start-stall-seconds)"
+                )
+        return reading.result()
+    finally:
+        reading.cancel()

@@ -1,0 +1,261 @@
+"""A worker's front: routers' Attach streams on one side, the engine process on the other. No torch, no scheduling.
+
+Gives each request a name of its own (a router's id is only a label), turns one report of the engine process into
+one per router, mirrors leases for `KvTransfer`, and watches that process: when it dies, every stream ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterable
+
+from common.errors import EngineError, InvalidRequestError, MiniInferError, UnavailableError
+from common.logging import RateLimit
+from common.memory import Resident
+from engine.request import RequestId
+from kvstore.pool.events import EventLog, to_proto
+from kvstore.pool.leases import LeaseTable
+from kvstore.transports.staging import StagingTable
+from kvstore.types import Epoch, LeaseId
+from protos import types_pb2 as pb
+from worker.front.drain import Drain
+from worker.front.engine_client import EngineClient
+from worker.front.protobuf import failure_of, handle_of, load_report, proceed_of, submit_of, token_delta
+from worker.front.sessions import Session, kv_handles
+from worker.messages import Abandon, Cancel, EngineLoad, Failure, HandOver, Prefetch, Release, StepReport
+
+logger = logging.getLogger(__name__)
+logger.addFilter(RateLimit())
+LOAD_INTERVAL_SECONDS = 0.1  # between reports to a router that has nothing in a step
+
+
+class WorkerFront:
+    """State of one worker that routers can see."""
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        leases: LeaseTable,
+        info: pb.WorkerInfo,
+        staging: StagingTable | None = None,
+    ) -> None:
+        self.info = info
+        self._staging = staging
+        self.drain = Drain()
+        self._out_of_service = ""  # the reason, while streams are refused
+        self.leases = leases
+        self.memory = Resident(), Resident()  # of this process and the engine process, now and then
+        self._load: EngineLoad | None = None  # None: the engine process has not reported yet
+        self._engine = engine
+        self._events = EventLog()
+        self._sessions: set[Session] = set()
+        self._owner: dict[RequestId, tuple[Session, str]] = {}  # the engine's id -> (session, router's id)
+        self._names = itertools.count()
+        self.on_report: Callable[[StepReport], None] = lambda report: None  # called with each of the engine process
+
+    @property
+    def num_open_requests(self) -> int:
+        return len(self._owner)
+
+    # -- the router's side -----------------------------------------------------------------------------------
+
+    async def attach(self, commands: AsyncIterator[pb.Command], prefill_only: bool) -> AsyncIterator[pb.StepReport]:
+        """Serve one router until it leaves, falls behind, or this worker goes out of service (UnavailableError)."""
+        if self._out_of_service:
+            raise UnavailableError(self._out_of_service)
+        session = Session()
+        self._sessions.add(session)
+        session.send(pb.StepReport(kv_events=[to_proto(self._events.snapshot())], load=self._load_report()))
+        reader = asyncio.create_task(self._read_commands(session, commands, prefill_only))
+        try:
+            while (report := await session.reports.get()) is not None:
+                yield report
+        finally:
+            reader.cancel()
+            self._close(session)
+        if session.closed_reason:
+            raise UnavailableError(session.closed_reason)
+
+    async def _read_commands(self, session: Session, commands: AsyncIterator[pb.Command], prefill_only: bool) -> None:
+        async for command in commands:
+            match command.WhichOneof("kind"):
+                case "submit":
+                    self._submit(session, command.submit, prefill_only)
+                case "prepare":
+                    self._submit(session, command.prepare, prefill_only, is_prepared=True)
+                case "proceed":
+                    self._proceed(session, command.proceed)
+                case "cancel":
+                    self._cancel(session, command.cancel.request_id)
+                case "hand_over":
+                    self._hand_over(session, command.hand_over.request_id)
+                case "release":
+                    self._release([command.release])
+                case "drain_noted":
+                    session.num_drain_changes = command.drain_noted.num_drain_changes
+                case "prefetch":
+                    handle = handle_of(command.prefetch.kv_handle)
+                    self._engine.send(Abandon(handle) if self.drain.is_active else Prefetch(handle))
+        session.close("")  # the router has said goodbye
+
+    def _submit(self, session: Session, submit: pb.Submit, prefill_only: bool, is_prepared: bool = False) -> None:
+        if self.drain.is_active:
+            self._refuse(session, submit.request_id, UnavailableError("this worker is draining"))
+            return
+        if submit.request_id in session.names:
+            self._refuse(session, submit.request_id, EngineError("this request id is in use"))
+            return
+        name = RequestId(f"{submit.request_id[:64]}.{next(self._names)}")
+        try:
+            message = submit_of(submit, name, prefill_only, is_prepared)
+        except InvalidRequestError as error:
+            self._refuse(session, submit.request_id, error)
+            if submit.HasField("kv_handle"):
+                self._engine.send(Abandon(handle_of(submit.kv_handle)))
+            return
+        session.names[submit.request_id] = name
+        self._owner[name] = (session, submit.request_id)
+        self._engine.send(message)
+
+    def _proceed(self, session: Session, proceed: pb.Proceed) -> None:
+        """Start a prepared request, also while the worker drains: it has been accepted."""
+        name = session.names.get(proceed.request_id)
+        if name is None:  # refused, which the router has not heard yet: its KV is for the next worker
+            self._refuse(session, proceed.request_id, UnavailableError("this request has not been prepared here"))
+            return
+        self._engine.send(proceed_of(proceed, name))
+
+    def _refuse(self, session: Session, request_id: str, error: MiniInferError) -> None:
+        refusal = failure_of(Failure.of(RequestId(request_id), error), request_id)
+        session.send(pb.StepReport(failures=[refusal], load=self._load_report()))
+
+    def _cancel(self, session: Session, request_id: str) -> None:
+        name = session.names.pop(request_id, None)
+        if name is not None:
+            del self._owner[name]
+            self._engine.send(Cancel(name))
+
+    def _hand_over(self, session: Session, request_id: str) -> None:
+        name = session.names.get(request_id)
+        if name is not None:
+            self._engine.send(HandOver(name))
+
+    def _close(self, session: Session) -> None:
+        self._sessions.discard(session)
+        for request_id in list(session.names):
+            self._cancel(session, request_id)
+        self._release(session.unsent_handles())
+
+    def _release(self, leases: Iterable[pb.KvHandle | pb.Release]) -> None:
+        """Free KV that nobody will read, for example because its router is gone."""
+        for lease in leases:
+            self._engine.send(Release(LeaseId(lease.lease_id), Epoch(lease.epoch)))
+
+    # -- in and out of service -------------------------------------------------------------------------------
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether new requests are welcome."""
+        return not (self.drain.is_active or self._out_of_service)
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether nothing keeps a draining worker from ending, and nothing is on its way here."""
+        now = time.monotonic()
+        is_known = all(session.num_drain_changes == self.drain.num_changes for session in self._sessions)
+        is_idle = not (self.num_open_requests or self.leases)
+        return self.drain.is_over(is_idle and (is_known or self.drain.has_settled(now)), now)
+
+    def set_trouble(self, reason: str | None) -> None:
+        """Take the worker out of service for `reason`, or put it back with None."""
+        if (reason or "") == self._out_of_service:
+            return
+        if reason:
+            logger.warning("out of service: %s", reason)
+            self.leave_service(reason)
+        else:
+            logger.warning("in service again: the engine makes progress")
+            self._out_of_service = ""
+
+    def leave_service(self, reason: str) -> None:
+        """End every stream and accept no new one; routers move their requests elsewhere."""
+        self._out_of_service = reason
+        for session in list(self._sessions):
+            session.close(reason)
+
+    # -- the engine's side -------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Apply what the engine process reports until it is gone. Raises UnavailableError then."""
+        try:
+            async for report in self._engine.reports():
+                self._apply(report)
+        finally:
+            self.leave_service("the worker's engine stopped")
+
+    def _apply(self, report: StepReport) -> None:
+        self._load = report.load
+        self._mirror_leases(report)
+        reports: dict[Session, pb.StepReport] = defaultdict(pb.StepReport)
+        for delta in report.deltas:
+            owner = self._owner.get(delta.request_id)
+            if owner is None:  # cancelled while the step ran
+                if delta.handle is not None:
+                    self._engine.send(Release(delta.handle.lease_id, delta.handle.epoch))
+                continue
+            session, request_id = owner
+            reports[session].deltas.append(token_delta(delta, request_id))
+            if delta.finish_reason is not None:
+                self._forget(delta.request_id)
+        for failure in report.failures:
+            owner = self._owner.get(failure.request_id)
+            if owner is not None:
+                session, request_id = owner
+                reports[session].failures.append(failure_of(failure, request_id))
+                self._forget(failure.request_id)
+        events = self._events.append(report.stored, report.removed)
+        self._send(reports, [to_proto(event) for event in events], time.monotonic())
+        self.on_report(report)
+
+    def _mirror_leases(self, report: StepReport) -> None:
+        for lease in report.granted:
+            self.leases.adopt(lease)
+        for lease_id in report.ended_leases:
+            self.leases.release(lease_id, self.leases.epoch)
+        if self._staging is not None:
+            for lease_id, first, rows in report.staged:
+                self._staging.answer(lease_id, first, rows)
+            for lease_id in report.ended_leases:
+                self._staging.end(lease_id)
+
+    def _forget(self, name: RequestId) -> None:
+        session, request_id = self._owner.pop(name)
+        session.names.pop(request_id, None)
+
+    def _send(self, reports: dict[Session, pb.StepReport], events: list[pb.KvEvent], now: float) -> None:
+        load = self._load_report()
+        for session in list(self._sessions):
+            if session not in reports and not events and now - session.last_report_time < LOAD_INTERVAL_SECONDS:
+                continue
+            report = reports[session]
+            report.step = load.num_steps
+            report.load.CopyFrom(load)
+            report.kv_events.extend(events)
+            session.last_report_time = now
+            if not session.send(report):
+                logger.warning("a router does not read its reports: closing its stream")
+                self._close(session)
+                self._release(kv_handles(report))
+                session.close("the router does not keep up")
+
+    def heartbeat(self) -> None:
+        """Tell routers that this worker lives, also while a long step runs. Called a few times a second."""
+        if self._load is not None and not self._out_of_service:
+            self._send(defaultdict(pb.StepReport), [], time.monotonic())
+
+    def _load_report(self) -> pb.LoadReport:
+        return load_report(self._load or EngineLoad(), self.drain, *self.memory)

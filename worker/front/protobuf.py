@@ -1,0 +1,140 @@
+"""The front's conversions: protobuf messages of routers to and from the messages of its engine process.
+
+Sampling parameters are converted by their names: a field that the protobuf message and the dataclass both have needs
+nothing here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from functools import cache
+from typing import Any
+
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import Message as Protobuf
+from msgspec import to_builtins
+from msgspec.structs import asdict as struct_fields
+
+from common.memory import Resident
+from engine.request import FinishReason, RequestId, SamplingParams
+from kvstore.handle.handle import KvHandle
+from protos import types_pb2 as pb
+from worker.front.drain import Drain
+from worker.messages import Delta, EngineLoad, Failure, Proceed, Submit
+
+FINISH_REASONS = {
+    None: pb.FINISH_REASON_NONE,
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    FinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
+    FinishReason.PREFILLED: pb.FINISH_REASON_PREFILLED,
+}
+FAILURE_CODES: dict[str, Any] = {name.removeprefix("FAILURE_CODE_"): code for name, code in pb.FailureCode.items()}
+SCALARS = (int, float, str, bytes)  # bool is an int
+OFF_WHEN_ZERO = ("top_p", "repetition_penalty")  # zero cannot be meant: the default, which is off, applies
+
+
+def submit_of(submit: pb.Submit, request_id: RequestId, prefill_only: bool, is_prepared: bool = False) -> Submit:
+    """The engine process's form of a Submit. Raises InvalidRequestError for bad sampling parameters."""
+    return Submit(
+        request_id=request_id,
+        prompt_token_ids=submit.prompt_token_ids,
+        output_token_ids=list(submit.output_token_ids),
+        params=sampling_params(submit.sampling),
+        priority=submit.priority,
+        adapter=submit.adapter,
+        cache_salt=submit.cache_salt,
+        prefill_only=prefill_only and not submit.keep,
+        deadline_seconds=submit.deadline_seconds,
+        handle=handle_of(submit.kv_handle) if submit.HasField("kv_handle") else None,
+        due_seconds=submit.due_seconds,
+        is_late=submit.is_late,
+        is_prepared=is_prepared,
+    )
+
+
+def proceed_of(proceed: pb.Proceed, request_id: RequestId) -> Proceed:
+    """The engine process's form of a Proceed."""
+    return Proceed(
+        request_id=request_id,
+        output_token_ids=list(proceed.output_token_ids),
+        handle=handle_of(proceed.kv_handle) if proceed.HasField("kv_handle") else None,
+        due_seconds=proceed.due_seconds,
+        is_late=proceed.is_late,
+    )
+
+
+def sampling_params(message: pb.SamplingParams) -> SamplingParams:
+    """Convert by the names of the fields. Raises InvalidRequestError."""
+    fields = _fields(message)
+    for name in OFF_WHEN_ZERO:
+        if not fields[name]:
+            del fields[name]
+    return SamplingParams(**fields)
+
+
+def handle_of(message: pb.KvHandle) -> KvHandle:
+    """Convert a handle without reading its shards."""
+    return KvHandle(**_fields(message))
+
+
+@cache
+def _names(kind: Descriptor) -> list[tuple[str, bool]]:
+    """Names of a message's fields, and whether each can be unset."""
+    return [(field.name, field.has_presence) for field in kind.fields]
+
+
+def _fields(message: Protobuf) -> dict[str, Any]:
+    """Plain values by the names of their fields; an optional one that is unset is None."""
+    return {
+        name: None if optional and not message.HasField(name) else _plain(getattr(message, name))
+        for name, optional in _names(message.DESCRIPTOR)
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Numbers and texts as they are, the rest as tuples; a message with a single field as that field."""
+    if isinstance(value, SCALARS):
+        return value
+    if not isinstance(value, Protobuf):
+        return tuple(map(_plain, value))
+    fields = tuple(_fields(value).values())
+    return fields[0] if len(fields) == 1 else fields
+
+
+def token_delta(delta: Delta, request_id: str) -> pb.TokenDelta:
+    """`request_id`: the router's."""
+    message = pb.TokenDelta(
+        request_id=request_id, token_ids=delta.token_ids, finish_reason=FINISH_REASONS[delta.finish_reason]
+    )
+    if delta.stop_token_id is not None:
+        message.stop_token_id = delta.stop_token_id
+    if delta.logprobs:
+        message.logprobs.extend(pb.TokenLogprobs(**to_builtins(entry)) for entry in delta.logprobs)
+    if delta.prompt_logprobs:
+        message.prompt_logprobs.extend(pb.TokenLogprobs(**to_builtins(entry)) for entry in delta.prompt_logprobs)
+    if delta.handle is not None:
+        message.kv_handle.CopyFrom(pb.KvHandle(**asdict(delta.handle)))
+    if delta.times is not None:
+        message.times.CopyFrom(pb.RequestTimes(**struct_fields(delta.times)))
+    return message
+
+
+def failure_of(failure: Failure, request_id: str) -> pb.Failure:
+    """`request_id`: the router's. A status that protobuf's Failure does not have is internal."""
+    code = FAILURE_CODES.get(failure.status, pb.FAILURE_CODE_INTERNAL)
+    return pb.Failure(
+        request_id=request_id, code=code, message=failure.message, param=failure.param, error_code=failure.error_code
+    )
+
+
+def load_report(load: EngineLoad, drain: Drain, front: Resident, engine: Resident) -> pb.LoadReport:
+    """front, engine: memory of the worker's two processes."""
+    return pb.LoadReport(
+        **struct_fields(load),
+        draining=drain.is_active,
+        num_drain_changes=drain.num_changes,
+        front_private_bytes=front.private_bytes,
+        engine_private_bytes=engine.private_bytes,
+        engine_shared_bytes=engine.shared_bytes,
+    )

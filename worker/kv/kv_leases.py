@@ -1,0 +1,114 @@
+"""Leases that an engine process grants on its blocks: granted with a handle, kept while blocks are sent, ended."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvstore.handle.handle import HandleWriter, KvHandle
+from kvstore.pool.leases import Lease, LeaseTable
+from kvstore.types import BlockId, Epoch, LeaseId
+from worker.kv.kv_exporter import KvExporter
+
+logger = logging.getLogger("engine")
+
+
+class Exported(NamedTuple):
+    """A lease, and the handle for its reader."""
+
+    lease: Lease
+    handle: KvHandle
+
+
+class KvLeases:
+    """The table of leases, and what happens to blocks when one is granted, read or ended.
+
+    Called from the engine's loop only, except `hold` and `let_go`, which threads that send blocks share.
+    """
+
+    def __init__(self, epoch: Epoch, exporter: KvExporter, handles: HandleWriter, lease_seconds: float) -> None:
+        self._table = LeaseTable(epoch)
+        self._exporter = exporter
+        self._handles = handles
+        self._lease_seconds = lease_seconds
+        self._lock = threading.Lock()  # of the table and what follows
+        self._num_holds: Counter[LeaseId] = Counter()
+        self._held_ended: list[Lease] = []  # their blocks are still being sent
+
+    def __len__(self) -> int:
+        return len(self._table) + len(self._held_ended)
+
+    def hold(self, lease_id: LeaseId, epoch: Epoch, positions: Sequence[int]) -> list[BlockId]:
+        """Blocks of a lease at `positions`, which stay its own until `let_go`. Raises TransferError."""
+        with self._lock:
+            block_ids = self._table.resolve(lease_id, epoch, positions, time.monotonic())
+            self._num_holds[lease_id] += 1
+            return block_ids
+
+    def let_go(self, lease_id: LeaseId) -> None:
+        with self._lock:
+            self._num_holds[lease_id] -= 1
+            if not self._num_holds[lease_id]:
+                del self._num_holds[lease_id]
+
+    def digests(self, block_ids: Sequence[BlockId]) -> list[list[int]]:
+        """See KvExporter."""
+        return self._exporter.digests(block_ids)
+
+    def grant(
+        self, block_ids: Sequence[BlockId], digests: Sequence[Sequence[int]], num_tokens: int, now: float
+    ) -> Exported:
+        """Lease blocks that hold the KV of `num_tokens`; their references are the lease's from now on."""
+        with self._lock:
+            lease = self._table.grant(block_ids, now, self._lease_seconds)
+        return Exported(lease, self._handles.write(lease, num_tokens, digests))
+
+    def renew(self, lease_id: LeaseId, epoch: Epoch, now: float, lease_seconds: float) -> None:
+        with self._lock:
+            self._table.renew(lease_id, epoch, now, lease_seconds)
+
+    def release(self, lease_id: LeaseId, epoch: Epoch) -> bool:
+        """End a lease. False: there is none, for example because it was released before."""
+        with self._lock:
+            lease = self._table.release(lease_id, epoch)
+        if lease is not None:
+            self._end(lease)
+        return lease is not None
+
+    def expire(self, now: float) -> list[LeaseId]:
+        """End the leases whose deadline has come."""
+        with self._lock:
+            expired = self._table.expire(now)
+        if self._held_ended:
+            ended, self._held_ended = self._held_ended, []
+            for lease in ended:
+                self._end(lease)
+        for lease in expired:
+            logger.warning(
+                "lease %s expired: nobody read the KV of %d blocks", lease.lease_id[:8], len(lease.block_ids)
+            )
+            self._end(lease)
+        return [lease.lease_id for lease in expired]
+
+    def stage(self, lease_id: LeaseId, first: int) -> list[BlockId] | None:
+        """Rows of the shared memory with the lease's blocks from `first` on; None without room or such a lease."""
+        lease = self._table.get(lease_id)
+        if lease is None:
+            return None
+        rows = self._exporter.stage(lease, first)
+        if rows is None:
+            logger.warning("no staging memory for %d KV blocks: raise --kv-staging-gb", len(lease.block_ids) - first)
+        return rows
+
+    def _end(self, lease: Lease) -> None:
+        """Give up the blocks of a lease that the table has no more, or keep them until nobody sends them."""
+        with self._lock:
+            is_held = lease.lease_id in self._num_holds
+        if is_held:
+            self._held_ended.append(lease)
+        else:
+            self._exporter.end_export(lease)

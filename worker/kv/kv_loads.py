@@ -1,0 +1,152 @@
+"""KV loads: a peer's leases are kept alive, read into blocks that the scheduler reserved, and released.
+
+Called from the engine process's loop only; the copying is done by the threads of `KvPuller`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from common.errors import MiniInferError
+from engine.request import RequestId
+from engine.scheduling.prefetches import PrefetchJob
+from engine.scheduling.scheduler import Scheduler
+from kvstore.handle.handle import KvHandle, PeerLease, open_handle
+from kvstore.types import WorkerId
+from worker.engine_process.open_request import OpenRequest
+from worker.kv.kv_exporter import KvExporter
+from worker.kv.kv_puller import KvPuller
+from worker.messages import Prefetched, PrefetchOutcome, Pull
+
+logger = logging.getLogger("engine")
+
+
+class KvLoads:
+    """Link between the scheduler, which reserves blocks for loads, and the puller, which fills them."""
+
+    def __init__(
+        self, scheduler: Scheduler, puller: KvPuller, exporter: KvExporter, block_size: int, can_read: bool = True
+    ) -> None:
+        """can_read: whether all of the pool is in reach; else no handle is accepted."""
+        self._can_read = can_read
+        self._kv = scheduler.kv
+        self._remote_kv = scheduler.remote_kv
+        self._puller = puller
+        self._exporter = exporter
+        self._block_size = block_size
+        self._skipped: list[Prefetched] = []  # since `finish_prefetches`
+        self._transports: dict[WorkerId, str] = {}  # of the last prefetch from each peer
+
+    @property
+    def num_open(self) -> int:
+        return self._puller.num_open
+
+    def accept(self, handle: KvHandle | None, num_tokens: int) -> PeerLease | None:
+        """Keep the handle's lease alive. None unless it is on the KV of exactly `num_tokens`: compute that here."""
+        lease = None if handle is None else self._open(handle)
+        if lease is None:
+            return None
+        if lease.num_tokens != num_tokens or lease.num_blocks != self._kv.num_blocks_to_load(num_tokens):
+            logger.warning("a KV handle does not cover its request: computing the prompt here")
+            self.abandon(lease)
+            return None
+        return lease
+
+    def refuse(self, handle: KvHandle) -> None:
+        """Release the lease of a handle whose request was refused."""
+        self.abandon(self._open(handle))
+
+    def abandon(self, source: object | None) -> None:
+        """Release the lease, if there is one, that a request does not need any more."""
+        if source is not None:
+            assert isinstance(source, PeerLease)
+            self._puller.abandon(source)
+
+    def close(self) -> None:
+        """Let all leases go: this process ends."""
+        self._puller.close()
+
+    def prefetch(self, handle: KvHandle) -> None:
+        """Offer the scheduler a part of a prompt that the peer is still computing."""
+        lease = self._open(handle)
+        if lease is None:
+            return
+        num_blocks = len(handle.block_keys)
+        if num_blocks != lease.num_blocks or lease.num_tokens != num_blocks * self._block_size:
+            logger.warning("a KV handle that is not of full blocks with their keys: not prefetched")
+            self.abandon(lease)
+            return
+        self._remote_kv.prefetches.add(lease, handle.block_keys)
+
+    def start(self, requests: Mapping[RequestId, OpenRequest], now: float) -> None:
+        """Pull what the scheduler has reserved blocks for since the last call."""
+        jobs, prefetches = self._remote_kv.take_load_jobs(), self._remote_kv.prefetches.take_jobs()
+        if jobs or prefetches:
+            self._exporter.fence()
+        for prefetch in prefetches:
+            self._start_prefetch(prefetch)
+        for job in jobs:
+            lease, request_id = job.source, job.request.request_id
+            assert isinstance(lease, PeerLease)
+            entry = requests.get(request_id)
+            if not job.positions:
+                self.abandon(lease)
+                if entry is not None and job.request.num_prefetched_tokens:
+                    entry.skip_pull(self._transports.get(lease.worker_id, ""))
+                continue
+            if entry is not None:
+                entry.start_pull(job.num_tokens, now)
+            self._puller.load(request_id, lease, job.positions, job.block_ids)
+
+    def _start_prefetch(self, job: PrefetchJob) -> None:
+        assert isinstance(job.source, PeerLease)
+        if job.positions:
+            self._puller.prefetch(job.source, job)
+        else:
+            self.abandon(job.source)
+            self._skipped.append(Prefetched(PrefetchOutcome.SKIPPED))
+
+    def finish_prefetches(self) -> list[Prefetched]:
+        """Tell the scheduler of the prefetches that have ended, and return how all of them have."""
+        ended, self._skipped = self._skipped, []
+        for job, pull in self._puller.take_prefetched():
+            self._remote_kv.finish_prefetch(job, pull.ok)
+            if pull.ok:
+                assert isinstance(job.source, PeerLease)
+                self._transports[job.source.worker_id] = pull.transport
+                num_tokens = len(job.positions) * self._block_size
+                ended.append(
+                    Prefetched(PrefetchOutcome.PULLED, num_tokens, pull.transport, pull.num_bytes, pull.seconds)
+                )
+            else:
+                logger.warning("KV prefetch failed: %s", pull.error)
+                ended.append(Prefetched(PrefetchOutcome.FAILED))
+        return ended
+
+    def finish(self, requests: Mapping[RequestId, OpenRequest], now: float) -> list[Pull]:
+        """Tell the scheduler of the pulls that have ended, and return those that count."""
+        pulls = []
+        for pull in self._puller.take_results():
+            self._remote_kv.finish_load(pull.request_id, pull.ok)
+            entry = requests.get(pull.request_id)
+            if entry is not None:
+                entry.finish_pull(pull, now)
+                if not pull.ok:
+                    logger.warning("KV pull failed, computing the prompt here: %s", pull.error)
+            if entry is not None or pull.ok:  # else cancelled, and its lease may have ended meanwhile: no fault
+                pulls.append(pull)
+        return pulls
+
+    def _open(self, handle: KvHandle) -> PeerLease | None:
+        try:
+            lease = open_handle(handle)
+        except MiniInferError as error:
+            logger.warning("%s: computing the prompt here", error)
+            return None
+        self._puller.keep_alive(lease)
+        if not self._can_read:
+            logger.warning("KV of peers cannot reach the stage on the other host: computing the prompt here")
+            self.abandon(lease)
+            return None
+        return lease

@@ -1,0 +1,65 @@
+"""Leases on prompts that this worker computes for peers: whole, or in parts while the rest is computed.
+
+A part is what each chunk but the last adds in full blocks, see docs/decisions/0170. Called from the engine process's
+loop only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from engine.request import RequestId, RequestStatus
+from engine.scheduling.scheduler import Scheduler
+from worker.engine_process.open_request import OpenRequest
+from worker.kv.kv_leases import Exported, KvLeases
+
+
+class PromptLeases:
+    """Link between the scheduler, which computes prompts, and the leases on their blocks."""
+
+    def __init__(self, scheduler: Scheduler, leases: KvLeases, in_parts: bool) -> None:
+        """in_parts: whether prompts are leased while they are computed, too."""
+        self._scheduler = scheduler
+        self._leases = leases
+        self._in_parts = in_parts
+
+    def lease_parts(
+        self, requests: Mapping[RequestId, OpenRequest], now: float
+    ) -> Iterator[tuple[RequestId, Exported]]:
+        """Lease what chunks have added to prompts since the last call."""
+        for chunk in self._scheduler.take_prompt_chunks():
+            request = chunk.request
+            entry = requests.get(request.request_id)
+            # A preempted prompt may come back in other blocks: the digests that are kept would not be theirs.
+            is_steady = request.status is RequestStatus.RUNNING and not request.num_preemptions
+            if entry is None or not self._in_parts or not is_steady:
+                continue
+            first, last = entry.num_leased_blocks, chunk.num_tokens // self._scheduler.kv.block_size
+            if last > first and self._scheduler.kv.part_blocks(request, first, last):
+                yield request.request_id, self._lease_part(entry, first, last, now)
+
+    def _lease_part(self, entry: OpenRequest, first: int, last: int, now: float) -> Exported:
+        request, kv = entry.request, self._scheduler.kv
+        kv.prefixes.extend_keys(request)
+        block_ids = kv.part_blocks(request, first, last)
+        digests = self._leases.digests(block_ids)
+        kv.pool.acquire(block_ids)
+        lease, handle = self._leases.grant(block_ids, digests, len(block_ids) * kv.block_size, now)
+        entry.part_digests = _appended(entry.part_digests, digests)
+        return Exported(lease, replace(handle, block_keys=request.block_keys[first:last]))
+
+    def lease_prompt(self, entry: OpenRequest, now: float) -> Exported:
+        """Lease all blocks of a request that ended with PREFILLED: the KV of all its tokens but the last."""
+        request = entry.request
+        if request.num_preemptions or not self._scheduler.kv.leases_in_order:
+            entry.part_digests = []
+        block_ids = self._scheduler.detach_blocks(request)
+        new_digests = self._leases.digests(block_ids[entry.num_leased_blocks :])
+        digests = _appended(entry.part_digests, new_digests)
+        return self._leases.grant(block_ids, digests, request.num_known_tokens - 1, now)
+
+
+def _appended(digests: list[list[int]], more: list[list[int]]) -> list[list[int]]:
+    """Digests by rank, of consecutive blocks."""
+    return [known + new for known, new in zip(digests, more, strict=True)] if digests else more

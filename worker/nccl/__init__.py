@@ -1,0 +1,1 @@
+"""NCCL in a worker: its pool as messages, and communicators on its GPU."""

@@ -1,0 +1,1 @@
+"""Workers of several processes: the pools of their ranks, and a pipeline stage on another host."""
