@@ -7,7 +7,7 @@ import pytest
 
 PROBE = "import sys, importlib; [importlib.import_module(name) for name in sys.argv[1:]]; print(*sys.modules)"
 PURE = [
-    "pool.block_hash", "pool.block_pool", "tier.host_tier", "pool.index", "pool.leases", "transport.runs", "layout",
+    "pool.block_hash", "pool.block_pool", "tier.host_tier", "pool.index", "pool.leases", "handle.runs", "layout",
     "types",
 ]  # fmt: skip
 
@@ -17,7 +17,7 @@ PURE = [
     [
         (PURE, {"numpy", "google", "grpc", "msgspec", "torch"}),
         (["pool.events"], {"numpy", "grpc", "torch"}),
-        (["tier.agent", "transport.client", "transport.service", "tier.agent_client", "config"], {"torch", "engine"}),
+        (["tier.agent", "transports.client", "transports.service", "tier.agent_client", "config"], {"torch", "engine"}),
     ],
 )
 def test_imports_stay_small(modules: list[str], forbidden: set[str]) -> None:

@@ -104,7 +104,7 @@ def test_a_flag_of_nobody_is_refused_before_anything_else(monkeypatch, capsys):
         with pytest.raises(SystemExit):
             command.run(["--modle", "m", "--decode", "2"])
         (line,) = capsys.readouterr().err.splitlines()
-        assert f"mini-infer {command.__name__.partition('.')[2]}: error: unrecognized arguments: --modle m" in line
+        assert f"mini-infer {command.__name__.rpartition('.')[2]}: error: unrecognized arguments: --modle m" in line
         assert "did you mean --model?" in line
 
 
