@@ -75,6 +75,9 @@ class UnavailableError(MiniInferError):
     """Nobody can serve this now: no worker, draining, connection lost."""
 
 
+GRAMMAR_REFUSED = "the grammar "  # how every message begins that refuses a client's grammar, wherever it was found
+
+
 class DeadlineExceededError(MiniInferError):
     """The request's deadline is exceeded."""
 

@@ -126,10 +126,10 @@ def _assemble(
         runner if loads is None else CountedRunner(runner, loads, rebalancer),
         vocab_size=loaded.config.vocab_size,
         eos_token_ids=frozenset(loaded.config.eos_token_ids),
-        grammars=loaded.grammars,
+        constraints=loaded.constraints,
     )
-    grammars = None if is_offline or config.simulated_steps else loaded.grammars
-    tokens = None if grammars is None else grammars.prepare()
+    constraints = None if is_offline or config.simulated_steps else loaded.constraints
+    tokens = None if constraints is None else constraints.prepare()
     runner.warmup(on_progress)
     if tokens is not None:
         tokens.exception()  # wait: nothing stalls the first streams; a model without a tokenizer takes no grammars

@@ -17,10 +17,10 @@ from math import inf
 from typing import Protocol
 
 from common.errors import InvalidRequestError
-from engine.grammar.grammars import Grammars
 from engine.plan import PendingStep, ScheduledRow, StepPlan, StepResult, StepSize
 from engine.request import Request, RequestId, RequestOutput, SamplingParams
 from engine.request_checks import check_output, check_prompt
+from engine.sampling.filters import Constraints
 from engine.scheduled_step import ScheduledStep
 from engine.scheduling.scheduler import Scheduler
 
@@ -77,9 +77,9 @@ class Engine:
         *,
         vocab_size: int,
         eos_token_ids: frozenset[int],
-        grammars: Grammars | None = None,
+        constraints: Constraints | None = None,
     ) -> None:
-        """grammars: the runner's. A request gets no row before its grammar is compiled."""
+        """constraints: the runner's. A request gets no row before its own is compiled."""
         knows_tokens = runner.max_steps_in_flight == 1 or scheduler.num_stages > 1
         assert scheduler.speculation is None or knows_tokens, "drafts follow tokens that are known"
         self.scheduler = scheduler
@@ -91,7 +91,7 @@ class Engine:
         self.last_step = StepStats()  # of the last one that ended
         self.last_plan = StepPlan()  # of the last one that was scheduled
         self._runner = runner
-        self._grammars = grammars
+        self._constraints = constraints
         self._in_flight: deque[tuple[ScheduledStep, PendingStep, float]] = deque()  # when each was launched
         self._last_end = 0.0
         self._names = itertools.count()
@@ -139,8 +139,8 @@ class Engine:
             due=due,
             is_late=is_late,
         )
-        if params.grammar and self._grammars is not None:
-            request.is_ready = self._grammars.compile(params.grammar).done
+        if params.grammar and self._constraints is not None:
+            request.is_ready = self._constraints.readiness(params)
         self.scheduler.add(request, is_prepared)
         return request
 

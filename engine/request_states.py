@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from engine.grammar.grammars import GrammarMatcher, Grammars
 from engine.plan import ScheduledRow, StepPlan, StepResult
 from engine.request import RequestId, SamplingParams, TokenId
 from kvstore.types import BlockId
 
 if TYPE_CHECKING:
-    from engine.sampling.logits import TokenMask
+    from engine.sampling.filters import Constraint, Constraints, TokenMask
 
 
 @dataclass(slots=True, eq=False)
@@ -26,7 +24,7 @@ class RequestState:
     params: SamplingParams
     eos_token_ids: frozenset[TokenId] = frozenset()
     block_ids: list[BlockId] = field(default_factory=list)
-    matcher: Future[GrammarMatcher] | None = None  # of its grammar
+    constraint: Constraint | None = None  # on its output
     refusal: str = ""  # why no token is allowed
     token_mask: TokenMask | None = None  # made when it is first needed
     changes_logits: bool = field(init=False)
@@ -55,9 +53,9 @@ class RequestState:
 class RequestStates:
     """States by request id."""
 
-    def __init__(self, grammars: Grammars | None = None) -> None:
-        """grammars: over the model's tokens; without them none is followed."""
-        self._grammars = grammars
+    def __init__(self, constraints: Constraints | None = None) -> None:
+        """constraints: without them requests' grammars are not followed."""
+        self._constraints = constraints
         self._states: dict[RequestId, RequestState] = {}
         self._reading: set[RequestId] = set()  # those with `SamplingParams.reads_tokens`; mostly none
 
@@ -71,8 +69,8 @@ class RequestStates:
             state = states[new.request_id] = RequestState(
                 new.request_id, list(new.token_ids), new.num_prompt_tokens, new.params, new.eos_token_ids
             )
-            if new.params.grammar and self._grammars is not None:
-                state.matcher = self._grammars.start(new.params.grammar)  # ready when its prompt is computed
+            if new.params.grammar and self._constraints is not None:
+                state.constraint = self._constraints.start(new.params)
             if new.params.reads_tokens:
                 self._reading.add(new.request_id)
         found = []

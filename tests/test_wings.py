@@ -20,7 +20,6 @@ ROOT = Path(__file__).parent.parent
 MAX_NAMED_BY = 3
 # Wings that more files of the core import, and how many: a number may fall, none may rise or join.
 TOO_MANY = {
-    "grammar": 8,
     "experts": 6,
     "expert_balancing": 5,
     "latent_attention": 6,

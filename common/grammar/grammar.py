@@ -30,7 +30,6 @@ LIMITS = LLParserLimits(
 # Without it a matcher follows all that a grammar forces before it says which token is next: a million bytes of
 # `(x{1000}){1000}` at once, 3 s and 230 MB, which no limit bounds.
 NO_FORCING = '%llguidance {"no_forcing": true}'
-GRAMMAR_REFUSED = "the grammar "  # what the message of every refusal begins with, for router and worker alike
 TOO_COMPLEX = "the grammar is too complex"
 LIMIT_MESSAGES = (  # what llguidance says of a limit: what users are told
     ("Unable to determine if regex is empty", "a pattern takes too long to compile"),

@@ -67,7 +67,7 @@ class ModelRunner:
                 f"the model needs {list(expected)} {expected_dtype}"
             )
         self.hooks: dict[RequestId, LogitsHook] = {}  # per request: changes its logits, also those behind its drafts
-        self._requests = RequestStates(loaded.grammars)
+        self._requests = RequestStates(loaded.constraints)
         self._model = loaded.model
         self._sink = ends.sink
         self._inbox: Inbox | None = None

@@ -73,7 +73,7 @@ class GpuRunner:
             shape = most_tokens(config), model_config.hidden_size
             loaded.model.embedding = torch.zeros(shape, dtype=loaded.dtype, device=loaded.device)
             self._inbox = Inbox(ends.source, loaded.model.embedding)
-        self._requests = RequestStates(loaded.grammars)
+        self._requests = RequestStates(loaded.constraints)
         self._device = loaded.device
         self._queries_per_kv_head = model_config.num_heads // model_config.num_kv_heads
         self._pool = kv_pool

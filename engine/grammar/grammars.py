@@ -15,17 +15,16 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
-from numpy.typing import NDArray
 
 from common.errors import EngineError, InvalidRequestError
 from common.grammar.grammar import LIMITS, TOO_COMPLEX, for_llguidance, grammar_error
 from common.text.tokenizer import Tokenizer
 from engine.grammar.mask_thread import MaskThread
+from engine.sampling.filters import Words
 
 NUM_CACHED = 16  # compiled grammars of an engine; one may have 8,000 states of 1 to 2 kB
 # Processor time of an answer's masks. Schemas that people wrote take 0.04 ms a token, 0.6 at most.
 ANSWER_SECONDS, TOKEN_SECONDS = 0.05, 0.001
-Words = NDArray[np.uint32]  # one bit a token: bit i of word w is token 32 w + i
 
 
 class GrammarMatcher:

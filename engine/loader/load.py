@@ -15,9 +15,9 @@ import torch
 from common.errors import ConfigError
 from common.model_files import ModelFiles
 from common.text.load import load_tokenizer
+from common.wings import has_wing
 from engine.config import EngineConfig
 from engine.expert_balancing.loads import first_placements, placements_of
-from engine.grammar.grammars import Grammars
 from engine.kv.memory import DTYPE_NAMES, TORCH_DTYPES
 from engine.kv.scales import KV_SCALES, fold_kv_scales
 from engine.layers.attention import Attention
@@ -36,6 +36,7 @@ from engine.models.model import Model
 from engine.pipeline_parallel.ends import Stage
 from engine.quantization.packed_checkpoint import PackedWeights
 from engine.quantization.packed_linears import PackedLinears
+from engine.sampling.filters import Constraints
 from engine.start_progress import OnProgress, no_progress
 from kvstore.layout import WHOLE, Shard
 
@@ -56,7 +57,7 @@ class LoadedModel:
     quant_mode: str
     device: torch.device
     shard: Shard = WHOLE
-    grammars: Grammars | None = None  # over its tokens
+    constraints: Constraints | None = None  # over its tokens
 
 
 def resolve_device(engine_config: EngineConfig) -> torch.device:
@@ -111,8 +112,17 @@ def load_model(
     logger.info(
         "loaded %s (%s, %s) in %.1f s", files.name, DTYPE_NAMES[dtype], quant_mode, time.perf_counter() - started
     )
-    grammars = Grammars(partial(load_tokenizer, files), source.config.vocab_size)
-    return LoadedModel(model, source.config, name, dtype, quant_mode, device, shard, grammars)
+    constraints = _constraints(files, source.config.vocab_size)
+    return LoadedModel(model, source.config, name, dtype, quant_mode, device, shard, constraints)
+
+
+def _constraints(files: ModelFiles, vocab_size: int) -> Constraints | None:
+    if not has_wing("engine.grammar"):
+        return None
+    from engine.grammar.constraints import GrammarConstraints
+    from engine.grammar.grammars import Grammars
+
+    return GrammarConstraints(Grammars(partial(load_tokenizer, files), vocab_size))
 
 
 def read_config(files: ModelFiles, engine_config: EngineConfig) -> ModelConfig:

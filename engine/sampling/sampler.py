@@ -15,7 +15,8 @@ from torch import Tensor
 
 from engine.request import RequestId, SamplingParams, TokenId, TokenLogprobs
 from engine.request_states import RequestState
-from engine.sampling.logits import apply_params, prepare_masks
+from engine.sampling.filters import prepare_constraints
+from engine.sampling.logits import apply_params
 from engine.sampling.logprobs import token_logprobs
 from kernels.gumbel import exponential_noise, noise_key
 
@@ -99,7 +100,7 @@ def _changed_logits(
     if not touched:
         return logits
     changed = logits.clone()
-    prepare_masks([requests[index] for index in touched], [positions[index] for index in touched])
+    prepare_constraints([requests[index] for index in touched], [positions[index] for index in touched])
     for index in touched:
         request = requests[index]
         if request.params.changes_logits:

@@ -120,8 +120,8 @@ def _start(link: socket.socket, start: FollowerStart) -> Any:
         kv_pool = pool_over(mmap.mmap(fds[0], geometry.pool_bytes), geometry)
         group = None if is_alone else GlooGroup(loaded.shard, folder)
         runner = ModelRunner(loaded, kv_pool, slots, config, group, _ring_ends(start))
-    if loaded.grammars is not None:
-        loaded.grammars.prepare()
+    if loaded.constraints is not None:
+        loaded.constraints.prepare()
     runner.warmup()
     gc.collect()
     gc.freeze()  # what was loaded stays: walking it takes 90 ms of a step now and then

@@ -17,7 +17,10 @@ PURE = [
     [
         (PURE, {"numpy", "google", "grpc", "msgspec", "torch"}),
         (["pool.events"], {"numpy", "grpc", "torch"}),
-        (["tier.agent", "transports.client", "transports.service", "tier.agent_client", "config"], {"torch", "engine"}),
+        (
+            ["tier.agent", "transports.client", "transports.service", "tier.agent_client", "config"],
+            {"torch", "engine"},
+        ),
     ],
 )
 def test_imports_stay_small(modules: list[str], forbidden: set[str]) -> None:

@@ -10,8 +10,7 @@ import logging
 import time
 from math import inf
 
-from common.errors import DeadlineExceededError, EngineError, InvalidRequestError, MiniInferError
-from common.grammar.grammar import GRAMMAR_REFUSED
+from common.errors import GRAMMAR_REFUSED, DeadlineExceededError, EngineError, InvalidRequestError, MiniInferError
 from common.logging import RateLimit
 from common.token_ids import num_ids, unpack_ids
 from engine.assembly import EngineParts

@@ -1,7 +1,7 @@
 """Rules for the logits of rows, on the device: masks, biases, penalties and the token counts that these need.
 
 A row's rules are written when a request gets the row. From then on the device counts sampled tokens itself, so that
-no step waits for the one before; only a mask that changes is sent again (`engine.sampling.logits.TokenMask`).
+no step waits for the one before; only a mask that changes is sent again (`engine.sampling.filters.TokenMask`).
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from torch import Tensor
 
 from engine.gpu.steps.inputs import upload
 from engine.gpu.steps.rows import RowChanges
-from engine.grammar.grammars import Words
 from engine.request import MAX_BIASES
 from engine.request_states import RequestState
-from engine.sampling.logits import TokenMask, prepare_masks
+from engine.sampling.filters import TokenMask, Words, prepare_constraints
 from kernels.gpu.sampling.process_logits import IN_PROMPT, MAX_COUNT, LogitsRules, process_logits
 
 ROWS_AT_ONCE = 32  # of changed logits, in float32
@@ -97,7 +96,7 @@ class LogitsColumns:
     def _update_masks(self, rows: Sequence[int], requests: Sequence[RequestState], positions: Sequence[int]) -> None:
         """Send the masks that have changed: those of grammars, at every token."""
         fresh: dict[int, Words] = {}
-        prepare_masks(requests, positions)
+        prepare_constraints(requests, positions)
         for row, request, position in zip(rows, requests, positions, strict=True):
             if not request.changes_logits:
                 continue

@@ -13,6 +13,7 @@ from llguidance import LLMatcher
 from common.errors import InvalidRequestError
 from common.grammar import grammar
 from engine import LLM, SamplingParams
+from engine.grammar.constraints import GrammarConstraints
 
 PERSON = grammar.json_schema(
     {
@@ -133,8 +134,9 @@ def test_a_grammar_that_is_none_is_refused(text: str) -> None:
 def test_others_go_on_while_a_grammar_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """The request has its place and no row; then it gets its answer."""
     llm = make()
-    grammars = llm.engine._grammars
-    assert grammars is not None
+    constraints = llm.engine._constraints
+    assert isinstance(constraints, GrammarConstraints)
+    grammars = constraints._grammars
     compile_it, compiled = grammars._compile, threading.Event()
 
     def slowly(text: str) -> LLMatcher:
