@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from cli.load.results import EventStream, RequestRecord, StreamError, message_of
+from cli.event_stream import EventStream, RequestRecord, StreamError, message_of
 from common.errors import ConfigError, InvalidRequestError, MiniInferError, UnavailableError
 
 Message = dict[str, str]

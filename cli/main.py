@@ -16,7 +16,7 @@ from common.version import VERSION
 COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("cli.cluster.serve", "start a whole cluster on this machine"),
     "chat": ("cli.terminal.chat", "talk to a model in the terminal"),
-    "demo": ("cli.terminal.demo", "a short tour: streaming, batching, prefix cache, cancellation"),
+    "demo": ("cli.load.demo", "a short tour: streaming, batching, prefix cache, cancellation"),
     "bench": ("cli.load.bench", "load an OpenAI-compatible server and measure it"),
 }
 

@@ -35,8 +35,6 @@ from engine.pipeline_parallel.remote_stage import RemoteStage
 from engine.scheduling.policy import SchedulingPolicy, load_policy
 from engine.scheduling.prompt_budget import budget_for
 from engine.scheduling.scheduler import Scheduler
-from engine.speculation.drafter import drafter_for
-from engine.speculation.drafts import Speculation
 from engine.start_progress import OnProgress, no_progress
 from engine.tensor_parallel.assembly import common_num_blocks, num_steps_in_flight, parallel_runner, start_followers
 from engine.tensor_parallel.followers import Followers, place_of
@@ -49,6 +47,7 @@ if TYPE_CHECKING:
     from engine.expert_balancing.rebalancing import Rebalancer
     from engine.loader.load import LoadedModel
     from engine.models.config import ModelConfig
+    from engine.speculation.drafts import Speculation
 
 logger = logging.getLogger(__name__)
 
@@ -234,6 +233,9 @@ def _speculation(config: EngineConfig, device: torch.device) -> Speculation | No
     """On a GPU drafts are in steps that have a decode graph."""
     if not config.num_speculative_tokens:
         return None
+    from engine.speculation.drafter import drafter_for
+    from engine.speculation.drafts import Speculation
+
     max_decode_tokens = config.max_num_seqs if device.type == "cuda" else None
     return Speculation(drafter_for(config), config.num_speculative_tokens, max_decode_tokens)
 

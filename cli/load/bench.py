@@ -25,10 +25,11 @@ from rich.console import Console
 from rich.table import Table
 
 from cli.api_client import first_model, server_root
+from cli.event_stream import RequestRecord
 from cli.load.client import Client, Target
 from cli.load.plot import plot
 from cli.load.progress import RunProgress, shown
-from cli.load.results import Objectives, RequestRecord, summarize
+from cli.load.results import Objectives, summarize
 from cli.load.runner import closed_loop, open_loop
 from cli.load.workload import PlannedRequest, PromptMaker, parse_range, random_workload, read_trace, trace_workload
 from common.config import SettingsParser, add_arguments, check_not_negative, from_namespace, setting

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from cli.api_client import ApiClient, Message, describe
 from cli.cluster.local_server import add_server_arguments, client_for, parse_with_serve_flags
-from cli.load.results import RequestRecord
+from cli.event_stream import RequestRecord
 from cli.terminal.answer import AnswerView, PlainAnswer, view_of_stdout
 from cli.terminal.keys import interrupted_once, keys_kept
 from common.config import SettingsParser

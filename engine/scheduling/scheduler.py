@@ -9,6 +9,7 @@ ranks requests, `admission` starts them, `preemption` takes their blocks back, a
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from common.errors import ContextLengthError
 from engine.kv.manager import KVManager
@@ -30,8 +31,10 @@ from engine.scheduling.prompt_budget import PromptBudget
 from engine.scheduling.remote_kv import RemoteKv
 from engine.scheduling.request_queues import RequestQueues
 from engine.scheduling.stopping import append_tokens, is_full
-from engine.speculation.drafts import Speculation
 from kvstore.types import BlockId
+
+if TYPE_CHECKING:
+    from engine.speculation.drafts import Speculation
 
 
 class Scheduler:

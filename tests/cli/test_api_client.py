@@ -4,7 +4,7 @@ import json
 import pytest
 
 from cli.api_client import ApiClient, ApiError, first_model
-from cli.load.results import RequestRecord
+from cli.event_stream import RequestRecord
 from common.errors import InvalidRequestError, UnavailableError
 from tests.cli.load.sse_server import SILENCE, chunked, event, running
 

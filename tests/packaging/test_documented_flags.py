@@ -18,8 +18,8 @@ import pytest
 
 from cli.cluster import flags
 from cli.cluster.plan import ServeConfig
-from cli.load import bench
-from cli.terminal import chat, demo
+from cli.load import bench, demo
+from cli.terminal import chat
 from common.config import ENV_PREFIX, add_arguments
 from router.http.app import create_app
 from tests.deploy.settings import SETTINGS, VARIABLES

@@ -13,9 +13,13 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
+from common.wings import has_wing
 from engine.gpu.attention.backend import PrefillAttention
 from engine.gpu.attention.paged import PagedAttention
-from engine.prefill_backends import cudnn, fa3
+
+HAS_LIBRARIES = has_wing("engine.prefill_backends")
+if HAS_LIBRARIES:
+    from engine.prefill_backends import cudnn, fa3
 
 logger = logging.getLogger(__name__)
 FA3_REQUIREMENT = "fa3-fwd==0.0.3"
@@ -47,8 +51,8 @@ def facts_of(dtype: torch.dtype, pool: Tensor) -> Facts:
         pool.shape[5],
         pool.shape[4],
         torch.cuda.get_device_capability(device) if is_nvidia else None,
-        bool(fa3.installed_package()),
-        is_nvidia and torch.backends.cudnn.version() is not None,  # type: ignore[no-untyped-call]
+        HAS_LIBRARIES and bool(fa3.installed_package()),
+        HAS_LIBRARIES and is_nvidia and torch.backends.cudnn.version() is not None,  # type: ignore[no-untyped-call]
     )
 
 

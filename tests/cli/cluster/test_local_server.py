@@ -16,7 +16,8 @@ from cli.cluster.local_server import (
     server_answers,
     server_for,
 )
-from cli.terminal import chat, demo
+from cli.load import demo
+from cli.terminal import chat
 from common.errors import InvalidRequestError, UnavailableError
 
 

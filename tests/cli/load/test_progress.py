@@ -1,8 +1,8 @@
 import asyncio
 import re
 
+from cli.event_stream import RequestRecord
 from cli.load.progress import RunProgress, shown
-from cli.load.results import RequestRecord
 
 
 async def test_lines_for_a_log(capsys):

@@ -3,7 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cli.load.results import Objectives, RequestRecord, distribution_ms, percentile, summarize
+from cli.event_stream import RequestRecord
+from cli.load.results import Objectives, distribution_ms, percentile, summarize
 
 
 def record(sent: float, *chunks: float, tokens: int | None = None, error: str = "") -> RequestRecord:

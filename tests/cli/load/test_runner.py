@@ -1,7 +1,7 @@
 import asyncio
 import time
 
-from cli.load.results import RequestRecord
+from cli.event_stream import RequestRecord
 from cli.load.runner import closed_loop, open_loop
 from cli.load.workload import PlannedRequest
 

@@ -5,7 +5,7 @@ import pytest
 from rich.console import Console
 
 from cli.api_client import describe
-from cli.load.results import RequestRecord
+from cli.event_stream import RequestRecord
 from cli.terminal.answer import view_of_stdout
 from cli.terminal.chat import Chat, Conversation, history_path
 from common.errors import InvalidRequestError, UnavailableError

@@ -40,9 +40,3 @@ def test_the_family_on_the_page_equals_transformers(tmp_path: Path) -> None:
     tokens = request.prompt_token_ids + request.output_token_ids
     expected = reference_logits(reference, tokens)[request.num_prompt_tokens - 1 : -1]
     torch.testing.assert_close(torch.stack(driver.logits[request.request_id]), expected, atol=1e-4, rtol=0)
-
-
-def test_all_paths_on_the_page_exist() -> None:
-    root = PAGE.parents[1]
-    for name in re.findall(r"`((?:engine|tests)/[\w/.]+)`", PAGE.read_text()):
-        assert (root / name).exists(), name

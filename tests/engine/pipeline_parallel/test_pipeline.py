@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 import engine.assembly
+import engine.speculation.drafter
 from common.errors import ConfigError, EngineError
 from common.model_files import resolve_model
 from engine import LLM, SamplingParams
@@ -199,7 +200,7 @@ def test_stages_take_drafts(
     path, model = tiny.save(tmp_path / "model"), tiny.build()
     answers = [prompt + reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
     drafter = MakeOracle(knows(answers), 0.7, VOCAB_SIZE)
-    monkeypatch.setattr(engine.assembly, "drafter_for", lambda _config: drafter)
+    monkeypatch.setattr(engine.speculation.drafter, "drafter_for", lambda _config: drafter)
     parts = open_stages(
         path, count, monkeypatch, tp, num_speculative_tokens=4, num_gpu_blocks=SCARCE_BLOCKS.get(name, 24),
         block_size=4, max_num_seqs=6, max_num_batched_tokens=24, preemption=preemption, host_tier_gb=0.01,

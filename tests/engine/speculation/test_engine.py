@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import engine.assembly
+import engine.speculation.drafter
 from common.errors import ConfigError
 from engine import LLM
 from engine.assembly import assemble
@@ -71,7 +72,7 @@ def test_no_draft_changes_an_answer(
     plain, plain_outputs = run(open_engine(model, **settings))
     answers = [request.prompt_token_ids + request.output_token_ids for request in plain]
     make_drafter = MakeOracle(knows(answers), accuracy, VOCAB_SIZE)
-    monkeypatch.setattr(engine.assembly, "drafter_for", lambda _config: make_drafter)
+    monkeypatch.setattr(engine.speculation.drafter, "drafter_for", lambda _config: make_drafter)
     made = open_engine(model, num_speculative_tokens=4, **settings)
     for _ in range(2):  # the second time from the prefix cache
         requests, outputs = run(made)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 import engine.assembly
+import engine.speculation.drafter
 from common.errors import ConfigError, EngineError
 from common.model_files import resolve_model
 from engine import LLM, SamplingParams
@@ -312,7 +313,7 @@ def test_ranks_accept_the_same_drafts(tmp_path: Path, monkeypatch: pytest.Monkey
     path, model = tiny.save(tmp_path / "model"), tiny.build()
     answers = [prompt + reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
     make_drafter = MakeOracle(knows(answers), 0.7, VOCAB_SIZE)
-    monkeypatch.setattr(engine.assembly, "drafter_for", lambda _config: make_drafter)
+    monkeypatch.setattr(engine.speculation.drafter, "drafter_for", lambda _config: make_drafter)
     made = open_ranks(path, 2, monkeypatch, num_speculative_tokens=4, num_gpu_blocks=24, block_size=4).engine
     requests = [made.add_request(prompt, GREEDY) for prompt in PROMPTS]
     while made.has_work():

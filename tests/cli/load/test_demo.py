@@ -1,7 +1,7 @@
 from rich.console import Console
 
 from cli.api_client import ApiClient
-from cli.terminal import demo
+from cli.load import demo
 
 
 class Server(ApiClient):

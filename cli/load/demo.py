@@ -17,7 +17,7 @@ from rich.table import Table
 
 from cli.api_client import ApiClient, Message, describe, speed_of
 from cli.cluster.local_server import add_server_arguments, client_for, parse_with_serve_flags
-from cli.load.results import RequestRecord
+from cli.event_stream import RequestRecord
 from cli.terminal.answer import view_of_stdout
 from common.config import SettingsParser
 

@@ -1,0 +1,92 @@
+"""A server's event stream, as a client reads it: text, times of its pieces, usage. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+
+@dataclass(eq=False)
+class StreamError(Exception):
+    """The event stream holds no answer. `kind`: one of a few; `event`: the server's error event, if it sent one."""
+
+    kind: str
+    event: Any = None
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One request as the client saw it. Times are seconds on one clock, from the start of the run."""
+
+    scheduled: float = 0.0  # when the workload wanted it sent
+    sent: float = 0.0
+    chunk_times: list[float] = field(default_factory=list)
+    end: float = 0.0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    error: str = ""  # "": finished well; else one of a few kinds, never a server's free text
+    message: str = ""  # what the server said of the error, if anything
+
+    @property
+    def ttft(self) -> float:
+        return self.chunk_times[0] - self.sent
+
+    @property
+    def e2e(self) -> float:
+        return self.end - self.sent
+
+    @property
+    def tpot(self) -> float | None:
+        """Mean time per output token after the first; None for fewer than two tokens."""
+        if self.num_output_tokens < 2:
+            return None
+        return (self.chunk_times[-1] - self.chunk_times[0]) / (self.num_output_tokens - 1)
+
+    @property
+    def gaps(self) -> list[float]:
+        return [after - before for before, after in zip(self.chunk_times, self.chunk_times[1:], strict=False)]
+
+
+def message_of(body: Any) -> str:
+    """The text of an error in OpenAI's shape; empty when it is none."""
+    error = body.get("error") if isinstance(body, dict) else None
+    return str(error.get("message") or "") if isinstance(error, dict) else ""
+
+
+class EventStream:
+    """Reads the event stream of an OpenAI-compatible server into a record, from pieces that are cut anywhere."""
+
+    def __init__(self, record: RequestRecord) -> None:
+        self.is_complete = False  # the last event has come
+        self._record = record
+        self._pending = b""
+
+    def read(self, data: bytes, now: float) -> str:
+        """Read a piece that came at `now`; return the text that it completes. Raises StreamError."""
+        *lines, self._pending = (self._pending + data).split(b"\n")
+        return "".join([self._read_event(line[5:].strip(), now) for line in lines if line.startswith(b"data:")])
+
+    def _read_event(self, payload: bytes, now: float) -> str:
+        if payload == b"[DONE]":
+            self.is_complete = True
+            return ""
+        try:
+            event = orjson.loads(payload)
+        except orjson.JSONDecodeError:
+            raise StreamError("not JSON") from None
+        if "error" in event:
+            raise StreamError("error event", event)
+        text, record = "", self._record
+        for choice in event.get("choices") or ():
+            piece = choice.get("text") or (choice.get("delta") or {}).get("content")
+            if piece:
+                text += piece
+                record.chunk_times.append(now)
+        if usage := event.get("usage"):
+            record.num_prompt_tokens = usage.get("prompt_tokens", 0)
+            record.num_output_tokens = usage.get("completion_tokens", 0)
+            record.num_cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        return text
