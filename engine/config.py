@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from common.config import check_not_negative, setting
 from common.errors import ConfigError
 from common.step_times import StepCost
+from engine.compatibility import check
 
 MLA_FORMS = ("absorbed", "latent", "naive")
 EXCHANGES = ("sum", "dispatch")
@@ -125,8 +126,8 @@ class EngineConfig:
         _require(1 <= self.tp <= 256, f"--tp {self.tp}: choose 1 to 256")
         _require(1 <= self.pp <= 64, f"--pp {self.pp}: choose 1 to 64")
         self._check_steps()
-        self._check_experts()
-        self._check_stages()
+        self._check_ranks()
+        check(self)
 
     def _check_steps(self) -> None:
         _require(
@@ -135,11 +136,7 @@ class EngineConfig:
             "every running sequence needs a token in a step",
         )
         if self.simulated_steps:
-            StepCost.parse(self.simulated_steps)
-            _require(
-                self.device != "cuda" and self.tp == self.pp == 1 and not self.num_speculative_tokens,
-                "--simulated-steps takes the place of one GPU: leave --device cuda, --tp, --pp and drafts out",
-            )
+            StepCost.parse(self.simulated_steps)  # raises ConfigError
         _require(
             0 <= self.num_speculative_tokens <= 64,
             f"--num-speculative-tokens {self.num_speculative_tokens}: choose 1 to 64, or 0 for none",
@@ -149,50 +146,17 @@ class EngineConfig:
             f"--ngram-min {self.ngram_min} --ngram-max {self.ngram_max}: choose 1 or more, the smaller one for min",
         )
 
-    def _check_experts(self) -> None:
-        _require(not self.expert_parallel or self.tp > 1, "--expert-parallel divides experts among ranks: give --tp")
+    def _check_ranks(self) -> None:
         _require(
             self.expert_exchange in EXCHANGES,
             f"--expert-exchange {self.expert_exchange}: choose {', '.join(EXCHANGES)}",
         )
         _require(
-            self.expert_exchange == "sum" or self.expert_parallel,
-            "--expert-exchange dispatch is between ranks that have whole experts: give --expert-parallel",
+            self.expert_rebalance_interval >= 0,
+            f"--expert-rebalance-interval {self.expert_rebalance_interval}: choose 1 or more, or 0 for never",
         )
-        _require(
-            not self.expert_placement or self.expert_parallel,
-            "--expert-placement is of ranks that have whole experts: give --expert-parallel",
-        )
-        _require(
-            not self.num_redundant_experts or bool(self.expert_placement or self.expert_rebalance_interval),
-            "--num-redundant-experts: which ones, --expert-placement or --expert-rebalance-interval says",
-        )
-        _require(
-            self.expert_rebalance_interval == 0 or (self.expert_rebalance_interval > 0 and self.expert_parallel),
-            f"--expert-rebalance-interval {self.expert_rebalance_interval}: choose 1 or more, between ranks of "
-            "--expert-parallel, or 0 for never",
-        )
-
-    def _check_stages(self) -> None:
-        if self.pp > 1:
-            _require(
-                self.expert_exchange == "sum",
-                "--expert-exchange dispatch divides tokens among ranks, and a stage of --pp passes all of them on: "
-                "use --expert-exchange sum, or leave --pp out",
-            )
-            _require(
-                not (self.expert_load_file or self.expert_placement or self.expert_rebalance_interval),
-                "--pp with --expert-load-file, --expert-placement or --expert-rebalance-interval is not supported "
-                "yet",
-            )
-            _require(
-                not self.itl_objective_ms,
-                "--pp with --itl-objective-ms is not supported yet: a stream's gap is a round of all stages, "
-                "not a step",
-            )
         if self.stage_address:
             _require(self.pp == 2, f"--stage-address {self.stage_address} is for --pp 2: one stage there, one here")
-            _require(self.tp == 1, "--stage-address with --tp is not supported: leave one out")
             _require(
                 self.stage_address.rpartition(":")[2].isdecimal(),
                 f"--stage-address {self.stage_address}: give host:port",

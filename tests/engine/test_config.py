@@ -41,8 +41,9 @@ def test_experts_that_are_exchanged_are_refused_where_nothing_divides_them() -> 
         EngineConfig(num_redundant_experts=2, expert_parallel=True, tp=2)
     with pytest.raises(ConfigError, match="--pp with --expert-load-file"):
         EngineConfig(expert_load_file="loads.json", pp=2)
-    for interval, is_parallel in ((-1, True), (100, False)):
-        with pytest.raises(ConfigError, match="choose 1 or more, between ranks of"):
-            EngineConfig(expert_rebalance_interval=interval, expert_parallel=is_parallel, tp=2)
+    with pytest.raises(ConfigError, match="choose 1 or more, or 0 for never"):
+        EngineConfig(expert_rebalance_interval=-1, expert_parallel=True, tp=2)
+    with pytest.raises(ConfigError, match="between ranks that have whole ones: give --expert-parallel"):
+        EngineConfig(expert_rebalance_interval=100, tp=2)
     with pytest.raises(ConfigError, match="a stage of --pp passes all of them on: use --expert-exchange sum"):
         EngineConfig(expert_exchange="dispatch", expert_parallel=True, tp=2, pp=2)
