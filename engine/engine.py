@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Protocol
+from typing import Any, Protocol
 
 from common.errors import InvalidRequestError
 from engine.plan import PendingStep, ScheduledRow, StepPlan, StepResult, StepSize
@@ -103,46 +103,30 @@ class Engine:
         *,
         request_id: RequestId | None = None,
         output_token_ids: Sequence[int] = (),
-        priority: int = 0,
-        adapter: str = "",
-        cache_salt: str = "",
-        prefill_only: bool = False,
-        kv_source: object | None = None,
-        num_source_tokens: int = 0,
-        due: float = inf,
-        is_late: bool = False,
         is_prepared: bool = False,
+        **fields: Any,
     ) -> Request:
-        """Check and enqueue a request. Raises InvalidRequestError, ContextLengthError.
+        """Make a request and submit it. fields: others of `Request`, by name."""
+        name = request_id or RequestId(f"local-{next(self._names)}")
+        request = Request(name, list(prompt_token_ids), params, list(output_token_ids), **fields)
+        self.submit(request, is_prepared)
+        return request
 
-        due: time.monotonic() when its next token is due. is_late: it will come too late, so that `due` only ranks.
+    def submit(self, request: Request, is_prepared: bool = False) -> None:
+        """Check and enqueue a request that nobody has yet. Raises InvalidRequestError, ContextLengthError.
+
         is_prepared: it waits for `proceed`.
         """
-        if adapter:  # the router names only adapters that are served: no client's mistake, so no `param`
-            raise InvalidRequestError(f"this engine has no adapter {adapter!r}")
-        check_prompt(prompt_token_ids, params, self.vocab_size)
-        check_output(output_token_ids, params, self.vocab_size)
-        if params.seed is None:
-            params = replace(params, seed=secrets.randbits(63))
-        request = Request(
-            request_id=request_id or RequestId(f"local-{next(self._names)}"),
-            prompt_token_ids=list(prompt_token_ids),
-            params=params,
-            output_token_ids=list(output_token_ids),
-            priority=priority,
-            adapter=adapter,
-            cache_salt=cache_salt,
-            prefill_only=prefill_only,
-            eos_token_ids=self.eos_token_ids,
-            kv_source=kv_source,
-            num_source_tokens=num_source_tokens,
-            due=due,
-            is_late=is_late,
-        )
-        if params.grammar and self._constraints is not None:
-            request.is_ready = self._constraints.readiness(params)
+        if request.adapter:  # the router names only adapters that are served: no client's mistake, so no `param`
+            raise InvalidRequestError(f"this engine has no adapter {request.adapter!r}")
+        check_prompt(request.prompt_token_ids, request.params, self.vocab_size)
+        check_output(request.output_token_ids, request.params, self.vocab_size)
+        if request.params.seed is None:
+            request.params = replace(request.params, seed=secrets.randbits(63))
+        request.eos_token_ids = self.eos_token_ids
+        if request.params.grammar and self._constraints is not None:
+            request.is_ready = self._constraints.readiness(request.params)
         self.scheduler.add(request, is_prepared)
-        return request
 
     def proceed(
         self,

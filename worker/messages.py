@@ -40,19 +40,21 @@ class Start(Message):
 
 
 class Submit(Message):
+    """A request. Fields that protobuf's Submit has come from it, and those that `Request` has go to it, by name."""
+
     request_id: RequestId
-    prompt_token_ids: bytes  # see `common.token_ids`
-    output_token_ids: list[TokenId]  # generated before; a migration replays them
     params: SamplingParams
-    priority: int
-    adapter: str
-    cache_salt: str
-    prefill_only: bool
-    deadline_seconds: float  # from now; 0: none
-    handle: KvHandle | None
-    due_seconds: float = 0.0  # from now, when the next token is due; 0: no objective
-    is_late: bool = False  # its first token misses the objective anyway: due is only its place in the queue
+    handle: KvHandle | None = None
     is_prepared: bool = False  # a peer computes the prompt: it starts with Proceed
+    prompt_token_ids: bytes = b""  # see `common.token_ids`
+    output_token_ids: list[TokenId] = []  # generated before; a migration replays them
+    priority: int = 0
+    adapter: str = ""
+    cache_salt: str = ""
+    prefill_only: bool = False
+    deadline_seconds: float = 0.0  # from now; 0: none
+    due_seconds: float = 0.0  # from now, when the next token is due; 0: no objective
+    is_late: bool = False
 
 
 class Proceed(Message):

@@ -21,7 +21,7 @@ def test_messages_survive_any_cut() -> None:
     with ours, theirs:
         link = FrameSocket(ours)
         request_id, params = RequestId("a"), SamplingParams(logit_bias=((3, 0.5),), seed=2**64 - 1)
-        submit = Submit(request_id, pack_ids(range(500)), [], params, 0, "", "", False, 0.0, None)
+        submit = Submit(request_id, params, prompt_token_ids=pack_ids(range(500)))
         messages: list[ToEngine] = [submit, Cancel(request_id), Stop()]
         data = b"".join(pack(message) for message in messages)
         received = []

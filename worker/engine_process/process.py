@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import fields
 from math import inf
 
 from common.errors import GRAMMAR_REFUSED, DeadlineExceededError, EngineError, InvalidRequestError, MiniInferError
 from common.logging import RateLimit
 from common.token_ids import num_ids, unpack_ids
 from engine.assembly import EngineParts
-from engine.request import FinishReason, RequestId, RequestOutput
+from engine.request import FinishReason, Request, RequestId, RequestOutput
 from worker.engine_process.cores import SharedCores
 from worker.engine_process.engine_figures import add_figures
 from worker.engine_process.heartbeat import Heartbeat
@@ -44,6 +45,10 @@ logger = logging.getLogger("engine")
 logger.addFilter(RateLimit())
 IDLE_WAIT_SECONDS = 0.5  # also the interval of reports without news
 LEASE_WAIT_SECONDS = 0.1  # nothing to compute, but leases may expire
+# What Submit and Request both have under one name and type.
+REQUEST_FIELDS = (set(Submit.__struct_fields__) & {field.name for field in fields(Request)}) - {
+    "prompt_token_ids", "output_token_ids",
+}  # fmt: skip
 BLOCKED_WAIT_SECONDS = 0.002  # work is there but blocks are not: leases and loads will free some
 
 
@@ -161,21 +166,15 @@ class EngineProcess:
         num_tokens = num_ids(submit.prompt_token_ids) + len(submit.output_token_ids) - 1  # the last is computed here
         lease = self._loads.accept(submit.handle, num_tokens)
         try:
-            request = self._engine.add_request(
-                unpack_ids(submit.prompt_token_ids),
-                submit.params,
-                request_id=submit.request_id,
-                output_token_ids=submit.output_token_ids,
-                priority=submit.priority,
-                adapter=submit.adapter,
-                cache_salt=submit.cache_salt,
-                prefill_only=submit.prefill_only,
+            request = Request(
+                prompt_token_ids=unpack_ids(submit.prompt_token_ids),
+                output_token_ids=list(submit.output_token_ids),
                 kv_source=lease,
                 num_source_tokens=0 if lease is None else lease.num_tokens,
                 due=_after(now, submit.due_seconds),
-                is_late=submit.is_late,
-                is_prepared=submit.is_prepared,
+                **{name: getattr(submit, name) for name in REQUEST_FIELDS},
             )
+            self._engine.submit(request, submit.is_prepared)
         except MiniInferError as error:
             self._report.failures.append(Failure.of(submit.request_id, error))
             self._loads.abandon(lease)

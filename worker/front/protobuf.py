@@ -1,7 +1,7 @@
 """The front's conversions: protobuf messages of routers to and from the messages of its engine process.
 
-Sampling parameters are converted by their names: a field that the protobuf message and the dataclass both have needs
-nothing here.
+Requests and sampling parameters are converted by the names of their fields: one that the protobuf message and the
+other type both have needs nothing here.
 """
 
 from __future__ import annotations
@@ -31,25 +31,22 @@ FINISH_REASONS = {
 }
 FAILURE_CODES: dict[str, Any] = {name.removeprefix("FAILURE_CODE_"): code for name, code in pb.FailureCode.items()}
 SCALARS = (int, float, str, bytes)  # bool is an int
+# What both messages have under one name travels by it: a new field of a request needs nothing here.
+SUBMIT_FIELDS = ({field.name for field in pb.Submit.DESCRIPTOR.fields} & set(Submit.__struct_fields__)) - {
+    "request_id"
+}
 OFF_WHEN_ZERO = ("top_p", "repetition_penalty")  # zero cannot be meant: the default, which is off, applies
 
 
 def submit_of(submit: pb.Submit, request_id: RequestId, prefill_only: bool, is_prepared: bool = False) -> Submit:
     """The engine process's form of a Submit. Raises InvalidRequestError for bad sampling parameters."""
     return Submit(
-        request_id=request_id,
-        prompt_token_ids=submit.prompt_token_ids,
-        output_token_ids=list(submit.output_token_ids),
-        params=sampling_params(submit.sampling),
-        priority=submit.priority,
-        adapter=submit.adapter,
-        cache_salt=submit.cache_salt,
+        request_id,
+        sampling_params(submit.sampling),
+        handle_of(submit.kv_handle) if submit.HasField("kv_handle") else None,
         prefill_only=prefill_only and not submit.keep,
-        deadline_seconds=submit.deadline_seconds,
-        handle=handle_of(submit.kv_handle) if submit.HasField("kv_handle") else None,
-        due_seconds=submit.due_seconds,
-        is_late=submit.is_late,
         is_prepared=is_prepared,
+        **{name: _plain(getattr(submit, name)) for name in SUBMIT_FIELDS},
     )
 
 

@@ -69,7 +69,7 @@ class Link:
 
 def submit(name: str) -> Submit:
     params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
-    return Submit(RequestId(name), pack_ids(range(20)), [], params, 0, "", "", False, 0.0, None)
+    return Submit(RequestId(name), params, prompt_token_ids=pack_ids(range(20)))
 
 
 def test_the_pool_is_checked_when_no_request_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

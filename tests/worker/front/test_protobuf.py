@@ -17,12 +17,13 @@ from common.memory import Resident
 from common.model_files import resolve_model
 from common.text.load import load_tokenizer
 from common.token_ids import pack_ids
-from engine.request import FinishReason, RequestId, SamplingParams, TokenLogprobs
+from engine.request import FinishReason, Request, RequestId, SamplingParams, TokenLogprobs
 from kvstore.transports.unix_socket import pack
 from protos import types_pb2 as pb
 from router.api.sampling import ModelLimits
 from router.api.sampling import sampling_params as client_sampling_params
 from router.api.schemas import CompletionBody
+from worker.engine_process.process import REQUEST_FIELDS
 from worker.front.drain import Drain
 from worker.front.protobuf import FAILURE_CODES, failure_of, load_report, sampling_params, submit_of, token_delta
 from worker.messages import Delta, EngineInfo, EngineLoad, Failure, RequestTimes, Submit
@@ -80,6 +81,22 @@ def test_every_sampling_field_reaches_the_engine_process() -> None:
     assert not lost, (
         f"lost between router and engine process: {lost}; see sampling_params in worker/front/protobuf.py"
     )
+
+
+def test_every_field_of_a_request_reaches_the_engine_process() -> None:
+    """A field that a Submit has and `Request` has, too, travels by its name through the message between them."""
+    values: dict[str, Any] = {
+        "output_token_ids": [3, 4], "priority": 5, "cache_salt": "s", "deadline_seconds": 2.5, "adapter": "a",
+        "due_seconds": 0.5, "is_late": True,
+    }  # fmt: skip
+    apart = {"request_id", "prompt_token_ids", "sampling", "kv_handle", "keep"}  # that become something else
+    carried = names_of(pb.Submit)
+    assert not carried - apart - values.keys(), "give the new field a value here and a place in Submit"
+    submit = submit_of(pb.Submit(prompt_token_ids=pack_ids([1]), sampling=MESSAGE, **values), RequestId("r"), True)
+    arrived = msgspec.msgpack.decode(pack(submit)[4:], type=Submit)
+    assert {name: getattr(arrived, name) for name in values} == values
+    lost = ({field.name for field in fields(Request)} & carried) - apart - REQUEST_FIELDS - {"output_token_ids"}
+    assert not lost, f"lost between Submit and Request: {lost}"
 
 
 def test_clients_can_set_every_sampling_field() -> None:
