@@ -24,7 +24,6 @@ from engine.layers.attention import Attention
 from engine.layers.block import Block
 from engine.layers.post_norm import without_post_norm
 from engine.layers.weights import Part
-from engine.loader.converters import Conversion
 from engine.loader.counted import CountedWeights
 from engine.loader.fingerprint import fingerprint
 from engine.loader.sharded import ShardedWeights
@@ -34,8 +33,6 @@ from engine.loader.supported import check_kernels, check_settings
 from engine.models.config import PLAIN_BITS, ExchangeKind, ModelConfig
 from engine.models.model import Model
 from engine.pipeline_parallel.ends import Stage
-from engine.quantization.packed_checkpoint import PackedWeights
-from engine.quantization.packed_linears import PackedLinears
 from engine.sampling.filters import Constraints
 from engine.start_progress import OnProgress, no_progress
 from kvstore.layout import WHOLE, Shard
@@ -94,16 +91,14 @@ def load_model(
     dtype = resolve_dtype(files, engine_config)
     with torch.inference_mode():
         source = open_source(files, engine_config, dtype, device)
-        conversion = Conversion(source.weights, engine_config, shard, dtype, device)
         if stage is not None:
             shard = shard_of(shard, divide_layers(source.config, stage.count)[stage.index])
-        model = _build(source, engine_config, conversion, shard, dtype, device, on_progress)
-    quant_mode = conversion.quant_mode
+        model, quant_mode, held = _build(source, engine_config, shard, dtype, device, on_progress)
     identity = {
         "config": _as_cached(source.config),
         "dtype": DTYPE_NAMES[dtype],
         "quant_mode": quant_mode,
-        **conversion.identity,
+        **held,
         **source.identity,
     }
     if engine_config.kv_cache_dtype != "auto":
@@ -156,13 +151,16 @@ def _as_cached(config: ModelConfig) -> ModelConfig:
 def _build(
     source: Source,
     engine_config: EngineConfig,
-    conversion: Conversion,
     shard: Shard,
     dtype: torch.dtype,
     device: torch.device,
     on_progress: OnProgress,
-) -> Model:
-    """The model, or a rank's or a stage's part of it. Raises ConfigError."""
+) -> tuple[Model, str, dict[str, str]]:
+    """The model, or a rank's or a stage's part of it, its quant mode, and what else identifies how it is held.
+
+    Raises ConfigError.
+    """
+    conversion = source.conversion(engine_config, shard, dtype, device)
     check_kernels(source.config, device)
     kept = conversion.keep_packed(source.checked_skeleton())
     config, weights = source.config, source.weights
@@ -197,11 +195,8 @@ def _build(
         model.config = replace(config, num_layers=len(layers))
     if layers.stop == config.num_layers:
         converter.finish(model)
-    if isinstance(source.weights, PackedWeights):
-        source.weights.check_idle_biases()
-        held = f"are {converter.made}" if isinstance(converter, PackedLinears) else "were dequantized"
-        logger.info("%s: linear layers %s", source.weights.quantization.label, held)
-    return model
+    conversion.end()
+    return model, conversion.quant_mode, conversion.identity
 
 
 def _config_of_rank(config: ModelConfig, engine_config: EngineConfig, shard: Shard) -> ModelConfig:

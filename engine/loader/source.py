@@ -23,9 +23,11 @@ from engine.models.config import ModelConfig, with_latent
 from engine.models.families import ModelFamily, family_of, family_of_gguf
 from engine.models.hf_config import architecture_of, config_from_hf, read_hf_config
 from engine.models.model import Model
+from engine.quantization.conversion import Conversion
 from engine.quantization.mxfp4 import Mxfp4Weights
 from engine.quantization.packed_checkpoint import PackedWeights
 from engine.quantization.schemes import is_mxfp4, quantization_from_hf
+from kvstore.layout import Shard
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +63,12 @@ class Source:
             return shapes
         held = {name for ref in skeleton.linears() if isinstance(ref.layer, Linear) for name in ref.layer.names}
         return {name: shape for name, shape in shapes.items() if name not in kept or name in held}
+
+    def conversion(
+        self, engine_config: EngineConfig, shard: Shard, dtype: torch.dtype, device: torch.device
+    ) -> Conversion:
+        """Choose what becomes of the linear layers. Raises ConfigError for a mode without a kernel or weights."""
+        return Conversion(self.weights, engine_config, shard, dtype, device)
 
 
 def open_source(files: ModelFiles, engine_config: EngineConfig, dtype: torch.dtype, device: torch.device) -> Source:

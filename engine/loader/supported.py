@@ -5,18 +5,11 @@ Asked before weights are read, which may take minutes.
 
 from __future__ import annotations
 
-from collections.abc import Container
-
 import torch
 
 from common.errors import ConfigError, UnsupportedModelError
 from engine.config import EngineConfig
-from engine.layers.linear import Linear, LinearLayer
 from engine.models.config import ModelConfig
-from engine.models.model import Model
-from engine.moe.moe import Moe
-
-EXPERTS = "on a GPU a layer's experts must all be quantized, shared ones too, or none: use --quant-mode none"
 
 
 def check_settings(config: ModelConfig, engine_config: EngineConfig) -> None:
@@ -44,19 +37,3 @@ def check_kernels(config: ModelConfig, device: torch.device) -> None:
         )
     if latent is not None and latent.form != "absorbed":
         raise UnsupportedModelError(f"--mla {latent.form} has no GPU kernels: use absorbed, or --device cpu")
-
-
-def check_packed_experts(skeleton: Model, device: torch.device, packed: Container[str]) -> None:
-    """Raise UnsupportedModelError for a layer's experts of which only some stay quantized: `packed`."""
-    if device.type != "cuda":
-        return
-    for block in skeleton.blocks:
-        if isinstance(block, Moe):
-            experts = [*block.experts.values(), *([] if block.shared is None else [block.shared])]
-            for layers in zip(*((expert.gate_up, expert.down) for expert in experts), strict=True):
-                if len({_is_packed(layer, packed) for layer in layers}) > 1:
-                    raise UnsupportedModelError(EXPERTS)
-
-
-def _is_packed(layer: LinearLayer, packed: Container[str]) -> bool:
-    return isinstance(layer, Linear) and all(name in packed for name in layer.names)

@@ -29,8 +29,8 @@ from engine.gpu.runner import GpuRunner
 from engine.gpu.steps.decode_steps import DecodeSteps
 from engine.gpu.steps.prompt_graphs import PromptGraphs, prompt_step
 from engine.layers.linear import HalfLinear
-from engine.loader import converters
 from engine.prefill_backends.fa3 import FlashAttention3, Operator
+from engine.quantization import conversion
 from engine.quantization.quantize import Quantizer
 from engine.request import SamplingParams
 from engine.trial_plans import WITH_RULES, trial_plan
@@ -116,8 +116,8 @@ def open_runner(
         return FlashAttention3(operator, pool, num_heads, dtype)
 
     monkeypatch.setattr(engine.gpu.runner, "open_attention", open_attention)
-    monkeypatch.setattr(converters, "resolve_quant_mode", lambda *_: quant_mode)
-    monkeypatch.setattr(converters, "Quantizer", lambda chosen, int4, _: Quantizer(chosen, int4, on_gpu=True))
+    monkeypatch.setattr(conversion, "resolve_quant_mode", lambda *_: quant_mode)
+    monkeypatch.setattr(conversion, "Quantizer", lambda chosen, int4, _: Quantizer(chosen, int4, on_gpu=True))
     save_tiny_model(folder, head_dim=64, hidden=1024, inner=2048, num_experts=num_experts)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1 << 15}))

@@ -15,9 +15,9 @@ from engine.gpu.forward import FusedForward, GpuInputs, GroupInputs
 from engine.gpu.ops.form import Target
 from engine.gpu.ops.split_k import SplitKForm
 from engine.kv.memory import kv_layout
-from engine.loader import converters
 from engine.loader.load import load_model
 from engine.moe.moe import Moe
+from engine.quantization import conversion
 from engine.quantization.gpu_ops import QuantizedInputForm
 from engine.quantization.quantize import Quantizer
 from kernels.gpu.elementwise.rms_norm import add_rms_norm
@@ -119,8 +119,8 @@ def test_experts_between_layers_of_quantized_inputs_equal_the_plain_form(
     """What the experts leave as partial sums is added, normed and quantized at once, or one after the other."""
     rows = 3
     use_small_tiles(monkeypatch, 4)
-    monkeypatch.setattr(converters, "resolve_quant_mode", lambda *_: "fp8")
-    monkeypatch.setattr(converters, "Quantizer", lambda mode, int4, _: Quantizer(mode, int4, on_gpu=True))
+    monkeypatch.setattr(conversion, "resolve_quant_mode", lambda *_: "fp8")
+    monkeypatch.setattr(conversion, "Quantizer", lambda mode, int4, _: Quantizer(mode, int4, on_gpu=True))
     saved = save_tiny_model(tmp_path, inner=32, num_experts=4)
     loaded = load_model(resolve_model(str(saved)), EngineConfig(str(saved), dtype="float32"), DEVICE)
     model, tables = loaded.config, torch.arange(rows, dtype=torch.int32, device=DEVICE)[:, None]

@@ -14,8 +14,8 @@ from common.model_files import resolve_model
 from engine.assembly import EngineParts
 from engine.config import EngineConfig
 from engine.layers.linear import Int4Linear, Int8Linear, Linear
-from engine.loader import converters
 from engine.loader.load import load_model
+from engine.quantization import conversion
 from engine.quantization.quantized_rows import QuantizedRows
 from kvstore.layout import Shard
 from tests.engine.gguf.gguf_files import write_gguf
@@ -52,7 +52,7 @@ def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
         assert rows.values.shape == linear.weight.shape
         return Linear(rows.dequantize(torch.float32), linear.bias)
 
-    monkeypatch.setattr(converters, "resolve_quant_mode", lambda *_, **options: "int4-weight")
+    monkeypatch.setattr(conversion, "resolve_quant_mode", lambda *_, **options: "int4-weight")
     monkeypatch.setattr(engine.quantization.quantize, "to_int4", exact)
     monkeypatch.setattr(engine.quantization.quantize, "to_int8", lambda linear: linear)
     monkeypatch.setattr(engine.quantization.quantize, "INT4_ROW_MULTIPLE", 1)

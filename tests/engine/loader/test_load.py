@@ -17,9 +17,9 @@ from common.model_files import ModelFiles, resolve_model
 from engine.config import EngineConfig
 from engine.layers.linear import Int8Linear, Linear, quantize_int8
 from engine.layers.weights import Partition
-from engine.loader.converters import resolve_quant_mode
 from engine.loader.fingerprint import fingerprint
 from engine.loader.random_weights import RandomWeights
+from engine.quantization.conversion import resolve_quant_mode
 from engine.quantization.quantize import to_int8
 from tests.engine.driving import Driver, directory, make_runner, open_model
 from tests.engine.tiny_models import TINY_MODELS

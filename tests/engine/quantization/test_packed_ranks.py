@@ -16,9 +16,9 @@ from engine.assembly import EngineParts
 from engine.config import EngineConfig
 from engine.layers.linear import Linear, LinearLayer
 from engine.layers.weights import Part
-from engine.loader import converters
 from engine.loader.load import load_model
 from engine.loader.safetensors import SafetensorsWeights
+from engine.quantization import conversion
 from engine.quantization.packed_linears import Made
 from engine.quantization.quantized_rows import QuantizedRows
 from kvstore.layout import Shard
@@ -58,7 +58,7 @@ class ExactMaker:
 
 @pytest.fixture
 def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(converters, "can_keep_packed", lambda *_: True)
+    monkeypatch.setattr(conversion, "can_keep_packed", lambda *_: True)
     monkeypatch.setattr(engine.quantization.packed_linears, "_maker", lambda *_: ExactMaker())
     torch.set_num_threads(1)
 

@@ -17,9 +17,9 @@ from engine.gpu.config import GpuConfig
 from engine.gpu.runner import GpuRunner
 from engine.layers.block import Block
 from engine.layers.linear import Linear, LinearLayer
-from engine.loader import converters
 from engine.models.model import Model
 from engine.moe.moe import Moe
+from engine.quantization import conversion
 from engine.quantization.gpu_linears import EightBitLinear, GroupedEightBit, W4A16Linear
 from engine.quantization.gpu_packed_linears import GpuLinearMaker
 from engine.quantization.packed_linears import Made, linear_of_parts
@@ -102,10 +102,10 @@ def experts_of(runner: GpuRunner) -> list[Moe]:
 def test_tokens_of_int4_experts_equal_those_of_their_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_small_tiles(monkeypatch, 2)
     model = MOE.save(tmp_path / "m")
-    monkeypatch.setattr(converters, "resolve_quant_mode", lambda *_: "int4-weight")
-    monkeypatch.setattr(converters, "Quantizer", lambda *_: ExpertsQuantizer(True))
+    monkeypatch.setattr(conversion, "resolve_quant_mode", lambda *_: "int4-weight")
+    monkeypatch.setattr(conversion, "Quantizer", lambda *_: ExpertsQuantizer(True))
     expected = generate(reference(model), PARAMS, PROMPTS)
-    monkeypatch.setattr(converters, "Quantizer", lambda *_: ExpertsQuantizer(False))
+    monkeypatch.setattr(conversion, "Quantizer", lambda *_: ExpertsQuantizer(False))
     made, runner = open_gpu(model, monkeypatch, GpuConfig())
     assert generate(made, PARAMS, PROMPTS) == expected
     (experts,) = (block.stacked for block in experts_of(runner))
@@ -118,7 +118,7 @@ def test_tokens_of_a_checkpoint_equal_those_of_its_weights(
 ) -> None:
     use_small_tiles(monkeypatch, 2)
     write(CHECKPOINTS[name], tmp_path / "m", MOE)
-    monkeypatch.setattr(converters, "can_keep_packed", lambda *_: True)  # in float32, where nothing is rounded
+    monkeypatch.setattr(conversion, "can_keep_packed", lambda *_: True)  # in float32, where nothing is rounded
     monkeypatch.setattr(engine.quantization.packed_linears, "_maker", lambda _, device: DequantizingMaker(device))
     expected = generate(reference(tmp_path / "m"), PARAMS, PROMPTS)
     monkeypatch.setattr(engine.quantization.packed_linears, "_maker", lambda _, device: GpuLinearMaker(device))
@@ -146,7 +146,7 @@ def test_tokens_of_mxfp4_equal_those_of_its_weights(tmp_path: Path, monkeypatch:
     torch.manual_seed(0)
     model = save_mxfp4(tmp_path)
     expected = generate(reference(model), PARAMS, PROMPTS)
-    monkeypatch.setattr(converters, "can_keep_mxfp4", lambda *_: True)  # in float32, where nothing is rounded
+    monkeypatch.setattr(conversion, "can_keep_mxfp4", lambda *_: True)  # in float32, where nothing is rounded
     made, runner = open_gpu(model, monkeypatch, GpuConfig(), quant_mode="auto")
     assert generate(made, PARAMS, PROMPTS) == expected
     assert {block.stacked.down.itemsize for block in experts_of(runner)} == {0.5}

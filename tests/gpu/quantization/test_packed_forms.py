@@ -16,8 +16,8 @@ from engine.config import EngineConfig
 from engine.gpu.attention.choose import open_attention
 from engine.gpu.forward import FusedForward, GpuInputs, GroupInputs
 from engine.kv.memory import kv_layout
-from engine.loader import converters
 from engine.loader.load import load_model
+from engine.quantization import conversion
 from engine.quantization.gpu_linears import QuantizedInput
 from engine.quantization.gpu_packed_linears import GpuLinearMaker
 from engine.tensor_parallel.gpu_group import DeviceGroup
@@ -100,7 +100,7 @@ def test_two_ranks_compute_the_hidden_states_of_one(
     """In float32. int8 inputs of `o_proj` and `down` are quantized rank by rank; int4 takes long to interpret."""
     make = GpuLinearMaker if ON_GPU or name == "compressed-int8" else DequantizingMaker
     write(FORMATS[name], tmp_path / "m", WIDE)
-    monkeypatch.setattr(converters, "can_keep_packed", lambda *_: True)
+    monkeypatch.setattr(conversion, "can_keep_packed", lambda *_: True)
     monkeypatch.setattr(engine.quantization.packed_linears, "_maker", lambda _dtype, device: make(device))
     check(tmp_path / "m", 0.03 if name == "compressed-int8" else 1e-4)
 
@@ -112,7 +112,7 @@ def test_two_ranks_of_mxfp4_experts_compute_the_hidden_states_of_one(
     use_small_tiles(monkeypatch, 2)
     torch.manual_seed(0)
     save_mxfp4(tmp_path, inner=160)
-    monkeypatch.setattr(converters, "can_keep_mxfp4", lambda *_: True)
+    monkeypatch.setattr(conversion, "can_keep_mxfp4", lambda *_: True)
     check(tmp_path, 1e-4)
 
 

@@ -15,11 +15,11 @@ import engine.quantization.packed_linears
 from engine.config import EngineConfig
 from engine.layers.linear import Linear, LinearLayer
 from engine.layers.mlp import Mlp
-from engine.loader import converters
 from engine.loader.load import LoadedModel, load_model
 from engine.moe.gpu_experts import StackedExperts, moe
 from engine.moe.moe import Moe
 from engine.pipeline_parallel.ends import Stage
+from engine.quantization import conversion
 from engine.quantization.gpu_linears import EightBitLinear, GroupedEightBit, Mxfp4Linear, W4A16Linear
 from engine.quantization.gpu_packed_linears import GpuLinearMaker
 from engine.quantization.reordered import Reordered
@@ -121,7 +121,7 @@ def test_ranks_keep_mxfp4_experts(
     torch.manual_seed(0)
     path = save_mxfp4(tmp_path, inner)
     (exact, *_) = experts_of(load(path, Shard(), dtype="float32"))
-    monkeypatch.setattr(converters, "can_keep_mxfp4", lambda *_: True)  # in float32, where nothing is rounded
+    monkeypatch.setattr(conversion, "can_keep_mxfp4", lambda *_: True)  # in float32, where nothing is rounded
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     found, sizes = torch.zeros_like(x), []
     for rank in range(2):
@@ -139,7 +139,7 @@ def test_ranks_keep_mxfp4_experts(
 
 def test_stages_keep_mxfp4_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save_mxfp4(tmp_path)
-    monkeypatch.setattr(converters, "can_keep_mxfp4", lambda *_: True)
+    monkeypatch.setattr(conversion, "can_keep_mxfp4", lambda *_: True)
     for index in range(2):
         loaded = load(path, Shard(), Stage(index, 2), dtype="float32", pp=2)
         (block,) = experts_of(loaded)
@@ -155,7 +155,7 @@ def test_shared_experts_are_stacked_with_those_of_a_rank(tmp_path: Path, monkeyp
     form = replace(CHECKPOINTS["fp8 in blocks"], kept_plain=(*ATTENTION, "_proj_with_mqa", "q_b_proj", "kv_b_proj"))
     write(form, tmp_path / "m", tiny)
     (exact, *_) = experts_of(load(tmp_path / "m", Shard(), dtype="float32"))
-    monkeypatch.setattr(converters, "can_keep_packed", lambda *_: True)  # in float32
+    monkeypatch.setattr(conversion, "can_keep_packed", lambda *_: True)  # in float32
     monkeypatch.setattr(engine.quantization.packed_linears, "_maker", lambda _dtype, device: GpuLinearMaker(device))
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     found = torch.zeros_like(x)

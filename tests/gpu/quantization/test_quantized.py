@@ -16,7 +16,7 @@ from engine.engine import Engine
 from engine.gpu.config import GpuConfig
 from engine.gpu.runner import GpuRunner
 from engine.layers.linear import Linear, LinearLayer
-from engine.loader import converters
+from engine.quantization import conversion
 from engine.quantization.gpu_linears import EightBitLinear, Fp8Linear, W4A16Linear, W8A8Linear, W8A16Linear
 from engine.quantization.quantize import Quantizer
 from engine.request import SamplingParams
@@ -81,12 +81,12 @@ def test_tokens_equal_those_of_the_reference(
     mode: str, uses_graphs: bool, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts, several rows and single rows; in float32, where rounding alone decides."""
-    monkeypatch.setattr(converters, "Quantizer", lambda *_: ReferenceQuantizer(mode))
+    monkeypatch.setattr(conversion, "Quantizer", lambda *_: ReferenceQuantizer(mode))
     expected = generate(assemble(config_of(model, "cpu")).engine, PROMPTS)
     if not ON_GPU:
         monkeypatch.setattr(engine.assembly, "_make_runner", GpuRunner)
-    monkeypatch.setattr(converters, "resolve_quant_mode", lambda *_: mode)
-    monkeypatch.setattr(converters, "Quantizer", lambda chosen, int4, _: Quantizer(chosen, int4, on_gpu=True))
+    monkeypatch.setattr(conversion, "resolve_quant_mode", lambda *_: mode)
+    monkeypatch.setattr(conversion, "Quantizer", lambda chosen, int4, _: Quantizer(chosen, int4, on_gpu=True))
     gpu = GpuConfig(overlap=False, use_cuda_graph=uses_graphs)
     parts = assemble(config_of(model, "cuda" if ON_GPU else "cpu"), gpu=gpu)
     assert parts.quantization == mode

@@ -9,25 +9,29 @@ plain                      `Quantizer`, on CPUs to int8   `Quantizer`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Container, Mapping
 from typing import Protocol
 
 import torch
 
-from common.errors import ConfigError
+from common.errors import ConfigError, UnsupportedModelError
 from engine.config import EngineConfig
 from engine.gguf.weights import GgufWeights
 from engine.layers.block import Block
+from engine.layers.linear import Linear, LinearLayer
 from engine.layers.weights import Part, WeightSource
-from engine.loader.supported import check_packed_experts
 from engine.models.model import Model
+from engine.moe.moe import Moe
 from engine.quantization.mxfp4 import Mxfp4Experts, Mxfp4Weights
 from engine.quantization.packed_checkpoint import PackedWeights
 from engine.quantization.packed_linears import PackedLinears, can_keep_packed, packed_names
 from engine.quantization.quantize import Quantizer
 from kvstore.layout import Shard
 
+logger = logging.getLogger(__name__)
 GPU_CAPABILITIES = {"fp8": (8, 9), "w8a8": (8, 0)}  # of modes that exist on GPUs alone: their matrix units
+EXPERTS = "on a GPU a layer's experts must all be quantized, shared ones too, or none: use --quant-mode none"
 
 
 class Converter(Protocol):
@@ -55,6 +59,8 @@ class Conversion:
         """Raise ConfigError for a mode that has no kernel or no weights."""
         self.identity: dict[str, str] = {}
         self._dtype, self._device = dtype, device
+        self._stored = weights
+        self._linears: PackedLinears | None = None
         self._packed: PackedWeights | None = None
         self._mxfp4: Mxfp4Weights | None = None
         self._int4: GgufWeights | None = None
@@ -96,13 +102,20 @@ class Conversion:
     def converter(self, parts: Mapping[str, Part], on_read: Callable[[str], None]) -> Converter:
         """parts: of weights of which this rank has no more. on_read: called with the name of each that it reads."""
         if self._packed is not None:
-            linears = PackedLinears(self._dtype, self._device, self._packed, parts, on_read)
-            self.identity["linears"] = linears.identity
-            return linears
+            self._linears = PackedLinears(self._dtype, self._device, self._packed, parts, on_read)
+            self.identity["linears"] = self._linears.identity
+            return self._linears
         if self._mxfp4 is not None:
             return Mxfp4Experts(self._mxfp4, parts, on_read)
         int4 = None if self._int4 is None else self._int4.int4
         return Quantizer(self.quant_mode, int4, self._device.type == "cuda")
+
+    def end(self) -> None:
+        """Log what became of a quantized checkpoint. Raises ConfigError for tensors of it that cannot be left out."""
+        if isinstance(self._stored, PackedWeights):
+            self._stored.check_idle_biases()
+            held = "were dequantized" if self._linears is None else f"are {self._linears.made}"
+            logger.info("%s: linear layers %s", self._stored.quantization.label, held)
 
 
 def can_keep_mxfp4(dtype: torch.dtype, device: torch.device) -> bool:
@@ -135,3 +148,19 @@ def resolve_quant_mode(
                 f"{found[0]}.{found[1]}; use int8-weight"
             )
     return wanted
+
+
+def check_packed_experts(skeleton: Model, device: torch.device, packed: Container[str]) -> None:
+    """Raise UnsupportedModelError for a layer's experts of which only some stay quantized: `packed`."""
+    if device.type != "cuda":
+        return
+    for block in skeleton.blocks:
+        if isinstance(block, Moe):
+            experts = [*block.experts.values(), *([] if block.shared is None else [block.shared])]
+            for layers in zip(*((expert.gate_up, expert.down) for expert in experts), strict=True):
+                if len({_is_packed(layer, packed) for layer in layers}) > 1:
+                    raise UnsupportedModelError(EXPERTS)
+
+
+def _is_packed(layer: LinearLayer, packed: Container[str]) -> bool:
+    return isinstance(layer, Linear) and all(name in packed for name in layer.names)
