@@ -1,6 +1,6 @@
 """Rotary position embedding: a table of cosines and sines, computed once per model.
 
-Frequencies follow transformers' definitions of the scaling kinds `linear`, `llama3` and `yarn`.
+Frequencies follow transformers' definitions of the scaling kinds `linear`, `llama3`, `yarn` and `longrope`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from common.errors import ConfigError
 from engine.models.rope import RopeConfig, yarn_mscale
 
 
@@ -32,11 +34,14 @@ def rotary_table(
     """[num_positions, 2, head_dim]: cosines, then sines with the sign of the rotation folded in.
 
     Rotation of a head x = (a, b), halves of head_dim: (a cos - b sin, b cos + a sin), which with this table is
-    x * table[0] + (b, a) * table[1].
+    x * table[0] + (b, a) * table[1]. Pairs that are not rotated are the last ones, see `rotary_order`.
     """
-    frequencies, scale = rotary_frequencies(rope, head_dim)
+    rotated = rope.rotated(head_dim)
+    frequencies, scale = rotary_frequencies(rope, rotated)
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
     cos, sin = angles.cos() * scale, angles.sin() * scale
+    rest = (head_dim - rotated) // 2
+    cos, sin = functional.pad(cos, (0, rest), value=1.0), functional.pad(sin, (0, rest))
     table = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)], dim=1)
     return table.to(device=device, dtype=dtype)
 
@@ -48,7 +53,10 @@ def rotary_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
     if rope.kind == "linear":
         return plain / rope.factor, 1.0
     if rope.kind == "factors":
-        return plain / torch.tensor(rope.frequency_factors), 1.0
+        factors = torch.tensor(rope.frequency_factors)
+        if factors.shape != plain.shape:
+            raise ConfigError(f"rotary embedding: {len(factors)} factors of {len(plain)} frequencies")
+        return plain / factors, rope.attention_factor or 1.0
     if rope.kind == "llama3":
         return _llama3(plain, rope), 1.0
     if rope.kind == "yarn":

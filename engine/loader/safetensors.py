@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from common.errors import ConfigError
 from engine.layers.weights import CHOICE_BIAS, Part, Partition
 from engine.loader.checkpoint import Shape
+from engine.loader.fused import StoredRows
 
 INDEX_NAME = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100 << 20
@@ -22,11 +24,15 @@ PLAIN_TYPES = ("F64", "F32", "F16", "BF16")
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """What a file's header says of one tensor. `type_name` is safetensors' own: BF16, I32, F8_E4M3, ..."""
+    """What a file's header says of one tensor. `type_name` is safetensors' own: BF16, I32, F8_E4M3, ...
+
+    lies: where, if it is rows of a stored one.
+    """
 
     path: Path
     shape: Shape
     type_name: str
+    lies: StoredRows | None = None
 
 
 class SafetensorsWeights:
@@ -40,6 +46,18 @@ class SafetensorsWeights:
         for path in self.files:
             self.tensors.update(read_header(path))
         self._open_files: dict[Path, Any] = {}
+
+    def divide(self, rows: Mapping[str, StoredRows]) -> None:
+        """Let names stand for rows of tensors, where these are plain and have as many."""
+        divided = set()
+        for name, lies in rows.items():
+            whole = self.tensors.get(lies.stored)
+            if whole is not None and whole.type_name in PLAIN_TYPES and whole.shape[0] == lies.stored_rows:
+                divided.add(lies.stored)
+                shape = (lies.num_rows, *whole.shape[1:])
+                self.tensors[name] = StoredTensor(whole.path, shape, whole.type_name, lies)
+        for stored in divided - rows.keys():
+            del self.tensors[stored]
 
     @property
     def shapes(self) -> dict[str, Shape]:
@@ -71,9 +89,12 @@ class SafetensorsWeights:
         """part: further dimensions than the tensor has are left out."""
         from safetensors import SafetensorError, safe_open
 
-        path, shape = self.tensors[name].path, self.tensors[name].shape
+        path, shape, lies = self.tensors[name].path, self.tensors[name].shape, self.tensors[name].lies
         inside = (part or ())[: len(shape)]
         is_whole = all(map(operator.eq, map(len, inside), shape))
+        if lies is not None:
+            name, inside = lies.stored, lies.part(inside or tuple(map(range, shape)))
+            is_whole = is_whole and lies.stored_rows == lies.num_rows
         try:
             if path not in self._open_files:
                 self._open_files[path] = safe_open(path, framework="pt", device="cpu")
@@ -84,7 +105,8 @@ class SafetensorsWeights:
                 tensor = file.get_slice(name)[tuple(slice(indices.start, indices.stop) for indices in inside)]
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{path.name} is damaged: {name} cannot be read from it") from error
-        return tensor
+        order = None if lies is None else lies.order(tensor.shape[0])
+        return tensor if order is None else tensor[order]
 
 
 def weight_files(directory: Path) -> list[Path]:

@@ -17,6 +17,7 @@ from engine.gguf.weights import OUTPUT_WEIGHT, ROPE_FACTORS, GgufFile, GgufWeigh
 from engine.layers.linear import Linear
 from engine.layers.weights import WeightSource
 from engine.loader.checkpoint import Shape, check_weights
+from engine.loader.fused import stored_rows
 from engine.loader.random_weights import DRY_RUN_CONFIG, DRY_RUN_STD, SEED, STD, RandomWeights
 from engine.loader.safetensors import SafetensorsWeights
 from engine.models.config import ModelConfig, with_latent
@@ -91,13 +92,16 @@ def open_source(files: ModelFiles, engine_config: EngineConfig, dtype: torch.dty
         if quantization is not None:
             logger.info("random weights are plain, not %s; --quant-mode quantizes them", quantization.label)
         return _random(family, config, dtype, device)
+    config = replace(config, rope=config.rope.within(config.context_length(engine_config.max_model_len)))
     tensors = SafetensorsWeights(files.path, dtype, device)
+    rows = stored_rows(family.skeleton(config)[1], family.fused, config)
+    tensors.divide(rows)
     if quantization is not None and engine_config.quant_mode == "auto" and dtype == torch.bfloat16:
         config = replace(config, linear_bits=quantization.schemes[0].bits)
     if is_mxfp4(raw):
         expanded = Mxfp4Weights(tensors)
         return Source(config, family, expanded, expanded.shapes, {}, tensors.files)
-    weights = tensors if quantization is None else PackedWeights(tensors, quantization)
+    weights = tensors if quantization is None else PackedWeights(tensors, quantization, rows)
     return Source(config, family, weights, tensors.shapes, {}, tensors.files)
 
 

@@ -230,5 +230,6 @@ def check_config(config: ModelConfig) -> None:
     """Refuse shapes that do not fit together."""
     if config.num_heads % config.num_kv_heads:
         raise ConfigError(f"{config.num_heads} query heads cannot share {config.num_kv_heads} KV heads")
-    if config.head_dim % 2:
-        raise ConfigError(f"head_dim {config.head_dim} is odd, rotary embedding needs pairs")
+    rotated = config.rope.rotated(config.head_dim)
+    if config.head_dim % 2 or rotated % 2 or not 0 < rotated <= config.head_dim:
+        raise ConfigError(f"rotary embedding of {rotated} of {config.head_dim} numbers a head: it needs pairs")

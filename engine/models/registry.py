@@ -6,7 +6,7 @@ Families register themselves when `engine.models.families` is imported.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from common.errors import UnsupportedModelError
@@ -17,6 +17,7 @@ from engine.models.model import Model, OnBlock, Part, assemble_model
 AdaptConfig = Callable[[ModelConfig, Mapping[str, Any]], ModelConfig]
 TextConfig = Callable[[Mapping[str, Any]], dict[str, Any]]
 Parts = Callable[[ModelConfig, WeightSource], Iterator[Part]]
+Fused = Mapping[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class ModelFamily:
     gguf_name: value of `general.architecture` in GGUF files; empty: none.
     gguf_permuted: GGUF files of this family hold q and k rows in llama.cpp's interleaved rotary order.
     text_config: gives the text model's part of a config.json that describes more.
+    fused: names of tensors, within a layer, that hold the rows of several weights one after the other.
     """
 
     architecture: str
@@ -37,6 +39,7 @@ class ModelFamily:
     gguf_name: str = ""
     gguf_permuted: bool = False
     text_config: TextConfig | None = None
+    fused: Fused = field(default_factory=dict)
 
     def build(self, config: ModelConfig, weights: WeightSource, on_block: OnBlock | None = None) -> Model:
         return assemble_model(config, self.parts(config, weights), on_block)
@@ -57,12 +60,13 @@ def register(
     gguf_name: str = "",
     gguf_permuted: bool = False,
     text_config: TextConfig | None = None,
+    fused: Fused | None = None,
 ) -> Callable[[Parts], Parts]:
     """Decorator of a function that yields a model's parts."""
 
     def add(parts: Parts) -> Parts:
         _FAMILIES[architecture] = ModelFamily(
-            architecture, adapt_config, parts, gguf_name, gguf_permuted, text_config
+            architecture, adapt_config, parts, gguf_name, gguf_permuted, text_config, fused or {}
         )
         return parts
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from common.errors import ConfigError
 from engine.layers.weights import Part, Partition
 from engine.loader.checkpoint import Shape, check_weights
+from engine.loader.fused import StoredRows
 from engine.loader.safetensors import SafetensorsWeights, StoredTensor
 from engine.quantization.packed_layouts import MARKS, UNUSED, Stored, column_order, stored_tensors
 from engine.quantization.packed_parts import GROUP_INDICES, unpack_part
@@ -28,17 +29,23 @@ BIAS = "bias"
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """A quantized weight whose tensors fit `scheme`."""
+    """A quantized weight whose tensors fit `scheme`. shape: of the stored one, of which it may be rows."""
 
     scheme: WeightScheme
     shape: tuple[int, int]
+    module: str
+    lies: StoredRows | None = None
 
 
 class PackedWeights:
     """`check` must be called before anything is taken."""
 
-    def __init__(self, tensors: SafetensorsWeights, quantization: CheckpointQuantization) -> None:
+    def __init__(
+        self, tensors: SafetensorsWeights, quantization: CheckpointQuantization, rows: Mapping[str, StoredRows]
+    ) -> None:
+        """rows: weights that are those of a stored one."""
         self.quantization = quantization
+        self._lies = rows
         self.kept: frozenset[str] = frozenset()
         self._tensors = tensors
         self._modules = _by_module(tensors.tensors)
@@ -49,9 +56,15 @@ class PackedWeights:
         """Find the scheme of each quantized weight. Raises ConfigError that names all that does not fit."""
         found = self._tensors.shapes
         problems = []
+        held: dict[str, list[str]] = {}  # by stored names
+        for name, lies in self._lies.items():
+            held.setdefault(lies.stored, []).append(name)
         for module, parts in self._modules.items():
             name = module + WEIGHT
+            names = held.get(name, [name])
             shape = needed.get(name)
+            if shape is None and names[0] in needed:
+                shape = (self._lies[names[0]].stored_rows, *needed[names[0]][1:])
             if shape is None or len(shape) != 2 or not any(mark in parts for mark in MARKS):
                 continue
             scheme, misfits = self._scheme(parts, shape[0], shape[1])
@@ -59,14 +72,15 @@ class PackedWeights:
                 problems.append(f"{module}: {misfits}")
                 understood = [part for part in parts if part != BIAS]
             else:
-                self._packed[name] = _Packed(scheme, (shape[0], shape[1]))
+                for each in names:
+                    self._packed[each] = _Packed(scheme, (shape[0], shape[1]), module, self._lies.get(each))
                 understood = [*stored_tensors(scheme, shape[0], shape[1], parts), *UNUSED]
                 if BIAS in parts and f"{module}.{BIAS}" not in needed:
                     self._idle_biases.append(f"{module}.{BIAS}")
                     understood.append(BIAS)
             for part in understood:
                 found.pop(f"{module}.{part}", None)
-            found[name] = shape
+            found |= {each: needed[each] for each in names}
         check_weights(needed, found, tied, unused, problems)
 
     def _scheme(self, parts: Mapping[str, StoredTensor], n: int, k: int) -> tuple[WeightScheme | None, str]:
@@ -84,20 +98,25 @@ class PackedWeights:
 
     def rows(self, name: str, part: Part | None = None) -> QuantizedRows:
         """The weight of that name, or a part of it. Raises ConfigError for values that cannot be."""
-        module = name.removesuffix(WEIGHT)
         packed = self._packed[name]
+        module, lies = packed.module, packed.lies
+        if lies is not None:
+            part = lies.part(part or (range(lies.num_rows), range(packed.shape[1])))
 
         def read(tensor: str, indices: Part | None) -> Tensor:
             return self._tensors.read(f"{module}.{tensor}", indices)
 
         try:
-            return unpack_part(packed.scheme, *packed.shape, read, self._modules[module], part)
+            rows = unpack_part(packed.scheme, *packed.shape, read, self._modules[module], part)
         except ConfigError as error:
             raise ConfigError(f"quantized weights: {module}: {error}") from error
+        order = None if lies is None else lies.order(rows.values.shape[0])
+        return rows if order is None else rows.take_rows(order.to(rows.values.device))
 
     def order(self, name: str) -> Tensor | None:
         """Columns of a weight sorted by group, see `QuantizedRows`. Raises ConfigError."""
-        packed, module = self._packed[name], name.removesuffix(WEIGHT)
+        packed = self._packed[name]
+        module = packed.module
         for part in GROUP_INDICES:
             if part in self._modules[module]:
                 return column_order(packed.scheme, packed.shape[1], self._tensors.read(f"{module}.{part}"))

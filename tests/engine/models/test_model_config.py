@@ -13,11 +13,13 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from common.errors import ConfigError, UnsupportedModelError
-from engine.layers.rotary import rotary_frequencies
+from engine.layers.rotary import rotary_frequencies, rotary_table
+from engine.loader.fused import rotary_order
 from engine.loader.random_weights import DRY_RUN_CONFIG
 from engine.models.families import family_of
 from engine.models.hf_config import config_from_hf, read_hf_config
 from engine.models.rope import RopeConfig
+from kernels.rotary import rotate_
 
 OLD_STYLE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -59,8 +61,7 @@ def test_generation_config_decides_the_end_of_sequence(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"hidden_act": "gelu"}, "gelu"),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
-        ({"partial_rotary_factor": 0.5}, "partial"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
         ({"architectures": []}, "architectures"),
         ({"architectures": None}, "architectures"),
     ],
@@ -71,7 +72,15 @@ def test_what_is_not_supported_is_named(change: dict[str, Any], message: str) ->
 
 
 @pytest.mark.parametrize(
-    "change", [{"num_key_value_heads": 3}, {"head_dim": 15}, {"vocab_size": "many"}, {"hidden_size": 0}]
+    "change",
+    [
+        {"num_key_value_heads": 3},
+        {"head_dim": 15},
+        {"vocab_size": "many"},
+        {"hidden_size": 0},
+        {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
+        {"partial_rotary_factor": 0.2},
+    ],
 )
 def test_shapes_that_make_no_sense_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
@@ -109,6 +118,10 @@ def test_windows_that_are_switched_off_do_not_count() -> None:
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+LONG: dict[str, Any] = {
+    "rope_type": "longrope", "original_max_position_embeddings": 4096, "factor": 32.0,
+    "long_factor": [1.0 + i for i in range(64)], "short_factor": [1.0 + i / 64 for i in range(64)],
+}  # fmt: skip
 ROPES: list[dict[str, Any]] = [
     {"rope_type": "linear", "factor": 4.0},
     {
@@ -127,6 +140,8 @@ ROPES: list[dict[str, Any]] = [
         "beta_fast": 16,
         "truncate": False,
     },
+    LONG,
+    {**LONG, "attention_factor": 1.3},
 ]
 
 
@@ -136,9 +151,29 @@ def test_scaled_frequencies_equal_those_of_transformers(values: dict[str, Any]) 
     theirs = transformers.LlamaConfig(head_dim=128, rope_parameters=parameters, max_position_embeddings=131072)
     expected, factor = ROPE_INIT_FUNCTIONS[values["rope_type"]](theirs, torch.device("cpu"))
     raw = {**OLD_STYLE, "rope_scaling": None, "rope_parameters": parameters, "max_position_embeddings": 131072}
-    frequencies, scale = rotary_frequencies(config_from_hf(raw).rope, 128)
+    frequencies, scale = rotary_frequencies(config_from_hf(raw).rope.within(4096), 128)  # where theirs begins
     torch.testing.assert_close(frequencies, expected)
     assert scale == pytest.approx(factor)
+
+
+def test_long_contexts_have_factors_of_their_own() -> None:
+    raw = {**OLD_STYLE, "rope_scaling": LONG, "max_position_embeddings": 131072}
+    rope = config_from_hf(raw).rope
+    assert rope.within(4096).frequency_factors == tuple(LONG["short_factor"])
+    assert rope.within(4097).frequency_factors == tuple(LONG["long_factor"])
+    assert config_from_hf({**raw, "rope_scaling": {**LONG, "rope_type": "su"}}).rope == rope
+
+
+def test_scores_do_not_follow_the_order_of_numbers_that_are_not_rotated() -> None:
+    """With angles of zero for the others, a rotation of pairs half a head apart is one of a part of the head."""
+    rope = RopeConfig(partial=0.5)
+    order = torch.tensor(rotary_order(replace(DRY_RUN_CONFIG, rope=rope, head_dim=16)))
+    whole = rotary_table(rope, 16, 9, torch.float32, torch.device("cpu"))[8, :, None]
+    table = rotary_table(replace(rope, partial=1.0), 8, 9, torch.float32, torch.device("cpu"))[8, :, None]
+    x = torch.randn(1, 3, 16)
+    expected = x.clone()
+    rotate_(expected[..., :8], *table)
+    torch.testing.assert_close(rotate_(x[..., order], *whole), expected[..., order])
 
 
 def test_plain_frequencies() -> None:
