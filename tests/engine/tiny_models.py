@@ -82,6 +82,15 @@ GPT_OSS = {
     "intermediate_size": 32, "swiglu_limit": 0.5, **rope("yarn", factor=4.0, truncate=False,
     original_max_position_embeddings=64, beta_fast=32.0, beta_slow=1.0),
 }  # fmt: skip
+# Longer than its original context of one token is all that tells the two sets of factors apart.
+PHI3_LONG = rope(
+    "longrope", partial_rotary_factor=0.75, long_factor=[1.5, 4.0, 9.0], short_factor=[1.0, 1.1, 1.3],
+    original_max_position_embeddings=1, attention_factor=1.19,
+)  # fmt: skip
+PHI3_SHORT = rope(
+    "longrope", partial_rotary_factor=0.5, long_factor=[2.0, 5.0], short_factor=[1.2, 1.6],
+    original_max_position_embeddings=256, factor=4.0,
+)  # fmt: skip
 QWEN3_EXPERTS = {"head_dim": 12, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 TINY_MODELS = {
     "llama": TinyModel("Llama"),
@@ -99,6 +108,9 @@ TINY_MODELS = {
     ),
     "gpt-oss": TinyModel("GptOss", GPT_OSS),
     "mistral-window": TinyModel("Mistral", {"sliding_window": 21}),
+    "phi3": TinyModel("Phi3"),
+    "phi3-long-sharded": TinyModel("Phi3", {"tie_word_embeddings": True, **PHI3_LONG}, shard_bytes=30_000),
+    "phi3-short": TinyModel("Phi3", {"original_max_position_embeddings": 256, **PHI3_SHORT}),
     "qwen2": TinyModel("Qwen2", {"tie_word_embeddings": True}),
     "qwen2-untied-sharded": TinyModel("Qwen2", shard_bytes=30_000),
     "qwen3": TinyModel("Qwen3", {"head_dim": 12, "tie_word_embeddings": True}),

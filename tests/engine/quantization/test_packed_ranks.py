@@ -25,11 +25,12 @@ from kvstore.layout import Shard
 from tests.engine.pipeline_parallel.test_pipeline import open_stages
 from tests.engine.quantization.packed_files import FORMATS, SIZES, TINY, VOCAB_SIZE, write
 from tests.engine.tensor_parallel.test_ranks import CPU, GREEDY, NUM_TOKENS, OF_RANKS, open_ranks
-from tests.engine.tiny_models import DEEPSEEK, TinyModel, reference_greedy
+from tests.engine.tiny_models import DEEPSEEK, TinyModel, reference_greedy, rope
 
 pytestmark = pytest.mark.slow
 PROMPTS = [[(7 * i + 11 * j) % (VOCAB_SIZE - 8) + 8 for j in range(3 + 9 * i)] for i in range(3)]
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+PARTIAL_ROPE = rope("default", partial_rotary_factor=0.75)
 MODELS = {
     "experts": TinyModel("Qwen3Moe", {**SIZES, **EXPERTS, "head_dim": 16}),
     "latents": TinyModel(
@@ -37,6 +38,7 @@ MODELS = {
         {**SIZES, **DEEPSEEK, "num_key_value_heads": 4, "moe_intermediate_size": 64, "q_lora_rank": 64,
          "kv_lora_rank": 64, "n_group": 2, "topk_group": 1},
     ),
+    "fused": TinyModel("Phi3", {**SIZES, "num_key_value_heads": 2, **PARTIAL_ROPE}),
     "odd vocabulary": TinyModel("Qwen2", {**TINY.changes, "vocab_size": VOCAB_SIZE + 1}),
 }  # fmt: skip
 FORMS = {**FORMATS, "packed head": replace(FORMATS["compressed-int4"], kept_plain=("embed_tokens",))}
@@ -95,6 +97,10 @@ def test_ranks_equal_transformers(name: str, num_ranks: int, tmp_path: Path, mon
         ("experts", "fp8-blocks", 2, 1, {"expert_parallel": True, "expert_exchange": "dispatch"}),
         ("experts", "gptq-act-order", 1, 2, {}),
         ("latents", "fp8-blocks", 2, 2, {}),
+        ("fused", "gptq-act-order", 2, 1, {}),
+        ("fused", "awq", 2, 2, {}),
+        ("fused", "fp8-blocks", 1, 2, {}),
+        ("fused", "compressed-int4-asymmetric", 4, 1, {}),
         ("odd vocabulary", "packed head", 2, 2, {}),
     ],
 )
