@@ -10,7 +10,6 @@ from common.model_files import resolve_model
 from engine.config import EngineConfig
 from engine.models.config import PLAIN_BITS
 from engine.models.hf_config import read_hf_config
-from engine.quantization.schemes import is_mxfp4, quantization_from_hf
 
 MADE_BITS = {"int8-weight": 8, "w8a8": 8, "fp8": 8, "int4-weight": 4.5}  # 4.5: with scales
 PACKED_DTYPES = ("auto", "bfloat16")  # in which quantized checkpoints stay as they are
@@ -38,6 +37,10 @@ def _stored_bits(directory: Path) -> int:
     if not (directory / "config.json").is_file():
         return PLAIN_BITS
     raw = read_hf_config(directory)
+    if not (raw.get("quantization_config") or raw.get("compression_config")):
+        return PLAIN_BITS
+    from engine.quantization.schemes import is_mxfp4, quantization_from_hf  # needs torch, which takes a second
+
     if is_mxfp4(raw):
         return 4
     quantization = quantization_from_hf(raw)

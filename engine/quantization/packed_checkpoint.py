@@ -18,10 +18,9 @@ from engine.layers.weights import Part, Partition
 from engine.loader.checkpoint import Shape, check_weights
 from engine.loader.fused import StoredRows
 from engine.loader.safetensors import SafetensorsWeights, StoredTensor
-from engine.quantization.packed_layouts import MARKS, UNUSED, Stored, column_order, stored_tensors
+from engine.quantization.formats.scheme import MARKS, UNUSED, CheckpointQuantization, Stored, WeightScheme
 from engine.quantization.packed_parts import GROUP_INDICES, unpack_part
 from engine.quantization.quantized_rows import QuantizedRows
-from engine.quantization.schemes import CheckpointQuantization, WeightScheme
 
 WEIGHT = ".weight"
 BIAS = "bias"
@@ -74,7 +73,7 @@ class PackedWeights:
             else:
                 for each in names:
                     self._packed[each] = _Packed(scheme, (shape[0], shape[1]), module, self._lies.get(each))
-                understood = [*stored_tensors(scheme, shape[0], shape[1], parts), *UNUSED]
+                understood = [*scheme.tensors(shape[0], shape[1], parts), *UNUSED]
                 if BIAS in parts and f"{module}.{BIAS}" not in needed:
                     self._idle_biases.append(f"{module}.{BIAS}")
                     understood.append(BIAS)
@@ -87,7 +86,7 @@ class PackedWeights:
         """The first scheme that the tensors fit, or None and why they fit none."""
         misfits = []
         for scheme in self.quantization.schemes:
-            misfit = _misfit(stored_tensors(scheme, n, k, parts), parts)
+            misfit = _misfit(scheme.tensors(n, k, parts), parts)
             if misfit is None:
                 return scheme, ""
             misfits.append(misfit)
@@ -119,7 +118,7 @@ class PackedWeights:
         module = packed.module
         for part in GROUP_INDICES:
             if part in self._modules[module]:
-                return column_order(packed.scheme, packed.shape[1], self._tensors.read(f"{module}.{part}"))
+                return packed.scheme.column_order(packed.shape[1], self._tensors.read(f"{module}.{part}"))
         return None
 
     def take(self, name: str, shape: Shape, partition: Partition = Partition.NONE) -> Tensor:

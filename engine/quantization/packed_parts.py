@@ -16,9 +16,8 @@ from torch import Tensor
 
 from common.errors import ConfigError
 from engine.layers.weights import Part
-from engine.quantization.packed_layouts import K, N, Stored, column_order, stored_tensors, unpack
+from engine.quantization.formats.scheme import WHOLE, K, N, Stored, WeightScheme
 from engine.quantization.quantized_rows import QuantizedRows
-from engine.quantization.schemes import WHOLE, WeightScheme
 
 ReadPart = Callable[[str, Part | None], Tensor]
 GROUP_INDICES = ("g_idx", "weight_g_idx")
@@ -27,15 +26,15 @@ GROUP_INDICES = ("g_idx", "weight_g_idx")
 def unpack_part(
     scheme: WeightScheme, n: int, k: int, read: ReadPart, found: Mapping[str, object], part: Part | None = None
 ) -> QuantizedRows:
-    """Rows and columns of an (n, k) layer whose tensors `stored_tensors` accepted; part None: all.
+    """Rows and columns of an (n, k) layer whose tensors `scheme.tensors` accepted; part None: all.
 
     Rows beyond n are zeros. Raises ConfigError for values that cannot be.
     """
-    stored = stored_tensors(scheme, n, k, found)
+    stored = scheme.tensors(n, k, found)
     if "weight_shape" in stored and (shape := read("weight_shape", None).tolist()) != [n, k]:
         raise ConfigError(f"weight_shape is {shape}, not {[n, k]}")
     if part is None:
-        return unpack(scheme, n, k, lambda name: read(name, None), found)
+        return scheme.rows(n, k, lambda name: read(name, None), found)
     rows, columns = part
     present = {name: tensor for name, tensor in stored.items() if name in found}
     cut = [_around(rows, _unit(present.values(), N), n), _around(columns, _unit(present.values(), K), k)]
@@ -47,12 +46,12 @@ def unpack_part(
     def read_cut(name: str) -> Tensor:
         return read(name, _indices(stored[name], cut))
 
-    unpacked = unpack(scheme, len(cut[N]), len(cut[K]), read_cut, present)
+    unpacked = scheme.rows(len(cut[N]), len(cut[K]), read_cut, present)
     return unpacked.cut_columns(_within(columns, cut[K])).cut_rows(_within(rows, cut[N]))
 
 
 def _has_order(scheme: WeightScheme, k: int, read: ReadPart, present: Mapping[str, Stored]) -> bool:
-    return any(name in present and column_order(scheme, k, read(name, None)) is not None for name in GROUP_INDICES)
+    return any(name in present and scheme.column_order(k, read(name, None)) is not None for name in GROUP_INDICES)
 
 
 def _unit(tensors: Iterable[Stored], axis: int) -> int:

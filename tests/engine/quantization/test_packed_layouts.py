@@ -7,16 +7,18 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
-from engine.quantization.packed_layouts import stored_tensors, unpack, unpack_words
+from engine.quantization.formats.compressed_tensors import PackQuantized
+from engine.quantization.formats.fp8 import Fp8, Int8
+from engine.quantization.formats.gptq import Gptq
+from engine.quantization.formats.scheme import ROW, TENSOR, WeightScheme, unpack_words
 from engine.quantization.quantized_rows import QuantizedRows, join_rows
-from engine.quantization.schemes import ROW, TENSOR, WeightScheme
 from tests.engine.quantization.packed_files import pack_fp8, pack_gptq, pack_int8, pack_integers
 
-GPTQ = WeightScheme("gptq", 4, (1, 32), False, subtracts_one=True)
+GPTQ = Gptq(4, (1, 32), False, subtracts_one=True)
 
 
 def rows_of(scheme: WeightScheme, tensors: dict[str, Tensor], shape: torch.Size) -> QuantizedRows:
-    return unpack(scheme, shape[0], shape[1], tensors.__getitem__, tensors)
+    return scheme.rows(shape[0], shape[1], tensors.__getitem__, tensors)
 
 
 def test_codes_come_from_the_low_bits_up() -> None:
@@ -31,7 +33,7 @@ def test_zero_points_of_nought_borrow_from_their_neighbours() -> None:
     tensors["qzeros"] = (
         torch.tensor([[0x80000F00, 0x00000000], [0x12345678, 0x00F00001]]).to(torch.uint32).view(torch.int32)
     )
-    plain = rows_of(WeightScheme("gptq", 4, (1, 32), False), tensors, weight.shape)
+    plain = rows_of(Gptq(4, (1, 32), False), tensors, weight.shape)
     tensors["qzeros"] = tensors["qzeros"] - 0x11111111
     less_one = rows_of(GPTQ, tensors, weight.shape)
     assert torch.equal(plain.dequantize(torch.float32), less_one.dequantize(torch.float32))
@@ -44,14 +46,14 @@ def test_inputs_need_not_fill_words_or_groups(bits: int) -> None:
     tensors, rounded = pack_integers(padded, bits)
     tensors["weight_shape"] = torch.tensor([24, 68])
     tensors["weight_packed"] = tensors["weight_packed"][:, : -(-68 * bits // 32)]
-    rows = rows_of(WeightScheme("packed", bits, (1, 32)), tensors, weight.shape)
+    rows = rows_of(PackQuantized(bits, (1, 32)), tensors, weight.shape)
     assert torch.equal(rows.dequantize(torch.float32), rounded[:, :68])
 
 
 def test_blocks_need_not_fill_the_matrix() -> None:
     weight = torch.randn(70, 50)
     tensors, rounded = pack_fp8(weight, (32, 16))
-    rows = rows_of(WeightScheme("fp8", 8, (32, 16)), tensors, weight.shape)
+    rows = rows_of(Fp8(8, (32, 16)), tensors, weight.shape)
     assert torch.equal(rows.dequantize(torch.float32), rounded)
 
 
@@ -59,7 +61,7 @@ def test_zero_points_of_int8() -> None:
     weight = torch.rand(16, 32)
     tensors, _ = pack_int8(weight - 0.5)
     tensors["weight_zero_point"] = torch.randint(-50, 50, (16, 1)).to(torch.int8)
-    rows = rows_of(WeightScheme("int8", 8, ROW, is_symmetric=False), tensors, weight.shape)
+    rows = rows_of(Int8(8, ROW, is_symmetric=False), tensors, weight.shape)
     expected = (tensors["weight"].float() - tensors["weight_zero_point"].float()) * tensors["weight_scale"]
     torch.testing.assert_close(rows.dequantize(torch.float32), expected)
     assert not rows.has_row_scales
@@ -70,8 +72,8 @@ def test_one_scale_for_all_is_one_per_row(shape: tuple[int, ...]) -> None:
     weight = torch.randn(16, 32)
     tensors, rounded = pack_fp8(weight, (16, 32))
     tensors["weight_scale"] = tensors["weight_scale"].reshape(shape)
-    scheme = WeightScheme("fp8", 8, TENSOR)
-    assert shape in stored_tensors(scheme, 16, 32, tensors)["weight_scale"].shapes
+    scheme = Fp8(8, TENSOR)
+    assert shape in scheme.tensors(16, 32, tensors)["weight_scale"].shapes
     rows = rows_of(scheme, tensors, weight.shape)
     assert rows.has_row_scales
     assert rows.scales.shape == (16, 1)
@@ -107,5 +109,5 @@ def test_rows_are_joined_only_when_alike() -> None:
     assert join_rows([symmetric, other_order]) is None
     same_order = rows_of(GPTQ, pack_gptq(first, act_order=True)[0], first.shape)
     assert join_rows([same_order, other_order]) is not None
-    wider = rows_of(WeightScheme("gptq", 4, (1, 64), False, True), pack_gptq(first, group_size=64)[0], first.shape)
+    wider = rows_of(Gptq(4, (1, 64), False, subtracts_one=True), pack_gptq(first, group_size=64)[0], first.shape)
     assert join_rows([symmetric, wider]) is None

@@ -10,9 +10,13 @@ import torch
 from torch import Tensor
 
 from engine.layers.weights import Part
+from engine.quantization.formats.awq import Awq
+from engine.quantization.formats.compressed_tensors import PackQuantized
+from engine.quantization.formats.fp8 import Fp8, Int8
+from engine.quantization.formats.gptq import Gptq
+from engine.quantization.formats.scheme import WHOLE, WeightScheme
 from engine.quantization.packed_parts import unpack_part
 from engine.quantization.quantized_rows import FILLED_GROUP, QuantizedRows
-from engine.quantization.schemes import WHOLE, WeightScheme
 from tests.engine.quantization.packed_files import (
     Packed,
     pack_awq,
@@ -23,8 +27,8 @@ from tests.engine.quantization.packed_files import (
 )
 
 N, K = 112, 192
-GPTQ = WeightScheme("gptq", 4, (1, 32), False, subtracts_one=True)
-PACKED = WeightScheme("packed", 4, (1, 32))
+GPTQ = Gptq(4, (1, 32), False, subtracts_one=True)
+PACKED = PackQuantized(4, (1, 32))
 LAYOUTS: dict[str, tuple[WeightScheme, Callable[[Tensor], Packed]]] = {
     "gptq": (GPTQ, lambda w: pack_gptq(w, symmetric=False)),
     "gptq, 8 bits": (replace(GPTQ, bits=8), lambda w: pack_gptq(w, 8, symmetric=False)),
@@ -34,18 +38,18 @@ LAYOUTS: dict[str, tuple[WeightScheme, Callable[[Tensor], Packed]]] = {
         replace(GPTQ, bits=8),
         lambda w: pack_gptq(w, 8, act_order=True, symmetric=False),
     ),
-    "awq": (WeightScheme("awq", 4, (1, 32), False), pack_awq),
-    "awq, wide groups": (WeightScheme("awq", 4, (1, 64), False), lambda w: pack_awq(w, 64)),
+    "awq": (Awq(4, (1, 32), False), pack_awq),
+    "awq, wide groups": (Awq(4, (1, 64), False), lambda w: pack_awq(w, 64)),
     "packed": (PACKED, pack_integers),
     "packed, asymmetric": (replace(PACKED, is_symmetric=False), lambda w: pack_integers(w, symmetric=False)),
     "packed, act-order": (PACKED, lambda w: pack_integers(w, act_order=True)),
-    "packed, 8 bits a row": (WeightScheme("packed", 8, (1, WHOLE)), lambda w: pack_integers(w, 8, -1)),
-    "int8": (WeightScheme("int8", 8, (1, WHOLE)), pack_int8),
-    "int8, one scale": (WeightScheme("int8", 8, (WHOLE, WHOLE)), lambda w: pack_int8(w, per_row=False)),
-    "fp8 in blocks": (WeightScheme("fp8", 8, (48, 48)), lambda w: pack_fp8(w, (48, 48), "weight_scale_inv")),
-    "fp8 in odd blocks": (WeightScheme("fp8", 8, (40, 80)), lambda w: pack_fp8(w, (40, 80), "weight_scale_inv")),
+    "packed, 8 bits a row": (PackQuantized(8, (1, WHOLE)), lambda w: pack_integers(w, 8, -1)),
+    "int8": (Int8(8, (1, WHOLE)), pack_int8),
+    "int8, one scale": (Int8(8, (WHOLE, WHOLE)), lambda w: pack_int8(w, per_row=False)),
+    "fp8 in blocks": (Fp8(8, (48, 48)), lambda w: pack_fp8(w, (48, 48), "weight_scale_inv")),
+    "fp8 in odd blocks": (Fp8(8, (40, 80)), lambda w: pack_fp8(w, (40, 80), "weight_scale_inv")),
     "fp8, one scale": (
-        WeightScheme("fp8", 8, (WHOLE, WHOLE)),
+        Fp8(8, (WHOLE, WHOLE)),
         lambda w: pack_fp8(w, (N, K), "weight_scale", (1,)),
     ),
 }

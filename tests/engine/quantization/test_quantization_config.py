@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 
 from common.errors import ConfigError, UnsupportedModelError
-from engine.quantization.schemes import ROW, TENSOR, WHOLE, WeightScheme, quantization_from_hf
+from engine.quantization.formats.awq import Awq
+from engine.quantization.formats.compressed_tensors import PackQuantized
+from engine.quantization.formats.fp8 import Fp8, Int8
+from engine.quantization.formats.gptq import Gptq
+from engine.quantization.formats.scheme import ROW, TENSOR, WHOLE, WeightScheme
+from engine.quantization.schemes import quantization_from_hf
 from tests.engine.quantization.packed_files import FP8, INPUTS8, compressed, gptq, integers
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
@@ -25,47 +30,47 @@ def test_plain_weights_have_none() -> None:
 @pytest.mark.parametrize(
     ("config", "label", "schemes"),
     [
-        (gptq(), "gptq-4bit", [WeightScheme("gptq", 4, (1, 32), False, subtracts_one=True)]),
+        (gptq(), "gptq-4bit", [Gptq(4, (1, 32), False, subtracts_one=True)]),
         (
             gptq(8, -1, checkpoint_format="gptq_v2"),
             "gptq-8bit",
-            [WeightScheme("gptq", 8, (1, WHOLE), False)],
+            [Gptq(8, (1, WHOLE), False)],
         ),
-        (AWQ, "awq-4bit", [WeightScheme("awq", 4, (1, 128), False)]),
+        (AWQ, "awq-4bit", [Awq(4, (1, 128), False)]),
         (
             {"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "version": "GEMM"},
             "awq-4bit",
-            [WeightScheme("awq", 4, (1, 64), False)],
+            [Awq(4, (1, 64), False)],
         ),
         (
             {"quant_method": "fp8", "weight_block_size": [128, 128]},
             "fp8-blocks",
-            [WeightScheme("fp8", 8, (128, 128), quantizes_inputs=True)],
+            [Fp8(8, (128, 128), quantizes_inputs=True)],
         ),
         (
             {"quant_method": "fp8"},
             "fp8-weights",
-            [WeightScheme("fp8", 8, shared, quantizes_inputs=True) for shared in (TENSOR, ROW)],
+            [Fp8(8, shared, quantizes_inputs=True) for shared in (TENSOR, ROW)],
         ),
         (
             compressed("float-quantized", {**FP8, "strategy": "tensor"}, INPUTS8),
             "compressed-tensors-fp8",
-            [WeightScheme("fp8", 8, TENSOR, quantizes_inputs=True)],
+            [Fp8(8, TENSOR, quantizes_inputs=True)],
         ),
         (
             compressed("naive-quantized", {**FP8, "strategy": "block", "block_structure": [64, 32]}),
             "compressed-tensors-fp8a16",
-            [WeightScheme("fp8", 8, (64, 32))],
+            [Fp8(8, (64, 32))],
         ),
         (
             compressed("int-quantized", integers(8, -1), INPUTS8),
             "compressed-tensors-w8a8",
-            [WeightScheme("int8", 8, ROW, quantizes_inputs=True)],
+            [Int8(8, ROW, quantizes_inputs=True)],
         ),
         (
             compressed("pack-quantized", {"num_bits": 4, "group_size": 64, "symmetric": False}),
             "compressed-tensors-w4a16",
-            [WeightScheme("packed", 4, (1, 64), is_symmetric=False)],
+            [PackQuantized(4, (1, 64), is_symmetric=False)],
         ),
     ],
 )
