@@ -20,28 +20,30 @@ def weight_bytes(engine: EngineConfig) -> int:
     files = resolve_model(engine.model)
     if engine.load_format == "dummy" or files.kind == "dry-run":
         return 0
-    stored_bits: float = PLAIN_BITS
+    stored_bits, held_bits = PLAIN_BITS, PLAIN_BITS
     if files.kind == "gguf":
         tensors = read_gguf_header(files.path).tensors
         total = sum(2 * math.prod(tensor.shape) for tensor in tensors.values())  # read as 16-bit numbers
     else:
         total = sum(path.stat().st_size for path in files.path.glob("*.safetensors"))
-        stored_bits = _stored_bits(files.path)
+        stored_bits, held_bits = _bits(files.path)
     if stored_bits < PLAIN_BITS and engine.quant_mode == "auto" and engine.dtype in PACKED_DTYPES:
-        return total
+        return total * held_bits // stored_bits
     return int(total * MADE_BITS.get(engine.quant_mode, PLAIN_BITS) / stored_bits)
 
 
-def _stored_bits(directory: Path) -> int:
-    """Bits of most weights in the files."""
+def _bits(directory: Path) -> tuple[int, int]:
+    """Bits of most weights in the files, and in memory where they stay as they are."""
     if not (directory / "config.json").is_file():
-        return PLAIN_BITS
+        return PLAIN_BITS, PLAIN_BITS
     raw = read_hf_config(directory)
     if not (raw.get("quantization_config") or raw.get("compression_config")):
-        return PLAIN_BITS
+        return PLAIN_BITS, PLAIN_BITS
     from engine.quantization.schemes import is_mxfp4, quantization_from_hf  # needs torch, which takes a second
 
     if is_mxfp4(raw):
-        return 4
+        return 4, 4
     quantization = quantization_from_hf(raw)
-    return PLAIN_BITS if quantization is None else quantization.schemes[0].bits
+    if quantization is None:
+        return PLAIN_BITS, PLAIN_BITS
+    return quantization.schemes[0].bits, quantization.schemes[0].held_bits

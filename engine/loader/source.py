@@ -97,7 +97,7 @@ def open_source(files: ModelFiles, engine_config: EngineConfig, dtype: torch.dty
     rows = stored_rows(family.skeleton(config)[1], family.fused, config)
     tensors.divide(rows)
     if quantization is not None and engine_config.quant_mode == "auto" and dtype == torch.bfloat16:
-        config = replace(config, linear_bits=quantization.schemes[0].bits)
+        config = replace(config, linear_bits=quantization.schemes[0].held_bits)
     if is_mxfp4(raw):
         expanded = Mxfp4Weights(tensors)
         return Source(config, family, expanded, expanded.shapes, {}, tensors.files)

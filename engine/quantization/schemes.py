@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from common.errors import ConfigError, UnsupportedModelError
-from engine.quantization.formats import awq, compressed_tensors, fp8, gptq
+from engine.quantization.formats import awq, compressed_tensors, fp8, gptq, modelopt
 from engine.quantization.formats.scheme import CheckpointQuantization, NotSupportedError
 
 Parse = Callable[[Mapping[str, Any]], CheckpointQuantization]
@@ -21,6 +21,7 @@ FORMATS: dict[str, tuple[str, Parse]] = {
     "compressed-tensors": (
         "compressed-tensors (fp8, int8, and packed integers of 4 and 8 bits)", compressed_tensors.parse,
     ),
+    "modelopt": ("ModelOpt (FP8 and NVFP4)", modelopt.parse),
 }  # fmt: skip
 
 

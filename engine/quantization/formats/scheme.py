@@ -69,6 +69,11 @@ class WeightScheme(ABC):
     def rows(self, n: int, k: int, read: Read, found: Mapping[str, object]) -> QuantizedRows:
         """Make rows of what `tensors` accepted. Raises ConfigError for values that cannot be."""
 
+    @property
+    def held_bits(self) -> int:
+        """Of a weight in memory, on any device."""
+        return self.bits
+
     def num_groups(self, k: int) -> int:
         columns = self.block[1]
         return 1 if columns == WHOLE else -(-k // columns)

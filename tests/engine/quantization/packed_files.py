@@ -16,6 +16,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers.integrations.mxfp4 import FP4_VALUES
 
 from tests.engine.tiny_models import CHOICE_BIAS, TinyModel
 
@@ -156,6 +157,18 @@ def pack_fp8(
     return {"weight": codes, name: scales.reshape(shape) if shape else scales}, dequantized
 
 
+def pack_nvfp4(weight: Tensor) -> Packed:
+    """ModelOpt's: each number to the nearest that four bits have, as transformers lists them for MXFP4."""
+    groups = weight.unflatten(1, (-1, 16))
+    numbers, second = torch.tensor(FP4_VALUES), weight.abs().max() / (6 * 448)
+    scales = (groups.abs().amax(-1) / 6 / second).clamp(2**-6).to(torch.float8_e4m3fn)
+    scaled = scales.float()[..., None] * second
+    codes = (groups[..., None] / scaled[..., None] - numbers).abs().argmin(-1).flatten(1).to(torch.uint8)
+    dequantized = (numbers[codes.long()].unflatten(1, (-1, 16)) * scaled).flatten(1)
+    tensors = {"weight": codes[:, ::2] | codes[:, 1::2] << 4, "weight_scale": scales, "weight_scale_2": second}
+    return {**tensors, "input_scale": torch.tensor(0.1)}, dequantized
+
+
 def compressed(stored_as: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
     return {
@@ -210,6 +223,13 @@ FORMATS = {
     "fp8-tensor": Format(
         {"quant_method": "fp8", "activation_scheme": "static"},
         lambda w: pack_fp8(w, (w.shape[0], w.shape[1]), shape=(1,)), "fp8-weights", "12 int8 of e4m3",
+    ),
+    "nvfp4": Format(
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}, pack_nvfp4, "nvfp4", OTHER8
+    ),
+    "modelopt-fp8": Format(
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+        lambda w: pack_fp8(w, (w.shape[0], w.shape[1]), shape=(1,)), "modelopt-fp8", "12 int8 of e4m3",
     ),
     "compressed-fp8-channel": Format(
         compressed("float-quantized", {**FP8, "strategy": "channel"}, {**INPUTS8, "type": "float"}),

@@ -14,6 +14,7 @@ from engine.quantization.formats.awq import Awq
 from engine.quantization.formats.compressed_tensors import PackQuantized
 from engine.quantization.formats.fp8 import Fp8, Int8
 from engine.quantization.formats.gptq import Gptq
+from engine.quantization.formats.modelopt import Nvfp4
 from engine.quantization.formats.scheme import WHOLE, WeightScheme
 from engine.quantization.packed_parts import unpack_part
 from engine.quantization.quantized_rows import FILLED_GROUP, QuantizedRows
@@ -24,6 +25,7 @@ from tests.engine.quantization.packed_files import (
     pack_gptq,
     pack_int8,
     pack_integers,
+    pack_nvfp4,
 )
 
 N, K = 112, 192
@@ -48,6 +50,7 @@ LAYOUTS: dict[str, tuple[WeightScheme, Callable[[Tensor], Packed]]] = {
     "int8, one scale": (Int8(8, (WHOLE, WHOLE)), lambda w: pack_int8(w, per_row=False)),
     "fp8 in blocks": (Fp8(8, (48, 48)), lambda w: pack_fp8(w, (48, 48), "weight_scale_inv")),
     "fp8 in odd blocks": (Fp8(8, (40, 80)), lambda w: pack_fp8(w, (40, 80), "weight_scale_inv")),
+    "nvfp4": (Nvfp4(4, (1, 16)), pack_nvfp4),
     "fp8, one scale": (
         Fp8(8, (WHOLE, WHOLE)),
         lambda w: pack_fp8(w, (N, K), "weight_scale", (1,)),

@@ -99,6 +99,8 @@ def test_the_older_name_of_the_field() -> None:
     [
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "'bitsandbytes'"),
         ({"quant_method": "mxfp4"}, "'mxfp4'"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "ModelOpt's W4A8_AWQ"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "NVFP4 in groups of 32"),
         ({"bits": 4}, "'unknown'"),
         (gptq(3), "GPTQ with 3 bits"),
         (gptq(2), "GPTQ with 2 bits"),
