@@ -54,7 +54,8 @@ def test_every_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
             run(OFFLINE, "--model", "dry-run")  # while the cluster starts
             served.wait_for("stop with Ctrl-C")
             run(SERVED, "--url", served.url)
-            blocks = [text for language, text in page(ROOT / "README.md").blocks if language == "python"]
+            pages = page(ROOT / "README.md").blocks + page(ROOT / "docs/install.md").blocks
+            blocks = [text for language, text in pages if language == "python"]
             assert len(blocks) == 3
             for block in blocks:
                 script = Path(folder) / "readme.py"
