@@ -30,14 +30,11 @@ from engine.kv.memory import (
     pool_geometry,
 )
 from engine.kv.pool_memory import PoolMemory, PrivatePoolMemory
-from engine.pipeline_parallel.ends import WHOLE_MODEL, StageEnds
-from engine.pipeline_parallel.remote_stage import RemoteStage
+from engine.ranks import RankContext, Ranks
 from engine.scheduling.policy import SchedulingPolicy, load_policy
 from engine.scheduling.prompt_budget import budget_for
 from engine.scheduling.scheduler import Scheduler
 from engine.start_progress import OnProgress, no_progress
-from engine.tensor_parallel.assembly import common_num_blocks, num_steps_in_flight, parallel_runner, start_followers
-from engine.tensor_parallel.followers import Followers, place_of
 from kvstore.layout import PoolGeometry
 from kvstore.pool.block_pool import BlockPool
 from kvstore.tier.host_tier import HostTier
@@ -104,24 +101,18 @@ def _assemble(
     model_config = check_model(files, config)
     if device.type == "cuda":
         check_attention(model_config, gpu.attention_backend)
-    followers = start_followers(config, device, gpu)
-    shard, stage = place_of(0, config)
+    ranks = _start_ranks(config, device, gpu)
     with explained(SMALLER_WEIGHTS):
-        loaded = load_model(files, config, device, shard, on_progress, stage)
+        loaded = load_model(files, config, device, ranks.shard, on_progress, ranks.stage)
     loads, rebalancer = _expert_loads(loaded, config)
-    config, geometry, max_model_len = _size_pool(loaded, config, gpu, followers)
+    config, geometry, max_model_len = _size_pool(loaded, config, gpu, ranks)
     pool = memory.allocate(geometry, device)
     host_tier = memory.open_host_tier(geometry, int(config.host_tier_gb * 2**30))
     make_runner = partial(_make_runner, loaded, pool, _host_buffer(host_tier, geometry), config, gpu, max_model_len)
-    if followers is None:
-        runner = make_runner()
-    else:
-        num_slots = 0 if host_tier is None else host_tier.num_slots
-        runner = parallel_runner(
-            make_runner, followers, loaded, memory, geometry, num_slots, max_model_len, config, gpu
-        )
+    num_slots = 0 if host_tier is None else host_tier.num_slots
+    runner = ranks.runner(make_runner, loaded, memory, geometry, num_slots, max_model_len)
     engine = Engine(
-        _make_scheduler(geometry, config, gpu, device, host_tier, max_model_len, policy),
+        _make_scheduler(geometry, config, device, host_tier, max_model_len, policy, ranks.num_stages),
         runner if loads is None else CountedRunner(runner, loads, rebalancer),
         vocab_size=loaded.config.vocab_size,
         eos_token_ids=frozenset(loaded.config.eos_token_ids),
@@ -152,29 +143,35 @@ def _assemble(
     return parts
 
 
+def _start_ranks(config: EngineConfig, device: torch.device, gpu: GpuConfig) -> Ranks:
+    """Start the ranks behind this process, if there are any. Raises ConfigError without GPUs for them."""
+    if config.num_ranks == 1:
+        return Ranks()
+    from engine.tensor_parallel.assembly import FollowedRanks
+
+    return FollowedRanks(config, device, gpu)
+
+
 def _size_pool(
-    loaded: LoadedModel, config: EngineConfig, gpu: GpuConfig, followers: Followers | RemoteStage | None
+    loaded: LoadedModel, config: EngineConfig, gpu: GpuConfig, ranks: Ranks
 ) -> tuple[EngineConfig, PoolGeometry, int]:
     """The settings with the pool's blocks, the pool, and the longest sequence that it holds. Raises ConfigError."""
     max_model_len = loaded.config.context_length(config.max_model_len)
     if loaded.device.type == "cuda" and not (config.num_gpu_blocks or config.kv_cache_gb):
-        from engine.gpu.memory import num_blocks_that_fit  # needs triton
-
-        config = replace(config, num_gpu_blocks=num_blocks_that_fit(loaded, config, gpu, max_model_len))
+        config = replace(config, num_gpu_blocks=ranks.num_blocks_that_fit(loaded, config, gpu, max_model_len))
     geometry = pool_geometry(loaded.config, config, loaded.fingerprint, loaded.dtype, loaded.shard)
-    if followers is not None:
-        geometry = replace(geometry, num_blocks=common_num_blocks(followers, loaded, geometry, config))
+    geometry = replace(geometry, num_blocks=ranks.num_blocks(loaded, geometry, config))
     return config, geometry, context_in_pool(max_model_len, geometry, config)
 
 
 def _make_scheduler(
     geometry: PoolGeometry,
     config: EngineConfig,
-    gpu: GpuConfig,
     device: torch.device,
     host_tier: HostTier | None,
     max_model_len: int,
     policy: SchedulingPolicy,
+    num_stages: int,
 ) -> Scheduler:
     return Scheduler(
         make_kv_manager(geometry, config, host_tier),
@@ -185,7 +182,7 @@ def _make_scheduler(
         policy=policy,
         speculation=_speculation(config, device),
         prompt_budget=budget_for(config),
-        num_stages=num_steps_in_flight(config, device, gpu),
+        num_stages=num_stages,
     )
 
 
@@ -247,18 +244,17 @@ def _make_runner(
     config: EngineConfig,
     gpu: GpuConfig,
     max_model_len: int,
-    group: Any = None,
-    ends: StageEnds = WHOLE_MODEL,
+    *ranks: RankContext[Any],
 ) -> Any:
-    """The runner for the model's device."""
+    """The runner for the model's device. ranks: what this process is, if it is not alone."""
     if loaded.device.type == "cuda":
         from engine.gpu.runner import GpuRunner  # needs triton
 
-        return GpuRunner(loaded, pool, host_buffer, config, gpu, max_model_len, group, ends)
+        return GpuRunner(loaded, pool, host_buffer, config, gpu, max_model_len, *ranks)
     if config.simulated_steps:
         from engine.simulated_runner import SimulatedRunner
 
         return SimulatedRunner(loaded, pool, host_buffer, config)
     from engine.cpu.runner import ModelRunner
 
-    return ModelRunner(loaded, pool, host_buffer, config, group, ends)
+    return ModelRunner(loaded, pool, host_buffer, config, *ranks)

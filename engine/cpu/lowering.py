@@ -19,10 +19,9 @@ from engine.layers.forward import AddNorm, Forward, lowered, plain, plain_sum
 from engine.layers.linear import Int4Linear, Int8Linear, Linear, LinearLayer, PackedLinear, two_rows_at_least
 from engine.models.model import Model
 from engine.quantization.reordered import Reordered
-from engine.tensor_parallel.seams import Group, summed
+from engine.ranks import SINGLE, RankContext, Seams
 from kernels.cpu_norm import add_rms_norm_of_opposed, opposed, signs_like
 
-LookUp = Callable[[torch.Tensor], torch.Tensor]
 MAX_FEW_ROWS = 64  # above, memory traffic counts and not the number of operations
 
 
@@ -40,25 +39,15 @@ class Rows(Enum):
 class CpuForwards:
     """The model lowered for each class of steps. Weights are shared."""
 
-    def __init__(
-        self,
-        model: Model,
-        group: Group | None = None,
-        vocab_size: int = 0,
-        look_up: LookUp | None = None,
-        passes_on: bool = False,
-        batch_invariant: bool = False,
-    ) -> None:
-        """group, vocab_size, look_up: see `plain`. passes_on: hidden states, to another stage of the model.
-
-        batch_invariant: a token's bits do not depend on the rows that share its step.
-        """
+    def __init__(self, model: Model, ranks: RankContext[Seams] = SINGLE, batch_invariant: bool = False) -> None:
+        """batch_invariant: a token's bits do not depend on the rows that share its step."""
         self.batch_invariant = batch_invariant
         models = {rows: with_invariant_linears(model, rows) if batch_invariant else model for rows in Rows}
-        self._by_rows = {rows: lower_model(models[rows], rows, group, vocab_size, look_up) for rows in Rows}
-        if passes_on:
+        self._by_rows = {rows: lower_model(models[rows], rows, ranks) for rows in Rows}
+        if ranks.passes_on:
             sums: dict[Rows, AddNorm[torch.Tensor]] = {Rows.ANY: plain_sum, Rows.FEW: sum_of_opposed(model)}
-            self._by_rows = {rows: form.ended_by(summed(sums[rows], group)) for rows, form in self._by_rows.items()}
+            fold, last = ranks.seams.fold, model.blocks[-1]
+            self._by_rows = {rows: form.ended_by(fold(sums[rows], last)) for rows, form in self._by_rows.items()}
 
     def choose(self, num_tokens: int, only_decodes: bool) -> Forward[Step]:
         """only_decodes: every row is one generated token, followed by its drafts if it has any."""
@@ -66,11 +55,9 @@ class CpuForwards:
         return self._by_rows[Rows.FEW if is_few else Rows.ANY]
 
 
-def lower_model(
-    model: Model, rows: Rows, group: Group | None = None, vocab_size: int = 0, look_up: LookUp | None = None
-) -> Forward[Step]:
+def lower_model(model: Model, rows: Rows, ranks: RankContext[Seams] = SINGLE) -> Forward[Step]:
     if rows is Rows.ANY:
-        return plain(with_dense_linears(model), group, vocab_size, look_up)
+        return plain(with_dense_linears(model), ranks)
     signs = signs_of(model)
 
     def norm(weight: torch.Tensor, eps: float, is_final: bool) -> AddNorm[torch.Tensor]:
@@ -79,7 +66,7 @@ def lower_model(
     def residual_of(x: torch.Tensor) -> torch.Tensor:
         return opposed(x, signs)  # float32, as signs are
 
-    return lowered(model, group, vocab_size, look_up, residual_of, norm)
+    return lowered(model, ranks, residual_of, norm)
 
 
 def signs_of(model: Model) -> torch.Tensor:

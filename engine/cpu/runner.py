@@ -18,19 +18,17 @@ from engine.cpu.attention import CpuAttention
 from engine.cpu.batch import StepBatch, build_batch, is_generated
 from engine.cpu.lowering import CpuForwards
 from engine.cpu.pool_attention import BatchAttention, PoolAttention
-from engine.expert_balancing.moves import ExpertRearranger, linear_experts
 from engine.kv.memory import copy_in, copy_out, kv_dtype, kv_layout
 from engine.layers.block import Step
 from engine.layers.forward import Forward
 from engine.loader.load import LoadedModel
-from engine.pipeline_parallel.ends import WHOLE_MODEL, Inbox, StageEnds
 from engine.plan import CompletedStep, PendingStep, ScheduledRow, StepPlan, StepResult
+from engine.ranks import SINGLE, RankContext, Seams
 from engine.request import RequestId
 from engine.request_states import RequestState, RequestStates, UnsampledStep
 from engine.sampling.logprobs import prompt_logprobs, wants_prompt_logprobs
 from engine.sampling.sampler import LogitsHook, Sampler, accepted_tokens
 from engine.start_progress import OnProgress, no_progress
-from engine.tensor_parallel.seams import Group
 from engine.trial_plans import prompt_plan
 from engine.windows.grouped_attention import GroupedAttention
 from kvstore.layout import PoolGeometry
@@ -51,11 +49,8 @@ class ModelRunner:
         kv_pool: Tensor,
         host_buffer: Tensor | None,
         config: EngineConfig,
-        group: Group | None = None,
-        ends: StageEnds = WHOLE_MODEL,
+        ranks: RankContext[Seams] = SINGLE,
     ) -> None:
-        """group: of the ranks that have the other shards of the model. ends: where other stages' layers are."""
-        model_config = loaded.model.config
         config = config.resolved(loaded.device.type)
         expected_dtype = kv_dtype(config, loaded.dtype)
         layout = kv_layout(loaded.config, expected_dtype)
@@ -69,19 +64,9 @@ class ModelRunner:
         self.hooks: dict[RequestId, LogitsHook] = {}  # per request: changes its logits, also those behind its drafts
         self._requests = RequestStates(loaded.constraints)
         self._model = loaded.model
-        self._sink = ends.sink
-        self._inbox: Inbox | None = None
-        if ends.source is not None:
-            shape = config.max_num_batched_tokens, model_config.hidden_size
-            self._inbox = Inbox(ends.source, torch.zeros(shape, device=loaded.device))  # float32, as the residual is
-        look_up = None if self._inbox is None else self._inbox.look_up
+        self._ranks = ranks
         self._batch_invariant = config.batch_invariant and loaded.device.type == "cpu"
-        self._forwards = CpuForwards(
-            loaded.model, group, loaded.config.vocab_size, look_up, ends.sink is not None, self._batch_invariant
-        )
-        self._rearranger: ExpertRearranger | None = None
-        if config.expert_rebalance_interval and group is not None:
-            self._rearranger = ExpertRearranger(linear_experts(loaded.model.blocks), group)
+        self._forwards = CpuForwards(loaded.model, ranks, self._batch_invariant)
         self._device = loaded.device
         self._pool = kv_pool
         self._host_buffer = host_buffer
@@ -97,16 +82,14 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> PendingStep:
         """Do everything in `plan`, in its order."""
         requests = self._requests.apply(plan)
-        if plan.placed is not None:
-            assert self._rearranger is not None, "a plan places experts without ranks that exchange them"
-            self._rearranger.place(plan.placed)
+        self._ranks.listener.on_plan(plan)
         self._copy(plan)
         rows = plan.rows
         result = StepResult.of_rows(len(rows))
         for indices in self._passes(rows, requests):
             part = self._run([rows[i] for i in indices], [requests[i] for i in indices])
             result.put(indices, part)
-        return CompletedStep(result) if self._sink is None else UnsampledStep(rows, requests)
+        return UnsampledStep(rows, requests) if self._ranks.passes_on else CompletedStep(result)
 
     def needs_known_tokens(self, plan: StepPlan) -> bool:
         """See Runner: nothing is ever pending here."""
@@ -136,11 +119,9 @@ class ModelRunner:
         metadata = self._backend.plan(batch, inputs)
         attend = partial(self._backend.attend, metadata=metadata)
         forward = self._forward_for(batch)
-        if self._inbox is not None:
-            self._inbox.receive(batch.num_tokens)
+        self._ranks.inbox.receive(batch.num_tokens)
         hidden = forward.hidden(Step(inputs[0], attend))
-        if self._sink is not None:
-            self._sink.send(hidden)
+        if self._ranks.pass_on(hidden):
             return result
         _add_prompt_logprobs(forward, batch, hidden, result)
         self._add_samples(forward, batch, hidden, result)

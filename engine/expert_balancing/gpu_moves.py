@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.expert_balancing.moves import ExpertRearranger, PlacedLayer, moving_bytes
+from engine.expert_balancing.moves import ExpertGroup, ExpertRearranger, PlacedLayer, moving_bytes
 from engine.loader.load import LoadedModel
 from engine.moe.gpu_experts import StackedExperts
 from engine.moe.moe import Moe
-from engine.tensor_parallel.gpu_group import DeviceGroup
 
 
 class StackedLayer:
@@ -40,10 +39,8 @@ class StackedLayer:
             own.copy_(other)
 
 
-def open_rearranger(loaded: LoadedModel, config: EngineConfig, group: DeviceGroup | None) -> ExpertRearranger | None:
-    """What executes changes of placements, if there are to be any. Ranks connect: all of them call this."""
-    if not config.expert_rebalance_interval or group is None:
-        return None
+def open_rearranger(loaded: LoadedModel, group: ExpertGroup) -> ExpertRearranger:
+    """What executes changes of placements. Ranks connect: all of them call this."""
     one_for_each = [1] * group.size
     group.all_to_all(torch.zeros(group.size, 1, dtype=torch.uint8, device=loaded.device), one_for_each, one_for_each)
     return ExpertRearranger(_layers_of(loaded), group)

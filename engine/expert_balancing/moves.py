@@ -21,7 +21,8 @@ from engine.expert_parallel.slots import ExpertSlots
 from engine.layers.block import Block
 from engine.layers.linear import Int8Linear, Linear
 from engine.moe.moe import Moe
-from engine.plan import PlacedExperts
+from engine.plan import PlacedExperts, StepPlan
+from engine.ranks import PlanListener
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +110,16 @@ def linear_experts(blocks: Iterable[Block]) -> list[PlacedLayer]:
     return [LinearExperts(block) for block in blocks if isinstance(block, Moe)]
 
 
-class ExpertRearranger:
+class ExpertRearranger(PlanListener):
     """One rank's part. All ranks call `place` with the same changes in the same order."""
 
     def __init__(self, layers: Sequence[PlacedLayer], group: ExpertGroup) -> None:
         self._layers, self._group = layers, group
+
+    def on_plan(self, plan: StepPlan) -> None:
+        """See PlanListener."""
+        if plan.placed is not None:
+            self.place(plan.placed)
 
     def place(self, placed: PlacedExperts) -> None:
         """Exchange the experts of a layer, and route by the new placement from now on."""

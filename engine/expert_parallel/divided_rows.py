@@ -20,39 +20,41 @@ from torch import Tensor
 from engine.expert_parallel.exchange import ExpertExchange
 from engine.layers.block import Block, Step
 from engine.moe.moe import Moe
-from engine.tensor_parallel.seams import Group, Seams, WholeRows, X_co, rank_body
+from engine.ranks import X
+from engine.tensor_parallel.seams import Group, WholeRows
 
 if TYPE_CHECKING:
     from engine.layers.forward import AddNorm
     from engine.models.model import Model
 
 
-def seams_of(model: Model, group: Group | None) -> Seams:
-    """How the model's shard meets those of other ranks."""
+def seams_of(model: Model, group: Group, vocab_size: int) -> WholeRows:
+    """How the model's shard meets those of other ranks. vocab_size: of the whole model."""
     moe = model.config.moe
-    if group is not None and moe is not None and moe.exchange == "dispatch":
+    if moe is not None and moe.exchange == "dispatch":
         num_slots = max(block.rule.num_slots for block in model.blocks if isinstance(block, Moe))  # the same in all
-        return DividedRows(group, ExpertExchange(group, num_slots))
-    return WholeRows(group)
+        return DividedRows(group, vocab_size, ExpertExchange(group, num_slots))
+    return WholeRows(group, vocab_size)
 
 
-class DividedRows:
-    """A `Seams`. Rank r has rows r * n to (r + 1) * n, n = ceil(rows / ranks), of which the last may not exist."""
+class DividedRows(WholeRows):
+    """Rank r has rows r * n to (r + 1) * n, n = ceil(rows / ranks), of which the last may not exist."""
 
-    def __init__(self, group: Group, exchange: ExpertExchange) -> None:
-        self._group, self._exchange = group, exchange
+    def __init__(self, group: Group, vocab_size: int, exchange: ExpertExchange) -> None:
+        super().__init__(group, vocab_size)
+        self._exchange = exchange
 
     def start(self, x: Tensor) -> Tensor:
         """See Seams."""
         counts = rows_of_ranks(x.shape[0], self._group.size)
         return torch.split(x, counts)[self._group.rank]
 
-    def fold(self, add_norm: AddNorm[X_co], before: Block | None) -> AddNorm[X_co]:
+    def fold(self, add_norm: AddNorm[X], before: Block | None) -> AddNorm[X]:
         """See Seams."""
         if before is None or isinstance(before, Moe):
             return add_norm
 
-        def add_own_rows(residual: Tensor, pending: Tensor | None) -> X_co:
+        def add_own_rows(residual: Tensor, pending: Tensor | None) -> X:
             return add_norm(residual, None if pending is None else self._sum_of_own(pending))
 
         return add_own_rows
@@ -61,7 +63,7 @@ class DividedRows:
         """See Seams."""
         if isinstance(block, Moe):
             return lambda x, step: self._exchange.output(block, x, self._counts(step))
-        whole = rank_body(block, self._group)
+        whole = super().body(block)
         return lambda x, step: whole(self.end(x, step), step)
 
     def end(self, x: Tensor, step: Step) -> Tensor:

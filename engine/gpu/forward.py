@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.gpu.attention.backend import PrefillAttention, PrefillPlan
 from engine.gpu.attention.paged import PagedAttention, PagedPlan
-from engine.gpu.lowering import GpuForwards
+from engine.gpu.lowering import SINGLE_GPU, GpuForwards, GpuSeams
 from engine.gpu.ops.form import GpuStep
 from engine.kv.memory import kv_layout
 from engine.layers.attention import Attention
@@ -22,8 +22,7 @@ from engine.mla.gpu_expanded import ExpandedLatents, ExpandedPlan
 from engine.mla.gpu_latents import PagedLatents
 from engine.mla.latent_attention import LATENT_NORM_EPS, LatentAttention
 from engine.models.model import Model
-from engine.pipeline_parallel.ends import Inbox
-from engine.tensor_parallel.gpu_group import DeviceGroup
+from engine.ranks import RankContext
 from kernels.gpu.attention.kv_splits import DecodeWorkspace
 from kernels.gpu.attention.paged_decode import paged_decode
 from kernels.gpu.elementwise.rope import rope_and_write_kv
@@ -99,24 +98,18 @@ class FusedForward:
         pool: Tensor,
         max_rows: int,
         attention: PrefillAttention,
-        group: DeviceGroup | None = None,
-        inbox: Inbox | None = None,
-        passes_on: bool = False,
+        ranks: RankContext[GpuSeams] = SINGLE_GPU,
     ) -> None:
-        """group: of the ranks that have the other shards of the model.
-
-        inbox: of the model's later stage. passes_on: it is not the last one.
-        """
-        config = model.config
+        model, config = ranks.inbox.model(model), model.config
         self._rotary = model.rotary
         self._layers = layers_of(model, kv_layout(config, pool.dtype))
         self._pool = pool
         # Of attention's output, which is absorbed latents where a model has those.
         head_dim = config.head_dim if config.latent is None else config.latent.kv_lora_rank
         self._workspace = DecodeWorkspace(max_rows, config.num_heads, config.num_kv_heads, head_dim, pool.device)
-        self._forwards = GpuForwards(model, group, passes_on)
-        self._inbox = inbox
-        self.passes_on = passes_on
+        self._forwards = GpuForwards(model, ranks)
+        self._inbox = ranks.inbox
+        self.passes_on = ranks.passes_on
         self.attention = attention
         self.attention_width = config.num_heads * head_dim
         self.dtype = model.embedding.dtype
@@ -126,10 +119,8 @@ class FusedForward:
 
     def hidden(self, inputs: GpuInputs) -> Tensor:
         """Hidden states (num_tokens, hidden) after the final norm; of a stage that passes them on, the residual."""
-        token_ids = inputs.token_ids
+        token_ids = self._inbox.token_ids(inputs.token_ids)
         forward = self._forwards.choose(token_ids.shape[0], not inputs.has_prompts)
-        if self._inbox is not None:
-            token_ids = self._inbox.token_ids(token_ids.shape[0])
         attend, attend_latents = partial(self._attend, inputs), partial(self._attend_latents, inputs)
         return forward.hidden(GpuStep(token_ids, inputs.groups[0].slots, attend, attend_latents))
 

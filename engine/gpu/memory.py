@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import logging
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,6 +28,10 @@ from engine.plan import StepPlan
 from engine.request import SamplingParams
 from engine.trial_plans import trial_plan
 from kvstore.layout import PoolGeometry
+
+if TYPE_CHECKING:
+    from engine.gpu.lowering import GpuSeams
+    from engine.ranks import RankContext
 
 logger = logging.getLogger(__name__)
 TRIAL_BLOCKS = 64  # sequences of a trial share them: what they hold does not matter
@@ -97,29 +102,27 @@ def prompt_graph_trial(config: EngineConfig, max_model_len: int, num_groups: int
     return trial_plan(shares, config.block_size, params, TRIAL_BLOCKS, num_groups)
 
 
-def kv_cache_gb(
-    loaded: LoadedModel, geometry: PoolGeometry, config: EngineConfig, gpu: GpuConfig, max_model_len: int
-) -> float:
-    """GB (10^9 bytes) for KV blocks of `geometry`, whatever its number. Raises ConfigError with the numbers."""
-    use = measure(loaded, geometry, config, gpu, max_model_len)
-    return kv_bytes(use, gpu.gpu_memory_fraction, geometry.block_bytes) / 1e9
+def num_blocks_that_fit(
+    loaded: LoadedModel, config: EngineConfig, gpu: GpuConfig, max_model_len: int, bytes_of_ranks: int = 0,
+    *ranks: RankContext[GpuSeams],
+) -> int:  # fmt: skip
+    """KV blocks of a rank's part of the model. Raises ConfigError with the numbers.
 
-
-def num_blocks_that_fit(loaded: LoadedModel, config: EngineConfig, gpu: GpuConfig, max_model_len: int) -> int:
-    """KV blocks of a rank's part of the model. Raises ConfigError with the numbers."""
+    bytes_of_ranks: what meeting the other ranks will take. ranks: for trials that the others take no part in.
+    """
     one = replace(config, num_gpu_blocks=1)
     geometry = pool_geometry(loaded.config, one, loaded.fingerprint, loaded.dtype, loaded.shard)
-    return int(kv_cache_gb(loaded, geometry, config, gpu, max_model_len) * 1e9) // geometry.block_bytes
+    use = measure(loaded, geometry, config, gpu, max_model_len, *ranks)
+    use = replace(use, graph_bytes=use.graph_bytes + bytes_of_ranks)
+    return kv_bytes(use, gpu.gpu_memory_fraction, geometry.block_bytes) // geometry.block_bytes
 
 
 def measure(
-    loaded: LoadedModel, geometry: PoolGeometry, config: EngineConfig, gpu: GpuConfig, max_model_len: int
-) -> MemoryUse:
+    loaded: LoadedModel, geometry: PoolGeometry, config: EngineConfig, gpu: GpuConfig, max_model_len: int,
+    *ranks: RankContext[GpuSeams],
+) -> MemoryUse:  # fmt: skip
     """Run the trials with a pool of a few blocks, and forget it all. geometry: of the pool to come."""
-    from engine.expert_balancing.gpu_moves import bytes_of_moves  # these need triton
-    from engine.gpu.runner import GpuRunner
-    from engine.pipeline_parallel.gpu_stages import ends_alone, stage_bytes
-    from engine.tensor_parallel.gpu_group import group_bytes
+    from engine.gpu.runner import GpuRunner  # needs triton
 
     device = loaded.device
     torch.cuda.empty_cache()
@@ -127,7 +130,7 @@ def measure(
     pool = allocate_pool(replace(geometry, num_blocks=TRIAL_BLOCKS), device)
     # Graphs are not captured here: the step that they would hold is measured instead.
     no_graphs = replace(gpu, use_cuda_graph=False)
-    runner = GpuRunner(loaded, pool, None, config, no_graphs, max_model_len, ends=ends_alone(loaded))
+    runner = GpuRunner(loaded, pool, None, config, no_graphs, max_model_len, *ranks)
     count = len(geometry.layout.groups)
     trials = [decode_trial(config, count), prompt_graph_trial(config, max_model_len, count)]
     if not gpu.use_cuda_graph:
@@ -145,8 +148,7 @@ def measure(
         shapes = prompt_shapes(config.max_num_seqs, config.max_num_batched_tokens)
         graph_bytes += (len(bucket_sizes(config.max_num_seqs)) + len(shapes)) * GRAPH_BYTES
         graph_bytes += sum(rows for _, rows in shapes) * loaded.model.config.vocab_size * loaded.dtype.itemsize
-    of_ranks = group_bytes(loaded, config) + stage_bytes(loaded, config) + bytes_of_moves(loaded, config)
-    return MemoryUse(total, free, torch.cuda.memory_reserved(device), peak, graph_bytes + of_ranks)
+    return MemoryUse(total, free, torch.cuda.memory_reserved(device), peak, graph_bytes)
 
 
 def _gb(num_bytes: int) -> str:

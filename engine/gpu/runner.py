@@ -15,19 +15,19 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.expert_balancing.gpu_moves import open_rearranger
 from engine.gpu.attention.backend import PrefillAttention
 from engine.gpu.attention.choose import open_attention
 from engine.gpu.config import GpuConfig
 from engine.gpu.forward import FusedForward
 from engine.gpu.late_compiles import log_late_compiles
+from engine.gpu.lowering import SINGLE_GPU, GpuSeams
 from engine.gpu.progress import check_alive, mark
 from engine.gpu.sampling.samples import StepSamples
 from engine.gpu.steps.decode_steps import DecodeSteps
 from engine.gpu.steps.inputs import upload
 from engine.gpu.steps.mixed_inputs import mixed_inputs
 from engine.gpu.steps.prompt_graphs import PromptGraphs
-from engine.gpu.steps.rows import RowTable, bucket_sizes, most_tokens
+from engine.gpu.steps.rows import RowTable, bucket_sizes
 from engine.gpu.steps.state import DeviceState
 from engine.gpu.steps.step import GpuBatch, GpuStep, sampled_queries, sampled_rows
 from engine.gpu.swap import HostCopies
@@ -35,12 +35,11 @@ from engine.kv.memory import kv_layout
 from engine.layers.attention import Attention
 from engine.loader.load import LoadedModel
 from engine.mla.gpu_expanded import open_latents
-from engine.pipeline_parallel.ends import WHOLE_MODEL, Inbox, StageEnds
 from engine.plan import ScheduledRow, StepPlan, StepResult
+from engine.ranks import RankContext
 from engine.request_states import RequestState, RequestStates, UnsampledStep
 from engine.sampling.logprobs import prompt_logprobs, wants_prompt_logprobs
 from engine.start_progress import OnProgress, no_progress
-from engine.tensor_parallel.gpu_group import DeviceGroup, VocabShards
 from engine.trial_plans import warmup_plans
 
 logger = logging.getLogger(__name__)
@@ -58,21 +57,13 @@ class GpuRunner:
         config: EngineConfig,
         gpu: GpuConfig,
         max_model_len: int,
-        group: DeviceGroup | None = None,
-        ends: StageEnds = WHOLE_MODEL,
+        ranks: RankContext[GpuSeams] = SINGLE_GPU,
     ) -> None:
-        """group: of the ranks that have the other shards of the model. ends: where other stages' layers are."""
+        self._ranks = ranks
         model_config = loaded.model.config  # of this rank's shard
-        vocab_size = loaded.config.vocab_size if group is not None else model_config.vocab_size
         # Where a row's last token is always known: with drafts one step is in flight, of stages one of each request.
         self._knows_tokens = config.num_speculative_tokens > 0 or config.pp > 1
         self.max_steps_in_flight = 2 if gpu.overlap and not self._knows_tokens else 1
-        self._sink = ends.sink
-        self._inbox: Inbox | None = None
-        if ends.source is not None:
-            shape = most_tokens(config), model_config.hidden_size
-            loaded.model.embedding = torch.zeros(shape, dtype=loaded.dtype, device=loaded.device)
-            self._inbox = Inbox(ends.source, loaded.model.embedding)
         self._requests = RequestStates(loaded.constraints)
         self._device = loaded.device
         self._queries_per_kv_head = model_config.num_heads // model_config.num_kv_heads
@@ -89,17 +80,15 @@ class GpuRunner:
         self._num_groups = len(layout.groups)
         self._state = DeviceState(self._max_rows, max_blocks, loaded.device, self._num_groups)
         attention = _prefill_attention(loaded, kv_pool, layout.has_windows, gpu.attention_backend, self._max_tokens)
-        passes_on = ends.sink is not None
-        self._forward = FusedForward(loaded.model, kv_pool, self._max_rows, attention, group, self._inbox, passes_on)
-        self._rearranger = open_rearranger(loaded, config, group)
+        self._forward = FusedForward(loaded.model, kv_pool, self._max_rows, attention, ranks)
         self._num_buffers, self._turn = max(NUM_BUFFERS, config.pp + 1), 0
-        self._shards = None if group is None or passes_on else VocabShards(group, vocab_size)
-        of_vocab = 1 if passes_on else vocab_size  # where another stage samples, nothing is kept for it
-        self._samples = StepSamples(self._state, self._max_rows, of_vocab, self._num_buffers, self._shards)
+        self._vocabulary = ranks.seams.vocabulary
+        of_vocab = 1 if ranks.passes_on else loaded.config.vocab_size  # nothing is kept where another stage samples
+        self._samples = StepSamples(self._state, self._max_rows, of_vocab, self._num_buffers, self._vocabulary)
         self.hooks = self._samples.hooks
         self._decodes = DecodeSteps(
             self._forward, self._state, self._samples.on_device, self._buckets, self._num_buffers, self._block_size,
-            self._knows_tokens, passes_on,
+            self._knows_tokens, ranks.passes_on,
         )  # fmt: skip
         self.prompt_graphs: PromptGraphs | None = None  # without them steps with prompts run eagerly
 
@@ -108,11 +97,9 @@ class GpuRunner:
         """See Runner."""
         requests = self._requests.apply(plan)
         self._rows.forget(plan.finished)
-        if plan.placed is not None:
-            assert self._rearranger is not None, "a plan places experts without ranks that exchange them"
-            self._rearranger.place(plan.placed)
+        self._ranks.listener.on_plan(plan)
         step = self._launch(plan, requests)
-        return step if self._sink is None else UnsampledStep(plan.rows, requests, step.waits)
+        return UnsampledStep(plan.rows, requests, step.waits) if self._ranks.passes_on else step
 
     def _launch(self, plan: StepPlan, requests: Sequence[RequestState]) -> GpuStep:
         if not (plan.copies_out or plan.copies_in):
@@ -150,12 +137,11 @@ class GpuRunner:
         self._turn = (self._turn + 1) % self._num_buffers
         changes = self._rows.sync(requests)
         self._state.apply(changes)
-        if self._sink is None:
+        if not self._ranks.passes_on:
             self._samples.apply(changes)
         batch = GpuBatch(rows, requests, [self._rows.row_of(request) for request in requests])
         self._state.upload_blocks(batch.device_rows, requests)
-        if self._inbox is not None:
-            self._inbox.receive(sum(row.num_tokens for row in rows))
+        self._ranks.inbox.receive(sum(row.num_tokens for row in rows))
         if all(row.samples and row.is_decode for row in rows):
             if self._knows_tokens:
                 self._queue_queries(batch, step)
@@ -214,8 +200,8 @@ class GpuRunner:
     def _queue_queries(self, batch: GpuBatch, step: GpuStep) -> None:
         """A step of decode rows where all tokens before the drafts are known."""
         output, num_queries = self._decodes.run_queries(batch, self._turn)
-        if self._sink is not None:
-            self._sink.send(output[:num_queries])
+        if self._ranks.passes_on:
+            self._ranks.pass_on(output[:num_queries])
             return
         self._samples.take(output.token_ids, output.logits, batch, sampled_queries(batch), self._turn, step)
 
@@ -225,8 +211,7 @@ class GpuRunner:
 
     def _queue_prompts(self, batch: GpuBatch, graphs: PromptGraphs, step: GpuStep) -> None:
         token_ids, logits, sampling = graphs.run(batch, self._block_size, self._turn)
-        if self._sink is not None:
-            self._sink.send(token_ids[: sum(row.num_tokens for row in batch.rows)])
+        if self._ranks.pass_on(token_ids[: sum(row.num_tokens for row in batch.rows)]):
             return
         self._samples.take(token_ids, logits, batch, sampled_rows(batch, sampling), self._turn, step)
         if not sampling:
@@ -238,8 +223,7 @@ class GpuRunner:
         chunks = [i for i, row in enumerate(rows) if not (row.samples and row.num_tokens == 1)]
         inputs, last_of = mixed_inputs(batch, decodes, chunks, self._state, self._forward.attention, self._block_size)
         hidden = self._forward.hidden(inputs)
-        if self._sink is not None:
-            self._sink.send(hidden)
+        if self._ranks.pass_on(hidden):
             return
         self._add_prompt_logprobs(batch, chunks, last_of, hidden, step.found)
         sampling = [i for i in decodes + chunks if rows[i].samples]
@@ -260,8 +244,7 @@ class GpuRunner:
                 result.prompt_logprobs[i] = prompt_logprobs(row, request, own, self._whole_logits)
 
     def _whole_logits(self, hidden: Tensor) -> Tensor:
-        logits = self._forward.logits(hidden)
-        return logits if self._shards is None else self._shards.whole(logits)
+        return self._vocabulary.gathered(self._forward.logits(hidden))
 
 
 @contextmanager

@@ -13,11 +13,10 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from engine.expert_parallel.divided_rows import seams_of
 from engine.layers.block import Step
 from engine.layers.linear import LinearLayer
 from engine.models.model import Model
-from engine.tensor_parallel.seams import Group, embedding_lookup, gathered
+from engine.ranks import SINGLE, RankContext, Seams
 from kernels.rms_norm import rms_norm
 
 X = TypeVar("X")  # a body's input: the normed residual, plain or as quantized values and scales
@@ -81,32 +80,27 @@ class Forward(Generic[S]):
         return Forward(self._start, self._ops[:-1], final, self.logits)
 
 
-def plain(
-    model: Model, group: Group | None = None, vocab_size: int = 0, look_up: Callable[[Tensor], Tensor] | None = None
-) -> Forward[Step]:
-    """The model as its family's file says it, on any device, with a residual in float32.
-
-    group: of the ranks that hold the other shards; vocab_size: of the whole model, with a group. look_up: takes the
-    embedding's place.
-    """
+def plain(model: Model, ranks: RankContext[Seams] = SINGLE) -> Forward[Step]:
+    """The model as its family's file says it, on any device, with a residual in float32."""
     dtype = model.embedding.dtype
 
     def norm(weight: Tensor, eps: float, is_final: bool) -> AddNorm[Tensor]:
         return plain_norm(weight, eps, model.hidden_dtype if is_final else dtype)
 
-    return lowered(model, group, vocab_size, look_up, lambda x: x.float(), norm)
+    return lowered(model, ranks, lambda x: x.float(), norm)
 
 
 def lowered(
-    model: Model, group: Group | None, vocab_size: int, look_up: Callable[[Tensor], Tensor] | None,
-    residual_of: Callable[[Tensor], Tensor], norm: Callable[[Tensor, float, bool], AddNorm[Tensor]],
+    model: Model, ranks: RankContext[Seams], residual_of: Callable[[Tensor], Tensor],
+    norm: Callable[[Tensor, float, bool], AddNorm[Tensor]],
 ) -> Forward[Step]:  # fmt: skip
     """The model's own blocks between folds. See `plain`.
 
     residual_of: of the embedding's rows. norm: (weight, eps, whether it is the final one) -> how a residual is added
     to and normed.
     """
-    embed, seams = look_up or embedding_lookup(model, group), seams_of(model, group)
+    seams = ranks.seams
+    embed = ranks.inbox.look_up(seams.embedding(model))
 
     def start(step: Step) -> Stream:
         return Stream(seams.start(residual_of(embed(step.token_ids))))
@@ -117,7 +111,7 @@ def lowered(
         for before, block in zip([None, *blocks], blocks, strict=False)
     ]
     final = seams.fold(norm(model.final_norm, model.config.rms_norm_eps, True), blocks[-1])
-    return Forward(start, ops, final, gathered(model.head, vocab_size, group), seams.end)
+    return Forward(start, ops, final, seams.head(model), seams.end)
 
 
 def plain_sum(residual: Tensor, pending: Tensor | None) -> Tensor:

@@ -32,7 +32,7 @@ from engine.loader.staged import StagedWeights, blocks_of, divide_layers, shard_
 from engine.loader.supported import check_kernels, check_settings
 from engine.models.config import PLAIN_BITS, ExchangeKind, ModelConfig
 from engine.models.model import Model
-from engine.pipeline_parallel.ends import Stage
+from engine.ranks import Stage
 from engine.sampling.filters import Constraints
 from engine.start_progress import OnProgress, no_progress
 from kvstore.layout import WHOLE, Shard

@@ -9,19 +9,14 @@ Ops in between know nothing of it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """One of `count` stages, in the order of layers."""
-
-    index: int
-    count: int
+from engine.models.model import Model
+from engine.ranks import Inbox, LookUp
 
 
 class HiddenSource(Protocol):
@@ -32,30 +27,7 @@ class HiddenSource(Protocol):
         ...
 
 
-class HiddenSink(Protocol):
-    """The stage behind."""
-
-    def send(self, hidden: Tensor) -> None:
-        """Send a step's (num_tokens, hidden), which may be overwritten as soon as this returns."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class StageEnds:
-    """A stage's neighbours: none before the first one, none behind the last one."""
-
-    source: HiddenSource | None = None
-    sink: HiddenSink | None = None
-
-    @property
-    def samples(self) -> bool:
-        return self.sink is None
-
-
-WHOLE_MODEL = StageEnds()
-
-
-class Inbox:
+class HiddenInbox(Inbox):
     """Hidden states of a step, which ops read where the first stage's read the embedding."""
 
     def __init__(self, source: HiddenSource, table: Tensor) -> None:
@@ -65,13 +37,17 @@ class Inbox:
         self._rows = torch.arange(table.shape[0], device=table.device)
 
     def receive(self, num_tokens: int) -> None:
-        """Take the next step's."""
+        """See Inbox."""
         self._source.receive(self._table[:num_tokens])
 
-    def look_up(self, token_ids: Tensor) -> Tensor:
-        """Rows (num_tokens, hidden) of as many tokens; they may be changed in place."""
-        return self._table[: token_ids.shape[0]]
+    def look_up(self, embedding: LookUp) -> LookUp:
+        """See Inbox."""
+        return lambda token_ids: self._table[: token_ids.shape[0]]
 
-    def token_ids(self, num_tokens: int) -> Tensor:
-        """What stands for a step's token ids (num_tokens,) where the table stands for the embedding."""
-        return self._rows[:num_tokens]
+    def model(self, model: Model) -> Model:
+        """See Inbox. The first stage has scaled the embedding's rows."""
+        return replace(model, embedding=self._table, embedding_scale=None)
+
+    def token_ids(self, token_ids: Tensor) -> Tensor:
+        """See Inbox."""
+        return self._rows[: token_ids.shape[0]]

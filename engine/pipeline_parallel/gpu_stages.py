@@ -18,7 +18,8 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.gpu.steps.rows import most_tokens
 from engine.loader.load import LoadedModel
-from engine.pipeline_parallel.ends import StageEnds
+from engine.pipeline_parallel.ends import HiddenSource
+from engine.ranks import HiddenSink
 from engine.tensor_parallel.gpu_group import NCCL_BYTES, keep_group, open_nccl
 from kvstore.layout import Shard
 
@@ -69,7 +70,11 @@ class NoNeighbour:
         """Send it nowhere."""
 
 
-def open_ends(loaded: LoadedModel, config: EngineConfig, folder: Path) -> StageEnds:
+Ends = tuple[HiddenSource | None, HiddenSink | None]
+"""The stages before and behind, None where there is none."""
+
+
+def open_ends(loaded: LoadedModel, config: EngineConfig, folder: Path) -> Ends:
     """Connect a stage with its neighbours, if it has any. folder: of all ranks of the model."""
     first, stop = loaded.shard.layers or (0, loaded.config.num_layers)
     source = sink = None
@@ -78,23 +83,21 @@ def open_ends(loaded: LoadedModel, config: EngineConfig, folder: Path) -> StageE
     if stop < loaded.config.num_layers:
         sink = NcclSink(_store_in(folder, stop, loaded.shard), loaded, most_tokens(config), config.pp + 1)
     torch.cuda.synchronize(loaded.device)
-    return StageEnds(source, sink)
+    return source, sink
 
 
-def ends_alone(loaded: LoadedModel) -> StageEnds:
+def ends_alone(loaded: LoadedModel) -> Ends:
     """The ends of a stage that is run by itself; none of a whole model."""
-    if loaded.shard.layers is None:
-        return StageEnds()
-    first, stop = loaded.shard.layers
-    return StageEnds(NoNeighbour() if first else None, NoNeighbour() if stop < loaded.config.num_layers else None)
+    first, stop = loaded.shard.layers or (0, loaded.config.num_layers)
+    return NoNeighbour() if first else None, NoNeighbour() if stop < loaded.config.num_layers else None
 
 
 def stage_bytes(loaded: LoadedModel, config: EngineConfig) -> int:
     """Memory that the connections of a stage take on its GPU; 0 of a whole model."""
-    ends = ends_alone(loaded)
+    source, sink = ends_alone(loaded)
     row_bytes = loaded.config.hidden_size * loaded.dtype.itemsize
     sent = (config.pp + 1) * most_tokens(config) * row_bytes
-    return (NCCL_BYTES if ends.source else 0) + (NCCL_BYTES + sent if ends.sink else 0)
+    return (NCCL_BYTES if source else 0) + (NCCL_BYTES + sent if sink else 0)
 
 
 def _store_in(folder: Path, layer: int, shard: Shard) -> Path:

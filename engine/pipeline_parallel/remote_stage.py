@@ -21,9 +21,9 @@ from common.version import VERSION
 from engine.config import EngineConfig
 from engine.engine import DeviceLostError
 from engine.gpu.config import GpuConfig
-from engine.pipeline_parallel.ends import Stage
 from engine.pipeline_parallel.socket_frames import SocketSource, receive_frame, send_frame, watch_peer
 from engine.plan import StepPlan
+from engine.ranks import Stage
 from engine.request import TokenId
 from engine.tensor_parallel.followers import STEP_ENCODER, FollowerLoaded, FollowerPool, FollowerStart, FollowerStep
 from kvstore.layout import Shard

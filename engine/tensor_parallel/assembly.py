@@ -1,4 +1,4 @@
-"""The runner of rank 0 with the other ranks behind it: processes of this host's, or a stage on another."""
+"""What a process is among ranks, and the ranks behind rank 0: processes of this host's, or a stage on another."""
 
 from __future__ import annotations
 
@@ -10,105 +10,126 @@ import torch
 
 from common.errors import ConfigError
 from engine.config import EngineConfig
+from engine.expert_balancing.moves import ExpertRearranger, linear_experts
+from engine.expert_parallel.divided_rows import seams_of
 from engine.gpu.config import GpuConfig
 from engine.kv.memory import num_blocks_for
 from engine.kv.pool_memory import PoolMemory
-from engine.pipeline_parallel.ends import WHOLE_MODEL, StageEnds
+from engine.pipeline_parallel.ends import HiddenInbox, HiddenSource
 from engine.pipeline_parallel.remote_stage import RemoteStage
+from engine.ranks import EMBEDDING, NO_LISTENER, HiddenSink, RankContext, Ranks, Seams
 from engine.tensor_parallel.followers import FollowerPool, Followers, place_of
+from engine.tensor_parallel.group import GlooGroup
+from engine.tensor_parallel.runner import ParallelRunner
+from engine.tensor_parallel.seams import Group
 from kvstore.layout import PoolGeometry, Shard
 
 if TYPE_CHECKING:
     from engine.loader.load import LoadedModel
     from engine.models.config import ModelConfig
-    from engine.tensor_parallel.runner import ParallelRunner
-
-MakeRunner = Callable[[Any, StageEnds], Any]
-"""Makes rank 0's own runner, given its group and the ends of its stage."""
 
 
-def start_followers(config: EngineConfig, device: torch.device, gpu: GpuConfig) -> Followers | RemoteStage | None:
-    """Start the ranks behind this one; None when it is alone. Raises ConfigError without GPUs for them."""
-    if config.num_ranks == 1:
-        return None
-    if config.stage_address:
-        return RemoteStage(config, device.type, gpu)
-    if device.type == "cuda" and torch.cuda.device_count() < config.num_ranks:
-        flags = [f"--{name} {size}" for name, size in (("pp", config.pp), ("tp", config.tp)) if size > 1]
-        raise ConfigError(
-            f"{' '.join(flags)} needs {config.num_ranks} GPUs, and {torch.cuda.device_count()} are visible"
-        )
-    return Followers(config, device.type, gpu)
-
-
-def common_num_blocks(
-    followers: Followers | RemoteStage, loaded: LoadedModel, geometry: PoolGeometry, config: EngineConfig
-) -> int:
-    """Blocks for which all ranks have room. Raises ConfigError when one of them holds another model."""
-    found = followers.wait_for_weights()
-    if any(one.fingerprint != loaded.fingerprint for one in found):
-        raise ConfigError("the stage on the other host holds another model: give both hosts the same files")
-    shards = _other_shards(loaded.config, config)
-    asked_for = [num_blocks_for(replace(geometry, shard=shard), config) for shard in shards]
-    fitting = [one.num_blocks for one in found if one.num_blocks]
-    return min(geometry.num_blocks, *fitting, *asked_for)
-
-
-def num_steps_in_flight(config: EngineConfig, device: torch.device, gpu: GpuConfig) -> int:
-    """Steps of a pipeline that run at the same time."""
-    return config.pp if gpu.overlap or device.type == "cpu" else 1
-
-
-def parallel_runner(
-    make_runner: MakeRunner,
-    followers: Followers | RemoteStage,
+def cpu_ranks(
     loaded: LoadedModel,
-    memory: PoolMemory,
-    geometry: PoolGeometry,
-    host_tier_slots: int,
-    max_model_len: int,
     config: EngineConfig,
-    gpu: GpuConfig,
-) -> ParallelRunner:
-    """Give all ranks their pools and join them. geometry: rank 0's, whose number of blocks is everybody's."""
-    from engine.tensor_parallel.group import GlooGroup
-    from engine.tensor_parallel.runner import ParallelRunner
-
-    is_remote, on_gpu = isinstance(followers, RemoteStage), loaded.device.type == "cuda"
-    is_shared = memory.shares_device_pools and not is_remote
-    told = FollowerPool(geometry.num_blocks, host_tier_slots, max_model_len, is_shared)
-    others = [replace(geometry, shard=shard) for shard in _other_shards(loaded.config, config)]
-    group: Any = None
-    ends = WHOLE_MODEL
-    if isinstance(followers, RemoteStage):
-        followers.give_pools(told)
-        ends = StageEnds(followers.hidden_source())
-    elif on_gpu:
-        from engine.pipeline_parallel.gpu_stages import open_ends
-        from engine.tensor_parallel.gpu_group import open_group
-
-        followers.give_pools(told)
-        if is_shared:
-            for rank, (other, fd) in enumerate(zip(others, followers.receive(), strict=True), 1):
-                memory.adopt_for_rank(other, torch.device("cuda", rank), fd)
-        if config.tp > 1:
-            group = open_group(loaded, config, followers.exchange, followers.folder)
-        ends = open_ends(loaded, config, followers.folder)
-    else:
-        followers.give_pools(told, [memory.allocate_for_rank(other) for other in others])
-        group = GlooGroup(loaded.shard, followers.folder) if config.tp > 1 else None
-        ends = StageEnds(followers.hidden_source()) if config.pp > 1 else WHOLE_MODEL
-    local = make_runner(group, ends)
-    if config.pp == 1:
-        return ParallelRunner(local, followers)
-    num_in_flight = num_steps_in_flight(config, loaded.device, gpu)
-    return ParallelRunner(local, followers, num_in_flight, is_eager=is_remote or not on_gpu)
+    group: Group | None = None,
+    source: HiddenSource | None = None,
+    sink: HiddenSink | None = None,
+) -> RankContext[Seams]:
+    """What this process is. group: of the ranks that have the other shards. source, sink: the stages around it."""
+    seams = Seams() if group is None else seams_of(loaded.model, group, loaded.config.vocab_size)
+    inbox, listener = EMBEDDING, NO_LISTENER
+    if source is not None:  # in float32, as the residual is
+        inbox = HiddenInbox(source, torch.zeros(config.max_num_batched_tokens, loaded.config.hidden_size))
+    if config.expert_rebalance_interval and group is not None:
+        listener = ExpertRearranger(linear_experts(loaded.model.blocks), group)
+    return RankContext(seams, inbox, sink, listener)
 
 
-def _other_shards(model: ModelConfig, config: EngineConfig) -> list[Shard]:
-    """What ranks 1, 2, ... have of the model."""
-    from engine.loader.staged import divide_layers, shard_of
+class FollowedRanks(Ranks):
+    """Rank 0 of several."""
 
-    layers = divide_layers(model, config.pp)
-    places = [place_of(rank, config) for rank in range(1, config.num_ranks)]
-    return [shard if stage is None else shard_of(shard, layers[stage.index]) for shard, stage in places]
+    def __init__(self, config: EngineConfig, device: torch.device, gpu: GpuConfig) -> None:
+        """Start the ranks behind this one. Raises ConfigError without GPUs for them."""
+        self.shard, self.stage = place_of(0, config)
+        self.num_stages = config.pp if gpu.overlap or device.type == "cpu" else 1
+        self._config = config
+        self._followers: Followers | RemoteStage
+        if config.stage_address:
+            self._followers = RemoteStage(config, device.type, gpu)
+            return
+        if device.type == "cuda" and torch.cuda.device_count() < config.num_ranks:
+            flags = [f"--{name} {size}" for name, size in (("pp", config.pp), ("tp", config.tp)) if size > 1]
+            raise ConfigError(
+                f"{' '.join(flags)} needs {config.num_ranks} GPUs, and {torch.cuda.device_count()} are visible"
+            )
+        self._followers = Followers(config, device.type, gpu)
+
+    def num_blocks_that_fit(
+        self, loaded: LoadedModel, config: EngineConfig, gpu: GpuConfig, max_model_len: int
+    ) -> int:
+        """See Ranks."""
+        from engine.tensor_parallel.gpu_seams import num_blocks_that_fit  # needs triton
+
+        return num_blocks_that_fit(loaded, config, gpu, max_model_len)
+
+    def num_blocks(self, loaded: LoadedModel, geometry: PoolGeometry, config: EngineConfig) -> int:
+        """See Ranks."""
+        found = self._followers.wait_for_weights()
+        if any(one.fingerprint != loaded.fingerprint for one in found):
+            raise ConfigError("the stage on the other host holds another model: give both hosts the same files")
+        asked_for = [num_blocks_for(replace(geometry, shard=shard), config) for shard in self._others(loaded.config)]
+        fitting = [one.num_blocks for one in found if one.num_blocks]
+        return min(geometry.num_blocks, *fitting, *asked_for)
+
+    def runner(
+        self, make: Callable[..., Any], loaded: LoadedModel, memory: PoolMemory, geometry: PoolGeometry,
+        num_host_slots: int, max_model_len: int,
+    ) -> ParallelRunner:  # fmt: skip
+        """See Ranks: give all their pools, and join them. geometry: rank 0's, with everybody's number of blocks."""
+        config, followers, on_gpu = self._config, self._followers, loaded.device.type == "cuda"
+        is_remote = isinstance(followers, RemoteStage)
+        is_shared = memory.shares_device_pools and not is_remote
+        told = FollowerPool(geometry.num_blocks, num_host_slots, max_model_len, is_shared)
+        others = [replace(geometry, shard=shard) for shard in self._others(loaded.config)]
+        group: Any = None
+        source: HiddenSource | None = None
+        sink: HiddenSink | None = None
+        if isinstance(followers, RemoteStage):
+            followers.give_pools(told)
+            source = followers.hidden_source()
+        elif on_gpu:
+            from engine.pipeline_parallel.gpu_stages import open_ends  # these need triton
+            from engine.tensor_parallel.gpu_group import open_group
+
+            followers.give_pools(told)
+            if is_shared:
+                for rank, (other, fd) in enumerate(zip(others, followers.receive(), strict=True), 1):
+                    memory.adopt_for_rank(other, torch.device("cuda", rank), fd)
+            if config.tp > 1:
+                group = open_group(loaded, config, followers.exchange, followers.folder)
+            source, sink = open_ends(loaded, config, followers.folder)
+        else:
+            followers.give_pools(told, [memory.allocate_for_rank(other) for other in others])
+            group = GlooGroup(loaded.shard, followers.folder) if config.tp > 1 else None
+            source = followers.hidden_source() if config.pp > 1 else None
+        local = make(_ranks_on_device(loaded, config, group, source, sink))
+        if config.pp == 1:
+            return ParallelRunner(local, followers)
+        return ParallelRunner(local, followers, self.num_stages, is_eager=is_remote or not on_gpu)
+
+    def _others(self, model: ModelConfig) -> list[Shard]:
+        """What ranks 1, 2, ... have of the model."""
+        from engine.loader.staged import divide_layers, shard_of
+
+        layers = divide_layers(model, self._config.pp)
+        places = [place_of(rank, self._config) for rank in range(1, self._config.num_ranks)]
+        return [shard if stage is None else shard_of(shard, layers[stage.index]) for shard, stage in places]
+
+
+def _ranks_on_device(loaded: LoadedModel, *parts: Any) -> RankContext[Any]:
+    if loaded.device.type == "cpu":
+        return cpu_ranks(loaded, *parts)
+    from engine.tensor_parallel.gpu_seams import gpu_ranks  # needs triton
+
+    return gpu_ranks(loaded, *parts)

@@ -26,11 +26,11 @@ from engine.cpu.runner import ModelRunner
 from engine.gpu.device_memory import shareable_pool
 from engine.kv.memory import allocate_pool, pool_geometry, pool_over
 from engine.loader.load import LoadedModel, load_model
-from engine.pipeline_parallel.ends import StageEnds
 from engine.pipeline_parallel.hidden_ring import RingSink, RingSource
 from engine.pipeline_parallel.socket_frames import SocketSink, receive_frame, send_frame
 from engine.plan import PendingStep
 from engine.request_states import UnsampledStep
+from engine.tensor_parallel.assembly import cpu_ranks
 from engine.tensor_parallel.followers import (
     READY,
     FollowerLoaded,
@@ -103,23 +103,27 @@ def _start(link: socket.socket, start: FollowerStart) -> Any:
         from engine.gpu.runner import GpuRunner
         from engine.pipeline_parallel.gpu_stages import open_ends
         from engine.tensor_parallel.gpu_group import open_group  # these need triton
+        from engine.tensor_parallel.gpu_seams import gpu_ranks
 
         kv_pool = _shared_pool(link, geometry, device) if pool.is_shared else allocate_pool(geometry, device)
         exchange = partial(_exchange, link, start.shard.size)
         devices = None if is_alone else open_group(loaded, config, exchange, folder)
         if start.is_remote:
-            ends = _remote_ends(link)
+            ranks = gpu_ranks(loaded, config, devices, sink=SocketSink(link, _end))
         else:
             _watch(link)
-            ends = open_ends(loaded, config, folder)
-        runner = GpuRunner(loaded, kv_pool, slots, config, start.gpu, pool.max_model_len, devices, ends)
+            ranks = gpu_ranks(loaded, config, devices, *open_ends(loaded, config, folder))
+        runner = GpuRunner(loaded, kv_pool, slots, config, start.gpu, pool.max_model_len, ranks)
     elif start.is_remote:
-        runner = ModelRunner(loaded, allocate_pool(geometry, device), slots, config, ends=_remote_ends(link))
+        alone = cpu_ranks(loaded, config, sink=SocketSink(link, _end))
+        runner = ModelRunner(loaded, allocate_pool(geometry, device), slots, config, alone)
     else:
         _watch(link)
         kv_pool = pool_over(mmap.mmap(fds[0], geometry.pool_bytes), geometry)
         group = None if is_alone else GlooGroup(loaded.shard, folder)
-        runner = ModelRunner(loaded, kv_pool, slots, config, group, _ring_ends(start))
+        source = None if start.hidden_in is None else RingSource(start.hidden_in)
+        sink = None if start.hidden_out is None else RingSink(start.hidden_out)
+        runner = ModelRunner(loaded, kv_pool, slots, config, cpu_ranks(loaded, config, group, source, sink))
     if loaded.constraints is not None:
         loaded.constraints.prepare()
     runner.warmup()
@@ -145,20 +149,9 @@ def _num_blocks(loaded: LoadedModel, start: FollowerStart) -> int:
     config = start.engine
     if start.device != "cuda" or start.stage is None or config.num_gpu_blocks or config.kv_cache_gb:
         return 0
-    from engine.gpu.memory import num_blocks_that_fit  # needs triton
+    from engine.tensor_parallel.gpu_seams import num_blocks_that_fit  # needs triton
 
     return num_blocks_that_fit(loaded, config, start.gpu, loaded.config.context_length(config.max_model_len))
-
-
-def _remote_ends(link: socket.socket) -> StageEnds:
-    return StageEnds(sink=SocketSink(link, _end))
-
-
-def _ring_ends(start: FollowerStart) -> StageEnds:
-    return StageEnds(
-        None if start.hidden_in is None else RingSource(start.hidden_in),
-        None if start.hidden_out is None else RingSink(start.hidden_out),
-    )
 
 
 def _shared_pool(link: socket.socket, geometry: PoolGeometry, device: torch.device) -> torch.Tensor:

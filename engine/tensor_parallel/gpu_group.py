@@ -18,6 +18,8 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.gpu.device_memory import tensor_over
+from engine.gpu.sampling.device_sampler import Vocabulary
+from engine.gpu.steps.inputs import upload
 from engine.gpu.steps.rows import most_tokens
 from engine.loader.load import LoadedModel
 from engine.tensor_parallel.group import store_in
@@ -110,7 +112,7 @@ class DeviceGroup:
         return torch.cat([all_gather(part, self._gathers) for part in torch.split(x, self._max_rows)])
 
 
-class VocabShards:
+class VocabShards(Vocabulary):
     """The part of the vocabulary whose logits a rank has, and how ranks put them together."""
 
     def __init__(self, group: DeviceGroup, vocab_size: int) -> None:
@@ -118,17 +120,26 @@ class VocabShards:
         self._group = group
         self._vocab_size = vocab_size
         per_rank = -(-vocab_size // group.size)
-        self.first_id = group.rank * per_rank
-        self.num_own = min(per_rank, vocab_size - self.first_id)  # the last rank's may end in padding
+        first_id = group.rank * per_rank
+        self._own = min(per_rank, vocab_size - first_id), first_id  # the last rank's may end in padding
 
-    def gather_stats(self, stats: Tensor) -> Tensor:
-        """float32 (rows, chunks, 4) of each rank -> (rows, size * chunks, 4)."""
+    def own(self, logits: Tensor) -> tuple[int, int]:
+        """See Vocabulary."""
+        return self._own
+
+    def joined(self, stats: Tensor, logits: Tensor, truncates: Tensor, rows: slice | Tensor) -> tuple[Tensor, Tensor]:
+        """See Vocabulary. stats: float32 (rows, chunks, 4) of each rank."""
         flat = stats.flatten(1).view(self._group.dtype)
-        return self._group.all_gather(flat).view(torch.float32).view(stats.shape[0], -1, 4)
+        stats = self._group.all_gather(flat).view(torch.float32).view(stats.shape[0], -1, 4)
+        return stats, self.gathered(logits, truncates[rows])
 
-    def whole(self, logits: Tensor, only: Tensor | None = None) -> Tensor:
-        """(rows, columns of this rank) of each rank -> (rows, vocab_size). only: see `all_gather`."""
+    def gathered(self, logits: Tensor, only: Tensor | None = None) -> Tensor:
+        """See Vocabulary. only: see `all_gather`."""
         return self._group.all_gather(logits.contiguous(), only)[:, : self._vocab_size]
+
+    def whole(self, logits: Tensor, sources: Sequence[int]) -> tuple[Tensor, Sequence[int]]:
+        """See Vocabulary."""
+        return self.gathered(logits[upload(sources, torch.int64, logits.device)]), range(len(sources))
 
 
 def open_group(loaded: LoadedModel, config: EngineConfig, exchange: Exchange, folder: Path) -> DeviceGroup:

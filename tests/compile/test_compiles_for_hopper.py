@@ -21,6 +21,7 @@ from common.model_files import resolve_model
 from engine.gpu.attention.backend import PrefillAttention
 from engine.gpu.attention.paged import PagedAttention
 from engine.gpu.forward import FusedForward, GpuInputs, GroupInputs
+from engine.gpu.lowering import SINGLE_GPU, GpuSeams
 from engine.gpu.sampling.device_sampler import DeviceSampler
 from engine.kv.memory import kv_layout
 from engine.layers.weights import Partition
@@ -30,6 +31,8 @@ from engine.models.hf_config import architecture_of, config_from_hf, read_hf_con
 from engine.models.model import Model
 from engine.quantization.gpu_linears import W4A16Linear
 from engine.quantization.quantize import Quantizer
+from engine.ranks import RankContext
+from engine.tensor_parallel.gpu_seams import ShardSeams
 from kernels.gpu.attention.gather_kv import gather_kv
 from kernels.gpu.attention.kv_splits import DecodeWorkspace
 from kernels.gpu.attention.paged_decode import paged_decode
@@ -115,7 +118,10 @@ def forward_over(model: Model, kv_dtype: torch.dtype, num_ranks: int = 1) -> Fus
         )  # fmt: skip
         own = ints(layout.num_bytes, dtype=torch.uint8)
         group.rows = ExchangeMemory.over(layout, 0, ints(num_ranks, dtype=torch.int64), own, counts=False)
-    return FusedForward(model, pool, MAX_ROWS, attention, group)
+    ranks: RankContext[GpuSeams] = SINGLE_GPU
+    if group is not None:
+        ranks = RankContext(ShardSeams(group, model.config.vocab_size))
+    return FusedForward(model, pool, MAX_ROWS, attention, ranks)
 
 
 def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:

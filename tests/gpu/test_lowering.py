@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from engine.moe.moe import Moe
 from engine.quantization import conversion
 from engine.quantization.gpu_ops import QuantizedInputForm
 from engine.quantization.quantize import Quantizer
+from engine.tensor_parallel.gpu_seams import gpu_ranks
 from kernels.gpu.elementwise.rms_norm import add_rms_norm
 from kvstore.layout import PoolGeometry
 from tests.gpu.kv.test_kv_groups import GEMMA3, GPT_OSS
@@ -101,7 +102,8 @@ def test_a_rank_alone_computes_what_the_plain_form_does(
             [GroupInputs(table[:, 0] * BLOCK_SIZE, table) for table in tables],
         )  # fmt: skip
         attention = open_attention("triton", pool, loaded.config.num_heads, loaded.dtype, rows)
-        forward = FusedForward(loaded.model, pool, rows, attention, group)  # type: ignore[arg-type]
+        ranks = gpu_ranks(loaded, config, cast(Any, group))
+        forward = FusedForward(loaded.model, pool, rows, attention, ranks)
         hidden.append(forward.hidden(inputs))
     assert float((hidden[0] - hidden[1]).norm() / hidden[0].norm()) < 1e-5
 

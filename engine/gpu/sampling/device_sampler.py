@@ -5,25 +5,49 @@ Keeps each row's parameters on the device. `engine.sampling.sampler` samples the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from engine.gpu.steps.inputs import upload
 from engine.gpu.steps.rows import RowChanges
-from engine.tensor_parallel.gpu_group import VocabShards
 from kernels.gpu.sampling.sampling import choose_tokens, chunk_stats, num_chunks_of
+
+
+class Vocabulary:
+    """The tokens whose logits a process has: here all of them. See `VocabShards` for ranks that have parts."""
+
+    def own(self, logits: Tensor) -> tuple[int, int]:
+        """How many columns of `logits` are of tokens, and the id of the first one."""
+        return logits.shape[1], 0
+
+    def joined(self, stats: Tensor, logits: Tensor, truncates: Tensor, rows: slice | Tensor) -> tuple[Tensor, Tensor]:
+        """Statistics (rows, chunks, 4) and logits of the whole vocabulary; logits of rows with `truncates` alone."""
+        return stats, logits
+
+    def gathered(self, logits: Tensor) -> Tensor:
+        """Logits (rows, vocab) of rows of which each rank has its part."""
+        return logits
+
+    def whole(self, logits: Tensor, sources: Sequence[int]) -> tuple[Tensor, Sequence[int]]:
+        """Logits over the whole vocabulary in which rows `sources` of `logits` are, and which rows they are there."""
+        return logits, sources
+
+
+WHOLE_VOCABULARY = Vocabulary()
 
 
 class DeviceSampler:
     """Parameters of `max_rows` rows. Its workspace serves one stream."""
 
     def __init__(
-        self, max_rows: int, vocab_size: int, device: torch.device, shards: VocabShards | None = None
+        self, max_rows: int, vocab_size: int, device: torch.device, vocabulary: Vocabulary = WHOLE_VOCABULARY
     ) -> None:
-        """shards: of the ranks that have the other logits; all sample the same tokens, by statistics of each part."""
+        """vocabulary: of this rank's logits; all ranks sample the same tokens, by statistics of each part."""
         self.max_rows = max_rows
         self._device = device
-        self._shards = shards
+        self._vocabulary = vocabulary
         self._stats = torch.empty(max_rows * num_chunks_of(vocab_size) * 4, device=device)  # workspace
         self._truncates = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._temperatures = torch.zeros(max_rows, device=device)
@@ -66,19 +90,17 @@ class DeviceSampler:
     ) -> Tensor:  # fmt: skip
         """Sample a token for each of `rows`: int64 (n,), negative where there is none.
 
-        logits: (n, vocab), with shards this rank's part of them unless `is_whole`. positions: (n,), of the tokens.
+        logits: (n, vocab), this rank's part of them unless `is_whole`. positions: (n,), of the tokens.
         last_tokens: int64 (n,), takes the valid tokens of rows in use, those with a position above 0.
         """
         token_ids = torch.empty(logits.shape[0], dtype=torch.int64, device=self._device)
         temperatures, top_ks, top_ps, min_ps, seeds = (column[rows] for column in self._columns)
-        shards = None if is_whole else self._shards
-        num_tokens, first_id = (logits.shape[1], 0) if shards is None else (shards.num_own, shards.first_id)
+        vocabulary = WHOLE_VOCABULARY if is_whole else self._vocabulary
+        num_tokens, first_id = vocabulary.own(logits)
         num_chunks = num_chunks_of(num_tokens)
         stats = self._stats[: logits.shape[0] * num_chunks * 4].view(-1, num_chunks, 4)
         chunk_stats(logits, temperatures, seeds, positions, stats, num_tokens, first_id)
-        if shards is not None:
-            stats = shards.gather_stats(stats)
-            logits = shards.whole(logits, only=self._truncates[rows])
+        stats, logits = vocabulary.joined(stats, logits, self._truncates, rows)
         choose_tokens(
             logits, stats, temperatures, top_ks, top_ps, min_ps, seeds, positions, token_ids, last_tokens
         )  # fmt: skip

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.gpu.progress import mark
-from engine.gpu.sampling.device_sampler import DeviceSampler
+from engine.gpu.sampling.device_sampler import WHOLE_VOCABULARY, DeviceSampler, Vocabulary
 from engine.gpu.sampling.logits_columns import ROWS_AT_ONCE, LogitsColumns
 from engine.gpu.steps.inputs import download, upload
 from engine.gpu.steps.rows import RowChanges
@@ -21,7 +21,6 @@ from engine.gpu.steps.step import GpuBatch, GpuStep, PendingLogprobs, Sampled, s
 from engine.request import RequestId
 from engine.sampling.logprobs import logprob_tensors
 from engine.sampling.sampler import LogitsHook
-from engine.tensor_parallel.gpu_group import VocabShards
 
 
 class StepSamples:
@@ -33,12 +32,12 @@ class StepSamples:
         max_rows: int,
         vocab_size: int,
         num_buffers: int,
-        shards: VocabShards | None = None,
+        vocabulary: Vocabulary = WHOLE_VOCABULARY,
     ) -> None:
-        """num_buffers: more than steps in flight. shards: of the ranks that have the other logits."""
+        """num_buffers: more than steps in flight. vocabulary: of this rank's logits."""
         self.hooks: dict[RequestId, LogitsHook] = {}
-        self.on_device = DeviceSampler(max_rows, vocab_size, state.last_tokens.device, shards)
-        self._shards = shards
+        self.on_device = DeviceSampler(max_rows, vocab_size, state.last_tokens.device, vocabulary)
+        self._vocabulary = vocabulary
         self._state = state
         self._device = state.last_tokens.device
         self._columns = LogitsColumns(max_rows, vocab_size, self._device)
@@ -87,7 +86,7 @@ class StepSamples:
         sources, indices = zip(*pairs, strict=True)
         requests, rows = [batch.requests[i] for i in indices], [batch.device_rows[i] for i in indices]
         positions = [batch.rows[i].stop for i in indices]
-        own = self._columns.changed(*self._whole(logits, sources), rows, requests, positions)
+        own = self._columns.changed(*self._vocabulary.whole(logits, sources), rows, requests, positions)
         for k, request in enumerate(requests):
             if request.request_id in self.hooks:
                 self.hooks[request.request_id](request, own[k])
@@ -103,14 +102,8 @@ class StepSamples:
         """Compute what the entries `asking` of `step.sampled` want, behind the step."""
         sources = [step.sampled[k][0] for k in asking]
         own = upload(sources, torch.int64, self._device)
-        whole, rows = self._whole(logits, sources)
+        whole, rows = self._vocabulary.whole(logits, sources)
         counts = [step.sampled[k][2].params.logprobs or 0 for k in asking]
         chosen = whole[upload(rows, torch.int64, self._device)]
         found = logprob_tensors(chosen, token_ids[own].clamp(min=0), max(counts))
         return PendingLogprobs(asking, counts, found.map(download))
-
-    def _whole(self, logits: Tensor, sources: Sequence[int]) -> tuple[Tensor, Sequence[int]]:
-        """Logits over the whole vocabulary in which rows `sources` of `logits` are, and which rows they are there."""
-        if self._shards is None:
-            return logits, sources
-        return self._shards.whole(logits[upload(sources, torch.int64, self._device)]), range(len(sources))

@@ -34,10 +34,11 @@ from engine.loader.load import LoadedModel, load_model
 from engine.loader.staged import _divide, divide_layers, shard_of, stage_weights
 from engine.models.families import family_of
 from engine.models.hf_config import config_from_hf, read_hf_config
-from engine.pipeline_parallel.ends import StageEnds
 from engine.pipeline_parallel.socket_frames import SocketSink, SocketSource, receive_frame, send_frame
 from engine.plan import StepPlan
+from engine.ranks import Ranks
 from engine.request import TokenId
+from engine.tensor_parallel.assembly import cpu_ranks
 from engine.tensor_parallel.follower import follow
 from engine.tensor_parallel.followers import STEP_ENCODER, FollowerStep, place_of, work_of
 from engine.tensor_parallel.runner import ParallelRunner
@@ -87,10 +88,12 @@ class ThreadedStages:
             slots = None
             if host_buffer is not None:
                 slots = torch.zeros(host_buffer.shape[0], geometry.block_bytes, dtype=torch.uint8)
-            group, ends = groups[stage.index], StageEnds(*links[shard.rank][stage.index : stage.index + 2])
+            group, ends = groups[stage.index], links[shard.rank][stage.index : stage.index + 2]
             if group is not None:
                 group.join(shard.rank)
-            runner = ModelRunner(loaded, allocate_pool(geometry, CPU), slots, config, group, ends)
+            runner = ModelRunner(
+                loaded, allocate_pool(geometry, CPU), slots, config, cpu_ranks(loaded, config, group, *ends)
+            )
             if number == 0:
                 self.local = runner
                 continue
@@ -136,7 +139,7 @@ def open_stages(
         return UnwarmedRunner(stages.local, stages, count, is_eager=True)  # type: ignore[arg-type]
 
     monkeypatch.setattr(engine.assembly, "_make_runner", make)
-    monkeypatch.setattr(engine.assembly, "num_steps_in_flight", lambda *_: count)
+    monkeypatch.setattr(Ranks, "num_stages", count)
     base = {"model": str(path), "device": "cpu", "dtype": "float32", "num_gpu_blocks": 256, "num_threads": 1}
     return assemble(EngineConfig(**{**base, "quant_mode": "none", **settings}))  # type: ignore[arg-type]
 

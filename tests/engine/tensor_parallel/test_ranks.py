@@ -32,6 +32,7 @@ from engine.kv.memory import allocate_pool, pool_geometry
 from engine.loader.load import LoadedModel, load_model
 from engine.plan import CompletedStep, StepPlan
 from engine.start_progress import OnProgress
+from engine.tensor_parallel.assembly import cpu_ranks
 from kvstore.layout import Shard
 from tests.cluster.wings.test_tensor_parallel import followers_of
 from tests.engine.speculation.drafters import MakeOracle, knows
@@ -107,7 +108,9 @@ class ThreadedRanks:
             slots = None
             if host_buffer is not None:
                 slots = torch.zeros(host_buffer.shape[0], geometry.block_bytes, dtype=torch.uint8)
-            self._ranks.append(ModelRunner(shard, allocate_pool(geometry, CPU), slots, config, self._group))
+            self._ranks.append(
+                ModelRunner(shard, allocate_pool(geometry, CPU), slots, config, cpu_ranks(shard, config, self._group))
+            )
 
     def launch(self, plan: StepPlan) -> CompletedStep:
         data = msgspec.msgpack.encode(plan)
@@ -371,7 +374,7 @@ def test_processes_follow_plans() -> None:
 def test_a_model_that_ranks_cannot_divide_is_refused_before_any_starts(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, int], told: str
 ) -> None:
-    monkeypatch.setattr(engine.assembly, "start_followers", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr(engine.assembly, "_start_ranks", lambda *_: pytest.fail("ranks were started"))
     with pytest.raises(ConfigError, match=told):
         assemble(EngineConfig("dry-run", device="cpu", num_gpu_blocks=64, **settings))  # type: ignore[arg-type]
 

@@ -31,6 +31,7 @@ from engine.loader.load import LoadedModel, load_model
 from engine.moe.gpu_experts import StackedExperts
 from engine.moe.moe import Moe
 from engine.plan import PlacedExperts, StepPlan
+from engine.tensor_parallel.gpu_seams import gpu_ranks
 from engine.tensor_parallel.group import GlooGroup
 from kernels.gpu.collectives.all_reduce import GATHER_CHUNK, SymmetricMemory, all_gather, symmetric_bytes
 from kernels.gpu.expert_parallel.exchange_memory import ExchangeLayout, ExchangeMemory, rows_a_rank
@@ -109,7 +110,8 @@ def run_rank(folder: Path, rank: int, patch: pytest.MonkeyPatch) -> None:
         if rank == 0:
             counting.append(ExpertLoadRecorder(shard.model, None))
         geometry = pool_geometry(shard.config, of_rank, shard.fingerprint, shard.dtype, shard.shard)
-        runner = GpuRunner(shard, allocate_pool(geometry, CPU), None, of_rank, gpu, length, cast(Any, group))
+        ranks = gpu_ranks(shard, of_rank, cast(Any, group))
+        runner = GpuRunner(shard, allocate_pool(geometry, CPU), None, of_rank, gpu, length, ranks)
         launch, changes = runner.launch, cycle(CHANGES)
 
         def launch_changed(plan: StepPlan) -> Any:

@@ -31,10 +31,11 @@ from engine.gpu.runner import GpuRunner
 from engine.gpu.steps import rows
 from engine.kv.memory import allocate_pool, pool_geometry
 from engine.loader.load import load_model
-from engine.pipeline_parallel.ends import Stage, StageEnds
 from engine.plan import StepPlan, StepResult
+from engine.ranks import Ranks, Stage
 from engine.request import SamplingParams
 from engine.speculation.drafts import Speculation
+from engine.tensor_parallel.gpu_seams import gpu_ranks
 from engine.tensor_parallel.runner import ParallelRunner
 from kernels.rms_norm import rms_norm
 from kvstore.layout import Shard
@@ -226,9 +227,9 @@ def open_stages(
                 slots = None
                 if host is not None:
                     slots = torch.zeros(host.shape[0], geometry.block_bytes, dtype=torch.uint8)
-                ends = StageEnds(*links[rank][index : index + 2])
+                ranks = gpu_ranks(part, config, group, *links[rank][index : index + 2])  # type: ignore[arg-type]
                 pool = allocate_pool(geometry, loaded.device)
-                return GpuRunner(part, pool, slots, config, gpu, config.max_model_len, group, ends)  # type: ignore[arg-type]
+                return GpuRunner(part, pool, slots, config, gpu, config.max_model_len, ranks)
 
             stage = StageHere([None] * num_ranks, group)  # type: ignore[list-item]
             stage.runners = stage.each(open_rank)
@@ -241,7 +242,7 @@ def open_stages(
     monkeypatch.setattr(rows, "FEW_ROWS", 3)
     monkeypatch.setattr(rows, "MANY_ROWS_BUCKETS", (8, 64))
     monkeypatch.setattr(engine.assembly, "_make_runner", make)
-    monkeypatch.setattr(engine.assembly, "num_steps_in_flight", lambda *_: count)
+    monkeypatch.setattr(Ranks, "num_stages", count)
     settings = {
         "quant_mode": "none", "num_gpu_blocks": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64,
         "max_model_len": 96, "dtype": "float32", **settings,

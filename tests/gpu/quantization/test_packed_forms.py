@@ -21,6 +21,7 @@ from engine.quantization import conversion
 from engine.quantization.gpu_linears import QuantizedInput
 from engine.quantization.gpu_packed_linears import GpuLinearMaker
 from engine.tensor_parallel.gpu_group import DeviceGroup
+from engine.tensor_parallel.gpu_seams import gpu_ranks
 from kernels.gpu.elementwise.rms_norm import add_rms_norm
 from kernels.gpu.quantization.quantize import add_rms_norm_quantize
 from kvstore.layout import PoolGeometry, Shard
@@ -90,7 +91,8 @@ def make_forward(path: Path, shard: Shard, rows: int, group: Rank | None) -> tup
     groups = [GroupInputs(table[:, 0] * BLOCK_SIZE, table) for table in tables]
     inputs = GpuInputs(token_ids, positions, positions + 1, groups)
     attention = open_attention("triton", pool, loaded.model.config.num_heads, loaded.dtype, rows)
-    return FusedForward(loaded.model, pool, rows, attention, cast(DeviceGroup | None, group)), inputs
+    ranks = gpu_ranks(loaded, config, cast(DeviceGroup | None, group))
+    return FusedForward(loaded.model, pool, rows, attention, ranks), inputs
 
 
 @pytest.mark.parametrize("name", ["gptq-act-order", "compressed-int8"])

@@ -18,11 +18,11 @@ from engine.layers.mlp import Mlp
 from engine.loader.load import LoadedModel, load_model
 from engine.moe.gpu_experts import StackedExperts, moe
 from engine.moe.moe import Moe
-from engine.pipeline_parallel.ends import Stage
 from engine.quantization import conversion
 from engine.quantization.gpu_linears import EightBitLinear, GroupedEightBit, Mxfp4Linear, W4A16Linear
 from engine.quantization.gpu_packed_linears import GpuLinearMaker
 from engine.quantization.reordered import Reordered
+from engine.ranks import Stage
 from kvstore.layout import Shard
 from tests.engine.driving import directory
 from tests.engine.quantization.packed_files import FORMATS, SIZES, write
