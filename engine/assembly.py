@@ -255,6 +255,6 @@ def _make_runner(
         from engine.simulated_runner import SimulatedRunner
 
         return SimulatedRunner(loaded, pool, host_buffer, config)
-    from engine.cpu.runner import ModelRunner
+    from engine.cpu.runner import CpuRunner
 
-    return ModelRunner(loaded, pool, host_buffer, config, *ranks)
+    return CpuRunner(loaded, pool, host_buffer, config, *ranks)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from engine.plan import ScheduledRow, StepPlan, StepResult
+from engine.plan import PendingStep, ScheduledRow, StepPlan, StepResult
 from engine.request import RequestId, SamplingParams, TokenId
 from kvstore.types import BlockId
 
@@ -100,18 +100,15 @@ class UnsampledStep:
 
     rows: Sequence[ScheduledRow]
     requests: Sequence[RequestState]
-    waits: Sequence[Callable[[], None]] = ()  # for its copies
+    pending: PendingStep  # which samples nothing
 
     def result(self) -> StepResult:
         """See PendingStep."""
-        for wait in self.waits:
-            wait()
-        return StepResult.of_rows(len(self.rows))
+        return self.pending.result()
 
     def take(self, token_ids: Sequence[Sequence[TokenId]]) -> None:
         """Take the tokens that were sampled for each row, when all stages have done the step."""
-        for wait in self.waits:
-            wait()
+        self.pending.result()
         for row, request, sampled in zip(self.rows, self.requests, token_ids, strict=True):
             for position, token_id in enumerate(sampled, row.stop - len(row.draft_token_ids)):
                 request.put_token(position, token_id)

@@ -12,12 +12,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from common.step_times import StepCost
 from engine.config import EngineConfig
-from engine.cpu.runner import ModelRunner
+from engine.cpu.runner import CpuRunner
 from engine.loader.load import LoadedModel
 from engine.plan import StepPlan, StepResult, StepSize
 from engine.request_states import RequestState
@@ -39,7 +38,7 @@ class SimulatedStep:
         return self.found
 
 
-class SimulatedRunner(ModelRunner):
+class SimulatedRunner(CpuRunner):
     """Two steps are in flight, as on a GPU: one begins when the one before has ended."""
 
     max_steps_in_flight = 2
@@ -54,10 +53,7 @@ class SimulatedRunner(ModelRunner):
         self._random = random.Random(0)
         self._end = 0.0  # of the last step
 
-    @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> SimulatedStep:
-        """See Runner."""
-        requests = self._requests.apply(plan)
+    def _launch(self, plan: StepPlan, requests: Sequence[RequestState]) -> SimulatedStep:
         self._copy(plan)
         size = StepSize.of(plan.rows)
         seconds = self._cost.seconds(size.num_decode_tokens, size.num_prompt_tokens, size.context, size.pairs)
@@ -65,7 +61,7 @@ class SimulatedRunner(ModelRunner):
         return SimulatedStep(self._sampled(plan, requests), self._end)
 
     def warmup(self, on_progress: OnProgress = no_progress) -> None:
-        """See ModelRunner: there are no kernels to compile."""
+        """See CpuRunner: there are no kernels to compile."""
 
     def _sampled(self, plan: StepPlan, requests: Sequence[RequestState]) -> StepResult:
         result = StepResult.of_rows(len(plan.rows))

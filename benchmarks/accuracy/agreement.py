@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.harness import drain, greedy
 from engine.assembly import make_kv_manager
 from engine.config import EngineConfig
-from engine.cpu.runner import ModelRunner
+from engine.cpu.runner import CpuRunner
 from engine.engine import Engine
 from engine.kv.memory import allocate_pool, pool_geometry
 from engine.layers.attention import Attention
@@ -46,11 +46,11 @@ def num_blocks(lengths: Sequence[int], num_output: int, block_size: int = BLOCK_
     return num_groups * sum(-(-(length + num_output) // block_size) + 1 for length in lengths)
 
 
-def open_plain(loaded: LoadedModel, config: EngineConfig) -> tuple[Engine, ModelRunner]:
+def open_plain(loaded: LoadedModel, config: EngineConfig) -> tuple[Engine, CpuRunner]:
     """Make an engine of the plain runner on any device, with a pool of its own and without a prefix cache."""
     config = replace(config, block_size=BLOCK_SIZE, prefix_cache=False)
     geometry = pool_geometry(loaded.config, config, loaded.fingerprint, loaded.dtype)
-    runner = ModelRunner(loaded, allocate_pool(geometry, loaded.device), None, config)
+    runner = CpuRunner(loaded, allocate_pool(geometry, loaded.device), None, config)
     scheduler = Scheduler(
         make_kv_manager(geometry, config, None),
         max_num_seqs=config.max_num_seqs,

@@ -24,24 +24,21 @@ from engine.layers.forward import Forward
 from engine.loader.load import LoadedModel
 from engine.plan import CompletedStep, PendingStep, ScheduledRow, StepPlan, StepResult
 from engine.ranks import SINGLE, RankContext, Seams
-from engine.request import RequestId
-from engine.request_states import RequestState, RequestStates, UnsampledStep
-from engine.sampling.logprobs import prompt_logprobs, wants_prompt_logprobs
-from engine.sampling.sampler import LogitsHook, Sampler, accepted_tokens
+from engine.request_states import RequestState
+from engine.runner import ModelRunner, add_prompt_logprobs, sampled_queries, settle
+from engine.sampling.sampler import Sampler
 from engine.start_progress import OnProgress, no_progress
 from engine.trial_plans import prompt_plan
 from engine.windows.grouped_attention import GroupedAttention
 from kvstore.layout import PoolGeometry
 
 
-class ModelRunner:
+class CpuRunner(ModelRunner):
     """One model over one KV pool.
 
     kv_pool: see PoolGeometry.
     host_buffer: uint8 (num_slots, block_bytes), or None when nothing is ever swapped.
     """
-
-    max_steps_in_flight = 1
 
     def __init__(
         self,
@@ -51,6 +48,7 @@ class ModelRunner:
         config: EngineConfig,
         ranks: RankContext[Seams] = SINGLE,
     ) -> None:
+        super().__init__(loaded, ranks)
         config = config.resolved(loaded.device.type)
         expected_dtype = kv_dtype(config, loaded.dtype)
         layout = kv_layout(loaded.config, expected_dtype)
@@ -61,10 +59,7 @@ class ModelRunner:
                 f"the KV pool holds blocks of {list(kv_pool.shape[1:])} {kv_pool.dtype}, "
                 f"the model needs {list(expected)} {expected_dtype}"
             )
-        self.hooks: dict[RequestId, LogitsHook] = {}  # per request: changes its logits, also those behind its drafts
-        self._requests = RequestStates(loaded.constraints)
         self._model = loaded.model
-        self._ranks = ranks
         self._batch_invariant = config.batch_invariant and loaded.device.type == "cpu"
         self._forwards = CpuForwards(loaded.model, ranks, self._batch_invariant)
         self._device = loaded.device
@@ -78,25 +73,14 @@ class ModelRunner:
         if loaded.device.type == "cpu" and config.num_threads:
             torch.set_num_threads(config.num_threads)
 
-    @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> PendingStep:
-        """Do everything in `plan`, in its order."""
-        requests = self._requests.apply(plan)
-        self._ranks.listener.on_plan(plan)
+    def _launch(self, plan: StepPlan, requests: Sequence[RequestState]) -> PendingStep:
         self._copy(plan)
         rows = plan.rows
         result = StepResult.of_rows(len(rows))
         for indices in self._passes(rows, requests):
             part = self._run([rows[i] for i in indices], [requests[i] for i in indices])
             result.put(indices, part)
-        return UnsampledStep(rows, requests) if self._ranks.passes_on else CompletedStep(result)
-
-    def needs_known_tokens(self, plan: StepPlan) -> bool:
-        """See Runner: nothing is ever pending here."""
-        return False
-
-    def check(self) -> None:
-        """See Runner: this process is all that there is."""
+        return CompletedStep(result)
 
     def _passes(self, rows: Sequence[ScheduledRow], requests: Sequence[RequestState]) -> list[list[int]]:
         """Indices of the rows of each forward pass.
@@ -123,7 +107,8 @@ class ModelRunner:
         hidden = forward.hidden(Step(inputs[0], attend))
         if self._ranks.pass_on(hidden):
             return result
-        _add_prompt_logprobs(forward, batch, hidden, result)
+        ends = batch.query_starts[1:]
+        add_prompt_logprobs(rows, requests, hidden, ends.__getitem__, forward.logits, result)
         self._add_samples(forward, batch, hidden, result)
         return result
 
@@ -159,35 +144,20 @@ class ModelRunner:
         sampling = [index for index, row in enumerate(batch.rows) if row.samples]
         if not sampling:
             return
+        sampled = sampled_queries(batch.rows, batch.requests, sampling)
         tokens: list[int] = []  # of the step, after which one is sampled
-        requests: list[RequestState] = []
-        positions: list[int] = []
         for index in sampling:
-            row, request, end = batch.rows[index], batch.requests[index], batch.query_starts[index + 1]
+            row, end = batch.rows[index], batch.query_starts[index + 1]
             num_drafts = len(row.draft_token_ids)
             if num_drafts:  # the sampler reads them as far as a position goes; the first token put there ends that
-                request.token_ids[row.stop - num_drafts :] = row.draft_token_ids
+                batch.requests[index].token_ids[row.stop - num_drafts :] = row.draft_token_ids
             tokens += range(end - 1 - num_drafts, end)
-            positions += range(row.stop - num_drafts, row.stop + 1)
-            requests += [request] * (1 + num_drafts)
         if len(tokens) != hidden.shape[0]:
             hidden = hidden[tokens]
-        sampled = self._sampler.sample(forward.logits(hidden), requests, positions, self.hooks)
-        first = 0
-        for index in sampling:
-            drafts, request = batch.rows[index].draft_token_ids, batch.requests[index]
-            stop = first + 1 + len(drafts)
-            for i, token_id in enumerate(accepted_tokens(drafts, sampled.token_ids[first:stop]), first):
-                if i in sampled.errors:
-                    if i == first:  # else the next step begins there, and fails
-                        result.errors[index] = sampled.errors[i]
-                    break
-                request.put_token(positions[i], token_id)
-                result.token_ids[index].append(token_id)
-                entry = sampled.logprobs[i]
-                if entry is not None:
-                    result.logprobs[index].append(entry)
-            first = stop
+        requests, positions = [entry[2] for entry in sampled], [entry[3] for entry in sampled]
+        found = self._sampler.sample(forward.logits(hidden), requests, positions, self.hooks)
+        logprobs = ((k, entry) for k, entry in enumerate(found.logprobs) if entry is not None)
+        settle(result, sampled, found.token_ids, logprobs)
 
 
 def _attention_for(loaded: LoadedModel, kv_pool: Tensor, geometry: PoolGeometry) -> BatchAttention:
@@ -197,10 +167,3 @@ def _attention_for(loaded: LoadedModel, kv_pool: Tensor, geometry: PoolGeometry)
     if has_k_and_v and kv_pool.device.type == "cpu" and kv_pool.dtype == loaded.dtype:  # it reads them as they lie
         return CpuAttention(kv_pool, loaded.model.config.num_heads, loaded.model.rotary)
     return PoolAttention(kv_pool, loaded.model.rotary)
-
-
-def _add_prompt_logprobs(forward: Forward[Step], batch: StepBatch, hidden: Tensor, result: StepResult) -> None:
-    for index, (row, request) in enumerate(zip(batch.rows, batch.requests, strict=True)):
-        if wants_prompt_logprobs(row, request):
-            own = hidden[batch.query_starts[index] : batch.query_starts[index + 1]]
-            result.prompt_logprobs[index] = prompt_logprobs(row, request, own, forward.logits)

@@ -29,7 +29,7 @@ from engine.gpu.steps.mixed_inputs import mixed_inputs
 from engine.gpu.steps.prompt_graphs import PromptGraphs
 from engine.gpu.steps.rows import RowTable, bucket_sizes
 from engine.gpu.steps.state import DeviceState
-from engine.gpu.steps.step import GpuBatch, GpuStep, sampled_queries, sampled_rows
+from engine.gpu.steps.step import GpuBatch, GpuStep, sampled_rows
 from engine.gpu.swap import HostCopies
 from engine.kv.memory import kv_layout
 from engine.layers.attention import Attention
@@ -37,8 +37,9 @@ from engine.loader.load import LoadedModel
 from engine.mla.gpu_expanded import open_latents
 from engine.plan import ScheduledRow, StepPlan, StepResult
 from engine.ranks import RankContext
-from engine.request_states import RequestState, RequestStates, UnsampledStep
-from engine.sampling.logprobs import prompt_logprobs, wants_prompt_logprobs
+from engine.request_states import RequestState
+from engine.runner import ModelRunner, add_prompt_logprobs, sampled_queries
+from engine.sampling.logprobs import wants_prompt_logprobs
 from engine.start_progress import OnProgress, no_progress
 from engine.trial_plans import warmup_plans
 
@@ -46,7 +47,7 @@ logger = logging.getLogger(__name__)
 NUM_BUFFERS = 3  # of pinned staging memory: one being filled, two steps in flight
 
 
-class GpuRunner:
+class GpuRunner(ModelRunner):
     """One model over one KV pool on one GPU (or, for tests, on a CPU through Triton's interpreter)."""
 
     def __init__(
@@ -59,12 +60,11 @@ class GpuRunner:
         max_model_len: int,
         ranks: RankContext[GpuSeams] = SINGLE_GPU,
     ) -> None:
-        self._ranks = ranks
+        super().__init__(loaded, ranks)
         model_config = loaded.model.config  # of this rank's shard
         # Where a row's last token is always known: with drafts one step is in flight, of stages one of each request.
         self._knows_tokens = config.num_speculative_tokens > 0 or config.pp > 1
         self.max_steps_in_flight = 2 if gpu.overlap and not self._knows_tokens else 1
-        self._requests = RequestStates(loaded.constraints)
         self._device = loaded.device
         self._queries_per_kv_head = model_config.num_heads // model_config.num_kv_heads
         self._pool = kv_pool
@@ -82,26 +82,18 @@ class GpuRunner:
         attention = _prefill_attention(loaded, kv_pool, layout.has_windows, gpu.attention_backend, self._max_tokens)
         self._forward = FusedForward(loaded.model, kv_pool, self._max_rows, attention, ranks)
         self._num_buffers, self._turn = max(NUM_BUFFERS, config.pp + 1), 0
-        self._vocabulary = ranks.seams.vocabulary
         of_vocab = 1 if ranks.passes_on else loaded.config.vocab_size  # nothing is kept where another stage samples
-        self._samples = StepSamples(self._state, self._max_rows, of_vocab, self._num_buffers, self._vocabulary)
-        self.hooks = self._samples.hooks
+        self._samples = StepSamples(
+            self._state, self._max_rows, of_vocab, self._num_buffers, self.hooks, ranks.seams.vocabulary
+        )  # fmt: skip
         self._decodes = DecodeSteps(
             self._forward, self._state, self._samples.on_device, self._buckets, self._num_buffers, self._block_size,
             self._knows_tokens, ranks.passes_on,
         )  # fmt: skip
         self.prompt_graphs: PromptGraphs | None = None  # without them steps with prompts run eagerly
 
-    @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> GpuStep | UnsampledStep:
-        """See Runner."""
-        requests = self._requests.apply(plan)
-        self._rows.forget(plan.finished)
-        self._ranks.listener.on_plan(plan)
-        step = self._launch(plan, requests)
-        return UnsampledStep(plan.rows, requests, step.waits) if self._ranks.passes_on else step
-
     def _launch(self, plan: StepPlan, requests: Sequence[RequestState]) -> GpuStep:
+        self._rows.forget(plan.finished)
         if not (plan.copies_out or plan.copies_in):
             return self._launch_rows(plan.rows, requests)
         assert self._copies is not None, "a plan copies to host slots that do not exist"
@@ -114,13 +106,6 @@ class GpuRunner:
             raise
         step.waits += waits  # slots are given to others when the step's result is known
         return step
-
-    def needs_known_tokens(self, plan: StepPlan) -> bool:
-        """See Runner: hooks, and filters that read a request's own tokens."""
-        return bool(self.hooks) or self._requests.needs_tokens(plan.rows)
-
-    def check(self) -> None:
-        """See Runner: a lost GPU is found by the next step."""
 
     def _launch_rows(self, rows: Sequence[ScheduledRow], requests: Sequence[RequestState]) -> GpuStep:
         step = GpuStep(StepResult.of_rows(len(rows)))
@@ -203,7 +188,8 @@ class GpuRunner:
         if self._ranks.passes_on:
             self._ranks.pass_on(output[:num_queries])
             return
-        self._samples.take(output.token_ids, output.logits, batch, sampled_queries(batch), self._turn, step)
+        sampled = sampled_queries(batch.rows, batch.requests, range(len(batch.rows)))
+        self._samples.take(output.token_ids, output.logits, batch, sampled, self._turn, step)
 
     def _takes_graph(self, batch: GpuBatch, graphs: PromptGraphs) -> bool:
         pairs = zip(batch.rows, batch.requests, strict=True)
@@ -225,7 +211,7 @@ class GpuRunner:
         hidden = self._forward.hidden(inputs)
         if self._ranks.pass_on(hidden):
             return
-        self._add_prompt_logprobs(batch, chunks, last_of, hidden, step.found)
+        add_prompt_logprobs(rows, batch.requests, hidden, lambda i: last_of[i] + 1, self._logits, step.found)
         sampling = [i for i in decodes + chunks if rows[i].samples]
         if not sampling:
             step.waits.append(mark(self._device))  # else the host would queue chunk after chunk, and measure no time
@@ -233,18 +219,10 @@ class GpuRunner:
         logits = self._forward.logits(hidden[upload([last_of[i] for i in sampling], torch.int64, self._device)])
         self._samples.sample(logits, batch, sampling, self._turn, step)
 
-    def _add_prompt_logprobs(
-        self, batch: GpuBatch, chunks: Sequence[int], last_of: dict[int, int], hidden: Tensor, result: StepResult
-    ) -> None:
-        for i in chunks:
-            row, request = batch.rows[i], batch.requests[i]
-            if wants_prompt_logprobs(row, request):
-                end = last_of[i] + 1
-                own = hidden[end - row.num_tokens : end]
-                result.prompt_logprobs[i] = prompt_logprobs(row, request, own, self._whole_logits)
-
-    def _whole_logits(self, hidden: Tensor) -> Tensor:
-        return self._vocabulary.gathered(self._forward.logits(hidden))
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Over the whole vocabulary."""
+        logits: Tensor = self._ranks.seams.vocabulary.gathered(self._forward.logits(hidden))
+        return logits
 
 
 @contextmanager

@@ -8,12 +8,12 @@ Rows are independent: a row that cannot be sampled from gets an error, the other
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from engine.request import RequestId, SamplingParams, TokenId, TokenLogprobs
+from engine.request import RequestId, SamplingParams, TokenLogprobs
 from engine.request_states import RequestState
 from engine.sampling.filters import prepare_constraints
 from engine.sampling.logits import apply_params
@@ -30,22 +30,10 @@ ROWS_AT_ONCE = 4  # full-vocabulary noise: 4 rows x 49152 x 4 bytes stay in a co
 
 @dataclass(slots=True)
 class SampledTokens:
-    """One entry per row; -1 where `errors` says why."""
+    """One entry per row; a negative token says why there is none, see `no_token_error`."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None]
-    errors: dict[int, str] = field(default_factory=dict)
-
-
-def accepted_tokens(draft_token_ids: Sequence[TokenId], sampled: Sequence[TokenId]) -> Sequence[TokenId]:
-    """Return the accepted ones of the tokens sampled after the last known token and after each draft.
-
-    A token is accepted while every draft before it equals the token sampled at the draft's position.
-    """
-    count = 0
-    while count < len(draft_token_ids) and draft_token_ids[count] == sampled[count]:
-        count += 1
-    return sampled[: count + 1]
 
 
 def no_token_error(request: RequestState, reason: int) -> str:
@@ -113,17 +101,13 @@ def _changed_logits(
 def _checked(
     token_ids: list[int], best: list[float], original: Tensor, requests: Sequence[RequestState]
 ) -> SampledTokens:
-    """Turn rows without a finite best logit into errors, and add the log-probabilities that were asked for."""
+    """Give rows without a finite best logit no token, and add the log-probabilities that were asked for."""
     params = [request.params for request in requests]
     result = SampledTokens(token_ids, [None] * len(params))
     for index, value in enumerate(best):
         if not -1e30 < value < 1e30:  # also false for NaN
-            reason = NOTHING_ALLOWED if value == float("-inf") else NOT_FINITE
-            result.errors[index] = no_token_error(requests[index], reason)
-            result.token_ids[index] = -1
-    asking = [
-        index for index, param in enumerate(params) if param.logprobs is not None and index not in result.errors
-    ]
+            result.token_ids[index] = NOTHING_ALLOWED if value == float("-inf") else NOT_FINITE
+    asking = [i for i, param in enumerate(params) if param.logprobs is not None and token_ids[i] >= 0]
     if asking:
         counts = [params[index].logprobs or 0 for index in asking]
         found = token_logprobs(original[asking], [token_ids[index] for index in asking], counts)

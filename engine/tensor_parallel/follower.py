@@ -22,7 +22,7 @@ import torch
 from common.errors import MiniInferError
 from common.logging import report_end, setup_logging
 from common.model_files import resolve_model
-from engine.cpu.runner import ModelRunner
+from engine.cpu.runner import CpuRunner
 from engine.gpu.device_memory import shareable_pool
 from engine.kv.memory import allocate_pool, pool_geometry, pool_over
 from engine.loader.load import LoadedModel, load_model
@@ -116,14 +116,14 @@ def _start(link: socket.socket, start: FollowerStart) -> Any:
         runner = GpuRunner(loaded, kv_pool, slots, config, start.gpu, pool.max_model_len, ranks)
     elif start.is_remote:
         alone = cpu_ranks(loaded, config, sink=SocketSink(link, _end))
-        runner = ModelRunner(loaded, allocate_pool(geometry, device), slots, config, alone)
+        runner = CpuRunner(loaded, allocate_pool(geometry, device), slots, config, alone)
     else:
         _watch(link)
         kv_pool = pool_over(mmap.mmap(fds[0], geometry.pool_bytes), geometry)
         group = None if is_alone else GlooGroup(loaded.shard, folder)
         source = None if start.hidden_in is None else RingSource(start.hidden_in)
         sink = None if start.hidden_out is None else RingSink(start.hidden_out)
-        runner = ModelRunner(loaded, kv_pool, slots, config, cpu_ranks(loaded, config, group, source, sink))
+        runner = CpuRunner(loaded, kv_pool, slots, config, cpu_ranks(loaded, config, group, source, sink))
     if loaded.constraints is not None:
         loaded.constraints.prepare()
     runner.warmup()

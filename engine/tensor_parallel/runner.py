@@ -99,7 +99,7 @@ class ParallelRunner:
         self._followers.on_work = on_work
 
     def wrap_attention(self, wrap: Callable[[BatchAttention], BatchAttention]) -> None:
-        """See ModelRunner: rank 0's."""
+        """See CpuRunner: rank 0's."""
         self.local.wrap_attention(wrap)
 
     def needs_known_tokens(self, plan: StepPlan) -> bool:

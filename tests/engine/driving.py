@@ -12,7 +12,7 @@ from torch import Tensor
 
 from common.model_files import ModelFiles
 from engine.config import EngineConfig
-from engine.cpu.runner import ModelRunner
+from engine.cpu.runner import CpuRunner
 from engine.kv.memory import allocate_pool, kv_layout, pool_geometry
 from engine.loader.load import LoadedModel, load_model
 from engine.plan import ScheduledRow, StepPlan, StepResult
@@ -33,11 +33,11 @@ def directory(path: Path) -> ModelFiles:
     return ModelFiles(path.name, "directory", path)
 
 
-def make_runner(loaded: LoadedModel, config: EngineConfig) -> ModelRunner:
+def make_runner(loaded: LoadedModel, config: EngineConfig) -> CpuRunner:
     geometry = pool_geometry(loaded.config, config, loaded.fingerprint, loaded.dtype)
     pool = allocate_pool(geometry, loaded.device)
     pool.fill_(float("nan"))  # what was never written must never matter
-    return ModelRunner(loaded, pool, None, config)
+    return CpuRunner(loaded, pool, None, config)
 
 
 def plan_of(work: Sequence[tuple[Request, int]]) -> StepPlan:
@@ -54,7 +54,7 @@ def plan_of(work: Sequence[tuple[Request, int]]) -> StepPlan:
 class Driver:
     """Advances requests step by step. Blocks come in random order; each step's shape is the caller's."""
 
-    def __init__(self, runner: ModelRunner, config: EngineConfig, seed: int = 0) -> None:
+    def __init__(self, runner: CpuRunner, config: EngineConfig, seed: int = 0) -> None:
         self.runner = runner
         self.num_groups = len(kv_layout(runner._model.config, runner._pool.dtype).groups)
         self.block_size = config.block_size

@@ -7,11 +7,12 @@ keeps that for each KV group, and reads what each group's layers would.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.plan import StepPlan, StepResult
+from engine.request import TokenId
 from engine.request_states import RequestState, RequestStates
-from engine.sampling.sampler import accepted_tokens
 
 VOCAB_SIZE = 1000
 
@@ -44,6 +45,17 @@ class FakeStep:
         for request, position, token_id in self.sampled:
             request.put_token(position, token_id)
         return self.found
+
+
+def accepted_tokens(draft_token_ids: Sequence[TokenId], sampled: Sequence[TokenId]) -> Sequence[TokenId]:
+    """Return the accepted ones of the tokens sampled after the last known token and after each draft.
+
+    A token is accepted while every draft before it equals the token sampled at the draft's position.
+    """
+    count = 0
+    while count < len(draft_token_ids) and draft_token_ids[count] == sampled[count]:
+        count += 1
+    return sampled[: count + 1]
 
 
 class BlockMemoryRunner:

@@ -81,7 +81,7 @@ def fail_with(message: str) -> None:
         ("engine.loader.load.load_model", "The weights do not fit"),
         ("engine.kv.pool_memory.allocate_pool", "Lower --gpu-memory-fraction"),
         ("engine.assembly._make_runner", "Lower --gpu-memory-fraction"),
-        ("engine.cpu.runner.ModelRunner.warmup", "Lower --gpu-memory-fraction"),
+        ("engine.cpu.runner.CpuRunner.warmup", "Lower --gpu-memory-fraction"),
     ],
 )
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import transformers
 
 from common.errors import ConfigError
 from engine.config import EngineConfig
-from engine.cpu.runner import ModelRunner
+from engine.cpu.runner import CpuRunner
 from engine.kv.memory import allocate_pool, pool_geometry
 from engine.loader.load import LoadedModel
 from engine.plan import StepPlan
@@ -140,7 +140,7 @@ def test_copies_run_before_the_forward_pass(llama: Opened) -> None:
     geometry = pool_geometry(loaded.config, config, loaded.fingerprint, loaded.dtype)
     pool = allocate_pool(geometry, loaded.device)
     host = torch.zeros(8, geometry.block_bytes, dtype=torch.uint8)
-    runner = ModelRunner(loaded, pool, host, config)
+    runner = CpuRunner(loaded, pool, host, config)
     prompt = random_prompt(20, VOCAB_SIZE, 4)
     request = Request(RequestId("a"), prompt, GREEDY, block_ids=[BlockId(3), BlockId(4), BlockId(9)])
     first = runner.launch(plan_of([(request, 20)])).result().token_ids[0]
@@ -163,9 +163,9 @@ def test_a_pool_of_another_shape_is_refused(llama: Opened) -> None:
     geometry = pool_geometry(loaded.config, config, loaded.fingerprint, loaded.dtype)
     pool = allocate_pool(geometry, loaded.device)
     with pytest.raises(ConfigError, match="KV pool"):
-        ModelRunner(loaded, pool.bfloat16(), None, config)
+        CpuRunner(loaded, pool.bfloat16(), None, config)
     with pytest.raises(ConfigError, match="KV pool"):
-        ModelRunner(loaded, pool[:, :1], None, config)
+        CpuRunner(loaded, pool[:, :1], None, config)
 
 
 def test_warmup_leaves_results_unchanged(llama: Opened) -> None:

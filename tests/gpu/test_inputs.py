@@ -3,10 +3,11 @@ from __future__ import annotations
 import torch
 
 from engine.gpu.steps.inputs import query_inputs, step_tokens, upload
-from engine.gpu.steps.step import NO_DRAFT, GpuBatch, sampled_queries
+from engine.gpu.steps.step import GpuBatch
 from engine.plan import ScheduledRow
 from engine.request import RequestId, SamplingParams
 from engine.request_states import RequestState
+from engine.runner import NO_DRAFT, sampled_queries
 from kvstore.types import BlockId
 
 
@@ -35,7 +36,10 @@ def test_queries_of_decode_rows_with_drafts() -> None:
     assert lengths == [4, 5, 6, 1]
     assert token_ids == [4, 8, 9, 6]
     assert device_rows == [5, 5, 5, 0]
-    found = [(index, i, position, draft) for index, i, _, position, draft in sampled_queries(batch)]
+    found = [
+        (index, i, position, draft)
+        for index, i, _, position, draft in sampled_queries(batch.rows, batch.requests, range(2))
+    ]
     assert found == [(0, 0, 4, 8), (1, 0, 5, 9), (2, 0, 6, NO_DRAFT), (3, 1, 1, NO_DRAFT)]
 
 

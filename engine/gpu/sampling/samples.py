@@ -6,7 +6,7 @@ biases, penalties, hooks) are then sampled again, and log-probabilities computed
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -17,8 +17,9 @@ from engine.gpu.sampling.logits_columns import ROWS_AT_ONCE, LogitsColumns
 from engine.gpu.steps.inputs import download, upload
 from engine.gpu.steps.rows import RowChanges
 from engine.gpu.steps.state import DeviceState
-from engine.gpu.steps.step import GpuBatch, GpuStep, PendingLogprobs, Sampled, sampled_rows
+from engine.gpu.steps.step import GpuBatch, GpuStep, PendingLogprobs, sampled_rows
 from engine.request import RequestId
+from engine.runner import Sampled
 from engine.sampling.logprobs import logprob_tensors
 from engine.sampling.sampler import LogitsHook
 
@@ -32,10 +33,11 @@ class StepSamples:
         max_rows: int,
         vocab_size: int,
         num_buffers: int,
+        hooks: Mapping[RequestId, LogitsHook],
         vocabulary: Vocabulary = WHOLE_VOCABULARY,
     ) -> None:
         """num_buffers: more than steps in flight. vocabulary: of this rank's logits."""
-        self.hooks: dict[RequestId, LogitsHook] = {}
+        self._hooks = hooks
         self.on_device = DeviceSampler(max_rows, vocab_size, state.last_tokens.device, vocabulary)
         self._vocabulary = vocabulary
         self._state = state
@@ -61,7 +63,7 @@ class StepSamples:
         self, token_ids: Tensor, logits: Tensor, batch: GpuBatch, sampled: list[Sampled], turn: int, step: GpuStep
     ) -> None:
         """Give the step its tokens, `token_ids[k]` sampled from `logits[k]` for an entry with index k."""
-        hooks = self.hooks
+        hooks = self._hooks
         step.sampled = sampled
         changed: list[tuple[int, int]] = []
         asking: list[int] = []
@@ -88,8 +90,8 @@ class StepSamples:
         positions = [batch.rows[i].stop for i in indices]
         own = self._columns.changed(*self._vocabulary.whole(logits, sources), rows, requests, positions)
         for k, request in enumerate(requests):
-            if request.request_id in self.hooks:
-                self.hooks[request.request_id](request, own[k])
+            if request.request_id in self._hooks:
+                self._hooks[request.request_id](request, own[k])
         on_device, source, position = upload([rows, sources, positions], torch.int64, self._device)
         sampled = self.on_device.sample(own, on_device, position, is_whole=True)
         self._columns.count(on_device, sampled)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from engine.plan import ScheduledRow, StepResult
-from engine.request import TokenId
+from engine.request import TokenLogprobs
 from engine.request_states import RequestState
+from engine.runner import NO_DRAFT, Sampled, settle
 from engine.sampling.logprobs import LogprobTensors
-from engine.sampling.sampler import no_token_error
-
-NO_DRAFT = -1
-# Index of the token among the step's, row of the plan, its request, position, and the draft for that position.
-Sampled = tuple[int, int, RequestState, int, TokenId]
 
 
 @dataclass(slots=True)
@@ -47,32 +43,16 @@ class GpuStep:
     logprobs: PendingLogprobs | None = None
 
     def result(self) -> StepResult:
-        """See PendingStep. A row's entries are in the order of positions; those behind a wrong draft are void."""
+        """See PendingStep."""
         for wait in self.waits:
             wait()
-        found, values = self.found, [] if self.tokens is None else self.tokens.tolist()
-        ended: set[int] = set()  # rows whose further entries are void
-        for index, row, request, position, draft in self.sampled:
-            if row in ended:
-                continue
-            token_id = values[index]
-            if token_id < 0:
-                ended.add(row)
-                if not found.token_ids[row]:  # else the next step begins there, and fails
-                    found.errors[row] = no_token_error(request, token_id)
-                continue
-            request.put_token(position, token_id)
-            found.token_ids[row].append(token_id)
-            if draft not in (NO_DRAFT, token_id):
-                ended.add(row)
-        if self.logprobs is not None:
-            pending = self.logprobs
-            token_ids = [max(values[self.sampled[k][0]], 0) for k in pending.entries]
-            for k, entry in zip(pending.entries, pending.tensors.entries(token_ids, pending.counts), strict=True):
-                row = self.sampled[k][1]
-                if len(found.logprobs[row]) < len(found.token_ids[row]):
-                    found.logprobs[row].append(entry)
-        return found
+        values, logprobs = [] if self.tokens is None else self.tokens.tolist(), self.logprobs
+        entries: Iterable[tuple[int, TokenLogprobs]] = ()
+        if logprobs is not None:
+            token_ids = [max(values[self.sampled[k][0]], 0) for k in logprobs.entries]
+            entries = zip(logprobs.entries, logprobs.tensors.entries(token_ids, logprobs.counts), strict=True)
+        settle(self.found, self.sampled, values, entries)
+        return self.found
 
 
 def sampled_rows(batch: GpuBatch, indices: Sequence[int], sources: Sequence[int] | None = None) -> list[Sampled]:
@@ -80,12 +60,3 @@ def sampled_rows(batch: GpuBatch, indices: Sequence[int], sources: Sequence[int]
     rows, requests = batch.rows, batch.requests
     pairs = enumerate(indices) if sources is None else zip(sources, indices, strict=True)
     return [(source, i, requests[i], rows[i].stop, NO_DRAFT) for source, i in pairs]
-
-
-def sampled_queries(batch: GpuBatch) -> list[Sampled]:
-    """Entries of a step of decode rows with drafts: one for each query of each row."""
-    found: list[Sampled] = []
-    for i, (row, request) in enumerate(zip(batch.rows, batch.requests, strict=True)):
-        for position, draft in enumerate((*row.draft_token_ids, NO_DRAFT), row.start + 1):
-            found.append((len(found), i, request, position, draft))
-    return found

@@ -14,7 +14,7 @@ from common.model_files import resolve_model
 from common.text.load import load_tokenizer
 from engine.assembly import assemble
 from engine.config import EngineConfig
-from engine.cpu.runner import ModelRunner
+from engine.cpu.runner import CpuRunner
 from engine.kv.memory import check_kv_dtype, pool_geometry
 from engine.kv.scales import fold_kv_scales, kv_head_scales
 from engine.layers.attention import Attention
@@ -111,7 +111,7 @@ def test_the_runner_refuses_a_pool_of_another_type(path: Path) -> None:
     loaded, config = opened(path)
     pool = make_runner(loaded, config)._pool
     with pytest.raises(ConfigError, match="float8"):
-        ModelRunner(loaded, pool, None, replace(config, kv_cache_dtype="fp8"))
+        CpuRunner(loaded, pool, None, replace(config, kv_cache_dtype="fp8"))
 
 
 def test_a_gpu_without_the_conversion_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from common.model_files import resolve_model
 from engine import LLM, SamplingParams
 from engine.assembly import EngineParts, assemble
 from engine.config import EngineConfig
-from engine.cpu.runner import ModelRunner
+from engine.cpu.runner import CpuRunner
 from engine.kv.memory import allocate_pool, pool_geometry
 from engine.loader.load import LoadedModel, load_model
 from engine.loader.staged import _divide, divide_layers, shard_of, stage_weights
@@ -91,7 +91,7 @@ class ThreadedStages:
             group, ends = groups[stage.index], links[shard.rank][stage.index : stage.index + 2]
             if group is not None:
                 group.join(shard.rank)
-            runner = ModelRunner(
+            runner = CpuRunner(
                 loaded, allocate_pool(geometry, CPU), slots, config, cpu_ranks(loaded, config, group, *ends)
             )
             if number == 0:
@@ -114,7 +114,7 @@ class ThreadedStages:
         pass
 
 
-def _follow(plans: queue.Queue[bytes], runner: ModelRunner, group: ThreadGroup | None, rank: int) -> None:
+def _follow(plans: queue.Queue[bytes], runner: CpuRunner, group: ThreadGroup | None, rank: int) -> None:
     if group is not None:
         group.join(rank)
     follow(plans.get, runner)

@@ -8,7 +8,7 @@ import torch
 
 from engine.assembly import EngineParts, assemble
 from engine.config import EngineConfig
-from engine.cpu.runner import ModelRunner
+from engine.cpu.runner import CpuRunner
 from engine.kv.memory import allocate_pool
 from engine.loader.load import load_model
 from engine.plan import CompletedStep, NewRequest, ScheduledRow, StepPlan, StepResult
@@ -89,7 +89,7 @@ def test_a_recorded_run_replayed_gives_the_same_tokens(
 
     loaded = load_model(parts.files, config)
     host = torch.zeros(64, parts.geometry.block_bytes, dtype=torch.uint8)
-    fresh = ModelRunner(loaded, allocate_pool(parts.geometry, loaded.device), host, config)
+    fresh = CpuRunner(loaded, allocate_pool(parts.geometry, loaded.device), host, config)
     for data, found in steps:
         replayed = fresh.launch(DECODER.decode(data)).result()
         assert replayed.token_ids == found.token_ids

@@ -27,7 +27,7 @@ from common.model_files import resolve_model
 from engine import LLM, SamplingParams
 from engine.assembly import EngineParts, assemble
 from engine.config import EngineConfig
-from engine.cpu.runner import ModelRunner
+from engine.cpu.runner import CpuRunner
 from engine.kv.memory import allocate_pool, pool_geometry
 from engine.loader.load import LoadedModel, load_model
 from engine.plan import CompletedStep, StepPlan
@@ -99,7 +99,7 @@ class ThreadedRanks:
         self._executor = ThreadPoolExecutor(num_ranks)
         config = replace(config, tp=num_ranks, **OF_RANKS)
         files = resolve_model(config.model)
-        self._ranks: list[ModelRunner] = []
+        self._ranks: list[CpuRunner] = []
         for rank in range(num_ranks):
             self._group.join(rank)
             shard = load_model(files, config, CPU, Shard(rank, num_ranks))
@@ -109,7 +109,7 @@ class ThreadedRanks:
             if host_buffer is not None:
                 slots = torch.zeros(host_buffer.shape[0], geometry.block_bytes, dtype=torch.uint8)
             self._ranks.append(
-                ModelRunner(shard, allocate_pool(geometry, CPU), slots, config, cpu_ranks(shard, config, self._group))
+                CpuRunner(shard, allocate_pool(geometry, CPU), slots, config, cpu_ranks(shard, config, self._group))
             )
 
     def launch(self, plan: StepPlan) -> CompletedStep:

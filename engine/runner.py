@@ -1,0 +1,107 @@
+"""What a runner does on any device: it keeps requests' states, meets other ranks, and settles what was sampled.
+
+How rows are computed is a device's own, in `engine/cpu/runner.py` and `engine/gpu/runner.py`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.loader.load import LoadedModel
+from engine.plan import PendingStep, ScheduledRow, StepPlan, StepResult
+from engine.ranks import RankContext
+from engine.request import RequestId, TokenId, TokenLogprobs
+from engine.request_states import RequestState, RequestStates, UnsampledStep
+from engine.sampling.logprobs import prompt_logprobs, wants_prompt_logprobs
+from engine.sampling.sampler import LogitsHook, no_token_error
+
+NO_DRAFT = -1
+Sampled = tuple[int, int, RequestState, int, TokenId]
+"""Index of the token among the step's, row of the plan, its request, position, and the draft for that position."""
+
+
+class ModelRunner(ABC):
+    """A `Runner` of one model over one KV pool."""
+
+    max_steps_in_flight = 1
+
+    def __init__(self, loaded: LoadedModel, ranks: RankContext[Any]) -> None:
+        self.hooks: dict[RequestId, LogitsHook] = {}  # per request: changes its logits, also those behind its drafts
+        self._requests = RequestStates(loaded.constraints)
+        self._ranks = ranks
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """See Runner."""
+        requests = self._requests.apply(plan)
+        self._ranks.listener.on_plan(plan)
+        step = self._launch(plan, requests)
+        return UnsampledStep(plan.rows, requests, step) if self._ranks.passes_on else step
+
+    @abstractmethod
+    def _launch(self, plan: StepPlan, requests: Sequence[RequestState]) -> PendingStep:
+        """Do the plan's copies and compute its rows. requests: of each row."""
+
+    def needs_known_tokens(self, plan: StepPlan) -> bool:
+        """See Runner: hooks, and filters that read a request's own tokens."""
+        return bool(self.hooks) or self._requests.needs_tokens(plan.rows)
+
+    def check(self) -> None:  # noqa: B027
+        """See Runner: a lost device is found by the next step."""
+
+
+def sampled_queries(
+    rows: Sequence[ScheduledRow], requests: Sequence[RequestState], indices: Iterable[int]
+) -> list[Sampled]:
+    """An entry for each token sampled by rows `indices`: behind the last known token, and behind each draft."""
+    found: list[Sampled] = []
+    for i in indices:
+        drafts, request = rows[i].draft_token_ids, requests[i]
+        for position, draft in enumerate((*drafts, NO_DRAFT), rows[i].stop - len(drafts)):
+            found.append((len(found), i, request, position, draft))
+    return found
+
+
+def settle(
+    found: StepResult, sampled: Sequence[Sampled], values: Sequence[int],
+    logprobs: Iterable[tuple[int, TokenLogprobs]] = (),
+) -> None:  # fmt: skip
+    """Put what was sampled into the result and into the requests, up to each row's first wrong draft.
+
+    values: tokens, negative where there is none, see `no_token_error`. A row's entries of `sampled` are in the order
+    of positions. logprobs: of entries, by their indices.
+    """
+    ended: set[int] = set()  # rows whose further entries are void
+    for index, row, request, position, draft in sampled:
+        if row in ended:
+            continue
+        token_id = values[index]
+        if token_id < 0:
+            ended.add(row)
+            if not found.token_ids[row]:  # else the next step begins there, and fails
+                found.errors[row] = no_token_error(request, token_id)
+            continue
+        request.put_token(position, token_id)
+        found.token_ids[row].append(token_id)
+        if draft not in (NO_DRAFT, token_id):
+            ended.add(row)
+    for k, entry in logprobs:
+        row = sampled[k][1]
+        if len(found.logprobs[row]) < len(found.token_ids[row]):
+            found.logprobs[row].append(entry)
+
+
+def add_prompt_logprobs(
+    rows: Sequence[ScheduledRow], requests: Sequence[RequestState], hidden: Tensor,
+    end_of: Callable[[int], int], logits_of: Callable[[Tensor], Tensor], result: StepResult,
+) -> None:  # fmt: skip
+    """Add the log-probabilities of prompt tokens that rows ask for. end_of: where a row's hidden states end."""
+    for i, (row, request) in enumerate(zip(rows, requests, strict=True)):
+        if wants_prompt_logprobs(row, request):
+            own = hidden[end_of(i) - row.num_tokens : end_of(i)]
+            result.prompt_logprobs[i] = prompt_logprobs(row, request, own, logits_of)
