@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.gpu.attention.backend import PrefillAttention
-from engine.gpu.attention.choose import open_attention
 from engine.gpu.config import GpuConfig
-from engine.gpu.forward import FusedForward
+from engine.gpu.forward import FusedForward, attention_of
 from engine.gpu.late_compiles import log_late_compiles
 from engine.gpu.lowering import SINGLE_GPU, GpuSeams
 from engine.gpu.progress import check_alive, mark
@@ -32,9 +30,7 @@ from engine.gpu.steps.state import DeviceState
 from engine.gpu.steps.step import GpuBatch, GpuStep, sampled_rows
 from engine.gpu.swap import HostCopies
 from engine.kv.memory import kv_layout
-from engine.layers.attention import Attention
 from engine.loader.load import LoadedModel
-from engine.mla.gpu_expanded import open_latents
 from engine.plan import ScheduledRow, StepPlan, StepResult
 from engine.ranks import RankContext
 from engine.request_states import RequestState
@@ -79,7 +75,9 @@ class GpuRunner(ModelRunner):
         layout = kv_layout(model_config, kv_pool.dtype)
         self._num_groups = len(layout.groups)
         self._state = DeviceState(self._max_rows, max_blocks, loaded.device, self._num_groups)
-        attention = _prefill_attention(loaded, kv_pool, layout.has_windows, gpu.attention_backend, self._max_tokens)
+        attention = attention_of(loaded.model).open_prefill(
+            gpu.attention_backend, loaded.model, kv_pool, loaded.dtype, self._max_tokens
+        )
         self._forward = FusedForward(loaded.model, kv_pool, self._max_rows, attention, ranks)
         self._num_buffers, self._turn = max(NUM_BUFFERS, config.pp + 1), 0
         of_vocab = 1 if ranks.passes_on else loaded.config.vocab_size  # nothing is kept where another stage samples
@@ -236,14 +234,3 @@ def collector_paused() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def _prefill_attention(
-    loaded: LoadedModel, pool: Tensor, has_windows: bool, wanted: str, max_tokens: int
-) -> PrefillAttention:
-    config = loaded.model.config
-    if config.latent is not None:
-        return open_latents(wanted, pool, config.num_heads, config.latent, loaded.dtype)
-    has_sinks = any(isinstance(each, Attention) and each.sinks is not None for each in loaded.model.blocks)
-    needs = "sliding windows" if has_windows else "attention sinks" if has_sinks else ""
-    return open_attention(wanted, pool, config.num_heads, loaded.dtype, max_tokens, needs)

@@ -48,7 +48,12 @@ class LinearRef:
 
 
 class Block(ABC):
-    """norm: (hidden,), the RMS norm before it, with `eps`."""
+    """norm: (hidden,), the RMS norm before it, with `eps`.
+
+    gpu_ops: name of the module with its ops on a GPU, of kinds that forms do not know, see `BlockOps` there.
+    """
+
+    gpu_ops = ""
 
     norm: Tensor
     eps: float

@@ -1,15 +1,48 @@
-"""Latent attention on a GPU: GEMMs apart; what is between them, in the absorbed form, is `FusedForward`'s."""
+"""Latent attention on a GPU, in the forms of `engine/gpu/ops`: GEMMs apart, and `LatentQueries` between them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor
 
-from engine.gpu.ops.form import GpuStep
-from engine.mla.latent_attention import LatentAttention
+from engine.gpu.ops.form import GpuBody, GpuOp, GpuStep
+from engine.gpu.ops.one_row import bound_gemv, nothing_pending
+from engine.gpu.ops.plain import Gemm, gemm
+from engine.layers.forward import Op
+from engine.mla.gpu_attention import LatentQueries
+from engine.mla.latent_attention import LATENT_NORM_EPS, LatentAttention
+from kernels.gpu.elementwise.rms_norm import rms_norm
+from kernels.gpu.gemm.split_k import SplitKWorkspace
 
-Gemm = Callable[[Tensor], Tensor]
+attention = LatentQueries
+
+
+def plain(block: LatentAttention, num_rows: int, workspace: SplitKWorkspace) -> GpuBody:
+    output = gemm(block.output, num_rows, workspace)
+    normed_q_b = None
+    if block.q_b is not None:
+        assert block.q_norm is not None
+        q_b, norm = gemm(block.q_b, num_rows, workspace), block.q_norm
+        normed_q_b = lambda q: q_b(rms_norm(q, norm, LATENT_NORM_EPS))  # noqa: E731
+    attend = latent_attention(block, gemm(block.qkv_a, num_rows, workspace), normed_q_b)
+    return lambda x, step: output(attend(x, step))
+
+
+def one_row(block: LatentAttention) -> GpuOp:
+    qkv_a, output = bound_gemv(block.qkv_a), bound_gemv(block.output)
+    q_b = None if block.q_b is None else bound_gemv(block.q_b)
+    attend = latent_attention(
+        block,
+        partial(qkv_a, norm=block.norm, eps=block.eps),
+        None if q_b is None else partial(q_b, norm=block.q_norm, eps=LATENT_NORM_EPS),
+    )
+
+    def body(residual: Tensor, step: GpuStep) -> None:
+        output(attend(residual, step), added_to=residual)
+
+    return Op(nothing_pending, body)
 
 
 def latent_attention(
@@ -23,6 +56,6 @@ def latent_attention(
         q, latents = y[:, :-kept], y[:, -kept:]
         if normed_q_b is not None:
             q = normed_q_b(q)
-        return step.attend_latents(block, q.view(-1, block.num_heads, block.qk_dim), latents)
+        return step.attend(block, q.view(-1, block.num_heads, block.qk_dim), latents)
 
     return attend

@@ -43,6 +43,8 @@ class LatentAttention(AttentionBlock):
     Rows of rotated dimensions are in the order of `rotate_`, halves instead of pairs.
     """
 
+    gpu_ops = "engine.mla.gpu_ops"
+
     def __init__(self, config: ModelConfig, weights: WeightSource, name: str, norm: str, layer: int) -> None:
         latent = config.latent
         assert latent is not None, "the family's adapt_config sets it"

@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction, compute_cache_key
 
 import engine.assembly
-import engine.gpu.runner
+import engine.gpu.attention.grouped
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.gpu.attention.backend import PrefillAttention
@@ -115,7 +115,7 @@ def open_runner(
         operator = Operator(lambda *_, out, **options: out, follows_tables=backend == "fa3 pages")
         return FlashAttention3(operator, pool, num_heads, dtype)
 
-    monkeypatch.setattr(engine.gpu.runner, "open_attention", open_attention)
+    monkeypatch.setattr(engine.gpu.attention.grouped, "open_attention", open_attention)
     monkeypatch.setattr(conversion, "resolve_quant_mode", lambda *_: quant_mode)
     monkeypatch.setattr(conversion, "Quantizer", lambda chosen, int4, _: Quantizer(chosen, int4, on_gpu=True))
     save_tiny_model(folder, head_dim=64, hidden=1024, inner=2048, num_experts=num_experts)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import engine.gpu.runner
+import engine.gpu.attention.grouped
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.gpu.attention.backend import PrefillAttention
@@ -37,7 +37,7 @@ def test_same_tokens_in_chunks_between_decodes_and_over_a_cached_prefix(
 
     model = save_tiny_model(tmp_path)
     expected = generate(reference(model), greedy(4))
-    monkeypatch.setattr(engine.gpu.runner, "open_attention", open_other)
+    monkeypatch.setattr(engine.gpu.attention.grouped, "open_attention", open_other)
     made, _ = open_gpu(model, monkeypatch, GpuConfig(), block_size=8, max_num_batched_tokens=30)
     assert generate(made, greedy(4)) == expected
     again = [prompt for prompt in PROMPTS if len(prompt) > 16]

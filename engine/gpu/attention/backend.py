@@ -7,10 +7,17 @@ requests or of the scheduler. Decode rows never come here: `kernels.gpu.attentio
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor
+
+from engine.models.model import Model
+
+if TYPE_CHECKING:
+    from engine.gpu.forward import GpuInputs
 
 PrefillPlan = Any  # made and read by one backend only; the forward pass hands it through
 
@@ -41,3 +48,28 @@ class PrefillAttention(Protocol):
         out: (num_tokens, num_heads * head_dim), contiguous, written.
         """
         ...
+
+
+class GpuAttention(ABC):
+    """Attention of a model's blocks over one pool, for decode rows and prompts. Its workspaces serve one stream."""
+
+    width: int
+    """Of the memory that a token's output takes, see `GpuInputs.attended`."""
+
+    @abstractmethod
+    def __init__(self, model: Model, pool: Tensor, max_rows: int, prefill: PrefillAttention) -> None:
+        """prefill: what `open_prefill` gave."""
+
+    @staticmethod
+    @abstractmethod
+    def open_prefill(
+        wanted: str, model: Model, pool: Tensor, dtype: torch.dtype, max_tokens: int
+    ) -> PrefillAttention:
+        """Choose what attends for prompts. max_tokens: of the largest step. Raises ConfigError."""
+
+    @abstractmethod
+    def attend(self, inputs: GpuInputs, block: Any, *queries: Any) -> Tensor:
+        """Norm and rotate, store what the pool keeps, attend. Returns the input of the block's output projection.
+
+        queries: what the ops of this kind of blocks give.
+        """

@@ -6,21 +6,23 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from importlib import import_module
+from typing import Any, Protocol, TypeVar, cast
 
 from torch import Tensor
 
 from common.errors import UnsupportedModelError
+from engine.gpu.attention.backend import GpuAttention
 from engine.layers.attention import Attention
 from engine.layers.block import Block
 from engine.layers.forward import AddNorm, Body, Forward, Op, Stream
 from engine.layers.mlp import GeluMlp, Mlp
 from engine.layers.post_norm import PostNormed
-from engine.mla.latent_attention import LatentAttention
 from engine.models.model import Model
 from engine.moe.moe import Moe
 from kernels.gpu.elementwise.post_norm import post_norm_add_norm
 from kernels.gpu.elementwise.rms_norm import add_rms_norm, add_rms_norm_of_partials, embed_rms_norm, rms_norm
+from kernels.gpu.gemm.split_k import SplitKWorkspace
 
 MANY_ROWS = sys.maxsize
 Made = TypeVar("Made")
@@ -34,34 +36,16 @@ class Target:
     is_decode: bool  # no chunks of prompts
 
 
-class Attend(Protocol):
-    """Norms and rotates q and k, stores K and V, attends.
-
-    qkv: (num_tokens, heads + 2 kv_heads, head_dim), changed in place, or split-K partials (num_splits, ...).
-    Returns (num_tokens, heads * head_dim). spreads_next: see `rope_and_write_kv`.
-    """
-
-    def __call__(self, block: Attention, qkv: Tensor, spreads_next: bool = True) -> Tensor: ...
-
-
-class AttendLatents(Protocol):
-    """Norms and rotates, absorbs, stores latents, attends.
-
-    q: (num_tokens, num_heads, nope_dim + rope_dim); latents: (num_tokens, rank + rope_dim), not normed: rows of any
-    stride, only read. Returns (num_tokens, num_heads * v_dim).
-    """
-
-    def __call__(self, block: LatentAttention, q: Tensor, latents: Tensor) -> Tensor: ...
-
-
 @dataclass(slots=True)
 class GpuStep:
-    """The inputs of one forward pass. token_ids: (num_tokens,). slots: int32 (num_tokens,), -1 of padding."""
+    """The inputs of one forward pass. token_ids: (num_tokens,). slots: int32 (num_tokens,), -1 of padding.
+
+    attend: `GpuAttention.attend`, of a block and its queries.
+    """
 
     token_ids: Tensor
     slots: Tensor
-    attend: Attend
-    attend_latents: AttendLatents
+    attend: Callable[..., Tensor]
 
 
 GpuOp = Op[GpuStep]
@@ -82,12 +66,33 @@ class Form(ABC):
     def lower(self, target: Target) -> Forward[GpuStep]: ...
 
 
+class BlockOps(Protocol):
+    """What the module that `Block.gpu_ops` names has."""
+
+    attention: type[GpuAttention]
+
+    def plain(self, block: Any, num_rows: int, workspace: SplitKWorkspace) -> GpuBody:
+        """The block's body for any number of rows, see `engine/gpu/ops/plain.py`."""
+        ...
+
+    def one_row(self, block: Any) -> GpuOp:
+        """The block for one decode row, see `engine/gpu/ops/one_row.py`."""
+        ...
+
+
+def ops_of(block: Block) -> BlockOps:
+    """Those of a block that brings its own. Raises UnsupportedModelError."""
+    if not block.gpu_ops:
+        raise UnsupportedModelError(f"{type(block).__name__} blocks have no such GPU kernels yet: use --device cpu")
+    return cast(BlockOps, import_module(block.gpu_ops))
+
+
 def by_kind(
     block: Block,
     attention: Callable[[Attention], Made],
     mlp: Callable[[Mlp], Made],
     moe: Callable[[Moe], Made] | None = None,
-    latents: Callable[[LatentAttention], Made] | None = None,
+    other: Callable[[Block], Made] | None = None,
 ) -> Made:
     """What one of them makes of the block. Raises UnsupportedModelError for blocks of other kinds."""
     if isinstance(block, Attention):
@@ -96,15 +101,15 @@ def by_kind(
         return mlp(block)
     if isinstance(block, Moe) and moe is not None:
         return moe(block)
-    if isinstance(block, LatentAttention) and latents is not None:
-        return latents(block)
+    if other is not None:
+        return other(block)
     raise UnsupportedModelError(f"{type(block).__name__} blocks have no such GPU kernels yet: use --device cpu")
 
 
 def is_plain_alone(model: Model) -> bool:
     """Whether the model has blocks, or an embedding, that `PlainForm` and mostly `OneRowForm` alone take."""
-    kinds = Moe, LatentAttention, PostNormed, GeluMlp
-    return model.embedding_scale is not None or any(isinstance(block, kinds) for block in model.blocks)
+    kinds = Moe, PostNormed, GeluMlp
+    return model.embedding_scale is not None or any(isinstance(each, kinds) or each.gpu_ops for each in model.blocks)
 
 
 def post_norms(model: Model) -> list[Tensor | None]:

@@ -8,14 +8,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.gpu.ops.form import Form, GpuOp, GpuStep, Target, by_kind, embed, final_norm
+from engine.gpu.ops.form import Form, GpuOp, GpuStep, Target, by_kind, embed, final_norm, ops_of
 from engine.layers.attention import Attention
 from engine.layers.forward import Forward, Op
 from engine.layers.linear import Linear, LinearLayer
 from engine.layers.mlp import GeluMlp, Mlp
 from engine.layers.post_norm import PostNormed
-from engine.mla.gpu_ops import latent_attention
-from engine.mla.latent_attention import LATENT_NORM_EPS, LatentAttention
 from engine.models.model import Model
 from engine.moe.gpu_experts import StackedExperts, moe_of_row
 from engine.moe.moe import Moe
@@ -45,7 +43,13 @@ class OneRowForm(Form):
 
     def lower(self, target: Target) -> Forward[GpuStep]:
         ops = [
-            by_kind(block, attention, mlp, lambda block: experts(block, self._experts[id(block)]), latents)
+            by_kind(
+                block,
+                attention,
+                mlp,
+                lambda block: experts(block, self._experts[id(block)]),
+                lambda block: ops_of(block).one_row(block),
+            )
             for block in self.model.blocks
         ]
         return Forward(embed(self.model), ops, final_norm(self.model), self.model.head)
@@ -78,21 +82,6 @@ def experts(block: Moe, stacked: StackedExperts) -> GpuOp:
         block, stacked, partial(bound_gemv(router), norm=block.norm, eps=block.eps, out_dtype=logits_type)
     )  # fmt: skip
     return Op(nothing_pending, add)
-
-
-def latents(block: LatentAttention) -> GpuOp:
-    qkv_a, output = bound_gemv(block.qkv_a), bound_gemv(block.output)
-    q_b = None if block.q_b is None else bound_gemv(block.q_b)
-    attend = latent_attention(
-        block,
-        partial(qkv_a, norm=block.norm, eps=block.eps),
-        None if q_b is None else partial(q_b, norm=block.q_norm, eps=LATENT_NORM_EPS),
-    )
-
-    def body(residual: Tensor, step: GpuStep) -> None:
-        output(attend(residual, step), added_to=residual)
-
-    return Op(nothing_pending, body)
 
 
 def nothing_pending(residual: Tensor, pending: Tensor | None) -> Tensor:

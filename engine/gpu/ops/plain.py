@@ -5,7 +5,6 @@
     attention                                one kernel for decode rows, one for chunks of prompts
     SiLU(gate) * up, or GELU(gate) * up      one kernel, or part of the GEMM
     experts                                  routing, then two grouped GEMMs
-    latents                                  rotated and stored in one kernel, queries absorbed by batched GEMMs
 
 A GEMM of few rows takes the kernel that reads weights fastest where that was measured to win
 (`kernels.gpu.launching.tuning`), else cuBLAS, or the quantized layer's own.
@@ -28,6 +27,7 @@ from engine.gpu.ops.form import (
     embed,
     embed_then,
     final_norm,
+    ops_of,
     post_norms,
 )
 from engine.layers.attention import Attention
@@ -35,12 +35,9 @@ from engine.layers.forward import Forward, Op
 from engine.layers.linear import Linear, LinearLayer
 from engine.layers.mlp import GeluMlp, Mlp
 from engine.layers.post_norm import without_post_norm
-from engine.mla.gpu_ops import latent_attention
-from engine.mla.latent_attention import LATENT_NORM_EPS, LatentAttention
 from engine.models.model import Model
 from engine.moe.gpu_experts import StackedExperts, moe
 from engine.moe.moe import Moe
-from kernels.gpu.elementwise.rms_norm import rms_norm
 from kernels.gpu.elementwise.silu_mul import silu_mul
 from kernels.gpu.gemm.gated_gemm import gated_linear
 from kernels.gpu.gemm.gemv import gemv
@@ -74,7 +71,7 @@ class PlainForm(Form):
                 lambda block: attention(block, rows, workspace),
                 lambda block: mlp(block, rows, workspace),
                 lambda block: self.experts(block, rows),
-                lambda block: latents(block, rows, workspace),
+                lambda block: ops_of(block).plain(block, rows, workspace),
             )
             for block in self.model.blocks
         ]
@@ -112,17 +109,6 @@ def experts(
 ) -> GpuBody:  # fmt: skip
     """is_summed: see `moe`."""
     return moe(block, stacked, gemm(Linear(stacked.router, block.router_bias), num_rows, workspace), is_summed)
-
-
-def latents(block: LatentAttention, num_rows: int, workspace: SplitKWorkspace) -> GpuBody:
-    output = gemm(block.output, num_rows, workspace)
-    normed_q_b = None
-    if block.q_b is not None:
-        assert block.q_norm is not None
-        q_b, norm = gemm(block.q_b, num_rows, workspace), block.q_norm
-        normed_q_b = lambda q: q_b(rms_norm(q, norm, LATENT_NORM_EPS))  # noqa: E731
-    attend = latent_attention(block, gemm(block.qkv_a, num_rows, workspace), normed_q_b)
-    return lambda x, step: output(attend(x, step))
 
 
 def gemm(layer: LinearLayer, num_rows: int, workspace: SplitKWorkspace) -> Gemm:

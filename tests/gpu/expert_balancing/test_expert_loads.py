@@ -63,7 +63,7 @@ def test_a_rank_counts_the_choices_of_all_experts(tmp_path: Path) -> None:
     """Those that it holds come out as without counting."""
     block, logits = load_block(tmp_path, has_shared=False), torch.randn(9, 4, device=DEVICE)
     slots = torch.tensor([*range(5), -1, -1, *range(2)], dtype=torch.int32, device=DEVICE)
-    step = GpuStep(slots, slots, None, None)  # type: ignore[arg-type]  # of which routing reads slots alone
+    step = GpuStep(slots, slots, None)  # type: ignore[arg-type]  # of which routing reads slots alone
     for held in (range(4), range(2, 4)):
         block.loads = None
         expected = chooser(block, 0, held)(logits, step)

@@ -15,8 +15,9 @@ from torch import Tensor
 from common.errors import ConfigError
 from engine.gpu.attention.paged import PagedPlan
 from engine.gpu.config import GpuConfig
-from engine.gpu.forward import FusedForward, GpuInputs
+from engine.gpu.forward import GpuInputs
 from engine.mla import gpu_expanded as expanded
+from engine.mla.gpu_attention import LatentQueries
 from engine.mla.gpu_expanded import ExpandedLatents, ExpandedPlan, is_cheaper_expanded, open_latents, try_widths
 from engine.mla.latent_attention import LatentAttention
 from engine.models.config import LatentConfig
@@ -57,19 +58,19 @@ def test_expanded_prompts_give_the_same_tokens(tmp_path: Path, monkeypatch: pyte
     use_small_tiles(monkeypatch, 4)
     monkeypatch.setattr(expanded, "is_cheaper_expanded", lambda *_: True)
     seen: set[tuple[bool, bool]] = set()  # (decode rows beside chunks, keys before them)
-    attend = FusedForward._attend_latents
+    attend = LatentQueries.attend
 
     def watched(
-        forward: FusedForward, inputs: GpuInputs, block: LatentAttention, q: Tensor, latents: Tensor
+        own: LatentQueries, inputs: GpuInputs, block: LatentAttention, q: Tensor, latents: Tensor
     ) -> Tensor:  # fmt: skip
         plan = inputs.groups[0].prefill
         if plan is not None:
             assert isinstance(plan, ExpandedPlan)
             num_decode = inputs.lengths.shape[0]
             seen.add((num_decode > 0, plan.blocks.shape[0] > q.shape[0] - num_decode))
-        return attend(forward, inputs, block, q, latents)
+        return attend(own, inputs, block, q, latents)
 
-    monkeypatch.setattr(FusedForward, "_attend_latents", watched)
+    monkeypatch.setattr(LatentQueries, "attend", watched)
     model = save_family(tmp_path, V2)
     wanted = generate(reference(model), greedy(2), PROMPTS[:3])
     gpu = GpuConfig(use_cuda_graph=False)

@@ -1,0 +1,106 @@
+"""Grouped-query attention of a model's blocks on a GPU, over K and V in the pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from engine.gpu.attention.backend import GpuAttention, PrefillAttention
+from engine.gpu.attention.choose import open_attention
+from engine.gpu.attention.paged import PagedAttention, PagedPlan
+from engine.kv.memory import kv_layout
+from engine.layers.attention import Attention
+from engine.models.model import Model
+from kernels.gpu.attention.kv_splits import DecodeWorkspace
+from kernels.gpu.attention.paged_decode import paged_decode
+from kernels.gpu.elementwise.rope import rope_and_write_kv
+from kvstore.layout import KvLayout
+
+if TYPE_CHECKING:
+    from engine.gpu.forward import GpuInputs, GroupInputs
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKv:
+    """What a layer's attention needs of the model: its KV group and its index there, its window (0: none), and the
+    rotary table.
+    """
+
+    group: int
+    index: int
+    window: int
+    rotary: Tensor
+
+
+def layers_of(model: Model, layout: KvLayout) -> dict[int, LayerKv]:
+    local = model.rotary if model.local_rotary is None else model.local_rotary
+    return {
+        layer: LayerKv(number, index, group.window, local if group.window else model.rotary)
+        for number, group in enumerate(layout.groups)
+        for index, layer in enumerate(group.layers)
+    }
+
+
+class GroupedQueries(GpuAttention):
+    """See GpuAttention."""
+
+    def __init__(self, model: Model, pool: Tensor, max_rows: int, prefill: PrefillAttention) -> None:
+        config = model.config
+        self._layers = layers_of(model, kv_layout(config, pool.dtype))
+        self._pool, self._prefill = pool, prefill
+        self._paged = PagedAttention(config.num_heads, config.num_kv_heads)
+        self.width = config.num_heads * config.head_dim
+        self._workspace = DecodeWorkspace(
+            max_rows, config.num_heads, config.num_kv_heads, config.head_dim, pool.device
+        )  # fmt: skip
+
+    @staticmethod
+    def open_prefill(
+        wanted: str, model: Model, pool: Tensor, dtype: torch.dtype, max_tokens: int
+    ) -> PrefillAttention:
+        """See GpuAttention."""
+        has_windows = kv_layout(model.config, pool.dtype).has_windows
+        has_sinks = any(isinstance(each, Attention) and each.sinks is not None for each in model.blocks)
+        needs = "sliding windows" if has_windows else "attention sinks" if has_sinks else ""
+        return open_attention(wanted, pool, model.config.num_heads, dtype, max_tokens, needs)
+
+    def attend(self, inputs: GpuInputs, block: Attention, qkv: Tensor, spreads_next: bool = True) -> Tensor:
+        """See GpuAttention. spreads_next: see `rope_and_write_kv`.
+
+        qkv: (num_tokens, heads + 2 kv_heads, head_dim), changed in place, or split-K partials (num_splits, ...).
+        """
+        layer = self._layers[block.layer]
+        own = inputs.groups[layer.group]
+        rope_and_write_kv(
+            qkv, layer.rotary, inputs.positions, own.slots, block.qk_norm, block.eps, self._pool, layer.index,
+            spreads_next=spreads_next,
+        )  # fmt: skip
+        if qkv.dim() == 4:
+            qkv = qkv[0]  # the sum of the partials
+        q = qkv[:, : block.num_heads]
+        if own.prefill is None:
+            return self._attend_decode(q, block, own, inputs.lengths)
+        num_decode = inputs.lengths.shape[0]
+        out = inputs.attended
+        if out is None:
+            out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
+        if num_decode:
+            out[:num_decode] = self._attend_decode(q[:num_decode], block, own, inputs.lengths)
+        prompts, their_out = qkv[num_decode:], out[num_decode:]
+        if isinstance(own.prefill, PagedPlan):
+            self._paged.prefill(
+                prompts, self._pool, layer.index, own.prefill, their_out, layer.window, block.sinks
+            )  # fmt: skip
+        else:
+            self._prefill.prefill(prompts, self._pool, layer.index, own.prefill, their_out)
+        return out
+
+    def _attend_decode(self, q: Tensor, block: Attention, own: GroupInputs, lengths: Tensor) -> Tensor:
+        layer = self._layers[block.layer]
+        return paged_decode(
+            q, self._pool, layer.index, own.decode_tables, lengths, self._workspace, window=layer.window,
+            sinks=block.sinks,
+        )  # fmt: skip

@@ -1,0 +1,81 @@
+"""Attention over latents in the pool on a GPU, absorbed, or expanded for prompts where that is cheaper."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from engine.gpu.attention.backend import GpuAttention, PrefillAttention
+from engine.gpu.attention.paged import PagedPlan
+from engine.mla.gpu_expanded import ExpandedLatents, ExpandedPlan, open_latents
+from engine.mla.gpu_latents import PagedLatents
+from engine.mla.latent_attention import LATENT_NORM_EPS, LatentAttention
+from engine.models.model import Model
+from kernels.gpu.attention.kv_splits import DecodeWorkspace
+from kernels.gpu.mla.latent_decode import latent_decode
+from kernels.gpu.mla.latent_rope import rotate_and_write_latents
+
+if TYPE_CHECKING:
+    from engine.gpu.forward import GpuInputs
+
+
+class LatentQueries(GpuAttention):
+    """See GpuAttention."""
+
+    def __init__(self, model: Model, pool: Tensor, max_rows: int, prefill: PrefillAttention) -> None:
+        config, latent = model.config, model.config.latent
+        assert latent is not None, "the model's config has latents, as its blocks do"
+        self._rotary, self._pool, self._prefill = model.rotary, pool, prefill
+        self._latents = PagedLatents(config.num_heads, latent)
+        self.width = config.num_heads * latent.kv_lora_rank  # of absorbed queries' outputs
+        self._workspace = DecodeWorkspace(
+            max_rows, config.num_heads, config.num_kv_heads, latent.kv_lora_rank, pool.device
+        )  # fmt: skip
+
+    @staticmethod
+    def open_prefill(
+        wanted: str, model: Model, pool: Tensor, dtype: torch.dtype, max_tokens: int
+    ) -> PrefillAttention:
+        """See GpuAttention."""
+        assert model.config.latent is not None
+        return open_latents(wanted, pool, model.config.num_heads, model.config.latent, dtype)
+
+    def attend(self, inputs: GpuInputs, block: LatentAttention, q: Tensor, latents: Tensor) -> Tensor:
+        """See GpuAttention: norm and rotate, absorb, store latents, attend.
+
+        q: (num_tokens, num_heads, nope_dim + rope_dim); latents: (num_tokens, rank + rope_dim), not normed: rows of
+        any stride, only read. Returns (num_tokens, num_heads * v_dim).
+        """
+        [own] = inputs.groups
+        num_tokens, num_heads, rank = q.shape[0], block.num_heads, block.rank
+        num_decode, attended = inputs.lengths.shape[0], inputs.attended
+        num_absorbed = num_decode if isinstance(own.prefill, ExpandedPlan) else num_tokens
+        if attended is None:  # of all tokens, so that a trial of expanded prompts measures what absorbed ones need
+            attended = torch.empty(num_tokens, num_heads * rank, dtype=q.dtype, device=q.device)
+        absorbed = torch.empty(num_tokens, num_heads, latents.shape[1], dtype=q.dtype, device=q.device)
+        rotate_and_write_latents(
+            q, latents, block.kv_norm, LATENT_NORM_EPS, self._rotary, inputs.positions, own.slots, absorbed,
+            self._pool, block.layer,
+        )  # fmt: skip
+        out = torch.empty(num_tokens, num_heads, block.v_dim, dtype=q.dtype, device=q.device)
+        if isinstance(own.prefill, ExpandedPlan):
+            assert isinstance(self._prefill, ExpandedLatents), "it made the plan"
+            prompts = q[num_decode:]
+            prompts[..., block.nope_dim :] = absorbed[num_decode:, :, rank:]
+            self._prefill.attend(prompts, block.kv_b, self._pool, block.layer, own.prefill, out[num_decode:])
+            if not num_decode:
+                return out.flatten(1)
+        q_nope = q[:num_absorbed, :, : block.nope_dim].transpose(0, 1)
+        torch.bmm(q_nope, block.w_uk, out=absorbed[:num_absorbed, :, :rank].transpose(0, 1))
+        if num_decode:
+            attended[:num_decode] = latent_decode(
+                absorbed[:num_decode], self._pool, rank, self._latents.scale, block.layer, own.decode_tables,
+                inputs.lengths, self._workspace,
+            )  # fmt: skip
+        if isinstance(own.prefill, PagedPlan):
+            self._latents.prefill(absorbed[num_decode:], self._pool, block.layer, own.prefill, attended[num_decode:])
+        by_head = attended[:num_absorbed].view(num_absorbed, num_heads, rank).transpose(0, 1)
+        torch.bmm(by_head, block.w_uv.transpose(1, 2), out=out[:num_absorbed].transpose(0, 1))
+        return out.flatten(1)
