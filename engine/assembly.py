@@ -158,7 +158,7 @@ def _size_pool(
     """The settings with the pool's blocks, the pool, and the longest sequence that it holds. Raises ConfigError."""
     max_model_len = loaded.config.context_length(config.max_model_len)
     if loaded.device.type == "cuda" and not (config.num_gpu_blocks or config.kv_cache_gb):
-        config = replace(config, num_gpu_blocks=ranks.num_blocks_that_fit(loaded, config, gpu, max_model_len))
+        config = replace(config, num_gpu_blocks=ranks.num_fitting(loaded, config, gpu, max_model_len))
     geometry = pool_geometry(loaded.config, config, loaded.fingerprint, loaded.dtype, loaded.shard)
     geometry = replace(geometry, num_blocks=ranks.num_blocks(loaded, geometry, config))
     return config, geometry, context_in_pool(max_model_len, geometry, config)

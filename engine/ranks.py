@@ -22,7 +22,6 @@ from kvstore.layout import WHOLE, Shard
 if TYPE_CHECKING:
     from engine.config import EngineConfig
     from engine.gpu.config import GpuConfig
-    from engine.kv.pool_memory import PoolMemory
     from engine.layers.block import Block, Step
     from engine.layers.forward import AddNorm
     from engine.layers.linear import LinearLayer
@@ -137,17 +136,16 @@ SINGLE = RankContext(Seams())
 
 
 class Ranks:
-    """The ranks of a model as its assembly sees them: this process alone."""
+    """The ranks of a model as its assembly sees them: this process alone.
+
+    shard, stage: what rank 0 has of the model; no stage: all layers. num_stages: steps that run at the same time.
+    """
 
     shard: Shard = WHOLE
-    """What rank 0 has of the model; `stage`: which of its layers, None: all."""
     stage: Stage | None = None
     num_stages = 1
-    """Steps that run at the same time."""
 
-    def num_blocks_that_fit(
-        self, loaded: LoadedModel, config: EngineConfig, gpu: GpuConfig, max_model_len: int
-    ) -> int:
+    def num_fitting(self, loaded: LoadedModel, config: EngineConfig, gpu: GpuConfig, max_model_len: int) -> int:
         """KV blocks that fit rank 0's GPU. Raises ConfigError with the numbers."""
         from engine.gpu.memory import num_blocks_that_fit  # needs triton
 
@@ -157,9 +155,6 @@ class Ranks:
         """Blocks for which all ranks have room. Raises ConfigError when one of them holds another model."""
         return geometry.num_blocks
 
-    def runner(
-        self, make: Callable[..., Any], loaded: LoadedModel, memory: PoolMemory, geometry: PoolGeometry,
-        num_host_slots: int, max_model_len: int,
-    ) -> Any:  # fmt: skip
+    def runner(self, make: Callable[..., Any], *pool: Any) -> Any:
         """Make the engine's runner. make: rank 0's own, from its RankContext if there are others."""
         return make()

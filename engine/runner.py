@@ -37,7 +37,6 @@ class ModelRunner(ABC):
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:
-        """See Runner."""
         requests = self._requests.apply(plan)
         self._ranks.listener.on_plan(plan)
         step = self._launch(plan, requests)

@@ -33,7 +33,6 @@ class SimulatedStep:
     end: float
 
     def result(self) -> StepResult:
-        """See PendingStep."""
         time.sleep(max(self.end - time.monotonic(), 0.0))
         return self.found
 

@@ -91,7 +91,6 @@ class CpuAttention:
         self._mirror = KVMirror(pool, MIRROR_TO_POOL_BYTES * num_blocks * self._block_size)
 
     def plan(self, batch: StepBatch, inputs: Tensor) -> CpuMetadata:
-        """See BatchAttention."""
         metadata = CpuMetadata(Rotation.of(self._rotary, inputs[1]), inputs[2], inputs[3])
         is_decoding = list(map(is_generated, batch.rows, batch.requests))
         decoding = [index for index, is_one in enumerate(is_decoding) if is_one]
@@ -115,7 +114,6 @@ class CpuAttention:
         return metadata
 
     def attend(self, block: AttentionBlock, qkv: Tensor, metadata: CpuMetadata) -> Tensor:
-        """See AttentionBackend."""
         layer, (q, kv) = block.layer, block.heads(qkv, metadata.rotation)
         if metadata.chunks:
             self._write_chunks(layer, kv, metadata)

@@ -60,7 +60,6 @@ class PoolAttention:
         return PoolMetadata(Rotation.of(self._rotary, inputs[1]), inputs[2], inputs[3], rows)
 
     def attend(self, block: AttentionBlock, qkv: Tensor, metadata: PoolMetadata) -> Tensor:
-        """See AttentionBackend."""
         q, kv = block.heads(qkv, metadata.rotation)
         write_kv(self._pool, block.layer, kv, metadata.block_ids, metadata.offsets)
         attended = []

@@ -28,13 +28,11 @@ class StackedLayer:
         self._experts = StackedExperts.of(block)
 
     def tensors(self, slot: int) -> list[Tensor]:
-        """See PlacedLayer."""
         stacks = self._experts.gate_up, self._experts.down
         of_all = [each for stack in stacks for each in (stack.weight, stack.scales, stack.bias) if each is not None]
         return [each[slot - self._first] for each in of_all]
 
     def take_over(self, slot: int, tensors: Sequence[Tensor]) -> None:
-        """See PlacedLayer."""
         for own, other in zip(self.tensors(slot), tensors, strict=True):
             own.copy_(other)
 

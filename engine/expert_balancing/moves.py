@@ -56,7 +56,7 @@ class ExpertGroup(Protocol):
     def size(self) -> int: ...
 
     def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        """See `engine.tensor_parallel.seams.Group`."""
+        """Rows of x (sum(send), columns) for each rank, in their order -> (sum(receive), columns), from each rank."""
         ...
 
 
@@ -95,11 +95,9 @@ class LinearExperts:
             self._layers[slot] = layers
 
     def tensors(self, slot: int) -> list[Tensor]:
-        """See PlacedLayer."""
         return [tensor for layer in self._layers[slot] for tensor in layer.tensors()]
 
     def take_over(self, slot: int, tensors: Sequence[Tensor]) -> None:
-        """See PlacedLayer."""
         rest = iter(tensors)
         for layer in self._layers[slot]:
             layer.take_over([next(rest) for _ in layer.tensors()])
@@ -117,7 +115,6 @@ class ExpertRearranger(PlanListener):
         self._layers, self._group = layers, group
 
     def on_plan(self, plan: StepPlan) -> None:
-        """See PlanListener."""
         if plan.placed is not None:
             self.place(plan.placed)
 

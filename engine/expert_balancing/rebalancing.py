@@ -76,11 +76,9 @@ class CountedRunner:
 
     @property
     def max_steps_in_flight(self) -> int:
-        """See Runner."""
         return self._runner.max_steps_in_flight
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        """See Runner."""
         if self._rebalancer is not None:
             plan.placed = self._rebalancer.next_change()
         pending = self._runner.launch(plan)
@@ -88,7 +86,6 @@ class CountedRunner:
         return pending
 
     def needs_known_tokens(self, plan: StepPlan) -> bool:
-        """See Runner."""
         return self._runner.needs_known_tokens(plan)
 
     def check(self) -> None:

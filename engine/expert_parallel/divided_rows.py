@@ -45,12 +45,10 @@ class DividedRows(WholeRows):
         self._exchange = exchange
 
     def start(self, x: Tensor) -> Tensor:
-        """See Seams."""
         counts = rows_of_ranks(x.shape[0], self._group.size)
         return torch.split(x, counts)[self._group.rank]
 
     def fold(self, add_norm: AddNorm[X], before: Block | None) -> AddNorm[X]:
-        """See Seams."""
         if before is None or isinstance(before, Moe):
             return add_norm
 
@@ -60,14 +58,12 @@ class DividedRows(WholeRows):
         return add_own_rows
 
     def body(self, block: Block) -> Callable[[Tensor, Step], Tensor]:
-        """See Seams."""
         if isinstance(block, Moe):
             return lambda x, step: self._exchange.output(block, x, self._counts(step))
         whole = super().body(block)
         return lambda x, step: whole(self.end(x, step), step)
 
     def end(self, x: Tensor, step: Step) -> Tensor:
-        """See Seams."""
         counts = self._counts(step)
         return self._group.all_to_all(x.repeat(self._group.size, 1), [x.shape[0]] * self._group.size, counts)
 

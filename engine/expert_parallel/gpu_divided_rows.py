@@ -80,13 +80,11 @@ class DividedRowsForm(PlainForm):
         self._group, self._rows = group, group.rows
 
     def experts(self, block: Moe, num_rows: int) -> GpuBody:
-        """See PlainForm."""
         stacked, own = self._experts[id(block)], rows_a_rank(num_rows, self._group.size)
         router = gemm(Linear(stacked.router, block.router_bias), own, self._workspace)
         return DispatchedExperts(block, stacked, router, self._rows)
 
     def lower(self, target: Target) -> Forward[GpuStep]:
-        """See Form."""
         model, bodies = self.model, self.bodies(target.num_rows)
         embed, size = embed_part(model, self._group), self._group.size
 

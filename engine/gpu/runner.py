@@ -162,7 +162,6 @@ class GpuRunner(ModelRunner):
             self.prompt_graphs = self.open_prompt_graphs()
 
     def open_prompt_graphs(self, captures: bool = True) -> PromptGraphs:
-        """See PromptGraphs."""
         return PromptGraphs(
             self._forward,
             self._state,

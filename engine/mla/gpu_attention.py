@@ -27,8 +27,8 @@ class LatentQueries(GpuAttention):
     def __init__(self, model: Model, pool: Tensor, max_rows: int, prefill: PrefillAttention) -> None:
         config, latent = model.config, model.config.latent
         assert latent is not None, "the model's config has latents, as its blocks do"
+        assert isinstance(prefill, PagedLatents), "see open_prefill"
         self._rotary, self._pool, self._prefill = model.rotary, pool, prefill
-        self._latents = PagedLatents(config.num_heads, latent)
         self.width = config.num_heads * latent.kv_lora_rank  # of absorbed queries' outputs
         self._workspace = DecodeWorkspace(
             max_rows, config.num_heads, config.num_kv_heads, latent.kv_lora_rank, pool.device
@@ -38,7 +38,6 @@ class LatentQueries(GpuAttention):
     def open_prefill(
         wanted: str, model: Model, pool: Tensor, dtype: torch.dtype, max_tokens: int
     ) -> PrefillAttention:
-        """See GpuAttention."""
         assert model.config.latent is not None
         return open_latents(wanted, pool, model.config.num_heads, model.config.latent, dtype)
 
@@ -71,11 +70,11 @@ class LatentQueries(GpuAttention):
         torch.bmm(q_nope, block.w_uk, out=absorbed[:num_absorbed, :, :rank].transpose(0, 1))
         if num_decode:
             attended[:num_decode] = latent_decode(
-                absorbed[:num_decode], self._pool, rank, self._latents.scale, block.layer, own.decode_tables,
+                absorbed[:num_decode], self._pool, rank, self._prefill.scale, block.layer, own.decode_tables,
                 inputs.lengths, self._workspace,
             )  # fmt: skip
         if isinstance(own.prefill, PagedPlan):
-            self._latents.prefill(absorbed[num_decode:], self._pool, block.layer, own.prefill, attended[num_decode:])
+            self._prefill.prefill(absorbed[num_decode:], self._pool, block.layer, own.prefill, attended[num_decode:])
         by_head = attended[:num_absorbed].view(num_absorbed, num_heads, rank).transpose(0, 1)
         torch.bmm(by_head, block.w_uv.transpose(1, 2), out=out[:num_absorbed].transpose(0, 1))
         return out.flatten(1)

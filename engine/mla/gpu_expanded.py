@@ -55,7 +55,6 @@ class ExpandedPlan:
 
 
 def is_cheaper_expanded(latent: LatentConfig, query_starts: Sequence[int], seq_lens: Sequence[int]) -> bool:
-    """See above."""
     pairs = context = 0
     for (start, stop), seq_len in zip(pairwise(query_starts), seq_lens, strict=True):
         count = stop - start

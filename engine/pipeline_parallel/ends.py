@@ -37,11 +37,9 @@ class HiddenInbox(Inbox):
         self._rows = torch.arange(table.shape[0], device=table.device)
 
     def receive(self, num_tokens: int) -> None:
-        """See Inbox."""
         self._source.receive(self._table[:num_tokens])
 
     def look_up(self, embedding: LookUp) -> LookUp:
-        """See Inbox."""
         return lambda token_ids: self._table[: token_ids.shape[0]]
 
     def model(self, model: Model) -> Model:
@@ -49,5 +47,4 @@ class HiddenInbox(Inbox):
         return replace(model, embedding=self._table, embedding_scale=None)
 
     def token_ids(self, token_ids: Tensor) -> Tensor:
-        """See Inbox."""
         return self._rows[: token_ids.shape[0]]

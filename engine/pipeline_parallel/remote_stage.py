@@ -54,7 +54,6 @@ class RemoteStage:
         self._send_starting(msgspec.msgpack.encode(start))
 
     def wait_for_weights(self) -> list[FollowerLoaded]:
-        """See Followers."""
         try:
             return [msgspec.msgpack.decode(receive_frame(self._sock), type=FollowerLoaded)]
         except OSError as error:
@@ -65,11 +64,9 @@ class RemoteStage:
         self._send_starting(msgspec.msgpack.encode(pool))
 
     def hidden_source(self) -> SocketSource:
-        """See Followers."""
         return SocketSource(self._sock, self._tell_of_work)
 
     def send(self, plan: StepPlan, num_finished: int, sampled: Sequence[Sequence[Sequence[TokenId]]] = ()) -> None:
-        """See Followers."""
         try:
             send_frame(self._sock, STEP_ENCODER.encode(FollowerStep(plan, num_finished, sampled)))
         except OSError as error:
@@ -83,7 +80,6 @@ class RemoteStage:
             raise self._lost()
 
     def watch(self, on_lost: Callable[[str], None]) -> None:
-        """See Followers."""
         threading.Thread(target=self._watch, args=(on_lost,), name="stage", daemon=True).start()
 
     def forget_store(self) -> None:

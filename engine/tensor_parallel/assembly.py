@@ -65,16 +65,12 @@ class FollowedRanks(Ranks):
             )
         self._followers = Followers(config, device.type, gpu)
 
-    def num_blocks_that_fit(
-        self, loaded: LoadedModel, config: EngineConfig, gpu: GpuConfig, max_model_len: int
-    ) -> int:
-        """See Ranks."""
+    def num_fitting(self, loaded: LoadedModel, config: EngineConfig, gpu: GpuConfig, max_model_len: int) -> int:
         from engine.tensor_parallel.gpu_seams import num_blocks_that_fit  # needs triton
 
         return num_blocks_that_fit(loaded, config, gpu, max_model_len)
 
     def num_blocks(self, loaded: LoadedModel, geometry: PoolGeometry, config: EngineConfig) -> int:
-        """See Ranks."""
         found = self._followers.wait_for_weights()
         if any(one.fingerprint != loaded.fingerprint for one in found):
             raise ConfigError("the stage on the other host holds another model: give both hosts the same files")

@@ -163,7 +163,6 @@ def _shared_pool(link: socket.socket, geometry: PoolGeometry, device: torch.devi
 
 
 def _exchange(link: socket.socket, size: int, fd: int) -> list[int]:
-    """See Followers.exchange."""
     socket.send_fds(link, [READY], [fd])
     return receive_fds(link, size, "rank 0")
 

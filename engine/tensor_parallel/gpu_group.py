@@ -124,7 +124,6 @@ class VocabShards(Vocabulary):
         self._own = min(per_rank, vocab_size - first_id), first_id  # the last rank's may end in padding
 
     def own(self, logits: Tensor) -> tuple[int, int]:
-        """See Vocabulary."""
         return self._own
 
     def joined(self, stats: Tensor, logits: Tensor, truncates: Tensor, rows: slice | Tensor) -> tuple[Tensor, Tensor]:
@@ -138,7 +137,6 @@ class VocabShards(Vocabulary):
         return self._group.all_gather(logits.contiguous(), only)[:, : self._vocab_size]
 
     def whole(self, logits: Tensor, sources: Sequence[int]) -> tuple[Tensor, Sequence[int]]:
-        """See Vocabulary."""
         return self.gathered(logits[upload(sources, torch.int64, logits.device)]), range(len(sources))
 
 

@@ -35,7 +35,6 @@ class ShardSeams(GpuSeams):
         self.vocabulary = VocabShards(group, vocab_size)
 
     def forms(self, model: Model, experts: Mapping[int, StackedExperts]) -> list[Form]:
-        """See GpuSeams."""
         group = self._group
         if not is_plain_alone(model):
             return [QuantizedTensorParallelForm(model, group), TensorParallelForm(model, group, experts)]

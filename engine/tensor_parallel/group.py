@@ -35,20 +35,17 @@ class GlooGroup:
         self._group = _dist.ProcessGroupGloo(store, self.rank, self.size, options)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """See Group."""
         total = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         self._group.allreduce([total]).wait()
         return total
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """See Group."""
         mine = x.contiguous().view(torch.uint8)  # gloo does not know every type
         parts = [torch.empty_like(mine) for _ in range(self.size)]
         self._group.allgather([parts], [mine]).wait()
         return torch.cat([part.view(x.dtype) for part in parts], dim=-1)
 
     def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        """See Group."""
         out = torch.empty(sum(receive), x.shape[1], dtype=x.dtype)
         mine, theirs = x.contiguous().view(torch.uint8), out.view(torch.uint8)
         self._group.alltoall_base(theirs, mine, list(receive), list(send)).wait()

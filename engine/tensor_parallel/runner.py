@@ -87,11 +87,9 @@ class ParallelRunner:
         self._followers.forget_store()
 
     def check(self) -> None:
-        """See Runner."""
         self._followers.check()
 
     def watch_ranks(self, on_lost: Callable[[str], None]) -> None:
-        """See Followers.watch."""
         self._followers.watch(on_lost)
 
     def tell_of_work(self, on_work: Callable[[], None]) -> None:
@@ -103,7 +101,6 @@ class ParallelRunner:
         self.local.wrap_attention(wrap)
 
     def needs_known_tokens(self, plan: StepPlan) -> bool:
-        """See Runner."""
         needs: bool = self.local.needs_known_tokens(plan)
         return needs
 
@@ -117,5 +114,4 @@ class ParallelStep:
         self._runner = runner
 
     def result(self) -> StepResult:
-        """See PendingStep."""
         return self._runner.finish(self)

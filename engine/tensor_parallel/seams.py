@@ -7,12 +7,13 @@ head        each rank has the logits of its rows of the vocabulary, and all put 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
+from engine.expert_balancing.moves import ExpertGroup
 from engine.layers.block import Block, Step
 from engine.layers.post_norm import PostNormed
 from engine.ranks import LookUp, Seams, X
@@ -23,14 +24,8 @@ if TYPE_CHECKING:
     from engine.models.model import Model
 
 
-class Group(Protocol):
-    """The ranks of one model, which call the same methods in the same order."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
+class Group(ExpertGroup, Protocol):
+    """The ranks of one model on CPUs, which call the same methods in the same order."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over ranks, in float32. Equal on all ranks, bit for bit."""
@@ -38,10 +33,6 @@ class Group(Protocol):
 
     def all_gather(self, x: Tensor) -> Tensor:
         """(n, columns) of each rank -> (n, size * columns), in the order of ranks."""
-        ...
-
-    def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        """Rows of x (sum(send), columns) for each rank, in their order -> (sum(receive), columns), from each rank."""
         ...
 
 

@@ -131,7 +131,6 @@ class GroupedAttention:
         return SingleQueries(tokens, torch.tensor(padded, device=device), hidden)
 
     def attend(self, block: AttentionBlock, qkv: Tensor, metadata: list[GroupMetadata]) -> Tensor:
-        """See AttentionBackend."""
         group, index = self._places[block.layer]
         own, window = metadata[group], self._groups.windows[group]
         q, kv = block.heads(qkv, own.rotation)

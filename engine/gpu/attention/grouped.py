@@ -61,7 +61,6 @@ class GroupedQueries(GpuAttention):
     def open_prefill(
         wanted: str, model: Model, pool: Tensor, dtype: torch.dtype, max_tokens: int
     ) -> PrefillAttention:
-        """See GpuAttention."""
         has_windows = kv_layout(model.config, pool.dtype).has_windows
         has_sinks = any(isinstance(each, Attention) and each.sinks is not None for each in model.blocks)
         needs = "sliding windows" if has_windows else "attention sinks" if has_sinks else ""

@@ -87,7 +87,6 @@ class LogitsColumns:
             rules.counts[row] = upload(self._counts_of(request), torch.int16, self._device)
 
     def _counts_of(self, request: RequestState) -> Any:
-        """See LogitsRules.counts."""
         outputs = np.array(request.output_token_ids, dtype=np.int64)
         counts = np.bincount(outputs, minlength=self._vocab_size).clip(max=MAX_COUNT)
         counts[request.token_ids[: request.num_prompt_tokens]] |= IN_PROMPT

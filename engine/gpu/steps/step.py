@@ -43,7 +43,6 @@ class GpuStep:
     logprobs: PendingLogprobs | None = None
 
     def result(self) -> StepResult:
-        """See PendingStep."""
         for wait in self.waits:
             wait()
         values, logprobs = [] if self.tokens is None else self.tokens.tolist(), self.logprobs
