@@ -1,1 +1,1 @@
-"""Attention for chunks of prompts on a GPU: `backend.py` is the seam, `paged.py` the backend that always works."""
+"""Attention on a GPU: `backend.py` has the seams, `grouped.py` and `paged.py` what works for most models."""
