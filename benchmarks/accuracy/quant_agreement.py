@@ -17,8 +17,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
 
 from torch import Tensor
 
@@ -29,7 +27,7 @@ from common.text.load import load_tokenizer
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.gguf.int4 import quantize_int4
-from engine.layers.linear import Linear, LinearLayer
+from engine.layers.linear import Linear, half, half_weight
 from engine.loader.load import LoadedModel, load_model
 from kernels.quantization.quantized_gemm import quantize_rows_fp8, quantize_rows_int8, quantized_linear, w8a16_linear
 from kernels.quantization.w4a16_gemm import pack_w4, w4a16_linear
@@ -48,37 +46,37 @@ QUESTIONS = (
 )
 
 
-def fp8(linear: Linear) -> LinearLayer:
-    return partial(_gemm, quantized_linear, *quantize_rows_fp8(linear.weight), linear.bias)
+def fp8(linear: Linear) -> Linear:
+    return _with(quantized_linear, *quantize_rows_fp8(linear.weight), linear.bias)
 
 
-def w8a8(linear: Linear) -> LinearLayer:
-    return partial(_gemm, quantized_linear, *quantize_rows_int8(linear.weight), linear.bias)
+def w8a8(linear: Linear) -> Linear:
+    return _with(quantized_linear, *quantize_rows_int8(linear.weight), linear.bias)
 
 
-def int8_weight(linear: Linear) -> LinearLayer:
-    return partial(_gemm, w8a16_linear, *quantize_rows_int8(linear.weight), linear.bias)
+def int8_weight(linear: Linear) -> Linear:
+    return _with(w8a16_linear, *quantize_rows_int8(linear.weight), linear.bias)
 
 
-def int4_weight(linear: Linear) -> LinearLayer:
+def int4_weight(linear: Linear) -> Linear:
     """The weight as a file without calibration would hold it."""
     rows = quantize_int4(linear.weight)
     packed = pack_w4(rows.values, rows.scales, rows.offsets_or_zeros())
-    return lambda x: w4a16_linear(x, packed, linear.bias)
+    return Linear(packed.words, linear.bias, gemm=lambda layer, x: w4a16_linear(x, packed, layer.bias))
 
 
-def _gemm(gemm: Callable[..., Tensor], weight: Tensor, scales: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
-    return gemm(x, weight, scales, bias)
+def _with(multiply: Callable[..., Tensor], weight: Tensor, scales: Tensor, bias: Tensor | None) -> Linear:
+    return Linear(weight, bias, gemm=lambda _, x: multiply(x, weight, scales, bias))
 
 
-MODES: dict[str, Callable[[Linear], LinearLayer]] = {
+MODES: dict[str, Callable[[Linear], Linear]] = {
     "fp8": fp8, "w8a8": w8a8, "int8-weight": int8_weight, "int4-weight": int4_weight,
 }  # fmt: skip
 
 
-def convert(mode: str, linear: LinearLayer) -> LinearLayer:
-    held: Any = linear  # plain, or a head in float16, whose weight is computed anew
-    return MODES[mode](Linear(held.weight.bfloat16(), held.bias))
+def convert(mode: str, linear: Linear) -> Linear:
+    weight = half_weight(linear) if linear.gemm is half else linear.weight
+    return MODES[mode](Linear(weight.bfloat16(), linear.bias))
 
 
 def load(dtype: str) -> LoadedModel:

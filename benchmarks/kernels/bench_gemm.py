@@ -23,7 +23,7 @@ from benchmarks.kernels import gemm_settings
 from benchmarks.kernels.timing import graph_seconds, num_input_sets, read_bandwidth, report
 from engine.gpu.ops import plain, split_k
 from engine.layers.linear import Linear
-from engine.quantization.gpu_linears import EightBitLinear, Fp8Linear, W4A16Linear, W8A8Linear, W8A16Linear
+from engine.quantization.gpu_linears import FP8, W8A8, W8A16, EightBit, packed_of, scales_of, w4a16_layer
 from kernels.gpu.elementwise.silu_mul import silu_mul
 from kernels.gpu.gemm.gemv import gemv
 from kernels.gpu.gemm.skinny_gemm import skinny_gemm
@@ -91,7 +91,7 @@ def plain_settings(x: Tensor, workspace: SplitKWorkspace) -> Iterator[Setting]:
     )
 
 
-def settings_8_bit(kind: type[EightBitLinear], x: Tensor, workspace: SplitKWorkspace) -> Iterator[Setting]:
+def settings_8_bit(kind: EightBit, x: Tensor, workspace: SplitKWorkspace) -> Iterator[Setting]:
     values, scales = quantize_rows(x, kind.dtype, kind.num_planes)
     if values.shape[0] <= MAX_ROWS:
         yield from each_of(
@@ -110,35 +110,35 @@ def w4_settings(group: int, x: Tensor, workspace: SplitKWorkspace) -> Iterator[S
     if x.shape[0] <= MAX_W4_ROWS:
         yield from each_of(
             gemm_settings.W4_ONE_ROW if x.shape[0] == 1 else gemm_settings.W4_ROWS,
-            lambda config, layer: w4_skinny_gemm(x, layer.packed, None, config),
+            lambda config, layer: w4_skinny_gemm(x, packed_of(layer), None, config),
         )
     planes = quantize_with_sums(x, group)
     yield from each_of(
         [tile for tile in gemm_settings.W4_PLANES if tile.block_m <= 2 * x.shape[0]],
-        lambda config, layer: w4_planes_gemm(*planes, layer.packed, None, x.dtype, workspace, config),
+        lambda config, layer: w4_planes_gemm(*planes, packed_of(layer), None, x.dtype, workspace, config),
     )
 
 
-def w4_layer(group: int, weight: Tensor, workspace: SplitKWorkspace) -> W4A16Linear:
+def w4_layer(group: int, weight: Tensor, workspace: SplitKWorkspace) -> Linear:
     n, k = weight.shape
     values = torch.randint(0, 16, (n, k), dtype=torch.uint8, device=weight.device)
     scales, zeros = (torch.rand(n, k // group, device=weight.device) for _ in range(2))
-    return W4A16Linear(pack_w4(values, scales, zeros), None, workspace)
+    return w4a16_layer(pack_w4(values, scales, zeros), None, workspace)
 
 
-def scaled_mm(x: Tensor, layer: Fp8Linear) -> Tensor:
-    values, scales = quantize_rows(x, layer.dtype)
+def scaled_mm(x: Tensor, layer: Linear) -> Tensor:
+    values, scales = quantize_rows(x, layer.weight.dtype)
     return torch._scaled_mm(
-        values, layer.weight.t(), scales[:, None], layer.scales[None, :], out_dtype=x.dtype, use_fast_accum=True
+        values, layer.weight.t(), scales[:, None], scales_of(layer)[None, :], out_dtype=x.dtype, use_fast_accum=True
     )
 
 
-def int_mm(x: Tensor, layer: W8A8Linear) -> Tensor:
-    values, scales = quantize_rows(x, layer.dtype)
-    return (torch._int_mm(values, layer.weight.t()) * (scales[:, None] * layer.scales)).to(x.dtype)
+def int_mm(x: Tensor, layer: Linear) -> Tensor:
+    values, scales = quantize_rows(x, layer.weight.dtype)
+    return (torch._int_mm(values, layer.weight.t()) * (scales[:, None] * scales_of(layer))).to(x.dtype)
 
 
-def kind_8_bit(kind: type[EightBitLinear], library: Callable[[Tensor, Any], object] | None = None) -> Kind:
+def kind_8_bit(kind: EightBit, library: Callable[[Tensor, Any], object] | None = None) -> Kind:
     return Kind(
         lambda weight, workspace: kind.of(Linear(weight), workspace), as_it_is, lambda layer: layer.weight.nbytes,
         library, partial(settings_8_bit, kind),
@@ -146,8 +146,8 @@ def kind_8_bit(kind: type[EightBitLinear], library: Callable[[Tensor, Any], obje
 
 
 def kind_w4(group: int) -> Kind:
-    def num_bytes(layer: W4A16Linear) -> int:
-        return layer.packed.words.nbytes + layer.packed.scales_and_zeros.nbytes
+    def num_bytes(layer: Linear) -> int:
+        return sum(each.nbytes for each in layer.tensors())
 
     return Kind(partial(w4_layer, group), as_it_is, num_bytes, None, partial(w4_settings, group))
 
@@ -158,9 +158,9 @@ KINDS = {
         linear, plain.gated_gemm, lambda layer: layer.weight.nbytes, lambda x, layer: silu_mul(layer(x))
     ),
     "preloaded": Kind(linear, preloaded, lambda layer: layer.weight.nbytes),
-    "fp8": kind_8_bit(Fp8Linear, scaled_mm),
-    "w8a8": kind_8_bit(W8A8Linear, int_mm),
-    "w8a16": kind_8_bit(W8A16Linear),
+    "fp8": kind_8_bit(FP8, scaled_mm),
+    "w8a8": kind_8_bit(W8A8, int_mm),
+    "w8a16": kind_8_bit(W8A16),
     "w4": kind_w4(128),
     "w4-32": kind_w4(32),
 }  # fmt: skip

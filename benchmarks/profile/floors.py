@@ -13,7 +13,6 @@ from functools import cache
 
 import torch
 
-from engine.layers.linear import Linear
 from engine.mla.latent_attention import LatentAttention
 from engine.models.config import ModelConfig
 from engine.models.families import family_of
@@ -58,7 +57,7 @@ def num_weights(config: ModelConfig, num_tokens: int = 1) -> int:
     model, _ = family_of(config.architecture).skeleton(config)
     total = config.vocab_size * config.hidden_size
     for block in model.blocks:
-        held = sum(ref.layer.weight.numel() for ref in block.linears() if isinstance(ref.layer, Linear))
+        held = sum(ref.layer.weight.numel() for ref in block.linears())
         if isinstance(block, Moe):
             num_experts = len(block.experts)
             idle = num_experts * (1 - block.num_chosen / num_experts) ** num_tokens

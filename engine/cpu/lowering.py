@@ -10,15 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum
-from functools import partial
 
 import torch
 
+from engine.layers import forward
 from engine.layers.block import Step
-from engine.layers.forward import AddNorm, Forward, lowered, plain, plain_sum
-from engine.layers.linear import Int4Linear, Int8Linear, Linear, LinearLayer, PackedLinear, two_rows_at_least
+from engine.layers.forward import AddNorm, Forward, lowered, plain_sum
+from engine.layers.linear import Linear, onednn, plain, two_rows_at_least
 from engine.models.model import Model
-from engine.quantization.reordered import Reordered
 from engine.ranks import SINGLE, RankContext, Seams
 from kernels.cpu_norm import add_rms_norm_of_opposed, opposed, signs_like
 
@@ -57,7 +56,7 @@ class CpuForwards:
 
 def lower_model(model: Model, rows: Rows, ranks: RankContext[Seams] = SINGLE) -> Forward[Step]:
     if rows is Rows.ANY:
-        return plain(with_dense_linears(model), ranks)
+        return forward.plain(with_dense_linears(model), ranks)
     signs = signs_of(model)
 
     def norm(weight: torch.Tensor, eps: float, is_final: bool) -> AddNorm[torch.Tensor]:
@@ -95,31 +94,25 @@ def with_invariant_linears(model: Model, rows: Rows) -> Model:
     return with_linears(model, lambda linear: invariant(linear if rows is Rows.FEW else dense(linear)))
 
 
-def with_linears(model: Model, replacement: Callable[[LinearLayer], LinearLayer]) -> Model:
+def with_linears(model: Model, replacement: Callable[[Linear], Linear]) -> Model:
     model = replace(model, blocks=[block.copy() for block in model.blocks])
     for ref in model.linears():
         ref.replace(replacement(ref.layer))
     return model
 
 
-def dense(linear: LinearLayer) -> LinearLayer:
+def dense(linear: Linear) -> Linear:
     """The dense copy of a quantized layer; others as they are."""
-    if isinstance(linear, Int4Linear | Int8Linear):
-        return linear.dense
-    if isinstance(linear, Reordered):
-        return Reordered(dense(linear.inner), linear.order)
-    return linear
+    return linear if linear.dense is None else linear.dense.reordered(linear.order)
 
 
-def invariant(linear: LinearLayer) -> LinearLayer:
+def invariant(linear: Linear) -> Linear:
     """The layer in a form that computes a row alike in any number of rows.
 
     The quantized GEMMs and FBGEMM's float16 one do so by themselves.
     """
-    if isinstance(linear, Int4Linear | Int8Linear):
-        return linear.quantized
-    if isinstance(linear, Reordered):
-        return Reordered(invariant(linear.inner), linear.order)
-    if isinstance(linear, PackedLinear | Linear):
-        return partial(two_rows_at_least, linear)
+    if linear.dense is not None:
+        return linear.without_dense()
+    if linear.gemm in (plain, onednn):
+        return Linear(linear.weight, gemm=lambda _, x: two_rows_at_least(linear, x))
     return linear

@@ -19,7 +19,7 @@ from common.errors import ConfigError
 from engine.expert_balancing.placement import Slots
 from engine.expert_parallel.slots import ExpertSlots
 from engine.layers.block import Block
-from engine.layers.linear import Int8Linear, Linear
+from engine.layers.linear import Linear
 from engine.moe.moe import Moe
 from engine.plan import PlacedExperts, StepPlan
 from engine.ranks import PlanListener
@@ -84,9 +84,9 @@ class LinearExperts:
         """Raise ConfigError for experts that cannot be written in place."""
         assert block.slots is not None, "the model was loaded to have its experts moved"
         self.slots = block.slots
-        self._layers: dict[int, list[Linear | Int8Linear]] = {}
+        self._layers: dict[int, list[Linear]] = {}
         for slot, expert in block.experts.items():
-            layers = [each for each in (expert.gate_up, expert.down) if isinstance(each, Linear | Int8Linear)]
+            layers = [each for each in (expert.gate_up, expert.down) if each.can_move]
             if len(layers) < 2:
                 raise ConfigError(
                     "--expert-rebalance-interval moves plain and int8 experts alone on CPUs: choose "

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from engine.layers.attention import Attention
-from engine.layers.linear import Linear
 
 KV_SCALES = 1  # part of the fingerprint: changes when other scales are chosen
 RMS_EXPONENT = 1  # the scaled root mean square lies in [2^1, 2^2)
@@ -28,7 +27,7 @@ MAX_EXPONENT = 12  # float16 weights must survive their scale
 @torch.inference_mode()
 def fold_kv_scales(block: Attention) -> None:
     """Scale the block's weights in place. Blocks without plain weights stay as they are."""
-    if all(isinstance(ref.layer, Linear) for ref in block.linears()):
+    if all(ref.layer.is_plain for ref in block.linears()):
         k_scales, v_scales = kv_head_scales(block)
         _fold(block, k_scales, v_scales)
 
@@ -36,7 +35,6 @@ def fold_kv_scales(block: Attention) -> None:
 def kv_head_scales(block: Attention) -> tuple[Tensor, Tensor]:
     """Powers of two (num_kv_heads,), float64, that K and V are to be divided by."""
     qkv = block.qkv
-    assert isinstance(qkv, Linear)
     q_size = block.num_heads * block.head_dim
     rows = qkv.weight[q_size:].double() * block.norm.double()
     mean_squares = rows.square_().sum(dim=1)
@@ -55,8 +53,6 @@ def _scales(mean_squares: Tensor) -> Tensor:
 
 def _fold(block: Attention, k_scales: Tensor, v_scales: Tensor) -> None:
     qkv, output = block.qkv, block.output
-    assert isinstance(qkv, Linear)
-    assert isinstance(output, Linear)
     group, head_dim = block.num_heads // block.num_kv_heads, block.head_dim
     q_factors = k_scales.repeat_interleave(group)
     qk_factors = torch.cat([q_factors, 1 / k_scales])

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from engine.layers.block import Block, LinearRef, Step, joined, take_linear
-from engine.layers.linear import LinearLayer
+from engine.layers.linear import Linear
 from engine.layers.rotary import Rotation
 from engine.layers.weights import Partition, WeightSource
 from engine.models.config import ModelConfig
@@ -66,10 +66,10 @@ class Attention(AttentionBlock):
             self.qk_norm = joined([q_norm.expand(config.num_heads, -1), k_norm.expand(config.num_kv_heads, -1)])
         self.norm = weights.take(f"{norm}.weight", (config.hidden_size,))
         names, sizes = [f"{name}.{part}_proj" for part in "qkv"], (config.q_size, config.kv_size, config.kv_size)
-        self.qkv: LinearLayer = take_linear(
+        self.qkv: Linear = take_linear(
             weights, names, sizes, config.hidden_size, config.attention_bias, Partition.COLUMNS
         )
-        self.output: LinearLayer = take_linear(
+        self.output: Linear = take_linear(
             weights,
             [f"{name}.o_proj"],
             [config.hidden_size],

@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from engine.layers.linear import Linear, LinearLayer
+from engine.layers.linear import Linear
 from engine.layers.weights import Partition, WeightSource
 
 Attend = Callable[[Any, Tensor], Tensor]
@@ -39,11 +39,11 @@ class LinearRef:
     name: str  # within the block
 
     @property
-    def layer(self) -> LinearLayer:
-        layer: LinearLayer = getattr(self.owner, self.attribute)
+    def layer(self) -> Linear:
+        layer: Linear = getattr(self.owner, self.attribute)
         return layer
 
-    def replace(self, layer: LinearLayer) -> None:
+    def replace(self, layer: Linear) -> None:
         setattr(self.owner, self.attribute, layer)
 
 

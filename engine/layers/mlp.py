@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.layers.block import Block, LinearRef, Step, take_linear
-from engine.layers.linear import Linear, LinearLayer
+from engine.layers.linear import Linear
 from engine.layers.weights import Partition, WeightSource
 from engine.models.config import ModelConfig
 from kernels.silu_mul import silu_mul
@@ -22,8 +22,8 @@ class Mlp(Block):
         self.norm = weights.take(f"{norm}.weight", (config.hidden_size,))
         names = (f"{name}.gate_proj", f"{name}.up_proj", f"{name}.down_proj")
         gate_up, down = take_gated(weights, names, config.hidden_size, config.intermediate_size, config.mlp_bias)
-        self.gate_up: LinearLayer = gate_up
-        self.down: LinearLayer = down
+        self.gate_up: Linear = gate_up
+        self.down: Linear = down
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:
         return self.down(silu_mul(self.gate_up(x)))

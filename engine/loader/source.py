@@ -14,7 +14,6 @@ from common.model_files import ModelFiles
 from engine.config import EngineConfig
 from engine.gguf.config import config_from_gguf
 from engine.gguf.weights import OUTPUT_WEIGHT, ROPE_FACTORS, GgufFile, GgufWeights
-from engine.layers.linear import Linear
 from engine.layers.weights import WeightSource
 from engine.loader.checkpoint import Shape, check_weights
 from engine.loader.fused import stored_rows
@@ -62,7 +61,7 @@ class Source:
         skeleton, shapes = self.family.skeleton(config)
         if not kept:
             return shapes
-        held = {name for ref in skeleton.linears() if isinstance(ref.layer, Linear) for name in ref.layer.names}
+        held = {name for ref in skeleton.linears() for name in ref.layer.names}
         return {name: shape for name, shape in shapes.items() if name not in kept or name in held}
 
     def conversion(

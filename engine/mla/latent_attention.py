@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from engine.layers.attention import AttentionBlock
 from engine.layers.block import LinearRef, Step, joined, take_linear
-from engine.layers.linear import Linear, LinearLayer
+from engine.layers.linear import Linear
 from engine.layers.rotary import Rotation
 from engine.layers.weights import Partition, WeightSource
 from engine.models.config import ModelConfig
@@ -62,7 +62,7 @@ class LatentAttention(AttentionBlock):
             Partition.NONE,
         )  # fmt: skip
         q_name, q_width = f"{name}.q_proj", hidden
-        self.q_b: LinearLayer | None = None
+        self.q_b: Linear | None = None
         self.q_norm: Tensor | None = None
         if rank is not None:
             q_a = take_linear(weights, [f"{name}.q_a_proj"], [rank], hidden, config.attention_bias, Partition.NONE)
@@ -75,12 +75,12 @@ class LatentAttention(AttentionBlock):
         if rank is not None:
             self.q_b = q
             q = q_a
-        self.qkv_a: LinearLayer = stacked(q, kv_a)
+        self.qkv_a: Linear = stacked(q, kv_a)
         self.kv_norm = weights.take(f"{name}.kv_a_layernorm.weight", (self.rank,))
         self.kv_b = weights.take(
             f"{name}.kv_b_proj.weight", (self.num_heads * (self.nope_dim + self.v_dim), self.rank), Partition.COLUMNS
         )
-        self.output: LinearLayer = take_linear(
+        self.output: Linear = take_linear(
             weights, [f"{name}.o_proj"], [hidden], self.num_heads * self.v_dim, config.attention_output_bias,
             Partition.ROWS,
         )  # fmt: skip

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.layers.block import Block, LinearRef, take_linear
-from engine.layers.linear import Linear, LinearLayer
+from engine.layers.linear import Linear
 from engine.layers.rotary import rotary_table
 from engine.layers.weights import Partition, WeightSource
 from engine.models.config import ModelConfig
@@ -56,7 +56,7 @@ class Model:
     embedding: Tensor  # (vocab, hidden)
     blocks: list[Block]
     final_norm: Tensor
-    head: LinearLayer
+    head: Linear
     rotary: Tensor
     hidden_dtype: torch.dtype  # of the head's input
     local_rotary: Tensor | None = None

@@ -6,7 +6,7 @@ Nothing is read on the host, and grids depend on the number of tokens alone, so 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,16 +16,9 @@ from common.errors import UnsupportedModelError
 from engine.expert_balancing.placement import plain_placement
 from engine.expert_parallel.slots import ExpertSlots
 from engine.gpu.ops.form import GpuBody, GpuStep
-from engine.layers.linear import Linear, LinearLayer
+from engine.layers.linear import Linear
 from engine.moe.moe import Moe
-from engine.quantization.gpu_linears import (
-    EightBitLinear,
-    ExpertLinear,
-    GroupedEightBit,
-    Mxfp4Linear,
-    W4A16Linear,
-    W8A16Linear,
-)
+from engine.quantization.gpu_linears import W8A16, dequantized
 from kernels.gpu.expert_parallel.expert_loads import count_choices
 from kernels.gpu.expert_parallel.expert_slots import choose_slots
 from kernels.gpu.gemm.split_k import SplitKWorkspace
@@ -103,30 +96,25 @@ class StackedExperts:
         self.down = stacked([expert.down for expert in block.experts.values()], more_down)
 
 
-def stackable(layer: LinearLayer, piece: int | None = None) -> LinearLayer:
+def stackable(layer: Linear, piece: int | None = None) -> Linear:
     """The layer, or in int8 where grouped kernels do not take its groups. piece: columns, of each of its pieces."""
-    if not isinstance(layer, Linear | EightBitLinear | ExpertLinear | W4A16Linear):
+    if layer.order is not None or layer.dense is not None:
         raise UnsupportedModelError("experts on a GPU are plain or quantized linear layers")
-    if isinstance(layer, Linear | EightBitLinear):
+    if layer.scales is None or not layer.group_size:
         return layer
-    if isinstance(layer, Mxfp4Linear):
+    if layer.scales.dtype == torch.uint8:
         fits_kernels = piece is None  # no model has both
     else:
-        fits_kernels = fits(piece or layer.num_columns, layer.group_size, not isinstance(layer, GroupedEightBit))
+        fits_kernels = fits(piece or layer.num_columns, layer.group_size, layer.weight.dtype == WORDS)
     if fits_kernels:
         return layer
-    plain = Linear(layer.dequantize(torch.bfloat16), layer.bias)
-    return W8A16Linear.of(plain, SplitKWorkspace(layer.device, 1, 1))
+    plain = Linear(dequantized(layer, torch.bfloat16), layer.bias)
+    return W8A16.of(plain, SplitKWorkspace(layer.weight.device, 1, 1))
 
 
-def stack_of(layer: LinearLayer) -> Stack:
+def stack_of(layer: Linear) -> Stack:
     """One layer's."""
-    if isinstance(layer, W4A16Linear):
-        return Stack(layer.packed.words, layer.packed.scales_and_zeros, layer.bias)
-    if isinstance(layer, EightBitLinear | ExpertLinear):
-        return Stack(layer.weight, layer.scales, layer.bias)
-    assert isinstance(layer, Linear), "see `stackable`"
-    return Stack(layer.weight, None, layer.bias)
+    return Stack(layer.weight, layer.scales, layer.bias)
 
 
 def gate_up_pieces(layer: Stack, count: int) -> list[Stack]:
@@ -154,7 +142,7 @@ def down_pieces(layer: Stack, count: int) -> list[Stack]:
     return [Stack(*piece) for piece in zip(weights, groups, strict=True)]
 
 
-def stacked(layers: list[LinearLayer], more: list[Stack]) -> Stack:
+def stacked(layers: list[Linear], more: list[Stack]) -> Stack:
     stacks = [*map(stack_of, layers), *more]
     if len({(each.weight.dtype, each.scales is None or each.scales.shape) for each in stacks}) > 1:
         raise UnsupportedModelError("a layer's experts must all be quantized alike, or none of them")
@@ -162,15 +150,7 @@ def stacked(layers: list[LinearLayer], more: list[Stack]) -> Stack:
     known = [each.scales for each in stacks if each.scales is not None]
     scales = torch.stack(known) if known else None
     for index, layer in enumerate(layers):
-        if isinstance(layer, Linear):
-            layer.weight = weights[index]
-            continue
-        assert scales is not None, "quantized weights have them"
-        if isinstance(layer, W4A16Linear):
-            layer.packed = replace(layer.packed, words=weights[index], scales_and_zeros=scales[index])
-        else:
-            assert isinstance(layer, EightBitLinear | ExpertLinear), "see `stackable`"
-            layer.weight, layer.scales = weights[index], scales[index]
+        layer.weight, layer.scales = weights[index], None if scales is None else scales[index]
     biases = [each.bias for each in stacks if each.bias is not None]
     return Stack(weights, scales, torch.stack(biases) if biases else None)
 

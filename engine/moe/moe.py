@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.expert_parallel.slots import ExpertSlots
 from engine.layers.block import Block, LinearRef, Step
-from engine.layers.linear import Linear, LinearLayer, two_rows_at_least
+from engine.layers.linear import Linear, two_rows_at_least
 from engine.layers.mlp import take_gated
 from engine.layers.weights import CHOICE_BIAS, WeightSource
 from engine.models.config import ModelConfig
@@ -30,8 +30,8 @@ from kernels.silu_mul import silu_mul
 class Expert:
     """A gated MLP."""
 
-    gate_up: LinearLayer
-    down: LinearLayer
+    gate_up: Linear
+    down: Linear
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.down(silu_mul(self.gate_up(x)))

@@ -19,7 +19,7 @@ from common.errors import ConfigError, UnsupportedModelError
 from engine.config import EngineConfig
 from engine.gguf.weights import GgufWeights
 from engine.layers.block import Block
-from engine.layers.linear import Linear, LinearLayer
+from engine.layers.linear import Linear
 from engine.layers.weights import Part, WeightSource
 from engine.models.model import Model
 from engine.moe.moe import Moe
@@ -162,5 +162,5 @@ def check_packed_experts(skeleton: Model, device: torch.device, packed: Containe
                     raise UnsupportedModelError(EXPERTS)
 
 
-def _is_packed(layer: LinearLayer, packed: Container[str]) -> bool:
-    return isinstance(layer, Linear) and all(name in packed for name in layer.names)
+def _is_packed(layer: Linear, packed: Container[str]) -> bool:
+    return all(name in packed for name in layer.names)

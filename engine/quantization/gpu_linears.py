@@ -1,11 +1,11 @@
-"""Linear layers of quantized weights on a GPU, and how they are made: from plain weights, or from stored values.
+"""Linear layers of quantized weights on a GPU: their GEMMs, and how they are made of plain or of stored values.
 
-    W8A8Linear    int8 weights with one scale per row, x quantized to int8 per token
-    W8A16Linear   the same, x quantized to 16 bits, as two int8 planes
-    Fp8Linear     e4m3 weights and x
-    W4A16Linear   4-bit weights in groups, x as it is or, of several rows, quantized to 16 bits
-    GroupedEightBit   one byte a weight, a scale per group of columns: for experts, whose kernels take them
-    Mxfp4Linear   e2m1 weights with exponents of groups, for experts as well
+    W8A8     int8 weights with one scale per row, x quantized to int8 per token
+    W8A16    the same, x quantized to 16 bits, as two int8 planes
+    FP8      e4m3 weights and x
+    w4a16    4-bit weights in groups, x as it is or, of several rows, quantized to 16 bits
+    stored   one byte a weight with a scale per group of columns, or e2m1 weights with exponents of groups: for
+             experts, whose kernels take them; as a layer by itself it is dequantized for every use
 
 All take x (rows, in) in bfloat16 and may be captured in a CUDA graph.
 Knows no models and no files. GEMMs: `kernels.gpu.{quantized_gemm,w4a16_gemm}`.
@@ -14,8 +14,7 @@ Knows no models and no files. GEMMs: `kernels.gpu.{quantized_gemm,w4a16_gemm}`.
 from __future__ import annotations
 
 import sys
-from abc import ABC, abstractmethod
-from typing import Self
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ from engine.layers.linear import Linear
 from kernels.gpu.gemm.sliced_k_gemm import sliced_k_gated_gemm
 from kernels.gpu.gemm.split_k import SplitKWorkspace
 from kernels.gpu.launching.tuning import MAX_TWO_PLANE_ROWS, SLICED_K_GATED
-from kernels.gpu.moe.expert_formats import columns_of
+from kernels.gpu.moe.expert_formats import WORDS, columns_of
 from kernels.gpu.quantization.quantize import quantize_rows, quantize_with_maxima, silu_mul_quantize
 from kernels.gpu.quantization.quantized_gemm import dequantize, quantized_gemm
 from kernels.gpu.quantization.w4a16_gemm import w4a16_linear
@@ -37,163 +36,101 @@ COLUMN_MULTIPLE = 16  # of inputs, for 8-bit GEMMs; others stay plain
 QuantizedInput = tuple[Tensor, Tensor]  # values (num_planes * rows, in), float32 scales (rows,)
 
 
-class EightBitLinear:
-    """One byte a weight, with a scale per row. Inputs are quantized to the type of the weights, or to two planes of
-    it: the same result at any number of rows, up to `max_quantized_rows`.
+@dataclass(frozen=True, slots=True)
+class EightBit:
+    """GEMM of one byte a weight, with a scale per row. Inputs are quantized to the type of the weights, or to two
+    planes of it: the same result at any number of rows, up to `max_quantized_rows`.
+
+    Two int8 planes add less error to a row than bfloat16 did, while its largest element is below 187 times its root
+    mean square; sqrt(K) times is the most (docs/decisions/0094). With many rows writing the weight out in the dtype
+    of x is faster.
     """
 
-    __slots__ = ("bias", "scales", "weight", "workspace")
-    dtype = torch.int8
-    num_planes = 1
-    max_quantized_rows = sys.maxsize
+    dtype: torch.dtype
+    num_planes: int = 1
+    max_quantized_rows: int = sys.maxsize
 
-    def __init__(self, weight: Tensor, scales: Tensor, bias: Tensor | None, workspace: SplitKWorkspace) -> None:
+    def linear(self, weight: Tensor, scales: Tensor, bias: Tensor | None, workspace: SplitKWorkspace) -> Linear:
         """weight (out, in) of `dtype`, in a multiple of 16; scales (out,), or one for all."""
         if weight.dtype != self.dtype or weight.shape[1] % COLUMN_MULTIPLE:
             raise ValueError(f"{self.dtype} and a multiple of {COLUMN_MULTIPLE} columns are needed: {weight.shape}")
-        self.weight = weight.contiguous()
-        self.scales = scales.float().flatten().expand(weight.shape[0]).contiguous()
-        self.bias = bias
-        self.workspace = workspace  # serves one stream, shared by the layers of a model
+        scales = scales.float().flatten().expand(weight.shape[0]).contiguous()
+        return Linear(weight.contiguous(), bias, gemm=self, scales=scales, workspace=workspace)
 
-    @classmethod
-    def of(cls, linear: Linear, workspace: SplitKWorkspace) -> Self:
+    def of(self, linear: Linear, workspace: SplitKWorkspace) -> Linear:
         """Quantize a plain layer."""
-        weight, scales = quantize_rows(linear.weight, cls.dtype)
-        return cls(weight, scales, linear.bias, workspace)
+        return self.linear(*quantize_rows(linear.weight, self.dtype), linear.bias, workspace)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.gemm(*quantize_rows(x, self.dtype, self.num_planes), x.dtype)
+    def __call__(self, layer: Linear, x: Tensor) -> Tensor:
+        if x.shape[0] > self.max_quantized_rows:
+            return functional.linear(x, dequantize(layer.weight, scales_of(layer), x.dtype), layer.bias)
+        return self.multiply(layer, *quantize_rows(x, self.dtype, self.num_planes), x.dtype)
 
-    def gemm(self, values: Tensor, x_scales: Tensor, dtype: torch.dtype) -> Tensor:
+    def multiply(self, layer: Linear, values: Tensor, x_scales: Tensor, dtype: torch.dtype) -> Tensor:
         """Multiply a `QuantizedInput`, see `kernels.gpu.quantization.quantize`. Returns (rows, out) in `dtype`."""
-        return quantized_gemm(values, x_scales, self.weight, self.scales, self.bias, dtype, self.workspace)
+        return quantized_gemm(values, x_scales, layer.weight, scales_of(layer), layer.bias, dtype, layer.workspace)
 
-    def gated_gemm(self, values: Tensor, x_scales: Tensor, dtype: torch.dtype) -> QuantizedInput:
+    def multiply_gated(self, layer: Linear, values: Tensor, x_scales: Tensor, dtype: torch.dtype) -> QuantizedInput:
         """Multiply by gate and up, which lie beside each other: silu(gate) * up, quantized again."""
-        n, k = self.weight.shape
+        n, k = layer.weight.shape
         config = SLICED_K_GATED.find(values.shape[0], n // 2, k)
         if config is None:
-            return silu_mul_quantize(self.gemm(values, x_scales, dtype), self.dtype, self.num_planes)
-        inner, maxima = sliced_k_gated_gemm(values, x_scales, self.weight, self.scales, self.bias, dtype, config)
+            return silu_mul_quantize(self.multiply(layer, values, x_scales, dtype), self.dtype, self.num_planes)
+        inner, maxima = sliced_k_gated_gemm(
+            values, x_scales, layer.weight, scales_of(layer), layer.bias, dtype, config
+        )
         return quantize_with_maxima(inner, maxima, self.dtype, self.num_planes)
 
 
-class W8A8Linear(EightBitLinear):
-    """int8 weights and inputs."""
-
-    __slots__ = ()
-
-
-class W8A16Linear(EightBitLinear):
-    """int8 weights, inputs of 16 bits as two planes.
-
-    That adds less error to a row than bfloat16 did, while its largest element is below 187 times its
-    root mean square; sqrt(K) times is the most (docs/decisions/0094). With many rows writing the weight out in the
-    dtype of x is faster.
-    """
-
-    __slots__ = ()
-    num_planes = 2
-    max_quantized_rows = MAX_TWO_PLANE_ROWS
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if x.shape[0] > MAX_TWO_PLANE_ROWS:
-            return functional.linear(x, dequantize(self.weight, self.scales, x.dtype), self.bias)
-        return super().__call__(x)
+W8A8 = EightBit(torch.int8)
+W8A16 = EightBit(torch.int8, 2, MAX_TWO_PLANE_ROWS)
+FP8 = EightBit(FP8_DTYPE)
 
 
-class Fp8Linear(EightBitLinear):
-    """e4m3 weights and inputs."""
-
-    __slots__ = ()
-    dtype = FP8_DTYPE
+def w4a16(layer: Linear, x: Tensor) -> Tensor:
+    return w4a16_linear(x, packed_of(layer), layer.bias, layer.workspace)
 
 
-class W4A16Linear:
+def w4a16_layer(packed: PackedW4, bias: Tensor | None, workspace: SplitKWorkspace) -> Linear:
     """4-bit weights in groups; `kernels.quantization.w4a16_gemm.pack_w4` packs them."""
-
-    __slots__ = ("bias", "packed", "workspace")
-
-    def __init__(self, packed: PackedW4, bias: Tensor | None, workspace: SplitKWorkspace) -> None:
-        self.packed = packed
-        self.bias = bias
-        self.workspace = workspace
-
-    @property
-    def device(self) -> torch.device:
-        return self.packed.words.device
-
-    @property
-    def num_columns(self) -> int:
-        return self.packed.num_columns
-
-    @property
-    def group_size(self) -> int:
-        return self.packed.group_size
-
-    def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """(out, in), computed in float32."""
-        return dequantize_w4(self.packed, dtype)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return w4a16_linear(x, self.packed, self.bias, self.workspace)
+    return Linear(
+        packed.words, bias, gemm=w4a16, scales=packed.scales_and_zeros, group_size=packed.group_size,
+        num_columns=packed.num_columns, workspace=workspace,
+    )  # fmt: skip
 
 
-class ExpertLinear(ABC):
-    """Stored values for the kernels of a layer's experts. As a layer by itself it is dequantized for every use."""
-
-    __slots__ = ("bias", "scales", "weight")
-
-    def __init__(self, weight: Tensor, scales: Tensor, bias: Tensor | None = None) -> None:
-        """weight (out, ...), scales (out, groups): see `kernels/gpu/moe/expert_formats.py`."""
-        self.weight = weight
-        self.scales = scales
-        self.bias = bias
-
-    @property
-    def device(self) -> torch.device:
-        return self.weight.device
-
-    @property
-    def num_columns(self) -> int:
-        return columns_of(self.weight)
-
-    @property
-    def group_size(self) -> int:
-        return columns_of(self.weight) // self.scales.shape[1]
-
-    @abstractmethod
-    def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """(out, in), computed in float32."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.dequantize(x.dtype), self.bias)
+def packed_of(layer: Linear) -> PackedW4:
+    """The weight of a `w4a16_layer`."""
+    return PackedW4(layer.weight, scales_of(layer), layer.group_size)
 
 
-class GroupedEightBit(ExpertLinear):
-    """weight: int8 or e4m3 (out, in). scales: float32."""
-
-    __slots__ = ()
-
-    def dequantize(self, dtype: torch.dtype) -> Tensor:
-        groups = self.weight.float().view(*self.scales.shape, -1)
-        return (groups * self.scales[:, :, None]).flatten(1).to(dtype)
+def scales_of(layer: Linear) -> Tensor:
+    assert layer.scales is not None, "quantized weights have them"
+    return layer.scales
 
 
-class Mxfp4Linear(ExpertLinear):
-    """weight: words of e2m1, scales: exponents, as `pack_mxfp4` makes them."""
+def stored(layer: Linear, x: Tensor) -> Tensor:
+    return functional.linear(x, dequantized(layer, x.dtype), layer.bias)
 
-    __slots__ = ("_num_columns",)
 
-    def __init__(self, weight: Tensor, scales: Tensor, num_columns: int, bias: Tensor | None = None) -> None:
-        """num_columns: those that are not filled."""
-        super().__init__(weight, scales, bias)
-        self._num_columns = num_columns
+def stored_layer(weight: Tensor, scales: Tensor, bias: Tensor | None = None, num_columns: int = 0) -> Linear:
+    """weight (out, ...), scales (out, groups): see `kernels/gpu/moe/expert_formats.py`.
 
-    @property
-    def num_columns(self) -> int:
-        return self._num_columns
+    num_columns: those that are not filled; 0: all.
+    """
+    columns = columns_of(weight)
+    return Linear(
+        weight, bias, gemm=stored, scales=scales, group_size=columns // scales.shape[1],
+        num_columns=num_columns or columns,
+    )  # fmt: skip
 
-    def dequantize(self, dtype: torch.dtype) -> Tensor:
-        return dequantize_mxfp4(self.weight, self.scales, dtype)[:, : self.num_columns]
+
+def dequantized(layer: Linear, dtype: torch.dtype) -> Tensor:
+    """(out, in) of quantized weights in any form, computed in float32."""
+    weight, scales = layer.weight, scales_of(layer)
+    if scales.dtype == torch.uint8:
+        return dequantize_mxfp4(weight, scales, dtype)[:, : layer.num_columns]
+    if weight.dtype == WORDS:
+        return dequantize_w4(packed_of(layer), dtype)
+    of_groups = scales.view(len(scales), -1, 1)
+    return (weight.float().view(*of_groups.shape[:2], -1) * of_groups).flatten(1).to(dtype)

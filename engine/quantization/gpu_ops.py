@@ -19,12 +19,12 @@ from engine.gpu.ops.plain import experts
 from engine.layers.attention import Attention
 from engine.layers.block import Block
 from engine.layers.forward import AddNorm, Forward, Op, Stream
-from engine.layers.linear import LinearLayer
+from engine.layers.linear import Linear
 from engine.layers.mlp import Mlp
 from engine.models.model import Model
 from engine.moe.gpu_experts import StackedExperts
 from engine.moe.moe import Moe
-from engine.quantization.gpu_linears import EightBitLinear, QuantizedInput
+from engine.quantization.gpu_linears import EightBit, QuantizedInput
 from kernels.gpu.gemm.split_k import SplitKWorkspace
 from kernels.gpu.quantization.quantize import add_rms_norm_quantize
 
@@ -40,14 +40,14 @@ class QuantizedInputForm(Form):
         super().__init__(model)
         self._experts = experts or {}
         self._workspace = SplitKWorkspace(model.embedding.device) if experts else None
-        kinds: set[type] = set()
+        kinds: set[object] = set()
         for block in model.blocks:
             readers = by_kind(
                 block, lambda block: (block.qkv,), lambda block: (block.gate_up, block.down), lambda block: ()
             )
-            kinds.update(map(type, readers))
+            kinds.update(layer.gemm if layer.order is None else None for layer in readers)
         kind = kinds.pop()
-        self.max_rows = kind.max_quantized_rows if not kinds and issubclass(kind, EightBitLinear) else 0
+        self.max_rows = kind.max_quantized_rows if not kinds and isinstance(kind, EightBit) else 0
 
     @staticmethod
     def knows(model: Model) -> bool:
@@ -68,7 +68,7 @@ class QuantizedInputForm(Form):
     def final_norm(self) -> AddNorm[Tensor]:
         return final_norm(self.model)
 
-    def add_norm_quantize(self, block: Block, reader: EightBitLinear) -> AddNorm[QuantizedInput]:
+    def add_norm_quantize(self, block: Block, reader: EightBit) -> AddNorm[QuantizedInput]:
         """In one kernel, to the type of values that `reader` takes."""
 
         def fold(residual: Tensor, pending: Tensor | None) -> QuantizedInput:
@@ -80,7 +80,7 @@ class QuantizedInputForm(Form):
         qkv, dtype = eight_bit(block.qkv), block.norm.dtype
 
         def body(x: QuantizedInput, step: GpuStep) -> Tensor:
-            heads = qkv.gemm(*x, dtype)
+            heads = qkv.multiply(block.qkv, *x, dtype)
             return block.output(step.attend(block, heads.view(heads.shape[0], -1, block.head_dim)))
 
         return Op(self.add_norm_quantize(block, qkv), body)
@@ -89,7 +89,7 @@ class QuantizedInputForm(Form):
         gate_up, down, dtype = eight_bit(block.gate_up), eight_bit(block.down), block.norm.dtype
 
         def body(x: QuantizedInput, step: GpuStep) -> Tensor:
-            return down.gemm(*gate_up.gated_gemm(*x, dtype), dtype)
+            return down.multiply(block.down, *gate_up.multiply_gated(block.gate_up, *x, dtype), dtype)
 
         return Op(self.add_norm_quantize(block, gate_up), body)
 
@@ -100,6 +100,6 @@ class QuantizedInputForm(Form):
         return Op(add_norm(block.norm, block.eps), body)
 
 
-def eight_bit(layer: LinearLayer) -> EightBitLinear:
-    assert isinstance(layer, EightBitLinear), "the form was chosen for 8-bit weights"
-    return layer
+def eight_bit(layer: Linear) -> EightBit:
+    assert isinstance(layer.gemm, EightBit), "the form was chosen for 8-bit weights"
+    return layer.gemm

@@ -11,16 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.layers.linear import Linear, LinearLayer
-from engine.quantization.gpu_linears import (
-    COLUMN_MULTIPLE,
-    EightBitLinear,
-    Fp8Linear,
-    GroupedEightBit,
-    W4A16Linear,
-    W8A8Linear,
-    W8A16Linear,
-)
+from engine.layers.linear import Linear
+from engine.quantization.gpu_linears import COLUMN_MULTIPLE, FP8, W8A8, W8A16, stored_layer, w4a16_layer
 from engine.quantization.packed_linears import Made
 from engine.quantization.quantized_rows import QuantizedRows
 from kernels.gpu.gemm.split_k import SplitKWorkspace
@@ -50,14 +42,14 @@ class GpuLinearMaker:
             if rows.group_size % MIN_GROUP or num_columns % rows.group_size:
                 return None
             offsets = torch.zeros_like(rows.scales) if rows.offsets is None else rows.offsets
-            return W4A16Linear(pack_w4(rows.values, rows.scales, offsets), bias, self._workspace), "int4"
+            return w4a16_layer(pack_w4(rows.values, rows.scales, offsets), bias, self._workspace), "int4"
         if rows.is_int8 and rows.has_row_scales:
-            kind: type[EightBitLinear] = W8A8Linear if rows.quantizes_inputs else W8A16Linear
-            return kind(rows.values, rows.scales, bias, self._workspace), "int8"
+            kind = W8A8 if rows.quantizes_inputs else W8A16
+            return kind.linear(rows.values, rows.scales, bias, self._workspace), "int8"
         if rows.is_fp8 and rows.quantizes_inputs and self._has_fp8:
             if rows.has_row_scales:
-                return Fp8Linear(rows.values, rows.scales, bias, self._workspace), "e4m3"
-            return Fp8Linear.of(Linear(rows.dequantize(torch.bfloat16), bias), self._workspace), "e4m3 of blocks"
+                return FP8.linear(rows.values, rows.scales, bias, self._workspace), "e4m3"
+            return FP8.of(Linear(rows.dequantize(torch.bfloat16), bias), self._workspace), "e4m3 of blocks"
         return None
 
     def of_expert(self, rows: QuantizedRows) -> Made | None:
@@ -69,14 +61,14 @@ class GpuLinearMaker:
             return None
         name = "e4m3" if rows.is_fp8 else "int8"
         if rows.has_row_scales:
-            kind: type[EightBitLinear] = Fp8Linear if rows.is_fp8 else W8A8Linear
-            return kind(rows.values, rows.scales, None, self._workspace), name
+            kind = FP8 if rows.is_fp8 else W8A8
+            return kind.linear(rows.values, rows.scales, None, self._workspace), name
         if num_columns == group * rows.scales.shape[1] and fits(num_columns, group, False):
-            return GroupedEightBit(rows.values, rows.scales), f"{name} in groups"
+            return stored_layer(rows.values, rows.scales), f"{name} in groups"
         return None
 
-    def int8(self, linear: Linear) -> LinearLayer:
+    def int8(self, linear: Linear) -> Linear:
         """See LinearMaker."""
         if linear.weight.shape[1] % COLUMN_MULTIPLE:
             return linear
-        return W8A16Linear.of(linear, self._workspace)
+        return W8A16.of(linear, self._workspace)

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from common.errors import ConfigError
 from engine.layers.block import Block
-from engine.layers.linear import Linear, LinearLayer
+from engine.layers.linear import Linear
 from engine.layers.weights import Part, Partition
 from engine.loader.checkpoint import Shape
 from engine.loader.safetensors import SafetensorsWeights
@@ -107,8 +107,8 @@ class Mxfp4Experts:
 
     def _expert(
         self, name: str, expert: int, columns: range, rows: range, bias: Tensor | None, is_gate_up: bool
-    ) -> LinearLayer:
-        from engine.quantization.gpu_linears import Mxfp4Linear  # needs triton
+    ) -> Linear:
+        from engine.quantization.gpu_linears import stored_layer  # needs triton
 
         groups = _groups_around(columns)
         stacked = self._weights.read(name, range(expert, expert + 1), rows, groups)
@@ -120,7 +120,7 @@ class Mxfp4Experts:
         else:
             before, behind = filled_columns(columns)
             blocks, exponents = _filled_groups(blocks, exponents, before, len(columns), behind)
-        return Mxfp4Linear(*pack_mxfp4(blocks, exponents), blocks.shape[1] * GROUP_SIZE, bias)
+        return stored_layer(*pack_mxfp4(blocks, exponents), bias, blocks.shape[1] * GROUP_SIZE)
 
 
 def filled_columns(columns: range) -> tuple[int, int]:

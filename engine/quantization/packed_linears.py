@@ -1,12 +1,12 @@
 """Linear layers of quantized rows: put into a model that was built without them. What is made of what:
 
     rows                       CPU          GPU (`engine/quantization/gpu_packed_linears.py`)
-    4 bits in groups           Int4Linear   W4A16Linear
-    int8, a scale per row      Int8Linear   W8A8Linear, or W8A16Linear where inputs were not meant to be quantized
-    e4m3, inputs of 8 bits     int8         Fp8Linear; scales of blocks become scales of rows
+    4 bits in groups           int4_linear  w4a16_layer
+    int8, a scale per row      int8_linear  W8A8, or W8A16 where inputs were not meant to be quantized
+    e4m3, inputs of 8 bits     int8         FP8; scales of blocks become scales of rows
     others                     int8         int8, inputs as they are
 
-Experts on a GPU keep 4 bits and 8 bits as they are, scales of groups and blocks too (GroupedEightBit), and their
+Experts on a GPU keep 4 bits and 8 bits as they are, scales of groups and blocks too (stored_layer), and their
 inputs: what their kernels do not take, columns in another order among it, becomes int8.
 
 Knows no files. Layers that the checkpoint left plain stay plain on a GPU; on a CPU they become int8, as in models
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from engine.gguf.int4 import as_bfloat16
 from engine.layers.block import Block, LinearRef
-from engine.layers.linear import Int4Linear, Int8Linear, Linear, LinearLayer
+from engine.layers.linear import COLUMN_MULTIPLE, Linear, int8_linear
 from engine.layers.mlp import Mlp
 from engine.layers.weights import Part
 from engine.models.model import Model
@@ -33,10 +33,9 @@ from engine.moe.moe import Expert, Moe
 from engine.quantization.packed_checkpoint import PackedWeights
 from engine.quantization.quantize import INT4_ROW_MULTIPLE, give_float32_logits, to_int4, to_int8
 from engine.quantization.quantized_rows import QuantizedRows, join_rows
-from engine.quantization.reordered import Reordered
 
 CPU_GROUP_SIZES = (256, 128, 64, 32)  # of torch's 4-bit GEMM
-Made = tuple[LinearLayer, str]  # and what it is in a few words
+Made = tuple[Linear, str]  # and what it is in a few words
 
 
 class LinearMaker(Protocol):
@@ -54,7 +53,7 @@ class LinearMaker(Protocol):
         """`of_rows` for experts, which have no biases, where they are not layers by themselves; else None."""
         ...
 
-    def int8(self, linear: Linear) -> LinearLayer:
+    def int8(self, linear: Linear) -> Linear:
         """Quantize a plain layer to int8, or leave it where no GEMM takes it."""
         ...
 
@@ -72,11 +71,7 @@ def packed_names(skeleton: Model, weights: PackedWeights) -> frozenset[str]:
     names: set[str] = set()
     for ref in skeleton.linears():
         linear = ref.layer
-        if (
-            isinstance(linear, Linear)
-            and linear.weight is not skeleton.embedding
-            and all(weights.is_packed(name) for name in linear.names)
-        ):
+        if linear.weight is not skeleton.embedding and all(weights.is_packed(name) for name in linear.names):
             names.update(linear.names)
     return frozenset(names)
 
@@ -126,13 +121,11 @@ class PackedLinears:
         else:
             self._convert(LinearRef(model, "head", "head"))
 
-    def _inner_order(self, gate_up: LinearLayer, down: LinearLayer) -> Tensor | None:
+    def _inner_order(self, gate_up: Linear, down: Linear) -> Tensor | None:
         """Outputs of a whole gate_up that this rank takes, where they need not be neighbours; else None.
 
         Columns of `down` may be in another order (act-order), of which a rank then takes a range: whole groups.
         """
-        if not (isinstance(gate_up, Linear) and isinstance(down, Linear)):
-            return None
         if gate_up.bias is not None or not gate_up.weight.is_meta or not down.weight.is_meta:
             return None
         (name,) = down.names
@@ -150,7 +143,6 @@ class PackedLinears:
     def _convert(self, ref: LinearRef, inner: Tensor | None = None, piece: int = 0) -> None:
         """piece: columns that may be cut off as an expert by themselves; 0: none are."""
         linear = ref.layer
-        assert isinstance(linear, Linear)
         if linear.weight.is_meta:
             parts = [self._rows(name, inner, ref.attribute == "gate_up") for name in linear.names]
             if piece and self._maker.of_expert is not None:
@@ -181,7 +173,7 @@ def linear_of_parts(
     if made is None:
         return _as_int8(Linear(rows.dequantize(dtype), bias), "e4m3" if rows.is_fp8 else "other groups", maker)
     linear, kind = made
-    return made if rows.order is None else (Reordered(linear, rows.order), kind + " reordered")
+    return made if rows.order is None else (linear.reordered(rows.order), kind + " reordered")
 
 
 def _as_int8(plain: Linear, of: str, maker: LinearMaker) -> Made:
@@ -212,16 +204,16 @@ class CpuLinearMaker:
         if rows.is_int4:
             linear = self._int4(rows, bias)
             return None if linear is None else (linear, "int4")
-        fits = rows.values.shape[1] % Int8Linear.COLUMN_MULTIPLE == 0
+        fits = rows.values.shape[1] % COLUMN_MULTIPLE == 0
         if rows.is_int8 and rows.has_row_scales and fits:
-            return Int8Linear(rows.values, rows.scales[:, 0].to(self._dtype), bias), "int8"
+            return int8_linear(rows.values, rows.scales[:, 0].to(self._dtype), bias), "int8"
         return None
 
-    def int8(self, linear: Linear) -> LinearLayer:
+    def int8(self, linear: Linear) -> Linear:
         """See LinearMaker."""
         return to_int8(linear)
 
-    def _int4(self, rows: QuantizedRows, bias: Tensor | None) -> Int4Linear | None:
+    def _int4(self, rows: QuantizedRows, bias: Tensor | None) -> Linear | None:
         """A 4-bit layer; None for row counts and group sizes that torch's GEMM does not take."""
         num_rows, num_columns = rows.values.shape
         sizes = [size for size in CPU_GROUP_SIZES if rows.group_size % size == 0 and num_columns % size == 0]

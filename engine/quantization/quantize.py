@@ -4,11 +4,11 @@ A `Quantizer` is called for every block as soon as its weights are there, so tha
 are in memory. Models know nothing of it: `Block.linears` says what there is to convert. What a mode means on a CPU
 and on a GPU:
 
-    int8-weight   Int8Linear     W8A16Linear
-    int4-weight   Int4Linear     W4A16Linear, of a file's own 4-bit weights alone if most of it are, else of all but
+    int8-weight   int8_linear    W8A16
+    int4-weight   int4_linear    w4a16_layer, of a file's own 4-bit weights alone if most of it are, else of all but
                                  the output projection; int8-weight for others
-    w8a8                         W8A8Linear
-    fp8                          Fp8Linear, and W8A8Linear for the output projection
+    w8a8                         W8A8
+    fp8                          FP8, and W8A8 for the output projection
 """
 
 from __future__ import annotations
@@ -21,13 +21,20 @@ import torch
 from common.errors import ConfigError
 from engine.gguf.int4 import GROUP_SIZE, quantize_int4
 from engine.layers.block import Block
-from engine.layers.linear import HalfLinear, Int4Linear, Int8Linear, Linear, LinearLayer, quantize_int8
+from engine.layers.linear import (
+    COLUMN_MULTIPLE,
+    Linear,
+    half_linear,
+    has_half_linear,
+    int4_linear,
+    int8_linear,
+    quantize_int8,
+)
 from engine.models.model import Model
 from engine.quantization.quantized_rows import QuantizedRows, join_rows
 from kernels.quantization.w4a16_gemm import pack_w4
 
 if TYPE_CHECKING:
-    from engine.quantization.gpu_linears import EightBitLinear
     from kernels.gpu.gemm.split_k import SplitKWorkspace
 
 INT4_ROW_MULTIPLE = 16  # of the packed layout on a CPU
@@ -64,8 +71,7 @@ class Quantizer:
             return
         model.head = self._convert(model.head, is_head=True)
 
-    def _convert(self, linear: LinearLayer, is_head: bool = False) -> LinearLayer:
-        assert isinstance(linear, Linear)
+    def _convert(self, linear: Linear, is_head: bool = False) -> Linear:
         if self._mode == "none":
             return linear
         rows = self._int4_rows(linear, is_head) if self._mode == "int4-weight" else None
@@ -92,13 +98,13 @@ class Quantizer:
 
 
 def give_float32_logits(model: Model) -> bool:
-    """Let a bfloat16 model on a CPU compute its logits in float32. False for others, and where HalfLinear cannot."""
+    """Let a bfloat16 model on a CPU compute its logits in float32. False for others, and where float16 cannot."""
     head = model.head
-    if not isinstance(head, Linear) or head.weight.device.type != "cpu" or head.weight.dtype != torch.bfloat16:
+    if not head.is_plain or head.weight.device.type != "cpu" or head.weight.dtype != torch.bfloat16:
         return False
-    if not HalfLinear.is_available() or not bool(head.weight.abs().amax() <= torch.finfo(torch.float16).max):
+    if not has_half_linear() or not bool(head.weight.abs().amax() <= torch.finfo(torch.float16).max):
         return False
-    model.head = HalfLinear(head.weight, head.bias)
+    model.head = half_linear(head.weight, head.bias)
     model.hidden_dtype = torch.float32
     return True
 
@@ -108,36 +114,35 @@ class GpuLinears:
 
     def __init__(self, quant_mode: str) -> None:
         # Needs triton.
-        from engine.quantization.gpu_linears import Fp8Linear, W8A8Linear, W8A16Linear
+        from engine.quantization.gpu_linears import FP8, W8A8, W8A16
 
-        kinds: dict[str, type[EightBitLinear]] = {"fp8": Fp8Linear, "w8a8": W8A8Linear}
-        heads: dict[str, type[EightBitLinear]] = {"fp8": W8A8Linear}  # int8 keeps more greedy tokens there than e4m3
-        self._kind = kinds.get(quant_mode, W8A16Linear)
+        kinds, heads = {"fp8": FP8, "w8a8": W8A8}, {"fp8": W8A8}  # int8 keeps more greedy tokens there than e4m3
+        self._kind = kinds.get(quant_mode, W8A16)
         self._head_kind = heads.get(quant_mode, self._kind)
         self._workspace: SplitKWorkspace | None = None
 
-    def convert(self, linear: Linear, rows: QuantizedRows | None, is_head: bool = False) -> LinearLayer:
+    def convert(self, linear: Linear, rows: QuantizedRows | None, is_head: bool = False) -> Linear:
         """rows: those of 4 bits that `linear` was made of, if there are. is_head: it is the output projection."""
-        from engine.quantization.gpu_linears import COLUMN_MULTIPLE, W4A16Linear
+        from engine.quantization.gpu_linears import w4a16_layer
         from kernels.gpu.gemm.split_k import SplitKWorkspace
 
         workspace = self._workspace = self._workspace or SplitKWorkspace(linear.weight.device)
         if rows is not None:
             packed = pack_w4(rows.values, rows.scales, rows.offsets_or_zeros())
-            return W4A16Linear(packed, linear.bias, workspace)
+            return w4a16_layer(packed, linear.bias, workspace)
         if linear.weight.shape[1] % COLUMN_MULTIPLE:
             return linear
         return (self._head_kind if is_head else self._kind).of(linear, workspace)
 
 
-def to_int8(linear: Linear) -> Int8Linear | Linear:
+def to_int8(linear: Linear) -> Linear:
     """Quantize one plain layer; one that the GEMM does not take stays as it is."""
-    if linear.weight.shape[1] % Int8Linear.COLUMN_MULTIPLE:
+    if linear.weight.shape[1] % COLUMN_MULTIPLE:
         return linear
-    return Int8Linear(*quantize_int8(linear.weight), linear.bias)
+    return int8_linear(*quantize_int8(linear.weight), linear.bias)
 
 
-def to_int4(linear: Linear, rows: QuantizedRows) -> Int4Linear:
+def to_int4(linear: Linear, rows: QuantizedRows) -> Linear:
     """Pack the rows that `linear.weight` was dequantized from. Their scales and offsets are bfloat16's."""
     scales, offsets = rows.scales.bfloat16(), rows.offsets_or_zeros().bfloat16()
-    return Int4Linear(rows.values, scales, offsets, rows.group_size, linear.weight, linear.bias)
+    return int4_linear(rows.values, scales, offsets, rows.group_size, linear.weight, linear.bias)

@@ -13,7 +13,7 @@ from engine.layers.block import Block
 from engine.layers.forward import AddNorm, Forward, Op, Stream
 from engine.models.model import Model
 from engine.moe.gpu_experts import StackedExperts
-from engine.quantization.gpu_linears import EightBitLinear, QuantizedInput
+from engine.quantization.gpu_linears import EightBit, QuantizedInput
 from engine.quantization.gpu_ops import QuantizedInputForm
 from engine.tensor_parallel.gpu_group import DeviceGroup
 from kernels.gpu.collectives.vocab_parallel_embed import vocab_parallel_embed
@@ -51,7 +51,7 @@ class QuantizedTensorParallelForm(QuantizedInputForm):
     def final_norm(self) -> AddNorm[Tensor]:
         return all_reduce_norm(self._group, self.model.final_norm, self.model.config.rms_norm_eps)
 
-    def add_norm_quantize(self, block: Block, reader: EightBitLinear) -> AddNorm[QuantizedInput]:
+    def add_norm_quantize(self, block: Block, reader: EightBit) -> AddNorm[QuantizedInput]:
         group = self._group
 
         def fold(residual: Tensor, pending: Tensor | None) -> QuantizedInput:

@@ -29,7 +29,7 @@ from triton.runtime.jit import JITFunction
 from engine.gpu.ops import plain, split_k
 from engine.kv.memory import kv_layout
 from engine.layers.linear import Linear
-from engine.quantization.gpu_linears import EightBitLinear, Fp8Linear, W4A16Linear, W8A8Linear, W8A16Linear
+from engine.quantization.gpu_linears import FP8, W8A8, W8A16, w4a16_layer
 from kernels.gpu.gemm.split_k import SplitKWorkspace
 from kernels.quantization.w4a16_gemm import PackedW4
 from tests.compile import hopper
@@ -117,7 +117,6 @@ def record_steps(recorder: Recorder) -> None:
 def record_layers(recorder: Recorder) -> None:
     """Linear layers by themselves: shapes that no tile divides, biases, groups."""
     workspace = SplitKWorkspace(META)
-    kinds: tuple[type[EightBitLinear], ...] = (W8A8Linear, W8A16Linear, Fp8Linear)
     for (n, k), has_bias, rows in product(ODD_SHAPES, (False, True), LAYER_ROWS):
         recorder.case = f"{rows} rows, {n} x {k}, bias {has_bias}"
         x, bias = tensor(rows, k), tensor(n) if has_bias else None
@@ -126,12 +125,12 @@ def record_layers(recorder: Recorder) -> None:
         plain.gated_gemm(Linear(tensor(2 * n, k)), rows, workspace)(x)
         if split_k.config_of(layer, rows) is not None:
             split_k.gemm(layer, rows)(x)
-        for kind in kinds:
-            kind(tensor(n, k, dtype=kind.dtype), tensor(n, dtype=torch.float32), bias, workspace)(x)
+        for kind in (W8A8, W8A16, FP8):
+            kind.linear(tensor(n, k, dtype=kind.dtype), tensor(n, dtype=torch.float32), bias, workspace)(x)
     for (n, k), group, rows in product(W4_SHAPES, (32, 64, 128), LAYER_ROWS):
         recorder.case = f"int4, {rows} rows, {n} x {k}, groups of {group}"
         packed = PackedW4(ints(n, k // 4, dtype=torch.int16), tensor(n, k // group, 2), group)
-        W4A16Linear(packed, None, workspace)(tensor(rows, k))
+        w4a16_layer(packed, None, workspace)(tensor(rows, k))
 
 
 def tensor(*shape: int, dtype: torch.dtype = BFLOAT16) -> Tensor:

@@ -29,7 +29,7 @@ from engine.mla.gpu_expanded import ExpandedLatents
 from engine.models.families import family_of
 from engine.models.hf_config import architecture_of, config_from_hf, read_hf_config
 from engine.models.model import Model
-from engine.quantization.gpu_linears import W4A16Linear
+from engine.quantization.gpu_linears import w4a16_layer
 from engine.quantization.quantize import Quantizer
 from engine.ranks import RankContext
 from engine.tensor_parallel.gpu_seams import ShardSeams
@@ -197,7 +197,7 @@ def test_steps(name: str, quant_mode: str, kv_dtype: torch.dtype, gemms: list[st
 def test_gemms_of_int4_weights(rows: int, group: int, kernel: str, compiled: list[Compiled]) -> None:
     n, k = 37888, 3584
     scales = torch.empty(n, k // group, 2, dtype=torch.bfloat16, device=META)
-    linear = W4A16Linear(PackedW4(ints(n, k // 4, dtype=torch.int16), scales, group), None, SplitKWorkspace(META))
+    linear = w4a16_layer(PackedW4(ints(n, k // 4, dtype=torch.int16), scales, group), None, SplitKWorkspace(META))
     linear(torch.empty(rows, k, dtype=torch.bfloat16, device=META))
     check(compiled, kernel)
 

@@ -20,6 +20,7 @@ from triton.runtime.jit import JITFunction, compute_cache_key
 
 import engine.assembly
 import engine.gpu.attention.grouped
+import engine.quantization.quantize
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.gpu.attention.backend import PrefillAttention
@@ -28,7 +29,6 @@ from engine.gpu.config import GpuConfig
 from engine.gpu.runner import GpuRunner
 from engine.gpu.steps.decode_steps import DecodeSteps
 from engine.gpu.steps.prompt_graphs import PromptGraphs, prompt_step
-from engine.layers.linear import HalfLinear
 from engine.prefill_backends.fa3 import FlashAttention3, Operator
 from engine.quantization import conversion
 from engine.quantization.quantize import Quantizer
@@ -98,7 +98,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
         torch, "empty_like", lambda x, **options: filled(x.shape, **{"dtype": x.dtype, "device": x.device, **options})
     )
     monkeypatch.setattr(engine.assembly, "_make_runner", GpuRunner)
-    monkeypatch.setattr(HalfLinear, "is_available", staticmethod(lambda: False))
+    monkeypatch.setattr(engine.quantization.quantize, "has_half_linear", lambda: False)
     return found
 
 

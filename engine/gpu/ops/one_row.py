@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.gpu.ops.form import Form, GpuOp, GpuStep, Target, by_kind, embed, final_norm, ops_of
 from engine.layers.attention import Attention
 from engine.layers.forward import Forward, Op
-from engine.layers.linear import Linear, LinearLayer
+from engine.layers.linear import Linear
 from engine.layers.mlp import GeluMlp, Mlp
 from engine.layers.post_norm import PostNormed
 from engine.models.model import Model
@@ -33,7 +33,7 @@ class OneRowForm(Form):
         return (
             target == Target(1, is_decode=True)
             and all(
-                isinstance(ref.layer, Linear)
+                ref.layer.is_plain
                 for block in self.model.blocks
                 if not isinstance(block, Moe)
                 for ref in block.linears()
@@ -89,6 +89,5 @@ def nothing_pending(residual: Tensor, pending: Tensor | None) -> Tensor:
     return residual
 
 
-def bound_gemv(layer: LinearLayer) -> partial[Tensor]:
-    assert isinstance(layer, Linear), "the form was chosen for plain weights"
+def bound_gemv(layer: Linear) -> partial[Tensor]:
     return partial(gemv, weight=layer.weight, bias=layer.bias, config=FUSED_GEMV)

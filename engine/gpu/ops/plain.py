@@ -32,7 +32,7 @@ from engine.gpu.ops.form import (
 )
 from engine.layers.attention import Attention
 from engine.layers.forward import Forward, Op
-from engine.layers.linear import Linear, LinearLayer
+from engine.layers.linear import Linear
 from engine.layers.mlp import GeluMlp, Mlp
 from engine.layers.post_norm import without_post_norm
 from engine.models.model import Model
@@ -111,9 +111,9 @@ def experts(
     return moe(block, stacked, gemm(Linear(stacked.router, block.router_bias), num_rows, workspace), is_summed)
 
 
-def gemm(layer: LinearLayer, num_rows: int, workspace: SplitKWorkspace) -> Gemm:
+def gemm(layer: Linear, num_rows: int, workspace: SplitKWorkspace) -> Gemm:
     """(num_rows, in) -> (num_rows, out)."""
-    if not isinstance(layer, Linear) or layer.weight.dtype.itemsize != 2:
+    if not layer.is_16_bit:
         return layer
     n, k = layer.weight.shape
     if num_rows == 1 and (row := GEMV.find(1, n, k)) is not None:
@@ -124,9 +124,9 @@ def gemm(layer: LinearLayer, num_rows: int, workspace: SplitKWorkspace) -> Gemm:
     return partial(skinny_gemm, weight=layer.weight, bias=layer.bias, workspace=workspace, config=config)
 
 
-def gated_gemm(gate_up: LinearLayer, num_rows: int, workspace: SplitKWorkspace, is_gelu: bool = False) -> Gemm:
+def gated_gemm(gate_up: Linear, num_rows: int, workspace: SplitKWorkspace, is_gelu: bool = False) -> Gemm:
     """(num_rows, in) -> silu(gate) * up, (num_rows, out / 2). is_gelu: GELU instead."""
-    if isinstance(gate_up, Linear) and gate_up.weight.dtype.itemsize == 2:
+    if gate_up.is_16_bit:
         n, k = gate_up.weight.shape
         if num_rows == 1 and gate_up.bias is None:
             return partial(gemv, weight=gate_up.weight, bias=None, config=FUSED_GEMV, is_gated=True, is_gelu=is_gelu)

@@ -14,7 +14,7 @@ from engine.gpu.ops.form import Form, GpuBody, GpuStep, Target, by_kind, embed_t
 from engine.gpu.ops.plain import Gemm
 from engine.layers.attention import Attention
 from engine.layers.forward import AddNorm, Forward, Op
-from engine.layers.linear import Linear, LinearLayer
+from engine.layers.linear import Linear
 from engine.layers.mlp import Mlp
 from engine.models.model import Model
 from kernels.gpu.elementwise.rms_norm import add_rms_norm_of_partials
@@ -76,16 +76,15 @@ def mlp(block: Mlp, num_rows: int) -> GpuBody:
     return lambda x, step: down(silu_mul_of_partials(gate_up(x)))
 
 
-def gemm(layer: LinearLayer, num_rows: int) -> Gemm:
+def gemm(layer: Linear, num_rows: int) -> Gemm:
     """(num_rows, in) -> partials (num_splits, num_rows, out)."""
     config = config_of(layer, num_rows)
-    assert isinstance(layer, Linear)
     assert config is not None, "the form was chosen for these shapes"
     return partial(preloaded_linear, weight=layer.weight, bias=layer.bias, config=config)
 
 
-def config_of(layer: LinearLayer, num_rows: int) -> PreloadedConfig | None:
-    if not isinstance(layer, Linear) or layer.weight.dtype.itemsize != 2 or layer.weight.shape[1] % COLUMN_MULTIPLE:
+def config_of(layer: Linear, num_rows: int) -> PreloadedConfig | None:
+    if not layer.is_16_bit or layer.weight.shape[1] % COLUMN_MULTIPLE:
         return None
     n, k = layer.weight.shape
     return PRELOADED.find(num_rows, n, k)

@@ -15,7 +15,7 @@ from engine.config import EngineConfig
 from engine.cpu import attention
 from engine.cpu.lowering import invariant
 from engine.engine import Engine
-from engine.layers.linear import Linear, LinearLayer, dense_linear
+from engine.layers.linear import Linear, dense_linear
 from engine.request import Request, SamplingParams
 from tests.engine.driving import random_prompt
 from tests.engine.tiny_models import SHAPE, TINY_MODELS, VOCAB_SIZE
@@ -103,7 +103,7 @@ def test_without_it_company_changes_bits(tmp_path: Path) -> None:
 @pytest.mark.parametrize("make", [Linear, dense_linear])
 def test_a_single_row_of_many_columns(make: Any) -> None:
     torch.manual_seed(0)
-    layer: LinearLayer = invariant(make((torch.randn(256, 6144) / 80).bfloat16(), None))
+    layer = invariant(make((torch.randn(256, 6144) / 80).bfloat16(), None))
     x = torch.randn(9, 6144).bfloat16()
     together = layer(x)
     for row in range(9):

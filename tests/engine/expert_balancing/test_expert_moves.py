@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from common.errors import ConfigError
 from engine.cpu.lowering import dense
 from engine.expert_balancing.moves import ExpertRearranger, linear_experts, moves_between
 from engine.gguf.int4 import quantize_int4
-from engine.layers.linear import Int8Linear, Linear, LinearLayer
+from engine.layers.linear import int8
 from engine.loader.random_weights import RandomWeights
 from engine.models.config import ModelConfig, MoeConfig
 from engine.models.rope import RopeConfig
@@ -41,9 +40,8 @@ def make_block(
     moe = replace(CONFIG.moe, slots=slots, expert_rank=rank, expert_ranks=SIZE)
     block = kind(replace(CONFIG, moe=moe), RandomWeights(dtype, CPU, std=0.2), "mlp", "norm")
     for ref in block.linears() if is_int8 else ():
-        assert isinstance(ref.layer, Linear)
         ref.replace(to_int8(ref.layer))
-        assert isinstance(ref.layer, Int8Linear)
+        assert ref.layer.gemm is int8
     return with_dense(block) if copies_dense else block
 
 
@@ -91,12 +89,8 @@ def test_a_slot_takes_its_expert_from_its_own_rank_if_it_can() -> None:
 
 
 def test_experts_that_cannot_be_moved_are_refused() -> None:
-    def int4(layer: LinearLayer) -> Any:
-        assert isinstance(layer, Linear)
-        return to_int4(layer, quantize_int4(layer.weight))
-
     block = make_block(Moe, torch.bfloat16, False, 0, FIRST, False)
     for ref in block.linears():
-        ref.replace(int4(ref.layer))
+        ref.replace(to_int4(ref.layer, quantize_int4(ref.layer.weight)))
     with pytest.raises(ConfigError, match="plain and int8 experts alone"):
         linear_experts([block])

@@ -13,7 +13,7 @@ from common.model_files import ModelFiles
 from engine.gguf.config import config_from_gguf
 from engine.gguf.int4 import int4_rows, quantize_int4
 from engine.gguf.weights import GgufFile, GgufWeights
-from engine.layers.linear import HalfLinear, Int4Linear, Linear
+from engine.layers.linear import MAX_INT4_ROWS, Linear, half, int4
 from engine.quantization.quantize import to_int4
 from engine.quantization.quantized_rows import join_rows
 from tests.engine.driving import GREEDY, Driver, make_runner, open_model, random_prompt
@@ -44,7 +44,7 @@ def test_both_paths_are_the_same_function(kind: gguf.GGMLQuantizationType) -> No
     exact_weight = rows.dequantize(torch.float32)
     bias = torch.randn(64).bfloat16()
     linear = to_int4(Linear(exact_weight.bfloat16(), bias), rows)
-    x = torch.randn(Int4Linear.MAX_INT4_ROWS + 1, 64).bfloat16()
+    x = torch.randn(MAX_INT4_ROWS + 1, 64).bfloat16()
     exact = x.float() @ exact_weight.T + bias.float()
     torch.testing.assert_close(linear(x).float(), exact, atol=0.15, rtol=0.02)
     torch.testing.assert_close(linear(x[:-1]).float(), exact[:-1], atol=0.15, rtol=0.02)
@@ -64,8 +64,8 @@ def test_a_model_of_4_bit_blocks_stays_closer_to_its_file_than_with_int8(tmp_pat
         entries = [entry for result in driver.results for part in result.prompt_logprobs for entry in part]
         logprobs[mode] = torch.tensor([entry.logprob for entry in entries])
     assert loaded.quant_mode == "int4-weight"
-    assert isinstance(next(loaded.model.linears()).layer, Int4Linear)
-    assert isinstance(loaded.model.head, HalfLinear)
+    assert next(loaded.model.linears()).layer.gemm is int4
+    assert loaded.model.head.gemm is half
     error = {mode: float((values - logprobs["none"]).abs().mean()) for mode, values in logprobs.items()}
     assert error["auto"] < error["int8-weight"]
     assert error["auto"] < 0.05 * float(logprobs["none"].std())
@@ -107,6 +107,6 @@ def test_a_plain_model_is_rounded_to_4_bits_but_for_its_output_projection(tmp_pa
         driver.finish([request], 1, chunk=1)
         entries = [entry for result in driver.results for part in result.prompt_logprobs for entry in part]
         logprobs.append(torch.tensor([entry.logprob for entry in entries]))
-    kinds = [type(ref.layer) for ref in loaded.model.linears()]
-    assert kinds == [Int4Linear] * (len(kinds) - 1) + [HalfLinear]
+    kinds = [ref.layer.gemm for ref in loaded.model.linears()]
+    assert kinds == [int4] * (len(kinds) - 1) + [half]
     assert float((logprobs[0] - logprobs[1]).abs().mean()) < 0.3 * float(logprobs[0].std())

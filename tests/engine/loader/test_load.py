@@ -15,7 +15,7 @@ from torch import Tensor
 from common.errors import ConfigError
 from common.model_files import ModelFiles, resolve_model
 from engine.config import EngineConfig
-from engine.layers.linear import Int8Linear, Linear, quantize_int8
+from engine.layers.linear import MAX_INT8_ROWS, Linear, int8, int8_weight, quantize_int8
 from engine.layers.weights import Partition
 from engine.loader.fingerprint import fingerprint
 from engine.loader.random_weights import RandomWeights
@@ -145,9 +145,9 @@ def test_int8_rounding_is_within_half_a_step() -> None:
 def test_both_paths_of_int8_are_the_same_function(has_bias: bool) -> None:
     bias = torch.randn(96).bfloat16() if has_bias else None
     linear = to_int8(Linear(torch.randn(96, 64).bfloat16(), bias))
-    x = torch.randn(Int8Linear.MAX_INT8_ROWS + 1, 64).bfloat16()
+    x = torch.randn(MAX_INT8_ROWS + 1, 64).bfloat16()
     many, few = linear(x)[:-1], linear(x[:-1])
-    exact = x[:-1].float() @ linear.weight.float().T + (0 if bias is None else bias.float())
+    exact = x[:-1].float() @ int8_weight(linear).float().T + (0 if bias is None else bias.float())
     for result in (many, few):
         torch.testing.assert_close(result.float(), exact, atol=0.15, rtol=0.02)
     assert not torch.equal(many, few)  # they are two paths, or this test shows nothing
@@ -157,7 +157,7 @@ def test_both_paths_of_int8_are_the_same_function(has_bias: bool) -> None:
 def test_what_lies_behind_a_row_does_not_matter(columns: int) -> None:
     """torch's int8 GEMM reads beyond rows of x of other sizes than multiples of 16: a NaN there became the result."""
     linear = to_int8(Linear(torch.randn(48, columns).bfloat16()))
-    assert isinstance(linear, Int8Linear) == (columns % 16 == 0)
+    assert (linear.gemm is int8) == (columns % 16 == 0)
     for _ in range(50):
         freed = [torch.full((columns + more,), float("nan"), dtype=torch.bfloat16) for more in range(64)]
         del freed

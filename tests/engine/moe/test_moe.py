@@ -12,7 +12,7 @@ import torch
 from benchmarks.profile.floors import num_weights
 from common.errors import ConfigError, UnsupportedModelError
 from engine.config import EngineConfig
-from engine.layers.linear import Int4Linear, Int8Linear
+from engine.layers.linear import int4, int8
 from engine.loader.load import load_model
 from engine.loader.safetensors import SafetensorsWeights
 from engine.models.hf_config import moe_from_hf
@@ -43,12 +43,12 @@ def logprobs(path: Path, **settings: str) -> torch.Tensor:
     return torch.tensor([entry.logprob for entry in entries])
 
 
-@pytest.mark.parametrize(("mode", "kind"), [("int8-weight", Int8Linear), ("int4-weight", Int4Linear)])
-def test_experts_are_quantized_and_routers_not(mode: str, kind: type, path: Path) -> None:
+@pytest.mark.parametrize(("mode", "kind"), [("int8-weight", int8), ("int4-weight", int4)])
+def test_experts_are_quantized_and_routers_not(mode: str, kind: object, path: Path) -> None:
     loaded, _ = open_model(directory(path), dtype="bfloat16", quant_mode=mode)
     experts = [ref for ref in loaded.model.linears() if ref.name.startswith("experts.")]
     assert len(experts) == 2 * 4 * loaded.config.num_layers
-    assert all(isinstance(ref.layer, kind) for ref in experts)
+    assert all(ref.layer.gemm is kind for ref in experts)
     assert all(block.router.dtype == torch.bfloat16 for block in loaded.model.blocks if isinstance(block, Moe))
     exact = logprobs(path, dtype="float32")
     error = (logprobs(path, dtype="bfloat16", quant_mode=mode) - exact).abs().mean()

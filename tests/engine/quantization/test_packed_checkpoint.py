@@ -17,7 +17,7 @@ from common.errors import ConfigError
 from common.model_files import resolve_model
 from engine.assembly import assemble
 from engine.config import EngineConfig
-from engine.layers.linear import HalfLinear, Int4Linear, Int8Linear, Linear, LinearLayer
+from engine.layers.linear import Linear, half, half_weight, int4, int8
 from engine.loader.load import LoadedModel
 from engine.request import SamplingParams
 from tests.engine.driving import Driver, make_runner, open_model, random_prompt
@@ -47,7 +47,7 @@ def logits(path: Path, chunk: int, **settings: str) -> tuple[Tensor, LoadedModel
     return driver.logits[request.request_id][0].float(), loaded
 
 
-def first_qkv(loaded: LoadedModel) -> LinearLayer:
+def first_qkv(loaded: LoadedModel) -> Linear:
     return next(ref.layer for ref in loaded.model.linears() if ref.name == "qkv")
 
 
@@ -130,24 +130,25 @@ def test_a_tied_embedding_serves_as_output_projection(kept_plain: tuple[str, ...
     result, loaded = logits(tmp_path / "m", 20)
     assert relative_error(result, exact) < 0.1
     head = loaded.model.head
-    assert isinstance(head, HalfLinear)
-    assert torch.equal(head.weight, loaded.model.embedding.float())
+    assert head.gemm is half
+    assert torch.equal(half_weight(head), loaded.model.embedding.float())
 
 
 def test_linear_layers_stay_fused_and_packed(tmp_path: Path) -> None:
     write(FORMATS["awq-one-map-plain"], tmp_path / "m")
     for ref in load(tmp_path / "m")[0].model.linears():
         if ref.name == "qkv":
-            assert isinstance(ref.layer, Int8Linear)  # v is plain, so the whole layer is
+            assert ref.layer.gemm is int8  # v is plain, so the whole layer is
         elif ref.name != "head":
-            assert isinstance(ref.layer, Int4Linear)
+            assert ref.layer.gemm is int4
     write(FORMATS["awq"], tmp_path / "all")
     qkv = first_qkv(load(tmp_path / "all")[0])
-    assert isinstance(qkv, Int4Linear)
-    assert qkv.scales_and_zeros.shape == (64 // 32, 64 + 2 * 32, 2)
+    assert qkv.gemm is int4
+    assert qkv.scales is not None
+    assert qkv.scales.shape == (64 // 32, 64 + 2 * 32, 2)
     assert qkv.bias is not None
     plain = first_qkv(load(tmp_path / "all", quant_mode="none")[0])
-    assert isinstance(plain, Linear)
+    assert plain.is_plain
 
 
 def test_parts_that_are_quantized_differently_are_computed_alike(tmp_path: Path) -> None:
@@ -168,7 +169,7 @@ def test_parts_that_are_quantized_differently_are_computed_alike(tmp_path: Path)
     exact = reference_logits(write(replace(base, pack=shuffled), tmp_path / "m"), PROMPT)[-1]
     torch.testing.assert_close(logits(tmp_path / "m", 20, dtype="float32")[0], exact, atol=1e-4, rtol=0)
     result, loaded = logits(tmp_path / "m", 1)
-    assert isinstance(first_qkv(loaded), Int8Linear)
+    assert first_qkv(loaded).gemm is int8
     assert relative_error(result, exact) < 0.1
 
     def mixed(weight: Tensor) -> tuple[Tensors, Tensor]:

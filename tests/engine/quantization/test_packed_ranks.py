@@ -14,7 +14,7 @@ import engine.quantization.packed_linears
 from common.model_files import ModelFiles
 from engine.assembly import EngineParts
 from engine.config import EngineConfig
-from engine.layers.linear import Linear, LinearLayer
+from engine.layers.linear import Linear
 from engine.layers.weights import Part
 from engine.loader.load import load_model
 from engine.loader.safetensors import SafetensorsWeights
@@ -54,7 +54,7 @@ class ExactMaker:
     def of_rows(self, rows: QuantizedRows, bias: Tensor | None) -> Made | None:
         return Linear(rows.dequantize(torch.float32), bias), "exact"
 
-    def int8(self, linear: Linear) -> LinearLayer:
+    def int8(self, linear: Linear) -> Linear:
         return linear
 
 

@@ -10,13 +10,12 @@ import torch
 
 from engine.expert_balancing.gpu_moves import StackedLayer
 from engine.expert_balancing.moves import ExpertRearranger, moving_bytes
-from engine.layers.linear import Linear
 from engine.loader.random_weights import RandomWeights
 from engine.moe.gpu_experts import StackedExperts
 from engine.moe.moe import Moe
 from engine.moe.stacked_moe import StackedMoe
 from engine.plan import PlacedExperts
-from engine.quantization.gpu_linears import Fp8Linear, Mxfp4Linear, W4A16Linear
+from engine.quantization.gpu_linears import FP8, stored, w4a16
 from engine.quantization.quantized_rows import FP8_DTYPE
 from kernels.gpu.gemm.split_k import SplitKWorkspace
 from tests.engine.expert_balancing.test_expert_moves import CONFIG, FIRST, LATER, SIZE
@@ -42,11 +41,10 @@ def make_block(made_of: type[Moe], rank: int, slots: tuple[int, ...], kind: Kind
 
 def quantize_alike(block: Moe, kind: Kind) -> None:
     """Quantize; where that draws weights, the same ones for the same expert."""
-    if kind is Fp8Linear:  # any scales will do, and kernels that find them take long when they are interpreted
+    if kind is FP8:  # any scales will do, and kernels that find them take long when they are interpreted
         for ref in block.linears():
-            assert isinstance(ref.layer, Linear)
             weight = ref.layer.weight
-            ref.replace(Fp8Linear(weight.to(FP8_DTYPE), weight.amax(dim=1), None, SplitKWorkspace(DEVICE)))
+            ref.replace(FP8.linear(weight.to(FP8_DTYPE), weight.amax(dim=1), None, SplitKWorkspace(DEVICE)))
         return
     experts, shared = block.experts, block.shared
     for slot, expert in experts.items():
@@ -60,7 +58,7 @@ def quantize_alike(block: Moe, kind: Kind) -> None:
 
 @pytest.mark.parametrize(
     ("made_of", "kind"),
-    [(Moe, None), (Moe, Fp8Linear), (Moe, W4A16Linear), (StackedMoe, Mxfp4Linear), (StackedMoe, None)],
+    [(Moe, None), (Moe, FP8), (Moe, w4a16), (StackedMoe, stored), (StackedMoe, None)],
 )
 def test_a_moved_expert_is_as_it_would_have_been_loaded(made_of: type[Moe], kind: Kind | None) -> None:
     """Weights, scales and biases, in the memory that graphs have; shared experts stay."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from common.model_files import resolve_model
 from engine.config import EngineConfig
@@ -15,12 +17,15 @@ from engine.loader.load import load_model
 from engine.moe.gpu_experts import StackedExperts, moe, moe_of_row, stackable
 from engine.moe.moe import Moe
 from engine.quantization.gpu_linears import (
-    EightBitLinear,
-    Fp8Linear,
-    Mxfp4Linear,
-    W4A16Linear,
-    W8A8Linear,
-    W8A16Linear,
+    FP8,
+    W8A8,
+    W8A16,
+    EightBit,
+    dequantized,
+    stored,
+    stored_layer,
+    w4a16,
+    w4a16_layer,
 )
 from kernels.gpu.gemm.split_k import SplitKWorkspace
 from kernels.quantization.mxfp4 import pack_mxfp4
@@ -33,7 +38,7 @@ from tests.kernels.helpers import INT4_FLOAT32_BOUND, relative_error
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-Kind = type[EightBitLinear] | type[W4A16Linear] | type[Mxfp4Linear]
+Kind = EightBit | Callable[[Linear, Tensor], Tensor]
 
 
 def load_block(folder: Path, has_shared: bool, inner: int = 32, hidden: int = 64) -> Moe:
@@ -56,30 +61,30 @@ def quantize(block: Moe, kind: Kind) -> None:
     """Make the weights of the layers, which copies of the block have too, what 8 or 4 bits hold."""
     workspace = SplitKWorkspace(DEVICE)
     for ref in block.linears():
-        assert isinstance(ref.layer, Linear)
-        if issubclass(kind, Mxfp4Linear):
+        if kind is stored:
             blocks = torch.randint(0, 256, (*ref.layer.weight.shape, 16), device=DEVICE)[:, ::32].to(torch.uint8)
             exponents = torch.randint(121, 125, blocks.shape[:2], device=DEVICE).to(torch.uint8)
-            made = Mxfp4Linear(*pack_mxfp4(blocks, exponents), ref.layer.weight.shape[1])
-            ref.layer.weight = made.dequantize(torch.float32)
+            made = stored_layer(*pack_mxfp4(blocks, exponents), num_columns=ref.layer.weight.shape[1])
+            ref.layer.weight = dequantized(made, torch.float32)
             ref.replace(made)
-        elif issubclass(kind, W4A16Linear):
+        elif kind is w4a16:
             rows = quantize_int4(ref.layer.weight)
             packed = pack_w4(rows.values, rows.scales, rows.offsets_or_zeros())
             ref.layer.weight = dequantize_w4(packed, torch.float32)
-            ref.replace(W4A16Linear(packed, None, workspace))
+            ref.replace(w4a16_layer(packed, None, workspace))
         else:
+            assert isinstance(kind, EightBit)
             layer = kind.of(ref.layer, workspace)
-            ref.layer.weight = layer.weight.float() * layer.scales[:, None]
+            ref.layer.weight = dequantized(layer, torch.float32)
             ref.replace(layer)
 
 
 @pytest.mark.parametrize(
     ("num_tokens", "has_shared", "kind", "inner"),
     [
-        (1, False, Fp8Linear, 32), (3, True, None, 32), (3, True, W8A8Linear, 32), (40, False, W8A8Linear, 32),
-        (1, False, W4A16Linear, 64), (3, True, W4A16Linear, 64), (8, True, W4A16Linear, 64),
-        (20, False, W4A16Linear, 128), (1, False, Mxfp4Linear, 128), (20, False, Mxfp4Linear, 128),
+        (1, False, FP8, 32), (3, True, None, 32), (3, True, W8A8, 32), (40, False, W8A8, 32),
+        (1, False, w4a16, 64), (3, True, w4a16, 64), (8, True, w4a16, 64),
+        (20, False, w4a16, 128), (1, False, stored, 128), (20, False, stored, 128),
     ],
 )  # fmt: skip
 def test_equals_the_block(
@@ -98,7 +103,7 @@ def test_equals_the_block(
     router = Linear(block.router)
     partials = moe(served, experts, router)(x, None)  # type: ignore[arg-type]
     assert partials is not None
-    bound = INT4_FLOAT32_BOUND if kind is W4A16Linear else 2e-6
+    bound = INT4_FLOAT32_BOUND if kind is w4a16 else 2e-6
     assert relative_error(partials.sum(dim=0), expected) < bound
     if num_tokens == 1:
         before = residual.clone()
@@ -109,8 +114,8 @@ def test_equals_the_block(
 @pytest.mark.parametrize(("columns", "piece"), [(96, None), (128, 32)])
 def test_groups_that_no_kernel_takes_become_int8(columns: int, piece: int | None) -> None:
     rows = quantize_int4(torch.randn(16, columns, device=DEVICE))
-    layer = W4A16Linear(pack_w4(rows.values, rows.scales, rows.offsets_or_zeros()), None, SplitKWorkspace(DEVICE))
+    layer = w4a16_layer(pack_w4(rows.values, rows.scales, rows.offsets_or_zeros()), None, SplitKWorkspace(DEVICE))
     made = stackable(layer, piece)
-    assert isinstance(made, W8A16Linear)
-    exact = layer.dequantize(torch.float32)
-    assert relative_error(made.weight.float() * made.scales[:, None], exact) < 1e-2
+    assert made.gemm is W8A16
+    exact = dequantized(layer, torch.float32)
+    assert relative_error(dequantized(made, torch.float32), exact) < 1e-2

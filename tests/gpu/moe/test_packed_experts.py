@@ -16,11 +16,11 @@ import engine.quantization.packed_linears
 from engine.gpu.config import GpuConfig
 from engine.gpu.runner import GpuRunner
 from engine.layers.block import Block
-from engine.layers.linear import Linear, LinearLayer
+from engine.layers.linear import Linear
 from engine.models.model import Model
 from engine.moe.moe import Moe
 from engine.quantization import conversion
-from engine.quantization.gpu_linears import EightBitLinear, GroupedEightBit, W4A16Linear
+from engine.quantization.gpu_linears import dequantized
 from engine.quantization.gpu_packed_linears import GpuLinearMaker
 from engine.quantization.packed_linears import Made, linear_of_parts
 from engine.quantization.quantize import Quantizer
@@ -52,13 +52,8 @@ PROMPTS = [[(7 * i + 3 * j * j) % 97 for j in range(length)] for i, length in en
 PARAMS = [*greedy(2)[:1], *greedy(3)[:1]]
 
 
-def dequantized(layer: LinearLayer) -> Linear:
-    if isinstance(layer, Linear):
-        return layer
-    if isinstance(layer, EightBitLinear):
-        return Linear(layer.weight.float() * layer.scales[:, None], layer.bias)
-    assert isinstance(layer, W4A16Linear | GroupedEightBit)
-    return Linear(layer.dequantize(torch.float32), layer.bias)
+def plain(layer: Linear) -> Linear:
+    return layer if layer.is_plain else Linear(dequantized(layer, torch.float32), layer.bias)
 
 
 class ExpertsQuantizer(Quantizer):
@@ -75,9 +70,9 @@ class ExpertsQuantizer(Quantizer):
     def finish(self, model: Model) -> None:
         """The output projection stays as it is."""
 
-    def _convert(self, linear: LinearLayer, is_head: bool = False) -> LinearLayer:
+    def _convert(self, linear: Linear, is_head: bool = False) -> Linear:
         made = super()._convert(linear, is_head)
-        return dequantized(made) if self._dequantizes else made
+        return plain(made) if self._dequantizes else made
 
 
 class DequantizingMaker(GpuLinearMaker):
@@ -85,14 +80,14 @@ class DequantizingMaker(GpuLinearMaker):
 
     def of_rows(self, rows: QuantizedRows, bias: Tensor | None) -> Made | None:
         made = super().of_rows(rows, bias)
-        return None if made is None else (dequantized(made[0]), made[1])
+        return None if made is None else (plain(made[0]), made[1])
 
     def of_expert(self, rows: QuantizedRows) -> Made | None:
         made = super().of_expert(rows)
-        return None if made is None else (dequantized(made[0]), made[1])
+        return None if made is None else (plain(made[0]), made[1])
 
-    def int8(self, linear: Linear) -> LinearLayer:
-        return dequantized(super().int8(linear))
+    def int8(self, linear: Linear) -> Linear:
+        return plain(super().int8(linear))
 
 
 def experts_of(runner: GpuRunner) -> list[Moe]:
@@ -184,4 +179,4 @@ def test_experts_keep_what_their_kernels_take(name: str) -> None:
     assert found == kind
     exact = rows.dequantize(torch.float32)
     bound = 1e-2 if "int" in kind else 1e-6  # int4's scales are bfloat16
-    assert float((dequantized(made).weight - exact).norm() / exact.norm()) < bound
+    assert float((dequantized(made, torch.float32) - exact).norm() / exact.norm()) < bound

@@ -17,8 +17,8 @@ import engine.quantization.packed_linears
 from common.model_files import resolve_model
 from engine.gpu.config import GpuConfig
 from engine.gpu.runner import GpuRunner
-from engine.layers.linear import Linear, LinearLayer
-from engine.quantization.gpu_linears import Fp8Linear, W4A16Linear, W8A8Linear, W8A16Linear
+from engine.layers.linear import plain
+from engine.quantization.gpu_linears import FP8, W8A8, W8A16, w4a16
 from engine.quantization.gpu_packed_linears import GpuLinearMaker
 from engine.quantization.packed_linears import linear_of_parts
 from engine.quantization.quantized_rows import FP8_DTYPE, QuantizedRows
@@ -133,26 +133,26 @@ def int8_values(n: int, k: int) -> Tensor:
     return torch.randint(-127, 128, (n, k)).to(torch.int8)
 
 
-CASES: dict[str, tuple[Callable[[], QuantizedRows], type, str]] = {
-    "four bits": (lambda: rows_of(int4_values(48, 128), 32, has_offsets=True), W4A16Linear, "int4"),
-    "four bits, one group": (lambda: rows_of(int4_values(48, 96), 96), W4A16Linear, "int4"),
-    "groups of four": (lambda: rows_of(int4_values(48, 64), 4), W8A16Linear, "int8 of other groups"),
-    "int8": (lambda: rows_of(int8_values(48, 64), 64), W8A16Linear, "int8"),
-    "int8 inputs": (lambda: rows_of(int8_values(48, 64), 64, quantizes_inputs=True), W8A8Linear, "int8"),
-    "int8 in groups": (lambda: rows_of(int8_values(48, 64), 32), W8A16Linear, "int8 of other groups"),
+CASES: dict[str, tuple[Callable[[], QuantizedRows], object, str]] = {
+    "four bits": (lambda: rows_of(int4_values(48, 128), 32, has_offsets=True), w4a16, "int4"),
+    "four bits, one group": (lambda: rows_of(int4_values(48, 96), 96), w4a16, "int4"),
+    "groups of four": (lambda: rows_of(int4_values(48, 64), 4), W8A16, "int8 of other groups"),
+    "int8": (lambda: rows_of(int8_values(48, 64), 64), W8A16, "int8"),
+    "int8 inputs": (lambda: rows_of(int8_values(48, 64), 64, quantizes_inputs=True), W8A8, "int8"),
+    "int8 in groups": (lambda: rows_of(int8_values(48, 64), 32), W8A16, "int8 of other groups"),
     "int8 with offsets": (
         lambda: rows_of(int8_values(48, 64), 64, has_offsets=True),
-        W8A16Linear,
+        W8A16,
         "int8 of other groups",
     ),
-    "e4m3": (lambda: rows_of(torch.randn(48, 64).to(FP8_DTYPE), 64, quantizes_inputs=True), Fp8Linear, "e4m3"),
+    "e4m3": (lambda: rows_of(torch.randn(48, 64).to(FP8_DTYPE), 64, quantizes_inputs=True), FP8, "e4m3"),
     "e4m3 in blocks": (
         lambda: rows_of(torch.randn(48, 64).to(FP8_DTYPE), 32, quantizes_inputs=True),
-        Fp8Linear,
+        FP8,
         "e4m3 of blocks",
     ),
-    "e4m3, plain inputs": (lambda: rows_of(torch.randn(48, 64).to(FP8_DTYPE), 64), W8A16Linear, "int8 of e4m3"),
-    "narrow": (lambda: rows_of(int8_values(48, 24), 24), Linear, "dequantized"),
+    "e4m3, plain inputs": (lambda: rows_of(torch.randn(48, 64).to(FP8_DTYPE), 64), W8A16, "int8 of e4m3"),
+    "narrow": (lambda: rows_of(int8_values(48, 24), 24), plain, "dequantized"),
 }
 
 
@@ -163,9 +163,8 @@ def test_linear_layers_multiply_by_their_rows(name: str, has_bias: bool) -> None
     make_rows, kind, words = CASES[name]
     rows = make_rows()
     bias = torch.randn(48, device=DEVICE).bfloat16() if has_bias else None
-    linear: LinearLayer
     linear, found = linear_of_parts([rows], bias, torch.bfloat16, GpuLinearMaker(DEVICE))
-    assert type(linear) is kind
+    assert linear.gemm is kind
     assert found == words
     weight = rows.dequantize(torch.float32)
     for num_rows in (1, 3, 40) if ON_GPU else (1,):

@@ -13,15 +13,14 @@ from torch import Tensor
 
 import engine.quantization.packed_linears
 from engine.config import EngineConfig
-from engine.layers.linear import Linear, LinearLayer
+from engine.layers.linear import Linear
 from engine.layers.mlp import Mlp
 from engine.loader.load import LoadedModel, load_model
 from engine.moe.gpu_experts import StackedExperts, moe
 from engine.moe.moe import Moe
 from engine.quantization import conversion
-from engine.quantization.gpu_linears import EightBitLinear, GroupedEightBit, Mxfp4Linear, W4A16Linear
+from engine.quantization.gpu_linears import stored
 from engine.quantization.gpu_packed_linears import GpuLinearMaker
-from engine.quantization.reordered import Reordered
 from engine.ranks import Stage
 from kvstore.layout import Shard
 from tests.engine.driving import directory
@@ -51,22 +50,12 @@ def load(path: Path, shard: Shard, stage: Stage | None = None, **settings: Any) 
     return load_model(directory(path), config, DEVICE, shard, stage=stage)
 
 
-def num_bytes(layers: Sequence[LinearLayer]) -> int:
-    total = 0
-    for layer in layers:
-        inner = layer.inner if isinstance(layer, Reordered) else layer
-        if isinstance(inner, W4A16Linear):
-            held = [inner.packed.words, inner.packed.scales_and_zeros]
-        elif isinstance(inner, Linear):
-            held = [inner.weight]
-        else:
-            assert isinstance(inner, EightBitLinear | Mxfp4Linear)
-            held = [inner.weight, inner.scales]
-        total += sum(tensor.nbytes for tensor in held)
-    return total
+def num_bytes(layers: Sequence[Linear]) -> int:
+    held = [each for layer in layers for each in (layer.weight, layer.scales) if each is not None]
+    return sum(tensor.nbytes for tensor in held)
 
 
-def layers_of(loaded: LoadedModel) -> list[LinearLayer]:
+def layers_of(loaded: LoadedModel) -> list[Linear]:
     return [ref.layer for ref in loaded.model.linears() if ref.name != "head"]
 
 
@@ -128,7 +117,7 @@ def test_ranks_keep_mxfp4_experts(
         loaded = load(path, Shard(rank, 2), dtype="float32", expert_parallel=has_whole)
         (block, *_) = experts_of(loaded)
         layers = [layer for expert in block.experts.values() for layer in (expert.gate_up, expert.down)]
-        assert all(isinstance(layer, Mxfp4Linear) for layer in layers)
+        assert all(layer.gemm is stored for layer in layers)
         sizes.append(num_bytes(layers))
         found += output_of(block, x)
     torch.testing.assert_close(found, exact(x, None), atol=1e-4, rtol=1e-4)  # type: ignore[arg-type]
@@ -143,7 +132,7 @@ def test_stages_keep_mxfp4_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for index in range(2):
         loaded = load(path, Shard(), Stage(index, 2), dtype="float32", pp=2)
         (block,) = experts_of(loaded)
-        assert all(isinstance(expert.down, Mxfp4Linear) for expert in block.experts.values())
+        assert all(expert.down.gemm is stored for expert in block.experts.values())
 
 
 @torch.inference_mode()
@@ -161,6 +150,6 @@ def test_shared_experts_are_stacked_with_those_of_a_rank(tmp_path: Path, monkeyp
     found = torch.zeros_like(x)
     for rank in range(2):
         (block, *_) = experts_of(load(tmp_path / "m", Shard(rank, 2), dtype="float32"))
-        assert isinstance(block.experts[0].down, GroupedEightBit)
+        assert block.experts[0].down.gemm is stored
         found += output_of(block, x)
     torch.testing.assert_close(found, exact(x, None), atol=1e-4, rtol=1e-4)  # type: ignore[arg-type]

@@ -15,9 +15,9 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.gpu.config import GpuConfig
 from engine.gpu.runner import GpuRunner
-from engine.layers.linear import Linear, LinearLayer
+from engine.layers.linear import Linear
 from engine.quantization import conversion
-from engine.quantization.gpu_linears import EightBitLinear, Fp8Linear, W4A16Linear, W8A8Linear, W8A16Linear
+from engine.quantization.gpu_linears import FP8, W8A8, W8A16, EightBit, scales_of, w4a16_layer
 from engine.quantization.quantize import Quantizer
 from engine.request import SamplingParams
 from kernels.gpu.gemm.split_k import SplitKWorkspace
@@ -53,11 +53,10 @@ class ReferenceQuantizer(Quantizer):
         super().__init__("none", {}, on_gpu=False)
         self._served = mode
 
-    def _convert(self, linear: LinearLayer, is_head: bool = False) -> LinearLayer:
-        assert isinstance(linear, Linear)
+    def _convert(self, linear: Linear, is_head: bool = False) -> Linear:
         quantize, gemm = REFERENCES["w8a8" if is_head and self._served == "fp8" else self._served]
         weight, scales = quantize(linear.weight)
-        return lambda x: gemm(x, weight, scales, linear.bias)
+        return Linear(weight, linear.bias, gemm=lambda made, x: gemm(x, made.weight, scales, made.bias))
 
 
 def generate(made: Engine, prompts: list[list[int]]) -> list[list[int]]:
@@ -94,34 +93,36 @@ def test_tokens_equal_those_of_the_reference(
     assert generate(parts.engine, PROMPTS[1:2]) == expected[1:2]
 
 
-@pytest.mark.parametrize("kind", [Fp8Linear, W8A8Linear, W8A16Linear])
-def test_layers_are_made_of_stored_values(kind: type[EightBitLinear]) -> None:
+@pytest.mark.parametrize("kind", [FP8, W8A8, W8A16])
+def test_layers_are_made_of_stored_values(kind: EightBit) -> None:
     device = torch.device("cuda" if ON_GPU else "cpu")
     weight = torch.randn(32, 64, device=device)
     values = weight.mul(8).to(kind.dtype)
     workspace = SplitKWorkspace(device)
-    per_tensor = kind(values, torch.tensor(0.125, device=device), None, workspace)
-    per_row = kind(values, torch.full((32, 1), 0.125, device=device), None, workspace)
+    per_tensor = kind.linear(values, torch.tensor(0.125, device=device), None, workspace)
+    per_row = kind.linear(values, torch.full((32, 1), 0.125, device=device), None, workspace)
     x = torch.randn(3, 64, device=device)
     assert torch.equal(per_tensor(x), per_row(x))
     with pytest.raises(ValueError, match="multiple of 16"):
-        kind(values[:, :40], per_row.scales, None, workspace)
+        kind.linear(values[:, :40], scales_of(per_row), None, workspace)
     with pytest.raises(ValueError, match="needed"):
-        kind(values.to(torch.int8 if kind.dtype == FP8_DTYPE else FP8_DTYPE), per_row.scales, None, workspace)
+        kind.linear(
+            values.to(torch.int8 if kind.dtype == FP8_DTYPE else FP8_DTYPE), scales_of(per_row), None, workspace
+        )
 
 
 def test_many_rows_of_16_bits_go_through_the_plain_weight() -> None:
     device = torch.device("cuda" if ON_GPU else "cpu")
     weight, x = torch.randn(32, 64, device=device), torch.randn(MAX_TWO_PLANE_ROWS + 1, 64, device=device)
-    linear = W8A16Linear.of(Linear(weight), SplitKWorkspace(device))
-    torch.testing.assert_close(linear(x), w8a16_linear(x, linear.weight, linear.scales), rtol=1e-4, atol=1e-4)
+    linear = W8A16.of(Linear(weight), SplitKWorkspace(device))
+    torch.testing.assert_close(linear(x), w8a16_linear(x, linear.weight, scales_of(linear)), rtol=1e-4, atol=1e-4)
 
 
 def test_int4_layer() -> None:
     device = torch.device("cuda" if ON_GPU else "cpu")
     values = torch.randint(0, 16, (32, 64), dtype=torch.uint8, device=device)
     scales, zeros = torch.rand(2, 32, 2, device=device)
-    linear = W4A16Linear(pack_w4(values, scales, zeros), torch.ones(32, device=device), SplitKWorkspace(device))
+    linear = w4a16_layer(pack_w4(values, scales, zeros), torch.ones(32, device=device), SplitKWorkspace(device))
     spread = [part.bfloat16().float().repeat_interleave(32, 1) for part in (scales, zeros)]
     weight = (values.float() - 8) * spread[0] + spread[1]
     x = torch.randn(3, 64, device=device)
