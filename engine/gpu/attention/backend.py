@@ -1,8 +1,8 @@
 """The seams of attention on a GPU: `GpuAttention` of a model's blocks, `PrefillAttention` for chunks of prompts.
 
-A backend for prompts plans a step once, on the host, from where each row's queries start and how many keys its last query sees;
-the plan holds whatever the kernels need on the device. `prefill` then runs per layer. A backend knows nothing of
-requests or of the scheduler. Decode rows never come there.
+A backend for prompts plans a step once, on the host, from where each row's queries start and how many keys its last
+query sees; the plan holds whatever the kernels need on the device. `prefill` then runs per layer. A backend knows
+nothing of requests or of the scheduler. Decode rows never come there.
 """
 
 from __future__ import annotations
