@@ -62,7 +62,7 @@ class StepStats:
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0  # drafts included
     seconds: float = 0.0
-    num_context_tokens: int = 0  # of KV that decode rows read; this and the next are counted under objectives only
+    num_context_tokens: int = 0  # of KV that decode rows read
     num_prompt_pairs: int = 0  # of a prompt token with each token before it
     predicted_seconds: float = 0.0  # of a step with prompts beside decode rows, under objectives; 0: not known
 
@@ -236,16 +236,9 @@ class Engine:
         now = time.monotonic()
         began, self._last_end = max(began, self._last_end), now
         self.num_ended += 1
-        seconds, budget = now - began, self.scheduler.prompt_budget
-        if budget is None:
-            num_decodes = sum(row.num_tokens for row in plan.rows if row.num_tokens == 1 or row.draft_token_ids)
-            self.last_step = StepStats(plan.num_tokens - num_decodes, num_decodes, seconds)
-            return
-        size = StepSize.of(plan.rows)
-        rows, prompts, cost = size.num_decode_tokens, size.num_prompt_tokens, budget.times.cost
+        seconds, size, budget = now - began, StepSize.of(plan.rows), self.scheduler.prompt_budget
         is_like_others = plan.placed is None  # else ranks exchanged experts first
-        is_known = is_like_others and cost.base and cost.prompt_token and rows and prompts
-        predicted = cost.seconds(rows, prompts, size.context, size.pairs) if is_known else 0.0
-        self.last_step = StepStats(prompts, rows, seconds, size.context, size.pairs, predicted)
-        if is_like_others:
-            budget.times.observe(rows, prompts, seconds, size.context, size.pairs)
+        predicted = budget.observe(size, seconds) if budget is not None and is_like_others else 0.0
+        self.last_step = StepStats(
+            size.num_prompt_tokens, size.num_decode_tokens, seconds, size.context, size.pairs, predicted
+        )

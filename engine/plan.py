@@ -61,14 +61,17 @@ class StepSize:
 
     @classmethod
     def of(cls, rows: Sequence[ScheduledRow]) -> StepSize:
-        decodes = [row for row in rows if row.is_decode]
-        prompts = [row for row in rows if not row.is_decode]
-        return cls(
-            sum(row.num_tokens for row in decodes),
-            sum(row.num_tokens for row in prompts),
-            sum(row.stop for row in decodes),
-            sum(round(num_pairs(row.start, row.num_tokens)) for row in prompts),
-        )
+        num_decodes = num_prompts = context = 0
+        pairs = 0.0
+        for row in rows:  # of every step: one loop without properties
+            num_tokens = row.num_tokens
+            if num_tokens == 1 or row.draft_token_ids:
+                num_decodes += num_tokens
+                context += row.start + num_tokens
+            else:
+                num_prompts += num_tokens
+                pairs += num_pairs(row.start, num_tokens)
+        return cls(num_decodes, num_prompts, context, round(pairs))
 
 
 class PlacedExperts(msgspec.Struct, gc=False):

@@ -250,6 +250,6 @@ class SchedulerLoad:
     num_swapped: int
     num_loading: int
     waiting_prefill_tokens: int
-    waiting_prefill_pairs: int  # of these tokens, each with every token before it; 0, as the next, without objectives
+    waiting_prefill_pairs: int  # of these tokens, each with every token before it
     context_tokens: int  # of requests that decode
     num_prepared: int

@@ -13,6 +13,7 @@ from math import inf
 
 from common.step_times import StepCost, StepTimes, num_pairs, work_bounds
 from engine.config import EngineConfig
+from engine.plan import StepSize
 from engine.request import Request
 
 FIRST_TOKENS = 256  # before a step with prompt tokens was measured
@@ -34,6 +35,14 @@ class PromptBudget:
         self._itl_objective = itl_objective_seconds
         self.times = StepTimes()
         self.now = time.monotonic()
+
+    def observe(self, size: StepSize, seconds: float) -> float:
+        """Learn from a step; what it was predicted to take with prompts beside decode rows, else 0."""
+        rows, prompts, cost = size.num_decode_tokens, size.num_prompt_tokens, self.times.cost
+        is_known = cost.base and cost.prompt_token and rows and prompts
+        predicted = cost.seconds(rows, prompts, size.context, size.pairs) if is_known else 0.0
+        self.times.observe(rows, prompts, seconds, size.context, size.pairs)
+        return predicted
 
     def num_to_withhold(self, decodes: Sequence[Request], prompts: Sequence[Request], room: int) -> int:
         """Tokens that prompts must leave unused of the `room` beside these decode rows. prompts: in their order."""

@@ -76,31 +76,28 @@ class RequestQueues:
         for queue in self._by_status.values():
             queue.sort(key=_rank)
 
-    def load(self, counts_contexts: bool) -> SchedulerLoad:
-        """Count what is here. counts_contexts: also what attention reads, for objectives."""
-        gap = sum(r.num_tokens for r in self.waiting if r.kv_source is None)
-        gap += sum(r.num_uncomputed_tokens for r in self.running if r.num_uncomputed_tokens > 1)
-        num_loading = len(self.loading) + len(self.awaiting)
-        pairs, context = self._contexts() if counts_contexts else (0, 0)
+    def load(self) -> SchedulerLoad:
+        """Count what is here."""
+        gap, pairs, context = 0, 0.0, 0
+        for request in self.running:  # after every step: properties would cost as much again
+            num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
+            num_left = num_tokens + request.num_pending_tokens - request.num_computed_tokens
+            if num_left > 1:
+                gap += num_left
+                pairs += num_pairs(request.num_computed_tokens, num_left)
+            else:
+                context += num_tokens
+        for request in self.waiting:
+            if request.kv_source is None:
+                gap += request.num_tokens
+                pairs += num_pairs(0, request.num_tokens)
         return SchedulerLoad(
             num_running=len(self.running),
             num_waiting=len(self.waiting),
             num_swapped=len(self.swapped),
-            num_loading=num_loading,
+            num_loading=len(self.loading) + len(self.awaiting),
             waiting_prefill_tokens=gap,
-            waiting_prefill_pairs=pairs,
+            waiting_prefill_pairs=round(pairs),
             context_tokens=context,
             num_prepared=len(self.prepared),
         )
-
-    def _contexts(self) -> tuple[int, int]:
-        """Pairs of a prompt token that is not computed with each token before it; tokens of requests that decode."""
-        pairs, context = 0.0, 0
-        for request in self.running:
-            num_left = request.num_uncomputed_tokens
-            if num_left > 1:
-                pairs += num_pairs(request.num_computed_tokens, num_left)
-            else:
-                context += request.num_tokens
-        pairs += sum(num_pairs(0, r.num_tokens) for r in self.waiting if r.kv_source is None)
-        return round(pairs), context

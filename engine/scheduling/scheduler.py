@@ -130,7 +130,7 @@ class Scheduler:
         return self._queues.by_id.values()
 
     def load(self) -> SchedulerLoad:
-        return self._queues.load(counts_contexts=self.prompt_budget is not None)
+        return self._queues.load()
 
     # -- one step --------------------------------------------------------------------------------------------
 

@@ -209,10 +209,10 @@ def test_contexts_reach_the_budget_and_the_report() -> None:
     assert budget.asked[-1] == (1, 22, [WaitingPrompt(26, -inf, 4)])  # late: as soon as can be
     run_all(engine)
     assert_quiet(engine)
-    without, _ = make_engine(64, budget=32)
-    without.add_request(list(range(20)), LONG)
+    without, _ = make_engine(64, budget=32)  # routers predict by contexts with and without a budget
+    stepping(without, without.add_request(list(range(20)), LONG))
     without.step()
-    assert without.scheduler.load().context_tokens == without.last_step.num_context_tokens == 0
+    assert without.scheduler.load().context_tokens == without.last_step.num_context_tokens + 1 == 22
 
 
 def test_steps_that_move_experts_teach_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
