@@ -23,7 +23,6 @@ from protos import types_pb2 as pb
 from router.api.text import ChoiceText
 from router.dispatch import Dispatcher
 from router.journal import Journal
-from router.objectives.moves import KeptRequest
 from router.routing.policy import Decision
 from router.routing.views import Candidate
 from router.workers.failures import WorkerLostError
@@ -137,7 +136,7 @@ class Choice:
             submit.request_id, self._prepared = self._prepared[1], None
         self._drop_prepared()
         submit.keep = state is State.DECODE
-        submit.due_seconds = self._dispatcher.objectives.due_seconds(
+        submit.due_seconds = self._dispatcher.config.objectives.due_seconds(
             chosen, now - self.journal.arrival, self.journal.has_started
         )
         submit.is_late = chosen.is_late and not self.journal.has_started
@@ -153,15 +152,19 @@ class Choice:
 
     # -- moves -------------------------------------------------------------------------------------------------
 
-    def kept_on(self, now: float) -> tuple[WorkerLink, KeptRequest] | None:
-        """The prefill worker that decodes the choice, and what a policy for moves needs to know of it."""
-        leg, journal = self._leg, self.journal
+    @property
+    def kept_leg(self) -> Leg | None:
+        """The open leg where a prefill worker decodes the choice and has not been asked to hand it over."""
+        leg = self._leg
         if leg is None or leg.link.role != "prefill" or self.state is not State.DECODE:
             return None
-        if leg.times is None or leg.next_link is not None:
-            return None
-        left = self._dispatcher.answers.left(journal.sampling.max_tokens, len(journal.output_token_ids))
-        return leg.link, KeptRequest(journal.choice_id, journal.num_tokens, left, now - leg.first_time)
+        return None if leg.times is None or leg.next_link is not None else leg
+
+    @property
+    def tokens_left(self) -> float:
+        """How many more tokens of the answer are expected."""
+        max_tokens, num_tokens = self.journal.sampling.max_tokens, len(self.journal.output_token_ids)
+        return self._dispatcher.answers.left(max_tokens, num_tokens)
 
     def move(self, chosen: Candidate) -> None:
         """Let the worker hand the choice over; it goes on with the token that ends its leg."""
@@ -235,8 +238,8 @@ class Choice:
         leg.first_time, leg.num_tokens_at_first = now, len(self.journal.output_token_ids)
         if self.state is State.DECODE:
             self.journal.kv_handle = None  # it has been read
-            if leg.link.role == "prefill":
-                self._dispatcher.watch_kept(self)
+            if leg.link.role == "prefill" and self._dispatcher.roles is not None:
+                self._dispatcher.roles.watch_kept(self)
         if self.journal.first_times is None:
             self.journal.first_times = leg.times
         self.journal.note(now, f"first output of {leg.link.role}")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cached_property
 
 from common.config import check_not_negative, check_positive, setting
 from common.errors import ConfigError
 from common.logging import FORMAT_HELP, FORMATS, LEVEL_HELP, LEVELS
 from common.net.cluster_token import check_cluster_token
+from router.routing.objectives import Objectives
 from router.routing.policy import POLICIES
 
 ROLES = ("prefill", "decode")
@@ -71,6 +73,10 @@ class RouterConfig:
             self.addresses(role)
         if not self.decode.strip():
             raise ConfigError("--decode is empty: name at least one decode worker, host:port")
+
+    @cached_property
+    def objectives(self) -> Objectives:
+        return Objectives(self.ttft_objective_ms / 1e3, self.itl_objective_ms / 1e3)
 
     def named_models(self) -> list[tuple[str, str]]:
         """What is served, as (name, model), the default first. An empty name stands for the model's own."""

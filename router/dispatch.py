@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Set
-from typing import TYPE_CHECKING
+from collections.abc import Sequence, Set
+from typing import TYPE_CHECKING, Protocol
 
 from common.errors import OverloadedError, UnavailableError
 from kvstore.types import WorkerId
@@ -17,11 +17,9 @@ from router.config import RouterConfig
 from router.explain import ExplainLog
 from router.journal import Journal
 from router.metrics import RouterMetrics
-from router.objectives.moves import KeptRequest, choose_moves
-from router.objectives.objectives import Objectives
 from router.routing.admission import AnswerLength, DrainRate, check_in_time
 from router.routing.policy import Decision, choose
-from router.routing.views import Candidate, RequestView
+from router.routing.views import Candidate, RequestView, WorkerView
 from router.workers.failures import WorkerLostError
 from router.workers.leg import Leg
 from router.workers.model_workers import ModelWorkers
@@ -31,17 +29,28 @@ if TYPE_CHECKING:
     from router.choice import Choice
 
 LOOK_SECONDS = 0.25  # between looks for a usable worker: one that stops draining sends no event
-MOVE_SECONDS = 0.05  # between looks at requests that prefill workers keep
+
+
+class Roles(Protocol):
+    """Where roles are preferences and no rules (`router/objectives`): who computes and decodes a request."""
+
+    def choose(self, request: RequestView, prefill: Sequence[WorkerView], decode: Sequence[WorkerView]) -> Decision:
+        """Choose as `policy.choose`."""
+
+    def watch_kept(self, choice: Choice) -> None:
+        """Look after a choice that decodes on a prefill worker."""
 
 
 class Dispatcher:
     """Dispatch of one model's choices. Belongs to the running event loop."""
 
-    def __init__(self, config: RouterConfig, workers: ModelWorkers, metrics: RouterMetrics) -> None:
+    def __init__(
+        self, config: RouterConfig, workers: ModelWorkers, metrics: RouterMetrics, roles: Roles | None = None
+    ) -> None:
         self.config = config
         self.metrics = metrics
+        self.roles = roles
         self.explain = ExplainLog()
-        self.objectives = Objectives(config.ttft_objective_ms / 1e3, config.itl_objective_ms / 1e3)
         self.answers = AnswerLength()
         self.open_choices: set[Journal] = set()
         self.num_waiting = 0  # of these, without a first token
@@ -51,8 +60,6 @@ class Dispatcher:
         self._drain = DrainRate()
         self._waiting: dict[Choice, None] = {}  # for a decode worker, oldest first
         self._look_timer: asyncio.TimerHandle | None = None
-        self._kept: dict[str, Choice] = {}
-        self._move_timer: asyncio.TimerHandle | None = None
         workers.on_usable = lambda: asyncio.get_running_loop().call_soon(self._look)
 
     @property
@@ -86,14 +93,15 @@ class Dispatcher:
         )
         # With tokens to replay, or when every prefill worker has failed it, a choice is computed where it decodes.
         prefill = [] if journal.has_started else self._workers.usable("prefill", lost)
-        decision = choose(
-            self.config.policy,
-            request,
+        views = (
             [link.view() for link in prefill if link.worker_id not in lost],
             [link.view() for link in self._workers.usable("decode", lost)],
-            self.config.local_prefill_tokens,
-            self.objectives,
         )
+        if self.roles is not None:
+            decision = self.roles.choose(request, *views)
+        else:
+            config = self.config
+            decision = choose(config.policy, request, *views, config.local_prefill_tokens, config.objectives)
         if not journal.num_legs:
             check_in_time(decision.chosen, journal.deadline - time.monotonic(), self.config.max_wait_seconds)
         self.explain.decided(journal, decision)
@@ -113,29 +121,6 @@ class Dispatcher:
         if link is None:
             raise WorkerLostError(f"worker {worker} has gone")
         return link
-
-    # -- requests that prefill workers keep ----------------------------------------------------------------------
-
-    def watch_kept(self, choice: Choice) -> None:
-        """Look now and then whether the choice should move to a decode worker."""
-        self._kept[choice.journal.choice_id] = choice
-        if self._move_timer is None:
-            self._move_timer = asyncio.get_running_loop().call_later(MOVE_SECONDS, self._look_at_kept)
-
-    def _look_at_kept(self) -> None:
-        self._move_timer = None
-        now, choices = time.monotonic(), self._kept
-        self._kept = {}
-        by_link: dict[WorkerLink, list[KeptRequest]] = {}
-        for choice in choices.values():
-            found = choice.kept_on(now)
-            if found is not None:
-                by_link.setdefault(found[0], []).append(found[1])
-                self.watch_kept(choice)
-        for link, kept in by_link.items():
-            targets = [target.view() for target in self._workers.usable("decode")]
-            for move in choose_moves(link.view(), kept, targets, self.objectives, must_leave=link.is_draining):
-                choices[move.choice_id].move(move.chosen)
 
     # -- waiting for a worker ----------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.explain import ExplainLog
 from router.metrics import RouterMetrics
+from router.objectives.adaptive import roles_for
 from router.workers.model_workers import ModelWorkers
 
 
@@ -64,6 +65,6 @@ def serve_models(config: RouterConfig, loaded: Sequence[LoadedModel]) -> list[Se
         taken |= names
         workers = ModelWorkers(name, item.own_name, item.tokenizer.tokenizer_hash())
         metrics = RouterMetrics(item.own_name, models[0].metrics if models else None)
-        dispatcher = Dispatcher(config, workers, metrics)
+        dispatcher = Dispatcher(config, workers, metrics, roles_for(config, workers))
         models.append(ServedModel(name, (item.own_name,), item.tokenizer, workers, dispatcher))
     return models

@@ -17,7 +17,6 @@ MAX_NAMED_BY = 3
 TOO_MANY = {
     "experts": 5,
     "host_tier": 6,
-    "latency_objectives": 6,
 }
 MAX_FILES = 15  # of a folder, so that a listing is read at a glance
 

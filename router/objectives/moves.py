@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from kvstore.types import WorkerId
-from router.objectives.objectives import Objectives
+from router.routing.objectives import Objectives
 from router.routing.predictor import Predictor
 from router.routing.views import Candidate, RequestView, WorkerView
 

@@ -6,21 +6,41 @@ A worker's role is a preference. A request may be
     local          a decode worker does both, the prompt in chunks that keep the ITL objective of its streams
     kept           a prefill worker does both; a move to a decode worker may follow
 
-`predictor.py` predicts for each of them time to first token, time between tokens and cost. Among those that keep both
-objectives the cheapest is taken, else the one that misses them least.
+`routing/predictor.py` predicts for each of them time to first token, time between tokens and cost. Among those that
+keep both objectives the cheapest is taken, else the one that misses them least.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.objectives.objectives import Objectives
+from common.errors import UnavailableError
+from router.routing.objectives import Objectives
+from router.routing.policy import Decision, cheapest
 from router.routing.predictor import Predictor
 from router.routing.views import Candidate, RequestView, WorkerView
 
 SAME_VIOLATION = 0.05  # differences below are noise
 MOST_BESIDE = 0.65  # share of a prefill worker's time that its prompts may take beside rows, or its queue grows
 SHORT_QUEUE = 0.05  # seconds of prompts on a prefill worker, up to which it counts as idle
+
+
+def place(
+    request: RequestView,
+    prefill: Sequence[WorkerView],
+    decode: Sequence[WorkerView],
+    local_prefill_tokens: int,
+    objectives: Objectives,
+) -> Decision:
+    """The decision for one request, as `policy.choose`. Raises UnavailableError without a decode worker."""
+    if not decode:
+        raise UnavailableError("no decode worker is available")
+    candidates = placements_for(request, prefill, decode, local_prefill_tokens, objectives)
+    chosen = cheapest(request, admissible(candidates))
+    if objectives.ttft and chosen.ttft_seconds > objectives.ttft:
+        candidates = placements_for(request, prefill, decode, local_prefill_tokens, objectives, is_late=True)
+        chosen = cheapest(request, admissible(candidates))
+    return Decision(chosen, tuple(candidates), "cost")
 
 
 def placements_for(
@@ -36,8 +56,8 @@ def placements_for(
     is_late: the request waits behind all others, and not only behind those that are in time.
     """
     predict = Predictor(request, [*prefill, *decode], objectives, local_prefill_tokens, is_late)
-    candidates = [predict.disaggregated(first, second) for second in decode for first in prefill]
-    candidates += [predict.on_one_worker(worker, is_kept=False) for worker in decode]
+    candidates = predict.disaggregated(prefill, decode)
+    candidates += [predict.on_one_worker(worker) for worker in decode]
     fewest = min(worker.num_rows for worker in decode)
     for worker in prefill:
         is_idle = predict.queue_seconds(worker) < SHORT_QUEUE and predict.share_beside_rows(worker) < MOST_BESIDE

@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from common.errors import UnavailableError
-from router.objectives.objectives import Objectives
-from router.objectives.placement import admissible, placements_for
-from router.routing.costs import candidates_for
+from router.routing.objectives import Objectives
+from router.routing.predictor import Predictor
 from router.routing.views import Candidate, RequestView, WorkerView
 
-NEAR = 1.1  # costs within 10% are equal: measured step times of equal workers differ by that much
+NEAR = 1.1  # decode times within 10% are equal, as are the rests of costs: measured times of equal workers differ so
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,25 +33,29 @@ def choose(
 ) -> Decision:
     """The decision for one request; `policy` is one of POLICIES. Raises UnavailableError without a decode worker.
 
-    Of `cost` alone: with objectives, roles are preferences and every placement is a candidate.
+    A decode worker computes a prompt itself when the part that its cache lacks is short, or when there is no prefill
+    worker; else every pair of workers is a candidate.
     """
     if not decode:
         raise UnavailableError("no decode worker is available")
-    if objectives and policy == "cost":
-        candidates = placements_for(request, prefill, decode, local_prefill_tokens, objectives)
-        chosen = cheapest(request, admissible(candidates))
-        if objectives.ttft and chosen.ttft_seconds > objectives.ttft:
-            candidates = placements_for(request, prefill, decode, local_prefill_tokens, objectives, is_late=True)
-            chosen = cheapest(request, admissible(candidates))
-        return Decision(chosen, tuple(candidates), policy)
-    candidates = candidates_for(request, prefill, decode, local_prefill_tokens)
+    predict = Predictor(request, [*prefill, *decode], objectives, local_prefill_tokens)
+    alone = [w for w in decode if not prefill or request.num_tokens - request.cached_on(w) <= local_prefill_tokens]
+    candidates = [predict.on_one_worker(worker) for worker in alone] or predict.disaggregated(prefill, decode)
     return Decision(POLICIES[policy](request, candidates), tuple(candidates), policy)
 
 
 def cheapest(request: RequestView, candidates: Sequence[Candidate]) -> Candidate:
-    """The lowest cost. Ties go to the least loaded, then to the longest cached prefix, then at random."""
-    limit = min(candidate.cost for candidate in candidates) * NEAR
-    near = [candidate for candidate in candidates if candidate.cost <= limit]
+    """The lowest cost. Ties go to the least loaded, then to the longest cached prefix, then at random.
+
+    Decode times, most of a cost, are compared apart: their errors would hide what a cached prefix saves.
+    """
+    fastest = min(candidate.terms["decode"] for candidate in candidates)
+    rests = []
+    for candidate in candidates:
+        decode = candidate.terms["decode"]
+        rests.append(candidate.cost - (decode if decode <= NEAR * fastest else fastest))
+    limit = min(rests) * NEAR
+    near = [candidate for candidate, rest in zip(candidates, rests, strict=True) if rest <= limit]
     best = max((-candidate.load, candidate.cached_tokens) for candidate in near)
     return at_random(request, [c for c in near if (-c.load, c.cached_tokens) == best])
 

@@ -1,10 +1,11 @@
-"""Time to first token and time between tokens of a placement, predicted from measured rates, and its cost. Pure.
+"""The router's cost model: TTFT, time between tokens and cost of a placement, from learned step costs. Pure.
 
     TTFT = work of the prompts queued and the own + steps they are spread over * decode step
     ITL  = decode step, with a chunk of a prompt beside it where prompts come, times the measured spread of steps
 
 The cost is in seconds that this request and those it disturbs lose: TTFT, the pull, a seat, own tokens, and the time
-that a local prompt and one more row take from each row that is there.
+that a local prompt and one more row take from each row that is there. Without objectives nothing can be missed:
+prompts are computed as fast as can be, and a second of somebody else's delay counts as one.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import math
 from collections.abc import Sequence
 
 from common.step_times import StepCost, num_pairs, work_bounds
-from router.objectives.objectives import TTFT_MARGIN, Objectives
+from router.routing.objectives import TTFT_MARGIN, Objectives
 from router.routing.views import (
     DEFAULT_PREFILL_TOKENS_PER_SECOND,
     DEFAULT_PULL_TOKENS_PER_SECOND,
@@ -25,6 +26,7 @@ from router.routing.views import (
 
 MAX_CHUNK_TOKENS = 8192  # of a step without decode rows; what a worker really takes matters little
 HARM = 3.0  # weight of a delay that makes gaps as long as the objective; a wait for a first token has 1
+MOST_DISTURBED = 16  # rows that a local prompt counts for without an objective: more would leave it waiting too long
 FEW_GAPS = 100  # up to which the 99th percentile of an answer's gaps is the longest one
 FEW = 0.01  # share of steps beside prompts that a 99th percentile does not see
 
@@ -48,19 +50,23 @@ class Predictor:
         pulls = [worker.pull_tokens_per_second for worker in workers if worker.pull_tokens_per_second]
         self._pull_rate = sum(pulls) / len(pulls) if pulls else DEFAULT_PULL_TOKENS_PER_SECOND
 
-    def disaggregated(self, prefill: WorkerView, decode: WorkerView) -> Candidate:
+    def disaggregated(self, prefill: Sequence[WorkerView], decode: Sequence[WorkerView]) -> list[Candidate]:
+        """Every pair of a worker that computes the prompt and one that decodes."""
         request = self._request
-        cached = request.cached_on(prefill)
-        terms = self._first_token(prefill, request.num_tokens - cached)
-        ttft = sum(terms.values())
-        terms["pull"] = self.pull_seconds(decode, request.num_tokens - request.cached_on(decode))
-        terms |= self._decode_terms(decode)
-        itl = self.gap_seconds(decode)
-        if request.expected_tokens <= FEW_GAPS:
-            itl = max(itl, self._hand_over_seconds(decode) + terms["slot"])  # its first token has come by then
-        return self._candidate(decode, prefill, False, terms, cached, ttft, itl)
+        firsts = [(w, self._first_token(w, request.num_tokens - request.cached_on(w))) for w in prefill]
+        candidates = []
+        for worker in decode:
+            pull = {"pull": self.pull_seconds(worker, request.num_tokens - request.cached_on(worker))}
+            terms = pull | self._decode_terms(worker)
+            itl = self.gap_seconds(worker)
+            if request.expected_tokens <= FEW_GAPS:
+                itl = max(itl, self._hand_over_seconds(worker) + terms["slot"])  # its first token has come by then
+            for first, until_token in firsts:
+                ttft = sum(until_token.values())
+                candidates.append(self._candidate(worker, first, False, until_token | terms, ttft, itl))
+        return candidates
 
-    def on_one_worker(self, worker: WorkerView, is_kept: bool) -> Candidate:
+    def on_one_worker(self, worker: WorkerView, is_kept: bool = False) -> Candidate:
         """Prompt and decode on one worker, the prompt in as small chunks as TTFT allows."""
         cached = self._request.cached_on(worker)
         cost = self._costs[worker.worker_id]
@@ -76,11 +82,12 @@ class Predictor:
         beside = min(chunk, self._queued_work(worker) + work) if worker.num_rows else 0.0
         gap = self._decode_step(worker, 0) + (cost.prompt + beside if beside else 0.0)
         delay_seconds = work + math.ceil(work / chunk) * cost.prompt if num_delaying else 0.0
-        terms = prompt | decode | {"disturbance": self._harm(gap) * worker.num_rows * delay_seconds}
+        num_disturbed = worker.num_rows if self._objectives.itl else min(worker.num_rows, MOST_DISTURBED)
+        terms = prompt | decode | {"disturbance": self._harm(gap) * num_disturbed * delay_seconds}
         if is_kept:
             terms["disturbance"] += self._request.expected_tokens * self.interruption_seconds(worker)
         itl = max(cost.spread * gap, self.gap_seconds(worker))
-        return self._candidate(worker, None, is_kept, terms, cached, ttft, itl)
+        return self._candidate(worker, None, is_kept, terms, ttft, itl)
 
     def _harm(self, gap: float) -> float:
         """What a delay counts for that makes gaps so long: little while they are far below the objective."""
@@ -90,7 +97,9 @@ class Predictor:
 
     def decode_seconds(self, worker: WorkerView) -> float:
         """Mean time between tokens on a worker with one row more, prompts that come there included."""
-        return self._decode_step(worker, 1) + self.prompt_share(worker) * self._chunk_seconds(worker, is_gentle=True)
+        step, share = self._decode_step(worker, 1), self.prompt_share(worker)
+        chunk = self._chunk_seconds(worker, is_gentle=True)  # beside every step, at most
+        return step + (min(step * share / (1.0 - share), chunk) if share < 1.0 else chunk)
 
     def interruption_seconds(self, worker: WorkerView, share: float = 0.0) -> float:
         """What prompts that a prefill worker computes at once do to each token of a row there, weighed.
@@ -201,18 +210,18 @@ class Predictor:
         prefill: WorkerView | None,
         is_kept: bool,
         terms: dict[str, float],
-        cached: int,
         ttft: float,
         itl: float,
     ) -> Candidate:
         computing = prefill or decode
-        is_measured = bool(computing.step.prompt_token and (decode.step.base or decode.step.prompt_token))
-        return Candidate.between(
-            decode,
-            prefill,
-            terms,
-            cached,
-            is_measured,
+        return Candidate(
+            decode=decode.worker_id,
+            prefill=prefill.worker_id if prefill else None,
+            cost=sum(terms.values()),
+            terms=terms,
+            cached_tokens=self._request.cached_on(computing),
+            load=decode.load + (prefill.load if prefill else 0),
+            is_measured=bool(computing.step.prompt_token and (decode.step.base or decode.step.prompt_token)),
             is_kept=is_kept,
             ttft_seconds=ttft,
             itl_seconds=itl,
@@ -223,7 +232,8 @@ class Predictor:
 
 def _complete_costs(workers: Sequence[WorkerView]) -> dict[str, StepCost]:
     """Step costs with what is not measured filled in: a prefill worker that never decodes, a decode worker before
-    its first prompt."""
+    its first prompt. One that was slow and then got nothing, while others did, is taken to be as fast as the fastest:
+    its next request says whether it still is."""
     decoding = [w.step for w in workers if w.step.base]
     computing = [w.step for w in workers if w.step.prompt_token]
     base = _mean([c.base for c in decoding], DEFAULT_STEP_SECONDS)
@@ -238,6 +248,14 @@ def _complete_costs(workers: Sequence[WorkerView]) -> dict[str, StepCost]:
             *((step.prompt, step.prompt_token, step.prompt_context) if step.prompt_token else (prompt, token, pair)),
             step.spread,
         )
+    forgotten = {worker.worker_id for worker in workers if worker.is_forgotten}
+    if forgotten and len(forgotten) < len(workers):
+        decode = min(costs.values(), key=lambda c: c.base + c.row)
+        compute = min(costs.values(), key=lambda c: c.prompt_token)
+        best = StepCost(
+            decode.base, decode.row, decode.context, compute.prompt, compute.prompt_token, compute.prompt_context
+        )
+        costs |= dict.fromkeys(forgotten, best)
     return costs
 
 

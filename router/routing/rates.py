@@ -9,43 +9,35 @@ from common.step_times import StepTimes
 from protos import types_pb2 as pb
 
 WEIGHT = 0.2  # of the newest measurement
-FADE_SECONDS = 1.0  # of computing prompts, after which a measurement counts for a third
-ARRIVAL_SECONDS = 1.0  # over which arriving prompt tokens are averaged
+ARRIVAL_SECONDS = 3.0  # over which arriving prompt tokens are averaged: in 1 s a single prompt looks like a flood
 OLD_SECONDS = 10.0  # without a request
-MIN_PREFILL_TOKENS = 16  # shorter computations measure overhead, not rate
 
 
 @dataclass(slots=True)
 class WorkerRates:
     """0: not measured yet."""
 
-    prefill_tokens_per_second: float = 0.0
     pull_tokens_per_second: float = 0.0
-    step_seconds: float = 0.0  # of a step that only decodes
     token_seconds: float = 0.0  # between an answer's tokens, steps with prompts and everything else included
-    _prefill_tokens: float = 0.0  # sums over the recent past
-    _prefill_seconds: float = 0.0
-    _last_prefill_end: float = 0.0
     step_times: StepTimes = field(default_factory=StepTimes)
     _arrived: float = 0.0  # prompt tokens, faded
     _arrived_pairs: float = 0.0  # of these, each with every token before it
     _num_arrived: float = 0.0  # prompts
     _last_arrival: float = 0.0
 
-    def observe_times(self, num_prompt_tokens: int, times: pb.RequestTimes, now: float) -> None:
-        """Learn from the times that came with a request's first delta.
+    @property
+    def prefill_tokens_per_second(self) -> float:
+        """Of a prompt's first tokens: those with many before them take longer."""
+        cost = self.step_times.cost
+        return 1 / cost.prompt_token if cost.prompt_token else 0.0
 
-        Prompts that are computed in the same steps share that time: only what came after the previous prompt's end
-        counts for this one, so that the rate is the worker's and not one request's.
-        """
-        computed = num_prompt_tokens - times.num_cached_tokens - times.num_pulled_tokens
-        if computed >= MIN_PREFILL_TOKENS and times.prefill_seconds > 0:
-            own_seconds = min(times.prefill_seconds, now - self._last_prefill_end)
-            kept = math.exp(-own_seconds / FADE_SECONDS)
-            self._prefill_tokens = kept * self._prefill_tokens + computed
-            self._prefill_seconds = kept * self._prefill_seconds + own_seconds
-            self._last_prefill_end = now
-            self.prefill_tokens_per_second = self._prefill_tokens / max(self._prefill_seconds, 1e-6)
+    @property
+    def step_seconds(self) -> float:
+        """Of a step that decodes one short request."""
+        return self.step_times.cost.seconds(1)
+
+    def observe_pull(self, times: pb.RequestTimes) -> None:
+        """Learn from the times that came with a request's first delta."""
         if times.num_pulled_tokens and times.kv_pull_seconds > 0 and not times.kv_pull_failed:
             self.pull_tokens_per_second = _mix(
                 self.pull_tokens_per_second, times.num_pulled_tokens / times.kv_pull_seconds
@@ -57,9 +49,7 @@ class WorkerRates:
             self.token_seconds = _mix(self.token_seconds, seconds / num_tokens)
 
     def observe_load(self, load: pb.LoadReport) -> None:
-        """Learn the duration of a step that only decoded."""
-        if load.step_decode_tokens and not load.step_prefill_tokens and load.step_seconds > 0:
-            self.step_seconds = _mix(self.step_seconds, load.step_seconds)
+        """Learn from a step."""
         self.step_times.observe(
             load.step_decode_tokens,
             load.step_prefill_tokens,

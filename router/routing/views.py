@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from common.step_times import StepCost
 from kvstore.types import WorkerId
@@ -23,7 +22,7 @@ class WorkerView:
     """The policy's view of one worker."""
 
     worker_id: WorkerId
-    # What it has to do. Rows, contexts, pairs and what is deferred count under objectives only.
+    # What it has to do.
     num_running: int = 0
     num_waiting: int = 0
     num_rows: int = 0  # requests that decode there or will; on a prefill worker those that it keeps
@@ -37,13 +36,11 @@ class WorkerView:
     num_slots: int = 64  # requests that it can run at once: fewer than max_num_seqs when KV blocks are the limit
     kv_used_share: float = 0.0
     # How fast it is; 0: not measured yet.
-    prefill_tokens_per_second: float = 0.0
-    pull_tokens_per_second: float = 0.0
-    step_seconds: float = 0.0
+    step: StepCost = UNMEASURED  # what steps take by what is in them
     token_seconds: float = 0.0  # what a step takes, seen from an answer
-    step: StepCost = UNMEASURED  # what steps take by what is in them, for predictions under objectives
+    pull_tokens_per_second: float = 0.0
     is_forgotten: bool = False  # its rates are old, and it has nothing to do
-    # Prompts that come to it lately, under objectives.
+    # Prompts that come to it lately.
     prompt_tokens_per_second: float = 0.0
     prompt_pairs_per_second: float = 0.0
     prompts_per_second: float = 0.0  # 0: not known
@@ -92,27 +89,10 @@ class Candidate:
     load: int
     is_measured: bool  # whether the terms come from measured rates
     is_kept: bool = False  # `decode` is a prefill worker
-    ttft_seconds: float = 0.0  # predicted; this and the next two only with objectives
+    ttft_seconds: float = 0.0  # predicted
     itl_seconds: float = 0.0
     violation: float = 0.0  # by how much objectives would be missed, as a share of them
     is_late: bool = False  # wherever it is computed, its first token comes too late: those in time go first
-
-    @classmethod
-    def between(
-        cls, decode: WorkerView, prefill: WorkerView | None, terms: Mapping[str, float], cached_tokens: int,
-        is_measured: bool, **predicted: Any,
-    ) -> Candidate:  # fmt: skip
-        """Combine two workers, or one that does both. predicted: the fields that need objectives."""
-        return cls(
-            decode=decode.worker_id,
-            prefill=prefill.worker_id if prefill else None,
-            cost=sum(terms.values()),
-            terms=terms,
-            cached_tokens=cached_tokens,
-            load=decode.load + (prefill.load if prefill else 0),
-            is_measured=is_measured,
-            **predicted,
-        )
 
     @property
     def kind(self) -> str:

@@ -288,7 +288,7 @@ class WorkerLink:
     def _first_delta(self, leg: Leg, delta: pb.TokenDelta) -> None:
         leg.times = delta.times
         self._backlog.settle(leg)
-        self.rates.observe_times(leg.num_prompt_tokens, delta.times, self.last_sign)
+        self.rates.observe_pull(delta.times)
         self.breaker.record_success()
 
     def _forget(self, leg: Leg) -> None:

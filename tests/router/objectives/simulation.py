@@ -18,8 +18,9 @@ from common.step_times import StepCost, num_pairs
 from engine.scheduling.prompt_budget import PromptBudget, WaitingPrompt
 from kvstore.types import WorkerId
 from router.objectives.moves import KeptRequest, choose_moves
-from router.objectives.objectives import Objectives
+from router.objectives.placement import place
 from router.routing.admission import AnswerLength
+from router.routing.objectives import Objectives
 from router.routing.policy import choose
 from router.routing.rates import WorkerRates
 from router.routing.views import RequestView, WorkerView
@@ -81,9 +82,7 @@ class Worker:
             num_running=len(self.rows) + len(self.prompts),
             num_waiting=len(self.expected),
             queued_prefill_tokens=sum(request.num_prompt - request.computed for request in self.prompts),
-            prefill_tokens_per_second=1 / self.times.cost.prompt_token if self.times.cost.prompt_token else 0.0,
             pull_tokens_per_second=PULL_TOKENS_PER_SECOND,
-            step_seconds=self.times.cost.seconds(max(len(self.rows), 1)) if self.times.cost.base else 0.0,
             max_num_seqs=256,
             num_slots=256,
             num_rows=len(decoding),
@@ -199,7 +198,11 @@ class Simulation:
         view = RequestView(
             request.num_prompt, {}, self._answers.expected(request.num_output), draw=self.random.random()
         )
-        chosen = choose("cost", view, self._views("prefill"), self._views("decode"), 64, self._objectives).chosen
+        workers = self._views("prefill"), self._views("decode")
+        if self._objectives:
+            chosen = place(view, *workers, 64, self._objectives).chosen
+        else:
+            chosen = choose("cost", view, *workers, 64).chosen
         request.kind = chosen.kind
         if self._objectives.ttft:
             request.due = self.now + self._objectives.due_seconds(chosen, 0.0, has_started=False)

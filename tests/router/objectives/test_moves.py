@@ -93,7 +93,7 @@ async def test_prompts_make_the_dispatcher_move_what_is_kept() -> None:
     router = adaptive()
     choice, _ = kept(router)
     [prefill], [decode] = router.prefill, router.decode
-    assert choice.kept_on(0.0) is not None
+    assert choice.kept_leg is not None
     decode.link.load = EMPTY
     prefill.link.load = pb.LoadReport(waiting_prefill_tokens=8192)
     async with asyncio.timeout(60):
@@ -101,7 +101,7 @@ async def test_prompts_make_the_dispatcher_move_what_is_kept() -> None:
             await asyncio.sleep(0.01)
     await asyncio.sleep(0.15)
     assert len(handed_over(prefill)) == 1  # asked once
-    assert choice.kept_on(0.0) is None
+    assert choice.kept_leg is None
     choice.cancel()
     assert decode.link.view().num_rows == 0
 

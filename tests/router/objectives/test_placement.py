@@ -9,10 +9,14 @@ import pytest
 
 from common.step_times import StepCost
 from kvstore.types import WorkerId
+from router.config import RouterConfig
+from router.objectives.adaptive import AdaptiveRoles, roles_for
 from router.objectives.moves import MAX_MOVES, KeptRequest, choose_moves
-from router.objectives.objectives import Objectives
+from router.objectives.placement import place as place_by_objectives
+from router.routing.objectives import Objectives
 from router.routing.policy import Decision, choose
 from router.routing.views import RequestView, WorkerView
+from router.workers.model_workers import ModelWorkers
 
 P0, D0, D1 = (WorkerId(name) for name in ("p0", "d0", "d1"))
 COST = StepCost(base=0.0043, row=18e-6, prompt=0.0005, prompt_token=22e-6)
@@ -30,7 +34,7 @@ def place(
     prefill: Sequence[WorkerView], decode: Sequence[WorkerView], num_tokens: int = 1024, **fields: Any
 ) -> Decision:
     request = RequestView(num_tokens, fields.pop("cached", {}), fields.pop("expected", 128.0), **fields)
-    return choose("cost", request, prefill, decode, 64, OBJECTIVES)
+    return place_by_objectives(request, prefill, decode, 64, OBJECTIVES)
 
 
 def test_roles_are_followed_while_they_keep_the_objectives() -> None:
@@ -55,9 +59,9 @@ def test_the_fuller_the_decode_worker_the_longer_the_queue_that_is_suffered() ->
 
 
 def test_decode_workers_without_seats_leave_streams_where_their_prompts_are() -> None:
-    full = view(D0, rows=276)
+    full = view(D0, rows=300)
     assert place([view(P0)], [full]).chosen.kind == "kept"
-    assert place([view(P0, rows=276)], [full]).chosen.kind != "kept"  # no emptier
+    assert place([view(P0, rows=300)], [full]).chosen.kind != "kept"  # no emptier
     assert place([view(P0, queued=20_000)], [full]).chosen.kind != "kept"  # prompts come first there
     assert place([view(P0)], [full, view(D1)]).chosen.decode == D1
 
@@ -69,7 +73,7 @@ def test_an_idle_prefill_worker_keeps_what_it_computes() -> None:
 
 
 def test_prompts_that_keep_coming_make_a_prefill_worker_a_bad_place_to_stay() -> None:
-    crowded, waiting = view(D0, rows=276), view(P0, prompt_tokens_per_second=20_000.0)
+    crowded, waiting = view(D0, rows=300), view(P0, prompt_tokens_per_second=20_000.0)
     [quiet] = [c for c in place([view(P0, prompt_tokens_per_second=0.0)], [crowded]).candidates if c.kind == "kept"]
     [busy] = [c for c in place([waiting], [crowded]).candidates if c.kind == "kept"]
     assert busy.cost > quiet.cost + 0.1
@@ -138,11 +142,20 @@ def test_costs_are_the_sums_of_their_terms_and_the_order_does_not_matter() -> No
 
 
 def test_only_the_cost_policy_knows_objectives_and_without_them_roles_are_fixed() -> None:
+    def roles(**config: Any) -> AdaptiveRoles | None:
+        settings = RouterConfig(model="dry-run", decode="127.0.0.1:1", **config)
+        return roles_for(settings, ModelWorkers("dry-run", "dry-run", ""))
+
+    assert roles(itl_objective_ms=25) is not None
+    assert roles() is roles(itl_objective_ms=25, policy="round-robin") is None
     request = RequestView(1024, {})
     workers = [view(P0, queued=90_000)], [view(D0)]
     assert choose("round-robin", request, *workers, 64, OBJECTIVES).chosen.kind == "disaggregated"
-    assert choose("cost", request, *workers, 64).chosen.kind == "disaggregated"
-    assert {c.kind for c in choose("cost", request, [], [view(D0)], 64, OBJECTIVES).candidates} == {"local"}
+    unbound = choose("cost", request, *workers, 64).chosen
+    assert unbound.kind == "disaggregated"
+    assert unbound.ttft_seconds > 1.5
+    assert unbound.violation == 0
+    assert {c.kind for c in place([], [view(D0)]).candidates} == {"local"}
 
 
 # -- moves --------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.objectives.objectives import Objectives
+from router.routing.objectives import Objectives
 from tests.router.objectives.simulation import Outcome, closed_loop, open_loop
 
 OBJECTIVES = Objectives(ttft=1.0, itl=0.025)

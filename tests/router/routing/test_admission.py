@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from common.errors import OverloadedError
+from common.step_times import StepCost
 from kvstore.types import WorkerId
 from router.routing.admission import AnswerLength, DrainRate, check_in_time
 from router.routing.policy import choose
@@ -65,7 +66,7 @@ def test_answers_are_as_long_as_the_ones_before() -> None:
 
 def overloaded(num_open: int, **fields: Any) -> Candidate:
     worker = WorkerView(
-        WorkerId("d"), num_running=num_open, prefill_tokens_per_second=1000.0, step_seconds=0.01, max_num_seqs=8,
+        WorkerId("d"), num_running=num_open, step=StepCost(base=0.01, prompt_token=0.001), max_num_seqs=8,
         num_slots=8, **fields,
     )  # fmt: skip
     return choose("cost", RequestView(10, {}, expected_tokens=100), [], [worker], 64).chosen
