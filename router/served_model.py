@@ -11,13 +11,12 @@ from dataclasses import dataclass, field
 
 from common.errors import ConfigError
 from common.text.tokenizer import Tokenizer
-from router.api.sampling import ModelLimits
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.explain import ExplainLog
 from router.metrics import RouterMetrics
 from router.objectives.adaptive import roles_for
-from router.workers.model_workers import ModelWorkers
+from router.workers.model_workers import ModelLimits, ModelWorkers
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -22,10 +22,10 @@ from common.model_files import resolve_model
 from common.net.hosts import socket_family, with_port
 from common.net.scrape import serve_scrapes
 from common.text.load import load_tokenizer
+from router.app import create_app
 from router.config import HttpConfig, RouterConfig
 from router.connections.protocol import BoundedProtocol, bounded_protocol
 from router.gateway import Gateway
-from router.http.app import create_app
 from router.served_model import LoadedModel, serve_models
 
 SCRAPE_SECONDS = 5.0  # for the event loop to come to a scrape

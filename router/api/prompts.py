@@ -14,8 +14,9 @@ import orjson
 from common.errors import ContextLengthError, InvalidRequestError
 from common.text.tokenizer import Tokenizer
 from router.api.message_schemas import Message
-from router.api.sampling import ModelLimits, checked_ids
+from router.api.sampling import checked_ids
 from router.api.schemas import CompletionBody
+from router.workers.model_workers import ModelLimits
 
 INLINE_CHARS = 8_192  # about 2 ms; longer texts are encoded on a thread
 MAX_CHARS_PER_TOKEN = 128  # no text with more characters than this times the context can fit

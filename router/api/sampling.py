@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from common.errors import ContextLengthError, InvalidRequestError
 from common.text.tokenizer import Tokenizer
 from protos import types_pb2 as pb
 from router.api.schemas import ChatCompletionBody, CompletionBody, GenerationBody
+from router.workers.model_workers import ModelLimits
 
 DEFAULT_COMPLETION_TOKENS = 16
 SEED_MASK = (1 << 64) - 1
-
-
-@dataclass(frozen=True, slots=True)
-class ModelLimits:
-    """Limits that hold on all workers of the model."""
-
-    max_model_len: int
-    vocab_size: int
 
 
 def sampling_params(

@@ -13,7 +13,6 @@ import httptools
 
 from common.errors import MiniInferError, UnavailableError
 from router.config import HttpConfig
-from router.connections.chunk_writer import CHUNK_WRITER, ChunkWriter
 from router.connections.connection import Connection
 from router.connections.connection_slots import ConnectionSlots
 from router.connections.rules import (
@@ -24,6 +23,7 @@ from router.connections.rules import (
     check_head,
     head_bytes,
 )
+from router.http.chunk_writer import CHUNK_WRITER, ChunkWriter
 from router.http.errors import HttpError
 from router.http.middleware import OPEN_PATHS
 

@@ -15,7 +15,7 @@ from common.errors import MiniInferError
 from router.api.render import Renderer
 from router.api.results import ChoiceResult
 from router.api.text import Update
-from router.connections.chunk_writer import CHUNK_WRITER
+from router.http.chunk_writer import CHUNK_WRITER
 from router.http.errors import error_response, log_if_internal
 from router.http.sse import EventStream, Headers
 from router.request import GenerationRequest

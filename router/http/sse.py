@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from router.api.render import Renderer, event
 from router.api.results import ChoiceResult
 from router.api.text import Update
-from router.connections.chunk_writer import ChunkWriter
+from router.http.chunk_writer import ChunkWriter
 from router.http.errors import error_object, log_if_internal
 from router.request import GenerationRequest
 

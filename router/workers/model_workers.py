@@ -8,16 +8,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 from common.errors import UnavailableError
 from kvstore.pool.block_hash import block_keys, root_key
 from kvstore.pool.index import PrefixIndex
 from kvstore.types import WorkerId
 from protos import types_pb2 as pb
-from router.api.sampling import ModelLimits
 from router.routing.rates import WorkerRates
 from router.workers.handshake import check_worker
 from router.workers.worker_link import WorkerLink
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """Limits that hold on all workers of the model."""
+
+    max_model_len: int
+    vocab_size: int
 
 
 class ModelWorkers:

@@ -16,9 +16,9 @@ from common.step_times import num_pairs
 from common.token_ids import num_ids
 from kvstore.types import WorkerId
 from protos import types_pb2 as pb
-from router.routing.backlog import Backlog
 from router.routing.rates import WorkerRates
 from router.routing.views import WorkerView
+from router.workers.backlog import Backlog
 from router.workers.breaker import Breaker
 from router.workers.failures import WorkerLostError, error_of
 from router.workers.index_feed import IndexFeed

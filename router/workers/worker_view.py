@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from kvstore.types import WorkerId
 from protos import types_pb2 as pb
-from router.routing.backlog import Backlog
 from router.routing.rates import WorkerRates
 from router.routing.views import WorkerView
+from router.workers.backlog import Backlog
 
 KV_BOUND_SHARE = 0.9  # of the KV blocks in use while requests wait: the batch cannot grow
 

@@ -21,7 +21,7 @@ from cli.cluster.plan import ServeConfig
 from cli.load import bench, demo
 from cli.terminal import chat
 from common.config import ENV_PREFIX, add_arguments
-from router.http.app import create_app
+from router.app import create_app
 from tests.deploy.settings import SETTINGS, VARIABLES
 from tests.packaging.documentation import GUIDES, RECORDS, ROOT, page
 

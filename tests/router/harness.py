@@ -17,10 +17,10 @@ from openai import AsyncOpenAI
 from common.model_files import resolve_model
 from common.text.load import load_tokenizer
 from common.text.tokenizer import Tokenizer
+from router.app import create_app
 from router.config import HttpConfig, RouterConfig
 from router.connections.protocol import bounded_protocol
 from router.gateway import Gateway
-from router.http.app import create_app
 from router.served_model import LoadedModel, ServedModel, serve_models
 from tests.router.scripted_worker import Script, ScriptedWorker
 

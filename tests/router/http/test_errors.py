@@ -13,8 +13,8 @@ from common.errors import EngineError
 from common.logging import RateLimit, traceback_text
 from protos import types_pb2 as pb
 from router.api.text import ChoiceText
-from router.connections.chunk_writer import ChunkWriter
 from router.dispatch import Dispatcher
+from router.http.chunk_writer import ChunkWriter
 from router.http.errors import retry_after
 from router.http.sse import EventStream
 from tests.router.harness import Cluster, cluster

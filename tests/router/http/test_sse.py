@@ -14,7 +14,7 @@ from common.errors import EngineError
 from router.api.completion_renderer import CompletionRenderer
 from router.api.render import RenderOptions
 from router.api.text import Update
-from router.connections.chunk_writer import ChunkWriter
+from router.http.chunk_writer import ChunkWriter
 from router.http.sse import EventStream
 from router.metrics import RouterMetrics
 from router.request import GenerationRequest

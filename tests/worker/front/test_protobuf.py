@@ -20,9 +20,9 @@ from common.token_ids import pack_ids
 from engine.request import FinishReason, Request, RequestId, SamplingParams, TokenLogprobs
 from kvstore.transports.unix_socket import pack
 from protos import types_pb2 as pb
-from router.api.sampling import ModelLimits
 from router.api.sampling import sampling_params as client_sampling_params
 from router.api.schemas import CompletionBody
+from router.workers.model_workers import ModelLimits
 from worker.engine_process.process import REQUEST_FIELDS
 from worker.front.drain import Drain
 from worker.front.protobuf import FAILURE_CODES, failure_of, load_report, sampling_params, submit_of, token_delta

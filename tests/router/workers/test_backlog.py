@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from router.routing.backlog import Backlog
+from router.workers.backlog import Backlog
 from router.workers.leg import Leg
 
 

@@ -7,7 +7,7 @@ import weakref
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-CHUNK_WRITER = "router.connections.chunk_writer"  # in the scope of a request
+CHUNK_WRITER = "router.http.chunk_writer"  # in the scope of a request
 
 
 class ChunkWriter:

@@ -29,7 +29,7 @@ from router.http.api_docs import Operation, openapi, page
 from router.http.errors import HttpError, error_response, log_if_internal, status_of
 from router.http.held_bodies import HeldBody
 from router.http.middleware import Guard
-from router.http.operator_routes import Handler, add_operator_routes, json_response
+from router.operator_routes import Handler, add_operator_routes, json_response
 from router.served_model import ServedModel
 
 MAX_GUESSED_PATH = 64  # characters; a longer path is no typo
