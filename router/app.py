@@ -22,8 +22,9 @@ from common.metrics import CONTENT_TYPE
 from common.model_files import DRY_RUN_MODEL_NAME
 from common.version import VERSION
 from protos import types_pb2 as pb
-from router.api.schemas import ChatCompletionBody, CompletionBody, DetokenizeBody, TokenizeBody
+from router.api.schemas import DetokenizeBody, TokenizeBody
 from router.config import ROLES
+from router.features import ChatCompletionBody, CompletionBody
 from router.gateway import Gateway
 from router.http.api_docs import Operation, openapi, page
 from router.http.errors import HttpError, error_response, log_if_internal, status_of

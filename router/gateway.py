@@ -14,23 +14,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from common.errors import InvalidRequestError
-from router.api.chat_renderer import ChatRenderer, ToolChatRenderer
 from router.api.completion_renderer import CompletionRenderer
 from router.api.parse import parse_body
 from router.api.prompts import chat_prompt, completion_prompts, text_prompt, truncated
 from router.api.render import Renderer, RenderOptions
 from router.api.sampling import checked_ids, for_choice, sampling_params
-from router.api.schemas import (
-    ChatCompletionBody,
-    CompletionBody,
-    DetokenizeBody,
-    GenerationBody,
-    TokenizeBody,
-)
-from router.api.text import ChoiceText, StopRules
+from router.api.schemas import DetokenizeBody, GenerationBody, TokenizeBody
+from router.api.text import StopRules
 from router.choice import Choice
 from router.config import HttpConfig, RouterConfig
-from router.grammar.answer_format import answer_grammar
+from router.features import ChatCompletionBody, CompletionBody, Features
 from router.http.answer import GenerationResponse
 from router.http.body import read_json_object
 from router.http.deadline import timeout_seconds
@@ -39,7 +32,6 @@ from router.http.held_bodies import HeldBodies, HeldBody
 from router.journal import Journal
 from router.request import GenerationRequest
 from router.served_model import ServedModel
-from router.tools.tool_use import ToolText, ToolUse, tool_use
 from router.workers.workers import WorkerTable
 
 ALIASES = ("mini-infer", "default")  # the first model, unless one is called so
@@ -97,13 +89,13 @@ class Gateway:
         add_prompt = (
             not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
         )
-        tools = await tool_use(body, model.tokenizer)
-        token_ids = await self._chat_ids(model, body, add_prompt, tools)
+        n = body.n or 1
+        features = await Features.of(body, n, model.tokenizer)
+        token_ids = await self._chat_ids(model, body, add_prompt, features.descriptions)
         prompts = [truncated(token_ids, body.truncate_prompt_tokens)]
-        request = await self._request(http, model, body, prompts, body.n or 1, arrival, tools)
+        request = self._request(http, model, body, features, prompts, n, arrival)
         options = self._options(request, model, body, prompts, (), bool(body.logprobs))
-        renderer = ChatRenderer if tools is None else ToolChatRenderer
-        return self._respond(http, body, request, renderer(options, model.tokenizer))
+        return self._respond(http, body, request, features.renderer(options, model.tokenizer))
 
     async def completions(self, http: Request, held: HeldBody) -> Response:
         arrival = time.monotonic()
@@ -114,20 +106,21 @@ class Gateway:
         prompts = [truncated(token_ids, body.truncate_prompt_tokens) for token_ids in prompts]
         n = body.n or 1
         per_prompt = max(body.best_of or n, n)
-        request = await self._request(http, model, body, prompts, per_prompt, arrival)
+        features = await Features.of(body, len(prompts) * per_prompt, model.tokenizer)
+        request = self._request(http, model, body, features, prompts, per_prompt, arrival)
         texts = tuple(self._echo_texts(model, body, prompts)) if body.echo else ()
         options = self._options(request, model, body, prompts, texts, body.logprobs is not None)
         return self._respond(http, body, request, CompletionRenderer(options, model.tokenizer, n, per_prompt))
 
-    async def _request(
+    def _request(
         self,
         http: Request,
         model: ServedModel,
         body: ChatCompletionBody | CompletionBody,
+        features: Features,
         prompts: Sequence[list[int]],
         per_prompt: int,
         arrival: float,
-        tools: ToolUse | None = None,
     ) -> GenerationRequest:
         """The request that `body` asks for, with `per_prompt` choices for each prompt. Its id is the router's own."""
         continues = isinstance(body, CompletionBody)  # the text continues the prompt
@@ -141,15 +134,9 @@ class Gateway:
         )
         timeout = timeout_seconds(http.headers, bool(body.stream), self.config.request_timeout_seconds)
         skip_special = body.skip_special_tokens is not False
-        num_choices = len(prompts) * per_prompt
-        grammar = (
-            tools.grammar
-            if tools
-            else await answer_grammar(body.response_format, body.structured_outputs, num_choices)
-        )
         choices = []
         for prompt_index, token_ids in enumerate(prompts):
-            params = sampling_params(body, model.tokenizer, model.limits(), len(token_ids), grammar)
+            params = sampling_params(body, model.tokenizer, model.limits(), len(token_ids), features.grammar)
             has_logprobs = params.HasField("logprobs") or params.HasField("prompt_logprobs")
             for number in range(per_prompt):
                 index = prompt_index * per_prompt + number
@@ -164,11 +151,7 @@ class Gateway:
                     cache_salt=body.cache_salt or "",
                     session=http.headers.get("x-session-id", "")[:MAX_LABEL_CHARS] or body.user or "",
                 )
-                text = (
-                    ToolText(tools, model.tokenizer, rules, has_logprobs, skip_special)
-                    if tools
-                    else ChoiceText(model.tokenizer, rules, continues, has_logprobs, skip_special)
-                )
+                text = features.text(model.tokenizer, rules, continues, has_logprobs, skip_special)
                 choices.append(Choice(index, prompt_index, journal, text, model.dispatcher))
         return GenerationRequest(request_id, choices, model.metrics)
 
@@ -216,7 +199,7 @@ class Gateway:
         model: ServedModel,
         body: ChatCompletionBody | TokenizeBody,
         add_prompt: bool,
-        tools: ToolUse | None = None,
+        tools: list[dict[str, Any]] | None = None,
     ) -> list[int]:
         token_ids = await chat_prompt(
             body.messages or (),
@@ -225,7 +208,7 @@ class Gateway:
             add_prompt,
             bool(body.continue_final_message),
             body.template_variables if isinstance(body, ChatCompletionBody) else body.chat_template_kwargs,
-            None if tools is None else tools.descriptions,
+            tools,
         )
         if not token_ids:
             raise InvalidRequestError("the messages give an empty prompt", "messages")

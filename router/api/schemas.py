@@ -1,5 +1,7 @@
 """Schemas of request bodies: strict pydantic models, and their bounds. `parse` applies them.
 
+`router/features.py` adds the fields of optional parts.
+
 Knows nothing of tokens: ranges that need the model (context, vocabulary) are checked in `prompts` and `sampling`.
 """
 
@@ -21,8 +23,6 @@ from router.api.message_schemas import (
     TemplateKwargs,
     check_messages,
 )
-from router.grammar.answer_format import ResponseFormat, StructuredOutputs, json_answer_schema
-from router.tools.tools import ToolChoice, Tools, check_tools, is_forced
 
 MAX_CHOICES = 128  # n, best_of, and n times the number of prompts
 MAX_PROMPTS = 128
@@ -71,8 +71,6 @@ class GenerationBody(Body):
     bad_words: Annotated[list[StopString], Field(max_length=MAX_LIST)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
     user: Label | None = None
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_LABEL_CHARS)] | None = None
@@ -83,10 +81,6 @@ class GenerationBody(Body):
     def _check(self) -> GenerationBody:
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options needs stream: true", "stream_options")
-        if self.structured_outputs is not None and json_answer_schema(self.response_format) is not None:
-            raise InvalidRequestError(
-                "structured_outputs and response_format exclude each other", "structured_outputs"
-            )
         if self.min_tokens and self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError("min_tokens must not exceed max_tokens", "min_tokens")
         return self
@@ -106,11 +100,8 @@ class ChatCompletionBody(GenerationBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: TemplateKwargs = None
-    tools: Tools | None = None
     reasoning_effort: Label | None = None
     verbosity: Label | None = None
-    tool_choice: ToolChoice = None
-    parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatCompletionBody:
@@ -122,13 +113,6 @@ class ChatCompletionBody(GenerationBody):
         if self.max_completion_tokens and self.min_tokens and self.min_tokens > self.max_completion_tokens:
             raise InvalidRequestError("min_tokens must not exceed max_completion_tokens", "min_tokens")
         check_messages(self.messages)
-        check_tools(self.tools or [], self.tool_choice)
-        if self.tools and self.tool_choice != "none" and self.structured_outputs is not None:
-            message = "structured_outputs cannot be combined with tools; response_format can"
-            raise InvalidRequestError(message, "structured_outputs")
-        if is_forced(self.tool_choice) and json_answer_schema(self.response_format) is not None:
-            message = "tool_choice asks for a call, response_format for another answer"
-            raise InvalidRequestError(message, "tool_choice")
         return self
 
     @property

@@ -72,6 +72,21 @@ class StructuredOutputs(Body):
         return self
 
 
+class AnswerFields(Body):
+    """Fields of a request's body."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    @model_validator(mode="after")
+    def _check_answer(self) -> AnswerFields:
+        if self.structured_outputs is not None and json_answer_schema(self.response_format) is not None:
+            raise InvalidRequestError(
+                "structured_outputs and response_format exclude each other", "structured_outputs"
+            )
+        return self
+
+
 async def answer_grammar(
     response_format: ResponseFormat | None, structured: StructuredOutputs | None, num_choices: int
 ) -> str:

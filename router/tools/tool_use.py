@@ -12,10 +12,9 @@ from common.text.tokenizer import Tokenizer
 from common.tools.tool_format import ToolFormat, calls_grammar, tool_format
 from common.tools.tool_parser import CallDelta, ToolCallParser
 from protos import types_pb2 as pb
-from router.api.schemas import ChatCompletionBody
 from router.api.text import ChoiceText, DeltaToolCall, StopRules, Update
 from router.grammar.answer_format import answer_grammar, checked_grammar, followed_schema, json_answer_schema
-from router.tools.tools import NamedTool, is_forced
+from router.tools.tools import NamedTool, ToolFields, is_forced
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +30,7 @@ class ToolUse:
     grammar: str  # empty: the model decides
 
 
-async def tool_use(body: ChatCompletionBody, tokenizer: Tokenizer) -> ToolUse | None:
+async def tool_use(body: ToolFields, num_choices: int, tokenizer: Tokenizer) -> ToolUse | None:
     """Return what the answers may call; None: nothing. Raises InvalidRequestError, also for a model without tools."""
     if not body.tools or body.tool_choice == "none":
         return None
@@ -46,11 +45,13 @@ async def tool_use(body: ChatCompletionBody, tokenizer: Tokenizer) -> ToolUse | 
         is_parallel,
         is_forced(body.tool_choice),
         frozenset(special.values()),
-        await _grammar(body, written, is_parallel, special),
+        await _grammar(body, num_choices, written, is_parallel, special),
     )
 
 
-async def _grammar(body: ChatCompletionBody, written: ToolFormat, is_parallel: bool, special: dict[str, int]) -> str:
+async def _grammar(
+    body: ToolFields, num_choices: int, written: ToolFormat, is_parallel: bool, special: dict[str, int]
+) -> str:
     """Return the grammar of required calls, or of calls beside an answer in a given format; empty: any text."""
     if json_answer_schema(body.response_format) is None and not is_forced(body.tool_choice):
         return ""
@@ -64,7 +65,7 @@ async def _grammar(body: ChatCompletionBody, written: ToolFormat, is_parallel: b
     if len(found) <= MAX_GRAMMAR_CHARS:
         for where, function in chosen.items():  # each alone: errors name it
             await checked_grammar(json_schema(schemas[function.name]), f"{where}.parameters")
-    return await checked_grammar(found, "tools", body.n or 1)
+    return await checked_grammar(found, "tools", num_choices)
 
 
 class ToolText(ChoiceText):

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from common.errors import InvalidRequestError
 from router.api.message_schemas import MAX_LIST, Body
+from router.grammar.answer_format import AnswerFields, json_answer_schema
 
 MAX_SCHEMA_DEPTH = 64  # as chat templates render schemas by recursion
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
@@ -47,6 +48,25 @@ ToolChoice = Annotated[
     Literal["none", "auto", "required"] | NamedTool | None,
     Field(description="'none', 'auto', 'required' or {'type': 'function', 'function': {'name': ...}}"),
 ]
+
+
+class ToolFields(AnswerFields):
+    """Fields of a chat request's body. What they ask for and an answer's format are checked together."""
+
+    tools: Tools | None = None
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> ToolFields:
+        check_tools(self.tools or [], self.tool_choice)
+        if self.tools and self.tool_choice != "none" and self.structured_outputs is not None:
+            message = "structured_outputs cannot be combined with tools; response_format can"
+            raise InvalidRequestError(message, "structured_outputs")
+        if is_forced(self.tool_choice) and json_answer_schema(self.response_format) is not None:
+            message = "tool_choice asks for a call, response_format for another answer"
+            raise InvalidRequestError(message, "tool_choice")
+        return self
 
 
 def is_forced(choice: ToolChoice) -> bool:
