@@ -21,6 +21,7 @@ from kvstore.transports.service import KvTransferService, PoolView
 from kvstore.transports.staging import StagingTable
 from kvstore.types import BlockId, Epoch, LeaseId
 from protos import kvstore_pb2_grpc
+from worker.config import WorkerConfig
 from worker.kv.shared_pool import SharedPoolMemory
 
 LEASE_SECONDS = 600.0
@@ -30,7 +31,7 @@ class Owner:
     """The side that has computed a prompt: a pool of random bytes, its service, one lease after another."""
 
     def __init__(self, geometry: PoolGeometry, device: torch.device, folder: str, transport: str) -> None:
-        self._memory = SharedPoolMemory("owner", folder, "", staging_bytes_for(geometry), transport)
+        self._memory = open_memory("owner", geometry, folder, transport)
         kv_pool = self._memory.allocate(geometry, device)
         as_words(kv_pool).random_()
         self._pool = BlockPool(geometry.num_blocks)
@@ -44,9 +45,9 @@ class Owner:
 
     async def start(self) -> None:
         staging = self._staging if self._memory.needs_staging else None
-        view, sender = PoolView(self._memory.socket_path, staging), BlockServer("127.0.0.1")
+        view, sender = PoolView(self._memory.socket_paths[0], staging), BlockServer("127.0.0.1")
         service = KvTransferService(
-            [view], sender, self._mirror, self._renewed, self._released, self._memory.nixl_memory
+            [view], sender, self._mirror, self._renewed, self._released, self._memory.descriptions
         )
         self._server.add(
             kvstore_pb2_grpc.add_KvTransferServicer_to_server, service, "mini_infer.v1.KvTransfer"
@@ -107,9 +108,9 @@ class Reader:
     """The side that continues the request: a pool of its own, filled by one transport."""
 
     def __init__(self, geometry: PoolGeometry, device: torch.device, folder: str, transport: str) -> None:
-        self.memory = SharedPoolMemory(f"reader-{transport}", folder, "", staging_bytes_for(geometry), transport)
+        self.memory = open_memory(f"reader-{transport}", geometry, folder, transport)
         self.kv_pool = self.memory.allocate(geometry, device)
-        self._client = self.memory.clients("")[0]
+        self._client = self.memory.clients[0]
 
     def pull(self, leases: Sequence[PeerLease]) -> list[float]:
         """Seconds of pulls, one after the other."""
@@ -130,8 +131,11 @@ class Reader:
         self.memory.close()
 
 
-def staging_bytes_for(geometry: PoolGeometry) -> int:
-    return min(geometry.pool_bytes, 1 << 30)
+def open_memory(name: str, geometry: PoolGeometry, folder: str, transport: str) -> SharedPoolMemory:
+    staging_gb = min(geometry.pool_bytes, 1 << 30) / 1e9
+    return SharedPoolMemory(
+        WorkerConfig(worker_id=name, run_dir=folder, kv_staging_gb=staging_gb, kv_transport=transport)
+    )
 
 
 def as_words(kv_pool: torch.Tensor) -> torch.Tensor:

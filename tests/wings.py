@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import re
 import shutil
 import subprocess
 import tomllib
@@ -21,6 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 TABLE: dict[str, Any] = tomllib.loads((ROOT / "wings.toml").read_text(encoding="utf-8"))
 WINGS: dict[str, dict[str, Any]] = TABLE["wings"]
+REGISTERED = re.compile(r"[a-z_.]+:\w+")  # "module:Name"
 # Whose tests run in the copy: what they test is in Python alone, no page, image, manifest or real model.
 ALONE = ("common", "engine", "kvstore", "router", "worker", "cluster/test_end_to_end.py")
 
@@ -38,8 +40,8 @@ def files() -> dict[str, str]:
     return found
 
 
-def _statements(tree: ast.Module) -> Iterator[tuple[ast.stmt, bool]]:
-    """Imports, and whether they run when the module is imported, whatever is installed."""
+def _statements(tree: ast.Module) -> Iterator[tuple[ast.AST, bool]]:
+    """Imports, and texts by which a registry names modules; whether they run when the module is imported."""
     eager: set[ast.AST] = set()
     blocks: list[ast.stmt] = list(tree.body)
     while blocks:
@@ -48,15 +50,17 @@ def _statements(tree: ast.Module) -> Iterator[tuple[ast.stmt, bool]]:
         if isinstance(node, ast.Try | ast.With):
             blocks += node.body
     for each in ast.walk(tree):
-        if isinstance(each, ast.Import | ast.ImportFrom):
+        if isinstance(each, ast.Import | ast.ImportFrom | ast.Constant):
             yield each, each in eager
 
 
-def _modules(node: ast.stmt) -> list[str]:
+def _modules(node: ast.AST) -> list[str]:
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom) and node.module and not node.level:
         return [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    if isinstance(node, ast.Constant) and isinstance(node.value, str) and REGISTERED.fullmatch(node.value):
+        return [node.value.partition(":")[0]]
     return []
 
 

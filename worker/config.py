@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from common.config import check_not_negative, check_positive, setting
 from common.logging import FORMAT_HELP, FORMATS, LEVEL_HELP, LEVELS
 from common.net.cluster_token import check_cluster_token
+from worker.kv.transports import AUTO, TRANSPORTS
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,8 @@ class WorkerConfig:
     cluster_token: str = setting("", "secret that internal calls must carry; needed beyond loopback")
     kv_lease_seconds: float = setting(10.0, "how long a prompt's KV waits for its reader between renewals")
     kv_transport: str = setting(
-        "auto", "how KV comes from peers; auto: the best that both sides have",
-        choices=("auto", "cuda_ipc", "nccl", "nixl", "shm", "tcp"),
+        AUTO, "how KV comes from peers; auto: the best that both sides have",
+        choices=(AUTO, *TRANSPORTS),
     )  # fmt: skip
     kv_port: int = setting(0, "port from which peers read KV by tcp; 0: any free one")
     progressive_pull: bool = setting(

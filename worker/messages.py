@@ -145,7 +145,7 @@ class Ready(Message):
     info: EngineInfo
     shm_sockets: list[str]  # where descriptors of the pools of all ranks are handed out
     needs_staging: bool  # leases name blocks that those pools do not hold
-    nixl_memory: bytes = b""  # how NIXL reads those pools; empty: not at all
+    descriptions: dict[str, bytes]  # of transports, by name, for peers that have the cluster's token
 
 
 class Failed(Message):

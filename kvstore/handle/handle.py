@@ -4,13 +4,14 @@
     between: worker front, router and journal carry the handle unread; a lease is ended by its id and epoch
     reader:  open_handle(handle) -> PeerLease, checked
 
-A shard is msgpack: [format, geometry, addresses, block ids, digests], ids and digests as little-endian integers.
+A shard is msgpack: [format, geometry, [kv address, needs staging, {transport: its address}], block ids, digests], ids
+and digests as little-endian integers. What a transport's address says, only that transport knows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, cast
 
 import msgspec
@@ -24,8 +25,8 @@ from kvstore.types import BlockId, BlockKey, Epoch, LeaseId, WorkerId
 
 PoolName = tuple[WorkerId, int]  # worker and rank
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
-FORMAT = 3
-NUM_ADDRESSES = {1: 4, 2: 6, FORMAT: 7}  # of ShardAddress, by format; earlier ones are read, not written
+Addresses = Annotated[Mapping[Text, Annotated[bytes, msgspec.Meta(max_length=1 << 16)]], msgspec.Meta(max_length=64)]
+FORMAT = 4
 MAX_SHARDS = 256
 MAX_HANDLE_BLOCKS = 1 << 20
 MAX_SHARD_BYTES = 16 << 20  # 12 a block, and room for the rest
@@ -46,15 +47,11 @@ class KvHandle:
 
 @dataclass(frozen=True, slots=True)
 class ShardAddress:
-    """Addresses at which one rank's pool can be read; an empty one is not offered."""
+    """Where one rank's pool can be read."""
 
     kv_address: Text = ""  # host:port of the KvTransfer service
-    shm_socket: Text = ""  # Unix socket that hands out the pool's descriptor
-    cuda_socket: Text = ""  # Unix socket that hands out the descriptor of the pool in GPU memory
-    needs_staging: bool = False  # the blocks lie in GPU memory: shm reads them from rows that the owner names
-    nccl_address: Text = ""  # host:port at which the owner's process joins a communicator
-    gpu: Text = ""  # UUID of the GPU that holds the pool: NCCL connects no GPU with itself
-    nixl_agent: Text = ""  # name of the agent that has registered the pool, or the staging area in front of it
+    needs_staging: bool = False  # the blocks lie in GPU memory: of host memory, rows that the owner names hold them
+    transports: Addresses = field(default_factory=dict)  # by the name of each transport that is offered
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +78,13 @@ class PeerShard:
     @property
     def pool_name(self) -> PoolName:
         return self.worker_id, self.rank
+
+    def address_for(self, transport: str) -> str:
+        """Address of the pool for a transport that is offered. Raises TransferError for bytes that are no text."""
+        try:
+            return self.address.transports[transport].decode()
+        except UnicodeDecodeError:
+            raise TransferError(f"the KV handle has a malformed address for {transport}") from None
 
     def check_offer(self, offered: PoolInfo) -> None:
         """Raise TransferError unless what a socket hands out is the pool that the handle means.
@@ -136,7 +140,8 @@ def pack_shard(
     geometry: PoolGeometry, address: ShardAddress, block_ids: Sequence[BlockId], digests: Sequence[int]
 ) -> bytes:
     ids, sums = np.array(block_ids, "<u4").tobytes(), np.array(digests, "<u8").tobytes()
-    return msgspec.msgpack.encode([FORMAT, geometry_to_wire(geometry), astuple(address), ids, sums])
+    where = [address.kv_address, address.needs_staging, address.transports]
+    return msgspec.msgpack.encode([FORMAT, geometry_to_wire(geometry), where, ids, sums])
 
 
 def open_handle(handle: KvHandle) -> PeerLease:
@@ -167,12 +172,12 @@ def _unpack_shard(handle: KvHandle, data: bytes, rank: int) -> PeerShard:
     try:
         value: Any = msgspec.msgpack.decode(data)
         match value:
-            case [int() as number, *_] if number not in NUM_ADDRESSES:
+            case [int() as number, *_] if number != FORMAT:
                 raise HandshakeError(f"a KV handle of format {number}, not {FORMAT}: run the same version everywhere")
-            case [int() as number, geometry, addresses, bytes() as ids, bytes() as digests] if (
+            case [int(), geometry, where, bytes() as ids, bytes() as digests] if (
                 2 * len(ids) == len(digests) and len(ids) % 4 == 0 and len(ids) // 4 <= MAX_HANDLE_BLOCKS
             ):
-                address = from_fields(ShardAddress, addresses, NUM_ADDRESSES[number])
+                address = from_fields(ShardAddress, where)
             case _:
                 raise TransferError("malformed KV handle")
     except (ValueError, RecursionError) as error:  # msgspec.DecodeError is a ValueError

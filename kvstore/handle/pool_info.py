@@ -7,7 +7,7 @@ peer sends is bounded here before anything is computed from it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass
 from inspect import get_annotations
 from typing import Any, TypeVar
 
@@ -85,7 +85,7 @@ def geometry_from_wire(value: Any) -> PoolGeometry:
 def _group_from_wire(value: Any) -> KvGroup:
     """Decode one group of a layout. Raises ConfigError."""
     try:
-        group = from_fields(KvGroup, value, len(fields(KvGroup)))
+        group = from_fields(KvGroup, value)
     except ValueError as error:
         raise ConfigError("a malformed KV group") from error
     if len(group.name) > MAX_TEXT:
@@ -93,12 +93,12 @@ def _group_from_wire(value: Any) -> KvGroup:
     return group
 
 
-def from_fields(kind: type[T], values: Any, count: int) -> T:
-    """Make a dataclass of a list of its first `count` fields. Raises ValueError for another list or other types."""
-    if not isinstance(values, list) or len(values) != count:
-        raise ValueError(f"a {kind.__name__} of other than {count} values")
-    names = list(get_annotations(kind))[:count]
-    return msgspec.convert(dict(zip(names, values, strict=True)), kind)
+def from_fields(kind: type[T], values: Any) -> T:
+    """Make a dataclass of a list of its fields. Raises ValueError for another list or other types."""
+    names = list(get_annotations(kind))
+    if not isinstance(values, list) or len(values) != len(names):
+        raise ValueError(f"a {kind.__name__} of other than {len(names)} values")
+    return msgspec.convert(dict(zip(names, values, strict=True)), kind, builtin_types=(bytes,))
 
 
 def check_compatible(mine: PoolGeometry, theirs: PoolGeometry, worker_id: WorkerId) -> None:

@@ -1,6 +1,6 @@
 """Pull KV blocks from a peer: choose the transport, verify the digests of what arrives.
 
-    client = host_client(my_geometry, my_blocks, token)
+    client = KvClient(my_geometry, {"shm": ShmReader(my_blocks, leases)}, leases)
     lease = open_handle(handle)
     client.pull(lease, positions, local_block_ids)       # copied and verified, or TransferError
     client.renew(lease, seconds); client.release(lease)
@@ -14,50 +14,23 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from common.errors import MiniInferError, TransferError, UnavailableError
 from kvstore.handle.handle import PeerLease, PeerShard
 from kvstore.handle.head_split import split_blocks
 from kvstore.handle.pool_info import check_compatible
 from kvstore.layout import PoolGeometry
-from kvstore.transports.host_pull import BlockPull, Blocks, SourcePart
+from kvstore.transports.host_pull import BlockPull, SourcePart
 from kvstore.transports.lease_client import LeaseClient
-from kvstore.transports.nixl.agent import NixlAgent
-from kvstore.transports.nixl.reader import NixlTransport
-from kvstore.transports.shm.reader import ShmTransport
-from kvstore.transports.tcp.reader import TcpTransport
+from kvstore.transports.transport import Reader
 from kvstore.types import BlockId, Epoch, WorkerId
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_DEADLINE_SECONDS = 30.0
 FALLBACK_SECONDS = 5.0  # a peer on which so much was spent has stopped: no other transport will find it better
-
-
-class Transport(Protocol):
-    """One way to move blocks into one local pool. Connections and mappings are made at need, kept until `close`."""
-
-    name: str
-
-    def offered_by(self, shard: PeerShard) -> bool:
-        """Whether the peer's handle names what this transport needs."""
-        ...
-
-    def open(self, shard: PeerShard) -> None:
-        """Reach the peer, where that can be done before the first byte. Raises TransferError or UnavailableError."""
-        ...
-
-    def pull(self, pull: BlockPull) -> list[list[int]]:
-        """Copy blocks; return the digests of what was read, by part, to be compared. Raises TransferError.
-
-        After a failure nothing is on its way to the local blocks: the next transport may fill them.
-        """
-        ...
-
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,35 +40,14 @@ class PullResult:
     seconds: float
 
 
-def host_transports(
-    pool: Blocks, leases: LeaseClient, names: Sequence[str], nixl: NixlAgent | None = None
-) -> list[Transport]:
-    """Transports among `names` (best first) that write to host memory: `pool`, uint8 [num_blocks, block_bytes]."""
-    known: dict[str, Callable[[], Transport]] = {
-        "shm": lambda: ShmTransport(pool, leases),
-        "tcp": lambda: TcpTransport(pool, leases),
-    }
-    if nixl is not None:
-        known["nixl"] = lambda: NixlTransport(pool, leases, nixl)
-    return [known[name]() for name in names if name in known]
-
-
-def host_client(
-    geometry: PoolGeometry, pool: Blocks, token: str = "", names: Sequence[str] = ("shm", "tcp"),
-    nixl: NixlAgent | None = None,
-) -> KvClient:  # fmt: skip
-    """A client that fills a pool in host memory."""
-    leases = LeaseClient(token)
-    return KvClient(geometry, host_transports(pool, leases, names, nixl), leases)
-
-
 class KvClient:
     """Reads leases of other workers' pools by the best transport that both sides have."""
 
-    def __init__(self, geometry: PoolGeometry, transports: Sequence[Transport], leases: LeaseClient) -> None:
-        """`transports` in order of preference, all into the pool of `geometry`. Closes them and `leases`."""
+    def __init__(self, geometry: PoolGeometry, readers: Mapping[str, Reader], leases: LeaseClient) -> None:
+        """`readers` by transport, the best first, all into the pool of `geometry`. Closes them and `leases`."""
+        self.transports = tuple(readers)
         self._geometry = geometry
-        self._transports = transports
+        self._readers = readers
         self._leases = leases
         self._chosen: dict[tuple[WorkerId, Epoch], str] = {}  # for the log: one line per change
         self._lock = threading.Lock()
@@ -137,8 +89,8 @@ class KvClient:
         return self._leases.release(lease)
 
     def close(self) -> None:
-        for transport in self._transports:
-            transport.close()
+        for reader in self._readers.values():
+            reader.close()
         self._leases.close()
 
     def _pull_best(self, pull: BlockPull) -> tuple[str, list[list[int]]]:
@@ -149,20 +101,18 @@ class KvClient:
         shard = pull.parts[0].shard
         failures: list[str] = []
         began = time.monotonic()
-        for transport in self._transports:
-            if not all(transport.offered_by(part.shard) for part in pull.parts):
+        for name, reader in self._readers.items():
+            if not all(name in part.shard.address.transports for part in pull.parts):
                 continue
             if failures and time.monotonic() - began > FALLBACK_SECONDS:
                 break
             try:
-                for part in pull.parts:
-                    transport.open(part.shard)
-                digests = transport.pull(pull)
+                digests = reader.pull(pull)
             except MiniInferError as error:
-                failures.append(f"{transport.name}: {error}")
+                failures.append(f"{name}: {error}")
                 continue
-            self._note_choice(shard, transport.name, failures)
-            return transport.name, digests
+            self._note_choice(shard, name, failures)
+            return name, digests
         if not failures:
             raise UnavailableError(f"no transport in common with worker {shard.worker_id}")
         raise TransferError(f"worker {shard.worker_id} cannot be read ({'; '.join(failures)})")

@@ -79,11 +79,11 @@ class LeaseClient:
         reply = call(lambda: stub.Read(request, timeout=deadline_seconds, metadata=self.metadata))
         return reply.ticket, reply.port
 
-    def describe_memory(self, shard: PeerShard) -> bytes:
-        """How NIXL reads the peer's memory. Raises UnavailableError, TransferError."""
+    def describe(self, shard: PeerShard, transport: str) -> bytes:
+        """What the peer's transport tells only those with the token. Raises UnavailableError, TransferError."""
         stub = self.stub(shard.address.kv_address)
-        request = kvstore_pb2.MemoryRequest(epoch=shard.epoch)
-        reply = call(lambda: stub.DescribeMemory(request, timeout=CALL_SECONDS, metadata=self.metadata))
+        request = kvstore_pb2.DescribeTransportRequest(epoch=shard.epoch, transport=transport)
+        reply = call(lambda: stub.DescribeTransport(request, timeout=CALL_SECONDS, metadata=self.metadata))
         return bytes(reply.description)
 
     def close(self) -> None:

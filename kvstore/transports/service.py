@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 from common.errors import InvalidRequestError, MiniInferError, TransferError
 from common.net.rpc import Context, abort_with
@@ -62,9 +63,9 @@ class KvTransferService(kvstore_pb2_grpc.KvTransferServicer):  # type: ignore[mi
         leases: LeaseTable,
         on_renew: OnRenew,
         on_release: OnRelease,
-        nixl_memory: bytes = b"",
+        descriptions: Mapping[str, bytes] = MappingProxyType({}),
     ) -> None:
-        """`pools` by rank: a lease names the same blocks in each of them. nixl_memory: see `NixlAgent.describe`.
+        """`pools` by rank: a lease names the same blocks in each of them. descriptions: of transports, by name.
 
         Pools and sender stay the caller's to close.
         """
@@ -73,7 +74,7 @@ class KvTransferService(kvstore_pb2_grpc.KvTransferServicer):  # type: ignore[mi
         self._leases = leases
         self._on_renew = on_renew
         self._on_release = on_release
-        self._nixl_memory = nixl_memory
+        self._descriptions = descriptions
 
     async def Renew(self, request: kvstore_pb2.LeaseRequest, context: Context) -> kvstore_pb2.LeaseReply:
         lease_id, epoch = LeaseId(request.lease_id), Epoch(request.epoch)
@@ -115,10 +116,13 @@ class KvTransferService(kvstore_pb2_grpc.KvTransferServicer):  # type: ignore[mi
             await abort_with(context, error)
         return kvstore_pb2.ReadReply(ticket=ticket, port=self._sender.port)
 
-    async def DescribeMemory(self, request: kvstore_pb2.MemoryRequest, context: Context) -> kvstore_pb2.MemoryReply:
-        if not self._nixl_memory or request.epoch != self._leases.epoch:
-            await abort_with(context, TransferError("this worker has not registered its memory for NIXL"))
-        return kvstore_pb2.MemoryReply(description=self._nixl_memory)
+    async def DescribeTransport(
+        self, request: kvstore_pb2.DescribeTransportRequest, context: Context
+    ) -> kvstore_pb2.DescribeTransportReply:
+        description = self._descriptions.get(request.transport)
+        if description is None or request.epoch != self._leases.epoch:
+            await abort_with(context, TransferError(f"this worker does not offer {request.transport[:64]!r}"))
+        return kvstore_pb2.DescribeTransportReply(description=description)
 
     def _pool(self, rank: int) -> PoolView:
         """Pool of a rank. Raises InvalidRequestError."""

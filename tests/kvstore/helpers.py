@@ -17,8 +17,14 @@ from kvstore.handle.pool_info import PoolInfo
 from kvstore.layout import PoolGeometry, full_attention
 from kvstore.pool.digest import digest_blocks
 from kvstore.pool.leases import LeaseTable, new_epoch
+from kvstore.transports.client import KvClient
 from kvstore.transports.descriptor_server import DescriptorServer
+from kvstore.transports.host_pull import BlockPull, Blocks, SourcePart
+from kvstore.transports.lease_client import LeaseClient
 from kvstore.transports.shared_memory import blocks_over, create_memfd, map_fd, reopen_read_only
+from kvstore.transports.shm.reader import ShmReader
+from kvstore.transports.tcp.reader import TcpReader
+from kvstore.transports.transport import Reader
 from kvstore.types import BlockId, Epoch, LeaseId, WorkerId
 
 GEOMETRY = PoolGeometry(full_attention(2, 2, 8, "float32"), 8, 4, "test-model")  # blocks of 1 KB
@@ -52,7 +58,8 @@ class Owner:
         self, block_ids: Sequence[int], lease_id: str = "lease", kv_address: str = "", shm: bool = True
     ) -> PeerLease:
         ids, digests = tuple(map(BlockId, block_ids)), tuple(digest_blocks(self.blocks[list(block_ids)]))
-        address = ShardAddress(kv_address, str(self.socket) if shm else "")
+        offered = {"shm": os.fsencode(self.socket)} if shm else {}
+        address = ShardAddress(kv_address, transports=offered | ({"tcp": b""} if kv_address else {}))
         name = (LeaseId(lease_id), self.info.worker_id, self.epoch)
         shard = PeerShard(*name, self.info.geometry, address, ids, digests)
         return PeerLease(*name, 4 * len(block_ids), 10.0, (shard,))
@@ -73,9 +80,34 @@ def with_shard(lease: PeerLease, **changes: object) -> PeerLease:
     return replace(lease, **common, shards=(first, *lease.shards[1:]))  # type: ignore[arg-type]
 
 
-def with_address(lease: PeerLease, **changes: object) -> PeerLease:
-    """The lease with another address of its first shard."""
-    return with_shard(lease, address=replace(lease.shards[0].address, **changes))  # type: ignore[arg-type]
+def with_address(
+    lease: PeerLease, kv_address: str | None = None, needs_staging: bool | None = None,
+    **transports: str | Path | None,
+) -> PeerLease:  # fmt: skip
+    """The lease with another address of its first shard, or other ones for transports; None: not offered."""
+    known = lease.shards[0].address
+    offered = {name: data for name, data in known.transports.items() if transports.get(name, "") is not None}
+    offered |= {name: str(text).encode() for name, text in transports.items() if text is not None}
+    address = ShardAddress(
+        known.kv_address if kv_address is None else kv_address,
+        known.needs_staging if needs_staging is None else needs_staging,
+        offered,
+    )
+    return with_shard(lease, address=address)
+
+
+def host_client(
+    geometry: PoolGeometry, pool: Blocks, token: str = "", names: Sequence[str] = ("shm", "tcp")
+) -> KvClient:  # fmt: skip
+    """A client that fills a pool in host memory."""
+    leases = LeaseClient(token)
+    known: dict[str, Reader] = {"shm": ShmReader(pool, leases), "tcp": TcpReader(pool, leases)}
+    return KvClient(geometry, {name: known[name] for name in names}, leases)
+
+
+def pull_of_one(lease: PeerLease, rank: int = 0) -> BlockPull:
+    """Copy the lease's first block in the pool of a rank to block 0."""
+    return BlockPull([SourcePart(lease.shards[rank])], [0], [BlockId(0)], time.monotonic() + 60.0)
 
 
 def as_handle(lease: PeerLease) -> KvHandle:

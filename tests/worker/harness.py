@@ -175,7 +175,7 @@ def edited(handle: pb.KvHandle, edit: Callable[[PeerLease], PeerLease]) -> pb.Kv
 
 def by_tcp(handle: pb.KvHandle) -> pb.KvHandle:
     """The handle without what else than TCP could read."""
-    return edited(handle, lambda lease: with_address(lease, shm_socket=""))
+    return edited(handle, lambda lease: with_address(lease, shm=None))
 
 
 @contextmanager

@@ -65,9 +65,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _start(link: FrameSocket, start: Start, heartbeat: Heartbeat) -> EngineProcess:
     config, worker = start.engine, start.worker
-    memory = SharedPoolMemory(
-        worker.worker_id, worker.run_dir, worker.agent_socket, int(worker.kv_staging_gb * 1e9), worker.kv_transport
-    )
+    memory = SharedPoolMemory(worker)
     cores = None if config.num_threads or config.num_ranks > 1 else _shared_cores(worker.run_dir)
     parts = assemble(config, memory, start.gpu, on_progress=StartReports())
     if cores is not None and parts.device != "cpu":
@@ -83,14 +81,14 @@ def _start(link: FrameSocket, start: Start, heartbeat: Heartbeat) -> EngineProce
     gc.freeze()  # what was loaded stays: walking it takes 90 ms of a step now and then
     scheduler = parts.engine.scheduler
     exporter = memory.exporter(scheduler.kv.pool, *([parts.runner.start_queued] if config.pp > 1 else []))
-    puller = KvPuller(memory.clients(worker.cluster_token), link.wake)
-    memory.serve(worker.host, worker.cluster_token)
+    puller = KvPuller(memory.clients, link.wake)
+    memory.serve()
     handles = HandleWriter(worker.worker_id, memory.shards(start.kv_address), worker.kv_lease_seconds)
     leases = KvLeases(memory.epoch, exporter, handles, worker.kv_lease_seconds)
     memory.send_leases(leases)
     prompt_leases = PromptLeases(scheduler, leases, worker.progressive_pull)
     loads = KvLoads(scheduler, puller, exporter, parts.geometry.block_size, can_read=not config.stage_address)
-    link.send(Ready(_engine_info(parts, memory), memory.socket_paths, memory.needs_staging, memory.nixl_memory))
+    link.send(Ready(_engine_info(parts, memory), memory.socket_paths, memory.needs_staging, memory.descriptions))
     return EngineProcess(link, parts, leases, prompt_leases, loads, heartbeat, cores)
 
 
@@ -114,7 +112,7 @@ def _engine_info(parts: EngineParts, memory: SharedPoolMemory) -> EngineInfo:
         kv_dtype=geometry.dtype,
         num_blocks=geometry.num_blocks,
         block_bytes=geometry.block_bytes,
-        transports=list(memory.transports),
+        transports=memory.transports,
         quantization=parts.quantization,
         device=parts.device,
         cuda_graphs=parts.cuda_graphs,

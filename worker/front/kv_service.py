@@ -31,7 +31,7 @@ def add_kv_service(
         leases,
         on_renew=lambda *lease: engine.send(Renew(*lease)),
         on_release=lambda *lease: engine.send(Release(*lease)),
-        nixl_memory=ready.nixl_memory,
+        descriptions=ready.descriptions,
     )
     server.add(kvstore_pb2_grpc.add_KvTransferServicer_to_server, servicer, SERVICE_NAME)
     return leases, staging, sender

@@ -11,24 +11,30 @@ On a CPU, for tests, the same without streams.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from common.errors import TransferError
+from common.errors import ConfigError, TransferError
 from engine.gpu.device_memory import tensor_over
+from engine.gpu.pinning import pin
 from kernels.kv_copy import WordCopy
 from kvstore.handle.head_split import HeadCopy
 from kvstore.handle.runs import merged_runs
 from kvstore.pool.digest import WORD_BYTES, digest_weights
 from kvstore.transports.cuda_ipc import cuda_memory
 from kvstore.transports.cuda_ipc.cuda_memory import CudaMemory
-from kvstore.transports.cuda_ipc.reader import RemotePool
+from kvstore.transports.host_pull import Blocks
+from kvstore.transports.transport import RemotePool
 from kvstore.types import BlockId
+
+logger = logging.getLogger("engine")
 
 
 class CopyLists:
@@ -89,7 +95,7 @@ def in_words(copy: HeadCopy) -> WordCopy:
 class DevicePool:
     """kv_pool: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim) of any dtype.
 
-    Implements `kvstore.transports.cuda_ipc.reader.Device`.
+    Implements `kvstore.transports.transport.Device`.
     """
 
     def __init__(self, kv_pool: Tensor) -> None:
@@ -152,7 +158,7 @@ class DevicePool:
             return lists.download(digests)
 
     def digests(self, block_ids: Sequence[BlockId]) -> list[int]:
-        """Digests of blocks that the host has seen finished, as `kvstore.pool.digest` computes them."""
+        """See Device; as `kvstore.pool.digest` computes them."""
         if not block_ids:
             return []
         with self.stream(writes_pool=False):
@@ -169,8 +175,15 @@ class DevicePool:
                 rows[row : row + count].copy_(blocks[block : block + count], non_blocking=True)
             self.synchronize()
 
+    def readable(self, blocks: Blocks, pinned: bool) -> Tensor:
+        """See Device. Until it is pinned, copies go through the driver's buffers."""
+        rows = torch.from_numpy(np.asarray(_Readable(blocks)))
+        if self._on_gpu and pinned:
+            threading.Thread(target=_pin, args=(rows, self.device), daemon=True).start()
+        return rows
+
     def copy_in(self, rows: Tensor, row_ids: Sequence[int], block_ids: Sequence[BlockId]) -> None:
-        """Copy host rows to blocks, and wait."""
+        """See Device."""
         with self.stream(writes_pool=True):
             blocks = self.words.view(torch.uint8)
             for row, block, count in merged_runs(list(zip(row_ids, block_ids, strict=True))):
@@ -218,3 +231,20 @@ class DevicePool:
                 raise TransferError("the device failed while it copied KV blocks") from error
             except torch.OutOfMemoryError as error:
                 raise TransferError("the device has no memory for KV blocks on their way") from error
+
+
+class _Readable:
+    """Read-only memory that says it is writable: torch knows no tensors that are not, and warns."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        self._blocks = blocks
+        self.__array_interface__ = {**blocks.__array_interface__, "data": (blocks.ctypes.data, False)}
+
+
+def _pin(memory: Tensor, device: torch.device) -> None:
+    """For a thread of its own: it takes long, and CUDA keeps a thread's last failure for its next call."""
+    try:
+        with torch.cuda.device(device):
+            pin(memory, is_read_only=True)
+    except ConfigError:
+        logger.info("the driver does not pin a peer's memory: its KV is copied through the driver's buffers")

@@ -1,37 +1,65 @@
-"""Pulls of host transports into a pool in GPU memory: to pinned rows first, then to the blocks, in pieces."""
+"""Pinned rows of shared host memory in front of a pool in GPU memory.
+
+Peers that cannot map the GPU's memory read leases from them, and readers that only know host memory fill them: a pull
+goes to rows first, then to the blocks, in pieces.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
+from torch import Tensor
+
 from common.errors import TransferError
-from kvstore.handle.handle import PeerShard
-from kvstore.transports.client import Transport
-from kvstore.transports.host_pull import BlockPull
+from kvstore.pool.block_pool import BlockPool
+from kvstore.transports.host_pull import BlockPull, Blocks
+from kvstore.transports.transport import Reader
 from kvstore.types import BlockId
 from worker.kv.device_pool import DevicePool
-from worker.kv.kv_exporter import HostRows
 
 ROOM_POLL_SECONDS = 0.005
 PIECE_BYTES = 64 << 20  # other pulls want rows, too
 
 
-class StagedTransport:
+class HostRows:
+    """Pinned rows of the shared memory in front of a GPU. Safe to use from several threads.
+
+    blocks: uint8 [num_rows, block_bytes]; memory: the same bytes as a tensor.
+    """
+
+    def __init__(self, blocks: Blocks, memory: Tensor, beside: HostRows | None = None) -> None:
+        """beside: rows of another rank, as many: a row is then free or taken in both."""
+        self.blocks = blocks
+        self.memory = memory
+        self._rows: BlockPool = beside._rows if beside else BlockPool(len(blocks), enable_prefix_cache=False)
+        self._lock: threading.Lock = beside._lock if beside else threading.Lock()
+
+    @property
+    def num_free(self) -> int:
+        return self._rows.num_available
+
+    def take(self, least: int, most: int) -> list[BlockId]:
+        """Take up to `most` free rows; none when there are fewer than `least`."""
+        with self._lock:
+            count = min(self._rows.num_available, most)
+            return self._rows.allocate(count) if count >= least else []
+
+    def give_back(self, rows: Sequence[BlockId]) -> None:
+        with self._lock:
+            self._rows.release(rows)
+
+
+class StagedReader:
     """`inner` pulls into the rows of `rows`."""
 
-    def __init__(self, inner: Transport, rows: HostRows, device_pool: DevicePool) -> None:
-        self.name = inner.name
+    def __init__(self, inner: Reader, rows: HostRows, device_pool: DevicePool) -> None:
         self._inner = inner
         self._rows = rows
         self._device_pool = device_pool
         self._most = max(PIECE_BYTES // device_pool.block_bytes, 1)
-
-    def offered_by(self, shard: PeerShard) -> bool:
-        return self._inner.offered_by(shard)
-
-    def open(self, shard: PeerShard) -> None:
-        self._inner.open(shard)
 
     def pull(self, pull: BlockPull) -> list[list[int]]:
         digests: list[list[int]] = [[] for _ in pull.parts]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,8 +17,9 @@ import torch
 from common.errors import ConfigError
 from engine.gpu.device_memory import pool_over_device, shareable_pool
 from engine.gpu.failures import describe_out_of_memory
-from engine.kv.memory import allocate_pool, pool_over
-from kvstore.handle.handle import HandleShard
+from engine.kv.memory import allocate_pool
+from kvstore.handle.handle import HandleShard, ShardAddress
+from kvstore.handle.pool_info import PoolInfo
 from kvstore.layout import WHOLE, PoolGeometry
 from kvstore.pool.block_pool import BlockPool
 from kvstore.pool.digest import check_block_bytes
@@ -27,12 +27,13 @@ from kvstore.pool.leases import new_epoch
 from kvstore.tier.host_tier import HostTier, LocalHostTier
 from kvstore.transports.client import KvClient
 from kvstore.transports.cuda_ipc import cuda_memory
-from kvstore.transports.nccl.server import LeaseHolder, NcclServer
-from kvstore.transports.nixl.agent import NixlAgent, agent_name
+from kvstore.transports.lease_client import LeaseClient
+from kvstore.transports.transport import LeaseHolder, OwnWorker, Reader, Transport
 from kvstore.types import WorkerId
-from worker.kv.kv_exporter import DeviceExporter, DirectExporter, KvExporter
-from worker.nccl.pool import NcclPool
-from worker.ranks.rank_pool import DeviceRankPool, HostRankPool, RankPool
+from worker.config import WorkerConfig
+from worker.kv.kv_exporter import KvExporter
+from worker.kv.rank_pool import DeviceRankPool, RankPool
+from worker.kv.transports import AUTO, load_transports
 
 logger = logging.getLogger("engine")
 
@@ -40,168 +41,136 @@ logger = logging.getLogger("engine")
 class SharedPoolMemory:
     """One life of a worker's pool, named by its epoch."""
 
-    def __init__(
-        self, worker_id: str, run_dir: str, agent_socket: str, staging_bytes: int, kv_transport: str = "auto"
-    ) -> None:
+    def __init__(self, config: WorkerConfig) -> None:
+        """Raise ConfigError for a transport that cannot be used here."""
         self.epoch = new_epoch()
         self.shares_device_pools = True
-        self.socket_path = str(Path(run_dir) / f"{worker_id}.kv.sock")
-        self.transports: tuple[str, ...] = ()  # best first
-        self._worker_id = WorkerId(worker_id)
-        self._agent_socket = agent_socket
-        self._staging_bytes = staging_bytes
-        self._kv_transport = kv_transport
-        self._nccl_server: NcclServer | None = None
-        self._nixl: NixlAgent | None = None
+        self.clients: list[KvClient] = []  # readers of peers' blocks, one into the pool of each rank
+        self._config = config
+        named, kinds = config.kv_transport, load_transports()
+        self._wanted = [k for k in kinds if named == k.name or (named == AUTO and k.offered != "named")]
+        worker = OwnWorker(config.host, config.cluster_token)
+        self._transports: dict[str, Transport] = {
+            kind.name: kind(worker) for kind in kinds if kind in self._wanted or kind.offered == "always"
+        }
         self._ranks: list[RankPool] = []  # this process's first
+        self._addresses: list[dict[str, bytes]] = []  # of each rank, since `serve`
+
+    @property
+    def transports(self) -> list[str]:
+        """Those by which this worker reads, the best first."""
+        return list(self.clients[0].transports)
 
     @property
     def needs_staging(self) -> bool:
         """Whether leases name blocks that peers do not find in host memory."""
-        return isinstance(self._ranks[0], DeviceRankPool)
+        return self._ranks[0].rows is not None
 
     def allocate(self, geometry: PoolGeometry, device: torch.device) -> torch.Tensor:
         """See PoolMemory. Raises ConfigError when the memory is not there."""
         check_block_bytes(geometry.block_bytes)
-        own: RankPool
         if device.type == "cpu":
-            own = host = HostRankPool(geometry, self.socket_path)
-            kv_pool = pool_over(host.mapping, geometry)
-        else:
-            num_rows = min(self._staging_bytes // geometry.block_bytes, geometry.num_blocks)
-            if num_rows == 0:
-                raise ConfigError(f"--kv-staging-gb holds no block of {geometry.block_bytes / 1e9:.3f} GB")
-            kv_pool, fd = self._allocate_on(device, geometry)
-            with_nccl = self._kv_transport in ("auto", "nccl")
-            own = DeviceRankPool(geometry, kv_pool, fd, self.socket_path, num_rows, with_nccl)
-        if self._kv_transport == "nixl":
-            self._nixl = NixlAgent(agent_name(self._worker_id, self.epoch))
-        self._add(own)
-        self.transports = self._choose_transports(own)
+            return self._add(RankPool(self._info(geometry), self._next_socket_path())).tensor()
+        staging_bytes = int(self._config.kv_staging_gb * 1e9)
+        num_rows = min(staging_bytes // geometry.block_bytes, geometry.num_blocks)
+        if num_rows == 0:
+            raise ConfigError(f"--kv-staging-gb holds no block of {geometry.block_bytes / 1e9:.3f} GB")
+        kv_pool, fd = self._allocate_on(device, geometry)
+        self._add(DeviceRankPool(self._info(geometry), self._next_socket_path(), kv_pool, fd, num_rows))
         return kv_pool
 
     def allocate_for_rank(self, geometry: PoolGeometry) -> int:
         """See PoolMemory. Ranks come in their order, after `allocate`."""
-        pool = HostRankPool(geometry, self._next_socket_path())
-        self._add(pool)
-        return pool.fd
+        return self._add(RankPool(self._info(geometry), self._next_socket_path())).fd
 
     def adopt_for_rank(self, geometry: PoolGeometry, device: torch.device, fd: int) -> None:
         """See PoolMemory. Ranks come in their order, after `allocate`."""
-        own = self._ranks[0]
-        assert isinstance(own, DeviceRankPool), "ranks are all on GPUs, or none"
+        rows = self._ranks[0].rows
+        assert rows is not None, "ranks are all on GPUs, or none"
         memory = cuda_memory.attach(device.index or 0, fd, geometry.pool_bytes, writable=True)
         kv_pool, path = pool_over_device(memory, geometry, device), self._next_socket_path()
-        num_rows, with_nccl = len(own.host_blocks), own.nccl is not None
-        self._add(DeviceRankPool(geometry, kv_pool, fd, path, num_rows, with_nccl, own.rows))
+        self._add(DeviceRankPool(self._info(geometry), path, kv_pool, fd, len(rows.blocks), rows))
 
-    def _add(self, pool: RankPool) -> None:
+    def _add(self, pool: RankPool) -> RankPool:
+        """Take the next rank's pool, and open its readers. Raises ConfigError when there is none."""
         self._ranks.append(pool)
-        if self._nixl is not None:
-            self._nixl.offer(pool.host_blocks)
+        leases = LeaseClient(self._config.cluster_token)
+        found = {kind.name: self._transports[kind.name].reader(pool, leases) for kind in self._wanted}
+        readers: dict[str, Reader] = {name: reader for name, reader in found.items() if reader is not None}
+        if not readers:
+            raise ConfigError(f"--kv-transport {self._config.kv_transport} needs {self._wanted[0].needs}")
+        self.clients.append(KvClient(pool.info.geometry, readers, leases))
+        return pool
+
+    def _info(self, geometry: PoolGeometry) -> PoolInfo:
+        return PoolInfo(WorkerId(self._config.worker_id), self.epoch, geometry)
 
     def _next_socket_path(self) -> str:
-        return str(Path(self.socket_path).with_suffix(f".{len(self._ranks)}.sock"))
+        rank = f".{len(self._ranks)}" if self._ranks else ""
+        return str(Path(self._config.run_dir) / f"{self._config.worker_id}.kv{rank}.sock")
 
     @property
     def socket_paths(self) -> list[str]:
         """Sockets that hand out descriptors of all ranks' pools."""
-        return [shard.address.shm_socket for shard in self.shards("")]
+        return [rank.socket_path for rank in self._ranks]
 
     @property
-    def nixl_memory(self) -> bytes:
-        """How NIXL reads the pools of all ranks; empty: not at all."""
-        return b"" if self._nixl is None else self._nixl.describe()
+    def descriptions(self) -> dict[str, bytes]:
+        """What transports tell peers that have the cluster's token, by name."""
+        described = {name: transport.describe() for name, transport in self._transports.items()}
+        return {name: text for name, text in described.items() if text}
 
     def shards(self, kv_address: str) -> list[HandleShard]:
-        """The pools of all ranks, and where peers can read them; `kv_address` is the front's."""
-        shards = [HandleShard(pool.geometry, pool.address(kv_address)) for pool in self._ranks]
-        if self._nixl is not None:
-            name = self._nixl.name
-            return [replace(shard, address=replace(shard.address, nixl_agent=name)) for shard in shards]
-        if self._nccl_server is None:
-            return shards
-        at = f"{kv_address.rpartition(':')[0]}:{self._nccl_server.port}"
+        """The pools of all ranks, and where peers can read them; `kv_address` is the front's. After `serve`."""
         return [
-            replace(shard, address=replace(shard.address, nccl_address=at, gpu=nccl.gpu))
-            for shard, nccl in zip(shards, self._nccl_pools(), strict=True)
+            HandleShard(rank.info.geometry, ShardAddress(kv_address, self.needs_staging, addresses))
+            for rank, addresses in zip(self._ranks, self._addresses, strict=True)
         ]
 
-    def _nccl_pools(self) -> list[NcclPool]:
-        """NCCL endpoints of all ranks; none where it is not installed, or not wanted."""
-        return [rank.nccl for rank in self._ranks if rank.nccl is not None]
-
     def exporter(self, pool: BlockPool, end_steps: Callable[[], None] = lambda: None) -> KvExporter:
-        """The exporter of blocks of `pool` to readers. end_steps: see DirectExporter."""
-        on_gpus = [(rank.device_pool, rank.rows) for rank in self._ranks if isinstance(rank, DeviceRankPool)]
-        if on_gpus:
-            return DeviceExporter(on_gpus, pool)
-        return DirectExporter([rank.host_blocks for rank in self._ranks], pool, end_steps)
-
-    def clients(self, token: str) -> list[KvClient]:
-        """Readers of peers' blocks, one into the pool of each rank."""
-        return [rank.client(token, self.transports, self._nixl) for rank in self._ranks]
+        """The exporter of blocks of `pool` to readers. end_steps: see KvExporter."""
+        return KvExporter(self._ranks, pool, end_steps)
 
     def open_host_tier(self, geometry: PoolGeometry, host_tier_bytes: int) -> HostTier | None:
         """The agent's tier, or one of `host_tier_bytes` here, or None. Ranks keep their slots to themselves."""
-        if self._agent_socket and geometry.shard == WHOLE:
+        if self._config.agent_socket and geometry.shard == WHOLE:
             from kvstore.tier.agent_client import AgentHostTier  # only workers with an agent need it
 
             # A GPU's driver keeps the pages that it has registered, whatever is mapped there later.
             reconnects = not self.needs_staging
-            return AgentHostTier(self._agent_socket, geometry.content_name, geometry.block_bytes, reconnects)
+            return AgentHostTier(self._config.agent_socket, geometry.content_name, geometry.block_bytes, reconnects)
         num_slots = host_tier_bytes // geometry.block_bytes
         return LocalHostTier(num_slots, geometry.block_bytes) if num_slots else None
 
-    def serve(self, host: str = "127.0.0.1", token: str = "") -> None:
-        """Start handing out descriptors, and listen for readers by NCCL. Raises ConfigError without a socket."""
+    def serve(self) -> None:
+        """Let peers find all pools. Raises ConfigError without a socket."""
         for rank in self._ranks:
-            rank.serve(self._worker_id, self.epoch)
-        if self._ranks[0].nccl is not None:
-            block_bytes = [rank.geometry.block_bytes for rank in self._ranks]
-            self._nccl_server = NcclServer(host, token, self._worker_id, self.epoch, block_bytes)
+            rank.serve()
+            found = {name: transport.export(rank) for name, transport in self._transports.items()}
+            self._addresses.append({name: address for name, address in found.items() if address is not None})
 
     def send_leases(self, leases: LeaseHolder) -> None:
-        """Send blocks of leases to readers by NCCL, from now on."""
-        if self._nccl_server is not None:
-            self._nccl_server.serve(self._nccl_pools(), leases)
+        """Let transports send blocks of leases, from now on."""
+        for transport in self._transports.values():
+            transport.serve(leases)
 
     def close(self) -> None:
-        if self._nccl_server is not None:
-            self._nccl_server.close()
+        for transport in self._transports.values():
+            transport.close()
         while self._ranks:
             self._ranks.pop().close()
 
-    def _allocate_on(self, device: torch.device, geometry: PoolGeometry) -> tuple[torch.Tensor, int]:
-        """A zeroed pool, and a descriptor of it where it is possible and wanted that peers map it; else -1."""
-        if self._kv_transport not in ("auto", "cuda_ipc") and geometry.shard == WHOLE:
-            return allocate_pool(geometry, device), -1
+    def _allocate_on(self, device: torch.device, geometry: PoolGeometry) -> tuple[torch.Tensor, int | None]:
+        """A zeroed pool, and a descriptor of it where it is possible and wanted that others map it; else None."""
+        if not any(kind.maps_device_memory for kind in self._wanted) and geometry.shard == WHOLE:
+            return allocate_pool(geometry, device), None
         torch.cuda.init()  # type: ignore[no-untyped-call]
         if not cuda_memory.can_share(device.index or 0):
             if geometry.shard != WHOLE:
                 raise ConfigError("--tp and --pp need GPUs whose memory can be shared between processes")
             logger.info("this GPU's memory cannot be shared with other processes: KV is staged in host memory")
-            return allocate_pool(geometry, device), -1
+            return allocate_pool(geometry, device), None
         try:
             return shareable_pool(geometry, device)
         except ConfigError as error:
             raise ConfigError(f"{error}: {describe_out_of_memory()}") from error
-
-    def _choose_transports(self, own: RankPool) -> tuple[str, ...]:
-        """The wanted transports that this worker has. Raises ConfigError when none is left."""
-        on_gpu = [("cuda_ipc", bool(own.address("").cuda_socket)), ("nccl", own.nccl is not None)]
-        possible = (*(name for name, is_there in on_gpu if is_there), "shm", "tcp")
-        if self._kv_transport == "auto":
-            return possible
-        if self._kv_transport == "nixl":
-            return ("nixl",)
-        if self._kv_transport == "nccl" and own.nccl is None:
-            raise ConfigError(
-                "--kv-transport nccl needs a GPU and libnccl.so.2, which torch's packages for CUDA bring: choose auto"
-            )
-        if self._kv_transport not in possible:
-            raise ConfigError(
-                f"--kv-transport {self._kv_transport} needs GPU memory that processes can share: "
-                "choose auto, shm or tcp"
-            )
-        return (self._kv_transport,)

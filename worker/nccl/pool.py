@@ -21,6 +21,7 @@ from kvstore.handle.head_split import HeadCopy
 from kvstore.pool.digest import WORD_BYTES
 from kvstore.transports.nccl.library import nccl_library, poll_until
 from kvstore.transports.nccl.reader import OWNER, Link
+from kvstore.transports.transport import Device
 from kvstore.types import BlockId
 from worker.kv.device_pool import DevicePool, in_words
 from worker.nccl.link import Connector, DeviceLink, Mark, NcclConnector
@@ -188,8 +189,10 @@ class NcclPool:
             raise TransferError("the peer has stopped during the transfer")
 
 
-def open_nccl(pool: DevicePool) -> NcclPool | None:
-    """NCCL for a pool on a GPU; None where there is no library of it."""
+def open_nccl(pool: Device | None) -> NcclPool | None:
+    """NCCL for a pool on a GPU; None for another one, or where there is no library of it."""
+    if not isinstance(pool, DevicePool):
+        return None
     library = nccl_library()
     return None if library is None else NcclPool(pool, NcclConnector(library, pool.device))
 

@@ -14,46 +14,18 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from common.errors import TransferError
 from kvstore.handle.handle import PeerShard, PoolName
-from kvstore.handle.head_split import HeadCopy
 from kvstore.handle.pool_info import PoolInfo, rows_at
 from kvstore.transports.descriptor_server import fetch_pool_held
 from kvstore.transports.host_pull import BlockPull, SourcePart
-from kvstore.types import BlockId
+from kvstore.transports.transport import Device, RemotePool
 
 logger = logging.getLogger(__name__)
+NAME = "cuda_ipc"
 FETCH_SECONDS = 2.0
-
-
-class RemotePool(Protocol):
-    """A peer's pool as this device sees it."""
-
-    def close(self) -> None:
-        """Unmap it. Nothing on the device uses it any more."""
-        ...
-
-
-class Device(Protocol):
-    """The local pool and the device that it lies on."""
-
-    def attach(self, fd: int, num_blocks: int, block_bytes: int) -> RemotePool:
-        """Map a peer's pool; the descriptor stays the caller's. Raises TransferError when it is out of reach."""
-        ...
-
-    def pull(
-        self, remote: RemotePool, remote_ids: Sequence[BlockId], local_ids: Sequence[BlockId],
-        copy: HeadCopy | None = None,
-    ) -> list[int]:  # fmt: skip
-        """Copy blocks, or those heads of each, wait until they are there, and return digests of the whole blocks.
-
-        Raises TransferError.
-        """
-        ...
 
 
 @dataclass(slots=True)
@@ -67,21 +39,13 @@ class _Mapping:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-class CudaIpcTransport:
+class CudaIpcReader:
     """Mappings of peers' pools by worker and rank. A thread for each waits for the owner's end."""
-
-    name = "cuda_ipc"
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._lock = threading.Lock()
         self._mappings: dict[PoolName, _Mapping] = {}
-
-    def offered_by(self, shard: PeerShard) -> bool:
-        return bool(shard.address.cuda_socket)
-
-    def open(self, shard: PeerShard) -> None:
-        self._mapping(shard)
 
     def pull(self, pull: BlockPull) -> list[list[int]]:
         """Copy on this device. The deadline is not needed: no peer takes part, and a copy ends or fails."""
@@ -125,7 +89,7 @@ class CudaIpcTransport:
         return mapping
 
     def _map(self, shard: PeerShard) -> _Mapping:
-        info, fd, connection = fetch_pool_held(shard.address.cuda_socket, FETCH_SECONDS)
+        info, fd, connection = fetch_pool_held(shard.address_for(NAME), FETCH_SECONDS)
         try:
             shard.check_offer(info)
             remote = self._device.attach(fd, info.geometry.num_blocks, info.geometry.block_bytes)

@@ -29,6 +29,7 @@ from kvstore.transports.nccl.connection import REPLY_SECONDS, Connection, Refuse
 from kvstore.types import BlockId, Epoch
 
 logger = logging.getLogger(__name__)
+NAME = "nccl"
 OWNER, READER = 0, 1  # ranks of a communicator
 JOIN_SECONDS = 10.0  # NCCL looks at the machine, loads kernels, connects: 1 to 3 s
 RETRY_SECONDS = 10.0  # before the next attempt to connect to a peer where the last one failed
@@ -111,25 +112,14 @@ class _Pair:
             connection.close()
 
 
-class NcclTransport:
+class NcclReader:
     """Communicators with peers' pools by worker and rank."""
-
-    name = "nccl"
 
     def __init__(self, device: NcclDevice, token: str = "") -> None:
         self._device = device
         self._token = token
         self._lock = threading.Lock()
         self._pairs: dict[PoolName, _Pair] = {}
-
-    def offered_by(self, shard: PeerShard) -> bool:
-        """Whether the peer listens, and its pool is on another GPU: NCCL connects none with itself."""
-        return bool(shard.address.nccl_address) and shard.address.gpu != self._device.gpu
-
-    def open(self, shard: PeerShard) -> None:
-        pair = self._pair(shard)
-        with _held(pair, time.monotonic() + JOIN_SECONDS):
-            self._connected(pair, shard)
 
     def pull(self, pull: BlockPull) -> list[list[int]]:
         return [self._pull_part(part, pull) if pull.positions else [] for part in pull.parts]
@@ -144,9 +134,11 @@ class NcclTransport:
 
     def _pull_part(self, part: SourcePart, pull: BlockPull) -> list[int]:
         shard, pair = part.shard, self._pair(part.shard)
+        if shard.address_for(NAME).partition(" ")[2] == self._device.gpu:
+            raise UnavailableError("NCCL does not connect a GPU with itself")
         block_bytes = shard.geometry.block_bytes
         pieces = self._device.piece_lengths(len(pull.positions), block_bytes)
-        with _held(pair, pull.deadline):
+        with _held(pair, min(time.monotonic() + JOIN_SECONDS, pull.deadline)):
             connection, link = self._connected(pair, shard)
             self._device.prepare(block_bytes, part.copy, pull.deadline)
             deadline = min(transfer_deadline(len(pull.positions) * block_bytes), pull.deadline)
@@ -183,11 +175,12 @@ class NcclTransport:
         return pair.connection, pair.link
 
     def _connect(self, shard: PeerShard) -> tuple[Connection, Link]:
-        host, _, port = shard.address.nccl_address.rpartition(":")
-        if not port.isdecimal() or int(port) > 65535:
+        port = shard.address_for(NAME).partition(" ")[0]
+        if not port.isdecimal() or len(port) > 5 or int(port) > 65535:
             raise TransferError("the KV handle names no port for NCCL")
+        host = shard.address.kv_address.rpartition(":")[0].strip("[]")
         try:
-            sock = socket.create_connection((host.strip("[]"), int(port)), REPLY_SECONDS)
+            sock = socket.create_connection((host, int(port)), REPLY_SECONDS)
         except OSError as error:
             raise UnavailableError(f"the peer cannot be reached: {error.strerror or error}") from error
         connection = Connection(sock)

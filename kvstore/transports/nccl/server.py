@@ -10,8 +10,7 @@ import hmac
 import logging
 import socket
 import time
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from common.errors import TransferError
 from common.logging import RateLimit
@@ -19,7 +18,8 @@ from common.net.rpc import check_bind
 from kvstore.transports.listening import TcpServer
 from kvstore.transports.nccl.connection import REPLY_SECONDS, Connection
 from kvstore.transports.nccl.reader import JOIN_SECONDS, OWNER, NcclDevice, transfer_deadline
-from kvstore.types import BlockId, Epoch, LeaseId
+from kvstore.transports.transport import LeaseHolder
+from kvstore.types import Epoch, LeaseId
 
 logger = logging.getLogger(__name__)
 logger.addFilter(RateLimit())
@@ -30,34 +30,27 @@ MAX_POSITIONS = 1 << 16
 MAX_PIECE_BYTES = 1 << 28  # the owner may have to gather so much
 
 
-class LeaseHolder(Protocol):
-    """The engine's leases. Called from several threads."""
-
-    def hold(self, lease_id: LeaseId, epoch: Epoch, positions: Sequence[int]) -> list[BlockId]:
-        """The lease's blocks at `positions`, which stay its own until `let_go`. Raises TransferError."""
-        ...
-
-    def let_go(self, lease_id: LeaseId) -> None: ...
-
-
 class NcclServer:
     """Listens from the start, serves from `serve` to `close`."""
 
-    def __init__(self, host: str, token: str, worker_id: str, epoch: Epoch, block_bytes: Sequence[int]) -> None:
-        """block_bytes: of each rank's pool. Raises ConfigError when there is no port, or one without protection."""
+    def __init__(self, host: str, token: str, worker_id: str, epoch: Epoch) -> None:
+        """Raise ConfigError when there is no port, or one without protection."""
         check_bind(host, token)
         self._token = token.encode()
         self._worker_id = worker_id
         self._epoch = epoch
-        self._block_bytes = block_bytes
-        self._devices: Sequence[NcclDevice] = ()
+        self._ranks: list[tuple[NcclDevice, int]] = []  # and the bytes of a block
         self._leases: LeaseHolder
         self._server = TcpServer(host, 0, self._serve, MAX_READERS, "NCCL")
         self.port = self._server.port
 
-    def serve(self, devices: Sequence[NcclDevice], leases: LeaseHolder) -> None:
-        """Accept readers. devices: of each rank's pool."""
-        self._devices, self._leases = devices, leases
+    def add(self, device: NcclDevice, block_bytes: int) -> None:
+        """Offer the pool of the next rank."""
+        self._ranks.append((device, block_bytes))
+
+    def serve(self, leases: LeaseHolder) -> None:
+        """Accept readers."""
+        self._leases = leases
         self._server.start()
 
     def close(self) -> None:
@@ -72,8 +65,7 @@ class NcclServer:
             logger.info("a reader's communicator has ended: %s", error)
 
     def _serve_reader(self, connection: Connection) -> None:
-        rank = self._welcome(connection)
-        device = self._devices[rank]
+        device, block_bytes = self._ranks[self._welcome(connection)]
         unique_id = connection.receive(MAX_HELLO_BYTES, REPLY_SECONDS)
         if not isinstance(unique_id, bytes) or len(unique_id) != 128:
             raise TransferError("no unique id")
@@ -81,7 +73,7 @@ class NcclServer:
         try:
             while True:
                 request = connection.receive(MAX_REQUEST_BYTES, None)
-                self._send(connection, device, link, request, self._block_bytes[rank])
+                self._send(connection, device, link, request, block_bytes)
         finally:
             link.abort()
 
@@ -98,9 +90,9 @@ class NcclServer:
             reason = "cluster token missing or wrong"
         elif (worker_id, epoch) != (self._worker_id, self._epoch):
             reason = "this is another worker, or it has restarted (stale epoch)"
-        elif not 0 <= rank < len(self._devices):
-            reason = f"rank {rank} of a worker of {len(self._devices)}"
-        elif gpu == self._devices[rank].gpu:
+        elif not 0 <= rank < len(self._ranks):
+            reason = f"rank {rank} of a worker of {len(self._ranks)}"
+        elif gpu == self._ranks[rank][0].gpu:
             reason = "NCCL does not connect a GPU with itself"
         connection.send([reason])
         if reason:

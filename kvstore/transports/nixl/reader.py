@@ -26,6 +26,7 @@ from kvstore.transports.nixl.agent import NixlAgent, NixlRead, RemoteAgent, Span
 from kvstore.transports.shm.reader import rows_of_lease
 from kvstore.types import Epoch, WorkerId
 
+NAME = "nixl"
 PIECE_BYTES = 16 << 20
 NUM_HALVES = 2
 MAX_PEERS = 64
@@ -49,10 +50,8 @@ class _Buffer:
         return True
 
 
-class NixlTransport:
+class NixlReader:
     """Agents of peers by worker, and buffers, of which there are as many as pulls at once."""
-
-    name = "nixl"
 
     def __init__(self, pool: Blocks, leases: LeaseClient, agent: NixlAgent) -> None:
         """`pool` is what is pulled into; `leases` and `agent` stay the caller's to close."""
@@ -62,13 +61,6 @@ class NixlTransport:
         self._lock = threading.Lock()
         self._peers: dict[WorkerId, tuple[Epoch, RemoteAgent]] = {}
         self._buffers: list[_Buffer] = []
-
-    def offered_by(self, shard: PeerShard) -> bool:
-        return bool(shard.address.nixl_agent)
-
-    def open(self, shard: PeerShard) -> None:
-        with self._connected(shard):
-            pass
 
     def pull(self, pull: BlockPull) -> list[list[int]]:
         digests: list[list[int]] = []
@@ -155,8 +147,8 @@ class NixlTransport:
 
     def _connect(self, shard: PeerShard) -> RemoteAgent:
         """Get to know the peer and keep it for later, too."""
-        peer = self._agent.connect(self._leases.describe_memory(shard))
-        if peer.name != shard.address.nixl_agent:
+        peer = self._agent.connect(self._leases.describe(shard, NAME))
+        if peer.name != shard.address_for(NAME):
             self._agent.disconnect(peer)
             raise TransferError("the address is another worker's, or this one has restarted (stale epoch)")
         with self._lock:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,10 @@ from kvstore.transports.descriptor_server import fetch_pool
 from kvstore.transports.host_pull import BlockPull, Blocks, pull_parts
 from kvstore.transports.lease_client import LeaseClient
 from kvstore.transports.shared_memory import blocks_over, map_fd
+from kvstore.transports.transport import Device, Reader
 from kvstore.types import BlockId, Epoch
 
+NAME = "shm"
 MAX_MAPPINGS = 64
 FETCH_SECONDS = 2.0
 
@@ -49,15 +51,15 @@ class PeerMemory:
 
     info: PoolInfo
     blocks: Blocks  # read-only
-    prepared: Any  # what `prepare` made of it
+    on_device: Any  # as the device reads it, if there is one
 
 
 class PeerMappings:
     """Memory of peers by (worker, rank, epoch), least recently used first out. Safe to use from several threads."""
 
-    def __init__(self, prepare: Callable[[PeerShard, Blocks], Any] = lambda *_: None) -> None:
-        """prepare: called once for each mapping; its result is kept as long."""
-        self._prepare = prepare
+    def __init__(self, device: Device | None = None) -> None:
+        """device: which is to read the memory, too."""
+        self._device = device
         self._lock = threading.Lock()
         self._found: OrderedDict[tuple[PoolName, Epoch], PeerMemory] = OrderedDict()
 
@@ -85,33 +87,27 @@ class PeerMappings:
         return known
 
     def _map(self, shard: PeerShard) -> PeerMemory:
-        info, fd = fetch_pool(shard.address.shm_socket, FETCH_SECONDS)
+        info, fd = fetch_pool(shard.address_for(NAME), FETCH_SECONDS)
         try:
             shard.check_offer(info)
             geometry = info.geometry
             mapping = map_fd(fd, geometry.pool_bytes, writable=False)
             blocks = blocks_over(mapping, geometry.num_blocks, geometry.block_bytes)
-            return PeerMemory(info, blocks, self._prepare(shard, blocks))
+            # A peer's pool on a CPU may be too large to be pinned.
+            pinned = shard.address.needs_staging
+            return PeerMemory(info, blocks, self._device and self._device.readable(blocks, pinned))
         finally:
             os.close(fd)
 
 
-class ShmTransport:
+class ShmReader:
     """Copies blocks from peers' memory."""
-
-    name = "shm"
 
     def __init__(self, pool: Blocks, leases: LeaseClient) -> None:
         """`pool` is what is pulled into; `leases` stays the caller's to close."""
         self._pool = pool
         self._leases = leases
         self._mappings = PeerMappings()
-
-    def offered_by(self, shard: PeerShard) -> bool:
-        return bool(shard.address.shm_socket)
-
-    def open(self, shard: PeerShard) -> None:
-        self._mappings.of(shard)
 
     def pull(self, pull: BlockPull) -> list[list[int]]:
         return pull_parts(self._read, pull, self._pool)
@@ -126,3 +122,31 @@ class ShmTransport:
 
     def close(self) -> None:
         self._mappings.clear()
+
+
+class DeviceShmReader:
+    """Into a pool in a device's memory: the device copies blocks from the peer's memory by itself.
+
+    A peer whose blocks lie in GPU memory, too, has copied them to pinned rows when it was asked to; here the rows are
+    pinned as well, so both copies run at the bus's speed. Digests are computed on the device, of what has arrived.
+    """
+
+    def __init__(self, device: Device, through_host: Reader, leases: LeaseClient) -> None:
+        """through_host: for shards that are divided otherwise than ours."""
+        self._device = device
+        self._through_host = through_host
+        self._leases = leases
+        self._mappings = PeerMappings(device)
+
+    def pull(self, pull: BlockPull) -> list[list[int]]:
+        part, *others = pull.parts
+        if others or part.copy is not None:
+            return self._through_host.pull(pull)
+        peer = self._mappings.of(part.shard)
+        rows = rows_of_lease(part.shard, pull.positions, len(peer.blocks), self._leases, pull.seconds_left)
+        self._device.copy_in(peer.on_device, rows, pull.local_block_ids)
+        return [self._device.digests(pull.local_block_ids)]
+
+    def close(self) -> None:
+        self._mappings.clear()
+        self._through_host.close()

@@ -32,10 +32,8 @@ WAIT_SECONDS = 1  # between two looks at the deadline
 Address = tuple[str, int]
 
 
-class TcpTransport:
+class TcpReader:
     """Safe to use from several threads; `client` stays the caller's to close."""
-
-    name = "tcp"
 
     def __init__(self, pool: Blocks, client: LeaseClient) -> None:
         """`pool` is what is pulled into."""
@@ -44,12 +42,6 @@ class TcpTransport:
         self._connections = Connections()
         self._num_streams = min(MAX_STREAMS, len(os.sched_getaffinity(0)))
         self._threads = ThreadPoolExecutor(2 * MAX_STREAMS, "kv-tcp")
-
-    def offered_by(self, shard: PeerShard) -> bool:
-        return bool(shard.address.kv_address)
-
-    def open(self, shard: PeerShard) -> None:
-        """Do nothing: the service checks lease and epoch with every read."""
 
     def pull(self, pull: BlockPull) -> list[list[int]]:
         num_bytes = len(pull.positions) * self._pool.shape[1]

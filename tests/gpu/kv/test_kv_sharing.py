@@ -20,8 +20,9 @@ from kvstore.pool.leases import LeaseTable
 from kvstore.transports.client import KvClient
 from kvstore.types import BlockId
 from tests.kvstore.helpers import handle_to_hex, lease_from_hex, with_shard
+from worker.config import WorkerConfig
+from worker.kv.rank_pool import DeviceRankPool
 from worker.kv.shared_pool import SharedPoolMemory
-from worker.ranks.rank_pool import DeviceRankPool
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 GEOMETRY = PoolGeometry(full_attention(28, 4, 128, "bfloat16"), 700, 16, "test-model")  # 642 MB
@@ -39,14 +40,14 @@ def be_owner(folder: Path, device: str) -> None:
     """The other process: hands out its pool and prints a handle."""
     from kvstore.pool.block_pool import BlockPool
 
-    memory = SharedPoolMemory("owner", str(folder), "", 64 << 20)
+    memory = SharedPoolMemory(WorkerConfig(worker_id="owner", run_dir=str(folder), kv_staging_gb=0.064))
     kv_pool = memory.allocate(GEOMETRY, torch.device(device))
     kv_pool.view(GEOMETRY.num_blocks, -1).view(torch.int64).copy_(pattern(device))
     block_ids = list(map(BlockId, BLOCKS))
     digests = memory.exporter(BlockPool(GEOMETRY.num_blocks)).digests(block_ids)
     memory.serve()
     (shard,) = memory.shards("")
-    address = replace(shard.address, shm_socket="")
+    address = replace(shard.address, transports={"cuda_ipc": shard.address.transports["cuda_ipc"]})
     lease = LeaseTable(memory.epoch).grant(block_ids, time.monotonic(), 10.0)
     handle = HandleWriter("owner", [HandleShard(GEOMETRY, address)], 10.0).write(lease, 80, digests)
     print(handle_to_hex(handle), flush=True)
@@ -80,9 +81,9 @@ def owner(tmp_path: Path) -> Iterator[OwnerProcess]:
 
 @pytest.fixture
 def mine(tmp_path: Path) -> Iterator[tuple[torch.Tensor, KvClient, SharedPoolMemory]]:
-    memory = SharedPoolMemory("reader", str(tmp_path), "", 64 << 20)
+    memory = SharedPoolMemory(WorkerConfig(worker_id="reader", run_dir=str(tmp_path), kv_staging_gb=0.064))
     kv_pool = memory.allocate(GEOMETRY, torch.device("cuda:0"))
-    client = memory.clients("")[0]
+    client = memory.clients[0]
     yield kv_pool.view(GEOMETRY.num_blocks, -1).view(torch.int64), client, memory
     client.close()
     memory.close()
@@ -127,7 +128,7 @@ def test_a_pull_waits_for_steps_that_may_still_write_its_blocks(owner: OwnerProc
     for _ in range(5):
         torch.cuda._sleep(20_000_000)  # a step in flight, about 10 ms
         words[:4] = -1  # and its last write
-        own.device_pool.fence()
+        own.device.fence()
         client.pull(owner.peer, [0, 1], ids(2, 1))
         assert torch.equal(words[[2, 1]], pattern("cuda:0")[[5, 699]])
 

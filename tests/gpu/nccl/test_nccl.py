@@ -22,9 +22,10 @@ from kvstore.transports.client import KvClient
 from kvstore.types import BlockId, Epoch, LeaseId
 from tests.gpu.kv.test_kv_sharing import GEOMETRY, pattern
 from tests.kvstore.helpers import handle_to_hex, lease_from_hex
+from worker.config import WorkerConfig
+from worker.kv.rank_pool import DeviceRankPool
 from worker.kv.shared_pool import SharedPoolMemory
 from worker.nccl import pool as nccl_pool
-from worker.ranks.rank_pool import DeviceRankPool
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 SCATTERED = [5, 699, 17, 0, 300]
@@ -50,11 +51,17 @@ class Holder:
         self.num_held -= 1
 
 
+def open_memory(name: str, folder: Path) -> SharedPoolMemory:
+    return SharedPoolMemory(
+        WorkerConfig(worker_id=name, run_dir=str(folder), kv_staging_gb=0.064, kv_transport="nccl")
+    )
+
+
 class Owner:
     """A pool on a GPU with the known pattern, offered by NCCL alone."""
 
     def __init__(self, folder: Path, device: str, lingers: float = 0.0, name: str = "owner") -> None:
-        self.memory = SharedPoolMemory(name, str(folder), "", 64 << 20, "nccl")
+        self.memory = open_memory(name, folder)
         self.kv_pool = self.memory.allocate(GEOMETRY, torch.device(device))
         self.kv_pool.view(GEOMETRY.num_blocks, -1).view(torch.int64).copy_(pattern(device))
         torch.cuda.synchronize(device)
@@ -69,10 +76,10 @@ class Owner:
         own = self.memory._ranks[0]
         assert isinstance(own, DeviceRankPool)
         block_ids = list(map(BlockId, numbers))
-        digests = own.device_pool.digests(block_ids)
+        digests = own.device.digests(block_ids)
         lease = self.table.grant(block_ids, time.monotonic(), LEASE_SECONDS)
         (shard,) = self.memory.shards("127.0.0.1:1")
-        shard = replace(shard, address=replace(shard.address, shm_socket="", kv_address=""))
+        shard = replace(shard, address=replace(shard.address, transports={"nccl": shard.address.transports["nccl"]}))
         writer = HandleWriter(self._name, [shard], LEASE_SECONDS)
         return handle_to_hex(writer.write(lease, 16 * len(block_ids), [digests]))
 
@@ -90,9 +97,9 @@ def be_owner(folder: Path, device: str, lingers: float) -> None:
 
 def be_reader(folder: Path, device: str, handle: str) -> None:
     """Another process: pulls again and again."""
-    memory = SharedPoolMemory("other-reader", str(folder), "", 64 << 20, "nccl")
+    memory = open_memory("other-reader", folder)
     memory.allocate(GEOMETRY, torch.device(device))
-    client, lease = memory.clients("")[0], lease_from_hex(handle)
+    client, lease = memory.clients[0], lease_from_hex(handle)
     while True:
         client.pull(lease, range(lease.num_blocks), list(map(BlockId, range(lease.num_blocks))))
         print("pulled", flush=True)
@@ -148,9 +155,9 @@ Mine = tuple[torch.Tensor, KvClient]
 
 @pytest.fixture
 def mine(tmp_path: Path) -> Iterator[Mine]:
-    memory = SharedPoolMemory("reader", str(tmp_path), "", 64 << 20, "nccl")
+    memory = open_memory("reader", tmp_path)
     kv_pool = memory.allocate(GEOMETRY, torch.device("cuda:0"))
-    client = memory.clients("")[0]
+    client = memory.clients[0]
     yield kv_pool.view(GEOMETRY.num_blocks, -1).view(torch.int64), client
     client.close()
     memory.close()

@@ -17,7 +17,7 @@ from kvstore.pool.leases import LeaseTable
 from kvstore.types import BlockId, Epoch, LeaseId, WorkerId
 from tests.kvstore.helpers import GEOMETRY, OTHER_DTYPE
 
-ADDRESS = ShardAddress("host:1", "/run/a.sock", "/run/b.sock", True, "host:2", "GPU-1", "w/9")
+ADDRESS = ShardAddress("host:1", True, {"shm": b"/run/a.sock", "tcp": b"", "other": b"\xff"})
 BLOCKS, DIGESTS = [BlockId(5), BlockId(0), BlockId(7)], [2**64 - 1, 0, 3]
 SHARD = pack_shard(GEOMETRY, ADDRESS, BLOCKS, DIGESTS)
 GOOD = KvHandle(LeaseId("x"), WorkerId("w"), Epoch(9), 12, 10.0, [SHARD])
@@ -80,11 +80,11 @@ def test_shards_that_do_not_belong_together(shards: list[bytes]) -> None:
 @pytest.mark.parametrize(
     ("place", "value"),
     [
-        (1, None), (1, [1] * 7), (2, []), (2, ["", "", "", 1, "", "", ""]),
-        (2, ["h" * 2000, "", "", False, "", "", ""]),
-        (2, [0, "", "", False, "", "", ""]), (2, ["", "", "", False]), (2, ["", "", "", False, "", ""]),
-        (2, ["", "", "", False, "", "", "n" * 2000]), (3, b""), (3, b"123"), (3, [1]),
-        (4, b"\0" * 8), (4, b"\0" * 23), (4, 7), (0, 1), (0, 2), (0, 4), (0, None),
+        (1, None), (1, [1] * 7), (2, []), (2, ["", False]), (2, ["", 1, {}]), (2, [0, False, {}]),
+        (2, ["h" * 2000, False, {}]), (2, ["", False, {}, 0]), (2, ["", False, []]), (2, ["", False, {"a": "text"}]),
+        (2, ["", False, {"n" * 2000: b""}]), (2, ["", False, {"a": bytes(1 << 17)}]),
+        (2, ["", False, {str(number): b"" for number in range(65)}]), (3, b""), (3, b"123"), (3, [1]),
+        (4, b"\0" * 8), (4, b"\0" * 23), (4, 7), (0, None),
     ],
 )  # fmt: skip
 def test_a_malformed_shard_is_the_peers_error(place: int, value: object) -> None:
@@ -94,15 +94,19 @@ def test_a_malformed_shard_is_the_peers_error(place: int, value: object) -> None
         open_handle(replace(GOOD, shards=[msgspec.msgpack.encode(wire)]))
 
 
-@pytest.mark.parametrize(
-    ("number", "address"),
-    [(1, replace(ADDRESS, nccl_address="", gpu="", nixl_agent="")), (2, replace(ADDRESS, nixl_agent=""))],
-)
-def test_handles_of_earlier_versions_are_read(number: int, address: ShardAddress) -> None:
+@pytest.mark.parametrize("number", [1, 2, 3, 5])
+def test_handles_of_other_versions_are_refused_with_what_to_do(number: int) -> None:
     wire = msgspec.msgpack.decode(SHARD)
-    wire[0], wire[2] = number, wire[2][: {1: 4, 2: 6}[number]]
-    [shard] = open_handle(replace(GOOD, shards=[msgspec.msgpack.encode(wire)])).shards
-    assert shard.address == address
+    wire[0] = number
+    with pytest.raises(HandshakeError, match=rf"format {number}, not 4: run the same version everywhere"):
+        open_handle(replace(GOOD, shards=[msgspec.msgpack.encode(wire)]))
+
+
+def test_an_address_that_is_no_text_is_the_peers_error() -> None:
+    [shard] = open_handle(GOOD).shards
+    assert shard.address_for("shm") == "/run/a.sock"
+    with pytest.raises(TransferError, match="malformed address for other"):
+        shard.address_for("other")
 
 
 @given(st.binary(max_size=200), st.integers(0, len(SHARD)))

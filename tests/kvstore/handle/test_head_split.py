@@ -23,8 +23,8 @@ from kvstore.layout import PoolGeometry, Shard, full_attention, latent_attention
 from kvstore.pool.leases import Lease, LeaseTable, new_epoch
 from kvstore.transports import host_pull
 from kvstore.transports.block_server import BlockServer
-from kvstore.transports.client import KvClient, host_client
-from kvstore.transports.cuda_ipc.reader import CudaIpcTransport
+from kvstore.transports.client import KvClient
+from kvstore.transports.cuda_ipc.reader import CudaIpcReader
 from kvstore.transports.descriptor_server import DescriptorServer
 from kvstore.transports.host_pull import Blocks
 from kvstore.transports.lease_client import LeaseClient
@@ -32,7 +32,7 @@ from kvstore.transports.service import KvTransferService, PoolView
 from kvstore.transports.shared_memory import blocks_over, map_fd, reopen_read_only
 from kvstore.types import BlockId, Epoch, LeaseId
 from protos import kvstore_pb2_grpc
-from tests.kvstore.helpers import OTHER_DTYPE, Owner, as_handle, empty_pool, with_address, with_shard
+from tests.kvstore.helpers import OTHER_DTYPE, Owner, as_handle, empty_pool, host_client, with_address, with_shard
 from worker.kv.device_pool import AttachedPool, DevicePool
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")  # peers' pools are not
@@ -154,7 +154,7 @@ class Ranks:
         leases = [o.peer(block_ids, kv_address=address, shm=transport == "shm") for o in self.owners]
         if transport == "cuda_ipc":
             paths = [server.socket_path for server in self.device_servers]
-            leases = [with_address(o, cuda_socket=str(path)) for o, path in zip(leases, paths, strict=True)]
+            leases = [with_address(o, cuda_ipc=path) for o, path in zip(leases, paths, strict=True)]
         return open_handle(as_handle(replace(leases[0], shards=tuple(lease.shards[0] for lease in leases))))
 
 
@@ -191,7 +191,7 @@ class NoMemory:
 def client_of(geometry: PoolGeometry, mine: Blocks, transport: str) -> KvClient:
     if transport != "cuda_ipc":
         return host_client(geometry, mine)
-    return KvClient(geometry, [CudaIpcTransport(HostDevicePool(torch.from_numpy(mine)))], LeaseClient())
+    return KvClient(geometry, {"cuda_ipc": CudaIpcReader(HostDevicePool(torch.from_numpy(mine)))}, LeaseClient())
 
 
 @pytest.mark.parametrize("transport", ["cuda_ipc", "shm", "tcp"])

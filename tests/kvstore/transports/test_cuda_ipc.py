@@ -17,12 +17,14 @@ from common.errors import HandshakeError, MiniInferError, TransferError
 from kvstore.handle.handle import PeerLease
 from kvstore.handle.head_split import HeadCopy
 from kvstore.pool.digest import digest_blocks
-from kvstore.transports.client import KvClient, Transport, host_transports
-from kvstore.transports.cuda_ipc.reader import CudaIpcTransport, RemotePool
+from kvstore.transports.client import KvClient
+from kvstore.transports.cuda_ipc.reader import CudaIpcReader
 from kvstore.transports.descriptor_server import DescriptorServer
 from kvstore.transports.host_pull import BlockPull, SourcePart
 from kvstore.transports.lease_client import LeaseClient
 from kvstore.transports.shared_memory import blocks_over, map_fd, reopen_read_only
+from kvstore.transports.shm.reader import ShmReader
+from kvstore.transports.transport import RemotePool
 from kvstore.types import BlockId, Epoch
 from tests.kvstore.helpers import (
     GEOMETRY,
@@ -30,6 +32,7 @@ from tests.kvstore.helpers import (
     Owner,
     empty_pool,
     lease_from_hex,
+    pull_of_one,
     wait_until,
     with_address,
     with_shard,
@@ -55,7 +58,7 @@ class GpuOwner(Owner):
         self.cuda_server = DescriptorServer(self.cuda_socket, self.info, reopen_read_only(self.fd), holds=True)
 
     def device_peer(self, block_ids: Sequence[int]) -> PeerLease:
-        return with_address(self.peer(block_ids), cuda_socket=str(self.cuda_socket))
+        return with_address(self.peer(block_ids), cuda_ipc=self.cuda_socket)
 
     def close(self) -> None:
         self.cuda_server.close()
@@ -113,18 +116,17 @@ def device() -> HostDevice:
 
 
 @pytest.fixture
-def transport(device: HostDevice) -> Iterator[CudaIpcTransport]:
-    transport = CudaIpcTransport(device)
+def transport(device: HostDevice) -> Iterator[CudaIpcReader]:
+    transport = CudaIpcReader(device)  # type: ignore[arg-type]
     yield transport
     transport.close()
     assert device.num_open == 0
 
 
 @pytest.fixture
-def client(device: HostDevice, transport: CudaIpcTransport) -> Iterator[KvClient]:
+def client(device: HostDevice, transport: CudaIpcReader) -> Iterator[KvClient]:
     leases = LeaseClient()
-    transports: list[Transport] = [transport, *host_transports(device.pool, leases, ("shm",))]
-    client = KvClient(GEOMETRY, transports, leases)
+    client = KvClient(GEOMETRY, {"cuda_ipc": transport, "shm": ShmReader(device.pool, leases)}, leases)
     yield client
     client.close()
 
@@ -159,23 +161,23 @@ def test_shared_memory_takes_over_where_the_device_cannot_reach(
     device.out_of_reach = True
     assert client.pull(owner.device_peer([3]), [0], ids(0)).transport == "shm"
     device.out_of_reach = False
-    for cuda_socket in ("", "/nowhere/x.sock"):  # no such memory; another host
-        peer = with_address(owner.device_peer([3]), cuda_socket=cuda_socket)
+    for cuda_socket in (None, "/nowhere/x.sock"):  # no such memory; another host
+        peer = with_address(owner.device_peer([3]), cuda_ipc=cuda_socket)
         assert client.pull(peer, [0], ids(0)).transport == "shm"
     namesake = GpuOwner(tmp_path, "namesake")  # same path, another host
-    peer = with_address(owner.device_peer([3]), cuda_socket=str(namesake.cuda_socket))
+    peer = with_address(owner.device_peer([3]), cuda_ipc=namesake.cuda_socket)
     assert client.pull(peer, [0], ids(0)).transport == "shm"
     assert not device.attached
     namesake.close()
     owner.close()
 
 
-def test_what_does_not_fit_is_refused(tmp_path: Path, transport: CudaIpcTransport, device: HostDevice) -> None:
+def test_what_does_not_fit_is_refused(tmp_path: Path, transport: CudaIpcReader, device: HostDevice) -> None:
     owner = GpuOwner(tmp_path)
     with pytest.raises(HandshakeError, match="here"):
-        KvClient(OTHER_DTYPE, [transport], LeaseClient()).pull(owner.device_peer([1]), [0], ids(0))
+        KvClient(OTHER_DTYPE, {"cuda_ipc": transport}, LeaseClient()).pull(owner.device_peer([1]), [0], ids(0))
     with pytest.raises(TransferError, match="epoch"):
-        transport.open(with_shard(owner.device_peer([1]), epoch=Epoch(5)).shards[0])
+        transport.pull(pull_of_one(with_shard(owner.device_peer([1]), epoch=Epoch(5))))
     for number in (8, -1):
         lease = with_shard(owner.device_peer([1]), block_ids=tuple(ids(number)))
         with pytest.raises(TransferError, match="outside"):
@@ -185,7 +187,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, transport: CudaIpcTranspor
 
 
 def test_a_mapping_ends_with_its_owner_and_its_memory_is_free_for_the_next(
-    tmp_path: Path, transport: CudaIpcTransport, device: HostDevice
+    tmp_path: Path, transport: CudaIpcReader, device: HostDevice
 ) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", OWNER_PROCESS, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -212,7 +214,7 @@ def test_a_mapping_ends_with_its_owner_and_its_memory_is_free_for_the_next(
 
 
 def test_an_owner_that_dies_during_a_pull_is_unmapped_after_it(
-    tmp_path: Path, transport: CudaIpcTransport, device: HostDevice
+    tmp_path: Path, transport: CudaIpcReader, device: HostDevice
 ) -> None:
     owner = GpuOwner(tmp_path)
     peer = owner.device_peer([3]).shards[0]
@@ -228,7 +230,7 @@ def test_an_owner_that_dies_during_a_pull_is_unmapped_after_it(
     wait_until(lambda: device.num_open == 0)
 
 
-def test_two_threads_map_a_peer_once(tmp_path: Path, transport: CudaIpcTransport, device: HostDevice) -> None:
+def test_two_threads_map_a_peer_once(tmp_path: Path, transport: CudaIpcReader, device: HostDevice) -> None:
     owner = GpuOwner(tmp_path)
     peer = owner.device_peer([3]).shards[0]
     together = threading.Barrier(4)
@@ -251,8 +253,8 @@ def test_the_owner_forgets_readers_that_have_gone(tmp_path: Path, device: HostDe
     owner = GpuOwner(tmp_path)
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(10):
-        transport = CudaIpcTransport(device)
-        transport.open(owner.device_peer([1]).shards[0])
+        transport = CudaIpcReader(device)  # type: ignore[arg-type]
+        transport.pull(pull_of_one(owner.device_peer([1])))
         transport.close()
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before + 2)  # one that is held, one being closed
     owner.close()

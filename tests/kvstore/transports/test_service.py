@@ -23,7 +23,7 @@ from kvstore.layout import full_attention
 from kvstore.pool.leases import Lease, LeaseTable
 from kvstore.transports import block_server
 from kvstore.transports.block_server import BlockServer
-from kvstore.transports.client import KvClient, host_client
+from kvstore.transports.client import KvClient
 from kvstore.transports.lease_client import LeaseClient
 from kvstore.transports.service import KvTransferService, PoolView
 from kvstore.transports.staging import StagingTable
@@ -31,7 +31,7 @@ from kvstore.transports.tcp import reader as tcp
 from kvstore.transports.unix_socket import has_gone
 from kvstore.types import BlockId, Epoch, LeaseId
 from protos import kvstore_pb2, kvstore_pb2_grpc
-from tests.kvstore.helpers import GEOMETRY, Owner, empty_pool, wait_until, with_address, with_shard
+from tests.kvstore.helpers import GEOMETRY, Owner, empty_pool, host_client, wait_until, with_address, with_shard
 
 BLOCKS = [3, 4, 5, 1]
 BIG = replace(GEOMETRY, layout=full_attention(1500, 2, 8, "float32"), num_blocks=3)  # blocks of 768 KB
@@ -118,11 +118,11 @@ async def test_a_long_pull_by_several_connections(tmp_path: Path, monkeypatch: p
 
 async def test_shm_is_preferred_and_tcp_takes_over(tmp_path: Path, client: KvClient) -> None:
     async with running(tmp_path) as worker:
-        peer = with_address(worker.lease(BLOCKS), shm_socket=str(worker.owner.socket))
+        peer = with_address(worker.lease(BLOCKS), shm=worker.owner.socket)
         assert (await asyncio.to_thread(client.pull, peer, [0], ids(0))).transport == "shm"
         namesake = Owner(tmp_path, replace(GEOMETRY, fingerprint="x"), "namesake")  # same path, another host
         for path in ("/nowhere/x.sock", str(namesake.socket)):
-            elsewhere = with_address(peer, shm_socket=path)
+            elsewhere = with_address(peer, shm=path)
             other = host_client(GEOMETRY, empty_pool(), "secret")
             assert (await asyncio.to_thread(other.pull, elsewhere, [0], ids(0))).transport == "tcp"
             other.close()
@@ -179,9 +179,9 @@ async def test_blocks_in_gpu_memory_are_read_from_the_rows_that_they_were_copied
         )
         rows = worker.owner.peer([6, 2, 3], "lease", worker.server.address)
         peer = with_address(with_shard(rows, block_ids=tuple(ids(100, 101, 102))), needs_staging=True)
-        for name, socket_path in (("shm", str(worker.owner.socket)), ("tcp", "")):
+        for name, socket_path in (("shm", worker.owner.socket), ("tcp", None)):
             mine[:] = 0
-            by = with_address(peer, shm_socket=socket_path)
+            by = with_address(peer, shm=socket_path)
             assert (await asyncio.to_thread(client.pull, by, [2, 1], ids(4, 5))).transport == name
             np.testing.assert_array_equal(mine[[4, 5]], worker.owner.blocks[[3, 2]])
             assert (await asyncio.to_thread(client.pull, by, [2], ids(6))).transport == name

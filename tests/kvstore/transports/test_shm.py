@@ -14,16 +14,16 @@ import pytest
 
 from common.errors import HandshakeError, MiniInferError, TransferError
 from kvstore.layout import full_attention
-from kvstore.transports.client import host_client
 from kvstore.transports.host_pull import BlockPull, SourcePart
 from kvstore.transports.lease_client import LeaseClient
-from kvstore.transports.shm.reader import ShmTransport
+from kvstore.transports.shm.reader import ShmReader
 from kvstore.types import BlockId, Epoch
 from tests.kvstore.helpers import (
     GEOMETRY,
     OTHER_DTYPE,
     Owner,
     empty_pool,
+    host_client,
     lease_from_hex,
     shm_names,
     wait_until,
@@ -119,7 +119,7 @@ def test_what_does_not_fit_is_refused_before_the_first_byte(tmp_path: Path) -> N
     with pytest.raises(TransferError, match="outside"):
         client.pull(owner.peer([1]), [1], ids(0))
     with pytest.raises(MiniInferError, match="no transport"):
-        client.pull(with_address(owner.peer([1]), shm_socket=""), [0], ids(0))
+        client.pull(with_address(owner.peer([1]), shm=None), [0], ids(0))
     assert not mine.any()
     owner.close()
 
@@ -127,7 +127,7 @@ def test_what_does_not_fit_is_refused_before_the_first_byte(tmp_path: Path) -> N
 def test_a_mapping_is_kept_until_the_worker_lives_again(tmp_path: Path) -> None:
     owner = Owner(tmp_path)
     mine = empty_pool()
-    transport = ShmTransport(mine, LeaseClient())
+    transport = ShmReader(mine, LeaseClient())
     descriptors = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         transport.pull(BlockPull([SourcePart(owner.peer([1]).shards[0])], [0], ids(0), time.monotonic() + 60.0))

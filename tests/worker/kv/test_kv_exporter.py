@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from common.errors import TransferError
 from kvstore.handle.handle import HandleShard, HandleWriter, PeerShard, ShardAddress
+from kvstore.handle.pool_info import PoolInfo
 from kvstore.layout import Shard
 from kvstore.pool.block_pool import BlockPool
 from kvstore.pool.digest import digest_blocks
@@ -20,14 +22,15 @@ from kvstore.transports.client import KvClient
 from kvstore.transports.cuda_ipc.cuda_memory import CudaMemory
 from kvstore.transports.host_pull import BlockPull, SourcePart
 from kvstore.transports.lease_client import LeaseClient
-from kvstore.transports.shm.reader import ShmTransport
+from kvstore.transports.shm.reader import ShmReader
 from kvstore.types import BlockId, Epoch, LeaseId, WorkerId
 from tests.kvstore.handle.test_head_split import geometry_of, running
 from tests.kvstore.helpers import GEOMETRY
 from worker.kv.device_pool import AttachedPool, DevicePool
-from worker.kv.kv_exporter import DeviceExporter, DirectExporter, HostRows
+from worker.kv.kv_exporter import KvExporter
 from worker.kv.kv_leases import KvLeases
-from worker.kv.pinned_staging import StagedTransport
+from worker.kv.pinned_staging import HostRows, StagedReader
+from worker.kv.rank_pool import DeviceRankPool, RankPool
 
 NUM_BLOCKS, NUM_ROWS = 6, 4
 PARTS = [SourcePart(PeerShard(LeaseId("l"), WorkerId("w"), Epoch(1), GEOMETRY, ShardAddress(), (), ()))]
@@ -43,7 +46,9 @@ class Parts:
         self.rows = HostRows(memory.numpy(), memory)
         self.pool = BlockPool(NUM_BLOCKS)
         self.device_pool = DevicePool(self.kv_pool)
-        self.exporter = DeviceExporter([(self.device_pool, self.rows)], self.pool)
+        rank: Any = DeviceRankPool.__new__(DeviceRankPool)  # without the memory of one
+        rank.device, rank.rows = self.device_pool, self.rows
+        self.exporter = KvExporter([rank], self.pool)
         self.leases = LeaseTable(new_epoch())
 
 
@@ -59,17 +64,10 @@ def ids(*numbers: int) -> list[BlockId]:
 class RowsOfABlock:
     """A host transport whose peer's block at position p is all bytes p + 1."""
 
-    name = "test"
-
     def __init__(self, blocks: np.ndarray) -> None:  # type: ignore[type-arg]
         self._blocks = blocks
         self.pieces: list[int] = []
         self.fails_after = 99
-
-    def offered_by(self, shard: PeerShard) -> bool:
-        return True
-
-    def open(self, shard: PeerShard) -> None: ...
 
     def pull(self, pull: BlockPull) -> list[list[int]]:
         if len(self.pieces) >= self.fails_after:
@@ -121,7 +119,7 @@ def test_without_room_nothing_is_staged_and_nothing_lost(parts: Parts) -> None:
 
 def test_a_pull_through_rows_goes_in_pieces(parts: Parts) -> None:
     inner = RowsOfABlock(parts.rows.blocks)
-    staged = StagedTransport(inner, parts.rows, parts.device_pool)
+    staged = StagedReader(inner, parts.rows, parts.device_pool)
     taken = parts.rows.take(2, 2)
     untouched = parts.bytes[2].copy()
     assert staged.pull(block_pull([0, 1, 2, 3, 4], ids(5, 4, 3, 1, 0))) == [[0, 1, 2, 3, 4]]
@@ -139,8 +137,8 @@ async def test_a_pull_through_rows_splits_heads(tmp_path: Path) -> None:
         kv_pool = torch.zeros_like(worker.blocks)
         memory = torch.zeros(NUM_ROWS, geometry.block_bytes, dtype=torch.uint8)
         rows, leases = HostRows(memory.numpy(), memory), LeaseClient()
-        staged = StagedTransport(ShmTransport(rows.blocks, leases), rows, DevicePool(kv_pool))
-        client = KvClient(geometry, [staged], leases)
+        staged = StagedReader(ShmReader(rows.blocks, leases), rows, DevicePool(kv_pool))
+        client = KvClient(geometry, {"shm": staged}, leases)
         assert (
             client.pull(worker.lease([1, 0, 5, 4, 3], "shm"), [0, 1, 2, 3, 4], ids(0, 1, 2, 3, 4)).transport == "shm"
         )
@@ -153,12 +151,12 @@ def test_a_failed_pull_gives_its_rows_back(parts: Parts) -> None:
     inner = RowsOfABlock(parts.rows.blocks)
     inner.fails_after = 1
     with pytest.raises(TransferError, match="gone"):
-        StagedTransport(inner, parts.rows, parts.device_pool).pull(block_pull(list(range(5)), ids(0, 1, 2, 3, 4)))
+        StagedReader(inner, parts.rows, parts.device_pool).pull(block_pull(list(range(5)), ids(0, 1, 2, 3, 4)))
     assert parts.rows.num_free == NUM_ROWS
 
 
 def test_a_pull_waits_for_rows_until_its_deadline(parts: Parts) -> None:
-    staged = StagedTransport(RowsOfABlock(parts.rows.blocks), parts.rows, parts.device_pool)
+    staged = StagedReader(RowsOfABlock(parts.rows.blocks), parts.rows, parts.device_pool)
     taken = parts.rows.take(4, 4)
     with pytest.raises(TransferError, match="staging"):
         staged.pull(block_pull([0], ids(0), 0.02))
@@ -175,18 +173,21 @@ def test_a_pull_from_an_attached_pool(parts: Parts) -> None:
     assert parts.device_pool.pull(attached, [], []) == []
 
 
-def test_direct_exporter_leaves_blocks_where_they_are() -> None:
-    pool = BlockPool(3)
-    blocks = torch.randint(0, 256, (3, 16), dtype=torch.uint8).numpy()
-    exporter = DirectExporter([blocks], pool)
+def test_blocks_in_host_memory_stay_where_they_are(tmp_path: Path) -> None:
+    pool, ended = BlockPool(GEOMETRY.num_blocks), []
+    rank = RankPool(PoolInfo(WorkerId("w"), Epoch(1), GEOMETRY), str(tmp_path / "a.sock"))
+    blocks = rank.host_blocks
+    blocks[:] = np.random.default_rng(1).integers(0, 256, blocks.shape, dtype=np.uint8)
+    exporter = KvExporter([rank], pool, lambda: ended.append(True))
     lease = LeaseTable(new_epoch()).grant(pool.allocate(2), 0.0, 1.0)
     assert exporter.digests(lease.block_ids) == [digest_blocks(blocks[list(lease.block_ids)])]
     assert exporter.stage(lease, 0) == list(lease.block_ids)
     assert exporter.stage(lease, 1) == list(lease.block_ids[1:])
     exporter.fence()
-    assert pool.num_used == 2
+    assert (ended, pool.num_used) == ([True], 2)
     exporter.end_export(lease)
     assert pool.num_used == 0
+    rank.close()
 
 
 def test_blocks_of_a_lease_that_is_being_sent_are_kept_after_its_end(parts: Parts) -> None:

@@ -11,14 +11,12 @@ from common.errors import TransferError
 from kvstore.layout import Shard
 from kvstore.transports.client import KvClient
 from kvstore.transports.lease_client import LeaseClient
-from kvstore.transports.shm.reader import ShmTransport
+from kvstore.transports.shm.reader import DeviceShmReader, ShmReader
 from kvstore.types import BlockId
 from tests.kvstore.handle.test_head_split import Ranks, geometry_of, running
 from tests.kvstore.helpers import with_shard
 from worker.kv.device_pool import DevicePool
-from worker.kv.kv_exporter import HostRows
-from worker.kv.mapped_rows import MappedRowsTransport
-from worker.kv.pinned_staging import StagedTransport
+from worker.kv.pinned_staging import HostRows, StagedReader
 
 NUM_ROWS, HEADS = 4, 4
 
@@ -29,8 +27,8 @@ class Reader:
         self.kv_pool = torch.zeros_like(worker.blocks)
         self.rows = torch.zeros(NUM_ROWS, geometry.block_bytes, dtype=torch.uint8)
         rows, leases, device_pool = HostRows(self.rows.numpy(), self.rows), LeaseClient(), DevicePool(self.kv_pool)
-        staged = StagedTransport(ShmTransport(rows.blocks, leases), rows, device_pool)
-        self.client = KvClient(geometry, [MappedRowsTransport(staged, leases, device_pool)], leases)
+        staged = StagedReader(ShmReader(rows.blocks, leases), rows, device_pool)
+        self.client = KvClient(geometry, {"shm": DeviceShmReader(device_pool, staged, leases)}, leases)
 
 
 def ids(*numbers: int) -> list[BlockId]:

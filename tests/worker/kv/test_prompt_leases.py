@@ -17,16 +17,17 @@ from kvstore.pool.leases import new_epoch
 from kvstore.types import BlockId
 from tests.engine.scheduling.test_scheduler import BLOCK, assert_quiet, make_engine
 from worker.engine_process.open_request import OpenRequest
-from worker.kv.kv_exporter import DirectExporter
+from worker.kv.kv_exporter import KvExporter
 from worker.kv.kv_leases import KvLeases
 from worker.kv.prompt_leases import PromptLeases
+from worker.kv.rank_pool import RankPool
 
 NUM_BLOCKS = 16
 GEOMETRY = PoolGeometry(full_attention(2, 2, 8, "float32"), NUM_BLOCKS, BLOCK, "test")
 PROMPT = list(range(1, 5 * BLOCK + 3))
 
 
-class Exporter(DirectExporter):
+class Exporter(KvExporter):
     """Counts the blocks whose digests are computed."""
 
     num_digested = 0
@@ -44,7 +45,9 @@ class PrefillWorker:
         self.scheduler = self.engine.scheduler
         self.blocks = np.zeros((NUM_BLOCKS, GEOMETRY.block_bytes), dtype=np.uint8)
         self.write_blocks(seed=0)
-        self.exporter = Exporter([self.blocks], self.scheduler.kv.pool)
+        rank = RankPool.__new__(RankPool)  # without shared memory
+        rank.host_blocks = self.blocks
+        self.exporter = Exporter([rank], self.scheduler.kv.pool)
         handles = HandleWriter("worker", [HandleShard(GEOMETRY, ShardAddress())], 10.0)
         self.leases = KvLeases(new_epoch(), self.exporter, handles, 10.0)
         self.exports = PromptLeases(self.scheduler, self.leases, in_parts)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from common.errors import ConfigError, TransferError
-from kvstore.handle.handle import HandleWriter, open_handle
+from kvstore.handle.handle import HandleWriter, ShardAddress, open_handle
 from kvstore.layout import PoolGeometry, Shard, full_attention
 from kvstore.pool.block_pool import BlockPool
 from kvstore.tier.agent_client import AgentHostTier
@@ -20,29 +20,32 @@ from tests.kvstore.conftest import patience  # noqa: F401 - for all tests of thi
 from tests.kvstore.helpers import GEOMETRY, Owner, wait_until, with_address
 from tests.kvstore.tier.test_agent import KEYS, Agent
 from tests.worker.nccl.fake_nccl import FakeNccl
+from worker.config import WorkerConfig
 from worker.kv.device_pool import DevicePool
-from worker.kv.kv_exporter import HostRows
 from worker.kv.kv_leases import KvLeases
 from worker.kv.shared_pool import SharedPoolMemory
+from worker.nccl import transport as nccl_transport
 from worker.nccl.pool import NcclPool
-from worker.ranks.rank_pool import device_client
 
 CPU = torch.device("cpu")
 
 
 def open_memory(folder: Path, kv_transport: str, geometry: PoolGeometry = GEOMETRY) -> SharedPoolMemory:
-    memory = SharedPoolMemory("reader", str(folder), "", 1 << 20, kv_transport)
+    memory = SharedPoolMemory(WorkerConfig(worker_id="reader", run_dir=str(folder), kv_transport=kv_transport))
     memory.allocate(geometry, CPU)
     return memory
 
 
 @pytest.mark.parametrize(
-    ("wanted", "transports"), [("auto", ("shm", "tcp")), ("shm", ("shm",)), ("tcp", ("tcp",))]
+    ("wanted", "transports"), [("auto", ["shm", "tcp"]), ("shm", ["shm"]), ("tcp", ["tcp"])]
 )  # fmt: skip
-def test_a_cpu_worker_has_what_it_was_told(tmp_path: Path, wanted: str, transports: tuple[str, ...]) -> None:
+def test_a_cpu_worker_has_what_it_was_told(tmp_path: Path, wanted: str, transports: list[str]) -> None:
     memory = open_memory(tmp_path, wanted)
-    (shard,) = memory.shards("")
-    assert (memory.transports, shard.address.cuda_socket, memory.needs_staging) == (transports, "", False)
+    memory.serve()
+    (shard,) = memory.shards("host:1")
+    socket_path = str(tmp_path / "reader.kv.sock").encode()
+    assert shard.address == ShardAddress("host:1", False, {"shm": socket_path, "tcp": b""})
+    assert (memory.transports, memory.needs_staging) == (transports, False)
     memory.close()
 
 
@@ -56,38 +59,28 @@ def test_nccl_cannot_be_asked_for_without_a_gpu(tmp_path: Path) -> None:
         open_memory(tmp_path, "nccl")
 
 
-def test_handles_name_where_nccl_is_served(tmp_path: Path) -> None:
-    memory = open_memory(tmp_path, "auto")
-    (shard,) = memory.shards("host:1")
-    assert (shard.address.nccl_address, shard.address.gpu) == ("", "")
-    kv_pool = torch.randn(GEOMETRY.num_blocks, GEOMETRY.block_bytes // 4)
-    memory._ranks[0].nccl = NcclPool(DevicePool(kv_pool), FakeNccl("GPU-1"))
-    memory.serve()
-    assert memory._nccl_server is not None
-    port = memory._nccl_server.port
-    for kv_address, wanted in (("host:1", f"host:{port}"), ("[::1]:1", f"[::1]:{port}")):
-        (shard,) = memory.shards(kv_address)
-        assert (shard.address.nccl_address, shard.address.gpu) == (wanted, "GPU-1")
-    memory.close()
+def nccl_on(kv_pool: torch.Tensor, gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the next pool be one on that GPU, as NCCL sees it."""
+    monkeypatch.setattr(nccl_transport, "open_nccl", lambda _: NcclPool(DevicePool(kv_pool), FakeNccl(gpu)))
 
 
-def test_blocks_travel_by_nccl_from_one_worker_to_another(tmp_path: Path) -> None:
+def test_blocks_travel_by_nccl_from_one_worker_to_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All but the GPUs: memory, leases of the engine, handles, and the reader's choice."""
     (tmp_path / "owner").mkdir()
-    owner, reader = open_memory(tmp_path / "owner", "auto"), open_memory(tmp_path, "auto")
     sent, received = (torch.randn(GEOMETRY.num_blocks, GEOMETRY.block_bytes // 4) for _ in range(2))
-    pool, device_pool = BlockPool(GEOMETRY.num_blocks), DevicePool(sent)
-    owner._ranks[0].nccl = NcclPool(device_pool, FakeNccl("GPU-1"))
+    nccl_on(sent, "GPU-1", monkeypatch)
+    owner = open_memory(tmp_path / "owner", "auto")
+    nccl_on(received, "GPU-2", monkeypatch)
+    reader = open_memory(tmp_path, "auto")
+    assert reader.transports == ["nccl", "shm", "tcp"]
     owner.serve()
+    pool, device_pool = BlockPool(GEOMETRY.num_blocks), DevicePool(sent)
     writer = HandleWriter("reader", owner.shards("127.0.0.1:1"), 60.0)
     leases = KvLeases(owner.epoch, owner.exporter(pool), writer, 60.0)
     owner.send_leases(leases)
     block_ids = pool.allocate(3)
     lease, handle = leases.grant(block_ids, [device_pool.digests(block_ids)], 12, time.monotonic())
-    nccl = NcclPool(DevicePool(received), FakeNccl("GPU-2"))
-    blocks = reader._ranks[0].host_blocks
-    rows = HostRows(blocks, torch.from_numpy(blocks))
-    client = device_client(GEOMETRY, DevicePool(received), nccl, rows, "", ("cuda_ipc", "nccl", "shm", "tcp"), None)
+    [client] = reader.clients
     assert client.pull(open_handle(handle), [0, 2], [BlockId(5), BlockId(1)]).transport == "nccl"
     assert torch.equal(received[[5, 1]], sent[[block_ids[0], block_ids[2]]])
     assert leases.release(lease.lease_id, lease.epoch)
@@ -100,10 +93,10 @@ def test_blocks_travel_by_nccl_from_one_worker_to_another(tmp_path: Path) -> Non
 
 def test_only_what_was_asked_for_is_tried(tmp_path: Path) -> None:
     owner = Owner(tmp_path)
-    peer = with_address(owner.peer([3]), cuda_socket="/nowhere", kv_address="127.0.0.1:1")
+    peer = with_address(owner.peer([3]), "127.0.0.1:1", cuda_ipc="/nowhere", tcp="")
     for wanted, works in (("auto", True), ("shm", True), ("tcp", False)):
         memory = open_memory(tmp_path, wanted)
-        client = memory.clients("")[0]
+        client = memory.clients[0]
         if works:
             assert client.pull(peer, [0], [BlockId(0)]).transport == "shm"
         else:
@@ -150,7 +143,7 @@ def test_shareable_memory_that_another_process_took_meanwhile_is_a_message_with_
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     monkeypatch.setattr(cuda_memory, "can_share", lambda _: True)
     monkeypatch.setattr(cuda_memory, "create", create)
-    memory = SharedPoolMemory("reader", str(tmp_path), "", 1 << 20, "auto")
+    memory = SharedPoolMemory(WorkerConfig(worker_id="reader", run_dir=str(tmp_path)))
     with pytest.raises(ConfigError, match=r"not free on GPU 0: .* 0\.5 GB free\. Lower --gpu-memory-fraction"):
         memory.allocate(GEOMETRY, torch.device("cuda", 0))
     memory.close()

@@ -25,15 +25,16 @@ from kvstore.layout import PoolGeometry, Shard, full_attention
 from kvstore.pool.digest import digest_blocks
 from kvstore.pool.leases import LeaseTable
 from kvstore.transports import client
-from kvstore.transports.client import KvClient, host_transports
+from kvstore.transports.client import KvClient
 from kvstore.transports.lease_client import LeaseClient
 from kvstore.transports.nccl import connection as nccl_connection
 from kvstore.transports.nccl import library as nccl_library
 from kvstore.transports.nccl import reader as nccl
 from kvstore.transports.nccl import server as nccl_server
 from kvstore.transports.nccl.connection import Connection
-from kvstore.transports.nccl.reader import NcclTransport
+from kvstore.transports.nccl.reader import NcclReader
 from kvstore.transports.nccl.server import NcclServer
+from kvstore.transports.shm.reader import ShmReader
 from kvstore.types import BlockId, Epoch, LeaseId, WorkerId
 from tests.kvstore.helpers import (
     GEOMETRY,
@@ -42,6 +43,7 @@ from tests.kvstore.helpers import (
     empty_pool,
     handle_to_hex,
     lease_from_hex,
+    pull_of_one,
     wait_until,
     with_address,
     with_shard,
@@ -95,8 +97,9 @@ class NcclOwner(Owner):
         self.stall = 0.0
         self.on_stall: Callable[[], None] = lambda: None
         self.holder = Leases(self.leases)
-        self.nccl = NcclServer("127.0.0.1", token, name, self.epoch, [GEOMETRY.block_bytes])
-        self.nccl.serve([self], self.holder)  # type: ignore[list-item]
+        self.nccl = NcclServer("127.0.0.1", token, name, self.epoch)
+        self.nccl.add(self, GEOMETRY.block_bytes)  # type: ignore[arg-type]
+        self.nccl.serve(self.holder)  # type: ignore[list-item]
 
     def __getattr__(self, name: str) -> object:  # stands for its pool
         return getattr(self.pool, name)
@@ -109,8 +112,8 @@ class NcclOwner(Owner):
 
     def lease(self, block_ids: Sequence[int], shm: bool = False, seconds: float = 60.0) -> PeerLease:
         lease = self.leases.grant(ids(*block_ids), time.monotonic(), seconds)
-        address = f"127.0.0.1:{self.nccl.port}"
-        return with_address(self.peer(block_ids, lease.lease_id, shm=shm), nccl_address=address, gpu=self.fake.gpu)
+        address = f"{self.nccl.port} {self.fake.gpu}"
+        return with_address(self.peer(block_ids, lease.lease_id, shm=shm), "127.0.0.1:1", nccl=address)
 
     @property
     def link(self) -> FakeLink:
@@ -126,9 +129,9 @@ class Reader:
         self.blocks = empty_pool()
         self.fake = FakeNccl(gpu)
         self.pool = NcclPool(DevicePool(torch.from_numpy(self.blocks)), self.fake)
-        self.transport = NcclTransport(self.pool, token)
+        self.transport = NcclReader(self.pool, token)
         leases = LeaseClient()
-        self.client = KvClient(GEOMETRY, [self.transport, *host_transports(self.blocks, leases, ("shm",))], leases)
+        self.client = KvClient(GEOMETRY, {"nccl": self.transport, "shm": ShmReader(self.blocks, leases)}, leases)
 
     def pull(self, lease: PeerLease, positions: list[int], local: list[BlockId], seconds: float = 100.0) -> str:
         return self.client.pull(lease, positions, local, seconds).transport
@@ -230,13 +233,15 @@ def test_heads_are_split_again_on_the_way(piece_blocks: int, monkeypatch: pytest
     monkeypatch.setattr(nccl_pool, "PIECE_BYTES", piece_blocks * block_bytes)
     table = LeaseTable(Epoch(1))
     lease = table.grant(ids(4, 0, 5), time.monotonic(), 60.0)
-    server = NcclServer("127.0.0.1", "", "owner", Epoch(1), [block_bytes] * 2)
-    server.serve([NcclPool(DevicePool(half), FakeNccl("GPU-owner")) for half in halves], Leases(table))
+    server = NcclServer("127.0.0.1", "", "owner", Epoch(1))
+    for half in halves:
+        server.add(NcclPool(DevicePool(half), FakeNccl("GPU-owner")), block_bytes)
+    server.serve(Leases(table))
     reader = Reader()
     try:
         rows = [half.view(6, -1).view(torch.uint8).numpy()[[4, 0, 5]] for half in halves]
         name = (lease.lease_id, WorkerId("owner"), Epoch(1))
-        address = ShardAddress(nccl_address=f"127.0.0.1:{server.port}", gpu="GPU-owner")
+        address = ShardAddress("127.0.0.1:1", transports={"nccl": f"{server.port} GPU-owner".encode()})
         shards = tuple(
             PeerShard(*name, geometry, address, lease.block_ids, tuple(digest_blocks(row)), rank)
             for rank, (geometry, row) in enumerate(zip(geometries, rows, strict=True))
@@ -271,7 +276,7 @@ def test_a_lease_must_hold_and_the_communicator_survives_a_refusal(owner: NcclOw
 )  # fmt: skip
 def test_malformed_requests_are_refused(owner: NcclOwner, reader: Reader, request_: object) -> None:
     lease = owner.lease([3, 4])
-    reader.transport.open(lease.shards[0])
+    reader.transport.pull(pull_of_one(lease))
     (pair,) = reader.transport._pairs.values()
     assert pair.connection is not None
     with pytest.raises(TransferError, match=r"malformed|pieces"):
@@ -282,15 +287,14 @@ def test_malformed_requests_are_refused(owner: NcclOwner, reader: Reader, reques
 def test_who_is_not_let_in(tmp_path: Path, owner: NcclOwner, reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl, "RETRY_SECONDS", 0.0)
     same = Reader("GPU-owner")
-    assert not same.transport.offered_by(owner.lease([3]).shards[0])
     assert same.pull(owner.lease([3], shm=True), [0], ids(0)) == "shm"
     with pytest.raises(TransferError, match="GPU with itself"):  # the owner does not trust the reader in this
-        same.transport.open(owner.lease([3]).shards[0])
+        same.transport.pull(pull_of_one(with_address(owner.lease([3]), nccl=f"{owner.nccl.port} GPU-x")))
     with pytest.raises(TransferError, match="epoch"):
-        reader.transport.open(with_shard(owner.lease([3]), epoch=Epoch(5)).shards[0])
-    shard = owner.lease([3]).shards[0]
+        reader.transport.pull(pull_of_one(with_shard(owner.lease([3]), epoch=Epoch(5))))
+    of_ranks = with_shard(owner.lease([3]), geometry=replace(GEOMETRY, shard=Shard(1, 2)), rank=1)
     with pytest.raises(TransferError, match="rank 1 of a worker of 1"):
-        reader.transport.open(replace(shard, geometry=replace(GEOMETRY, shard=Shard(1, 2)), rank=1))
+        reader.transport.pull(pull_of_one(of_ranks))
     guarded = NcclOwner(tmp_path, name="guarded", token="secret")
     with pytest.raises(TransferError, match="token"):
         reader.pull(guarded.lease([3]), [0], ids(0))
@@ -324,8 +328,8 @@ def test_what_cannot_be_reached_is_left_to_the_next_transport_for_a_while(
     monkeypatch.setattr(nccl, "RETRY_SECONDS", 0.0)
     for pair in reader.transport._pairs.values():
         pair.retry_time = 0.0
-    for address in ("127.0.0.1:1", "nowhere", "", "127.0.0.1:99999"):
-        assert reader.pull(with_address(lease, nccl_address=address), [0], ids(0)) == "shm"
+    for address in ("1 GPU-x", "nowhere", "", "99999 GPU-x", "9" * 5000):
+        assert reader.pull(with_address(lease, nccl=address), [0], ids(0)) == "shm"
     assert reader.pull(lease, [0], ids(0)) == "nccl"
 
 

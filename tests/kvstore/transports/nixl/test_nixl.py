@@ -19,11 +19,14 @@ import pytest
 
 from common.errors import ConfigError, HandshakeError, MiniInferError, TransferError, UnavailableError
 from kvstore.handle.handle import PeerLease
-from kvstore.layout import Shard
-from kvstore.transports.client import KvClient, host_client
+from kvstore.layout import PoolGeometry, Shard
+from kvstore.transports.client import KvClient
+from kvstore.transports.host_pull import Blocks
+from kvstore.transports.lease_client import LeaseClient
 from kvstore.transports.nixl import agent as nixl_agent
 from kvstore.transports.nixl import reader as nixl_module
 from kvstore.transports.nixl.agent import NixlAgent, NixlRead, agent_name
+from kvstore.transports.nixl.reader import NixlReader
 from kvstore.types import BlockId, Epoch
 from tests.kvstore.handle import test_head_split as split
 from tests.kvstore.helpers import GEOMETRY, empty_pool, lease_from_hex, with_address, with_shard
@@ -39,7 +42,7 @@ async def running(folder: Path) -> AsyncIterator[Worker]:
     worker = Worker(folder)
     agent = NixlAgent(agent_name("w", worker.owner.epoch))
     agent.offer(worker.owner.blocks)
-    worker.service._nixl_memory = agent.describe()
+    worker.service._descriptions = {"nixl": agent.describe()}
     await worker.server.start()
     try:
         yield worker
@@ -49,7 +52,7 @@ async def running(folder: Path) -> AsyncIterator[Worker]:
 
 
 def lease_of(worker: Worker) -> PeerLease:
-    return with_address(worker.lease(BLOCKS), nixl_agent=agent_name("w", worker.owner.epoch))
+    return with_address(worker.lease(BLOCKS), nixl=agent_name("w", worker.owner.epoch))
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +60,15 @@ def agent() -> NixlAgent:
     return NixlAgent("reader/1")
 
 
+def nixl_client(geometry: PoolGeometry, pool: Blocks, agent: NixlAgent, token: str = "") -> KvClient:
+    leases = LeaseClient(token)
+    return KvClient(geometry, {"nixl": NixlReader(pool, leases, agent)}, leases)
+
+
 @contextmanager
 def reading(agent: NixlAgent, token: str = "secret") -> Iterator[tuple[KvClient, np.ndarray]]:  # type: ignore[type-arg]
     mine = empty_pool()
-    client = host_client(GEOMETRY, mine, token, ("nixl",), agent)
+    client = nixl_client(GEOMETRY, mine, agent, token)
     try:
         yield client, mine
     finally:
@@ -92,11 +100,11 @@ async def test_what_does_not_fit_is_refused(tmp_path: Path, agent: NixlAgent) ->
         peer = lease_of(worker)
         with reading(agent) as (client, _):
             for wrong, error, words in [
-                (with_shard(peer, epoch=Epoch(1)), TransferError, "registered"),
-                (with_address(peer, nixl_agent="w/1"), TransferError, "another worker's"),
+                (with_shard(peer, epoch=Epoch(1)), TransferError, "does not offer"),
+                (with_address(peer, nixl="w/1"), TransferError, "another worker's"),
                 (with_shard(peer, block_ids=tuple(ids(3, 4, 5, 99))), TransferError, "outside"),
                 (with_shard(peer, digests=(1, 2, 3, 4)), TransferError, "intact"),
-                (with_address(peer, nixl_agent=""), UnavailableError, "no transport in common"),
+                (with_address(peer, nixl=None), UnavailableError, "no transport in common"),
             ]:
                 with pytest.raises(error, match=words):
                     await asyncio.to_thread(client.pull, wrong, [0, 3], ids(0, 1))
@@ -138,12 +146,12 @@ async def test_heads_are_split_anew(tmp_path: Path, agent: NixlAgent) -> None:
         owner = NixlAgent(agent_name("w", worker.epoch))
         for one in worker.owners:
             owner.offer(one.blocks)
-        worker.service._nixl_memory = owner.describe()
+        worker.service._descriptions = {"nixl": owner.describe()}
         lease = worker.lease([4, 1, 2], "tcp")
-        shards = [with_address(replace(lease, shards=(s,)), nixl_agent=owner.name).shards[0] for s in lease.shards]
+        shards = [with_address(replace(lease, shards=(s,)), nixl=owner.name).shards[0] for s in lease.shards]
         mine = split.geometry_of(4, Shard())
         pool = empty_pool(mine)
-        client = host_client(mine, pool, "", ("nixl",), agent)
+        client = nixl_client(mine, pool, agent)
         await asyncio.to_thread(client.pull, replace(lease, shards=tuple(shards)), [0, 1, 2], ids(0, 5, 3))
         np.testing.assert_array_equal(pool[[0, 5, 3]], split.bytes_of(worker.blocks)[[4, 1, 2]])
         client.close()

@@ -1,0 +1,101 @@
+"""Pools of a worker's ranks, this process's and others', as transports hand them out and fill them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor
+
+from engine.gpu.pinning import pin
+from engine.kv.memory import host_buffer_over, pool_over
+from kvstore.handle.pool_info import PoolInfo
+from kvstore.pool.digest import digest_rows
+from kvstore.transports.descriptor_server import DescriptorServer
+from kvstore.transports.shared_memory import blocks_over, create_memfd, map_fd, reopen_read_only
+from kvstore.transports.transport import Reader
+from kvstore.types import BlockId
+from worker.kv.device_pool import DevicePool
+from worker.kv.pinned_staging import HostRows, StagedReader
+
+
+class RankPool:
+    """The pool of one rank on a CPU, in shared memory of this process. Implements `LocalPool`."""
+
+    device: DevicePool | None = None
+    device_fd: int | None = None
+    rows: HostRows | None = None  # in front of a pool in GPU memory
+
+    def __init__(self, info: PoolInfo, socket_path: str, num_rows: int = 0) -> None:
+        """num_rows: of host memory, if they are not the pool itself. Raises ConfigError when there is no memory."""
+        self.info = info
+        self.socket_path = socket_path
+        self._host = replace(info, geometry=replace(info.geometry, num_blocks=num_rows or info.geometry.num_blocks))
+        geometry = self._host.geometry
+        self.fd = create_memfd("mini-infer-kv", geometry.pool_bytes)
+        self._mapping = map_fd(self.fd, geometry.pool_bytes, writable=True)
+        self.host_blocks = blocks_over(self._mapping, geometry.num_blocks, geometry.block_bytes)
+        self._server: DescriptorServer | None = None
+
+    def tensor(self) -> Tensor:
+        """The pool, see PoolGeometry."""
+        return pool_over(self._mapping, self.info.geometry)
+
+    def digests(self, block_ids: Sequence[BlockId]) -> list[int]:
+        """Digests of complete blocks."""
+        return digest_rows(self.host_blocks, block_ids)
+
+    def copy_out(self, block_ids: Sequence[BlockId], rows: Sequence[int]) -> None:
+        """Copy complete blocks to `rows`, and wait. Only where there are some."""
+        raise NotImplementedError
+
+    def fence(self, first: RankPool) -> None:
+        """Mark that blocks are about to be given to loads, behind the steps that rank 0, `first`, has launched."""
+
+    def through_host(self, reader: Reader) -> Reader:
+        """See LocalPool."""
+        return reader
+
+    def serve(self) -> None:
+        """Start handing out descriptors. Raises ConfigError when a socket cannot be made."""
+        self._server = DescriptorServer(Path(self.socket_path), self._host, reopen_read_only(self.fd))
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        os.close(self.fd)
+        if self.device_fd is not None:
+            os.close(self.device_fd)
+
+
+class DeviceRankPool(RankPool):
+    """A rank's pool on a GPU, with staging rows in shared host memory in front of it."""
+
+    device: DevicePool
+    rows: HostRows
+
+    def __init__(
+        self, info: PoolInfo, socket_path: str, kv_pool: Tensor, fd: int | None, num_rows: int,
+        beside: HostRows | None = None,
+    ) -> None:  # fmt: skip
+        """fd: of the device memory, taken over; None: it cannot be shared. beside: see HostRows."""
+        super().__init__(info, socket_path, num_rows)
+        self.device_fd = fd
+        self.device = DevicePool(kv_pool)
+        staging = host_buffer_over(self._mapping, *self.host_blocks.shape)
+        pin(staging)
+        self.rows = HostRows(self.host_blocks, staging, beside)
+
+    def digests(self, block_ids: Sequence[BlockId]) -> list[int]:
+        return self.device.digests(block_ids)
+
+    def copy_out(self, block_ids: Sequence[BlockId], rows: Sequence[int]) -> None:
+        self.device.copy_out(block_ids, self.rows.memory, rows)
+
+    def fence(self, first: RankPool) -> None:
+        self.device.fence(of=None if first is self else first.device)
+
+    def through_host(self, reader: Reader) -> Reader:
+        return StagedReader(reader, self.rows, self.device)

@@ -1,0 +1,25 @@
+"""The transports, the best first: what --kv-transport may name, and where each is found."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    from kvstore.transports.transport import Transport
+
+AUTO = "auto"
+# Found when a worker starts: who only reads settings needs no torch.
+TRANSPORTS = {
+    "cuda_ipc": "kvstore.transports.cuda_ipc.transport:CudaIpcTransport",
+    "nccl": "worker.nccl.transport:NcclTransport",
+    "shm": "kvstore.transports.shm.transport:ShmTransport",
+    "tcp": "kvstore.transports.tcp.transport:TcpTransport",
+    "nixl": "kvstore.transports.nixl.transport:NixlTransport",
+}
+
+
+def load_transports() -> list[type[Transport]]:
+    """Import all of them, the best first."""
+    found = (path.split(":") for path in TRANSPORTS.values())
+    return [cast("type[Transport]", getattr(import_module(module), name)) for module, name in found]

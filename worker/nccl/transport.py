@@ -1,0 +1,48 @@
+"""`nccl`: GPU memory that cannot be mapped travels through a communicator of a pair of pools."""
+
+from __future__ import annotations
+
+from kvstore.transports.lease_client import LeaseClient
+from kvstore.transports.nccl.reader import NAME, NcclReader
+from kvstore.transports.nccl.server import NcclServer
+from kvstore.transports.transport import LeaseHolder, LocalPool, OwnWorker, Transport
+from worker.nccl.pool import NcclPool, open_nccl
+
+
+class NcclTransport(Transport):
+    """An address is the port of the owner's process, on the host of its service, and the UUID of the pool's GPU."""
+
+    name = NAME
+    offered = "auto"
+    needs = "a GPU and libnccl.so.2, which torch's packages for CUDA bring: choose auto"
+
+    def __init__(self, worker: OwnWorker) -> None:
+        super().__init__(worker)
+        self._pools: dict[LocalPool, NcclPool | None] = {}
+        self._server: NcclServer | None = None
+
+    def reader(self, pool: LocalPool, leases: LeaseClient) -> NcclReader | None:
+        opened = self._opened(pool)
+        return None if opened is None else NcclReader(opened, self.worker.token)
+
+    def export(self, pool: LocalPool) -> bytes | None:
+        opened = self._opened(pool)
+        if opened is None:
+            return None
+        if self._server is None:
+            self._server = NcclServer(self.worker.host, self.worker.token, pool.info.worker_id, pool.info.epoch)
+        self._server.add(opened, pool.info.geometry.block_bytes)
+        return f"{self._server.port} {opened.gpu}".encode()
+
+    def serve(self, leases: LeaseHolder) -> None:
+        if self._server is not None:
+            self._server.serve(leases)
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
+    def _opened(self, pool: LocalPool) -> NcclPool | None:
+        if pool not in self._pools:
+            self._pools[pool] = open_nccl(pool.device)
+        return self._pools[pool]
