@@ -220,20 +220,6 @@ class RequestOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadJob:
-    """Fill `block_ids[i]` with block `positions[i]` of `source`; report with `RemoteKv.finish_load`.
-
-    Without positions there is nothing to fill or report: local caches had it all, the source can be let go.
-    """
-
-    request: Request
-    source: object
-    positions: list[int]
-    block_ids: list[BlockId]
-    num_tokens: int  # whose KV that is
-
-
-@dataclass(frozen=True, slots=True)
 class PromptChunk:
     """A chunk of a prompt, not its last, whose step has ended: the KV of the first `num_tokens` is there."""
 

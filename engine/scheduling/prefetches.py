@@ -10,23 +10,11 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from engine.scheduling.kv_load import KvLoad
 from kvstore.pool.block_pool import BlockPool
-from kvstore.types import BlockId, BlockKey
+from kvstore.types import BlockKey
 
 MAX_PREFETCHES = 4  # under way at once; what comes beside them is pulled with the rest of its prompt
-
-
-@dataclass(frozen=True, slots=True)
-class PrefetchJob:
-    """Fill `block_ids[i]` with block `positions[i]` of `source`; report with `RemoteKv.finish_prefetch`.
-
-    Without positions there is nothing to fill or report: the source can be let go.
-    """
-
-    source: object
-    positions: list[int]
-    block_ids: list[BlockId]
-    block_keys: list[BlockKey]  # of the blocks to fill
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +28,10 @@ class _Part:
 class Prefetches:
     """Parts of prompts that wait for `reserve`, and those whose blocks are being filled."""
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool, block_size: int) -> None:
         self._pool = pool
+        self._block_size = block_size
         self._queued: list[_Part] = []
-        self._jobs: list[PrefetchJob] = []
         self._filling: set[BlockKey] = set()
         self._fetched: OrderedDict[BlockKey, None] = OrderedDict()  # not counted by a request yet, oldest first
         self._num_open = 0
@@ -63,33 +51,31 @@ class Prefetches:
         coming = self._filling.union(*(part.block_keys for part in self._queued))
         return not coming.isdisjoint(block_keys)
 
-    def reserve(self, num_spare_blocks: int) -> None:
-        """Turn what is queued into jobs, as far as `num_spare_blocks` go."""
+    def reserve(self, num_spare_blocks: int) -> list[KvLoad]:
+        """Turn what is queued into loads, as far as `num_spare_blocks` go."""
+        loads: list[KvLoad] = []
         for part in self._queued:
             positions = self._positions(part, num_spare_blocks)
             num_spare_blocks -= len(positions)
             keys = [part.block_keys[position] for position in positions]
-            self._jobs.append(PrefetchJob(part.source, positions, self._pool.allocate(len(positions)), keys))
+            block_ids, num_tokens = self._pool.allocate(len(keys)), len(keys) * self._block_size
+            loads.append(KvLoad(None, part.source, positions, block_ids, num_tokens, keys))
             self._pool.keep_free(len(positions))  # the next part, or the rest of the prompt, is about as long
             self._filling.update(keys)
             self._num_open += bool(positions)
         self._queued.clear()
+        return loads
 
-    def take_jobs(self) -> list[PrefetchJob]:
-        """Return the jobs made since the last call."""
-        jobs, self._jobs = self._jobs, []
-        return jobs
-
-    def finish(self, job: PrefetchJob, ok: bool) -> None:
-        """Give the job's blocks back: filled ones to the cache."""
+    def finish(self, load: KvLoad, ok: bool) -> None:
+        """Give the load's blocks back: filled ones to the cache."""
         if ok:
-            for block_id, key in zip(job.block_ids, job.block_keys, strict=True):
+            for block_id, key in zip(load.block_ids, load.block_keys, strict=True):
                 self._pool.publish(block_id, key)
                 self._fetched[key] = None
             while len(self._fetched) > self._pool.num_blocks:
                 self._fetched.popitem(last=False)
-        self._pool.release(job.block_ids)
-        self._filling.difference_update(job.block_keys)
+        self._pool.release(load.block_ids)
+        self._filling.difference_update(load.block_keys)
         self._num_open -= 1
 
     def take_fetched(self, block_keys: Sequence[BlockKey]) -> int:

@@ -1,25 +1,26 @@
 """KV of prompts that peers have computed: requests that wait for it, and what is to be pulled into which blocks.
 
 Reserves blocks between the scheduler's decisions and lists the loads to be made. Does not know how KV travels: a
-worker takes the jobs and reports how they ended.
+worker takes the loads and reports how they ended.
 """
 
 from __future__ import annotations
 
 from engine.kv.manager import KVManager
-from engine.request import LoadJob, Request, RequestId, RequestStatus
-from engine.scheduling.prefetches import Prefetches, PrefetchJob
+from engine.request import Request, RequestStatus
+from engine.scheduling.kv_load import KvLoad
+from engine.scheduling.prefetches import Prefetches
 from engine.scheduling.request_queues import RequestQueues
 
 
 class RemoteKv:
-    """Loads, each for a request that has blocks and waits for them, and prefetches, for requests still to come."""
+    """Loads: for a request that has blocks and waits for them, or, as prefetches, for requests still to come."""
 
     def __init__(self, queues: RequestQueues, kv: KVManager) -> None:
-        self.prefetches = Prefetches(kv.pool)
+        self.prefetches = Prefetches(kv.pool, kv.block_size)
         self._queues = queues
         self._kv = kv
-        self._jobs: list[LoadJob] = []
+        self._loads: list[KvLoad] = []
         self._cancelled: set[Request] = set()
 
     # -- loads -----------------------------------------------------------------------------------------------
@@ -33,19 +34,19 @@ class RemoteKv:
         source, request.kv_source = request.kv_source, None  # one attempt: a preempted request recomputes
         request.num_prefetched_tokens = self.prefetches.take_fetched(request.block_keys) * self._kv.block_size
         if request.num_source_tokens - num_cached < self._kv.block_size:
-            self._jobs.append(LoadJob(request, source, [], [], 0))
+            self._loads.append(KvLoad(request, source, [], [], 0))
             return None
         fresh, num_kept = self._kv.attach_for_load(request, request.num_source_tokens)
         request.num_computed_tokens = num_cached
         self._queues.move(request, RequestStatus.LOADING)
         num_tokens = request.num_source_tokens - num_kept
-        self._jobs.append(LoadJob(request, source, list(fresh), list(fresh.values()), num_tokens))
+        self._loads.append(KvLoad(request, source, list(fresh), list(fresh.values()), num_tokens))
         return num_kept
 
-    def take_load_jobs(self) -> list[LoadJob]:
+    def take_loads(self) -> list[KvLoad]:
         """Loads that blocks have been reserved for since the last call."""
-        jobs, self._jobs = self._jobs, []
-        return jobs
+        loads, self._loads = self._loads, []
+        return loads
 
     def cancel_load(self, request: Request) -> None:
         """Let a loading request end with its load: its blocks are being written."""
@@ -54,24 +55,24 @@ class RemoteKv:
     def is_cancelled(self, request: Request) -> bool:
         return request in self._cancelled
 
-    def finish_load(self, request_id: RequestId, ok: bool) -> Request | None:
-        """A load has ended; None when its request was cancelled meanwhile.
-
-        After a failure the request computes what the load should have brought.
-        """
-        request = self._queues.by_id[request_id]
+    def finish(self, load: KvLoad, ok: bool) -> None:
+        """A load has ended. After a failure its owner computes what the load should have brought."""
+        request = load.owner
+        if request is None:
+            self.prefetches.finish(load, ok)
+            self._stop_awaiting()
+            return
         if request in self._cancelled:
             self._cancelled.remove(request)
             self._queues.remove(request)
             self._kv.release(request)
-            return None
+            return
         if ok:
             request.num_computed_tokens = request.num_source_tokens
             self._kv.publish(request)
         else:
             self._kv.release_uncomputed(request)  # blocks that others can read are among them
         self._queues.move(request, RequestStatus.RUNNING)
-        return request
 
     # -- prefetches ------------------------------------------------------------------------------------------
 
@@ -85,13 +86,8 @@ class RemoteKv:
     def reserve_prefetches(self) -> None:
         """Give queued prefetches what blocks nobody needs."""
         if self.prefetches.has_queued:
-            self.prefetches.reserve(self._num_spare_blocks())
+            self._loads += self.prefetches.reserve(self._num_spare_blocks())
             self._stop_awaiting()
-
-    def finish_prefetch(self, job: PrefetchJob, ok: bool) -> None:
-        """A prefetch has ended: the prefix cache has its blocks, or after a failure nobody."""
-        self.prefetches.finish(job, ok)
-        self._stop_awaiting()
 
     def _stop_awaiting(self) -> None:
         """Let requests go on whose prefetches have all ended, well or not."""

@@ -87,7 +87,7 @@ def _start(link: FrameSocket, start: Start, heartbeat: Heartbeat) -> EngineProce
     leases = KvLeases(memory.epoch, exporter, handles, worker.kv_lease_seconds)
     memory.send_leases(leases)
     prompt_leases = PromptLeases(scheduler, leases, worker.progressive_pull)
-    loads = KvLoads(scheduler, puller, exporter, parts.geometry.block_size, can_read=not config.stage_address)
+    loads = KvLoads(scheduler, puller, exporter, can_read=not config.stage_address)
     link.send(Ready(_engine_info(parts, memory), memory.socket_paths, memory.needs_staging, memory.descriptions))
     return EngineProcess(link, parts, leases, prompt_leases, loads, heartbeat, cores)
 

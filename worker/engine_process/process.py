@@ -100,14 +100,13 @@ class EngineProcess:
     def _step(self) -> None:
         """Step the engine: before it what peers have sent becomes usable, behind it new loads get their blocks."""
         now = time.monotonic()
-        self._report.pulls += self._loads.finish(self._open, now)
-        self._report.prefetches += self._loads.finish_prefetches()
+        self._loads.finish(self._open, self._report, now)
         self._expire(now)
         if self._cores is not None:
             self._cores.adjust(self._engine.has_work())
         outputs = self._engine.step()
         self._heartbeat.beat()
-        self._loads.start(self._open, now)
+        self._loads.start(self._open, self._report, now)
         for new in self._engine.last_plan.new:
             entry = self._open.get(new.request_id)
             if entry is not None and not entry.started:

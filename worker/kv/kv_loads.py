@@ -10,14 +10,14 @@ from collections.abc import Mapping
 
 from common.errors import MiniInferError
 from engine.request import RequestId
-from engine.scheduling.prefetches import PrefetchJob
+from engine.scheduling.kv_load import KvLoad
 from engine.scheduling.scheduler import Scheduler
 from kvstore.handle.handle import KvHandle, PeerLease, open_handle
 from kvstore.types import WorkerId
 from worker.engine_process.open_request import OpenRequest
 from worker.kv.kv_exporter import KvExporter
 from worker.kv.kv_puller import KvPuller
-from worker.messages import Prefetched, PrefetchOutcome, Pull
+from worker.messages import Prefetched, PrefetchOutcome, Pull, StepReport
 
 logger = logging.getLogger("engine")
 
@@ -25,17 +25,13 @@ logger = logging.getLogger("engine")
 class KvLoads:
     """Link between the scheduler, which reserves blocks for loads, and the puller, which fills them."""
 
-    def __init__(
-        self, scheduler: Scheduler, puller: KvPuller, exporter: KvExporter, block_size: int, can_read: bool = True
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, puller: KvPuller, exporter: KvExporter, can_read: bool = True) -> None:
         """can_read: whether all of the pool is in reach; else no handle is accepted."""
         self._can_read = can_read
         self._kv = scheduler.kv
         self._remote_kv = scheduler.remote_kv
         self._puller = puller
         self._exporter = exporter
-        self._block_size = block_size
-        self._skipped: list[Prefetched] = []  # since `finish_prefetches`
         self._transports: dict[WorkerId, str] = {}  # of the last prefetch from each peer
 
     @property
@@ -73,70 +69,54 @@ class KvLoads:
         if lease is None:
             return
         num_blocks = len(handle.block_keys)
-        if num_blocks != lease.num_blocks or lease.num_tokens != num_blocks * self._block_size:
+        if num_blocks != lease.num_blocks or lease.num_tokens != num_blocks * self._kv.block_size:
             logger.warning("a KV handle that is not of full blocks with their keys: not prefetched")
             self.abandon(lease)
             return
         self._remote_kv.prefetches.add(lease, handle.block_keys)
 
-    def start(self, requests: Mapping[RequestId, OpenRequest], now: float) -> None:
+    def start(self, requests: Mapping[RequestId, OpenRequest], report: StepReport, now: float) -> None:
         """Pull what the scheduler has reserved blocks for since the last call."""
-        jobs, prefetches = self._remote_kv.take_load_jobs(), self._remote_kv.prefetches.take_jobs()
-        if jobs or prefetches:
+        loads = self._remote_kv.take_loads()
+        if loads:
             self._exporter.fence()
-        for prefetch in prefetches:
-            self._start_prefetch(prefetch)
-        for job in jobs:
-            lease, request_id = job.source, job.request.request_id
+        for load in loads:
+            lease, owner = load.source, load.owner
             assert isinstance(lease, PeerLease)
-            entry = requests.get(request_id)
-            if not job.positions:
-                self.abandon(lease)
-                if entry is not None and job.request.num_prefetched_tokens:
-                    entry.skip_pull(self._transports.get(lease.worker_id, ""))
+            entry = None if owner is None else requests.get(owner.request_id)
+            if load.positions:
+                if entry is not None:
+                    entry.start_pull(load.num_tokens, now)
+                self._puller.load(load)
                 continue
-            if entry is not None:
-                entry.start_pull(job.num_tokens, now)
-            self._puller.load(request_id, lease, job.positions, job.block_ids)
+            self.abandon(lease)
+            if owner is None:
+                report.prefetches.append(Prefetched(PrefetchOutcome.SKIPPED))
+            elif entry is not None and owner.num_prefetched_tokens:
+                entry.skip_pull(self._transports.get(lease.worker_id, ""))
 
-    def _start_prefetch(self, job: PrefetchJob) -> None:
-        assert isinstance(job.source, PeerLease)
-        if job.positions:
-            self._puller.prefetch(job.source, job)
-        else:
-            self.abandon(job.source)
-            self._skipped.append(Prefetched(PrefetchOutcome.SKIPPED))
-
-    def finish_prefetches(self) -> list[Prefetched]:
-        """Tell the scheduler of the prefetches that have ended, and return how all of them have."""
-        ended, self._skipped = self._skipped, []
-        for job, pull in self._puller.take_prefetched():
-            self._remote_kv.finish_prefetch(job, pull.ok)
-            if pull.ok:
-                assert isinstance(job.source, PeerLease)
-                self._transports[job.source.worker_id] = pull.transport
-                num_tokens = len(job.positions) * self._block_size
-                ended.append(
-                    Prefetched(PrefetchOutcome.PULLED, num_tokens, pull.transport, pull.num_bytes, pull.seconds)
-                )
-            else:
-                logger.warning("KV prefetch failed: %s", pull.error)
-                ended.append(Prefetched(PrefetchOutcome.FAILED))
-        return ended
-
-    def finish(self, requests: Mapping[RequestId, OpenRequest], now: float) -> list[Pull]:
-        """Tell the scheduler of the pulls that have ended, and return those that count."""
-        pulls = []
-        for pull in self._puller.take_results():
-            self._remote_kv.finish_load(pull.request_id, pull.ok)
+    def finish(self, requests: Mapping[RequestId, OpenRequest], report: StepReport, now: float) -> None:
+        """Tell the scheduler of the loads that have ended, and report those that count."""
+        for load, pull in self._puller.take_results():
+            self._remote_kv.finish(load, pull.ok)
+            if load.owner is None:
+                report.prefetches.append(self._prefetched(load, pull))
+                continue
             entry = requests.get(pull.request_id)
             if entry is not None:
                 entry.finish_pull(pull, now)
                 if not pull.ok:
                     logger.warning("KV pull failed, computing the prompt here: %s", pull.error)
             if entry is not None or pull.ok:  # else cancelled, and its lease may have ended meanwhile: no fault
-                pulls.append(pull)
-        return pulls
+                report.pulls.append(pull)
+
+    def _prefetched(self, load: KvLoad, pull: Pull) -> Prefetched:
+        if not pull.ok:
+            logger.warning("KV prefetch failed: %s", pull.error)
+            return Prefetched(PrefetchOutcome.FAILED)
+        assert isinstance(load.source, PeerLease)
+        self._transports[load.source.worker_id] = pull.transport
+        return Prefetched(PrefetchOutcome.PULLED, load.num_tokens, pull.transport, pull.num_bytes, pull.seconds)
 
     def _open(self, handle: KvHandle) -> PeerLease | None:
         try:

@@ -1,7 +1,7 @@
 """Brings KV from peers into this engine's pool, in threads, beside the step loop.
 
-The loop hands over jobs and collects results between steps; blocks belong to a job until its result is taken. A lease
-is renewed from the moment its handle arrives until it is read or let go, and released after. What fails is only
+The loop hands over loads and collects results between steps; blocks belong to a load until its result is taken. A
+lease is renewed from the moment its handle arrives until it is read or let go, and released after. What fails is only
 reported: the scheduler then computes what is missing.
 """
 
@@ -13,21 +13,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
 
 from common.errors import MiniInferError, TransferError
 from engine.request import RequestId
-from engine.scheduling.prefetches import PrefetchJob
+from engine.scheduling.kv_load import KvLoad
 from kvstore.handle.handle import PeerLease
 from kvstore.transports.client import DEFAULT_DEADLINE_SECONDS, KvClient
-from kvstore.types import BlockId, LeaseId
+from kvstore.types import LeaseId
 from worker.messages import Pull
 
 logger = logging.getLogger(__name__)
 NUM_THREADS = 2  # one copies while another waits for a peer
 PREFETCH_SECONDS = 5.0  # a request may wait for the end of a prefetch, and then needs a load
 RENEW_INTERVAL_SECONDS = 1.0
-T = TypeVar("T")
 
 
 class KvPuller:
@@ -39,12 +37,11 @@ class KvPuller:
         self._on_result = on_result
         self._executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kv-pull")
         self._prefetcher = ThreadPoolExecutor(1, thread_name_prefix="kv-prefetch")  # loads do not queue behind it
-        self._results: deque[Pull] = deque()
-        self._prefetched: deque[tuple[PrefetchJob, Pull]] = deque()
+        self._results: deque[tuple[KvLoad, Pull]] = deque()
         self._kept_alive: dict[LeaseId, PeerLease] = {}  # their loads have not ended
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self.num_open = 0  # loads and prefetches whose results have not been taken
+        self.num_open = 0  # loads whose results have not been taken
         threading.Thread(target=self._renew_loop, name="kv-renew", daemon=True).start()
 
     # -- called by the step loop -----------------------------------------------------------------------------
@@ -54,32 +51,18 @@ class KvPuller:
         with self._lock:
             self._kept_alive[lease.lease_id] = lease
 
-    def load(
-        self, request_id: RequestId, lease: PeerLease, positions: Sequence[int], block_ids: Sequence[BlockId]
-    ) -> None:
-        """Fill `block_ids[i]` with block `positions[i]` of the lease, then release it."""
+    def load(self, load: KvLoad) -> None:
+        """Fill the load's blocks from the lease that is its source, then release it."""
         self.num_open += 1
-        self._executor.submit(self._load, request_id, lease.lease_id, list(positions), list(block_ids))
-
-    def prefetch(self, lease: PeerLease, job: PrefetchJob) -> None:
-        """Fill the job's blocks from the lease, then release it."""
-        self.num_open += 1
-        self._prefetcher.submit(self._prefetch, lease.lease_id, job)
+        (self._executor if load.owner else self._prefetcher).submit(self._load, load)
 
     def abandon(self, lease: PeerLease) -> None:
         """Release a lease that nobody here needs any more."""
         self._executor.submit(self._let_go, lease.lease_id)
 
-    def take_results(self) -> list[Pull]:
-        """Loads that have ended."""
-        return self._take(self._results)
-
-    def take_prefetched(self) -> list[tuple[PrefetchJob, Pull]]:
-        """Prefetches that have ended. Their `Pull` names no request."""
-        return self._take(self._prefetched)
-
-    def _take(self, ended: deque[T]) -> list[T]:
-        taken = [ended.popleft() for _ in range(len(ended))]
+    def take_results(self) -> list[tuple[KvLoad, Pull]]:
+        """Loads that have ended. The `Pull` of a prefetch names no request."""
+        taken = [self._results.popleft() for _ in range(len(self._results))]
         self.num_open -= len(taken)
         return taken
 
@@ -95,29 +78,23 @@ class KvPuller:
 
     # -- threads ---------------------------------------------------------------------------------------------
 
-    def _load(self, request_id: RequestId, lease_id: LeaseId, positions: list[int], block_ids: list[BlockId]) -> None:
-        self._results.append(self._pull(request_id, lease_id, positions, block_ids, DEFAULT_DEADLINE_SECONDS))
-        self._ended(lease_id)
-
-    def _prefetch(self, lease_id: LeaseId, job: PrefetchJob) -> None:
-        pull = self._pull(RequestId(""), lease_id, job.positions, job.block_ids, PREFETCH_SECONDS)
-        self._prefetched.append((job, pull))
-        self._ended(lease_id)
-
-    def _ended(self, lease_id: LeaseId) -> None:
+    def _load(self, load: KvLoad) -> None:
+        assert isinstance(load.source, PeerLease)
+        lease_id = load.source.lease_id
+        self._results.append((load, self._pull(load, lease_id)))
         self._on_result()
         self._let_go(lease_id)  # else it would be renewed forever
 
-    def _pull(
-        self, request_id: RequestId, lease_id: LeaseId, positions: list[int], block_ids: list[BlockId], seconds: float
-    ) -> Pull:
+    def _pull(self, load: KvLoad, lease_id: LeaseId) -> Pull:
         """Pull from all ranks; whatever happens, there is a result: somebody waits for it."""
+        request_id = load.owner.request_id if load.owner else RequestId("")
+        seconds = DEFAULT_DEADLINE_SECONDS if load.owner else PREFETCH_SECONDS
         try:
             with self._lock:
                 lease = self._kept_alive.get(lease_id)
             if lease is None:
                 raise TransferError("the lease was released for another request that had the same handle")
-            pulled = [client.pull(lease, positions, block_ids, seconds) for client in self._clients]
+            pulled = [client.pull(lease, load.positions, load.block_ids, seconds) for client in self._clients]
             num_bytes, taken = sum(one.num_bytes for one in pulled), sum(one.seconds for one in pulled)
             return Pull(request_id, True, "", pulled[0].transport, num_bytes, taken)
         except MiniInferError as error:

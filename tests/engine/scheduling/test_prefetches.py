@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from common.errors import ContextLengthError, InvalidRequestError
 from common.token_ids import pack_ids
 from engine.engine import Engine
-from engine.request import LoadJob, Request, RequestId, RequestStatus, SamplingParams
-from engine.scheduling.prefetches import MAX_PREFETCHES, PrefetchJob
+from engine.request import Request, RequestId, RequestStatus, SamplingParams
+from engine.scheduling.kv_load import KvLoad
+from engine.scheduling.prefetches import MAX_PREFETCHES
 from kvstore.pool.block_hash import block_keys, root_key
 from tests.engine.fakes import BlockMemoryRunner, expected_tokens
 from tests.engine.scheduling.test_scheduler import BLOCK, assert_quiet, make_engine, run_all
@@ -30,8 +31,8 @@ class Peer:
         self.engine = engine
         self.scheduler = engine.scheduler
         self._runner = runner
-        self.loads: list[LoadJob] = []
-        self.prefetches: list[PrefetchJob] = []
+        self.loads: list[KvLoad] = []
+        self.prefetches: list[KvLoad] = []
         self.num_skipped = 0
 
     def offer(self, prompt: Sequence[int], first: int, last: int) -> None:
@@ -66,30 +67,26 @@ class Peer:
     def step(self) -> dict[RequestId, list[int]]:
         """One turn of a worker's loop."""
         tokens = {output.request.request_id: output.new_token_ids for output in self.engine.step()}
-        self.loads += [job for job in self.scheduler.remote_kv.take_load_jobs() if job.positions]
-        jobs = self.scheduler.remote_kv.prefetches.take_jobs()
-        self.prefetches += [job for job in jobs if job.positions]
-        self.num_skipped += sum(not job.positions for job in jobs)
+        for job in self.scheduler.remote_kv.take_loads():
+            if job.positions:
+                (self.prefetches if job.owner is None else self.loads).append(job)
+            else:
+                self.num_skipped += job.owner is None
         return tokens
 
-    def finish_load(self, job: LoadJob, ok: bool = True) -> None:
-        self.loads.remove(job)
+    def finish(self, job: KvLoad, ok: bool = True) -> None:
+        (self.prefetches if job.owner is None else self.loads).remove(job)
         self._fill(job, ok)
-        self.scheduler.remote_kv.finish_load(job.request.request_id, ok)
-
-    def finish_prefetch(self, job: PrefetchJob, ok: bool = True) -> None:
-        self.prefetches.remove(job)
-        self._fill(job, ok)
-        self.scheduler.remote_kv.finish_prefetch(job, ok)
+        self.scheduler.remote_kv.finish(job, ok)
 
     def prefetch(self, prompt: Sequence[int], first: int, last: int) -> None:
         """Offer a part, and pull it at once."""
         self.offer(prompt, first, last)
         self.step()
         [job] = self.prefetches
-        self.finish_prefetch(job)
+        self.finish(job)
 
-    def _fill(self, job: LoadJob | PrefetchJob, ok: bool) -> None:
+    def _fill(self, job: KvLoad, ok: bool) -> None:
         assert isinstance(job.source, list)
         for position, block_id in zip(job.positions, job.block_ids, strict=True):
             cells = job.source[position * BLOCK : (position + 1) * BLOCK]
@@ -120,7 +117,7 @@ def test_only_the_rest_is_loaded(overlap: bool) -> None:
     [job] = peer.loads
     assert job.positions == [4, 5]
     assert request.num_cached_tokens == request.num_prefetched_tokens == 4 * BLOCK
-    peer.finish_load(job)
+    peer.finish(job)
     finish(peer, request)
     again = peer.submit(PROMPT)
     run_all(peer.engine)
@@ -139,11 +136,11 @@ def test_a_request_waits_for_what_is_on_its_way(ok: bool) -> None:
     peer.step()
     assert peer.loads == []
     [part] = peer.prefetches
-    peer.finish_prefetch(part, ok)
+    peer.finish(part, ok)
     peer.step()
     [job] = peer.loads
     assert job.positions == ([4, 5] if ok else [0, 1, 2, 3, 4, 5])
-    peer.finish_load(job)
+    peer.finish(job)
     finish(peer, request)
 
 
@@ -164,7 +161,7 @@ def test_a_prepared_request_is_no_work_before_it_proceeds() -> None:
     peer.step()
     [job] = peer.loads
     assert job.positions == [4, 5]
-    peer.finish_load(job)
+    peer.finish(job)
     finish(peer, request)
 
 
@@ -175,9 +172,9 @@ def test_a_prepared_request_waits_for_what_is_on_its_way() -> None:
     peer.step()
     peer.proceed(request)
     assert request.status is RequestStatus.AWAITING
-    peer.finish_prefetch(peer.prefetches[0])
+    peer.finish(peer.prefetches[0])
     peer.step()
-    peer.finish_load(peer.loads[0])
+    peer.finish(peer.loads[0])
     finish(peer, request)
 
 
@@ -209,11 +206,11 @@ def test_a_part_and_its_request_may_come_in_one_step() -> None:
     request = peer.submit(PROMPT)
     peer.step()
     [part] = peer.prefetches
-    peer.finish_prefetch(part)
+    peer.finish(part)
     peer.step()
     [job] = peer.loads
     assert job.positions == [4, 5]
-    peer.finish_load(job)
+    peer.finish(job)
     finish(peer, request)
 
 
@@ -224,7 +221,7 @@ def test_requests_that_bring_no_kv_wait_for_nothing() -> None:
     request = peer.engine.add_request(PROMPT, SamplingParams(max_tokens=5))
     run_all(peer.engine)
     [part] = peer.prefetches
-    peer.finish_prefetch(part)  # its keys are others' already
+    peer.finish(part)  # its keys are others' already
     finish(peer, request)
 
 
@@ -236,7 +233,7 @@ def test_an_awaiting_request_can_be_cancelled() -> None:
     assert peer.engine.abort(request.request_id) is request
     assert peer.engine.abort(request.request_id) is None
     [part] = peer.prefetches
-    peer.finish_prefetch(part)
+    peer.finish(part)
     assert_quiet(peer.engine)
     assert not peer.engine.has_work()
 
@@ -250,7 +247,7 @@ def test_what_is_cached_is_not_fetched_again() -> None:
     assert peer.num_skipped == 1
     [job] = peer.prefetches
     assert job.positions == [1, 2]
-    peer.finish_prefetch(job)
+    peer.finish(job)
     assert_quiet(peer.engine)
 
 
@@ -276,8 +273,8 @@ def test_a_load_fills_the_gap_that_a_part_has_left(ok: bool) -> None:
     assert request.num_cached_tokens == 3 * BLOCK
     other = peer.submit(PROMPT)  # shares them
     peer.step()
-    peer.finish_load(job, ok)
-    peer.finish_load(peer.loads[0])
+    peer.finish(job, ok)
+    peer.finish(peer.loads[0])
     run_all(peer.engine)
     for each in (request, other):
         assert each.output_token_ids == expected_tokens(PROMPT, 5)
@@ -292,7 +289,7 @@ def test_without_a_prefix_cache_nothing_is_fetched() -> None:
     assert (peer.prefetches, peer.num_skipped) == ([], 1)
     peer.step()
     [job] = peer.loads
-    peer.finish_load(job)
+    peer.finish(job)
     finish(peer, request)
 
 
@@ -302,7 +299,7 @@ def test_few_are_under_way_at_once() -> None:
         peer.offer([100 * first + token for token in range(BLOCK)], 0, 1)
     peer.step()
     assert (len(peer.prefetches), peer.num_skipped) == (MAX_PREFETCHES, 1)
-    peer.finish_prefetch(peer.prefetches[0])
+    peer.finish(peer.prefetches[0])
     peer.offer(PROMPT, 0, 1)
     peer.step()
     assert len(peer.prefetches) == MAX_PREFETCHES
@@ -345,13 +342,13 @@ def test_the_load_behind_a_part_has_nothing_to_evict() -> None:
     peer.step()
     assert len(peer.engine.last_plan.copies_out) == 2 + 3
     assert (pool.num_free, pool.num_cached) == (3, 4)
-    peer.finish_prefetch(peer.prefetches[0])
+    peer.finish(peer.prefetches[0])
     request = peer.submit(PROMPT)
     peer.step()
     assert peer.engine.last_plan.copies_out == []
     [job] = peer.loads
     assert job.positions == [3, 4, 5]
-    peer.finish_load(job)
+    peer.finish(job)
     finish(peer, request)
 
 
@@ -426,9 +423,9 @@ def test_any_order_of_events_keeps_every_token(
     def finish_one() -> None:
         ok = data.draw(st.sampled_from([True, True, False]))
         if peer.prefetches and (not peer.loads or data.draw(st.booleans())):
-            peer.finish_prefetch(data.draw(st.sampled_from(peer.prefetches)), ok)
+            peer.finish(data.draw(st.sampled_from(peer.prefetches)), ok)
         elif peer.loads:
-            peer.finish_load(data.draw(st.sampled_from(peer.loads)), ok)
+            peer.finish(data.draw(st.sampled_from(peer.loads)), ok)
 
     events = ["offer", "offer", "submit", "prepare", "proceed", "local"]
     events += ["step", "step", "step", "finish", "finish", "abort"]

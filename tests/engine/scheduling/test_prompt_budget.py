@@ -142,9 +142,9 @@ def test_kv_of_a_peer_is_loaded_though_the_step_is_full() -> None:
     )
     engine.step()
     assert pulled.status is RequestStatus.LOADING
-    [job] = engine.scheduler.remote_kv.take_load_jobs()
+    [job] = engine.scheduler.remote_kv.take_loads()
     assert len(job.block_ids) == 12 // BLOCK
-    engine.scheduler.remote_kv.finish_load(pulled.request_id, ok=False)
+    engine.scheduler.remote_kv.finish(job, ok=False)
     run_all(engine)
     assert_quiet(engine)
 

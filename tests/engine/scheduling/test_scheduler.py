@@ -377,12 +377,12 @@ def load_request(engine: Engine, runner: BlockMemoryRunner, prompt: list[int], o
         num_source_tokens=len(prompt),
     )
     assert engine.step() == []
-    [job] = engine.scheduler.remote_kv.take_load_jobs()
+    [job] = engine.scheduler.remote_kv.take_loads()
     assert (job.source, request.status) == ("peer", RequestStatus.LOADING)
     for position, block_id in zip(job.positions, job.block_ids, strict=True):
         cells = prompt[position * BLOCK : (position + 1) * BLOCK]
         runner.blocks[block_id] = [*cells, *([None] * (BLOCK - len(cells)))] if ok else [None] * BLOCK
-    engine.scheduler.remote_kv.finish_load(request.request_id, ok)
+    engine.scheduler.remote_kv.finish(job, ok)
     return request
 
 
@@ -410,7 +410,7 @@ def test_cached_prefix_is_not_pulled_again() -> None:
         num_source_tokens=len(prompt),
     )
     engine.step()
-    [job] = engine.scheduler.remote_kv.take_load_jobs()
+    [job] = engine.scheduler.remote_kv.take_loads()
     assert job.positions == []  # 8 of 11 tokens are cached, the last 3 cost less than a transfer
     run_all(engine)
 
@@ -426,7 +426,9 @@ def test_abort_while_loading_frees_blocks_only_after_the_load() -> None:
     assert engine.abort(request.request_id) is request
     assert pool.num_used == 3
     assert engine.abort(request.request_id) is None
-    assert engine.scheduler.remote_kv.finish_load(request.request_id, ok=True) is None
+    [job] = engine.scheduler.remote_kv.take_loads()
+    engine.scheduler.remote_kv.finish(job, ok=True)
+    assert (pool.num_used, engine.scheduler.num_requests) == (0, 0)
     assert_quiet(engine)
 
 

@@ -114,14 +114,14 @@ def test_a_prompt_goes_on_over_the_live_blocks_of_another_engine(family: Family,
         prompt, params, output_token_ids=sent.output_token_ids, kv_source="lease", num_source_tokens=len(prompt)
     )
     decode.engine.step()
-    [job] = decode.engine.scheduler.remote_kv.take_load_jobs()
+    [job] = decode.engine.scheduler.remote_kv.take_loads()
     num_cached = windows.count(0) * 12 if loads != "whole" else 0
     assert len(job.positions) >= len(leased) - num_cached - (len(windows) - windows.count(0))
     if loads == "failing":
         decode.runner._pool[job.block_ids] = float("nan")
     else:
         decode.runner._pool[job.block_ids] = prefill.runner._pool[[leased[position] for position in job.positions]]
-    decode.engine.scheduler.remote_kv.finish_load(request.request_id, loads != "failing")
+    decode.engine.scheduler.remote_kv.finish(job, loads != "failing")
     while decode.engine.has_work():
         decode.engine.step()
     assert request.output_token_ids == expected

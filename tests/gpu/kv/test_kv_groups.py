@@ -120,9 +120,9 @@ def test_a_prompt_goes_on_over_the_live_blocks_of_another_engine(
         prompt, SAMPLED[0], output_token_ids=sent.output_token_ids, kv_source="lease", num_source_tokens=len(prompt)
     )
     decode.step()
-    [job] = decode.scheduler.remote_kv.take_load_jobs()
+    [job] = decode.scheduler.remote_kv.take_loads()
     receiver._pool[job.block_ids] = sender._pool[[leased[position] for position in job.positions]]
-    decode.scheduler.remote_kv.finish_load(request.request_id, True)
+    decode.scheduler.remote_kv.finish(job, True)
     while decode.has_work():
         decode.step()
     assert request.output_token_ids == expected

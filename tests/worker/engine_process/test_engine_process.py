@@ -29,16 +29,13 @@ class Peers:
     def accept(self, handle: Any, num_tokens: int) -> None:
         assert handle is None
 
-    def finish(self, requests: Any, now: float) -> list[Any]:
-        return []
-
-    def finish_prefetches(self) -> list[Any]:
-        return []
+    def finish(self, requests: Any, report: Any, now: float) -> None:
+        pass
 
     def lease_parts(self, requests: Any, now: float) -> list[Any]:
         return []
 
-    def start(self, requests: Any, now: float) -> None:
+    def start(self, requests: Any, report: Any, now: float) -> None:
         pass
 
     def close(self) -> None:

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from engine.request import LoadJob, Request, RequestId, SamplingParams
-from engine.scheduling.prefetches import PrefetchJob
+from engine.request import Request, RequestId, SamplingParams
+from engine.scheduling.kv_load import KvLoad
 from kvstore.handle.handle import KvHandle, PeerLease, open_handle
 from kvstore.types import BlockId, BlockKey
 from tests.kvstore.handle.test_handle import GOOD
 from worker.engine_process.open_request import OpenRequest
 from worker.kv.kv_loads import KvLoads
-from worker.messages import Prefetched, PrefetchOutcome, Pull
+from worker.messages import Prefetched, PrefetchOutcome, Pull, StepReport
 
 REQUEST_ID = RequestId("r")
 NUM_BLOCKS = open_handle(GOOD).num_blocks
@@ -29,28 +29,26 @@ class Parts:
 
     def __init__(self) -> None:
         self.told: list[tuple[Any, ...]] = []
-        self.jobs: list[LoadJob] = []
-        self.results: list[Pull] = []
-        self.prefetch_jobs: list[PrefetchJob] = []
-        self.prefetched: list[tuple[PrefetchJob, Pull]] = []
+        self.jobs: list[KvLoad] = []
+        self.results: list[tuple[KvLoad, Pull]] = []
+        self.report = StepReport()
         remote_kv: Any = SimpleNamespace(
-            take_load_jobs=lambda: self.jobs,
-            finish_load=self._write("finish"),
-            prefetches=SimpleNamespace(add=self._write("add"), take_jobs=lambda: self.prefetch_jobs),
-            finish_prefetch=self._write("finish_prefetch"),
+            take_loads=lambda: self.jobs,
+            finish=self._write("finish"),
+            prefetches=SimpleNamespace(add=self._write("add")),
         )
-        kv = SimpleNamespace(num_blocks_to_load=lambda num_tokens: -(-num_tokens // BLOCK_SIZE))
+        kv = SimpleNamespace(
+            num_blocks_to_load=lambda num_tokens: -(-num_tokens // BLOCK_SIZE), block_size=BLOCK_SIZE
+        )
         scheduler: Any = SimpleNamespace(kv=kv, remote_kv=remote_kv)
         puller: Any = SimpleNamespace(
             keep_alive=self._write("keep"),
             abandon=self._write("abandon"),
             load=self._write("load"),
             take_results=lambda: self.results,
-            prefetch=self._write("prefetch"),
-            take_prefetched=lambda: self.prefetched,
         )
         exporter: Any = SimpleNamespace(fence=self._write("fence"))
-        self.loads = KvLoads(scheduler, puller, exporter, BLOCK_SIZE)
+        self.loads = KvLoads(scheduler, puller, exporter)
         self.request = Request(REQUEST_ID, list(range(GOOD.num_tokens + 1)), SamplingParams())
         self.open = {REQUEST_ID: OpenRequest(self.request, 1.0, float("inf"))}
 
@@ -99,12 +97,14 @@ def test_the_handle_of_a_refused_request_is_let_go(parts: Parts) -> None:
 
 def test_blocks_are_pulled_behind_the_fence(parts: Parts) -> None:
     lease, blocks = accepted(parts), [BlockId(7), BlockId(8)]
-    parts.jobs = [LoadJob(parts.request, lease, [1, 2], blocks, 2 * BLOCK_SIZE)]
-    parts.loads.start(parts.open, now=3.0)
-    assert parts.told[1:] == [("fence",), ("load", REQUEST_ID, lease, [1, 2], blocks)]
-    parts.results = [OK]
-    assert parts.loads.finish(parts.open, now=3.5) == [OK]
-    assert parts.told[-1] == ("finish", REQUEST_ID, True)
+    load = KvLoad(parts.request, lease, [1, 2], blocks, 2 * BLOCK_SIZE)
+    parts.jobs = [load]
+    parts.loads.start(parts.open, parts.report, now=3.0)
+    assert parts.told[1:] == [("fence",), ("load", load)]
+    parts.results = [(load, OK)]
+    parts.loads.finish(parts.open, parts.report, now=3.5)
+    assert parts.report.pulls == [OK]
+    assert parts.told[-1] == ("finish", load, True)
     times = parts.open[REQUEST_ID].take_times(now=5.0)
     assert times is not None
     assert (times.queue_seconds, times.kv_pull_seconds, times.prefill_seconds) == (2.0, 0.5, 1.5)
@@ -114,8 +114,8 @@ def test_blocks_are_pulled_behind_the_fence(parts: Parts) -> None:
 
 def test_a_source_that_caches_make_needless_is_let_go(parts: Parts) -> None:
     lease = accepted(parts)
-    parts.jobs = [LoadJob(parts.request, lease, [], [], 0)]
-    parts.loads.start(parts.open, now=3.0)
+    parts.jobs = [KvLoad(parts.request, lease, [], [], 0)]
+    parts.loads.start(parts.open, parts.report, now=3.0)
     assert parts.verbs == ["keep", "fence", "abandon"]
 
 
@@ -123,10 +123,11 @@ def test_a_source_that_caches_make_needless_is_let_go(parts: Parts) -> None:
 def test_a_failed_pull_is_a_fault_unless_its_request_was_cancelled(
     parts: Parts, is_open: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    parts.results = [FAILED]
-    requests = parts.open if is_open else {}
-    assert parts.loads.finish(requests, now=2.0) == [FAILED] * is_open
-    assert parts.told == [("finish", REQUEST_ID, False)]  # its blocks are given back either way
+    load = KvLoad(parts.request, open_handle(GOOD), [0], [BlockId(7)], BLOCK_SIZE)
+    parts.results = [(load, FAILED)]
+    parts.loads.finish(parts.open if is_open else {}, parts.report, now=2.0)
+    assert parts.report.pulls == [FAILED] * is_open
+    assert parts.told == [("finish", load, False)]  # its blocks are given back either way
     assert ("told to fail" in caplog.text) == is_open
     if is_open:
         times = parts.open[REQUEST_ID].take_times(now=3.0)
@@ -152,20 +153,20 @@ def test_what_is_no_part_of_full_blocks_is_let_go(parts: Parts, wrong: dict[str,
 @pytest.mark.parametrize("ok", [True, False])
 def test_a_prefetch_ends_at_the_scheduler_and_in_the_report(parts: Parts, ok: bool) -> None:
     lease = open_handle(PART)
-    job, needless = PrefetchJob(lease, [1], [BlockId(7)], KEYS[1:2]), PrefetchJob(lease, [], [], [])
-    parts.prefetch_jobs = [needless, job]
-    parts.loads.start(parts.open, now=3.0)
-    assert parts.told == [("fence",), ("abandon", lease), ("prefetch", lease, job)]
-    parts.prefetched = [(job, OK if ok else FAILED)]
+    job, needless = KvLoad(None, lease, [1], [BlockId(7)], BLOCK_SIZE, KEYS[1:2]), KvLoad(None, lease, [], [], 0)
+    parts.jobs = [needless, job]
+    parts.loads.start(parts.open, parts.report, now=3.0)
+    assert parts.told == [("fence",), ("abandon", lease), ("load", job)]
+    parts.results = [(job, OK if ok else FAILED)]
+    parts.loads.finish(parts.open, parts.report, now=3.5)
     pulled = Prefetched(PrefetchOutcome.PULLED, BLOCK_SIZE, "shm", 100, 0.5)
     end = pulled if ok else Prefetched(PrefetchOutcome.FAILED)
-    assert parts.loads.finish_prefetches() == [Prefetched(PrefetchOutcome.SKIPPED), end]
-    assert parts.told[3:] == [("finish_prefetch", job, ok)]
-    parts.prefetched = []
-    assert parts.loads.finish_prefetches() == []
+    assert parts.report.prefetches == [Prefetched(PrefetchOutcome.SKIPPED), end]
+    assert parts.report.pulls == []
+    assert parts.told[3:] == [("finish", job, ok)]
     parts.request.num_prefetched_tokens = BLOCK_SIZE * ok
-    parts.jobs, parts.prefetch_jobs = [LoadJob(parts.request, lease, [], [], 0)], []
-    parts.loads.start(parts.open, now=4.0)
+    parts.jobs = [KvLoad(parts.request, lease, [], [], 0)]
+    parts.loads.start(parts.open, parts.report, now=4.0)
     times = parts.open[REQUEST_ID].take_times(now=5.0)
     assert times is not None
     assert (times.num_prefetched_tokens, times.transport) == ((BLOCK_SIZE, "shm") if ok else (0, ""))

@@ -9,8 +9,8 @@ from typing import cast
 import pytest
 
 from common.errors import TransferError
-from engine.request import RequestId
-from engine.scheduling.prefetches import PrefetchJob
+from engine.request import Request, RequestId, SamplingParams
+from engine.scheduling.kv_load import KvLoad
 from kvstore.handle.handle import PeerLease, PeerShard, ShardAddress
 from kvstore.transports.client import KvClient, PullResult
 from kvstore.types import BlockId, BlockKey, Epoch, LeaseId, WorkerId
@@ -20,6 +20,7 @@ from worker.kv.kv_puller import KvPuller
 NAME = (LeaseId("lease"), WorkerId("w"), Epoch(1))
 SHARD = PeerShard(*NAME, GEOMETRY, ShardAddress(), (BlockId(3),), (7,))
 LEASE = PeerLease(*NAME, 16, 60.0, (SHARD,))
+LOAD = KvLoad(Request(RequestId("r"), [1, 2], SamplingParams()), LEASE, [0], [BlockId(1)], 4)
 
 
 class Client:
@@ -69,9 +70,9 @@ def test_every_load_has_a_result_and_ends_its_lease(
 ) -> None:
     client.error = error
     puller.keep_alive(LEASE)
-    puller.load(RequestId("r"), LEASE, [0], [BlockId(1)])
+    puller.load(LOAD)
     assert has_result.wait(30)
-    (result,) = puller.take_results()
+    ((_, result),) = puller.take_results()
     assert (result.request_id, result.ok) == ("r", error is None)
     assert result.error == ("" if error is None else "told to fail" if isinstance(error, TransferError) else "a bug")
     assert puller.num_open == 0
@@ -84,7 +85,7 @@ def test_a_bug_in_a_pull_is_logged(
 ) -> None:
     client.error = RuntimeError("a bug")
     puller.keep_alive(LEASE)
-    puller.load(RequestId("r"), LEASE, [0], [BlockId(1)])
+    puller.load(LOAD)
     assert has_result.wait(30)
     assert "RuntimeError: a bug" in caplog.text
 
@@ -95,9 +96,9 @@ def test_a_lease_that_another_request_gave_back_is_not_read(
     puller.keep_alive(LEASE)
     puller.abandon(LEASE)
     assert client.has_released.wait(30)
-    puller.load(RequestId("r"), LEASE, [0], [BlockId(1)])
+    puller.load(LOAD)
     assert has_result.wait(30)
-    (result,) = puller.take_results()
+    ((_, result),) = puller.take_results()
     assert not result.ok
     assert client.released == ["lease"]
 
@@ -107,14 +108,14 @@ def test_every_prefetch_has_a_result_and_ends_its_lease(
     error: Exception | None, puller: KvPuller, client: Client, has_result: threading.Event
 ) -> None:
     client.error = error
-    job = PrefetchJob(LEASE, [0], [BlockId(1)], [BlockKey(b"key")])
+    job = KvLoad(None, LEASE, [0], [BlockId(1)], 4, [BlockKey(b"key")])
     puller.keep_alive(LEASE)
-    puller.prefetch(LEASE, job)
+    puller.load(job)
     assert has_result.wait(30)
-    ((ended, pull),) = puller.take_prefetched()
+    ((ended, pull),) = puller.take_results()
     assert (ended, pull.ok) == (job, error is None)
     assert puller.num_open == 0
-    assert puller.take_results() == []  # no request waits for it
+    assert pull.request_id == ""  # no request waits for it
     assert client.has_released.wait(30)
     assert client.released == ["lease"]
 
