@@ -37,7 +37,8 @@ from engine.scheduling.scheduler import Scheduler
 from engine.start_progress import OnProgress, no_progress
 from kvstore.layout import PoolGeometry
 from kvstore.pool.block_pool import BlockPool
-from kvstore.tier.host_tier import HostTier
+from kvstore.pool.host_tier import HostTier
+from kvstore.tier.host_tier import open_host_tier
 
 if TYPE_CHECKING:
     from engine.expert_balancing.loads import ExpertLoadRecorder
@@ -107,7 +108,10 @@ def _assemble(
     loads, rebalancer = _expert_loads(loaded, config)
     config, geometry, max_model_len = _size_pool(loaded, config, gpu, ranks)
     pool = memory.allocate(geometry, device)
-    host_tier = memory.open_host_tier(geometry, int(config.host_tier_gb * 2**30))
+    # A GPU's driver keeps the pages that it has registered, whatever is mapped there later: no other agent's memory.
+    host_tier = open_host_tier(
+        geometry, int(config.host_tier_gb * 2**30), memory.agent_socket, reconnects=device.type == "cpu"
+    )
     make_runner = partial(_make_runner, loaded, pool, _host_buffer(host_tier, geometry), config, gpu, max_model_len)
     num_slots = 0 if host_tier is None else host_tier.num_slots
     runner = ranks.runner(make_runner, loaded, memory, geometry, num_slots, max_model_len)

@@ -16,7 +16,6 @@ MAX_NAMED_BY = 3
 # Wings that more files of the core import, and how many: a number may fall, none may rise or join.
 TOO_MANY = {
     "experts": 5,
-    "host_tier": 6,
 }
 MAX_FILES = 15  # of a folder, so that a listing is read at a glance
 

@@ -15,7 +15,7 @@ from engine.kv.prefixes import Prefixes
 from engine.request import Request
 from engine.scheduled_step import ScheduledStep
 from kvstore.pool.block_pool import BlockPool
-from kvstore.tier.host_tier import HostTier
+from kvstore.pool.host_tier import HostTier
 from kvstore.types import BlockId
 
 

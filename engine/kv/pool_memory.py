@@ -8,12 +8,14 @@ import torch
 
 from engine.kv.memory import allocate_pool
 from kvstore.layout import PoolGeometry
-from kvstore.tier.host_tier import HostTier, LocalHostTier
 from kvstore.transports.shared_memory import create_memfd
 
 
 class PoolMemory(Protocol):
-    """Gives the pool its bytes and, if there is one, the host tier behind it."""
+    """Gives the pool its bytes."""
+
+    agent_socket: str
+    """Unix socket of the node agent that has host memory for blocks; empty: none."""
 
     def allocate(self, geometry: PoolGeometry, device: torch.device) -> torch.Tensor:
         """A zeroed tensor, see PoolGeometry."""
@@ -30,12 +32,11 @@ class PoolMemory(Protocol):
         """Take over the pool that a rank in another process has allocated on `device`, and its descriptor."""
         ...
 
-    def open_host_tier(self, geometry: PoolGeometry, host_tier_bytes: int) -> HostTier | None: ...
-
 
 class PrivatePoolMemory:
     """Memory of this process alone."""
 
+    agent_socket = ""
     shares_device_pools = False
 
     def allocate(self, geometry: PoolGeometry, device: torch.device) -> torch.Tensor:
@@ -46,7 +47,3 @@ class PrivatePoolMemory:
 
     def adopt_for_rank(self, geometry: PoolGeometry, device: torch.device, fd: int) -> None:
         raise AssertionError("ranks keep their pools to themselves")
-
-    def open_host_tier(self, geometry: PoolGeometry, host_tier_bytes: int) -> HostTier | None:
-        num_slots = host_tier_bytes // geometry.block_bytes
-        return LocalHostTier(num_slots, geometry.block_bytes) if num_slots else None

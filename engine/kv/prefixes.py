@@ -7,7 +7,7 @@ from engine.kv.block_groups import NO_BLOCK, BlockGroups
 from engine.request import Request
 from kvstore.pool.block_hash import block_keys, group_key, root_key
 from kvstore.pool.block_pool import BlockPool
-from kvstore.tier.host_tier import HostTier
+from kvstore.pool.host_tier import HostTier
 from kvstore.types import BlockId, BlockKey, HostSlot
 
 MAX_ROOTS = 4096

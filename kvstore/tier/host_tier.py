@@ -1,6 +1,6 @@
 """The host-memory tier: where evicted and swapped KV blocks go, and come back from.
 
-`HostTier` is what the scheduler uses, synchronously and between steps. A slot is free, pinned (somebody
+Implements `kvstore.pool.host_tier.HostTier`. A slot is free, pinned (somebody
 copies to or from it, or a swapped sequence lies in it) or cached (findable by key, LRU). These are the
 states of a `BlockPool`, so the allocator is one; only the names follow the use. Bytes are copied by the
 engine, through `buffer`. `LocalHostTier` lives in this process, `agent_client.AgentHostTier` in the node
@@ -12,50 +12,12 @@ from __future__ import annotations
 import contextlib
 import mmap
 from collections.abc import Sequence
-from typing import Protocol
 
 from common.errors import ConfigError
+from kvstore.layout import WHOLE, PoolGeometry
 from kvstore.pool.block_pool import BlockPool
+from kvstore.pool.host_tier import HostTier
 from kvstore.types import BlockId, BlockKey, HostSlot
-
-
-class HostTier(Protocol):
-    """Slots of `block_bytes` each. Everything that returns slots pins them until `unpin`."""
-
-    @property
-    def num_slots(self) -> int: ...
-
-    @property
-    def buffer(self) -> mmap.mmap:
-        """`num_slots * block_bytes` writable bytes; slot i begins at i * block_bytes."""
-        ...
-
-    def missing(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """The subset of `keys` that is not findable here, in one round trip."""
-        ...
-
-    def lookup(self, keys: Sequence[BlockKey]) -> list[HostSlot]:
-        """Slots of the longest prefix of `keys` that is present, pinned."""
-        ...
-
-    def reserve(self, keys: Sequence[BlockKey | None]) -> list[HostSlot] | None:
-        """Take one pinned slot per key, not yet findable; None (and no change) when there is no room.
-
-        None as a key: the slot never becomes findable (a swapped partial block).
-        """
-        ...
-
-    def commit(self, slots: Sequence[HostSlot]) -> None:
-        """Mark reserved slots as written; those with a key become findable."""
-        ...
-
-    def unpin(self, slots: Sequence[HostSlot]) -> None:
-        """Give up one pin of each, in sequence order: findable slots stay as cache, others become free."""
-        ...
-
-    def close(self) -> None: ...
-
-    def check_integrity(self) -> None: ...
 
 
 class HostTierAllocator:
@@ -135,3 +97,16 @@ class LocalHostTier(HostTierAllocator):
         """Unmap, unless somebody still holds a view; then the memory goes with the last view."""
         with contextlib.suppress(BufferError):
             self.buffer.close()
+
+
+def open_host_tier(geometry: PoolGeometry, num_bytes: int, agent_socket: str, reconnects: bool) -> HostTier | None:
+    """The tier behind a pool: the node agent's, or one of `num_bytes` here, or none.
+
+    Ranks keep their slots to themselves. reconnects: see AgentHostTier. Raises ConfigError, UnavailableError.
+    """
+    if agent_socket and geometry.shard == WHOLE:
+        from kvstore.tier.agent_client import AgentHostTier  # only workers with an agent need it
+
+        return AgentHostTier(agent_socket, geometry.content_name, geometry.block_bytes, reconnects)
+    num_slots = num_bytes // geometry.block_bytes
+    return LocalHostTier(num_slots, geometry.block_bytes) if num_slots else None

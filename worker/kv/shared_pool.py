@@ -3,7 +3,6 @@
 On a CPU the pool is a memfd that the front and peers of the host map, read-only. On a GPU the pool is device memory
 that peers' GPUs map, handed out over a socket of its own, and the memfd is a staging area in front of it, for all
 others.
-Also opens the host tier: the node agent's when there is one, this process's own otherwise.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from kvstore.layout import WHOLE, PoolGeometry
 from kvstore.pool.block_pool import BlockPool
 from kvstore.pool.digest import check_block_bytes
 from kvstore.pool.leases import new_epoch
-from kvstore.tier.host_tier import HostTier, LocalHostTier
 from kvstore.transports.client import KvClient
 from kvstore.transports.cuda_ipc import cuda_memory
 from kvstore.transports.lease_client import LeaseClient
@@ -44,6 +42,7 @@ class SharedPoolMemory:
     def __init__(self, config: WorkerConfig) -> None:
         """Raise ConfigError for a transport that cannot be used here."""
         self.epoch = new_epoch()
+        self.agent_socket = config.agent_socket
         self.shares_device_pools = True
         self.clients: list[KvClient] = []  # readers of peers' blocks, one into the pool of each rank
         self._config = config
@@ -130,17 +129,6 @@ class SharedPoolMemory:
     def exporter(self, pool: BlockPool, end_steps: Callable[[], None] = lambda: None) -> KvExporter:
         """The exporter of blocks of `pool` to readers. end_steps: see KvExporter."""
         return KvExporter(self._ranks, pool, end_steps)
-
-    def open_host_tier(self, geometry: PoolGeometry, host_tier_bytes: int) -> HostTier | None:
-        """The agent's tier, or one of `host_tier_bytes` here, or None. Ranks keep their slots to themselves."""
-        if self._config.agent_socket and geometry.shard == WHOLE:
-            from kvstore.tier.agent_client import AgentHostTier  # only workers with an agent need it
-
-            # A GPU's driver keeps the pages that it has registered, whatever is mapped there later.
-            reconnects = not self.needs_staging
-            return AgentHostTier(self._config.agent_socket, geometry.content_name, geometry.block_bytes, reconnects)
-        num_slots = host_tier_bytes // geometry.block_bytes
-        return LocalHostTier(num_slots, geometry.block_bytes) if num_slots else None
 
     def serve(self) -> None:
         """Let peers find all pools. Raises ConfigError without a socket."""
