@@ -67,10 +67,11 @@ class SimulatedRunner(CpuRunner):
         for index, (row, request) in enumerate(zip(plan.rows, requests, strict=True)):
             if not row.samples:
                 continue
-            if request.wants_logprobs or request.params.grammar:
+            params = request.params
+            if params.logprobs is not None or params.prompt_logprobs is not None or params.grammar:
                 result.errors[index] = "simulated steps have neither log-probabilities nor grammars"
                 continue
-            token_id = self._token(request.params.seed or 0, row.stop)
+            token_id = self._token(params.seed or 0, row.stop)
             request.put_token(row.stop, token_id)
             result.token_ids[index].append(token_id)
         return result

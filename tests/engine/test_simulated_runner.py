@@ -1,10 +1,12 @@
 """`--simulated-steps`: real scheduling, steps that only last."""
 
 import time
+from typing import Any
 
 import pytest
 
 from common.errors import ConfigError, EngineError
+from common.grammar import grammar
 from engine import LLM, SamplingParams
 from engine.config import EngineConfig
 
@@ -30,9 +32,14 @@ def test_a_request_keeps_its_tokens_wherever_it_goes_on() -> None:
     assert len(set(whole.token_ids)) > 3
 
 
-def test_what_is_not_computed_is_refused() -> None:
-    with pytest.raises(EngineError, match="neither log-probabilities"):
-        make("base=0.0001").generate("hello", SamplingParams(max_tokens=1, logprobs=1))
+@pytest.mark.parametrize(
+    "asked",
+    [{"logprobs": 1}, {"prompt_logprobs": 1}, {"grammar": grammar.choice(["yes"])}],
+    ids=lambda asked: next(iter(asked)),
+)
+def test_what_is_not_computed_is_refused(asked: dict[str, Any]) -> None:
+    with pytest.raises(EngineError, match="neither log-probabilities nor grammars"):
+        make("base=0.0001").generate("hello", SamplingParams(max_tokens=1, **asked))
 
 
 @pytest.mark.parametrize(
