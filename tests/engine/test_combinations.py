@@ -1,0 +1,203 @@
+"""Several features at a time that are likely to be used together: the tokens of an engine without those that must
+change none. tests/compatibility.toml says which pairs are tested here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import engine.speculation.drafter
+from common.grammar import grammar
+from common.model_files import resolve_model
+from common.text.load import load_tokenizer
+from engine.assembly import EngineParts, assemble
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.loader import load
+from engine.request import Request, SamplingParams, TokenLogprobs
+from tests.engine.driving import random_prompt
+from tests.engine.gguf.gguf_files import write_gguf
+from tests.engine.gguf.test_gguf import WIDE
+from tests.engine.pipeline_parallel import test_pipeline
+from tests.engine.quantization.packed_files import FORMATS, write
+from tests.engine.speculation.drafters import MakeOracle, knows
+from tests.engine.tensor_parallel.test_ranks import OF_RANKS, open_ranks
+from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, TinyModel
+
+pytestmark = pytest.mark.slow
+
+WORDS = "([a-f]{3} )"
+PLAIN = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True, prompt_logprobs=1)
+PARAMS = [replace(PLAIN, grammar=grammar.regex(WORDS + "{20}")), PLAIN, PLAIN, PLAIN]
+PROMPTS = [random_prompt(length, VOCAB_SIZE, length) for length in (13, 17, 22, 30)]
+FLOAT32: dict[str, Any] = {"dtype": "float32", "quant_mode": "none"}
+SMALL_STEPS: dict[str, Any] = {"max_num_batched_tokens": 24, "max_num_seqs": 4, "block_size": 4}
+SWAP: dict[str, Any] = {"preemption": "swap", "host_tier_gb": 0.01}
+
+
+def save_packed(folder: Path) -> Path:
+    write(FORMATS["gptq"], folder)
+    return folder
+
+
+def save_gguf(folder: Path) -> Path:
+    folder.mkdir()
+    write_gguf(folder / "m.gguf", TinyModel("Llama", {**WIDE, "num_hidden_layers": 2}).build(), "llama", "Q4_1")
+    return folder / "m.gguf"
+
+
+# What writes a model, its settings, and blocks that hold the longest sequence, and not two of them.
+MODELS: dict[str, tuple[Callable[[Path], Path], dict[str, Any], int]] = {
+    "windows and experts": (TINY_MODELS["gpt-oss"].save, FLOAT32, 24),
+    "latents and experts": (TINY_MODELS["deepseek-v3"].save, FLOAT32, 13),
+    "packed": (save_packed, {}, 13),
+    "packed, as int8": (save_packed, {"quant_mode": "int8-weight"}, 13),
+    "gguf": (save_gguf, {}, 13),
+}
+
+
+@pytest.fixture(autouse=True)
+def _byte_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny models have no tokenizer, or none that a grammar can use."""
+    torch.set_num_threads(1)
+    monkeypatch.setattr(load, "load_tokenizer", lambda _: load_tokenizer(resolve_model("dry-run")))
+
+
+def open_engine(path: Path, **settings: Any) -> EngineParts:
+    base = {"device": "cpu", "num_threads": 1, "num_gpu_blocks": 400, **SMALL_STEPS}
+    return assemble(EngineConfig(str(path), **{**base, **settings}))
+
+
+def finish(made: Engine, requests: Sequence[Request]) -> list[list[TokenLogprobs]]:
+    """Run to the end. Returns the log-probabilities of the requests' prompts."""
+    found: dict[Request, list[TokenLogprobs]] = {request: [] for request in requests}
+    while made.has_work():
+        for output in made.step():
+            assert output.error is None
+            found[output.request] += output.prompt_logprobs
+    assert made.num_failed_steps == 0
+    made.scheduler.kv.pool.check_integrity()
+    return list(found.values())
+
+
+def run(parts: EngineParts) -> tuple[list[list[int]], list[list[TokenLogprobs]]]:
+    """All prompts at once, the first one's output in words: tokens, and log-probabilities of prompts."""
+    requests = [parts.engine.add_request(prompt, params) for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+    logprobs = finish(parts.engine, requests)
+    assert re.fullmatch(WORDS + "{4}", bytes(requests[0].output_token_ids).decode())
+    return [request.output_token_ids for request in requests], logprobs
+
+
+def use_drafts(monkeypatch: pytest.MonkeyPatch, outputs: Sequence[list[int]]) -> None:
+    """About two of three drafts are right from now on."""
+    answers = [prompt + tokens for prompt, tokens in zip(PROMPTS, outputs, strict=True)]
+    drafter = MakeOracle(knows(answers), 0.7, VOCAB_SIZE)
+    monkeypatch.setattr(engine.speculation.drafter, "drafter_for", lambda _config: drafter)
+
+
+def check(
+    parts: EngineParts, tokens: list[list[int]], logprobs: list[list[TokenLogprobs]], is_swapped: bool = False
+) -> None:
+    """With drafts it gives these."""
+    found, found_logprobs = run(parts)
+    assert found == tokens
+    assert_same(found_logprobs, logprobs)
+    scheduler = parts.engine.scheduler
+    assert 0 < scheduler.num_accepted_tokens < scheduler.num_draft_tokens
+    if is_swapped:
+        assert scheduler.num_preemptions > 0
+
+
+def assert_same(found: list[list[TokenLogprobs]], expected: list[list[TokenLogprobs]]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert [entry.token_id for entry in ours] == [entry.token_id for entry in theirs]
+        assert [entry.logprob for entry in ours] == pytest.approx([entry.logprob for entry in theirs], abs=1e-2)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_drafts_over_8_bit_blocks_that_are_swapped(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save, settings, num_blocks = MODELS[name]
+    path, settings = save(tmp_path / "m"), {**settings, "kv_cache_dtype": "fp8"}
+    tokens, logprobs = run(open_engine(path, **settings))
+    use_drafts(monkeypatch, tokens)
+    made = open_engine(path, num_speculative_tokens=3, **settings, **SWAP, num_gpu_blocks=num_blocks)
+    check(made, tokens, logprobs, is_swapped=True)
+
+
+@pytest.mark.parametrize("name", ["packed", "packed, as int8"])
+def test_another_engine_goes_on_with_drafts_over_8_bit_blocks(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt that is handed over as workers do it: blocks of a lease, copied to where there is room for them."""
+    save, settings, _ = MODELS[name]
+    path, settings = save(tmp_path / "m"), {**settings, "kv_cache_dtype": "fp8"}
+    tokens, logprobs = run(open_engine(path, **settings))
+    use_drafts(monkeypatch, tokens)
+    prefill, decode = open_engine(path, **settings), open_engine(path, num_speculative_tokens=3, **settings)
+    for prompt, params, expected, of_prompt in zip(PROMPTS, PARAMS, tokens, logprobs, strict=True):
+        sent = prefill.engine.add_request(prompt, params, prefill_only=True)
+        assert_same(finish(prefill.engine, [sent]), [of_prompt])
+        leased = prefill.engine.scheduler.detach_blocks(sent)
+        request = decode.engine.add_request(
+            prompt, params, output_token_ids=sent.output_token_ids, kv_source="lease", num_source_tokens=len(prompt)
+        )
+        decode.engine.step()
+        [job] = decode.engine.scheduler.remote_kv.take_load_jobs()
+        decode.runner._pool[job.block_ids] = prefill.runner._pool[[leased[position] for position in job.positions]]
+        decode.engine.scheduler.remote_kv.finish_load(request.request_id, True)
+        assert finish(decode.engine, [request]) == [[]]  # log-probabilities of the prompt came before
+        assert request.output_token_ids == expected
+    assert decode.engine.scheduler.num_accepted_tokens > 0
+
+
+def test_ranks_and_stages_with_drafts_and_8_bit_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: dict[str, Any] = {"kv_cache_dtype": "fp8", "num_gpu_blocks": 64}
+    tokens, logprobs = run(open_engine(Path("dry-run"), **FLOAT32, **settings))
+    use_drafts(monkeypatch, tokens)
+    settings["num_speculative_tokens"] = 3
+    check(open_ranks(Path("dry-run"), 2, monkeypatch, itl_objective_ms=1000.0, **settings), tokens, logprobs)
+    check(test_pipeline.open_stages(Path("dry-run"), 2, monkeypatch, **settings), tokens, logprobs)
+
+
+def test_ranks_that_dispatch_to_placed_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With replicas, of a model with windows; drafts, objectives, and blocks that are swapped."""
+    save, settings, num_blocks = MODELS["windows and experts"]
+    path, loads = save(tmp_path / "m"), tmp_path / "loads.json"
+    tokens, logprobs = run(open_engine(path, **settings))
+    use_drafts(monkeypatch, tokens)
+    loads.write_text(json.dumps({"num_experts": 6, "layers": [[90, 1, 40, 5, 5, 9]] * 4}))
+    for setting, value in {
+        "expert_parallel": True, "expert_exchange": "dispatch", "expert_placement": str(loads),
+        "num_redundant_experts": 2,
+    }.items():  # fmt: skip
+        monkeypatch.setitem(OF_RANKS, setting, value)
+    made = open_ranks(
+        path, 2, monkeypatch, num_speculative_tokens=3, itl_objective_ms=1000.0, num_gpu_blocks=num_blocks,
+        **SMALL_STEPS, **SWAP,
+    )  # fmt: skip
+    check(made, tokens, logprobs, is_swapped=True)
+
+
+def test_stages_of_whole_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks each."""
+    path = TINY_MODELS["qwen3-moe"].save(tmp_path / "m")
+    tokens, logprobs = run(open_engine(path, **FLOAT32, kv_cache_dtype="fp8"))
+    use_drafts(monkeypatch, tokens)
+    load_part = test_pipeline.load_model
+
+    def load_whole_experts(files: Any, config: EngineConfig, *rest: Any, **stage: Any) -> Any:
+        return load_part(files, replace(config, tp=2, expert_parallel=True), *rest, **stage)
+
+    monkeypatch.setattr(test_pipeline, "load_model", load_whole_experts)
+    made = test_pipeline.open_stages(path, 2, monkeypatch, tp=2, num_speculative_tokens=3, kv_cache_dtype="fp8")
+    check(made, tokens, logprobs)
