@@ -1,0 +1,154 @@
+"""docs/compatibility.md says what the rules between settings and the named tests say, and nothing else."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import ConfigError
+from engine import compatibility
+from engine.compatibility import NEEDED, REFUSED, Feature
+from engine.config import EngineConfig
+from tests.compatibility import (
+    DEVICES,
+    NAMES,
+    SETTINGS,
+    TABLE,
+    TESTS,
+    needs,
+    notes,
+    page,
+    refusal,
+    run_together,
+    untested,
+)
+from tests.wings import files, removable
+
+ROOT = Path(__file__).parents[2]
+# Pairs that nothing refuses and no test runs together. The number may fall; a new feature may add what it brings.
+NUM_UNTESTED = 61
+ON: dict[Feature, dict[str, Any]] = {
+    compatibility.TENSOR: {"tp": 2},
+    compatibility.PIPELINE: {"pp": 2},
+    compatibility.REMOTE_STAGE: {"pp": 2, "stage_address": "host:1"},
+    compatibility.EXPERT: {"expert_parallel": True},
+    compatibility.DISPATCH: {"expert_exchange": "dispatch"},
+    compatibility.COUNTS: {"expert_load_file": "loads.json"},
+    compatibility.PLACEMENT: {"expert_placement": "loads.json"},
+    compatibility.REBALANCING: {"expert_rebalance_interval": 100},
+    compatibility.REPLICAS: {"num_redundant_experts": 2},
+    compatibility.DRAFTS: {"num_speculative_tokens": 3},
+    compatibility.OBJECTIVES: {"itl_objective_ms": 20.0},
+    compatibility.QUANTIZED: {"quant_mode": "int8-weight"},
+    compatibility.EIGHT_BIT_KV: {"kv_cache_dtype": "fp8"},
+    compatibility.SWAP: {"preemption": "swap"},
+    compatibility.HOST_TIER: {"host_tier_gb": 1.0},
+    compatibility.SIMULATION: {"simulated_steps": "base=0.01"},
+    compatibility.GPU: {"device": "cuda"},
+}
+
+
+def config_of(*features: Feature) -> EngineConfig:
+    """Settings in which these are on. Raises ConfigError where they cannot be."""
+    config = EngineConfig(**dict(chain.from_iterable(ON[feature].items() for feature in features)))
+    assert all(feature.is_on(config) for feature in features)
+    return config
+
+
+def with_needs(*keys: str) -> list[Feature]:
+    """The features, and of what they need the first."""
+    found, left = [], list(keys)
+    while left:
+        if (key := left.pop()) in SETTINGS and SETTINGS[key] not in found:
+            found.append(SETTINGS[key])
+            left += [options[0] for options in needs(key)]
+    return found
+
+
+def test_the_page_is_what_its_sources_say() -> None:
+    written = (ROOT / "docs/compatibility.md").read_text(encoding="utf-8")
+    assert written == page(), "run `python -m tests.compatibility > docs/compatibility.md`"
+
+
+def test_every_feature_has_settings_here() -> None:
+    assert set(ON) == set(compatibility.FEATURES)
+
+
+@pytest.mark.parametrize(("one", "other", "reason"), REFUSED, ids=lambda value: getattr(value, "setting", ""))
+def test_pairs_are_refused_with_their_reason(one: Feature, other: Feature, reason: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        config_of(one, other)
+    assert str(refused.value) == reason
+
+
+@pytest.mark.parametrize(("feature", "needed", "reason"), NEEDED, ids=lambda value: getattr(value, "setting", ""))
+def test_features_without_what_they_need_are_refused(
+    feature: Feature, needed: tuple[Feature, ...], reason: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        config_of(feature)
+    assert str(refused.value) == reason
+    keys = {each: key for key, each in SETTINGS.items()}
+    for each in needed:
+        config_of(feature, each, *with_needs(keys[each]))
+
+
+@pytest.mark.parametrize("key", SETTINGS)
+def test_other_pairs_of_settings_are_not_refused(key: str) -> None:
+    """Neither by what they need; a setting that the page refuses is refused."""
+    for other in SETTINGS:
+        if other == key:
+            continue
+        if refusal(key, other):
+            with pytest.raises(ConfigError):
+                config_of(*with_needs(key, other))
+        else:
+            config_of(*with_needs(key, other))
+
+
+def test_no_pair_is_both_refused_and_tested() -> None:
+    pairs = [tuple(pair) for pair in run_together() if not pair & DEVICES.keys()]
+    assert [pair for pair in pairs if refusal(*pair)] == []
+    assert [sorted(pair) for pair in run_together() if pair & DEVICES.keys() and refusal(*pair)] == []
+
+
+def test_limits_and_needs_are_of_pairs_that_are_tested() -> None:
+    cells = [cell for note in notes() if note.kind in ("limit", "need") for cell in note.cells]
+    assert [cell for cell in cells if frozenset(cell) not in run_together()] == []
+
+
+def test_pairs_without_a_test_become_fewer() -> None:
+    assert len(untested()) == NUM_UNTESTED, untested()
+
+
+def test_names_are_known() -> None:
+    runs = [features for each in TESTS.values() for features in each]
+    assert set(chain.from_iterable(runs)) == NAMES.keys()
+    assert [features for features in runs if len(set(features)) < len(features)] == []
+    assert {key for note in notes() for cell in note.cells for key in cell} <= NAMES.keys() | DEVICES.keys()
+    assert {each.name for each in compatibility.FEATURES} == set(TABLE["settings"].values())
+
+
+@cache
+def functions(path: str) -> set[str]:
+    """Names of a file's tests."""
+    body = ast.parse((ROOT / path).read_text(encoding="utf-8")).body
+    return {node.name for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+@pytest.mark.skipif(not {*removable()} <= {*files().values()}, reason="a copy of the core has no tests of wings")
+def test_what_is_named_exists() -> None:
+    for test in [*TESTS, *(note.test for note in notes() if note.test)]:
+        path, _, name = test.partition("::")
+        assert (ROOT / path).is_file(), test
+        assert name.startswith("test_"), test
+        assert name in functions(path), test
+    for note in notes():
+        if note.kind != "never" and note.file != "engine/compatibility.py":
+            assert note.test, note
+            assert note.says in (ROOT / note.file).read_text(encoding="utf-8"), note
