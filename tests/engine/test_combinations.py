@@ -152,9 +152,9 @@ def test_another_engine_goes_on_with_drafts_over_8_bit_blocks(
             prompt, params, output_token_ids=sent.output_token_ids, kv_source="lease", num_source_tokens=len(prompt)
         )
         decode.engine.step()
-        [job] = decode.engine.scheduler.remote_kv.take_load_jobs()
+        [job] = decode.engine.scheduler.remote_kv.take_loads()
         decode.runner._pool[job.block_ids] = prefill.runner._pool[[leased[position] for position in job.positions]]
-        decode.engine.scheduler.remote_kv.finish_load(request.request_id, True)
+        decode.engine.scheduler.remote_kv.finish(job, True)
         assert finish(decode.engine, [request]) == [[]]  # log-probabilities of the prompt came before
         assert request.output_token_ids == expected
     assert decode.engine.scheduler.num_accepted_tokens > 0
