@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 AUTO = "auto"
 # Found when a worker starts: who only reads settings needs no torch.
 TRANSPORTS = {
-    "cuda_ipc": "kvstore.transports.cuda_ipc.transport:CudaIpcTransport",
+    "cuda_ipc": "kvstore.transports.cuda_ipc.reader:CudaIpcTransport",
     "nccl": "worker.nccl.transport:NcclTransport",
-    "shm": "kvstore.transports.shm.transport:ShmTransport",
-    "tcp": "kvstore.transports.tcp.transport:TcpTransport",
-    "nixl": "kvstore.transports.nixl.transport:NixlTransport",
+    "shm": "kvstore.transports.shm.reader:ShmTransport",
+    "tcp": "kvstore.transports.tcp.reader:TcpTransport",
+    "nixl": "kvstore.transports.nixl.reader:NixlTransport",
 }
 
 

@@ -15,13 +15,15 @@ import os
 import socket
 import threading
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from common.errors import TransferError
 from kvstore.handle.handle import PeerShard, PoolName
 from kvstore.handle.pool_info import PoolInfo, rows_at
-from kvstore.transports.descriptor_server import fetch_pool_held
+from kvstore.transports.descriptor_server import DescriptorServer, fetch_pool_held
 from kvstore.transports.host_pull import BlockPull, SourcePart
-from kvstore.transports.transport import Device, RemotePool
+from kvstore.transports.lease_client import LeaseClient
+from kvstore.transports.transport import Device, LocalPool, OwnWorker, RemotePool, Transport
 
 logger = logging.getLogger(__name__)
 NAME = "cuda_ipc"
@@ -122,3 +124,29 @@ def _end(mapping: _Mapping) -> None:
         remote.close()
     with contextlib.suppress(OSError):
         mapping.connection.shutdown(socket.SHUT_RDWR)
+
+
+class CudaIpcTransport(Transport):
+    """An address is the Unix socket that hands out a descriptor of the pool in GPU memory."""
+
+    name = NAME
+    maps_device_memory = True
+    needs = "GPU memory that processes can share: choose auto, shm or tcp"
+
+    def __init__(self, worker: OwnWorker) -> None:
+        super().__init__(worker)
+        self._servers: list[DescriptorServer] = []
+
+    def reader(self, pool: LocalPool, leases: LeaseClient) -> CudaIpcReader | None:
+        return None if pool.device is None or pool.device_fd is None else CudaIpcReader(pool.device)
+
+    def export(self, pool: LocalPool) -> bytes | None:
+        if pool.device_fd is None:
+            return None
+        path = Path(pool.socket_path).with_suffix(".cuda.sock")
+        self._servers.append(DescriptorServer(path, pool.info, os.dup(pool.device_fd), holds=True))
+        return os.fsencode(path)
+
+    def close(self) -> None:
+        for server in self._servers:
+            server.close()

@@ -23,7 +23,7 @@ from kvstore.transports.descriptor_server import fetch_pool
 from kvstore.transports.host_pull import BlockPull, Blocks, pull_parts
 from kvstore.transports.lease_client import LeaseClient
 from kvstore.transports.shared_memory import blocks_over, map_fd
-from kvstore.transports.transport import Device, Reader
+from kvstore.transports.transport import Device, LocalPool, Reader, Transport
 from kvstore.types import BlockId, Epoch
 
 NAME = "shm"
@@ -150,3 +150,16 @@ class DeviceShmReader:
     def close(self) -> None:
         self._mappings.clear()
         self._through_host.close()
+
+
+class ShmTransport(Transport):
+    """An address is the Unix socket that hands out a descriptor of the memory."""
+
+    name = NAME
+
+    def reader(self, pool: LocalPool, leases: LeaseClient) -> Reader:
+        reader = pool.through_host(ShmReader(pool.host_blocks, leases))
+        return reader if pool.device is None else DeviceShmReader(pool.device, reader, leases)
+
+    def export(self, pool: LocalPool) -> bytes:
+        return pool.socket_path.encode()
