@@ -243,7 +243,7 @@ class EngineLoad(Row):
     step_seconds: float = 0.0  # 0: no step ran since the last report
     step_prefill_tokens: int = 0
     step_decode_tokens: int = 0
-    step_context_tokens: int = 0  # this and the next three are counted where the engine has an objective
+    step_context_tokens: int = 0
     step_prompt_pairs: int = 0
     waiting_prefill_pairs: int = 0
     context_tokens: int = 0
