@@ -11,7 +11,7 @@ expert parallelism, whose classes take their places.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from engine.layers.linear import LinearLayer
     from engine.loader.load import LoadedModel
     from engine.models.model import Model
-    from engine.plan import StepPlan
+    from engine.plan import ScheduledRow, StepPlan
     from kvstore.layout import PoolGeometry
 
 X = TypeVar("X")
@@ -75,8 +75,8 @@ class Seams:
 class Inbox:
     """What a model's first layers read: the embedding, which nobody sends."""
 
-    def receive(self, num_tokens: int) -> None:
-        """Take the next step's hidden states."""
+    def receive(self, rows: Sequence[ScheduledRow]) -> None:
+        """Take the hidden states of the next step, of these rows."""
 
     def look_up(self, embedding: LookUp) -> LookUp:
         """What stands for the embedding. The rows that it gives may be changed in place."""

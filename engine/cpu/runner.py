@@ -103,7 +103,7 @@ class CpuRunner(ModelRunner):
         metadata = self._backend.plan(batch, inputs)
         attend = partial(self._backend.attend, metadata=metadata)
         forward = self._forward_for(batch)
-        self._ranks.inbox.receive(batch.num_tokens)
+        self._ranks.inbox.receive(rows)
         hidden = forward.hidden(Step(inputs[0], attend))
         if self._ranks.pass_on(hidden):
             return result

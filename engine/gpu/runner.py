@@ -124,7 +124,7 @@ class GpuRunner(ModelRunner):
             self._samples.apply(changes)
         batch = GpuBatch(rows, requests, [self._rows.row_of(request) for request in requests])
         self._state.upload_blocks(batch.device_rows, requests)
-        self._ranks.inbox.receive(sum(row.num_tokens for row in rows))
+        self._ranks.inbox.receive(rows)
         if all(row.samples and row.is_decode for row in rows):
             if self._knows_tokens:
                 self._queue_queries(batch, step)
@@ -194,7 +194,8 @@ class GpuRunner(ModelRunner):
 
     def _queue_prompts(self, batch: GpuBatch, graphs: PromptGraphs, step: GpuStep) -> None:
         token_ids, logits, sampling = graphs.run(batch, self._block_size, self._turn)
-        if self._ranks.pass_on(token_ids[: sum(row.num_tokens for row in batch.rows)]):
+        if self._ranks.passes_on:
+            self._ranks.pass_on(token_ids[: sum(row.num_tokens for row in batch.rows)])
             return
         self._samples.take(token_ids, logits, batch, sampled_rows(batch, sampling), self._turn, step)
         if not sampling:

@@ -9,6 +9,7 @@ Ops in between know nothing of it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.models.model import Model
+from engine.plan import ScheduledRow
 from engine.ranks import Inbox, LookUp
 
 
@@ -36,8 +38,8 @@ class HiddenInbox(Inbox):
         self._table = table
         self._rows = torch.arange(table.shape[0], device=table.device)
 
-    def receive(self, num_tokens: int) -> None:
-        self._source.receive(self._table[:num_tokens])
+    def receive(self, rows: Sequence[ScheduledRow]) -> None:
+        self._source.receive(self._table[: sum(row.num_tokens for row in rows)])
 
     def look_up(self, embedding: LookUp) -> LookUp:
         return lambda token_ids: self._table[: token_ids.shape[0]]
