@@ -41,7 +41,8 @@ from kernels.rms_norm import rms_norm
 from kvstore.layout import Shard
 from tests.cluster.wings.test_tensor_parallel import followers_of
 from tests.engine.speculation.drafters import MakeOracle, knows
-from tests.gpu.models import save_tiny_model
+from tests.gpu.kv.test_kv_groups import FULL, GEMMA3
+from tests.gpu.models import save_family, save_tiny_model
 from tests.gpu.tensor_parallel.test_tensor_parallel import GREEDY, PARAMS
 from tests.gpu.tensor_parallel.test_tensor_parallel import PROMPTS as LONG_PROMPTS
 from tests.gpu.test_engine import (
@@ -256,6 +257,15 @@ def test_prompts_and_decode_steps_pass_through_stages(model: Path, monkeypatch: 
     made = open_stages(model, 2, monkeypatch, GpuConfig(), block_size=8, max_num_batched_tokens=16)
     assert generate(made, greedy(3), PROMPTS[:2]) == expected
     assert made.num_failed_steps == 0
+
+
+def test_hidden_states_of_a_model_with_scaled_embeddings_are_scaled_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = save_family(tmp_path, {**GEMMA3, "layer_types": [FULL] * 3})
+    expected = generate(reference(saved), greedy(4), PROMPTS[:2])
+    made = open_stages(saved, 2, monkeypatch, GpuConfig(), block_size=8, max_num_batched_tokens=16)
+    assert generate(made, greedy(4), PROMPTS[:2]) == expected
 
 
 @pytest.mark.soak  # interpreted: a minute
