@@ -2,5 +2,6 @@
 
 import os
 
-# grpc reads this when it is first imported, so it stands where every process of ours begins. Why: decision 0035.
+# grpc reads this when it is first imported, so it stands where every process of ours begins. Why:
+# docs/decisions/messages-and-the-token-path.md.
 os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client,-event_engine_listener")

@@ -62,8 +62,8 @@ def _histogram(name: str, help: str, buckets: tuple[float, ...], *labels: str) -
     return MetricSpec(name, "histogram", help, labels, buckets)
 
 
-# A series comes from one kind of service (decision 0185), so that sums over all services are right: requests are the
-# router's, steps and blocks the workers', host memory the agent's.
+# A series comes from one kind of service (docs/decisions/metrics-and-dashboards.md), so that sums over all services
+# are right: requests are the router's, steps and blocks the workers', host memory the agent's.
 ROUTER_SPECS: tuple[MetricSpec, ...] = (
     _counter("vllm:prompt_tokens", "Prompt tokens of choices that have had their first token"),
     _counter("vllm:generation_tokens", "Tokens generated, those of open choices included"),

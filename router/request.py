@@ -1,7 +1,8 @@
 """All choices of one client's request: start them in the right order, and push what they say to one sink.
 
 The first choice of a prompt starts alone; the others start when its prompt is computed, so that they find it in the
-prefix cache. When the deadline is exceeded, choices end with the text that they have (decision 0090).
+prefix cache. When the deadline is exceeded, choices end with the text that they have
+(docs/decisions/deadlines-admission-and-migration.md).
 """
 
 from __future__ import annotations

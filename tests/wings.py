@@ -126,6 +126,10 @@ def copy_core(to: Path) -> None:
             continue
         (to / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, to / name)
+    # An editable installation of the project finds modules that a package here lacks, in the tree that was copied.
+    (to / "sitecustomize.py").write_text(
+        "import sys\n\nsys.meta_path[:] = [each for each in sys.meta_path if 'editable' not in str(each)]\n"
+    )
 
 
 def lines(names: Iterable[str]) -> int:

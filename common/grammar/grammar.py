@@ -18,7 +18,7 @@ from common.errors import InvalidRequestError
 from common.grammar.json_schemas import parsed_schema, without_unknown_formats
 
 MAX_GRAMMAR_CHARS = 64 * 1024
-# What schemas that people wrote need, with a margin: docs/decisions/0306. Errors show no state.
+# What schemas that people wrote need, with a margin: docs/decisions/structured-outputs.md. Errors show no state.
 LIMITS = LLParserLimits(
     max_items_in_row=500,
     step_max_items=10_000,

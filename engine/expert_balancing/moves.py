@@ -1,4 +1,4 @@
-"""Experts that go from rank to rank while serving: every rank executes the same change of a layer (decision 0277).
+"""Experts that go from rank to rank while serving: every rank executes the same change of a layer.
 
     sent        copies of the experts whose new slots are on other ranks, as bytes, in one all-to-all
     written     into the layers of the slots that change, in the same memory; then the table of slots

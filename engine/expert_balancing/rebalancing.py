@@ -1,4 +1,4 @@
-"""Experts placed by what is counted while serving: on rank 0, around the runner of all ranks (decision 0277).
+"""Experts placed by what is counted while serving: on rank 0, around the runner of all ranks.
 
 Every `interval` steps the loads since the last look say what each layer's best placement is. Where it is better by
 MIN_GAIN, a step's plan has it, one layer a step; ranks execute that (`engine/expert_balancing/moves.py`).

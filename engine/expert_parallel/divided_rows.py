@@ -1,4 +1,4 @@
-"""What a lowered model does between ranks that dispatch rows to experts: rows are divided among them (decision 0240).
+"""What a lowered model does between ranks that dispatch rows to experts: rows are divided among them.
 
     embedding          summed over ranks; a rank keeps its rows, and the residual has those alone
     fold               behind attention and MLPs, a rank's rows of the sum; behind experts they are complete

@@ -1,4 +1,4 @@
-"""Dispatch and combine: a row goes to the ranks that have its experts, whose partial sums come back (decision 0240).
+"""Dispatch and combine: a row goes to the ranks that have its experts, whose partial sums come back.
 
 Plain torch over a group's all-to-all; on GPUs `kernels/gpu/expert_parallel/expert_dispatch.py` and
 `expert_combine.py`. Three forms of one path:

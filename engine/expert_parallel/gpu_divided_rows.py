@@ -1,4 +1,4 @@
-"""Blocks of one rank among several that divide rows around experts (docs/decisions/0240).
+"""Blocks of one rank among several that divide rows around experts (docs/decisions/expert-parallelism.md).
 
 behind attention and MLPs    sums scattered, residual, norm; rows gathered if the next block needs them: one kernel
 experts                      routing of this rank's rows, dispatch, two grouped GEMMs

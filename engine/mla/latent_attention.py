@@ -5,7 +5,8 @@
     q_h = [q_nope | q_rope]    of W_q x, or of W_q_b norm(W_q_a x)
     y   = W_o [softmax(q_h k_h^T * scale) v_h]_h
 
-Three forms of the same function, told apart by what is kept and when it is expanded (decision 0205):
+Three forms of the same function, told apart by what is kept and when it is expanded
+(docs/decisions/latent-attention.md):
 
     absorbed   latents are kept. q_nope W_UK_h attends to them as to one KV head, whose values they are; W_UV_h after
     latent     latents are kept, and k_h and v_h of the whole context are computed anew when it is attended to

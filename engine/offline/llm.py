@@ -4,7 +4,8 @@ from engine import LLM, SamplingParams
 LLM().generate(["The capital of France is"], SamplingParams(max_tokens=8))
 
 Several streams may be open at once, and several threads may call: a thread that waits for a token runs the next step
-for everyone, and puts the others' outputs into their mailboxes. docs/decisions/0115 says why.
+for everyone, and puts the others' outputs into their mailboxes. docs/decisions/command-line-and-python-api.md says
+why.
 """
 
 from __future__ import annotations

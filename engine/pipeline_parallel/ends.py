@@ -1,4 +1,4 @@
-"""What a lowered model does at the ends of a pipeline stage, which has consecutive layers of it (decision 0235).
+"""What a lowered model does at the ends of a pipeline stage, which has consecutive layers of it.
 
     in     a later stage's inbox stands for the embedding, and token i of a step is row i of it
     out    what goes on is the residual, all outputs added: a sum without a norm in the place of the final norm

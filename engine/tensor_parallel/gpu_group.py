@@ -1,4 +1,4 @@
-"""Collectives of a tensor-parallel group on the GPUs of one host, or of one stage's (docs/decisions/0155).
+"""Collectives of a tensor-parallel group on the GPUs of one host, or of one stage's.
 
 Few rows go through symmetric memory, which the ranks map of each other; long prompts' all-reduces through NCCL.
 """

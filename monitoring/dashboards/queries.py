@@ -1,7 +1,7 @@
 """PromQL over this project's metrics: names from `common/metrics.py`, the dashboards' variables as label matchers.
 
-Never `job` or `instance`: what those say is up to who scrapes (decision 0185). A name that no service exports is a
-KeyError while the dashboards are built.
+Never `job` or `instance`: what those say is up to who scrapes (docs/decisions/metrics-and-dashboards.md). A name that
+no service exports is a KeyError while the dashboards are built.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Watch whether a client is still connected and reading, which asyncio does not report while reading is paused.
 
 A FIN alone says little: the client may be gone, or may only have closed its half and wait. So it is sent something,
-which the machine of a client that is gone answers with a reset, and a timer asks the socket for that (decision 0101).
+which the machine of a client that is gone answers with a reset, and a timer asks the socket for that
+(docs/decisions/http-connections.md).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The life of one HTTP connection, beyond uvicorn's: answers one after the other, clients that are gone, closing.
 
 While a request waits behind another one, or after the client's FIN, nothing is read: then a timer asks the socket
-whether the client is still there (decision 0101). What may arrive is bounded in `protocol`.
+whether the client is still there (docs/decisions/http-connections.md). What may arrive is bounded in `protocol`.
 """
 
 from __future__ import annotations

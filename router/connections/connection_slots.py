@@ -2,7 +2,8 @@
 
 Up to `max_connections` everybody gets one. Beyond them a reserve is for addresses that have few, so that one address
 cannot shut out all others, and a few spare slots are for health checks and for answering 503. When the spare slots
-are full, a newcomer takes that of the oldest in them, which has had its time to ask. Decision 0100.
+are full, a newcomer takes that of the oldest in them, which has had its time to ask.
+docs/decisions/http-connections.md.
 """
 
 from __future__ import annotations

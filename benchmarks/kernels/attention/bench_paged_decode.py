@@ -1,7 +1,7 @@
 """paged_decode: read bandwidth of K and V, against the measured one and the kernel without splits.
 
 Each call follows the rotation of its rows, as in a step, and the rotation's own time is taken off: which programs are
-still running when those of attention come decides where these find room (decision 0087).
+still running when those of attention come decides where these find room (docs/decisions/attention-kernels.md).
 
 `--sweep` tries tile sizes, warps, stages and splits; `kernels/gpu/launching/tuning.py` comes from it. `--window`:
 keys that queries see, of longer contexts.

@@ -2,7 +2,7 @@
 
 Every row of such a step, decode rows too, is a row of the paged prefill kernel, whose work is a list of tiles. A
 graph has a fixed number of tokens, tiles and samples; what a step does not need is padding that stores nothing. See
-docs/decisions/0122.
+docs/decisions/kernel-launches-and-cuda-graphs.md.
 """
 
 from __future__ import annotations

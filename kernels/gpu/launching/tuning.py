@@ -72,7 +72,7 @@ PRELOADED = GemmTable(
 )
 
 # With more rows, attention after such a GEMM starts late, so that its programs spread evenly; up to these an early
-# start hides more than that gains (decision 0080).
+# start hides more than that gains (docs/decisions/layer-forms-and-gemms.md).
 SPREAD_ROWS = 32
 
 # Quantized rows (of planes) with 8-bit weights, `sliced_k_gemm`; beyond, `skinny_gemm` takes them. Whole steps of
@@ -130,14 +130,14 @@ W4_ROWS = GemmTable(
 # `paged_decode`; programs: rows * KV heads, group: query heads of each, itemsize: bytes of a number in K and V.
 # Heads wider than 128, not measured yet: half the keys a step, so that as many programs fit a multiprocessor as of
 # 128, and what keeps its registers (`python -m pytest tests/compile -k kv_groups`). The
-# fastest, or within 1% of it, at 1k and 32k of context (decision 0087), where the rotation before lets these
-# programs start late, so that they spread. Step in us of Qwen3-0.6B at 8 | 32 | 64 rows, which does without that up
-# to 16 rows: FEW_HEADS 941 | 1746 | 2861, LONG_TILES 1006 | 1939 | 2773, SHORT_TILES 999 | 2216 | 2710. Of
-# Qwen2.5-7B at 8 | 32 | 64 | 128: 4118 | 4637 | 5278 | 6771, LONG_TILES 4089 | 4627 | 5197 | 6611, SHORT_TILES 4093
-# | 4862 | 5517 | 6586. More programs than two to a multiprocessor come in two rounds with FEW_HEADS: Qwen3-0.6B at
-# 40 | 48 rows 2352 | 2452, LONG_TILES 1968 | 2198. By the kernel's own benchmark: 256 rows, Qwen2.5-7B and
-# Qwen3-0.6B, MANY_PROGRAMS 128 and 247 us, SHORT_TILES 133 and 255. 8-bit K and V of Qwen2.5-7B, 1 x 32k | 8 x 1k |
-# 64 x 1k | 256 x 1k: ONE_BYTE 16.0 | 8.7 | 25.5 | 76, ONE_BYTE_MANY_ROWS 21.1 | 10.7 | 30.5 | 71.
+# fastest, or within 1% of it, at 1k and 32k of context (docs/decisions/attention-kernels.md), where the rotation
+# before lets these programs start late, so that they spread. Step in us of Qwen3-0.6B at 8 | 32 | 64 rows, which does
+# without that up to 16 rows: FEW_HEADS 941 | 1746 | 2861, LONG_TILES 1006 | 1939 | 2773, SHORT_TILES 999 | 2216 |
+# 2710. Of Qwen2.5-7B at 8 | 32 | 64 | 128: 4118 | 4637 | 5278 | 6771, LONG_TILES 4089 | 4627 | 5197 | 6611,
+# SHORT_TILES 4093 | 4862 | 5517 | 6586. More programs than two to a multiprocessor come in two rounds with FEW_HEADS:
+# Qwen3-0.6B at 40 | 48 rows 2352 | 2452, LONG_TILES 1968 | 2198. By the kernel's own benchmark: 256 rows, Qwen2.5-7B
+# and Qwen3-0.6B, MANY_PROGRAMS 128 and 247 us, SHORT_TILES 133 and 255. 8-bit K and V of Qwen2.5-7B, 1 x 32k | 8 x 1k
+# | 64 x 1k | 256 x 1k: ONE_BYTE 16.0 | 8.7 | 25.5 | 76, ONE_BYTE_MANY_ROWS 21.1 | 10.7 | 30.5 | 71.
 LONG_TILES = DecodeConfig(32, 2, 7, 2)
 FEW_HEADS = DecodeConfig(64, 4, 4, 2, lists_blocks=True)  # two programs fill a multiprocessor: they spread evenly
 SHORT_TILES = DecodeConfig(16, 1, 6, 4)  # one warp needs no barriers; many programs fit side by side
