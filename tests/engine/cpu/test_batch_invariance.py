@@ -17,7 +17,7 @@ from engine.cpu.lowering import invariant
 from engine.engine import Engine
 from engine.layers.linear import Linear, dense_linear
 from engine.request import Request, SamplingParams
-from tests.engine.driving import random_prompt
+from tests.engine.driving import needs_drafts, random_prompt
 from tests.engine.tiny_models import SHAPE, TINY_MODELS, VOCAB_SIZE
 
 # Libraries treat products of a few thousand numbers differently, which no real model has.
@@ -76,6 +76,7 @@ def test_company_changes_nothing(family: str, quant_mode: str, tmp_path: Path) -
         assert answers(engine, prompts, random.Random(seed)) == alone
 
 
+@needs_drafts
 def test_drafts_change_nothing(tmp_path: Path) -> None:
     path = save("qwen2", tmp_path)
     prompts = [random_prompt(4, VOCAB_SIZE, length) * (1 + length // 4) for length in LENGTHS]
