@@ -12,7 +12,7 @@ from common.text.tokenizer import Tokenizer
 from router.api import schemas
 from router.api.chat_renderer import ChatRenderer
 from router.api.text import ChoiceText, StopRules
-from router.grammar.answer_format import AnswerFields, answer_grammar
+from router.grammar.answer_format import CHECKS, AnswerFields, answer_grammar
 from router.tools.tool_renderer import ToolChatRenderer
 from router.tools.tool_use import ToolText, ToolUse, tool_use
 from router.tools.tools import ToolFields
@@ -24,6 +24,11 @@ class ChatCompletionBody(schemas.ChatCompletionBody, ToolFields):
 
 class CompletionBody(schemas.CompletionBody, AnswerFields):
     """POST /v1/completions"""
+
+
+def num_known_grammars() -> int:
+    """Grammars that this process remembers."""
+    return len(CHECKS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from common.errors import InvalidRequestError, NotFoundError, UnauthenticatedError
 from common.memory import resident
 from common.net.hosts import is_loopback
+from router.features import num_known_grammars
 from router.gateway import Gateway
 from router.http.errors import HttpError
 from router.workers.worker_link import WorkerLink
@@ -86,6 +87,7 @@ def _memory(gateway: Gateway) -> dict[str, int]:
         "index_blocks": sum(model.workers.index.num_keys for model in models),
         "journals": sum(len(model.dispatcher.open_choices) for model in models),
         "explain_entries": sum(len(model.explain) for model in models),
+        "grammars": num_known_grammars(),
         "body_bytes": gateway.bodies.num_bytes,
     }
 

@@ -20,7 +20,7 @@ from router.grammar.grammar_checks import GrammarChecks
 MAX_CHOICE_CHARS = 4_096
 MAX_LISTED_CHOICES = 4_096
 MAX_CHARS_OF_CHOICES = 1 << 20  # each choice carries the grammar to its worker
-_CHECKS = GrammarChecks()
+CHECKS = GrammarChecks()
 
 
 class JsonSchema(Body):
@@ -107,7 +107,7 @@ async def checked_grammar(found: str, param: str, num_choices: int = 1) -> str:
     if len(found) <= grammar.MAX_GRAMMAR_CHARS and len(found) * num_choices > MAX_CHARS_OF_CHOICES:
         raise InvalidRequestError(f"{num_choices} choices are too many for a grammar of {len(found)} characters", "n")
     try:
-        await _CHECKS.check(found)
+        await CHECKS.check(found)
     except InvalidRequestError as error:
         raise InvalidRequestError(f"{param}: {error}", param) from None
     return found

@@ -35,6 +35,10 @@ class GrammarChecks:
         self._process: subprocess.Popen[bytes] | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="grammar-checks")
 
+    def __len__(self) -> int:
+        """Grammars whose check is remembered: at most NUM_KNOWN."""
+        return len(self._known)
+
     async def check(self, grammar: str) -> None:
         """Raise InvalidRequestError for a grammar that cannot be used, or takes too much."""
         refusal = self._recall(grammar)

@@ -151,6 +151,7 @@ async def test_operators_see_each_model() -> None:
         idle = {"running": 0, "waiting": 0}
         assert state["models"] == {"dry-run": idle, "smol": idle}
         assert state["memory"].pop("private_bytes") > 10_000_000
+        assert 0 <= state["memory"].pop("grammars") <= 256
         assert state["memory"] == {"index_blocks": 0, "journals": 0, "explain_entries": 2, "body_bytes": 0}
         assert all(worker["memory"]["kv_pool_bytes"] == 64 * 1024 for worker in state["workers"])
         text = (await c.http.get("/metrics")).text
