@@ -164,7 +164,7 @@ class Engine:
         """Plan and launch a step, and apply the oldest one in flight when no more may be.
 
         Empty when no step has ended. With more than one step in flight, a step is planned while the one before
-        runs (docs/decisions/0002).
+        runs (docs/decisions/steps-and-plans.md).
         """
         if self.scheduler.prompt_budget is not None:
             self.scheduler.prompt_budget.now = time.monotonic()

@@ -3,7 +3,8 @@
     layout   = groups of layers with one shape and one lifetime
     geometry = layout x blocks x shard
     block    = block_size consecutive tokens of one group: layers x planes x heads of the shard x block_size x
-               head_dim elements, as many layers as the largest group has, of the shard (docs/decisions/0230)
+               head_dim elements, as many layers as the largest group has, of the shard
+               (docs/decisions/kv-blocks-and-groups.md)
 
 A block is one contiguous piece, in which the heads of one layer and plane lie next to each other: so a
 reader with another shard finds the heads that it wants (`kvstore/handle/head_split.py`). Standard library only.

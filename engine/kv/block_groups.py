@@ -2,7 +2,8 @@
 
 A table lists blocks position by position, position p being the tokens from p * block_size on, and at each position
 one block per group: entry p * num_groups + g is group g's. With one group that is a plain list of blocks. A layer
-with a window of w reads, for the query of token t, the keys of tokens t - w + 1 to t. See docs/decisions/0230.
+with a window of w reads, for the query of token t, the keys of tokens t - w + 1 to t. See
+docs/decisions/kv-blocks-and-groups.md.
 """
 
 from __future__ import annotations

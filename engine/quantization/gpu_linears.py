@@ -42,8 +42,8 @@ class EightBit:
     planes of it: the same result at any number of rows, up to `max_quantized_rows`.
 
     Two int8 planes add less error to a row than bfloat16 did, while its largest element is below 187 times its root
-    mean square; sqrt(K) times is the most (docs/decisions/0094). With many rows writing the weight out in the dtype
-    of x is faster.
+    mean square; sqrt(K) times is the most (docs/decisions/eight-bit-kv-and-inputs.md). With many rows writing the
+    weight out in the dtype of x is faster.
     """
 
     dtype: torch.dtype

@@ -36,7 +36,8 @@ class Admission:
         """Start swapped and waiting requests until one of them has to wait. budget: tokens that the step has left.
 
         A request moves once a step at most: KV that is swapped in by this step cannot be swapped out by it
-        (docs/decisions/0002). One that gave way with a token pending waits until that is known: it starts anew.
+        (docs/decisions/steps-and-plans.md). One that gave way with a token pending waits until that is known: it
+        starts anew.
         """
         moved: set[Request] = set()
         while (request := self._first_in_line()) is not None and request not in moved and self._is_admitted(request):

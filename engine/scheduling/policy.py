@@ -3,7 +3,7 @@
 A policy is a class without arguments, chosen by `--scheduling-policy`: `priority`, `fcfs` or `module:Class`. Its
 methods are pure functions of small read-only views: no I/O, no clock, no state. The scheduler asks each of them only
 when its answer matters, so that a policy costs nothing in steps in which nobody waits. It cannot cause a deadlock or
-a livelock, whatever it answers: see docs/decisions/0116-scheduling-policies.md.
+a livelock, whatever it answers: see docs/decisions/scheduling-and-preemption.md.
 """
 
 from __future__ import annotations

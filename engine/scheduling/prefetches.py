@@ -1,7 +1,7 @@
 """Prefetches: KV of prompts that peers are still computing, on its way into this engine's prefix cache.
 
 A prefetch takes only blocks that nobody needs, is owed to nobody, and ends as ordinary cached blocks. Pure, like the
-scheduler, between whose decisions it reserves blocks; docs/decisions/0170.
+scheduler, between whose decisions it reserves blocks; docs/decisions/prefill-decode-hand-off.md.
 """
 
 from __future__ import annotations

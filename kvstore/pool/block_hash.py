@@ -44,5 +44,5 @@ def block_keys(parent: BlockKey, packed_ids: bytes, block_size: int) -> list[Blo
 
 
 def group_key(key: BlockKey, group: int) -> BlockKey:
-    """Key of the block of KV group `group` that holds the tokens for which `key` stands (docs/decisions/0230)."""
+    """Key of the block of KV group `group` that holds the tokens for which `key` stands."""
     return BlockKey(GROUP_MARK + bytes([group]) + key[len(GROUP_MARK) + 1 :]) if group else key

@@ -19,7 +19,8 @@ SAME = [
     Path("chunks of 40", 40),
     Path("chunks of 6", 6),
 ]
-# With AMX, oneDNN chooses among kernels that add up in another order, by the number of rows (docs/decisions/0110).
+# With AMX, oneDNN chooses among kernels that add up in another order, by the number of rows
+# (docs/decisions/cpu-batch-invariance.md).
 HAS_AMX = "amx_bf16" in FilePath("/proc/cpuinfo").read_text()
 OTHER = [Path("alone"), Path("12 in a batch", batch=12)]  # above 8 rows, 4-bit weights are multiplied as bfloat16
 
@@ -32,7 +33,7 @@ def accuracy() -> Accuracy:
 
 @pytest.mark.parametrize("path", [*SAME, *OTHER], ids=lambda path: path.name)
 def test_logprobs_are_close_to_those_of_float32(accuracy: Accuracy, path: Path) -> None:
-    """docs/decisions/0110: what is left comes from inputs and results of products in bfloat16."""
+    """docs/decisions/cpu-batch-invariance.md: what is left comes from inputs and results of products in bfloat16."""
     figures = accuracy.measure(path)
     assert figures["mean"] < 0.03
     assert figures["max"] < 0.2

@@ -1,8 +1,9 @@
 """Thread count under CPU contention: how many threads are worth using while other programs want the cores.
 
 Threads of one GEMM wait for the slowest of them. When the kernel takes the core of one, all of them wait, and a step
-takes many times longer than with fewer threads (figures in decision 0097). The kernel counts the time that a runnable
-thread waits for a core; `ThreadLimit` turns that into a number of threads. It knows neither torch nor steps.
+takes many times longer than with fewer threads (figures in docs/decisions/cpu-execution.md). The kernel counts the
+time that a runnable thread waits for a core; `ThreadLimit` turns that into a number of threads. It knows neither
+torch nor steps.
 """
 
 from __future__ import annotations

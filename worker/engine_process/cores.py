@@ -1,4 +1,4 @@
-"""The cores of a host, divided equally between the engines that compute right now (decision 0093).
+"""The cores of a host, divided equally between the engines that compute right now (docs/decisions/cpu-execution.md).
 
 An engine that computes holds a lock on its byte of a file that the workers of a host share; the kernel gives it up
 for one that dies. Others count such locks before each step, and torch's threads follow. Under foreign load it uses

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 STOP_SECONDS = 5.0
 START_WATCH_SECONDS = 1.0  # between two looks at an engine that loads
 # Threads of a GEMM spin this long for each other before they sleep: about 50 us, more than the time between two GEMMs
-# of a step. libgomp's default, 300,000, is longer than a time slice, see decision 0097.
+# of a step. libgomp's default, 300,000, is longer than a time slice, see docs/decisions/cpu-execution.md.
 SPIN_COUNT = {"GOMP_SPINCOUNT": "2000"}
 
 

@@ -1,7 +1,7 @@
 """Leases on prompts that this worker computes for peers: whole, or in parts while the rest is computed.
 
-A part is what each chunk but the last adds in full blocks, see docs/decisions/0170. Called from the engine process's
-loop only.
+A part is what each chunk but the last adds in full blocks, see docs/decisions/prefill-decode-hand-off.md. Called from
+the engine process's loop only.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def test_a_model_is_given_its_linear_layers(
         )
     with caplog.at_level("INFO"):
         loaded, config = open_model(resolve_model(str(tmp_path / "m")), device=DEVICE.type, dtype="bfloat16")
-    head = "1 plain" if ON_GPU else "1 float16"  # a CPU's output projection, decision 0110
+    head = "1 plain" if ON_GPU else "1 float16"  # a CPU's output projection, docs/decisions/cpu-batch-invariance.md
     [found] = [line.partition("linear layers are ")[2] for line in caplog.messages if "linear layers are " in line]
     assert sorted(found.split(", ")) == sorted(LINEARS[name].replace("1 plain", head).split(", "))
     if not ON_GPU:
