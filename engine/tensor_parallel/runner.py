@@ -2,7 +2,7 @@
 
 Rank 0 is of the last pipeline stage. Its peers there sample what it samples; ranks of the stages before are told
 which tokens were, with the next plan. As many steps are in flight as there are stages, each with other requests:
-while this stage runs one, the others run the next ones (docs/decisions/tensor-parallelism.md, 0235).
+while this stage runs one, the others run the next ones (docs/decisions/tensor-parallelism.md).
 """
 
 from __future__ import annotations

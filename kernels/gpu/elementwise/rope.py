@@ -112,7 +112,7 @@ def rope_and_write_kv(
     pool: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim), contiguous; float8_e4m3fn is rounded to.
     spreads_next: the programs of the next kernel, attention, come when all kernels before this one have left, and so
         spread evenly. Early they would hide their start, but stay where they find room
-        (docs/decisions/layer-forms-and-gemms.md).
+        (docs/decisions/kernel-launches-and-cuda-graphs.md).
     positions, slots and table are inputs of the step: they are read before the previous kernel has ended.
     """
     num_tokens, num_all_heads, head_dim = qkv.shape[-3:]

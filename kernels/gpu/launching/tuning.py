@@ -72,7 +72,7 @@ PRELOADED = GemmTable(
 )
 
 # With more rows, attention after such a GEMM starts late, so that its programs spread evenly; up to these an early
-# start hides more than that gains (docs/decisions/layer-forms-and-gemms.md).
+# start hides more than that gains (docs/decisions/kernel-launches-and-cuda-graphs.md).
 SPREAD_ROWS = 32
 
 # Quantized rows (of planes) with 8-bit weights, `sliced_k_gemm`; beyond, `skinny_gemm` takes them. Whole steps of
