@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
@@ -11,4 +12,22 @@ if not torch.cuda.is_available():
     from tests.kernels.interpreter import take_short_cuts
 
     take_short_cuts()
+from kernels.gpu.launching.launch_configs import GemvConfig, RopeConfig, Rule, Table
+from tests.gpu.row_kernels import compute_rows_at_once
+
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few large programs where kernels are interpreted: the cost of one hardly depends on its size.
+
+    tests/kernels interprets them with the settings of a GPU.
+    """
+    if torch.cuda.is_available():
+        return
+    monkeypatch.setattr("kernels.gpu.elementwise.rope.ROPE", Table(Rule(RopeConfig(64, 8, 4))))
+    one_row = GemvConfig(128, 128, num_warps=1, num_stages=1)
+    for module in "one_row", "plain":
+        monkeypatch.setattr(f"engine.gpu.ops.{module}.FUSED_GEMV", one_row)
+    compute_rows_at_once(monkeypatch)
