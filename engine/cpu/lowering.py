@@ -48,13 +48,13 @@ class CpuForwards:
             fold, last = ranks.seams.fold, model.blocks[-1]
             self._by_rows = {rows: form.ended_by(fold(sums[rows], last)) for rows, form in self._by_rows.items()}
 
-    def choose(self, num_tokens: int, only_decodes: bool) -> Forward[Step]:
+    def choose(self, num_tokens: int, only_decodes: bool) -> Forward[Step, torch.Tensor]:
         """only_decodes: every row is one generated token, followed by its drafts if it has any."""
         is_few = only_decodes and (self.batch_invariant or num_tokens <= MAX_FEW_ROWS)
         return self._by_rows[Rows.FEW if is_few else Rows.ANY]
 
 
-def lower_model(model: Model, rows: Rows, ranks: RankContext[Seams] = SINGLE) -> Forward[Step]:
+def lower_model(model: Model, rows: Rows, ranks: RankContext[Seams] = SINGLE) -> Forward[Step, torch.Tensor]:
     if rows is Rows.ANY:
         return forward.plain(with_dense_linears(model), ranks)
     signs = signs_of(model)

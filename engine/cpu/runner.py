@@ -128,7 +128,7 @@ class CpuRunner(ModelRunner):
             self.launch(prompt_plan(num_tokens, self._block_size, self._num_groups))
         self._requests.clear()
 
-    def _forward_for(self, batch: StepBatch) -> Forward[Step]:
+    def _forward_for(self, batch: StepBatch) -> Forward[Step, Tensor]:
         only_decodes = self._device.type == "cpu" and all(map(is_generated, batch.rows, batch.requests))
         return self._forwards.choose(batch.num_tokens, only_decodes)
 
@@ -139,7 +139,9 @@ class CpuRunner(ModelRunner):
         copy_out(self._pool, self._host_buffer, plan.copies_out)
         copy_in(self._pool, self._host_buffer, plan.copies_in)
 
-    def _add_samples(self, forward: Forward[Step], batch: StepBatch, hidden: Tensor, result: StepResult) -> None:
+    def _add_samples(
+        self, forward: Forward[Step, Tensor], batch: StepBatch, hidden: Tensor, result: StepResult
+    ) -> None:
         """Sample for each row that reaches its last token: the next one, and those that follow its drafts."""
         sampling = [index for index, row in enumerate(batch.rows) if row.samples]
         if not sampling:

@@ -7,25 +7,33 @@ behind experts               combine, residual, norm, rows gathered: one kernel
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from engine.expert_parallel.exchange import ExchangeForm, choose_all
-from engine.gpu.ops.form import GpuBody, GpuStep, Target
-from engine.gpu.ops.plain import PlainForm, gemm
-from engine.layers.forward import AddNorm, Forward, Op, Stream
+from engine.gpu.ops import plain
+from engine.gpu.ops.pending import Fold, Partials, Pending
+from engine.gpu.ops.rules import GpuOp, GpuStep, Rule, Target
+from engine.layers.forward import Op, Stream
 from engine.layers.linear import Linear
 from engine.models.model import Model
 from engine.moe.gpu_experts import Gemm, StackedExperts, chooser, is_listed, outputs, router_of
 from engine.moe.moe import Moe
 from engine.tensor_parallel.gpu_group import DeviceGroup
-from engine.tensor_parallel.gpu_ops import embed_part
+from engine.tensor_parallel.gpu_ops import ITS_SHARE, ShardSeams
 from kernels.gpu.expert_parallel.divided_rows import combine_add_rms_norm, scatter_add_rms_norm
 from kernels.gpu.expert_parallel.exchange_memory import ExchangeMemory, rows_a_rank
 from kernels.gpu.expert_parallel.expert_combine import combine
 from kernels.gpu.expert_parallel.expert_dispatch import Dispatched, dispatch
+
+
+@dataclass(frozen=True, slots=True)
+class Uncombined(Partials):
+    """Partial sums (choices, rows that came, hidden) of other ranks' rows, too, that go back to them."""
+
+    came: Dispatched
 
 
 class DispatchedExperts:
@@ -40,12 +48,10 @@ class DispatchedExperts:
         self._router = router_of(block, experts, plain_router)
         self._choose = chooser(block, experts.num_shared, range(block.rule.num_slots))
         self._num_held = len(block.rule.held_slots)
-        self.came: Dispatched | None = None  # until its outputs are combined
 
-    def __call__(self, x: Tensor, step: GpuStep) -> Tensor:
-        """Partial sums (choices, rows that may come, hidden), for a fold that combines them."""
-        self.came = came = self.dispatch(x, step.token_ids.shape[0], step)
-        return outputs(self._experts, came.x, came.shares, came.chosen, came.pairs)
+    def __call__(self, x: Tensor, step: GpuStep) -> Uncombined:
+        came = self.dispatch(x, step.token_ids.shape[0], step)
+        return Uncombined(outputs(self._experts, came.x, came.shares, came.chosen, came.pairs), came)
 
     def dispatch(self, x: Tensor, num_tokens: int, step: GpuStep | None = None) -> Dispatched:
         """Route this rank's rows x (rows, hidden) of num_tokens, and send them to their experts.
@@ -71,44 +77,40 @@ class DispatchedExperts:
         return combine(parts, came, self._memory, every, self._form is ExchangeForm.PADDED)
 
 
-class DividedRowsForm(PlainForm):
-    """Takes every step. The model has this rank's shard, with whole experts."""
+class DividedSeams(ShardSeams):
+    """Of a rank that has its shard of every layer, with whole experts."""
 
-    def __init__(self, model: Model, group: DeviceGroup, experts: Mapping[int, StackedExperts]) -> None:
-        super().__init__(model, experts)
+    def __init__(self, group: DeviceGroup, vocab_size: int) -> None:
+        super().__init__(group, vocab_size)
         assert group.rows is not None, "the model's config says that rows are dispatched"
-        self._group, self._rows = group, group.rows
+        self._rows = group.rows
+        self.rules = Rule(Moe, self._experts), *plain.RULES
 
-    def experts(self, block: Moe, num_rows: int) -> GpuBody:
-        stacked, own = self._experts[id(block)], rows_a_rank(num_rows, self._group.size)
-        router = gemm(Linear(stacked.router, block.router_bias), own, self._workspace)
-        return DispatchedExperts(block, stacked, router, self._rows)
+    def start(self, model: Model) -> Callable[[GpuStep], Stream[Pending]]:
+        embed, size = super().start(model), self.group.size
 
-    def lower(self, target: Target) -> Forward[GpuStep]:
-        model, bodies = self.model, self.bodies(target.num_rows)
-        embed, size = embed_part(model, self._group), self._group.size
+        def start(step: GpuStep) -> Stream[Pending]:
+            stream = embed(step)
+            return Stream(stream.residual[: rows_a_rank(stream.residual.shape[0], size)], stream.pending)
 
-        def start(step: GpuStep) -> Stream:
-            zeros, part = embed(step)
-            return Stream(zeros[: rows_a_rank(zeros.shape[0], size)], part)
+        return start
 
-        ops = [
-            Op(self._fold(block.norm, block.eps, before, gathers=not isinstance(block, Moe)), body)
-            for block, before, body in zip(model.blocks, [None, *bodies], bodies, strict=False)
-        ]
-        final = self._fold(model.final_norm, model.config.rms_norm_eps, bodies[-1], gathers=True)
-        return Forward(start, ops, final, model.head)
-
-    def _fold(self, weight: Tensor, eps: float, before: Any, gathers: bool) -> AddNorm[Tensor]:
-        """before: the body whose output is pending; None: the embedding."""
+    def fold(self, weight: Tensor, eps: float, gathers: bool = True) -> Fold[Tensor]:
+        """gathers: the norm of all ranks' rows."""
         memory = self._rows
 
-        def fold(residual: Tensor, pending: Tensor | None) -> Tensor:
-            assert pending is not None, "the stream starts with a pending output"
-            if not isinstance(before, DispatchedExperts):
-                return scatter_add_rms_norm(pending, residual, weight, eps, memory, gathers)
-            came, before.came = before.came, None
-            assert came is not None, "a body runs before its fold"
-            return combine_add_rms_norm(pending, came, residual, weight, eps, memory, gathers)
+        def fold(residual: Tensor, pending: Pending | None) -> Tensor:
+            if isinstance(pending, Uncombined):
+                return combine_add_rms_norm(
+                    pending.values, pending.came, residual, weight, eps, memory, gathers
+                )  # fmt: skip
+            assert isinstance(pending, Tensor), ITS_SHARE
+            return scatter_add_rms_norm(pending, residual, weight, eps, memory, gathers)
 
         return fold
+
+    def _experts(self, block: Moe, target: Target) -> GpuOp:
+        stacked, own = StackedExperts.of(block), rows_a_rank(target.num_rows, self.group.size)
+        router = plain.gemm(Linear(stacked.router, block.router_bias), own, target.workspace)
+        fold = self.fold(block.norm, block.eps, gathers=False)
+        return Op(fold, DispatchedExperts(block, stacked, router, self._rows))

@@ -15,7 +15,7 @@ from engine.gpu.attention.backend import GpuAttention, PrefillAttention, Prefill
 from engine.gpu.attention.grouped import GroupedQueries
 from engine.gpu.attention.paged import PagedPlan
 from engine.gpu.lowering import SINGLE_GPU, GpuForwards, GpuSeams
-from engine.gpu.ops.form import GpuStep, ops_of
+from engine.gpu.ops.rules import GpuStep, ops_of
 from engine.layers.attention import AttentionBlock
 from engine.models.model import Model
 from engine.ranks import RankContext

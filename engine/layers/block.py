@@ -50,7 +50,7 @@ class LinearRef:
 class Block(ABC):
     """norm: (hidden,), the RMS norm before it, with `eps`.
 
-    gpu_ops: name of the module with its ops on a GPU, of kinds that forms do not know, see `BlockOps` there.
+    gpu_ops: name of the module with its ops on a GPU, of kinds that the table there lacks, see `BlockOps` there.
     """
 
     gpu_ops = ""

@@ -21,66 +21,61 @@ from kernels.rms_norm import rms_norm
 
 X = TypeVar("X")  # a body's input: the normed residual, plain or as quantized values and scales
 S = TypeVar("S")  # the inputs of a step
+P = TypeVar("P")  # a block's output until it is added: a tensor, or on a GPU `engine.gpu.ops.pending.Pending`
 
 AddNorm = Callable[[Tensor, Tensor | None], X]
-"""(residual, pending) -> the RMS norm of their sum, which the residual becomes in place. pending is None (nothing),
-plain (num_tokens, hidden), or split-K partials of that (num_splits, num_tokens, hidden)."""
-
-Body = Callable[[X, S], Tensor | None]
-"""(normed input, step) -> the block's output, in one of the forms of `pending`."""
+"""(residual, pending) -> the RMS norm of their sum, which the residual becomes in place. None: nothing is pending."""
 
 
-class Stream(NamedTuple):
+class Stream(NamedTuple, Generic[P]):
     """What travels from op to op.
 
     residual: sum of the embedding and of all blocks' outputs but the last. pending: the last block's output.
     """
 
     residual: Tensor
-    pending: Tensor | None = None
+    pending: P | None = None
 
 
-class Op(NamedTuple, Generic[S]):
+class Op(NamedTuple, Generic[X, S, P]):
     """A block in the form that suits a device and a number of rows: how its input is made, and what it computes."""
 
-    fold: AddNorm[Any]
-    body: Body[Any, S]
+    fold: Callable[[Tensor, P | None], X]
+    body: Callable[[X, S], P | None]
 
 
-class Forward(Generic[S]):
+class Forward(Generic[S, P]):
     """A lowered model: tokens to hidden states, hidden states to logits. start: gives the first stream of a step."""
 
     def __init__(
-        self, start: Callable[[S], Stream], ops: Sequence[Op[S]], final: AddNorm[Tensor], head: LinearLayer,
-        end: Body[Tensor, S] = lambda x, step: x,
+        self, start: Callable[[S], Stream[P]], ops: Sequence[Op[Any, S, P]],
+        final: Callable[[Tensor, P | None], Tensor], head: LinearLayer,
+        end: Callable[[Tensor, S], Tensor] = lambda x, step: x,
     ) -> None:  # fmt: skip
-        """end: makes the hidden states of what `final` leaves."""
-        self._start = start
-        self._ops: list[Op[S]] = [*ops, Op(final, end)]
+        """ops: each has inputs of a type of its own. end: makes the hidden states of what `final` leaves."""
+        self._start, self._ops, self._final, self._end = start, ops, final, end
         self.logits = head  # normed hidden states (rows, hidden) -> (rows, vocab)
 
     def hidden(self, step: S) -> Tensor:
         """Hidden states (num_tokens, hidden) behind the final norm.
 
-        x is a block's output and the next one's input in turn, so that neither is held longer than it is needed.
-        Every output meets the residual in `fold`: with tensor parallelism it is a rank's share of a sum, and the
-        all-reduce goes before it. (The GEMVs of one row add to the residual themselves; they are no op for a rank
-        among several.)
+        A block's output and the next one's input are dropped as soon as they are read, so that neither is held longer
+        than it is needed. Every output meets the residual in a fold: with tensor parallelism it is a rank's share of
+        a sum, and the all-reduce goes before it. (The GEMVs of one row add to the residual themselves; they are no op
+        for a rank among several.)
         """
         residual, pending = self._start(step)
-        x: Any = pending
-        for op in self._ops:
-            x = op.fold(residual, x)
-            x = op.body(x, step)
-        hidden: Tensor = x
-        return hidden
+        for fold, body in self._ops:
+            x, pending = fold(residual, pending), None
+            x, pending = None, body(x, step)
+        return self._end(self._final(residual, pending), step)
 
-    def ended_by(self, final: AddNorm[Tensor]) -> Forward[S]:
+    def ended_by(self, final: Callable[[Tensor, P | None], Tensor]) -> Forward[S, P]:
         """Return this forward pass with `final` instead of the final norm."""
-        return Forward(self._start, self._ops[:-1], final, self.logits)
+        return Forward(self._start, self._ops, final, self.logits)
 
 
-def plain(model: Model, ranks: RankContext[Seams] = SINGLE) -> Forward[Step]:
+def plain(model: Model, ranks: RankContext[Seams] = SINGLE) -> Forward[Step, Tensor]:
     """The model as its family's file says it, on any device, with a residual in float32."""
     dtype = model.embedding.dtype
 
@@ -93,7 +88,7 @@ def plain(model: Model, ranks: RankContext[Seams] = SINGLE) -> Forward[Step]:
 def lowered(
     model: Model, ranks: RankContext[Seams], residual_of: Callable[[Tensor], Tensor],
     norm: Callable[[Tensor, float, bool], AddNorm[Tensor]],
-) -> Forward[Step]:  # fmt: skip
+) -> Forward[Step, Tensor]:  # fmt: skip
     """The model's own blocks between folds. See `plain`.
 
     residual_of: of the embedding's rows. norm: (weight, eps, whether it is the final one) -> how a residual is added
@@ -102,7 +97,7 @@ def lowered(
     seams = ranks.seams
     embed = ranks.inbox.look_up(seams.embedding(model))
 
-    def start(step: Step) -> Stream:
+    def start(step: Step) -> Stream[Tensor]:
         return Stream(seams.start(residual_of(embed(step.token_ids))))
 
     blocks = model.blocks

@@ -15,7 +15,9 @@ from kernels.silu_mul import silu_mul
 
 
 class Mlp(Block):
-    """The dense feed-forward block."""
+    """The dense feed-forward block. is_gelu: GELU in SiLU's place."""
+
+    is_gelu = False
 
     def __init__(self, config: ModelConfig, weights: WeightSource, name: str, norm: str) -> None:
         self.eps = config.rms_norm_eps
@@ -35,6 +37,8 @@ class Mlp(Block):
 
 class GeluMlp(Mlp):
     """y = W_down (gelu(W_gate x) * W_up x), by the tanh approximation."""
+
+    is_gelu = True
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)

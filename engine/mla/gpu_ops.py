@@ -1,4 +1,4 @@
-"""Latent attention on a GPU, in the forms of `engine/gpu/ops`: GEMMs apart, and `LatentQueries` between them."""
+"""Latent attention on a GPU, in the ways of `engine/gpu/ops`: GEMMs apart, and `LatentQueries` between them."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from functools import partial
 
 from torch import Tensor
 
-from engine.gpu.ops.form import GpuBody, GpuOp, GpuStep
-from engine.gpu.ops.one_row import bound_gemv, nothing_pending
+from engine.gpu.ops.one_row import ONE_ROW, bound_gemv, is_plain_row, nothing_pending
 from engine.gpu.ops.plain import Gemm, gemm
+from engine.gpu.ops.rules import GpuOp, GpuStep, Rule, Target
 from engine.layers.forward import Op
 from engine.mla.gpu_attention import LatentQueries
 from engine.mla.latent_attention import LATENT_NORM_EPS, LatentAttention
 from kernels.gpu.elementwise.rms_norm import rms_norm
-from kernels.gpu.gemm.split_k import SplitKWorkspace
 
 attention = LatentQueries
 
 
-def plain(block: LatentAttention, num_rows: int, workspace: SplitKWorkspace) -> GpuBody:
+def plain(block: LatentAttention, target: Target) -> GpuOp:
+    num_rows, workspace = target.num_rows, target.workspace
     output = gemm(block.output, num_rows, workspace)
     normed_q_b = None
     if block.q_b is not None:
@@ -27,10 +27,10 @@ def plain(block: LatentAttention, num_rows: int, workspace: SplitKWorkspace) -> 
         q_b, norm = gemm(block.q_b, num_rows, workspace), block.q_norm
         normed_q_b = lambda q: q_b(rms_norm(q, norm, LATENT_NORM_EPS))  # noqa: E731
     attend = latent_attention(block, gemm(block.qkv_a, num_rows, workspace), normed_q_b)
-    return lambda x, step: output(attend(x, step))
+    return Op(target.seams.fold(block.norm, block.eps), lambda x, step: output(attend(x, step)))
 
 
-def one_row(block: LatentAttention) -> GpuOp:
+def one_row(block: LatentAttention, target: Target) -> GpuOp:
     qkv_a, output = bound_gemv(block.qkv_a), bound_gemv(block.output)
     q_b = None if block.q_b is None else bound_gemv(block.q_b)
     attend = latent_attention(
@@ -59,3 +59,6 @@ def latent_attention(
         return step.attend(block, q.view(-1, block.num_heads, block.qk_dim), latents)
 
     return attend
+
+
+RULES = Rule(LatentAttention, one_row, is_plain_row, ONE_ROW), Rule(LatentAttention, plain)

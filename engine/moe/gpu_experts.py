@@ -15,7 +15,8 @@ from torch.nn import functional
 from common.errors import UnsupportedModelError
 from engine.expert_balancing.placement import plain_placement
 from engine.expert_parallel.slots import ExpertSlots
-from engine.gpu.ops.form import GpuBody, GpuStep
+from engine.gpu.ops.pending import Partials
+from engine.gpu.ops.rules import GpuStep
 from engine.layers.linear import Linear
 from engine.moe.moe import Moe
 from engine.quantization.gpu_linears import W8A16, dequantized
@@ -205,17 +206,19 @@ def _chooser_of_all(block: Moe, num_shared: int, held: range) -> Choose:
     return choose
 
 
-def moe(block: Moe, experts: StackedExperts, plain_router: Gemm, is_summed: bool = False) -> GpuBody:
+def moe(
+    block: Moe, experts: StackedExperts, plain_router: Gemm, is_summed: bool = False
+) -> Callable[[Tensor, GpuStep], Tensor | Partials]:  # fmt: skip
     """The block's output as partial sums, one for each of a token's experts, or their sum.
 
     Partial sums need all experts to be this rank's.
     """
     router, choose = router_of(block, experts, plain_router), chooser(block, experts.num_shared)
 
-    def body(x: Tensor, step: GpuStep) -> Tensor:
+    def body(x: Tensor, step: GpuStep) -> Tensor | Partials:
         shares, chosen = choose(router(x), step)
         parts = outputs(experts, x, shares, chosen)
-        return sum_of_held(parts, chosen) if is_summed else parts
+        return sum_of_held(parts, chosen) if is_summed else Partials(parts)
 
     return body
 

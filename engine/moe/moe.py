@@ -46,6 +46,8 @@ class Moe(Block):
     experts in another device's form, once they have it.
     """
 
+    gpu_ops = "engine.moe.gpu_ops"
+
     router_bias: Tensor | None = None
     choice_bias: Tensor | None = None
     shared: Expert | None = None

@@ -2,88 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from engine.gpu.ops.form import GpuStep, Target, post_norms
-from engine.gpu.ops.plain import PlainForm
-from engine.layers.block import Block
-from engine.layers.forward import AddNorm, Forward, Op, Stream
+from engine.gpu.lowering import GpuForward, GpuSeams
+from engine.gpu.ops.pending import Fold, Pending, Unnormed
+from engine.gpu.ops.rules import GpuOp, GpuStep
+from engine.layers.forward import Forward, Stream
 from engine.models.model import Model
-from engine.moe.gpu_experts import StackedExperts
-from engine.quantization.gpu_linears import EightBit, QuantizedInput
-from engine.quantization.gpu_ops import QuantizedInputForm
-from engine.tensor_parallel.gpu_group import DeviceGroup
+from engine.quantization.gpu_linears import QuantizedInput
+from engine.tensor_parallel.gpu_group import DeviceGroup, VocabShards
 from kernels.gpu.collectives.vocab_parallel_embed import vocab_parallel_embed
 from kernels.gpu.elementwise.rms_norm import add_rms_norm
 
-
-class TensorParallelForm(PlainForm):
-    """Takes every step. The model has this rank's shard of all weights."""
-
-    sums_experts = True
-
-    def __init__(self, model: Model, group: DeviceGroup, experts: Mapping[int, StackedExperts]) -> None:
-        super().__init__(model, experts)
-        self._group = group
-
-    def lower(self, target: Target) -> Forward[GpuStep]:
-        model, group = self.model, self._group
-        *posts, last = post_norms(model)
-        triples = zip(model.blocks, posts, self.bodies(target.num_rows), strict=True)
-        ops = [Op(all_reduce_norm(group, block.norm, block.eps, post), body) for block, post, body in triples]
-        final = all_reduce_norm(group, model.final_norm, model.config.rms_norm_eps, last)
-        return Forward(embed_part(model, group), ops, final, model.head)
+ITS_SHARE = "the stream starts with a pending output, and each is a rank's share of a sum"
 
 
-class QuantizedTensorParallelForm(QuantizedInputForm):
-    """Takes models of quantized inputs: the kernel that sums over ranks and norms quantizes them, too."""
+class ShardSeams(GpuSeams):
+    """Of one rank among several, which has a shard of every layer."""
 
-    def __init__(self, model: Model, group: DeviceGroup) -> None:
-        super().__init__(model)
-        self._group = group
+    is_alone = False
 
-    def start(self) -> Callable[[GpuStep], Stream]:
-        return embed_part(self.model, self._group)
+    def __init__(self, group: DeviceGroup, vocab_size: int) -> None:
+        """vocab_size: of the whole model."""
+        self.group = group
+        self.vocabulary = VocabShards(group, vocab_size)
 
-    def final_norm(self) -> AddNorm[Tensor]:
-        return all_reduce_norm(self._group, self.model.final_norm, self.model.config.rms_norm_eps)
+    def forward(self, model: Model, ops: Sequence[GpuOp]) -> GpuForward:
+        final = self.fold(model.final_norm, model.config.rms_norm_eps)
+        return Forward(self.start(model), ops, final, model.head)
 
-    def add_norm_quantize(self, block: Block, reader: EightBit) -> AddNorm[QuantizedInput]:
-        group = self._group
+    def start(self, model: Model) -> Callable[[GpuStep], Stream[Pending]]:
+        """Start with the rank's part of the embedding's rows, pending."""
+        embedding, scale = model.embedding, model.embedding_scale
+        first_id = self.group.rank * embedding.shape[0]
 
-        def fold(residual: Tensor, pending: Tensor | None) -> QuantizedInput:
-            assert pending is not None, "the stream starts with a pending output"
-            return group.all_reduce_rms_norm_quantize(
-                pending, residual, block.norm, block.eps, reader.dtype, reader.num_planes
-            )
+        def start(step: GpuStep) -> Stream[Pending]:
+            residual, pending = vocab_parallel_embed(step.token_ids, embedding, first_id)
+            return Stream(residual, pending if scale is None else pending * scale)
+
+        return start
+
+    def fold(self, weight: Tensor, eps: float) -> Fold[Tensor]:
+        """See GpuSeams. What is normed by itself before it is added is a sum with zeros."""
+        add_norm = self.group.all_reduce_rms_norm
+
+        def fold(residual: Tensor, pending: Pending | None) -> Tensor:
+            if isinstance(pending, Unnormed):
+                y = add_norm(pending.values, torch.zeros_like(residual), pending.weight, eps)
+                return add_rms_norm(y, residual, weight, eps)
+            assert isinstance(pending, Tensor), ITS_SHARE
+            return add_norm(pending, residual, weight, eps)
 
         return fold
 
+    def quantizing_fold(
+        self, weight: Tensor, eps: float, dtype: torch.dtype, num_planes: int
+    ) -> Fold[QuantizedInput]:
+        add_norm = self.group.all_reduce_rms_norm_quantize
 
-def embed_part(model: Model, group: DeviceGroup) -> Callable[[GpuStep], Stream]:
-    """Start with the rank's part of the embedding's rows, pending."""
-    embedding, scale, first_id = model.embedding, model.embedding_scale, group.rank * model.embedding.shape[0]
+        def fold(residual: Tensor, pending: Pending | None) -> QuantizedInput:
+            assert isinstance(pending, Tensor), ITS_SHARE
+            return add_norm(pending, residual, weight, eps, dtype, num_planes)
 
-    def start(step: GpuStep) -> Stream:
-        residual, pending = vocab_parallel_embed(step.token_ids, embedding, first_id)
-        return Stream(residual, pending if scale is None else pending * scale)
+        return fold
 
-    return start
+    def sum(self, model: Model) -> Fold[Tensor]:
+        """See GpuSeams. The kernel that sums over ranks writes its norm, too, which is dropped."""
+        add_norm = self.fold(model.blocks[0].norm, model.config.rms_norm_eps)  # any has the width
 
+        def fold(residual: Tensor, pending: Pending | None) -> Tensor:
+            add_norm(residual, pending)
+            return residual
 
-def all_reduce_norm(
-    group: DeviceGroup, weight: Tensor, eps: float, post_norm: Tensor | None = None
-) -> AddNorm[Tensor]:
-    """post_norm: of what is pending, when it is summed and before it is added: by itself, a sum with zeros."""
-
-    def fold(residual: Tensor, pending: Tensor | None) -> Tensor:
-        assert pending is not None, "the stream starts with a pending output"
-        if post_norm is None:
-            return group.all_reduce_rms_norm(pending, residual, weight, eps)
-        y = group.all_reduce_rms_norm(pending, torch.zeros_like(residual), post_norm, eps)
-        return add_rms_norm(y, residual, weight, eps)
-
-    return fold
+        return fold

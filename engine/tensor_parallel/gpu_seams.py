@@ -1,56 +1,27 @@
-"""What a process is among ranks on GPUs: the forms of its blocks, its part of the vocabulary, its neighbours."""
+"""What a process is among ranks on GPUs: its shard of each layer and of the vocabulary, and its neighbours."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
-from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.expert_balancing.gpu_moves import bytes_of_moves, open_rearranger
-from engine.expert_parallel.gpu_divided_rows import DividedRowsForm
+from engine.expert_parallel.gpu_divided_rows import DividedSeams
 from engine.gpu import memory
 from engine.gpu.config import GpuConfig
 from engine.gpu.lowering import GpuSeams
-from engine.gpu.ops.form import Form, is_plain_alone
 from engine.gpu.steps.rows import most_tokens
-from engine.layers.forward import AddNorm
 from engine.loader.load import LoadedModel
-from engine.models.model import Model
-from engine.moe.gpu_experts import StackedExperts
 from engine.pipeline_parallel.ends import HiddenInbox, HiddenSource
 from engine.pipeline_parallel.gpu_stages import ends_alone, stage_bytes
 from engine.ranks import EMBEDDING, NO_LISTENER, HiddenSink, RankContext
-from engine.tensor_parallel.gpu_group import DeviceGroup, VocabShards, group_bytes
-from engine.tensor_parallel.gpu_ops import QuantizedTensorParallelForm, TensorParallelForm
+from engine.tensor_parallel.gpu_group import DeviceGroup, group_bytes
+from engine.tensor_parallel.gpu_ops import ShardSeams
 
 
-class ShardSeams(GpuSeams):
-    """Of one rank among several, which has a shard of every layer."""
-
-    def __init__(self, group: DeviceGroup, vocab_size: int) -> None:
-        """vocab_size: of the whole model."""
-        self._group = group
-        self.vocabulary = VocabShards(group, vocab_size)
-
-    def forms(self, model: Model, experts: Mapping[int, StackedExperts]) -> list[Form]:
-        group = self._group
-        if not is_plain_alone(model):
-            return [QuantizedTensorParallelForm(model, group), TensorParallelForm(model, group, experts)]
-        of_ranks = TensorParallelForm if group.rows is None else DividedRowsForm
-        return [of_ranks(model, group, experts)]
-
-    def sum(self, model: Model) -> AddNorm[Tensor]:
-        """See GpuSeams. The kernel that sums over ranks writes its norm, too, which is dropped."""
-        norm, eps = model.blocks[0].norm, model.config.rms_norm_eps  # any has the width
-
-        def fold(residual: Tensor, pending: Tensor | None) -> Tensor:
-            assert pending is not None, "the stream starts with a pending output"
-            self._group.all_reduce_rms_norm(pending, residual, norm, eps)
-            return residual
-
-        return fold
+def shard_seams(group: DeviceGroup, vocab_size: int) -> ShardSeams:
+    """Those of a rank of the group. vocab_size: of the whole model."""
+    return ShardSeams(group, vocab_size) if group.rows is None else DividedSeams(group, vocab_size)
 
 
 def gpu_ranks(
@@ -61,7 +32,7 @@ def gpu_ranks(
     sink: HiddenSink | None = None,
 ) -> RankContext[GpuSeams]:
     """What this process is. group: of the ranks that have the other shards. source, sink: the stages around it."""
-    seams = GpuSeams() if group is None else ShardSeams(group, loaded.config.vocab_size)
+    seams = GpuSeams() if group is None else shard_seams(group, loaded.config.vocab_size)
     inbox, listener = EMBEDDING, NO_LISTENER
     if source is not None:
         shape = most_tokens(config), loaded.config.hidden_size

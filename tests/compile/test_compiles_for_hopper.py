@@ -32,7 +32,7 @@ from engine.models.model import Model
 from engine.quantization.gpu_linears import w4a16_layer
 from engine.quantization.quantize import Quantizer
 from engine.ranks import RankContext
-from engine.tensor_parallel.gpu_seams import ShardSeams
+from engine.tensor_parallel.gpu_seams import shard_seams
 from kernels.gpu.attention.gather_kv import gather_kv
 from kernels.gpu.attention.kv_splits import DecodeWorkspace
 from kernels.gpu.attention.paged_decode import paged_decode
@@ -120,7 +120,7 @@ def forward_over(model: Model, kv_dtype: torch.dtype, num_ranks: int = 1) -> Fus
         group.rows = ExchangeMemory.over(layout, 0, ints(num_ranks, dtype=torch.int64), own, counts=False)
     ranks: RankContext[GpuSeams] = SINGLE_GPU
     if group is not None:
-        ranks = RankContext(ShardSeams(group, model.config.vocab_size))
+        ranks = RankContext(shard_seams(group, model.config.vocab_size))
     return FusedForward(model, pool, MAX_ROWS, attention, ranks)
 
 

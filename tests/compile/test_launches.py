@@ -114,6 +114,13 @@ def test_decode_steps_of_quantized_inputs_and_experts(launches: list[str]) -> No
     )
 
 
+def test_decode_steps_of_quantized_inputs_beside_blocks_of_other_ops(launches: list[str]) -> None:
+    """A block without quantized inputs denies them to no other: DeepSeek's first MLP has them, its attention not."""
+    forward = forward_over(model_of("deepseek-v2-lite", "fp8", 1), torch.bfloat16)
+    found = launched(forward, decode_inputs(8), launches)
+    assert found[-5:] == ["quantize", "sliced_k", "quantize_with_maxima", "sliced_k", "rms_norm"]
+
+
 @pytest.mark.parametrize(
     ("rows", "gemm", "router"), [(8, "skinny", "skinny"), (64, "cublas", "skinny"), (200, "cublas", "cublas")]
 )

@@ -12,16 +12,19 @@ from common.model_files import resolve_model
 from engine.config import EngineConfig
 from engine.gpu.attention.choose import open_attention
 from engine.gpu.forward import FusedForward, GpuInputs, GroupInputs
-from engine.gpu.ops.form import Target
-from engine.gpu.ops.split_k import SplitKForm
+from engine.gpu.lowering import RULES, GpuSeams
+from engine.gpu.ops import plain, split_k
+from engine.gpu.ops.rules import Rule, Target, fitting
 from engine.kv.memory import kv_layout
+from engine.layers.block import Block
 from engine.loader.load import load_model
-from engine.moe.moe import Moe
+from engine.models.model import Model
 from engine.quantization import conversion
-from engine.quantization.gpu_ops import QuantizedInputForm
+from engine.quantization import gpu_ops as quantized
 from engine.quantization.quantize import Quantizer
 from engine.tensor_parallel.gpu_seams import gpu_ranks
 from kernels.gpu.elementwise.rms_norm import add_rms_norm
+from kernels.gpu.gemm.split_k import SplitKWorkspace
 from kvstore.layout import PoolGeometry
 from tests.gpu.kv.test_kv_groups import GEMMA3, GPT_OSS
 from tests.gpu.models import save_family, save_tiny_model, use_small_tiles
@@ -34,6 +37,15 @@ BLOCK_SIZE, LENGTH = 16, 20
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def rules_of(block: Block, rows: int) -> list[Rule]:
+    """Rules that fit in decode steps, of which the first is taken if no other block is in its way."""
+    return fitting(block, RULES, Target(rows, True, GpuSeams(), SplitKWorkspace(torch.device("meta"))))
+
+
+def ways_of(model: Model, rows: int) -> list[set[str]]:
+    return [{rule.way for rule in rules_of(block, rows)} for block in model.blocks]
 
 
 @pytest.mark.parametrize("rows", [1, 3, 40])
@@ -58,11 +70,11 @@ def test_hidden_states_and_kv_equal_those_of_the_plain_way(
     for takes in (True, False):
         pool = before.clone()
         attention = open_attention("triton", pool, model.num_heads, loaded.dtype, rows)
-        forward = FusedForward(loaded.model, pool, rows, attention)
-        if not takes:
-            monkeypatch.setattr(SplitKForm, "takes", lambda self, target: False)
+        if takes:
+            assert all(split_k.SPLIT_K in ways for ways in ways_of(loaded.model, rows))
         else:
-            assert SplitKForm(loaded.model).takes(Target(rows, is_decode=True))
+            monkeypatch.setattr("engine.gpu.lowering.RULES", plain.RULES)
+        forward = FusedForward(loaded.model, pool, rows, attention)
         results.append((forward.hidden(inputs).float(), pool.float()))
     (hidden, pool), (plain_hidden, plain_pool) = results
     assert float((hidden - plain_hidden).norm() / plain_hidden.norm()) < 2e-2
@@ -71,7 +83,7 @@ def test_hidden_states_and_kv_equal_those_of_the_plain_way(
 
 
 class OneRank:
-    """A group without others, as far as `TensorParallelForm` asks for one."""
+    """A group without others, as far as these models ask for one."""
 
     rank, size, rows = 0, 1, None
 
@@ -110,8 +122,8 @@ def test_a_rank_alone_computes_what_the_plain_form_does(
 
 def test_wide_models_and_many_rows_go_another_way(folder: Path) -> None:
     config = EngineConfig(str(folder), device="cpu", dtype="float32", quant_mode="none").resolved("cpu")
-    form = SplitKForm(load_model(resolve_model(str(folder)), config, torch.device("cpu")).model)
-    assert not form.takes(Target(2, is_decode=True))  # weights of 4 bytes
+    model = load_model(resolve_model(str(folder)), config, torch.device("cpu")).model
+    assert not any(split_k.SPLIT_K in ways for ways in ways_of(model, 2))  # weights of 4 bytes
 
 
 @torch.inference_mode()
@@ -136,12 +148,10 @@ def test_experts_between_layers_of_quantized_inputs_equal_the_plain_form(
     for takes in (True, False):
         pool = before.clone()
         attention = open_attention("triton", pool, model.num_heads, loaded.dtype, rows)
-        forward = FusedForward(loaded.model, pool, rows, attention)
-        target = Target(rows, is_decode=True)
         if takes:
-            experts = {id(block): block.stacked for block in loaded.model.blocks if isinstance(block, Moe)}
-            assert QuantizedInputForm(loaded.model, experts).takes(target)
+            assert rules_of(loaded.model.blocks[0], rows)[0] is quantized.RULES[0]
         else:
-            monkeypatch.setattr(QuantizedInputForm, "takes", lambda self, target: False)
+            monkeypatch.setattr("engine.gpu.lowering.RULES", plain.RULES)
+        forward = FusedForward(loaded.model, pool, rows, attention)
         results.append(forward.hidden(inputs))
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)

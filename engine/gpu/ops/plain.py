@@ -12,32 +12,18 @@ A GEMM of few rows takes the kernel that reads weights fastest where that was me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 
 from torch import Tensor
 
-from engine.gpu.ops.form import (
-    Form,
-    GpuBody,
-    GpuStep,
-    Target,
-    add_norm,
-    by_kind,
-    embed,
-    embed_then,
-    final_norm,
-    ops_of,
-    post_norms,
-)
+from engine.gpu.ops.pending import Unnormed, plain_of
+from engine.gpu.ops.rules import GpuOp, GpuStep, Rule, Target, fitting
 from engine.layers.attention import Attention
-from engine.layers.forward import Forward, Op
+from engine.layers.forward import Op
 from engine.layers.linear import Linear
-from engine.layers.mlp import GeluMlp, Mlp
-from engine.layers.post_norm import without_post_norm
-from engine.models.model import Model
-from engine.moe.gpu_experts import StackedExperts, moe
-from engine.moe.moe import Moe
+from engine.layers.mlp import Mlp
+from engine.layers.post_norm import PostNormed
 from kernels.gpu.elementwise.silu_mul import silu_mul
 from kernels.gpu.gemm.gated_gemm import gated_linear
 from kernels.gpu.gemm.gemv import gemv
@@ -48,67 +34,31 @@ from kernels.gpu.launching.tuning import FUSED_GEMV, GEMV, SKINNY, SKINNY_GATED
 Gemm = Callable[[Tensor], Tensor]
 
 
-class PlainForm(Form):
-    """Takes every step. Its workspace serves one stream."""
-
-    sums_experts = False  # blocks of experts leave their sum, else partial sums
-
-    def __init__(self, model: Model, experts: Mapping[int, StackedExperts]) -> None:
-        """experts: of each block of experts, by its id."""
-        super().__init__(model)
-        self._workspace = SplitKWorkspace(model.embedding.device)
-        self._experts = experts
-
-    def takes(self, target: Target) -> bool:
-        return True
-
-    def bodies(self, num_rows: int) -> list[GpuBody]:
-        """Bodies of all blocks."""
-        rows, workspace = num_rows, self._workspace
-        return [
-            by_kind(
-                without_post_norm(block),
-                lambda block: attention(block, rows, workspace),
-                lambda block: mlp(block, rows, workspace),
-                lambda block: self.experts(block, rows),
-                lambda block: ops_of(block).plain(block, rows, workspace),
-            )
-            for block in self.model.blocks
-        ]
-
-    def experts(self, block: Moe, num_rows: int) -> GpuBody:
-        """The body of a block of experts."""
-        return experts(block, self._experts[id(block)], num_rows, self._workspace, self.sums_experts)
-
-    def lower(self, target: Target) -> Forward[GpuStep]:
-        model, bodies = self.model, self.bodies(target.num_rows)
-        triples = zip(model.blocks, post_norms(model)[:-1], bodies, strict=True)
-        ops = [Op(add_norm(block.norm, block.eps, post_norm), body) for block, post_norm, body in triples]
-        if model.embedding_scale is not None:
-            return Forward(embed(model), ops, final_norm(model), model.head)
-        return Forward(embed_then(model, bodies[0]), ops[1:], final_norm(model), model.head)
-
-
-def attention(block: Attention, num_rows: int, workspace: SplitKWorkspace) -> GpuBody:
-    qkv, output = gemm(block.qkv, num_rows, workspace), gemm(block.output, num_rows, workspace)
+def attention(block: Attention, target: Target) -> GpuOp:
+    rows, workspace = target.num_rows, target.workspace
+    qkv, output = gemm(block.qkv, rows, workspace), gemm(block.output, rows, workspace)
 
     def body(x: Tensor, step: GpuStep) -> Tensor:
         return output(step.attend(block, qkv(x).view(x.shape[0], -1, block.head_dim)))
 
-    return body
+    return Op(target.seams.fold(block.norm, block.eps), body)
 
 
-def mlp(block: Mlp, num_rows: int, workspace: SplitKWorkspace) -> GpuBody:
-    gated = gated_gemm(block.gate_up, num_rows, workspace, isinstance(block, GeluMlp))
-    down = gemm(block.down, num_rows, workspace)
-    return lambda x, step: down(gated(x))
+def mlp(block: Mlp, target: Target) -> GpuOp:
+    rows, workspace = target.num_rows, target.workspace
+    gated, down = gated_gemm(block.gate_up, rows, workspace, block.is_gelu), gemm(block.down, rows, workspace)
+    return Op(target.seams.fold(block.norm, block.eps), lambda x, step: down(gated(x)))
 
 
-def experts(
-    block: Moe, stacked: StackedExperts, num_rows: int, workspace: SplitKWorkspace, is_summed: bool
-) -> GpuBody:  # fmt: skip
-    """is_summed: see `moe`."""
-    return moe(block, stacked, gemm(Linear(stacked.router, block.router_bias), num_rows, workspace), is_summed)
+def post_normed(block: PostNormed, target: Target) -> GpuOp:
+    inner = fitting(block.inner, RULES, target)[-1].op(block.inner, target)
+
+    def body(x: Tensor, step: GpuStep) -> Unnormed:
+        values = plain_of(inner.body(x, step), block.eps)
+        assert values is not None, "only ops of one row add their outputs themselves"
+        return Unnormed(values, block.post_norm)
+
+    return Op(inner.fold, body)
 
 
 def gemm(layer: Linear, num_rows: int, workspace: SplitKWorkspace) -> Gemm:
@@ -135,3 +85,6 @@ def gated_gemm(gate_up: Linear, num_rows: int, workspace: SplitKWorkspace, is_ge
             return partial(gated_linear, weight=gate_up.weight, bias=gate_up.bias, config=config, is_gelu=is_gelu)
     apart = gemm(gate_up, num_rows, workspace)
     return lambda x: silu_mul(apart(x), is_gelu)
+
+
+RULES = Rule(Attention, attention), Rule(Mlp, mlp), Rule(PostNormed, post_normed)

@@ -2,6 +2,7 @@
 
 GEMMs leave split-K partials (`kernels.gpu.gemm.preloaded_gemm`), which the kernels behind them add up: rotation,
 norms, gate. With larger weights there is no room to bring them early, and with more rows x takes longer than they.
+Measured in models all of whose GEMMs have a configuration.
 """
 
 from __future__ import annotations
@@ -10,76 +11,47 @@ from functools import partial
 
 from torch import Tensor
 
-from engine.gpu.ops.form import Form, GpuBody, GpuStep, Target, by_kind, embed_then
+from engine.gpu.ops.pending import Partials
 from engine.gpu.ops.plain import Gemm
+from engine.gpu.ops.rules import GpuOp, GpuStep, Rule, Target
 from engine.layers.attention import Attention
-from engine.layers.forward import AddNorm, Forward, Op
+from engine.layers.forward import Op
 from engine.layers.linear import Linear
 from engine.layers.mlp import Mlp
-from engine.models.model import Model
-from kernels.gpu.elementwise.rms_norm import add_rms_norm_of_partials
 from kernels.gpu.elementwise.silu_mul import silu_mul_of_partials
 from kernels.gpu.gemm.preloaded_gemm import COLUMN_MULTIPLE, fits_preloaded, preloaded_linear
 from kernels.gpu.launching.launch_configs import PreloadedConfig
 from kernels.gpu.launching.tuning import PRELOADED, SPREAD_ROWS
 
 MAX_HIDDEN = 2048
+SPLIT_K = "split K"
 
 
-class SplitKForm(Form):
-    def __init__(self, model: Model) -> None:
-        super().__init__(model)
-        fits = model.config.hidden_size <= MAX_HIDDEN and fits_preloaded(model.embedding.device)
-        self._layers = [ref.layer for block in model.blocks for ref in block.linears()] if fits else []
+def attention(block: Attention, target: Target) -> GpuOp:
+    qkv, output = gemm(block.qkv, target.num_rows), gemm(block.output, target.num_rows)
+    spreads_next = target.num_rows > SPREAD_ROWS
 
-    def takes(self, target: Target) -> bool:
-        """Whether all GEMMs of so many rows have a configuration."""
-        if not (target.is_decode and self._layers):
-            return False
-        return all(config_of(layer, target.num_rows) is not None for layer in self._layers)
-
-    def lower(self, target: Target) -> Forward[GpuStep]:
-        model, rows = self.model, target.num_rows
-        bodies = [
-            by_kind(block, lambda block: attention(block, rows), lambda block: mlp(block, rows))
-            for block in model.blocks
-        ]
-        pairs = zip(model.blocks[1:], bodies[1:], strict=True)
-        ops = [Op(add_partials_norm(block.norm, block.eps), body) for block, body in pairs]
-        final = add_partials_norm(model.final_norm, model.config.rms_norm_eps)
-        return Forward(embed_then(model, bodies[0]), ops, final, model.head)
-
-
-def add_partials_norm(weight: Tensor, eps: float) -> AddNorm[Tensor]:
-    """In one kernel."""
-
-    def fold(residual: Tensor, pending: Tensor | None) -> Tensor:
-        assert pending is not None, "the stream starts with a pending output"
-        return add_rms_norm_of_partials(pending, residual, weight, eps)
-
-    return fold
-
-
-def attention(block: Attention, num_rows: int) -> GpuBody:
-    qkv, output, spreads_next = gemm(block.qkv, num_rows), gemm(block.output, num_rows), num_rows > SPREAD_ROWS
-
-    def body(x: Tensor, step: GpuStep) -> Tensor:
+    def body(x: Tensor, step: GpuStep) -> Partials:
         partials = qkv(x)
         heads = partials.view(*partials.shape[:2], -1, block.head_dim)
-        return output(step.attend(block, heads, spreads_next))
+        return Partials(output(step.attend(block, heads, spreads_next)))
 
-    return body
+    return Op(target.seams.fold(block.norm, block.eps), body)
 
 
-def mlp(block: Mlp, num_rows: int) -> GpuBody:
-    gate_up, down = gemm(block.gate_up, num_rows), gemm(block.down, num_rows)
-    return lambda x, step: down(silu_mul_of_partials(gate_up(x)))
+def mlp(block: Mlp, target: Target) -> GpuOp:
+    gate_up, down = gemm(block.gate_up, target.num_rows), gemm(block.down, target.num_rows)
+
+    def body(x: Tensor, step: GpuStep) -> Partials:
+        return Partials(down(silu_mul_of_partials(gate_up(x))))
+
+    return Op(target.seams.fold(block.norm, block.eps), body)
 
 
 def gemm(layer: Linear, num_rows: int) -> Gemm:
     """(num_rows, in) -> partials (num_splits, num_rows, out)."""
     config = config_of(layer, num_rows)
-    assert config is not None, "the form was chosen for these shapes"
+    assert config is not None, "the rule fits these shapes"
     return partial(preloaded_linear, weight=layer.weight, bias=layer.bias, config=config)
 
 
@@ -88,3 +60,14 @@ def config_of(layer: Linear, num_rows: int) -> PreloadedConfig | None:
         return None
     n, k = layer.weight.shape
     return PRELOADED.find(num_rows, n, k)
+
+
+def fits(block: Attention | Mlp, target: Target) -> bool:
+    if not (target.is_decode and target.seams.is_alone) or block.norm.shape[0] > MAX_HIDDEN:
+        return False
+    if not fits_preloaded(block.norm.device) or (isinstance(block, Mlp) and block.is_gelu):
+        return False
+    return all(config_of(ref.layer, target.num_rows) is not None for ref in block.linears())
+
+
+RULES = Rule(Attention, attention, fits, SPLIT_K), Rule(Mlp, mlp, fits, SPLIT_K)

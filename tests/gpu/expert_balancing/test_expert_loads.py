@@ -12,7 +12,7 @@ import engine.assembly
 from engine.assembly import EngineParts, assemble
 from engine.config import EngineConfig
 from engine.expert_balancing.placement import plain_placement
-from engine.gpu.ops.form import GpuStep
+from engine.gpu.ops.rules import GpuStep
 from engine.gpu.runner import GpuRunner
 from engine.moe.gpu_experts import chooser
 from tests.gpu.models import save_tiny_model, use_small_tiles

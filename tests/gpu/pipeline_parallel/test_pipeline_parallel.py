@@ -88,6 +88,8 @@ class Link:
 class GroupHere:
     """Has the methods of `DeviceGroup` for ranks that are threads, one of which runs at a time."""
 
+    rows = None
+
     def __init__(self, size: int, dtype: torch.dtype) -> None:
         self.size, self.dtype = size, dtype
         self._turn = threading.Lock()  # the interpreter runs one kernel at a time

@@ -70,7 +70,7 @@ def experts_of(loaded: LoadedModel) -> list[Moe]:
 def output_of(block: Moe, x: Tensor) -> Tensor:
     experts = StackedExperts(block)
     output = moe(block, experts, Linear(block.router.to(x.dtype), block.router_bias), is_summed=True)(x, None)  # type: ignore[arg-type]
-    assert output is not None
+    assert isinstance(output, Tensor)
     return output
 
 
