@@ -94,7 +94,6 @@ WORKER_SPECS: tuple[MetricSpec, ...] = (
     _gauge("vllm:num_requests_running", "Requests that take part in steps"),
     _gauge("vllm:num_requests_waiting", "Requests that wait for their first step"),
     _gauge("vllm:num_requests_swapped", "Requests whose KV lies in host memory"),
-    _gauge("mini_infer_prepared_requests", "Requests that came ahead of their first token, and wait for it"),
     _gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1"),
     _counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache"),
     _counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache"),

@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from math import inf
 from typing import Any, Protocol
 
 from common.errors import InvalidRequestError
@@ -103,20 +102,16 @@ class Engine:
         *,
         request_id: RequestId | None = None,
         output_token_ids: Sequence[int] = (),
-        is_prepared: bool = False,
         **fields: Any,
     ) -> Request:
         """Make a request and submit it. fields: others of `Request`, by name."""
         name = request_id or RequestId(f"local-{next(self._names)}")
         request = Request(name, list(prompt_token_ids), params, list(output_token_ids), **fields)
-        self.submit(request, is_prepared)
+        self.submit(request)
         return request
 
-    def submit(self, request: Request, is_prepared: bool = False) -> None:
-        """Check and enqueue a request that nobody has yet. Raises InvalidRequestError, ContextLengthError.
-
-        is_prepared: it waits for `proceed`.
-        """
+    def submit(self, request: Request) -> None:
+        """Check and enqueue a request that nobody has yet. Raises InvalidRequestError, ContextLengthError."""
         if request.adapter:  # the router names only adapters that are served: no client's mistake, so no `param`
             raise InvalidRequestError(f"this engine has no adapter {request.adapter!r}")
         check_prompt(request.prompt_token_ids, request.params, self.vocab_size)
@@ -126,24 +121,7 @@ class Engine:
         request.eos_token_ids = self.eos_token_ids
         if request.params.grammar and self._constraints is not None:
             request.is_ready = self._constraints.readiness(request.params)
-        self.scheduler.add(request, is_prepared)
-
-    def proceed(
-        self,
-        request: Request,
-        *,
-        output_token_ids: Sequence[int],
-        kv_source: object | None,
-        num_source_tokens: int,
-        due: float = inf,
-        is_late: bool = False,
-    ) -> None:
-        """Enqueue a prepared request with what only the end of its prompt has told; see `add_request`."""
-        check_output(output_token_ids, request.params, self.vocab_size)
-        request.output_token_ids = list(output_token_ids)
-        request.kv_source, request.num_source_tokens = kv_source, num_source_tokens
-        request.due, request.is_late = due, is_late
-        self.scheduler.proceed(request)
+        self.scheduler.add(request)
 
     def abort(self, request_id: RequestId) -> Request | None:
         """Forget a request; its blocks are free at once, or when a load that fills them has ended."""

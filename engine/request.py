@@ -117,7 +117,6 @@ class FinishReason(Enum):
 
 class RequestStatus(Enum):
     WAITING = "waiting"  # owns no blocks
-    PREPARED = "prepared"  # owns no blocks; a peer computes its prompt, and its first token starts it
     AWAITING = "awaiting"  # owns no blocks; some of its own are being prefetched
     LOADING = "loading"  # owns blocks that a transfer is filling
     RUNNING = "running"  # owns blocks and takes part in steps
@@ -238,4 +237,3 @@ class SchedulerLoad:
     waiting_prefill_tokens: int
     waiting_prefill_pairs: int  # of these tokens, each with every token before it
     context_tokens: int  # of requests that decode
-    num_prepared: int

@@ -66,7 +66,6 @@ class Choice:
         self._timer: asyncio.TimerHandle
         self._decision: Decision | None = None  # the one in progress
         self._leg: Leg | None = None
-        self._prepared: tuple[WorkerLink, str] | None = None  # the next leg, which its worker knows already
         self._lost: set[WorkerId] = set()  # workers to avoid: they failed this choice
 
     def start(self, request: GenerationRequest) -> None:
@@ -116,7 +115,6 @@ class Choice:
         self._open(State.DECODE, chosen, dispatcher.decode_link(chosen.decode, self._lost))
 
     def _wait(self) -> None:
-        self._drop_prepared()
         self._dispatcher.wait(self)
         if self.state is not State.WAITING:
             self.state = State.WAITING
@@ -132,9 +130,6 @@ class Choice:
         is_computed = self.journal.kv_handle is not None
         pending_tokens = 0 if is_computed else max(self.journal.num_tokens - chosen.cached_tokens, 0)
         submit = self.journal.next_submit(now)
-        if self._prepared is not None and self._prepared[0] is link:
-            submit.request_id, self._prepared = self._prepared[1], None
-        self._drop_prepared()
         submit.keep = state is State.DECODE
         submit.due_seconds = self._dispatcher.config.objectives.due_seconds(
             chosen, now - self.journal.arrival, self.journal.has_started
@@ -143,12 +138,6 @@ class Choice:
         self._leg = link.submit(submit, pending_tokens, self, next_link)
         self.state = state
         self.journal.note(now, f"{state.value} on {link.worker_id}")
-
-    def _drop_prepared(self) -> None:
-        if self._prepared is not None:
-            link, leg_id = self._prepared
-            link.drop(leg_id)
-            self._prepared = None
 
     # -- moves -------------------------------------------------------------------------------------------------
 
@@ -179,16 +168,6 @@ class Choice:
         self._leg.link.hand_over(self._leg, target)
 
     # -- what workers push -------------------------------------------------------------------------------------
-
-    def prepare(self, leg: Leg) -> None:
-        """Send the next worker all that the decode leg needs beside the first token and the KV."""
-        if leg.next_link is None:
-            return
-        now = time.monotonic()
-        submit = self.journal.submit_ahead(now)
-        leg.next_link.prepare(submit)
-        self._prepared = leg.next_link, submit.request_id
-        self.journal.note(now, f"prepared on {leg.next_link.worker_id}")
 
     def on_delta(self, leg: Leg, delta: pb.TokenDelta, now: float) -> None:
         """Journal a step's tokens and show them. The hot path: keep it short."""
@@ -291,7 +270,6 @@ class Choice:
                 raise error
             raise UnavailableError(f"gave up after {journal.num_failures_in_row} failed attempts: {error}") from error
         self._leg = self._decision = None
-        self._drop_prepared()
         journal.num_migrations += 1
         journal.note(time.monotonic(), f"moved: {error}")
         self._dispatcher.metrics.migrations.inc()
@@ -321,5 +299,4 @@ class Choice:
             if self._leg.link.close(self._leg):  # its worker may be reading the KV, and lets go of it afterwards
                 self.journal.kv_handle = None
             self._leg = None
-        self._drop_prepared()
         self._dispatcher.closed(self.journal)

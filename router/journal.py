@@ -70,18 +70,11 @@ class Journal:
         """The message that makes a worker go on from here, under a name that no earlier leg had: late messages of a
         lost worker find nobody."""
         self.num_legs += 1
-        return self._submit(f"{self.choice_id}.{self.num_legs}", now, self.has_started)
-
-    def submit_ahead(self, now: float) -> pb.Submit:
-        """The next leg's message without what this leg, whose name it extends, is still to tell."""
-        return self._submit(f"{self.choice_id}.{self.num_legs}+", now, has_started=True)
-
-    def _submit(self, name: str, now: float, has_started: bool) -> pb.Submit:
         return pb.Submit(
-            request_id=name,
+            request_id=f"{self.choice_id}.{self.num_legs}",
             prompt_token_ids=self.packed_prompt,
             output_token_ids=self.output_token_ids,
-            sampling=self._sampling(has_started),
+            sampling=self._sampling(),
             priority=self.priority,
             adapter=self.adapter,
             cache_salt=self.cache_salt,
@@ -89,8 +82,8 @@ class Journal:
             deadline_seconds=max(self.deadline - now, 0.001),
         )
 
-    def _sampling(self, has_started: bool) -> pb.SamplingParams:
-        if not has_started or not self.sampling.HasField("prompt_logprobs"):
+    def _sampling(self) -> pb.SamplingParams:
+        if not self.has_started or not self.sampling.HasField("prompt_logprobs"):
             return self.sampling
         again = pb.SamplingParams()  # the prompt's logprobs came with the first token
         again.CopyFrom(self.sampling)

@@ -45,7 +45,6 @@ class Submit(Message):
     request_id: RequestId
     params: SamplingParams
     handle: KvHandle | None = None
-    is_prepared: bool = False  # a peer computes the prompt: it starts with Proceed
     prompt_token_ids: bytes = b""  # see `common.token_ids`
     output_token_ids: list[TokenId] = []  # generated before; a migration replays them
     priority: int = 0
@@ -54,16 +53,6 @@ class Submit(Message):
     prefill_only: bool = False
     deadline_seconds: float = 0.0  # from now; 0: none
     due_seconds: float = 0.0  # from now, when the next token is due; 0: no objective
-    is_late: bool = False
-
-
-class Proceed(Message):
-    """Start a prepared request; fields as in Submit."""
-
-    request_id: RequestId
-    output_token_ids: list[TokenId]
-    handle: KvHandle | None
-    due_seconds: float = 0.0
     is_late: bool = False
 
 
@@ -111,7 +100,7 @@ class Stop(Message):
     """The last message."""
 
 
-ToEngine = Start | Submit | Proceed | Cancel | HandOver | Abandon | Prefetch | Renew | Release | Stage | Stop
+ToEngine = Start | Submit | Cancel | HandOver | Abandon | Prefetch | Renew | Release | Stage | Stop
 
 
 # -- engine process -> front ---------------------------------------------------------------------------------
@@ -247,7 +236,6 @@ class EngineLoad(Row):
     step_prompt_pairs: int = 0
     waiting_prefill_pairs: int = 0
     context_tokens: int = 0
-    num_prepared: int = 0
 
 
 class StepReport(Message):

@@ -37,7 +37,6 @@ class WorkerMetrics:
             "num_waiting": metrics.gauge("vllm:num_requests_waiting"),
             "num_swapped": metrics.gauge("vllm:num_requests_swapped"),
             "num_loading": metrics.gauge("mini_infer_kv_loading"),
-            "num_prepared": metrics.gauge("mini_infer_prepared_requests"),
             "num_leases": metrics.gauge("mini_infer_kv_leases"),
         }
         self._usage = metrics.gauge("vllm:kv_cache_usage_perc")

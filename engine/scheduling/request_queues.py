@@ -20,14 +20,12 @@ class RequestQueues:
     def __init__(self) -> None:
         self.by_id: dict[RequestId, Request] = {}
         self.waiting: list[Request] = []
-        self.prepared: list[Request] = []
         self.awaiting: list[Request] = []
         self.loading: list[Request] = []
         self.running: list[Request] = []
         self.swapped: list[Request] = []
         self._by_status = {
             RequestStatus.WAITING: self.waiting,
-            RequestStatus.PREPARED: self.prepared,
             RequestStatus.AWAITING: self.awaiting,
             RequestStatus.LOADING: self.loading,
             RequestStatus.RUNNING: self.running,
@@ -99,5 +97,4 @@ class RequestQueues:
             waiting_prefill_tokens=gap,
             waiting_prefill_pairs=round(pairs),
             context_tokens=context,
-            num_prepared=len(self.prepared),
         )

@@ -79,23 +79,20 @@ class Scheduler:
 
     # -- requests come and go --------------------------------------------------------------------------------
 
-    def add(self, request: Request, is_prepared: bool = False) -> None:
-        """Accept a request. Raises ContextLengthError when it can never fit.
-
-        is_prepared: it does not wait for service before `proceed`; what depends on its prompt alone is done now.
-        """
-        self._check_length(request)
+    def add(self, request: Request) -> None:
+        """Accept a request. Raises ContextLengthError when it can never fit."""
+        if request.num_tokens >= self.max_model_len:
+            raise ContextLengthError(
+                self.max_model_len,
+                f"your prompt has {request.num_tokens} tokens, and its output has to fit, too",
+                "prompt",
+            )
         assert request.request_id not in self._queues.by_id
-        self._number(request)
-        if is_prepared:
-            self.kv.prefixes.extend_keys(request)
-        self._queues.enter(request, RequestStatus.PREPARED if is_prepared else self._first_status(request))
-
-    def proceed(self, request: Request) -> None:
-        """Let a prepared request wait for service, as one that arrives now. Raises ContextLengthError."""
-        self._check_length(request)
-        self._number(request)
-        self._queues.move(request, self._first_status(request))
+        request.arrival = self._num_arrived
+        self._num_arrived += 1
+        request.rank = self._policy.rank(request)
+        is_coming = self.remote_kv.awaits_prefetch(request)
+        self._queues.enter(request, RequestStatus.AWAITING if is_coming else RequestStatus.WAITING)
 
     def abort(self, request_id: RequestId) -> Request | None:
         """Forget a request and free what it holds; None when it is not here (any more)."""
@@ -213,24 +210,6 @@ class Scheduler:
         """Chunks of prompts for peers that have been computed since the last call."""
         chunks, self._prompt_chunks = self._prompt_chunks, []
         return chunks
-
-    # -- arrival ---------------------------------------------------------------------------------------------
-
-    def _check_length(self, request: Request) -> None:
-        if request.num_tokens >= self.max_model_len:
-            raise ContextLengthError(
-                self.max_model_len,
-                f"your prompt has {request.num_tokens} tokens, and its output has to fit, too",
-                "prompt",
-            )
-
-    def _number(self, request: Request) -> None:
-        request.arrival = self._num_arrived
-        self._num_arrived += 1
-        request.rank = self._policy.rank(request)
-
-    def _first_status(self, request: Request) -> RequestStatus:
-        return RequestStatus.AWAITING if self.remote_kv.awaits_prefetch(request) else RequestStatus.WAITING
 
     # -- inside a step ---------------------------------------------------------------------------------------
 

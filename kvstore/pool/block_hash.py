@@ -16,7 +16,7 @@ import struct
 from common.token_ids import ID_BYTES
 from kvstore.types import BlockKey
 
-HASH_VERSION = 2  # of keys, and of messages with token ids, which are bytes since 2
+HASH_VERSION = 3  # of keys, and of what routers and workers send each other
 KEY_BYTES = 32
 GROUP_MARK = b"\0kvg"  # begins the keys of groups but the first; another key does with a chance of 2^-32
 

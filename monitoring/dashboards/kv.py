@@ -63,7 +63,6 @@ def blocks() -> Section:
             Column("cached", total(BLOCKS, ONE_WORKER, 'state="cached"')),
             Column("leases", total("mini_infer_kv_leases", ONE_WORKER)),
             Column("waiting for KV", total("mini_infer_kv_loading", ONE_WORKER)),
-            Column("prepared", total("mini_infer_prepared_requests", ONE_WORKER)),
             Column("pulled", rate(BYTES, ONE_WORKER), "Bps"),
             Column("failed pulls/s", rate(FAILURES, ONE_WORKER), "ops", [(0.01, "orange"), (0.05, "red")]),
         ]),

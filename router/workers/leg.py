@@ -15,9 +15,6 @@ if TYPE_CHECKING:
 class LegListener(Protocol):
     """The choice, as the link sees it. No method may raise: the link carries everybody's legs."""
 
-    def prepare(self, leg: Leg) -> None:
-        """Let `leg.next_link` know the choice: the first part of its prompt has been computed, more is to come."""
-
     def on_delta(self, leg: Leg, delta: pb.TokenDelta, now: float) -> None:
         """Take what one step of the worker gave the choice. With a finish reason it is the last delta."""
 

@@ -54,7 +54,6 @@ class WorkerLink:
         self._connection: WorkerConnection | None = None
         self._feed: IndexFeed | None = None
         self._legs: dict[str, Leg] = {}
-        self._prepared: set[str] = set()  # ids of legs that the worker knows and that are not open yet
         self._backlog = Backlog()
         self._num_drain_changes = 0  # of the worker, when `is_draining` became known
 
@@ -117,39 +116,8 @@ class WorkerLink:
         self.rates.submitted(pending_tokens, pairs, now)
         if next_link is not None:
             next_link._backlog.expect(leg)
-        self._connection.send(self._opening(message))
+        self._connection.send(pb.Command(submit=message))
         return leg
-
-    def _opening(self, message: pb.Submit) -> pb.Command:
-        """The command that opens a leg: little is left to say where the worker has been prepared for it."""
-        if message.request_id not in self._prepared:
-            return pb.Command(submit=message)
-        self._prepared.remove(message.request_id)
-        proceed = pb.Proceed(
-            request_id=message.request_id,
-            output_token_ids=message.output_token_ids,
-            due_seconds=message.due_seconds,
-            is_late=message.is_late,
-        )
-        if message.HasField("kv_handle"):
-            proceed.kv_handle.CopyFrom(message.kv_handle)
-        return pb.Command(proceed=proceed)
-
-    def prepare(self, message: pb.Submit) -> None:
-        """Let the worker do what depends on the prompt alone, before `submit` of a message with the same id.
-
-        Nothing is owed to the worker or the choice: without a stream, or when the worker refuses, the leg opens as
-        any other.
-        """
-        if self._connection is not None:
-            self._prepared.add(message.request_id)
-            self._connection.send(pb.Command(prepare=message))
-
-    def drop(self, leg_id: str) -> None:
-        """Let the worker forget a leg that it was prepared for. Does nothing when it does not know it (any more)."""
-        if leg_id in self._prepared and self._connection is not None:
-            self._prepared.remove(leg_id)
-            self._connection.send(pb.Command(cancel=pb.Cancel(request_id=leg_id)))
 
     def hand_over(self, leg: Leg, next_link: WorkerLink) -> None:
         """Ask the worker to end the leg with its next token and a handle, so that it goes on at `next_link`."""
@@ -234,7 +202,6 @@ class WorkerLink:
         self.info, self._connection, self._feed, self.is_serving = None, None, None, False
         self.load = pb.LoadReport()
         self.is_draining, self._num_drain_changes = False, 0
-        self._prepared.clear()
         while self._legs:  # one that fails may close others
             leg = next(iter(self._legs.values()))
             self._forget(leg)
@@ -266,7 +233,6 @@ class WorkerLink:
                 self._forget(leg)
             leg.listener.on_delta(leg, delta, now)
         for failure in report.failures:
-            self._prepared.discard(failure.request_id)
             leg = legs.get(failure.request_id)
             if leg is not None:
                 if failure.code == pb.FAILURE_CODE_UNAVAILABLE:
@@ -278,8 +244,6 @@ class WorkerLink:
 
     def _pass_on(self, leg: Leg, handle: pb.KvHandle) -> None:
         """Let the worker where the choice goes on prefetch a part of the prompt, which is still computed here."""
-        if leg.next_link is not None and not leg.num_offered_tokens:
-            leg.listener.prepare(leg)
         if leg.next_link is not None and leg.next_link.prefetch(handle):
             leg.num_offered_tokens += handle.num_tokens
         else:

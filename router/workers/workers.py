@@ -135,8 +135,8 @@ _SHOWN_RATES = ("prefill_tokens_per_second", "pull_tokens_per_second", "step_sec
 _SHOWN_MEMORY = ("front_private_bytes", "engine_private_bytes", "engine_shared_bytes")
 _SHOWN_LOAD = {
     "running": "num_running", "waiting": "num_waiting", "swapped": "num_swapped", "loading": "num_loading",
-    "prepared": "num_prepared", "leases": "num_leases", "kv_blocks": "kv_blocks_total",
-    "kv_blocks_free": "kv_blocks_free", "kv_blocks_cached": "kv_blocks_cached",
+    "leases": "num_leases", "kv_blocks": "kv_blocks_total", "kv_blocks_free": "kv_blocks_free",
+    "kv_blocks_cached": "kv_blocks_cached",
 }  # fmt: skip
 
 

@@ -150,7 +150,7 @@ class Cluster:
 
 
 def _is_quiet(load: dict[str, Any]) -> bool:
-    busy = ("running", "waiting", "swapped", "loading", "prepared", "leases")
+    busy = ("running", "waiting", "swapped", "loading", "leases")
     in_use = load["kv_blocks"] - load["kv_blocks_free"] - load["kv_blocks_cached"]
     return not any(load[name] for name in busy) and in_use == 0
 

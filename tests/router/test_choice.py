@@ -35,9 +35,7 @@ class Worker:
 
     def __init__(self, workers: ModelWorkers, role: str, name: str) -> None:
         self.commands: list[pb.Command] = []
-        self.submits: list[pb.Submit] = []  # legs that were opened, whole; those of `proceeds` came in two messages
-        self.prepared: dict[str, pb.Submit] = {}
-        self.proceeds: list[str] = []
+        self.submits: list[pb.Submit] = []
         self.link = workers.add(role, name)
         self.info = pb.WorkerInfo(
             worker_id=name, role=role, epoch=1, block_size=16, hash_version=HASH_VERSION, max_num_seqs=8,
@@ -46,26 +44,12 @@ class Worker:
         self.come_back()
 
     def come_back(self) -> None:
-        self.prepared.clear()
         self.link.attached(self.info, self)  # type: ignore[arg-type]
 
     def send(self, command: pb.Command) -> None:
         self.commands.append(command)
         if command.HasField("submit"):
             self.submits.append(command.submit)
-        elif command.HasField("prepare"):
-            assert command.prepare.request_id not in self.prepared
-            self.prepared[command.prepare.request_id] = command.prepare
-        elif command.HasField("proceed"):
-            proceed = command.proceed
-            submit = self.prepared.pop(proceed.request_id, pb.Submit(request_id=proceed.request_id))
-            del submit.output_token_ids[:]
-            submit.output_token_ids.extend(proceed.output_token_ids)
-            submit.kv_handle.CopyFrom(proceed.kv_handle)
-            self.submits.append(submit)
-            self.proceeds.append(proceed.request_id)
-        elif command.HasField("cancel"):
-            self.prepared.pop(command.cancel.request_id, None)
 
     async def fetch_snapshot(self) -> Sequence[pb.KvEvent]:
         return []
@@ -152,8 +136,7 @@ class Router:
     def is_quiet(self) -> bool:
         links = self.workers.links
         return not (
-            any(worker.link._prepared or (worker.link.info and worker.prepared) for worker in self.decode)
-            or self.dispatcher.num_running
+            self.dispatcher.num_running
             or self.dispatcher.num_waiting
             or any(link.num_open or link.view().queued_prefill_tokens or link.view().num_waiting for link in links)
         )
@@ -192,10 +175,7 @@ async def test_parts_of_a_prompt_go_on_to_the_next_worker() -> None:
     assert prefill.link.view().queued_prefill_tokens == 3  # it is still computing
     assert decode.prefetches == [PART, PART]
     assert decode.link.num_open == len(decode.submits) == 0
-    [ahead] = decode.prepared.values()
-    assert (ahead.prompt_token_ids, list(ahead.output_token_ids)) == (prefill.submits[0].prompt_token_ids, [])
     prefill.prefilled("H")
-    assert decode.proceeds == [ahead.request_id]
     assert decode.submits[0].kv_handle == HANDLE
     assert bytes(decode.submits[0].output_token_ids) == b"H"
     decode.says("i", finish_reason=pb.FINISH_REASON_STOP)
@@ -240,68 +220,50 @@ async def test_parts_that_nobody_will_read_are_released(is_lost: bool) -> None:
     assert router.is_quiet()
 
 
-def with_a_prepared_leg(decode: int = 2, **config: Any) -> tuple[Router, Worker, Worker, Listener]:
-    """A router, the prefill worker, the decode worker that is prepared, and the request's sink."""
-    router = Router(prefill=1, decode=decode, **config)
+@pytest.mark.parametrize("how", ["lost", "back", "draining", "refused"])
+async def test_a_choice_is_not_bound_to_the_worker_that_got_parts_of_its_prompt(how: str) -> None:
+    router = Router(prefill=1, decode=2)
+    (prefill,) = router.prefill
     _, sink = router.request()
-    router.prefill[0].says("", kv_handle=PART)
-    return router, router.prefill[0], next(worker for worker in router.decode if worker.prepared), sink
-
-
-@pytest.mark.parametrize("end", ["stop", "failed", "lost"])
-async def test_a_prepared_leg_that_is_not_needed_is_dropped(end: str) -> None:
-    """The prefill worker ends the request with its first token, fails or dies."""
-    router, prefill, decode, sink = with_a_prepared_leg()
-    [leg_id] = decode.prepared
-    if end == "stop":
-        prefill.says("H", finish_reason=pb.FINISH_REASON_STOP)
-    elif end == "failed":
-        prefill.fails(pb.FAILURE_CODE_INTERNAL)
-    else:
-        prefill.link.lost("killed")
-    assert decode.cancels == [leg_id]
-    if end != "stop":  # some decode worker computes the prompt, under a name of its own
-        [again] = [worker for worker in router.decode if worker.submits]
-        assert (again.proceeds, again.submits[0].request_id != leg_id) == ([], True)
-        again.says("H", finish_reason=pb.FINISH_REASON_STOP)
-    assert sink.text() == "H"
-    assert router.is_quiet()
-
-
-@pytest.mark.parametrize("how", ["lost", "back", "draining", "refused", "forgotten"])
-async def test_a_leg_opens_in_one_message_where_the_prepared_one_cannot_start(how: str) -> None:
-    router, prefill, decode, sink = with_a_prepared_leg()
-    [other] = [worker for worker in router.decode if worker is not decode]
-    [leg_id] = decode.prepared
-    failure = pb.Failure(request_id=leg_id, code=pb.FAILURE_CODE_UNAVAILABLE, message="draining")
-    goes_on = decode if how in ("back", "refused") else other
+    prefill.says("", kv_handle=PART)
+    decode, other = sorted(router.decode, key=lambda worker: not worker.prefetches)
     if how in ("lost", "back"):
         decode.link.lost("killed")
     if how == "back":
         decode.come_back()
     elif how == "draining":
         decode.link.apply(pb.StepReport(load=pb.LoadReport(draining=True)))
-    elif how == "refused":
-        decode.prepared.clear()
-        decode.link.apply(pb.StepReport(failures=[failure]))
     prefill.prefilled("H")
-    if how == "forgotten":  # and the router hears of it too late
-        assert decode.proceeds == [leg_id]
-        decode.link.apply(pb.StepReport(failures=[failure]))
+    if how == "refused":
+        decode.fails(pb.FAILURE_CODE_UNAVAILABLE)
+    goes_on = decode if how == "back" else other
     assert goes_on.submits[-1].kv_handle == HANDLE
-    assert goes_on.submits[-1].prompt_token_ids == prefill.submits[0].prompt_token_ids
     goes_on.says("i", finish_reason=pb.FINISH_REASON_STOP)
     assert sink.text() == "Hi"
-    assert decode.cancels == ([leg_id] if how == "draining" else [])
+    assert not [*prefill.releases, *decode.cancels]
     assert router.is_quiet()
 
 
-async def test_a_prepared_leg_does_not_hold_up_a_worker_that_drains_while_its_choice_waits() -> None:
-    _, prefill, decode, _ = with_a_prepared_leg(decode=1)
-    decode.link.apply(pb.StepReport(load=pb.LoadReport(draining=True)))
-    prefill.prefilled("H")
-    assert decode.cancels
-    assert not decode.prepared
+@pytest.mark.parametrize("end", ["stop", "failed", "lost"])
+async def test_parts_of_a_prompt_that_ends_on_the_prefill_worker_open_no_leg(end: str) -> None:
+    """It ends with its first token, fails or dies."""
+    router = Router(prefill=1, decode=2)
+    (prefill,) = router.prefill
+    _, sink = router.request()
+    prefill.says("", kv_handle=PART)
+    if end == "stop":
+        prefill.says("H", finish_reason=pb.FINISH_REASON_STOP)
+    elif end == "failed":
+        prefill.fails(pb.FAILURE_CODE_INTERNAL)
+    else:
+        prefill.link.lost("killed")
+    again = [worker for worker in router.decode if worker.submits]
+    assert len(again) == (end != "stop")  # some decode worker computes the prompt
+    for worker in again:
+        assert not worker.submits[0].HasField("kv_handle")
+        worker.says("H", finish_reason=pb.FINISH_REASON_STOP)
+    assert sink.text() == "H"
+    assert router.is_quiet()
 
 
 async def test_a_lost_worker_costs_no_token() -> None:
@@ -555,10 +517,6 @@ class Chaos:
 
     def step(self, worker: Worker, leg_id: str, may_fail: bool = True) -> None:
         submit = next(submit for submit in worker.submits if submit.request_id == leg_id)
-        if not submit.prompt_token_ids:  # it was to proceed with what this worker has forgotten
-            code = pb.FAILURE_CODE_UNAVAILABLE
-            worker.link.apply(pb.StepReport(failures=[pb.Failure(request_id=leg_id, code=code)]))
-            return
         if may_fail and worker.link.role == "prefill" and self.draw.random() < 0.5:
             delta = pb.TokenDelta(request_id=leg_id, kv_handle=PART)
             worker.link.apply(pb.StepReport(deltas=[delta]))
@@ -589,8 +547,6 @@ class Chaos:
                     self.requests[number][0].close()
             elif chance < 0.2:
                 worker.link.lost("killed")
-            elif chance < 0.24:
-                worker.prepared.clear()
             elif worker.link.info is None:
                 worker.come_back()
             elif worker.link._legs:

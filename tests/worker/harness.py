@@ -68,19 +68,11 @@ class Stream:
         self.cancelled: set[str] = set()  # whose handles are released, as a router does
 
     async def submit(self, name: str, **fields: Any) -> None:
-        await self._call.write(pb.Command(submit=self._submit(name, **fields)))
-
-    async def prepare(self, name: str, **fields: Any) -> None:
-        await self._call.write(pb.Command(prepare=self._submit(name, **fields)))
-
-    async def proceed(self, name: str, **fields: Any) -> None:
-        await self._call.write(pb.Command(proceed=pb.Proceed(request_id=name, **fields)))
-
-    def _submit(self, name: str, **fields: Any) -> pb.Submit:
         sampling = pb.SamplingParams(max_tokens=16, ignore_eos=True, top_p=1.0, repetition_penalty=1.0)
         sampling.MergeFrom(fields.pop("sampling", pb.SamplingParams()))
         prompt = pack_ids(fields.pop("prompt_token_ids", PROMPT))
-        return pb.Submit(request_id=name, sampling=sampling, prompt_token_ids=prompt, **fields)
+        submit = pb.Submit(request_id=name, sampling=sampling, prompt_token_ids=prompt, **fields)
+        await self._call.write(pb.Command(submit=submit))
 
     async def cancel(self, name: str) -> None:
         self.cancelled.add(name)
@@ -144,7 +136,7 @@ class Stream:
         while time.monotonic() < deadline:
             load = (await self.report()).load
             in_steps = load.num_running + load.num_waiting + load.num_loading + load.num_swapped
-            num_open = in_steps + load.num_prepared + load.num_leases
+            num_open = in_steps + load.num_leases
             if num_open == 0 and load.kv_blocks_free + load.kv_blocks_cached == load.kv_blocks_total:
                 return load
         raise AssertionError(f"not quiet: {self.load}")

@@ -32,7 +32,6 @@ def _load(engine: Engine, step: StepStats, num_leases: int) -> EngineLoad:
         num_waiting=load.num_waiting,
         num_swapped=load.num_swapped,
         num_loading=load.num_loading,
-        num_prepared=load.num_prepared,
         num_leases=num_leases,
         kv_blocks_total=pool.num_blocks,
         kv_blocks_free=pool.num_free,

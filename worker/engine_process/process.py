@@ -31,7 +31,6 @@ from worker.messages import (
     Failure,
     HandOver,
     Prefetch,
-    Proceed,
     Release,
     Renew,
     Stage,
@@ -138,8 +137,6 @@ class EngineProcess:
         match message:
             case Submit():
                 self._submit(message)
-            case Proceed():
-                self._proceed(message)
             case Cancel(request_id):
                 self._cancel(request_id)
             case HandOver(request_id):
@@ -173,34 +170,12 @@ class EngineProcess:
                 due=_after(now, submit.due_seconds),
                 **{name: getattr(submit, name) for name in REQUEST_FIELDS},
             )
-            self._engine.submit(request, submit.is_prepared)
+            self._engine.submit(request)
         except MiniInferError as error:
             self._report.failures.append(Failure.of(submit.request_id, error))
             self._loads.abandon(lease)
             return
         self._open[submit.request_id] = OpenRequest(request, now, _after(now, submit.deadline_seconds))
-
-    def _proceed(self, proceed: Proceed) -> None:
-        entry = self._open.get(proceed.request_id)
-        if entry is None:  # its deadline is exceeded, which the router has heard or will
-            return
-        request, now = entry.request, time.monotonic()
-        num_tokens = request.num_prompt_tokens + len(proceed.output_token_ids) - 1
-        lease = self._loads.accept(proceed.handle, num_tokens)
-        entry.arrived = now
-        try:
-            self._engine.proceed(
-                request,
-                output_token_ids=proceed.output_token_ids,
-                kv_source=lease,
-                num_source_tokens=0 if lease is None else lease.num_tokens,
-                due=_after(now, proceed.due_seconds),
-                is_late=proceed.is_late,
-            )
-        except MiniInferError as error:
-            request.kv_source = lease
-            self._cancel(proceed.request_id)
-            self._report.failures.append(Failure.of(proceed.request_id, error))
 
     def _cancel(self, request_id: RequestId) -> None:
         if self._open.pop(request_id, None) is None:

@@ -24,7 +24,7 @@ from kvstore.types import Epoch, LeaseId
 from protos import types_pb2 as pb
 from worker.front.drain import Drain
 from worker.front.engine_client import EngineClient
-from worker.front.protobuf import failure_of, handle_of, load_report, proceed_of, submit_of, token_delta
+from worker.front.protobuf import failure_of, handle_of, load_report, submit_of, token_delta
 from worker.front.sessions import Session, kv_handles
 from worker.messages import Abandon, Cancel, EngineLoad, Failure, HandOver, Prefetch, Release, StepReport
 
@@ -85,10 +85,6 @@ class WorkerFront:
             match command.WhichOneof("kind"):
                 case "submit":
                     self._submit(session, command.submit, prefill_only)
-                case "prepare":
-                    self._submit(session, command.prepare, prefill_only, is_prepared=True)
-                case "proceed":
-                    self._proceed(session, command.proceed)
                 case "cancel":
                     self._cancel(session, command.cancel.request_id)
                 case "hand_over":
@@ -102,7 +98,7 @@ class WorkerFront:
                     self._engine.send(Abandon(handle) if self.drain.is_active else Prefetch(handle))
         session.close("")  # the router has said goodbye
 
-    def _submit(self, session: Session, submit: pb.Submit, prefill_only: bool, is_prepared: bool = False) -> None:
+    def _submit(self, session: Session, submit: pb.Submit, prefill_only: bool) -> None:
         if self.drain.is_active:
             self._refuse(session, submit.request_id, UnavailableError("this worker is draining"))
             return
@@ -111,7 +107,7 @@ class WorkerFront:
             return
         name = RequestId(f"{submit.request_id[:64]}.{next(self._names)}")
         try:
-            message = submit_of(submit, name, prefill_only, is_prepared)
+            message = submit_of(submit, name, prefill_only)
         except InvalidRequestError as error:
             self._refuse(session, submit.request_id, error)
             if submit.HasField("kv_handle"):
@@ -120,14 +116,6 @@ class WorkerFront:
         session.names[submit.request_id] = name
         self._owner[name] = (session, submit.request_id)
         self._engine.send(message)
-
-    def _proceed(self, session: Session, proceed: pb.Proceed) -> None:
-        """Start a prepared request, also while the worker drains: it has been accepted."""
-        name = session.names.get(proceed.request_id)
-        if name is None:  # refused, which the router has not heard yet: its KV is for the next worker
-            self._refuse(session, proceed.request_id, UnavailableError("this request has not been prepared here"))
-            return
-        self._engine.send(proceed_of(proceed, name))
 
     def _refuse(self, session: Session, request_id: str, error: MiniInferError) -> None:
         refusal = failure_of(Failure.of(RequestId(request_id), error), request_id)

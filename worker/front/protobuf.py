@@ -20,7 +20,7 @@ from engine.request import FinishReason, RequestId, SamplingParams
 from kvstore.handle.handle import KvHandle
 from protos import types_pb2 as pb
 from worker.front.drain import Drain
-from worker.messages import Delta, EngineLoad, Failure, Proceed, Submit
+from worker.messages import Delta, EngineLoad, Failure, Submit
 
 FINISH_REASONS = {
     None: pb.FINISH_REASON_NONE,
@@ -38,26 +38,14 @@ SUBMIT_FIELDS = ({field.name for field in pb.Submit.DESCRIPTOR.fields} & set(Sub
 OFF_WHEN_ZERO = ("top_p", "repetition_penalty")  # zero cannot be meant: the default, which is off, applies
 
 
-def submit_of(submit: pb.Submit, request_id: RequestId, prefill_only: bool, is_prepared: bool = False) -> Submit:
+def submit_of(submit: pb.Submit, request_id: RequestId, prefill_only: bool) -> Submit:
     """The engine process's form of a Submit. Raises InvalidRequestError for bad sampling parameters."""
     return Submit(
         request_id,
         sampling_params(submit.sampling),
         handle_of(submit.kv_handle) if submit.HasField("kv_handle") else None,
         prefill_only=prefill_only and not submit.keep,
-        is_prepared=is_prepared,
         **{name: _plain(getattr(submit, name)) for name in SUBMIT_FIELDS},
-    )
-
-
-def proceed_of(proceed: pb.Proceed, request_id: RequestId) -> Proceed:
-    """The engine process's form of a Proceed."""
-    return Proceed(
-        request_id=request_id,
-        output_token_ids=list(proceed.output_token_ids),
-        handle=handle_of(proceed.kv_handle) if proceed.HasField("kv_handle") else None,
-        due_seconds=proceed.due_seconds,
-        is_late=proceed.is_late,
     )
 
 

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.errors import ContextLengthError, InvalidRequestError
 from common.token_ids import pack_ids
 from engine.engine import Engine
 from engine.request import Request, RequestId, RequestStatus, SamplingParams
@@ -45,20 +44,6 @@ class Peer:
         return self.engine.add_request(
             prompt,
             SamplingParams(max_tokens=max_tokens),
-            output_token_ids=expected_tokens(list(prompt), 1),
-            kv_source=list(prompt),
-            num_source_tokens=len(prompt),
-        )
-
-    def prepare(self, prompt: Sequence[int], max_tokens: int = 5) -> Request:
-        """The prompt is being computed."""
-        return self.engine.add_request(prompt, SamplingParams(max_tokens=max_tokens), is_prepared=True)
-
-    def proceed(self, request: Request) -> None:
-        """The whole prompt of a prepared request is computed."""
-        prompt = request.prompt_token_ids
-        self.engine.proceed(
-            request,
             output_token_ids=expected_tokens(list(prompt), 1),
             kv_source=list(prompt),
             num_source_tokens=len(prompt),
@@ -142,62 +127,6 @@ def test_a_request_waits_for_what_is_on_its_way(ok: bool) -> None:
     assert job.positions == ([4, 5] if ok else [0, 1, 2, 3, 4, 5])
     peer.finish(job)
     finish(peer, request)
-
-
-def test_a_prepared_request_is_no_work_before_it_proceeds() -> None:
-    peer = make_peer(max_num_seqs=1)
-    request = peer.prepare(PROMPT)
-    load = peer.scheduler.load()
-    assert (load.num_prepared, load.num_waiting, load.waiting_prefill_tokens) == (1, 0, 0)
-    assert not peer.engine.has_work()
-    assert len(request.block_keys) == len(PROMPT) // BLOCK
-    other = peer.engine.add_request([1, 2, 3], SamplingParams(max_tokens=3))  # takes the only seat
-    peer.prefetch(PROMPT, 0, 4)  # nobody waits
-    while peer.engine.has_work():
-        peer.step()
-    assert len(other.output_token_ids) == 3
-    peer.proceed(request)
-    assert request.arrival > other.arrival
-    peer.step()
-    [job] = peer.loads
-    assert job.positions == [4, 5]
-    peer.finish(job)
-    finish(peer, request)
-
-
-def test_a_prepared_request_waits_for_what_is_on_its_way() -> None:
-    peer = make_peer()
-    request = peer.prepare(PROMPT)
-    peer.offer(PROMPT, 0, 4)
-    peer.step()
-    peer.proceed(request)
-    assert request.status is RequestStatus.AWAITING
-    peer.finish(peer.prefetches[0])
-    peer.step()
-    peer.finish(peer.loads[0])
-    finish(peer, request)
-
-
-def test_a_prepared_request_can_be_cancelled() -> None:
-    peer = make_peer()
-    request = peer.prepare(PROMPT)
-    assert peer.engine.abort(request.request_id) is request
-    assert peer.engine.abort(request.request_id) is None
-    assert peer.scheduler.load().num_prepared == 0
-    assert_quiet(peer.engine)
-
-
-def test_what_ends_a_prompt_is_checked_when_it_is_known() -> None:
-    peer = make_peer()
-    request = peer.prepare(PROMPT, max_tokens=1)
-    with pytest.raises(InvalidRequestError):
-        peer.proceed(request)
-    longest = peer.prepare([1] * (peer.scheduler.max_model_len - 1))
-    with pytest.raises(ContextLengthError):
-        peer.proceed(longest)
-    for each in (request, longest):
-        assert peer.engine.abort(each.request_id) is each
-    assert_quiet(peer.engine)
 
 
 def test_a_part_and_its_request_may_come_in_one_step() -> None:
@@ -413,7 +342,6 @@ def test_any_order_of_events_keeps_every_token(
         overlap=overlap,
     )
     live: dict[RequestId, tuple[list[int], int]] = {}
-    prepared: list[Request] = []
     tokens: dict[str, list[int]] = {}
 
     def step() -> None:
@@ -427,8 +355,7 @@ def test_any_order_of_events_keeps_every_token(
         elif peer.loads:
             peer.finish(data.draw(st.sampled_from(peer.loads)), ok)
 
-    events = ["offer", "offer", "submit", "prepare", "proceed", "local"]
-    events += ["step", "step", "step", "finish", "finish", "abort"]
+    events = ["offer", "offer", "submit", "local", "step", "step", "step", "finish", "finish", "abort"]
     for _ in range(data.draw(st.integers(1, 50))):
         event = data.draw(st.sampled_from(events))
         family = data.draw(st.integers(0, 2))
@@ -439,11 +366,6 @@ def test_any_order_of_events_keeps_every_token(
             peer.offer(prompt, data.draw(st.integers(0, last - 1)), last)
         elif event == "submit":
             live[peer.submit(prompt, limit).request_id] = (prompt, limit)
-        elif event == "prepare":
-            prepared.append(peer.prepare(prompt, limit))
-            live[prepared[-1].request_id] = (prompt, limit)
-        elif event == "proceed" and prepared:
-            peer.proceed(prepared.pop(data.draw(st.integers(0, len(prepared) - 1))))
         elif event == "local":
             request = peer.engine.add_request(prompt, SamplingParams(max_tokens=limit))
             live[request.request_id] = (prompt, limit)
@@ -452,13 +374,10 @@ def test_any_order_of_events_keeps_every_token(
         elif event == "abort" and live:
             name = data.draw(st.sampled_from(sorted(live)))
             peer.engine.abort(name)
-            prepared = [request for request in prepared if request.request_id != name]
             del live[name]
         else:
             step()
         peer.scheduler.kv.pool.check_integrity()
-    for request in prepared:
-        peer.proceed(request)
     for _ in range(2000):
         step()
         finish_one()

@@ -20,7 +20,7 @@ from protos import types_pb2 as pb
 from worker.front import sessions
 from worker.front.drain import Drain
 from worker.front.front import WorkerFront
-from worker.messages import Abandon, Cancel, Delta, EngineLoad, Proceed, Release, StepReport, Submit, ToEngine
+from worker.messages import Abandon, Cancel, Delta, EngineLoad, Release, StepReport, Submit, ToEngine
 
 HANDLE = KvHandle(LeaseId("lease"), WorkerId("w"), Epoch(7), 3, 10.0, (b"unread",))
 PROTO_HANDLE = pb.KvHandle(**asdict(HANDLE))
@@ -138,25 +138,6 @@ async def test_bad_sampling_parameters_are_refused_and_the_peers_lease_let_go(at
     await attached.engine.until_sent(Abandon(HANDLE))
     assert attached.engine.submitted.empty()
     assert attached.front.num_open_requests == 0
-
-
-async def test_a_draining_worker_starts_what_it_was_prepared_for_and_nothing_else(attached: Attached) -> None:
-    ahead = pb.Submit(request_id="r", prompt_token_ids=pack_ids([1, 2, 3]), sampling=SAMPLING)
-    attached.command(prepare=ahead)
-    await anext(attached.reports)  # the snapshot
-    prepared = await asyncio.wait_for(attached.engine.submitted.get(), 60)
-    assert prepared.is_prepared
-    attached.front.drain.start(60.0, time.monotonic())
-    assert not attached.front.is_drained
-    tail = pb.Proceed(output_token_ids=[4], kv_handle=PROTO_HANDLE, due_seconds=0.5, is_late=True)
-    attached.command(prepare=pb.Submit(request_id="other", prompt_token_ids=pack_ids([1]), sampling=SAMPLING))
-    for name in ("other", "r"):
-        tail.request_id = name
-        attached.command(proceed=tail)
-    for _ in range(2):
-        [failure] = (await asyncio.wait_for(anext(attached.reports), 60)).failures
-        assert (failure.request_id, failure.code) == ("other", pb.FAILURE_CODE_UNAVAILABLE)
-    await attached.engine.until_sent(Proceed(prepared.request_id, [4], HANDLE, 0.5, True))
 
 
 async def test_a_drained_worker_ends_when_routers_know_of_it(attached: Attached) -> None:

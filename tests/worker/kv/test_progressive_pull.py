@@ -59,27 +59,18 @@ async def prefill_in_parts(stream: Stream, name: str) -> tuple[list[pb.KvHandle]
             parts.append(delta.kv_handle)
 
 
-@pytest.mark.parametrize(("transport", "is_prepared"), [("shm", True), ("shm", False), ("tcp", True)])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
 async def test_only_the_rest_is_pulled_at_the_end(
-    workers: dict[str, Worker], expected: list[int], transport: str, is_prepared: bool
+    workers: dict[str, Worker], expected: list[int], transport: str
 ) -> None:
-    salt = f"{transport} {is_prepared}"
     async with attached(workers["prefill"]) as p, attached(workers["decode"]) as d:
-        parts, last = await prefill_in_parts(p, salt)
+        parts, last = await prefill_in_parts(p, transport)
         handle = last.kv_handle
         if transport == "tcp":
             parts, handle = [by_tcp(part) for part in parts], by_tcp(handle)
-        if is_prepared:
-            await d.prepare("d", cache_salt=salt)
         for part in parts:
             await d.prefetch(part)
-        if is_prepared:
-            while not (await d.report()).load.num_prepared:
-                pass
-            assert d.load.num_waiting == d.load.num_running == 0
-            await d.proceed("d", output_token_ids=last.token_ids, kv_handle=handle)
-        else:
-            await d.submit("d", cache_salt=salt, output_token_ids=last.token_ids, kv_handle=handle)
+        await d.submit("d", cache_salt=transport, output_token_ids=last.token_ids, kv_handle=handle)
         deltas: list[pb.TokenDelta] = []
         while not deltas or not deltas[-1].finish_reason:
             deltas += [delta for delta in (await d.report()).deltas if delta.request_id == "d"]
@@ -88,36 +79,6 @@ async def test_only_the_rest_is_pulled_at_the_end(
         times = deltas[0].times
         assert (times.num_cached_tokens, times.num_pulled_tokens) == (num_ready, len(PROMPT) - num_ready)
         assert (times.transport, times.kv_pull_failed) == (transport, False)
-        await p.until_quiet()
-        await d.until_quiet()
-
-
-async def test_prepared_requests_that_do_not_start_leave_nothing_behind(
-    workers: dict[str, Worker], expected: list[int]
-) -> None:
-    async with attached(workers["prefill"]) as p, attached(workers["decode"]) as d:
-        await d.prepare("left")
-        await d.cancel("left")
-        await d.prepare("late", deadline_seconds=0.05)
-        assert (await d.failure_of("late")).code == pb.FAILURE_CODE_DEADLINE_EXCEEDED
-        await d.prepare("long", prompt_token_ids=PROMPT * 100)
-        assert (await d.failure_of("long")).error_code == "context_length_exceeded"
-        for name in ("left", "late", "long", "unknown"):
-            await d.proceed(name, output_token_ids=[65])
-            assert (await d.failure_of(name)).code == pb.FAILURE_CODE_UNAVAILABLE
-        parts, last = await prefill_in_parts(p, "ended")
-        for part in parts:
-            await p.release(part.lease_id, part.epoch)
-        await d.prepare("ended", cache_salt="ended", sampling=pb.SamplingParams(max_tokens=1))
-        await d.proceed("ended", output_token_ids=last.token_ids, kv_handle=last.kv_handle)
-        assert (await d.failure_of("ended")).code == pb.FAILURE_CODE_INVALID_ARGUMENT
-        await d.prepare("alone")
-        await d.proceed("alone", output_token_ids=expected[:1])  # without KV: it computes the prompt
-        assert (await d.until_end("alone"))[0] == expected[1:]
-        async with attached(workers["decode"]) as gone:
-            await gone.prepare("gone")
-            while not (await gone.report()).load.num_prepared:
-                pass
         await p.until_quiet()
         await d.until_quiet()
 
@@ -174,7 +135,7 @@ async def test_a_draining_worker_prefetches_nothing(pair: dict[str, Worker]) -> 
         async with open_channel(pair["decode"].address) as channel:
             await pair["decode"].stub(channel).Drain(pb.DrainRequest(grace_seconds=200.0))
         parts, last = await prefill_in_parts(p, "drain")
-        await d.prepare("refused")
+        await d.submit("refused")
         assert (await d.failure_of("refused")).code == pb.FAILURE_CODE_UNAVAILABLE
         for part in parts:
             await d.prefetch(part)
