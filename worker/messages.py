@@ -73,9 +73,10 @@ class Abandon(Message):
 
 
 class Prefetch(Message):
-    """A part of a prompt that a peer is computing, to be pulled before its request comes."""
+    """Full blocks of a prompt that a peer is computing, to be pulled before its request comes."""
 
     handle: KvHandle
+    block_keys: list[BlockKey]
 
 
 class Renew(Message):
@@ -165,8 +166,16 @@ class Delta(Row):
     stop_token_id: int | None = None
     logprobs: list[TokenLogprobs] = []
     prompt_logprobs: list[TokenLogprobs] = []
-    handle: KvHandle | None = None
+    handle: KvHandle | None = None  # with PREFILLED
     times: RequestTimes | None = None  # with the first delta
+
+
+class KvOffer(Row):
+    """Full blocks of a prompt that is still being computed, under a lease of their own."""
+
+    request_id: RequestId
+    handle: KvHandle
+    block_keys: list[BlockKey]
 
 
 class Failure(Row):
@@ -242,6 +251,7 @@ class StepReport(Message):
     """Everything that one turn of the engine process's loop did; the loop fills it in."""
 
     deltas: list[Delta] = []
+    offers: list[KvOffer] = []
     failures: list[Failure] = []
     granted: list[Lease] = []
     ended_leases: list[LeaseId] = []

@@ -21,7 +21,7 @@ from common.errors import HandshakeError, TransferError
 from kvstore.handle.pool_info import MAX_TEXT, PoolInfo, from_fields, geometry_from_wire, geometry_to_wire
 from kvstore.layout import PoolGeometry, are_all_shards
 from kvstore.pool.leases import Lease
-from kvstore.types import BlockId, BlockKey, Epoch, LeaseId, WorkerId
+from kvstore.types import BlockId, Epoch, LeaseId, WorkerId
 
 PoolName = tuple[WorkerId, int]  # worker and rank
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
@@ -42,7 +42,6 @@ class KvHandle:
     num_tokens: int  # whose KV the blocks hold
     lease_seconds: float
     shards: Sequence[bytes]
-    block_keys: Sequence[BlockKey] = ()  # of full blocks: only on a part of a prompt that is still being computed
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,11 +142,11 @@ class WorkerLink:
         if self.info is not None and self._connection is not None and self.info.epoch == handle.epoch:
             self._connection.send(pb.Command(release=pb.Release(lease_id=handle.lease_id, epoch=handle.epoch)))
 
-    def prefetch(self, handle: pb.KvHandle) -> bool:
+    def prefetch(self, offer: pb.KvOffer) -> bool:
         """Tell the worker of KV that a choice will need here. False: it cannot be told, or is about to end."""
         if self._connection is None or self.is_draining:
             return False
-        self._connection.send(pb.Command(prefetch=pb.Prefetch(kv_handle=handle)))
+        self._connection.send(pb.Command(prefetch=offer))
         return True
 
     async def drain(self, grace_seconds: float) -> int:
@@ -217,6 +217,8 @@ class WorkerLink:
                 self._backlog.computed(report.load.step_prefill_tokens, report.load.step_prompt_pairs)
             self.load = report.load
             self._learn_drain(report.load.draining, report.load.num_drain_changes)
+        for offer in report.kv_offers:
+            self._pass_on(offer)
         legs = self._legs
         for delta in report.deltas:
             leg = legs.get(delta.request_id)
@@ -225,9 +227,6 @@ class WorkerLink:
                     self.release(delta.kv_handle)
                 continue
             if leg.times is None:
-                if delta.HasField("kv_handle") and not delta.finish_reason:
-                    self._pass_on(leg, delta.kv_handle)
-                    continue
                 self._first_delta(leg, delta)
             if delta.finish_reason:
                 self._forget(leg)
@@ -242,12 +241,13 @@ class WorkerLink:
         if report.kv_events and self._feed is not None:
             self._feed.apply(report.kv_events)
 
-    def _pass_on(self, leg: Leg, handle: pb.KvHandle) -> None:
+    def _pass_on(self, offer: pb.KvOffer) -> None:
         """Let the worker where the choice goes on prefetch a part of the prompt, which is still computed here."""
-        if leg.next_link is not None and leg.next_link.prefetch(handle):
-            leg.num_offered_tokens += handle.num_tokens
+        leg = self._legs.get(offer.request_id)  # None: closed while the step ran there
+        if leg is not None and leg.next_link is not None and leg.next_link.prefetch(offer):
+            leg.num_offered_tokens += offer.kv_handle.num_tokens
         else:
-            self.release(handle)
+            self.release(offer.kv_handle)
 
     def _first_delta(self, leg: Leg, delta: pb.TokenDelta) -> None:
         leg.times = delta.times

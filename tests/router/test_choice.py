@@ -27,7 +27,7 @@ from tests.router.harness import DRY_RUN
 
 HANDLE = pb.KvHandle(lease_id="lease", worker_id="p0", epoch=1)
 GRAMMARS_OF = {"begun": "regex:.*", "plain": "", "suspect": "regex:.*"}
-PART = pb.KvHandle(lease_id="part", worker_id="p0", epoch=1, num_tokens=32, block_keys=[b"a", b"b"])
+PART = pb.KvHandle(lease_id="part", worker_id="p0", epoch=1, num_tokens=32)
 
 
 class Worker:
@@ -63,13 +63,19 @@ class Worker:
         return [command.release.lease_id for command in self.commands if command.HasField("release")]
 
     @property
-    def prefetches(self) -> list[pb.KvHandle]:
-        return [command.prefetch.kv_handle for command in self.commands if command.HasField("prefetch")]
+    def prefetches(self) -> list[pb.KvOffer]:
+        return [command.prefetch for command in self.commands if command.HasField("prefetch")]
 
     def says(self, text: str, **fields: Any) -> None:
         """One step, for the leg that was opened last."""
         delta = pb.TokenDelta(request_id=self.submits[-1].request_id, token_ids=list(text.encode()), **fields)
         self.link.apply(pb.StepReport(deltas=[delta]))
+
+    def offers(self) -> pb.KvOffer:
+        """A part of the prompt is computed, of the leg that was opened last."""
+        offer = pb.KvOffer(request_id=self.submits[-1].request_id, kv_handle=PART, block_keys=[b"a", b"b"])
+        self.link.apply(pb.StepReport(kv_offers=[offer]))
+        return offer
 
     def prefilled(self, text: str) -> None:
         self.says(text, finish_reason=pb.FINISH_REASON_PREFILLED, kv_handle=HANDLE)
@@ -169,11 +175,10 @@ async def test_parts_of_a_prompt_go_on_to_the_next_worker() -> None:
     (prefill,), (decode,) = router.prefill, router.decode
     request, sink = router.request()
     (choice,) = request.choices
-    for _ in range(2):
-        prefill.says("", kv_handle=PART)
+    offers = [prefill.offers() for _ in range(2)]
     assert (choice.state, sink.updates) == (State.PREFILL, [])
     assert prefill.link.view().queued_prefill_tokens == 3  # it is still computing
-    assert decode.prefetches == [PART, PART]
+    assert decode.prefetches == offers
     assert decode.link.num_open == len(decode.submits) == 0
     prefill.prefilled("H")
     assert decode.submits[0].kv_handle == HANDLE
@@ -189,14 +194,14 @@ async def test_a_draining_worker_hears_that_this_is_known_and_gets_no_more_parts
     router = Router(prefill=1)
     (prefill,), (decode,) = router.prefill, router.decode
     request, _ = router.request()
-    prefill.says("", kv_handle=PART)
+    offer = prefill.offers()
     for _ in range(2):
         decode.link.apply(pb.StepReport(load=pb.LoadReport(draining=True, num_drain_changes=1)))
     assert [command.drain_noted for command in decode.commands if command.HasField("drain_noted")] == [
         pb.DrainNoted(num_drain_changes=1)
     ]
-    prefill.says("", kv_handle=PART)
-    assert decode.prefetches == [PART]
+    prefill.offers()
+    assert decode.prefetches == [offer]
     assert prefill.releases == ["part"]
     request.close()
 
@@ -207,13 +212,13 @@ async def test_parts_that_nobody_will_read_are_released(is_lost: bool) -> None:
     router = Router(prefill=1)
     (prefill,), (decode,) = router.prefill, router.decode
     request, _ = router.request()
-    prefill.says("", kv_handle=PART)
+    offer = prefill.offers()
     if is_lost:
         decode.link.lost("killed")
     else:
         request.close()
-    prefill.says("", kv_handle=PART)
-    assert decode.prefetches == [PART]
+    prefill.offers()
+    assert decode.prefetches == [offer]
     assert prefill.releases == ["part"]
     if is_lost:
         request.close()
@@ -225,7 +230,7 @@ async def test_a_choice_is_not_bound_to_the_worker_that_got_parts_of_its_prompt(
     router = Router(prefill=1, decode=2)
     (prefill,) = router.prefill
     _, sink = router.request()
-    prefill.says("", kv_handle=PART)
+    prefill.offers()
     decode, other = sorted(router.decode, key=lambda worker: not worker.prefetches)
     if how in ("lost", "back"):
         decode.link.lost("killed")
@@ -250,7 +255,7 @@ async def test_parts_of_a_prompt_that_ends_on_the_prefill_worker_open_no_leg(end
     router = Router(prefill=1, decode=2)
     (prefill,) = router.prefill
     _, sink = router.request()
-    prefill.says("", kv_handle=PART)
+    prefill.offers()
     if end == "stop":
         prefill.says("H", finish_reason=pb.FINISH_REASON_STOP)
     elif end == "failed":
@@ -518,8 +523,8 @@ class Chaos:
     def step(self, worker: Worker, leg_id: str, may_fail: bool = True) -> None:
         submit = next(submit for submit in worker.submits if submit.request_id == leg_id)
         if may_fail and worker.link.role == "prefill" and self.draw.random() < 0.5:
-            delta = pb.TokenDelta(request_id=leg_id, kv_handle=PART)
-            worker.link.apply(pb.StepReport(deltas=[delta]))
+            offer = pb.KvOffer(request_id=leg_id, kv_handle=PART)
+            worker.link.apply(pb.StepReport(kv_offers=[offer]))
             return
         count = len(submit.output_token_ids) + self.progress.setdefault(leg_id, 0)
         delta = pb.TokenDelta(request_id=leg_id, token_ids=[65 + count % 26])

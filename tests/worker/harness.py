@@ -84,15 +84,17 @@ class Stream:
     async def release(self, lease_id: str, epoch: int) -> None:
         await self._call.write(pb.Command(release=pb.Release(lease_id=lease_id, epoch=epoch)))
 
-    async def prefetch(self, handle: pb.KvHandle) -> None:
-        await self._call.write(pb.Command(prefetch=pb.Prefetch(kv_handle=handle)))
+    async def prefetch(self, offer: pb.KvOffer) -> None:
+        await self._call.write(pb.Command(prefetch=offer))
 
     async def report(self) -> pb.StepReport:
         report = await self._next()
         assert report is not None, "the stream has ended"
-        for delta in report.deltas:  # a request may end before its cancellation arrives
-            if delta.request_id in self.cancelled and delta.HasField("kv_handle"):
-                await self.release(delta.kv_handle.lease_id, delta.kv_handle.epoch)
+        given = [(delta.request_id, delta.kv_handle) for delta in report.deltas if delta.HasField("kv_handle")]
+        given += [(offer.request_id, offer.kv_handle) for offer in report.kv_offers]
+        for name, handle in given:  # a request may end before its cancellation arrives
+            if name in self.cancelled:
+                await self.release(handle.lease_id, handle.epoch)
         return report
 
     async def _next(self) -> pb.StepReport | None:
@@ -160,9 +162,7 @@ async def prefill(stream: Stream, name: str, **fields: Any) -> tuple[list[int], 
 def edited(handle: pb.KvHandle, edit: Callable[[PeerLease], PeerLease]) -> pb.KvHandle:
     """The handle with other content. Only engine processes and this test read its shards."""
     lease = open_handle(handle_of(handle))
-    written = pb.KvHandle(**asdict(as_handle(edit(lease))))
-    written.block_keys.extend(handle.block_keys)
-    return written
+    return pb.KvHandle(**asdict(as_handle(edit(lease))))
 
 
 def by_tcp(handle: pb.KvHandle) -> pb.KvHandle:

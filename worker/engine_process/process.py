@@ -112,9 +112,9 @@ class EngineProcess:
                 entry.started = now
         for output in outputs:
             self._add_output(output)
-        for request_id, exported in self._prompt_leases.lease_parts(self._open, time.monotonic()):
-            self._report.granted.append(exported.lease)
-            self._report.deltas.append(Delta(request_id, [], handle=exported.handle))
+        for lease, offer in self._prompt_leases.lease_parts(self._open, time.monotonic()):
+            self._report.granted.append(lease)
+            self._report.offers.append(offer)
 
     def _next_wait(self, stepped: bool) -> float:
         if stepped:
@@ -143,8 +143,8 @@ class EngineProcess:
                 self._engine.hand_over(request_id)
             case Abandon(handle):
                 self._loads.refuse(handle)
-            case Prefetch(handle):
-                self._loads.prefetch(handle)
+            case Prefetch(handle, block_keys):
+                self._loads.prefetch(handle, block_keys)
             case Renew(lease_id, epoch, lease_seconds):
                 self._leases.renew(lease_id, epoch, time.monotonic(), lease_seconds)
             case Release(lease_id, epoch):

@@ -20,11 +20,11 @@ from engine.request import RequestId
 from kvstore.pool.events import EventLog, to_proto
 from kvstore.pool.leases import LeaseTable
 from kvstore.transports.staging import StagingTable
-from kvstore.types import Epoch, LeaseId
+from kvstore.types import BlockKey, Epoch, LeaseId
 from protos import types_pb2 as pb
 from worker.front.drain import Drain
 from worker.front.engine_client import EngineClient
-from worker.front.protobuf import failure_of, handle_of, load_report, submit_of, token_delta
+from worker.front.protobuf import failure_of, handle_of, kv_offer, load_report, submit_of, token_delta
 from worker.front.sessions import Session, kv_handles
 from worker.messages import Abandon, Cancel, EngineLoad, Failure, HandOver, Prefetch, Release, StepReport
 
@@ -94,8 +94,9 @@ class WorkerFront:
                 case "drain_noted":
                     session.num_drain_changes = command.drain_noted.num_drain_changes
                 case "prefetch":
-                    handle = handle_of(command.prefetch.kv_handle)
-                    self._engine.send(Abandon(handle) if self.drain.is_active else Prefetch(handle))
+                    offer = command.prefetch
+                    handle, keys = handle_of(offer.kv_handle), [*map(BlockKey, offer.block_keys)]
+                    self._engine.send(Abandon(handle) if self.drain.is_active else Prefetch(handle, keys))
         session.close("")  # the router has said goodbye
 
     def _submit(self, session: Session, submit: pb.Submit, prefill_only: bool) -> None:
@@ -189,6 +190,13 @@ class WorkerFront:
         self._load = report.load
         self._mirror_leases(report)
         reports: dict[Session, pb.StepReport] = defaultdict(pb.StepReport)
+        for offer in report.offers:
+            owner = self._owner.get(offer.request_id)
+            if owner is None:  # cancelled while the step ran
+                self._engine.send(Release(offer.handle.lease_id, offer.handle.epoch))
+                continue
+            session, request_id = owner
+            reports[session].kv_offers.append(kv_offer(offer, request_id))
         for delta in report.deltas:
             owner = self._owner.get(delta.request_id)
             if owner is None:  # cancelled while the step ran

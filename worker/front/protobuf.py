@@ -20,7 +20,7 @@ from engine.request import FinishReason, RequestId, SamplingParams
 from kvstore.handle.handle import KvHandle
 from protos import types_pb2 as pb
 from worker.front.drain import Drain
-from worker.messages import Delta, EngineLoad, Failure, Submit
+from worker.messages import Delta, EngineLoad, Failure, KvOffer, Submit
 
 FINISH_REASONS = {
     None: pb.FINISH_REASON_NONE,
@@ -103,6 +103,12 @@ def token_delta(delta: Delta, request_id: str) -> pb.TokenDelta:
     if delta.times is not None:
         message.times.CopyFrom(pb.RequestTimes(**struct_fields(delta.times)))
     return message
+
+
+def kv_offer(offer: KvOffer, request_id: str) -> pb.KvOffer:
+    """`request_id`: the router's."""
+    handle = pb.KvHandle(**asdict(offer.handle))
+    return pb.KvOffer(kv_handle=handle, block_keys=offer.block_keys, request_id=request_id)
 
 
 def failure_of(failure: Failure, request_id: str) -> pb.Failure:

@@ -43,4 +43,5 @@ class Session:
 
 
 def kv_handles(report: pb.StepReport) -> list[pb.KvHandle]:
-    return [delta.kv_handle for delta in report.deltas if delta.HasField("kv_handle")]
+    given = [delta.kv_handle for delta in report.deltas if delta.HasField("kv_handle")]
+    return given + [offer.kv_handle for offer in report.kv_offers]

@@ -6,14 +6,14 @@ Called from the engine process's loop only; the copying is done by the threads o
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from common.errors import MiniInferError
 from engine.request import RequestId
 from engine.scheduling.kv_load import KvLoad
 from engine.scheduling.scheduler import Scheduler
 from kvstore.handle.handle import KvHandle, PeerLease, open_handle
-from kvstore.types import WorkerId
+from kvstore.types import BlockKey, WorkerId
 from worker.engine_process.open_request import OpenRequest
 from worker.kv.kv_exporter import KvExporter
 from worker.kv.kv_puller import KvPuller
@@ -63,17 +63,17 @@ class KvLoads:
         """Let all leases go: this process ends."""
         self._puller.close()
 
-    def prefetch(self, handle: KvHandle) -> None:
+    def prefetch(self, handle: KvHandle, block_keys: Sequence[BlockKey]) -> None:
         """Offer the scheduler a part of a prompt that the peer is still computing."""
         lease = self._open(handle)
         if lease is None:
             return
-        num_blocks = len(handle.block_keys)
+        num_blocks = len(block_keys)
         if num_blocks != lease.num_blocks or lease.num_tokens != num_blocks * self._kv.block_size:
             logger.warning("a KV handle that is not of full blocks with their keys: not prefetched")
             self.abandon(lease)
             return
-        self._remote_kv.prefetches.add(lease, handle.block_keys)
+        self._remote_kv.prefetches.add(lease, block_keys)
 
     def start(self, requests: Mapping[RequestId, OpenRequest], report: StepReport, now: float) -> None:
         """Pull what the scheduler has reserved blocks for since the last call."""

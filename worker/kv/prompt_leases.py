@@ -7,12 +7,13 @@ the engine process's loop only.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
 from engine.request import RequestId, RequestStatus
 from engine.scheduling.scheduler import Scheduler
+from kvstore.pool.leases import Lease
 from worker.engine_process.open_request import OpenRequest
 from worker.kv.kv_leases import Exported, KvLeases
+from worker.messages import KvOffer
 
 
 class PromptLeases:
@@ -24,9 +25,7 @@ class PromptLeases:
         self._leases = leases
         self._in_parts = in_parts
 
-    def lease_parts(
-        self, requests: Mapping[RequestId, OpenRequest], now: float
-    ) -> Iterator[tuple[RequestId, Exported]]:
+    def lease_parts(self, requests: Mapping[RequestId, OpenRequest], now: float) -> Iterator[tuple[Lease, KvOffer]]:
         """Lease what chunks have added to prompts since the last call."""
         for chunk in self._scheduler.take_prompt_chunks():
             request = chunk.request
@@ -37,9 +36,9 @@ class PromptLeases:
                 continue
             first, last = entry.num_leased_blocks, chunk.num_tokens // self._scheduler.kv.block_size
             if last > first and self._scheduler.kv.part_blocks(request, first, last):
-                yield request.request_id, self._lease_part(entry, first, last, now)
+                yield self._lease_part(entry, first, last, now)
 
-    def _lease_part(self, entry: OpenRequest, first: int, last: int, now: float) -> Exported:
+    def _lease_part(self, entry: OpenRequest, first: int, last: int, now: float) -> tuple[Lease, KvOffer]:
         request, kv = entry.request, self._scheduler.kv
         kv.prefixes.extend_keys(request)
         block_ids = kv.part_blocks(request, first, last)
@@ -47,7 +46,7 @@ class PromptLeases:
         kv.pool.acquire(block_ids)
         lease, handle = self._leases.grant(block_ids, digests, len(block_ids) * kv.block_size, now)
         entry.part_digests = _appended(entry.part_digests, digests)
-        return Exported(lease, replace(handle, block_keys=request.block_keys[first:last]))
+        return lease, KvOffer(request.request_id, handle, request.block_keys[first:last])
 
     def lease_prompt(self, entry: OpenRequest, now: float) -> Exported:
         """Lease all blocks of a request that ended with PREFILLED: the KV of all its tokens but the last."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -15,12 +15,23 @@ from common.token_ids import pack_ids
 from engine.request import FinishReason, RequestId
 from kvstore.handle.handle import KvHandle
 from kvstore.pool.leases import LeaseTable
-from kvstore.types import Epoch, LeaseId, WorkerId
+from kvstore.types import BlockKey, Epoch, LeaseId, WorkerId
 from protos import types_pb2 as pb
 from worker.front import sessions
 from worker.front.drain import Drain
 from worker.front.front import WorkerFront
-from worker.messages import Abandon, Cancel, Delta, EngineLoad, Release, StepReport, Submit, ToEngine
+from worker.messages import (
+    Abandon,
+    Cancel,
+    Delta,
+    EngineLoad,
+    KvOffer,
+    Prefetch,
+    Release,
+    StepReport,
+    Submit,
+    ToEngine,
+)
 
 HANDLE = KvHandle(LeaseId("lease"), WorkerId("w"), Epoch(7), 3, 10.0, (b"unread",))
 PROTO_HANDLE = pb.KvHandle(**asdict(HANDLE))
@@ -51,11 +62,19 @@ class EngineProcess:
         delta = Delta(request_id, [5], FinishReason.PREFILLED, handle=HANDLE)
         self.to_front.put_nowait(StepReport([delta], load=EngineLoad(num_steps=1)))
 
+    def offers(self, request_id: RequestId) -> None:
+        """Report a part of the prompt."""
+        offer = KvOffer(request_id, HANDLE, [BlockKey(b"key")])
+        self.to_front.put_nowait(StepReport(offers=[offer], load=EngineLoad(num_steps=1)))
+
     async def until_sent(self, *messages: ToEngine) -> None:
         async with asyncio.timeout(60):
             while len(self.others) < len(messages):
                 await asyncio.sleep(0.001)
         assert self.others == list(messages)
+
+
+Report = Callable[[EngineProcess, RequestId], None]
 
 
 class Attached:
@@ -90,11 +109,12 @@ async def attached() -> AsyncIterator[Attached]:
     await found.reports.aclose()  # type: ignore[attr-defined]
 
 
-async def test_kv_of_a_request_cancelled_meanwhile_is_released(attached: Attached) -> None:
+@pytest.mark.parametrize("report", [EngineProcess.prefilled, EngineProcess.offers])
+async def test_kv_of_a_request_cancelled_meanwhile_is_released(attached: Attached, report: Report) -> None:
     request_id = await attached.submit()
     attached.command(cancel=pb.Cancel(request_id="r"))
     await attached.engine.until_sent(Cancel(request_id))
-    attached.engine.prefilled(request_id)  # the engine had not heard of it
+    report(attached.engine, request_id)  # the engine had not heard of it
     await attached.engine.until_sent(Cancel(request_id), RELEASE)
 
 
@@ -107,6 +127,19 @@ async def test_kv_that_was_reported_is_the_routers(attached: Attached) -> None:
     assert attached.engine.others == []
 
 
+async def test_an_offer_goes_to_its_router_and_from_there_to_the_engine(attached: Attached) -> None:
+    attached.engine.offers(await attached.submit())
+    while not (report := await asyncio.wait_for(anext(attached.reports), 60)).kv_offers:
+        pass
+    [offer] = report.kv_offers
+    assert offer == pb.KvOffer(request_id="r", kv_handle=PROTO_HANDLE, block_keys=[b"key"])
+    attached.command(prefetch=offer)
+    await attached.engine.until_sent(Prefetch(HANDLE, [BlockKey(b"key")]))
+    attached.front.drain.start(60.0, time.monotonic())
+    attached.command(prefetch=offer)
+    await attached.engine.until_sent(Prefetch(HANDLE, [BlockKey(b"key")]), Abandon(HANDLE))
+
+
 async def test_kv_in_a_report_that_was_not_sent_is_released(attached: Attached) -> None:
     attached.engine.prefilled(await attached.submit())
     async with asyncio.timeout(60):
@@ -116,13 +149,18 @@ async def test_kv_in_a_report_that_was_not_sent_is_released(attached: Attached) 
     await attached.engine.until_sent(RELEASE)
 
 
+@pytest.mark.parametrize("report", [EngineProcess.prefilled, EngineProcess.offers])
 async def test_a_router_that_does_not_keep_up_loses_its_stream(
-    attached: Attached, monkeypatch: pytest.MonkeyPatch
+    attached: Attached, monkeypatch: pytest.MonkeyPatch, report: Report
 ) -> None:
     request_id = await attached.submit()
     monkeypatch.setattr(sessions, "MAX_WAITING_REPORTS", 0)
-    attached.engine.prefilled(request_id)
-    await attached.engine.until_sent(RELEASE)
+    report(attached.engine, request_id)
+    async with asyncio.timeout(60):
+        while RELEASE not in attached.engine.others:
+            await asyncio.sleep(0.001)
+    open_on_close = [] if report is EngineProcess.prefilled else [Cancel(request_id)]
+    assert attached.engine.others == [*open_on_close, RELEASE]
     with pytest.raises(UnavailableError, match="keep up"):
         await asyncio.wait_for(anext(attached.reports), 60)
 

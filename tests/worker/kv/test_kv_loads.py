@@ -136,17 +136,19 @@ def test_a_failed_pull_is_a_fault_unless_its_request_was_cancelled(
 
 
 KEYS = [BlockKey(bytes([number]) * 32) for number in range(NUM_BLOCKS)]
-PART = replace(GOOD, num_tokens=NUM_BLOCKS * BLOCK_SIZE, block_keys=KEYS)
+PART = replace(GOOD, num_tokens=NUM_BLOCKS * BLOCK_SIZE)
 
 
 def test_a_part_of_a_prompt_is_offered_to_the_scheduler(parts: Parts) -> None:
-    parts.loads.prefetch(PART)
+    parts.loads.prefetch(PART, KEYS)
     assert parts.told == [("keep", open_handle(PART)), ("add", open_handle(PART), KEYS)]
 
 
-@pytest.mark.parametrize("wrong", [{"block_keys": KEYS[1:]}, {"num_tokens": PART.num_tokens - 1}], ids=str)
-def test_what_is_no_part_of_full_blocks_is_let_go(parts: Parts, wrong: dict[str, Any]) -> None:
-    parts.loads.prefetch(replace(PART, **wrong))
+@pytest.mark.parametrize(("num_missing_keys", "num_missing_tokens"), [(1, 0), (0, 1)])
+def test_what_is_no_part_of_full_blocks_is_let_go(
+    parts: Parts, num_missing_keys: int, num_missing_tokens: int
+) -> None:
+    parts.loads.prefetch(replace(PART, num_tokens=PART.num_tokens - num_missing_tokens), KEYS[num_missing_keys:])
     assert parts.verbs == ["keep", "abandon"]
 
 

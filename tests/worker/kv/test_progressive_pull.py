@@ -46,17 +46,22 @@ def expected() -> list[int]:
     return llm.generate([PROMPT], SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True))[0].token_ids
 
 
-async def prefill_in_parts(stream: Stream, name: str) -> tuple[list[pb.KvHandle], pb.TokenDelta]:
-    """Handles on the parts of the prompt, and the last delta."""
+async def prefill_in_parts(stream: Stream, name: str) -> tuple[list[pb.KvOffer], pb.TokenDelta]:
+    """Offers of the parts of the prompt, and the only delta."""
     await stream.submit(name, cache_salt=name)
-    parts: list[pb.KvHandle] = []
+    parts: list[pb.KvOffer] = []
     while True:
-        for delta in (await stream.report()).deltas:
-            if delta.finish_reason:
-                return parts, delta
-            assert not delta.token_ids
-            assert not delta.HasField("times")  # those come with the first token
-            parts.append(delta.kv_handle)
+        report = await stream.report()
+        parts += report.kv_offers
+        if report.deltas:
+            [delta] = report.deltas
+            assert delta.finish_reason
+            assert {part.request_id for part in parts} == {name}
+            return parts, delta
+
+
+def offer_by_tcp(part: pb.KvOffer) -> pb.KvOffer:
+    return pb.KvOffer(kv_handle=by_tcp(part.kv_handle), block_keys=part.block_keys)
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -67,7 +72,7 @@ async def test_only_the_rest_is_pulled_at_the_end(
         parts, last = await prefill_in_parts(p, transport)
         handle = last.kv_handle
         if transport == "tcp":
-            parts, handle = [by_tcp(part) for part in parts], by_tcp(handle)
+            parts, handle = [offer_by_tcp(part) for part in parts], by_tcp(handle)
         for part in parts:
             await d.prefetch(part)
         await d.submit("d", cache_salt=transport, output_token_ids=last.token_ids, kv_handle=handle)
@@ -87,11 +92,12 @@ async def test_what_a_decode_worker_cannot_use_is_released(workers: dict[str, Wo
     async with attached(workers["prefill"]) as p, attached(workers["decode"]) as d:
         parts, last = await prefill_in_parts(p, "useless")
         assert len(parts) == NUM_CHUNKS - 1
-        parts[1].num_tokens -= 1
+        parts[1].kv_handle.num_tokens -= 1
         parts[2].block_keys.pop()
-        for part in (*parts, last.kv_handle):  # the last is no part
+        for part in parts:
             await d.prefetch(part)
-        await d.prefetch(pb.KvHandle(lease_id="x", shards=[b"nonsense"]))
+        for handle in (last.kv_handle, pb.KvHandle(lease_id="x", shards=[b"nonsense"])):  # are of no full blocks
+            await d.prefetch(pb.KvOffer(kv_handle=handle))
         await p.until_quiet()
         await d.until_quiet()
 
@@ -99,14 +105,13 @@ async def test_what_a_decode_worker_cannot_use_is_released(workers: dict[str, Wo
 async def test_parts_of_a_cancelled_prompt_are_the_routers_to_release(workers: dict[str, Worker]) -> None:
     async with attached(workers["prefill"]) as p:
         await p.submit("left", cache_salt="left", prompt_token_ids=PROMPT * 8)
-        parts = [delta.kv_handle for delta in (await p.report()).deltas]
-        while not parts:
-            parts = [delta.kv_handle for delta in (await p.report()).deltas]
+        while not (parts := list((await p.report()).kv_offers)):
+            pass
         await p.cancel("left")
         while p.load.num_running:  # parts that were reported meanwhile are the router's to release
-            parts += [delta.kv_handle for delta in (await p.report()).deltas]
+            parts += (await p.report()).kv_offers
         for part in parts:
-            await p.release(part.lease_id, part.epoch)
+            await p.release(part.kv_handle.lease_id, part.kv_handle.epoch)
         await p.until_quiet()
 
 
@@ -118,7 +123,7 @@ async def test_a_prefill_worker_that_dies_before_its_parts_are_pulled(
             parts, last = await prefill_in_parts(p, "dead")
         pair["prefill"].service.kill()
         for part in parts:
-            await d.prefetch(by_tcp(part))
+            await d.prefetch(offer_by_tcp(part))
         handle = by_tcp(last.kv_handle)
         await d.submit("d", cache_salt="dead", output_token_ids=last.token_ids, kv_handle=handle)
         tokens, _ = await d.until_end("d")

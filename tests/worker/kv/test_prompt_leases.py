@@ -21,6 +21,7 @@ from worker.kv.kv_exporter import KvExporter
 from worker.kv.kv_leases import KvLeases
 from worker.kv.prompt_leases import PromptLeases
 from worker.kv.rank_pool import RankPool
+from worker.messages import KvOffer
 
 NUM_BLOCKS = 16
 GEOMETRY = PoolGeometry(full_attention(2, 2, 8, "float32"), NUM_BLOCKS, BLOCK, "test")
@@ -63,8 +64,8 @@ class PrefillWorker:
         self.open[request.request_id] = OpenRequest(request, 0.0, float("inf"))
         return request
 
-    def step(self, request: Request) -> tuple[list[KvHandle], KvHandle | None]:
-        """One turn of the loop: handles on parts of the request's prompt, and on all of it."""
+    def step(self, request: Request) -> tuple[list[KvOffer], KvHandle | None]:
+        """One turn of the loop: offers of parts of the request's prompt, and the handle on all of it."""
         whole = None
         for output in self.engine.step():
             entry = self.open.pop(output.request.request_id)
@@ -72,11 +73,11 @@ class PrefillWorker:
             exported = self.exports.lease_prompt(entry, 1.0)
             if output.request is request:
                 whole = exported.handle
-        parts = [part.handle for name, part in self.exports.lease_parts(self.open, 1.0) if name == request.request_id]
-        return parts, whole
+        offers = [offer for _, offer in self.exports.lease_parts(self.open, 1.0)]
+        return [offer for offer in offers if offer.request_id == request.request_id], whole
 
-    def finish(self, request: Request) -> tuple[list[KvHandle], KvHandle]:
-        parts: list[KvHandle] = []
+    def finish(self, request: Request) -> tuple[list[KvOffer], KvHandle]:
+        parts: list[KvOffer] = []
         for _ in range(50):
             more, whole = self.step(request)
             parts += more
@@ -100,11 +101,11 @@ def test_each_chunk_is_leased_and_digested_once() -> None:
     request = worker.submit(PROMPT)
     parts, whole = worker.finish(request)
     keys = block_keys(root_key("test"), pack_ids(PROMPT), BLOCK)
-    assert [list(part.block_keys) for part in parts] == [keys[:2], keys[2:4]]
-    assert [part.num_tokens for part in parts] == [2 * BLOCK] * 2
-    assert (whole.num_tokens, list(whole.block_keys)) == (len(PROMPT), [])
+    assert [part.block_keys for part in parts] == [keys[:2], keys[2:4]]
+    assert [part.handle.num_tokens for part in parts] == [2 * BLOCK] * 2
+    assert whole.num_tokens == len(PROMPT)
     for part in parts:
-        worker.check(part, 2)
+        worker.check(part.handle, 2)
     worker.check(whole, 6)
     assert worker.exporter.num_digested == 6
     worker.end_leases()
@@ -116,7 +117,7 @@ def test_cached_blocks_are_part_of_the_first() -> None:
     longer = [*PROMPT[: 4 * BLOCK], *range(100, 100 + 3 * BLOCK)]
     parts, whole = worker.finish(worker.submit(longer))
     assert [len(part.block_keys) for part in parts] == [6]  # four of them cached
-    worker.check(parts[0], 6)
+    worker.check(parts[0].handle, 6)
     worker.check(whole, 7)
     worker.end_leases()
 
@@ -138,7 +139,7 @@ def test_a_preempted_prompt_has_the_digests_of_its_new_blocks() -> None:
     urgent = worker.submit(list(range(200, 200 + 13 * BLOCK)))  # its blocks and the leased ones leave one
     worker.step(request)
     assert request.num_preemptions == 1
-    worker.check(parts[0], 2)  # stays valid
+    worker.check(parts[0].handle, 2)  # stays valid
     worker.finish(urgent)
     worker.leases.expire(1000.0)
     worker.write_blocks(seed=1)  # computed again, among other rows
