@@ -85,7 +85,7 @@ class Dispatcher:
         self._turn += 1
         request = RequestView(
             num_tokens=journal.num_tokens,
-            cached_tokens=self._workers.cached_tokens(journal.packed_prompt, journal.adapter, journal.cache_salt),
+            cached_tokens=self._workers.cached_tokens(journal.packed_prompt, journal.request),
             expected_tokens=self.answers.expected(journal.sampling.max_tokens),
             session=journal.session,
             draw=self._random.random(),

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from common.errors import InvalidRequestError
+from protos import types_pb2 as pb
 from router.api.completion_renderer import CompletionRenderer
 from router.api.parse import parse_body
 from router.api.prompts import chat_prompt, completion_prompts, text_prompt, truncated
@@ -133,6 +134,7 @@ class Gateway:
             shows_nothing=body.max_tokens == 0,
         )
         timeout = timeout_seconds(http.headers, bool(body.stream), self.config.request_timeout_seconds)
+        shared = pb.Submit(priority=body.priority, adapter=model.adapter, cache_salt=body.cache_salt)
         skip_special = body.skip_special_tokens is not False
         choices = []
         for prompt_index, token_ids in enumerate(prompts):
@@ -146,9 +148,7 @@ class Gateway:
                     sampling=for_choice(params, number),
                     deadline=arrival + timeout,
                     arrival=arrival,
-                    priority=body.priority or 0,
-                    adapter=model.adapter,
-                    cache_salt=body.cache_salt or "",
+                    request=shared,
                     session=http.headers.get("x-session-id", "")[:MAX_LABEL_CHARS] or body.user or "",
                 )
                 text = features.text(model.tokenizer, rules, continues, has_logprobs, skip_special)

@@ -22,9 +22,7 @@ class Journal:
     sampling: pb.SamplingParams
     deadline: float
     arrival: float
-    priority: int = 0
-    adapter: str = ""
-    cache_salt: str = ""
+    request: pb.Submit = field(default_factory=pb.Submit)  # what it asks for, in the Submit of every leg and choice
     session: str = ""
 
     output_token_ids: list[int] = field(default_factory=list)
@@ -70,17 +68,16 @@ class Journal:
         """The message that makes a worker go on from here, under a name that no earlier leg had: late messages of a
         lost worker find nobody."""
         self.num_legs += 1
-        return pb.Submit(
+        submit = pb.Submit(
             request_id=f"{self.choice_id}.{self.num_legs}",
             prompt_token_ids=self.packed_prompt,
             output_token_ids=self.output_token_ids,
             sampling=self._sampling(),
-            priority=self.priority,
-            adapter=self.adapter,
-            cache_salt=self.cache_salt,
             kv_handle=self.kv_handle,
             deadline_seconds=max(self.deadline - now, 0.001),
         )
+        submit.MergeFrom(self.request)
+        return submit
 
     def _sampling(self) -> pb.SamplingParams:
         if not self.has_started or not self.sampling.HasField("prompt_logprobs"):

@@ -81,13 +81,14 @@ class ModelWorkers:
             vocab_size=min(tokenizer_vocab_size, min(info.vocab_size for info in infos)),
         )
 
-    def cached_tokens(self, packed_ids: bytes, adapter: str, salt: str) -> dict[WorkerId, int]:
+    def cached_tokens(self, packed_ids: bytes, request: pb.Submit) -> dict[WorkerId, int]:
         """Leading tokens of a prompt that each worker has in its cache, by the index."""
         infos = self.infos()
         if not infos or not self.index.num_keys:
             return {}
         info = infos[0]  # all agree on block size and fingerprint
-        keys = block_keys(root_key(info.model_fingerprint, adapter, salt), packed_ids, info.block_size)
+        root = root_key(info.model_fingerprint, request.adapter, request.cache_salt)
+        keys = block_keys(root, packed_ids, info.block_size)
         return {worker: blocks * info.block_size for worker, blocks in self.index.matches(keys).items()}
 
     # -- who joins and leaves ----------------------------------------------------------------------------------

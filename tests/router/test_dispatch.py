@@ -417,7 +417,7 @@ async def test_prefix_index_sends_a_repeated_prompt_to_the_cache() -> None:
             await c.chat(prompt)
         assert len(first.submits) == 5
         await c.chat(prompt, cache_salt="other tenant")  # nothing of it is shared
-        shown = c.model.workers.cached_tokens(first.submits[0].prompt_token_ids, "", "third")
+        shown = c.model.workers.cached_tokens(first.submits[0].prompt_token_ids, pb.Submit(cache_salt="third"))
         assert shown == {}
 
 

@@ -12,6 +12,7 @@ from common.errors import ConfigError
 from common.model_files import resolve_model
 from common.text.load import load_tokenizer
 from common.token_ids import pack_ids, unpack_ids
+from protos import types_pb2 as pb
 from router.config import RouterConfig
 from router.served_model import LoadedModel, serve_models
 from tests.router.harness import DRY_RUN, Cluster, cluster, text_of
@@ -235,8 +236,8 @@ async def test_an_adapter_goes_to_the_block_key_and_to_every_leg() -> None:
         await c.complete(LONG)
         await c.until(lambda: c.model.workers.index.num_keys > 0)
         prompt = pack_ids(LONG.encode())
-        assert c.model.workers.cached_tokens(prompt, "", "")
-        assert c.model.workers.cached_tokens(prompt, "poet", "") == {}
+        assert c.model.workers.cached_tokens(prompt, pb.Submit())
+        assert c.model.workers.cached_tokens(prompt, pb.Submit(adapter="poet")) == {}
         for worker in c.decode:
             worker.script.die_after_tokens = worker.num_tokens + 4
         assert (await c.complete(LONG, model="dry-run:poet")).json()["model"] == "dry-run:poet"
@@ -244,6 +245,6 @@ async def test_an_adapter_goes_to_the_block_key_and_to_every_leg() -> None:
         assert [submit.adapter for submit in submits[:2]] in (["", "poet"], ["poet", ""])
         assert len(submits) > 2
         assert {submit.adapter for submit in submits[2:]} == {"poet"}  # after a migration, too
-        await c.until(lambda: bool(c.model.workers.cached_tokens(prompt, "poet", "")))
+        await c.until(lambda: bool(c.model.workers.cached_tokens(prompt, pb.Submit(adapter="poet"))))
         assert (await c.complete(LONG, model="dry-run:painter")).status_code == 404
         assert [model.id async for model in c.openai.models.list()] == ["dry-run", "dry-run:poet"]

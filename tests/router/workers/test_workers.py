@@ -12,6 +12,7 @@ from common.token_ids import pack_ids
 from kvstore.pool.block_hash import block_keys, root_key
 from kvstore.pool.index import IndexState
 from kvstore.types import WorkerId
+from protos import types_pb2 as pb
 from tests.router.harness import Cluster, cluster, text_of
 from tests.router.scripted_worker import BLOCK_SIZE, Script, ScriptedWorker
 
@@ -39,12 +40,12 @@ async def test_a_gap_in_kv_events_fetches_a_snapshot_and_open_requests_go_on() -
         stream = asyncio.create_task(c.events(max_tokens=400))  # eight seconds, unless hurried
         await c.until(lambda: worker.num_tokens > 5)
         lose_events(worker)
-        assert c.model.workers.cached_tokens(pack_ids(HIDDEN), "", "") == {}
+        assert c.model.workers.cached_tokens(pack_ids(HIDDEN), pb.Submit()) == {}
         await c.chat("a prompt that is stored", max_tokens=1)  # the event after the gap
         await c.until(lambda: knows_all(c))
         assert not stream.done()
         assert worker.num_streams == 2
-        assert c.model.workers.cached_tokens(pack_ids(HIDDEN), "", "") == {D0: len(HIDDEN)}
+        assert c.model.workers.cached_tokens(pack_ids(HIDDEN), pb.Submit()) == {D0: len(HIDDEN)}
         await c.until(lambda: len(worker.sessions) == 1)  # the second stream was for the snapshot only
         worker.script.delay_seconds = 0.0
         assert text_of(await stream) == control

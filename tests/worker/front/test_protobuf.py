@@ -1,7 +1,9 @@
 """What routers say and hear, as the engine process says and hears it.
 
 A new sampling field is written in three places: SamplingParams in protos/types.proto, SamplingParams in
-engine/request.py, and the router's schema with what it makes of it (router/api). A test says which is missing.
+engine/request.py, and the router's schema with what it makes of it (router/api). Another field of a request is
+written in five: the schema (router/api/schemas.py), `Gateway._request`, Submit in protos/types.proto, Submit in
+worker/messages.py, and Request in engine/request.py. A test says which is missing.
 """
 
 from __future__ import annotations
