@@ -211,12 +211,13 @@ class WorkerLink:
         """Take one step of the worker. The hot path: once per step for all legs here."""
         now = self.last_sign = time.monotonic()
         if report.HasField("load"):
-            if report.load.num_steps != self.load.num_steps:  # else the worker tells of the same step again
+            load = report.load
+            if load.num_steps != self.load.num_steps:  # else the worker tells of the same step again
                 self.last_step = now
-                self.rates.observe_load(report.load)
-                self._backlog.computed(report.load.step_prefill_tokens, report.load.step_prompt_pairs)
-            self.load = report.load
-            self._learn_drain(report.load.draining, report.load.num_drain_changes)
+                self.rates.observe_load(load)
+                self._backlog.computed(load.step_prefill_tokens, load.step_prompt_pairs)
+            self.load = load
+            self._learn_drain(load.draining, load.num_drain_changes)
         for offer in report.kv_offers:
             self._pass_on(offer)
         legs = self._legs
