@@ -20,7 +20,8 @@ chat: setup      ## talk to a running cluster
 
 # Triton's interpreter is chosen when triton is imported, for a whole process: kernel tests get one of their own.
 INTERPRETED := $(wildcard tests/kernels tests/gpu)
-# The core's tests run in a copy without the removable wings (wings.toml): a core that needs one fails there.
+# The core's tests run in a copy without the removable wings (wings.toml): a core that needs one fails there. Cases of
+# theirs that need a wing are skipped there, and run here.
 # All but clusters under load, whose times matter: three at a time on two cores, since many wait for something.
 SHARED := $(addprefix tests/,benchmarks cli common compile deploy engine examples kvstore packaging router worker test_repository.py test_wings.py)
 
@@ -29,7 +30,8 @@ ifeq ($(ARGS),)
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 $(INTERPRETED)
 	@copy=$$(mktemp -d) && trap 'rm -rf $$copy' EXIT && core=$$($(BIN)/python -m tests.wings --core-alone $$copy) && \
 	(cd $$copy && PYTHONPATH=$$copy $(CURDIR)/$(BIN)/python -m pytest -q -n 3 --dist loadfile $$core) && \
-	$(BIN)/python -m pytest -q -n 3 --dist loadfile $(SHARED) $$(printf -- '--ignore=%s ' $$core)
+	$(BIN)/python -m pytest -q -n 3 --dist loadfile $(SHARED) $$(printf -- '--ignore=%s ' $$core) && \
+	$(BIN)/python -m pytest -q -n 3 --dist loadfile -m wing $$(grep -lE 'mark\.wing|with_wing' $$core)
 	@$(BIN)/python -m pytest -q tests --ignore=tests/cluster/test_end_to_end.py $(addprefix --ignore=,$(INTERPRETED) $(SHARED))
 else
 	@$(BIN)/python -m pytest -q $(ARGS)

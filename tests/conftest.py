@@ -1,4 +1,7 @@
-"""No test depends on others that its process has run before: random numbers, and what gRPC logs of them."""
+"""No test depends on others that its process has run before: random numbers, and what gRPC logs of them.
+
+Tests marked `wing` are skipped where the wing is not, as in the core's copy (tests/wings.py).
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,20 @@ import sys
 
 import pytest
 
+from common.wings import has_wing
+
 SEED = 1234
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
+def pytest_runtest_setup(item: pytest.Item) -> None:
     """Before fixtures of any scope draw some."""
     random.seed(SEED)
     if torch := sys.modules.get("torch"):  # not every test needs it
         torch.manual_seed(SEED)
+    for (wing,) in (mark.args for mark in item.iter_markers("wing")):
+        if not has_wing(wing):
+            pytest.skip(f"needs the wing {wing}")
 
 
 def pytest_configure() -> None:

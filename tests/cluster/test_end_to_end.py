@@ -10,7 +10,11 @@ import httpx
 import pytest
 import torch
 
-from engine import LLM, SamplingParams
+from common.model_files import resolve_model
+from common.text.load import load_tokenizer
+from engine.assembly import assemble
+from engine.config import EngineConfig
+from engine.request import SamplingParams
 from tests.cluster.harness import Cluster, running_cluster
 
 PROMPTS = [
@@ -21,10 +25,24 @@ PROMPTS = [
 ]
 
 
+class OneEngine:
+    """An engine without services: the oracle is tested against transformers elsewhere."""
+
+    def __init__(self) -> None:
+        self._engine = assemble(EngineConfig("dry-run", num_gpu_blocks=512, num_threads=1)).engine
+        self.tokenizer = load_tokenizer(resolve_model("dry-run"))
+
+    def texts(self, prompts: list[str], params: SamplingParams) -> list[str]:
+        asked = [self.tokenizer.encode(prompt, add_special_tokens=True) for prompt in prompts]
+        requests = [self._engine.add_request(token_ids, params) for token_ids in asked]
+        while self._engine.has_work():
+            self._engine.step()
+        return [self.tokenizer.decode(request.output_token_ids) for request in requests]
+
+
 @pytest.fixture(scope="module")
-def reference() -> LLM:
-    """One engine without services: the oracle is tested against transformers elsewhere."""
-    return LLM("dry-run", num_gpu_blocks=512, num_threads=1)
+def reference() -> OneEngine:
+    return OneEngine()
 
 
 @pytest.fixture(scope="module")
@@ -38,19 +56,19 @@ def complete(cluster: Cluster, prompt: str, **options: object) -> str:
     return str(answer.choices[0].text)
 
 
-def expected_text(reference: LLM, prompt: str, params: SamplingParams) -> str:
-    return reference.generate([prompt], params)[0].text
+def expected_text(reference: OneEngine, prompt: str, params: SamplingParams) -> str:
+    return reference.texts([prompt], params)[0]
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_greedy_equals_one_engine(cluster: Cluster, reference: LLM, prompt: str) -> None:
+def test_greedy_equals_one_engine(cluster: Cluster, reference: OneEngine, prompt: str) -> None:
     expected = expected_text(reference, prompt, SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True))
     options = {"max_tokens": 24, "temperature": 0.0, "extra_body": {"ignore_eos": True}}
     assert complete(cluster, prompt, **options) == expected
     assert complete(cluster, prompt, **options) == expected  # now from the prefix caches
 
 
-def test_seeded_sampling_equals_one_engine(cluster: Cluster, reference: LLM) -> None:
+def test_seeded_sampling_equals_one_engine(cluster: Cluster, reference: OneEngine) -> None:
     params = SamplingParams(max_tokens=24, temperature=1.2, top_p=0.9, top_k=50, seed=7, ignore_eos=True)
     expected = expected_text(reference, PROMPTS[1], params)
     options = {"max_tokens": 24, "temperature": 1.2, "top_p": 0.9, "seed": 7}
@@ -76,10 +94,10 @@ def test_kv_is_really_pulled_by_the_best_transport(cluster: Cluster) -> None:
     assert set(workers) == {"prefill-0", "decode-0"}
 
 
-def test_many_at_once_equal_one_by_one(cluster: Cluster, reference: LLM) -> None:
+def test_many_at_once_equal_one_by_one(cluster: Cluster, reference: OneEngine) -> None:
     prompts = [f"request {i}: " + "lorem ipsum " * (i % 13) for i in range(32)]
     params = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
-    expected = [c.text for c in reference.generate(prompts, params)]
+    expected = reference.texts(prompts, params)
     options = {"max_tokens": 16, "temperature": 0.0, "extra_body": {"ignore_eos": True}}
     with ThreadPoolExecutor(16) as pool:
         texts = list(pool.map(lambda prompt: complete(cluster, prompt, **options), prompts))
@@ -87,9 +105,13 @@ def test_many_at_once_equal_one_by_one(cluster: Cluster, reference: LLM) -> None
     cluster.wait_quiet()
 
 
-def test_chat(cluster: Cluster, reference: LLM) -> None:
+@pytest.mark.wing("engine.offline")
+def test_chat(cluster: Cluster) -> None:
+    from engine.offline.llm import LLM
+
     messages = [{"role": "user", "content": "Say something"}]
-    expected = reference.chat(messages, SamplingParams(max_tokens=12, temperature=0.0))
+    llm = LLM("dry-run", num_gpu_blocks=512, num_threads=1)
+    expected = llm.chat(messages, SamplingParams(max_tokens=12, temperature=0.0))
     answer = cluster.client().chat.completions.create(
         model="dry-run",
         messages=messages,  # type: ignore[arg-type]

@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from common.model_files import ModelFiles
-from common.wings import has_wing
 from engine.config import EngineConfig
 from engine.cpu.runner import CpuRunner
 from engine.kv.memory import allocate_pool, kv_layout, pool_geometry
@@ -23,7 +21,6 @@ from engine.scheduled_step import ScheduledStep
 from kvstore.types import BlockId
 
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0, seed=0)
-needs_drafts = pytest.mark.skipif(not has_wing("engine.speculation"), reason="needs the wing engine/speculation")
 
 
 def open_model(files: ModelFiles, **settings: Any) -> tuple[LoadedModel, EngineConfig]:

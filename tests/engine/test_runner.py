@@ -18,14 +18,14 @@ from engine.plan import StepPlan
 from engine.request import Request, RequestId, SamplingParams
 from kvstore.types import BlockId, HostSlot
 from tests.engine.driving import GREEDY, Driver, directory, make_runner, open_model, plan_of, random_prompt
-from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, reference_greedy, reference_logits
+from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, reference_greedy, reference_logits, with_wing
 
 pytestmark = pytest.mark.slow
 
 Opened = tuple[LoadedModel, EngineConfig, transformers.PreTrainedModel]
 
 
-@pytest.fixture(scope="module", params=sorted(TINY_MODELS))
+@pytest.fixture(scope="module", params=map(with_wing, sorted(TINY_MODELS)))
 def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Opened:
     torch.set_num_threads(1)
     tiny = TINY_MODELS[request.param]

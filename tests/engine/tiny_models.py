@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 VOCAB_SIZE = 211
 EOS = 3
 CHOICE_BIAS = "e_score_correction_bias"  # the one buffer that checkpoints hold
+WINGS = {"deepseek": "engine.mla", **dict.fromkeys(("gemma3", "gpt-oss", "mistral-window"), "engine.windows")}
 CONFIGS = {"Gemma3": "Gemma3Text"}  # classes of configs that have another name than the model's
 SHAPE = {
     "vocab_size": VOCAB_SIZE,
@@ -54,6 +56,13 @@ class TinyModel:
         model = self.build()
         model.save_pretrained(path, max_shard_size=self.shard_bytes or "1GB")
         return path
+
+
+def with_wing(name: str) -> Any:
+    """The name of a model as a test's parameter, marked with the wing that the model needs."""
+    return pytest.param(
+        name, marks=[pytest.mark.wing(wing) for start, wing in WINGS.items() if name.startswith(start)]
+    )
 
 
 def rope(kind: str, **values: Any) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from engine.cpu.lowering import invariant
 from engine.engine import Engine
 from engine.layers.linear import Linear, dense_linear
 from engine.request import Request, SamplingParams
-from tests.engine.driving import needs_drafts, random_prompt
-from tests.engine.tiny_models import SHAPE, TINY_MODELS, VOCAB_SIZE
+from tests.engine.driving import random_prompt
+from tests.engine.tiny_models import SHAPE, TINY_MODELS, VOCAB_SIZE, with_wing
 
 # Libraries treat products of a few thousand numbers differently, which no real model has.
 LARGER = {
@@ -67,7 +67,9 @@ def open_engine(path: Path, **settings: Any) -> Engine:
 
 
 @pytest.mark.parametrize("quant_mode", ["none", "int8-weight", "int4-weight"])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3-moe", "deepseek-v2-lite", "gemma3", "gpt-oss"])
+@pytest.mark.parametrize(
+    "family", map(with_wing, ["qwen2", "qwen3", "qwen3-moe", "deepseek-v2-lite", "gemma3", "gpt-oss"])
+)
 def test_company_changes_nothing(family: str, quant_mode: str, tmp_path: Path) -> None:
     engine = open_engine(save(family, tmp_path), quant_mode=quant_mode)
     prompts = [random_prompt(length, VOCAB_SIZE, length) for length in LENGTHS]
@@ -76,7 +78,7 @@ def test_company_changes_nothing(family: str, quant_mode: str, tmp_path: Path) -
         assert answers(engine, prompts, random.Random(seed)) == alone
 
 
-@needs_drafts
+@pytest.mark.wing("engine.speculation")
 def test_drafts_change_nothing(tmp_path: Path) -> None:
     path = save("qwen2", tmp_path)
     prompts = [random_prompt(4, VOCAB_SIZE, length) * (1 + length // 4) for length in LENGTHS]

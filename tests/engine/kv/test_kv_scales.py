@@ -21,7 +21,7 @@ from engine.layers.attention import Attention
 from engine.layers.post_norm import PostNormed
 from engine.loader.load import LoadedModel
 from tests.engine.driving import GREEDY, Driver, directory, make_runner, open_model, random_prompt
-from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE
+from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, with_wing
 
 NAMES = ("llama", "qwen2", "qwen3-biases", "gemma3")
 TEXT = (
@@ -33,7 +33,7 @@ TEXT = (
 )
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=map(with_wing, NAMES))
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     return TINY_MODELS[request.param].save(tmp_path_factory.mktemp("model") / request.param)
@@ -138,6 +138,7 @@ def test_cached_prefixes_and_chunks_give_the_same_tokens(path: Path) -> None:
     assert outputs == [outputs[0]] * 4
 
 
+@pytest.mark.wing("common.gguf")
 @pytest.mark.slow
 def test_smollm2_makes_nearly_the_same_choices() -> None:
     """Forced through one text, the likeliest next token is nearly always the same, and as likely."""

@@ -55,6 +55,7 @@ def test_ranks_fill_up_their_columns_alike(count: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.wing("engine.windows")
 def test_a_checkpoint_equals_its_dequantized_copy(tmp_path: Path) -> None:
     torch.manual_seed(0)
     plain = TinyModel("GptOss", {**GPT_OSS, "hidden_size": 64, "intermediate_size": 32}).save(tmp_path / "plain")

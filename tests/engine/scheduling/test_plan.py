@@ -15,7 +15,6 @@ from engine.plan import CompletedStep, NewRequest, ScheduledRow, StepPlan, StepR
 from engine.request import RequestId, SamplingParams
 from engine.request_states import RequestStates
 from kvstore.types import BlockId, HostSlot
-from tests.engine.driving import needs_drafts
 
 ENCODER, DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(StepPlan)
 PARAMS = SamplingParams(
@@ -57,8 +56,10 @@ def record(parts: EngineParts, monkeypatch: pytest.MonkeyPatch) -> list[tuple[by
     return steps
 
 
+@pytest.mark.wing("kvstore.tier")
 @pytest.mark.parametrize(
-    ("preemption", "num_drafts"), [("recompute", 0), ("swap", 0), pytest.param("swap", 3, marks=needs_drafts)]
+    ("preemption", "num_drafts"),
+    [("recompute", 0), ("swap", 0), pytest.param("swap", 3, marks=pytest.mark.wing("engine.speculation"))],
 )
 def test_a_recorded_run_replayed_gives_the_same_tokens(
     preemption: str, num_drafts: int, monkeypatch: pytest.MonkeyPatch

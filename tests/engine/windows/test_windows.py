@@ -22,7 +22,7 @@ from engine.models.config import LatentConfig
 from engine.models.families import family_of
 from engine.models.hf_config import config_from_hf
 from engine.request import Request
-from tests.engine.driving import GREEDY, Driver, directory, make_runner, needs_drafts, open_model, random_prompt
+from tests.engine.driving import GREEDY, Driver, directory, make_runner, open_model, random_prompt
 from tests.engine.tiny_models import GEMMA3, SHAPE, TINY_MODELS, VOCAB_SIZE, reference_greedy
 
 pytestmark = pytest.mark.slow
@@ -31,12 +31,12 @@ NUM_TOKENS = 24
 PROMPTS = [random_prompt(length, VOCAB_SIZE, length) for length in (1, 5, 20, 21, 22, 47, 60, 90)]
 SCARCE = -1
 SCARCE_BLOCKS = {"mistral-window": 14, "gemma3": 100, "gpt-oss": 42}  # hold the longest sequence, and not two of them
-SETTINGS: list[Any] = [
+SETTINGS: list[dict[str, Any]] = [
     {},
     {"max_num_batched_tokens": 12, "max_num_seqs": 4},
     {"num_gpu_blocks": SCARCE, "preemption": "recompute"},
     {"num_gpu_blocks": SCARCE, "preemption": "swap", "host_tier_gb": 0.01},
-    pytest.param({"num_speculative_tokens": 3, "ngram_min": 1}, marks=needs_drafts),
+    {"num_speculative_tokens": 3, "ngram_min": 1},
     {"prefix_cache": False, "max_num_batched_tokens": 16},
 ]
 
