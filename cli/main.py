@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from common.errors import MiniInferError
 from common.version import VERSION
+from common.wings import require_wing
 
 # name -> (module with `run(argv) -> exit code`, what it does)
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -32,6 +33,7 @@ def usage() -> str:
 def run_command(name: str, argv: Sequence[str]) -> int:
     """Run one command; its exit code. A MiniInferError becomes one line on stderr."""
     try:
+        require_wing(COMMANDS[name][0], f"mini-infer {name}")
         result: int = importlib.import_module(COMMANDS[name][0]).run(list(argv))
         return result
     except MiniInferError as error:

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from common.model_files import ModelFiles, resolve_model
+from common.wings import require_wing
+from engine.compatibility import check_wings
 from engine.config import EngineConfig
-from engine.engine import Engine
+from engine.engine import Engine, Runner
 from engine.gpu.config import GpuConfig
 from engine.gpu.failures import LESS_KV, SMALLER_WEIGHTS, explained
 from engine.kv.block_groups import BlockGroups
@@ -32,19 +34,18 @@ from engine.kv.memory import (
 from engine.kv.pool_memory import PoolMemory, PrivatePoolMemory
 from engine.ranks import RankContext, Ranks
 from engine.scheduling.policy import SchedulingPolicy, load_policy
-from engine.scheduling.prompt_budget import budget_for
 from engine.scheduling.scheduler import Scheduler
 from engine.start_progress import OnProgress, no_progress
 from kvstore.layout import PoolGeometry
 from kvstore.pool.block_pool import BlockPool
 from kvstore.pool.host_tier import HostTier
-from kvstore.tier.host_tier import open_host_tier
 
 if TYPE_CHECKING:
     from engine.expert_balancing.loads import ExpertLoadRecorder
     from engine.expert_balancing.rebalancing import Rebalancer
     from engine.loader.load import LoadedModel
     from engine.models.config import ModelConfig
+    from engine.scheduling.prompt_budget import PromptBudget
     from engine.speculation.drafts import Speculation
 
 logger = logging.getLogger(__name__)
@@ -87,11 +88,11 @@ def _assemble(
     config: EngineConfig, memory: PoolMemory, gpu: GpuConfig, is_offline: bool, on_progress: OnProgress
 ) -> EngineParts:
     # Here, because they take seconds to import and the settings should be checked first.
-    from engine.expert_balancing.rebalancing import CountedRunner
     from engine.loader.load import check_model, load_model, resolve_device
     from engine.loader.supported import check_attention
 
     began = time.monotonic()
+    check_wings(config)
     policy = load_policy(config.scheduling_policy)
     files = resolve_model(config.model)
     device = resolve_device(config)
@@ -108,16 +109,13 @@ def _assemble(
     loads, rebalancer = _expert_loads(loaded, config)
     config, geometry, max_model_len = _size_pool(loaded, config, gpu, ranks)
     pool = memory.allocate(geometry, device)
-    # A GPU's driver keeps the pages that it has registered, whatever is mapped there later: no other agent's memory.
-    host_tier = open_host_tier(
-        geometry, int(config.host_tier_gb * 2**30), memory.agent_socket, reconnects=device.type == "cpu"
-    )
+    host_tier = _host_tier(geometry, config, memory.agent_socket, device)
     make_runner = partial(_make_runner, loaded, pool, _host_buffer(host_tier, geometry), config, gpu, max_model_len)
     num_slots = 0 if host_tier is None else host_tier.num_slots
     runner = ranks.runner(make_runner, loaded, memory, geometry, num_slots, max_model_len)
     engine = Engine(
         _make_scheduler(geometry, config, device, host_tier, max_model_len, policy, ranks.num_stages),
-        runner if loads is None else CountedRunner(runner, loads, rebalancer),
+        runner if loads is None else _counted(runner, loads, rebalancer),
         vocab_size=loaded.config.vocab_size,
         eos_token_ids=frozenset(loaded.config.eos_token_ids),
         constraints=loaded.constraints,
@@ -185,7 +183,7 @@ def _make_scheduler(
         preempt_by_swap=config.preemption == "swap",
         policy=policy,
         speculation=_speculation(config, device),
-        prompt_budget=budget_for(config),
+        prompt_budget=_prompt_budget(config),
         num_stages=num_stages,
     )
 
@@ -218,16 +216,44 @@ def _expert_loads(loaded: LoadedModel, config: EngineConfig) -> tuple[ExpertLoad
     return loads, Rebalancer(loads, interval) if interval else None
 
 
+def _counted(runner: Runner, loads: ExpertLoadRecorder, rebalancer: Rebalancer | None) -> Runner:
+    from engine.expert_balancing.rebalancing import CountedRunner  # see `_assemble`
+
+    return CountedRunner(runner, loads, rebalancer)
+
+
 def make_kv_manager(geometry: PoolGeometry, config: EngineConfig, host_tier: HostTier | None) -> KVManager:
     """Block bookkeeping for a pool of that geometry."""
     groups = BlockGroups.of(geometry.layout, config.block_size, config.max_num_batched_tokens)
     return KVManager(BlockPool(geometry.num_blocks, config.prefix_cache), groups, geometry.fingerprint, host_tier)
 
 
+def _host_tier(
+    geometry: PoolGeometry, config: EngineConfig, agent_socket: str, device: torch.device
+) -> HostTier | None:
+    """The memory of this host behind the pool. Raises ConfigError, UnavailableError."""
+    if not (config.host_tier_gb or agent_socket):
+        return None
+    require_wing("kvstore.tier", "--agent-socket")
+    from kvstore.tier.host_tier import open_host_tier
+
+    # A GPU's driver keeps the pages that it has registered, whatever is mapped there later: no other agent's memory.
+    reconnects = device.type == "cpu"
+    return open_host_tier(geometry, int(config.host_tier_gb * 2**30), agent_socket, reconnects)
+
+
 def _host_buffer(host_tier: HostTier | None, geometry: PoolGeometry) -> torch.Tensor | None:
     if host_tier is None:
         return None
     return host_buffer_over(host_tier.buffer, host_tier.num_slots, geometry.block_bytes)
+
+
+def _prompt_budget(config: EngineConfig) -> PromptBudget | None:
+    if not config.itl_objective_ms:
+        return None
+    from engine.scheduling.prompt_budget import PromptBudget
+
+    return PromptBudget(config.itl_objective_ms / 1e3)
 
 
 def _speculation(config: EngineConfig, device: torch.device) -> Speculation | None:

@@ -1,7 +1,8 @@
 """What excludes what: one table of features, of pairs that are refused, and of features that need another one.
 
-`check` is the only place that refuses combinations of settings; docs/compatibility.md shows the table. What a model
-or a GPU cannot do is refused where the model is read (`engine/loader/supported.py`).
+`check` is the only place that refuses combinations of settings; docs/compatibility.md shows the table. `check_wings`
+refuses features whose wing is not installed. What a model or a GPU cannot do is refused where the model is read
+(`engine/loader/supported.py`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from common.errors import ConfigError
+from common.wings import require_wing
 
 if TYPE_CHECKING:
     from engine.config import EngineConfig
@@ -18,32 +20,48 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """One capability, the setting that turns it on, and how to see that in the settings."""
+    """One capability, the setting that turns it on, and how to see that in the settings.
+
+    wings: packages that it needs; empty: the core alone.
+    """
 
     name: str
     setting: str
     is_on: Callable[[EngineConfig], bool]
+    wings: tuple[str, ...] = ()
 
 
-TENSOR = Feature("tensor parallelism", "--tp", lambda c: c.tp > 1)
-PIPELINE = Feature("pipeline parallelism", "--pp", lambda c: c.pp > 1)
+# What several processes of a model need, whatever they divide: these wings import each other.
+RANKS = ("engine.tensor_parallel", "engine.pipeline_parallel", "engine.expert_parallel", "engine.expert_balancing")
+TENSOR = Feature("tensor parallelism", "--tp", lambda c: c.tp > 1, RANKS)
+PIPELINE = Feature("pipeline parallelism", "--pp", lambda c: c.pp > 1, RANKS)
 REMOTE_STAGE = Feature("a stage on another host", "--stage-address", lambda c: bool(c.stage_address))
 EXPERT = Feature("expert parallelism", "--expert-parallel", lambda c: c.expert_parallel)
 DISPATCH = Feature(
     "dispatch of tokens to experts", "--expert-exchange dispatch", lambda c: c.expert_exchange != "sum"
 )
-COUNTS = Feature("counts of experts", "--expert-load-file", lambda c: bool(c.expert_load_file))
+COUNTS = Feature(
+    "counts of experts", "--expert-load-file", lambda c: bool(c.expert_load_file),
+    ("engine.expert_balancing", "engine.expert_parallel"),
+)  # fmt: skip
 PLACEMENT = Feature("placed experts", "--expert-placement", lambda c: bool(c.expert_placement))
 REBALANCING = Feature(
     "experts that move while serving", "--expert-rebalance-interval", lambda c: c.expert_rebalance_interval != 0
 )
 REPLICAS = Feature("replicas of experts", "--num-redundant-experts", lambda c: c.num_redundant_experts > 0)
-DRAFTS = Feature("speculative decoding", "--num-speculative-tokens", lambda c: c.num_speculative_tokens > 0)
-OBJECTIVES = Feature("latency objectives", "--itl-objective-ms", lambda c: c.itl_objective_ms > 0)
+DRAFTS = Feature(
+    "speculative decoding",
+    "--num-speculative-tokens",
+    lambda c: c.num_speculative_tokens > 0,
+    ("engine.speculation",),
+)
+OBJECTIVES = Feature(
+    "latency objectives", "--itl-objective-ms", lambda c: c.itl_objective_ms > 0, ("engine.scheduling.prompt_budget",)
+)
 QUANTIZED = Feature("quantized weights", "--quant-mode", lambda c: c.quant_mode not in ("auto", "none"))
 EIGHT_BIT_KV = Feature("8-bit KV", "--kv-cache-dtype fp8", lambda c: c.kv_cache_dtype == "fp8")
 SWAP = Feature("preemption by swapping", "--preemption swap", lambda c: c.preemption == "swap")
-HOST_TIER = Feature("host tier", "--host-tier-gb", lambda c: c.host_tier_gb > 0)
+HOST_TIER = Feature("host tier", "--host-tier-gb", lambda c: c.host_tier_gb > 0, ("kvstore.tier",))
 SIMULATION = Feature("simulated steps", "--simulated-steps", lambda c: bool(c.simulated_steps))
 GPU = Feature("a GPU asked for", "--device cuda", lambda c: c.device == "cuda")
 FEATURES = (
@@ -100,3 +118,10 @@ def check(config: EngineConfig) -> None:
     for feature, needed, reason in NEEDED:
         if feature.name in on and not any(each.name in on for each in needed):
             raise ConfigError(reason)
+
+
+def check_wings(config: EngineConfig) -> None:
+    """Raise ConfigError for features whose wing this installation lacks."""
+    for feature in FEATURES:
+        for wing in feature.wings if feature.is_on(config) else ():
+            require_wing(wing, feature.setting)

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 from common.errors import ConfigError
 from common.text.tokenizer import Tokenizer
+from common.wings import require_wing
 from router.config import RouterConfig
-from router.dispatch import Dispatcher
+from router.dispatch import Dispatcher, Roles
 from router.explain import ExplainLog
 from router.metrics import RouterMetrics
-from router.objectives.adaptive import roles_for
 from router.workers.model_workers import ModelLimits, ModelWorkers
 
 
@@ -64,6 +64,16 @@ def serve_models(config: RouterConfig, loaded: Sequence[LoadedModel]) -> list[Se
         taken |= names
         workers = ModelWorkers(name, item.own_name, item.tokenizer.tokenizer_hash())
         metrics = RouterMetrics(item.own_name, models[0].metrics if models else None)
-        dispatcher = Dispatcher(config, workers, metrics, roles_for(config, workers))
+        dispatcher = Dispatcher(config, workers, metrics, roles_of(config, workers))
         models.append(ServedModel(name, (item.own_name,), item.tokenizer, workers, dispatcher))
     return models
+
+
+def roles_of(config: RouterConfig, workers: ModelWorkers) -> Roles | None:
+    """What places requests by latency objectives; None without any. Raises ConfigError."""
+    if not config.objectives:
+        return None
+    require_wing("router.objectives", "--ttft-objective-ms or --itl-objective-ms")
+    from router.objectives.adaptive import roles_for
+
+    return roles_for(config, workers)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from math import inf
 
 from common.step_times import StepCost, StepTimes, num_pairs, work_bounds
-from engine.config import EngineConfig
 from engine.plan import StepSize
 from engine.request import Request
 
@@ -94,10 +93,3 @@ def _tokens_in(cost: StepCost, work: float, prompts: Sequence[WaitingPrompt]) ->
         num_tokens += prompt.num_tokens
         work -= own_work
     return num_tokens
-
-
-def budget_for(config: EngineConfig) -> PromptBudget | None:
-    """The budget for an engine's objectives; None without an ITL objective."""
-    if not config.itl_objective_ms:
-        return None
-    return PromptBudget(config.itl_objective_ms / 1e3)

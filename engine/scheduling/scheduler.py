@@ -27,13 +27,13 @@ from engine.scheduled_step import ScheduledStep
 from engine.scheduling.admission import Admission
 from engine.scheduling.policy import GuardedPolicy, PriorityPolicy, SchedulingPolicy
 from engine.scheduling.preemption import Preemption
-from engine.scheduling.prompt_budget import PromptBudget
 from engine.scheduling.remote_kv import RemoteKv
 from engine.scheduling.request_queues import RequestQueues
 from engine.scheduling.stopping import append_tokens, is_full
 from kvstore.types import BlockId
 
 if TYPE_CHECKING:
+    from engine.scheduling.prompt_budget import PromptBudget
     from engine.speculation.drafts import Speculation
 
 

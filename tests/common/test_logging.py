@@ -88,7 +88,10 @@ def test_the_end_of_a_process_is_json_too() -> None:
     assert "the prompt" not in child.stderr
 
 
-@pytest.mark.parametrize("service", ["router", "prefill_service", "decode_service", "kvstore"])
+@pytest.mark.parametrize(
+    "service",
+    ["router", "prefill_service", "decode_service", pytest.param("kvstore", marks=pytest.mark.wing("kvstore.tier"))],
+)
 def test_a_service_says_why_it_does_not_start_in_its_format(service: str) -> None:
     wrong = ["--model=/nowhere", "--decode=127.0.0.1:1"] if service == "router" else ["--host=0.0.0.0"]
     command = [sys.executable, "-m", service, "--log-format=json", *wrong]

@@ -20,7 +20,10 @@ runpy.run_module(sys.argv[1], run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("service", ["router", "prefill_service", "decode_service", "kvstore"])
+@pytest.mark.parametrize(
+    "service",
+    ["router", "prefill_service", "decode_service", pytest.param("kvstore", marks=pytest.mark.wing("kvstore.tier"))],
+)
 def test_sigterm_while_a_service_is_imported_ends_it_well(service: str) -> None:
     command = [sys.executable, "-c", CHILD, service, "--model", "dry-run"]
     process = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)

@@ -7,20 +7,20 @@ import pytest
 
 PROBE = "import sys, importlib; [importlib.import_module(name) for name in sys.argv[1:]]; print(*sys.modules)"
 PURE = [
-    "pool.block_hash", "pool.block_pool", "tier.host_tier", "pool.index", "pool.leases", "handle.runs", "layout",
+    "pool.block_hash", "pool.block_pool", "pool.host_tier", "pool.index", "pool.leases", "handle.runs", "layout",
     "types",
 ]  # fmt: skip
+with_tier = pytest.mark.wing("kvstore.tier")
 
 
 @pytest.mark.parametrize(
     ("modules", "forbidden"),
     [
         (PURE, {"numpy", "google", "grpc", "msgspec", "torch"}),
+        pytest.param(["tier.host_tier"], {"numpy", "google", "grpc", "msgspec", "torch"}, marks=with_tier),
         (["pool.events"], {"numpy", "grpc", "torch"}),
-        (
-            ["tier.agent", "transports.client", "transports.service", "tier.agent_client", "config"],
-            {"torch", "engine"},
-        ),
+        (["transports.client", "transports.service", "config"], {"torch", "engine"}),
+        pytest.param(["tier.agent", "tier.agent_client"], {"torch", "engine"}, marks=with_tier),
     ],
 )
 def test_imports_stay_small(modules: list[str], forbidden: set[str]) -> None:

@@ -46,7 +46,7 @@ class SharedPoolMemory:
         self.shares_device_pools = True
         self.clients: list[KvClient] = []  # readers of peers' blocks, one into the pool of each rank
         self._config = config
-        named, kinds = config.kv_transport, load_transports()
+        named, kinds = config.kv_transport, load_transports(config.kv_transport)
         self._wanted = [k for k in kinds if named == k.name or (named == AUTO and k.offered != "named")]
         worker = OwnWorker(config.host, config.cluster_token)
         self._transports: dict[str, Transport] = {

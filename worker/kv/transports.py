@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, cast
 
+from common.wings import has_wing, require_wing
+
 if TYPE_CHECKING:
     from kvstore.transports.transport import Transport
 
@@ -19,7 +21,13 @@ TRANSPORTS = {
 }
 
 
-def load_transports() -> list[type[Transport]]:
-    """Import all of them, the best first."""
-    found = (path.split(":") for path in TRANSPORTS.values())
-    return [cast("type[Transport]", getattr(import_module(module), name)) for module, name in found]
+def load_transports(wanted: str) -> list[type[Transport]]:
+    """Import those that are here, the best first. Raises ConfigError when `wanted`, if it names one, is not."""
+    found = {kind: path.split(":") for kind, path in TRANSPORTS.items()}
+    if wanted != AUTO:
+        require_wing(found[wanted][0], f"--kv-transport {wanted}")
+    return [
+        cast("type[Transport]", getattr(import_module(module), name))
+        for module, name in found.values()
+        if has_wing(module)
+    ]

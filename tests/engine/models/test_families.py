@@ -19,7 +19,10 @@ SETTINGS = [
     {},
     {"max_num_batched_tokens": 8, "max_num_seqs": 4},
     {"num_gpu_blocks": 44, "block_size": 4, "preemption": "recompute"},
-    {"num_gpu_blocks": 44, "block_size": 4, "preemption": "swap", "host_tier_gb": 0.01},
+    pytest.param(
+        {"num_gpu_blocks": 44, "block_size": 4, "preemption": "swap", "host_tier_gb": 0.01},
+        marks=pytest.mark.wing("kvstore.tier"),
+    ),
 ]
 
 

@@ -250,6 +250,7 @@ def test_blocks_that_running_requests_need_are_left() -> None:
     assert peer.scheduler.num_preemptions == 0
 
 
+@pytest.mark.wing("kvstore.tier")
 def test_what_a_prefetch_evicts_goes_to_the_host_tier_first() -> None:
     peer = make_peer(8, host_slots=16)
     first = list(range(100, 100 + 6 * BLOCK))
@@ -261,6 +262,7 @@ def test_what_a_prefetch_evicts_goes_to_the_host_tier_first() -> None:
     assert again.num_cached_tokens == 5 * BLOCK  # its last token is always computed
 
 
+@pytest.mark.wing("kvstore.tier")
 def test_the_load_behind_a_part_has_nothing_to_evict() -> None:
     peer = make_peer(10, host_slots=16)
     peer.engine.add_request(list(range(100, 100 + 9 * BLOCK)), SamplingParams(max_tokens=1))
@@ -312,6 +314,7 @@ def test_only_prompts_for_peers_are_reported() -> None:
     assert engine.scheduler.take_prompt_chunks() == []
 
 
+@pytest.mark.wing("kvstore.tier")
 @settings(max_examples=150)
 @given(
     data=st.data(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,21 +16,25 @@ from engine.kv.block_groups import BlockGroups
 from engine.kv.manager import KVManager
 from engine.request import FinishReason, Request, RequestId, RequestStatus, SamplingParams
 from engine.scheduling.policy import FcfsPolicy, PriorityPolicy, SchedulingPolicy
-from engine.scheduling.prompt_budget import PromptBudget
 from engine.scheduling.scheduler import Scheduler
-from engine.speculation.drafts import Speculation
 from examples.scheduling_policy import ShortestPromptFirst
 from kvstore.pool.block_hash import block_keys, root_key
 from kvstore.pool.block_pool import BlockPool
-from kvstore.tier.host_tier import HostTierAllocator
 from kvstore.types import BlockKey
 from tests.engine.fakes import VOCAB_SIZE, BlockMemoryRunner, expected_tokens
+
+if TYPE_CHECKING:
+    from engine.scheduling.prompt_budget import PromptBudget
+    from engine.speculation.drafts import Speculation
 
 BLOCK = 4
 
 
-class FakeTier(HostTierAllocator):
+def host_tier(num_slots: int) -> Any:
     """The allocator without a buffer: the fake runner keeps host slots itself."""
+    from kvstore.tier.host_tier import HostTierAllocator
+
+    return HostTierAllocator(num_slots)
 
 
 def make_engine(
@@ -50,7 +54,7 @@ def make_engine(
     windows: tuple[int, ...] = (),
 ) -> tuple[Engine, BlockMemoryRunner]:
     """windows: of KV groups, 0: none; of a model without any, nothing."""
-    tier: Any = FakeTier(host_slots) if host_slots else None
+    tier = host_tier(host_slots) if host_slots else None
     pool = BlockPool(num_blocks, prefix_cache)
     kv = KVManager(pool, BlockGroups(BLOCK, windows or (0,), budget), "test", tier)
     scheduler = Scheduler(
@@ -162,6 +166,7 @@ def test_an_adapter_that_the_engine_lacks_is_refused() -> None:
     assert not engine.has_work()
 
 
+@pytest.mark.wing("kvstore.tier")
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("swap", [False, True])
 def test_preemption_changes_no_token(swap: bool, overlap: bool) -> None:
@@ -175,6 +180,7 @@ def test_preemption_changes_no_token(swap: bool, overlap: bool) -> None:
     assert_quiet(engine)
 
 
+@pytest.mark.wing("kvstore.tier")
 def test_swap_really_swaps() -> None:
     engine, runner = make_engine(num_blocks=12, host_slots=24, swap=True, prefix_cache=False)
     for i in range(4):
@@ -188,6 +194,7 @@ def test_swap_really_swaps() -> None:
     assert_quiet(engine)
 
 
+@pytest.mark.wing("kvstore.tier")
 def test_host_tier_gives_evicted_prefixes_back() -> None:
     engine, runner = make_engine(num_blocks=8, host_slots=16)
     first = list(range(1, 18))
@@ -432,6 +439,7 @@ def test_abort_while_loading_frees_blocks_only_after_the_load() -> None:
     assert_quiet(engine)
 
 
+@pytest.mark.wing("kvstore.tier")
 @settings(max_examples=120)
 @given(
     data=st.data(),
