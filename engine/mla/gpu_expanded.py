@@ -18,6 +18,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -25,13 +26,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from common.errors import ConfigError
+from common.wings import has_wing, require_wing
 from engine.gpu.attention.backend import PrefillPlan
 from engine.gpu.steps.inputs import upload
 from engine.mla.gpu_latents import PagedLatents
 from engine.models.config import LatentConfig
-from engine.prefill_backends import fa3
 from kernels.gpu.attention.paged_prefill import prefill_tiles
 from kernels.gpu.mla.expanded_prefill import TILE_M, expanded_prefill
+
+if TYPE_CHECKING:
+    from engine.prefill_backends import fa3
 
 logger = logging.getLogger(__name__)
 MAX_EXPANDED_BYTES = 512 << 20  # of one layer's latents, K and V; steps with more keys are absorbed
@@ -161,7 +165,10 @@ def open_latents(wanted: str, pool: Tensor, num_heads: int, latent: LatentConfig
     if any(dim < 16 or dim & (dim - 1) for dim in dims):
         logger.info("prefill attention: absorbed latents alone, as heads of %s are no powers of two", dims)
         return PagedLatents(num_heads, latent)
-    flash = None if wanted == "triton" else open_flash(wanted, dims, dtype, pool.device)
+    if wanted == "fa3":
+        require_wing("engine.prefill_backends", "--attention-backend fa3")
+    has_libraries = wanted != "triton" and has_wing("engine.prefill_backends")
+    flash = open_flash(wanted, dims, dtype, pool.device) if has_libraries else None
     backend = ExpandedLatents(pool, num_heads, latent, dtype, flash)
     logger.info("prefill attention: %s, over expanded latents where that is cheaper", backend.name)
     return backend
@@ -171,6 +178,8 @@ def open_flash(
     wanted: str, dims: tuple[int, int, int], dtype: torch.dtype, device: torch.device
 ) -> fa3.Forward | None:
     """FlashAttention-3, tried once: a package does not tell which widths it was built for."""
+    from engine.prefill_backends import fa3
+
     fits = device.type == "cuda" and torch.version.hip is None and dtype == torch.bfloat16
     if not fits or torch.cuda.get_device_capability(device) != (9, 0) or not fa3.installed_package():
         if wanted == "fa3":

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
-from common.wings import has_wing
+from common.wings import has_wing, require_wing
 from engine.gpu.attention.backend import PrefillAttention
 from engine.gpu.attention.paged import PagedAttention
 
-HAS_LIBRARIES = has_wing("engine.prefill_backends")
+LIBRARIES = "engine.prefill_backends"
+HAS_LIBRARIES = has_wing(LIBRARIES)
 if HAS_LIBRARIES:
     from engine.prefill_backends import cudnn, fa3
 
@@ -99,6 +100,8 @@ def open_attention(
         if wanted not in ("auto", "triton"):
             raise ConfigError(f"--attention-backend {wanted} knows no {needs}; use triton")
         return PagedAttention(num_heads, pool.shape[3])
+    if wanted in BY_SPEED:
+        require_wing(LIBRARIES, f"--attention-backend {wanted}")
     facts = facts_of(dtype, pool)
     chosen = choose(wanted, facts)
     backend: PrefillAttention = PagedAttention(num_heads, pool.shape[3])
