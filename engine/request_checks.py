@@ -9,11 +9,15 @@ import numpy as np
 
 from common.errors import InvalidRequestError
 from common.token_ids import pack_ids
+from common.wings import has_wing
 from engine.request import SamplingParams
 
 
 def check_prompt(token_ids: Sequence[int], params: SamplingParams, vocab_size: int) -> None:
-    """Raise InvalidRequestError for an empty prompt, and for tokens outside the vocabulary, those in `params` too."""
+    """Raise InvalidRequestError for an empty prompt, and for tokens outside the vocabulary, those in `params` too.
+
+    Also for a grammar where nothing follows them.
+    """
     if not token_ids:
         raise InvalidRequestError("the prompt must hold at least one token", "prompt")
     named = [
@@ -25,6 +29,8 @@ def check_prompt(token_ids: Sequence[int], params: SamplingParams, vocab_size: i
     ]
     for param, some_ids in named:
         _check_in_vocabulary(param, some_ids, vocab_size, param)
+    if params.grammar and not has_wing("engine.grammar"):
+        raise InvalidRequestError("this engine lacks grammars (engine.grammar)")
 
 
 def check_output(token_ids: Sequence[int], params: SamplingParams, vocab_size: int) -> None:

@@ -24,7 +24,7 @@ from common.version import VERSION
 from protos import types_pb2 as pb
 from router.api.schemas import DetokenizeBody, TokenizeBody
 from router.config import ROLES
-from router.features import ChatCompletionBody, CompletionBody
+from router.features import CHAT_BODY, COMPLETION_BODY
 from router.gateway import Gateway
 from router.http.api_docs import Operation, openapi, page
 from router.http.errors import HttpError, error_response, log_if_internal, status_of
@@ -156,8 +156,8 @@ def _add_model_routes(routes: Routes, gateway: Gateway) -> None:
 
     chat, completions = with_body(gateway.chat_completions), with_body(gateway.completions)
     tokenize, detokenize = with_body(gateway.tokenize), with_body(gateway.detokenize)
-    routes.add("POST", "/v1/chat/completions", chat, "the answer to a conversation", ChatCompletionBody)
-    routes.add("POST", "/v1/completions", completions, "the continuation of a text", CompletionBody)
+    routes.add("POST", "/v1/chat/completions", chat, "the answer to a conversation", CHAT_BODY)
+    routes.add("POST", "/v1/completions", completions, "the continuation of a text", COMPLETION_BODY)
     routes.add("GET", "/v1/models", models, "the models that are served")
     routes.add("GET", "/v1/models/{name:path}", model, "one of them, or 404")
     routes.add("POST", "/tokenize", tokenize, "the token ids of a text or a conversation", TokenizeBody)

@@ -6,29 +6,44 @@ The one file that names them: bodies with their fields, what these ask for, and 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
+
+from pydantic import create_model
 
 from common.text.tokenizer import Tokenizer
-from router.api import schemas
+from common.wings import has_wing
 from router.api.chat_renderer import ChatRenderer
+from router.api.message_schemas import Body
+from router.api.schemas import ChatCompletionBody, CompletionBody
 from router.api.text import ChoiceText, StopRules
-from router.grammar.answer_format import CHECKS, AnswerFields, answer_grammar
-from router.tools.tool_renderer import ToolChatRenderer
-from router.tools.tool_use import ToolText, ToolUse, tool_use
-from router.tools.tools import ToolFields
+
+B = TypeVar("B", bound=Body)
+HAS_GRAMMAR = has_wing("router.grammar")
+HAS_TOOLS = HAS_GRAMMAR and has_wing("router.tools")
+_answer_fields: list[type[Body]] = []
+_chat_fields = _answer_fields
+if HAS_GRAMMAR:
+    from router.grammar.answer_format import CHECKS, AnswerFields, answer_grammar
+
+    _answer_fields = _chat_fields = [AnswerFields]
+if HAS_TOOLS:
+    from router.tools.tool_renderer import ToolChatRenderer
+    from router.tools.tool_use import ToolText, ToolUse, tool_use
+    from router.tools.tools import ToolFields
+
+    _chat_fields = [ToolFields]
 
 
-class ChatCompletionBody(schemas.ChatCompletionBody, ToolFields):
-    """POST /v1/chat/completions"""
+def _with(body: type[B], fields: list[type[Body]]) -> type[B]:
+    return cast("type[B]", create_model(body.__name__, __base__=(body, *fields), __doc__=body.__doc__))
 
 
-class CompletionBody(schemas.CompletionBody, AnswerFields):
-    """POST /v1/completions"""
+CHAT_BODY, COMPLETION_BODY = _with(ChatCompletionBody, _chat_fields), _with(CompletionBody, _answer_fields)
 
 
 def num_known_grammars() -> int:
     """Grammars that this process remembers."""
-    return len(CHECKS)
+    return len(CHECKS) if HAS_GRAMMAR else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +56,13 @@ class Features:
     @classmethod
     async def of(cls, body: ChatCompletionBody | CompletionBody, num_choices: int, tokenizer: Tokenizer) -> Features:
         """Raises InvalidRequestError for what cannot be done."""
-        if isinstance(body, ToolFields):
+        if HAS_TOOLS and isinstance(body, ToolFields):
             tools = await tool_use(body, num_choices, tokenizer)
             if tools is not None:
                 return cls(tools.grammar, tools)
-        return cls(await answer_grammar(body.response_format, body.structured_outputs, num_choices))
+        if HAS_GRAMMAR and isinstance(body, AnswerFields):
+            return cls(await answer_grammar(body.response_format, body.structured_outputs, num_choices))
+        return cls()
 
     @property
     def descriptions(self) -> list[dict[str, Any]] | None:

@@ -20,11 +20,11 @@ from router.api.parse import parse_body
 from router.api.prompts import chat_prompt, completion_prompts, text_prompt, truncated
 from router.api.render import Renderer, RenderOptions
 from router.api.sampling import checked_ids, for_choice, sampling_params
-from router.api.schemas import DetokenizeBody, GenerationBody, TokenizeBody
+from router.api.schemas import ChatCompletionBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
 from router.api.text import StopRules
 from router.choice import Choice
 from router.config import HttpConfig, RouterConfig
-from router.features import ChatCompletionBody, CompletionBody, Features
+from router.features import CHAT_BODY, COMPLETION_BODY, Features
 from router.http.answer import GenerationResponse
 from router.http.body import read_json_object
 from router.http.deadline import timeout_seconds
@@ -84,7 +84,7 @@ class Gateway:
 
     async def chat_completions(self, http: Request, held: HeldBody) -> Response:
         arrival = time.monotonic()
-        body = parse_body(ChatCompletionBody, await read_json_object(http, held))
+        body = parse_body(CHAT_BODY, await read_json_object(http, held))
         model = self._model_for(http, body.model)
         model.dispatcher.admit()
         add_prompt = (
@@ -100,7 +100,7 @@ class Gateway:
 
     async def completions(self, http: Request, held: HeldBody) -> Response:
         arrival = time.monotonic()
-        body = parse_body(CompletionBody, await read_json_object(http, held))
+        body = parse_body(COMPLETION_BODY, await read_json_object(http, held))
         model = self._model_for(http, body.model)
         model.dispatcher.admit()
         prompts = await completion_prompts(body, model.tokenizer, model.limits())

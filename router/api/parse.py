@@ -17,6 +17,8 @@ B = TypeVar("B", bound=Body)
 # Fields of the API that this server knows and does not support; a value that asks for nothing is fine.
 _NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "chat_template"), (None,)),
+    "response_format": (None, {"type": "text"}),
+    "structured_outputs": (None,),
     **dict.fromkeys(("audio", "prediction", "web_search_options", "verbosity"), (None,)),
     # Of chat completions alone.
     "parallel_tool_calls": (None, True, False),

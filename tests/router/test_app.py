@@ -82,14 +82,24 @@ async def test_another_path_is_not_said_to_be_misspelt(c: Cluster, path: str, to
     assert answer.json()["error"]["message"].startswith(told)
 
 
+def documents(page: str, name: str, field: str) -> bool:
+    return f"<code>{field}</code>" in page.partition(f"<h2><code>{name}</code></h2>")[2].partition("<h2>")[0]
+
+
+@pytest.mark.wing("router.grammar")
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_documentation_has_schemas_of_wings(c: Cluster) -> None:
+    assert documents((await c.http.get("/docs")).text, "ResponseFormat", "type")
+
+
 @pytest.mark.asyncio(loop_scope="module")
 async def test_the_documentation_needs_no_network(c: Cluster) -> None:
     page = (await c.http.get("/docs")).text
     assert not re.search(r"https?:|<script|<link|@import|url\(", page)
     assert "POST /v1/chat/completions" in page
     assert "at most 4 texts" in page
-    for name, field in (("Message", "tool_call_id"), ("StreamOptions", "include_usage"), ("ResponseFormat", "type")):
-        assert f"<code>{field}</code>" in page.partition(f"<h2><code>{name}</code></h2>")[2].partition("<h2>")[0]
+    for name, field in (("Message", "tool_call_id"), ("StreamOptions", "include_usage")):
+        assert documents(page, name, field)
     description = (await c.http.get("/openapi.json")).json()
     body = description["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert "prompt" in description["components"]["schemas"][body["$ref"].rpartition("/")[2]]["required"]
