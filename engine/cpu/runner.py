@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
+from common.wings import require_wing
 from engine.config import EngineConfig
 from engine.cpu.attention import CpuAttention
 from engine.cpu.batch import StepBatch, build_batch, is_generated
@@ -29,7 +30,6 @@ from engine.runner import ModelRunner, add_prompt_logprobs, sampled_queries, set
 from engine.sampling.sampler import Sampler
 from engine.start_progress import OnProgress, no_progress
 from engine.trial_plans import prompt_plan
-from engine.windows.grouped_attention import GroupedAttention
 from kvstore.layout import PoolGeometry
 
 
@@ -164,6 +164,9 @@ class CpuRunner(ModelRunner):
 
 def _attention_for(loaded: LoadedModel, kv_pool: Tensor, geometry: PoolGeometry) -> BatchAttention:
     if geometry.layout.has_windows:
+        require_wing("engine.windows", "a model with sliding windows")
+        from engine.windows.grouped_attention import GroupedAttention
+
         return GroupedAttention(kv_pool, geometry, loaded.model.rotary, loaded.model.local_rotary)
     has_k_and_v = loaded.model.config.num_kv_planes == 2
     if has_k_and_v and kv_pool.device.type == "cpu" and kv_pool.dtype == loaded.dtype:  # it reads them as they lie

@@ -17,7 +17,6 @@ from common.model_files import ModelFiles
 from common.text.load import load_tokenizer
 from common.wings import has_wing
 from engine.config import EngineConfig
-from engine.expert_balancing.loads import first_placements, placements_of
 from engine.kv.memory import DTYPE_NAMES, TORCH_DTYPES
 from engine.kv.scales import KV_SCALES, fold_kv_scales
 from engine.layers.attention import Attention
@@ -202,9 +201,13 @@ def _build(
 def _config_of_rank(config: ModelConfig, engine_config: EngineConfig, shard: Shard) -> ModelConfig:
     expert_rank = shard.rank if engine_config.expert_parallel else None
     if engine_config.expert_placement:
+        from engine.expert_balancing.loads import placements_of
+
         path, num_redundant = Path(engine_config.expert_placement), engine_config.num_redundant_experts
         config = replace(config, expert_slots=placements_of(path, config, shard.size, num_redundant))
     elif engine_config.expert_rebalance_interval:
+        from engine.expert_balancing.loads import first_placements
+
         num_redundant = engine_config.num_redundant_experts
         config = replace(config, expert_slots=first_placements(config, shard.size, num_redundant))
     return config.shard(shard.size, expert_rank, cast(ExchangeKind, engine_config.expert_exchange))

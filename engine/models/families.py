@@ -1,12 +1,21 @@
-"""All families this engine knows: importing a family's module registers it."""
+"""All families this engine knows: importing a family's module registers it. Wings that are not here are left out."""
 
-from engine.mla import deepseek
+from importlib import import_module
+
+from common.wings import has_wing
 from engine.models import llama, phi3, qwen2, qwen3
-from engine.models.registry import ModelFamily, family_of, family_of_gguf
-from engine.moe import gpt_oss, mixtral, qwen3_moe
-from engine.windows import gemma3
+from engine.models.registry import ModelFamily, absent, family_of, family_of_gguf
 
-__all__ = [
-    "ModelFamily", "deepseek", "family_of", "family_of_gguf", "gemma3", "gpt_oss", "llama", "mixtral", "phi3",
-    "qwen2", "qwen3", "qwen3_moe",
-]  # fmt: skip
+__all__ = ["ModelFamily", "family_of", "family_of_gguf", "llama", "phi3", "qwen2", "qwen3"]
+FAMILIES = (
+    "engine.mla.deepseek:deepseek",
+    "engine.moe.gpt_oss:gpt_oss",
+    "engine.moe.mixtral:mixtral",
+    "engine.moe.qwen3_moe:qwen3_moe",
+    "engine.windows.gemma3:gemma3",
+)
+for module in (path.partition(":")[0] for path in FAMILIES):
+    if has_wing(module):
+        import_module(module)
+    else:
+        absent.append(module)

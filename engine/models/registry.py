@@ -5,7 +5,7 @@ Families register themselves when `engine.models.families` is imported.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +51,7 @@ class ModelFamily:
 
 
 _FAMILIES: dict[str, ModelFamily] = {}
+absent: list[str] = []  # modules of families that this installation lacks
 
 
 def register(
@@ -77,9 +78,7 @@ def family_of(architecture: str) -> ModelFamily:
     """The family with this Hugging Face class name. Raises UnsupportedModelError that names the known ones."""
     family = _FAMILIES.get(architecture)
     if family is None:
-        raise UnsupportedModelError(
-            f"architecture {architecture!r} is not supported (known: {', '.join(sorted(_FAMILIES))})"
-        )
+        raise UnsupportedModelError(f"architecture {architecture!r} is not supported (known: {_listed(_FAMILIES)})")
     return family
 
 
@@ -88,5 +87,9 @@ def family_of_gguf(gguf_name: str) -> ModelFamily:
     for family in _FAMILIES.values():
         if family.gguf_name == gguf_name:
             return family
-    known = sorted(family.gguf_name for family in _FAMILIES.values() if family.gguf_name)
-    raise UnsupportedModelError(f"GGUF architecture {gguf_name!r} is not supported (known: {', '.join(known)})")
+    known = (family.gguf_name for family in _FAMILIES.values() if family.gguf_name)
+    raise UnsupportedModelError(f"GGUF architecture {gguf_name!r} is not supported (known: {_listed(known)})")
+
+
+def _listed(known: Iterable[str]) -> str:
+    return ", ".join(sorted(known)) + (f"; not installed: {', '.join(absent)}" if absent else "")

@@ -13,15 +13,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from common.errors import UnsupportedModelError
-from engine.expert_balancing.placement import plain_placement
-from engine.expert_parallel.slots import ExpertSlots
 from engine.gpu.ops.pending import Partials
 from engine.gpu.ops.rules import GpuStep
 from engine.layers.linear import Linear
 from engine.moe.moe import Moe
 from engine.quantization.gpu_linears import W8A16, dequantized
-from kernels.gpu.expert_parallel.expert_loads import count_choices
-from kernels.gpu.expert_parallel.expert_slots import choose_slots
 from kernels.gpu.gemm.split_k import SplitKWorkspace
 from kernels.gpu.launching.launch_configs import found
 from kernels.gpu.launching.tuning import (
@@ -188,9 +184,13 @@ def chooser(block: Moe, num_shared: int, held: range | None = None) -> Choose:
 
 def _chooser_of_all(block: Moe, num_shared: int, held: range) -> Choose:
     """As `chooser`, for a layer with a placement or whose choices are counted: those held are picked out behind."""
+    from engine.expert_parallel.slots import ExpertSlots
+    from kernels.gpu.expert_parallel.expert_loads import count_choices
+    from kernels.gpu.expert_parallel.expert_slots import choose_slots
+
     rule, slots, loads = block.rule, block.slots, block.loads
     if slots is None and len(held) < rule.num_experts:
-        slots = ExpertSlots(plain_placement(rule.num_experts), block.router.device)
+        slots = ExpertSlots(tuple(range(rule.num_experts)), block.router.device)
 
     def choose(logits: Tensor, step: GpuStep | None) -> tuple[Tensor, Tensor]:
         shares, chosen = route(

@@ -11,12 +11,11 @@ import copy
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 
-from engine.expert_parallel.slots import ExpertSlots
 from engine.layers.block import Block, LinearRef, Step
 from engine.layers.linear import Linear, two_rows_at_least
 from engine.layers.mlp import take_gated
@@ -24,6 +23,9 @@ from engine.layers.weights import CHOICE_BIAS, WeightSource
 from engine.models.config import ModelConfig
 from engine.moe.routing import choose_experts
 from kernels.silu_mul import silu_mul
+
+if TYPE_CHECKING:
+    from engine.expert_parallel.slots import ExpertSlots
 
 
 @dataclass(slots=True)
@@ -83,6 +85,8 @@ class Moe(Block):
                 if moe.expert_of(slot) == index:
                     self.experts[slot] = Expert(*linears)
         if moe.slots:
+            from engine.expert_parallel.slots import ExpertSlots
+
             self.experts = dict(sorted(self.experts.items()))
             self.slots = ExpertSlots(moe.slots, self.router.device)
         if moe.num_shared_experts:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.expert_parallel.slots import ExpertSlots
 from engine.layers.linear import Linear
 from engine.layers.weights import Partition, WeightSource
 from engine.models.config import ModelConfig
@@ -64,6 +63,8 @@ class StackedMoe(Moe):
             for slot, expert in ((slot, moe.expert_of(slot)) for slot in moe.held_slots)
         }
         if moe.slots:
+            from engine.expert_parallel.slots import ExpertSlots
+
             self.slots = ExpertSlots(moe.slots, self.router.device)
 
 

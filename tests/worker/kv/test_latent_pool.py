@@ -13,7 +13,7 @@ from tests.engine.driving import random_prompt
 from tests.engine.tiny_models import DEEPSEEK, TinyModel, reference_greedy
 from tests.worker.harness import Worker, attached, by_tcp, prefill, ready
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.wing("engine.mla"), pytest.mark.wing("engine.tensor_parallel")]
 
 TINY = TinyModel("DeepseekV2", {**DEEPSEEK, "vocab_size": 320})
 PROMPTS = {transport: random_prompt(70, 256, seed) for seed, transport in enumerate(("shm", "tcp"))}
