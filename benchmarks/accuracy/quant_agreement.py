@@ -26,9 +26,9 @@ from common.model_files import resolve_model
 from common.text.load import load_tokenizer
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.gguf.int4 import quantize_int4
 from engine.layers.linear import Linear, half, half_weight
 from engine.loader.load import LoadedModel, load_model
+from engine.quantization.int4 import quantize_int4
 from kernels.quantization.quantized_gemm import quantize_rows_fp8, quantize_rows_int8, quantized_linear, w8a16_linear
 from kernels.quantization.w4a16_gemm import pack_w4, w4a16_linear
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from common.gguf.header import read_gguf_header
 from common.model_files import resolve_model
 from engine.config import EngineConfig
 from engine.models.config import PLAIN_BITS
@@ -22,6 +21,8 @@ def weight_bytes(engine: EngineConfig) -> int:
         return 0
     stored_bits, held_bits = PLAIN_BITS, PLAIN_BITS
     if files.kind == "gguf":
+        from common.gguf.header import read_gguf_header
+
         tensors = read_gguf_header(files.path).tensors
         total = sum(2 * math.prod(tensor.shape) for tensor in tensors.values())  # read as 16-bit numbers
     else:

@@ -12,8 +12,6 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
 from common.errors import UnsupportedModelError
-from common.gguf.header import read_gguf_header
-from common.gguf.tokenizer import backend_from_metadata
 from common.model_files import ModelFiles
 from common.text.tokenizer import Tokenizer, byte_level_alphabet
 
@@ -53,6 +51,9 @@ def _dry_run_tokenizer() -> Tokenizer:
 
 
 def _from_gguf(path: Path) -> Tokenizer:
+    from common.gguf.header import read_gguf_header
+    from common.gguf.tokenizer import backend_from_metadata
+
     metadata = read_gguf_header(path).metadata
     backend = backend_from_metadata(metadata)
     eos_ids = [

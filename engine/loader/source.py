@@ -12,8 +12,6 @@ import torch
 
 from common.model_files import ModelFiles
 from engine.config import EngineConfig
-from engine.gguf.config import config_from_gguf
-from engine.gguf.weights import OUTPUT_WEIGHT, ROPE_FACTORS, GgufFile, GgufWeights
 from engine.layers.weights import WeightSource
 from engine.loader.checkpoint import Shape, check_weights
 from engine.loader.fused import stored_rows
@@ -105,6 +103,9 @@ def open_source(files: ModelFiles, engine_config: EngineConfig, dtype: torch.dty
 
 
 def _open_gguf(path: Path, engine_config: EngineConfig, dtype: torch.dtype, device: torch.device) -> Source:
+    from engine.gguf.config import config_from_gguf
+    from engine.gguf.weights import OUTPUT_WEIGHT, ROPE_FACTORS, GgufFile, GgufWeights
+
     file = GgufFile(path)
     family = family_of_gguf(str(file.metadata.get("general.architecture")))
     config = config_from_gguf(file.metadata, family.architecture, OUTPUT_WEIGHT in file.tensors)

@@ -17,12 +17,12 @@ import torch
 
 from common.errors import ConfigError, UnsupportedModelError
 from engine.config import EngineConfig
-from engine.gguf.weights import GgufWeights
 from engine.layers.block import Block
 from engine.layers.linear import Linear
 from engine.layers.weights import Part, WeightSource
 from engine.models.model import Model
 from engine.moe.moe import Moe
+from engine.quantization.int4 import Int4Source
 from engine.quantization.mxfp4 import Mxfp4Experts, Mxfp4Weights
 from engine.quantization.packed_checkpoint import PackedWeights
 from engine.quantization.packed_linears import PackedLinears, can_keep_packed, packed_names
@@ -63,14 +63,14 @@ class Conversion:
         self._linears: PackedLinears | None = None
         self._packed: PackedWeights | None = None
         self._mxfp4: Mxfp4Weights | None = None
-        self._int4: GgufWeights | None = None
+        self._int4: Int4Source | None = None
         is_auto = config.quant_mode == "auto"
         if is_auto and isinstance(weights, Mxfp4Weights) and can_keep_mxfp4(dtype, device):
             self._mxfp4 = weights
         if is_auto and isinstance(weights, PackedWeights) and can_keep_packed(dtype, device):
             self._packed = weights
             self.quant_mode = weights.quantization.label
-        elif isinstance(weights, GgufWeights) and weights.has_int4:
+        elif isinstance(weights, Int4Source) and weights.has_int4:
             self.quant_mode = resolve_quant_mode(config, dtype, device, has_int4=True)
             if self.quant_mode == "int4-weight":
                 self._int4 = weights

@@ -23,13 +23,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.gguf.int4 import as_bfloat16
 from engine.layers.block import Block, LinearRef
 from engine.layers.linear import COLUMN_MULTIPLE, Linear, int8_linear
 from engine.layers.mlp import Mlp
 from engine.layers.weights import Part
 from engine.models.model import Model
 from engine.moe.moe import Expert, Moe
+from engine.quantization.int4 import as_bfloat16
 from engine.quantization.packed_checkpoint import PackedWeights
 from engine.quantization.quantize import INT4_ROW_MULTIPLE, give_float32_logits, to_int4, to_int8
 from engine.quantization.quantized_rows import QuantizedRows, join_rows

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from common.errors import ConfigError
-from engine.gguf.int4 import GROUP_SIZE, quantize_int4
 from engine.layers.block import Block
 from engine.layers.linear import (
     COLUMN_MULTIPLE,
@@ -31,6 +30,7 @@ from engine.layers.linear import (
     quantize_int8,
 )
 from engine.models.model import Model
+from engine.quantization.int4 import GROUP_SIZE, quantize_int4
 from engine.quantization.quantized_rows import QuantizedRows, join_rows
 from kernels.quantization.w4a16_gemm import pack_w4
 

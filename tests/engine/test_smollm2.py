@@ -16,7 +16,7 @@ from tests.engine.driving import GREEDY, Driver, make_runner, open_model
 from tests.engine.gguf.gguf_files import gguf_name, interleave
 from tests.engine.tiny_models import reference_logits
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.wing("common.gguf")]
 
 # What transformers 5.23 generates after loading the file by itself (`from_pretrained(gguf_file=...)`, float32).
 PROMPT = [1, 2683, 198, 504, 3575, 282, 4649, 314, 2]

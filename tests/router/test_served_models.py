@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import common.gguf  # noqa: F401 - the second model is in such a file
 from common.errors import ConfigError
 from common.model_files import resolve_model
 from common.text.load import load_tokenizer

@@ -10,6 +10,7 @@ from protos import types_pb2 as pb
 from tests.engine.test_smollm2 import CONTINUATION, PROMPT
 from tests.worker.harness import Worker, attached, by_tcp, prefill, prefill_and_decode
 
+pytestmark = pytest.mark.wing("common.gguf")
 FLOAT32 = ("--dtype=float32", "--num-gpu-blocks=64", "--block-size=4", "--num-threads=1")
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import pre_tokenizers
 
+import common.gguf  # noqa: F401 - the default model's tokenizer is in such a file
 from common.errors import InvalidRequestError, UnsupportedModelError
 from common.model_files import ModelFiles, resolve_model
 from common.text.load import load_tokenizer

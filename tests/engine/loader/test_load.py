@@ -51,6 +51,7 @@ def test_equal_files_have_equal_fingerprints_and_others_not(tmp_path: Path) -> N
     assert len(others) == 5
 
 
+@pytest.mark.wing("common.gguf")
 def test_the_fingerprint_of_a_real_file_is_cheap() -> None:
     path = resolve_model("").path
     began = time.process_time()

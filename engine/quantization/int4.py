@@ -1,0 +1,44 @@
+"""4-bit weights in groups of 32 columns.
+
+GEMMs take scales and offsets in bfloat16, so they are rounded to it here.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from engine.quantization.quantized_rows import INT4_MIDDLE, QuantizedRows
+
+GROUP_SIZE = 32
+
+
+@runtime_checkable
+class Int4Source(Protocol):
+    """Weights of a file that may hold them in 4 bits."""
+
+    int4: dict[str, QuantizedRows]  # taken weights that the file holds so, if `keep_int4`
+    keep_int4: bool
+
+    @property
+    def has_int4(self) -> bool:
+        """Whether most matrices are 4-bit."""
+        ...
+
+
+def quantize_int4(weight: Tensor) -> QuantizedRows:
+    """weight (rows, columns), columns a multiple of 32: to the nearest of 16 steps between a group's extremes."""
+    groups = weight.float().view(weight.shape[0], -1, GROUP_SIZE)
+    low, high = groups.aminmax(dim=-1)
+    scales = as_bfloat16(((high - low) / 15).clamp_min(1e-12))
+    offsets = as_bfloat16(low + INT4_MIDDLE * scales)
+    steps = (groups - offsets[..., None]) / scales[..., None]
+    values = (steps.round() + INT4_MIDDLE).clamp(0, 15).to(torch.uint8).flatten(1)
+    return QuantizedRows(values, scales, offsets, GROUP_SIZE)
+
+
+def as_bfloat16(numbers: Tensor) -> Tensor:
+    """float32 numbers rounded to those that bfloat16 has."""
+    return numbers.bfloat16().float()
