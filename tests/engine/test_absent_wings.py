@@ -1,0 +1,53 @@
+"""What an engine says that is asked for a wing which this installation lacks: in the copy of tests/wings.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import ConfigError, InvalidRequestError, UnsupportedModelError
+from common.model_files import resolve_model
+from common.wings import has_wing
+from engine.assembly import assemble
+from engine.config import EngineConfig
+from engine.models.families import family_of
+from engine.request import SamplingParams
+from tests.engine.tiny_models import TINY_MODELS
+
+pytestmark = pytest.mark.skipif(has_wing("engine.tensor_parallel"), reason="this installation has its wings")
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked_by", "wing"),
+    [
+        ({"tp": 2}, "--tp", "engine.tensor_parallel"),
+        ({"pp": 2}, "--pp", "engine.tensor_parallel"),
+        ({"num_speculative_tokens": 2}, "--num-speculative-tokens", "engine.speculation"),
+        ({"itl_objective_ms": 20.0}, "--itl-objective-ms", "engine.scheduling.prompt_budget"),
+        ({"host_tier_gb": 1.0}, "--host-tier-gb", "kvstore.tier"),
+        ({"expert_load_file": "loads.json"}, "--expert-load-file", "engine.expert_balancing"),
+    ],
+)
+def test_flags_of_wings_are_refused(settings: dict[str, Any], asked_by: str, wing: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{asked_by} needs {wing}, which this installation lacks$"):
+        assemble(EngineConfig("dry-run", **settings))
+
+
+def test_models_of_wings_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"'DeepseekV3ForCausalLM' is not.*not installed: engine\.mla"):
+        family_of("DeepseekV3ForCausalLM")
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(ConfigError, match=r"^model\.gguf needs common\.gguf"):
+        resolve_model(str(tmp_path / "model.gguf"))
+    path = TINY_MODELS["mistral-window"].save(tmp_path / "windows")
+    with pytest.raises(ConfigError, match=r"^a model with sliding windows needs engine\.windows"):
+        assemble(EngineConfig(str(path), device="cpu", num_gpu_blocks=64))
+
+
+def test_grammars_are_refused() -> None:
+    engine = assemble(EngineConfig("dry-run", device="cpu", num_gpu_blocks=64)).engine
+    with pytest.raises(InvalidRequestError, match=r"engine\.grammar"):
+        engine.add_request([1], SamplingParams(grammar="regex:a"))
+    assert not engine.has_work()

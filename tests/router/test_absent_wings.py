@@ -1,0 +1,46 @@
+"""What a router says that is asked for a wing which this installation lacks: in the copy of tests/wings.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from common.errors import ConfigError
+from common.wings import has_wing
+from router.config import RouterConfig
+from router.served_model import LoadedModel, serve_models
+from tests.router.harness import DRY_RUN, cluster
+
+pytestmark = pytest.mark.skipif(has_wing("router.grammar"), reason="this installation has its wings")
+TOOL = {"type": "function", "function": {"name": "now"}}
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"regex": "a+"}},
+        {"tools": [TOOL]},
+        {"tool_choice": "required"},
+    ],
+    ids=str,
+)
+async def test_fields_of_wings_are_refused(field: dict[str, Any]) -> None:
+    async with cluster() as c:
+        answer = await c.chat(**field)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == next(iter(field))
+        assert "not supported by this server" in answer.json()["error"]["message"]
+
+
+async def test_fields_that_ask_for_nothing_are_taken() -> None:
+    async with cluster() as c:
+        answer = await c.chat(response_format={"type": "text"}, structured_outputs=None, tools=[], tool_choice="auto")
+        assert answer.status_code == 200, answer.text
+
+
+async def test_objectives_are_refused() -> None:
+    config = RouterConfig(model="dry-run", decode="127.0.0.1:1", ttft_objective_ms=100.0)
+    with pytest.raises(ConfigError, match=r"^--ttft-objective-ms or .* needs router\.objectives"):
+        serve_models(config, [LoadedModel("", "dry-run", DRY_RUN)])
