@@ -1,18 +1,28 @@
-"""Views of an answer that streams: as it came through a pipe, as wrapped Markdown in a terminal."""
+"""Views of an answer that streams: as it came through a pipe; in a terminal as Markdown, where that wing is there."""
 
 from __future__ import annotations
 
 import os
 import sys
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console
 from rich.status import Status
 
 from cli.terminal.keys import signals_for_main_thread
-from cli.terminal.markdown import Markdown
+from common.wings import has_wing
+
+if TYPE_CHECKING:
+    from cli.markdown.markdown import Markdown
 
 DEFAULT_COLUMNS = 80
+# What a terminal would take as a command is shown as its picture: no answer sets the clipboard or the title.
+_CONTROLS: dict[int, int | None] = {
+    **{code: 0x2400 + code for code in range(0x20) if code not in (0x09, 0x0A)},
+    **dict.fromkeys(range(0x80, 0xA0), 0xFFFD),
+    0x0D: None,
+    0x7F: 0x2421,
+}
 
 
 class AnswerView(Protocol):
@@ -45,12 +55,11 @@ class PlainAnswer:
 
 
 class TerminalAnswer:
-    """Markdown in the rows of a terminal; until there is some of it, a spinner that leaves no trace."""
+    """The text without what would command the terminal; until there is some of it, a spinner that leaves no trace."""
 
     def __init__(self, console: Console) -> None:
         """console: of standard output."""
-        has_color = console.color_system is not None and not console.no_color
-        self._markdown = Markdown(stdout_columns, has_color)
+        self._markdown = _markdown(console)
         self._status: Status | None = console.status("waiting for the first token", spinner_style="dim")
         self._plain = PlainAnswer()
 
@@ -61,12 +70,13 @@ class TerminalAnswer:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self._show(self._markdown.finish())
+        self._show(self._markdown.finish() if self._markdown else "")
         self._stop_waiting()
         self._plain.__exit__(kind, error, trace)
 
     def write(self, piece: str) -> None:
-        self._show(self._markdown.feed(piece))
+        text = piece.translate(_CONTROLS)
+        self._show(self._markdown.feed(text) if self._markdown else text)
 
     def _show(self, text: str) -> None:
         if text:
@@ -77,6 +87,14 @@ class TerminalAnswer:
         if self._status is not None:
             self._status.stop()
             self._status = None
+
+
+def _markdown(console: Console) -> Markdown | None:
+    if not has_wing("cli.markdown"):
+        return None
+    from cli.markdown.markdown import Markdown
+
+    return Markdown(stdout_columns, console.color_system is not None and not console.no_color)
 
 
 def view_of_stdout() -> AnswerView:

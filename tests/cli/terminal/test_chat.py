@@ -6,7 +6,7 @@ from rich.console import Console
 
 from cli.api_client import describe
 from cli.event_stream import RequestRecord
-from cli.terminal.answer import view_of_stdout
+from cli.terminal.answer import TerminalAnswer, view_of_stdout
 from cli.terminal.chat import Chat, Conversation, history_path
 from common.errors import InvalidRequestError, UnavailableError
 
@@ -61,6 +61,16 @@ def test_a_pipe_gets_what_the_server_sent(capsys, monkeypatch):
         for piece in pieces:
             view.write(piece)
     assert capsys.readouterr() == ("".join(pieces) + "\n", "")
+
+
+@pytest.mark.parametrize("has_markdown", [True, False])
+def test_an_answer_cannot_command_the_terminal(capsys, monkeypatch, has_markdown):
+    monkeypatch.setattr("cli.terminal.answer.has_wing", lambda package: has_markdown)
+    with TerminalAnswer(Console(file=io.StringIO())) as view:
+        view.write("a\x1b]52;c;aGk=\x07 **b")
+        view.write("**\r\n\x9b2Jc\x00")
+    b = "\x1b[0;1mb\n\x1b[0m" if has_markdown else "**b**\n"
+    assert capsys.readouterr().out == f"a␛]52;c;aGk=␇ {b}�2Jc␀\n"
 
 
 def test_commands():

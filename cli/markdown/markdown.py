@@ -2,7 +2,7 @@
 
 Bold, italic, code spans, headings, lists, quotes and code blocks are told by their marks; all else is shown as it
 came. A mark whose other end may still come is held back, for at most MAX_SPAN characters: nothing is ever shown twice
-or changed after it was shown. `cli/terminal/wrap` does the rows.
+or changed after it was shown. `cli/markdown/wrap.py` does the rows.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cli.terminal.wrap import Style, WrappedText
+from cli.markdown.wrap import Style, WrappedText
 
 MAX_SPAN = 300  # characters between a mark and the one that ends it
 MAX_INFO = 80  # characters after a fence
@@ -22,13 +22,6 @@ _PART_OF_PREFIX = re.compile(r"[-*+>] *|\d{1,9}([.)] *)?|`{1,2}|~{1,2}|#{1,6} *"
 _HEADING = re.compile(r"#{1,6}( +|$)")
 _FENCE = re.compile(r"(`{3,}|~{3,})([^`]*)")
 _PLAIN = re.compile(r"[^*_`\\]+")
-# What a terminal would take as a command is shown as its picture: no answer sets the clipboard or the title.
-_CONTROLS: dict[int, int | None] = {
-    **{code: 0x2400 + code for code in range(0x20) if code not in (0x09, 0x0A)},
-    **dict.fromkeys(range(0x80, 0xA0), 0xFFFD),
-    0x0D: None,
-    0x7F: 0x2421,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +47,7 @@ class Markdown:
 
     def feed(self, text: str) -> str:
         """Take a piece of the answer."""
-        self._held += text.translate(_CONTROLS)
+        self._held += text
         self._show(is_end=False)
         return self._out.take()
 

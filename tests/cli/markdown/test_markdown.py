@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cli.terminal.markdown import MAX_SPAN, Markdown
-from cli.terminal.wrap import may_break
+from cli.markdown.markdown import MAX_SPAN, Markdown
+from cli.markdown.wrap import may_break
 from tests.cli.terminal.screen import SGR, Screen
 
 NAMES = {"1": "b", "2": "d", "3": "i", "36": "c"}
@@ -176,8 +176,3 @@ def test_rows_follow_a_new_width():
     columns = 12
     shown += markdown.feed("eeee ffff gggg hhhh")
     assert shown + markdown.finish() == "aaaa bbbb cccc dddd\neeee ffff\ngggg hhhh"
-
-
-def test_an_answer_cannot_command_the_terminal():
-    shown = show("a\x1b]52;c;aGk=\x07b\r\n\x9b2Jc\x00")
-    assert shown == "a␛]52;c;aGk=␇b\n�2Jc␀"
