@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+import common.download
+
+ROOT = Path(__file__).parents[3]
 HUB_ID = "org/tiny"
 COMMIT = "a" * 40
 FILES = {"config.json": b'{"model_type": "llama"}', "model.safetensors": bytes(range(256)) * 100_000}
@@ -93,7 +95,7 @@ def download(endpoint: str, folder: Path) -> subprocess.CompletedProcess[str]:
         "HF_HUB_ETAG_TIMEOUT": "60",
         "HF_HUB_DOWNLOAD_TIMEOUT": "60",
     }
-    command = [sys.executable, "-m", "common.download", HUB_ID, str(folder)]
+    command = [sys.executable, "-m", common.download.__name__, HUB_ID, str(folder)]
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
 
 

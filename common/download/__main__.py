@@ -14,8 +14,8 @@ import signal
 import sys
 from pathlib import Path
 
+from common.download.hub import download
 from common.errors import ConfigError
-from common.model_files import download
 
 
 def download_into(hub_id: str, folder: Path) -> None:
