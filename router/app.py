@@ -8,29 +8,27 @@ from contextlib import asynccontextmanager
 from difflib import get_close_matches
 from typing import Any
 
-import orjson
-from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
-from starlette.routing import Route
+from starlette.responses import Response
 
 from common.errors import MiniInferError
 from common.metrics import CONTENT_TYPE
 from common.model_files import DRY_RUN_MODEL_NAME
 from common.version import VERSION
+from common.wings import has_wing
 from protos import types_pb2 as pb
 from router.api.schemas import DetokenizeBody, TokenizeBody
 from router.config import ROLES
 from router.features import CHAT_BODY, COMPLETION_BODY
 from router.gateway import Gateway
-from router.http.api_docs import Operation, openapi, page
 from router.http.errors import HttpError, error_response, log_if_internal, status_of
 from router.http.held_bodies import HeldBody
 from router.http.middleware import Guard
-from router.operator_routes import Handler, add_operator_routes, json_response
+from router.http.routes import Handler, Routes, json_response
+from router.operator_routes import add_operator_routes
 from router.served_model import ServedModel
 
 MAX_GUESSED_PATH = 64  # characters; a longer path is no typo
@@ -39,21 +37,6 @@ OTHER_APIS = frozenset(
     {"responses", "messages", "embeddings", "moderations", "audio", "images", "files", "batches", "rerank", "score"}
 )
 Endpoint = Callable[[Request, HeldBody], Awaitable[Response | dict[str, Any]]]
-
-
-class Routes:
-    """Routes in the order in which they are tried, with what the documentation says of each. A GET answers HEAD,
-    too."""
-
-    def __init__(self) -> None:
-        self.routes: list[Route] = []
-        self.operations: list[Operation] = []
-
-    def add(
-        self, method: str, path: str, handler: Handler, summary: str, body: type[BaseModel] | None = None
-    ) -> None:
-        self.routes.append(Route(path, handler, methods=[method]))
-        self.operations.append(Operation(method, path.replace(":path}", "}"), summary, body))
 
 
 def create_app(gateway: Gateway) -> Any:
@@ -70,8 +53,15 @@ def create_app(gateway: Gateway) -> Any:
     routes = Routes()
     _add_model_routes(routes, gateway)
     _add_health_routes(routes, gateway)
-    add_operator_routes(routes.add, gateway)
-    _add_documentation(routes)
+    add_operator_routes(routes, gateway)
+    if has_wing("router.drains"):
+        from router.drains.routes import add_drain_routes
+
+        add_drain_routes(routes, gateway)
+    if has_wing("router.api_docs"):
+        from router.api_docs.pages import add_documentation
+
+        add_documentation(routes)
     handlers = _error_handlers(gateway, [operation.path for operation in routes.operations])
     inner = Starlette(routes=routes.routes, exception_handlers=handlers, lifespan=lifespan)
     app = Guard(inner, gateway.config.api_key)
@@ -109,25 +99,12 @@ def _no_such_path(path: str, paths: list[str]) -> str:
     """Say which path is meant: most such requests come from a base URL with /v1 missing, or twice."""
     if len(path) > MAX_GUESSED_PATH:
         return "no such path"
+    has_docs = "/docs" in paths
     if path.startswith("/v1/") and path.split("/")[2] in OTHER_APIS:
-        return f"{path} is not supported by this server yet; /docs lists what is"
+        return f"{path} is not supported by this server yet{'; /docs lists what is' * has_docs}"
     meant = [known for known in paths if path.endswith(known) or known == f"/v1{path.rstrip('/')}"]
     near = max(meant, key=len, default=None) or next(iter(get_close_matches(path, paths, 1)), None)
-    return f"no such path; did you mean {near}?" if near else "no such path; /docs lists all"
-
-
-def _add_documentation(routes: Routes) -> None:
-    description = openapi("mini-infer", VERSION, routes.operations)
-    text, document = page(description), orjson.dumps(description)
-
-    async def documentation(_: Request) -> Response:
-        return HTMLResponse(text)
-
-    async def schema(_: Request) -> Response:
-        return Response(document, media_type="application/json")
-
-    routes.add("GET", "/docs", documentation, "this page")
-    routes.add("GET", "/openapi.json", schema, "its content for programs")
+    return f"no such path; did you mean {near}?" if near else f"no such path{'; /docs lists all' * has_docs}"
 
 
 def _add_model_routes(routes: Routes, gateway: Gateway) -> None:

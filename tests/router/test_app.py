@@ -1,4 +1,4 @@
-"""Paths and methods, their documentation, and pages of other origins."""
+"""Paths and methods, and pages of other origins."""
 
 from __future__ import annotations
 
@@ -18,20 +18,6 @@ ORIGIN = "https://chat.example.org"
 async def c() -> AsyncIterator[Cluster]:
     async with cluster(http=HttpConfig(cors_origins=f"{ORIGIN},http://localhost:3000")) as made:
         yield made
-
-
-@pytest.mark.asyncio(loop_scope="module")
-async def test_head_wherever_get_is(c: Cluster) -> None:
-    description = (await c.http.get("/openapi.json")).json()
-    paths = [path for path, methods in description["paths"].items() if "get" in methods]
-    assert len(paths) >= 10
-    for path in (*paths, "/docs", "/openapi.json"):
-        path = path.format(name="dry-run", request_id="x")
-        get, head = await c.http.get(path), await c.http.head(path)
-        assert head.status_code == get.status_code
-        assert head.content == b""
-        if path != "/metrics":
-            assert head.headers["content-length"] == get.headers["content-length"]
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -68,43 +54,18 @@ async def test_an_unknown_path_names_the_one_that_was_meant(c: Cluster, path: st
 @pytest.mark.parametrize(
     ("path", "told"),
     [
-        ("/", "no such path; /docs lists all"),
-        ("/wp-login.php", "no such path; /docs lists all"),
+        ("/", "no such path"),
+        ("/wp-login.php", "no such path"),
         ("/" + "x" * 20_000, "no such path"),
-        ("/v1/responses", "/v1/responses is not supported by this server yet; /docs lists what is"),
-        ("/v1/messages/count_tokens", "/v1/messages/count_tokens is not supported by this server yet; /docs lists"),
-        ("/v1/embeddings", "/v1/embeddings is not supported by this server yet; /docs lists what is"),
+        ("/v1/responses", "/v1/responses is not supported by this server yet"),
+        ("/v1/messages/count_tokens", "/v1/messages/count_tokens is not supported by this server yet"),
+        ("/v1/embeddings", "/v1/embeddings is not supported by this server yet"),
     ],
 )
 async def test_another_path_is_not_said_to_be_misspelt(c: Cluster, path: str, told: str) -> None:
     answer = await c.http.post(path, json={})
     assert answer.status_code == 404
-    assert answer.json()["error"]["message"].startswith(told)
-
-
-def documents(page: str, name: str, field: str) -> bool:
-    return f"<code>{field}</code>" in page.partition(f"<h2><code>{name}</code></h2>")[2].partition("<h2>")[0]
-
-
-@pytest.mark.wing("router.grammar")
-@pytest.mark.asyncio(loop_scope="module")
-async def test_the_documentation_has_schemas_of_wings(c: Cluster) -> None:
-    assert documents((await c.http.get("/docs")).text, "ResponseFormat", "type")
-
-
-@pytest.mark.asyncio(loop_scope="module")
-async def test_the_documentation_needs_no_network(c: Cluster) -> None:
-    page = (await c.http.get("/docs")).text
-    assert not re.search(r"https?:|<script|<link|@import|url\(", page)
-    assert "POST /v1/chat/completions" in page
-    assert "at most 4 texts" in page
-    for name, field in (("Message", "tool_call_id"), ("StreamOptions", "include_usage")):
-        assert documents(page, name, field)
-    description = (await c.http.get("/openapi.json")).json()
-    body = description["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    assert "prompt" in description["components"]["schemas"][body["$ref"].rpartition("/")[2]]["required"]
-    references = set(re.findall(r'"#/components/schemas/(\w+)"', (await c.http.get("/openapi.json")).text))
-    assert references <= set(description["components"]["schemas"])
+    assert answer.json()["error"]["message"].partition("; /docs")[0] == told
 
 
 @pytest.mark.asyncio(loop_scope="module")

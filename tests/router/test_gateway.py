@@ -355,27 +355,6 @@ async def test_what_has_ended_keeps_its_counts_and_not_its_text() -> None:
         assert choice["prompt_tokens"] == answer["usage"]["prompt_tokens"]
 
 
-async def test_drain_takes_a_worker_out_of_rotation() -> None:
-    async with cluster(num_decode=2) as c:
-        assert (await c.http.post("/v1/workers/d0/drain")).json() == {
-            "id": "d0", "draining": True, "open_requests": 0,
-        }  # fmt: skip
-        await c.until(lambda: len(c.model.workers.usable("decode")) == 1)
-        await c.chat()
-        assert not c.decode[0].submits
-        assert (await c.http.post("/v1/workers/nobody/drain")).status_code == 404
-        refused = await c.http.post("/v1/workers/d1/drain")
-        assert refused.status_code == 409
-        assert "d1 is the only decode worker of dry-run: add ?force=true" in refused.json()["error"]["message"]
-        assert (await c.http.post("/v1/workers/d1/drain?force=maybe")).status_code == 400
-        assert (await c.http.post("/v1/workers/d1/drain", headers={"Origin": "http://page"})).status_code == 401
-        assert (await c.http.post("/v1/workers/d0/undrain")).json() == {"id": "d0", "draining": False}
-        await c.until(lambda: len(c.model.workers.usable("decode")) == 2)
-        assert (await c.http.post("/v1/workers/d1/drain?force=true")).status_code == 200
-        await c.chat()
-        assert c.decode[0].submits
-
-
 async def test_reports_from_before_a_drain_or_its_end_change_nothing() -> None:
     async with cluster(num_decode=2) as c:
         link = c.gateway.workers.find("d0")

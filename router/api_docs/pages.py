@@ -6,12 +6,16 @@ The page needs no network and no script: it is made here, once, from the same de
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from pydantic import BaseModel
+import orjson
 from pydantic.json_schema import models_json_schema
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+
+from common.version import VERSION
+from router.http.routes import Operation, Routes
 
 _PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1"><style>
@@ -24,17 +28,22 @@ h2 {{ margin: 2rem 0 0; font-size: 1.1rem }} p {{ margin: .2rem 0 }}
 """
 
 
-@dataclass(frozen=True)
-class Operation:
-    """One method of one path, as the documentation shows it."""
+def add_documentation(routes: Routes) -> None:
+    """Serve the description of the routes that were added before."""
+    description = openapi(routes.operations)
+    text, document = page(description), orjson.dumps(description)
 
-    method: str
-    path: str
-    summary: str
-    body: type[BaseModel] | None = None
+    async def documentation(_: Request) -> Response:
+        return HTMLResponse(text)
+
+    async def schema(_: Request) -> Response:
+        return Response(document, media_type="application/json")
+
+    routes.add("GET", "/docs", documentation, "this page")
+    routes.add("GET", "/openapi.json", schema, "its content for programs")
 
 
-def openapi(title: str, version: str, operations: Sequence[Operation]) -> dict[str, Any]:
+def openapi(operations: Sequence[Operation]) -> dict[str, Any]:
     """The description of an API, OpenAPI 3.1."""
     bodies = [operation.body for operation in operations if operation.body is not None]
     _, schemas = models_json_schema(
@@ -56,7 +65,7 @@ def openapi(title: str, version: str, operations: Sequence[Operation]) -> dict[s
         paths.setdefault(operation.path, {})[operation.method.lower()] = entry
     return {
         "openapi": "3.1.0",
-        "info": {"title": title, "version": version},
+        "info": {"title": "mini-infer", "version": VERSION},
         "paths": paths,
         "components": {"schemas": schemas["$defs"]},
     }

@@ -1,0 +1,77 @@
+"""Routes that take workers out of service, and back."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from common.errors import InvalidRequestError, NotFoundError, UnauthenticatedError
+from common.net.hosts import is_loopback
+from router.gateway import Gateway
+from router.http.errors import HttpError
+from router.http.routes import Routes, json_response
+from router.workers.worker_link import WorkerLink
+
+DRAIN_GRACE_SECONDS = 30.0
+MAX_GRACE_SECONDS = 3600.0
+
+
+def add_drain_routes(routes: Routes, gateway: Gateway) -> None:
+    async def drain(request: Request) -> Response:
+        _check_operator(request, gateway)
+        link = _worker(request, gateway)
+        if not _is_forced(request) and not link.model.has_other(link):
+            raise HttpError(
+                409,
+                f"{link.worker_id} is the only {link.role} worker of {link.model.name}: "
+                "add ?force=true to drain it anyway",
+            )
+        num_open = await link.drain(_grace_seconds(request))
+        return json_response({"id": link.worker_id, "draining": True, "open_requests": num_open})
+
+    async def undrain(request: Request) -> Response:
+        _check_operator(request, gateway)
+        link = _worker(request, gateway)
+        await link.undrain()
+        return json_response({"id": link.worker_id, "draining": False})
+
+    grace = "no new requests for a worker, which ends when its open ones have; ?grace_seconds=30&force=false"
+    routes.add("POST", "/v1/workers/{worker_id}/drain", drain, grace)
+    routes.add("POST", "/v1/workers/{worker_id}/undrain", undrain, "take a draining worker back")
+
+
+def _worker(request: Request, gateway: Gateway) -> WorkerLink:
+    worker_id = request.path_params["worker_id"]
+    link = gateway.workers.find(worker_id)
+    if link is None:
+        raise NotFoundError(f"no worker {worker_id!r}")
+    return link
+
+
+def _check_operator(request: Request, gateway: Gateway) -> None:
+    """Without an API key, refuse requests from other machines and from pages in a browser: anybody who reaches the
+    port could drain the cluster."""
+    if gateway.config.api_key:
+        return
+    host = request.client.host if request.client else ""
+    if not is_loopback(host) or "origin" in request.headers:
+        raise UnauthenticatedError(
+            "draining from another machine or a page needs an API key on the router (--api-key)"
+        )
+
+
+def _grace_seconds(request: Request) -> float:
+    try:
+        seconds = float(request.query_params.get("grace_seconds", str(DRAIN_GRACE_SECONDS)))
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= MAX_GRACE_SECONDS:
+        raise InvalidRequestError(f"grace_seconds must be between 0 and {MAX_GRACE_SECONDS:.0f}", "grace_seconds")
+    return seconds
+
+
+def _is_forced(request: Request) -> bool:
+    text = request.query_params.get("force", "false").lower()
+    if text not in ("true", "false", "1", "0"):
+        raise InvalidRequestError("force must be true or false", "force")
+    return text in ("true", "1")

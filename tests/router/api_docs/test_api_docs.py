@@ -1,0 +1,53 @@
+"""The documentation: it lists every route, and needs no network."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+import router.api_docs  # noqa: F401  what tests/wings.py sees: this file goes with the wing
+from tests.router.harness import Cluster, cluster
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def c() -> AsyncIterator[Cluster]:
+    async with cluster() as made:
+        yield made
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_head_wherever_get_is(c: Cluster) -> None:
+    description = (await c.http.get("/openapi.json")).json()
+    paths = [path for path, methods in description["paths"].items() if "get" in methods]
+    assert len(paths) >= 10
+    for path in (*paths, "/docs", "/openapi.json"):
+        path = path.format(name="dry-run", request_id="x")
+        get, head = await c.http.get(path), await c.http.head(path)
+        assert head.status_code == get.status_code
+        assert head.content == b""
+        if path != "/metrics":
+            assert head.headers["content-length"] == get.headers["content-length"]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_documentation_needs_no_network(c: Cluster) -> None:
+    page = (await c.http.get("/docs")).text
+    assert not re.search(r"https?:|<script|<link|@import|url\(", page)
+    assert "POST /v1/chat/completions" in page
+    assert "at most 4 texts" in page
+    for name, field in (("Message", "tool_call_id"), ("StreamOptions", "include_usage"), ("ResponseFormat", "type")):
+        assert f"<code>{field}</code>" in page.partition(f"<h2><code>{name}</code></h2>")[2].partition("<h2>")[0]
+    description = (await c.http.get("/openapi.json")).json()
+    body = description["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert "prompt" in description["components"]["schemas"][body["$ref"].rpartition("/")[2]]["required"]
+    references = set(re.findall(r'"#/components/schemas/(\w+)"', (await c.http.get("/openapi.json")).text))
+    assert references <= set(description["components"]["schemas"])
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_an_unknown_path_is_told_of_it(c: Cluster) -> None:
+    for path, told in (("/", "no such path; /docs lists all"), ("/v1/responses", "server yet; /docs lists what is")):
+        assert (await c.http.post(path, json={})).json()["error"]["message"].endswith(told)
