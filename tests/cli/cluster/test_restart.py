@@ -1,6 +1,6 @@
 import itertools
 
-from cli.cluster.restart import RestartPolicy
+from cli.cluster.supervisor import RestartPolicy
 
 
 def test_the_first_restart_is_immediate_and_later_ones_wait_longer_up_to_a_limit():

@@ -14,9 +14,8 @@ import pytest
 
 from cli.cluster.child import child_command
 from cli.cluster.ports import free_ports
-from cli.cluster.restart import RestartPolicy
 from cli.cluster.service import ServiceSpec
-from cli.cluster.supervisor import ServiceDiedError, StartError, Supervisor
+from cli.cluster.supervisor import RestartPolicy, ServiceDiedError, StartError, Supervisor
 
 
 class Cluster:
