@@ -95,10 +95,6 @@ class StepPlan(msgspec.Struct, gc=False):
     copies_in: list[tuple[HostSlot, BlockId]] = msgspec.field(default_factory=list)
     placed: PlacedExperts | None = None
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(row.num_tokens for row in self.rows)
-
 
 @dataclass(slots=True)
 class StepResult:

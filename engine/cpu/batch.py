@@ -29,7 +29,6 @@ class StepBatch:
     inputs: NDArray[np.int64]
     query_starts: list[int]
     seq_lens: list[int]
-    num_decode_rows: int
 
     @property
     def num_tokens(self) -> int:
@@ -50,13 +49,10 @@ def build_batch(rows: Sequence[ScheduledRow], requests: Sequence[RequestState], 
     positions: list[int] = []
     blocks: list[int] = []
     query_starts = [0]
-    num_decode_rows = 0
     for row, request in zip(rows, requests, strict=True):
         start, stop, drafts = row.start, row.stop, row.draft_token_ids
         block_ids = request.block_ids
         token_ids += request.token_ids[start : stop - len(drafts)]
-        if row.num_tokens == 1 or drafts:
-            num_decode_rows += len(query_starts) == num_decode_rows + 1
         if row.num_tokens == 1:
             positions.append(start)
             blocks.append(block_ids[start // block_size])
@@ -74,5 +70,4 @@ def build_batch(rows: Sequence[ScheduledRow], requests: Sequence[RequestState], 
         inputs=inputs,
         query_starts=query_starts,
         seq_lens=[row.stop for row in rows],
-        num_decode_rows=num_decode_rows,
     )

@@ -78,10 +78,10 @@ def test_drafts_keep_to_decode_steps_within_a_graph(model: Path, monkeypatch: py
     made.step()
     made.step()
     assert [len(row.draft_token_ids) for row in made.last_plan.rows] == [4, 0, 0]
-    assert made.last_plan.num_tokens == 7
+    assert [row.num_tokens for row in made.last_plan.rows] == [5, 1, 1]
     made.add_request(PROMPTS[3], PLAIN)
     made.step()
-    assert made.last_plan.num_tokens == 3 + len(PROMPTS[3])
+    assert sum(row.num_tokens for row in made.last_plan.rows) == 3 + len(PROMPTS[3])
 
 
 class Zeros:
