@@ -282,7 +282,7 @@ def _make_runner(
 
         return GpuRunner(loaded, pool, host_buffer, config, gpu, max_model_len, *ranks)
     if config.simulated_steps:
-        from engine.simulated_runner import SimulatedRunner
+        from engine.simulated.runner import SimulatedRunner
 
         return SimulatedRunner(loaded, pool, host_buffer, config)
     from engine.cpu.runner import CpuRunner
