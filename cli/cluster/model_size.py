@@ -40,11 +40,6 @@ def _bits(directory: Path) -> tuple[int, int]:
     raw = read_hf_config(directory)
     if not (raw.get("quantization_config") or raw.get("compression_config")):
         return PLAIN_BITS, PLAIN_BITS
-    from engine.quantization.schemes import is_mxfp4, quantization_from_hf  # needs torch, which takes a second
+    from engine.loader.source import bits_of_weights  # needs torch, which takes a second
 
-    if is_mxfp4(raw):
-        return 4, 4
-    quantization = quantization_from_hf(raw)
-    if quantization is None:
-        return PLAIN_BITS, PLAIN_BITS
-    return quantization.schemes[0].bits, quantization.schemes[0].held_bits
+    return bits_of_weights(raw)

@@ -17,7 +17,7 @@ from engine.loader.checkpoint import Shape, check_weights
 from engine.loader.fused import stored_rows
 from engine.loader.random_weights import DRY_RUN_CONFIG, DRY_RUN_STD, SEED, STD, RandomWeights
 from engine.loader.safetensors import SafetensorsWeights
-from engine.models.config import ModelConfig, with_latent
+from engine.models.config import PLAIN_BITS, ModelConfig, with_latent
 from engine.models.families import ModelFamily, family_of, family_of_gguf
 from engine.models.hf_config import architecture_of, config_from_hf, read_hf_config
 from engine.models.model import Model
@@ -100,6 +100,16 @@ def open_source(files: ModelFiles, engine_config: EngineConfig, dtype: torch.dty
         return Source(config, family, expanded, expanded.shapes, {}, tensors.files)
     weights = tensors if quantization is None else PackedWeights(tensors, quantization, rows)
     return Source(config, family, weights, tensors.shapes, {}, tensors.files)
+
+
+def bits_of_weights(raw: Mapping[str, Any]) -> tuple[int, int]:
+    """Bits of most weights in the files of that config.json, and in memory where they stay as they are."""
+    if is_mxfp4(raw):
+        return 4, 4
+    quantization = quantization_from_hf(raw)
+    if quantization is None:
+        return PLAIN_BITS, PLAIN_BITS
+    return quantization.schemes[0].bits, quantization.schemes[0].held_bits
 
 
 def _open_gguf(path: Path, engine_config: EngineConfig, dtype: torch.dtype, device: torch.device) -> Source:
