@@ -17,7 +17,7 @@ from torch import Tensor
 from common.errors import ConfigError, UnsupportedModelError
 from common.gguf.header import GgufTensor, read_gguf_header
 from engine.gguf.int4 import BLOCK_BYTES, int4_rows
-from engine.layers.weights import Part, Partition
+from engine.layers.weights import Part, PartSource
 from engine.loader.checkpoint import Shape
 from engine.models.config import ModelConfig
 from engine.quantization.quantized_rows import QuantizedRows
@@ -98,8 +98,11 @@ class GgufFile:
         return (raw if plain is None else raw.view(plain)), quantization
 
 
-class GgufWeights:
-    """The weights of a GGUF file under Hugging Face names, cast to `dtype` on `device`."""
+class GgufWeights(PartSource):
+    """The weights of a GGUF file under Hugging Face names, cast to `dtype` on `device`.
+
+    keeps_int4: 4-bit blocks are taken as the numbers that `rows` stand for, whose scales are bfloat16's.
+    """
 
     def __init__(
         self, file: GgufFile, config: ModelConfig, permuted: bool, dtype: torch.dtype, device: torch.device
@@ -109,8 +112,7 @@ class GgufWeights:
         self._permuted = permuted
         self._dtype = dtype
         self._device = device
-        self.int4: dict[str, QuantizedRows] = {}  # taken weights that the file holds as 4-bit blocks, if `keep_int4`
-        self.keep_int4 = False
+        self.keeps_int4 = False
         self._name_of = {hf_name(name): name for name in file.tensors if name != ROPE_FACTORS}
         self.shapes: dict[str, Shape] = {hf: file.tensors[name].shape for hf, name in self._name_of.items()}
 
@@ -120,20 +122,21 @@ class GgufWeights:
         matrices = [name for name, tensor in self._file.tensors.items() if len(tensor.shape) == 2]
         return sum(self._file.has_int4(name) for name in matrices) * 2 > len(matrices)
 
-    def take(self, name: str, shape: Shape, partition: Partition = Partition.NONE) -> Tensor:
-        """See WeightSource."""
-        return self.take_part(name, tuple(map(range, self.shapes[name])))
+    def is_packed(self, name: str) -> bool:
+        """Whether the file holds the weight as 4-bit blocks."""
+        return self._file.has_int4(self._name_of[name])
+
+    def rows(self, name: str, part: Part | None = None) -> QuantizedRows:
+        """A weight of 4-bit blocks, or a part of it; blocks that are cut become smaller groups."""
+        whole = self._file.read_int4(self._name_of[name]).map(lambda tensor: self._in_order(name, tensor))
+        rows, columns = part or map(range, self.shapes[name])
+        return whole.cut_columns(columns).cut_rows(rows).map(lambda tensor: tensor.to(self._device))
 
     def take_part(self, name: str, part: Part) -> Tensor:
-        """See PartSource. The whole tensor is unpacked; 4-bit blocks that are cut become smaller groups."""
-        stored = self._name_of[name]
-        if self.keep_int4 and self._file.has_int4(stored):
-            whole = self._file.read_int4(stored).map(lambda tensor: self._in_order(name, tensor))
-            rows, columns = part
-            kept = whole.cut_columns(columns).cut_rows(rows).map(lambda tensor: tensor.to(self._device))
-            self.int4[name] = kept
-            return kept.dequantize(self._dtype)
-        weight = self._in_order(name, self._file.read(stored))
+        """See PartSource. The whole tensor is unpacked."""
+        if self.keeps_int4 and self.is_packed(name):
+            return self.rows(name, part).dequantize(self._dtype)
+        weight = self._in_order(name, self._file.read(self._name_of[name]))
         found = weight[tuple(slice(indices.start, indices.stop) for indices in part)]
         return found.to(device=self._device, dtype=self._dtype, copy=True, memory_format=torch.contiguous_format)
 

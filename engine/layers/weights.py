@@ -6,8 +6,9 @@ loader can compare it with what a checkpoint has before any bytes are read.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from enum import Enum
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -47,13 +48,16 @@ class WeightSource(Protocol):
         ...
 
 
-@runtime_checkable
-class PartSource(WeightSource, Protocol):
+class PartSource(ABC):
     """A source of whole weights that can read parts of them."""
 
+    def take(self, name: str, shape: tuple[int, ...], partition: Partition = Partition.NONE) -> Tensor:
+        """See WeightSource."""
+        return self.take_part(name, tuple(map(range, shape)))
+
+    @abstractmethod
     def take_part(self, name: str, part: Part) -> Tensor:
         """That part of a weight, as `take` gives the whole."""
-        ...
 
 
 class ShapeRecorder:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,12 +21,10 @@ from engine.kv.scales import KV_SCALES, fold_kv_scales
 from engine.layers.attention import Attention
 from engine.layers.block import Block
 from engine.layers.post_norm import without_post_norm
-from engine.layers.weights import Part
-from engine.loader.counted import CountedWeights
 from engine.loader.fingerprint import fingerprint
-from engine.loader.sharded import ShardedWeights
+from engine.loader.model_weights import ModelWeights
 from engine.loader.source import Source, open_source
-from engine.loader.staged import StagedWeights, blocks_of, divide_layers, shard_of, stage_weights
+from engine.loader.staged import blocks_of, divide_layers, shard_of, stage_weights
 from engine.loader.supported import check_kernels, check_settings
 from engine.models.config import PLAIN_BITS, ExchangeKind, ModelConfig
 from engine.models.model import Model
@@ -161,23 +158,18 @@ def _build(
     """
     conversion = source.conversion(engine_config, shard, dtype, device)
     check_kernels(source.config, device)
-    kept = conversion.keep_packed(source.checked_skeleton())
-    config, weights = source.config, source.weights
-    parts: Mapping[str, Part] = {}
+    kept = conversion.keep(source.checked_skeleton())
+    config, whole = source.config, {}
     if shard.size > 1:
-        config = _config_of_rank(config, engine_config, shard)
-        weights = sharded = ShardedWeights(weights, source.shapes_of(source.config), shard)
-        parts = sharded.parts
+        config, whole = _config_of_rank(config, engine_config, shard), source.shapes_of(config)
     layers = range(*(shard.layers or (0, config.num_layers)))
     needed = source.shapes_of(config, kept)
     if shard.layers is not None:
         needed = stage_weights(config, needed, layers)
-    drawn = weights if source.shapes is None else None  # random weights are drawn in turn, a stage's or not
-    weights = counted = CountedWeights(weights, needed, on_progress)
-    if shard.layers is not None:
-        weights = StagedWeights(counted, needed, drawn, dtype, device)
-
-    converter = conversion.converter(parts, counted.count)
+    weights = ModelWeights(
+        source.weights, needed, whole, shard=shard, kept=kept, on_progress=on_progress, dtype=dtype, device=device
+    )
+    conversion.start(weights.parts, weights.count)
     is_folded = engine_config.kv_cache_dtype == "fp8" and conversion.leaves_attention_plain
 
     def finish(block: Block) -> None:
@@ -186,14 +178,14 @@ def _build(
             return
         if is_folded and isinstance(inner, Attention):
             fold_kv_scales(inner)
-        converter.convert(block)
+        conversion.convert(block)
 
     model = source.family.build(config, weights, finish)
     if shard.layers is not None:
         model.blocks = blocks_of(model.blocks, layers)
         model.config = replace(config, num_layers=len(layers))
     if layers.stop == config.num_layers:
-        converter.finish(model)
+        conversion.finish(model)
     conversion.end()
     return model, conversion.quant_mode, conversion.identity
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
-from engine.layers.weights import CHOICE_BIAS, Part, Partition
+from engine.layers.weights import CHOICE_BIAS, Part, PartSource
 from engine.loader.checkpoint import Shape
 from engine.loader.fused import StoredRows
 
@@ -35,7 +35,7 @@ class StoredTensor:
     lies: StoredRows | None = None
 
 
-class SafetensorsWeights:
+class SafetensorsWeights(PartSource):
     """Reads single tensors from memory-mapped files; casts to `dtype` and moves to `device`."""
 
     def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device) -> None:
@@ -63,19 +63,12 @@ class SafetensorsWeights:
     def shapes(self) -> dict[str, Shape]:
         return {name: tensor.shape for name, tensor in self.tensors.items()}
 
-    def take(self, name: str, shape: Shape, partition: Partition = Partition.NONE) -> Tensor:
-        """See WeightSource."""
-        return self._take(name, None)
-
-    def take_part(self, name: str, part: Part) -> Tensor:
-        """See PartSource."""
-        return self._take(name, part)
-
     def read(self, name: str, part: Part | None = None) -> Tensor:
         """The tensor as it is stored, or a part of it, on the device."""
         return self._open(name, part).to(device=self.device, copy=True, memory_format=torch.contiguous_format)
 
-    def _take(self, name: str, part: Part | None) -> Tensor:
+    def take_part(self, name: str, part: Part) -> Tensor:
+        """See PartSource."""
         type_name = self.tensors[name].type_name
         if type_name not in PLAIN_TYPES:
             raise ConfigError(f"{name} holds {type_name} numbers, but config.json says nothing of quantization there")

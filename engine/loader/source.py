@@ -21,7 +21,7 @@ from engine.models.config import PLAIN_BITS, ModelConfig, with_latent
 from engine.models.families import ModelFamily, family_of, family_of_gguf
 from engine.models.hf_config import architecture_of, config_from_hf, read_hf_config
 from engine.models.model import Model
-from engine.quantization.conversion import Conversion
+from engine.quantization.conversion import Conversion, choose_conversion
 from engine.quantization.mxfp4 import Mxfp4Weights
 from engine.quantization.packed_checkpoint import PackedWeights
 from engine.quantization.schemes import is_mxfp4, quantization_from_hf
@@ -51,7 +51,7 @@ class Source:
             check_weights(needed, self.shapes, tied, unused)
         return skeleton
 
-    def shapes_of(self, config: ModelConfig, kept: frozenset[str] | None = None) -> dict[str, Shape]:
+    def shapes_of(self, config: ModelConfig, kept: frozenset[str] = frozenset()) -> dict[str, Shape]:
         """Shapes of all weights that a model of `config` takes.
 
         kept: those that it takes if it has a layer of them.
@@ -66,7 +66,7 @@ class Source:
         self, engine_config: EngineConfig, shard: Shard, dtype: torch.dtype, device: torch.device
     ) -> Conversion:
         """Choose what becomes of the linear layers. Raises ConfigError for a mode without a kernel or weights."""
-        return Conversion(self.weights, engine_config, shard, dtype, device)
+        return choose_conversion(self.weights, engine_config, shard, dtype, device)
 
 
 def open_source(files: ModelFiles, engine_config: EngineConfig, dtype: torch.dtype, device: torch.device) -> Source:

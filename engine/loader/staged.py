@@ -1,4 +1,4 @@
-"""One pipeline stage's part of a model: which layers, and their weights from any source of all of them."""
+"""One pipeline stage's part of a model: which layers, and which weights these need."""
 
 from __future__ import annotations
 
@@ -8,14 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-import torch
-from torch import Tensor
-
 from common.errors import ConfigError
 from engine.layers.attention import AttentionBlock
 from engine.layers.block import Block
 from engine.layers.post_norm import PostNormed
-from engine.layers.weights import Partition, WeightSource
 from engine.loader.checkpoint import Shape
 from engine.models.config import PLAIN_BITS, ModelConfig
 from engine.models.families import family_of
@@ -89,34 +85,6 @@ def stage_weights(config: ModelConfig, shapes: Mapping[str, Shape], layers: rang
         if is_needed:
             needed[name] = shape
     return needed
-
-
-class StagedWeights:
-    """Reads the weights of one stage. Others come without storage, or those of no layer without rows."""
-
-    def __init__(
-        self,
-        weights: WeightSource,
-        needed: Mapping[str, Shape],
-        skipped: WeightSource | None,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        """skipped: is asked for the others, too, because it draws all of them in turn; None: nothing is."""
-        self._weights = weights
-        self._needed = needed
-        self._skipped = skipped
-        self._dtype, self._device = dtype, device
-
-    def take(self, name: str, shape: Shape, partition: Partition = Partition.NONE) -> Tensor:
-        """See WeightSource."""
-        if name in self._needed:
-            return self._weights.take(name, shape, partition)
-        if self._skipped is not None:
-            self._skipped.take(name, shape, partition)
-        if layer_of(name) is not None:
-            return torch.empty(shape, device="meta")
-        return torch.empty((0, *shape[1:]), dtype=self._dtype, device=self._device)
 
 
 def blocks_of(blocks: Sequence[Block], layers: range) -> list[Block]:

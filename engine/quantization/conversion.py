@@ -1,121 +1,245 @@
 """What becomes of a model's linear layers while it is built: by the settings, the checkpoint and the device.
 
-checkpoint's weights       --quant-mode auto              a mode
-packed (GPTQ, AWQ, FP8)    `PackedLinears`, as they are   dequantized, then `Quantizer`
-MXFP4 experts              `Mxfp4Experts`, on GPUs        likewise
-4-bit GGUF blocks          `Quantizer`, as they are       as they are with int4-weight
-plain                      `Quantizer`, on CPUs to int8   `Quantizer`
+    checkpoint's weights           --quant-mode auto     a mode
+    packed (GPTQ, AWQ, FP8)        as they are           dequantized, then quantized
+    MXFP4 experts                  as they are, on GPUs  likewise
+    4-bit GGUF blocks, if most are as they are, on CPUs  as they are with int4-weight, others to int8
+    plain                          to int8, on CPUs      quantized; int4-weight leaves the output projection to int8
+
+Layers of one block at a time are converted, as soon as its weights are there: a whole model never exists dequantized.
+GEMMs are chosen from rows, never from formats: by `CpuLinears` and `GpuLinears`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Mapping
-from typing import Protocol
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import chain
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from common.errors import ConfigError, UnsupportedModelError
 from engine.config import EngineConfig
-from engine.layers.block import Block
+from engine.layers.block import Block, LinearRef
 from engine.layers.linear import Linear
+from engine.layers.mlp import Mlp
 from engine.layers.weights import Part, WeightSource
 from engine.models.model import Model
-from engine.moe.moe import Moe
-from engine.quantization.int4 import Int4Source
-from engine.quantization.mxfp4 import Mxfp4Experts, Mxfp4Weights
+from engine.moe.moe import Expert, Moe
+from engine.quantization.cpu_linears import CpuLinears, give_float32_logits
+from engine.quantization.int4 import GROUP_SIZE, Int4Source, quantize_int4
+from engine.quantization.mxfp4 import Mxfp4Weights
 from engine.quantization.packed_checkpoint import PackedWeights
-from engine.quantization.packed_linears import PackedLinears, can_keep_packed, packed_names
-from engine.quantization.quantize import Quantizer
+from engine.quantization.quantized_rows import Made, QuantizedRows, join_rows
 from kvstore.layout import Shard
+
+if TYPE_CHECKING:
+    from engine.quantization.gpu_linears import GpuLinears
 
 logger = logging.getLogger(__name__)
 GPU_CAPABILITIES = {"fp8": (8, 9), "w8a8": (8, 0)}  # of modes that exist on GPUs alone: their matrix units
+CPU_GEMMS = {"int4-weight": "_weight_int4pack_mm_for_cpu", "int8-weight": "_weight_int8pack_mm"}
 EXPERTS = "on a GPU a layer's experts must all be quantized, shared ones too, or none: use --quant-mode none"
 
 
-class Converter(Protocol):
-    """Replaces linear layers of a model that is being built."""
-
-    def convert(self, block: Block) -> None:
-        """Replace the block's layers, as soon as the block is there."""
-        ...
-
-    def finish(self, model: Model) -> None:
-        """Replace the output projection, when all blocks are done."""
-        ...
-
-
 class Conversion:
-    """The choice for one model, made before any weight is read.
+    """The choice for one model, made before any weight is read, and its execution.
 
     quant_mode: the mode, or a checkpoint's label where its weights stay as they are. identity: what else tells models
-    apart that are held otherwise, once there is a converter.
+    apart that are held otherwise: it does not follow from the files.
     """
 
     def __init__(
-        self, weights: WeightSource, config: EngineConfig, shard: Shard, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        """Raise ConfigError for a mode that has no kernel or no weights."""
+        self, quant_mode: str, linears: CpuLinears | GpuLinears | None = None, stored: WeightSource | None = None,
+        stays: bool = False, plain_mode: str | None = None, dtype: torch.dtype = torch.bfloat16,
+    ) -> None:  # fmt: skip
+        """linears: None if nothing is quantized.
+
+        stored: the checkpoint. stays: its quantized weights stay as they are. plain_mode: of other weights.
+        """
+        self.quant_mode, self._plain_mode = quant_mode, plain_mode or quant_mode
+        self._linears, self._stored, self._stays, self._dtype = linears, stored, stays, dtype
+        self._names: frozenset[str] = frozenset()  # of weights that layers are made of as they are stored
+        self._parts: Mapping[str, Part] = {}
+        self._on_read: Callable[[str], None] = lambda _name: None
+        self._kinds: Counter[str] = Counter()
         self.identity: dict[str, str] = {}
-        self._dtype, self._device = dtype, device
-        self._stored = weights
-        self._linears: PackedLinears | None = None
-        self._packed: PackedWeights | None = None
-        self._mxfp4: Mxfp4Weights | None = None
-        self._int4: Int4Source | None = None
-        is_auto = config.quant_mode == "auto"
-        if is_auto and isinstance(weights, Mxfp4Weights) and can_keep_mxfp4(dtype, device):
-            self._mxfp4 = weights
-        if is_auto and isinstance(weights, PackedWeights) and can_keep_packed(dtype, device):
-            self._packed = weights
-            self.quant_mode = weights.quantization.label
-        elif isinstance(weights, Int4Source) and weights.has_int4:
-            self.quant_mode = resolve_quant_mode(config, dtype, device, has_int4=True)
-            if self.quant_mode == "int4-weight":
-                self._int4 = weights
-        elif is_auto and shard.size > 1:
-            self.quant_mode = "none"
-        else:
-            self.quant_mode = resolve_quant_mode(config, dtype, device)
+        if stays and linears is not None and isinstance(stored, PackedWeights):
+            self.identity["linears"] = linears.identity
 
     @property
     def leaves_attention_plain(self) -> bool:
         """Whether `convert` finds the layers of attention plain."""
-        return self._packed is None and self._int4 is None
+        return not self._stays or isinstance(self._stored, Mxfp4Weights)
 
-    def keep_packed(self, skeleton: Model) -> frozenset[str] | None:
-        """Let the checkpoint's weights stay as it holds them, where that was chosen.
+    def keep(self, skeleton: Model) -> frozenset[str]:
+        """Choose weights that stay as the checkpoint holds them: of layers that are quantized in all their parts.
 
-        Returns the names of linear layers' weights that come without storage at first; None: none are to stay.
+        skeleton: the model without storage. Returns names of those that the model is to be given without storage.
+        Raises UnsupportedModelError for a layer's experts of which only some are quantized.
         """
-        if self._int4 is not None:
-            self._int4.keep_int4 = True
-        if self._mxfp4 is not None:
-            self._mxfp4.keeps_packed = True
-        if self._packed is None:
-            return None
-        self._packed.kept = packed_names(skeleton, self._packed)
-        check_packed_experts(skeleton, self._device, self._packed.kept)
-        return self._packed.kept
+        stored = self._stored
+        if not self._stays or not isinstance(stored, PackedWeights | Int4Source | Mxfp4Weights):
+            return frozenset()
+        is_tied = skeleton.head.weight is skeleton.embedding
+        is_gguf = isinstance(stored, Int4Source)
+        layers = [ref.layer for ref in skeleton.linears() if is_gguf or not (is_tied and ref.owner is skeleton)]
+        packed = (layer.names for layer in layers if all(map(stored.is_packed, layer.names)))
+        self._names = frozenset(chain.from_iterable(packed))
+        if isinstance(stored, Int4Source):
+            stored.keeps_int4 = True
+            return self._names.difference(skeleton.head.names)  # float32 logits and embeddings need the plain weight
+        if isinstance(stored, PackedWeights) and self._linears is not None and self._linears.stacks_experts:
+            _check_experts(skeleton, self._names)
+        return self._names
 
-    def converter(self, parts: Mapping[str, Part], on_read: Callable[[str], None]) -> Converter:
-        """parts: of weights of which this rank has no more. on_read: called with the name of each that it reads."""
-        if self._packed is not None:
-            self._linears = PackedLinears(self._dtype, self._device, self._packed, parts, on_read)
-            self.identity["linears"] = self._linears.identity
-            return self._linears
-        if self._mxfp4 is not None:
-            return Mxfp4Experts(self._mxfp4, parts, on_read)
-        int4 = None if self._int4 is None else self._int4.int4
-        return Quantizer(self.quant_mode, int4, self._device.type == "cuda")
+    def start(self, parts: Mapping[str, Part], on_read: Callable[[str], None]) -> None:
+        """parts: of weights of which this rank has no more. on_read: called with the name of each that is read."""
+        self._parts, self._on_read = parts, on_read
+
+    def convert(self, block: Block) -> None:
+        """Replace the block's linear layers in place. Raises ConfigError for values that cannot be."""
+        if self._stays and isinstance(self._stored, Mxfp4Weights):
+            self._stored.give_experts(block, self._parts, self._on_read)
+            return
+        inner = None
+        for ref in block.linears():
+            if not isinstance(ref.owner, Mlp | Expert):
+                inner = None
+            elif ref.attribute == "gate_up":
+                inner = self._inner_order(ref.owner.gate_up, ref.owner.down)
+            piece = 0
+            if isinstance(block, Moe) and ref.owner is block.shared and ref.attribute == "down":
+                piece = block.rule.intermediate_size
+            self._convert(ref, inner, piece)
+
+    def finish(self, model: Model) -> None:
+        """Replace the output projection, when all blocks are done."""
+        if give_float32_logits(model):
+            self._kinds["float16"] += 1
+        else:
+            self._convert(LinearRef(model, "head", "head"))
 
     def end(self) -> None:
         """Log what became of a quantized checkpoint. Raises ConfigError for tensors of it that cannot be left out."""
         if isinstance(self._stored, PackedWeights):
             self._stored.check_idle_biases()
-            held = "were dequantized" if self._linears is None else f"are {self._linears.made}"
+            made = ", ".join(f"{count} {kind}" for kind, count in sorted(self._kinds.items()))
+            held = f"are {made}" if self._stays else "were dequantized"
             logger.info("%s: linear layers %s", self._stored.quantization.label, held)
+
+    def _convert(self, ref: LinearRef, inner: Tensor | None = None, piece: int = 0) -> None:
+        """inner: see `_inner_order`. piece: columns that may be cut off as an expert by themselves; 0: none are."""
+        linear = ref.layer
+        if self._linears is None:
+            made, kind = linear, "plain"
+        elif self._is_kept(linear):
+            parts = [self._rows(name, inner, ref.attribute == "gate_up") for name in linear.names]
+            if piece and self._linears.stacks_experts:
+                parts = [rows.split_groups(piece) for rows in parts]
+            is_expert = isinstance(ref.owner, Expert)
+            made, kind = linear_of_rows(parts, linear.bias, self._dtype, self._linears, is_expert)
+            for name in linear.names:
+                self._on_read(name)
+        else:
+            made, kind = self._of_plain(linear, self._linears, is_head=isinstance(ref.owner, Model))
+        self._kinds[kind] += 1
+        ref.replace(made)
+
+    def _of_plain(self, linear: Linear, linears: CpuLinears | GpuLinears, is_head: bool) -> Made:
+        mode = self._plain_mode
+        if mode == "none":
+            return linear, "plain"
+        if mode == "int4-weight" and not is_head and linear.weight.shape[1] % GROUP_SIZE == 0:
+            return linear_of_rows([quantize_int4(linear.weight)], linear.bias, linear.weight.dtype, linears)
+        return linears.of_plain(linear, mode, is_head), "int8 of plain"
+
+    def _is_kept(self, linear: Linear) -> bool:
+        return bool(linear.names) and self._names.issuperset(linear.names)
+
+    def _inner_order(self, gate_up: Linear, down: Linear) -> Tensor | None:
+        """Outputs of a whole gate_up that this rank takes, where they need not be neighbours; else None.
+
+        Columns of `down` may be in another order (act-order), of which a rank then takes a range: whole groups.
+        """
+        if gate_up.bias is not None or not self._is_kept(gate_up) or not self._is_kept(down):
+            return None
+        (name,) = down.names
+        if name not in self._parts or not isinstance(self._stored, PackedWeights):
+            return None
+        order, columns = self._stored.order(name), self._parts[name][1]
+        return None if order is None else order[columns.start : columns.stop]
+
+    def _rows(self, name: str, inner: Tensor | None, is_gate_up: bool) -> QuantizedRows:
+        """This rank's part of a weight. inner: see `_inner_order`."""
+        assert isinstance(self._stored, PackedWeights | Int4Source), "others' layers are not made of rows"
+        part = self._parts.get(name)
+        if inner is None or part is None:
+            return self._stored.rows(name, part)
+        whole = self._stored.rows(name)
+        return whole.take_rows(inner) if is_gate_up else replace(whole, order=None).cut_columns(part[1])
+
+
+def choose_conversion(
+    weights: WeightSource, config: EngineConfig, shard: Shard, dtype: torch.dtype, device: torch.device
+) -> Conversion:
+    """Choose what becomes of linear layers. Raises ConfigError for a mode that has no kernel or no weights."""
+    is_auto = config.quant_mode == "auto"
+    if is_auto and isinstance(weights, PackedWeights) and can_keep_packed(dtype, device):
+        linears = linears_of(dtype, device)
+        plain_mode = "int8-weight" if linears.quantizes_plain else "none"
+        return Conversion(weights.quantization.label, linears, weights, True, plain_mode, dtype)
+    has_int4 = isinstance(weights, Int4Source) and weights.has_int4
+    if is_auto and shard.size > 1 and not has_int4:
+        mode = "none"
+    else:
+        mode = resolve_quant_mode(config, dtype, device, has_int4)
+    made = None if mode == "none" else linears_of(dtype, device)
+    if has_int4 and mode == "int4-weight":
+        return Conversion(mode, made, weights, True, "int8-weight", dtype)
+    is_mxfp4 = is_auto and isinstance(weights, Mxfp4Weights) and can_keep_mxfp4(dtype, device)
+    return Conversion(mode, made, weights, is_mxfp4, dtype=dtype)
+
+
+def linears_of(dtype: torch.dtype, device: torch.device) -> CpuLinears | GpuLinears:
+    """Maker of layers on that device."""
+    if device.type == "cpu":
+        return CpuLinears(dtype)
+    from engine.quantization.gpu_linears import GpuLinears  # needs triton
+
+    return GpuLinears(device)
+
+
+def linear_of_rows(
+    parts: list[QuantizedRows], bias: Tensor | None, dtype: torch.dtype, linears: CpuLinears | GpuLinears,
+    is_expert: bool = False,
+) -> Made:  # fmt: skip
+    """The layer whose outputs are those of all parts; in int8 what no GEMM takes."""
+    rows, is_stacked = join_rows(parts), is_expert and bias is None and linears.stacks_experts
+    made = None
+    if rows is None:
+        weight, reason = torch.cat([part.dequantize(dtype) for part in parts]), "unlike parts"
+    else:
+        if rows.order is None or not is_stacked:
+            made = linears.of_rows(replace(rows, order=None), bias, is_stacked)
+        if made is not None:
+            return made if rows.order is None else (made[0].reordered(rows.order), f"{made[1]} reordered")
+        reason = "other groups or order" if is_stacked else "e4m3" if rows.is_fp8 else "other groups"
+        weight = rows.dequantize(dtype)
+    plain = Linear(weight, bias)
+    linear = linears.of_plain(plain)
+    return linear, "dequantized" if linear is plain else f"int8 of {reason}"
+
+
+def can_keep_packed(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether this machine has GEMMs for quantized weights with x of that type."""
+    return dtype == torch.bfloat16 and (
+        device.type != "cpu" or all(hasattr(torch.ops.aten, gemm) for gemm in CPU_GEMMS.values())
+    )
 
 
 def can_keep_mxfp4(dtype: torch.dtype, device: torch.device) -> bool:
@@ -133,7 +257,7 @@ def resolve_quant_mode(
     wanted = engine_config.quant_mode
     if wanted == "auto":
         fits = device.type == "cpu" and dtype == torch.bfloat16
-        return ("int4-weight" if has_int4 else "int8-weight") if fits else "none"
+        wanted = ("int4-weight" if has_int4 else "int8-weight") if fits else "none"
     if wanted == "none":
         return wanted
     if dtype != torch.bfloat16:
@@ -147,20 +271,16 @@ def resolve_quant_mode(
                 f"--quant-mode {wanted} needs a GPU of compute capability {needed[0]}.{needed[1]}, this one has "
                 f"{found[0]}.{found[1]}; use int8-weight"
             )
+    elif device.type == "cpu" and not hasattr(torch.ops.aten, CPU_GEMMS[wanted]):
+        raise ConfigError(f"this torch has no GEMM for {wanted}: use --quant-mode none")
     return wanted
 
 
-def check_packed_experts(skeleton: Model, device: torch.device, packed: Container[str]) -> None:
-    """Raise UnsupportedModelError for a layer's experts of which only some stay quantized: `packed`."""
-    if device.type != "cuda":
-        return
+def _check_experts(skeleton: Model, kept: frozenset[str]) -> None:
+    """Grouped kernels take a layer's experts quantized alike."""
     for block in skeleton.blocks:
         if isinstance(block, Moe):
             experts = [*block.experts.values(), *([] if block.shared is None else [block.shared])]
             for layers in zip(*((expert.gate_up, expert.down) for expert in experts), strict=True):
-                if len({_is_packed(layer, packed) for layer in layers}) > 1:
+                if len({kept.issuperset(layer.names) for layer in layers}) > 1:
                     raise UnsupportedModelError(EXPERTS)
-
-
-def _is_packed(layer: Linear, packed: Container[str]) -> bool:
-    return all(name in packed for name in layer.names)

@@ -1,4 +1,4 @@
-"""Linear layers of quantized weights on a GPU: their GEMMs, and how they are made of plain or of stored values.
+"""Linear layers of quantized weights on a GPU: their GEMMs, and which of these takes which rows or plain layers.
 
     W8A8     int8 weights with one scale per row, x quantized to int8 per token
     W8A16    the same, x quantized to 16 bits, as two int8 planes
@@ -6,6 +6,11 @@
     w4a16    4-bit weights in groups, x as it is or, of several rows, quantized to 16 bits
     stored   one byte a weight with a scale per group of columns, or e2m1 weights with exponents of groups: for
              experts, whose kernels take them; as a layer by itself it is dequantized for every use
+
+Stored values are taken as they are. Two exceptions: scales of e4m3 blocks become scales of rows, which quantizes
+weights to e4m3 once more (2.6% of their size, as the first time), because matrix units apply one scale per row; and
+what no GEMM takes becomes int8 (0.8%). `--quant-mode none` keeps the exact numbers in bfloat16. Experts' weights of
+blocks keep their scales: grouped kernels multiply inputs of 16 bits.
 
 All take x (rows, in) in bfloat16 and may be captured in a CUDA graph.
 Knows no models and no files. GEMMs: `kernels.gpu.{quantized_gemm,w4a16_gemm}`.
@@ -21,18 +26,21 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.layers.linear import Linear
+from engine.quantization.quantized_rows import Made, QuantizedRows
 from kernels.gpu.gemm.sliced_k_gemm import sliced_k_gated_gemm
 from kernels.gpu.gemm.split_k import SplitKWorkspace
 from kernels.gpu.launching.tuning import MAX_TWO_PLANE_ROWS, SLICED_K_GATED
-from kernels.gpu.moe.expert_formats import WORDS, columns_of
+from kernels.gpu.moe.expert_formats import WORDS, columns_of, fits
 from kernels.gpu.quantization.quantize import quantize_rows, quantize_with_maxima, silu_mul_quantize
 from kernels.gpu.quantization.quantized_gemm import dequantize, quantized_gemm
 from kernels.gpu.quantization.w4a16_gemm import w4a16_linear
 from kernels.quantization.mxfp4 import dequantize_mxfp4
 from kernels.quantization.quantized_gemm import FP8_DTYPE
-from kernels.quantization.w4a16_gemm import PackedW4, dequantize_w4
+from kernels.quantization.w4a16_gemm import MAX_GROUP, PackedW4, dequantize_w4, pack_w4
 
 COLUMN_MULTIPLE = 16  # of inputs, for 8-bit GEMMs; others stay plain
+FP8_CAPABILITY = (8, 9)  # of GPUs with matrix units for e4m3
+MIN_GROUP = 16  # columns, of 4-bit groups; they are powers of two or multiples of one
 QuantizedInput = tuple[Tensor, Tensor]  # values (num_planes * rows, in), float32 scales (rows,)
 
 
@@ -85,6 +93,7 @@ class EightBit:
 W8A8 = EightBit(torch.int8)
 W8A16 = EightBit(torch.int8, 2, MAX_TWO_PLANE_ROWS)
 FP8 = EightBit(FP8_DTYPE)
+MODES = {"fp8": (FP8, W8A8), "w8a8": (W8A8, W8A8)}  # the head's: int8 keeps more greedy tokens there than e4m3
 
 
 def w4a16(layer: Linear, x: Tensor) -> Tensor:
@@ -134,3 +143,48 @@ def dequantized(layer: Linear, dtype: torch.dtype) -> Tensor:
         return dequantize_w4(packed_of(layer), dtype)
     of_groups = scales.view(len(scales), -1, 1)
     return (weight.float().view(*of_groups.shape[:2], -1) * of_groups).flatten(1).to(dtype)
+
+
+class GpuLinears:
+    """Makes layers of one device. They share a workspace, as they run one after the other."""
+
+    quantizes_plain = False  # layers that a quantized checkpoint left plain stay so
+    stacks_experts = True  # layers of a block's experts are alike: one kernel takes them all
+
+    def __init__(self, device: torch.device) -> None:
+        self._workspace = SplitKWorkspace(device)
+        self._has_fp8 = device.type != "cuda" or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
+        self.identity = f"gpu, {'with' if self._has_fp8 else 'without'} e4m3"
+
+    def of_rows(self, rows: QuantizedRows, bias: Tensor | None, is_stacked: bool = False) -> Made | None:
+        """None for rows that no GEMM takes. rows.order is None.
+
+        is_stacked: of an expert without a bias. Its inputs stay in 16 bits, so weights of 8 bits may have scales of
+        rows or of groups.
+        """
+        num_columns, group = rows.values.shape[1], rows.group_size
+        if num_columns % COLUMN_MULTIPLE or (rows.is_fp8 and not self._has_fp8):
+            return None
+        if rows.is_int4:
+            is_known = group % MIN_GROUP == 0 and num_columns % group == 0
+            if not is_known or (is_stacked and not fits(num_columns, min(group & -group, MAX_GROUP), True)):
+                return None
+            packed = pack_w4(rows.values, rows.scales, rows.offsets_or_zeros())
+            return w4a16_layer(packed, bias, self._workspace), "int4"
+        name, is_eight_bit = "e4m3" if rows.is_fp8 else "int8", is_stacked or rows.quantizes_inputs
+        if rows.has_row_scales and (rows.is_int8 or is_eight_bit):
+            kind = FP8 if rows.is_fp8 else W8A8 if is_eight_bit else W8A16
+            return kind.linear(rows.values, rows.scales, bias, self._workspace), name
+        if is_stacked:
+            are_filled = rows.offsets is None and num_columns == group * rows.scales.shape[1]
+            if are_filled and fits(num_columns, group, False):
+                return stored_layer(rows.values, rows.scales), f"{name} in groups"
+        elif rows.is_fp8 and rows.quantizes_inputs:
+            return FP8.of(Linear(rows.dequantize(torch.bfloat16), bias), self._workspace), "e4m3 of blocks"
+        return None
+
+    def of_plain(self, linear: Linear, quant_mode: str = "int8-weight", is_head: bool = False) -> Linear:
+        """Quantize a plain layer to 8 bits, or leave it as it is where no GEMM takes it."""
+        if linear.weight.shape[1] % COLUMN_MULTIPLE:
+            return linear
+        return MODES.get(quant_mode, (W8A16, W8A16))[is_head].of(linear, self._workspace)

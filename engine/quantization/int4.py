@@ -10,6 +10,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from engine.layers.weights import Part
 from engine.quantization.quantized_rows import INT4_MIDDLE, QuantizedRows
 
 GROUP_SIZE = 32
@@ -19,12 +20,20 @@ GROUP_SIZE = 32
 class Int4Source(Protocol):
     """Weights of a file that may hold them in 4 bits."""
 
-    int4: dict[str, QuantizedRows]  # taken weights that the file holds so, if `keep_int4`
-    keep_int4: bool
+    keeps_int4: bool
+    """4-bit weights are taken as the numbers that `rows` stand for, whose scales are bfloat16's."""
 
     @property
     def has_int4(self) -> bool:
         """Whether most matrices are 4-bit."""
+        ...
+
+    def is_packed(self, name: str) -> bool:
+        """Whether the file holds the weight in 4 bits."""
+        ...
+
+    def rows(self, name: str, part: Part | None = None) -> QuantizedRows:
+        """A 4-bit weight, or a part of it."""
         ...
 
 

@@ -19,23 +19,17 @@ from torch.nn import functional
 from common.errors import ConfigError
 from engine.layers.block import Block
 from engine.layers.linear import Linear
-from engine.layers.weights import Part, Partition
+from engine.layers.weights import Part, PartSource
 from engine.loader.checkpoint import Shape
 from engine.loader.safetensors import SafetensorsWeights
-from engine.models.model import Model
 from engine.moe.stacked_moe import StackedMoe
 from kernels.quantization.mxfp4 import EXPONENT_BIAS, GROUP_SIZE, MAGNITUDES, filled, pack_mxfp4
 
 BLOCKS, SCALES = "_blocks", "_scales"
 
 
-class Mxfp4Weights:
-    """A checkpoint some of whose weights are blocks and scales. Raises ConfigError for pairs that do not fit.
-
-    keeps_packed: blocks are taken without storage, for `Mxfp4Experts` to read.
-    """
-
-    keeps_packed = False
+class Mxfp4Weights(PartSource):
+    """A checkpoint some of whose weights are blocks and scales. Raises ConfigError for pairs that do not fit."""
 
     def __init__(self, tensors: SafetensorsWeights) -> None:
         self._tensors = tensors
@@ -49,22 +43,14 @@ class Mxfp4Weights:
             elif not (name.endswith(SCALES) and name.removesuffix(SCALES) + BLOCKS in tensors.shapes):
                 self.shapes[name] = shape
 
-    def take(self, name: str, shape: Shape, partition: Partition = Partition.NONE) -> Tensor:
-        """See WeightSource."""
-        if name + BLOCKS not in self._tensors.tensors:
-            return self._tensors.take(name, shape, partition)
-        return self._take_blocks(name, tuple(map(range, self.shapes[name])))
+    def is_packed(self, name: str) -> bool:
+        return name + BLOCKS in self._tensors.tensors
 
     def take_part(self, name: str, part: Part) -> Tensor:
         """See PartSource."""
-        if name + BLOCKS not in self._tensors.tensors:
+        if not self.is_packed(name):
             return self._tensors.take_part(name, part)
-        return self._take_blocks(name, part)
-
-    def _take_blocks(self, name: str, part: Part) -> Tensor:
         experts, columns, rows = part
-        if self.keeps_packed:
-            return torch.empty(tuple(map(len, part)), dtype=self._tensors.dtype, device="meta")
         groups = _groups_around(columns)
         weight = dequantize(*self.read(name, experts, rows, groups), self._tensors.dtype)
         first = columns.start - groups.start * GROUP_SIZE
@@ -76,34 +62,24 @@ class Mxfp4Weights:
         blocks = self._tensors.read(name + BLOCKS, (*part, range(GROUP_SIZE // 2)))
         return blocks, self._tensors.read(name + SCALES, part)
 
+    def give_experts(self, block: Block, parts: Mapping[str, Part], on_read: Callable[[str], None]) -> None:
+        """Give a block's experts, which have no storage, their numbers as a GPU's kernels of experts read them.
 
-class Mxfp4Experts:
-    """Gives experts that have no storage yet the checkpoint's numbers, as a GPU's kernels of experts read them."""
-
-    def __init__(self, weights: Mxfp4Weights, parts: Mapping[str, Part], on_read: Callable[[str], None]) -> None:
-        """parts: of weights of which this rank has no more. on_read: called with the name of each that was read."""
-        self._weights, self._parts, self._on_read = weights, parts, on_read
-
-    def convert(self, block: Block) -> None:
-        """Replace experts of the block in place."""
+        parts: of weights of which this rank has no more. on_read: called with the name of each that was read.
+        """
         if not isinstance(block, StackedMoe):
             return
         for attribute in ("gate_up", "down"):
             layers = {slot: getattr(expert, attribute) for slot, expert in block.experts.items()}
-            plain: Linear = next(iter(layers.values()))
-            if not plain.weight.is_meta:
+            (name,) = next(iter(layers.values())).names
+            if not self.is_packed(name):
                 continue
-            (name,) = plain.names
-            whole = tuple(map(range, self._weights.shapes[name]))
-            _, columns, rows = self._parts.get(name, whole)
+            _, columns, rows = parts.get(name) or map(range, self.shapes[name])
             for slot, layer in layers.items():
                 expert = block.rule.expert_of(slot)
                 made = self._expert(name, expert, columns, rows, layer.bias, attribute == "gate_up")
                 setattr(block.experts[slot], attribute, made)
-            self._on_read(name)
-
-    def finish(self, model: Model) -> None:
-        """The output projection stays as it is."""
+            on_read(name)
 
     def _expert(
         self, name: str, expert: int, columns: range, rows: range, bias: Tensor | None, is_gate_up: bool
@@ -111,7 +87,7 @@ class Mxfp4Experts:
         from engine.quantization.gpu_linears import stored_layer  # needs triton
 
         groups = _groups_around(columns)
-        stacked = self._weights.read(name, range(expert, expert + 1), rows, groups)
+        stacked = self.read(name, range(expert, expert + 1), rows, groups)
         blocks, exponents = stacked[0][0], stacked[1][0]
         if is_gate_up:
             inner = filled_columns(range(rows.start // 2, rows.stop // 2))

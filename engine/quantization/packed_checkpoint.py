@@ -1,29 +1,43 @@
 """Weights of a quantized checkpoint: which tensors make up which linear layer, checked before any is read.
 
-To the model being built it looks like any other source of weights. Names in `kept` it hands out without storage:
-`engine/quantization/packed_linears.py` puts in layers made of their rows afterwards, so that a whole model never
-exists dequantized.
+A part of a weight is read where a rank's rows and columns are, and nowhere else:
+
+    part       rows and columns that are wanted
+    cut        the smallest range around them that all tensors of the layer can be cut at; read as a smaller layer
+    the rest   is cut off once it is unpacked
+
+Knows of a layout what `Stored.axes` says. Columns in another order (act-order) are read whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from common.errors import ConfigError
-from engine.layers.weights import Part, Partition
+from engine.layers.weights import Part, PartSource
 from engine.loader.checkpoint import Shape, check_weights
 from engine.loader.fused import StoredRows
 from engine.loader.safetensors import SafetensorsWeights, StoredTensor
-from engine.quantization.formats.scheme import MARKS, UNUSED, CheckpointQuantization, Stored, WeightScheme
-from engine.quantization.packed_parts import GROUP_INDICES, unpack_part
+from engine.quantization.formats.scheme import (
+    MARKS,
+    UNUSED,
+    WHOLE,
+    CheckpointQuantization,
+    K,
+    N,
+    Stored,
+    WeightScheme,
+)
 from engine.quantization.quantized_rows import QuantizedRows
 
 WEIGHT = ".weight"
 BIAS = "bias"
+GROUP_INDICES = ("g_idx", "weight_g_idx")
+ReadPart = Callable[[str, Part | None], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +50,7 @@ class _Packed:
     lies: StoredRows | None = None
 
 
-class PackedWeights:
+class PackedWeights(PartSource):
     """`check` must be called before anything is taken."""
 
     def __init__(
@@ -45,7 +59,6 @@ class PackedWeights:
         """rows: weights that are those of a stored one."""
         self.quantization = quantization
         self._lies = rows
-        self.kept: frozenset[str] = frozenset()
         self._tensors = tensors
         self._modules = _by_module(tensors.tensors)
         self._packed: dict[str, _Packed] = {}
@@ -121,18 +134,8 @@ class PackedWeights:
                 return packed.scheme.column_order(packed.shape[1], self._tensors.read(f"{module}.{part}"))
         return None
 
-    def take(self, name: str, shape: Shape, partition: Partition = Partition.NONE) -> Tensor:
-        """See WeightSource."""
-        if name in self.kept:
-            return torch.empty(shape, dtype=self._tensors.dtype, device="meta")
-        if name in self._packed:
-            return self.rows(name).dequantize(self._tensors.dtype)
-        return self._tensors.take(name, shape)
-
     def take_part(self, name: str, part: Part) -> Tensor:
         """See PartSource."""
-        if name in self.kept:
-            return torch.empty(tuple(map(len, part)), dtype=self._tensors.dtype, device="meta")
         if name in self._packed:
             return self.rows(name, part).dequantize(self._tensors.dtype)
         return self._tensors.take_part(name, part)
@@ -165,3 +168,56 @@ def _misfit(stored: Mapping[str, Stored], found: Mapping[str, StoredTensor]) -> 
         elif tensor.type_name not in expected.types:
             return f"{part} holds {tensor.type_name}, not {' or '.join(expected.types)}"
     return None
+
+
+def unpack_part(
+    scheme: WeightScheme, n: int, k: int, read: ReadPart, found: Mapping[str, object], part: Part | None = None
+) -> QuantizedRows:
+    """Rows and columns of an (n, k) layer whose tensors `scheme.tensors` accepted; part None: all.
+
+    Rows beyond n are zeros. Raises ConfigError for values that cannot be.
+    """
+    stored = scheme.tensors(n, k, found)
+    if "weight_shape" in stored and (shape := read("weight_shape", None).tolist()) != [n, k]:
+        raise ConfigError(f"weight_shape is {shape}, not {[n, k]}")
+    if part is None:
+        return scheme.rows(n, k, lambda name: read(name, None), found)
+    rows, columns = part
+    present = {name: tensor for name, tensor in stored.items() if name in found}
+    cut = [_around(rows, _unit(present.values(), N), n), _around(columns, _unit(present.values(), K), k)]
+    if columns != range(k) and _has_order(scheme, k, read, present):
+        cut[K] = range(k)
+    if cut[K] != range(k):  # groups that follow each other
+        present = {name: tensor for name, tensor in present.items() if name not in GROUP_INDICES}
+
+    def read_cut(name: str) -> Tensor:
+        return read(name, _indices(stored[name], cut))
+
+    unpacked = scheme.rows(len(cut[N]), len(cut[K]), read_cut, present)
+    return unpacked.cut_columns(_within(columns, cut[K])).cut_rows(_within(rows, cut[N]))
+
+
+def _has_order(scheme: WeightScheme, k: int, read: ReadPart, present: Mapping[str, Stored]) -> bool:
+    return any(name in present and scheme.column_order(k, read(name, None)) is not None for name in GROUP_INDICES)
+
+
+def _unit(tensors: Iterable[Stored], axis: int) -> int:
+    """What a cut must be a multiple of."""
+    return math.lcm(*(unit for stored in tensors for along, unit in stored.axes if along == axis and unit != WHOLE))
+
+
+def _around(wanted: range, unit: int, size: int) -> range:
+    start, stop = min(wanted.start, size - 1), min(wanted.stop, size)
+    return range(start // unit * unit, min(-(-stop // unit) * unit, size))
+
+
+def _within(wanted: range, cut: range) -> range:
+    return range(wanted.start - cut.start, wanted.stop - cut.start)
+
+
+def _indices(stored: Stored, cut: list[range]) -> Part:
+    """Where the cut lies in a tensor, which may have fewer dimensions. One that stands for all rows has one index."""
+    return tuple(
+        range(1) if unit == WHOLE else range(cut[along].start // unit, -(-cut[along].stop // unit))
+        for along, unit in stored.axes
+    )

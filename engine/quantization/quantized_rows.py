@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.layers.linear import Linear
+
 FP8_DTYPE = torch.float8_e4m3fn
 INT4_MIDDLE = 8
 FILLED_GROUP = 32  # columns, of groups that are filled up: the smallest that GEMMs of both devices take
 FILLED_MULTIPLE = 128  # columns, of all such groups: what 4-bit GEMMs on a GPU read at once
+Made = tuple[Linear, str]  # of rows, and what it is in a few words
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction, compute_cache_key
 
 import engine.assembly
 import engine.gpu.attention.grouped
-import engine.quantization.quantize
+import engine.quantization.cpu_linears
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.gpu.attention.backend import PrefillAttention
@@ -31,7 +31,7 @@ from engine.gpu.steps.decode_steps import DecodeSteps
 from engine.gpu.steps.prompt_graphs import PromptGraphs, prompt_step
 from engine.prefill_backends.fa3 import FlashAttention3, Operator
 from engine.quantization import conversion
-from engine.quantization.quantize import Quantizer
+from engine.quantization.gpu_linears import GpuLinears
 from engine.request import SamplingParams
 from engine.trial_plans import WITH_RULES, trial_plan
 from tests.compile import hopper
@@ -98,7 +98,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
         torch, "empty_like", lambda x, **options: filled(x.shape, **{"dtype": x.dtype, "device": x.device, **options})
     )
     monkeypatch.setattr(engine.assembly, "_make_runner", GpuRunner)
-    monkeypatch.setattr(engine.quantization.quantize, "has_half_linear", lambda: False)
+    monkeypatch.setattr(engine.quantization.cpu_linears, "has_half_linear", lambda: False)
     return found
 
 
@@ -117,7 +117,7 @@ def open_runner(
 
     monkeypatch.setattr(engine.gpu.attention.grouped, "open_attention", open_attention)
     monkeypatch.setattr(conversion, "resolve_quant_mode", lambda *_: quant_mode)
-    monkeypatch.setattr(conversion, "Quantizer", lambda chosen, int4, _: Quantizer(chosen, int4, on_gpu=True))
+    monkeypatch.setattr(conversion, "linears_of", lambda _dtype, device: GpuLinears(device))
     save_tiny_model(folder, head_dim=64, hidden=1024, inner=2048, num_experts=num_experts)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1 << 15}))

@@ -21,7 +21,7 @@ from engine.loader.load import load_model
 from engine.models.model import Model
 from engine.quantization import conversion
 from engine.quantization import gpu_ops as quantized
-from engine.quantization.quantize import Quantizer
+from engine.quantization.gpu_linears import GpuLinears
 from engine.tensor_parallel.gpu_seams import gpu_ranks
 from kernels.gpu.elementwise.rms_norm import add_rms_norm
 from kernels.gpu.gemm.split_k import SplitKWorkspace
@@ -134,7 +134,7 @@ def test_experts_between_layers_of_quantized_inputs_equal_the_plain_form(
     rows = 3
     use_small_tiles(monkeypatch, 4)
     monkeypatch.setattr(conversion, "resolve_quant_mode", lambda *_: "fp8")
-    monkeypatch.setattr(conversion, "Quantizer", lambda mode, int4, _: Quantizer(mode, int4, on_gpu=True))
+    monkeypatch.setattr(conversion, "linears_of", lambda _dtype, device: GpuLinears(device))
     saved = save_tiny_model(tmp_path, inner=32, num_experts=4)
     loaded = load_model(resolve_model(str(saved)), EngineConfig(str(saved), dtype="float32"), DEVICE)
     model, tables = loaded.config, torch.arange(rows, dtype=torch.int32, device=DEVICE)[:, None]

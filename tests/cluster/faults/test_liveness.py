@@ -136,7 +136,7 @@ async def starve(cluster: Cluster, reference: LLM, num_loops: int, seconds: floa
 
 
 async def test_a_starved_cluster_raises_no_alarm(cluster: Cluster, reference: LLM) -> None:
-    await starve_without_alarm(cluster, reference, num_loops=8, seconds=6.0, num_streams=16)
+    await starve_without_alarm(cluster, reference, num_loops=8, seconds=3.0, num_streams=16)
 
 
 @pytest.mark.soak

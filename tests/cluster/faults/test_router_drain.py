@@ -52,8 +52,8 @@ def accepts_connections(cluster: Cluster) -> bool:
     return True
 
 
-def test_a_stream_is_finished_before_the_router_ends() -> None:
-    with running_cluster(num_prefill=0, router_args=("--drain-grace-seconds=250", PATIENT)) as cluster:
+def test_a_stream_is_finished_before_the_router_ends_and_cut_when_the_grace_is_over() -> None:
+    with running_cluster(num_prefill=0, router_args=(PATIENT, "--drain-grace-seconds=250")) as cluster:
         router, decode = cluster.services["router"], cluster.services["decode-0"]
         with stopped_after_a_token(cluster) as stream:
             router.signal(signal.SIGTERM)
@@ -66,11 +66,9 @@ def test_a_stream_is_finished_before_the_router_ends() -> None:
             assert last.choices[0].finish_reason == "length"
         assert router.process is not None
         assert router.process.wait(60) == 0
-
-
-def test_a_stream_is_cut_when_the_grace_is_over() -> None:
-    with running_cluster(num_prefill=0, router_args=("--drain-grace-seconds=1", PATIENT)) as cluster:
-        router = cluster.services["router"]
+        router.argv[-1] = "--drain-grace-seconds=1"
+        cluster.start_service("router")
+        cluster.wait_ready(1)
         with stopped_after_a_token(cluster):
             router.signal(signal.SIGTERM)
             began = time.monotonic()

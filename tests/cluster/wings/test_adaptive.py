@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
 from collections.abc import Iterator
 
@@ -24,14 +23,12 @@ def reference() -> LLM:
     return LLM("dry-run", num_gpu_blocks=2048, num_threads=1)
 
 
-@contextlib.contextmanager
-def adaptive_cluster(num_prefill: int = 1, num_decode: int = 1) -> Iterator[Cluster]:
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
     """Decode workers with few seats: what finds none is kept, and moves when prompts come."""
     seats = {"decode": ("--max-num-seqs=4",)}
-    with running_cluster(
-        num_prefill, num_decode, engine_args=ENGINE, router_args=OBJECTIVES, role_args=seats
-    ) as cluster:
-        yield cluster
+    with running_cluster(2, 2, engine_args=ENGINE, router_args=OBJECTIVES, role_args=seats) as running:
+        yield running
 
 
 def streams(count: int, seed: int, max_tokens: int = 420) -> list[Job]:
@@ -110,27 +107,21 @@ async def check_explanation(cluster: Cluster) -> None:
     assert decision["chosen"]["violation"] == min(c["violation"] for c in decision["candidates"])
 
 
-async def moved_somewhere(reference: LLM, num_prefill: int, num_decode: int, kill: str = "") -> None:
+@pytest.mark.parametrize("kill", ["", "prefill-0", "decode-0"])
+async def test_kept_and_moved_answers_are_equal_also_when_a_worker_dies(
+    cluster: Cluster, reference: LLM, kill: str
+) -> None:
     """Answers are right in every attempt. In some a kept request ends before it could move: then again."""
     for attempt in range(8):
-        with adaptive_cluster(num_prefill, num_decode) as cluster:
-            await ask_all(cluster, streams(4 * num_decode, 100), prompts(20, 100))  # measures the workers
-            if not kill:
-                await check_explanation(cluster)
-            jobs, texts, num_moves = await run_with_drain(cluster, 200 + 200 * attempt, kill)
-            assert texts == expected_texts(reference, jobs)
-            cluster.wait_quiet()
-            for service in cluster.services.values():
-                assert "AssertionError" not in service.log(), service.log()[-2000:]
+        await asyncio.to_thread(cluster.start_killed, 4)  # those that have drained, too
+        await ask_all(cluster, streams(8, 100), prompts(20, 100))  # measures the workers
+        if not kill:
+            await check_explanation(cluster)
+        jobs, texts, num_moves = await run_with_drain(cluster, 200 + 200 * attempt, kill)
+        assert texts == expected_texts(reference, jobs)
+        cluster.wait_quiet()
+        for service in cluster.services.values():
+            assert "AssertionError" not in service.log(), service.log()[-2000:]
         if num_moves:
             return
     pytest.fail("nothing ever moved")
-
-
-async def test_kept_and_moved_answers_are_equal_and_explained(reference: LLM) -> None:
-    await moved_somewhere(reference, 1, 1)
-
-
-@pytest.mark.parametrize("kill", ["prefill-0", "decode-0"])
-async def test_a_worker_dies_while_requests_move(reference: LLM, kill: str) -> None:
-    await moved_somewhere(reference, 2, 2, kill)

@@ -100,7 +100,7 @@ def hostile_fields(seed: int) -> dict[str, Any]:
     return {"structured_outputs": {field: made}}
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one decode worker", "two"])
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.soak)], ids=["one decode worker", "two"])
 def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     engine_args = ("--model=dry-run", "--num-gpu-blocks=4096", "--num-threads=1")
     with running_cluster(num_prefill=1, num_decode=request.param, engine_args=engine_args) as running:
@@ -153,13 +153,16 @@ async def ask(client: httpx.AsyncClient, fields: dict[str, Any]) -> tuple[int, s
     return reply.status_code, reply.json()["error"]["message"] if reply.status_code != 200 else ""
 
 
-async def test_hostile_grammars_cost_others_nothing(cluster: Cluster, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("num_random", [30, pytest.param(100, marks=pytest.mark.soak)])
+async def test_hostile_grammars_cost_others_nothing(
+    cluster: Cluster, request: pytest.FixtureRequest, num_random: int
+) -> None:
     """The loads that stopped engines once, and random ones; beside as many harmless grammars."""
     first_seed = 100 * request.node.callspec.indices["cluster"]
     loads = [
         [{"structured_outputs": {"regex": f"x{{{i + 1}}}{BOMB}"}} for i in range(12)],
         [{"structured_outputs": {"regex": BOMB}}] * 40,
-        [hostile_fields(seed) for seed in range(first_seed, first_seed + 100)],
+        [hostile_fields(seed) for seed in range(first_seed, first_seed + num_random)],
     ]
     before, pids = engine_bytes(cluster), {name: service.pid for name, service in cluster.services.items()}
     async with (
@@ -172,7 +175,7 @@ async def test_hostile_grammars_cost_others_nothing(cluster: Cluster, request: p
             for first in range(0, len(load), 40):
                 answers.extend(await asyncio.gather(*(ask(client, fields) for fields in load[first : first + 40])))
 
-        harmless = [{"structured_outputs": {"regex": f"[a-z]{{{50 + i}}}"}} for i in range(80)]
+        harmless = [{"structured_outputs": {"regex": f"[a-z]{{{50 + i}}}"}} for i in range(40)]
         usual = await longest_gap(streaming, send(harmless))
         assert {status for status, _ in answers} == {200}
         for load in loads:

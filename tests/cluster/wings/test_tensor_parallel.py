@@ -43,7 +43,6 @@ def complete(cluster: Cluster, prompt: str, params: SamplingParams) -> str:
 @pytest.mark.parametrize(
     ("prefill", "decode", "transport"),
     [
-        ("--tp=2", "--tp=2", "shm"),
         ("--tp=1", "--tp=2", "nixl"),
         ("--tp=4", "--tp=2", "tcp"),
         ("--pp=2 --tp=2", "--pp=2 --num-speculative-tokens=3", "shm"),
@@ -133,10 +132,11 @@ def num_running(cluster: Cluster, worker: str) -> int:
 
 @pytest.mark.parametrize("flag", ["--tp=2", pytest.param("--pp=2", marks=pytest.mark.soak)])
 def test_a_killed_rank_ends_its_worker_and_no_answer(reference: LLM, flag: str) -> None:
-    """And ranks end with their engine."""
+    """And ranks end with their engine. Prefill has ranks, too; one decode worker has none, and takes over."""
     params = SamplingParams(max_tokens=900, temperature=0.0, ignore_eos=True)
     expected = [completion.text for completion in reference.generate(PROMPTS, params)]
-    with running_cluster(num_decode=2, engine_args=ENGINE, role_args={"decode": [flag]}) as cluster:
+    role_args = {"prefill-0": [flag], "decode-0": [flag]}
+    with running_cluster(num_decode=2, engine_args=ENGINE, role_args=role_args) as cluster:
         texts: dict[int, str] = {}
 
         def ask(index: int) -> None:
@@ -158,8 +158,8 @@ def test_a_killed_rank_ends_its_worker_and_no_answer(reference: LLM, flag: str) 
         for thread in threads:
             thread.join(200.0)
         assert [texts[index] for index in range(len(PROMPTS))] == expected
-        (follower,) = followers_of(cluster.services["decode-1"].pid)
-        cluster.services["decode-1"].kill()
+        (follower,) = followers_of(cluster.services["prefill-0"].pid)
+        cluster.services["prefill-0"].kill()
         deadline = time.monotonic() + 60.0
         while Path(f"/proc/{follower}").exists():
             assert time.monotonic() < deadline, "a rank outlives its engine"

@@ -19,8 +19,8 @@ from engine.models.rope import RopeConfig
 from engine.moe.moe import Moe
 from engine.moe.stacked_moe import StackedMoe
 from engine.plan import PlacedExperts
+from engine.quantization.cpu_linears import CpuLinears
 from engine.quantization.int4 import quantize_int4
-from engine.quantization.quantize import to_int4, to_int8
 from tests.engine.tensor_parallel.test_ranks import ThreadGroup
 
 SIZE, HIDDEN, CPU = 3, 32, torch.device("cpu")
@@ -40,7 +40,7 @@ def make_block(
     moe = replace(CONFIG.moe, slots=slots, expert_rank=rank, expert_ranks=SIZE)
     block = kind(replace(CONFIG, moe=moe), RandomWeights(dtype, CPU, std=0.2), "mlp", "norm")
     for ref in block.linears() if is_int8 else ():
-        ref.replace(to_int8(ref.layer))
+        ref.replace(CpuLinears(dtype).of_plain(ref.layer))
         assert ref.layer.gemm is int8
     return with_dense(block) if copies_dense else block
 
@@ -91,6 +91,8 @@ def test_a_slot_takes_its_expert_from_its_own_rank_if_it_can() -> None:
 def test_experts_that_cannot_be_moved_are_refused() -> None:
     block = make_block(Moe, torch.bfloat16, False, 0, FIRST, False)
     for ref in block.linears():
-        ref.replace(to_int4(ref.layer, quantize_int4(ref.layer.weight)))
+        made = CpuLinears(torch.bfloat16).of_rows(quantize_int4(ref.layer.weight), None)
+        assert made is not None
+        ref.replace(made[0])
     with pytest.raises(ConfigError, match="plain and int8 experts alone"):
         linear_experts([block])

@@ -13,9 +13,9 @@ from common.model_files import ModelFiles
 from engine.gguf.config import config_from_gguf
 from engine.gguf.int4 import int4_rows
 from engine.gguf.weights import GgufFile, GgufWeights
-from engine.layers.linear import MAX_INT4_ROWS, Linear, half, int4
+from engine.layers.linear import MAX_INT4_ROWS, half, int4
+from engine.quantization.cpu_linears import CpuLinears
 from engine.quantization.int4 import quantize_int4
-from engine.quantization.quantize import to_int4
 from engine.quantization.quantized_rows import join_rows
 from tests.engine.driving import GREEDY, Driver, make_runner, open_model, random_prompt
 from tests.engine.gguf.gguf_files import write_gguf
@@ -44,7 +44,9 @@ def test_both_paths_are_the_same_function(kind: gguf.GGMLQuantizationType) -> No
     assert rows is not None
     exact_weight = rows.dequantize(torch.float32)
     bias = torch.randn(64).bfloat16()
-    linear = to_int4(Linear(exact_weight.bfloat16(), bias), rows)
+    made = CpuLinears(torch.bfloat16).of_rows(rows, bias)
+    assert made is not None
+    linear = made[0]
     x = torch.randn(MAX_INT4_ROWS + 1, 64).bfloat16()
     exact = x.float() @ exact_weight.T + bias.float()
     torch.testing.assert_close(linear(x).float(), exact, atol=0.15, rtol=0.02)
@@ -78,10 +80,10 @@ def test_4_bit_blocks_come_to_the_models_device(tmp_path: Path) -> None:
     file = GgufFile(path)
     config = config_from_gguf(file.metadata, "LlamaForCausalLM", has_output_weight=True)
     weights = GgufWeights(file, config, True, torch.bfloat16, torch.device("meta"))
-    weights.keep_int4 = True
+    weights.keeps_int4 = True
     name = "model.layers.0.self_attn.q_proj.weight"
     assert weights.take(name, weights.shapes[name]).is_meta
-    assert weights.int4[name].values.is_meta
+    assert weights.rows(name).values.is_meta
 
 
 def test_rounding_is_within_half_a_step() -> None:

@@ -9,18 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-import engine.quantization.quantize
 from common.model_files import resolve_model
 from engine.assembly import EngineParts
 from engine.config import EngineConfig
-from engine.layers.linear import Linear, int4, int8
+from engine.layers.linear import int4, int8
 from engine.loader.load import load_model
 from engine.quantization import conversion
-from engine.quantization.quantized_rows import QuantizedRows
 from kvstore.layout import Shard
 from tests.engine.gguf.gguf_files import write_gguf
 from tests.engine.gguf.test_gguf import WIDE
 from tests.engine.pipeline_parallel.test_pipeline import open_stages
+from tests.engine.quantization.test_packed_ranks import ExactLinears
 from tests.engine.tensor_parallel.test_ranks import CPU, GREEDY, PROMPTS, open_ranks
 from tests.engine.tiny_models import VOCAB_SIZE, TinyModel
 
@@ -48,14 +47,8 @@ def greedy_tokens(parts: EngineParts) -> list[list[int]]:
 def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers of 4-bit rows in float32, in which nothing is rounded; others stay plain."""
 
-    def exact(linear: Linear, rows: QuantizedRows) -> Linear:
-        assert rows.values.shape == linear.weight.shape
-        return Linear(rows.dequantize(torch.float32), linear.bias)
-
     monkeypatch.setattr(conversion, "resolve_quant_mode", lambda *_, **options: "int4-weight")
-    monkeypatch.setattr(engine.quantization.quantize, "to_int4", exact)
-    monkeypatch.setattr(engine.quantization.quantize, "to_int8", lambda linear: linear)
-    monkeypatch.setattr(engine.quantization.quantize, "INT4_ROW_MULTIPLE", 1)
+    monkeypatch.setattr(conversion, "linears_of", lambda dtype, _device: ExactLinears(dtype))
     torch.set_num_threads(1)
 
 

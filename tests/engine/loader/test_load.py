@@ -20,7 +20,7 @@ from engine.layers.weights import Partition
 from engine.loader.fingerprint import fingerprint
 from engine.loader.random_weights import RandomWeights
 from engine.quantization.conversion import resolve_quant_mode
-from engine.quantization.quantize import to_int8
+from engine.quantization.cpu_linears import CpuLinears
 from tests.engine.driving import Driver, directory, make_runner, open_model
 from tests.engine.tiny_models import TINY_MODELS
 
@@ -145,7 +145,7 @@ def test_int8_rounding_is_within_half_a_step() -> None:
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_both_paths_of_int8_are_the_same_function(has_bias: bool) -> None:
     bias = torch.randn(96).bfloat16() if has_bias else None
-    linear = to_int8(Linear(torch.randn(96, 64).bfloat16(), bias))
+    linear = CpuLinears(torch.bfloat16).of_plain(Linear(torch.randn(96, 64).bfloat16(), bias))
     x = torch.randn(MAX_INT8_ROWS + 1, 64).bfloat16()
     many, few = linear(x)[:-1], linear(x[:-1])
     exact = x[:-1].float() @ int8_weight(linear).float().T + (0 if bias is None else bias.float())
@@ -157,7 +157,7 @@ def test_both_paths_of_int8_are_the_same_function(has_bias: bool) -> None:
 @pytest.mark.parametrize("columns", [32, 40, 72])
 def test_what_lies_behind_a_row_does_not_matter(columns: int) -> None:
     """torch's int8 GEMM reads beyond rows of x of other sizes than multiples of 16: a NaN there became the result."""
-    linear = to_int8(Linear(torch.randn(48, columns).bfloat16()))
+    linear = CpuLinears(torch.bfloat16).of_plain(Linear(torch.randn(48, columns).bfloat16()))
     assert (linear.gemm is int8) == (columns % 16 == 0)
     for _ in range(50):
         freed = [torch.full((columns + more,), float("nan"), dtype=torch.bfloat16) for more in range(64)]

@@ -18,6 +18,8 @@ from engine.loader.safetensors import SafetensorsWeights
 from engine.models.hf_config import moe_from_hf
 from engine.moe.gpu_experts import StackedExperts
 from engine.moe.moe import Moe
+from engine.quantization import conversion
+from engine.quantization.gpu_linears import GpuLinears
 from tests.engine.driving import GREEDY, Driver, directory, make_runner, open_model, random_prompt
 from tests.engine.quantization.packed_files import FORMATS, SIZES, write
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, TinyModel, reference_logits
@@ -92,6 +94,7 @@ def test_experts_that_are_quantized_in_part_are_refused_on_gpus_before_weights_a
     form = replace(FORMATS["gptq"], kept_plain=("lm_head", "embed_tokens", "experts.1.down_proj"))
     write(form, tmp_path / "m", WIDE)
     monkeypatch.setattr(SafetensorsWeights, "_open", lambda *_: pytest.fail("a weight was read"))
+    monkeypatch.setattr(conversion, "linears_of", lambda *_: GpuLinears(torch.device("cpu")))
     with pytest.raises(UnsupportedModelError, match="must all be quantized"):
         load_model(directory(tmp_path / "m"), EngineConfig(str(tmp_path / "m")), torch.device("cuda"))
 

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from engine.layers.linear import Linear, int4, int8
-from engine.quantization.packed_linears import CpuLinearMaker, linear_of_parts
+from engine.quantization.conversion import linear_of_rows
+from engine.quantization.cpu_linears import CpuLinears
 from engine.quantization.quantized_rows import FP8_DTYPE, QuantizedRows
 
-CPU = CpuLinearMaker(torch.bfloat16)
+CPU = CpuLinears(torch.bfloat16)
 
 
 def int4_rows(n: int, k: int, group_size: int, order: Tensor | None = None, shifted: bool = True) -> QuantizedRows:
@@ -35,7 +36,7 @@ def check(linear: Linear, rows: QuantizedRows, bias: Tensor | None, bound: float
 def test_four_bits(k: int, group_size: int, held: int, has_bias: bool) -> None:
     bias = torch.randn(48).bfloat16() if has_bias else None
     rows = int4_rows(48, k, group_size)
-    linear, kind = linear_of_parts([rows], bias, torch.bfloat16, CPU)
+    linear, kind = linear_of_rows([rows], bias, torch.bfloat16, CPU)
     assert linear.gemm is int4
     assert (linear.group_size, kind) == (held, "int4")
     check(linear, rows, bias)
@@ -44,7 +45,7 @@ def test_four_bits(k: int, group_size: int, held: int, has_bias: bool) -> None:
 def test_an_order_of_columns() -> None:
     order = torch.randperm(128, generator=torch.Generator().manual_seed(1))
     rows = int4_rows(48, 128, 32, order, shifted=False)
-    linear, kind = linear_of_parts([rows], None, torch.bfloat16, CPU)
+    linear, kind = linear_of_rows([rows], None, torch.bfloat16, CPU)
     assert linear.order is order
     assert linear.gemm is int4
     assert kind == "int4 reordered"
@@ -55,7 +56,7 @@ def test_an_order_of_columns() -> None:
 def test_what_the_product_does_not_take_becomes_int8(n: int, k: int, group_size: int) -> None:
     order = torch.randperm(k, generator=torch.Generator().manual_seed(1))
     rows = int4_rows(n, k, group_size, order)
-    linear, kind = linear_of_parts([rows], None, torch.bfloat16, CPU)
+    linear, kind = linear_of_rows([rows], None, torch.bfloat16, CPU)
     assert linear.gemm is int8
     assert kind == "int8 of other groups"
     check(linear, rows, None, 0.02)
@@ -64,7 +65,7 @@ def test_what_the_product_does_not_take_becomes_int8(n: int, k: int, group_size:
 def test_int8_rows_are_taken_as_they_are() -> None:
     codes = torch.randint(-127, 128, (48, 64)).to(torch.int8)
     rows = QuantizedRows(codes, torch.rand(48, 1) * 0.01 + 0.001, None, 64)
-    linear, kind = linear_of_parts([rows], None, torch.bfloat16, CPU)
+    linear, kind = linear_of_rows([rows], None, torch.bfloat16, CPU)
     assert linear.gemm is int8
     assert linear.weight is codes
     assert kind == "int8"
@@ -73,7 +74,7 @@ def test_int8_rows_are_taken_as_they_are() -> None:
 
 def test_e4m3_becomes_int8() -> None:
     rows = QuantizedRows(torch.randn(48, 64).to(FP8_DTYPE), torch.rand(48, 2), None, 32)
-    linear, kind = linear_of_parts([rows], None, torch.bfloat16, CPU)
+    linear, kind = linear_of_rows([rows], None, torch.bfloat16, CPU)
     assert linear.gemm is int8
     assert kind == "int8 of e4m3"
     check(linear, rows, None, 0.02)

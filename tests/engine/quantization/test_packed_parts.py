@@ -16,7 +16,7 @@ from engine.quantization.formats.fp8 import Fp8, Int8
 from engine.quantization.formats.gptq import Gptq
 from engine.quantization.formats.modelopt import Nvfp4
 from engine.quantization.formats.scheme import WHOLE, WeightScheme
-from engine.quantization.packed_parts import unpack_part
+from engine.quantization.packed_checkpoint import unpack_part
 from engine.quantization.quantized_rows import FILLED_GROUP, QuantizedRows
 from tests.engine.quantization.packed_files import (
     Packed,

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import engine.quantization.packed_linears
 from common.model_files import ModelFiles
 from engine.assembly import EngineParts
 from engine.config import EngineConfig
@@ -19,8 +18,8 @@ from engine.layers.weights import Part
 from engine.loader.load import load_model
 from engine.loader.safetensors import SafetensorsWeights
 from engine.quantization import conversion
-from engine.quantization.packed_linears import Made
-from engine.quantization.quantized_rows import QuantizedRows
+from engine.quantization.cpu_linears import CpuLinears
+from engine.quantization.quantized_rows import Made, QuantizedRows
 from kvstore.layout import Shard
 from tests.engine.pipeline_parallel.test_pipeline import open_stages
 from tests.engine.quantization.packed_files import FORMATS, SIZES, TINY, VOCAB_SIZE, write
@@ -44,24 +43,22 @@ MODELS = {
 FORMS = {**FORMATS, "packed head": replace(FORMATS["compressed-int4"], kept_plain=("embed_tokens",))}
 
 
-class ExactMaker:
-    """A `LinearMaker` of plain layers, in which nothing is rounded."""
+class ExactLinears(CpuLinears):
+    """Makes plain layers, in which nothing is rounded."""
 
-    identity = "exact"
     quantizes_plain = False
-    of_expert = None
 
-    def of_rows(self, rows: QuantizedRows, bias: Tensor | None) -> Made | None:
+    def of_rows(self, rows: QuantizedRows, bias: Tensor | None, is_stacked: bool = False) -> Made | None:
         return Linear(rows.dequantize(torch.float32), bias), "exact"
 
-    def int8(self, linear: Linear) -> Linear:
+    def of_plain(self, linear: Linear, quant_mode: str = "int8-weight", is_head: bool = False) -> Linear:
         return linear
 
 
 @pytest.fixture
 def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conversion, "can_keep_packed", lambda *_: True)
-    monkeypatch.setattr(engine.quantization.packed_linears, "_maker", lambda *_: ExactMaker())
+    monkeypatch.setattr(conversion, "linears_of", lambda dtype, _device: ExactLinears(dtype))
     torch.set_num_threads(1)
 
 

@@ -13,8 +13,8 @@ from engine.layers.attention import AttentionBlock
 from engine.layers.block import Block, Step
 from engine.layers.rotary import Rotation
 from engine.layers.weights import Partition
+from engine.loader.model_weights import ModelWeights
 from engine.loader.random_weights import RandomWeights
-from engine.loader.sharded import ShardedWeights
 from engine.models.config import LatentConfig, ModelConfig, MoeConfig, with_latent
 from engine.models.families import family_of
 from engine.models.model import Model
@@ -60,10 +60,10 @@ class Drawn:
         return self.weights[name].clone()
 
 
-def slices(config: ModelConfig, rank: int, size: int) -> ShardedWeights:
+def slices(config: ModelConfig, rank: int, size: int) -> ModelWeights:
     """What one rank holds."""
     _, shapes = family_of(config.architecture).skeleton(config)
-    return ShardedWeights(Drawn(shapes), shapes, Shard(rank, size))
+    return ModelWeights(Drawn(shapes), shapes, shapes, shard=Shard(rank, size))
 
 
 def build(config: ModelConfig, rank: int, size: int, has_whole_experts: bool = False) -> Model:

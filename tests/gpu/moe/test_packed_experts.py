@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import engine.quantization.packed_linears
 from engine.gpu.config import GpuConfig
 from engine.gpu.runner import GpuRunner
 from engine.layers.block import Block
@@ -20,11 +19,9 @@ from engine.layers.linear import Linear
 from engine.models.model import Model
 from engine.moe.moe import Moe
 from engine.quantization import conversion
-from engine.quantization.gpu_linears import dequantized
-from engine.quantization.gpu_packed_linears import GpuLinearMaker
-from engine.quantization.packed_linears import Made, linear_of_parts
-from engine.quantization.quantize import Quantizer
-from engine.quantization.quantized_rows import FP8_DTYPE, QuantizedRows
+from engine.quantization.conversion import Conversion, linear_of_rows
+from engine.quantization.gpu_linears import GpuLinears, dequantized
+from engine.quantization.quantized_rows import FP8_DTYPE, Made, QuantizedRows
 from tests.engine.quantization.packed_files import FORMATS, SIZES, Format, pack_fp8, write
 from tests.engine.tiny_models import TinyModel
 from tests.gpu.kv.test_kv_groups import GPT_OSS
@@ -56,12 +53,8 @@ def plain(layer: Linear) -> Linear:
     return layer if layer.is_plain else Linear(dequantized(layer, torch.float32), layer.bias)
 
 
-class ExpertsQuantizer(Quantizer):
+class ExpertsConversion(Conversion):
     """`int4-weight` on a GPU, of experts alone, so that a single row has GEMVs of its own."""
-
-    def __init__(self, dequantizes: bool) -> None:
-        super().__init__("int4-weight", None, on_gpu=True)
-        self._dequantizes = dequantizes
 
     def convert(self, block: Block) -> None:
         if isinstance(block, Moe):
@@ -70,24 +63,16 @@ class ExpertsQuantizer(Quantizer):
     def finish(self, model: Model) -> None:
         """The output projection stays as it is."""
 
-    def _convert(self, linear: Linear, is_head: bool = False) -> Linear:
-        made = super()._convert(linear, is_head)
-        return plain(made) if self._dequantizes else made
 
+class DequantizingLinears(GpuLinears):
+    """What `GpuLinears` makes, as plain weights."""
 
-class DequantizingMaker(GpuLinearMaker):
-    """What `GpuLinearMaker` makes, as plain weights."""
-
-    def of_rows(self, rows: QuantizedRows, bias: Tensor | None) -> Made | None:
-        made = super().of_rows(rows, bias)
+    def of_rows(self, rows: QuantizedRows, bias: Tensor | None, is_stacked: bool = False) -> Made | None:
+        made = super().of_rows(rows, bias, is_stacked)
         return None if made is None else (plain(made[0]), made[1])
 
-    def of_expert(self, rows: QuantizedRows) -> Made | None:
-        made = super().of_expert(rows)
-        return None if made is None else (plain(made[0]), made[1])
-
-    def int8(self, linear: Linear) -> Linear:
-        return plain(super().int8(linear))
+    def of_plain(self, linear: Linear, quant_mode: str = "int8-weight", is_head: bool = False) -> Linear:
+        return plain(super().of_plain(linear, quant_mode, is_head))
 
 
 def experts_of(runner: GpuRunner) -> list[Moe]:
@@ -98,9 +83,10 @@ def test_tokens_of_int4_experts_equal_those_of_their_weights(tmp_path: Path, mon
     use_small_tiles(monkeypatch, 2)
     model = MOE.save(tmp_path / "m")
     monkeypatch.setattr(conversion, "resolve_quant_mode", lambda *_: "int4-weight")
-    monkeypatch.setattr(conversion, "Quantizer", lambda *_: ExpertsQuantizer(True))
+    monkeypatch.setattr(conversion, "Conversion", ExpertsConversion)
+    monkeypatch.setattr(conversion, "linears_of", lambda _dtype, device: DequantizingLinears(device))
     expected = generate(reference(model), PARAMS, PROMPTS)
-    monkeypatch.setattr(conversion, "Quantizer", lambda *_: ExpertsQuantizer(False))
+    monkeypatch.setattr(conversion, "linears_of", lambda _dtype, device: GpuLinears(device))
     made, runner = open_gpu(model, monkeypatch, GpuConfig())
     assert generate(made, PARAMS, PROMPTS) == expected
     (experts,) = (block.stacked for block in experts_of(runner))
@@ -114,9 +100,9 @@ def test_tokens_of_a_checkpoint_equal_those_of_its_weights(
     use_small_tiles(monkeypatch, 2)
     write(CHECKPOINTS[name], tmp_path / "m", MOE)
     monkeypatch.setattr(conversion, "can_keep_packed", lambda *_: True)  # in float32, where nothing is rounded
-    monkeypatch.setattr(engine.quantization.packed_linears, "_maker", lambda _, device: DequantizingMaker(device))
+    monkeypatch.setattr(conversion, "linears_of", lambda _dtype, device: DequantizingLinears(device))
     expected = generate(reference(tmp_path / "m"), PARAMS, PROMPTS)
-    monkeypatch.setattr(engine.quantization.packed_linears, "_maker", lambda _, device: GpuLinearMaker(device))
+    monkeypatch.setattr(conversion, "linears_of", lambda _dtype, device: GpuLinears(device))
     made, _ = open_gpu(tmp_path / "m", monkeypatch, GpuConfig(), quant_mode="auto")
     assert generate(made, PARAMS, PROMPTS) == expected
 
@@ -175,7 +161,7 @@ CASES: dict[str, tuple[Callable[[], QuantizedRows], str]] = {
 def test_experts_keep_what_their_kernels_take(name: str) -> None:
     make_rows, kind = CASES[name]
     rows = make_rows()
-    made, found = linear_of_parts([rows], None, torch.float32, GpuLinearMaker(DEVICE), is_expert=True)
+    made, found = linear_of_rows([rows], None, torch.float32, GpuLinears(DEVICE), is_expert=True)
     assert found == kind
     exact = rows.dequantize(torch.float32)
     bound = 1e-2 if "int" in kind else 1e-6  # int4's scales are bfloat16

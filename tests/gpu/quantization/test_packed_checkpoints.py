@@ -13,14 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-import engine.quantization.packed_linears
 from common.model_files import resolve_model
 from engine.gpu.config import GpuConfig
 from engine.gpu.runner import GpuRunner
 from engine.layers.linear import plain
-from engine.quantization.gpu_linears import FP8, W8A8, W8A16, w4a16
-from engine.quantization.gpu_packed_linears import GpuLinearMaker
-from engine.quantization.packed_linears import linear_of_parts
+from engine.quantization import conversion
+from engine.quantization.conversion import linear_of_rows
+from engine.quantization.gpu_linears import FP8, W8A8, W8A16, GpuLinears, w4a16
 from engine.quantization.quantized_rows import FP8_DTYPE, QuantizedRows
 from engine.request import Request, SamplingParams
 from engine.request_states import RequestState
@@ -65,9 +64,7 @@ def test_a_model_is_given_its_linear_layers(
     form = FORMATS[name]
     reference = write(form, tmp_path / "m", ONE_LAYER)
     if not ON_GPU:
-        monkeypatch.setattr(
-            engine.quantization.packed_linears, "_maker", lambda _dtype, device: GpuLinearMaker(device)
-        )
+        monkeypatch.setattr(conversion, "linears_of", lambda _dtype, device: GpuLinears(device))
     with caplog.at_level("INFO"):
         loaded, config = open_model(resolve_model(str(tmp_path / "m")), device=DEVICE.type, dtype="bfloat16")
     head = "1 plain" if ON_GPU else "1 float16"  # a CPU's output projection, docs/decisions/cpu-batch-invariance.md
@@ -163,7 +160,7 @@ def test_linear_layers_multiply_by_their_rows(name: str, has_bias: bool) -> None
     make_rows, kind, words = CASES[name]
     rows = make_rows()
     bias = torch.randn(48, device=DEVICE).bfloat16() if has_bias else None
-    linear, found = linear_of_parts([rows], bias, torch.bfloat16, GpuLinearMaker(DEVICE))
+    linear, found = linear_of_rows([rows], bias, torch.bfloat16, GpuLinears(DEVICE))
     assert linear.gemm is kind
     assert found == words
     weight = rows.dequantize(torch.float32)

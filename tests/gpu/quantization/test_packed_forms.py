@@ -11,15 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-import engine.quantization.packed_linears
 from engine.config import EngineConfig
 from engine.gpu.attention.choose import open_attention
 from engine.gpu.forward import FusedForward, GpuInputs, GroupInputs
 from engine.kv.memory import kv_layout
 from engine.loader.load import load_model
 from engine.quantization import conversion
-from engine.quantization.gpu_linears import QuantizedInput
-from engine.quantization.gpu_packed_linears import GpuLinearMaker
+from engine.quantization.gpu_linears import GpuLinears, QuantizedInput
 from engine.tensor_parallel.gpu_group import DeviceGroup
 from engine.tensor_parallel.gpu_seams import gpu_ranks
 from kernels.gpu.elementwise.rms_norm import add_rms_norm
@@ -28,7 +26,7 @@ from kvstore.layout import PoolGeometry, Shard
 from tests.engine.driving import directory
 from tests.engine.quantization.packed_files import FORMATS, write
 from tests.gpu.models import use_small_tiles
-from tests.gpu.moe.test_packed_experts import DequantizingMaker, save_mxfp4
+from tests.gpu.moe.test_packed_experts import DequantizingLinears, save_mxfp4
 from tests.gpu.quantization.test_packed_checkpoints import DEVICE
 from tests.gpu.quantization.test_packed_ranks import WIDE, relative_error
 from tests.gpu.test_engine import ON_GPU
@@ -100,10 +98,10 @@ def test_two_ranks_compute_the_hidden_states_of_one(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In float32. int8 inputs of `o_proj` and `down` are quantized rank by rank; int4 takes long to interpret."""
-    make = GpuLinearMaker if ON_GPU or name == "compressed-int8" else DequantizingMaker
+    make = GpuLinears if ON_GPU or name == "compressed-int8" else DequantizingLinears
     write(FORMATS[name], tmp_path / "m", WIDE)
     monkeypatch.setattr(conversion, "can_keep_packed", lambda *_: True)
-    monkeypatch.setattr(engine.quantization.packed_linears, "_maker", lambda _dtype, device: make(device))
+    monkeypatch.setattr(conversion, "linears_of", lambda _dtype, device: make(device))
     check(tmp_path / "m", 0.03 if name == "compressed-int8" else 1e-4)
 
 

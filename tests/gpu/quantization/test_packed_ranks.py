@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import engine.quantization.packed_linears
 from engine.config import EngineConfig
 from engine.layers.linear import Linear
 from engine.layers.mlp import Mlp
@@ -19,8 +18,7 @@ from engine.loader.load import LoadedModel, load_model
 from engine.moe.gpu_experts import StackedExperts, moe
 from engine.moe.moe import Moe
 from engine.quantization import conversion
-from engine.quantization.gpu_linears import stored
-from engine.quantization.gpu_packed_linears import GpuLinearMaker
+from engine.quantization.gpu_linears import GpuLinears, stored
 from engine.ranks import Stage
 from kvstore.layout import Shard
 from tests.engine.driving import directory
@@ -85,7 +83,7 @@ def test_ranks_keep_linear_layers_packed(
     """One row of x: the interpreter multiplies matrices of bfloat16 by their bit patterns."""
     write(FORMATS[name], tmp_path / "m", WIDE)
     exact = load(tmp_path / "m", Shard(), dtype="float32", quant_mode="none")
-    monkeypatch.setattr(engine.quantization.packed_linears, "_maker", lambda _dtype, device: GpuLinearMaker(device))
+    monkeypatch.setattr(conversion, "linears_of", lambda _dtype, device: GpuLinears(device))
     whole = load(tmp_path / "m", Shard(), dtype="bfloat16")
     with caplog.at_level("INFO"):
         ranks = [load(tmp_path / "m", Shard(rank, 2), dtype="bfloat16") for rank in range(2)]
@@ -145,7 +143,7 @@ def test_shared_experts_are_stacked_with_those_of_a_rank(tmp_path: Path, monkeyp
     write(form, tmp_path / "m", tiny)
     (exact, *_) = experts_of(load(tmp_path / "m", Shard(), dtype="float32"))
     monkeypatch.setattr(conversion, "can_keep_packed", lambda *_: True)  # in float32
-    monkeypatch.setattr(engine.quantization.packed_linears, "_maker", lambda _dtype, device: GpuLinearMaker(device))
+    monkeypatch.setattr(conversion, "linears_of", lambda _dtype, device: GpuLinears(device))
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     found = torch.zeros_like(x)
     for rank in range(2):

@@ -17,8 +17,8 @@ from engine.gpu.config import GpuConfig
 from engine.gpu.runner import GpuRunner
 from engine.layers.linear import Linear
 from engine.quantization import conversion
-from engine.quantization.gpu_linears import FP8, W8A8, W8A16, EightBit, scales_of, w4a16_layer
-from engine.quantization.quantize import Quantizer
+from engine.quantization.cpu_linears import CpuLinears
+from engine.quantization.gpu_linears import FP8, W8A8, W8A16, EightBit, GpuLinears, scales_of, w4a16_layer
 from engine.request import SamplingParams
 from kernels.gpu.gemm.split_k import SplitKWorkspace
 from kernels.gpu.launching.tuning import MAX_TWO_PLANE_ROWS
@@ -46,15 +46,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-class ReferenceQuantizer(Quantizer):
+class ReferenceLinears(CpuLinears):
     """Plain torch for every linear layer."""
 
-    def __init__(self, mode: str) -> None:
-        super().__init__("none", {}, on_gpu=False)
-        self._served = mode
-
-    def _convert(self, linear: Linear, is_head: bool = False) -> Linear:
-        quantize, gemm = REFERENCES["w8a8" if is_head and self._served == "fp8" else self._served]
+    def of_plain(self, linear: Linear, quant_mode: str = "int8-weight", is_head: bool = False) -> Linear:
+        quantize, gemm = REFERENCES["w8a8" if is_head and quant_mode == "fp8" else quant_mode]
         weight, scales = quantize(linear.weight)
         return Linear(weight, linear.bias, gemm=lambda made, x: gemm(x, made.weight, scales, made.bias))
 
@@ -80,12 +76,12 @@ def test_tokens_equal_those_of_the_reference(
     mode: str, uses_graphs: bool, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts, several rows and single rows; in float32, where rounding alone decides."""
-    monkeypatch.setattr(conversion, "Quantizer", lambda *_: ReferenceQuantizer(mode))
+    monkeypatch.setattr(conversion, "resolve_quant_mode", lambda *_: mode)
+    monkeypatch.setattr(conversion, "linears_of", lambda dtype, _device: ReferenceLinears(dtype))
     expected = generate(assemble(config_of(model, "cpu")).engine, PROMPTS)
     if not ON_GPU:
         monkeypatch.setattr(engine.assembly, "_make_runner", GpuRunner)
-    monkeypatch.setattr(conversion, "resolve_quant_mode", lambda *_: mode)
-    monkeypatch.setattr(conversion, "Quantizer", lambda chosen, int4, _: Quantizer(chosen, int4, on_gpu=True))
+    monkeypatch.setattr(conversion, "linears_of", lambda _dtype, device: GpuLinears(device))
     gpu = GpuConfig(overlap=False, use_cuda_graph=uses_graphs)
     parts = assemble(config_of(model, "cuda" if ON_GPU else "cpu"), gpu=gpu)
     assert parts.quantization == mode

@@ -5,28 +5,24 @@ import torch
 
 from common.model_files import resolve_model
 from engine.config import EngineConfig
-from engine.layers.weights import Partition
-from engine.loader.counted import CountedWeights
+from engine.layers.weights import PartSource
 from engine.loader.load import load_model
+from engine.loader.model_weights import ModelWeights
 from kvstore.layout import WHOLE, Shard
 
 
-class Weights:
+class Weights(PartSource):
     """Of a model, without the bytes."""
 
-    def __init__(self, later=()):
-        self.later = later
-
-    def take(self, name, shape, partition=Partition.NONE):
-        return torch.empty(shape, device="meta" if name in self.later else "cpu")
+    def take_part(self, name, part):
+        return torch.empty(tuple(map(len, part)))
 
 
 def test_parts_are_of_the_numbers_and_what_comes_later_counts_when_it_is_read(monkeypatch):
-    monkeypatch.setattr("engine.loader.counted.INTERVAL_SECONDS", 0.0)
+    monkeypatch.setattr("engine.loader.model_weights.INTERVAL_SECONDS", 0.0)
     told = []
-    weights = CountedWeights(
-        Weights(later={"b"}), {"a": (2, 3), "b": (3,), "c": (1,)}, lambda *args: told.append(args)
-    )
+    shapes = {"a": (2, 3), "b": (3,), "c": (1,)}
+    weights = ModelWeights(Weights(), shapes, {}, kept={"b"}, on_progress=lambda *args: told.append(args))
     for name, shape in (("a", (2, 3)), ("b", (3,)), ("c", (1,))):
         weights.take(name, shape)
     weights.count("b")
@@ -35,7 +31,8 @@ def test_parts_are_of_the_numbers_and_what_comes_later_counts_when_it_is_read(mo
 
 def test_it_is_told_ten_times_a_second_at_most_and_at_the_end():
     told = []
-    weights = CountedWeights(Weights(), {str(n): (1,) for n in range(1000)}, lambda _, part: told.append(part))
+    shapes = {str(n): (1,) for n in range(1000)}
+    weights = ModelWeights(Weights(), shapes, {}, on_progress=lambda _, part: told.append(part))
     for number in range(1000):
         weights.take(str(number), (1,))
     assert told[0] == 0.001
