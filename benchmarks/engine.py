@@ -107,14 +107,12 @@ def open_bench(options: argparse.Namespace) -> Bench:
         if options.offline256:  # a mean sequence needs 1,124 tokens
             blocks = max(blocks, sequences * groups.most_live(2 * OFFLINE_MAX) * 2 // 3)
         config = replace(config, num_gpu_blocks=blocks)
-    parts = assemble(config, gpu=from_namespace(GpuConfig, options))
+    gpu = from_namespace(GpuConfig, options)
+    parts = assemble(config, gpu=replace(gpu, overlap=False) if options.one_at_a_time and config.pp > 1 else gpu)
     dtype = getattr(torch, parts.dtype)
     gc.collect()
     gc.freeze()  # as an engine process does
     peaks = measure_peaks(torch.device(parts.device), dtype)
-    if options.one_at_a_time and config.pp > 1:
-        parts.runner.max_steps_in_flight = 1
-        parts.engine.scheduler.num_stages = 1
     if parts.device != "cpu":  # ranks have a GPU each; stages read their weights once for each of as many steps
         peaks = Peaks(peaks.read_bytes_per_second * config.tp, peaks.flops_per_second * config.num_ranks)
     if options.bandwidth:

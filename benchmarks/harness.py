@@ -64,7 +64,7 @@ def drain(engine: Engine, on_step: Callable[[], object] = lambda: None) -> list[
     """Step until there is no more work; all outputs. Raises RuntimeError for a request that failed."""
     outputs: list[RequestOutput] = []
     while engine.has_work():
-        outputs += engine.step()
+        outputs += engine.step().outputs
         on_step()
     for output in outputs:
         if output.error is not None:

@@ -57,13 +57,16 @@ def bench_continuous(
 
     def sample_slots() -> None:
         nonlocal used_slots, allocated_slots
-        for request in engine.scheduler.requests():
-            used_slots += request.num_computed_tokens
-            allocated_slots += len(request.block_ids) * engine.scheduler.kv.block_size
+        for request in requests:
+            if request.block_ids:  # else it waits or has ended
+                used_slots += request.num_computed_tokens
+                allocated_slots += len(request.block_ids) * engine.kv.block_size
 
     began = clock()
-    for prompt, (_, num_output) in zip(prompts, lengths, strict=True):
+    requests = [
         engine.add_request(prompt, harness.greedy(num_output))
+        for prompt, (_, num_output) in zip(prompts, lengths, strict=True)
+    ]
     harness.drain(engine, sample_slots)
     continuous = clock() - began
 

@@ -132,16 +132,15 @@ class Knowing:
 
 
 def know(engine: Engine, answers: Sequence[list[int]], accuracy: float) -> None:
-    if engine.scheduler.speculation is not None:
-        engine.scheduler.speculation.make_drafter = partial(Knowing, answers, accuracy)
+    if engine._scheduler.speculation is not None:
+        engine._scheduler.speculation.make_drafter = partial(Knowing, answers, accuracy)
 
 
 def run(
     engine: Engine, prompts: Sequence[list[int]], num_output: int, clock: harness.Clock, figures: Figures
 ) -> list[list[int]]:
     """Answer all prompts at once. Returns the sequences."""
-    scheduler = engine.scheduler
-    num_drafted, num_accepted = scheduler.num_draft_tokens, scheduler.num_accepted_tokens
+    before = engine.load()
     requests = [engine.add_request(prompt, harness.greedy(num_output)) for prompt in prompts]
     harness.prefill(engine, requests)
     began, done, num_steps = clock(), harness.num_output_tokens(requests), engine.num_steps
@@ -150,8 +149,9 @@ def run(
     figures.speeds.append(num_tokens / (clock() - began))
     figures.num_tokens += num_tokens
     figures.num_steps += (engine.num_steps - num_steps) * len(prompts)
-    figures.num_drafted += scheduler.num_draft_tokens - num_drafted
-    figures.num_accepted += scheduler.num_accepted_tokens - num_accepted
+    after = engine.load()
+    figures.num_drafted += after.num_draft_tokens - before.num_draft_tokens
+    figures.num_accepted += after.num_accepted_tokens - before.num_accepted_tokens
     figures.answers += [request.output_token_ids for request in requests]
     return [request.prompt_token_ids + request.output_token_ids for request in requests]
 

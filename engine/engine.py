@@ -12,16 +12,18 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 from common.errors import InvalidRequestError
 from engine.plan import PendingStep, ScheduledRow, StepPlan, StepResult, StepSize
-from engine.request import Request, RequestId, RequestOutput, SamplingParams
+from engine.request import Request, RequestId, SamplingParams, SchedulerLoad
 from engine.request_checks import check_output, check_prompt
 from engine.sampling.filters import Constraints
-from engine.scheduled_step import ScheduledStep
+from engine.scheduled_step import ScheduledStep, StepOutcome, StepStats
+from engine.scheduling.kv_load import KvLoad
 from engine.scheduling.scheduler import Scheduler
+from kvstore.types import BlockKey
 
 logger = logging.getLogger(__name__)
 
@@ -54,20 +56,8 @@ class Runner(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class StepStats:
-    """Size and duration of a step. With others in flight, it lasts from the end of the one before."""
-
-    num_prefill_tokens: int = 0
-    num_decode_tokens: int = 0  # drafts included
-    seconds: float = 0.0
-    num_context_tokens: int = 0  # of KV that decode rows read
-    num_prompt_pairs: int = 0  # of a prompt token with each token before it
-    predicted_seconds: float = 0.0  # of a step with prompts beside decode rows, under objectives; 0: not known
-
-
 class Engine:
-    """Requests in, one `RequestOutput` per request and step out."""
+    """Requests in, one `StepOutcome` per step out. kv: who has which blocks, which leases have to know, too."""
 
     def __init__(
         self,
@@ -81,17 +71,17 @@ class Engine:
         """constraints: the runner's. A request gets no row before its own is compiled."""
         knows_tokens = runner.max_steps_in_flight == 1 or scheduler.num_stages > 1
         assert scheduler.speculation is None or knows_tokens, "drafts follow tokens that are known"
-        self.scheduler = scheduler
+        self.kv = scheduler.kv
+        self.max_model_len = scheduler.max_model_len
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self.num_steps = 0  # launched
-        self.num_ended = 0  # steps whose result was applied
         self.num_failed_steps = 0  # steps that had to be repeated row by row
-        self.last_step = StepStats()  # of the last one that ended
-        self.last_plan = StepPlan()  # of the last one that was scheduled
+        self._scheduler = scheduler
         self._runner = runner
         self._constraints = constraints
         self._in_flight: deque[tuple[ScheduledStep, PendingStep, float]] = deque()  # when each was launched
+        self._budget = scheduler.prompt_budget
         self._last_end = 0.0
         self._names = itertools.count()
 
@@ -121,44 +111,59 @@ class Engine:
         request.eos_token_ids = self.eos_token_ids
         if request.params.grammar and self._constraints is not None:
             request.is_ready = self._constraints.readiness(request.params)
-        self.scheduler.add(request)
+        self._scheduler.add(request)
 
     def abort(self, request_id: RequestId) -> Request | None:
         """Forget a request; its blocks are free at once, or when a load that fills them has ended."""
-        return self.scheduler.abort(request_id)
+        return self._scheduler.abort(request_id)
 
     def hand_over(self, request_id: RequestId) -> None:
         """Let a request end with PREFILLED at its next token, wherever it is on its way to that."""
-        self.scheduler.hand_over(request_id)
+        self._scheduler.hand_over(request_id)
+
+    def prefetch(self, source: object, block_keys: Sequence[BlockKey]) -> None:
+        """Offer full blocks of a prompt that a peer is still computing; the next step says what to pull of them."""
+        self._scheduler.remote_kv.prefetches.add(source, block_keys)
+
+    def finish_load(self, load: KvLoad, ok: bool) -> None:
+        """A load of a step's outcome has ended, between steps."""
+        self._scheduler.remote_kv.finish(load, ok)
+
+    def load(self) -> SchedulerLoad:
+        return self._scheduler.load()
 
     def has_work(self) -> bool:
-        return bool(self._in_flight) or self.scheduler.has_work()
+        return bool(self._in_flight) or self._scheduler.has_work()
 
     def check(self) -> None:
         """Look, between steps, whether there can be another one. Raises DeviceLostError."""
         self._runner.check()
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> StepOutcome:
         """Plan and launch a step, and apply the oldest one in flight when no more may be.
 
-        Empty when no step has ended. With more than one step in flight, a step is planned while the one before
-        runs (docs/decisions/steps-and-plans.md).
+        With more than one step in flight, a step is planned while the one before runs
+        (docs/decisions/steps-and-plans.md).
         """
-        if self.scheduler.prompt_budget is not None:
-            self.scheduler.prompt_budget.now = time.monotonic()
-        step = self.scheduler.schedule()
-        self.last_plan = step.plan
+        if self._budget is not None:
+            self._budget.now = time.monotonic()
+        step = self._scheduler.schedule()
+        outcome = StepOutcome(step.plan)
         if step.is_empty:
-            return self._finish_oldest() if self._in_flight else []
-        self.num_steps += 1
-        self.scheduler.advance(step)
-        outputs = self._finish_all(step) if self._in_flight and self._runner.needs_known_tokens(step.plan) else []
-        outputs += self._launch(step)
-        if len(self._in_flight) >= self._runner.max_steps_in_flight:
-            outputs += self._finish_oldest()
-        return outputs
+            if self._in_flight:
+                self._finish_oldest(outcome)
+        else:
+            self.num_steps += 1
+            self._scheduler.advance(step)
+            if self._in_flight and self._runner.needs_known_tokens(step.plan):
+                self._finish_all(step, outcome)
+            self._launch(step, outcome)
+            if len(self._in_flight) >= self._runner.max_steps_in_flight:
+                self._finish_oldest(outcome)
+        outcome.loads = self._scheduler.remote_kv.take_loads()
+        return outcome
 
-    def _launch(self, step: ScheduledStep) -> list[RequestOutput]:
+    def _launch(self, step: ScheduledStep, outcome: StepOutcome) -> None:
         """Put the step in flight. When that fails, its rows are run one by one, behind what was in flight."""
         began = time.monotonic()
         try:
@@ -168,25 +173,22 @@ class Engine:
         except Exception:  # whatever it was, the rows that do not cause it go on
             self.num_failed_steps += 1
             logger.exception("step of %d rows failed; running them one by one", len(step.rows))
-            outputs = self._finish_all(step)
+            self._finish_all(step, outcome)
             result = self._run_one_by_one(step.plan.rows)
-            self._count(step.plan, began)
-            return outputs + self.scheduler.update(step, result)
-        return []
+            outcome.stats = self._stats_of(step.plan, began)
+            self._scheduler.update(step, result, outcome)
 
-    def _finish_oldest(self) -> list[RequestOutput]:
+    def _finish_oldest(self, outcome: StepOutcome) -> None:
         step, pending, began = self._in_flight.popleft()
         result = pending.result()
-        self._count(step.plan, began)
-        return self.scheduler.update(step, result)
+        outcome.stats = self._stats_of(step.plan, began)
+        self._scheduler.update(step, result, outcome)
 
-    def _finish_all(self, step: ScheduledStep) -> list[RequestOutput]:
+    def _finish_all(self, step: ScheduledStep, outcome: StepOutcome) -> None:
         """Apply all steps in flight before `step` runs, which loses the rows of requests that ended with them."""
-        outputs: list[RequestOutput] = []
         while self._in_flight:
-            outputs += self._finish_oldest()
+            self._finish_oldest(outcome)
         step.drop_ended()
-        return outputs
 
     def _run_one_by_one(self, rows: Iterable[ScheduledRow]) -> StepResult:
         """Find the rows that fail, without their drafts.
@@ -210,13 +212,10 @@ class Engine:
             merged.errors.update((index, message) for message in result.errors.values())
         return merged
 
-    def _count(self, plan: StepPlan, began: float) -> None:
+    def _stats_of(self, plan: StepPlan, began: float) -> StepStats:
         now = time.monotonic()
         began, self._last_end = max(began, self._last_end), now
-        self.num_ended += 1
-        seconds, size, budget = now - began, StepSize.of(plan.rows), self.scheduler.prompt_budget
+        seconds, size = now - began, StepSize.of(plan.rows)
         is_like_others = plan.placed is None  # else ranks exchanged experts first
-        predicted = budget.observe(size, seconds) if budget is not None and is_like_others else 0.0
-        self.last_step = StepStats(
-            size.num_prompt_tokens, size.num_decode_tokens, seconds, size.context, size.pairs, predicted
-        )
+        predicted = self._budget.observe(size, seconds) if self._budget is not None and is_like_others else 0.0
+        return StepStats(size.num_prompt_tokens, size.num_decode_tokens, seconds, size.context, size.pairs, predicted)

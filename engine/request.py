@@ -219,17 +219,10 @@ class RequestOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptChunk:
-    """A chunk of a prompt, not its last, whose step has ended: the KV of the first `num_tokens` is there."""
-
-    request: Request
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class SchedulerLoad:
-    """Load of the scheduler, counted when asked."""
+    """Load of the scheduler, counted when asked, and what it has counted since its start."""
 
+    num_requests: int
     num_running: int
     num_waiting: int
     num_swapped: int
@@ -237,3 +230,6 @@ class SchedulerLoad:
     waiting_prefill_tokens: int
     waiting_prefill_pairs: int  # of these tokens, each with every token before it
     context_tokens: int  # of requests that decode
+    num_preemptions: int
+    num_draft_tokens: int
+    num_accepted_tokens: int  # drafts that equal the tokens sampled at their positions

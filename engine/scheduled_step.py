@@ -1,11 +1,12 @@
-"""A step as the scheduler sees it: the plan for the runner, and the live requests that its rows stand for."""
+"""A step as the engine sees it: the plan for the runner, the live requests of its rows, and what came of it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from engine.plan import NewRequest, ScheduledRow, StepPlan
-from engine.request import Request, RequestId, RequestStatus
+from engine.request import Request, RequestId, RequestOutput, RequestStatus
+from engine.scheduling.kv_load import KvLoad
 from kvstore.types import BlockId, HostSlot
 
 
@@ -55,6 +56,42 @@ class ScheduledStep:
             del self.rows[request]
         if ended:
             self.plan.rows = list(self.rows.values())
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """Size and duration of a step. With others in flight, it lasts from the end of the one before."""
+
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0  # drafts included
+    seconds: float = 0.0
+    num_context_tokens: int = 0  # of KV that decode rows read
+    num_prompt_pairs: int = 0  # of a prompt token with each token before it
+    predicted_seconds: float = 0.0  # of a step with prompts beside decode rows, under objectives; 0: not known
+
+
+@dataclass(frozen=True, slots=True)
+class PromptChunk:
+    """A chunk of a prompt, not its last, whose step has ended: the KV of the first `num_tokens` is there."""
+
+    request: Request
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class StepOutcome:
+    """What one call of `Engine.step` did: the step that it planned, and what came of those that ended.
+
+    outputs: one for each row that sampled, ended or failed. prompt_chunks: of prompts for peers.
+    loads: KV to be pulled now that blocks are reserved, each to be reported with `Engine.finish_load`.
+    stats: of the last step that ended; None: none has.
+    """
+
+    plan: StepPlan
+    outputs: list[RequestOutput] = field(default_factory=list)
+    prompt_chunks: list[PromptChunk] = field(default_factory=list)
+    loads: list[KvLoad] = field(default_factory=list)
+    stats: StepStats | None = None
 
 
 def _new_request(request: Request) -> NewRequest:

@@ -26,6 +26,7 @@ import torch
 
 from benchmarks.engine import Bench, open_bench, parse
 from benchmarks.harness import drain, prefill
+from engine.scheduling.scheduler import Scheduler
 
 NAME_LENGTH = 60
 KEPT_STEPS = 3
@@ -56,7 +57,7 @@ def main() -> int:
 
 def host_phases(bench: Bench, steps: int) -> dict[str, float]:
     """Microseconds a step that the host spends in each phase, and in all of the step."""
-    engine, runner = bench.parts.engine, bench.parts.runner
+    runner = bench.parts.runner
     seconds: dict[str, float] = defaultdict(float)
 
     def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,18 +75,16 @@ def host_phases(bench: Bench, steps: int) -> dict[str, float]:
         return SimpleNamespace(result=timed("wait", step.result))
 
     plain_launch = runner.launch
-    parts: list[tuple[Any, str, Callable[..., Any]]] = [
-        (engine.scheduler, name, getattr(engine.scheduler, name)) for name in ("schedule", "advance", "update")
-    ]
-    for owner, name, function in parts:
-        setattr(owner, name, timed(name, function))
+    phases = {name: getattr(Scheduler, name) for name in ("schedule", "advance", "update")}
+    for name, function in phases.items():
+        setattr(Scheduler, name, timed(name, function))
     runner.launch = timed("launch", launch)
     began = time.perf_counter()
     for _ in range(steps):
-        engine.step()
+        bench.parts.engine.step()
     total = time.perf_counter() - began
-    for owner, name, _ in parts:
-        delattr(owner, name)
+    for name, function in phases.items():
+        setattr(Scheduler, name, function)
     del runner.launch
     return {name: value / steps * 1e6 for name, value in {**seconds, "step": total}.items()}
 

@@ -52,7 +52,7 @@ class Mailboxes(Generic[Mailbox]):
     def step(self) -> list[tuple[Mailbox, Item]]:
         """Run one step; returns what to put where. An engine that raises ends everything that is open."""
         try:
-            outputs = self._engine.step()
+            outputs = self._engine.step().outputs
         except Exception as error:  # noqa: BLE001 - whatever it was, no caller may wait forever
             return self.fail(error)
         return [

@@ -11,7 +11,7 @@ from kvstore.types import BlockId, BlockKey
 
 @dataclass(frozen=True, slots=True)
 class KvLoad:
-    """Fill `block_ids[i]` with block `positions[i]` of `source`; report with `RemoteKv.finish`.
+    """Fill `block_ids[i]` with block `positions[i]` of `source`; report with `Engine.finish_load`.
 
     Without positions there is nothing to fill or report: the source can be let go.
     """

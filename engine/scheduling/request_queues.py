@@ -74,8 +74,8 @@ class RequestQueues:
         for queue in self._by_status.values():
             queue.sort(key=_rank)
 
-    def load(self) -> SchedulerLoad:
-        """Count what is here."""
+    def load(self, **totals: int) -> SchedulerLoad:
+        """Count what is here. totals: what others have counted."""
         gap, pairs, context = 0, 0.0, 0
         for request in self.running:  # after every step: properties would cost as much again
             num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
@@ -90,6 +90,7 @@ class RequestQueues:
                 gap += request.num_tokens
                 pairs += num_pairs(0, request.num_tokens)
         return SchedulerLoad(
+            num_requests=len(self.by_id),
             num_running=len(self.running),
             num_waiting=len(self.waiting),
             num_swapped=len(self.swapped),
@@ -97,4 +98,5 @@ class RequestQueues:
             waiting_prefill_tokens=gap,
             waiting_prefill_pairs=round(pairs),
             context_tokens=context,
+            **totals,
         )

@@ -8,29 +8,19 @@ ranks requests, `admission` starts them, `preemption` takes their blocks back, a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from common.errors import ContextLengthError
 from engine.kv.manager import KVManager
 from engine.plan import ScheduledRow, StepResult
-from engine.request import (
-    FinishReason,
-    PromptChunk,
-    Request,
-    RequestId,
-    RequestOutput,
-    RequestStatus,
-    SchedulerLoad,
-)
-from engine.scheduled_step import ScheduledStep
+from engine.request import FinishReason, Request, RequestId, RequestOutput, RequestStatus, SchedulerLoad
+from engine.scheduled_step import PromptChunk, ScheduledStep, StepOutcome
 from engine.scheduling.admission import Admission
 from engine.scheduling.policy import GuardedPolicy, PriorityPolicy, SchedulingPolicy
 from engine.scheduling.preemption import Preemption
 from engine.scheduling.remote_kv import RemoteKv
 from engine.scheduling.request_queues import RequestQueues
 from engine.scheduling.stopping import append_tokens, is_full
-from kvstore.types import BlockId
 
 if TYPE_CHECKING:
     from engine.scheduling.prompt_budget import PromptBudget
@@ -59,8 +49,7 @@ class Scheduler:
         self.prompt_budget = prompt_budget
         self.speculation = speculation
         self.max_model_len = kv.longest_sequence(max_model_len)
-        self.num_draft_tokens = 0
-        self.num_accepted_tokens = 0  # drafts that equal the tokens sampled at their positions
+        self._num_draft_tokens = self._num_accepted_tokens = 0
         self._max_num_batched_tokens = max_num_batched_tokens
         self._policy = GuardedPolicy(policy or PriorityPolicy())
         self._queues = RequestQueues()
@@ -74,7 +63,6 @@ class Scheduler:
         )
         self.remote_kv = RemoteKv(self._queues, kv)
         self._admission = Admission(self._queues, kv, self._policy, self._preemption, self.remote_kv)
-        self._prompt_chunks: list[PromptChunk] = []
         self._num_arrived = 0
 
     # -- requests come and go --------------------------------------------------------------------------------
@@ -115,19 +103,12 @@ class Scheduler:
         """Whether `schedule` can make progress now (a load in flight is not work)."""
         return bool(self._queues.waiting or self._queues.running or self._queues.swapped)
 
-    @property
-    def num_requests(self) -> int:
-        return len(self._queues.by_id)
-
-    @property
-    def num_preemptions(self) -> int:
-        return self._preemption.num_preemptions
-
-    def requests(self) -> Iterable[Request]:
-        return self._queues.by_id.values()
-
     def load(self) -> SchedulerLoad:
-        return self._queues.load()
+        return self._queues.load(
+            num_preemptions=self._preemption.num_preemptions,
+            num_draft_tokens=self._num_draft_tokens,
+            num_accepted_tokens=self._num_accepted_tokens,
+        )
 
     # -- one step --------------------------------------------------------------------------------------------
 
@@ -161,10 +142,10 @@ class Scheduler:
             request.num_computed_tokens = row.start + row.num_tokens
             request.num_pending_tokens += row.samples + len(row.draft_token_ids)
 
-    def update(self, step: ScheduledStep, result: StepResult) -> list[RequestOutput]:
-        """Apply what the step computed; returns an output for each row that sampled, ended or failed."""
+    def update(self, step: ScheduledStep, result: StepResult, outcome: StepOutcome) -> None:
+        """Apply what the step computed, and add what came of it to `outcome`."""
         self.kv.finish_copies(step)
-        outputs: list[RequestOutput] = []
+        outputs = outcome.outputs
         for index, (request, row) in enumerate(step.rows.items()):
             request.num_pending_tokens -= row.samples + len(row.draft_token_ids)
             if request.status is RequestStatus.FINISHED:
@@ -176,7 +157,7 @@ class Scheduler:
             if request.status is RequestStatus.RUNNING:  # else it gave way while the step ran
                 self.kv.publish(request)
                 if request.prefill_only and not row.samples:
-                    self._prompt_chunks.append(PromptChunk(request, row.stop))
+                    outcome.prompt_chunks.append(PromptChunk(request, row.stop))
             num_missing = row.start - len(request.prompt_logprobs)  # negative: known, from before it gave way
             if result.prompt_logprobs[index] and not request.output_token_ids and num_missing <= 0:
                 request.prompt_logprobs.extend(result.prompt_logprobs[index][-num_missing:])
@@ -189,27 +170,15 @@ class Scheduler:
                     is_prefilled = output.finish_reason is FinishReason.PREFILLED
                     self._finish(request, keep_blocks=is_running and is_prefilled)
                 outputs.append(output)
-        return outputs
 
     def _settle(self, request: Request, row: ScheduledRow, num_sampled: int) -> None:
         """Take back what `advance` counted for drafts that were not accepted. What they wrote is written again."""
-        self.num_draft_tokens += len(row.draft_token_ids)
-        self.num_accepted_tokens += num_sampled - 1
+        self._num_draft_tokens += len(row.draft_token_ids)
+        self._num_accepted_tokens += num_sampled - 1
         if request.status is RequestStatus.RUNNING:
             request.num_computed_tokens = row.start + num_sampled
             self.kv.publish(request)  # blocks that accepted drafts have filled
 
-    def detach_blocks(self, request: Request) -> list[BlockId]:
-        """Hand the blocks of a request that ended with PREFILLED to the caller, with their references.
-
-        They hold the KV of all tokens but the last, which a step in flight may be computing into one block more.
-        """
-        return self.kv.detach(request, request.num_known_tokens - 1)
-
-    def take_prompt_chunks(self) -> list[PromptChunk]:
-        """Chunks of prompts for peers that have been computed since the last call."""
-        chunks, self._prompt_chunks = self._prompt_chunks, []
-        return chunks
 
     # -- inside a step ---------------------------------------------------------------------------------------
 

@@ -52,7 +52,7 @@ class FollowedRanks(Ranks):
     def __init__(self, config: EngineConfig, device: torch.device, gpu: GpuConfig) -> None:
         """Start the ranks behind this one. Raises ConfigError without GPUs for them."""
         self.shard, self.stage = place_of(0, config)
-        self.num_stages = config.pp if gpu.overlap or device.type == "cpu" else 1
+        self.num_stages = config.pp if gpu.overlap else 1
         self._config = config
         self._followers: Followers | RemoteStage
         if config.stage_address:

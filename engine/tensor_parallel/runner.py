@@ -40,7 +40,7 @@ class ParallelRunner:
         self._num_finished = 0
         self._sampled: list[Sequence[Sequence[TokenId]]] = []  # of steps that ended since the last plan was sent
 
-    def launch(self, plan: StepPlan) -> PendingStep:
+    def launch(self, plan: StepPlan) -> ParallelStep:
         """See Runner. Raises DeviceLostError for whatever happens."""
         sampled, self._sampled = self._sampled, []
         self._followers.send(plan, self._num_finished, sampled)

@@ -80,11 +80,11 @@ def finish(made: Engine, requests: Sequence[Request]) -> list[list[TokenLogprobs
     """Run to the end. Returns the log-probabilities of the requests' prompts."""
     found: dict[Request, list[TokenLogprobs]] = {request: [] for request in requests}
     while made.has_work():
-        for output in made.step():
+        for output in made.step().outputs:
             assert output.error is None
             found[output.request] += output.prompt_logprobs
     assert made.num_failed_steps == 0
-    made.scheduler.kv.pool.check_integrity()
+    made.kv.pool.check_integrity()
     return list(found.values())
 
 
@@ -110,10 +110,10 @@ def check(
     found, found_logprobs = run(parts)
     assert found == tokens
     assert_same(found_logprobs, logprobs)
-    scheduler = parts.engine.scheduler
-    assert 0 < scheduler.num_accepted_tokens < scheduler.num_draft_tokens
+    load = parts.engine.load()
+    assert 0 < load.num_accepted_tokens < load.num_draft_tokens
     if is_swapped:
-        assert scheduler.num_preemptions > 0
+        assert load.num_preemptions > 0
 
 
 def assert_same(found: list[list[TokenLogprobs]], expected: list[list[TokenLogprobs]]) -> None:
@@ -147,17 +147,16 @@ def test_another_engine_goes_on_with_drafts_over_8_bit_blocks(
     for prompt, params, expected, of_prompt in zip(PROMPTS, PARAMS, tokens, logprobs, strict=True):
         sent = prefill.engine.add_request(prompt, params, prefill_only=True)
         assert_same(finish(prefill.engine, [sent]), [of_prompt])
-        leased = prefill.engine.scheduler.detach_blocks(sent)
+        leased = prefill.engine.kv.detach(sent, sent.num_known_tokens - 1)
         request = decode.engine.add_request(
             prompt, params, output_token_ids=sent.output_token_ids, kv_source="lease", num_source_tokens=len(prompt)
         )
-        decode.engine.step()
-        [job] = decode.engine.scheduler.remote_kv.take_loads()
+        [job] = decode.engine.step().loads
         decode.runner._pool[job.block_ids] = prefill.runner._pool[[leased[position] for position in job.positions]]
-        decode.engine.scheduler.remote_kv.finish(job, True)
+        decode.engine.finish_load(job, True)
         assert finish(decode.engine, [request]) == [[]]  # log-probabilities of the prompt came before
         assert request.output_token_ids == expected
-    assert decode.engine.scheduler.num_accepted_tokens > 0
+    assert decode.engine.load().num_accepted_tokens > 0
 
 
 def test_ranks_and_stages_with_drafts_and_8_bit_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

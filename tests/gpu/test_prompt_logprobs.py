@@ -20,7 +20,7 @@ def prompt_logprobs(made: Engine) -> list[list[TokenLogprobs]]:
         params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, prompt_logprobs=wanted)
         found[made.add_request(prompt, params)] = []
     while made.has_work():
-        for output in made.step():
+        for output in made.step().outputs:
             found[output.request] += output.prompt_logprobs
     return list(found.values())
 

@@ -61,7 +61,7 @@ def run(made: Engine, params: list[SamplingParams]) -> list[tuple[list[int], lis
     requests = [made.add_request(prompt, each) for prompt, each in zip(PROMPTS, params, strict=True)]
     found: dict[str, list[TokenLogprobs]] = {request.request_id: [] for request in requests}
     while made.has_work():
-        for output in made.step():
+        for output in made.step().outputs:
             assert output.error is None
             found[output.request.request_id] += output.logprobs
     return [(request.output_token_ids, found[request.request_id]) for request in requests]
@@ -106,7 +106,7 @@ def test_a_row_without_an_allowed_token_fails_alone(model: Path, monkeypatch: py
     other = made.add_request(PROMPTS[1], SamplingParams(temperature=0.0, **ENDLESS))
     errors = {}
     while made.has_work():
-        errors |= {output.request: output.error for output in made.step() if output.error}
+        errors |= {output.request: output.error for output in made.step().outputs if output.error}
     assert errors == {nothing: "no token is allowed at this position"}
     assert len(other.output_token_ids) == 9
 

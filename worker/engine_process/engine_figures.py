@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from engine.assembly import EngineParts
-from engine.engine import Engine, StepStats
+from engine.engine import Engine
+from engine.request import SchedulerLoad
+from engine.scheduled_step import StepStats
 from worker.messages import EngineLoad, StepReport
 
 
-def add_figures(report: StepReport, parts: EngineParts, num_leases: int, has_ended: bool) -> None:
-    """Fill in the engine's figures. has_ended: whether a step has, since the last report."""
-    engine = parts.engine
-    scheduler, stats = engine.scheduler, engine.scheduler.kv.stats
-    step = engine.last_step if has_ended else StepStats()
-    report.load = _load(engine, step, num_leases)
+def add_figures(report: StepReport, parts: EngineParts, num_leases: int, step: StepStats) -> None:
+    """Fill in the engine's figures. step: the one that has ended since the last report."""
+    load, stats = parts.engine.load(), parts.engine.kv.stats
+    report.load = _load(parts.engine, load, step, num_leases)
     report.step_predicted_seconds = step.predicted_seconds
-    report.preemptions = scheduler.num_preemptions
-    report.draft_tokens, report.accepted_tokens = scheduler.num_draft_tokens, scheduler.num_accepted_tokens
+    report.preemptions = load.num_preemptions
+    report.draft_tokens, report.accepted_tokens = load.num_draft_tokens, load.num_accepted_tokens
     report.prefix_queries, report.prefix_hits = stats.queried_tokens, stats.hit_tokens
     report.host_hit_tokens, report.host_stored_blocks = stats.host_hit_tokens, stats.host_stored_blocks
     if parts.expert_loads is not None:
@@ -25,8 +25,8 @@ def add_figures(report: StepReport, parts: EngineParts, num_leases: int, has_end
         report.expert_placements = parts.rebalancer.num_changes
 
 
-def _load(engine: Engine, step: StepStats, num_leases: int) -> EngineLoad:
-    load, pool = engine.scheduler.load(), engine.scheduler.kv.pool
+def _load(engine: Engine, load: SchedulerLoad, step: StepStats, num_leases: int) -> EngineLoad:
+    pool = engine.kv.pool
     return EngineLoad(
         num_running=load.num_running,
         num_waiting=load.num_waiting,

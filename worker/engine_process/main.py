@@ -79,15 +79,15 @@ def _start(link: FrameSocket, start: Start, heartbeat: Heartbeat) -> EngineProce
         parts.runner.watch_ranks(_end_process)
     gc.collect()
     gc.freeze()  # what was loaded stays: walking it takes 90 ms of a step now and then
-    scheduler = parts.engine.scheduler
-    exporter = memory.exporter(scheduler.kv.pool, *([parts.runner.start_queued] if config.pp > 1 else []))
+    engine = parts.engine
+    exporter = memory.exporter(engine.kv.pool, *([parts.runner.start_queued] if config.pp > 1 else []))
     puller = KvPuller(memory.clients, link.wake)
     memory.serve()
     handles = HandleWriter(worker.worker_id, memory.shards(start.kv_address), worker.kv_lease_seconds)
     leases = KvLeases(memory.epoch, exporter, handles, worker.kv_lease_seconds)
     memory.send_leases(leases)
-    prompt_leases = PromptLeases(scheduler, leases, worker.progressive_pull)
-    loads = KvLoads(scheduler, puller, exporter, can_read=not config.stage_address)
+    prompt_leases = PromptLeases(engine.kv, leases, worker.progressive_pull)
+    loads = KvLoads(engine, puller, exporter, can_read=not config.stage_address)
     link.send(Ready(_engine_info(parts, memory), memory.socket_paths, memory.needs_staging, memory.descriptions))
     return EngineProcess(link, parts, leases, prompt_leases, loads, heartbeat, cores)
 
@@ -105,7 +105,7 @@ def _engine_info(parts: EngineParts, memory: SharedPoolMemory) -> EngineInfo:
         model=parts.files.name,
         model_fingerprint=geometry.fingerprint,
         vocab_size=parts.model_config.vocab_size,
-        max_model_len=parts.engine.scheduler.max_model_len,
+        max_model_len=parts.engine.max_model_len,
         eos_token_ids=sorted(parts.engine.eos_token_ids),
         block_size=geometry.block_size,
         hash_version=HASH_VERSION,

@@ -16,6 +16,7 @@ from common.logging import RateLimit
 from common.token_ids import num_ids, unpack_ids
 from engine.assembly import EngineParts
 from engine.request import FinishReason, Request, RequestId, RequestOutput
+from engine.scheduled_step import StepStats
 from worker.engine_process.cores import SharedCores
 from worker.engine_process.engine_figures import add_figures
 from worker.engine_process.heartbeat import Heartbeat
@@ -67,7 +68,7 @@ class EngineProcess:
         self._link = link
         self._parts = parts
         self._engine = parts.engine
-        self._pool = parts.engine.scheduler.kv.pool
+        self._pool = parts.engine.kv.pool
         self._leases = leases
         self._prompt_leases = prompt_leases
         self._loads = loads
@@ -90,31 +91,31 @@ class EngineProcess:
             for message in self._link.receive(wait):
                 self._receive(message)
             self._heartbeat.beat()
-            num_steps, num_ended = self._engine.num_steps, self._engine.num_ended
-            self._step()
-            self._send_report(has_ended=self._engine.num_ended != num_ended)
+            num_steps = self._engine.num_steps
+            self._send_report(self._step())
             wait = self._next_wait(stepped=self._engine.num_steps != num_steps)
         self._loads.close()
 
-    def _step(self) -> None:
+    def _step(self) -> StepStats | None:
         """Step the engine: before it what peers have sent becomes usable, behind it new loads get their blocks."""
         now = time.monotonic()
         self._loads.finish(self._open, self._report, now)
         self._expire(now)
         if self._cores is not None:
             self._cores.adjust(self._engine.has_work())
-        outputs = self._engine.step()
+        outcome = self._engine.step()
         self._heartbeat.beat()
-        self._loads.start(self._open, self._report, now)
-        for new in self._engine.last_plan.new:
+        self._loads.start(outcome.loads, self._open, self._report, now)
+        for new in outcome.plan.new:
             entry = self._open.get(new.request_id)
             if entry is not None and not entry.started:
                 entry.started = now
-        for output in outputs:
+        for output in outcome.outputs:
             self._add_output(output)
-        for lease, offer in self._prompt_leases.lease_parts(self._open, time.monotonic()):
+        for lease, offer in self._prompt_leases.lease_parts(outcome.prompt_chunks, self._open, time.monotonic()):
             self._report.granted.append(lease)
             self._report.offers.append(offer)
+        return outcome.stats
 
     def _next_wait(self, stepped: bool) -> float:
         if stepped:
@@ -216,14 +217,14 @@ class EngineProcess:
         )  # fmt: skip
         self._report.deltas.append(delta)
 
-    def _send_report(self, has_ended: bool) -> None:
+    def _send_report(self, stats: StepStats | None) -> None:
         """Send the turn's report: when a step has ended or there is news, and otherwise every IDLE_WAIT_SECONDS."""
         report, now = self._report, time.monotonic()
         report.stored, report.removed = self._pool.take_events()
-        if not (has_ended or report.has_news) and now < self._next_report_time:
+        if not (stats or report.has_news) and now < self._next_report_time:
             return
         self._next_report_time = now + IDLE_WAIT_SECONDS
-        add_figures(report, self._parts, len(self._leases), has_ended)
+        add_figures(report, self._parts, len(self._leases), stats or StepStats())
         self._link.send(report)
         self._report = StepReport()
 

@@ -1,4 +1,4 @@
-"""KV loads: a peer's leases are kept alive, read into blocks that the scheduler reserved, and released.
+"""KV loads: a peer's leases are kept alive, read into blocks that the engine reserved, and released.
 
 Called from the engine process's loop only; the copying is done by the threads of `KvPuller`.
 """
@@ -9,9 +9,9 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from common.errors import MiniInferError
+from engine.engine import Engine
 from engine.request import RequestId
 from engine.scheduling.kv_load import KvLoad
-from engine.scheduling.scheduler import Scheduler
 from kvstore.handle.handle import KvHandle, PeerLease, open_handle
 from kvstore.types import BlockKey, WorkerId
 from worker.engine_process.open_request import OpenRequest
@@ -23,13 +23,13 @@ logger = logging.getLogger("engine")
 
 
 class KvLoads:
-    """Link between the scheduler, which reserves blocks for loads, and the puller, which fills them."""
+    """Link between the engine, which reserves blocks for loads, and the puller, which fills them."""
 
-    def __init__(self, scheduler: Scheduler, puller: KvPuller, exporter: KvExporter, can_read: bool = True) -> None:
+    def __init__(self, engine: Engine, puller: KvPuller, exporter: KvExporter, can_read: bool = True) -> None:
         """can_read: whether all of the pool is in reach; else no handle is accepted."""
         self._can_read = can_read
-        self._kv = scheduler.kv
-        self._remote_kv = scheduler.remote_kv
+        self._engine = engine
+        self._kv = engine.kv
         self._puller = puller
         self._exporter = exporter
         self._transports: dict[WorkerId, str] = {}  # of the last prefetch from each peer
@@ -64,7 +64,7 @@ class KvLoads:
         self._puller.close()
 
     def prefetch(self, handle: KvHandle, block_keys: Sequence[BlockKey]) -> None:
-        """Offer the scheduler a part of a prompt that the peer is still computing."""
+        """Offer the engine a part of a prompt that the peer is still computing."""
         lease = self._open(handle)
         if lease is None:
             return
@@ -73,11 +73,12 @@ class KvLoads:
             logger.warning("a KV handle that is not of full blocks with their keys: not prefetched")
             self.abandon(lease)
             return
-        self._remote_kv.prefetches.add(lease, block_keys)
+        self._engine.prefetch(lease, block_keys)
 
-    def start(self, requests: Mapping[RequestId, OpenRequest], report: StepReport, now: float) -> None:
-        """Pull what the scheduler has reserved blocks for since the last call."""
-        loads = self._remote_kv.take_loads()
+    def start(
+        self, loads: Sequence[KvLoad], requests: Mapping[RequestId, OpenRequest], report: StepReport, now: float
+    ) -> None:
+        """Pull what a step has reserved blocks for."""
         if loads:
             self._exporter.fence()
         for load in loads:
@@ -96,9 +97,9 @@ class KvLoads:
                 entry.skip_pull(self._transports.get(lease.worker_id, ""))
 
     def finish(self, requests: Mapping[RequestId, OpenRequest], report: StepReport, now: float) -> None:
-        """Tell the scheduler of the loads that have ended, and report those that count."""
+        """Tell the engine of the loads that have ended, and report those that count."""
         for load, pull in self._puller.take_results():
-            self._remote_kv.finish(load, pull.ok)
+            self._engine.finish_load(load, pull.ok)
             if load.owner is None:
                 report.prefetches.append(self._prefetched(load, pull))
                 continue

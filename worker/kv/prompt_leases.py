@@ -6,10 +6,11 @@ the engine process's loop only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
+from engine.kv.manager import KVManager
 from engine.request import RequestId, RequestStatus
-from engine.scheduling.scheduler import Scheduler
+from engine.scheduled_step import PromptChunk
 from kvstore.pool.leases import Lease
 from worker.engine_process.open_request import OpenRequest
 from worker.kv.kv_leases import Exported, KvLeases
@@ -17,29 +18,31 @@ from worker.messages import KvOffer
 
 
 class PromptLeases:
-    """Link between the scheduler, which computes prompts, and the leases on their blocks."""
+    """Link between the engine, which computes prompts, and the leases on their blocks."""
 
-    def __init__(self, scheduler: Scheduler, leases: KvLeases, in_parts: bool) -> None:
-        """in_parts: whether prompts are leased while they are computed, too."""
-        self._scheduler = scheduler
+    def __init__(self, kv: KVManager, leases: KvLeases, in_parts: bool) -> None:
+        """kv: the engine's. in_parts: whether prompts are leased while they are computed, too."""
+        self._kv = kv
         self._leases = leases
         self._in_parts = in_parts
 
-    def lease_parts(self, requests: Mapping[RequestId, OpenRequest], now: float) -> Iterator[tuple[Lease, KvOffer]]:
-        """Lease what chunks have added to prompts since the last call."""
-        for chunk in self._scheduler.take_prompt_chunks():
+    def lease_parts(
+        self, chunks: Iterable[PromptChunk], requests: Mapping[RequestId, OpenRequest], now: float
+    ) -> Iterator[tuple[Lease, KvOffer]]:
+        """Lease what a step's chunks have added to prompts."""
+        for chunk in chunks:
             request = chunk.request
             entry = requests.get(request.request_id)
             # A preempted prompt may come back in other blocks: the digests that are kept would not be theirs.
             is_steady = request.status is RequestStatus.RUNNING and not request.num_preemptions
             if entry is None or not self._in_parts or not is_steady:
                 continue
-            first, last = entry.num_leased_blocks, chunk.num_tokens // self._scheduler.kv.block_size
-            if last > first and self._scheduler.kv.part_blocks(request, first, last):
+            first, last = entry.num_leased_blocks, chunk.num_tokens // self._kv.block_size
+            if last > first and self._kv.part_blocks(request, first, last):
                 yield self._lease_part(entry, first, last, now)
 
     def _lease_part(self, entry: OpenRequest, first: int, last: int, now: float) -> tuple[Lease, KvOffer]:
-        request, kv = entry.request, self._scheduler.kv
+        request, kv = entry.request, self._kv
         kv.prefixes.extend_keys(request)
         block_ids = kv.part_blocks(request, first, last)
         digests = self._leases.digests(block_ids)
@@ -49,14 +52,18 @@ class PromptLeases:
         return lease, KvOffer(request.request_id, handle, request.block_keys[first:last])
 
     def lease_prompt(self, entry: OpenRequest, now: float) -> Exported:
-        """Lease all blocks of a request that ended with PREFILLED: the KV of all its tokens but the last."""
+        """Lease the blocks of a request that ended with PREFILLED: the KV of all its tokens but the last.
+
+        A step in flight may be computing that one into one block more.
+        """
         request = entry.request
-        if request.num_preemptions or not self._scheduler.kv.leases_in_order:
+        num_tokens = request.num_known_tokens - 1
+        if request.num_preemptions or not self._kv.leases_in_order:
             entry.part_digests = []
-        block_ids = self._scheduler.detach_blocks(request)
+        block_ids = self._kv.detach(request, num_tokens)
         new_digests = self._leases.digests(block_ids[entry.num_leased_blocks :])
         digests = _appended(entry.part_digests, new_digests)
-        return self._leases.grant(block_ids, digests, request.num_known_tokens - 1, now)
+        return self._leases.grant(block_ids, digests, num_tokens, now)
 
 
 def _appended(digests: list[list[int]], more: list[list[int]]) -> list[list[int]]:

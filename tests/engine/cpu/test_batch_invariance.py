@@ -44,7 +44,7 @@ def answers(engine: Engine, prompts: list[list[int]], arrivals: random.Random | 
         if waiting and (not engine.has_work() or (arrivals is not None and arrivals.random() < 0.6)):
             index = waiting.pop()
             requests[index] = engine.add_request(prompts[index], PARAMS)
-        for output in engine.step():
+        for output in engine.step().outputs:
             logprobs.setdefault(output.request.request_id, []).extend(output.logprobs)
     return [
         (list(requests[index].output_token_ids), repr(logprobs[requests[index].request_id]))

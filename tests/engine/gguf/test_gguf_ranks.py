@@ -87,7 +87,7 @@ def test_ranks_are_close_to_one_rank_in_bfloat16(tmp_path: Path, monkeypatch: py
         requests = [made.add_request(prompt, params) for prompt in PROMPTS]
         outputs = []
         while made.has_work():
-            outputs += made.step()
+            outputs += made.step().outputs
         outputs.sort(key=lambda output: requests.index(output.request))
         found.append(torch.tensor([entry.logprob for output in outputs for entry in output.prompt_logprobs]))
     assert 0 < float((found[0] - found[1]).abs().max()) < 0.1

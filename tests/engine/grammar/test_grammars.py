@@ -13,7 +13,7 @@ from llguidance import LLMatcher
 from common.errors import InvalidRequestError
 from common.grammar import grammar
 from engine import LLM, SamplingParams
-from engine.grammar.constraints import GrammarConstraints
+from engine.grammar.grammars import Grammars
 
 PERSON = grammar.json_schema(
     {
@@ -86,9 +86,9 @@ def test_no_setting_changes_a_token(alone: list[list[int]], settings: dict[str, 
     assert [completion.token_ids for completion in completions] == alone
     assert llm.engine.num_failed_steps == 0
     if settings.get("num_gpu_blocks") == 40:
-        assert llm.engine.scheduler.num_preemptions > 0
+        assert llm.engine.load().num_preemptions > 0
     if "num_speculative_tokens" in settings:
-        assert llm.engine.scheduler.num_accepted_tokens > 0
+        assert llm.engine.load().num_accepted_tokens > 0
 
 
 def test_a_grammar_at_its_limits_fails_its_request_alone() -> None:
@@ -98,7 +98,7 @@ def test_a_grammar_at_its_limits_fails_its_request_alone() -> None:
     answers = [llm.engine.add_request([1, 2], params) for params in (hopeless, PARAMS[0])]
     errors, texts = {}, {}
     while llm.engine.has_work():
-        for output in llm.engine.step():
+        for output in llm.engine.step().outputs:
             if output.error is not None:
                 errors[output.request.request_id] = output.error
             elif output.finish_reason is not None:
@@ -134,16 +134,13 @@ def test_a_grammar_that_is_none_is_refused(text: str) -> None:
 def test_others_go_on_while_a_grammar_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """The request has its place and no row; then it gets its answer."""
     llm = make()
-    constraints = llm.engine._constraints
-    assert isinstance(constraints, GrammarConstraints)
-    grammars = constraints._grammars
-    compile_it, compiled = grammars._compile, threading.Event()
+    compile_it, compiled = Grammars._compile, threading.Event()
 
-    def slowly(text: str) -> LLMatcher:
+    def slowly(grammars: Grammars, text: str) -> LLMatcher:
         assert compiled.wait(30.0)
-        return compile_it(text)
+        return compile_it(grammars, text)
 
-    monkeypatch.setattr(grammars, "_compile", slowly)
+    monkeypatch.setattr(Grammars, "_compile", slowly)
     held = llm.engine.add_request([1, 2], SamplingParams(max_tokens=9, grammar=grammar.choice(["slow"])))
     plain = llm.engine.add_request([1, 2], SamplingParams(max_tokens=9, ignore_eos=True))
     while len(plain.output_token_ids) < 9:

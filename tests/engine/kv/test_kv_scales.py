@@ -134,7 +134,7 @@ def test_cached_prefixes_and_chunks_give_the_same_tokens(path: Path) -> None:
             while engine.has_work():
                 engine.step()
             outputs.append(request.output_token_ids)
-        assert engine.scheduler.kv.stats.hit_tokens > 0
+        assert engine.kv.stats.hit_tokens > 0
     assert outputs == [outputs[0]] * 4
 
 

@@ -52,7 +52,7 @@ def test_greedy_equals_transformers(
     if "preemption" not in settings:
         assert requests[-1].num_cached_tokens > 0
     elif batch == 16:
-        assert engine.scheduler.num_preemptions > 0
+        assert engine.load().num_preemptions > 0
     assert engine.num_failed_steps == 0
-    engine.scheduler.kv.pool.check_integrity()
-    assert engine.scheduler.kv.pool.num_used == 0
+    engine.kv.pool.check_integrity()
+    assert engine.kv.pool.num_used == 0

@@ -10,6 +10,7 @@ import pytest
 
 from common.errors import EngineError, InvalidRequestError, UnavailableError
 from engine import AsyncLLM, SamplingParams
+from engine.cpu.runner import CpuRunner
 from engine.engine import DeviceLostError
 from engine.plan import PendingStep, StepPlan
 
@@ -34,10 +35,10 @@ async def slow_llm() -> AsyncIterator[AsyncLLM]:
 async def assert_idle(llm: AsyncLLM) -> None:
     """Nothing open, and every block free or cached, once what was sent before has been done."""
     await llm.generate("x", SamplingParams(max_tokens=1))
-    pool = llm.engine.scheduler.kv.pool
+    pool = llm.engine.kv.pool
     pool.check_integrity()
     assert pool.num_used == 0
-    assert llm.engine.scheduler.num_requests == 0
+    assert llm.engine.load().num_requests == 0
 
 
 async def test_16_callers_equal_solo_runs(llm: AsyncLLM) -> None:
@@ -80,7 +81,7 @@ async def test_a_cancelled_caller_frees_its_blocks(slow_llm: AsyncLLM) -> None:
     stream = llm.stream("stays", SAMPLED)
     text = await anext(stream)
     task = asyncio.create_task(llm.generate(["one", "two"], LONG))
-    while llm.engine.scheduler.num_requests < 2:  # those two, and perhaps the one that stays
+    while llm.engine.load().num_requests < 2:  # those two, and perhaps the one that stays
         await asyncio.sleep(0.001)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -110,7 +111,7 @@ def test_callers_whose_event_loop_is_gone_free_their_blocks() -> None:
 
     async def look() -> None:
         async with llm:
-            while llm.engine.scheduler.num_requests:
+            while llm.engine.load().num_requests:
                 await asyncio.sleep(0.001)
             await assert_idle(llm)
 
@@ -131,14 +132,14 @@ async def test_a_bad_prompt_ends_its_caller_alone(llm: AsyncLLM) -> None:
 
 async def test_a_failed_engine_ends_every_caller(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     lost = DeviceLostError("the GPU has fallen off the bus")
-    launch = llm.engine._runner.launch
+    launch = CpuRunner.launch
 
-    def lose_it_with_all_open(plan: StepPlan) -> PendingStep:
+    def lose_it_with_all_open(runner: CpuRunner, plan: StepPlan) -> PendingStep:
         if len(plan.rows) == len(PROMPTS):
             raise lost
-        return launch(plan)
+        return launch(runner, plan)
 
-    monkeypatch.setattr(llm.engine._runner, "launch", lose_it_with_all_open)
+    monkeypatch.setattr(CpuRunner, "launch", lose_it_with_all_open)
     for failure in await asyncio.gather(*(llm.generate(p, LONG) for p in PROMPTS), return_exceptions=True):
         assert isinstance(failure, EngineError)
         assert failure.__cause__ is lost
@@ -153,7 +154,7 @@ async def test_a_bug_in_an_abort_ends_every_caller(slow_llm: AsyncLLM, monkeypat
     def fail(_: object) -> None:
         raise ValueError("a list lacks it")
 
-    monkeypatch.setattr(llm.engine.scheduler, "abort", fail)
+    monkeypatch.setattr(llm.engine, "abort", fail)
     async with aclosing(llm.stream("left", LONG)) as stream:
         await anext(stream)
     with pytest.raises(EngineError, match="a list lacks it"):

@@ -15,6 +15,7 @@ import pytest
 
 from common.errors import ConfigError, ContextLengthError, EngineError, InvalidRequestError
 from engine import LLM, SamplingParams
+from engine.cpu.runner import CpuRunner
 from engine.engine import DeviceLostError
 from engine.plan import PendingStep, StepPlan
 from engine.request import FinishReason
@@ -68,9 +69,9 @@ def test_no_setting_changes_a_token(
         completions = llm.generate(PROMPTS, params)
         assert [c.token_ids for c in completions] == one_by_one[params]
     if settings.get("num_gpu_blocks") == 32:
-        assert llm.engine.scheduler.num_preemptions > 0
+        assert llm.engine.load().num_preemptions > 0
     assert llm.engine.num_failed_steps == 0
-    pool = llm.engine.scheduler.kv.pool
+    pool = llm.engine.kv.pool
     pool.check_integrity()
     assert pool.num_used == 0
 
@@ -118,7 +119,7 @@ def test_a_stop_string_ends_an_answer_before_itself() -> None:
     assert "".join(llm.stream(PROMPTS[1], GREEDY, stop=stop)) == first.text
     later = replace(GREEDY, min_tokens=len(first.token_ids) + 1)
     assert llm.generate(PROMPTS[1], later, stop=stop)[0].text.startswith(text[: text.index(stop)] + stop)
-    assert llm.engine.scheduler.num_requests == llm.engine.scheduler.kv.pool.num_used == 0
+    assert llm.engine.load().num_requests == llm.engine.kv.pool.num_used == 0
     with pytest.raises(InvalidRequestError, match="stop string"):
         llm.generate("a", GREEDY, stop="")
 
@@ -128,15 +129,15 @@ def test_a_closed_stream_frees_its_blocks() -> None:
     stream = llm.stream("Hello", SamplingParams(max_tokens=500, ignore_eos=True))
     next(stream)
     stream.close()
-    assert llm.engine.scheduler.kv.pool.num_used == 0
+    assert llm.engine.kv.pool.num_used == 0
     assert not llm.engine.has_work()
 
 
 def is_idle(llm: LLM) -> bool:
     """Nothing open, and every block free or cached."""
-    pool = llm.engine.scheduler.kv.pool
+    pool = llm.engine.kv.pool
     pool.check_integrity()
-    return pool.num_used == 0 and llm.engine.scheduler.num_requests == 0
+    return pool.num_used == 0 and llm.engine.load().num_requests == 0
 
 
 def test_interleaved_streams_equal_solo_runs() -> None:
@@ -196,7 +197,7 @@ def test_a_stream_that_is_dropped_inside_a_step_frees_its_blocks(monkeypatch: py
         if not collected:
             collected.append(gc.collect())
 
-    before_each_step(llm, monkeypatch, collect)
+    before_each_step(monkeypatch, collect)
     gc.collect()
     gc.disable()
     try:
@@ -211,14 +212,14 @@ def test_a_stream_that_is_dropped_inside_a_step_frees_its_blocks(monkeypatch: py
     assert is_idle(llm)
 
 
-def before_each_step(llm: LLM, monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> None:
-    launch = llm.engine._runner.launch
+def before_each_step(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> None:
+    launch = CpuRunner.launch
 
-    def first_call(plan: StepPlan) -> PendingStep:
+    def first_call(runner: CpuRunner, plan: StepPlan) -> PendingStep:
         call()
-        return launch(plan)
+        return launch(runner, plan)
 
-    monkeypatch.setattr(llm.engine._runner, "launch", first_call)
+    monkeypatch.setattr(CpuRunner, "launch", first_call)
 
 
 def test_a_failed_engine_ends_every_caller(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +232,7 @@ def test_a_failed_engine_ends_every_caller(monkeypatch: pytest.MonkeyPatch) -> N
     def lose() -> None:
         raise lost
 
-    before_each_step(llm, monkeypatch, lose)
+    before_each_step(monkeypatch, lose)
     for stream in streams:
         with pytest.raises(EngineError, match="fallen off the bus") as caught:
             "".join(stream)
@@ -250,7 +251,7 @@ def test_ctrl_c_ends_the_open_streams_and_leaves_a_model_that_answers(monkeypatc
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        before_each_step(llm, patch, interrupt)
+        before_each_step(patch, interrupt)
         with pytest.raises(KeyboardInterrupt):
             llm.generate("Hello", GREEDY)
     with pytest.raises(EngineError, match="interrupted"):
@@ -281,7 +282,7 @@ def test_a_bad_prompt_starts_nothing() -> None:
         assert caught.value.param is None
     with pytest.raises(ContextLengthError):
         llm.generate(["ok", "x" * 5000], GREEDY)
-    assert llm.engine.scheduler.num_requests == 0
+    assert llm.engine.load().num_requests == 0
 
 
 def test_the_model_ends_at_its_own_token() -> None:

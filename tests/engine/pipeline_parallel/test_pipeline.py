@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,13 +36,13 @@ from engine.loader.staged import _divide, divide_layers, shard_of, stage_weights
 from engine.models.families import family_of
 from engine.models.hf_config import config_from_hf, read_hf_config
 from engine.pipeline_parallel.socket_frames import SocketSink, SocketSource, receive_frame, send_frame
-from engine.plan import StepPlan
+from engine.plan import StepPlan, StepResult
 from engine.ranks import Ranks
 from engine.request import TokenId
 from engine.tensor_parallel.assembly import cpu_ranks
 from engine.tensor_parallel.follower import follow
 from engine.tensor_parallel.followers import STEP_ENCODER, FollowerStep, place_of, work_of
-from engine.tensor_parallel.runner import ParallelRunner
+from engine.tensor_parallel.runner import ParallelRunner, ParallelStep
 from tests.engine.speculation.drafters import MakeOracle, knows
 from tests.engine.tensor_parallel.test_ranks import SCARCE_BLOCKS, ThreadGroup, own_followers
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, reference_greedy
@@ -123,8 +124,20 @@ def _follow(plans: queue.Queue[bytes], runner: CpuRunner, group: ThreadGroup | N
 class UnwarmedRunner(ParallelRunner):
     """The stages in threads have been warmed up by nobody."""
 
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.in_flight: list[ParallelStep] = []
+
     def warmup(self, *_: object) -> None:
         pass
+
+    def launch(self, plan: StepPlan) -> ParallelStep:
+        self.in_flight.append(super().launch(plan))
+        return self.in_flight[-1]
+
+    def finish(self, step: ParallelStep) -> StepResult:
+        self.in_flight.remove(step)
+        return super().finish(step)
 
 
 def open_stages(
@@ -180,7 +193,7 @@ def test_stages_of_ranks_give_the_tokens_of_transformers(
     )  # fmt: skip
     for _ in range(2):
         assert run(parts) == expected
-    assert parts.engine.scheduler.num_preemptions > 0
+    assert parts.engine.load().num_preemptions > 0
     assert parts.engine.num_failed_steps == 0
 
 
@@ -211,9 +224,9 @@ def test_stages_take_drafts(
     for _ in range(2):
         found = run(parts)
         assert [prompt + tokens for prompt, tokens in zip(PROMPTS, found, strict=True)] == answers
-    scheduler = parts.engine.scheduler
-    assert scheduler.num_preemptions > 0
-    assert 0 < scheduler.num_accepted_tokens < scheduler.num_draft_tokens
+    load = parts.engine.load()
+    assert load.num_preemptions > 0
+    assert 0 < load.num_accepted_tokens < load.num_draft_tokens
 
 
 def test_stages_swap_their_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +240,7 @@ def test_stages_swap_their_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     )  # fmt: skip
     for _ in range(2):
         assert run(parts) == expected
-    assert parts.engine.scheduler.num_preemptions > 0
+    assert parts.engine.load().num_preemptions > 0
     assert parts.engine.num_failed_steps == 0
 
 
@@ -242,7 +255,7 @@ def test_a_request_in_flight_may_be_aborted_and_named_again(tmp_path: Path, monk
         parts.engine.step()
         if draw.random() < 0.5:
             parts.runner.start_queued()  # as before blocks are given to loads
-            assert all(step.pending for _, step, _ in parts.engine._in_flight)  # type: ignore[attr-defined]
+            assert all(step.pending for step in parts.runner.in_flight)
         index = draw.randrange(len(PROMPTS))
         if parts.engine.abort(live[index].request_id) is not None:
             live[index] = parts.engine.add_request(PROMPTS[index], GREEDY, request_id=live[index].request_id)
@@ -261,9 +274,8 @@ def test_all_stages_have_a_step_in_flight(tmp_path: Path, monkeypatch: pytest.Mo
     for prompt in PROMPTS:
         parts.engine.add_request(prompt, params)
     while parts.engine.has_work():
-        parts.engine.step()
-        in_flight.append(len(parts.engine._in_flight))
-        sizes.append(len(parts.engine.last_plan.rows))
+        sizes.append(len(parts.engine.step().plan.rows))
+        in_flight.append(len(parts.runner.in_flight))
     assert in_flight.count(2) > 0.9 * len(in_flight)  # and a third one was, until its result was read
     assert sizes.count(2) > 0.7 * len(sizes)  # of six
     assert parts.engine.num_steps < 3 * 20 + 12
@@ -289,8 +301,8 @@ def test_processes_are_stages(tp: int) -> None:
         for mine, theirs in zip(one.prompt_logprobs, other.prompt_logprobs, strict=True):
             assert mine.token_id == theirs.token_id
             assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
-    assert llm.engine.scheduler.num_preemptions > 0
-    assert (llm.engine.scheduler.num_draft_tokens > 0) == (tp > 1)
+    assert llm.engine.load().num_preemptions > 0
+    assert (llm.engine.load().num_draft_tokens > 0) == (tp > 1)
     followers = own_followers()
     assert len(followers) == 2 * tp - 1
     os.kill(followers[-1], signal.SIGKILL)
@@ -417,5 +429,5 @@ def test_the_default_model_keeps_its_four_bit_weights() -> None:
     params = replace(GREEDY, max_tokens=16)
     found = [[one.token_ids for one in llm.generate(prompts, params)] for llm in (whole, stages)]
     assert found[0] == found[1]
-    fingerprints = {llm.engine.scheduler.kv.prefixes._fingerprint for llm in (whole, stages)}
+    fingerprints = {llm.engine.kv.prefixes._fingerprint for llm in (whole, stages)}
     assert len(fingerprints) == 1

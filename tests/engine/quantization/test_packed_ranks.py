@@ -132,7 +132,7 @@ def test_ranks_have_the_cpus_packed_layers(
             requests = [parts.engine.add_request(prompt, params) for prompt in PROMPTS]
             outputs = []
             while parts.engine.has_work():
-                outputs += parts.engine.step()
+                outputs += parts.engine.step().outputs
             outputs.sort(key=lambda output: requests.index(output.request))
             found.append(torch.tensor([entry.logprob for output in outputs for entry in output.prompt_logprobs]))
     assert 0 < float((found[0] - found[1]).abs().max()) < 0.1

@@ -28,8 +28,8 @@ class Peer:
 
     def __init__(self, engine: Engine, runner: BlockMemoryRunner) -> None:
         self.engine = engine
-        self.scheduler = engine.scheduler
         self._runner = runner
+        self.num_copies_out = 0  # of the last step
         self.loads: list[KvLoad] = []
         self.prefetches: list[KvLoad] = []
         self.num_skipped = 0
@@ -37,7 +37,7 @@ class Peer:
     def offer(self, prompt: Sequence[int], first: int, last: int) -> None:
         """Blocks [first, last) of a prompt are computed."""
         keys = block_keys(root_key("test"), pack_ids(list(prompt)), BLOCK)[:last]
-        self.scheduler.remote_kv.prefetches.add(list(prompt[first * BLOCK : last * BLOCK]), keys[first:])
+        self.engine.prefetch(list(prompt[first * BLOCK : last * BLOCK]), keys[first:])
 
     def submit(self, prompt: Sequence[int], max_tokens: int = 5) -> Request:
         """The whole prompt is computed."""
@@ -51,18 +51,19 @@ class Peer:
 
     def step(self) -> dict[RequestId, list[int]]:
         """One turn of a worker's loop."""
-        tokens = {output.request.request_id: output.new_token_ids for output in self.engine.step()}
-        for job in self.scheduler.remote_kv.take_loads():
+        outcome = self.engine.step()
+        self.num_copies_out = len(outcome.plan.copies_out)
+        for job in outcome.loads:
             if job.positions:
                 (self.prefetches if job.owner is None else self.loads).append(job)
             else:
                 self.num_skipped += job.owner is None
-        return tokens
+        return {output.request.request_id: output.new_token_ids for output in outcome.outputs}
 
     def finish(self, job: KvLoad, ok: bool = True) -> None:
         (self.prefetches if job.owner is None else self.loads).remove(job)
         self._fill(job, ok)
-        self.scheduler.remote_kv.finish(job, ok)
+        self.engine.finish_load(job, ok)
 
     def prefetch(self, prompt: Sequence[int], first: int, last: int) -> None:
         """Offer a part, and pull it at once."""
@@ -95,7 +96,7 @@ def test_only_the_rest_is_loaded(overlap: bool) -> None:
     peer = make_peer(overlap=overlap)
     peer.prefetch(PROMPT, 0, 2)
     peer.prefetch(PROMPT, 2, 4)
-    pool = peer.scheduler.kv.pool
+    pool = peer.engine.kv.pool
     assert (pool.num_used, pool.num_cached) == (0, 4)  # nobody's, until the request comes
     request = peer.submit(PROMPT)
     peer.step()
@@ -117,7 +118,7 @@ def test_a_request_waits_for_what_is_on_its_way(ok: bool) -> None:
     request = peer.submit(PROMPT)
     assert request.status is RequestStatus.AWAITING
     assert not peer.engine.has_work()
-    assert peer.scheduler.load().num_loading == 1
+    assert peer.engine.load().num_loading == 1
     peer.step()
     assert peer.loads == []
     [part] = peer.prefetches
@@ -247,7 +248,7 @@ def test_blocks_that_running_requests_need_are_left() -> None:
     assert len(peer.prefetches) == 1
     finished = [token for _ in range(8) for token in peer.step().get(request.request_id, [])]
     assert finished == expected_tokens(request.prompt_token_ids, 3)
-    assert peer.scheduler.num_preemptions == 0
+    assert peer.engine.load().num_preemptions == 0
 
 
 @pytest.mark.wing("kvstore.tier")
@@ -267,16 +268,16 @@ def test_the_load_behind_a_part_has_nothing_to_evict() -> None:
     peer = make_peer(10, host_slots=16)
     peer.engine.add_request(list(range(100, 100 + 9 * BLOCK)), SamplingParams(max_tokens=1))
     run_all(peer.engine)
-    pool = peer.scheduler.kv.pool
+    pool = peer.engine.kv.pool
     assert (pool.num_free, pool.num_cached) == (1, 9)
     peer.offer(PROMPT, 0, 3)
     peer.step()
-    assert len(peer.engine.last_plan.copies_out) == 2 + 3
+    assert peer.num_copies_out == 2 + 3
     assert (pool.num_free, pool.num_cached) == (3, 4)
     peer.finish(peer.prefetches[0])
     request = peer.submit(PROMPT)
     peer.step()
-    assert peer.engine.last_plan.copies_out == []
+    assert peer.num_copies_out == 0
     [job] = peer.loads
     assert job.positions == [3, 4, 5]
     peer.finish(job)
@@ -298,20 +299,20 @@ def test_a_chunk_is_reported_when_its_step_has_ended(overlap: bool) -> None:
     request = engine.add_request(PROMPT, SamplingParams(max_tokens=1), prefill_only=True)
     chunks = []
     for num_steps in (1, 2, 3, 4):
-        outputs = engine.step()
-        chunks += [(num_steps, chunk.num_tokens) for chunk in engine.scheduler.take_prompt_chunks()]
-        if outputs:
+        outcome = engine.step()
+        chunks += [(num_steps, chunk.num_tokens) for chunk in outcome.prompt_chunks]
+        if outcome.outputs:
             break
     assert chunks == [(1 + overlap, 8), (2 + overlap, 16)]  # the last one's end is the request's
-    engine.scheduler.kv.pool.release(engine.scheduler.detach_blocks(request))
+    engine.kv.pool.release(engine.kv.detach(request, request.num_known_tokens - 1))
     assert_quiet(engine)
 
 
 def test_only_prompts_for_peers_are_reported() -> None:
     engine, _ = make_engine(budget=8)
     engine.add_request(PROMPT, SamplingParams(max_tokens=1))
-    run_all(engine)
-    assert engine.scheduler.take_prompt_chunks() == []
+    while engine.has_work():
+        assert engine.step().prompt_chunks == []
 
 
 @pytest.mark.wing("kvstore.tier")
@@ -380,7 +381,7 @@ def test_any_order_of_events_keeps_every_token(
             del live[name]
         else:
             step()
-        peer.scheduler.kv.pool.check_integrity()
+        peer.engine.kv.pool.check_integrity()
     for _ in range(2000):
         step()
         finish_one()

@@ -100,8 +100,8 @@ def stepping(engine: Engine, request: Request) -> list[tuple[int, int]]:
     """(prompt tokens, decode tokens) of each step until the request has a token."""
     sizes = []
     while not request.output_token_ids:
-        engine.step()
-        sizes.append((engine.last_step.num_prefill_tokens, engine.last_step.num_decode_tokens))
+        if (stats := engine.step().stats) is not None:
+            sizes.append((stats.num_prefill_tokens, stats.num_decode_tokens))
     return sizes
 
 
@@ -126,8 +126,9 @@ def test_the_last_token_of_a_prompt_is_no_stream() -> None:
     run_all(engine)
     engine.add_request([*cached, 9], SamplingParams(max_tokens=1))  # all but one token are cached
     engine.add_request(list(range(100, 120)), SamplingParams(max_tokens=1))
-    engine.step()
-    assert engine.last_step.num_prefill_tokens + engine.last_step.num_decode_tokens == 21
+    stats = engine.step().stats
+    assert stats is not None
+    assert stats.num_prefill_tokens + stats.num_decode_tokens == 21
     run_all(engine)
     assert_quiet(engine)
 
@@ -140,11 +141,10 @@ def test_kv_of_a_peer_is_loaded_though_the_step_is_full() -> None:
     pulled = engine.add_request(
         list(range(200, 212)), LONG, output_token_ids=[1], kv_source="peer", num_source_tokens=12, due=1.0
     )
-    engine.step()
+    [job] = engine.step().loads
     assert pulled.status is RequestStatus.LOADING
-    [job] = engine.scheduler.remote_kv.take_loads()
     assert len(job.block_ids) == 12 // BLOCK
-    engine.scheduler.remote_kv.finish(job, ok=False)
+    engine.finish_load(job, ok=False)
     run_all(engine)
     assert_quiet(engine)
 
@@ -177,7 +177,7 @@ def test_who_is_due_first_is_served_first_within_a_priority() -> None:
     no_objective = engine.add_request([2, 5, 8], SamplingParams(max_tokens=2))
     ended: list[Request] = []
     while engine.has_work():
-        ended += [output.request for output in engine.step() if output.finish_reason]
+        ended += [output.request for output in engine.step().outputs if output.finish_reason]
     assert [r for r in ended if r is not blocker] == [urgent, at_risk, slack, no_objective]
 
 
@@ -199,20 +199,22 @@ def test_contexts_reach_the_budget_and_the_report() -> None:
     stream = engine.add_request(list(range(20)), LONG)
     stepping(engine, stream)
     engine.add_request(list(range(100, 130)), LONG, due=7.0, is_late=True)
-    engine.step()
-    assert engine.last_step.num_context_tokens == 21
-    engine.step()
-    load = engine.scheduler.load()
+    first, second = engine.step().stats, engine.step().stats
+    assert first is not None
+    assert second is not None
+    assert first.num_context_tokens == 21
+    load = engine.load()
     assert (load.waiting_prefill_tokens, load.context_tokens) == (22, 23)
     assert load.waiting_prefill_pairs == sum(range(8, 30)) + 11  # half a pair more for each
-    assert engine.last_step.num_prompt_pairs == 4 * 4 + 8
+    assert second.num_prompt_pairs == 4 * 4 + 8
     assert budget.asked[-1] == (1, 22, [WaitingPrompt(26, -inf, 4)])  # late: as soon as can be
     run_all(engine)
     assert_quiet(engine)
     without, _ = make_engine(64, budget=32)  # routers predict by contexts with and without a budget
     stepping(without, without.add_request(list(range(20)), LONG))
-    without.step()
-    assert without.scheduler.load().context_tokens == without.last_step.num_context_tokens + 1 == 22
+    stats = without.step().stats
+    assert stats is not None
+    assert without.load().context_tokens == stats.num_context_tokens + 1 == 22
 
 
 def num_tokens(plan: StepPlan) -> int:
@@ -255,16 +257,18 @@ def test_a_request_is_handed_over_at_its_next_token(overlap: bool, after: int) -
     ends: list[FinishReason | None] = []
     while not ends:
         ends = [
-            output.finish_reason for output in engine.step() if output.request is request and output.finish_reason
+            output.finish_reason
+            for output in engine.step().outputs
+            if output.request is request and output.finish_reason
         ]
     assert ends == [FinishReason.PREFILLED]
     assert after < len(request.output_token_ids) <= after + 2
     known = request.prompt_token_ids + request.output_token_ids
-    block_ids = engine.scheduler.detach_blocks(request)
+    block_ids = engine.kv.detach(request, request.num_known_tokens - 1)
     stored = [token for block_id in block_ids for token in runner.blocks[block_id]]
     assert stored[: len(known) - 1] == known[:-1]  # the KV that a lease gives away
     assert len(block_ids) == -(-(len(known) - 1) // BLOCK)
-    engine.scheduler.kv.pool.release(block_ids)
+    engine.kv.pool.release(block_ids)
     run_all(engine)
     assert other.output_token_ids == expected_tokens(other.prompt_token_ids, 40)
     assert_quiet(engine)

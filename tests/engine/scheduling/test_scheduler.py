@@ -52,6 +52,7 @@ def make_engine(
     prompt_budget: PromptBudget | None = None,
     num_stages: int = 1,
     windows: tuple[int, ...] = (),
+    max_model_len: int = 4096,
 ) -> tuple[Engine, BlockMemoryRunner]:
     """windows: of KV groups, 0: none; of a model without any, nothing."""
     tier = host_tier(host_slots) if host_slots else None
@@ -61,7 +62,7 @@ def make_engine(
         kv,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
-        max_model_len=4096,
+        max_model_len=max_model_len,
         preempt_by_swap=swap,
         policy=policy,
         speculation=speculation,
@@ -78,20 +79,20 @@ def run_all(engine: Engine, max_steps: int = 3000) -> dict[str, list[int]]:
     for _ in range(max_steps):
         if not engine.has_work():
             break
-        for output in engine.step():
+        for output in engine.step().outputs:
             assert output.error is None
             tokens.setdefault(output.request.request_id, []).extend(output.new_token_ids)
-        engine.scheduler.kv.pool.check_integrity()
+        engine.kv.pool.check_integrity()
     assert not engine.has_work(), "requests are stuck"
     return tokens
 
 
 def assert_quiet(engine: Engine) -> None:
     """Nothing is owned any more."""
-    kv = engine.scheduler.kv
+    kv = engine.kv
     kv.pool.check_integrity()
     assert kv.pool.num_used == 0
-    assert engine.scheduler.num_requests == 0
+    assert engine.load().num_requests == 0
     if kv.host_tier is not None:
         kv.host_tier.check_integrity()
         assert kv.host_tier.num_pinned == 0  # type: ignore[attr-defined]
@@ -176,19 +177,18 @@ def test_preemption_changes_no_token(swap: bool, overlap: bool) -> None:
     tokens = run_all(engine)
     for request, prompt in zip(requests, prompts, strict=True):
         assert tokens[request.request_id] == expected_tokens(prompt, 20)
-    assert engine.scheduler.num_preemptions > 0
+    assert engine.load().num_preemptions > 0
     assert_quiet(engine)
 
 
 @pytest.mark.wing("kvstore.tier")
 def test_swap_really_swaps() -> None:
     engine, runner = make_engine(num_blocks=12, host_slots=24, swap=True, prefix_cache=False)
-    for i in range(4):
-        engine.add_request([i + 1] * 5, SamplingParams(max_tokens=20))
+    requests = [engine.add_request([i + 1] * 5, SamplingParams(max_tokens=20)) for i in range(4)]
     statuses = set()
     while engine.has_work():
         engine.step()
-        statuses |= {r.status for r in engine.scheduler.requests()}
+        statuses |= {request.status for request in requests}
     assert RequestStatus.SWAPPED in statuses
     assert runner.num_computed_tokens == 4 * (5 + 19)  # nothing was computed twice
     assert_quiet(engine)
@@ -208,7 +208,7 @@ def test_host_tier_gives_evicted_prefixes_back() -> None:
     assert again.num_cached_tokens == 16
     assert runner.num_computed_tokens == 2
     assert again.output_token_ids == expected_tokens(first, 2)
-    stats = engine.scheduler.kv.stats
+    stats = engine.kv.stats
     assert (stats.hit_tokens, stats.host_hit_tokens) == (16, 12)  # one block of four was still in the pool
     assert stats.host_stored_blocks >= 4
     assert_quiet(engine)
@@ -221,7 +221,7 @@ def test_priority_runs_first_and_gives_way_last() -> None:
     high = engine.add_request([2] * 8, SamplingParams(max_tokens=12), priority=0)
     order = []
     while engine.has_work():
-        order += [o.request.request_id for o in engine.step() if o.finish_reason]
+        order += [o.request.request_id for o in engine.step().outputs if o.finish_reason]
     assert order == [high.request_id, low.request_id]
     assert low.num_preemptions > 0
     assert high.num_preemptions == 0
@@ -233,7 +233,7 @@ def test_decode_rows_come_first_and_prompts_share_the_budget() -> None:
     engine.add_request([1, 2], SamplingParams(max_tokens=10))
     engine.step()
     engine.add_request(list(range(10, 40)), SamplingParams(max_tokens=2))
-    plan = engine.scheduler.schedule().plan
+    plan = engine.step().plan
     assert [row.num_tokens for row in plan.rows] == [1, 7]
     assert [row.samples for row in plan.rows] == [True, False]
 
@@ -243,11 +243,9 @@ def test_bounds_hold() -> None:
     for i in range(10):
         engine.add_request([i + 1] * 7, SamplingParams(max_tokens=5))
     while engine.has_work():
-        step = engine.scheduler.schedule()
-        assert len(step.plan.rows) <= 3
-        assert sum(row.num_tokens for row in step.plan.rows) <= 10
-        engine.scheduler.advance(step)
-        engine.scheduler.update(step, engine._runner.launch(step.plan).result())
+        plan = engine.step().plan
+        assert len(plan.rows) <= 3
+        assert sum(row.num_tokens for row in plan.rows) <= 10
 
 
 def test_ends() -> None:
@@ -257,7 +255,7 @@ def test_ends() -> None:
     later = engine.add_request([1, 2, 3], SamplingParams(max_tokens=9, min_tokens=4))
     reasons = {}
     while engine.has_work():
-        for output in engine.step():
+        for output in engine.step().outputs:
             if output.finish_reason:
                 reasons[output.request.request_id] = (
                     output.finish_reason,
@@ -311,7 +309,7 @@ def test_a_failing_row_fails_alone(num_steps: int, overlap: bool) -> None:
     bad = engine.add_request([666, 2], SamplingParams(max_tokens=4))
     errors = {}
     while engine.has_work():
-        for output in engine.step():
+        for output in engine.step().outputs:
             if output.error:
                 errors[output.request.request_id] = output.error
     assert list(errors) == [bad.request_id]
@@ -363,10 +361,10 @@ def test_a_step_is_planned_while_the_one_before_runs() -> None:
 def test_prefill_only_keeps_its_blocks_until_they_are_released(overlap: bool) -> None:
     engine, _ = make_engine(overlap=overlap)
     request = engine.add_request(list(range(1, 10)), SamplingParams(max_tokens=5), prefill_only=True)
-    output = (engine.step() or engine.step())[0]
+    output = (engine.step().outputs or engine.step().outputs)[0]
     assert output.finish_reason is FinishReason.PREFILLED
-    blocks = engine.scheduler.detach_blocks(request)
-    pool = engine.scheduler.kv.pool
+    blocks = engine.kv.detach(request, request.num_known_tokens - 1)
+    pool = engine.kv.pool
     assert len(blocks) == 3
     assert pool.num_used == 3
     pool.release(blocks)
@@ -383,13 +381,14 @@ def load_request(engine: Engine, runner: BlockMemoryRunner, prompt: list[int], o
         kv_source="peer",
         num_source_tokens=len(prompt),
     )
-    assert engine.step() == []
-    [job] = engine.scheduler.remote_kv.take_loads()
+    outcome = engine.step()
+    assert outcome.outputs == []
+    [job] = outcome.loads
     assert (job.source, request.status) == ("peer", RequestStatus.LOADING)
     for position, block_id in zip(job.positions, job.block_ids, strict=True):
         cells = prompt[position * BLOCK : (position + 1) * BLOCK]
         runner.blocks[block_id] = [*cells, *([None] * (BLOCK - len(cells)))] if ok else [None] * BLOCK
-    engine.scheduler.remote_kv.finish(job, ok)
+    engine.finish_load(job, ok)
     return request
 
 
@@ -416,8 +415,7 @@ def test_cached_prefix_is_not_pulled_again() -> None:
         kv_source="peer",
         num_source_tokens=len(prompt),
     )
-    engine.step()
-    [job] = engine.scheduler.remote_kv.take_loads()
+    [job] = engine.step().loads
     assert job.positions == []  # 8 of 11 tokens are cached, the last 3 cost less than a transfer
     run_all(engine)
 
@@ -428,14 +426,13 @@ def test_abort_while_loading_frees_blocks_only_after_the_load() -> None:
     request = engine.add_request(
         prompt, SamplingParams(max_tokens=5), output_token_ids=[1], kv_source="peer", num_source_tokens=11
     )
-    engine.step()
-    pool = engine.scheduler.kv.pool
+    [job] = engine.step().loads
+    pool = engine.kv.pool
     assert engine.abort(request.request_id) is request
     assert pool.num_used == 3
     assert engine.abort(request.request_id) is None
-    [job] = engine.scheduler.remote_kv.take_loads()
-    engine.scheduler.remote_kv.finish(job, ok=True)
-    assert (pool.num_used, engine.scheduler.num_requests) == (0, 0)
+    engine.finish_load(job, ok=True)
+    assert (pool.num_used, engine.load().num_requests) == (0, 0)
     assert_quiet(engine)
 
 
@@ -500,9 +497,9 @@ def test_any_order_of_events_keeps_every_token(
             engine.abort(name)  # type: ignore[arg-type]
             del live[name]
         else:
-            for output in engine.step():
+            for output in engine.step().outputs:
                 tokens.setdefault(output.request.request_id, []).extend(output.new_token_ids)
-        engine.scheduler.kv.pool.check_integrity()
+        engine.kv.pool.check_integrity()
     for name, new in run_all(engine).items():
         tokens.setdefault(name, []).extend(new)
     for name, (prompt, limit) in live.items():
@@ -521,15 +518,15 @@ def test_steps_of_a_pipeline_are_even_and_leave_nobody_out(num_stages: int) -> N
         if len(waited) < 20:
             params = SamplingParams(max_tokens=draw.randint(1, 40), ignore_eos=True)
             waited[engine.add_request([number % 7 + 1] * draw.randint(1, 9), params)] = 0
-        outputs = engine.step()
+        outcome = engine.step()
         for request in waited:
             waited[request] += 1
-        for output in outputs:
+        for output in outcome.outputs:
             waited[output.request] = 0
             if output.finish_reason is not None:
                 del waited[output.request]
         assert max(waited.values(), default=0) <= 2 * num_stages + 1
-        num_decodes = sum(row.is_decode for row in engine.last_plan.rows)
+        num_decodes = sum(row.is_decode for row in outcome.plan.rows)
         sizes.append(num_decodes / max(len(waited), 1))
     assert runner.most_in_flight == num_stages
     assert sum(0.7 / num_stages < size < 1.3 / num_stages for size in sizes[100:]) > 0.8 * len(sizes[100:])

@@ -50,7 +50,7 @@ def test_an_urgent_request_takes_the_seat_of_the_least_urgent(swap: bool, overla
     assert requests[1].status is (RequestStatus.SWAPPED if swap else RequestStatus.WAITING)
     run_all(engine)
     assert_undisturbed([*requests, urgent])
-    assert (urgent.num_preemptions, engine.scheduler.num_preemptions) == (0, 1)
+    assert (urgent.num_preemptions, engine.load().num_preemptions) == (0, 1)
     assert (runner.num_computed_tokens == 3 * (5 + 11)) is swap  # what was swapped is not computed again
     assert_quiet(engine)
 
@@ -88,14 +88,14 @@ def test_equal_and_less_urgent_requests_wait(priority: int) -> None:
     engine.step()
     assert later.status is RequestStatus.WAITING
     run_all(engine)
-    assert engine.scheduler.num_preemptions == 0
+    assert engine.load().num_preemptions == 0
 
 
 def test_a_full_batch_is_no_work_for_those_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, _ = make_engine(64, max_num_seqs=2)
     start(engine, [[1] * 5, [2] * 5])
     engine.add_request([3] * 5, LONG, priority=5)
-    monkeypatch.setattr(engine.scheduler.kv.prefixes, "cached_table", pytest.fail)
+    monkeypatch.setattr(engine.kv.prefixes, "cached_table", pytest.fail)
     engine.step()
 
 
@@ -103,13 +103,13 @@ def test_a_full_batch_is_no_work_for_those_that_wait(monkeypatch: pytest.MonkeyP
 def test_swapped_requests_do_not_block_a_more_urgent_one(overlap: bool) -> None:
     engine, _ = make_engine(12, host_slots=32, swap=True, overlap=overlap)
     requests = start(engine, [[i + 1] * 7 for i in range(4)])
-    while not engine.scheduler.load().num_swapped:
+    while not engine.load().num_swapped:
         engine.step()
     urgent = engine.add_request([9] * 5, SamplingParams(max_tokens=2), priority=0)
     equal = engine.add_request([8] * 5, SamplingParams(max_tokens=2), priority=5)
     engine.step()
     assert urgent.status is RequestStatus.RUNNING
-    assert engine.scheduler.load().num_swapped
+    assert engine.load().num_swapped
     assert equal.status is RequestStatus.WAITING
     run_all(engine)
     assert_undisturbed([*requests, urgent, equal])
@@ -126,7 +126,7 @@ def test_a_long_prompt_leaves_the_step_to_an_urgent_one() -> None:
     assert len(urgent.output_token_ids) == 1
     run_all(engine)
     assert_undisturbed([long, urgent])
-    assert engine.scheduler.num_preemptions == 0
+    assert engine.load().num_preemptions == 0
     assert runner.num_computed_tokens == 60 + 5 + 2 * 11  # nothing was lost
 
 
@@ -138,7 +138,7 @@ def test_each_is_preempted_once_by_each_more_urgent_one() -> None:
         requests += start(engine, [[priority + 1] * 5], priority)
     order = []
     while engine.has_work():
-        order += [output.request for output in engine.step() if output.finish_reason is FinishReason.LENGTH]
+        order += [output.request for output in engine.step().outputs if output.finish_reason is FinishReason.LENGTH]
     assert order == requests[::-1]
     assert [request.num_preemptions for request in requests] == [1, 1, 1, 0]
     assert_undisturbed(requests)
@@ -150,11 +150,11 @@ def test_a_computed_prompt_keeps_its_blocks_for_its_lease() -> None:
     prefill = engine.add_request([1] * 9, LONG, priority=5, prefill_only=True)
     engine.step()
     urgent = engine.add_request([2] * 5, LONG, priority=0)
-    [output] = engine.step()
+    [output] = engine.step().outputs
     assert (output.request, output.finish_reason) == (prefill, FinishReason.PREFILLED)
-    blocks = engine.scheduler.detach_blocks(prefill)
+    blocks = engine.kv.detach(prefill, prefill.num_known_tokens - 1)
     assert len(blocks) == 3
-    engine.scheduler.kv.pool.release(blocks)
+    engine.kv.pool.release(blocks)
     run_all(engine)
     assert_undisturbed([urgent])
 
@@ -168,10 +168,10 @@ def test_who_is_handed_over_and_gives_way_with_its_last_token_leaves_nothing(win
     for _ in range(8):
         engine.step()
     engine.hand_over(moved.request_id)
-    outputs = engine.step()
+    outputs = engine.step().outputs
     assert [output.finish_reason for output in outputs if output.request is moved] == [FinishReason.PREFILLED]
     assert moved.num_preemptions == 1
-    assert engine.scheduler.detach_blocks(moved) == []
+    assert engine.kv.detach(moved, moved.num_known_tokens - 1) == []
     run_all(engine)
     assert_undisturbed([kept])
     assert_quiet(engine)
@@ -183,9 +183,9 @@ def test_fcfs_knows_no_priority() -> None:
     requests += [engine.add_request([2] * 5, LONG, priority=9), engine.add_request([3] * 5, LONG, priority=0)]
     order = []
     while engine.has_work():
-        order += [output.request for output in engine.step() if output.finish_reason is not None]
+        order += [output.request for output in engine.step().outputs if output.finish_reason is not None]
     assert order == requests
-    assert engine.scheduler.num_preemptions == 0
+    assert engine.load().num_preemptions == 0
 
 
 class Hesitant(PriorityPolicy):
@@ -202,7 +202,7 @@ def test_who_is_not_admitted_starts_when_nothing_runs() -> None:
     requests = [engine.add_request([i + 1] * 5, LONG) for i in range(3)]
     while engine.has_work():
         engine.step()
-        assert engine.scheduler.load().num_running <= 1
+        assert engine.load().num_running <= 1
     assert_undisturbed(requests)
 
 
@@ -228,7 +228,7 @@ def test_the_example_serves_an_engine() -> None:
         requests = [llm.engine.add_request(prompt, params) for prompt in prompts]
         order: list[int] = []
         while llm.engine.has_work():
-            order += [requests.index(o.request) for o in llm.engine.step() if o.finish_reason is not None]
+            order += [requests.index(o.request) for o in llm.engine.step().outputs if o.finish_reason is not None]
         orders.append(order)
         texts.append([request.output_token_ids for request in requests])
     assert orders == [[0, 1, 2], [0, 2, 1]]
@@ -313,5 +313,5 @@ def test_no_policy_can_stop_the_engine(swap: bool, overlap: bool) -> None:
         engine.step()
     run_all(engine)
     assert_undisturbed(requests)
-    assert engine.scheduler.num_preemptions > 0
+    assert engine.load().num_preemptions > 0
     assert_quiet(engine)

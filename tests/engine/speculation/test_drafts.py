@@ -49,18 +49,21 @@ def steps_of(engine: Engine, request: Request) -> list[int]:
         before = len(request.output_token_ids)
         engine.step()
         counts.append(len(request.output_token_ids) - before)
-        engine.scheduler.kv.pool.check_integrity()
+        engine.kv.pool.check_integrity()
     return counts
 
 
 def test_right_drafts_are_kept_and_counted() -> None:
     engine = always(expected_tokens)
     request = engine.add_request([1, 2, 3], SamplingParams(max_tokens=13))
-    assert steps_of(engine, request) == [1, 5, 5, 2]  # the last step has room for one draft only
+    outcomes = [engine.step() for _ in range(4)]
+    counts = [len(output.new_token_ids) for outcome in outcomes for output in outcome.outputs]
+    assert counts == [1, 5, 5, 2]  # the last step has room for one draft only
+    last = outcomes[-1].stats
+    assert last is not None
+    assert (last.num_decode_tokens, last.num_prefill_tokens) == (2, 0)
     assert request.output_token_ids == expected_tokens([1, 2, 3], 13)
-    assert (engine.scheduler.num_draft_tokens, engine.scheduler.num_accepted_tokens) == (9, 9)
-    assert engine.last_step.num_decode_tokens == 2
-    assert engine.last_step.num_prefill_tokens == 0
+    assert (engine.load().num_draft_tokens, engine.load().num_accepted_tokens) == (9, 9)
     assert_quiet(engine)
 
 
@@ -72,7 +75,7 @@ def test_wrong_drafts_are_taken_back() -> None:
     assert steps_of(engine, request) == [1] * 4
     assert request.drafted is None
     assert request.output_token_ids == expected_tokens([1, 2, 3], 6)
-    assert (engine.scheduler.num_draft_tokens, engine.scheduler.num_accepted_tokens) == (4 + 3 + 2 + 1, 0)
+    assert (engine.load().num_draft_tokens, engine.load().num_accepted_tokens) == (4 + 3 + 2 + 1, 0)
     assert_quiet(engine)
 
 
@@ -80,7 +83,7 @@ def test_a_stop_token_among_accepted_ones_ends_the_answer_there() -> None:
     expected = expected_tokens([1, 2, 3], 6)
     engine = always(expected_tokens, eos=frozenset([expected[3]]))
     request = engine.add_request([1, 2, 3], SamplingParams(max_tokens=20))
-    [ended] = [output for output in (*engine.step(), *engine.step()) if output.finish_reason]
+    [ended] = [output for output in (*engine.step().outputs, *engine.step().outputs) if output.finish_reason]
     assert (ended.finish_reason, ended.stop_token_id) == (FinishReason.STOP, expected[3])
     assert ended.new_token_ids == expected[1:4]
     assert request.output_token_ids == expected[:4]
@@ -88,12 +91,11 @@ def test_a_stop_token_among_accepted_ones_ends_the_answer_there() -> None:
 
 
 def test_a_sequence_ends_at_the_models_length() -> None:
-    engine = always(expected_tokens, num_tokens=9)
-    engine.scheduler.max_model_len = 16
+    engine = always(expected_tokens, num_tokens=9, max_model_len=16)
     request = engine.add_request([1] * 10, SamplingParams(max_tokens=100))
     assert steps_of(engine, request) == [1, 5]
     assert request.num_tokens == 16
-    assert engine.scheduler.num_draft_tokens == 4
+    assert engine.load().num_draft_tokens == 4
     assert_quiet(engine)
 
 
@@ -117,7 +119,7 @@ def test_drafts_take_no_token_from_others() -> None:
     for first in (1, 2):
         engine.add_request([first] * 3, SamplingParams(max_tokens=40))
     run_steps(engine, 2)
-    plan = engine.scheduler.schedule().plan
+    plan = engine.step().plan
     assert [row.num_tokens for row in plan.rows] == [5, 3]
     assert [len(row.draft_token_ids) for row in plan.rows] == [4, 2]
 
@@ -128,8 +130,7 @@ def test_drafts_take_no_token_from_others() -> None:
     engine.add_request([3] * 20, SamplingParams(max_tokens=4))
     sizes = []
     for _ in range(4):
-        engine.step()
-        sizes.append([(row.num_tokens, len(row.draft_token_ids)) for row in engine.last_plan.rows])
+        sizes.append([(row.num_tokens, len(row.draft_token_ids)) for row in engine.step().plan.rows])
     assert sizes == [[(1, 0), (1, 0), (6, 0)]] * 3 + [[(5, 4), (1, 0), (2, 0)]]
 
 
@@ -146,7 +147,7 @@ def test_drafts_take_no_block_that_another_will_need() -> None:
         run_all(engine)
         for i, request in enumerate(requests):
             assert request.output_token_ids == expected_tokens([100 + i, 200 + i, 300 + i], 20)
-        counts.append((engine.num_steps, engine.scheduler.num_preemptions))
+        counts.append((engine.num_steps, engine.load().num_preemptions))
         assert_quiet(engine)
     assert counts[0][1] > 0
     assert counts[1] == counts[0]
@@ -160,7 +161,7 @@ def test_a_draft_that_fails_costs_its_step_and_nothing_else() -> None:
     for request, first in zip(requests, (3, 4), strict=True):
         assert tokens[request.request_id] == expected_tokens([1, 2, first], 5)
     assert engine.num_failed_steps == 3  # all but the prompts' and the last, which has no room for a draft
-    assert engine.scheduler.num_accepted_tokens == 0
+    assert engine.load().num_accepted_tokens == 0
     assert_quiet(engine)
 
 
@@ -177,13 +178,13 @@ def test_loaded_kv_is_continued_with_drafts(ok: bool) -> None:
 def test_a_prefill_worker_drafts_nothing() -> None:
     engine = always(expected_tokens)
     request = engine.add_request(list(range(1, 10)), SamplingParams(max_tokens=5), prefill_only=True)
-    [output] = engine.step()
+    [output] = engine.step().outputs
     assert (output.finish_reason, output.new_token_ids) == (
         FinishReason.PREFILLED,
         expected_tokens([*range(1, 10)], 1),
     )
     assert request.drafted is None
-    engine.scheduler.kv.pool.release(engine.scheduler.detach_blocks(request))
+    engine.kv.pool.release(engine.kv.detach(request, request.num_known_tokens - 1))
     assert_quiet(engine)
 
 
@@ -192,7 +193,7 @@ def test_a_resumed_stream_goes_on_with_drafts() -> None:
     whole = expected_tokens([5, 6, 7], 12)
     request = engine.add_request([5, 6, 7], SamplingParams(max_tokens=12), output_token_ids=whole[:4])
     assert run_all(engine)[request.request_id] == whole[4:]
-    assert engine.scheduler.num_accepted_tokens > 0
+    assert engine.load().num_accepted_tokens > 0
 
 
 def test_swapped_requests_go_on_where_they_were_accepted() -> None:
@@ -201,9 +202,9 @@ def test_swapped_requests_go_on_where_they_were_accepted() -> None:
     statuses = set()
     while engine.has_work():
         engine.step()
-        statuses |= {request.status for request in engine.scheduler.requests()}
+        statuses |= {request.status for request in requests}
     assert RequestStatus.SWAPPED in statuses
-    rejected = engine.scheduler.num_draft_tokens - engine.scheduler.num_accepted_tokens
+    rejected = engine.load().num_draft_tokens - engine.load().num_accepted_tokens
     last_accepted = runner.num_computed_tokens - rejected - 4 * (5 + 19)
     assert -4 <= last_accepted <= 0  # nothing was computed twice; a last token that was a draft is computed
     for i, request in enumerate(requests):
@@ -263,10 +264,11 @@ def test_any_order_of_events_keeps_every_token(
             engine.abort(name)  # type: ignore[arg-type]
             del live[name]
         else:
-            for output in engine.step():
+            outcome = engine.step()
+            for output in outcome.outputs:
                 tokens.setdefault(output.request.request_id, []).extend(output.new_token_ids)
-            assert sum(row.num_tokens for row in engine.last_plan.rows) <= budget
-        engine.scheduler.kv.pool.check_integrity()
+            assert sum(row.num_tokens for row in outcome.plan.rows) <= budget
+        engine.kv.pool.check_integrity()
     for name, new in run_all(engine).items():
         tokens.setdefault(name, []).extend(new)
     for name, (replayed, expected) in live.items():

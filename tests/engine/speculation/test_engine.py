@@ -57,9 +57,9 @@ def run(made: Engine) -> tuple[list[Request], list[RequestOutput]]:
     requests = [made.add_request(prompt, params) for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
     outputs: list[RequestOutput] = []
     while made.has_work():
-        outputs += made.step()
-        made.scheduler.kv.pool.check_integrity()
-    assert made.scheduler.kv.pool.num_used == 0
+        outputs += made.step().outputs
+        made.kv.pool.check_integrity()
+    assert made.kv.pool.num_used == 0
     assert made.num_failed_steps == 0
     return requests, outputs
 
@@ -79,11 +79,11 @@ def test_no_draft_changes_an_answer(
         for request, expected in zip(requests, plain, strict=True):
             assert request.output_token_ids == expected.output_token_ids
             assert_equal_logprobs(request, outputs, expected, plain_outputs)
-    drafted, accepted = made.scheduler.num_draft_tokens, made.scheduler.num_accepted_tokens
+    drafted, accepted = made.load().num_draft_tokens, made.load().num_accepted_tokens
     assert drafted > 0
     assert accepted < drafted * 0.1 if accuracy == 0 else accepted > drafted * accuracy * 0.3
     if "preemption" in settings:
-        assert made.scheduler.num_preemptions > 0
+        assert made.load().num_preemptions > 0
 
 
 def assert_equal_logprobs(
@@ -110,7 +110,7 @@ def test_a_repeated_text_is_drafted_from_the_prompt(model: Path) -> None:
         while one.has_work():
             one.step()
     assert requests[0].output_token_ids == requests[1].output_token_ids
-    assert made.scheduler.num_accepted_tokens > 20
+    assert made.load().num_accepted_tokens > 20
     assert made.num_steps <= plain.num_steps - 20
 
 

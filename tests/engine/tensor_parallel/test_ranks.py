@@ -163,7 +163,7 @@ def test_two_ranks_of_every_family_equal_transformers(
         while made.has_work():
             made.step()
         assert [request.output_token_ids for request in requests] == expected
-    assert made.scheduler.num_preemptions > 0
+    assert made.load().num_preemptions > 0
     assert made.num_failed_steps == 0
 
 
@@ -296,7 +296,7 @@ def test_ranks_quantize_their_shards(quant_mode: str, tmp_path: Path, monkeypatc
         logprobs = {}
         requests = [parts.engine.add_request(prompt, params) for prompt in PROMPTS]
         while parts.engine.has_work():
-            for output in parts.engine.step():
+            for output in parts.engine.step().outputs:
                 (entry,) = output.logprobs
                 logprobs[output.request] = dict(zip(entry.top_token_ids, entry.top_logprobs, strict=True))
         found.append([logprobs[request] for request in requests])
@@ -322,7 +322,7 @@ def test_ranks_accept_the_same_drafts(tmp_path: Path, monkeypatch: pytest.Monkey
     while made.has_work():
         made.step()
     assert [request.prompt_token_ids + request.output_token_ids for request in requests] == answers
-    assert 0 < made.scheduler.num_accepted_tokens < made.scheduler.num_draft_tokens
+    assert 0 < made.load().num_accepted_tokens < made.load().num_draft_tokens
 
 
 def test_more_ranks_than_kv_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,7 +359,7 @@ def test_processes_follow_plans() -> None:
     expected = [one.token_ids for one in LLM("dry-run", num_threads=1, **settings).generate(prompts, params)]
     llm = LLM("dry-run", tp=2, **settings)
     assert [one.token_ids for one in llm.generate(prompts, params)] == expected
-    assert llm.engine.scheduler.num_preemptions > 0
+    assert llm.engine.load().num_preemptions > 0
     (follower,) = own_followers()
     os.kill(follower, signal.SIGKILL)
     for prompt in ("again", "and again"):

@@ -72,8 +72,8 @@ def run(parts: EngineParts, prompts: list[list[int]]) -> list[Request]:
     while engine.has_work():
         engine.step()
     assert engine.num_failed_steps == 0
-    engine.scheduler.kv.pool.check_integrity()
-    assert engine.scheduler.kv.pool.num_used == 0
+    engine.kv.pool.check_integrity()
+    assert engine.kv.pool.num_used == 0
     return requests
 
 
@@ -84,13 +84,13 @@ def test_greedy_equals_transformers(family: Family, settings: dict[str, Any]) ->
         requests = run(parts, PROMPTS)
         assert [request.output_token_ids for request in requests] == family.expected
     if "host_tier_gb" in settings:
-        assert parts.engine.scheduler.kv.stats.host_hit_tokens > 0
+        assert parts.engine.kv.stats.host_hit_tokens > 0
     if "preemption" in settings:
-        assert parts.engine.scheduler.num_preemptions > 0
+        assert parts.engine.load().num_preemptions > 0
     elif settings.get("prefix_cache", True):
         assert requests[-1].num_cached_tokens == 88
     if "num_speculative_tokens" in settings:
-        assert parts.engine.scheduler.num_draft_tokens > parts.engine.scheduler.num_accepted_tokens
+        assert parts.engine.load().num_draft_tokens > parts.engine.load().num_accepted_tokens
 
 
 @pytest.mark.parametrize("loads", ["whole", "behind a cached prefix", "failing"])
@@ -104,37 +104,36 @@ def test_a_prompt_goes_on_over_the_live_blocks_of_another_engine(family: Family,
     sent = prefill.engine.add_request(prompt, params, prefill_only=True)
     while prefill.engine.has_work():
         prefill.engine.step()
-    leased = prefill.engine.scheduler.detach_blocks(sent)
-    kv = decode.engine.scheduler.kv
+    leased = prefill.engine.kv.detach(sent, sent.num_known_tokens - 1)
+    kv = decode.engine.kv
     windows = kv.groups.windows
     assert len(leased) == kv.num_blocks_to_load(len(prompt)) < kv.num_blocks_for(len(prompt))
     assert len(leased) == windows.count(0) * 23 + (len(windows) - windows.count(0)) * 6
-    assert prefill.engine.scheduler.kv.pool.num_used == len(leased)
+    assert prefill.engine.kv.pool.num_used == len(leased)
     request = decode.engine.add_request(
         prompt, params, output_token_ids=sent.output_token_ids, kv_source="lease", num_source_tokens=len(prompt)
     )
-    decode.engine.step()
-    [job] = decode.engine.scheduler.remote_kv.take_loads()
+    [job] = decode.engine.step().loads
     num_cached = windows.count(0) * 12 if loads != "whole" else 0
     assert len(job.positions) >= len(leased) - num_cached - (len(windows) - windows.count(0))
     if loads == "failing":
         decode.runner._pool[job.block_ids] = float("nan")
     else:
         decode.runner._pool[job.block_ids] = prefill.runner._pool[[leased[position] for position in job.positions]]
-    decode.engine.scheduler.remote_kv.finish(job, loads != "failing")
+    decode.engine.finish_load(job, loads != "failing")
     while decode.engine.has_work():
         decode.engine.step()
     assert request.output_token_ids == expected
-    prefill.engine.scheduler.kv.pool.release(leased)
+    prefill.engine.kv.pool.release(leased)
     for parts in (prefill, decode):
-        parts.engine.scheduler.kv.pool.check_integrity()
-        assert parts.engine.scheduler.kv.pool.num_used == 0
+        parts.engine.kv.pool.check_integrity()
+        assert parts.engine.kv.pool.num_used == 0
 
 
 def test_blocks_behind_the_window_are_free_for_others(family: Family) -> None:
     """While one long sequence runs, its groups with windows hold no more than they read."""
     parts = family.engine(max_num_batched_tokens=16)
-    kv = parts.engine.scheduler.kv
+    kv = parts.engine.kv
     num_full, num_windows = kv.groups.windows.count(0), len(kv.groups.windows) - kv.groups.windows.count(0)
     request = parts.engine.add_request(PROMPTS[-1], replace(GREEDY, max_tokens=NUM_TOKENS, ignore_eos=True))
     held = 0

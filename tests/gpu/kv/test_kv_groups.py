@@ -46,8 +46,8 @@ SAMPLED = [SamplingParams(max_tokens=6, temperature=2.0, seed=seed, ignore_eos=T
 def check(made: Engine, expected: list[list[TokenLogprobs]], prompts: Sequence[list[int]] = PROMPTS) -> None:
     for ours, theirs in zip(logprobs_of(made, prompts), expected, strict=True):
         assert_same_logprobs(ours, theirs)
-    made.scheduler.kv.pool.check_integrity()
-    assert made.scheduler.kv.pool.num_used == 0
+    made.kv.pool.check_integrity()
+    assert made.kv.pool.num_used == 0
     assert made.num_failed_steps == 0
 
 
@@ -63,7 +63,7 @@ def test_gemma3_in_chunks_and_over_cached_prefixes(tmp_path: Path, monkeypatch: 
     expected = generate(plain, SAMPLED, [longest])
     for num_hits in (0, 32):
         assert generate(made, SAMPLED, [longest]) == expected
-        assert made.scheduler.kv.stats.hit_tokens == num_hits
+        assert made.kv.stats.hit_tokens == num_hits
 
 
 def test_gpt_oss_swapped_to_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +75,7 @@ def test_gpt_oss_swapped_to_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyP
         max_num_batched_tokens=16, preemption="swap", host_tier_gb=0.01,
     )  # fmt: skip
     check(made, logprobs_of(plain))
-    assert made.scheduler.num_preemptions > 0
+    assert made.load().num_preemptions > 0
 
 
 def test_prompts_as_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +99,7 @@ def test_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         model, monkeypatch, GpuConfig(), block_size=BLOCK_SIZE, num_speculative_tokens=3, max_num_seqs=16
     )  # fmt: skip
     assert generate(made, SAMPLED) == expected
-    assert 0 < made.scheduler.num_accepted_tokens < made.scheduler.num_draft_tokens
+    assert 0 < made.load().num_accepted_tokens < made.load().num_draft_tokens
 
 
 def test_a_prompt_goes_on_over_the_live_blocks_of_another_engine(
@@ -114,15 +114,14 @@ def test_a_prompt_goes_on_over_the_live_blocks_of_another_engine(
     sent = prefill.add_request(prompt, SAMPLED[0], prefill_only=True)
     while prefill.has_work():
         prefill.step()
-    leased = prefill.scheduler.detach_blocks(sent)
+    leased = prefill.kv.detach(sent, sent.num_known_tokens - 1)
     assert len(leased) == 9 + 3  # of 2 x 9
     request = decode.add_request(
         prompt, SAMPLED[0], output_token_ids=sent.output_token_ids, kv_source="lease", num_source_tokens=len(prompt)
     )
-    decode.step()
-    [job] = decode.scheduler.remote_kv.take_loads()
+    [job] = decode.step().loads
     receiver._pool[job.block_ids] = sender._pool[[leased[position] for position in job.positions]]
-    decode.scheduler.remote_kv.finish(job, True)
+    decode.finish_load(job, True)
     while decode.has_work():
         decode.step()
     assert request.output_token_ids == expected

@@ -251,7 +251,8 @@ def open_stages(
         "max_model_len": 96, "dtype": "float32", **settings,
     }  # fmt: skip
     parts = assemble(EngineConfig(str(model), device="cuda" if ON_GPU else "cpu", **settings), gpu=gpu)
-    return Engine(parts.engine.scheduler, parts.runner, vocab_size=97, eos_token_ids=frozenset())
+    parts.engine.eos_token_ids = frozenset()
+    return parts.engine
 
 
 def test_prompts_and_decode_steps_pass_through_stages(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,7 +318,7 @@ def test_stages_take_drafts(model: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         max_num_batched_tokens=16,
     )  # fmt: skip
     assert generate(made, greedy(12)) == expected
-    assert 4 < made.scheduler.num_accepted_tokens < made.scheduler.num_draft_tokens
+    assert 4 < made.load().num_accepted_tokens < made.load().num_draft_tokens
 
 
 @pytest.mark.soak
@@ -336,7 +337,7 @@ def test_stages_swap(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         max_num_batched_tokens=16, max_model_len=64,
     )  # fmt: skip
     assert generate(made, greedy(12)) == expected
-    assert made.scheduler.num_preemptions > 0
+    assert made.load().num_preemptions > 0
 
 
 @pytest.mark.parametrize("mode", ["fp8", "int8-weight"])
@@ -362,7 +363,8 @@ def open_processes(model: Path, pp: int, gpu: GpuConfig, **settings: Any) -> Eng
         str(model), device="cuda", pp=pp, max_num_batched_tokens=1024, max_model_len=250, **settings
     )
     parts = assemble(config, gpu=gpu)
-    return Engine(parts.engine.scheduler, parts.runner, vocab_size=97, eos_token_ids=frozenset())
+    parts.engine.eos_token_ids = frozenset()
+    return parts.engine
 
 
 @two_gpus
@@ -400,7 +402,7 @@ def test_four_gpus_give_the_tokens_of_one(kind: str, tmp_path: Path) -> None:
 @two_gpus
 def test_two_gpus_measure_their_memory(model: Path) -> None:
     made = open_processes(model, 2, GpuConfig(gpu_memory_fraction=0.1), num_gpu_blocks=0)
-    assert made.scheduler.kv.pool.num_blocks > 128
+    assert made.kv.pool.num_blocks > 128
     assert generate(made, greedy(5)) == generate(reference(model), greedy(5))
     del made
     gc.collect()

@@ -36,7 +36,7 @@ def run(made: Engine) -> tuple[list[Request], dict[str, list[TokenLogprobs]]]:
     requests = [made.add_request(prompt, params) for prompt, params in zip(PROMPTS[:3], PARAMS, strict=False)]
     found: dict[str, list[TokenLogprobs]] = {}
     while made.has_work():
-        for output in made.step():
+        for output in made.step().outputs:
             assert output.error is None
             found.setdefault(output.request.request_id, []).extend(output.logprobs)
         if made.num_steps == 4:
@@ -60,7 +60,7 @@ def test_drafts_change_no_token(accuracy: float, model: Path, monkeypatch: pytes
     for request, other in zip(requests, plain, strict=True):
         assert request.output_token_ids == other.output_token_ids
         assert_same_logprobs(found[request.request_id], told[other.request_id])
-    drafted, accepted = made.scheduler.num_draft_tokens, made.scheduler.num_accepted_tokens
+    drafted, accepted = made.load().num_draft_tokens, made.load().num_accepted_tokens
     assert drafted > 8
     assert accepted < drafted * 0.2 if accuracy == 0 else accepted > drafted * accuracy * 0.3
     if accuracy == 1:
@@ -76,12 +76,11 @@ def test_drafts_keep_to_decode_steps_within_a_graph(model: Path, monkeypatch: py
     for prompt, params in zip(PROMPTS[:3], (PLAIN, PLAIN, PARAMS[2]), strict=True):
         made.add_request(prompt, params)
     made.step()
-    made.step()
-    assert [len(row.draft_token_ids) for row in made.last_plan.rows] == [4, 0, 0]
-    assert [row.num_tokens for row in made.last_plan.rows] == [5, 1, 1]
+    plan = made.step().plan
+    assert [len(row.draft_token_ids) for row in plan.rows] == [4, 0, 0]
+    assert [row.num_tokens for row in plan.rows] == [5, 1, 1]
     made.add_request(PROMPTS[3], PLAIN)
-    made.step()
-    assert sum(row.num_tokens for row in made.last_plan.rows) == 3 + len(PROMPTS[3])
+    assert sum(row.num_tokens for row in made.step().plan.rows) == 3 + len(PROMPTS[3])
 
 
 class Zeros:

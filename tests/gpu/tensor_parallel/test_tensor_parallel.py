@@ -56,7 +56,8 @@ def open_ranks(
         max_num_batched_tokens=1024, max_model_len=250, **settings,
     )  # fmt: skip
     parts = assemble(config, gpu=GpuConfig(overlap=overlap, use_cuda_graph=graphs))
-    return Engine(parts.engine.scheduler, parts.runner, vocab_size=97, eos_token_ids=frozenset())
+    parts.engine.eos_token_ids = frozenset()
+    return parts.engine
 
 
 @pytest.mark.parametrize(("overlap", "graphs"), [(True, True), (False, True), (True, False)])
@@ -148,7 +149,7 @@ def forced_logprobs(made: Engine) -> torch.Tensor:
         made.add_request(prompt, params)
     outputs = []
     while made.has_work():
-        outputs += made.step()
+        outputs += made.step().outputs
     outputs.sort(key=lambda output: PROMPTS.index(output.request.prompt_token_ids))
     return torch.tensor([entry.logprob for output in outputs for entry in output.prompt_logprobs])
 
@@ -220,7 +221,7 @@ def test_ranks_take_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     )
     ranks = open_ranks(model, 2, num_speculative_tokens=4, max_num_seqs=16)
     assert generate(ranks, PARAMS[:2], PROMPTS) == expected
-    assert ranks.scheduler.num_accepted_tokens > 4
+    assert ranks.load().num_accepted_tokens > 4
 
 
 def lose_a_rank(model: str) -> None:

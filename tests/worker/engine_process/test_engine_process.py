@@ -32,10 +32,10 @@ class Peers:
     def finish(self, requests: Any, report: Any, now: float) -> None:
         pass
 
-    def lease_parts(self, requests: Any, now: float) -> list[Any]:
+    def lease_parts(self, chunks: Any, requests: Any, now: float) -> list[Any]:
         return []
 
-    def start(self, requests: Any, report: Any, now: float) -> None:
+    def start(self, loads: Any, requests: Any, report: Any, now: float) -> None:
         pass
 
     def close(self) -> None:
@@ -75,9 +75,7 @@ def test_the_pool_is_checked_when_no_request_waits_for_it(monkeypatch: pytest.Mo
     link, peers = Link([[submit("a")], [submit("b")], [], [], [], [submit("c")], [], [], [Stop()]]), Peers()
     checks: list[tuple[float, int]] = []
     monkeypatch.setattr(time, "monotonic", lambda: link.now)
-    monkeypatch.setattr(
-        parts.engine.scheduler.kv.pool, "check_integrity", lambda: checks.append((link.now, len(link.reports)))
-    )
+    monkeypatch.setattr(parts.engine.kv.pool, "check_integrity", lambda: checks.append((link.now, len(link.reports))))
     process = EngineProcess(link, parts, peers, peers, peers, peers)  # type: ignore[arg-type]
     process.run()
     ends = [delta.request_id for report in link.reports for delta in report.deltas if delta.finish_reason]

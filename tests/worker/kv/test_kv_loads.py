@@ -25,22 +25,16 @@ FAILED = Pull(REQUEST_ID, False, "told to fail")
 
 
 class Parts:
-    """Loads between a scheduler, a puller and an exporter that write down what they are told."""
+    """Loads between an engine, a puller and an exporter that write down what they are told."""
 
     def __init__(self) -> None:
         self.told: list[tuple[Any, ...]] = []
-        self.jobs: list[KvLoad] = []
         self.results: list[tuple[KvLoad, Pull]] = []
         self.report = StepReport()
-        remote_kv: Any = SimpleNamespace(
-            take_loads=lambda: self.jobs,
-            finish=self._write("finish"),
-            prefetches=SimpleNamespace(add=self._write("add")),
-        )
         kv = SimpleNamespace(
             num_blocks_to_load=lambda num_tokens: -(-num_tokens // BLOCK_SIZE), block_size=BLOCK_SIZE
         )
-        scheduler: Any = SimpleNamespace(kv=kv, remote_kv=remote_kv)
+        engine: Any = SimpleNamespace(kv=kv, finish_load=self._write("finish"), prefetch=self._write("add"))
         puller: Any = SimpleNamespace(
             keep_alive=self._write("keep"),
             abandon=self._write("abandon"),
@@ -48,7 +42,7 @@ class Parts:
             take_results=lambda: self.results,
         )
         exporter: Any = SimpleNamespace(fence=self._write("fence"))
-        self.loads = KvLoads(scheduler, puller, exporter)
+        self.loads = KvLoads(engine, puller, exporter)
         self.request = Request(REQUEST_ID, list(range(GOOD.num_tokens + 1)), SamplingParams())
         self.open = {REQUEST_ID: OpenRequest(self.request, 1.0, float("inf"))}
 
@@ -98,8 +92,7 @@ def test_the_handle_of_a_refused_request_is_let_go(parts: Parts) -> None:
 def test_blocks_are_pulled_behind_the_fence(parts: Parts) -> None:
     lease, blocks = accepted(parts), [BlockId(7), BlockId(8)]
     load = KvLoad(parts.request, lease, [1, 2], blocks, 2 * BLOCK_SIZE)
-    parts.jobs = [load]
-    parts.loads.start(parts.open, parts.report, now=3.0)
+    parts.loads.start([load], parts.open, parts.report, now=3.0)
     assert parts.told[1:] == [("fence",), ("load", load)]
     parts.results = [(load, OK)]
     parts.loads.finish(parts.open, parts.report, now=3.5)
@@ -114,8 +107,7 @@ def test_blocks_are_pulled_behind_the_fence(parts: Parts) -> None:
 
 def test_a_source_that_caches_make_needless_is_let_go(parts: Parts) -> None:
     lease = accepted(parts)
-    parts.jobs = [KvLoad(parts.request, lease, [], [], 0)]
-    parts.loads.start(parts.open, parts.report, now=3.0)
+    parts.loads.start([KvLoad(parts.request, lease, [], [], 0)], parts.open, parts.report, now=3.0)
     assert parts.verbs == ["keep", "fence", "abandon"]
 
 
@@ -153,11 +145,10 @@ def test_what_is_no_part_of_full_blocks_is_let_go(
 
 
 @pytest.mark.parametrize("ok", [True, False])
-def test_a_prefetch_ends_at_the_scheduler_and_in_the_report(parts: Parts, ok: bool) -> None:
+def test_a_prefetch_ends_at_the_engine_and_in_the_report(parts: Parts, ok: bool) -> None:
     lease = open_handle(PART)
     job, needless = KvLoad(None, lease, [1], [BlockId(7)], BLOCK_SIZE, KEYS[1:2]), KvLoad(None, lease, [], [], 0)
-    parts.jobs = [needless, job]
-    parts.loads.start(parts.open, parts.report, now=3.0)
+    parts.loads.start([needless, job], parts.open, parts.report, now=3.0)
     assert parts.told == [("fence",), ("abandon", lease), ("load", job)]
     parts.results = [(job, OK if ok else FAILED)]
     parts.loads.finish(parts.open, parts.report, now=3.5)
@@ -167,8 +158,7 @@ def test_a_prefetch_ends_at_the_scheduler_and_in_the_report(parts: Parts, ok: bo
     assert parts.report.pulls == []
     assert parts.told[3:] == [("finish", job, ok)]
     parts.request.num_prefetched_tokens = BLOCK_SIZE * ok
-    parts.jobs = [KvLoad(parts.request, lease, [], [], 0)]
-    parts.loads.start(parts.open, parts.report, now=4.0)
+    parts.loads.start([KvLoad(parts.request, lease, [], [], 0)], parts.open, parts.report, now=4.0)
     times = parts.open[REQUEST_ID].take_times(now=5.0)
     assert times is not None
     assert (times.num_prefetched_tokens, times.transport) == ((BLOCK_SIZE, "shm") if ok else (0, ""))

@@ -43,15 +43,14 @@ class PrefillWorker:
 
     def __init__(self, in_parts: bool = True) -> None:
         self.engine, _ = make_engine(NUM_BLOCKS, budget=2 * BLOCK)
-        self.scheduler = self.engine.scheduler
         self.blocks = np.zeros((NUM_BLOCKS, GEOMETRY.block_bytes), dtype=np.uint8)
         self.write_blocks(seed=0)
         rank = RankPool.__new__(RankPool)  # without shared memory
         rank.host_blocks = self.blocks
-        self.exporter = Exporter([rank], self.scheduler.kv.pool)
+        self.exporter = Exporter([rank], self.engine.kv.pool)
         handles = HandleWriter("worker", [HandleShard(GEOMETRY, ShardAddress())], 10.0)
         self.leases = KvLeases(new_epoch(), self.exporter, handles, 10.0)
-        self.exports = PromptLeases(self.scheduler, self.leases, in_parts)
+        self.exports = PromptLeases(self.engine.kv, self.leases, in_parts)
         self.open: dict[RequestId, OpenRequest] = {}
 
     def write_blocks(self, seed: int) -> None:
@@ -67,14 +66,15 @@ class PrefillWorker:
     def step(self, request: Request) -> tuple[list[KvOffer], KvHandle | None]:
         """One turn of the loop: offers of parts of the request's prompt, and the handle on all of it."""
         whole = None
-        for output in self.engine.step():
+        outcome = self.engine.step()
+        for output in outcome.outputs:
             entry = self.open.pop(output.request.request_id)
             assert output.finish_reason is FinishReason.PREFILLED
             exported = self.exports.lease_prompt(entry, 1.0)
             if output.request is request:
                 whole = exported.handle
-        offers = [offer for _, offer in self.exports.lease_parts(self.open, 1.0)]
-        return [offer for offer in offers if offer.request_id == request.request_id], whole
+        leased = self.exports.lease_parts(outcome.prompt_chunks, self.open, 1.0)
+        return [offer for _, offer in leased if offer.request_id == request.request_id], whole
 
     def finish(self, request: Request) -> tuple[list[KvOffer], KvHandle]:
         parts: list[KvOffer] = []
@@ -155,5 +155,5 @@ def test_a_cancelled_prompt_leaves_its_leases() -> None:
     assert len(worker.step(request)[0]) == 1
     del worker.open[request.request_id]
     worker.engine.abort(request.request_id)
-    assert worker.scheduler.kv.pool.num_used == 2
+    assert worker.engine.kv.pool.num_used == 2
     worker.end_leases()
