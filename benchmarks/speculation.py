@@ -28,6 +28,7 @@ from common.text.load import load_tokenizer
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.speculation.proposer import FromTokens
 
 TEXTS = (
     "The harbour of the old town is small. Every morning the fishing boats leave before the sun is up, and every "
@@ -77,23 +78,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     clock = harness.choose_clock(options)
     config = from_namespace(EngineConfig, options)
-    engines = {
-        count: assemble(replace(config, num_speculative_tokens=count)).engine for count in (0, *options.drafts)
-    }
+    engines = {count: assemble(replace(config, num_speculative_tokens=count)) for count in (0, *options.drafts)}
     if options.accuracy is not None:
-        kinds = {"random": random_prompts(options, engines[0].vocab_size)}
+        kinds = {"random": random_prompts(options, engines[0].engine.vocab_size)}
     else:
         kinds = prompts_of_questions(config)
     for kind, prompts in kinds.items():
         figures = {count: Figures() for count in engines}
         for round_number in range(-1, options.rounds):  # the first one warms up
             asked = [prompts[(round_number + stream) % len(prompts)] for stream in range(options.streams)]
-            for count, engine in engines.items():
+            answers: list[list[int]] = []  # of the engine without drafts, which comes first
+            for count, parts in engines.items():
                 found = figures[count] if round_number >= 0 else Figures()
-                answers = run(engine, asked, options.output, clock, found)
-                if options.accuracy is not None and not count:
-                    for other in engines.values():
-                        know(other, answers, options.accuracy)
+                if options.accuracy is not None and count:
+                    knowing = partial(Knowing, answers, options.accuracy)
+                    parts.runner.propose_with(FromTokens(knowing, count))
+                sequences = run(parts.engine, asked, options.output, clock, found)
+                answers = answers or sequences
         for count, found in figures.items():
             report(kind, count, found, figures[0], options)
     return 0
@@ -129,11 +130,6 @@ class Knowing:
             self._answer = next((answer for answer in self._answers if answer[:size] == token_ids), [])
         known = self._answer[size : size + max_tokens] or [0] * max_tokens
         return [token if self._random.random() < self._accuracy else 0 for token in known]
-
-
-def know(engine: Engine, answers: Sequence[list[int]], accuracy: float) -> None:
-    if engine._scheduler.speculation is not None:
-        engine._scheduler.speculation.make_drafter = partial(Knowing, answers, accuracy)
 
 
 def run(

@@ -113,13 +113,6 @@ def _assemble(
     make_runner = partial(_make_runner, loaded, pool, _host_buffer(host_tier, geometry), config, gpu, max_model_len)
     num_slots = 0 if host_tier is None else host_tier.num_slots
     runner = ranks.runner(make_runner, loaded, memory, geometry, num_slots, max_model_len)
-    engine = Engine(
-        _make_scheduler(geometry, config, device, host_tier, max_model_len, policy, ranks.num_stages),
-        runner if loads is None else _counted(runner, loads, rebalancer),
-        vocab_size=loaded.config.vocab_size,
-        eos_token_ids=frozenset(loaded.config.eos_token_ids),
-        constraints=loaded.constraints,
-    )
     constraints = None if is_offline or config.simulated_steps else loaded.constraints
     tokens = None if constraints is None else constraints.prepare()
     runner.warmup(on_progress)
@@ -127,6 +120,15 @@ def _assemble(
         tokens.exception()  # wait: nothing stalls the first streams; a model without a tokenizer takes no grammars
     if loads is not None:
         loads.restart()
+    engine = Engine(
+        _make_scheduler(
+            geometry, config, host_tier, max_model_len, policy, ranks.num_stages, _speculation(config, device, runner)
+        ),
+        runner if loads is None else _counted(runner, loads, rebalancer),
+        vocab_size=loaded.config.vocab_size,
+        eos_token_ids=frozenset(loaded.config.eos_token_ids),
+        constraints=loaded.constraints,
+    )
     parts = EngineParts(
         engine,
         runner,
@@ -169,11 +171,11 @@ def _size_pool(
 def _make_scheduler(
     geometry: PoolGeometry,
     config: EngineConfig,
-    device: torch.device,
     host_tier: HostTier | None,
     max_model_len: int,
     policy: SchedulingPolicy,
     num_stages: int,
+    speculation: Speculation | None,
 ) -> Scheduler:
     return Scheduler(
         make_kv_manager(geometry, config, host_tier),
@@ -182,7 +184,7 @@ def _make_scheduler(
         max_model_len=max_model_len,
         preempt_by_swap=config.preemption == "swap",
         policy=policy,
-        speculation=_speculation(config, device),
+        speculation=speculation,
         prompt_budget=_prompt_budget(config),
         num_stages=num_stages,
     )
@@ -256,15 +258,15 @@ def _prompt_budget(config: EngineConfig) -> PromptBudget | None:
     return PromptBudget(config.itl_objective_ms / 1e3)
 
 
-def _speculation(config: EngineConfig, device: torch.device) -> Speculation | None:
+def _speculation(config: EngineConfig, device: torch.device, runner: Any) -> Speculation | None:
     """On a GPU drafts are in steps that have a decode graph."""
     if not config.num_speculative_tokens:
         return None
-    from engine.speculation.drafter import drafter_for
     from engine.speculation.drafts import Speculation
+    from engine.speculation.proposer import proposer_for
 
-    max_decode_tokens = config.max_num_seqs if device.type == "cuda" else None
-    return Speculation(drafter_for(config), config.num_speculative_tokens, max_decode_tokens)
+    runner.propose_with(proposer_for(config))
+    return Speculation(config.max_num_seqs if device.type == "cuda" else None)
 
 
 def _make_runner(

@@ -210,6 +210,7 @@ class Engine:
             merged.logprobs += result.logprobs
             merged.prompt_logprobs += result.prompt_logprobs
             merged.errors.update((index, message) for message in result.errors.values())
+            merged.draft_token_ids.update((index, drafts) for drafts in result.draft_token_ids.values())
         return merged
 
     def _stats_of(self, plan: StepPlan, began: float) -> StepStats:

@@ -25,6 +25,7 @@ class NewRequest(msgspec.Struct, gc=False):
     num_prompt_tokens: int
     params: SamplingParams
     eos_token_ids: frozenset[TokenId] = frozenset()
+    prefill_only: bool = False  # it ends with the token behind its prompt
 
 
 class ScheduledRow(msgspec.Struct, gc=False):
@@ -104,6 +105,7 @@ class StepResult:
       were accepted, and the one after those.
     logprobs: one entry per sampled token when the request asks for them, else empty.
     prompt_logprobs: entries for prompt positions start + 1 .. start + num_tokens that lie in the prompt.
+    draft_token_ids: row index -> what a proposer drafts for the positions behind the row's tokens.
     errors: row index -> message; such a row has no tokens and its request fails alone.
     """
 
@@ -111,6 +113,7 @@ class StepResult:
     logprobs: list[list[TokenLogprobs]]
     prompt_logprobs: list[list[TokenLogprobs]]
     errors: dict[int, str] = field(default_factory=dict)
+    draft_token_ids: dict[int, list[TokenId]] = field(default_factory=dict)
 
     @classmethod
     def of_rows(cls, num_rows: int) -> StepResult:
@@ -125,6 +128,8 @@ class StepResult:
             self.prompt_logprobs[index] = part.prompt_logprobs[own]
             if own in part.errors:
                 self.errors[index] = part.errors[own]
+            if own in part.draft_token_ids:
+                self.draft_token_ids[index] = part.draft_token_ids[own]
 
 
 class PendingStep(Protocol):

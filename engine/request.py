@@ -6,17 +6,14 @@ plan into a `StepResult`; `Scheduler.update` applies it and reports `RequestOutp
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from math import inf
-from typing import TYPE_CHECKING, NewType
+from typing import NewType
 
 from common.errors import InvalidRequestError
 from kvstore.types import BlockId, BlockKey, HostSlot
-
-if TYPE_CHECKING:
-    from engine.speculation.drafts import DraftedSequence
 
 RequestId = NewType("RequestId", str)
 TokenId = int  # an alias, not a NewType: token lists come from tokenizers, protobuf and torch as plain ints
@@ -160,7 +157,7 @@ class Request:
     kv_source: object | None = None  # where a peer keeps the prompt's KV; opaque to the scheduler
     num_source_tokens: int = 0  # prompt tokens whose KV the source has
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # collected until the first token
-    drafted: DraftedSequence | None = None  # made when the request first decodes
+    draft_token_ids: Sequence[TokenId] = ()  # proposed for the positions behind the last known token
     is_ready: Callable[[], bool] | None = None  # false: no row yet, its grammar is being compiled
 
     @property

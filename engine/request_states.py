@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine.plan import PendingStep, ScheduledRow, StepPlan, StepResult
 from engine.request import RequestId, SamplingParams, TokenId
@@ -23,10 +23,12 @@ class RequestState:
     num_prompt_tokens: int
     params: SamplingParams
     eos_token_ids: frozenset[TokenId] = frozenset()
+    prefill_only: bool = False
     block_ids: list[BlockId] = field(default_factory=list)
     constraint: Constraint | None = None  # on its output
     refusal: str = ""  # why no token is allowed
     token_mask: TokenMask | None = None  # made when it is first needed
+    drafter: Any = None  # a proposer's, for this request
     changes_logits: bool = field(init=False)
     wants_logprobs: bool = field(init=False)
 
@@ -67,8 +69,9 @@ class RequestStates:
             self._reading.discard(request_id)
         for new in plan.new:
             state = states[new.request_id] = RequestState(
-                new.request_id, list(new.token_ids), new.num_prompt_tokens, new.params, new.eos_token_ids
-            )
+                new.request_id, list(new.token_ids), new.num_prompt_tokens, new.params, new.eos_token_ids,
+                new.prefill_only,
+            )  # fmt: skip
             if new.params.grammar and self._constraints is not None:
                 state.constraint = self._constraints.start(new.params)
             if new.params.reads_tokens:

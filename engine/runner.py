@@ -25,12 +25,23 @@ Sampled = tuple[int, int, RequestState, int, TokenId]
 """Index of the token among the step's, row of the plan, its request, position, and the draft for that position."""
 
 
+class Proposer:
+    """Proposes drafts when a step has been sampled. This one has no idea."""
+
+    def propose(self, found: StepResult, sampled: Sequence[Sampled], hidden: Tensor) -> None:
+        """Put drafts into `found.draft_token_ids`, for rows of `sampled` that have tokens; requests know them, too.
+
+        hidden: (n, hidden), where an entry's index is that of the state that its token was sampled from.
+        """
+
+
 class ModelRunner(ABC):
     """A `Runner` of one model over one KV pool."""
 
     max_steps_in_flight = 1
 
     def __init__(self, loaded: LoadedModel, ranks: RankContext[Any]) -> None:
+        self._proposer = Proposer()
         self.hooks: dict[RequestId, LogitsHook] = {}  # per request: changes its logits, also those behind its drafts
         self._requests = RequestStates(loaded.constraints)
         self._ranks = ranks
@@ -45,6 +56,10 @@ class ModelRunner(ABC):
     @abstractmethod
     def _launch(self, plan: StepPlan, requests: Sequence[RequestState]) -> PendingStep:
         """Do the plan's copies and compute its rows. requests: of each row."""
+
+    def propose_with(self, proposer: Proposer) -> None:
+        """Let `proposer` draft from the next step on."""
+        self._proposer = proposer
 
     def needs_known_tokens(self, plan: StepPlan) -> bool:
         """See Runner: hooks, and filters that read a request's own tokens."""

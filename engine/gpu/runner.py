@@ -106,7 +106,7 @@ class GpuRunner(ModelRunner):
         return step
 
     def _launch_rows(self, rows: Sequence[ScheduledRow], requests: Sequence[RequestState]) -> GpuStep:
-        step = GpuStep(StepResult.of_rows(len(rows)))
+        step = GpuStep(StepResult.of_rows(len(rows)), self._proposer)
         if rows:
             try:
                 self._queue_rows(rows, requests, step)
@@ -185,6 +185,7 @@ class GpuRunner(ModelRunner):
         if self._ranks.passes_on:
             self._ranks.pass_on(output[:num_queries])
             return
+        step.hidden = output.hidden
         sampled = sampled_queries(batch.rows, batch.requests, range(len(batch.rows)))
         self._samples.take(output.token_ids, output.logits, batch, sampled, self._turn, step)
 
@@ -193,7 +194,7 @@ class GpuRunner(ModelRunner):
         return graphs.takes(batch) and not any(wants_prompt_logprobs(row, request) for row, request in pairs)
 
     def _queue_prompts(self, batch: GpuBatch, graphs: PromptGraphs, step: GpuStep) -> None:
-        token_ids, logits, sampling = graphs.run(batch, self._block_size, self._turn)
+        token_ids, logits, step.hidden, sampling = graphs.run(batch, self._block_size, self._turn)
         if self._ranks.passes_on:
             self._ranks.pass_on(token_ids[: sum(row.num_tokens for row in batch.rows)])
             return
@@ -214,7 +215,8 @@ class GpuRunner(ModelRunner):
         if not sampling:
             step.waits.append(mark(self._device))  # else the host would queue chunk after chunk, and measure no time
             return
-        logits = self._forward.logits(hidden[upload([last_of[i] for i in sampling], torch.int64, self._device)])
+        step.hidden = hidden[upload([last_of[i] for i in sampling], torch.int64, self._device)]
+        logits = self._forward.logits(step.hidden)
         self._samples.sample(logits, batch, sampling, self._turn, step)
 
     def _logits(self, hidden: Tensor) -> Tensor:

@@ -55,7 +55,6 @@ class RequestQueues:
         self._by_status[request.status].remove(request)
         del self.by_id[request.request_id]
         request.status = RequestStatus.FINISHED
-        request.drafted = None  # callers keep their requests
         self.forget(request)
 
     def forget(self, request: Request) -> None:

@@ -1,4 +1,5 @@
-"""Speculative decoding: a drafter proposes tokens, a step computes them, those that would be sampled are kept.
+"""Speculative decoding: a proposer drafts tokens, a step computes them, those that would be sampled are kept.
 
-`drafter.py` is the interface, `ngram.py` the drafter that is shipped, `drafts.py` their place in a step.
+`proposer.py` has what proposes, in the runner; `ngram.py` the drafter that is shipped; `drafts.py` the drafts' place
+in a step, in the scheduler.
 """

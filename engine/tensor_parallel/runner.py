@@ -16,6 +16,7 @@ from engine.engine import DeviceLostError
 from engine.pipeline_parallel.remote_stage import RemoteStage
 from engine.plan import PendingStep, StepPlan, StepResult
 from engine.request import TokenId
+from engine.runner import Proposer
 from engine.start_progress import OnProgress, no_progress
 from engine.tensor_parallel.followers import Followers
 
@@ -99,6 +100,10 @@ class ParallelRunner:
     def wrap_attention(self, wrap: Callable[[BatchAttention], BatchAttention]) -> None:
         """See CpuRunner: rank 0's."""
         self.local.wrap_attention(wrap)
+
+    def propose_with(self, proposer: Proposer) -> None:
+        """See ModelRunner: rank 0's, which samples."""
+        self.local.propose_with(proposer)
 
     def needs_known_tokens(self, plan: StepPlan) -> bool:
         needs: bool = self.local.needs_known_tokens(plan)

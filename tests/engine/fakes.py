@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from engine.plan import StepPlan, StepResult
 from engine.request import TokenId
 from engine.request_states import RequestState, RequestStates
+from engine.runner import NO_DRAFT, Proposer, Sampled
 
 VOCAB_SIZE = 1000
 
@@ -38,12 +41,13 @@ class FakeStep:
 
     runner: BlockMemoryRunner
     found: StepResult
-    sampled: list[tuple[RequestState, int, int]] = field(default_factory=list)
+    sampled: list[tuple[Sampled, int]] = field(default_factory=list)
 
     def result(self) -> StepResult:
         assert self.runner.in_flight.pop(0) is self, "results are taken in the order of the launches"
-        for request, position, token_id in self.sampled:
+        for (_, _, request, position, _), token_id in self.sampled:
             request.put_token(position, token_id)
+        self.runner.proposer.propose(self.found, [entry for entry, _ in self.sampled], torch.empty(0))
         return self.found
 
 
@@ -76,6 +80,7 @@ class BlockMemoryRunner:
         self.num_computed_tokens = 0
         self.plans: list[StepPlan] = []
         self.last_token: dict[str, int] = {}
+        self.proposer = Proposer()
         self.is_pipeline = False  # its rows follow tokens that are known
         self.fail_on: set[int] = set()  # token ids that make a row's computation raise
         self._requests = RequestStates()
@@ -117,7 +122,8 @@ class BlockMemoryRunner:
                 accepted = accepted_tokens(drafts, sampled)
                 self.last_token[request.request_id] = accepted[-1]
                 step.found.token_ids[index] += accepted
-                step.sampled += [(request, position, token) for position, token in enumerate(accepted, num_known)]
+                for position, token_id in enumerate(accepted, num_known):
+                    step.sampled.append(((len(step.sampled), index, request, position, NO_DRAFT), token_id))
         self.in_flight.append(step)
         self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
         return step

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-import engine.speculation.drafter
 from common.grammar import grammar
 from common.model_files import resolve_model
 from common.text.load import load_tokenizer
@@ -28,7 +27,7 @@ from tests.engine.gguf.gguf_files import write_gguf
 from tests.engine.gguf.test_gguf import WIDE
 from tests.engine.pipeline_parallel import test_pipeline
 from tests.engine.quantization.packed_files import FORMATS, write
-from tests.engine.speculation.drafters import MakeOracle, knows
+from tests.engine.speculation.drafters import MakeOracle, draft_with, knows
 from tests.engine.tensor_parallel.test_ranks import OF_RANKS, open_ranks
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, TinyModel
 
@@ -100,7 +99,7 @@ def use_drafts(monkeypatch: pytest.MonkeyPatch, outputs: Sequence[list[int]]) ->
     """About two of three drafts are right from now on."""
     answers = [prompt + tokens for prompt, tokens in zip(PROMPTS, outputs, strict=True)]
     drafter = MakeOracle(knows(answers), 0.7, VOCAB_SIZE)
-    monkeypatch.setattr(engine.speculation.drafter, "drafter_for", lambda _config: drafter)
+    draft_with(monkeypatch, drafter)
 
 
 def check(

@@ -29,10 +29,14 @@ Output = TypeVar("Output")
 
 @dataclass(slots=True)
 class DecodeOutput:
-    """Results of one bucket. token_ids: int64 (rows,), negative where there is none. logits: (rows, vocab)."""
+    """Results of one bucket. token_ids: int64 (rows,), negative where there is none. logits: (rows, vocab).
+
+    hidden: (rows, hidden), of steps that may have drafts.
+    """
 
     token_ids: Tensor
     logits: Tensor
+    hidden: Tensor | None = None
 
 
 def decode_step(
@@ -61,8 +65,9 @@ def draft_step(
     of its request; then slots of KV groups but the first.
     """
     queries = packed[:, :num_queries]
-    logits = forward.logits(forward.hidden(query_step_inputs(state, queries)))
-    return DecodeOutput(sampler.sample(logits, queries[ROW].long(), queries[LENGTH]), logits)
+    hidden = forward.hidden(query_step_inputs(state, queries))
+    logits = forward.logits(hidden)
+    return DecodeOutput(sampler.sample(logits, queries[ROW].long(), queries[LENGTH]), logits, hidden)
 
 
 def query_step_inputs(state: DeviceState, queries: Tensor) -> GpuInputs:

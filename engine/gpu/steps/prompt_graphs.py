@@ -56,8 +56,9 @@ class PromptInputs:
 
 def prompt_step(
     forward: FusedForward, state: DeviceState, sampler: DeviceSampler, attended: Tensor, inputs: PromptInputs
-) -> tuple[Tensor, Tensor]:
-    """Run one step. Returns its sampled tokens int64 (num_rows,), negative where there is none, and its logits.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run one step. Returns its sampled tokens int64 (num_rows,), negative where there is none, their logits, and
+    the hidden states that these came of.
 
     Of a stage that passes hidden states on: those of all tokens, and nothing.
     attended: (max(PROMPT_BUCKETS), num_heads * head_dim), finite, so that padding is.
@@ -74,12 +75,13 @@ def prompt_step(
     attended = attended[: token_ids.shape[0]]
     hidden = forward.hidden(GpuInputs(token_ids, inputs.fields[POSITION], none, groups, attended))
     if forward.passes_on:
-        return hidden, hidden[:0]
+        return hidden, hidden[:0], hidden[:0]
     index, rows = inputs.samples[INDEX].long(), inputs.samples[ROW].long()
-    logits = forward.logits(hidden[index])
+    hidden = hidden[index]
+    logits = forward.logits(hidden)
     sampled = sampler.sample(logits, rows.clamp(max=sampler.max_rows - 1), inputs.samples[LENGTH])
     state.last_tokens[rows] = sampled.clamp(min=0)
-    return sampled, logits
+    return sampled, logits, hidden
 
 
 class PromptGraphs:
@@ -110,7 +112,7 @@ class PromptGraphs:
         self._staging = [
             torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(num_buffers)
         ]
-        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor]]] = {}
+        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor, Tensor]]] = {}
         if captures:
             self._capture()
 
@@ -123,8 +125,8 @@ class PromptGraphs:
         num_tokens, num_rows = sum(row.num_tokens for row in batch.rows), len(batch.rows)
         return next((shape for shape in self.shapes if num_tokens <= shape[0] and num_rows <= shape[1]), None)
 
-    def run(self, batch: GpuBatch, block_size: int, turn: int) -> tuple[Tensor, Tensor, list[int]]:
-        """Queue the step. Returns its sampled tokens, their logits, and the rows of the batch that they belong to."""
+    def run(self, batch: GpuBatch, block_size: int, turn: int) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+        """Queue the step. Returns what `prompt_step` does, and the rows of the batch that its tokens belong to."""
         shape = self._shape_of(batch)
         assert shape is not None, "takes() was asked"
         sampling = self._fill(self._inputs(self._staging[turn], *shape), batch, block_size)

@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.plan import ScheduledRow, StepResult
 from engine.request import TokenLogprobs
 from engine.request_states import RequestState
-from engine.runner import NO_DRAFT, Sampled, settle
+from engine.runner import NO_DRAFT, Proposer, Sampled, settle
 from engine.sampling.logprobs import LogprobTensors
 
 
@@ -37,10 +37,12 @@ class GpuStep:
     """A step on the stream: what is known of it already, and where the rest will be."""
 
     found: StepResult
+    proposer: Proposer
     waits: list[Callable[[], None]] = field(default_factory=list)
     tokens: Tensor | None = None  # on the host, valid after the waits; negative: there is none
     sampled: list[Sampled] = field(default_factory=list)
     logprobs: PendingLogprobs | None = None
+    hidden: Tensor | None = None  # what `sampled` came of; None where no drafts can follow
 
     def result(self) -> StepResult:
         for wait in self.waits:
@@ -51,6 +53,8 @@ class GpuStep:
             token_ids = [max(values[self.sampled[k][0]], 0) for k in logprobs.entries]
             entries = zip(logprobs.entries, logprobs.tensors.entries(token_ids, logprobs.counts), strict=True)
         settle(self.found, self.sampled, values, entries)
+        if self.hidden is not None:
+            self.proposer.propose(self.found, self.sampled, self.hidden)
         return self.found
 
 

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 import engine.assembly
-import engine.speculation.drafter
 from common.errors import ConfigError, EngineError
 from common.model_files import resolve_model
 from engine import LLM, SamplingParams
@@ -43,7 +42,7 @@ from engine.tensor_parallel.assembly import cpu_ranks
 from engine.tensor_parallel.follower import follow
 from engine.tensor_parallel.followers import STEP_ENCODER, FollowerStep, place_of, work_of
 from engine.tensor_parallel.runner import ParallelRunner, ParallelStep
-from tests.engine.speculation.drafters import MakeOracle, knows
+from tests.engine.speculation.drafters import MakeOracle, draft_with, knows
 from tests.engine.tensor_parallel.test_ranks import SCARCE_BLOCKS, ThreadGroup, own_followers
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, reference_greedy
 
@@ -216,7 +215,7 @@ def test_stages_take_drafts(
     path, model = tiny.save(tmp_path / "model"), tiny.build()
     answers = [prompt + reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
     drafter = MakeOracle(knows(answers), 0.7, VOCAB_SIZE)
-    monkeypatch.setattr(engine.speculation.drafter, "drafter_for", lambda _config: drafter)
+    draft_with(monkeypatch, drafter)
     parts = open_stages(
         path, count, monkeypatch, tp, num_speculative_tokens=4, num_gpu_blocks=SCARCE_BLOCKS.get(name, 24),
         block_size=4, max_num_seqs=6, max_num_batched_tokens=24, preemption=preemption, host_tier_gb=0.01,

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from engine.speculation.drafter import Drafter
+import pytest
+import torch
+
+import engine.assembly
+from common.model_files import resolve_model
+from engine.config import EngineConfig
+from engine.loader.load import load_model
+from engine.plan import StepResult
+from engine.runner import Proposer, Sampled
+from engine.speculation.drafts import Speculation
+from engine.speculation.proposer import Drafter, FromTokens
 
 Continue = Callable[[list[int], int], list[int]]  # the next tokens of a sequence, as they will be sampled
 
@@ -44,6 +56,34 @@ class MakeOracle:
         return oracle
 
 
+class FromStates(Proposer):
+    """Finds greedy tokens again in the states that they were sampled from, and drafts that they are repeated."""
+
+    def __init__(self, path: Path) -> None:
+        config = EngineConfig(str(path), device="cpu", dtype="float32", quant_mode="none")
+        self._head = load_model(resolve_model(str(path)), config).model.head
+        self.num_found = 0
+
+    def propose(self, found: StepResult, sampled: Sequence[Sampled], hidden: torch.Tensor) -> None:
+        for index, row, request, position, _ in sampled:
+            if position < len(request.token_ids):  # accepted
+                assert int(self._head(hidden[index, None].cpu()).argmax()) == request.token_ids[position]
+                self.num_found += 1
+            found.draft_token_ids[row] = request.token_ids[-1:] * 2
+
+
+def draft_with(monkeypatch: pytest.MonkeyPatch, make_drafter: Callable[[], Drafter], on_gpu: bool = False) -> None:
+    """Use these drafters instead of the shipped one. on_gpu: within the bounds of a GPU, wherever the engine is."""
+
+    def speculation(config: EngineConfig, _device: torch.device, runner: Any) -> Speculation | None:
+        if not config.num_speculative_tokens:
+            return None
+        runner.propose_with(FromTokens(make_drafter, config.num_speculative_tokens))
+        return Speculation(config.max_num_seqs if on_gpu else None)
+
+    monkeypatch.setattr(engine.assembly, "_speculation", speculation)
+
+
 def knows(answers: list[list[int]]) -> Continue:
     """From whole sequences, prompt and output, of which no two prompts begin alike."""
 
@@ -51,6 +91,8 @@ def knows(answers: list[list[int]]) -> Continue:
         for answer in answers:
             if answer[: len(token_ids)] == token_ids:
                 return answer[len(token_ids) : len(token_ids) + count]
+            if token_ids[: len(answer)] == answer:  # it has ended, which its runner is not told
+                return []
         raise AssertionError("a request has other tokens than without speculation")
 
     return following

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from engine.engine import Engine
 from engine.request import FinishReason, Request, RequestStatus, SamplingParams
 from engine.speculation.drafts import Speculation
+from engine.speculation.proposer import Drafter, FromTokens
 from tests.engine.fakes import VOCAB_SIZE, BlockMemoryRunner, expected_tokens
 from tests.engine.scheduling.test_scheduler import assert_quiet, load_request, make_engine, run_all
 from tests.engine.speculation.drafters import MakeOracle
@@ -19,8 +20,15 @@ from tests.engine.speculation.drafters import MakeOracle
 def drafting(
     accuracy: float, num_tokens: int = 4, seed: int = 0, **options: object
 ) -> tuple[Engine, BlockMemoryRunner]:
-    make_drafter = MakeOracle(expected_tokens, accuracy, VOCAB_SIZE, seed)
-    return make_engine(speculation=Speculation(make_drafter, num_tokens), **options)  # type: ignore[arg-type]
+    return make_drafting(MakeOracle(expected_tokens, accuracy, VOCAB_SIZE, seed), num_tokens, **options)
+
+
+def make_drafting(
+    make_drafter: Callable[[], Drafter], num_tokens: int, **options: object
+) -> tuple[Engine, BlockMemoryRunner]:
+    made, runner = make_engine(speculation=Speculation(), **options)  # type: ignore[arg-type]
+    runner.proposer = FromTokens(make_drafter, num_tokens)
+    return made, runner
 
 
 class Always:
@@ -38,8 +46,7 @@ def wrong(token_ids: list[int], count: int) -> list[int]:
 
 
 def always(following: Callable[[list[int], int], list[int]], num_tokens: int = 4, **options: object) -> Engine:
-    speculation = Speculation(lambda: Always(following), num_tokens)
-    return make_engine(speculation=speculation, **options)[0]  # type: ignore[arg-type]
+    return make_drafting(lambda: Always(following), num_tokens, **options)[0]
 
 
 def steps_of(engine: Engine, request: Request) -> list[int]:
@@ -70,10 +77,7 @@ def test_right_drafts_are_kept_and_counted() -> None:
 def test_wrong_drafts_are_taken_back() -> None:
     engine = always(wrong)
     request = engine.add_request([1, 2, 3], SamplingParams(max_tokens=6))
-    run_steps(engine, 2)
-    assert request.drafted is not None
-    assert steps_of(engine, request) == [1] * 4
-    assert request.drafted is None
+    assert steps_of(engine, request) == [1] * 6
     assert request.output_token_ids == expected_tokens([1, 2, 3], 6)
     assert (engine.load().num_draft_tokens, engine.load().num_accepted_tokens) == (4 + 3 + 2 + 1, 0)
     assert_quiet(engine)
@@ -154,7 +158,7 @@ def test_drafts_take_no_block_that_another_will_need() -> None:
 
 
 def test_a_draft_that_fails_costs_its_step_and_nothing_else() -> None:
-    engine, runner = make_engine(speculation=Speculation(lambda: Always(lambda _ids, _count: [666]), 4))
+    engine, runner = make_drafting(lambda: Always(lambda _ids, _count: [666]), 4)
     runner.fail_on = {666}
     requests = [engine.add_request([1, 2, first], SamplingParams(max_tokens=5)) for first in (3, 4)]
     tokens = run_all(engine)
@@ -183,7 +187,7 @@ def test_a_prefill_worker_drafts_nothing() -> None:
         FinishReason.PREFILLED,
         expected_tokens([*range(1, 10)], 1),
     )
-    assert request.drafted is None
+    assert not request.draft_token_ids
     engine.kv.pool.release(engine.kv.detach(request, request.num_known_tokens - 1))
     assert_quiet(engine)
 

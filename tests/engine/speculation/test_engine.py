@@ -8,15 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-import engine.assembly
-import engine.speculation.drafter
 from common.errors import ConfigError
 from engine import LLM
-from engine.assembly import assemble
+from engine.assembly import EngineParts, assemble
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.request import Request, RequestOutput, SamplingParams
-from tests.engine.speculation.drafters import MakeOracle, knows
+from tests.engine.speculation.drafters import FromStates, MakeOracle, draft_with, knows
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE
 
 pytestmark = pytest.mark.slow
@@ -47,9 +45,13 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return TINY_MODELS[request.param].save(tmp_path_factory.mktemp(request.param))
 
 
-def open_engine(model: Path, **settings: object) -> Engine:
+def open_parts(model: Path, **settings: object) -> EngineParts:
     base = {"model": str(model), "device": "cpu", "dtype": "float32", "num_gpu_blocks": 256, "num_threads": 1}
-    return assemble(EngineConfig(**{**base, **settings})).engine  # type: ignore[arg-type]
+    return assemble(EngineConfig(**{**base, **settings}))  # type: ignore[arg-type]
+
+
+def open_engine(model: Path, **settings: object) -> Engine:
+    return open_parts(model, **settings).engine
 
 
 def run(made: Engine) -> tuple[list[Request], list[RequestOutput]]:
@@ -72,7 +74,7 @@ def test_no_draft_changes_an_answer(
     plain, plain_outputs = run(open_engine(model, **settings))
     answers = [request.prompt_token_ids + request.output_token_ids for request in plain]
     make_drafter = MakeOracle(knows(answers), accuracy, VOCAB_SIZE)
-    monkeypatch.setattr(engine.speculation.drafter, "drafter_for", lambda _config: make_drafter)
+    draft_with(monkeypatch, make_drafter)
     made = open_engine(model, num_speculative_tokens=4, **settings)
     for _ in range(2):  # the second time from the prefix cache
         requests, outputs = run(made)
@@ -112,6 +114,21 @@ def test_a_repeated_text_is_drafted_from_the_prompt(model: Path) -> None:
     assert requests[0].output_token_ids == requests[1].output_token_ids
     assert made.load().num_accepted_tokens > 20
     assert made.num_steps <= plain.num_steps - 20
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_a_proposer_has_the_states_that_tokens_came_of(model: Path, batch_invariant: bool) -> None:
+    parts = open_parts(
+        model, num_speculative_tokens=2, quant_mode="none", batch_invariant=batch_invariant, max_num_batched_tokens=16
+    )
+    proposer = FromStates(model)
+    parts.runner.propose_with(proposer)
+    for prompt in PROMPTS:
+        parts.engine.add_request(prompt, PLAIN)
+    while parts.engine.has_work():
+        parts.engine.step()
+    assert proposer.num_found == len(PROMPTS) * PLAIN.max_tokens
+    assert parts.engine.load().num_draft_tokens > 0
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 import engine.assembly
-import engine.speculation.drafter
 from common.errors import ConfigError, EngineError
 from common.model_files import resolve_model
 from engine import LLM, SamplingParams
@@ -31,11 +30,12 @@ from engine.cpu.runner import CpuRunner
 from engine.kv.memory import allocate_pool, pool_geometry
 from engine.loader.load import LoadedModel, load_model
 from engine.plan import CompletedStep, StepPlan
+from engine.runner import Proposer
 from engine.start_progress import OnProgress
 from engine.tensor_parallel.assembly import cpu_ranks
 from kvstore.layout import Shard
 from tests.cluster.wings.test_tensor_parallel import followers_of
-from tests.engine.speculation.drafters import MakeOracle, knows
+from tests.engine.speculation.drafters import MakeOracle, draft_with, knows
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, reference_greedy
 
 pytestmark = pytest.mark.slow
@@ -115,11 +115,16 @@ class ThreadedRanks:
     def launch(self, plan: StepPlan) -> CompletedStep:
         data = msgspec.msgpack.encode(plan)
         found = list(self._executor.map(lambda rank: self._run(rank, data), range(len(self._ranks))))
-        assert all(one.found == found[0].found for one in found), "ranks have sampled different tokens"
+        assert all(one.found.token_ids == found[0].found.token_ids for one in found), (
+            "ranks have sampled different tokens"
+        )
         return found[0]
 
     def needs_known_tokens(self, plan: StepPlan) -> bool:
         return False
+
+    def propose_with(self, proposer: Proposer) -> None:
+        self._ranks[0].propose_with(proposer)
 
     def check(self) -> None:
         pass
@@ -316,7 +321,7 @@ def test_ranks_accept_the_same_drafts(tmp_path: Path, monkeypatch: pytest.Monkey
     path, model = tiny.save(tmp_path / "model"), tiny.build()
     answers = [prompt + reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
     make_drafter = MakeOracle(knows(answers), 0.7, VOCAB_SIZE)
-    monkeypatch.setattr(engine.speculation.drafter, "drafter_for", lambda _config: make_drafter)
+    draft_with(monkeypatch, make_drafter)
     made = open_ranks(path, 2, monkeypatch, num_speculative_tokens=4, num_gpu_blocks=24, block_size=4).engine
     requests = [made.add_request(prompt, GREEDY) for prompt in PROMPTS]
     while made.has_work():

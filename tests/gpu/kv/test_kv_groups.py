@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 
-import engine.assembly
 from engine.engine import Engine
 from engine.gpu.config import GpuConfig
 from engine.request import SamplingParams, TokenLogprobs
-from engine.speculation.drafts import Speculation
-from tests.engine.speculation.drafters import MakeOracle, knows
+from tests.engine.speculation.drafters import MakeOracle, draft_with, knows
 from tests.gpu.models import save_family, use_small_tiles
 from tests.gpu.test_engine import PROMPTS, assert_same_logprobs, generate, logprobs_of, open_gpu, reference
 from tests.gpu.test_prompt_graphs import open_with_graphs
@@ -94,7 +92,7 @@ def test_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = generate(plain, SAMPLED)
     answers = [prompt + tokens for prompt, tokens in zip(PROMPTS, expected, strict=True)]
     make_drafter = MakeOracle(knows(answers), 0.6, 97)
-    monkeypatch.setattr(engine.assembly, "_speculation", lambda *_: Speculation(make_drafter, 3, 16))
+    draft_with(monkeypatch, make_drafter, on_gpu=True)
     made, _ = open_gpu(
         model, monkeypatch, GpuConfig(), block_size=BLOCK_SIZE, num_speculative_tokens=3, max_num_seqs=16
     )  # fmt: skip

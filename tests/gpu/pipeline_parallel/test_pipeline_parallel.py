@@ -34,13 +34,13 @@ from engine.loader.load import load_model
 from engine.plan import StepPlan, StepResult
 from engine.ranks import Ranks, Stage
 from engine.request import SamplingParams
-from engine.speculation.drafts import Speculation
+from engine.runner import Proposer
 from engine.tensor_parallel.gpu_seams import gpu_ranks
 from engine.tensor_parallel.runner import ParallelRunner
 from kernels.rms_norm import rms_norm
 from kvstore.layout import Shard
 from tests.cluster.wings.test_tensor_parallel import followers_of
-from tests.engine.speculation.drafters import MakeOracle, knows
+from tests.engine.speculation.drafters import MakeOracle, draft_with, knows
 from tests.gpu.kv.test_kv_groups import FULL, GEMMA3
 from tests.gpu.models import save_family, save_tiny_model
 from tests.gpu.tensor_parallel.test_tensor_parallel import GREEDY, PARAMS
@@ -154,6 +154,9 @@ class StageHere:
     def needs_known_tokens(self, plan: StepPlan) -> bool:
         return self.runners[0].needs_known_tokens(plan)
 
+    def propose_with(self, proposer: Proposer) -> None:
+        self.runners[0].propose_with(proposer)
+
 
 class StepHere:
     """A step of all ranks."""
@@ -164,7 +167,7 @@ class StepHere:
 
     def result(self) -> StepResult:
         found = self._stage.each(lambda rank: self._pending[rank].result())
-        assert all(one == found[0] for one in found), "ranks have sampled different tokens"
+        assert all(one.token_ids == found[0].token_ids for one in found), "ranks have sampled different tokens"
         result: StepResult = found[0]
         return result
 
@@ -310,9 +313,7 @@ def test_stages_of_windows(windowed: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_stages_take_drafts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = generate(reference(model), greedy(12))
     drafter = MakeOracle(knows([prompt + tokens for prompt, tokens in zip(PROMPTS, expected, strict=True)]), 0.6, 97)
-    monkeypatch.setattr(
-        engine.assembly, "_speculation", lambda config, _: Speculation(drafter, 4, config.max_num_seqs)
-    )
+    draft_with(monkeypatch, drafter, on_gpu=True)
     made = open_stages(
         model, 2, monkeypatch, GpuConfig(), block_size=8, num_speculative_tokens=4, max_num_seqs=16,
         max_num_batched_tokens=16,

@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 
-import engine.assembly
 from engine.engine import Engine
 from engine.gpu.config import GpuConfig
 from engine.request import Request, SamplingParams, TokenLogprobs
-from engine.speculation.drafts import Speculation
-from tests.engine.speculation.drafters import MakeOracle, knows
+from tests.engine.speculation.drafters import FromStates, MakeOracle, draft_with, knows
 from tests.gpu.models import save_tiny_model
 from tests.gpu.test_engine import PROMPTS, assert_same_logprobs, open_gpu, reference
 
@@ -51,9 +49,7 @@ def test_drafts_change_no_token(accuracy: float, model: Path, monkeypatch: pytes
     plain, told = run(expected)
     answers = [request.prompt_token_ids + request.output_token_ids for request in plain]
     make_drafter = MakeOracle(knows(answers), accuracy, 97)
-    monkeypatch.setattr(
-        engine.assembly, "_speculation", lambda config, _: Speculation(make_drafter, 4, config.max_num_seqs)
-    )
+    draft_with(monkeypatch, make_drafter, on_gpu=True)
     made, runner = open_gpu(model, monkeypatch, GpuConfig(), num_speculative_tokens=4, max_num_seqs=MAX_TOKENS)
     assert runner.max_steps_in_flight == 1
     requests, found = run(made)
@@ -69,9 +65,7 @@ def test_drafts_change_no_token(accuracy: float, model: Path, monkeypatch: pytes
 
 def test_drafts_keep_to_decode_steps_within_a_graph(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No drafts beside a prompt, none beyond the largest graph, and none where the logits have rules."""
-    monkeypatch.setattr(
-        engine.assembly, "_speculation", lambda config, _: Speculation(lambda: Zeros(), 4, config.max_num_seqs)
-    )
+    draft_with(monkeypatch, lambda: Zeros(), on_gpu=True)
     made, _ = open_gpu(model, monkeypatch, GpuConfig(), num_speculative_tokens=4, max_num_seqs=7)
     for prompt, params in zip(PROMPTS[:3], (PLAIN, PLAIN, PARAMS[2]), strict=True):
         made.add_request(prompt, params)
@@ -81,6 +75,19 @@ def test_drafts_keep_to_decode_steps_within_a_graph(model: Path, monkeypatch: py
     assert [row.num_tokens for row in plan.rows] == [5, 1, 1]
     made.add_request(PROMPTS[3], PLAIN)
     assert sum(row.num_tokens for row in made.step().plan.rows) == 3 + len(PROMPTS[3])
+
+
+def test_a_proposer_has_the_states_that_tokens_came_of(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, runner = open_gpu(model, monkeypatch, GpuConfig(), num_speculative_tokens=2)
+    for graphs in (None, runner.open_prompt_graphs(captures=False)):
+        runner.prompt_graphs = graphs
+        proposer = FromStates(model)
+        runner.propose_with(proposer)
+        requests = [made.add_request(prompt, PLAIN) for prompt in PROMPTS]
+        while made.has_work():
+            made.step()
+        assert proposer.num_found == len(requests) * PLAIN.max_tokens
+    assert made.load().num_draft_tokens > 0
 
 
 class Zeros:

@@ -16,16 +16,14 @@ from typing import Any
 import pytest
 import torch
 
-import engine.assembly
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.engine import DeviceLostError, Engine
 from engine.gpu.config import GpuConfig
 from engine.request import SamplingParams
-from engine.speculation.drafts import Speculation
 from tests.cluster.wings.test_tensor_parallel import followers_of
 from tests.engine.quantization.packed_files import FORMATS, SIZES, write
-from tests.engine.speculation.drafters import MakeOracle, knows
+from tests.engine.speculation.drafters import MakeOracle, draft_with, knows
 from tests.engine.tiny_models import TinyModel
 from tests.gpu.kv.test_kv_groups import GEMMA3, GPT_OSS
 from tests.gpu.mla.test_latents import V2
@@ -216,9 +214,7 @@ def test_ranks_take_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     expected = generate(open_ranks(model, 1), PARAMS[:2], PROMPTS)
     answers = [prompt + answer for prompt, answer in zip(PROMPTS, expected, strict=False)]
     drafter = MakeOracle(knows(answers), 0.7, 97)
-    monkeypatch.setattr(
-        engine.assembly, "_speculation", lambda config, _: Speculation(drafter, 4, config.max_num_seqs)
-    )
+    draft_with(monkeypatch, drafter, on_gpu=True)
     ranks = open_ranks(model, 2, num_speculative_tokens=4, max_num_seqs=16)
     assert generate(ranks, PARAMS[:2], PROMPTS) == expected
     assert ranks.load().num_accepted_tokens > 4
