@@ -42,6 +42,7 @@ class ModelRunner(ABC):
 
     def __init__(self, loaded: LoadedModel, ranks: RankContext[Any]) -> None:
         self._proposer = Proposer()
+        self._on_work: Callable[[], object] = lambda: None
         self.hooks: dict[RequestId, LogitsHook] = {}  # per request: changes its logits, also those behind its drafts
         self._requests = RequestStates(loaded.constraints)
         self._ranks = ranks
@@ -60,6 +61,10 @@ class ModelRunner(ABC):
     def propose_with(self, proposer: Proposer) -> None:
         """Let `proposer` draft from the next step on."""
         self._proposer = proposer
+
+    def tell_of_work(self, on_work: Callable[[], object]) -> None:
+        """Call `on_work` at every layer where a step keeps the host busy."""
+        self._on_work = on_work
 
     def needs_known_tokens(self, plan: StepPlan) -> bool:
         """See Runner: hooks, and filters that read a request's own tokens."""

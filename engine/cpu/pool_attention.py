@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.cpu.batch import StepBatch, is_generated
-from engine.layers.attention import AttentionBackend, AttentionBlock
+from engine.layers.attention import AttentionBlock
 from engine.layers.rotary import Rotation
 from kernels.cpu_attention import aligned_attention
 from kernels.paged_attention import attend_causally, gather_kv, write_kv
-
-
-class BatchAttention(AttentionBackend, Protocol):
-    """A backend that plans a `StepBatch`."""
-
-    def plan(self, batch: StepBatch, inputs: Tensor) -> Any:
-        """Metadata of one step. inputs: `batch.inputs` on the device, int64 (4, num_tokens)."""
-        ...
 
 
 class PoolRow(NamedTuple):

@@ -6,8 +6,9 @@ cannot be sampled from fails alone; an exception of the forward pass itself prop
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +19,9 @@ from engine.config import EngineConfig
 from engine.cpu.attention import CpuAttention
 from engine.cpu.batch import StepBatch, build_batch, is_generated
 from engine.cpu.lowering import CpuForwards
-from engine.cpu.pool_attention import BatchAttention, PoolAttention
+from engine.cpu.pool_attention import PoolAttention
 from engine.kv.memory import copy_in, copy_out, kv_dtype, kv_layout
+from engine.layers.attention import AttentionBackend, AttentionBlock
 from engine.layers.block import Step
 from engine.layers.forward import Forward
 from engine.loader.load import LoadedModel
@@ -100,8 +102,7 @@ class CpuRunner(ModelRunner):
         result = StepResult.of_rows(len(rows))
         batch = build_batch(rows, requests, self._block_size)
         inputs = torch.from_numpy(batch.inputs).to(self._device)
-        metadata = self._backend.plan(batch, inputs)
-        attend = partial(self._backend.attend, metadata=metadata)
+        attend = partial(self._attend, metadata=self._backend.plan(batch, inputs))
         forward = self._forward_for(batch)
         self._ranks.inbox.receive(rows)
         hidden = forward.hidden(Step(inputs[0], attend))
@@ -112,9 +113,9 @@ class CpuRunner(ModelRunner):
         self._add_samples(forward, batch, hidden, result)
         return result
 
-    def wrap_attention(self, wrap: Callable[[BatchAttention], BatchAttention]) -> None:
-        """Put `wrap(backend)` in the place of the attention backend, to see every layer go by."""
-        self._backend = wrap(self._backend)
+    def _attend(self, block: AttentionBlock, qkv: Tensor, metadata: Any) -> Tensor:
+        self._on_work()
+        return self._backend.attend(block, qkv, metadata)
 
     def warmup(self, on_progress: OnProgress = no_progress) -> None:
         """Run a decode step and a full prefill step, so that the first request finds threads and caches ready.
@@ -163,7 +164,7 @@ class CpuRunner(ModelRunner):
         self._proposer.propose(result, sampled, hidden)
 
 
-def _attention_for(loaded: LoadedModel, kv_pool: Tensor, geometry: PoolGeometry) -> BatchAttention:
+def _attention_for(loaded: LoadedModel, kv_pool: Tensor, geometry: PoolGeometry) -> AttentionBackend:
     if geometry.layout.has_windows:
         require_wing("engine.windows", "a model with sliding windows")
         from engine.windows.grouped_attention import GroupedAttention

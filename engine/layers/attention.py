@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
@@ -18,6 +18,9 @@ from engine.layers.weights import Partition, WeightSource
 from engine.models.config import ModelConfig
 from kernels.rms_norm import rms_norm
 from kernels.rotary import rotate_
+
+if TYPE_CHECKING:
+    from engine.cpu.batch import StepBatch
 
 
 class AttentionBlock(Block):
@@ -107,9 +110,13 @@ class Attention(AttentionBlock):
 class AttentionBackend(Protocol):
     """Where K and V live, and how queries attend to them: one call per layer for prompts and decode rows alike.
 
-    A backend makes metadata of each step once (`plan`, whose arguments are its runner's business), and no other code
-    reads it. Rotation is part of `attend`, so that a backend may fuse it with what it does to K and V.
+    No other code reads its metadata of a step. Rotation is part of `attend`, so that a backend may fuse it with what
+    it does to K and V.
     """
+
+    def plan(self, batch: StepBatch, inputs: Tensor) -> Any:
+        """Say once where the tokens of a step go, and who attends how. inputs: `batch.inputs` on the device."""
+        ...
 
     def attend(self, block: AttentionBlock, qkv: Tensor, metadata: Any) -> Tensor:
         """Norm and rotate q and k as `block` has it, store what the pool keeps of its layer, attend causally.

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from engine.cpu.pool_attention import BatchAttention
 from engine.engine import DeviceLostError
 from engine.pipeline_parallel.remote_stage import RemoteStage
 from engine.plan import PendingStep, StepPlan, StepResult
@@ -94,12 +93,9 @@ class ParallelRunner:
         self._followers.watch(on_lost)
 
     def tell_of_work(self, on_work: Callable[[], None]) -> None:
-        """Call `on_work` now and then while this rank waits for stages that compute."""
+        """See ModelRunner; now and then also while this rank waits for stages that compute."""
+        self.local.tell_of_work(on_work)
         self._followers.on_work = on_work
-
-    def wrap_attention(self, wrap: Callable[[BatchAttention], BatchAttention]) -> None:
-        """See CpuRunner: rank 0's."""
-        self.local.wrap_attention(wrap)
 
     def propose_with(self, proposer: Proposer) -> None:
         """See ModelRunner: rank 0's, which samples."""

@@ -7,14 +7,6 @@ from __future__ import annotations
 
 import mmap
 import os
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:  # the front uses this file, without torch
-    from torch import Tensor
-
-    from engine.cpu.batch import StepBatch
-    from engine.cpu.pool_attention import BatchAttention
-    from engine.layers.attention import Attention
 
 COUNTER_BYTES = 8
 
@@ -40,18 +32,3 @@ class Heartbeat:
 
     def read(self) -> int:
         return self._memory[0]
-
-
-class BeatingAttention:
-    """An attention backend that beats at every layer."""
-
-    def __init__(self, backend: BatchAttention, heartbeat: Heartbeat) -> None:
-        self._backend = backend
-        self._heartbeat = heartbeat
-
-    def plan(self, batch: StepBatch, inputs: Tensor) -> Any:
-        return self._backend.plan(batch, inputs)
-
-    def attend(self, block: Attention, qkv: Tensor, metadata: Any) -> Tensor:
-        self._heartbeat.beat()
-        return self._backend.attend(block, qkv, metadata)

@@ -20,7 +20,7 @@ from engine.engine import DeviceLostError
 from kvstore.handle.handle import HandleWriter
 from kvstore.pool.block_hash import HASH_VERSION
 from worker.engine_process.cores import SharedCores
-from worker.engine_process.heartbeat import BeatingAttention, Heartbeat
+from worker.engine_process.heartbeat import Heartbeat
 from worker.engine_process.process import EngineProcess
 from worker.frames import FrameSocket
 from worker.front.start_reports import StartReports
@@ -71,10 +71,7 @@ def _start(link: FrameSocket, start: Start, heartbeat: Heartbeat) -> EngineProce
     if cores is not None and parts.device != "cpu":
         cores.close()
         cores = None
-    if parts.device == "cpu":
-        parts.runner.wrap_attention(lambda backend: BeatingAttention(backend, heartbeat))
-    if config.pp > 1:
-        parts.runner.tell_of_work(heartbeat.beat)
+    parts.runner.tell_of_work(heartbeat.beat)
     if config.num_ranks > 1:
         parts.runner.watch_ranks(_end_process)
     gc.collect()
