@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 
-from engine.gpu.attention.backend import GpuAttention, PrefillAttention, PrefillPlan
+from engine.gpu.attention.backend import GpuAttention, PrefillPlan
 from engine.gpu.attention.grouped import GroupedQueries
 from engine.gpu.attention.paged import PagedPlan
 from engine.gpu.lowering import SINGLE_GPU, GpuForwards, GpuSeams
@@ -27,7 +28,7 @@ class GroupInputs:
 
     slots: int32 (num_tokens,), block id * block_size + offset, or -1 to store nothing.
     decode_tables: block ids, int32 (num_decode_rows, max_blocks).
-    prefill: `FusedForward.attention`'s plan for the chunks of prompts, or one for the paged kernel; None when there
+    prefill: `GpuAttention.prefill`'s plan for the chunks of prompts, or one for the paged kernel; None when there
         are none.
     """
 
@@ -65,23 +66,23 @@ def attention_of(model: Model) -> type[GpuAttention]:
 
 
 class FusedForward:
-    """The model over one pool. Its workspaces serve one stream. `attention` plans for prompts."""
+    """The model over one pool. Its workspaces serve one stream. wanted, max_tokens: see `GpuAttention`."""
 
     def __init__(
         self,
         model: Model,
         pool: Tensor,
         max_rows: int,
-        attention: PrefillAttention,
+        wanted: str,
+        dtype: torch.dtype,
+        max_tokens: int,
         ranks: RankContext[GpuSeams] = SINGLE_GPU,
     ) -> None:
         model = ranks.inbox.model(model)
-        self._attention = attention_of(model)(model, pool, max_rows, attention)
+        self.attention = attention_of(model)(model, pool, max_rows, wanted, dtype, max_tokens)
         self._forwards = GpuForwards(model, ranks)
         self._inbox = ranks.inbox
         self.passes_on = ranks.passes_on
-        self.attention = attention
-        self.attention_width = self._attention.width
         self.dtype = model.embedding.dtype
         self.logits = model.head  # normed hidden states (rows, hidden) -> (rows, vocab), of this rank
 
@@ -89,4 +90,4 @@ class FusedForward:
         """Hidden states (num_tokens, hidden) after the final norm; of a stage that passes them on, the residual."""
         token_ids = self._inbox.token_ids(inputs.token_ids)
         forward = self._forwards.choose(token_ids.shape[0], not inputs.has_prompts)
-        return forward.hidden(GpuStep(token_ids, inputs.groups[0].slots, partial(self._attention.attend, inputs)))
+        return forward.hidden(GpuStep(token_ids, inputs.groups[0].slots, partial(self.attention.attend, inputs)))

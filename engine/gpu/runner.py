@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
-from engine.gpu.forward import FusedForward, attention_of
+from engine.gpu.forward import FusedForward
 from engine.gpu.late_compiles import log_late_compiles
 from engine.gpu.lowering import SINGLE_GPU, GpuSeams
 from engine.gpu.progress import check_alive, mark
@@ -75,10 +75,9 @@ class GpuRunner(ModelRunner):
         layout = kv_layout(model_config, kv_pool.dtype)
         self._num_groups = len(layout.groups)
         self._state = DeviceState(self._max_rows, max_blocks, loaded.device, self._num_groups)
-        attention = attention_of(loaded.model).open_prefill(
-            gpu.attention_backend, loaded.model, kv_pool, loaded.dtype, self._max_tokens
+        self._forward = FusedForward(
+            loaded.model, kv_pool, self._max_rows, gpu.attention_backend, loaded.dtype, self._max_tokens, ranks
         )
-        self._forward = FusedForward(loaded.model, kv_pool, self._max_rows, attention, ranks)
         self._num_buffers, self._turn = max(NUM_BUFFERS, config.pp + 1), 0
         of_vocab = 1 if ranks.passes_on else loaded.config.vocab_size  # nothing is kept where another stage samples
         self._samples = StepSamples(
@@ -206,7 +205,9 @@ class GpuRunner(ModelRunner):
         rows = batch.rows
         decodes = [i for i, row in enumerate(rows) if row.samples and row.num_tokens == 1]
         chunks = [i for i, row in enumerate(rows) if not (row.samples and row.num_tokens == 1)]
-        inputs, last_of = mixed_inputs(batch, decodes, chunks, self._state, self._forward.attention, self._block_size)
+        inputs, last_of = mixed_inputs(
+            batch, decodes, chunks, self._state, self._forward.attention.prefill, self._block_size
+        )
         hidden = self._forward.hidden(inputs)
         if self._ranks.pass_on(hidden):
             return

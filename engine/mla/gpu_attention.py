@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from engine.gpu.attention.backend import GpuAttention, PrefillAttention
+from engine.gpu.attention.backend import GpuAttention
 from engine.gpu.attention.paged import PagedPlan
 from engine.mla.gpu_expanded import ExpandedLatents, ExpandedPlan, open_latents
 from engine.mla.gpu_latents import PagedLatents
@@ -24,22 +24,19 @@ if TYPE_CHECKING:
 class LatentQueries(GpuAttention):
     """See GpuAttention."""
 
-    def __init__(self, model: Model, pool: Tensor, max_rows: int, prefill: PrefillAttention) -> None:
+    prefill: PagedLatents
+
+    def __init__(
+        self, model: Model, pool: Tensor, max_rows: int, wanted: str, dtype: torch.dtype, max_tokens: int
+    ) -> None:
         config, latent = model.config, model.config.latent
         assert latent is not None, "the model's config has latents, as its blocks do"
-        assert isinstance(prefill, PagedLatents), "see open_prefill"
-        self._rotary, self._pool, self._prefill = model.rotary, pool, prefill
+        self.prefill = open_latents(wanted, pool, config.num_heads, latent, dtype)
+        self._rotary, self._pool = model.rotary, pool
         self.width = config.num_heads * latent.kv_lora_rank  # of absorbed queries' outputs
         self._workspace = DecodeWorkspace(
             max_rows, config.num_heads, config.num_kv_heads, latent.kv_lora_rank, pool.device
         )  # fmt: skip
-
-    @staticmethod
-    def open_prefill(
-        wanted: str, model: Model, pool: Tensor, dtype: torch.dtype, max_tokens: int
-    ) -> PrefillAttention:
-        assert model.config.latent is not None
-        return open_latents(wanted, pool, model.config.num_heads, model.config.latent, dtype)
 
     def attend(self, inputs: GpuInputs, block: LatentAttention, q: Tensor, latents: Tensor) -> Tensor:
         """See GpuAttention: norm and rotate, absorb, store latents, attend.
@@ -60,21 +57,21 @@ class LatentQueries(GpuAttention):
         )  # fmt: skip
         out = torch.empty(num_tokens, num_heads, block.v_dim, dtype=q.dtype, device=q.device)
         if isinstance(own.prefill, ExpandedPlan):
-            assert isinstance(self._prefill, ExpandedLatents), "it made the plan"
+            assert isinstance(self.prefill, ExpandedLatents), "it made the plan"
             prompts = q[num_decode:]
             prompts[..., block.nope_dim :] = absorbed[num_decode:, :, rank:]
-            self._prefill.attend(prompts, block.kv_b, self._pool, block.layer, own.prefill, out[num_decode:])
+            self.prefill.attend(prompts, block.kv_b, self._pool, block.layer, own.prefill, out[num_decode:])
             if not num_decode:
                 return out.flatten(1)
         q_nope = q[:num_absorbed, :, : block.nope_dim].transpose(0, 1)
         torch.bmm(q_nope, block.w_uk, out=absorbed[:num_absorbed, :, :rank].transpose(0, 1))
         if num_decode:
             attended[:num_decode] = latent_decode(
-                absorbed[:num_decode], self._pool, rank, self._prefill.scale, block.layer, own.decode_tables,
+                absorbed[:num_decode], self._pool, rank, self.prefill.scale, block.layer, own.decode_tables,
                 inputs.lengths, self._workspace,
             )  # fmt: skip
         if isinstance(own.prefill, PagedPlan):
-            self._prefill.prefill(absorbed[num_decode:], self._pool, block.layer, own.prefill, attended[num_decode:])
+            self.prefill.prefill(absorbed[num_decode:], self._pool, block.layer, own.prefill, attended[num_decode:])
         by_head = attended[:num_absorbed].view(num_absorbed, num_heads, rank).transpose(0, 1)
         torch.bmm(by_head, block.w_uv.transpose(1, 2), out=out[:num_absorbed].transpose(0, 1))
         return out.flatten(1)

@@ -18,14 +18,11 @@ import torch
 from torch import Tensor
 
 from common.model_files import resolve_model
-from engine.gpu.attention.backend import PrefillAttention
-from engine.gpu.attention.paged import PagedAttention
 from engine.gpu.forward import FusedForward, GpuInputs, GroupInputs
 from engine.gpu.lowering import SINGLE_GPU, GpuSeams
 from engine.gpu.sampling.device_sampler import DeviceSampler
 from engine.kv.memory import kv_layout
 from engine.layers.weights import Partition
-from engine.mla.gpu_expanded import ExpandedLatents
 from engine.models.families import family_of
 from engine.models.hf_config import architecture_of, config_from_hf, read_hf_config
 from engine.models.model import Model
@@ -107,9 +104,6 @@ def forward_over(model: Model, kv_dtype: torch.dtype, num_ranks: int = 1) -> Fus
     config = model.config
     geometry = PoolGeometry(kv_layout(config, kv_dtype), NUM_BLOCKS, BLOCK_SIZE, "")
     pool = torch.empty(NUM_BLOCKS, *geometry.block_shape, dtype=kv_dtype, device=META)
-    attention: PrefillAttention = PagedAttention(config.num_heads, config.num_kv_heads)
-    if config.latent is not None:
-        attention = ExpandedLatents(pool, config.num_heads, config.latent, torch.bfloat16)
     group = None if num_ranks == 1 else cast(Any, SimpleNamespace(rank=0, size=num_ranks, rows=None))
     if group is not None and config.moe is not None:
         layout = ExchangeLayout(
@@ -121,7 +115,7 @@ def forward_over(model: Model, kv_dtype: torch.dtype, num_ranks: int = 1) -> Fus
     ranks: RankContext[GpuSeams] = SINGLE_GPU
     if group is not None:
         ranks = RankContext(shard_seams(group, model.config.vocab_size))
-    return FusedForward(model, pool, MAX_ROWS, attention, ranks)
+    return FusedForward(model, pool, MAX_ROWS, "triton", torch.bfloat16, 8192, ranks)
 
 
 def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -135,7 +129,7 @@ def decode_inputs(rows: int, num_groups: int = 1) -> GpuInputs:
 
 def prompt_inputs(forward: FusedForward, lengths: list[int], num_groups: int = 1) -> GpuInputs:
     starts, tables = [*accumulate(lengths, initial=0)], ints(len(lengths), MAX_BLOCKS)
-    plan = forward.attention.plan(starts, lengths, tables)
+    plan = forward.attention.prefill.plan(starts, lengths, tables)
     total = starts[-1]
     groups = [GroupInputs(ints(total), ints(0, MAX_BLOCKS), plan)] * num_groups
     return GpuInputs(ints(total, dtype=torch.int64), ints(total), ints(0), groups)

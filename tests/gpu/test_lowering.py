@@ -10,7 +10,6 @@ import torch
 
 from common.model_files import resolve_model
 from engine.config import EngineConfig
-from engine.gpu.attention.choose import open_attention
 from engine.gpu.forward import FusedForward, GpuInputs, GroupInputs
 from engine.gpu.lowering import RULES, GpuSeams
 from engine.gpu.ops import plain, split_k
@@ -69,12 +68,11 @@ def test_hidden_states_and_kv_equal_those_of_the_plain_way(
     results = []
     for takes in (True, False):
         pool = before.clone()
-        attention = open_attention("triton", pool, model.num_heads, loaded.dtype, rows)
         if takes:
             assert all(split_k.SPLIT_K in ways for ways in ways_of(loaded.model, rows))
         else:
             monkeypatch.setattr("engine.gpu.lowering.RULES", plain.RULES)
-        forward = FusedForward(loaded.model, pool, rows, attention)
+        forward = FusedForward(loaded.model, pool, rows, "triton", loaded.dtype, rows)
         results.append((forward.hidden(inputs).float(), pool.float()))
     (hidden, pool), (plain_hidden, plain_pool) = results
     assert float((hidden - plain_hidden).norm() / plain_hidden.norm()) < 2e-2
@@ -113,9 +111,8 @@ def test_a_rank_alone_computes_what_the_plain_form_does(
             torch.arange(rows, device=DEVICE), positions, positions + 1,
             [GroupInputs(table[:, 0] * BLOCK_SIZE, table) for table in tables],
         )  # fmt: skip
-        attention = open_attention("triton", pool, loaded.config.num_heads, loaded.dtype, rows)
         ranks = gpu_ranks(loaded, config, cast(Any, group))
-        forward = FusedForward(loaded.model, pool, rows, attention, ranks)
+        forward = FusedForward(loaded.model, pool, rows, "triton", loaded.dtype, rows, ranks)
         hidden.append(forward.hidden(inputs))
     assert float((hidden[0] - hidden[1]).norm() / hidden[0].norm()) < 1e-5
 
@@ -147,11 +144,10 @@ def test_experts_between_layers_of_quantized_inputs_equal_the_plain_form(
     results = []
     for takes in (True, False):
         pool = before.clone()
-        attention = open_attention("triton", pool, model.num_heads, loaded.dtype, rows)
         if takes:
             assert rules_of(loaded.model.blocks[0], rows)[0] is quantized.RULES[0]
         else:
             monkeypatch.setattr("engine.gpu.lowering.RULES", plain.RULES)
-        forward = FusedForward(loaded.model, pool, rows, attention)
+        forward = FusedForward(loaded.model, pool, rows, "triton", loaded.dtype, rows)
         results.append(forward.hidden(inputs))
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)

@@ -51,21 +51,20 @@ class PrefillAttention(Protocol):
 
 
 class GpuAttention(ABC):
-    """Attention of a model's blocks over one pool, for decode rows and prompts. Its workspaces serve one stream."""
+    """Attention of a model's blocks over one pool, for decode rows and prompts. Its workspaces serve one stream.
 
+    prefill: what plans, and attends, for prompts. width: of the memory that a token's output takes, see
+        `GpuInputs.attended`.
+    """
+
+    prefill: PrefillAttention
     width: int
-    """Of the memory that a token's output takes, see `GpuInputs.attended`."""
 
     @abstractmethod
-    def __init__(self, model: Model, pool: Tensor, max_rows: int, prefill: PrefillAttention) -> None:
-        """prefill: what `open_prefill` gave."""
-
-    @staticmethod
-    @abstractmethod
-    def open_prefill(
-        wanted: str, model: Model, pool: Tensor, dtype: torch.dtype, max_tokens: int
-    ) -> PrefillAttention:
-        """Choose what attends for prompts. max_tokens: of the largest step. Raises ConfigError."""
+    def __init__(
+        self, model: Model, pool: Tensor, max_rows: int, wanted: str, dtype: torch.dtype, max_tokens: int
+    ) -> None:
+        """wanted: `--attention-backend`. max_tokens: of the largest step. Raises ConfigError."""
 
     @abstractmethod
     def attend(self, inputs: GpuInputs, block: Any, *queries: Any) -> Tensor:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from engine.gpu.attention.backend import GpuAttention, PrefillAttention
+from engine.gpu.attention.backend import GpuAttention
 from engine.gpu.attention.choose import open_attention
 from engine.gpu.attention.paged import PagedAttention, PagedPlan
 from engine.kv.memory import kv_layout
@@ -47,24 +47,20 @@ def layers_of(model: Model, layout: KvLayout) -> dict[int, LayerKv]:
 class GroupedQueries(GpuAttention):
     """See GpuAttention."""
 
-    def __init__(self, model: Model, pool: Tensor, max_rows: int, prefill: PrefillAttention) -> None:
-        config = model.config
-        self._layers = layers_of(model, kv_layout(config, pool.dtype))
-        self._pool, self._prefill = pool, prefill
+    def __init__(
+        self, model: Model, pool: Tensor, max_rows: int, wanted: str, dtype: torch.dtype, max_tokens: int
+    ) -> None:
+        config, layout = model.config, kv_layout(model.config, pool.dtype)
+        has_sinks = any(isinstance(each, Attention) and each.sinks is not None for each in model.blocks)
+        needs = "sliding windows" if layout.has_windows else "attention sinks" if has_sinks else ""
+        self.prefill = open_attention(wanted, pool, config.num_heads, dtype, max_tokens, needs)
+        self._layers = layers_of(model, layout)
+        self._pool = pool
         self._paged = PagedAttention(config.num_heads, config.num_kv_heads)
         self.width = config.num_heads * config.head_dim
         self._workspace = DecodeWorkspace(
             max_rows, config.num_heads, config.num_kv_heads, config.head_dim, pool.device
         )  # fmt: skip
-
-    @staticmethod
-    def open_prefill(
-        wanted: str, model: Model, pool: Tensor, dtype: torch.dtype, max_tokens: int
-    ) -> PrefillAttention:
-        has_windows = kv_layout(model.config, pool.dtype).has_windows
-        has_sinks = any(isinstance(each, Attention) and each.sinks is not None for each in model.blocks)
-        needs = "sliding windows" if has_windows else "attention sinks" if has_sinks else ""
-        return open_attention(wanted, pool, model.config.num_heads, dtype, max_tokens, needs)
 
     def attend(self, inputs: GpuInputs, block: Attention, qkv: Tensor, spreads_next: bool = True) -> Tensor:
         """See GpuAttention. spreads_next: see `rope_and_write_kv`.
@@ -94,7 +90,7 @@ class GroupedQueries(GpuAttention):
                 prompts, self._pool, layer.index, own.prefill, their_out, layer.window, block.sinks
             )  # fmt: skip
         else:
-            self._prefill.prefill(prompts, self._pool, layer.index, own.prefill, their_out)
+            self.prefill.prefill(prompts, self._pool, layer.index, own.prefill, their_out)
         return out
 
     def _attend_decode(self, q: Tensor, block: Attention, own: GroupInputs, lengths: Tensor) -> Tensor:

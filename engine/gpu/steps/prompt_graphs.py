@@ -99,7 +99,7 @@ class PromptGraphs:
     ) -> None:
         """group: query heads of a KV head. num_buffers: of staging, more than steps in flight."""
         attended = torch.zeros(
-            max(PROMPT_BUCKETS), forward.attention_width, dtype=forward.dtype, device=state.last_tokens.device
+            max(PROMPT_BUCKETS), forward.attention.width, dtype=forward.dtype, device=state.last_tokens.device
         )
         self._parts = forward, state, sampler, attended
         self._group = group

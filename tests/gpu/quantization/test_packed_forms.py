@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.gpu.attention.choose import open_attention
 from engine.gpu.forward import FusedForward, GpuInputs, GroupInputs
 from engine.kv.memory import kv_layout
 from engine.loader.load import load_model
@@ -88,9 +87,8 @@ def make_forward(path: Path, shard: Shard, rows: int, group: Rank | None) -> tup
     token_ids = torch.arange(rows, device=DEVICE) * (loaded.config.vocab_size // rows)  # of both ranks
     groups = [GroupInputs(table[:, 0] * BLOCK_SIZE, table) for table in tables]
     inputs = GpuInputs(token_ids, positions, positions + 1, groups)
-    attention = open_attention("triton", pool, loaded.model.config.num_heads, loaded.dtype, rows)
     ranks = gpu_ranks(loaded, config, cast(DeviceGroup | None, group))
-    return FusedForward(loaded.model, pool, rows, attention, ranks), inputs
+    return FusedForward(loaded.model, pool, rows, "triton", loaded.dtype, rows, ranks), inputs
 
 
 @pytest.mark.parametrize("name", ["gptq-act-order", "compressed-int8"])
