@@ -33,7 +33,7 @@ from engine.kv.memory import (
 )
 from engine.kv.pool_memory import PoolMemory, PrivatePoolMemory
 from engine.ranks import RankContext, Ranks
-from engine.scheduling.policy import SchedulingPolicy, load_policy
+from engine.scheduling.policy import load_policy
 from engine.scheduling.scheduler import Scheduler
 from engine.start_progress import OnProgress, no_progress
 from kvstore.layout import PoolGeometry
@@ -120,10 +120,19 @@ def _assemble(
         tokens.exception()  # wait: nothing stalls the first streams; a model without a tokenizer takes no grammars
     if loads is not None:
         loads.restart()
+    scheduler = Scheduler(
+        make_kv_manager(geometry, config, host_tier),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        preempt_by_swap=config.preemption == "swap",
+        policy=policy,
+        speculation=_speculation(config, device, runner),
+        prompt_budget=_prompt_budget(config),
+        num_stages=ranks.num_stages,
+    )
     engine = Engine(
-        _make_scheduler(
-            geometry, config, host_tier, max_model_len, policy, ranks.num_stages, _speculation(config, device, runner)
-        ),
+        scheduler,
         runner if loads is None else _counted(runner, loads, rebalancer),
         vocab_size=loaded.config.vocab_size,
         eos_token_ids=frozenset(loaded.config.eos_token_ids),
@@ -166,28 +175,6 @@ def _size_pool(
     geometry = pool_geometry(loaded.config, config, loaded.fingerprint, loaded.dtype, loaded.shard)
     geometry = replace(geometry, num_blocks=ranks.num_blocks(loaded, geometry, config))
     return config, geometry, context_in_pool(max_model_len, geometry, config)
-
-
-def _make_scheduler(
-    geometry: PoolGeometry,
-    config: EngineConfig,
-    host_tier: HostTier | None,
-    max_model_len: int,
-    policy: SchedulingPolicy,
-    num_stages: int,
-    speculation: Speculation | None,
-) -> Scheduler:
-    return Scheduler(
-        make_kv_manager(geometry, config, host_tier),
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=max_model_len,
-        preempt_by_swap=config.preemption == "swap",
-        policy=policy,
-        speculation=speculation,
-        prompt_budget=_prompt_budget(config),
-        num_stages=num_stages,
-    )
 
 
 def _log_ready(parts: EngineParts, seconds: float) -> None:

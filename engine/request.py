@@ -219,6 +219,9 @@ class RequestOutput:
 class SchedulerLoad:
     """Load of the scheduler, counted when asked, and what it has counted since its start."""
 
+    num_preemptions: int
+    num_draft_tokens: int
+    num_accepted_tokens: int  # drafts that equal the tokens sampled at their positions
     num_requests: int
     num_running: int
     num_waiting: int
@@ -227,6 +230,3 @@ class SchedulerLoad:
     waiting_prefill_tokens: int
     waiting_prefill_pairs: int  # of these tokens, each with every token before it
     context_tokens: int  # of requests that decode
-    num_preemptions: int
-    num_draft_tokens: int
-    num_accepted_tokens: int  # drafts that equal the tokens sampled at their positions

@@ -73,8 +73,8 @@ class RequestQueues:
         for queue in self._by_status.values():
             queue.sort(key=_rank)
 
-    def load(self, **totals: int) -> SchedulerLoad:
-        """Count what is here. totals: what others have counted."""
+    def load(self, num_preemptions: int, num_draft_tokens: int, num_accepted_tokens: int) -> SchedulerLoad:
+        """Count what is here, beside what others have counted."""
         gap, pairs, context = 0, 0.0, 0
         for request in self.running:  # after every step: properties would cost as much again
             num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
@@ -89,6 +89,9 @@ class RequestQueues:
                 gap += request.num_tokens
                 pairs += num_pairs(0, request.num_tokens)
         return SchedulerLoad(
+            num_preemptions,
+            num_draft_tokens,
+            num_accepted_tokens,
             num_requests=len(self.by_id),
             num_running=len(self.running),
             num_waiting=len(self.waiting),
@@ -97,5 +100,4 @@ class RequestQueues:
             waiting_prefill_tokens=gap,
             waiting_prefill_pairs=round(pairs),
             context_tokens=context,
-            **totals,
         )

@@ -104,11 +104,7 @@ class Scheduler:
         return bool(self._queues.waiting or self._queues.running or self._queues.swapped)
 
     def load(self) -> SchedulerLoad:
-        return self._queues.load(
-            num_preemptions=self._preemption.num_preemptions,
-            num_draft_tokens=self._num_draft_tokens,
-            num_accepted_tokens=self._num_accepted_tokens,
-        )
+        return self._queues.load(self._preemption.num_preemptions, self._num_draft_tokens, self._num_accepted_tokens)
 
     # -- one step --------------------------------------------------------------------------------------------
 

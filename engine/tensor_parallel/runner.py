@@ -15,7 +15,6 @@ from engine.engine import DeviceLostError
 from engine.pipeline_parallel.remote_stage import RemoteStage
 from engine.plan import PendingStep, StepPlan, StepResult
 from engine.request import TokenId
-from engine.runner import Proposer
 from engine.start_progress import OnProgress, no_progress
 from engine.tensor_parallel.followers import Followers
 
@@ -32,6 +31,7 @@ class ParallelRunner:
         is_eager: its `launch` computes, and so waits for the stages before.
         """
         self.local = local
+        self.needs_known_tokens, self.propose_with = local.needs_known_tokens, local.propose_with
         self.max_steps_in_flight = num_in_flight or local.max_steps_in_flight
         self._followers = followers
         self._has_stages = num_in_flight > 0
@@ -96,14 +96,6 @@ class ParallelRunner:
         """See ModelRunner; now and then also while this rank waits for stages that compute."""
         self.local.tell_of_work(on_work)
         self._followers.on_work = on_work
-
-    def propose_with(self, proposer: Proposer) -> None:
-        """See ModelRunner: rank 0's, which samples."""
-        self.local.propose_with(proposer)
-
-    def needs_known_tokens(self, plan: StepPlan) -> bool:
-        needs: bool = self.local.needs_known_tokens(plan)
-        return needs
 
 
 class ParallelStep:
