@@ -78,7 +78,8 @@ def test_drafts_keep_to_decode_steps_within_a_graph(model: Path, monkeypatch: py
 
 
 def test_a_proposer_has_the_states_that_tokens_came_of(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, runner = open_gpu(model, monkeypatch, GpuConfig(), num_speculative_tokens=2)
+    draft_with(monkeypatch, Zeros, on_gpu=True)
+    made, runner = open_gpu(model, monkeypatch, GpuConfig(), num_speculative_tokens=2, max_num_seqs=MAX_TOKENS)
     for graphs in (None, runner.open_prompt_graphs(captures=False)):
         runner.prompt_graphs = graphs
         proposer = FromStates(model)
