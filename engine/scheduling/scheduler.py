@@ -176,7 +176,6 @@ class Scheduler:
             request.num_computed_tokens = row.start + num_sampled
             self.kv.publish(request)  # blocks that accepted drafts have filled
 
-
     # -- inside a step ---------------------------------------------------------------------------------------
 
     def _running(self) -> tuple[list[Request], list[Request]]:
