@@ -26,9 +26,7 @@ from tests.cluster.harness import free_ports
 from tests.kvstore.helpers import with_shard
 from tests.worker.harness import (
     DRY_RUN,
-    MINUTE_LONG,
     PROMPT,
-    SLOW,
     Worker,
     attached,
     by_tcp,
@@ -266,32 +264,6 @@ async def test_sigterm_while_loading_ends_at_once(tmp_path: Path) -> None:
         worker.service.signal(signal.SIGTERM)
         assert worker.service.process is not None
         assert await asyncio.to_thread(worker.service.process.wait, 60) in (0, -signal.SIGTERM)
-    finally:
-        stop(worker)
-
-
-async def test_sigterm_drains(tmp_path: Path) -> None:
-    """Open requests end, new ones are refused, and the process exits with 0."""
-    tmp_path.chmod(0o700)
-    worker = Worker("decode", tmp_path, free_ports(1)[0], engine=SLOW)
-    try:
-        await worker.wait_ready()
-        async with attached(worker) as d:
-            await d.submit("long", sampling=MINUTE_LONG)
-            await d.submit("open")  # behind it
-            while d.load.num_waiting == 0:
-                await d.report()
-            worker.service.signal(signal.SIGTERM)
-            while not d.load.draining:
-                await d.report()
-            await d.submit("new")
-            assert (await d.failure_of("new")).code == pb.FAILURE_CODE_UNAVAILABLE
-            await d.cancel("long")
-            tokens, last = await d.until_end("open")
-            assert tokens
-            assert last.finish_reason == pb.FINISH_REASON_LENGTH
-        assert worker.service.process is not None
-        assert await asyncio.to_thread(worker.service.process.wait, 60) == 0
     finally:
         stop(worker)
 

@@ -60,16 +60,6 @@ async def exit_code(worker: Worker) -> int:
     return await asyncio.to_thread(worker.service.process.wait, 60)
 
 
-async def test_a_drained_worker_finishes_its_requests_and_ends(decode_worker: Worker) -> None:
-    async with drained(decode_worker, grace_seconds=60.0) as stream:
-        await stream.submit("new")
-        assert (await stream.failure_of("new")).code == pb.FAILURE_CODE_UNAVAILABLE
-        await stream.cancel("long")
-        _, last = await stream.until_end("open")
-        assert last.finish_reason == pb.FINISH_REASON_LENGTH
-    assert await exit_code(decode_worker) == 0
-
-
 async def test_the_grace_period_ends_a_drain(decode_worker: Worker) -> None:
     async with drained(decode_worker, grace_seconds=1.0) as stream:
         await stream.until_broken()  # the router moves what is left
@@ -77,15 +67,19 @@ async def test_the_grace_period_ends_a_drain(decode_worker: Worker) -> None:
     assert await exit_code(decode_worker) == 0
 
 
-async def test_undrain_takes_a_worker_back_until_it_stops(decode_worker: Worker) -> None:
+async def test_undrain_takes_a_worker_back_until_sigterm_drains_it(decode_worker: Worker) -> None:
+    """Both times open requests end and new ones are refused; then the process exits with 0."""
     async with drained(decode_worker, grace_seconds=60.0) as stream, open_channel(decode_worker.address) as channel:
         stub = decode_worker.stub(channel)
+        await stream.submit("early")
+        assert (await stream.failure_of("early")).code == pb.FAILURE_CODE_UNAVAILABLE
         await stub.Undrain(pb.UndrainRequest(), timeout=60)
         await stream.cancel("long")
         await stream.submit("new")
         assert (await stream.until_end("new"))[1].finish_reason == pb.FINISH_REASON_LENGTH
         await stream.submit("second", sampling=MINUTE_LONG)
-        while stream.load.num_running == 0:
+        await stream.submit("behind")
+        while stream.load.num_waiting == 0:
             await stream.report()
         decode_worker.service.signal(signal.SIGTERM)
         while not stream.load.draining:
@@ -93,6 +87,11 @@ async def test_undrain_takes_a_worker_back_until_it_stops(decode_worker: Worker)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Undrain(pb.UndrainRequest(), timeout=60)
         assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+        await stream.submit("late")
+        assert (await stream.failure_of("late")).code == pb.FAILURE_CODE_UNAVAILABLE
+        await stream.cancel("second")
+        assert (await stream.until_end("behind"))[1].finish_reason == pb.FINISH_REASON_LENGTH
+    assert await exit_code(decode_worker) == 0
 
 
 async def test_a_draining_prefill_worker_waits_for_its_readers(prefill_worker: Worker) -> None:
