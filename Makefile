@@ -22,17 +22,20 @@ chat: setup      ## talk to a running cluster
 INTERPRETED := $(wildcard tests/kernels tests/gpu)
 # The core's tests run in a copy without the removable wings (wings.toml): a core that needs one fails there. Cases of
 # theirs that need a wing are skipped there, and run here.
-# All but clusters under load, whose times matter: three at a time on two cores, since many wait for something.
-SHARED := $(addprefix tests/,benchmarks cli common compile deploy engine examples kvstore packaging router worker test_repository.py test_wings.py)
+# Tests whose times matter run one at a time. All others run three at a time on two cores, since many wait for something.
+TIMED := $(addprefix tests/cluster/,faults/test_liveness.py faults/test_overload.py wings/test_adaptive.py wings/test_hostile_grammars.py)
+
+# Without it, each process that a test starts compiles every module of the project again.
+unexport PYTHONDONTWRITEBYTECODE
 
 test: setup      ## all tests (ARGS="tests/kvstore -k pool" for some)
 ifeq ($(ARGS),)
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 $(INTERPRETED)
 	@copy=$$(mktemp -d) && trap 'rm -rf $$copy' EXIT && core=$$($(BIN)/python -m tests.wings --core-alone $$copy) && \
 	(cd $$copy && PYTHONPATH=$$copy $(CURDIR)/$(BIN)/python -m pytest -q -n 3 --dist loadfile $$core) && \
-	$(BIN)/python -m pytest -q -n 3 --dist loadfile $(SHARED) $$(printf -- '--ignore=%s ' $$core) && \
+	$(BIN)/python -m pytest -q -n 3 --dist loadfile tests $$(printf -- '--ignore=%s ' $$core $(INTERPRETED) $(TIMED)) && \
 	$(BIN)/python -m pytest -q -n 3 --dist loadfile -m wing $$(grep -lE 'mark\.wing|with_wing' $$core)
-	@$(BIN)/python -m pytest -q tests --ignore=tests/cluster/test_end_to_end.py $(addprefix --ignore=,$(INTERPRETED) $(SHARED))
+	@$(BIN)/python -m pytest -q $(TIMED)
 else
 	@$(BIN)/python -m pytest -q $(ARGS)
 endif
