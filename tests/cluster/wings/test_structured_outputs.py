@@ -108,7 +108,7 @@ def test_a_schema_of_the_client_is_refused_by_name(cluster: Cluster) -> None:
 
 async def test_every_choice_is_whole_and_the_same_after_a_decode_worker_was_killed(cluster: Cluster) -> None:
     client = openai.AsyncOpenAI(base_url=cluster.url + "/v1", api_key="none", max_retries=0, timeout=200.0)
-    killed = asyncio.Event()
+    killed, started = asyncio.Event(), set[int]()
     ids: set[str] = set()
 
     async def stream(number: int, is_victim: bool) -> list[str]:
@@ -121,7 +121,9 @@ async def test_every_choice_is_whole_and_the_same_after_a_decode_worker_was_kill
             ids.add(chunk.id)
             for choice in chunk.choices:
                 texts[choice.index] += choice.text
-            if is_victim and min(map(len, texts)) > 20 and not killed.is_set():
+            if min(map(len, texts)) > 20:
+                started.add(number)
+            if is_victim and len(started) == 6 and not killed.is_set():  # on both workers
                 killed.set()
                 cluster.services["decode-0"].kill()
         return texts
@@ -129,6 +131,7 @@ async def test_every_choice_is_whole_and_the_same_after_a_decode_worker_was_kill
     async with client:
         calm = await asyncio.gather(*(stream(number, is_victim=False) for number in range(8)))
         ids.clear()
+        started.clear()
         hurt = await asyncio.gather(*(stream(number, is_victim=True) for number in range(8)))
     explained = [cluster.get(f"/explain/{request_id}")["choices"] for request_id in ids]
     assert sum(choice["migrations"] for choices in explained for choice in choices) > 3

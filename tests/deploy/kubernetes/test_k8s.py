@@ -1,6 +1,6 @@
 """k8s/ as kubectl builds it: valid for every version of Kubernetes; settings, names and ports fit the code."""
 
-import importlib
+import importlib.util
 import json
 import re
 import shutil
@@ -107,7 +107,10 @@ def test_what_only_prepares_understands_its_arguments(rendered):
     for _, container in rendered.containers():
         module, *argv = rendered.arguments(container) if "args" in container else [""]
         if module.startswith("common."):
-            importlib.import_module(module).build_parser().parse_args(argv)
+            spec = importlib.util.find_spec(module)
+            assert spec is not None
+            found = f"{module}.__main__" if spec.submodule_search_locations else module
+            importlib.import_module(found).build_parser().parse_args(argv)
 
 
 def test_names_of_settings_and_secrets_change_with_their_values(rendered):
