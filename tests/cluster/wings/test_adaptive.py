@@ -122,6 +122,9 @@ async def test_kept_and_moved_answers_are_equal_also_when_a_worker_dies(
         cluster.wait_quiet()
         for service in cluster.services.values():
             assert "AssertionError" not in service.log(), service.log()[-2000:]
+        async with asyncio.timeout(100):  # what has drained ends
+            while any(service.is_alive() for name, service in cluster.services.items() if name.startswith("prefill")):
+                await asyncio.sleep(0.02)
         if num_moves:
             return
     pytest.fail("nothing ever moved")
