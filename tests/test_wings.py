@@ -5,16 +5,15 @@ Lists of importers must be exact, so that a file that stops importing a wing lea
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from fnmatch import fnmatch
 
 import pytest
 
-from tests.wings import ROOT, TABLE, WINGS, files, importers, removable
+from tests.wings import ROOT, TABLE, WINGS, files, importers, removable, size_table
 
 MAX_NAMED_BY = 3
-# Wings that more files of the core import, and how many: a number may fall, none may rise or join.
-TOO_MANY: dict[str, int] = {}
 MAX_FILES = 15  # of a folder, so that a listing is read at a glance
 
 
@@ -37,7 +36,20 @@ def test_a_wing_uses_only_the_wings_listed(wing: str) -> None:
 
 def test_few_files_of_the_core_name_a_wing() -> None:
     counts = {wing: len(entry.get("named_by", [])) for wing, entry in WINGS.items()}
-    assert {wing: count for wing, count in counts.items() if count > MAX_NAMED_BY} == TOO_MANY
+    assert {wing: count for wing, count in counts.items() if count > MAX_NAMED_BY} == {}
+
+
+def test_the_page_has_the_sizes() -> None:
+    """`python -m tests.wings` prints its table; lines may have moved a little since."""
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    for row in size_table().splitlines()[2:]:
+        name, now = re.findall(r"[^|]+", row)[0].strip(), _lines_of(row)
+        [told] = [line for line in page.splitlines() if line.startswith(f"| {name} |")]
+        assert abs(_lines_of(told) - now) <= 50 + now // 20, (told, row)
+
+
+def _lines_of(row: str) -> int:
+    return int(row.split("|")[2].replace(",", ""))
 
 
 def test_no_folder_is_crowded() -> None:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 # Every command in these must be in documented_commands.toml.
 GUIDES = [
     ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/serving.md", "docs/operating.md",
-                             "docs/faq.md", "docs/adding_a_model.md", "docs/install.md")
+                             "docs/faq.md", "docs/extending.md", "docs/install.md")
 ]  # fmt: skip
 # The same for what the comments at the top of these tell a reader to type.
 FILES = [

@@ -1,4 +1,4 @@
-"""docs/adding_a_model.md is true: the file that it tells the reader to write is a model, equal to transformers'."""
+"""docs/extending.md is true: the file that it tells the reader to write is a model, equal to transformers'."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.engine.tiny_models import VOCAB_SIZE, TinyModel, reference_greedy, re
 
 pytestmark = pytest.mark.slow
 
-PAGE = Path(__file__).parents[3] / "docs/adding_a_model.md"
+PAGE = Path(__file__).parents[3] / "docs/extending.md"
 TINY = TinyModel("SeedOss", {"head_dim": 8, "attention_bias": True, "attention_out_bias": True, "mlp_bias": True})
 
 
