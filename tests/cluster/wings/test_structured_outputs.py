@@ -108,10 +108,8 @@ def test_a_schema_of_the_client_is_refused_by_name(cluster: Cluster) -> None:
 
 async def test_every_choice_is_whole_and_the_same_after_a_decode_worker_was_killed(cluster: Cluster) -> None:
     client = openai.AsyncOpenAI(base_url=cluster.url + "/v1", api_key="none", max_retries=0, timeout=200.0)
-    killed, started = asyncio.Event(), set[int]()
-    ids: set[str] = set()
 
-    async def stream(number: int, is_victim: bool) -> list[str]:
+    async def stream(number: int, ids: set[str], killed: asyncio.Event) -> list[str]:
         texts = [""] * 3
         chunks = await client.completions.create(
             model="dry-run", prompt=f"{number} {PROMPT}", max_tokens=700, temperature=1.0, seed=number, n=3,
@@ -121,20 +119,29 @@ async def test_every_choice_is_whole_and_the_same_after_a_decode_worker_was_kill
             ids.add(chunk.id)
             for choice in chunk.choices:
                 texts[choice.index] += choice.text
-            if min(map(len, texts)) > 20:
-                started.add(number)
-            if is_victim and len(started) == 6 and not killed.is_set():  # on both workers
+            if min(map(len, texts)) > 20 and not killed.is_set():
                 killed.set()
                 cluster.services["decode-0"].kill()
         return texts
 
+    async def stream_all(killed: asyncio.Event) -> tuple[list[list[str]], int]:
+        """Texts, and how many choices went on elsewhere."""
+        ids: set[str] = set()
+        texts = await asyncio.gather(*(stream(number, ids, killed) for number in range(8)))
+        explained = [cluster.get(f"/explain/{request_id}")["choices"] for request_id in ids]
+        return texts, sum(choice["migrations"] for choices in explained for choice in choices)
+
     async with client:
-        calm = await asyncio.gather(*(stream(number, is_victim=False) for number in range(8)))
-        ids.clear()
-        started.clear()
-        hurt = await asyncio.gather(*(stream(number, is_victim=True) for number in range(8)))
-    explained = [cluster.get(f"/explain/{request_id}")["choices"] for request_id in ids]
-    assert sum(choice["migrations"] for choices in explained for choice in choices) > 3
-    assert hurt == calm
+        nobody = asyncio.Event()
+        nobody.set()
+        calm, _ = await stream_all(nobody)
+        for _ in range(8):  # on a busy machine a kill may come when most of its streams have ended
+            hurt, num_moved = await stream_all(asyncio.Event())
+            assert hurt == calm
+            if num_moved >= 3:
+                break
+            await asyncio.to_thread(cluster.start_killed, 3)
+        else:
+            pytest.fail("every kill came too late to mean anything")
     for text in (text for texts in calm for text in texts):
         assert len(json.loads(text)["rows"]) == 6
