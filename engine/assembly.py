@@ -220,7 +220,7 @@ def make_kv_manager(geometry: PoolGeometry, config: EngineConfig, host_tier: Hos
 def _host_tier(
     geometry: PoolGeometry, config: EngineConfig, agent_socket: str, device: torch.device
 ) -> HostTier | None:
-    """The memory of this host behind the pool. Raises ConfigError, UnavailableError."""
+    """Open the host tier of the pool. Raises ConfigError, UnavailableError."""
     if not (config.host_tier_gb or agent_socket):
         return None
     require_wing("kvstore.tier", "--agent-socket")

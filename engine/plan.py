@@ -105,7 +105,7 @@ class StepResult:
       were accepted, and the one after those.
     logprobs: one entry per sampled token when the request asks for them, else empty.
     prompt_logprobs: entries for prompt positions start + 1 .. start + num_tokens that lie in the prompt.
-    draft_token_ids: row index -> what a proposer drafts for the positions behind the row's tokens.
+    draft_token_ids: row index -> what a proposer drafts for the positions after the row's tokens.
     errors: row index -> message; such a row has no tokens and its request fails alone.
     """
 

@@ -1,8 +1,8 @@
 """Blocks of one rank among several that divide rows around experts (docs/decisions/expert-parallelism.md).
 
-behind attention and MLPs    sums scattered, residual, norm; rows gathered if the next block needs them: one kernel
+after attention and MLPs     sums scattered, residual, norm; rows gathered if the next block needs them: one kernel
 experts                      routing of this rank's rows, dispatch, two grouped GEMMs
-behind experts               combine, residual, norm, rows gathered: one kernel
+after experts                combine, residual, norm, rows gathered: one kernel
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class DispatchedExperts:
 
 
 class DividedSeams(ShardSeams):
-    """Of a rank that has its shard of every layer, with whole experts."""
+    """Seams of a rank that has its shard of every layer, with whole experts."""
 
     def __init__(self, group: DeviceGroup, vocab_size: int) -> None:
         super().__init__(group, vocab_size)

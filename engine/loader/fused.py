@@ -34,11 +34,11 @@ class StoredRows:
 
     def part(self, part: Part) -> Part:
         """Where a part of the weight lies in the stored one."""
-        rows, *others = part
-        return range(self.first + rows.start, self.first + rows.stop), *others
+        rows, *columns = part
+        return range(self.first + rows.start, self.first + rows.stop), *columns
 
     def order(self, num_rows: int) -> Tensor | None:
-        """Of rows that were read, which begin with a head; None: they are as they should be."""
+        """Return the order in which rows that were read, from the first of a head on, are used; None: as they are."""
         if not self.head_order:
             return None
         heads = torch.arange(0, num_rows, len(self.head_order))
@@ -68,9 +68,9 @@ def stored_rows(needed: Mapping[str, Shape], fused: Fused, config: ModelConfig) 
 
 
 def rotary_order(config: ModelConfig) -> tuple[int, ...]:
-    """Of a head's numbers, where only the first of them are rotated: such that pairs are half a head apart.
+    """Return the order of a head's numbers, of which only the first are rotated, that puts pairs half a head apart.
 
-    All scores stay what they were, since q and k are ordered alike; the table of angles has zeros for the others.
+    All scores stay what they were, since q and k are ordered alike; the table of angles has zeros for the rest.
     Raises UnsupportedModelError.
     """
     if config.rope.partial == 1:

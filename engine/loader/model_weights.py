@@ -99,7 +99,7 @@ def _inside(indices: range, size: int) -> range:
 
 
 def _padded(weight: Tensor, shape: Shape) -> Tensor:
-    """With zeros behind the last row, as the last rank's vocabulary may need them."""
+    """Pad with zero rows, which the last rank's vocabulary may need."""
     if weight.shape == shape:
         return weight
     return functional.pad(weight, (0, 0) * (len(shape) - 1) + (0, shape[0] - weight.shape[0]))

@@ -74,7 +74,7 @@ class RequestQueues:
             queue.sort(key=_rank)
 
     def load(self, num_preemptions: int, num_draft_tokens: int, num_accepted_tokens: int) -> SchedulerLoad:
-        """Count what is here, beside what others have counted."""
+        """Count what is here, and add what others have counted."""
         gap, pairs, context = 0, 0.0, 0
         for request in self.running:  # after every step: properties would cost as much again
             num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)

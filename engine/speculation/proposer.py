@@ -1,4 +1,4 @@
-"""What proposes drafts, and the choice by the settings. Another kind is a `Proposer` in a file beside `ngram.py`.
+"""What proposes drafts, and the choice by the settings. Another kind is a `Proposer` in a file next to `ngram.py`.
 
 A proposer cannot change a request's output, only its speed: a draft is accepted when it equals the token that is
 sampled at its position, which is the one that the request would get without drafts.

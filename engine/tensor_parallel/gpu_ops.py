@@ -21,7 +21,7 @@ ITS_SHARE = "the stream starts with a pending output, and each is a rank's share
 
 
 class ShardSeams(GpuSeams):
-    """Of one rank among several, which has a shard of every layer."""
+    """Seams of one rank among several, which has a shard of every layer."""
 
     is_alone = False
 

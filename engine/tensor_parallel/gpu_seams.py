@@ -20,7 +20,7 @@ from engine.tensor_parallel.gpu_ops import ShardSeams
 
 
 def shard_seams(group: DeviceGroup, vocab_size: int) -> ShardSeams:
-    """Those of a rank of the group. vocab_size: of the whole model."""
+    """Return the seams of a rank of the group. vocab_size: of the whole model."""
     return ShardSeams(group, vocab_size) if group.rows is None else DividedSeams(group, vocab_size)
 
 

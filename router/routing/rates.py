@@ -27,13 +27,13 @@ class WorkerRates:
 
     @property
     def prefill_tokens_per_second(self) -> float:
-        """Of a prompt's first tokens: those with many before them take longer."""
+        """Prompt tokens computed a second, without a long context before them, which makes tokens slower."""
         cost = self.step_times.cost
         return 1 / cost.prompt_token if cost.prompt_token else 0.0
 
     @property
     def step_seconds(self) -> float:
-        """Of a step that decodes one short request."""
+        """Duration of a step that decodes one short request."""
         return self.step_times.cost.seconds(1)
 
     def observe_pull(self, times: pb.RequestTimes) -> None:

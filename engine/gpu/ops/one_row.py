@@ -1,6 +1,6 @@
 """Blocks of one decode row: norm, gate and residual are part of the GEMVs, so nothing is ever pending.
 
-For plain weights. Nothing is pending behind any block then: all of a model take these ops, or none does.
+For plain weights. All blocks of a model take these ops, or none does: the next one expects nothing pending.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def bound_gemv(layer: Linear) -> partial[Tensor]:
 
 
 def is_one_row(block: Block, target: Target) -> bool:
-    """Of a process that is alone."""
+    """Whether the step is one decode row of a model on one rank."""
     return target.num_rows == 1 and target.is_decode and target.seams.is_alone
 
 

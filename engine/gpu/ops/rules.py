@@ -64,21 +64,21 @@ class Rule(NamedTuple):
 
 
 class BlockOps(Protocol):
-    """What the module that `Block.gpu_ops` names has. attention: of blocks that attend."""
+    """The module that `Block.gpu_ops` names. attention: how its blocks attend, if they do."""
 
     RULES: Sequence[Rule]
     attention: type[GpuAttention]
 
 
 def ops_of(block: Block) -> BlockOps:
-    """Those of a block that brings its own."""
+    """Import the module of ops that a block names."""
     return cast(BlockOps, import_module(block.gpu_ops))
 
 
 def fitting(block: Block, rules: Sequence[Rule], target: Target) -> list[Rule]:
-    """Those of `rules`, or that the block brings along. Raises UnsupportedModelError if there are none."""
-    own = ops_of(block).RULES if block.gpu_ops else ()
-    found = [rule for rule in (*rules, *own) if isinstance(block, rule.kind) and rule.fits(block, target)]
+    """Return the rules that fit the block, its module's last. Raises UnsupportedModelError if there are none."""
+    of_block = ops_of(block).RULES if block.gpu_ops else ()
+    found = [rule for rule in (*rules, *of_block) if isinstance(block, rule.kind) and rule.fits(block, target)]
     if not found:
         raise UnsupportedModelError(f"{type(block).__name__} blocks have no GPU kernels yet: use --device cpu")
     return found

@@ -71,7 +71,7 @@ class WeightScheme(ABC):
 
     @property
     def held_bits(self) -> int:
-        """Of a weight in memory, on any device."""
+        """Bits of a weight in memory, on any device."""
         return self.bits
 
     def num_groups(self, k: int) -> int:
