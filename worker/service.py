@@ -38,6 +38,7 @@ from worker.metrics import WorkerMetrics
 WATCH_INTERVAL_SECONDS = 0.25
 DRAIN_INTERVAL_SECONDS = 0.05
 IDLE_BEAT_SECONDS = 0.6  # an idle engine's heart beats twice a second: until then there is no need to look closer
+STOP_SECONDS = 0.2  # for replies in flight. A peer's channel that has no call open holds a stop up until it is over
 HUNG_EXIT_SECONDS = 60.0  # an engine that has hung for so long is not waited for: a new process is better
 
 
@@ -109,7 +110,7 @@ async def _serve(role: str, settings: Start, run_dir: str) -> int:
         sender.close()
     finally:
         await engine.stop()
-    await server.stop(1.0)
+    await server.stop(STOP_SECONDS)
     return status
 
 

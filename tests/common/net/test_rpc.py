@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from multiprocessing.connection import Connection
@@ -16,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from common.net.rpc import MAX_REQUEST_BYTES, RpcServer, token_metadata
 from common.net.rpc_health import MAX_WATCHERS
 from protos import kvstore_pb2, kvstore_pb2_grpc
+from worker.service import STOP_SECONDS
 
 NUM_CALLS = 8
 LITTLE = 5  # messages: gRPC has parts of all in its buffers when the server gets no core for a while
@@ -134,3 +136,30 @@ async def test_every_kind_of_method_is_refused(method: str) -> None:
         expected = grpc.StatusCode.UNIMPLEMENTED if method == "Nothing" else grpc.StatusCode.UNAUTHENTICATED
         assert await call.code() is expected
     await server.stop(0)
+
+
+async def test_a_stop_does_not_wait_for_peers_that_have_no_call_open() -> None:
+    """A blocking channel reads nothing, no end of the connection either, while it has no call open."""
+    server = RpcServer("127.0.0.1", 0)
+    server.add(kvstore_pb2_grpc.add_KvTransferServicer_to_server, Echo(), "mini_infer.v1.KvTransfer")
+    await server.start()
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    peer = context.Process(target=call_once, args=(server.address, theirs))
+    peer.start()
+    try:
+        assert await asyncio.to_thread(ours.poll, 200)
+        began = time.monotonic()
+        await server.stop(STOP_SECONDS)
+        assert time.monotonic() - began < 0.6
+    finally:
+        ours.send(None)
+        await asyncio.to_thread(peer.join, 60)
+        peer.kill()
+
+
+def call_once(address: str, pipe: Connection) -> None:
+    with grpc.insecure_channel(address) as channel:
+        kvstore_pb2_grpc.KvTransferStub(channel).Renew(kvstore_pb2.LeaseRequest(lease_id="1"), timeout=60)
+        pipe.send(None)
+        pipe.recv()
