@@ -32,7 +32,8 @@ from engine.kv.memory import (
     pool_geometry,
 )
 from engine.kv.pool_memory import PoolMemory, PrivatePoolMemory
-from engine.ranks import RankContext, Ranks
+from engine.rank_processes import Ranks
+from engine.ranks import RankContext
 from engine.scheduling.policy import load_policy
 from engine.scheduling.scheduler import Scheduler
 from engine.start_progress import OnProgress, no_progress

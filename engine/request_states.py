@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine.plan import PendingStep, ScheduledRow, StepPlan, StepResult
 from engine.request import RequestId, SamplingParams, TokenId
+from engine.sampling.filters import Constraint, Constraints, TokenMask
 from kvstore.types import BlockId
-
-if TYPE_CHECKING:
-    from engine.sampling.filters import Constraint, Constraints, TokenMask
 
 
 @dataclass(slots=True, eq=False)

@@ -90,6 +90,20 @@ def importers(eager: bool = False) -> dict[str, dict[str, set[str]]]:
     return found
 
 
+def circles() -> list[list[str]]:
+    """Files of the product that import each other, directly or not, also for types alone: each set of them."""
+    reached: dict[str, set[str]] = {}
+    for name in files():
+        left = [name]
+        seen = reached[name] = set()
+        while left:
+            found = {other for other in imported(left.pop()) if other in files()} - seen
+            seen |= found
+            left += found
+    mutual = {frozenset(other for other in seen if name in reached[other]) for name, seen in reached.items()}
+    return sorted(sorted(each) for each in mutual if len(each) > 1)
+
+
 def removable() -> list[str]:
     """The wings that wings.toml calls removable."""
     return [wing for wing, entry in WINGS.items() if entry.get("removable")]

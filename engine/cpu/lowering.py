@@ -14,8 +14,8 @@ from enum import Enum
 import torch
 
 from engine.layers import forward
-from engine.layers.block import Step
-from engine.layers.forward import AddNorm, Forward, lowered, plain_sum
+from engine.layers.block import AddNorm, Step
+from engine.layers.forward import Forward, lowered, plain_sum
 from engine.layers.linear import Linear, onednn, plain, two_rows_at_least
 from engine.models.model import Model
 from engine.ranks import SINGLE, RankContext, Seams

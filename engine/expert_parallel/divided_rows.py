@@ -24,7 +24,7 @@ from engine.ranks import X
 from engine.tensor_parallel.seams import Group, WholeRows
 
 if TYPE_CHECKING:
-    from engine.layers.forward import AddNorm
+    from engine.layers.block import AddNorm
     from engine.models.model import Model
 
 

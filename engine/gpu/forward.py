@@ -5,58 +5,18 @@ Static shapes, no host reads: a pass over decode rows only can be captured in a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from engine.gpu.attention.backend import GpuAttention, PrefillPlan
+from engine.gpu.attention.backend import GpuAttention, GpuInputs
 from engine.gpu.attention.grouped import GroupedQueries
-from engine.gpu.attention.paged import PagedPlan
-from engine.gpu.lowering import SINGLE_GPU, GpuForwards, GpuSeams
-from engine.gpu.ops.rules import GpuStep, ops_of
+from engine.gpu.lowering import GpuForwards
+from engine.gpu.ops.rules import SINGLE_GPU, GpuSeams, GpuStep, ops_of
 from engine.layers.attention import AttentionBlock
 from engine.models.model import Model
 from engine.ranks import RankContext
-
-
-@dataclass(slots=True)
-class GroupInputs:
-    """Where the layers of one KV group store a step's K and V, and find those that it reads.
-
-    slots: int32 (num_tokens,), block id * block_size + offset, or -1 to store nothing.
-    decode_tables: block ids, int32 (num_decode_rows, max_blocks).
-    prefill: `GpuAttention.prefill`'s plan for the chunks of prompts, or one for the paged kernel; None when there
-        are none.
-    """
-
-    slots: Tensor
-    decode_tables: Tensor
-    prefill: PrefillPlan | PagedPlan | None = None
-
-
-@dataclass(slots=True)
-class GpuInputs:
-    """Tokens of a step on the device: those of decode rows first, one each, then chunks of prompts.
-
-    token_ids int64, positions int32: (num_tokens,).
-    lengths: int32 (num_decode_rows,), 0 for rows without a request.
-    groups: of each KV group; all have chunks of prompts, or none has.
-    attended: takes attention's output (num_tokens or more, num_heads * head_dim) in every layer; what it holds for
-        tokens in no tile stays. None: fresh memory, where that is undefined.
-    """
-
-    token_ids: Tensor
-    positions: Tensor
-    lengths: Tensor
-    groups: Sequence[GroupInputs]
-    attended: Tensor | None = None
-
-    @property
-    def has_prompts(self) -> bool:
-        return self.groups[0].prefill is not None
 
 
 def attention_of(model: Model) -> type[GpuAttention]:

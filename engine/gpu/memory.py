@@ -30,7 +30,7 @@ from engine.trial_plans import trial_plan
 from kvstore.layout import PoolGeometry
 
 if TYPE_CHECKING:
-    from engine.gpu.lowering import GpuSeams
+    from engine.gpu.ops.rules import GpuSeams
     from engine.ranks import RankContext
 
 logger = logging.getLogger(__name__)

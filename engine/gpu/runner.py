@@ -18,11 +18,11 @@ from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
 from engine.gpu.forward import FusedForward
 from engine.gpu.late_compiles import log_late_compiles
-from engine.gpu.lowering import SINGLE_GPU, GpuSeams
+from engine.gpu.ops.rules import SINGLE_GPU, GpuSeams
+from engine.gpu.pinning import upload
 from engine.gpu.progress import check_alive, mark
 from engine.gpu.sampling.samples import StepSamples
 from engine.gpu.steps.decode_steps import DecodeSteps
-from engine.gpu.steps.inputs import upload
 from engine.gpu.steps.mixed_inputs import mixed_inputs
 from engine.gpu.steps.prompt_graphs import PromptGraphs
 from engine.gpu.steps.rows import RowTable, bucket_sizes

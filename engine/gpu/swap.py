@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.gpu.pinning import pin
+from engine.gpu.pinning import pin, upload
 from kvstore.handle.runs import merged_runs
 from kvstore.types import BlockId, HostSlot
 
@@ -98,5 +98,4 @@ class HostCopies:
         return self._pieces[self._turn], self._are_free[self._turn]
 
     def _upload(self, ids: Sequence[int]) -> Tensor:
-        on_host = torch.tensor(ids, dtype=torch.int32, pin_memory=self._words.is_cuda)
-        return on_host.to(self._words.device, non_blocking=True)
+        return upload(ids, torch.int32, self._words.device)

@@ -10,7 +10,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from torch import Tensor
 from engine.layers.linear import Linear
 from engine.layers.weights import Partition, WeightSource
 
+X = TypeVar("X")
+AddNorm = Callable[[Tensor, Tensor | None], X]
+"""(residual, pending) -> the RMS norm of their sum, which the residual becomes in place. None: nothing is pending."""
 Attend = Callable[[Any, Tensor], Tensor]
 """(attention block, q, k and v) -> the input of its output projection: `AttentionBackend.attend` with metadata."""
 

@@ -13,7 +13,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from engine.layers.block import Step
+from engine.layers.block import AddNorm, Step
 from engine.layers.linear import LinearLayer
 from engine.models.model import Model
 from engine.ranks import SINGLE, RankContext, Seams
@@ -22,9 +22,6 @@ from kernels.rms_norm import rms_norm
 X = TypeVar("X")  # a body's input: the normed residual, plain or as quantized values and scales
 S = TypeVar("S")  # the inputs of a step
 P = TypeVar("P")  # a block's output until it is added: a tensor, or on a GPU `engine.gpu.ops.pending.Pending`
-
-AddNorm = Callable[[Tensor, Tensor | None], X]
-"""(residual, pending) -> the RMS norm of their sum, which the residual becomes in place. None: nothing is pending."""
 
 
 class Stream(NamedTuple, Generic[P]):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-from engine.gpu.attention.backend import GpuAttention
+from engine.gpu.attention.backend import GpuAttention, GpuInputs
 from engine.gpu.attention.paged import PagedPlan
 from engine.mla.gpu_expanded import ExpandedLatents, ExpandedPlan, open_latents
 from engine.mla.gpu_latents import PagedLatents
@@ -16,9 +14,6 @@ from engine.models.model import Model
 from kernels.gpu.attention.kv_splits import DecodeWorkspace
 from kernels.gpu.mla.latent_decode import latent_decode
 from kernels.gpu.mla.latent_rope import rotate_and_write_latents
-
-if TYPE_CHECKING:
-    from engine.gpu.forward import GpuInputs
 
 
 class LatentQueries(GpuAttention):

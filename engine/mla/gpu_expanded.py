@@ -28,7 +28,7 @@ from torch.nn import functional
 from common.errors import ConfigError
 from common.wings import has_wing, require_wing
 from engine.gpu.attention.backend import PrefillPlan
-from engine.gpu.steps.inputs import upload
+from engine.gpu.pinning import upload
 from engine.mla.gpu_latents import PagedLatents
 from engine.models.config import LatentConfig
 from kernels.gpu.attention.paged_prefill import prefill_tiles

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.gpu.attention.backend import PrefillPlan
 from engine.gpu.attention.paged import PagedPlan
-from engine.gpu.steps.inputs import upload
+from engine.gpu.pinning import upload
 from engine.models.config import LatentConfig
 from kernels.gpu.attention.paged_prefill import prefill_tiles
 from kernels.gpu.mla.latent_prefill import TILE_M, heads_of_tile, latent_prefill

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from engine.gpu.attention.paged import PagedAttention, PagedPlan
-from engine.gpu.steps.inputs import upload
+from engine.gpu.pinning import upload
 from engine.prefill_backends.contiguous import KeyBuffer, KeysPlan, plan_keys
 
 WITH_PAGES, WITHOUT_PAGES = "flash_attn_3", "fa3_fwd"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from engine.gpu.ops.pending import Fold, Partials, Pending, Unnormed, plain_of
 from engine.gpu.ops.rules import GpuOp, GpuStep, Rule, Target
 from engine.layers.attention import Attention
 from engine.layers.forward import Op
@@ -17,6 +18,7 @@ from engine.layers.linear import Linear
 from engine.layers.mlp import Mlp
 from engine.models.model import Model
 from engine.quantization.gpu_linears import EightBit, QuantizedInput
+from kernels.gpu.quantization.quantize import add_rms_norm_quantize
 
 
 def attention(block: Attention, target: Target) -> GpuOp:
@@ -26,7 +28,7 @@ def attention(block: Attention, target: Target) -> GpuOp:
         heads = qkv.multiply(block.qkv, *x, dtype)
         return block.output(step.attend(block, heads.view(heads.shape[0], -1, block.head_dim)))
 
-    return Op(target.seams.quantizing_fold(block.norm, block.eps, qkv.dtype, qkv.num_planes), body)
+    return Op(quantizing_fold(block.norm, block.eps, qkv, target), body)
 
 
 def mlp(block: Mlp, target: Target) -> GpuOp:
@@ -35,7 +37,22 @@ def mlp(block: Mlp, target: Target) -> GpuOp:
     def body(x: QuantizedInput, step: GpuStep) -> Tensor:
         return down.multiply(block.down, *gate_up.multiply_gated(block.gate_up, *x, dtype), dtype)
 
-    return Op(target.seams.quantizing_fold(block.norm, block.eps, gate_up.dtype, gate_up.num_planes), body)
+    return Op(quantizing_fold(block.norm, block.eps, gate_up, target), body)
+
+
+def quantizing_fold(weight: Tensor, eps: float, gemm: EightBit, target: Target) -> Fold[QuantizedInput]:
+    """The RMS norm of the residual with all that is pending, quantized for `gemm` in the same kernel."""
+    add_norm, is_alone = target.seams.add_norm_quantize or add_rms_norm_quantize, target.seams.is_alone
+
+    def fold(residual: Tensor, pending: Pending | None) -> QuantizedInput:
+        assert is_alone or isinstance(pending, Tensor), "a rank's output is its share of a sum"
+        if isinstance(pending, Partials):
+            pending = pending.values
+        elif isinstance(pending, Unnormed):
+            pending = plain_of(pending, eps)
+        return add_norm(pending, residual, weight, eps, gemm.dtype, gemm.num_planes)
+
+    return fold
 
 
 def eight_bit(layer: Linear) -> EightBit:

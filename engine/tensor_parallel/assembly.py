@@ -17,7 +17,8 @@ from engine.kv.memory import num_blocks_for
 from engine.kv.pool_memory import PoolMemory
 from engine.pipeline_parallel.ends import HiddenInbox, HiddenSource
 from engine.pipeline_parallel.remote_stage import RemoteStage
-from engine.ranks import EMBEDDING, NO_LISTENER, HiddenSink, RankContext, Ranks, Seams
+from engine.rank_processes import Ranks
+from engine.ranks import EMBEDDING, NO_LISTENER, HiddenSink, RankContext, Seams
 from engine.tensor_parallel.followers import FollowerPool, Followers, place_of
 from engine.tensor_parallel.group import GlooGroup
 from engine.tensor_parallel.runner import ParallelRunner

@@ -7,12 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from engine.gpu.lowering import GpuForward, GpuSeams
 from engine.gpu.ops.pending import Fold, Pending, Unnormed
-from engine.gpu.ops.rules import GpuOp, GpuStep
+from engine.gpu.ops.rules import GpuForward, GpuOp, GpuSeams, GpuStep
 from engine.layers.forward import Forward, Stream
 from engine.models.model import Model
-from engine.quantization.gpu_linears import QuantizedInput
 from engine.tensor_parallel.gpu_group import DeviceGroup, VocabShards
 from kernels.gpu.collectives.vocab_parallel_embed import vocab_parallel_embed
 from kernels.gpu.elementwise.rms_norm import add_rms_norm
@@ -29,6 +27,10 @@ class ShardSeams(GpuSeams):
         """vocab_size: of the whole model."""
         self.group = group
         self.vocabulary = VocabShards(group, vocab_size)
+
+    @property
+    def add_norm_quantize(self) -> Callable[..., tuple[Tensor, Tensor]]:
+        return self.group.all_reduce_rms_norm_quantize
 
     def forward(self, model: Model, ops: Sequence[GpuOp]) -> GpuForward:
         final = self.fold(model.final_norm, model.config.rms_norm_eps)
@@ -55,17 +57,6 @@ class ShardSeams(GpuSeams):
                 return add_rms_norm(y, residual, weight, eps)
             assert isinstance(pending, Tensor), ITS_SHARE
             return add_norm(pending, residual, weight, eps)
-
-        return fold
-
-    def quantizing_fold(
-        self, weight: Tensor, eps: float, dtype: torch.dtype, num_planes: int
-    ) -> Fold[QuantizedInput]:
-        add_norm = self.group.all_reduce_rms_norm_quantize
-
-        def fold(residual: Tensor, pending: Pending | None) -> QuantizedInput:
-            assert isinstance(pending, Tensor), ITS_SHARE
-            return add_norm(pending, residual, weight, eps, dtype, num_planes)
 
         return fold
 

@@ -9,7 +9,7 @@ from engine.expert_balancing.gpu_moves import bytes_of_moves, open_rearranger
 from engine.expert_parallel.gpu_divided_rows import DividedSeams
 from engine.gpu import memory
 from engine.gpu.config import GpuConfig
-from engine.gpu.lowering import GpuSeams
+from engine.gpu.ops.rules import GpuSeams
 from engine.gpu.steps.rows import most_tokens
 from engine.loader.load import LoadedModel
 from engine.pipeline_parallel.ends import HiddenInbox, HiddenSource

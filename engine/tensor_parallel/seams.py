@@ -19,7 +19,7 @@ from engine.layers.post_norm import PostNormed
 from engine.ranks import LookUp, Seams, X
 
 if TYPE_CHECKING:
-    from engine.layers.forward import AddNorm
+    from engine.layers.block import AddNorm
     from engine.layers.linear import LinearLayer
     from engine.models.model import Model
 

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from common.model_files import resolve_model
-from engine.gpu.forward import FusedForward, GpuInputs, GroupInputs
-from engine.gpu.lowering import SINGLE_GPU, GpuSeams
+from engine.gpu.attention.backend import GpuInputs, GroupInputs
+from engine.gpu.forward import FusedForward
+from engine.gpu.ops.rules import SINGLE_GPU, GpuSeams
 from engine.gpu.sampling.device_sampler import DeviceSampler
 from engine.kv.memory import kv_layout
 from engine.layers.weights import Partition

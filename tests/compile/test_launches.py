@@ -14,7 +14,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
-from engine.gpu.forward import FusedForward, GpuInputs
+from engine.gpu.attention.backend import GpuInputs
+from engine.gpu.forward import FusedForward
 from engine.moe.moe import Moe
 from tests.compile import hopper
 from tests.compile.test_compiles_for_hopper import decode_inputs, forward_over, model_of, prompt_inputs

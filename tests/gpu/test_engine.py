@@ -15,8 +15,8 @@ from common.errors import ConfigError
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.gpu.attention.backend import GpuInputs
 from engine.gpu.config import GpuConfig
-from engine.gpu.forward import GpuInputs
 from engine.gpu.runner import GpuRunner
 from engine.request import SamplingParams, TokenLogprobs
 from engine.request_states import RequestState

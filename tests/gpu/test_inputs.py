@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import torch
 
-from engine.gpu.steps.inputs import query_inputs, step_tokens, upload
+from engine.gpu.pinning import upload
+from engine.gpu.steps.inputs import query_inputs, step_tokens
 from engine.gpu.steps.step import GpuBatch
 from engine.plan import ScheduledRow
 from engine.request import RequestId, SamplingParams

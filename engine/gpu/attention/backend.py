@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from engine.models.model import Model
-
-if TYPE_CHECKING:
-    from engine.gpu.forward import GpuInputs
 
 PrefillPlan = Any  # made and read by one backend only; the forward pass hands it through
 
@@ -48,6 +46,43 @@ class PrefillAttention(Protocol):
         out: (num_tokens, num_heads * head_dim), contiguous, written.
         """
         ...
+
+
+@dataclass(slots=True)
+class GroupInputs:
+    """Where the layers of one KV group store a step's K and V, and find those that it reads.
+
+    slots: int32 (num_tokens,), block id * block_size + offset, or -1 to store nothing.
+    decode_tables: block ids, int32 (num_decode_rows, max_blocks).
+    prefill: `GpuAttention.prefill`'s plan for the chunks of prompts, or one for the paged kernel; None when there
+        are none.
+    """
+
+    slots: Tensor
+    decode_tables: Tensor
+    prefill: PrefillPlan | None = None
+
+
+@dataclass(slots=True)
+class GpuInputs:
+    """Tokens of a step on the device: those of decode rows first, one each, then chunks of prompts.
+
+    token_ids int64, positions int32: (num_tokens,).
+    lengths: int32 (num_decode_rows,), 0 for rows without a request.
+    groups: of each KV group; all have chunks of prompts, or none has.
+    attended: takes attention's output (num_tokens or more, num_heads * head_dim) in every layer; what it holds for
+        tokens in no tile stays. None: fresh memory, where that is undefined.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    lengths: Tensor
+    groups: Sequence[GroupInputs]
+    attended: Tensor | None = None
+
+    @property
+    def has_prompts(self) -> bool:
+        return self.groups[0].prefill is not None
 
 
 class GpuAttention(ABC):

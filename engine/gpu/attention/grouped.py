@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from engine.gpu.attention.backend import GpuAttention
+from engine.gpu.attention.backend import GpuAttention, GpuInputs, GroupInputs
 from engine.gpu.attention.choose import open_attention
 from engine.gpu.attention.paged import PagedAttention, PagedPlan
 from engine.kv.memory import kv_layout
@@ -18,9 +17,6 @@ from kernels.gpu.attention.kv_splits import DecodeWorkspace
 from kernels.gpu.attention.paged_decode import paged_decode
 from kernels.gpu.elementwise.rope import rope_and_write_kv
 from kvstore.layout import KvLayout
-
-if TYPE_CHECKING:
-    from engine.gpu.forward import GpuInputs, GroupInputs
 
 
 @dataclass(frozen=True, slots=True)

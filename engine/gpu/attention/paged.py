@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.gpu.steps.inputs import upload
+from engine.gpu.pinning import upload
 from kernels.gpu.attention.paged_prefill import choose_tile, paged_prefill, prefill_tiles
 
 

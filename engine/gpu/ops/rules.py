@@ -1,4 +1,7 @@
-"""Rules, of which the first that fits a block in a class of steps makes its op, and what ops are given in a step."""
+"""Rules, of which the first that fits a block in a class of steps makes its op, and what ops share and are given.
+
+`GpuSeams` is what a process computes alone; tensor and expert parallelism have others.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,20 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from torch import Tensor
 
 from common.errors import UnsupportedModelError
 from engine.gpu.attention.backend import GpuAttention
-from engine.gpu.ops.pending import Pending
+from engine.gpu.ops.pending import AddNorm, Fold, Pending, plain_of
+from engine.gpu.vocabulary import WHOLE_VOCABULARY, Vocabulary
 from engine.layers.block import Block
-from engine.layers.forward import Op
+from engine.layers.forward import Forward, Op, Stream, plain_sum
+from engine.models.model import Model
+from engine.ranks import RankContext
+from kernels.gpu.elementwise.rms_norm import embed_rms_norm
 from kernels.gpu.gemm.split_k import SplitKWorkspace
-
-if TYPE_CHECKING:
-    from engine.gpu.lowering import GpuSeams
 
 MANY_ROWS = sys.maxsize
 
@@ -49,6 +53,7 @@ class GpuStep:
 
 
 GpuOp = Op[Any, GpuStep, Pending]
+GpuForward = Forward[GpuStep, Pending]
 
 
 class Rule(NamedTuple):
@@ -61,6 +66,45 @@ class Rule(NamedTuple):
     op: Callable[[Any, Target], GpuOp]
     fits: Callable[[Any, Target], bool] = lambda block, target: True
     way: str = ""
+
+
+class GpuSeams:
+    """What a rank computes with others on a GPU; this one is alone."""
+
+    is_alone = True
+    vocabulary: Vocabulary = WHOLE_VOCABULARY
+    """That of its logits."""
+    rules: Sequence[Rule] = ()
+    """Before all others."""
+
+    @property
+    def add_norm_quantize(self) -> Callable[..., tuple[Tensor, Tensor]] | None:
+        """What adds, norms and quantizes outputs that are a rank's share of a sum; None: they are whole."""
+        return None
+
+    def forward(self, model: Model, ops: Sequence[GpuOp]) -> GpuForward:
+        """The ops between embedding and head."""
+        final, (norm, first) = self.fold(model.final_norm, model.config.rms_norm_eps), ops[0]
+        if model.embedding_scale is not None or not isinstance(norm, AddNorm):
+            return Forward(lambda step: Stream(model.embed(step.token_ids)), ops, final, model.head)
+
+        def start(step: GpuStep) -> Stream[Pending]:
+            """The first norm and the embedding's rows are one kernel."""
+            residual, x = embed_rms_norm(step.token_ids, model.embedding, norm.weight, norm.eps)
+            return Stream(residual, first(x, step))
+
+        return Forward(start, ops[1:], final, model.head)
+
+    def fold(self, weight: Tensor, eps: float) -> Fold[Tensor]:
+        """The RMS norm of the residual, with all that is pending."""
+        return AddNorm(weight, eps)
+
+    def sum(self, model: Model) -> Fold[Tensor]:
+        """The residual with what is pending added, without a norm: where a stage ends."""
+        return lambda residual, pending: plain_sum(residual, plain_of(pending, model.config.rms_norm_eps))
+
+
+SINGLE_GPU = RankContext(GpuSeams())
 
 
 class BlockOps(Protocol):

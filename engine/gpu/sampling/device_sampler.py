@@ -5,37 +5,13 @@ Keeps each row's parameters on the device. `engine.sampling.sampler` samples the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from engine.gpu.steps.inputs import upload
+from engine.gpu.pinning import upload
 from engine.gpu.steps.rows import RowChanges
+from engine.gpu.vocabulary import WHOLE_VOCABULARY, Vocabulary
 from kernels.gpu.sampling.sampling import choose_tokens, chunk_stats, num_chunks_of
-
-
-class Vocabulary:
-    """The tokens whose logits a process has: here all of them. See `VocabShards` for ranks that have parts."""
-
-    def own(self, logits: Tensor) -> tuple[int, int]:
-        """How many columns of `logits` are of tokens, and the id of the first one."""
-        return logits.shape[1], 0
-
-    def joined(self, stats: Tensor, logits: Tensor, truncates: Tensor, rows: slice | Tensor) -> tuple[Tensor, Tensor]:
-        """Statistics (rows, chunks, 4) and logits of the whole vocabulary; logits of rows with `truncates` alone."""
-        return stats, logits
-
-    def gathered(self, logits: Tensor) -> Tensor:
-        """Logits (rows, vocab) of rows of which each rank has its part."""
-        return logits
-
-    def whole(self, logits: Tensor, sources: Sequence[int]) -> tuple[Tensor, Sequence[int]]:
-        """Logits over the whole vocabulary in which rows `sources` of `logits` are, and which rows they are there."""
-        return logits, sources
-
-
-WHOLE_VOCABULARY = Vocabulary()
 
 
 class DeviceSampler:

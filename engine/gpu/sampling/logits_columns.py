@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.gpu.steps.inputs import upload
+from engine.gpu.pinning import upload
 from engine.gpu.steps.rows import RowChanges
 from engine.request import MAX_BIASES
 from engine.request_states import RequestState

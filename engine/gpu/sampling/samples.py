@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from engine.gpu.pinning import download, upload
 from engine.gpu.progress import mark
-from engine.gpu.sampling.device_sampler import WHOLE_VOCABULARY, DeviceSampler, Vocabulary
+from engine.gpu.sampling.device_sampler import DeviceSampler
 from engine.gpu.sampling.logits_columns import ROWS_AT_ONCE, LogitsColumns
-from engine.gpu.steps.inputs import download, upload
 from engine.gpu.steps.rows import RowChanges
 from engine.gpu.steps.state import DeviceState
 from engine.gpu.steps.step import GpuBatch, GpuStep, PendingLogprobs, sampled_rows
+from engine.gpu.vocabulary import WHOLE_VOCABULARY, Vocabulary
 from engine.request import RequestId
 from engine.runner import Sampled
 from engine.sampling.logprobs import logprob_tensors

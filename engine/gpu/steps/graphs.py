@@ -15,7 +15,8 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from engine.gpu.forward import FusedForward, GpuInputs, GroupInputs
+from engine.gpu.attention.backend import GpuInputs, GroupInputs
+from engine.gpu.forward import FusedForward
 from engine.gpu.sampling.device_sampler import DeviceSampler
 from engine.gpu.steps.state import DeviceState
 from engine.start_progress import OnProgress

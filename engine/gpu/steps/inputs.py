@@ -1,8 +1,4 @@
-"""A step's inputs on the host, as arrays, and their way to the device.
-
-A copy from pageable memory waits for everything that the device has been given: the host would be idle while the step
-before runs. So what goes to the device goes through pinned memory, and nobody waits for it.
-"""
+"""A step's inputs on the host, as arrays."""
 
 from __future__ import annotations
 
@@ -10,29 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from engine.gpu.steps.step import GpuBatch
 from engine.plan import ScheduledRow
 from engine.request_states import RequestState
 
-NUMPY_TYPES = {torch.int64: np.int64, torch.int32: np.int32, torch.int16: np.int16, torch.float32: np.float32}
 TOKEN, POSITION, SLOT = range(3)  # rows of what `step_tokens` gives; behind them the slots of further KV groups
-
-
-def upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A list or array on the device, in stream order; the host goes on at once."""
-    host = torch.from_numpy(np.asarray(values, NUMPY_TYPES[dtype]))  # of lists in a third of torch's own time
-    if device.type == "cuda":
-        host = host.pin_memory()
-    return host.to(device, non_blocking=True)
-
-
-def download(values: Tensor) -> Tensor:
-    """The tensor in pinned host memory, valid when the stream has come so far."""
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
-    return host.copy_(values, non_blocking=True)
 
 
 Rows = Sequence[tuple[ScheduledRow, RequestState]]

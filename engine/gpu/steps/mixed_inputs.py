@@ -8,9 +8,9 @@ from itertools import accumulate
 
 import torch
 
-from engine.gpu.attention.backend import PrefillAttention
-from engine.gpu.forward import GpuInputs, GroupInputs
-from engine.gpu.steps.inputs import step_tokens, upload
+from engine.gpu.attention.backend import GpuInputs, GroupInputs, PrefillAttention
+from engine.gpu.pinning import upload
+from engine.gpu.steps.inputs import step_tokens
 from engine.gpu.steps.state import DeviceState
 from engine.gpu.steps.step import GpuBatch
 

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.gpu.attention.backend import GpuInputs, GroupInputs
 from engine.gpu.attention.paged import PagedPlan
-from engine.gpu.forward import FusedForward, GpuInputs, GroupInputs
+from engine.gpu.forward import FusedForward
 from engine.gpu.sampling.device_sampler import DeviceSampler
 from engine.gpu.steps.inputs import step_tokens
 from engine.gpu.steps.rows import PROMPT_BUCKETS, prompt_shapes

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.gpu.steps.inputs import upload
+from engine.gpu.pinning import upload
 from engine.gpu.steps.rows import RowChanges
 from engine.request_states import RequestState
 

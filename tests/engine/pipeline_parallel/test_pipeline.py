@@ -36,7 +36,7 @@ from engine.models.families import family_of
 from engine.models.hf_config import config_from_hf, read_hf_config
 from engine.pipeline_parallel.socket_frames import SocketSink, SocketSource, receive_frame, send_frame
 from engine.plan import StepPlan, StepResult
-from engine.ranks import Ranks
+from engine.rank_processes import Ranks
 from engine.request import TokenId
 from engine.tensor_parallel.assembly import cpu_ranks
 from engine.tensor_parallel.follower import follow

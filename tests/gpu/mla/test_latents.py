@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
+from engine.gpu.attention.backend import GpuInputs
 from engine.gpu.attention.paged import PagedPlan
 from engine.gpu.config import GpuConfig
-from engine.gpu.forward import GpuInputs
 from engine.mla import gpu_expanded as expanded
 from engine.mla.gpu_attention import LatentQueries
 from engine.mla.gpu_expanded import ExpandedLatents, ExpandedPlan, is_cheaper_expanded, open_latents, try_widths

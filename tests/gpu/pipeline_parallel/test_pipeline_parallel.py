@@ -32,7 +32,8 @@ from engine.gpu.steps import rows
 from engine.kv.memory import allocate_pool, pool_geometry
 from engine.loader.load import load_model
 from engine.plan import StepPlan, StepResult
-from engine.ranks import Ranks, Stage
+from engine.rank_processes import Ranks
+from engine.ranks import Stage
 from engine.request import SamplingParams
 from engine.runner import Proposer
 from engine.tensor_parallel.gpu_seams import gpu_ranks

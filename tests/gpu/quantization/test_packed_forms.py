@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.gpu.forward import FusedForward, GpuInputs, GroupInputs
+from engine.gpu.attention.backend import GpuInputs, GroupInputs
+from engine.gpu.forward import FusedForward
 from engine.kv.memory import kv_layout
 from engine.loader.load import load_model
 from engine.quantization import conversion
