@@ -78,6 +78,7 @@ class GpuRunner(ModelRunner):
         self._forward = FusedForward(
             loaded.model, kv_pool, self._max_rows, gpu.attention_backend, loaded.dtype, self._max_tokens, ranks
         )
+        self.attention_backend = self._forward.attention.name
         self._num_buffers, self._turn = max(NUM_BUFFERS, config.pp + 1), 0
         of_vocab = 1 if ranks.passes_on else loaded.config.vocab_size  # nothing is kept where another stage samples
         self._samples = StepSamples(
@@ -205,9 +206,7 @@ class GpuRunner(ModelRunner):
         rows = batch.rows
         decodes = [i for i, row in enumerate(rows) if row.samples and row.num_tokens == 1]
         chunks = [i for i, row in enumerate(rows) if not (row.samples and row.num_tokens == 1)]
-        inputs, last_of = mixed_inputs(
-            batch, decodes, chunks, self._state, self._forward.attention.prefill, self._block_size
-        )
+        inputs, last_of = mixed_inputs(batch, decodes, chunks, self._state, self._forward.attention, self._block_size)
         hidden = self._forward.hidden(inputs)
         if self._ranks.pass_on(hidden):
             return

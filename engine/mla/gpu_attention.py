@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from engine.gpu.attention.backend import GpuAttention, GpuInputs
-from engine.gpu.attention.paged import PagedPlan
-from engine.mla.gpu_expanded import ExpandedLatents, ExpandedPlan, open_latents
-from engine.mla.gpu_latents import PagedLatents
+from engine.mla.gpu_expanded import ExpandedLatents, open_latents
+from engine.mla.gpu_latents import AbsorbedPlan, ExpandedPlan, LatentPlan, PagedLatents
 from engine.mla.latent_attention import LATENT_NORM_EPS, LatentAttention
 from engine.models.model import Model
 from kernels.gpu.attention.kv_splits import DecodeWorkspace
@@ -27,11 +28,20 @@ class LatentQueries(GpuAttention):
         config, latent = model.config, model.config.latent
         assert latent is not None, "the model's config has latents, as its blocks do"
         self.prefill = open_latents(wanted, pool, config.num_heads, latent, dtype)
+        self.name = self.prefill.name
         self._rotary, self._pool = model.rotary, pool
         self.width = config.num_heads * latent.kv_lora_rank  # of absorbed queries' outputs
         self._workspace = DecodeWorkspace(
             max_rows, config.num_heads, config.num_kv_heads, latent.kv_lora_rank, pool.device
         )  # fmt: skip
+
+    def plan(
+        self, query_starts: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Tensor]
+    ) -> Sequence[LatentPlan]:
+        return [self.prefill.plan(query_starts, seq_lens, tables) for tables in block_tables]
+
+    def graph_plan(self, block_tables: Tensor, tiles: Tensor) -> AbsorbedPlan:
+        return AbsorbedPlan(block_tables, tiles)
 
     def attend(self, inputs: GpuInputs, block: LatentAttention, q: Tensor, latents: Tensor) -> Tensor:
         """See GpuAttention: norm and rotate, absorb, store latents, attend.
@@ -42,7 +52,8 @@ class LatentQueries(GpuAttention):
         [own] = inputs.groups
         num_tokens, num_heads, rank = q.shape[0], block.num_heads, block.rank
         num_decode, attended = inputs.lengths.shape[0], inputs.attended
-        num_absorbed = num_decode if isinstance(own.prefill, ExpandedPlan) else num_tokens
+        expanded = own.prefill if isinstance(own.prefill, ExpandedPlan) else None
+        num_absorbed = num_tokens if expanded is None else num_decode
         if attended is None:  # of all tokens, so that a trial of expanded prompts measures what absorbed ones need
             attended = torch.empty(num_tokens, num_heads * rank, dtype=q.dtype, device=q.device)
         absorbed = torch.empty(num_tokens, num_heads, latents.shape[1], dtype=q.dtype, device=q.device)
@@ -51,11 +62,11 @@ class LatentQueries(GpuAttention):
             self._pool, block.layer,
         )  # fmt: skip
         out = torch.empty(num_tokens, num_heads, block.v_dim, dtype=q.dtype, device=q.device)
-        if isinstance(own.prefill, ExpandedPlan):
+        if expanded is not None:
             assert isinstance(self.prefill, ExpandedLatents), "it made the plan"
             prompts = q[num_decode:]
             prompts[..., block.nope_dim :] = absorbed[num_decode:, :, rank:]
-            self.prefill.attend(prompts, block.kv_b, self._pool, block.layer, own.prefill, out[num_decode:])
+            self.prefill.attend(prompts, block.kv_b, self._pool, block.layer, expanded, out[num_decode:])
             if not num_decode:
                 return out.flatten(1)
         q_nope = q[:num_absorbed, :, : block.nope_dim].transpose(0, 1)
@@ -65,7 +76,7 @@ class LatentQueries(GpuAttention):
                 absorbed[:num_decode], self._pool, rank, self.prefill.scale, block.layer, own.decode_tables,
                 inputs.lengths, self._workspace,
             )  # fmt: skip
-        if isinstance(own.prefill, PagedPlan):
+        if num_absorbed > num_decode:
             self.prefill.prefill(absorbed[num_decode:], self._pool, block.layer, own.prefill, attended[num_decode:])
         by_head = attended[:num_absorbed].view(num_absorbed, num_heads, rank).transpose(0, 1)
         torch.bmm(by_head, block.w_uv.transpose(1, 2), out=out[:num_absorbed].transpose(0, 1))

@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
@@ -27,9 +26,8 @@ from torch.nn import functional
 
 from common.errors import ConfigError
 from common.wings import has_wing, require_wing
-from engine.gpu.attention.backend import PrefillPlan
 from engine.gpu.pinning import upload
-from engine.mla.gpu_latents import PagedLatents
+from engine.mla.gpu_latents import ExpandedPlan, LatentPlan, PagedLatents
 from engine.models.config import LatentConfig
 from kernels.gpu.attention.paged_prefill import prefill_tiles
 from kernels.gpu.mla.expanded_prefill import TILE_M, expanded_prefill
@@ -39,23 +37,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 MAX_EXPANDED_BYTES = 512 << 20  # of one layer's latents, K and V; steps with more keys are absorbed
-
-
-@dataclass(frozen=True, slots=True)
-class ExpandedPlan:
-    """Where a step's keys are, row after row, and which are whose; on the device.
-
-    blocks, offsets: int64 (num_keys,), in the pool. query_starts, key_starts: int32 (num_rows + 1,).
-    tiles: int32 (num_tiles, 4), of our kernel; None for FlashAttention-3.
-    """
-
-    blocks: Tensor
-    offsets: Tensor
-    query_starts: Tensor
-    key_starts: Tensor
-    max_queries: int
-    max_keys: int
-    tiles: Tensor | None
 
 
 def is_cheaper_expanded(latent: LatentConfig, query_starts: Sequence[int], seq_lens: Sequence[int]) -> bool:
@@ -93,8 +74,8 @@ class ExpandedLatents(PagedLatents):
         )
         self._keys = keys[0].view(self._max_keys, num_heads, -1) if keys else None
 
-    def plan(self, query_starts: Sequence[int], seq_lens: Sequence[int], block_tables: Tensor) -> PrefillPlan:
-        """A `PagedPlan` of the absorbed form, or an `ExpandedPlan`."""
+    def plan(self, query_starts: Sequence[int], seq_lens: Sequence[int], block_tables: Tensor) -> LatentPlan:
+        """The cheaper form's."""
         if sum(seq_lens) > self._max_keys or not is_cheaper_expanded(self._latent, query_starts, seq_lens):
             return super().plan(query_starts, seq_lens, block_tables)
         return self.plan_expanded(query_starts, seq_lens, block_tables)

@@ -19,9 +19,11 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from engine.gpu.attention.backend import Facts
 from engine.gpu.attention.paged import PagedAttention, PagedPlan
 
 MIN_TOKENS = 4096
+HALF_TYPES = (torch.bfloat16, torch.float16)
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v (1, heads, n, head_dim), fewer KV heads -> like q
 
 
@@ -29,6 +31,25 @@ def attend_with_cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Raises RuntimeError where cuDNN cannot."""
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def is_installed(device: torch.device) -> bool:
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return is_nvidia and torch.backends.cudnn.version() is not None  # type: ignore[no-untyped-call]
+
+
+def why_not(facts: Facts) -> str:
+    """See `choose.py`."""
+    if facts.capability is None or facts.capability[0] < 8 or CudnnAttention.name not in facts.installed:
+        return "needs an NVIDIA GPU of compute capability 8 or more and cuDNN; use triton"
+    if facts.dtype not in HALF_TYPES or facts.kv_dtype != facts.dtype:
+        return "takes 16-bit numbers and KV alone; use triton"
+    return "" if facts.head_dim <= 128 else f"takes heads up to 128, not {facts.head_dim}; use triton"
+
+
+def open_backend(pool: Tensor, num_heads: int, dtype: torch.dtype, max_tokens: int) -> CudnnAttention:
+    """See `choose.py`."""
+    return CudnnAttention(attend_with_cudnn, pool, num_heads, dtype, max_tokens)
 
 
 def rounded_up(num_tokens: int) -> int:
@@ -50,8 +71,18 @@ def rounded_lengths(first: int, last: int) -> Iterator[int]:
 class CudnnPlan:
     """long_rows: (first token, tokens) of rows for cuDNN. others: None when there are none."""
 
+    backend: CudnnAttention
     long_rows: list[tuple[int, int]]
     others: PagedPlan | None
+
+    def attend(
+        self, qkv: Tensor, pool: Tensor, layer: int, out: Tensor, window: int = 0, sinks: Tensor | None = None
+    ) -> None:
+        """See PrefillPlan."""
+        if self.others is not None:
+            self.others.attend(qkv, pool, layer, out)
+        for first, count in self.long_rows:
+            out[first : first + count] = self.backend.attend_row(qkv[first : first + count])
 
 
 class CudnnAttention:
@@ -82,20 +113,18 @@ class CudnnAttention:
         ]
         long_rows = [(query_starts[row], counts[row]) for row, found in enumerate(is_long) if found]
         if len(long_rows) == len(counts):
-            return CudnnPlan(long_rows, None)
-        return CudnnPlan(long_rows, self._paged.plan(query_starts, seq_lens, block_tables, skipped=is_long))
+            return CudnnPlan(self, long_rows, None)
+        return CudnnPlan(self, long_rows, self._paged.plan(query_starts, seq_lens, block_tables, skipped=is_long))
 
-    def prefill(self, qkv: Tensor, pool: Tensor, layer: int, plan: CudnnPlan, out: Tensor) -> None:
-        if plan.others is not None:
-            self._paged.prefill(qkv, pool, layer, plan.others, out)
-        for first, count in plan.long_rows:
-            rows = qkv[first : first + count]
-            length = rounded_up(count)
-            if length > count:
-                self._padded[:count] = rows
-                self._padded[count:length] = 0
-                rows = self._padded[:length]
-            out[first : first + count] = self._attend_rows(rows)[:count]
+    def attend_row(self, qkv: Tensor) -> Tensor:
+        """(n, num_heads + 2 num_kv_heads, head_dim) of a long prompt -> (n, num_heads * head_dim)."""
+        count = qkv.shape[0]
+        length = rounded_up(count)
+        if length > count:
+            self._padded[:count] = qkv
+            self._padded[count:length] = 0
+            qkv = self._padded[:length]
+        return self._attend_rows(qkv)[:count]
 
     def _attend_rows(self, qkv: Tensor) -> Tensor:
         """(n, num_heads + 2 num_kv_heads, head_dim) -> (n, num_heads * head_dim)."""

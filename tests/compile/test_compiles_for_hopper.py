@@ -130,9 +130,9 @@ def decode_inputs(rows: int, num_groups: int = 1) -> GpuInputs:
 
 def prompt_inputs(forward: FusedForward, lengths: list[int], num_groups: int = 1) -> GpuInputs:
     starts, tables = [*accumulate(lengths, initial=0)], ints(len(lengths), MAX_BLOCKS)
-    plan = forward.attention.prefill.plan(starts, lengths, tables)
+    plans = forward.attention.plan(starts, lengths, [tables] * num_groups)
     total = starts[-1]
-    groups = [GroupInputs(ints(total), ints(0, MAX_BLOCKS), plan)] * num_groups
+    groups = [GroupInputs(ints(total), ints(0, MAX_BLOCKS), plan) for plan in plans]
     return GpuInputs(ints(total, dtype=torch.int64), ints(total), ints(0), groups)
 
 

@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from common.errors import ConfigError
 from engine.gpu.attention import choose as chooser
-from engine.gpu.attention.backend import PrefillAttention
-from engine.gpu.attention.choose import Facts, choose, open_attention
+from engine.gpu.attention.backend import Facts, PrefillAttention
+from engine.gpu.attention.choose import choose, open_attention
 from engine.gpu.attention.paged import PagedAttention, PagedPlan
 from engine.prefill_backends import contiguous, fa3
 from engine.prefill_backends.cudnn import CudnnAttention, attend_with_cudnn, rounded_lengths, rounded_up
@@ -29,7 +29,8 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 BOUND = 1e-2 if ON_GPU else 1e-5
 BLOCK_SIZE = 64 if ON_GPU else 16
-H200 = Facts(torch.bfloat16, torch.bfloat16, 128, 64, (9, 0), has_fa3=True, has_cudnn=True)
+H200 = Facts(torch.bfloat16, torch.bfloat16, 128, 64, (9, 0), frozenset({"fa3", "cudnn"}))
+NO_FA3, NO_CUDNN = frozenset({"cudnn"}), frozenset({"fa3"})
 
 
 def attend_pages(
@@ -118,9 +119,7 @@ class Step:
     def run(self, backend: PrefillAttention) -> Tensor:
         plan = backend.plan(self.starts, self.seq_lens, self.block_tables)
         out = torch.full(self.expected.shape, float("nan"), dtype=DTYPE, device=DEVICE)
-        if isinstance(plan, PagedPlan):  # as `FusedForward` does
-            backend = PagedAttention(self.num_heads, self.pool.shape[3])
-        backend.prefill(self.qkv, self.pool, 1, plan, out)
+        plan.attend(self.qkv, self.pool, 1, out)
         return out
 
 
@@ -228,14 +227,14 @@ def changed(**facts: Any) -> Facts:
 
 def test_automatic_choice_takes_what_is_fastest_and_fits() -> None:
     assert choose("auto", H200) == "fa3"
-    assert choose("auto", changed(has_fa3=False)) == "cudnn"
+    assert choose("auto", changed(installed=NO_FA3)) == "cudnn"
     assert choose("auto", changed(dtype=torch.float16, kv_dtype=torch.float16)) == "cudnn"
     assert choose("auto", changed(kv_dtype=torch.float8_e4m3fn)) == "fa3"
     for other in (
-        changed(has_fa3=False, has_cudnn=False),
+        changed(installed=frozenset()),
         changed(capability=(8, 0)),  # not measured there
         changed(capability=None),
-        changed(kv_dtype=torch.float8_e4m3fn, has_fa3=False),
+        changed(kv_dtype=torch.float8_e4m3fn, installed=NO_FA3),
         changed(dtype=torch.float32, kv_dtype=torch.float32),
         changed(head_dim=256),
     ):
@@ -245,11 +244,11 @@ def test_automatic_choice_takes_what_is_fastest_and_fits() -> None:
 @pytest.mark.parametrize(
     ("name", "facts", "told"),
     [
-        ("fa3", {"has_fa3": False}, "--attention-backend fa3 is not installed; run: pip install fa3-fwd"),
+        ("fa3", {"installed": NO_FA3}, "--attention-backend fa3 is not installed; run: pip install fa3-fwd"),
         ("fa3", {"capability": (12, 0)}, "compute capability 8 or 9"),
         ("fa3", {"dtype": torch.float16}, "bfloat16 alone"),
         ("fa3", {"head_dim": 80}, "not 80"),
-        ("cudnn", {"has_cudnn": False}, "cuDNN"),
+        ("cudnn", {"installed": NO_CUDNN}, "cuDNN"),
         ("cudnn", {"kv_dtype": torch.float8_e4m3fn}, "16-bit"),
         ("cudnn", {"head_dim": 256}, "not 256"),
     ],

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks.kernels.timing import compile_ahead, graph_seconds, report, sweep
 from engine.mla.gpu_expanded import ExpandedLatents, is_cheaper_expanded, open_flash
-from engine.mla.gpu_latents import PagedLatents
+from engine.mla.gpu_latents import AbsorbedPlan, PagedLatents
 from engine.models.config import LatentConfig
 from kernels.gpu.attention.paged_prefill import prefill_tiles
 from kernels.gpu.launching.launch_configs import PrefillConfig
@@ -59,6 +59,7 @@ class Case:
     def absorbed_seconds(self) -> float:
         backend = PagedLatents(self.num_heads, LATENT)
         plan = backend.plan(*self.rows, self.table)
+        assert isinstance(plan, AbsorbedPlan)
         by_head = self.attended.view(self.queries, self.num_heads, self.rank).transpose(0, 1)
 
         def run(layer: int) -> None:

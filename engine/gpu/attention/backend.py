@@ -1,8 +1,8 @@
 """The seams of attention on a GPU: `GpuAttention` of a model's blocks, `PrefillAttention` for chunks of prompts.
 
-A backend for prompts plans a step once, on the host, from where each row's queries start and how many keys its last
-query sees; the plan holds whatever the kernels need on the device. `prefill` then runs per layer. A backend knows
-nothing of requests or of the scheduler. Decode rows never come there.
+A step is planned once, on the host, from where each row's queries start and how many keys its last query sees; the
+plan holds whatever the kernels need on the device, and attends in every layer. A backend knows nothing of requests or
+of the scheduler. Decode rows need no plan: their block tables and lengths are among a step's inputs.
 """
 
 from __future__ import annotations
@@ -17,11 +17,38 @@ from torch import Tensor
 
 from engine.models.model import Model
 
-PrefillPlan = Any  # made and read by one backend only; the forward pass hands it through
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the choice of a backend depends on. capability: of an NVIDIA GPU, else None. installed: libraries."""
+
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    head_dim: int
+    block_size: int
+    capability: tuple[int, int] | None
+    installed: frozenset[str]
+
+
+class PrefillPlan(Protocol):
+    """Attends for the prompt tokens of one step, packed one row after the other."""
+
+    def attend(
+        self, qkv: Tensor, pool: Tensor, layer: int, out: Tensor, window: int = 0, sinks: Tensor | None = None
+    ) -> None:
+        """Causal attention of the plan's queries against their rows' keys in the pool.
+
+        qkv: (num_tokens, num_heads + 2 num_kv_heads, head_dim), q and k rotated. The pool has K and V of these
+            tokens too.
+        pool: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim).
+        out: (num_tokens, num_heads * head_dim), contiguous, written.
+        window, sinks: see `paged_prefill`; of models that have any, which our kernel alone takes.
+        """
+        ...
 
 
 class PrefillAttention(Protocol):
-    """Attends for the prompt tokens of a step, packed one row after the other."""
+    """A backend for prompts over one pool."""
 
     @property
     def name(self) -> str:
@@ -29,21 +56,11 @@ class PrefillAttention(Protocol):
         ...
 
     def plan(self, query_starts: Sequence[int], seq_lens: Sequence[int], block_tables: Tensor) -> PrefillPlan:
-        """What `prefill` needs in every layer of one step, or a `PagedPlan` where the paged kernel shall attend.
+        """Plan a step.
 
         query_starts: each row's first token, counted from the first prompt token of the step, and the number of
             tokens at the end. seq_lens: keys that each row's last query sees; what they exceed the row's queries by
             is its cached context. block_tables: int32 (num_rows, any), on the device.
-        """
-        ...
-
-    def prefill(self, qkv: Tensor, pool: Tensor, layer: int, plan: PrefillPlan, out: Tensor) -> None:
-        """Causal attention of the plan's queries against their rows' keys in the pool.
-
-        qkv: (num_tokens, num_heads + 2 num_kv_heads, head_dim), q and k rotated. The pool has K and V of these
-            tokens too.
-        pool: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim).
-        out: (num_tokens, num_heads * head_dim), contiguous, written.
         """
         ...
 
@@ -54,13 +71,12 @@ class GroupInputs:
 
     slots: int32 (num_tokens,), block id * block_size + offset, or -1 to store nothing.
     decode_tables: block ids, int32 (num_decode_rows, max_blocks).
-    prefill: `GpuAttention.prefill`'s plan for the chunks of prompts, or one for the paged kernel; None when there
-        are none.
+    prefill: `GpuAttention.plan`'s for the chunks of prompts; None when there are none.
     """
 
     slots: Tensor
     decode_tables: Tensor
-    prefill: PrefillPlan | None = None
+    prefill: Any = None
 
 
 @dataclass(slots=True)
@@ -88,11 +104,10 @@ class GpuInputs:
 class GpuAttention(ABC):
     """Attention of a model's blocks over one pool, for decode rows and prompts. Its workspaces serve one stream.
 
-    prefill: what plans, and attends, for prompts. width: of the memory that a token's output takes, see
-        `GpuInputs.attended`.
+    name: of the backend for prompts. width: of the memory that a token's output takes, see `GpuInputs.attended`.
     """
 
-    prefill: PrefillAttention
+    name: str
     width: int
 
     @abstractmethod
@@ -100,6 +115,16 @@ class GpuAttention(ABC):
         self, model: Model, pool: Tensor, max_rows: int, wanted: str, dtype: torch.dtype, max_tokens: int
     ) -> None:
         """wanted: `--attention-backend`. max_tokens: of the largest step. Raises ConfigError."""
+
+    @abstractmethod
+    def plan(
+        self, query_starts: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Tensor]
+    ) -> Sequence[Any]:
+        """Plan chunks of prompts for each KV group, see `PrefillAttention.plan`. `attend` alone reads its plans."""
+
+    @abstractmethod
+    def graph_plan(self, block_tables: Tensor, tiles: Tensor) -> Any:
+        """A plan for graphs, which runs the same kernels whatever these tensors hold. tiles: of `prefill_tiles`."""
 
     @abstractmethod
     def attend(self, inputs: GpuInputs, block: Any, *queries: Any) -> Tensor:

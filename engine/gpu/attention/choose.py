@@ -7,81 +7,47 @@ on long prompts (`benchmarks/kernels/attention/bench_attention_backends.py`, doc
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from common.errors import ConfigError
 from common.wings import has_wing, require_wing
-from engine.gpu.attention.backend import PrefillAttention
+from engine.gpu.attention.backend import Facts, PrefillAttention
 from engine.gpu.attention.paged import PagedAttention
 
-LIBRARIES = "engine.prefill_backends"
-HAS_LIBRARIES = has_wing(LIBRARIES)
-if HAS_LIBRARIES:
-    from engine.prefill_backends import cudnn, fa3
-
 logger = logging.getLogger(__name__)
-FA3_REQUIREMENT = "fa3-fwd==0.0.3"
-FA3_HEAD_DIMS = (64, 128)
-HALF_TYPES = (torch.bfloat16, torch.float16)
-BY_SPEED = ("fa3", "cudnn")
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What the choice depends on. capability: of an NVIDIA GPU, else None."""
-
-    dtype: torch.dtype
-    kv_dtype: torch.dtype
-    head_dim: int
-    block_size: int
-    capability: tuple[int, int] | None
-    has_fa3: bool
-    has_cudnn: bool
+WING = "engine.prefill_backends"
+LIBRARIES = {  # by speed
+    "fa3": "engine.prefill_backends.fa3:open_backend",
+    "cudnn": "engine.prefill_backends.cudnn:open_backend",
+}
+MODULES = {name: path.partition(":")[0] for name, path in LIBRARIES.items() if has_wing(WING)}
+BACKENDS: dict[str, Any] = {name: import_module(module) for name, module in MODULES.items()}
+"""Those that are here: modules with `is_installed`, `why_not` and `open_backend`."""
 
 
 def facts_of(dtype: torch.dtype, pool: Tensor) -> Facts:
     """Looks at the pool, its device and at what is installed; imports nothing."""
     device = pool.device
     is_nvidia = device.type == "cuda" and torch.version.hip is None
-    return Facts(
-        dtype,
-        pool.dtype,
-        pool.shape[5],
-        pool.shape[4],
-        torch.cuda.get_device_capability(device) if is_nvidia else None,
-        HAS_LIBRARIES and bool(fa3.installed_package()),
-        HAS_LIBRARIES and is_nvidia and torch.backends.cudnn.version() is not None,  # type: ignore[no-untyped-call]
-    )
+    capability = torch.cuda.get_device_capability(device) if is_nvidia else None
+    installed = frozenset(name for name, backend in BACKENDS.items() if backend.is_installed(device))
+    return Facts(dtype, pool.dtype, pool.shape[5], pool.shape[4], capability, installed)
 
 
 def why_not(name: str, facts: Facts) -> str:
     """What keeps a backend from working, and what to do; empty when it works."""
-    if name == "fa3":
-        if facts.capability is None or facts.capability[0] not in (8, 9):
-            return "needs an NVIDIA GPU of compute capability 8 or 9; use triton"
-        if facts.dtype != torch.bfloat16:
-            return "takes bfloat16 alone; use triton"
-        if facts.head_dim not in FA3_HEAD_DIMS:
-            return f"takes heads of {FA3_HEAD_DIMS}, not {facts.head_dim}; use triton"
-        if not facts.has_fa3:
-            return f"is not installed; run: pip install {FA3_REQUIREMENT}"
-    if name == "cudnn":
-        if facts.capability is None or facts.capability[0] < 8 or not facts.has_cudnn:
-            return "needs an NVIDIA GPU of compute capability 8 or more and cuDNN; use triton"
-        if facts.dtype not in HALF_TYPES or facts.kv_dtype != facts.dtype:
-            return "takes 16-bit numbers and KV alone; use triton"
-        if facts.head_dim > 128:
-            return f"takes heads up to 128, not {facts.head_dim}; use triton"
-    return ""
+    reason: str = BACKENDS[name].why_not(facts) if name in BACKENDS else ""
+    return reason
 
 
 def choose(wanted: str, facts: Facts) -> str:
     """`auto`: what was measured to be fastest; only where it was measured. Raises ConfigError."""
     if wanted == "auto":
-        measured = BY_SPEED if facts.capability == (9, 0) else ()
+        measured = BACKENDS if facts.capability == (9, 0) else ()
         return next((name for name in measured if not why_not(name, facts)), "triton")
     reason = why_not(wanted, facts)
     if reason:
@@ -100,16 +66,14 @@ def open_attention(
         if wanted not in ("auto", "triton"):
             raise ConfigError(f"--attention-backend {wanted} knows no {needs}; use triton")
         return PagedAttention(num_heads, pool.shape[3])
-    if wanted in BY_SPEED:
-        require_wing(LIBRARIES, f"--attention-backend {wanted}")
+    if wanted in LIBRARIES:
+        require_wing(WING, f"--attention-backend {wanted}")
     facts = facts_of(dtype, pool)
     chosen = choose(wanted, facts)
     backend: PrefillAttention = PagedAttention(num_heads, pool.shape[3])
     try:
-        if chosen == "fa3":
-            backend = fa3.FlashAttention3(fa3.load(), pool, num_heads, dtype)
-        elif chosen == "cudnn":
-            backend = cudnn.CudnnAttention(cudnn.attend_with_cudnn, pool, num_heads, dtype, max_tokens)
+        if chosen in BACKENDS:
+            backend = BACKENDS[chosen].open_backend(pool, num_heads, dtype, max_tokens)
     except torch.OutOfMemoryError:
         raise  # a RuntimeError, but another backend is no answer to it
     except (ImportError, OSError, RuntimeError) as error:  # built for another torch, or cuDNN refuses the shape

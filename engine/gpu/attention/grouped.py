@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from engine.gpu.attention.backend import GpuAttention, GpuInputs, GroupInputs
+from engine.gpu.attention.backend import GpuAttention, GpuInputs, GroupInputs, PrefillPlan
 from engine.gpu.attention.choose import open_attention
-from engine.gpu.attention.paged import PagedAttention, PagedPlan
+from engine.gpu.attention.paged import PagedPlan
 from engine.kv.memory import kv_layout
 from engine.layers.attention import Attention
 from engine.models.model import Model
 from kernels.gpu.attention.kv_splits import DecodeWorkspace
 from kernels.gpu.attention.paged_decode import paged_decode
+from kernels.gpu.attention.paged_prefill import SMALL_TILE
 from kernels.gpu.elementwise.rope import rope_and_write_kv
 from kvstore.layout import KvLayout
 
@@ -49,14 +52,24 @@ class GroupedQueries(GpuAttention):
         config, layout = model.config, kv_layout(model.config, pool.dtype)
         has_sinks = any(isinstance(each, Attention) and each.sinks is not None for each in model.blocks)
         needs = "sliding windows" if layout.has_windows else "attention sinks" if has_sinks else ""
-        self.prefill = open_attention(wanted, pool, config.num_heads, dtype, max_tokens, needs)
+        self._prefill = open_attention(wanted, pool, config.num_heads, dtype, max_tokens, needs)
+        self.name = self._prefill.name
         self._layers = layers_of(model, layout)
         self._pool = pool
-        self._paged = PagedAttention(config.num_heads, config.num_kv_heads)
         self.width = config.num_heads * config.head_dim
         self._workspace = DecodeWorkspace(
             max_rows, config.num_heads, config.num_kv_heads, config.head_dim, pool.device
         )  # fmt: skip
+
+    def plan(
+        self, query_starts: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Tensor]
+    ) -> Sequence[PrefillPlan]:
+        """See GpuAttention. Plans of several groups are the paged kernel's, and differ in their tables alone."""
+        plan: Any = self._prefill.plan(query_starts, seq_lens, block_tables[0])
+        return [plan, *(replace(plan, block_tables=tables) for tables in block_tables[1:])]
+
+    def graph_plan(self, block_tables: Tensor, tiles: Tensor) -> PrefillPlan:
+        return PagedPlan(block_tables, tiles, SMALL_TILE)
 
     def attend(self, inputs: GpuInputs, block: Attention, qkv: Tensor, spreads_next: bool = True) -> Tensor:
         """See GpuAttention. spreads_next: see `rope_and_write_kv`.
@@ -80,13 +93,8 @@ class GroupedQueries(GpuAttention):
             out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
         if num_decode:
             out[:num_decode] = self._attend_decode(q[:num_decode], block, own, inputs.lengths)
-        prompts, their_out = qkv[num_decode:], out[num_decode:]
-        if isinstance(own.prefill, PagedPlan):
-            self._paged.prefill(
-                prompts, self._pool, layer.index, own.prefill, their_out, layer.window, block.sinks
-            )  # fmt: skip
-        else:
-            self.prefill.prefill(prompts, self._pool, layer.index, own.prefill, their_out)
+        prompts, plan = qkv[num_decode:], own.prefill
+        plan.attend(prompts, self._pool, layer.index, out[num_decode:], layer.window, block.sinks)
         return out
 
     def _attend_decode(self, q: Tensor, block: Attention, own: GroupInputs, lengths: Tensor) -> Tensor:

@@ -20,6 +20,15 @@ class PagedPlan:
     tiles: Tensor
     tile_m: int
 
+    def attend(
+        self, qkv: Tensor, pool: Tensor, layer: int, out: Tensor, window: int = 0, sinks: Tensor | None = None
+    ) -> None:
+        """See PrefillPlan."""
+        q = qkv[:, : qkv.shape[1] - 2 * pool.shape[3]]
+        paged_prefill(
+            q, pool, layer, self.block_tables, self.tiles, self.tile_m, out, window=window, sinks=sinks
+        )  # fmt: skip
+
 
 class PagedAttention:
     """`kernels.gpu.attention.paged_prefill`."""
@@ -39,13 +48,3 @@ class PagedAttention:
         if any(skipped):
             tiles = [tile for tile in tiles if not skipped[tile[0]]]
         return PagedPlan(block_tables, upload(tiles, torch.int32, block_tables.device).view(-1, 4), tile_m)
-
-    def prefill(
-        self, qkv: Tensor, pool: Tensor, layer: int, plan: PagedPlan, out: Tensor, window: int = 0,
-        sinks: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        """See PrefillAttention. window, sinks: see `paged_prefill`."""
-        q = qkv[:, : qkv.shape[1] - 2 * pool.shape[3]]
-        paged_prefill(
-            q, pool, layer, plan.block_tables, plan.tiles, plan.tile_m, out, window=window, sinks=sinks
-        )  # fmt: skip

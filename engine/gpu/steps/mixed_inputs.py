@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate
 
 import torch
 
-from engine.gpu.attention.backend import GpuInputs, GroupInputs, PrefillAttention
+from engine.gpu.attention.backend import GpuAttention, GpuInputs, GroupInputs
 from engine.gpu.pinning import upload
 from engine.gpu.steps.inputs import step_tokens
 from engine.gpu.steps.state import DeviceState
@@ -20,7 +19,7 @@ def mixed_inputs(
     decodes: Sequence[int],
     chunks: Sequence[int],
     state: DeviceState,
-    attention: PrefillAttention,
+    attention: GpuAttention,
     block_size: int,
 ) -> tuple[GpuInputs, dict[int, int]]:
     """Inputs of these rows of the batch, decode rows first, and the index of each row's last token in them."""
@@ -41,12 +40,7 @@ def mixed_inputs(
     if pending:  # the step before samples them
         indices = upload(pending, torch.int64, device)
         ids[indices] = state.last_tokens[of_decodes[indices]]
-    groups: list[GroupInputs] = []
-    for own, table in zip(slots, state.block_tables, strict=True):
-        decode_tables, tables = table[of_decodes], table[of_chunks]
-        if not groups:
-            plan = attention.plan(query_starts, seq_lens, tables)
-        else:  # of several groups all are the paged kernel's, and differ in their tables alone
-            plan = replace(plan, block_tables=tables)
-        groups.append(GroupInputs(own, decode_tables, plan))
+    decode_tables = [table[of_decodes] for table in state.block_tables]
+    plans = attention.plan(query_starts, seq_lens, [table[of_chunks] for table in state.block_tables])
+    groups = [GroupInputs(*each) for each in zip(slots, decode_tables, plans, strict=True)]
     return GpuInputs(ids, positions, positions[: len(decodes)] + 1, groups), last_of

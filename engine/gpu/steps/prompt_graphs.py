@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from engine.gpu.attention.backend import GpuInputs, GroupInputs
-from engine.gpu.attention.paged import PagedPlan
 from engine.gpu.forward import FusedForward
 from engine.gpu.sampling.device_sampler import DeviceSampler
 from engine.gpu.steps.inputs import step_tokens
@@ -70,7 +69,7 @@ def prompt_step(
     none = inputs.fields[POSITION, :0]
     slots = inputs.fields[SLOT], *inputs.fields[SOURCE + 1 :]
     groups = [
-        GroupInputs(own, table[:0], PagedPlan(table, inputs.tiles, SMALL_TILE))
+        GroupInputs(own, table[:0], forward.attention.graph_plan(table, inputs.tiles))
         for own, table in zip(slots, state.block_tables, strict=True)
     ]
     attended = attended[: token_ids.shape[0]]

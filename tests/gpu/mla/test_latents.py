@@ -14,11 +14,11 @@ from torch import Tensor
 
 from common.errors import ConfigError
 from engine.gpu.attention.backend import GpuInputs
-from engine.gpu.attention.paged import PagedPlan
 from engine.gpu.config import GpuConfig
 from engine.mla import gpu_expanded as expanded
 from engine.mla.gpu_attention import LatentQueries
-from engine.mla.gpu_expanded import ExpandedLatents, ExpandedPlan, is_cheaper_expanded, open_latents, try_widths
+from engine.mla.gpu_expanded import ExpandedLatents, is_cheaper_expanded, open_latents, try_widths
+from engine.mla.gpu_latents import AbsorbedPlan, ExpandedPlan
 from engine.mla.latent_attention import LatentAttention
 from engine.models.config import LatentConfig
 from kernels.paged_attention import attend_causally
@@ -170,7 +170,7 @@ def test_more_keys_than_the_buffer_holds_are_absorbed() -> None:
     backend = ExpandedLatents(pool, 3, LATENT, torch.float32, max_bytes=100 * (48 + 3 * 48) * 4)
     table = torch.zeros(1, 20, dtype=torch.int32)
     assert isinstance(backend.plan([0, 100], [100], table), ExpandedPlan)
-    assert isinstance(backend.plan([0, 101], [101], table), PagedPlan)
+    assert isinstance(backend.plan([0, 101], [101], table), AbsorbedPlan)
 
 
 def test_a_package_without_these_widths_is_found_out() -> None:
