@@ -66,6 +66,7 @@ class EngineParts:
     quantization: str
     max_num_seqs: int
     cuda_graphs: bool
+    attention_backend: str
     expert_loads: ExpertLoadRecorder | None = None
     rebalancer: Rebalancer | None = None
 
@@ -150,6 +151,7 @@ def _assemble(
         loaded.quant_mode,
         config.max_num_seqs,
         cuda_graphs=device.type == "cuda" and gpu.use_cuda_graph,
+        attention_backend=runner.attention_backend,
         expert_loads=loads,
         rebalancer=rebalancer,
     )

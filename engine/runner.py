@@ -39,6 +39,8 @@ class ModelRunner(ABC):
     """A `Runner` of one model over one KV pool."""
 
     max_steps_in_flight = 1
+    attention_backend: str
+    """The name of what attends, on a GPU for prompts."""
 
     def __init__(self, loaded: LoadedModel, ranks: RankContext[Any]) -> None:
         self._proposer = Proposer()

@@ -125,6 +125,7 @@ class EngineInfo(msgspec.Struct):
     quantization: str
     device: str
     cuda_graphs: bool
+    attention_backend: str
     max_num_seqs: int
     kv_layout: str
 

@@ -80,6 +80,8 @@ Query = tuple[int, MirrorRow, int]  # which of the step's tokens, where its sequ
 class CpuAttention:
     """The backend for pools of K and V in host memory."""
 
+    name = "mirror"
+
     def __init__(self, pool: Tensor, num_heads: int, rotary: Tensor) -> None:
         """rotary: see `rotary_table`."""
         self._rotary = rotary

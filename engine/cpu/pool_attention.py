@@ -36,6 +36,8 @@ class PoolMetadata:
 class PoolAttention:
     """Attention straight from the pool, one sequence after the other. Simple, correct, slow."""
 
+    name = "pool"
+
     def __init__(self, pool: Tensor, rotary: Tensor) -> None:
         """rotary: see `rotary_table`."""
         self._pool = pool

@@ -71,6 +71,7 @@ class CpuRunner(ModelRunner):
         self._max_num_batched_tokens = config.max_num_batched_tokens
         self._num_groups = len(layout.groups)
         self._backend = _attention_for(loaded, kv_pool, geometry)
+        self.attention_backend = self._backend.name
         self._sampler = Sampler()
         if loaded.device.type == "cpu" and config.num_threads:
             torch.set_num_threads(config.num_threads)

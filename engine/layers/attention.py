@@ -114,6 +114,11 @@ class AttentionBackend(Protocol):
     it does to K and V.
     """
 
+    @property
+    def name(self) -> str:
+        """What a worker's facts call it."""
+        ...
+
     def plan(self, batch: StepBatch, inputs: Tensor) -> Any:
         """Say once where the tokens of a step go, and who attends how. inputs: `batch.inputs` on the device."""
         ...

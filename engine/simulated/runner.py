@@ -46,6 +46,7 @@ class SimulatedRunner(CpuRunner):
         self, loaded: LoadedModel, kv_pool: Tensor, host_buffer: Tensor | None, config: EngineConfig
     ) -> None:
         super().__init__(loaded, kv_pool, host_buffer, config)
+        self.attention_backend = "none"
         self._cost = StepCost.parse(config.simulated_steps)
         self._vocab_size = loaded.config.vocab_size
         self._ends = frozenset(loaded.config.eos_token_ids)

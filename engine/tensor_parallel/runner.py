@@ -32,6 +32,7 @@ class ParallelRunner:
         """
         self.local = local
         self.needs_known_tokens, self.propose_with = local.needs_known_tokens, local.propose_with
+        self.attention_backend: str = local.attention_backend
         self.max_steps_in_flight = num_in_flight or local.max_steps_in_flight
         self._followers = followers
         self._has_stages = num_in_flight > 0

@@ -69,6 +69,8 @@ class GroupMetadata:
 class GroupedAttention:
     """The backend for pools of K and V whose blocks belong to groups of layers."""
 
+    name = "groups"
+
     def __init__(
         self, pool: Tensor, geometry: PoolGeometry, rotary: Tensor, local_rotary: Tensor | None = None
     ) -> None:

@@ -130,7 +130,7 @@ async def _addresses(host: str, port: int) -> list[str]:
     return [with_port(item, port) for item in sorted(hosts)]
 
 
-_SHOWN_INFO = ("device", "quantization", "cuda_graphs", "version")
+_SHOWN_INFO = ("device", "quantization", "cuda_graphs", "attention_backend", "version")
 _SHOWN_RATES = ("prefill_tokens_per_second", "pull_tokens_per_second", "step_seconds")
 _SHOWN_MEMORY = ("front_private_bytes", "engine_private_bytes", "engine_shared_bytes")
 _SHOWN_LOAD = {

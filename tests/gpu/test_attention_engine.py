@@ -38,7 +38,8 @@ def test_same_tokens_in_chunks_between_decodes_and_over_a_cached_prefix(
     model = save_tiny_model(tmp_path)
     expected = generate(reference(model), greedy(4))
     monkeypatch.setattr(engine.gpu.attention.grouped, "open_attention", open_other)
-    made, _ = open_gpu(model, monkeypatch, GpuConfig(), block_size=8, max_num_batched_tokens=30)
+    made, runner = open_gpu(model, monkeypatch, GpuConfig(), block_size=8, max_num_batched_tokens=30)
+    assert runner.attention_backend == name.split()[0]
     assert generate(made, greedy(4)) == expected
     again = [prompt for prompt in PROMPTS if len(prompt) > 16]
     assert generate(made, greedy(4), again) == [expected[PROMPTS.index(prompt)] for prompt in again]

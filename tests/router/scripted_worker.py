@@ -90,7 +90,8 @@ class ScriptedWorker:
             "tokenizer_hash": load_tokenizer(resolve_model("dry-run")).tokenizer_hash(), "vocab_size": 320,
             "max_model_len": 512, "eos_token_ids": [257], "block_size": BLOCK_SIZE, "hash_version": HASH_VERSION,
             "kv_dtype": "float32", "num_blocks": 64, "block_bytes": 1024, "transports": ["tcp"], "version": "test",
-            "quantization": "none", "device": "cpu", "max_num_seqs": 64, "kv_layout": "full", **info,
+            "quantization": "none", "device": "cpu", "attention_backend": "mirror", "max_num_seqs": 64,
+            "kv_layout": "full", **info,
         }  # fmt: skip
         self.server: RpcServer | None = None
         self.host = "127.0.0.1"

@@ -147,6 +147,7 @@ async def test_operators_see_each_model() -> None:
         candidates = shown["choices"][0]["decisions"][0]["candidates"]
         assert [(item["prefill"], item["decode"]) for item in candidates] == [("smol-p", "smol-0")]
         state = (await c.http.get("/v1/cluster")).json()
+        assert {each["attention_backend"] for each in state["workers"]} == {"mirror"}
         assert {worker["id"]: worker["model"] for worker in state["workers"]} == {
             "d0": "dry-run", "smol-0": "smol", "smol-p": "smol",
         }  # fmt: skip

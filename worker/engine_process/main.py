@@ -113,6 +113,7 @@ def _engine_info(parts: EngineParts, memory: SharedPoolMemory) -> EngineInfo:
         quantization=parts.quantization,
         device=parts.device,
         cuda_graphs=parts.cuda_graphs,
+        attention_backend=parts.attention_backend,
         max_num_seqs=parts.max_num_seqs,
         kv_layout=str(geometry.layout),
     )

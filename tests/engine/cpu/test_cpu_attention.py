@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.assembly import assemble
+from engine.config import EngineConfig
 from engine.cpu import attention as cpu_attention
 from engine.cpu import kv_mirror
 from engine.cpu.attention import CpuAttention
@@ -225,3 +227,7 @@ def test_padded_lengths_are_few() -> None:
     lengths = {padded_len(num_keys) for num_keys in range(1, 8193)}
     assert len(lengths) < 50
     assert all(padded_len(num_keys) >= num_keys for num_keys in range(1, 8193))
+
+
+def test_an_engine_tells_what_attends() -> None:
+    assert assemble(EngineConfig("dry-run", device="cpu", num_gpu_blocks=64)).attention_backend == "mirror"

@@ -162,7 +162,9 @@ def test_the_text_model_of_a_checkpoint_that_sees_images(tmp_path: Path) -> None
 
 def logits_of(path: Path) -> Tensor:
     loaded, config = open_model(directory(path), dtype="float32")
-    driver = Driver(make_runner(loaded, config), config)
+    runner = make_runner(loaded, config)
+    assert runner.attention_backend == "groups"
+    driver = Driver(runner, config)
     request = driver.add(PROMPTS[-1], record_logits=True)
     driver.finish([request], 1, chunk=90)
     return driver.logits[request.request_id][0]
