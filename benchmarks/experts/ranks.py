@@ -141,11 +141,12 @@ class GpuRanks:
         """See Ranks."""
         from engine.expert_parallel.gpu_divided_rows import DispatchedExperts
         from engine.layers.linear import Linear
-        from engine.moe.gpu_experts import StackedExperts
+        from engine.moe.gpu_experts import prepare, stacked_of
         from kernels.gpu.expert_parallel.expert_combine import combine
         from kernels.gpu.expert_parallel.expert_dispatch import dispatch
 
-        experts, num_tokens = StackedExperts.of(block), x.shape[0] * self._size
+        prepare(block)
+        experts, num_tokens = stacked_of(block), x.shape[0] * self._size
         router = Linear(experts.router)
         counted = DispatchedExperts(block, experts, router, self._counting, form)
         served = DispatchedExperts(block, experts, router, self._memory, form)

@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.expert_balancing.moves import ExpertGroup, ExpertRearranger, PlacedLayer, moving_bytes
 from engine.loader.load import LoadedModel
-from engine.moe.gpu_experts import StackedExperts
+from engine.moe.gpu_experts import prepare, stacked_of
 from engine.moe.moe import Moe
 
 
@@ -25,7 +25,8 @@ class StackedLayer:
         assert block.slots is not None, "the model was loaded to have its experts moved"
         self.slots = block.slots
         self._first = block.rule.held_slots.start
-        self._experts = StackedExperts.of(block)
+        prepare(block)
+        self._experts = stacked_of(block)
 
     def tensors(self, slot: int) -> list[Tensor]:
         stacks = self._experts.gate_up, self._experts.down

@@ -19,7 +19,7 @@ from engine.gpu.ops.rules import GpuOp, GpuStep, Rule, Target
 from engine.layers.forward import Op, Stream
 from engine.layers.linear import Linear
 from engine.models.model import Model
-from engine.moe.gpu_experts import Gemm, StackedExperts, chooser, is_listed, outputs, router_of
+from engine.moe.gpu_experts import Gemm, StackedExperts, chooser, is_listed, outputs, router_of, stacked_of
 from engine.moe.moe import Moe
 from engine.tensor_parallel.gpu_group import DeviceGroup
 from engine.tensor_parallel.gpu_ops import ITS_SHARE, ShardSeams
@@ -110,7 +110,7 @@ class DividedSeams(ShardSeams):
         return fold
 
     def _experts(self, block: Moe, target: Target) -> GpuOp:
-        stacked, own = StackedExperts.of(block), rows_a_rank(target.num_rows, self.group.size)
+        stacked, own = stacked_of(block), rows_a_rank(target.num_rows, self.group.size)
         router = plain.gemm(Linear(stacked.router, block.router_bias), own, target.workspace)
         fold = self.fold(block.norm, block.eps, gathers=False)
         return Op(fold, DispatchedExperts(block, stacked, router, self._rows))

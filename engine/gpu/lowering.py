@@ -9,7 +9,8 @@ from __future__ import annotations
 from functools import cache
 
 from engine.gpu.ops import one_row, plain, split_k
-from engine.gpu.ops.rules import MANY_ROWS, SINGLE_GPU, GpuForward, GpuSeams, Target, fitting
+from engine.gpu.ops.rules import MANY_ROWS, SINGLE_GPU, GpuForward, GpuSeams, Target, fitting, ops_of
+from engine.layers.post_norm import without_post_norm
 from engine.models.model import Model
 from engine.quantization import gpu_ops as quantized
 from engine.ranks import RankContext
@@ -27,7 +28,9 @@ class GpuForwards:
         self._workspace = SplitKWorkspace(model.embedding.device)
         self._max_quantized_rows = quantized.max_quantized_rows(model)
         self._lowered = cache(self._lower)
-        self._lowered(MANY_ROWS, False)  # experts are stacked before memory is measured
+        for block in map(without_post_norm, model.blocks):
+            if block.gpu_ops:
+                ops_of(block).prepare(block)
 
     def choose(self, num_tokens: int, is_decode: bool) -> GpuForward:
         """is_decode: no chunks of prompts."""

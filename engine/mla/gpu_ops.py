@@ -18,6 +18,10 @@ from kernels.gpu.elementwise.rms_norm import rms_norm
 attention = LatentQueries
 
 
+def prepare(block: LatentAttention) -> None:
+    """Weights are read as they are."""
+
+
 def plain(block: LatentAttention, target: Target) -> GpuOp:
     num_rows, workspace = target.num_rows, target.workspace
     output = gemm(block.output, num_rows, workspace)

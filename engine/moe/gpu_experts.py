@@ -64,14 +64,6 @@ class StackedExperts:
     `Moe` may have made it float32. gate: see `grouped_gemm`.
     """
 
-    @classmethod
-    def of(cls, block: Moe) -> StackedExperts:
-        """Stack a block's experts once: the runner that measures memory and the one that serves share them."""
-        if block.stacked is None:
-            block.stacked = cls(block)
-        stacked: StackedExperts = block.stacked
-        return stacked
-
     def __init__(self, block: Moe) -> None:
         """Raise UnsupportedModelError for experts of several formats."""
         self.num_shared = 0
@@ -91,6 +83,18 @@ class StackedExperts:
             block.shared = None
         self.gate_up = stacked([expert.gate_up for expert in block.experts.values()], more_gate_up)
         self.down = stacked([expert.down for expert in block.experts.values()], more_down)
+
+
+def prepare(block: Moe) -> None:
+    """Stack the experts' weights, once: runners that measure memory and that serve share them."""
+    if block.stacked is None:
+        block.stacked = StackedExperts(block)
+
+
+def stacked_of(block: Moe) -> StackedExperts:
+    """The experts of a block that is prepared."""
+    assert isinstance(block.stacked, StackedExperts), "`prepare` comes before ops"
+    return block.stacked
 
 
 def stackable(layer: Linear, piece: int | None = None) -> Linear:

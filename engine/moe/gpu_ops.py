@@ -14,12 +14,14 @@ from engine.gpu.ops.plain import gemm
 from engine.gpu.ops.rules import GpuOp, Rule, Target
 from engine.layers.forward import Op
 from engine.layers.linear import Linear
-from engine.moe.gpu_experts import StackedExperts, moe, moe_of_row
+from engine.moe.gpu_experts import moe, moe_of_row, prepare, stacked_of
 from engine.moe.moe import Moe
+
+__all__ = ["RULES", "prepare"]
 
 
 def experts_of_row(block: Moe, target: Target) -> GpuOp:
-    stacked = StackedExperts.of(block)
+    stacked = stacked_of(block)
     router = bound_gemv(Linear(stacked.router, block.router_bias))
     logits_type = torch.float32 if block.rule.float32_router else block.norm.dtype
     logits = partial(router, norm=block.norm, eps=block.eps, out_dtype=logits_type)
@@ -28,7 +30,7 @@ def experts_of_row(block: Moe, target: Target) -> GpuOp:
 
 def experts(block: Moe, target: Target) -> GpuOp:
     """Leaves partial sums; of a rank among several, their sum."""
-    stacked = StackedExperts.of(block)
+    stacked = stacked_of(block)
     router = gemm(Linear(stacked.router, block.router_bias), target.num_rows, target.workspace)
     is_summed = not target.seams.is_alone
     return Op(target.seams.fold(block.norm, block.eps), moe(block, stacked, router, is_summed))

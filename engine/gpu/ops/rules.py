@@ -108,9 +108,13 @@ SINGLE_GPU = RankContext(GpuSeams())
 
 
 class BlockOps(Protocol):
-    """The module that `Block.gpu_ops` names. attention: how its blocks attend, if they do."""
+    """The module that `Block.gpu_ops` names. attention: how its blocks attend, if they do.
+
+    prepare: brings a block's weights into the form that ops read, in place, as there is no room for both.
+    """
 
     RULES: Sequence[Rule]
+    prepare: Callable[[Any], None]
     attention: type[GpuAttention]
 
 

@@ -11,7 +11,7 @@ import torch
 from engine.expert_balancing.gpu_moves import StackedLayer
 from engine.expert_balancing.moves import ExpertRearranger, moving_bytes
 from engine.loader.random_weights import RandomWeights
-from engine.moe.gpu_experts import StackedExperts
+from engine.moe.gpu_experts import StackedExperts, prepare, stacked_of
 from engine.moe.moe import Moe
 from engine.moe.stacked_moe import StackedMoe
 from engine.plan import PlacedExperts
@@ -68,7 +68,7 @@ def test_a_moved_expert_is_as_it_would_have_been_loaded(made_of: type[Moe], kind
         group.join(rank)
         layer = StackedLayer(block := blocks[rank][FIRST])
         rearranger = ExpertRearranger([layer], group)
-        stacks = StackedExperts.of(block)
+        stacks = stacked_of(block)
         addresses = [each.data_ptr() for each in tensors_of(stacks)]
         assert moving_bytes([layer], rank, SIZE) == 2 * sum(
             len(FIRST) // SIZE * each[0].nbytes for each in tensors_of(stacks)
@@ -76,7 +76,8 @@ def test_a_moved_expert_is_as_it_would_have_been_loaded(made_of: type[Moe], kind
         for slots in LATER:
             rearranger.place(PlacedExperts(0, slots))
             fresh = blocks[rank][slots]
-            for own, other in zip(tensors_of(stacks), tensors_of(StackedExperts.of(fresh)), strict=True):
+            prepare(fresh)
+            for own, other in zip(tensors_of(stacks), tensors_of(stacked_of(fresh)), strict=True):
                 assert torch.equal(own.view(torch.uint8), other.view(torch.uint8))
             assert block.slots is not None
             assert fresh.slots is not None

@@ -14,7 +14,7 @@ from engine.config import EngineConfig
 from engine.gpu.ops.pending import Partials
 from engine.layers.linear import Linear
 from engine.loader.load import load_model
-from engine.moe.gpu_experts import StackedExperts, moe, moe_of_row, stackable
+from engine.moe.gpu_experts import StackedExperts, moe, moe_of_row, prepare, stackable, stacked_of
 from engine.moe.moe import Moe
 from engine.quantization.gpu_linears import (
     FP8,
@@ -54,8 +54,11 @@ def load_block(folder: Path, has_shared: bool, inner: int = 32, hidden: int = 64
 def test_experts_are_stacked_once(tmp_path: Path) -> None:
     """A second time, they would be without the shared ones, which the block has given away."""
     block = load_block(tmp_path, has_shared=True)
-    assert StackedExperts.of(block).num_shared == 2
-    assert StackedExperts.of(block) is StackedExperts.of(block)
+    prepare(block)
+    stacked = stacked_of(block)
+    prepare(block)
+    assert stacked_of(block) is stacked
+    assert stacked.num_shared == 2
 
 
 def quantize(block: Moe, kind: Kind) -> None:
