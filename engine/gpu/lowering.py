@@ -6,18 +6,24 @@ compared per layer.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
+from common.wings import has_wing
 from engine.gpu.ops import one_row, plain, split_k
-from engine.gpu.ops.rules import MANY_ROWS, SINGLE_GPU, GpuForward, GpuSeams, Target, fitting, ops_of
+from engine.gpu.ops.rules import MANY_ROWS, SINGLE_GPU, GpuForward, GpuSeams, Rule, Target, fitting, ops_of
 from engine.layers.post_norm import without_post_norm
 from engine.models.model import Model
-from engine.quantization import gpu_ops as quantized
 from engine.ranks import RankContext
 from kernels.gpu.gemm.split_k import SplitKWorkspace
 
 MAX_TUNED_ROWS = 64  # the kernels of more rows are the same for any number of them
-RULES = (*quantized.RULES, *split_k.RULES, *one_row.RULES, *plain.RULES)
+RULES: Sequence[Rule] = (*split_k.RULES, *one_row.RULES, *plain.RULES)
+HAS_QUANTIZED = has_wing("engine.quantization")
+if HAS_QUANTIZED:
+    from engine.quantization import gpu_ops as quantized
+
+    RULES = (*quantized.RULES, *RULES)
 
 
 class GpuForwards:
@@ -26,7 +32,7 @@ class GpuForwards:
     def __init__(self, model: Model, ranks: RankContext[GpuSeams] = SINGLE_GPU) -> None:
         self._model, self._ranks = model, ranks
         self._workspace = SplitKWorkspace(model.embedding.device)
-        self._max_quantized_rows = quantized.max_quantized_rows(model)
+        self._max_quantized_rows = quantized.max_quantized_rows(model) if HAS_QUANTIZED else 0
         self._lowered = cache(self._lower)
         for block in map(without_post_norm, model.blocks):
             if block.gpu_ops:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from common.errors import ConfigError
 
@@ -11,6 +11,8 @@ IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias", ".k_sc
 MAX_NAMES = 5
 
 Shape = tuple[int, ...]
+Check = Callable[..., None]
+"""`check_weights` of what is found."""
 
 
 def check_weights(

@@ -5,15 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from common.model_files import ModelFiles
+from common.wings import has_wing, require_wing
 from engine.config import EngineConfig
 from engine.layers.weights import WeightSource
-from engine.loader.checkpoint import Shape, check_weights
+from engine.loader.checkpoint import Check, Shape, check_weights
+from engine.loader.conversion import Conversion
 from engine.loader.fused import stored_rows
 from engine.loader.random_weights import DRY_RUN_CONFIG, DRY_RUN_STD, SEED, STD, RandomWeights
 from engine.loader.safetensors import SafetensorsWeights
@@ -21,12 +24,12 @@ from engine.models.config import PLAIN_BITS, ModelConfig, with_latent
 from engine.models.families import ModelFamily, family_of, family_of_gguf
 from engine.models.hf_config import architecture_of, config_from_hf, read_hf_config
 from engine.models.model import Model
-from engine.quantization.conversion import Conversion, choose_conversion
-from engine.quantization.mxfp4 import Mxfp4Weights
-from engine.quantization.packed_checkpoint import PackedWeights
-from engine.quantization.schemes import is_mxfp4, quantization_from_hf
 from kvstore.layout import Shard
 
+if TYPE_CHECKING:
+    from engine.quantization.checkpoint import QuantizedCheckpoint
+
+WING = "engine.quantization"
 logger = logging.getLogger(__name__)
 
 
@@ -37,7 +40,7 @@ class Source:
     config: ModelConfig
     family: ModelFamily
     weights: WeightSource
-    shapes: Mapping[str, Shape] | None  # None: any weight can be made
+    check: Check | None  # compares them with those that are needed; None: any weight can be made
     identity: dict[str, Any]
     files: list[Path]
 
@@ -45,11 +48,21 @@ class Source:
         """The model without storage; names and shapes are compared before weights are read. Raises ConfigError."""
         skeleton, needed = self.family.skeleton(self.config)
         tied, unused = self.config.tie_word_embeddings, self.config.unused_weights
-        if isinstance(self.weights, PackedWeights):
-            self.weights.check(needed, tied, unused)
-        elif self.shapes is not None:
-            check_weights(needed, self.shapes, tied, unused)
+        if self.check is not None:
+            self.check(needed, tied=tied, unused=unused)
         return skeleton
+
+    def conversion(
+        self, engine_config: EngineConfig, shard: Shard, dtype: torch.dtype, device: torch.device
+    ) -> Conversion:
+        """Choose what becomes of the linear layers. Raises ConfigError for a mode without a kernel or weights."""
+        if engine_config.quant_mode not in ("auto", "none"):
+            require_wing(WING, f"--quant-mode {engine_config.quant_mode}")
+        if not has_wing(WING):
+            return Conversion()
+        from engine.quantization.conversion import choose_conversion
+
+        return choose_conversion(self.weights, engine_config, shard, dtype, device)
 
     def shapes_of(self, config: ModelConfig, kept: frozenset[str] = frozenset()) -> dict[str, Shape]:
         """Shapes of all weights that a model of `config` takes.
@@ -61,12 +74,6 @@ class Source:
             return shapes
         held = {name for ref in skeleton.linears() for name in ref.layer.names}
         return {name: shape for name, shape in shapes.items() if name not in kept or name in held}
-
-    def conversion(
-        self, engine_config: EngineConfig, shard: Shard, dtype: torch.dtype, device: torch.device
-    ) -> Conversion:
-        """Choose what becomes of the linear layers. Raises ConfigError for a mode without a kernel or weights."""
-        return choose_conversion(self.weights, engine_config, shard, dtype, device)
 
 
 def open_source(files: ModelFiles, engine_config: EngineConfig, dtype: torch.dtype, device: torch.device) -> Source:
@@ -84,32 +91,36 @@ def open_source(files: ModelFiles, engine_config: EngineConfig, dtype: torch.dty
     config = family.adapt_config(config_from_hf(raw), raw)
     if config.latent is not None:
         config = with_latent(config, replace(config.latent, form=engine_config.mla))
-    quantization = None if is_mxfp4(raw) else quantization_from_hf(raw)
+    quantized = _quantized(raw)
     if engine_config.load_format == "dummy":
-        if quantization is not None:
-            logger.info("random weights are plain, not %s; --quant-mode quantizes them", quantization.label)
+        if quantized is not None and quantized.label:
+            logger.info("random weights are plain, not %s; --quant-mode quantizes them", quantized.label)
         return _random(family, config, dtype, device)
     config = replace(config, rope=config.rope.within(config.context_length(engine_config.max_model_len)))
     tensors = SafetensorsWeights(files.path, dtype, device)
     rows = stored_rows(family.skeleton(config)[1], family.fused, config)
     tensors.divide(rows)
-    if quantization is not None and engine_config.quant_mode == "auto" and dtype == torch.bfloat16:
-        config = replace(config, linear_bits=quantization.schemes[0].held_bits)
-    if is_mxfp4(raw):
-        expanded = Mxfp4Weights(tensors)
-        return Source(config, family, expanded, expanded.shapes, {}, tensors.files)
-    weights = tensors if quantization is None else PackedWeights(tensors, quantization, rows)
-    return Source(config, family, weights, tensors.shapes, {}, tensors.files)
+    if quantized is None:
+        return Source(config, family, tensors, partial(check_weights, found=tensors.shapes), {}, tensors.files)
+    if quantized.label and engine_config.quant_mode == "auto" and dtype == torch.bfloat16:
+        config = replace(config, linear_bits=quantized.held_bits)
+    return Source(config, family, *quantized.open(tensors, rows), {}, tensors.files)
+
+
+def _quantized(raw: Mapping[str, Any]) -> QuantizedCheckpoint | None:
+    """The checkpoint of that config.json, if it is quantized. Raises ConfigError where nothing reads it."""
+    if not (raw.get("quantization_config") or raw.get("compression_config")):
+        return None
+    require_wing(WING, "a quantized checkpoint")
+    from engine.quantization.checkpoint import QuantizedCheckpoint
+
+    return QuantizedCheckpoint(raw)
 
 
 def bits_of_weights(raw: Mapping[str, Any]) -> tuple[int, int]:
     """Bits of most weights in the files of that config.json, and in memory where they stay as they are."""
-    if is_mxfp4(raw):
-        return 4, 4
-    quantization = quantization_from_hf(raw)
-    if quantization is None:
-        return PLAIN_BITS, PLAIN_BITS
-    return quantization.schemes[0].bits, quantization.schemes[0].held_bits
+    quantized = _quantized(raw)
+    return (PLAIN_BITS, PLAIN_BITS) if quantized is None else (quantized.bits, quantized.held_bits)
 
 
 def _open_gguf(path: Path, engine_config: EngineConfig, dtype: torch.dtype, device: torch.device) -> Source:
@@ -126,7 +137,7 @@ def _open_gguf(path: Path, engine_config: EngineConfig, dtype: torch.dtype, devi
     if engine_config.load_format == "dummy":
         return _random(family, config, dtype, device)
     weights = GgufWeights(file, config, family.gguf_permuted, dtype, device)
-    return Source(config, family, weights, weights.shapes, {}, [path])
+    return Source(config, family, weights, partial(check_weights, found=weights.shapes), {}, [path])
 
 
 def _random(family: ModelFamily, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Source:

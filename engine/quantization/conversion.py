@@ -28,9 +28,10 @@ from engine.layers.block import Block, LinearRef
 from engine.layers.linear import Linear
 from engine.layers.mlp import Mlp
 from engine.layers.weights import Part, WeightSource
+from engine.loader.conversion import Conversion, give_float32_logits
 from engine.models.model import Model
 from engine.moe.moe import Expert, Moe
-from engine.quantization.cpu_linears import CpuLinears, give_float32_logits
+from engine.quantization.cpu_linears import CpuLinears
 from engine.quantization.int4 import GROUP_SIZE, Int4Source, quantize_int4
 from engine.quantization.mxfp4 import Mxfp4Weights
 from engine.quantization.packed_checkpoint import PackedWeights
@@ -46,12 +47,8 @@ CPU_GEMMS = {"int4-weight": "_weight_int4pack_mm_for_cpu", "int8-weight": "_weig
 EXPERTS = "on a GPU a layer's experts must all be quantized, shared ones too, or none: use --quant-mode none"
 
 
-class Conversion:
-    """The choice for one model, made before any weight is read, and its execution.
-
-    quant_mode: the mode, or a checkpoint's label where its weights stay as they are. identity: what else tells models
-    apart that are held otherwise: it does not follow from the files.
-    """
+class QuantizedConversion(Conversion):
+    """See Conversion."""
 
     def __init__(
         self, quant_mode: str, linears: CpuLinears | GpuLinears | None = None, stored: WeightSource | None = None,
@@ -61,27 +58,22 @@ class Conversion:
 
         stored: the checkpoint. stays: its quantized weights stay as they are. plain_mode: of other weights.
         """
-        self.quant_mode, self._plain_mode = quant_mode, plain_mode or quant_mode
+        super().__init__(quant_mode)
+        self._plain_mode = plain_mode or quant_mode
         self._linears, self._stored, self._stays, self._dtype = linears, stored, stays, dtype
         self._names: frozenset[str] = frozenset()  # of weights that layers are made of as they are stored
         self._parts: Mapping[str, Part] = {}
         self._on_read: Callable[[str], None] = lambda _name: None
         self._kinds: Counter[str] = Counter()
-        self.identity: dict[str, str] = {}
         if stays and linears is not None and isinstance(stored, PackedWeights):
             self.identity["linears"] = linears.identity
 
     @property
     def leaves_attention_plain(self) -> bool:
-        """Whether `convert` finds the layers of attention plain."""
         return not self._stays or isinstance(self._stored, Mxfp4Weights)
 
     def keep(self, skeleton: Model) -> frozenset[str]:
-        """Choose weights that stay as the checkpoint holds them: of layers that are quantized in all their parts.
-
-        skeleton: the model without storage. Returns names of those that the model is to be given without storage.
-        Raises UnsupportedModelError for a layer's experts of which only some are quantized.
-        """
+        """See Conversion: of layers that are quantized in all their parts."""
         stored = self._stored
         if not self._stays or not isinstance(stored, PackedWeights | Int4Source | Mxfp4Weights):
             return frozenset()
@@ -98,11 +90,9 @@ class Conversion:
         return self._names
 
     def start(self, parts: Mapping[str, Part], on_read: Callable[[str], None]) -> None:
-        """parts: of weights of which this rank has no more. on_read: called with the name of each that is read."""
         self._parts, self._on_read = parts, on_read
 
     def convert(self, block: Block) -> None:
-        """Replace the block's linear layers in place. Raises ConfigError for values that cannot be."""
         if self._stays and isinstance(self._stored, Mxfp4Weights):
             self._stored.give_experts(block, self._parts, self._on_read)
             return
@@ -118,14 +108,12 @@ class Conversion:
             self._convert(ref, inner, piece)
 
     def finish(self, model: Model) -> None:
-        """Replace the output projection, when all blocks are done."""
         if give_float32_logits(model):
             self._kinds["float16"] += 1
         else:
             self._convert(LinearRef(model, "head", "head"))
 
     def end(self) -> None:
-        """Log what became of a quantized checkpoint. Raises ConfigError for tensors of it that cannot be left out."""
         if isinstance(self._stored, PackedWeights):
             self._stored.check_idle_biases()
             made = ", ".join(f"{count} {kind}" for kind, count in sorted(self._kinds.items()))
@@ -187,12 +175,12 @@ class Conversion:
 def choose_conversion(
     weights: WeightSource, config: EngineConfig, shard: Shard, dtype: torch.dtype, device: torch.device
 ) -> Conversion:
-    """Choose what becomes of linear layers. Raises ConfigError for a mode that has no kernel or no weights."""
+    """See `Source.conversion`."""
     is_auto = config.quant_mode == "auto"
     if is_auto and isinstance(weights, PackedWeights) and can_keep_packed(dtype, device):
         linears = linears_of(dtype, device)
         plain_mode = "int8-weight" if linears.quantizes_plain else "none"
-        return Conversion(weights.quantization.label, linears, weights, True, plain_mode, dtype)
+        return QuantizedConversion(weights.quantization.label, linears, weights, True, plain_mode, dtype)
     has_int4 = isinstance(weights, Int4Source) and weights.has_int4
     if is_auto and shard.size > 1 and not has_int4:
         mode = "none"
@@ -200,9 +188,9 @@ def choose_conversion(
         mode = resolve_quant_mode(config, dtype, device, has_int4)
     made = None if mode == "none" else linears_of(dtype, device)
     if has_int4 and mode == "int4-weight":
-        return Conversion(mode, made, weights, True, "int8-weight", dtype)
+        return QuantizedConversion(mode, made, weights, True, "int8-weight", dtype)
     is_mxfp4 = is_auto and isinstance(weights, Mxfp4Weights) and can_keep_mxfp4(dtype, device)
-    return Conversion(mode, made, weights, is_mxfp4, dtype=dtype)
+    return QuantizedConversion(mode, made, weights, is_mxfp4, dtype=dtype)
 
 
 def linears_of(dtype: torch.dtype, device: torch.device) -> CpuLinears | GpuLinears:

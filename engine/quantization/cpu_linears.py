@@ -13,13 +13,10 @@ from torch import Tensor
 from engine.layers.linear import (
     COLUMN_MULTIPLE,
     Linear,
-    half_linear,
-    has_half_linear,
     int4_linear,
     int8_linear,
     quantize_int8,
 )
-from engine.models.model import Model
 from engine.quantization.quantized_rows import Made, QuantizedRows
 
 CPU_GROUP_SIZES = (256, 128, 64, 32)  # of torch's 4-bit GEMM
@@ -54,18 +51,3 @@ class CpuLinears:
         if linear.weight.shape[1] % COLUMN_MULTIPLE:
             return linear
         return int8_linear(*quantize_int8(linear.weight), linear.bias)
-
-
-def give_float32_logits(model: Model) -> bool:
-    """Let a bfloat16 model on a CPU compute its logits in float32: bfloat16 has steps of 1/8 at a logit of 20.
-
-    False for others, and where float16, which torch has such a GEMM for, cannot hold the weight.
-    """
-    head = model.head
-    if not head.is_plain or head.weight.device.type != "cpu" or head.weight.dtype != torch.bfloat16:
-        return False
-    if not has_half_linear() or not bool(head.weight.abs().amax() <= torch.finfo(torch.float16).max):
-        return False
-    model.head = half_linear(head.weight, head.bias)
-    model.hidden_dtype = torch.float32
-    return True

@@ -27,7 +27,7 @@ from engine.layers.weights import Partition
 from engine.models.families import family_of
 from engine.models.hf_config import architecture_of, config_from_hf, read_hf_config
 from engine.models.model import Model
-from engine.quantization.conversion import Conversion
+from engine.quantization.conversion import QuantizedConversion
 from engine.quantization.gpu_linears import GpuLinears, w4a16_layer
 from engine.ranks import RankContext
 from engine.tensor_parallel.gpu_seams import shard_seams
@@ -95,7 +95,7 @@ def model_of(name: str, quant_mode: str, num_layers: int, num_ranks: int = 1) ->
     config = replace(family.adapt_config(config_from_hf(raw), raw), num_layers=num_layers)
     if num_ranks > 1:
         config = config.shard(num_ranks, 0, "dispatch")
-    conversion = Conversion(quant_mode, None if quant_mode == "none" else GpuLinears(META))
+    conversion = QuantizedConversion(quant_mode, None if quant_mode == "none" else GpuLinears(META))
     model = family.build(config, Weights(), conversion.convert)
     conversion.finish(model)
     return model

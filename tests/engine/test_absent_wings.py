@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.skipif(has_wing("engine.tensor_parallel"), reason="this
     [
         ({"tp": 2}, "--tp", "engine.tensor_parallel"),
         ({"pp": 2}, "--pp", "engine.tensor_parallel"),
+        ({"quant_mode": "int8-weight"}, "--quant-mode int8-weight", "engine.quantization"),
         ({"num_speculative_tokens": 2}, "--num-speculative-tokens", "engine.speculation"),
         ({"itl_objective_ms": 20.0}, "--itl-objective-ms", "engine.scheduling.prompt_budget"),
         ({"host_tier_gb": 1.0}, "--host-tier-gb", "kvstore.tier"),
@@ -38,11 +40,21 @@ def test_flags_of_wings_are_refused(settings: dict[str, Any], asked_by: str, win
 def test_models_of_wings_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"'DeepseekV3ForCausalLM' is not.*not installed: engine\.mla"):
         family_of("DeepseekV3ForCausalLM")
+    with pytest.raises(UnsupportedModelError, match=r"not installed: .*engine\.moe"):
+        family_of("Qwen3MoeForCausalLM")
     (tmp_path / "model.gguf").touch()
     with pytest.raises(ConfigError, match=r"^model\.gguf needs common\.gguf"):
         resolve_model(str(tmp_path / "model.gguf"))
     path = TINY_MODELS["mistral-window"].save(tmp_path / "windows")
     with pytest.raises(ConfigError, match=r"^a model with sliding windows needs engine\.windows"):
+        assemble(EngineConfig(str(path), device="cpu", num_gpu_blocks=64))
+
+
+def test_quantized_checkpoints_are_refused(tmp_path: Path) -> None:
+    path = TINY_MODELS["llama"].save(tmp_path / "m")
+    raw = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**raw, "quantization_config": {"quant_method": "gptq"}}))
+    with pytest.raises(ConfigError, match=r"^a quantized checkpoint needs engine\.quantization"):
         assemble(EngineConfig(str(path), device="cpu", num_gpu_blocks=64))
 
 

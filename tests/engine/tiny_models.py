@@ -14,7 +14,11 @@ from torch import Tensor
 VOCAB_SIZE = 211
 EOS = 3
 CHOICE_BIAS = "e_score_correction_bias"  # the one buffer that checkpoints hold
-WINGS = {"deepseek": "engine.mla", **dict.fromkeys(("gemma3", "gpt-oss", "mistral-window"), "engine.windows")}
+WINGS = {
+    "deepseek": "engine.mla",
+    **dict.fromkeys(("gemma3", "gpt-oss", "mistral-window"), "engine.windows"),
+    **dict.fromkeys(("mixtral", "qwen3-moe"), "engine.moe"),
+}
 CONFIGS = {"Gemma3": "Gemma3Text"}  # classes of configs that have another name than the model's
 SHAPE = {
     "vocab_size": VOCAB_SIZE,

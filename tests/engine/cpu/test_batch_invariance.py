@@ -66,7 +66,16 @@ def open_engine(path: Path, **settings: Any) -> Engine:
     return assemble(config).engine
 
 
-@pytest.mark.parametrize("quant_mode", ["none", "int8-weight", "int4-weight"])
+@pytest.mark.parametrize(
+    "quant_mode",
+    [
+        "none",
+        *(
+            pytest.param(mode, marks=pytest.mark.wing("engine.quantization"))
+            for mode in ("int8-weight", "int4-weight")
+        ),
+    ],
+)
 @pytest.mark.parametrize(
     "family", map(with_wing, ["qwen2", "qwen3", "qwen3-moe", "deepseek-v2-lite", "gemma3", "gpt-oss"])
 )

@@ -18,7 +18,7 @@ from engine.layers.rotary import Rotation
 from engine.loader.load import load_model
 from kernels.cpu_norm import add_rms_norm_of_opposed, opposed, signs_like
 from kernels.rms_norm import rms_norm
-from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE
+from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, with_wing
 
 
 class OwnTokenAttention:
@@ -35,7 +35,7 @@ class OwnTokenAttention:
         return (v.repeat_interleave(group, dim=1) + q * k.repeat_interleave(group, dim=1)).flatten(1)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen3-moe", "mixtral"])
+@pytest.mark.parametrize("family", map(with_wing, ["llama", "mistral", "qwen2", "qwen3", "qwen3-moe", "mixtral"]))
 @pytest.mark.parametrize("num_rows", [1, 5])
 def test_equal_the_plain_ops(family: str, num_rows: int, tmp_path: Path) -> None:
     torch.set_num_threads(1)

@@ -145,7 +145,11 @@ def test_unsupported_models_say_what_is_known(model_dir: Path) -> None:
     edit_config(model_dir, architectures=["GPT2LMHeadModel"])
     with pytest.raises(UnsupportedModelError, match=r"GPT2LMHeadModel.*LlamaForCausalLM, Mistral"):
         open_model(directory(model_dir))
-    edit_config(model_dir, architectures=["LlamaForCausalLM"], quantization_config={"quant_method": "hqq"})
+
+
+@pytest.mark.wing("engine.quantization")
+def test_unsupported_quantization_is_named(model_dir: Path) -> None:
+    edit_config(model_dir, quantization_config={"quant_method": "hqq"})
     with pytest.raises(UnsupportedModelError, match="hqq"):
         open_model(directory(model_dir))
 

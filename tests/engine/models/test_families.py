@@ -9,7 +9,7 @@ import pytest
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.request import SamplingParams
-from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, reference_greedy
+from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, reference_greedy, with_wing
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +26,7 @@ SETTINGS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral", "qwen2", "qwen3", "qwen3-moe", "mixtral"])
+@pytest.fixture(scope="module", params=map(with_wing, ["llama", "mistral", "qwen2", "qwen3", "qwen3-moe", "mixtral"]))
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
     """A saved model and transformers' greedy tokens for all prompts."""
     tiny = TINY_MODELS[request.param]

@@ -19,7 +19,7 @@ from engine.layers.linear import Linear
 from engine.models.model import Model
 from engine.moe.moe import Moe
 from engine.quantization import conversion
-from engine.quantization.conversion import Conversion, linear_of_rows
+from engine.quantization.conversion import QuantizedConversion, linear_of_rows
 from engine.quantization.gpu_linears import GpuLinears, dequantized
 from engine.quantization.quantized_rows import FP8_DTYPE, Made, QuantizedRows
 from tests.engine.quantization.packed_files import FORMATS, SIZES, Format, pack_fp8, write
@@ -53,7 +53,7 @@ def plain(layer: Linear) -> Linear:
     return layer if layer.is_plain else Linear(dequantized(layer, torch.float32), layer.bias)
 
 
-class ExpertsConversion(Conversion):
+class ExpertsConversion(QuantizedConversion):
     """`int4-weight` on a GPU, of experts alone, so that a single row has GEMVs of its own."""
 
     def convert(self, block: Block) -> None:

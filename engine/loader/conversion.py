@@ -1,0 +1,67 @@
+"""What becomes of a model's linear layers while it is built: they stay plain, but for the logits of a CPU.
+
+Quantized weights are a wing (`engine/quantization`), which has another `Conversion`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from engine.layers.block import Block
+from engine.layers.linear import half_linear, has_half_linear
+from engine.layers.weights import Part
+from engine.models.model import Model
+
+
+class Conversion:
+    """The choice for one model, made before any weight is read, and its execution.
+
+    quant_mode: the mode, or a checkpoint's label where its weights stay as they are. identity: what else tells models
+    apart that are held otherwise: it does not follow from the files.
+    """
+
+    def __init__(self, quant_mode: str = "none") -> None:
+        self.quant_mode = quant_mode
+        self.identity: dict[str, str] = {}
+
+    @property
+    def leaves_attention_plain(self) -> bool:
+        """Whether `convert` finds the layers of attention plain."""
+        return True
+
+    def keep(self, skeleton: Model) -> frozenset[str]:
+        """Choose weights that stay as the checkpoint holds them. Returns those that the model gets without storage.
+
+        skeleton: the model without storage. Raises UnsupportedModelError for a choice that no kernel takes.
+        """
+        return frozenset()
+
+    def start(self, parts: Mapping[str, Part], on_read: Callable[[str], None]) -> None:
+        """parts: of weights of which this rank has no more. on_read: called with the name of each that is read."""
+
+    def convert(self, block: Block) -> None:
+        """Replace the block's linear layers in place. Raises ConfigError for values that cannot be."""
+
+    def finish(self, model: Model) -> None:
+        """Replace the output projection, when all blocks are done."""
+        give_float32_logits(model)
+
+    def end(self) -> None:
+        """Log what became of the checkpoint. Raises ConfigError for tensors of it that cannot be left out."""
+
+
+def give_float32_logits(model: Model) -> bool:
+    """Let a bfloat16 model on a CPU compute its logits in float32: bfloat16 has steps of 1/8 at a logit of 20.
+
+    False for others, and where float16, which torch has such a GEMM for, cannot hold the weight.
+    """
+    head = model.head
+    if not head.is_plain or head.weight.device.type != "cpu" or head.weight.dtype != torch.bfloat16:
+        return False
+    if not has_half_linear() or not bool(head.weight.abs().amax() <= torch.finfo(torch.float16).max):
+        return False
+    model.head = half_linear(head.weight, head.bias)
+    model.hidden_dtype = torch.float32
+    return True

@@ -1,0 +1,38 @@
+"""A quantized checkpoint as a loader opens it: its format by config.json, and the weights of its files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from engine.layers.weights import WeightSource
+from engine.loader.checkpoint import Check, check_weights
+from engine.loader.fused import StoredRows
+from engine.loader.safetensors import SafetensorsWeights
+from engine.quantization.mxfp4 import Mxfp4Weights
+from engine.quantization.packed_checkpoint import PackedWeights
+from engine.quantization.schemes import is_mxfp4, quantization_from_hf
+
+
+class QuantizedCheckpoint:
+    """bits: of most weights in the files. held_bits: in memory, where they stay as they are.
+
+    label: the format, of linear layers; empty for MXFP4, which only experts have.
+    """
+
+    def __init__(self, raw: Mapping[str, Any]) -> None:
+        """raw: config.json. Raises UnsupportedModelError, naming what is supported."""
+        self._quantization = None if is_mxfp4(raw) else quantization_from_hf(raw)
+        self.label, self.bits, self.held_bits = "", 4, 4
+        if self._quantization is not None:
+            scheme = self._quantization.schemes[0]
+            self.label, self.bits, self.held_bits = self._quantization.label, scheme.bits, scheme.held_bits
+
+    def open(self, tensors: SafetensorsWeights, rows: Mapping[str, StoredRows]) -> tuple[WeightSource, Check]:
+        """The weights, and what compares them with those that a model needs, see `check_weights`."""
+        if self._quantization is None:
+            expanded = Mxfp4Weights(tensors)
+            return expanded, partial(check_weights, found=expanded.shapes)
+        packed = PackedWeights(tensors, self._quantization, rows)
+        return packed, packed.check
