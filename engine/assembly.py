@@ -227,7 +227,7 @@ def _host_tier(
     if not (config.host_tier_gb or agent_socket):
         return None
     require_wing("kvstore.tier", "--agent-socket")
-    from kvstore.tier.host_tier import open_host_tier
+    from kvstore.tier.agent_client import open_host_tier
 
     # A GPU's driver keeps the pages that it has registered, whatever is mapped there later: no other agent's memory.
     reconnects = device.type == "cpu"

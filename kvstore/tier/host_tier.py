@@ -14,9 +14,7 @@ import mmap
 from collections.abc import Sequence
 
 from common.errors import ConfigError
-from kvstore.layout import WHOLE, PoolGeometry
 from kvstore.pool.block_pool import BlockPool
-from kvstore.pool.host_tier import HostTier
 from kvstore.types import BlockId, BlockKey, HostSlot
 
 
@@ -97,16 +95,3 @@ class LocalHostTier(HostTierAllocator):
         """Unmap, unless somebody still holds a view; then the memory goes with the last view."""
         with contextlib.suppress(BufferError):
             self.buffer.close()
-
-
-def open_host_tier(geometry: PoolGeometry, num_bytes: int, agent_socket: str, reconnects: bool) -> HostTier | None:
-    """The tier behind a pool: the node agent's, or one of `num_bytes` here, or none.
-
-    Ranks keep their slots to themselves. reconnects: see AgentHostTier. Raises ConfigError, UnavailableError.
-    """
-    if agent_socket and geometry.shard == WHOLE:
-        from kvstore.tier.agent_client import AgentHostTier  # only workers with an agent need it
-
-        return AgentHostTier(agent_socket, geometry.content_name, geometry.block_bytes, reconnects)
-    num_slots = num_bytes // geometry.block_bytes
-    return LocalHostTier(num_slots, geometry.block_bytes) if num_slots else None
