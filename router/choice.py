@@ -14,23 +14,19 @@ import asyncio
 import logging
 import time
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from common.errors import DeadlineExceededError, EngineError, MiniInferError, OverloadedError, UnavailableError
 from common.logging import RateLimit
 from kvstore.types import WorkerId
 from protos import types_pb2 as pb
-from router.api.text import ChoiceText
+from router.api.text import ChoiceText, Update
 from router.dispatch import Dispatcher
 from router.journal import Journal
 from router.routing.policy import Decision
 from router.routing.views import Candidate
 from router.workers.failures import WorkerLostError
-from router.workers.leg import Leg
-from router.workers.worker_link import WorkerLink
-
-if TYPE_CHECKING:
-    from router.request import GenerationRequest
+from router.workers.worker_link import Leg, WorkerLink
 
 logger = logging.getLogger(__name__)
 logger.addFilter(RateLimit())
@@ -48,6 +44,16 @@ class State(Enum):
     DONE = "done"
 
 
+class ChoiceListener(Protocol):
+    """The request, as its choices see it."""
+
+    def on_update(self, choice: Choice, update: Update) -> None:
+        """Take an update; with a finish reason it is the last."""
+
+    def on_failure(self, choice: Choice, error: Exception) -> None:
+        """Take the choice's failure; nothing more comes."""
+
+
 class Choice:
     """One choice. Call `start` once; `cancel` ends it without notifying its request."""
 
@@ -62,13 +68,13 @@ class Choice:
         self.is_shown = False  # whether its request has had an update
         self._dispatcher = dispatcher
         self._observe_gap = dispatcher.metrics.inter_token_latency.observe
-        self._request: GenerationRequest
+        self._request: ChoiceListener
         self._timer: asyncio.TimerHandle
         self._decision: Decision | None = None  # the one in progress
         self._leg: Leg | None = None
         self._lost: set[WorkerId] = set()  # workers to avoid: they failed this choice
 
-    def start(self, request: GenerationRequest) -> None:
+    def start(self, request: ChoiceListener) -> None:
         self._request = request
         self._dispatcher.opened(self.journal)
         exceeded = DeadlineExceededError("the request took longer than it was given")
@@ -115,7 +121,7 @@ class Choice:
         self._open(State.DECODE, chosen, dispatcher.decode_link(chosen.decode, self._lost))
 
     def _wait(self) -> None:
-        self._dispatcher.wait(self)
+        self._dispatcher.wait(self.look_again)
         if self.state is not State.WAITING:
             self.state = State.WAITING
             self.journal.note(time.monotonic(), "waiting for a decode worker")
@@ -294,7 +300,7 @@ class Choice:
         self.state = State.DONE
         self.journal.outcome = outcome
         self._timer.cancel()
-        self._dispatcher.stop_waiting(self)
+        self._dispatcher.stop_waiting(self.look_again)
         if self._leg is not None:
             if self._leg.link.close(self._leg):  # its worker may be reading the KV, and lets go of it afterwards
                 self.journal.kv_handle = None

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Sequence, Set
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Sequence, Set
+from typing import Protocol
 
 from common.errors import OverloadedError, UnavailableError
 from kvstore.types import WorkerId
@@ -21,14 +21,27 @@ from router.routing.admission import AnswerLength, DrainRate, check_in_time
 from router.routing.policy import Decision, choose
 from router.routing.views import Candidate, RequestView, WorkerView
 from router.workers.failures import WorkerLostError
-from router.workers.leg import Leg
 from router.workers.model_workers import ModelWorkers
-from router.workers.worker_link import WorkerLink
-
-if TYPE_CHECKING:
-    from router.choice import Choice
+from router.workers.worker_link import Leg, WorkerLink
 
 LOOK_SECONDS = 0.25  # between looks for a usable worker: one that stops draining sends no event
+
+
+class MovableChoice(Protocol):
+    """A choice as those see it who move it from the prefill worker that decodes it."""
+
+    journal: Journal
+
+    @property
+    def kept_leg(self) -> Leg | None:
+        """The open leg on a prefill worker; None: it has moved, or ended."""
+
+    @property
+    def tokens_left(self) -> float:
+        """Tokens of the answer that are still expected."""
+
+    def move(self, chosen: Candidate) -> None:
+        """Let it go on where the candidate decodes."""
 
 
 class Roles(Protocol):
@@ -37,7 +50,7 @@ class Roles(Protocol):
     def choose(self, request: RequestView, prefill: Sequence[WorkerView], decode: Sequence[WorkerView]) -> Decision:
         """Choose as `policy.choose`."""
 
-    def watch_kept(self, choice: Choice) -> None:
+    def watch_kept(self, choice: MovableChoice) -> None:
         """Look after a choice that decodes on a prefill worker."""
 
 
@@ -58,7 +71,7 @@ class Dispatcher:
         self._random = random.Random()
         self._turn = 0
         self._drain = DrainRate()
-        self._waiting: dict[Choice, None] = {}  # for a decode worker, oldest first
+        self._waiting: dict[Callable[[], None], None] = {}  # for a decode worker, oldest first
         self._look_timer: asyncio.TimerHandle | None = None
         workers.on_usable = lambda: asyncio.get_running_loop().call_soon(self._look)
 
@@ -127,26 +140,26 @@ class Dispatcher:
     def has_decode_worker(self) -> bool:
         return bool(self._workers.usable("decode"))
 
-    def wait(self, choice: Choice) -> None:
-        """Let the choice look again when a worker has become usable, and now and then.
+    def wait(self, look_again: Callable[[], None]) -> None:
+        """Call `look_again`, once, when a worker has become usable, or a little later in any case.
 
         Raises UnavailableError when the last decode worker has been gone for too long.
         """
         self._check_absence(time.monotonic())
-        self._waiting[choice] = None
+        self._waiting[look_again] = None
         if self._look_timer is None:
             self._look_timer = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._look)
 
-    def stop_waiting(self, choice: Choice) -> None:
-        self._waiting.pop(choice, None)
+    def stop_waiting(self, look_again: Callable[[], None]) -> None:
+        self._waiting.pop(look_again, None)
 
     def _look(self) -> None:
         if self._look_timer is not None:
             self._look_timer.cancel()
             self._look_timer = None
         waiting, self._waiting = self._waiting, {}
-        for choice in waiting:
-            choice.look_again()
+        for look_again in waiting:
+            look_again()
 
     def _check_absence(self, now: float) -> None:
         """Raise UnavailableError when the last decode worker has been gone for too long to come back."""

@@ -14,7 +14,7 @@ from protos import types_pb2 as pb
 from router.journal import Journal
 from router.routing.policy import Decision
 from router.routing.views import Candidate
-from router.workers.leg import Leg
+from router.workers.worker_link import Leg
 
 MAX_ENTRIES = 1_024
 MAX_CANDIDATES_SHOWN = 16

@@ -20,10 +20,11 @@ def add_drain_routes(routes: Routes, gateway: Gateway) -> None:
     async def drain(request: Request) -> Response:
         _check_operator(request, gateway)
         link = _worker(request, gateway)
-        if not _is_forced(request) and not link.model.has_other(link):
+        model = gateway.workers.model_of(link)
+        if not _is_forced(request) and not model.has_other(link):
             raise HttpError(
                 409,
-                f"{link.worker_id} is the only {link.role} worker of {link.model.name}: "
+                f"{link.worker_id} is the only {link.role} worker of {model.name}: "
                 "add ?force=true to drain it anyway",
             )
         num_open = await link.drain(_grace_seconds(request))

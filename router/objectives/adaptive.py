@@ -8,8 +8,8 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from router.choice import Choice
 from router.config import RouterConfig
+from router.dispatch import MovableChoice
 from router.objectives.moves import KeptRequest, choose_moves
 from router.objectives.placement import place
 from router.routing.policy import Decision
@@ -26,13 +26,13 @@ class AdaptiveRoles:
     def __init__(self, config: RouterConfig, workers: ModelWorkers) -> None:
         self._config = config
         self._workers = workers
-        self._kept: dict[str, Choice] = {}
+        self._kept: dict[str, MovableChoice] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     def choose(self, request: RequestView, prefill: Sequence[WorkerView], decode: Sequence[WorkerView]) -> Decision:
         return place(request, prefill, decode, self._config.local_prefill_tokens, self._config.objectives)
 
-    def watch_kept(self, choice: Choice) -> None:
+    def watch_kept(self, choice: MovableChoice) -> None:
         """Look now and then whether the choice should move to a decode worker."""
         self._kept[choice.journal.choice_id] = choice
         if self._timer is None:

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from common.step_times import num_pairs
 
-if TYPE_CHECKING:
-    from router.workers.leg import Leg
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """What a leg gives its worker to do."""
+
+    num_prompt_tokens: int
+    pending_tokens: int  # prompt tokens that count as queued on the worker until the leg's first delta
+    decodes: bool  # a row of the worker's steps, soon if not now
+    late_until: float = 0.0  # its prompt comes too late anyway and lets others go first until then; 0: not so
+
+    @property
+    def pairs(self) -> float:
+        return num_pairs(self.num_prompt_tokens - self.pending_tokens, self.pending_tokens)
 
 
 @dataclass(slots=True)
@@ -23,7 +33,7 @@ class Backlog:
     _pairs: float = 0.0
     _done_tokens: int = 0  # of these, by the worker's reports
     _done_pairs: float = 0.0
-    _late: list[Leg] = field(default_factory=list)  # in the order in which they stop to let others go first
+    _late: list[Work] = field(default_factory=list)  # in the order in which they stop to let others go first
 
     @property
     def prompt_tokens(self) -> int:
@@ -38,26 +48,26 @@ class Backlog:
 
         A late prompt is begun when no others are left; then it waits behind nobody, and does not count.
         """
-        waiting = [leg for leg in self._late if leg.late_until > now]
-        num_tokens = sum(leg.pending_tokens for leg in waiting)
+        waiting = [work for work in self._late if work.late_until > now]
+        num_tokens = sum(work.pending_tokens for work in waiting)
         num_begun = num_tokens - self.prompt_tokens
         if num_begun >= 0 and waiting:
             num_tokens -= waiting.pop(0).pending_tokens
-        return num_tokens, sum(map(_pairs, waiting))
+        return num_tokens, sum(work.pairs for work in waiting)
 
-    def add(self, leg: Leg) -> None:
-        if leg.decodes:
+    def add(self, work: Work) -> None:
+        if work.decodes:
             self.num_rows += 1
-            self.context_tokens += leg.num_prompt_tokens
-        if leg.late_until and leg.pending_tokens:
-            self._late.append(leg)
-        self._tokens += leg.pending_tokens
-        self._pairs += _pairs(leg)
+            self.context_tokens += work.num_prompt_tokens
+        if work.late_until and work.pending_tokens:
+            self._late.append(work)
+        self._tokens += work.pending_tokens
+        self._pairs += work.pairs
 
-    def expect(self, leg: Leg) -> None:
+    def expect(self, work: Work) -> None:
         """Count a leg elsewhere whose choice goes on here."""
         self.num_expected += 1
-        self.expected_tokens += leg.num_prompt_tokens
+        self.expected_tokens += work.num_prompt_tokens
 
     def computed(self, num_tokens: int, pairs: float) -> None:
         """Count what a step has computed of prompts."""
@@ -65,29 +75,25 @@ class Backlog:
             self._done_tokens += num_tokens
             self._done_pairs += pairs
 
-    def settle(self, leg: Leg) -> None:
-        """Forget the leg's prompt: it is computed, or nobody wants it any more."""
-        if not leg.pending_tokens:
+    def settle(self, work: Work) -> None:
+        """Forget a leg's prompt: it is computed, or nobody wants it any more."""
+        if not work.pending_tokens:
             return
-        pairs = _pairs(leg)
-        self._tokens -= leg.pending_tokens
+        pairs = work.pairs
+        self._tokens -= work.pending_tokens
         self._pairs -= pairs
-        self._done_tokens = max(self._done_tokens - leg.pending_tokens, 0) if self._tokens else 0
+        self._done_tokens = max(self._done_tokens - work.pending_tokens, 0) if self._tokens else 0
         self._done_pairs = max(self._done_pairs - pairs, 0.0) if self._tokens else 0.0
-        leg.pending_tokens = 0
-        if leg.late_until:
-            self._late.remove(leg)
+        work.pending_tokens = 0
+        if work.late_until:
+            self._late.remove(work)
 
-    def remove(self, leg: Leg) -> None:
-        if leg.decodes:
+    def remove(self, work: Work) -> None:
+        if work.decodes:
             self.num_rows -= 1
-            self.context_tokens -= leg.num_prompt_tokens
-        self.settle(leg)
+            self.context_tokens -= work.num_prompt_tokens
+        self.settle(work)
 
-    def unexpect(self, leg: Leg) -> None:
+    def unexpect(self, work: Work) -> None:
         self.num_expected -= 1
-        self.expected_tokens -= leg.num_prompt_tokens
-
-
-def _pairs(leg: Leg) -> float:
-    return num_pairs(leg.num_prompt_tokens - leg.pending_tokens, leg.pending_tokens)
+        self.expected_tokens -= work.num_prompt_tokens

@@ -15,7 +15,6 @@ from kvstore.pool.block_hash import block_keys, root_key
 from kvstore.pool.index import PrefixIndex
 from kvstore.types import WorkerId
 from protos import types_pb2 as pb
-from router.routing.rates import WorkerRates
 from router.workers.handshake import check_worker
 from router.workers.worker_link import WorkerLink
 
@@ -35,7 +34,7 @@ class ModelWorkers:
         """`name` is what clients call the model, `own_name` what its files do, and with them its workers."""
         self.name = name
         self.own_name = own_name
-        self.index = PrefixIndex()
+        self.index = PrefixIndex()  # that links feed
         self.links: list[WorkerLink] = []
         self.on_usable: Callable[[], object] = lambda: None  # called when some worker has become usable
         self._tokenizer_hash = tokenizer_hash
@@ -95,8 +94,8 @@ class ModelWorkers:
 
     def add(self, role: str, address: str) -> WorkerLink:
         """A link to a worker that has not announced its model yet."""
-        link = WorkerLink(role, address, self)
-        self.links.append(link)
+        link = WorkerLink(role, address)
+        self._take(link)
         return link
 
     def accept(self, link: WorkerLink, info: pb.WorkerInfo) -> None:
@@ -104,11 +103,13 @@ class ModelWorkers:
         others = [other.info for other in self.links if other is not link and other.info is not None]
         check_worker(info, link.role, self._tokenizer_hash, others)
         self._last_info = info
-        if link.model is not self:
-            link.model.links.remove(link)
-            self.links.append(link)
-            link.model, link.rates = self, WorkerRates()
+        if link not in self.links:
+            self._take(link)
 
     def remove(self, link: WorkerLink) -> None:
         self.links.remove(link)
         self.index.remove_worker(link.worker_id)
+
+    def _take(self, link: WorkerLink) -> None:
+        self.links.append(link)
+        link.join(self.index, lambda: self.on_usable())

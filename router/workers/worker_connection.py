@@ -9,23 +9,23 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 from grpc.aio import EOF  # type: ignore[attr-defined]
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from common.errors import HandshakeError, UnavailableError
+from common.errors import HandshakeError
 from common.logging import traceback_text
 from common.net.rpc import open_channel, token_metadata
 from protos import decode_pb2_grpc, prefill_pb2_grpc
 from protos import types_pb2 as pb
 from router.workers.worker_link import WorkerLink
+from router.workers.worker_stream import CALL_TIMEOUT_SECONDS, WorkerStream
 
 logger = logging.getLogger(__name__)
 
-CALL_TIMEOUT_SECONDS = 5.0
 HEALTH_INTERVAL_SECONDS = 1.0
 SILENCE_INTERVAL_SECONDS = 0.25
 MIN_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.1, 2.0
@@ -35,54 +35,13 @@ AcceptWorker = Callable[[WorkerLink, pb.WorkerInfo], None]  # raises HandshakeEr
 
 
 class WorkerConnection:
-    """Keeps `link` attached to its worker while `run` runs. Sent commands go to the stream that is open now."""
+    """Keeps `link` attached to its worker while `run` runs."""
 
     def __init__(self, link: WorkerLink, accept: AcceptWorker, token: str, timeout_seconds: float) -> None:
         self._link = link
         self._accept = accept
         self._metadata = token_metadata(token)
         self._timeout = timeout_seconds
-        self._commands: asyncio.Queue[pb.Command] = asyncio.Queue()
-        self._stub: Any = None
-
-    # -- what the link asks ------------------------------------------------------------------------------------
-
-    def send(self, command: pb.Command) -> None:
-        """Queue for the stream, in order."""
-        self._commands.put_nowait(command)
-
-    async def fetch_snapshot(self) -> Sequence[pb.KvEvent]:
-        """A second stream, whose first report is a snapshot. Open requests stay on the first one."""
-        worker = self._link.worker_id
-        call = self._stub.Attach(metadata=self._metadata, timeout=CALL_TIMEOUT_SECONDS)
-        try:
-            report = await call.read()
-            return [] if report is EOF else report.kv_events
-        except grpc.aio.AioRpcError as error:
-            logger.warning("no snapshot from worker %s: %s", worker, error.code().name)
-            return []
-        finally:
-            call.cancel()
-
-    async def drain(self, grace_seconds: float) -> pb.DrainReply:
-        """Ask the worker to take no more requests and end. Raises UnavailableError."""
-        reply: pb.DrainReply = await self._ask(
-            "Drain", pb.DrainRequest(grace_seconds=grace_seconds), "refuses to drain"
-        )
-        return reply
-
-    async def undrain(self) -> pb.UndrainReply:
-        """Ask a draining worker to take requests again. Raises UnavailableError."""
-        reply: pb.UndrainReply = await self._ask("Undrain", pb.UndrainRequest(), "is stopping")
-        return reply
-
-    async def _ask(self, method: str, request: Any, refusal: str) -> Any:
-        try:
-            return await getattr(self._stub, method)(request, timeout=CALL_TIMEOUT_SECONDS, metadata=self._metadata)
-        except grpc.aio.AioRpcError as error:
-            raise UnavailableError(f"worker {self._link.worker_id} {refusal}: {error.code().name}") from None
-
-    # -- the stream -------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Keep the worker attached until cancelled."""
@@ -123,10 +82,10 @@ class WorkerConnection:
             report = await call.read()
         if report is EOF:
             return
-        self._commands, self._stub = asyncio.Queue(), stub
-        link.attached(info, self)
+        stream = WorkerStream(stub, self._metadata, info.worker_id)
+        link.attached(info, stream)
         helpers = [
-            asyncio.create_task(self._send_commands(call)),
+            asyncio.create_task(_send_commands(call, stream)),
             asyncio.create_task(self._check_health(channel)),
             asyncio.create_task(self._watch_silence(call)),
         ]
@@ -142,14 +101,6 @@ class WorkerConnection:
             for helper in helpers:
                 helper.cancel()
             call.cancel()
-
-    async def _send_commands(self, call: Any) -> None:
-        commands = self._commands
-        try:
-            while True:
-                await call.write(await commands.get())
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            call.cancel()  # the reader notices and reports why
 
     async def _check_health(self, channel: grpc.aio.Channel) -> None:
         """Ask the worker now and then whether it serves. An answer is a sign of life, too."""
@@ -180,3 +131,11 @@ class WorkerConnection:
                 logger.warning("worker %s shows no sign of life for %.1f s", link.worker_id, silent)
                 call.cancel()
                 return
+
+
+async def _send_commands(call: Any, stream: WorkerStream) -> None:
+    try:
+        while True:
+            await call.write(await stream.commands.get())
+    except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        call.cancel()  # the reader notices and reports why

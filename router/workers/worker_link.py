@@ -1,7 +1,7 @@
 """One worker, seen from the router: the legs that are open there, and the mirror of what it reports.
 
 Pushes deltas and failures to the choices whose legs they are, KV events to the prefix index, load to its own view.
-Knows nothing of clients, text or policy, and of gRPC only the messages: `WorkerConnection` keeps the stream.
+Knows nothing of clients, text, policy or models, and of gRPC only the messages: `WorkerConnection` keeps the stream.
 Whenever that ends, every open leg fails with WorkerLostError, so that its choice can go on elsewhere.
 """
 
@@ -9,37 +9,63 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
-from common.errors import UnavailableError
-from common.step_times import num_pairs
+from common.errors import MiniInferError, UnavailableError
 from common.token_ids import num_ids
+from kvstore.pool.index import PrefixIndex
 from kvstore.types import WorkerId
 from protos import types_pb2 as pb
 from router.routing.rates import WorkerRates
 from router.routing.views import WorkerView
-from router.workers.backlog import Backlog
+from router.workers.backlog import Backlog, Work
 from router.workers.breaker import Breaker
 from router.workers.failures import WorkerLostError, error_of
 from router.workers.index_feed import IndexFeed
-from router.workers.leg import Leg, LegListener
+from router.workers.worker_stream import WorkerStream
 from router.workers.worker_view import worker_view
 
-if TYPE_CHECKING:
-    from router.workers.model_workers import ModelWorkers
-    from router.workers.worker_connection import WorkerConnection
-
 logger = logging.getLogger(__name__)
+
+
+class LegListener(Protocol):
+    """The choice, as the link sees it. No method may raise: the link carries everybody's legs."""
+
+    def on_delta(self, leg: Leg, delta: pb.TokenDelta, now: float) -> None:
+        """Take what one step of the worker gave the choice. With a finish reason it is the last delta."""
+
+    def on_failure(self, error: MiniInferError) -> None:
+        """Handle the end of the leg without a finish reason."""
+
+
+@dataclass(slots=True, eq=False)
+class Leg:
+    """One worker's part of a choice: a prefill leg computes its prompt, a decode leg its tokens.
+
+    Open from `WorkerLink.submit` to the worker's last delta or `WorkerLink.close`; has a listener that long.
+    """
+
+    leg_id: str
+    link: WorkerLink
+    listener: LegListener
+    work: Work
+    next_link: WorkerLink | None  # where the choice goes on after this leg: it counts as waiting there
+    opened: float  # when
+    num_offered_tokens: int = 0  # prompt tokens whose KV the next worker could prefetch while this one computed
+    times: pb.RequestTimes | None = None  # what the worker measured until the first delta; None before it
+    first_time: float = 0.0  # when the first delta came
+    num_tokens_at_first: int = 0  # output tokens of the choice then
 
 
 class WorkerLink:
     """Open legs and mirror of the worker at `address`, which its connection tells `attached` and `lost`."""
 
-    def __init__(self, role: str, address: str, model: ModelWorkers) -> None:
+    def __init__(self, role: str, address: str) -> None:
         self.role = role
         self.address = address
-        self.model = model  # whose workers this one belongs to; the first, until it announces another
-        self.info: pb.WorkerInfo | None = None  # set while the stream is open, as is `_connection`
+        self.info: pb.WorkerInfo | None = None  # set while the stream is open, as is `_stream`
         self.load = pb.LoadReport()
         self.rates = WorkerRates()
         self.breaker = Breaker()
@@ -51,11 +77,17 @@ class WorkerLink:
         self.lost_time = 0.0  # when the stream ended last; 0: never
         self.last_sign = 0.0  # when the last report or health reply came
         self.last_step = 0.0  # when a step was reported last
-        self._connection: WorkerConnection | None = None
+        self._stream: WorkerStream | None = None
+        self._index: PrefixIndex
+        self._on_usable: Callable[[], object]
         self._feed: IndexFeed | None = None
         self._legs: dict[str, Leg] = {}
         self._backlog = Backlog()
         self._num_drain_changes = 0  # of the worker, when `is_draining` became known
+
+    def join(self, index: PrefixIndex, on_usable: Callable[[], object]) -> None:
+        """Feed this index, and tell of its use, from now on: the worker serves another model than before."""
+        self._index, self._on_usable, self.rates = index, on_usable, WorkerRates()
 
     # -- what dispatch and policy use --------------------------------------------------------------------------
 
@@ -95,89 +127,79 @@ class WorkerLink:
         self, message: pb.Submit, pending_tokens: int, listener: LegListener, next_link: WorkerLink | None = None
     ) -> Leg:
         """Open a leg here. Raises WorkerLostError when the stream is not open."""
-        if self._connection is None:
+        if self._stream is None:
             raise WorkerLostError(f"worker {self.address} is not connected")
-        num_prompt_tokens = num_ids(message.prompt_token_ids)
         now = time.monotonic()
-        leg = Leg(
-            leg_id=message.request_id,
-            link=self,
-            listener=listener,
-            num_prompt_tokens=num_prompt_tokens,
-            pending_tokens=pending_tokens,
-            next_link=next_link,
-            decodes=self.role == "decode" or message.keep,
-            opened=now,
-            late_until=now + message.due_seconds if message.is_late else 0.0,
-        )
-        self._legs[leg.leg_id] = leg
-        self._backlog.add(leg)
-        pairs = num_pairs(num_prompt_tokens - pending_tokens, pending_tokens)
-        self.rates.submitted(pending_tokens, pairs, now)
+        late_until = now + message.due_seconds if message.is_late else 0.0
+        decodes = self.role == "decode" or message.keep
+        work = Work(num_ids(message.prompt_token_ids), pending_tokens, decodes, late_until)
+        leg = self._legs[message.request_id] = Leg(message.request_id, self, listener, work, next_link, now)
+        self._backlog.add(work)
+        self.rates.submitted(pending_tokens, work.pairs, now)
         if next_link is not None:
-            next_link._backlog.expect(leg)
-        self._connection.send(pb.Command(submit=message))
+            next_link._backlog.expect(work)
+        self._stream.send(pb.Command(submit=message))
         return leg
 
     def hand_over(self, leg: Leg, next_link: WorkerLink) -> None:
         """Ask the worker to end the leg with its next token and a handle, so that it goes on at `next_link`."""
-        if leg.leg_id not in self._legs or leg.next_link is not None or self._connection is None:
+        if leg.leg_id not in self._legs or leg.next_link is not None or self._stream is None:
             return
         leg.next_link = next_link
-        next_link._backlog.expect(leg)
-        self._connection.send(pb.Command(hand_over=pb.HandOver(request_id=leg.leg_id)))
+        next_link._backlog.expect(leg.work)
+        self._stream.send(pb.Command(hand_over=pb.HandOver(request_id=leg.leg_id)))
 
     def close(self, leg: Leg) -> bool:
         """Forget the leg and tell the worker. False: the worker does not have it (any more)."""
         if leg.leg_id not in self._legs:
             return False
         self._forget(leg)
-        if self._connection is None:
+        if self._stream is None:
             return False
-        self._connection.send(pb.Command(cancel=pb.Cancel(request_id=leg.leg_id)))
+        self._stream.send(pb.Command(cancel=pb.Cancel(request_id=leg.leg_id)))
         return True
 
     def release(self, handle: pb.KvHandle) -> None:
         """Tell the worker that nobody will read this KV; without a connection its lease expires."""
-        if self.info is not None and self._connection is not None and self.info.epoch == handle.epoch:
-            self._connection.send(pb.Command(release=pb.Release(lease_id=handle.lease_id, epoch=handle.epoch)))
+        if self.info is not None and self._stream is not None and self.info.epoch == handle.epoch:
+            self._stream.send(pb.Command(release=pb.Release(lease_id=handle.lease_id, epoch=handle.epoch)))
 
     def prefetch(self, offer: pb.KvOffer) -> bool:
         """Tell the worker of KV that a choice will need here. False: it cannot be told, or is about to end."""
-        if self._connection is None or self.is_draining:
+        if self._stream is None or self.is_draining:
             return False
-        self._connection.send(pb.Command(prefetch=offer))
+        self._stream.send(pb.Command(prefetch=offer))
         return True
 
     async def drain(self, grace_seconds: float) -> int:
         """Ask the worker to take no more requests and end; how many it still has. Raises UnavailableError."""
-        if self._connection is None:
+        if self._stream is None:
             raise UnavailableError(f"worker {self.worker_id} is not connected")
-        reply = await self._connection.drain(grace_seconds)
+        reply = await self._stream.drain(grace_seconds)
         self._learn_drain(True, reply.num_drain_changes)
         return reply.num_open_requests
 
     async def undrain(self) -> None:
         """Ask a draining worker to take requests again. Raises UnavailableError."""
-        if self._connection is None:
+        if self._stream is None:
             raise UnavailableError(f"worker {self.worker_id} is not connected")
-        reply = await self._connection.undrain()
+        reply = await self._stream.undrain()
         self._learn_drain(False, reply.num_drain_changes)
 
     def _learn_drain(self, is_draining: bool, num_changes: int) -> None:
         """Take what a reply or report says, unless the worker said it before what is known already."""
         if num_changes < self._num_drain_changes:
             return
-        if is_draining and num_changes != self._num_drain_changes and self._connection is not None:
-            self._connection.send(pb.Command(drain_noted=pb.DrainNoted(num_drain_changes=num_changes)))
+        if is_draining and num_changes != self._num_drain_changes and self._stream is not None:
+            self._stream.send(pb.Command(drain_noted=pb.DrainNoted(num_drain_changes=num_changes)))
         self.is_draining, self._num_drain_changes = is_draining, num_changes
 
     # -- what the connection calls -----------------------------------------------------------------------------
 
-    def attached(self, info: pb.WorkerInfo, connection: WorkerConnection) -> None:
+    def attached(self, info: pb.WorkerInfo, stream: WorkerStream) -> None:
         """The stream is open: requests may come."""
-        self.info, self._connection = info, connection
-        self._feed = IndexFeed(self.model.index, self.worker_id, connection.fetch_snapshot)
+        self.info, self._stream = info, stream
+        self._feed = IndexFeed(self._index, self.worker_id, stream.fetch_snapshot)
         self.last_sign = time.monotonic()
         logger.info("%s worker %s attached (%s)", self.role, info.worker_id, self.address)
         self.set_serving(True)
@@ -186,7 +208,7 @@ class WorkerLink:
         """Record the worker's health status."""
         was_serving, self.is_serving = self.is_serving, is_serving
         if is_serving and not was_serving:
-            self.model.on_usable()
+            self._on_usable()
 
     def lost(self, reason: str) -> None:
         """The stream has ended: forget the worker's state and fail what is open here."""
@@ -199,7 +221,7 @@ class WorkerLink:
         self.num_lost += 1
         self.lost_time = time.monotonic()
         self.breaker.record_failure(self.lost_time)
-        self.info, self._connection, self._feed, self.is_serving = None, None, None, False
+        self.info, self._stream, self._feed, self.is_serving = None, None, None, False
         self.load = pb.LoadReport()
         self.is_draining, self._num_drain_changes = False, 0
         while self._legs:  # one that fails may close others
@@ -252,13 +274,13 @@ class WorkerLink:
 
     def _first_delta(self, leg: Leg, delta: pb.TokenDelta) -> None:
         leg.times = delta.times
-        self._backlog.settle(leg)
+        self._backlog.settle(leg.work)
         self.rates.observe_pull(delta.times)
         self.breaker.record_success()
 
     def _forget(self, leg: Leg) -> None:
         """Drop the leg: nothing that arrives later reaches its choice."""
         del self._legs[leg.leg_id]
-        self._backlog.remove(leg)
+        self._backlog.remove(leg.work)
         if leg.next_link is not None:
-            leg.next_link._backlog.unexpect(leg)
+            leg.next_link._backlog.unexpect(leg.work)

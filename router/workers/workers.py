@@ -58,7 +58,11 @@ class WorkerTable:
     def describe(self) -> list[dict[str, Any]]:
         """Every worker for GET /v1/cluster."""
         now = time.monotonic()
-        return [_describe(link, now) for link in self._links.values()]
+        return [_describe(link, self.model_of(link), now) for link in self._links.values()]
+
+    def model_of(self, link: WorkerLink) -> ModelWorkers:
+        """The model whose workers a link is among: the first one, until its worker announces another."""
+        return next(model for model in self._models if link in model.links)
 
     # -- addresses ---------------------------------------------------------------------------------------------
 
@@ -70,9 +74,12 @@ class WorkerTable:
                     f"{link.address} and {other.address} both call themselves {info.worker_id}: "
                     "give each worker its own --worker-id"
                 )
-        self._model_of(info).accept(link, info)
+        before, announced = self.model_of(link), self._announced_model(info)
+        announced.accept(link, info)
+        if announced is not before:
+            before.links.remove(link)
 
-    def _model_of(self, info: pb.WorkerInfo) -> ModelWorkers:
+    def _announced_model(self, info: pb.WorkerInfo) -> ModelWorkers:
         """The model that a worker announces; the router's only one under any name, as names of files may differ."""
         if len(self._models) == 1:
             return self._models[0]
@@ -106,7 +113,7 @@ class WorkerTable:
             if link.is_leaving and not link.num_open:
                 self._tasks.pop(key).cancel()
                 del self._links[key]
-                link.model.remove(link)
+                self.model_of(link).remove(link)
 
     def _add(self, role: str, address: str) -> None:
         link = self._models[0].add(role, address)
@@ -140,7 +147,7 @@ _SHOWN_LOAD = {
 }  # fmt: skip
 
 
-def _describe(link: WorkerLink, now: float) -> dict[str, Any]:
+def _describe(link: WorkerLink, model: ModelWorkers, now: float) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "id": link.worker_id,
         "role": link.role,
@@ -151,9 +158,9 @@ def _describe(link: WorkerLink, now: float) -> dict[str, Any]:
     if link.refused:
         fields["refused"] = link.refused
     if link.info is not None:
-        info, index = link.info, link.model.index
+        info, index = link.info, model.index
         fields |= {
-            "model": link.model.name,
+            "model": model.name,
             **{name: getattr(info, name) for name in _SHOWN_INFO},
             "transports": list(info.transports),
             "load": {shown: getattr(link.load, name) for shown, name in _SHOWN_LOAD.items()},

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
-from router.workers.backlog import Backlog
-from router.workers.leg import Leg
+from router.workers.backlog import Backlog, Work
 
 
-def leg(num_pending: int, late_until: float = 0.0, **fields: Any) -> Leg:
-    known: dict[str, Any] = {"num_prompt_tokens": num_pending, "next_link": None, "decodes": True, **fields}
-    return Leg("l", cast(Any, None), cast(Any, None), pending_tokens=num_pending, late_until=late_until, **known)
+def leg(num_pending: int, late_until: float = 0.0, **fields: Any) -> Work:
+    known: dict[str, Any] = {"num_prompt_tokens": num_pending, "decodes": True, **fields}
+    return Work(pending_tokens=num_pending, late_until=late_until, **known)
 
 
 def test_what_steps_computed_is_not_waiting_any_more() -> None:
