@@ -54,6 +54,10 @@ def create_app(gateway: Gateway) -> Any:
     _add_model_routes(routes, gateway)
     _add_health_routes(routes, gateway)
     add_operator_routes(routes, gateway)
+    if has_wing("router.explain"):
+        from router.explain.routes import add_explain_route
+
+        add_explain_route(routes, gateway)
     if has_wing("router.drains"):
         from router.drains.routes import add_drain_routes
 

@@ -170,7 +170,7 @@ class Choice:
         except WorkerLostError:
             return
         self._decision = Decision(chosen, (chosen,), "move")
-        self._dispatcher.explain.decided(self.journal, self._decision)
+        self._dispatcher.decided(self.journal, self._decision)
         self._leg.link.hand_over(self._leg, target)
 
     # -- what workers push -------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ from typing import Protocol
 
 from common.errors import OverloadedError, UnavailableError
 from kvstore.types import WorkerId
+from protos import types_pb2 as pb
 from router.config import RouterConfig
-from router.explain import ExplainLog
 from router.journal import Journal
 from router.metrics import RouterMetrics
 from router.routing.admission import AnswerLength, DrainRate, check_in_time
@@ -25,6 +25,22 @@ from router.workers.model_workers import ModelWorkers
 from router.workers.worker_link import Leg, WorkerLink
 
 LOOK_SECONDS = 0.25  # between looks for a usable worker: one that stops draining sends no event
+
+
+class RequestLog(Protocol):
+    """Log of where choices went and why (`router/explain`)."""
+
+    def __len__(self) -> int: ...
+
+    def decided(self, journal: Journal, decision: Decision) -> None:
+        """Workers have been chosen."""
+
+    def first_delta(
+        self, journal: Journal, leg: Leg, times: pb.RequestTimes, expected_cached_tokens: int | None
+    ) -> None:
+        """A leg has begun; None where its prompt was computed before."""
+
+    def ended(self, journal: Journal, now: float) -> None: ...
 
 
 class MovableChoice(Protocol):
@@ -63,7 +79,7 @@ class Dispatcher:
         self.config = config
         self.metrics = metrics
         self.roles = roles
-        self.explain = ExplainLog()
+        self.log: RequestLog | None = None
         self.answers = AnswerLength()
         self.open_choices: set[Journal] = set()
         self.num_waiting = 0  # of these, without a first token
@@ -117,8 +133,12 @@ class Dispatcher:
             decision = choose(config.policy, request, *views, config.local_prefill_tokens, config.objectives)
         if not journal.num_legs:
             check_in_time(decision.chosen, journal.deadline - time.monotonic(), self.config.max_wait_seconds)
-        self.explain.decided(journal, decision)
+        self.decided(journal, decision)
         return decision
+
+    def decided(self, journal: Journal, decision: Decision) -> None:
+        if self.log is not None:
+            self.log.decided(journal, decision)
 
     def decode_link(self, chosen: WorkerId, lost: Set[WorkerId]) -> WorkerLink:
         """The worker chosen before the prefill ran, or the least loaded one when it has gone since."""
@@ -188,7 +208,8 @@ class Dispatcher:
             expected = chosen.cached_tokens
             self.metrics.expected_tokens.inc(expected)
             self.metrics.regret_tokens.inc(max(0, expected - leg.times.num_cached_tokens))
-        self.explain.first_delta(journal, leg, leg.times, expected)
+        if self.log is not None:
+            self.log.first_delta(journal, leg, leg.times, expected)
 
     def closed(self, journal: Journal) -> None:
         if not journal.has_started:
@@ -200,4 +221,5 @@ class Dispatcher:
         now = time.monotonic()
         self.open_choices.remove(journal)
         self.metrics.choice_ended(journal, now)
-        self.explain.ended(journal, now)
+        if self.log is not None:
+            self.log.ended(journal, now)

@@ -14,7 +14,6 @@ from common.text.tokenizer import Tokenizer
 from common.wings import require_wing
 from router.config import RouterConfig
 from router.dispatch import Dispatcher, Roles
-from router.explain import ExplainLog
 from router.metrics import RouterMetrics
 from router.workers.model_workers import ModelLimits, ModelWorkers
 
@@ -27,17 +26,13 @@ class ServedModel:
     aliases: tuple[str, ...]
     tokenizer: Tokenizer  # and chat template
     workers: ModelWorkers  # and prefix index
-    dispatcher: Dispatcher  # and queue, metrics, explain log
+    dispatcher: Dispatcher  # and queue, metrics, log
     adapter: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def metrics(self) -> RouterMetrics:
         return self.dispatcher.metrics
-
-    @property
-    def explain(self) -> ExplainLog:
-        return self.dispatcher.explain
 
     def limits(self) -> ModelLimits:
         return self.workers.limits(self.tokenizer.vocab_size)

@@ -82,6 +82,7 @@ def test_streamed_equals_unstreamed(cluster: Cluster) -> None:
     assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == whole
 
 
+@pytest.mark.wing("router.explain")
 def test_kv_is_really_pulled_by_the_best_transport(cluster: Cluster) -> None:
     prompt = "a prompt that no other test uses, long enough for several blocks of keys and values. " * 3
     answer = cluster.client().completions.create(

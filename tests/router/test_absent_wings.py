@@ -44,3 +44,11 @@ async def test_objectives_are_refused() -> None:
     config = RouterConfig(model="dry-run", decode="127.0.0.1:1", ttft_objective_ms=100.0)
     with pytest.raises(ConfigError, match=r"^--ttft-objective-ms or .* needs router\.objectives"):
         serve_models(config, [LoadedModel("", "dry-run", DRY_RUN)])
+
+
+async def test_requests_are_served_without_a_log_of_them() -> None:
+    async with cluster() as c:
+        answer = await c.chat()
+        assert answer.status_code == 200, answer.text
+        assert (await c.http.get(f"/explain/{answer.json()['id']}")).status_code == 404
+        assert (await c.http.get("/v1/cluster")).json()["memory"]["explain_entries"] == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 from common.metrics import ROUTER_SPECS, START_TIME
 from common.token_ids import num_ids, unpack_ids
 from protos import types_pb2 as pb
-from router.journal import Journal
 from tests.router.harness import DRY_RUN, cluster, text_of
 from tests.router.scripted_worker import Script
 
@@ -202,9 +200,7 @@ async def test_best_of_returns_the_best_mean_logprob() -> None:
         assert best["usage"]["completion_tokens"] == 32
 
 
-@pytest.mark.parametrize("max_explained", [1024, 0])
-async def test_usage_in_streams(max_explained: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.explain.MAX_ENTRIES", max_explained)  # a log: what it forgets changes no answer
+async def test_usage_in_streams() -> None:
     async with cluster(script=Script(cached_tokens=3)) as c:
         events = await c.events(stream_options={"include_usage": True})
         assert all(event["usage"] is None for event in events[:-2])
@@ -322,37 +318,6 @@ async def test_metrics_carry_the_dashboards_names() -> None:
         exported = {line.split()[2].removesuffix("_total") for line in text.splitlines() if line.startswith("# TYPE")}
         exported -= {name for name in exported if name.endswith("_created")}
         assert exported == {spec.name for spec in (*ROUTER_SPECS, START_TIME)}
-
-
-async def test_explain_shows_the_decision_and_a_time_line_that_sums_up() -> None:
-    async with cluster(num_prefill=1, num_decode=2, local_prefill_tokens=0) as c:
-        answer = (await c.chat()).json()
-        shown = (await c.http.get(f"/explain/{answer['id']}")).json()
-        choice = shown["choices"][0]
-        assert choice["state"] == "length"
-        assert len(choice["decisions"][0]["candidates"]) == 2
-        assert choice["decisions"][0]["chosen"]["prefill"] == "p0"
-        assert [item["phase"] for item in choice["workers"]] == ["prefill", "decode"]
-        assert sum(span["seconds"] for span in choice["time_line"]) == pytest.approx(
-            choice["total_seconds"], abs=1e-4
-        )
-        assert (await c.http.get("/explain/chatcmpl-unknown")).status_code == 404
-
-
-async def test_what_has_ended_keeps_its_counts_and_not_its_text() -> None:
-    async with cluster(num_decode=1) as c:
-        answer = (await c.chat("a secret", max_tokens=5)).json()
-
-        def is_kept() -> bool:
-            gc.collect()
-            # Not isinstance: it asks for __class__, which some deprecated objects of torch warn about.
-            journals = [thing for thing in gc.get_objects() if type(thing) is Journal]
-            return any(journal.choice_id.startswith(answer["id"]) for journal in journals)
-
-        await c.until(lambda: not is_kept())  # the connection lets go of its last request a moment after the answer
-        [choice] = (await c.http.get(f"/explain/{answer['id']}")).json()["choices"]
-        assert (choice["state"], choice["output_tokens"]) == ("length", 5)
-        assert choice["prompt_tokens"] == answer["usage"]["prompt_tokens"]
 
 
 async def test_reports_from_before_a_drain_or_its_end_change_nothing() -> None:

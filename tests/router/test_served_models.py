@@ -138,6 +138,7 @@ async def test_a_full_queue_is_full_for_its_model_only() -> None:
         await c.until(lambda: not c.gateway.models[1].dispatcher.num_waiting)
 
 
+@pytest.mark.wing("router.explain")
 async def test_operators_see_each_model() -> None:
     async with both(smol_worker(), smol_worker("prefill", "smol-p"), local_prefill_tokens=0) as c:
         answer = (await c.complete(model="smol", max_tokens=4)).json()

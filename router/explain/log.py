@@ -31,7 +31,7 @@ class _Choice:
 
 
 class ExplainLog:
-    """The newest requests; older ones are forgotten."""
+    """The newest requests; older ones are forgotten. Implements `router.dispatch.RequestLog`."""
 
     def __init__(self) -> None:
         self._choices: OrderedDict[str, _Choice] = OrderedDict()

@@ -1,0 +1,1 @@
+"""Why a request went where it went, and how long each part of it took."""
