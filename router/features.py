@@ -12,8 +12,10 @@ from pydantic import create_model
 
 from common.text.tokenizer import Tokenizer
 from common.wings import has_wing
+from router.api.answer_part import AnswerPart
 from router.api.chat_renderer import ChatRenderer
 from router.api.message_schemas import Body
+from router.api.render import RenderOptions
 from router.api.schemas import ChatCompletionBody, CompletionBody
 from router.api.text import ChoiceText, StopRules
 
@@ -27,8 +29,8 @@ if HAS_GRAMMAR:
 
     _answer_fields = _chat_fields = [AnswerFields]
 if HAS_TOOLS:
-    from router.tools.tool_renderer import ToolChatRenderer
-    from router.tools.tool_use import ToolText, ToolUse, tool_use
+    from router.tools.tool_part import ToolPart
+    from router.tools.tool_use import tool_use
     from router.tools.tools import ToolFields
 
     _chat_fields = [ToolFields]
@@ -51,7 +53,8 @@ class Features:
     """What one request asks for."""
 
     grammar: str = ""  # that answers follow; empty: none
-    tools: ToolUse | None = None
+    tools: list[dict[str, Any]] | None = None  # their descriptions, for the chat template
+    parts: tuple[AnswerPart, ...] = ()
 
     @classmethod
     async def of(cls, body: ChatCompletionBody | CompletionBody, num_choices: int, tokenizer: Tokenizer) -> Features:
@@ -59,24 +62,25 @@ class Features:
         if HAS_TOOLS and isinstance(body, ToolFields):
             tools = await tool_use(body, num_choices, tokenizer)
             if tools is not None:
-                return cls(tools.grammar, tools)
+                return cls(tools.grammar, tools.descriptions, (ToolPart(tools),))
         if HAS_GRAMMAR and isinstance(body, AnswerFields):
             return cls(await answer_grammar(body.response_format, body.structured_outputs, num_choices))
         return cls()
 
-    @property
-    def descriptions(self) -> list[dict[str, Any]] | None:
-        """Of tools, for the chat template."""
-        return None if self.tools is None else self.tools.descriptions
-
-    @property
-    def renderer(self) -> type[ChatRenderer]:
-        return ChatRenderer if self.tools is None else ToolChatRenderer
+    def renderer(self, options: RenderOptions, tokenizer: Tokenizer) -> ChatRenderer:
+        """What renders answers to a chat request."""
+        return ChatRenderer(options, tokenizer, self.parts)
 
     def text(
-        self, tokenizer: Tokenizer, rules: StopRules, continues: bool, has_logprobs: bool, skip_special: bool
+        self,
+        tokenizer: Tokenizer,
+        rules: StopRules,
+        continues: bool,
+        has_logprobs: bool,
+        skip_special: bool,
+        prompt_token_ids: list[int],
     ) -> ChoiceText:
         """The text of one choice."""
-        if self.tools is not None:
-            return ToolText(self.tools, tokenizer, rules, has_logprobs, skip_special)
-        return ChoiceText(tokenizer, rules, continues, has_logprobs, skip_special)
+        stages = [part.stage(prompt_token_ids) for part in self.parts]
+        shown = frozenset[int]().union(*(part.shown for part in self.parts))
+        return ChoiceText(tokenizer, rules, continues, has_logprobs, skip_special, stages, shown)

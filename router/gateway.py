@@ -92,7 +92,7 @@ class Gateway:
         )
         n = body.n or 1
         features = await Features.of(body, n, model.tokenizer)
-        token_ids = await self._chat_ids(model, body, add_prompt, features.descriptions)
+        token_ids = await self._chat_ids(model, body, add_prompt, features.tools)
         prompts = [truncated(token_ids, body.truncate_prompt_tokens)]
         request = self._request(http, model, body, features, prompts, n, arrival)
         options = self._options(request, model, body, prompts, (), bool(body.logprobs))
@@ -151,7 +151,7 @@ class Gateway:
                     request=shared,
                     session=http.headers.get("x-session-id", "")[:MAX_LABEL_CHARS] or body.user or "",
                 )
-                text = features.text(model.tokenizer, rules, continues, has_logprobs, skip_special)
+                text = features.text(model.tokenizer, rules, continues, has_logprobs, skip_special, token_ids)
                 choices.append(Choice(index, prompt_index, journal, text, model.dispatcher))
         return GenerationRequest(request_id, choices, model.metrics)
 

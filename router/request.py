@@ -64,6 +64,7 @@ class GenerationRequest:
         return Usage(
             prompt_tokens=sum(len(choice.journal.prompt_token_ids) for choice in leaders),
             completion_tokens=sum(choice.text.num_tokens for choice in self.choices),
+            reasoning_tokens=sum(choice.text.num_reasoning_tokens for choice in self.choices),
             cached_tokens=sum(choice.journal.num_cached_tokens for choice in leaders),
         )
 

@@ -9,28 +9,29 @@ import orjson
 
 from common.text.tokenizer import Tokenizer
 from protos import types_pb2 as pb
+from router.api.answer_part import AnswerPart
 from router.api.render import PlainChunks, Renderer, RenderOptions, finite
 from router.api.results import ChoiceResult, Usage
 from router.api.text import Update
 
 
 class ChatRenderer(Renderer):
-    first_content: str | None = ""
-
-    def __init__(self, options: RenderOptions, tokenizer: Tokenizer) -> None:
+    def __init__(self, options: RenderOptions, tokenizer: Tokenizer, parts: Sequence[AnswerPart] = ()) -> None:
         super().__init__(options, tokenizer, "chat.completion.chunk")
+        self._parts = parts
         is_plain = not (options.logprobs or options.return_token_ids or options.continuous_usage)
         plain = PlainChunks(self._head, b'"delta":{"content":', b"}", options.include_usage)
         self._plain = plain if is_plain else None
 
     def start(self, index: int, usage: Usage) -> bytes:
-        delta = {"role": "assistant", "content": self.first_content}
+        delta = {"role": "assistant", "content": None if self._parts else ""}  # there may be other parts alone
         choice: dict[str, Any] = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         extra = {"prompt_token_ids": self.options.prompt_token_ids[0]} if self.options.return_token_ids else {}
         return self._event(choice, usage, **extra)
 
     def chunk(self, index: int, update: Update | ChoiceResult, usage: Usage) -> bytes:
-        if self._plain is not None and update.finish_reason is None:
+        is_content = update.finish_reason is None and not (update.tool_calls or update.reasoning)
+        if self._plain is not None and is_content:
             return self._plain.render(index, update.text)
         return self._full_chunk(index, update, usage)
 
@@ -38,7 +39,7 @@ class ChatRenderer(Renderer):
         """Render what has come, and the end as a chunk of its own: clients take nothing else from that."""
         choice: dict[str, Any] = {
             "index": index,
-            "delta": self._delta(update),
+            "delta": self._delta(index, update),
             "logprobs": self._logprobs(update.logprobs) if self.options.logprobs and update.logprobs else None,
             "finish_reason": None,
         }
@@ -46,7 +47,7 @@ class ChatRenderer(Renderer):
             choice["token_ids"] = update.token_ids
         if update.finish_reason is None:
             return self._event(choice, usage)
-        end: dict[str, Any] = {"finish_reason": self._finish_reason(index, update)}
+        end: dict[str, Any] = {"finish_reason": self._finish_reason(index, update.finish_reason)}
         if update.stop_reason is not None:
             end["stop_reason"] = update.stop_reason
         if not choice["delta"]:
@@ -56,11 +57,17 @@ class ChatRenderer(Renderer):
             last["token_ids"] = []
         return self._event(choice, usage) + self._event(last, usage)
 
-    def _delta(self, update: Update | ChoiceResult) -> dict[str, Any]:
-        return {"content": update.text} if update.text or update.finish_reason is None else {}
+    def _delta(self, index: int, update: Update | ChoiceResult) -> dict[str, Any]:
+        is_shown = update.text or not (self._parts or update.finish_reason)
+        delta: dict[str, Any] = {"content": update.text} if is_shown else {}
+        for part in self._parts:
+            delta |= part.delta(index, update)
+        return delta
 
-    def _finish_reason(self, index: int, update: Update | ChoiceResult) -> str | None:
-        return update.finish_reason
+    def _finish_reason(self, index: int, reason: str | None) -> str | None:
+        for part in self._parts:
+            reason = part.finish_reason(index, reason)
+        return reason
 
     def answer(self, results: Sequence[ChoiceResult], usage: Usage) -> bytes:
         options = self.options
@@ -71,11 +78,14 @@ class ChatRenderer(Renderer):
         return orjson.dumps(body)
 
     def _choice(self, result: ChoiceResult) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": result.text, "refusal": None}
+        for part in self._parts:
+            message |= part.message(result)
         choice: dict[str, Any] = {
             "index": result.index,
-            "message": {"role": "assistant", "content": result.text, "refusal": None},
+            "message": message,
             "logprobs": self._logprobs(result.logprobs) if self.options.logprobs else None,
-            "finish_reason": result.finish_reason,
+            "finish_reason": self._finish_reason(result.index, result.finish_reason),
             "stop_reason": result.stop_reason,
         }
         if self.options.return_token_ids:

@@ -18,6 +18,7 @@ class Usage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    reasoning_tokens: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -25,6 +26,11 @@ class Usage:
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            **(
+                {"completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens}}
+                if self.reasoning_tokens
+                else {}
+            ),
         }
 
 
@@ -39,6 +45,7 @@ class ChoiceResult:
     logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
     tool_calls: list[DeltaToolCall] = field(default_factory=list)
+    reasoning_pieces: list[str] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
@@ -48,11 +55,16 @@ class ChoiceResult:
         self.logprobs += update.logprobs
         self.prompt_logprobs += update.prompt_logprobs
         self.tool_calls += update.tool_calls
+        self.reasoning_pieces.append(update.reasoning)
         self.finish_reason, self.stop_reason = update.finish_reason, update.stop_reason
 
     @property
     def text(self) -> str:
         return "".join(self.pieces)
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(self.reasoning_pieces)
 
     @property
     def mean_logprob(self) -> float:

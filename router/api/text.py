@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from common.errors import EngineError
 from common.text.stop_strings import StopStringMatcher
@@ -39,6 +40,7 @@ class Update:
     finish_reason: str | None = None
     stop_reason: str | int | None = None  # the stop string or token id that the client gave; or DEADLINE
     tool_calls: Sequence[DeltaToolCall] = ()
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,13 @@ class StopRules:
     shows_nothing: bool = False  # max_tokens 0: the one token that a worker must generate is dropped
 
 
+class TextStage(Protocol):
+    """Takes out of a choice's text what is not content."""
+
+    def take(self, update: Update) -> None:
+        """Change an update: its text, and what the stage found in it. With a finish reason it is the last."""
+
+
 class ChoiceText:
     """The text of one choice. `push` until an update has a finish_reason."""
 
@@ -62,12 +71,19 @@ class ChoiceText:
         continues: bool,
         has_logprobs: bool = True,
         skip_special: bool = True,
+        stages: Sequence[TextStage] = (),
+        shown: frozenset[int] = frozenset(),
     ) -> None:
+        """stages: in the order in which they take their parts of the text. shown: special tokens that they read."""
         self.num_tokens = 0
+        self.num_reasoning_tokens = 0
+        self._stages = stages
         self._rules = rules
         self._matcher = StopStringMatcher(rules.stops, rules.include_in_output) if rules.stops else None
-        self._is_plain = not (rules.stops or has_logprobs or rules.shows_nothing)  # tokens become text, nothing else
-        self._detokenizer = tokenizer.detokenizer(skip_special, continues)
+        self._is_plain = not (
+            rules.stops or has_logprobs or rules.shows_nothing or stages
+        )  # tokens become text, nothing else
+        self._detokenizer = tokenizer.detokenizer(skip_special, continues, shown)
 
     def push(self, token_ids: list[int], delta: pb.TokenDelta) -> Update:
         """`token_ids` are those of `delta`; the update keeps the list. Raises EngineError when the worker has ended
@@ -75,6 +91,14 @@ class ChoiceText:
         if self._is_plain and not delta.finish_reason:  # almost every token
             self.num_tokens += len(token_ids)
             return Update(self._detokenizer.push(token_ids), token_ids)
+        update = self._update(token_ids, delta)
+        for stage in self._stages:
+            stage.take(update)
+        if update.reasoning:
+            self.num_reasoning_tokens += len(update.token_ids)
+        return update
+
+    def _update(self, token_ids: list[int], delta: pb.TokenDelta) -> Update:
         update = Update("", token_ids, delta.logprobs, delta.prompt_logprobs)
         ended = delta.finish_reason not in (pb.FINISH_REASON_NONE, pb.FINISH_REASON_PREFILLED)
         if ended:

@@ -1,8 +1,7 @@
-"""What a chat request's answers may call: the grammar that makes them, and the text out of which calls are taken."""
+"""What a chat request's answers may call, and the grammar that makes them."""
 
 from __future__ import annotations
 
-import secrets
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +9,6 @@ from common.grammar.grammar import MAX_GRAMMAR_CHARS, json_schema
 from common.grammar.json_schemas import closed
 from common.text.tokenizer import Tokenizer
 from common.tools.tool_format import ToolFormat, calls_grammar, tool_format
-from common.tools.tool_parser import CallDelta, ToolCallParser
-from protos import types_pb2 as pb
-from router.api.text import ChoiceText, DeltaToolCall, StopRules, Update
 from router.grammar.answer_format import answer_grammar, checked_grammar, followed_schema, json_answer_schema
 from router.tools.tools import NamedTool, ToolFields, is_forced
 
@@ -66,32 +62,3 @@ async def _grammar(
         for where, function in chosen.items():  # each alone: errors name it
             await checked_grammar(json_schema(schemas[function.name]), f"{where}.parameters")
     return await checked_grammar(found, "tools", num_choices)
-
-
-class ToolText(ChoiceText):
-    """The text of one choice that may have calls in it."""
-
-    def __init__(
-        self, use: ToolUse, tokenizer: Tokenizer, rules: StopRules, has_logprobs: bool, skip_special: bool
-    ) -> None:
-        super().__init__(tokenizer, rules, False, has_logprobs, skip_special)
-        self._detokenizer = tokenizer.detokenizer(skip_special, shown=use.shown)
-        self._parser = ToolCallParser(use.written, use.names, use.is_parallel, use.is_forced)
-        self._num_calls = 0
-
-    def push(self, token_ids: list[int], delta: pb.TokenDelta) -> Update:
-        update = super().push(token_ids, delta)
-        update.text, deltas = self._parser.push(update.text)
-        update.tool_calls = [self._numbered(delta) for delta in deltas]
-        if self._parser.has_ended:
-            update.finish_reason = "stop"
-        if update.finish_reason is not None:
-            update.text += self._parser.finish()
-        return update
-
-    def _numbered(self, delta: CallDelta) -> DeltaToolCall:
-        call_id = ""
-        if delta.name:
-            self._num_calls += 1
-            call_id = f"call_{secrets.token_hex(12)}"
-        return DeltaToolCall(self._num_calls - 1, call_id, delta.name, delta.arguments)

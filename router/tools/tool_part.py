@@ -1,0 +1,78 @@
+"""Tool calls as a part of chat answers: taken out of the text, and shown in the JSON of messages."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from common.tools.tool_parser import CallDelta, ToolCallParser
+from router.api.results import ChoiceResult, merged_calls
+from router.api.text import DeltaToolCall, Update
+from router.tools.tool_use import ToolUse
+
+
+class ToolPart:
+    """The calls in the answers to one request."""
+
+    def __init__(self, use: ToolUse) -> None:
+        self._use = use
+        self._callers: set[int] = set()  # choices that have made calls
+
+    @property
+    def shown(self) -> frozenset[int]:
+        return self._use.shown
+
+    def stage(self, prompt_token_ids: list[int]) -> ToolStage:
+        return ToolStage(self._use)
+
+    def delta(self, index: int, update: Update | ChoiceResult) -> dict[str, Any]:
+        if not update.tool_calls:
+            return {}
+        self._callers.add(index)
+        calls = [
+            {"index": call.index, **(_tool_call(call) if call.name else _more_arguments(call))}
+            for call in merged_calls(update.tool_calls)
+        ]
+        return {"tool_calls": calls}
+
+    def message(self, result: ChoiceResult) -> dict[str, Any]:
+        if not result.tool_calls:
+            return {}
+        self._callers.add(result.index)
+        calls = [_tool_call(call) for call in merged_calls(result.tool_calls)]
+        return {"content": result.text or None, "tool_calls": calls}
+
+    def finish_reason(self, index: int, reason: str | None) -> str | None:
+        return "tool_calls" if reason == "stop" and index in self._callers else reason
+
+
+class ToolStage:
+    """Takes the calls out of the text of one choice."""
+
+    def __init__(self, use: ToolUse) -> None:
+        self._parser = ToolCallParser(use.written, use.names, use.is_parallel, use.is_forced)
+        self._num_calls = 0
+
+    def take(self, update: Update) -> None:
+        update.text, deltas = self._parser.push(update.text)
+        update.tool_calls = [self._numbered(delta) for delta in deltas]
+        if self._parser.has_ended:
+            update.finish_reason = "stop"
+        if update.finish_reason is not None:
+            update.text += self._parser.finish()
+
+    def _numbered(self, delta: CallDelta) -> DeltaToolCall:
+        call_id = ""
+        if delta.name:
+            self._num_calls += 1
+            call_id = f"call_{secrets.token_hex(12)}"
+        return DeltaToolCall(self._num_calls - 1, call_id, delta.name, delta.arguments)
+
+
+def _tool_call(call: DeltaToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.call_id, "type": "function", "function": function}
+
+
+def _more_arguments(call: DeltaToolCall) -> dict[str, Any]:
+    return {"function": {"arguments": call.arguments}}
