@@ -78,7 +78,10 @@ class ApiClient:
     def stream_chat(
         self, model: str, messages: list[Message], record: RequestRecord, **params: Any
     ) -> Generator[str, None, None]:
-        """Pieces of the answer as they come; closing the iterator cancels the request. Fills `record`."""
+        """Pieces of the answer as they come; closing the iterator cancels the request. Fills `record`.
+
+        An empty piece says that there is more reasoning in the record.
+        """
         body = {
             "model": model,
             "messages": messages,
@@ -94,7 +97,9 @@ class ApiClient:
                 events = EventStream(record)
                 for data in reply.iter_bytes():
                     record.end = time.perf_counter() - begin
-                    if text := events.read(data, record.end):
+                    num_reasoned = len(record.reasoning)
+                    text = events.read(data, record.end)
+                    if text or len(record.reasoning) > num_reasoned:
                         yield text
                     if events.is_complete:
                         return

@@ -23,6 +23,7 @@ class RequestRecord:
     scheduled: float = 0.0  # when the workload wanted it sent
     sent: float = 0.0
     chunk_times: list[float] = field(default_factory=list)
+    reasoning: str = ""  # what the model wrote before its answer
     end: float = 0.0
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
@@ -81,9 +82,12 @@ class EventStream:
             raise StreamError("error event", event)
         text, record = "", self._record
         for choice in event.get("choices") or ():
-            piece = choice.get("text") or (choice.get("delta") or {}).get("content")
-            if piece:
+            delta = choice.get("delta") or {}
+            piece = choice.get("text") or delta.get("content") or ""
+            reasoning = delta.get("reasoning") or delta.get("reasoning_content") or ""
+            if piece or reasoning:
                 text += piece
+                record.reasoning += reasoning
                 record.chunk_times.append(now)
         if usage := event.get("usage"):
             record.num_prompt_tokens = usage.get("prompt_tokens", 0)

@@ -1,4 +1,5 @@
-"""Optional parts of a request: an answer in a given format (`router/grammar`), and tools (`router/tools`).
+"""Optional parts of a request: answers in a given format (`router/grammar`), tools (`router/tools`), and reasoning
+that is told apart (`router/reasoning`).
 
 The one file that names them: bodies with their fields, what these ask for, and what this makes of an answer.
 """
@@ -22,6 +23,7 @@ from router.api.text import ChoiceText, StopRules
 B = TypeVar("B", bound=Body)
 HAS_GRAMMAR = has_wing("router.grammar")
 HAS_TOOLS = HAS_GRAMMAR and has_wing("router.tools")
+HAS_REASONING = HAS_GRAMMAR and has_wing("router.reasoning")
 _answer_fields: list[type[Body]] = []
 _chat_fields = _answer_fields
 if HAS_GRAMMAR:
@@ -34,6 +36,10 @@ if HAS_TOOLS:
     from router.tools.tools import ToolFields
 
     _chat_fields = [ToolFields]
+if HAS_REASONING:
+    from router.reasoning.reasoning_part import ReasoningFields, reasoning_part
+
+    _chat_fields = [*_chat_fields, ReasoningFields]
 
 
 def _with(body: type[B], fields: list[type[Body]]) -> type[B]:
@@ -54,18 +60,28 @@ class Features:
 
     grammar: str = ""  # that answers follow; empty: none
     tools: list[dict[str, Any]] | None = None  # their descriptions, for the chat template
-    parts: tuple[AnswerPart, ...] = ()
+    parts: tuple[AnswerPart, ...] = ()  # of chat answers, as they are taken out of the text
 
     @classmethod
     async def of(cls, body: ChatCompletionBody | CompletionBody, num_choices: int, tokenizer: Tokenizer) -> Features:
         """Raises InvalidRequestError for what cannot be done."""
+        reasoning = reasoning_part(body, tokenizer) if HAS_REASONING else None
+        parts = () if reasoning is None else (reasoning,)
         if HAS_TOOLS and isinstance(body, ToolFields):
             tools = await tool_use(body, num_choices, tokenizer)
             if tools is not None:
-                return cls(tools.grammar, tools.descriptions, (ToolPart(tools),))
+                return cls(tools.grammar, tools.descriptions, (*parts, ToolPart(tools)))
         if HAS_GRAMMAR and isinstance(body, AnswerFields):
-            return cls(await answer_grammar(body.response_format, body.structured_outputs, num_choices))
-        return cls()
+            grammar = await answer_grammar(body.response_format, body.structured_outputs, num_choices)
+            return cls(grammar, parts=parts)
+        return cls(parts=parts)
+
+    def grammar_after(self, prompt_token_ids: list[int]) -> str:
+        """The grammar of whole texts that continue a prompt; empty: none."""
+        grammar = self.grammar
+        for part in self.parts:
+            grammar = part.grammar(grammar, prompt_token_ids)
+        return grammar
 
     def renderer(self, options: RenderOptions, tokenizer: Tokenizer) -> ChatRenderer:
         """What renders answers to a chat request."""

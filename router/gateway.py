@@ -138,7 +138,9 @@ class Gateway:
         skip_special = body.skip_special_tokens is not False
         choices = []
         for prompt_index, token_ids in enumerate(prompts):
-            params = sampling_params(body, model.tokenizer, model.limits(), len(token_ids), features.grammar)
+            params = sampling_params(
+                body, model.tokenizer, model.limits(), len(token_ids), features.grammar_after(token_ids)
+            )
             has_logprobs = params.HasField("logprobs") or params.HasField("prompt_logprobs")
             for number in range(per_prompt):
                 index = prompt_index * per_prompt + number

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console
 from rich.status import Status
+from rich.text import Text
 
 from cli.terminal.keys import signals_for_main_thread
 from common.wings import has_wing
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from cli.markdown.markdown import Markdown
 
 DEFAULT_COLUMNS = 80
+SHOWN_REASONING = 400  # characters, of which a line is shown
 # What a terminal would take as a command is shown as its picture: no answer sets the clipboard or the title.
 _CONTROLS: dict[int, int | None] = {
     **{code: 0x2400 + code for code in range(0x20) if code not in (0x09, 0x0A)},
@@ -33,6 +35,9 @@ class AnswerView(Protocol):
     def __exit__(self, kind: object, error: object, trace: object) -> None: ...
 
     def write(self, piece: str) -> None: ...
+
+    def reason(self, reasoning: str) -> None:
+        """Show that the model reasons, with what it has written of that so far."""
 
 
 class PlainAnswer:
@@ -52,6 +57,9 @@ class PlainAnswer:
         self._is_empty = False
         sys.stdout.write(piece)
         sys.stdout.flush()
+
+    def reason(self, reasoning: str) -> None:
+        """The answer is what a pipe gets."""
 
 
 class TerminalAnswer:
@@ -77,6 +85,12 @@ class TerminalAnswer:
     def write(self, piece: str) -> None:
         text = piece.translate(_CONTROLS)
         self._show(self._markdown.feed(text) if self._markdown else text)
+
+    def reason(self, reasoning: str) -> None:
+        """Show the end of it where the spinner turns, until the answer begins."""
+        if self._status is not None:
+            end = " ".join(reasoning[-SHOWN_REASONING:].translate(_CONTROLS).split())
+            self._status.update(Text(f"thinking: {end[-(stdout_columns() - 14) :]}", style="dim", no_wrap=True))
 
     def _show(self, text: str) -> None:
         if text:

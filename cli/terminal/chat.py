@@ -123,8 +123,11 @@ class Chat:
         try:
             with interrupted_once(), self.open_view() as view, contextlib.closing(stream):
                 for piece in stream:
-                    pieces.append(piece)
-                    view.write(piece)
+                    if piece:
+                        pieces.append(piece)
+                        view.write(piece)
+                    else:
+                        view.reason(record.reasoning)
         except KeyboardInterrupt:
             stopped = True
         except MiniInferError:

@@ -82,6 +82,11 @@ def lark(text: str) -> str:
     return f"lark:{text}"
 
 
+def after(before: str, grammar: str) -> str:
+    """The grammar of texts that follow another one after what the Lark rule `before` allows."""
+    return f"after:{json.dumps([before, grammar])}"
+
+
 def is_gbnf(text: str) -> bool:
     """Whether a grammar is in the syntax of llama.cpp, which vLLM takes, and not in Lark's."""
     return "::=" in text and not is_lark_syntax(text)
@@ -164,13 +169,21 @@ def _byte_tokens() -> LLTokenizer:
 
 def for_llguidance(grammar: str) -> str:
     """The grammar as llguidance takes it. Raises InvalidRequestError."""
+    before = ""
     kind, _, text = grammar.partition(":")
     try:
+        if kind == "after":
+            before, grammar = json.loads(text)
+            kind, _, text = grammar.partition(":")
         match kind:
             case "json_schema":
-                return _unforced("json_schema", LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS))
+                return _unforced(
+                    before, "json_schema", LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)
+                )
             case "regex":
-                return _unforced("regex", LLMatcher.grammar_from_regex(text))
+                return _unforced(before, "regex", LLMatcher.grammar_from_regex(text))
+            case "lark" if before:
+                return _unforced(before, "lark", json.dumps({"grammars": [{"name": "lark", "lark_grammar": text}]}))
             case "lark":
                 return f"{text}\n{NO_FORCING}"
     except ValueError as error:
@@ -178,7 +191,9 @@ def for_llguidance(grammar: str) -> str:
     raise InvalidRequestError("a grammar of an unknown kind")
 
 
-def _unforced(name: str, compiled: str) -> str:
-    """Put a grammar that forces nothing, and is `name` otherwise, in front of llguidance's list of grammars."""
-    first = json.dumps({"lark_grammar": f"start: @{name}\n{NO_FORCING}"})
-    return compiled.replace('{"grammars":[', f'{{"grammars":[{first},', 1)
+def _unforced(before: str, name: str, compiled: str) -> str:
+    """Put a grammar that forces nothing first in the list: `name`, after the rule `before` if there is one."""
+    start = f"start: before @{name}\n{before}" if before else f"start: @{name}"
+    listed = json.loads(compiled)
+    listed["grammars"].insert(0, {"lark_grammar": f"{start}\n{NO_FORCING}"})
+    return json.dumps(listed)

@@ -18,6 +18,9 @@ class AnswerPart(Protocol):
     def shown(self) -> frozenset[int]:
         """Special tokens whose texts the stage reads, and content never shows."""
 
+    def grammar(self, answer: str, prompt_token_ids: list[int]) -> str:
+        """Return the grammar of texts with this part in them whose content follows `answer`; empty: any text."""
+
     def stage(self, prompt_token_ids: list[int]) -> TextStage:
         """Return what takes this part out of the text of one choice."""
 

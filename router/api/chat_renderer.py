@@ -30,16 +30,19 @@ class ChatRenderer(Renderer):
         return self._event(choice, usage, **extra)
 
     def chunk(self, index: int, update: Update | ChoiceResult, usage: Usage) -> bytes:
-        is_content = update.finish_reason is None and not (update.tool_calls or update.reasoning)
-        if self._plain is not None and is_content:
-            return self._plain.render(index, update.text)
-        return self._full_chunk(index, update, usage)
+        plain = self._plain if update.finish_reason is None else None
+        if plain is not None and not (update.tool_calls or update.reasoning):
+            return plain.render(index, update.text)
+        delta = self._delta(index, update)
+        if plain is not None and not delta:  # a part that the client does not want
+            return b""
+        return self._full_chunk(index, update, delta, usage)
 
-    def _full_chunk(self, index: int, update: Update | ChoiceResult, usage: Usage) -> bytes:
+    def _full_chunk(self, index: int, update: Update | ChoiceResult, delta: dict[str, Any], usage: Usage) -> bytes:
         """Render what has come, and the end as a chunk of its own: clients take nothing else from that."""
         choice: dict[str, Any] = {
             "index": index,
-            "delta": self._delta(index, update),
+            "delta": delta,
             "logprobs": self._logprobs(update.logprobs) if self.options.logprobs and update.logprobs else None,
             "finish_reason": None,
         }
@@ -50,7 +53,7 @@ class ChatRenderer(Renderer):
         end: dict[str, Any] = {"finish_reason": self._finish_reason(index, update.finish_reason)}
         if update.stop_reason is not None:
             end["stop_reason"] = update.stop_reason
-        if not choice["delta"]:
+        if not delta:
             return self._event(choice | end, usage)
         last = {"index": index, "delta": {}, "logprobs": None, **end}
         if self.options.return_token_ids:

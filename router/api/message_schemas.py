@@ -76,6 +76,7 @@ class Message(Body):
     tool_call_id: Label | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # the same by another name
     # Answers of OpenAI's that clients send back as they are have these.
     annotations: Any = None
     audio: None = None

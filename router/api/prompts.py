@@ -95,6 +95,8 @@ def _template_message(message: Message) -> dict[str, Any]:
     for name in ("name", "reasoning_content", "tool_call_id"):
         if (value := getattr(message, name)) is not None:
             plain[name] = value
+    if message.reasoning is not None:
+        plain.setdefault("reasoning_content", message.reasoning)
     if message.tool_calls:
         plain["tool_calls"] = [
             {

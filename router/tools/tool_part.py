@@ -22,6 +22,9 @@ class ToolPart:
     def shown(self) -> frozenset[int]:
         return self._use.shown
 
+    def grammar(self, answer: str, prompt_token_ids: list[int]) -> str:
+        return answer  # it has the calls in it
+
     def stage(self, prompt_token_ids: list[int]) -> ToolStage:
         return ToolStage(self._use)
 

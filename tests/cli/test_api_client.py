@@ -21,6 +21,16 @@ def ask(url, record, timeout_seconds=60.0):
         return list(client.stream_chat("m", [{"role": "user", "content": "q"}], record, max_tokens=3))
 
 
+async def test_reasoning_comes_before_the_answer():
+    parts = [event(choices=[{"delta": {"reasoning_content": "H"}}]), event(choices=[{"delta": {"reasoning": "m"}}])]
+    record = RequestRecord()
+    async with running(lambda _: chunked([*parts, piece("a"), DONE])) as server:
+        pieces = await asyncio.to_thread(ask, server.url, record)
+    assert pieces[-1] == "a"
+    assert not any(pieces[:-1])
+    assert (record.reasoning, len(record.chunk_times)) == ("Hm", 3)
+
+
 async def test_an_answer_and_its_stats():
     usage = {"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}
     end = event(choices=[{"index": 0, "delta": {}, "finish_reason": "stop"}])

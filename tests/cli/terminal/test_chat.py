@@ -129,3 +129,24 @@ def test_history_is_private(tmp_path, monkeypatch):
     path = history_path()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert history_path() == path
+
+
+def test_reasoning_is_shown_while_there_is_no_answer_and_never_kept(capsys):
+    """Its end stands where the spinner turns, without what would command the terminal."""
+    shown = io.StringIO()
+    with TerminalAnswer(Console(file=shown, force_terminal=True, width=80)) as view:
+        view.reason("First.\nThen \x1b[2J it")
+        assert view._status is not None
+        assert str(view._status.status) == "thinking: First. Then ␛[2J it"
+        view.write("Yes.")
+    assert capsys.readouterr().out == "Yes.\n"
+
+    class Reasoning(FakeClient):
+        def stream_chat(self, model, messages, record, **params):
+            record.reasoning += "Hm."
+            yield ""
+            yield from super().stream_chat(model, messages, record, **params)
+
+    _, _, conversation = talk(Reasoning(["Yes."]), "?")
+    assert capsys.readouterr().out == "Yes.\n"
+    assert conversation.turns[-1] == {"role": "assistant", "content": "Yes."}

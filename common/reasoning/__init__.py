@@ -1,0 +1,1 @@
+"""Reasoning that models write before their answers: its formats, and what tells it from the answer."""

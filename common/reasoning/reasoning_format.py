@@ -1,0 +1,65 @@
+"""How models write their reasoning: recognized from the chat template.
+
+`reasoning_parser` splits a text by these. Knows nothing of tokens, requests or the API's JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+MAX_BLANKS = 4  # between reasoning and an answer that follows a grammar
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """Reasoning between two markers, before the answer."""
+
+    begin: str
+    end: str
+    is_channels: bool = False  # gpt-oss's harmony: any number of messages, each with the name of its channel
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return CHANNEL_MARKERS if self.is_channels else (self.begin, self.end)
+
+
+THINK = ReasoningFormat("<think>", "</think>")  # Qwen3, DeepSeek-R1, GLM-4.5 and most others
+HARMONY = ReasoningFormat("<|channel|>analysis<|message|>", "<|end|>", is_channels=True)
+CHANNEL, MESSAGE, START = "<|channel|>", "<|message|>", "<|start|>"
+MESSAGE_ENDS = ("<|end|>", "<|return|>", "<|call|>", START, CHANNEL)
+CHANNEL_MARKERS = (MESSAGE, *MESSAGE_ENDS)
+_FORMATS = (
+    THINK,
+    ReasoningFormat("[THINK]", "[/THINK]"),  # Magistral
+    ReasoningFormat("<seed:think>", "</seed:think>"),
+    ReasoningFormat("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A Reasoning
+)
+
+
+def reasoning_format(template: str) -> ReasoningFormat | None:
+    """Return the format that a chat template's model writes; None: it does not reason apart from its answers."""
+    if CHANNEL in template and MESSAGE in template:
+        return HARMONY
+    return next((each for each in _FORMATS if each.end in template), None)
+
+
+def lark_before_answer(written: ReasoningFormat, is_open: bool, special: Mapping[str, int]) -> str:
+    """Return the Lark rule `before`: what may come before an answer that follows a grammar.
+
+    is_open: the prompt has begun the reasoning. special: ids of the markers that are special tokens.
+    """
+
+    def marker(text: str) -> str:
+        return f"<[{special[text]}]>" if text in special else json.dumps(text)
+
+    if written.end in special:
+        reasoning = f"reasoning: TEXT {marker(written.end)}\nTEXT: /(?s:.*)/"
+    else:
+        reasoning = f"reasoning[suffix={json.dumps(written.end)}]: /(?s:.*)/"
+    if written.is_channels:
+        analysis = f'{marker(CHANNEL)} "analysis" {marker(MESSAGE)} reasoning {marker(START)} "assistant"'
+        return f'before: ({analysis})? {marker(CHANNEL)} "final" {marker(MESSAGE)}\n{reasoning}'
+    whole = "reasoning BLANKS" if is_open else f"({marker(written.begin)} reasoning BLANKS)?"
+    return f"before: {whole}\n{reasoning}\nBLANKS: /[ \\n]{{0,{MAX_BLANKS}}}/"

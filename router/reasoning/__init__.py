@@ -1,0 +1,1 @@
+"""Reasoning of chat answers, in a field of its own."""

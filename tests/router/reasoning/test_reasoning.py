@@ -1,0 +1,143 @@
+"""Reasoning through the official client, against workers that reply what a test says."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from common.grammar.grammar import for_llguidance
+from common.text.tokenizer import Tokenizer
+from common.token_ids import unpack_ids
+from tests.common.tools.tool_templates import HERMES_TEMPLATE, call_text
+from tests.router.harness import DRY_RUN, Cluster, cluster
+from tests.router.scripted_worker import Script
+
+TEMPLATE = (
+    HERMES_TEMPLATE
+    + r"""{%- for message in messages if message.reasoning_content %}
+    {{- "[reasoned]" + message.reasoning_content }}
+{%- endfor %}
+{%- if add_generation_prompt and enable_thinking is defined and not enable_thinking %}
+    {{- '<think>\n\n</think>\n\n' }}
+{%- elif add_generation_prompt and reasoning_effort is defined %}
+    {{- '<think>\n' }}
+{%- endif %}
+"""
+)
+TOOLS: Any = [{"type": "function", "function": {"name": "get_time"}}]
+REPLY = "<think>\nÉ. 2 < 3.\n</think>\n\nYes."
+CALL = call_text("get_time", "{}")
+SCHEMA: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+
+
+@asynccontextmanager
+async def replying(text: str, tokens_per_step: int = 1) -> AsyncIterator[Cluster]:
+    tokenizer = Tokenizer(
+        DRY_RUN._backend, bos_id=256, eos_token_ids=[257], templates={"default": TEMPLATE},
+        vocab_size=DRY_RUN.vocab_size,
+    )  # fmt: skip
+    script = Script(reply=list(text.encode()), tokens_per_step=tokens_per_step)
+    async with cluster(script=script, tokenizer=tokenizer, info={"max_model_len": 4096}) as c:
+        yield c
+
+
+async def ask(c: Cluster, messages: Any = ({"role": "user", "content": "Hello"},), **fields: Any) -> Any:
+    return await c.openai.chat.completions.create(model="dry-run", messages=messages, max_tokens=400, **fields)
+
+
+async def streamed(c: Cluster, **fields: Any) -> dict[str, Any]:
+    """What a client adds up of one choice."""
+    found: dict[str, Any] = {"reasoning": "", "content": "", "calls": "", "order": []}
+    async for chunk in await ask(c, stream=True, **fields):
+        for choice in chunk.choices:
+            delta = choice.delta.model_dump(exclude_unset=True)
+            assert delta.get("reasoning") == delta.get("reasoning_content")
+            for name in ("reasoning", "content"):
+                found[name] += delta.get(name) or ""
+                found["order"] += [name] if delta.get(name) and name not in found["order"] else []
+            for call in delta.get("tool_calls") or ():
+                found["calls"] += call["function"]["arguments"]
+            found["finish_reason"] = choice.finish_reason
+    return found
+
+
+@pytest.mark.parametrize("tokens_per_step", [1, 5, 1000])
+async def test_reasoning_is_a_field_of_its_own(tokens_per_step: int) -> None:
+    async with replying(REPLY, tokens_per_step) as c:
+        answer = await ask(c)
+        message = answer.choices[0].message
+        assert (message.reasoning_content, message.reasoning) == ("É. 2 < 3.", "É. 2 < 3.")
+        assert (message.content, answer.choices[0].finish_reason) == ("Yes.", "stop")
+        details = answer.usage.completion_tokens_details
+        assert 0 < details.reasoning_tokens <= answer.usage.completion_tokens
+        found = await streamed(c)
+        assert (found["reasoning"], found["content"], found["finish_reason"]) == ("É. 2 < 3.", "Yes.", "stop")
+        assert found["order"] == ["reasoning", "content"]
+
+
+async def test_a_cut_answer_is_reasoning_alone() -> None:
+    async with replying(REPLY[:14]) as c:
+        [choice] = (await ask(c)).choices
+        assert (choice.message.reasoning, choice.message.content) == ("É. 2 <", "")
+
+
+async def test_reasoning_that_is_not_wanted_is_left_out() -> None:
+    async with replying(REPLY) as c:
+        extra = {"include_reasoning": False}
+        message = (await ask(c, extra_body=extra)).choices[0].message
+        assert message.content == "Yes."
+        assert "reasoning" not in message.model_fields_set
+        found = await streamed(c, extra_body=extra)
+        assert (found["reasoning"], found["content"]) == ("", "Yes.")
+
+
+async def test_without_thinking_a_marker_is_text() -> None:
+    async with replying("<think> is a marker.") as c:
+        extra = {"chat_template_kwargs": {"enable_thinking": False}}
+        message = (await ask(c, extra_body=extra)).choices[0].message
+        assert (message.reasoning, message.content) == (None, "<think> is a marker.")
+
+
+async def test_calls_are_taken_from_the_answer_and_not_from_the_reasoning() -> None:
+    async with replying(f"<think>\n{CALL}?\n</think>\n\n{CALL}") as c:
+        [choice] = (await ask(c, tools=TOOLS)).choices
+        assert choice.message.reasoning == f"{CALL}?"
+        assert [call.function.name for call in choice.message.tool_calls] == ["get_time"]
+        assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
+        found = await streamed(c, tools=TOOLS)
+        assert (found["reasoning"], found["calls"], found["content"]) == (f"{CALL}?", "{}", "")
+
+
+async def test_completions_show_the_text_as_it_is() -> None:
+    async with replying(REPLY) as c:
+        answer = await c.openai.completions.create(model="dry-run", prompt="Hello", max_tokens=400)
+        assert answer.choices[0].text == REPLY
+
+
+@pytest.mark.parametrize(
+    ("fields", "begin"),
+    [
+        ({}, 'before: ("<think>" reasoning BLANKS)?'),
+        ({"reasoning_effort": "low"}, "before: reasoning BLANKS"),
+        ({"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}, None),
+    ],
+    ids=["may reason", "begun by the prompt", "turned off"],
+)
+async def test_a_schema_holds_after_the_reasoning(fields: dict[str, Any], begin: str | None) -> None:
+    async with replying("{}") as c:
+        await ask(c, response_format=SCHEMA, **fields)
+        followed = c.decode[0].submits[0].sampling.grammar
+        assert followed.startswith("json_schema:" if begin is None else "after:")
+        if begin is not None:
+            assert begin.replace('"', '\\"') in for_llguidance(followed)
+
+
+async def test_reasoning_that_comes_back_reaches_the_template() -> None:
+    sent = {"role": "assistant", "content": "Yes.", "reasoning": "Hm."}
+    async with replying("Yes.") as c:
+        await ask(c, [{"role": "user", "content": "?"}, sent, {"role": "user", "content": "??"}])
+        prompt = unpack_ids(c.decode[0].submits[0].prompt_token_ids)
+        assert bytes(prompt).endswith(b"[assistant][reasoned]Hm.")
