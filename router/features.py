@@ -65,12 +65,13 @@ class Features:
     @classmethod
     async def of(cls, body: ChatCompletionBody | CompletionBody, num_choices: int, tokenizer: Tokenizer) -> Features:
         """Raises InvalidRequestError for what cannot be done."""
-        reasoning = reasoning_part(body, tokenizer) if HAS_REASONING else None
-        parts = () if reasoning is None else (reasoning,)
+        tools = None
         if HAS_TOOLS and isinstance(body, ToolFields):
             tools = await tool_use(body, num_choices, tokenizer)
-            if tools is not None:
-                return cls(tools.grammar, tools.descriptions, (*parts, ToolPart(tools)))
+        reasoning = reasoning_part(body, tokenizer, tools is not None) if HAS_REASONING else None
+        parts = () if reasoning is None else (reasoning,)
+        if tools is not None:
+            return cls(tools.grammar, tools.descriptions, (*parts, ToolPart(tools)))
         if HAS_GRAMMAR and isinstance(body, AnswerFields):
             grammar = await answer_grammar(body.response_format, body.structured_outputs, num_choices)
             return cls(grammar, parts=parts)

@@ -28,6 +28,7 @@ class ReasoningFormat:
 THINK = ReasoningFormat("<think>", "</think>")  # Qwen3, DeepSeek-R1, GLM-4.5 and most others
 HARMONY = ReasoningFormat("<|channel|>analysis<|message|>", "<|end|>", is_channels=True)
 CHANNEL, MESSAGE, START = "<|channel|>", "<|message|>", "<|start|>"
+RECIPIENT = "to=functions."  # of a message that is a call
 MESSAGE_ENDS = ("<|end|>", "<|return|>", "<|call|>", START, CHANNEL)
 CHANNEL_MARKERS = (MESSAGE, *MESSAGE_ENDS)
 _FORMATS = (

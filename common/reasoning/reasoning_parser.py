@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from common.reasoning.reasoning_format import CHANNEL, MESSAGE, MESSAGE_ENDS, START, ReasoningFormat
+from common.reasoning.reasoning_format import CHANNEL, MESSAGE, MESSAGE_ENDS, RECIPIENT, START, ReasoningFormat
 from common.text.stop_strings import num_begun
 
 
@@ -21,10 +21,13 @@ class ReasoningParser(Protocol):
         """Return what was held back: the text has ended."""
 
 
-def parser_for(written: ReasoningFormat, prompt_end: str) -> ReasoningParser:
-    """Return the parser of a text that continues a prompt, which may have begun the reasoning, or ended it."""
+def parser_for(written: ReasoningFormat, prompt_end: str, has_tools: bool = False) -> ReasoningParser:
+    """Return the parser of a text that continues a prompt, which may have begun the reasoning, or ended it.
+
+    has_tools: calls are read from the answer.
+    """
     if written.is_channels:
-        return ChannelParser()
+        return ChannelParser(has_tools)
     end = prompt_end.rstrip()
     if end.endswith(written.end):  # thinking is turned off
         return AnswerAlone()
@@ -105,7 +108,9 @@ class ChannelParser:
     The analysis channel is reasoning; all others are the answer. A text that begins without a marker is one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, has_tools: bool = False) -> None:
+        """has_tools: of a message to a function, the answer has its header, too, from the recipient on."""
+        self._has_tools = has_tools
         self._held = ""
         self._is_header = True
         self._is_reasoning = False
@@ -115,7 +120,7 @@ class ChannelParser:
         text, self._held = self._held + text, ""
         parts: tuple[list[str], list[str]] = ([], [])
         while text:
-            text = self._read_header(text) if self._is_header else self._read_message(text, parts)
+            text = self._read_header(text, parts[1]) if self._is_header else self._read_message(text, parts)
         return "".join(parts[0]), "".join(parts[1])
 
     def finish(self) -> tuple[str, str]:
@@ -124,7 +129,7 @@ class ChannelParser:
             return "", ""
         return (held, "") if self._is_reasoning else ("", held)
 
-    def _read_header(self, text: str) -> str:
+    def _read_header(self, text: str, answer: list[str]) -> str:
         """Read up to the message; return the rest. Without markers at the beginning there is no header."""
         if not self._has_begun:
             if not text.startswith((CHANNEL, START, MESSAGE)):
@@ -139,7 +144,10 @@ class ChannelParser:
             self._held = text
             return ""
         self._is_header = False
-        self._is_reasoning = head.rpartition(CHANNEL)[2].split()[:1] == ["analysis"]
+        _, recipient, called = head.partition(RECIPIENT)
+        self._is_reasoning = not recipient and head.rpartition(CHANNEL)[2].split()[:1] == ["analysis"]
+        if recipient and self._has_tools:
+            answer.append(recipient + called + MESSAGE)
         return rest
 
     def _read_message(self, text: str, parts: tuple[list[str], list[str]]) -> str:

@@ -45,7 +45,7 @@ class CallReader:
         self.has_ended = False  # with a name: a complete call; without: no call
         self._names = names
         self._stop = stop
-        self._lead = re.compile(rf"[ \t\r\n{lead}]*")
+        self._lead = re.compile(rf"[ \t\r\n{re.escape(lead)}]*")
         self._outside = re.compile(rf'["{{}}\[\]{stop}]')
         self._state: Callable[[str, int], int] = self._before
         self._depth = 1
@@ -63,6 +63,11 @@ class CallReader:
         while position < len(text) and not self.has_ended:
             position = self._state(text, position)
         return position
+
+    def _begin_value(self) -> None:
+        """Go on with the arguments: the name has been read elsewhere."""
+        self._role = _Role.ARGUMENTS
+        self._state = self._value
 
     def take_arguments(self) -> str:
         """Return the arguments that have come since the last time."""

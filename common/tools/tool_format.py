@@ -1,6 +1,8 @@
 """How models write tool calls: recognized from the chat template, and forced by a grammar.
 
-`tool_parser` takes calls out of an answer's text. Knows nothing of tokens, requests or the API's JSON.
+A format is an entry of `FORMATS`: what tells its templates from others, and how its calls are written
+(`json_calls`, `named_calls`, `tagged_calls`). `tool_parser` takes calls out of an answer's text. Knows nothing of
+tokens, requests or the API's JSON.
 """
 
 from __future__ import annotations
@@ -8,41 +10,36 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from common.errors import InvalidRequestError
 from common.grammar import grammar
-
-
-@dataclass(frozen=True, slots=True)
-class ToolFormat:
-    """One way to write a call: `begin`, a JSON object with a name and arguments, `end`."""
-
-    begin: str  # empty: an answer that begins with the object is a call
-    end: str
-    space: str  # between the object and the markers
-    arguments: str  # the key of the arguments
-    is_repeatable: bool  # a forced answer may have several calls, a line each
-    separator: str  # a character that may come before another call, where no marker does
-
-
-HERMES = ToolFormat("<tool_call>", "</tool_call>", "\n", "arguments", True, "")  # and Qwen
-LLAMA3_JSON = ToolFormat("", "", "", "parameters", False, ";")
+from common.tools.json_calls import HERMES, LLAMA3_JSON, MISTRAL_LIST
+from common.tools.named_calls import DEEPSEEK_V3, DEEPSEEK_V31, HARMONY, KIMI_K2, MISTRAL_NAMED
+from common.tools.tagged_calls import GLM, QWEN3_CODER
+from common.tools.tool_parser import Schema, ToolFormat
 
 _TAKES_TOOLS = re.compile(r"\btools\b")
-# Templates show a model how to write calls. They tell these formats from others with the same markers.
-_SHOWN = (
+# Templates show a model how to write calls. The first pattern that is found decides: several share their markers.
+FORMATS: tuple[tuple[ToolFormat, re.Pattern[str]], ...] = (
+    (QWEN3_CODER, re.compile(r"<tool_call>(?:\s|\\n)*<function=")),
+    (GLM, re.compile("<arg_key>")),
     (HERMES, re.compile(r"""<tool_call>(?:\s|\\n)*\{\\?["'](?:name|arguments)\\?["']""")),
     (LLAMA3_JSON, re.compile(r'\{"name": function name, "parameters": dictionary of argument name and its value\}')),
+    (MISTRAL_NAMED, re.compile(r"\[TOOL_CALLS\][\s\S]*\[ARGS\]")),
+    (MISTRAL_LIST, re.compile(r"\[TOOL_CALLS\]")),
+    (DEEPSEEK_V3, re.compile(r"<｜tool▁call▁begin｜>[\s\S]*```json")),
+    (DEEPSEEK_V31, re.compile("<｜tool▁call▁begin｜>")),
+    (KIMI_K2, re.compile(r"<\|tool_call_argument_begin\|>")),
+    (HARMONY, re.compile(r"<\|channel\|>[\s\S]*to=functions\.|to=functions\.[\s\S]*<\|channel\|>")),
 )
 
 
 def tool_format(template: str) -> ToolFormat:
-    """The format that a chat template's model is trained on. Raises InvalidRequestError when there is none."""
+    """Return the format that a chat template's model is trained on. Raises InvalidRequestError when there is none."""
     if not _TAKES_TOOLS.search(template):
         raise InvalidRequestError("this model's chat template takes no tools", "tools")
-    for found, pattern in _SHOWN:
+    for found, pattern in FORMATS:
         if pattern.search(template):
             return found
     raise InvalidRequestError("tools: this server cannot read the calls that this model writes", "tools")
@@ -50,31 +47,26 @@ def tool_format(template: str) -> ToolFormat:
 
 def calls_grammar(
     written: ToolFormat,
-    schemas: Mapping[str, Mapping[str, Any]],
+    schemas: Mapping[str, Schema],
     is_parallel: bool,
     special: Mapping[str, int],
     answer: Mapping[str, Any] | None = None,
 ) -> str:
-    """The grammar of answers that are one call of one of these functions, or several calls where is_parallel.
+    """Return the grammar of answers that are one call of one of these functions, or several where is_parallel.
 
     schemas: of the functions' arguments, by name. special: ids of the markers that are special tokens.
-    answer: the schema of what may be said instead of calls.
+    answer: the schema of what may be said instead of calls. Raises InvalidRequestError for what cannot be said.
     """
 
     def quoted(text: str) -> str:
-        return json.dumps(text) if text else ""
+        """Return Lark for a text, in which markers that are special tokens are those tokens."""
+        for marker in written.markers:
+            if marker in special and marker in text:
+                before, after = text.split(marker, 1)
+                return " ".join(filter(None, (quoted(before), f"<[{special[marker]}]>", quoted(after))))
+        return json.dumps(text, ensure_ascii=False) if text else ""
 
-    def marker(text: str) -> str:
-        return f"<[{special[text]}]>" if text in special else quoted(text)
-
-    begin, end = marker(written.begin), marker(written.end)
-    several = ' ("\\n" call)*' if is_parallel and written.is_repeatable else ""
-    rules = [f"calls: call{several}", "call: " + " | ".join(f"call_{index}" for index in range(len(schemas)))]
-    for index, (name, schema) in enumerate(schemas.items()):
-        before = quoted(f'{written.space}{{"name": {json.dumps(name)}, "{written.arguments}": ')
-        after = quoted("}" + written.space)
-        rules.append(f"call_{index}: {begin} {before} arguments_{index} {after} {end}")
-        rules.append(f"arguments_{index}: {grammar.json_rule(schema)}")
+    rules = written.lark(schemas, is_parallel, quoted)
     if answer is None:
         return grammar.lark("\n".join(["start: calls", *rules]))
     return grammar.lark("\n".join(["start: calls | answer", *rules, f"answer: {grammar.json_rule(answer)}"]))

@@ -2,12 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from common.text.stop_strings import num_begun
-from common.tools.call_reader import CallReader
-from common.tools.tool_format import ToolFormat
+
+Schema = Mapping[str, Any]
+_MARKER = re.compile(r"<[|｜][^<>]*[|｜]>|</?\w+>|\[[A-Z_]+\]")
+
+
+class CallReader(Protocol):
+    """Reads one call, from after the marker that begins it."""
+
+    name: str  # of the function; empty until it is complete
+    has_ended: bool  # with a name: a complete call; without: no call
+
+    def read(self, text: str, start: int) -> int:
+        """Read on; return where it stopped: at the text's end, or at the call's end."""
+
+    def take_arguments(self) -> str:
+        """Return the JSON of the arguments that has come since the last time."""
+
+
+class ToolFormat(Protocol):
+    """One way to write calls."""
+
+    @property
+    def begin(self) -> str:
+        """The marker before a call; empty: an answer that begins with a call's first character may be one."""
+
+    @property
+    def end(self) -> str:
+        """The marker after a call; empty: none."""
+
+    @property
+    def separator(self) -> str:
+        """Characters that may come before another call, where no marker does; empty: a marker does."""
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Markers around all calls, which are left out."""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Texts that may be special tokens of a model."""
+
+    def reader(self, functions: Mapping[str, Schema], is_first: bool) -> CallReader:
+        """Return what reads a call of one of these functions; is_first: of the text."""
+
+    def lark(self, schemas: Mapping[str, Schema], is_parallel: bool, quoted: Callable[[str], str]) -> list[str]:
+        """Return Lark rules, `calls` among them, of calls that follow these schemas. `quoted` writes a text.
+
+        Raises InvalidRequestError for a schema that the format cannot follow.
+        """
+
+
+def markers_in(*texts: str) -> tuple[str, ...]:
+    """Return the parts of texts that models may have special tokens for."""
+    return tuple(dict.fromkeys(_MARKER.findall("".join(texts))))
+
+
+def alternatives(schemas: Mapping[str, Schema]) -> str:
+    """Return the Lark rule of one call of any of the functions: `call_0`, `call_1` and so on."""
+    return "call: " + " | ".join(f"call_{index}" for index in range(len(schemas)))
 
 
 @dataclass(slots=True)
@@ -26,19 +85,24 @@ class ToolCallParser:
     """
 
     def __init__(
-        self, written: ToolFormat, names: Collection[str], is_parallel: bool = True, is_forced: bool = False
+        self,
+        written: ToolFormat,
+        functions: Mapping[str, Schema],
+        is_parallel: bool = True,
+        is_forced: bool = False,
     ) -> None:
-        """names: of the functions that may be called. Without is_parallel the text ends with its first call.
-        is_forced: the text is nothing but calls."""
+        """functions: that may be called, with the schemas of their arguments. Without is_parallel the text ends with
+        its first call. is_forced: the text is nothing but calls."""
         self._format = written
-        self._names = names
+        self._functions = functions
+        self._markers = tuple(filter(None, (written.begin, *written.ignored)))
         self._is_parallel = is_parallel
         self._is_forced = is_forced
         self._held: list[str] = []  # what may belong to a call, in pieces: blanks, a marker, an object without a name
         self._begun = ""  # of a marker, after what is held
+        self._has_calls = False
         self._reader = self._new_reader()
         self._read: Callable[[str], str] = self._find_begin if written.begin else self._read_call
-        self._has_calls = False
         self._shown: list[str] = []
         self._deltas: list[CallDelta] = []
 
@@ -67,9 +131,10 @@ class ToolCallParser:
 
     def _find_begin(self, text: str) -> str:
         """Show what cannot belong to a call."""
-        begin, text = self._format.begin, self._begun + text
-        start = text.find(begin) if begin else -1
-        end = start if start >= 0 else len(text) - num_begun(text, (begin,))
+        text = self._begun + text
+        found = [(place, marker) for marker in self._markers if (place := text.find(marker)) >= 0]
+        start, begin = min(found, key=lambda each: (each[0], -len(each[1])), default=(-1, ""))
+        end = start if start >= 0 else len(text) - num_begun(text, self._markers)
         shown = text[:end].rstrip()
         if shown:
             self._show_held()
@@ -79,6 +144,8 @@ class ToolCallParser:
             self._begun = text[end:]
             return ""
         self._begun = ""
+        if begin in self._format.ignored:
+            return text[start + len(begin) :]
         self._held.append(begin)
         self._reader, self._read = self._new_reader(), self._read_call
         return text[start + len(begin) :]
@@ -107,7 +174,9 @@ class ToolCallParser:
         """Leave out the marker after a call, and the blanks before it."""
         end = self._format.end
         if not end:
-            self._reader, self._read = self._new_reader(self._format.separator), self._read_call
+            self._reader, self._read = self._new_reader(), self._read_call
+            if not self._format.separator:
+                self._read = self._find_begin
             return text
         text = self._begun + text
         marker = text.lstrip()
@@ -129,5 +198,5 @@ class ToolCallParser:
         self._shown += self._held
         self._held.clear()
 
-    def _new_reader(self, lead: str = "") -> CallReader:
-        return CallReader(self._names, self._format.end[:1], lead)
+    def _new_reader(self) -> CallReader:
+        return self._format.reader(self._functions, not self._has_calls)

@@ -24,8 +24,9 @@ class ReasoningFields(Body):
 class ReasoningPart:
     """The reasoning in the answers to one request."""
 
-    def __init__(self, written: ReasoningFormat, tokenizer: Tokenizer, is_included: bool) -> None:
+    def __init__(self, written: ReasoningFormat, tokenizer: Tokenizer, is_included: bool, has_tools: bool) -> None:
         self._written = written
+        self._has_tools = has_tools
         self._tokenizer = tokenizer
         self._is_included = is_included
         ids = {text: tokenizer.special_id_of.get(text) for text in written.markers}
@@ -41,7 +42,7 @@ class ReasoningPart:
         return grammar.after(lark_before_answer(self._written, is_open, self._special), answer)
 
     def stage(self, prompt_token_ids: list[int]) -> ReasoningStage:
-        return ReasoningStage(parser_for(self._written, self._prompt_end(prompt_token_ids)))
+        return ReasoningStage(parser_for(self._written, self._prompt_end(prompt_token_ids), self._has_tools))
 
     def delta(self, index: int, update: Update | ChoiceResult) -> dict[str, Any]:
         return self._fields(update.reasoning) if update.reasoning else {}
@@ -74,9 +75,12 @@ class ReasoningStage:
             update.text += text
 
 
-def reasoning_part(body: Body, tokenizer: Tokenizer) -> ReasoningPart | None:
-    """Return the part for a request; None for a model that does not reason apart from its answers."""
+def reasoning_part(body: Body, tokenizer: Tokenizer, has_tools: bool) -> ReasoningPart | None:
+    """Return the part for a request; None for a model that does not reason apart from its answers.
+
+    has_tools: a later part takes calls out of the answers.
+    """
     written = reasoning_format(tokenizer.tool_template)
     if written is None or not isinstance(body, ReasoningFields):
         return None
-    return ReasoningPart(written, tokenizer, body.include_reasoning is not False)
+    return ReasoningPart(written, tokenizer, body.include_reasoning is not False, has_tools)

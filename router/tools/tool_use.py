@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from common.grammar.grammar import MAX_GRAMMAR_CHARS, json_schema
 from common.grammar.json_schemas import closed
 from common.text.tokenizer import Tokenizer
-from common.tools.tool_format import ToolFormat, calls_grammar, tool_format
+from common.tools.tool_format import calls_grammar, tool_format
+from common.tools.tool_parser import Schema, ToolFormat
 from router.grammar.answer_format import answer_grammar, checked_grammar, followed_schema, json_answer_schema
 from router.tools.tools import NamedTool, ToolFields, is_forced
 
@@ -19,7 +21,7 @@ class ToolUse:
 
     written: ToolFormat
     descriptions: list[dict[str, Any]]  # for the chat template
-    names: frozenset[str]
+    functions: Mapping[str, Schema]  # schemas of their arguments, by name
     is_parallel: bool
     is_forced: bool  # an answer is nothing but calls
     shown: frozenset[int]  # markers of calls that are special tokens
@@ -31,13 +33,13 @@ async def tool_use(body: ToolFields, num_choices: int, tokenizer: Tokenizer) -> 
     if not body.tools or body.tool_choice == "none":
         return None
     written = tool_format(tokenizer.tool_template)
-    markers = {text: tokenizer.special_id_of.get(text) for text in (written.begin, written.end)}
+    markers = {text: tokenizer.special_id_of.get(text) for text in written.markers}
     special = {text: token_id for text, token_id in markers.items() if token_id is not None}
     is_parallel = body.parallel_tool_calls is not False and not isinstance(body.tool_choice, NamedTool)
     return ToolUse(
         written,
         [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in body.tools],
-        frozenset(tool.function.name for tool in body.tools),
+        {tool.function.name: tool.function.arguments_schema for tool in body.tools},
         is_parallel,
         is_forced(body.tool_choice),
         frozenset(special.values()),

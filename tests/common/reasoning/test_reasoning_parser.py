@@ -64,6 +64,21 @@ def test_channels(text: str, reasoning: str, answer: str, size: int) -> None:
     assert split(HARMONY, "<|start|>assistant", text, size) == (reasoning, answer)
 
 
+CALL = "<|channel|>commentary to=functions.get_time <|constrain|>json<|message|>{}<|call|>"
+CALL_LATE = "<|start|>assistant to=functions.get_time<|channel|>commentary json<|message|>{}<|call|>"
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_a_message_to_a_function_keeps_its_recipient_where_calls_are_read(size: int) -> None:
+    for call in (CALL, CALL_LATE):
+        for has_tools, answer in ((True, "to=functions.get_time"), (False, "{}")):
+            parser = parser_for(HARMONY, "", has_tools)
+            text = ANALYSIS + call
+            parts = [parser.push(text[at : at + size]) for at in range(0, len(text), size)] + [parser.finish()]
+            assert "".join(part[0] for part in parts) == "Hm. 2 < 3."
+            assert "".join(part[1] for part in parts).startswith(answer)
+
+
 @pytest.mark.parametrize(
     ("template", "written"),
     [

@@ -6,12 +6,11 @@ import pytest
 
 from common.errors import InvalidRequestError
 from common.grammar.grammar import check_grammar
-from common.tools.tool_format import (
-    HERMES,
-    LLAMA3_JSON,
-    calls_grammar,
-    tool_format,
-)
+from common.tools.json_calls import HERMES, LLAMA3_JSON, MISTRAL_LIST
+from common.tools.named_calls import DEEPSEEK_V3, DEEPSEEK_V31, HARMONY, KIMI_K2, MISTRAL_NAMED
+from common.tools.tagged_calls import GLM, QWEN3_CODER
+from common.tools.tool_format import calls_grammar, tool_format
+from common.tools.tool_parser import ToolFormat
 from tests.common.tools.tool_templates import HERMES_TEMPLATE, LLAMA3_TEMPLATE
 
 # -- templates -------------------------------------------------------------------------------------------------
@@ -25,17 +24,28 @@ def test_formats_are_recognized_from_templates() -> None:
 
 
 @pytest.mark.parametrize(
-    "shown",
+    ("shown", "written"),
     [
-        "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>",  # GLM
-        "<tool_call>\\n<function=example_function_name>\\n<parameter=p>",  # Qwen3-Coder
-        "[TOOL_CALLS][{'name': name, 'arguments': arguments}]",  # Mistral
-        "<｜tool▁calls▁begin｜>",  # DeepSeek
+        ("<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n<arg_value>{arg-value-1}</arg_value>", GLM),
+        ("<tool_call>\\n<function=example_function_name>\\n<parameter=p>", QWEN3_CODER),
+        ("[TOOL_CALLS][{'name': name, 'arguments': arguments}]", MISTRAL_LIST),
+        ("'[TOOL_CALLS]' + name + '[ARGS]' + arguments", MISTRAL_NAMED),
+        (
+            "'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + type + '<｜tool▁sep｜>' + name + '\\n```json\\n'",
+            DEEPSEEK_V3,
+        ),
+        ("'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>' + arguments", DEEPSEEK_V31),
+        ("<|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>", KIMI_K2),
+        ("<|start|>assistant to=functions.x<|channel|>commentary json<|message|>", HARMONY),
     ],
 )
-def test_other_formats_are_refused(shown: str) -> None:
+def test_more_formats_are_recognized(shown: str, written: ToolFormat) -> None:
+    assert tool_format("{% if tools %}{{ tools }}" + shown + "{% endif %}") is written
+
+
+def test_other_formats_are_refused() -> None:
     with pytest.raises(InvalidRequestError, match="cannot read the calls") as refused:
-        tool_format("{% if tools %}{{ tools }}" + shown + "{% endif %}")
+        tool_format("{% if tools %}{{ tools }}<function_call>{% endif %}")
     assert refused.value.param == "tools"
 
 

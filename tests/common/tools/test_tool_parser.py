@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.tools.tool_format import HERMES, LLAMA3_JSON, ToolFormat
-from common.tools.tool_parser import CallDelta, ToolCallParser
+from common.tools.json_calls import HERMES, LLAMA3_JSON
+from common.tools.tool_parser import CallDelta, ToolCallParser, ToolFormat
 from tests.common.tools.tool_templates import call_text
 
-NAMES = ("get_weather", "get_time")
+NAMES: dict[str, dict[str, object]] = {"get_weather": {}, "get_time": {}}
 Call = tuple[str, str]  # a name and arguments
 
 

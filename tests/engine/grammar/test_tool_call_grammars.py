@@ -11,8 +11,10 @@ import pytest
 
 from common.model_files import resolve_model
 from common.text.load import load_tokenizer
-from common.tools.tool_format import HERMES, LLAMA3_JSON, ToolFormat, calls_grammar
-from common.tools.tool_parser import CallDelta, ToolCallParser
+from common.tools.json_calls import HERMES, LLAMA3_JSON, JsonCalls
+from common.tools.named_calls import HARMONY
+from common.tools.tool_format import FORMATS, calls_grammar
+from common.tools.tool_parser import CallDelta, ToolCallParser, ToolFormat
 from engine.grammar.grammars import Grammars
 from tests.common.tools.tool_templates import call_text
 
@@ -59,7 +61,7 @@ def follows(call: CallDelta) -> bool:
     )
 
 
-@pytest.mark.parametrize("written", [HERMES, LLAMA3_JSON], ids=["hermes", "llama3"])
+@pytest.mark.parametrize("written", [written for written, _ in FORMATS if written is not HARMONY], ids=repr)
 def test_what_a_grammar_allows_is_parsed_and_follows_the_schemas(written: ToolFormat) -> None:
     grammar = calls_grammar(written, SCHEMAS, True, {})
     names = set()
@@ -103,7 +105,7 @@ def test_a_grammar_may_allow_an_answer_instead() -> None:
 
 def test_markers_that_are_special_tokens_are_those_tokens() -> None:
     user = DRY_RUN.special_id_of["<user>"]
-    written = ToolFormat("<user>", "</tool_call>", "\n", "arguments", True, "")
+    written = JsonCalls("<user>", "</tool_call>", "\n")
     text = '<user>\n{"name": "get_time", "arguments": {"zone": "CET"}}\n</tool_call>'
     assert allows(calls_grammar(written, SCHEMAS, True, {"<user>": user}), text)
     assert not allows(calls_grammar(written, SCHEMAS, True, {}), text)

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import openai
 import pytest
 
 from common.grammar.grammar import for_llguidance
@@ -33,10 +34,13 @@ CALL = call_text("get_time", "{}")
 SCHEMA: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
 
 
+HARMONY = "{{ tools }}<|start|>assistant<|channel|>commentary to=functions.x <|message|>"
+
+
 @asynccontextmanager
-async def replying(text: str, tokens_per_step: int = 1) -> AsyncIterator[Cluster]:
+async def replying(text: str, tokens_per_step: int = 1, template: str = TEMPLATE) -> AsyncIterator[Cluster]:
     tokenizer = Tokenizer(
-        DRY_RUN._backend, bos_id=256, eos_token_ids=[257], templates={"default": TEMPLATE},
+        DRY_RUN._backend, bos_id=256, eos_token_ids=[257], templates={"default": template},
         vocab_size=DRY_RUN.vocab_size,
     )  # fmt: skip
     script = Script(reply=list(text.encode()), tokens_per_step=tokens_per_step)
@@ -109,6 +113,20 @@ async def test_calls_are_taken_from_the_answer_and_not_from_the_reasoning() -> N
         assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
         found = await streamed(c, tools=TOOLS)
         assert (found["reasoning"], found["calls"], found["content"]) == (f"{CALL}?", "{}", "")
+
+
+async def test_channels_are_reasoning_calls_and_content() -> None:
+    text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+    call = "<|start|>assistant<|channel|>commentary to=functions.get_time <|constrain|>json<|message|>{}<|call|>"
+    async with replying(text + call, template=HARMONY) as c:
+        [choice] = (await ask(c, tools=TOOLS)).choices
+        message = choice.message
+        assert (message.reasoning, message.content, choice.finish_reason) == ("Hm.", "I look.", "tool_calls")
+        assert [(each.function.name, each.function.arguments) for each in message.tool_calls] == [("get_time", "{}")]
+        found = await streamed(c, tools=TOOLS)
+        assert (found["reasoning"], found["content"], found["calls"]) == ("Hm.", "I look.", "{}")
+        with pytest.raises(openai.BadRequestError, match="cannot be required"):
+            await ask(c, tools=TOOLS, tool_choice="required")
 
 
 async def test_completions_show_the_text_as_it_is() -> None:

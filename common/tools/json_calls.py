@@ -1,0 +1,54 @@
+"""Calls that are JSON objects with a name and arguments, between markers or without."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from common.grammar import grammar
+from common.tools.call_reader import CallReader
+from common.tools.tool_parser import Schema, alternatives, markers_in
+
+
+@dataclass(frozen=True, slots=True)
+class JsonCalls:
+    """`opening`, then calls: `begin`, a JSON object, `end`; between two calls `between`; at the end `closing`."""
+
+    begin: str  # empty: an answer that begins with the object is a call
+    end: str
+    space: str = ""  # between the object and the markers
+    arguments: str = "arguments"  # the key of the arguments
+    between: str = ""  # calls of a forced answer; empty: it is one call
+    opening: str = ""
+    closing: str = ""
+    lead: str = ""  # characters that may come before the first object
+    separator: str = ""  # characters that may come before another one, where no marker does
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return markers_in(self.begin, self.end)
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        return ()
+
+    def reader(self, functions: Mapping[str, Schema], is_first: bool) -> CallReader:
+        return CallReader(functions, self.end[:1], self.lead if is_first else self.separator)
+
+    def lark(self, schemas: Mapping[str, Schema], is_parallel: bool, quoted: Callable[[str], str]) -> list[str]:
+        several = f" ({quoted(self.between)} call)*" if is_parallel and self.between else ""
+        rules = [f"calls: {quoted(self.opening)} call{several} {quoted(self.closing)}", alternatives(schemas)]
+        begin, end = ("", "") if self.opening else (self.begin, self.end)
+        for index, (name, schema) in enumerate(schemas.items()):
+            before = quoted(f'{begin}{self.space}{{"name": {json.dumps(name)}, "{self.arguments}": ')
+            rules.append(f"call_{index}: {before} arguments_{index} {quoted('}' + self.space + end)}")
+            rules.append(f"arguments_{index}: {grammar.json_rule(schema)}")
+        return rules
+
+
+HERMES = JsonCalls("<tool_call>", "</tool_call>", space="\n", between="\n")  # and Qwen2.5, Qwen3
+LLAMA3_JSON = JsonCalls("", "", arguments="parameters", separator=";")
+MISTRAL_LIST = JsonCalls(
+    "[TOOL_CALLS]", "", between=", ", opening="[TOOL_CALLS][", closing="]", lead="[", separator=",]"
+)

@@ -1,0 +1,110 @@
+"""Calls that are a function's name, a marker, and the arguments as JSON."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from common.errors import InvalidRequestError
+from common.grammar import grammar
+from common.tools.call_reader import CallReader
+from common.tools.tool_parser import Schema, alternatives, markers_in
+
+MAX_HEADER_CHARS = 256
+_NAME = re.compile(r"\s*(?:functions\.)?([A-Za-z0-9_-]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class NamedCalls:
+    """`opening`, then calls: `begin`, name, `middle`, arguments, `end`; between two calls `between`; `closing`."""
+
+    begin: str
+    middle: str
+    end: str = ""
+    before_name: str = ""  # as a model writes it; an answer may lack it
+    after_name: str = ""
+    opening: str = ""
+    closing: str = ""
+    between: str = ""
+    is_forceable: bool = True
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return markers_in(self.opening, self.begin, self.middle, self.end, self.closing)
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        return tuple(filter(None, (self.opening, self.closing)))
+
+    @property
+    def separator(self) -> str:
+        return ""
+
+    def reader(self, functions: Mapping[str, Schema], is_first: bool) -> CallReader:
+        return NamedCallReader(functions, self.middle, self.end[:1])
+
+    def lark(self, schemas: Mapping[str, Schema], is_parallel: bool, quoted: Callable[[str], str]) -> list[str]:
+        if not self.is_forceable:
+            raise InvalidRequestError(
+                "this model's calls cannot be required yet: use tool_choice auto", "tool_choice"
+            )
+        several = f" ({quoted(self.between)} call)*" if is_parallel else ""
+        rules = [f"calls: {quoted(self.opening)} call{several} {quoted(self.closing)}", alternatives(schemas)]
+        for index, (name, schema) in enumerate(schemas.items()):
+            before = quoted(f"{self.begin}{self.before_name}{name}{self.after_name}{self.middle}")
+            newline = "\n" if self.end.startswith("`") else ""
+            rules.append(f"call_{index}: {before} {quoted(newline)} arguments_{index} {quoted(newline + self.end)}")
+            rules.append(f"arguments_{index}: {grammar.json_rule(schema)}")
+        return rules
+
+
+class NamedCallReader(CallReader):
+    """Reads the name up to the marker after it, then one JSON value."""
+
+    def __init__(self, names: Collection[str], middle: str, stop: str) -> None:
+        super().__init__(names, stop)
+        self._middle = middle
+        self._header = ""
+        self._state = self._read_header
+
+    def read(self, text: str, start: int) -> int:
+        position = super().read(text, start)
+        if self._state == self._comma and not self.has_ended:  # the value is complete
+            self._end(position)
+        return position
+
+    def _read_header(self, text: str, start: int) -> int:
+        num_before = len(self._header)
+        self._header += text[start:]
+        place = self._header.find(self._middle, max(num_before - len(self._middle), 0))
+        if place < 0:
+            return len(text) if len(self._header) <= MAX_HEADER_CHARS else self._end(len(text))
+        position = start + place + len(self._middle) - num_before
+        found = _NAME.match(self._header[:place])
+        if found is None or found[1] not in self._names:
+            return self._end(position)
+        self.name = found[1]
+        self._begin_value()
+        return position
+
+    def _comma(self, text: str, start: int) -> int:
+        return self._end(start)
+
+
+# `function` stands where later versions of DeepSeek write nothing.
+DEEPSEEK_V3 = NamedCalls(
+    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```json", "```<｜tool▁call▁end｜>",
+    opening="<｜tool▁calls▁begin｜>", closing="<｜tool▁calls▁end｜>", between="\n",
+)  # fmt: skip
+DEEPSEEK_V31 = NamedCalls(
+    "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
+    opening="<｜tool▁calls▁begin｜>", closing="<｜tool▁calls▁end｜>",
+)  # fmt: skip
+KIMI_K2 = NamedCalls(
+    "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>", "functions.", ":0",
+    opening="<|tool_calls_section_begin|>", closing="<|tool_calls_section_end|>",
+)  # fmt: skip
+MISTRAL_NAMED = NamedCalls("[TOOL_CALLS]", "[ARGS]")
+# What `ChannelParser` leaves of a message to a function: `<|channel|>commentary to=functions.NAME ...<|message|>`.
+HARMONY = NamedCalls("to=functions.", "<|message|>", is_forceable=False)

@@ -1,0 +1,238 @@
+"""Calls whose arguments are tags with values, as Qwen3-Coder and GLM write them. Types are those of the schema."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from common.errors import InvalidRequestError
+from common.grammar import grammar
+from common.text.stop_strings import num_begun
+from common.tools.tool_parser import Schema, alternatives, markers_in
+
+MAX_TAG_CHARS = 256
+_PYTHON = {"True": "true", "False": "false", "None": "null"}  # as some models write them
+_COMBINED = ("anyOf", "oneOf", "allOf", "$ref")
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedCalls:
+    """`begin`, `name` with a function's name, then parameters: `key` with its name, `value`, a value, `value_end`."""
+
+    name: tuple[str, str]
+    key: tuple[str, str]
+    value: str  # between a key and its value
+    value_end: str
+    call_end: str  # after the last parameter
+    end: str  # a marker after that; empty: none
+    trim: str = ""  # around a value
+    space: str = "\n"  # between tags
+    begin: str = "<tool_call>"
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return markers_in(self.begin, *self.key, self.value, self.value_end, self.call_end, self.end)
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def separator(self) -> str:
+        return ""
+
+    def reader(self, functions: Mapping[str, Schema], is_first: bool) -> TaggedCallReader:
+        return TaggedCallReader(self, functions)
+
+    def lark(self, schemas: Mapping[str, Schema], is_parallel: bool, quoted: Callable[[str], str]) -> list[str]:
+        several = ' ("\\n" call)*' if is_parallel else ""
+        rules = [f"calls: call{several}", alternatives(schemas)]
+        for index, (name, schema) in enumerate(schemas.items()):
+            if any(word in schema for word in _COMBINED):
+                message = (
+                    f"this model's calls of {name} cannot be required: its parameters have to be plain properties"
+                )
+                raise InvalidRequestError(message, "tools")
+            parameters = []
+            for place, (key, value) in enumerate(schema.get("properties", {}).items()):
+                rule = f"value_{index}_{place}"
+                before = quoted(f"{self.key[0]}{key}{self.key[1]}{self.value}{self.trim}")
+                is_needed = key in schema.get("required", ())
+                parameters.append(f"({before} {rule} {quoted(self.space)}){'' if is_needed else '?'}")
+                rules += self._value_rules(rule, schema, value, quoted)
+            begin = quoted(f"{self.begin}{self.name[0]}{name}{self.name[1]}")
+            end = quoted(f"{self.call_end}{self.space if self.end else ''}{self.end}")
+            rules.append(f"call_{index}: {begin} {' '.join(parameters)} {end}")
+        return rules
+
+    def _value_rules(self, rule: str, schema: Schema, value: Any, quoted: Callable[[str], str]) -> list[str]:
+        end = self.trim + self.value_end
+        if not is_text(schema, value):
+            shared = {"$defs": schema["$defs"]} if "$defs" in schema else {}
+            return [f"{rule}: {rule}_json {quoted(end)}", f"{rule}_json: {grammar.json_rule({**value, **shared})}"]
+        if texts := value.get("enum") or ([value["const"]] if "const" in value else []):
+            return [f"{rule}: ({' | '.join(map(json.dumps, texts))}) {quoted(end)}"]
+        if quoted(self.value_end).startswith("<["):  # a special token, which no text holds
+            return [f"{rule}: /(?s:.*)/ {quoted(end)}"]
+        return [f"{rule}[suffix={json.dumps(end)}]: /(?s:.*)/"]
+
+
+class TaggedCallReader:
+    """Reads one call, and writes its arguments as JSON: texts as they come, other values when they are complete."""
+
+    def __init__(self, written: TaggedCalls, functions: Mapping[str, Schema]) -> None:
+        self.name = ""
+        self.has_ended = False
+        self._written = written
+        self._functions = functions
+        self._text = ""  # that has not been read
+        self._read: Callable[[], bool] = self._read_name
+        self._key = ""
+        self._value: list[str] = []  # of a value that is no text
+        self._num_keys = 0
+        self._is_new = False  # a value of which nothing has been read
+        self._arguments: list[str] = []
+
+    def read(self, text: str, start: int) -> int:
+        self._text += text[start:]
+        while not self.has_ended and self._read():
+            pass
+        if not self.has_ended:
+            return len(text)
+        return max(len(text) - len(self._text), start)
+
+    def take_arguments(self) -> str:
+        arguments = "".join(self._arguments)
+        self._arguments.clear()
+        return arguments
+
+    # -- states: read what is complete; whether to go on -------------------------------------------------------
+
+    def _read_name(self) -> bool:
+        name = self._tag(*self._written.name)
+        if name is None:
+            return False
+        if name not in self._functions:
+            self.has_ended = True
+            return False
+        self.name = name
+        self._read = self._read_key
+        return True
+
+    def _read_key(self) -> bool:
+        """Read the next parameter's name, or the end of the call."""
+        text = self._text.lstrip()
+        call_end, key_begin = self._written.call_end, self._written.key[0]
+        if text.startswith(call_end):
+            return self._end(text[len(call_end) :])
+        if call_end.startswith(text) or key_begin.startswith(text):
+            return False
+        if not text.startswith(key_begin):  # broken: go on where something is known again
+            places = [place for tag in (call_end, key_begin) if (place := text.find(tag)) >= 0]
+            self._text = text[min(places) :] if places else text[-MAX_TAG_CHARS:]
+            return bool(places)
+        key = self._tag(*self._written.key)
+        if key is None:
+            return False
+        self._key, self._is_new = key, True
+        self._read = self._read_value_begin
+        return True
+
+    def _read_value_begin(self) -> bool:
+        tag = self._written.value.strip()
+        text = self._text.lstrip() if tag else self._text
+        if len(text) < len(tag) and tag.startswith(text):
+            return False
+        self._text = text.removeprefix(tag)
+        self._arguments.append(f"{', ' if self._num_keys else '{'}{json.dumps(self._key, ensure_ascii=False)}: ")
+        self._num_keys += 1
+        if self._is_text:
+            self._arguments.append('"')
+        self._read = self._read_value
+        return True
+
+    def _read_value(self) -> bool:
+        trim, end = self._written.trim, self._written.value_end
+        if self._is_new and trim:
+            if not self._text:
+                return False
+            self._text = self._text.removeprefix(trim)
+        self._is_new = False
+        place = self._text.find(trim + end)
+        length = len(trim + end)
+        if place < 0:
+            place, length = self._text.find(end), len(end)
+        if place >= 0:
+            self._add(self._text[:place])
+            self._end_value()
+            self._text = self._text[place + length :]
+            self._read = self._read_key
+            return True
+        num_kept = num_begun(self._text, (trim + end, end))
+        self._add(self._text[: len(self._text) - num_kept])
+        self._text = self._text[len(self._text) - num_kept :]
+        return False
+
+    # -- parts of states ---------------------------------------------------------------------------------------
+
+    @property
+    def _is_text(self) -> bool:
+        schema = self._functions[self.name]
+        return is_text(schema, schema.get("properties", {}).get(self._key, {}))
+
+    def _tag(self, begin: str, end: str) -> str | None:
+        """Take a tag's content off the text; None: it is not complete. What cannot be one ends the call."""
+        begin, text = begin.strip(), self._text.lstrip()
+        found = re.match(rf"{re.escape(begin)}([^<>]*?)\s*{re.escape(end.strip()) or '(?=<)'}", text)
+        if found is None:
+            is_begun = begin.startswith(text) or text.startswith(begin)
+            self.has_ended = not is_begun or len(text) > MAX_TAG_CHARS
+            return None
+        self._text = text[found.end() :]
+        return found[1].strip()
+
+    def _add(self, part: str) -> None:
+        if self._is_text:
+            self._arguments.append(json.dumps(part, ensure_ascii=False)[1:-1])
+        else:
+            self._value.append(part)
+
+    def _end_value(self) -> None:
+        if self._is_text:
+            self._arguments.append('"')
+            return
+        text = "".join(self._value).strip()
+        self._value.clear()
+        text = _PYTHON.get(text, text)
+        try:
+            json.loads(text)
+        except (ValueError, RecursionError):
+            text = json.dumps(text, ensure_ascii=False)
+        self._arguments.append(text)
+
+    def _end(self, rest: str) -> bool:
+        self._arguments.append("}" if self._num_keys else "{}")
+        self._text = rest
+        self.has_ended = True
+        return False
+
+
+def is_text(schema: Schema, value: Any) -> bool:
+    """Whether a parameter's values are texts: by its schema, or since nothing says what they are."""
+    if not isinstance(value, Mapping):
+        return False
+    if "$ref" in value or any(word in value for word in _COMBINED):
+        return False
+    if "type" in value:
+        return bool(value["type"] == "string")
+    known = value.get("enum") or ([value["const"]] if "const" in value else [])
+    return all(isinstance(each, str) for each in known)
+
+
+QWEN3_CODER = TaggedCalls(
+    ("\n<function=", ">\n"), ("<parameter=", ">"), "", "</parameter>", "</function>", "</tool_call>", trim="\n"
+)
+GLM = TaggedCalls(("", "\n"), ("<arg_key>", "</arg_key>"), "\n<arg_value>", "</arg_value>", "</tool_call>", "")

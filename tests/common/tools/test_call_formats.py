@@ -1,0 +1,149 @@
+"""Calls as each family of models writes them: one, several, in a text, cut, with markup inside, broken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.tools.json_calls import MISTRAL_LIST
+from common.tools.named_calls import DEEPSEEK_V3, DEEPSEEK_V31, HARMONY, KIMI_K2, MISTRAL_NAMED
+from common.tools.tagged_calls import GLM, QWEN3_CODER
+from common.tools.tool_parser import ToolCallParser, ToolFormat
+
+WEATHER_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"}, "days": {"type": "integer"}, "now": {"type": "boolean"}, "at": {"type": "array"},
+    },
+}  # fmt: skip
+FUNCTIONS: dict[str, Any] = {"get_weather": WEATHER_SCHEMA, "get_time": {"type": "object", "properties": {}}}
+Call = tuple[str, str]
+ARGUMENTS = '{"city": "Malmö \\"}{<", "days": 2}'
+WEATHER, TIME = ("get_weather", ARGUMENTS), ("get_time", "{}")
+
+
+def parsed(pieces: list[str], written: ToolFormat, **options: bool) -> tuple[str, list[Call]]:
+    """Text and calls, as a client adds them up."""
+    parser = ToolCallParser(written, FUNCTIONS, **options)
+    shown = ""
+    calls: list[Call] = []
+    for piece in pieces:
+        text, deltas = parser.push(piece)
+        shown += text
+        for delta in deltas:
+            if delta.name:
+                calls.append((delta.name, delta.arguments))
+            else:
+                calls[-1] = calls[-1][0], calls[-1][1] + delta.arguments
+    return shown + parser.finish(), calls
+
+
+def tagged(key: str, value: str, name: str = "get_weather") -> str:
+    return f"<tool_call>\n<function={name}>\n<parameter={key}>\n{value}\n</parameter>\n</function>\n</tool_call>"
+
+
+def glm(name: str, *pairs: tuple[str, str]) -> str:
+    inside = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in pairs)
+    return f"<tool_call>{name}\n{inside}</tool_call>"
+
+
+def deepseek3(name: str, arguments: str) -> str:
+    return f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>"
+
+
+def deepseek31(name: str, arguments: str) -> str:
+    return f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>"
+
+
+def kimi(name: str, arguments: str, index: int = 0) -> str:
+    return f"<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>"
+
+
+def cut(text: str, at: str = "lmö") -> str:
+    return text[: text.index(at)]
+
+
+DEEPSEEK = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+KIMI = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+OBJECT = f'{{"name": "get_weather", "arguments": {ARGUMENTS}}}'
+TIME_TAGS = "<tool_call>\n<function=get_time>\n</function>\n</tool_call>"
+
+CASES: list[tuple[ToolFormat, str, str, list[Call]]] = [
+    (MISTRAL_LIST, f"[TOOL_CALLS][{OBJECT}]", "", [WEATHER]),
+    (MISTRAL_LIST, f'[TOOL_CALLS] [{OBJECT}, {{"name": "get_time", "arguments": {{}}}}]', "", [WEATHER, TIME]),
+    (MISTRAL_LIST, cut(f"I look. [TOOL_CALLS][{OBJECT}"), "I look.", [("get_weather", cut(ARGUMENTS))]),
+    (MISTRAL_LIST, "[TOOL_CALLS] is a marker.", "[TOOL_CALLS] is a marker.", []),
+    (MISTRAL_NAMED, f"[TOOL_CALLS]get_weather[ARGS]{ARGUMENTS}", "", [WEATHER]),
+    (MISTRAL_NAMED, f"I look.[TOOL_CALLS]get_time[ARGS]{{}}[TOOL_CALLS]get_weather[ARGS]{ARGUMENTS}", "I look.",
+     [TIME, WEATHER]),
+    (MISTRAL_NAMED, "[TOOL_CALLS]unknown[ARGS]{}", "[TOOL_CALLS]unknown[ARGS]{}", []),
+    (MISTRAL_NAMED, "[TOOL_CALLS]get_ti", "[TOOL_CALLS]get_ti", []),
+    (DEEPSEEK_V3, f"{DEEPSEEK[0]}{deepseek3(*WEATHER)}\n{deepseek3(*TIME)}{DEEPSEEK[1]}", "", [WEATHER, TIME]),
+    (DEEPSEEK_V3, cut(f"I look.\n{DEEPSEEK[0]}{deepseek3(*WEATHER)}"), "I look.",
+     [("get_weather", cut(ARGUMENTS))]),
+    (DEEPSEEK_V31, f"{DEEPSEEK[0]}{deepseek31(*WEATHER)}{deepseek31(*TIME)}{DEEPSEEK[1]}", "", [WEATHER, TIME]),
+    (DEEPSEEK_V31, f"{deepseek31(*TIME)} Done.", " Done.", [TIME]),
+    (KIMI_K2, f"I look.{KIMI[0]}{kimi(*WEATHER)}{kimi(*TIME, 1)}{KIMI[1]}", "I look.", [WEATHER, TIME]),
+    (KIMI_K2, f"{KIMI[0]}{kimi('get_time', '[1}')}{KIMI[1]}", "", [("get_time", "[1}")]),  # broken
+    (HARMONY, f"to=functions.get_weather <|constrain|>json<|message|>{ARGUMENTS}", "", [WEATHER]),
+    (QWEN3_CODER, tagged("city", 'Malmö "}{<'), "", [("get_weather", '{"city": "Malmö \\"}{<"}')]),
+    (QWEN3_CODER, f"I look.\n{TIME_TAGS}\n{tagged('days', '2')}", "I look.", [TIME, ("get_weather", '{"days": 2}')]),
+    (QWEN3_CODER, tagged("city", "two\n\nlines "), "", [("get_weather", '{"city": "two\\n\\nlines "}')]),
+    (QWEN3_CODER, tagged("now", "True"), "", [("get_weather", '{"now": true}')]),
+    (QWEN3_CODER, tagged("days", "soon"), "", [("get_weather", '{"days": "soon"}')]),
+    (QWEN3_CODER, tagged("unknown", "1"), "", [("get_weather", '{"unknown": "1"}')]),
+    (QWEN3_CODER, cut(tagged("city", "Malmö")), "", [("get_weather", '{"city": "Ma')]),
+    (QWEN3_CODER, tagged("city", "x", "unknown"), tagged("city", "x", "unknown"), []),
+    (QWEN3_CODER, "<tool_call>\n{}\n</tool_call>", "<tool_call>\n{}\n</tool_call>", []),
+    (GLM, glm("get_weather", ("city", 'Malmö "}{<'), ("days", "2")), "", [WEATHER]),
+    (GLM, f"I look.\n{glm('get_time')}\n{glm('get_weather', ('at', '[1, {}]'))}", "I look.",
+     [TIME, ("get_weather", '{"at": [1, {}]}')]),
+    (GLM, "<tool_call>get_time</tool_call>!", "!", [TIME]),
+    (GLM, cut(glm("get_weather", ("city", "Malmö"))), "", [("get_weather", '{"city": "Ma')]),
+    (GLM, glm("unknown", ("city", "x")), glm("unknown", ("city", "x")), []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("written", "text", "shown", "calls"), CASES)
+def test_calls_are_taken_out_of_a_text(written: ToolFormat, text: str, shown: str, calls: list[Call]) -> None:
+    assert parsed([text], written) == (shown, calls)
+    assert parsed(list(text), written) == (shown, calls)
+    for size in (2, 3, 7):
+        assert parsed([text[at : at + size] for at in range(0, len(text), size)], written) == (shown, calls)
+
+
+@pytest.mark.parametrize(("written", "text", "shown", "calls"), CASES)
+def test_the_first_call_ends_the_text_where_calls_are_not_parallel(
+    written: ToolFormat, text: str, shown: str, calls: list[Call]
+) -> None:
+    for pieces in ([text], list(text)):
+        found, first = parsed(pieces, written, is_parallel=False)
+        assert first == calls[:1]
+        assert shown.startswith(found) or not calls
+
+
+@pytest.mark.parametrize("written", [QWEN3_CODER, GLM, DEEPSEEK_V3, KIMI_K2])
+def test_arguments_stream_from_the_name_on(written: ToolFormat) -> None:
+    text = next(
+        text for found, text, _, calls in CASES if found is written and len(calls) and '"city"' in calls[0][1]
+    )
+    parser = ToolCallParser(written, FUNCTIONS)
+    deltas = [delta for char in text for delta in parser.push(char)[1]]
+    assert [bool(delta.name) for delta in deltas][:2] == [True, False]
+    assert len(deltas) > 8
+
+
+FRAGMENTS = st.sampled_from(
+    [text for _, text, _, _ in CASES] + ["<tool_call>", "</", "\n", "get_time", "{", "}", '"']
+)
+
+
+@given(st.lists(FRAGMENTS, max_size=3).map("".join), st.data())
+def test_how_a_text_was_cut_does_not_matter(text: str, data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=12)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    for written in (MISTRAL_LIST, MISTRAL_NAMED, DEEPSEEK_V3, KIMI_K2, QWEN3_CODER, GLM):
+        assert parsed(pieces, written) == parsed(list(text), written) == parsed([text], written)
