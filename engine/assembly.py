@@ -274,6 +274,7 @@ def _make_runner(
 
         return GpuRunner(loaded, pool, host_buffer, config, gpu, max_model_len, *ranks)
     if config.simulated_steps:
+        require_wing("engine.simulated", "--simulated-steps")
         from engine.simulated.runner import SimulatedRunner
 
         return SimulatedRunner(loaded, pool, host_buffer, config)

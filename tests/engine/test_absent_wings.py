@@ -27,6 +27,7 @@ pytestmark = pytest.mark.skipif(has_wing("engine.tensor_parallel"), reason="this
         ({"pp": 2}, "--pp", "engine.tensor_parallel"),
         ({"quant_mode": "int8-weight"}, "--quant-mode int8-weight", "engine.quantization"),
         ({"num_speculative_tokens": 2}, "--num-speculative-tokens", "engine.speculation"),
+        ({"simulated_steps": "base=0.02"}, "--simulated-steps", "engine.simulated"),
         ({"itl_objective_ms": 20.0}, "--itl-objective-ms", "engine.scheduling.prompt_budget"),
         ({"host_tier_gb": 1.0}, "--host-tier-gb", "kvstore.tier"),
         ({"expert_load_file": "loads.json"}, "--expert-load-file", "engine.expert_balancing"),

@@ -16,6 +16,8 @@ from protos import types_pb2 as pb
 from tests.cluster.harness import free_ports
 from tests.worker.harness import MINUTE_LONG, SLOW, Stream, Worker, attached, prefill, stop
 
+pytestmark = pytest.mark.wing("engine.simulated")  # steps that take their time
+
 
 @contextmanager
 def running(role: str, folder: Path) -> Iterator[Worker]:

@@ -131,6 +131,7 @@ async def test_a_prefill_worker_that_dies_before_its_parts_are_pulled(
         await d.until_quiet()
 
 
+@pytest.mark.wing("engine.simulated")
 @pytest.mark.parametrize("pair", [SLOW], indirect=True, ids=["slow"])
 async def test_a_draining_worker_prefetches_nothing(pair: dict[str, Worker]) -> None:
     async with attached(pair["prefill"]) as p, attached(pair["decode"]) as d:
