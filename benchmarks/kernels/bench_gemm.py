@@ -27,9 +27,9 @@ from engine.quantization.gpu_linears import FP8, W8A8, W8A16, EightBit, packed_o
 from kernels.gpu.elementwise.silu_mul import silu_mul
 from kernels.gpu.gemm.gemv import gemv
 from kernels.gpu.gemm.skinny_gemm import skinny_gemm
-from kernels.gpu.gemm.sliced_k_gemm import MAX_ROWS, sliced_k_gemm
 from kernels.gpu.gemm.split_k import SplitKWorkspace
 from kernels.gpu.quantization.quantize import quantize_rows, quantize_with_sums
+from kernels.gpu.quantization.sliced_k_gemm import MAX_ROWS, sliced_k_gemm
 from kernels.gpu.quantization.w4_planes_gemm import w4_planes_gemm
 from kernels.gpu.quantization.w4a16_gemm import MAX_ROWS as MAX_W4_ROWS
 from kernels.gpu.quantization.w4a16_gemm import w4_skinny_gemm

@@ -19,9 +19,10 @@ from common.errors import ConfigError
 from engine.expert_balancing.placement import Slots
 from engine.expert_parallel.slots import ExpertSlots
 from engine.layers.block import Block
-from engine.layers.linear import Linear
+from engine.layers.linear import Linear, dense_linear, plain
 from engine.moe.moe import Moe
 from engine.plan import PlacedExperts, StepPlan
+from engine.quantization.cpu_linears import int8, int8_weight
 from engine.ranks import PlanListener
 
 
@@ -86,7 +87,7 @@ class LinearExperts:
         self.slots = block.slots
         self._layers: dict[int, list[Linear]] = {}
         for slot, expert in block.experts.items():
-            layers = [each for each in (expert.gate_up, expert.down) if each.can_move]
+            layers = [each for each in (expert.gate_up, expert.down) if each.gemm in (plain, int8)]
             if len(layers) < 2:
                 raise ConfigError(
                     "--expert-rebalance-interval moves plain and int8 experts alone on CPUs: choose "
@@ -100,7 +101,10 @@ class LinearExperts:
     def take_over(self, slot: int, tensors: Sequence[Tensor]) -> None:
         rest = iter(tensors)
         for layer in self._layers[slot]:
-            layer.take_over([next(rest) for _ in layer.tensors()])
+            for own in layer.tensors():
+                own.copy_(next(rest))
+            if layer.dense is not None:  # of int8
+                layer.dense.weight = dense_linear(int8_weight(layer), None).weight
 
 
 def linear_experts(blocks: Iterable[Block]) -> list[PlacedLayer]:

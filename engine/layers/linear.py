@@ -6,15 +6,12 @@ A model is built with plain weights; loaders put layers with others in their pla
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-
-MAX_INT8_ROWS, MAX_INT4_ROWS = 4, 8  # that quantized GEMMs of a CPU take; more read the dense copy
-COLUMN_MULTIPLE = 16  # of int8: with others torch's GEMM reads beyond a row of x, and what it finds there may be NaN
 
 LinearLayer = Callable[[Tensor], Tensor]
 """[..., in] -> [..., out]."""
@@ -82,21 +79,9 @@ class Linear:
         linear.dense = None
         return linear
 
-    @property
-    def can_move(self) -> bool:
-        """Whether `take_over` can write another layer over this one: plain and int8 ones of CPUs."""
-        return self.gemm in (plain, int8)
-
     def tensors(self) -> list[Tensor]:
         """All that the layer is: with the contents of another's, it is that one."""
         return [each for each in (self.weight, self.scales, self.bias) if each is not None]
-
-    def take_over(self, tensors: Sequence[Tensor]) -> None:
-        """Become a layer of the same shape, in the same memory. tensors: see `tensors`."""
-        for own, other in zip(self.tensors(), tensors, strict=True):
-            own.copy_(other)
-        if self.dense is not None:
-            self.dense.weight = dense_linear(int8_weight(self), None).weight
 
 
 def onednn(linear: Linear, x: Tensor) -> Tensor:
@@ -143,62 +128,9 @@ def half_weight(linear: Linear) -> Tensor:
     return weight
 
 
-def int8(linear: Linear, x: Tensor) -> Tensor:
-    assert linear.scales is not None, "int8 weights have them"
-    y: Tensor = torch._weight_int8pack_mm(x, linear.weight, linear.scales)
-    return y if linear.bias is None else y.add_(linear.bias)
-
-
-def int8_linear(weight: Tensor, scales: Tensor, bias: Tensor | None) -> Linear:
-    """int8 weights with one scale per output row for few rows of x, a dense copy of them for many.
-
-    weight: int8 (out, in); scales: (out,) in the dtype of x. Both paths are the same function up to rounding, so a
-    sequence may cross from one to the other. torch's GEMM works through the weight once per 4 rows of x: [49152, 576]
-    takes 1.0 ms at 1 row, 2.0 at 4 and 3.9 at 8 on one core, the packed bfloat16 copy 1.8, 2.1 and 2.5.
-    """
-    linear = Linear(weight, bias, gemm=int8, scales=scales, max_rows=MAX_INT8_ROWS)
-    linear.dense = dense_linear(int8_weight(linear), bias)
-    return linear
-
-
-def int8_weight(linear: Linear) -> Tensor:
-    """(out, in) in the dtype of x: weight * scales."""
-    assert linear.scales is not None, "int8 weights have them"
-    return linear.weight.to(linear.scales.dtype).mul_(linear.scales[:, None])
-
-
-def int4(linear: Linear, x: Tensor) -> Tensor:
-    assert linear.scales is not None, "4-bit weights have them"
-    y: Tensor = torch._weight_int4pack_mm_for_cpu(x, linear.weight, linear.group_size, linear.scales)
-    return y if linear.bias is None else y.add_(linear.bias)
-
-
-def int4_linear(
-    values: Tensor, scales: Tensor, zeros: Tensor, group_size: int, weight: Tensor, bias: Tensor | None
-) -> Linear:
-    """Like `int8_linear`, with 4-bit weights that share a scale and an offset per group of columns.
-
-    values: (out, in), 0 to 15. scales, zeros: bfloat16 (out, in / group_size). weight: the same numbers.
-    [3072, 576] at 1 row takes 33 us, int8 57; [49152, 576] 0.56 ms and 0.83.
-    """
-    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values.int(), 2)
-    scales_and_zeros = torch.stack([scales, zeros], dim=-1).transpose(0, 1).contiguous()
-    dense = dense_linear(weight, bias)
-    return Linear(
-        packed, bias, gemm=int4, scales=scales_and_zeros, group_size=group_size, dense=dense, max_rows=MAX_INT4_ROWS
-    )
-
-
 def two_rows_at_least(linear: LinearLayer, x: Tensor) -> Tensor:
     """Compute a single row twice: libraries add up its products in another order than those of several rows."""
     return linear(x.expand(2, -1))[:1] if x.shape[0] == 1 else linear(x)
-
-
-def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize each row to 255 levels: int8 [out, in], scales [out] in the dtype of `weight`."""
-    scales = (weight.abs().amax(dim=1).float() / 127.0).clamp_min(1e-12).to(weight.dtype)
-    values = (weight.float() / scales.float()[:, None]).round_().clamp_(-127, 127)
-    return values.to(torch.int8), scales
 
 
 _ONEDNN = torch.ops.mkldnn._linear_pointwise.default

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.gpu.pinning import upload
-from kernels.gpu.attention.gather_kv import gather_kv, gather_tiles
+from kernels.gpu.prefill_backends.gather_kv import gather_kv, gather_tiles
 
 MAX_GATHER_BYTES = 512 << 20  # of K and V of one layer; with more context than that, the paged kernel is used
 

@@ -31,7 +31,6 @@ from engine.quantization.conversion import QuantizedConversion
 from engine.quantization.gpu_linears import GpuLinears, w4a16_layer
 from engine.ranks import RankContext
 from engine.tensor_parallel.gpu_seams import shard_seams
-from kernels.gpu.attention.gather_kv import gather_kv
 from kernels.gpu.attention.kv_splits import DecodeWorkspace
 from kernels.gpu.attention.paged_decode import paged_decode
 from kernels.gpu.attention.paged_prefill import LARGE_TILE, SMALL_TILE, paged_prefill
@@ -59,6 +58,7 @@ from kernels.gpu.moe.expert_formats import bytes_of
 from kernels.gpu.moe.expert_pairs import SortedPairs
 from kernels.gpu.moe.grouped_gemm import MAX_UNSORTED, grouped_gemm
 from kernels.gpu.moe.grouped_gemv import add_down_of_row, grouped_gemv
+from kernels.gpu.prefill_backends.gather_kv import gather_kv
 from kernels.gpu.sampling.process_logits import LogitsRules, process_logits
 from kernels.kv_copy import WordCopy
 from kernels.quantization.mxfp4 import filled

@@ -12,14 +12,13 @@ from torch import Tensor
 from common.errors import ConfigError
 from engine.cpu.lowering import dense
 from engine.expert_balancing.moves import ExpertRearranger, linear_experts, moves_between
-from engine.layers.linear import int8
 from engine.loader.random_weights import RandomWeights
 from engine.models.config import ModelConfig, MoeConfig
 from engine.models.rope import RopeConfig
 from engine.moe.moe import Moe
 from engine.moe.stacked_moe import StackedMoe
 from engine.plan import PlacedExperts
-from engine.quantization.cpu_linears import CpuLinears
+from engine.quantization.cpu_linears import CpuLinears, int8
 from engine.quantization.int4 import quantize_int4
 from tests.engine.tensor_parallel.test_ranks import ThreadGroup
 

@@ -13,8 +13,8 @@ from common.model_files import ModelFiles
 from engine.gguf.config import config_from_gguf
 from engine.gguf.int4 import int4_rows
 from engine.gguf.weights import GgufFile, GgufWeights
-from engine.layers.linear import MAX_INT4_ROWS, half, int4
-from engine.quantization.cpu_linears import CpuLinears
+from engine.layers.linear import half
+from engine.quantization.cpu_linears import MAX_INT4_ROWS, CpuLinears, int4
 from engine.quantization.int4 import quantize_int4
 from engine.quantization.quantized_rows import join_rows
 from tests.engine.driving import GREEDY, Driver, make_runner, open_model, random_prompt

@@ -12,9 +12,9 @@ import torch
 from common.model_files import resolve_model
 from engine.assembly import EngineParts
 from engine.config import EngineConfig
-from engine.layers.linear import int4, int8
 from engine.loader.load import load_model
 from engine.quantization import conversion
+from engine.quantization.cpu_linears import int4, int8
 from kvstore.layout import Shard
 from tests.engine.gguf.gguf_files import write_gguf
 from tests.engine.gguf.test_gguf import WIDE

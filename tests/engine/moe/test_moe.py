@@ -12,13 +12,13 @@ import torch
 from benchmarks.profile.floors import num_weights
 from common.errors import ConfigError, UnsupportedModelError
 from engine.config import EngineConfig
-from engine.layers.linear import int4, int8
 from engine.loader.load import load_model
 from engine.loader.safetensors import SafetensorsWeights
 from engine.models.hf_config import moe_from_hf
 from engine.moe.gpu_experts import StackedExperts
 from engine.moe.moe import Moe
 from engine.quantization import conversion
+from engine.quantization.cpu_linears import int4, int8
 from engine.quantization.gpu_linears import GpuLinears
 from tests.engine.driving import GREEDY, Driver, directory, make_runner, open_model, random_prompt
 from tests.engine.quantization.packed_files import FORMATS, SIZES, write

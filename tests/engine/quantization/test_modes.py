@@ -12,11 +12,11 @@ from torch import Tensor
 from common.errors import ConfigError
 from common.model_files import ModelFiles
 from engine.config import EngineConfig
-from engine.layers.linear import MAX_INT8_ROWS, Linear, int8, int8_weight, quantize_int8
+from engine.layers.linear import Linear
 from engine.layers.weights import Partition
 from engine.loader.random_weights import RandomWeights
 from engine.quantization.conversion import resolve_quant_mode
-from engine.quantization.cpu_linears import CpuLinears
+from engine.quantization.cpu_linears import MAX_INT8_ROWS, CpuLinears, int8, int8_weight, quantize_int8
 from tests.engine.driving import Driver, directory, make_runner, open_model
 from tests.engine.tiny_models import TINY_MODELS
 

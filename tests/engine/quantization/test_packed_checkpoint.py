@@ -17,8 +17,9 @@ from common.errors import ConfigError
 from common.model_files import resolve_model
 from engine.assembly import assemble
 from engine.config import EngineConfig
-from engine.layers.linear import Linear, half, half_weight, int4, int8
+from engine.layers.linear import Linear, half, half_weight
 from engine.loader.load import LoadedModel
+from engine.quantization.cpu_linears import int4, int8
 from engine.request import SamplingParams
 from tests.engine.driving import Driver, make_runner, open_model, random_prompt
 from tests.engine.quantization.packed_files import FORMATS, TINY, VOCAB_SIZE, Format, write

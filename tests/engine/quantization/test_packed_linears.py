@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.layers.linear import Linear, int4, int8
+from engine.layers.linear import Linear
 from engine.quantization.conversion import linear_of_rows
-from engine.quantization.cpu_linears import CpuLinears
+from engine.quantization.cpu_linears import CpuLinears, int4, int8
 from engine.quantization.quantized_rows import FP8_DTYPE, QuantizedRows
 
 CPU = CpuLinears(torch.bfloat16)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.gpu.attention.gather_kv import gather_kv, gather_tiles
+from kernels.gpu.prefill_backends.gather_kv import gather_kv, gather_tiles
 from kernels.paged_attention import gather_kv as gather_reference
 from tests.kernels.helpers import block_tables_for, fill_sequence, poisoned_pool
 

@@ -1,0 +1,1 @@
+"""Keys for libraries that read contiguous memory."""
