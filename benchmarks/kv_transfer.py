@@ -33,7 +33,7 @@ import torch
 
 from benchmarks.harness import int_list
 from benchmarks.kv_peers import Reader, as_words, serve_owner
-from engine.gpu.swap import HostCopies
+from engine.host_tier.gpu_copies import HostCopies
 from kvstore.handle.handle import KvHandle, PeerLease, open_handle
 from kvstore.layout import PoolGeometry, full_attention
 from kvstore.types import BlockId, HostSlot

@@ -26,7 +26,6 @@ from engine.kv.block_groups import BlockGroups
 from engine.kv.manager import KVManager
 from engine.kv.memory import (
     DTYPE_NAMES,
-    check_kv_dtype,
     context_in_pool,
     host_buffer_over,
     pool_geometry,
@@ -101,7 +100,11 @@ def _assemble(
     config = config.resolved(device.type, is_offline)
     if device.type == "cpu" and config.num_threads:
         torch.set_num_threads(config.num_threads)
-    check_kv_dtype(config, device)
+    if config.kv_cache_dtype == "fp8":
+        require_wing("engine.eight_bit_kv", "--kv-cache-dtype fp8")
+        from engine.eight_bit_kv.scales import check_device
+
+        check_device(device)
     model_config = check_model(files, config)
     if device.type == "cuda":
         check_attention(model_config, gpu.attention_backend)

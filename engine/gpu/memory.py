@@ -20,8 +20,8 @@ from common.errors import ConfigError
 from engine.config import EngineConfig
 from engine.engine import Runner
 from engine.gpu.config import GpuConfig
+from engine.gpu.pinning import NUM_PIECES, PIECE_BYTES
 from engine.gpu.steps.rows import bucket_sizes, prompt_shapes
-from engine.gpu.swap import NUM_PIECES, PIECE_BYTES
 from engine.kv.memory import allocate_pool, pool_geometry
 from engine.loader.load import LoadedModel
 from engine.plan import StepPlan

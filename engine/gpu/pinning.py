@@ -15,6 +15,8 @@ from torch import Tensor
 
 from common.errors import ConfigError
 
+PIECE_BYTES = 64 << 20  # of device memory that copies to and from host slots go through
+NUM_PIECES = 2  # one on its way, one being filled
 READ_ONLY = 8  # cudaHostRegisterReadOnly
 NUMPY_TYPES = {torch.int64: np.int64, torch.int32: np.int32, torch.int16: np.int16, torch.float32: np.float32}
 

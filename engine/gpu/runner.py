@@ -10,6 +10,7 @@ import gc
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,7 +29,6 @@ from engine.gpu.steps.prompt_graphs import PromptGraphs
 from engine.gpu.steps.rows import RowTable, bucket_sizes
 from engine.gpu.steps.state import DeviceState
 from engine.gpu.steps.step import GpuBatch, GpuStep, sampled_rows
-from engine.gpu.swap import HostCopies
 from engine.kv.memory import kv_layout
 from engine.loader.load import LoadedModel
 from engine.plan import ScheduledRow, StepPlan, StepResult
@@ -38,6 +38,9 @@ from engine.runner import ModelRunner, add_prompt_logprobs, sampled_queries
 from engine.sampling.logprobs import wants_prompt_logprobs
 from engine.start_progress import OnProgress, no_progress
 from engine.trial_plans import warmup_plans
+
+if TYPE_CHECKING:
+    from engine.host_tier.gpu_copies import HostCopies
 
 logger = logging.getLogger(__name__)
 NUM_BUFFERS = 3  # of pinned staging memory: one being filled, two steps in flight
@@ -64,7 +67,11 @@ class GpuRunner(ModelRunner):
         self._device = loaded.device
         self._queries_per_kv_head = model_config.num_heads // model_config.num_kv_heads
         self._pool = kv_pool
-        self._copies = None if host_buffer is None else HostCopies(kv_pool, host_buffer)
+        self._copies: HostCopies | None = None
+        if host_buffer is not None:
+            from engine.host_tier.gpu_copies import HostCopies
+
+            self._copies = HostCopies(kv_pool, host_buffer)
         self._block_size = config.block_size
         self._max_rows = config.max_num_seqs
         self._max_tokens = config.max_num_batched_tokens

@@ -68,18 +68,6 @@ def kv_dtype(engine_config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
     return torch.float8_e4m3fn if engine_config.kv_cache_dtype == "fp8" else dtype
 
 
-def check_kv_dtype(engine_config: EngineConfig, device: torch.device) -> None:
-    """Raise ConfigError for a GPU that cannot convert from and to 8-bit floating point."""
-    if engine_config.kv_cache_dtype != "fp8" or device.type != "cuda":
-        return
-    capability = torch.cuda.get_device_capability(device)
-    if capability < (8, 9):
-        raise ConfigError(
-            f"--kv-cache-dtype fp8 needs a GPU of compute capability 8.9 or newer, this one has "
-            f"{capability[0]}.{capability[1]}: use --kv-cache-dtype auto"
-        )
-
-
 def num_blocks_for(geometry: PoolGeometry, engine_config: EngineConfig) -> int:
     """Blocks that the settings ask for: a number, or as many as `kv_cache_gb` (10^9 bytes) holds."""
     if engine_config.num_gpu_blocks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 
 from common.errors import ConfigError
@@ -9,10 +10,17 @@ from common.errors import ConfigError
 # Stored by some tools, recomputed here; scales of an 8-bit KV cache are not used.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias", ".k_scale", ".v_scale", ".q_scale")
 MAX_NAMES = 5
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 Shape = tuple[int, ...]
 Check = Callable[..., None]
 """`check_weights` of what is found."""
+
+
+def layer_of(name: str) -> int | None:
+    """The layer that a weight belongs to; None: the embedding, the final norm or the head."""
+    found = _LAYER.search(name)
+    return None if found is None else int(found[1])
 
 
 def check_weights(

@@ -17,14 +17,12 @@ from common.text.load import load_tokenizer
 from common.wings import has_wing
 from engine.config import EngineConfig
 from engine.kv.memory import DTYPE_NAMES, TORCH_DTYPES
-from engine.kv.scales import KV_SCALES, fold_kv_scales
 from engine.layers.attention import Attention
 from engine.layers.block import Block
 from engine.layers.post_norm import without_post_norm
 from engine.loader.fingerprint import fingerprint
 from engine.loader.model_weights import ModelWeights
 from engine.loader.source import Source, open_source
-from engine.loader.staged import blocks_of, divide_layers, shard_of, stage_weights
 from engine.loader.supported import check_kernels, check_settings
 from engine.models.config import PLAIN_BITS, ExchangeKind, ModelConfig
 from engine.models.model import Model
@@ -88,6 +86,8 @@ def load_model(
     with torch.inference_mode():
         source = open_source(files, engine_config, dtype, device)
         if stage is not None:
+            from engine.pipeline_parallel.staged import divide_layers, shard_of
+
             shard = shard_of(shard, divide_layers(source.config, stage.count)[stage.index])
         model, quant_mode, held = _build(source, engine_config, shard, dtype, device, on_progress)
     identity = {
@@ -98,6 +98,8 @@ def load_model(
         **source.identity,
     }
     if engine_config.kv_cache_dtype != "auto":
+        from engine.eight_bit_kv.scales import KV_SCALES
+
         identity["kv_cache"] = [engine_config.kv_cache_dtype, KV_SCALES]
     name = fingerprint(identity, source.files)
     logger.info(
@@ -132,6 +134,8 @@ def check_model(files: ModelFiles, engine_config: EngineConfig) -> ModelConfig:
     if engine_config.tp > 1:
         _config_of_rank(config, engine_config, Shard(rank=0, size=engine_config.tp))
     if engine_config.pp > 1:
+        from engine.pipeline_parallel.staged import divide_layers
+
         divide_layers(config, engine_config.pp)
     return config
 
@@ -165,6 +169,8 @@ def _build(
     layers = range(*(shard.layers or (0, config.num_layers)))
     needed = source.shapes_of(config, kept)
     if shard.layers is not None:
+        from engine.pipeline_parallel.staged import blocks_of, stage_weights
+
         needed = stage_weights(config, needed, layers)
     weights = ModelWeights(
         source.weights, needed, whole, shard=shard, kept=kept, on_progress=on_progress, dtype=dtype, device=device
@@ -177,6 +183,8 @@ def _build(
         if block.norm.is_meta:  # of another stage
             return
         if is_folded and isinstance(inner, Attention):
+            from engine.eight_bit_kv.scales import fold_kv_scales
+
             fold_kv_scales(inner)
         conversion.convert(block)
 

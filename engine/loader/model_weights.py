@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.layers.weights import Part, Partition, PartSource, WeightSource
-from engine.loader.checkpoint import Shape
-from engine.loader.staged import layer_of
+from engine.loader.checkpoint import Shape, layer_of
 from engine.start_progress import OnProgress, no_progress
 from kvstore.layout import WHOLE, Shard
 

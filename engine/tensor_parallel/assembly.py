@@ -117,7 +117,7 @@ class FollowedRanks(Ranks):
 
     def _others(self, model: ModelConfig) -> list[Shard]:
         """What ranks 1, 2, ... have of the model."""
-        from engine.loader.staged import divide_layers, shard_of
+        from engine.pipeline_parallel.staged import divide_layers, shard_of
 
         layers = divide_layers(model, self._config.pp)
         places = [place_of(rank, self._config) for rank in range(1, self._config.num_ranks)]

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.skipif(has_wing("engine.tensor_parallel"), reason="this
         ({"tp": 2}, "--tp", "engine.tensor_parallel"),
         ({"pp": 2}, "--pp", "engine.tensor_parallel"),
         ({"quant_mode": "int8-weight"}, "--quant-mode int8-weight", "engine.quantization"),
+        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8", "engine.eight_bit_kv"),
         ({"num_speculative_tokens": 2}, "--num-speculative-tokens", "engine.speculation"),
         ({"simulated_steps": "base=0.02"}, "--simulated-steps", "engine.simulated"),
         ({"itl_objective_ms": 20.0}, "--itl-objective-ms", "engine.scheduling.prompt_budget"),

@@ -31,10 +31,10 @@ from engine.config import EngineConfig
 from engine.cpu.runner import CpuRunner
 from engine.kv.memory import allocate_pool, pool_geometry
 from engine.loader.load import LoadedModel, load_model
-from engine.loader.staged import _divide, divide_layers, shard_of, stage_weights
 from engine.models.families import family_of
 from engine.models.hf_config import config_from_hf, read_hf_config
 from engine.pipeline_parallel.socket_frames import SocketSink, SocketSource, receive_frame, send_frame
+from engine.pipeline_parallel.staged import _divide, divide_layers, shard_of, stage_weights
 from engine.plan import StepPlan, StepResult
 from engine.rank_processes import Ranks
 from engine.request import TokenId

@@ -134,6 +134,8 @@ class GroupHere:
 class StageHere:
     """The runner of a stage's ranks."""
 
+    attention_backend = "triton"
+
     def __init__(self, runners: Sequence[GpuRunner], group: GroupHere | None) -> None:
         self.runners = runners
         self._group = group

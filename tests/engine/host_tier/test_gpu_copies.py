@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.gpu.swap import HostCopies
+from engine.host_tier.gpu_copies import HostCopies
 from kvstore.types import BlockId, HostSlot
 
 NUM_BLOCKS, NUM_SLOTS = 12, 9

@@ -15,8 +15,8 @@ from common.text.load import load_tokenizer
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.cpu.runner import CpuRunner
-from engine.kv.memory import check_kv_dtype, pool_geometry
-from engine.kv.scales import fold_kv_scales, kv_head_scales
+from engine.eight_bit_kv.scales import check_device, fold_kv_scales, kv_head_scales
+from engine.kv.memory import pool_geometry
 from engine.layers.attention import Attention
 from engine.layers.post_norm import PostNormed
 from engine.loader.load import LoadedModel
@@ -114,9 +114,8 @@ def test_the_runner_refuses_a_pool_of_another_type(path: Path) -> None:
 def test_a_gpu_without_the_conversion_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(ConfigError, match=r"8\.9"):
-        check_kv_dtype(EngineConfig(kv_cache_dtype="fp8"), torch.device("cuda"))
-    check_kv_dtype(EngineConfig(), torch.device("cuda"))
-    check_kv_dtype(EngineConfig(kv_cache_dtype="fp8"), torch.device("cpu"))
+        check_device(torch.device("cuda"))
+    check_device(torch.device("cpu"))
 
 
 def test_cached_prefixes_and_chunks_give_the_same_tokens(path: Path) -> None:

@@ -17,11 +17,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from common.errors import ConfigError
 from engine.layers.attention import Attention
 
 KV_SCALES = 1  # part of the fingerprint: changes when other scales are chosen
 RMS_EXPONENT = 1  # the scaled root mean square lies in [2^1, 2^2)
 MAX_EXPONENT = 12  # float16 weights must survive their scale
+
+
+def check_device(device: torch.device) -> None:
+    """Raise ConfigError for a GPU that cannot convert from and to 8-bit floating point."""
+    if device.type != "cuda":
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 9):
+        raise ConfigError(
+            f"--kv-cache-dtype fp8 needs a GPU of compute capability 8.9 or newer, this one has "
+            f"{capability[0]}.{capability[1]}: use --kv-cache-dtype auto"
+        )
 
 
 @torch.inference_mode()

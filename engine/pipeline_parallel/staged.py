@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -12,12 +11,10 @@ from common.errors import ConfigError
 from engine.layers.attention import AttentionBlock
 from engine.layers.block import Block
 from engine.layers.post_norm import PostNormed
-from engine.loader.checkpoint import Shape
+from engine.loader.checkpoint import Shape, layer_of
 from engine.models.config import PLAIN_BITS, ModelConfig
 from engine.models.families import family_of
 from kvstore.layout import Shard
-
-_LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 def divide_layers(config: ModelConfig, count: int) -> list[range]:
@@ -61,12 +58,6 @@ def _divide(sizes: Sequence[int], head: int, count: int) -> list[range]:
 def shard_of(shard: Shard, layers: range) -> Shard:
     """The rank's part of a stage."""
     return replace(shard, layers=(layers.start, layers.stop))
-
-
-def layer_of(name: str) -> int | None:
-    """The layer that a weight belongs to; None: the embedding, the final norm or the head."""
-    found = _LAYER.search(name)
-    return None if found is None else int(found[1])
 
 
 def stage_weights(config: ModelConfig, shapes: Mapping[str, Shape], layers: range) -> dict[str, Shape]:

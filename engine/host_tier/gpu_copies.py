@@ -16,12 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.gpu.pinning import pin, upload
+from engine.gpu.pinning import NUM_PIECES, PIECE_BYTES, pin, upload
 from kvstore.handle.runs import merged_runs
 from kvstore.types import BlockId, HostSlot
-
-PIECE_BYTES = 64 << 20
-NUM_PIECES = 2  # one on its way, one being filled
 
 
 class HostCopies:

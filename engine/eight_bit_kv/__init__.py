@@ -1,0 +1,1 @@
+"""KV in 8 bits: `--kv-cache-dtype fp8`."""

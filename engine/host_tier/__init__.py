@@ -1,0 +1,1 @@
+"""Copies between a KV pool and host slots."""
