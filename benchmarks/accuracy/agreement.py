@@ -22,7 +22,6 @@ from engine.engine import Engine
 from engine.kv.memory import allocate_pool, pool_geometry
 from engine.layers.attention import Attention
 from engine.layers.linear import Linear
-from engine.layers.post_norm import without_post_norm
 from engine.loader.load import LoadedModel
 from engine.moe.moe import Moe
 from engine.request import TokenLogprobs
@@ -113,7 +112,7 @@ def in_float32(loaded: LoadedModel) -> LoadedModel:
         linear: Any = ref.layer  # plain, or int8 with its weight computed anew
         ref.replace(Linear(linear.weight.float(), None if linear.bias is None else linear.bias.float()))
     for each in model.blocks:
-        block = without_post_norm(each)
+        block = each.inner
         each.norm = block.norm = block.norm.float()
         if isinstance(block, Attention):
             block.qk_norm, block.sinks = as_float32(block.qk_norm), as_float32(block.sinks)

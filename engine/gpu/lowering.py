@@ -12,7 +12,6 @@ from functools import cache
 from common.wings import has_wing
 from engine.gpu.ops import one_row, plain, split_k
 from engine.gpu.ops.rules import MANY_ROWS, SINGLE_GPU, GpuForward, GpuSeams, Rule, Target, fitting, ops_of
-from engine.layers.post_norm import without_post_norm
 from engine.models.model import Model
 from engine.ranks import RankContext
 from kernels.gpu.gemm.split_k import SplitKWorkspace
@@ -34,7 +33,7 @@ class GpuForwards:
         self._workspace = SplitKWorkspace(model.embedding.device)
         self._max_quantized_rows = quantized.max_quantized_rows(model) if HAS_QUANTIZED else 0
         self._lowered = cache(self._lower)
-        for block in map(without_post_norm, model.blocks):
+        for block in (each.inner for each in model.blocks):
             if block.gpu_ops:
                 ops_of(block).prepare(block)
 

@@ -65,6 +65,11 @@ class Block(ABC):
     def __call__(self, x: Tensor, step: Step) -> Tensor:
         """x: the normed residual (num_tokens, hidden). Returns what is to be added to the residual."""
 
+    @property
+    def inner(self) -> Block:
+        """The block without what other blocks add around it."""
+        return self
+
     @abstractmethod
     def linears(self) -> Iterator[LinearRef]:
         """All linear layers that may be quantized or otherwise replaced."""

@@ -19,7 +19,6 @@ from engine.config import EngineConfig
 from engine.kv.memory import DTYPE_NAMES, TORCH_DTYPES
 from engine.layers.attention import Attention
 from engine.layers.block import Block
-from engine.layers.post_norm import without_post_norm
 from engine.loader.fingerprint import fingerprint
 from engine.loader.model_weights import ModelWeights
 from engine.loader.source import Source, open_source
@@ -179,7 +178,7 @@ def _build(
     is_folded = engine_config.kv_cache_dtype == "fp8" and conversion.leaves_attention_plain
 
     def finish(block: Block) -> None:
-        inner = without_post_norm(block)
+        inner = block.inner
         if block.norm.is_meta:  # of another stage
             return
         if is_folded and isinstance(inner, Attention):

@@ -10,7 +10,6 @@ from itertools import accumulate
 from common.errors import ConfigError
 from engine.layers.attention import AttentionBlock
 from engine.layers.block import Block
-from engine.layers.post_norm import PostNormed
 from engine.loader.checkpoint import Shape, layer_of
 from engine.models.config import PLAIN_BITS, ModelConfig
 from engine.models.families import family_of
@@ -82,7 +81,7 @@ def blocks_of(blocks: Sequence[Block], layers: range) -> list[Block]:
     """The blocks of `layers`, which begin with attention; the stage's pool has their K and V from its layer 0 on."""
     kept, layer = [], -1
     for block in blocks:
-        inner = block.inner if isinstance(block, PostNormed) else block
+        inner = block.inner
         if isinstance(inner, AttentionBlock):
             layer = inner.layer
             inner.layer -= layers.start

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from engine.gpu.ops.pending import Fold, Partials, Pending, Unnormed, plain_of
+from engine.gpu.ops.pending import Fold, Partials, Pending, PendingOutput
 from engine.gpu.ops.rules import GpuOp, GpuStep, Rule, Target
 from engine.layers.attention import Attention
 from engine.layers.forward import Op
@@ -48,8 +48,8 @@ def quantizing_fold(weight: Tensor, eps: float, gemm: EightBit, target: Target) 
         assert is_alone or isinstance(pending, Tensor), "a rank's output is its share of a sum"
         if isinstance(pending, Partials):
             pending = pending.values
-        elif isinstance(pending, Unnormed):
-            pending = plain_of(pending, eps)
+        elif isinstance(pending, PendingOutput):
+            pending = pending.plain(eps)
         return add_norm(pending, residual, weight, eps, gemm.dtype, gemm.num_planes)
 
     return fold

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from engine.gpu.ops.pending import Fold, Pending, Unnormed
+from engine.gpu.ops.pending import Fold, Pending
 from engine.gpu.ops.rules import GpuForward, GpuOp, GpuSeams, GpuStep
 from engine.layers.forward import Forward, Stream
 from engine.models.model import Model
+from engine.post_norms.gpu_ops import Unnormed
 from engine.tensor_parallel.gpu_group import DeviceGroup, VocabShards
 from kernels.gpu.collectives.vocab_parallel_embed import vocab_parallel_embed
 from kernels.gpu.elementwise.rms_norm import add_rms_norm

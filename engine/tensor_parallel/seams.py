@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.expert_balancing.moves import ExpertGroup
 from engine.layers.block import Block, Step
-from engine.layers.post_norm import PostNormed
+from engine.post_norms.post_norm import PostNormed
 from engine.ranks import LookUp, Seams, X
 
 if TYPE_CHECKING:

@@ -17,13 +17,13 @@ from torch import Tensor
 from common.errors import ConfigError, UnsupportedModelError
 from engine.layers.attention import Attention
 from engine.layers.mlp import GeluMlp, Mlp
-from engine.layers.post_norm import PostNormed
 from engine.layers.weights import WeightSource
 from engine.models.config import ModelConfig
 from engine.models.hf_config import positive
 from engine.models.model import Embedding, Head, Part
 from engine.models.registry import register
 from engine.models.rope import rope_from_hf
+from engine.post_norms.post_norm import PostNormed
 
 ACTIVATION = "gelu_pytorch_tanh"
 TEXT_DEFAULTS = {

@@ -5,34 +5,46 @@ Beside these, the kernel that norms may quantize what it writes (`engine/quantiz
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
 from torch import Tensor
 
-from kernels.gpu.elementwise.post_norm import post_norm_add_norm
 from kernels.gpu.elementwise.rms_norm import add_rms_norm, add_rms_norm_of_partials, rms_norm
 
 X = TypeVar("X")
 
 
+class PendingOutput(ABC):
+    """An output in a form of its own."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def add_norm(self, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Add it to the residual, in place. Returns the RMS norm of the sum, with `weight`."""
+
+    @abstractmethod
+    def plain(self, eps: float) -> Tensor:
+        """What is added, (num_tokens, hidden)."""
+
+
 @dataclass(frozen=True, slots=True)
-class Partials:
+class Partials(PendingOutput):
     """An output as parts that have to be added up, (num_parts, num_tokens, hidden)."""
 
     values: Tensor
 
+    def add_norm(self, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return add_rms_norm_of_partials(self.values, residual, weight, eps)
 
-@dataclass(frozen=True, slots=True)
-class Unnormed:
-    """An output (num_tokens, hidden) whose RMS norm, with `weight`, is added."""
-
-    values: Tensor
-    weight: Tensor
+    def plain(self, eps: float) -> Tensor:
+        return self.values.sum(0)
 
 
-Pending = Tensor | Partials | Unnormed
+Pending = Tensor | PendingOutput
 Fold = Callable[[Tensor, Pending | None], X]
 """(residual, pending) -> a block's input. The residual becomes their sum in place."""
 
@@ -45,23 +57,13 @@ class AddNorm:
     eps: float
 
     def __call__(self, residual: Tensor, pending: Pending | None) -> Tensor:
-        match pending:
-            case Tensor():
-                return add_rms_norm(pending, residual, self.weight, self.eps)
-            case Partials():
-                return add_rms_norm_of_partials(pending.values, residual, self.weight, self.eps)
-            case Unnormed():
-                return post_norm_add_norm(pending.values, pending.weight, residual, self.weight, self.eps)
-            case None:
-                return rms_norm(residual, self.weight, self.eps)
+        if pending is None:
+            return rms_norm(residual, self.weight, self.eps)
+        if isinstance(pending, Tensor):
+            return add_rms_norm(pending, residual, self.weight, self.eps)
+        return pending.add_norm(residual, self.weight, self.eps)
 
 
 def plain_of(pending: Pending | None, eps: float) -> Tensor | None:
     """What is added, (num_tokens, hidden)."""
-    match pending:
-        case Partials():
-            return pending.values.sum(0)
-        case Unnormed():
-            return rms_norm(pending.values, pending.weight, eps)
-        case _:
-            return pending
+    return pending.plain(eps) if isinstance(pending, PendingOutput) else pending

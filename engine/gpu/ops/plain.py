@@ -17,13 +17,11 @@ from functools import partial
 
 from torch import Tensor
 
-from engine.gpu.ops.pending import Unnormed, plain_of
-from engine.gpu.ops.rules import GpuOp, GpuStep, Rule, Target, fitting
+from engine.gpu.ops.rules import GpuOp, GpuStep, Rule, Target
 from engine.layers.attention import Attention
 from engine.layers.forward import Op
 from engine.layers.linear import Linear
 from engine.layers.mlp import Mlp
-from engine.layers.post_norm import PostNormed
 from kernels.gpu.elementwise.silu_mul import silu_mul
 from kernels.gpu.gemm.gated_gemm import gated_linear
 from kernels.gpu.gemm.gemv import gemv
@@ -48,17 +46,6 @@ def mlp(block: Mlp, target: Target) -> GpuOp:
     rows, workspace = target.num_rows, target.workspace
     gated, down = gated_gemm(block.gate_up, rows, workspace, block.is_gelu), gemm(block.down, rows, workspace)
     return Op(target.seams.fold(block.norm, block.eps), lambda x, step: down(gated(x)))
-
-
-def post_normed(block: PostNormed, target: Target) -> GpuOp:
-    inner = fitting(block.inner, RULES, target)[-1].op(block.inner, target)
-
-    def body(x: Tensor, step: GpuStep) -> Unnormed:
-        values = plain_of(inner.body(x, step), block.eps)
-        assert values is not None, "only ops of one row add their outputs themselves"
-        return Unnormed(values, block.post_norm)
-
-    return Op(inner.fold, body)
 
 
 def gemm(layer: Linear, num_rows: int, workspace: SplitKWorkspace) -> Gemm:
@@ -87,4 +74,4 @@ def gated_gemm(gate_up: Linear, num_rows: int, workspace: SplitKWorkspace, is_ge
     return lambda x: silu_mul(apart(x), is_gelu)
 
 
-RULES = Rule(Attention, attention), Rule(Mlp, mlp), Rule(PostNormed, post_normed)
+RULES = Rule(Attention, attention), Rule(Mlp, mlp)

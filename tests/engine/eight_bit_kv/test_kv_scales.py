@@ -18,7 +18,6 @@ from engine.cpu.runner import CpuRunner
 from engine.eight_bit_kv.scales import check_device, fold_kv_scales, kv_head_scales
 from engine.kv.memory import pool_geometry
 from engine.layers.attention import Attention
-from engine.layers.post_norm import PostNormed
 from engine.loader.load import LoadedModel
 from tests.engine.driving import GREEDY, Driver, directory, make_runner, open_model, random_prompt
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, with_wing
@@ -44,7 +43,7 @@ def opened(path: Path, dtype: str = "float32", kv_cache_dtype: str = "auto") -> 
 
 
 def attention_blocks(loaded: LoadedModel) -> list[Attention]:
-    inner = [block.inner if isinstance(block, PostNormed) else block for block in loaded.model.blocks]
+    inner = [block.inner for block in loaded.model.blocks]
     return [block for block in inner if isinstance(block, Attention)]
 
 

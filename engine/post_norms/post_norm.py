@@ -11,20 +11,22 @@ from engine.layers.block import Block, LinearRef, Step
 from kernels.rms_norm import rms_norm
 
 
-def without_post_norm(block: Block) -> Block:
-    return block.inner if isinstance(block, PostNormed) else block
-
-
 class PostNormed(Block):
     """y = norm(inner(x))."""
 
+    gpu_ops = "engine.post_norms.gpu_ops"
+
     def __init__(self, inner: Block, post_norm: Tensor) -> None:
-        self.inner = inner
+        self._inner = inner
         self.norm, self.eps = inner.norm, inner.eps
         self.post_norm = post_norm
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:
         return self.normed(self.inner(x, step)).to(x.dtype)
+
+    @property
+    def inner(self) -> Block:
+        return self._inner
 
     def normed(self, y: Tensor) -> Tensor:
         """y: the inner block's output, of all ranks."""
@@ -35,5 +37,5 @@ class PostNormed(Block):
 
     def copy(self) -> Self:
         block = super().copy()
-        block.inner = self.inner.copy()
+        block._inner = self._inner.copy()
         return block

@@ -1,0 +1,1 @@
+"""Blocks whose output is normed before it is added to the residual."""

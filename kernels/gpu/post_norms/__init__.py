@@ -1,0 +1,1 @@
+"""Norms before and after a residual addition."""
