@@ -22,10 +22,11 @@ from common.model_files import resolve_model
 from common.net.hosts import socket_family, with_port
 from common.net.scrape import serve_scrapes
 from common.text.load import load_tokenizer
+from common.wings import has_wing, require_wing
 from router.app import create_app
 from router.config import HttpConfig, RouterConfig
-from router.connections.protocol import BoundedProtocol, bounded_protocol
 from router.gateway import Gateway
+from router.http.chunk_writer import ChunkProtocol
 from router.served_model import LoadedModel, serve_models
 
 SCRAPE_SECONDS = 5.0  # for the event loop to come to a scrape
@@ -38,6 +39,7 @@ KEEPALIVE = {  # of TCP: a client whose machine is gone sends no FIN
     socket.TCP_USER_TIMEOUT: 60_000,
 }
 GC_THRESHOLD = 50_000  # the default of 700 allocations would collect every few chunks
+BOUNDS_OF_CONNECTIONS = ("max_connections", "reserved_per_address", "stalled_client_seconds")
 TICKS_A_SECOND = 10  # of uvicorn's main loop
 
 
@@ -61,13 +63,13 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config, http = parse_settings(argv)
         setup_logging("router", config.log_level, config.log_format)
-        protocol = bounded_protocol(http)
-        allow_descriptors(protocol.slots.max_open + NUM_OTHER_DESCRIPTORS)
+        protocol = protocol_for(http)
+        allow_descriptors(protocol.max_open + NUM_OTHER_DESCRIPTORS)
         models = serve_models(config, [load(*named) for named in config.named_models()])
-        gateway = Gateway(config, models, protocol.limits)
+        gateway = Gateway(config, models, http)
         listener = _listen(config.host, config.port)
         with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(gateway, protocol, listener))
+            return runner.run(_serve(gateway, http, protocol, listener))
     except ConfigError as error:
         report_end("router", error)
         return 1
@@ -87,6 +89,18 @@ def parse_settings(argv: list[str] | None) -> tuple[RouterConfig, HttpConfig]:
     return from_namespace(RouterConfig, namespace), from_namespace(HttpConfig, namespace)
 
 
+def protocol_for(http: HttpConfig) -> type[ChunkProtocol]:
+    """How clients' connections are served. Raises ConfigError for bounds on them that nothing here keeps."""
+    if not has_wing("router.connections"):
+        for name in BOUNDS_OF_CONNECTIONS:
+            if getattr(http, name) != getattr(HttpConfig, name):
+                require_wing("router.connections", f"--{name.replace('_', '-')}")
+        return ChunkProtocol
+    from router.connections.protocol import bounded_protocol
+
+    return bounded_protocol(http)
+
+
 def allow_descriptors(count: int) -> None:
     """Make sure that this process may open `count` descriptors. Raises ConfigError when it may not."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -99,11 +113,7 @@ def allow_descriptors(count: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
 
 
-async def _serve(
-    gateway: Gateway,
-    protocol: type[BoundedProtocol],
-    listener: socket.socket,
-) -> int:
+async def _serve(gateway: Gateway, http: HttpConfig, protocol: type[ChunkProtocol], listener: socket.socket) -> int:
     server = Server(
         uvicorn.Config(
             create_app(gateway),
@@ -115,7 +125,7 @@ async def _serve(
             date_header=False,
             proxy_headers=False,  # the peer is the client: only loopback may drain workers
             backlog=MAX_CONNECTIONS_WAITING,
-            timeout_keep_alive=round(protocol.limits.idle_connection_seconds),
+            timeout_keep_alive=round(http.idle_connection_seconds),
             timeout_graceful_shutdown=round(gateway.config.drain_grace_seconds),
         )
     )

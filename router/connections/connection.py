@@ -12,11 +12,12 @@ from http import HTTPStatus
 from typing import Any
 
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from common.errors import MiniInferError
 from router.config import HttpConfig
 from router.connections.client_watch import ClientWatch
+from router.http.chunk_writer import ChunkProtocol
 from router.http.errors import HttpError, error_body, error_headers, status_of
 
 LINGER_SECONDS = 1.0
@@ -48,7 +49,7 @@ class _CycleTransport:
         self.close = close
 
 
-class Connection(HttpToolsProtocol):
+class Connection(ChunkProtocol):
     """`limits` belongs to the class: uvicorn makes the instances."""
 
     limits = HttpConfig()

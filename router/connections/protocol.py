@@ -23,7 +23,6 @@ from router.connections.rules import (
     check_head,
     head_bytes,
 )
-from router.http.chunk_writer import CHUNK_WRITER, ChunkWriter
 from router.http.errors import HttpError
 from router.http.middleware import OPEN_PATHS
 
@@ -143,7 +142,6 @@ class BoundedProtocol(Connection):
         cycle.transport = self._cycle_transport
         # Close after an answer that comes before the request's end: how much of it is left is unknown.
         self._may_stay, cycle.keep_alive = cycle.keep_alive and not self._is_spare, False
-        self.scope[CHUNK_WRITER] = ChunkWriter(cycle, self.transport)  # type: ignore[literal-required]
 
     def on_chunk_header(self) -> None:
         self._num_other_bytes = max(self._num_other_bytes - CHUNK_FRAMING_BYTES, 0)
@@ -197,4 +195,5 @@ class BoundedProtocol(Connection):
 def bounded_protocol(config: HttpConfig) -> type[BoundedProtocol]:
     """The protocol class of one server, with these limits."""
     slots = ConnectionSlots[BoundedProtocol](config.max_connections, config.reserved_per_address)
-    return type("BoundedProtocol", (BoundedProtocol,), {"limits": config, "slots": slots})
+    own = {"limits": config, "slots": slots, "max_open": slots.max_open}
+    return type("BoundedProtocol", (BoundedProtocol,), own)

@@ -1,11 +1,12 @@
-"""Fast path of a chunk to its client, past ASGI. Knows uvicorn's response cycle, nothing of the chunk's content."""
+"""Fast path of a chunk to its client, past ASGI. Knows uvicorn's protocol, nothing of the chunk's content."""
 
 from __future__ import annotations
 
 import asyncio
 import weakref
+from typing import ClassVar
 
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 CHUNK_WRITER = "router.http.chunk_writer"  # in the scope of a request
 
@@ -30,3 +31,13 @@ class ChunkWriter:
     def write(self, body: bytes) -> None:
         """Write one non-empty chunk. Only while `is_ready`."""
         self._write(b"%x\r\n%b\r\n" % (len(body), body))
+
+
+class ChunkProtocol(HttpToolsProtocol):
+    """uvicorn's protocol, with a ChunkWriter in the scope of each request. `router/connections` adds bounds."""
+
+    max_open: ClassVar[int] = 2048  # connections that descriptors are there for
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self.scope[CHUNK_WRITER] = ChunkWriter(self.cycle, self.transport)  # type: ignore[literal-required]

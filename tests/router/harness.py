@@ -19,9 +19,9 @@ from common.text.load import load_tokenizer
 from common.text.tokenizer import Tokenizer
 from router.app import create_app
 from router.config import HttpConfig, RouterConfig
-from router.connections.protocol import bounded_protocol
 from router.gateway import Gateway
 from router.served_model import LoadedModel, ServedModel, serve_models
+from router.server import protocol_for
 from tests.router.scripted_worker import Script, ScriptedWorker
 
 DRY_RUN = load_tokenizer(resolve_model("dry-run"))
@@ -138,7 +138,7 @@ async def cluster(
     server = uvicorn.Server(
         uvicorn.Config(
             create_app(gateway),
-            http=bounded_protocol(http or HttpConfig()),
+            http=protocol_for(http or HttpConfig()),
             ws="none",
             log_config=None,
             access_log=False,

@@ -8,8 +8,9 @@ import pytest
 
 from common.errors import ConfigError
 from common.wings import has_wing
-from router.config import RouterConfig
+from router.config import HttpConfig, RouterConfig
 from router.served_model import LoadedModel, serve_models
+from router.server import protocol_for
 from tests.router.harness import DRY_RUN, cluster
 
 pytestmark = pytest.mark.skipif(has_wing("router.grammar"), reason="this installation has its wings")
@@ -52,3 +53,8 @@ async def test_requests_are_served_without_a_log_of_them() -> None:
         assert answer.status_code == 200, answer.text
         assert (await c.http.get(f"/explain/{answer.json()['id']}")).status_code == 404
         assert (await c.http.get("/v1/cluster")).json()["memory"]["explain_entries"] == 0
+
+
+def test_bounds_on_connections_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^--max-connections needs router\.connections"):
+        protocol_for(HttpConfig(max_connections=10))
