@@ -93,7 +93,7 @@ def test_compose_merges_the_file_for_gpus(cluster, profile):
 def test_workers_share_the_cores(cluster):
     """While one computes, the others' kernel shows its lock on the file that they have in common."""
     program = (
-        "import fcntl, os, sys, time; from worker.engine_process.cores import SharedCores; from pathlib import Path\n"
+        "import fcntl, os, sys, time; from worker.cores.shared_cores import SharedCores; from pathlib import Path\n"
         "cores = SharedCores(Path('/run/mini-infer/cores'), 4); end = time.monotonic() + 100\n"
         "while (found := cores.share()) == 4 and time.monotonic() < end: time.sleep(0.001)\n"
         "print(found)"

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-from worker.engine_process.contention import RunQueueWait, ThreadLimit
+from common.errors import ConfigError
+from worker.cores.contention import RunQueueWait, ThreadLimit
 
 NUM_SLOTS = 64  # engines of one host; those beyond are not counted
 _FLOCK = struct.Struct("@hhqqi0q")  # of <fcntl.h>: type, whence, start, length, process
@@ -86,3 +87,13 @@ class SharedCores:
         asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, first, stop - first, 0)
         kind, _, slot, _, _ = _FLOCK.unpack(fcntl.fcntl(self._file, fcntl.F_OFD_GETLK, asked))
         return None if kind == fcntl.F_UNLCK else slot
+
+
+def join_cores(run_dir: str) -> SharedCores:
+    """Join the cores shared on this host, taking a share for loading, which computes too. Raises ConfigError."""
+    try:
+        cores = SharedCores(Path(run_dir, "cores"), torch.get_num_threads())
+        cores.adjust(has_work=True)
+    except OSError as error:  # of a folder without locks too
+        raise ConfigError(f"--run-dir {run_dir}, to share cores: {error.strerror}; or give --num-threads") from None
+    return cores

@@ -1,1 +1,1 @@
-"""The engine process of a worker: its loop, its heartbeat, its share of the host's cores."""
+"""The engine process of a worker: its loop and its heartbeat."""

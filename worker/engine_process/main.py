@@ -9,17 +9,14 @@ import os
 import signal
 import socket
 import sys
-from pathlib import Path
 
-import torch
-
-from common.errors import ConfigError, MiniInferError
+from common.errors import MiniInferError
 from common.logging import setup_logging
+from common.wings import has_wing
 from engine.assembly import EngineParts, assemble
 from engine.engine import DeviceLostError
 from kvstore.handle.handle import HandleWriter
 from kvstore.pool.block_hash import HASH_VERSION
-from worker.engine_process.cores import SharedCores
 from worker.engine_process.heartbeat import Heartbeat
 from worker.engine_process.process import EngineProcess
 from worker.frames import FrameSocket
@@ -66,7 +63,11 @@ def main(argv: list[str] | None = None) -> int:
 def _start(link: FrameSocket, start: Start, heartbeat: Heartbeat) -> EngineProcess:
     config, worker = start.engine, start.worker
     memory = SharedPoolMemory(worker)
-    cores = None if config.num_threads or config.num_ranks > 1 else _shared_cores(worker.run_dir)
+    cores = None
+    if has_wing("worker.cores") and not (config.num_threads or config.num_ranks > 1):
+        from worker.cores.shared_cores import join_cores
+
+        cores = join_cores(worker.run_dir)
     parts = assemble(config, memory, start.gpu, on_progress=StartReports())
     if cores is not None and parts.device != "cpu":
         cores.close()
@@ -86,7 +87,8 @@ def _start(link: FrameSocket, start: Start, heartbeat: Heartbeat) -> EngineProce
     prompt_leases = PromptLeases(engine.kv, leases, worker.progressive_pull)
     loads = KvLoads(engine, puller, exporter, can_read=not config.stage_address)
     link.send(Ready(_engine_info(parts, memory), memory.socket_paths, memory.needs_staging, memory.descriptions))
-    return EngineProcess(link, parts, leases, prompt_leases, loads, heartbeat, cores)
+    adjust_cores = None if cores is None else cores.adjust
+    return EngineProcess(link, parts, leases, prompt_leases, loads, heartbeat, adjust_cores)
 
 
 def _end_process(reason: str) -> None:
@@ -117,16 +119,6 @@ def _engine_info(parts: EngineParts, memory: SharedPoolMemory) -> EngineInfo:
         max_num_seqs=parts.max_num_seqs,
         kv_layout=str(geometry.layout),
     )
-
-
-def _shared_cores(run_dir: str) -> SharedCores:
-    """Join the cores shared on this host, taking a share for loading, which computes too. Raises ConfigError."""
-    try:
-        cores = SharedCores(Path(run_dir, "cores"), torch.get_num_threads())
-        cores.adjust(has_work=True)
-    except OSError as error:  # of a folder without locks too
-        raise ConfigError(f"--run-dir {run_dir}, to share cores: {error.strerror}; or give --num-threads") from None
-    return cores
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import fields
 from math import inf
 
@@ -17,7 +18,6 @@ from common.token_ids import num_ids, unpack_ids
 from engine.assembly import EngineParts
 from engine.request import FinishReason, Request, RequestId, RequestOutput
 from engine.scheduled_step import StepStats
-from worker.engine_process.cores import SharedCores
 from worker.engine_process.engine_figures import add_figures
 from worker.engine_process.heartbeat import Heartbeat
 from worker.engine_process.open_request import OpenRequest
@@ -63,8 +63,9 @@ class EngineProcess:
         prompt_leases: PromptLeases,
         loads: KvLoads,
         heartbeat: Heartbeat,
-        cores: SharedCores | None = None,
-    ):
+        adjust_cores: Callable[[bool], None] | None = None,
+    ) -> None:
+        """adjust_cores: called before each step, with whether there is work."""
         self._link = link
         self._parts = parts
         self._engine = parts.engine
@@ -73,7 +74,7 @@ class EngineProcess:
         self._prompt_leases = prompt_leases
         self._loads = loads
         self._heartbeat = heartbeat
-        self._cores = cores
+        self._adjust_cores = adjust_cores
         self._open: dict[RequestId, OpenRequest] = {}
         self._report = StepReport()  # of this turn
         self._stopping = False
@@ -101,8 +102,8 @@ class EngineProcess:
         now = time.monotonic()
         self._loads.finish(self._open, self._report, now)
         self._expire(now)
-        if self._cores is not None:
-            self._cores.adjust(self._engine.has_work())
+        if self._adjust_cores is not None:
+            self._adjust_cores(self._engine.has_work())
         outcome = self._engine.step()
         self._heartbeat.beat()
         self._loads.start(outcome.loads, self._open, self._report, now)

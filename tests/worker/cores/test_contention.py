@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 
-from worker.engine_process.contention import MAX_RETRY_SECONDS, OBSERVE_SECONDS, RunQueueWait, ThreadLimit
+from worker.cores.contention import MAX_RETRY_SECONDS, OBSERVE_SECONDS, RunQueueWait, ThreadLimit
 
 
 def run(limit: ThreadLimit, seconds: float, lacking: float, num_threads: int = 2, start: float = 0.0) -> list[int]:

@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from common.errors import ConfigError
-from worker.engine_process.cores import NUM_SLOTS, SharedCores
-from worker.engine_process.main import _shared_cores
+from worker.cores.shared_cores import NUM_SLOTS, SharedCores, join_cores
 
 HOLDER = """
 import sys
 from pathlib import Path
-from worker.engine_process.cores import SharedCores
+from worker.cores.shared_cores import SharedCores
 print(SharedCores(Path(sys.argv[1]), 8).share(), flush=True)
 sys.stdin.read()
 """
@@ -67,9 +66,9 @@ def test_a_folder_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.Monk
     def refuse(*_: object) -> bytes:
         raise OSError(errno.EINVAL, "Invalid argument")
 
-    monkeypatch.setattr("worker.engine_process.cores.fcntl.fcntl", refuse)
+    monkeypatch.setattr("worker.cores.shared_cores.fcntl.fcntl", refuse)
     with pytest.raises(ConfigError, match="Invalid argument; or give --num-threads"):
-        _shared_cores(str(tmp_path))
+        join_cores(str(tmp_path))
 
 
 def test_threads_of_torch_follow(path: Path) -> None:
