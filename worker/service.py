@@ -20,6 +20,7 @@ from common.errors import ConfigError
 from common.logging import report_end, setup_logging
 from common.memory import TRIM_SECONDS, resident, share_one_heap, trim_heap
 from common.model_files import resolve_model
+from common.net.hosts import with_port
 from common.net.rpc import RpcServer
 from common.text.load import load_tokenizer
 from common.version import VERSION
@@ -88,7 +89,7 @@ async def _serve(role: str, settings: Start, run_dir: str) -> int:
     server = RpcServer(given.host, given.port, given.cluster_token)
     worker = dataclasses.replace(given, worker_id=given.worker_id or f"{role}-{server.port}", run_dir=run_dir)
     began = time.monotonic()
-    address = f"{worker.advertise_host or worker.host}:{server.port}"
+    address = with_port(worker.advertise_host or worker.host, server.port)
     engine = await _start_engine(replace(settings, worker=worker, kv_address=address), stopping)
     if engine is None:
         logger.info("stopped while loading")

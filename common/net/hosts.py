@@ -11,13 +11,13 @@ def socket_family(host: str) -> socket.AddressFamily:
 
 
 def with_port(host: str, port: int) -> str:
-    """`host:port`, an IPv6 address in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    """`host:port`, an IPv6 address in brackets, which it may have already."""
+    return f"[{host.strip('[]')}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches what listens on `host`, or connects from it."""
     try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False

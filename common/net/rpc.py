@@ -17,7 +17,7 @@ from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 
 from common.errors import ConfigError, MiniInferError, mapping_for, public_message
-from common.net.hosts import is_loopback
+from common.net.hosts import is_loopback, with_port
 from common.net.rpc_health import HealthService
 
 TOKEN_KEY = "mini-infer-token"
@@ -117,7 +117,7 @@ class RpcServer:
         self._server.add_generic_rpc_handlers((self._health.handler(),))
         self.host = host
         try:
-            self.port: int = self._server.add_insecure_port(f"{host}:{port}")
+            self.port: int = self._server.add_insecure_port(with_port(host, port))
         except RuntimeError:
             self.port = 0
         if self.port == 0:
@@ -125,7 +125,7 @@ class RpcServer:
 
     @property
     def address(self) -> str:
-        return f"{self.host}:{self.port}"
+        return with_port(self.host, self.port)
 
     def add(self, adder: Callable[[Any, grpc.aio.Server], None], servicer: Any, full_name: str) -> None:
         """Register `servicer` with its generated `add_..._to_server` function."""

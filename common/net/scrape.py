@@ -61,7 +61,7 @@ class _Server(ThreadingHTTPServer):
         self.address_family = socket_family(host)
         self.render_metrics = render_metrics
         self.is_ready = is_ready
-        super().__init__((host, port), _Handler)
+        super().__init__((host.strip("[]"), port), _Handler)
 
     def handle_error(self, request: object, client_address: object) -> None:
         if not isinstance(sys.exception(), ConnectionError):  # not when a client left before its answer

@@ -14,7 +14,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from common.net.rpc import MAX_REQUEST_BYTES, RpcServer, token_metadata
+from common.net.rpc import MAX_REQUEST_BYTES, RpcServer, open_channel, token_metadata
 from common.net.rpc_health import MAX_WATCHERS
 from protos import kvstore_pb2, kvstore_pb2_grpc
 from worker.service import STOP_SECONDS
@@ -136,6 +136,18 @@ async def test_every_kind_of_method_is_refused(method: str) -> None:
         expected = grpc.StatusCode.UNIMPLEMENTED if method == "Nothing" else grpc.StatusCode.UNAUTHENTICATED
         assert await call.code() is expected
     await server.stop(0)
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+async def test_hosts_of_ipv6_are_listened_on(host: str) -> None:
+    server = RpcServer(host, 0)
+    await server.start()
+    try:
+        assert server.address == f"[::1]:{server.port}"
+        async with open_channel(server.address) as channel:
+            await asyncio.wait_for(channel.channel_ready(), 60)
+    finally:
+        await server.stop(STOP_SECONDS)
 
 
 async def test_a_stop_does_not_wait_for_peers_that_have_no_call_open() -> None:
