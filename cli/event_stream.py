@@ -77,7 +77,9 @@ class EventStream:
         try:
             event = orjson.loads(payload)
         except orjson.JSONDecodeError:
-            raise StreamError("not JSON") from None
+            event = None
+        if not isinstance(event, dict):
+            raise StreamError("not JSON")
         if "error" in event:
             raise StreamError("error event", event)
         text, record = "", self._record

@@ -67,6 +67,7 @@ async def test_chat_endpoint_and_key():
         (chunked([event(choices=[{"text": "a"}])]), "incomplete"),
         (chunked([event(choices=[{"text": "a"}])], end=False), "disconnected"),
         (chunked([b"data: {\n\n", b"data: [DONE]\n\n"]), "not JSON"),
+        (chunked([b"data: null\n\n", b"data: [DONE]\n\n"]), "not JSON"),
         ([b"SSH-2.0-nothing\r\n\r\n"], "not HTTP"),
         ([], "disconnected"),
     ],
