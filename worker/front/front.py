@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable
 
 from common.errors import EngineError, InvalidRequestError, MiniInferError, UnavailableError
-from common.logging import RateLimit
+from common.logging import RateLimit, traceback_text
 from common.memory import Resident
 from engine.request import RequestId
 from kvstore.pool.events import EventLog, to_proto
@@ -81,23 +81,31 @@ class WorkerFront:
             raise UnavailableError(session.closed_reason)
 
     async def _read_commands(self, session: Session, commands: AsyncIterator[pb.Command], prefill_only: bool) -> None:
-        async for command in commands:
-            match command.WhichOneof("kind"):
-                case "submit":
-                    self._submit(session, command.submit, prefill_only)
-                case "cancel":
-                    self._cancel(session, command.cancel.request_id)
-                case "hand_over":
-                    self._hand_over(session, command.hand_over.request_id)
-                case "release":
-                    self._release([command.release])
-                case "drain_noted":
-                    session.num_drain_changes = command.drain_noted.num_drain_changes
-                case "prefetch":
-                    offer = command.prefetch
-                    handle, keys = handle_of(offer.kv_handle), [*map(BlockKey, offer.block_keys)]
-                    self._engine.send(Abandon(handle) if self.drain.is_active else Prefetch(handle, keys))
-        session.close("")  # the router has said goodbye
+        reason = ""  # the router has said goodbye
+        try:
+            async for command in commands:
+                self._carry_out(session, command, prefill_only)
+        except Exception as error:  # noqa: BLE001 - a bug; without an end the router would wait for what nobody reads
+            logger.error("a router's command failed\n%s", traceback_text(error))
+            reason = "a command could not be carried out"
+        session.close(reason)
+
+    def _carry_out(self, session: Session, command: pb.Command, prefill_only: bool) -> None:
+        match command.WhichOneof("kind"):
+            case "submit":
+                self._submit(session, command.submit, prefill_only)
+            case "cancel":
+                self._cancel(session, command.cancel.request_id)
+            case "hand_over":
+                self._hand_over(session, command.hand_over.request_id)
+            case "release":
+                self._release([command.release])
+            case "drain_noted":
+                session.num_drain_changes = command.drain_noted.num_drain_changes
+            case "prefetch":
+                offer = command.prefetch
+                handle, keys = handle_of(offer.kv_handle), [*map(BlockKey, offer.block_keys)]
+                self._engine.send(Abandon(handle) if self.drain.is_active else Prefetch(handle, keys))
 
     def _submit(self, session: Session, submit: pb.Submit, prefill_only: bool) -> None:
         if self.drain.is_active:

@@ -17,7 +17,7 @@ from kvstore.handle.handle import KvHandle
 from kvstore.pool.leases import LeaseTable
 from kvstore.types import BlockKey, Epoch, LeaseId, WorkerId
 from protos import types_pb2 as pb
-from worker.front import sessions
+from worker.front import front, sessions
 from worker.front.drain import Drain
 from worker.front.front import WorkerFront
 from worker.messages import (
@@ -176,6 +176,21 @@ async def test_bad_sampling_parameters_are_refused_and_the_peers_lease_let_go(at
     await attached.engine.until_sent(Abandon(HANDLE))
     assert attached.engine.submitted.empty()
     assert attached.front.num_open_requests == 0
+
+
+async def test_a_router_whose_command_meets_a_bug_loses_its_stream(
+    attached: Attached, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its next commands would not be read: requests would hang until they are given up."""
+
+    def fail(*_: object) -> None:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(front, "handle_of", fail)
+    attached.command(prefetch=pb.KvOffer())
+    await anext(attached.reports)  # the snapshot
+    with pytest.raises(UnavailableError, match="could not be carried out"):
+        await asyncio.wait_for(anext(attached.reports), 10)
 
 
 async def test_a_drained_worker_ends_when_routers_know_of_it(attached: Attached) -> None:
