@@ -48,14 +48,15 @@ class WorkerConnection:
         link = self._link
         backoff = MIN_BACKOFF_SECONDS
         while True:
+            refused = ""
             try:
                 async with open_channel(link.address) as channel:
                     await self._attach(channel)
                 reason = "the worker ended the stream"
             except HandshakeError as error:
-                if str(error) != link.refused:
+                refused, reason = str(error), ""
+                if refused != link.refused:
                     logger.error("worker %s refused: %s", link.address, error)
-                link.refused, reason = str(error), ""
             except grpc.aio.AioRpcError as error:
                 reason = f"{error.code().name.lower().replace('_', ' ')}"
             except TimeoutError:
@@ -63,6 +64,7 @@ class WorkerConnection:
             except Exception as error:  # noqa: BLE001 - a bug in handling one report must not lose the worker for good
                 logger.error("the link to worker %s failed\n%s", link.address, traceback_text(error))
                 reason = "internal error"
+            link.refused = refused  # not one that is gone
             was_attached = link.info is not None
             link.lost(reason)
             backoff = MIN_BACKOFF_SECONDS if was_attached else min(backoff * 2, MAX_BACKOFF_SECONDS)

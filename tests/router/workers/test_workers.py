@@ -56,6 +56,18 @@ async def test_a_gap_in_kv_events_fetches_a_snapshot_and_open_requests_go_on() -
         assert c.gateway.workers.links[0].num_lost == 0
 
 
+async def test_a_refused_worker_that_is_gone_is_not_called_refused_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.workers.worker_connection.REFUSED_BACKOFF_SECONDS", 0.05)
+    async with cluster() as c:
+        other = ScriptedWorker("decode", "other", Script(), model_fingerprint="e" * 64)
+        await other.start()
+        c.gateway.workers._add("decode", other.address)
+        link = c.gateway.workers.links[-1]
+        await c.until(lambda: link.state(0.0) == "refused")
+        await other.kill()
+        await c.until(lambda: link.state(0.0) == "connecting", timeout_seconds=20.0)
+
+
 async def test_a_snapshot_that_does_not_come_is_asked_for_again() -> None:
     async with cluster() as c:
         worker = c.decode[0]
