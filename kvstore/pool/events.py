@@ -8,22 +8,9 @@ The log keeps the current key set, not history: a new reader starts with a snaps
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 from kvstore.types import BlockKey
-from protos import types_pb2
-
-EventKind = Literal["stored", "removed", "snapshot"]
-
-
-@dataclass(frozen=True, slots=True)
-class CacheEvent:
-    """One entry of the log."""
-
-    sequence: int
-    kind: EventKind
-    keys: tuple[BlockKey, ...]
+from protos import types_pb2 as pb
 
 
 class EventLog:
@@ -33,26 +20,18 @@ class EventLog:
         self.sequence = 0  # of the last event
         self._keys: dict[BlockKey, None] = {}  # oldest first
 
-    def append(self, stored: Sequence[BlockKey], removed: Sequence[BlockKey]) -> list[CacheEvent]:
+    def append(self, stored: Sequence[BlockKey], removed: Sequence[BlockKey]) -> list[pb.KvEvent]:
         """Apply one net change; up to two events, removed first."""
-        events: list[CacheEvent] = []
         for key in removed:
             self._keys.pop(key, None)
         self._keys.update(dict.fromkeys(stored))
-        if removed:
-            events.append(self._numbered("removed", removed))
-        if stored:
-            events.append(self._numbered("stored", stored))
-        return events
+        changes = (("removed", removed), ("stored", stored))
+        return [self._numbered(kind, keys) for kind, keys in changes if keys]
 
-    def snapshot(self) -> CacheEvent:
+    def snapshot(self) -> pb.KvEvent:
         """The whole set as of the last event."""
-        return CacheEvent(self.sequence, "snapshot", tuple(self._keys))
+        return pb.KvEvent(sequence=self.sequence, snapshot=pb.BlockKeys(keys=self._keys))
 
-    def _numbered(self, kind: EventKind, keys: Sequence[BlockKey]) -> CacheEvent:
+    def _numbered(self, kind: str, keys: Sequence[BlockKey]) -> pb.KvEvent:
         self.sequence += 1
-        return CacheEvent(self.sequence, kind, tuple(keys))
-
-
-def to_proto(event: CacheEvent) -> types_pb2.KvEvent:
-    return types_pb2.KvEvent(sequence=event.sequence, **{event.kind: types_pb2.BlockKeys(keys=event.keys)})
+        return pb.KvEvent(sequence=self.sequence, **{kind: pb.BlockKeys(keys=keys)})

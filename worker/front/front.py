@@ -17,7 +17,7 @@ from common.errors import EngineError, InvalidRequestError, MiniInferError, Unav
 from common.logging import RateLimit, traceback_text
 from common.memory import Resident
 from engine.request import RequestId
-from kvstore.pool.events import EventLog, to_proto
+from kvstore.pool.events import EventLog
 from kvstore.pool.leases import LeaseTable
 from kvstore.transports.staging import StagingTable
 from kvstore.types import BlockKey, Epoch, LeaseId
@@ -69,7 +69,7 @@ class WorkerFront:
             raise UnavailableError(self._out_of_service)
         session = Session()
         self._sessions.add(session)
-        session.send(pb.StepReport(kv_events=[to_proto(self._events.snapshot())], load=self._load_report()))
+        session.send(pb.StepReport(kv_events=[self._events.snapshot()], load=self._load_report()))
         reader = asyncio.create_task(self._read_commands(session, commands, prefill_only))
         try:
             while (report := await session.reports.get()) is not None:
@@ -221,8 +221,7 @@ class WorkerFront:
                 session, request_id = owner
                 reports[session].failures.append(failure_of(failure, request_id))
                 self._forget(failure.request_id)
-        events = self._events.append(report.stored, report.removed)
-        self._send(reports, [to_proto(event) for event in events], time.monotonic())
+        self._send(reports, self._events.append(report.stored, report.removed), time.monotonic())
         self.on_report(report)
 
     def _mirror_leases(self, report: StepReport) -> None:

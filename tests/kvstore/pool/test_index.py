@@ -120,14 +120,14 @@ class IndexMachine(RuleBasedStateMachine):
         self.truth[worker] ^= keys
         for event in self.logs[worker].append(stored, removed):
             if not lost:
-                fields = {event.kind: event.keys}
-                ok = self.index.apply(worker, event.sequence, **fields)
+                keys_of = {"stored": map(BlockKey, event.stored.keys), "removed": map(BlockKey, event.removed.keys)}
+                ok = self.index.apply(worker, event.sequence, **keys_of)
                 assert ok == (self.index.state(worker) is not IndexState.DEGRADED)
 
     @rule(worker=st.sampled_from([A, B]))
     def resync(self, worker: WorkerId) -> None:
         event = self.logs[worker].snapshot()
-        self.index.snapshot(worker, event.sequence, event.keys)
+        self.index.snapshot(worker, event.sequence, [*map(BlockKey, event.snapshot.keys)])
 
     @rule(worker=st.sampled_from([A, B]))
     def restart(self, worker: WorkerId) -> None:

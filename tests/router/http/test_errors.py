@@ -104,6 +104,7 @@ async def test_a_workers_failure_is_logged(caplog: pytest.LogCaptureFixture) -> 
     assert SECRET not in caplog.text
 
 
+@pytest.mark.wing("router.connections")
 async def test_what_a_stranger_can_repeat_is_logged_a_few_times(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
