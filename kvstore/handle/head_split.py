@@ -11,24 +11,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from common.errors import HandshakeError
+from kvstore.handle.head_copy import HeadCopy
 from kvstore.layout import PoolGeometry, Shard
-
-
-@dataclass(frozen=True, slots=True)
-class HeadCopy:
-    """Bytes from one block to another, for i below `height`:
-
-    target[i * target_pitch + target_offset :][:width] = source[i * source_pitch + source_offset :][:width]
-
-    No range of `width` goes beyond the end of a pitch, and blocks are whole pitches long.
-    """
-
-    height: int
-    width: int
-    source_offset: int
-    source_pitch: int
-    target_offset: int
-    target_pitch: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from common.errors import MiniInferError, TransferError, UnavailableError
+from common.errors import HandshakeError, MiniInferError, TransferError, UnavailableError
+from common.wings import has_wing
 from kvstore.handle.handle import PeerLease, PeerShard
-from kvstore.handle.head_split import split_blocks
 from kvstore.handle.pool_info import check_compatible
 from kvstore.layout import PoolGeometry
 from kvstore.transports.host_pull import BlockPull, SourcePart
@@ -70,8 +70,7 @@ class KvClient:
             raise TransferError("a position outside the KV handle")
         began = time.monotonic()
         check_compatible(self._geometry, lease.shards[0].geometry, lease.worker_id)
-        split = split_blocks(self._geometry, tuple(shard.geometry.shard for shard in lease.shards))
-        parts = [SourcePart(lease.shards[part.rank], part.copy) for part in split]
+        parts = self._parts(lease)
         transport, digests = self._pull_best(BlockPull(parts, positions, local_block_ids, began + deadline_seconds))
         for part, found in zip(parts, digests, strict=True):
             granted = [part.shard.digests[position] for position in positions]
@@ -79,6 +78,21 @@ class KvClient:
                 position = next(p for p, a, b in zip(positions, found, granted, strict=True) if a != b)
                 raise TransferError(f"block {position} of worker {lease.worker_id} did not arrive intact")
         return PullResult(transport, len(positions) * self._geometry.block_bytes, time.monotonic() - began)
+
+    def _parts(self, lease: PeerLease) -> list[SourcePart]:
+        """What to read of which shard. Raises HandshakeError."""
+        shards = tuple(shard.geometry.shard for shard in lease.shards)
+        if shards == (self._geometry.shard,):
+            return [SourcePart(lease.shards[0])]
+        if not has_wing("kvstore.handle.head_split"):
+            raise HandshakeError(
+                f"worker {lease.worker_id} has {len(shards)} ranks: to read their KV needs "
+                "kvstore.handle.head_split, which this installation lacks"
+            )
+        from kvstore.handle.head_split import split_blocks
+
+        split = split_blocks(self._geometry, shards)
+        return [SourcePart(lease.shards[part.rank], part.copy) for part in split]
 
     def renew(self, lease: PeerLease) -> bool:
         """Keep the lease while waiting. False: it does not hold any more. Raises UnavailableError."""

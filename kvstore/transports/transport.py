@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
-from kvstore.handle.head_split import HeadCopy
+from kvstore.handle.head_copy import HeadCopy
 from kvstore.handle.pool_info import PoolInfo
 from kvstore.transports.host_pull import BlockPull, Blocks
 from kvstore.transports.lease_client import LeaseClient

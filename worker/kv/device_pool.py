@@ -25,7 +25,7 @@ from common.errors import ConfigError, TransferError
 from engine.gpu.device_memory import tensor_over
 from engine.gpu.pinning import pin
 from kernels.kv_copy import WordCopy
-from kvstore.handle.head_split import HeadCopy
+from kvstore.handle.head_copy import HeadCopy
 from kvstore.handle.runs import merged_runs
 from kvstore.pool.digest import WORD_BYTES, digest_weights
 from kvstore.transports.cuda_ipc import cuda_memory

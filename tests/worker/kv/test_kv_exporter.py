@@ -24,8 +24,8 @@ from kvstore.transports.host_pull import BlockPull, SourcePart
 from kvstore.transports.lease_client import LeaseClient
 from kvstore.transports.shm.reader import ShmReader
 from kvstore.types import BlockId, Epoch, LeaseId, WorkerId
-from tests.kvstore.handle.test_head_split import geometry_of, running
 from tests.kvstore.helpers import GEOMETRY
+from tests.kvstore.ranks import geometry_of, running
 from worker.kv.device_pool import AttachedPool, DevicePool
 from worker.kv.kv_exporter import KvExporter
 from worker.kv.kv_leases import KvLeases
@@ -131,6 +131,7 @@ def test_a_pull_through_rows_goes_in_pieces(parts: Parts) -> None:
     assert parts.rows.num_free == NUM_ROWS
 
 
+@pytest.mark.wing("kvstore.handle.head_split")
 async def test_a_pull_through_rows_splits_heads(tmp_path: Path) -> None:
     async with running(tmp_path, heads=4, size=2) as worker:
         geometry = geometry_of(4, Shard())

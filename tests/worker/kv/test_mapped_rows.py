@@ -13,8 +13,8 @@ from kvstore.transports.client import KvClient
 from kvstore.transports.lease_client import LeaseClient
 from kvstore.transports.shm.reader import DeviceShmReader, ShmReader
 from kvstore.types import BlockId
-from tests.kvstore.handle.test_head_split import Ranks, geometry_of, running
 from tests.kvstore.helpers import with_shard
+from tests.kvstore.ranks import Ranks, geometry_of, running
 from worker.kv.device_pool import DevicePool
 from worker.kv.pinned_staging import HostRows, StagedReader
 
@@ -46,6 +46,7 @@ async def test_equal_shards_go_straight_to_their_blocks(tmp_path: Path) -> None:
         reader.client.close()
 
 
+@pytest.mark.wing("kvstore.handle.head_split")
 async def test_other_shards_go_through_rows(tmp_path: Path) -> None:
     async with running(tmp_path, heads=HEADS, size=2) as worker:
         reader = Reader(worker)
