@@ -54,6 +54,10 @@ def create_app(gateway: Gateway) -> Any:
     _add_model_routes(routes, gateway)
     _add_health_routes(routes, gateway)
     add_operator_routes(routes, gateway)
+    if has_wing("router.messages_api"):
+        from router.messages_api.routes import add_message_routes
+
+        add_message_routes(routes, gateway)
     if has_wing("router.explain"):
         from router.explain.routes import add_explain_route
 
@@ -85,7 +89,7 @@ def _error_handlers(gateway: Gateway, paths: list[str]) -> dict[Any, Any]:
     async def known(request: Request, error: Exception) -> Response:
         gateway.refused(request.scope, status_of(error))
         logged_id = log_if_internal(request.scope, error)
-        return error_response(error, {"x-request-id": logged_id} if logged_id else None)
+        return error_response(error, request.scope, {"x-request-id": logged_id} if logged_id else None)
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

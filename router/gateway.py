@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from common.errors import InvalidRequestError
+from common.text.tokenizer import Tokenizer
 from protos import types_pb2 as pb
 from router.api.completion_renderer import CompletionRenderer
 from router.api.parse import parse_body
@@ -38,6 +39,7 @@ from router.workers.workers import WorkerTable
 ALIASES = ("mini-infer", "default")  # the first model, unless one is called so
 SERVED_MODEL = "router.served_model"  # in the scope of a request whose model is known
 MAX_LABEL_CHARS = 128
+RendererOf = Callable[[Features, RenderOptions, Tokenizer], Renderer]
 
 
 class Gateway:
@@ -85,18 +87,32 @@ class Gateway:
     async def chat_completions(self, http: Request, held: HeldBody) -> Response:
         arrival = time.monotonic()
         body = parse_body(CHAT_BODY, await read_json_object(http, held))
+        return await self.chat(http, body, arrival, Features.renderer)
+
+    async def chat(
+        self, http: Request, body: ChatCompletionBody, arrival: float, renderer_of: RendererOf
+    ) -> Response:
+        """Answer a conversation in the JSON of one API."""
         model = self._model_for(http, body.model)
         model.dispatcher.admit()
-        add_prompt = (
-            not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
-        )
         n = body.n or 1
         features = await Features.of(body, n, model.tokenizer)
-        token_ids = await self._chat_ids(model, body, add_prompt, features.tools)
+        token_ids = await self._prompt_ids(model, body, features)
         prompts = [truncated(token_ids, body.truncate_prompt_tokens)]
         request = self._request(http, model, body, features, prompts, n, arrival)
         options = self._options(request, model, body, prompts, (), bool(body.logprobs))
-        return self._respond(http, body, request, features.renderer(options, model.tokenizer))
+        return self._respond(http, body, request, renderer_of(features, options, model.tokenizer))
+
+    async def count_chat_tokens(self, http: Request, body: ChatCompletionBody) -> int:
+        """How many tokens the prompt of a conversation has."""
+        model = self._model_for(http, body.model)
+        return len(await self._prompt_ids(model, body, await Features.of(body, 1, model.tokenizer)))
+
+    async def _prompt_ids(self, model: ServedModel, body: ChatCompletionBody, features: Features) -> list[int]:
+        add_prompt = (
+            not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
+        )
+        return await self._chat_ids(model, body, add_prompt, features.tools)
 
     async def completions(self, http: Request, held: HeldBody) -> Response:
         arrival = time.monotonic()

@@ -17,6 +17,7 @@ from common.text.tokenizer import Tokenizer
 from router.api.results import ChoiceResult, Usage
 from router.api.text import Update
 
+DONE = b"data: [DONE]\n\n"
 MIN_LOGPROB = -9999.0  # JSON has no -inf
 
 
@@ -83,8 +84,14 @@ class Renderer(ABC):
     def answer(self, results: Sequence[ChoiceResult], usage: Usage) -> bytes:
         """Render an answer that is not streamed."""
 
-    def usage_chunk(self, usage: Usage) -> bytes:
-        return event({**self._head, "choices": [], "usage": usage.as_dict()})
+    def end(self, usage: Usage) -> bytes:
+        """Render the end of a stream."""
+        last = {**self._head, "choices": [], "usage": usage.as_dict()}
+        return (event(last) if self.options.include_usage else b"") + DONE
+
+    def failure(self, error: dict[str, Any]) -> bytes:
+        """Render the end of a stream that has failed."""
+        return event(error) + DONE
 
     def _event(self, choice: dict[str, Any], usage: Usage, **extra: Any) -> bytes:
         value = {**self._head, "choices": [choice], **extra}

@@ -43,7 +43,7 @@ class GenerationResponse(Response):
             await sink.respond(scope, receive, send)
         except MiniInferError as error:  # before anything was sent
             log_if_internal(scope, error)
-            await error_response(error, self._extra_headers)(scope, receive, send)
+            await error_response(error, scope, self._extra_headers)(scope, receive, send)
         except asyncio.CancelledError:
             if not self._client_left or task.uncancel():
                 raise

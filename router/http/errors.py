@@ -6,7 +6,8 @@ import logging
 import math
 import random
 import uuid
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
+from types import MappingProxyType
 from typing import Any
 
 import orjson
@@ -26,6 +27,8 @@ from common.logging import RateLimit, traceback_text
 logger = logging.getLogger(__name__)
 logger.addFilter(RateLimit())
 MAX_RETRY_SECONDS = 60  # the openai package ignores a longer Retry-After
+ERROR_SHAPE = "router.error_shape"  # in the scope of a request to another API: makes its errors of OpenAI's
+NO_SCOPE: Mapping[str, Any] = MappingProxyType({})
 REQUEST_ID = "router.request_id"  # in the scope of a request that has been given an id
 
 
@@ -47,8 +50,14 @@ def status_of(error: BaseException) -> int:
     return mapping_for(error).http_status
 
 
-def error_object(error: BaseException) -> dict[str, Any]:
-    """The body of an error answer, and the data of an error event inside a stream."""
+def error_object(error: BaseException, scope: Mapping[str, Any] = NO_SCOPE) -> dict[str, Any]:
+    """The body of an error answer to the request of a scope, and the data of an error event inside a stream."""
+    shape: Callable[[dict[str, Any]], dict[str, Any]] | None = scope.get(ERROR_SHAPE)
+    body = _openai_error(error)
+    return body if shape is None else shape(body)
+
+
+def _openai_error(error: BaseException) -> dict[str, Any]:
     kind, param, code = mapping_for(error).openai_type, None, None
     if isinstance(error, HttpError):
         kind = "timeout_error" if error.status == 408 else "invalid_request_error"
@@ -93,9 +102,12 @@ def error_body(error: BaseException) -> bytes:
     return orjson.dumps(error_object(error))
 
 
-def error_response(error: BaseException, headers: Mapping[str, str] | None = None) -> Response:
+def error_response(
+    error: BaseException, scope: Mapping[str, Any] = NO_SCOPE, headers: Mapping[str, str] | None = None
+) -> Response:
     """The whole answer that consists of an error, with further `headers`."""
-    return Response(error_body(error), status_of(error), headers={**error_headers(error), **(headers or {})})
+    body = orjson.dumps(error_object(error, scope))
+    return Response(body, status_of(error), headers={**error_headers(error), **(headers or {})})
 
 
 def log_if_internal(scope: MutableMapping[str, Any], error: BaseException) -> str:

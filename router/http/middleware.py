@@ -39,7 +39,8 @@ class Guard:
     def _check(self, scope: Scope) -> None:
         if not self._api_key or scope.get("raw_path") in OPEN_PATHS:
             return
-        sent = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        scheme, _, key = sent.partition(b" ")
-        if not (scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._api_key)):
+        sent = dict(scope["headers"])
+        scheme, _, key = sent.get(b"authorization", b"").partition(b" ")
+        key = key if scheme.lower() == b"bearer" else sent.get(b"x-api-key", b"")  # as Anthropic's clients send it
+        if not hmac.compare_digest(key.strip(), self._api_key):
             raise UnauthenticatedError("the API key is missing or wrong: send it as 'Authorization: Bearer ...'")

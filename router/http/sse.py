@@ -11,14 +11,13 @@ import asyncio
 
 from starlette.types import Receive, Scope, Send
 
-from router.api.render import Renderer, event
+from router.api.render import Renderer
 from router.api.results import ChoiceResult
 from router.api.text import Update
 from router.http.chunk_writer import ChunkWriter
 from router.http.errors import error_object, log_if_internal
 from router.request import GenerationRequest
 
-DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": waiting for a worker\n\n"  # a comment: parsers of events skip it
 KEEP_ALIVE_SECONDS = 5.0
 Headers = dict[str, str]
@@ -70,18 +69,17 @@ class EventStream:
         """Return when everything has been sent. Raises the request's error when nothing has been."""
         try:
             last = await self._send_kept(send)
-            if self._renderer.options.include_usage:
-                last += self._renderer.usage_chunk(self._request.usage())
+            last += self._renderer.end(self._request.usage())
             await self._begin(send)
         except Exception as error:  # bugs, too: a stream that has begun must end in a way that clients understand
             if not self._has_begun:
                 raise
             log_if_internal(scope, error)
-            last = event(error_object(error))
+            last = self._renderer.failure(error_object(error, scope))
         finally:
             if self._keep_alive_timer is not None:
                 self._keep_alive_timer.cancel()
-        await send({"type": "http.response.body", "body": last + DONE, "more_body": False})
+        await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _send_kept(self, send: Send) -> bytes:
         """Send what is kept whenever the client can take it; return what is to be sent together with the end."""

@@ -1,0 +1,40 @@
+"""Routes of Anthropic's Messages API."""
+
+from __future__ import annotations
+
+import time
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from router.api.parse import parse_body
+from router.features import CHAT_BODY
+from router.gateway import Gateway
+from router.http.body import read_json_object
+from router.http.errors import ERROR_SHAPE
+from router.http.routes import Routes, json_response
+from router.messages_api.renderer import MessagesRenderer, error_shape
+from router.messages_api.schemas import MessagesBody, PromptBody
+from router.messages_api.translation import chat_fields
+
+
+def add_message_routes(routes: Routes, gateway: Gateway) -> None:
+    async def messages(request: Request) -> Response:
+        request.scope[ERROR_SHAPE] = error_shape
+        arrival = time.monotonic()
+        with gateway.bodies.hold() as held:
+            body = parse_body(MessagesBody, await read_json_object(request, held))
+            chat = parse_body(CHAT_BODY, chat_fields(body))
+            return await gateway.chat(
+                request, chat, arrival, lambda _, options, tokenizer: MessagesRenderer(options, tokenizer)
+            )
+
+    async def count_tokens(request: Request) -> Response:
+        request.scope[ERROR_SHAPE] = error_shape
+        with gateway.bodies.hold() as held:
+            body = parse_body(PromptBody, await read_json_object(request, held))
+            chat = parse_body(CHAT_BODY, chat_fields(body))
+            return json_response({"input_tokens": await gateway.count_chat_tokens(request, chat)})
+
+    routes.add("POST", "/v1/messages", messages, "the answer to a conversation, as Anthropic's API", MessagesBody)
+    routes.add("POST", "/v1/messages/count_tokens", count_tokens, "the tokens of its prompt", PromptBody)

@@ -1,0 +1,122 @@
+"""Schemas of `/v1/messages`. What they ask for becomes a chat completion's fields (`translation`)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from router.api.message_schemas import MAX_LIST, MAX_MESSAGES, Body, Label
+
+MAX_STOPS = 16
+
+
+class Block(Body):
+    """A part of a message. Hints to other servers, such as cache_control, are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class TextBlock(Block):
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingBlock(Block):
+    type: Literal["thinking"]
+    thinking: str
+
+
+class RedactedThinkingBlock(Block):
+    """Another server's reasoning, which only that server can read."""
+
+    type: Literal["redacted_thinking"]
+
+
+class ToolUseBlock(Block):
+    type: Literal["tool_use"]
+    id: Label
+    name: Label
+    input: dict[str, Any]
+
+
+class ToolResultBlock(Block):
+    type: Literal["tool_result"]
+    tool_use_id: Label
+    content: str | Annotated[list[TextBlock], Field(max_length=MAX_MESSAGES)] = ""
+    is_error: bool | None = None
+
+
+AnyBlock = Annotated[
+    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
+]
+
+
+class InputMessage(Body):
+    role: Literal["user", "assistant"]
+    content: str | Annotated[list[AnyBlock], Field(max_length=MAX_MESSAGES)]
+
+
+class Tool(Block):
+    type: Literal["custom"] | None = None
+    name: Label
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+
+
+class ToolChoice(Body):
+    type: Literal["auto", "any", "tool", "none"]
+    name: Label | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class Thinking(Body):
+    """A budget is advice: how long a model reasons is its own."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: Annotated[int, Field(ge=1)] | None = None
+
+
+class OutputFormat(Body):
+    type: Literal["json_schema"]
+    content: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(Body):
+    effort: Label | None = None
+    format: OutputFormat | None = None
+
+
+class Metadata(Body):
+    model_config = ConfigDict(extra="ignore")
+
+    user_id: Label | None = None
+
+
+class PromptBody(Body):
+    """POST /v1/messages/count_tokens"""
+
+    model: Label | None = None
+    messages: Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    system: str | Annotated[list[TextBlock], Field(max_length=MAX_LIST)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_LIST)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: Any = None  # a hint to other servers
+
+
+class MessagesBody(PromptBody):
+    """POST /v1/messages"""
+
+    max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)]
+    stop_sequences: Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
+    stream: bool | None = None
+    temperature: Annotated[float, Field(ge=0, le=1, strict=False)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1, strict=False)] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    metadata: Metadata | None = None
+    service_tier: Label | None = None

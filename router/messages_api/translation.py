@@ -1,0 +1,118 @@
+"""From a Messages request to the fields of a chat completion. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import orjson
+
+from common.errors import InvalidRequestError
+from router.messages_api.schemas import (
+    AnyBlock,
+    InputMessage,
+    MessagesBody,
+    PromptBody,
+    TextBlock,
+    ThinkingBlock,
+    ToolChoice,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def chat_fields(body: PromptBody) -> dict[str, Any]:
+    """Return the body of the chat completion that a request means. Raises InvalidRequestError."""
+    system = _text(body.system) if body.system else ""
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    for index, message in enumerate(body.messages):
+        messages += _messages(message, f"messages.{index}.content")
+    fields: dict[str, Any] = {"model": body.model, "messages": messages}
+    if body.messages[-1].role == "assistant":  # its text is the beginning of the answer
+        fields |= {"continue_final_message": True, "add_generation_prompt": False}
+    if body.tools:
+        fields["tools"] = [
+            {
+                "type": "function",
+                "function": {"name": tool.name, "description": tool.description, "parameters": tool.input_schema},
+            }
+            for tool in body.tools
+        ]
+    if body.tool_choice is not None:
+        fields |= _choice(body.tool_choice)
+    if body.thinking is not None:
+        fields["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"}
+    if body.output_config is not None:
+        fields["reasoning_effort"] = body.output_config.effort
+        if (wanted := body.output_config.format) is not None:
+            schema = {"name": "answer", "schema": wanted.content, "strict": True}
+            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    if isinstance(body, MessagesBody):
+        fields |= {
+            "max_tokens": body.max_tokens,
+            "stop": body.stop_sequences,
+            "stream": body.stream,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "top_k": body.top_k,
+            "user": None if body.metadata is None else body.metadata.user_id,
+        }
+    return fields
+
+
+def _choice(choice: ToolChoice) -> dict[str, Any]:
+    is_parallel = {"parallel_tool_calls": False} if choice.disable_parallel_tool_use else {}
+    if choice.type != "tool":
+        return {"tool_choice": _CHOICES[choice.type], **is_parallel}
+    if choice.name is None:
+        raise InvalidRequestError("tool_choice of type tool needs a name", "tool_choice.name")
+    return {"tool_choice": {"type": "function", "function": {"name": choice.name}}, **is_parallel}
+
+
+def _messages(message: InputMessage, where: str) -> Iterator[dict[str, Any]]:
+    """Chat messages of one message: the results of tools that it brings, then itself."""
+    if isinstance(message.content, str):
+        yield {"role": message.role, "content": message.content}
+        return
+    blocks = message.content
+    for index, block in enumerate(blocks):
+        if isinstance(block, ToolResultBlock) is not (message.role == "user") and not isinstance(block, TextBlock):
+            raise InvalidRequestError(f"{where}.{index}: no {block.type} in {message.role} messages", where)
+        if isinstance(block, ToolResultBlock):
+            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _result(block)}
+    texts = [block for block in blocks if isinstance(block, TextBlock)]
+    if message.role == "user":
+        if texts:
+            yield {"role": "user", "content": _text(texts)}
+        return
+    yield _assistant(blocks, texts)
+
+
+def _assistant(blocks: Sequence[AnyBlock], texts: Sequence[TextBlock]) -> dict[str, Any]:
+    made: dict[str, Any] = {"role": "assistant", "content": _text(texts)}
+    thinking = "\n".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
+    if thinking:
+        made["reasoning_content"] = thinking
+    calls = [
+        {
+            "id": block.id,
+            "type": "function",
+            "function": {"name": block.name, "arguments": orjson.dumps(block.input).decode()},
+        }
+        for block in blocks
+        if isinstance(block, ToolUseBlock)
+    ]
+    if calls:
+        made["tool_calls"] = calls
+    return made
+
+
+def _result(block: ToolResultBlock) -> str:
+    text = _text(block.content)
+    return f"Error: {text}" if block.is_error else text
+
+
+def _text(content: str | Sequence[TextBlock]) -> str:
+    return content if isinstance(content, str) else "\n".join(block.text for block in content)

@@ -1,0 +1,198 @@
+"""Anthropic's official client against workers that reply what a test says."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anthropic
+import pytest
+
+from common.errors import InvalidRequestError
+from common.text.tokenizer import Tokenizer
+from common.token_ids import unpack_ids
+from router.messages_api.schemas import MessagesBody
+from router.messages_api.translation import chat_fields
+from tests.common.tools.tool_templates import HERMES_TEMPLATE, call_text
+from tests.router.harness import DRY_RUN, Cluster, cluster
+from tests.router.scripted_worker import Script
+
+TEMPLATE = HERMES_TEMPLATE + "{# <think> </think> #}"
+HELLO: Any = [{"role": "user", "content": "Hello"}]
+WEATHER: Any = {
+    "name": "get_weather", "description": "Now.",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}  # fmt: skip
+CALL = call_text("get_weather", '{"city": "Malmö"}')
+
+
+@asynccontextmanager
+async def replying(text: str, **options: Any) -> AsyncIterator[tuple[Cluster, anthropic.AsyncAnthropic]]:
+    tokenizer = Tokenizer(
+        DRY_RUN._backend, bos_id=256, eos_token_ids=[257], templates={"default": TEMPLATE},
+        vocab_size=DRY_RUN.vocab_size,
+    )  # fmt: skip
+    script = Script(
+        reply=list(text.encode()),
+        tokens_per_step=options.pop("tokens_per_step", 1),
+        die_after_tokens=options.pop("die_after_tokens", -1),
+    )
+    async with (
+        cluster(script=script, tokenizer=tokenizer, info={"max_model_len": 4096}, **options) as c,
+        anthropic.AsyncAnthropic(
+            base_url=str(c.http.base_url), api_key=c.gateway.config.api_key or "none", max_retries=0
+        ) as client,
+    ):
+        yield c, client
+
+
+async def ask(client: anthropic.AsyncAnthropic, **fields: Any) -> Any:
+    return await client.messages.create(**{"model": "dry-run", "max_tokens": 400, "messages": HELLO, **fields})
+
+
+async def streamed(client: anthropic.AsyncAnthropic, **fields: Any) -> Any:
+    """The final message, as the client adds up events."""
+    async with client.messages.stream(
+        **{"model": "dry-run", "max_tokens": 400, "messages": HELLO, **fields}
+    ) as stream:
+        return await stream.get_final_message()
+
+
+@pytest.mark.parametrize("tokens_per_step", [1, 7, 1000])
+async def test_thinking_text_and_calls_are_blocks(tokens_per_step: int) -> None:
+    reply = f"<think>\nHm.\n</think>\n\nI look: é\n{CALL}"
+    async with replying(reply, tokens_per_step=tokens_per_step) as (c, client):
+        for message in (await ask(client, tools=[WEATHER]), await streamed(client, tools=[WEATHER])):
+            thinking, text, call = message.content
+            assert (thinking.type, thinking.thinking) == ("thinking", "Hm.")
+            assert (text.type, text.text) == ("text", "I look: é")
+            assert (call.type, call.name, call.input) == ("tool_use", "get_weather", {"city": "Malmö"})
+            assert call.id
+            assert (message.role, message.stop_reason, message.model) == ("assistant", "tool_use", "dry-run")
+            assert message.usage.output_tokens == len(reply.encode()) + 1  # the end of the sequence
+        prompt_tokens = len(unpack_ids(c.decode[0].submits[0].prompt_token_ids))
+        assert message.usage.input_tokens + message.usage.cache_read_input_tokens == prompt_tokens
+        counted = await client.messages.count_tokens(model="dry-run", messages=HELLO, tools=[WEATHER])
+        assert counted.input_tokens == prompt_tokens
+
+
+@pytest.mark.parametrize(
+    ("fields", "text", "reason", "sequence"),
+    [
+        ({}, "One. Two.", "end_turn", None),
+        ({"max_tokens": 4}, "One.", "max_tokens", None),
+        ({"stop_sequences": [" Two"]}, "One.", "stop_sequence", " Two"),
+    ],
+)
+async def test_stop_reasons(fields: dict[str, Any], text: str, reason: str, sequence: str | None) -> None:
+    async with replying("One. Two.") as (_, client):
+        for message in (await ask(client, **fields), await streamed(client, **fields)):
+            assert message.content[0].text == text
+            assert (message.stop_reason, message.stop_sequence) == (reason, sequence)
+
+
+async def test_a_call_that_was_cut_streams_what_there_is() -> None:
+    async with replying(CALL) as (_, client):
+        pieces = []
+        async with client.messages.stream(
+            model="dry-run", max_tokens=len(CALL) - 20, messages=HELLO, tools=[WEATHER]
+        ) as stream:
+            async for event in stream:
+                if event.type == "content_block_delta" and event.delta.type == "input_json_delta":
+                    pieces.append(event.delta.partial_json)
+            assert (await stream.get_final_message()).stop_reason == "max_tokens"
+        assert '{"city": "Malmö"}'.startswith("".join(pieces))
+        assert pieces
+
+
+async def test_errors_have_anthropics_shape() -> None:
+    async with replying("x") as (_, client):
+        with pytest.raises(anthropic.BadRequestError, match="temperature") as refused:
+            await ask(client, extra_body={"temperature": 2.0})
+        body: Any = refused.value.body
+        assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
+        assert set(body["error"]) == {"type", "message"}
+        with pytest.raises(anthropic.NotFoundError):
+            await ask(client, model="unknown")
+    async with replying("x", api_key="secret") as (_, client):
+        assert (await ask(client)).content[0].text == "x"  # x-api-key
+        with pytest.raises(anthropic.AuthenticationError):
+            await ask(client.copy(api_key="wrong"))
+
+
+async def test_a_stream_that_fails_ends_with_an_error_event() -> None:
+    async with replying("x" * 50, die_after_tokens=5, max_retries=0) as (_, client):
+        with pytest.raises(anthropic.APIStatusError, match="gave up"):
+            await streamed(client)
+
+
+# -- translation -----------------------------------------------------------------------------------------------
+
+
+def fields_of(**body: Any) -> dict[str, Any]:
+    return chat_fields(MessagesBody.model_validate({"max_tokens": 9, "messages": HELLO, **body}))
+
+
+def test_blocks_become_chat_messages() -> None:
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]},
+        {"role": "assistant", "content": [
+            {"type": "thinking", "thinking": "Hm.", "signature": ""}, {"type": "text", "text": "b"},
+            {"type": "tool_use", "id": "1", "name": "f", "input": {"x": 1}}]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "c"}], "is_error": True},
+            {"type": "text", "text": "d"}]},
+    ]  # fmt: skip
+    assert fields_of(messages=messages, system=[{"type": "text", "text": "s"}])["messages"] == [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "reasoning_content": "Hm.", "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x":1}'}}]},
+        {"role": "tool", "tool_call_id": "1", "content": "Error: c"},
+        {"role": "user", "content": "d"},
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ({"type": "auto"}, {"tool_choice": "auto"}),
+        (
+            {"type": "any", "disable_parallel_tool_use": True},
+            {"tool_choice": "required", "parallel_tool_calls": False},
+        ),
+        ({"type": "none"}, {"tool_choice": "none"}),
+        ({"type": "tool", "name": "f"}, {"tool_choice": {"type": "function", "function": {"name": "f"}}}),
+    ],
+)
+def test_choices_of_tools(choice: dict[str, Any], expected: dict[str, Any]) -> None:
+    made = fields_of(tools=[{"name": "f", "input_schema": {"type": "object"}}], tool_choice=choice)
+    assert made | expected == made
+    assert ("parallel_tool_calls" in made) == ("parallel_tool_calls" in expected)
+
+
+def test_what_cannot_be_translated_is_refused() -> None:
+    call = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
+    with pytest.raises(InvalidRequestError, match=r"messages\.0\.content\.0: no tool_use in user messages"):
+        fields_of(messages=[{"role": "user", "content": [call]}])
+    with pytest.raises(InvalidRequestError, match="needs a name"):
+        fields_of(tool_choice={"type": "tool"})
+
+
+def test_an_assistants_last_message_is_the_beginning_of_the_answer() -> None:
+    made = fields_of(messages=[*HELLO, {"role": "assistant", "content": "Once"}])
+    assert (made["continue_final_message"], made["add_generation_prompt"]) == (True, False)
+
+
+def test_an_answer_may_have_to_follow_a_schema() -> None:
+    made = fields_of(output_config={"effort": "low", "format": {"type": "json_schema", "schema": {"type": "object"}}})
+    assert made["reasoning_effort"] == "low"
+    assert made["response_format"]["json_schema"] == {"name": "answer", "schema": {"type": "object"}, "strict": True}
+
+
+def test_thinking_may_be_turned_off() -> None:
+    assert fields_of(thinking={"type": "disabled"})["chat_template_kwargs"] == {"enable_thinking": False}
+    assert fields_of(thinking={"type": "enabled", "budget_tokens": 2048})["chat_template_kwargs"] == {
+        "enable_thinking": True
+    }
