@@ -58,6 +58,10 @@ def create_app(gateway: Gateway) -> Any:
         from router.messages_api.routes import add_message_routes
 
         add_message_routes(routes, gateway)
+    if has_wing("router.responses_api"):
+        from router.responses_api.routes import add_response_routes
+
+        add_response_routes(routes, gateway)
     if has_wing("router.explain"):
         from router.explain.routes import add_explain_route
 

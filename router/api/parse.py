@@ -48,7 +48,7 @@ def parse_body(kind: type[B], fields: dict[str, Any]) -> B:
     """Validate `fields`. Raises InvalidRequestError that names the field."""
     kept = {}
     for name, value in fields.items():
-        if name in _IGNORED:
+        if name in _IGNORED and name not in kind.model_fields:
             continue
         if name in _NOT_SUPPORTED and name not in kind.model_fields:
             if fields.get(_FORBIDDEN_BY.get(name, "")) == "none":

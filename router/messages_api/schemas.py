@@ -57,7 +57,7 @@ class InputMessage(Body):
     content: str | Annotated[list[AnyBlock], Field(max_length=MAX_MESSAGES)]
 
 
-class Tool(Block):
+class MessagesTool(Block):
     type: Literal["custom"] | None = None
     name: Label
     description: str | None = None
@@ -102,7 +102,7 @@ class PromptBody(Body):
     model: Label | None = None
     messages: Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     system: str | Annotated[list[TextBlock], Field(max_length=MAX_LIST)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_LIST)] | None = None
+    tools: Annotated[list[MessagesTool], Field(max_length=MAX_LIST)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

@@ -57,7 +57,6 @@ async def test_an_unknown_path_names_the_one_that_was_meant(c: Cluster, path: st
         ("/", "no such path"),
         ("/wp-login.php", "no such path"),
         ("/" + "x" * 20_000, "no such path"),
-        ("/v1/responses", "/v1/responses is not supported by this server yet"),
         ("/v1/embeddings", "/v1/embeddings is not supported by this server yet"),
     ],
 )

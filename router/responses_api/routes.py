@@ -1,0 +1,110 @@
+"""Routes of OpenAI's Responses API."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Any
+
+import orjson
+from pydantic import TypeAdapter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from common.errors import InvalidRequestError
+from common.text.tokenizer import Tokenizer
+from router.api.parse import parse_body
+from router.api.render import RenderOptions
+from router.features import CHAT_BODY, Features
+from router.gateway import Gateway
+from router.http.body import read_json_object
+from router.http.routes import Routes, json_response
+from router.responses_api.renderer import ResponsesRenderer
+from router.responses_api.schemas import AnyItem, ResponsesBody
+from router.responses_api.store import ResponseStore
+from router.responses_api.translation import chat_fields, messages_of
+
+_ITEMS = TypeAdapter(list[AnyItem])
+
+
+def add_response_routes(routes: Routes, gateway: Gateway) -> None:
+    store = ResponseStore()
+
+    async def create(request: Request) -> Response:
+        arrival = time.monotonic()
+        with gateway.bodies.hold() as held:
+            body = parse_body(ResponsesBody, await read_json_object(request, held))
+            earlier: list[dict[str, Any]] = []
+            if body.previous_response_id is not None:
+                earlier = orjson.loads(store.get(body.previous_response_id).messages)
+            messages = [*earlier, *messages_of(body.input)]
+            chat = parse_body(CHAT_BODY, chat_fields(body, messages))
+            facts = _facts(body)
+
+            def keep(response: dict[str, Any]) -> None:
+                if body.store is not False:
+                    said = messages_of(_ITEMS.validate_python(response["output"]))
+                    store.add(response, [*messages, *said], _input_items(body))
+
+            def renderer_of(_: Features, options: RenderOptions, tokenizer: Tokenizer) -> ResponsesRenderer:
+                return ResponsesRenderer(options, tokenizer, facts, keep)
+
+            return await gateway.chat(request, chat, arrival, renderer_of)
+
+    async def retrieve(request: Request) -> Response:
+        return Response(store.get(request.path_params["response_id"]).response, media_type="application/json")
+
+    async def delete(request: Request) -> Response:
+        response_id = request.path_params["response_id"]
+        store.delete(response_id)
+        return json_response({"id": response_id, "object": "response.deleted", "deleted": True})
+
+    async def cancel(request: Request) -> Response:
+        store.get(request.path_params["response_id"])
+        raise InvalidRequestError(
+            "only a response in the background can be cancelled; close the stream", "response_id"
+        )
+
+    async def input_items(request: Request) -> Response:
+        items = orjson.loads(store.get(request.path_params["response_id"]).input_items)
+        if request.query_params.get("order", "desc") == "desc":
+            items.reverse()
+        first, last = (items[0]["id"], items[-1]["id"]) if items else (None, None)
+        listed = {"object": "list", "data": items, "first_id": first, "last_id": last, "has_more": False}
+        return json_response(listed)
+
+    one = "/v1/responses/{response_id}"
+    routes.add("POST", "/v1/responses", create, "the response to an input", ResponsesBody)
+    routes.add("GET", one, retrieve, "a response that was stored")
+    routes.add("DELETE", one, delete, "forget it")
+    routes.add("POST", f"{one}/cancel", cancel, "refused: no response runs in the background")
+    routes.add("GET", f"{one}/input_items", input_items, "what it was a response to")
+
+
+def _facts(body: ResponsesBody) -> dict[str, Any]:
+    """What a response repeats of its request."""
+    given = body.model_dump(by_alias=True, exclude={"input", "stream", "stream_options", "include"})
+    text = {"format": {"type": "text"}} | {key: value for key, value in (given["text"] or {}).items() if value}
+    reasoning = given["reasoning"] or {"effort": None, "summary": None}
+    return {
+        **given,
+        "id": f"resp_{secrets.token_hex(16)}",
+        "store": body.store is not False,
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "tool_choice": given["tool_choice"] or "auto",
+        "tools": given["tools"] or [],
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "truncation": "disabled",
+        "background": False,
+        "metadata": body.metadata or {},
+        "text": text,
+        "reasoning": reasoning,
+    }
+
+
+def _input_items(body: ResponsesBody) -> list[dict[str, Any]]:
+    if isinstance(body.input, str):
+        message = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": body.input}]}
+        return [{"id": f"msg_{secrets.token_hex(16)}", **message}]
+    return [{"id": f"item_{secrets.token_hex(16)}", **item.model_dump()} for item in body.input]

@@ -1,0 +1,139 @@
+"""Schemas of `/v1/responses`. What they ask for becomes a chat completion's fields (`translation`)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from router.api.message_schemas import MAX_LIST, MAX_MESSAGES, Body, Label
+
+MAX_METADATA = 16
+
+
+class Item(Body):
+    """A part of the input. Ids and states that clients send back are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class ItemText(Item):
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+class ItemRefusal(Item):
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+Parts = Annotated[list[ItemText | ItemRefusal], Field(max_length=MAX_MESSAGES)]
+
+
+class MessageItem(Item):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | Parts
+
+
+class FunctionCallItem(Item):
+    type: Literal["function_call"]
+    call_id: Label
+    name: Label
+    arguments: str
+
+
+class FunctionOutputItem(Item):
+    type: Literal["function_call_output"]
+    call_id: Label
+    output: str | Parts
+
+
+class ReasoningText(Item):
+    text: str
+
+
+class ReasoningItem(Item):
+    type: Literal["reasoning"]
+    content: Annotated[list[ReasoningText], Field(max_length=MAX_MESSAGES)] | None = None
+
+
+AnyItem = MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem
+
+
+class FunctionTool(Body):
+    type: Literal["function"]
+    name: Label
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedFunctionTool(Body):
+    type: Literal["function"]
+    name: Label
+
+
+class TextFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    name: Label | None = None
+    description: str | None = None
+    content: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class TextConfig(Body):
+    format: TextFormat | None = None
+    verbosity: Label | None = None
+
+
+class Reasoning(Body):
+    """A summary is not written: the reasoning itself is in the answer."""
+
+    effort: Label | None = None
+    summary: Label | None = None
+    generate_summary: Label | None = None
+
+
+class ResponseStreamOptions(Body):
+    include_obfuscation: bool | None = None
+
+
+class ResponsesBody(Body):
+    """POST /v1/responses"""
+
+    model: Label | None = None
+    input: Annotated[
+        str | Annotated[list[AnyItem], Field(min_length=1, max_length=MAX_MESSAGES)],
+        Field(description="a text, or a list of messages, function calls, their outputs and reasoning"),
+    ]
+    instructions: str | None = None
+    previous_response_id: Label | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2, strict=False)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1, strict=False)] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_LIST)] | None = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedFunctionTool | None,
+        Field(description="'none', 'auto', 'required' or {'type': 'function', 'name': ...}"),
+    ] = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    metadata: Annotated[dict[Label, Label], Field(max_length=MAX_METADATA)] | None = None
+    user: Label | None = None
+    truncation: Literal["disabled"] | None = None
+    background: Literal[False] | None = None
+    include: list[Literal["reasoning.encrypted_content"]] | None = None
+    # Labels and hints, which change nothing here.
+    service_tier: Label | None = None
+    safety_identifier: Label | None = None
+    prompt_cache_key: Label | None = None
+    prompt_cache_retention: Label | None = None

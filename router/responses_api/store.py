@@ -1,0 +1,62 @@
+"""Responses that clients may come back to, in memory: the least recently used ones go first. One router's own."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from common.errors import NotFoundError
+
+MAX_RESPONSES = 4096
+MAX_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """As JSON, which takes a tenth of the memory of its objects."""
+
+    response: bytes
+    messages: bytes  # of the conversation, this response's output included
+    input_items: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.response) + len(self.messages) + len(self.input_items)
+
+
+class ResponseStore:
+    """Responses by id, bounded by number and bytes."""
+
+    def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
+        self._max_responses = max_responses
+        self._max_bytes = max_bytes
+        self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def add(self, response: dict[str, Any], messages: list[dict[str, Any]], items: list[dict[str, Any]]) -> None:
+        stored = StoredResponse(orjson.dumps(response), orjson.dumps(messages), orjson.dumps(items))
+        self._stored[response["id"]] = stored
+        self.num_bytes += stored.num_bytes
+        while len(self._stored) > self._max_responses or self.num_bytes > self._max_bytes:
+            self.num_bytes -= self._stored.popitem(last=False)[1].num_bytes
+
+    def get(self, response_id: str) -> StoredResponse:
+        """Raises NotFoundError."""
+        stored = self._stored.get(response_id)
+        if stored is None:
+            raise NotFoundError(
+                f"no response {response_id[:64]!r}: it was not stored, is gone, or another router has it"
+            )
+        self._stored.move_to_end(response_id)
+        return stored
+
+    def delete(self, response_id: str) -> None:
+        """Raises NotFoundError."""
+        self.num_bytes -= self.get(response_id).num_bytes
+        del self._stored[response_id]

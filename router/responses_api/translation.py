@@ -1,0 +1,104 @@
+"""From a Responses request to the fields of a chat completion, and from output items to messages. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from common.errors import InvalidRequestError
+from router.responses_api.schemas import (
+    AnyItem,
+    FunctionCallItem,
+    FunctionOutputItem,
+    ItemRefusal,
+    ItemText,
+    MessageItem,
+    NamedFunctionTool,
+    ReasoningItem,
+    ResponsesBody,
+    TextFormat,
+)
+
+Message = dict[str, Any]
+
+
+def chat_fields(body: ResponsesBody, messages: Sequence[Message]) -> dict[str, Any]:
+    """Return the body of the chat completion that a request means.
+
+    messages: the conversation, without instructions, which hold for one response. Raises InvalidRequestError.
+    """
+    first = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    fields: dict[str, Any] = {
+        "model": body.model,
+        "messages": [*first, *messages],
+        "max_tokens": body.max_output_tokens,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "stream": body.stream,
+        "user": body.user,
+    }
+    if body.tools:
+        fields["tools"] = [
+            {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+            for tool in body.tools
+        ]
+        fields["parallel_tool_calls"] = body.parallel_tool_calls
+    if isinstance(body.tool_choice, NamedFunctionTool):
+        fields["tool_choice"] = {"type": "function", "function": {"name": body.tool_choice.name}}
+    elif body.tool_choice is not None:
+        fields["tool_choice"] = body.tool_choice
+    if body.reasoning is not None:
+        fields["reasoning_effort"] = body.reasoning.effort
+    if body.text is not None:
+        fields["verbosity"] = body.text.verbosity
+        if body.text.format is not None:
+            fields["response_format"] = _response_format(body.text.format)
+    return fields
+
+
+def _response_format(wanted: TextFormat) -> dict[str, Any]:
+    if wanted.type != "json_schema":
+        return {"type": wanted.type}
+    if wanted.content is None or wanted.name is None:
+        raise InvalidRequestError("text.format of type json_schema needs a name and a schema", "text.format")
+    schema = {"name": wanted.name, "schema": wanted.content, "strict": bool(wanted.strict)}
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def messages_of(given: str | Sequence[AnyItem]) -> list[Message]:
+    """Chat messages of input items. What an assistant says in a row is one message, as templates expect."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    messages: list[Message] = []
+    for item in given:
+        match item:
+            case MessageItem(role="assistant"):
+                said = _assistant(messages)
+                said["content"] = said.get("content", "") + _text(item.content)
+            case MessageItem():
+                messages.append({"role": item.role, "content": _text(item.content)})
+            case FunctionCallItem():
+                call = {"name": item.name, "arguments": item.arguments}
+                calls = _assistant(messages).setdefault("tool_calls", [])
+                calls.append({"id": item.call_id, "type": "function", "function": call})
+            case FunctionOutputItem():
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+            case ReasoningItem():
+                text = "\n".join(part.text for part in item.content or ())
+                if text:
+                    messages.append({"role": "assistant", "reasoning_content": text})
+    for message in messages:
+        if message["role"] == "assistant" and "tool_calls" not in message:
+            message.setdefault("content", "")
+    return messages
+
+
+def _assistant(messages: list[Message]) -> Message:
+    """The assistant's message that is being said."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant"})
+    return messages[-1]
+
+
+def _text(content: str | Sequence[ItemText | ItemRefusal]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)

@@ -1,0 +1,192 @@
+"""The Responses API through OpenAI's official client, against workers that reply what a test says."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import openai
+import pytest
+
+from common.text.tokenizer import Tokenizer
+from common.token_ids import unpack_ids
+from router.responses_api.store import ResponseStore
+from tests.common.tools.tool_templates import HERMES_TEMPLATE, call_text
+from tests.router.harness import DRY_RUN, Cluster, cluster
+from tests.router.scripted_worker import Script
+
+TEMPLATE = HERMES_TEMPLATE + "{# <think> </think> #}"
+WEATHER: Any = {
+    "type": "function", "name": "get_weather", "description": "Now.", "strict": False,
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}  # fmt: skip
+CALL = call_text("get_weather", '{"city": "Malmö"}')
+
+
+@asynccontextmanager
+async def replying(text: str, tokens_per_step: int = 1, **options: Any) -> AsyncIterator[Cluster]:
+    tokenizer = Tokenizer(
+        DRY_RUN._backend, bos_id=256, eos_token_ids=[257], templates={"default": TEMPLATE},
+        vocab_size=DRY_RUN.vocab_size,
+    )  # fmt: skip
+    die_after_tokens = options.pop("die_after_tokens", -1)
+    script = Script(list(text.encode()), tokens_per_step=tokens_per_step, die_after_tokens=die_after_tokens)
+    async with cluster(script=script, tokenizer=tokenizer, info={"max_model_len": 4096}, **options) as c:
+        yield c
+
+
+async def ask(c: Cluster, given: Any = "Hello", **fields: Any) -> Any:
+    return await responses(c).create(model="dry-run", input=given, max_output_tokens=400, **fields)
+
+
+def responses(c: Cluster) -> Any:
+    """The client's methods, whose types have thirty kinds of items that this server never sends."""
+    return c.openai.responses
+
+
+async def streamed(c: Cluster, given: Any = "Hello", **fields: Any) -> tuple[Any, list[Any]]:
+    """The final response as the client's helper adds it up, and the events."""
+    events = []
+    async with responses(c).stream(model="dry-run", input=given, max_output_tokens=400, **fields) as stream:
+        async for event in stream:
+            events.append(event)
+        return await stream.get_final_response(), events
+
+
+def prompt_of(c: Cluster, index: int) -> str:
+    return bytes(unpack_ids(c.decode[0].submits[index].prompt_token_ids)).decode()
+
+
+@pytest.mark.parametrize("tokens_per_step", [1, 7, 1000])
+async def test_reasoning_text_and_calls_are_items(tokens_per_step: int) -> None:
+    async with replying(f"<think>\nHm.\n</think>\n\nI look: é\n{CALL}", tokens_per_step) as c:
+        plain = await ask(c, tools=[WEATHER])
+        final, events = await streamed(c, tools=[WEATHER])
+        for response in (plain, final):
+            reasoning, message, call = response.output
+            assert (reasoning.type, reasoning.content[0].text) == ("reasoning", "Hm.")
+            assert (message.role, message.content[0].text, message.status) == ("assistant", "I look: é", "completed")
+            assert (call.name, call.arguments) == ("get_weather", '{"city": "Malmö"}')
+            assert (response.status, response.output_text) == ("completed", "I look: é")
+            assert response.usage.output_tokens_details.reasoning_tokens > 0
+            assert response.id.startswith("resp_")
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
+        assert events[-1].type == "response.completed"
+        text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+        assert text == "I look: é"
+        added = [event.item.type for event in events if event.type == "response.output_item.added"]
+        done = [event.item for event in events if event.type == "response.output_item.done"]
+        assert added == [item.type for item in done] == ["reasoning", "message", "function_call"]
+        assert [item.id for item in done] == [item.id for item in events[-1].response.output]
+
+
+async def test_a_conversation_goes_on_from_an_earlier_response() -> None:
+    async with replying(f"I look: é\n{CALL}") as c:
+        first = await ask(c, "Weather?", tools=[WEATHER], instructions="Be brief.")
+        output = {"type": "function_call_output", "call_id": first.output[-1].call_id, "output": "Rain."}
+        await ask(c, [output], previous_response_id=first.id, tools=[WEATHER])
+        assert "[system]Be brief.[user]Weather?" in prompt_of(c, 0)
+        said = (
+            '[assistant]I look: é\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Malmö"}}\n</tool_call>'
+        )
+        assert prompt_of(c, 1).endswith(f"[user]Weather?{said}[tool]Rain.[assistant]")
+        assert "Be brief" not in prompt_of(c, 1)  # instructions hold for one response
+        # The same by sending everything.
+        items = [{"role": "user", "content": "Weather?"}, *(item.model_dump() for item in first.output), output]
+        await ask(c, items, tools=[WEATHER])
+        assert prompt_of(c, 2) == prompt_of(c, 1)
+
+
+async def test_responses_are_kept_unless_the_client_does_not_want_that() -> None:
+    async with replying("Yes.") as c:
+        kept = await ask(c, "Really?", metadata={"a": "b"})
+        found = await responses(c).retrieve(kept.id)
+        assert found.model_dump() == kept.model_dump()
+        assert found.metadata == {"a": "b"}
+        items = await responses(c).input_items.list(kept.id)
+        assert [item.to_dict()["content"] for item in items.data] == [[{"type": "input_text", "text": "Really?"}]]
+        with pytest.raises(openai.BadRequestError, match="in the background"):
+            await responses(c).cancel(kept.id)
+        await responses(c).delete(kept.id)
+        other = await ask(c, store=False)
+        for response_id in (kept.id, other.id):
+            with pytest.raises(openai.NotFoundError, match="no response"):
+                await responses(c).retrieve(response_id)
+        with pytest.raises(openai.NotFoundError, match="no response"):
+            await ask(c, previous_response_id=kept.id)
+
+
+async def test_an_answer_that_was_cut_is_incomplete() -> None:
+    async with replying("One. Two.") as c:
+        fields: Any = {"model": "dry-run", "input": "?", "max_output_tokens": 4}
+        plain = await responses(c).create(**fields)
+        async with responses(c).stream(**fields) as stream:
+            kinds = [event.type async for event in stream]
+        assert (plain.status, plain.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+        assert (plain.output_text, plain.output[0].status) == ("One.", "incomplete")
+        assert kinds[-1] == "response.incomplete"
+
+
+async def test_a_format_a_choice_and_an_effort_reach_the_worker() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    wanted: Any = {"format": {"type": "json_schema", "name": "a", "schema": schema}}
+    async with replying('{"a": 1}') as c:
+        response = await ask(c, text=wanted, reasoning={"effort": "low"}, temperature=0.5)
+        assert (response.text.format.name, response.reasoning.effort, response.temperature) == ("a", "low", 0.5)
+        await ask(c, tools=[WEATHER], tool_choice={"type": "function", "name": "get_weather"})
+        grammars = [submit.sampling.grammar for submit in c.decode[0].submits]
+        assert all(grammars)
+        assert "get_weather" in grammars[1]
+        with pytest.raises(openai.BadRequestError, match="name and a schema"):
+            await ask(c, text={"format": {"type": "json_schema", "name": "a"}})
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"background": True}, "background"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"include": ["message.output_text.logprobs"]}, "include.0"),
+        ({"extra_body": {"unknown": 1}}, "unknown"),
+        ({"given": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
+    ],
+)
+async def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    async with replying("x") as c:
+        with pytest.raises(openai.BadRequestError) as refused:
+            await ask(c, **fields)
+        assert refused.value.param == param
+
+
+async def test_a_stream_that_fails_says_so() -> None:
+    async with replying("x" * 50, die_after_tokens=5, max_retries=0) as c:
+        stream = await responses(c).create(model="dry-run", input="?", stream=True)
+        *_, error, failed = [event async for event in stream]
+        assert error.type == "error"
+        assert "gave up" in error.message
+        assert (failed.type, failed.response.status) == ("response.failed", "failed")
+        assert "gave up" in failed.response.error.message
+
+
+def test_the_store_forgets_the_least_recently_used() -> None:
+    store = ResponseStore(max_responses=2)
+    for name in "abc":
+        store.add({"id": name}, [], [])
+        if name == "b":
+            store.get("a")
+    assert store.get("a").response == b'{"id":"a"}'
+    with pytest.raises(Exception, match="no response 'b'"):
+        store.get("b")
+    store.delete("a")
+    assert len(store) == 1
+    store.delete("c")
+    assert store.num_bytes == 0
+    small = ResponseStore(max_bytes=100)
+    for number in range(20):
+        small.add({"id": str(number)}, [], [])
+        assert small.num_bytes <= 100
+    small.add({"id": "x" * 200}, [], [])
+    assert len(small) == 0
