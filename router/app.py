@@ -20,7 +20,6 @@ from common.model_files import DRY_RUN_MODEL_NAME
 from common.version import VERSION
 from common.wings import has_wing
 from protos import types_pb2 as pb
-from router.api.schemas import DetokenizeBody, TokenizeBody
 from router.config import ROLES
 from router.features import CHAT_BODY, COMPLETION_BODY
 from router.gateway import Gateway
@@ -36,7 +35,7 @@ MAX_GUESSED_PATH = 64  # characters; a longer path is no typo
 OTHER_APIS = frozenset(
     {"responses", "messages", "embeddings", "moderations", "audio", "images", "files", "batches", "rerank", "score"}
 )
-Endpoint = Callable[[Request, HeldBody], Awaitable[Response | dict[str, Any]]]
+Endpoint = Callable[[Request, HeldBody], Awaitable[Response]]
 
 
 def create_app(gateway: Gateway) -> Any:
@@ -52,6 +51,10 @@ def create_app(gateway: Gateway) -> Any:
 
     routes = Routes()
     _add_model_routes(routes, gateway)
+    if has_wing("router.tokenize"):
+        from router.tokenize.routes import add_tokenize_routes
+
+        add_tokenize_routes(routes, gateway)
     _add_health_routes(routes, gateway)
     add_operator_routes(routes, gateway)
     if has_wing("router.messages_api"):
@@ -123,8 +126,7 @@ def _add_model_routes(routes: Routes, gateway: Gateway) -> None:
     def with_body(endpoint: Endpoint) -> Handler:
         async def handler(request: Request) -> Response:
             with gateway.bodies.hold() as held:
-                answer = await endpoint(request, held)
-            return answer if isinstance(answer, Response) else json_response(answer)
+                return await endpoint(request, held)
 
         return handler
 
@@ -144,13 +146,10 @@ def _add_model_routes(routes: Routes, gateway: Gateway) -> None:
         return json_response(card(gateway.model(request.path_params["name"])))
 
     chat, completions = with_body(gateway.chat_completions), with_body(gateway.completions)
-    tokenize, detokenize = with_body(gateway.tokenize), with_body(gateway.detokenize)
     routes.add("POST", "/v1/chat/completions", chat, "the answer to a conversation", CHAT_BODY)
     routes.add("POST", "/v1/completions", completions, "the continuation of a text", COMPLETION_BODY)
     routes.add("GET", "/v1/models", models, "the models that are served")
     routes.add("GET", "/v1/models/{name:path}", model, "one of them, or 404")
-    routes.add("POST", "/tokenize", tokenize, "the token ids of a text or a conversation", TokenizeBody)
-    routes.add("POST", "/detokenize", detokenize, "the text of token ids", DetokenizeBody)
 
 
 def _add_health_routes(routes: Routes, gateway: Gateway) -> None:

@@ -1,4 +1,4 @@
-"""The endpoints that use a model: from a validated body to a running generation, and tokenize/detokenize.
+"""The endpoints that use a model: from a validated body to a running generation.
 
 Holds what one router process has once: its models, by every name, and the worker table. `app` puts it behind routes.
 """
@@ -13,15 +13,14 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from common.errors import InvalidRequestError
 from common.text.tokenizer import Tokenizer
 from protos import types_pb2 as pb
 from router.api.completion_renderer import CompletionRenderer
 from router.api.parse import parse_body
-from router.api.prompts import chat_prompt, completion_prompts, text_prompt, truncated
+from router.api.prompts import chat_prompt, completion_prompts, truncated
 from router.api.render import Renderer, RenderOptions
-from router.api.sampling import checked_ids, for_choice, sampling_params
-from router.api.schemas import ChatCompletionBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
+from router.api.sampling import for_choice, sampling_params
+from router.api.schemas import ChatCompletionBody, CompletionBody, GenerationBody
 from router.api.text import StopRules
 from router.choice import Choice
 from router.config import HttpConfig, RouterConfig
@@ -78,7 +77,8 @@ class Gateway:
         model: ServedModel = scope.get(SERVED_MODEL, self.models[0])
         model.metrics.refused(status)
 
-    def _model_for(self, http: Request, name: str | None) -> ServedModel:
+    def model_for(self, http: Request, name: str | None) -> ServedModel:
+        """Look up the model of a request, which is counted there if it is refused. Raises ModelNotFoundError."""
         model = http.scope[SERVED_MODEL] = self.model(name)
         return model
 
@@ -93,7 +93,7 @@ class Gateway:
         self, http: Request, body: ChatCompletionBody, arrival: float, renderer_of: RendererOf
     ) -> Response:
         """Answer a conversation in the JSON of one API."""
-        model = self._model_for(http, body.model)
+        model = self.model_for(http, body.model)
         model.dispatcher.admit()
         n = body.n or 1
         features = await Features.of(body, n, model.tokenizer)
@@ -105,19 +105,27 @@ class Gateway:
 
     async def count_chat_tokens(self, http: Request, body: ChatCompletionBody) -> int:
         """How many tokens the prompt of a conversation has."""
-        model = self._model_for(http, body.model)
+        model = self.model_for(http, body.model)
         return len(await self._prompt_ids(model, body, await Features.of(body, 1, model.tokenizer)))
 
     async def _prompt_ids(self, model: ServedModel, body: ChatCompletionBody, features: Features) -> list[int]:
         add_prompt = (
             not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
         )
-        return await self._chat_ids(model, body, add_prompt, features.tools)
+        return await chat_prompt(
+            body.messages,
+            model.tokenizer,
+            model.limits(),
+            add_prompt,
+            bool(body.continue_final_message),
+            body.template_variables,
+            features.tools,
+        )
 
     async def completions(self, http: Request, held: HeldBody) -> Response:
         arrival = time.monotonic()
         body = parse_body(COMPLETION_BODY, await read_json_object(http, held))
-        model = self._model_for(http, body.model)
+        model = self.model_for(http, body.model)
         model.dispatcher.admit()
         prompts = await completion_prompts(body, model.tokenizer, model.limits())
         prompts = [truncated(token_ids, body.truncate_prompt_tokens) for token_ids in prompts]
@@ -211,49 +219,3 @@ class Gateway:
             else model.tokenizer.decode(token_ids, skip_special=False)
             for item, token_ids in zip(body.prompts, prompts, strict=True)
         ]
-
-    async def _chat_ids(
-        self,
-        model: ServedModel,
-        body: ChatCompletionBody | TokenizeBody,
-        add_prompt: bool,
-        tools: list[dict[str, Any]] | None = None,
-    ) -> list[int]:
-        token_ids = await chat_prompt(
-            body.messages or (),
-            model.tokenizer,
-            model.limits(),
-            add_prompt,
-            bool(body.continue_final_message),
-            body.template_variables if isinstance(body, ChatCompletionBody) else body.chat_template_kwargs,
-            tools,
-        )
-        if not token_ids:
-            raise InvalidRequestError("the messages give an empty prompt", "messages")
-        return token_ids
-
-    # -- text and tokens ---------------------------------------------------------------------------------------
-
-    async def tokenize(self, http: Request, held: HeldBody) -> dict[str, Any]:
-        body = parse_body(TokenizeBody, await read_json_object(http, held))
-        model = self._model_for(http, body.model)
-        limits = model.limits()
-        if body.messages is not None:
-            add_prompt = body.add_generation_prompt and not body.continue_final_message
-            token_ids = await self._chat_ids(model, body, add_prompt)
-        elif body.prompt:
-            token_ids = await text_prompt(body.prompt, model.tokenizer, limits, body.add_special_tokens)
-        else:
-            token_ids = model.tokenizer.encode("", add_special_tokens=body.add_special_tokens)
-        answer: dict[str, Any] = {
-            "count": len(token_ids), "max_model_len": limits.max_model_len, "tokens": token_ids,
-        }  # fmt: skip
-        if body.return_token_strs:
-            answer["token_strs"] = [model.tokenizer.token_text(token_id) for token_id in token_ids]
-        return answer
-
-    async def detokenize(self, http: Request, held: HeldBody) -> dict[str, Any]:
-        body = parse_body(DetokenizeBody, await read_json_object(http, held))
-        model = self._model_for(http, body.model)
-        token_ids = checked_ids(body.tokens, model.tokenizer.vocab_size, "tokens")
-        return {"prompt": model.tokenizer.decode(token_ids, skip_special=False)}

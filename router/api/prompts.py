@@ -31,7 +31,7 @@ async def chat_prompt(
     template_kwargs: Mapping[str, Any] | None,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[int]:
-    """Token ids of a conversation, by the model's template."""
+    """Token ids of a conversation, by the model's template. Raises InvalidRequestError when there are none."""
     plain = [_template_message(message) for message in messages]
     num_chars = sum(len(message["content"]) for message in plain) + (len(orjson.dumps(tools)) if tools else 0)
     _refuse_hopeless(num_chars, limits, "messages")
@@ -41,7 +41,10 @@ async def chat_prompt(
             plain, tools, add_generation_prompt, continue_final_message, template_kwargs
         )
 
-    return await _maybe_on_thread(encode, num_chars)
+    token_ids = await _maybe_on_thread(encode, num_chars)
+    if not token_ids:
+        raise InvalidRequestError("the messages give an empty prompt", "messages")
+    return token_ids
 
 
 async def completion_prompts(body: CompletionBody, tokenizer: Tokenizer, limits: ModelLimits) -> list[list[int]]:

@@ -53,12 +53,17 @@ async def test_the_model_field_chooses_workers_and_tokenizer() -> None:
             answer = (await c.complete("hello world", model=name)).json()
             assert answer["choices"][0]["text"] != ""
         assert [unpack_ids(submit.prompt_token_ids) for submit in smol.submits] == [SMOL.encode("hello world")] * 2
+        assert len(byte.submits) == 4
+        await c.until(c.is_quiet)
+
+
+@pytest.mark.wing("router.tokenize")
+async def test_tokens_are_those_of_the_model() -> None:
+    async with both() as c:
         tokens = (await c.http.post("/tokenize", json={"prompt": "hello world", "model": "smol"})).json()
         assert tokens == {"count": 2, "max_model_len": 64, "tokens": SMOL.encode("hello world")}
         text = await c.http.post("/detokenize", json={"tokens": tokens["tokens"], "model": "smol"})
         assert text.json() == {"prompt": "hello world"}
-        assert len(byte.submits) == 4
-        await c.until(c.is_quiet)
 
 
 async def test_models_are_listed_and_unknown_ones_are_not_found() -> None:

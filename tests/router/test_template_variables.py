@@ -22,7 +22,6 @@ async def test_variables_reach_the_chat_template() -> None:
             asked = {**body, **fields, "max_tokens": 1, "return_token_ids": True}
             answer = (await c.http.post("/v1/chat/completions", json=asked)).json()
             assert bytes(answer["prompt_token_ids"]) == prompt
-            assert bytes((await c.http.post("/tokenize", json={**body, **fields})).json()["tokens"]) == prompt
 
 
 async def test_advice_is_a_variable_of_templates_that_read_it() -> None:

@@ -393,17 +393,6 @@ async def test_content_type_method_path_and_size(c: Cluster) -> None:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
-@pytest.mark.parametrize(
-    "fields",
-    [{}, {"tokens": [-1]}, {"tokens": [320]}, {"tokens": ["1"]}, {"tokens": 5}, {"prompt": 5}, {"messages": [5]}],
-    ids=str,
-)
-async def test_tokenize_and_detokenize(c: Cluster, path: str, fields: dict[str, Any]) -> None:
-    assert (await refused(c, path, orjson.dumps(fields)))["status"] == 400
-
-
-@pytest.mark.asyncio(loop_scope="module")
 async def test_odd_text_is_text(c: Cluster) -> None:
     for text in ("\0", "a\0b", "\ufeff", "\U0010ffff", "\u202e", "a" * 400, "<eos><user>"):
         answer = await c.complete(text, echo=True, max_tokens=1)

@@ -1,0 +1,48 @@
+"""POST /tokenize and /detokenize: by the model, with a template's variables, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from common.text.tokenizer import Tokenizer
+from tests.router.harness import DRY_RUN, cluster
+
+MESSAGES = [{"role": "user", "content": "Hello"}]
+
+
+async def test_ids_of_texts_and_conversations_and_back() -> None:
+    async with cluster() as c:
+        tokens = (await c.http.post("/tokenize", json={"prompt": "héllo"})).json()
+        assert tokens == {"count": 6, "max_model_len": tokens["max_model_len"], "tokens": list("héllo".encode())}
+        text = (await c.http.post("/detokenize", json={"tokens": tokens["tokens"]})).json()
+        assert text == {"prompt": "héllo"}
+        chat = (await c.http.post("/tokenize", json={"messages": MESSAGES, "return_token_strs": True})).json()
+        assert chat["count"] == len(chat["token_strs"]) == 8
+        assert (await c.http.post("/tokenize", json={"prompt": ""})).json()["tokens"] == []
+        other = await c.http.post("/tokenize", json={"prompt": "x", "model": "other"})
+        assert (other.status_code, other.json()["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_variables_reach_the_chat_template() -> None:
+    template = "{{ messages[0].content }}{{ '!' if enable_thinking else '.' }}"
+    tokenizer = Tokenizer(
+        DRY_RUN._backend, bos_id=256, eos_token_ids=[257], templates={"default": template},
+        vocab_size=DRY_RUN.vocab_size,
+    )  # fmt: skip
+    async with cluster(tokenizer=tokenizer) as c:
+        for fields, prompt in (({"chat_template_kwargs": {"enable_thinking": True}}, b"Hello!"), ({}, b"Hello.")):
+            answer = await c.http.post("/tokenize", json={"messages": MESSAGES, **fields})
+            assert bytes(answer.json()["tokens"]) == prompt
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"tokens": [-1]}, {"tokens": [320]}, {"tokens": ["1"]}, {"tokens": 5}, {"prompt": 5}, {"messages": [5]}],
+    ids=str,
+)
+async def test_what_is_refused(path: str, fields: dict[str, Any]) -> None:
+    async with cluster() as c:
+        assert (await c.http.post(path, json=fields)).status_code == 400
