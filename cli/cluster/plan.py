@@ -18,6 +18,7 @@ from cli.cluster.ports import LOOPBACK
 from cli.cluster.service import ServiceSpec
 from common.config import ENV_PREFIX, setting, to_argv
 from common.errors import ConfigError
+from common.net.hosts import with_port
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
 from kvstore.config import AgentConfig
@@ -83,8 +84,8 @@ class ClusterConfig:
     @property
     def url(self) -> str:
         """The router's, on this machine."""
-        host = LOOPBACK if self.router.host in ("0.0.0.0", "") else self.router.host
-        return f"http://{host}:{self.router.port}"
+        host = {"": LOOPBACK, "0.0.0.0": LOOPBACK, "::": "::1"}.get(self.router.host, self.router.host)
+        return f"http://{with_port(host, self.router.port)}"
 
     @property
     def placements(self) -> Sequence[Placement | None]:

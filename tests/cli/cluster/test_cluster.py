@@ -401,3 +401,11 @@ def test_a_misspelt_variable_is_named() -> None:
     env = {"MINI_INFER_MODLE": "x", "MINI_INFER_QUANT_MODE": "none", "MINI_INFER_IMAGE": "ours:1", "MODLE": "y"}
     settings = [cls for _, cls in GROUPS]
     assert misspelt_variables(env, *settings) == ["MINI_INFER_MODLE is not read: did you mean MINI_INFER_MODEL?"]
+
+
+@pytest.mark.parametrize(
+    ("host", "shown"),
+    [("0.0.0.0", "127.0.0.1"), ("::1", "[::1]"), ("::", "[::1]"), ("[::1]", "[::1]"), ("10.0.0.1", "10.0.0.1")],
+)
+def test_the_url_is_one_that_clients_take(host: str, shown: str) -> None:
+    assert parse_config(["--dry-run", f"--host={host}", "--port=8123"], {}).url == f"http://{shown}:8123"
