@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from cli.cluster.gpus import Gpus
-from cli.cluster.model_size import weight_bytes
 from cli.cluster.placement import choose_workers
 from cli.cluster.plan import ClusterConfig, ServeConfig, addresses
 from cli.cluster.ports import free_ports
 from common.config import ENV_PREFIX, SettingsParser, add_arguments, from_namespace
 from common.errors import ConfigError
 from common.model_files import DRY_RUN_MODEL_NAME
+from common.wings import has_wing
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
 from kvstore.config import AgentConfig
@@ -119,12 +119,17 @@ def _fit_to_gpus(
     serve: ServeConfig, engine: EngineConfig, gpus: Gpus, is_tp_given: bool
 ) -> tuple[ServeConfig, EngineConfig, str]:
     """Fill in how many workers of how many ranks there are, where that is not given; and why."""
+    size = 0
+    if gpus.names and has_wing("cli.sizing"):
+        from cli.sizing.model_size import weight_bytes
+
+        size = weight_bytes(engine)
     workers = choose_workers(
         None if serve.prefill < 0 else serve.prefill,
         None if serve.decode < 0 else serve.decode,
         engine.num_ranks if is_tp_given or engine.pp > 1 or not gpus.names else None,
         gpus,
-        weight_bytes(engine) if gpus.names else 0,
+        size,
     )
     if engine.pp == 1:
         engine = dataclasses.replace(engine, tp=workers.tp)

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import json
 import re
 import socket
 from pathlib import Path
@@ -12,14 +11,12 @@ import pytest
 
 from cli.cluster.flags import GROUPS, INSTEAD_OF_VLLM, build_parser, parse_config
 from cli.cluster.gpus import Gpus, visible_gpus
-from cli.cluster.model_size import weight_bytes
 from cli.cluster.placement import Placement, Workers, choose_workers, place
 from cli.cluster.plan import plan_cluster
 from cli.cluster.ports import free_ports
 from cli.cluster.serve import check_ports, placement_lines, ready_message
 from common.config import misspelt_variables
 from common.errors import ConfigError
-from engine.config import EngineConfig
 from tests.deploy.settings import SETTINGS, parse
 from worker.ranks.stage import StageConfig
 
@@ -127,21 +124,6 @@ def test_serve_says_which_worker_takes_which_gpu():
     assert (first, second) == ("decode-0 on GPU 4", "decode-1 on GPU 7")
     assert why.endswith("(--prefill, --decode and --tp override)")
     assert placement_lines(parse_config([], {})) == []
-
-
-def test_weights_are_estimated_from_files(tmp_path):
-    assert 200 * 10**6 < weight_bytes(EngineConfig()) < 300 * 10**6  # SmolLM2-135M in 16 bits
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "a.safetensors").write_bytes(bytes(1000))
-    assert weight_bytes(EngineConfig(str(tmp_path))) == 1000
-    assert weight_bytes(EngineConfig(str(tmp_path), quant_mode="fp8")) == 500
-    assert weight_bytes(EngineConfig("dry-run")) == 0
-    gptq = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}
-    (tmp_path / "config.json").write_text(json.dumps(gptq))
-    assert weight_bytes(EngineConfig(str(tmp_path))) == 1000
-    assert weight_bytes(EngineConfig(str(tmp_path), quant_mode="none")) == 4000
-    assert weight_bytes(EngineConfig(str(tmp_path), dtype="float16")) == 4000
-    assert weight_bytes(EngineConfig(str(tmp_path), quant_mode="int8-weight")) == 2000
 
 
 def test_gpus_are_what_the_environment_lists_or_dev_has():
