@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from difflib import get_close_matches
+from importlib import import_module
 from typing import Any
 
 from starlette.applications import Starlette
@@ -35,6 +36,15 @@ MAX_GUESSED_PATH = 64  # characters; a longer path is no typo
 OTHER_APIS = frozenset(
     {"responses", "messages", "embeddings", "moderations", "audio", "images", "files", "batches", "rerank", "score"}
 )
+# What adds the routes of each wing that has some; the last one describes those before it.
+ROUTES_OF_WINGS = (
+    "router.tokenize.routes:add_tokenize_routes",
+    "router.messages_api.routes:add_message_routes",
+    "router.responses_api.routes:add_response_routes",
+    "router.explain.routes:add_explain_route",
+    "router.drains.routes:add_drain_routes",
+    "router.api_docs.pages:add_documentation",
+)
 Endpoint = Callable[[Request, HeldBody], Awaitable[Response]]
 
 
@@ -51,32 +61,12 @@ def create_app(gateway: Gateway) -> Any:
 
     routes = Routes()
     _add_model_routes(routes, gateway)
-    if has_wing("router.tokenize"):
-        from router.tokenize.routes import add_tokenize_routes
-
-        add_tokenize_routes(routes, gateway)
     _add_health_routes(routes, gateway)
     add_operator_routes(routes, gateway)
-    if has_wing("router.messages_api"):
-        from router.messages_api.routes import add_message_routes
-
-        add_message_routes(routes, gateway)
-    if has_wing("router.responses_api"):
-        from router.responses_api.routes import add_response_routes
-
-        add_response_routes(routes, gateway)
-    if has_wing("router.explain"):
-        from router.explain.routes import add_explain_route
-
-        add_explain_route(routes, gateway)
-    if has_wing("router.drains"):
-        from router.drains.routes import add_drain_routes
-
-        add_drain_routes(routes, gateway)
-    if has_wing("router.api_docs"):
-        from router.api_docs.pages import add_documentation
-
-        add_documentation(routes)
+    for entry in ROUTES_OF_WINGS:
+        module, _, name = entry.partition(":")
+        if has_wing(module):
+            getattr(import_module(module), name)(routes, gateway)
     handlers = _error_handlers(gateway, [operation.path for operation in routes.operations])
     inner = Starlette(routes=routes.routes, exception_handlers=handlers, lifespan=lifespan)
     app = Guard(inner, gateway.config.api_key)

@@ -28,7 +28,7 @@ h2 {{ margin: 2rem 0 0; font-size: 1.1rem }} p {{ margin: .2rem 0 }}
 """
 
 
-def add_documentation(routes: Routes) -> None:
+def add_documentation(routes: Routes, _: object) -> None:
     """Serve the description of the routes that were added before."""
     description = openapi(routes.operations)
     text, document = page(description), orjson.dumps(description)
