@@ -218,7 +218,8 @@ def figures_of(
             config = found(pair.find(itemsize=itemsize))
             figures[f"{name}_pairs_us"] = seconds(functools.partial(of_pairs, config=config)) * 1e6
         load = num_pairs / layer.shape.num_experts
-        of_load = functools.partial(of_tiles, config=found(tile.find(pairs_per_expert=load, itemsize=itemsize)))
+        tile_config = tile.find(pairs_per_expert=load, itemsize=itemsize, columns=layer.shape.inner)
+        of_load = functools.partial(of_tiles, config=found(tile_config))
         figures[f"{name}_us"] = seconds(of_load) * 1e6
         if rows:
             if num_tokens == 1:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional
+from triton import next_power_of_2
 
 from common.errors import UnsupportedModelError
 from engine.gpu.ops.pending import Partials
@@ -19,21 +20,26 @@ from engine.layers.linear import Linear
 from engine.moe.moe import Moe
 from engine.quantization.gpu_linears import W8A16, dequantized
 from kernels.gpu.gemm.split_k import SplitKWorkspace
-from kernels.gpu.launching.launch_configs import found
+from kernels.gpu.launching.launch_configs import TileConfig, found
 from kernels.gpu.launching.tuning import (
     DOWN_PAIRS,
     DOWN_ROW,
+    E4M3_DOWN,
+    E4M3_GATE_UP,
     GATE_UP_PAIRS,
     GATE_UP_ROW,
     GROUPED_DOWN,
     GROUPED_GATE_UP,
     MAX_PAIRS,
+    MAX_PAIRS_PER_EXPERT,
 )
-from kernels.gpu.moe.expert_formats import WORDS, bytes_of, fits
+from kernels.gpu.moe.expert_formats import WORDS, bytes_of, columns_of, fits
 from kernels.gpu.moe.expert_pairs import SortedPairs, sort_pairs
 from kernels.gpu.moe.grouped_gemm import MAX_UNSORTED, grouped_gemm, sum_of_held
 from kernels.gpu.moe.grouped_gemv import add_down_of_row, grouped_gemv
 from kernels.gpu.moe.moe_routing import route
+from kernels.gpu.quantization.quantize import quantize_many_rows, quantize_rows
+from kernels.quantization.quantized_gemm import FP8_DTYPE
 from kernels.quantization.w4a16_gemm import pack_words, unpack_words
 
 Gemm = Callable[[Tensor], Tensor]
@@ -54,6 +60,11 @@ class Stack:
     @property
     def itemsize(self) -> float:
         return bytes_of(self.weight)
+
+    @property
+    def multiplies_e4m3(self) -> bool:
+        """Whether tensor cores may take it as it is stored, beside an x of the same type."""
+        return self.weight.dtype == FP8_DTYPE and self.scales is not None and self.scales.dim() == 2
 
 
 class StackedExperts:
@@ -236,7 +247,7 @@ def outputs(
     """
     gate_up, down, gate = experts.gate_up, experts.down, experts.gate
     num_experts, top_k, num_pairs = gate_up.weight.shape[0], chosen.shape[1], chosen.numel()
-    if num_pairs <= MAX_PAIRS:
+    if num_pairs <= min(MAX_PAIRS, MAX_PAIRS_PER_EXPERT * num_experts):
         gate_up_pairs = found(GATE_UP_PAIRS.find(itemsize=gate_up.itemsize))
         down_pairs = found(DOWN_PAIRS.find(itemsize=down.itemsize))
         inside = grouped_gemv(
@@ -245,16 +256,40 @@ def outputs(
         return grouped_gemv(
             inside, down.weight, chosen, down_pairs, top_k, shares, scales=down.scales, bias=down.bias
         )  # fmt: skip
-    load = num_pairs / num_experts
-    gate_up_tile = found(GROUPED_GATE_UP.find(pairs_per_expert=load, itemsize=gate_up.itemsize))
-    down_tile = found(GROUPED_DOWN.find(pairs_per_expert=load, itemsize=down.itemsize))
+    # Of the power of two that holds the tokens: all variants of kernels are in the warm-up's steps.
+    load = next_power_of_2(chosen.shape[0]) * top_k / num_experts
     pairs: SortedPairs | Tensor = chosen
     if is_listed(*chosen.shape):
         pairs = listed or sort_pairs(chosen, num_experts)
+        if gate_up.multiplies_e4m3 and x.dtype == torch.bfloat16:
+            e4m3_gate_up, e4m3_down = E4M3_GATE_UP.find(pairs_per_expert=load), E4M3_DOWN.find(pairs_per_expert=load)
+            if e4m3_gate_up is not None and e4m3_down is not None:
+                return _quantized_outputs(experts, x, shares, pairs, top_k, e4m3_gate_up, e4m3_down)
+    gate_up_tile = found(GROUPED_GATE_UP.find(pairs_per_expert=load, itemsize=gate_up.itemsize))
+    down_tile = found(
+        GROUPED_DOWN.find(pairs_per_expert=load, itemsize=down.itemsize, columns=columns_of(down.weight))
+    )
     inside = grouped_gemm(
         x, gate_up.weight, pairs, gate_up_tile, top_k, scales=gate_up.scales, bias=gate_up.bias, gate=gate
     )  # fmt: skip
     return grouped_gemm(inside, down.weight, pairs, down_tile, top_k, shares, down.scales, down.bias)
+
+
+def _quantized_outputs(
+    experts: StackedExperts, x: Tensor, shares: Tensor, pairs: SortedPairs, top_k: int, gate_up_tile: TileConfig,
+    down_tile: TileConfig,
+) -> Tensor:  # fmt: skip
+    """As `outputs`, with inputs of both GEMMs quantized to e4m3, a scale a row, as those of linear layers are."""
+    gate_up, down = experts.gate_up, experts.down
+    values, scales = quantize_rows(x, FP8_DTYPE)
+    inside = grouped_gemm(
+        values, gate_up.weight, pairs, gate_up_tile, top_k, scales=gate_up.scales, bias=gate_up.bias,
+        gate=experts.gate, x_scales=scales, dtype=x.dtype,
+    )  # fmt: skip
+    values, scales = quantize_many_rows(inside)
+    return grouped_gemm(
+        values, down.weight, pairs, down_tile, top_k, shares, down.scales, down.bias, x_scales=scales, dtype=x.dtype
+    )
 
 
 def is_listed(num_tokens: int, num_choices: int) -> bool:

@@ -247,7 +247,7 @@ def test_mxfp4_experts_with_biases_and_a_clamped_gate(compiled: list[Compiled]) 
         load, pairs = tokens * top_k / num_experts, SortedPairs(ints(tokens * top_k), ints(num_experts))
         chosen: SortedPairs | Tensor = ints(tokens, top_k) if tokens <= MAX_UNSORTED else pairs
         up_tile = found(GROUPED_GATE_UP.find(pairs_per_expert=load, itemsize=0.5))
-        tile = found(GROUPED_DOWN.find(pairs_per_expert=load, itemsize=0.5))
+        tile = found(GROUPED_DOWN.find(pairs_per_expert=load, itemsize=0.5, columns=0))
         grouped_gemm(hidden(tokens), gate_up, chosen, up_tile, top_k, scales=scales, bias=bias, gate=gate)
         grouped_gemm(
             hidden(tokens * top_k, inner), down, chosen, tile, top_k, shares(tokens), down_scales, down_bias

@@ -83,7 +83,9 @@ class TileConfig:
     """block_n x block_k: the tile of W in a program's loop; split_k programs share a tile's K.
 
     block_m: the most rows, or rows of planes, that a program takes; fewer are padded to a power of two, at least 16
-    (unless 8 are the most, which grouped GEMMs take).
+    (unless 8 are the most, which grouped GEMMs take). columns_first: of grouped GEMMs, neighbouring programs take
+    the same pairs, which are read from memory once, and not the same columns. by_descriptor: theirs, too, see
+    `takes_boxes`.
     """
 
     block_n: int
@@ -92,6 +94,8 @@ class TileConfig:
     num_warps: int = 4
     num_stages: int = 4
     block_m: int = 128
+    columns_first: bool = False
+    by_descriptor: bool = False
 
 
 @dataclass(frozen=True, slots=True)

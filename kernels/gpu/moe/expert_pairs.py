@@ -16,6 +16,7 @@ from torch import Tensor
 from kernels.gpu.launching.launch import overlaps_launches, wait_for_predecessor
 
 SORT_BLOCK = 4096  # pairs that a sorting program looks at together
+LARGE_SORT_BLOCK, MANY_PAIRS = 16384, 65536  # the same from so many pairs on
 LEAST_TOKENS = 32  # fewer are sorted by their program: steps of so many are captured, and so compiled, beforehand
 
 
@@ -71,6 +72,9 @@ def sort_pairs(chosen: Tensor, num_experts: int) -> SortedPairs:
     counts = torch.empty(num_experts, dtype=torch.int32, device=chosen.device)
     overlaps = overlaps_launches(chosen)
     block = sort_block(max(chosen.shape[0], LEAST_TOKENS) * chosen.shape[1])
+    num_warps = 8 if block == SORT_BLOCK else 4
+    if num_pairs >= MANY_PAIRS:
+        block, num_warps = LARGE_SORT_BLOCK, 16
     _sort_kernel[(num_experts,)](
         chosen,
         order,
@@ -78,7 +82,7 @@ def sort_pairs(chosen: Tensor, num_experts: int) -> SortedPairs:
         num_pairs,
         BLOCK=block,
         OVERLAPS=overlaps,
-        num_warps=8 if block == SORT_BLOCK else 4,
+        num_warps=num_warps,
         launch_pdl=overlaps,
     )
     return SortedPairs(order, counts)

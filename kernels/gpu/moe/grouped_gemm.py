@@ -24,6 +24,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.gpu.elementwise.silu_mul import clamped_times
 from kernels.gpu.launching.launch import is_compiled, overlaps_launches, wait_for_predecessor
@@ -32,6 +33,7 @@ from kernels.gpu.moe.expert_formats import ExpertForm, columns_of, form_of
 from kernels.gpu.moe.expert_pairs import SortedPairs
 from kernels.gpu.moe.grouped_words import packed_tile
 from kernels.gpu.quantization.nibbles import as_compute
+from kernels.quantization.quantized_gemm import FP8_DTYPE
 
 MAX_UNSORTED = 16  # tokens, which fill no more than the smallest tile
 SILU = (1.0, 0.0)  # the gate that is not clamped
@@ -87,33 +89,40 @@ def _add_dot(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _grouped_kernel(
-    x_ptr, weight_ptr, scales_ptr, bias_ptr, order_ptr, counts_ptr, shares_ptr, out_ptr,
+    x_ptr, x_scales_ptr, weight_ptr, boxes, scales_ptr, bias_ptr, order_ptr, counts_ptr, shares_ptr, out_ptr,
     num_tokens, N, K, x_stride,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr,
-    IS_SORTED: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, HAS_SCALES: tl.constexpr,
+    IS_SORTED: tl.constexpr, COLUMNS_FIRST: tl.constexpr, HAS_BOXES: tl.constexpr, GATED: tl.constexpr,
+    EVEN: tl.constexpr, HAS_SCALES: tl.constexpr,
     HAS_BIAS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr,
     WORDS: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     X_COLUMNS: tl.constexpr, NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """GATED: x has a row for each token, out one for each pair. Else x has one for each pair, out holds partials."""
+    """GATED: x has a row for each token, out one for each pair. Else x has one for each pair, out holds partials.
+
+    COLUMNS_FIRST: programs of one tile of pairs are neighbours. x_scales_ptr: None for x that is not quantized.
+    boxes: the weights of all experts as one matrix, where HAS_BOXES.
+    """
     wait_for_predecessor(OVERLAPS)
+    tile, block = tl.program_id(0), tl.program_id(1)
+    if COLUMNS_FIRST:
+        tile, block = block, tile
     if IS_SORTED:
-        expert, pairs, has_row = _tile_of(
-            counts_ptr, order_ptr, tl.program_id(0), NUM_EXPERTS, EXPERTS, BLOCK_M
-        )  # fmt: skip
+        expert, pairs, has_row = _tile_of(counts_ptr, order_ptr, tile, NUM_EXPERTS, EXPERTS, BLOCK_M)
         if expert >= NUM_EXPERTS:
             return
     else:  # order_ptr: the choices of all tokens
-        expert = tl.program_id(0)
+        expert = tile
         pairs, has_row = _tokens_of(order_ptr, expert, num_tokens, TOP_K, CHOICES, BLOCK_M)
         if tl.sum(has_row.to(tl.int32)) == 0:
             return
-    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = (columns < N)[:, None]
     x_rows = pairs // TOP_K if GATED else pairs
     x_at = x_ptr + x_rows.to(tl.int64)[:, None] * x_stride
     HALVES: tl.constexpr = 2 if GATED else 1
     weight_rows = expert.to(tl.int64) * (HALVES * N) + columns
+    first_row = (expert * (HALVES * N) + block * BLOCK_N).to(tl.int32)
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     total_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     if FORMAT == "whole":
@@ -122,15 +131,21 @@ def _grouped_kernel(
             ks = first + tl.arange(0, BLOCK_K)
             if EVEN:
                 x = tl.trans(tl.load(x_at + ks[None, :], mask=has_row[:, None], other=0.0))
-                weight = tl.load(weight_at + ks[None, :])
             else:
                 x = tl.trans(tl.load(x_at + ks[None, :], mask=has_row[:, None] & (ks < K)[None, :], other=0.0))
+            if HAS_BOXES:  # rows beyond the expert's are not stored
+                weight = boxes.load([first_row, first])
+            elif EVEN:
+                weight = tl.load(weight_at + ks[None, :])
+            else:
                 weight = tl.load(weight_at + ks[None, :], mask=inside & (ks < K)[None, :], other=0.0)
             x = as_compute(x, COMPUTE)
             total = _add_dot(weight, x, total, scales_ptr, weight_rows, columns < N, K, first, GROUP, COMPUTE)
             if GATED:
                 up_at = weight_at + N.to(tl.int64) * K
-                if EVEN:
+                if HAS_BOXES:
+                    up = boxes.load([first_row + N, first])
+                elif EVEN:
                     up = tl.load(up_at + ks[None, :])
                 else:
                     up = tl.load(up_at + ks[None, :], mask=inside & (ks < K)[None, :], other=0.0)
@@ -141,6 +156,11 @@ def _grouped_kernel(
             x_at, has_row, weight_ptr, scales_ptr, weight_rows, N.to(tl.int64), columns < N, K, total, total_up,
             GATED, FORMAT, GROUP, WORDS, BLOCK_K // (4 * WORDS), EVEN, X_COLUMNS, NUM_STAGES, COMPILED,
         )  # fmt: skip
+    if x_scales_ptr is not None:
+        x_scales = tl.load(x_scales_ptr + x_rows, mask=has_row, other=0.0)[None, :]
+        total *= x_scales
+        if GATED:
+            total_up *= x_scales
     if HAS_SCALES:
         total *= tl.load(scales_ptr + weight_rows, mask=columns < N, other=0.0)[:, None]
         if GATED:
@@ -162,13 +182,21 @@ def _compute_dtype(x: Tensor, weight: Tensor) -> tl.dtype:
     """What dots are computed in: x's type, but float16 for weights of 8 bits, which become it in one step."""
     if x.dtype == torch.float32:
         return tl.float32
+    if x.dtype == FP8_DTYPE:
+        return tl.float8e4nv
     return tl.float16 if weight.itemsize == 1 or x.dtype == torch.float16 else tl.bfloat16
+
+
+def takes_boxes(x: Tensor, weight: Tensor, config: TileConfig) -> bool:
+    """Whether weights come through a tensor descriptor: by the copy engine, without threads or registers."""
+    is_wanted = config.by_descriptor and weight.dtype == x.dtype and weight.shape[-1] * weight.itemsize % 16 == 0
+    return is_wanted and (x.device.type == "cpu" or overlaps_launches(x))
 
 
 def grouped_gemm(
     x: Tensor, weight: Tensor, pairs: SortedPairs | Tensor, config: TileConfig, top_k: int,
     shares: Tensor | None = None, scales: Tensor | None = None, bias: Tensor | None = None,
-    gate: tuple[float, float] = SILU,
+    gate: tuple[float, float] = SILU, x_scales: Tensor | None = None, dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     """GEMMs of many pairs.
 
@@ -178,9 +206,13 @@ def grouped_gemm(
     Weights of 8 and 4 bits have scales, see `form_of`. bias: (num_experts, rows) or None. gate: alpha and limit of
     `clamped_times`, for gate_up. pairs: sorted, or of up to MAX_UNSORTED tokens the choices as they are, int32
     (num_tokens, top_k), contiguous.
+    x_scales: float32, of the rows of an e4m3 x, whose weights are e4m3 with scales of their rows. dtype: of the
+    output; None: as x.
     """
     form = form_of(weight, scales)
-    out, n, k, num_tokens = output_of(x, weight, shares, top_k, form)
+    if x_scales is not None and (weight.dtype != x.dtype or not form.has_row_scales):
+        raise ValueError("a quantized x needs weights of its type with scales of their rows")
+    out, n, k, num_tokens = output_of(x, weight, shares, top_k, form, dtype)
     num_experts = weight.shape[0]
     num_pairs = num_tokens * top_k
     block_k = form.columns_at_once(config.block_k)
@@ -197,12 +229,19 @@ def grouped_gemm(
         order, counts, num_tiles = pairs, pairs, num_experts
         block_m = smallest if num_tokens <= smallest else MAX_UNSORTED
     overlaps = overlaps_launches(x)
-    _grouped_kernel[(num_tiles, triton.cdiv(n, config.block_n))](
-        x, weight, x if scales is None else form.scales_of(scales), bias, order, counts,
+    grid = num_tiles, triton.cdiv(n, config.block_n)
+    has_boxes = takes_boxes(x, weight, config)
+    boxes = weight
+    if has_boxes:
+        matrix = weight.view(-1, k)
+        boxes = TensorDescriptor(matrix, list(matrix.shape), [k, 1], [config.block_n, block_k])
+    _grouped_kernel[grid[::-1] if config.columns_first else grid](
+        x, x_scales, weight, boxes, x if scales is None else form.scales_of(scales), bias, order, counts,
         x if shares is None else shares, out, num_tokens, n, k, x.stride(0),
         NUM_EXPERTS=num_experts, EXPERTS=triton.next_power_of_2(num_experts), TOP_K=top_k,
-        CHOICES=triton.next_power_of_2(top_k), IS_SORTED=isinstance(pairs, SortedPairs), GATED=shares is None,
-        EVEN=n % config.block_n == 0 and k % block_k == 0, HAS_SCALES=form.has_row_scales,
+        CHOICES=triton.next_power_of_2(top_k), IS_SORTED=isinstance(pairs, SortedPairs),
+        COLUMNS_FIRST=config.columns_first, HAS_BOXES=has_boxes, GATED=shares is None,
+        EVEN=(has_boxes or n % config.block_n == 0) and k % block_k == 0, HAS_SCALES=form.has_row_scales,
         HAS_BIAS=bias is not None, ALPHA=gate[0], LIMIT=gate[1], FORMAT=form.name, GROUP=form.group,
         WORDS=form.words, COMPUTE=_compute_dtype(x, weight), BLOCK_M=block_m, BLOCK_N=config.block_n,
         BLOCK_K=block_k, X_COLUMNS=x.shape[1] % k, NUM_STAGES=config.num_stages, OVERLAPS=overlaps,
@@ -242,14 +281,15 @@ def sum_of_held(parts: Tensor, chosen: Tensor) -> Tensor:
 
 
 def output_of(
-    x: Tensor, weight: Tensor, shares: Tensor | None, top_k: int, form: ExpertForm
+    x: Tensor, weight: Tensor, shares: Tensor | None, top_k: int, form: ExpertForm, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, int, int, int]:
-    """(output, n, k, number of tokens)."""
+    """(output, n, k, number of tokens). dtype: None: as x."""
+    dtype = dtype or x.dtype
     k = columns_of(weight)
     if not weight.is_contiguous() or k not in (x.shape[1], form.num_filled(x.shape[1])):
         raise ValueError(f"a contiguous weight of {x.shape[1]} columns is needed, this one has {k}")
     if shares is None:
         n, num_tokens = weight.shape[1] // 2, x.shape[0]
-        return torch.empty(num_tokens * top_k, n, dtype=x.dtype, device=x.device), n, k, num_tokens
+        return torch.empty(num_tokens * top_k, n, dtype=dtype, device=x.device), n, k, num_tokens
     n, num_tokens = weight.shape[1], x.shape[0] // top_k
-    return torch.empty(top_k, num_tokens, n, dtype=x.dtype, device=x.device), n, k, num_tokens
+    return torch.empty(top_k, num_tokens, n, dtype=dtype, device=x.device), n, k, num_tokens

@@ -6,6 +6,7 @@ MAX is 127, or 448 for e4m3. With two int8 planes it is 32,639: a value of 16 bi
 rows of int8, h first.
 
     quantize_rows           x as it is
+    quantize_many_rows      the same to e4m3, of so many short rows that starting a program for each takes longer
     quantize_with_sums      the same, with sums of x over groups of columns
     add_rms_norm_quantize   x = RMS norm of a residual, to which the pending output, or partial sums of it, may be
                             added first
@@ -32,6 +33,7 @@ PLANES_MAX = 32639.0  # 127 * 256 + 127
 TWO_PLANES = tl.constexpr(PLANES_MAX)
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer, which the low bits then hold
 TINY = tl.constexpr(1e-30)  # a row of zeros becomes zeros
+MANY_ROWS_BLOCK = 4096  # numbers that a program of `quantize_many_rows` takes
 MAXIMA_BLOCK = 2048  # columns a program of `quantize_with_maxima` takes
 
 
@@ -113,6 +115,25 @@ def _quantize_kernel(
         tl.store(sums_ptr + row * (K // GROUP) + groups, sums, mask=groups < K // GROUP)
 
 
+@triton.jit(do_not_specialize=["num_rows"])
+def _quantize_many_rows_kernel(
+    x_ptr, values_ptr, scales_ptr, num_rows, K, MAX: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows a program."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    ks = tl.arange(0, BLOCK)[None, :]
+    exists = rows < num_rows
+    inside = exists[:, None] & (ks < K)
+    wait_for_predecessor(OVERLAPS)
+    x = tl.load(x_ptr + rows[:, None] * K + ks, mask=inside, other=0.0).to(tl.float32)
+    magnitudes = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    largest = tl.max(magnitudes, axis=1).to(tl.float32, bitcast=True)
+    x *= (MAX / tl.maximum(largest, TINY))[:, None]
+    tl.store(values_ptr + rows[:, None] * K + ks, to_e4m3(x, COMPILED), mask=inside)
+    tl.store(scales_ptr + rows, largest / MAX, mask=exists)
+
+
 @triton.jit
 def _quantize_with_maxima_kernel(
     x_ptr, maxima_ptr, values_ptr, scales_ptr, K, num_maxima, MAX: tl.constexpr, BLOCK: tl.constexpr,
@@ -134,6 +155,21 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, num_planes: int = 1) -> tuple[T
     outputs = empty_quantized(x.shape[0], x.shape[1], dtype, num_planes, x.device)
     _quantize(outputs, num_planes, x, x_stride=x.stride(0))
     return outputs
+
+
+def quantize_many_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x (rows, in), contiguous -> what `quantize_rows` gives for e4m3."""
+    (num_rows, k), block = x.shape, triton.next_power_of_2(x.shape[1])
+    if not x.is_contiguous():
+        raise ValueError("x must be contiguous")
+    values, scales = empty_quantized(num_rows, k, FP8_DTYPE, 1, x.device)
+    rows, overlaps = max(1, MANY_ROWS_BLOCK // block), overlaps_launches(x)
+    if num_rows:
+        _quantize_many_rows_kernel[(triton.cdiv(num_rows, rows),)](
+            x, values, scales, num_rows, k, MAX=FP8_MAX, ROWS=rows, BLOCK=block, OVERLAPS=overlaps,
+            COMPILED=is_compiled(x), num_warps=8, launch_pdl=overlaps,
+        )  # fmt: skip
+    return values, scales
 
 
 def quantize_with_sums(x: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,6 +10,8 @@ from kernels.gpu.launching.launch_configs import GemvConfig, TileConfig
 from kernels.gpu.moe.expert_pairs import sort_pairs
 from kernels.gpu.moe.grouped_gemm import grouped_gemm, sum_of_held
 from kernels.gpu.moe.grouped_gemv import add_down_of_row, grouped_gemv
+from kernels.gpu.quantization.quantize import quantize_rows
+from kernels.quantization.quantized_gemm import FP8_DTYPE
 from kernels.rms_norm import rms_norm
 from kernels.silu_mul import silu_mul
 from tests.kernels.helpers import BFLOAT16_BOUND, HALF_DTYPE, relative_error
@@ -51,7 +55,7 @@ def test_pairs_are_sorted_by_expert(num_tokens: int, few_experts: bool, device: 
 
 @pytest.mark.parametrize("num_tokens", [1, 9])
 @pytest.mark.parametrize(("inner", "hidden", "dtype"), [(32, 64, HALF_DTYPE), (24, 40, torch.float32)])
-@pytest.mark.parametrize("kind", ["pairs", "tokens", "sorted", "sorted in eights"])
+@pytest.mark.parametrize("kind", ["pairs", "tokens", "sorted", "sorted in eights", "by descriptor"])
 def test_equals_the_reference(
     num_tokens: int, inner: int, hidden: int, dtype: torch.dtype, kind: str, device: torch.device
 ) -> None:
@@ -61,7 +65,9 @@ def test_equals_the_reference(
     chosen, shares = choices(num_tokens, device, few_experts=num_tokens == 9)
     if kind != "pairs":
         pairs = chosen if kind == "tokens" else sort_pairs(chosen, NUM_EXPERTS)
-        tiles = TILES if kind == "sorted" else TILES_OF_8
+        tiles = {"sorted": TILES, "by descriptor": replace(TILES, columns_first=True, by_descriptor=True)}.get(
+            kind, TILES_OF_8
+        )
         inside = grouped_gemm(x, gate_up, pairs, tiles, TOP_K)
         out = grouped_gemm(inside, down, pairs, tiles, TOP_K, shares)
     else:
@@ -170,3 +176,31 @@ def test_a_weight_of_other_columns_is_refused(device: torch.device) -> None:
     chosen, _ = choices(2, device)
     with pytest.raises(ValueError, match="columns"):
         grouped_gemv(torch.randn(2, 32, device=device), torch.randn(6, 8, 64, device=device), chosen, ROWS, TOP_K)
+
+
+@pytest.mark.parametrize(("num_tokens", "columns_first"), [(9, False), (40, True)])
+def test_a_quantized_x_has_scales_of_its_rows(num_tokens: int, columns_first: bool, device: torch.device) -> None:
+    hidden, inner = 64, 32
+    values, x_scales = quantize_rows(torch.randn(num_tokens, hidden, device=device), FP8_DTYPE)
+    gate_up = (torch.randn(NUM_EXPERTS, 2 * inner, hidden, device=device) * 9).to(FP8_DTYPE)
+    down = (torch.randn(NUM_EXPERTS, hidden, inner, device=device) * 9).to(FP8_DTYPE)
+    scales = [torch.rand(weight.shape[:2], device=device) / 9 for weight in (gate_up, down)]
+    chosen, shares = choices(num_tokens, device)
+    tiles = replace(TILES, columns_first=columns_first, by_descriptor=columns_first)
+    pairs, dtype = sort_pairs(chosen, NUM_EXPERTS), torch.float32
+    inside = grouped_gemm(values, gate_up, pairs, tiles, TOP_K, scales=scales[0], x_scales=x_scales, dtype=dtype)
+    x, wide = values.double() * x_scales[:, None], gate_up.double() * scales[0][:, :, None]
+    both = torch.einsum("th,tjih->tji", x, wide[chosen.long()]).flatten(0, 1)
+    assert relative_error(inside, silu_mul(both)) < BFLOAT16_BOUND
+    values, x_scales = quantize_rows(inside, FP8_DTYPE)
+    out = grouped_gemm(values, down, pairs, tiles, TOP_K, shares, scales[1], x_scales=x_scales, dtype=torch.float32)
+    x, wide = values.double() * x_scales[:, None], down.double() * scales[1][:, :, None]
+    expected = torch.einsum("tji,tjhi->jth", x.view(num_tokens, TOP_K, -1), wide[chosen.long()])
+    assert relative_error(out, expected * shares.double().T[:, :, None]) < BFLOAT16_BOUND
+
+
+def test_a_quantized_x_of_other_weights_is_refused(device: torch.device) -> None:
+    chosen, _ = choices(2, device)
+    values, scales = quantize_rows(torch.randn(2, 64, device=device), FP8_DTYPE)
+    with pytest.raises(ValueError, match="quantized"):
+        grouped_gemm(values, torch.randn(6, 8, 64, device=device), chosen, TILES, TOP_K, x_scales=scales)

@@ -8,6 +8,7 @@ import torch
 from kernels.gpu.quantization.quantize import (
     MAXIMA_BLOCK,
     add_rms_norm_quantize,
+    quantize_many_rows,
     quantize_rows,
     quantize_with_maxima,
     silu_mul_quantize,
@@ -28,6 +29,14 @@ def test_rows_equal_the_reference(dtype: torch.dtype, device: torch.device) -> N
     assert (values.float() - expected_values.float()).abs().max() == 0
     assert not values[3].float().any()
     assert not scales[3]
+
+
+@pytest.mark.parametrize(("num_rows", "k"), [(131, 72), (3, 4200)])
+def test_many_rows_are_quantized_as_each_is(num_rows: int, k: int, device: torch.device) -> None:
+    x = torch.randn(num_rows, k, device=device).mul_(3).to(torch.float16)
+    x[1] = 0
+    for ours, theirs in zip(quantize_many_rows(x), quantize_rows(x, FP8_DTYPE), strict=True):
+        assert torch.equal(ours.float(), theirs.float())
 
 
 def of_two_planes(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
