@@ -10,6 +10,10 @@ from kvstore.types import BlockId
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0, seed=0)
 WITH_RULES = SamplingParams(max_tokens=1, temperature=0.0, seed=0, logit_bias=((0, 1.0),))
+WITH_ALL = SamplingParams(  # what the logits of a row can be asked for
+    max_tokens=1, temperature=0.8, top_p=0.9, top_k=8, min_p=0.1, presence_penalty=0.1, repetition_penalty=1.1,
+    seed=0, logit_bias=((0, 1.0),), bad_words=((0, 0),), logprobs=1, prompt_logprobs=1,
+)  # fmt: skip
 
 
 def trial_plan(
@@ -38,13 +42,27 @@ def prompt_plan(num_tokens: int, block_size: int, num_groups: int = 1) -> StepPl
     return trial_plan([(0, num_tokens)], block_size, num_groups=num_groups)
 
 
-def warmup_plans(num_tokens: int, block_size: int, num_groups: int = 1) -> Iterator[StepPlan]:
-    """Yield steps whose kernels no captured graph launches.
+def warmup_plans(
+    num_captured: int, max_tokens: int, max_rows: int, max_length: int, block_size: int, num_groups: int = 1
+) -> Iterator[StepPlan]:  # fmt: skip
+    """Yield steps that, with those that graphs are captured of, launch every variant of a kernel that is served with.
 
-    The first is a prompt of `num_tokens`. The second has a block of cached context and rules for its logits; it is
-    left out where a prompt is no longer than a block.
+    Variants depend on the power of two that holds a step's tokens, on whether a row is alone and has cached context,
+    and on what is asked of its logits. num_captured: tokens up to which graphs are captured. max_tokens, max_rows:
+    of a step; max_length: of a sequence.
     """
+    num_tokens = min(max_tokens, max_length) - 1
     yield prompt_plan(num_tokens, block_size, num_groups)
+    for size in _sizes(num_captured, max_tokens):
+        num_full, rest = divmod(size, max_length)
+        rows = [(0, max_length)] * num_full + [(0, rest)] * (rest > 0)
+        yield trial_plan(rows[:max_rows], block_size, num_groups=num_groups)
     if num_tokens > block_size:
-        chunk = block_size, num_tokens - block_size
-        yield trial_plan([chunk], block_size, WITH_RULES, num_groups=num_groups)
+        yield trial_plan([(block_size, num_tokens - block_size)], block_size, WITH_RULES, num_groups=num_groups)
+        yield trial_plan([(block_size, 1 + block_size // 2)], block_size, WITH_ALL, num_groups=num_groups)
+
+
+def _sizes(above: int, most: int) -> list[int]:
+    """Powers of two above a size, up to the largest one, and that."""
+    powers = [1 << exponent for exponent in range(above.bit_length(), most.bit_length())]
+    return sorted({*powers, most}) if most > above else []

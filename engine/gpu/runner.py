@@ -26,7 +26,7 @@ from engine.gpu.sampling.samples import StepSamples
 from engine.gpu.steps.decode_steps import DecodeSteps
 from engine.gpu.steps.mixed_inputs import mixed_inputs
 from engine.gpu.steps.prompt_graphs import PromptGraphs
-from engine.gpu.steps.rows import RowTable, bucket_sizes
+from engine.gpu.steps.rows import PROMPT_BUCKETS, RowTable, bucket_sizes
 from engine.gpu.steps.state import DeviceState
 from engine.gpu.steps.step import GpuBatch, GpuStep, sampled_rows
 from engine.kv.memory import kv_layout
@@ -144,14 +144,16 @@ class GpuRunner(ModelRunner):
 
     @torch.inference_mode()
     def warmup(self, on_progress: OnProgress = no_progress) -> None:
-        """Compile kernels with two prompts, then capture graphs. Uses the pool's first blocks.
+        """Compile kernels with a few steps, then capture graphs. Uses the pool's first blocks.
 
         All streams wait for a kernel that is compiled later: see docs/kernels.md for what spares that.
         """
         on_progress("warming up", None)
         num_positions = min(self._pool.shape[0] // self._num_groups, self._state.block_tables[0].shape[1])
-        num_tokens = min(self._max_tokens, num_positions * self._block_size) - 1
-        for plan in warmup_plans(num_tokens, self._block_size, self._num_groups):
+        max_length = num_positions * self._block_size
+        for plan in warmup_plans(
+            max(PROMPT_BUCKETS), self._max_tokens, self._max_rows, max_length, self._block_size, self._num_groups
+        ):  # fmt: skip
             self.launch(plan).result()
             self._requests.clear()
             self._rows.clear()

@@ -20,7 +20,10 @@ from triton.runtime.jit import JITFunction, compute_cache_key
 
 import engine.assembly
 import engine.gpu.attention.grouped
-import engine.quantization.cpu_linears
+import engine.loader.conversion
+import kernels.gpu.attention.kv_splits
+import kernels.gpu.attention.paged_prefill
+import kernels.gpu.elementwise.rope
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.gpu.attention.backend import PrefillAttention
@@ -29,15 +32,20 @@ from engine.gpu.config import GpuConfig
 from engine.gpu.runner import GpuRunner
 from engine.gpu.steps.decode_steps import DecodeSteps
 from engine.gpu.steps.prompt_graphs import PromptGraphs, prompt_step
+from engine.gpu.steps.rows import bucket_sizes
 from engine.prefill_backends.fa3 import FlashAttention3, Operator
 from engine.quantization import conversion
 from engine.quantization.gpu_linears import GpuLinears
 from engine.request import SamplingParams
-from engine.trial_plans import WITH_RULES, trial_plan
+from engine.trial_plans import WITH_ALL, WITH_RULES, trial_plan
+from kernels.gpu.attention.kv_splits import tuned_rows
 from tests.compile import hopper
-from tests.gpu.models import save_tiny_model
+from tests.gpu.kv.test_kv_groups import GEMMA3, GPT_OSS
+from tests.gpu.mla.test_latents import V2
+from tests.gpu.models import save_family, save_tiny_model
 
 BLOCK_SIZE, MAX_TOKENS, MAX_ROWS = 64, 2048, 64
+NUM_BLOCKS = 400
 NUM_STEPS = 60
 PARAMS = (
     SamplingParams(max_tokens=1, temperature=0.0, seed=0),
@@ -45,7 +53,17 @@ PARAMS = (
     SamplingParams(max_tokens=1, temperature=0.0, seed=0, prompt_logprobs=2),
     SamplingParams(max_tokens=1, temperature=0.7, seed=1, repetition_penalty=1.1, bad_words=((3, 4), (5,))),
     WITH_RULES,
+    WITH_ALL,
 )
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 1 << 15}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mla": {
+        **V2, **WIDE, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "moe_intermediate_size": 64,
+        "n_routed_experts": 8, "num_hidden_layers": 3,
+    },
+    "gemma": {**GEMMA3, **WIDE, "head_dim": 256, "sliding_window": 512},
+    "gpt-oss": {**GPT_OSS, **WIDE, "intermediate_size": 256, "head_dim": 64, "sliding_window": 128},
+}  # fmt: skip
 
 
 class Launches:
@@ -98,14 +116,18 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
         torch, "empty_like", lambda x, **options: filled(x.shape, **{"dtype": x.dtype, "device": x.device, **options})
     )
     monkeypatch.setattr(engine.assembly, "_make_runner", GpuRunner)
-    monkeypatch.setattr(engine.quantization.cpu_linears, "has_half_linear", lambda: False)
+    monkeypatch.setattr(engine.loader.conversion, "has_half_linear", lambda: False)
+    # Tiny steps are on both sides of what sets large ones apart.
+    monkeypatch.setattr(kernels.gpu.elementwise.rope, "STREAMED_BYTES", 1 << 20)
+    monkeypatch.setattr(kernels.gpu.attention.paged_prefill, "WAVES", 0.25)
+    monkeypatch.setattr(kernels.gpu.attention.kv_splits, "COMBINE_PROGRAMS", 104)
     return found
 
 
 def open_runner(
-    folder: Path, quant_mode: str, backend: str, num_experts: int, monkeypatch: pytest.MonkeyPatch
+    folder: Path, quant_mode: str, backend: str, monkeypatch: pytest.MonkeyPatch, **changes: Any
 ) -> GpuRunner:
-    """Warmed up, but for graphs."""
+    """Warmed up, but for graphs. folder: of the model. changes: of the settings."""
 
     def open_attention(
         wanted: str, pool: Tensor, num_heads: int, dtype: torch.dtype, max_tokens: int, needs: str
@@ -118,12 +140,10 @@ def open_runner(
     monkeypatch.setattr(engine.gpu.attention.grouped, "open_attention", open_attention)
     monkeypatch.setattr(conversion, "resolve_quant_mode", lambda *_: quant_mode)
     monkeypatch.setattr(conversion, "linears_of", lambda _dtype, device: GpuLinears(device))
-    save_tiny_model(folder, head_dim=64, hidden=1024, inner=2048, num_experts=num_experts)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1 << 15}))
     settings = EngineConfig(
-        str(folder), device="cpu", dtype="bfloat16", quant_mode="none", num_gpu_blocks=400, block_size=BLOCK_SIZE,
-        max_num_seqs=MAX_ROWS, max_num_batched_tokens=MAX_TOKENS, max_model_len=1 << 14,
+        str(folder), device="cpu", dtype="bfloat16", quant_mode="none", num_gpu_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE, max_num_seqs=MAX_ROWS, max_num_batched_tokens=MAX_TOKENS,
+        **{"max_model_len": 1 << 14, **changes},
     )  # fmt: skip
     runner = assemble(settings, gpu=GpuConfig(overlap=False)).runner
     assert isinstance(runner, GpuRunner)
@@ -139,27 +159,28 @@ def stand_in_for_capture(runner: GpuRunner) -> None:
         prompt_step(*graphs._parts, graphs._inputs(graphs._buffer, *shape))
 
 
-def some_step(draw: random.Random) -> list[tuple[int, int]]:
-    """(start, tokens) of decode rows and one or two chunks of prompts, of any lengths and contexts."""
-    num_decodes = draw.choice([0, 0, 1, 3, 16, 33, draw.randrange(MAX_ROWS - 1)])
-    shares = [(draw.choice([5, 100, 3000]), 1) for _ in range(num_decodes)]
+@pytest.mark.parametrize("max_rows", [20, 64, 512])
+def test_rows_have_the_settings_of_the_graph_that_holds_them(max_rows: int) -> None:
+    buckets = bucket_sizes(max_rows)
+    for num_rows in range(1, max_rows + 1):
+        assert tuned_rows(num_rows) == tuned_rows(next(size for size in buckets if size >= num_rows))
+
+
+def some_step(draw: random.Random, max_length: int) -> list[tuple[int, int]]:
+    """(start, tokens) of decode rows and a few chunks of prompts, of any lengths and contexts."""
+    num_decodes = draw.choice([0, 0, 1, 3, 16, 26, 33, draw.randrange(MAX_ROWS - 1)])
+    shares = [(min(draw.choice([5, 100, 3000]), max_length - 1), 1) for _ in range(num_decodes)]
     left = MAX_TOKENS - num_decodes
-    for _ in range(min(draw.choice([1, 1, 2]), MAX_ROWS - num_decodes)):
-        num_tokens = min(left, int(2 ** draw.uniform(0, 11)))
-        shares.append((draw.choice([0, 0, 64, 9000, 12000]), num_tokens))
+    for _ in range(min(draw.choice([1, 1, 2, 9]), MAX_ROWS - num_decodes)):
+        start = min(draw.choice([0, 0, 64, 9000, 12000]), max_length - 64)
+        num_tokens = min(left, max_length - start, int(2 ** draw.uniform(0, 11)))
+        shares.append((start, num_tokens))
         left -= num_tokens
     return [share for share in shares if share[1]]
 
 
-@pytest.mark.parametrize(
-    ("quant_mode", "backend", "num_experts"),
-    [("none", "triton", 8), ("fp8", "fa3", 0), ("int8-weight", "fa3 pages", 0), ("int4-weight", "triton", 0)],
-)
-def test_served_steps_launch_what_the_warm_up_did(
-    quant_mode: str, backend: str, num_experts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    launches: Launches,
-) -> None:  # fmt: skip
-    runner = open_runner(tmp_path, quant_mode, backend, num_experts, monkeypatch)
+def serve(runner: GpuRunner, launches: Launches, max_length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that random steps need no other variants."""
     stand_in_for_capture(runner)
     num_warmed = len(launches.before)
     monkeypatch.setattr(DecodeSteps, "_run", launches.replayed(DecodeSteps._run))
@@ -167,8 +188,44 @@ def test_served_steps_launch_what_the_warm_up_did(
     launches.are_new = True
     draw = random.Random(1)
     for _ in range(NUM_STEPS):
-        runner.launch(trial_plan(some_step(draw), BLOCK_SIZE, draw.choice(PARAMS), num_blocks=300)).result()
+        shares, count = some_step(draw, max_length), runner._num_groups
+        plan = trial_plan(shares, BLOCK_SIZE, draw.choice(PARAMS), NUM_BLOCKS * 3 // 4 // count * count, count)
+        runner.launch(plan).result()
         runner._requests.clear()
         runner._rows.clear()
     assert num_warmed > 15
     assert not launches.late, sorted(launches.late)
+
+
+@pytest.mark.parametrize(
+    ("quant_mode", "backend", "num_experts", "max_length"),
+    [
+        ("none", "triton", 8, 1 << 14), ("fp8", "fa3", 0, 1024), ("int8-weight", "fa3 pages", 0, 1 << 14),
+        ("int4-weight", "triton", 0, 1024),
+    ],
+)  # fmt: skip
+def test_served_steps_launch_what_the_warm_up_did(
+    quant_mode: str, backend: str, num_experts: int, max_length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    launches: Launches,
+) -> None:  # fmt: skip
+    """Sequences may be longer than a step, or so short that several fill it."""
+    save_tiny_model(tmp_path, head_dim=64, hidden=1024, inner=2048, num_experts=num_experts)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1 << 15}))
+    runner = open_runner(tmp_path, quant_mode, backend, monkeypatch, max_model_len=max_length)
+    serve(runner, launches, max_length, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("mla", {"max_model_len": 1024}), ("gemma", {"max_model_len": 1024}),
+        ("gpt-oss", {"kv_cache_dtype": "fp8"}), ("gemma", {"num_speculative_tokens": 3}),
+    ],
+)  # fmt: skip
+def test_other_families_too(
+    family: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launches: Launches
+) -> None:
+    save_family(tmp_path, FAMILIES[family])
+    runner = open_runner(tmp_path, "none", "triton", monkeypatch, **changes)
+    serve(runner, launches, changes.get("max_model_len", 1 << 14), monkeypatch)

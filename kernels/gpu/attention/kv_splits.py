@@ -42,9 +42,18 @@ class DecodeWorkspace:
         self.log_sums = torch.empty(num_partials, dtype=torch.float32, device=device)
 
 
+def tuned_rows(num_rows: int) -> int:
+    """Return the rows of the captured step that holds so many: its settings are theirs, too, and compiled."""
+    if num_rows <= 16:
+        return 1 << (num_rows - 1).bit_length()
+    step = 8 if num_rows <= 64 else 16 if num_rows <= 128 else 32
+    return -(-num_rows // step) * step
+
+
 def decode_config(num_rows: int, num_kv_heads: int, group: int, itemsize: int, head_dim: int = 128) -> DecodeConfig:
     """Settings for K and V of `itemsize` bytes a number; group: query heads of a KV head."""
-    config = DECODE.find(programs=num_rows * num_kv_heads, group=group, itemsize=itemsize, head_dim=head_dim)
+    programs = tuned_rows(num_rows) * num_kv_heads
+    config = DECODE.find(programs=programs, group=group, itemsize=itemsize, head_dim=head_dim)
     assert config is not None, "the last rule has no bounds"
     return config
 
@@ -52,7 +61,7 @@ def decode_config(num_rows: int, num_kv_heads: int, group: int, itemsize: int, h
 def num_splits(num_rows: int, num_kv_heads: int, device: torch.device, config: DecodeConfig) -> int:
     """Programs that share a row's keys of one KV head; 1 when rows and heads alone fill the GPU."""
     programs = config.programs_per_sm * num_multiprocessors(device)
-    return max(1, min(MAX_SPLITS, programs // (num_rows * num_kv_heads)))
+    return max(1, min(MAX_SPLITS, programs // (tuned_rows(num_rows) * num_kv_heads)))
 
 
 def splits_of(
@@ -158,7 +167,7 @@ def combine_splits(
     """Write rows of more than one share to `out` (num_rows, num_heads * head_dim). tile, window: as of the splits."""
     head_dim = workspace.outputs.shape[1]
     num_rows, num_heads = out.shape[0], out.shape[1] // head_dim
-    dims = head_dim if num_rows * num_heads >= COMBINE_PROGRAMS else min(head_dim, 32)
+    dims = head_dim if tuned_rows(num_rows) * num_heads >= COMBINE_PROGRAMS else min(head_dim, 32)
     overlaps = overlaps_launches(out)
     _combine_kernel[(num_heads, num_rows, head_dim // dims)](
         lengths, out, workspace.outputs, workspace.log_sums, num_splits,
