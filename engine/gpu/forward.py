@@ -47,7 +47,12 @@ class FusedForward:
         self.logits = model.head  # normed hidden states (rows, hidden) -> (rows, vocab), of this rank
 
     def hidden(self, inputs: GpuInputs) -> Tensor:
-        """Hidden states (num_tokens, hidden) after the final norm; of a stage that passes them on, the residual."""
+        """Hidden states (num_tokens or num_wanted, hidden) after the final norm; of a stage that passes them on, the
+        residual.
+        """
         token_ids = self._inbox.token_ids(inputs.token_ids)
-        forward = self._forwards.choose(token_ids.shape[0], not inputs.has_prompts)
-        return forward.hidden(GpuStep(token_ids, inputs.groups[0].slots, partial(self.attention.attend, inputs)))
+        kind = token_ids.shape[0], not inputs.has_prompts
+        attend, wanted = partial(self.attention.attend, inputs), inputs.wanted
+        step = GpuStep(token_ids, inputs.groups[0].slots, attend, wanted)
+        hidden = self._forwards.choose(*kind).hidden(step)
+        return hidden if wanted is None or self._forwards.narrows(*kind) else hidden[wanted]

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import takewhile
 
 from common.wings import has_wing
 from engine.gpu.ops import one_row, plain, split_k
-from engine.gpu.ops.rules import MANY_ROWS, SINGLE_GPU, GpuForward, GpuSeams, Rule, Target, fitting, ops_of
+from engine.gpu.ops.pending import Pending, rows_of
+from engine.gpu.ops.rules import MANY_ROWS, SINGLE_GPU, GpuForward, GpuSeams, GpuStep, Rule, Target, fitting, ops_of
+from engine.layers.block import Block
+from engine.layers.forward import Stream
 from engine.models.model import Model
 from engine.ranks import RankContext
 from kernels.gpu.gemm.split_k import SplitKWorkspace
@@ -43,6 +47,10 @@ class GpuForwards:
             num_tokens = self._max_quantized_rows if num_tokens <= self._max_quantized_rows else MANY_ROWS
         return self._lowered(num_tokens, is_decode)
 
+    def narrows(self, num_tokens: int, is_decode: bool) -> bool:
+        """Whether the step gives hidden states of `GpuStep.wanted` alone. Few tokens would leave kernels too few."""
+        return self._ranks.seams.is_alone and not (self._ranks.passes_on or is_decode) and num_tokens > MAX_TUNED_ROWS
+
     def _lower(self, num_rows: int, is_decode: bool) -> GpuForward:
         seams, blocks = self._ranks.seams, self._model.blocks
         target = Target(num_rows, is_decode, seams, self._workspace)
@@ -53,4 +61,20 @@ class GpuForwards:
             for block, each in zip(blocks, rules, strict=True)
         ]
         forward = seams.forward(self._model, ops)
-        return forward.ended_by(seams.sum(self._model)) if self._ranks.passes_on else forward
+        if self._ranks.passes_on:
+            return forward.ended_by(seams.sum(self._model))
+        if self.narrows(num_rows, is_decode):
+            return forward.narrowed(num_free_blocks(blocks), wanted_rows)
+        return forward
+
+
+def num_free_blocks(blocks: Sequence[Block]) -> int:
+    """How many blocks at the end can do without tokens that nobody wants hidden states of."""
+    return len(list(takewhile(lambda block: not block.inner.needs_all_tokens, reversed(blocks))))
+
+
+def wanted_rows(stream: Stream[Pending], step: GpuStep) -> Stream[Pending]:
+    """Those of tokens that a step wants hidden states of: the last MLP is spared all others."""
+    if step.wanted is None:
+        return stream
+    return Stream(stream.residual[step.wanted], rows_of(stream.pending, step.wanted))

@@ -216,15 +216,20 @@ class GpuRunner(ModelRunner):
         decodes = [i for i, row in enumerate(rows) if row.samples and row.num_tokens == 1]
         chunks = [i for i, row in enumerate(rows) if not (row.samples and row.num_tokens == 1)]
         inputs, last_of = mixed_inputs(batch, decodes, chunks, self._state, self._forward.attention, self._block_size)
+        sampling = [i for i in decodes + chunks if rows[i].samples]
+        last = upload([last_of[i] for i in sampling] or [0], torch.int64, self._device)
+        pairs = zip(rows, batch.requests, strict=True)
+        wants_all = self._ranks.passes_on or any(wants_prompt_logprobs(row, request) for row, request in pairs)
+        inputs.wanted = None if wants_all else last
         hidden = self._forward.hidden(inputs)
         if self._ranks.pass_on(hidden):
             return
-        add_prompt_logprobs(rows, batch.requests, hidden, lambda i: last_of[i] + 1, self._logits, step.found)
-        sampling = [i for i in decodes + chunks if rows[i].samples]
+        if wants_all:
+            add_prompt_logprobs(rows, batch.requests, hidden, lambda i: last_of[i] + 1, self._logits, step.found)
         if not sampling:
             step.waits.append(mark(self._device))  # else the host would queue chunk after chunk, and measure no time
             return
-        step.hidden = hidden[upload([last_of[i] for i in sampling], torch.int64, self._device)]
+        step.hidden = hidden[last] if wants_all else hidden
         logits = self._forward.logits(step.hidden)
         self._samples.sample(logits, batch, sampling, self._turn, step)
 

@@ -32,6 +32,10 @@ class AttentionBlock(Block):
     layer: int
     sinks: Tensor | None = None
 
+    @property
+    def needs_all_tokens(self) -> bool:
+        return True  # later ones attend to them
+
     @abstractmethod
     def heads(self, qkv: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """Norm and rotate what `Step.attend` was given; it may be changed.

@@ -74,6 +74,11 @@ class Block(ABC):
     def linears(self) -> Iterator[LinearRef]:
         """All linear layers that may be quantized or otherwise replaced."""
 
+    @property
+    def needs_all_tokens(self) -> bool:
+        """Whether it must see tokens that nothing but its own output depends on."""
+        return False
+
     def copy(self) -> Self:
         """A block over the same weights whose linear layers can be replaced without changing this one's."""
         return copy.copy(self)

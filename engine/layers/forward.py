@@ -61,11 +61,23 @@ class Forward(Generic[S, P]):
         a sum, and the all-reduce goes before it. (The GEMVs of one row add to the residual themselves; they are no op
         for a rank among several.)
         """
+        return self._end(self._final(*self._stream(step)), step)
+
+    def _stream(self, step: S) -> Stream[P]:
+        """What the last op leaves."""
         residual, pending = self._start(step)
         for fold, body in self._ops:
             x, pending = fold(residual, pending), None
             x, pending = None, body(x, step)
-        return self._end(self._final(residual, pending), step)
+        return Stream(residual, pending)
+
+    def narrowed(self, count: int, narrow: Callable[[Stream[P], S], Stream[P]]) -> Forward[S, P]:
+        """Return this forward pass with what `narrow` leaves of the stream before the last `count` ops."""
+        split = len(self._ops) - count
+        first = Forward(self._start, self._ops[:split], self._final, self.logits)
+        return Forward(
+            lambda step: narrow(first._stream(step), step), self._ops[split:], self._final, self.logits, self._end
+        )
 
     def ended_by(self, final: Callable[[Tensor, P | None], Tensor]) -> Forward[S, P]:
         """Return this forward pass with `final` instead of the final norm."""

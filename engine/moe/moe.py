@@ -122,6 +122,10 @@ class Moe(Block):
             start += counts[index]
         return out
 
+    @property
+    def needs_all_tokens(self) -> bool:
+        return self.loads is not None
+
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Shares, float32, and slots of each token's experts: (num_tokens, num_chosen) each."""
         shares, chosen = choose_experts(self.router_logits(x), self.rule, self.choice_bias)

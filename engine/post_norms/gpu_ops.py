@@ -28,6 +28,9 @@ class Unnormed(PendingOutput):
     def plain(self, eps: float) -> Tensor:
         return rms_norm(self.values, self.weight, eps)
 
+    def rows(self, index: Tensor) -> Unnormed:
+        return Unnormed(self.values[index], self.weight)
+
 
 def prepare(block: PostNormed) -> None:
     """The inner block prepares its own weights."""

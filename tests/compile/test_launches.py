@@ -16,6 +16,7 @@ from triton.runtime.jit import JITFunction
 
 from engine.gpu.attention.backend import GpuInputs
 from engine.gpu.forward import FusedForward
+from engine.gpu.lowering import num_free_blocks
 from engine.moe.moe import Moe
 from tests.compile import hopper
 from tests.compile.test_compiles_for_hopper import decode_inputs, forward_over, model_of, prompt_inputs
@@ -168,6 +169,27 @@ def test_prompts_run_the_same_kernels_for_any_number_of_tokens(launches: list[st
     assert counts["cublas"] == 4 * NUM_LAYERS
     assert counts["rope"] == counts["paged_prefill"] == counts["silu_mul"] == NUM_LAYERS
     assert counts["rms_norm"] == 2 * NUM_LAYERS
+
+
+@pytest.mark.parametrize(("name", "num_layers", "num_groups"), [("qwen3-30b-a3b", 3, 1), ("gemma3-4b", 6, 6)])
+def test_the_last_mlp_is_spared_tokens_that_nobody_wants(
+    name: str, num_layers: int, num_groups: int, launches: list[str]
+) -> None:
+    model = model_of(name, "none", num_layers)
+    forward = forward_over(model, torch.bfloat16)
+    inputs = prompt_inputs(forward, [900, 40], num_groups)
+    inputs.wanted = torch.empty(2, dtype=torch.int64, device="meta")
+    with torch.inference_mode():
+        assert forward.hidden(inputs).shape == (2, model.config.hidden_size)
+    assert num_free_blocks(model.blocks) == 1
+
+
+def test_choices_that_are_counted_are_of_all_tokens(launches: list[str]) -> None:
+    model = model_of("qwen3-30b-a3b", "none", 1)
+    for block in model.blocks:
+        if isinstance(block, Moe):
+            block.loads = torch.zeros(block.rule.num_experts, dtype=torch.int64, device="meta")
+    assert num_free_blocks(model.blocks) == 0
 
 
 def test_a_class_of_steps_is_lowered_once(launches: list[str]) -> None:

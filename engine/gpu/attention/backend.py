@@ -88,6 +88,7 @@ class GpuInputs:
     groups: of each KV group; all have chunks of prompts, or none has.
     attended: takes attention's output (num_tokens or more, num_heads * head_dim) in every layer; what it holds for
         tokens in no tile stays. None: fresh memory, where that is undefined.
+    wanted: int64, tokens whose hidden states are asked for, in steps with prompts; None: all.
     """
 
     token_ids: Tensor
@@ -95,6 +96,7 @@ class GpuInputs:
     lengths: Tensor
     groups: Sequence[GroupInputs]
     attended: Tensor | None = None
+    wanted: Tensor | None = None
 
     @property
     def has_prompts(self) -> bool:

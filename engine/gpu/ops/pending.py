@@ -30,6 +30,10 @@ class PendingOutput(ABC):
     def plain(self, eps: float) -> Tensor:
         """What is added, (num_tokens, hidden)."""
 
+    @abstractmethod
+    def rows(self, index: Tensor) -> PendingOutput:
+        """The output of those tokens, int64 (n,)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Partials(PendingOutput):
@@ -42,6 +46,9 @@ class Partials(PendingOutput):
 
     def plain(self, eps: float) -> Tensor:
         return self.values.sum(0)
+
+    def rows(self, index: Tensor) -> Partials:
+        return Partials(self.values[:, index])
 
 
 Pending = Tensor | PendingOutput
@@ -62,6 +69,13 @@ class AddNorm:
         if isinstance(pending, Tensor):
             return add_rms_norm(pending, residual, self.weight, self.eps)
         return pending.add_norm(residual, self.weight, self.eps)
+
+
+def rows_of(pending: Pending | None, index: Tensor) -> Pending | None:
+    """Those tokens of an output."""
+    if isinstance(pending, Tensor):
+        return pending[index]
+    return pending if pending is None else pending.rows(index)
 
 
 def plain_of(pending: Pending | None, eps: float) -> Tensor | None:

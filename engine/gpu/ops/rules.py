@@ -44,12 +44,13 @@ class Target:
 class GpuStep:
     """The inputs of one forward pass. token_ids: (num_tokens,). slots: int32 (num_tokens,), -1 of padding.
 
-    attend: `GpuAttention.attend`, of a block and its queries.
+    attend: `GpuAttention.attend`, of a block and its queries. wanted: see `GpuInputs`.
     """
 
     token_ids: Tensor
     slots: Tensor
     attend: Callable[..., Tensor]
+    wanted: Tensor | None = None
 
 
 GpuOp = Op[Any, GpuStep, Pending]
