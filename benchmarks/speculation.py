@@ -20,6 +20,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from benchmarks import harness
 from common.config import add_arguments, from_namespace
@@ -28,8 +29,10 @@ from common.text.load import load_tokenizer
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.speculation.metrics import METRICS
 from engine.speculation.proposer import FromTokens
 
+DRAFTED, ACCEPTED = (metric.name for metric in METRICS)
 TEXTS = (
     "The harbour of the old town is small. Every morning the fishing boats leave before the sun is up, and every "
     "evening they come back with nets full of herring, cod and mackerel. The people of the town buy the fish on the "
@@ -78,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     clock = harness.choose_clock(options)
     config = from_namespace(EngineConfig, options)
-    engines = {count: assemble(replace(config, num_speculative_tokens=count)) for count in (0, *options.drafts)}
+    drafts: dict[int, dict[str, Any]] = {count: {"num_speculative_tokens": count} for count in (0, *options.drafts)}
+    engines = {count: assemble(replace(config, **settings)) for count, settings in drafts.items()}
     if options.accuracy is not None:
         kinds = {"random": random_prompts(options, engines[0].engine.vocab_size)}
     else:
@@ -136,7 +140,7 @@ def run(
     engine: Engine, prompts: Sequence[list[int]], num_output: int, clock: harness.Clock, figures: Figures
 ) -> list[list[int]]:
     """Answer all prompts at once. Returns the sequences."""
-    before = engine.load()
+    before = engine.figures()
     requests = [engine.add_request(prompt, harness.greedy(num_output)) for prompt in prompts]
     harness.prefill(engine, requests)
     began, done, num_steps = clock(), harness.num_output_tokens(requests), engine.num_steps
@@ -145,9 +149,10 @@ def run(
     figures.speeds.append(num_tokens / (clock() - began))
     figures.num_tokens += num_tokens
     figures.num_steps += (engine.num_steps - num_steps) * len(prompts)
-    after = engine.load()
-    figures.num_drafted += after.num_draft_tokens - before.num_draft_tokens
-    figures.num_accepted += after.num_accepted_tokens - before.num_accepted_tokens
+    if before:  # with drafts
+        after = engine.figures()
+        figures.num_drafted += int(after[DRAFTED][0] - before[DRAFTED][0])
+        figures.num_accepted += int(after[ACCEPTED][0] - before[ACCEPTED][0])
     figures.answers += [request.output_token_ids for request in requests]
     return [request.prompt_token_ids + request.output_token_ids for request in requests]
 

@@ -3,6 +3,9 @@
 A field is a bool, int, float or str, declared with `setting(default, help)`. `from_args` reads, in rising priority:
 the default, `MINI_INFER_<FIELD>`, the flag `--field-name`. A bool gets `--flag` and `--no-flag`. Nothing here knows
 what any setting means; a settings class checks its own values in `__post_init__` with ConfigError.
+
+A wing has its settings in a dataclass of its own, in `settings.py` in its folder. `with_wings` adds those fields to
+the program's class, so that they are there when the wing is.
 """
 
 from __future__ import annotations
@@ -12,13 +15,16 @@ import dataclasses
 import os
 import types
 import typing
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 from common.errors import ConfigError
+from common.wings import wing_modules
 
 T = TypeVar("T")
+Rules = Mapping[tuple[str, ...], str]  # names of settings -> the reason of a refusal
+NO_RULES: Rules = types.MappingProxyType({})
 ENV_PREFIX = "MINI_INFER_"
 
 
@@ -51,10 +57,78 @@ class SettingsParser(argparse.ArgumentParser):
         return f"; did you mean {near[0]}?" if near else ""
 
 
-def setting(default: Any, help: str, *, choices: Sequence[str] = (), flags: Sequence[str] = ()) -> Any:
-    """A dataclass field with its help text. `flags` are further names on the command line."""
-    metadata = {"help": help, "choices": tuple(choices), "flags": tuple(flags)}
+def setting(
+    default: Any,
+    help: str,
+    *,
+    choices: Sequence[str] = (),
+    flags: Sequence[str] = (),
+    off: Sequence[Any] = (),
+    excludes: Rules = NO_RULES,
+    needs: Rules = NO_RULES,
+    per_worker: bool = False,
+) -> Any:
+    """A dataclass field with its help text. `flags` are further names on the command line.
+
+    off: values beside the default that ask for nothing. excludes: refused together with any of the settings named.
+    needs: refused without one of them (`check_together`). per_worker: a file that each worker of a cluster writes.
+    """
+    metadata = {
+        "help": help, "choices": tuple(choices), "flags": tuple(flags),
+        "off": (default, *off), "excludes": excludes, "needs": needs, "per_worker": per_worker,
+    }  # fmt: skip
     return dataclasses.field(default=default, metadata=metadata)
+
+
+class Settings:
+    """Base of a program's settings, some of which belong to wings."""
+
+    wings: ClassVar[tuple[type[Any], ...]] = ()
+    """The settings classes of the wings that are here."""
+
+    def of(self, wing: type[T]) -> T:
+        """The settings of one wing. Raises ConfigError for values that cannot work."""
+        return wing(**{field.name: getattr(self, field.name) for field in dataclasses.fields(wing)})  # type: ignore[arg-type]
+
+    def check_together(self) -> None:
+        """Check all wings' settings. Raises ConfigError for settings that exclude each other, or lack others."""
+        for wing in self.wings:
+            self.of(wing)
+        fields = {field.name: field.metadata for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+        on = [name for name, rules in fields.items() if getattr(self, name) not in rules["off"]]
+        for kind, is_wrong in (("excludes", True), ("needs", False)):
+            for others, reason in (rule for name in on for rule in fields[name][kind].items()):
+                if any(other in on for other in others) is is_wrong:
+                    raise ConfigError(reason)
+
+
+S = TypeVar("S", bound=Settings)
+
+
+def with_wings(package: str) -> Callable[[type[S]], type[S]]:
+    """Add to a settings class the fields of all dataclasses in `settings.py` of the package's folders.
+
+    Type checkers do not see them, so that only a wing reads its own, by `Settings.of`.
+    """
+
+    def extend(cls: type[S]) -> type[S]:
+        modules = wing_modules(package, "settings")
+        found = [(module, value) for module in modules for value in vars(module).values()]
+        wings = tuple(v for module, v in found if dataclasses.is_dataclass(v) and v.__module__ == module.__name__)
+        assert len(wings) == len(modules), "settings.py has one dataclass, and imports no settings that wings extend"
+        fields = [
+            (field.name, typing.get_type_hints(wing)[field.name], _copied(field))
+            for wing in wings
+            for field in dataclasses.fields(wing)
+        ]
+        names = {"__module__": cls.__module__, "__doc__": cls.__doc__, "wings": wings}
+        return dataclasses.make_dataclass(cls.__name__, fields, bases=(cls,), namespace=names, frozen=True)
+
+    return extend
+
+
+def _copied(field: dataclasses.Field[Any]) -> Any:
+    return dataclasses.field(default=field.default, metadata=field.metadata)
 
 
 def add_arguments(parser: argparse._ActionsContainer, cls: type[Any], without: Collection[str] = ()) -> None:
@@ -129,6 +203,12 @@ def from_namespace(
             if choices and values[field.name] not in choices:
                 raise ConfigError(f"{variable}={env[variable]!r}: choose one of {', '.join(choices)}")
     return cls(**values)
+
+
+def require(ok: bool, message: str) -> None:
+    """Raise ConfigError unless `ok`."""
+    if not ok:
+        raise ConfigError(message)
 
 
 def check_not_negative(config: Any, *names: str) -> None:

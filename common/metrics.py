@@ -1,15 +1,16 @@
-"""Every metric of the project: one list of names, kinds and label sets, and a small set to observe them with.
+"""Metrics: the core's list of names, kinds and label sets, and a small set to observe them with.
 
 Names that begin with `vllm:` are those that vLLM's dashboards query; `mini_infer_` ones exist only here. A program
 makes one `MetricSet` with its constant labels and asks it for the metrics that it fills; labels come from fixed
-sets, never from clients. Nothing here listens: `render` returns the text.
+sets, never from clients. A wing has its list, METRICS, in `metrics.py` in its folder (`wing_specs`). Nothing here
+listens: `render` returns the text.
 """
 
 from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal, TypeVar
@@ -21,6 +22,7 @@ from prometheus_client.registry import Collector
 
 from common.errors import ConfigError
 from common.version import VERSION
+from common.wings import wing_modules
 
 M = TypeVar("M", bound=Gauge | Counter | Histogram)
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # of `render`
@@ -35,7 +37,6 @@ _PER_REQUEST = (
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1_024, 2_048, 4_096, 8_192)
 _STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0)
-_RATIOS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.3, 1.5, 2.0, 4.0, 8.0)
 _TRANSFER = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
 
@@ -50,91 +51,77 @@ class MetricSpec:
     buckets: tuple[float, ...] = ()
 
 
-def _gauge(name: str, help: str, *labels: str) -> MetricSpec:
+def gauge(name: str, help: str, *labels: str) -> MetricSpec:
     return MetricSpec(name, "gauge", help, labels)
 
 
-def _counter(name: str, help: str, *labels: str) -> MetricSpec:
+def counter(name: str, help: str, *labels: str) -> MetricSpec:
     return MetricSpec(name, "counter", help, labels)
 
 
-def _histogram(name: str, help: str, buckets: tuple[float, ...], *labels: str) -> MetricSpec:
+def histogram(name: str, help: str, buckets: tuple[float, ...], *labels: str) -> MetricSpec:
     return MetricSpec(name, "histogram", help, labels, buckets)
 
 
 # A series comes from one kind of service (docs/decisions/metrics-and-dashboards.md), so that sums over all services
 # are right: requests are the router's, steps and blocks the workers', host memory the agent's.
 ROUTER_SPECS: tuple[MetricSpec, ...] = (
-    _counter("vllm:prompt_tokens", "Prompt tokens of choices that have had their first token"),
-    _counter("vllm:generation_tokens", "Tokens generated, those of open choices included"),
-    _counter("vllm:request_success", "Choices that ended, by how", "finished_reason"),
-    _histogram("vllm:time_to_first_token_seconds", "Arrival to first token", _LATENCY),
-    _histogram("vllm:inter_token_latency_seconds", "Time between two outputs of a choice", _PER_TOKEN),
-    _histogram("vllm:request_time_per_output_token_seconds", "Mean time per token after the first", _PER_TOKEN),
-    _histogram("vllm:e2e_request_latency_seconds", "Arrival to end", _PER_REQUEST),
-    _histogram("vllm:request_queue_time_seconds", "Waiting for the first step, on the worker", _PER_REQUEST),
-    _histogram("vllm:request_prefill_time_seconds", "First step to first token, on the worker", _PER_REQUEST),
-    _histogram("vllm:request_decode_time_seconds", "First token to last token", _PER_REQUEST),
-    _histogram("vllm:request_inference_time_seconds", "First step to last token", _PER_REQUEST),
-    _histogram("vllm:request_prompt_tokens", "Prompt length", _TOKENS),
-    _histogram("vllm:request_generation_tokens", "Output length of a choice", _TOKENS),
-    _histogram("vllm:request_max_num_generation_tokens", "Output length of a request's longest choice", _TOKENS),
-    _gauge("mini_infer_open_choices", "Choices before their first token (waiting) and after it (running)", "state"),
-    _counter("mini_infer_requests_refused", "Requests refused, by HTTP status", "status"),
-    _counter("mini_infer_migrations", "Choices that went to another worker because theirs failed"),
-    _counter("mini_infer_moves", "Running choices handed over to another worker by the policy"),
-    _counter("mini_infer_placements", "Prompts by where they are computed and decoded", "placement"),
-    _gauge("mini_infer_workers", "Workers as this router sees them, by role and state", "role", "state"),
-    _gauge("mini_infer_index_blocks", "Block keys in this router's prefix index"),
-    _gauge("mini_infer_index_workers", "Workers by state of their part of the index", "state"),
-    _counter("mini_infer_index_expected_tokens", "Prompt tokens that the index expected in a cache"),
-    _counter("mini_infer_index_regret_tokens", "Of those, tokens that were not there"),
+    counter("vllm:prompt_tokens", "Prompt tokens of choices that have had their first token"),
+    counter("vllm:generation_tokens", "Tokens generated, those of open choices included"),
+    counter("vllm:request_success", "Choices that ended, by how", "finished_reason"),
+    histogram("vllm:time_to_first_token_seconds", "Arrival to first token", _LATENCY),
+    histogram("vllm:inter_token_latency_seconds", "Time between two outputs of a choice", _PER_TOKEN),
+    histogram("vllm:request_time_per_output_token_seconds", "Mean time per token after the first", _PER_TOKEN),
+    histogram("vllm:e2e_request_latency_seconds", "Arrival to end", _PER_REQUEST),
+    histogram("vllm:request_queue_time_seconds", "Waiting for the first step, on the worker", _PER_REQUEST),
+    histogram("vllm:request_prefill_time_seconds", "First step to first token, on the worker", _PER_REQUEST),
+    histogram("vllm:request_decode_time_seconds", "First token to last token", _PER_REQUEST),
+    histogram("vllm:request_inference_time_seconds", "First step to last token", _PER_REQUEST),
+    histogram("vllm:request_prompt_tokens", "Prompt length", _TOKENS),
+    histogram("vllm:request_generation_tokens", "Output length of a choice", _TOKENS),
+    histogram("vllm:request_max_num_generation_tokens", "Output length of a request's longest choice", _TOKENS),
+    gauge("mini_infer_open_choices", "Choices before their first token (waiting) and after it (running)", "state"),
+    counter("mini_infer_requests_refused", "Requests refused, by HTTP status", "status"),
+    counter("mini_infer_migrations", "Choices that went to another worker because theirs failed"),
+    counter("mini_infer_moves", "Running choices handed over to another worker by the policy"),
+    counter("mini_infer_placements", "Prompts by where they are computed and decoded", "placement"),
+    gauge("mini_infer_workers", "Workers as this router sees them, by role and state", "role", "state"),
+    gauge("mini_infer_index_blocks", "Block keys in this router's prefix index"),
+    gauge("mini_infer_index_workers", "Workers by state of their part of the index", "state"),
+    counter("mini_infer_index_expected_tokens", "Prompt tokens that the index expected in a cache"),
+    counter("mini_infer_index_regret_tokens", "Of those, tokens that were not there"),
 )
 WORKER_SPECS: tuple[MetricSpec, ...] = (
-    _gauge("vllm:num_requests_running", "Requests that take part in steps"),
-    _gauge("vllm:num_requests_waiting", "Requests that wait for their first step"),
-    _gauge("vllm:num_requests_swapped", "Requests whose KV lies in host memory"),
-    _gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1"),
-    _counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache"),
-    _counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache"),
-    _counter("vllm:num_preemptions", "Requests taken out of the running batch"),
-    _counter("vllm:spec_decode_num_draft_tokens", "Tokens proposed by speculation"),
-    _counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens that were accepted"),
-    _histogram("vllm:iteration_tokens_total", "Tokens in one engine step", _STEP_TOKENS),
-    _histogram("mini_infer_step_seconds", "Duration of an engine step", _STEP_SECONDS),
-    _histogram(
-        "mini_infer_step_seconds_over_predicted",
-        "Duration of a step with prompts beside decode rows, as a multiple of what the ITL objective assumed",
-        _RATIOS,
-    ),
-    _counter("mini_infer_step_tokens", "Tokens that steps computed: of prompts, or of outputs", "phase"),
-    _gauge(
-        "mini_infer_expert_balancedness",
-        "Tokens of the mean rank over those of the one with the most, where experts are counted: 1 is best",
-    ),
-    _counter("mini_infer_expert_tokens", "Choices of experts by tokens, by the rank that has the expert", "rank"),
-    _counter("mini_infer_expert_placements", "Layers whose experts have been placed anew while serving"),
-    _gauge("mini_infer_kv_blocks", "KV blocks by state", "state"),
-    _gauge("mini_infer_kv_leases", "Leases held on blocks of this worker"),
-    _gauge("mini_infer_kv_loading", "Requests whose KV is being pulled"),
-    _counter("mini_infer_kv_transfers", "KV pulls from peers", "transport"),
-    _counter("mini_infer_kv_transfer_bytes", "KV bytes pulled from peers", "transport"),
-    _counter("mini_infer_kv_transfer_failures", "KV pulls that failed; the prompt was recomputed", "transport"),
-    _histogram("mini_infer_kv_transfer_seconds", "Duration of a KV pull", _TRANSFER, "transport"),
-    _counter("mini_infer_kv_prefetches", "Offers of a prompt's KV while the rest is computed", "outcome"),
-    _counter("mini_infer_kv_prefetched_tokens", "Prompt tokens whose KV was pulled while the rest was computed"),
-    _counter("mini_infer_host_tier_hit_tokens", "Prompt tokens whose KV came back from the host tier"),
-    _counter("mini_infer_host_tier_stored_blocks", "Evicted blocks that the host tier took"),
-    _gauge("mini_infer_draining", "1 while this worker drains"),
+    gauge("vllm:num_requests_running", "Requests that take part in steps"),
+    gauge("vllm:num_requests_waiting", "Requests that wait for their first step"),
+    gauge("vllm:num_requests_swapped", "Requests whose KV lies in host memory"),
+    gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1"),
+    counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache"),
+    counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache"),
+    counter("vllm:num_preemptions", "Requests taken out of the running batch"),
+    histogram("vllm:iteration_tokens_total", "Tokens in one engine step", _STEP_TOKENS),
+    histogram("mini_infer_step_seconds", "Duration of an engine step", _STEP_SECONDS),
+    counter("mini_infer_step_tokens", "Tokens that steps computed: of prompts, or of outputs", "phase"),
+    gauge("mini_infer_kv_blocks", "KV blocks by state", "state"),
+    gauge("mini_infer_kv_leases", "Leases held on blocks of this worker"),
+    gauge("mini_infer_kv_loading", "Requests whose KV is being pulled"),
+    counter("mini_infer_kv_transfers", "KV pulls from peers", "transport"),
+    counter("mini_infer_kv_transfer_bytes", "KV bytes pulled from peers", "transport"),
+    counter("mini_infer_kv_transfer_failures", "KV pulls that failed; the prompt was recomputed", "transport"),
+    histogram("mini_infer_kv_transfer_seconds", "Duration of a KV pull", _TRANSFER, "transport"),
+    counter("mini_infer_kv_prefetches", "Offers of a prompt's KV while the rest is computed", "outcome"),
+    counter("mini_infer_kv_prefetched_tokens", "Prompt tokens whose KV was pulled while the rest was computed"),
+    counter("mini_infer_host_tier_hit_tokens", "Prompt tokens whose KV came back from the host tier"),
+    counter("mini_infer_host_tier_stored_blocks", "Evicted blocks that the host tier took"),
+    gauge("mini_infer_draining", "1 while this worker drains"),
 )
-AGENT_SPECS: tuple[MetricSpec, ...] = (
-    _gauge("mini_infer_host_tier_slots", "Block slots of the host tier by state", "state"),
-    _gauge("mini_infer_host_tier_bytes", "Memory of the host tier"),
-    _gauge("mini_infer_host_tier_clients", "Workers connected to the host tier"),
-)
-START_TIME = _gauge("mini_infer_start_time_seconds", "When this service started, Unix time", "version")
-SPECS = (*ROUTER_SPECS, *WORKER_SPECS, *AGENT_SPECS, START_TIME)
-_BY_NAME = {spec.name: spec for spec in SPECS}
+START_TIME = gauge("mini_infer_start_time_seconds", "When this service started, Unix time", "version")
+SPECS = (*ROUTER_SPECS, *WORKER_SPECS, START_TIME)
+
+
+def wing_specs(package: str) -> tuple[MetricSpec, ...]:
+    """The metrics of a package's wings."""
+    return tuple(spec for module in wing_modules(package, "metrics") for spec in module.METRICS)
 
 
 class StepHistogram:
@@ -180,10 +167,14 @@ class _StepFamily(Collector):
 class MetricSet:
     """The metrics of one program. `labels` are constant, such as model_name.
 
-    shares: a set whose `labels` have the same names and other values; `render` of either returns both.
+    shares: a set whose `labels` have the same names and other values; `render` of either returns both. wings: metrics
+    beside the core's.
     """
 
-    def __init__(self, labels: Mapping[str, str], shares: MetricSet | None = None) -> None:
+    def __init__(
+        self, labels: Mapping[str, str], shares: MetricSet | None = None, wings: Iterable[MetricSpec] = ()
+    ) -> None:
+        self._specs = {spec.name: spec for spec in (*SPECS, *wings)}
         self._labels = dict(labels)
         self._registry: CollectorRegistry = shares._registry if shares else CollectorRegistry()
         self._made: dict[str, Gauge | Counter | Histogram] = shares._made if shares else {}
@@ -201,7 +192,7 @@ class MetricSet:
 
     def step_histogram(self, name: str) -> StepHistogram:
         """The histogram `name` for observations per token. To be asked for once."""
-        spec = _spec_of(name, "histogram", ())
+        spec = self._spec_of(name, "histogram", ())
         if name in self._made:
             raise ConfigError(f"metric {name} is a histogram of prometheus_client's already")
         if name not in self._step_families:
@@ -214,7 +205,7 @@ class MetricSet:
         return generate_latest(self._registry)
 
     def _child(self, kind: type[M], name: str, labels: Mapping[str, str]) -> M:
-        spec = _spec_of(name, kind.__name__.lower(), labels)
+        spec = self._spec_of(name, kind.__name__.lower(), labels)
         metric = self._made.get(name)
         if metric is None:
             names = (*self._labels, *spec.labels)
@@ -223,12 +214,11 @@ class MetricSet:
         assert isinstance(metric, kind)
         return metric.labels(**self._labels, **labels) if self._labels or labels else metric
 
-
-def _spec_of(name: str, kind: str, labels: Collection[str]) -> MetricSpec:
-    spec = _BY_NAME.get(name)
-    if spec is None or spec.kind != kind or set(labels) != set(spec.labels):
-        raise ConfigError(f"metric {name} is not a {kind} with labels {sorted(labels)}: see common/metrics.py")
-    return spec
+    def _spec_of(self, name: str, kind: str, labels: Collection[str]) -> MetricSpec:
+        spec = self._specs.get(name)
+        if spec is None or spec.kind != kind or set(labels) != set(spec.labels):
+            raise ConfigError(f"metric {name} is not a {kind} with labels {sorted(labels)}: see common/metrics.py")
+        return spec
 
 
 def export_start_time(metrics: MetricSet) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
 
 from common.errors import ConfigError
 
@@ -22,3 +25,12 @@ def require_wing(module: str, asked_by: str) -> None:
     """Raise ConfigError, which names the flag or file that asks for a wing, where the wing is not here."""
     if not has_wing(module):
         raise ConfigError(f"{asked_by} needs {module}, which this installation lacks")
+
+
+@cache
+def wing_modules(package: str, name: str) -> tuple[ModuleType, ...]:
+    """The modules of that name in the folders of a package: what its wings tell of themselves, imported."""
+    spec = find_spec(package)
+    folders = spec.submodule_search_locations if spec is not None else None
+    found = [path for folder in folders or () for path in sorted(Path(folder).glob(f"*/{name}.py"))]
+    return tuple(import_module(f"{package}.{path.parent.name}.{name}") for path in found)

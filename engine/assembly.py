@@ -10,16 +10,14 @@ import logging
 import time
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from common.model_files import ModelFiles, resolve_model
-from common.wings import require_wing
-from engine.compatibility import check_wings
+from common.wings import has_wing, require_wing
 from engine.config import EngineConfig
-from engine.engine import Engine, Runner
+from engine.engine import Engine
 from engine.gpu.config import GpuConfig
 from engine.gpu.failures import LESS_KV, SMALLER_WEIGHTS, explained
 from engine.kv.block_groups import BlockGroups
@@ -41,11 +39,10 @@ from kvstore.pool.block_pool import BlockPool
 from kvstore.pool.host_tier import HostTier
 
 if TYPE_CHECKING:
-    from engine.expert_balancing.loads import ExpertLoadRecorder
-    from engine.expert_balancing.rebalancing import Rebalancer
+    from engine.expert_balancing.rebalancing import Balancing
     from engine.loader.load import LoadedModel
     from engine.models.config import ModelConfig
-    from engine.scheduling.prompt_budget import PromptBudget
+    from engine.objectives.prompt_budget import PromptBudget
     from engine.speculation.drafts import Speculation
 
 logger = logging.getLogger(__name__)
@@ -66,8 +63,6 @@ class EngineParts:
     max_num_seqs: int
     cuda_graphs: bool
     attention_backend: str
-    expert_loads: ExpertLoadRecorder | None = None
-    rebalancer: Rebalancer | None = None
 
 
 def assemble(
@@ -93,7 +88,6 @@ def _assemble(
     from engine.loader.supported import check_attention
 
     began = time.monotonic()
-    check_wings(config)
     policy = load_policy(config.scheduling_policy)
     files = resolve_model(config.model)
     device = resolve_device(config)
@@ -111,7 +105,7 @@ def _assemble(
     ranks = _start_ranks(config, device, gpu)
     with explained(SMALLER_WEIGHTS):
         loaded = load_model(files, config, device, ranks.shard, on_progress, ranks.stage)
-    loads, rebalancer = _expert_loads(loaded, config)
+    balancing = _balancing(loaded, config)
     config, geometry, max_model_len = _size_pool(loaded, config, gpu, ranks)
     pool = memory.allocate(geometry, device)
     host_tier = _host_tier(geometry, config, memory.agent_socket, device)
@@ -123,8 +117,7 @@ def _assemble(
     runner.warmup(on_progress)
     if tokens is not None:
         tokens.exception()  # wait: nothing stalls the first streams; a model without a tokenizer takes no grammars
-    if loads is not None:
-        loads.restart()
+    speculation, prompt_budget = _speculation(config, device, runner), _prompt_budget(config)
     scheduler = Scheduler(
         make_kv_manager(geometry, config, host_tier),
         max_num_seqs=config.max_num_seqs,
@@ -132,16 +125,17 @@ def _assemble(
         max_model_len=max_model_len,
         preempt_by_swap=config.preemption == "swap",
         policy=policy,
-        speculation=_speculation(config, device, runner),
-        prompt_budget=_prompt_budget(config),
+        speculation=speculation,
+        prompt_budget=prompt_budget,
         num_stages=ranks.num_stages,
     )
     engine = Engine(
         scheduler,
-        runner if loads is None else _counted(runner, loads, rebalancer),
+        runner if balancing is None else balancing.counted(runner),
         vocab_size=loaded.config.vocab_size,
         eos_token_ids=frozenset(loaded.config.eos_token_ids),
         constraints=loaded.constraints,
+        counting=[each for each in (balancing, speculation, prompt_budget) if each is not None],
     )
     parts = EngineParts(
         engine,
@@ -155,8 +149,6 @@ def _assemble(
         config.max_num_seqs,
         cuda_graphs=device.type == "cuda" and gpu.use_cuda_graph,
         attention_backend=runner.attention_backend,
-        expert_loads=loads,
-        rebalancer=rebalancer,
     )
     _log_ready(parts, time.monotonic() - began)
     return parts
@@ -199,22 +191,12 @@ def _log_ready(parts: EngineParts, seconds: float) -> None:
     )
 
 
-def _expert_loads(loaded: LoadedModel, config: EngineConfig) -> tuple[ExpertLoadRecorder | None, Rebalancer | None]:
-    """What counts experts, and what places them by that, as far as it is wanted."""
-    if not (config.expert_load_file or config.expert_rebalance_interval):
-        return None, None
-    from engine.expert_balancing.loads import ExpertLoadRecorder  # see `_assemble`
-    from engine.expert_balancing.rebalancing import Rebalancer
+def _balancing(loaded: LoadedModel, config: EngineConfig) -> Balancing | None:
+    if not has_wing("engine.expert_balancing"):
+        return None
+    from engine.expert_balancing.rebalancing import open_balancing  # see `_assemble`
 
-    loads = ExpertLoadRecorder(loaded.model, Path(config.expert_load_file) if config.expert_load_file else None)
-    interval = config.expert_rebalance_interval
-    return loads, Rebalancer(loads, interval) if interval else None
-
-
-def _counted(runner: Runner, loads: ExpertLoadRecorder, rebalancer: Rebalancer | None) -> Runner:
-    from engine.expert_balancing.rebalancing import CountedRunner  # see `_assemble`
-
-    return CountedRunner(runner, loads, rebalancer)
+    return open_balancing(loaded, config)
 
 
 def make_kv_manager(geometry: PoolGeometry, config: EngineConfig, host_tier: HostTier | None) -> KVManager:
@@ -229,7 +211,7 @@ def _host_tier(
     """Open the host tier of the pool. Raises ConfigError, UnavailableError."""
     if not (config.host_tier_gb or agent_socket):
         return None
-    require_wing("kvstore.tier", "--agent-socket")
+    require_wing("kvstore.tier", "--host-tier-gb" if config.host_tier_gb else "--agent-socket")
     from kvstore.tier.agent_client import open_host_tier
 
     # A GPU's driver keeps the pages that it has registered, whatever is mapped there later: no other agent's memory.
@@ -244,22 +226,19 @@ def _host_buffer(host_tier: HostTier | None, geometry: PoolGeometry) -> torch.Te
 
 
 def _prompt_budget(config: EngineConfig) -> PromptBudget | None:
-    if not config.itl_objective_ms:
+    if not has_wing("engine.objectives"):
         return None
-    from engine.scheduling.prompt_budget import PromptBudget
+    from engine.objectives.prompt_budget import budget_for
 
-    return PromptBudget(config.itl_objective_ms / 1e3)
+    return budget_for(config)
 
 
 def _speculation(config: EngineConfig, device: torch.device, runner: Any) -> Speculation | None:
-    """On a GPU drafts are in steps that have a decode graph."""
-    if not config.num_speculative_tokens:
+    if not has_wing("engine.speculation"):
         return None
-    from engine.speculation.drafts import Speculation
-    from engine.speculation.proposer import proposer_for
+    from engine.speculation.proposer import open_speculation
 
-    runner.propose_with(proposer_for(config))
-    return Speculation(config.max_num_seqs if device.type == "cuda" else None)
+    return open_speculation(config, runner, device.type == "cuda")
 
 
 def _make_runner(

@@ -5,30 +5,30 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 
-from common.config import check_not_negative, setting
+from common.config import Settings, check_not_negative, require, setting, with_wings
 from common.errors import ConfigError
 from common.step_times import StepCost
-from engine.compatibility import check
 
 MLA_FORMS = ("absorbed", "latent", "naive")
-EXCHANGES = ("sum", "dispatch")
+ONE_GPU = "--simulated-steps takes the place of one GPU: leave --device cuda, --tp, --pp and drafts out"
 
 
+@with_wings("engine")
 @dataclass(frozen=True)
-class EngineConfig:
+class EngineConfig(Settings):
     """Engine settings. Raises ConfigError for values that cannot work."""
 
     model: str = setting("", "directory, .gguf file or hub id; empty: the SmolLM2-135M-Instruct that is installed")
     load_format: str = setting(
         "auto", "dummy: random weights from the model's config.json", choices=("auto", "dummy")
     )
-    device: str = setting("auto", "auto takes a GPU when there is one", choices=("auto", "cpu", "cuda"))
+    device: str = setting("auto", "auto takes a GPU when there is one", choices=("auto", "cpu", "cuda"), off=("cpu",))
     dtype: str = setting("auto", "auto: bfloat16", choices=("auto", "float32", "bfloat16", "float16"))
     quant_mode: str = setting(
         "auto", "weights in memory; auto: as a quantized checkpoint has them, else on a CPU int4-weight for 4-bit "
         "GGUF files and int8-weight for others; int4-weight in groups of 32; fp8 and w8a8 quantize activations "
         "too and need a GPU",
-        choices=("auto", "none", "int8-weight", "int4-weight", "w8a8", "fp8"),
+        choices=("auto", "none", "int8-weight", "int4-weight", "w8a8", "fp8"), off=("none",),
     )  # fmt: skip
     kv_cache_dtype: str = setting(
         "auto", "auto: as --dtype; fp8: e4m3, half the memory, twice the tokens in it", choices=("auto", "fp8")
@@ -58,46 +58,14 @@ class EngineConfig:
     scheduling_policy: str = setting(
         "priority", "who is served first, admitted, preempted: priority, fcfs, or your own module:Class"
     )
-    itl_objective_ms: float = setting(
-        0.0, "time between tokens to keep: bounds the prompt tokens of a step that decodes, too; 0: none"
-    )
     simulated_steps: str = setting(
         "", "compute nothing: steps last as long as this says and sample random tokens (policies without GPUs); "
         "seconds for the parts of a step: base=0.0043,row=3e-6,context=14e-9,prompt=5e-4,prompt_token=2e-5",
+        excludes={("device", "tp", "pp", "num_speculative_tokens"): ONE_GPU},
     )  # fmt: skip
-    num_speculative_tokens: int = setting(
-        0, "draft tokens per sequence and step, accepted when equal to the sampled ones; 0: none"
-    )
-    ngram_max: int = setting(4, "longest n-gram of a sequence's last tokens whose earlier occurrence proposes drafts")
-    ngram_min: int = setting(2, "shortest such n-gram")
     tp: int = setting(
         1, "processes, on GPUs one each, that share each layer of the model (tensor parallelism)",
         flags=("--tensor-parallel-size",),
-    )  # fmt: skip
-    expert_parallel: bool = setting(
-        False, "ranks of --tp have whole experts instead of a part of each", flags=("--enable-expert-parallel",)
-    )
-    expert_exchange: str = setting(
-        "sum", "between ranks of --expert-parallel; sum: all have every token and add up what their experts make of "
-        "it; dispatch: tokens are divided, and go to the ranks that have their experts",
-        choices=EXCHANGES,
-    )  # fmt: skip
-    expert_load_file: str = setting(
-        "",
-        "file that gets counts of the tokens that chose each expert, every 10 seconds and at the end; with `serve` "
-        "one of each worker, its name behind this one",
-    )
-    expert_placement: str = setting(
-        "", "such a file, by which --expert-parallel gives ranks experts so that they have as much work"
-    )
-    num_redundant_experts: int = setting(
-        0,
-        "experts of a layer beyond one of each, all ranks': replicas of the hottest, with --expert-placement or "
-        "--expert-rebalance-interval",
-    )
-    expert_rebalance_interval: int = setting(
-        0, "steps between looks at the loads of experts, after which ranks of --expert-parallel exchange experts if "
-        "that divides the work better by a tenth; 0: they keep what they start with",
     )  # fmt: skip
     pp: int = setting(
         1, "processes, on GPUs one each, that have consecutive layers of the model (pipeline parallelism)",
@@ -106,6 +74,7 @@ class EngineConfig:
     stage_address: str = setting(
         "",
         "host:port of a `python -m worker.ranks.stage` on another host, which has the first of two stages (--pp 2)",
+        excludes={("tp",): "--stage-address with --tp is not supported: leave one out"},
     )
     batch_invariant: bool = setting(
         True, "on a CPU: equal answers whatever else is in the batch; larger batches are faster without"
@@ -116,51 +85,38 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_not_negative(
-            self, "num_gpu_blocks", "kv_cache_gb", "host_tier_gb", "max_num_seqs", "itl_objective_ms",
-            "max_model_len", "num_threads",
+            self, "num_gpu_blocks", "kv_cache_gb", "host_tier_gb", "max_num_seqs", "max_model_len",
+            "num_threads",
         )  # fmt: skip
-        _require(self.mla in MLA_FORMS, f"--mla {self.mla}: choose {', '.join(MLA_FORMS)}")
-        _require(
-            0 <= self.block_size <= 1024, f"--block-size {self.block_size}: choose 1 to 1024, or 0 for automatic"
-        )
-        _require(1 <= self.tp <= 256, f"--tp {self.tp}: choose 1 to 256")
-        _require(1 <= self.pp <= 64, f"--pp {self.pp}: choose 1 to 64")
+        require(self.mla in MLA_FORMS, f"--mla {self.mla}: choose {', '.join(MLA_FORMS)}")
+        require(0 <= self.block_size <= 1024, f"--block-size {self.block_size}: choose 1 to 1024, or 0 for automatic")
+        require(1 <= self.tp <= 256, f"--tp {self.tp}: choose 1 to 256")
+        require(1 <= self.pp <= 64, f"--pp {self.pp}: choose 1 to 64")
         self._check_steps()
-        self._check_ranks()
-        check(self)
+        self._check_stage()
+        self.check_together()
 
     def _check_steps(self) -> None:
-        _require(
+        require(
             not self.max_num_batched_tokens or self.max_num_batched_tokens >= self.max_num_seqs,
             f"--max-num-batched-tokens {self.max_num_batched_tokens} is below --max-num-seqs {self.max_num_seqs}: "
             "every running sequence needs a token in a step",
         )
         if self.simulated_steps:
             StepCost.parse(self.simulated_steps)  # raises ConfigError
-        _require(
-            0 <= self.num_speculative_tokens <= 64,
-            f"--num-speculative-tokens {self.num_speculative_tokens}: choose 1 to 64, or 0 for none",
-        )
-        _require(
-            1 <= self.ngram_min <= self.ngram_max,
-            f"--ngram-min {self.ngram_min} --ngram-max {self.ngram_max}: choose 1 or more, the smaller one for min",
-        )
 
-    def _check_ranks(self) -> None:
-        _require(
-            self.expert_exchange in EXCHANGES,
-            f"--expert-exchange {self.expert_exchange}: choose {', '.join(EXCHANGES)}",
-        )
-        _require(
-            self.expert_rebalance_interval >= 0,
-            f"--expert-rebalance-interval {self.expert_rebalance_interval}: choose 1 or more, or 0 for never",
-        )
+    def _check_stage(self) -> None:
         if self.stage_address:
-            _require(self.pp == 2, f"--stage-address {self.stage_address} is for --pp 2: one stage there, one here")
-            _require(
+            require(self.pp == 2, f"--stage-address {self.stage_address} is for --pp 2: one stage there, one here")
+            require(
                 self.stage_address.rpartition(":")[2].isdecimal(),
                 f"--stage-address {self.stage_address}: give host:port",
             )
+
+    @property
+    def needs_known_tokens(self) -> bool:
+        """Whether the last token of a row has to be known when its next step is launched; see `EngineWing`."""
+        return self.pp > 1 or any(self.of(wing).needs_known_tokens for wing in self.wings)
 
     @property
     def num_ranks(self) -> int:
@@ -190,8 +146,3 @@ class EngineConfig:
             kv_cache_gb=self.kv_cache_gb or (0.0 if on_gpu else 1.0),
             num_threads=self.num_threads or (max(num_cores // num_here, 1) if num_here > 1 else 0),
         )
-
-
-def _require(ok: bool, message: str) -> None:
-    if not ok:
-        raise ConfigError(message)

@@ -23,6 +23,7 @@ from engine.sampling.filters import Constraints
 from engine.scheduled_step import ScheduledStep, StepOutcome, StepStats
 from engine.scheduling.kv_load import KvLoad
 from engine.scheduling.scheduler import Scheduler
+from engine.wings import Counting, Figures
 from kvstore.types import BlockKey
 
 logger = logging.getLogger(__name__)
@@ -67,8 +68,9 @@ class Engine:
         vocab_size: int,
         eos_token_ids: frozenset[int],
         constraints: Constraints | None = None,
+        counting: Sequence[Counting] = (),
     ) -> None:
-        """constraints: the runner's. A request gets no row before its own is compiled."""
+        """constraints: the runner's. A request gets no row before its own is compiled. counting: see `figures`."""
         knows_tokens = runner.max_steps_in_flight == 1 or scheduler.num_stages > 1
         assert scheduler.speculation is None or knows_tokens, "drafts follow tokens that are known"
         self.kv = scheduler.kv
@@ -80,6 +82,7 @@ class Engine:
         self._scheduler = scheduler
         self._runner = runner
         self._constraints = constraints
+        self.counting = counting
         self._in_flight: deque[tuple[ScheduledStep, PendingStep, float]] = deque()  # when each was launched
         self._budget = scheduler.prompt_budget
         self._last_end = 0.0
@@ -131,6 +134,10 @@ class Engine:
 
     def load(self) -> SchedulerLoad:
         return self._scheduler.load()
+
+    def figures(self) -> Figures:
+        """What wings count."""
+        return {name: values for each in self.counting for name, values in each.figures().items()}
 
     def has_work(self) -> bool:
         return bool(self._in_flight) or self._scheduler.has_work()
@@ -218,5 +225,6 @@ class Engine:
         began, self._last_end = max(began, self._last_end), now
         seconds, size = now - began, StepSize.of(plan.rows)
         is_like_others = plan.placed is None  # else ranks exchanged experts first
-        predicted = self._budget.observe(size, seconds) if self._budget is not None and is_like_others else 0.0
-        return StepStats(size.num_prompt_tokens, size.num_decode_tokens, seconds, size.context, size.pairs, predicted)
+        if self._budget is not None and is_like_others:
+            self._budget.observe(size, seconds)
+        return StepStats(size.num_prompt_tokens, size.num_decode_tokens, seconds, size.context, size.pairs)

@@ -220,8 +220,6 @@ class SchedulerLoad:
     """Load of the scheduler, counted when asked, and what it has counted since its start."""
 
     num_preemptions: int
-    num_draft_tokens: int
-    num_accepted_tokens: int  # drafts that equal the tokens sampled at their positions
     num_requests: int
     num_running: int
     num_waiting: int

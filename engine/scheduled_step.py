@@ -67,7 +67,6 @@ class StepStats:
     seconds: float = 0.0
     num_context_tokens: int = 0  # of KV that decode rows read
     num_prompt_pairs: int = 0  # of a prompt token with each token before it
-    predicted_seconds: float = 0.0  # of a step with prompts and decode rows, under objectives; 0: not known
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,7 +137,7 @@ class Choice:
         pending_tokens = 0 if is_computed else max(self.journal.num_tokens - chosen.cached_tokens, 0)
         submit = self.journal.next_submit(now)
         submit.keep = state is State.DECODE
-        submit.due_seconds = self._dispatcher.config.objectives.due_seconds(
+        submit.due_seconds = self._dispatcher.objectives.due_seconds(
             chosen, now - self.journal.arrival, self.journal.has_started
         )
         submit.is_late = chosen.is_late and not self.journal.has_started

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import cached_property
 
-from common.config import check_not_negative, check_positive, setting
+from common.config import Settings, check_not_negative, check_positive, setting, with_wings
 from common.errors import ConfigError
 from common.logging import FORMAT_HELP, FORMATS, LEVEL_HELP, LEVELS
 from common.net.cluster_token import check_cluster_token
-from router.routing.objectives import Objectives
 from router.routing.policy import POLICIES
 
 ROLES = ("prefill", "decode")
 
 
+@with_wings("router")
 @dataclass(frozen=True)
-class RouterConfig:
+class RouterConfig(Settings):
     """The HTTP gateway and request router. Raises ConfigError for values that cannot work."""
 
     host: str = setting("127.0.0.1", "address of the HTTP server")
@@ -32,10 +31,6 @@ class RouterConfig:
         "", "several models in place of --model, [NAME=]MODEL separated by commas; the first is the default one"
     )
     policy: str = setting("cost", "how workers are chosen", choices=tuple(POLICIES))
-    ttft_objective_ms: float = setting(
-        0.0, "time to first token to keep: with this or --itl-objective-ms any worker may compute and decode; 0: none"
-    )
-    itl_objective_ms: float = setting(0.0, "time between tokens to keep; bounds prompt chunks beside them; 0: none")
     local_prefill_tokens: int = setting(64, "a decode worker computes prompts with at most this many uncached tokens")
     max_queue: int = setting(256, "requests of a model that may wait for their first token; more get 429")
     max_wait_seconds: float = setting(60.0, "a request whose wait is predicted to be longer gets 429 at once")
@@ -60,10 +55,7 @@ class RouterConfig:
             raise ConfigError(f"--metrics-port {self.metrics_port}: choose 1 to 65535, not --port (0: none)")
         if self.max_queue < 1:
             raise ConfigError("--max-queue must be at least 1")
-        check_not_negative(
-            self, "ttft_objective_ms", "itl_objective_ms", "max_retries", "worker_wait_seconds",
-            "local_prefill_tokens", "drain_grace_seconds",
-        )  # fmt: skip
+        check_not_negative(self, "max_retries", "worker_wait_seconds", "local_prefill_tokens", "drain_grace_seconds")
         check_cluster_token(self.cluster_token)
         check_positive(self, "max_wait_seconds", "request_timeout_seconds", "worker_timeout_seconds")
         if self.models and (self.model or self.served_model_name):
@@ -73,10 +65,7 @@ class RouterConfig:
             self.addresses(role)
         if not self.decode.strip():
             raise ConfigError("--decode is empty: name at least one decode worker, host:port")
-
-    @cached_property
-    def objectives(self) -> Objectives:
-        return Objectives(self.ttft_objective_ms / 1e3, self.itl_objective_ms / 1e3)
+        self.check_together()
 
     def named_models(self) -> list[tuple[str, str]]:
         """What is served, as (name, model), the default first. An empty name stands for the model's own."""

@@ -18,6 +18,7 @@ from router.config import RouterConfig
 from router.journal import Journal
 from router.metrics import RouterMetrics
 from router.routing.admission import AnswerLength, DrainRate, check_in_time
+from router.routing.objectives import Objectives
 from router.routing.policy import Decision, choose
 from router.routing.views import Candidate, RequestView, WorkerView
 from router.workers.failures import WorkerLostError
@@ -74,9 +75,11 @@ class Dispatcher:
     """Dispatch of one model's choices. Belongs to the running event loop."""
 
     def __init__(
-        self, config: RouterConfig, workers: ModelWorkers, metrics: RouterMetrics, roles: Roles | None = None
-    ) -> None:
+        self, config: RouterConfig, workers: ModelWorkers, metrics: RouterMetrics,
+        objectives: Objectives = Objectives(), roles: Roles | None = None,  # noqa: B008 - frozen
+    ) -> None:  # fmt: skip
         self.config = config
+        self.objectives = objectives
         self.metrics = metrics
         self.roles = roles
         self.log: RequestLog | None = None
@@ -130,7 +133,7 @@ class Dispatcher:
             decision = self.roles.choose(request, *views)
         else:
             config = self.config
-            decision = choose(config.policy, request, *views, config.local_prefill_tokens, config.objectives)
+            decision = choose(config.policy, request, *views, config.local_prefill_tokens, self.objectives)
         if not journal.num_legs:
             check_in_time(decision.chosen, journal.deadline - time.monotonic(), self.config.max_wait_seconds)
         self.decided(journal, decision)

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 
 from common.errors import ConfigError
 from common.text.tokenizer import Tokenizer
-from common.wings import require_wing
+from common.wings import has_wing
 from router.config import RouterConfig
 from router.dispatch import Dispatcher, Roles
 from router.metrics import RouterMetrics
+from router.routing.objectives import Objectives
 from router.workers.model_workers import ModelLimits, ModelWorkers
 
 
@@ -59,16 +60,15 @@ def serve_models(config: RouterConfig, loaded: Sequence[LoadedModel]) -> list[Se
         taken |= names
         workers = ModelWorkers(name, item.own_name, item.tokenizer.tokenizer_hash())
         metrics = RouterMetrics(item.own_name, models[0].metrics if models else None)
-        dispatcher = Dispatcher(config, workers, metrics, roles_of(config, workers))
+        dispatcher = Dispatcher(config, workers, metrics, *objectives_of(config, workers))
         models.append(ServedModel(name, (item.own_name,), item.tokenizer, workers, dispatcher))
     return models
 
 
-def roles_of(config: RouterConfig, workers: ModelWorkers) -> Roles | None:
-    """What places requests by latency objectives; None without any. Raises ConfigError."""
-    if not config.objectives:
-        return None
-    require_wing("router.objectives", "--ttft-objective-ms or --itl-objective-ms")
-    from router.objectives.adaptive import roles_for
+def objectives_of(config: RouterConfig, workers: ModelWorkers) -> tuple[Objectives, Roles | None]:
+    """The latency objectives, and what places requests by them, as far as they are wanted."""
+    if not has_wing("router.objectives"):
+        return Objectives(), None
+    from router.objectives.adaptive import open_objectives
 
-    return roles_for(config, workers)
+    return open_objectives(config, workers)

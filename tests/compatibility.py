@@ -2,21 +2,21 @@
 
 python -m tests.compatibility > docs/compatibility.md
 
-Rules between settings are those of `engine/compatibility.py`; the tests, and what is refused where a model or a
-request is read, stand in compatibility.toml beside this file.
+Rules between settings are those that the settings of the core and of wings have; the tests, and what is refused where
+a model or a request is read, stand in compatibility.toml beside this file.
 """
 
 from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal
 
-from engine.compatibility import FEATURES, NEEDED, REFUSED, Feature
+from engine.config import EngineConfig
 
 Kind = Literal["refusal", "need", "never", "limit"]
 Pair = frozenset[str]  # of keys: two features, or a feature and a device
@@ -24,14 +24,16 @@ Pair = frozenset[str]  # of keys: two features, or a feature and a device
 TABLE: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 TESTS: dict[str, list[list[str]]] = TABLE["tests"]
 DEVICES = {"cpu": "on a CPU", "gpu": "on a GPU"}
-KEYS = {name: key for key, name in TABLE["settings"].items()}
-SETTINGS: dict[str, Feature] = {KEYS[each.name]: each for each in FEATURES if KEYS[each.name] not in DEVICES}
+FLAGS: dict[str, list[str]] = TABLE["settings"]  # of each feature, its name and what turns it on
+KEYS = {flag[2:].partition(" ")[0].replace("-", "_"): key for key, (_, flag) in FLAGS.items()}
+"""By field of the engine's settings."""
+SETTINGS = [key for key in FLAGS if key not in DEVICES]
 OTHERS: dict[str, str] = TABLE["others"]
-NAMES = {key: f"{each.name} (`{each.setting}`)" for key, each in SETTINGS.items()} | OTHERS
+NAMES = {key: f"{FLAGS[key][0]} (`{FLAGS[key][1]}`)" for key in SETTINGS} | OTHERS
 INTRODUCTION = """# Compatibility
 
-Which features work together. `python -m tests.compatibility` writes this page: `engine/compatibility.py` has the
-rules between settings, `tests/compatibility.toml` names the tests and the other refusals.
+Which features work together. `python -m tests.compatibility` writes this page: `setting` of each says what it
+excludes and needs, `tests/compatibility.toml` names the tests and the other refusals.
 
 | mark | meaning |
 |---|---|
@@ -53,21 +55,29 @@ class Note:
     kind: Kind
     cells: tuple[tuple[str, str], ...]
     text: str
-    file: str = "engine/compatibility.py"
+    file: str = ""
     says: str = ""
     test: str = ""
+
+
+def rules(kind: str) -> list[tuple[str, list[str], str]]:
+    """A setting, those that it excludes or of which it needs one, and the reason. kind: `excludes` or `needs`."""
+    return [
+        (KEYS[field.name], [KEYS[name] for name in names], reason)
+        for field in fields(EngineConfig)
+        for names, reason in field.metadata[kind].items()
+    ]
 
 
 @cache
 def notes() -> tuple[Note, ...]:
     """All reasons, in the order of their numbers from 1."""
     refused: dict[str, list[tuple[str, str]]] = {}
-    for one, other, reason in REFUSED:
-        refused.setdefault(reason, []).append((KEYS[one.name], KEYS[other.name]))
+    for one, others, reason in rules("excludes"):
+        refused.setdefault(reason, []).extend((one, other) for other in others)
     found = [Note("refusal", tuple(cells), f"“{reason}”") for reason, cells in refused.items()]
-    for feature, needed, reason in NEEDED:
-        cells = [(KEYS[feature.name], KEYS[each.name]) for each in needed]
-        found.append(Note("need", tuple(cells), f"“{reason}”"))
+    for one, others, reason in rules("needs"):
+        found.append(Note("need", tuple((one, other) for other in others), f"“{reason}”"))
     for entry in TABLE["note"]:
         found.append(Note(**{**entry, "cells": tuple(map(tuple, entry["cells"]))}))
     return tuple(found)
@@ -151,7 +161,7 @@ def page() -> str:
     )
     lines += ["", "## Reasons and limits", ""]
     for number, note in enumerate(notes(), 1):
-        lines.append(f"{number}. {note.text}" + (f" (`{note.file}`)" if note.kind != "never" else ""))
+        lines.append(f"{number}. {note.text}" + (f" (`{note.file}`)" if note.file and note.kind != "never" else ""))
     return "\n".join(lines) + "\n"
 
 

@@ -5,6 +5,7 @@ Types of other modules travel as they are: settings, sampling parameters, log-pr
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from enum import Enum
 
 import msgspec
@@ -262,17 +263,12 @@ class StepReport(Message):
     stored: list[BlockKey] = []
     removed: list[BlockKey] = []
     load: EngineLoad = msgspec.field(default_factory=EngineLoad)
-    preemptions: int = 0  # this and the next six: totals since the start
+    preemptions: int = 0  # this and the next four: totals since the start
     prefix_queries: int = 0
     prefix_hits: int = 0
     host_hit_tokens: int = 0
     host_stored_blocks: int = 0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
-    step_predicted_seconds: float = 0.0  # of the step in `load`; 0: not predicted
-    expert_placements: int = 0  # total since the start
-    expert_rank_tokens: list[float] = []  # totals since the start, where experts are counted
-    expert_balancedness: float = 0.0  # see ExpertLoadRecorder; 0: not counted
+    figures: Mapping[str, Sequence[float]] = {}  # of wings, by metric: see `engine.wings.Figures`
 
     @property
     def has_news(self) -> bool:

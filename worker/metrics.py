@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from common.metrics import MetricSet, export_start_time
+from common.metrics import MetricSet, MetricSpec, export_start_time, wing_specs
 from common.net.scrape import serve_scrapes
 from worker.front.front import WorkerFront
 from worker.messages import EngineLoad, Prefetched, PrefetchOutcome, Pull, StepReport
@@ -19,7 +19,8 @@ class WorkerMetrics:
     def __init__(self, front: WorkerFront) -> None:
         self._front = front
         info = front.info
-        self._set = metrics = MetricSet({"model_name": info.model, "role": info.role, "worker": info.worker_id})
+        labels = {"model_name": info.model, "role": info.role, "worker": info.worker_id}
+        self._set = metrics = MetricSet(labels, wings=wing_specs("engine"))
         export_start_time(metrics)
         self._counters = {
             "preemptions": metrics.counter("vllm:num_preemptions"),
@@ -27,9 +28,6 @@ class WorkerMetrics:
             "prefix_hits": metrics.counter("vllm:prefix_cache_hits"),
             "host_hit_tokens": metrics.counter("mini_infer_host_tier_hit_tokens"),
             "host_stored_blocks": metrics.counter("mini_infer_host_tier_stored_blocks"),
-            "draft_tokens": metrics.counter("vllm:spec_decode_num_draft_tokens"),
-            "expert_placements": metrics.counter("mini_infer_expert_placements"),
-            "accepted_tokens": metrics.counter("vllm:spec_decode_num_accepted_tokens"),
         }
         self._totals = dict.fromkeys(self._counters, 0)
         self._load = {
@@ -46,10 +44,7 @@ class WorkerMetrics:
         self._decode_tokens = metrics.counter("mini_infer_step_tokens", phase="decode")
         self._step_tokens = metrics.step_histogram("vllm:iteration_tokens_total")
         self._step_seconds = metrics.step_histogram("mini_infer_step_seconds")
-        self._step_ratio = metrics.step_histogram("mini_infer_step_seconds_over_predicted")
-        self._expert_tokens = [metrics.counter("mini_infer_expert_tokens", rank="0")]  # of others when they report
-        self._expert_totals = [0.0]
-        self._balancedness = metrics.gauge("mini_infer_expert_balancedness")
+        self._of_wings = {spec.name: _WingMetric(metrics, spec) for spec in wing_specs("engine")}
         self._prefetches = {
             outcome: metrics.counter("mini_infer_kv_prefetches", outcome=outcome.value) for outcome in PrefetchOutcome
         }
@@ -78,11 +73,8 @@ class WorkerMetrics:
         self._draining.set(self._front.drain.is_active)
         if load.step_seconds:
             self._observe_step(load)
-            if report.step_predicted_seconds:
-                self._step_ratio.observe(load.step_seconds / report.step_predicted_seconds)
-        self._balancedness.set(report.expert_balancedness)
-        if report.expert_rank_tokens not in ([], self._expert_totals):  # it changes every few seconds
-            self._observe_experts(report.expert_rank_tokens)
+        for name, values in report.figures.items():
+            self._of_wings[name].observe(values)
         for pull in report.pulls:
             self._observe_pull(pull)
         for prefetched in report.prefetches:
@@ -97,14 +89,6 @@ class WorkerMetrics:
         self._decode_tokens.inc(load.step_decode_tokens)
         self._step_tokens.observe(load.step_prefill_tokens + load.step_decode_tokens)
         self._step_seconds.observe(load.step_seconds)
-
-    def _observe_experts(self, rank_tokens: list[float]) -> None:
-        for rank in range(len(self._expert_tokens), len(rank_tokens)):
-            self._expert_tokens.append(self._set.counter("mini_infer_expert_tokens", rank=str(rank)))
-            self._expert_totals.append(0.0)
-        for counter, total, before in zip(self._expert_tokens, rank_tokens, self._expert_totals, strict=True):
-            counter.inc(total - before)
-        self._expert_totals = rank_tokens
 
     def _observe_pull(self, pull: Pull) -> None:
         label = pull.transport or NO_TRANSPORT
@@ -123,3 +107,31 @@ class WorkerMetrics:
         self._set.counter("mini_infer_kv_transfers", transport=transport).inc()
         self._set.counter("mini_infer_kv_transfer_bytes", transport=transport).inc(num_bytes)
         self._set.histogram("mini_infer_kv_transfer_seconds", transport=transport).observe(seconds)
+
+
+class _WingMetric:
+    """A metric that a wing of the engine declares. The number of its label, if it has one, is a position."""
+
+    def __init__(self, metrics: MetricSet, spec: MetricSpec) -> None:
+        self._metrics, self._spec = metrics, spec
+        self._steps = metrics.step_histogram(spec.name) if spec.kind == "histogram" else None
+        self._last: Sequence[float] = []
+        self.observe([0.0] if self._steps is None else [])  # shown from the start
+
+    def observe(self, values: Sequence[float]) -> None:
+        """values: see `engine.wings.Figures`."""
+        if self._steps is not None:
+            for value in values:
+                self._steps.observe(value)
+        elif values != self._last:  # few change in a step
+            for number, value in enumerate(values):
+                self._set(number, value)
+            self._last = values
+
+    def _set(self, number: int, value: float) -> None:
+        labels = dict.fromkeys(self._spec.labels, str(number))
+        if self._spec.kind == "gauge":
+            self._metrics.gauge(self._spec.name, **labels).set(value)
+        else:
+            before = self._last[number] if number < len(self._last) else 0.0
+            self._metrics.counter(self._spec.name, **labels).inc(value - before)

@@ -175,9 +175,9 @@ class _Plan:
             agent_socket=self._agent_socket if config.has_agent else "",
             metrics_port=config.metrics_ports.get(name, 0),
         )
-        engine = dataclasses.replace(config.engine, tp=config.tp_of(role))
-        if engine.expert_load_file:  # each worker's own
-            engine = dataclasses.replace(engine, expert_load_file=f"{engine.expert_load_file}.{name}")
+        own = [field.name for field in dataclasses.fields(config.engine) if field.metadata["per_worker"]]
+        files: dict[str, Any] = {field: f"{path}.{name}" for field in own if (path := getattr(config.engine, field))}
+        engine = dataclasses.replace(config.engine, tp=config.tp_of(role), **files)
         return self._spec(
             name,
             f"{role}_service",

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.expert_balancing.moves import ExpertGroup, ExpertRearranger, PlacedLayer, moving_bytes
+from engine.expert_balancing.settings import ExpertBalancingSettings
 from engine.loader.load import LoadedModel
 from engine.moe.gpu_experts import prepare, stacked_of
 from engine.moe.moe import Moe
@@ -47,7 +48,7 @@ def open_rearranger(loaded: LoadedModel, group: ExpertGroup) -> ExpertRearranger
 
 def bytes_of_moves(loaded: LoadedModel, config: EngineConfig) -> int:
     """Memory for the largest exchange of a layer's experts, from what torch holds for this process; 0 without any."""
-    if not config.expert_rebalance_interval:
+    if not config.of(ExpertBalancingSettings).expert_rebalance_interval:
         return 0
     return moving_bytes(_layers_of(loaded), loaded.shard.rank, loaded.shard.size)
 

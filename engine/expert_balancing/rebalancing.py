@@ -9,13 +9,18 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
+from pathlib import Path
 
 import torch
 
+from engine.config import EngineConfig
 from engine.engine import Runner
 from engine.expert_balancing.loads import ExpertLoadRecorder, HostCopy, placement_of
 from engine.expert_balancing.placement import better_placement, imbalance
+from engine.expert_balancing.settings import ExpertBalancingSettings
+from engine.loader.load import LoadedModel
 from engine.plan import PendingStep, PlacedExperts, StepPlan
+from engine.wings import Figures
 
 logger = logging.getLogger(__name__)
 MIN_GAIN = 1.1  # of the busiest rank's tokens, before and after
@@ -65,6 +70,36 @@ class Rebalancer:
                     "experts of layer %d of %d: the busiest rank has %.2f times the mean, and will have %.2f",
                     index, len(blocks), imbalance(before, loads, num_ranks), imbalance(slots, loads, num_ranks),
                 )  # fmt: skip
+
+
+class Balancing:
+    """What counts experts, and what places them by that, if it is wanted."""
+
+    def __init__(self, loads: ExpertLoadRecorder, rebalancer: Rebalancer | None = None) -> None:
+        self.loads, self.rebalancer = loads, rebalancer
+
+    def counted(self, runner: Runner) -> CountedRunner:
+        """The runner, with its experts counted from now on."""
+        self.loads.restart()
+        return CountedRunner(runner, self.loads, self.rebalancer)
+
+    def figures(self) -> Figures:
+        """See Counting."""
+        return {
+            "mini_infer_expert_balancedness": [self.loads.balancedness],
+            "mini_infer_expert_tokens": self.loads.rank_tokens,
+            "mini_infer_expert_placements": [0 if self.rebalancer is None else self.rebalancer.num_changes],
+        }
+
+
+def open_balancing(loaded: LoadedModel, config: EngineConfig) -> Balancing | None:
+    """None where nothing asks for counts. Raises ConfigError for a model without experts."""
+    settings = config.of(ExpertBalancingSettings)
+    path, interval = settings.expert_load_file, settings.expert_rebalance_interval
+    if not (path or interval):
+        return None
+    loads = ExpertLoadRecorder(loaded.model, Path(path) if path else None)
+    return Balancing(loads, Rebalancer(loads, interval) if interval else None)
 
 
 class CountedRunner:

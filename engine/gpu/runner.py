@@ -62,7 +62,7 @@ class GpuRunner(ModelRunner):
         super().__init__(loaded, ranks)
         model_config = loaded.model.config  # of this rank's shard
         # Where a row's last token is always known: with drafts one step is in flight, of stages one of each request.
-        self._knows_tokens = config.num_speculative_tokens > 0 or config.pp > 1
+        self._knows_tokens = config.needs_known_tokens
         self.max_steps_in_flight = 2 if gpu.overlap and not self._knows_tokens else 1
         self._device = loaded.device
         self._queries_per_kv_head = model_config.num_heads // model_config.num_kv_heads

@@ -6,15 +6,13 @@ import logging
 import time
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import cast
 
 import torch
 
 from common.errors import ConfigError
 from common.model_files import ModelFiles
 from common.text.load import load_tokenizer
-from common.wings import has_wing
+from common.wings import has_wing, require_wing
 from engine.config import EngineConfig
 from engine.kv.memory import DTYPE_NAMES, TORCH_DTYPES
 from engine.layers.attention import Attention
@@ -23,7 +21,7 @@ from engine.loader.fingerprint import fingerprint
 from engine.loader.model_weights import ModelWeights
 from engine.loader.source import Source, open_source
 from engine.loader.supported import check_kernels, check_settings
-from engine.models.config import PLAIN_BITS, ExchangeKind, ModelConfig
+from engine.models.config import PLAIN_BITS, ModelConfig
 from engine.models.model import Model
 from engine.ranks import Stage
 from engine.sampling.filters import Constraints
@@ -127,6 +125,8 @@ def check_model(files: ModelFiles, engine_config: EngineConfig) -> ModelConfig:
 
     For callers that start processes or read weights next: a model that cannot be divided among ranks is known here.
     """
+    if engine_config.num_ranks > 1:
+        require_wing("engine.tensor_parallel", "--tp" if engine_config.tp > 1 else "--pp")
     config = read_config(files, engine_config)
     check_settings(config, engine_config)
     config.context_length(engine_config.max_model_len)
@@ -198,15 +198,6 @@ def _build(
 
 
 def _config_of_rank(config: ModelConfig, engine_config: EngineConfig, shard: Shard) -> ModelConfig:
-    expert_rank = shard.rank if engine_config.expert_parallel else None
-    if engine_config.expert_placement:
-        from engine.expert_balancing.loads import placements_of
+    from engine.tensor_parallel.rank_config import config_of_rank
 
-        path, num_redundant = Path(engine_config.expert_placement), engine_config.num_redundant_experts
-        config = replace(config, expert_slots=placements_of(path, config, shard.size, num_redundant))
-    elif engine_config.expert_rebalance_interval:
-        from engine.expert_balancing.loads import first_placements
-
-        num_redundant = engine_config.num_redundant_experts
-        config = replace(config, expert_slots=first_placements(config, shard.size, num_redundant))
-    return config.shard(shard.size, expert_rank, cast(ExchangeKind, engine_config.expert_exchange))
+    return config_of_rank(config, engine_config, shard)

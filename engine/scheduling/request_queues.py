@@ -73,8 +73,8 @@ class RequestQueues:
         for queue in self._by_status.values():
             queue.sort(key=_rank)
 
-    def load(self, num_preemptions: int, num_draft_tokens: int, num_accepted_tokens: int) -> SchedulerLoad:
-        """Count what is here, and add what others have counted."""
+    def load(self, num_preemptions: int) -> SchedulerLoad:
+        """Count what is here. num_preemptions: since the start."""
         gap, pairs, context = 0, 0.0, 0
         for request in self.running:  # after every step: properties would cost as much again
             num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
@@ -90,8 +90,6 @@ class RequestQueues:
                 pairs += num_pairs(0, request.num_tokens)
         return SchedulerLoad(
             num_preemptions,
-            num_draft_tokens,
-            num_accepted_tokens,
             num_requests=len(self.by_id),
             num_running=len(self.running),
             num_waiting=len(self.waiting),

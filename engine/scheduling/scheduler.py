@@ -23,7 +23,7 @@ from engine.scheduling.request_queues import RequestQueues
 from engine.scheduling.stopping import append_tokens, is_full
 
 if TYPE_CHECKING:
-    from engine.scheduling.prompt_budget import PromptBudget
+    from engine.objectives.prompt_budget import PromptBudget
     from engine.speculation.drafts import Speculation
 
 
@@ -49,7 +49,6 @@ class Scheduler:
         self.prompt_budget = prompt_budget
         self.speculation = speculation
         self.max_model_len = kv.longest_sequence(max_model_len)
-        self._num_draft_tokens = self._num_accepted_tokens = 0
         self._max_num_batched_tokens = max_num_batched_tokens
         self._policy = GuardedPolicy(policy or PriorityPolicy())
         self._queues = RequestQueues()
@@ -104,7 +103,7 @@ class Scheduler:
         return bool(self._queues.waiting or self._queues.running or self._queues.swapped)
 
     def load(self) -> SchedulerLoad:
-        return self._queues.load(self._preemption.num_preemptions, self._num_draft_tokens, self._num_accepted_tokens)
+        return self._queues.load(self._preemption.num_preemptions)
 
     # -- one step --------------------------------------------------------------------------------------------
 
@@ -170,8 +169,8 @@ class Scheduler:
 
     def _settle(self, request: Request, row: ScheduledRow, num_sampled: int) -> None:
         """Take back what `advance` counted for drafts that were not accepted. What they wrote is written again."""
-        self._num_draft_tokens += len(row.draft_token_ids)
-        self._num_accepted_tokens += num_sampled - 1
+        assert self.speculation is not None
+        self.speculation.count(len(row.draft_token_ids), num_sampled - 1)
         if request.status is RequestStatus.RUNNING:
             request.num_computed_tokens = row.start + num_sampled
             self.kv.publish(request)  # blocks that accepted drafts have filled

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from engine.plan import ScheduledRow
 from engine.request import Request
 from engine.scheduled_step import ScheduledStep
+from engine.wings import Figures
 
 if TYPE_CHECKING:
     from engine.kv.manager import KVManager
@@ -24,6 +25,19 @@ class Speculation:
         steps without prompts alone, and in rows whose logits no rule changes. None: no such bounds.
         """
         self._max_decode_tokens = max_decode_tokens
+        self.num_drafts = self.num_accepted = 0  # tokens, since the start
+
+    def count(self, num_drafts: int, num_accepted: int) -> None:
+        """Count the drafts of a row, and those that equal the tokens sampled at their positions."""
+        self.num_drafts += num_drafts
+        self.num_accepted += num_accepted
+
+    def figures(self) -> Figures:
+        """See Counting."""
+        return {
+            "vllm:spec_decode_num_draft_tokens": [self.num_drafts],
+            "vllm:spec_decode_num_accepted_tokens": [self.num_accepted],
+        }
 
     def add_drafts(
         self, step: ScheduledStep, kv: KVManager, num_spare_tokens: int, num_kept_blocks: int, max_model_len: int

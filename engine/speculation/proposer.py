@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -16,7 +16,9 @@ from engine.config import EngineConfig
 from engine.plan import StepResult
 from engine.request import TokenId
 from engine.runner import Proposer, Sampled
+from engine.speculation.drafts import Speculation
 from engine.speculation.ngram import NgramDrafter
+from engine.speculation.settings import SpeculationSettings
 
 
 class Drafter(Protocol):
@@ -48,5 +50,15 @@ class FromTokens(Proposer):
             found.draft_token_ids[row] = drafts[: self._num_tokens]
 
 
-def proposer_for(config: EngineConfig) -> Proposer:
-    return FromTokens(partial(NgramDrafter, config.ngram_max, config.ngram_min), config.num_speculative_tokens)
+def open_speculation(config: EngineConfig, runner: Any, on_gpu: bool) -> Speculation | None:
+    """Let the runner propose drafts, if they are wanted. On a GPU they are in steps that have a decode graph."""
+    settings = config.of(SpeculationSettings)
+    if not settings.num_speculative_tokens:
+        return None
+    runner.propose_with(proposer_for(settings))
+    return Speculation(config.max_num_seqs if on_gpu else None)
+
+
+def proposer_for(settings: SpeculationSettings) -> Proposer:
+    make_drafter = partial(NgramDrafter, settings.ngram_max, settings.ngram_min)
+    return FromTokens(make_drafter, settings.num_speculative_tokens)

@@ -11,6 +11,7 @@ import torch
 from common.errors import ConfigError
 from engine.config import EngineConfig
 from engine.expert_balancing.moves import ExpertRearranger, linear_experts
+from engine.expert_balancing.settings import ExpertBalancingSettings
 from engine.expert_parallel.divided_rows import seams_of
 from engine.gpu.config import GpuConfig
 from engine.kv.memory import num_blocks_for
@@ -42,7 +43,7 @@ def cpu_ranks(
     inbox, listener = EMBEDDING, NO_LISTENER
     if source is not None:  # in float32, as the residual is
         inbox = HiddenInbox(source, torch.zeros(config.max_num_batched_tokens, loaded.config.hidden_size))
-    if config.expert_rebalance_interval and group is not None:
+    if config.of(ExpertBalancingSettings).expert_rebalance_interval and group is not None:
         listener = ExpertRearranger(linear_experts(loaded.model.blocks), group)
     return RankContext(seams, inbox, sink, listener)
 

@@ -6,6 +6,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.expert_balancing.gpu_moves import bytes_of_moves, open_rearranger
+from engine.expert_balancing.settings import ExpertBalancingSettings
 from engine.expert_parallel.gpu_divided_rows import DividedSeams
 from engine.gpu import memory
 from engine.gpu.config import GpuConfig
@@ -37,7 +38,7 @@ def gpu_ranks(
     if source is not None:
         shape = most_tokens(config), loaded.config.hidden_size
         inbox = HiddenInbox(source, torch.zeros(shape, dtype=loaded.dtype, device=loaded.device))
-    if config.expert_rebalance_interval and group is not None:
+    if config.of(ExpertBalancingSettings).expert_rebalance_interval and group is not None:
         listener = open_rearranger(loaded, group)
     return RankContext(seams, inbox, sink, listener)
 

@@ -12,7 +12,7 @@ from common.logging import report_end, setup_logging
 from common.net.rpc import RpcServer
 from kvstore.config import AgentConfig
 from kvstore.tier.agent import TierServer
-from kvstore.tier.agent_metrics import serve_metrics
+from kvstore.tier.metrics import serve_metrics
 from kvstore.tier.regions import Regions
 
 logger = logging.getLogger("kvstore")

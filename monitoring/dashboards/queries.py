@@ -1,4 +1,4 @@
-"""PromQL over this project's metrics: names from `common/metrics.py`, the dashboards' variables as label matchers.
+"""PromQL over this project's metrics: the names that services export, the dashboards' variables as label matchers.
 
 Never `job` or `instance`: what those say is up to who scrapes (docs/decisions/metrics-and-dashboards.md). A name that
 no service exports is a KeyError while the dashboards are built.
@@ -6,7 +6,7 @@ no service exports is a KeyError while the dashboards are built.
 
 from __future__ import annotations
 
-from common.metrics import AGENT_SPECS, ROUTER_SPECS, START_TIME, WORKER_SPECS, MetricSpec
+from common.metrics import ROUTER_SPECS, START_TIME, WORKER_SPECS, MetricSpec, wing_specs
 
 NAMESPACE = 'namespace=~"$namespace"'
 MODEL = f'{NAMESPACE}, model_name=~"$model"'
@@ -15,8 +15,8 @@ WORKER = f'{MODEL}, role=~"$role", worker=~"$worker"'
 _SELECTORS: dict[str, tuple[MetricSpec, str]] = {
     START_TIME.name: (START_TIME, NAMESPACE),
     **{spec.name: (spec, MODEL) for spec in ROUTER_SPECS},
-    **{spec.name: (spec, WORKER) for spec in WORKER_SPECS},
-    **{spec.name: (spec, NAMESPACE) for spec in AGENT_SPECS},
+    **{spec.name: (spec, WORKER) for spec in (*WORKER_SPECS, *wing_specs("engine"))},
+    **{spec.name: (spec, NAMESPACE) for spec in wing_specs("kvstore")},
 }
 ONE_WORKER = "namespace, model_name, role, worker"  # labels of one worker, whatever Prometheus adds
 

@@ -12,6 +12,8 @@ from router.config import RouterConfig
 from router.dispatch import MovableChoice
 from router.objectives.moves import KeptRequest, choose_moves
 from router.objectives.placement import place
+from router.objectives.settings import ObjectiveSettings
+from router.routing.objectives import Objectives
 from router.routing.policy import Decision
 from router.routing.views import RequestView, WorkerView
 from router.workers.model_workers import ModelWorkers
@@ -23,14 +25,14 @@ MOVE_SECONDS = 0.05  # between looks at requests that prefill workers keep
 class AdaptiveRoles:
     """Placement and moves of one model's requests. Belongs to the running event loop."""
 
-    def __init__(self, config: RouterConfig, workers: ModelWorkers) -> None:
-        self._config = config
+    def __init__(self, objectives: Objectives, local_prefill_tokens: int, workers: ModelWorkers) -> None:
+        self._objectives, self._local_prefill_tokens = objectives, local_prefill_tokens
         self._workers = workers
         self._kept: dict[str, MovableChoice] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     def choose(self, request: RequestView, prefill: Sequence[WorkerView], decode: Sequence[WorkerView]) -> Decision:
-        return place(request, prefill, decode, self._config.local_prefill_tokens, self._config.objectives)
+        return place(request, prefill, decode, self._local_prefill_tokens, self._objectives)
 
     def watch_kept(self, choice: MovableChoice) -> None:
         """Look now and then whether the choice should move to a decode worker."""
@@ -51,11 +53,13 @@ class AdaptiveRoles:
                 self.watch_kept(choice)
         for link, requests in by_link.items():
             targets = [target.view() for target in self._workers.usable("decode")]
-            moves = choose_moves(link.view(), requests, targets, self._config.objectives, must_leave=link.is_draining)
+            moves = choose_moves(link.view(), requests, targets, self._objectives, must_leave=link.is_draining)
             for move in moves:
                 choices[move.choice_id].move(move.chosen)
 
 
-def roles_for(config: RouterConfig, workers: ModelWorkers) -> AdaptiveRoles | None:
-    """None without objectives, and for policies that do not predict: roles are fixed."""
-    return AdaptiveRoles(config, workers) if config.objectives and config.policy == "cost" else None
+def open_objectives(config: RouterConfig, workers: ModelWorkers) -> tuple[Objectives, AdaptiveRoles | None]:
+    """The objectives, and what places by them; None without any, and for policies that do not predict."""
+    objectives = config.of(ObjectiveSettings).objectives
+    is_used = objectives and config.policy == "cost"
+    return objectives, AdaptiveRoles(objectives, config.local_prefill_tokens, workers) if is_used else None

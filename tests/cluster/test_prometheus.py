@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from common.metrics import AGENT_SPECS, ROUTER_SPECS, START_TIME, WORKER_SPECS
+from common.metrics import ROUTER_SPECS, START_TIME, WORKER_SPECS, wing_specs
 from tests.cluster.prometheus_scenario import DASHBOARDS, RATE_INTERVAL, RULES, SCHEMES, Observed, observe
 from tests.cluster.prometheus_server import INSTALLED, faster_rules
 
@@ -31,6 +31,7 @@ QUERIES = {
     for target in panel.get("targets", [])
 }
 
+WORKER_METRICS = (*WORKER_SPECS, *wing_specs("engine"))
 # What the twelve panels of vLLM's dashboard (examples/observability/prometheus_grafana) ask for, by metric and label.
 _OF_MODEL = '{model_name="dry-run"}'
 _LATENCIES = ("e2e_request_latency", "inter_token_latency", "time_to_first_token")
@@ -123,7 +124,8 @@ def test_alerts_say_whose_they_are(observed: Observed, scheme: str, namespace: s
 @pytest.mark.parametrize(
     ("service", "specs"),
     [
-        ("router", ROUTER_SPECS), ("prefill-0", WORKER_SPECS), ("decode-0", WORKER_SPECS), ("agent", AGENT_SPECS),
+        ("router", ROUTER_SPECS), ("prefill-0", WORKER_METRICS), ("decode-0", WORKER_METRICS),
+        ("agent", wing_specs("kvstore")),
     ],
 )  # fmt: skip
 def test_each_service_exports_what_is_listed_for_it_and_nothing_else(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from common.metrics import SPECS
+from common.metrics import SPECS, wing_specs
 from monitoring.dashboards.__main__ import FOLDER, dashboards
 from monitoring.dashboards.board import VARIABLES
 from router.metrics import WORKER_STATES
@@ -20,7 +20,8 @@ RUNBOOKS = ROOT / "docs" / "operating.md"
 COMMON_LABELS = {"le", "model_name", "role", "worker", "namespace"}
 OF_A_TARGET = {"job", "instance"}  # alerts may join on them, nobody may ask for a value
 SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
-EXPORTED = {spec.name + suffix: spec for spec in SPECS for suffix in SUFFIXES[spec.kind]}
+ALL_SPECS = (*SPECS, *wing_specs("engine"), *wing_specs("kvstore"))
+EXPORTED = {spec.name + suffix: spec for spec in ALL_SPECS for suffix in SUFFIXES[spec.kind]}
 
 ALERTS = yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"][0]["rules"]
 DASHBOARDS = {path.stem: json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))}

@@ -13,6 +13,7 @@ from torch import Tensor
 from common.model_files import ModelFiles
 from engine.config import EngineConfig
 from engine.cpu.runner import CpuRunner
+from engine.engine import Engine
 from engine.kv.memory import allocate_pool, kv_layout, pool_geometry
 from engine.loader.load import LoadedModel, load_model
 from engine.plan import ScheduledRow, StepPlan, StepResult
@@ -27,6 +28,17 @@ def open_model(files: ModelFiles, **settings: Any) -> tuple[LoadedModel, EngineC
     settings = {"device": "cpu", "num_gpu_blocks": 256, "block_size": 8, **settings}
     config = EngineConfig(**settings)
     return load_model(files, config), config
+
+
+def engine_config(model: str = "", **settings: Any) -> EngineConfig:
+    """Settings of the core and of wings: type checkers know those of the core alone."""
+    return EngineConfig(model, **settings)
+
+
+def num_drafts(engine: Engine) -> tuple[int, int]:
+    """Draft tokens of an engine so far, and those that were accepted."""
+    speculation = engine._scheduler.speculation
+    return (0, 0) if speculation is None else (speculation.num_drafts, speculation.num_accepted)
 
 
 def directory(path: Path) -> ModelFiles:

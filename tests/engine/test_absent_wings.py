@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +28,20 @@ pytestmark = pytest.mark.skipif(has_wing("engine.tensor_parallel"), reason="this
         ({"pp": 2}, "--pp", "engine.tensor_parallel"),
         ({"quant_mode": "int8-weight"}, "--quant-mode int8-weight", "engine.quantization"),
         ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8", "engine.eight_bit_kv"),
-        ({"num_speculative_tokens": 2}, "--num-speculative-tokens", "engine.speculation"),
         ({"simulated_steps": "base=0.02"}, "--simulated-steps", "engine.simulated"),
-        ({"itl_objective_ms": 20.0}, "--itl-objective-ms", "engine.scheduling.prompt_budget"),
         ({"host_tier_gb": 1.0}, "--host-tier-gb", "kvstore.tier"),
-        ({"expert_load_file": "loads.json"}, "--expert-load-file", "engine.expert_balancing"),
     ],
 )
 def test_flags_of_wings_are_refused(settings: dict[str, Any], asked_by: str, wing: str) -> None:
     with pytest.raises(ConfigError, match=f"^{asked_by} needs {wing}, which this installation lacks$"):
         assemble(EngineConfig("dry-run", **settings))
+
+
+def test_settings_of_wings_are_not_known() -> None:
+    names = {field.name for field in fields(EngineConfig)}
+    wings = {"num_speculative_tokens", "itl_objective_ms", "expert_parallel", "expert_load_file"}
+    assert not wings & names
+    assert {"tp", "pp"} < names
 
 
 def test_models_of_wings_are_refused(tmp_path: Path) -> None:

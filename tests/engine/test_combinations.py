@@ -22,7 +22,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.loader import load
 from engine.request import Request, SamplingParams, TokenLogprobs
-from tests.engine.driving import random_prompt
+from tests.engine.driving import num_drafts, random_prompt
 from tests.engine.gguf.gguf_files import write_gguf
 from tests.engine.gguf.test_gguf import WIDE
 from tests.engine.pipeline_parallel import test_pipeline
@@ -39,6 +39,7 @@ PARAMS = [replace(PLAIN, grammar=grammar.regex(WORDS + "{20}")), PLAIN, PLAIN, P
 PROMPTS = [random_prompt(length, VOCAB_SIZE, length) for length in (13, 17, 22, 30)]
 FLOAT32: dict[str, Any] = {"dtype": "float32", "quant_mode": "none"}
 SMALL_STEPS: dict[str, Any] = {"max_num_batched_tokens": 24, "max_num_seqs": 4, "block_size": 4}
+WHOLE_EXPERTS: dict[str, Any] = {"expert_parallel": True}
 SWAP: dict[str, Any] = {"preemption": "swap", "host_tier_gb": 0.01}
 
 
@@ -110,7 +111,8 @@ def check(
     assert found == tokens
     assert_same(found_logprobs, logprobs)
     load = parts.engine.load()
-    assert 0 < load.num_accepted_tokens < load.num_draft_tokens
+    drafted, accepted = num_drafts(parts.engine)
+    assert 0 < accepted < drafted
     if is_swapped:
         assert load.num_preemptions > 0
 
@@ -155,7 +157,7 @@ def test_another_engine_goes_on_with_drafts_over_8_bit_blocks(
         decode.engine.finish_load(job, True)
         assert finish(decode.engine, [request]) == [[]]  # log-probabilities of the prompt came before
         assert request.output_token_ids == expected
-    assert decode.engine.load().num_accepted_tokens > 0
+    assert num_drafts(decode.engine)[1] > 0
 
 
 def test_ranks_and_stages_with_drafts_and_8_bit_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +196,7 @@ def test_stages_of_whole_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     load_part = test_pipeline.load_model
 
     def load_whole_experts(files: Any, config: EngineConfig, *rest: Any, **stage: Any) -> Any:
-        return load_part(files, replace(config, tp=2, expert_parallel=True), *rest, **stage)
+        return load_part(files, replace(config, tp=2, **WHOLE_EXPERTS), *rest, **stage)
 
     monkeypatch.setattr(test_pipeline, "load_model", load_whole_experts)
     made = test_pipeline.open_stages(path, 2, monkeypatch, tp=2, num_speculative_tokens=3, kv_cache_dtype="fp8")

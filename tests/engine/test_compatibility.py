@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import fields
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -11,61 +12,63 @@ from typing import Any
 import pytest
 
 from common.errors import ConfigError
-from engine import compatibility
-from engine.compatibility import NEEDED, REFUSED, Feature
 from engine.config import EngineConfig
 from tests.compatibility import (
     DEVICES,
+    FLAGS,
+    KEYS,
     NAMES,
     SETTINGS,
-    TABLE,
     TESTS,
     needs,
     notes,
     page,
     refusal,
+    rules,
     run_together,
     untested,
 )
 from tests.wings import files, removable
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(
+    not KEYS.keys() <= {field.name for field in fields(EngineConfig)}, reason="needs the settings of all wings"
+)
 # Pairs that nothing refuses and no test runs together. The number may fall; a new feature may add what it brings.
 NUM_UNTESTED = 61
-ON: dict[Feature, dict[str, Any]] = {
-    compatibility.TENSOR: {"tp": 2},
-    compatibility.PIPELINE: {"pp": 2},
-    compatibility.REMOTE_STAGE: {"pp": 2, "stage_address": "host:1"},
-    compatibility.EXPERT: {"expert_parallel": True},
-    compatibility.DISPATCH: {"expert_exchange": "dispatch"},
-    compatibility.COUNTS: {"expert_load_file": "loads.json"},
-    compatibility.PLACEMENT: {"expert_placement": "loads.json"},
-    compatibility.REBALANCING: {"expert_rebalance_interval": 100},
-    compatibility.REPLICAS: {"num_redundant_experts": 2},
-    compatibility.DRAFTS: {"num_speculative_tokens": 3},
-    compatibility.OBJECTIVES: {"itl_objective_ms": 20.0},
-    compatibility.QUANTIZED: {"quant_mode": "int8-weight"},
-    compatibility.EIGHT_BIT_KV: {"kv_cache_dtype": "fp8"},
-    compatibility.SWAP: {"preemption": "swap"},
-    compatibility.HOST_TIER: {"host_tier_gb": 1.0},
-    compatibility.SIMULATION: {"simulated_steps": "base=0.01"},
-    compatibility.GPU: {"device": "cuda"},
+ON: dict[str, dict[str, Any]] = {
+    "tp": {"tp": 2},
+    "pp": {"pp": 2},
+    "remote": {"pp": 2, "stage_address": "host:1"},
+    "expert": {"expert_parallel": True},
+    "dispatch": {"expert_exchange": "dispatch"},
+    "counts": {"expert_load_file": "loads.json"},
+    "placement": {"expert_placement": "loads.json"},
+    "rebalancing": {"expert_rebalance_interval": 100},
+    "replicas": {"num_redundant_experts": 2},
+    "drafts": {"num_speculative_tokens": 3},
+    "objectives": {"itl_objective_ms": 20.0},
+    "quantized": {"quant_mode": "int8-weight"},
+    "kv8": {"kv_cache_dtype": "fp8"},
+    "swap": {"preemption": "swap"},
+    "tier": {"host_tier_gb": 1.0},
+    "simulation": {"simulated_steps": "base=0.01"},
+    "gpu": {"device": "cuda"},
 }
+EXCLUDED = [(one, other, reason) for one, others, reason in rules("excludes") for other in others]
 
 
-def config_of(*features: Feature) -> EngineConfig:
+def config_of(*keys: str) -> EngineConfig:
     """Settings in which these are on. Raises ConfigError where they cannot be."""
-    config = EngineConfig(**dict(chain.from_iterable(ON[feature].items() for feature in features)))
-    assert all(feature.is_on(config) for feature in features)
-    return config
+    return EngineConfig(**dict(chain.from_iterable(ON[key].items() for key in keys)))
 
 
-def with_needs(*keys: str) -> list[Feature]:
+def with_needs(*keys: str) -> list[str]:
     """The features, and of what they need the first."""
-    found, left = [], list(keys)
+    found, left = list[str](), list(keys)
     while left:
-        if (key := left.pop()) in SETTINGS and SETTINGS[key] not in found:
-            found.append(SETTINGS[key])
+        if (key := left.pop()) in SETTINGS and key not in found:
+            found.append(key)
             left += [options[0] for options in needs(key)]
     return found
 
@@ -76,26 +79,26 @@ def test_the_page_is_what_its_sources_say() -> None:
 
 
 def test_every_feature_has_settings_here() -> None:
-    assert set(ON) == set(compatibility.FEATURES)
+    assert ON.keys() == FLAGS.keys()
+    names = {field.name for field in fields(EngineConfig)}
+    assert KEYS.keys() <= names
+    assert all(settings.keys() <= names for settings in ON.values())
 
 
-@pytest.mark.parametrize(("one", "other", "reason"), REFUSED, ids=lambda value: getattr(value, "setting", ""))
-def test_pairs_are_refused_with_their_reason(one: Feature, other: Feature, reason: str) -> None:
+@pytest.mark.parametrize(("one", "other", "reason"), EXCLUDED)
+def test_pairs_are_refused_with_their_reason(one: str, other: str, reason: str) -> None:
     with pytest.raises(ConfigError) as refused:
         config_of(one, other)
     assert str(refused.value) == reason
 
 
-@pytest.mark.parametrize(("feature", "needed", "reason"), NEEDED, ids=lambda value: getattr(value, "setting", ""))
-def test_features_without_what_they_need_are_refused(
-    feature: Feature, needed: tuple[Feature, ...], reason: str
-) -> None:
+@pytest.mark.parametrize(("feature", "needed", "reason"), rules("needs"))
+def test_features_without_what_they_need_are_refused(feature: str, needed: list[str], reason: str) -> None:
     with pytest.raises(ConfigError) as refused:
         config_of(feature)
     assert str(refused.value) == reason
-    keys = {each: key for key, each in SETTINGS.items()}
     for each in needed:
-        config_of(feature, each, *with_needs(keys[each]))
+        config_of(feature, each, *with_needs(each))
 
 
 @pytest.mark.parametrize("key", SETTINGS)
@@ -131,7 +134,6 @@ def test_names_are_known() -> None:
     assert set(chain.from_iterable(runs)) == NAMES.keys()
     assert [features for features in runs if len(set(features)) < len(features)] == []
     assert {key for note in notes() for cell in note.cells for key in cell} <= NAMES.keys() | DEVICES.keys()
-    assert {each.name for each in compatibility.FEATURES} == set(TABLE["settings"].values())
 
 
 @cache
@@ -149,6 +151,6 @@ def test_what_is_named_exists() -> None:
         assert name.startswith("test_"), test
         assert name in functions(path), test
     for note in notes():
-        if note.kind != "never" and note.file != "engine/compatibility.py":
+        if note.kind != "never" and note.file:
             assert note.test, note
             assert note.says in (ROOT / note.file).read_text(encoding="utf-8"), note

@@ -30,20 +30,3 @@ def test_without_services_a_step_on_a_gpu_is_longer() -> None:
     assert EngineConfig().resolved("cuda", is_offline=True).max_num_batched_tokens == 16384
     assert EngineConfig(max_num_batched_tokens=512).resolved("cuda", is_offline=True).max_num_batched_tokens == 512
     assert EngineConfig().resolved("cpu", is_offline=True) == EngineConfig().resolved("cpu")
-
-
-def test_experts_that_are_exchanged_are_refused_where_nothing_divides_them() -> None:
-    with pytest.raises(ConfigError, match="give --expert-parallel"):
-        EngineConfig(expert_exchange="dispatch", tp=2)
-    with pytest.raises(ConfigError, match="expert-placement is of ranks"):
-        EngineConfig(expert_placement="loads.json", tp=2)
-    with pytest.raises(ConfigError, match="num-redundant-experts: which ones"):
-        EngineConfig(num_redundant_experts=2, expert_parallel=True, tp=2)
-    with pytest.raises(ConfigError, match="--pp with --expert-load-file"):
-        EngineConfig(expert_load_file="loads.json", pp=2)
-    with pytest.raises(ConfigError, match="choose 1 or more, or 0 for never"):
-        EngineConfig(expert_rebalance_interval=-1, expert_parallel=True, tp=2)
-    with pytest.raises(ConfigError, match="between ranks that have whole ones: give --expert-parallel"):
-        EngineConfig(expert_rebalance_interval=100, tp=2)
-    with pytest.raises(ConfigError, match="a stage of --pp passes all of them on: use --expert-exchange sum"):
-        EngineConfig(expert_exchange="dispatch", expert_parallel=True, tp=2, pp=2)

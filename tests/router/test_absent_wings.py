@@ -8,10 +8,9 @@ import pytest
 
 from common.errors import ConfigError
 from common.wings import has_wing
-from router.config import HttpConfig, RouterConfig
-from router.served_model import LoadedModel, serve_models
-from router.server import protocol_for
-from tests.router.harness import DRY_RUN, cluster
+from router.config import HttpConfig
+from router.server import parse_settings, protocol_for
+from tests.router.harness import cluster
 
 pytestmark = pytest.mark.skipif(has_wing("router.grammar"), reason="this installation has its wings")
 TOOL = {"type": "function", "function": {"name": "now"}}
@@ -41,12 +40,6 @@ async def test_fields_that_ask_for_nothing_are_taken() -> None:
         assert answer.status_code == 200, answer.text
 
 
-async def test_objectives_are_refused() -> None:
-    config = RouterConfig(model="dry-run", decode="127.0.0.1:1", ttft_objective_ms=100.0)
-    with pytest.raises(ConfigError, match=r"^--ttft-objective-ms or .* needs router\.objectives"):
-        serve_models(config, [LoadedModel("", "dry-run", DRY_RUN)])
-
-
 async def test_requests_are_served_without_a_log_of_them() -> None:
     async with cluster() as c:
         answer = await c.chat()
@@ -58,3 +51,9 @@ async def test_requests_are_served_without_a_log_of_them() -> None:
 def test_bounds_on_connections_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"^--max-connections needs router\.connections"):
         protocol_for(HttpConfig(max_connections=10))
+
+
+def test_flags_of_wings_are_not_known(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_settings(["--decode=127.0.0.1:1", "--ttft-objective-ms=100"])
+    assert "unrecognized arguments: --ttft-objective-ms=100" in capsys.readouterr().err

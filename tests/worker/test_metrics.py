@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
+from common.metrics import counter, gauge, histogram
 from engine.request import RequestId
 from kvstore.pool.leases import LeaseTable
 from kvstore.types import Epoch
@@ -38,7 +41,7 @@ def report(**fields: object) -> StepReport:
 def test_a_step_is_observed_once() -> None:
     metrics = make()
     metrics.observe(report(preemptions=2, host_hit_tokens=32, host_stored_blocks=5))
-    metrics.observe(report(preemptions=3, host_hit_tokens=32, host_stored_blocks=6, step_predicted_seconds=0.016))
+    metrics.observe(report(preemptions=3, host_hit_tokens=32, host_stored_blocks=6))
     metrics.observe(
         StepReport(load=EngineLoad(kv_blocks_total=10), preemptions=3, host_hit_tokens=32, host_stored_blocks=6)
     )
@@ -48,8 +51,6 @@ def test_a_step_is_observed_once() -> None:
     assert value(metrics, "mini_infer_step_tokens_total", 'phase="decode"') == 6
     assert value(metrics, "mini_infer_step_seconds_count") == 2  # the last report was of no step
     assert value(metrics, "vllm:iteration_tokens_total_sum") == 20
-    assert value(metrics, "mini_infer_step_seconds_over_predicted_count") == 1  # the other's was not predicted
-    assert value(metrics, "mini_infer_step_seconds_over_predicted_sum") == 1.25
 
 
 def test_gauges_are_those_of_the_last_report() -> None:
@@ -73,13 +74,27 @@ def test_transfers_of_all_kinds_are_counted_by_transport() -> None:
     assert value(metrics, "mini_infer_kv_prefetched_tokens_total") == 64
 
 
-def test_experts_are_counted_by_the_rank_that_has_them() -> None:
+WING = (
+    counter("mini_infer_eggs", "Eggs by the nest that has them", "nest"),
+    gauge("mini_infer_wingspan", "Of the widest"),
+    histogram("mini_infer_flight_seconds", "Duration of a flight", (1.0, 10.0)),
+)
+
+
+def test_metrics_of_a_wing_are_shown_from_the_start_and_observed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A counter's totals, a gauge's values and observations, without a line of the worker's that names them."""
+    monkeypatch.setattr("worker.metrics.wing_specs", {"engine": WING}.get)
     metrics = make()
     metrics.observe(report())
-    assert value(metrics, "mini_infer_expert_tokens_total", 'rank="0"') == 0
-    assert value(metrics, "mini_infer_expert_balancedness") == 0
-    for tokens in ([6.0, 2.0], [6.0, 2.0], [10.0, 8.5]):
-        metrics.observe(report(expert_rank_tokens=tokens, expert_balancedness=0.75))
-    assert value(metrics, "mini_infer_expert_tokens_total", 'rank="0"') == 10
-    assert value(metrics, "mini_infer_expert_tokens_total", 'rank="1"') == 8.5
-    assert value(metrics, "mini_infer_expert_balancedness") == 0.75
+    assert value(metrics, "mini_infer_eggs_total", 'nest="0"') == 0
+    assert value(metrics, "mini_infer_wingspan") == 0
+    assert value(metrics, "mini_infer_flight_seconds_count") == 0
+    for eggs in ([6.0, 2.0], [6.0, 2.0], [10.0, 8.5]):
+        flights = [0.5, 20.0] if eggs[0] == 10.0 else []
+        figures = {"mini_infer_eggs": eggs, "mini_infer_wingspan": [0.75], "mini_infer_flight_seconds": flights}
+        metrics.observe(report(figures=figures))
+    assert value(metrics, "mini_infer_eggs_total", 'nest="0"') == 10
+    assert value(metrics, "mini_infer_eggs_total", 'nest="1"') == 8.5
+    assert value(metrics, "mini_infer_wingspan") == 0.75
+    assert value(metrics, "mini_infer_flight_seconds_count") == 2
+    assert value(metrics, "mini_infer_flight_seconds_sum") == 20.5

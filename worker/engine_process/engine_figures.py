@@ -13,16 +13,10 @@ def add_figures(report: StepReport, parts: EngineParts, num_leases: int, step: S
     """Fill in the engine's figures. step: the one that has ended since the last report."""
     load, stats = parts.engine.load(), parts.engine.kv.stats
     report.load = _load(parts.engine, load, step, num_leases)
-    report.step_predicted_seconds = step.predicted_seconds
     report.preemptions = load.num_preemptions
-    report.draft_tokens, report.accepted_tokens = load.num_draft_tokens, load.num_accepted_tokens
     report.prefix_queries, report.prefix_hits = stats.queried_tokens, stats.hit_tokens
     report.host_hit_tokens, report.host_stored_blocks = stats.host_hit_tokens, stats.host_stored_blocks
-    if parts.expert_loads is not None:
-        report.expert_rank_tokens = parts.expert_loads.rank_tokens
-        report.expert_balancedness = parts.expert_loads.balancedness
-    if parts.rebalancer is not None:
-        report.expert_placements = parts.rebalancer.num_changes
+    report.figures = parts.engine.figures()
 
 
 def _load(engine: Engine, load: SchedulerLoad, step: StepStats, num_leases: int) -> EngineLoad:

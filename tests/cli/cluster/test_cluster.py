@@ -15,7 +15,7 @@ from cli.cluster.placement import Placement, Workers, choose_workers, place
 from cli.cluster.plan import plan_cluster
 from cli.cluster.ports import free_ports
 from cli.cluster.serve import check_ports, placement_lines, ready_message
-from common.config import misspelt_variables
+from common.config import misspelt_variables, to_argv
 from common.errors import ConfigError
 from tests.deploy.settings import SETTINGS, parse
 from worker.ranks.stage import StageConfig
@@ -252,7 +252,7 @@ def test_services_that_read_the_same_variable_take_the_same_values_of_it():
 
 def test_ep_gives_ranks_whole_experts(fixed_ports):
     config = parse_config(["--ep=2"], {})
-    assert (config.engine.tp, config.engine.expert_parallel) == (2, True)
+    assert (config.engine.tp, "--expert-parallel" in to_argv(config.engine)) == (2, True)
     config = parse_config(["--ep=2", "--expert-exchange=dispatch"], {})
     lines = [" ".join(spec.command) for spec in plan_cluster(config, RUN_DIR, {}, token="secret")]
     workers = [line for line in lines if "_service" in line]
@@ -342,7 +342,8 @@ def test_flags_of_vllm():
         "--tensor-parallel-size=2 --pipeline-parallel-size=3 --enable-expert-parallel --num-gpu-blocks-override=64"
     )
     config = parse_config([*given.split(), "--no-enable-prefix-caching", "--gpu-memory-utilization=0.5"], {})
-    assert (config.engine.tp, config.engine.pp, config.engine.expert_parallel) == (2, 3, True)
+    assert (config.engine.tp, config.engine.pp) == (2, 3)
+    assert "--expert-parallel" in to_argv(config.engine)
     assert (config.engine.num_gpu_blocks, config.engine.prefix_cache) == (64, False)
     assert config.gpu.gpu_memory_fraction == 0.5
 

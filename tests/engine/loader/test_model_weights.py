@@ -40,7 +40,9 @@ def test_it_is_told_ten_times_a_second_at_most_and_at_the_end():
     assert len(told) < 20
 
 
-@pytest.mark.parametrize("shard", [WHOLE, Shard(1, 2)])
+@pytest.mark.parametrize(
+    "shard", [WHOLE, pytest.param(Shard(1, 2), marks=pytest.mark.wing("engine.tensor_parallel"))]
+)
 def test_a_model_is_loaded_with_progress(shard):
     told = []
     config = EngineConfig("dry-run", device="cpu", quant_mode="none")

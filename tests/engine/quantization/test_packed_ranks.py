@@ -12,7 +12,6 @@ from torch import Tensor
 
 from common.model_files import ModelFiles
 from engine.assembly import EngineParts
-from engine.config import EngineConfig
 from engine.layers.linear import Linear
 from engine.layers.weights import Part
 from engine.loader.load import load_model
@@ -21,6 +20,7 @@ from engine.quantization import conversion
 from engine.quantization.cpu_linears import CpuLinears
 from engine.quantization.quantized_rows import Made, QuantizedRows
 from kvstore.layout import Shard
+from tests.engine.driving import engine_config
 from tests.engine.pipeline_parallel.test_pipeline import open_stages
 from tests.engine.quantization.packed_files import FORMATS, SIZES, TINY, VOCAB_SIZE, write
 from tests.engine.tensor_parallel.test_ranks import CPU, GREEDY, NUM_TOKENS, OF_RANKS, open_ranks
@@ -143,7 +143,7 @@ def test_ranks_have_the_cpus_packed_layers(
 
 def test_other_ranks_experts_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(FORMATS["gptq"], tmp_path / "m", MODELS["experts"])
-    config = EngineConfig(str(tmp_path / "m"), device="cpu", tp=2, expert_parallel=True, num_gpu_blocks=64)
+    config = engine_config(str(tmp_path / "m"), device="cpu", tp=2, expert_parallel=True, num_gpu_blocks=64)
     names: list[str] = []
     told: list[float | None] = []
     read = SafetensorsWeights.read

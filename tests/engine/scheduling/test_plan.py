@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from engine.assembly import EngineParts, assemble
-from engine.config import EngineConfig
 from engine.cpu.runner import CpuRunner
 from engine.kv.memory import allocate_pool
 from engine.loader.load import load_model
@@ -15,6 +14,7 @@ from engine.plan import CompletedStep, NewRequest, ScheduledRow, StepPlan, StepR
 from engine.request import RequestId, SamplingParams
 from engine.request_states import RequestStates
 from kvstore.types import BlockId, HostSlot
+from tests.engine.driving import engine_config
 
 ENCODER, DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(StepPlan)
 PARAMS = SamplingParams(
@@ -66,7 +66,7 @@ def test_a_recorded_run_replayed_gives_the_same_tokens(
 ) -> None:
     """With preemption, cached prefixes, an abort, drafts, and parameters that read a request's own tokens."""
     torch.set_num_threads(1)
-    config = EngineConfig(
+    config = engine_config(
         "dry-run", device="cpu", block_size=8, num_gpu_blocks=22, max_num_seqs=4, max_num_batched_tokens=48,
         host_tier_gb=0.01, preemption=preemption, prefix_cache=True, num_speculative_tokens=num_drafts, ngram_min=1,
     )  # fmt: skip

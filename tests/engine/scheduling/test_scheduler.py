@@ -24,7 +24,7 @@ from kvstore.types import BlockKey
 from tests.engine.fakes import VOCAB_SIZE, BlockMemoryRunner, expected_tokens
 
 if TYPE_CHECKING:
-    from engine.scheduling.prompt_budget import PromptBudget
+    from engine.objectives.prompt_budget import PromptBudget
     from engine.speculation.drafts import Speculation
 
 BLOCK = 4

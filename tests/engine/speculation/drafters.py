@@ -19,6 +19,7 @@ from engine.plan import StepResult
 from engine.runner import Proposer, Sampled
 from engine.speculation.drafts import Speculation
 from engine.speculation.proposer import Drafter, FromTokens
+from engine.speculation.settings import SpeculationSettings
 
 Continue = Callable[[list[int], int], list[int]]  # the next tokens of a sequence, as they will be sampled
 
@@ -76,9 +77,10 @@ def draft_with(monkeypatch: pytest.MonkeyPatch, make_drafter: Callable[[], Draft
     """Use these drafters instead of the shipped one. on_gpu: within the bounds of a GPU, wherever the engine is."""
 
     def speculation(config: EngineConfig, _device: torch.device, runner: Any) -> Speculation | None:
-        if not config.num_speculative_tokens:
+        num_tokens = config.of(SpeculationSettings).num_speculative_tokens
+        if not num_tokens:
             return None
-        runner.propose_with(FromTokens(make_drafter, config.num_speculative_tokens))
+        runner.propose_with(FromTokens(make_drafter, num_tokens))
         return Speculation(config.max_num_seqs if on_gpu else None)
 
     monkeypatch.setattr(engine.assembly, "_speculation", speculation)

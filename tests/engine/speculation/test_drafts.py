@@ -12,6 +12,7 @@ from engine.engine import Engine
 from engine.request import FinishReason, Request, RequestStatus, SamplingParams
 from engine.speculation.drafts import Speculation
 from engine.speculation.proposer import Drafter, FromTokens
+from tests.engine.driving import num_drafts
 from tests.engine.fakes import VOCAB_SIZE, BlockMemoryRunner, expected_tokens
 from tests.engine.scheduling.test_scheduler import assert_quiet, load_request, make_engine, run_all
 from tests.engine.speculation.drafters import MakeOracle
@@ -70,7 +71,7 @@ def test_right_drafts_are_kept_and_counted() -> None:
     assert last is not None
     assert (last.num_decode_tokens, last.num_prefill_tokens) == (2, 0)
     assert request.output_token_ids == expected_tokens([1, 2, 3], 13)
-    assert (engine.load().num_draft_tokens, engine.load().num_accepted_tokens) == (9, 9)
+    assert num_drafts(engine) == (9, 9)
     assert_quiet(engine)
 
 
@@ -79,7 +80,7 @@ def test_wrong_drafts_are_taken_back() -> None:
     request = engine.add_request([1, 2, 3], SamplingParams(max_tokens=6))
     assert steps_of(engine, request) == [1] * 6
     assert request.output_token_ids == expected_tokens([1, 2, 3], 6)
-    assert (engine.load().num_draft_tokens, engine.load().num_accepted_tokens) == (4 + 3 + 2 + 1, 0)
+    assert num_drafts(engine) == (4 + 3 + 2 + 1, 0)
     assert_quiet(engine)
 
 
@@ -99,7 +100,7 @@ def test_a_sequence_ends_at_the_models_length() -> None:
     request = engine.add_request([1] * 10, SamplingParams(max_tokens=100))
     assert steps_of(engine, request) == [1, 5]
     assert request.num_tokens == 16
-    assert engine.load().num_draft_tokens == 4
+    assert num_drafts(engine) == (4, 4)
     assert_quiet(engine)
 
 
@@ -165,7 +166,7 @@ def test_a_draft_that_fails_costs_its_step_and_nothing_else() -> None:
     for request, first in zip(requests, (3, 4), strict=True):
         assert tokens[request.request_id] == expected_tokens([1, 2, first], 5)
     assert engine.num_failed_steps == 3  # all but the prompts' and the last, which has no room for a draft
-    assert engine.load().num_accepted_tokens == 0
+    assert num_drafts(engine)[1] == 0
     assert_quiet(engine)
 
 
@@ -197,7 +198,7 @@ def test_a_resumed_stream_goes_on_with_drafts() -> None:
     whole = expected_tokens([5, 6, 7], 12)
     request = engine.add_request([5, 6, 7], SamplingParams(max_tokens=12), output_token_ids=whole[:4])
     assert run_all(engine)[request.request_id] == whole[4:]
-    assert engine.load().num_accepted_tokens > 0
+    assert num_drafts(engine)[1] > 0
 
 
 def test_swapped_requests_go_on_where_they_were_accepted() -> None:
@@ -208,7 +209,8 @@ def test_swapped_requests_go_on_where_they_were_accepted() -> None:
         engine.step()
         statuses |= {request.status for request in requests}
     assert RequestStatus.SWAPPED in statuses
-    rejected = engine.load().num_draft_tokens - engine.load().num_accepted_tokens
+    drafted, accepted = num_drafts(engine)
+    rejected = drafted - accepted
     last_accepted = runner.num_computed_tokens - rejected - 4 * (5 + 19)
     assert -4 <= last_accepted <= 0  # nothing was computed twice; a last token that was a draft is computed
     for i, request in enumerate(requests):

@@ -14,6 +14,7 @@ from engine.assembly import EngineParts, assemble
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.request import Request, RequestOutput, SamplingParams
+from tests.engine.driving import num_drafts
 from tests.engine.speculation.drafters import FromStates, MakeOracle, draft_with, knows
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE
 
@@ -81,7 +82,7 @@ def test_no_draft_changes_an_answer(
         for request, expected in zip(requests, plain, strict=True):
             assert request.output_token_ids == expected.output_token_ids
             assert_equal_logprobs(request, outputs, expected, plain_outputs)
-    drafted, accepted = made.load().num_draft_tokens, made.load().num_accepted_tokens
+    drafted, accepted = num_drafts(made)
     assert drafted > 0
     assert accepted < drafted * 0.1 if accuracy == 0 else accepted > drafted * accuracy * 0.3
     if "preemption" in settings:
@@ -112,7 +113,7 @@ def test_a_repeated_text_is_drafted_from_the_prompt(model: Path) -> None:
         while one.has_work():
             one.step()
     assert requests[0].output_token_ids == requests[1].output_token_ids
-    assert made.load().num_accepted_tokens > 20
+    assert num_drafts(made)[1] > 20
     assert made.num_steps <= plain.num_steps - 20
 
 
@@ -128,7 +129,7 @@ def test_a_proposer_has_the_states_that_tokens_came_of(model: Path, batch_invari
     while parts.engine.has_work():
         parts.engine.step()
     assert proposer.num_found == len(PROMPTS) * PLAIN.max_tokens
-    assert parts.engine.load().num_draft_tokens > 0
+    assert num_drafts(parts.engine)[0] > 0
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,12 @@ import torch
 
 import engine.assembly
 from engine.assembly import EngineParts, assemble
-from engine.config import EngineConfig
 from engine.expert_balancing.placement import plain_placement
 from engine.gpu.ops.rules import GpuStep
 from engine.gpu.runner import GpuRunner
 from engine.moe.gpu_experts import chooser
+from tests.engine.driving import engine_config
+from tests.engine.expert_balancing.balancing import balancing_of
 from tests.gpu.models import save_tiny_model, use_small_tiles
 from tests.gpu.moe.test_experts import DEVICE, load_block
 from tests.gpu.test_engine import ON_GPU, PROMPTS, generate, greedy
@@ -23,14 +24,13 @@ NUM_TOKENS = 2
 
 
 def counted(parts: EngineParts, path: Path) -> list[list[int]]:
-    assert parts.expert_loads is not None
-    parts.expert_loads.write()
+    balancing_of(parts).loads.write()
     layers: list[list[int]] = json.loads(path.read_text())["layers"]
     return layers
 
 
 def open_counting(model: Path, path: Path, device: str) -> EngineParts:
-    config = EngineConfig(
+    config = engine_config(
         str(model), device=device, dtype="float32", quant_mode="none", num_gpu_blocks=64, max_num_seqs=4,
         max_num_batched_tokens=64, max_model_len=96, expert_load_file=str(path),
     )  # fmt: skip

@@ -36,6 +36,8 @@ from engine.tensor_parallel.group import GlooGroup
 from kernels.gpu.collectives.all_reduce import GATHER_CHUNK, SymmetricMemory, all_gather, symmetric_bytes
 from kernels.gpu.expert_parallel.exchange_memory import ExchangeLayout, ExchangeMemory, rows_a_rank
 from kvstore.layout import Shard
+from tests.engine.driving import engine_config
+from tests.engine.expert_balancing.balancing import balancing_of
 from tests.gpu.mla.test_latents import V2
 from tests.gpu.models import save_family, use_small_tiles
 from tests.gpu.test_engine import PROMPTS, generate, greedy, open_gpu
@@ -101,7 +103,7 @@ def run_rank(folder: Path, rank: int, patch: pytest.MonkeyPatch) -> None:
     group, counting, shards = FileGroup(folder, rank), list[ExpertLoadRecorder](), list[LoadedModel]()
 
     def make_runner(loaded: LoadedModel, pool: Tensor, _host: None, config: Any, gpu: GpuConfig, length: int) -> Any:
-        of_rank = EngineConfig(
+        of_rank = engine_config(
             str(folder), device="cpu", dtype="float32", quant_mode="none", block_size=config.block_size, tp=SIZE,
             expert_parallel=True, expert_exchange="dispatch", expert_rebalance_interval=1, **SETTINGS,
         )  # fmt: skip
@@ -147,7 +149,7 @@ def test_ranks_that_dispatch_rows_give_the_tokens_of_the_plain_engine(tmp_path: 
     make_files(tmp_path, "gather", SIZE, GATHER_BYTES)
     make_files(tmp_path, "rows", SIZE, LAYOUT.num_bytes)
     run_ranks("tests.gpu.expert_parallel.test_divided_rows", tmp_path, SIZE)
-    config = EngineConfig(
+    config = engine_config(
         str(tmp_path), device="cpu", dtype="float32", quant_mode="none", num_gpu_blocks=64,
         expert_load_file=str(tmp_path / "loads"),
     )  # fmt: skip
@@ -155,8 +157,7 @@ def test_ranks_that_dispatch_rows_give_the_tokens_of_the_plain_engine(tmp_path: 
     expected = generate(plain.engine, greedy(NUM_TOKENS), PROMPTS[:2])
     found = [torch.load(tmp_path / f"found{rank}.pt") for rank in range(SIZE)]
     assert [tokens for tokens, *_ in found] == [expected] * SIZE
-    assert plain.expert_loads is not None
-    counted, (first,) = plain.expert_loads.start_copy().values, found[0][2]
+    counted, (first,) = balancing_of(plain).loads.start_copy().values, found[0][2]
     assert (first <= counted).all()
     assert (counted.sum(dim=1) <= first.sum(dim=1) * SIZE).all()  # it has half of each step's rows, or one more
     assert first.sum() < counted.sum()

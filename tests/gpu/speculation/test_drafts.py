@@ -10,6 +10,7 @@ import pytest
 from engine.engine import Engine
 from engine.gpu.config import GpuConfig
 from engine.request import Request, SamplingParams, TokenLogprobs
+from tests.engine.driving import num_drafts
 from tests.engine.speculation.drafters import FromStates, MakeOracle, draft_with, knows
 from tests.gpu.models import save_tiny_model
 from tests.gpu.test_engine import PROMPTS, assert_same_logprobs, open_gpu, reference
@@ -56,7 +57,7 @@ def test_drafts_change_no_token(accuracy: float, model: Path, monkeypatch: pytes
     for request, other in zip(requests, plain, strict=True):
         assert request.output_token_ids == other.output_token_ids
         assert_same_logprobs(found[request.request_id], told[other.request_id])
-    drafted, accepted = made.load().num_draft_tokens, made.load().num_accepted_tokens
+    drafted, accepted = num_drafts(made)
     assert drafted > 8
     assert accepted < drafted * 0.2 if accuracy == 0 else accepted > drafted * accuracy * 0.3
     if accuracy == 1:
@@ -88,7 +89,7 @@ def test_a_proposer_has_the_states_that_tokens_came_of(model: Path, monkeypatch:
         while made.has_work():
             made.step()
         assert proposer.num_found == len(requests) * PLAIN.max_tokens
-    assert made.load().num_draft_tokens > 0
+    assert num_drafts(made)[0] > 0
 
 
 class Zeros:

@@ -22,6 +22,8 @@ from engine.engine import DeviceLostError, Engine
 from engine.gpu.config import GpuConfig
 from engine.request import SamplingParams
 from tests.cluster.wings.test_tensor_parallel import followers_of
+from tests.engine.driving import engine_config, num_drafts
+from tests.engine.expert_balancing.balancing import balancing_of
 from tests.engine.quantization.packed_files import FORMATS, SIZES, write
 from tests.engine.speculation.drafters import MakeOracle, draft_with, knows
 from tests.engine.tiny_models import TinyModel
@@ -101,15 +103,14 @@ def test_the_first_of_two_ranks_counts_experts(exchange: str, tmp_path: Path) ->
     model, path = save_tiny_model(tmp_path, inner=32, num_experts=4), tmp_path / "loads"
     found = []
     for tp in (1, 2):
-        config = EngineConfig(
+        config = engine_config(
             str(model), device="cuda", dtype="float32", quant_mode="none", tp=tp, num_gpu_blocks=128, max_num_seqs=8,
             max_num_batched_tokens=1024, max_model_len=250, expert_parallel=tp > 1,
             expert_exchange=exchange if tp > 1 else "sum", expert_load_file=str(path),
         )  # fmt: skip
         parts = assemble(config)
         tokens = generate(parts.engine, greedy(10), PROMPTS[:4])
-        assert parts.expert_loads is not None
-        parts.expert_loads.write()
+        balancing_of(parts).loads.write()
         found.append((tokens, torch.tensor(json.loads(path.read_text())["layers"])))
         del parts
         gc.collect()
@@ -128,7 +129,7 @@ def test_ranks_that_exchange_experts_give_the_tokens_of_one(
     monkeypatch.setattr("engine.expert_balancing.rebalancing.MIN_GAIN", 1.0)
     model = save_tiny_model(tmp_path, inner=32, num_experts=4)
     expected = generate(open_ranks(model, 1), greedy(30), PROMPTS[:4])
-    config = EngineConfig(
+    config = engine_config(
         str(model), device="cuda", dtype="float32", quant_mode="none", tp=2, num_gpu_blocks=128, max_num_seqs=8,
         max_num_batched_tokens=1024, max_model_len=250, expert_parallel=True, expert_exchange=exchange,
         num_redundant_experts=2, expert_rebalance_interval=3,
@@ -136,8 +137,9 @@ def test_ranks_that_exchange_experts_give_the_tokens_of_one(
     parts = assemble(config)
     for _ in range(2):
         assert generate(parts.engine, greedy(30), PROMPTS[:4]) == expected
-    assert parts.rebalancer is not None
-    assert parts.rebalancer.num_changes > 1
+    rebalancer = balancing_of(parts).rebalancer
+    assert rebalancer is not None
+    assert rebalancer.num_changes > 1
 
 
 def forced_logprobs(made: Engine) -> torch.Tensor:
@@ -217,7 +219,7 @@ def test_ranks_take_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     draft_with(monkeypatch, drafter, on_gpu=True)
     ranks = open_ranks(model, 2, num_speculative_tokens=4, max_num_seqs=16)
     assert generate(ranks, PARAMS[:2], PROMPTS) == expected
-    assert ranks.load().num_accepted_tokens > 4
+    assert num_drafts(ranks)[1] > 4
 
 
 def lose_a_rank(model: str) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from common.step_times import StepCost, num_pairs
-from engine.scheduling.prompt_budget import PromptBudget, WaitingPrompt
+from engine.objectives.prompt_budget import PromptBudget, WaitingPrompt
 from kvstore.types import WorkerId
 from router.objectives.moves import KeptRequest, choose_moves
 from router.objectives.placement import place

@@ -10,7 +10,7 @@ import pytest
 from common.step_times import StepCost
 from kvstore.types import WorkerId
 from router.config import RouterConfig
-from router.objectives.adaptive import AdaptiveRoles, roles_for
+from router.objectives.adaptive import AdaptiveRoles, open_objectives
 from router.objectives.moves import MAX_MOVES, KeptRequest, choose_moves
 from router.objectives.placement import place as place_by_objectives
 from router.routing.objectives import Objectives
@@ -144,7 +144,7 @@ def test_costs_are_the_sums_of_their_terms_and_the_order_does_not_matter() -> No
 def test_only_the_cost_policy_knows_objectives_and_without_them_roles_are_fixed() -> None:
     def roles(**config: Any) -> AdaptiveRoles | None:
         settings = RouterConfig(model="dry-run", decode="127.0.0.1:1", **config)
-        return roles_for(settings, ModelWorkers("dry-run", "dry-run", ""))
+        return open_objectives(settings, ModelWorkers("dry-run", "dry-run", ""))[1]
 
     assert roles(itl_objective_ms=25) is not None
     assert roles() is roles(itl_objective_ms=25, policy="round-robin") is None

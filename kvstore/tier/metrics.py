@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from common.metrics import MetricSet, export_start_time
+from common.metrics import MetricSet, export_start_time, gauge
 from common.net.scrape import serve_scrapes
 from kvstore.tier.agent import TierServer
 from kvstore.tier.regions import Regions
+
+METRICS = (
+    gauge("mini_infer_host_tier_slots", "Block slots of the host tier by state", "state"),
+    gauge("mini_infer_host_tier_bytes", "Memory of the host tier"),
+    gauge("mini_infer_host_tier_clients", "Workers connected to the host tier"),
+)
 
 
 def serve_metrics(
@@ -17,7 +23,7 @@ def serve_metrics(
     """Serve on `port` of `host` (0: not at all); returns what ends it. Raises ConfigError when it is taken."""
     if not port:
         return lambda: None
-    metrics = MetricSet({"role": "agent"})
+    metrics = MetricSet({"role": "agent"}, wings=METRICS)
     export_start_time(metrics)
     return serve_scrapes(partial(render, metrics, regions, tier), host, port, is_ready)
 

@@ -11,9 +11,9 @@ import pytest
 
 from common.step_times import StepCost, num_pairs
 from engine.engine import Engine
-from engine.plan import PlacedExperts, StepPlan
+from engine.objectives.prompt_budget import FIRST_TOKENS, PromptBudget, WaitingPrompt
+from engine.plan import PlacedExperts, StepPlan, StepSize
 from engine.request import FinishReason, Request, RequestStatus, SamplingParams
-from engine.scheduling.prompt_budget import FIRST_TOKENS, PromptBudget, WaitingPrompt
 from tests.engine.fakes import expected_tokens
 from tests.engine.scheduling.test_scheduler import BLOCK, assert_quiet, make_engine, run_all
 
@@ -280,3 +280,15 @@ def test_handing_over_what_has_ended_or_never_was_does_nothing() -> None:
     run_all(engine)
     engine.hand_over(request.request_id)
     assert_quiet(engine)
+
+
+def test_steps_are_compared_with_what_was_predicted() -> None:
+    """Of prompts beside decode rows alone, each once."""
+    budget = learned()
+    budget.figures()
+    alone, beside = StepSize(4, 0, 100, 0), StepSize(4, 64, 100, 2080)
+    for size in (alone, beside):
+        budget.observe(size, 2 * budget.times.cost.seconds(4, size.num_prompt_tokens, size.context, size.pairs))
+    [ratios] = budget.figures().values()
+    assert ratios == pytest.approx([2.0])
+    assert [*budget.figures().values()] == [[]]

@@ -7,14 +7,19 @@ So prompts with slack wait for streams, and streams give way to prompts at risk 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
 from common.step_times import StepCost, StepTimes, num_pairs, work_bounds
+from engine.config import EngineConfig
+from engine.objectives.settings import ObjectiveSettings
 from engine.plan import StepSize
 from engine.request import Request
+from engine.wings import Figures
 
+MOST_RATIOS = 64  # kept: an engine without a worker is not asked
 FIRST_TOKENS = 256  # before a step with prompt tokens was measured
 
 
@@ -34,14 +39,20 @@ class PromptBudget:
         self._itl_objective = itl_objective_seconds
         self.times = StepTimes()
         self.now = time.monotonic()
+        self._ratios = deque[float](maxlen=MOST_RATIOS)  # of durations and predictions, since they were asked for
 
-    def observe(self, size: StepSize, seconds: float) -> float:
-        """Learn from a step; what it was predicted to take with prompts beside decode rows, else 0."""
+    def observe(self, size: StepSize, seconds: float) -> None:
+        """Learn from a step, and compare it with what was predicted for one with prompts beside decode rows."""
         rows, prompts, cost = size.num_decode_tokens, size.num_prompt_tokens, self.times.cost
-        is_known = cost.base and cost.prompt_token and rows and prompts
-        predicted = cost.seconds(rows, prompts, size.context, size.pairs) if is_known else 0.0
+        if cost.base and cost.prompt_token and rows and prompts:
+            self._ratios.append(seconds / cost.seconds(rows, prompts, size.context, size.pairs))
         self.times.observe(rows, prompts, seconds, size.context, size.pairs)
-        return predicted
+
+    def figures(self) -> Figures:
+        """See Counting."""
+        ratios = list(self._ratios)
+        self._ratios.clear()
+        return {"mini_infer_step_seconds_over_predicted": ratios}
 
     def num_to_withhold(self, decodes: Sequence[Request], prompts: Sequence[Request], room: int) -> int:
         """Tokens that prompts must leave unused of the `room` beside these decode rows. prompts: in their order."""
@@ -93,3 +104,9 @@ def _tokens_in(cost: StepCost, work: float, prompts: Sequence[WaitingPrompt]) ->
         num_tokens += prompt.num_tokens
         work -= own_work
     return num_tokens
+
+
+def budget_for(config: EngineConfig) -> PromptBudget | None:
+    """None without an objective."""
+    milliseconds = config.of(ObjectiveSettings).itl_objective_ms
+    return PromptBudget(milliseconds / 1e3) if milliseconds else None

@@ -1,0 +1,26 @@
+"""What the core asks the wings of an engine, beside what each of them is for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+Figures = Mapping[str, Sequence[float]]
+"""By metric: the total of a counter or the value of a gauge, for each number that its label has; observations."""
+
+
+class EngineWing:
+    """Base of a wing's settings: what the engine does otherwise with them."""
+
+    @property
+    def needs_known_tokens(self) -> bool:
+        """Whether the last token of a row has to be known when its next step is launched."""
+        return False
+
+
+class Counting(Protocol):
+    """Has figures for the metrics that a wing declares (`common.metrics.wing_specs`)."""
+
+    def figures(self) -> Figures:
+        """Return what has been counted; observations since the last call."""
+        ...
