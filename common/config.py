@@ -105,17 +105,17 @@ class Settings:
 S = TypeVar("S", bound=Settings)
 
 
-def with_wings(package: str) -> Callable[[type[S]], type[S]]:
-    """Add to a settings class the fields of all dataclasses in `settings.py` of the package's folders.
+def with_wings(package: str, module: str = "settings") -> Callable[[type[S]], type[S]]:
+    """Add to a settings class the fields of the dataclasses in the modules of that name in the package's folders.
 
     Type checkers do not see them, so that only a wing reads its own, by `Settings.of`.
     """
 
     def extend(cls: type[S]) -> type[S]:
-        modules = wing_modules(package, "settings")
-        found = [(module, value) for module in modules for value in vars(module).values()]
-        wings = tuple(v for module, v in found if dataclasses.is_dataclass(v) and v.__module__ == module.__name__)
-        assert len(wings) == len(modules), "settings.py has one dataclass, and imports no settings that wings extend"
+        modules = wing_modules(package, module)
+        found = [(each.__name__, value) for each in modules for value in vars(each).values()]
+        wings = tuple(v for name, v in found if dataclasses.is_dataclass(v) and v.__module__ == name)
+        assert len(wings) == len(modules), "each has one dataclass, and imports no settings that wings extend"
         fields = [
             (field.name, typing.get_type_hints(wing)[field.name], _copied(field))
             for wing in wings

@@ -112,7 +112,7 @@ def _assemble(
     make_runner = partial(_make_runner, loaded, pool, _host_buffer(host_tier, geometry), config, gpu, max_model_len)
     num_slots = 0 if host_tier is None else host_tier.num_slots
     runner = ranks.runner(make_runner, loaded, memory, geometry, num_slots, max_model_len)
-    constraints = None if is_offline or config.simulated_steps else loaded.constraints
+    constraints = None if is_offline or config.is_simulated else loaded.constraints
     tokens = None if constraints is None else constraints.prepare()
     runner.warmup(on_progress)
     if tokens is not None:
@@ -255,8 +255,7 @@ def _make_runner(
         from engine.gpu.runner import GpuRunner  # needs triton
 
         return GpuRunner(loaded, pool, host_buffer, config, gpu, max_model_len, *ranks)
-    if config.simulated_steps:
-        require_wing("engine.simulated", "--simulated-steps")
+    if config.is_simulated:
         from engine.simulated.runner import SimulatedRunner
 
         return SimulatedRunner(loaded, pool, host_buffer, config)

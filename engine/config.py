@@ -7,10 +7,8 @@ from dataclasses import dataclass, replace
 
 from common.config import Settings, check_not_negative, require, setting, with_wings
 from common.errors import ConfigError
-from common.step_times import StepCost
 
 MLA_FORMS = ("absorbed", "latent", "naive")
-ONE_GPU = "--simulated-steps takes the place of one GPU: leave --device cuda, --tp, --pp and drafts out"
 
 
 @with_wings("engine")
@@ -58,11 +56,6 @@ class EngineConfig(Settings):
     scheduling_policy: str = setting(
         "priority", "who is served first, admitted, preempted: priority, fcfs, or your own module:Class"
     )
-    simulated_steps: str = setting(
-        "", "compute nothing: steps last as long as this says and sample random tokens (policies without GPUs); "
-        "seconds for the parts of a step: base=0.0043,row=3e-6,context=14e-9,prompt=5e-4,prompt_token=2e-5",
-        excludes={("device", "tp", "pp", "num_speculative_tokens"): ONE_GPU},
-    )  # fmt: skip
     tp: int = setting(
         1, "processes, on GPUs one each, that share each layer of the model (tensor parallelism)",
         flags=("--tensor-parallel-size",),
@@ -85,25 +78,19 @@ class EngineConfig(Settings):
 
     def __post_init__(self) -> None:
         check_not_negative(
-            self, "num_gpu_blocks", "kv_cache_gb", "host_tier_gb", "max_num_seqs", "max_model_len",
-            "num_threads",
-        )  # fmt: skip
+            self, "num_gpu_blocks", "kv_cache_gb", "host_tier_gb", "max_num_seqs", "max_model_len", "num_threads"
+        )
         require(self.mla in MLA_FORMS, f"--mla {self.mla}: choose {', '.join(MLA_FORMS)}")
         require(0 <= self.block_size <= 1024, f"--block-size {self.block_size}: choose 1 to 1024, or 0 for automatic")
         require(1 <= self.tp <= 256, f"--tp {self.tp}: choose 1 to 256")
         require(1 <= self.pp <= 64, f"--pp {self.pp}: choose 1 to 64")
-        self._check_steps()
-        self._check_stage()
-        self.check_together()
-
-    def _check_steps(self) -> None:
         require(
             not self.max_num_batched_tokens or self.max_num_batched_tokens >= self.max_num_seqs,
             f"--max-num-batched-tokens {self.max_num_batched_tokens} is below --max-num-seqs {self.max_num_seqs}: "
             "every running sequence needs a token in a step",
         )
-        if self.simulated_steps:
-            StepCost.parse(self.simulated_steps)  # raises ConfigError
+        self._check_stage()
+        self.check_together()
 
     def _check_stage(self) -> None:
         if self.stage_address:
@@ -119,6 +106,11 @@ class EngineConfig(Settings):
         return self.pp > 1 or any(self.of(wing).needs_known_tokens for wing in self.wings)
 
     @property
+    def is_simulated(self) -> bool:
+        """Whether steps take the time of a GPU and compute nothing; see `EngineWing`."""
+        return any(self.of(wing).is_simulated for wing in self.wings)
+
+    @property
     def num_ranks(self) -> int:
         """Processes of the model."""
         return self.tp * self.pp
@@ -130,7 +122,7 @@ class EngineConfig(Settings):
         Raises ConfigError for what the device cannot do.
         """
         on_gpu = device_type == "cuda"
-        like_gpu = on_gpu or bool(self.simulated_steps)
+        like_gpu = on_gpu or self.is_simulated
         if on_gpu and self.block_size & (self.block_size - 1):
             raise ConfigError(f"--block-size {self.block_size}: on a GPU it must be a power of two")
         num_here = 1 if self.stage_address else self.num_ranks

@@ -17,6 +17,11 @@ class EngineWing:
         """Whether the last token of a row has to be known when its next step is launched."""
         return False
 
+    @property
+    def is_simulated(self) -> bool:
+        """Whether steps take the time of a GPU and compute nothing."""
+        return False
+
 
 class Counting(Protocol):
     """Has figures for the metrics that a wing declares (`common.metrics.wing_specs`)."""

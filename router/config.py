@@ -91,29 +91,21 @@ class RouterConfig(Settings):
         return found
 
 
+@with_wings("router", "http_settings")
 @dataclass(frozen=True)
-class HttpConfig:
+class HttpConfig(Settings):
     """Bounds on HTTP connections and on what they send. Raises ConfigError for values that cannot work."""
 
-    max_connections: int = setting(2048, "HTTP connections; requests on more get 503")
-    reserved_per_address: int = setting(
-        32, "beyond --max-connections, an address with fewer than this is let in, up to a sixteenth more; 0: none"
-    )
     idle_connection_seconds: float = setting(75.0, "a connection without a request is closed after this long")
-    stalled_client_seconds: float = setting(
-        60.0, "a client that reads nothing of its answer for this long is cut off"
-    )
     max_body_memory_mb: int = setting(128, "large request bodies that are being read, together; more get 429")
     cors_origins: str = setting(
         "", "origins whose pages may ask from a browser, https://host separated by commas, or *; empty: none"
     )
 
     def __post_init__(self) -> None:
-        if self.max_connections < 1:
-            raise ConfigError("--max-connections must be at least 1")
-        check_not_negative(self, "reserved_per_address")
-        if self.idle_connection_seconds < 1 or self.stalled_client_seconds < 1:
-            raise ConfigError("--idle-connection-seconds and --stalled-client-seconds must be at least 1")
+        self.check_together()
+        if self.idle_connection_seconds < 1:
+            raise ConfigError("--idle-connection-seconds must be at least 1")
         if self.max_body_memory_mb < 16:
             raise ConfigError("--max-body-memory-mb must be at least 16, which is the largest body")
         for origin in self.origins:

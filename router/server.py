@@ -22,7 +22,7 @@ from common.model_files import resolve_model
 from common.net.hosts import socket_family, with_port
 from common.net.scrape import serve_scrapes
 from common.text.load import load_tokenizer
-from common.wings import has_wing, require_wing
+from common.wings import has_wing
 from router.app import create_app
 from router.config import HttpConfig, RouterConfig
 from router.gateway import Gateway
@@ -39,7 +39,6 @@ KEEPALIVE = {  # of TCP: a client whose machine is gone sends no FIN
     socket.TCP_USER_TIMEOUT: 60_000,
 }
 GC_THRESHOLD = 50_000  # the default of 700 allocations would collect every few chunks
-BOUNDS_OF_CONNECTIONS = ("max_connections", "reserved_per_address", "stalled_client_seconds")
 TICKS_A_SECOND = 10  # of uvicorn's main loop
 
 
@@ -90,11 +89,8 @@ def parse_settings(argv: list[str] | None) -> tuple[RouterConfig, HttpConfig]:
 
 
 def protocol_for(http: HttpConfig) -> type[ChunkProtocol]:
-    """How clients' connections are served. Raises ConfigError for bounds on them that nothing here keeps."""
+    """How clients' connections are served."""
     if not has_wing("router.connections"):
-        for name in BOUNDS_OF_CONNECTIONS:
-            if getattr(http, name) != getattr(HttpConfig, name):
-                require_wing("router.connections", f"--{name.replace('_', '-')}")
         return ChunkProtocol
     from router.connections.protocol import bounded_protocol
 

@@ -53,7 +53,7 @@ def resolve_device(engine_config: EngineConfig) -> torch.device:
     has_gpu = torch.cuda.is_available()
     if engine_config.device == "cuda" and not has_gpu:
         raise ConfigError("--device cuda: no CUDA device is visible; use --device cpu")
-    if engine_config.device == "cpu" or engine_config.simulated_steps or not has_gpu:
+    if engine_config.device == "cpu" or engine_config.is_simulated or not has_gpu:
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
 

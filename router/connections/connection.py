@@ -15,8 +15,8 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from common.errors import MiniInferError
-from router.config import HttpConfig
 from router.connections.client_watch import ClientWatch
+from router.connections.http_settings import ConnectionSettings
 from router.http.chunk_writer import ChunkProtocol
 from router.http.errors import HttpError, error_body, error_headers, status_of
 
@@ -52,7 +52,7 @@ class _CycleTransport:
 class Connection(ChunkProtocol):
     """`limits` belongs to the class: uvicorn makes the instances."""
 
-    limits = HttpConfig()
+    limits = ConnectionSettings()
     _running: RequestResponseCycle | None = None  # the request that is being answered
     _in_message = False  # a request is arriving
     _may_stay = False  # once that has been answered

@@ -15,6 +15,7 @@ from common.errors import MiniInferError, UnavailableError
 from router.config import HttpConfig
 from router.connections.connection import Connection
 from router.connections.connection_slots import ConnectionSlots
+from router.connections.http_settings import ConnectionSettings
 from router.connections.rules import (
     CHUNK_FRAMING_BYTES,
     MAX_CHUNKS,
@@ -194,6 +195,7 @@ class BoundedProtocol(Connection):
 
 def bounded_protocol(config: HttpConfig) -> type[BoundedProtocol]:
     """The protocol class of one server, with these limits."""
-    slots = ConnectionSlots[BoundedProtocol](config.max_connections, config.reserved_per_address)
-    own = {"limits": config, "slots": slots, "max_open": slots.max_open}
+    limits = config.of(ConnectionSettings)
+    slots = ConnectionSlots[BoundedProtocol](limits.max_connections, limits.reserved_per_address)
+    own = {"limits": limits, "slots": slots, "max_open": slots.max_open}
     return type("BoundedProtocol", (BoundedProtocol,), own)

@@ -28,7 +28,6 @@ pytestmark = pytest.mark.skipif(has_wing("engine.tensor_parallel"), reason="this
         ({"pp": 2}, "--pp", "engine.tensor_parallel"),
         ({"quant_mode": "int8-weight"}, "--quant-mode int8-weight", "engine.quantization"),
         ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8", "engine.eight_bit_kv"),
-        ({"simulated_steps": "base=0.02"}, "--simulated-steps", "engine.simulated"),
         ({"host_tier_gb": 1.0}, "--host-tier-gb", "kvstore.tier"),
     ],
 )
@@ -39,7 +38,7 @@ def test_flags_of_wings_are_refused(settings: dict[str, Any], asked_by: str, win
 
 def test_settings_of_wings_are_not_known() -> None:
     names = {field.name for field in fields(EngineConfig)}
-    wings = {"num_speculative_tokens", "itl_objective_ms", "expert_parallel", "expert_load_file"}
+    wings = {"num_speculative_tokens", "itl_objective_ms", "expert_parallel", "expert_load_file", "simulated_steps"}
     assert not wings & names
     assert {"tp", "pp"} < names
 

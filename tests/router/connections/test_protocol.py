@@ -13,6 +13,7 @@ import pytest
 
 from common.errors import ConfigError
 from router.config import HttpConfig
+from router.connections.http_settings import ConnectionSettings
 from router.connections.protocol import MAX_PIPELINED
 from router.server import allow_descriptors, parse_settings
 from tests.router.harness import Cluster, cluster
@@ -24,6 +25,11 @@ COMPLETION = (
     b"content-length: %d\r\n\r\n%b" % (len(BODY), BODY)
 )
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+def http_config(**settings: Any) -> HttpConfig:
+    """Settings of the core and of the wing, which type checkers do not know."""
+    return HttpConfig(**settings)
 
 
 async def connect(c: Cluster, stack: AsyncExitStack) -> Connection:
@@ -43,7 +49,7 @@ async def test_requests_beyond_the_limit_get_503_and_health_checks_an_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("router.connections.protocol.SPARE_SECONDS", 60.0)
-    limits = HttpConfig(max_connections=2, reserved_per_address=0)
+    limits = http_config(max_connections=2, reserved_per_address=0)
     async with cluster(http=limits) as c, AsyncExitStack() as stack:
         held = [await connect(c, stack) for _ in range(2)]
         answer = await ask(await connect(c, stack), COMPLETION)
@@ -66,7 +72,7 @@ async def test_health_checks_are_answered_however_many_connections_wait(monkeypa
     """A newcomer takes the spare place of the oldest: silent connections cannot hold them all."""
     monkeypatch.setattr("router.connections.connection_slots.NUM_SPARE_CONNECTIONS", 2)
     monkeypatch.setattr("router.connections.protocol.SPARE_SECONDS", 60.0)
-    async with cluster(http=HttpConfig(max_connections=1)) as c, AsyncExitStack() as stack:
+    async with cluster(http=http_config(max_connections=1)) as c, AsyncExitStack() as stack:
         silent = [await connect(c, stack) for _ in range(6)]
         answer = await ask(await connect(c, stack), b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n")
         assert answer.startswith(b"HTTP/1.1 200 ")
@@ -77,7 +83,7 @@ async def test_health_checks_are_answered_however_many_connections_wait(monkeypa
 
 async def test_one_address_does_not_shut_out_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.connections.protocol.SPARE_SECONDS", 60.0)
-    limits = HttpConfig(max_connections=16, reserved_per_address=2)
+    limits = http_config(max_connections=16, reserved_per_address=2)
     async with cluster(http=limits) as c, AsyncExitStack() as stack:
         for _ in range(20):
             await connect(c, stack)
@@ -183,7 +189,7 @@ async def test_nonsense_in_the_middle_of_a_stream_does_not_land_in_it() -> None:
 
 
 async def test_a_client_that_never_reads_is_cut_off_and_its_request_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = HttpConfig(stalled_client_seconds=1.0)
+    limits = http_config(stalled_client_seconds=1.0)
     script = Script(tokens_per_step=50, pause_seconds=0.0001)
     async with cluster(script=script, info={"max_model_len": 1 << 20}, http=limits) as c:
         reader, writer = await asyncio.open_connection("127.0.0.1", c.port, limit=1024)
@@ -202,13 +208,13 @@ async def test_a_client_that_never_reads_is_cut_off_and_its_request_freed(monkey
 def test_settings() -> None:
     for field in ("max_connections", "idle_connection_seconds", "stalled_client_seconds"):
         with pytest.raises(ConfigError):
-            HttpConfig(**dict[str, Any]({field: 0}))
+            http_config(**{field: 0})
     for origins in ("example.org", "https://x/path", "https://*.x"):
         with pytest.raises(ConfigError, match="--cors-origins"):
             HttpConfig(cors_origins=origins)
     assert HttpConfig(cors_origins="https://a, http://b:1").origins == ["https://a", "http://b:1"]
     config, http = parse_settings(["--decode=a:1", "--max-connections=5"])
-    assert (config.decode, http.max_connections) == ("a:1", 5)
+    assert (config.decode, http.of(ConnectionSettings).max_connections) == ("a:1", 5)
 
 
 def test_the_descriptor_limit_is_raised_or_named() -> None:
