@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import mmap
+import multiprocessing
 import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from tests.kernels.interpreter import take_short_cuts
+
 KEPT: list[torch.Tensor] = []  # mappings, as long as the process lives
+RunRank = Callable[[Path, int], None]
+
+# Ranks are forked by a process without threads, which imports once what takes seconds.
+_ranks = multiprocessing.get_context("forkserver")
+_ranks.set_forkserver_preload(["engine.assembly", "engine.gpu.runner", "tests.kernels.interpreter"])
 
 
 def map_files(folder: Path, kind: str, size: int, num_bytes: int) -> list[torch.Tensor]:
@@ -29,14 +36,23 @@ def make_files(folder: Path, kind: str, size: int, num_bytes: int) -> None:
         (folder / f"{kind}{rank}").write_bytes(bytes(num_bytes))
 
 
-def run_ranks(module: str, folder: Path, size: int) -> None:
-    """Run `python -m module folder rank` for each rank, to its end."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", module, str(folder)]
-    ranks = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(size)]
+def run_ranks(run_rank: RunRank, folder: Path, size: int) -> None:
+    """Run a function of a module for each rank, to its end."""
+    ranks = [_ranks.Process(target=_run, args=(run_rank, folder, rank)) for rank in range(size)]
     try:
-        assert [process.wait(280) for process in ranks] == [0] * size
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(280)
+        assert [process.exitcode for process in ranks] == [0] * size
     finally:
         for process in ranks:
             process.kill()
-            process.wait()
+            process.join()
+
+
+def _run(run_rank: RunRank, folder: Path, rank: int) -> None:
+    assert os.environ["TRITON_INTERPRET"] == "1"
+    torch.set_num_threads(1)
+    take_short_cuts()
+    run_rank(folder, rank)

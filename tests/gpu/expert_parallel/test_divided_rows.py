@@ -42,7 +42,6 @@ from tests.gpu.mla.test_latents import V2
 from tests.gpu.models import save_family, use_small_tiles
 from tests.gpu.test_engine import PROMPTS, generate, greedy, open_gpu
 from tests.kernels.helpers import relative_error
-from tests.kernels.interpreter import take_short_cuts
 from tests.kernels.rank_processes import make_files, map_files, run_ranks
 
 SIZE, NUM_TOKENS, MAX_ROWS = 2, 3, 4
@@ -97,8 +96,13 @@ def check_block(form: ExchangeForm, rank: int, memory: ExchangeMemory) -> None:
         assert relative_error(out, expected) < 1e-5
 
 
-def run_rank(folder: Path, rank: int, patch: pytest.MonkeyPatch) -> None:
+def run_engine(folder: Path, rank: int) -> None:
     """An engine of this rank's own, which plans what the other's does."""
+    with pytest.MonkeyPatch.context() as patch:
+        run_rank(folder, rank, patch)
+
+
+def run_rank(folder: Path, rank: int, patch: pytest.MonkeyPatch) -> None:
     use_small_tiles(patch, 4)
     group, counting, shards = FileGroup(folder, rank), list[ExpertLoadRecorder](), list[LoadedModel]()
 
@@ -148,7 +152,7 @@ def test_ranks_that_dispatch_rows_give_the_tokens_of_the_plain_engine(tmp_path: 
     save_family(tmp_path, V2)
     make_files(tmp_path, "gather", SIZE, GATHER_BYTES)
     make_files(tmp_path, "rows", SIZE, LAYOUT.num_bytes)
-    run_ranks("tests.gpu.expert_parallel.test_divided_rows", tmp_path, SIZE)
+    run_ranks(run_engine, tmp_path, SIZE)
     config = engine_config(
         str(tmp_path), device="cpu", dtype="float32", quant_mode="none", num_gpu_blocks=64,
         expert_load_file=str(tmp_path / "loads"),
@@ -164,9 +168,3 @@ def test_ranks_that_dispatch_rows_give_the_tokens_of_the_plain_engine(tmp_path: 
     (sent, returned), (came, sent_back) = found[0][1], found[1][1]
     assert 0 < sent == sent_back
     assert 0 < came == returned
-
-
-if __name__ == "__main__":
-    take_short_cuts()
-    with pytest.MonkeyPatch.context() as run_patch:
-        run_rank(Path(sys.argv[1]), int(sys.argv[2]), run_patch)

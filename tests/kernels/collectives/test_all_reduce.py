@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,7 +24,6 @@ from kernels.gpu.collectives.all_reduce import (
 )
 from kernels.gpu.quantization.quantize import quantize_rows
 from kernels.rms_norm import rms_norm
-from tests.kernels.interpreter import take_short_cuts
 from tests.kernels.rank_processes import make_files, map_files, run_ranks
 
 SIZE, ROWS, N, EPS = 2, 3, 40, 1e-5
@@ -99,7 +97,7 @@ def run_rank(folder: Path, rank: int) -> None:
 def test_ranks_get_the_same_sums_and_all_columns(tmp_path: Path) -> None:
     for kind, programs, width in (("sum", ROWS, N), ("gather", NUM_GATHERS, GATHER_CHUNK)):
         make_files(tmp_path, kind, SIZE, symmetric_bytes(SIZE, programs, width, torch.bfloat16))
-    run_ranks("tests.kernels.collectives.test_all_reduce", tmp_path, SIZE)
+    run_ranks(run_rank, tmp_path, SIZE)
     first, second = (torch.load(tmp_path / f"found{rank}.pt") for rank in range(SIZE))
     tokens, others = first.pop(0), second.pop(0)
     assert torch.equal(tokens, others)
@@ -129,8 +127,3 @@ def test_what_does_not_fit_is_refused() -> None:
         all_gather(rows[:1], peers)
     with pytest.raises(ValueError, match="contiguous"):
         all_reduce_rms_norm(rows[:2, ::2], rows[:2, ::2], rows[0], EPS, peers)
-
-
-if __name__ == "__main__":
-    take_short_cuts()
-    run_rank(Path(sys.argv[1]), int(sys.argv[2]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from kernels.gpu.expert_parallel.divided_rows import combine_add_rms_norm, scatt
 from kernels.gpu.expert_parallel.exchange_memory import ExchangeLayout, ExchangeMemory, own_rows, rows_a_rank
 from kernels.gpu.expert_parallel.expert_dispatch import dispatch
 from kernels.rms_norm import rms_norm
-from tests.kernels.interpreter import take_short_cuts
 from tests.kernels.rank_processes import make_files, map_files, run_ranks
 
 SIZE, N, EPS = 3, 40, 1e-5
@@ -54,7 +52,7 @@ def added(residual: Tensor, y: Tensor) -> Tensor:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's processes share files")
 def test_ranks_add_norm_and_gather_what_one_rank_would(tmp_path: Path) -> None:
     make_files(tmp_path, "rows", SIZE, LAYOUT.num_bytes)
-    run_ranks("tests.kernels.expert_parallel.test_divided_rows", tmp_path, SIZE)
+    run_ranks(run_rank, tmp_path, SIZE)
     found = [torch.load(tmp_path / f"found{rank}.pt") for rank in range(SIZE)]
     for step, tokens in enumerate(STEPS):
         rows = rows_a_rank(tokens, SIZE)
@@ -84,8 +82,3 @@ def test_what_does_not_fit_is_refused() -> None:
     for residual in (y[:2], y[:3].float(), y[: 3 * 2 : 2]):
         with pytest.raises(ValueError, match=r"not a rank's part|must be"):
             scatter_add_rms_norm(y, residual, WEIGHT, EPS, memory, gathers=True)
-
-
-if __name__ == "__main__":
-    take_short_cuts()
-    run_rank(Path(sys.argv[1]), int(sys.argv[2]))

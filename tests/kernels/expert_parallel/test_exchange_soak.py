@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 import time
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from kernels.gpu.expert_parallel.divided_rows import combine_add_rms_norm, scatt
 from kernels.gpu.expert_parallel.exchange_memory import ExchangeLayout, ExchangeMemory, own_rows, rows_a_rank
 from kernels.gpu.expert_parallel.expert_dispatch import dispatch
 from kernels.rms_norm import rms_norm
-from tests.kernels.interpreter import take_short_cuts
 from tests.kernels.rank_processes import make_files, map_files, run_ranks
 
 SIZE, N, TOP_K, HELD, EPS = 4, 16, 2, 2, 1e-5
@@ -89,13 +87,8 @@ def expected(step: int, tokens: int, has_experts: bool) -> Tensor:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's processes share files")
 def test_late_ranks_get_what_was_sent_to_them(tmp_path: Path) -> None:
     make_files(tmp_path, "rows", SIZE, LAYOUT.num_bytes)
-    run_ranks("tests.kernels.expert_parallel.test_exchange_soak", tmp_path, SIZE)
+    run_ranks(run_rank, tmp_path, SIZE)
     found = [torch.load(tmp_path / f"found{rank}.pt") for rank in range(SIZE)]
     for step, (tokens, has_experts) in enumerate(steps()):
         for each in found:
             torch.testing.assert_close(each[step], expected(step, tokens, has_experts), rtol=1e-5, atol=1e-5)
-
-
-if __name__ == "__main__":
-    take_short_cuts()
-    run_rank(Path(sys.argv[1]), int(sys.argv[2]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from kernels.gpu.expert_parallel.exchange_memory import ExchangeLayout, Exchange
 from kernels.gpu.expert_parallel.expert_combine import combine
 from kernels.gpu.expert_parallel.expert_dispatch import dispatch
 from kernels.gpu.moe.expert_pairs import sort_pairs
-from tests.kernels.interpreter import take_short_cuts
 from tests.kernels.rank_processes import make_files, map_files, run_ranks
 
 SIZE, HIDDEN, HELD, TOP_K, NUM_SHARED = 3, 24, 2, 2, 1
@@ -87,7 +85,7 @@ def run_rank(folder: Path, rank: int) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's processes share files")
 def test_rows_go_to_their_experts_and_sums_come_back(tmp_path: Path) -> None:
     make_files(tmp_path, "exchange", SIZE, LAYOUT.num_bytes)
-    run_ranks("tests.kernels.expert_parallel.test_expert_exchange", tmp_path, SIZE)
+    run_ranks(run_rank, tmp_path, SIZE)
     found = [torch.load(tmp_path / f"found{rank}.pt") for rank in range(SIZE)]
     for step, (tokens, form) in enumerate(STEPS):
         x, shares, chosen = inputs(step, tokens)
@@ -123,8 +121,3 @@ def test_what_does_not_fit_is_refused() -> None:
         dispatch(x[:2].float(), shares[:2], chosen[:2], 4, HELD, memory)
     with pytest.raises(ValueError, match="contiguous"):
         dispatch(x[:2], shares[:2], chosen.t().contiguous().t()[:2], 4, HELD, memory)
-
-
-if __name__ == "__main__":
-    take_short_cuts()
-    run_rank(Path(sys.argv[1]), int(sys.argv[2]))
