@@ -21,7 +21,7 @@ chat: setup      ## talk to a running cluster
 # Triton's interpreter is chosen when triton is imported, for a whole process: kernel tests get one of their own.
 INTERPRETED := $(wildcard tests/kernels tests/gpu)
 # The core's tests run in a copy without the removable wings (wings.toml): a core that needs one fails there. Cases of
-# theirs that need a wing are skipped there, and run here.
+# theirs that need a wing are skipped there, and run with all others here.
 # Tests whose times matter run one at a time. All others run three at a time on two cores, since many wait for something.
 TIMED := $(addprefix tests/cluster/,faults/test_liveness.py faults/test_overload.py wings/test_adaptive.py wings/test_hostile_grammars.py)
 
@@ -33,8 +33,8 @@ ifeq ($(ARGS),)
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 $(INTERPRETED)
 	@copy=$$(mktemp -d) && trap 'rm -rf $$copy' EXIT && core=$$($(BIN)/python -m tests.wings --core-alone $$copy) && \
 	(cd $$copy && PYTHONPATH=$$copy $(CURDIR)/$(BIN)/python -m pytest -q -n 3 --dist loadfile $$core) && \
-	$(BIN)/python -m pytest -q -n 3 --dist loadfile tests $$(printf -- '--ignore=%s ' $$core $(INTERPRETED) $(TIMED)) && \
-	$(BIN)/python -m pytest -q -n 3 --dist loadfile -m wing $$(grep -lE 'mark\.wing|with_wing' $$core)
+	$(BIN)/python -m pytest -q -n 3 --dist loadfile tests --ran-without-wings="$$core" \
+		$$(printf -- '--ignore=%s ' $$(grep -LE 'mark\.wing|with_wing' $$core) $(INTERPRETED) $(TIMED))
 	@$(BIN)/python -m pytest -q $(TIMED)
 else
 	@$(BIN)/python -m pytest -q $(ARGS)

@@ -16,6 +16,18 @@ from common.wings import has_wing
 SEED = 1234
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--ran-without-wings", default="", help="files of which only cases that need a wing are run")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    ran = set(config.getoption("--ran-without-wings").split())
+    left = [item for item in items if item.nodeid.partition("::")[0] not in ran or item.get_closest_marker("wing")]
+    if len(left) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(left)])
+        items[:] = left
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Before fixtures of any scope draw some."""

@@ -150,8 +150,10 @@ def copy_core(to: Path) -> None:
         is_other_test = name.startswith("tests/") and Path(name).name.startswith("test_") and name not in kept
         if files().get(name, "") in removable() or is_other_test or not (ROOT / name).is_file():
             continue
-        (to / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / name, to / name)
+        for source in [ROOT / name, *(ROOT / name).parent.glob(f"__pycache__/{Path(name).stem}.*.pyc")]:
+            target = to / source.relative_to(ROOT)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target)  # with its time: what is compiled stays valid
     # An editable installation of the project finds modules that a package here lacks, in the tree that was copied.
     (to / "sitecustomize.py").write_text(
         "import sys\n\nsys.meta_path[:] = [each for each in sys.meta_path if 'editable' not in str(each)]\n"

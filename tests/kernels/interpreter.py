@@ -3,8 +3,8 @@
 It replaces the functions of its language anew for every launch and every call of a device function; looks a type of
 numpy up in a table that it builds for each look-up; makes types of blocks and lists of their shapes anew for each
 value; and computes sums, differences and products of integers a second time in int64, for a `device_assert` that
-checks nothing outside of debug mode. Here a process replaces functions once, for good, as nothing is compiled in it, and
-makes types once. What is computed and refused stays the same. Written for the Triton that constraints.txt names.
+checks nothing outside of debug mode. Here a process replaces functions once, for good, as nothing is compiled in
+it, and makes types once. What is computed and refused stays the same. Written for the Triton of constraints.txt.
 """
 
 from __future__ import annotations
