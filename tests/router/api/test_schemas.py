@@ -440,6 +440,7 @@ async def test_harmless_fields_of_common_clients_are_accepted(c: Cluster) -> Non
 
 
 @pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.wing("router.tokenize")
 async def test_messages_as_other_servers_give_and_take_them_are_accepted(c: Cluster) -> None:
     answered = {"role": "assistant", "content": "yes", "refusal": None, "annotations": [], "audio": None,
                 "function_call": None, "tool_calls": None}  # fmt: skip
