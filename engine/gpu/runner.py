@@ -19,6 +19,7 @@ from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
 from engine.gpu.forward import FusedForward
 from engine.gpu.late_compiles import log_late_compiles
+from engine.gpu.lowering import MAX_TUNED_ROWS
 from engine.gpu.ops.rules import SINGLE_GPU, GpuSeams
 from engine.gpu.pinning import upload
 from engine.gpu.progress import check_alive, mark
@@ -217,7 +218,9 @@ class GpuRunner(ModelRunner):
         chunks = [i for i, row in enumerate(rows) if not (row.samples and row.num_tokens == 1)]
         inputs, last_of = mixed_inputs(batch, decodes, chunks, self._state, self._forward.attention, self._block_size)
         sampling = [i for i in decodes + chunks if rows[i].samples]
-        last = upload([last_of[i] for i in sampling] or [0], torch.int64, self._device)
+        # Others fill up: layers of fewer rows than a step that is narrowed has may need kernels of their own.
+        fill = [0] * max(MAX_TUNED_ROWS + 1 - len(sampling), 0)
+        last = upload([last_of[i] for i in sampling] + fill, torch.int64, self._device)
         pairs = zip(rows, batch.requests, strict=True)
         wants_all = self._ranks.passes_on or any(wants_prompt_logprobs(row, request) for row, request in pairs)
         inputs.wanted = None if wants_all else last
@@ -229,7 +232,7 @@ class GpuRunner(ModelRunner):
         if not sampling:
             step.waits.append(mark(self._device))  # else the host would queue chunk after chunk, and measure no time
             return
-        step.hidden = hidden[last] if wants_all else hidden
+        step.hidden = (hidden[last] if wants_all else hidden)[: len(sampling)]
         logits = self._forward.logits(step.hidden)
         self._samples.sample(logits, batch, sampling, self._turn, step)
 
