@@ -44,15 +44,20 @@ from engine.tensor_parallel.followers import STEP_ENCODER, FollowerStep, place_o
 from engine.tensor_parallel.runner import ParallelRunner, ParallelStep
 from tests.engine.driving import num_drafts
 from tests.engine.speculation.drafters import MakeOracle, draft_with, knows
-from tests.engine.tensor_parallel.test_ranks import SCARCE_BLOCKS, ThreadGroup, own_followers
+from tests.engine.tensor_parallel.test_ranks import (
+    GREEDY,
+    NUM_TOKENS,
+    PROMPTS,
+    SCARCE_BLOCKS,
+    ThreadGroup,
+    answers_of,
+    own_followers,
+)
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, reference_greedy
 
 pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
-NUM_TOKENS = 10
-PROMPTS = [[(7 * i + 11 * j) % (VOCAB_SIZE - 8) + 8 for j in range(3 + 9 * i)] for i in range(6)]
-GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
 WAIT_SECONDS = 60.0
 
 
@@ -157,13 +162,6 @@ def open_stages(
     return assemble(EngineConfig(**{**base, "quant_mode": "none", **settings}))  # type: ignore[arg-type]
 
 
-def run(parts: EngineParts, params: SamplingParams = GREEDY) -> list[list[int]]:
-    requests = [parts.engine.add_request(prompt, params) for prompt in PROMPTS]
-    while parts.engine.has_work():
-        parts.engine.step()
-    return [request.output_token_ids for request in requests]
-
-
 @pytest.mark.parametrize(("name", "count"), zip(sorted(TINY_MODELS), cycle([2, 3]), strict=False), ids=str)
 def test_greedy_tokens_are_those_of_transformers(
     name: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -173,8 +171,8 @@ def test_greedy_tokens_are_those_of_transformers(
     path, model = tiny.save(tmp_path / "model"), tiny.build()
     expected = [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
     parts = open_stages(path, count, monkeypatch, max_num_batched_tokens=40, max_num_seqs=6)
-    assert run(parts) == expected
-    assert run(parts) == expected  # from the prefix cache
+    assert answers_of(parts) == expected
+    assert answers_of(parts) == expected  # from the prefix cache
     assert parts.engine.num_failed_steps == 0
 
 
@@ -192,7 +190,7 @@ def test_stages_of_ranks_give_the_tokens_of_transformers(
         preemption="swap", host_tier_gb=0.01,
     )  # fmt: skip
     for _ in range(2):
-        assert run(parts) == expected
+        assert answers_of(parts) == expected
     assert parts.engine.load().num_preemptions > 0
     assert parts.engine.num_failed_steps == 0
 
@@ -222,7 +220,7 @@ def test_stages_take_drafts(
         block_size=4, max_num_seqs=6, max_num_batched_tokens=24, preemption=preemption, host_tier_gb=0.01,
     )  # fmt: skip
     for _ in range(2):
-        found = run(parts)
+        found = answers_of(parts)
         assert [prompt + tokens for prompt, tokens in zip(PROMPTS, found, strict=True)] == answers
     load = parts.engine.load()
     assert load.num_preemptions > 0
@@ -240,7 +238,7 @@ def test_stages_swap_their_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         preemption="swap", host_tier_gb=0.01,
     )  # fmt: skip
     for _ in range(2):
-        assert run(parts) == expected
+        assert answers_of(parts) == expected
     assert parts.engine.load().num_preemptions > 0
     assert parts.engine.num_failed_steps == 0
 

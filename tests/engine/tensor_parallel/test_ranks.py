@@ -151,6 +151,14 @@ def open_ranks(path: Path, num_ranks: int, monkeypatch: pytest.MonkeyPatch, **se
     return assemble(EngineConfig(**{**base, **settings}))  # type: ignore[arg-type]
 
 
+def answers_of(parts: EngineParts, params: SamplingParams = GREEDY) -> list[list[int]]:
+    """Tokens after PROMPTS, which are run together."""
+    requests = [parts.engine.add_request(prompt, params) for prompt in PROMPTS]
+    while parts.engine.has_work():
+        parts.engine.step()
+    return [request.output_token_ids for request in requests]
+
+
 @pytest.mark.parametrize("name", sorted(TINY_MODELS))
 def test_two_ranks_of_every_family_equal_transformers(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -160,17 +168,14 @@ def test_two_ranks_of_every_family_equal_transformers(
     tiny = TINY_MODELS[name]
     path, model = tiny.save(tmp_path / "model"), tiny.build()
     expected = [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
-    made = open_ranks(
+    parts = open_ranks(
         path, 2, monkeypatch, num_gpu_blocks=SCARCE_BLOCKS.get(name, 24), block_size=4, max_num_batched_tokens=24,
         max_num_seqs=6, preemption="swap", host_tier_gb=0.01,
-    ).engine  # fmt: skip
+    )  # fmt: skip
     for _ in range(2):
-        requests = [made.add_request(prompt, GREEDY) for prompt in PROMPTS]
-        while made.has_work():
-            made.step()
-        assert [request.output_token_ids for request in requests] == expected
-    assert made.load().num_preemptions > 0
-    assert made.num_failed_steps == 0
+        assert answers_of(parts) == expected
+    assert parts.engine.load().num_preemptions > 0
+    assert parts.engine.num_failed_steps == 0
 
 
 def test_ranks_that_dispatch_to_whole_experts_equal_transformers(
@@ -187,12 +192,9 @@ def test_ranks_that_dispatch_to_whole_experts_equal_transformers(
     monkeypatch.setattr("engine.expert_balancing.rebalancing.MIN_CHOICES_A_SLOT", 1)
     monkeypatch.setattr("engine.expert_balancing.rebalancing.MIN_GAIN", 1.0)
     parts = assemble(config)
-    made, expected = parts.engine, [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    expected = [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
     for _ in range(2):
-        requests = [made.add_request(prompt, GREEDY) for prompt in PROMPTS]
-        while made.has_work():
-            made.step()
-        assert [request.output_token_ids for request in requests] == expected
+        assert answers_of(parts) == expected
     rebalancer = balancing_of(parts).rebalancer
     assert rebalancer is not None
     assert rebalancer.num_changes > 1
@@ -222,13 +224,10 @@ def test_ranks_of_whole_experts_equal_transformers(
     path, model = tiny.save(tmp_path / "model"), tiny.build()
     monkeypatch.setitem(OF_RANKS, "expert_parallel", True)
     monkeypatch.setitem(OF_RANKS, "expert_exchange", exchange)
-    made = open_ranks(path, num_ranks, monkeypatch, max_num_batched_tokens=24).engine
-    requests = [made.add_request(prompt, replace(GREEDY, prompt_logprobs=0)) for prompt in PROMPTS]
-    while made.has_work():
-        made.step()
+    parts = open_ranks(path, num_ranks, monkeypatch, max_num_batched_tokens=24)
     expected = [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
-    assert [request.output_token_ids for request in requests] == expected
-    assert made.num_failed_steps == 0
+    assert answers_of(parts, replace(GREEDY, prompt_logprobs=0)) == expected
+    assert parts.engine.num_failed_steps == 0
 
 
 @pytest.mark.parametrize(
@@ -241,17 +240,14 @@ def test_ranks_of_placed_experts_equal_transformers(
     torch.set_num_threads(1)
     tiny, loads = TINY_MODELS[name], tmp_path / "loads.json"
     path, model = tiny.save(tmp_path / "model"), tiny.build()
-    made = assemble(
+    parts = assemble(
         engine_config(
             str(path), device="cpu", dtype="float32", num_gpu_blocks=256, num_threads=1, expert_load_file=str(loads)
         )
-    ).engine
-    requests = [made.add_request(prompt, GREEDY) for prompt in PROMPTS]
-    while made.has_work():
-        made.step()
-    expected = [request.output_token_ids for request in requests]
+    )
+    expected = answers_of(parts)
     assert expected == [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
-    del made, requests
+    del parts
     gc.collect()
     counted = json.loads(loads.read_text())
     layers = [layer for layer in counted["layers"] if layer]
@@ -267,11 +263,8 @@ def test_ranks_of_placed_experts_equal_transformers(
         "num_redundant_experts": 2,
     }.items():  # fmt: skip
         monkeypatch.setitem(OF_RANKS, setting, value)
-    made = open_ranks(path, 2, monkeypatch, max_num_batched_tokens=24).engine
-    requests = [made.add_request(prompt, GREEDY) for prompt in PROMPTS]
-    while made.has_work():
-        made.step()
-    assert [request.output_token_ids for request in requests] == expected
+    parts = open_ranks(path, 2, monkeypatch, max_num_batched_tokens=24)
+    assert answers_of(parts) == expected
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
@@ -282,11 +275,7 @@ def test_ranks_of_8_bit_kv_scale_their_heads_as_one_rank_does(
     path = TINY_MODELS[name].save(tmp_path)
     found = []
     for num_ranks in (1, 2):
-        made = open_ranks(path, num_ranks, monkeypatch, kv_cache_dtype="fp8").engine
-        requests = [made.add_request(prompt, GREEDY) for prompt in PROMPTS]
-        while made.has_work():
-            made.step()
-        found.append([request.output_token_ids for request in requests])
+        found.append(answers_of(open_ranks(path, num_ranks, monkeypatch, kv_cache_dtype="fp8")))
     assert found[0] == found[1]
 
 
@@ -324,12 +313,10 @@ def test_ranks_accept_the_same_drafts(tmp_path: Path, monkeypatch: pytest.Monkey
     answers = [prompt + reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
     make_drafter = MakeOracle(knows(answers), 0.7, VOCAB_SIZE)
     draft_with(monkeypatch, make_drafter)
-    made = open_ranks(path, 2, monkeypatch, num_speculative_tokens=4, num_gpu_blocks=24, block_size=4).engine
-    requests = [made.add_request(prompt, GREEDY) for prompt in PROMPTS]
-    while made.has_work():
-        made.step()
-    assert [request.prompt_token_ids + request.output_token_ids for request in requests] == answers
-    drafted, accepted = num_drafts(made)
+    parts = open_ranks(path, 2, monkeypatch, num_speculative_tokens=4, num_gpu_blocks=24, block_size=4)
+    found = answers_of(parts)
+    assert [prompt + tokens for prompt, tokens in zip(PROMPTS, found, strict=True)] == answers
+    drafted, accepted = num_drafts(parts.engine)
     assert 0 < accepted < drafted
 
 
@@ -339,12 +326,8 @@ def test_more_ranks_than_kv_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     tiny = TINY_MODELS["qwen3"]
     tiny = type(tiny)(tiny.family, {**tiny.changes, "intermediate_size": 84})
     path, model = tiny.save(tmp_path / "model"), tiny.build()
-    made = open_ranks(path, 6, monkeypatch).engine
-    requests = [made.add_request(prompt, GREEDY) for prompt in PROMPTS]
-    while made.has_work():
-        made.step()
-    expected = [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
-    assert [request.output_token_ids for request in requests] == expected
+    parts = open_ranks(path, 6, monkeypatch)
+    assert answers_of(parts) == [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
 
 
 def own_followers() -> list[int]:
@@ -368,8 +351,14 @@ def test_processes_follow_plans() -> None:
     llm = LLM("dry-run", tp=2, **settings)
     assert [one.token_ids for one in llm.generate(prompts, params)] == expected
     assert llm.engine.load().num_preemptions > 0
+    lost: queue.Queue[str] = queue.Queue()
+    llm.engine._runner.watch_ranks(lost.put)  # type: ignore[attr-defined]
+    with pytest.raises(queue.Empty):
+        lost.get(timeout=0.1)
     (follower,) = own_followers()
     os.kill(follower, signal.SIGKILL)
+    # Seen from a thread, too: on a GPU no collective fails, and rank 0 would wait for it in a step.
+    assert lost.get(timeout=60.0) == "rank 1 of the model ended"
     for prompt in ("again", "and again"):
         with pytest.raises(EngineError, match=r"rank \d"):
             llm.generate(prompt, GREEDY)
@@ -385,18 +374,6 @@ def test_a_model_that_ranks_cannot_divide_is_refused_before_any_starts(
     monkeypatch.setattr(engine.assembly, "_start_ranks", lambda *_: pytest.fail("ranks were started"))
     with pytest.raises(ConfigError, match=told):
         assemble(EngineConfig("dry-run", device="cpu", num_gpu_blocks=64, **settings))  # type: ignore[arg-type]
-
-
-def test_the_end_of_a_rank_is_seen_from_a_thread() -> None:
-    """Also while rank 0 waits for it in a step, as on a GPU, where no collective fails."""
-    parts = assemble(EngineConfig("dry-run", device="cpu", tp=2, num_gpu_blocks=64))
-    (follower,) = own_followers()
-    lost: queue.Queue[str] = queue.Queue()
-    parts.runner.watch_ranks(lost.put)
-    with pytest.raises(queue.Empty):
-        lost.get(timeout=0.1)
-    os.kill(follower, signal.SIGKILL)
-    assert lost.get(timeout=60.0) == "rank 1 of the model ended"
 
 
 def test_ranks_that_end_with_their_engine_are_not_lost() -> None:
