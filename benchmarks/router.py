@@ -142,7 +142,7 @@ def run(client_counts: list[int], num_tokens: int, seconds: float, step_seconds:
     ours, theirs = cores[0], cores[-1]
     os.sched_setaffinity(0, {ours})
     worker_flags = ("--pause-seconds", str(step_seconds))
-    processes = [start(ours, "-m", "tests.router.scripted_worker", "--max-model-len", "8192", *worker_flags)]
+    processes = [start(ours, "-m", "tests.harness.scripted_worker", "--max-model-len", "8192", *worker_flags)]
     try:
         worker = ready_address(processes[0])
         router_arguments = ("-m", "router", "--model", "dry-run", "--decode", worker, "--port", "0")

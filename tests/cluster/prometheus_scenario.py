@@ -16,9 +16,9 @@ from typing import Any
 import httpx
 import yaml
 
-from tests.cluster.background_load import BackgroundLoad
-from tests.cluster.harness import ROOT, Cluster, Service, free_ports, running_cluster
 from tests.cluster.prometheus_server import Prometheus, faster_rules
+from tests.harness.background_load import BackgroundLoad
+from tests.harness.cluster import ROOT, Cluster, Service, free_ports, running_cluster
 
 MONITORING = ROOT / "monitoring"
 RULES = (MONITORING / "alerts.yml").read_text()

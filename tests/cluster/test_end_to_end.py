@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import pytest
 import torch
 
@@ -15,14 +12,9 @@ from common.text.load import load_tokenizer
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.request import SamplingParams
-from tests.cluster.harness import Cluster, running_cluster
+from tests.harness.cluster import Cluster, metric, running_cluster
 
-PROMPTS = [
-    "Hello",
-    "The quick brown fox jumps over the lazy dog. " * 4,
-    "héllo wörld, 你好 🙂 " * 7,
-    "x" * 700,
-]
+PROMPTS = ["Hello", "The quick brown fox jumps over the lazy dog. " * 4, "héllo wörld, 你好 🙂 " * 7, "x" * 700]
 
 
 class OneEngine:
@@ -41,7 +33,7 @@ class OneEngine:
 
 
 @pytest.fixture(scope="module")
-def reference() -> OneEngine:
+def one_engine() -> OneEngine:
     return OneEngine()
 
 
@@ -51,58 +43,39 @@ def cluster() -> Iterator[Cluster]:
         yield running
 
 
-def complete(cluster: Cluster, prompt: str, **options: object) -> str:
-    answer = cluster.client().completions.create(model="dry-run", prompt=prompt, **options)  # type: ignore[call-overload]
-    return str(answer.choices[0].text)
-
-
-def expected_text(reference: OneEngine, prompt: str, params: SamplingParams) -> str:
-    return reference.texts([prompt], params)[0]
-
-
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_greedy_equals_one_engine(cluster: Cluster, reference: OneEngine, prompt: str) -> None:
-    expected = expected_text(reference, prompt, SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True))
-    options = {"max_tokens": 24, "temperature": 0.0, "extra_body": {"ignore_eos": True}}
-    assert complete(cluster, prompt, **options) == expected
-    assert complete(cluster, prompt, **options) == expected  # now from the prefix caches
+def test_greedy_equals_one_engine(cluster: Cluster, one_engine: OneEngine, prompt: str) -> None:
+    expected = one_engine.texts([prompt], SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True))
+    assert [cluster.complete(prompt, 24)] == expected
+    assert [cluster.complete(prompt, 24)] == expected  # now from the prefix caches
 
 
-def test_seeded_sampling_equals_one_engine(cluster: Cluster, reference: OneEngine) -> None:
+def test_seeded_sampling_equals_one_engine(cluster: Cluster, one_engine: OneEngine) -> None:
     params = SamplingParams(max_tokens=24, temperature=1.2, top_p=0.9, top_k=50, seed=7, ignore_eos=True)
-    expected = expected_text(reference, PROMPTS[1], params)
-    options = {"max_tokens": 24, "temperature": 1.2, "top_p": 0.9, "seed": 7}
-    assert complete(cluster, PROMPTS[1], **options, extra_body={"ignore_eos": True, "top_k": 50}) == expected
+    text = cluster.complete(PROMPTS[1], 24, temperature=1.2, top_p=0.9, top_k=50, seed=7)
+    assert [text] == one_engine.texts([PROMPTS[1]], params)
 
 
 def test_streamed_equals_unstreamed(cluster: Cluster) -> None:
-    options = {"max_tokens": 32, "temperature": 0.0, "extra_body": {"ignore_eos": True}}
-    whole = complete(cluster, PROMPTS[2], **options)
-    chunks = cluster.client().completions.create(model="dry-run", prompt=PROMPTS[2], stream=True, **options)  # type: ignore[call-overload]
-    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == whole
+    chunks = cluster.client().completions.create(
+        model="dry-run", prompt=PROMPTS[2], stream=True, max_tokens=32, temperature=0, extra_body={"ignore_eos": True}
+    )
+    text = "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
+    assert text == cluster.complete(PROMPTS[2], 32)
 
 
 @pytest.mark.wing("router.explain")
 def test_kv_is_really_pulled_by_the_best_transport(cluster: Cluster) -> None:
     prompt = "a prompt that no other test uses, long enough for several blocks of keys and values. " * 3
-    answer = cluster.client().completions.create(
-        model="dry-run", prompt=prompt, max_tokens=8, temperature=0.0, extra_body={"ignore_eos": True}
-    )
-    explained = cluster.get(f"/explain/{answer.id}")
-    best = "cuda_ipc" if torch.cuda.is_available() else "shm"
-    assert best in str(explained), explained
-    workers = {worker["id"]: worker for worker in cluster.wait_quiet()}
-    assert set(workers) == {"prefill-0", "decode-0"}
+    _, decode = cluster.legs_of(cluster.ask(prompt, 8).id)
+    assert decode["transport"] == ("cuda_ipc" if torch.cuda.is_available() else "shm")
+    assert {worker["id"] for worker in cluster.wait_quiet()} == {"prefill-0", "decode-0"}
 
 
-def test_many_at_once_equal_one_by_one(cluster: Cluster, reference: OneEngine) -> None:
+def test_many_at_once_equal_one_by_one(cluster: Cluster, one_engine: OneEngine) -> None:
     prompts = [f"request {i}: " + "lorem ipsum " * (i % 13) for i in range(32)]
     params = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
-    expected = reference.texts(prompts, params)
-    options = {"max_tokens": 16, "temperature": 0.0, "extra_body": {"ignore_eos": True}}
-    with ThreadPoolExecutor(16) as pool:
-        texts = list(pool.map(lambda prompt: complete(cluster, prompt, **options), prompts))
-    assert texts == expected
+    assert cluster.complete_all(prompts, 16) == one_engine.texts(prompts, params)
     cluster.wait_quiet()
 
 
@@ -140,5 +113,4 @@ def test_a_client_that_leaves_frees_both_sides(cluster: Cluster) -> None:
 
 def num_generated(cluster: Cluster) -> float:
     """Tokens that have come to the router."""
-    text = httpx.get(cluster.url + "/metrics", timeout=60.0).text
-    return sum(map(float, re.findall(r"^vllm:generation_tokens_total\{.*\} (\S+)$", text, re.MULTILINE)))
+    return metric(cluster.url, r"vllm:generation_tokens_total\{.*\}")

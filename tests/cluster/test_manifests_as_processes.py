@@ -20,8 +20,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.cluster.harness import ROOT, Cluster, Service, free_ports
 from tests.deploy.kubernetes.kustomize import Document, Rendered
+from tests.harness.cluster import ROOT, Cluster, Service, free_ports
 
 pytestmark = pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl builds overlays")
 SOCKETS = "/run/mini-infer"
@@ -65,7 +65,7 @@ class Node:
         argv = [self._mapped(name, text) for text in self._rendered.arguments(container)]
         for role in ("prefill", "decode"):
             argv = [re.sub(rf"^--{role}=.*", f"--{role}=127.0.0.1:{self.ports[role]}", text) for text in argv]
-        return ["-m", *argv]
+        return argv
 
     def start(self, name: str) -> Service:
         container = self.container(name)
@@ -77,7 +77,7 @@ class Node:
     def prepare(self, name: str) -> subprocess.Popen[str]:
         """Start the container that goes before `name`."""
         (container,) = self._rendered.pod(self.names[name])["initContainers"]
-        command = [sys.executable, *self.arguments(name, container)]
+        command = [sys.executable, "-m", *self.arguments(name, container)]
         return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
 
     def _mapped(self, name: str, text: str) -> str:
@@ -113,12 +113,9 @@ def node(variant: str) -> Iterator[Node]:
 def ask(made: Node) -> None:
     made.start("router")
     made.cluster.wait_ready(2)
-    with made.cluster.client() as client:
-        answer = client.completions.create(
-            model="dry-run", prompt=PROMPT, max_tokens=5, extra_body={"ignore_eos": True}
-        )
-    assert answer.usage is not None
-    assert answer.usage.completion_tokens == 5
+    usage = made.cluster.ask(PROMPT, 5).usage
+    assert usage is not None
+    assert usage.completion_tokens == 5
 
 
 @pytest.mark.parametrize(("variant", "transport"), [("small", "tcp"), ("shared-pod", "shm")])

@@ -7,25 +7,21 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import openai
 import pytest
 import torch
 
 from engine import LLM, SamplingParams
 from engine.scheduling.prefetches import MAX_PREFETCHES
-from tests.cluster.harness import Cluster, free_ports, running_cluster
+from tests.harness.cluster import Cluster, free_ports, metric, running_cluster
+from tests.harness.jobs import async_client
 
 CHUNK_TOKENS, BLOCK_TOKENS, NUM_PROMPT_TOKENS = 64, 16, 1500
 TRANSPORT = "cuda_ipc" if torch.cuda.is_available() else "shm"
 NUM_REQUESTS, OUTPUT_TOKENS = 12, 16
 CHUNKED = {"prefill": (f"--max-num-batched-tokens={CHUNK_TOKENS}",)}
 ALWAYS_PREFILL = ("--local-prefill-tokens=0",)
-
-
-@pytest.fixture(scope="module")
-def reference() -> LLM:
-    return LLM("dry-run", num_gpu_blocks=2048, num_threads=1)
+PREFETCHED = r"mini_infer_kv_prefetched_tokens_total\{.*\}"
 
 
 def make_prompts(seed: int, count: int = NUM_REQUESTS) -> list[str]:
@@ -45,71 +41,55 @@ async def complete(client: openai.AsyncOpenAI, prompt: str, priority: int = 0) -
     )
 
 
-def async_client(cluster: Cluster) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=cluster.url + "/v1", api_key="none", max_retries=0, timeout=200.0)
-
-
-def load_of(cluster: Cluster, name: str) -> dict[str, Any]:
-    return next(w["load"] for w in cluster.get("/v1/cluster")["workers"] if w["id"] == name)
+@pytest.fixture(scope="module")
+def metrics() -> str:
+    """Where the decode worker has its metrics."""
+    return f"http://127.0.0.1:{free_ports(1)[0]}"
 
 
 @pytest.fixture(scope="module")
-def metrics_port() -> int:
-    return free_ports(1)[0]
-
-
-@pytest.fixture(scope="module")
-def cluster(metrics_port: int) -> Iterator[Cluster]:
-    roles = {**CHUNKED, "decode": (f"--metrics-port={metrics_port}",)}
+def cluster(metrics: str) -> Iterator[Cluster]:
+    roles = {**CHUNKED, "decode": (f"--metrics-port={metrics.rpartition(':')[2]}",)}
     with running_cluster(router_args=ALWAYS_PREFILL, role_args=roles) as running:
         yield running
 
 
-def metric(port: int, name: str) -> float:
-    lines = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=60.0).text.splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
-
-
-async def test_what_was_prefetched_is_not_pulled_again(cluster: Cluster, reference: LLM, metrics_port: int) -> None:
+def test_what_was_prefetched_is_not_pulled_again(cluster: Cluster, reference: LLM, metrics: str) -> None:
     (prompt,) = prompts = make_prompts(seed=1, count=1)
-    before = metric(metrics_port, "mini_infer_kv_prefetched_tokens_total")
-    async with async_client(cluster) as client:
-        answer = await complete(client, prompt)
+    before = metric(metrics, PREFETCHED)
+    answer = cluster.ask(prompt, OUTPUT_TOKENS)
     assert [answer.choices[0].text] == expected_texts(reference, prompts)
-    prefill, decode = cluster.get(f"/explain/{answer.id}")["choices"][0]["workers"]
+    prefill, decode = cluster.legs_of(answer.id)
     num_ready = (len(prompt) - 1) // CHUNK_TOKENS * CHUNK_TOKENS
     assert prefill["offered_tokens"] == num_ready
     assert decode["cached_tokens"] + decode["pulled_tokens"] == len(prompt)
-    num_prefetched = metric(metrics_port, "mini_infer_kv_prefetched_tokens_total") - before
+    num_prefetched = metric(metrics, PREFETCHED) - before
     assert decode["cached_tokens"] == decode["prefetched_tokens"] == num_prefetched
     assert num_prefetched >= MAX_PREFETCHES * CHUNK_TOKENS  # steps are shorter than pulls
-    assert metric(metrics_port, 'mini_infer_kv_prefetches_total{model_name="dry-run",outcome="failed"') == 0
+    assert metric(metrics, r'mini_infer_kv_prefetches_total\{model_name="dry-run",outcome="failed".*\}') == 0
     cluster.wait_quiet()
 
 
-async def test_a_prompt_of_which_nothing_is_left_to_pull(cluster: Cluster, reference: LLM) -> None:
+def test_a_prompt_of_which_nothing_is_left_to_pull(cluster: Cluster, reference: LLM) -> None:
     prompts = ["y" * (2 * CHUNK_TOKENS + 5)]  # what the last chunk adds costs less to compute
-    async with async_client(cluster) as client:
-        answer = await complete(client, prompts[0])
+    answer = cluster.ask(prompts[0], OUTPUT_TOKENS)
     assert [answer.choices[0].text] == expected_texts(reference, prompts)
-    _, decode = cluster.get(f"/explain/{answer.id}")["choices"][0]["workers"]
+    _, decode = cluster.legs_of(answer.id)
     assert (decode["prefetched_tokens"], decode["pulled_tokens"]) == (2 * CHUNK_TOKENS, 0)
     assert (decode["transport"], decode["kv_pull_failed"]) == (TRANSPORT, False)
     cluster.wait_quiet()
 
 
-async def test_many_at_once_equal_one_engine(cluster: Cluster, reference: LLM) -> None:
+def test_many_at_once_equal_one_engine(cluster: Cluster, reference: LLM) -> None:
     prompts = make_prompts(seed=100)
-    async with async_client(cluster) as client:
-        answers = await asyncio.gather(*(complete(client, prompt) for prompt in prompts))
-    assert [answer.choices[0].text for answer in answers] == expected_texts(reference, prompts)
+    assert cluster.complete_all(prompts, OUTPUT_TOKENS) == expected_texts(reference, prompts)
     cluster.wait_quiet()
 
 
 async def test_clients_that_leave_in_mid_prompt_leave_nothing_behind(cluster: Cluster) -> None:
     num_left = 0
     for attempt in range(10):  # some may have their answers first
-        async with async_client(cluster) as client:
+        async with async_client(cluster.url) as client:
             tasks = [asyncio.create_task(complete(client, prompt)) for prompt in make_prompts(seed=30 + attempt)]
             for number, task in enumerate(tasks):
                 await asyncio.sleep(0.01 * (number % 3))
@@ -135,10 +115,10 @@ async def test_a_worker_killed_in_mid_prompt_costs_no_token(reference: LLM) -> N
 
 async def survive(cluster: Cluster, reference: LLM, kill: str, prompts: list[str]) -> bool:
     """Whether some prompts were open when the worker was killed. All have their answers."""
-    before = load_of(cluster, "decode-0")["kv_blocks_cached"]
-    async with async_client(cluster) as client:
+    before = cluster.load_of("decode-0")["kv_blocks_cached"]
+    async with async_client(cluster.url) as client:
         tasks = [asyncio.create_task(complete(client, prompt)) for prompt in prompts]
-        while load_of(cluster, "decode-0")["kv_blocks_cached"] == before and not all(task.done() for task in tasks):
+        while cluster.load_of("decode-0")["kv_blocks_cached"] == before and not all(task.done() for task in tasks):
             await asyncio.sleep(0.005)  # no request, or only the first few, decode then
         cluster.services[kill].kill()
         num_open = sum(not task.done() for task in tasks)
@@ -150,10 +130,10 @@ async def survive(cluster: Cluster, reference: LLM, kill: str, prompts: list[str
 
 async def test_prompts_that_give_way_on_either_side_keep_their_tokens(reference: LLM) -> None:
     """Pools with room for one of the prompts. Urgent ones come until some have met others in mid-prompt."""
-    engine, port = ("--model=dry-run", "--num-gpu-blocks=130", "--num-threads=1"), free_ports(1)[0]
+    engine, [port] = ("--model=dry-run", "--num-gpu-blocks=130", "--num-threads=1"), free_ports(1)
     roles = {"prefill": (*CHUNKED["prefill"], f"--metrics-port={port}")}
     with running_cluster(engine_args=engine, router_args=ALWAYS_PREFILL, role_args=roles) as cluster:
-        async with async_client(cluster) as client:
+        async with async_client(cluster.url) as client:
             for number in range(100):
                 prompts = make_prompts(seed=1000 + number, count=4)
                 tasks = [asyncio.create_task(complete(client, prompt)) for prompt in prompts[:3]]
@@ -161,7 +141,7 @@ async def test_prompts_that_give_way_on_either_side_keep_their_tokens(reference:
                 tasks.append(asyncio.create_task(complete(client, prompts[3], priority=-1)))
                 answers = await asyncio.gather(*tasks)
                 assert [answer.choices[0].text for answer in answers] == expected_texts(reference, prompts)
-                if number >= 2 and metric(port, "vllm:num_preemptions_total") > 2:
+                if number >= 2 and metric(f"http://127.0.0.1:{port}", r"vllm:num_preemptions_total\{.*\}") > 2:
                     break
             else:
                 raise AssertionError("nothing was preempted")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,8 +9,9 @@ import openai
 import pytest
 
 from engine import LLM, SamplingParams
-from tests.cluster.harness import Cluster, running_cluster, save_with_tokenizer
 from tests.engine.tiny_models import GEMMA3, TinyModel
+from tests.harness.cluster import Cluster, running_cluster, save_with_tokenizer
+from tests.harness.waiting import wait_until
 
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 4
 SETTINGS = {"num_gpu_blocks": 512, "num_threads": 1}
@@ -37,14 +37,6 @@ def cluster(tiny: Path) -> Iterator[Cluster]:
         yield running
 
 
-def complete(cluster: Cluster, model: str) -> str:
-    with cluster.client() as client:
-        answer = client.completions.create(
-            model=model, prompt=PROMPT, max_tokens=16, temperature=0.0, extra_body={"ignore_eos": True}
-        )
-    return answer.choices[0].text
-
-
 def test_each_model_answers_as_one_engine_with_it(cluster: Cluster, tiny: Path) -> None:
     params = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
     expected = {
@@ -53,7 +45,7 @@ def test_each_model_answers_as_one_engine_with_it(cluster: Cluster, tiny: Path) 
     }
     assert expected["dry-run"] != expected["tiny"]
     for _ in range(2):  # the second time from the prefix caches
-        assert {name: complete(cluster, name) for name in expected} == expected
+        assert {name: cluster.complete(PROMPT, model=name) for name in expected} == expected
     assert {worker["id"]: worker["model"] for worker in cluster.wait_quiet()} == {
         "prefill-0": "dry-run", "decode-0": "dry-run", "prefill-1": "tiny", "decode-1": "tiny",
     }  # fmt: skip
@@ -61,25 +53,20 @@ def test_each_model_answers_as_one_engine_with_it(cluster: Cluster, tiny: Path) 
 
 def test_kv_groups_travel_while_the_prompt_is_computed(cluster: Cluster) -> None:
     """What all later queries read before the end, the rest after it; nothing is computed twice."""
-    answer = cluster.client().completions.create(
-        model="tiny", prompt="one more, " + PROMPT, max_tokens=4, temperature=0.0, extra_body={"ignore_eos": True}
-    )
-    [choice] = cluster.get(f"/explain/{answer.id}")["choices"]
-    found = choice["workers"][-1]
+    found = cluster.legs_of(cluster.ask("one more, " + PROMPT, 4, model="tiny").id)[-1]
     assert (found["transport"], found["kv_pull_failed"]) == ("tcp", False)
     assert found["prefetched_tokens"] == 128
     cluster.wait_quiet()
 
 
 def test_a_model_without_workers_leaves_the_other_one_alone(cluster: Cluster) -> None:
-    expected = complete(cluster, "dry-run")
+    expected = cluster.complete(PROMPT)
     cluster.services["decode-1"].kill()
-    while cluster.get("/healthz")["models"]["tiny"]["decode"]:
-        time.sleep(0.05)
+    wait_until(lambda: not cluster.get("/healthz")["models"]["tiny"]["decode"])
     with pytest.raises(openai.InternalServerError, match="no decode worker") as refused:
-        complete(cluster, "tiny")
+        cluster.complete(PROMPT, model="tiny")
     assert refused.value.status_code == 503
-    assert complete(cluster, "dry-run") == expected
+    assert cluster.complete(PROMPT) == expected
     cluster.start_service("decode-1")
     cluster.wait_ready(4)
-    assert complete(cluster, "tiny")
+    assert cluster.complete(PROMPT, model="tiny")

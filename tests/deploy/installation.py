@@ -162,11 +162,7 @@ class Installation:
 
 @contextlib.contextmanager
 def installed(
-    node: Node,
-    variant: str,
-    namespace: str,
-    settings: dict[str, str] | None = None,
-    patches: Sequence[Document] = (),
+    node: Node, variant: str, namespace: str, settings: dict[str, str] | None = None, patches: Sequence[Document] = ()
 ) -> Iterator[Installation]:
     """Apply a variant; gone afterwards with all that it started."""
     made = Installation(node, namespace)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cli.cluster.test_serve import Served
+from tests.harness.served import Served
 from tests.packaging.documentation import ROOT, page, runnable
 
 EXAMPLES = ROOT / "examples"

@@ -23,9 +23,9 @@ import httpx
 import pytest
 
 from common.version import VERSION
-from tests.cli.cluster.test_serve import FLAGS, Served
+from tests.harness.processes import command_line
+from tests.harness.served import FLAGS, Served
 from tests.packaging.documentation import commands_of, runnable
-from tests.processes import command_line, descendants
 from tests.test_repository import PACKAGES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -147,7 +147,7 @@ def test_the_installed_commands_serve_chat_bench_and_show_the_demo(folder: Path,
     try:
         served.wait_for("stop with Ctrl-C")
         assert httpx.get(f"{served.url}/version", timeout=60.0).json() == {"version": VERSION}
-        for command in filter(None, map(command_line, descendants(served.process.pid))):
+        for command in filter(None, map(command_line, served.pids)):
             assert command.startswith((str(installed), "/bin/sh"))
         for command in commands_of(f"{HERE}::test_the_installed_commands_serve_chat_bench_and_show_the_demo"):
             if command == "mini-infer-serve --dry-run":

@@ -8,7 +8,7 @@ import pytest
 
 from common.wings import has_wing
 from router.server import parse_settings
-from tests.router.harness import cluster
+from tests.harness.router import cluster
 
 pytestmark = pytest.mark.skipif(has_wing("router.grammar"), reason="this installation has its wings")
 TOOL = {"type": "function", "function": {"name": "now"}}

@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 
 from router.config import HttpConfig
-from tests.router.harness import Cluster, cluster
+from tests.harness.router import Cluster, cluster
 
 ORIGIN = "https://chat.example.org"
 

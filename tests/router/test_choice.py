@@ -23,7 +23,7 @@ from router.metrics import RouterMetrics
 from router.request import GenerationRequest
 from router.served_model import objectives_of
 from router.workers.model_workers import ModelWorkers
-from tests.router.harness import DRY_RUN
+from tests.harness.router import DRY_RUN
 
 HANDLE = pb.KvHandle(lease_id="lease", worker_id="p0", epoch=1)
 GRAMMARS_OF = {"begun": "regex:.*", "plain": "", "suspect": "regex:.*"}
@@ -388,10 +388,7 @@ async def test_nobody_waits_for_a_worker_that_has_been_away_for_too_long() -> No
 
 @pytest.mark.parametrize(
     ("code", "kind"),
-    [
-        (pb.FAILURE_CODE_UNAVAILABLE, UnavailableError),
-        (pb.FAILURE_CODE_RESOURCE_EXHAUSTED, OverloadedError),
-    ],
+    [(pb.FAILURE_CODE_UNAVAILABLE, UnavailableError), (pb.FAILURE_CODE_RESOURCE_EXHAUSTED, OverloadedError)],
 )
 async def test_tries_that_bring_no_token_are_limited(code: int, kind: type[MiniInferError]) -> None:
     router = Router(decode=2, max_retries=2)

@@ -13,8 +13,8 @@ import pytest
 
 from protos import types_pb2 as pb
 from router.http import sse
-from tests.router.harness import Cluster, cluster, sse_events, text_of
-from tests.router.scripted_worker import Script, ScriptedWorker
+from tests.harness.router import Cluster, cluster, sse_events, text_of
+from tests.harness.scripted_worker import Script, ScriptedWorker
 
 SLOW = Script(delay_seconds=0.01)
 
@@ -438,7 +438,7 @@ async def test_mismatched_worker_is_refused_with_what_differs() -> None:
 async def test_a_stopped_worker_process_is_given_up_and_comes_back() -> None:
     control = await undisturbed()
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.router.scripted_worker", "--worker-id", "stopped", "--delay-seconds", "0.1",
+        sys.executable, "-m", "tests.harness.scripted_worker", "--worker-id", "stopped", "--delay-seconds", "0.1",
         stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
     try:

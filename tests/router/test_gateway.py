@@ -11,8 +11,8 @@ import pytest
 from common.metrics import ROUTER_SPECS, START_TIME
 from common.token_ids import num_ids, unpack_ids
 from protos import types_pb2 as pb
-from tests.router.harness import DRY_RUN, cluster, text_of
-from tests.router.scripted_worker import Script
+from tests.harness.router import DRY_RUN, cluster, text_of
+from tests.harness.scripted_worker import Script
 
 TEXT = "héllo 👩‍👩‍👧 世界! naïve 🤖 done"
 REPLY = list(TEXT.encode())

@@ -16,8 +16,8 @@ from common.token_ids import pack_ids, unpack_ids
 from protos import types_pb2 as pb
 from router.config import RouterConfig
 from router.served_model import LoadedModel, serve_models
-from tests.router.harness import DRY_RUN, Cluster, cluster, text_of
-from tests.router.scripted_worker import Script, ScriptedWorker
+from tests.harness.router import DRY_RUN, Cluster, cluster, text_of
+from tests.harness.scripted_worker import Script, ScriptedWorker
 
 SMOL_FILES = resolve_model("")
 SMOL = load_tokenizer(SMOL_FILES)

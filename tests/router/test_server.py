@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.cluster.harness import ROOT, free_ports
+from tests.harness.cluster import ROOT, free_ports
 
 METRICS_HOST = "127.0.0.2"  # another address of this machine than --host
 

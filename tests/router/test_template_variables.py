@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from common.text.tokenizer import Tokenizer
-from tests.router.harness import DRY_RUN, cluster
+from tests.harness.router import DRY_RUN, cluster
 
 TEMPLATE = "{{ messages[0].content }}{{ '!' if enable_thinking else '.' }}"
 

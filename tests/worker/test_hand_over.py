@@ -9,7 +9,7 @@ import pytest
 
 from engine import LLM, SamplingParams
 from protos import types_pb2 as pb
-from tests.worker.harness import PROMPT, Stream, Worker, attached, prefill_and_decode
+from tests.harness.worker import PROMPT, Stream, Worker, attached, prefill_and_decode, tokens_of
 
 MAX_TOKENS = 300
 TRIES = 10  # a tiny model may end before a busy machine has let anybody ask
@@ -80,10 +80,8 @@ async def test_a_kept_request_moves(
         await d.submit(
             salt, cache_salt=salt, sampling=sampling(how), output_token_ids=first, kv_handle=delta.kv_handle
         )
-        deltas: list[pb.TokenDelta] = []
-        while not deltas or not deltas[-1].finish_reason:
-            deltas += [delta for delta in (await d.report()).deltas if delta.request_id == salt]
-        assert first + [token for delta in deltas for token in delta.token_ids] == expected[how]
+        deltas = await d.deltas_of(salt)
+        assert first + tokens_of(deltas) == expected[how]
         times = deltas[0].times
         assert not times.kv_pull_failed
         assert times.num_pulled_tokens == len(PROMPT) + len(first) - 1

@@ -8,7 +8,7 @@ import pytest
 
 from protos import types_pb2 as pb
 from tests.engine.test_smollm2 import CONTINUATION, PROMPT
-from tests.worker.harness import Worker, attached, by_tcp, prefill, prefill_and_decode
+from tests.harness.worker import Worker, attached, disaggregated, prefill_and_decode
 
 pytestmark = pytest.mark.wing("common.gguf")
 FLOAT32 = ("--dtype=float32", "--num-gpu-blocks=64", "--block-size=4", "--num-threads=1")
@@ -24,17 +24,8 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Work
 async def test_disaggregated_tokens_equal_those_of_transformers(workers: dict[str, Worker], transport: str) -> None:
     prompt, expected = PROMPT + CONTINUATION[:5], CONTINUATION[5:]
     sampling = pb.SamplingParams(max_tokens=len(expected))
+    fields = {"prompt_token_ids": prompt, "sampling": sampling, "cache_salt": transport}
     async with attached(workers["prefill"]) as p, attached(workers["decode"]) as d:
-        fields = {"prompt_token_ids": prompt, "sampling": sampling, "cache_salt": transport}
-        first, handle = await prefill(p, "p", **fields)
-        if transport == "tcp":
-            handle = by_tcp(handle)
-        await d.submit("d", output_token_ids=first, kv_handle=handle, **fields)
-        tokens, times = [], None
-        while len(first) + len(tokens) < len(expected):
-            for delta in (await d.report()).deltas:
-                tokens += delta.token_ids
-                times = times or delta.times
-        assert first + tokens == expected
-        assert times is not None
+        tokens, times = await disaggregated(p, d, "d", transport, **fields)
+        assert tokens == expected
         assert (times.transport, times.num_pulled_tokens) == (transport, len(prompt))

@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,19 +21,10 @@ from engine import LLM, SamplingParams
 from kvstore.handle.handle import PeerLease
 from protos import kvstore_pb2, kvstore_pb2_grpc
 from protos import types_pb2 as pb
-from tests.cluster.harness import free_ports
+from tests.harness.processes import children, until_gone
+from tests.harness.waiting import until
+from tests.harness.worker import DRY_RUN, PROMPT, Worker, attached, disaggregated, edited, prefill, prefill_and_decode
 from tests.kvstore.helpers import with_shard
-from tests.worker.harness import (
-    DRY_RUN,
-    PROMPT,
-    Worker,
-    attached,
-    by_tcp,
-    edited,
-    prefill,
-    prefill_and_decode,
-    stop,
-)
 
 # A test waits until they run out, and what others read must not while the machine is busy.
 SHORT_LEASES = (*DRY_RUN, "--kv-lease-seconds=8")
@@ -58,21 +48,9 @@ async def test_disaggregated_equals_one_engine(
 ) -> None:
     salt = transport  # a cache of its own, so that there is something to pull
     async with attached(workers["prefill"]) as p, attached(workers["decode"]) as d:
-        first, handle = await prefill(p, "p", cache_salt=salt)
-        assert first == expected[:1]
-        assert handle.num_tokens == len(PROMPT)
-        if transport == "tcp":
-            handle = by_tcp(handle)
-        await d.submit("d", cache_salt=salt, output_token_ids=first, kv_handle=handle)
-        deltas: list[pb.TokenDelta] = []
-        while not deltas or not deltas[-1].finish_reason:
-            deltas += [delta for delta in (await d.report()).deltas if delta.request_id == "d"]
-        assert first + [t for delta in deltas for t in delta.token_ids] == expected
-        times = deltas[0].times
-        assert (times.transport, times.kv_pull_failed) == (transport, False)
-        assert times.num_pulled_tokens == len(PROMPT)
-        await p.until_quiet()
-        await d.until_quiet()
+        tokens, times = await disaggregated(p, d, "d", transport, cache_salt=salt)
+        assert tokens == expected
+        assert (times.transport, times.kv_pull_failed, times.num_pulled_tokens) == (transport, False, len(PROMPT))
 
 
 async def test_decode_alone_prefills(workers: dict[str, Worker], expected: list[int]) -> None:
@@ -216,20 +194,17 @@ async def test_random_bytes_on_the_port_harm_nothing(workers: dict[str, Worker],
 
 
 async def test_a_cluster_token_is_demanded(tmp_path: Path) -> None:
-    tmp_path.chmod(0o700)
-    worker = Worker("prefill", tmp_path, free_ports(1)[0], "--cluster-token=right", "--host=0.0.0.0")
+    worker = Worker("prefill", tmp_path, "--cluster-token=right", "--host=0.0.0.0")
     try:
-        deadline = time.monotonic() + 120
+        await until(lambda: "ready on" in worker.service.log())
         async with open_channel(worker.address) as channel:
-            while "ready on" not in worker.service.log() and time.monotonic() < deadline:
-                await asyncio.sleep(0.05)
             for token, code in (("", "UNAUTHENTICATED"), ("wrong", "UNAUTHENTICATED"), ("right", "OK")):
                 call = worker.stub(channel).Describe(pb.DescribeRequest(), timeout=30, metadata=token_metadata(token))
                 assert (await call.code()).name == code
             kv = kvstore_pb2_grpc.KvTransferStub(channel)
             assert (await kv.Renew(kvstore_pb2.LeaseRequest(), timeout=60).code()).name == "UNAUTHENTICATED"
     finally:
-        stop(worker)
+        worker.service.kill()
 
 
 def test_a_port_that_others_reach_needs_a_token(tmp_path: Path) -> None:
@@ -258,38 +233,29 @@ def test_a_worker_that_cannot_start_says_why_in_one_line(tmp_path: Path, argumen
 
 
 async def test_sigterm_while_loading_ends_at_once(tmp_path: Path) -> None:
-    worker = Worker("decode", tmp_path, free_ports(1)[0])
+    worker = Worker("decode", tmp_path)
     try:
         await asyncio.sleep(0.7)  # the front is up, the engine still imports
         worker.service.signal(signal.SIGTERM)
-        assert worker.service.process is not None
-        assert await asyncio.to_thread(worker.service.process.wait, 60) in (0, -signal.SIGTERM)
+        assert await worker.exit_code() in (0, -signal.SIGTERM)
     finally:
-        stop(worker)
+        worker.service.kill()
 
 
 async def test_a_dead_engine_ends_its_worker_and_a_dead_front_its_engine(tmp_path: Path) -> None:
-    tmp_path.chmod(0o700)
-    worker = Worker("decode", tmp_path, free_ports(1)[0])
+    worker = Worker("decode", tmp_path)
     try:
         await worker.wait_ready()
         async with attached(worker) as d:
             await d.report()
-            [engine] = children_of(worker.service.pid)
+            [engine] = children(worker.service.pid)
             os.kill(engine, signal.SIGKILL)
             await d.until_broken()
-        assert worker.service.process is not None
-        assert await asyncio.to_thread(worker.service.process.wait, 60) == 1
-        worker.service.start({**os.environ, "OMP_NUM_THREADS": "1"})
+        assert await worker.exit_code() == 1
+        worker.start()
         await worker.wait_ready()
-        [engine] = children_of(worker.service.pid)
+        [engine] = children(worker.service.pid)
         worker.service.kill()
-        async with asyncio.timeout(60):
-            while Path(f"/proc/{engine}").exists():
-                await asyncio.sleep(0.05)
+        await asyncio.to_thread(until_gone, engine)
     finally:
-        stop(worker)
-
-
-def children_of(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        worker.service.kill()

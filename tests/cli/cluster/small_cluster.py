@@ -18,7 +18,7 @@ async def main() -> None:
         specs = [
             ServiceSpec(
                 f"s{port}",
-                child_command("tests.cli.stand_in", ("well", port, events, f"s{port}")),
+                child_command("tests.harness.stand_in", ("well", port, events, f"s{port}")),
                 f"http://127.0.0.1:{port}/",
                 env=os.environ,
             )

@@ -8,10 +8,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import httpx
@@ -20,116 +16,15 @@ import pytest
 from cli.cluster.ports import check_port, free_port_range, free_ports
 from cli.cluster.serve import run
 from common.errors import ConfigError
-from tests.cli.cluster.test_supervisor import is_alive
+from tests.harness.processes import command_line, is_alive
+from tests.harness.served import FLAGS, Served, assert_gone, command, environment, session_pids, tmp_path  # noqa: F401
+from tests.harness.waiting import wait_until
 from tests.packaging.documentation import commands_of, runnable
-from tests.processes import command_line, descendants
 
 EXPERTS = ["--model=benchmarks/configs/qwen3-30b-a3b", "--load-format=dummy"]
-FLAGS = ["--dry-run", "--num-gpu-blocks=256", "--host-tier-gb=0.01", "--num-threads=1"]
 
 
-@pytest.fixture
-def tmp_path() -> Iterator[Path]:
-    """Short, in place of pytest's own: sockets lie there, whose paths have 107 bytes at most."""
-    with tempfile.TemporaryDirectory(prefix="mi-", ignore_cleanup_errors=True) as folder:
-        yield Path(folder)
-
-
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "cli", *arguments]
-
-
-def environment(tmp_path: Path) -> dict[str, str]:
-    return os.environ | {"XDG_RUNTIME_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-
-
-def session_pids(text: str) -> list[int]:
-    """Processes whose command line holds `text`."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            except OSError:
-                continue
-            if text in line:
-                found.append(int(entry.name))
-    return [pid for pid in found if is_alive(pid)]
-
-
-def assert_gone(find: Callable[[], list[int]]) -> None:
-    """Nothing is left. Who got SIGKILL in the end takes a moment to die."""
-    deadline = time.monotonic() + 60.0
-    while left := find():
-        assert time.monotonic() < deadline, [command_line(pid) for pid in left]
-        time.sleep(0.05)
-
-
-class Served:
-    """A running `mini-infer serve` and everything that it printed."""
-
-    def __init__(self, tmp_path: Path, *flags: str, api_key: str = "", program: Sequence[str] = ()) -> None:
-        """program: an installed one, in `tmp_path` and without the path of this process."""
-        (self.port,) = free_ports(1)
-        self.api_key = api_key
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.log = tmp_path / "serve.log"
-        env = environment(tmp_path) | ({"MINI_INFER_API_KEY": api_key} if api_key else {})
-        if program:
-            env.pop("PYTHONPATH", None)
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [*(program or command("serve")), *FLAGS, f"--port={self.port}", *flags],
-                stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True,
-                cwd=tmp_path if program else None,
-            )  # fmt: skip
-
-    def wait_for(self, pattern: str, seconds: float = 200.0) -> str:
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            text = self.log.read_text()
-            if re.search(pattern, text):
-                return text
-            if self.process.poll() is not None and not re.search(pattern, self.log.read_text()):
-                break
-            time.sleep(0.1)
-        pytest.fail(f"no {pattern!r} in:\n{self.log.read_text()[-3000:]}")
-
-    def wait_until_used(self, worker: str, seconds: float = 60.0) -> None:
-        """Until the router has it back, which is a moment after it is ready."""
-        deadline = time.monotonic() + seconds
-        while True:
-            workers = httpx.get(f"{self.url}/v1/cluster", timeout=60.0).json()["workers"]
-            if any(item["id"] == worker and item["state"] == "ready" for item in workers):
-                return
-            assert time.monotonic() < deadline, workers
-            time.sleep(0.05)
-
-    def stop(self) -> None:
-        """SIGTERM, which ends it well. What does not end is killed, and its services with it."""
-        self.process.terminate()
-        try:
-            code = self.process.wait(100)
-        finally:
-            self.process.kill()
-            self.process.wait()
-        assert code == 0, self.log.read_text()[-3000:]
-
-    def complete(self) -> str:
-        body = {
-            "model": "dry-run",
-            "prompt": list(range(40, 140)),
-            "max_tokens": 8,
-            "temperature": 0,
-            "ignore_eos": True,
-        }
-        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        reply = httpx.post(f"{self.url}/v1/completions", json=body, timeout=100.0, headers=headers)
-        assert reply.status_code == 200, reply.text
-        return reply.json()["choices"][0]["text"]
-
-
-def test_a_cluster_from_start_to_sigterm(tmp_path):
+def test_a_cluster_from_start_to_sigterm(tmp_path):  # noqa: F811
     served = Served(tmp_path, "--decode=2", "--verbose")
     try:
         text = served.wait_for("stop with Ctrl-C")
@@ -156,7 +51,7 @@ def test_a_cluster_from_start_to_sigterm(tmp_path):
         served.wait_for(r"decode-1 ended \(SIGKILL\); restarting it now")
         assert served.complete() == answer
         served.wait_for(r"(?s)restarting it.*decode-1: ready")
-        served.wait_until_used("decode-1")
+        wait_until(lambda: served.is_used("decode-1"))
 
         (drain,) = commands_of("tests/cli/cluster/test_serve.py::test_a_cluster_from_start_to_sigterm", "curl")
         reply = subprocess.check_output(["bash", "-c", runnable(drain, served.url)])
@@ -173,7 +68,7 @@ def test_a_cluster_from_start_to_sigterm(tmp_path):
     check_port("127.0.0.1", served.port)
 
 
-def test_secrets_metrics_and_a_failure_that_ends_the_cluster(tmp_path):
+def test_secrets_metrics_and_a_failure_that_ends_the_cluster(tmp_path):  # noqa: F811
     metrics_port, *_ = free_port_range(3)
     served = Served(
         tmp_path, "--prefill=0", f"--metrics-port={metrics_port}", "--exit-on-failure", "--log-format=json",
@@ -187,7 +82,7 @@ def test_secrets_metrics_and_a_failure_that_ends_the_cluster(tmp_path):
         ):
             assert name in httpx.get(f"http://127.0.0.1:{metrics_port + index}/metrics", timeout=60.0).text
 
-        processes = {pid: command_line(pid) for pid in descendants(served.process.pid)}
+        processes = {pid: command_line(pid) for pid in served.pids}
         for part in (" kvstore ", " decode_service ", " worker.engine_process.main ", " router ", "rm -rf"):
             assert any(part in text for text in processes.values()), processes
         for pid, text in processes.items():
@@ -210,7 +105,7 @@ def test_secrets_metrics_and_a_failure_that_ends_the_cluster(tmp_path):
     assert_gone(lambda: [pid for pid in processes if is_alive(pid)])
 
 
-def test_a_demo_starts_its_own_cluster_and_takes_it_away(tmp_path):
+def test_a_demo_starts_its_own_cluster_and_takes_it_away(tmp_path):  # noqa: F811
     flags = (*FLAGS, "--prefill=0", "--host-tier-gb=0")  # as few processes as it can have
     done = subprocess.run(
         command("demo", *flags), capture_output=True, text=True, timeout=200, env=environment(tmp_path), check=False
@@ -239,7 +134,7 @@ def test_a_model_that_ranks_cannot_divide_is_refused_before_anything_starts(monk
         run(["--port=0", "--device=cpu", *flags])
 
 
-def test_what_cannot_start_is_one_line_and_leaves_nothing(tmp_path):
+def test_what_cannot_start_is_one_line_and_leaves_nothing(tmp_path):  # noqa: F811
     def serve(*flags: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             command("serve", *flags),

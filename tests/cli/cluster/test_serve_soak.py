@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from tests.cli.cluster.test_serve import Served, tmp_path  # noqa: F401
-from tests.processes import command_line, descendants
+from tests.harness.processes import command_line
+from tests.harness.served import Served, tmp_path  # noqa: F401
 
 MODULES = {
     "agent": " kvstore ",
@@ -30,7 +30,7 @@ def test_fifty_kills_of_every_role_in_a_row(tmp_path):  # noqa: F811
         answer = served.complete()
         begin = time.monotonic()
         for count in range(1, NUM_KILLS + 1):
-            processes = {pid: command_line(pid) for pid in descendants(served.process.pid)}
+            processes = {pid: command_line(pid) for pid in served.pids}
             for module in MODULES.values():
                 os.kill(next(pid for pid, text in processes.items() if module in text), signal.SIGKILL)
             deadline = time.monotonic() + 300

@@ -16,6 +16,8 @@ from cli.cluster.child import child_command
 from cli.cluster.ports import free_ports
 from cli.cluster.service import ServiceSpec
 from cli.cluster.supervisor import RestartPolicy, ServiceDiedError, StartError, Supervisor
+from tests.harness.processes import is_alive
+from tests.harness.waiting import until, wait_until
 
 
 class Cluster:
@@ -40,7 +42,7 @@ class Cluster:
         (port,) = free_ports(1)
         argv = (mode, str(port), str(self.events_path), name)
         return ServiceSpec(
-            name, child_command("tests.cli.stand_in", argv), f"http://127.0.0.1:{port}/", env=os.environ, **fields
+            name, child_command("tests.harness.stand_in", argv), f"http://127.0.0.1:{port}/", env=os.environ, **fields
         )
 
     def supervisor(self, *specs: ServiceSpec, **kwargs) -> Supervisor:
@@ -61,18 +63,8 @@ class Cluster:
 def cluster(tmp_path):
     made = Cluster(tmp_path / "events")
     yield made
-    deadline = time.monotonic() + 60.0  # the kernel ends a dead parent's child, a moment later
-    for _, pid in [*made.events("start"), *made.events("child")]:
-        while is_alive(pid) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert not is_alive(pid), "a test left a process behind"
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
+    pids = [pid for _, pid in [*made.events("start"), *made.events("child")]]
+    wait_until(lambda: not any(map(is_alive, pids)))  # the kernel ends a dead parent's child, a moment later
 
 
 def quick_restarts() -> RestartPolicy:
@@ -83,12 +75,6 @@ def slow_restarts() -> RestartPolicy:
     policy = RestartPolicy(first_delay_seconds=600.0, max_delay_seconds=600.0)
     policy.next_delay(0.0)  # the first one would be immediate
     return policy
-
-
-async def eventually(condition, seconds: float = 100.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.02)
 
 
 @contextlib.asynccontextmanager
@@ -132,7 +118,7 @@ async def test_a_dead_service_is_started_again_with_its_old_command(cluster):
     async with running(cluster.supervisor(cluster.spec("a"), cluster.spec("b"), new_policy=quick_restarts)):
         victim = dict(cluster.events("start"))["b"]
         os.kill(victim, signal.SIGKILL)
-        await eventually(lambda: len(cluster.events("start")) == 3)
+        await until(lambda: len(cluster.events("start")) == 3)
         assert not is_alive(victim)
         assert cluster.events("start")[2][0] == "b"
         assert any("b ended (SIGKILL)" in text for _, text in cluster.lines)
@@ -143,7 +129,7 @@ async def test_what_a_service_says_of_itself_is_passed_on_after_a_restart_too(cl
     async with running(cluster.supervisor(spec, new_policy=quick_restarts)):
         assert cluster.statuses == [("a", "loading weights: 41%")]
         os.kill(dict(cluster.events("start"))["a"], signal.SIGKILL)
-        await eventually(lambda: len(cluster.statuses) == 2)
+        await until(lambda: len(cluster.statuses) == 2)
 
 
 async def test_restarts_never_end(cluster):
@@ -153,7 +139,7 @@ async def test_restarts_never_end(cluster):
             for name, pid in cluster.events("start")[-len(names) :]:
                 assert name in names
                 os.kill(pid, signal.SIGKILL)
-            await eventually(lambda count=count: cluster.num_ready() == len(names) * (count + 1))
+            await until(lambda count=count: cluster.num_ready() == len(names) * (count + 1))
         assert all(is_alive(pid) for _, pid in cluster.events("start")[-len(names) :])
     deaths = [text for _, text in cluster.lines if "ended (SIGKILL)" in text]
     assert len(deaths) == num_kills * len(names)
@@ -163,7 +149,7 @@ async def test_restarts_never_end(cluster):
 async def test_a_service_that_dies_before_it_is_ready_is_tried_again_and_says_why(cluster):
     async with running(cluster.supervisor(cluster.spec("a", "dies-later"), new_policy=quick_restarts)):
         os.kill(cluster.events("start")[0][1], signal.SIGKILL)
-        await eventually(lambda: len(cluster.events("start")) == 9)
+        await until(lambda: len(cluster.events("start")) == 9)
     told = [text for source, text in cluster.lines if source == "serve"]
     assert told[0] == "a ended (SIGKILL); restarting it now"
     assert told[1] == (
@@ -178,7 +164,7 @@ async def test_a_drained_service_is_replaced_and_that_is_no_death(cluster):
     async with running(supervisor):
         for count in range(1, 4):
             os.kill(cluster.events("start")[-1][1], signal.SIGTERM)  # not from the supervisor: exit code 0
-            await eventually(lambda count=count: cluster.num_ready() == count + 1)
+            await until(lambda count=count: cluster.num_ready() == count + 1)
     told = [text for source, text in cluster.lines if source == "serve"]
     assert told == ["a ended normally: replacing it now"] * 3
 
@@ -201,7 +187,7 @@ async def test_what_waits_for_its_restart_is_not_killed_twice(cluster, monkeypat
     async with running(cluster.supervisor(cluster.spec("a"), cluster.spec("b"), new_policy=slow_restarts)) as own:
         pids = dict(cluster.events("start"))
         os.kill(pids["b"], signal.SIGKILL)
-        await eventually(lambda: any(text.endswith("restarting it in 600 s") for _, text in cluster.lines))
+        await until(lambda: any(text.endswith("restarting it in 600 s") for _, text in cluster.lines))
         assert is_alive(pids["a"])
         killed = []
         monkeypatch.setattr("os.killpg", lambda *call: killed.append(call))
@@ -221,8 +207,8 @@ async def test_what_a_dead_service_had_started_goes_with_it(cluster):
         rank = cluster.events("child")[0][1]
         assert is_alive(rank)
         os.kill(cluster.events("start")[0][1], signal.SIGKILL)
-        await eventually(lambda: not is_alive(rank))
-        await eventually(lambda: len(cluster.events("child")) == 2)
+        await until(lambda: not is_alive(rank))
+        await until(lambda: len(cluster.events("child")) == 2)
 
 
 async def test_a_service_that_ignores_sigterm_is_killed_after_its_grace(cluster):
@@ -252,5 +238,5 @@ async def test_sigkill_of_the_parent_leaves_no_process_and_no_directory(cluster)
     assert all(is_alive(pid) for pid in pids)
     parent.kill()
     await parent.wait()
-    await eventually(lambda: not any(is_alive(pid) for pid in pids))
-    await eventually(lambda: not Path(path).exists())
+    await until(lambda: not any(is_alive(pid) for pid in pids))
+    await until(lambda: not Path(path).exists())

@@ -57,11 +57,7 @@ def test_token_id_prompts_stay_in_the_vocabulary():
         PromptMaker(2)
 
 
-ROWS = [
-    TraceRow(0.0, 1200, 10, (0, 1, 2)),
-    TraceRow(1.0, 1300, 20, (0, 1, 9)),
-    TraceRow(2.0, 600, 30, (5, 6)),
-]
+ROWS = [TraceRow(0.0, 1200, 10, (0, 1, 2)), TraceRow(1.0, 1300, 20, (0, 1, 9)), TraceRow(2.0, 600, 30, (5, 6))]
 
 
 def test_trace_prompts_share_exactly_the_blocks_that_the_trace_shares():

@@ -2,8 +2,8 @@
 
 import sys
 
-from tests.cli.cluster.test_serve import FLAGS, assert_gone, environment, session_pids, tmp_path  # noqa: F401
 from tests.cli.terminal.session import CTRL_C, CTRL_D, ENTER, Session
+from tests.harness.served import FLAGS, assert_gone, environment, session_pids, tmp_path  # noqa: F401
 
 
 def test_a_cluster_is_announced_started_with_progress_and_taken_away(tmp_path):  # noqa: F811

@@ -8,16 +8,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
-import openai
 import pytest
 
 from engine import LLM
-from tests.cluster.faults.test_failover import _children, expected_texts, make_jobs, stream_job
-from tests.cluster.harness import Cluster, running_cluster
-from tests.processes import until_stopped
+from tests.harness.cluster import Cluster, running_cluster
+from tests.harness.jobs import async_client, expected_texts, make_jobs, stream_job, stream_jobs, texts
+from tests.harness.processes import children, until_stopped
+from tests.harness.waiting import until
 
 OUT_SECONDS = 5.0
 BUSY_LOOP = "print(flush=True)\nwhile True: pass"
@@ -29,46 +29,34 @@ def cluster() -> Iterator[Cluster]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def reference() -> LLM:
-    return LLM("dry-run", num_gpu_blocks=2048, num_threads=1)
-
-
 def state_of(cluster: Cluster, worker: str) -> str:
     """`connecting` is how a worker shows that cannot be reached, or that refuses streams."""
     known = {item["id"]: item["state"] for item in cluster.get("/v1/cluster")["workers"]}
     return known.get(worker, "connecting")
 
 
-async def seconds_until(condition: Callable[[], bool], limit: float = 100.0) -> float:
-    began = time.monotonic()
-    while not await asyncio.to_thread(condition):
-        assert time.monotonic() - began < limit
-        await asyncio.sleep(0.02)
-    return time.monotonic() - began
-
-
 async def stop_for_a_while(cluster: Cluster, reference: LLM, who: str) -> float:
     """SIGSTOP parts of a worker under load; returns after how many seconds it was out of rotation."""
     front = cluster.services["decode-0"].pid
-    pids = {"engine": _children(front), "front": [front], "both": [front, *_children(front)]}[who]
+    pids = {"engine": children(front), "front": [front], "both": [front, *children(front)]}[who]
     jobs = make_jobs(12, seed=5)
     expected = expected_texts(reference, jobs)
-    client = openai.AsyncOpenAI(base_url=cluster.url + "/v1", api_key="none", max_retries=0, timeout=200.0)
-    async with client:
+    async with async_client(cluster.url) as client:
         streams = [asyncio.create_task(stream_job(client, job)) for job in jobs]
         try:
             for pid in pids:
                 os.kill(pid, signal.SIGSTOP)
             for pid in pids:
                 until_stopped(pid)
-            out_after = await seconds_until(lambda: state_of(cluster, "decode-0") != "ready")
+            began = time.monotonic()
+            await until(lambda: state_of(cluster, "decode-0") != "ready")
+            out_after = time.monotonic() - began
             answers = await asyncio.gather(*streams)
         finally:
             for pid in pids:
                 os.kill(pid, signal.SIGCONT)
-    assert [text for text, _ in answers] == expected
-    await seconds_until(lambda: state_of(cluster, "decode-0") == "ready")
+    assert texts(answers) == expected
+    await until(lambda: state_of(cluster, "decode-0") == "ready")
     await asyncio.to_thread(cluster.wait_quiet)
     return out_after
 
@@ -122,16 +110,13 @@ async def starve(cluster: Cluster, reference: LLM, num_loops: int, seconds: floa
     """Bursts of streams beside busy loops; returns how many answers were right. None may be wrong or lost."""
     num_right = 0
     deadline = time.monotonic() + seconds
-    client = openai.AsyncOpenAI(base_url=cluster.url + "/v1", api_key="none", max_retries=0, timeout=300.0)
-    async with client:
-        with busy_loops(num_loops):
-            seed = 100
-            while time.monotonic() < deadline:
-                seed += 1
-                jobs = make_jobs(num_streams, seed)
-                answers = await asyncio.gather(*(stream_job(client, job) for job in jobs))
-                assert [text for text, _ in answers] == expected_texts(reference, jobs)
-                num_right += len(answers)
+    with busy_loops(num_loops):
+        seed = 100
+        while time.monotonic() < deadline:
+            seed += 1
+            jobs = make_jobs(num_streams, seed)
+            assert texts(await stream_jobs(cluster.url, jobs)) == expected_texts(reference, jobs)
+            num_right += num_streams
     return num_right
 
 
@@ -141,8 +126,7 @@ async def test_a_starved_cluster_raises_no_alarm(cluster: Cluster, reference: LL
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
-async def test_ten_minutes_beside_twenty_busy_loops() -> None:
-    reference = LLM("dry-run", num_gpu_blocks=2048, num_threads=1)
+async def test_ten_minutes_beside_twenty_busy_loops(reference: LLM) -> None:
     with running_cluster(num_prefill=1, num_decode=1) as cluster:  # the default, whose one decode worker must hold
         await starve_without_alarm(cluster, reference, num_loops=20, seconds=600.0, num_streams=64)
 

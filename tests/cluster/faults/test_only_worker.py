@@ -9,51 +9,31 @@ import signal
 from pathlib import Path
 
 import httpx
-import openai
 import pytest
 
 from engine import LLM
-from tests.cli.cluster.test_serve import Served, tmp_path  # noqa: F401
-from tests.cluster.faults.test_failover import expected_texts, make_jobs, stream_job
-from tests.processes import command_line, descendants
+from tests.harness.jobs import expected_texts, make_jobs, stream_jobs, texts
+from tests.harness.processes import command_line
+from tests.harness.served import Served, tmp_path  # noqa: F401
+from tests.harness.waiting import until
 
 
 def decode_fronts(served: Served) -> list[int]:
     """One, or none until the supervisor has started another."""
-    processes = descendants(served.process.pid)
-    return [pid for pid in processes if " decode_service " in command_line(pid)][:1]
+    return [pid for pid in served.pids if " decode_service " in command_line(pid)][:1]
 
 
 async def run_round(served: Served, reference: LLM, num_streams: int, seed: int) -> None:
     """All streams at once, and SIGKILL for the only decode worker at a random token."""
     jobs = make_jobs(num_streams, seed)
     expected = await asyncio.to_thread(expected_texts, reference, jobs)
-    kill_at, num_started, num_open = random.Random(seed).randrange(1, num_streams // 2), 0, 0
+    kill_at = random.Random(seed).randrange(1, num_streams // 2)
     [victim] = decode_fronts(served)
-
-    def on_first_token() -> None:
-        nonlocal num_started, num_open
-        num_started += 1
-        if num_started == kill_at:
-            os.kill(victim, signal.SIGKILL)
-            num_open = sum(not task.done() for task in tasks)
-
-    client = openai.AsyncOpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0, timeout=200.0)
-    async with client:
-        tasks = [asyncio.create_task(stream_job(client, job, on_first_token)) for job in jobs]
-        answers = await asyncio.gather(*tasks)
-        async with asyncio.timeout(60):
-            while decode_fronts(served) in ([], [victim]):
-                await asyncio.sleep(0.02)
-    assert num_open > num_streams // 4, "the kill came too late to mean anything"
+    answers = await stream_jobs(served.url, jobs, kill_at, lambda: os.kill(victim, signal.SIGKILL))
+    await until(lambda: decode_fronts(served) not in ([], [victim]))
     assert [reasons for _, reasons in answers] == [["length"]] * num_streams
     wrong = [index for index, (text, _) in enumerate(answers) if text != expected[index]]
     assert not wrong, f"{len(wrong)} answers differ, first: {wrong[:5]}"
-
-
-@pytest.fixture(scope="module")
-def reference() -> LLM:
-    return LLM("dry-run", num_gpu_blocks=2048, num_threads=1)
 
 
 async def survive(folder: Path, reference: LLM, num_streams: int, num_rounds: int) -> None:
@@ -79,28 +59,21 @@ async def test_drained_workers_are_replaced_one_after_the_other(tmp_path: Path, 
     served = Served(tmp_path, "--decode=2")
     try:
         await asyncio.to_thread(served.wait_for, "stop with Ctrl-C")
-        before = {pid for pid in descendants(served.process.pid) if "_service " in command_line(pid)}
+        before = {pid for pid in served.pids if "_service " in command_line(pid)}
         jobs = make_jobs(24, seed=9)
         expected = expected_texts(reference, jobs)
-        client = openai.AsyncOpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0, timeout=200.0)
-        async with client, httpx.AsyncClient(base_url=served.url, timeout=100.0) as http:
-            streams = [asyncio.create_task(stream_job(client, job)) for job in jobs]
+        streams = asyncio.create_task(stream_jobs(served.url, jobs))
+        async with httpx.AsyncClient(base_url=served.url, timeout=100.0) as http:
             refused = await http.post("/v1/workers/prefill-0/drain")
             assert refused.status_code == 409  # the only one of its role
             for worker, query in (("decode-0", ""), ("decode-1", ""), ("prefill-0", "?force=true")):
                 assert (await http.post(f"/v1/workers/{worker}/drain{query}")).status_code == 200
                 await asyncio.to_thread(served.wait_for, rf"{worker} ended normally.*\n(.*\n)*.*{worker}: ready")
-                while not await is_ready(http, worker):
-                    await asyncio.sleep(0.05)
-            assert [text for text, _ in await asyncio.gather(*streams)] == expected
-        assert not before & set(descendants(served.process.pid))
+                await until(lambda worker=worker: served.is_used(worker))
+            assert texts(await streams) == expected
+        assert not before & set(served.pids)
     finally:
         served.stop()
-
-
-async def is_ready(http: httpx.AsyncClient, worker: str) -> bool:
-    workers = (await http.get("/v1/cluster")).json()["workers"]
-    return any(item["id"] == worker and item["state"] == "ready" for item in workers)
 
 
 @pytest.mark.soak

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import httpx
 
-from tests.cluster.harness import Cluster, running_cluster
+from tests.harness.cluster import Cluster, running_cluster
 
 DEADLINE_SECONDS = 6.0
 NUM_SLOTS = 4

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import openai
 import pytest
 
-from tests.cluster.harness import Cluster, running_cluster
-from tests.processes import until_stopped
+from tests.harness.cluster import Cluster, running_cluster
+from tests.harness.processes import until_stopped
 
 NUM_TOKENS = 1900
 PATIENT = "--worker-timeout-seconds=250"  # with a decode worker that is stopped
@@ -64,14 +64,12 @@ def test_a_stream_is_finished_before_the_router_ends_and_cut_when_the_grace_is_o
             decode.signal(signal.SIGCONT)
             *_, last = stream
             assert last.choices[0].finish_reason == "length"
-        assert router.process is not None
-        assert router.process.wait(60) == 0
+        assert router.wait(60) == 0
         router.argv[-1] = "--drain-grace-seconds=1"
         cluster.start_service("router")
         cluster.wait_ready(1)
         with stopped_after_a_token(cluster):
             router.signal(signal.SIGTERM)
             began = time.monotonic()
-            assert router.process is not None
-            assert router.process.wait(100) == 0
+            assert router.wait(100) == 0
             assert time.monotonic() - began > 0.5

@@ -6,21 +6,14 @@ import httpx
 import openai
 import pytest
 
-from tests.cluster.harness import Cluster, running_cluster
+from tests.harness.cluster import running_cluster
 
 PROMPT = "a shared beginning that is long enough for several blocks " * 4
 
 
-def complete(cluster: Cluster) -> openai.types.Completion:
-    with cluster.client() as client:
-        return client.completions.create(
-            model="dry-run", prompt=PROMPT, max_tokens=20, temperature=0.0, extra_body={"ignore_eos": True}
-        )
-
-
 def test_a_killed_router_comes_back_to_clean_workers_and_full_index() -> None:
     with running_cluster() as cluster:
-        before = complete(cluster)
+        before = cluster.ask(PROMPT, 20)
         blocks = {w["id"]: w["index"]["blocks"] for w in cluster.wait_quiet()}
         assert sum(blocks.values()) > 0
         router = cluster.services["router"]
@@ -39,7 +32,7 @@ def test_a_killed_router_comes_back_to_clean_workers_and_full_index() -> None:
         assert [w["index"]["state"] for w in workers] == ["exact"] * 2
         for worker in workers:
             assert worker["index"]["blocks"] >= blocks[worker["id"]]  # from the snapshot
-        again = complete(cluster)
+        again = cluster.ask(PROMPT, 20)
         assert again.choices[0].text == before.choices[0].text
         assert again.usage is not None
         details = again.usage.prompt_tokens_details

@@ -7,20 +7,14 @@ import re
 from collections.abc import Iterator
 
 import httpx
-import openai
 import pytest
 
 from engine import LLM
-from tests.cluster.faults.test_failover import Job, expected_texts, stream_job
-from tests.cluster.harness import Cluster, running_cluster
+from tests.harness.cluster import Cluster, running_cluster
+from tests.harness.jobs import Job, async_client, expected_texts, stream_job
 
 ENGINE = ("--model=dry-run", "--num-gpu-blocks=1024", "--num-threads=1", "--itl-objective-ms=100")
 OBJECTIVES = ("--ttft-objective-ms=1000", "--itl-objective-ms=100")
-
-
-@pytest.fixture(scope="module")
-def reference() -> LLM:
-    return LLM("dry-run", num_gpu_blocks=2048, num_threads=1)
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +50,7 @@ async def counted(http: httpx.AsyncClient) -> dict[str, float]:
 
 async def ask_all(cluster: Cluster, *groups: list[Job]) -> list[str]:
     """The texts; each group is sent a moment after the one before."""
-    client = openai.AsyncOpenAI(base_url=cluster.url + "/v1", api_key="none", max_retries=0, timeout=200.0)
-    async with client:
+    async with async_client(cluster.url) as client:
         tasks = []
         for group in groups:
             tasks += [asyncio.create_task(stream_job(client, job)) for job in group]
@@ -70,10 +63,7 @@ async def run_with_drain(cluster: Cluster, seed: int, kill: str = "") -> tuple[l
 
     Returns the jobs, their texts and the number of moves.
     """
-    async with (
-        openai.AsyncOpenAI(base_url=cluster.url + "/v1", api_key="none", max_retries=0, timeout=200.0) as client,
-        httpx.AsyncClient(base_url=cluster.url, timeout=100) as http,
-    ):
+    async with async_client(cluster.url) as client, httpx.AsyncClient(base_url=cluster.url, timeout=100) as http:
         before = await counted(http)
         jobs: list[Job] = []
         tasks: list[asyncio.Task[tuple[str, list[str]]]] = []

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import time
 from pathlib import Path
 
-import httpx
 import pytest
 
 from benchmarks.model_folder import with_tokenizer
 from engine import LLM, SamplingParams
-from tests.cluster.harness import free_ports, running_cluster
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE
+from tests.harness.cluster import free_ports, metric, running_cluster
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 COUNTS = (
@@ -20,12 +18,6 @@ COUNTS = (
     *(rf'mini_infer_expert_tokens_total{{.*rank="{rank}".*}}' for rank in (0, 1)),
 )
 READ_SECONDS = 120.0  # counts are read every 10 seconds
-
-
-def value(port: int, pattern: str) -> float:
-    body = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=60.0).text
-    found = re.search(rf"^{pattern} (\S+)$", body, re.MULTILINE)
-    return 0.0 if found is None else float(found[1])
 
 
 @pytest.mark.soak
@@ -37,6 +29,7 @@ def test_workers_move_experts_while_they_serve(tmp_path: Path) -> None:
     llm = LLM(flag.partition("=")[2], num_threads=1, **settings)
     expected = [completion.text for completion in llm.generate(prompts, GREEDY)]
     [port] = free_ports(1)
+    url = f"http://127.0.0.1:{port}"
     ranks = ["--tp=2", "--expert-parallel", "--expert-rebalance-interval=10"]
     flags = [f"--{setting.replace('_', '-')}={value}" for setting, value in settings.items()]
     with running_cluster(
@@ -46,12 +39,7 @@ def test_workers_move_experts_while_they_serve(tmp_path: Path) -> None:
         have_moved = False
         while not have_moved:  # and once more afterwards
             assert time.monotonic() < deadline
-            have_moved = all(value(port, count) > 0 for count in COUNTS)
-            for prompt in prompts:
-                answer = cluster.client().completions.create(
-                    model=name, prompt=prompt, max_tokens=GREEDY.max_tokens, temperature=0,
-                    extra_body={"ignore_eos": True},
-                )  # fmt: skip
-                answers.append(answer.choices[0].text)
+            have_moved = all(metric(url, count) > 0 for count in COUNTS)
+            answers += [cluster.complete(prompt, GREEDY.max_tokens, model=name) for prompt in prompts]
         assert answers == expected * (len(answers) // len(prompts))
-        assert 0.5 < value(port, r"mini_infer_expert_balancedness{.*}") <= 1
+        assert 0.5 < metric(url, r"mini_infer_expert_balancedness{.*}") <= 1

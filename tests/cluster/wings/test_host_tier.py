@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import time
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 
 from engine import LLM, SamplingParams
-from tests.cluster.harness import Cluster, running_cluster
+from tests.harness.cluster import Cluster, running_cluster
+from tests.harness.waiting import wait_until
 
 PROMPTS = [f"conversation {i}: " + "once upon a time " * (3 + i % 5) for i in range(12)]
-OPTIONS = {"max_tokens": 60, "temperature": 0.0, "extra_body": {"ignore_eos": True}}
+NUM_TOKENS = 60
 
 
 def complete_all(cluster: Cluster) -> list[str]:
-    client = cluster.client()
-    with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        answers = pool.map(lambda p: client.completions.create(model="dry-run", prompt=p, **OPTIONS), PROMPTS)  # type: ignore[call-overload]
-        return [answer.choices[0].text for answer in answers]
+    return cluster.complete_all(PROMPTS, NUM_TOKENS)
 
 
 @pytest.fixture(scope="module")
-def expected() -> list[str]:
-    llm = LLM("dry-run", num_gpu_blocks=512, num_threads=1)
-    params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
-    return [completion.text for completion in llm.generate(PROMPTS, params)]
+def expected(reference: LLM) -> list[str]:
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+    return [completion.text for completion in reference.generate(PROMPTS, params)]
 
 
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
@@ -39,10 +33,8 @@ def test_tiny_pools_with_a_node_agent(expected: list[str], preemption: str) -> N
         cluster.wait_quiet()
         if preemption == "swap":
             cluster.start_service("agent")
-            deadline = time.monotonic() + 150.0
-            while "node agent is there again" not in cluster.services["decode-0"].log():
-                assert time.monotonic() < deadline
-                assert complete_all(cluster) == expected
+            decode = cluster.services["decode-0"]
+            wait_until(lambda: complete_all(cluster) != expected or "node agent is there again" in decode.log())
             assert complete_all(cluster) == expected  # from its memory, too
             cluster.wait_quiet()
 
@@ -58,7 +50,7 @@ def test_the_tier_outlives_a_worker(expected: list[str]) -> None:
         cluster.wait_ready(1)
         num_cached = 0  # whose blocks were evicted depends on the order in which they came
         for prompt, text in zip(PROMPTS, expected, strict=True):
-            answer = cluster.client().completions.create(model="dry-run", prompt=prompt, **OPTIONS)  # type: ignore[call-overload]
+            answer = cluster.ask(prompt, NUM_TOKENS)
             assert answer.choices[0].text == text
             assert answer.usage is not None
             assert answer.usage.prompt_tokens_details is not None

@@ -14,8 +14,8 @@ import httpx
 import openai
 import pytest
 
-from tests.cluster.faults.test_failover import _children
-from tests.cluster.harness import Cluster, running_cluster
+from tests.harness.cluster import Cluster, running_cluster
+from tests.harness.processes import children
 
 NUM_STREAMS = 8
 NOISE_SECONDS = 0.3  # on a machine that others use: engines, a router and these clients share two cores
@@ -111,7 +111,7 @@ def engine_bytes(cluster: Cluster) -> dict[str, int]:
     """What each engine process has in memory."""
     found = {}
     for name, service in cluster.services.items():
-        for pid in _children(service.pid) if name != "router" else [service.pid]:
+        for pid in children(service.pid) if name != "router" else [service.pid]:
             found[f"{name} {pid}"] = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
     return found
 

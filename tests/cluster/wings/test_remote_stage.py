@@ -7,10 +7,8 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
@@ -18,9 +16,11 @@ from common.errors import ConfigError, EngineError
 from engine import LLM, SamplingParams
 from engine.engine import DeviceLostError
 from engine.pipeline_parallel.remote_stage import TOKEN_VARIABLE
-from tests.cluster.harness import ROOT, free_ports, running_cluster
 from tests.cluster.test_two_hosts import THERE, OtherHost, other_host  # noqa: F401 - a fixture
-from tests.cluster.wings.test_tensor_parallel import GREEDY, PROMPTS, complete, followers_of, ready_workers
+from tests.cluster.wings.test_tensor_parallel import GREEDY, PROMPTS, complete
+from tests.harness.cluster import ROOT, free_ports, running_cluster
+from tests.harness.processes import followers_of, until_gone
+from tests.harness.waiting import wait_until
 
 pytestmark = pytest.mark.soak
 
@@ -43,20 +43,21 @@ class Stage:
         return found
 
 
+def accepts_connections(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), 1.0).close()
+    except OSError:
+        return False
+    return True
+
+
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     monkeypatch.setenv(TOKEN_VARIABLE, "a secret")
     [port] = free_ports(1)
     process = subprocess.Popen([sys.executable, "-m", "worker.ranks.stage", f"--port={port}"], cwd=ROOT)
     try:
-        deadline = time.monotonic() + 100.0
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port), 1.0).close()
-                break
-            except OSError:
-                assert time.monotonic() < deadline
-                time.sleep(0.1)
+        wait_until(lambda: accepts_connections(port))
         yield Stage(process, f"127.0.0.1:{port}")
     finally:
         process.terminate()
@@ -87,18 +88,12 @@ def test_a_stage_ends_with_its_engine(stage: Stage) -> None:
     code = "from engine import LLM; import sys; LLM('dry-run', pp=2, stage_address=sys.argv[1]); input()"
     engine = subprocess.Popen([sys.executable, "-c", code, stage.address], cwd=ROOT, stdin=subprocess.PIPE)
     try:
-        deadline = time.monotonic() + 100.0
-        while not followers_of(stage.process.pid):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        wait_until(lambda: followers_of(stage.process.pid))
         follower = stage.follower()
     finally:
         engine.kill()
         engine.communicate()
-    deadline = time.monotonic() + 100.0
-    while Path(f"/proc/{follower}").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    until_gone(follower)
     assert stage.process.poll() is None
 
 
@@ -126,20 +121,15 @@ def test_a_worker_of_two_hosts(other_host: OtherHost, monkeypatch: pytest.Monkey
     argv = other_host.argv("/mnt", sys.executable, "-m", "worker.ranks.stage", f"--host={THERE}", f"--port={port}")
     far = subprocess.Popen(argv, cwd=ROOT)
     try:
-        deadline = time.monotonic() + 100.0
-        while subprocess.run(["bash", "-c", f"exec 3<>/dev/tcp/{THERE}/{port}"], capture_output=True).returncode:
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
+        probe = ["bash", "-c", f"exec 3<>/dev/tcp/{THERE}/{port}"]
+        wait_until(lambda: subprocess.run(probe, capture_output=True).returncode == 0)
         flags = ["--pp=2", f"--stage-address={THERE}:{port}"]
         engine_args = ("--model=dry-run", "--num-gpu-blocks=256", "--quant-mode=none", "--num-threads=1")
         with running_cluster(engine_args=engine_args, role_args={"decode": flags}) as cluster:
             assert [complete(cluster, prompt, GREEDY) for prompt in PROMPTS] == expected
             assert "cannot reach the stage" in cluster.services["decode-0"].log()
             subprocess.run(["ip", "link", "set", other_host.link, "down"], check=True)
-            began = time.monotonic()
-            while "decode-0" in ready_workers(cluster):
-                assert time.monotonic() - began < 100.0
-                time.sleep(0.2)
+            wait_until(lambda: "decode-0" not in cluster.ready_workers())
     finally:
         far.kill()
         far.wait()

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
-import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
-import httpx
 import openai
 import pytest
 
 from engine import LLM, SamplingParams
-from tests.cluster.harness import Cluster, free_ports, running_cluster
+from tests.harness.cluster import Cluster, free_ports, metric, running_cluster
 
 ENGINE = (
     "--model=dry-run",
@@ -25,11 +24,6 @@ GREEDY = {"max_tokens": 60, "temperature": 0.0, "extra_body": {"ignore_eos": Tru
 SAMPLED = {**GREEDY, "temperature": 1.0, "seed": 5, "presence_penalty": 0.4, "logprobs": 2}
 
 
-@pytest.fixture(scope="module")
-def reference() -> LLM:
-    return LLM("dry-run", num_gpu_blocks=256, num_threads=1)
-
-
 def expected_texts(reference: LLM) -> list[str]:
     few = {"max_tokens": 60, "ignore_eos": True, "allowed_token_ids": (97, 98, 99)}
     greedy = SamplingParams(temperature=0.0, **few)  # type: ignore[arg-type]
@@ -39,29 +33,20 @@ def expected_texts(reference: LLM) -> list[str]:
 
 def texts(cluster: Cluster) -> list[str]:
     """Of all prompts at once, streamed; log-probabilities fit the tokens."""
-    asked = [(prompt, options) for options in (GREEDY, SAMPLED) for prompt in PROMPTS]
-    found = [""] * len(asked)
 
-    def ask(index: int) -> None:
-        prompt, options = asked[index]
-        stream = cluster.client().completions.create(model="dry-run", prompt=prompt, stream=True, **options)  # type: ignore[call-overload]
-        for chunk in stream:
+    def ask(asked: tuple[str, dict[str, Any]]) -> str:
+        prompt, options = asked
+        text = ""
+        for chunk in cluster.client().completions.create(model="dry-run", prompt=prompt, stream=True, **options):
             for choice in chunk.choices:
-                found[index] += choice.text
+                text += choice.text
                 if "logprobs" in options and choice.text:
                     assert len(choice.logprobs.token_logprobs) == len(choice.text)
+        return text
 
-    threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(asked))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(200.0)
-    return found
-
-
-def counter(port: int, name: str) -> float:
-    body = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=60.0).text
-    return float(re.search(rf"^{name}_total{{.*}} (\S+)$", body, re.MULTILINE)[1])  # type: ignore[index]
+    asked = [(prompt, options) for options in (GREEDY, SAMPLED) for prompt in PROMPTS]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        return [*pool.map(ask, asked)]
 
 
 def test_drafts_change_no_answer(reference: LLM) -> None:
@@ -70,8 +55,10 @@ def test_drafts_change_no_answer(reference: LLM) -> None:
     with running_cluster(engine_args=ENGINE, role_args={"decode": ["--tp=2", f"--metrics-port={port}"]}) as cluster:
         assert texts(cluster) == expected_texts(reference)
         cluster.wait_quiet()
-        drafted = counter(port, "vllm:spec_decode_num_draft_tokens")
-        accepted = counter(port, "vllm:spec_decode_num_accepted_tokens")
+        drafted, accepted = (
+            metric(f"http://127.0.0.1:{port}", rf"vllm:spec_decode_num_{kind}_tokens_total{{.*}}")
+            for kind in ("draft", "accepted")
+        )
         assert 60 < accepted < drafted
 
 
@@ -92,22 +79,14 @@ def test_a_stream_moves_to_another_worker_with_its_drafts(reference: LLM) -> Non
 
 def ask_and_kill(cluster: Cluster) -> openai.types.Completion:
     """The answer to a request whose decode worker got SIGKILL, and was started again."""
-    options = {**GREEDY, "max_tokens": 1500}
-    found = []
-
-    def ask() -> None:
-        with cluster.client() as client:
-            found.append(client.completions.create(model="dry-run", prompt=PROMPTS[1], **options))  # type: ignore[call-overload]
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    while thread.is_alive():
-        if busy := [w["id"] for w in cluster.get("/v1/cluster")["workers"] if is_decoding(w)]:
-            cluster.services[busy[0]].kill()
-            thread.join(200.0)
-            cluster.start_service(busy[0])
-    [answer] = found
-    return answer
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(cluster.ask, PROMPTS[1], 1500, allowed_token_ids=[97, 98, 99])
+        while not answer.done():
+            if busy := [w["id"] for w in cluster.get("/v1/cluster")["workers"] if is_decoding(w)]:
+                cluster.services[busy[0]].kill()
+                answer.exception()  # wait for it
+                cluster.start_service(busy[0])
+        return answer.result()
 
 
 def is_decoding(worker: dict[str, dict[str, int]]) -> bool:

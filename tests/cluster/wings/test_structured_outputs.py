@@ -13,7 +13,7 @@ import pytest
 
 from common.grammar import grammar
 from engine import LLM, SamplingParams
-from tests.cluster.harness import Cluster, running_cluster
+from tests.harness.cluster import Cluster, running_cluster
 
 ROWS = {
     "type": "object",

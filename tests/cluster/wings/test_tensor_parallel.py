@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from benchmarks.model_folder import with_tokenizer
 from engine import LLM, SamplingParams
-from tests.cluster.harness import Cluster, running_cluster
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE
-from tests.processes import command_line, descendants, until_stopped
+from tests.harness.cluster import Cluster, running_cluster
+from tests.harness.processes import followers_of, until_gone, until_stopped
+from tests.harness.waiting import wait_until
 
 ENGINE = ("--model=dry-run", "--num-gpu-blocks=256", "--quant-mode=none")
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
@@ -22,22 +23,9 @@ SAMPLED = SamplingParams(max_tokens=24, temperature=1.1, seed=5, presence_penalt
 PROMPTS = ["Hello", "The quick brown fox jumps over the lazy dog. " * 5, "x" * 400]
 
 
-@pytest.fixture(scope="module")
-def reference() -> LLM:
-    return LLM("dry-run", num_gpu_blocks=256, num_threads=1)
-
-
 def complete(cluster: Cluster, prompt: str, params: SamplingParams) -> str:
-    answer = cluster.client().completions.create(
-        model="dry-run",
-        prompt=prompt,
-        max_tokens=params.max_tokens,
-        temperature=params.temperature,
-        seed=params.seed,
-        presence_penalty=params.presence_penalty,
-        extra_body={"ignore_eos": True},
-    )
-    return answer.choices[0].text
+    fields = {"temperature": params.temperature, "seed": params.seed, "presence_penalty": params.presence_penalty}
+    return cluster.complete(prompt, params.max_tokens, **fields)
 
 
 @pytest.mark.parametrize(
@@ -72,10 +60,7 @@ def test_tokens_equal_those_of_one_rank(reference: LLM, prefill: str, decode: st
             assert [complete(cluster, prompt, params) for prompt in PROMPTS] == expected
             assert [complete(cluster, prompt, params) for prompt in PROMPTS] == expected  # from the caches
         workers = {worker["id"]: worker for worker in cluster.wait_quiet()}
-        answer = cluster.client().completions.create(
-            model="dry-run", prompt="a new prompt " * 20, max_tokens=4, extra_body={"ignore_eos": True}
-        )
-        assert f"'{transport}'" in str(cluster.get(f"/explain/{answer.id}"))
+        assert cluster.legs_of(cluster.ask("a new prompt " * 20, 4).id)[-1]["transport"] == transport
         assert set(workers) == {"prefill-0", "decode-0"}
 
 
@@ -101,33 +86,10 @@ def test_kv_of_windows_between_stages(name: str, prefill: str, decode: str, is_p
         role_args={"prefill": prefill.split(), "decode": decode.split()},
     ) as cluster:
         for prompt, text in zip(prompts, expected, strict=True):
-            answer = cluster.client().completions.create(
-                model=name,
-                prompt=prompt,
-                max_tokens=GREEDY.max_tokens,
-                temperature=0,
-                extra_body={"ignore_eos": True},
-            )
+            answer = cluster.ask(prompt, GREEDY.max_tokens, model=name)
             assert answer.choices[0].text == text
-        explained = str(cluster.get(f"/explain/{answer.id}"))
-        assert ("'transport': 'shm'" in explained, "'kv_pull_failed': True" in explained) == (
-            is_pulled,
-            not is_pulled,
-        )
-
-
-def followers_of(pid: int) -> list[int]:
-    """Processes of ranks 1, 2, ... below `pid`."""
-    return [child for child in descendants(pid) if "engine.tensor_parallel.follower" in command_line(child)]
-
-
-def ready_workers(cluster: Cluster) -> set[str]:
-    return {worker["id"] for worker in cluster.get("/v1/cluster")["workers"] if worker["state"] == "ready"}
-
-
-def num_running(cluster: Cluster, worker: str) -> int:
-    loads = {found["id"]: found["load"] for found in cluster.get("/v1/cluster")["workers"]}
-    return int(loads[worker]["running"])
+        found = cluster.legs_of(answer.id)[-1]
+        assert (found["transport"] == "shm", found["kv_pull_failed"]) == (is_pulled, not is_pulled)
 
 
 @pytest.mark.parametrize("flag", ["--tp=2", pytest.param("--pp=2", marks=pytest.mark.soak)])
@@ -137,33 +99,18 @@ def test_a_killed_rank_ends_its_worker_and_no_answer(reference: LLM, flag: str) 
     expected = [completion.text for completion in reference.generate(PROMPTS, params)]
     role_args = {"prefill-0": [flag], "decode-0": [flag]}
     with running_cluster(num_decode=2, engine_args=ENGINE, role_args=role_args) as cluster:
-        texts: dict[int, str] = {}
-
-        def ask(index: int) -> None:
-            texts[index] = complete(cluster, PROMPTS[index], params)
-
-        threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(PROMPTS))]
-        worker = cluster.services["decode-0"]
-        (follower,) = followers_of(worker.pid)
-        for thread in threads:
-            thread.start()
-        while not num_running(cluster, "decode-0"):
-            assert any(thread.is_alive() for thread in threads), "all was answered before the kill"
-        began = time.monotonic()
-        os.kill(follower, signal.SIGKILL)
-        assert any(thread.is_alive() for thread in threads)
-        while "decode-0" in ready_workers(cluster):
-            assert time.monotonic() - began < 60.0, worker.log()
-            time.sleep(0.02)
-        for thread in threads:
-            thread.join(200.0)
-        assert [texts[index] for index in range(len(PROMPTS))] == expected
+        (follower,) = followers_of(cluster.services["decode-0"].pid)
+        with ThreadPoolExecutor() as pool:
+            answers = [pool.submit(complete, cluster, prompt, params) for prompt in PROMPTS]
+            while not cluster.load_of("decode-0")["running"]:
+                assert not all(answer.done() for answer in answers), "all was answered before the kill"
+            os.kill(follower, signal.SIGKILL)
+            assert not all(answer.done() for answer in answers)
+            wait_until(lambda: "decode-0" not in cluster.ready_workers(), told=cluster.services["decode-0"].log)
+            assert [answer.result() for answer in answers] == expected
         (follower,) = followers_of(cluster.services["prefill-0"].pid)
         cluster.services["prefill-0"].kill()
-        deadline = time.monotonic() + 60.0
-        while Path(f"/proc/{follower}").exists():
-            assert time.monotonic() < deadline, "a rank outlives its engine"
-            time.sleep(0.02)
+        until_gone(follower)
 
 
 @pytest.mark.soak
@@ -176,14 +123,8 @@ def test_a_stopped_stage_takes_its_worker_out_of_service() -> None:
             until_stopped(follower)
             thread = threading.Thread(target=complete, args=(cluster, "two", GREEDY))
             thread.start()
-            began = time.monotonic()
-            while ready_workers(cluster):
-                assert time.monotonic() - began < 60.0
-                time.sleep(0.1)
+            wait_until(lambda: not cluster.ready_workers())
         finally:
             os.kill(follower, signal.SIGCONT)
         thread.join(200.0)
-        began = time.monotonic()
-        while ready_workers(cluster) != {"decode-0"}:
-            assert time.monotonic() - began < 60.0
-            time.sleep(0.1)
+        wait_until(lambda: cluster.ready_workers() == {"decode-0"})

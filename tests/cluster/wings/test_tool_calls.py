@@ -9,9 +9,9 @@ import openai
 import pydantic
 import pytest
 
-from tests.cluster.harness import Cluster, running_cluster, save_with_tokenizer
 from tests.common.tools.tool_templates import HERMES_TEMPLATE
 from tests.engine.tiny_models import TinyModel
+from tests.harness.cluster import Cluster, running_cluster, save_with_tokenizer
 
 MESSAGES: Any = [{"role": "user", "content": "What is the weather like?"}]
 

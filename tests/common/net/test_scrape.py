@@ -12,7 +12,7 @@ import pytest
 from common.errors import ConfigError
 from common.metrics import MetricSet
 from common.net.scrape import serve_scrapes
-from tests.cluster.harness import free_ports
+from tests.harness.cluster import free_ports
 
 ACCEPTS = [
     "*/*",

@@ -49,10 +49,7 @@ _SCALED_OBJECT = fields(
     advanced=fields(horizontalPodAutoscalerConfig=fields(name=STRING, behavior=ANYTHING)),
     triggers=items(
         fields(
-            "type metadata",
-            type=STRING,
-            metricType=enum("AverageValue", "Value", "Utilization"),
-            metadata=STRINGS,
+            "type metadata", type=STRING, metricType=enum("AverageValue", "Value", "Utilization"), metadata=STRINGS
         )
     ),
 )

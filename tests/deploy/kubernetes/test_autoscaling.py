@@ -32,10 +32,7 @@ def evaluate(folder, queries):
             "values": value,
         }
         for pod, waiting, usage in PODS
-        for name, value in (
-            ("vllm:num_requests_waiting", f"{waiting}x3"),
-            ("vllm:kv_cache_usage_perc", f"{usage}x3"),
-        )
+        for name, value in (("vllm:num_requests_waiting", f"{waiting}x3"), ("vllm:kv_cache_usage_perc", f"{usage}x3"))
     ]
     tests = [
         {

@@ -239,8 +239,7 @@ def test_one_pod_of_a_role_is_evicted_at_a_time(controlled, nodes, installed):
             patch = f"--patch={json.dumps(ready)}"
             controlled.kubectl("patch", "pod", name, "-n=evicted", "--subresource=status", patch)
         controlled.wait_until(
-            "the budget allows one disruption",
-            lambda role=role: controlled.may_be_evicted("evicted", role),
+            "the budget allows one disruption", lambda role=role: controlled.may_be_evicted("evicted", role)
         )
         controlled.evict("evicted", names[0])
         assert "disruption budget" in controlled.evict("evicted", names[1], fails=True)

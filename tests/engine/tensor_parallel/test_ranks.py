@@ -33,11 +33,11 @@ from engine.runner import Proposer
 from engine.start_progress import OnProgress
 from engine.tensor_parallel.assembly import cpu_ranks
 from kvstore.layout import Shard
-from tests.cluster.wings.test_tensor_parallel import followers_of
 from tests.engine.driving import engine_config, num_drafts
 from tests.engine.expert_balancing.balancing import balancing_of
 from tests.engine.speculation.drafters import MakeOracle, draft_with, knows
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, reference_greedy
+from tests.harness.processes import followers_of
 
 pytestmark = pytest.mark.slow
 

@@ -40,7 +40,6 @@ from engine.tensor_parallel.gpu_seams import gpu_ranks
 from engine.tensor_parallel.runner import ParallelRunner
 from kernels.rms_norm import rms_norm
 from kvstore.layout import Shard
-from tests.cluster.wings.test_tensor_parallel import followers_of
 from tests.engine.driving import num_drafts
 from tests.engine.speculation.drafters import MakeOracle, draft_with, knows
 from tests.gpu.kv.test_kv_groups import FULL, GEMMA3
@@ -58,6 +57,7 @@ from tests.gpu.test_engine import (
     reference,
     windowed,  # noqa: F401
 )
+from tests.harness.processes import followers_of
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 four_gpus = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")

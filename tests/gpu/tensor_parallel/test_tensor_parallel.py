@@ -21,7 +21,6 @@ from engine.config import EngineConfig
 from engine.engine import DeviceLostError, Engine
 from engine.gpu.config import GpuConfig
 from engine.request import SamplingParams
-from tests.cluster.wings.test_tensor_parallel import followers_of
 from tests.engine.driving import engine_config, num_drafts
 from tests.engine.expert_balancing.balancing import balancing_of
 from tests.engine.quantization.packed_files import FORMATS, SIZES, write
@@ -32,6 +31,7 @@ from tests.gpu.mla.test_latents import V2
 from tests.gpu.models import save_family, save_tiny_model
 from tests.gpu.moe.test_packed_experts import save_mxfp4
 from tests.gpu.test_engine import generate, greedy
+from tests.harness.processes import followers_of
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 PROMPTS = [[(7 * i + 3 * j * j) % 97 for j in range(length)] for i, length in enumerate((5, 19, 200, 180, 190, 170))]

@@ -25,8 +25,8 @@ from kvstore.tier.agent_client import AgentHostTier
 from kvstore.tier.agent_server import serve
 from kvstore.tier.regions import Regions
 from kvstore.transports.unix_socket import connect_unix, pack, recv_frame, send_frame
+from tests.harness.processes import until_stopped
 from tests.kvstore.helpers import shm_names
-from tests.processes import until_stopped
 
 KEYS = block_keys(root_key("model"), pack_ids(range(8)), 1)
 BLOCK_BYTES = 4096

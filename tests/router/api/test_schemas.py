@@ -10,7 +10,7 @@ import orjson
 import pytest
 import pytest_asyncio
 
-from tests.router.harness import Cluster, cluster
+from tests.harness.router import Cluster, cluster
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "x"}]

@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 
 import router.api_docs  # noqa: F401  what tests/wings.py sees: this file goes with the wing
-from tests.router.harness import Cluster, cluster
+from tests.harness.router import Cluster, cluster
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -9,7 +9,7 @@ import orjson
 import pytest
 import pytest_asyncio
 
-from tests.router.harness import Cluster, cluster
+from tests.harness.router import Cluster, cluster
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -16,8 +16,8 @@ import pytest
 import pytest_asyncio
 import uvloop
 
-from tests.router.harness import Cluster, cluster
-from tests.router.scripted_worker import Script
+from tests.harness.router import Cluster, cluster
+from tests.harness.scripted_worker import Script
 
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: a reset instead of FIN
 

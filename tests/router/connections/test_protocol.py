@@ -16,8 +16,8 @@ from router.config import HttpConfig
 from router.connections.http_settings import ConnectionSettings
 from router.connections.protocol import MAX_PIPELINED
 from router.server import allow_descriptors, parse_settings
-from tests.router.harness import Cluster, cluster
-from tests.router.scripted_worker import Script
+from tests.harness.router import Cluster, cluster
+from tests.harness.scripted_worker import Script
 
 BODY = orjson.dumps({"prompt": "x", "max_tokens": 1})
 COMPLETION = (
@@ -45,9 +45,7 @@ async def ask(connection: Connection, data: bytes) -> bytes:
     return await asyncio.wait_for(reader.read(), 60)
 
 
-async def test_requests_beyond_the_limit_get_503_and_health_checks_an_answer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_requests_beyond_the_limit_get_503_and_health_checks_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.connections.protocol.SPARE_SECONDS", 60.0)
     limits = http_config(max_connections=2, reserved_per_address=0)
     async with cluster(http=limits) as c, AsyncExitStack() as stack:

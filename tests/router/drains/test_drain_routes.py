@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import router.drains  # noqa: F401  what tests/wings.py sees: this file goes with the wing
-from tests.router.harness import cluster
+from tests.harness.router import cluster
 from tests.router.test_served_models import both
 
 

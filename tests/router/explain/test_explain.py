@@ -7,8 +7,8 @@ import gc
 import pytest
 
 from router.journal import Journal
-from tests.router.harness import cluster
-from tests.router.scripted_worker import Script
+from tests.harness.router import cluster
+from tests.harness.scripted_worker import Script
 
 
 @pytest.mark.parametrize("max_entries", [1024, 0])

@@ -8,8 +8,8 @@ import pytest
 
 from common.errors import InvalidRequestError
 from router.http.deadline import timeout_seconds
-from tests.router.harness import cluster
-from tests.router.scripted_worker import Script
+from tests.harness.router import cluster
+from tests.harness.scripted_worker import Script
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from router.dispatch import Dispatcher
 from router.http.chunk_writer import ChunkWriter
 from router.http.errors import retry_after
 from router.http.sse import EventStream
-from tests.router.harness import Cluster, cluster
-from tests.router.scripted_worker import Script
+from tests.harness.router import Cluster, cluster
+from tests.harness.scripted_worker import Script
 
 SECRET = "the sparrow flies at noon"
 INTERNAL = {"message": "internal error", "type": "server_error", "param": None, "code": None}

@@ -11,7 +11,7 @@ import pytest
 from common.errors import ConfigError, OverloadedError
 from router.config import HttpConfig
 from router.http.held_bodies import UNCOUNTED_BYTES, HeldBodies
-from tests.router.harness import Cluster, cluster
+from tests.harness.router import Cluster, cluster
 
 MB = 1 << 20
 SMALL = HttpConfig(max_body_memory_mb=16)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.router.harness import cluster
+from tests.harness.router import cluster
 
 
 async def test_api_key_guards_every_route_but_health() -> None:

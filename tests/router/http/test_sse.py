@@ -18,8 +18,8 @@ from router.http.chunk_writer import ChunkWriter
 from router.http.sse import EventStream
 from router.metrics import RouterMetrics
 from router.request import GenerationRequest
-from tests.router.harness import DRY_RUN, cluster, text_of
-from tests.router.scripted_worker import Script
+from tests.harness.router import DRY_RUN, cluster, text_of
+from tests.harness.scripted_worker import Script
 
 
 def steady(events: list[Any]) -> list[Any]:

@@ -15,8 +15,8 @@ from common.token_ids import unpack_ids
 from router.messages_api.schemas import MessagesBody
 from router.messages_api.translation import chat_fields
 from tests.common.tools.tool_templates import HERMES_TEMPLATE, call_text
-from tests.router.harness import DRY_RUN, Cluster, cluster
-from tests.router.scripted_worker import Script
+from tests.harness.router import DRY_RUN, Cluster, cluster
+from tests.harness.scripted_worker import Script
 
 TEMPLATE = HERMES_TEMPLATE + "{# <think> </think> #}"
 HELLO: Any = [{"role": "user", "content": "Hello"}]

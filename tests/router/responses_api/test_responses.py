@@ -13,8 +13,8 @@ from common.text.tokenizer import Tokenizer
 from common.token_ids import unpack_ids
 from router.responses_api.store import ResponseStore
 from tests.common.tools.tool_templates import HERMES_TEMPLATE, call_text
-from tests.router.harness import DRY_RUN, Cluster, cluster
-from tests.router.scripted_worker import Script
+from tests.harness.router import DRY_RUN, Cluster, cluster
+from tests.harness.scripted_worker import Script
 
 TEMPLATE = HERMES_TEMPLATE + "{# <think> </think> #}"
 WEATHER: Any = {

@@ -74,10 +74,7 @@ def test_few_streams_spread_over_workers_that_are_about_equally_fast() -> None:
     """Measured step times of equal machines differ by some percent: that must not send everything to one of them."""
     running = {D0: 0, D1: 0}
     for number in range(8):
-        decode = [
-            view(D0, num_running=running[D0], step=0.0070),
-            view(D1, num_running=running[D1], step=0.0075),
-        ]
+        decode = [view(D0, num_running=running[D0], step=0.0070), view(D1, num_running=running[D1], step=0.0075)]
         running[choose("cost", request(50, draw=number / 8), [], decode, 64).chosen.decode] += 1
     assert running == {D0: 4, D1: 4}
 

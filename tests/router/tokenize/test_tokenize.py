@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from common.text.tokenizer import Tokenizer
-from tests.router.harness import DRY_RUN, cluster
+from tests.harness.router import DRY_RUN, cluster
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
 

@@ -13,8 +13,8 @@ import pytest
 
 from common.text.tokenizer import Tokenizer
 from tests.common.tools.tool_templates import HERMES_TEMPLATE, LLAMA3_TEMPLATE
-from tests.router.harness import DRY_RUN, Cluster, cluster
-from tests.router.scripted_worker import Script
+from tests.harness.router import DRY_RUN, Cluster, cluster
+from tests.harness.scripted_worker import Script
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER = {"type": "function", "function": {"name": "get_weather", "description": "Now.", "parameters": PARAMETERS}}
@@ -130,10 +130,7 @@ async def test_tools_that_must_not_be_called_are_not_shown() -> None:
 
 @pytest.mark.parametrize(
     ("choice", "names", "is_parallel"),
-    [
-        ("required", {"get_weather", "get_time"}, True),
-        (NAMED, {"get_time"}, False),
-    ],
+    [("required", {"get_weather", "get_time"}, True), (NAMED, {"get_time"}, False)],
     ids=["required", "named"],
 )
 async def test_a_required_call_is_a_grammar(choice: Any, names: set[str], is_parallel: bool) -> None:

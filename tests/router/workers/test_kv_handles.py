@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from protos import types_pb2 as pb
-from tests.router.harness import Cluster, cluster
-from tests.router.scripted_worker import Script
+from tests.harness.router import Cluster, cluster
+from tests.harness.scripted_worker import Script
 
 
 def lease_names(c: Cluster) -> list[str]:

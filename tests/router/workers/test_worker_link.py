@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from protos import types_pb2 as pb
-from tests.router.harness import Cluster, cluster, text_of
-from tests.router.scripted_worker import Script
+from tests.harness.router import Cluster, cluster, text_of
+from tests.harness.scripted_worker import Script
 
 SLOW = Script(delay_seconds=0.01)
 

@@ -13,8 +13,8 @@ from kvstore.pool.block_hash import block_keys, root_key
 from kvstore.pool.index import IndexState
 from kvstore.types import WorkerId
 from protos import types_pb2 as pb
-from tests.router.harness import Cluster, cluster, text_of
-from tests.router.scripted_worker import BLOCK_SIZE, Script, ScriptedWorker
+from tests.harness.router import Cluster, cluster, text_of
+from tests.harness.scripted_worker import BLOCK_SIZE, Script, ScriptedWorker
 
 SLOW = Script(delay_seconds=0.02)
 D0 = WorkerId("d0")

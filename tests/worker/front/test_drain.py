@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
@@ -13,33 +12,21 @@ import pytest
 
 from common.net.rpc import open_channel
 from protos import types_pb2 as pb
-from tests.cluster.harness import free_ports
-from tests.worker.harness import MINUTE_LONG, SLOW, Stream, Worker, attached, prefill, stop
+from tests.harness.worker import MINUTE_LONG, SLOW, Stream, Worker, attached, prefill, running
 
 pytestmark = pytest.mark.wing("engine.simulated")  # steps that take their time
 
 
-@contextmanager
-def running(role: str, folder: Path) -> Iterator[Worker]:
-    folder.chmod(0o700)
-    started = Worker(role, folder, free_ports(1)[0], engine=SLOW)
-    try:
-        asyncio.run(started.wait_ready())
-        yield started
-    finally:
-        stop(started)
-
-
 @pytest.fixture
 def prefill_worker(tmp_path: Path) -> Iterator[Worker]:
-    with running("prefill", tmp_path) as worker:
-        yield worker
+    with running(Worker("prefill", tmp_path, engine=SLOW)) as workers:
+        yield workers["prefill"]
 
 
 @pytest.fixture
 def decode_worker(tmp_path: Path) -> Iterator[Worker]:
-    with running("decode", tmp_path) as worker:
-        yield worker
+    with running(Worker("decode", tmp_path, engine=SLOW)) as workers:
+        yield workers["decode"]
 
 
 @asynccontextmanager
@@ -57,16 +44,11 @@ async def drained(worker: Worker, grace_seconds: float) -> AsyncIterator[Stream]
         yield stream
 
 
-async def exit_code(worker: Worker) -> int:
-    assert worker.service.process is not None
-    return await asyncio.to_thread(worker.service.process.wait, 60)
-
-
 async def test_the_grace_period_ends_a_drain(decode_worker: Worker) -> None:
     async with drained(decode_worker, grace_seconds=1.0) as stream:
         await stream.until_broken()  # the router moves what is left
         assert stream.load.num_running == stream.load.num_waiting == 1
-    assert await exit_code(decode_worker) == 0
+    assert await decode_worker.exit_code() == 0
 
 
 async def test_undrain_takes_a_worker_back_until_sigterm_drains_it(decode_worker: Worker) -> None:
@@ -93,7 +75,7 @@ async def test_undrain_takes_a_worker_back_until_sigterm_drains_it(decode_worker
         assert (await stream.failure_of("late")).code == pb.FAILURE_CODE_UNAVAILABLE
         await stream.cancel("second")
         assert (await stream.until_end("behind"))[1].finish_reason == pb.FINISH_REASON_LENGTH
-    assert await exit_code(decode_worker) == 0
+    assert await decode_worker.exit_code() == 0
 
 
 async def test_a_draining_prefill_worker_waits_for_its_readers(prefill_worker: Worker) -> None:
@@ -107,4 +89,4 @@ async def test_a_draining_prefill_worker_waits_for_its_readers(prefill_worker: W
         assert stream.load.num_leases == 1
         await stream.release(handle.lease_id, handle.epoch)
         await stream.until_broken()
-    assert await exit_code(prefill_worker) == 0
+    assert await prefill_worker.exit_code() == 0

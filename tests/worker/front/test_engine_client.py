@@ -23,11 +23,7 @@ from worker.messages import EngineLoad, Failed, Start, StepReport, Stop
     [
         ("import os; os.kill(os.getpid(), 9)", 60.0, "killed while loading, most likely because host memory ended"),
         ("raise SystemExit(3)", 60.0, "ended with status 3 while loading"),
-        (
-            "import time; time.sleep(600)",
-            1.0,
-            "done nothing for 1 s while loading",
-        ),  # a network file system hangs
+        ("import time; time.sleep(600)", 1.0, "done nothing for 1 s while loading"),  # a network file system hangs
     ],
 )
 async def test_an_engine_that_ends_while_loading_is_explained(

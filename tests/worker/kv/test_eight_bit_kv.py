@@ -12,8 +12,17 @@ from common.net.rpc import open_channel
 from engine import LLM, SamplingParams
 from protos import types_pb2 as pb
 from router.workers.handshake import check_worker
-from tests.cluster.harness import free_ports
-from tests.worker.harness import DRY_RUN, PROMPT, Worker, attached, by_tcp, prefill, ready
+from tests.harness.worker import (
+    DRY_RUN,
+    PROMPT,
+    Worker,
+    attached,
+    disaggregated,
+    prefill,
+    prefill_and_decode,
+    running,
+    tokens_of,
+)
 
 FP8 = (*DRY_RUN, "--kv-cache-dtype=fp8")
 
@@ -22,17 +31,11 @@ FP8 = (*DRY_RUN, "--kv-cache-dtype=fp8")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Worker]]:
     """A prefill and a decode worker with 8-bit blocks, and a decode worker with blocks of the model's type."""
     folder: Path = tmp_path_factory.mktemp("run")
-    folder.chmod(0o700)
-    plain_folder = folder / "plain"
-    plain_folder.mkdir(mode=0o700)
-    ports = free_ports(3)
-    found = {
-        "prefill": Worker("prefill", folder, ports[0], engine=FP8),
-        "decode": Worker("decode", folder, ports[1], engine=FP8),
-        "plain": Worker("decode", plain_folder, ports[2], engine=DRY_RUN),
-    }
-    with ready(found) as all_ready:
-        yield all_ready
+    with (
+        prefill_and_decode(folder, FP8) as eight_bit,
+        running(Worker("decode", folder / "plain", engine=DRY_RUN)) as plain,
+    ):
+        yield eight_bit | {"plain": plain["decode"]}
 
 
 def one_engine(kv_cache_dtype: str, prompt: list[int], max_tokens: int) -> list[int]:
@@ -45,29 +48,19 @@ def one_engine(kv_cache_dtype: str, prompt: list[int], max_tokens: int) -> list[
 async def test_disaggregated_equals_one_engine(workers: dict[str, Worker], transport: str) -> None:
     expected = one_engine("fp8", PROMPT, 16)
     async with attached(workers["prefill"]) as p, attached(workers["decode"]) as d:
-        first, handle = await prefill(p, "p", cache_salt=transport)
-        if transport == "tcp":
-            handle = by_tcp(handle)
-        await d.submit("d", cache_salt=transport, output_token_ids=first, kv_handle=handle)
-        deltas: list[pb.TokenDelta] = []
-        while not deltas or not deltas[-1].finish_reason:
-            deltas += [delta for delta in (await d.report()).deltas if delta.request_id == "d"]
-        assert first + [token for delta in deltas for token in delta.token_ids] == expected
-        assert (deltas[0].times.transport, deltas[0].times.num_pulled_tokens) == (transport, len(PROMPT))
-        await p.until_quiet()
+        tokens, times = await disaggregated(p, d, "d", transport, cache_salt=transport)
+        assert tokens == expected
+        assert (times.transport, times.num_pulled_tokens) == (transport, len(PROMPT))
 
 
 async def test_blocks_of_another_type_are_computed_again(workers: dict[str, Worker]) -> None:
     async with attached(workers["prefill"]) as p, attached(workers["plain"]) as d:
         first, handle = await prefill(p, "other")
         await d.submit("other", output_token_ids=first, kv_handle=handle)
-        deltas: list[pb.TokenDelta] = []
-        while not deltas or not deltas[-1].finish_reason:
-            deltas += [delta for delta in (await d.report()).deltas if delta.request_id == "other"]
+        deltas = await d.deltas_of("other")
         assert deltas[0].times.kv_pull_failed
         assert deltas[0].times.num_pulled_tokens == 0
-        tokens = [token for delta in deltas for token in delta.token_ids]
-        assert tokens == one_engine("auto", PROMPT + first, 15)
+        assert tokens_of(deltas) == one_engine("auto", PROMPT + first, 15)
 
 
 async def test_the_router_refuses_a_mixture(workers: dict[str, Worker]) -> None:

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from protos import types_pb2 as pb
-from tests.cluster.harness import free_ports, save_with_tokenizer
 from tests.engine.driving import random_prompt
 from tests.engine.tiny_models import DEEPSEEK, TinyModel, reference_greedy
-from tests.worker.harness import Worker, attached, by_tcp, prefill, ready
+from tests.harness.cluster import save_with_tokenizer
+from tests.harness.worker import Worker, attached, disaggregated, running
 
 pytestmark = [pytest.mark.slow, pytest.mark.wing("engine.mla"), pytest.mark.wing("engine.tensor_parallel")]
 
@@ -23,15 +22,10 @@ PROMPTS = {transport: random_prompt(70, 256, seed) for seed, transport in enumer
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Worker]]:
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("run")
-    folder.chmod(0o700)
     path = save_with_tokenizer(TINY, folder / "model")
     engine = (f"--model={path}", "--dtype=float32", "--num-gpu-blocks=64", "--num-threads=1", "--kv-lease-seconds=60")
     roles = {"prefill": ("--mla=latent", "--tp=2"), "decode": ("--mla=absorbed",)}
-    started = {
-        role: Worker(role, folder, port, *extra, engine=engine)
-        for (role, extra), port in zip(roles.items(), free_ports(2), strict=True)
-    }
-    with ready(started) as found:
+    with running(*(Worker(role, folder, *flags, engine=engine) for role, flags in roles.items())) as found:
         yield found
 
 
@@ -39,16 +33,6 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Work
 async def test_a_worker_decodes_over_latents_of_another(workers: dict[str, Worker], transport: str) -> None:
     prompt = PROMPTS[transport]
     async with attached(workers["prefill"]) as p, attached(workers["decode"]) as d:
-        first, handle = await prefill(p, transport, prompt_token_ids=prompt)
-        if transport == "tcp":
-            handle = by_tcp(handle)
-        await d.submit(transport, prompt_token_ids=prompt, output_token_ids=first, kv_handle=handle)
-        deltas: list[pb.TokenDelta] = []
-        while not deltas or not deltas[-1].finish_reason:
-            deltas += [delta for delta in (await d.report()).deltas if delta.request_id == transport]
-        tokens = first + [token for delta in deltas for token in delta.token_ids]
+        tokens, times = await disaggregated(p, d, "d", transport, prompt_token_ids=prompt)
         assert tokens == reference_greedy(TINY.build(), prompt, 16)
-        times = deltas[0].times
         assert (times.transport, times.kv_pull_failed, times.num_pulled_tokens) == (transport, False, len(prompt))
-        await p.until_quiet()
-        await d.until_quiet()

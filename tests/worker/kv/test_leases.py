@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from protos import types_pb2 as pb
-from tests.worker.harness import PROMPT, Stream, Worker, attached, prefill, prefill_and_decode
+from tests.harness.worker import PROMPT, Stream, Worker, attached, prefill, prefill_and_decode
 
 
 @pytest.fixture(scope="module")

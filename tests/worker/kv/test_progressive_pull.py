@@ -10,7 +10,7 @@ import pytest
 from common.net.rpc import open_channel
 from engine import LLM, SamplingParams
 from protos import types_pb2 as pb
-from tests.worker.harness import (
+from tests.harness.worker import (
     DRY_RUN,
     MINUTE_LONG,
     PROMPT,
@@ -20,6 +20,7 @@ from tests.worker.harness import (
     attached,
     by_tcp,
     prefill_and_decode,
+    tokens_of,
 )
 
 CHUNK_TOKENS, BLOCK_TOKENS = 40, 16
@@ -76,10 +77,8 @@ async def test_only_the_rest_is_pulled_at_the_end(
         for part in parts:
             await d.prefetch(part)
         await d.submit("d", cache_salt=transport, output_token_ids=last.token_ids, kv_handle=handle)
-        deltas: list[pb.TokenDelta] = []
-        while not deltas or not deltas[-1].finish_reason:
-            deltas += [delta for delta in (await d.report()).deltas if delta.request_id == "d"]
-        assert [*last.token_ids, *(t for delta in deltas for t in delta.token_ids)] == expected
+        deltas = await d.deltas_of("d")
+        assert [*last.token_ids, *tokens_of(deltas)] == expected
         num_ready = (NUM_CHUNKS - 1) * CHUNK_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS
         times = deltas[0].times
         assert (times.num_cached_tokens, times.num_pulled_tokens) == (num_ready, len(PROMPT) - num_ready)

@@ -124,11 +124,7 @@ def test_ranks_share_host_slots_only_of_the_same_heads(tmp_path: Path) -> None:
 
 def test_blocks_that_are_no_whole_words_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="multiple of 8"):
-        open_memory(
-            tmp_path,
-            "auto",
-            replace(GEOMETRY, layout=full_attention(1, 1, 1, "bfloat16"), block_size=1),
-        )
+        open_memory(tmp_path, "auto", replace(GEOMETRY, layout=full_attention(1, 1, 1, "bfloat16"), block_size=1))
 
 
 def test_shareable_memory_that_another_process_took_meanwhile_is_a_message_with_numbers(

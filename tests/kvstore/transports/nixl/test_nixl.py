@@ -28,10 +28,10 @@ from kvstore.transports.nixl import reader as nixl_module
 from kvstore.transports.nixl.agent import NixlAgent, NixlRead, agent_name
 from kvstore.transports.nixl.reader import NixlReader
 from kvstore.types import BlockId, Epoch
+from tests.harness.processes import until_stopped
 from tests.kvstore import ranks as split
 from tests.kvstore.helpers import GEOMETRY, empty_pool, lease_from_hex, with_address, with_shard
 from tests.kvstore.transports.test_service import BLOCKS, Worker
-from tests.processes import until_stopped
 
 pytest.importorskip("nixl_cu13", reason="NIXL has packages for x86_64 alone")
 BLOCK_BYTES = GEOMETRY.block_bytes

@@ -22,7 +22,7 @@ from router.config import HttpConfig, RouterConfig
 from router.gateway import Gateway
 from router.served_model import LoadedModel, ServedModel, serve_models
 from router.server import protocol_for
-from tests.router.scripted_worker import Script, ScriptedWorker
+from tests.harness.scripted_worker import Script, ScriptedWorker
 
 DRY_RUN = load_tokenizer(resolve_model("dry-run"))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -19,7 +18,7 @@ from common.token_ids import pack_ids
 from kvstore.handle.handle import PeerLease, open_handle
 from protos import decode_pb2_grpc, prefill_pb2_grpc
 from protos import types_pb2 as pb
-from tests.cluster.harness import Service, free_ports
+from tests.harness.cluster import Service, free_ports, service_environment
 from tests.kvstore.helpers import as_handle, with_address
 from worker.front.protobuf import handle_of
 
@@ -34,12 +33,19 @@ MINUTE_LONG = pb.SamplingParams(max_tokens=3000)
 class Worker:
     """One process and, when attached, its stream."""
 
-    def __init__(self, role: str, folder: Path, port: int, *extra: str, engine: Sequence[str] = DRY_RUN) -> None:
-        argv = ["-m", f"{role}_service", f"--port={port}", f"--worker-id={role}", f"--run-dir={folder}", *engine]
-        self.service = Service(role, [*argv, *extra], folder / f"{role}.log")
-        self.service.start({**os.environ, "OMP_NUM_THREADS": "1"})
+    def __init__(self, role: str, folder: Path, *flags: str, engine: Sequence[str] = DRY_RUN) -> None:
+        """folder: of its socket and log."""
+        folder.mkdir(mode=0o700, exist_ok=True)
+        folder.chmod(0o700)
+        [port] = free_ports(1)
+        argv = [f"{role}_service", f"--port={port}", f"--worker-id={role}", f"--run-dir={folder}", *engine, *flags]
+        self.service = Service(role, argv, folder / f"{role}.log")
         self.role = role
         self.address = f"127.0.0.1:{port}"
+        self.start()
+
+    def start(self) -> None:
+        self.service.start(service_environment())
 
     def stub(self, channel: grpc.aio.Channel) -> Any:
         kind = prefill_pb2_grpc.PrefillStub if self.role == "prefill" else decode_pb2_grpc.DecodeStub
@@ -55,7 +61,10 @@ class Worker:
                 except grpc.aio.AioRpcError:
                     if time.monotonic() > deadline or not self.service.is_alive():
                         raise AssertionError(self.service.log()) from None
-                    await asyncio.sleep(0.05)
+                    await asyncio.sleep(0.02)
+
+    async def exit_code(self) -> int:
+        return await asyncio.to_thread(self.service.wait, 60)
 
 
 class Stream:
@@ -109,17 +118,19 @@ class Stream:
             self.keys -= set(event.removed.keys)
         return report
 
-    async def until_end(self, name: str) -> tuple[list[int], pb.TokenDelta]:
-        """Tokens of a request, and its last delta."""
-        tokens: list[int] = []
-        while True:
+    async def deltas_of(self, name: str) -> list[pb.TokenDelta]:
+        """All that are to come."""
+        deltas: list[pb.TokenDelta] = []
+        while not deltas or not deltas[-1].finish_reason:
             report = await self.report()
             assert not [f for f in report.failures if f.request_id == name], report.failures
-            for delta in report.deltas:
-                if delta.request_id == name:
-                    tokens += delta.token_ids
-                    if delta.finish_reason:
-                        return tokens, delta
+            deltas += [delta for delta in report.deltas if delta.request_id == name]
+        return deltas
+
+    async def until_end(self, name: str) -> tuple[list[int], pb.TokenDelta]:
+        """Tokens of a request, and its last delta."""
+        deltas = await self.deltas_of(name)
+        return tokens_of(deltas), deltas[-1]
 
     async def failure_of(self, name: str) -> pb.Failure:
         while True:
@@ -142,6 +153,10 @@ class Stream:
             if num_open == 0 and load.kv_blocks_free + load.kv_blocks_cached == load.kv_blocks_total:
                 return load
         raise AssertionError(f"not quiet: {self.load}")
+
+
+def tokens_of(deltas: Sequence[pb.TokenDelta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
 
 
 @asynccontextmanager
@@ -170,27 +185,33 @@ def by_tcp(handle: pb.KvHandle) -> pb.KvHandle:
     return edited(handle, lambda lease: with_address(lease, shm=None))
 
 
+async def disaggregated(
+    p: Stream, d: Stream, name: str, transport: str = "shm", **fields: Any
+) -> tuple[list[int], pb.RequestTimes]:
+    """All tokens of a request, and what its decode worker measured. Nothing is left on either side."""
+    first, handle = await prefill(p, name, **fields)
+    handle = by_tcp(handle) if transport == "tcp" else handle
+    await d.submit(name, output_token_ids=first, kv_handle=handle, **fields)
+    deltas = await d.deltas_of(name)
+    await p.until_quiet()
+    await d.until_quiet()
+    return first + tokens_of(deltas), deltas[0].times
+
+
 @contextmanager
-def ready(workers: dict[str, Worker]) -> Iterator[dict[str, Worker]]:
-    """Wait until all of them answer; stop them at the end."""
+def running(*workers: Worker) -> Iterator[dict[str, Worker]]:
+    """By role: wait until all of them answer; end them at last."""
     try:
-        for worker in workers.values():
+        for worker in workers:
             asyncio.run(worker.wait_ready())
-        yield workers
+        yield {worker.role: worker for worker in workers}
     finally:
-        for worker in workers.values():
-            stop(worker)
+        for worker in workers:
+            worker.service.kill()
 
 
 @contextmanager
 def prefill_and_decode(folder: Path, engine: Sequence[str] = DRY_RUN) -> Iterator[dict[str, Worker]]:
     """One worker of each role; `folder` holds their sockets and logs."""
-    folder.chmod(0o700)
-    ports = zip(("prefill", "decode"), free_ports(2), strict=True)
-    with ready({role: Worker(role, folder, port, engine=engine) for role, port in ports}) as workers:
+    with running(*(Worker(role, folder, engine=engine) for role in ("prefill", "decode"))) as workers:
         yield workers
-
-
-def stop(worker: Worker) -> None:
-    if worker.service.is_alive():
-        worker.service.kill()

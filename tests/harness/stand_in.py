@@ -1,4 +1,4 @@
-"""A small service for supervisor tests: `python -m tests.cli.stand_in MODE PORT EVENTS NAME`.
+"""A small service for supervisor tests: `python -m tests.harness.stand_in MODE PORT EVENTS NAME`.
 
 Answers every HTTP request with 200 and appends "NAME event PID" lines to the EVENTS file.
 Modes: well; dies (exit 3 before it is ready); dies-later (so, but not the first time); deaf (ignores SIGTERM);

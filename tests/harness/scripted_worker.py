@@ -2,7 +2,7 @@
 
 The token at a position depends on prompt, seed and all tokens before it, so a request that goes on elsewhere gives
 the same tokens only when nothing was lost, repeated or changed. Switches make it slow, silent, failing or dead.
-`python tests/router/scripted_worker.py --role decode ...` runs one as a process, for benchmarks.
+`python tests/harness/scripted_worker.py --role decode ...` runs one as a process, for benchmarks.
 """
 
 from __future__ import annotations

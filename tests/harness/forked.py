@@ -1,0 +1,129 @@
+"""Service processes forked from one that has imported their modules, so that a start takes no seconds of imports.
+
+Each has an id, a session, signals and children of its own and runs the `main` of `python -m MODULE`. Who will start
+children forks them before it has threads: they wait for the command, environment and descriptors that Popen is given.
+Only the command line in /proc differs. tests/cli/cluster starts every service by its real command.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib
+import multiprocessing
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from multiprocessing.forkserver import ensure_running
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+ENGINE_PROCESS, FOLLOWER = "worker.engine_process.main", "engine.tensor_parallel.follower"
+MAX_MESSAGE_BYTES = 1 << 17  # of a command and its environment
+PARKED = 512  # descriptors from here on wait for their numbers
+
+
+def fork_service(argv: Sequence[str], env: Mapping[str, str], log_path: Path) -> BaseProcess:
+    """Start what `python -m argv` runs, with this environment; its output is appended to `log_path`."""
+    log_path.touch()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.harness.preloaded"])
+    with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):  # read when torch is imported
+        ensure_running()
+    process = context.Process(target=_run_service, args=([*argv], {**env}, log_path))
+    process.start()
+    return process
+
+
+def _run_service(argv: list[str], env: dict[str, str], log_path: Path) -> None:
+    os.setsid()
+    log = os.open(log_path, os.O_WRONLY | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    if argv[0] in ("prefill_service", "decode_service"):
+        degrees = dict(re.findall(r"--(tp|pp)=(\d+)", " ".join(argv)))  # the last of each counts
+        num_followers = int(degrees.get("tp", 1)) * int(degrees.get("pp", 1)) - 1
+        _fork_children([ENGINE_PROCESS], [FOLLOWER] * num_followers)
+    _run_module(argv, env)
+
+
+def _run_module(argv: list[str], env: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(env)
+    sys.argv = argv
+    Path("/proc/self/comm").write_text(argv[0][-15:])  # what `followers_of` (processes.py) looks for
+    name = argv[0] if "." in argv[0] else f"{argv[0]}.__main__"
+    sys.exit(importlib.import_module(name).main())
+
+
+def _fork_children(modules: Sequence[str], of_children: Sequence[str] = ()) -> None:
+    """Fork one process per module, and use it where this one would start `python -m` with the module."""
+    waiting: list[tuple[str, int, socket.socket]] = []
+    for module in modules:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if (pid := os.fork()) == 0:
+            for link in (ours, *(link for _, _, link in waiting)):
+                link.close()
+            _fork_children(of_children)
+            _wait_for_command(theirs)
+        theirs.close()
+        waiting.append((module, pid, ours))
+    start = subprocess.Popen
+
+    def popen(command: Any, *args: Any, **kwargs: Any) -> Any:
+        for each in waiting:
+            module, pid, link = each
+            if module in command:
+                waiting.remove(each)
+                _send_command(link, command[command.index(module) :], kwargs.get("env"), kwargs["pass_fds"])
+                return _Child(pid)
+        return start(command, *args, **kwargs)
+
+    if waiting:
+        subprocess.Popen = popen  # type: ignore[misc,assignment]
+
+
+def _send_command(
+    link: socket.socket, argv: Sequence[str], env: Mapping[str, str] | None, descriptors: Sequence[int]
+) -> None:
+    parts = [
+        *map(str, descriptors),
+        "",
+        *argv,
+        "",
+        *(f"{name}={value}" for name, value in (env or os.environ).items()),
+    ]
+    with link:
+        socket.send_fds(link, ["\0".join(parts).encode()], descriptors)
+
+
+def _wait_for_command(link: socket.socket) -> None:
+    """Run it; ends this process."""
+    with link:
+        message, received, _, _ = socket.recv_fds(link, MAX_MESSAGE_BYTES, 64)
+    if not message:  # the parent has ended
+        sys.exit(0)
+    numbers, argv, env = (part.split("\0") for part in message.decode().split("\0\0", 2))
+    parked = [fcntl.fcntl(each, fcntl.F_DUPFD, PARKED) for each in received]
+    for each in received:
+        os.close(each)
+    for each, number in zip(parked, map(int, numbers), strict=True):  # as they are numbered in the parent
+        os.dup2(each, number)
+        os.close(each)
+    _run_module(argv, dict(each.split("=", 1) for each in env))
+
+
+class _Child(subprocess.Popen):
+    """A process that runs already."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid, self.returncode = pid, None
+        self.stdin = self.stdout = self.stderr = None
+        self.args = ()
+        self._child_created, self._waitpid_lock, self._sigint_wait_secs = True, threading.Lock(), 0.25

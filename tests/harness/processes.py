@@ -1,0 +1,66 @@
+"""Processes of this machine, from /proc. Any of them, and any thread, may end while it is looked at."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from tests.harness.waiting import wait_until
+
+
+def children(pid: int) -> list[int]:
+    found: list[int] = []
+    for task in _tasks(pid):
+        with contextlib.suppress(OSError):
+            found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def descendants(pid: int) -> list[int]:
+    """Children of a process, their children and so on."""
+    return [each for child in children(pid) for each in (child, *descendants(child))]
+
+
+def followers_of(pid: int) -> list[int]:
+    """Processes of ranks 1, 2, ... below `pid`."""
+    return [child for child in descendants(pid) if ".follower" in command_line(child) + name(child)]
+
+
+def name(pid: int) -> str:
+    """The last letters of the module that a forked service runs."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return ""
+
+
+def command_line(pid: int) -> str:
+    """Empty: it has ended."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    return ""
+
+
+def is_alive(pid: int) -> bool:
+    return _state(Path(f"/proc/{pid}")) not in "ZX"
+
+
+def until_stopped(pid: int) -> None:
+    """Wait until each thread has seen SIGSTOP, or has ended."""
+    wait_until(lambda: all(_state(task) in "TZX" for task in _tasks(pid)))
+
+
+def until_gone(*pids: int) -> None:
+    """Wait until these processes have ended, and their parents know it."""
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), told=lambda: pids)
+
+
+def _tasks(pid: int) -> list[Path]:
+    with contextlib.suppress(OSError):
+        return list(Path(f"/proc/{pid}/task").iterdir())
+    return []
+
+
+def _state(task: Path) -> str:
+    with contextlib.suppress(OSError):
+        return (task / "stat").read_text().rpartition(")")[2].split()[0]
+    return "X"

@@ -1,0 +1,106 @@
+"""`mini-infer serve` as a user runs it, by its command: real services on the dry-run model."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import httpx
+import pytest
+
+from cli.cluster.ports import free_ports
+from tests.harness.processes import command_line, descendants, is_alive
+from tests.harness.waiting import wait_until
+
+FLAGS = ["--dry-run", "--num-gpu-blocks=256", "--host-tier-gb=0.01", "--num-threads=1"]
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """Short, in place of pytest's own: sockets lie there, whose paths have 107 bytes at most."""
+    with tempfile.TemporaryDirectory(prefix="mi-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "cli", *arguments]
+
+
+def environment(tmp_path: Path) -> dict[str, str]:
+    return os.environ | {"XDG_RUNTIME_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+
+
+def session_pids(text: str) -> list[int]:
+    """Processes whose command line holds `text`."""
+    numbers = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return [pid for pid in numbers if text in command_line(pid) and is_alive(pid)]
+
+
+def assert_gone(find: Callable[[], list[int]]) -> None:
+    """Nothing is left. Who got SIGKILL in the end takes a moment to die."""
+    wait_until(lambda: not find(), told=lambda: [command_line(pid) for pid in find()])
+
+
+class Served:
+    """A running `mini-infer serve` and everything that it printed."""
+
+    def __init__(self, tmp_path: Path, *flags: str, api_key: str = "", program: Sequence[str] = ()) -> None:
+        """program: an installed one, in `tmp_path` and without the path of this process."""
+        (self.port,) = free_ports(1)
+        self.api_key = api_key
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = tmp_path / "serve.log"
+        env = environment(tmp_path) | ({"MINI_INFER_API_KEY": api_key} if api_key else {})
+        if program:
+            env.pop("PYTHONPATH", None)
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [*(program or command("serve")), *FLAGS, f"--port={self.port}", *flags],
+                stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True,
+                cwd=tmp_path if program else None,
+            )  # fmt: skip
+
+    @property
+    def pids(self) -> list[int]:
+        """Of all services and their children."""
+        return descendants(self.process.pid)
+
+    def wait_for(self, pattern: str, seconds: float = 200.0) -> str:
+        """Until the output holds `pattern`; returns all of it."""
+
+        def is_told_or_over() -> bool:
+            is_over = self.process.poll() is not None
+            return re.search(pattern, self.log.read_text()) is not None or is_over
+
+        wait_until(is_told_or_over, seconds, lambda: self.log.read_text()[-3000:])
+        text = self.log.read_text()
+        assert re.search(pattern, text), f"no {pattern!r} in:\n{text[-3000:]}"
+        return text
+
+    def is_used(self, worker: str) -> bool:
+        """Whether the router has the worker, which is a moment after it is ready."""
+        workers = httpx.get(f"{self.url}/v1/cluster", timeout=60.0).json()["workers"]
+        return any(item["id"] == worker and item["state"] == "ready" for item in workers)
+
+    def stop(self) -> None:
+        """SIGTERM, which ends it well. What does not end is killed, and its services with it."""
+        self.process.terminate()
+        try:
+            code = self.process.wait(100)
+        finally:
+            self.process.kill()
+            self.process.wait()
+        assert code == 0, self.log.read_text()[-3000:]
+
+    def complete(self) -> str:
+        prompt = list(range(40, 140))
+        body = {"model": "dry-run", "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        reply = httpx.post(f"{self.url}/v1/completions", json=body, timeout=100.0, headers=headers)
+        assert reply.status_code == 200, reply.text
+        return reply.json()["choices"][0]["text"]
