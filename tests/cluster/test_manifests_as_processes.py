@@ -17,10 +17,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
 from tests.deploy.kubernetes.kustomize import Document, Rendered
+from tests.harness.clients import get
 from tests.harness.cluster import ROOT, Cluster, Service, free_ports
 
 pytestmark = pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl builds overlays")
@@ -95,7 +95,7 @@ class Node:
 
     def kv_transfers(self) -> dict[str, float]:
         """Pulls of the decode worker by transport."""
-        text = httpx.get(f"http://127.0.0.1:{self.metrics_ports['decode']}/metrics", timeout=60).text
+        text = get(f"http://127.0.0.1:{self.metrics_ports['decode']}/metrics").text
         found = re.findall(r'^mini_infer_kv_transfers_total\{.*?transport="(\w+)".*?\} (\S+)$', text, re.M)
         return {transport: float(count) for transport, count in found}
 

@@ -13,10 +13,10 @@ import torch
 
 from engine import LLM, SamplingParams
 from engine.scheduling.prefetches import MAX_PREFETCHES
+from tests.harness.clients import async_client
 from tests.harness.cluster import Cluster, free_ports, metric, running_cluster
-from tests.harness.jobs import async_client
 
-CHUNK_TOKENS, BLOCK_TOKENS, NUM_PROMPT_TOKENS = 64, 16, 1500
+CHUNK_TOKENS, BLOCK_TOKENS, NUM_PROMPT_TOKENS = 64, 16, 800
 TRANSPORT = "cuda_ipc" if torch.cuda.is_available() else "shm"
 NUM_REQUESTS, OUTPUT_TOKENS = 12, 16
 CHUNKED = {"prefill": (f"--max-num-batched-tokens={CHUNK_TOKENS}",)}
@@ -26,7 +26,7 @@ PREFETCHED = r"mini_infer_kv_prefetched_tokens_total\{.*\}"
 
 def make_prompts(seed: int, count: int = NUM_REQUESTS) -> list[str]:
     rng = random.Random(seed)  # a token a letter
-    return ["".join(rng.choices("abcdefgh ", k=NUM_PROMPT_TOKENS + rng.randrange(200))) for _ in range(count)]
+    return ["".join(rng.choices("abcdefgh ", k=NUM_PROMPT_TOKENS + rng.randrange(100))) for _ in range(count)]
 
 
 def expected_texts(llm: LLM, prompts: list[str]) -> list[str]:
@@ -130,7 +130,7 @@ async def survive(cluster: Cluster, reference: LLM, kill: str, prompts: list[str
 
 async def test_prompts_that_give_way_on_either_side_keep_their_tokens(reference: LLM) -> None:
     """Pools with room for one of the prompts. Urgent ones come until some have met others in mid-prompt."""
-    engine, [port] = ("--model=dry-run", "--num-gpu-blocks=130", "--num-threads=1"), free_ports(1)
+    engine, [port] = ("--model=dry-run", "--num-gpu-blocks=70", "--num-threads=1"), free_ports(1)
     roles = {"prefill": (*CHUNKED["prefill"], f"--metrics-port={port}")}
     with running_cluster(engine_args=engine, router_args=ALWAYS_PREFILL, role_args=roles) as cluster:
         async with async_client(cluster.url) as client:

@@ -27,6 +27,7 @@ import openai
 from cli.cluster.ports import free_ports
 from common.model_files import resolve_model
 from common.text.load import load_tokenizer
+from tests.harness.clients import get, openai_client
 from tests.harness.forked import fork_service
 from tests.harness.waiting import wait_until
 
@@ -124,7 +125,7 @@ class Cluster:
     env: dict[str, str] = field(default_factory=dict)
 
     def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0, timeout=200.0)
+        return openai_client(self.url)
 
     def ask(
         self, prompt: str | Sequence[int], max_tokens: int = 16, *, model: str = "dry-run", **fields: Any
@@ -146,7 +147,7 @@ class Cluster:
             return [*pool.map(lambda prompt: self.complete(prompt, max_tokens, **fields), prompts)]
 
     def get(self, path: str) -> Any:
-        return httpx.get(self.url + path, timeout=60.0).json()
+        return get(self.url + path).json()
 
     def legs_of(self, response_id: str) -> list[dict[str, Any]]:
         """What `GET /explain` tells of the workers that a request of one choice was on."""
@@ -177,7 +178,7 @@ class Cluster:
         ended = [s for s in self.services.values() if s.is_started and not s.is_alive()]
         assert not ended, f"{ended[0].name} ended while starting:\n{ended[0].log()[-3000:]}"
         with contextlib.suppress(httpx.HTTPError):
-            is_ready = httpx.get(self.url + "/readyz", timeout=10.0).status_code == 200
+            is_ready = get(self.url + "/readyz").status_code == 200
             return is_ready and len(self.ready_workers()) >= num_workers
         return False
 
@@ -221,7 +222,7 @@ def _is_quiet(load: Mapping[str, int]) -> bool:
 
 def metric(url: str, series: str) -> float:
     """The sum of the samples of a service whose name and labels match `series`, a regular expression."""
-    text = httpx.get(f"{url}/metrics", timeout=60.0).text
+    text = get(f"{url}/metrics").text
     return sum(map(float, re.findall(rf"^{series} (\S+)$", text, re.MULTILINE)))
 
 

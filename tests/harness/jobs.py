@@ -10,10 +10,7 @@ from dataclasses import dataclass
 import openai
 
 from engine import LLM, SamplingParams
-
-
-def async_client(url: str) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=300.0)
+from tests.harness.clients import async_client
 
 
 @dataclass(frozen=True)

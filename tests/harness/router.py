@@ -22,6 +22,7 @@ from router.config import HttpConfig, RouterConfig
 from router.gateway import Gateway
 from router.served_model import LoadedModel, ServedModel, serve_models
 from router.server import protocol_for
+from tests.harness.clients import async_client
 from tests.harness.scripted_worker import Script, ScriptedWorker
 
 DRY_RUN = load_tokenizer(resolve_model("dry-run"))
@@ -109,11 +110,13 @@ async def cluster(
     models: Sequence[LoadedModel] = (),
     others: Sequence[ScriptedWorker] = (),
     adapters: Sequence[str] = (),
+    send_buffer_bytes: int = 0,
     **config: Any,
 ) -> AsyncIterator[Cluster]:
     """Scripted workers behind a router. Every worker has a copy of `script`.
 
     models: what is served in place of dry-run; others: workers beside those of dry-run; adapters: of the first model.
+    send_buffer_bytes: of each connection; 0: what the kernel finds right.
     """
     plan = vars(script or Script())
     facts = {"tokenizer_hash": tokenizer.tokenizer_hash(), **(info or {})}
@@ -134,6 +137,8 @@ async def cluster(
     served += [replace(base, name=f"{base.name}:{name}", aliases=(), adapter=name) for name in adapters]
     gateway = Gateway(settings, served, http)
     listener = socket.create_server(("127.0.0.1", 0))
+    if send_buffer_bytes:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
     port = listener.getsockname()[1]
     server = uvicorn.Server(
         uvicorn.Config(
@@ -149,8 +154,8 @@ async def cluster(
     url = f"http://127.0.0.1:{port}"
     try:
         async with (
-            httpx.AsyncClient(base_url=url, timeout=60) as client,
-            AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as openai,
+            httpx.AsyncClient(base_url=url, timeout=60, verify=False) as client,
+            async_client(url) as openai,
         ):
             async with asyncio.timeout(120):
                 while not (server.started and (not wait or _num_usable(gateway) == len(prefill) + len(decode))):

@@ -10,10 +10,10 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import httpx
 import pytest
 
 from cli.cluster.ports import free_ports
+from tests.harness.clients import get, post
 from tests.harness.processes import command_line, descendants, is_alive
 from tests.harness.waiting import wait_until
 
@@ -84,7 +84,7 @@ class Served:
 
     def is_used(self, worker: str) -> bool:
         """Whether the router has the worker, which is a moment after it is ready."""
-        workers = httpx.get(f"{self.url}/v1/cluster", timeout=60.0).json()["workers"]
+        workers = get(f"{self.url}/v1/cluster").json()["workers"]
         return any(item["id"] == worker and item["state"] == "ready" for item in workers)
 
     def stop(self) -> None:
@@ -101,6 +101,6 @@ class Served:
         prompt = list(range(40, 140))
         body = {"model": "dry-run", "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        reply = httpx.post(f"{self.url}/v1/completions", json=body, timeout=100.0, headers=headers)
+        reply = post(f"{self.url}/v1/completions", json=body, headers=headers)
         assert reply.status_code == 200, reply.text
         return reply.json()["choices"][0]["text"]

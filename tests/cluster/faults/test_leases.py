@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import signal
 
+from tests.harness.clients import async_client
 from tests.harness.cluster import Cluster, blocks_in_use, running_cluster
-from tests.harness.jobs import async_client
 from tests.harness.processes import until_stopped
 from tests.harness.waiting import until
 

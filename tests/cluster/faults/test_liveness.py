@@ -14,8 +14,9 @@ from contextlib import contextmanager
 import pytest
 
 from engine import LLM
+from tests.harness.clients import async_client
 from tests.harness.cluster import Cluster, running_cluster
-from tests.harness.jobs import async_client, expected_texts, make_jobs, stream_job, stream_jobs, texts
+from tests.harness.jobs import expected_texts, make_jobs, stream_job, stream_jobs, texts
 from tests.harness.processes import children, until_stopped
 from tests.harness.waiting import until
 

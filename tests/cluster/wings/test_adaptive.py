@@ -10,8 +10,9 @@ import httpx
 import pytest
 
 from engine import LLM
+from tests.harness.clients import async_client
 from tests.harness.cluster import Cluster, running_cluster
-from tests.harness.jobs import Job, async_client, expected_texts, stream_job
+from tests.harness.jobs import Job, expected_texts, stream_job
 
 ENGINE = ("--model=dry-run", "--num-gpu-blocks=1024", "--num-threads=1", "--itl-objective-ms=100")
 OBJECTIVES = ("--ttft-objective-ms=1000", "--itl-objective-ms=100")

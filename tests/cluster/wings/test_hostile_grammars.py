@@ -14,6 +14,7 @@ import httpx
 import openai
 import pytest
 
+from tests.harness.clients import async_client
 from tests.harness.cluster import Cluster, running_cluster
 from tests.harness.processes import children
 
@@ -166,7 +167,7 @@ async def test_hostile_grammars_cost_others_nothing(
     ]
     before, pids = engine_bytes(cluster), {name: service.pid for name, service in cluster.services.items()}
     async with (
-        openai.AsyncOpenAI(base_url=cluster.url + "/v1", api_key="none", max_retries=0, timeout=100.0) as streaming,
+        async_client(cluster.url) as streaming,
         httpx.AsyncClient(base_url=cluster.url, timeout=100.0, limits=NO_KEEPALIVE) as client,
     ):
         answers: list[tuple[int, str]] = []

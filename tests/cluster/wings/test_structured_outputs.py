@@ -13,6 +13,7 @@ import pytest
 
 from common.grammar import grammar
 from engine import LLM, SamplingParams
+from tests.harness.clients import async_client
 from tests.harness.cluster import Cluster, running_cluster
 
 ROWS = {
@@ -107,7 +108,7 @@ def test_a_schema_of_the_client_is_refused_by_name(cluster: Cluster) -> None:
 
 
 async def test_every_choice_is_whole_and_the_same_after_a_decode_worker_was_killed(cluster: Cluster) -> None:
-    client = openai.AsyncOpenAI(base_url=cluster.url + "/v1", api_key="none", max_retries=0, timeout=200.0)
+    client = async_client(cluster.url)
 
     async def stream(number: int, ids: set[str], killed: asyncio.Event) -> list[str]:
         texts = [""] * 3
