@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
 import signal
 import socket
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
 import pytest
 
 from cli.cluster.ports import check_port, free_port_range, free_ports
 from cli.cluster.serve import run
 from common.errors import ConfigError
+from engine import LLM
+from tests.harness.clients import get, post
+from tests.harness.jobs import expected_texts, make_jobs, stream_jobs, texts
 from tests.harness.processes import command_line, is_alive
 from tests.harness.served import FLAGS, Served, assert_gone, command, environment, session_pids, tmp_path  # noqa: F401
 from tests.harness.waiting import wait_until
@@ -25,6 +29,9 @@ EXPERTS = ["--model=benchmarks/configs/qwen3-30b-a3b", "--load-format=dummy"]
 
 
 def test_a_cluster_from_start_to_sigterm(tmp_path):  # noqa: F811
+    """A kill, then a rolling restart under load: nothing is lost, and each worker is another process afterwards."""
+    jobs = make_jobs(24, seed=9)
+    expected = expected_texts(LLM("dry-run", num_gpu_blocks=2048, num_threads=1), jobs)
     served = Served(tmp_path, "--decode=2", "--verbose")
     try:
         text = served.wait_for("stop with Ctrl-C")
@@ -32,7 +39,8 @@ def test_a_cluster_from_start_to_sigterm(tmp_path):  # noqa: F811
         answer = served.complete()
         (run_dir,) = tmp_path.glob("mini-infer-*")
         pids = session_pids(str(run_dir))
-        assert len(pids) >= 4
+        workers = {pid for pid in pids if "_service " in command_line(pid)}
+        assert len(workers) == 3
 
         piped = subprocess.run(
             command("chat", "--url", served.url, "--max-tokens=32"),
@@ -53,11 +61,20 @@ def test_a_cluster_from_start_to_sigterm(tmp_path):  # noqa: F811
         served.wait_for(r"(?s)restarting it.*decode-1: ready")
         wait_until(lambda: served.is_used("decode-1"))
 
+        prefill = f"{served.url}/v1/workers/prefill-0/drain"
+        assert post(prefill).status_code == 409  # the only one of its role
         (drain,) = commands_of("tests/cli/cluster/test_serve.py::test_a_cluster_from_start_to_sigterm", "curl")
-        reply = subprocess.check_output(["bash", "-c", runnable(drain, served.url)])
-        assert json.loads(reply) == {"id": "decode-0", "draining": True, "open_requests": 0}
-        served.wait_for(r"(?s)decode-0 ended normally: replacing it now.*decode-0: ready")
+        with ThreadPoolExecutor() as pool:
+            answers = pool.submit(lambda: asyncio.run(stream_jobs(served.url, jobs)))
+            reply = json.loads(subprocess.check_output(["bash", "-c", runnable(drain, served.url)]))
+            assert (reply["id"], reply["draining"]) == ("decode-0", True)
+            assert post(f"{prefill}?force=true").status_code == 200
+            assert texts(answers.result()) == expected
+        for worker in ("decode-0", "prefill-0"):
+            served.wait_for(rf"(?s){worker} ended normally: replacing it now.*{worker}: ready")
+            wait_until(lambda worker=worker: served.is_used(worker))
         assert served.complete() == answer
+        assert not workers & set(session_pids(str(run_dir)))
     finally:
         served.stop()
     order = re.findall(r"\| ([a-z0-9-]+): stopped", served.log.read_text())
@@ -80,7 +97,7 @@ def test_secrets_metrics_and_a_failure_that_ends_the_cluster(tmp_path):  # noqa:
         for index, name in enumerate(
             ("vllm:num_requests_running", "mini_infer_host_tier_slots", "vllm:generation_tokens")
         ):
-            assert name in httpx.get(f"http://127.0.0.1:{metrics_port + index}/metrics", timeout=60.0).text
+            assert name in get(f"http://127.0.0.1:{metrics_port + index}/metrics").text
 
         processes = {pid: command_line(pid) for pid in served.pids}
         for part in (" kvstore ", " decode_service ", " worker.engine_process.main ", " router ", "rm -rf"):

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from engine import LLM
-from tests.harness.jobs import expected_texts, make_jobs, stream_jobs, texts
+from tests.harness.jobs import expected_texts, make_jobs, stream_jobs
 from tests.harness.processes import command_line
 from tests.harness.served import Served, tmp_path  # noqa: F401
 from tests.harness.waiting import until
@@ -52,28 +52,6 @@ async def survive(folder: Path, reference: LLM, num_streams: int, num_rounds: in
 
 async def test_streams_survive_the_death_of_the_only_decode_worker(tmp_path: Path, reference: LLM) -> None:  # noqa: F811
     await survive(tmp_path, reference, num_streams=40, num_rounds=1)
-
-
-async def test_drained_workers_are_replaced_one_after_the_other(tmp_path: Path, reference: LLM) -> None:  # noqa: F811
-    """A rolling restart: nothing is lost, and each worker is another process afterwards."""
-    served = Served(tmp_path, "--decode=2")
-    try:
-        await asyncio.to_thread(served.wait_for, "stop with Ctrl-C")
-        before = {pid for pid in served.pids if "_service " in command_line(pid)}
-        jobs = make_jobs(24, seed=9)
-        expected = expected_texts(reference, jobs)
-        streams = asyncio.create_task(stream_jobs(served.url, jobs))
-        async with httpx.AsyncClient(base_url=served.url, timeout=100.0) as http:
-            refused = await http.post("/v1/workers/prefill-0/drain")
-            assert refused.status_code == 409  # the only one of its role
-            for worker, query in (("decode-0", ""), ("decode-1", ""), ("prefill-0", "?force=true")):
-                assert (await http.post(f"/v1/workers/{worker}/drain{query}")).status_code == 200
-                await asyncio.to_thread(served.wait_for, rf"{worker} ended normally.*\n(.*\n)*.*{worker}: ready")
-                await until(lambda worker=worker: served.is_used(worker))
-            assert texts(await streams) == expected
-        assert not before & set(served.pids)
-    finally:
-        served.stop()
 
 
 @pytest.mark.soak
