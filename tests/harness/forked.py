@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.forkserver import ensure_running
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -31,11 +31,16 @@ PARKED = 512  # descriptors from here on wait for their numbers
 def fork_service(argv: Sequence[str], env: Mapping[str, str], log_path: Path) -> BaseProcess:
     """Start what `python -m argv` runs, with this environment; its output is appended to `log_path`."""
     log_path.touch()
+    return fork(_run_service, [*argv], {**env}, log_path)
+
+
+def fork(target: Callable[..., None], *args: Any) -> BaseProcess:
+    """Start `target` in a process that has imported torch and the services."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.harness.preloaded"])
     with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):  # read when torch is imported
         ensure_running()
-    process = context.Process(target=_run_service, args=([*argv], {**env}, log_path))
+    process = context.Process(target=target, args=args)
     process.start()
     return process
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
+import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from multiprocessing import connection as pipes
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,6 +37,7 @@ from kvstore.transports.nccl.reader import NcclReader
 from kvstore.transports.nccl.server import NcclServer
 from kvstore.transports.shm.reader import ShmReader
 from kvstore.types import BlockId, Epoch, LeaseId, WorkerId
+from tests.harness.forked import fork
 from tests.kvstore.helpers import (
     GEOMETRY,
     Owner,
@@ -52,19 +54,6 @@ from tests.worker.nccl.fake_nccl import FakeLink, FakeNccl
 from worker.kv.device_pool import DevicePool
 from worker.nccl import pool as nccl_pool
 from worker.nccl.pool import NcclPool
-
-OWNER_PROCESS = """
-import sys
-from pathlib import Path
-from tests.kvstore.helpers import as_handle, handle_to_hex
-from tests.worker.nccl.test_nccl import NcclOwner
-owner = NcclOwner(Path(sys.argv[1]))
-owner.on_stall = lambda: print("stalled", flush=True)
-print(handle_to_hex(as_handle(owner.lease([1, 2, 5]))), flush=True)
-for line in sys.stdin:
-    owner.stall = float(line)
-    print("told", flush=True)
-"""
 
 
 def ids(*numbers: int) -> list[BlockId]:
@@ -439,26 +428,37 @@ def test_threads_share_a_communicator(owner: NcclOwner, reader: Reader) -> None:
     assert len(reader.fake.links) == 1
 
 
+def own_a_pool(folder: Path, pipe: pipes.Connection) -> None:
+    owner = NcclOwner(folder)
+    owner.on_stall = lambda: pipe.send("stalled")
+    pipe.send(handle_to_hex(as_handle(owner.lease([1, 2, 5]))))
+    while True:
+        owner.stall = pipe.recv()
+        pipe.send("told")
+
+
 class OwnerProcess:
     def __init__(self, folder: Path) -> None:
-        argv = [sys.executable, "-c", OWNER_PROCESS, str(folder)]
-        self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self.lease = lease_from_hex(self.line())
+        self._pipe, theirs = multiprocessing.Pipe()
+        self._process = fork(own_a_pool, folder, theirs)
+        theirs.close()
+        self.lease = lease_from_hex(self.word())
 
-    def line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().decode().strip()
+    def word(self) -> str:
+        return self._pipe.recv()
 
     def stall(self) -> None:
         """Let no send come to its end from now on."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(b"1000\n")
-        self.process.stdin.flush()
-        assert self.line() == "told"
+        self._pipe.send(1000.0)
+        assert self.word() == "told"
+
+    def signal(self, number: int) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
 
     def kill(self) -> None:
-        self.process.kill()
-        self.process.communicate()
+        self._process.kill()
+        self._process.join()
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
@@ -474,12 +474,12 @@ def test_an_owners_process_that_dies_or_stops(
         process.stall()
 
         def end_in_a_send() -> None:
-            assert process.line() == "stalled"
-            process.process.send_signal(how)
+            assert process.word() == "stalled"
+            process.signal(how)
             if how is signal.SIGSTOP:  # nothing else shows it
                 clock.later = 1000.0
 
-        ending = threading.Thread(target=end_in_a_send if during else lambda: process.process.send_signal(how))
+        ending = threading.Thread(target=end_in_a_send if during else lambda: process.signal(how))
         ending.start()
         if not during:
             ending.join()
