@@ -33,13 +33,15 @@ MINUTE_LONG = pb.SamplingParams(max_tokens=3000)
 class Worker:
     """One process and, when attached, its stream."""
 
-    def __init__(self, role: str, folder: Path, *flags: str, engine: Sequence[str] = DRY_RUN) -> None:
-        """folder: of its socket and log."""
+    def __init__(
+        self, role: str, folder: Path, *flags: str, engine: Sequence[str] = DRY_RUN, program: Sequence[str] = ()
+    ) -> None:
+        """folder: of its socket and log. program: see `Service`."""
         folder.mkdir(mode=0o700, exist_ok=True)
         folder.chmod(0o700)
         [port] = free_ports(1)
         argv = [f"{role}_service", f"--port={port}", f"--worker-id={role}", f"--run-dir={folder}", *engine, *flags]
-        self.service = Service(role, argv, folder / f"{role}.log")
+        self.service = Service(role, argv, folder / f"{role}.log", program)
         self.role = role
         self.address = f"127.0.0.1:{port}"
         self.start()

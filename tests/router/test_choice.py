@@ -30,6 +30,10 @@ GRAMMARS_OF = {"begun": "regex:.*", "plain": "", "suspect": "regex:.*"}
 PART = pb.KvHandle(lease_id="part", worker_id="p0", epoch=1, num_tokens=32)
 
 
+def delta_of(submit: pb.Submit, text: str, **fields: Any) -> pb.TokenDelta:
+    return pb.TokenDelta(request_id=submit.request_id, token_ids=list(text.encode()), **fields)
+
+
 class Worker:
     """A link whose commands stay here, and which reports what a test says."""
 
@@ -68,8 +72,7 @@ class Worker:
 
     def says(self, text: str, **fields: Any) -> None:
         """One step, for the leg that was opened last."""
-        delta = pb.TokenDelta(request_id=self.submits[-1].request_id, token_ids=list(text.encode()), **fields)
-        self.link.apply(pb.StepReport(deltas=[delta]))
+        self.link.apply(pb.StepReport(deltas=[delta_of(self.submits[-1], text, **fields)]))
 
     def offers(self) -> pb.KvOffer:
         """A part of the prompt is computed, of the leg that was opened last."""
@@ -405,10 +408,14 @@ async def test_tries_that_bring_no_token_are_limited(code: int, kind: type[MiniI
     assert router.is_quiet()
 
 
-async def test_where_prefill_fails_decode_computes_the_prompt() -> None:
+@pytest.mark.parametrize(
+    "code", [pb.FAILURE_CODE_INTERNAL, pb.FAILURE_CODE_UNAVAILABLE, pb.FAILURE_CODE_RESOURCE_EXHAUSTED]
+)
+async def test_where_prefill_fails_decode_computes_the_prompt(code: int) -> None:
     router = Router(prefill=1)
     _, sink = router.request()
-    router.prefill[0].fails(pb.FAILURE_CODE_INTERNAL)
+    router.prefill[0].fails(code)
+    assert len(router.prefill[0].submits) == 1
     assert not router.decode[0].submits[0].HasField("kv_handle")
     router.decode[0].fails(pb.FAILURE_CODE_INTERNAL)  # but nobody mends that
     assert isinstance(sink.errors[0], EngineError)
@@ -430,20 +437,26 @@ async def test_a_stop_string_ends_the_choice_and_tells_the_worker() -> None:
 async def test_the_deadline_cuts_every_choice_once_one_has_a_token() -> None:
     router = Router()
     (decode,) = router.decode
-    _, sink = router.request(num_prompts=2, seconds=0.05)
-    decode.says("so far")  # the second prompt has nothing yet
+    _, sink = router.request(num_prompts=2, seconds=0.05, stops=("STOP",))
+    decode.link.apply(pb.StepReport(deltas=[delta_of(decode.submits[0], "so far ST")]))  # the other one has nothing
+    assert sink.text() == "so far "  # the rest may become a stop string
     async with asyncio.timeout(60):
         while len(sink.ends()) < 2:
             await asyncio.sleep(0.005)
     assert sorted(sink.ends()) == [(0, "length", "deadline"), (1, "length", "deadline")]
+    assert (sink.text(0), sink.text(1)) == ("so far ST", "")
     assert not sink.errors
     assert len(decode.cancels) == 2
     assert router.is_quiet()
 
 
-async def test_the_deadline_fails_a_request_without_a_token() -> None:
+@pytest.mark.parametrize("is_waiting", [False, True])
+async def test_the_deadline_fails_a_request_without_a_token(is_waiting: bool) -> None:
     router = Router()
-    _, sink = router.request(num_choices=2, seconds=0.01)
+    if is_waiting:
+        router.decode[0].link.lost("killed")
+    request, sink = router.request(num_choices=2, seconds=0.01)
+    assert request.is_waiting_for_worker == is_waiting
     async with asyncio.timeout(60):
         while not sink.errors:
             await asyncio.sleep(0.005)

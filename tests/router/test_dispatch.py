@@ -122,17 +122,6 @@ async def test_a_worker_that_refuses_is_passed_over(code: int) -> None:
         assert c.decode[0].submits
 
 
-@pytest.mark.parametrize(
-    "code", [pb.FAILURE_CODE_UNAVAILABLE, pb.FAILURE_CODE_RESOURCE_EXHAUSTED, pb.FAILURE_CODE_INTERNAL]
-)
-async def test_where_the_only_prefill_worker_refuses_decode_prefills(code: int) -> None:
-    control = await undisturbed()
-    async with cluster(num_prefill=1, local_prefill_tokens=0, script=Script()) as c:
-        c.prefill[0].script.refuse = code
-        assert (await c.chat(max_tokens=40)).json()["choices"] == control["choices"]
-        assert len(c.prefill[0].submits) == 1
-
-
 async def test_a_decode_worker_that_refuses_leaves_the_kv_to_the_next_one() -> None:
     control = await undisturbed()
     async with cluster(num_prefill=1, num_decode=2, local_prefill_tokens=0) as c:
@@ -231,25 +220,6 @@ async def test_a_stream_waits_for_its_only_worker_and_goes_on(monkeypatch: pytes
         await c.until(c.is_quiet)
 
 
-async def test_a_request_that_waits_for_a_worker_keeps_its_deadline() -> None:
-    async with cluster(request_timeout_seconds=0.5) as c:
-        await c.decode[0].kill()
-        await c.until(lambda: not c.model.workers.usable("decode"))
-        assert (await c.chat()).status_code == 504
-        assert c.is_quiet()
-
-
-async def test_a_request_that_makes_progress_may_move_as_often_as_it_must() -> None:
-    control = await undisturbed(max_tokens=100)
-    async with cluster(script=SLOW, max_retries=1) as c:
-        request = asyncio.create_task(c.events(max_tokens=100))
-        for number in range(4):
-            await c.until(lambda goal=20 * (number + 1): c.decode[0].num_tokens >= goal)  # type: ignore[misc]
-            await c.decode[0].kill()
-            await c.decode[0].start()
-        assert text_of(await request) == control["choices"][0]["message"]["content"]
-
-
 async def test_requests_that_are_in_prefill_count_where_they_will_decode() -> None:
     async with cluster(num_prefill=1, num_decode=2, local_prefill_tokens=0, script=Script(is_silent=True)) as c:
         answers = [asyncio.create_task(c.chat(f"prompt {number} " * 10)) for number in range(8)]
@@ -260,12 +230,6 @@ async def test_requests_that_are_in_prefill_count_where_they_will_decode() -> No
         await asyncio.gather(*answers)
         assert sorted(len(worker.submits) for worker in c.decode) == [4, 4]
         assert all(link.view().load == 0 for link in c.gateway.workers.links)
-
-
-async def test_retries_have_a_limit() -> None:
-    async with cluster(num_decode=3, script=Script(refuse=pb.FAILURE_CODE_UNAVAILABLE), max_retries=1) as c:
-        assert (await c.chat()).status_code == 503
-        assert sum(len(worker.submits) for worker in c.decode) == 2
 
 
 async def test_a_worker_that_comes_back_is_used_again() -> None:
@@ -289,18 +253,6 @@ async def test_a_client_that_leaves_frees_the_worker(stream: bool) -> None:
             await request
         await c.until(lambda: bool(c.decode[0].cancels))
         assert c.decode[0].num_tokens < 400
-        await c.until(c.is_quiet)
-
-
-async def test_a_client_that_leaves_while_prefill_waits_frees_it() -> None:
-    async with cluster(num_prefill=1, local_prefill_tokens=0, script=Script(is_silent=True)) as c:
-        request = asyncio.create_task(c.complete())
-        await c.until(lambda: bool(c.prefill[0].submits))
-        request.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await request
-        await c.until(lambda: c.prefill[0].cancels == [c.prefill[0].submits[0].request_id])
-        assert not c.decode[0].submits
         await c.until(c.is_quiet)
 
 
@@ -339,26 +291,6 @@ async def test_at_the_deadline_a_stream_ends_like_an_answer() -> None:
         ends = [e["choices"][0] for e in events[:-1] if e["choices"] and e["choices"][0]["finish_reason"]]
         assert [(end["finish_reason"], end["stop_reason"]) for end in ends] == [("length", "deadline")]
         assert len(text_of(events)) == events[-2]["usage"]["completion_tokens"] > 0
-        await c.until(c.is_quiet)
-
-
-async def test_at_the_deadline_held_back_text_is_shown_and_every_choice_ends() -> None:
-    """One choice has text, of which a part could have become a stop string; the other one has nothing yet."""
-    reply = [*b"so far ST"]
-
-    def spoil(report: pb.StepReport) -> None:
-        shown = [d for d in report.deltas if ".".join(d.request_id.split(".")[:-1]).endswith("-0")]
-        kept = [d for d in shown if d.token_ids[0] in reply]
-        del report.deltas[:]
-        report.deltas.extend(kept)
-
-    script = Script(reply=[*reply, *b"#" * 100], spoil=spoil)
-    async with cluster(script=script, request_timeout_seconds=3.0) as c:
-        answer = await c.complete(["a", "b"], stop=["STOP"], max_tokens=100)
-        assert answer.status_code == 200, answer.text
-        choices = answer.json()["choices"]
-        assert [choice["text"] for choice in choices] == ["so far ST", ""]
-        assert {(choice["finish_reason"], choice["stop_reason"]) for choice in choices} == {("length", "deadline")}
         await c.until(c.is_quiet)
 
 

@@ -8,9 +8,8 @@ import os
 import random
 import signal
 import socket
-import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
@@ -21,6 +20,7 @@ from engine import LLM, SamplingParams
 from kvstore.handle.handle import PeerLease
 from protos import kvstore_pb2, kvstore_pb2_grpc
 from protos import types_pb2 as pb
+from tests.harness.cluster import Service, service_environment
 from tests.harness.processes import children, until_gone
 from tests.harness.waiting import until
 from tests.harness.worker import DRY_RUN, PROMPT, Worker, attached, disaggregated, edited, prefill, prefill_and_decode
@@ -60,14 +60,8 @@ async def test_decode_alone_prefills(workers: dict[str, Worker], expected: list[
         assert tokens == expected
 
 
-async def test_corrupted_kv_is_recomputed(workers: dict[str, Worker], expected: list[int]) -> None:
-    async with attached(workers["prefill"]) as p, attached(workers["decode"]) as d:
-        first, handle = await prefill(p, "bad", cache_salt="bad")
-        handle = edited(handle, with_a_wrong_digest)
-        await d.submit("bad", cache_salt="bad", output_token_ids=first, kv_handle=handle)
-        tokens, _ = await d.until_end("bad")
-        assert first + tokens == expected
-        await p.until_quiet()
+def corrupt(handle: pb.KvHandle) -> None:
+    handle.CopyFrom(edited(handle, with_a_wrong_digest))
 
 
 def with_a_wrong_digest(lease: PeerLease) -> PeerLease:
@@ -76,24 +70,28 @@ def with_a_wrong_digest(lease: PeerLease) -> PeerLease:
     return with_shard(lease, digests=tuple(digests))
 
 
-async def test_stale_epoch_is_recomputed(workers: dict[str, Worker], expected: list[int]) -> None:
-    async with attached(workers["prefill"]) as p, attached(workers["decode"]) as d:
-        first, handle = await prefill(p, "stale", cache_salt="stale")
-        handle.epoch += 1
-        await d.submit("stale", cache_salt="stale", output_token_ids=first, kv_handle=handle)
-        tokens, _ = await d.until_end("stale")
-        assert first + tokens == expected
-        await p.release(handle.lease_id, handle.epoch - 1)
-        await p.until_quiet()
+def make_stale(handle: pb.KvHandle) -> None:
+    handle.epoch += 1
 
 
-async def test_a_handle_for_other_tokens_is_not_used(workers: dict[str, Worker], expected: list[int]) -> None:
+def make_of_other_tokens(handle: pb.KvHandle) -> None:
+    handle.num_tokens -= 1
+
+
+@pytest.mark.parametrize("spoil", [corrupt, make_stale, make_of_other_tokens])
+async def test_kv_that_is_not_what_it_should_be_is_recomputed(
+    workers: dict[str, Worker], expected: list[int], spoil: Callable[[pb.KvHandle], None]
+) -> None:
+    name = spoil.__name__
     async with attached(workers["prefill"]) as p, attached(workers["decode"]) as d:
-        first, handle = await prefill(p, "other", cache_salt="other")
-        handle.num_tokens -= 1
-        await d.submit("other", cache_salt="other", output_token_ids=first, kv_handle=handle)
-        tokens, _ = await d.until_end("other")
+        first, handle = await prefill(p, name, cache_salt=name)
+        epoch = handle.epoch
+        spoil(handle)
+        await d.submit(name, cache_salt=name, output_token_ids=first, kv_handle=handle)
+        tokens, _ = await d.until_end(name)
         assert first + tokens == expected
+        if handle.epoch != epoch:  # its reader cannot release it
+            await p.release(handle.lease_id, epoch)
         await p.until_quiet()
 
 
@@ -118,20 +116,15 @@ async def test_events_name_the_blocks(workers: dict[str, Worker]) -> None:
         await p.until_quiet()
 
 
-async def test_cancel_frees_everything(workers: dict[str, Worker]) -> None:
+@pytest.mark.parametrize("how", ["cancel", "leave"])
+async def test_a_router_that_cancels_or_leaves_frees_everything(workers: dict[str, Worker], how: str) -> None:
     async with attached(workers["decode"]) as d:
         await d.submit("long", sampling=pb.SamplingParams(max_tokens=1500))
         while not (await d.report()).deltas:
             pass
-        await d.cancel("long")
-        await d.until_quiet()
-
-
-async def test_a_router_that_leaves_frees_everything(workers: dict[str, Worker]) -> None:
-    async with attached(workers["decode"]) as d:
-        await d.submit("gone", sampling=pb.SamplingParams(max_tokens=1500))
-        while not (await d.report()).deltas:
-            pass
+        if how == "cancel":
+            await d.cancel("long")
+            await d.until_quiet()
     async with attached(workers["decode"]) as d:
         await d.until_quiet()
 
@@ -207,35 +200,29 @@ async def test_a_cluster_token_is_demanded(tmp_path: Path) -> None:
         worker.service.kill()
 
 
-def test_a_port_that_others_reach_needs_a_token(tmp_path: Path) -> None:
-    argv = [sys.executable, "-m", "decode_service", "--model=dry-run", "--host=0.0.0.0", f"--run-dir={tmp_path}"]
-    result = subprocess.run(argv, capture_output=True, text=True, timeout=200)
-    assert result.returncode == 1
-    assert "--cluster-token" in result.stderr
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--model=/does/not/exist"], "not found"),
+        (["--model=dry-run", "--host=0.0.0.0"], "--cluster-token"),
         (["--model=dry-run", "--num-gpu-blocks=1", "--block-size=16", "--kv-lease-seconds=0"], "kv-lease-seconds"),
         (["--model=dry-run", "--quant-mode=int8-weight", "--device=cuda"], "cuda"),
     ],
 )
 def test_a_worker_that_cannot_start_says_why_in_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
-    argv = [sys.executable, "-m", "decode_service", f"--run-dir={tmp_path}", *arguments]
-    result = subprocess.run(argv, capture_output=True, text=True, timeout=200)
-    assert result.returncode == 1
-    errors = [line for line in result.stderr.splitlines() if line.startswith("decode: ")]
-    assert len(errors) == 1, result.stderr
+    service = Service("decode", ["decode_service", f"--run-dir={tmp_path}", *arguments], tmp_path / "log")
+    service.start(service_environment())
+    assert service.wait(200.0) == 1
+    errors = [line for line in service.log().splitlines() if line.startswith("decode: ")]
+    assert len(errors) == 1, service.log()
     assert message in errors[0]
-    assert "Traceback" not in result.stderr
+    assert "Traceback" not in service.log()
 
 
 async def test_sigterm_while_loading_ends_at_once(tmp_path: Path) -> None:
-    worker = Worker("decode", tmp_path)
+    worker = Worker("decode", tmp_path, program=(sys.executable, "-m"))
     try:
-        await asyncio.sleep(0.7)  # the front is up, the engine still imports
+        await until(lambda: children(worker.service.pid))  # the engine process, which imports torch
         worker.service.signal(signal.SIGTERM)
         assert await worker.exit_code() in (0, -signal.SIGTERM)
     finally:

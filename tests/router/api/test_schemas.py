@@ -12,6 +12,8 @@ import pytest_asyncio
 
 from tests.harness.router import Cluster, cluster
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "x"}]
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
@@ -257,14 +259,12 @@ async def refused(c: Cluster, path: str, content: bytes, headers: dict[str, str]
     return {**error, "status": answer.status_code}
 
 
-@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("name", RAW_BODIES)
 async def test_bodies(c: Cluster, name: str) -> None:
     error = await refused(c, COMPLETIONS, RAW_BODIES[name])
     assert error["status"] == 400
 
 
-@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("case", range(len(_MESSAGE_CASES)))
 async def test_messages(c: Cluster, case: int) -> None:
     fields, param = _MESSAGE_CASES[case]
@@ -272,7 +272,6 @@ async def test_messages(c: Cluster, case: int) -> None:
     assert error["param"].startswith(param)
 
 
-@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(
     "case",
     [
@@ -291,7 +290,6 @@ async def test_parameters(c: Cluster, case: int) -> None:
     assert param.split(".")[0] in error["message"] or param == "messages"
 
 
-@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("case", range(len(_PROMPT_CASES)))
 async def test_prompts(c: Cluster, case: int) -> None:
     fields, param = _PROMPT_CASES[case]
@@ -299,7 +297,6 @@ async def test_prompts(c: Cluster, case: int) -> None:
     assert (error["param"] or "").split(".")[0] == param, error
 
 
-@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(
     ("path", "fields", "param", "rule"),
     [
@@ -325,7 +322,6 @@ async def test_messages_name_the_rule(c: Cluster, path: str, fields: dict[str, A
     assert rule in error["message"]
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_what_is_not_supported_has_a_code_of_its_own(c: Cluster) -> None:
     for fields in ({"functions": [{"name": "f"}]}, {"modalities": ["audio"]}):
         error = await refused(c, CHAT, orjson.dumps({"messages": MESSAGES, **fields}))
@@ -334,7 +330,6 @@ async def test_what_is_not_supported_has_a_code_of_its_own(c: Cluster) -> None:
     assert error["code"] == "unknown_parameter"
 
 
-@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("value", ["", "soon", "0", "-1", "nan", "inf"])
 async def test_request_timeouts(c: Cluster, value: str) -> None:
     body = orjson.dumps({"prompt": "x"})
@@ -344,7 +339,6 @@ async def test_request_timeouts(c: Cluster, value: str) -> None:
     assert (await c.http.post(COMPLETIONS, json={"prompt": "x"}, headers=headers)).status_code == 200
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_context_length(c: Cluster) -> None:
     error = await refused(c, COMPLETIONS, orjson.dumps({"prompt": [5] * 600}))
     assert error["code"] == "context_length_exceeded"
@@ -366,7 +360,6 @@ async def test_context_length(c: Cluster) -> None:
     assert (await c.complete([5] * 511, max_tokens=None)).json()["usage"]["completion_tokens"] == 1
 
 
-@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("depth", [300, 900, 1000])
 async def test_schemas_nested_too_deep(c: Cluster, depth: int) -> None:
     schema = '{"items":' * depth + "{}" + "}" * depth
@@ -376,7 +369,6 @@ async def test_schemas_nested_too_deep(c: Cluster, depth: int) -> None:
         assert (error["param"], error["status"]) == (field, 400)
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_content_type_method_path_and_size(c: Cluster) -> None:
     body = orjson.dumps({"prompt": "x"})
     for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
@@ -392,7 +384,6 @@ async def test_content_type_method_path_and_size(c: Cluster) -> None:
     assert (await refused(c, COMPLETIONS, orjson.dumps({"prompt": "x", "model": "other"})))["status"] == 404
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_odd_text_is_text(c: Cluster) -> None:
     for text in ("\0", "a\0b", "\ufeff", "\U0010ffff", "\u202e", "a" * 400, "<eos><user>"):
         answer = await c.complete(text, echo=True, max_tokens=1)
@@ -401,7 +392,6 @@ async def test_odd_text_is_text(c: Cluster) -> None:
         assert (await c.chat(text[:300], max_tokens=1)).status_code == 200
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_a_body_without_a_length_is_bounded_too(c: Cluster) -> None:
     async def long() -> AsyncIterator[bytes]:
         yield b'{"prompt": "'
@@ -412,7 +402,6 @@ async def test_a_body_without_a_length_is_bounded_too(c: Cluster) -> None:
     assert (await c.complete(max_tokens=1)).status_code == 200
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_odd_labels_change_nothing(c: Cluster) -> None:
     for label in ("x" * 5000, "a\tb", "\xe9"):
         headers = [(name, label.encode("latin-1")) for name in (b"X-Request-Id", b"traceparent", b"X-Session-Id")]
@@ -421,7 +410,6 @@ async def test_odd_labels_change_nothing(c: Cluster) -> None:
         assert answer.headers["x-request-id"] == answer.json()["id"]
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_harmless_fields_of_common_clients_are_accepted(c: Cluster) -> None:
     answer = await c.chat(
         metadata={"a": "b"}, store=False, user="u", service_tier="auto", tool_choice="none", tools=[],
@@ -439,7 +427,6 @@ async def test_harmless_fields_of_common_clients_are_accepted(c: Cluster) -> Non
     assert answer.status_code == 200
 
 
-@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.wing("router.tokenize")
 async def test_messages_as_other_servers_give_and_take_them_are_accepted(c: Cluster) -> None:
     answered = {"role": "assistant", "content": "yes", "refusal": None, "annotations": [], "audio": None,

@@ -49,37 +49,6 @@ async def test_kv_is_its_readers_to_release_when_the_client_leaves_before_decode
         assert not c.prefill[0].releases
 
 
-async def test_kv_is_released_when_its_handle_comes_after_the_end() -> None:
-    """The client leaves while the prefill worker computes; its handle and the cancellation cross on the way."""
-    async with cluster(num_prefill=1, local_prefill_tokens=0, script=Script(is_silent=True)) as c:
-        request = asyncio.create_task(c.chat())
-        await c.until(lambda: bool(c.prefill[0].submits))
-        c.prefill[0].script.ignores_cancels = True
-        request.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await request
-        await c.until(lambda: len(c.prefill[0].cancels) == 1)
-        assert not c.prefill[0].releases
-        c.prefill[0].speak()
-        await c.until(lambda: c.prefill[0].releases == lease_names(c))
-
-
-async def test_kv_is_released_when_the_client_leaves_while_no_decode_worker_is_there() -> None:
-    async with cluster(num_prefill=1, local_prefill_tokens=0, script=Script(is_silent=True)) as c:
-        request = asyncio.create_task(c.chat())
-        await c.until(lambda: bool(c.prefill[0].submits))
-        await c.decode[0].kill()
-        await c.until(lambda: not c.model.workers.usable("decode"))
-        c.prefill[0].speak()
-        await c.until(lambda: not any(session.running for session in c.prefill[0].sessions))
-        assert not c.prefill[0].releases  # it waits for the decode worker
-        request.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await request
-        await c.until(lambda: c.prefill[0].releases == lease_names(c))
-        await c.until(c.is_quiet)
-
-
 async def test_a_request_asks_for_one_prefill_however_often_it_moves() -> None:
     """So no handle ever takes the place of another: with a token there is nothing left to prefill elsewhere."""
     async with cluster(num_prefill=2, num_decode=2, local_prefill_tokens=0) as c:
