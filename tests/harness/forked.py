@@ -40,7 +40,7 @@ def fork(target: Callable[..., None], *args: Any) -> BaseProcess:
     context.set_forkserver_preload(["tests.harness.preloaded"])
     with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):  # read when torch is imported
         ensure_running()
-    process = context.Process(target=target, args=args)
+    process = context.Process(target=target, args=args, daemon=True)  # ends with pytest at the latest
     process.start()
     return process
 
