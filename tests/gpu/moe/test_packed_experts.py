@@ -83,7 +83,7 @@ def test_tokens_of_int4_experts_equal_those_of_their_weights(tmp_path: Path, mon
     use_small_tiles(monkeypatch, 2)
     model = MOE.save(tmp_path / "m")
     monkeypatch.setattr(conversion, "resolve_quant_mode", lambda *_: "int4-weight")
-    monkeypatch.setattr(conversion, "Conversion", ExpertsConversion)
+    monkeypatch.setattr(conversion, "QuantizedConversion", ExpertsConversion)
     monkeypatch.setattr(conversion, "linears_of", lambda _dtype, device: DequantizingLinears(device))
     expected = generate(reference(model), PARAMS, PROMPTS)
     monkeypatch.setattr(conversion, "linears_of", lambda _dtype, device: GpuLinears(device))

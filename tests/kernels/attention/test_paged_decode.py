@@ -119,7 +119,8 @@ def test_settings_go_by_programs_and_group() -> None:
     assert decode_config(64, 8, 2, 2) is decode_config(128, 4, 7, 2) is SHORT_TILES
     assert decode_config(256, 8, 2, 2) is decode_config(256, 4, 7, 2) is MANY_PROGRAMS
     assert decode_config(1, 4, 7, 2) is decode_config(64, 4, 7, 2) is decode_config(34, 8, 4, 2) is LONG_TILES
-    assert decode_config(1, 8, 2, 2) is decode_config(33, 8, 4, 2) is FEW_HEADS
+    assert decode_config(1, 8, 2, 2) is decode_config(32, 8, 4, 2) is FEW_HEADS
+    assert decode_config(33, 8, 4, 2) is decode_config(40, 8, 4, 2) is LONG_TILES  # 33 rows run in a step of 40
 
 
 @pytest.mark.parametrize("config", [LONG_TILES, SHORT_TILES, ONE_BYTE])
