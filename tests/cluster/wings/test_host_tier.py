@@ -34,7 +34,12 @@ def test_tiny_pools_with_a_node_agent(expected: list[str], preemption: str) -> N
         if preemption == "swap":
             cluster.start_service("agent")
             decode = cluster.services["decode-0"]
-            wait_until(lambda: complete_all(cluster) != expected or "node agent is there again" in decode.log())
+
+            def is_back() -> bool:
+                assert complete_all(cluster) == expected
+                return "node agent is there again" in decode.log()
+
+            wait_until(is_back)
             assert complete_all(cluster) == expected  # from its memory, too
             cluster.wait_quiet()
 
