@@ -112,6 +112,7 @@ class ThreadedRanks:
             self._ranks.append(
                 CpuRunner(shard, allocate_pool(geometry, CPU), slots, config, cpu_ranks(shard, config, self._group))
             )
+        self.attention_backend = self._ranks[0].attention_backend
 
     def launch(self, plan: StepPlan) -> CompletedStep:
         data = msgspec.msgpack.encode(plan)
