@@ -21,24 +21,34 @@ chat: setup      ## talk to a running cluster
 # Triton's interpreter is chosen when triton is imported, for a whole process: kernel tests get one of their own.
 INTERPRETED := $(wildcard tests/kernels tests/gpu)
 # The core's tests run in a copy without the removable wings (wings.toml): a core that needs one fails there. Cases of
-# theirs that need a wing are skipped there, and run with all others here.
+# theirs that need a wing are skipped there, and run with all others here, at the same time.
 # Tests whose times matter run one at a time. All others run three at a time on two cores, since many wait for something.
 TIMED := $(addprefix tests/cluster/,faults/test_liveness.py faults/test_overload.py wings/test_adaptive.py wings/test_hostile_grammars.py)
 
 # Without it, each process that a test starts compiles every module of the project again.
 unexport PYTHONDONTWRITEBYTECODE
+# More tests than cores run at a time: threads of several that spin at the same barrier would keep the others waiting.
+test-core-alone test-rest: export OMP_NUM_THREADS = 1
 
+.PHONY: test-core-alone test-rest
 test: setup      ## all tests (ARGS="tests/kvstore -k pool" for some)
 ifeq ($(ARGS),)
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 $(INTERPRETED)
-	@copy=$$(mktemp -d) && trap 'rm -rf $$copy' EXIT && core=$$($(BIN)/python -m tests.wings --core-alone $$copy) && \
-	(cd $$copy && PYTHONPATH=$$copy $(CURDIR)/$(BIN)/python -m pytest -q -n 3 --dist loadfile $$core) && \
-	$(BIN)/python -m pytest -q -n 3 --dist loadfile tests --ran-without-wings="$$core" \
-		$$(printf -- '--ignore=%s ' $$(grep -LE 'mark\.wing|with_wing' $$core) $(INTERPRETED) $(TIMED))
+	@$(MAKE) --no-print-directory -j 2 test-core-alone test-rest
 	@$(BIN)/python -m pytest -q $(TIMED)
 else
 	@$(BIN)/python -m pytest -q $(ARGS)
 endif
+
+# Its lines would come between those of the other tests, so they are kept until it ends.
+test-core-alone: setup
+	@copy=$$(mktemp -d) && trap 'rm -rf $$copy' EXIT && core=$$($(BIN)/python -m tests.wings --core-alone $$copy) && cd $$copy && \
+	{ PYTHONPATH=$$copy $(CURDIR)/$(BIN)/python -m pytest -q $$core > $$copy.log 2>&1; passed=$$?; cat $$copy.log; rm $$copy.log; exit $$passed; }
+
+test-rest: setup
+	@core=$$($(BIN)/python -m tests.wings --core-tests) && \
+	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder tests --ran-without-wings="$$core" \
+		$$(printf -- '--ignore=%s ' $$(grep -LE 'mark\.wing|with_wing' $$core) $(INTERPRETED) $(TIMED))
 
 test-fast: setup ## what needs no kernels, no cluster of processes and no real model
 	@$(BIN)/python -m pytest -q -n 2 --dist loadfile $(addprefix tests/,common engine kvstore) -m "not slow and not compose and not k8s and not kubelet and not prometheus and not soak" $(ARGS)

@@ -3,6 +3,7 @@
 python -m tests.wings                 # the table of docs/architecture.md, "Size"
 python -m tests.wings --core-alone DIR  # copy the tree into DIR without the wings that can be removed;
                                         # prints the tests there that need none of them
+python -m tests.wings --core-tests      # only print them
 """
 
 from __future__ import annotations
@@ -179,12 +180,14 @@ def size_table() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.wings", description="Core and wings of wings.toml.")
     parser.add_argument("--core-alone", metavar="DIR", type=Path, help="copy the tree without removable wings")
+    parser.add_argument("--core-tests", action="store_true", help="print the files of tests that run in such a copy")
     options = parser.parse_args()
-    if options.core_alone is None:
+    if options.core_alone is not None:
+        copy_core(options.core_alone)
+    if options.core_alone is not None or options.core_tests:
+        print(*core_tests(), sep="\n")
+    else:
         print(size_table())
-        return
-    copy_core(options.core_alone)
-    print(*core_tests(), sep="\n")
 
 
 if __name__ == "__main__":
