@@ -1,12 +1,14 @@
 """Figures of a whole local cluster through HTTP, each beside its comparison in the same run.
 
-    python -m benchmarks.serving [--scenario streams,prefix,first,gap,handoff] [--rounds 5] [--transformers]
-                                 [--prompt-tokens 2000] [--chunk-tokens 256] [-- flags of serve]
+    python -m benchmarks.serving [--scenario streams,prefix,first,load,gap,handoff] [--rounds 5] [--transformers]
+                                 [--prompt-tokens 2000] [--chunk-tokens 256] [--clients 64,256] [-- flags of serve]
 
 streams: output tokens/s of 8 concurrent streams beside one.
 prefix: time to the first token of a prompt whose first 1,000 tokens are cached, beside a prompt that is new.
 first: time to the first token of new prompts of 56 to 1,024 tokens, and of one mostly cached. On GPUs, with shapes of
 --load-format dummy: -- --model benchmarks/configs/qwen2.5-7b --load-format dummy.
+load: output tokens/s, first tokens and gaps of --clients that each send one request after the other, with 1,024 new
+tokens in and 128 out; a round is one request of each.
 gap: longest pause of a running stream while a 2,000-token prompt arrives: one worker that computes it at once, one
 that computes it in chunks, and a prefill worker that keeps it away from the stream.
 handoff: first token of a prompt of --prompt-tokens, computed in chunks of --chunk-tokens, and the gap between its
@@ -27,7 +29,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,7 @@ STREAM_TOKENS = 96
 PREFIX_TOKENS = 1000
 FIRST_TOKENS, FIRST_CACHED = (56, 512, 1024), 960
 LONG_PROMPT_TOKENS = 2000
+LOAD_TOKENS = 1024, 128  # in and out
 HANDOFF_TOKENS = 24  # of an answer: enough for a median of later gaps
 PREFETCHED = "mini_infer_kv_prefetched_tokens_total"
 UNCHUNKED_TOKENS = 4096
@@ -84,6 +87,19 @@ class Session:
             _checked(record)
         seconds = max(record.end for record in records) - min(record.sent for record in records)
         return sum(record.num_output_tokens for record in records) / seconds
+
+    async def load(self, num_clients: int, rounds: int) -> dict[str, float]:
+        """Output tokens a second of a closed loop, and percentiles of first tokens and gaps in ms."""
+        prompts = [self.prompt(LOAD_TOKENS[0]) for _ in range(num_clients * rounds)]
+        requests = [PlannedRequest(0.0, prompt, LOAD_TOKENS[1]) for prompt in prompts]
+        records = await closed_loop(self._client.complete, requests, num_clients, lambda record: None)
+        seconds = max(_checked(record).end for record in records) - min(record.sent for record in records)
+        first = statistics.quantiles((record.ttft * 1e3 for record in records), n=100)
+        gaps = statistics.quantiles((gap * 1e3 for record in records for gap in record.gaps), n=100)
+        return {
+            "tok_s": sum(record.num_output_tokens for record in records) / seconds,
+            "ttft_p50_ms": first[49], "ttft_p99_ms": first[98], "gap_p50_ms": gaps[49], "gap_p99_ms": gaps[98],
+        }  # fmt: skip
 
     async def longest_gap(self) -> float:
         """Longest gap, in seconds, of a stream during which a long prompt arrives."""
@@ -153,6 +169,10 @@ async def measure_first(session: Session, rounds: int) -> dict[str, Any]:
     records = [await session.ask(session.prompt(56, prefix), 4) for _ in range(rounds + 2)][2:]
     figures[f"ttft_56_behind_{FIRST_CACHED}_cached_ms"] = statistics.median(r.ttft for r in records) * 1e3
     return figures
+
+
+async def measure_load(session: Session, rounds: int, num_clients: Sequence[int]) -> dict[str, Any]:
+    return {f"{count}_clients": await session.load(count, rounds) for count in num_clients}
 
 
 Measure = Callable[[Session, int], Coroutine[Any, Any, dict[str, Any]]]
@@ -227,6 +247,7 @@ def main() -> None:
         "--prompt-tokens", type=int, default=LONG_PROMPT_TOKENS, help="handoff: length of the prompts"
     )
     parser.add_argument("--chunk-tokens", type=int, default=CHUNK_TOKENS, help="handoff: tokens of a step")
+    parser.add_argument("--clients", default="64,256", help="load: how many at a time, each measured")
     options, flags = parser.parse_known_args()
     flags = [flag for flag in flags if flag != "--"]
     for name in options.scenario.split(","):
@@ -234,8 +255,9 @@ def main() -> None:
             result = gap_scenario(options, flags)
         elif name == "handoff":
             result = handoff_scenario(options, flags)
-        elif name in MEASURES:
-            measure = MEASURES[name]
+        elif name in MEASURES or name == "load":
+            counts = [int(count) for count in options.clients.split(",")]
+            measure = MEASURES.get(name) or functools.partial(measure_load, num_clients=counts)
             result = on_cluster(measure, options, flags)
             if name == "streams" and options.transformers:
                 result["transformers_one_stream_tok_s"] = theirs = transformers_tok_s(options.rounds)
