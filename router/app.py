@@ -43,6 +43,7 @@ ROUTES_OF_WINGS = (
     "router.responses_api.routes:add_response_routes",
     "router.explain.routes:add_explain_route",
     "router.drains.routes:add_drain_routes",
+    "router.server_pages.routes:add_server_pages",
     "router.api_docs.pages:add_documentation",
 )
 Endpoint = Callable[[Request, HeldBody], Awaitable[Response]]

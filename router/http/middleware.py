@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from common.errors import MiniInferError, UnauthenticatedError
 from router.http.errors import error_response, log_if_internal
 
-OPEN_PATHS = frozenset({b"/healthz", b"/health", b"/readyz", b"/livez"})
+OPEN_PATHS = frozenset({b"/healthz", b"/health", b"/readyz", b"/livez", b"/ping"})
 
 
 class Guard:

@@ -1,0 +1,61 @@
+"""GET /ping, /load, /server_info and /tokenizer_info, in vLLM's shapes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+from starlette.requests import Request
+from starlette.responses import Response
+
+from common.version import VERSION
+from router.gateway import Gateway
+from router.http.routes import Routes, json_response
+
+SECRETS = frozenset({"api_key", "cluster_token"})
+
+
+def add_server_pages(routes: Routes, gateway: Gateway) -> None:
+    async def ping(_: Request) -> Response:
+        """Amazon SageMaker's probe: an empty body."""
+        is_ready = any(model.workers.usable("decode") for model in gateway.base_models)
+        return Response(status_code=200 if is_ready else 503)
+
+    async def load(_: Request) -> Response:
+        dispatchers = [model.dispatcher for model in gateway.base_models]
+        return json_response({"server_load": sum(len(dispatcher.open_choices) for dispatcher in dispatchers)})
+
+    async def server_info(_: Request) -> Response:
+        config = {name: value for name, value in asdict(gateway.config).items() if name not in SECRETS}
+        models = {
+            model.name: [MessageToDict(info, preserving_proto_field_name=True) for info in model.workers.infos()]
+            for model in gateway.base_models
+        }
+        return json_response({"version": VERSION, "config": config, "models": models})
+
+    async def tokenizer_info(request: Request) -> Response:
+        model = gateway.model_for(request, request.query_params.get("model"))
+        tokenizer = model.tokenizer
+
+        def text(token_id: int | None) -> str | None:
+            return None if token_id is None else tokenizer.token_text(token_id)
+
+        info: dict[str, Any] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",  # whatever the files say: this is how they are read
+            "vocab_size": tokenizer.vocab_size,
+            "bos_token": text(tokenizer.bos_id),
+            "eos_token": text(next(iter(tokenizer.eos_token_ids), None)),
+            "added_tokens_decoder": {
+                str(token_id): {"content": content, "special": True}
+                for content, token_id in sorted(tokenizer.special_id_of.items(), key=lambda item: item[1])
+            },
+            "model_max_length": model.limits().max_model_len,
+            "chat_template": tokenizer.tool_template,  # of two, the one for tools
+        }
+        return json_response(info)
+
+    routes.add("GET", "/ping", ping, "200 while requests for any model can be served, without a body")
+    routes.add("GET", "/load", load, "how many choices are open")
+    routes.add("GET", "/server_info", server_info, "the router's settings and the facts that workers announce")
+    routes.add("GET", "/tokenizer_info", tokenizer_info, "special tokens and chat template of a model")
