@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from common.errors import ConfigError, UnsupportedModelError
+from engine.gguf.fields import family_fields
+from engine.gguf.names import OUTPUT_WEIGHT, ROPE_FACTORS, ROPE_LONG, ROPE_SHORT
+from engine.gguf.weights import GgufFile
 from engine.models.config import ModelConfig, check_config
+from engine.models.registry import ModelFamily
 from engine.models.rope import rope_from_gguf
 
 
@@ -22,10 +27,8 @@ def config_from_gguf(metadata: Mapping[str, Any], architecture: str, has_output_
 
     num_heads, hidden_size = int(get("attention.head_count")), int(get("embedding_length"))
     head_dim = int(get("attention.key_length", hidden_size // num_heads))
-    if (
-        int(get("attention.value_length", head_dim)) != head_dim
-        or int(get("rope.dimension_count", head_dim)) != head_dim
-    ):
+    rotated = int(get("rope.dimension_count", head_dim))
+    if int(get("attention.value_length", head_dim)) != head_dim or (rotated != head_dim and arch != "phi3"):
         raise UnsupportedModelError("keys, values and rotary embedding of different widths are not supported")
     vocab = metadata.get(f"{arch}.vocab_size") or len(metadata.get("tokenizer.ggml.tokens", ()))
     eos = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
@@ -39,7 +42,7 @@ def config_from_gguf(metadata: Mapping[str, Any], architecture: str, has_output_
         head_dim=head_dim,
         intermediate_size=int(get("feed_forward_length")),
         rms_norm_eps=float(get("attention.layer_norm_rms_epsilon")),
-        rope=rope_from_gguf(metadata, arch),
+        rope=replace(rope_from_gguf(metadata, arch), partial=rotated / head_dim),
         max_position_embeddings=int(get("context_length")),
         tie_word_embeddings=not has_output_weight,
         sliding_window=metadata.get(f"{arch}.attention.sliding_window") or None,
@@ -47,3 +50,23 @@ def config_from_gguf(metadata: Mapping[str, Any], architecture: str, has_output_
     )
     check_config(config)
     return config
+
+
+def adapted_config(file: GgufFile, family: ModelFamily) -> ModelConfig:
+    """The family's config of a file. Raises ConfigError and UnsupportedModelError."""
+    has_output_weight = OUTPUT_WEIGHT in file.tensors
+    config = config_from_gguf(file.metadata, family.architecture, has_output_weight)
+    rope = config.rope
+    if ROPE_FACTORS in file.tensors:
+        rope = replace(rope, kind="factors", frequency_factors=tuple(file.read(ROPE_FACTORS).tolist()))
+    if ROPE_LONG in file.tensors and ROPE_SHORT in file.tensors:
+        rope = replace(
+            rope,
+            kind="factors",
+            frequency_factors=tuple(file.read(ROPE_LONG).tolist()),
+            short_factors=tuple(file.read(ROPE_SHORT).tolist()),
+            attention_factor=file.metadata.get(f"{file.metadata['general.architecture']}.rope.scaling.attn_factor"),
+        )
+    return family.adapt_config(
+        replace(config, rope=rope), {**file.metadata, **family_fields(file.metadata, has_output_weight)}
+    )

@@ -1,12 +1,12 @@
 """Weights from a GGUF file, dequantized tensor by tensor with the `gguf` package.
 
-Knows how llama.cpp names tensors, and that its Llama files hold the rows of q and k in another order.
+Knows that Llama's files hold the rows of q and k in another order, and Gemma's norms with the one they lack
+elsewhere; `engine/gguf/names.py` knows the names.
 """
 
 from __future__ import annotations
 
 import mmap
-import re
 from pathlib import Path
 from typing import Any
 
@@ -17,32 +17,12 @@ from torch import Tensor
 from common.errors import ConfigError, UnsupportedModelError
 from common.gguf.header import GgufTensor, read_gguf_header
 from engine.gguf.int4 import BLOCK_BYTES, int4_rows
+from engine.gguf.names import NO_WEIGHTS, locate
 from engine.layers.weights import Part, PartSource
 from engine.loader.checkpoint import Shape
+from engine.loader.fused import ROTATED, StoredRows, rotary_order
 from engine.models.config import ModelConfig
 from engine.quantization.quantized_rows import QuantizedRows
-
-OUTPUT_WEIGHT = "output.weight"
-ROPE_FACTORS = "rope_freqs.weight"
-_TOP_NAMES = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    OUTPUT_WEIGHT: "lm_head.weight",
-}
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_LAYER_PATTERN = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 
 class GgufFile:
@@ -56,10 +36,11 @@ class GgufFile:
         with path.open("rb") as file:
             self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
-    def read(self, name: str) -> Tensor:
-        """Dequantize one tensor to float32. Raises UnsupportedModelError for a type that is not known."""
+    def read(self, name: str, rows: range | None = None) -> Tensor:
+        """Dequantize one tensor to float32, or rows of it. Raises UnsupportedModelError for a type not known."""
         tensor = self.tensors[name]
         raw, quantization = self._raw(tensor)
+        raw = raw if rows is None else raw[rows.start : rows.stop]
         from gguf.quants import dequantize
 
         try:
@@ -69,16 +50,16 @@ class GgufFile:
                 f"tensor {name} has type {quantization.name}, which is not supported"
             ) from error
         values = np.require(values, np.float32, ["C", "W"])  # plain types come as read-only views of the file
-        return torch.from_numpy(values.reshape(tensor.shape))
+        return torch.from_numpy(values.reshape(tensor.shape if rows is None else (-1, tensor.shape[-1])))
 
     def has_int4(self, name: str) -> bool:
         return self.tensors[name].type_id in BLOCK_BYTES
 
-    def read_int4(self, name: str) -> QuantizedRows:
-        """One tensor of 4-bit blocks, not dequantized."""
+    def read_int4(self, name: str, rows: range) -> QuantizedRows:
+        """Rows of a tensor of 4-bit blocks, not dequantized."""
         tensor = self.tensors[name]
         raw, _ = self._raw(tensor)
-        return int4_rows(torch.from_numpy(raw.copy()), tensor.type_id)
+        return int4_rows(torch.from_numpy(raw[rows.start : rows.stop].copy()), tensor.type_id)
 
     def _raw(self, tensor: GgufTensor) -> tuple[Any, Any]:
         """The tensor's bytes as the array that `gguf.quants.dequantize` takes, and its type."""
@@ -113,22 +94,30 @@ class GgufWeights(PartSource):
         self._dtype = dtype
         self._device = device
         self.keeps_int4 = False
-        self._name_of = {hf_name(name): name for name in file.tensors if name != ROPE_FACTORS}
-        self.shapes: dict[str, Shape] = {hf: file.tensors[name].shape for hf, name in self._name_of.items()}
+        self._head_order = rotary_order(config)
+        self._adds_one = config.architecture == "Gemma3ForCausalLM"
+        self._located = {
+            hf: located
+            for name, tensor in file.tensors.items()
+            if name not in NO_WEIGHTS
+            for hf, located in locate(name, tensor.shape, config)
+        }
+        self.shapes: dict[str, Shape] = {hf: located.shape for hf, located in self._located.items()}
 
     @property
     def has_int4(self) -> bool:
         """Most matrices are 4-bit blocks."""
-        matrices = [name for name, tensor in self._file.tensors.items() if len(tensor.shape) == 2]
+        matrices = [name for name, tensor in self._file.tensors.items() if len(tensor.shape) > 1]
         return sum(self._file.has_int4(name) for name in matrices) * 2 > len(matrices)
 
     def is_packed(self, name: str) -> bool:
         """Whether the file holds the weight as 4-bit blocks."""
-        return self._file.has_int4(self._name_of[name])
+        return self._file.has_int4(self._located[name].stored)
 
     def rows(self, name: str, part: Part | None = None) -> QuantizedRows:
         """A weight of 4-bit blocks, or a part of it; blocks that are cut become smaller groups."""
-        whole = self._file.read_int4(self._name_of[name]).map(lambda tensor: self._in_order(name, tensor))
+        located = self._located[name]
+        whole = self._file.read_int4(located.stored, located.rows).map(lambda tensor: self._in_order(name, tensor))
         rows, columns = part or map(range, self.shapes[name])
         return whole.cut_columns(columns).cut_rows(rows).map(lambda tensor: tensor.to(self._device))
 
@@ -136,7 +125,10 @@ class GgufWeights(PartSource):
         """See PartSource. The whole tensor is unpacked."""
         if self.keeps_int4 and self.is_packed(name):
             return self.rows(name, part).dequantize(self._dtype)
-        weight = self._in_order(name, self._file.read(self._name_of[name]))
+        located = self._located[name]
+        weight = self._in_order(name, self._file.read(located.stored, located.rows).view(located.shape))
+        if self._adds_one and name.endswith("norm.weight"):
+            weight = weight - 1
         found = weight[tuple(slice(indices.start, indices.stop) for indices in part)]
         return found.to(device=self._device, dtype=self._dtype, copy=True, memory_format=torch.contiguous_format)
 
@@ -145,17 +137,9 @@ class GgufWeights(PartSource):
             return unpermute(rows, self._config.num_heads)
         if self._permuted and ".self_attn.k_proj." in name:
             return unpermute(rows, self._config.num_kv_heads)
+        if self._head_order and name.rpartition(".")[0].endswith(ROTATED):
+            return rows[StoredRows(name, 0, len(rows), len(rows), self._head_order).order(len(rows))]
         return rows
-
-
-def hf_name(name: str) -> str:
-    """Translate a GGUF tensor name; an unknown one stays as it is and will be reported as unexpected."""
-    if name in _TOP_NAMES:
-        return _TOP_NAMES[name]
-    match = _LAYER_PATTERN.fullmatch(name)
-    if match is None or match[2] not in _LAYER_NAMES:
-        return name
-    return f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.{match[3]}"
 
 
 def unpermute(weight: Tensor, num_heads: int) -> Tensor:

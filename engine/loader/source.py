@@ -124,16 +124,14 @@ def bits_of_weights(raw: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _open_gguf(path: Path, engine_config: EngineConfig, dtype: torch.dtype, device: torch.device) -> Source:
-    from engine.gguf.config import config_from_gguf
-    from engine.gguf.weights import OUTPUT_WEIGHT, ROPE_FACTORS, GgufFile, GgufWeights
+    from engine.gguf.config import adapted_config
+    from engine.gguf.fields import gguf_name
+    from engine.gguf.weights import GgufFile, GgufWeights
 
     file = GgufFile(path)
-    family = family_of_gguf(str(file.metadata.get("general.architecture")))
-    config = config_from_gguf(file.metadata, family.architecture, OUTPUT_WEIGHT in file.tensors)
-    if ROPE_FACTORS in file.tensors:
-        rope = replace(config.rope, kind="factors", frequency_factors=tuple(file.read(ROPE_FACTORS).tolist()))
-        config = replace(config, rope=rope)
-    config = family.adapt_config(config, file.metadata)
+    family = family_of_gguf(gguf_name(file.metadata))
+    config = adapted_config(file, family)
+    config = replace(config, rope=config.rope.within(config.context_length(engine_config.max_model_len)))
     if engine_config.load_format == "dummy":
         return _random(family, config, dtype, device)
     weights = GgufWeights(file, config, family.gguf_permuted, dtype, device)

@@ -27,7 +27,7 @@ def adapt_config(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-@register("Phi3ForCausalLM", adapt_config, fused=FUSED)
+@register("Phi3ForCausalLM", adapt_config, gguf_name="phi3", fused=FUSED)
 def phi3(config: ModelConfig, weights: WeightSource) -> Iterator[Part]:
     embedding = Embedding(config, weights, "model.embed_tokens")
     yield embedding

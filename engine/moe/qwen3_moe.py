@@ -33,7 +33,7 @@ def adapt_config(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig:
     return replace(config, moe=moe)
 
 
-@register("Qwen3MoeForCausalLM", adapt_config)
+@register("Qwen3MoeForCausalLM", adapt_config, gguf_name="qwen3moe")
 def qwen3_moe(config: ModelConfig, weights: WeightSource) -> Iterator[Part]:
     embedding = Embedding(config, weights, "model.embed_tokens")
     yield embedding

@@ -29,14 +29,62 @@ LAYER_NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "self_attn.qkv_proj": "attn_qkv",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.gate": "ffn_gate_inp",
+}
+GEMMA3_NAMES = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, arch: str) -> str:
     if name in NAMES:
         return NAMES[name]
     _, _, layer, *middle, kind = name.split(".")
-    return f"blk.{layer}.{LAYER_NAMES['.'.join(middle)]}.{kind}"
+    names = {**LAYER_NAMES, **(GEMMA3_NAMES if arch == "gemma3" else {})}
+    return f"blk.{layer}.{names['.'.join(middle)]}.{kind}"
+
+
+def pieces(name: str, tensor: Tensor, arch: str) -> dict[str, Tensor]:
+    """What the converter makes of a tensor, by name; transformers has the experts' gate and up in one."""
+    if ".experts." in name:
+        layer = f"blk.{name.split('.')[2]}"
+        if name.endswith("down_proj"):
+            return {f"{layer}.ffn_down_exps.weight": tensor}
+        gate, up = tensor.chunk(2, dim=1)
+        return {f"{layer}.ffn_gate_exps.weight": gate, f"{layer}.ffn_up_exps.weight": up}
+    adds_one = arch == "gemma3" and name.endswith("norm.weight")
+    return {gguf_name(name, arch): tensor + 1 if adds_one else tensor}
+
+
+def add_family_fields(writer: gguf.GGUFWriter, config: Any) -> None:
+    """The converter's keys for one architecture."""
+    if writer.arch == "gemma3":
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_rope_freq_base(config.rope_parameters["full_attention"]["rope_theta"])
+        if factor := config.rope_parameters["full_attention"].get("factor"):
+            writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+            writer.add_rope_scaling_factor(factor)
+        return
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if writer.arch == "phi3":
+        head_dim = config.hidden_size // config.num_attention_heads
+        writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
+        if rope["rope_type"] == "longrope":
+            writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+            writer.add_rope_scaling_attn_factors(rope["attention_factor"])
+            for length in ("long", "short"):
+                factors = np.array(rope[f"{length}_factor"], np.float32)
+                writer.add_tensor(f"rope_factors_{length}.weight", factors)
+    if experts := getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None):
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        if writer.arch == "qwen3moe":
+            writer.add_expert_feed_forward_length(config.moe_intermediate_size)
 
 
 def interleave(weight: Tensor, num_heads: int) -> Tensor:
@@ -80,7 +128,7 @@ def write_gguf(
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    add_family_fields(writer, config)
     writer.add_vocab_size(config.vocab_size)
     writer.add_token_list([f"token {index}" for index in range(config.vocab_size)])
     writer.add_eos_token_id(config.eos_token_id)
@@ -109,14 +157,21 @@ def _write_tensor(
     elif permute and ".k_proj." in name:
         num_heads = config.num_key_value_heads
     stored = interleave(tensor, num_heads) if num_heads else tensor
-    values = stored.float().numpy()
-    quantization = gguf.GGMLQuantizationType[kind if tensor.ndim == 2 else "F32"]
-    try:
-        raw = gguf.quantize(values, quantization)
-    except NotImplementedError:
-        raw = random_blocks(quantization, values.shape)
-    writer.add_tensor(gguf_name(name), raw, raw_dtype=quantization)
-    read_back = torch.from_numpy(np.array(gguf.dequantize(raw, quantization), dtype=np.float32)).view(tensor.shape)
+    plain = tensor.ndim == 1 or name.endswith("mlp.gate.weight")  # norms, biases and routers
+    quantization = gguf.GGMLQuantizationType["F32" if plain else kind]
+    found = []
+    for stored_name, piece in pieces(name, stored, writer.arch).items():
+        values = np.ascontiguousarray(piece.float().numpy())
+        try:
+            raw = gguf.quantize(values, quantization)
+        except NotImplementedError:
+            raw = random_blocks(quantization, values.shape)
+        writer.add_tensor(stored_name, raw, raw_dtype=quantization)
+        read = np.array(gguf.dequantize(raw, quantization), dtype=np.float32)
+        found.append(torch.from_numpy(read).view(piece.shape))
+    read_back = torch.cat(found, dim=1) if len(found) > 1 else found[0]
+    if writer.arch == "gemma3" and name.endswith("norm.weight"):
+        return read_back - 1
     if not num_heads:
         return read_back
     restored = torch.empty_like(read_back)

@@ -12,7 +12,16 @@ from common.errors import ConfigError, UnsupportedModelError
 from common.model_files import ModelFiles
 from tests.engine.driving import Driver, make_runner, open_model, random_prompt
 from tests.engine.gguf.gguf_files import write_gguf
-from tests.engine.tiny_models import VOCAB_SIZE, TinyModel, reference_greedy, reference_logits
+from tests.engine.tiny_models import (
+    GEMMA3,
+    PHI3_LONG,
+    PHI3_SHORT,
+    QWEN3_EXPERTS,
+    VOCAB_SIZE,
+    TinyModel,
+    reference_greedy,
+    reference_logits,
+)
 
 # Blocks of K-quants are 256 wide.
 WIDE = {
@@ -53,11 +62,26 @@ def test_every_type(kind: str, tmp_path: Path) -> None:
     check_against_transformers(tmp_path / "m.gguf", TinyModel("Llama", WIDE), "llama", kind)
 
 
+GEMMA3_FULL = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+SHORT = PHI3_SHORT["rope_parameters"]
+PHI3_SCALED = {"original_max_position_embeddings": 256, "rope_parameters": {**SHORT, "attention_factor": 1.1}}
+MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
 FAMILIES = {
     "llama-gqa": (TinyModel("Llama"), "llama"),
     "llama-tied": (TinyModel("Llama", {"tie_word_embeddings": True}), "llama"),
     "qwen2": (TinyModel("Qwen2"), "qwen2"),
     "qwen3": (TinyModel("Qwen3", {"head_dim": 12}), "qwen3"),
+    "mistral": (TinyModel("Mistral", {"sliding_window": None}), "llama"),
+    "gemma3": (TinyModel("Gemma3", GEMMA3), "gemma3"),
+    "gemma3-scaled": (TinyModel("Gemma3", {**GEMMA3, "rope_parameters": GEMMA3_FULL}), "gemma3"),
+    "phi3": (TinyModel("Phi3"), "phi3"),
+    "phi3-long": (TinyModel("Phi3", {"tie_word_embeddings": True, **PHI3_LONG}), "phi3"),
+    "phi3-short": (TinyModel("Phi3", PHI3_SCALED), "phi3"),
+    "mixtral": (TinyModel("Mixtral", MIXTRAL), "llama"),
+    "qwen3moe": (TinyModel("Qwen3Moe", {**QWEN3_EXPERTS, "norm_topk_prob": True}), "qwen3moe"),
 }
 
 
@@ -92,7 +116,7 @@ def test_rope_factors_stretch_each_frequency(tmp_path: Path) -> None:
 
 def test_an_unknown_architecture_names_the_known_ones(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", TinyModel("Llama").build(), "gemma")
-    with pytest.raises(UnsupportedModelError, match=r"'gemma'.*llama, qwen2, qwen3"):
+    with pytest.raises(UnsupportedModelError, match=r"'gemma'.*llama, llama with experts, phi3, qwen2, qwen3"):
         open_model(files_of(tmp_path / "m.gguf"))
 
 

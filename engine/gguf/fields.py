@@ -1,0 +1,72 @@
+"""What a family reads from `config.json` beyond the common fields, from GGUF metadata.
+
+llama.cpp leaves some of it to its code for an architecture; so does this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from common.errors import ConfigError
+
+GEMMA3_27B_LAYERS = 62  # the one size of Gemma-3 whose queries are not scaled by the width of a head
+
+
+def gguf_name(metadata: Mapping[str, Any]) -> str:
+    """What the registry calls the file's architecture: Mixtral's files say `llama`."""
+    name = str(metadata.get("general.architecture"))
+    return f"{name} with experts" if name == "llama" and metadata.get("llama.expert_count") else name
+
+
+def family_fields(metadata: Mapping[str, Any], has_output_weight: bool) -> dict[str, Any]:
+    """The fields under their names in `config.json`; none for families that need none. Raises ConfigError."""
+    name = gguf_name(metadata)
+    if name == "gemma3":
+        return _gemma3(metadata, has_output_weight)
+    if name == "qwen3moe":
+        return {
+            **_experts(metadata, "qwen3moe"),
+            "moe_intermediate_size": _positive(metadata, "qwen3moe.expert_feed_forward_length"),
+            "norm_topk_prob": True,
+        }
+    if name == "llama with experts":
+        size = _positive(metadata, "llama.feed_forward_length")
+        return {**_experts(metadata, "llama"), "intermediate_size": size}
+    return {}
+
+
+def _gemma3(metadata: Mapping[str, Any], has_output_weight: bool) -> dict[str, Any]:
+    def get(key: str, default: float) -> float:
+        return float(metadata.get(f"gemma3.{key}") or default)
+
+    full: dict[str, Any] = {"rope_theta": get("rope.freq_base", 1e6)}
+    if metadata.get("gemma3.rope.scaling.type", "none") != "none":
+        full |= {"rope_type": metadata["gemma3.rope.scaling.type"], "factor": get("rope.scaling.factor", 1.0)}
+    fields: dict[str, Any] = {
+        "rope_parameters": {
+            "full_attention": full,
+            "sliding_attention": {"rope_theta": get("rope.freq_base_swa", 1e4)},
+        },
+        "tie_word_embeddings": not has_output_weight,
+        "final_logit_softcapping": metadata.get("gemma3.final_logit_softcapping"),
+    }
+    heads, hidden = (_positive(metadata, f"gemma3.{key}") for key in ("attention.head_count", "embedding_length"))
+    scalar = hidden // heads
+    if metadata.get("gemma3.block_count") != GEMMA3_27B_LAYERS:
+        scalar = int(get("attention.key_length", scalar))
+    return {**fields, "query_pre_attn_scalar": scalar}
+
+
+def _experts(metadata: Mapping[str, Any], arch: str) -> dict[str, Any]:
+    return {
+        "num_experts": _positive(metadata, f"{arch}.expert_count"),
+        "num_experts_per_tok": _positive(metadata, f"{arch}.expert_used_count"),
+    }
+
+
+def _positive(metadata: Mapping[str, Any], key: str) -> int:
+    value = metadata.get(key)
+    if not isinstance(value, int) or value <= 0:
+        raise ConfigError(f"the GGUF file's {key} must be a positive integer, not {value!r}")
+    return value
