@@ -75,7 +75,7 @@ def _transformers_model() -> transformers.PreTrainedModel:
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(resolve_model("").path).tensors}
     weights = {}
     for name, parameter in model.named_parameters():
-        tensor = stored[gguf_name(name)]
+        tensor = stored[gguf_name(name, "llama")]
         values = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy()).view(parameter.shape)
         num_heads = 9 if ".q_proj." in name else 3 if ".k_proj." in name else 0
         if num_heads:
