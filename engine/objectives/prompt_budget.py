@@ -21,6 +21,9 @@ from engine.wings import Figures
 
 MOST_RATIOS = 64  # kept: an engine without a worker is not asked
 FIRST_TOKENS = 256  # before a step with prompt tokens was measured
+# Seconds that prompts may take for the sake of streams, whatever their due dates say. Those are predicted from how
+# long prompts took: without this bound a full engine slows prompts, predicts later dates, and slows them further.
+PATIENCE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,9 @@ class PromptBudget:
         if not streams or room <= 0:
             return 0
         waiting = [
-            WaitingPrompt(r.num_uncomputed_tokens, -inf if r.is_late else r.due, r.num_computed_tokens)
+            WaitingPrompt(
+                r.num_uncomputed_tokens, -inf if r.is_late else min(r.due, self.now + PATIENCE), r.num_computed_tokens
+            )
             for r in prompts
         ]
         return room - self.num_tokens(len(streams), sum(r.num_tokens for r in streams), waiting, room)

@@ -13,7 +13,7 @@ from common.step_times import StepCost, num_pairs
 from engine.engine import Engine
 from engine.objectives.prompt_budget import FIRST_TOKENS, PromptBudget, WaitingPrompt
 from engine.plan import PlacedExperts, StepPlan, StepSize
-from engine.request import FinishReason, Request, RequestStatus, SamplingParams
+from engine.request import FinishReason, Request, RequestId, RequestStatus, SamplingParams
 from tests.engine.fakes import expected_tokens
 from tests.engine.scheduling.test_scheduler import BLOCK, assert_quiet, make_engine, run_all
 
@@ -292,3 +292,19 @@ def test_steps_are_compared_with_what_was_predicted() -> None:
     [ratios] = budget.figures().values()
     assert ratios == pytest.approx([2.0])
     assert [*budget.figures().values()] == [[]]
+
+
+def test_due_dates_that_move_away_with_the_queue_do_not_slow_a_full_engine() -> None:
+    """A router predicts dates from how long prompts took; with many waiting, work goes on at the bound."""
+    budget = learned(itl_objective=0.15)
+    streams = [Request(RequestId(f"s{i}"), [1, 2], LONG, [3]) for i in range(50)]
+    waiting = [Request(RequestId(f"p{i}"), [1] * 1000, LONG, due=100.0 + 60.0) for i in range(40)]
+    room = 8192
+    gentle = room - budget.num_to_withhold(streams, waiting[:1], room)
+    full = room - budget.num_to_withhold(streams, waiting, room)
+    assert gentle < 100
+    assert (
+        full
+        == room - budget.num_to_withhold(streams, [Request(RequestId("late"), [1] * 40_000, LONG, due=0.0)], room)
+        > 5000
+    )
