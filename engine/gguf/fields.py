@@ -51,6 +51,11 @@ def _gemma3(metadata: Mapping[str, Any], has_output_weight: bool) -> dict[str, A
         "tie_word_embeddings": not has_output_weight,
         "final_logit_softcapping": metadata.get("gemma3.final_logit_softcapping"),
     }
+    pattern = metadata.get("gemma3.attention.sliding_window_pattern")
+    if isinstance(pattern, int):  # one layer in so many has no window
+        fields["sliding_window_pattern"] = pattern
+    elif pattern is not None:  # for each layer, whether it has a window
+        fields["layer_types"] = ["sliding_attention" if has_window else "full_attention" for has_window in pattern]
     heads, hidden = (_positive(metadata, f"gemma3.{key}") for key in ("attention.head_count", "embedding_length"))
     scalar = hidden // heads
     if metadata.get("gemma3.block_count") != GEMMA3_27B_LAYERS:

@@ -10,6 +10,7 @@ import torch
 
 from common.errors import ConfigError, UnsupportedModelError
 from common.model_files import ModelFiles
+from engine.gguf.fields import family_fields
 from tests.engine.driving import Driver, make_runner, open_model, random_prompt
 from tests.engine.gguf.gguf_files import write_gguf
 from tests.engine.tiny_models import (
@@ -128,3 +129,19 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
         path.write_bytes(whole[:cut])
         with pytest.raises(ConfigError, match=r"m\.gguf"):
             open_model(files_of(path))
+
+
+@pytest.mark.parametrize("pattern", [3, [True, True, False, True, True, False]])
+def test_gemmas_windows_are_where_the_file_says(pattern: int | list[bool]) -> None:
+    sizes = {
+        "block_count": 6,
+        "attention.head_count": 4,
+        "embedding_length": 64,
+        "attention.sliding_window_pattern": pattern,
+    }
+    metadata = {"general.architecture": "gemma3", **{f"gemma3.{key}": value for key, value in sizes.items()}}
+    fields = family_fields(metadata, has_output_weight=False)
+    if isinstance(pattern, int):
+        assert fields["sliding_window_pattern"] == pattern
+    else:
+        assert [kind == "sliding_attention" for kind in fields["layer_types"]] == pattern
