@@ -1,4 +1,4 @@
-"""GET /ping, /load, /server_info and /tokenizer_info, in vLLM's shapes."""
+"""GET /ping, /load and /tokenizer_info in vLLM's shapes, and /server_info with the project's own settings."""
 
 from __future__ import annotations
 
