@@ -108,7 +108,7 @@ def be_reader(folder: Path, device: str, handle: str) -> None:
 class Process:
     def __init__(self, role: str, *arguments: object) -> None:
         code = (
-            "import sys; from pathlib import Path; from tests.gpu import test_nccl as t; a = sys.argv;"
+            "import sys; from pathlib import Path; from tests.gpu.nccl import test_nccl as t; a = sys.argv;"
             "t.be_owner(Path(a[2]), a[3], float(a[4])) if a[1] == 'owner' else t.be_reader(Path(a[2]), a[3], a[4])"
         )
         argv = [sys.executable, "-c", code, role, *map(str, arguments)]
