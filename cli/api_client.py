@@ -108,6 +108,17 @@ class ApiClient:
         except httpx.HTTPError as error:
             raise UnavailableError(f"the connection to {self.url} broke: {error}") from error
 
+    def chat(self, model: str, messages: list[Message], **params: Any) -> dict[str, Any]:
+        """The message of an answer that comes whole."""
+        try:
+            reply = self._http.post("/v1/chat/completions", json={"model": model, "messages": messages} | params)
+            _raise_for_status(reply)
+            return dict(reply.json()["choices"][0]["message"])
+        except httpx.HTTPError as error:
+            raise UnavailableError(f"the connection to {self.url} broke: {error}") from error
+        except (ValueError, LookupError, TypeError) as error:
+            raise ApiError(f"{self.url}/v1/chat/completions answers with something else") from error
+
 
 def first_model(url: str, api_key: str = "") -> str:
     """The first model that a server lists. Raises UnavailableError or ApiError."""

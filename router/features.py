@@ -19,6 +19,7 @@ from router.api.message_schemas import Body
 from router.api.render import RenderOptions
 from router.api.schemas import ChatCompletionBody, CompletionBody
 from router.api.text import ChoiceText, StopRules
+from router.config import RouterConfig
 
 B = TypeVar("B", bound=Body)
 HAS_GRAMMAR = has_wing("router.grammar")
@@ -31,6 +32,7 @@ if HAS_GRAMMAR:
 
     _answer_fields = _chat_fields = [AnswerFields]
 if HAS_TOOLS:
+    from router.tools.settings import ToolSettings
     from router.tools.tool_part import ToolPart
     from router.tools.tool_use import tool_use
     from router.tools.tools import ToolFields
@@ -38,6 +40,7 @@ if HAS_TOOLS:
     _chat_fields = [ToolFields]
 if HAS_REASONING:
     from router.reasoning.reasoning_part import ReasoningFields, reasoning_part
+    from router.reasoning.settings import ReasoningSettings
 
     _chat_fields = [*_chat_fields, ReasoningFields]
 
@@ -63,12 +66,17 @@ class Features:
     parts: tuple[AnswerPart, ...] = ()  # of chat answers, as they are taken out of the text
 
     @classmethod
-    async def of(cls, body: ChatCompletionBody | CompletionBody, num_choices: int, tokenizer: Tokenizer) -> Features:
+    async def of(
+        cls, body: ChatCompletionBody | CompletionBody, num_choices: int, tokenizer: Tokenizer, config: RouterConfig
+    ) -> Features:
         """Raises InvalidRequestError for what cannot be done."""
         tools = None
         if HAS_TOOLS and isinstance(body, ToolFields):
-            tools = await tool_use(body, num_choices, tokenizer)
-        reasoning = reasoning_part(body, tokenizer, tools is not None) if HAS_REASONING else None
+            tools = await tool_use(body, num_choices, tokenizer, config.of(ToolSettings).tool_call_parser)
+        reasoning = None
+        if HAS_REASONING:
+            parser = config.of(ReasoningSettings).reasoning_parser
+            reasoning = reasoning_part(body, tokenizer, tools is not None, parser)
         parts = () if reasoning is None else (reasoning,)
         if tools is not None:
             return cls(tools.grammar, tools.descriptions, (*parts, ToolPart(tools)))

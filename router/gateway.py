@@ -96,7 +96,7 @@ class Gateway:
         model = self.model_for(http, body.model)
         model.dispatcher.admit()
         n = body.n or 1
-        features = await Features.of(body, n, model.tokenizer)
+        features = await Features.of(body, n, model.tokenizer, self.config)
         token_ids = await self._prompt_ids(model, body, features)
         prompts = [truncated(token_ids, body.truncate_prompt_tokens)]
         request = self._request(http, model, body, features, prompts, n, arrival)
@@ -106,7 +106,7 @@ class Gateway:
     async def count_chat_tokens(self, http: Request, body: ChatCompletionBody) -> int:
         """How many tokens the prompt of a conversation has."""
         model = self.model_for(http, body.model)
-        return len(await self._prompt_ids(model, body, await Features.of(body, 1, model.tokenizer)))
+        return len(await self._prompt_ids(model, body, await Features.of(body, 1, model.tokenizer, self.config)))
 
     async def _prompt_ids(self, model: ServedModel, body: ChatCompletionBody, features: Features) -> list[int]:
         add_prompt = (
@@ -131,7 +131,7 @@ class Gateway:
         prompts = [truncated(token_ids, body.truncate_prompt_tokens) for token_ids in prompts]
         n = body.n or 1
         per_prompt = max(body.best_of or n, n)
-        features = await Features.of(body, len(prompts) * per_prompt, model.tokenizer)
+        features = await Features.of(body, len(prompts) * per_prompt, model.tokenizer, self.config)
         request = self._request(http, model, body, features, prompts, per_prompt, arrival)
         texts = tuple(self._echo_texts(model, body, prompts)) if body.echo else ()
         options = self._options(request, model, body, prompts, texts, body.logprobs is not None)

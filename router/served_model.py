@@ -50,18 +50,23 @@ class LoadedModel:
 
 def serve_models(config: RouterConfig, loaded: Sequence[LoadedModel]) -> list[ServedModel]:
     """The models of one router, in the same order. Raises ConfigError when two have a name in common."""
+    tokenizers = [item.tokenizer for item in loaded]
+    if has_wing("router.chat_templates"):
+        from router.chat_templates.templates import with_templates
+
+        tokenizers = with_templates(config, tokenizers)
     models: list[ServedModel] = []
     taken: set[str] = set()
-    for item in loaded:
+    for item, tokenizer in zip(loaded, tokenizers, strict=True):
         name = item.name or item.own_name
         names = {name, item.own_name}
         if clash := taken & names:
             raise ConfigError(f"two models are called {min(clash)!r}: workers announce their model by that name")
         taken |= names
-        workers = ModelWorkers(name, item.own_name, item.tokenizer.tokenizer_hash())
+        workers = ModelWorkers(name, item.own_name, tokenizer.tokenizer_hash())
         metrics = RouterMetrics(item.own_name, models[0].metrics if models else None)
         dispatcher = Dispatcher(config, workers, metrics, *objectives_of(config, workers))
-        models.append(ServedModel(name, (item.own_name,), item.tokenizer, workers, dispatcher))
+        models.append(ServedModel(name, (item.own_name,), tokenizer, workers, dispatcher))
     return models
 
 

@@ -25,9 +25,10 @@ from cli.cluster.supervisor import StartError, Supervisor
 from common.config import misspelt_variables
 from common.errors import ConfigError
 from common.logging import write_line
-from common.model_files import ModelFiles, resolve_model
+from common.model_files import DEFAULT_MODEL_NAME, ModelFiles, resolve_model
 
 FAILED_START_GRACE_SECONDS = 3.0
+BETTER_MODEL = "Qwen/Qwen3-0.6B"  # than the default one, for those who reach the hub
 
 
 def run(argv: Sequence[str]) -> int:
@@ -88,8 +89,9 @@ def ready_message(config: ClusterConfig, model_name: str) -> str:
     key = " -H 'Authorization: Bearer '$MINI_INFER_API_KEY" if config.router.api_key else ""
     ports = "".join(f", {service} on :{port}" for service, port in config.metrics_ports.items())
     metrics = f"metrics: {config.url}/metrics{ports}\n" if ports else ""
+    better = f"a better small model: --model {BETTER_MODEL}\n" if model_name == DEFAULT_MODEL_NAME else ""
     curl = f"curl {config.url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}"
-    return f"{name} on {config.url} ({workers_of(config)})\n{metrics}try: {curl}\nstop with Ctrl-C"
+    return f"{name} on {config.url} ({workers_of(config)})\n{metrics}try: {curl}\n{better}stop with Ctrl-C"
 
 
 async def _serve(supervisor: Supervisor, display: StartDisplay, message: str) -> None:

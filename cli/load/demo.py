@@ -1,6 +1,6 @@
 """`mini-infer demo`: a short tour of a running or temporary cluster, with what was measured on the way.
 
-One answer; eight at once; the same long prefix twice; a cancelled answer. Calls `cli/api_client` only.
+One answer; eight at once; the same long prefix twice; a tool call; a cancelled answer. Calls `cli/api_client` only.
 """
 
 from __future__ import annotations
@@ -15,13 +15,20 @@ from concurrent.futures import ThreadPoolExecutor
 from rich.console import Console
 from rich.table import Table
 
-from cli.api_client import ApiClient, Message, describe, speed_of
+from cli.api_client import ApiClient, ApiError, Message, describe, speed_of
 from cli.cluster.local_server import add_server_arguments, client_for, parse_with_serve_flags
 from cli.event_stream import RequestRecord
 from cli.terminal.answer import view_of_stdout
 from common.config import SettingsParser
 
 QUESTION = "Why is the sky blue? Answer in two sentences."
+TOOL_QUESTION = "What is the weather in Oslo?"
+CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 30}}, "required": ["city"]}
+WEATHER = {
+    "type": "function",
+    "function": {"name": "get_weather", "description": "The weather of a city", "parameters": CITY},
+}
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
 NUM_AT_ONCE = 8
 MAX_TOKENS = 48
 PREFIX_SENTENCES = 30  # fits the context of the dry-run model, whose tokens are bytes
@@ -44,6 +51,19 @@ def ask(
     return record
 
 
+def tool_call(client: ApiClient, model: str) -> str:
+    """The call that the model makes, as one line, or why there is none."""
+    try:
+        message = client.chat(
+            model, [{"role": "user", "content": TOOL_QUESTION}], tools=[WEATHER], tool_choice=NAMED,
+            temperature=0, max_tokens=MAX_TOKENS,
+        )  # fmt: skip
+    except ApiError as error:
+        return f"no call: {error}"
+    functions = [call["function"] for call in message.get("tool_calls") or ()]
+    return "; ".join(f"{function['name']}({function['arguments']})" for function in functions) or "no call"
+
+
 def cancel(client: ApiClient, model: str, num_pieces: int) -> float:
     """Stop reading after `num_pieces`; seconds until the next short request has its whole answer."""
     messages: list[Message] = [{"role": "user", "content": "Count from one to one thousand in words."}]
@@ -57,7 +77,7 @@ def cancel(client: ApiClient, model: str, num_pieces: int) -> float:
 
 
 def tour(client: ApiClient, model: str, console: Console) -> Table:
-    """All four scenes; what was measured."""
+    """All five scenes; what was measured."""
     table = Table("scene", "first token", "tokens/s", "tokens", "prompt tokens cached", title=model)
 
     def row(scene: str, rate: float, *answers: RequestRecord) -> None:
@@ -96,6 +116,10 @@ def tour(client: ApiClient, model: str, console: Console) -> Table:
         record = ask(client, model, document + question, max_tokens=8)
         row(scene, speed_of(record), record)
         console.print(f"{scene}: {describe(record)}, {record.num_cached_tokens} prompt tokens from the cache")
+
+    console.rule("a tool call")
+    console.print(TOOL_QUESTION, style="dim")
+    console.print(tool_call(client, model))
 
     console.rule("a cancelled answer")
     seconds = cancel(client, model, 3)

@@ -31,19 +31,28 @@ CHANNEL, MESSAGE, START = "<|channel|>", "<|message|>", "<|start|>"
 RECIPIENT = "to=functions."  # of a message that is a call
 MESSAGE_ENDS = ("<|end|>", "<|return|>", "<|call|>", START, CHANNEL)
 CHANNEL_MARKERS = (MESSAGE, *MESSAGE_ENDS)
-_FORMATS = (
-    THINK,
-    ReasoningFormat("[THINK]", "[/THINK]"),  # Magistral
-    ReasoningFormat("<seed:think>", "</seed:think>"),
-    ReasoningFormat("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A Reasoning
-)
+# By vLLM's names of their parsers.
+FORMATS: Mapping[str, ReasoningFormat] = {
+    "qwen3": THINK,
+    "deepseek_r1": THINK,
+    "glm45": THINK,
+    "mistral": ReasoningFormat("[THINK]", "[/THINK]"),  # Magistral
+    "seed_oss": ReasoningFormat("<seed:think>", "</seed:think>"),
+    "cohere": ReasoningFormat("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A Reasoning
+    "openai_gptoss": HARMONY,
+}
 
 
-def reasoning_format(template: str) -> ReasoningFormat | None:
-    """Return the format that a chat template's model writes; None: it does not reason apart from its answers."""
+def reasoning_format(template: str, parser: str = "auto") -> ReasoningFormat | None:
+    """Return the format of that name, or the one that a chat template's model writes (auto).
+
+    None: the model does not reason apart from its answers, or `parser` is none.
+    """
+    if parser != "auto":
+        return FORMATS.get(parser)
     if CHANNEL in template and MESSAGE in template:
         return HARMONY
-    return next((each for each in _FORMATS if each.end in template), None)
+    return next((each for each in FORMATS.values() if not each.is_channels and each.end in template), None)
 
 
 def lark_before_answer(written: ReasoningFormat, is_open: bool, special: Mapping[str, int]) -> str:

@@ -6,6 +6,7 @@ template put them. Over the `tokenizers` package; `load` makes one of a model's 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import re
 import threading
@@ -50,8 +51,8 @@ class Tokenizer:
         names = dict(named_tokens or {})
         names.setdefault("bos_token", self.token_text(bos_id) if bos_id is not None else "")
         names.setdefault("eos_token", self.token_text(eos_token_ids[0]) if eos_token_ids else "")
-        self.tool_template = templates.get("tool_use") or templates.get("default", "")  # its text
-        self._templates = {name: ChatTemplate(text, names, longest_first) for name, text in templates.items()}
+        self._template_names, self._longest_first = names, longest_first
+        self._use_templates(templates)
         self.table = TokenTable(self.vocab_size, self._piece_bytes_function(), self.special_ids, self._strips_space())
         self._tables: dict[frozenset[int], TokenTable] = {}  # by the special tokens that they show
         self._hash = ""
@@ -101,6 +102,19 @@ class Tokenizer:
             elif piece:
                 token_ids += plain.encode(piece.replace(breaker, ""), add_special_tokens=False).ids
         return token_ids
+
+    def with_templates(self, templates: Mapping[str, str]) -> Tokenizer:
+        """The same with other chat templates, by name. Raises UnsupportedModelError for one that does not compile."""
+        other = copy.copy(self)
+        other._use_templates(templates)
+        return other
+
+    def _use_templates(self, templates: Mapping[str, str]) -> None:
+        self.templates = dict(templates)  # texts, by name: `default`, and `tool_use` for requests with tools
+        self.tool_template = templates.get("tool_use") or templates.get("default", "")
+        self._templates = {
+            name: ChatTemplate(text, self._template_names, self._longest_first) for name, text in templates.items()
+        }
 
     def detokenizer(
         self, skip_special: bool = True, continues: bool = False, shown: frozenset[int] = frozenset()

@@ -20,26 +20,35 @@ from common.tools.tagged_calls import GLM, QWEN3_CODER
 from common.tools.tool_parser import Schema, ToolFormat
 
 _TAKES_TOOLS = re.compile(r"\btools\b")
-# Templates show a model how to write calls. The first pattern that is found decides: several share their markers.
-FORMATS: tuple[tuple[ToolFormat, re.Pattern[str]], ...] = (
-    (QWEN3_CODER, re.compile(r"<tool_call>(?:\s|\\n)*<function=")),
-    (GLM, re.compile("<arg_key>")),
-    (HERMES, re.compile(r"""<tool_call>(?:\s|\\n)*\{\\?["'](?:name|arguments)\\?["']""")),
-    (LLAMA3_JSON, re.compile(r'\{"name": function name, "parameters": dictionary of argument name and its value\}')),
-    (MISTRAL_NAMED, re.compile(r"\[TOOL_CALLS\][\s\S]*\[ARGS\]")),
-    (MISTRAL_LIST, re.compile(r"\[TOOL_CALLS\]")),
-    (DEEPSEEK_V3, re.compile(r"<｜tool▁call▁begin｜>[\s\S]*```json")),
-    (DEEPSEEK_V31, re.compile("<｜tool▁call▁begin｜>")),
-    (KIMI_K2, re.compile(r"<\|tool_call_argument_begin\|>")),
-    (HARMONY, re.compile(r"<\|channel\|>[\s\S]*to=functions\.|to=functions\.[\s\S]*<\|channel\|>")),
-)
+# By vLLM's names of their parsers. Templates show a model how to write calls. The first pattern that is found
+# decides, since several share their markers.
+FORMATS: Mapping[str, tuple[ToolFormat, re.Pattern[str]]] = {
+    "qwen3_coder": (QWEN3_CODER, re.compile(r"<tool_call>(?:\s|\\n)*<function=")),
+    "glm45": (GLM, re.compile("<arg_key>")),
+    "hermes": (HERMES, re.compile(r"""<tool_call>(?:\s|\\n)*\{\\?["'](?:name|arguments)\\?["']""")),
+    "llama3_json": (
+        LLAMA3_JSON,
+        re.compile(r'\{"name": function name, "parameters": dictionary of argument name and its value\}'),
+    ),
+    "mistral": (MISTRAL_NAMED, re.compile(r"\[TOOL_CALLS\][\s\S]*\[ARGS\]")),
+    "mistral_list": (MISTRAL_LIST, re.compile(r"\[TOOL_CALLS\]")),
+    "deepseek_v3": (DEEPSEEK_V3, re.compile(r"<｜tool▁call▁begin｜>[\s\S]*```json")),
+    "deepseek_v31": (DEEPSEEK_V31, re.compile("<｜tool▁call▁begin｜>")),
+    "kimi_k2": (KIMI_K2, re.compile(r"<\|tool_call_argument_begin\|>")),
+    "openai": (HARMONY, re.compile(r"<\|channel\|>[\s\S]*to=functions\.|to=functions\.[\s\S]*<\|channel\|>")),
+}
 
 
-def tool_format(template: str) -> ToolFormat:
-    """Return the format that a chat template's model is trained on. Raises InvalidRequestError when there is none."""
+def tool_format(template: str, parser: str = "auto") -> ToolFormat:
+    """Return the format of that name, or the one that a chat template's model is trained on (auto).
+
+    Raises InvalidRequestError when there is none.
+    """
     if not _TAKES_TOOLS.search(template):
         raise InvalidRequestError("this model's chat template takes no tools", "tools")
-    for found, pattern in FORMATS:
+    if parser != "auto":
+        return FORMATS[parser][0]
+    for found, pattern in FORMATS.values():
         if pattern.search(template):
             return found
     raise InvalidRequestError("tools: this server cannot read the calls that this model writes", "tools")

@@ -75,12 +75,12 @@ class ReasoningStage:
             update.text += text
 
 
-def reasoning_part(body: Body, tokenizer: Tokenizer, has_tools: bool) -> ReasoningPart | None:
+def reasoning_part(body: Body, tokenizer: Tokenizer, has_tools: bool, parser: str) -> ReasoningPart | None:
     """Return the part for a request; None for a model that does not reason apart from its answers.
 
     has_tools: a later part takes calls out of the answers.
     """
-    written = reasoning_format(tokenizer.tool_template)
+    written = reasoning_format(tokenizer.tool_template, parser)
     if written is None or not isinstance(body, ReasoningFields):
         return None
     return ReasoningPart(written, tokenizer, body.include_reasoning is not False, has_tools)

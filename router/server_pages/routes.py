@@ -51,7 +51,7 @@ def add_server_pages(routes: Routes, gateway: Gateway) -> None:
                 for content, token_id in sorted(tokenizer.special_id_of.items(), key=lambda item: item[1])
             },
             "model_max_length": model.limits().max_model_len,
-            "chat_template": tokenizer.tool_template,  # of two, the one for tools
+            "chat_template": tokenizer.templates.get("default"),
         }
         return json_response(info)
 

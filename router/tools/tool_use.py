@@ -28,11 +28,11 @@ class ToolUse:
     grammar: str  # empty: the model decides
 
 
-async def tool_use(body: ToolFields, num_choices: int, tokenizer: Tokenizer) -> ToolUse | None:
+async def tool_use(body: ToolFields, num_choices: int, tokenizer: Tokenizer, parser: str) -> ToolUse | None:
     """Return what the answers may call; None: nothing. Raises InvalidRequestError, also for a model without tools."""
     if not body.tools or body.tool_choice == "none":
         return None
-    written = tool_format(tokenizer.tool_template)
+    written = tool_format(tokenizer.tool_template, parser)
     markers = {text: tokenizer.special_id_of.get(text) for text in written.markers}
     special = {text: token_id for text, token_id in markers.items() if token_id is not None}
     is_parallel = body.parallel_tool_calls is not False and not isinstance(body.tool_choice, NamedTool)

@@ -17,6 +17,7 @@ from cli.cluster.ports import free_ports
 from cli.cluster.serve import check_ports, placement_lines, ready_message
 from common.config import misspelt_variables, to_argv
 from common.errors import ConfigError
+from common.model_files import DEFAULT_MODEL_NAME
 from tests.deploy.settings import SETTINGS, parse
 from worker.ranks.stage import StageConfig
 
@@ -377,6 +378,8 @@ def test_ready_message_names_the_model_and_hides_the_key():
     assert "it's on http://127.0.0.1:8123 (1 prefill, 1 decode)" in text
     assert "$MINI_INFER_API_KEY" in text
     assert "sesame" not in text
+    assert "--model" not in text
+    assert "--model Qwen/Qwen3-0.6B\n" in ready_message(config, DEFAULT_MODEL_NAME)
     assert (config.serve.prefill, config.serve.decode) == (1, 1)
 
 

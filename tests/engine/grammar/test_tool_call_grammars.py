@@ -61,7 +61,7 @@ def follows(call: CallDelta) -> bool:
     )
 
 
-@pytest.mark.parametrize("written", [written for written, _ in FORMATS if written is not HARMONY], ids=repr)
+@pytest.mark.parametrize("written", [written for written, _ in FORMATS.values() if written is not HARMONY], ids=repr)
 def test_what_a_grammar_allows_is_parsed_and_follows_the_schemas(written: ToolFormat) -> None:
     grammar = calls_grammar(written, SCHEMAS, True, {})
     names = set()

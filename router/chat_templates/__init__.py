@@ -1,0 +1,1 @@
+"""Chat templates in place of a model's own, and tools for models whose template takes none."""
