@@ -6,6 +6,7 @@ Returns where the files lie; does not open them.
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ DRY_RUN_MODEL_NAME = "dry-run"
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """`kind` says how to read `path`: a directory, one GGUF file, or (dry-run) no files at all."""
+    """`kind` says how to read `path`: a directory, a GGUF file (or a part of one), or (dry-run) no files at all."""
 
     name: str  # what clients call the model unless it is served under another name
     kind: Literal["directory", "gguf", "dry-run"]
@@ -41,7 +42,7 @@ def resolve_model(model: str, weights: bool = True) -> ModelFiles:
     if path.is_file():
         if path.suffix != ".gguf":
             raise ConfigError(f"{path.name} is not a .gguf file; give a GGUF file or a directory with safetensors")
-        return _gguf_files(path.stem, path)
+        return _gguf_files(re.sub(r"-\d{5}-of-\d{5}$", "", path.stem), path)
     if path.is_dir():
         if not (path / "config.json").is_file():
             gguf = next(iter(sorted(path.glob("*.gguf"))), None)

@@ -21,9 +21,9 @@ def weight_bytes(engine: EngineConfig) -> int:
         return 0
     stored_bits, held_bits = PLAIN_BITS, PLAIN_BITS
     if files.kind == "gguf":
-        from common.gguf.header import read_gguf_header
+        from common.gguf.parts import read_gguf
 
-        tensors = read_gguf_header(files.path).tensors
+        tensors = read_gguf(files.path).tensors
         total = sum(2 * math.prod(tensor.shape) for tensor in tensors.values())  # read as 16-bit numbers
     else:
         total = sum(path.stat().st_size for path in files.path.glob("*.safetensors"))

@@ -51,10 +51,10 @@ def _dry_run_tokenizer() -> Tokenizer:
 
 
 def _from_gguf(path: Path) -> Tokenizer:
-    from common.gguf.header import read_gguf_header
+    from common.gguf.parts import read_gguf
     from common.gguf.tokenizer import backend_from_metadata
 
-    metadata = read_gguf_header(path).metadata
+    metadata = read_gguf(path).metadata
     backend = backend_from_metadata(metadata)
     eos_ids = [
         metadata[key]

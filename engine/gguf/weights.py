@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError, UnsupportedModelError
-from common.gguf.header import GgufTensor, read_gguf_header
+from common.gguf.header import GgufTensor
+from common.gguf.parts import read_gguf
 from engine.gguf.int4 import BLOCK_BYTES, int4_rows
 from engine.gguf.names import NO_WEIGHTS, locate
 from engine.layers.weights import Part, PartSource
@@ -25,16 +26,21 @@ from engine.models.config import ModelConfig
 from engine.quantization.quantized_rows import QuantizedRows
 
 
+def _mapped(path: Path) -> mmap.mmap:
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
 class GgufFile:
-    """A memory-mapped GGUF file: metadata, and single tensors in float32."""
+    """A memory-mapped GGUF file, or the parts of one: metadata, and single tensors in float32."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        header = read_gguf_header(path)
-        self.metadata = header.metadata
-        self.tensors = header.tensors
-        with path.open("rb") as file:
-            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        contents = read_gguf(path)
+        self.files = contents.files
+        self.metadata = contents.metadata
+        self.tensors = contents.tensors
+        self._file_of = contents.file_of
+        self._data = {path: _mapped(path) for path in contents.files}
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
         """Dequantize one tensor to float32, or rows of it. Raises UnsupportedModelError for a type not known."""
@@ -69,12 +75,14 @@ class GgufFile:
             quantization = GGMLQuantizationType(tensor.type_id)
         except ValueError:
             raise UnsupportedModelError(f"tensor {tensor.name} has the unknown type {tensor.type_id}") from None
+        path = self._file_of[tensor.name]
+        data = self._data[path]
         block_size, block_bytes = GGML_QUANT_SIZES[quantization]
         rows = int(np.prod(tensor.shape[:-1]))
         row_bytes = tensor.shape[-1] // block_size * block_bytes
-        if tensor.shape[-1] % block_size or tensor.offset + rows * row_bytes > len(self._data):
-            raise ConfigError(f"tensor {tensor.name} does not fit into {self.path.name}: the file is damaged")
-        raw = np.frombuffer(self._data, np.uint8, rows * row_bytes, tensor.offset).reshape(rows, row_bytes)
+        if tensor.shape[-1] % block_size or tensor.offset + rows * row_bytes > len(data):
+            raise ConfigError(f"tensor {tensor.name} does not fit into {path.name}: the file is damaged")
+        raw = np.frombuffer(data, np.uint8, rows * row_bytes, tensor.offset).reshape(rows, row_bytes)
         plain = {GGMLQuantizationType.F32: np.float32, GGMLQuantizationType.F16: np.float16}.get(quantization)
         return (raw if plain is None else raw.view(plain)), quantization
 

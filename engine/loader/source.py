@@ -135,7 +135,7 @@ def _open_gguf(path: Path, engine_config: EngineConfig, dtype: torch.dtype, devi
     if engine_config.load_format == "dummy":
         return _random(family, config, dtype, device)
     weights = GgufWeights(file, config, family.gguf_permuted, dtype, device)
-    return Source(config, family, weights, partial(check_weights, found=weights.shapes), {}, [path])
+    return Source(config, family, weights, partial(check_weights, found=weights.shapes), {}, file.files)
 
 
 def _random(family: ModelFamily, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Source:

@@ -113,11 +113,15 @@ def random_blocks(kind: gguf.GGMLQuantizationType, shape: tuple[int, ...]) -> ND
 
 
 def write_gguf(
-    path: Path, model: transformers.PreTrainedModel, arch: str, kind: str = "F32", extra: dict[str, Any] | None = None
-) -> dict[str, Tensor]:
-    """Write `model`, matrices as `kind`. Returns what the file really holds, under transformers' names."""
+    path: Path, model: transformers.PreTrainedModel, arch: str, kind: str = "F32",
+    extra: dict[str, Any] | None = None, tensors_per_part: int = 0,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Write `model`, matrices as `kind`. Returns what the file really holds, under transformers' names.
+
+    tensors_per_part: write several files, whose names the package makes of `path`.
+    """
     config = model.config
-    writer = gguf.GGUFWriter(str(path), arch)
+    writer = gguf.GGUFWriter(path, arch, split_max_tensors=tensors_per_part)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
