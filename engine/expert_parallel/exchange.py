@@ -69,8 +69,7 @@ class ExpertExchange:
         received = self.dispatch(x, shares, chosen, num_rows)
         partial = self.experts_output(block, received)
         out = self.combine(partial.to(x.dtype), received, x.shape[0])
-        if block.shared is not None:
-            out += block.shared(x)
+        block.add_shared_output_(out, x)
         return out.to(x.dtype)
 
     def experts_output(self, block: Moe, received: Received) -> Tensor:

@@ -24,12 +24,18 @@ def family_fields(metadata: Mapping[str, Any], has_output_weight: bool) -> dict[
     name = gguf_name(metadata)
     if name == "gemma3":
         return _gemma3(metadata, has_output_weight)
-    if name == "qwen3moe":
-        return {
-            **_experts(metadata, "qwen3moe"),
-            "moe_intermediate_size": _positive(metadata, "qwen3moe.expert_feed_forward_length"),
-            "norm_topk_prob": True,
+    if name in ("qwen2moe", "qwen3moe"):
+        fields = {
+            **_experts(metadata, name),
+            "moe_intermediate_size": _positive(metadata, f"{name}.expert_feed_forward_length"),
+            "norm_topk_prob": name == "qwen3moe",
         }
+        shared = f"{name}.expert_shared_feed_forward_length"
+        return (
+            fields
+            if name == "qwen3moe"
+            else {**fields, "shared_expert_intermediate_size": _positive(metadata, shared)}
+        )
     if name == "llama with experts":
         size = _positive(metadata, "llama.feed_forward_length")
         return {**_experts(metadata, "llama"), "intermediate_size": size}

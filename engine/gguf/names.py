@@ -36,6 +36,10 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
 _NAMES_OF: Mapping[str, Mapping[str, str]] = {
     "Gemma3ForCausalLM": {
@@ -51,6 +55,7 @@ _QWEN_EXPERTS = {
     "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
 _EXPERTS_OF: Mapping[str, Mapping[str, str]] = {
+    "Qwen2MoeForCausalLM": _QWEN_EXPERTS,
     "Qwen3MoeForCausalLM": _QWEN_EXPERTS,
     "MixtralForCausalLM": {
         "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
@@ -99,6 +104,8 @@ def locate(name: str, shape: Shape, config: ModelConfig) -> Iterator[tuple[str, 
         for part, size in zip(fused[module], _sizes(module, config), strict=True):
             yield f"{layer}.{part}.{kind}", Located(name, first, (size, shape[1]))
             first += size
+    elif module == "ffn_gate_inp_shexp":  # one output, whose dimension files leave out
+        yield f"{layer}.{names[module]}.{kind}", Located(name, 0, (1, shape[-1]))
     else:
         yield (f"{layer}.{names[module]}.{kind}" if module in names else name), Located(name, 0, shape)
 

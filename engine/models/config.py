@@ -21,11 +21,12 @@ PLAIN_BITS = 16  # of a weight that is not quantized
 class MoeConfig:
     """Experts of a layer. intermediate_size: of one. normalizes_weights: the chosen experts' shares add up to one.
     dense_layers: those with a plain MLP instead. num_shared_experts: those that every token passes through, beside
-    the ones it chooses. expert_rank, expert_ranks: experts are divided among ranks, and this one has its part of
-    them, whole; of shared experts it has a part of each. exchange: how ranks get to each other's experts; with
-    `dispatch` rows are divided among ranks, see `engine.expert_parallel.divided_rows`, and all have the shared
-    experts whole. slots: the expert in each slot of all ranks, see `engine.expert_balancing.placement`; empty: each
-    once, in order. The rest is the rule by which a token chooses, see `engine.moe.routing`.
+    the ones it chooses; gates_shared: times a sigmoid of the token. expert_rank, expert_ranks: experts are divided
+    among ranks, and this one has its part of them, whole; of shared experts it has a part of each. exchange: how
+    ranks get to each other's experts; with `dispatch` rows are divided among ranks, see
+    `engine.expert_parallel.divided_rows`, and all have the shared experts whole. slots: the expert in each slot of
+    all ranks, see `engine.expert_balancing.placement`; empty: each once, in order. The rest is the rule by which a
+    token chooses, see `engine.moe.routing`.
     """
 
     num_experts: int
@@ -34,6 +35,7 @@ class MoeConfig:
     normalizes_weights: bool = True
     dense_layers: tuple[int, ...] = ()
     num_shared_experts: int = 0
+    gates_shared: bool = False
     score: ScoreKind = "softmax"
     has_choice_bias: bool = False
     num_groups: int = 1

@@ -11,6 +11,7 @@ FAMILIES = (
     "engine.mla.deepseek:deepseek",
     "engine.moe.gpt_oss:gpt_oss",
     "engine.moe.mixtral:mixtral",
+    "engine.moe.qwen2_moe:qwen2_moe",
     "engine.moe.qwen3_moe:qwen3_moe",
     "engine.windows.gemma3:gemma3",
 )

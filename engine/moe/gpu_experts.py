@@ -72,7 +72,7 @@ class StackedExperts:
 
     gate_up: of (2 inner, hidden) each. down: of (hidden, inner). Shared experts stand behind the others, and the
     block then has none: as many of the same size, that every token chooses. router: in the model's type, from which
-    `Moe` may have made it float32. gate: see `grouped_gemm`.
+    `Moe` may have made it float32; the shared experts' gate is its last row. gate: see `grouped_gemm`.
     """
 
     def __init__(self, block: Moe) -> None:
@@ -80,6 +80,8 @@ class StackedExperts:
         self.num_shared = 0
         self.gate = (block.rule.swiglu_alpha, block.rule.swiglu_limit)
         self.router = block.router.to(block.norm.dtype)
+        if block.shared_gate is not None:
+            self.router = torch.cat([self.router, block.shared_gate])
         inner = block.rule.intermediate_size
         for expert in block.experts.values():
             expert.gate_up, expert.down = stackable(expert.gate_up), stackable(expert.down)
@@ -191,7 +193,7 @@ def chooser(block: Moe, num_shared: int, held: range | None = None) -> Choose:
         return route(
             logits, block.num_chosen, rule.score == "softmax", rule.normalizes_weights, block.choice_bias,
             rule.weight_factor, rule.num_groups, rule.num_chosen_groups, rule.group_top, num_shared,
-            held,
+            held, rule.gates_shared,
         )  # fmt: skip
 
     return choose
@@ -211,6 +213,7 @@ def _chooser_of_all(block: Moe, num_shared: int, held: range) -> Choose:
         shares, chosen = route(
             logits, block.num_chosen, rule.score == "softmax", rule.normalizes_weights, block.choice_bias,
             rule.weight_factor, rule.num_groups, rule.num_chosen_groups, rule.group_top, num_shared,
+            gates_shared=rule.gates_shared,
         )  # fmt: skip
         if loads is not None and step is not None:
             count_choices(chosen, step.slots, loads)

@@ -44,8 +44,9 @@ class Moe(Block):
 
     experts: those of this rank, by slot, which is the expert's index unless a placement says otherwise. router:
     (num_experts, hidden); never quantized, it is small and every choice hangs on it. router_bias: (num_experts,) or
-    None. choice_bias: float32 (num_experts,) or None. shared: all shared experts as one, or None. stacked: the
-    experts in another device's form, once they have it.
+    None. choice_bias: float32 (num_experts,) or None. shared: all shared experts as one, or None. shared_gate: (1,
+    hidden), whose sigmoid is a factor on what they give, or None. stacked: the experts in another device's form, once
+    they have it.
     """
 
     gpu_ops = "engine.moe.gpu_ops"
@@ -53,6 +54,7 @@ class Moe(Block):
     router_bias: Tensor | None = None
     choice_bias: Tensor | None = None
     shared: Expert | None = None
+    shared_gate: Tensor | None = None
     stacked: Any = None
     slots: ExpertSlots | None = None  # of a layer with a placement
     loads: Tensor | None = None  # int64 (num_experts,), tokens that chose each so far, where they are counted
@@ -90,17 +92,28 @@ class Moe(Block):
             self.experts = dict(sorted(self.experts.items()))
             self.slots = ExpertSlots(moe.slots, self.router.device)
         if moe.num_shared_experts:
-            names = (f"{name}.shared_experts.{gate}", f"{name}.shared_experts.{up}", f"{name}.shared_experts.{down}")
+            shared = f"{name}.shared_expert" if moe.gates_shared else f"{name}.shared_experts"
+            names = (f"{shared}.{gate}", f"{shared}.{up}", f"{shared}.{down}")
             is_divided = moe.exchange == "sum"
             self.shared = Expert(
                 *take_gated(weights, names, config.hidden_size, moe.shared_size, is_divided=is_divided)
             )
+            if moe.gates_shared:
+                self.shared_gate = weights.take(f"{shared}_gate.weight", (1, config.hidden_size))
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:
         out = self.chosen_output(x, *self.route(x))
-        if self.shared is not None:
-            out += self.shared(x)
+        self.add_shared_output_(out, x)
         return out.to(x.dtype)
+
+    def add_shared_output_(self, out: Tensor, x: Tensor) -> None:
+        """Add what the shared experts make of x, if there are any, to out (num_tokens, hidden)."""
+        if self.shared is None:
+            return
+        shared = self.shared(x)
+        if self.shared_gate is not None:
+            shared = shared * two_rows_at_least(Linear(self.shared_gate), x).sigmoid()
+        out += shared
 
     def chosen_output(self, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
         """Sums over this rank's experts among the chosen, float32 (num_tokens, hidden).

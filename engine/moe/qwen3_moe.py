@@ -11,22 +11,14 @@ from engine.layers.mlp import Mlp
 from engine.layers.weights import WeightSource
 from engine.models import qwen3
 from engine.models.config import ModelConfig
-from engine.models.hf_config import moe_from_hf
 from engine.models.model import Embedding, Head, Part
 from engine.models.registry import register
 from engine.moe.moe import Moe
+from engine.moe.qwen2_moe import experts_of
 
 
 def adapt_config(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig:
-    """Every `decoder_sparse_step`-th layer has experts, but for `mlp_only_layers`."""
-    step = int(raw.get("decoder_sparse_step", 1))
-    dense = {int(layer) for layer in raw.get("mlp_only_layers") or ()}
-    dense |= {layer for layer in range(config.num_layers) if (layer + 1) % step}
-    moe = replace(
-        moe_from_hf(raw, "moe_intermediate_size"),
-        normalizes_weights=bool(raw.get("norm_topk_prob", False)),
-        dense_layers=tuple(sorted(dense)),
-    )
+    moe = experts_of(config, raw)
     config = qwen3.adapt_config(config, raw)
     if raw.get("use_sliding_window", False):  # of all layers, in this family
         config = replace(config, sliding_window=raw.get("sliding_window"), full_layers=())

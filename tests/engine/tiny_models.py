@@ -16,8 +16,8 @@ EOS = 3
 CHOICE_BIAS = "e_score_correction_bias"  # the one buffer that checkpoints hold
 WINGS = {
     "deepseek": "engine.mla",
-    **dict.fromkeys(("gemma3", "gpt-oss", "mistral-window"), "engine.windows"),
-    **dict.fromkeys(("mixtral", "qwen3-moe"), "engine.moe"),
+    **dict.fromkeys(("gemma3", "gpt-oss", "mistral-window", "qwen2-moe-windows"), "engine.windows"),
+    **dict.fromkeys(("mixtral", "qwen2-moe", "qwen3-moe"), "engine.moe"),
 }
 CONFIGS = {"Gemma3": "Gemma3Text"}  # classes of configs that have another name than the model's
 SHAPE = {
@@ -104,6 +104,9 @@ PHI3_SHORT = rope(
     "longrope", partial_rotary_factor=0.5, long_factor=[2.0, 5.0], short_factor=[1.2, 1.6],
     original_max_position_embeddings=256, factor=4.0,
 )  # fmt: skip
+QWEN2_EXPERTS = {
+    "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 32,
+}  # fmt: skip
 QWEN3_EXPERTS = {"head_dim": 12, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 TINY_MODELS = {
     "llama": TinyModel("Llama"),
@@ -126,6 +129,21 @@ TINY_MODELS = {
     "phi3-short": TinyModel("Phi3", {"original_max_position_embeddings": 256, **PHI3_SHORT}),
     "qwen2": TinyModel("Qwen2", {"tie_word_embeddings": True}),
     "qwen2-untied-sharded": TinyModel("Qwen2", shard_bytes=30_000),
+    "qwen2-moe": TinyModel("Qwen2Moe", QWEN2_EXPERTS),
+    "qwen2-moe-windows": TinyModel(
+        "Qwen2Moe",
+        {
+            **QWEN2_EXPERTS,
+            "num_hidden_layers": 4,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "qkv_bias": False,
+            "norm_topk_prob": True,
+            "use_sliding_window": True,
+            "sliding_window": 21,
+            "max_window_layers": 3,
+        },
+    ),
     "qwen3": TinyModel("Qwen3", {"head_dim": 12, "tie_word_embeddings": True}),
     "qwen3-biases": TinyModel("Qwen3", {"head_dim": 12, "attention_bias": True}),
     "qwen3-moe": TinyModel("Qwen3Moe", {**QWEN3_EXPERTS, "norm_topk_prob": True}),

@@ -1,7 +1,8 @@
 """How a token chooses its experts on a GPU: `engine/moe/routing.py` in one kernel.
 
 One program per token. Scores are float32; of equal ones the first is taken. Shared experts, which every token takes,
-stand behind the others: so they are pairs of a token and an expert as all are.
+stand behind the others: so they are pairs of a token and an expert as all are. Their share is one, or the sigmoid of
+a logit of their own.
 """
 
 from __future__ import annotations
@@ -45,14 +46,15 @@ def _route_kernel(
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, NUM_HELD: tl.constexpr, TOP_K: tl.constexpr,
     NUM_SHARED: tl.constexpr, CHOICES: tl.constexpr, IS_SOFTMAX: tl.constexpr, HAS_BIAS: tl.constexpr,
     NORMALIZES: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUPS: tl.constexpr, NUM_CHOSEN_GROUPS: tl.constexpr,
-    GROUP_TOP: tl.constexpr, OVERLAPS: tl.constexpr,
+    GROUP_TOP: tl.constexpr, GATES_SHARED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """EXPERTS, CHOICES, GROUPS: NUM_EXPERTS, TOP_K + NUM_SHARED and NUM_GROUPS, padded to powers of two."""
     token = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, EXPERTS)
     is_there = experts < NUM_EXPERTS
     wait_for_predecessor(OVERLAPS)
-    logits = tl.load(logits_ptr + token * NUM_EXPERTS + experts, mask=is_there, other=float("-inf")).to(tl.float32)
+    logits_ptr += token * (NUM_EXPERTS + GATES_SHARED)
+    logits = tl.load(logits_ptr + experts, mask=is_there, other=float("-inf")).to(tl.float32)
     if IS_SOFTMAX:
         weights = tl.exp(logits - tl.max(logits, axis=0))
         scores = weights / tl.sum(weights, axis=0)
@@ -76,7 +78,10 @@ def _route_kernel(
         ranking = tl.where(experts == best, float("-inf"), ranking)
     if NORMALIZES:
         shares = shares / (tl.sum(shares, axis=0) + NOTHING)
-    shares = tl.where(places < TOP_K, shares * factor, 1.0)
+    of_shared = 1.0
+    if GATES_SHARED:
+        of_shared = tl.sigmoid(tl.load(logits_ptr + NUM_EXPERTS).to(tl.float32))
+    shares = tl.where(places < TOP_K, shares * factor, of_shared)
     chosen -= first_held
     chosen = tl.where((chosen >= 0) & (chosen < NUM_HELD), chosen, -1)
     chosen = tl.where(places < TOP_K, chosen, NUM_HELD + places - TOP_K)
@@ -88,17 +93,18 @@ def _route_kernel(
 def route(
     logits: Tensor, top_k: int, is_softmax: bool = True, normalizes: bool = False, bias: Tensor | None = None,
     factor: float = 1.0, num_groups: int = 1, num_chosen_groups: int = 1, group_top: int = 1, num_shared: int = 0,
-    held: range | None = None,
+    held: range | None = None, gates_shared: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Shares, float32, and experts, int32, of each token: (num_tokens, top_k + num_shared) each.
 
-    logits: (num_tokens, num_experts), contiguous. is_softmax: else scores are sigmoids. normalizes: the shares of a
-    token add up to one, before `factor`. bias: float32 (num_experts,), of the choice alone. With groups, only experts
-    of the best num_chosen_groups are chosen, by the sums of their group_top best. held: the experts of this rank, by
-    default all: those chosen are numbered from its first on, others are -1. num_shared: experts behind those held
-    that every token takes with a share of one.
+    logits: (num_tokens, num_experts + gates_shared), contiguous. is_softmax: else scores are sigmoids. normalizes:
+    the shares of a token add up to one, before `factor`. bias: float32 (num_experts,), of the choice alone. With
+    groups, only experts of the best num_chosen_groups are chosen, by the sums of their group_top best. held: the
+    experts of this rank, by default all: those chosen are numbered from its first on, others are -1. num_shared:
+    experts behind those held that every token takes with a share of one, or with gates_shared of its last logit's
+    sigmoid.
     """
-    num_tokens, num_experts = logits.shape
+    num_tokens, num_experts = logits.shape[0], logits.shape[1] - gates_shared
     if not logits.is_contiguous():
         raise ValueError("logits must be contiguous")
     num_places = top_k + num_shared
@@ -112,7 +118,7 @@ def route(
         NUM_SHARED=num_shared,
         CHOICES=triton.next_power_of_2(num_places), IS_SOFTMAX=is_softmax, HAS_BIAS=bias is not None,
         NORMALIZES=normalizes, NUM_GROUPS=num_groups, GROUPS=triton.next_power_of_2(num_groups),
-        NUM_CHOSEN_GROUPS=num_chosen_groups, GROUP_TOP=group_top, OVERLAPS=overlaps, num_warps=1,
-        launch_pdl=overlaps,
+        NUM_CHOSEN_GROUPS=num_chosen_groups, GROUP_TOP=group_top, GATES_SHARED=gates_shared,
+        OVERLAPS=overlaps, num_warps=1, launch_pdl=overlaps,
     )  # fmt: skip
     return shares, chosen

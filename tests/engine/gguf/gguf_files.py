@@ -32,6 +32,10 @@ LAYER_NAMES = {
     "self_attn.qkv_proj": "attn_qkv",
     "mlp.gate_up_proj": "ffn_up",
     "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
 }
 GEMMA3_NAMES = {
     "post_attention_layernorm": "post_attention_norm",
@@ -56,6 +60,8 @@ def pieces(name: str, tensor: Tensor, arch: str) -> dict[str, Tensor]:
             return {f"{layer}.ffn_down_exps.weight": tensor}
         gate, up = tensor.chunk(2, dim=1)
         return {f"{layer}.ffn_gate_exps.weight": gate, f"{layer}.ffn_up_exps.weight": up}
+    if name.endswith("shared_expert_gate.weight"):
+        tensor = tensor.squeeze(0)
     adds_one = arch == "gemma3" and name.endswith("norm.weight")
     return {gguf_name(name, arch): tensor + 1 if adds_one else tensor}
 
@@ -83,8 +89,10 @@ def add_family_fields(writer: gguf.GGUFWriter, config: Any) -> None:
     if experts := getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None):
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
-        if writer.arch == "qwen3moe":
+        if writer.arch in ("qwen2moe", "qwen3moe"):
             writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        if writer.arch == "qwen2moe":
+            writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
 
 
 def interleave(weight: Tensor, num_heads: int) -> Tensor:
@@ -161,7 +169,7 @@ def _write_tensor(
     elif permute and ".k_proj." in name:
         num_heads = config.num_key_value_heads
     stored = interleave(tensor, num_heads) if num_heads else tensor
-    plain = tensor.ndim == 1 or name.endswith("mlp.gate.weight")  # norms, biases and routers
+    plain = tensor.ndim == 1 or name.endswith("gate.weight")  # norms, biases and routers
     quantization = gguf.GGMLQuantizationType["F32" if plain else kind]
     found = []
     for stored_name, piece in pieces(name, stored, writer.arch).items():
@@ -173,7 +181,7 @@ def _write_tensor(
         writer.add_tensor(stored_name, raw, raw_dtype=quantization)
         read = np.array(gguf.dequantize(raw, quantization), dtype=np.float32)
         found.append(torch.from_numpy(read).view(piece.shape))
-    read_back = torch.cat(found, dim=1) if len(found) > 1 else found[0]
+    read_back = (torch.cat(found, dim=1) if len(found) > 1 else found[0]).view(tensor.shape)
     if writer.arch == "gemma3" and name.endswith("norm.weight"):
         return read_back - 1
     if not num_heads:

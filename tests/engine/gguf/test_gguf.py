@@ -17,6 +17,7 @@ from tests.engine.tiny_models import (
     GEMMA3,
     PHI3_LONG,
     PHI3_SHORT,
+    QWEN2_EXPERTS,
     QWEN3_EXPERTS,
     VOCAB_SIZE,
     TinyModel,
@@ -82,6 +83,7 @@ FAMILIES = {
     "phi3-long": (TinyModel("Phi3", {"tie_word_embeddings": True, **PHI3_LONG}), "phi3"),
     "phi3-short": (TinyModel("Phi3", PHI3_SCALED), "phi3"),
     "mixtral": (TinyModel("Mixtral", MIXTRAL), "llama"),
+    "qwen2moe": (TinyModel("Qwen2Moe", QWEN2_EXPERTS), "qwen2moe"),
     "qwen3moe": (TinyModel("Qwen3Moe", {**QWEN3_EXPERTS, "norm_topk_prob": True}), "qwen3moe"),
 }
 
@@ -117,7 +119,9 @@ def test_rope_factors_stretch_each_frequency(tmp_path: Path) -> None:
 
 def test_an_unknown_architecture_names_the_known_ones(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", TinyModel("Llama").build(), "gemma")
-    with pytest.raises(UnsupportedModelError, match=r"'gemma'.*llama, llama with experts, phi3, qwen2, qwen3"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"'gemma'.*llama, llama with experts, phi3, qwen2, qwen2moe, qwen3"
+    ):
         open_model(files_of(tmp_path / "m.gguf"))
 
 

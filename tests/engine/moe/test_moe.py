@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -69,7 +70,7 @@ def test_packed_checkpoints_may_have_experts(tmp_path: Path) -> None:
     assert loaded.quant_mode == "gptq-4bit"
 
 
-@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", "deepseek-v3"])
+@pytest.mark.parametrize("name", ["qwen2-moe", "qwen3-moe", "mixtral", "deepseek-v3"])
 def test_random_weights_need_the_config_alone(name: str, tmp_path: Path) -> None:
     saved = TINY_MODELS[name].save(tmp_path / "saved")
     (tmp_path / "config").mkdir()
@@ -104,6 +105,25 @@ def test_configs_that_cannot_be_are_refused() -> None:
         moe_from_hf({"num_experts": 4, "intermediate_size": 8}, "intermediate_size")
     with pytest.raises(ConfigError, match="5 experts a token of 4"):
         moe_from_hf({"num_local_experts": 4, "num_experts_per_tok": 5, "intermediate_size": 8}, "intermediate_size")
+
+
+def test_qwen2s_windows_follow_from_older_configs(tmp_path: Path) -> None:
+    saved = TINY_MODELS["qwen2-moe-windows"].save(tmp_path / "m")
+    config = open_model(directory(saved))[0].config
+    assert config.windows == (21, 0, 21, 0)
+    raw = json.loads((saved / "config.json").read_text())
+    del raw["layer_types"]
+    (saved / "config.json").write_text(json.dumps(raw))
+    assert open_model(directory(saved))[0].config == config
+    (saved / "config.json").write_text(json.dumps({**raw, "max_window_layers": 2}))
+    assert open_model(directory(saved))[0].config.windows == (21, 0, 0, 0)
+
+
+def test_a_shared_expert_of_another_size_is_refused(tmp_path: Path) -> None:
+    tiny = TINY_MODELS["qwen2-moe"]
+    saved = replace(tiny, changes={**tiny.changes, "shared_expert_intermediate_size": 40}).save(tmp_path / "m")
+    with pytest.raises(UnsupportedModelError, match=r"shared_expert_intermediate_size 40 is no multiple of .* 16"):
+        open_model(directory(saved))
 
 
 def test_a_token_passes_through_the_experts_that_it_chooses(path: Path) -> None:

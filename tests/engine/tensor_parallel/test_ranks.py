@@ -44,7 +44,8 @@ pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 NUM_TOKENS = 10
 PROMPTS = [[(7 * i + 11 * j) % (VOCAB_SIZE - 8) + 8 for j in range(3 + 9 * i)] for i in range(6)]
-SCARCE_BLOCKS = {"gemma3": 93, "gemma3-scaled": 80, "gpt-oss": 28, "mistral-window": 14}  # they have KV groups
+# Of models with KV groups.
+SCARCE_BLOCKS = {"gemma3": 93, "gemma3-scaled": 80, "gpt-oss": 28, "mistral-window": 14, "qwen2-moe-windows": 28}
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
 
 
@@ -207,6 +208,8 @@ def test_ranks_that_dispatch_to_whole_experts_equal_transformers(
         ("qwen3-moe", 2, "sum"),
         ("qwen3-moe-some-dense", 2, "dispatch"),
         ("gpt-oss", 2, "dispatch"),
+        ("qwen2-moe", 2, "sum"),
+        ("qwen2-moe", 2, "dispatch"),
         ("qwen3-moe", 4, "dispatch"),
         ("deepseek-v2-lite", 2, "sum"),
         ("deepseek-v2-lite", 2, "dispatch"),

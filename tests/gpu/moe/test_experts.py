@@ -11,6 +11,7 @@ from torch import Tensor
 
 from common.model_files import resolve_model
 from engine.config import EngineConfig
+from engine.gpu.config import GpuConfig
 from engine.gpu.ops.pending import Partials
 from engine.layers.linear import Linear
 from engine.loader.load import load_model
@@ -34,10 +35,14 @@ from kernels.quantization.w4a16_gemm import dequantize_w4, pack_w4
 from kernels.rms_norm import rms_norm
 from tests.gpu.mla.test_latents import V3
 from tests.gpu.models import save_family, save_tiny_model, use_small_tiles
+from tests.gpu.test_engine import generate, greedy, open_gpu, reference
 from tests.kernels.helpers import INT4_FLOAT32_BOUND, relative_error
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
+QWEN2_MOE = {
+    "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
+}  # fmt: skip
 
 Kind = EightBit | Callable[[Linear, Tensor], Tensor]
 
@@ -47,6 +52,10 @@ def load_block(folder: Path, has_shared: bool, inner: int = 32, hidden: int = 64
         saved = save_family(folder, {**V3, "hidden_size": hidden, "moe_intermediate_size": inner})
     else:
         saved = save_tiny_model(folder, inner=inner, hidden=hidden, num_experts=4)
+    return first_experts(saved)
+
+
+def first_experts(saved: Path) -> Moe:
     loaded = load_model(resolve_model(str(saved)), EngineConfig(str(saved), dtype="float32"), DEVICE)
     return next(block for block in loaded.model.blocks if isinstance(block, Moe))
 
@@ -101,15 +110,38 @@ def test_equals_the_block(
     if kind is not None:
         quantize(served, kind)
     residual = torch.randn(num_tokens, block.norm.shape[0], device=DEVICE)
+    check_block(block, served, residual, INT4_FLOAT32_BOUND if kind is w4a16 else 2e-6)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 40])
+def test_a_gated_shared_expert_equals_the_block(
+    num_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_small_tiles(monkeypatch, 12)
+    block = first_experts(save_family(tmp_path, QWEN2_MOE))
+    assert block.shared_gate is not None
+    check_block(block, block.copy(), torch.randn(num_tokens, block.norm.shape[0], device=DEVICE), 2e-6)
+
+
+def test_tokens_of_gated_shared_experts_equal_those_of_the_plain_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_small_tiles(monkeypatch, 4)
+    model = save_family(tmp_path, QWEN2_MOE)
+    expected = generate(reference(model), greedy())
+    made, _ = open_gpu(model, monkeypatch, GpuConfig(), max_num_batched_tokens=16)
+    assert generate(made, greedy()) == expected
+
+
+def check_block(block: Moe, served: Moe, residual: Tensor, bound: float) -> None:
     x = rms_norm(residual, block.norm, block.eps)
     expected = block(x, None)  # type: ignore[arg-type]  # experts need nothing of a step
     experts = StackedExperts(served)
-    router = Linear(block.router)
+    router = Linear(experts.router)
     partials = moe(served, experts, router)(x, None)  # type: ignore[arg-type]
     assert isinstance(partials, Partials)
-    bound = INT4_FLOAT32_BOUND if kind is w4a16 else 2e-6
     assert relative_error(partials.values.sum(dim=0), expected) < bound
-    if num_tokens == 1:
+    if residual.shape[0] == 1:
         before = residual.clone()
         moe_of_row(served, experts, lambda row: router(rms_norm(row, block.norm, block.eps)))(residual, None)  # type: ignore[arg-type]
         assert relative_error(residual - before, expected) < 2e-5

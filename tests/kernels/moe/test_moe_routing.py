@@ -25,22 +25,31 @@ RULES = {
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-@pytest.mark.parametrize(("dtype", "num_shared"), [(torch.float32, 2), (HALF_DTYPE, 0)])
-def test_equals_the_reference(rule: MoeConfig, dtype: torch.dtype, num_shared: int, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "num_shared", "gates_shared"),
+    [(torch.float32, 2, False), (HALF_DTYPE, 0, False), (HALF_DTYPE, 2, True)],
+)
+def test_equals_the_reference(
+    rule: MoeConfig, dtype: torch.dtype, num_shared: int, gates_shared: bool, device: torch.device
+) -> None:
     logits = (
         torch.stack([torch.randperm(rule.num_experts) * 0.0625 for _ in range(5)]).to(device).to(dtype)
     )  # no ties
     bias = 0.3 * torch.randn(rule.num_experts, device=device) if rule.has_choice_bias else None
+    gate = torch.randn(5, 1, device=device).to(dtype)
     shares, chosen = route(
-        logits, rule.num_experts_per_token, rule.score == "softmax", rule.normalizes_weights, bias,
+        torch.cat([logits, gate], dim=1) if gates_shared else logits,
+        rule.num_experts_per_token, rule.score == "softmax", rule.normalizes_weights, bias,
         rule.weight_factor, rule.num_groups, rule.num_chosen_groups, rule.group_top, num_shared,
+        gates_shared=gates_shared,
     )  # fmt: skip
     expected, experts = choose_experts(logits, rule, bias)
     top_k = rule.num_experts_per_token
     assert torch.equal(chosen[:, :top_k].long(), experts)
     torch.testing.assert_close(shares[:, :top_k], expected, rtol=3e-6, atol=0.0)
     assert chosen[:, top_k:].tolist() == [[rule.num_experts + j for j in range(num_shared)]] * 5
-    assert (shares[:, top_k:] == 1).all()
+    of_shared = gate.float().sigmoid() if gates_shared else torch.ones(5, 1, device=device)
+    torch.testing.assert_close(shares[:, top_k:], of_shared.expand(-1, num_shared), rtol=3e-6, atol=0.0)
 
 
 def test_experts_are_numbered_from_the_first_held(device: torch.device) -> None:
