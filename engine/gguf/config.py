@@ -8,11 +8,11 @@ from typing import Any
 
 from common.errors import ConfigError, UnsupportedModelError
 from engine.gguf.fields import family_fields
-from engine.gguf.names import OUTPUT_WEIGHT, ROPE_FACTORS, ROPE_LONG, ROPE_SHORT
+from engine.gguf.names import OUTPUT_WEIGHT
+from engine.gguf.rope import rope_from_gguf, with_factors
 from engine.gguf.weights import GgufFile
 from engine.models.config import ModelConfig, check_config
 from engine.models.registry import ModelFamily
-from engine.models.rope import rope_from_gguf
 
 
 def config_from_gguf(metadata: Mapping[str, Any], architecture: str, has_output_weight: bool) -> ModelConfig:
@@ -28,7 +28,9 @@ def config_from_gguf(metadata: Mapping[str, Any], architecture: str, has_output_
     num_heads, hidden_size = int(get("attention.head_count")), int(get("embedding_length"))
     head_dim = int(get("attention.key_length", hidden_size // num_heads))
     rotated = int(get("rope.dimension_count", head_dim))
-    if int(get("attention.value_length", head_dim)) != head_dim or (rotated != head_dim and arch != "phi3"):
+    if arch == "deepseek2":  # whose family has sizes of its own
+        rotated = head_dim
+    elif int(get("attention.value_length", head_dim)) != head_dim or (rotated != head_dim and arch != "phi3"):
         raise UnsupportedModelError("keys, values and rotary embedding of different widths are not supported")
     vocab = metadata.get(f"{arch}.vocab_size") or len(metadata.get("tokenizer.ggml.tokens", ()))
     eos = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
@@ -36,7 +38,7 @@ def config_from_gguf(metadata: Mapping[str, Any], architecture: str, has_output_
         architecture=architecture,
         vocab_size=int(vocab),
         hidden_size=hidden_size,
-        num_layers=int(get("block_count")),
+        num_layers=int(get("block_count")) - int(get("nextn_predict_layers", 0)),
         num_heads=num_heads,
         num_kv_heads=int(get("attention.head_count_kv", num_heads)),
         head_dim=head_dim,
@@ -56,17 +58,7 @@ def adapted_config(file: GgufFile, family: ModelFamily) -> ModelConfig:
     """The family's config of a file. Raises ConfigError and UnsupportedModelError."""
     has_output_weight = OUTPUT_WEIGHT in file.tensors
     config = config_from_gguf(file.metadata, family.architecture, has_output_weight)
-    rope = config.rope
-    if ROPE_FACTORS in file.tensors:
-        rope = replace(rope, kind="factors", frequency_factors=tuple(file.read(ROPE_FACTORS).tolist()))
-    if ROPE_LONG in file.tensors and ROPE_SHORT in file.tensors:
-        rope = replace(
-            rope,
-            kind="factors",
-            frequency_factors=tuple(file.read(ROPE_LONG).tolist()),
-            short_factors=tuple(file.read(ROPE_SHORT).tolist()),
-            attention_factor=file.metadata.get(f"{file.metadata['general.architecture']}.rope.scaling.attn_factor"),
-        )
+    rope = with_factors(config.rope, file, str(file.metadata["general.architecture"]))
     return family.adapt_config(
         replace(config, rope=rope), {**file.metadata, **family_fields(file.metadata, has_output_weight)}
     )

@@ -10,12 +10,16 @@ from typing import Any
 
 from common.errors import ConfigError
 
+SIGMOID = 2  # llama.cpp's number of a gating function; files without one mean softmax
+SIGMOID_DEEPSEEK = "deepseek2 with sigmoid scores"
 GEMMA3_27B_LAYERS = 62  # the one size of Gemma-3 whose queries are not scaled by the width of a head
 
 
 def gguf_name(metadata: Mapping[str, Any]) -> str:
-    """What the registry calls the file's architecture: Mixtral's files say `llama`."""
+    """What the registry calls the file's architecture, of which some are two families."""
     name = str(metadata.get("general.architecture"))
+    if name == "deepseek2" and metadata.get("deepseek2.expert_gating_func") == SIGMOID:
+        return SIGMOID_DEEPSEEK
     return f"{name} with experts" if name == "llama" and metadata.get("llama.expert_count") else name
 
 
@@ -36,6 +40,8 @@ def family_fields(metadata: Mapping[str, Any], has_output_weight: bool) -> dict[
             if name == "qwen3moe"
             else {**fields, "shared_expert_intermediate_size": _positive(metadata, shared)}
         )
+    if name in ("deepseek2", SIGMOID_DEEPSEEK):
+        return _deepseek(metadata, name)
     if name == "llama with experts":
         size = _positive(metadata, "llama.feed_forward_length")
         return {**_experts(metadata, "llama"), "intermediate_size": size}
@@ -67,6 +73,42 @@ def _gemma3(metadata: Mapping[str, Any], has_output_weight: bool) -> dict[str, A
     if metadata.get("gemma3.block_count") != GEMMA3_27B_LAYERS:
         scalar = int(get("attention.key_length", scalar))
     return {**fields, "query_pre_attn_scalar": scalar}
+
+
+def _deepseek(metadata: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Newer files tell the size of latents as that of heads, and that of heads beside it (`_mla`)."""
+
+    def get(key: str, default: Any = None) -> Any:
+        return metadata.get(f"deepseek2.{key}", default)
+
+    is_sigmoid = name == SIGMOID_DEEPSEEK
+    suffix = "_mla" if "deepseek2.attention.key_length_mla" in metadata else ""
+    rope_dim = _positive(metadata, "deepseek2.rope.dimension_count")
+    fields = {
+        "q_lora_rank": get("attention.q_lora_rank"),
+        "kv_lora_rank": _positive(metadata, "deepseek2.attention.kv_lora_rank"),
+        "qk_rope_head_dim": rope_dim,
+        "qk_nope_head_dim": _positive(metadata, f"deepseek2.attention.key_length{suffix}") - rope_dim,
+        "v_head_dim": _positive(metadata, f"deepseek2.attention.value_length{suffix}"),
+        "rope_scaling": {"mscale_all_dim": 10 * get("rope.scaling.yarn_log_multiplier", 0.0)},
+        "num_nextn_predict_layers": get("nextn_predict_layers", 0),
+        "first_k_dense_replace": get("leading_dense_block_count", 0),
+    }
+    if not get("expert_count"):
+        return fields
+    num_groups = get("expert_group_count", 1)
+    return {
+        **fields,
+        "n_routed_experts": _positive(metadata, "deepseek2.expert_count"),
+        "num_experts_per_tok": _positive(metadata, "deepseek2.expert_used_count"),
+        "n_shared_experts": get("expert_shared_count", 0),
+        "moe_intermediate_size": _positive(metadata, "deepseek2.expert_feed_forward_length"),
+        "norm_topk_prob": get("expert_weights_norm", False),
+        "routed_scaling_factor": get("expert_weights_scale", 1.0),
+        "n_group": num_groups,
+        "topk_group": get("expert_group_used_count", 1),
+        "topk_method": "noaux_tc" if is_sigmoid else "greedy" if num_groups == 1 else "group_limited_greedy",
+    }
 
 
 def _experts(metadata: Mapping[str, Any], arch: str) -> dict[str, Any]:

@@ -17,9 +17,10 @@ from torch import Tensor
 from common.errors import ConfigError, UnsupportedModelError
 from common.gguf.header import GgufTensor
 from common.gguf.parts import read_gguf
+from engine.gguf.composed import composed_weights
 from engine.gguf.int4 import BLOCK_BYTES, int4_rows
 from engine.gguf.names import NO_WEIGHTS, locate
-from engine.layers.weights import Part, PartSource
+from engine.layers.weights import CHOICE_BIAS, Part, PartSource
 from engine.loader.checkpoint import Shape
 from engine.loader.fused import ROTATED, StoredRows, rotary_order
 from engine.models.config import ModelConfig
@@ -104,13 +105,16 @@ class GgufWeights(PartSource):
         self.keeps_int4 = False
         self._head_order = rotary_order(config)
         self._adds_one = config.architecture == "Gemma3ForCausalLM"
+        self._composed = composed_weights(file.tensors, config.architecture)
+        taken = {*NO_WEIGHTS, *(name for composed in self._composed.values() for name in composed.stored)}
         self._located = {
             hf: located
             for name, tensor in file.tensors.items()
-            if name not in NO_WEIGHTS
+            if name not in taken
             for hf, located in locate(name, tensor.shape, config)
         }
         self.shapes: dict[str, Shape] = {hf: located.shape for hf, located in self._located.items()}
+        self.shapes |= {hf: composed.shape for hf, composed in self._composed.items()}
 
     @property
     def has_int4(self) -> bool:
@@ -120,7 +124,7 @@ class GgufWeights(PartSource):
 
     def is_packed(self, name: str) -> bool:
         """Whether the file holds the weight as 4-bit blocks."""
-        return self._file.has_int4(self._located[name].stored)
+        return name in self._located and self._file.has_int4(self._located[name].stored)
 
     def rows(self, name: str, part: Part | None = None) -> QuantizedRows:
         """A weight of 4-bit blocks, or a part of it; blocks that are cut become smaller groups."""
@@ -131,6 +135,9 @@ class GgufWeights(PartSource):
 
     def take_part(self, name: str, part: Part) -> Tensor:
         """See PartSource. The whole tensor is unpacked."""
+        dtype = torch.float32 if name.endswith(CHOICE_BIAS) else self._dtype
+        if name in self._composed:
+            return self._composed[name].read(self._file.read, part, dtype).to(self._device).contiguous()
         if self.keeps_int4 and self.is_packed(name):
             return self.rows(name, part).dequantize(self._dtype)
         located = self._located[name]
@@ -138,7 +145,7 @@ class GgufWeights(PartSource):
         if self._adds_one and name.endswith("norm.weight"):
             weight = weight - 1
         found = weight[tuple(slice(indices.start, indices.stop) for indices in part)]
-        return found.to(device=self._device, dtype=self._dtype, copy=True, memory_format=torch.contiguous_format)
+        return found.to(device=self._device, dtype=dtype, copy=True, memory_format=torch.contiguous_format)
 
     def _in_order(self, name: str, rows: Tensor) -> Tensor:
         if self._permuted and ".self_attn.q_proj." in name:

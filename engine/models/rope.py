@@ -98,17 +98,3 @@ def _longrope(
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
     """What yarn multiplies queries and keys by for a context `factor` times as long."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-
-def rope_from_gguf(metadata: Mapping[str, Any], arch: str) -> RopeConfig:
-    kind = metadata.get(f"{arch}.rope.scaling.type", "none")
-    if kind not in ("none", "linear", "yarn"):
-        raise UnsupportedModelError(f"rope scaling {kind!r} in a GGUF file is not supported")
-    return RopeConfig(
-        theta=float(metadata.get(f"{arch}.rope.freq_base", 10000.0)),
-        kind="default" if kind == "none" else cast(RopeKind, kind),
-        factor=float(metadata.get(f"{arch}.rope.scaling.factor", 1.0)),
-        original_max_position=int(
-            metadata.get(f"{arch}.rope.scaling.original_context_length") or metadata[f"{arch}.context_length"]
-        ),
-    )

@@ -12,6 +12,9 @@ import transformers
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tests.engine.gguf.gguf_experts import DEEPSEEK_NAMES, add_deepseek_fields, expert_pieces, split_kv_b
+from tests.engine.tiny_models import CHOICE_BIAS
+
 NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -47,28 +50,29 @@ GEMMA3_NAMES = {
 def gguf_name(name: str, arch: str) -> str:
     if name in NAMES:
         return NAMES[name]
+    if name.endswith(CHOICE_BIAS):
+        return f"blk.{name.split('.')[2]}.exp_probs_b.bias"
     _, _, layer, *middle, kind = name.split(".")
-    names = {**LAYER_NAMES, **(GEMMA3_NAMES if arch == "gemma3" else {})}
+    names = {**LAYER_NAMES, **DEEPSEEK_NAMES, **(GEMMA3_NAMES if arch == "gemma3" else {})}
     return f"blk.{layer}.{names['.'.join(middle)]}.{kind}"
 
 
-def pieces(name: str, tensor: Tensor, arch: str) -> dict[str, Tensor]:
-    """What the converter makes of a tensor, by name; transformers has the experts' gate and up in one."""
+def pieces(name: str, tensor: Tensor, arch: str, config: Any, is_old: bool) -> dict[str, Tensor]:
+    """What the converter makes of a tensor, by name."""
     if ".experts." in name:
-        layer = f"blk.{name.split('.')[2]}"
-        if name.endswith("down_proj"):
-            return {f"{layer}.ffn_down_exps.weight": tensor}
-        gate, up = tensor.chunk(2, dim=1)
-        return {f"{layer}.ffn_gate_exps.weight": gate, f"{layer}.ffn_up_exps.weight": up}
+        return expert_pieces(name, tensor, is_old and arch == "llama")
+    if name.endswith("kv_b_proj.weight") and not is_old:
+        return split_kv_b(name, tensor, config)
     if name.endswith("shared_expert_gate.weight"):
         tensor = tensor.squeeze(0)
     adds_one = arch == "gemma3" and name.endswith("norm.weight")
     return {gguf_name(name, arch): tensor + 1 if adds_one else tensor}
 
 
-def add_family_fields(writer: gguf.GGUFWriter, config: Any) -> None:
+def add_family_fields(writer: gguf.GGUFWriter, config: Any, is_old: bool) -> None:
     """The converter's keys for one architecture."""
     if writer.arch == "gemma3":
+        add_heads(writer, config)
         writer.add_sliding_window(config.sliding_window)
         writer.add_rope_freq_base(config.rope_parameters["full_attention"]["rope_theta"])
         if factor := config.rope_parameters["full_attention"].get("factor"):
@@ -77,6 +81,10 @@ def add_family_fields(writer: gguf.GGUFWriter, config: Any) -> None:
         return
     rope = config.rope_parameters
     writer.add_rope_freq_base(rope["rope_theta"])
+    if writer.arch == "deepseek2":
+        add_deepseek_fields(writer, config, is_old)
+        return
+    add_heads(writer, config)
     if writer.arch == "phi3":
         head_dim = config.hidden_size // config.num_attention_heads
         writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
@@ -93,6 +101,13 @@ def add_family_fields(writer: gguf.GGUFWriter, config: Any) -> None:
             writer.add_expert_feed_forward_length(config.moe_intermediate_size)
         if writer.arch == "qwen2moe":
             writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+
+
+def add_heads(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_head_count_kv(config.num_key_value_heads)
+    if getattr(config, "head_dim", None):
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
 
 
 def interleave(weight: Tensor, num_heads: int) -> Tensor:
@@ -122,25 +137,21 @@ def random_blocks(kind: gguf.GGMLQuantizationType, shape: tuple[int, ...]) -> ND
 
 def write_gguf(
     path: Path, model: transformers.PreTrainedModel, arch: str, kind: str = "F32",
-    extra: dict[str, Any] | None = None, tensors_per_part: int = 0,
+    extra: dict[str, Any] | None = None, tensors_per_part: int = 0, is_old: bool = False,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Write `model`, matrices as `kind`. Returns what the file really holds, under transformers' names.
 
-    tensors_per_part: write several files, whose names the package makes of `path`.
+    tensors_per_part: write several files, whose names the package makes of `path`. is_old: as it was done before.
     """
     config = model.config
     writer = gguf.GGUFWriter(path, arch, split_max_tensors=tensors_per_part)
-    writer.add_block_count(config.num_hidden_layers)
+    writer.add_block_count(config.num_hidden_layers + getattr(config, "num_nextn_predict_layers", 0))
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    if getattr(config, "head_dim", None):
-        writer.add_key_length(config.head_dim)
-        writer.add_value_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    add_family_fields(writer, config)
+    add_family_fields(writer, config, is_old)
     writer.add_vocab_size(config.vocab_size)
     writer.add_token_list([f"token {index}" for index in range(config.vocab_size)])
     writer.add_eos_token_id(config.eos_token_id)
@@ -148,7 +159,7 @@ def write_gguf(
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        held[name] = _write_tensor(writer, name, tensor, config, arch == "llama", kind)
+        held[name] = _write_tensor(writer, name, tensor, config, is_old, kind)
     for name, values in (extra or {}).items():
         writer.add_tensor(name, values)
     writer.write_header_to_file()
@@ -160,10 +171,9 @@ def write_gguf(
     return held
 
 
-def _write_tensor(
-    writer: gguf.GGUFWriter, name: str, tensor: Tensor, config: Any, permute: bool, kind: str
-) -> Tensor:
+def _write_tensor(writer: gguf.GGUFWriter, name: str, tensor: Tensor, config: Any, is_old: bool, kind: str) -> Tensor:
     num_heads = 0
+    permute = writer.arch == "llama"
     if permute and ".q_proj." in name:
         num_heads = config.num_attention_heads
     elif permute and ".k_proj." in name:
@@ -172,7 +182,7 @@ def _write_tensor(
     plain = tensor.ndim == 1 or name.endswith("gate.weight")  # norms, biases and routers
     quantization = gguf.GGMLQuantizationType["F32" if plain else kind]
     found = []
-    for stored_name, piece in pieces(name, stored, writer.arch).items():
+    for stored_name, piece in pieces(name, stored, writer.arch, config, is_old).items():
         values = np.ascontiguousarray(piece.float().numpy())
         try:
             raw = gguf.quantize(values, quantization)
@@ -181,6 +191,8 @@ def _write_tensor(
         writer.add_tensor(stored_name, raw, raw_dtype=quantization)
         read = np.array(gguf.dequantize(raw, quantization), dtype=np.float32)
         found.append(torch.from_numpy(read).view(piece.shape))
+    if kind == "F32":
+        return tensor
     read_back = (torch.cat(found, dim=1) if len(found) > 1 else found[0]).view(tensor.shape)
     if writer.arch == "gemma3" and name.endswith("norm.weight"):
         return read_back - 1

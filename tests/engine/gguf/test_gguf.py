@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,17 +13,21 @@ from common.errors import ConfigError, UnsupportedModelError
 from common.model_files import ModelFiles
 from engine.gguf.fields import family_fields
 from tests.engine.driving import Driver, make_runner, open_model, random_prompt
+from tests.engine.gguf.gguf_experts import split_kv_b
 from tests.engine.gguf.gguf_files import write_gguf
 from tests.engine.tiny_models import (
+    DEEPSEEK,
     GEMMA3,
     PHI3_LONG,
     PHI3_SHORT,
     QWEN2_EXPERTS,
     QWEN3_EXPERTS,
+    TINY_MODELS,
     VOCAB_SIZE,
     TinyModel,
     reference_greedy,
     reference_logits,
+    rope,
 )
 
 # Blocks of K-quants are 256 wide.
@@ -45,9 +50,9 @@ def files_of(path: Path) -> ModelFiles:
     return ModelFiles(path.stem, "gguf", path)
 
 
-def check_against_transformers(path: Path, tiny: TinyModel, arch: str, kind: str) -> None:
+def check_against_transformers(path: Path, tiny: TinyModel, arch: str, kind: str, is_old: bool = False) -> None:
     model = tiny.build()
-    held = write_gguf(path, model, arch, kind)
+    held = write_gguf(path, model, arch, kind, is_old=is_old)
     model.load_state_dict(held)
     loaded, config = open_model(files_of(path), dtype="float32")
     assert loaded.config.eos_token_ids == (3,)
@@ -70,8 +75,19 @@ GEMMA3_FULL = {
 }
 SHORT = PHI3_SHORT["rope_parameters"]
 PHI3_SCALED = {"original_max_position_embeddings": 256, "rope_parameters": {**SHORT, "attention_factor": 1.1}}
+DEEPSEEK_V2 = TINY_MODELS["deepseek-v2"]
 MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+# The files tell one mscale, as published models have both alike.
+DEEPSEEK_YARN = rope("yarn", factor=4.0, mscale=0.8, mscale_all_dim=0.8, original_max_position_embeddings=64)
+DEEPSEEK_V2_LITE = TinyModel("DeepseekV2", {**DEEPSEEK, **DEEPSEEK_YARN})
 FAMILIES = {
+    "deepseek-v2-lite": (DEEPSEEK_V2_LITE, "deepseek2"),
+    "deepseek-v2-lite-old": (DEEPSEEK_V2_LITE, "deepseek2"),
+    "deepseek-v2": (replace(DEEPSEEK_V2, changes={**DEEPSEEK_V2.changes, "attention_bias": False}), "deepseek2"),
+    "deepseek-v3": (
+        TinyModel("DeepseekV3", {**DEEPSEEK, **DEEPSEEK_YARN, "q_lora_rank": 24, "n_group": 4, "topk_group": 2}),
+        "deepseek2",
+    ),
     "llama-gqa": (TinyModel("Llama"), "llama"),
     "llama-tied": (TinyModel("Llama", {"tie_word_embeddings": True}), "llama"),
     "qwen2": (TinyModel("Qwen2"), "qwen2"),
@@ -83,6 +99,7 @@ FAMILIES = {
     "phi3-long": (TinyModel("Phi3", {"tie_word_embeddings": True, **PHI3_LONG}), "phi3"),
     "phi3-short": (TinyModel("Phi3", PHI3_SCALED), "phi3"),
     "mixtral": (TinyModel("Mixtral", MIXTRAL), "llama"),
+    "mixtral-old": (TinyModel("Mixtral", MIXTRAL), "llama"),
     "qwen2moe": (TinyModel("Qwen2Moe", QWEN2_EXPERTS), "qwen2moe"),
     "qwen3moe": (TinyModel("Qwen3Moe", {**QWEN3_EXPERTS, "norm_topk_prob": True}), "qwen3moe"),
 }
@@ -91,12 +108,12 @@ FAMILIES = {
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_every_family(name: str, tmp_path: Path) -> None:
     tiny, arch = FAMILIES[name]
-    check_against_transformers(tmp_path / "m.gguf", tiny, arch, "F32")
+    check_against_transformers(tmp_path / "m.gguf", tiny, arch, "F32", is_old=name.endswith("-old"))
 
 
 def test_rope_factors_stretch_each_frequency(tmp_path: Path) -> None:
     """Llama 3.1's files carry factors per frequency in place of a formula."""
-    rope = {
+    llama3 = {
         "rope_type": "llama3",
         "rope_theta": 10000.0,
         "factor": 4.0,
@@ -104,7 +121,7 @@ def test_rope_factors_stretch_each_frequency(tmp_path: Path) -> None:
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
     }
-    model = TinyModel("Llama", {"rope_parameters": rope}).build()
+    model = TinyModel("Llama", {"rope_parameters": llama3}).build()
     plain = 1.0 / 10000.0 ** (np.arange(0, 8, 2, dtype=np.float32) / 8)
     factors = (plain / model.model.rotary_emb.inv_freq.numpy()).astype(np.float32)
     assert factors.max() > 3
@@ -117,10 +134,34 @@ def test_rope_factors_stretch_each_frequency(tmp_path: Path) -> None:
     torch.testing.assert_close(driver.logits[request.request_id][0], expected, atol=1e-4, rtol=0)
 
 
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    tiny, arch = FAMILIES["deepseek-v3"]
+    model = tiny.build()
+    model.config.num_nextn_predict_layers = 1
+    norm = np.ones(48, np.float32)
+    extra = {"blk.3.attn_norm.weight": norm, "blk.3.nextn.enorm.weight": norm}
+    write_gguf(tmp_path / "m.gguf", model, arch, extra=extra)
+    assert open_model(files_of(tmp_path / "m.gguf"))[0].config.num_layers == 3
+    write_gguf(tmp_path / "m.gguf", model, arch, extra={"blk.2.nextn.enorm.weight": norm})
+    with pytest.raises(ConfigError, match=r"unexpected: blk\.2\.nextn"):
+        open_model(files_of(tmp_path / "m.gguf"))
+
+
+def test_half_of_a_weight_is_no_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny, arch = FAMILIES["deepseek-v3"]
+    monkeypatch.setattr(
+        "tests.engine.gguf.gguf_files.split_kv_b",
+        lambda name, tensor, config: dict([*split_kv_b(name, tensor, config).items()][:1]),
+    )
+    write_gguf(tmp_path / "m.gguf", tiny.build(), arch)
+    with pytest.raises(ConfigError, match=r"missing: .*kv_b_proj.*unexpected: blk\.0\.attn_k_b"):
+        open_model(files_of(tmp_path / "m.gguf"))
+
+
 def test_an_unknown_architecture_names_the_known_ones(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", TinyModel("Llama").build(), "gemma")
     with pytest.raises(
-        UnsupportedModelError, match=r"'gemma'.*llama, llama with experts, phi3, qwen2, qwen2moe, qwen3"
+        UnsupportedModelError, match=r"'gemma'.*deepseek2.*llama, llama with experts, phi3, qwen2, qwen2moe, qwen3"
     ):
         open_model(files_of(tmp_path / "m.gguf"))
 

@@ -17,7 +17,7 @@ from engine.quantization import conversion
 from engine.quantization.cpu_linears import int4, int8
 from kvstore.layout import Shard
 from tests.engine.gguf.gguf_files import write_gguf
-from tests.engine.gguf.test_gguf import WIDE
+from tests.engine.gguf.test_gguf import FAMILIES, WIDE
 from tests.engine.pipeline_parallel.test_pipeline import open_stages
 from tests.engine.quantization.test_packed_ranks import ExactLinears
 from tests.engine.tensor_parallel.test_ranks import CPU, GREEDY, PROMPTS, open_ranks
@@ -64,6 +64,15 @@ def test_ranks_and_stages_equal_one_rank(name: str, tmp_path: Path, monkeypatch:
         assert greedy_tokens(parts) == expected
     if MODELS[name].get("num_hidden_layers") == 2:
         assert greedy_tokens(open_stages(path, 2, monkeypatch, 2, quant_mode="auto")) == expected
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "qwen2moe"])
+def test_ranks_of_made_weights_equal_one_rank(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)
+    tiny, arch = FAMILIES[name]
+    write_gguf(tmp_path / "m.gguf", tiny.build(), arch)
+    expected = greedy_tokens(open_ranks(tmp_path / "m.gguf", 1, monkeypatch))
+    assert greedy_tokens(open_ranks(tmp_path / "m.gguf", 2, monkeypatch)) == expected
 
 
 @pytest.mark.parametrize(("name", "num_ranks", "down"), [("llama", 2, int4), ("blocks cut in two", 4, int8)])

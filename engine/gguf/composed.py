@@ -1,0 +1,93 @@
+"""Weights that a GGUF file holds as several tensors, or transposed.
+
+    kv_b of latent attention    attn_k_b (heads, rank, nope) and attn_v_b (heads, v, rank), in files of 2025 and later
+    gate_up of gpt-oss          ffn_gate_exps and ffn_up_exps (experts, inner, hidden), whose rows take turns
+    down of gpt-oss             ffn_down_exps (experts, hidden, inner)
+
+All are made item by item, of a head or an expert, so that a part of the weight needs that part of the file alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from common.gguf.header import GgufTensor
+from engine.layers.weights import Part
+from engine.loader.checkpoint import Shape
+
+ReadRows = Callable[[str, range], Tensor]
+"""(tensor, rows of it, all leading dimensions counted) -> float32 (rows, last dimension)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """stored: names within a layer, whose first dimension is that of items. shape: of the weight, from theirs.
+
+    make: (rows, last dimension) of each, one item's -> rows of the weight.
+    """
+
+    weight: str
+    stored: tuple[str, ...]
+    shape: Callable[..., Shape]
+    make: Callable[..., Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Composed:
+    """A weight of `shape`, made of the tensors `stored`, whose items have `rows` rows each."""
+
+    stored: tuple[str, ...]
+    rows: tuple[int, ...]
+    num_items: int
+    shape: Shape
+    make: Callable[..., Tensor]
+
+    def read(self, read_rows: ReadRows, part: Part, dtype: torch.dtype) -> Tensor:
+        """A part of the weight."""
+        size = self.shape[0] // self.num_items
+        items = range(part[0].start // size, -(-part[0].stop // size))
+        made = [self.make(*self._of_item(read_rows, item)).to(dtype) for item in items]
+        weight = torch.stack(made).view(-1, *self.shape[1:])
+        first = part[0].start - items.start * size
+        inside = (range(first, first + len(part[0])), *part[1:])
+        return weight[tuple(slice(indices.start, indices.stop) for indices in inside)]
+
+    def _of_item(self, read_rows: ReadRows, item: int) -> list[Tensor]:
+        return [
+            read_rows(name, range(item * rows, (item + 1) * rows))
+            for name, rows in zip(self.stored, self.rows, strict=True)
+        ]
+
+
+def composed_weights(tensors: Mapping[str, GgufTensor], architecture: str) -> dict[str, Composed]:
+    """Weights by Hugging Face names, of the tensors that are there with all others that they need."""
+    found = {}
+    for recipe in _RECIPES.get(architecture, ()):
+        first = re.compile(rf"(blk\.(\d+)\.){re.escape(recipe.stored[0])}")
+        for match in filter(None, map(first.fullmatch, tensors)):
+            names = tuple(match[1] + name for name in recipe.stored)
+            shapes = [tensors[name].shape for name in names if name in tensors]
+            is_whole = len(shapes) == len(names) and len({(len(shape), shape[0]) for shape in shapes}) == 1
+            if is_whole and len(shapes[0]) > 1:
+                rows = tuple(shape[1] if len(shape) == 3 else 1 for shape in shapes)
+                found[f"model.layers.{match[2]}.{recipe.weight}"] = Composed(
+                    names, rows, shapes[0][0], recipe.shape(*shapes), recipe.make
+                )
+    return found
+
+
+_KV_B = Recipe(
+    "self_attn.kv_b_proj.weight",
+    ("attn_k_b.weight", "attn_v_b.weight"),
+    lambda k, v: (k[0] * (k[2] + v[1]), k[1]),
+    lambda k, v: torch.cat([k.t(), v]),
+)
+_RECIPES: Mapping[str, tuple[Recipe, ...]] = {
+    "DeepseekV2ForCausalLM": (_KV_B,),
+    "DeepseekV3ForCausalLM": (_KV_B,),
+}

@@ -1,0 +1,82 @@
+"""What llama.cpp's converter makes of DeepSeek's and Mixtral's models, today and in older files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gguf
+from torch import Tensor
+
+DEEPSEEK_NAMES = {
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
+}
+
+
+def expert_pieces(name: str, tensor: Tensor, is_old: bool) -> dict[str, Tensor]:
+    """transformers has the experts' gate and up in one; files of early 2024 have a tensor for each expert."""
+    layer = f"blk.{name.split('.')[2]}"
+    if name.endswith("down_proj"):
+        found = {f"{layer}.ffn_down": tensor}
+    else:
+        gate, up = tensor.chunk(2, dim=1)
+        found = {f"{layer}.ffn_gate": gate, f"{layer}.ffn_up": up}
+    if not is_old:
+        return {f"{module}_exps.weight": weights for module, weights in found.items()}
+    return {f"{module}.{index}.weight": one for module, weights in found.items() for index, one in enumerate(weights)}
+
+
+def split_kv_b(name: str, tensor: Tensor, config: Any) -> dict[str, Tensor]:
+    layer = f"blk.{name.split('.')[2]}"
+    heads = tensor.view(config.num_attention_heads, -1, config.kv_lora_rank)
+    k, v = heads.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
+    return {f"{layer}.attn_k_b.weight": k.transpose(1, 2), f"{layer}.attn_v_b.weight": v}
+
+
+def add_deepseek_fields(writer: gguf.GGUFWriter, config: Any, is_old: bool) -> None:
+    """is_old: sizes of heads, and no more on latents as one KV head; the gate of V2 is not told."""
+    qk_dim, rope_dim = config.qk_nope_head_dim + config.qk_rope_head_dim, config.qk_rope_head_dim
+    if is_old:
+        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_key_length(qk_dim)
+        writer.add_value_length(config.v_head_dim)
+    else:
+        writer.add_head_count_kv(1)
+        writer.add_key_length(config.kv_lora_rank + rope_dim)
+        writer.add_value_length(config.kv_lora_rank)
+        writer.add_key_length_mla(qk_dim)
+        writer.add_value_length_mla(config.v_head_dim)
+        kinds = gguf.ExpertGatingFuncType
+        writer.add_expert_gating_func(kinds.SIGMOID if config.model_type == "deepseek_v3" else kinds.SOFTMAX)
+        if extra := getattr(config, "num_nextn_predict_layers", 0):
+            writer.add_nextn_predict_layers(extra)
+        if config.n_group:
+            writer.add_expert_group_count(config.n_group)
+            writer.add_expert_group_used_count(config.topk_group)
+    if config.q_lora_rank:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_count(config.n_routed_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    if config.norm_topk_prob:
+        writer.add_expert_weights_norm(True)
+    writer.add_rope_dimension_count(rope_dim)
+    rope = config.rope_parameters
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+        if "beta_fast" in rope:
+            writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
