@@ -2,6 +2,7 @@
 
     kv_b of latent attention    attn_k_b (heads, rank, nope) and attn_v_b (heads, v, rank), in files of 2025 and later
     gate_up of gpt-oss          ffn_gate_exps and ffn_up_exps (experts, inner, hidden), whose rows take turns
+    their biases                ffn_gate_exps and ffn_up_exps (experts, inner)
     down of gpt-oss             ffn_down_exps (experts, hidden, inner)
 
 All are made item by item, of a head or an expert, so that a part of the weight needs that part of the file alone.
@@ -87,7 +88,28 @@ _KV_B = Recipe(
     lambda k, v: (k[0] * (k[2] + v[1]), k[1]),
     lambda k, v: torch.cat([k.t(), v]),
 )
+_GPT_OSS = (
+    Recipe(
+        "mlp.experts.gate_up_proj",
+        ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
+        lambda gate, up: (gate[0], gate[2], gate[1] + up[1]),
+        lambda gate, up: torch.stack([gate, up], dim=1).flatten(0, 1).t(),
+    ),
+    Recipe(
+        "mlp.experts.gate_up_proj_bias",
+        ("ffn_gate_exps.bias", "ffn_up_exps.bias"),
+        lambda gate, up: (gate[0], gate[1] + up[1]),
+        lambda gate, up: torch.stack([gate, up], dim=-1).flatten(),
+    ),
+    Recipe(
+        "mlp.experts.down_proj",
+        ("ffn_down_exps.weight",),
+        lambda down: (down[0], down[2], down[1]),
+        lambda down: down.t(),
+    ),
+)
 _RECIPES: Mapping[str, tuple[Recipe, ...]] = {
     "DeepseekV2ForCausalLM": (_KV_B,),
     "DeepseekV3ForCausalLM": (_KV_B,),
+    "GptOssForCausalLM": _GPT_OSS,
 }

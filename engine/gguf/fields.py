@@ -40,6 +40,9 @@ def family_fields(metadata: Mapping[str, Any], has_output_weight: bool) -> dict[
             if name == "qwen3moe"
             else {**fields, "shared_expert_intermediate_size": _positive(metadata, shared)}
         )
+    if name == "gpt-oss":
+        size = _positive(metadata, "gpt-oss.expert_feed_forward_length")
+        return {**_experts(metadata, "gpt-oss"), "intermediate_size": size}
     if name in ("deepseek2", SIGMOID_DEEPSEEK):
         return _deepseek(metadata, name)
     if name == "llama with experts":

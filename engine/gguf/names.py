@@ -53,7 +53,11 @@ _SHARED_EXPERTS = {
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
-_WHOLE_NAMES = {"exp_probs_b.bias": f"mlp.gate.{CHOICE_BIAS}"}
+_WHOLE_NAMES = {
+    "exp_probs_b.bias": f"mlp.gate.{CHOICE_BIAS}",
+    "attn_sinks.weight": "self_attn.sinks",
+    "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
+}
 _NAMES_OF: Mapping[str, Mapping[str, str]] = {
     "Gemma3ForCausalLM": {
         "post_attention_norm": "post_attention_layernorm",
@@ -61,6 +65,7 @@ _NAMES_OF: Mapping[str, Mapping[str, str]] = {
         "post_ffw_norm": "post_feedforward_layernorm",
     },
     "MixtralForCausalLM": {"ffn_gate_inp": "block_sparse_moe.gate"},
+    "GptOssForCausalLM": {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
     "DeepseekV2ForCausalLM": _SHARED_EXPERTS,
     "DeepseekV3ForCausalLM": _SHARED_EXPERTS,
 }

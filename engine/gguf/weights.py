@@ -64,9 +64,12 @@ class GgufFile:
 
     def read_int4(self, name: str, rows: range) -> QuantizedRows:
         """Rows of a tensor of 4-bit blocks, not dequantized."""
-        tensor = self.tensors[name]
-        raw, _ = self._raw(tensor)
-        return int4_rows(torch.from_numpy(raw[rows.start : rows.stop].copy()), tensor.type_id)
+        return int4_rows(self.read_bytes(name, rows), self.tensors[name].type_id)
+
+    def read_bytes(self, name: str, rows: range) -> Tensor:
+        """Rows of a tensor of blocks as the file holds them: uint8 (rows, bytes of a row)."""
+        raw, _ = self._raw(self.tensors[name])
+        return torch.from_numpy(raw[rows.start : rows.stop].copy())
 
     def _raw(self, tensor: GgufTensor) -> tuple[Any, Any]:
         """The tensor's bytes as the array that `gguf.quants.dequantize` takes, and its type."""
@@ -105,8 +108,8 @@ class GgufWeights(PartSource):
         self.keeps_int4 = False
         self._head_order = rotary_order(config)
         self._adds_one = config.architecture == "Gemma3ForCausalLM"
-        self._composed = composed_weights(file.tensors, config.architecture)
-        taken = {*NO_WEIGHTS, *(name for composed in self._composed.values() for name in composed.stored)}
+        self.composed = composed_weights(file.tensors, config.architecture)
+        taken = {*NO_WEIGHTS, *(name for composed in self.composed.values() for name in composed.stored)}
         self._located = {
             hf: located
             for name, tensor in file.tensors.items()
@@ -114,7 +117,7 @@ class GgufWeights(PartSource):
             for hf, located in locate(name, tensor.shape, config)
         }
         self.shapes: dict[str, Shape] = {hf: located.shape for hf, located in self._located.items()}
-        self.shapes |= {hf: composed.shape for hf, composed in self._composed.items()}
+        self.shapes |= {hf: composed.shape for hf, composed in self.composed.items()}
 
     @property
     def has_int4(self) -> bool:
@@ -136,8 +139,8 @@ class GgufWeights(PartSource):
     def take_part(self, name: str, part: Part) -> Tensor:
         """See PartSource. The whole tensor is unpacked."""
         dtype = torch.float32 if name.endswith(CHOICE_BIAS) else self._dtype
-        if name in self._composed:
-            return self._composed[name].read(self._file.read, part, dtype).to(self._device).contiguous()
+        if name in self.composed:
+            return self.composed[name].read(self._file.read, part, dtype).to(self._device).contiguous()
         if self.keeps_int4 and self.is_packed(name):
             return self.rows(name, part).dequantize(self._dtype)
         located = self._located[name]

@@ -126,7 +126,8 @@ def bits_of_weights(raw: Mapping[str, Any]) -> tuple[int, int]:
 def _open_gguf(path: Path, engine_config: EngineConfig, dtype: torch.dtype, device: torch.device) -> Source:
     from engine.gguf.config import adapted_config
     from engine.gguf.fields import gguf_name
-    from engine.gguf.weights import GgufFile, GgufWeights
+    from engine.gguf.mxfp4 import weights_of
+    from engine.gguf.weights import GgufFile
 
     file = GgufFile(path)
     family = family_of_gguf(gguf_name(file.metadata))
@@ -134,7 +135,7 @@ def _open_gguf(path: Path, engine_config: EngineConfig, dtype: torch.dtype, devi
     config = replace(config, rope=config.rope.within(config.context_length(engine_config.max_model_len)))
     if engine_config.load_format == "dummy":
         return _random(family, config, dtype, device)
-    weights = GgufWeights(file, config, family.gguf_permuted, dtype, device)
+    weights = weights_of(file, config, family.gguf_permuted, dtype, device)
     return Source(config, family, weights, partial(check_weights, found=weights.shapes), {}, file.files)
 
 

@@ -33,7 +33,7 @@ from engine.models.model import Model
 from engine.moe.moe import Expert, Moe
 from engine.quantization.cpu_linears import CpuLinears
 from engine.quantization.int4 import GROUP_SIZE, Int4Source, quantize_int4
-from engine.quantization.mxfp4 import Mxfp4Weights
+from engine.quantization.mxfp4 import Mxfp4Source
 from engine.quantization.packed_checkpoint import PackedWeights
 from engine.quantization.quantized_rows import Made, QuantizedRows, join_rows
 from kvstore.layout import Shard
@@ -70,12 +70,12 @@ class QuantizedConversion(Conversion):
 
     @property
     def leaves_attention_plain(self) -> bool:
-        return not self._stays or isinstance(self._stored, Mxfp4Weights)
+        return not self._stays or isinstance(self._stored, Mxfp4Source)
 
     def keep(self, skeleton: Model) -> frozenset[str]:
         """See Conversion: of layers that are quantized in all their parts."""
         stored = self._stored
-        if not self._stays or not isinstance(stored, PackedWeights | Int4Source | Mxfp4Weights):
+        if not self._stays or not isinstance(stored, PackedWeights | Int4Source | Mxfp4Source):
             return frozenset()
         is_tied = skeleton.head.weight is skeleton.embedding
         is_gguf = isinstance(stored, Int4Source)
@@ -93,7 +93,7 @@ class QuantizedConversion(Conversion):
         self._parts, self._on_read = parts, on_read
 
     def convert(self, block: Block) -> None:
-        if self._stays and isinstance(self._stored, Mxfp4Weights):
+        if self._stays and isinstance(self._stored, Mxfp4Source):
             self._stored.give_experts(block, self._parts, self._on_read)
             return
         inner = None
@@ -189,7 +189,7 @@ def choose_conversion(
     made = None if mode == "none" else linears_of(dtype, device)
     if has_int4 and mode == "int4-weight":
         return QuantizedConversion(mode, made, weights, True, "int8-weight", dtype)
-    is_mxfp4 = is_auto and isinstance(weights, Mxfp4Weights) and can_keep_mxfp4(dtype, device)
+    is_mxfp4 = is_auto and isinstance(weights, Mxfp4Source) and can_keep_mxfp4(dtype, device)
     return QuantizedConversion(mode, made, weights, is_mxfp4, dtype=dtype)
 
 

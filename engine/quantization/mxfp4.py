@@ -10,6 +10,7 @@ A number is a sign bit and an index into MAGNITUDES (e2m1). Defined by the OCP M
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 
 import torch
@@ -28,39 +29,21 @@ from kernels.quantization.mxfp4 import EXPONENT_BIAS, GROUP_SIZE, MAGNITUDES, fi
 BLOCKS, SCALES = "_blocks", "_scales"
 
 
-class Mxfp4Weights(PartSource):
-    """A checkpoint some of whose weights are blocks and scales. Raises ConfigError for pairs that do not fit."""
+class Mxfp4Source(PartSource):
+    """Weights some of which are blocks and scales, see the module, whatever holds them."""
 
-    def __init__(self, tensors: SafetensorsWeights) -> None:
-        self._tensors = tensors
-        self.shapes: dict[str, Shape] = {}
-        for name, shape in tensors.shapes.items():
-            if name.endswith(BLOCKS):
-                weight = name.removesuffix(BLOCKS)
-                if len(shape) != 4 or shape[3] * 2 != GROUP_SIZE or tensors.shapes.get(weight + SCALES) != shape[:3]:
-                    raise ConfigError(f"{weight}: blocks of {list(shape)} and their scales are no MXFP4 weight")
-                self.shapes[weight] = (shape[0], shape[2] * GROUP_SIZE, shape[1])
-            elif not (name.endswith(SCALES) and name.removesuffix(SCALES) + BLOCKS in tensors.shapes):
-                self.shapes[name] = shape
+    @property
+    @abstractmethod
+    def shapes(self) -> Mapping[str, Shape]:
+        """Of all weights, dequantized."""
 
+    @abstractmethod
     def is_packed(self, name: str) -> bool:
-        return name + BLOCKS in self._tensors.tensors
+        """Whether the weight is blocks and scales."""
 
-    def take_part(self, name: str, part: Part) -> Tensor:
-        """See PartSource."""
-        if not self.is_packed(name):
-            return self._tensors.take_part(name, part)
-        experts, columns, rows = part
-        groups = _groups_around(columns)
-        weight = dequantize(*self.read(name, experts, rows, groups), self._tensors.dtype)
-        first = columns.start - groups.start * GROUP_SIZE
-        return weight[:, first : first + len(columns)].contiguous()
-
+    @abstractmethod
     def read(self, name: str, experts: range, rows: range, groups: range) -> tuple[Tensor, Tensor]:
         """Blocks and scales of a part of a weight. rows: its outputs. groups: of its inputs."""
-        part = experts, rows, groups
-        blocks = self._tensors.read(name + BLOCKS, (*part, range(GROUP_SIZE // 2)))
-        return blocks, self._tensors.read(name + SCALES, part)
 
     def give_experts(self, block: Block, parts: Mapping[str, Part], on_read: Callable[[str], None]) -> None:
         """Give a block's experts, which have no storage, their numbers as a GPU's kernels of experts read them.
@@ -97,6 +80,45 @@ class Mxfp4Weights(PartSource):
             before, behind = filled_columns(columns)
             blocks, exponents = _filled_groups(blocks, exponents, before, len(columns), behind)
         return stored_layer(*pack_mxfp4(blocks, exponents), bias, blocks.shape[1] * GROUP_SIZE)
+
+
+class Mxfp4Weights(Mxfp4Source):
+    """A checkpoint some of whose weights are blocks and scales. Raises ConfigError for pairs that do not fit."""
+
+    def __init__(self, tensors: SafetensorsWeights) -> None:
+        self._tensors = tensors
+        self._shapes: dict[str, Shape] = {}
+        for name, shape in tensors.shapes.items():
+            if name.endswith(BLOCKS):
+                weight = name.removesuffix(BLOCKS)
+                if len(shape) != 4 or shape[3] * 2 != GROUP_SIZE or tensors.shapes.get(weight + SCALES) != shape[:3]:
+                    raise ConfigError(f"{weight}: blocks of {list(shape)} and their scales are no MXFP4 weight")
+                self._shapes[weight] = (shape[0], shape[2] * GROUP_SIZE, shape[1])
+            elif not (name.endswith(SCALES) and name.removesuffix(SCALES) + BLOCKS in tensors.shapes):
+                self._shapes[name] = shape
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]:
+        return self._shapes
+
+    def is_packed(self, name: str) -> bool:
+        return name + BLOCKS in self._tensors.tensors
+
+    def take_part(self, name: str, part: Part) -> Tensor:
+        """See PartSource."""
+        if not self.is_packed(name):
+            return self._tensors.take_part(name, part)
+        experts, columns, rows = part
+        groups = _groups_around(columns)
+        weight = dequantize(*self.read(name, experts, rows, groups), self._tensors.dtype)
+        first = columns.start - groups.start * GROUP_SIZE
+        return weight[:, first : first + len(columns)].contiguous()
+
+    def read(self, name: str, experts: range, rows: range, groups: range) -> tuple[Tensor, Tensor]:
+        """See Mxfp4Source."""
+        part = experts, rows, groups
+        blocks = self._tensors.read(name + BLOCKS, (*part, range(GROUP_SIZE // 2)))
+        return blocks, self._tensors.read(name + SCALES, part)
 
 
 def filled_columns(columns: range) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import gguf
+import torch
 from torch import Tensor
 
 DEEPSEEK_NAMES = {
@@ -19,6 +20,8 @@ DEEPSEEK_NAMES = {
     "mlp.shared_experts.down_proj": "ffn_down_shexp",
 }
 
+GPT_OSS_NAMES = {"mlp.router": "ffn_gate_inp", "post_attention_layernorm": "post_attention_norm"}
+
 
 def expert_pieces(name: str, tensor: Tensor, is_old: bool) -> dict[str, Tensor]:
     """transformers has the experts' gate and up in one; files of early 2024 have a tensor for each expert."""
@@ -31,6 +34,22 @@ def expert_pieces(name: str, tensor: Tensor, is_old: bool) -> dict[str, Tensor]:
     if not is_old:
         return {f"{module}_exps.weight": weights for module, weights in found.items()}
     return {f"{module}.{index}.weight": one for module, weights in found.items() for index, one in enumerate(weights)}
+
+
+def gpt_oss_pieces(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Gate and up take turns in transformers' weights, which are (experts, in, out)."""
+    layer = f"blk.{name.split('.')[2]}"
+    kind = "bias" if name.endswith("_bias") else "weight"
+    rows = tensor if kind == "bias" else tensor.transpose(1, 2)
+    if "down_proj" in name:
+        return {f"{layer}.ffn_down_exps.{kind}": rows}
+    return {f"{layer}.ffn_gate_exps.{kind}": rows[:, ::2], f"{layer}.ffn_up_exps.{kind}": rows[:, 1::2]}
+
+
+def gpt_oss_weight(pieces: list[Tensor], kind: str) -> Tensor:
+    """The inverse of `gpt_oss_pieces`."""
+    rows = torch.stack(pieces, dim=2).flatten(1, 2) if len(pieces) > 1 else pieces[0]
+    return rows if kind == "bias" else rows.transpose(1, 2).contiguous()
 
 
 def split_kv_b(name: str, tensor: Tensor, config: Any) -> dict[str, Tensor]:
@@ -72,11 +91,24 @@ def add_deepseek_fields(writer: gguf.GGUFWriter, config: Any, is_old: bool) -> N
     if config.norm_topk_prob:
         writer.add_expert_weights_norm(True)
     writer.add_rope_dimension_count(rope_dim)
+    if config.rope_parameters["rope_type"] == "yarn":
+        writer.add_rope_scaling_yarn_log_mul(0.1 * config.rope_parameters["mscale_all_dim"])
+    add_yarn(writer, config)
+
+
+def add_yarn(writer: gguf.GGUFWriter, config: Any) -> None:
     rope = config.rope_parameters
-    if rope["rope_type"] == "yarn":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(rope["factor"])
-        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-        writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
-        if "beta_fast" in rope:
-            writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+    if rope["rope_type"] != "yarn":
+        return
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(rope["factor"])
+    writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if "beta_fast" in rope:
+        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+        writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+
+
+def add_gpt_oss_fields(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_expert_feed_forward_length(config.intermediate_size)
+    add_yarn(writer, config)

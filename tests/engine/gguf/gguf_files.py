@@ -12,7 +12,16 @@ import transformers
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tests.engine.gguf.gguf_experts import DEEPSEEK_NAMES, add_deepseek_fields, expert_pieces, split_kv_b
+from tests.engine.gguf.gguf_experts import (
+    DEEPSEEK_NAMES,
+    GPT_OSS_NAMES,
+    add_deepseek_fields,
+    add_gpt_oss_fields,
+    expert_pieces,
+    gpt_oss_pieces,
+    gpt_oss_weight,
+    split_kv_b,
+)
 from tests.engine.tiny_models import CHOICE_BIAS
 
 NAMES = {
@@ -46,6 +55,8 @@ GEMMA3_NAMES = {
     "post_feedforward_layernorm": "post_ffw_norm",
 }
 
+NAMES_OF = {"gemma3": GEMMA3_NAMES, "gpt-oss": GPT_OSS_NAMES}
+
 
 def gguf_name(name: str, arch: str) -> str:
     if name in NAMES:
@@ -53,12 +64,16 @@ def gguf_name(name: str, arch: str) -> str:
     if name.endswith(CHOICE_BIAS):
         return f"blk.{name.split('.')[2]}.exp_probs_b.bias"
     _, _, layer, *middle, kind = name.split(".")
-    names = {**LAYER_NAMES, **DEEPSEEK_NAMES, **(GEMMA3_NAMES if arch == "gemma3" else {})}
+    names = {**LAYER_NAMES, **DEEPSEEK_NAMES, **NAMES_OF.get(arch, {})}
+    if name.endswith(".sinks"):
+        return f"blk.{layer}.attn_sinks.weight"
     return f"blk.{layer}.{names['.'.join(middle)]}.{kind}"
 
 
 def pieces(name: str, tensor: Tensor, arch: str, config: Any, is_old: bool) -> dict[str, Tensor]:
     """What the converter makes of a tensor, by name."""
+    if ".experts." in name and arch == "gpt-oss":
+        return gpt_oss_pieces(name, tensor)
     if ".experts." in name:
         return expert_pieces(name, tensor, is_old and arch == "llama")
     if name.endswith("kv_b_proj.weight") and not is_old:
@@ -97,6 +112,8 @@ def add_family_fields(writer: gguf.GGUFWriter, config: Any, is_old: bool) -> Non
     if experts := getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None):
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
+        if writer.arch == "gpt-oss":
+            add_gpt_oss_fields(writer, config)
         if writer.arch in ("qwen2moe", "qwen3moe"):
             writer.add_expert_feed_forward_length(config.moe_intermediate_size)
         if writer.arch == "qwen2moe":
@@ -179,7 +196,8 @@ def _write_tensor(writer: gguf.GGUFWriter, name: str, tensor: Tensor, config: An
     elif permute and ".k_proj." in name:
         num_heads = config.num_key_value_heads
     stored = interleave(tensor, num_heads) if num_heads else tensor
-    plain = tensor.ndim == 1 or name.endswith("gate.weight")  # norms, biases and routers
+    plain = tensor.ndim == 1 or name.endswith(("gate.weight", "_bias"))  # norms, biases and routers
+    plain |= kind == "MXFP4" and ".experts." not in name
     quantization = gguf.GGMLQuantizationType["F32" if plain else kind]
     found = []
     for stored_name, piece in pieces(name, stored, writer.arch, config, is_old).items():
@@ -193,6 +211,8 @@ def _write_tensor(writer: gguf.GGUFWriter, name: str, tensor: Tensor, config: An
         found.append(torch.from_numpy(read).view(piece.shape))
     if kind == "F32":
         return tensor
+    if writer.arch == "gpt-oss" and ".experts." in name:
+        return gpt_oss_weight(found, "bias" if name.endswith("_bias") else "weight")
     read_back = (torch.cat(found, dim=1) if len(found) > 1 else found[0]).view(tensor.shape)
     if writer.arch == "gemma3" and name.endswith("norm.weight"):
         return read_back - 1

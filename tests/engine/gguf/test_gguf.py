@@ -18,6 +18,7 @@ from tests.engine.gguf.gguf_files import write_gguf
 from tests.engine.tiny_models import (
     DEEPSEEK,
     GEMMA3,
+    GPT_OSS,
     PHI3_LONG,
     PHI3_SHORT,
     QWEN2_EXPERTS,
@@ -78,8 +79,13 @@ PHI3_SCALED = {"original_max_position_embeddings": 256, "rope_parameters": {**SH
 DEEPSEEK_V2 = TINY_MODELS["deepseek-v2"]
 MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
 # The files tell one mscale, as published models have both alike.
-DEEPSEEK_YARN = rope("yarn", factor=4.0, mscale=0.8, mscale_all_dim=0.8, original_max_position_embeddings=64)
+DEEPSEEK_YARN = rope(
+    "yarn", factor=4.0, mscale=0.8, mscale_all_dim=0.8, original_max_position_embeddings=64, beta_fast=4.0,
+    beta_slow=2.0,
+)  # fmt: skip
 DEEPSEEK_V2_LITE = TinyModel("DeepseekV2", {**DEEPSEEK, **DEEPSEEK_YARN})
+# What no file tells: published models have it so. Weights are small, so that few activations are clamped.
+GPT_OSS_GIVEN = {"swiglu_limit": 7.0, "hidden_size": 64}
 FAMILIES = {
     "deepseek-v2-lite": (DEEPSEEK_V2_LITE, "deepseek2"),
     "deepseek-v2-lite-old": (DEEPSEEK_V2_LITE, "deepseek2"),
@@ -98,6 +104,7 @@ FAMILIES = {
     "phi3": (TinyModel("Phi3"), "phi3"),
     "phi3-long": (TinyModel("Phi3", {"tie_word_embeddings": True, **PHI3_LONG}), "phi3"),
     "phi3-short": (TinyModel("Phi3", PHI3_SCALED), "phi3"),
+    "gpt-oss": (TinyModel("GptOss", {**GPT_OSS, **GPT_OSS_GIVEN}), "gpt-oss"),
     "mixtral": (TinyModel("Mixtral", MIXTRAL), "llama"),
     "mixtral-old": (TinyModel("Mixtral", MIXTRAL), "llama"),
     "qwen2moe": (TinyModel("Qwen2Moe", QWEN2_EXPERTS), "qwen2moe"),

@@ -66,7 +66,7 @@ def test_ranks_and_stages_equal_one_rank(name: str, tmp_path: Path, monkeypatch:
         assert greedy_tokens(open_stages(path, 2, monkeypatch, 2, quant_mode="auto")) == expected
 
 
-@pytest.mark.parametrize("name", ["deepseek-v3", "qwen2moe"])
+@pytest.mark.parametrize("name", ["deepseek-v3", "gpt-oss", "qwen2moe"])
 def test_ranks_of_made_weights_equal_one_rank(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
     tiny, arch = FAMILIES[name]

@@ -1,0 +1,67 @@
+"""gpt-oss experts of GGUF files in MXFP4: blocks as a checkpoint's, so that kernels of experts take them as they are.
+
+A block is 32 weights of one row, in 17 bytes: the exponent, then byte i holds value i in its low half and value
+i + 16 in its high half. A checkpoint's byte i holds values 2 i and 2 i + 1. Numbers and exponents are the same.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.gguf.weights import GgufFile, GgufWeights
+from engine.layers.weights import Part
+from engine.loader.checkpoint import Shape
+from engine.models.config import ModelConfig
+from engine.quantization.mxfp4 import Mxfp4Source
+
+MXFP4 = 39  # ggml's type number
+BLOCK_BYTES = 17
+
+
+def weights_of(
+    file: GgufFile, config: ModelConfig, permuted: bool, dtype: torch.dtype, device: torch.device
+) -> GgufWeights | GgufMxfp4Weights:
+    """The weights of a file, whose experts may be MXFP4."""
+    weights = GgufWeights(file, config, permuted, dtype, device)
+    mxfp4 = {
+        name: composed.stored
+        for name, composed in weights.composed.items()
+        if all(file.tensors[stored].type_id == MXFP4 for stored in composed.stored)
+    }
+    return GgufMxfp4Weights(file, weights, mxfp4, device) if mxfp4 else weights
+
+
+class GgufMxfp4Weights(Mxfp4Source):
+    """packed: the tensors of MXFP4 blocks that weights are made of, gate and up or down (experts, rows, columns)."""
+
+    def __init__(
+        self, file: GgufFile, weights: GgufWeights, packed: dict[str, tuple[str, ...]], device: torch.device
+    ) -> None:
+        self._file, self._weights, self._packed, self._device = file, weights, packed, device
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        return self._weights.shapes
+
+    def is_packed(self, name: str) -> bool:
+        return name in self._packed
+
+    def take_part(self, name: str, part: Part) -> Tensor:
+        """See PartSource."""
+        return self._weights.take_part(name, part)
+
+    def read(self, name: str, experts: range, rows: range, groups: range) -> tuple[Tensor, Tensor]:
+        """See Mxfp4Source. Rows of gate and up take turns."""
+        found = [self._of_expert(self._packed[name], expert)[rows.start : rows.stop] for expert in experts]
+        blocks = torch.stack(found)[:, :, groups.start : groups.stop].to(self._device)
+        halves = blocks[..., 1:]
+        values = torch.cat([halves & 15, halves >> 4], dim=-1)
+        return values[..., ::2] | (values[..., 1::2] << 4), blocks[..., 0].contiguous()
+
+    def _of_expert(self, stored: tuple[str, ...], expert: int) -> Tensor:
+        """uint8 (rows, groups, 17)."""
+        num_rows = self._file.tensors[stored[0]].shape[1]
+        rows = range(expert * num_rows, (expert + 1) * num_rows)
+        turns = torch.stack([self._file.read_bytes(name, rows) for name in stored], dim=1)
+        return turns.view(num_rows * len(stored), -1, BLOCK_BYTES)
