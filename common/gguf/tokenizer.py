@@ -9,19 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers, processors
 from tokenizers.models import BPE
 
 from common.errors import UnsupportedModelError
+from common.gguf.pre_tokenizers import cutting_of
 
 # tokenizer.ggml.token_type
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
-
-_LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2_PATTERN = _LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
 
 
 def backend_from_metadata(metadata: Mapping[str, Any]) -> Tokenizer:
@@ -41,30 +36,13 @@ def backend_from_metadata(metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def _byte_level_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
-    pre = str(metadata.get("tokenizer.ggml.pre", "default"))
+    cutting = cutting_of(str(metadata.get("tokenizer.ggml.pre", "default")))
     merges = [_split_merge(merge) for merge in metadata.get("tokenizer.ggml.merges", [])]
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
-    backend = Tokenizer(BPE(vocab, merges, ignore_merges=pre == "llama-bpe"))
-    if pre in ("default", "gpt-2"):
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    elif pre == "smollm":
-        backend.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        )
-    elif pre in ("llama-bpe", "qwen2"):
-        pattern = _LLAMA3_PATTERN if pre == "llama-bpe" else _QWEN2_PATTERN
-        backend.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(pattern), "isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
-        if pre == "qwen2":
-            backend.normalizer = normalizers.NFC()
-    else:
-        raise UnsupportedModelError(
-            f"GGUF pre-tokenizer {pre!r} is not supported; default, gpt-2, smollm, llama-bpe and qwen2 are"
-        )
+    backend = Tokenizer(BPE(vocab, merges, ignore_merges=cutting.whole_pieces))
+    backend.pre_tokenizer = cutting.pre_tokenizer()
+    if cutting.is_composed:
+        backend.normalizer = normalizers.NFC()
     backend.decoder = decoders.ByteLevel()
     return backend
 
