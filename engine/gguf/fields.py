@@ -79,7 +79,10 @@ def _gemma3(metadata: Mapping[str, Any], has_output_weight: bool) -> dict[str, A
 
 
 def _deepseek(metadata: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Newer files tell the size of latents as that of heads, and that of heads beside it (`_mla`)."""
+    """Newer files tell the size of latents as that of heads, and that of heads beside it (`_mla`).
+
+    Files without groups of experts choose among all of them, as llama.cpp does, even where the model has groups.
+    """
 
     def get(key: str, default: Any = None) -> Any:
         return metadata.get(f"deepseek2.{key}", default)

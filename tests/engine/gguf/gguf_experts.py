@@ -60,7 +60,7 @@ def split_kv_b(name: str, tensor: Tensor, config: Any) -> dict[str, Tensor]:
 
 
 def add_deepseek_fields(writer: gguf.GGUFWriter, config: Any, is_old: bool) -> None:
-    """is_old: sizes of heads, and no more on latents as one KV head; the gate of V2 is not told."""
+    """is_old: sizes of heads, no more; neither V2's gate, nor groups."""
     qk_dim, rope_dim = config.qk_nope_head_dim + config.qk_rope_head_dim, config.qk_rope_head_dim
     if is_old:
         writer.add_head_count_kv(config.num_key_value_heads)
@@ -72,13 +72,16 @@ def add_deepseek_fields(writer: gguf.GGUFWriter, config: Any, is_old: bool) -> N
         writer.add_value_length(config.kv_lora_rank)
         writer.add_key_length_mla(qk_dim)
         writer.add_value_length_mla(config.v_head_dim)
-        kinds = gguf.ExpertGatingFuncType
-        writer.add_expert_gating_func(kinds.SIGMOID if config.model_type == "deepseek_v3" else kinds.SOFTMAX)
         if extra := getattr(config, "num_nextn_predict_layers", 0):
             writer.add_nextn_predict_layers(extra)
         if config.n_group:
             writer.add_expert_group_count(config.n_group)
             writer.add_expert_group_used_count(config.topk_group)
+    kinds = gguf.ExpertGatingFuncType
+    if config.model_type == "deepseek_v3":
+        writer.add_expert_gating_func(kinds.SIGMOID)
+    elif not is_old:
+        writer.add_expert_gating_func(kinds.SOFTMAX)
     if config.q_lora_rank:
         writer.add_q_lora_rank(config.q_lora_rank)
     writer.add_kv_lora_rank(config.kv_lora_rank)

@@ -162,7 +162,8 @@ def write_gguf(
     """
     config = model.config
     writer = gguf.GGUFWriter(path, arch, split_max_tensors=tensors_per_part)
-    writer.add_block_count(config.num_hidden_layers + getattr(config, "num_nextn_predict_layers", 0))
+    num_extra = 0 if is_old else getattr(config, "num_nextn_predict_layers", 0)
+    writer.add_block_count(config.num_hidden_layers + num_extra)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)

@@ -83,6 +83,7 @@ DEEPSEEK_YARN = rope(
     "yarn", factor=4.0, mscale=0.8, mscale_all_dim=0.8, original_max_position_embeddings=64, beta_fast=4.0,
     beta_slow=2.0,
 )  # fmt: skip
+ONE_GROUP = {"n_group": 1, "topk_group": 1}
 DEEPSEEK_V2_LITE = TinyModel("DeepseekV2", {**DEEPSEEK, **DEEPSEEK_YARN})
 # What no file tells: published models have it so. Weights are small, so that few activations are clamped.
 GPT_OSS_GIVEN = {"swiglu_limit": 7.0, "hidden_size": 64}
@@ -90,6 +91,7 @@ FAMILIES = {
     "deepseek-v2-lite": (DEEPSEEK_V2_LITE, "deepseek2"),
     "deepseek-v2-lite-old": (DEEPSEEK_V2_LITE, "deepseek2"),
     "deepseek-v2": (replace(DEEPSEEK_V2, changes={**DEEPSEEK_V2.changes, "attention_bias": False}), "deepseek2"),
+    "deepseek-v3-old": (TinyModel("DeepseekV3", {**DEEPSEEK, **DEEPSEEK_YARN, **ONE_GROUP}), "deepseek2"),
     "deepseek-v3": (
         TinyModel("DeepseekV3", {**DEEPSEEK, **DEEPSEEK_YARN, "q_lora_rank": 24, "n_group": 4, "topk_group": 2}),
         "deepseek2",
