@@ -27,14 +27,15 @@ ReadRows = Callable[[str, range], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """stored: names within a layer, whose first dimension is that of items. shape: of the weight, from theirs.
+    """stored: names within a layer, whose first dimension is that of items.
 
-    make: (rows, last dimension) of each, one item's -> rows of the weight.
+    shape: of the weight, from theirs; None where they do not fit together. make: (rows, last dimension) of each, one
+    item's -> rows of the weight.
     """
 
     weight: str
     stored: tuple[str, ...]
-    shape: Callable[..., Shape]
+    shape: Callable[..., Shape | None]
     make: Callable[..., Tensor]
 
 
@@ -73,40 +74,50 @@ def composed_weights(tensors: Mapping[str, GgufTensor], architecture: str) -> di
         for match in filter(None, map(first.fullmatch, tensors)):
             names = tuple(match[1] + name for name in recipe.stored)
             shapes = [tensors[name].shape for name in names if name in tensors]
-            is_whole = len(shapes) == len(names) and len({(len(shape), shape[0]) for shape in shapes}) == 1
-            if is_whole and len(shapes[0]) > 1:
-                rows = tuple(shape[1] if len(shape) == 3 else 1 for shape in shapes)
-                found[f"model.layers.{match[2]}.{recipe.weight}"] = Composed(
-                    names, rows, shapes[0][0], recipe.shape(*shapes), recipe.make
-                )
+            shape = recipe.shape(*shapes) if len(shapes) == len(names) else None
+            if shape is not None:
+                rows = tuple(1 if len(stored) == 2 else stored[1] for stored in shapes)
+                composed = Composed(names, rows, shapes[0][0], shape, recipe.make)
+                found[f"model.layers.{match[2]}.{recipe.weight}"] = composed
     return found
+
+
+def _kv_b_shape(k: Shape, v: Shape) -> Shape | None:
+    if len(k) != 3 or len(v) != 3 or k[:2] != (v[0], v[2]):
+        return None
+    return k[0] * (k[2] + v[1]), k[1]
+
+
+def _in_turns_shape(gate: Shape, up: Shape) -> Shape | None:
+    if gate != up or len(gate) not in (2, 3):
+        return None
+    return gate[0], *gate[2:], 2 * gate[1]
+
+
+def _transposed_shape(down: Shape) -> Shape | None:
+    return (down[0], down[2], down[1]) if len(down) == 3 else None
 
 
 _KV_B = Recipe(
     "self_attn.kv_b_proj.weight",
     ("attn_k_b.weight", "attn_v_b.weight"),
-    lambda k, v: (k[0] * (k[2] + v[1]), k[1]),
+    _kv_b_shape,
     lambda k, v: torch.cat([k.t(), v]),
 )
 _GPT_OSS = (
     Recipe(
         "mlp.experts.gate_up_proj",
         ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
-        lambda gate, up: (gate[0], gate[2], gate[1] + up[1]),
+        _in_turns_shape,
         lambda gate, up: torch.stack([gate, up], dim=1).flatten(0, 1).t(),
     ),
     Recipe(
         "mlp.experts.gate_up_proj_bias",
         ("ffn_gate_exps.bias", "ffn_up_exps.bias"),
-        lambda gate, up: (gate[0], gate[1] + up[1]),
+        _in_turns_shape,
         lambda gate, up: torch.stack([gate, up], dim=-1).flatten(),
     ),
-    Recipe(
-        "mlp.experts.down_proj",
-        ("ffn_down_exps.weight",),
-        lambda down: (down[0], down[2], down[1]),
-        lambda down: down.t(),
-    ),
+    Recipe("mlp.experts.down_proj", ("ffn_down_exps.weight",), _transposed_shape, lambda down: down.t()),
 )
 _RECIPES: Mapping[str, tuple[Recipe, ...]] = {
     "DeepseekV2ForCausalLM": (_KV_B,),

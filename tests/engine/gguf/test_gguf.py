@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from common.errors import ConfigError, UnsupportedModelError
 from common.model_files import ModelFiles
@@ -156,12 +158,17 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
         open_model(files_of(tmp_path / "m.gguf"))
 
 
-def test_half_of_a_weight_is_no_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("damage", ["one is missing", "another rank", "two dimensions"])
+def test_pieces_that_do_not_fit_are_no_weight(damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny, arch = FAMILIES["deepseek-v3"]
-    monkeypatch.setattr(
-        "tests.engine.gguf.gguf_files.split_kv_b",
-        lambda name, tensor, config: dict([*split_kv_b(name, tensor, config).items()][:1]),
-    )
+
+    def damaged(name: str, tensor: Tensor, config: Any) -> dict[str, Tensor]:
+        (k_name, k), (v_name, v) = split_kv_b(name, tensor, config).items()
+        if damage == "one is missing":
+            return {k_name: k}
+        return {k_name: k[:, 1:] if damage == "another rank" else k.flatten(0, 1), v_name: v}
+
+    monkeypatch.setattr("tests.engine.gguf.gguf_files.split_kv_b", damaged)
     write_gguf(tmp_path / "m.gguf", tiny.build(), arch)
     with pytest.raises(ConfigError, match=r"missing: .*kv_b_proj.*unexpected: blk\.0\.attn_k_b"):
         open_model(files_of(tmp_path / "m.gguf"))
