@@ -49,6 +49,7 @@ class SamplingParams:
     grammar: str = ""  # that the output must follow, see `common.grammar.grammar`; its end is the output's
     logprobs: int | None = None  # number of alternatives; None: no logprobs
     prompt_logprobs: int | None = None
+    pooling: str = ""  # a vector of the prompt in place of its token's log-probabilities, see `engine.pooling`
 
     def __post_init__(self) -> None:
         def require(ok: bool, param: str, what: str) -> None:
@@ -67,6 +68,7 @@ class SamplingParams:
         require(self.seed is None or 0 <= self.seed < 1 << 64, "seed", "must fit in 64 unsigned bits")
         for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             require(value is None or 0 <= value <= MAX_LOGPROBS, name, f"must be between 0 and {MAX_LOGPROBS}")
+        require(self.pooling in ("", "last", "mean"), "pooling", "must be last or mean")
         require(len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS, "stop_token_ids", "has too many entries")
         require(len(self.bad_words) <= MAX_BAD_WORDS, "bad_words", "has too many entries")
         require(all(self.bad_words), "bad_words", "must not hold an empty sequence")
@@ -184,13 +186,15 @@ class Request:
         return self.is_ready is not None and not self.is_ready()
 
     @property
-    def needs_prompt_logprobs(self) -> bool:
-        return self.params.prompt_logprobs is not None and not self.output_token_ids
+    def needs_whole_prompt(self) -> bool:
+        """Whether the hidden states of all prompt tokens are needed, which caches do not have."""
+        params = self.params
+        return (params.prompt_logprobs is not None or params.pooling == "mean") and not self.output_token_ids
 
     @property
     def num_reusable_tokens(self) -> int:
         """Tokens that caches may give. The last must be computed: its logits are what the step samples from."""
-        return 0 if self.needs_prompt_logprobs else self.num_tokens - 1
+        return 0 if self.needs_whole_prompt else self.num_tokens - 1
 
     def token_ids(self, start: int, stop: int) -> list[int]:
         """Known tokens [start, stop) of prompt + output."""

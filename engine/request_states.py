@@ -27,6 +27,7 @@ class RequestState:
     refusal: str = ""  # why no token is allowed
     token_mask: TokenMask | None = None  # made when it is first needed
     drafter: Any = None  # a proposer's, for this request
+    pooled: Any = None  # of the rows so far, see `engine.pooling`
     changes_logits: bool = field(init=False)
     wants_logprobs: bool = field(init=False)
 

@@ -117,12 +117,26 @@ def settle(
             found.logprobs[row].append(entry)
 
 
-def add_prompt_logprobs(
+def reads_hidden(row: ScheduledRow, request: RequestState) -> bool:
+    """Whether more is asked of the row's hidden states than its next token."""
+    return bool(request.params.pooling) or wants_prompt_logprobs(row, request)
+
+
+def read_hidden(
     rows: Sequence[ScheduledRow], requests: Sequence[RequestState], hidden: Tensor,
     end_of: Callable[[int], int], logits_of: Callable[[Tensor], Tensor], result: StepResult,
 ) -> None:  # fmt: skip
-    """Add the log-probabilities of prompt tokens that rows ask for. end_of: where a row's hidden states end."""
+    """Add what rows ask of their hidden states: log-probabilities of prompt tokens, or a vector.
+
+    end_of: where a row's hidden states end. logits_of: hidden states, by all ranks together.
+    """
     for i, (row, request) in enumerate(zip(rows, requests, strict=True)):
+        if not reads_hidden(row, request):
+            continue
+        own = hidden[end_of(i) - row.num_tokens : end_of(i)]
+        if request.params.pooling:
+            from engine.pooling.vectors import pool
+
+            pool(row, request, own, result.logprobs[i])
         if wants_prompt_logprobs(row, request):
-            own = hidden[end_of(i) - row.num_tokens : end_of(i)]
             result.prompt_logprobs[i] = prompt_logprobs(row, request, own, logits_of)

@@ -35,8 +35,7 @@ from engine.loader.load import LoadedModel
 from engine.plan import ScheduledRow, StepPlan, StepResult
 from engine.ranks import RankContext
 from engine.request_states import RequestState
-from engine.runner import ModelRunner, add_prompt_logprobs, sampled_queries
-from engine.sampling.logprobs import wants_prompt_logprobs
+from engine.runner import ModelRunner, read_hidden, reads_hidden, sampled_queries
 from engine.start_progress import OnProgress, no_progress
 from engine.trial_plans import warmup_plans
 
@@ -133,7 +132,7 @@ class GpuRunner(ModelRunner):
         batch = GpuBatch(rows, requests, [self._rows.row_of(request) for request in requests])
         self._state.upload_blocks(batch.device_rows, requests)
         self._ranks.inbox.receive(rows)
-        if all(row.samples and row.is_decode for row in rows):
+        if all(row.samples and row.is_decode for row in rows) and not any(each.params.pooling for each in requests):
             if self._knows_tokens:
                 self._queue_queries(batch, step)
             else:
@@ -201,7 +200,7 @@ class GpuRunner(ModelRunner):
 
     def _takes_graph(self, batch: GpuBatch, graphs: PromptGraphs) -> bool:
         pairs = zip(batch.rows, batch.requests, strict=True)
-        return graphs.takes(batch) and not any(wants_prompt_logprobs(row, request) for row, request in pairs)
+        return graphs.takes(batch) and not any(reads_hidden(row, request) for row, request in pairs)
 
     def _queue_prompts(self, batch: GpuBatch, graphs: PromptGraphs, step: GpuStep) -> None:
         token_ids, logits, step.hidden, sampling = graphs.run(batch, self._block_size, self._turn)
@@ -222,13 +221,13 @@ class GpuRunner(ModelRunner):
         fill = [0] * max(MAX_TUNED_ROWS + 1 - len(sampling), 0)
         last = upload([last_of[i] for i in sampling] + fill, torch.int64, self._device)
         pairs = zip(rows, batch.requests, strict=True)
-        wants_all = self._ranks.passes_on or any(wants_prompt_logprobs(row, request) for row, request in pairs)
+        wants_all = self._ranks.passes_on or any(reads_hidden(row, request) for row, request in pairs)
         inputs.wanted = None if wants_all else last
         hidden = self._forward.hidden(inputs)
         if self._ranks.pass_on(hidden):
             return
         if wants_all:
-            add_prompt_logprobs(rows, batch.requests, hidden, lambda i: last_of[i] + 1, self._logits, step.found)
+            read_hidden(rows, batch.requests, hidden, lambda i: last_of[i] + 1, self._logits, step.found)
         if not sampling:
             step.waits.append(mark(self._device))  # else the host would queue chunk after chunk, and measure no time
             return

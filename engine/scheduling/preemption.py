@@ -46,7 +46,8 @@ class Preemption:
         self.num_preemptions += 1
         self._queues.forget(victim)
         has_drafts = victim.num_pending_tokens > 1  # in flight: which of them are computed is not known
-        if self._by_swap and not has_drafts and self._kv.swap_out(victim, step):
+        is_pooled = bool(victim.params.pooling)  # what the runner keeps of its rows goes with its state
+        if self._by_swap and not has_drafts and not is_pooled and self._kv.swap_out(victim, step):
             self._queues.move(victim, RequestStatus.SWAPPED)
         else:
             self._kv.release(victim)

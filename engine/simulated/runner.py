@@ -70,8 +70,9 @@ class SimulatedRunner(CpuRunner):
             if not row.samples:
                 continue
             params = request.params
-            if params.logprobs is not None or params.prompt_logprobs is not None or params.grammar:
-                result.errors[index] = "simulated steps have neither log-probabilities nor grammars"
+            is_plain = params.logprobs is None and params.prompt_logprobs is None
+            if not is_plain or params.grammar or params.pooling:
+                result.errors[index] = "simulated steps have neither log-probabilities nor vectors nor grammars"
                 continue
             token_id = self._token(params.seed or 0, row.stop)
             request.put_token(row.stop, token_id)

@@ -69,3 +69,11 @@ def test_grammars_are_refused() -> None:
     with pytest.raises(InvalidRequestError, match=r"engine\.grammar"):
         engine.add_request([1], SamplingParams(grammar="regex:a"))
     assert not engine.has_work()
+
+
+def test_vectors_are_refused_to_the_client() -> None:
+    engine = assemble(EngineConfig("dry-run", device="cpu", num_gpu_blocks=64)).engine
+    with pytest.raises(InvalidRequestError, match=r"engine\.pooling") as caught:
+        engine.add_request([1], SamplingParams(max_tokens=1, pooling="last"))
+    assert caught.value.param == "pooling"
+    assert not engine.has_work()

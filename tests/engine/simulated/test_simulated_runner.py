@@ -34,11 +34,11 @@ def test_a_request_keeps_its_tokens_wherever_it_goes_on() -> None:
 
 @pytest.mark.parametrize(
     "asked",
-    [{"logprobs": 1}, {"prompt_logprobs": 1}, {"grammar": grammar.choice(["yes"])}],
+    [{"logprobs": 1}, {"prompt_logprobs": 1}, {"grammar": grammar.choice(["yes"])}, {"pooling": "last"}],
     ids=lambda asked: next(iter(asked)),
 )
 def test_what_is_not_computed_is_refused(asked: dict[str, Any]) -> None:
-    with pytest.raises(EngineError, match="neither log-probabilities nor grammars"):
+    with pytest.raises(EngineError, match="neither log-probabilities nor vectors nor grammars"):
         make("base=0.0001").generate("hello", SamplingParams(max_tokens=1, **asked))
 
 

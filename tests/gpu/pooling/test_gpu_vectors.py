@@ -1,0 +1,65 @@
+"""Vectors of prompts on the GPU engine equal those of the plain one, whichever kernels would have served the step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.engine import Engine
+from engine.gpu.config import GpuConfig
+from engine.request import Request, SamplingParams
+from tests.gpu.models import save_tiny_model
+from tests.gpu.test_engine import ON_GPU, PROMPTS, open_gpu, reference
+
+POOLED = SamplingParams(max_tokens=1, temperature=0.0)
+ALL = [*PROMPTS, [9], PROMPTS[2][:17]]  # a prompt of one token; one of which a cache leaves one token
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def vectors(made: Engine, prompts: Sequence[list[int]], params: SamplingParams) -> list[Tensor]:
+    found: dict[Request, Any] = {made.add_request(prompt, params): None for prompt in prompts}
+    while made.has_work():
+        for output in made.step().outputs:
+            assert output.error is None
+            if output.request in found:
+                [found[output.request]] = output.logprobs
+    return [torch.tensor(entry.top_logprobs) for entry in found.values()]
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+@pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 16}], ids=["whole", "chunks"])
+def test_equal_those_of_the_plain_engine(
+    settings: dict[str, Any], pooling: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = replace(POOLED, pooling=pooling)
+    expected = vectors(reference(model), ALL, params)
+    made, runner = open_gpu(model, monkeypatch, GpuConfig(), block_size=8, **settings)
+    runner.prompt_graphs = runner.open_prompt_graphs(captures=ON_GPU)
+    other = made.add_request(PROMPTS[1], replace(POOLED, max_tokens=40, ignore_eos=True))
+    for _ in range(2):  # the second time with a cache
+        for prompt, wanted in zip(ALL, expected, strict=True):
+            torch.testing.assert_close(vectors_of_one(made, prompt, params), wanted, rtol=1e-3, atol=1e-3)
+    for ours, wanted in zip(vectors(made, ALL, params), expected, strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=1e-3, atol=1e-3)
+    assert len(other.output_token_ids) == 40
+    assert made.num_failed_steps == 0
+
+
+def vectors_of_one(made: Engine, prompt: list[int], params: SamplingParams) -> Tensor:
+    """Without waiting for the others."""
+    request = made.add_request(prompt, params)
+    while True:
+        for output in made.step().outputs:
+            assert output.error is None
+            if output.request is request:
+                return torch.tensor(output.logprobs[0].top_logprobs)
