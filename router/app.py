@@ -41,6 +41,7 @@ ROUTES_OF_WINGS = (
     "router.tokenize.routes:add_tokenize_routes",
     "router.messages_api.routes:add_message_routes",
     "router.responses_api.routes:add_response_routes",
+    "router.embeddings_api.routes:add_embedding_routes",
     "router.explain.routes:add_explain_route",
     "router.drains.routes:add_drain_routes",
     "router.server_pages.routes:add_server_pages",

@@ -101,7 +101,7 @@ class Gateway:
         prompts = [truncated(token_ids, body.truncate_prompt_tokens)]
         request = self._request(http, model, body, features, prompts, n, arrival)
         options = self._options(request, model, body, prompts, (), bool(body.logprobs))
-        return self._respond(http, body, request, renderer_of(features, options, model.tokenizer))
+        return self.respond(http, request, renderer_of(features, options, model.tokenizer), bool(body.stream))
 
     async def count_chat_tokens(self, http: Request, body: ChatCompletionBody) -> int:
         """How many tokens the prompt of a conversation has."""
@@ -135,7 +135,8 @@ class Gateway:
         request = self._request(http, model, body, features, prompts, per_prompt, arrival)
         texts = tuple(self._echo_texts(model, body, prompts)) if body.echo else ()
         options = self._options(request, model, body, prompts, texts, body.logprobs is not None)
-        return self._respond(http, body, request, CompletionRenderer(options, model.tokenizer, n, per_prompt))
+        renderer = CompletionRenderer(options, model.tokenizer, n, per_prompt)
+        return self.respond(http, request, renderer, bool(body.stream))
 
     def _request(
         self,
@@ -204,13 +205,12 @@ class Gateway:
             prompt_token_ids=tuple(prompts),
         )
 
-    def _respond(
-        self, http: Request, body: GenerationBody, request: GenerationRequest, renderer: Renderer
-    ) -> Response:
+    def respond(self, http: Request, request: GenerationRequest, renderer: Renderer, is_stream: bool) -> Response:
+        """The answer of a request, which runs when it is sent."""
         label = http.headers.get("x-request-id", "")
         is_shown = 0 < len(label) <= MAX_LABEL_CHARS and label.isascii() and label.isprintable()
         headers = {"x-request-id": label if is_shown else request.request_id, "x-mini-infer-id": request.request_id}
-        return GenerationResponse(request, renderer, headers, bool(body.stream))
+        return GenerationResponse(request, renderer, headers, is_stream)
 
     def _echo_texts(self, model: ServedModel, body: CompletionBody, prompts: Sequence[list[int]]) -> list[str]:
         return [

@@ -58,13 +58,13 @@ async def completion_prompts(body: CompletionBody, tokenizer: Tokenizer, limits:
 
 
 async def text_prompt(
-    text: str, tokenizer: Tokenizer, limits: ModelLimits, add_special_tokens: bool = True
+    text: str, tokenizer: Tokenizer, limits: ModelLimits, add_special_tokens: bool = True, param: str = "prompt"
 ) -> list[int]:
-    """Token ids of one text."""
-    _refuse_hopeless(len(text), limits, "prompt")
+    """Token ids of one text. param: the client's field that has it."""
+    _refuse_hopeless(len(text), limits, param)
     token_ids = await _maybe_on_thread(lambda: tokenizer.encode(text, add_special_tokens, True), len(text))
     if not token_ids:
-        raise InvalidRequestError("the prompt is empty", "prompt")
+        raise InvalidRequestError(f"the {param} is empty", param)
     return token_ids
 
 

@@ -57,7 +57,7 @@ async def test_an_unknown_path_names_the_one_that_was_meant(c: Cluster, path: st
         ("/", "no such path"),
         ("/wp-login.php", "no such path"),
         ("/" + "x" * 20_000, "no such path"),
-        ("/v1/embeddings", "/v1/embeddings is not supported by this server yet"),
+        ("/v1/moderations", "/v1/moderations is not supported by this server yet"),
     ],
 )
 async def test_another_path_is_not_said_to_be_misspelt(c: Cluster, path: str, told: str) -> None:

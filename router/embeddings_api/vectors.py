@@ -1,0 +1,45 @@
+"""What is done with a vector: shortened, normalized, compared, written. Pure.
+
+Without numpy, which a router does not load: a vector of 1,024 numbers takes 0.1 ms.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from array import array
+from base64 import b64encode
+from collections.abc import Sequence
+from operator import mul
+
+from common.errors import InvalidRequestError
+
+Vector = Sequence[float]
+
+
+def shortened(vector: Vector, dimensions: int | None = None, normalizes: bool = True) -> Vector:
+    """Its first `dimensions` numbers, None: all, of length 1 where that is asked for. Raises InvalidRequestError.
+
+    Models trained for it (Matryoshka representation learning) put most of what they know into the first numbers.
+    """
+    if dimensions is not None:
+        if dimensions > len(vector):
+            raise InvalidRequestError(f"dimensions: the model's vectors have {len(vector)}", "dimensions")
+        vector = vector[:dimensions]
+    if not normalizes:
+        return vector
+    length = math.sqrt(sum(map(mul, vector, vector)))
+    return [value / length for value in vector] if length else vector
+
+
+def cosine(one: Vector, other: Vector) -> float:
+    """Of vectors of length 1."""
+    return float(sum(map(mul, one, other)))
+
+
+def as_base64(vector: Vector) -> str:
+    """Of little-endian float32, which is what OpenAI's clients read."""
+    numbers = array("f", vector)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return b64encode(numbers.tobytes()).decode()

@@ -1,0 +1,295 @@
+"""OpenAI's official client, and plain HTTP, against workers whose vectors a test knows."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import math
+import struct
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import openai
+import pytest
+
+from common.token_ids import unpack_ids
+from protos import types_pb2 as pb
+from router.embeddings_api.request import MAX_OPEN
+from tests.harness.router import DRY_RUN, Cluster, cluster
+from tests.harness.scripted_worker import Script
+
+SIZE = 4
+
+
+def vector_of(token_ids: Sequence[int]) -> list[float]:
+    """Of a prompt, and of no other that a test has."""
+    return [float(len(token_ids)), float(token_ids[-1]), float(sum(token_ids)), -1.5]
+
+
+def normalized(vector: Sequence[float]) -> list[float]:
+    length = math.hypot(*vector)
+    return [value / length for value in vector]
+
+
+def ids_of(text: str) -> list[int]:
+    return DRY_RUN.encode(text, True, True)
+
+
+def wanted(text: str | list[int], dimensions: int = SIZE) -> list[float]:
+    return normalized(vector_of(ids_of(text) if isinstance(text, str) else text)[:dimensions])
+
+
+@asynccontextmanager
+async def pooling(vector: Callable[[list[int]], list[float]] = vector_of, **options: Any) -> AsyncIterator[Cluster]:
+    """A cluster whose workers send a prompt's vector with its token."""
+    found: list[Cluster] = []
+
+    def add_vectors(report: pb.StepReport) -> None:
+        for delta in report.deltas:
+            [c] = found
+            submits = {s.request_id: s for worker in (*c.prefill, *c.decode) for s in worker.submits}
+            submit = submits[delta.request_id]
+            assert submit.sampling.pooling
+            entry = delta.logprobs.add()
+            entry.top_logprobs.extend(vector(unpack_ids(submit.prompt_token_ids)))
+
+    script = options.pop("script", None) or Script(spoil=add_vectors)
+    async with cluster(script=script, info={"max_model_len": 64}, **options) as c:
+        found.append(c)
+        yield c
+
+
+def submitted(c: Cluster) -> list[pb.Submit]:
+    return [submit for worker in (*c.prefill, *c.decode) for submit in worker.submits]
+
+
+@pytest.mark.parametrize(("num_prefill", "num_decode"), [(0, 1), (1, 1), (2, 2)])
+async def test_openais_client(num_prefill: int, num_decode: int) -> None:
+    async with pooling(num_prefill=num_prefill, num_decode=num_decode, local_prefill_tokens=0) as c:
+        texts = ["abc", "a longer text", "é"]
+        answer = await c.openai.embeddings.create(model="dry-run", input=texts)  # asks for base64
+        assert [item.index for item in answer.data] == [0, 1, 2]
+        for item, text in zip(answer.data, texts, strict=True):
+            assert item.object == "embedding"
+            assert item.embedding == pytest.approx(wanted(text), rel=1e-6)
+        num_tokens = sum(len(ids_of(text)) for text in texts)
+        assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (num_tokens, num_tokens)
+        assert (answer.object, answer.model) == ("list", "dry-run")
+        # Computed where the prompt is, and nowhere else: no worker is handed a prompt's KV.
+        assert len(submitted(c)) == len(texts)
+        assert not any(submit.HasField("kv_handle") for submit in submitted(c))
+        if num_prefill:
+            assert all(not worker.submits for worker in c.decode)
+        await c.until(c.is_quiet)
+
+
+@pytest.mark.parametrize(
+    ("given", "inputs"),
+    [
+        ("abc", [[97, 98, 99]]),
+        (["abc", "d"], [[97, 98, 99], [100]]),
+        ([1, 2, 3], [[1, 2, 3]]),
+        ([[1, 2], [7]], [[1, 2], [7]]),
+    ],
+)
+async def test_every_form_of_input(given: Any, inputs: list[list[int]]) -> None:
+    async with pooling() as c:
+        answer = (await c.http.post("/v1/embeddings", json={"input": given})).json()
+        assert [item["embedding"] for item in answer["data"]] == [pytest.approx(wanted(each)) for each in inputs]
+        assert answer["usage"] == {"prompt_tokens": sum(map(len, inputs)), "total_tokens": sum(map(len, inputs))}
+
+
+async def test_base64_holds_the_same_numbers() -> None:
+    async with pooling() as c:
+        body = {"input": "abc", "encoding_format": "base64"}
+        [item] = (await c.http.post("/v1/embeddings", json=body)).json()["data"]
+        numbers = struct.unpack(f"<{SIZE}f", base64.b64decode(item["embedding"]))
+        assert list(numbers) == pytest.approx(wanted("abc"), rel=1e-6)
+
+
+async def test_dimensions_shorten_and_normalize_again() -> None:
+    async with pooling() as c:
+        answer = await c.openai.embeddings.create(model="dry-run", input="abc", dimensions=2, encoding_format="float")
+        assert answer.data[0].embedding == pytest.approx(wanted("abc", 2))
+        assert math.hypot(*answer.data[0].embedding) == pytest.approx(1.0)
+        with pytest.raises(openai.BadRequestError, match="the model's vectors have 4") as caught:
+            await c.openai.embeddings.create(model="dry-run", input=["abc"] * 3, dimensions=5)
+        assert caught.value.param == "dimensions"
+        await c.until(c.is_quiet)
+
+
+async def test_vectors_as_they_are() -> None:
+    async with pooling() as c:
+        body = {"input": "abc", "normalize": False, "dimensions": 3}
+        [item] = (await c.http.post("/v1/embeddings", json=body)).json()["data"]
+        assert item["embedding"] == vector_of(ids_of("abc"))[:3]
+    async with pooling(vector=lambda _: [0.0, 0.0]) as c:
+        [item] = (await c.http.post("/v1/embeddings", json={"input": "abc"})).json()["data"]
+        assert item["embedding"] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "fields", "used"),
+    [({}, {}, "last"), ({"pooling": "mean"}, {}, "mean"), ({"pooling": "mean"}, {"pooling": "last"}, "last")],
+)
+async def test_what_workers_are_asked_for(settings: dict[str, Any], fields: dict[str, Any], used: str) -> None:
+    async with pooling(**settings) as c:
+        body = {"input": "abc", "priority": 3, "cache_salt": "mine", **fields}
+        assert (await c.http.post("/v1/embeddings", json=body)).status_code == 200
+        [submit] = submitted(c)
+        assert (submit.sampling.pooling, submit.sampling.max_tokens, submit.sampling.ignore_eos) == (used, 1, True)
+        assert not submit.sampling.HasField("logprobs")
+        assert (submit.priority, submit.cache_salt) == (3, "mine")
+
+
+async def test_a_long_prompt_is_refused_or_cut() -> None:
+    async with pooling() as c:
+        long = list(range(1, 65))
+        answer = await c.http.post("/v1/embeddings", json={"input": [[1], long]})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"], error["code"]) == (400, "input", "context_length_exceeded")
+        for asked, kept in ((-1, long[1:]), (5, long[-5:])):
+            await c.http.post("/v1/embeddings", json={"input": long, "truncate_prompt_tokens": asked})
+            assert unpack_ids(submitted(c)[-1].prompt_token_ids) == kept
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("/v1/embeddings", {}, 400, "input"),
+        ("/v1/embeddings", {"input": ""}, 400, "input"),
+        ("/v1/embeddings", {"input": ["a", ""]}, 400, "input"),
+        ("/v1/embeddings", {"input": []}, 400, "input"),
+        ("/v1/embeddings", {"input": [[]]}, 400, "input"),
+        ("/v1/embeddings", {"input": ["a"] * 2049}, 400, "input"),
+        ("/v1/embeddings", {"input": [999_999]}, 400, "input"),
+        ("/v1/embeddings", {"input": "a", "encoding_format": "hex"}, 400, "encoding_format"),
+        ("/v1/embeddings", {"input": "a", "dimensions": 0}, 400, "dimensions"),
+        ("/v1/embeddings", {"input": "a", "pooling": "cls"}, 400, "pooling"),
+        ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 0}, 400, "truncate_prompt_tokens"),
+        ("/v1/embeddings", {"input": "a", "stream": True}, 400, "stream"),
+        ("/v1/embeddings", {"input": "a", "model": "other"}, 404, None),
+        ("/v1/score", {"text_1": "a"}, 400, "text_2"),
+        ("/v1/score", {"text_1": "a", "queries": "a", "text_2": "b"}, 400, "text_1"),
+        ("/v1/score", {"text_1": ["a", "b"], "text_2": "c"}, 400, "text_1"),
+        ("/v1/score", {"text_1": "a", "text_2": ["b", ""]}, 400, "text_2"),
+        ("/v1/rerank", {"query": "a"}, 400, "documents"),
+        ("/v1/rerank", {"query": "a", "documents": []}, 400, "documents"),
+        ("/v1/rerank", {"query": "", "documents": ["b"]}, 400, "query"),
+        ("/v1/rerank", {"query": "a", "documents": [{"title": "b"}]}, 400, "documents"),
+        ("/v1/rerank", {"query": "a", "documents": ["b"], "model": "other"}, 404, None),
+    ],
+)
+async def test_errors_have_openais_shape(path: str, body: dict[str, Any], status: int, param: str | None) -> None:
+    async with pooling() as c:
+        answer = await c.http.post(path, json=body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (status, param)
+        assert error["type"] == ("invalid_request_error" if status == 400 else error["type"])
+        assert error["message"]
+        assert not submitted(c)
+
+
+async def test_a_worker_without_vectors_is_an_error_of_the_server() -> None:
+    async with pooling(script=Script()) as c:
+        answer = await c.http.post("/v1/embeddings", json={"input": ["a", "b"]})
+        assert (answer.status_code, answer.json()["error"]["message"]) == (500, "the worker gave no vector")
+        await c.until(c.is_quiet)
+
+
+async def test_a_large_batch_has_few_choices_open_at_a_time() -> None:
+    async with pooling() as c:
+        most = 0
+        opened = c.model.dispatcher.opened
+
+        def counted(journal: Any) -> None:
+            nonlocal most
+            opened(journal)
+            most = max(most, len(c.model.dispatcher.open_choices))
+
+        c.model.dispatcher.opened = counted  # type: ignore[method-assign]
+        inputs = [[1 + i % 200, 1 + i // 200] for i in range(500)]
+        answer = await c.openai.embeddings.create(model="dry-run", input=inputs)
+        assert [item.index for item in answer.data] == list(range(500))
+        assert answer.data[499].embedding == pytest.approx(wanted(inputs[499]), rel=1e-6)
+        assert most == MAX_OPEN
+        await c.until(c.is_quiet)
+
+
+async def test_a_client_that_leaves_ends_the_batch() -> None:
+    async with pooling(script=Script(is_silent=True)) as c:
+        asked = asyncio.create_task(c.http.post("/v1/embeddings", json={"input": ["a"] * 100}))
+        await c.until(lambda: len(submitted(c)) == MAX_OPEN)
+        asked.cancel()
+        await c.until(c.is_quiet)
+        assert len(submitted(c)) == MAX_OPEN
+
+
+async def test_a_deadline_is_an_error() -> None:
+    async with pooling(script=Script(is_silent=True)) as c:
+        answer = await c.http.post("/v1/embeddings", json={"input": "a"}, headers={"x-request-timeout": "0.2"})
+        assert answer.status_code == 504
+        await c.until(c.is_quiet)
+
+
+async def test_a_worker_that_dies_costs_no_vector() -> None:
+    async with pooling(num_decode=2) as c:
+        for worker in c.decode:
+            worker.script.delay_seconds = 0.05
+        asked = asyncio.create_task(c.openai.embeddings.create(model="dry-run", input=["abc"] * 8))
+        await c.until(lambda: c.decode[0].submits)
+        await c.decode[0].kill()
+        answer = await asked
+        assert all(item.embedding == pytest.approx(wanted("abc"), rel=1e-6) for item in answer.data)
+
+
+# -- scores and reranking ------------------------------------------------------------------------------------------
+
+ANGLES = {97: 0, 98: 10, 99: 80, 100: 180}  # degrees, by a text's last byte
+
+
+def at_an_angle(token_ids: Sequence[int]) -> list[float]:
+    angle = math.radians(ANGLES[token_ids[-1]])
+    return [3 * math.cos(angle), 3 * math.sin(angle)]
+
+
+def nearness(one: str, other: str) -> float:
+    return math.cos(math.radians(ANGLES[ord(one)] - ANGLES[ord(other)]))
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "pairs"),
+    [
+        ("a", "c", [("a", "c")]),
+        ("a", ["b", "c", "d"], [("a", "b"), ("a", "c"), ("a", "d")]),
+        (["a", "b"], ["c", "d"], [("a", "c"), ("b", "d")]),
+    ],
+)
+@pytest.mark.parametrize("names", [("text_1", "text_2"), ("queries", "documents")])
+async def test_scores(left: Any, right: Any, pairs: list[tuple[str, str]], names: tuple[str, str]) -> None:
+    async with pooling(vector=at_an_angle) as c:
+        body = {"model": "dry-run", names[0]: left, names[1]: right}
+        answer = (await c.http.post("/v1/score", json=body)).json()
+        assert answer["data"] == [
+            {"index": i, "object": "score", "score": pytest.approx(nearness(*pair), abs=1e-6)}
+            for i, pair in enumerate(pairs)
+        ]
+        assert (answer["object"], answer["model"]) == ("list", "dry-run")
+        assert answer["id"].startswith("score-")
+        assert answer["usage"]["total_tokens"] == sum(len(ids_of(text)) for text in [*left, *right])
+
+
+async def test_reranking() -> None:
+    async with pooling(vector=at_an_angle) as c:
+        body: dict[str, Any] = {"query": "a", "documents": ["d", {"text": "b", "title": "B"}, "c"]}
+        answer = (await c.http.post("/v1/rerank", json=body)).json()
+        assert answer["results"] == [
+            {"index": 1, "relevance_score": pytest.approx(nearness("a", "b"), abs=1e-6), "document": {"text": "b"}},
+            {"index": 2, "relevance_score": pytest.approx(nearness("a", "c"), abs=1e-6), "document": {"text": "c"}},
+            {"index": 0, "relevance_score": pytest.approx(nearness("a", "d"), abs=1e-6), "document": {"text": "d"}},
+        ]
+        assert answer["id"].startswith("rerank-")
+        assert answer["usage"]["total_tokens"] == 4
+        best = (await c.http.post("/v2/rerank", json={**body, "top_n": 1, "return_documents": False})).json()
+        assert best["results"] == [{"index": 1, "relevance_score": pytest.approx(nearness("a", "b"), abs=1e-6)}]
