@@ -45,6 +45,9 @@ class SafetensorsWeights(PartSource):
         self.tensors: dict[str, StoredTensor] = {}
         for path in self.files:
             self.tensors.update(read_header(path))
+        # A model without a head, as embedding models are published, names its weights from there on.
+        self.prefix = "model." if "embed_tokens.weight" in self.tensors else ""
+        self.tensors = {self.prefix + name: tensor for name, tensor in self.tensors.items()}
         self._open_files: dict[Path, Any] = {}
 
     def divide(self, rows: Mapping[str, StoredRows]) -> None:
@@ -88,6 +91,7 @@ class SafetensorsWeights(PartSource):
         if lies is not None:
             name, inside = lies.stored, lies.part(inside or tuple(map(range, shape)))
             is_whole = is_whole and lies.stored_rows == lies.num_rows
+        name = name.removeprefix(self.prefix)
         try:
             if path not in self._open_files:
                 self._open_files[path] = safe_open(path, framework="pt", device="cpu")

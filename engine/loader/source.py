@@ -98,6 +98,8 @@ def open_source(files: ModelFiles, engine_config: EngineConfig, dtype: torch.dty
         return _random(family, config, dtype, device)
     config = replace(config, rope=config.rope.within(config.context_length(engine_config.max_model_len)))
     tensors = SafetensorsWeights(files.path, dtype, device)
+    if tensors.prefix:  # no head, which an embedding does without
+        config = replace(config, tie_word_embeddings=True)
     rows = stored_rows(family.skeleton(config)[1], family.fused, config)
     tensors.divide(rows)
     if quantized is None:

@@ -31,6 +31,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     activation = raw.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise UnsupportedModelError(f"activation {activation!r} is not supported (known: silu)")
+    if raw.get("is_causal") is False or raw.get("use_bidirectional_attention"):
+        raise UnsupportedModelError("attention to later tokens (is_causal: false) is not supported")
     num_heads = positive(raw, "num_attention_heads")
     hidden_size = positive(raw, "hidden_size")
     eos = raw.get("eos_token_id")

@@ -76,7 +76,7 @@ def register(
 
 def family_of(architecture: str) -> ModelFamily:
     """The family with this Hugging Face class name. Raises UnsupportedModelError that names the known ones."""
-    family = _FAMILIES.get(architecture)
+    family = _FAMILIES.get(architecture) or _FAMILIES.get(f"{architecture.removesuffix('Model')}ForCausalLM")
     if family is None:
         raise UnsupportedModelError(f"architecture {architecture!r} is not supported (known: {_listed(_FAMILIES)})")
     return family

@@ -49,5 +49,8 @@ async def test_the_documentation_needs_no_network(c: Cluster) -> None:
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_an_unknown_path_is_told_of_it(c: Cluster) -> None:
-    for path, told in (("/", "no such path; /docs lists all"), ("/v1/moderations", "server yet; /docs lists what is")):
+    for path, told in (
+        ("/", "no such path; /docs lists all"),
+        ("/v1/images", "server yet; /docs lists what is"),
+    ):
         assert (await c.http.post(path, json={})).json()["error"]["message"].endswith(told)
