@@ -244,7 +244,8 @@ class Choice:
                 self._dispatcher.metrics.moves.inc()
         elif delta.finish_reason in (pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH):
             num_tokens = len(self.journal.output_token_ids)
-            self._dispatcher.answers.observe(num_tokens)
+            if self.journal.sampling.max_tokens > 1:  # else its length says nothing of others'
+                self._dispatcher.answers.observe(num_tokens)
             leg.link.rates.observe_answer(num_tokens - leg.num_tokens_at_first, now - leg.first_time)
 
     def _attribute_error(self, leg: Leg, error: MiniInferError) -> MiniInferError:

@@ -140,6 +140,7 @@ async def test_what_workers_are_asked_for(settings: dict[str, Any], fields: dict
         [submit] = submitted(c)
         assert (submit.sampling.pooling, submit.sampling.max_tokens, submit.sampling.ignore_eos) == (used, 1, True)
         assert not submit.sampling.HasField("logprobs")
+        assert c.model.dispatcher.answers.mean == 0  # answers to others are not expected to have one token
         assert (submit.priority, submit.cache_salt) == (3, "mine")
 
 
