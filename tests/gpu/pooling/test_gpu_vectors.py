@@ -14,7 +14,10 @@ from torch import Tensor
 from engine.engine import Engine
 from engine.gpu.config import GpuConfig
 from engine.request import Request, SamplingParams
-from tests.gpu.models import save_tiny_model
+from tests.gpu.kv.test_kv_groups import GEMMA3
+from tests.gpu.mla.test_latents import V2
+from tests.gpu.models import save_family, save_tiny_model, use_small_tiles
+from tests.gpu.pipeline_parallel.test_pipeline_parallel import open_stages
 from tests.gpu.test_engine import ON_GPU, PROMPTS, open_gpu, reference
 
 POOLED = SamplingParams(max_tokens=1, temperature=0.0)
@@ -63,3 +66,31 @@ def vectors_of_one(made: Engine, prompt: list[int], params: SamplingParams) -> T
             assert output.error is None
             if output.request is request:
                 return torch.tensor(output.logprobs[0].top_logprobs)
+
+
+@pytest.mark.parametrize("changes", [V2, GEMMA3], ids=["latents", "windows"])
+def test_other_blocks(changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_small_tiles(monkeypatch, 4)
+    path = save_family(tmp_path, changes)
+    plain = reference(path)
+    made, _ = open_gpu(path, monkeypatch, GpuConfig(), num_gpu_blocks=96, block_size=8, max_num_batched_tokens=16)
+    for pooling in ("last", "mean"):
+        check(made, plain, replace(POOLED, pooling=pooling))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_stages(num_ranks: int, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them take the eager way, so that rows come in the order in which they are expected."""
+    plain = reference(model)
+    made = open_stages(model, 2, monkeypatch, GpuConfig(), num_ranks, block_size=8)
+    for pooling in ("last", "mean"):
+        check(made, plain, replace(POOLED, pooling=pooling))
+
+
+def check(made: Engine, plain: Engine, params: SamplingParams) -> None:
+    """Twice, the second time with a cache."""
+    expected = vectors(plain, ALL, params)
+    for _ in range(2):
+        for ours, wanted in zip(vectors(made, ALL, params), expected, strict=True):
+            torch.testing.assert_close(ours, wanted, rtol=1e-3, atol=1e-3)
+    assert made.num_failed_steps == 0
