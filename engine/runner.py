@@ -126,17 +126,15 @@ def read_hidden(
     rows: Sequence[ScheduledRow], requests: Sequence[RequestState], hidden: Tensor,
     end_of: Callable[[int], int], logits_of: Callable[[Tensor], Tensor], result: StepResult,
 ) -> None:  # fmt: skip
-    """Add what rows ask of their hidden states: log-probabilities of prompt tokens, or a vector.
+    """Add what rows ask of their hidden states: log-probabilities of prompt tokens, and vectors.
 
     end_of: where a row's hidden states end. logits_of: hidden states, by all ranks together.
     """
     for i, (row, request) in enumerate(zip(rows, requests, strict=True)):
-        if not reads_hidden(row, request):
-            continue
-        own = hidden[end_of(i) - row.num_tokens : end_of(i)]
-        if request.params.pooling:
-            from engine.pooling.vectors import pool
-
-            pool(row, request, own, result.logprobs[i])
         if wants_prompt_logprobs(row, request):
+            own = hidden[end_of(i) - row.num_tokens : end_of(i)]
             result.prompt_logprobs[i] = prompt_logprobs(row, request, own, logits_of)
+    if any(request.params.pooling for request in requests):
+        from engine.pooling.vectors import add_vectors
+
+        add_vectors(rows, requests, hidden, end_of, result)

@@ -1,4 +1,4 @@
-"""Pool a prompt's hidden states into one vector, chunk by chunk.
+"""Pool prompts' hidden states into one vector each, chunk by chunk.
 
     last    the hidden state of the prompt's last token
     mean    the mean of those of all its tokens, in float32
@@ -9,23 +9,36 @@ log-probabilities of the one token that its request samples, whose alternatives'
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
+import torch
 from torch import Tensor
 
-from engine.plan import ScheduledRow
+from engine.plan import ScheduledRow, StepResult
 from engine.request import TokenLogprobs
 from engine.request_states import RequestState
 
 
-def pool(row: ScheduledRow, request: RequestState, hidden: Tensor, entries: list[TokenLogprobs]) -> None:
-    """Take a row's hidden states, (row.num_tokens, hidden_size), and add the vector where the prompt ends with it.
+def add_vectors(
+    rows: Sequence[ScheduledRow], requests: Sequence[RequestState], hidden: Tensor,
+    end_of: Callable[[int], int], result: StepResult,
+) -> None:  # fmt: skip
+    """Take a step's hidden states (num_tokens, hidden_size), and add the vectors of prompts that end with it.
 
-    A row that is run again, because one beside it has failed, counts once: sums are kept by their rows' starts.
+    end_of: where a row's hidden states end.
     """
-    if request.params.pooling == "mean":
-        request.pooled = request.pooled or {}
-        request.pooled[row.start] = hidden.float().sum(dim=0)
-        vector = sum(request.pooled.values()) / row.stop if row.samples else None
-    else:
-        vector = hidden[-1].float() if row.samples else None
-    if vector is not None:
-        entries.append(TokenLogprobs(0, 0.0, 0, (), tuple(vector.tolist())))
+    ended: list[int] = []
+    vectors: list[Tensor] = []
+    for i, (row, request) in enumerate(zip(rows, requests, strict=True)):
+        end = end_of(i)
+        if request.params.pooling == "mean":
+            # By the row's start: one that is run again, because another row of its step has failed, counts once.
+            request.pooled = request.pooled or {}
+            request.pooled[row.start] = hidden[end - row.num_tokens : end].sum(dim=0, dtype=torch.float32)
+        if request.params.pooling and row.samples:
+            ended.append(i)
+            sums = request.pooled
+            vectors.append(sum(sums.values()) / row.stop if sums else hidden[end - 1].float())
+    if vectors:
+        for i, values in zip(ended, torch.stack(vectors).tolist(), strict=True):  # one copy from the device
+            result.logprobs[i].append(TokenLogprobs(0, 0.0, 0, (), tuple(values)))
