@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     for batch in options.batch:
-        report(decode_figures(bench, batch, options.input, options.output), options.json)
+        report(decode_rounds(bench, batch, options.input, options.output, options.rounds), options.json)
     for num_tokens in options.prefill:
         report(prefill_figures(bench, num_tokens), options.json)
     if options.offline256:
@@ -74,6 +74,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int_list, default=[], help="sequences that decode together: 1,8,64")
     parser.add_argument("--input", type=int, default=1024, help="prompt tokens of --batch")
     parser.add_argument("--output", type=int, default=128, help="generated tokens of --batch")
+    parser.add_argument(
+        "--rounds", type=int, default=1, help="of each --batch; several: their median, after one more"
+    )
     parser.add_argument("--prefill", type=int_list, default=[], help="single prompts of these lengths")
     parser.add_argument("--one-at-a-time", action="store_true", help="with --pp: one step in flight, of all rows")
     parser.add_argument("--offline256", action="store_true", help="256 requests, 100 to 1024 tokens in and out")
@@ -122,6 +125,19 @@ def open_bench(options: argparse.Namespace) -> Bench:
         file=sys.stderr,
     )
     return Bench(parts, peaks, random.Random())
+
+
+def decode_rounds(bench: Bench, batch: int, num_input: int, num_output: int, rounds: int) -> dict[str, Any]:
+    """The run of median speed, with the slowest and the fastest of `rounds`.
+
+    One more comes before several: without graphs, the first one compiles kernels.
+    """
+    if rounds == 1:
+        return decode_figures(bench, batch, num_input, num_output)
+    runs = [decode_figures(bench, batch, num_input, num_output) for _ in range(1 + rounds)][1:]
+    runs.sort(key=lambda figures: figures["tok_s"])
+    ends = {"tok_s_min": runs[0]["tok_s"], "tok_s_max": runs[-1]["tok_s"], "rounds": rounds}
+    return {**runs[rounds // 2], **ends}
 
 
 def decode_figures(bench: Bench, batch: int, num_input: int, num_output: int) -> dict[str, Any]:

@@ -33,9 +33,15 @@ class Chart:
     cells: Callable[[Mapping[str, Any]], Sequence[object]]
 
 
+def spread(lines: Lines, name: str) -> Sequence[Sequence[float]]:
+    """From each figure down to the slowest of its runs, and up to the fastest; 0 where there was one run."""
+    below = [line[name] - line.get(f"{name}_min", line[name]) for line in lines]
+    return below, [line.get(f"{name}_max", line[name]) - line[name] for line in lines]
+
+
 def draw_throughput(axes: Any, lines: Lines) -> None:
     names, values = [line["step"] for line in lines], [line["tok_s"] for line in lines]
-    bars = axes.barh(names, values, color="tab:blue")
+    bars = axes.barh(names, values, color="tab:blue", xerr=spread(lines, "tok_s"), capsize=3)
     axes.bar_label(bars, [f"{value:,.0f}" for value in values], padding=3)
     axes.invert_yaxis()
     axes.set(xlabel="output tokens per second", xlim=(0, 1.15 * max(values)))
@@ -44,9 +50,14 @@ def draw_throughput(axes: Any, lines: Lines) -> None:
 def draw_graphs(axes: Any, lines: Lines) -> None:
     for step in dict.fromkeys(line["step"] for line in lines):
         own = [line for line in lines if line["step"] == step]
-        axes.plot([line["batch"] for line in own], [line["tpot_ms"] for line in own], marker="o", label=step)
-    axes.set(xlabel="sequences in a step", ylabel="decode step (ms)", xscale="log", ylim=(0, None))
+        axes.errorbar(
+            [line["batch"] for line in own], [line["tok_s"] for line in own], spread(own, "tok_s"),
+            marker="o", capsize=3, label=step,
+        )  # fmt: skip
+    batches = sorted({line["batch"] for line in lines})
+    axes.set(xlabel="sequences in a step", ylabel="output tokens per second", yscale="log")
     axes.set_xscale("log", base=2)
+    axes.set_xticks(batches, list(map(str, batches)))
     axes.legend()
 
 
@@ -73,10 +84,14 @@ def draw_split_kv(axes: Any, lines: Lines) -> None:
 
 
 def throughput_cells(line: Mapping[str, Any]) -> Sequence[object]:
-    return line["step"], line["batch"], f"{line['tok_s']:,.0f}", f"{line['fraction_of_floor']:.0%}"
+    return line["step"], line["batch"], f"{line['tok_s']:,.0f}", range_of(line), f"{line['fraction_of_floor']:.0%}"
 
 
-THROUGHPUT_HEADER = "switched on", "requests at a time", "output tok/s", "share of the memory floor"
+def range_of(line: Mapping[str, Any]) -> str:
+    return f"{line['tok_s_min']:,.0f} to {line['tok_s_max']:,.0f}" if "rounds" in line else "one run"
+
+
+THROUGHPUT_HEADER = "switched on", "requests at a time", "output tok/s: median", "of three runs", "share of the floor"
 CHARTS = (
     Chart(
         "throughput", "Throughput by optimization",
@@ -93,8 +108,8 @@ CHARTS = (
         "cuda_graphs", "Decode steps with and without CUDA graphs",
         "python -m benchmarks.comparisons.ablations --series cuda_graphs --model benchmarks/configs/qwen3-0.6b "
         "--load-format dummy --out docs/data",
-        draw_graphs, ("step", "sequences", "ms", "output tok/s"),
-        lambda line: (line["step"], line["batch"], line["tpot_ms"], f"{line['tok_s']:,.0f}"),
+        draw_graphs, ("step", "sequences", "ms", "output tok/s: median", "of three runs"),
+        lambda line: (line["step"], line["batch"], line["tpot_ms"], f"{line['tok_s']:,.0f}", range_of(line)),
     ),
     Chart(
         "expert_parallel", "Expert parallelism: padded, packed, grouped",

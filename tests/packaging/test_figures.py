@@ -14,7 +14,10 @@ from benchmarks.reports.figures import CHARTS, DOCS, page
 
 MACHINE = {"machine": "a machine"}
 LINES: dict[str, list[dict[str, Any]]] = {
-    "throughput": [{"model": "m", "step": "batching", "batch": 8, "tok_s": 1234.5, "fraction_of_floor": 0.5}],
+    "throughput": [
+        {"model": "m", "step": "batching", "batch": 8, "tok_s": 1234.5, "fraction_of_floor": 0.5,
+         "tok_s_min": 1200.0, "tok_s_max": 1300.0, "rounds": 3}
+    ],
     "throughput_cpu": [{"model": "m", "step": "batching", "batch": 8, "tok_s": 234.5, "fraction_of_floor": 0.5}],
     "cuda_graphs": [
         {"model": "m", "step": step, "batch": batch, "tpot_ms": 4.5, "tok_s": 1000.0, "fraction_of_floor": 0.5}
@@ -44,7 +47,7 @@ def test_every_chart_has_a_picture_and_a_table(tmp_path: Path) -> None:
         (tmp_path / "data" / f"{chart.data}.jsonl").write_text(text)
     text = page(tmp_path)
     assert "Not measured" not in text
-    for row in ("| batching | 8 | 1,234 | 50% |", "| eager | 1 | 4.5 | 1,000 |",
+    for row in ("| batching | 8 | 1,234 | 1,200 to 1,300 | 50% |", "| eager | 1 | 4.5 | 1,000 | one run |",
                 "| skewed | 64 | packed | 1,234.5 | 1,000 | 100 |", "| 1x4096 | 60.5 | 12.5 | 25% |"):  # fmt: skip
         assert row in text
     for chart in CHARTS:
@@ -55,4 +58,5 @@ def test_a_line_of_throughput_is_what_the_engine_benchmark_prints(capfd: pytest.
     flags = ["--model=dry-run", "--device=cpu", "--input=8", "--output=4", "--batch=1,2", "--num-threads=1"]
     lines = measure("batching", [*flags, "--bandwidth=10"])
     assert [line["batch"] for line in lines] == [1, 2]
+    assert all(line["tok_s_min"] <= line["tok_s"] <= line["tok_s_max"] for line in lines)
     assert lines[0].keys() >= LINES["throughput"][0].keys() | MACHINE.keys()
