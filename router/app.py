@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
-from starlette.applications import Starlette
+from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -54,7 +54,7 @@ def create_app(gateway: Gateway) -> Any:
     """The ASGI application of one router."""
 
     @asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await gateway.workers.start()
         try:
             yield
@@ -69,8 +69,8 @@ def create_app(gateway: Gateway) -> Any:
         module, _, name = entry.partition(":")
         if has_wing(module):
             getattr(import_module(module), name)(routes, gateway)
-    handlers = _error_handlers(gateway, [operation.path for operation in routes.operations])
-    inner = Starlette(routes=routes.routes, exception_handlers=handlers, lifespan=lifespan)
+    handlers = _error_handlers(gateway, [route.path_format for route in routes.routes])
+    inner = FastAPI(routes=[*routes.routes], exception_handlers=handlers, lifespan=lifespan, openapi_url=None)
     app = Guard(inner, gateway.config.api_key)
     if not gateway.cors_origins:
         return app

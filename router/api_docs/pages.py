@@ -1,21 +1,22 @@
-"""The description of the API: OpenAPI from the schemas of request bodies, and a page that shows it.
+"""The description of the API: FastAPI's OpenAPI of the routes, and a page that shows it.
 
-The page needs no network and no script: it is made here, once, from the same description.
+FastAPI's own pages load scripts from elsewhere; this one needs no network and no script.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
+from functools import cache
 from html import escape
 from typing import Any
 
-import orjson
-from pydantic.json_schema import models_json_schema
+from fastapi.openapi.utils import get_openapi
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from common.version import VERSION
-from router.http.routes import Operation, Routes
+from router.http.routes import DescribedRoute, Routes, json_response
 
 _PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1"><style>
@@ -30,45 +31,33 @@ h2 {{ margin: 2rem 0 0; font-size: 1.1rem }} p {{ margin: .2rem 0 }}
 
 def add_documentation(routes: Routes, _: object) -> None:
     """Serve the description of the routes that were added before."""
-    description = openapi(routes.operations)
-    text, document = page(description), orjson.dumps(description)
+    described = list(routes.routes)
+
+    @cache
+    def description() -> dict[str, Any]:
+        """Made when it is first asked for, which takes longer than all else that starts a router."""
+        return openapi(described)
 
     async def documentation(_: Request) -> Response:
-        return HTMLResponse(text)
+        return HTMLResponse(page(description()))
 
     async def schema(_: Request) -> Response:
-        return Response(document, media_type="application/json")
+        return json_response(description())
 
     routes.add("GET", "/docs", documentation, "this page")
     routes.add("GET", "/openapi.json", schema, "its content for programs")
 
 
-def openapi(operations: Sequence[Operation]) -> dict[str, Any]:
+def openapi(routes: Sequence[DescribedRoute]) -> dict[str, Any]:
     """The description of an API, OpenAPI 3.1."""
-    bodies = [operation.body for operation in operations if operation.body is not None]
-    _, schemas = models_json_schema(
-        [(body, "validation") for body in bodies], ref_template="#/components/schemas/{model}"
-    )
-    paths: dict[str, dict[str, Any]] = {}
-    for operation in operations:
-        names = [part[1:-1] for part in operation.path.split("/") if part.startswith("{")]
-        entry: dict[str, Any] = {
-            "summary": operation.summary,
-            "responses": {"200": {"description": "OK"}},
-            "parameters": [
-                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
-            ],
-        }
-        if operation.body is not None:
-            schema = {"$ref": f"#/components/schemas/{operation.body.__name__}"}
-            entry["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
-        paths.setdefault(operation.path, {})[operation.method.lower()] = entry
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": "mini-infer", "version": VERSION},
-        "paths": paths,
-        "components": {"schemas": schemas["$defs"]},
-    }
+    return get_openapi(title="mini-infer", version=VERSION, routes=list(map(_without_head, routes)))
+
+
+def _without_head(route: DescribedRoute) -> DescribedRoute:
+    """HEAD is as GET, and needs no words."""
+    shown = copy(route)
+    shown.methods = (route.methods or set()) - {"HEAD"}
+    return shown
 
 
 def page(description: dict[str, Any]) -> str:

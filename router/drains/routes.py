@@ -36,8 +36,9 @@ def add_drain_routes(routes: Routes, gateway: Gateway) -> None:
         await link.undrain()
         return json_response({"id": link.worker_id, "draining": False})
 
-    grace = "no new requests for a worker, which ends when its open ones have; ?grace_seconds=30&force=false"
-    routes.add("POST", "/v1/workers/{worker_id}/drain", drain, grace)
+    grace = {"grace_seconds": DRAIN_GRACE_SECONDS, "force": False}
+    told = "no new requests for a worker, which ends when its open ones have"
+    routes.add("POST", "/v1/workers/{worker_id}/drain", drain, told, query=grace)
     routes.add("POST", "/v1/workers/{worker_id}/undrain", undrain, "take a draining worker back")
 
 

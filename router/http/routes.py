@@ -1,44 +1,82 @@
-"""Routes, and what a documentation of them needs to know."""
+"""Routes that FastAPI describes and Starlette runs: handlers read and check the request themselves."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import Any
+import inspect
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from types import MappingProxyType
+from typing import Annotated, Any
 
 import orjson
+from fastapi import Body
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import request_response
 
 Handler = Callable[[Request], Awaitable[Response]]
+# What any answer may be instead. Without it, FastAPI would describe errors of its own, which no handler raises.
+ERRORS: dict[int | str, dict[str, Any]] = {"default": {"description": "An error: message, type, parameter and code."}}
+NO_QUERY: Mapping[str, Any] = MappingProxyType({})
 
 
 def json_response(value: Any, status: int = 200) -> Response:
     return Response(orjson.dumps(value), status, media_type="application/json")
 
 
-@dataclass(frozen=True)
-class Operation:
-    """One method of one path, as the documentation shows it."""
+class DescribedRoute(APIRoute):
+    """One method of one path. A GET answers HEAD, too.
 
-    method: str
-    path: str
-    summary: str
-    body: type[BaseModel] | None = None
+    FastAPI would parse each body and argument a second time, so it sees a signature only: what `body` and `query`
+    say of the request. The handler gets it untouched, and its errors have the shape of the API that was asked.
+    """
+
+    def __init__(
+        self,
+        method: str,
+        path: str,
+        handler: Handler,
+        summary: str,
+        body: type[BaseModel] | None,
+        query: Mapping[str, Any],
+    ) -> None:
+        kind = inspect.Parameter.KEYWORD_ONLY
+        arguments = dict.fromkeys(re.findall(r"{(\w+)", path), inspect.Parameter.empty) | dict(query)
+        found = [
+            inspect.Parameter(name, kind, default=default, annotation=str if name not in query else type(default))
+            for name, default in arguments.items()
+        ]
+        if body is not None:
+            found.append(inspect.Parameter("body", kind, annotation=Annotated[body, Body()]))
+
+        async def described() -> None:
+            raise NotImplementedError  # its signature is read, and it is never called
+
+        described.__signature__ = inspect.Signature(found)  # type: ignore[attr-defined]
+        super().__init__(
+            path, described, methods=[method], summary=summary, name=summary, operation_id=f"{method.lower()} {path}",
+            responses=dict(ERRORS), response_model=None, response_class=Response, response_description="The answer.",
+        )  # fmt: skip
+        self.app = request_response(handler)
+        self.methods = {method, "HEAD"} if method == "GET" else {method}
 
 
 class Routes:
-    """Routes in the order in which they are tried, with what the documentation says of each. A GET answers HEAD,
-    too."""
+    """Routes in the order in which they are tried."""
 
     def __init__(self) -> None:
-        self.routes: list[Route] = []
-        self.operations: list[Operation] = []
+        self.routes: list[DescribedRoute] = []
 
     def add(
-        self, method: str, path: str, handler: Handler, summary: str, body: type[BaseModel] | None = None
+        self,
+        method: str,
+        path: str,
+        handler: Handler,
+        summary: str,
+        body: type[BaseModel] | None = None,
+        query: Mapping[str, Any] = NO_QUERY,
     ) -> None:
-        self.routes.append(Route(path, handler, methods=[method]))
-        self.operations.append(Operation(method, path.replace(":path}", "}"), summary, body))
+        """Serve a method of a path. body: the schema of its JSON; query: arguments by name, with their defaults."""
+        self.routes.append(DescribedRoute(method, path, handler, summary, body, query))

@@ -78,7 +78,7 @@ def add_response_routes(routes: Routes, gateway: Gateway) -> None:
     routes.add("GET", one, retrieve, "a response that was stored")
     routes.add("DELETE", one, delete, "forget it")
     routes.add("POST", f"{one}/cancel", cancel, "refused: no response runs in the background")
-    routes.add("GET", f"{one}/input_items", input_items, "what it was a response to")
+    routes.add("GET", f"{one}/input_items", input_items, "what it was a response to", query={"order": "desc"})
 
 
 def _facts(body: ResponsesBody) -> dict[str, Any]:

@@ -58,4 +58,5 @@ def add_server_pages(routes: Routes, gateway: Gateway) -> None:
     routes.add("GET", "/ping", ping, "200 while requests for any model can be served, without a body")
     routes.add("GET", "/load", load, "how many choices are open")
     routes.add("GET", "/server_info", server_info, "the router's settings and the facts that workers announce")
-    routes.add("GET", "/tokenizer_info", tokenizer_info, "special tokens and chat template of a model")
+    told = "special tokens and chat template of a model"
+    routes.add("GET", "/tokenizer_info", tokenizer_info, told, query={"model": ""})

@@ -54,3 +54,21 @@ async def test_an_unknown_path_is_told_of_it(c: Cluster) -> None:
         ("/v1/images", "server yet; /docs lists what is"),
     ):
         assert (await c.http.post(path, json={})).json()["error"]["message"].endswith(told)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_description_is_true(c: Cluster) -> None:
+    paths = (await c.http.get("/openapi.json")).json()["paths"]
+    operations = {f"{method} {path}": entry for path, methods in paths.items() for method, entry in methods.items()}
+    assert not [name for name in operations if name.startswith("head ")]
+    assert all(entry["responses"].keys() == {"200", "default"} for entry in operations.values()), "no answer has 422"
+    ids = [entry["operationId"] for entry in operations.values()]
+    assert len(set(ids)) == len(ids)
+    arguments = {each["name"]: each for each in operations["post /v1/workers/{worker_id}/drain"]["parameters"]}
+    assert [each["in"] for each in arguments.values()] == ["path", "query", "query"]
+    assert arguments["force"]["schema"]["default"] is False
+    for name, entry in operations.items():
+        if name.startswith("post ") and "requestBody" in entry:  # the handler, not FastAPI, refuses a body
+            answer = await c.http.post(name.removeprefix("post "), json=1)
+            assert answer.status_code == 400, name
+            assert "error" in answer.json(), name
