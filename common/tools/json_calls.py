@@ -24,6 +24,7 @@ class JsonCalls:
     closing: str = ""
     lead: str = ""  # characters that may come before the first object
     separator: str = ""  # characters that may come before another one, where no marker does
+    variants: tuple[tuple[str, str], ...] = ()
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -47,7 +48,9 @@ class JsonCalls:
         return rules
 
 
-HERMES = JsonCalls("<tool_call>", "</tool_call>", space="\n", between="\n")  # and Qwen2.5, Qwen3
+# And Qwen2.5 and Qwen3. Qwen2.5-Coder, and models with a generic prompt, leave the markers out or write others.
+_HERMES_VARIANTS = (("```json", "```"), ("<tools>", "</tools>"), ("", ""))
+HERMES = JsonCalls("<tool_call>", "</tool_call>", space="\n", between="\n", variants=_HERMES_VARIANTS)
 LLAMA3_JSON = JsonCalls("", "", arguments="parameters", separator=";")
 MISTRAL_LIST = JsonCalls(
     "[TOOL_CALLS]", "", between=", ", opening="[TOOL_CALLS][", closing="]", lead="[", separator=",]"

@@ -38,6 +38,10 @@ class NamedCalls:
         return tuple(filter(None, (self.opening, self.closing)))
 
     @property
+    def variants(self) -> tuple[tuple[str, str], ...]:
+        return ()
+
+    @property
     def separator(self) -> str:
         return ""
 

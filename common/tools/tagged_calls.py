@@ -41,6 +41,10 @@ class TaggedCalls:
         return ()
 
     @property
+    def variants(self) -> tuple[tuple[str, str], ...]:
+        return ()
+
+    @property
     def separator(self) -> str:
         return ""
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from common.text.stop_strings import num_begun
 
 Schema = Mapping[str, Any]
+MAX_UNNAMED_CHARS = 128  # before the name of a call in a variant of its format: `{"name": "` and 64 of a name
 _MARKER = re.compile(r"<[|｜][^<>]*[|｜]>|</?\w+>|\[[A-Z_]+\]")
 
 
@@ -36,6 +37,10 @@ class ToolFormat(Protocol):
     @property
     def end(self) -> str:
         """The marker after a call; empty: none."""
+
+    @property
+    def variants(self) -> tuple[tuple[str, str], ...]:
+        """What models write in place of `begin` and `end`, too; an empty `begin`: a call may begin the answer."""
 
     @property
     def separator(self) -> str:
@@ -95,14 +100,16 @@ class ToolCallParser:
         its first call. is_forced: the text is nothing but calls."""
         self._format = written
         self._functions = functions
-        self._markers = tuple(filter(None, (written.begin, *written.ignored)))
+        self._end_of = {written.begin: written.end, **dict(written.variants)}  # markers after a call, by those before
+        self._markers = tuple(filter(None, (*self._end_of, *written.ignored)))
+        self._end = self._end_of.get("", written.end)  # of the present call
         self._is_parallel = is_parallel
         self._is_forced = is_forced
         self._held: list[str] = []  # what may belong to a call, in pieces: blanks, a marker, an object without a name
         self._begun = ""  # of a marker, after what is held
         self._has_calls = False
         self._reader = self._new_reader()
-        self._read: Callable[[str], str] = self._find_begin if written.begin else self._read_call
+        self._read: Callable[[str], str] = self._read_call if "" in self._end_of else self._find_begin
         self._shown: list[str] = []
         self._deltas: list[CallDelta] = []
 
@@ -147,6 +154,7 @@ class ToolCallParser:
         if begin in self._format.ignored:
             return text[start + len(begin) :]
         self._held.append(begin)
+        self._end = self._end_of[begin]
         self._reader, self._read = self._new_reader(), self._read_call
         return text[start + len(begin) :]
 
@@ -164,18 +172,28 @@ class ToolCallParser:
                 self._deltas.append(CallDelta("", arguments))
         else:
             self._held.append(text[:end])
-        if reader.has_ended:
-            self._read = self._skip_end if reader.name else self._find_begin
-            if not reader.name:
+        if reader.has_ended and reader.name:
+            self._read = self._skip_end
+        elif reader.has_ended or self._is_other_json():
+            self._read = self._find_begin
+            if not self._is_blank():  # blanks may still come before a call
                 self._show_held()
         return text[end:]
 
+    def _is_blank(self) -> bool:
+        return not any(piece.strip() for piece in self._held)
+
+    def _is_other_json(self) -> bool:
+        """Whether JSON without the format's own marker has no name where calls have it: answers are not held back."""
+        is_marked = self._end == self._format.end
+        return not is_marked and not self._reader.name and sum(map(len, self._held)) > MAX_UNNAMED_CHARS
+
     def _skip_end(self, text: str) -> str:
         """Leave out the marker after a call, and the blanks before it."""
-        end = self._format.end
+        end = self._end
         if not end:
             self._reader, self._read = self._new_reader(), self._read_call
-            if not self._format.separator:
+            if not self._format.separator and not self._format.variants:
                 self._read = self._find_begin
             return text
         text = self._begun + text

@@ -55,7 +55,6 @@ QUOTED = json.dumps(TIME[1])  # arguments as some models write them
         ('<tool_call>{"name":"get_time", "arguments": {}}\n</tool_', "", [("get_time", "{}")]),
         ('<tool_call>{"name":"get_time"}<tool_call>{"name":"get_time"}', "", [("get_time", "{}")] * 2),
         (f"<tool_call> or {TIME_TEXT}", "<tool_call> or", [TIME]),
-        ('{"name": "get_time", "arguments": {}}', '{"name": "get_time", "arguments": {}}', []),
         *((text, text, []) for text in (
             "", "plain", "ends with a <tool", " \n", "<tool_call>", "a <tool_call> b </tool_call>\n",
             "<tool_call>\n{'name': 'get_time'}\n</tool_call>", call_text("unknown", "{}"),
@@ -224,3 +223,35 @@ def test_long_texts_take_linear_time(begin: str, filler: str) -> None:
     num_read += len(parser.finish())
     assert time.monotonic() - began < 20.0  # 0.4 s
     assert num_read >= 200_000
+
+
+BARE = '{"name": "get_weather", "arguments": {"city": "Oslo"}}'
+OSLO = ("get_weather", '{"city": "Oslo"}')
+
+
+@pytest.mark.parametrize(
+    ("text", "shown", "calls"),
+    [
+        (BARE, "", [OSLO]),
+        (f"\n{BARE}\n{BARE}\n", "", [OSLO, OSLO]),
+        (f"{BARE}\nDone.", "\nDone.", [OSLO]),
+        (f"```json\n{BARE}\n```", "", [OSLO]),
+        (f"Here:\n```json\n{BARE}\n```\nand ```py\n1\n```", "Here:\nand ```py\n1\n```", [OSLO]),
+        (f"<tools>\n{BARE}\n</tools>", "", [OSLO]),
+        (f"Say {BARE}", f"Say {BARE}", []),
+        ('{"name": "Ann", "age": 4}', '{"name": "Ann", "age": 4}', []),
+        ('```json\n{"name": "Ann"}\n```', '```json\n{"name": "Ann"}\n```', []),
+        (f"```python\n{BARE}\n```", f"```python\n{BARE}\n```", []),
+        ("```json", "```json", []),
+    ],
+)
+def test_calls_without_their_markers(text: str, shown: str, calls: list[tuple[str, str]]) -> None:
+    assert parsed([text], HERMES) == (shown, calls)
+    assert parsed(list(text), HERMES) == (shown, calls)
+
+
+def test_a_json_answer_is_not_held_back_for_long() -> None:
+    parser = ToolCallParser(HERMES, NAMES)
+    answer = json.dumps({"title": "x" * 300, "name": "get_weather"})
+    shown = [parser.push(letter)[0] for letter in answer[:200]]
+    assert len("".join(shown)) > 60
