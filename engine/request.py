@@ -180,6 +180,16 @@ class Request:
         known = len(self.prompt_token_ids) + len(self.output_token_ids)
         return known + self.num_pending_tokens - self.num_computed_tokens
 
+    def num_row_tokens(self, budget: int, most_again: int) -> int:
+        """The work left that one row of the next step does.
+
+        most_again: generated tokens whose KV is computed again, after a preemption or on another worker, take rows
+        without tokens of the prompt, of at most so many; 0: they are computed like a prompt.
+        """
+        num_new = min(self.num_uncomputed_tokens, budget)
+        num_prompt = len(self.prompt_token_ids) - self.num_computed_tokens
+        return min(num_new, num_prompt if num_prompt > 0 else most_again) if most_again else num_new
+
     @property
     def is_held(self) -> bool:
         """Whether it gets no row in the next step."""

@@ -36,11 +36,11 @@ class StepBatch:
 
 
 def is_generated(row: ScheduledRow, request: RequestState) -> bool:
-    """Whether the row computes a generated token, followed by its drafts if it has any.
+    """Whether the row computes generated tokens: one, with its drafts if it has any, or several a second time.
 
     The last token of a prompt whose others are cached is not: it is computed as if nothing had been cached.
     """
-    return row.is_decode and row.start >= request.num_prompt_tokens
+    return row.start >= request.num_prompt_tokens
 
 
 def build_batch(rows: Sequence[ScheduledRow], requests: Sequence[RequestState], block_size: int) -> StepBatch:

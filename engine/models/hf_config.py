@@ -32,7 +32,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     if activation not in ("silu", "swish"):
         raise UnsupportedModelError(f"activation {activation!r} is not supported (known: silu)")
     if raw.get("is_causal") is False or raw.get("use_bidirectional_attention"):
-        raise UnsupportedModelError("attention to later tokens (is_causal: false) is not supported")
+        raise UnsupportedModelError("attention to later tokens (use_bidirectional_attention) is not supported")
     num_heads = positive(raw, "num_attention_heads")
     hidden_size = positive(raw, "hidden_size")
     eos = raw.get("eos_token_id")

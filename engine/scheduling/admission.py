@@ -25,8 +25,10 @@ class Admission:
         policy: GuardedPolicy,
         preemption: Preemption,
         remote_kv: RemoteKv,
+        most_again: int,
     ) -> None:
         self._queues = queues
+        self._most_again = most_again
         self._kv = kv
         self._policy = policy
         self._preemption = preemption
@@ -97,7 +99,7 @@ class Admission:
         return self._run(request, step, budget)
 
     def _run(self, request: Request, step: ScheduledStep, budget: int) -> int:
-        num_new = 0 if request.is_held else min(request.num_uncomputed_tokens, budget)
+        num_new = 0 if request.is_held else request.num_row_tokens(budget, self._most_again)
         grown = self._kv.grow(request, request.num_computed_tokens + num_new)
         assert grown, "victims_for has checked the room"
         self._queues.move(request, RequestStatus.RUNNING)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from engine.objectives.prompt_budget import PromptBudget
     from engine.speculation.drafts import Speculation
 
+MOST_AGAIN = 64  # of a batch-invariant CPU, which computes them as the decode rows that they were
+
 
 class Scheduler:
     """Owns all requests of one engine from `add` to the output that ends them."""
@@ -42,9 +44,12 @@ class Scheduler:
         speculation: Speculation | None = None,
         prompt_budget: PromptBudget | None = None,
         num_stages: int = 1,
+        most_again: int = 0,
     ) -> None:
-        """num_stages: of a pipeline, among whose steps in flight the requests that decode are divided."""
+        """num_stages: of a pipeline, among whose steps in flight the requests that decode are divided.
+        most_again: see `Request.num_row_tokens`."""
         self.kv = kv
+        self._most_again = most_again
         self.num_stages = num_stages
         self.prompt_budget = prompt_budget
         self.speculation = speculation
@@ -61,7 +66,7 @@ class Scheduler:
             by_swap=preempt_by_swap,
         )
         self.remote_kv = RemoteKv(self._queues, kv)
-        self._admission = Admission(self._queues, kv, self._policy, self._preemption, self.remote_kv)
+        self._admission = Admission(self._queues, kv, self._policy, self._preemption, self.remote_kv, most_again)
         self._num_arrived = 0
 
     # -- requests come and go --------------------------------------------------------------------------------
@@ -209,7 +214,7 @@ class Scheduler:
                 break
             if request.status is not RequestStatus.RUNNING:
                 continue  # gave way to an earlier one of this loop
-            num_new = min(request.num_uncomputed_tokens, budget)
+            num_new = request.num_row_tokens(budget, self._most_again)
             while not self.kv.grow(request, request.num_computed_tokens + num_new):
                 victim = self._queues.running[-1]
                 budget += self._preemption.preempt(victim, step)

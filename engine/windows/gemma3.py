@@ -30,7 +30,7 @@ TEXT_DEFAULTS = {
     "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
     "max_position_embeddings": 131072, "rms_norm_eps": 1e-6,
 }  # fmt: skip
-NOT_SUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
+NOT_SUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping")
 
 
 def adapt_config(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig:

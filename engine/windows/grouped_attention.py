@@ -17,6 +17,7 @@ from engine.cpu.batch import StepBatch, is_generated
 from engine.kv.block_groups import BlockGroups, group_table
 from engine.layers.attention import AttentionBlock
 from engine.layers.rotary import Rotation
+from engine.request_states import RequestState
 from kernels.cpu_attention import aligned_attention
 from kernels.paged_attention import attend_rows, gather_kv, gather_rows, write_kv
 from kvstore.layout import PoolGeometry
@@ -113,14 +114,23 @@ class GroupedAttention:
             block_ids = torch.tensor(table, device=self._pool.device)
             new_blocks.append(block_ids[inputs[1][start:stop] // block_size - first])
             num_keys = seq_len - first * block_size
-            if stop - start == 1 and is_generated(batch.rows[index], request):
-                padded = -(-num_keys // KEY_STEP) * KEY_STEP
-                single = _Single(start, table, max(num_keys - window, 0) if window else 0, num_keys)
-                singles.setdefault(padded, []).append(single)
+            if is_generated(batch.rows[index], request):
+                for token, end in enumerate(range(seq_len - (stop - start) + 1, seq_len + 1), start):
+                    padded, single = self._single(group, request, token, end)
+                    singles.setdefault(padded, []).append(single)
             else:
                 rows.append(GroupRow(start, stop, block_ids, num_keys, first * block_size))
         joined = [self._join(padded, each) for padded, each in singles.items()]
         return GroupMetadata(rotation, torch.cat(new_blocks), inputs[3], rows, joined)
+
+    def _single(self, group: int, request: RequestState, token: int, seq_len: int) -> tuple[int, _Single]:
+        """A generated token, the last of so many, and the keys that it is padded to: as if it were alone."""
+        groups = self._groups
+        window, first = groups.windows[group], groups.first_live(groups.windows[group], seq_len - 1)
+        table = group_table(request.block_ids, group, groups.num_groups, first, groups.num_positions(seq_len))
+        num_keys = seq_len - first * groups.block_size
+        first_key = max(num_keys - window, 0) if window else 0
+        return -(-num_keys // KEY_STEP) * KEY_STEP, _Single(token, table, first_key, num_keys)
 
     def _join(self, num_keys: int, singles: list[_Single]) -> SingleQueries:
         """num_keys: that all are padded to."""

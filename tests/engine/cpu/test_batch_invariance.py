@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from common.wings import has_wing
+from engine import assembly
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.cpu import attention
@@ -85,6 +87,35 @@ def test_company_changes_nothing(family: str, quant_mode: str, tmp_path: Path) -
     alone = answers(engine, prompts)
     for seed in range(2):
         assert answers(engine, prompts, random.Random(seed)) == alone
+
+
+@pytest.mark.parametrize("family", map(with_wing, ["qwen2", "qwen3-moe", "deepseek-v2-lite", "gemma3", "gpt-oss"]))
+def test_generated_tokens_that_are_computed_again_change_nothing(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a preemption, or on another worker after the death of one."""
+    monkeypatch.setattr(assembly, "MOST_AGAIN", 4)
+    quant_mode = "int8-weight" if has_wing("engine.quantization") else "none"
+    engine = open_engine(save(family, tmp_path), quant_mode=quant_mode)
+    prompts = [random_prompt(length, VOCAB_SIZE, length) for length in (5, 70)]
+    params = replace(PARAMS, max_tokens=12)
+    first = [resumed(engine, prompt, [], params) for prompt in prompts]
+    for num_known in (1, 7, 11):
+        for prompt, (token_ids, logprobs) in zip(prompts, first, strict=True):
+            again = resumed(engine, prompt, token_ids[:num_known], params)
+            assert again == (token_ids, logprobs[num_known:])
+
+
+def resumed(
+    engine: Engine, prompt: list[int], known: list[int], params: SamplingParams
+) -> tuple[list[int], list[str]]:
+    """All tokens, and the log-probabilities of those after the known ones."""
+    request = engine.add_request(prompt, params, output_token_ids=known)
+    logprobs: list[str] = []
+    while engine.has_work():
+        for output in engine.step().outputs:
+            logprobs += map(repr, output.logprobs)
+    return request.output_token_ids, logprobs
 
 
 @pytest.mark.wing("engine.speculation")
