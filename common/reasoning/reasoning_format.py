@@ -71,5 +71,9 @@ def lark_before_answer(written: ReasoningFormat, is_open: bool, special: Mapping
     if written.is_channels:
         analysis = f'{marker(CHANNEL)} "analysis" {marker(MESSAGE)} reasoning {marker(START)} "assistant"'
         return f'before: ({analysis})? {marker(CHANNEL)} "final" {marker(MESSAGE)}\n{reasoning}'
-    whole = "reasoning BLANKS" if is_open else f"({marker(written.begin)} reasoning BLANKS)?"
-    return f"before: {whole}\n{reasoning}\nBLANKS: /[ \\n]{{0,{MAX_BLANKS}}}/"
+    blanks = f"BLANKS: /[ \\n]{{0,{MAX_BLANKS}}}/"
+    if is_open:
+        return f"before: reasoning BLANKS\n{reasoning}\n{blanks}"
+    # Lazy: an answer of any text could go on where the marker ends.
+    begin = f"begin{'' if written.begin in special else '[lazy]'}: {marker(written.begin)}"
+    return f"before: (begin reasoning BLANKS)?\n{begin}\n{reasoning}\n{blanks}"

@@ -45,6 +45,10 @@ class TaggedCalls:
         return ()
 
     @property
+    def opening(self) -> str:
+        return ""
+
+    @property
     def separator(self) -> str:
         return ""
 
@@ -68,6 +72,10 @@ class TaggedCalls:
                 parameters.append(f"({before} {rule} {quoted(self.space)}){'' if is_needed else '?'}")
                 rules += self._value_rules(rule, schema, value, quoted)
             begin = quoted(f"{self.begin}{self.name[0]}{name}{self.name[1]}")
+            if "properties" not in schema and schema.get("additionalProperties") is not False:  # any parameters
+                key, value = quoted(self.key[0]), quoted(f"{self.key[1]}{self.value}{self.trim}")
+                parameters.append(f"({key} /[^<>]{{1,64}}/ {value} value_{index} {quoted(self.space)})*")
+                rules += self._value_rules(f"value_{index}", {}, {}, quoted)
             end = quoted(f"{self.call_end}{self.space if self.end else ''}{self.end}")
             rules.append(f"call_{index}: {begin} {' '.join(parameters)} {end}")
         return rules

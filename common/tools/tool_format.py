@@ -66,16 +66,48 @@ def calls_grammar(
     schemas: of the functions' arguments, by name. special: ids of the markers that are special tokens.
     answer: the schema of what may be said instead of calls. Raises InvalidRequestError for what cannot be said.
     """
-
-    def quoted(text: str) -> str:
-        """Return Lark for a text, in which markers that are special tokens are those tokens."""
-        for marker in written.markers:
-            if marker in special and marker in text:
-                before, after = text.split(marker, 1)
-                return " ".join(filter(None, (quoted(before), f"<[{special[marker]}]>", quoted(after))))
-        return json.dumps(text, ensure_ascii=False) if text else ""
-
-    rules = written.lark(schemas, is_parallel, quoted)
+    rules = written.lark(schemas, is_parallel, lambda text: _quoted(text, written, special))
     if answer is None:
         return grammar.lark("\n".join(["start: calls", *rules]))
     return grammar.lark("\n".join(["start: calls | answer", *rules, f"answer: {grammar.json_rule(answer)}"]))
+
+
+def text_and_calls_grammar(
+    written: ToolFormat, schemas: Mapping[str, Schema], is_parallel: bool, special: Mapping[str, int]
+) -> str:
+    """Return the grammar of any text in which all that begins like a call is one of these functions' calls.
+
+    Takes what `calls_grammar` takes. Raises InvalidRequestError also for a format whose calls begin like any text.
+    """
+    if not written.begin:
+        raise InvalidRequestError("this model's calls begin like any text", "tools")
+    first = written.begin if written.opening.startswith(written.begin) or not written.opening else written.opening
+
+    def quoted(text: str) -> str:
+        """Return Lark for a text; for the marker that begins calls with the text before it."""
+        if not text.startswith(first):
+            return _quoted(text, written, special)
+        return f"before_call {_quoted(text.removeprefix(first), written, special)}"
+
+    rules = written.lark(schemas, is_parallel, quoted)
+    if written.opening or not is_parallel:
+        start = "start: calls | TEXT"
+    else:  # more text may follow each call
+        start = "start: call* TEXT"
+    # A marker that ordinary tokens spell would be read as one, too.
+    none_of = "|".join(re.escape(marker).replace("/", "\\/") for marker in (written.begin, *written.ignored))
+    text = f"TEXT: /(?s:.*)/ & ~/(?s:.*)({none_of})(?s:.*)/"
+    if first in special:
+        before = f"before_call: TEXT <[{special[first]}]>"
+    else:
+        before = f"before_call[suffix={json.dumps(first)}]: TEXT"
+    return grammar.lark("\n".join([start, *rules, before, text]))
+
+
+def _quoted(text: str, written: ToolFormat, special: Mapping[str, int]) -> str:
+    """Return Lark for a text, in which markers that are special tokens are those tokens."""
+    for marker in written.markers:
+        if marker in special and marker in text:
+            parts = (_quoted(part, written, special) for part in text.split(marker, 1))
+            return f" <[{special[marker]}]> ".join(parts).strip()
+    return json.dumps(text, ensure_ascii=False) if text else ""

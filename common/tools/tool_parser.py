@@ -35,6 +35,10 @@ class ToolFormat(Protocol):
         """The marker before a call; empty: an answer that begins with a call's first character may be one."""
 
     @property
+    def opening(self) -> str:
+        """What stands once before all calls; empty: nothing."""
+
+    @property
     def end(self) -> str:
         """The marker after a call; empty: none."""
 

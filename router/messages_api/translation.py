@@ -36,7 +36,12 @@ def chat_fields(body: PromptBody) -> dict[str, Any]:
         fields["tools"] = [
             {
                 "type": "function",
-                "function": {"name": tool.name, "description": tool.description, "parameters": tool.input_schema},
+                "function": {
+                    "name": tool.name,
+                    "description": tool.description,
+                    "parameters": tool.input_schema,
+                    "strict": tool.strict,
+                },
             }
             for tool in body.tools
         ]

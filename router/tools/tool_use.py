@@ -6,13 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from common.errors import InvalidRequestError
 from common.grammar.grammar import MAX_GRAMMAR_CHARS, json_schema
 from common.grammar.json_schemas import closed
 from common.text.tokenizer import Tokenizer
-from common.tools.tool_format import calls_grammar, tool_format
+from common.tools.tool_format import calls_grammar, text_and_calls_grammar, tool_format
 from common.tools.tool_parser import Schema, ToolFormat
 from router.grammar.answer_format import answer_grammar, checked_grammar, followed_schema, json_answer_schema
 from router.tools.tools import NamedTool, ToolFields, is_forced
+
+ANY_OBJECT: Schema = {"type": "object"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +53,12 @@ async def tool_use(body: ToolFields, num_choices: int, tokenizer: Tokenizer, par
 async def _grammar(
     body: ToolFields, num_choices: int, written: ToolFormat, is_parallel: bool, special: dict[str, int]
 ) -> str:
-    """Return the grammar of required calls, or of calls beside an answer in a given format; empty: any text."""
+    """Return the grammar of required calls, of calls beside an answer in a given format, or of strict ones in a text.
+
+    Empty: any text.
+    """
     if json_answer_schema(body.response_format) is None and not is_forced(body.tool_choice):
-        return ""
+        return await _strict_grammar(body, num_choices, written, is_parallel, special)
     await answer_grammar(body.response_format, None, 1)  # errors name the schema they come from
     answer = followed_schema(body.response_format)
     named = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
@@ -64,3 +70,35 @@ async def _grammar(
         for where, function in chosen.items():  # each alone: errors name it
             await checked_grammar(json_schema(schemas[function.name]), f"{where}.parameters")
     return await checked_grammar(found, "tools", num_choices)
+
+
+async def _strict_grammar(
+    body: ToolFields, num_choices: int, written: ToolFormat, is_parallel: bool, special: dict[str, int]
+) -> str:
+    """Return the grammar of texts whose calls are of offered functions, and follow the schemas of the strict ones.
+
+    Empty: any text. Clients set `strict` freely: what no grammar can follow, schema or format of calls, is advice.
+    """
+    functions = [tool.function for tool in body.tools or ()]
+    if not any(function.strict for function in functions):
+        return ""
+    schemas = {function.name: ANY_OBJECT for function in functions}
+    try:
+        for function in functions:
+            schema = closed(function.arguments_schema)
+            if function.strict and await _can_follow(written, {function.name: schema}, special):
+                schemas[function.name] = schema
+        if all(schema is ANY_OBJECT for schema in schemas.values()):
+            return ""
+        found = text_and_calls_grammar(written, schemas, is_parallel, special)
+        return await checked_grammar(found, "tools", num_choices)
+    except InvalidRequestError:
+        return ""
+
+
+async def _can_follow(written: ToolFormat, schemas: dict[str, Schema], special: dict[str, int]) -> bool:
+    try:
+        await checked_grammar(text_and_calls_grammar(written, schemas, False, special), "tools")
+    except InvalidRequestError:
+        return False
+    return True

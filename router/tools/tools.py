@@ -17,7 +17,7 @@ NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalP
 
 
 class Function(Body):
-    """`strict` changes nothing: a required call follows the schema, closed; elsewhere the schema is advice."""
+    """A required call, and with `strict` any call, follows the schema, closed; elsewhere the schema is advice."""
 
     name: FunctionName
     description: str | None = None

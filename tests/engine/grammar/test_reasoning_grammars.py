@@ -8,6 +8,8 @@ from common.grammar import grammar
 from common.model_files import resolve_model
 from common.reasoning.reasoning_format import HARMONY, THINK, lark_before_answer
 from common.text.load import load_tokenizer
+from common.tools.json_calls import HERMES
+from common.tools.tool_format import text_and_calls_grammar
 from engine.grammar.grammars import Grammars
 
 DRY_RUN = load_tokenizer(resolve_model("dry-run"))
@@ -49,6 +51,16 @@ def test_the_prompt_may_have_begun_the_reasoning() -> None:
     followed = grammar.after(lark_before_answer(THINK, True, {}), next(iter(ANSWERS)))
     assert follows(followed, ids('Hm.</think>\n{"a": 1}')) == (True, True)
     assert follows(followed, ids('{"a": 1}')) == (True, False)
+
+
+def test_an_answer_of_any_text_begins_behind_the_reasoning() -> None:
+    """A grammar of calls in a text binds none that the model only thinks of."""
+    schemas = {"f": {"type": "object", "properties": {}, "additionalProperties": False}}
+    answer = text_and_calls_grammar(HERMES, schemas, True, {})
+    followed = grammar.after(lark_before_answer(THINK, False, {}), answer)
+    assert follows(followed, ids("<think>\nA <tool_call> or none?\n</think>\n\nNone.")) == (True, True)
+    assert follows(followed, ids("<think>\nHm.\n</think>\n\n<tool_call> or none")) == (False, False)
+    assert follows(followed, ids("<thin> air")) == (True, True)
 
 
 def test_markers_may_be_special_tokens() -> None:

@@ -172,6 +172,12 @@ def test_choices_of_tools(choice: dict[str, Any], expected: dict[str, Any]) -> N
     assert ("parallel_tool_calls" in made) == ("parallel_tool_calls" in expected)
 
 
+@pytest.mark.parametrize("strict", [True, None])
+def test_strict_tools_stay_strict(strict: bool | None) -> None:
+    made = fields_of(tools=[{"name": "f", "input_schema": {"type": "object"}, "strict": strict}])
+    assert made["tools"][0]["function"].get("strict") is strict
+
+
 def test_what_cannot_be_translated_is_refused() -> None:
     call = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
     with pytest.raises(InvalidRequestError, match=r"messages\.0\.content\.0: no tool_use in user messages"):

@@ -138,7 +138,7 @@ async def test_completions_show_the_text_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("fields", "begin"),
     [
-        ({}, 'before: ("<think>" reasoning BLANKS)?'),
+        ({}, "before: (begin reasoning BLANKS)?"),
         ({"reasoning_effort": "low"}, "before: reasoning BLANKS"),
         ({"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}, None),
     ],
@@ -150,7 +150,7 @@ async def test_a_schema_holds_after_the_reasoning(fields: dict[str, Any], begin:
         followed = c.decode[0].submits[0].sampling.grammar
         assert followed.startswith("json_schema:" if begin is None else "after:")
         if begin is not None:
-            assert begin.replace('"', '\\"') in for_llguidance(followed)
+            assert begin in for_llguidance(followed)
 
 
 async def test_reasoning_that_comes_back_reaches_the_template() -> None:

@@ -17,8 +17,11 @@ from tests.harness.router import DRY_RUN, Cluster, cluster
 from tests.harness.scripted_worker import Script
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-WEATHER = {"type": "function", "function": {"name": "get_weather", "description": "Now.", "parameters": PARAMETERS}}
-TIME = {"type": "function", "function": {"name": "get_time", "strict": True}}
+WEATHER: Any = {
+    "type": "function",
+    "function": {"name": "get_weather", "description": "Now.", "parameters": PARAMETERS},
+}
+TIME = {"type": "function", "function": {"name": "get_time"}}
 TOOLS: Any = [WEATHER, TIME]
 NAMED: Any = {"type": "function", "function": {"name": "get_time"}}
 MESSAGES: Any = [{"role": "user", "content": "Hello"}]
@@ -108,7 +111,7 @@ async def test_calls(
 
 async def test_tools_reach_the_template_and_results_come_back() -> None:
     async with replying(TWO) as c:
-        first = await ask(c, extra_body={"return_token_ids": True})
+        first = await ask(c, tools=[STRICT, TIME], extra_body={"return_token_ids": True})
         prompt = bytes(first.prompt_token_ids).decode()
         assert f"<tools>{json.dumps(WEATHER)}" in prompt
         assert '"strict"' not in prompt
@@ -160,6 +163,46 @@ async def test_schemas_that_cannot_be_followed_are_refused_only_where_they_must_
         named = {"type": "function", "function": {"name": "get_weather"}}
         await ask(c, tools=[WEATHER, bad], tool_choice=named)
         await ask(c, tools=[WEATHER, bad])
+
+
+STRICT: Any = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+STRICT_TIME: Any = {"type": "function", "function": {"name": "get_time", "strict": True}}
+
+
+async def test_calls_of_strict_tools_are_bound_in_a_text() -> None:
+    async with replying(f"I look.\n{ONE}") as c:
+        for fields in ({}, {"tool_choice": "auto"}, {"parallel_tool_calls": False}):
+            [choice] = (await ask(c, tools=[STRICT, STRICT_TIME], **fields)).choices
+            assert (choice.message.content, calls_of(choice)) == ("I look.", [("get_weather", ARGUMENTS)])
+            followed = c.decode[0].submits[-1].sampling.grammar
+            assert followed.count('"additionalProperties": false') == 2
+            start = "start: calls | TEXT" if fields.get("parallel_tool_calls") is False else "start: call* TEXT"
+            assert start in followed
+        await ask(c, tools=[STRICT, {"type": "function", "function": {"name": "search"}}])
+        assert '%json {"type": "object", "x-guidance"' in c.decode[0].submits[-1].sampling.grammar
+        assert "additionalProperties" not in str(STRICT)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"type": "object", "not": {}}, {"type": "object", "properties": {"x": {"type": "string", "pattern": "(?=a)"}}}],
+    ids=["not", "look-ahead"],
+)
+async def test_a_strict_schema_that_cannot_be_followed_is_advice(bad: dict[str, Any]) -> None:
+    unfollowed: Any = {"type": "function", "function": {"name": "f", "parameters": bad, "strict": True}}
+    async with replying("hi") as c:
+        await ask(c, tools=[unfollowed, WEATHER])
+        assert not c.decode[0].submits[-1].sampling.grammar
+        await ask(c, tools=[unfollowed, STRICT])
+        followed = c.decode[0].submits[-1].sampling.grammar
+        assert followed.count('"additionalProperties": false') == 1
+        assert '%json {"type": "object", "x-guidance"' in followed
+
+
+async def test_strict_is_advice_where_calls_begin_like_any_text() -> None:
+    async with replying("hi", LLAMA3_TEMPLATE) as c:
+        await ask(c, tools=[STRICT])
+        assert not c.decode[0].submits[-1].sampling.grammar
 
 
 async def test_grammars_of_many_choices_are_bounded() -> None:
