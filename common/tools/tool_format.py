@@ -1,8 +1,8 @@
 """How models write tool calls: recognized from the chat template, and forced by a grammar.
 
 A format is an entry of `FORMATS`: what tells its templates from others, and how its calls are written
-(`json_calls`, `named_calls`, `tagged_calls`). `tool_parser` takes calls out of an answer's text. Knows nothing of
-tokens, requests or the API's JSON.
+(`json_calls`, `named_calls`, `tagged_calls`, `literal_calls`). `tool_parser` takes calls out of an answer's text.
+Knows nothing of tokens, requests or the API's JSON.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 from common.errors import InvalidRequestError
 from common.grammar import grammar
 from common.tools.json_calls import HERMES, LLAMA3_JSON, MISTRAL_LIST
+from common.tools.literal_calls import FUNCTION_GEMMA, PYTHONIC
 from common.tools.named_calls import DEEPSEEK_V3, DEEPSEEK_V31, HARMONY, KIMI_K2, MISTRAL_NAMED
 from common.tools.tagged_calls import GLM, QWEN3_CODER
 from common.tools.tool_parser import Schema, ToolFormat
@@ -35,6 +36,9 @@ FORMATS: Mapping[str, tuple[ToolFormat, re.Pattern[str]]] = {
     "deepseek_v3": (DEEPSEEK_V3, re.compile(r"<｜tool▁call▁begin｜>[\s\S]*```json")),
     "deepseek_v31": (DEEPSEEK_V31, re.compile("<｜tool▁call▁begin｜>")),
     "kimi_k2": (KIMI_K2, re.compile(r"<\|tool_call_argument_begin\|>")),
+    "functiongemma": (FUNCTION_GEMMA, re.compile("<start_function_call>")),
+    "pythonic": (PYTHONIC, re.compile(r"\[func_name1\(")),
+    "llama4_pythonic": (PYTHONIC, re.compile(r"\[func_name1\(")),
     "openai": (HARMONY, re.compile(r"<\|channel\|>[\s\S]*to=functions\.|to=functions\.[\s\S]*<\|channel\|>")),
 }
 

@@ -210,10 +210,12 @@ class ToolCallParser:
             self._begun = marker
         else:
             self._read = self._find_begin
-            if not marker.startswith(end):
-                return text
-            self._held.clear()
-            return marker[len(end) :]
+            if marker.startswith(end):
+                self._held.clear()
+                return marker[len(end) :]
+            if self._format.separator:
+                self._reader, self._read = self._new_reader(), self._read_call
+            return text
         return ""
 
     def _show_held(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.tools.json_calls import MISTRAL_LIST
+from common.tools.literal_calls import FUNCTION_GEMMA, PYTHONIC
 from common.tools.named_calls import DEEPSEEK_V3, DEEPSEEK_V31, HARMONY, KIMI_K2, MISTRAL_NAMED
 from common.tools.tagged_calls import GLM, QWEN3_CODER
 from common.tools.tool_parser import ToolCallParser, ToolFormat
@@ -62,6 +64,10 @@ def kimi(name: str, arguments: str, index: int = 0) -> str:
     return f"<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>"
 
 
+def gemma(name: str, inside: str = "") -> str:
+    return f"<start_function_call>call:{name}{{{inside}}}<end_function_call>"
+
+
 def cut(text: str, at: str = "lmö") -> str:
     return text[: text.index(at)]
 
@@ -104,6 +110,37 @@ CASES: list[tuple[ToolFormat, str, str, list[Call]]] = [
     (GLM, "<tool_call>get_time</tool_call>!", "!", [TIME]),
     (GLM, cut(glm("get_weather", ("city", "Malmö"))), "", [("get_weather", '{"city": "Ma')]),
     (GLM, glm("unknown", ("city", "x")), glm("unknown", ("city", "x")), []),
+    (PYTHONIC, """[get_weather(city="Malmö \\"}{<", days=2)]""", "", [WEATHER]),
+    (PYTHONIC, """ [get_weather(city='Malmö "}{<', days=2), get_time()]\n""", "", [WEATHER, TIME]),
+    (PYTHONIC, "[get_time(),get_time( ) ]", "", [TIME, TIME]),
+    (PYTHONIC, "[get_time()] Done.", " Done.", [TIME]),
+    (PYTHONIC, "[get_weather(now=True, at=[None, 'a', (1.5, -2), {'k': {\"l\": []}}, {}])]", "",
+     [("get_weather", '{"now": true, "at": [null, "a", [1.5, -2], {"k": {"l": []}}, {}]}')]),
+    (PYTHONIC, r"""[get_weather(city='it\'s \x41\u00e9\ud83d\ude00\n\\', days=1)]""", "",
+     [("get_weather", r'''{"city": "it's Aé😀\n\\", "days": 1}''')]),
+    (PYTHONIC, "[get_weather('Oslo', 3, now=False)]", "",
+     [("get_weather", '{"city": "Oslo", "days": 3, "now": false}')]),
+    (PYTHONIC, "[get_weather(city=Oslo, days=soon, now=nan)]", "",
+     [("get_weather", '{"city": "Oslo", "days": "soon", "now": "nan"}')]),
+    (PYTHONIC, "[get_weather(city='Oslo', at=[1, (2]]", "", [("get_weather", '{"city": "Oslo", "at": [1, [2]]}')]),
+    (PYTHONIC, "[get_weather(city=, days=)]", "", [("get_weather", '{"city": "", "days": ""}')]),
+    (PYTHONIC, cut("[get_weather(city='Malmö')]"), "", [("get_weather", '{"city": "Ma')]),
+    (PYTHONIC, "[get_ti", "[get_ti", []),
+    (PYTHONIC, "[get_time]", "[get_time]", []),
+    (PYTHONIC, "[1, 2]", "[1, 2]", []),
+    (PYTHONIC, "I look: [get_time()]", "I look: [get_time()]", []),  # a call is the answer itself
+    (PYTHONIC, "get_time() says when.", "get_time() says when.", []),
+    (PYTHONIC, "[unknown(a=1)]", "[unknown(a=1)]", []),
+    (FUNCTION_GEMMA, gemma("get_weather", 'city:<escape>Malmö "}{<<escape>,days:2'), "", [WEATHER]),
+    (FUNCTION_GEMMA, f"I look.\n{gemma('get_time')}{gemma('get_weather', 'days:2')} So.", "I look. So.",
+     [TIME, ("get_weather", '{"days": 2}')]),
+    (FUNCTION_GEMMA, gemma("get_weather", "now:true,at:[<escape>],<escape>,{k:<escape>v<escape>,n:null}]"), "",
+     [("get_weather", '{"now": true, "at": ["],", {"k": "v", "n": null}]}')]),
+    (FUNCTION_GEMMA, cut(gemma("get_weather", "city:<escape>Malmö<escape>")), "", [("get_weather", '{"city": "Ma')]),
+    (FUNCTION_GEMMA, "<start_function_call>call:get_weather{days:2<end_function_call>!", "!",
+     [("get_weather", '{"days": 2}')]),
+    (FUNCTION_GEMMA, gemma("unknown", "a:1"), gemma("unknown", "a:1"), []),
+    (FUNCTION_GEMMA, "<start_function_call>get_time{}", "<start_function_call>get_time{}", []),
 ]  # fmt: skip
 
 
@@ -125,7 +162,7 @@ def test_the_first_call_ends_the_text_where_calls_are_not_parallel(
         assert shown.startswith(found) or not calls
 
 
-@pytest.mark.parametrize("written", [QWEN3_CODER, GLM, DEEPSEEK_V3, KIMI_K2])
+@pytest.mark.parametrize("written", [QWEN3_CODER, GLM, DEEPSEEK_V3, KIMI_K2, PYTHONIC, FUNCTION_GEMMA])
 def test_arguments_stream_from_the_name_on(written: ToolFormat) -> None:
     text = next(
         text for found, text, _, calls in CASES if found is written and len(calls) and '"city"' in calls[0][1]
@@ -134,6 +171,17 @@ def test_arguments_stream_from_the_name_on(written: ToolFormat) -> None:
     deltas = [delta for char in text for delta in parser.push(char)[1]]
     assert [bool(delta.name) for delta in deltas][:2] == [True, False]
     assert len(deltas) > 8
+
+
+@pytest.mark.parametrize("filler", ["x", " ", "\\n", "[", "9", "'"])
+@pytest.mark.parametrize("begin", ["[get_weather(city='", "[get_weather(", "[get_weather(at=[{", "["])
+def test_long_keywords_take_linear_time(begin: str, filler: str) -> None:
+    began = time.monotonic()
+    parser = ToolCallParser(PYTHONIC, FUNCTIONS)
+    parser.push(begin)
+    for _ in range(50_000):
+        parser.push(filler)
+    assert time.monotonic() - began < 10.0  # 0.2 s
 
 
 FRAGMENTS = st.sampled_from(
@@ -145,5 +193,7 @@ FRAGMENTS = st.sampled_from(
 def test_how_a_text_was_cut_does_not_matter(text: str, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=12)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    for written in (MISTRAL_LIST, MISTRAL_NAMED, DEEPSEEK_V3, KIMI_K2, QWEN3_CODER, GLM):
+    for written in (
+        MISTRAL_LIST, MISTRAL_NAMED, DEEPSEEK_V3, KIMI_K2, QWEN3_CODER, GLM, PYTHONIC, FUNCTION_GEMMA,
+    ):  # fmt: skip
         assert parsed(pieces, written) == parsed(list(text), written) == parsed([text], written)

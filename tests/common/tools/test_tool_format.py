@@ -7,6 +7,7 @@ import pytest
 from common.errors import InvalidRequestError
 from common.grammar.grammar import check_grammar
 from common.tools.json_calls import HERMES, LLAMA3_JSON, MISTRAL_LIST
+from common.tools.literal_calls import FUNCTION_GEMMA, PYTHONIC
 from common.tools.named_calls import DEEPSEEK_V3, DEEPSEEK_V31, HARMONY, KIMI_K2, MISTRAL_NAMED
 from common.tools.tagged_calls import GLM, QWEN3_CODER
 from common.tools.tool_format import calls_grammar, tool_format
@@ -36,6 +37,8 @@ def test_formats_are_recognized_from_templates() -> None:
         ),
         ("'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>' + arguments", DEEPSEEK_V31),
         ("<|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>", KIMI_K2),
+        ("'<start_function_call>call:' + name + '{'", FUNCTION_GEMMA),
+        ("Use exact format: [func_name1(param1=value1, param2=value2), func_name2(...)]", PYTHONIC),
         ("<|start|>assistant to=functions.x<|channel|>commentary json<|message|>", HARMONY),
     ],
 )

@@ -13,6 +13,7 @@ from common.errors import InvalidRequestError
 from common.model_files import resolve_model
 from common.text.load import load_tokenizer
 from common.tools.json_calls import HERMES, LLAMA3_JSON, JsonCalls
+from common.tools.literal_calls import FUNCTION_GEMMA, PYTHONIC, LiteralCalls
 from common.tools.named_calls import HARMONY
 from common.tools.tagged_calls import QWEN3_CODER, TaggedCalls
 from common.tools.tool_format import FORMATS, calls_grammar, text_and_calls_grammar
@@ -21,7 +22,7 @@ from engine.grammar.grammars import Grammars
 from tests.common.tools.tool_templates import call_text
 
 DRY_RUN = load_tokenizer(resolve_model("dry-run"))
-CITY = {
+CITY: dict[str, Any] = {
     "type": "object",
     "properties": {"city": {"enum": ["Oslo", "Rome"]}, "days": {"oneOf": [{"type": "boolean"}, {"const": 7}]}},
     "required": ["city", "days"],
@@ -90,7 +91,7 @@ def first_marker(written: ToolFormat) -> str:
 def test_in_a_text_what_begins_like_a_call_is_one_and_follows_its_schema(written: ToolFormat) -> None:
     is_marked_each = not written.opening
     # Any text between tags is without an end where nobody ends it.
-    schemas = SCHEMAS if isinstance(written, TaggedCalls) else {**SCHEMAS, "search": ANY_OBJECT}
+    schemas = SCHEMAS if isinstance(written, TaggedCalls | LiteralCalls) else {**SCHEMAS, "search": ANY_OBJECT}
     grammar = text_and_calls_grammar(written, schemas, True, {})
     marker = first_marker(written)
     assert allows(grammar, "")
@@ -145,6 +146,44 @@ def test_tags_of_any_object_may_be_called_as_they_like() -> None:
         assert allows(grammar, f"So <tool_call>\n<function=search>\n{inside}</function>\n</tool_call> there")
     for inside in ("q=1", "<parameter=>\n1\n</parameter>\n"):
         assert not allows(grammar, f"So <tool_call>\n<function=search>\n{inside}</function>\n</tool_call> there")
+
+
+NESTED: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "who": {"type": ["string", "null"]},
+        "at": {"type": "array", "items": {"$ref": "#/$defs/Place"}},
+        "n": {"type": "integer"},
+    },
+    "required": ["at"],
+    "additionalProperties": False,
+    "$defs": {"Place": {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"]}},
+}
+
+
+def test_keywords_keep_their_order_and_commas() -> None:
+    pythonic = calls_grammar(PYTHONIC, {"f": NESTED}, True, {})
+    gemma = calls_grammar(FUNCTION_GEMMA, {"f": NESTED}, True, {})
+    for inside, in_gemma, is_allowed in (
+        ('who="é", at=[{"x": ")"}], n=1', "who:<escape>é<escape>,at:[{x:<escape>)<escape>}],n:1", True),
+        ("who=null, at=[]", "who:null,at:[]", True),
+        ("at=[], n=-2", "at:[],n:-2", True),
+        ("who=null", "who:null", False),
+        ("n=1, at=[]", "n:1,at:[]", False),
+        ("at=[]n=1", "at:[]n:1", False),
+        (", at=[]", ",at:[]", False),
+        ("at=[], n=1.5", "at:[],n:1.5", False),
+        ("at=[{}]", "at:[{}]", False),
+    ):
+        assert allows(pythonic, f"[f({inside})]") is is_allowed, inside
+        assert allows(pythonic, f"[f({inside}), f({inside})]") is is_allowed, inside
+        assert allows(gemma, f"<start_function_call>call:f{{{in_gemma}}}<end_function_call>") is is_allowed, in_gemma
+
+
+def test_a_schema_in_itself_cannot_be_written_with_keywords() -> None:
+    tree = {"type": "object", "properties": {"t": {"$ref": "#/$defs/T"}}}
+    with pytest.raises(InvalidRequestError, match="in itself"):
+        calls_grammar(FUNCTION_GEMMA, {"f": {**tree, "$defs": {"T": tree}}}, True, {})
 
 
 def test_calls_that_begin_like_any_text_bind_no_text() -> None:

@@ -1,0 +1,172 @@
+"""Calls with keywords and literals: `[get_weather(city="Oslo"), get_time()]` of Llama-4 and Gemma-3, FunctionGemma's
+`call:get_weather{city:<escape>Oslo<escape>}`.
+
+Sources: the chat templates of these models and of vLLM's examples, and Google's page on FunctionGemma's format.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from common.errors import InvalidRequestError
+from common.grammar import grammar
+from common.tools.literal_reader import LiteralCallReader, Literals
+from common.tools.tagged_calls import is_text
+from common.tools.tool_parser import Schema, alternatives, markers_in
+
+MAX_RULE_CHARS = 200
+Quoted = Callable[[str], str]
+_PLAIN = frozenset({
+    "type", "properties", "required", "additionalProperties", "title", "description", "items", "enum", "const",
+    "default", "examples", "$schema", "$defs",
+})  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class LiteralCalls:
+    """`before` and a name, `opener`, keywords with values, `closer`; between two calls `between`."""
+
+    begin: str  # the marker before each call; empty: the answer begins with `first`
+    end: str  # after a call, or after the last one where nothing begins each
+    first: str  # before the first name
+    next: str  # before another name
+    opener: str
+    closer: str
+    assign: str  # between a keyword and its value
+    comma: str  # between two arguments
+    quote: str  # around strings; empty: they are those of JSON, or of Python
+
+    @property
+    def opening(self) -> str:
+        return ""
+
+    @property
+    def separator(self) -> str:
+        return "" if self.begin else self.next
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return markers_in(self.begin, self.quote, self.end)
+
+    def reader(self, functions: Mapping[str, Schema], is_first: bool) -> LiteralCallReader:
+        before = self.first if is_first or self.begin else self.next
+        quotes = (self.quote,) if self.quote else ('"', "'")
+        end = self.end if self.begin else ""
+        return LiteralCallReader(Literals(before, self.opener, quotes, not self.quote, end), functions)
+
+    def lark(self, schemas: Mapping[str, Schema], is_parallel: bool, quoted: Quoted) -> list[str]:
+        if self.begin:
+            calls = f"call{' call*' if is_parallel else ''}"
+        else:
+            several = f' ("{self.next} " call)*' if is_parallel else ""
+            calls = f"{quoted(self.first)} call{several} {quoted(self.end)}"
+        rules = [f"calls: {calls}", alternatives(schemas)]
+        before, after = (self.begin + self.first, self.end) if self.begin else ("", "")
+        for index, (name, schema) in enumerate(schemas.items()):
+            inside = self._arguments(f"value_{index}", schema, schema, rules, quoted)
+            begin, end = quoted(f"{before}{name}{self.opener}"), quoted(self.closer + after)
+            rules.append(f"call_{index}: {begin} {inside} {end}")
+        return rules
+
+    def _arguments(self, rule: str, schema: Schema, root: Schema, rules: list[str], quoted: Quoted) -> str:
+        """Return the Lark of keywords with values, in the schema's order; add rules that it needs.
+
+        Raises InvalidRequestError for a schema that says more than properties and what is required.
+        """
+        if set(schema) - _PLAIN:
+            message = "this model's calls cannot be required: their parameters have to be plain properties"
+            raise InvalidRequestError(message, "tools")
+        if "properties" not in schema and schema.get("additionalProperties") is not False:
+            value = self._value(f"{rule}_any", {}, root, rules, quoted)
+            item = f"/[A-Za-z_][A-Za-z0-9_]{{0,63}}/ {quoted(self.assign)} {value}"
+            return f"({item} ({quoted(self.comma)} {item})*)?"
+        listed, required = schema.get("properties", {}), schema.get("required", ())
+        items = []
+        for place, (key, wanted) in enumerate(listed.items()):
+            value = self._value(f"{rule}_{place}", wanted, root, rules, quoted)
+            items.append((f"{quoted(key + self.assign)} {value}", key in required))
+        # `rest_i`: what may follow an argument; the first one written has no comma before it.
+        following, choices = "", []
+        for place in reversed(range(len(items))):
+            item, is_required = items[place]
+            choices.append((place, f"{item} {following}"))
+            rules.append(
+                f"{rule}_rest_{place}: ({quoted(self.comma)} {item}){'' if is_required else '?'} {following}"
+            )
+            following = f"{rule}_rest_{place}"
+        num_optional = next((place for place, (_, needed) in enumerate(items) if needed), len(items))
+        firsts = [text for place, text in reversed(choices) if place <= num_optional]
+        is_optional = num_optional == len(items)
+        return f"({' | '.join(firsts)}){'?' if is_optional else ''}" if firsts else ""
+
+    def _value(self, rule: str, schema: Any, root: Schema, rules: list[str], quoted: Quoted) -> str:
+        """Add the rules of a value; return the name of its rule."""
+        shared = {"$defs": root["$defs"]} if "$defs" in root else {}
+        if self.quote and isinstance(schema, Mapping) and "$ref" in schema:
+            schema = _resolved(schema["$ref"], root)
+        if len(rule) > MAX_RULE_CHARS:
+            raise InvalidRequestError("a schema that is nested too deep, or in itself", "tools")
+        if not self.quote or not isinstance(schema, Mapping):
+            inside = grammar.json_rule({**schema, **shared} if isinstance(schema, Mapping) else {})
+        elif "enum" in schema or "const" in schema:
+            constants = schema["enum"] if "enum" in schema else [schema["const"]]
+            inside = " | ".join(self._constant(each, quoted) for each in constants)
+        elif is_text(schema, schema):
+            inside = self._text(rule, rules, quoted)
+        elif variants := schema.get("anyOf") or schema.get("oneOf") or _types(schema):
+            names = [
+                self._value(f"{rule}_{place}", {**shared, **each}, root, rules, quoted)
+                for place, each in enumerate(variants)
+            ]
+            inside = " | ".join(names)
+        elif schema.get("type") in ("integer", "number", "boolean", "null"):
+            inside = grammar.json_rule({**schema, **shared})
+        elif schema.get("type") == "array" and not set(schema) - _PLAIN:
+            item = self._value(f"{rule}_item", schema.get("items", {}), root, rules, quoted)
+            inside = f'"[" ({item} ({quoted(self.comma)} {item})*)? "]"'
+        elif schema.get("type") == "object":
+            inside = f'"{{" {self._arguments(rule, schema, root, rules, quoted)} "}}"'
+        else:
+            message = "this model's calls cannot be required: values have to be plain texts, numbers, lists, objects"
+            raise InvalidRequestError(message, "tools")
+        rules.append(f"{rule}: {inside}")
+        return rule
+
+    def _constant(self, value: Any, quoted: Quoted) -> str:
+        if not isinstance(value, str):
+            return json.dumps(json.dumps(value))
+        return f"{quoted(self.quote)} {json.dumps(value)} {quoted(self.quote)}"
+
+    def _text(self, rule: str, rules: list[str], quoted: Quoted) -> str:
+        if quoted(self.quote).startswith("<["):  # a special token, which no text holds
+            return f"{quoted(self.quote)} /(?s:.*)/ {quoted(self.quote)}"
+        rules.append(f"{rule}_text[suffix={json.dumps(self.quote)}]: /(?s:.*)/")
+        return f"{quoted(self.quote)} {rule}_text"
+
+
+def _resolved(reference: Any, root: Schema) -> Any:
+    """Return the definition of that name; what refers to another place cannot be written."""
+    return root.get("$defs", {}).get(str(reference).removeprefix("#/$defs/"), {"$ref": reference})
+
+
+def _types(schema: Schema) -> list[Schema]:
+    """Return a schema for each of its types, where it has several."""
+    types = schema.get("type")
+    return [{**schema, "type": each} for each in types] if isinstance(types, list) else []
+
+
+# Llama-4 may write it between <|python_start|> and <|python_end|>: special tokens, which no text shows.
+PYTHONIC = LiteralCalls(
+    begin="", end="]", first="[", next=",", opener="(", closer=")", assign="=", comma=", ", quote=""
+)
+FUNCTION_GEMMA = LiteralCalls(
+    begin="<start_function_call>", end="<end_function_call>", first="call:", next="", opener="{", closer="}",
+    assign=":", comma=",", quote="<escape>",
+)  # fmt: skip
