@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+Budget = tuple[int, frozenset[int]]  # tokens that reasoning may have, and tokens that it never has
 MAX_BLANKS = 4  # between reasoning and an answer that follows a grammar
 
 
@@ -55,16 +56,23 @@ def reasoning_format(template: str, parser: str = "auto") -> ReasoningFormat | N
     return next((each for each in FORMATS.values() if not each.is_channels and each.end in template), None)
 
 
-def lark_before_answer(written: ReasoningFormat, is_open: bool, special: Mapping[str, int]) -> str:
+def lark_before_answer(
+    written: ReasoningFormat, is_open: bool, special: Mapping[str, int], budget: Budget | None = None
+) -> str:
     """Return the Lark rule `before`: what may come before an answer that follows a grammar.
 
-    is_open: the prompt has begun the reasoning. special: ids of the markers that are special tokens.
+    is_open: the prompt has begun the reasoning. special: ids of the markers that are special tokens; with a budget,
+    of all markers. llguidance's `max_tokens` would bound a text, too, but takes no token back, as drafts need it.
     """
 
     def marker(text: str) -> str:
         return f"<[{special[text]}]>" if text in special else json.dumps(text)
 
-    if written.end in special:
+    if budget is not None:
+        num_tokens, never = budget
+        inside = f"<[^{','.join(map(str, sorted(never)))}]>{{0,{num_tokens}}} " if num_tokens else ""
+        reasoning = f"reasoning: {inside}{marker(written.end)}"
+    elif written.end in special:
         reasoning = f"reasoning: TEXT {marker(written.end)}\nTEXT: /(?s:.*)/"
     else:
         reasoning = f"reasoning[suffix={json.dumps(written.end)}]: /(?s:.*)/"
@@ -77,3 +85,19 @@ def lark_before_answer(written: ReasoningFormat, is_open: bool, special: Mapping
     # Lazy: an answer of any text could go on where the marker ends.
     begin = f"begin{'' if written.begin in special else '[lazy]'}: {marker(written.begin)}"
     return f"before: (begin reasoning BLANKS)?\n{begin}\n{reasoning}\n{blanks}"
+
+
+def lark_after_budget(
+    written: ReasoningFormat, is_open: bool, special: Mapping[str, int], budget: Budget
+) -> tuple[str, str]:
+    """Return `before`, and the Lark of an answer of any tokens after it, none of which begins to reason again.
+
+    special: ids of all markers.
+    """
+    before = lark_before_answer(written, is_open, special, budget)
+    if not written.is_channels:
+        return before, f"start: <[^{special[written.begin]}]>*"
+    channel = f"<[{special[CHANNEL]}]>"
+    other = f'{channel} ("final" | "commentary") <[^{special[CHANNEL]}]>*'
+    final = f'{channel} "final" <[{special[MESSAGE]}]>'
+    return before.replace(final, ""), f"start: ({other})+"

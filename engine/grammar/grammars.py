@@ -19,10 +19,11 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from common.errors import EngineError, InvalidRequestError
 from common.grammar.grammar import LIMITS, TOO_COMPLEX, for_llguidance, grammar_error
 from common.text.tokenizer import Tokenizer
-from engine.grammar.mask_thread import MaskThread
+from engine.grammar.mask_thread import MaskThread, Task
 from engine.sampling.filters import Words
 
 NUM_CACHED = 16  # compiled grammars of an engine; one may have 8,000 states of 1 to 2 kB
+NUM_REPLAYED = 512  # tokens of an answer that goes on elsewhere, at a time: 1 ms of the 2 that each task has
 # Processor time of an answer's masks. Schemas that people wrote take 0.04 ms a token, 0.6 at most.
 ANSWER_SECONDS, TOKEN_SECONDS = 0.05, 0.001
 
@@ -57,7 +58,7 @@ class GrammarMatcher:
         if self._error:
             return
         began = time.thread_time()
-        words = self._follow(output_token_ids)
+        words = self._mask() if self._follow(output_token_ids) else None
         self._seconds += time.thread_time() - began
         if self._matcher.is_error():
             self.fail(grammar_error(self._matcher.get_error()))
@@ -65,12 +66,18 @@ class GrammarMatcher:
             self.fail(f"{TOO_COMPLEX}: its masks take more than {TOKEN_SECONDS * 1e3:.0f} ms a token")
         self._ready[len(output_token_ids)] = words
 
+    def replay(self, output_token_ids: list[int]) -> None:
+        """Follow the beginning of an output whose mask is not needed."""
+        if not self._error:
+            self._follow(output_token_ids)
+
     def fail(self, error: str) -> None:
         """Let the answer end with this error."""
         self._error = self._error or error
         self._on_error()
 
-    def _follow(self, output_token_ids: list[int]) -> Words | None:
+    def _follow(self, output_token_ids: list[int]) -> bool:
+        """Consume what is new of an output, and take back what differs. Whether it follows the grammar."""
         num_same = len(self._consumed)
         while self._consumed[:num_same] != output_token_ids[:num_same]:
             num_same -= 1
@@ -80,8 +87,9 @@ class GrammarMatcher:
         new = output_token_ids[num_same:]
         count = self._matcher.try_consume_tokens(new)
         self._consumed += new[:count]
-        if count < len(new) or self._matcher.is_error():
-            return None
+        return count == len(new) and not self._matcher.is_error()
+
+    def _mask(self) -> Words:
         return np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32)[: self._num_words]
 
 
@@ -90,10 +98,14 @@ def compute_masks(wanted: Sequence[tuple[GrammarMatcher, list[int]]]) -> None:
 
     An answer whose mask takes too long fails, and the step goes on without it.
     """
-    for matcher, _ in wanted:
+    tasks: list[Task] = []
+    for matcher, output in wanted:
         matcher._ready.clear()
+        for end in range(len(matcher._consumed) + NUM_REPLAYED, len(output), NUM_REPLAYED):
+            tasks.append((matcher.replay, matcher.fail, output[:end]))
+        tasks.append((matcher.compute, matcher.fail, output))
     if wanted:
-        wanted[0][0]._masks.run([(matcher.compute, matcher.fail, output) for matcher, output in wanted])
+        wanted[0][0]._masks.run(tasks)
 
 
 class Grammars:

@@ -2,29 +2,93 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field, model_validator
+
+from common.errors import InvalidRequestError
 from common.grammar import grammar
-from common.reasoning.reasoning_format import ReasoningFormat, lark_before_answer, reasoning_format
+from common.reasoning.reasoning_format import (
+    Budget,
+    ReasoningFormat,
+    lark_after_budget,
+    lark_before_answer,
+    reasoning_format,
+)
 from common.reasoning.reasoning_parser import ReasoningParser, is_opened, parser_for
 from common.text.tokenizer import Tokenizer
 from router.api.message_schemas import Body
 from router.api.results import ChoiceResult
+from router.api.schemas import ChatCompletionBody
 from router.api.text import Update
 
 NUM_END_TOKENS = 16  # of a prompt, in which its template may have opened the reasoning
+
+
+# As templates call it: Qwen3 and GLM, DeepSeek-V3.1 and Granite, Seed-OSS.
+NO_THINKING: dict[str, Any] = {"enable_thinking": False, "thinking": False, "thinking_budget": 0}
+NumTokens = Annotated[int, Field(ge=0, lt=1 << 31)]
+
+
+class ReasoningOptions(Body):
+    """OpenRouter's names."""
+
+    max_tokens: NumTokens | None = None
+    exclude: bool | None = None
 
 
 class ReasoningFields(Body):
     """Fields of a chat request's body."""
 
     include_reasoning: bool | None = None
+    thinking_token_budget: NumTokens | None = None
+    reasoning: ReasoningOptions | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tell_template(cls, fields: Any) -> Any:
+        """Let the chat template know of a budget, and of an effort of none."""
+        variables = _template_variables(fields) if isinstance(fields, dict) else {}
+        given = fields.get("chat_template_kwargs") if variables else None
+        if not variables or not isinstance(given, dict | None):
+            return fields
+        return {**fields, "chat_template_kwargs": variables | (given or {})}
+
+    @model_validator(mode="after")
+    def _check_budget(self) -> ReasoningFields:
+        if self.thinking_token_budget is not None and self.reasoning and self.reasoning.max_tokens is not None:
+            message = "thinking_token_budget and reasoning.max_tokens exclude each other"
+            raise InvalidRequestError(message, "thinking_token_budget")
+        return self
+
+    @property
+    def is_reasoning_included(self) -> bool:
+        return self.include_reasoning is not False and not (self.reasoning and self.reasoning.exclude)
+
+    @property
+    def budget(self) -> int | None:
+        """Tokens that a choice may reason, if bounded."""
+        if self.thinking_token_budget is not None:
+            return self.thinking_token_budget
+        return self.reasoning.max_tokens if self.reasoning else None
+
+
+def _template_variables(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the chat template's variables that fields of a body ask for."""
+    options = fields.get("reasoning")
+    budget = fields.get("thinking_token_budget", options.get("max_tokens") if isinstance(options, dict) else None)
+    if budget == 0 or fields.get("reasoning_effort") == "none":
+        return NO_THINKING
+    return {} if budget is None else {"thinking_budget": budget}
 
 
 class ReasoningPart:
     """The reasoning in the answers to one request."""
 
-    def __init__(self, written: ReasoningFormat, tokenizer: Tokenizer, is_included: bool, has_tools: bool) -> None:
+    def __init__(
+        self, written: ReasoningFormat, tokenizer: Tokenizer, is_included: bool, has_tools: bool, budget: int | None
+    ) -> None:
+        """budget: tokens that a choice may reason. Raises InvalidRequestError for markers that are no tokens."""
         self._written = written
         self._has_tools = has_tools
         self._tokenizer = tokenizer
@@ -32,14 +96,22 @@ class ReasoningPart:
         ids = {text: tokenizer.special_id_of.get(text) for text in written.markers}
         self._special = {text: token_id for text, token_id in ids.items() if token_id is not None}
         self.shown = frozenset(self._special.values())
+        self._budget: Budget | None = None
+        if budget is not None:
+            self._special = marker_ids(written, tokenizer)
+            self._budget = budget, frozenset(self._special.values()).union(tokenizer.eos_token_ids)
 
     def grammar(self, answer: str, prompt_token_ids: list[int]) -> str:
         """Return the grammar of an answer with its reasoning before it."""
         prompt_end = self._prompt_end(prompt_token_ids)
-        if not answer or prompt_end.rstrip().endswith(self._written.end):
+        if prompt_end.rstrip().endswith(self._written.end) or not (answer or self._budget):
             return answer
         is_open = is_opened(self._written, prompt_end)
-        return grammar.after(lark_before_answer(self._written, is_open, self._special), answer)
+        if self._budget:
+            before, any_answer = lark_after_budget(self._written, is_open, self._special, self._budget)
+            if not answer:
+                return grammar.after(before, grammar.lark(any_answer))
+        return grammar.after(lark_before_answer(self._written, is_open, self._special, self._budget), answer)
 
     def stage(self, prompt_token_ids: list[int]) -> ReasoningStage:
         return ReasoningStage(parser_for(self._written, self._prompt_end(prompt_token_ids), self._has_tools))
@@ -81,6 +153,26 @@ def reasoning_part(body: Body, tokenizer: Tokenizer, has_tools: bool, parser: st
     has_tools: a later part takes calls out of the answers.
     """
     written = reasoning_format(tokenizer.tool_template, parser)
-    if written is None or not isinstance(body, ReasoningFields):
+    if not isinstance(body, ReasoningFields):
         return None
-    return ReasoningPart(written, tokenizer, body.include_reasoning is not False, has_tools)
+    budget = body.budget
+    if written is None:
+        if budget is not None:
+            message = "this model does not reason apart from its answers: its reasoning cannot be bounded"
+            raise InvalidRequestError(message, "thinking_token_budget")
+        return None
+    if budget is None and isinstance(body, ChatCompletionBody) and body.reasoning_effort == "none":
+        budget = 0 if _are_tokens(written, tokenizer) else None  # where the template does not heed it
+    return ReasoningPart(written, tokenizer, body.is_reasoning_included, has_tools, budget)
+
+
+def marker_ids(written: ReasoningFormat, tokenizer: Tokenizer) -> dict[str, int]:
+    """Return the tokens of the markers. Raises InvalidRequestError where one is more than a token."""
+    if not _are_tokens(written, tokenizer):
+        message = "this model's reasoning cannot be bounded: the markers around it are no tokens of their own"
+        raise InvalidRequestError(message, "thinking_token_budget")
+    return {text: tokenizer.encode(text, allow_special=True)[0] for text in written.markers}
+
+
+def _are_tokens(written: ReasoningFormat, tokenizer: Tokenizer) -> bool:
+    return all(len(tokenizer.encode(text, allow_special=True)) == 1 for text in written.markers)

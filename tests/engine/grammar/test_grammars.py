@@ -12,6 +12,7 @@ from llguidance import LLMatcher
 
 from common.errors import InvalidRequestError
 from common.grammar import grammar
+from common.reasoning.reasoning_format import THINK, lark_before_answer
 from engine import LLM, SamplingParams
 from engine.grammar.grammars import Grammars
 from tests.engine.driving import num_drafts
@@ -29,12 +30,18 @@ PERSON = grammar.json_schema(
     }
 )
 WORDS = grammar.regex("([a-f]{3} ){4}end")
+BUDGET = 40, frozenset({ord("<"), ord(">"), 257})  # bytes stand for the markers
+THOUGHT = grammar.after(
+    lark_before_answer(THINK, True, {"<think>": ord("<"), "</think>": ord(">")}, BUDGET), grammar.regex("[a-f]{9}")
+)
 PROMPTS = ["a", "The quick brown fox " * 6, "0123456789" * 20]
 PARAMS = [
     SamplingParams(max_tokens=300, temperature=0.0, grammar=PERSON),
     SamplingParams(max_tokens=300, temperature=1.3, seed=5, grammar=PERSON, presence_penalty=0.5),
     SamplingParams(max_tokens=300, temperature=1.0, seed=6, grammar=WORDS),
     SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True),
+    SamplingParams(max_tokens=99, temperature=1.0, seed=7, grammar=THOUGHT),
+    SamplingParams(max_tokens=99, temperature=0.0, grammar=THOUGHT),  # it repeats itself: drafts
 ]
 
 
@@ -65,6 +72,21 @@ def test_answers_follow_the_grammar_and_end() -> None:
             assert completion.finish_reason == "stop"
     for completion in llm.generate(PROMPTS, PARAMS[2]):
         assert re.fullmatch("([a-f]{3} ){4}end", completion.text)
+    for completion in llm.generate(PROMPTS, PARAMS[4]) + llm.generate(PROMPTS, PARAMS[5]):
+        assert completion.token_ids.index(ord(">")) <= BUDGET[0]
+        assert re.search(">[ \n]{0,4}[a-f]{9}$", completion.text)
+
+
+def test_a_long_answer_goes_on_elsewhere() -> None:
+    """A worker that takes over an answer follows all its tokens before its first mask: 40 ms of them."""
+    llm = make()
+    grammars = Grammars(lambda: llm.tokenizer, llm.tokenizer.vocab_size)
+    budget = 100_000, BUDGET[1]
+    before = lark_before_answer(THINK, True, {"<think>": ord("<"), "</think>": ord(">")}, budget)
+    matcher = grammars.start(grammar.after(before, grammar.regex("[a-f]{9}"))).result()
+    assert matcher.allowed(list(b"x" * 60_000)) is not None
+    assert matcher.allowed(list(b"x" * 60_000 + b">abcdefabcd")) is None
+    assert matcher.allowed(list(b"x" * 60_000 + b">abcdefabc")) is not None
 
 
 @pytest.mark.parametrize(
