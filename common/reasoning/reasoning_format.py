@@ -57,12 +57,18 @@ def reasoning_format(template: str, parser: str = "auto") -> ReasoningFormat | N
 
 
 def lark_before_answer(
-    written: ReasoningFormat, is_open: bool, special: Mapping[str, int], budget: Budget | None = None
+    written: ReasoningFormat,
+    is_open: bool,
+    special: Mapping[str, int],
+    budget: Budget | None = None,
+    has_header: bool = False,
 ) -> str:
     """Return the Lark rule `before`: what may come before an answer that follows a grammar.
 
     is_open: the prompt has begun the reasoning. special: ids of the markers that are special tokens; with a budget,
-    of all markers. llguidance's `max_tokens` would bound a text, too, but takes no token back, as drafts need it.
+    of all markers. has_header: the answer names its channel.
+
+    llguidance's `max_tokens` would bound a text, too, but takes no token back, as drafts need it.
     """
 
     def marker(text: str) -> str:
@@ -78,7 +84,8 @@ def lark_before_answer(
         reasoning = f"reasoning[suffix={json.dumps(written.end)}]: /(?s:.*)/"
     if written.is_channels:
         analysis = f'{marker(CHANNEL)} "analysis" {marker(MESSAGE)} reasoning {marker(START)} "assistant"'
-        return f'before: ({analysis})? {marker(CHANNEL)} "final" {marker(MESSAGE)}\n{reasoning}'
+        header = "" if has_header else f'{marker(CHANNEL)} "final" {marker(MESSAGE)}'
+        return f"before: ({analysis})? {header}\n{reasoning}"
     blanks = f"BLANKS: /[ \\n]{{0,{MAX_BLANKS}}}/"
     if is_open:
         return f"before: reasoning BLANKS\n{reasoning}\n{blanks}"
@@ -94,10 +101,9 @@ def lark_after_budget(
 
     special: ids of all markers.
     """
-    before = lark_before_answer(written, is_open, special, budget)
+    before = lark_before_answer(written, is_open, special, budget, has_header=True)
     if not written.is_channels:
         return before, f"start: <[^{special[written.begin]}]>*"
     channel = f"<[{special[CHANNEL]}]>"
     other = f'{channel} ("final" | "commentary") <[^{special[CHANNEL]}]>*'
-    final = f'{channel} "final" <[{special[MESSAGE]}]>'
-    return before.replace(final, ""), f"start: ({other})+"
+    return before, f"start: ({other})+"

@@ -31,6 +31,10 @@ class JsonCalls:
         return markers_in(self.begin, self.end)
 
     @property
+    def answer_opening(self) -> str:
+        return ""
+
+    @property
     def ignored(self) -> tuple[str, ...]:
         return ()
 

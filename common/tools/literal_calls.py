@@ -44,6 +44,10 @@ class LiteralCalls:
         return ""
 
     @property
+    def answer_opening(self) -> str:
+        return ""
+
+    @property
     def separator(self) -> str:
         return "" if self.begin else self.next
 

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from common.errors import InvalidRequestError
 from common.grammar import grammar
 from common.tools.call_reader import CallReader
 from common.tools.tool_parser import Schema, alternatives, markers_in
@@ -27,11 +26,14 @@ class NamedCalls:
     opening: str = ""
     closing: str = ""
     between: str = ""
-    is_forceable: bool = True
+    channel: str = ""  # what a forced call has before it, and is its only one; the reader does not see it
+    answer_opening: str = ""
 
     @property
     def markers(self) -> tuple[str, ...]:
-        return markers_in(self.opening, self.begin, self.middle, self.end, self.closing)
+        return markers_in(
+            self.opening, self.channel, self.begin, self.after_name, self.middle, self.end, self.closing
+        )
 
     @property
     def ignored(self) -> tuple[str, ...]:
@@ -49,12 +51,9 @@ class NamedCalls:
         return NamedCallReader(functions, self.middle, self.end[:1])
 
     def lark(self, schemas: Mapping[str, Schema], is_parallel: bool, quoted: Callable[[str], str]) -> list[str]:
-        if not self.is_forceable:
-            raise InvalidRequestError(
-                "this model's calls cannot be required yet: use tool_choice auto", "tool_choice"
-            )
-        several = f" ({quoted(self.between)} call)*" if is_parallel else ""
-        rules = [f"calls: {quoted(self.opening)} call{several} {quoted(self.closing)}", alternatives(schemas)]
+        several = f" ({quoted(self.between)} call)*" if is_parallel and not self.channel else ""
+        opening = quoted(self.channel + self.opening)
+        rules = [f"calls: {opening} call{several} {quoted(self.closing)}", alternatives(schemas)]
         for index, (name, schema) in enumerate(schemas.items()):
             before = quoted(f"{self.begin}{self.before_name}{name}{self.after_name}{self.middle}")
             newline = "\n" if self.end.startswith("`") else ""
@@ -111,4 +110,7 @@ KIMI_K2 = NamedCalls(
 )  # fmt: skip
 MISTRAL_NAMED = NamedCalls("[TOOL_CALLS]", "[ARGS]")
 # What `ChannelParser` leaves of a message to a function: `<|channel|>commentary to=functions.NAME ...<|message|>`.
-HARMONY = NamedCalls("to=functions.", "<|message|>", is_forceable=False)
+HARMONY = NamedCalls(
+    "to=functions.", "<|message|>", after_name=" <|constrain|>json", channel="<|channel|>commentary ",
+    answer_opening="<|channel|>final<|message|>",
+)  # fmt: skip

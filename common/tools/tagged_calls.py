@@ -49,6 +49,10 @@ class TaggedCalls:
         return ""
 
     @property
+    def answer_opening(self) -> str:
+        return ""
+
+    @property
     def separator(self) -> str:
         return ""
 

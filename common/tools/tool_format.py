@@ -73,7 +73,10 @@ def calls_grammar(
     rules = written.lark(schemas, is_parallel, lambda text: _quoted(text, written, special))
     if answer is None:
         return grammar.lark("\n".join(["start: calls", *rules]))
-    return grammar.lark("\n".join(["start: calls | answer", *rules, f"answer: {grammar.json_rule(answer)}"]))
+    # The answer's rule is one of its own: `%json` stands alone.
+    opening = _quoted(written.answer_opening, written, special)
+    rules += [f"answer: {opening} json", f"json: {grammar.json_rule(answer)}"]
+    return grammar.lark("\n".join(["start: calls | answer", *rules]))
 
 
 def text_and_calls_grammar(
@@ -83,7 +86,7 @@ def text_and_calls_grammar(
 
     Takes what `calls_grammar` takes. Raises InvalidRequestError also for a format whose calls begin like any text.
     """
-    if not written.begin:
+    if not written.begin or written.answer_opening:
         raise InvalidRequestError("this model's calls begin like any text", "tools")
     first = written.begin if written.opening.startswith(written.begin) or not written.opening else written.opening
 

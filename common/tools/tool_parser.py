@@ -39,6 +39,10 @@ class ToolFormat(Protocol):
         """What stands once before all calls; empty: nothing."""
 
     @property
+    def answer_opening(self) -> str:
+        """What stands before an answer that is no call, where a grammar allows both; empty: nothing."""
+
+    @property
     def end(self) -> str:
         """The marker after a call; empty: none."""
 

@@ -111,7 +111,9 @@ class ReasoningPart:
             before, any_answer = lark_after_budget(self._written, is_open, self._special, self._budget)
             if not answer:
                 return grammar.after(before, grammar.lark(any_answer))
-        return grammar.after(lark_before_answer(self._written, is_open, self._special, self._budget), answer)
+        has_header = self._has_tools  # the grammar of calls has it
+        before = lark_before_answer(self._written, is_open, self._special, self._budget, has_header)
+        return grammar.after(before, answer)
 
     def stage(self, prompt_token_ids: list[int]) -> ReasoningStage:
         return ReasoningStage(parser_for(self._written, self._prompt_end(prompt_token_ids), self._has_tools))

@@ -10,7 +10,11 @@ import numpy as np
 import pytest
 
 from common.errors import InvalidRequestError
+from common.grammar import grammar
 from common.model_files import resolve_model
+from common.reasoning.reasoning_format import HARMONY as CHANNELS
+from common.reasoning.reasoning_format import lark_before_answer
+from common.reasoning.reasoning_parser import ChannelParser
 from common.text.load import load_tokenizer
 from common.tools.json_calls import HERMES, LLAMA3_JSON, JsonCalls
 from common.tools.literal_calls import FUNCTION_GEMMA, PYTHONIC, LiteralCalls
@@ -39,10 +43,10 @@ SCHEMAS: dict[str, Any] = {"get_weather": CITY, "get_time": ZONE}
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
-def written_by(grammar: str, seed: int, begin: str = "") -> list[int]:
+def written_by(followed: str, seed: int, begin: str = "") -> list[int]:
     """What a random model writes from that beginning on, without blanks where it has the choice."""
     draw = random.Random(seed)
-    matcher = Grammars(lambda: DRY_RUN, DRY_RUN.vocab_size).start(grammar).result()
+    matcher = Grammars(lambda: DRY_RUN, DRY_RUN.vocab_size).start(followed).result()
     output = list(begin.encode())
     while True:
         words = matcher.allowed(output)
@@ -68,11 +72,11 @@ def follows(call: CallDelta) -> bool:
 
 @pytest.mark.parametrize("written", [written for written, _ in FORMATS.values() if written is not HARMONY], ids=repr)
 def test_what_a_grammar_allows_is_parsed_and_follows_the_schemas(written: ToolFormat) -> None:
-    grammar = calls_grammar(written, SCHEMAS, True, {})
+    followed = calls_grammar(written, SCHEMAS, True, {})
     names = set()
     for seed in range(12):
         parser = ToolCallParser(written, SCHEMAS)
-        text, calls = parser.push(DRY_RUN.decode(written_by(grammar, seed)))
+        text, calls = parser.push(DRY_RUN.decode(written_by(followed, seed)))
         assert text + parser.finish() == ""
         assert calls
         assert all(follows(call) for call in calls)
@@ -81,6 +85,34 @@ def test_what_a_grammar_allows_is_parsed_and_follows_the_schemas(written: ToolFo
 
 
 MARKED = [written for written, _ in FORMATS.values() if written.begin and written is not HARMONY]
+
+
+def test_channels_hold_a_required_call_after_an_analysis() -> None:
+    calls = calls_grammar(HARMONY, SCHEMAS, True, {})
+    names = set()
+    for seed in range(12):
+        written = DRY_RUN.decode(written_by(calls, seed))
+        reasoning, answer = ChannelParser(has_tools=True).push(written)
+        text, found = ToolCallParser(HARMONY, SCHEMAS, is_forced=True).push(answer)
+        assert (reasoning, text) == ("", "")
+        assert all(follows(CallDelta(*each)) for each in added_up(found))
+        names |= {name for name, _ in added_up(found)}
+    assert names == set(SCHEMAS)
+    before = lark_before_answer(CHANNELS, False, {}, has_header=True)
+    call = '<|channel|>commentary to=functions.get_time <|constrain|>json<|message|>{"zone": "CET"}'
+    analysis = "<|channel|>analysis<|message|>The time?<|end|><|start|>assistant"
+    assert allows(grammar.after(before, calls), analysis + call)
+    assert allows(grammar.after(before, calls), call)
+    assert not allows(grammar.after(before, calls), f"{analysis}<|channel|>final<|message|>No.")
+    assert not allows(grammar.after(before, calls), f"{call}<|call|><|start|>assistant{call}")
+
+
+def test_channels_hold_an_answer_instead() -> None:
+    answer = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    either = calls_grammar(HARMONY, SCHEMAS, True, {}, answer)
+    assert allows(either, '<|channel|>final<|message|>{"ok": true}')
+    assert allows(either, '<|channel|>commentary to=functions.get_time <|constrain|>json<|message|>{"zone": "UTC"}')
+    assert not allows(either, '{"ok": true}')
 
 
 def first_marker(written: ToolFormat) -> str:
@@ -92,15 +124,15 @@ def test_in_a_text_what_begins_like_a_call_is_one_and_follows_its_schema(written
     is_marked_each = not written.opening
     # Any text between tags is without an end where nobody ends it.
     schemas = SCHEMAS if isinstance(written, TaggedCalls | LiteralCalls) else {**SCHEMAS, "search": ANY_OBJECT}
-    grammar = text_and_calls_grammar(written, schemas, True, {})
+    followed = text_and_calls_grammar(written, schemas, True, {})
     marker = first_marker(written)
-    assert allows(grammar, "")
-    assert allows(grammar, f"No {marker[:-1]} {{é}}")
-    assert not allows(grammar, f"{marker} no call")
+    assert allows(followed, "")
+    assert allows(followed, f"No {marker[:-1]} {{é}}")
+    assert not allows(followed, f"{marker} no call")
     names, num_texts_after = set(), 0
     for seed in range(30):
         parser = ToolCallParser(written, schemas)
-        text, calls = parser.push(DRY_RUN.decode(written_by(grammar, seed, f"I look: {marker}")))
+        text, calls = parser.push(DRY_RUN.decode(written_by(followed, seed, f"I look: {marker}")))
         text += parser.finish()
         assert text.startswith("I look:")
         num_texts_after += text != "I look:"
@@ -114,20 +146,20 @@ def test_in_a_text_what_begins_like_a_call_is_one_and_follows_its_schema(written
 
 @pytest.mark.parametrize("written", MARKED, ids=repr)
 def test_in_a_text_without_parallel_calls_one_call_ends_it(written: ToolFormat) -> None:
-    grammar = text_and_calls_grammar(written, SCHEMAS, False, {})
+    followed = text_and_calls_grammar(written, SCHEMAS, False, {})
     for seed in range(8):
-        output = written_by(grammar, seed, first_marker(written))
+        output = written_by(followed, seed, first_marker(written))
         parser = ToolCallParser(written, SCHEMAS)
         text, calls = parser.push(DRY_RUN.decode(output))
         assert text + parser.finish() == ""
         assert len(added_up(calls)) == 1
-        assert not allows(grammar, DRY_RUN.decode(output) + "x")
+        assert not allows(followed, DRY_RUN.decode(output) + "x")
 
 
 def test_in_a_text_a_call_begins_with_its_special_token_and_with_no_text_that_spells_it() -> None:
     user = DRY_RUN.special_id_of["<user>"]
     written = JsonCalls("<user>", "</tool_call>", "\n")
-    grammar = text_and_calls_grammar(written, SCHEMAS, True, {"<user>": user})
+    followed = text_and_calls_grammar(written, SCHEMAS, True, {"<user>": user})
     call = [user, *DRY_RUN.encode('\n{"name": "get_time", "arguments": {"zone": "CET"}}\n</tool_call>')]
     for token_ids, is_allowed in (
         ([*b"Hm.", *call], True),
@@ -136,16 +168,16 @@ def test_in_a_text_a_call_begins_with_its_special_token_and_with_no_text_that_sp
         ([*b"<user> is a marker."], False),
         ([*b"<use of it"], True),
     ):
-        matcher = Grammars(lambda: DRY_RUN, DRY_RUN.vocab_size).start(grammar).result()
+        matcher = Grammars(lambda: DRY_RUN, DRY_RUN.vocab_size).start(followed).result()
         assert (matcher.allowed(token_ids) is not None) is is_allowed, token_ids
 
 
 def test_tags_of_any_object_may_be_called_as_they_like() -> None:
-    grammar = text_and_calls_grammar(QWEN3_CODER, {"search": ANY_OBJECT}, True, {})
+    followed = text_and_calls_grammar(QWEN3_CODER, {"search": ANY_OBJECT}, True, {})
     for inside in ("", "<parameter=q>\n{<é>\n</parameter>\n", "<parameter=q>\n1\n</parameter>\n" * 3):
-        assert allows(grammar, f"So <tool_call>\n<function=search>\n{inside}</function>\n</tool_call> there")
+        assert allows(followed, f"So <tool_call>\n<function=search>\n{inside}</function>\n</tool_call> there")
     for inside in ("q=1", "<parameter=>\n1\n</parameter>\n"):
-        assert not allows(grammar, f"So <tool_call>\n<function=search>\n{inside}</function>\n</tool_call> there")
+        assert not allows(followed, f"So <tool_call>\n<function=search>\n{inside}</function>\n</tool_call> there")
 
 
 NESTED: dict[str, Any] = {
@@ -200,9 +232,9 @@ def added_up(deltas: list[CallDelta]) -> list[tuple[str, str]]:
     return calls
 
 
-def allows(grammar: str, text: str) -> bool:
+def allows(followed: str, text: str) -> bool:
     """Whether the whole text follows the grammar."""
-    matcher = Grammars(lambda: DRY_RUN, DRY_RUN.vocab_size).start(grammar).result()
+    matcher = Grammars(lambda: DRY_RUN, DRY_RUN.vocab_size).start(followed).result()
     words = matcher.allowed(DRY_RUN.encode(text, allow_special=True))
     eos = DRY_RUN.eos_token_ids[0]
     return words is not None and bool(words[eos // 32] >> (eos % 32) & 1)
@@ -211,10 +243,10 @@ def allows(grammar: str, text: str) -> bool:
 def test_parallel_calls_stand_on_lines_of_their_own() -> None:
     one, two = call_text("get_time", '{"zone": "CET"}'), call_text("get_weather", '{"city": "Oslo", "days": 7}')
     for is_parallel in (True, False):
-        grammar = calls_grammar(HERMES, SCHEMAS, is_parallel, {})
-        assert allows(grammar, one)
-        assert allows(grammar, f"{one}\n{two}") is is_parallel
-        assert not allows(grammar, "no call")
+        followed = calls_grammar(HERMES, SCHEMAS, is_parallel, {})
+        assert allows(followed, one)
+        assert allows(followed, f"{one}\n{two}") is is_parallel
+        assert not allows(followed, "no call")
     json_call = '{"name": "get_time", "parameters": {"zone": "UTC"}}'
     assert allows(calls_grammar(LLAMA3_JSON, SCHEMAS, True, {}), json_call)
     assert not allows(calls_grammar(LLAMA3_JSON, SCHEMAS, True, {}), f"{json_call}\n{json_call}")
@@ -222,10 +254,10 @@ def test_parallel_calls_stand_on_lines_of_their_own() -> None:
 
 def test_a_grammar_may_allow_an_answer_instead() -> None:
     answer = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
-    grammar = calls_grammar(HERMES, SCHEMAS, True, {}, answer)
-    assert allows(grammar, '{"ok": true}')
-    assert allows(grammar, call_text("get_time", '{"zone": "CET"}'))
-    assert not allows(grammar, '{"no": true}')
+    followed = calls_grammar(HERMES, SCHEMAS, True, {}, answer)
+    assert allows(followed, '{"ok": true}')
+    assert allows(followed, call_text("get_time", '{"zone": "CET"}'))
+    assert not allows(followed, '{"no": true}')
 
 
 def test_markers_that_are_special_tokens_are_those_tokens() -> None:

@@ -125,8 +125,16 @@ async def test_channels_are_reasoning_calls_and_content() -> None:
         assert [(each.function.name, each.function.arguments) for each in message.tool_calls] == [("get_time", "{}")]
         found = await streamed(c, tools=TOOLS)
         assert (found["reasoning"], found["content"], found["calls"]) == ("Hm.", "I look.", "{}")
-        with pytest.raises(openai.BadRequestError, match="cannot be required"):
-            await ask(c, tools=TOOLS, tool_choice="required")
+        [choice] = (await ask(c, tools=TOOLS, tool_choice="required")).choices
+        assert choice.message.reasoning == "Hm."
+        assert [call.function.name for call in choice.message.tool_calls] == ["get_time"]
+        followed = c.decode[0].submits[-1].sampling.grammar
+        assert "analysis" in followed
+        assert "final" not in followed
+        assert "to=functions.get_time <|constrain|>json" in followed
+        strict = [{**TOOLS[0], "function": {"name": "get_time", "strict": True}}]
+        await ask(c, tools=strict)
+        assert not c.decode[0].submits[-1].sampling.grammar  # advice
 
 
 async def test_completions_show_the_text_as_it_is() -> None:
