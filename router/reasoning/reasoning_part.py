@@ -17,7 +17,7 @@ from common.reasoning.reasoning_format import (
 )
 from common.reasoning.reasoning_parser import ReasoningParser, is_opened, parser_for
 from common.text.tokenizer import Tokenizer
-from router.api.message_schemas import Body
+from router.api.message_schemas import Body, Label
 from router.api.results import ChoiceResult
 from router.api.schemas import ChatCompletionBody
 from router.api.text import Update
@@ -33,6 +33,8 @@ NumTokens = Annotated[int, Field(ge=0, lt=1 << 31)]
 class ReasoningOptions(Body):
     """OpenRouter's names."""
 
+    effort: Label | None = None
+    enabled: bool | None = None
     max_tokens: NumTokens | None = None
     exclude: bool | None = None
 
@@ -47,9 +49,14 @@ class ReasoningFields(Body):
     @model_validator(mode="before")
     @classmethod
     def _tell_template(cls, fields: Any) -> Any:
-        """Let the chat template know of a budget, and of an effort of none."""
-        variables = _template_variables(fields) if isinstance(fields, dict) else {}
-        given = fields.get("chat_template_kwargs") if variables else None
+        """Let the chat template know of an effort, and of a budget."""
+        if not isinstance(fields, dict):
+            return fields
+        options = fields.get("reasoning")
+        if isinstance(options, dict) and fields.get("reasoning_effort") is None:
+            effort = "none" if options.get("enabled") is False else options.get("effort")
+            fields = {**fields, "reasoning_effort": effort}
+        variables, given = _template_variables(fields), fields.get("chat_template_kwargs")
         if not variables or not isinstance(given, dict | None):
             return fields
         return {**fields, "chat_template_kwargs": variables | (given or {})}

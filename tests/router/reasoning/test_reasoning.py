@@ -164,6 +164,12 @@ async def test_a_schema_holds_after_the_reasoning(fields: dict[str, Any], begin:
 BOUNDED: list[dict[str, Any]] = [{"thinking_token_budget": 9}, {"reasoning": {"max_tokens": 9}}]
 
 
+NO_THINKING: list[dict[str, Any]] = [
+    {"thinking_token_budget": 0}, {"reasoning_effort": "none"}, {"reasoning": {"enabled": False}},
+    {"reasoning": {"effort": "none"}}, {"reasoning": {"max_tokens": 0}},
+]  # fmt: skip
+
+
 @asynccontextmanager
 async def with_markers(template: str = TEMPLATE) -> AsyncIterator[Cluster]:
     """The markers are tokens of their own."""
@@ -193,7 +199,7 @@ async def test_a_budget_of_tokens_is_a_grammar(extra: dict[str, Any]) -> None:
         assert found["finish_reason"] == "stop"
 
 
-@pytest.mark.parametrize("extra", [{"thinking_token_budget": 0}, {"reasoning_effort": "none"}], ids=str)
+@pytest.mark.parametrize("extra", NO_THINKING, ids=str)
 async def test_no_thinking_is_the_templates_where_it_can(extra: dict[str, Any]) -> None:
     async with with_markers() as c:
         await ask(c, extra_body=extra)
@@ -214,6 +220,16 @@ async def test_templates_learn_of_a_budget_and_clients_decide() -> None:
         async with with_markers(template) as c:
             await ask(c, extra_body=extra)
             assert bytes(unpack_ids(c.decode[0].submits[-1].prompt_token_ids)).endswith(shown)
+
+
+async def test_options_name_an_effort() -> None:
+    async with with_markers(TEMPLATE + "{{ reasoning_effort }}") as c:
+        for extra, shown in (
+            ({"reasoning": {"effort": "low"}}, b"low"),
+            ({"reasoning": {"effort": "low"}, "reasoning_effort": "high"}, b"high"),
+        ):
+            await ask(c, extra_body=extra)
+            assert bytes(unpack_ids(c.decode[0].submits[-1].prompt_token_ids)[-len(shown) :]) == shown
 
 
 async def test_a_reasoning_that_is_excluded_is_left_out() -> None:
