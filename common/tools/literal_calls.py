@@ -52,6 +52,10 @@ class LiteralCalls:
         return "" if self.begin else self.next
 
     @property
+    def variants(self) -> tuple[tuple[str, str], ...]:
+        return ()
+
+    @property
     def ignored(self) -> tuple[str, ...]:
         return ()
 
