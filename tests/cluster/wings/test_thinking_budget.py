@@ -119,8 +119,7 @@ async def test_tokens_are_counted_across_a_kill(cluster: Cluster) -> None:
         assert [token_ids.index(END) for token_ids in calm] == [150] * 6
         for _ in range(8):  # on a busy machine a kill may come when most of its streams have ended
             hurt, num_moved = await stream_all(asyncio.Event())
-            assert [token_ids.index(END) for token_ids in hurt] == [150] * 6
-            assert [len(token_ids) for token_ids in hurt] == [300] * 6
+            assert hurt == calm
             if num_moved:
                 break
             await asyncio.to_thread(cluster.start_killed, 3)
