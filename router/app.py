@@ -80,7 +80,7 @@ def create_app(gateway: Gateway) -> Any:
         allow_origins=gateway.cors_origins,
         allow_methods=["GET", "POST"],
         allow_headers=["*"],
-        expose_headers=["x-request-id", "x-mini-infer-id", "retry-after"],
+        expose_headers=["x-request-id", "x-mini-infer-id", "x-mini-infer-ignored", "retry-after"],
     )
 
 

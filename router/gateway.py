@@ -16,7 +16,7 @@ from starlette.responses import Response
 from common.text.tokenizer import Tokenizer
 from protos import types_pb2 as pb
 from router.api.completion_renderer import CompletionRenderer
-from router.api.parse import parse_body
+from router.api.parse import B, is_ignored, parse_body
 from router.api.prompts import chat_prompt, completion_prompts, truncated
 from router.api.render import Renderer, RenderOptions
 from router.api.sampling import for_choice, sampling_params
@@ -37,6 +37,7 @@ from router.workers.workers import WorkerTable
 
 ALIASES = ("mini-infer", "default")  # the first model, unless one is called so
 SERVED_MODEL = "router.served_model"  # in the scope of a request whose model is known
+IGNORED = "router.ignored"  # in the scope: fields of the body that change nothing
 MAX_LABEL_CHARS = 128
 RendererOf = Callable[[Features, RenderOptions, Tokenizer], Renderer]
 
@@ -86,7 +87,7 @@ class Gateway:
 
     async def chat_completions(self, http: Request, held: HeldBody) -> Response:
         arrival = time.monotonic()
-        body = parse_body(CHAT_BODY, await read_json_object(http, held))
+        body = self.parse(CHAT_BODY, http, await read_json_object(http, held))
         return await self.chat(http, body, arrival, Features.renderer)
 
     async def chat(
@@ -124,7 +125,7 @@ class Gateway:
 
     async def completions(self, http: Request, held: HeldBody) -> Response:
         arrival = time.monotonic()
-        body = parse_body(COMPLETION_BODY, await read_json_object(http, held))
+        body = self.parse(COMPLETION_BODY, http, await read_json_object(http, held))
         model = self.model_for(http, body.model)
         model.dispatcher.admit()
         prompts = await completion_prompts(body, model.tokenizer, model.limits())
@@ -210,7 +211,15 @@ class Gateway:
         label = http.headers.get("x-request-id", "")
         is_shown = 0 < len(label) <= MAX_LABEL_CHARS and label.isascii() and label.isprintable()
         headers = {"x-request-id": label if is_shown else request.request_id, "x-mini-infer-id": request.request_id}
+        if ignored := http.scope.get(IGNORED):
+            headers["x-mini-infer-ignored"] = ", ".join(ignored)
         return GenerationResponse(request, renderer, headers, is_stream)
+
+    @staticmethod
+    def parse(kind: type[B], http: Request, fields: dict[str, Any]) -> B:
+        """`parse_body`, with a note for the answer's header of fields that change nothing."""
+        http.scope[IGNORED] = [name for name in fields if is_ignored(kind, name)]
+        return parse_body(kind, fields)
 
     def _echo_texts(self, model: ServedModel, body: CompletionBody, prompts: Sequence[list[int]]) -> list[str]:
         return [

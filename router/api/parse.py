@@ -41,19 +41,35 @@ _NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
 # Descriptions of functions ask for nothing once the client forbids to call them.
 _FORBIDDEN_BY = {"tools": "tool_choice", "functions": "function_call"}
 # Fields that change nothing here: labels, hints, and defaults that some clients always send.
-_IGNORED = frozenset({"metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
+_IGNORED = frozenset(
+    {
+        "metadata", "store", "service_tier", "safety_identifier",
+        "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+    }
+)  # fmt: skip
+
+
+def is_ignored(kind: type[Body], name: str) -> bool:
+    """Whether a field changes nothing in bodies of a kind. The answer's `x-mini-infer-ignored` names it."""
+    return name in _IGNORED and name not in kind.model_fields
+
+
+def harmless_values(kind: type[Body], name: str) -> tuple[Any, ...] | None:
+    """The values of a field that is not supported which ask for nothing; None: it is supported, or unknown."""
+    return None if name in kind.model_fields else _NOT_SUPPORTED.get(name)
 
 
 def parse_body(kind: type[B], fields: dict[str, Any]) -> B:
     """Validate `fields`. Raises InvalidRequestError that names the field."""
     kept = {}
     for name, value in fields.items():
-        if name in _IGNORED and name not in kind.model_fields:
+        if is_ignored(kind, name):
             continue
-        if name in _NOT_SUPPORTED and name not in kind.model_fields:
+        harmless = harmless_values(kind, name)
+        if harmless is not None:
             if fields.get(_FORBIDDEN_BY.get(name, "")) == "none":
                 continue
-            if value not in _NOT_SUPPORTED[name]:
+            if value not in harmless:
                 message = f"{name} is not supported by this server yet"
                 raise InvalidRequestError(message, name, "unsupported_parameter")
             continue

@@ -41,7 +41,7 @@ def add_embedding_routes(routes: Routes, gateway: Gateway) -> None:
     async def embeddings(http: Request) -> Response:
         arrival = time.monotonic()
         with gateway.bodies.hold() as held:
-            body = parse_body(EmbeddingBody, await read_json_object(http, held))
+            body = gateway.parse(EmbeddingBody, http, await read_json_object(http, held))
             inputs = [("input", each) for each in body.inputs]
             finish = partial(shortened, dimensions=body.dimensions, normalizes=body.normalize is not False)
             renderer_of = partial(EmbeddingRenderer, is_base64=body.encoding_format == "base64")

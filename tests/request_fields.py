@@ -1,0 +1,101 @@
+"""docs/request_fields.md: what becomes of each field of OpenAI's and vLLM's requests.
+
+python -m tests.request_fields > docs/request_fields.md
+
+OpenAI's fields come from the installed client, vLLM's from the lists here, what this server does from its own tables.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterable
+
+from openai.types import completion_create_params, embedding_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import response_create_params
+
+from router.api.message_schemas import Body
+from router.api.parse import harmless_values, is_ignored
+from router.embeddings_api.schemas import EmbeddingBody
+from router.features import CHAT_BODY, COMPLETION_BODY
+from router.responses_api.schemas import ResponsesBody
+
+_BOTH = """add_special_tokens allowed_token_ids bad_words cache_salt ignore_eos include_stop_str_in_output
+kv_transfer_params length_penalty logits_processors min_p min_tokens priority prompt_logprobs repetition_penalty
+request_id response_format return_token_ids return_tokens_as_token_ids skip_special_tokens
+spaces_between_special_tokens stop_token_ids structured_outputs top_k truncate_prompt_tokens use_beam_search
+vllm_xargs"""
+VLLM: dict[str, str] = {
+    "chat": f"""{_BOTH} add_generation_prompt best_of chat_template chat_template_kwargs continue_final_message
+        documents echo include_reasoning mm_processor_kwargs thinking_token_budget""",
+    "completions": f"{_BOTH} prompt_embeds",
+    "embeddings": "add_special_tokens cache_salt embed_dtype endianness messages normalize priority request_id "
+    "truncate_prompt_tokens",
+    "responses": "cache_salt enable_response_messages include_stop_str_in_output priority repetition_penalty "
+    "request_id stop top_k",
+}
+OPENAI: dict[str, typing.Any] = {
+    "chat": chat_create_params.CompletionCreateParamsNonStreaming,
+    "completions": completion_create_params.CompletionCreateParamsNonStreaming,
+    "embeddings": embedding_create_params.EmbeddingCreateParams,
+    "responses": response_create_params.ResponseCreateParamsNonStreaming,
+}
+BODIES: dict[str, type[Body]] = {
+    "chat": CHAT_BODY,
+    "completions": COMPLETION_BODY,
+    "embeddings": EmbeddingBody,
+    "responses": ResponsesBody,
+}
+PATHS = {api: "chat/completions" if api == "chat" else api for api in BODIES}
+WORKS, IGNORED, REFUSED, UNKNOWN = "works", "no effect", "refused", "unknown"
+_HEAD = f"""# Fields of requests
+
+What becomes of each field of OpenAI's and vLLM's requests. `python -m tests.request_fields` writes this page.
+
+- **{WORKS}**: honoured; a value that cannot be honoured is refused with 400, which names the field.
+- **{IGNORED}**: accepted. The answer's header `x-mini-infer-ignored` names it (not that of a response).
+- **{REFUSED}**: 400, "FIELD is not supported by this server yet", code `unsupported_parameter`. Null and the values
+  given ask for nothing, and are accepted.
+- **{UNKNOWN}**: 400, "unknown field FIELD", code `unknown_parameter`.
+
+"""
+
+
+def fields_of(api: str) -> set[str]:
+    """All fields of one API's requests: OpenAI's, vLLM's, and this server's own."""
+    return {*typing.get_type_hints(OPENAI[api]), *VLLM[api].split(), *BODIES[api].model_fields}
+
+
+def verdict(api: str, name: str) -> str:
+    kind = BODIES[api]
+    if name in kind.model_fields:
+        return WORKS
+    if is_ignored(kind, name):
+        return IGNORED
+    return UNKNOWN if harmless_values(kind, name) is None else REFUSED
+
+
+def _cell(api: str, name: str) -> str:
+    if name not in fields_of(api):
+        return ""
+    found = verdict(api, name)
+    if found != REFUSED:
+        return found
+    values = harmless_values(BODIES[api], name) or ()
+    allowed = " or ".join(f"`{value!r}`" for value in values if value is not None)
+    return f"{found}{f' but {allowed}' if allowed else ''}"
+
+
+def page() -> str:
+    names = sorted(set().union(*map(fields_of, BODIES)))
+    rows = (_row([f"`{name}`", *(_cell(api, name) for api in BODIES)]) for name in names)
+    head = ["field", *(f"`POST /v1/{path}`" for path in PATHS.values())]
+    return _HEAD + "".join(f"{line}\n" for line in (_row(head), _row(["---"] * len(head)), *rows))
+
+
+def _row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    print(page(), end="")
