@@ -32,7 +32,7 @@ from engine.kv.pool_memory import PoolMemory, PrivatePoolMemory
 from engine.rank_processes import Ranks
 from engine.ranks import RankContext
 from engine.scheduling.policy import load_policy
-from engine.scheduling.scheduler import MOST_AGAIN, Scheduler
+from engine.scheduling.scheduler import MAX_REPLAY_TOKENS, Scheduler
 from engine.start_progress import OnProgress, no_progress
 from kvstore.layout import PoolGeometry
 from kvstore.pool.block_pool import BlockPool
@@ -128,7 +128,7 @@ def _assemble(
         speculation=speculation,
         prompt_budget=prompt_budget,
         num_stages=ranks.num_stages,
-        most_again=MOST_AGAIN if config.batch_invariant and device.type == "cpu" else 0,
+        max_replay_tokens=MAX_REPLAY_TOKENS if config.batch_invariant and device.type == "cpu" else 0,
     )
     engine = Engine(
         scheduler,

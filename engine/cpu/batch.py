@@ -36,7 +36,7 @@ class StepBatch:
 
 
 def is_generated(row: ScheduledRow, request: RequestState) -> bool:
-    """Whether the row computes generated tokens: one, with its drafts if it has any, or several a second time.
+    """Whether the row computes generated tokens: one, with its drafts if it has any, or several that are replayed.
 
     The last token of a prompt whose others are cached is not: it is computed as if nothing had been cached.
     """

@@ -25,10 +25,10 @@ class Admission:
         policy: GuardedPolicy,
         preemption: Preemption,
         remote_kv: RemoteKv,
-        most_again: int,
+        max_replay_tokens: int,
     ) -> None:
         self._queues = queues
-        self._most_again = most_again
+        self._max_replay_tokens = max_replay_tokens
         self._kv = kv
         self._policy = policy
         self._preemption = preemption
@@ -99,7 +99,7 @@ class Admission:
         return self._run(request, step, budget)
 
     def _run(self, request: Request, step: ScheduledStep, budget: int) -> int:
-        num_new = 0 if request.is_held else request.num_row_tokens(budget, self._most_again)
+        num_new = 0 if request.is_held else request.num_row_tokens(budget, self._max_replay_tokens)
         grown = self._kv.grow(request, request.num_computed_tokens + num_new)
         assert grown, "victims_for has checked the room"
         self._queues.move(request, RequestStatus.RUNNING)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from engine.objectives.prompt_budget import PromptBudget
     from engine.speculation.drafts import Speculation
 
-MOST_AGAIN = 64  # of a batch-invariant CPU, which computes them as the decode rows that they were
+MAX_REPLAY_TOKENS = 64  # in a row; a batch-invariant CPU recomputes generated tokens as decode rows
 
 
 class Scheduler:
@@ -44,12 +44,12 @@ class Scheduler:
         speculation: Speculation | None = None,
         prompt_budget: PromptBudget | None = None,
         num_stages: int = 1,
-        most_again: int = 0,
+        max_replay_tokens: int = 0,
     ) -> None:
         """num_stages: of a pipeline, among whose steps in flight the requests that decode are divided.
-        most_again: see `Request.num_row_tokens`."""
+        max_replay_tokens: see `Request.num_row_tokens`."""
         self.kv = kv
-        self._most_again = most_again
+        self._max_replay_tokens = max_replay_tokens
         self.num_stages = num_stages
         self.prompt_budget = prompt_budget
         self.speculation = speculation
@@ -66,7 +66,9 @@ class Scheduler:
             by_swap=preempt_by_swap,
         )
         self.remote_kv = RemoteKv(self._queues, kv)
-        self._admission = Admission(self._queues, kv, self._policy, self._preemption, self.remote_kv, most_again)
+        self._admission = Admission(
+            self._queues, kv, self._policy, self._preemption, self.remote_kv, max_replay_tokens
+        )
         self._num_arrived = 0
 
     # -- requests come and go --------------------------------------------------------------------------------
@@ -214,7 +216,7 @@ class Scheduler:
                 break
             if request.status is not RequestStatus.RUNNING:
                 continue  # gave way to an earlier one of this loop
-            num_new = request.num_row_tokens(budget, self._most_again)
+            num_new = request.num_row_tokens(budget, self._max_replay_tokens)
             while not self.kv.grow(request, request.num_computed_tokens + num_new):
                 victim = self._queues.running[-1]
                 budget += self._preemption.preempt(victim, step)

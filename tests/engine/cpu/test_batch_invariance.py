@@ -94,7 +94,7 @@ def test_generated_tokens_that_are_computed_again_change_nothing(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after a preemption, or on another worker after the death of one."""
-    monkeypatch.setattr(assembly, "MOST_AGAIN", 4)
+    monkeypatch.setattr(assembly, "MAX_REPLAY_TOKENS", 4)
     quant_mode = "int8-weight" if has_wing("engine.quantization") else "none"
     engine = open_engine(save(family, tmp_path), quant_mode=quant_mode)
     prompts = [random_prompt(length, VOCAB_SIZE, length) for length in (5, 70)]
