@@ -104,7 +104,7 @@ class Tokenizer:
         return token_ids
 
     def with_templates(self, templates: Mapping[str, str]) -> Tokenizer:
-        """The same with other chat templates, by name. Raises UnsupportedModelError for one that does not compile."""
+        """Return a copy with other chat templates, by name. Raises UnsupportedModelError if one does not compile."""
         other = copy.copy(self)
         other._use_templates(templates)
         return other

@@ -74,7 +74,7 @@ def num_free_blocks(blocks: Sequence[Block]) -> int:
 
 
 def wanted_rows(stream: Stream[Pending], step: GpuStep) -> Stream[Pending]:
-    """Those of tokens that a step wants hidden states of: the last MLP is spared all others."""
+    """Select the tokens whose hidden states a step wants: the last MLP is spared all others."""
     if step.wanted is None:
         return stream
     return Stream(stream.residual[step.wanted], rows_of(stream.pending, step.wanted))

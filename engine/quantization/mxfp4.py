@@ -35,7 +35,7 @@ class Mxfp4Source(PartSource):
     @property
     @abstractmethod
     def shapes(self) -> Mapping[str, Shape]:
-        """Of all weights, dequantized."""
+        """Return the shapes of all weights, dequantized."""
 
     @abstractmethod
     def is_packed(self, name: str) -> bool:

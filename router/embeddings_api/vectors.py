@@ -18,7 +18,7 @@ Vector = Sequence[float]
 
 
 def shortened(vector: Vector, dimensions: int | None = None, normalizes: bool = True) -> Vector:
-    """Its first `dimensions` numbers, None: all, of length 1 where that is asked for. Raises InvalidRequestError.
+    """Truncate a vector to `dimensions` (None: all) and L2-normalize it if wanted. Raises InvalidRequestError.
 
     Models trained for it (Matryoshka representation learning) put most of what they know into the first numbers.
     """
@@ -33,12 +33,12 @@ def shortened(vector: Vector, dimensions: int | None = None, normalizes: bool = 
 
 
 def cosine(one: Vector, other: Vector) -> float:
-    """Of vectors of length 1."""
+    """Return the cosine similarity of two vectors of length 1."""
     return float(sum(map(mul, one, other)))
 
 
 def as_base64(vector: Vector) -> str:
-    """Of little-endian float32, which is what OpenAI's clients read."""
+    """Encode a vector as little-endian float32, which is what OpenAI's clients read."""
     numbers = array("f", vector)
     if sys.byteorder == "big":
         numbers.byteswap()

@@ -57,7 +57,7 @@ class SharedPoolMemory:
 
     @property
     def transports(self) -> list[str]:
-        """Those by which this worker reads, the best first."""
+        """List the transports by which this worker reads, the best first."""
         return list(self.clients[0].transports)
 
     @property

@@ -26,7 +26,7 @@ LIBRARIES = {  # by speed
 }
 MODULES = {name: path.partition(":")[0] for name, path in LIBRARIES.items() if has_wing(WING)}
 BACKENDS: dict[str, Any] = {name: import_module(module) for name, module in MODULES.items()}
-"""Those that are here: modules with `is_installed`, `why_not` and `open_backend`."""
+"""Installed backends: modules with `is_installed`, `why_not` and `open_backend`."""
 
 
 def facts_of(dtype: torch.dtype, pool: Tensor) -> Facts:

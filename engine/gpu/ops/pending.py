@@ -72,7 +72,7 @@ class AddNorm:
 
 
 def rows_of(pending: Pending | None, index: Tensor) -> Pending | None:
-    """Those tokens of an output."""
+    """Select tokens of an output."""
     if isinstance(pending, Tensor):
         return pending[index]
     return pending if pending is None else pending.rows(index)
