@@ -27,7 +27,7 @@ from router.gateway import Gateway
 from router.http.errors import HttpError, error_response, log_if_internal, status_of
 from router.http.held_bodies import HeldBody
 from router.http.middleware import Guard
-from router.http.routes import Handler, Routes, json_response
+from router.http.routes import FixedPaths, Handler, Routes, json_response
 from router.operator_routes import add_operator_routes
 from router.served_model import ServedModel
 
@@ -71,7 +71,7 @@ def create_app(gateway: Gateway) -> Any:
             getattr(import_module(module), name)(routes, gateway)
     handlers = _error_handlers(gateway, [route.path_format for route in routes.routes])
     inner = FastAPI(routes=[*routes.routes], exception_handlers=handlers, lifespan=lifespan, openapi_url=None)
-    app = Guard(inner, gateway.config.api_key)
+    app = Guard(FixedPaths(inner, routes, handlers[MiniInferError]), gateway.config.api_key)
     if not gateway.cors_origins:
         return app
     # Around the key's check: a browser asks first, without it, whether it may send it.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from functools import lru_cache
 
 from common.token_ids import ID_BYTES
 from kvstore.types import BlockKey
@@ -21,6 +22,7 @@ KEY_BYTES = 32
 GROUP_MARK = b"\0kvg"  # begins the keys of groups but the first; another key does with a chance of 2^-32
 
 
+@lru_cache(maxsize=1024)  # models, adapters and tenants are few, requests many
 def root_key(fingerprint: str, adapter: str = "", salt: str = "") -> BlockKey:
     """The parent of every first block. `fingerprint` names weights, config and quantization."""
     digest = hashlib.sha256(struct.pack("<4sI", b"mikv", HASH_VERSION))
