@@ -60,7 +60,8 @@ async def _grammar(
     if json_answer_schema(body.response_format) is None and not is_forced(body.tool_choice):
         return await _strict_grammar(body, num_choices, written, is_parallel, special)
     await answer_grammar(body.response_format, None, 1)  # errors name the schema they come from
-    answer = followed_schema(body.response_format)
+    # An answer that has to be a call has no text that could follow the format.
+    answer = None if is_forced(body.tool_choice) else followed_schema(body.response_format)
     named = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
     tools = {f"tools.{i}.function": tool.function for i, tool in enumerate(body.tools or ())}
     chosen = {where: function for where, function in tools.items() if named in (None, function.name)}

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from common.errors import InvalidRequestError
 from router.api.message_schemas import MAX_LIST, Body
-from router.grammar.answer_format import AnswerFields, json_answer_schema
+from router.grammar.answer_format import AnswerFields
 
 MAX_SCHEMA_DEPTH = 64  # as chat templates render schemas by recursion
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
@@ -63,9 +63,6 @@ class ToolFields(AnswerFields):
         if self.tools and self.tool_choice != "none" and self.structured_outputs is not None:
             message = "structured_outputs cannot be combined with tools; response_format can"
             raise InvalidRequestError(message, "structured_outputs")
-        if is_forced(self.tool_choice) and json_answer_schema(self.response_format) is not None:
-            message = "tool_choice asks for a call, response_format for another answer"
-            raise InvalidRequestError(message, "tool_choice")
         return self
 
 

@@ -154,7 +154,6 @@ _CHAT_CASES: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": "required", "tools": []}, "tool_choice"),
     ({"tool_choice": {"type": "unknown"}}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": TOOLS}, "tool_choice"),
-    ({"tool_choice": "required", "tools": TOOLS, "response_format": {"type": "json_object"}}, "tool_choice"),
     ({"tool_choice": "required", "tools": TOOLS, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
     ({"tools": TOOLS, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
     ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),

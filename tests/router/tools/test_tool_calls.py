@@ -225,6 +225,13 @@ async def test_an_answer_may_be_json_or_calls() -> None:
         assert refused.value.param == "response_format"
 
 
+async def test_a_forced_call_wins_over_the_answers_format() -> None:
+    async with replying(TWO) as c:  # instructor sends both
+        answer = await ask(c, response_format={"type": "json_object"}, tool_choice=NAMED)
+        assert calls_of(answer.choices[0]) == [("get_time", "{}")]
+        assert "answer" not in c.decode[0].submits[0].sampling.grammar
+
+
 async def test_without_parallel_calls_the_answer_ends_with_the_first() -> None:
     async with replying(f"{ONE}\n{TWO} and more") as c:
         [choice] = (await ask(c, parallel_tool_calls=False)).choices
