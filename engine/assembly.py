@@ -260,6 +260,11 @@ def _make_runner(
         from engine.simulated.runner import SimulatedRunner
 
         return SimulatedRunner(loaded, pool, host_buffer, config)
+    if has_wing("engine.transformers_models"):
+        from engine.transformers_models.runner import TransformersRunner, runs_by_transformers
+
+        if runs_by_transformers(loaded):
+            return TransformersRunner(loaded, pool, host_buffer, config)
     from engine.cpu.runner import CpuRunner
 
     return CpuRunner(loaded, pool, host_buffer, config, *ranks)

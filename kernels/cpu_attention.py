@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.paged_attention import capped
+
 QUERY_BLOCK = 128
 KEY_STEP = 16  # single queries: values are read in such steps, so that what says which ones lasts for as many tokens
 MAX_PADDING = 255  # of `padded_len`
@@ -135,8 +137,9 @@ def chunk_attention(q: Tensor, kv: Tensor, seq_len: int, corner: Tensor) -> Tens
 
 
 def aligned_attention(
-    q: Tensor, keys: Tensor, values: Tensor, first_key: int = 0, window: int = 0, sinks: Tensor | None = None
-) -> Tensor:
+    q: Tensor, keys: Tensor, values: Tensor, first_key: int = 0, window: int = 0, sinks: Tensor | None = None,
+    softcap: float = 0.0,
+) -> Tensor:  # fmt: skip
     """Causal attention of a sequence's last queries, with windows and sinks, in blocks of ALIGNED_QUERIES positions.
 
     Every block is computed whole, over keys up to its end, whichever of its queries are asked for. So the shapes of
@@ -144,7 +147,8 @@ def aligned_attention(
 
     q: (num_queries, num_heads, head_dim). keys: (kv_heads, num_keys, head_dim), of positions from `first_key` to the
     last query's; values: (kv_heads, num_keys, value_dim). window: keys that a query sees, itself included; 0: all.
-    sinks: (num_heads,) or None, see `kernels/paged_attention.py`. Returns (num_queries, num_heads, value_dim).
+    sinks: (num_heads,) or None, softcap: see `kernels/paged_attention.py`.
+    Returns (num_queries, num_heads, value_dim).
     """
     num_queries, num_heads, head_dim = q.shape
     kv_heads = keys.shape[0]
@@ -166,7 +170,7 @@ def aligned_attention(
         queries = q.new_zeros(ALIGNED_QUERIES, num_heads, head_dim)
         queries[first - block : last - block] = q[first - start : last - start]
         rows = queries.view(-1, kv_heads, group, head_dim).transpose(0, 1).flatten(1, 2)
-        scores = torch.matmul(rows, block_keys.transpose(1, 2)).float() * head_dim**-0.5
+        scores = capped(torch.matmul(rows, block_keys.transpose(1, 2)).float() * head_dim**-0.5, softcap)
         scores.masked_fill_(_hidden(block, oldest, end, window, group, q.device), MINUS_INFINITY)
         if sinks is not None:
             by_row = sinks.float().view(kv_heads, 1, group).expand(-1, ALIGNED_QUERIES, -1).reshape(kv_heads, -1, 1)

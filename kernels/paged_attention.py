@@ -2,7 +2,7 @@
 
 For query i of a sequence at position p_i: softmax(q_i K[a..p_i]^T / sqrt(head_dim)) V[a..p_i], where a is 0, or with
 a window w the larger of 0 and p_i - w + 1. A sink s of a head takes part in its softmax as one score more, without a
-value: exp(s) is added to the denominator.
+value: exp(s) is added to the denominator. A softcap c makes c tanh(x / c) of every score x.
 
 A pool has planes of K and V; or of latent attention (MLA) one plane, whose first columns are V and which all query
 heads share. It holds them as they are computed, or as float8_e4m3fn: rounded when written, beyond +-448 cut off.
@@ -84,7 +84,9 @@ def attend_causally(q: Tensor, keys: Tensor, values: Tensor, window: int = 0, si
     return out.view(num_kv_heads, group, num_queries, -1).permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def attend_rows(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, sinks: Tensor | None = None) -> Tensor:
+def attend_rows(
+    q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, sinks: Tensor | None = None, softcap: float = 0.0
+) -> Tensor:
     """One query per sequence.
 
     q: (n, num_heads, head_dim); keys and values: (n, num_kv_heads, num_keys, head_dim), values may be changed;
@@ -93,7 +95,7 @@ def attend_rows(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, sinks: 
     num_kv_heads = keys.shape[1]
     grouped = q.view(q.shape[0], num_kv_heads, -1, q.shape[2])
     keys, values = keys.to(q.dtype), values.to(q.dtype).masked_fill_(hidden[:, None, :, None], 0)
-    scores = torch.matmul(grouped, keys.transpose(2, 3)).float() * q.shape[2] ** -0.5
+    scores = capped(torch.matmul(grouped, keys.transpose(2, 3)).float() * q.shape[2] ** -0.5, softcap)
     scores.masked_fill_(hidden[:, None, None], float("-inf"))
     if sinks is None:
         weights = scores.softmax(dim=-1)
@@ -101,6 +103,11 @@ def attend_rows(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, sinks: 
         beside = sinks.float().view(1, num_kv_heads, -1, 1).expand(q.shape[0], -1, -1, 1)
         weights = torch.cat([scores, beside], dim=-1).softmax(dim=-1)[..., :-1]
     return torch.matmul(weights.to(values.dtype), values).view(q.shape)
+
+
+def capped(scores: Tensor, softcap: float) -> Tensor:
+    """Scores below `softcap` in size; 0: as they are."""
+    return (scores / softcap).tanh() * softcap if softcap else scores
 
 
 def _attend_with_sinks(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor, sinks: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +33,14 @@ from engine.sampling.sampler import Sampler
 from engine.start_progress import OnProgress, no_progress
 from engine.trial_plans import prompt_plan
 from kvstore.layout import PoolGeometry
+
+
+class Forwards(Protocol):
+    """A model in the forms that its steps take."""
+
+    def choose(self, num_tokens: int, only_decodes: bool) -> Forward[Step, Tensor]:
+        """See CpuForwards."""
+        ...
 
 
 class CpuRunner(ModelRunner):
@@ -63,18 +71,32 @@ class CpuRunner(ModelRunner):
             )
         self._model = loaded.model
         self._batch_invariant = config.batch_invariant and loaded.device.type == "cpu"
-        self._forwards = CpuForwards(loaded.model, ranks, self._batch_invariant)
+        self._forwards = self._lower(loaded, ranks)
         self._device = loaded.device
         self._pool = kv_pool
         self._host_buffer = host_buffer
         self._block_size = config.block_size
         self._max_num_batched_tokens = config.max_num_batched_tokens
         self._num_groups = len(layout.groups)
-        self._backend = _attention_for(loaded, kv_pool, geometry)
+        self._backend = self._attention(loaded, kv_pool, geometry)
         self.attention_backend = self._backend.name
         self._sampler = Sampler()
         if loaded.device.type == "cpu" and config.num_threads:
             torch.set_num_threads(config.num_threads)
+
+    def _lower(self, loaded: LoadedModel, ranks: RankContext[Seams]) -> Forwards:
+        return CpuForwards(loaded.model, ranks, self._batch_invariant)
+
+    def _attention(self, loaded: LoadedModel, kv_pool: Tensor, geometry: PoolGeometry) -> AttentionBackend:
+        if geometry.layout.has_windows:
+            require_wing("engine.windows", "a model with sliding windows")
+            from engine.windows.grouped_attention import GroupedAttention
+
+            return GroupedAttention(kv_pool, geometry, loaded.model.rotary, loaded.model.local_rotary)
+        has_k_and_v = loaded.model.config.num_kv_planes == 2
+        if has_k_and_v and kv_pool.device.type == "cpu" and kv_pool.dtype == loaded.dtype:  # it reads as they lie
+            return CpuAttention(kv_pool, loaded.model.config.num_heads, loaded.model.rotary)
+        return PoolAttention(kv_pool, loaded.model.rotary)
 
     def _launch(self, plan: StepPlan, requests: Sequence[RequestState]) -> PendingStep:
         self._copy(plan)
@@ -106,7 +128,7 @@ class CpuRunner(ModelRunner):
         attend = partial(self._attend, metadata=self._backend.plan(batch, inputs))
         forward = self._forward_for(batch)
         self._ranks.inbox.receive(rows)
-        hidden = forward.hidden(Step(inputs[0], attend))
+        hidden = forward.hidden(Step(inputs[0], inputs[1], attend))
         if self._ranks.pass_on(hidden):
             return result
         ends = batch.query_starts[1:]
@@ -163,15 +185,3 @@ class CpuRunner(ModelRunner):
         logprobs = ((k, entry) for k, entry in enumerate(found.logprobs) if entry is not None)
         settle(result, sampled, found.token_ids, logprobs)
         self._proposer.propose(result, sampled, hidden)
-
-
-def _attention_for(loaded: LoadedModel, kv_pool: Tensor, geometry: PoolGeometry) -> AttentionBackend:
-    if geometry.layout.has_windows:
-        require_wing("engine.windows", "a model with sliding windows")
-        from engine.windows.grouped_attention import GroupedAttention
-
-        return GroupedAttention(kv_pool, geometry, loaded.model.rotary, loaded.model.local_rotary)
-    has_k_and_v = loaded.model.config.num_kv_planes == 2
-    if has_k_and_v and kv_pool.device.type == "cpu" and kv_pool.dtype == loaded.dtype:  # it reads them as they lie
-        return CpuAttention(kv_pool, loaded.model.config.num_heads, loaded.model.rotary)
-    return PoolAttention(kv_pool, loaded.model.rotary)

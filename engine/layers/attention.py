@@ -27,10 +27,12 @@ class AttentionBlock(Block):
     """A block with K and V in the pool, and how a backend gets from what the block gives it to attention and back.
 
     layer: whose K and V these are, in the pool. sinks: (num_heads,), see `kernels/paged_attention.py`, or None.
+    softcap: the bound of a score's size, likewise; 0: none.
     """
 
     layer: int
     sinks: Tensor | None = None
+    softcap: float = 0.0
 
     @property
     def needs_all_tokens(self) -> bool:

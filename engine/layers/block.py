@@ -27,9 +27,10 @@ Attend = Callable[[Any, Tensor], Tensor]
 
 @dataclass(slots=True)
 class Step:
-    """The inputs of one forward pass. token_ids: (num_tokens,)."""
+    """The inputs of one forward pass. token_ids, positions: (num_tokens,)."""
 
     token_ids: Tensor
+    positions: Tensor
     attend: Attend
 
 

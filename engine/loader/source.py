@@ -78,6 +78,11 @@ class Source:
 
 def open_source(files: ModelFiles, engine_config: EngineConfig, dtype: torch.dtype, device: torch.device) -> Source:
     """Read the config and the names and shapes of weights. Raises ConfigError and UnsupportedModelError."""
+    if has_wing("engine.transformers_models"):
+        from engine.transformers_models.source import open_transformers
+
+        if (opened := open_transformers(files, engine_config, dtype, device)) is not None:
+            return Source(*opened)
     if files.kind == "dry-run":
         family = family_of(DRY_RUN_CONFIG.architecture)
         random = RandomWeights(dtype, device, DRY_RUN_STD, is_portable=True)

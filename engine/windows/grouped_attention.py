@@ -151,11 +151,11 @@ class GroupedAttention:
         for singles in own.singles:
             keys, values = block.context(gather_rows(self._pool, index, singles.block_ids))
             tokens = singles.tokens
-            out[tokens] = attend_rows(q[tokens], keys, values, singles.hidden, block.sinks)
+            out[tokens] = attend_rows(q[tokens], keys, values, singles.hidden, block.sinks, block.softcap)
         for row in own.rows:
             kv = gather_kv(self._pool, index, row.block_ids, row.num_keys).to(q.dtype)
             own_queries = slice(row.start, row.stop)
             out[own_queries] = aligned_attention(
-                q[own_queries], *block.context(kv), row.first_key, window, block.sinks
+                q[own_queries], *block.context(kv), row.first_key, window, block.sinks, block.softcap
             )
         return block.outputs(out)

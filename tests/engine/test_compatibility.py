@@ -53,6 +53,7 @@ ON: dict[str, dict[str, Any]] = {
     "swap": {"preemption": "swap"},
     "tier": {"host_tier_gb": 1.0},
     "simulation": {"simulated_steps": "base=0.01"},
+    "foreign": {"model_impl": "transformers"},
     "gpu": {"device": "cuda"},
 }
 EXCLUDED = [(one, other, reason) for one, others, reason in rules("excludes") for other in others]

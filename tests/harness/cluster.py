@@ -33,12 +33,13 @@ from tests.harness.waiting import wait_until
 
 if TYPE_CHECKING:
     from tests.engine.tiny_models import TinyModel
+    from tests.engine.transformers_models.hf_families import HfFamily
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 200.0
 
 
-def save_with_tokenizer(tiny: TinyModel, folder: Path) -> Path:
+def save_with_tokenizer(tiny: TinyModel | HfFamily, folder: Path) -> Path:
     """Write the model with the bytes of dry-run as tokens and another end of sequence."""
     tiny.save(folder)
     tokenizer = load_tokenizer(resolve_model("dry-run"))

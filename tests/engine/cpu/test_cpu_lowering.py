@@ -44,7 +44,7 @@ def test_equal_the_plain_ops(family: str, num_rows: int, tmp_path: Path) -> None
     model = load_model(resolve_model(str(path)), config, torch.device("cpu")).model
     token_ids = torch.arange(num_rows) * 17 % VOCAB_SIZE
     positions = torch.arange(num_rows) * 9
-    step = Step(token_ids, OwnTokenAttention(Rotation.of(model.rotary, positions)).attend)
+    step = Step(token_ids, positions, OwnTokenAttention(Rotation.of(model.rotary, positions)).attend)
     with torch.inference_mode():
         expected, exact, few = (
             (forward.hidden(step), forward.logits(forward.hidden(step)))

@@ -80,7 +80,7 @@ def output(block: Block, model: Model) -> Tensor:
         return block.outputs(attend_causally(q, *block.context(kv.permute(1, 2, 0, 3))))
 
     x = torch.randn(NUM_TOKENS, 32, generator=torch.Generator().manual_seed(1))
-    return block(x, Step(positions, attend))
+    return block(x, Step(positions, positions, attend))
 
 
 @pytest.mark.parametrize("size", [2, 4])  # 4: two ranks have the same KV head

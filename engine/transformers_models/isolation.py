@@ -1,0 +1,53 @@
+"""The proof that a model fits: without attention, what comes of a token depends on its id and position alone.
+
+Its tokens run with tokens of other sequences, in chunks and in any order. A layer with a state of its own (recurrent,
+convolutional), an embedding of n-grams, or positions counted from the start of the input would answer wrongly, and
+no config tells of all of them. So the weights are asked, once, before anything is served.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.errors import UnsupportedModelError
+from engine.transformers_models.seam import Call, connect
+
+POSITIONS = (0, 1, 5, 11, 12, 17)
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}  # of the largest number
+
+
+def own_token(call: Call) -> Tensor:
+    """What stands for attention: a function of the token's own q, k and v, in which positions are seen."""
+    group = call.q.shape[1] // call.k.shape[1]
+    k, v = (each.repeat_interleave(group, dim=1) for each in (call.k, call.v))
+    size = call.q.shape[-1]
+    ramp = torch.linspace(-1, 1, size, dtype=call.q.dtype, device=call.q.device)
+    gate = 1 + ((call.q + k) * ramp).mean(-1, keepdim=True).tanh()
+    return (gate * v).transpose(1, 2).contiguous()
+
+
+def check_isolation(hf: Any, vocab_size: int, num_positions: int) -> None:
+    """Raise UnsupportedModelError for a model that lets tokens see each other beside its attention."""
+    for module in hf.modules():
+        connect(module, own_token)
+    positions = torch.tensor([position for position in POSITIONS if position < num_positions])
+    count = len(positions)
+    ids = torch.arange(3, 3 + 7 * count, 7) % vocab_size
+    alone = hidden_of(hf, ids, positions)
+    order = torch.arange(count - 1, -1, -1)
+    others = hidden_of(hf, ids[order], positions[order])[order]
+    error = float((alone - others).abs().amax() / alone.abs().amax())
+    if not error <= TOLERANCE[alone.dtype]:
+        raise UnsupportedModelError(
+            "it lets tokens see each other beside its attention (a recurrent or convolutional state), or does not go "
+            "by the positions that it is given"
+        )
+
+
+def hidden_of(hf: Any, ids: Tensor, positions: Tensor) -> Tensor:
+    found = hf.base_model(input_ids=ids[None], position_ids=positions[None], use_cache=False, return_dict=True)
+    hidden: Tensor = found[0][0]
+    return hidden

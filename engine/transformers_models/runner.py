@@ -1,0 +1,54 @@
+"""Executes plans by transformers' code; scheduling, KV blocks and sampling are those of every CPU runner."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from common.wings import require_wing
+from engine.cpu.runner import CpuRunner
+from engine.layers.attention import AttentionBackend
+from engine.layers.block import Step
+from engine.layers.forward import Forward, Stream
+from engine.loader.load import LoadedModel
+from engine.transformers_models.model import CausalLm, TransformersModel
+from kvstore.layout import PoolGeometry
+
+
+class WholeModel:
+    """The forward pass of all steps. Rows have the bits that the GEMMs of torch give so many of them."""
+
+    def __init__(self, code: CausalLm) -> None:
+        def start(step: Step) -> Stream[Tensor]:
+            return Stream(code.hidden(step))
+
+        self._forward: Forward[Step, Tensor] = Forward(start, (), lambda hidden, _: hidden, code.logits)
+
+    def choose(self, num_tokens: int, only_decodes: bool) -> Forward[Step, Tensor]:
+        """See CpuForwards."""
+        return self._forward
+
+
+class TransformersRunner(CpuRunner):
+    """See `engine.transformers_models.model`."""
+
+    def _lower(self, loaded: LoadedModel, *_: Any) -> WholeModel:
+        assert isinstance(loaded.model, TransformersModel)
+        assert loaded.model.code is not None
+        self._batch_invariant = False
+        return WholeModel(loaded.model.code)
+
+    def _attention(self, loaded: LoadedModel, kv_pool: Tensor, geometry: PoolGeometry) -> AttentionBackend:
+        blocks = loaded.model.blocks
+        if not any(getattr(block, "softcap", 0) or getattr(block, "has_sinks", False) for block in blocks):
+            return super()._attention(loaded, kv_pool, geometry)
+        require_wing("engine.windows", "a model with sinks or capped scores")
+        from engine.windows.grouped_attention import GroupedAttention
+
+        return GroupedAttention(kv_pool, geometry, loaded.model.rotary)
+
+
+def runs_by_transformers(loaded: LoadedModel) -> bool:
+    """Whether the model is one for `TransformersRunner`."""
+    return isinstance(loaded.model, TransformersModel)

@@ -1,0 +1,55 @@
+"""Families that run by transformers' code: in batches, in chunks, from the prefix cache, they equal `generate`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.assembly import EngineParts, assemble
+from engine.request import Request
+from tests.engine.driving import GREEDY, engine_config, random_prompt
+from tests.engine.transformers_models.hf_families import FAMILIES, VOCAB_SIZE, generated
+
+pytestmark = pytest.mark.slow
+
+NUM_TOKENS = 12
+PROMPTS = [random_prompt(length, VOCAB_SIZE, length) for length in (1, 6, 19, 40)]
+
+
+def open_engine(path: Path, **settings: Any) -> EngineParts:
+    """Steps of few tokens: prompts come in chunks beside generated tokens."""
+    torch.set_num_threads(1)
+    base = {
+        "device": "cpu", "dtype": "float32", "num_threads": 1, "num_gpu_blocks": 300, "block_size": 4,
+        "max_num_batched_tokens": 16, "max_num_seqs": 8, "model_impl": "transformers",
+    }  # fmt: skip
+    return assemble(engine_config(str(path), **{**base, **settings}))
+
+
+def run(parts: EngineParts, prompts: list[list[int]], num_tokens: int = NUM_TOKENS) -> list[Request]:
+    engine = parts.engine
+    params = replace(GREEDY, max_tokens=num_tokens, ignore_eos=True)
+    requests = [engine.add_request(prompt, params) for prompt in prompts]
+    while engine.has_work():
+        engine.step()
+    assert engine.num_failed_steps == 0
+    engine.kv.pool.check_integrity()
+    assert engine.kv.pool.num_used == 0
+    return requests
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_equals_generate(name: str, tmp_path: Path) -> None:
+    family = FAMILIES[name]
+    path, reference = family.save(tmp_path / name), family.build()
+    expected = [generated(reference, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    assert len({tuple(tokens) for tokens in expected}) == len(PROMPTS), "a model that repeats itself shows nothing"
+    parts = open_engine(path)
+    assert [request.output_token_ids for request in run(parts, PROMPTS)] == expected
+    again = run(parts, [PROMPTS[-1]])
+    assert again[0].num_cached_tokens > 0
+    assert again[0].output_token_ids == expected[-1]
