@@ -14,10 +14,20 @@ from common.errors import ConfigError, UnsupportedModelError
 from engine.models.config import ModelConfig, MoeConfig, check_config
 from engine.models.rope import rope_from_hf
 
+QUANTIZATION_FILES = {  # of tools that leave config.json as it was: the method, and where in the file its fields are
+    "hf_quant_config.json": ("modelopt", "quantization"),
+    "quantize_config.json": ("gptq", ""),
+    "quant_config.json": ("awq", ""),
+}
+
 
 def read_hf_config(directory: Path) -> dict[str, Any]:
-    """`config.json`, with the end-of-sequence ids of `generation_config.json` when that file names any."""
+    """`config.json`, with what files beside it add: end-of-sequence ids, how weights are quantized."""
     raw = _read_json(directory / "config.json")
+    for name, (method, key) in QUANTIZATION_FILES.items():
+        if not raw.get("quantization_config") and (directory / name).is_file():
+            found = _read_json(directory / name)
+            raw["quantization_config"] = {"quant_method": method, **(found.get(key) or {} if key else found)}
     generation = directory / "generation_config.json"
     if generation.is_file():
         eos = _read_json(generation).get("eos_token_id")

@@ -10,6 +10,8 @@ from engine.layers.weights import WeightSource
 from engine.loader.checkpoint import Check, check_weights
 from engine.loader.fused import StoredRows
 from engine.loader.safetensors import SafetensorsWeights
+from engine.models.config import PLAIN_BITS
+from engine.quantization.bitsandbytes import BitsAndBytesWeights, bits_of, is_bitsandbytes
 from engine.quantization.mxfp4 import Mxfp4Weights
 from engine.quantization.packed_checkpoint import PackedWeights
 from engine.quantization.schemes import is_mxfp4, quantization_from_hf
@@ -18,19 +20,27 @@ from engine.quantization.schemes import is_mxfp4, quantization_from_hf
 class QuantizedCheckpoint:
     """bits: of most weights in the files. held_bits: in memory, where they stay as they are.
 
-    label: the format, of linear layers; empty for MXFP4, which only experts have.
+    label: the format, of linear layers; empty for MXFP4, which only experts have, and for what is dequantized.
     """
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
         """raw: config.json. Raises UnsupportedModelError, naming what is supported."""
-        self._quantization = None if is_mxfp4(raw) else quantization_from_hf(raw)
+        config = raw.get("quantization_config")
+        self._is_bitsandbytes = is_bitsandbytes(config)
+        is_other = self._is_bitsandbytes or is_mxfp4(raw)
+        self._quantization = None if is_other else quantization_from_hf(raw)
         self.label, self.bits, self.held_bits = "", 4, 4
+        if isinstance(config, Mapping) and self._is_bitsandbytes:
+            self.bits, self.held_bits = bits_of(config), PLAIN_BITS
         if self._quantization is not None:
             scheme = self._quantization.schemes[0]
             self.label, self.bits, self.held_bits = self._quantization.label, scheme.bits, scheme.held_bits
 
     def open(self, tensors: SafetensorsWeights, rows: Mapping[str, StoredRows]) -> tuple[WeightSource, Check]:
         """The weights, and what compares them with those that a model needs, see `check_weights`."""
+        if self._is_bitsandbytes:
+            dequantized = BitsAndBytesWeights(tensors, rows)
+            return dequantized, partial(check_weights, found=dequantized.shapes)
         if self._quantization is None:
             expanded = Mxfp4Weights(tensors)
             return expanded, partial(check_weights, found=expanded.shapes)

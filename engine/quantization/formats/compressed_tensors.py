@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from common.errors import ConfigError
 from engine.quantization.formats.fp8 import Fp8, Int8
+from engine.quantization.formats.modelopt import GROUP_SIZE, Nvfp4
 from engine.quantization.formats.scheme import (
     FLOATS,
     INTS,
@@ -71,12 +72,22 @@ class PackQuantized(WeightScheme):
         return self.integer_rows(k, values, scales, zeros, order, stores_middles=self.is_symmetric)
 
 
+@dataclass(frozen=True, slots=True)
+class Nvfp4Packed(Nvfp4):
+    """ModelOpt's numbers under other names; the second scale divides."""
+
+    packed: ClassVar[str] = "weight_packed"
+    second: ClassVar[str] = "weight_global_scale"
+    divides: ClassVar[bool] = True
+
+
 STORED: dict[tuple[str, str], tuple[type[WeightScheme], tuple[int, ...]]] = {
     ("pack-quantized", "int"): (PackQuantized, (4, 8)),
     ("int-quantized", "int"): (Int8, (8,)),
     ("naive-quantized", "int"): (Int8, (8,)),
     ("float-quantized", "float"): (Fp8, (8,)),
     ("naive-quantized", "float"): (Fp8, (8,)),
+    ("nvfp4-pack-quantized", "float"): (Nvfp4Packed, (4,)),
 }
 
 
@@ -99,7 +110,8 @@ def parse(config: Mapping[str, Any]) -> CheckpointQuantization:
         scheme = replace(scheme, quantizes_inputs=_has_eight_bits(group.get("input_activations")))
         input_bits = 8 if scheme.quantizes_inputs else 16
         schemes.append(scheme)
-        labels.append(f"{'fp' if isinstance(scheme, Fp8) else ''}w{scheme.bits}a{input_bits}")
+        label = f"{'fp' if isinstance(scheme, Fp8) else ''}w{scheme.bits}a{input_bits}"
+        labels.append("nvfp4" if isinstance(scheme, Nvfp4) else label)
     if not schemes:
         raise NotSupportedError("compressed-tensors without quantized weights")
     label = "compressed-tensors-" + "+".join(sorted(set(labels)))
@@ -118,6 +130,10 @@ def _scheme(weights: Mapping[str, Any], stored_as: str) -> WeightScheme:
     if strategy == "group" and not group_size:
         raise ConfigError("config.json: a config group with scales per group has no group_size")
     blocks = {"tensor": TENSOR, "channel": ROW, "group": (1, group_size)}
+    if scheme is Nvfp4Packed:
+        if group_size != GROUP_SIZE:
+            raise NotSupportedError(f"{what} in groups of {stated!r}")
+        blocks = {"tensor_group": (1, group_size)}
     if strategy == "block":
         block = block_of(weights.get("block_structure"))
     elif strategy in blocks:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -34,22 +34,27 @@ DOUBLES = (0, 1, 2, 3, 4, 6, 8, 12)  # of magnitudes, by the low three bits
 class Nvfp4(WeightScheme):
     """Held in 8 bits: there are no GEMMs for e2m1 but those of experts, whose scales are other ones."""
 
+    packed: ClassVar[str] = "weight"
+    second: ClassVar[str] = "weight_scale_2"
+    divides: ClassVar[bool] = False  # whether scales are divided by the second one
+
     @property
     def held_bits(self) -> int:
         return 8
 
     def tensors(self, n: int, k: int, found: Mapping[str, object]) -> dict[str, Stored]:
         return {
-            "weight": Stored(("U8",), ((n, -(-k // 2)),), ((N, 1), (K, 2))),
+            self.packed: Stored(("U8",), ((n, -(-k // 2)),), ((N, 1), (K, 2))),
             "weight_scale": Stored(("F8_E4M3",), ((n, self.num_groups(k)),), ((N, 1), (K, GROUP_SIZE))),
-            "weight_scale_2": Stored(("F32",), ((), (1,))),
+            self.second: Stored(("F32",), ((), (1,))),
         }
 
     def rows(self, n: int, k: int, read: Read, found: Mapping[str, object]) -> QuantizedRows:
-        packed = read("weight")
+        packed = read(self.packed)
         doubles = torch.tensor([*DOUBLES, *(-value for value in DOUBLES)], dtype=torch.int8, device=packed.device)
         values = doubles[torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1).int()]
-        scales = read("weight_scale").float() * (read("weight_scale_2").float() / 2)
+        second = read(self.second).float()
+        scales = read("weight_scale").float() * ((1 / second if self.divides else second) / 2)
         return self.made_rows(k, values[:, :k], scales)
 
 

@@ -115,8 +115,8 @@ def test_the_older_name_of_the_field() -> None:
         ({**AWQ, "zero_point": False}, "AWQ without zero points"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "FP8 of the format 'e5m2'"),
         (
-            compressed("nvfp4-pack-quantized", {**FP8, "num_bits": 4}),
-            "'nvfp4-pack-quantized' of float numbers with 4",
+            compressed("mxfp4-pack-quantized", {**FP8, "num_bits": 4}),
+            "'mxfp4-pack-quantized' of float numbers with 4",
         ),
         (compressed("marlin-24", integers(4)), "'marlin-24'"),
         (compressed("pack-quantized", integers(2)), "with 2 bits"),

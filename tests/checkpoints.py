@@ -1,0 +1,55 @@
+"""docs/checkpoints.md: which published checkpoints are read, each cell by a test.
+
+python -m tests.checkpoints > docs/checkpoints.md
+
+Rows are the layouts of tests/engine/quantization/published.py, columns the families that it writes them of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tests.engine.quantization.published import FAMILIES, PUBLISHED
+
+TEST = "tests/engine/quantization/test_published.py"
+CELL = "test_a_checkpoint_computes_what_its_weights_say"
+INTRODUCTION = f"""# Checkpoints as published
+
+Which tools' checkpoints are read, as they lie on a hub. `python -m tests.checkpoints` writes this page. Every ✓ is a
+test: a tiny model of that family, with tensors, packing, config and files as the tool writes them, gives the logits
+of the weights that they stand for, in float32 and as they are held in bfloat16. In `{TEST}` that is
+`{CELL}[NAME-FAMILY]`.
+"""
+END = """
+bitsandbytes' and Unsloth's blocks cross rows, so no GEMM reads them as they are: they are dequantized when they are
+read, and on a CPU held as int8. On a GPU they take the memory of bfloat16; GPTQ, AWQ and W4A16 stay packed there. The
+tests behind this page run on CPUs; the column of GPUs says what the loader makes there (`tests/gpu` runs the forms).
+
+**MLX** (`mlx-community`, `mlx-lm`: `quantization` in config.json, words of uint32 with `.scales` and `.biases`) is
+refused, since nothing here computes in its packing: take the model that it was made of, or its GGUF
+(`test_mlx_is_refused`).
+
+Unquantized models that Unsloth publishes are the originals' files and are read as such. GGUF files are a format of
+their own ([install](install.md#checkpoints)).
+"""
+
+
+def table(header: list[str], rows: Iterator[list[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(header)} |"
+    yield "|" + "---|" * len(header)
+    yield from (f"| {' | '.join(row)} |" for row in rows)
+
+
+def rows() -> Iterator[list[str]]:
+    for name, entry in PUBLISHED.items():
+        yield [entry.tool, entry.what, f"`{name}`", *("✓" for _ in FAMILIES), entry.cpu, entry.gpu, entry.source]
+    yield ["MLX", "any", "", *("✗" for _ in FAMILIES), "", "", "mlx-lm mlx_lm/utils.py (save_config)"]
+
+
+def page() -> str:
+    header = ["made by", "format", "test", *FAMILIES, "in memory, CPU", "GPU", "layout, from the source of"]
+    return "\n".join((INTRODUCTION, *table(header, rows()))) + "\n" + END
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,157 @@
+"""Checkpoints as their tools write them compute what their weights say; docs/checkpoints.md lists them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from common.errors import ConfigError, UnsupportedModelError
+from engine.assembly import EngineParts
+from engine.loader.safetensors import SafetensorsWeights
+from engine.loader.source import bits_of_weights
+from engine.models.hf_config import read_hf_config
+from engine.quantization.bitsandbytes import BitsAndBytesWeights
+from tests.checkpoints import page
+from tests.engine.pipeline_parallel.test_pipeline import open_stages
+from tests.engine.quantization.published import FAMILIES, NF4, PUBLISHED, bitsandbytes, without
+from tests.engine.quantization.test_packed_checkpoint import PROMPT, load, logits, relative_error
+from tests.engine.tensor_parallel.test_ranks import GREEDY, NUM_TOKENS, open_ranks
+from tests.engine.tiny_models import reference_greedy, reference_logits
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[3]
+UP = "model.layers.1.mlp.up_proj"
+FLOAT32: dict[str, Any] = {"dtype": "float32", "quant_mode": "none"}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_checkpoint_computes_what_its_weights_say(name: str, family: str, tmp_path: Path) -> None:
+    entry, path = PUBLISHED[name], tmp_path / "m"
+    exact = reference_logits(entry.write(path, FAMILIES[family]), PROMPT)[-1]
+    result, loaded = logits(path, 13, dtype="float32")
+    assert loaded.quant_mode == "none"
+    torch.testing.assert_close(result, exact, atol=2e-4, rtol=0)
+    held, loaded = logits(path, 20, dtype="bfloat16")
+    assert loaded.quant_mode == entry.form.label
+    assert relative_error(held, exact) < 0.12
+
+
+def test_the_page_is_what_its_sources_say() -> None:
+    written = (ROOT / "docs/checkpoints.md").read_text(encoding="utf-8")
+    assert written == page(), "run `python -m tests.checkpoints > docs/checkpoints.md`"
+
+
+def test_mlx_is_refused(tmp_path: Path) -> None:
+    """As `save_config` of mlx-lm's utils.py writes it: under both names, or under its own alone in older files."""
+    path = tmp_path / "m"
+    PUBLISHED["autogptq"].write(path, FAMILIES["Llama"])
+    config = json.loads((path / "config.json").read_text())
+    del config["quantization_config"]
+    mlx = {"quantization": {"group_size": 64, "bits": 4}}
+    for changes in (mlx, {**mlx, "quantization_config": mlx["quantization"]}):
+        (path / "config.json").write_text(json.dumps({**config, **changes}))
+        with pytest.raises(UnsupportedModelError, match=r"MLX's packing, which is for Apple's GPUs,.*GGUF"):
+            load(path)
+
+
+def one_weight(path: Path, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    path.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path / "model.safetensors")
+    source = BitsAndBytesWeights(SafetensorsWeights(path, torch.float32, torch.device("cpu")), {})
+    return source.take("a.weight", source.shapes["a.weight"])
+
+
+def test_four_bits_are_those_of_bitsandbytes(tmp_path: Path) -> None:
+    """The first numbers of a published weight: what bitsandbytes 0.49.2 made of these bytes on a GPU, in bfloat16."""
+    packed = [110, 90, 88, 44, 228, 163, 9, 25]
+    expected = [
+        -0.002838, 0.022583, -0.005768, 0.00769, -0.005768, 0.002487, -0.016357, 0.013794, 0.022583, -0.008911,
+        0.00769, -0.012329, -0.03125, 0.005035, -0.021729, 0.005035,
+    ]  # fmt: skip
+    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [2, 8]}
+    weight = one_weight(
+        tmp_path,
+        {
+            "a.weight": torch.tensor(packed, dtype=torch.uint8)[:, None],
+            "a.weight.absmax": torch.tensor([0.03125]),
+            "a.weight.quant_map": torch.tensor(NF4),
+            "a.weight.quant_state.bitsandbytes__nf4": torch.tensor([*json.dumps(state).encode()], dtype=torch.uint8),
+        },
+    )
+    torch.testing.assert_close(weight.flatten(), torch.tensor(expected), atol=0, rtol=4e-3)
+
+
+@pytest.mark.parametrize("name", ["unsloth-4bit", "bitsandbytes-int8"])
+@pytest.mark.parametrize("family", ["Phi-3", "Qwen3-MoE"])
+def test_ranks_and_stages_equal_transformers(
+    name: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = PUBLISHED[name].write(tmp_path / "m", FAMILIES[family])
+    expected = [reference_greedy(model, PROMPT, NUM_TOKENS)]
+
+    def tokens(parts: EngineParts) -> list[list[int]]:
+        request = parts.engine.add_request(PROMPT, GREEDY)
+        while parts.engine.has_work():
+            parts.engine.step()
+        return [request.output_token_ids]
+
+    assert tokens(open_ranks(tmp_path / "m", 2, monkeypatch, **FLOAT32)) == expected
+    assert tokens(open_stages(tmp_path / "m", 2, monkeypatch, **FLOAT32)) == expected
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ("weight.quant_state.bitsandbytes__nf4", "the state of a weight of 4 bits is missing"),
+        ("weight.absmax", "unexpected: .*quant_map"),
+        ("weight", "missing: .*weight"),
+    ],
+)
+def test_what_is_missing_is_named(part: str, message: str, tmp_path: Path) -> None:
+    without(PUBLISHED["bitsandbytes-nf4"], part).write(tmp_path / "m", FAMILIES["Llama"])
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path / "m")
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "value", "message"),
+    [
+        ("bitsandbytes-nf4", "weight.quant_state.bitsandbytes__nf4", torch.zeros(9, dtype=torch.uint8), "is damaged"),
+        ("bitsandbytes-nf4", "weight.absmax", torch.ones(3), "are no weight of"),
+        ("bitsandbytes-int8", "SCB", torch.ones(3), "are no weight of 8 bits"),
+        ("bitsandbytes-int8", "weight_format", torch.tensor(1, dtype=torch.uint8), "stored for one kind of GPU"),
+    ],
+)
+def test_damage_is_named(name: str, tensor: str, value: torch.Tensor, message: str, tmp_path: Path) -> None:
+    PUBLISHED[name].write(tmp_path / "m", FAMILIES["Llama"])
+    tensors = load_file(tmp_path / "m/model.safetensors")
+    assert f"{UP}.{tensor}" in tensors
+    save_file({**tensors, f"{UP}.{tensor}": value}, tmp_path / "m/model.safetensors")
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path / "m")
+
+
+def test_other_containers_of_four_bits_are_refused() -> None:
+    config = {"quantization_config": bitsandbytes(4, bnb_4bit_quant_storage="bfloat16")}
+    with pytest.raises(UnsupportedModelError, match="4 bits in numbers of 'bfloat16' are not supported"):
+        bits_of_weights(config)
+    assert bits_of_weights({"quantization_config": bitsandbytes(4)}) == (4, 16)
+    assert bits_of_weights({"quantization_config": bitsandbytes(8)}) == (8, 16)
+
+
+def test_files_beside_the_config_say_nothing_where_the_config_does(tmp_path: Path) -> None:
+    PUBLISHED["autogptq"].write(tmp_path / "m", FAMILIES["Llama"])
+    expected = read_hf_config(tmp_path / "m")
+    (tmp_path / "m/hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
+    assert read_hf_config(tmp_path / "m") == expected
