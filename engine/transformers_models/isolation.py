@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.errors import UnsupportedModelError
+from common.errors import ConfigError, UnsupportedModelError
 from engine.transformers_models.seam import Call, connect
 
 POSITIONS = (0, 1, 5, 11, 12, 17)
-TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}  # of the largest number
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+"""Of the largest number. Tiny models of 37 families: at most 2e-7, and nothing at all in 16 bits."""
 
 
 def own_token(call: Call) -> Tensor:
@@ -30,7 +31,10 @@ def own_token(call: Call) -> Tensor:
 
 
 def check_isolation(hf: Any, vocab_size: int, num_positions: int) -> None:
-    """Raise UnsupportedModelError for a model that lets tokens see each other beside its attention."""
+    """Raise UnsupportedModelError for a model that lets tokens see each other beside its attention.
+
+    Raises ConfigError for weights that overflow.
+    """
     for module in hf.modules():
         connect(module, own_token)
     positions = torch.tensor([position for position in POSITIONS if position < num_positions])
@@ -39,6 +43,8 @@ def check_isolation(hf: Any, vocab_size: int, num_positions: int) -> None:
     alone = hidden_of(hf, ids, positions)
     order = torch.arange(count - 1, -1, -1)
     others = hidden_of(hf, ids[order], positions[order])[order]
+    if not bool(torch.isfinite(alone).all()):
+        raise ConfigError(f"the weights give numbers that are not finite in {alone.dtype}: choose another --dtype")
     error = float((alone - others).abs().amax() / alone.abs().amax())
     if not error <= TOLERANCE[alone.dtype]:
         raise UnsupportedModelError(

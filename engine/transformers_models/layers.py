@@ -67,6 +67,10 @@ def find_layers(transformers: Any, config: Any) -> tuple[Layer, ...]:
     except UnsupportedModelError:
         raise
     except Exception as error:  # any, of any model's code
+        if isinstance(error, KeyError) and error.args == (NAME,):
+            raise UnsupportedModelError(
+                "its attention does not go through transformers' attention interface"
+            ) from error
         raise UnsupportedModelError(f"its forward pass needs more than token ids and positions: {error}") from error
     check_layers(calls, config)
     return tuple(calls)
@@ -90,7 +94,9 @@ def check_layers(layers: Sequence[Layer], config: Any) -> None:
     """Raise UnsupportedModelError if layers do not attend once each and alike."""
     if len({layer.name for layer in layers}) != len(layers):
         raise UnsupportedModelError("a layer attends more than once to one token")
-    if len(layers) != config.num_hidden_layers:
+    if len(layers) > config.num_hidden_layers:
+        raise UnsupportedModelError(f"it attends {len(layers)} times in {config.num_hidden_layers} layers")
+    if len(layers) < config.num_hidden_layers:
         raise UnsupportedModelError(
             f"{len(layers)} of its {config.num_hidden_layers} layers attend through transformers' attention "
             "interface; others keep a state or have attention of their own"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from engine.transformers_models.model import CausalLm, model_of
 from engine.transformers_models.seam import NAME, Layer, require_transformers
 from engine.transformers_models.settings import TransformersSettings
 
+logger = logging.getLogger(__name__)
 FLAG = "--model-impl transformers"
 Opened = tuple[ModelConfig, ModelFamily, WeightSource, None, dict[str, Any], list[Path]]
 """Fields of a `Source`, whose weights are not asked for."""
@@ -56,6 +58,7 @@ class TransformersFamily(ModelFamily):
             hf = build(self.transformers, self.hf_config, dtype=self.dtype)
         else:
             hf = read_model(self.transformers, self.hf_config, self.directory, self.dtype)
+        logger.info("%s runs by the code of transformers %s", config.architecture, self.transformers.__version__)
         check_isolation(hf, config.vocab_size, config.max_position_embeddings)
         return model_of(config, CausalLm(hf, self.layers))
 

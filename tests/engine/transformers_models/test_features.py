@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.engine.driving import num_drafts
+from tests.engine.driving import GREEDY, num_drafts, random_prompt
 from tests.engine.pooling.test_features import _byte_tokens, check, run
 from tests.engine.test_combinations import SWAP, open_engine
-from tests.engine.transformers_models.hf_families import FAMILIES
+from tests.engine.transformers_models.hf_families import FAMILIES, VOCAB_SIZE
 
 pytestmark = pytest.mark.slow
 __all__ = ["_byte_tokens"]  # a fixture that all tests here use
@@ -29,3 +30,24 @@ def test_drafts_swapped_blocks_and_a_prompt_budget_change_nothing(name: str, num
     check(parts, *expected)
     assert parts.engine.load().num_preemptions > 0
     assert num_drafts(parts.engine)[0] > 0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["gpt_neox", "gemma2", "granitemoe", "minicpm3"])
+def test_16_bits_stay_close_to_transformers(name: str, dtype: str, tmp_path: Path) -> None:
+    prompt = random_prompt(40, VOCAB_SIZE, 7)
+    path, reference = FAMILIES[name].save(tmp_path / name), FAMILIES[name].build()
+    with torch.inference_mode():
+        expected = reference(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        rounded = reference.to(getattr(torch, dtype))(torch.tensor([prompt])).logits[0].float().log_softmax(-1)
+    wanted = [[i, token] for i, token in enumerate(prompt[1:])]
+    rows, tokens = torch.tensor(wanted).T
+    parts = open_engine(path, model_impl="transformers", dtype=dtype)
+    request = parts.engine.add_request(prompt, replace(GREEDY, max_tokens=1, prompt_logprobs=1))
+    found: list[float] = []
+    while parts.engine.has_work():
+        for output in parts.engine.step().outputs:
+            assert output.request is request
+            found += [entry.logprob for entry in output.prompt_logprobs]
+    error = (torch.tensor(found) - expected[rows, tokens]).abs().mean()
+    assert error < 2 * (rounded - expected)[rows, tokens].abs().mean() + 1e-3

@@ -27,6 +27,13 @@ BESIDE = "it lets tokens see each other beside its attention"
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64, "mamba_n_groups": 1, "mamba_d_state": 8}
 REFUSED: dict[str, tuple[HfFamily, str]] = {
     "positions by a bias (alibi)": (HfFamily("bloom", {"n_layer": 2}, kv_heads=False), "0 of its 2 layers attend"),
+    "attention by a table of its own": (
+        HfFamily("gptj", {"rotary_dim": 4}, kv_heads=False), "its attention does not go through"
+    ),
+    "an encoder's decoder": (HfFamily("bart", kv_heads=False), "it attends 12 times in 2 layers"),
+    "windows of masks": (
+        HfFamily("phimoe", {"sliding_window": 11, "num_local_experts": 4}), "its windows are known to masks alone"
+    ),
     "a state alone": (HfFamily("mamba", kv_heads=False), "it has layers of linear_attention"),
     "a state beside attention": (HfFamily("falcon_h1", MAMBA), "it has layers of hybrid"),
     "convolutions": (HfFamily("lfm2", {"layer_types": ["full_attention", "conv"]}), "it has layers of conv"),
@@ -75,12 +82,14 @@ def test_what_no_config_tells_of_is_refused(what: str) -> None:
             check_isolation(hf, 97, 160)
 
 
-def test_auto_runs_what_our_own_code_does_not_know(tmp_path: Path) -> None:
+def test_auto_runs_what_our_own_code_does_not_know(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     gpt_neox, llama = FAMILIES["gpt_neox"].save(tmp_path / "neox"), TINY_MODELS["llama"].save(tmp_path / "llama")
     own, known = open_engine(llama, model_impl="auto"), "architecture 'GPTNeoXForCausalLM' is not supported"
     assert type(own.runner).__name__ == "CpuRunner"
     assert type(open_engine(llama).runner).__name__ == "TransformersRunner"
-    assert type(open_engine(gpt_neox, model_impl="auto").runner).__name__ == "TransformersRunner"
+    with caplog.at_level("INFO"):
+        assert type(open_engine(gpt_neox, model_impl="auto").runner).__name__ == "TransformersRunner"
+    assert "GPTNeoXForCausalLM runs by the code of transformers" in caplog.text
     with pytest.raises(UnsupportedModelError, match=known):
         open_engine(gpt_neox, model_impl="mini-infer")
     with pytest.raises(UnsupportedModelError, match=rf"{known}.*; nor by transformers' code: .* leave .*--tp"):
