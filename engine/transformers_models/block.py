@@ -12,7 +12,7 @@ from torch.nn import functional
 from engine.layers.attention import AttentionBlock
 from engine.layers.block import Attend, LinearRef, Step
 from engine.layers.rotary import Rotation
-from engine.transformers_models.seam import Call, Layer
+from engine.transformers_models.seam import Call, Layer, check_call
 
 
 class TransformersAttention(AttentionBlock):
@@ -32,7 +32,8 @@ class TransformersAttention(AttentionBlock):
         raise NotImplementedError("transformers' module is the block around this attention")
 
     def attend(self, call: Call, attend: Attend) -> Tensor:
-        """Returns (1, n, heads, v_dim)."""
+        """Returns (1, n, heads, v_dim). Raises UnsupportedModelError, see `check_call`."""
+        check_call(call)
         sinks: Tensor | None = call.options.get("s_aux")
         self.sinks = None if sinks is None else sinks.flatten()
         q = call.q if self._factor == 1.0 else call.q * self._factor

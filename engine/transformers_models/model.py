@@ -82,7 +82,7 @@ class CausalLm:
 class TransformersModel(Model):
     """Blocks are those of attention alone. What runs is `code`."""
 
-    code: CausalLm | None = None
+    code: CausalLm
 
 
 def model_of(config: ModelConfig, code: CausalLm) -> TransformersModel:

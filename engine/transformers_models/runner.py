@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from common.wings import require_wing
+from engine.config import EngineConfig
 from engine.cpu.runner import CpuRunner
 from engine.layers.attention import AttentionBackend
 from engine.layers.block import Step
@@ -33,15 +35,18 @@ class WholeModel:
 class TransformersRunner(CpuRunner):
     """See `engine.transformers_models.model`."""
 
+    def __init__(
+        self, loaded: LoadedModel, kv_pool: Tensor, host_buffer: Tensor | None, config: EngineConfig
+    ) -> None:
+        super().__init__(loaded, kv_pool, host_buffer, replace(config, batch_invariant=False))
+
     def _lower(self, loaded: LoadedModel, *_: Any) -> WholeModel:
         assert isinstance(loaded.model, TransformersModel)
-        assert loaded.model.code is not None
-        self._batch_invariant = False
         return WholeModel(loaded.model.code)
 
     def _attention(self, loaded: LoadedModel, kv_pool: Tensor, geometry: PoolGeometry) -> AttentionBackend:
-        blocks = loaded.model.blocks
-        if not any(getattr(block, "softcap", 0) or getattr(block, "has_sinks", False) for block in blocks):
+        assert isinstance(loaded.model, TransformersModel)
+        if not any(block.softcap or block.has_sinks for block in loaded.model.code.blocks):
             return super()._attention(loaded, kv_pool, geometry)
         require_wing("engine.windows", "a model with sinks or capped scores")
         from engine.windows.grouped_attention import GroupedAttention

@@ -80,17 +80,22 @@ def connect(module: nn.Module, attends: Attends) -> None:
     module.__dict__[NAME] = attends
 
 
+def check_call(call: Call) -> None:
+    """Raise UnsupportedModelError for what our attention would leave out; some ask for it of long sequences alone."""
+    if call.mask is not None:
+        raise UnsupportedModelError("its attention takes a mask of its own")
+    for key, value in call.options.items():
+        if isinstance(value, Tensor) and key not in HARMLESS:
+            raise UnsupportedModelError(f"its attention takes {key}, which ours does not know")
+
+
 def layer_of(name: str, call: Call) -> Layer:
     """How the module attends that calls. Raises UnsupportedModelError for what our attention does not do."""
+    check_call(call)
     options = call.options
     is_causal = options.get("is_causal")
     if not (getattr(call.module, "is_causal", True) if is_causal is None else is_causal):
         raise UnsupportedModelError("its attention sees later tokens")
-    if call.mask is not None:
-        raise UnsupportedModelError("its attention takes a mask of its own")
-    unknown = [key for key, value in options.items() if isinstance(value, Tensor) and key not in HARMLESS]
-    if unknown:
-        raise UnsupportedModelError(f"its attention takes {', '.join(unknown)}, which ours does not know")
     (_, num_heads, _, k_dim), (_, num_kv_heads, _, v_dim) = call.q.shape, call.v.shape
     return Layer(
         name, num_heads, num_kv_heads, k_dim, v_dim, call.scale,

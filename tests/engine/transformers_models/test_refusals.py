@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from common.errors import ConfigError, UnsupportedModelError
 from engine.loader.load import load_model
 from engine.transformers_models.isolation import check_isolation
-from engine.transformers_models.seam import NAME, require_transformers
+from engine.transformers_models.seam import NAME, Call, require_transformers
 from tests.engine.driving import directory, engine_config
 from tests.engine.tiny_models import TINY_MODELS
 from tests.engine.transformers_models.hf_families import FAMILIES, SHAPE, HfFamily
@@ -170,3 +170,12 @@ def test_without_the_package_its_extra_is_named(tmp_path: Path, monkeypatch: pyt
         open_engine(path)
     with pytest.raises(UnsupportedModelError, match=f"'GPTNeoXForCausalLM' is not supported .*{extra}"):
         open_engine(path, model_impl="auto")
+
+
+def test_what_attention_would_leave_out_is_refused_late_too(tmp_path: Path) -> None:
+    """Some families choose blocks of keys once a sequence is long."""
+    code = open_engine(FAMILIES["gpt_neox"].save(tmp_path / "m")).runner._model.code
+    q, k, v = (torch.zeros(1, 4, 3, 12) for _ in "qkv")
+    call = Call(code.hf.gpt_neox, q, k, v, None, 0.3, {"block_indices": torch.zeros(1)})
+    with pytest.raises(UnsupportedModelError, match="its attention takes block_indices, which ours does not know"):
+        code.blocks[1].attend(call, lambda _block, qkv: qkv)
