@@ -94,7 +94,7 @@ class CpuRunner(ModelRunner):
 
             return GroupedAttention(kv_pool, geometry, loaded.model.rotary, loaded.model.local_rotary)
         has_k_and_v = loaded.model.config.num_kv_planes == 2
-        if has_k_and_v and kv_pool.device.type == "cpu" and kv_pool.dtype == loaded.dtype:  # it reads as they lie
+        if has_k_and_v and kv_pool.device.type == "cpu" and kv_pool.dtype == loaded.dtype:  # read as they lie
             return CpuAttention(kv_pool, loaded.model.config.num_heads, loaded.model.rotary)
         return PoolAttention(kv_pool, loaded.model.rotary)
 

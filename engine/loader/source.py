@@ -116,7 +116,8 @@ def open_source(files: ModelFiles, engine_config: EngineConfig, dtype: torch.dty
 
 def _quantized(raw: Mapping[str, Any]) -> QuantizedCheckpoint | None:
     """The checkpoint of that config.json, if it is quantized. Raises ConfigError where nothing reads it."""
-    if not any(raw.get(key) for key in ("quantization_config", "compression_config", "quantization")):
+    is_mlx = isinstance(raw.get("quantization"), Mapping)  # which is refused there
+    if not (raw.get("quantization_config") or raw.get("compression_config") or is_mlx):
         return None
     require_wing(WING, "a quantized checkpoint")
     from engine.quantization.checkpoint import QuantizedCheckpoint
