@@ -26,10 +26,29 @@ from engine.loader.fused import ROTATED, StoredRows, rotary_order
 from engine.models.config import ModelConfig
 from engine.quantization.quantized_rows import QuantizedRows
 
+NUMBERS_AT_ONCE = 1 << 17  # that are dequantized: what is made on the way stays in a cache
+
 
 def _mapped(path: Path) -> mmap.mmap:
     with path.open("rb") as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _dequantized(raw: Any, quantization: Any) -> Any:
+    """The numbers of a tensor's bytes, in a flat array of float32 that can be written. Raises NotImplementedError."""
+    from gguf.constants import GGML_QUANT_SIZES
+    from gguf.quants import dequantize
+
+    if raw.dtype != np.uint8:  # plain: views of the file
+        return np.array(raw, np.float32).reshape(-1)
+    block_size, block_bytes = GGML_QUANT_SIZES[quantization]
+    blocks = raw.reshape(-1, block_bytes)
+    values = np.empty(len(blocks) * block_size, np.float32)
+    step = NUMBERS_AT_ONCE // block_size
+    for first in range(0, len(blocks), step):  # as one row: the library cuts more into groups of 16
+        some = blocks[first : first + step].reshape(1, -1)
+        values[first * block_size : (first + step) * block_size] = dequantize(some, quantization)[0]
+    return values
 
 
 class GgufFile:
@@ -48,15 +67,12 @@ class GgufFile:
         tensor = self.tensors[name]
         raw, quantization = self._raw(tensor)
         raw = raw if rows is None else raw[rows.start : rows.stop]
-        from gguf.quants import dequantize
-
         try:
-            values = dequantize(raw, quantization)
+            values = _dequantized(raw, quantization)
         except NotImplementedError as error:
             raise UnsupportedModelError(
                 f"tensor {name} has type {quantization.name}, which is not supported"
             ) from error
-        values = np.require(values, np.float32, ["C", "W"])  # plain types come as read-only views of the file
         return torch.from_numpy(values.reshape(tensor.shape if rows is None else (-1, tensor.shape[-1])))
 
     def has_int4(self, name: str) -> bool:

@@ -17,6 +17,7 @@ MAX_INT8_ROWS, MAX_INT4_ROWS = 4, 8  # that quantized GEMMs of a CPU take; more 
 COLUMN_MULTIPLE = 16  # of int8: with others torch's GEMM reads beyond a row of x, and what it finds there may be NaN
 CPU_GROUP_SIZES = (256, 128, 64, 32)  # of torch's 4-bit GEMM
 INT4_ROW_MULTIPLE = 16  # of its packed layout
+NUMBERS_AT_ONCE = 1 << 17  # of a weight that is quantized: what is made on the way stays in a cache
 
 
 class CpuLinears:
@@ -97,6 +98,12 @@ def int4_linear(
 
 def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize each row to 255 levels: int8 [out, in], scales [out] in the dtype of `weight`."""
-    scales = (weight.abs().amax(dim=1).float() / 127.0).clamp_min(1e-12).to(weight.dtype)
-    values = (weight.float() / scales.float()[:, None]).round_().clamp_(-127, 127)
-    return values.to(torch.int8), scales
+    values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    scales = torch.empty(len(weight), dtype=weight.dtype, device=weight.device)
+    step = max(NUMBERS_AT_ONCE // weight.shape[1], 1)
+    for first in range(0, len(weight), step):
+        rows = weight[first : first + step]
+        found = (rows.abs().amax(dim=1).float() / 127.0).clamp_min(1e-12).to(weight.dtype)
+        values[first : first + step] = (rows.float() / found.float()[:, None]).round_().clamp_(-127, 127)
+        scales[first : first + step] = found
+    return values, scales
