@@ -15,9 +15,10 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
 from common.errors import InvalidRequestError
-from common.grammar.json_schemas import parsed_schema, without_unknown_formats
+from common.grammar.json_schemas import followable, parsed_schema
 
-MAX_GRAMMAR_CHARS = 64 * 1024
+MAX_GRAMMAR_CHARS = 1 << 20
+MAX_GBNF_CHARS = 64 * 1024  # converted at 10 us each
 # What schemas that people wrote need, with a margin: docs/decisions/structured-outputs.md. Errors show no state.
 LIMITS = LLParserLimits(
     max_items_in_row=500,
@@ -52,9 +53,14 @@ COMPACT_OPTIONS: Any = {"whitespace_flexible": False, "coerce_one_of": True}  # 
 
 
 def json_schema(schema: Mapping[str, Any] | str) -> str:
-    """The grammar of JSON texts that a schema, or its text, allows. `$ref` reaches what the schema itself defines."""
+    """The grammar of JSON texts that a schema, or its text, allows. `$ref` reaches what the schema itself defines.
+
+    Without blanks in it, so that a long schema fits.
+    """
     value = parsed_schema(schema) if isinstance(schema, str) else schema
-    return f"json_schema:{schema if value is None else json.dumps(without_unknown_formats(value))}"
+    if value is None:
+        return f"json_schema:{schema}"
+    return f"json_schema:{json.dumps(followable(value), separators=(',', ':'), ensure_ascii=False)}"
 
 
 def compact_json(schema: Mapping[str, Any]) -> str:
@@ -94,8 +100,8 @@ def is_gbnf(text: str) -> bool:
 
 def gbnf(text: str) -> str:
     """A context-free grammar in GBNF, with `root` as its first rule. Raises InvalidRequestError."""
-    if len(text) > MAX_GRAMMAR_CHARS:
-        raise InvalidRequestError(f"a grammar of more than {MAX_GRAMMAR_CHARS} characters")
+    if len(text) > MAX_GBNF_CHARS:
+        raise InvalidRequestError(f"a grammar of more than {MAX_GBNF_CHARS} characters")
     try:
         return lark(gbnf_to_lark(text).removeprefix("%llguidance {}"))
     except Exception as error:  # noqa: BLE001 - the converter raises what it comes upon, plain Exception, too
@@ -104,7 +110,7 @@ def gbnf(text: str) -> str:
 
 def json_rule(schema: Mapping[str, Any], options: Any = JSON_OPTIONS) -> str:
     """What stands in a Lark grammar for the JSON texts that a schema allows."""
-    return f"%json {json.dumps({**without_unknown_formats(schema), 'x-guidance': options})}"
+    return f"%json {json.dumps({**followable(schema), 'x-guidance': options})}"
 
 
 def check_grammar(grammar: str) -> None:

@@ -1,4 +1,4 @@
-"""Rewrite JSON schemas before they become grammars: close their objects, leave out formats that nobody can follow.
+"""JSON schemas before they become grammars: read, closed, rewritten in what grammars follow.
 
 Only schemas are touched, not what stands in them as data: a property may be called `format`, and a constant may look
 like a schema. Knows nothing of grammars.
@@ -11,13 +11,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
+from common.grammar.schema_rewriting import Rewriting, TooManyNodesError
+
 Schema = dict[str, Any]
 
-# Of strings, as llguidance follows them. A schema's other formats are annotations, as the standard has it.
-FORMATS = frozenset({
-    "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
-})  # fmt: skip
-MAX_NODES = 22_000  # a schema with more is too long for a grammar, and is left alone
+MAX_NODES = 100_000  # a schema with more is too much for a grammar, and is left alone
 
 _OF_SCHEMAS = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})
 _OF_SCHEMA = frozenset({
@@ -36,15 +34,12 @@ def parsed_schema(text: str) -> Schema | None:
     return value if isinstance(value, dict) else None
 
 
-def without_unknown_formats(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema without formats other than FORMATS."""
-    if '"format"' not in json.dumps(schema):
+def followable(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema in keywords that grammars follow, as far as that goes: `common.grammar.schema_rewriting`."""
+    try:
+        return Rewriting(lambda reference: _resolved(schema, reference)).document(schema)
+    except TooManyNodesError:
         return schema
-    copy, nodes = _copied(schema)
-    for node in nodes:
-        if isinstance(node.get("format"), str) and node["format"] not in FORMATS:
-            del node["format"]
-    return copy
 
 
 def closed(schema: Mapping[str, Any]) -> Schema:
@@ -121,7 +116,7 @@ def _schemas_in(value: Any, is_by_name: bool) -> list[Schema]:
     return [item for item in found if isinstance(item, dict)]
 
 
-def _resolved(root: Schema, reference: Any) -> Schema | None:
+def _resolved(root: Mapping[str, Any], reference: Any) -> Schema | None:
     """What a reference within the schema points to."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None

@@ -103,7 +103,10 @@ async def test_grammars_may_be_gbnf() -> None:
 
 
 async def test_what_is_too_long_is_said_to_be() -> None:
-    for fields in ({"json": {"description": "x" * 1_000_000}}, {"grammar": "root ::= " + '"a" ' * 100_000}):
-        with pytest.raises(InvalidRequestError, match="more than 65536 characters") as refused:
+    for fields, limit in (
+        ({"json": {"const": "x" * 1_100_000}}, 1 << 20),
+        ({"grammar": "root ::= " + '"a" ' * 100_000}, 1 << 16),
+    ):
+        with pytest.raises(InvalidRequestError, match=f"more than {limit} characters") as refused:
             await answer_grammar(None, StructuredOutputs.model_validate(fields), 4)
         assert refused.value.param == "structured_outputs"

@@ -1,0 +1,292 @@
+"""Rewrite JSON schemas in the keywords that llguidance follows. What a rewritten schema allows, the original allows.
+
+The opposite need not hold: `contains` must be fulfilled by one of the first items, many dependencies at once. What
+cannot be rewritten stays, and is refused by name. References keep their targets. Knows nothing of grammars.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from common.grammar.negation import Negation, Schema, all_of, any_of
+
+# Of strings, as llguidance follows them. A schema's other formats are annotations, as the standard has it.
+FORMATS = frozenset({
+    "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
+})  # fmt: skip
+# Keywords that say nothing of what is valid; the last two are llguidance's options and Python's.
+ANNOTATIONS = frozenset({
+    "$comment", "contentEncoding", "contentMediaType", "default", "deprecated", "description", "examples",
+    "markdownDescription", "readOnly", "title", "writeOnly", "x-guidance",
+})  # fmt: skip
+MAX_CASES = 64  # that one keyword becomes
+MAX_DEPENDENCIES = 6  # that become two cases each
+MAX_NODES = 100_000  # schemas within one, as rewritten; one with more is left as it is
+MAX_UNIQUE = 4  # values whose orders are listed: 65 arrays
+NUM_CONTAINS = 3  # first items of an array, of which one fulfils `contains`
+_BY_NAME = frozenset({"$defs", "definitions", "patternProperties", "properties"})
+_INNER = frozenset({
+    "additionalItems", "additionalProperties", "allOf", "anyOf", "items", "oneOf", "prefixItems",
+    "unevaluatedItems", "unevaluatedProperties",
+})  # fmt: skip
+_IN_PLACE = frozenset({"$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "dependentSchemas", "dependencies"})
+_IN_NAMES = frozenset({"pattern", "minLength", "maxLength", "not", "anyOf", "allOf", "oneOf", "format", "if"})
+_DEPENDENCIES = ("dependencies", "dependentRequired", "dependentSchemas")
+
+
+class TooManyNodesError(ValueError):
+    """A schema with more than MAX_NODES schemas in it."""
+
+
+class Rewriting:
+    """Rewrites one document."""
+
+    def __init__(self, resolve: Callable[[Any], Schema | None]) -> None:
+        """resolve: what a `$ref` points to in the document, None where that is not known."""
+        self._resolve = resolve
+        self._negation = Negation(resolve)
+        self._num_nodes = 0
+        self._has_prefix_items = True  # as the draft calls them
+
+    def document(self, schema: Mapping[str, Any]) -> dict[str, Any]:
+        """The schema, rewritten. Raises TooManyNodesError."""
+        draft = str(schema.get("$schema", "2020-12"))
+        self._has_prefix_items = "draft-0" not in draft and "2019-09" not in draft
+        rewritten = self._schema(schema)
+        assert isinstance(rewritten, dict)
+        return rewritten
+
+    def _schema(self, schema: Schema) -> Schema:
+        if not isinstance(schema, Mapping):
+            return schema
+        self._num_nodes += 1
+        if self._num_nodes > MAX_NODES:
+            raise TooManyNodesError
+        left: dict[str, Any] = {}  # as it stands
+        for key, value in schema.items():
+            if key in ANNOTATIONS or (key == "format" and isinstance(value, str) and value not in FORMATS):
+                continue
+            left[key] = value
+        added: list[Schema] = []  # to what it says
+        for rewrite in _REWRITES:
+            added += rewrite(self, left)
+        written = {key: self._within(key, value) for key, value in left.items()}
+        added = [self._schema(each) for each in added if each is not True]
+        if added:
+            listed = written.get("allOf")
+            written["allOf"] = [*(listed if isinstance(listed, list) else []), *added]
+        return written
+
+    def _within(self, key: str, value: Any) -> Any:
+        if key in _BY_NAME and isinstance(value, Mapping):
+            return {name: self._schema(each) for name, each in value.items()}
+        if key not in _INNER:
+            return value
+        return [self._schema(each) for each in value] if isinstance(value, list) else self._schema(value)
+
+    # Each takes what it rewrites out of the keywords that are left, and returns what is to hold instead.
+
+    def _unevaluated(self, left: dict[str, Any]) -> Iterator[Schema]:
+        for key, plain in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
+            if left.get(key) is True or (key in left and plain in left and not _IN_PLACE & set(left)):
+                del left[key]
+            elif key in left and not _IN_PLACE & set(left):
+                left[plain] = left.pop(key)
+        yield from ()
+
+    def _negated(self, left: dict[str, Any]) -> Iterator[Schema]:
+        if "not" in left:
+            broken = self._negation.of(left["not"])
+            if broken is not False or left["not"] is True:
+                del left["not"]
+                yield broken
+
+    def _condition(self, left: dict[str, Any]) -> Iterator[Schema]:
+        then, otherwise = left.pop("then", True), left.pop("else", True)
+        condition = left.pop("if", None)
+        if condition is not None and (then, otherwise) != (True, True):
+            yield any_of([all_of([self._negation.of(condition), otherwise]), all_of([condition, then])])
+
+    def _one_of(self, left: dict[str, Any]) -> Iterator[Schema]:
+        options = left.get("oneOf")
+        if not isinstance(options, list) or not 1 < len(options) <= MAX_CASES:
+            return
+        exclusive = []
+        for option in options:
+            others = [each for each in options if each is not option and not self._are_apart(option, each)]
+            broken = [self._negation.of(each) for each in others]
+            if not any(self._are_apart(option, each) for each in broken):
+                exclusive.append(all_of([option, *broken]))
+        if any_of(exclusive) is not False:
+            del left["oneOf"]
+            yield any_of(exclusive)
+
+    def _are_apart(self, one: Schema, other: Schema) -> bool:
+        """Whether no value can be of both, by the types, the values, or a property that both require."""
+        one, other = self._target(one), self._target(other)
+        if not isinstance(one, Mapping) or not isinstance(other, Mapping):
+            return False
+        types, others = _types(one), _types(other)
+        if types is not None and others is not None and not types & others:
+            return True
+        values, other_values = _values(one), _values(other)
+        if values is not None and other_values is not None:
+            return not any(value in other_values for value in values)
+        if types != {"object"} or others != {"object"}:
+            return False
+        needed = set(one.get("required", ())) & set(other.get("required", ()))
+        return any(
+            self._are_apart(_property(one, name), _property(other, name)) for name in needed if isinstance(name, str)
+        )
+
+    def _target(self, schema: Schema) -> Schema:
+        for _ in range(8):
+            if not isinstance(schema, Mapping) or set(schema) - ANNOTATIONS != {"$ref"}:
+                break
+            schema = self._resolve(schema["$ref"])
+        return schema
+
+    def _dependent(self, left: dict[str, Any]) -> Iterator[Schema]:
+        needs: dict[str, list[Schema]] = {}
+        for key in _DEPENDENCIES:
+            if isinstance(left.get(key), Mapping):
+                for name, need in left.pop(key).items():
+                    needs.setdefault(name, []).append({"required": need} if isinstance(need, list) else need)
+        required = left.get("required", ())
+        for name in [name for name in needs if name in required]:
+            yield all_of(needs.pop(name))
+        groups = [[name] for name in needs] if len(needs) <= MAX_DEPENDENCIES else [list(needs)]
+        for group in groups:
+            absent = {"properties": dict.fromkeys(group, False)}
+            fulfilled = all_of([need for name in group for need in needs[name]])
+            present = {"required": group} if len(group) == 1 else True
+            yield any_of([absent, all_of([present, fulfilled])])
+
+    def _names(self, left: dict[str, Any]) -> Iterator[Schema]:
+        if "propertyNames" not in left:
+            return
+        names = self._target(left["propertyNames"])
+        listed, other = left.get("properties", {}), left.get("additionalProperties", True)
+        values = _values(names) if isinstance(names, Mapping) else None
+        if values is not None and not _IN_NAMES & set(names) and "patternProperties" not in left:
+            del left["propertyNames"]
+            texts = dict.fromkeys(value for value in values if isinstance(value, str))
+            left["properties"] = {
+                **{name: each if name in texts else False for name, each in listed.items()},
+                **({name: other for name in texts if name not in listed} if other is not False else {}),
+            }
+            left["additionalProperties"] = False
+            return
+        pattern = "" if names is True else _pattern_of_names(names)
+        if pattern is None or (pattern and "patternProperties" in left):
+            return
+        del left["propertyNames"]
+        if pattern and other is not False:
+            left["patternProperties"] = {pattern: other}
+            left["additionalProperties"] = False
+        if pattern:
+            wrong = [name for name in listed if not re.search(pattern, name)]
+            if wrong:
+                yield {"properties": dict.fromkeys(wrong, False)}
+
+    def _counted(self, left: dict[str, Any]) -> Iterator[Schema]:
+        """`minProperties` and `maxProperties`, which llguidance counts only where all listed ones are required."""
+        listed, required = left.get("properties", {}), left.get("required", [])
+        if not isinstance(listed, Mapping) or not isinstance(required, list):
+            return
+        optional = [name for name, each in listed.items() if name not in required and each is not False]
+        least, most = left.get("minProperties", 0), left.get("maxProperties")
+        if not optional or not isinstance(least, int) or not isinstance(most, int | None):
+            return
+        num_required = len(set(required))
+        if least <= num_required:
+            left.pop("minProperties", None)
+        elif least > 1 or most is not None:
+            missing = min(least - num_required, len(optional))
+            if missing == least - num_required:
+                del left["minProperties"]
+            yield any_of([{"required": list(names)} for names in _choices(optional, missing)])
+        if most is None or "patternProperties" in left:
+            return
+        if left.get("additionalProperties") is False and most >= len({*listed, *required}):
+            del left["maxProperties"]
+        elif num_required <= most and (most, least) != (1, 1):
+            del left["maxProperties"]
+            left["additionalProperties"] = False
+            kept = _choices(optional, min(most - num_required, len(optional)))
+            yield any_of([{"properties": dict.fromkeys(set(optional) - set(names), False)} for names in kept])
+
+    def _contained(self, left: dict[str, Any]) -> Iterator[Schema]:
+        if "contains" not in left or "maxContains" in left:
+            return
+        contained, least = left.pop("contains"), left.pop("minContains", 1)
+        key = "prefixItems" if self._has_prefix_items else "items"
+        if least:
+            yield any_of([
+                {key: [True] * before + [contained] * least, "minItems": before + least}
+                for before in range(NUM_CONTAINS)
+            ])  # fmt: skip
+
+    def _unique(self, left: dict[str, Any]) -> Iterator[Schema]:
+        most = left.get("maxItems")
+        if left.get("uniqueItems") is False or (isinstance(most, int) and most <= 1):
+            left.pop("uniqueItems", None)
+        yield from ()
+
+
+_REWRITES: Sequence[Callable[[Rewriting, dict[str, Any]], Iterator[Schema]]] = (
+    Rewriting._unevaluated, Rewriting._names, Rewriting._counted, Rewriting._dependent, Rewriting._condition,
+    Rewriting._negated, Rewriting._one_of, Rewriting._contained, Rewriting._unique,
+)  # fmt: skip
+
+
+def _choices(names: Sequence[str], count: int) -> list[tuple[str, ...]]:
+    """Which of these names, all ways if there are few, neighbours otherwise."""
+    ways = list(itertools.islice(itertools.combinations(names, count), MAX_CASES + 1))
+    if len(ways) <= MAX_CASES:
+        return ways
+    starts = range(0, len(names), -(-len(names) // MAX_CASES))
+    return [tuple((*names, *names)[start : start + count]) for start in starts]
+
+
+def _types(schema: Mapping[str, Any]) -> set[str] | None:
+    named = schema.get("type")
+    if isinstance(named, str):
+        named = [named]
+    if isinstance(named, list):
+        return {"number" if each == "integer" else str(each) for each in named}
+    values = _values(schema)
+    if values is not None and all(isinstance(value, str) for value in values):
+        return {"string"}
+    return None
+
+
+def _values(schema: Mapping[str, Any]) -> list[Any] | None:
+    if "const" in schema:
+        return [schema["const"]]
+    listed = schema.get("enum")
+    return listed if isinstance(listed, list) else None
+
+
+def _property(schema: Mapping[str, Any], name: str) -> Schema:
+    listed = schema.get("properties")
+    return listed.get(name, True) if isinstance(listed, Mapping) else True
+
+
+def _pattern_of_names(names: Schema) -> str | None:
+    """A regular expression of the names that a schema of strings allows; empty: all; None: not to be said in one."""
+    if not isinstance(names, Mapping):
+        return None
+    said = set(names) - ANNOTATIONS - {"type"}
+    if said == {"pattern"}:
+        try:
+            re.compile(names["pattern"])
+        except (re.error, TypeError):
+            return None
+        return str(names["pattern"])
+    if said and said <= {"minLength", "maxLength"}:
+        return f"^[\\s\\S]{{{names.get('minLength', 0)},{names.get('maxLength', '')}}}$"
+    return None if said else ""

@@ -1,0 +1,171 @@
+"""Rewritten schemas allow only what the original ones allow, and still something."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from typing import Any
+
+import jsonschema
+import pytest
+
+from common.errors import InvalidRequestError
+from common.grammar import grammar, schema_rewriting
+from common.grammar.json_schemas import followable
+from common.grammar.negation import Negation, other_texts, other_than
+from common.model_files import resolve_model
+from common.text.load import load_tokenizer
+from engine.grammar.grammars import Grammars
+
+DRY_RUN = load_tokenizer(resolve_model("dry-run"))
+GRAMMARS = Grammars(lambda: DRY_RUN, DRY_RUN.vocab_size)
+EOS = DRY_RUN.eos_token_ids[0]
+NUMBER, TEXT, FLAG = {"type": "integer"}, {"type": "string", "maxLength": 3}, {"type": "boolean"}
+DRAFT_7 = "http://json-schema.org/draft-07/schema#"
+
+
+def listing(**more: Any) -> dict[str, Any]:
+    properties = {"a": NUMBER, "b": TEXT, "c": FLAG}
+    return {"type": "object", "properties": properties, "additionalProperties": False, **more}
+
+
+def listing_of(items: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "array", "items": items, "maxItems": 4, **more}
+
+
+def by_kind(then: Any) -> dict[str, Any]:
+    return {"if": {"properties": {"b": {"const": "x"}}, "required": ["b"]}, "then": then}
+
+
+# A schema, and values that it allows and that stay allowed.
+SCHEMAS: list[tuple[dict[str, Any], list[Any]]] = [
+    (listing(dependentRequired={"a": ["b"], "c": ["a"]}), [{}, {"b": "x"}, {"a": 1, "b": ""}]),
+    ({"$schema": DRAFT_7, **listing(dependencies={"a": ["b"]})}, [{}, {"a": 1, "b": "x"}]),
+    (listing(dependentSchemas={"a": {"properties": {"b": {"const": "x"}}}}), [{"a": 1, "b": "x"}, {"b": "y"}]),
+    (listing(required=["a"], dependentRequired={"a": ["b"]}), [{"a": 1, "b": "x"}]),
+    (
+        {"type": "object", "properties": dict.fromkeys("abcdefgh", NUMBER), "additionalProperties": False,
+         "dependentRequired": {name: ["h"] for name in "abcdefg"}},
+        [{}, {"h": 1}, {"a": 1, "h": 1}],
+    ),
+    (listing(**by_kind({"required": ["a"]})), [{}, {"b": "y"}, {"a": 1, "b": "x"}]),
+    (listing(**by_kind({"required": ["a"]}), **{"else": {"required": ["c"]}}), [{"a": 1, "b": "x"}, {"c": True}]),
+    (listing(**{"not": {"required": ["a", "b"]}}), [{}, {"a": 1}, {"b": "x"}]),
+    ({"type": "string", "maxLength": 4, "not": {"enum": ["ab", "abc", "x", ""]}}, ["a", "abcd", "xy", "z"]),
+    ({"type": ["integer", "null"], "minimum": 0, "maximum": 9, "not": {"enum": [3, 5]}}, [0, 4, 9, None]),
+    ({"type": ["integer", "string"], "maxLength": 2, "not": {"type": "string"}}, [7]),
+    ({"type": "integer", "minimum": 0, "maximum": 9, "not": {"minimum": 5}}, [0, 4]),
+    ({"type": "string", "maxLength": 9, "not": {"anyOf": [{"maxLength": 2}, {"const": "abc"}]}}, ["abd", "abcd"]),
+    ({"type": "array", "items": NUMBER, "maxItems": 3, "not": {"maxItems": 1}}, [[1, 2]]),
+    ({"type": "object", "propertyNames": {"pattern": "^[ab]{1,2}$"}, "additionalProperties": FLAG}, [{"a": True}]),
+    ({"type": "object", "propertyNames": {"enum": ["k", "v"]}, "additionalProperties": NUMBER}, [{"v": 1}]),
+    (listing(additionalProperties=True, propertyNames={"enum": ["b"]}), [{}, {"b": "x"}]),
+    (listing(minProperties=2), [{"a": 1, "b": "x"}, {"b": "x", "c": True}, {"a": 1, "b": "x", "c": True}]),
+    (listing(required=["a"], maxProperties=2), [{"a": 1}, {"a": 1, "b": "x"}, {"a": 1, "c": False}]),
+    (listing_of({"type": ["integer", "null"]}, contains={"const": 7}), [[7], [None, 7]]),
+    (listing_of(NUMBER, contains={"minimum": 7}, minContains=2), [[8, 9], [1, 8, 9]]),
+    ({"$schema": DRAFT_7, **listing_of(NUMBER, contains={"minimum": 7})}, [[8], [1, 8]]),
+    ({"oneOf": [{"type": "integer", "maximum": 5}, {"type": "integer", "minimum": 4}]}, [3, 6]),
+    ({"oneOf": [listing(required=["a"]), listing(required=["b"])]}, [{"a": 1}, {"b": "x"}]),
+    ({"type": "object", "properties": {"a": NUMBER}, "unevaluatedProperties": False}, [{}, {"a": 1}]),
+    ({"type": "string", "format": "json-pointer", "description": "any", "maxLength": 3}, ["/a"]),
+]  # fmt: skip
+
+
+def matches(schema: dict[str, Any], value: Any) -> bool:
+    matcher = GRAMMARS.start(grammar.json_schema(schema)).result()
+    words = matcher.allowed(DRY_RUN.encode(json.dumps(value)))
+    return words is not None and bool(words[EOS // 32] >> (EOS % 32) & 1)
+
+
+def random_answer(schema: dict[str, Any], rng: random.Random) -> Any:
+    matcher = GRAMMARS.start(grammar.json_schema(schema)).result()
+    output: list[int] = []
+    while True:
+        words = matcher.allowed(output)
+        assert words is not None
+        allowed = [token for token in range(9, 127) if words[token // 32] >> (token % 32) & 1]
+        can_end = bool(words[EOS // 32] >> (EOS % 32) & 1)
+        if can_end and (not allowed or len(output) > 60 or rng.random() < 0.5):
+            return json.loads(DRY_RUN.decode(output))
+        ends = [token for token in b'"]}' if token in allowed]
+        output.append(ends[0] if ends and len(output) > 40 else rng.choice(allowed))
+
+
+@pytest.mark.parametrize(("schema", "values"), SCHEMAS, ids=range(len(SCHEMAS)))
+def test_answers_are_valid_by_the_original(schema: dict[str, Any], values: list[Any]) -> None:
+    judge = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)(schema)
+    for value in values:
+        judge.validate(value)
+        assert matches(schema, value), value
+    for seed in range(12):
+        judge.validate(random_answer(schema, random.Random(seed)))
+
+
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        (listing(dependentRequired={"a": ["b"]}), {"a": 1}),
+        (listing(**by_kind({"required": ["a"]})), {"b": "x"}),
+        ({"type": "string", "not": {"const": "ab"}}, "ab"),
+        ({"type": "object", "propertyNames": {"pattern": "^a"}}, {"b": 1}),
+        ({"type": "array", "contains": {"const": 7}}, [1, 2]),
+        ({"oneOf": [{"type": "integer", "maximum": 5}, {"type": "integer", "minimum": 4}]}, 4),
+        (listing(minProperties=2), {"a": 1}),
+        (listing(maxProperties=1), {"a": 1, "b": "x"}),
+    ],
+)
+def test_what_breaks_the_original_is_not_allowed(schema: dict[str, Any], value: Any) -> None:
+    assert not matches(schema, value)
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"type": "string", "not": {"pattern": "^a"}}, '"not"'),
+        ({"type": "array", "contains": NUMBER, "maxContains": 2}, "ontains"),
+        ({"type": "object", "propertyNames": {"anyOf": [{"maxLength": 2}]}}, "propertyNames"),
+    ],
+)
+def test_what_cannot_be_rewritten_is_refused_by_name(schema: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InvalidRequestError, match=reason):
+        grammar.check_grammar(grammar.json_schema(schema))
+
+
+def test_other_texts_are_all_but_these() -> None:
+    rng = random.Random(0)
+    for _ in range(200):
+        texts = ["".join(rng.choices('ab]^-\\"\n', k=rng.randrange(4))) for _ in range(rng.randrange(1, 5))]
+        pattern = other_texts(texts)
+        for _ in range(50):
+            text = "".join(rng.choices('ab]^-\\"\n', k=rng.randrange(5)))
+            assert bool(re.search(pattern, text)) is (text not in texts) or text.endswith("\n")
+
+
+def test_negations_break_the_schema() -> None:
+    values = [None, False, True, 0, 1, 2.5, "", "a", "ab", [], [1], {}, {"a": 1}, {"a": "x", "b": 1}]
+    schemas = [schema for schema, _ in SCHEMAS] + [other_than(values[:9])]
+    for schema in schemas:
+        negated = Negation(lambda reference: None).of(schema)
+        for value in values:
+            if jsonschema.Draft202012Validator(negated).is_valid(value):
+                judge = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+                assert not judge(schema).is_valid(value), (schema, value)
+
+
+def test_annotations_are_left_out_and_data_is_not() -> None:
+    schema = {
+        "title": "T", "type": "object", "properties": {"title": {"const": {"title": 1}, "description": "d"}},
+        "$defs": {"description": {"type": "string"}},
+    }  # fmt: skip
+    assert followable(schema) == {
+        "type": "object", "properties": {"title": {"const": {"title": 1}}},
+        "$defs": {"description": {"type": "string"}},
+    }  # fmt: skip
+
+
+def test_a_schema_of_too_many_schemas_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schema_rewriting, "MAX_NODES", 10)
+    large = {"title": "T", "anyOf": [FLAG] * 20}
+    assert followable(large) == large
