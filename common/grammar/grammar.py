@@ -52,15 +52,18 @@ JSON_OPTIONS: Any = {"whitespace_pattern": r"\x20?|\x0A[\x20\x09]{0,32}", "coerc
 COMPACT_OPTIONS: Any = {"whitespace_flexible": False, "coerce_one_of": True}  # no blanks at all
 
 
-def json_schema(schema: Mapping[str, Any] | str) -> str:
+def json_schema(schema: Mapping[str, Any] | str, whitespace_pattern: str | None = None) -> str:
     """The grammar of JSON texts that a schema, or its text, allows. `$ref` reaches what the schema itself defines.
 
-    Without blanks in it, so that a long schema fits.
+    whitespace_pattern: what may stand between JSON's tokens, once at a place; None: that of JSON_OPTIONS.
     """
     value = parsed_schema(schema) if isinstance(schema, str) else schema
     if value is None:
         return f"json_schema:{schema}"
-    return f"json_schema:{json.dumps(followable(value), separators=(',', ':'), ensure_ascii=False)}"
+    written = dict(followable(value))
+    if whitespace_pattern is not None:
+        written["x-guidance"] = {"whitespace_pattern": whitespace_pattern}
+    return f"json_schema:{json.dumps(written, separators=(',', ':'), ensure_ascii=False)}"  # a long one fits
 
 
 def compact_json(schema: Mapping[str, Any]) -> str:
@@ -184,7 +187,7 @@ def for_llguidance(grammar: str) -> str:
         match kind:
             case "json_schema":
                 return _unforced(
-                    before, "json_schema", LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)
+                    before, "json_schema", LLMatcher.grammar_from_json_schema(text, defaults=JSON_OPTIONS)
                 )
             case "regex":
                 return _unforced(before, "regex", LLMatcher.grammar_from_regex(text))

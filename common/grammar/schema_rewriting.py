@@ -17,6 +17,14 @@ from common.grammar.negation import Negation, Schema, all_of, any_of
 FORMATS = frozenset({
     "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
 })  # fmt: skip
+# Of strings, as regular expressions: pydantic's UUIDs by their version, and RFC 6901.
+_UUID = "^[0-9a-fA-F]{{8}}-[0-9a-fA-F]{{4}}-{}[0-9a-fA-F]{{3}}-[89abAB][0-9a-fA-F]{{3}}-[0-9a-fA-F]{{12}}$"
+PATTERNS = {
+    **{f"uuid{version}": _UUID.format(version) for version in range(1, 9)},
+    "json-pointer": "^(?:/(?:[^/~]|~[01])*)*$",
+    **dict.fromkeys(("time", "date-time"), "^(?:[^:]*:){2}[0-5]"),  # few readers take a leap second
+    "duration": "^PT?(?:[0-9]{1,5}[A-Z]T?)+$",  # nor endless numbers
+}
 # Keywords that say nothing of what is valid; the last two are llguidance's options and Python's.
 ANNOTATIONS = frozenset({
     "$comment", "contentEncoding", "contentMediaType", "default", "deprecated", "description", "examples",
@@ -25,7 +33,8 @@ ANNOTATIONS = frozenset({
 MAX_CASES = 64  # that one keyword becomes
 MAX_DEPENDENCIES = 6  # that become two cases each
 MAX_NODES = 100_000  # schemas within one, as rewritten; one with more is left as it is
-MAX_UNIQUE = 4  # values whose orders are listed: 65 arrays
+MAX_UNIQUE = 4  # values of items whose orders are listed: 65 arrays
+MAX_LISTED = 6  # values of items of which all choices in one order are listed: 64 arrays
 NUM_CONTAINS = 3  # first items of an array, of which one fulfils `contains`
 _BY_NAME = frozenset({"$defs", "definitions", "patternProperties", "properties"})
 _INNER = frozenset({
@@ -71,6 +80,8 @@ class Rewriting:
                 continue
             left[key] = value
         added: list[Schema] = []  # to what it says
+        if isinstance(known := schema.get("format"), str) and known in PATTERNS:
+            added.append({"pattern": PATTERNS[known]})
         for rewrite in _REWRITES:
             added += rewrite(self, left)
         written = {key: self._within(key, value) for key, value in left.items()}
@@ -234,7 +245,30 @@ class Rewriting:
         most = left.get("maxItems")
         if left.get("uniqueItems") is False or (isinstance(most, int) and most <= 1):
             left.pop("uniqueItems", None)
-        yield from ()
+        elif left.get("uniqueItems") is True and (listed := self._listed(left.get("items"))) is not None:
+            del left["uniqueItems"]
+            ways = itertools.permutations if len(listed) <= MAX_UNIQUE else itertools.combinations
+            counts = range(min(len(listed), most if isinstance(most, int) else len(listed)) + 1)
+            key = "prefixItems" if self._has_prefix_items else "items"
+            yield any_of([
+                {key: [{"const": value} for value in way], "minItems": count, "maxItems": count}
+                if count
+                else {"maxItems": 0}
+                for count in counts
+                for way in ways(listed, count)
+            ])  # fmt: skip
+
+    def _listed(self, items: Schema) -> list[Any] | None:
+        """The values that items may have, where these are few texts, numbers, truths or nothing."""
+        items = self._target(items)
+        if not isinstance(items, Mapping):
+            return None
+        values = _values(items)
+        if values is None and items.get("type") == "boolean":
+            values = [False, True]
+        if values is None or len(values) > MAX_LISTED or any(isinstance(value, list | dict) for value in values):
+            return None
+        return values
 
 
 _REWRITES: Sequence[Callable[[Rewriting, dict[str, Any]], Iterator[Schema]]] = (

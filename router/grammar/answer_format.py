@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 from common.errors import InvalidRequestError
 from common.grammar import grammar
 from common.grammar.json_schemas import closed, parsed_schema
+from common.grammar.structural_tags import structural_tag
 from router.api.message_schemas import Body, Label
 from router.grammar.grammar_checks import GrammarChecks
 
@@ -33,19 +34,32 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    type: Literal["text", "json_object", "json_schema"]
+    """vLLM's structural tags have `structures` and `triggers`, or a `format`: `common.grammar.structural_tags`."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+    format: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _check(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
             message = "response_format takes a json_schema with type json_schema, and only then"
             raise InvalidRequestError(message, "response_format")
+        if self.type != "structural_tag" and self.structural_tag:
+            raise InvalidRequestError(f"{' and '.join(self.structural_tag)}: of structural tags", "response_format")
         return self
+
+    @property
+    def structural_tag(self) -> dict[str, Any]:
+        """Its fields that are given."""
+        fields = {"structures": self.structures, "triggers": self.triggers, "format": self.format}
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 class StructuredOutputs(Body):
-    """One of `json` to `grammar`. For JSON, blanks and properties that a schema does not list can be disabled."""
+    """One of `json` to `structural_tag`. For JSON, what stands between tokens and other properties can be bounded."""
 
     json_text: Annotated[Any, Field(alias="json")] = None  # a schema or its text
     json_object: Literal[True] | None = None
@@ -55,6 +69,8 @@ class StructuredOutputs(Body):
         Field(min_length=1, max_length=MAX_LISTED_CHOICES),
     ] | None = None  # fmt: skip
     grammar: str | None = None  # in Lark's syntax, or in GBNF
+    structural_tag: Any = None  # an object or its text
+    whitespace_pattern: str | None = None
     disable_any_whitespace: bool | None = None
     disable_additional_properties: bool | None = None
 
@@ -64,10 +80,15 @@ class StructuredOutputs(Body):
             raise InvalidRequestError(
                 "structured_outputs.json must be a JSON schema or its text", "structured_outputs"
             )
-        given = self.json_text, self.json_object, self.regex, self.choice, self.grammar
+        given = self.json_text, self.json_object, self.regex, self.choice, self.grammar, self.structural_tag
         if sum(each is not None for each in given) != 1:
             raise InvalidRequestError(
-                "structured_outputs takes one of json, json_object, regex, choice and grammar", "structured_outputs"
+                "structured_outputs takes one of json, json_object, regex, choice, grammar and structural_tag",
+                "structured_outputs",
+            )
+        if self.disable_any_whitespace and self.whitespace_pattern is not None:
+            raise InvalidRequestError(
+                "disable_any_whitespace and whitespace_pattern exclude each other", "structured_outputs"
             )
         return self
 
@@ -80,7 +101,8 @@ class AnswerFields(Body):
 
     @model_validator(mode="after")
     def _check_answer(self) -> AnswerFields:
-        if self.structured_outputs is not None and json_answer_schema(self.response_format) is not None:
+        wants_format = self.response_format is not None and self.response_format.type != "text"
+        if self.structured_outputs is not None and wants_format:
             raise InvalidRequestError(
                 "structured_outputs and response_format exclude each other", "structured_outputs"
             )
@@ -95,10 +117,14 @@ async def answer_grammar(
     if structured is not None and structured.grammar is not None:
         found = await _of_grammar_text(structured.grammar)
     else:
-        try:
-            found = _of_structured_outputs(structured) or _of_response_format(response_format)
+        try:  # 0.3 s for the longest
+            found = await asyncio.to_thread(
+                lambda: _of_structured_outputs(structured) or _of_response_format(response_format)
+            )
         except RecursionError:
             raise InvalidRequestError(f"{param}: the schema is nested too deep", param) from None
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"{param}: {error}", param) from None
     return await checked_grammar(found, param, num_choices) if found else ""
 
 
@@ -115,7 +141,7 @@ async def checked_grammar(found: str, param: str, num_choices: int = 1) -> str:
 
 def json_answer_schema(wanted: ResponseFormat | None) -> dict[str, Any] | None:
     """The schema of a whole answer; None: any text."""
-    if wanted is None or wanted.type == "text":
+    if wanted is None or wanted.type in ("text", "structural_tag"):
         return None
     return {"type": "object"} if wanted.json_schema is None else wanted.json_schema.content
 
@@ -128,6 +154,8 @@ def followed_schema(wanted: ResponseFormat | None) -> dict[str, Any] | None:
 
 
 def _of_response_format(wanted: ResponseFormat | None) -> str:
+    if wanted is not None and wanted.type == "structural_tag":
+        return structural_tag(wanted.structural_tag)
     schema = followed_schema(wanted)
     return "" if schema is None else grammar.json_schema(schema)
 
@@ -148,10 +176,15 @@ def _of_structured_outputs(wanted: StructuredOutputs | None) -> str:
         return grammar.regex(wanted.regex)
     if wanted.choice is not None:
         return grammar.choice(wanted.choice)
+    if wanted.structural_tag is not None:
+        tag = wanted.structural_tag
+        return structural_tag((parsed_schema(tag) or {}) if isinstance(tag, str) else tag)
     given = {"type": "object"} if wanted.json_text is None else wanted.json_text
     schema = parsed_schema(given) if isinstance(given, str) else given
     if schema is None:
         return grammar.json_schema(given)  # whose check says what is wrong with the text
     if wanted.disable_additional_properties:
         schema = closed(schema)
-    return grammar.compact_json(schema) if wanted.disable_any_whitespace else grammar.json_schema(schema)
+    if wanted.disable_any_whitespace:
+        return grammar.compact_json(schema)
+    return grammar.json_schema(schema, wanted.whitespace_pattern)

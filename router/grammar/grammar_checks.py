@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import hashlib
 import os
 import resource
 import signal
@@ -30,7 +31,8 @@ class GrammarChecks:
     """Ask the process, one grammar at a time. Usable from any event loop; starts the process when it is needed."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[str, str] = OrderedDict()  # why a grammar is refused, or nothing; last used last
+        # Why a grammar is refused, or nothing, by its digest, as one may have a million characters; last used last.
+        self._known: OrderedDict[bytes, str] = OrderedDict()
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="grammar-checks")
@@ -53,17 +55,18 @@ class GrammarChecks:
         self._end()
 
     def _recall(self, grammar: str) -> str | None:
+        digest = _digest(grammar)
         with self._lock:
-            if grammar in self._known:
-                self._known.move_to_end(grammar)
-            return self._known.get(grammar)
+            if digest in self._known:
+                self._known.move_to_end(digest)
+            return self._known.get(digest)
 
     def _ask_once(self, grammar: str) -> str:
         refusal = self._recall(grammar)
         if refusal is None:
             refusal = self._ask(grammar)
             with self._lock:
-                self._known[grammar] = refusal
+                self._known[_digest(grammar)] = refusal
                 if len(self._known) > NUM_KNOWN:
                     self._known.popitem(last=False)
         return refusal
@@ -89,6 +92,10 @@ class GrammarChecks:
             self._process.kill()
             self._process.communicate()
             self._process = None
+
+
+def _digest(grammar: str) -> bytes:
+    return hashlib.sha256(grammar.encode("utf-8", "replace")).digest()
 
 
 def _send(file: int, message: bytes) -> None:

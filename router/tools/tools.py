@@ -60,7 +60,10 @@ class ToolFields(AnswerFields):
     @model_validator(mode="after")
     def _check_tools(self) -> ToolFields:
         check_tools(self.tools or [], self.tool_choice)
-        if self.tools and self.tool_choice != "none" and self.structured_outputs is not None:
+        has_tools = bool(self.tools) and self.tool_choice != "none"
+        if has_tools and self.response_format is not None and self.response_format.type == "structural_tag":
+            raise InvalidRequestError("structural tags cannot be combined with tools", "response_format")
+        if has_tools and self.structured_outputs is not None:
             message = "structured_outputs cannot be combined with tools; response_format can"
             raise InvalidRequestError(message, "structured_outputs")
         return self

@@ -99,7 +99,6 @@ def test_the_formats_are_those_that_can_be_followed() -> None:
         "color",
         "idn-email",
         "iri",
-        "json-pointer",
         "uri-reference",
         "regex",
         "binary",

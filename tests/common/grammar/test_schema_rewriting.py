@@ -66,6 +66,10 @@ SCHEMAS: list[tuple[dict[str, Any], list[Any]]] = [
     (listing_of({"type": ["integer", "null"]}, contains={"const": 7}), [[7], [None, 7]]),
     (listing_of(NUMBER, contains={"minimum": 7}, minContains=2), [[8, 9], [1, 8, 9]]),
     ({"$schema": DRAFT_7, **listing_of(NUMBER, contains={"minimum": 7})}, [[8], [1, 8]]),
+    (listing_of({"enum": ["x", "y", 3]}, uniqueItems=True), [[], ["y"], [3, "y", "x"]]),
+    (listing_of({"type": "boolean"}, uniqueItems=True, minItems=1), [[False], [True, False]]),
+    (listing_of({"enum": list("abcdef")}, uniqueItems=True), [[], ["f"], ["a", "c", "d", "f"]]),
+    (listing_of(NUMBER, uniqueItems=True) | {"maxItems": 1}, [[], [7]]),
     ({"oneOf": [{"type": "integer", "maximum": 5}, {"type": "integer", "minimum": 4}]}, [3, 6]),
     ({"oneOf": [listing(required=["a"]), listing(required=["b"])]}, [{"a": 1}, {"b": "x"}]),
     ({"type": "object", "properties": {"a": NUMBER}, "unevaluatedProperties": False}, [{}, {"a": 1}]),
@@ -113,6 +117,7 @@ def test_answers_are_valid_by_the_original(schema: dict[str, Any], values: list[
         ({"type": "array", "contains": {"const": 7}}, [1, 2]),
         ({"oneOf": [{"type": "integer", "maximum": 5}, {"type": "integer", "minimum": 4}]}, 4),
         (listing(minProperties=2), {"a": 1}),
+        (listing_of({"type": "boolean"}, uniqueItems=True), [True, True]),
         (listing(maxProperties=1), {"a": 1, "b": "x"}),
     ],
 )

@@ -110,3 +110,32 @@ async def test_what_is_too_long_is_said_to_be() -> None:
         with pytest.raises(InvalidRequestError, match=f"more than {limit} characters") as refused:
             await answer_grammar(None, StructuredOutputs.model_validate(fields), 4)
         assert refused.value.param == "structured_outputs"
+
+
+async def test_what_stands_between_tokens_can_be_given() -> None:
+    for schema in (SCHEMA, json.dumps(SCHEMA)):
+        spaced = await outputs_grammar(json=schema, whitespace_pattern="[ ]{2}")
+        assert allows(spaced, '{  "a":  1  }')
+        assert allows(spaced, '{"a":1}')
+        assert not allows(spaced, '{ "a": 1}')
+    with pytest.raises(InvalidRequestError, match="whitespace_pattern"):
+        await outputs_grammar(json=SCHEMA, whitespace_pattern=" ", disable_any_whitespace=True)
+    with pytest.raises(InvalidRequestError, match="structured_outputs: the grammar is not valid"):
+        await outputs_grammar(json=SCHEMA, whitespace_pattern="(")
+
+
+async def test_structural_tags_come_as_a_format_or_as_a_text() -> None:
+    parts = {"triggers": ["<f"], "structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}]}
+    tag = {"type": "structural_tag", **parts}
+    wanted = ResponseFormat.model_validate(tag)
+    for found in (
+        await answer_grammar(wanted, None, 1),
+        await outputs_grammar(structural_tag=parts),
+        await outputs_grammar(structural_tag=json.dumps(tag)),
+    ):
+        assert allows(found, 'text <f>{"a": 1}</f>')
+        assert not allows(found, "text <f>")
+    with pytest.raises(InvalidRequestError, match=r"response_format: structures.*one"):
+        await answer_grammar(ResponseFormat(type="structural_tag", structures=[]), None, 1)
+    with pytest.raises(InvalidRequestError, match="triggers: of structural tags"):
+        ResponseFormat(type="text", triggers=["<f"])

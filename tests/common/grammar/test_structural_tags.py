@@ -1,0 +1,106 @@
+"""Structural tags in both shapes: what they allow, and how mistakes are named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from common.errors import InvalidRequestError
+from common.grammar.structural_tags import structural_tag
+from common.model_files import resolve_model
+from common.text.load import load_tokenizer
+from engine.grammar.grammars import Grammars
+
+DRY_RUN = load_tokenizer(resolve_model("dry-run"))
+GRAMMARS = Grammars(lambda: DRY_RUN, DRY_RUN.vocab_size)
+EOS = DRY_RUN.eos_token_ids[0]
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+CALL = {"begin": "<function=w>", "end": "</function>"}
+TAG = {"type": "tag", "content": {"type": "json_schema", "json_schema": CITY}, **CALL}
+TRIGGERED = {"type": "triggered_tags", "triggers": ["<function="], "tags": [TAG]}
+ANY = {"type": "any_text"}
+A_CALL = '<function=w>{"city": "x"}</function>'
+
+
+def const(text: str) -> dict[str, str]:
+    return {"type": "const_string", "value": text}
+
+
+def sequence(*elements: Any) -> dict[str, Any]:
+    return {"type": "sequence", "elements": list(elements)}
+
+
+def allows(wanted: dict[str, Any], text: str) -> bool:
+    words = GRAMMARS.start(structural_tag(wanted)).result().allowed(DRY_RUN.encode(text))
+    return words is not None and bool(words[EOS // 32] >> (EOS % 32) & 1)
+
+
+@pytest.mark.parametrize(
+    "wanted", [{"structures": [{"schema": CITY, **CALL}], "triggers": ["<function="]}, {"format": TRIGGERED}]
+)
+def test_a_trigger_opens_a_structured_part(wanted: dict[str, Any]) -> None:
+    for text in ("", "only text, 1 < 2\n", A_CALL, f"text {A_CALL} and {A_CALL}\n"):
+        assert allows(wanted, text), text
+    for text in ("<function=", "<function=other>{}</function>", "<function=w>{}</function>", A_CALL[:-1]):
+        assert not allows(wanted, text), text
+
+
+@pytest.mark.parametrize(
+    ("wanted", "allowed", "others"),
+    [
+        (TAG, [A_CALL], ["", f"x{A_CALL}"]),
+        ({**TRIGGERED, "at_least_one": True}, [f"x {A_CALL} y"], ["x"]),
+        ({**TRIGGERED, "stop_after_first": True}, ["x", f"x{A_CALL}"], [f"{A_CALL}{A_CALL}", f"{A_CALL}x"]),
+        ({**TRIGGERED, "at_least_one": True, "stop_after_first": True}, [A_CALL], ["x", f"{A_CALL}x"]),
+        (
+            {"type": "tags_with_separator", "tags": [TAG], "separator": ";"},
+            ["", f"{A_CALL};{A_CALL}"],
+            [f"{A_CALL};"],
+        ),
+        (sequence(const("a/\n"), {"type": "regex", "pattern": "[0-9]/"}), ["a/\n1/"], ["1/"]),
+        ({"type": "or", "elements": [const("a"), const("é")]}, ["a", "é"], ["aé"]),
+        ({"type": "optional", "content": const("a")}, ["", "a"], ["aa"]),
+        ({"type": "star", "content": const("a")}, ["", "aaa"], ["b"]),
+        ({"type": "plus", "content": const("a")}, ["a", "aa"], [""]),
+        ({"type": "repeat", "min": 1, "max": 2, "content": const("a")}, ["a", "aa"], ["", "aaa"]),
+        ({"type": "repeat", "min": 2, "max": -1, "content": const("a")}, ["aaaa"], ["a"]),
+        ({"type": "any_text", "excludes": ["no"]}, ["", "n\no"], ["now"]),
+        (
+            sequence({"type": "tag", "begin": "<think>", "content": ANY, "end": ["</think>"]}, TRIGGERED),
+            [f"<think>a <b> c</think>text{A_CALL}"],
+            ["<think>a", "text"],
+        ),
+        (
+            {"type": "tag", "begin": "[", "content": TRIGGERED, "end": "]"},
+            ["[]", "[text]", f"[text {A_CALL} text]"],
+            ["[", f"[{A_CALL}", "[]]"],
+        ),
+    ],
+)  # fmt: skip
+def test_formats(wanted: dict[str, Any], allowed: list[str], others: list[str]) -> None:
+    for text in allowed:
+        assert allows({"format": wanted}, text), text
+    for text in others:
+        assert not allows({"format": wanted}, text), text
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ({}, "structures and triggers, or a format"),
+        ({"structures": [], "triggers": ["<"]}, "structures: must be a list"),
+        ({"structures": [{"begin": 1}], "triggers": ["<"]}, r"structures\[0\].begin: must be a string"),
+        ({"format": {"type": "token", "token": 3}}, "format: token is not supported"),
+        ({"format": {"type": "x"}}, "format: 'x' is no type"),
+        ({"format": sequence({"type": "any_text"}, const("a"))}, r"elements\[0\]: any_text must be the last"),
+        ({"format": sequence(const("a"), 7)}, r"format.elements\[1\]: must be an object"),
+        ({"format": {**TRIGGERED, "triggers": ["<tool"]}}, r"format.tags\[0\]: begins with none of the triggers"),
+        ({"format": {**TRIGGERED, "triggers": [""]}}, "must not be empty"),
+        ({"format": {"type": "any_text", "max_tokens": 3}}, "max_tokens"),
+        ({"format": {"type": "json_schema", "json_schema": CITY, "style": "qwen_xml"}}, "style"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named(wanted: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        structural_tag(wanted)
