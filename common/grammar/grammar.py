@@ -8,14 +8,15 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
 from common.errors import InvalidRequestError
-from common.grammar.json_schemas import followable, parsed_schema
+from common.grammar.json_schemas import followable, parsed_schema, resolved
+from common.grammar.unique_items import UNIQUE, UniqueItems
 
 MAX_GRAMMAR_CHARS = 1 << 20
 MAX_GBNF_CHARS = 64 * 1024  # converted at 10 us each
@@ -49,6 +50,7 @@ NUM_IDS = 1 << 18  # more than models have
 # Between JSON's tokens a blank, or a new line and its indentation: a small model that may write more does until
 # max_tokens. And oneOf, which pydantic makes of tagged unions, would be refused.
 JSON_OPTIONS: Any = {"whitespace_pattern": r"\x20?|\x0A[\x20\x09]{0,32}", "coerce_one_of": True}
+ESCAPES_BY_NAME = r"nrbtf\""  # so that a text is written in one way
 COMPACT_OPTIONS: Any = {"whitespace_flexible": False, "coerce_one_of": True}  # no blanks at all
 
 
@@ -60,10 +62,19 @@ def json_schema(schema: Mapping[str, Any] | str, whitespace_pattern: str | None 
     value = parsed_schema(schema) if isinstance(schema, str) else schema
     if value is None:
         return f"json_schema:{schema}"
-    written = dict(followable(value))
-    if whitespace_pattern is not None:
-        written["x-guidance"] = {"whitespace_pattern": whitespace_pattern}
-    return f"json_schema:{json.dumps(written, separators=(',', ':'), ensure_ascii=False)}"  # a long one fits
+    written = dict(followable(value, marks_unique=True))
+    options = {} if whitespace_pattern is None else {"whitespace_pattern": whitespace_pattern}
+    text = json.dumps(written, separators=(",", ":"), ensure_ascii=False)  # a long one fits
+    if f'"{UNIQUE}"' in text:
+        options["json_allowed_escapes"] = ESCAPES_BY_NAME
+    return f"json_schema:{json.dumps({**written, 'x-guidance': options}) if options else text}"
+
+
+@lru_cache(maxsize=16)
+def unique_items(grammar: str) -> UniqueItems | None:
+    """The arrays of a grammar whose items must differ, which it does not say; None: there are none."""
+    schema = parsed_schema(grammar.removeprefix("json_schema:")) if UNIQUE in grammar else None
+    return None if schema is None else UniqueItems(schema, lambda reference: resolved(schema, reference))
 
 
 def compact_json(schema: Mapping[str, Any]) -> str:
@@ -183,6 +194,8 @@ def for_llguidance(grammar: str) -> str:
     try:
         if kind == "after":
             before, grammar = json.loads(text)
+            if UNIQUE in grammar:
+                raise InvalidRequestError("the grammar is not valid: uniqueItems is not followed behind reasoning")
             kind, _, text = grammar.partition(":")
         match kind:
             case "json_schema":

@@ -34,10 +34,13 @@ def parsed_schema(text: str) -> Schema | None:
     return value if isinstance(value, dict) else None
 
 
-def followable(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema in keywords that grammars follow, as far as that goes: `common.grammar.schema_rewriting`."""
+def followable(schema: Mapping[str, Any], marks_unique: bool = False) -> Mapping[str, Any]:
+    """The schema in keywords that grammars follow, as far as that goes: `common.grammar.schema_rewriting`.
+
+    marks_unique: of a whole answer, whose items `common.grammar.unique_items` compares.
+    """
     try:
-        return Rewriting(lambda reference: _resolved(schema, reference)).document(schema)
+        return Rewriting(lambda reference: resolved(schema, reference), marks_unique).document(schema)
     except TooManyNodesError:
         return schema
 
@@ -59,7 +62,7 @@ def closed(schema: Mapping[str, Any]) -> Schema:
         for key in _BRANCHES:
             reached += _schemas_in(node.get(key), key == "dependentSchemas")
         if "$ref" in node:
-            target = _resolved(copy, node["$ref"])
+            target = resolved(copy, node["$ref"])
             if target is None:
                 return copy  # what must stay open is not known
             reached.append(target)
@@ -116,7 +119,7 @@ def _schemas_in(value: Any, is_by_name: bool) -> list[Schema]:
     return [item for item in found if isinstance(item, dict)]
 
 
-def _resolved(root: Mapping[str, Any], reference: Any) -> Schema | None:
+def resolved(root: Mapping[str, Any], reference: Any) -> Schema | None:
     """What a reference within the schema points to."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None

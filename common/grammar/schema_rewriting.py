@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from common.grammar.negation import Negation, Schema, all_of, any_of
+from common.grammar.unique_items import UNIQUE, has_scalars, listed_values
 
 # Of strings, as llguidance follows them. A schema's other formats are annotations, as the standard has it.
 FORMATS = frozenset({
@@ -53,8 +54,9 @@ class TooManyNodesError(ValueError):
 class Rewriting:
     """Rewrites one document."""
 
-    def __init__(self, resolve: Callable[[Any], Schema | None]) -> None:
+    def __init__(self, resolve: Callable[[Any], Schema | None], marks_unique: bool = False) -> None:
         """resolve: what a `$ref` points to in the document, None where that is not known."""
+        self._marks_unique = marks_unique
         self._resolve = resolve
         self._negation = Negation(resolve)
         self._num_nodes = 0
@@ -245,7 +247,16 @@ class Rewriting:
         most = left.get("maxItems")
         if left.get("uniqueItems") is False or (isinstance(most, int) and most <= 1):
             left.pop("uniqueItems", None)
-        elif left.get("uniqueItems") is True and (listed := self._listed(left.get("items"))) is not None:
+        if left.get("uniqueItems") is not True:
+            return
+        items = left.get("items")
+        listed = listed_values(items, self._resolve)
+        if self._marks_unique and has_scalars(items, self._resolve) and "prefixItems" not in left:
+            del left["uniqueItems"]
+            left[UNIQUE] = True
+            if listed is not None:
+                left["maxItems"] = min(len(listed), most if isinstance(most, int) else len(listed))
+        elif listed is not None and len(listed) <= MAX_LISTED:
             del left["uniqueItems"]
             ways = itertools.permutations if len(listed) <= MAX_UNIQUE else itertools.combinations
             counts = range(min(len(listed), most if isinstance(most, int) else len(listed)) + 1)
@@ -257,18 +268,6 @@ class Rewriting:
                 for count in counts
                 for way in ways(listed, count)
             ])  # fmt: skip
-
-    def _listed(self, items: Schema) -> list[Any] | None:
-        """The values that items may have, where these are few texts, numbers, truths or nothing."""
-        items = self._target(items)
-        if not isinstance(items, Mapping):
-            return None
-        values = _values(items)
-        if values is None and items.get("type") == "boolean":
-            values = [False, True]
-        if values is None or len(values) > MAX_LISTED or any(isinstance(value, list | dict) for value in values):
-            return None
-        return values
 
 
 _REWRITES: Sequence[Callable[[Rewriting, dict[str, Any]], Iterator[Schema]]] = (

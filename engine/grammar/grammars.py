@@ -17,9 +17,10 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from common.errors import EngineError, InvalidRequestError
-from common.grammar.grammar import LIMITS, TOO_COMPLEX, for_llguidance, grammar_error
+from common.grammar.grammar import LIMITS, TOO_COMPLEX, for_llguidance, grammar_error, unique_items
 from common.text.tokenizer import Tokenizer
 from engine.grammar.mask_thread import MaskThread, Task
+from engine.grammar.unique_tokens import TokenTable, UniqueTokens
 from engine.sampling.filters import Words
 
 NUM_CACHED = 16  # compiled grammars of an engine; one may have 8,000 states of 1 to 2 kB
@@ -31,8 +32,16 @@ ANSWER_SECONDS, TOKEN_SECONDS = 0.05, 0.001
 class GrammarMatcher:
     """Follows one answer. Tokens that were drafts, or belong to a step that is repeated, are taken back."""
 
-    def __init__(self, matcher: LLMatcher, num_words: int, masks: MaskThread, on_error: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        num_words: int,
+        masks: MaskThread,
+        on_error: Callable[[], None],
+        unique: UniqueTokens | None = None,
+    ) -> None:
         """on_error: called when a limit is reached: copies share the matcher's automaton, and its end."""
+        self._unique = unique
         self._matcher = matcher
         self._num_words = num_words
         self._masks = masks
@@ -87,10 +96,17 @@ class GrammarMatcher:
         new = output_token_ids[num_same:]
         count = self._matcher.try_consume_tokens(new)
         self._consumed += new[:count]
-        return count == len(new) and not self._matcher.is_error()
+        is_unique = self._unique is None or self._unique.follow(num_same, self._consumed)
+        return count == len(new) and is_unique and not self._matcher.is_error()
 
     def _mask(self) -> Words:
-        return np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32)[: self._num_words]
+        words = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32)[: self._num_words]
+        if self._unique is None or self._matcher.is_error():
+            return words
+        words = self._unique.without_repeats(words)
+        if not words.any():
+            self.fail("the grammar allows no other item (uniqueItems)")
+        return words
 
 
 def compute_masks(wanted: Sequence[tuple[GrammarMatcher, list[int]]]) -> None:
@@ -119,6 +135,7 @@ class Grammars:
         self._load_tokenizer = load_tokenizer
         self._vocab_size = vocab_size
         self._tokens: LLTokenizer | None = None
+        self._table: TokenTable | None = None  # from the first grammar that needs it on
         self._known: WeakValueDictionary[str, Future[LLMatcher]] = WeakValueDictionary()  # that somebody holds
         self._recent: OrderedDict[str, Future[LLMatcher]] = OrderedDict()  # the last used one last
         self._executor: ThreadPoolExecutor | None = None
@@ -155,9 +172,10 @@ class Grammars:
                 started.set_exception(error)
                 return
             copy = compiled.result().deep_copy()
-            started.set_result(
-                GrammarMatcher(copy, -(-self._vocab_size // 32), self._masks, lambda: self._forget(grammar))
-            )
+            items = unique_items(grammar)
+            unique = None if items is None or self._table is None else UniqueTokens(items, self._table)
+            num_words = -(-self._vocab_size // 32)
+            started.set_result(GrammarMatcher(copy, num_words, self._masks, lambda: self._forget(grammar), unique))
 
         self.compile(grammar).add_done_callback(take)
         return started
@@ -177,6 +195,8 @@ class Grammars:
         compiled.compute_bitmask()  # copies have it
         if compiled.is_error():
             raise InvalidRequestError(grammar_error(compiled.get_error()))
+        if self._table is None and unique_items(grammar) is not None:
+            self._table = TokenTable(_TokenBytes(self._load_tokenizer(), self._vocab_size).tokens)
         return compiled
 
     def _forget(self, grammar: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import decimal
 import json
 import random
 import re
@@ -69,7 +70,18 @@ SCHEMAS: list[tuple[dict[str, Any], list[Any]]] = [
     (listing_of({"enum": ["x", "y", 3]}, uniqueItems=True), [[], ["y"], [3, "y", "x"]]),
     (listing_of({"type": "boolean"}, uniqueItems=True, minItems=1), [[False], [True, False]]),
     (listing_of({"enum": list("abcdef")}, uniqueItems=True), [[], ["f"], ["a", "c", "d", "f"]]),
+    (listing_of(NUMBER, uniqueItems=True), [[], [7], [7, 77, 1]]),
     (listing_of(NUMBER, uniqueItems=True) | {"maxItems": 1}, [[], [7]]),
+    (listing_of({"type": "integer", "minimum": 1, "maximum": 20}, uniqueItems=True, minItems=4), [[7, 17, 1, 2]]),
+    (listing_of({"type": ["number", "null"]}, uniqueItems=True, minItems=2), [[1.5, None, 2]]),
+    (listing_of({"type": "string", "maxLength": 2}, uniqueItems=True, minItems=4), [["a", "ab", "b", ""]]),
+    (listing_of({"enum": list("abcdefgh")}, uniqueItems=True, minItems=4), [["h", "a", "c", "b"]]),
+    (
+        {"type": "object", "properties": {"a": {"$ref": "#/$defs/S"}, "b": {"type": "array", "items": FLAG}},
+         "required": ["a"], "additionalProperties": {"$ref": "#/$defs/S"},
+         "$defs": {"S": listing_of(TEXT, uniqueItems=True)}},
+        [{"a": ["x", 'q"'], "b": [True, True], "c": ["x"]}],
+    ),
     ({"oneOf": [{"type": "integer", "maximum": 5}, {"type": "integer", "minimum": 4}]}, [3, 6]),
     ({"oneOf": [listing(required=["a"]), listing(required=["b"])]}, [{"a": 1}, {"b": "x"}]),
     ({"type": "object", "properties": {"a": NUMBER}, "unevaluatedProperties": False}, [{}, {"a": 1}]),
@@ -92,7 +104,7 @@ def random_answer(schema: dict[str, Any], rng: random.Random) -> Any:
         allowed = [token for token in range(9, 127) if words[token // 32] >> (token % 32) & 1]
         can_end = bool(words[EOS // 32] >> (EOS % 32) & 1)
         if can_end and (not allowed or len(output) > 60 or rng.random() < 0.5):
-            return json.loads(DRY_RUN.decode(output))
+            return json.loads(DRY_RUN.decode(output), parse_float=decimal.Decimal)
         ends = [token for token in b'"]}' if token in allowed]
         output.append(ends[0] if ends and len(output) > 40 else rng.choice(allowed))
 
@@ -118,6 +130,10 @@ def test_answers_are_valid_by_the_original(schema: dict[str, Any], values: list[
         ({"oneOf": [{"type": "integer", "maximum": 5}, {"type": "integer", "minimum": 4}]}, 4),
         (listing(minProperties=2), {"a": 1}),
         (listing_of({"type": "boolean"}, uniqueItems=True), [True, True]),
+        (listing_of(NUMBER, uniqueItems=True), [7, 8, 7]),
+        (listing_of({"type": "number"}, uniqueItems=True), [7, 7.0]),
+        (listing_of(TEXT, uniqueItems=True), ["a", "a"]),
+        ({"type": "object", "additionalProperties": listing_of(TEXT, uniqueItems=True)}, {"k": ["a", "b", "a"]}),
         (listing(maxProperties=1), {"a": 1, "b": "x"}),
     ],
 )
