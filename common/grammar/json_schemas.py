@@ -41,7 +41,7 @@ def followable(schema: Mapping[str, Any], marks_unique: bool = False) -> Mapping
     """
     try:
         return Rewriting(lambda reference: resolved(schema, reference), marks_unique).document(schema)
-    except TooManyNodesError:
+    except (TooManyNodesError, RecursionError):  # which is refused in the words of what it has
         return schema
 
 

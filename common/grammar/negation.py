@@ -30,12 +30,14 @@ _OPPOSITE_BOUNDS = {
 class Negation:
     """Negates the schemas of one document."""
 
-    def __init__(self, resolve: Callable[[Any], Schema | None]) -> None:
-        """resolve: what a `$ref` points to, None where that is not known."""
+    def __init__(self, resolve: Callable[[Any], Schema | None], spend: Callable[[int], None]) -> None:
+        """resolve: what a `$ref` points to, None where that is not known. spend: told of schemas and values."""
         self._resolve = resolve
+        self._spend = spend
 
     def of(self, schema: Schema, depth: int = 0) -> Schema:
         """A schema whose values all break this one; false where none can be written."""
+        self._spend(1)
         if isinstance(schema, bool):
             return not schema
         if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
@@ -49,8 +51,10 @@ class Negation:
                 case "type", str() | list():
                     yield _other_types(value)
                 case "const", _:
+                    self._spend(len(str(value)) // 8)
                     yield other_than([value])
                 case "enum", list():
+                    self._spend(len(str(value)) // 8)
                     yield other_than(value)
                 case "required", list():
                     yield from ({"type": "object", "properties": {name: False}} for name in value)

@@ -48,7 +48,7 @@ _DEPENDENCIES = ("dependencies", "dependentRequired", "dependentSchemas")
 
 
 class TooManyNodesError(ValueError):
-    """A schema with more than MAX_NODES schemas in it."""
+    """A schema with more than MAX_NODES schemas in it, or made of it."""
 
 
 class Rewriting:
@@ -58,7 +58,7 @@ class Rewriting:
         """resolve: what a `$ref` points to in the document, None where that is not known."""
         self._marks_unique = marks_unique
         self._resolve = resolve
-        self._negation = Negation(resolve)
+        self._negation = Negation(resolve, self._spend)
         self._num_nodes = 0
         self._has_prefix_items = True  # as the draft calls them
 
@@ -73,9 +73,7 @@ class Rewriting:
     def _schema(self, schema: Schema) -> Schema:
         if not isinstance(schema, Mapping):
             return schema
-        self._num_nodes += 1
-        if self._num_nodes > MAX_NODES:
-            raise TooManyNodesError
+        self._spend(1)
         left: dict[str, Any] = {}  # as it stands
         for key, value in schema.items():
             if key in ANNOTATIONS or (key == "format" and isinstance(value, str) and value not in FORMATS):
@@ -92,6 +90,12 @@ class Rewriting:
             listed = written.get("allOf")
             written["allOf"] = [*(listed if isinstance(listed, list) else []), *added]
         return written
+
+    def _spend(self, count: int) -> None:
+        """Bound the schemas that are written and compared: options of options multiply. 0.3 s at most."""
+        self._num_nodes += count
+        if self._num_nodes > MAX_NODES:
+            raise TooManyNodesError
 
     def _within(self, key: str, value: Any) -> Any:
         if key in _BY_NAME and isinstance(value, Mapping):
@@ -139,6 +143,7 @@ class Rewriting:
 
     def _are_apart(self, one: Schema, other: Schema) -> bool:
         """Whether no value can be of both, by the types, the values, or a property that both require."""
+        self._spend(1)
         one, other = self._target(one), self._target(other)
         if not isinstance(one, Mapping) or not isinstance(other, Mapping):
             return False

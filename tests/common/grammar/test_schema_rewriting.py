@@ -6,6 +6,7 @@ import decimal
 import json
 import random
 import re
+import time
 from typing import Any
 
 import jsonschema
@@ -168,7 +169,7 @@ def test_negations_break_the_schema() -> None:
     values = [None, False, True, 0, 1, 2.5, "", "a", "ab", [], [1], {}, {"a": 1}, {"a": "x", "b": 1}]
     schemas = [schema for schema, _ in SCHEMAS] + [other_than(values[:9])]
     for schema in schemas:
-        negated = Negation(lambda reference: None).of(schema)
+        negated = Negation(lambda reference: None, lambda count: None).of(schema)
         for value in values:
             if jsonschema.Draft202012Validator(negated).is_valid(value):
                 judge = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
@@ -190,3 +191,38 @@ def test_a_schema_of_too_many_schemas_is_left_alone(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(schema_rewriting, "MAX_NODES", 10)
     large = {"title": "T", "anyOf": [FLAG] * 20}
     assert followable(large) == large
+
+
+def _nested(depth: int) -> dict[str, Any]:
+    """Options of options that refer to the next level, all of which may overlap."""
+    levels = {
+        f"l{i}": {
+            "oneOf": [{"properties": {name: {"$ref": f"#/$defs/l{i + 1}"}}, "required": ["k"]} for name in "abcdefgh"]
+        }
+        for i in range(depth)
+    }
+    return {"$ref": "#/$defs/l0", "$defs": {**levels, f"l{depth}": {"enum": list(range(1000))}}}
+
+
+def _doubled(depth: int) -> dict[str, Any]:
+    """Two objects that differ nowhere, and tell so only after 2 to the power of `depth` comparisons."""
+    levels = {
+        f"l{i}": {
+            "type": "object",
+            "properties": {n: {"$ref": f"#/$defs/l{i + 1}"} for n in "ab"},
+            "required": ["a", "b"],
+        }
+        for i in range(depth)
+    }
+    return {"oneOf": [{"$ref": "#/$defs/l0"}] * 2, "$defs": {**levels, f"l{depth}": {"type": "string"}}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [_nested(12), _doubled(40), {"oneOf": [{"enum": ["x" * 1000] * 100}] * 40}, {"not": {"$ref": "#"}},
+     {"oneOf": [{"$ref": "#"}, {"$ref": "#"}]}],
+)  # fmt: skip
+def test_hostile_schemas_are_given_up_soon(schema: dict[str, Any]) -> None:
+    began = time.thread_time()
+    followable(schema)
+    assert time.thread_time() - began < 3.0
