@@ -202,6 +202,10 @@ def _name(piece: bytes) -> str:
 def _may_go_on(array: Array, piece: bytes, is_text: bool) -> bool:
     if array.texts:
         return any(text.startswith(piece) and _value(text) not in array.seen for text in array.texts)
+    if piece[:1] in (b"t", b"f", b"n"):  # a word has one end
+        return not any(isinstance(seen, bytes) and seen.startswith(piece) for seen in array.seen)
+    if piece in (b"0", b"-0"):  # nor has this, among integers
+        return Decimal(0) not in array.seen
     is_full = is_text and array.longest is not None and len(piece.decode(errors="ignore")) > array.longest
     return not (array.is_bounded or is_full) or _value(piece + b'"' if is_text else piece) not in array.seen
 

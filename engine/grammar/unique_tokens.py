@@ -10,7 +10,6 @@ import numpy as np
 from common.grammar.unique_items import State, UniqueItems
 from engine.sampling.filters import Words
 
-_ENDS = frozenset(b'",]} \t\r\n')
 _SEVERAL = re.compile(rb'\[.*,|,.*[,\]]|".*,.*"|(".*){3}', re.DOTALL)  # more than the end of an item
 
 
@@ -19,7 +18,6 @@ class TokenTable:
 
     def __init__(self, tokens: Sequence[bytes]) -> None:
         self.tokens = tokens
-        self.ending = _words(tokens, lambda token: not _ENDS.isdisjoint(token))
         self.quoting = _words(tokens, lambda token: b'"' in token)
         self.several = _words(tokens, lambda token: _SEVERAL.search(token) is not None)
         self.by_bytes: dict[bytes, list[int]] = {}
@@ -56,8 +54,7 @@ class UniqueTokens:
         if array is None:
             wanted = _ids(words & table.several[: len(words)])
         elif not state.is_text or array.texts:
-            every = bool(array.texts) or array.is_bounded
-            wanted = _ids(words if every else words & table.ending[: len(words)])
+            wanted = _ids(words)
         elif state.is_escaped:
             wanted = _ids(words & table.quoting[: len(words)])
         else:
