@@ -173,13 +173,14 @@ _CHAT_CASES: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
     ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
     ({"structured_outputs": {"choice": ["a"] * 4097}}, "structured_outputs.choice"),
-    ({"structured_outputs": {"json": {"description": "x" * 1_000_000}}, "n": 2}, "structured_outputs"),
+    ({"structured_outputs": {"json": {"const": "x" * 1_000_000}}, "n": 2}, "n"),
+    ({"structured_outputs": {"json": {"const": "x" * 1_100_000}}}, "structured_outputs"),
     ({"structured_outputs": {"grammar": "root ::= ("}}, "structured_outputs"),
     ({"structured_outputs": {"grammar": "root ::= " + "(" * 20_000}}, "structured_outputs"),
     ({"structured_outputs": {"json": 5}}, "structured_outputs"),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs"),
     ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs"),
-    ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
+    ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs"),
     ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
     ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
     ({"prompt_logprobs": 1}, "prompt_logprobs"),
@@ -309,7 +310,7 @@ async def test_prompts(c: Cluster, case: int) -> None:
         (COMPLETIONS, {"prompt": [5] * 500, "max_tokens": 13}, "max_tokens", "must be at most 12, not 13"),
         pytest.param(CHAT, {"response_format": "json"}, "response_format", "must be an object", marks=in_format),
         pytest.param(
-            CHAT, {"response_format": {"type": "xml"}}, "response_format.type", "or 'json_schema'", marks=in_format
+            CHAT, {"response_format": {"type": "xml"}}, "response_format.type", "or 'structural_tag'", marks=in_format
         ),
     ],
     ids=str,
