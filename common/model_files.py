@@ -1,4 +1,5 @@
-"""Resolve `--model`: a directory with safetensors, a .gguf file, a hub id, or nothing for the default.
+"""Resolve `--model`: a directory with safetensors, a .gguf file, a hub id (`org/name`, of GGUF files
+`org/name:Q4_K_M`), or nothing for the default.
 
 Returns where the files lie; does not open them.
 """
@@ -51,8 +52,11 @@ def resolve_model(model: str, weights: bool = True) -> ModelFiles:
         return ModelFiles(path.resolve().name, "directory", path)
     can_download = has_wing("common.download")
     if can_download and model.count("/") == 1 and not model.startswith((".", "/", "~")):
-        from common.download.hub import download
+        from common.download.hub import download, download_gguf
 
+        hub_id, colon, quantization = model.partition(":")
+        if colon:
+            return _gguf_files(model, download_gguf(hub_id, quantization, weights))
         return ModelFiles(model, "directory", download(model, weights=weights))
     or_hub_id = " or a hub id" if can_download else ""
     raise ConfigError(f"model {model!r} not found: give a directory with safetensors, a .gguf file{or_hub_id}")

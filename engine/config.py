@@ -16,7 +16,7 @@ MLA_FORMS = ("absorbed", "latent", "naive")
 class EngineConfig(Settings):
     """Engine settings. Raises ConfigError for values that cannot work."""
 
-    model: str = setting("", "directory, .gguf file or hub id; empty: the SmolLM2-135M-Instruct that is installed")
+    model: str = setting("", "directory, .gguf file, hub id (GGUF: org/name:Q4_K_M); empty: SmolLM2-135M-Instruct")
     load_format: str = setting(
         "auto", "dummy: random weights from the model's config.json", choices=("auto", "dummy")
     )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
@@ -9,6 +12,9 @@ from common.errors import ConfigError
 
 TOKENIZER_PATTERNS = ["*.json", "*.jinja", "tokenizer.model"]
 WEIGHT_PATTERNS = ["*.safetensors"]
+_PART = re.compile(r"-\d{5}-of-\d{5}$")
+_QUANTIZATION = re.compile(r"(?:^|[-._/])((?:UD-)?I?Q\d\w*|MXFP4\w*|BF16|F16|F32)$", re.IGNORECASE)
+_NUM_NAMED = 12  # quantizations, in an error
 
 
 def download(hub_id: str, folder: Path | None = None, weights: bool = True) -> Path:
@@ -16,20 +22,81 @@ def download(hub_id: str, folder: Path | None = None, weights: bool = True) -> P
 
     A download into `folder` keeps the files that an earlier one completed, and is complete when this returns.
     """
-    from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+    from huggingface_hub import snapshot_download
 
-    # OSError, and the base of what the HTTP client raises, of which there is another one in each major version.
-    client_errors = cast("tuple[type[Exception], ...]", HfHubHTTPError.__bases__)
     patterns = TOKENIZER_PATTERNS + WEIGHT_PATTERNS * weights
-    try:
+    with _told(hub_id, folder):
         found = Path(snapshot_download(hub_id, local_dir=folder, allow_patterns=patterns))
         if folder is not None:  # for a hub out of reach, the call above takes the files that happen to be there
             files = snapshot_download(hub_id, local_dir=folder, allow_patterns=patterns, dry_run=True)
             left = [file.filename for file in files if file.will_download]
             if left:
                 raise ConfigError(f"the download of {hub_id} is not complete: {', '.join(left)}")
-        return found
+        if not (found / "config.json").is_file() and (names := _gguf_names(hub_id)):
+            known = ", ".join(f"{hub_id}:{each}" for each in quantizations(names)[:_NUM_NAMED])
+            raise ConfigError(f"{hub_id} has GGUF files and no config.json: name one, as in {known}")
+    return found
+
+
+def download_gguf(hub_id: str, quantization: str, weights: bool = True) -> Path:
+    """Download the GGUF file, or its parts, that `quantization` names into the hub's cache; return the first.
+
+    weights: false fetches the first part alone, which has configuration and tokenizer. Raises ConfigError.
+    """
+    from huggingface_hub import snapshot_download
+
+    with _told(hub_id, None):
+        files = gguf_files(hub_id, _gguf_names(hub_id), quantization)
+        wanted = files if weights else files[:1]
+        return Path(snapshot_download(hub_id, allow_patterns=wanted)) / files[0]
+
+
+def gguf_files(hub_id: str, names: Sequence[str], quantization: str) -> list[str]:
+    """The file, or its parts in order, that `quantization` (`Q4_K_M`, any case) names among a repository's files.
+
+    Raises ConfigError, which lists what there is.
+    """
+    wanted = re.compile(rf"(?:^|[-._/]){re.escape(quantization)}$", re.IGNORECASE)
+    found: dict[str, list[str]] = {}
+    for name in sorted(names):
+        if wanted.search(stem := _stem(name)):
+            found.setdefault(stem, []).append(name)
+    if not found:
+        known = ", ".join(quantizations(names)[:_NUM_NAMED]) or "none"
+        raise ConfigError(f"{hub_id} has no GGUF file named {quantization}; it has {known}")
+    return found[min(found, key=len)]  # Q4_K_M, not UD-Q4_K_M
+
+
+def quantizations(names: Sequence[str]) -> list[str]:
+    """What GGUF files are called by, in order."""
+    found = (_QUANTIZATION.search(_stem(name)) for name in names)
+    return sorted({each[1] for each in found if each})
+
+
+def _stem(name: str) -> str:
+    return _PART.sub("", name.removesuffix(".gguf"))
+
+
+def _gguf_names(hub_id: str) -> list[str]:
+    """The repository's GGUF files with weights of a language model."""
+    from huggingface_hub import snapshot_download
+
+    files = snapshot_download(hub_id, allow_patterns=["*.gguf"], ignore_patterns=["*mmproj*"], dry_run=True)
+    return [file.filename for file in files]
+
+
+@contextmanager
+def _told(hub_id: str, folder: Path | None) -> Iterator[None]:
+    """Raise what keeps files of the hub from a user as ConfigError that says what to do."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+
+    # OSError, and the base of what the HTTP client raises, of which there is another one in each major version.
+    client_errors = cast("tuple[type[Exception], ...]", HfHubHTTPError.__bases__)
+    try:
+        yield
+    except HFValidationError:
+        raise ConfigError(f"{hub_id} is no hub id: one is organization/name") from None
     except RepositoryNotFoundError as error:  # a gated one, too
         raise ConfigError(
             f"{hub_id} is not on the hub, or not for everybody: check the id, and set HF_TOKEN if it is gated or "

@@ -23,7 +23,8 @@ class FakeHub(ThreadingHTTPServer):
     def __init__(self, model: str, folder: Path, host: str = "127.0.0.1", port: int = 0, token: str = "") -> None:
         self.model = model
         self.token = token
-        self.files = {path.name: path.read_bytes() for path in folder.iterdir()}
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        self.files = {str(path.relative_to(folder)): path.read_bytes() for path in files}
         self.asked: list[str] = []
         super().__init__((host, port), _Handler)
 

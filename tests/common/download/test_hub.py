@@ -55,6 +55,27 @@ def test_a_hub_id_is_downloaded_once_and_its_weights_only_for_those_who_compute(
     assert (path / "model.safetensors").read_bytes() == hub.files["model.safetensors"]
 
 
+def test_a_gguf_file_of_a_hub_id_is_named_by_its_quantization(hub, tmp_path):
+    del hub.files["config.json"]
+    parts = [f"Q8_0/tiny-Q8_0-0000{n}-of-00002.gguf" for n in (1, 2)]
+    names = ("tiny-Q4_K_M.gguf", "tiny-UD-Q4_K_M.gguf", "mmproj-F16.gguf", *parts)
+    hub.files |= {name: name.encode() for name in names}
+    home = tmp_path / "home"
+
+    def found(quantization: str, **arguments: bool) -> str:
+        hub.asked.clear()
+        return resolve_elsewhere(hub, home, "hf_secret", f"org/tiny{quantization}", **arguments)
+
+    assert found(":q4_k_m").endswith("/tiny-Q4_K_M.gguf")
+    assert hub.asked == ["tiny-Q4_K_M.gguf"]
+    assert found(":Q8_0", weights=False).endswith("/Q8_0/tiny-Q8_0-00001-of-00002.gguf")
+    assert len(hub.asked) == 1  # a router needs the first part alone
+    assert found(":Q8_0").endswith("/Q8_0/tiny-Q8_0-00001-of-00002.gguf")
+    assert len(hub.asked) == 1
+    assert found(":Q3_K_S") == "org/tiny has no GGUF file named Q3_K_S; it has Q4_K_M, Q8_0, UD-Q4_K_M"
+    assert "name one, as in org/tiny:Q4_K_M, org/tiny:Q8_0" in found("")
+
+
 def test_what_keeps_a_hub_id_from_loading_is_told_apart(hub, tmp_path):
     assert "set HF_TOKEN" in resolve_elsewhere(hub, tmp_path / "home", token="")
     assert "org/other is not on the hub" in resolve_elsewhere(hub, tmp_path / "home", "hf_secret", "org/other")
