@@ -1,8 +1,9 @@
-"""The proof that a model fits: without attention, what comes of a token depends on its id and position alone.
+"""Check that tokens of a model see each other in attention only.
 
-Its tokens run with tokens of other sequences, in chunks and in any order. A layer with a state of its own (recurrent,
-convolutional), an embedding of n-grams, or positions counted from the start of the input would answer wrongly, and
-no config tells of all of them. So the weights are asked, once, before anything is served.
+A step batches tokens of several sequences, in chunks and in any order. A layer with its own state (recurrent,
+convolutional), an embedding of n-grams, or positions counted from the start of the input would give wrong answers,
+and no config field lists all of them. So the model runs once with its real weights and without attention: each
+token's hidden state must depend on its id and position alone.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def own_token(call: Call) -> Tensor:
 
 
 def check_isolation(hf: Any, vocab_size: int, num_positions: int) -> None:
-    """Raise UnsupportedModelError for a model that lets tokens see each other beside its attention.
+    """Raise UnsupportedModelError for a model whose tokens see each other outside its attention.
 
     Raises ConfigError for weights that overflow.
     """
@@ -48,8 +49,8 @@ def check_isolation(hf: Any, vocab_size: int, num_positions: int) -> None:
     error = float((alone - others).abs().amax() / alone.abs().amax())
     if not error <= TOLERANCE[alone.dtype]:
         raise UnsupportedModelError(
-            "it lets tokens see each other beside its attention (a recurrent or convolutional state), or does not go "
-            "by the positions that it is given"
+            "its tokens see each other outside its attention (a recurrent or convolutional state), or it ignores the "
+            "positions that it is given"
         )
 
 

@@ -23,7 +23,7 @@ from tests.engine.transformers_models.test_generate import open_engine
 
 pytestmark = pytest.mark.slow
 
-BESIDE = "it lets tokens see each other beside its attention"
+OUTSIDE = "its tokens see each other outside its attention"
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64, "mamba_n_groups": 1, "mamba_d_state": 8}
 REFUSED: dict[str, tuple[HfFamily, str]] = {
     "positions by a bias (alibi)": (HfFamily("bloom", {"n_layer": 2}, kv_heads=False), "0 of its 2 layers attend"),
@@ -78,7 +78,7 @@ def test_what_no_config_tells_of_is_refused(what: str) -> None:
     with torch.no_grad():
         check_isolation(hf, 97, 160)
         hf.transformer.h[1].mlp.register_forward_hook(leak)
-        with pytest.raises(UnsupportedModelError, match=BESIDE):
+        with pytest.raises(UnsupportedModelError, match=OUTSIDE):
             check_isolation(hf, 97, 160)
 
 
