@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,7 @@ import pytest
 import torch
 
 from engine.assembly import EngineParts, assemble
-from engine.request import Request
-from tests.engine.driving import GREEDY, engine_config, random_prompt
+from tests.engine.driving import engine_config, random_prompt, serve
 from tests.engine.transformers_models.hf_families import FAMILIES, VOCAB_SIZE, generated
 
 pytestmark = pytest.mark.slow
@@ -30,18 +28,6 @@ def open_engine(path: Path, **settings: Any) -> EngineParts:
     return assemble(engine_config(str(path), **{**base, **settings}))
 
 
-def run(parts: EngineParts, prompts: list[list[int]], num_tokens: int = NUM_TOKENS) -> list[Request]:
-    engine = parts.engine
-    params = replace(GREEDY, max_tokens=num_tokens, ignore_eos=True)
-    requests = [engine.add_request(prompt, params) for prompt in prompts]
-    while engine.has_work():
-        engine.step()
-    assert engine.num_failed_steps == 0
-    engine.kv.pool.check_integrity()
-    assert engine.kv.pool.num_used == 0
-    return requests
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_equals_generate(name: str, tmp_path: Path) -> None:
     family = FAMILIES[name]
@@ -49,7 +35,7 @@ def test_equals_generate(name: str, tmp_path: Path) -> None:
     expected = [generated(reference, prompt, NUM_TOKENS) for prompt in PROMPTS]
     assert len({tuple(tokens) for tokens in expected}) == len(PROMPTS), "a model that repeats itself shows nothing"
     parts = open_engine(path)
-    assert [request.output_token_ids for request in run(parts, PROMPTS)] == expected
-    again = run(parts, [PROMPTS[-1]])
+    assert [request.output_token_ids for request in serve(parts.engine, PROMPTS, NUM_TOKENS)] == expected
+    again = serve(parts.engine, [PROMPTS[-1]], NUM_TOKENS)
     assert again[0].num_cached_tokens > 0
     assert again[0].output_token_ids == expected[-1]

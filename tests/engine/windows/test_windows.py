@@ -21,8 +21,7 @@ from engine.loader.supported import check_attention
 from engine.models.config import LatentConfig
 from engine.models.families import family_of
 from engine.models.hf_config import config_from_hf
-from engine.request import Request
-from tests.engine.driving import GREEDY, Driver, directory, make_runner, num_drafts, open_model, random_prompt
+from tests.engine.driving import GREEDY, Driver, directory, make_runner, num_drafts, open_model, random_prompt, serve
 from tests.engine.tiny_models import GEMMA3, SHAPE, TINY_MODELS, VOCAB_SIZE, reference_greedy
 
 pytestmark = pytest.mark.slow
@@ -65,23 +64,11 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return Family(request.param, tmp_path_factory.mktemp(request.param) / "m")
 
 
-def run(parts: EngineParts, prompts: list[list[int]]) -> list[Request]:
-    engine = parts.engine
-    params = replace(GREEDY, max_tokens=NUM_TOKENS, ignore_eos=True)
-    requests = [engine.add_request(prompt, params) for prompt in prompts]
-    while engine.has_work():
-        engine.step()
-    assert engine.num_failed_steps == 0
-    engine.kv.pool.check_integrity()
-    assert engine.kv.pool.num_used == 0
-    return requests
-
-
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_greedy_equals_transformers(family: Family, settings: dict[str, Any]) -> None:
     parts = family.engine(**settings)
     for _ in range(2):  # the second time from the prefix cache
-        requests = run(parts, PROMPTS)
+        requests = serve(parts.engine, PROMPTS, NUM_TOKENS)
         assert [request.output_token_ids for request in requests] == family.expected
     if "host_tier_gb" in settings:
         assert parts.engine.kv.stats.host_hit_tokens > 0
@@ -100,7 +87,7 @@ def test_a_prompt_goes_on_over_the_live_blocks_of_another_engine(family: Family,
     prefill, decode = (family.engine(max_num_batched_tokens=32) for _ in range(2))
     prompt, expected = PROMPTS[-1], family.expected[-1]
     if loads != "whole":
-        run(decode, [prompt[:50]])
+        serve(decode.engine, [prompt[:50]], NUM_TOKENS)
     params = replace(GREEDY, max_tokens=NUM_TOKENS, ignore_eos=True)
     sent = prefill.engine.add_request(prompt, params, prefill_only=True)
     while prefill.engine.has_work():
