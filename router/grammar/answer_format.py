@@ -113,6 +113,8 @@ async def answer_grammar(
     response_format: ResponseFormat | None, structured: StructuredOutputs | None, num_choices: int
 ) -> str:
     """The grammar that the fields ask for; empty: none. Raises InvalidRequestError for one that cannot be used."""
+    if structured is None and (response_format is None or response_format.type == "text"):
+        return ""  # most requests: without the trip to a thread
     param = "structured_outputs" if structured is not None else "response_format"
     if structured is not None and structured.grammar is not None:
         found = await _of_grammar_text(structured.grammar)
