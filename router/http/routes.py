@@ -88,7 +88,7 @@ class Routes:
 class FixedPaths:
     """Serves routes without arguments in their path before any layer of the framework; `app` serves all others.
 
-    These layers take 50 us of each request and do nothing here: bodies, errors and limits are the handlers' own.
+    These layers take 0.08 ms of a request and do nothing here: bodies, errors and limits are the handlers' own.
     """
 
     def __init__(self, app: ASGIApp, routes: Routes, answer_error: ErrorHandler) -> None:
