@@ -171,6 +171,11 @@ class Cluster:
                 self.start_service(name)
         self.wait_ready(num_workers)
 
+    def kill_busiest_decode(self) -> None:
+        """SIGKILL the decode worker with the most running rows: those that have a prompt cached attract its streams."""
+        loads = {found["id"]: found["load"]["running"] for found in self.get("/v1/cluster")["workers"]}
+        self.services[max((name for name in loads if name.startswith("decode")), key=loads.__getitem__)].kill()
+
     def wait_ready(self, num_workers: int) -> None:
         """Until the router is ready and knows `num_workers` usable workers."""
         wait_until(lambda: self._is_ready(num_workers), START_SECONDS, self._last_words)

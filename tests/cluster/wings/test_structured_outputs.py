@@ -122,7 +122,7 @@ async def test_every_choice_is_whole_and_the_same_after_a_decode_worker_was_kill
                 texts[choice.index] += choice.text
             if min(map(len, texts)) > 4 and not killed.is_set():
                 killed.set()
-                cluster.services["decode-0"].kill()
+                cluster.kill_busiest_decode()
         return texts
 
     async def stream_all(killed: asyncio.Event) -> tuple[list[list[str]], int]:

@@ -103,7 +103,7 @@ async def test_tokens_are_counted_across_a_kill(cluster: Cluster) -> None:
                 token_ids += getattr(choice, "token_ids", None) or ()
             if len(token_ids) > 40 and not killed.is_set():
                 killed.set()
-                cluster.services["decode-0"].kill()
+                cluster.kill_busiest_decode()
         return token_ids
 
     async def stream_all(killed: asyncio.Event) -> tuple[list[list[int]], int]:
