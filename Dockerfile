@@ -28,6 +28,13 @@ COPY build_stubs.py ./
 COPY protos protos
 RUN /venv/bin/python build_stubs.py
 
+# --- kernels for GGUF weights, compiled; the compiler stays behind
+FROM trusting AS gguf-kernels
+WORKDIR /src
+COPY kernels/gguf gguf
+RUN if [ "$(uname -m)" = x86_64 ]; then \
+    apt-get update && apt-get install -y -q --no-install-recommends gcc libc6-dev && python3 gguf/compile.py; fi
+
 # --- everything but torch, and the default model's file
 FROM trusting AS packages
 ARG PIP_INDEX_URL=
@@ -65,6 +72,7 @@ FROM base AS cpu
 COPY --from=packages-cpu /venv /venv
 COPY . /app
 COPY --from=stubs /src/protos /app/protos
+COPY --from=gguf-kernels /src/gguf /app/kernels/gguf
 USER 10001
 
 # After the cpu target, so that a builder without BuildKit doesn't build it on the way there.

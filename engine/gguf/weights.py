@@ -7,12 +7,14 @@ elsewhere; `engine/gguf/names.py` knows the names.
 from __future__ import annotations
 
 import mmap
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from common.errors import ConfigError, UnsupportedModelError
 from common.gguf.header import GgufTensor
@@ -25,13 +27,16 @@ from engine.loader.checkpoint import Shape
 from engine.loader.fused import ROTATED, StoredRows, rotary_order
 from engine.models.config import ModelConfig
 from engine.quantization.quantized_rows import QuantizedRows
+from kernels.gguf.library import library
+from kernels.gguf.linear import BLOCK_COLUMNS, Blocks, BlockWeight
 
 NUMBERS_AT_ONCE = 1 << 17  # that are dequantized: what is made on the way stays in a cache
 
 
 def _mapped(path: Path) -> mmap.mmap:
+    """Writing would copy a page, and nobody writes: torch wants arrays that could be written."""
     with path.open("rb") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
 def _dequantized(raw: Any, quantization: Any) -> Any:
@@ -87,6 +92,11 @@ class GgufFile:
         raw, _ = self._raw(self.tensors[name])
         return torch.from_numpy(raw[rows.start : rows.stop].copy())
 
+    def blocks(self, name: str, rows: range) -> Blocks:
+        """Rows of a tensor of blocks, in the mapped file."""
+        raw, _ = self._raw(self.tensors[name])
+        return Blocks(torch.from_numpy(raw[rows.start : rows.stop]), self.tensors[name].type_id)
+
     def _raw(self, tensor: GgufTensor) -> tuple[Any, Any]:
         """The tensor's bytes as the array that `gguf.quants.dequantize` takes, and its type."""
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -141,6 +151,31 @@ class GgufWeights(PartSource):
         matrices = [name for name, tensor in self._file.tensors.items() if len(tensor.shape) > 1]
         return sum(self._file.has_int4(name) for name in matrices) * 2 > len(matrices)
 
+    @property
+    def has_most_in_blocks(self) -> bool:
+        """Most matrices are of types that `kernels/gguf` reads."""
+        types = [tensor.type_id for tensor in self._file.tensors.values() if len(tensor.shape) > 1]
+        return sum(type_id in BLOCK_COLUMNS for type_id in types) * 2 > len(types)
+
+    def has_blocks(self, name: str) -> bool:
+        """Whether `blocks` gives the weight."""
+        return name in self._located and self._file.tensors[self._located[name].stored].type_id in BLOCK_COLUMNS
+
+    def blocks(self, name: str, part: Part | None = None) -> Blocks | None:
+        """A weight as the file holds it, or a part of it; None for a part that begins or ends within a block.
+
+        Copied only if its rows are in another order, or end in padding.
+        """
+        located = self._located[name]
+        found = self._file.blocks(located.stored, located.rows)
+        whole = self._in_order(name, found.rows)
+        rows, columns = part or map(range, self.shapes[name])
+        if columns.start % BLOCK_COLUMNS[found.type_id] or columns.stop % BLOCK_COLUMNS[found.type_id]:
+            return None
+        first, last = (end * whole.shape[1] // self.shapes[name][1] for end in (columns.start, columns.stop))
+        cut = whole[rows.start : rows.stop, first:last]
+        return replace(found, rows=functional.pad(cut, (0, 0, 0, len(rows) - len(cut))))
+
     def is_packed(self, name: str) -> bool:
         """Whether the file holds the weight as 4-bit blocks."""
         return name in self._located and self._file.has_int4(self._located[name].stored)
@@ -160,7 +195,11 @@ class GgufWeights(PartSource):
         if self.keeps_int4 and self.is_packed(name):
             return self.rows(name, part).dequantize(self._dtype)
         located = self._located[name]
-        weight = self._in_order(name, self._file.read(located.stored, located.rows).view(located.shape))
+        blocks = self.blocks(name) if self.has_blocks(name) and self._dtype == torch.bfloat16 else None
+        if blocks is not None and library() is not None:
+            weight = BlockWeight([blocks], located.shape[-1]).unpack()
+        else:
+            weight = self._in_order(name, self._file.read(located.stored, located.rows).view(located.shape))
         if self._adds_one and name.endswith("norm.weight"):
             weight = weight - 1
         found = weight[tuple(slice(indices.start, indices.stop) for indices in part)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -43,6 +43,7 @@ class Source:
     check: Check | None  # compares them with those that are needed; None: any weight can be made
     identity: dict[str, Any]
     files: list[Path]
+    own_conversion: Callable[[EngineConfig, torch.dtype, torch.device], Conversion | None] | None = None
 
     def checked_skeleton(self) -> Model:
         """The model without storage; names and shapes are compared before weights are read. Raises ConfigError."""
@@ -58,6 +59,10 @@ class Source:
         """Choose what becomes of the linear layers. Raises ConfigError for a mode without a kernel or weights."""
         if engine_config.quant_mode not in ("auto", "none"):
             require_wing(WING, f"--quant-mode {engine_config.quant_mode}")
+        if self.own_conversion is not None:
+            own = self.own_conversion(engine_config, dtype, device)
+            if own is not None:
+                return own
         if not has_wing(WING):
             return Conversion()
         from engine.quantization.conversion import choose_conversion
@@ -135,6 +140,7 @@ def _open_gguf(path: Path, engine_config: EngineConfig, dtype: torch.dtype, devi
     from engine.gguf.config import adapted_config
     from engine.gguf.fields import gguf_name
     from engine.gguf.mxfp4 import weights_of
+    from engine.gguf.packed import packed_conversion
     from engine.gguf.weights import GgufFile
 
     file = GgufFile(path)
@@ -144,7 +150,8 @@ def _open_gguf(path: Path, engine_config: EngineConfig, dtype: torch.dtype, devi
     if engine_config.load_format == "dummy":
         return _random(family, config, dtype, device)
     weights = weights_of(file, config, family.gguf_permuted, dtype, device)
-    return Source(config, family, weights, partial(check_weights, found=weights.shapes), {}, file.files)
+    check, own = partial(check_weights, found=weights.shapes), partial(packed_conversion, weights)
+    return Source(config, family, weights, check, {}, file.files, own)
 
 
 def _random(family: ModelFamily, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Source:

@@ -172,7 +172,7 @@ class Cluster:
         self.wait_ready(num_workers)
 
     def kill_busiest_decode(self) -> None:
-        """SIGKILL the decode worker with the most running rows: those that have a prompt cached attract its streams."""
+        """SIGKILL the decode worker with the most running rows, since streams go where their prompts are cached."""
         loads = {found["id"]: found["load"]["running"] for found in self.get("/v1/cluster")["workers"]}
         self.services[max((name for name in loads if name.startswith("decode")), key=loads.__getitem__)].kill()
 

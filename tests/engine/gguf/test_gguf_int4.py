@@ -59,19 +59,18 @@ def test_a_model_of_4_bit_blocks_stays_closer_to_its_file_than_with_int8(tmp_pat
     files = ModelFiles("m", "gguf", path)
     prompt = random_prompt(40, VOCAB_SIZE, 3)
     logprobs = {}
-    for mode, dtype in (("none", "float32"), ("int8-weight", "bfloat16"), ("auto", "bfloat16")):
+    for mode, dtype in (("none", "float32"), ("int8-weight", "bfloat16"), ("int4-weight", "bfloat16")):
         loaded, config = open_model(files, dtype=dtype, quant_mode=mode)
         driver = Driver(make_runner(loaded, config), config)
         request = driver.add(prompt, replace(GREEDY, prompt_logprobs=0))
         driver.finish([request], 1, chunk=1)
         entries = [entry for result in driver.results for part in result.prompt_logprobs for entry in part]
         logprobs[mode] = torch.tensor([entry.logprob for entry in entries])
-    assert loaded.quant_mode == "int4-weight"
     assert next(loaded.model.linears()).layer.gemm is int4
     assert loaded.model.head.gemm is half
     error = {mode: float((values - logprobs["none"]).abs().mean()) for mode, values in logprobs.items()}
-    assert error["auto"] < error["int8-weight"]
-    assert error["auto"] < 0.05 * float(logprobs["none"].std())
+    assert error["int4-weight"] < error["int8-weight"]
+    assert error["int4-weight"] < 0.05 * float(logprobs["none"].std())
 
 
 def test_4_bit_blocks_come_to_the_models_device(tmp_path: Path) -> None:

@@ -12,9 +12,11 @@ import torch
 from common.model_files import resolve_model
 from engine.assembly import EngineParts
 from engine.config import EngineConfig
+from engine.gguf.packed import BlockGemm
 from engine.loader.load import load_model
 from engine.quantization import conversion
 from engine.quantization.cpu_linears import int4, int8
+from kernels.gguf.library import library
 from kvstore.layout import Shard
 from tests.engine.gguf.gguf_files import write_gguf
 from tests.engine.gguf.test_gguf import FAMILIES, WIDE
@@ -78,11 +80,24 @@ def test_ranks_of_made_weights_equal_one_rank(name: str, tmp_path: Path, monkeyp
 @pytest.mark.parametrize(("name", "num_ranks", "down"), [("llama", 2, int4), ("blocks cut in two", 4, int8)])
 def test_ranks_have_4_bit_layers_where_blocks_allow_it(name: str, num_ranks: int, down: Any, tmp_path: Path) -> None:
     path = write(tmp_path, name)
-    config = EngineConfig(str(path), device="cpu", dtype="bfloat16", tp=num_ranks)
+    config = EngineConfig(str(path), device="cpu", dtype="bfloat16", tp=num_ranks, quant_mode="int4-weight")
     for rank in range(num_ranks):
         loaded = load_model(resolve_model(str(path)), config, CPU, Shard(rank, num_ranks))
         kinds = [ref.layer.gemm for ref in loaded.model.linears()]
         assert kinds[:4] == [int4, int4, int4, down]
+
+
+@pytest.mark.skipif(library() is None, reason="this CPU has no AVX-512 with bfloat16, or no compiler")
+def test_ranks_keep_blocks_that_they_do_not_cut(tmp_path: Path) -> None:
+    path = write(tmp_path, "blocks cut in two")
+    for num_ranks in (1, 2, 4):
+        config = EngineConfig(str(path), device="cpu", dtype="bfloat16", tp=num_ranks)
+        for rank in range(num_ranks):
+            loaded = load_model(resolve_model(str(path)), config, CPU, Shard(rank, num_ranks))
+            down = [ref.layer.gemm for ref in loaded.model.linears() if ref.attribute == "down"]
+            others = [ref.layer.gemm for ref in loaded.model.linears() if ref.attribute != "down"]
+            assert all(isinstance(gemm, BlockGemm) for gemm in others)
+            assert all((gemm is int8) == (num_ranks == 4) for gemm in down)
 
 
 def test_ranks_are_close_to_one_rank_in_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,122 @@
+"""Linear layers over blocks of a GGUF file, as the file holds them: on CPUs that `kernels/gguf` has code for.
+
+    generated tokens   weights as they are, x in 16-bit integers
+    prompts            weights unpacked to bfloat16 a few rows at a time
+    logits             as generated tokens, from and to float32
+
+Both forms compute a row alike in any number of rows. Weights stay in the mapped file: they are in memory once for all
+workers of a host, and loading reads none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from engine.config import EngineConfig
+from engine.gguf.weights import GgufWeights
+from engine.layers.block import Block, LinearRef
+from engine.layers.linear import Linear
+from engine.layers.weights import Part, PartSource
+from engine.loader.conversion import Conversion, give_float32_logits
+from engine.models.model import Model
+from engine.quantization.cpu_linears import CpuLinears
+from kernels.gguf.library import library
+from kernels.gguf.linear import BlockWeight
+
+LABEL = "gguf"  # the quant mode that users see
+
+
+class BlockGemm:
+    """A GEMM of `Linear`, see `BlockWeight.linear`. y is of the dtype of x."""
+
+    def __init__(self, weight: BlockWeight, in_integers: bool) -> None:
+        self._weight, self._in_integers = weight, in_integers
+
+    def __call__(self, linear: Linear, x: Tensor) -> Tensor:
+        return self._weight.linear(x, linear.bias, x.dtype, self._in_integers)
+
+
+MAX_INTEGER_ROWS = 16  # of x: more are faster in bfloat16
+
+
+def block_linear(weight: BlockWeight, bias: Tensor | None, max_rows: int) -> Linear:
+    """max_rows: of x that take the form in integers, where the weight has it; 0: all."""
+
+    def form(in_integers: bool) -> Linear:
+        gemm = BlockGemm(weight, in_integers)
+        return Linear(weight.parts[0].rows, bias, gemm=gemm, num_columns=weight.num_columns)
+
+    linear = form(weight.has_integers)
+    if weight.has_integers and max_rows:
+        linear.dense, linear.max_rows = form(in_integers=False), max_rows
+    return linear
+
+
+class PackedConversion(Conversion):
+    """See Conversion. Layers become int8 that the file does not hold in blocks, or that ranks divide within one."""
+
+    def __init__(self, weights: GgufWeights, dtype: torch.dtype) -> None:
+        super().__init__(LABEL)
+        self._weights, self._others = weights, CpuLinears(dtype)
+        self._names: frozenset[str] = frozenset()
+        self._parts: Mapping[str, Part] = {}
+        self._on_read: Callable[[str], None] = lambda _name: None
+
+    def keep(self, skeleton: Model) -> frozenset[str]:
+        """See Conversion. The embedding gets its storage, even if the output projection is the same tensor."""
+        layers = [ref.layer for ref in skeleton.linears()]
+        packed = (layer.names for layer in layers if layer.names and all(map(self._weights.has_blocks, layer.names)))
+        self._names = frozenset(name for names in packed for name in names)
+        is_tied = skeleton.head.weight is skeleton.embedding
+        return self._names.difference(skeleton.head.names) if is_tied else self._names
+
+    def start(self, parts: Mapping[str, Part], on_read: Callable[[str], None]) -> None:
+        self._parts, self._on_read = parts, on_read
+
+    def convert(self, block: Block) -> None:
+        for ref in block.linears():
+            self._convert(ref, MAX_INTEGER_ROWS)
+
+    def finish(self, model: Model) -> None:
+        ref = LinearRef(model, "head", "head")
+        if self._is_kept(ref.layer):
+            self._convert(ref, max_rows=0)
+            model.hidden_dtype = torch.float32
+        elif not give_float32_logits(model):
+            self._convert(ref, MAX_INTEGER_ROWS)
+
+    def _is_kept(self, linear: Linear) -> bool:
+        return bool(linear.names) and self._names.issuperset(linear.names)
+
+    def _convert(self, ref: LinearRef, max_rows: int) -> None:
+        linear = ref.layer
+        if not self._is_kept(linear):
+            ref.replace(self._others.of_plain(linear))
+            return
+        blocks = [self._weights.blocks(name, self._parts.get(name)) for name in linear.names]
+        whole = [each for each in blocks if each is not None]
+        if len(whole) == len(blocks):
+            ref.replace(block_linear(BlockWeight(whole, linear.weight.shape[1]), linear.bias, max_rows))
+        else:
+            ref.replace(self._others.of_plain(Linear(self._read(linear), linear.bias)))
+        for name in linear.names:
+            self._on_read(name)
+
+    def _read(self, linear: Linear) -> Tensor:
+        """The rank's part of a layer that is cut within blocks."""
+        shapes = {name: tuple(map(range, self._weights.shapes[name])) for name in linear.names}
+        return torch.cat([self._weights.take_part(name, self._parts.get(name, shapes[name])) for name in shapes])
+
+
+def packed_conversion(
+    weights: PartSource, config: EngineConfig, dtype: torch.dtype, device: torch.device
+) -> PackedConversion | None:
+    """None where another is to be chosen: for other settings, a file of other types, a machine without the code."""
+    if config.quant_mode != "auto" or device.type != "cpu" or dtype != torch.bfloat16:
+        return None
+    if not isinstance(weights, GgufWeights) or not weights.has_most_in_blocks or library() is None:
+        return None
+    return PackedConversion(weights, dtype)

@@ -1,0 +1,140 @@
+/* y = x W^T + b over weights as a GGUF file holds them, on CPUs with AVX-512, its VNNI and bfloat16 instructions.
+
+   Threads are OpenMP's, as many as torch uses: the process has one libgomp, which torch brings. A row of y has the
+   same bits whatever other rows of x there are: its products are added up in one order, and none is contracted. */
+
+#include <stdlib.h>
+
+#include "blocks.h"
+#include "few_rows.h"
+#include "many_rows.h"
+#include "output.h"
+
+/* Rows of one type that follow each other. */
+typedef struct {
+    const uint8_t *rows;
+    int64_t row_bytes, count, type;
+} Segment;
+
+/* Round a row of x to int16 under one scale, which is returned. See `Few` for the two orders and the sums. */
+static float quantize(Input x, int64_t first, int columns, int16_t *natural, int16_t *paired, float *sums) {
+    __m512 largest = _mm512_setzero_ps();
+    for (int k = 0; k < columns; k += 16) largest = _mm512_max_ps(largest, _mm512_abs_ps(input16(x, first + k)));
+    const float most = _mm512_reduce_max_ps(largest);
+    const __m512 per_unit = _mm512_set1_ps(most > 0 ? 32767 / most : 0);
+    for (int k = 0; k < columns; k += 32) {
+        const __m512i a = _mm512_cvtps_epi32(_mm512_mul_ps(input16(x, first + k), per_unit));
+        const __m512i b = _mm512_cvtps_epi32(_mm512_mul_ps(input16(x, first + k + 16), per_unit));
+        const __m256i halves[2] = {_mm512_cvtsepi32_epi16(a), _mm512_cvtsepi32_epi16(b)};
+        sums[k / 32] = (float)_mm512_reduce_add_epi32(_mm512_add_epi32(a, b));
+        for (int i = 0; i < 2; i++) {
+            _mm256_storeu_si256((__m256i *)(natural + k + 16 * i), halves[i]);
+            _mm256_storeu_si256((__m256i *)(paired + k / 64 * 64 + k % 64 / 2 + 32 * i), halves[i]);
+        }
+    }
+    return most / 32767;
+}
+
+/* 16 rows of W at a time, so that y is written by vectors. scratch: of `gguf_scratch_bytes`. */
+static void few_rows(const Segment *segments, int count, int columns, Input x, int64_t num_x, Output y, void *scratch) {
+    const int64_t numbers = num_x * columns, groups = columns / 32;
+    float *const scales = scratch, *const sums = scales + num_x;
+    int16_t *const natural = (int16_t *)(sums + num_x * groups), *const paired = natural + numbers;
+    #pragma omp parallel
+    {
+        #pragma omp for schedule(static)
+        for (int64_t m = 0; m < num_x; m++)
+            scales[m] = quantize(x, m * columns, columns, natural + m * columns, paired + m * columns, sums + m * groups);
+        int64_t first = 0;
+        for (int s = 0; s < count; first += segments[s++].count) {
+            const Segment segment = segments[s];
+            const Dot *const dots = dots_of(segment.type);
+            #pragma omp for schedule(static) nowait
+            for (int64_t n = 0; n < segment.count; n += 16) {
+                const int num_w = segment.count - n < 16 ? (int)(segment.count - n) : 16;
+                for (int64_t m = 0; m < num_x; m += MAX_FEW) {
+                    const int num_m = num_x - m < MAX_FEW ? (int)(num_x - m) : MAX_FEW;
+                    const Few few = {natural + m * columns, paired + m * columns, sums + m * groups, columns};
+                    float products[MAX_FEW][16];
+                    for (int j = 0; j < num_w; j++)
+                        dots[num_m](segment.rows + (n + j) * segment.row_bytes, &few, &products[0][j]);
+                    for (int i = 0; i < num_m; i++) {
+                        const __m512 scaled = _mm512_mul_ps(_mm512_loadu_ps(products[i]), _mm512_set1_ps(scales[m + i]));
+                        put16(y, m + i, first + n, num_w, scaled);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/* scratch: of `gguf_scratch_bytes` if x is float32. */
+static void many_rows(const Segment *segments, int count, int columns, Input x, int64_t num_x, Output y, void *scratch) {
+    const int64_t numbers = num_x * columns;
+    const uint16_t *const rounded = x.is_float32 ? scratch : x.numbers;
+    #pragma omp parallel
+    {
+        if (x.is_float32) {
+            #pragma omp for schedule(static)
+            for (int64_t k = 0; k < numbers; k += 16)
+                _mm256_storeu_si256((__m256i *)((uint16_t *)scratch + k), (__m256i)_mm512_cvtneps_pbh(input16(x, k)));
+        }
+        __m512i *const w = aligned_alloc(64, (size_t)16 * TILE_W * columns * 2);
+        int64_t first = 0;
+        for (int s = 0; s < count; first += segments[s++].count) {
+            const Segment segment = segments[s];
+            const Pairs pairs = pairs_of(segment.type);
+            #pragma omp for schedule(static) nowait
+            for (int64_t n = 0; n < segment.count; n += 16 * TILE_W) {
+                const int num_w = segment.count - n < 16 * TILE_W ? (int)(segment.count - n) : 16 * TILE_W;
+                for (int j = 0; j < TILE_W; j++) {
+                    const uint8_t *const rows = segment.rows + (n + 16 * j) * segment.row_bytes;
+                    pairs(rows, segment.row_bytes, num_w - 16 * j, columns / 32, w + j);
+                }
+                for (int64_t m = 0; m < num_x; m += TILE_X) {
+                    const int num_m = num_x - m < TILE_X ? (int)(num_x - m) : TILE_X;
+                    tiles[num_m](w, rounded + m * columns, columns, y, m, first + n, num_w);
+                }
+            }
+        }
+        free(w);
+    }
+}
+
+/* Of `gguf_linear` for so many rows of x: their scales, sums and both orders, and what the last order may overshoot. */
+int64_t gguf_scratch_bytes(int columns, int64_t num_x) {
+    return num_x * (4 * (1 + columns / 32) + 4 * (int64_t)columns) + 128;
+}
+
+/* Whether there is the form in integers for weights of that type. */
+int gguf_has_integers(int64_t type, int columns) {
+    const int is_paired = type == Q4_0 || type == Q4_1 || type == Q5_0;
+    return dots_of(type) != NULL && (!is_paired || columns % 64 == 0);
+}
+
+/* y (num_x, all rows of the segments) = x (num_x, columns) W^T + bias. in_integers: weights as they are and x rounded
+   to 16 bits; else weights rounded to bfloat16, as dequantizing does, and x, too. */
+void gguf_linear(const Segment *segments, int count, int columns, const void *x, int x_is_float32, int64_t num_x,
+                 void *y, int64_t y_stride, int y_is_float32, const uint16_t *bias, int in_integers, void *scratch) {
+    const Input input = {x, x_is_float32};
+    const Output output = {y, y_stride, y_is_float32, bias};
+    (in_integers ? few_rows : many_rows)(segments, count, columns, input, num_x, output, scratch);
+}
+
+/* Rows in bfloat16: out (count, columns). */
+void gguf_unpack(const Segment *segment, int columns, uint16_t *out) {
+    const Pairs pairs = pairs_of(segment->type);
+    #pragma omp parallel
+    {
+        __m512i *const w = aligned_alloc(64, (size_t)16 * TILE_W * columns * 2);
+        #pragma omp for schedule(static)
+        for (int64_t n = 0; n < segment->count; n += 16) {
+            const int count = segment->count - n < 16 ? (int)(segment->count - n) : 16;
+            pairs(segment->rows + n * segment->row_bytes, segment->row_bytes, count, columns / 32, w);
+            for (int64_t j = 0; j < count; j++)
+                for (int64_t k = 0; k < columns / 2; k++)
+                    memcpy(out + (n + j) * columns + 2 * k, (const uint32_t *)(w + k * TILE_W) + j, 4);
+        }
+        free(w);
+    }
+}

@@ -1,0 +1,85 @@
+"""y = x W^T over weights as a GGUF file holds them (`linear.c`)."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.gguf.library import library
+
+BLOCK_COLUMNS = {2: 32, 3: 32, 6: 32, 7: 32, 8: 32, 10: 256, 11: 256, 12: 256, 13: 256, 14: 256}
+"""Columns of a block, by ggml's number of each type that `blocks.h` reads.
+
+They are Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K and Q6_K.
+"""
+FLOATS = frozenset((torch.bfloat16, torch.float32))
+
+
+class _Segment(ctypes.Structure):
+    _fields_ = [
+        ("rows", ctypes.c_void_p), ("row_bytes", ctypes.c_int64), ("count", ctypes.c_int64), ("type", ctypes.c_int64)
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Rows of one type. rows: uint8 (num_rows, bytes of a row), each row in one piece. type_id: ggml's number."""
+
+    rows: Tensor
+    type_id: int
+
+
+class BlockWeight:
+    """A weight (num_rows, num_columns) whose rows are those of all parts. Needs `library()`."""
+
+    def __init__(self, parts: Sequence[Blocks], num_columns: int) -> None:
+        self.parts, self.num_columns = tuple(parts), num_columns
+        self.num_rows = sum(len(part.rows) for part in parts)
+        self._segments = (_Segment * len(parts))(
+            *(_Segment(each.rows.data_ptr(), each.rows.stride(0), len(each.rows), each.type_id) for each in parts)
+        )
+        found = library()
+        assert found is not None, "whoever makes a weight has asked for the library"
+        self._library = found
+        self.has_integers = all(
+            bool(found.gguf_has_integers(ctypes.c_int64(part.type_id), num_columns)) for part in parts
+        )
+
+    def linear(self, x: Tensor, bias: Tensor | None, dtype: torch.dtype, in_integers: bool) -> Tensor:
+        """(rows of x, num_rows) in `dtype`: bfloat16 or float32, as x (rows of x, num_columns). bias: bfloat16.
+
+        in_integers: x is rounded to 16 bits, and weights are what the file says; needs `has_integers`. Else weights
+        are rounded to bfloat16, and x, too. A row of the result does not depend on the other rows of x.
+        """
+        assert {x.dtype, dtype} <= FLOATS, "of which the library knows"
+        x = x.contiguous()
+        num_x = x.shape[0]
+        y = torch.empty(num_x, self.num_rows, dtype=dtype)
+        num_bytes = self._library.gguf_scratch_bytes(self.num_columns, ctypes.c_int64(num_x))
+        needs_scratch = in_integers or x.dtype == torch.float32
+        scratch = torch.empty(num_bytes if needs_scratch else 0, dtype=torch.uint8)
+        self._library.gguf_linear(
+            self._segments, len(self._segments), self.num_columns,
+            _address(x), x.dtype == torch.float32, ctypes.c_int64(num_x),
+            _address(y), ctypes.c_int64(self.num_rows), dtype == torch.float32,
+            None if bias is None else _address(bias), in_integers, _address(scratch),
+        )  # fmt: skip
+        return y
+
+    def unpack(self) -> Tensor:
+        """(num_rows, num_columns) in bfloat16."""
+        weight = torch.empty(self.num_rows, self.num_columns, dtype=torch.bfloat16)
+        first = 0
+        for index, part in enumerate(self.parts):
+            segment = ctypes.byref(self._segments, index * ctypes.sizeof(_Segment))
+            self._library.gguf_unpack(segment, self.num_columns, _address(weight[first:]))
+            first += len(part.rows)
+        return weight
+
+
+def _address(tensor: Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())

@@ -1,0 +1,94 @@
+/* Products of packed rows of weights with many rows of x, in bfloat16.
+
+   32 rows of W are unpacked to pairs of neighbouring columns, [pair][row], as `vdpbf16ps` takes them: each number of a
+   vector is of another row of W, so that no sum goes across lanes. They stay in a cache while all rows of x pass. */
+
+#ifndef MANY_ROWS_H
+#define MANY_ROWS_H
+
+#include "blocks.h"
+#include "output.h"
+
+enum { TILE_W = 2, TILE_X = 12 };  /* vectors of 16 rows of W, and rows of x, whose products stay in registers */
+
+/* Rows and columns of 16 x 16 numbers of 32 bits change places. */
+static inline void transpose(__m512i of[16]) {
+    __m512i made[16];
+    for (int i = 0; i < 16; i += 2) {
+        made[i] = _mm512_unpacklo_epi32(of[i], of[i + 1]);
+        made[i + 1] = _mm512_unpackhi_epi32(of[i], of[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; j++) {
+            of[i + 2 * j] = _mm512_unpacklo_epi64(made[i + j], made[i + j + 2]);
+            of[i + 2 * j + 1] = _mm512_unpackhi_epi64(made[i + j], made[i + j + 2]);
+        }
+    for (int i = 0; i < 16; i += 8)
+        for (int j = 0; j < 4; j++) {
+            made[i + j] = _mm512_shuffle_i32x4(of[i + j], of[i + j + 4], 0x88);
+            made[i + j + 4] = _mm512_shuffle_i32x4(of[i + j], of[i + j + 4], 0xdd);
+        }
+    for (int j = 0; j < 8; j++) {
+        of[j] = _mm512_shuffle_i32x4(made[j], made[j + 8], 0x88);
+        of[j + 8] = _mm512_shuffle_i32x4(made[j], made[j + 8], 0xdd);
+    }
+}
+
+/* Unpack up to 16 rows: out[pair * TILE_W] holds a pair of all rows. Rows that are not there are zero. */
+#define PAIRS(name)                                                                                               \
+    static void name##_pairs(const uint8_t *rows, int64_t row_bytes, int count, int groups, __m512i *out) {       \
+        for (int g = 0; g < groups; g++, out += 16 * TILE_W) {                                                    \
+            __m512i of[16];                                                                                       \
+            for (int i = 0; i < 16; i++)                                                                          \
+                of[i] = i < count ? (__m512i)bfloat16_of(name(rows + i * row_bytes, g)) : _mm512_setzero_si512(); \
+            transpose(of);                                                                                        \
+            for (int i = 0; i < 16; i++) out[i * TILE_W] = of[i];                                                 \
+        }                                                                                                         \
+    }
+PAIRS(q4_0) PAIRS(q4_1) PAIRS(q5_0) PAIRS(q5_1) PAIRS(q8_0)
+PAIRS(q2_k) PAIRS(q3_k) PAIRS(q4_k) PAIRS(q5_k) PAIRS(q6_k)
+
+typedef void (*Pairs)(const uint8_t *rows, int64_t row_bytes, int count, int groups, __m512i *out);
+
+static Pairs pairs_of(int64_t type) {
+    switch (type) {
+        case Q4_0: return q4_0_pairs;
+        case Q4_1: return q4_1_pairs;
+        case Q5_0: return q5_0_pairs;
+        case Q5_1: return q5_1_pairs;
+        case Q8_0: return q8_0_pairs;
+        case Q2_K: return q2_k_pairs;
+        case Q3_K: return q3_k_pairs;
+        case Q4_K: return q4_k_pairs;
+        case Q5_K: return q5_k_pairs;
+        case Q6_K: return q6_k_pairs;
+        default: return NULL;
+    }
+}
+
+/* Products of `count` rows of W in pairs with M of x. m, n: where y begins. */
+INLINE void tile(const __m512i *w, const uint16_t *x, int columns, const int M, Output y, int64_t m, int64_t n, int count) {
+    __m512 sums[TILE_X][TILE_W];
+    for (int i = 0; i < M; i++)
+        for (int j = 0; j < TILE_W; j++) sums[i][j] = _mm512_setzero_ps();
+    for (int k = 0; k < columns; k += 2, w += TILE_W)
+        for (int i = 0; i < M; i++) {
+            const __m512bh pair = (__m512bh)_mm512_set1_epi32((int)word((const uint8_t *)(x + (int64_t)i * columns + k)));
+            for (int j = 0; j < TILE_W; j++) sums[i][j] = _mm512_dpbf16_ps(sums[i][j], (__m512bh)w[j], pair);
+        }
+    for (int j = 0; j < TILE_W && 16 * j < count; j++)
+        for (int i = 0; i < M; i++) put16(y, m + i, n + 16 * j, count - 16 * j, sums[i][j]);
+}
+
+/* One function for each number of rows of x, so that sums stay in registers. */
+#define TILE(M)                                                                                                         \
+    static void tile_##M(const __m512i *w, const uint16_t *x, int columns, Output y, int64_t m, int64_t n, int count) { \
+        tile(w, x, columns, M, y, m, n, count);                                                                         \
+    }
+TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6) TILE(7) TILE(8) TILE(9) TILE(10) TILE(11) TILE(12)
+
+typedef void (*Tile)(const __m512i *w, const uint16_t *x, int columns, Output y, int64_t m, int64_t n, int count);
+static const Tile tiles[] = {NULL,   tile_1, tile_2, tile_3,  tile_4,  tile_5, tile_6,
+                             tile_7, tile_8, tile_9, tile_10, tile_11, tile_12};
+
+#endif

@@ -1,0 +1,157 @@
+"""Layers over blocks as a GGUF file holds them: each type in both forms, and a model that keeps them."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from common.model_files import ModelFiles
+from engine.gguf.packed import MAX_INTEGER_ROWS, block_linear
+from kernels.gguf import library as module
+from kernels.gguf.compile import library_path
+from kernels.gguf.library import library
+from kernels.gguf.linear import BLOCK_COLUMNS, Blocks, BlockWeight
+from tests.engine.driving import GREEDY, Driver, make_runner, open_model, random_prompt
+from tests.engine.gguf.gguf_files import write_gguf
+from tests.engine.gguf.test_gguf import WIDE
+from tests.engine.tiny_models import VOCAB_SIZE, TinyModel
+
+Kind = GGMLQuantizationType
+KINDS = sorted(map(GGMLQuantizationType, BLOCK_COLUMNS))
+HALVES = {  # where a block has its float16 numbers
+    Kind.Q4_0: (0,), Kind.Q4_1: (0, 2), Kind.Q5_0: (0,), Kind.Q5_1: (0, 2), Kind.Q8_0: (0,), Kind.Q2_K: (80, 82),
+    Kind.Q3_K: (108,), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,),
+}  # fmt: skip
+IN_INTEGERS = set(KINDS) - {Kind.Q5_1, Kind.Q2_K, Kind.Q3_K}
+
+needs_library = pytest.mark.skipif(library() is None, reason="this CPU has no AVX-512 with bfloat16, or no compiler")
+
+
+def random_blocks(kind: GGMLQuantizationType, num_rows: int, num_columns: int) -> tuple[Blocks, torch.Tensor]:
+    """Rows of random bits under sane scales, and the float32 numbers that the `gguf` package reads in them."""
+    rng = np.random.default_rng(int(kind))
+    block_size, block_bytes = GGML_QUANT_SIZES[kind]
+    raw = rng.integers(0, 256, (num_rows, num_columns // block_size, block_bytes), dtype=np.uint8)
+    for at in HALVES[kind]:
+        scales = rng.normal(0, 0.01, raw.shape[:2]).astype(np.float16)
+        raw[:, :, at : at + 2] = scales[..., None].view(np.uint8)
+    flat = raw.reshape(num_rows, -1)
+    return Blocks(torch.from_numpy(flat), int(kind)), torch.from_numpy(gguf.dequantize(flat, kind))
+
+
+def within(found: torch.Tensor, exact: torch.Tensor, most: float) -> bool:
+    """Whether errors are small beside what is added up."""
+    return float((found.float() - exact).abs().max()) <= most * float(exact.abs().max())
+
+
+@needs_library
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_weights_are_unpacked_to_the_bit(kind: GGMLQuantizationType) -> None:
+    blocks, exact = random_blocks(kind, 37, 512)
+    assert GGML_QUANT_SIZES[kind][0] == BLOCK_COLUMNS[kind]
+    assert torch.equal(BlockWeight([blocks], 512).unpack(), exact.bfloat16())
+
+
+@needs_library
+@pytest.mark.parametrize("num_columns", [512, 768])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_products(kind: GGMLQuantizationType, num_columns: int) -> None:
+    """In integers, where nothing but x is rounded, and in bfloat16; rows and columns that fill no vector."""
+    blocks, exact = random_blocks(kind, 37, num_columns)
+    weight = BlockWeight([blocks], num_columns)
+    bias = torch.randn(37).bfloat16()
+    assert weight.has_integers == (kind in IN_INTEGERS)
+    for num_x in (1, 7, 8, 9, 13, 25):
+        x = torch.randn(num_x, num_columns).bfloat16()
+        expected = x.float() @ exact.T + bias.float()
+        assert within(weight.linear(x, bias, torch.float32, in_integers=False), expected, 0.01)
+        assert within(weight.linear(x.float(), bias, torch.bfloat16, in_integers=False), expected, 0.01)
+        if weight.has_integers:
+            assert within(weight.linear(x, bias, torch.float32, in_integers=True), expected, 1e-4)
+            assert within(weight.linear(x.float(), None, torch.float32, True), expected - bias.float(), 1e-4)
+
+
+@needs_library
+def test_x_of_zeros_gives_the_bias() -> None:
+    blocks, _ = random_blocks(Kind.Q4_K, 20, 256)
+    bias = torch.randn(20).bfloat16()
+    for in_integers in (False, True):
+        found = BlockWeight([blocks], 256).linear(torch.zeros(3, 256), bias, torch.float32, in_integers)
+        assert torch.equal(found, bias.float().expand(3, -1))
+
+
+@needs_library
+@pytest.mark.parametrize("in_integers", [False, True])
+def test_a_row_has_the_same_bits_among_any_others(in_integers: bool) -> None:
+    """Of several types in one layer, as q, k and v are."""
+    parts = [random_blocks(kind, rows, 256)[0] for kind, rows in ((Kind.Q5_0, 48), (Kind.Q4_1, 20), (Kind.Q6_K, 33))]
+    weight = BlockWeight(parts, 256)
+    x = torch.randn(27, 256).bfloat16()
+    together = weight.linear(x, None, torch.bfloat16, in_integers)
+    assert together.shape == (27, 101)
+    for first, last in ((0, 1), (3, 11), (20, 27)):
+        assert torch.equal(weight.linear(x[first:last], None, torch.bfloat16, in_integers), together[first:last])
+
+
+@needs_library
+def test_a_layer_chooses_by_rows_of_x() -> None:
+    blocks, exact = random_blocks(Kind.Q4_K, 64, 256)
+    linear = block_linear(BlockWeight([blocks], 256), None, MAX_INTEGER_ROWS)
+    assert linear.dense is not None
+    x = torch.randn(MAX_INTEGER_ROWS + 1, 256).bfloat16()
+    assert torch.equal(linear(x), linear.dense(x))
+    assert not torch.equal(linear(x[:-1]), linear.dense(x[:-1]))
+    assert within(linear(x[:-1]), x[:-1].float() @ exact.T, 0.01)
+
+
+@needs_library
+@pytest.mark.parametrize("quantization", ["Q4_1", "Q8_0"])
+def test_a_model_keeps_its_blocks_and_stays_closer_to_the_file_than_with_int8(
+    tmp_path: Path, quantization: str
+) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(path, TinyModel("Llama", WIDE).build(), "llama", quantization)
+    files = ModelFiles("m", "gguf", path)
+    prompt = random_prompt(40, VOCAB_SIZE, 3)
+    found = {}
+    for mode, dtype in (("none", "float32"), ("int8-weight", "bfloat16"), ("auto", "bfloat16")):
+        loaded, config = open_model(files, dtype=dtype, quant_mode=mode)
+        driver = Driver(make_runner(loaded, config), config)
+        request = driver.add(prompt, replace(GREEDY, prompt_logprobs=0))
+        driver.finish([request], 1, chunk=1)
+        entries = [entry for result in driver.results for part in result.prompt_logprobs for entry in part]
+        found[mode] = torch.tensor([entry.logprob for entry in entries])
+    assert loaded.quant_mode == "gguf"
+    error = {mode: float((values - found["none"]).abs().mean()) for mode, values in found.items()}
+    assert error["auto"] < error["int8-weight"]
+
+
+def test_without_a_compiler_weights_are_converted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CC", "/no/such/compiler")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(module.INSTRUCTIONS, True))
+    with caplog.at_level(logging.WARNING):
+        assert library.__wrapped__() is None
+    assert "/no/such/compiler" in caplog.text
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    assert library.__wrapped__() is None
+
+
+@needs_library
+def test_the_library_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made = library_path()
+    assert made.is_relative_to(tmp_path)
+    written = made.stat().st_mtime_ns
+    assert library_path() == made
+    assert made.stat().st_mtime_ns == written
+    assert [path.name for path in made.parent.iterdir()] == [made.name]
