@@ -1,9 +1,11 @@
 """The engine on a CPU beside transformers (and llama.cpp, where llama-cpp-python is installed), in one run.
 
     python -m benchmarks.comparisons.compare_cpu --rounds 3 --json
+    python -m benchmarks.comparisons.compare_cpu --model qwen2.5-coder-0.5b-instruct-q4_k_m.gguf
 
 One stream of the default model under transformers in bfloat16, one and eight streams under the engine, each round one
-after the other, so that a busy machine slows all of them. What counts is the ratio.
+after the other, so that a busy machine slows all of them. What counts is the ratio. --model: another GGUF file, of
+which llama.cpp's one stream is what others are compared with.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from engine.engine import Engine
 from engine.models.config import ModelConfig
 from engine.models.families import family_of
 
+TRANSFORMERS, LLAMA_CPP = "transformers bfloat16, 1 stream", "llama.cpp, 1 stream"
 MAX_TOKEN_ID = 40_000  # of prompts: ordinary tokens of the default model
 
 
@@ -32,13 +35,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.comparisons.compare_cpu", description=__doc__.splitlines()[0]
     )
+    parser.add_argument("--model", default="", help="GGUF file; default: the default model")
     parser.add_argument("--input", type=int, default=128, help="prompt tokens")
     parser.add_argument("--output", type=int, default=64, help="generated tokens")
     parser.add_argument("--rounds", type=int, default=3)
     harness.add_cpu_time_argument(parser)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
-    contestants = open_contestants(options.output, harness.choose_clock(options))
+    contestants = open_contestants(options.model, options.output, harness.choose_clock(options))
     rng = random.Random()
     speeds: dict[str, list[float]] = {name: [] for name in contestants}
     for round_number in range(options.rounds + 1):
@@ -47,26 +51,29 @@ def main(argv: Sequence[str] | None = None) -> int:
             if round_number:  # the first round warms up
                 speeds[name].append(speed)
     medians = {name: statistics.median(values) for name, values in speeds.items()}
-    base = medians["transformers bfloat16, 1 stream"]
+    base = medians[LLAMA_CPP if options.model else TRANSFORMERS]
     for name, speed in medians.items():
-        figures = {"what": name, "tok_s": round(speed, 1), "ratio_to_transformers": round(speed / base, 2)}
+        figures = {"what": name, "tok_s": round(speed, 1), "ratio": round(speed / base, 2)}
         harness.report(figures, options.json, f"{name:36} {speed:8.1f} tok/s  {speed / base:5.2f}x")
     return 0
 
 
-def open_contestants(num_output: int, clock: harness.Clock) -> dict[str, Callable[[list[int]], float]]:
+def open_contestants(path: str, num_output: int, clock: harness.Clock) -> dict[str, Callable[[list[int]], float]]:
     """Name -> function from a prompt to decoded tokens per second, prompts' time not counted."""
-    parts = assemble(EngineConfig(device="cpu", prefix_cache=False))
-    contestants = {
-        "transformers bfloat16, 1 stream": transformers_speed(parts.model_config, num_output, clock),
+    parts = assemble(EngineConfig(path, device="cpu", prefix_cache=False, max_model_len=2048))
+    contestants = {} if path else {TRANSFORMERS: transformers_speed(parts.model_config, num_output, clock)}
+    contestants |= {
         "mini-infer, 1 stream": engine_speed(parts.engine, num_output, 1, clock),
         "mini-infer, 8 streams": engine_speed(parts.engine, num_output, 8, clock),
     }
     try:
         import llama_cpp  # type: ignore[import-not-found]
     except ImportError:
+        if path:
+            raise SystemExit("llama-cpp-python is not installed") from None
         return contestants
-    model = llama_cpp.Llama(str(resolve_model("").path), n_ctx=2048, n_threads=torch.get_num_threads(), verbose=False)
+    threads = torch.get_num_threads()
+    model = llama_cpp.Llama(str(resolve_model(path).path), n_ctx=2048, n_threads=threads, verbose=False)
 
     def llama_speed(prompt: list[int]) -> float:
         tokens = model.generate(prompt, temp=0.0)
@@ -76,7 +83,7 @@ def open_contestants(num_output: int, clock: harness.Clock) -> dict[str, Callabl
             next(tokens)
         return (num_output - 1) / (clock() - began)
 
-    contestants["llama.cpp, 1 stream"] = llama_speed
+    contestants[LLAMA_CPP] = llama_speed
     return contestants
 
 

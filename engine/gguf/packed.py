@@ -39,7 +39,7 @@ class BlockGemm:
         return self._weight.linear(x, linear.bias, x.dtype, self._in_integers)
 
 
-MAX_INTEGER_ROWS = 16  # of x: more are faster in bfloat16
+MAX_INTEGER_ROWS = 24  # of x: more are faster in bfloat16
 
 
 def block_linear(weight: BlockWeight, bias: Tensor | None, max_rows: int) -> Linear:

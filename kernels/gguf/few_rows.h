@@ -12,8 +12,6 @@
 
 #include "blocks.h"
 
-enum { MAX_FEW = 8 };  /* rows of x that are multiplied at a time */
-
 /* x: rows of `columns` int16, in the order of columns; paired: of each 64 the two first quarters of each 32, then the
    two last ones, see `paired_dot`. sums: of x over each 32 columns. */
 typedef struct {
@@ -22,140 +20,175 @@ typedef struct {
     int columns;
 } Few;
 
+/* Rows of x, and of W, that are multiplied at a time. Two rows of W share loads of x. For one or two rows of x memory
+   decides, whose prefetching wants W in one stream. Rows of W come in blocks of which the halves are two streams. */
+enum { MAX_FEW = 8, MAX_ROWS = 2, BLOCK_ROWS = 16 };
+INLINE int rows_at_once(int num_x) { return num_x <= 2 ? 1 : 2; }
+INLINE float *place(float *y, int m, int r) { return y + BLOCK_ROWS * m + BLOCK_ROWS / 2 * r; }
+
 INLINE __m512i x32(const int16_t *x, int m, int columns, int group) {
     return _mm512_loadu_si512(x + (long)m * columns + 32 * group);
 }
 
-INLINE float added(__m512 sums) { return _mm512_reduce_add_ps(sums); }
+INLINE const float *sums_of(const Few *few, int m, int group) {
+    return few->sums + (long)m * (few->columns / 32) + group;
+}
+
+/* Two float16 numbers, each in half of the lanes. */
+INLINE __m512 halves(const uint8_t *a, const uint8_t *b) {
+    uint16_t of[2];
+    memcpy(of, a, 2), memcpy(of + 1, b, 2);
+    const __m128 both = _mm_cvtph_ps(_mm_cvtsi32_si128((int)(of[0] | (uint32_t)of[1] << 16)));
+    const __m512i lanes = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi32(1), 1);
+    return _mm512_permutexvar_ps(lanes, _mm512_castps128_ps512(both));
+}
 
 /* Types of 4 and 5 bits, in which bytes hold a column of the first and one of the second half of 32: two blocks at a
    time, so that one sum holds both, and each half of its lanes has the scale of one block. */
-INLINE void paired_dot(int type, const uint8_t *row, const Few *few, const int M, float *y) {
+INLINE void paired_dot(int type, const uint8_t *const rows[MAX_ROWS], const Few *few, const int M, float *y) {
+    const int R = rows_at_once(M);
     const int size = type == Q4_0 ? 18 : type == Q4_1 ? 20 : 22, start = size - 16;
-    __m512 sums[MAX_FEW];
-    float offsets[MAX_FEW];
-    for (int m = 0; m < M; m++) sums[m] = _mm512_setzero_ps(), offsets[m] = 0;
+    __m512 sums[MAX_FEW][MAX_ROWS];
+    float offsets[MAX_FEW][MAX_ROWS];
+    for (int m = 0; m < M; m++)
+        for (int r = 0; r < R; r++) sums[m][r] = _mm512_setzero_ps(), offsets[m][r] = 0;
     for (int group = 0; group < few->columns / 32; group += 2) {
-        const uint8_t *a = row + size * group, *b = a + size;
-        const __m256i bytes = _mm256_inserti128_si256(
-            _mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)(a + start))), _mm_loadu_si128((const __m128i *)(b + start)), 1);
-        __m256i low = bits_of(bytes, 0, 4), high = bits_of(bytes, 4, 4);
-        if (type == Q4_0) {
-            low = _mm256_sub_epi8(low, _mm256_set1_epi8(8));
-            high = _mm256_sub_epi8(high, _mm256_set1_epi8(8));
-        } else if (type == Q5_0) {  /* a fifth bit that is not set takes 16 away */
-            const uint32_t unset_a = ~word(a + 2), unset_b = ~word(b + 2);
-            low = _mm256_mask_sub_epi8(low, (unset_a & 0xffff) | unset_b << 16, low, _mm256_set1_epi8(16));
-            high = _mm256_mask_sub_epi8(high, unset_a >> 16 | (unset_b & 0xffff0000), high, _mm256_set1_epi8(16));
+        __m512i first[MAX_ROWS], last[MAX_ROWS];
+        __m512 scales[MAX_ROWS];
+        for (int r = 0; r < R; r++) {
+            const uint8_t *a = rows[r] + size * group, *b = a + size;
+            const __m256i bytes = _mm256_loadu2_m128i((const __m128i *)(b + start), (const __m128i *)(a + start));
+            __m256i low = bits_of(bytes, 0, 4), high = bits_of(bytes, 4, 4);
+            if (type == Q4_0) {
+                low = _mm256_sub_epi8(low, _mm256_set1_epi8(8));
+                high = _mm256_sub_epi8(high, _mm256_set1_epi8(8));
+            } else if (type == Q5_0) {  /* a fifth bit that is not set takes 16 away */
+                const uint32_t unset_a = ~word(a + 2), unset_b = ~word(b + 2);
+                low = _mm256_mask_sub_epi8(low, (unset_a & 0xffff) | unset_b << 16, low, _mm256_set1_epi8(16));
+                high = _mm256_mask_sub_epi8(high, unset_a >> 16 | (unset_b & 0xffff0000), high, _mm256_set1_epi8(16));
+            }
+            first[r] = _mm512_cvtepi8_epi16(low), last[r] = _mm512_cvtepi8_epi16(high);
+            scales[r] = halves(a, b);
+            if (type == Q4_1)
+                for (int m = 0; m < M; m++) {
+                    const float *of_x = sums_of(few, m, group);
+                    offsets[m][r] += half(a + 2) * of_x[0] + half(b + 2) * of_x[1];
+                }
         }
-        const __m512i w0 = _mm512_cvtepi8_epi16(low), w1 = _mm512_cvtepi8_epi16(high);
-        const __m512 scale = _mm512_insertf32x8(_mm512_set1_ps(half(a)), _mm256_set1_ps(half(b)), 1);
         for (int m = 0; m < M; m++) {
-            __m512i sum = _mm512_madd_epi16(w0, x32(few->paired, m, few->columns, group));
-            sum = _mm512_dpwssd_epi32(sum, w1, x32(few->paired, m, few->columns, group + 1));
-            sums[m] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), scale, sums[m]);
-            if (type == Q4_1) {
-                const float *of_x = few->sums + (long)m * (few->columns / 32) + group;
-                offsets[m] += half(a + 2) * of_x[0] + half(b + 2) * of_x[1];
+            const __m512i x0 = x32(few->paired, m, few->columns, group), x1 = x32(few->paired, m, few->columns, group + 1);
+            for (int r = 0; r < R; r++) {
+                const __m512i sum = _mm512_dpwssd_epi32(_mm512_madd_epi16(first[r], x0), last[r], x1);
+                sums[m][r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), scales[r], sums[m][r]);
             }
         }
     }
-    for (int m = 0; m < M; m++) y[16 * m] = added(sums[m]) + offsets[m];
+    for (int m = 0; m < M; m++)
+        for (int r = 0; r < R; r++) *place(y, m, r) = _mm512_reduce_add_ps(sums[m][r]) + offsets[m][r];
 }
 
-INLINE void q8_0_dot(const uint8_t *row, const Few *few, const int M, float *y) {
-    __m512 sums[MAX_FEW];
-    for (int m = 0; m < M; m++) sums[m] = _mm512_setzero_ps();
+INLINE void q8_0_dot(const uint8_t *const rows[MAX_ROWS], const Few *few, const int M, float *y) {
+    const int R = rows_at_once(M);
+    __m512 sums[MAX_FEW][MAX_ROWS];
+    for (int m = 0; m < M; m++)
+        for (int r = 0; r < R; r++) sums[m][r] = _mm512_setzero_ps();
     for (int group = 0; group < few->columns / 32; group++) {
-        const uint8_t *block = row + 34 * group;
-        const __m512i w = _mm512_cvtepi8_epi16(load32(block + 2));
-        const __m512 scale = _mm512_set1_ps(half(block));
+        __m512i w[MAX_ROWS];
+        __m512 scales[MAX_ROWS];
+        for (int r = 0; r < R; r++) {
+            const uint8_t *block = rows[r] + 34 * group;
+            w[r] = _mm512_cvtepi8_epi16(load32(block + 2)), scales[r] = _mm512_set1_ps(half(block));
+        }
         for (int m = 0; m < M; m++) {
-            const __m512i sum = _mm512_madd_epi16(w, x32(few->x, m, few->columns, group));
-            sums[m] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), scale, sums[m]);
+            const __m512i x = x32(few->x, m, few->columns, group);
+            for (int r = 0; r < R; r++)
+                sums[m][r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_madd_epi16(w[r], x)), scales[r], sums[m][r]);
         }
     }
-    for (int m = 0; m < M; m++) y[16 * m] = added(sums[m]);
+    for (int m = 0; m < M; m++)
+        for (int r = 0; r < R; r++) *place(y, m, r) = _mm512_reduce_add_ps(sums[m][r]);
 }
 
-INLINE void q45_k_dot(int type, const uint8_t *row, const Few *few, const int M, float *y) {
-    const int size = type == Q4_K ? 144 : 176;
-    __m512 sums[MAX_FEW];
-    __m256 offsets[MAX_FEW];
-    for (int m = 0; m < M; m++) sums[m] = _mm512_setzero_ps(), offsets[m] = _mm256_setzero_ps();
+/* 32 weights of a superblock times their scales, in int16. */
+INLINE __m512i scaled_values(int type, const uint8_t *block, const uint8_t scales[8], int g) {
+    if (type == Q6_K) {
+        const int8_t *two = (const int8_t *)block + 192 + 2 * g;
+        const __m512i q = _mm512_cvtepi8_epi16(_mm256_sub_epi8(q6_k_values(block, g), _mm256_set1_epi8(32)));
+        return _mm512_mullo_epi16(q, _mm512_inserti64x4(_mm512_set1_epi16(two[0]), _mm256_set1_epi16(two[1]), 1));
+    }
+    const __m256i q = type == Q4_K ? bits_of(load32(block + 16 + 32 * (g / 2)), 4 * (g % 2), 4) : q5_k_values(block, g);
+    return _mm512_mullo_epi16(_mm512_cvtepu8_epi16(q), _mm512_set1_epi16(scales[g]));
+}
+
+/* Superblocks: sums of 8 groups are integers, with the groups' scales in the weights. */
+INLINE void k_dot(int type, const uint8_t *const rows[MAX_ROWS], const Few *few, const int M, float *y) {
+    const int R = rows_at_once(M);
+    const int size = type == Q4_K ? 144 : type == Q5_K ? 176 : 210;
+    __m512 sums[MAX_FEW][MAX_ROWS];
+    __m256 offsets[MAX_FEW][MAX_ROWS];
+    for (int m = 0; m < M; m++)
+        for (int r = 0; r < R; r++) sums[m][r] = _mm512_setzero_ps(), offsets[m][r] = _mm256_setzero_ps();
     for (int group = 0; group < few->columns / 32; group += 8) {
-        const uint8_t *block = row + size * (group / 8);
-        uint8_t scales[8], minima[8];
-        scales_and_minima(block + 4, scales, minima);
-        __m512i products[MAX_FEW];
-        for (int m = 0; m < M; m++) products[m] = _mm512_setzero_si512();
+        const uint8_t *blocks[MAX_ROWS];
+        uint8_t scales[MAX_ROWS][8], minima[MAX_ROWS][8];
+        for (int r = 0; r < R; r++) {
+            blocks[r] = rows[r] + size * (group / 8);
+            if (type != Q6_K) scales_and_minima(blocks[r] + 4, scales[r], minima[r]);
+        }
+        __m512i products[MAX_FEW][MAX_ROWS];
+        for (int m = 0; m < M; m++)
+            for (int r = 0; r < R; r++) products[m][r] = _mm512_setzero_si512();
         #pragma GCC unroll 8
         for (int g = 0; g < 8; g++) {
-            const __m256i q = type == Q4_K ? bits_of(load32(block + 16 + 32 * (g / 2)), 4 * (g % 2), 4) : q5_k_values(block, g);
-            const __m512i w = _mm512_mullo_epi16(_mm512_cvtepu8_epi16(q), _mm512_set1_epi16(scales[g]));
-            for (int m = 0; m < M; m++)
-                products[m] = _mm512_dpwssd_epi32(products[m], w, x32(few->x, m, few->columns, group + g));
+            __m512i w[MAX_ROWS];
+            for (int r = 0; r < R; r++) w[r] = scaled_values(type, blocks[r], scales[r], g);
+            for (int m = 0; m < M; m++) {
+                const __m512i x = x32(few->x, m, few->columns, group + g);
+                for (int r = 0; r < R; r++) products[m][r] = _mm512_dpwssd_epi32(products[m][r], w[r], x);
+            }
         }
-        const __m512 d = _mm512_set1_ps(half(block));
-        const __m256 least = _mm256_mul_ps(
-            _mm256_set1_ps(half(block + 2)), _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)minima))));
-        for (int m = 0; m < M; m++) {
-            sums[m] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(products[m]), d, sums[m]);
-            offsets[m] = _mm256_fmadd_ps(least, _mm256_loadu_ps(few->sums + (long)m * (few->columns / 32) + group), offsets[m]);
+        for (int r = 0; r < R; r++) {
+            const __m512 d = _mm512_set1_ps(half(blocks[r] + (type == Q6_K ? 208 : 0)));
+            for (int m = 0; m < M; m++) sums[m][r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(products[m][r]), d, sums[m][r]);
+            if (type == Q6_K) continue;
+            const __m256i least = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)minima[r]));
+            const __m256 scaled = _mm256_mul_ps(_mm256_set1_ps(half(blocks[r] + 2)), _mm256_cvtepi32_ps(least));
+            for (int m = 0; m < M; m++)
+                offsets[m][r] = _mm256_fmadd_ps(scaled, _mm256_loadu_ps(sums_of(few, m, group)), offsets[m][r]);
         }
     }
-    for (int m = 0; m < M; m++) y[16 * m] = added(_mm512_sub_ps(sums[m], _mm512_zextps256_ps512(offsets[m])));
+    for (int m = 0; m < M; m++)
+        for (int r = 0; r < R; r++)
+            *place(y, m, r) = _mm512_reduce_add_ps(_mm512_sub_ps(sums[m][r], _mm512_zextps256_ps512(offsets[m][r])));
 }
 
-INLINE void q6_k_dot(const uint8_t *row, const Few *few, const int M, float *y) {
-    __m512 sums[MAX_FEW];
-    for (int m = 0; m < M; m++) sums[m] = _mm512_setzero_ps();
-    for (int group = 0; group < few->columns / 32; group += 8) {
-        const uint8_t *block = row + 210 * (group / 8);
-        const int8_t *scales = (const int8_t *)block + 192;
-        __m512i products[MAX_FEW];
-        for (int m = 0; m < M; m++) products[m] = _mm512_setzero_si512();
-        #pragma GCC unroll 8
-        for (int g = 0; g < 8; g++) {
-            const __m512i q = _mm512_cvtepi8_epi16(_mm256_sub_epi8(q6_k_values(block, g), _mm256_set1_epi8(32)));
-            const __m512i scale = _mm512_inserti64x4(_mm512_set1_epi16(scales[2 * g]), _mm256_set1_epi16(scales[2 * g + 1]), 1);
-            const __m512i w = _mm512_mullo_epi16(q, scale);
-            for (int m = 0; m < M; m++)
-                products[m] = _mm512_dpwssd_epi32(products[m], w, x32(few->x, m, few->columns, group + g));
-        }
-        const __m512 d = _mm512_set1_ps(half(block + 208));
-        for (int m = 0; m < M; m++) sums[m] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(products[m]), d, sums[m]);
-    }
-    for (int m = 0; m < M; m++) y[16 * m] = added(sums[m]);
+INLINE void dot(int type, const uint8_t *const rows[MAX_ROWS], const Few *few, const int M, float *y) {
+    if (type == Q8_0) q8_0_dot(rows, few, M, y);
+    else if (type == Q4_K || type == Q5_K || type == Q6_K) k_dot(type, rows, few, M, y);
+    else paired_dot(type, rows, few, M, y);
 }
 
-INLINE void q4_0_dot(const uint8_t *row, const Few *few, const int M, float *y) { paired_dot(Q4_0, row, few, M, y); }
-INLINE void q4_1_dot(const uint8_t *row, const Few *few, const int M, float *y) { paired_dot(Q4_1, row, few, M, y); }
-INLINE void q5_0_dot(const uint8_t *row, const Few *few, const int M, float *y) { paired_dot(Q5_0, row, few, M, y); }
-INLINE void q4_k_dot(const uint8_t *row, const Few *few, const int M, float *y) { q45_k_dot(Q4_K, row, few, M, y); }
-INLINE void q5_k_dot(const uint8_t *row, const Few *few, const int M, float *y) { q45_k_dot(Q5_K, row, few, M, y); }
+/* y: see `place`. One function for each number of rows of x, so that sums stay in registers. */
+typedef void (*Dot)(const uint8_t *const rows[MAX_ROWS], const Few *few, float *y);
 
-/* y: a number for each row of x, 16 apart. One function for each number of them, so that sums stay in registers. */
-typedef void (*Dot)(const uint8_t *row, const Few *few, float *y);
-
-#define DOT(name, M) \
-    static void name##_##M(const uint8_t *row, const Few *few, float *y) { name(row, few, M, y); }
-#define DOTS(name)                                                                                            \
-    DOT(name, 1) DOT(name, 2) DOT(name, 3) DOT(name, 4) DOT(name, 5) DOT(name, 6) DOT(name, 7) DOT(name, 8)   \
-    static const Dot name##s[] = {NULL,     name##_1, name##_2, name##_3, name##_4,                           \
-                                  name##_5, name##_6, name##_7, name##_8};
-DOTS(q4_0_dot) DOTS(q4_1_dot) DOTS(q5_0_dot) DOTS(q8_0_dot) DOTS(q4_k_dot) DOTS(q5_k_dot) DOTS(q6_k_dot)
+#define DOT(type, M) \
+    static void type##_##M(const uint8_t *const rows[MAX_ROWS], const Few *few, float *y) { dot(type, rows, few, M, y); }
+#define DOTS(type)                                                                                            \
+    DOT(type, 1) DOT(type, 2) DOT(type, 3) DOT(type, 4) DOT(type, 5) DOT(type, 6) DOT(type, 7) DOT(type, 8)   \
+    static const Dot type##_dots[] = {NULL,     type##_1, type##_2, type##_3, type##_4,                       \
+                                      type##_5, type##_6, type##_7, type##_8};
+DOTS(Q4_0) DOTS(Q4_1) DOTS(Q5_0) DOTS(Q8_0) DOTS(Q4_K) DOTS(Q5_K) DOTS(Q6_K)
 
 /* NULL for types without one. */
 static const Dot *dots_of(int64_t type) {
     switch (type) {
-        case Q4_0: return q4_0_dots;
-        case Q4_1: return q4_1_dots;
-        case Q5_0: return q5_0_dots;
-        case Q8_0: return q8_0_dots;
-        case Q4_K: return q4_k_dots;
-        case Q5_K: return q5_k_dots;
-        case Q6_K: return q6_k_dots;
+        case Q4_0: return Q4_0_dots;
+        case Q4_1: return Q4_1_dots;
+        case Q5_0: return Q5_0_dots;
+        case Q8_0: return Q8_0_dots;
+        case Q4_K: return Q4_K_dots;
+        case Q5_K: return Q5_K_dots;
+        case Q6_K: return Q6_K_dots;
         default: return NULL;
     }
 }

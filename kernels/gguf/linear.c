@@ -35,7 +35,7 @@ static float quantize(Input x, int64_t first, int columns, int16_t *natural, int
     return most / 32767;
 }
 
-/* 16 rows of W at a time, so that y is written by vectors. scratch: of `gguf_scratch_bytes`. */
+/* BLOCK_ROWS rows of W at a time, so that y is written by vectors. scratch: of `gguf_scratch_bytes`. */
 static void few_rows(const Segment *segments, int count, int columns, Input x, int64_t num_x, Output y, void *scratch) {
     const int64_t numbers = num_x * columns, groups = columns / 32;
     float *const scales = scratch, *const sums = scales + num_x;
@@ -50,14 +50,18 @@ static void few_rows(const Segment *segments, int count, int columns, Input x, i
             const Segment segment = segments[s];
             const Dot *const dots = dots_of(segment.type);
             #pragma omp for schedule(static) nowait
-            for (int64_t n = 0; n < segment.count; n += 16) {
-                const int num_w = segment.count - n < 16 ? (int)(segment.count - n) : 16;
+            for (int64_t n = 0; n < segment.count; n += BLOCK_ROWS) {
+                const uint8_t *const block = segment.rows + n * segment.row_bytes;
+                const int num_w = segment.count - n < BLOCK_ROWS ? (int)(segment.count - n) : BLOCK_ROWS;
                 for (int64_t m = 0; m < num_x; m += MAX_FEW) {
                     const int num_m = num_x - m < MAX_FEW ? (int)(num_x - m) : MAX_FEW;
                     const Few few = {natural + m * columns, paired + m * columns, sums + m * groups, columns};
-                    float products[MAX_FEW][16];
-                    for (int j = 0; j < num_w; j++)
-                        dots[num_m](segment.rows + (n + j) * segment.row_bytes, &few, &products[0][j]);
+                    float products[MAX_FEW][BLOCK_ROWS];
+                    for (int j = 0; j < BLOCK_ROWS / rows_at_once(num_m) && j < num_w; j++) {
+                        const int other = j + BLOCK_ROWS / 2 < num_w ? j + BLOCK_ROWS / 2 : j;
+                        const uint8_t *const rows[] = {block + j * segment.row_bytes, block + other * segment.row_bytes};
+                        dots[num_m](rows, &few, &products[0][j]);
+                    }
                     for (int i = 0; i < num_m; i++) {
                         const __m512 scaled = _mm512_mul_ps(_mm512_loadu_ps(products[i]), _mm512_set1_ps(scales[m + i]));
                         put16(y, m + i, first + n, num_w, scaled);
