@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from engine.models.config import ModelConfig
     from engine.objectives.prompt_budget import PromptBudget
     from engine.speculation.drafts import Speculation
+    from engine.wings import Adapters
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +111,11 @@ def _assemble(
     config, geometry, max_model_len = _size_pool(loaded, config, gpu, ranks)
     pool = memory.allocate(geometry, device)
     host_tier = _host_tier(geometry, config, memory.agent_socket, device)
-    make_runner = partial(_make_runner, loaded, pool, _host_buffer(host_tier, geometry), config, gpu, max_model_len)
+    adapters = _adapters(loaded, config)
+    held = loaded, pool, _host_buffer(host_tier, geometry), config
+    make_runner: Callable[..., Any] = partial(_make_runner, *held, gpu, max_model_len)
+    if adapters is not None:
+        make_runner = partial(adapters.runner, *held)
     num_slots = 0 if host_tier is None else host_tier.num_slots
     runner = ranks.runner(make_runner, loaded, memory, geometry, num_slots, max_model_len)
     constraints = None if is_offline or config.is_simulated else loaded.constraints
@@ -136,7 +142,8 @@ def _assemble(
         vocab_size=loaded.config.vocab_size,
         eos_token_ids=frozenset(loaded.config.eos_token_ids),
         constraints=loaded.constraints,
-        counting=[each for each in (balancing, speculation, prompt_budget) if each is not None],
+        counting=[each for each in (balancing, speculation, prompt_budget, adapters) if each is not None],
+        adapters=adapters,
     )
     parts = EngineParts(
         engine,
@@ -198,6 +205,14 @@ def _balancing(loaded: LoadedModel, config: EngineConfig) -> Balancing | None:
     from engine.expert_balancing.rebalancing import open_balancing  # see `_assemble`
 
     return open_balancing(loaded, config)
+
+
+def _adapters(loaded: LoadedModel, config: EngineConfig) -> Adapters | None:
+    if not has_wing("engine.lora"):
+        return None
+    from engine.lora.adapters import open_adapters
+
+    return open_adapters(loaded, config)
 
 
 def make_kv_manager(geometry: PoolGeometry, config: EngineConfig, host_tier: HostTier | None) -> KVManager:

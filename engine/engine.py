@@ -23,7 +23,7 @@ from engine.sampling.filters import Constraints
 from engine.scheduled_step import ScheduledStep, StepOutcome, StepStats
 from engine.scheduling.kv_load import KvLoad
 from engine.scheduling.scheduler import Scheduler
-from engine.wings import Counting, Figures
+from engine.wings import Adapters, Counting, Figures
 from kvstore.types import BlockKey
 
 logger = logging.getLogger(__name__)
@@ -69,8 +69,10 @@ class Engine:
         eos_token_ids: frozenset[int],
         constraints: Constraints | None = None,
         counting: Sequence[Counting] = (),
+        adapters: Adapters | None = None,
     ) -> None:
-        """constraints: the runner's. A request gets no row before its own is compiled. counting: see `figures`."""
+        """constraints, adapters: the runner's. A request gets no row before its own is ready. counting: see
+        `figures`."""
         knows_tokens = runner.max_steps_in_flight == 1 or scheduler.num_stages > 1
         assert scheduler.speculation is None or knows_tokens, "drafts follow tokens that are known"
         self.kv = scheduler.kv
@@ -82,6 +84,7 @@ class Engine:
         self._scheduler = scheduler
         self._runner = runner
         self._constraints = constraints
+        self._adapters = adapters
         self.counting = counting
         self._in_flight: deque[tuple[ScheduledStep, PendingStep, float]] = deque()  # when each was launched
         self._budget = scheduler.prompt_budget
@@ -105,8 +108,6 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Check and enqueue a request that nobody has yet. Raises InvalidRequestError, ContextLengthError."""
-        if request.adapter:  # the router names only adapters that are served: no client's mistake, so no `param`
-            raise InvalidRequestError(f"this engine has no adapter {request.adapter!r}")
         check_prompt(request.prompt_token_ids, request.params, self.vocab_size)
         check_output(request.output_token_ids, request.params, self.vocab_size)
         if request.params.seed is None:
@@ -114,7 +115,15 @@ class Engine:
         request.eos_token_ids = self.eos_token_ids
         if request.params.grammar and self._constraints is not None:
             request.is_ready = self._constraints.readiness(request.params)
+        if request.adapter:
+            self._prepare_adapter(request)
         self._scheduler.add(request)
+
+    def _prepare_adapter(self, request: Request) -> None:
+        if self._adapters is None:  # the router names only adapters that are served: no client's mistake
+            raise InvalidRequestError(f"this engine has no adapter {request.adapter!r}")
+        is_loaded, is_compiled = self._adapters.readiness(request), request.is_ready
+        request.is_ready = is_loaded if is_compiled is None else lambda: is_loaded() and is_compiled()
 
     def abort(self, request_id: RequestId) -> Request | None:
         """Forget a request; its blocks are free at once, or when a load that fills them has ended."""

@@ -26,6 +26,7 @@ class NewRequest(msgspec.Struct, gc=False):
     params: SamplingParams
     eos_token_ids: frozenset[TokenId] = frozenset()
     prefill_only: bool = False  # it ends with the token behind its prompt
+    adapter: str = ""  # of the model, whose weights its rows are computed with; empty: the model itself
 
 
 class ScheduledRow(msgspec.Struct, gc=False):

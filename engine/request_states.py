@@ -22,12 +22,14 @@ class RequestState:
     params: SamplingParams
     eos_token_ids: frozenset[TokenId] = frozenset()
     prefill_only: bool = False
+    adapter: str = ""
     block_ids: list[BlockId] = field(default_factory=list)
     constraint: Constraint | None = None  # on its output
     refusal: str = ""  # why no token is allowed
     token_mask: TokenMask | None = None  # made when it is first needed
     drafter: Any = None  # a proposer's, for this request
     pooled: Any = None  # of the rows so far, see `engine.pooling`
+    adapter_weights: Any = None  # as the runner's device has them
     changes_logits: bool = field(init=False)
     wants_logprobs: bool = field(init=False)
 
@@ -69,7 +71,7 @@ class RequestStates:
         for new in plan.new:
             state = states[new.request_id] = RequestState(
                 new.request_id, list(new.token_ids), new.num_prompt_tokens, new.params, new.eos_token_ids,
-                new.prefill_only,
+                new.prefill_only, new.adapter,
             )  # fmt: skip
             if new.params.grammar and self._constraints is not None:
                 state.constraint = self._constraints.start(new.params)

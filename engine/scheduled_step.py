@@ -101,4 +101,5 @@ def _new_request(request: Request) -> NewRequest:
         request.params,
         request.eos_token_ids,
         request.prefill_only,
+        request.adapter,
     )

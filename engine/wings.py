@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from engine.request import Request
 
 Figures = Mapping[str, Sequence[float]]
 """By metric: the total of a counter or the value of a gauge, for each number that its label has; observations."""
@@ -28,4 +31,17 @@ class Counting(Protocol):
 
     def figures(self) -> Figures:
         """Return what has been counted; observations since the last call."""
+        ...
+
+
+class Adapters(Counting, Protocol):
+    """Adapters of a model: further weights that requests name."""
+
+    def readiness(self, request: Request) -> Callable[[], bool]:
+        """Get the request's adapter ready; the result says whether it is. Raises InvalidRequestError for one that
+        cannot be used."""
+        ...
+
+    def runner(self, *args: Any) -> Any:
+        """A runner of rows with and without adapters. args: of the device's own runner."""
         ...

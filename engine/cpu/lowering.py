@@ -50,8 +50,12 @@ class CpuForwards:
 
     def choose(self, num_tokens: int, only_decodes: bool) -> Forward[Step, torch.Tensor]:
         """only_decodes: every row is one generated token, followed by its drafts if it has any."""
+        return self._by_rows[self.rows_of(num_tokens, only_decodes)]
+
+    def rows_of(self, num_tokens: int, only_decodes: bool) -> Rows:
+        """The class of a step."""
         is_few = only_decodes and (self.batch_invariant or num_tokens <= MAX_FEW_ROWS)
-        return self._by_rows[Rows.FEW if is_few else Rows.ANY]
+        return Rows.FEW if is_few else Rows.ANY
 
 
 def lower_model(model: Model, rows: Rows, ranks: RankContext[Seams] = SINGLE) -> Forward[Step, torch.Tensor]:

@@ -13,8 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-NUM_SAMPLES = 256
-SAMPLE_BYTES = 4096
+from common.file_digest import sampled_digest
 
 
 def fingerprint(parts: dict[str, Any], files: Iterable[Path]) -> str:
@@ -25,16 +24,3 @@ def fingerprint(parts: dict[str, Any], files: Iterable[Path]) -> str:
         digest.update(f"|{path.name}|".encode())
         digest.update(sampled_digest(path))
     return digest.hexdigest()
-
-
-def sampled_digest(path: Path) -> bytes:
-    """SHA-256 of the file's size, its first MiB (where headers lie) and samples spread over the rest."""
-    size = path.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
-    with path.open("rb") as file:
-        digest.update(file.read(1 << 20))
-        if size > 1 << 20:
-            for index in range(NUM_SAMPLES):
-                file.seek((size - SAMPLE_BYTES) * index // (NUM_SAMPLES - 1))
-                digest.update(file.read(SAMPLE_BYTES))
-    return digest.digest()

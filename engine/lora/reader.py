@@ -1,0 +1,141 @@
+"""Reads an adapter from a PEFT folder: its shapes are compared with the model's before any weight is read.
+
+    y = W x + scale * B A x        A: (rank, in), B: (out, rank)
+
+Modules that are one layer here give one pair: the rows of their As follow each other, their Bs lie on a diagonal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from common.errors import ConfigError
+from common.lora.adapter_config import read_adapter_config
+from common.lora.adapter_ref import WEIGHTS_NAME, AdapterRef
+from engine.loader.safetensors import PLAIN_TYPES, StoredTensor, read_header
+from engine.lora.layers import Layer, Layers, Module
+
+PREFIX = "base_model.model."
+A, B, EMBEDDING_A, EMBEDDING_B = ".lora_A.weight", ".lora_B.weight", ".lora_embedding_A", ".lora_embedding_B"
+PARTNERS = {A: B, B: A, EMBEDDING_A: EMBEDDING_B, EMBEDDING_B: EMBEDDING_A}
+
+
+class LowRank(NamedTuple):
+    """What is added to a layer's output: `b` times `a` times its input. a: (rank, in); b: (out, rank), scaled."""
+
+    a: Tensor
+    b: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterWeights:
+    """linears: of each of the model's linear layers, None where the adapter leaves it alone. embedding: a is
+    (rank, vocab)."""
+
+    linears: tuple[LowRank | None, ...]
+    embedding: LowRank | None
+
+
+class AdapterFile:
+    """An adapter whose names, shapes and config fit a model; `read` gives its weights, from any thread."""
+
+    def __init__(self, ref: AdapterRef, layers: Layers, max_rank: int) -> None:
+        """Raises ConfigError for files that changed, are damaged, do not fit the model, or hold no plain LoRA."""
+        ref.check()
+        self._config = read_adapter_config(ref.folder)
+        if self._config.max_rank > max_rank:
+            raise ConfigError(
+                f"the adapter has rank {self._config.max_rank}, workers were started with --max-lora-rank {max_rank}"
+            )
+        self._path = ref.folder / WEIGHTS_NAME
+        self._layers = layers
+        self._stored = {name.removeprefix(PREFIX): (name, found) for name, found in read_header(self._path).items()}
+        self._check()
+
+    @property
+    def changes_head(self) -> bool:
+        return self._layers.linears[-1].modules[0].name + A in self._stored
+
+    def _check(self) -> None:
+        if not self._stored:
+            raise ConfigError(f"{WEIGHTS_NAME} holds no weights")
+        known, modules = (
+            self._layers.names,
+            {m.name: (layer, m) for layer in self._layers.linears for m in layer.modules},
+        )
+        for name, (_, found) in self._stored.items():
+            suffix = next((each for each in PARTNERS if name.endswith(each)), None)
+            if suffix is None:
+                raise ConfigError(f"the adapter holds {name[:200]}, which is no weight of plain LoRA")
+            module = name.removesuffix(suffix)
+            is_embedding = module == self._layers.embedding
+            if module not in known or is_embedding is not (suffix in (EMBEDDING_A, EMBEDDING_B)):
+                raise ConfigError(f"the adapter changes {module[:200]}, which adapters of this model cannot")
+            if module + PARTNERS[suffix] not in self._stored:
+                raise ConfigError(f"the adapter has {name} without its partner {module + PARTNERS[suffix]}")
+            rank = self._config.rank_of(module)
+            if is_embedding:
+                num_columns, num_rows = self._layers.vocab_size, self._layers.hidden_size
+            else:
+                layer, place = modules[module]
+                num_columns, num_rows = layer.num_columns, place.num_outputs
+            wanted = (rank, num_columns) if suffix in (A, EMBEDDING_A) else (num_rows, rank)
+            self._check_tensor(name, found, wanted)
+
+    @staticmethod
+    def _check_tensor(name: str, found: StoredTensor, wanted: tuple[int, int]) -> None:
+        if found.type_name not in PLAIN_TYPES:
+            raise ConfigError(f"the adapter's {name} holds {found.type_name} numbers, which are not read")
+        if found.shape != wanted:
+            raise ConfigError(
+                f"the adapter's {name} is {list(found.shape)}, this model and its rank need {list(wanted)}"
+            )
+
+    @torch.inference_mode()
+    def read(self, dtype: torch.dtype) -> AdapterWeights:
+        """Read all weights, on the CPU. Raises ConfigError for a file that cannot be read."""
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(self._path, framework="pt", device="cpu") as file:
+                tensors = {name: file.get_tensor(stored) for name, (stored, _) in self._stored.items()}
+                linears = tuple(self._pair(layer, tensors, dtype) for layer in self._layers.linears)
+                return AdapterWeights(linears, self._embedding(tensors, dtype))
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{self._path} is damaged or cannot be read") from error
+
+    def _pair(self, layer: Layer, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> LowRank | None:
+        parts = [(m, tensors[m.name + A], tensors[m.name + B]) for m in layer.modules if m.name + A in tensors]
+        if not parts:
+            return None
+        a = torch.cat([a for _, a, _ in parts]).to(dtype)
+        b = torch.zeros(layer.num_rows, a.shape[0], dtype=dtype)
+        column = 0
+        for module, _, whole in parts:
+            rows = _rows_of(module, whole).float() * self._config.scale_of(module.name)
+            b[module.first : module.first + module.num_rows, column : column + rows.shape[1]] = rows
+            column += rows.shape[1]
+        return LowRank(a, b)
+
+    def _embedding(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> LowRank | None:
+        module = self._layers.embedding
+        if module + EMBEDDING_A not in tensors:
+            return None
+        b = tensors[module + EMBEDDING_B].float() * self._config.scale_of(module)
+        # `copy`: a tensor that already has the right type would keep the file mapped and be read lazily.
+        return LowRank(tensors[module + EMBEDDING_A].to(dtype, copy=True), b.to(dtype))
+
+
+def _rows_of(module: Module, whole: Tensor) -> Tensor:
+    """The outputs of a stored module that are this one's, in the order in which the model has them."""
+    lies = module.lies
+    if lies is None:
+        return whole
+    rows = whole[lies.first : lies.first + lies.num_rows]
+    order = lies.order(lies.num_rows)
+    return rows if order is None else rows[order]

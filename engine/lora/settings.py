@@ -1,0 +1,32 @@
+"""Settings of LoRA adapters in an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.config import check_positive, setting
+from engine.wings import EngineWing
+
+NO_RANKS = "--enable-lora with --tp or --pp is not supported yet: run one process for each worker"
+NO_GPU = "--enable-lora is for CPUs so far: leave --device cuda out, or merge the adapter into the model's weights"
+NO_FP8 = (
+    "--enable-lora with --kv-cache-dtype fp8 is not supported: its scales are folded into the model's own weights"
+)
+NO_FOREIGN = "--enable-lora with --model-impl transformers is not supported: adapters change our own layers alone"
+NO_STEPS = "--enable-lora with --simulated-steps is not supported: simulated steps compute nothing"
+
+
+@dataclass(frozen=True)
+class LoraSettings(EngineWing):
+    enable_lora: bool = setting(
+        False, "serve LoRA adapters, in PEFT's format (--lora-modules, POST /v1/load_lora_adapter)",
+        excludes={
+            ("tp", "pp"): NO_RANKS, ("device",): NO_GPU, ("kv_cache_dtype",): NO_FP8, ("simulated_steps",): NO_STEPS,
+            ("model_impl",): NO_FOREIGN,
+        },
+    )  # fmt: skip
+    max_loras: int = setting(8, "adapters that stay in memory; the one whose last use is longest ago leaves first")
+    max_lora_rank: int = setting(64, "largest rank of an adapter")
+
+    def __post_init__(self) -> None:
+        check_positive(self, "max_loras", "max_lora_rank")

@@ -1,0 +1,83 @@
+"""Adapters in memory, by last use. Reads one in a thread when the first request names it, while other steps go on.
+
+What a request names is an `AdapterRef`, so nothing has to be announced: an adapter that has left comes back, and a
+worker that has just started, or takes over a stream, reads it from the same folder.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Generic, TypeVar
+
+from common.errors import ConfigError, InvalidRequestError
+from common.lora.adapter_ref import AdapterRef
+from engine.lora.reader import AdapterFile
+from engine.request import Request
+from engine.wings import Figures
+
+T = TypeVar("T")
+
+
+class AdapterStore(Generic[T]):
+    """T: an adapter as a device's layers read it. Requests that run keep theirs, also when it has left the store."""
+
+    def __init__(
+        self, open_file: Callable[[AdapterRef], AdapterFile], read: Callable[[AdapterFile], T], capacity: int
+    ) -> None:
+        self._open_file, self._read, self._capacity = open_file, read, capacity
+        self._loads: OrderedDict[str, Future[T]] = OrderedDict()  # the last one was used last
+        self._heads: dict[str, bool] = {}  # of those: whether they change the output projection
+        self._thread = ThreadPoolExecutor(1, "adapters")
+        self._num_loads = 0
+        self._seconds: list[float] = []  # of loads since `figures` was called
+
+    def readiness(self, request: Request) -> Callable[[], bool]:
+        """Start to read the request's adapter; the result says when it may run. Raises InvalidRequestError."""
+        try:
+            load = self._load_of(request.adapter)
+        except ConfigError as error:
+            raise InvalidRequestError(str(error), "model") from None
+        if request.params.prompt_logprobs is not None and self._heads[request.adapter]:
+            raise InvalidRequestError(
+                "prompt_logprobs is not supported with an adapter of the output projection (lm_head)",
+                "prompt_logprobs",
+            )
+        return load.done
+
+    def get(self, name: str) -> T:
+        """The adapter of that reference, read now if it has left. Raises ConfigError."""
+        try:
+            return self._load_of(name).result()
+        except ConfigError:
+            self._loads.pop(name, None)  # the next request tries again
+            raise
+
+    def figures(self) -> Figures:
+        seconds, self._seconds = self._seconds, []
+        return {
+            "mini_infer_lora_adapters": [len(self._loads)],
+            "mini_infer_lora_loads": [self._num_loads],
+            "mini_infer_lora_load_seconds": seconds,
+        }
+
+    def _load_of(self, name: str) -> Future[T]:
+        load = self._loads.get(name)
+        if load is None:
+            file = self._open_file(AdapterRef.parse(name))
+            self._heads[name] = file.changes_head
+            load = self._loads[name] = self._thread.submit(self._timed_read, file)
+            while len(self._loads) > self._capacity:
+                left, _ = self._loads.popitem(last=False)
+                del self._heads[left]
+        self._loads.move_to_end(name)
+        return load
+
+    def _timed_read(self, file: AdapterFile) -> T:
+        began = time.perf_counter()
+        adapter = self._read(file)
+        self._num_loads += 1
+        self._seconds.append(time.perf_counter() - began)
+        return adapter
