@@ -67,15 +67,18 @@ def setting(
     excludes: Rules = NO_RULES,
     needs: Rules = NO_RULES,
     per_worker: bool = False,
+    many: bool = False,
 ) -> Any:
     """A dataclass field with its help text. `flags` are further names on the command line.
 
     off: values beside the default that ask for nothing. excludes: refused together with any of the settings named.
     needs: refused without one of them (`check_together`). per_worker: a file that each worker of a cluster writes.
+    many: a flag may be followed by several values, which are joined by spaces.
     """
     metadata = {
         "help": help, "choices": tuple(choices), "flags": tuple(flags),
         "off": (default, *off), "excludes": excludes, "needs": needs, "per_worker": per_worker,
+        "many": many,
     }  # fmt: skip
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -143,6 +146,7 @@ def add_arguments(parser: argparse._ActionsContainer, cls: type[Any], without: C
         names = ["--" + field.name.replace("_", "-"), *field.metadata.get("flags", ())]
         text = f"{field.metadata.get('help', '')} (default: {_shown(field.default)})"
         kind = hints[field.name]
+        several: dict[str, Any] = {"nargs": "+", "action": _Joined} if field.metadata.get("many") else {}
         if kind is bool:
             parser.add_argument(*names, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
         else:
@@ -153,7 +157,15 @@ def add_arguments(parser: argparse._ActionsContainer, cls: type[Any], without: C
                 help=text.replace("%", "%%"),
                 choices=field.metadata.get("choices") or None,
                 metavar=None if field.metadata.get("choices") else kind.__name__.upper(),
+                **several,
             )
+
+
+class _Joined(argparse.Action):
+    """Joins a flag's values by spaces."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        setattr(namespace, self.dest, " ".join(values))
 
 
 def setting_names(*classes: type[Any]) -> dict[str, tuple[type[Any], str]]:

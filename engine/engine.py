@@ -120,8 +120,8 @@ class Engine:
         self._scheduler.add(request)
 
     def _prepare_adapter(self, request: Request) -> None:
-        if self._adapters is None:  # the router names only adapters that are served: no client's mistake
-            raise InvalidRequestError(f"this engine has no adapter {request.adapter!r}")
+        if self._adapters is None:
+            raise InvalidRequestError("the workers of this model serve no adapters (--enable-lora)", "model")
         is_loaded, is_compiled = self._adapters.readiness(request), request.is_ready
         request.is_ready = is_loaded if is_compiled is None else lambda: is_loaded() and is_compiled()
 

@@ -44,6 +44,7 @@ ROUTES_OF_WINGS = (
     "router.embeddings_api.routes:add_embedding_routes",
     "router.explain.routes:add_explain_route",
     "router.drains.routes:add_drain_routes",
+    "router.lora.routes:add_lora_routes",
     "router.server_pages.routes:add_server_pages",
     "router.api_docs.pages:add_documentation",
 )
@@ -129,6 +130,7 @@ def _add_model_routes(routes: Routes, gateway: Gateway) -> None:
             "created": model.created,
             "owned_by": "mini-infer",
             "max_model_len": min((info.max_model_len for info in model.workers.infos()), default=None),
+            **({"parent": model.parent} if model.adapter else {}),
         }
 
     async def models(_: Request) -> Response:

@@ -51,7 +51,7 @@ class Gateway:
         http = http or HttpConfig()
         self.cors_origins = http.origins
         self.bodies = HeldBodies(http.max_body_memory_mb << 20)
-        self.models = models
+        self.models = [*models]
         self.base_models = [model for model in models if not model.adapter]
         self.workers = WorkerTable(config, [model.workers for model in self.base_models])
         self._by_name: dict[str | None, ServedModel] = dict.fromkeys((None, *ALIASES), models[0])
@@ -66,6 +66,19 @@ class Gateway:
             known = ", ".join(repr(model.name) for model in self.models)
             raise ModelNotFoundError(f"no model {str(name)[:64]!r}; this server has {known}")
         return model
+
+    def serves(self, name: str) -> bool:
+        """Whether some model has that name."""
+        return name in self._by_name
+
+    def add_model(self, model: ServedModel) -> None:
+        """Serve an adapter of one of the models, under a name that none has."""
+        self.models.append(model)
+        self._by_name[model.name] = model
+
+    def remove_model(self, name: str) -> None:
+        """Serve the adapter of that name no longer. Its open requests go on."""
+        self.models.remove(self._by_name.pop(name))
 
     def metrics_text(self) -> bytes:
         """The metrics of all models, for a scrape."""

@@ -29,6 +29,7 @@ class ServedModel:
     workers: ModelWorkers  # and prefix index
     dispatcher: Dispatcher  # and queue, metrics, log
     adapter: str = ""
+    parent: str = ""  # of an adapter: its base's name
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property

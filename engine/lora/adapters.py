@@ -6,6 +6,7 @@ from typing import Any
 
 from common.errors import ConfigError
 from common.lora.adapter_ref import AdapterRef
+from common.lora.modules import parse_lora_modules
 from engine.config import EngineConfig
 from engine.loader.load import LoadedModel
 from engine.lora.cpu_layers import CpuAdapter
@@ -25,7 +26,10 @@ def open_adapters(loaded: LoadedModel, config: EngineConfig) -> CpuAdapters | No
         raise ConfigError(NO_GPU)
     if not any(map(can_change, loaded.model.blocks)):
         raise ConfigError(f"--enable-lora: adapters cannot change any layer of {loaded.config.architecture}")
-    return CpuAdapters(loaded, layers_of(loaded.config), settings)
+    adapters = CpuAdapters(loaded, layers_of(loaded.config), settings)
+    for module in parse_lora_modules(settings.lora_modules):
+        adapters.get(str(AdapterRef.of(module.folder)))
+    return adapters
 
 
 class CpuAdapters(AdapterStore[CpuAdapter]):

@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.cpu.lowering import CpuForwards, Rows, lower_model, with_dense_linears, with_invariant_linears
 from engine.layers.block import Step
 from engine.layers.forward import Forward
-from engine.layers.linear import Linear, dense_linear, two_rows_at_least
+from engine.layers.linear import Linear, two_rows_at_least
 from engine.lora.reader import AdapterWeights
 from engine.models.model import Model
 
@@ -44,9 +44,11 @@ class CpuAdapter:
 
     @classmethod
     def of(cls, weights: AdapterWeights, dtype: torch.dtype) -> CpuAdapter:
-        linears = [pair and Pair(dense_linear(pair.a, None), dense_linear(pair.b, None)) for pair in weights.linears]
+        # As they are: oneDNN's order saves 3 us of the 15 to 60 that a GEMM of few rows takes, and costs 80 of 110 ms
+        # when an adapter of rank 16 of an 8B model is read.
+        linears = [pair and Pair(Linear(pair.a), Linear(pair.b)) for pair in weights.linears]
         ends = weights.embedding
-        embedding = ends and EmbeddingPair(ends.a.T.contiguous(), dense_linear(ends.b, None))
+        embedding = ends and EmbeddingPair(ends.a.T.contiguous(), Linear(ends.b))
         return cls(dtype, tuple(linears), embedding)
 
 

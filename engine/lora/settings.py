@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.config import check_positive, setting
+from common.config import check_positive, require, setting
+from common.lora.modules import parse_lora_modules
 from engine.wings import EngineWing
 
 NO_RANKS = "--enable-lora with --tp or --pp is not supported yet: run one process for each worker"
@@ -27,6 +28,11 @@ class LoraSettings(EngineWing):
     )  # fmt: skip
     max_loras: int = setting(8, "adapters that stay in memory; the one whose last use is longest ago leaves first")
     max_lora_rank: int = setting(64, "largest rank of an adapter")
+    lora_modules: str = setting(
+        "", "LoRA adapters that are read at the start, NAME=FOLDER each, or as vLLM's JSON objects", many=True,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         check_positive(self, "max_loras", "max_lora_rank")
+        parse_lora_modules(self.lora_modules)  # raises ConfigError
+        require(self.enable_lora or not self.lora_modules, "--lora-modules needs --enable-lora")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from common.errors import InvalidRequestError, NotFoundError, UnauthenticatedError
-from common.net.hosts import is_loopback
+from common.errors import InvalidRequestError, NotFoundError
 from router.gateway import Gateway
 from router.http.errors import HttpError
+from router.http.operator import check_operator
 from router.http.routes import Routes, json_response
 from router.workers.worker_link import WorkerLink
 
@@ -18,7 +18,7 @@ MAX_GRACE_SECONDS = 3600.0
 
 def add_drain_routes(routes: Routes, gateway: Gateway) -> None:
     async def drain(request: Request) -> Response:
-        _check_operator(request, gateway)
+        check_operator(request, gateway.config.api_key, "draining")
         link = _worker(request, gateway)
         model = gateway.workers.model_of(link)
         if not _is_forced(request) and not model.has_other(link):
@@ -31,7 +31,7 @@ def add_drain_routes(routes: Routes, gateway: Gateway) -> None:
         return json_response({"id": link.worker_id, "draining": True, "open_requests": num_open})
 
     async def undrain(request: Request) -> Response:
-        _check_operator(request, gateway)
+        check_operator(request, gateway.config.api_key, "draining")
         link = _worker(request, gateway)
         await link.undrain()
         return json_response({"id": link.worker_id, "draining": False})
@@ -48,18 +48,6 @@ def _worker(request: Request, gateway: Gateway) -> WorkerLink:
     if link is None:
         raise NotFoundError(f"no worker {worker_id!r}")
     return link
-
-
-def _check_operator(request: Request, gateway: Gateway) -> None:
-    """Without an API key, refuse requests from other machines and from pages in a browser: anybody who reaches the
-    port could drain the cluster."""
-    if gateway.config.api_key:
-        return
-    host = request.client.host if request.client else ""
-    if not is_loopback(host) or "origin" in request.headers:
-        raise UnauthenticatedError(
-            "draining from another machine or a page needs an API key on the router (--api-key)"
-        )
 
 
 def _grace_seconds(request: Request) -> float:

@@ -145,8 +145,8 @@ async def test_bad_submits_fail_alone(workers: dict[str, Worker], expected: list
         assert (failure.code, failure.param) == (pb.FAILURE_CODE_INVALID_ARGUMENT, "")
         await d.submit("poet", adapter="poet")
         failure = await d.failure_of("poet")
-        assert (failure.code, failure.param) == (pb.FAILURE_CODE_INVALID_ARGUMENT, "")
-        assert failure.message == "this engine has no adapter 'poet'"
+        assert (failure.code, failure.param) == (pb.FAILURE_CODE_INVALID_ARGUMENT, "model")
+        assert failure.message == "the workers of this model serve no adapters (--enable-lora)"
         await d.submit("late", deadline_seconds=0.05, sampling=pb.SamplingParams(max_tokens=1800))
         assert (await d.failure_of("late")).code == pb.FAILURE_CODE_DEADLINE_EXCEEDED
         for number, bad in enumerate((pb.KvHandle(), pb.KvHandle(lease_id="x", shards=[b"\xc1 nonsense"]))):

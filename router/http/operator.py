@@ -1,0 +1,20 @@
+"""Who may change what a cluster does: clients with the API key, and without one this machine alone."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+
+from common.errors import UnauthenticatedError
+from common.net.hosts import is_loopback
+
+
+def check_operator(request: Request, api_key: str, what: str) -> None:
+    """Without an API key, refuse requests from other machines and from pages in a browser: anybody who reaches the
+    port could change the cluster. With one, it has been checked. what: is refused, in words."""
+    if api_key:
+        return
+    host = request.client.host if request.client else ""
+    if not is_loopback(host) or "origin" in request.headers:
+        raise UnauthenticatedError(
+            f"{what} from another machine or a page needs an API key on the router (--api-key)"
+        )

@@ -1,0 +1,99 @@
+"""The adapters that a router serves: each is a model of its own name, with its base model's workers.
+
+What a request carries is a reference to the adapter's files (`AdapterRef`), so workers that start later, or have
+dropped it, read it when a request comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from common.errors import ConfigError, InvalidRequestError, NotFoundError
+from common.lora.adapter_config import read_adapter_config
+from common.lora.adapter_ref import AdapterRef
+from common.lora.modules import LoraModule
+from router.config import ROLES
+from router.gateway import Gateway
+from router.lora.trial import try_adapter
+from router.served_model import ServedModel
+from router.workers.worker_link import WorkerLink
+
+MAX_NAME_CHARS = 128
+
+
+class LoraAdapters:
+    """Adds adapters to a gateway's models, and removes them."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._lock = asyncio.Lock()  # two loads of one name follow each other
+
+    def serve(self, modules: Sequence[LoraModule]) -> None:
+        """Serve adapters from the start. Raises ConfigError."""
+        for module in modules:
+            try:
+                base = self._base(module.base)
+                self._check_name(module.name, in_place=False)
+            except (InvalidRequestError, NotFoundError) as error:
+                raise ConfigError(f"--lora-modules {module.name}: {error}") from None
+            self._add(module.name, base, _reference(module.folder))
+
+    async def load(self, name: str, folder: Path, base_name: str = "", in_place: bool = False) -> None:
+        """Serve an adapter from now on, when all workers have read it.
+
+        in_place: also under a name that another has; its open requests end with that. Raises InvalidRequestError for
+        a name that is taken, and for files that are no adapter of the model.
+        """
+        async with self._lock:
+            base = self._base(base_name)
+            self._check_name(name, in_place)
+            try:
+                ref = await asyncio.to_thread(_reference, folder)
+            except ConfigError as error:
+                raise InvalidRequestError(str(error), "lora_path") from None
+            links: list[WorkerLink] = [link for role in ROLES for link in base.workers.usable(role)]
+            try:
+                await try_adapter(str(ref), links)
+            except InvalidRequestError as error:
+                raise InvalidRequestError(str(error), "lora_path") from None
+            self._add(name, base, ref)
+
+    async def unload(self, name: str) -> None:
+        """Serve an adapter no longer; its open requests go on. Raises NotFoundError."""
+        async with self._lock:
+            if self._adapter(name) is None:
+                raise NotFoundError(f"The lora adapter {name[:MAX_NAME_CHARS]!r} cannot be found.")
+            self._gateway.remove_model(name)
+
+    def _base(self, name: str) -> ServedModel:
+        model = self._gateway.model(name or None)
+        if model.adapter:
+            raise InvalidRequestError(f"{name[:MAX_NAME_CHARS]!r} is an adapter itself", "base_model_name")
+        return model
+
+    def _adapter(self, name: str) -> ServedModel | None:
+        return next((model for model in self._gateway.models if model.name == name and model.adapter), None)
+
+    def _check_name(self, name: str, in_place: bool) -> None:
+        if not 0 < len(name) <= MAX_NAME_CHARS or not name.isprintable():
+            raise InvalidRequestError(f"lora_name must have 1 to {MAX_NAME_CHARS} printable characters", "lora_name")
+        if self._adapter(name) is not None:
+            if not in_place:
+                message = f"The lora adapter {name!r} has already been loaded; load_inplace loads it again."
+                raise InvalidRequestError(message, "lora_name")
+        elif self._gateway.serves(name):
+            raise InvalidRequestError(f"{name!r} is the name of a model", "lora_name")
+
+    def _add(self, name: str, base: ServedModel, ref: AdapterRef) -> None:
+        if self._adapter(name) is not None:
+            self._gateway.remove_model(name)
+        self._gateway.add_model(replace(base, name=name, aliases=(), adapter=str(ref), parent=base.name))
+
+
+def _reference(folder: Path) -> AdapterRef:
+    """Refer to a folder that holds plain LoRA. Raises ConfigError."""
+    read_adapter_config(folder)
+    return AdapterRef.of(folder)

@@ -1,0 +1,172 @@
+"""Adapters through real processes: the bytes of one engine, streamed, handed over, after a kill, when loaded late."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from common.lora.adapter_ref import AdapterRef
+from common.model_files import resolve_model
+from common.text.load import load_tokenizer
+from engine.assembly import assemble
+from engine.loader.random_weights import DRY_RUN_CONFIG
+from engine.lora.layers import layers_of
+from tests.engine.driving import GREEDY, engine_config
+from tests.harness.adapters import write_adapter
+from tests.harness.clients import async_client
+from tests.harness.cluster import Cluster, running_cluster
+
+pytestmark = pytest.mark.wing("engine.lora")
+SHAPES = {
+    f"{module.name}.weight": (module.num_outputs, layer.num_columns)
+    for layer in layers_of(DRY_RUN_CONFIG).linears
+    for module in layer.modules
+}
+PROMPT = "the answer of an adapter " * 6
+NUM_TOKENS = 48
+ENGINE = ("--model=dry-run", "--num-gpu-blocks=512", "--num-threads=1", "--enable-lora", "--max-loras=2")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("adapters")
+
+
+@pytest.fixture(scope="module")
+def shared(folder: Path) -> Iterator[Cluster]:
+    for seed, name in enumerate(("poet", "painter", "sculptor")):
+        write_adapter(folder / name, SHAPES, ("_proj", "lm_head"), seed=seed, std=0.3)
+    modules = f"--lora-modules=poet={folder / 'poet'}"
+    with running_cluster(1, 2, engine_args=(*ENGINE, modules), router_args=(modules,)) as running:
+        yield running
+
+
+@pytest.fixture
+def cluster(shared: Cluster) -> Cluster:
+    shared.start_killed(3)
+    return shared
+
+
+@pytest.fixture(scope="module")
+def expected(shared: Cluster, folder: Path) -> dict[str, str]:
+    """Greedy answers of one engine, by the adapter."""
+    tokenizer = load_tokenizer(resolve_model("dry-run"))
+    engine = assemble(engine_config("dry-run", num_gpu_blocks=512, num_threads=1, enable_lora=True)).engine
+    found = {}
+    for name in ("dry-run", "poet", "painter", "sculptor"):
+        adapter = "" if name == "dry-run" else str(AdapterRef.of(folder / name))
+        params = replace(GREEDY, max_tokens=NUM_TOKENS, ignore_eos=True)
+        request = engine.add_request(tokenizer.encode(PROMPT), params, adapter=adapter)
+        while engine.has_work():
+            engine.step()
+        found[name] = tokenizer.decode(request.output_token_ids)
+    assert len(set(found.values())) == 4
+    return found
+
+
+def load(cluster: Cluster, name: str, path: Path, **fields: object) -> httpx.Response:
+    body = {"lora_name": name, "lora_path": str(path), **fields}
+    return httpx.post(f"{cluster.url}/v1/load_lora_adapter", json=body, timeout=60)
+
+
+def unload(cluster: Cluster, name: str) -> httpx.Response:
+    return httpx.post(f"{cluster.url}/v1/unload_lora_adapter", json={"lora_name": name}, timeout=60)
+
+
+def test_adapters_of_the_start_are_models(cluster: Cluster, expected: dict[str, str]) -> None:
+    cards = {card["id"]: card for card in cluster.get("/v1/models")["data"]}
+    assert cards.keys() == {"dry-run", "poet"}
+    assert cards["poet"]["parent"] == "dry-run"
+    for _ in range(2):  # the second time from the prefix caches
+        for name in ("poet", "dry-run"):
+            answer = cluster.ask(PROMPT, NUM_TOKENS, model=name)
+            assert answer.model == name
+            assert answer.choices[0].text == expected[name]
+    with pytest.raises(openai.NotFoundError):
+        cluster.ask(PROMPT, model="painter")
+
+
+def test_adapters_come_and_go_while_serving(cluster: Cluster, folder: Path, expected: dict[str, str]) -> None:
+    """Three, where workers keep two."""
+    for name in ("painter", "sculptor"):
+        answer = load(cluster, name, folder / name)
+        assert (answer.status_code, answer.text) == (200, f"Success: LoRA adapter '{name}' added successfully.")
+    for _ in range(2):
+        for name, text in expected.items():
+            assert cluster.ask(PROMPT, NUM_TOKENS, model=name).choices[0].text == text
+    again = load(cluster, "painter", folder / "painter")
+    assert again.status_code == 400
+    assert "already been loaded" in again.json()["error"]["message"]
+    assert load(cluster, "painter", folder / "poet", load_inplace=True).status_code == 200
+    assert cluster.ask(PROMPT, NUM_TOKENS, model="painter").choices[0].text == expected["poet"]
+    for name in ("painter", "sculptor"):
+        assert unload(cluster, name).text == f"Success: LoRA adapter '{name}' removed successfully."
+        assert unload(cluster, name).status_code == 404
+        with pytest.raises(openai.NotFoundError):
+            cluster.ask(PROMPT, model=name)
+    cluster.wait_quiet()
+
+
+def test_what_does_not_fit_is_refused_when_it_is_loaded(cluster: Cluster, folder: Path) -> None:
+    wide = write_adapter(folder / "wide", {"model.layers.0.self_attn.q_proj.weight": (7, 9)})
+    dora = write_adapter(folder / "dora", SHAPES, use_dora=True)
+    large = write_adapter(folder / "large", SHAPES, r=128)
+    for path, message in (
+        (wide, "this model and its rank need"),
+        (dora, "DoRA adapters are not supported"),
+        (large, "workers were started with --max-lora-rank 64"),
+        (folder / "nowhere", "has no adapter_config.json"),
+        (Path("relative"), "must be the absolute path"),
+    ):
+        answer = load(cluster, "odd", path)
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+        assert message in error["message"]
+        assert error["param"] == "lora_path"
+    assert len(cluster.get("/v1/models")["data"]) == 1 + 1
+    cluster.wait_quiet()
+
+
+async def test_streams_go_on_after_a_decode_worker_was_killed(cluster: Cluster, expected: dict[str, str]) -> None:
+    """Of the model and of an adapter, which the worker that goes on reads by itself."""
+    models = ("poet", "dry-run", "poet", "poet", "dry-run", "poet")
+
+    async def stream_all(killed: asyncio.Event) -> tuple[list[str], int]:
+        """Texts, and how many of an adapter went on elsewhere."""
+        found = await asyncio.gather(*(stream(model, killed) for model in models))
+        moves = [cluster.get(f"/explain/{name}")["choices"][0]["migrations"] for _, name in found]
+        of_adapters = [count for count, model in zip(moves, models, strict=True) if model == "poet"]
+        return [text for text, _ in found], sum(of_adapters)
+
+    async def stream(model: str, killed: asyncio.Event) -> tuple[str, str]:
+        text = name = ""
+        chunks = await client.completions.create(
+            model=model, prompt=PROMPT, max_tokens=700, temperature=0.0, stream=True, extra_body={"ignore_eos": True}
+        )
+        async for chunk in chunks:
+            text, name = text + "".join(choice.text for choice in chunk.choices), chunk.id
+            if len(text) > 4 and not killed.is_set():
+                killed.set()
+                cluster.kill_busiest_decode()
+        return text, name
+
+    async with async_client(cluster.url) as client:
+        nobody = asyncio.Event()
+        nobody.set()
+        calm, _ = await stream_all(nobody)
+        for text, model in zip(calm, models, strict=True):
+            assert text.startswith(expected[model].removesuffix("\ufffd"))
+        for _ in range(8):  # on a busy machine a kill may come when most of its streams have ended
+            hurt, num_moved = await stream_all(asyncio.Event())
+            assert hurt == calm
+            if num_moved:
+                break
+            await asyncio.to_thread(cluster.start_killed, 3)
+        else:
+            pytest.fail("every kill came too late to mean anything")
