@@ -85,6 +85,8 @@ class Engine:
         self._runner = runner
         self._constraints = constraints
         self._adapters = adapters
+        if adapters is not None:
+            adapters.tell_of_changes(scheduler.kv.prefixes.announce_adapter)
         self.counting = counting
         self._in_flight: deque[tuple[ScheduledStep, PendingStep, float]] = deque()  # when each was launched
         self._budget = scheduler.prompt_budget

@@ -42,6 +42,10 @@ class Adapters(Counting, Protocol):
         cannot be used."""
         ...
 
+    def tell_of_changes(self, on_change: Callable[[str, bool], None]) -> None:
+        """Call `on_change` with each adapter that is in memory, or will be in a moment, and with each that leaves."""
+        ...
+
     def runner(self, *args: Any) -> Any:
         """A runner of rows with and without adapters. args: of the device's own runner."""
         ...

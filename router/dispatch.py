@@ -122,6 +122,7 @@ class Dispatcher:
             session=journal.session,
             draw=self._random.random(),
             turn=self._turn,
+            lacking_adapter=self._workers.lacking_adapter(journal.request),
         )
         # With tokens to replay, or when every prefill worker has failed it, a choice is computed where it decodes.
         prefill = [] if journal.has_started else self._workers.usable("prefill", lost)

@@ -41,6 +41,10 @@ class Prefixes:
         position, group = divmod(entry, self._groups.num_groups)
         return group_key(request.block_keys[position], group)
 
+    def announce_adapter(self, adapter: str, is_there: bool) -> None:
+        """Tell routers, by the root of its blocks' keys, that the adapter is in memory here, or not any more."""
+        self._pool.announce(self._root(adapter, ""), is_there)
+
     def _root(self, adapter: str, salt: str) -> BlockKey:
         root = self._roots.get((adapter, salt))
         if root is None:

@@ -30,6 +30,7 @@ class AdapterStore(Generic[T]):
         self._open_file, self._read, self._capacity = open_file, read, capacity
         self._loads: OrderedDict[str, Future[T]] = OrderedDict()  # the last one was used last
         self._heads: dict[str, bool] = {}  # of those: whether they change the output projection
+        self._on_change: Callable[[str, bool], None] = lambda name, is_there: None
         self._thread = ThreadPoolExecutor(1, "adapters")
         self._num_loads = 0
         self._seconds: list[float] = []  # of loads since `figures` was called
@@ -52,8 +53,14 @@ class AdapterStore(Generic[T]):
         try:
             return self._load_of(name).result()
         except ConfigError:
-            self._loads.pop(name, None)  # the next request tries again
+            self._drop(name)  # the next request tries again
             raise
+
+    def tell_of_changes(self, on_change: Callable[[str, bool], None]) -> None:
+        """See Adapters."""
+        self._on_change = on_change
+        for name in self._loads:
+            on_change(name, True)
 
     def figures(self) -> Figures:
         seconds, self._seconds = self._seconds, []
@@ -69,11 +76,16 @@ class AdapterStore(Generic[T]):
             file = self._open_file(AdapterRef.parse(name))
             self._heads[name] = file.changes_head
             load = self._loads[name] = self._thread.submit(self._timed_read, file)
+            self._on_change(name, True)
             while len(self._loads) > self._capacity:
-                left, _ = self._loads.popitem(last=False)
-                del self._heads[left]
+                self._drop(next(iter(self._loads)))
         self._loads.move_to_end(name)
         return load
+
+    def _drop(self, name: str) -> None:
+        if self._loads.pop(name, None) is not None:
+            del self._heads[name]
+            self._on_change(name, False)
 
     def _timed_read(self, file: AdapterFile) -> T:
         began = time.perf_counter()

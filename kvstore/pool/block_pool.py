@@ -148,6 +148,11 @@ class BlockPool:
         self._evicted.clear()
         return evicted
 
+    def announce(self, key: BlockKey, is_there: bool) -> None:
+        """Tell readers of the events of something else than a block that comes and goes: an adapter, by the root of
+        its blocks' keys."""
+        self._record(key, stored=is_there)
+
     def take_events(self) -> tuple[list[BlockKey], list[BlockKey]]:
         """Keys (stored, removed); a key that came and went, or went and came back, is in neither list.
 

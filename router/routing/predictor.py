@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from common.step_times import StepCost, num_pairs, work_bounds
 from router.routing.objectives import TTFT_MARGIN, Objectives
 from router.routing.views import (
+    ADAPTER_SECONDS,
     DEFAULT_PREFILL_TOKENS_PER_SECOND,
     DEFAULT_PULL_TOKENS_PER_SECOND,
     DEFAULT_STEP_SECONDS,
@@ -214,6 +215,9 @@ class Predictor:
         itl: float,
     ) -> Candidate:
         computing = prefill or decode
+        if lacking := self._request.lacking_adapter:
+            involved = {decode.worker_id, computing.worker_id}
+            terms = {**terms, "adapter": ADAPTER_SECONDS * len(involved & lacking)}
         return Candidate(
             decode=decode.worker_id,
             prefill=prefill.worker_id if prefill else None,

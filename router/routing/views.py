@@ -14,6 +14,7 @@ DEFAULT_PREFILL_TOKENS_PER_SECOND = 2_000.0
 DEFAULT_PULL_TOKENS_PER_SECOND = 100_000.0
 DEFAULT_STEP_SECONDS = 0.02
 UNMEASURED = StepCost()
+ADAPTER_SECONDS = 0.05  # that a worker takes to read an adapter
 KV_PRESSURE_START = 0.9  # share of KV blocks in use from which on a worker costs more
 
 
@@ -71,6 +72,7 @@ class RequestView:
     session: str = ""
     draw: float = 0.0
     turn: int = 0
+    lacking_adapter: frozenset[WorkerId] = frozenset()  # workers that must read its adapter first
 
     def cached_on(self, worker: WorkerView) -> int:
         """Tokens that a worker's cache gives. The last one is always computed: sampling needs its logits."""

@@ -90,6 +90,13 @@ class ModelWorkers:
         keys = block_keys(root, packed_ids, info.block_size)
         return {worker: blocks * info.block_size for worker, blocks in self.index.matches(keys).items()}
 
+    def lacking_adapter(self, request: pb.Submit) -> frozenset[WorkerId]:
+        """Workers that must read the request's adapter first, as far as the index knows."""
+        if not request.adapter or not (infos := self.infos()):
+            return frozenset()
+        holding = self.index.matches([root_key(infos[0].model_fingerprint, request.adapter)])
+        return frozenset(WorkerId(info.worker_id) for info in infos) - holding.keys()
+
     # -- who joins and leaves ----------------------------------------------------------------------------------
 
     def add(self, role: str, address: str) -> WorkerLink:

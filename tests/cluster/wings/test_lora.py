@@ -133,6 +133,20 @@ def test_what_does_not_fit_is_refused_when_it_is_loaded(cluster: Cluster, folder
     cluster.wait_quiet()
 
 
+def test_requests_go_where_their_adapter_is(cluster: Cluster, folder: Path) -> None:
+    write_adapter(folder / "singer", SHAPES, seed=9)
+    assert load(cluster, "singer", folder / "singer").status_code == 200
+    cluster.services["decode-0"].kill()  # it comes back without
+    cluster.start_killed(3)
+    for number in range(4):
+        answer = cluster.ask(f"{number} of other prompts", model="singer")
+        [choice] = cluster.get(f"/explain/{answer.id}")["choices"]
+        terms = {each["decode"]: each["terms_seconds"]["adapter"] for each in choice["decisions"][0]["candidates"]}
+        assert terms == {"decode-0": 0.05, "decode-1": 0.0}
+        assert choice["workers"][-1]["worker"] == "decode-1"
+    assert unload(cluster, "singer").status_code == 200
+
+
 async def test_streams_go_on_after_a_decode_worker_was_killed(cluster: Cluster, expected: dict[str, str]) -> None:
     """Of the model and of an adapter, which the worker that goes on reads by itself."""
     models = ("poet", "dry-run", "poet", "poet", "dry-run", "poet")

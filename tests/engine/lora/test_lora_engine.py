@@ -14,6 +14,7 @@ from common.errors import InvalidRequestError
 from common.lora.adapter_ref import AdapterRef
 from engine.assembly import EngineParts, assemble
 from engine.engine import Engine
+from engine.lora.store import AdapterStore
 from engine.request import Request, SamplingParams
 from tests.engine.driving import GREEDY, engine_config, num_drafts, random_prompt
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, TinyModel, reference_greedy, reference_logits
@@ -59,6 +60,11 @@ def run(engine: Engine, asked: Sequence[tuple[list[int], Path | None]], params: 
     ]
     finish(engine, requests)
     return [request.output_token_ids for request in requests]
+
+
+def store_of(engine: Engine) -> AdapterStore[Any]:
+    assert isinstance(engine._adapters, AdapterStore)
+    return engine._adapters
 
 
 def finish(engine: Engine, requests: Sequence[Request]) -> None:
@@ -225,8 +231,17 @@ def test_the_least_recently_used_adapter_leaves_and_comes_back(tmp_path: Path) -
     wanted = merged_answers(tiny, asked)
     engine = open_engine(tiny.save(tmp_path / "model"), **FLOAT32, max_loras=1).engine
     assert run(engine, asked, GREEDY_8) == wanted
+    roots = {
+        str(AdapterRef.of(each)): engine.kv.prefixes._root(str(AdapterRef.of(each)), "") for each in (first, second)
+    }
+    engine.kv.pool.take_events()
     for each, tokens in zip(asked, wanted, strict=True):
+        before = [*store_of(engine)._loads]
         assert run(engine, [each], GREEDY_8) == [tokens]
+        stored, removed = engine.kv.pool.take_events()  # a router learns who has which adapter
+        after = [*store_of(engine)._loads]
+        assert {*stored} & {*roots.values()} == {roots[name] for name in after if name not in before}
+        assert {*removed} & {*roots.values()} == {roots[name] for name in before if name not in after}
     figures = engine.figures()
     assert figures["mini_infer_lora_adapters"] == [1]
     assert figures["mini_infer_lora_loads"][0] >= 4
@@ -257,15 +272,14 @@ def test_adapters_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     weights = second / "adapter_model.safetensors"
     name = str(AdapterRef.of(second))
     other = open_engine(path, **FLOAT32).engine
-    store = other._adapters
-    assert store is not None
-    read = store._read  # type: ignore[attr-defined]
+    store = store_of(other)
+    read = store._read
 
     def cut_off(file: Any) -> Any:
         weights.write_bytes(weights.read_bytes()[:-100])
         return read(file)
 
-    store._read = cut_off  # type: ignore[attr-defined]
+    store._read = cut_off
     failing, whole = other.add_request(PROMPTS[0], GREEDY_8, adapter=name), other.add_request(PROMPTS[1], GREEDY_8)
     errors = []
     while other.has_work():

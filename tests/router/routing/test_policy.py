@@ -94,6 +94,17 @@ def test_a_prompt_lately_computed_does_not_send_its_next_turn_elsewhere() -> Non
     assert choose("cost", request(600, {D0: 496}), [], decode, 64).chosen.decode == D0
 
 
+def test_requests_go_where_their_adapter_is() -> None:
+    """Unless what is before them there takes longer than to read the adapter elsewhere."""
+    prefill, lacking = [view(P0), view(P1)], frozenset([P0, D1])
+    decision = choose("cost", request(100, lacking_adapter=lacking), prefill, [view(D0), view(D1)], 64)
+    assert (decision.chosen.prefill, decision.chosen.decode) == (P1, D0)
+    terms = {(each.prefill, each.decode): each.terms["adapter"] for each in decision.candidates}
+    assert terms == {(P0, D0): 0.05, (P0, D1): 0.1, (P1, D0): 0.0, (P1, D1): 0.05}
+    busy = [view(P0), view(P1, queued_prefill_tokens=50_000)]
+    assert choose("cost", request(100, lacking_adapter=lacking), busy, [view(D0)], 64).chosen.prefill == P0
+
+
 def test_the_last_token_is_always_computed() -> None:
     decision = choose("cost", request(64, {D0: 64}), [], [view(D0)], 64)
     assert decision.chosen.cached_tokens == 63
