@@ -111,7 +111,7 @@ def _assemble(
     config, geometry, max_model_len = _size_pool(loaded, config, gpu, ranks)
     pool = memory.allocate(geometry, device)
     host_tier = _host_tier(geometry, config, memory.agent_socket, device)
-    adapters = _adapters(loaded, config)
+    adapters = adapters_of(loaded, config)
     held = loaded, pool, _host_buffer(host_tier, geometry), config
     make_runner: Callable[..., Any] = partial(_make_runner, *held, gpu, max_model_len)
     if adapters is not None:
@@ -207,7 +207,8 @@ def _balancing(loaded: LoadedModel, config: EngineConfig) -> Balancing | None:
     return open_balancing(loaded, config)
 
 
-def _adapters(loaded: LoadedModel, config: EngineConfig) -> Adapters | None:
+def adapters_of(loaded: LoadedModel, config: EngineConfig) -> Adapters | None:
+    """The adapters of a model, or of a rank's part of it; None: it serves none. Raises ConfigError."""
     if not has_wing("engine.lora"):
         return None
     from engine.lora.adapters import open_adapters

@@ -26,7 +26,8 @@ def open_adapters(loaded: LoadedModel, config: EngineConfig) -> CpuAdapters | No
         raise ConfigError(NO_GPU)
     if not any(map(can_change, loaded.model.blocks)):
         raise ConfigError(f"--enable-lora: adapters cannot change any layer of {loaded.config.architecture}")
-    adapters = CpuAdapters(loaded, layers_of(loaded.config), settings)
+    layers = layers_of(loaded.config, loaded.model.config, loaded.shard)
+    adapters = CpuAdapters(loaded, layers, settings)
     for module in parse_lora_modules(settings.lora_modules):
         adapters.get(str(AdapterRef.of(module.folder)))
     return adapters

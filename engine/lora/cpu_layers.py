@@ -18,6 +18,7 @@ from engine.layers.forward import Forward
 from engine.layers.linear import Linear, two_rows_at_least
 from engine.lora.reader import AdapterWeights
 from engine.models.model import Model
+from engine.ranks import RankContext, Seams
 
 
 class Pair(NamedTuple):
@@ -89,12 +90,11 @@ def _indices(ranges: list[range], num_rows: int) -> slice | Tensor | None:
 class AdaptedForwards(CpuForwards):
     """The model lowered for each class of steps, without adapters and with them. Weights are shared."""
 
-    def __init__(self, model: Model, rows: AdapterRows, batch_invariant: bool) -> None:
-        super().__init__(model, batch_invariant=batch_invariant)
+    def __init__(self, model: Model, rows: AdapterRows, ranks: RankContext[Seams], batch_invariant: bool) -> None:
+        super().__init__(model, ranks, batch_invariant)
         self._rows = rows
-        self._adapted = {
-            kind: lower_model(with_adapters(_prepared(model, kind, batch_invariant), rows), kind) for kind in Rows
-        }
+        models = {kind: with_adapters(_prepared(model, kind, batch_invariant), rows) for kind in Rows}
+        self._adapted = {kind: lower_model(adapted, kind, ranks) for kind, adapted in models.items()}
 
     def choose(self, num_tokens: int, only_decodes: bool) -> Forward[Step, Tensor]:
         if not self._rows.groups:

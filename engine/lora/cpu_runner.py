@@ -12,13 +12,14 @@ from common.errors import ConfigError
 from engine.config import EngineConfig
 from engine.cpu.batch import StepBatch
 from engine.cpu.runner import CpuRunner, Forwards
+from engine.engine import DeviceLostError
 from engine.layers.block import Step
 from engine.layers.forward import Forward
 from engine.loader.load import LoadedModel
 from engine.lora.cpu_layers import AdaptedForwards, AdapterRows, CpuAdapter, groups_of
 from engine.lora.store import AdapterStore
 from engine.plan import CompletedStep, PendingStep, StepPlan, StepResult
-from engine.ranks import RankContext, Seams
+from engine.ranks import SINGLE, RankContext, Seams
 from engine.request_states import RequestState
 
 
@@ -32,13 +33,15 @@ class LoraCpuRunner(CpuRunner):
         kv_pool: Tensor,
         host_buffer: Tensor | None,
         config: EngineConfig,
+        ranks: RankContext[Seams] = SINGLE,
     ) -> None:
+        self._is_alone = loaded.shard.size == 1
         self._adapters = adapters
         self._rows = AdapterRows()
-        super().__init__(loaded, kv_pool, host_buffer, config)
+        super().__init__(loaded, kv_pool, host_buffer, config, ranks)
 
     def _lower(self, loaded: LoadedModel, ranks: RankContext[Seams]) -> Forwards:
-        return AdaptedForwards(loaded.model, self._rows, self._batch_invariant)
+        return AdaptedForwards(loaded.model, self._rows, ranks, self._batch_invariant)
 
     def _launch(self, plan: StepPlan, requests: Sequence[RequestState]) -> PendingStep:
         errors = self._take_adapters(requests)
@@ -54,13 +57,18 @@ class LoraCpuRunner(CpuRunner):
         return CompletedStep(result)
 
     def _take_adapters(self, requests: Sequence[RequestState]) -> dict[int, str]:
-        """Give requests the adapters that they name. Returns the errors of those whose adapter cannot be read."""
+        """Give requests the adapters that they name. Returns the errors of those whose adapter cannot be read.
+
+        Raises DeviceLostError for a rank of several, which would leave others waiting for the row's share.
+        """
         errors = {}
         for index, request in enumerate(requests):
             if request.adapter and request.adapter_weights is None:
                 try:
                     request.adapter_weights = self._adapters.get(request.adapter)
                 except ConfigError as error:
+                    if not self._is_alone:
+                        raise DeviceLostError(f"a rank cannot read an adapter: {error}") from error
                     errors[index] = str(error)
         return errors
 

@@ -1,18 +1,26 @@
 """The linear layers of a model as adapters name them: which rows of which layer are the outputs of which module.
 
-An adapter names modules as Hugging Face's model has them; here q, k and v are one layer, as are gate and up.
+An adapter names modules as Hugging Face's model has them; here q, k and v are one layer, as are gate and up. A rank
+of several has a part of each.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from engine.layers.attention import Attention
 from engine.layers.block import Block, LinearRef
 from engine.layers.mlp import Mlp
+from engine.layers.weights import Part, Partition, ShapeRecorder
+from engine.loader.checkpoint import Shape
 from engine.loader.fused import StoredRows, stored_rows
+from engine.loader.model_weights import part_of
 from engine.models.config import ModelConfig
 from engine.models.families import family_of
+from kvstore.layout import WHOLE, Shard
 
 HEAD = "lm_head"
 
@@ -21,45 +29,59 @@ HEAD = "lm_head"
 class Module:
     """A module whose outputs are rows of a layer.
 
-    name: of the module that an adapter names. first, num_rows: its part of the layer's outputs. lies: which of the
-    named module's outputs these are; None: all, as they are.
+    name: of the module that an adapter names, which has `num_outputs`. first: row of the layer, from which on it has
+    the rows `rows` of the module's weight. lies: of which outputs that weight consists; None: all, as they are.
     """
 
     name: str
+    num_outputs: int
     first: int
-    num_rows: int
+    rows: range
     lies: StoredRows | None = None
-
-    @property
-    def num_outputs(self) -> int:
-        """Outputs of the module that an adapter names."""
-        return self.num_rows if self.lies is None else self.lies.stored_rows
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A linear layer, in the order of `Model.linears`. modules: none, if no adapter may change it."""
+    """A linear layer, in the order of `Model.linears`. modules: none, if no adapter may change it.
 
-    num_columns: int
+    num_columns: of the modules, of which the layer has `columns`.
+    """
+
     num_rows: int
+    num_columns: int
+    columns: range
     modules: tuple[Module, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """All that adapters of a model may change. embedding: the module's name; empty: they may not change it."""
+    """All that adapters of a model may change.
+
+    embedding: the module's name; empty: they may not change it. tokens: the part of the vocabulary in it.
+    """
 
     linears: tuple[Layer, ...]
     embedding: str
+    tokens: range
     vocab_size: int
     hidden_size: int
 
     @property
     def names(self) -> frozenset[str]:
         """Modules that adapters may have weights for."""
-        return frozenset(module.name for layer in self.linears for module in layer.modules) | (
-            {self.embedding} - {""}
-        )
+        return frozenset(each.name for layer in self.linears for each in layer.modules) | ({self.embedding} - {""})
+
+
+class _Recorder(ShapeRecorder):
+    """Remembers how weights are divided, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.partitions: dict[str, Partition] = {}
+
+    def take(self, name: str, shape: Shape, partition: Partition = Partition.NONE) -> Tensor:
+        self.partitions[name] = partition
+        return super().take(name, shape, partition)
 
 
 def can_change(block: Block) -> bool:
@@ -70,28 +92,46 @@ def can_change(block: Block) -> bool:
     return isinstance(block.inner, Attention | Mlp)
 
 
-def layers_of(config: ModelConfig) -> Layers:
-    """What adapters of a model of this config may change: some of its blocks, embedding and head."""
-    family = family_of(config.architecture)
-    skeleton, shapes = family.skeleton(config)
-    rows = stored_rows(shapes, family.fused, config)
+def layers_of(config: ModelConfig, of_rank: ModelConfig | None = None, shard: Shard = WHOLE) -> Layers:
+    """What adapters of a model of this config may change: some of its blocks, embedding and head.
 
-    def layer_of(ref: LinearRef, is_plain: bool) -> Layer:
-        weight, names = ref.layer.weight, ref.layer.names
-        num_rows, num_columns = weight.shape
-        if not is_plain:
-            return Layer(num_columns, num_rows)
-        modules, first = [], 0
-        for name in names:
-            lies = rows.get(name)
-            size, module = shapes[name][0], (name if lies is None else lies.stored).removesuffix(".weight")
-            modules.append(Module(module, first, size, lies))
-            first += size
-        return Layer(num_columns, num_rows, tuple(modules))
+    of_rank: the config of a rank's part of the model.
+    """
+    family, recorder = family_of(config.architecture), _Recorder()
+    whole = family.skeleton(config)[1]
+    model = family.build(of_rank or config, recorder)
+    stored = stored_rows(whole, family.fused, config)
 
-    linears = [layer_of(ref, can_change(block)) for block in skeleton.blocks for ref in block.linears()]
+    def part(name: str) -> Part:
+        if shard.size == 1 or recorder.partitions[name] is Partition.NONE:
+            return tuple(map(range, whole[name]))
+        return part_of(whole[name], recorder.shapes[name], recorder.partitions[name], shard)
+
+    refs = [(ref, can_change(block)) for block in model.blocks for ref in block.linears()]
+    linears = [_layer(ref, {name: part(name) for name in ref.layer.names}, whole, stored, ok) for ref, ok in refs]
     vocab_size, hidden_size = config.vocab_size, config.hidden_size
-    head = Layer(hidden_size, vocab_size, (Module(HEAD, 0, vocab_size),))
-    name = next(name for name in shapes if name.endswith("embed_tokens.weight")).removesuffix(".weight")
+    [name] = [name for name in whole if name.endswith("embed_tokens.weight")]
+    rows = part(model.head.names[0])[0]
+    head = Layer(len(rows), hidden_size, range(hidden_size), (Module(HEAD, vocab_size, 0, rows),))
     is_plain = config.embedding_scale == 1  # else it is not said whether an adapter's part is scaled, too
-    return Layers((*linears, head), name if is_plain else "", vocab_size, hidden_size)
+    embedding = name.removesuffix(".weight") if is_plain else ""
+    return Layers((*linears, head), embedding, part(name)[0], vocab_size, hidden_size)
+
+
+def _layer(
+    ref: LinearRef, parts: Mapping[str, Part], whole: Mapping[str, Shape], stored: Mapping[str, StoredRows],
+    can_change: bool,
+) -> Layer:  # fmt: skip
+    """parts: of the layer's weights, which rows and columns of each this rank has."""
+    num_rows, num_columns = ref.layer.weight.shape
+    if not can_change:
+        return Layer(num_rows, num_columns, range(num_columns))
+    modules, first = [], 0
+    for name, (rows, _) in parts.items():
+        lies = stored.get(name)
+        module = (name if lies is None else lies.stored).removesuffix(".weight")
+        num_outputs = whole[name][0] if lies is None else lies.stored_rows
+        modules.append(Module(module, num_outputs, first, rows, lies))
+        first += len(rows)
+    name, (_, columns) = next(iter(parts.items()))
+    return Layer(num_rows, whole[name][1], columns, tuple(modules))

@@ -113,29 +113,34 @@ class AdapterFile:
         parts = [(m, tensors[m.name + A], tensors[m.name + B]) for m in layer.modules if m.name + A in tensors]
         if not parts:
             return None
-        a = torch.cat([a for _, a, _ in parts]).to(dtype)
+        a = torch.cat([a[:, layer.columns.start : layer.columns.stop] for _, a, _ in parts]).to(dtype)
         b = torch.zeros(layer.num_rows, a.shape[0], dtype=dtype)
         column = 0
         for module, _, whole in parts:
             rows = _rows_of(module, whole).float() * self._config.scale_of(module.name)
-            b[module.first : module.first + module.num_rows, column : column + rows.shape[1]] = rows
+            b[module.first : module.first + rows.shape[0], column : column + rows.shape[1]] = rows
             column += rows.shape[1]
         return LowRank(a, b)
 
     def _embedding(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> LowRank | None:
-        module = self._layers.embedding
+        module, tokens = self._layers.embedding, self._layers.tokens
         if module + EMBEDDING_A not in tensors:
             return None
+        own = tensors[module + EMBEDDING_A][:, tokens.start : tokens.stop]
+        a = torch.zeros(own.shape[0], len(tokens), dtype=dtype)  # the last rank's vocabulary may end in padding
+        a[:, : own.shape[1]] = own
         b = tensors[module + EMBEDDING_B].float() * self._config.scale_of(module)
-        # `copy`: a tensor that already has the right type would keep the file mapped and be read lazily.
-        return LowRank(tensors[module + EMBEDDING_A].to(dtype, copy=True), b.to(dtype))
+        return LowRank(a, b.to(dtype))
 
 
 def _rows_of(module: Module, whole: Tensor) -> Tensor:
-    """The outputs of a stored module that are this one's, in the order in which the model has them."""
+    """The outputs of a stored module that are this one's, in the order in which the model has them.
+
+    Fewer than its rows where these end in padding.
+    """
     lies = module.lies
-    if lies is None:
-        return whole
-    rows = whole[lies.first : lies.first + lies.num_rows]
-    order = lies.order(lies.num_rows)
-    return rows if order is None else rows[order]
+    if lies is not None:
+        whole = whole[lies.first : lies.first + lies.num_rows]
+        order = lies.order(lies.num_rows)
+        whole = whole if order is None else whole[order]
+    return whole[module.rows.start : module.rows.stop]

@@ -8,12 +8,13 @@ from common.config import check_positive, require, setting
 from common.lora.modules import parse_lora_modules
 from engine.wings import EngineWing
 
-NO_RANKS = "--enable-lora with --tp or --pp is not supported yet: run one process for each worker"
+NO_STAGES = "--enable-lora with --pp is not supported yet: use --tp"
 NO_GPU = "--enable-lora is for CPUs so far: leave --device cuda out, or merge the adapter into the model's weights"
 NO_FP8 = (
     "--enable-lora with --kv-cache-dtype fp8 is not supported: its scales are folded into the model's own weights"
 )
 NO_FOREIGN = "--enable-lora with --model-impl transformers is not supported: adapters change our own layers alone"
+NO_EXPERTS = "--enable-lora with experts that are divided, counted or placed is not supported: use --tp alone"
 NO_STEPS = "--enable-lora with --simulated-steps is not supported: simulated steps compute nothing"
 
 
@@ -22,8 +23,11 @@ class LoraSettings(EngineWing):
     enable_lora: bool = setting(
         False, "serve LoRA adapters, in PEFT's format (--lora-modules, POST /v1/load_lora_adapter)",
         excludes={
-            ("tp", "pp"): NO_RANKS, ("device",): NO_GPU, ("kv_cache_dtype",): NO_FP8, ("simulated_steps",): NO_STEPS,
+            ("pp",): NO_STAGES, ("device",): NO_GPU, ("kv_cache_dtype",): NO_FP8, ("simulated_steps",): NO_STEPS,
             ("model_impl",): NO_FOREIGN,
+            (
+                "expert_parallel", "expert_load_file", "expert_placement", "expert_rebalance_interval",
+            ): NO_EXPERTS,
         },
     )  # fmt: skip
     max_loras: int = setting(8, "adapters that stay in memory; the one whose last use is longest ago leaves first")

@@ -22,6 +22,7 @@ import torch
 from common.errors import MiniInferError
 from common.logging import report_end, setup_logging
 from common.model_files import resolve_model
+from engine.assembly import adapters_of
 from engine.cpu.runner import CpuRunner
 from engine.gpu.device_memory import shareable_pool
 from engine.kv.memory import allocate_pool, pool_geometry, pool_over
@@ -123,7 +124,10 @@ def _start(link: socket.socket, start: FollowerStart) -> Any:
         group = None if is_alone else GlooGroup(loaded.shard, folder)
         source = None if start.hidden_in is None else RingSource(start.hidden_in)
         sink = None if start.hidden_out is None else RingSink(start.hidden_out)
-        runner = CpuRunner(loaded, kv_pool, slots, config, cpu_ranks(loaded, config, group, source, sink))
+        own = cpu_ranks(loaded, config, group, source, sink)
+        adapters = adapters_of(loaded, config)
+        make = CpuRunner if adapters is None else adapters.runner
+        runner = make(loaded, kv_pool, slots, config, own)
     if loaded.constraints is not None:
         loaded.constraints.prepare()
     runner.warmup()

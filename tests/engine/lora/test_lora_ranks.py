@@ -1,0 +1,87 @@
+"""Adapters of divided layers: every rank has its part of them, and the tokens are those of merged models."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.lora.adapter_ref import AdapterRef
+from engine import LLM
+from engine.loader.random_weights import DRY_RUN_CONFIG
+from engine.lora.adapters import CpuAdapters, open_adapters
+from engine.lora.cpu_runner import LoraCpuRunner
+from tests.engine.lora.test_lora_engine import (
+    FUSED,
+    GREEDY_8,
+    PROMPTS,
+    merged_answers,
+    run,
+    shapes_of,
+)
+from tests.engine.lora.test_lora_features import write_for
+from tests.engine.tensor_parallel import test_ranks
+from tests.engine.tensor_parallel.test_ranks import ThreadedRanks, open_ranks
+from tests.engine.tiny_models import TINY_MODELS
+from tests.harness.adapters import ALL_LINEAR, write_adapter
+
+pytestmark = [pytest.mark.slow, pytest.mark.wing("engine.lora"), pytest.mark.wing("engine.tensor_parallel")]
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "targets"),
+    [
+        ("llama", 2, (*ALL_LINEAR, "embed_tokens", "lm_head")),
+        ("llama-biases", 2, ALL_LINEAR),
+        ("qwen3", 2, ALL_LINEAR),
+        ("phi3-short", 2, FUSED),
+        pytest.param("gemma3", 2, ALL_LINEAR, marks=pytest.mark.wing("engine.windows")),
+        ("qwen3", 6, ALL_LINEAR[:4]),  # three ranks have the same KV head
+    ],
+)
+def test_ranks_equal_merged_models(
+    name: str, num_ranks: int, targets: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.set_num_threads(1)
+    tiny = TINY_MODELS[name]
+    if num_ranks == 6:
+        tiny = replace(tiny, changes={**tiny.changes, "intermediate_size": 84})
+    folder = write_adapter(tmp_path / "adapter", shapes_of(tiny.build()), targets, seed=1)
+    asked = [*zip(PROMPTS, (folder, None, folder, None), strict=True)]
+
+    def in_threads(_: CpuAdapters, loaded: Any, pool: Any, host: Any, config: Any) -> ThreadedRanks:
+        return ThreadedRanks(loaded, pool, host, config, num_ranks)
+
+    monkeypatch.setattr(CpuAdapters, "runner", in_threads)
+    runners = []
+
+    def own_runner(*args: Any) -> LoraCpuRunner:
+        adapters = open_adapters(args[0], args[3])
+        assert adapters is not None
+        runners.append(LoraCpuRunner(adapters, *args))
+        return runners[-1]
+
+    monkeypatch.setattr(test_ranks, "CpuRunner", own_runner)
+    parts = open_ranks(
+        tiny.save(tmp_path / "model"), num_ranks, monkeypatch, enable_lora=True, max_num_batched_tokens=24
+    )
+    assert len(runners) == num_ranks
+    assert run(parts.engine, asked, GREEDY_8) == merged_answers(tiny, asked)
+
+
+def test_processes_read_adapters_that_plans_name(tmp_path: Path) -> None:
+    name = write_for(tmp_path / "adapter", DRY_RUN_CONFIG)
+    settings: dict[str, Any] = {"num_gpu_blocks": 128, "enable_lora": True, "num_threads": 1}
+    found = []
+    for num_ranks in (1, 2):
+        llm = LLM("dry-run", tp=num_ranks, **settings)
+        asked = [(prompt, folder) for prompt in PROMPTS for folder in (AdapterRef.parse(name).folder, None)]
+        found.append(run(llm.engine, asked, GREEDY_8))
+        del llm
+        gc.collect()
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1]
