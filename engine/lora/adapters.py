@@ -41,7 +41,7 @@ class CpuAdapters(AdapterStore[CpuAdapter]):
             return AdapterFile(ref, layers, settings.max_lora_rank)
 
         def read(file: AdapterFile) -> CpuAdapter:
-            return CpuAdapter.of(file.read(loaded.dtype), loaded.dtype)
+            return CpuAdapter.of(file.read(loaded.dtype))
 
         super().__init__(open_file, read, settings.max_loras)
 

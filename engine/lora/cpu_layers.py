@@ -5,86 +5,113 @@ The layer itself is computed for all rows at once; then each adapter's part for 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from engine.cpu.lowering import CpuForwards, Rows, lower_model, with_dense_linears, with_invariant_linears
 from engine.layers.block import Step
 from engine.layers.forward import Forward
-from engine.layers.linear import Linear, two_rows_at_least
-from engine.lora.reader import AdapterWeights
+from engine.layers.linear import Linear
+from engine.lora.reader import AdapterWeights, LowRank
 from engine.models.model import Model
 from engine.ranks import RankContext, Seams
 
 
-class Pair(NamedTuple):
-    """See LowRank."""
+@dataclass(frozen=True, slots=True)
+class CpuAdapter:
+    """An adapter as layers on a CPU read it, see AdapterWeights. embedding: a is (vocab, rank)."""
 
-    a: Linear
-    b: Linear
+    linears: tuple[LowRank | None, ...]
+    embedding: LowRank | None
 
-
-class EmbeddingPair(NamedTuple):
-    """a: (vocab, rank)."""
-
-    a: Tensor
-    b: Linear
+    @classmethod
+    def of(cls, weights: AdapterWeights) -> CpuAdapter:
+        # As they are: oneDNN's order saves 3 us of the 15 to 60 that a GEMM of few rows takes, and costs 80 of 110 ms
+        # when an adapter of rank 16 of an 8B model is read.
+        embedding = weights.embedding
+        if embedding is not None:
+            embedding = LowRank(embedding.a.T.contiguous(), embedding.b)
+        return cls(weights.linears, embedding)
 
 
 @dataclass(frozen=True, slots=True)
-class CpuAdapter:
-    """An adapter as layers on a CPU read it, see AdapterWeights. dtype: of its input."""
+class Groups:
+    """Rows of a step by their adapter.
 
-    dtype: torch.dtype
-    linears: tuple[Pair | None, ...]
-    embedding: EmbeddingPair | None
+    parts: each adapter, and its part of the rows `gathered`, of at least two: a library adds up the products of a
+    single row in another order. gathered: rows of x, of one adapter after the other; None: all of them, of one.
+    added: rows of the output that get something. kept: which of the gathered rows these get; None: all of them.
+    """
 
-    @classmethod
-    def of(cls, weights: AdapterWeights, dtype: torch.dtype) -> CpuAdapter:
-        # As they are: oneDNN's order saves 3 us of the 15 to 60 that a GEMM of few rows takes, and costs 80 of 110 ms
-        # when an adapter of rank 16 of an 8B model is read.
-        linears = [pair and Pair(Linear(pair.a), Linear(pair.b)) for pair in weights.linears]
-        ends = weights.embedding
-        embedding = ends and EmbeddingPair(ends.a.T.contiguous(), Linear(ends.b))
-        return cls(dtype, tuple(linears), embedding)
+    parts: Sequence[tuple[CpuAdapter, slice]]
+    gathered: Tensor | None
+    added: Tensor
+    kept: Tensor | None
+
+    def add(
+        self, y: Tensor, x: Tensor, pair_of: Callable[[CpuAdapter], LowRank | None], is_table: bool = False
+    ) -> None:
+        """Add to rows of y what adapters make of rows of x. Others keep their bits.
+
+        is_table: x is token ids, whose rows of A are looked up.
+        """
+        pairs = [(pair_of(adapter), rows) for adapter, rows in self.parts]
+        if all(pair is None for pair, _ in pairs):
+            return
+        x = x if self.gathered is None else x.index_select(0, self.gathered)
+        deltas = [
+            y.new_zeros(rows.stop - rows.start, y.shape[1]) if pair is None else _delta(pair, x[rows], is_table)
+            for pair, rows in pairs
+        ]
+        delta = deltas[0] if len(deltas) == 1 else torch.cat(deltas)
+        if self.gathered is None:
+            y += delta
+            return
+        if self.kept is not None:
+            delta = delta.index_select(0, self.kept)
+        y.index_add_(0, self.added, delta.to(y.dtype))
 
 
-class Group(NamedTuple):
-    """Rows of one adapter. where: their indices; None: all."""
-
-    adapter: CpuAdapter
-    where: slice | Tensor | None
+def _delta(pair: LowRank, x: Tensor, is_table: bool) -> Tensor:
+    inner = pair.a[x] if is_table else functional.linear(x.to(pair.a.dtype), pair.a)
+    return functional.linear(inner, pair.b)
 
 
 @dataclass(slots=True)
 class AdapterRows:
-    """Which tokens of the step that runs are whose. head: the same of the hidden states that are sampled from."""
+    """Which tokens of the step that runs are whose. head: the same of the hidden states that are sampled from.
 
-    groups: list[Group] = field(default_factory=list)
-    head: list[Group] = field(default_factory=list)
+    None: there is no adapter.
+    """
+
+    groups: Groups | None = None
+    head: Groups | None = None
 
 
-def groups_of(adapters: Iterable[tuple[CpuAdapter | None, range]], num_rows: int) -> list[Group]:
+def groups_of(adapters: Iterable[tuple[CpuAdapter | None, range]], num_rows: int) -> Groups | None:
     """Gather rows by their adapter. adapters: of all ranges of rows, in their order; None: of no adapter."""
-    found: dict[int, tuple[CpuAdapter, list[range]]] = {}
+    found: dict[int, tuple[CpuAdapter, list[int]]] = {}
     for adapter, rows in adapters:
         if adapter is not None:
-            found.setdefault(id(adapter), (adapter, []))[1].append(rows)
-    return [Group(adapter, _indices(ranges, num_rows)) for adapter, ranges in found.values()]
-
-
-def _indices(ranges: list[range], num_rows: int) -> slice | Tensor | None:
-    first, end = ranges[0].start, ranges[-1].stop
-    count = sum(map(len, ranges))
-    if count == num_rows:
+            found.setdefault(id(adapter), (adapter, []))[1].extend(rows)
+    if not found:
         return None
-    if count == end - first:
-        return slice(first, end)
-    return torch.tensor([row for rows in ranges for row in rows])
+    parts: list[tuple[CpuAdapter, slice]] = []
+    gathered: list[int] = []
+    kept: list[int] = []
+    for adapter, own in found.values():
+        first = len(gathered)
+        kept += range(first, first + len(own))
+        gathered += own if len(own) > 1 else own * 2
+        parts.append((adapter, slice(first, len(gathered))))
+    if len(parts) == 1 and len(kept) == num_rows > 1:
+        return Groups(parts, None, torch.tensor(gathered), None)
+    added = torch.tensor([gathered[index] for index in kept])
+    return Groups(parts, torch.tensor(gathered), added, None if len(kept) == len(gathered) else torch.tensor(kept))
 
 
 class AdaptedForwards(CpuForwards):
@@ -97,7 +124,7 @@ class AdaptedForwards(CpuForwards):
         self._adapted = {kind: lower_model(adapted, kind, ranks) for kind, adapted in models.items()}
 
     def choose(self, num_tokens: int, only_decodes: bool) -> Forward[Step, Tensor]:
-        if not self._rows.groups:
+        if self._rows.groups is None:
             return super().choose(num_tokens, only_decodes)
         return self._adapted[self.rows_of(num_tokens, only_decodes)]
 
@@ -118,9 +145,8 @@ class AdaptedModel(Model):
     def embed(self, token_ids: Tensor) -> Tensor:
         """See Model."""
         x = Model.embed(self, token_ids)
-        for adapter, where in self.rows.groups:
-            if (pair := adapter.embedding) is not None:
-                _add(x, where, two_rows_at_least(pair.b, pair.a[_part(token_ids, where)]))
+        if (groups := self.rows.groups) is not None:
+            groups.add(x, token_ids, lambda adapter: adapter.embedding, is_table=True)
         return x
 
 
@@ -140,22 +166,9 @@ def _adapted(base: Linear, index: int, rows: AdapterRows, is_head: bool) -> Line
 
     def gemm(_: Linear, x: Tensor) -> Tensor:
         y = base(x)
-        for adapter, where in rows.head if is_head else rows.groups:
-            if (pair := adapter.linears[index]) is not None:
-                inner = two_rows_at_least(pair.a, _part(x, where).to(adapter.dtype))
-                _add(y, where, two_rows_at_least(pair.b, inner))
+        groups = rows.head if is_head else rows.groups
+        if groups is not None:
+            groups.add(y, x, lambda adapter: adapter.linears[index])
         return y
 
     return Linear(base.weight, gemm=gemm)
-
-
-def _part(x: Tensor, where: slice | Tensor | None) -> Tensor:
-    return x if where is None else x[where]
-
-
-def _add(y: Tensor, where: slice | Tensor | None, delta: Tensor) -> None:
-    """Add to some rows of y. Others keep their bits."""
-    if isinstance(where, Tensor):
-        y.index_add_(0, where, delta.to(y.dtype))
-    else:
-        _part(y, where).add_(delta)

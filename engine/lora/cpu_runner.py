@@ -76,7 +76,7 @@ class LoraCpuRunner(CpuRunner):
         adapters = [request.adapter_weights for request in batch.requests]
         rows = [range(*ends) for ends in pairwise(batch.query_starts)]
         self._rows.groups = groups_of(zip(adapters, rows, strict=True), batch.num_tokens)
-        self._rows.head = []  # log-probabilities of prompts are asked for without adapters of the head
+        self._rows.head = None  # log-probabilities of prompts are asked for without adapters of the head
         return super()._forward_for(batch)
 
     def _add_samples(
