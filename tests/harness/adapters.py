@@ -12,9 +12,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from common.lora.adapter_config import read_adapter_config
+from engine.lora.layers import layers_of
+from engine.models.config import ModelConfig
 
 PREFIX = "base_model.model."
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def shapes_of_config(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of all weights that adapters of the model may change, but the embedding."""
+    return {
+        f"{module.name}.weight": (module.num_outputs, layer.num_columns)
+        for layer in layers_of(config).linears
+        for module in layer.modules
+    }
 
 
 def write_adapter(

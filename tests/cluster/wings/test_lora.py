@@ -16,18 +16,13 @@ from common.model_files import resolve_model
 from common.text.load import load_tokenizer
 from engine.assembly import assemble
 from engine.loader.random_weights import DRY_RUN_CONFIG
-from engine.lora.layers import layers_of
 from tests.engine.driving import GREEDY, engine_config
-from tests.harness.adapters import write_adapter
+from tests.harness.adapters import shapes_of_config, write_adapter
 from tests.harness.clients import async_client
 from tests.harness.cluster import Cluster, running_cluster
 
 pytestmark = pytest.mark.wing("engine.lora")
-SHAPES = {
-    f"{module.name}.weight": (module.num_outputs, layer.num_columns)
-    for layer in layers_of(DRY_RUN_CONFIG).linears
-    for module in layer.modules
-}
+SHAPES = shapes_of_config(DRY_RUN_CONFIG)
 PROMPT = "the answer of an adapter " * 6
 NUM_TOKENS = 48
 ENGINE = ("--model=dry-run", "--num-gpu-blocks=512", "--num-threads=1", "--enable-lora", "--max-loras=2")

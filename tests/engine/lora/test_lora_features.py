@@ -10,14 +10,13 @@ import pytest
 
 from common.lora.adapter_ref import AdapterRef
 from engine.assembly import EngineParts
-from engine.lora.layers import layers_of
 from engine.models.config import ModelConfig
 from tests.engine.driving import num_drafts
 from tests.engine.pooling.test_features import LONG, check, run
 from tests.engine.speculation.drafters import MakeOracle, draft_with, knows
 from tests.engine.test_combinations import MODELS, PROMPTS, SWAP, _byte_tokens, open_engine
 from tests.engine.tiny_models import VOCAB_SIZE
-from tests.harness.adapters import write_adapter
+from tests.harness.adapters import shapes_of_config, write_adapter
 
 pytestmark = [pytest.mark.slow, pytest.mark.wing("engine.lora")]
 __all__ = ["_byte_tokens"]  # a fixture that all tests here use
@@ -25,12 +24,7 @@ __all__ = ["_byte_tokens"]  # a fixture that all tests here use
 
 def write_for(folder: Path, config: ModelConfig) -> str:
     """An adapter of every layer that adapters of the model may change, but the output projection."""
-    shapes = {
-        f"{module.name}.weight": (module.num_outputs, layer.num_columns)
-        for layer in layers_of(config).linears[:-1]
-        for module in layer.modules
-    }
-    return str(AdapterRef.of(write_adapter(folder, shapes, ("_proj",), std=0.25)))
+    return str(AdapterRef.of(write_adapter(folder, shapes_of_config(config), ("_proj",), std=0.25)))
 
 
 def with_adapter(parts: EngineParts, name: str) -> EngineParts:
