@@ -86,15 +86,17 @@ class AsyncLLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         stop: str | Sequence[str] = (),
+        adapter: str = "",
     ) -> list[Completion]:
         """Complete all prompts, batched with everyone else's; one completion per prompt, in their order.
 
         prompts: texts or lists of token ids, or one of these alone. params: for all of them, or one per prompt.
-        stop: texts that end an answer, which is cut before them.
+        stop: texts that end an answer, which is cut before them. adapter: folder of a LoRA adapter that answers, with
+        `enable_lora`.
         Raises InvalidRequestError for a prompt that cannot work (none is started then), EngineError when one fails,
         UnavailableError after `close`.
         """
-        asked = await asyncio.to_thread(self._model.encode, prompts, params)  # a long prompt takes a while
+        asked = await asyncio.to_thread(self._model.encode, prompts, params, adapter)  # a long prompt takes a while
         answers = Answers(len(asked), self.tokenizer, stop)
         caller = self._open(asked)
         try:
@@ -107,14 +109,14 @@ class AsyncLLM:
         return answers.completions(caller.requests)
 
     async def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, stop: str | Sequence[str] = ()
+        self, prompt: Prompt, params: SamplingParams | None = None, stop: str | Sequence[str] = (), adapter: str = ""
     ) -> AsyncGenerator[str]:
         """Yield the text of one completion as it is generated, in pieces of whole characters. Raises like `generate`.
 
         Starts with the first `anext`. A caller that stops early should call `aclose` (`contextlib.aclosing`); else
         the generation goes on until the iterator is garbage collected.
         """
-        asked = await asyncio.to_thread(self._model.encode, [prompt], params)
+        asked = await asyncio.to_thread(self._model.encode, [prompt], params, adapter)
         text = TextStream(self.tokenizer, stop_strings(stop))
         caller = self._open(asked)
         try:
@@ -130,10 +132,11 @@ class AsyncLLM:
         params: SamplingParams | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         stop: str | Sequence[str] = (),
+        adapter: str = "",
     ) -> Completion:
         """Answer a conversation in the model's own chat template, as `LLM.chat` does. Raises like `generate`."""
         prompt = await asyncio.to_thread(self._model.encode_chat, messages, chat_template_kwargs)
-        return (await self.generate(prompt, params, stop))[0]
+        return (await self.generate(prompt, params, stop, adapter))[0]
 
     # -- on the callers' side --------------------------------------------------------------------------------
 

@@ -47,14 +47,16 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         stop: str | Sequence[str] = (),
+        adapter: str = "",
     ) -> list[Completion]:
         """Complete all prompts, batched; one completion per prompt, in their order.
 
         prompts: texts or lists of token ids, or one of these alone. params: for all of them, or one per prompt.
-        stop: texts that end an answer, which is cut before them.
+        stop: texts that end an answer, which is cut before them. adapter: folder of a LoRA adapter that answers, with
+        `enable_lora`.
         Raises InvalidRequestError for a prompt that cannot work (none is started then), EngineError when one fails.
         """
-        asked = self._model.encode(prompts, params)
+        asked = self._model.encode(prompts, params, adapter)
         answers = Answers(len(asked), self.tokenizer, stop)
         requests, mailbox = self._open(asked)
         try:
@@ -67,7 +69,7 @@ class LLM:
         return answers.completions(requests)
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, stop: str | Sequence[str] = ()
+        self, prompt: Prompt, params: SamplingParams | None = None, stop: str | Sequence[str] = (), adapter: str = ""
     ) -> Generator[str]:
         """Yield the text of one completion as it is generated, in pieces of whole characters.
 
@@ -75,7 +77,7 @@ class LLM:
         Raises, at the first `next`, InvalidRequestError; later EngineError.
         """
         text = TextStream(self.tokenizer, stop_strings(stop))
-        requests, mailbox = self._open(self._model.encode([prompt], params))
+        requests, mailbox = self._open(self._model.encode([prompt], params, adapter))
         try:
             while not text.has_ended:
                 if piece := text.push(self._receive(mailbox)):
@@ -89,12 +91,13 @@ class LLM:
         params: SamplingParams | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         stop: str | Sequence[str] = (),
+        adapter: str = "",
     ) -> Completion:
         """Answer a conversation in the model's own chat template. Raises like `generate`.
 
         chat_template_kwargs: variables that the template knows, such as `enable_thinking`.
         """
-        return self.generate(self._model.encode_chat(messages, chat_template_kwargs), params, stop)[0]
+        return self.generate(self._model.encode_chat(messages, chat_template_kwargs), params, stop, adapter)[0]
 
     # -- taking turns at the engine --------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from engine.engine import Engine
 from engine.request import Request, RequestId, RequestOutput, SamplingParams
 
 Mailbox = TypeVar("Mailbox")
-TokensAndParams = tuple[list[int], SamplingParams]
+TokensAndParams = tuple[list[int], SamplingParams, str]  # and the reference of an adapter; empty: none
 Item = RequestOutput | Exception  # an exception ends its caller
 
 
@@ -31,8 +31,8 @@ class Mailboxes(Generic[Mailbox]):
             raise _failed(self._failure)
         requests: list[Request] = []
         try:
-            for token_ids, params in asked:
-                requests.append(self._engine.add_request(token_ids, params))
+            for token_ids, params, adapter in asked:
+                requests.append(self._engine.add_request(token_ids, params, adapter=adapter))
         except BaseException:
             self.close(requests)
             raise

@@ -16,6 +16,7 @@ from common.grammar.grammar import check_grammar
 from common.text.load import load_tokenizer
 from common.text.stop_strings import StopStringMatcher
 from common.text.tokenizer import Tokenizer
+from common.wings import require_wing
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -77,9 +78,11 @@ class OfflineModel:
         return cls(parts.engine, load_tokenizer(parts.files), parts.model_config)
 
     def encode(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[TokensAndParams]:
-        """Token ids and parameters of each prompt. Raises InvalidRequestError: numbers differ, a bad grammar."""
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None,
+        adapter: str,
+    ) -> list[TokensAndParams]:  # fmt: skip
+        """Token ids and parameters of each prompt. Raises InvalidRequestError: numbers differ, a bad grammar, no
+        adapter in that folder."""
         encoded = [self._encode(prompt) for prompt in _as_list(prompts)]
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(encoded)
@@ -87,7 +90,8 @@ class OfflineModel:
             raise InvalidRequestError(f"{len(encoded)} prompts but {len(params)} sampling parameters", "params")
         for grammar in {each.grammar for each in params if each.grammar}:
             check_grammar(grammar)
-        return list(zip(encoded, params, strict=True))
+        name = _reference(adapter) if adapter else ""
+        return [(token_ids, each, name) for token_ids, each in zip(encoded, params, strict=True)]
 
     def encode_chat(self, messages: Sequence[Message], template_kwargs: Mapping[str, Any] | None) -> list[int]:
         """Token ids of a conversation in the model's own template. Raises InvalidRequestError when it has none."""
@@ -97,6 +101,18 @@ class OfflineModel:
 
     def _encode(self, prompt: Prompt) -> list[int]:
         return self.tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)
+
+
+def _reference(folder: str) -> str:
+    """What requests call the adapter in that folder. Raises InvalidRequestError."""
+    require_wing("common.lora", "adapter")
+    from common.lora.adapter_ref import AdapterRef
+    from common.lora.modules import folder_of
+
+    try:
+        return str(AdapterRef.of(folder_of(folder)))
+    except ConfigError as error:
+        raise InvalidRequestError(str(error), "adapter") from None
 
 
 class TextStream:
