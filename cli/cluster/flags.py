@@ -51,6 +51,7 @@ INSTEAD_OF_VLLM = {
     "--data-parallel-size": "use --decode, the number of workers",
     "--quantization": "use --quant-mode",
     "--enforce-eager": "use --no-use-cuda-graph",
+    "--max-cpu-loras": "use --max-loras, the adapters in memory",
     "--swap-space": "use --preemption swap and --host-tier-gb",
     "--speculative-config": "use --num-speculative-tokens",
     "--enable-chunked-prefill": "prompts are always computed in chunks",

@@ -1,4 +1,4 @@
-"""Adapters in memory, by last use. Reads one in a thread when the first request names it, while other steps go on.
+"""Adapters in memory, by last use. Numbers of one are read in a thread when the first request names it.
 
 What a request names is an `AdapterRef`, so nothing has to be announced: an adapter that has left comes back, and a
 worker that has just started, or takes over a stream, reads it from the same folder.
