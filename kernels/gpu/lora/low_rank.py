@@ -24,7 +24,7 @@ from kernels.gpu.lora.row_tiles import BLOCK_ROWS, NOTHING, RowTiles
 class LowRankConfig(NamedTuple):
     """block_k: columns of x at a time. block_n: outputs of a program of expand."""
 
-    block_k: int = 128
+    block_k: int = 512
     block_n: int = 128
     num_warps: int = 4
     num_stages: int = 3
