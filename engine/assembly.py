@@ -93,6 +93,7 @@ def _assemble(
     policy = load_policy(config.scheduling_policy)
     files = resolve_model(config.model)
     device = resolve_device(config)
+    asked_tokens = config.max_num_batched_tokens
     config = config.resolved(device.type, is_offline)
     if device.type == "cpu" and config.num_threads:
         torch.set_num_threads(config.num_threads)
@@ -102,6 +103,11 @@ def _assemble(
 
         check_device(device)
     model_config = check_model(files, config)
+    if not model_config.is_causal:
+        require_wing("engine.bidirectional", f"{model_config.architecture} with attention to later tokens")
+        from engine.bidirectional.steps import for_whole_prompts
+
+        config = for_whole_prompts(config, model_config, asked_tokens)
     if device.type == "cuda":
         check_attention(model_config, gpu.attention_backend)
     ranks = _start_ranks(config, device, gpu)
@@ -135,6 +141,7 @@ def _assemble(
         prompt_budget=prompt_budget,
         num_stages=ranks.num_stages,
         max_replay_tokens=MAX_REPLAY_TOKENS if config.batch_invariant and device.type == "cpu" else 0,
+        cuts_prompts=model_config.is_causal,
     )
     engine = Engine(
         scheduler,
@@ -142,6 +149,7 @@ def _assemble(
         vocab_size=loaded.config.vocab_size,
         eos_token_ids=frozenset(loaded.config.eos_token_ids),
         constraints=loaded.constraints,
+        generates=model_config.is_causal,
         counting=[each for each in (balancing, speculation, prompt_budget, adapters) if each is not None],
         adapters=adapters,
     )

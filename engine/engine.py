@@ -68,11 +68,12 @@ class Engine:
         vocab_size: int,
         eos_token_ids: frozenset[int],
         constraints: Constraints | None = None,
+        generates: bool = True,
         counting: Sequence[Counting] = (),
         adapters: Adapters | None = None,
     ) -> None:
-        """constraints, adapters: the runner's. A request gets no row before its own is ready. counting: see
-        `figures`."""
+        """constraints, adapters: the runner's. A request gets no row before its own is ready. generates: else the
+        model gives vectors alone. counting: see `figures`."""
         knows_tokens = runner.max_steps_in_flight == 1 or scheduler.num_stages > 1
         assert scheduler.speculation is None or knows_tokens, "drafts follow tokens that are known"
         self.kv = scheduler.kv
@@ -84,6 +85,7 @@ class Engine:
         self._scheduler = scheduler
         self._runner = runner
         self._constraints = constraints
+        self._generates = generates
         self._adapters = adapters
         if adapters is not None:
             adapters.tell_of_changes(scheduler.kv.prefixes.announce_adapter)
@@ -110,6 +112,8 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Check and enqueue a request that nobody has yet. Raises InvalidRequestError, ContextLengthError."""
+        if not self._generates and not request.params.pooling:
+            raise InvalidRequestError("this model attends to later tokens: it gives vectors, and no text", "model")
         check_prompt(request.prompt_token_ids, request.params, self.vocab_size)
         check_output(request.output_token_ids, request.params, self.vocab_size)
         if request.params.seed is None:

@@ -88,6 +88,11 @@ class CpuRunner(ModelRunner):
         return CpuForwards(loaded.model, ranks, self._batch_invariant)
 
     def _attention(self, loaded: LoadedModel, kv_pool: Tensor, geometry: PoolGeometry) -> AttentionBackend:
+        if not loaded.config.is_causal:
+            from engine.bidirectional.attention import BidirectionalAttention
+
+            windows = loaded.config.windows[geometry.layers.start :]
+            return BidirectionalAttention(windows, loaded.model.rotary, loaded.model.local_rotary)
         if geometry.layout.has_windows:
             require_wing("engine.windows", "a model with sliding windows")
             from engine.windows.grouped_attention import GroupedAttention

@@ -48,6 +48,7 @@ def config_from_gguf(metadata: Mapping[str, Any], architecture: str, has_output_
         max_position_embeddings=int(get("context_length")),
         tie_word_embeddings=not has_output_weight,
         sliding_window=metadata.get(f"{arch}.attention.sliding_window") or None,
+        is_causal=bool(metadata.get(f"{arch}.attention.causal", True)),
         eos_token_ids=tuple(dict.fromkeys(int(token) for token in eos if token is not None)),
     )
     check_config(config)

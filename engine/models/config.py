@@ -100,10 +100,11 @@ class ModelConfig:
     """Shape and constants of a decoder with grouped-query or latent attention, and gated MLPs or experts.
 
     num_kv_heads, head_dim: as the pool has them (`with_latent`). sliding_window: tokens that layers look back, but
-    for `full_layers`; local_rope: that of such layers, if it is another one. query_scale: a factor on
-    1/sqrt(head_dim). unused_weights: beginnings of names that a checkpoint may have beyond the model. expert_slots:
-    each layer's placement of experts, if they have any, see `engine.expert_balancing.placement`. linear_bits: of a
-    weight of blocks, where they stay as a quantized checkpoint holds them; embedding and head have 16. Of a rank of a
+    for `full_layers`; local_rope: that of such layers, if it is another one. is_causal: else tokens attend to later
+    ones, too, and with a window to those nearer than it on both sides. query_scale: a factor on 1/sqrt(head_dim).
+    unused_weights: beginnings of names that a checkpoint may have beyond the model. expert_slots: each layer's
+    placement of experts, if they have any, see `engine.expert_balancing.placement`. linear_bits: of a weight of
+    blocks, where they stay as a quantized checkpoint holds them; embedding and head have 16. Of a rank of a
     tensor-parallel model: heads, intermediate sizes and vocabulary are that rank's (`shard`).
     """
 
@@ -134,6 +135,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     unused_weights: tuple[str, ...] = ()
     expert_slots: tuple[tuple[int, ...], ...] = ()
+    is_causal: bool = True
 
     @property
     def rope_dim(self) -> int:

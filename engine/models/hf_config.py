@@ -41,8 +41,6 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     activation = raw.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise UnsupportedModelError(f"activation {activation!r} is not supported (known: silu)")
-    if raw.get("is_causal") is False or raw.get("use_bidirectional_attention"):
-        raise UnsupportedModelError("attention to later tokens (use_bidirectional_attention) is not supported")
     num_heads = positive(raw, "num_attention_heads")
     hidden_size = positive(raw, "hidden_size")
     eos = raw.get("eos_token_id")
@@ -64,6 +62,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
         sliding_window=_sliding_window(raw),
         full_layers=_full_layers(raw),
         eos_token_ids=tuple(int(token) for token in eos_ids),
+        is_causal=is_causal(raw),
     )
     check_config(config)
     return config
@@ -87,6 +86,11 @@ def architecture_of(raw: Mapping[str, Any]) -> str:
     return str(names[0])
 
 
+def is_causal(raw: Mapping[str, Any]) -> bool:
+    """Whether tokens attend to earlier ones alone."""
+    return raw.get("is_causal") is not False and not raw.get("use_bidirectional_attention")
+
+
 def positive(raw: Mapping[str, Any], key: str) -> int:
     """The field. Raises ConfigError with its name."""
     value = raw.get(key)
@@ -103,7 +107,9 @@ def _sliding_window(raw: Mapping[str, Any]) -> int | None:
         return None
     if window is None or not raw.get("use_sliding_window", True):
         return None
-    return int(window)
+    if raw.get("use_bidirectional_attention"):  # of so many tokens, half before and half behind
+        return int(window) // 2 + 1
+    return int(window) + (not is_causal(raw))
 
 
 def _full_layers(raw: Mapping[str, Any]) -> tuple[int, ...]:

@@ -26,7 +26,10 @@ class Admission:
         preemption: Preemption,
         remote_kv: RemoteKv,
         max_replay_tokens: int,
+        cuts_prompts: bool,
     ) -> None:
+        """cuts_prompts: whether a prompt may be computed in several steps; else one starts where it fits whole."""
+        self._cuts_prompts = cuts_prompts
         self._queues = queues
         self._max_replay_tokens = max_replay_tokens
         self._kv = kv
@@ -44,6 +47,8 @@ class Admission:
         moved: set[Request] = set()
         while (request := self._first_in_line()) is not None and request not in moved and self._is_admitted(request):
             if request.num_pending_tokens:
+                return
+            if not self._cuts_prompts and request.num_uncomputed_tokens > budget:
                 return
             loads = request.kv_source is not None  # which takes no tokens of the step
             last = None if budget or loads else self._last_in_step(request, step)

@@ -45,9 +45,10 @@ class Scheduler:
         prompt_budget: PromptBudget | None = None,
         num_stages: int = 1,
         max_replay_tokens: int = 0,
+        cuts_prompts: bool = True,
     ) -> None:
         """num_stages: of a pipeline, among whose steps in flight the requests that decode are divided.
-        max_replay_tokens: see `Request.num_row_tokens`."""
+        max_replay_tokens: see `Request.num_row_tokens`. cuts_prompts: see `Admission`."""
         self.kv = kv
         self._max_replay_tokens = max_replay_tokens
         self.num_stages = num_stages
@@ -67,7 +68,7 @@ class Scheduler:
         )
         self.remote_kv = RemoteKv(self._queues, kv)
         self._admission = Admission(
-            self._queues, kv, self._policy, self._preemption, self.remote_kv, max_replay_tokens
+            self._queues, kv, self._policy, self._preemption, self.remote_kv, max_replay_tokens, cuts_prompts
         )
         self._num_arrived = 0
 

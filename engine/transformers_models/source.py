@@ -19,7 +19,7 @@ from engine.loader.random_weights import SEED
 from engine.loader.safetensors import weight_files
 from engine.models.config import ModelConfig
 from engine.models.families import family_of
-from engine.models.hf_config import architecture_of, read_hf_config
+from engine.models.hf_config import architecture_of, is_causal, read_hf_config
 from engine.models.model import Model, OnBlock
 from engine.models.registry import ModelFamily
 from engine.transformers_models.isolation import check_isolation
@@ -118,6 +118,8 @@ def _open(
         raise UnsupportedModelError("transformers' code runs on CPUs alone here: use --device cpu")
     if raw.get("quantization_config") or raw.get("compression_config"):
         raise UnsupportedModelError("quantized checkpoints are read by our own families alone")
+    if not is_causal(raw):
+        raise UnsupportedModelError("attention to later tokens is computed by our own families alone")
     hf_config = read_config(transformers, directory)
     architecture = architecture_of(raw)
     check_architecture(transformers, hf_config, architecture)

@@ -82,6 +82,7 @@ def plus_one(norm: Tensor) -> Tensor:
     return norm if norm.is_meta else norm.float() + 1
 
 
+@register("Gemma3TextModel", adapt_config)
 @register("Gemma3ForCausalLM", adapt_config, gguf_name="gemma3")
 def gemma3(config: ModelConfig, weights: WeightSource) -> Iterator[Part]:
     return _parts(config, weights, "")

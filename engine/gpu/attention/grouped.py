@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.gpu.attention.backend import GpuAttention, GpuInputs, GroupInputs, PrefillPlan
+from engine.gpu.attention.backend import GpuAttention, GpuInputs, GroupInputs, PrefillAttention, PrefillPlan
 from engine.gpu.attention.choose import open_attention
 from engine.gpu.attention.paged import PagedPlan
 from engine.kv.memory import kv_layout
@@ -52,7 +52,13 @@ class GroupedQueries(GpuAttention):
         config, layout = model.config, kv_layout(model.config, pool.dtype)
         has_sinks = any(isinstance(each, Attention) and each.sinks is not None for each in model.blocks)
         needs = "sliding windows" if layout.has_windows else "attention sinks" if has_sinks else ""
-        self._prefill = open_attention(wanted, pool, config.num_heads, dtype, max_tokens, needs)
+        self._prefill: PrefillAttention
+        if config.is_causal:
+            self._prefill = open_attention(wanted, pool, config.num_heads, dtype, max_tokens, needs)
+        else:
+            from engine.bidirectional.gpu_attention import BidirectionalPrefill
+
+            self._prefill = BidirectionalPrefill()
         self.name = self._prefill.name
         self._layers = layers_of(model, layout)
         self._pool = pool

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.errors import ConfigError, UnsupportedModelError
+from common.errors import ConfigError
 from tests.engine.pooling.test_vectors import assert_close, engine, expected, prompts_of, vectors
 from tests.engine.tiny_models import TINY_MODELS
 
@@ -50,12 +50,4 @@ def test_a_missing_weight_is_named_as_elsewhere(tmp_path: Path) -> None:
     path = save_body("llama", tmp_path)
     change(path, num_hidden_layers=4)
     with pytest.raises(ConfigError, match=r"missing: model\.layers\.3\."):
-        engine(str(path))
-
-
-@pytest.mark.parametrize("field", [{"is_causal": False}, {"use_bidirectional_attention": True}])
-def test_encoders_are_refused(field: dict[str, bool], tmp_path: Path) -> None:
-    path = save_body("llama", tmp_path)
-    change(path, **field)
-    with pytest.raises(UnsupportedModelError, match="attention to later tokens"):
         engine(str(path))

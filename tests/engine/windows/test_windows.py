@@ -178,7 +178,6 @@ def test_attention_backends_that_do_not_know_the_models_attention() -> None:
     ("change", "told"),
     [
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is not supported"),
-        ({"use_bidirectional_attention": True}, r"use_bidirectional_attention\) is not supported"),
         ({"hidden_activation": "gelu"}, "activation 'gelu' is not supported"),
     ],
 )

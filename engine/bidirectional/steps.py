@@ -1,0 +1,40 @@
+"""Settings of an engine whose steps compute whole prompts: every token's state depends on all others of its prompt.
+
+So nothing is cached, nothing is cut into chunks, and a step's tokens are the most that a prompt may have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from common.errors import ConfigError, UnsupportedModelError
+from engine.config import EngineConfig
+from engine.models.config import ModelConfig
+
+MAX_STEP_TOKENS = 8192  # that a long context raises a step's tokens to; more only where it is asked for
+
+
+def for_whole_prompts(config: EngineConfig, model: ModelConfig, asked_tokens: int) -> EngineConfig:
+    """The settings of such an engine. Raises ConfigError, UnsupportedModelError.
+
+    config: resolved for the device. asked_tokens: --max-num-batched-tokens as it was given; 0: it was not.
+    """
+    if model.latent is not None:
+        raise UnsupportedModelError("latent attention to later tokens (is_causal: false) is not supported")
+    if config.kv_cache_dtype != "auto":
+        raise ConfigError(
+            f"--kv-cache-dtype {config.kv_cache_dtype}: {model.architecture} caches nothing; leave it out"
+        )
+    context = model.context_length(config.max_model_len)
+    num_tokens = config.max_num_batched_tokens
+    if not asked_tokens:
+        num_tokens = max(num_tokens, min(context - 1, MAX_STEP_TOKENS))
+    longest = num_tokens + 1  # with the token that comes with a vector
+    if config.max_model_len > longest:
+        raise ConfigError(
+            f"--max-model-len {config.max_model_len}: {model.architecture} attends to later tokens, so that a prompt "
+            f"is computed in one step, of {num_tokens} tokens here: choose at most {longest}, or raise "
+            f"--max-num-batched-tokens to {config.max_model_len - 1}"
+        )
+    max_model_len = longest if context > longest else config.max_model_len
+    return replace(config, prefix_cache=False, max_num_batched_tokens=num_tokens, max_model_len=max_model_len)
