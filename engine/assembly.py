@@ -150,6 +150,7 @@ def _assemble(
         eos_token_ids=frozenset(loaded.config.eos_token_ids),
         constraints=loaded.constraints,
         generates=model_config.is_causal,
+        pooling=loaded.vector_modules.pooling if loaded.vector_modules else "",
         counting=[each for each in (balancing, speculation, prompt_budget, adapters) if each is not None],
         adapters=adapters,
     )

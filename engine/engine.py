@@ -69,11 +69,12 @@ class Engine:
         eos_token_ids: frozenset[int],
         constraints: Constraints | None = None,
         generates: bool = True,
+        pooling: str = "last",
         counting: Sequence[Counting] = (),
         adapters: Adapters | None = None,
     ) -> None:
         """constraints, adapters: the runner's. A request gets no row before its own is ready. generates: else the
-        model gives vectors alone. counting: see `figures`."""
+        model gives vectors alone. pooling: what `auto` stands for. counting: see `figures`."""
         knows_tokens = runner.max_steps_in_flight == 1 or scheduler.num_stages > 1
         assert scheduler.speculation is None or knows_tokens, "drafts follow tokens that are known"
         self.kv = scheduler.kv
@@ -86,6 +87,7 @@ class Engine:
         self._runner = runner
         self._constraints = constraints
         self._generates = generates
+        self._pooling = pooling
         self._adapters = adapters
         if adapters is not None:
             adapters.tell_of_changes(scheduler.kv.prefixes.announce_adapter)
@@ -118,6 +120,8 @@ class Engine:
         check_output(request.output_token_ids, request.params, self.vocab_size)
         if request.params.seed is None:
             request.params = replace(request.params, seed=secrets.randbits(63))
+        if request.params.pooling == "auto":
+            request.params = replace(request.params, pooling=self._pooling)
         request.eos_token_ids = self.eos_token_ids
         if request.params.grammar and self._constraints is not None:
             request.is_ready = self._constraints.readiness(request.params)

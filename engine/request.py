@@ -22,6 +22,7 @@ MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 128
 MAX_BAD_WORDS = 1024
 MAX_BIASES = 1024
+POOLINGS = ("last", "mean", "cls")  # see `engine.pooling.vectors`
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ class SamplingParams:
         require(self.seed is None or 0 <= self.seed < 1 << 64, "seed", "must fit in 64 unsigned bits")
         for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             require(value is None or 0 <= value <= MAX_LOGPROBS, name, f"must be between 0 and {MAX_LOGPROBS}")
-        require(self.pooling in ("", "last", "mean"), "pooling", "must be last or mean")
+        require(self.pooling in ("", "auto", *POOLINGS), "pooling", f"must be auto, {', '.join(POOLINGS)}")
         require(len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS, "stop_token_ids", "has too many entries")
         require(len(self.bad_words) <= MAX_BAD_WORDS, "bad_words", "has too many entries")
         require(all(self.bad_words), "bad_words", "must not hold an empty sequence")
@@ -199,7 +200,7 @@ class Request:
     def needs_whole_prompt(self) -> bool:
         """Whether the hidden states of all prompt tokens are needed, which caches do not have."""
         params = self.params
-        return (params.prompt_logprobs is not None or params.pooling == "mean") and not self.output_token_ids
+        return (params.prompt_logprobs is not None or params.pooling in ("mean", "cls")) and not self.output_token_ids
 
     @property
     def num_reusable_tokens(self) -> int:

@@ -47,6 +47,7 @@ class ModelRunner(ABC):
         self._on_work: Callable[[], object] = lambda: None
         self.hooks: dict[RequestId, LogitsHook] = {}  # per request: changes its logits, also those behind its drafts
         self._requests = RequestStates(loaded.constraints)
+        self._vector_modules = loaded.vector_modules
         self._ranks = ranks
 
     @torch.inference_mode()
@@ -71,6 +72,23 @@ class ModelRunner(ABC):
     def needs_known_tokens(self, plan: StepPlan) -> bool:
         """See Runner: hooks, and filters that read a request's own tokens."""
         return bool(self.hooks) or self._requests.needs_tokens(plan.rows)
+
+    def _read_hidden(
+        self, rows: Sequence[ScheduledRow], requests: Sequence[RequestState], hidden: Tensor,
+        end_of: Callable[[int], int], logits_of: Callable[[Tensor], Tensor], result: StepResult,
+    ) -> None:  # fmt: skip
+        """Add what rows ask of their hidden states: log-probabilities of prompt tokens, and vectors.
+
+        end_of: where a row's hidden states end. logits_of: hidden states, by all ranks together.
+        """
+        for i, (row, request) in enumerate(zip(rows, requests, strict=True)):
+            if wants_prompt_logprobs(row, request):
+                own = hidden[end_of(i) - row.num_tokens : end_of(i)]
+                result.prompt_logprobs[i] = prompt_logprobs(row, request, own, logits_of)
+        if any(request.params.pooling for request in requests):
+            from engine.pooling.vectors import add_vectors
+
+            add_vectors(rows, requests, hidden, end_of, result, self._vector_modules)
 
     def check(self) -> None:  # noqa: B027
         """See Runner: a lost device is found by the next step."""
@@ -120,21 +138,3 @@ def settle(
 def reads_hidden(row: ScheduledRow, request: RequestState) -> bool:
     """Whether more is asked of the row's hidden states than its next token."""
     return bool(request.params.pooling) or wants_prompt_logprobs(row, request)
-
-
-def read_hidden(
-    rows: Sequence[ScheduledRow], requests: Sequence[RequestState], hidden: Tensor,
-    end_of: Callable[[int], int], logits_of: Callable[[Tensor], Tensor], result: StepResult,
-) -> None:  # fmt: skip
-    """Add what rows ask of their hidden states: log-probabilities of prompt tokens, and vectors.
-
-    end_of: where a row's hidden states end. logits_of: hidden states, by all ranks together.
-    """
-    for i, (row, request) in enumerate(zip(rows, requests, strict=True)):
-        if wants_prompt_logprobs(row, request):
-            own = hidden[end_of(i) - row.num_tokens : end_of(i)]
-            result.prompt_logprobs[i] = prompt_logprobs(row, request, own, logits_of)
-    if any(request.params.pooling for request in requests):
-        from engine.pooling.vectors import add_vectors
-
-        add_vectors(rows, requests, hidden, end_of, result)

@@ -28,7 +28,7 @@ from engine.loader.load import LoadedModel
 from engine.plan import CompletedStep, PendingStep, ScheduledRow, StepPlan, StepResult
 from engine.ranks import SINGLE, RankContext, Seams
 from engine.request_states import RequestState
-from engine.runner import ModelRunner, read_hidden, sampled_queries, settle
+from engine.runner import ModelRunner, sampled_queries, settle
 from engine.sampling.sampler import Sampler
 from engine.start_progress import OnProgress, no_progress
 from engine.trial_plans import prompt_plan
@@ -137,7 +137,7 @@ class CpuRunner(ModelRunner):
         if self._ranks.pass_on(hidden):
             return result
         ends = batch.query_starts[1:]
-        read_hidden(rows, requests, hidden, ends.__getitem__, forward.logits, result)
+        self._read_hidden(rows, requests, hidden, ends.__getitem__, forward.logits, result)
         self._add_samples(forward, batch, hidden, result)
         return result
 

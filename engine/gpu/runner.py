@@ -35,7 +35,7 @@ from engine.loader.load import LoadedModel
 from engine.plan import ScheduledRow, StepPlan, StepResult
 from engine.ranks import RankContext
 from engine.request_states import RequestState
-from engine.runner import ModelRunner, read_hidden, reads_hidden, sampled_queries
+from engine.runner import ModelRunner, reads_hidden, sampled_queries
 from engine.start_progress import OnProgress, no_progress
 from engine.trial_plans import warmup_plans
 
@@ -227,7 +227,7 @@ class GpuRunner(ModelRunner):
         if self._ranks.pass_on(hidden):
             return
         if wants_all:
-            read_hidden(rows, batch.requests, hidden, lambda i: last_of[i] + 1, self._logits, step.found)
+            self._read_hidden(rows, batch.requests, hidden, lambda i: last_of[i] + 1, self._logits, step.found)
         if not sampling:
             step.waits.append(mark(self._device))  # else the host would queue chunk after chunk, and measure no time
             return

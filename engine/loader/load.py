@@ -6,6 +6,7 @@ import logging
 import time
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -46,6 +47,7 @@ class LoadedModel:
     device: torch.device
     shard: Shard = WHOLE
     constraints: Constraints | None = None  # over its tokens
+    vector_modules: Any = None  # see `engine.pooling.modules`; None: this installation gives no vectors
 
 
 def resolve_device(engine_config: EngineConfig) -> torch.device:
@@ -103,7 +105,16 @@ def load_model(
         "loaded %s (%s, %s) in %.1f s", files.name, DTYPE_NAMES[dtype], quant_mode, time.perf_counter() - started
     )
     constraints = _constraints(files, source.config.vocab_size)
-    return LoadedModel(model, source.config, name, dtype, quant_mode, device, shard, constraints)
+    vector_modules = _vector_modules(files, source.config.hidden_size, device)
+    return LoadedModel(model, source.config, name, dtype, quant_mode, device, shard, constraints, vector_modules)
+
+
+def _vector_modules(files: ModelFiles, hidden_size: int, device: torch.device) -> Any:
+    if not has_wing("engine.pooling"):
+        return None
+    from engine.pooling.modules import VectorModules, read_modules
+
+    return read_modules(files.path, hidden_size, device) if files.kind == "directory" else VectorModules()
 
 
 def _constraints(files: ModelFiles, vocab_size: int) -> Constraints | None:

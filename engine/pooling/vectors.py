@@ -2,8 +2,10 @@
 
     last    the hidden state of the prompt's last token
     mean    the mean of those of all its tokens, in float32
+    cls     the hidden state of its first token
 
-Both are of the states behind the final norm, and neither is normalized: that is the router's. A vector travels as the
+All are of the states behind the final norm, then come the layers that the model's folder has for vectors
+(`engine/pooling/modules.py`). None is normalized: that is the router's. A vector travels as the
 log-probabilities of the one token that its request samples, whose alternatives' values it is.
 """
 
@@ -15,13 +17,14 @@ import torch
 from torch import Tensor
 
 from engine.plan import ScheduledRow, StepResult
+from engine.pooling.modules import VectorModules
 from engine.request import TokenLogprobs
 from engine.request_states import RequestState
 
 
 def add_vectors(
     rows: Sequence[ScheduledRow], requests: Sequence[RequestState], hidden: Tensor,
-    end_of: Callable[[int], int], result: StepResult,
+    end_of: Callable[[int], int], result: StepResult, modules: VectorModules,
 ) -> None:  # fmt: skip
     """Take a step's hidden states (num_tokens, hidden_size), and add the vectors of prompts that end with it.
 
@@ -35,10 +38,23 @@ def add_vectors(
             # By the row's start: one that is run again, because another row of its step has failed, counts once.
             request.pooled = request.pooled or {}
             request.pooled[row.start] = hidden[end - row.num_tokens : end].sum(dim=0, dtype=torch.float32)
+        elif request.params.pooling == "cls" and not row.start:
+            request.pooled = hidden[end - row.num_tokens].to(torch.float32, copy=True)
         if request.params.pooling and row.samples:
             ended.append(i)
-            sums = request.pooled
-            vectors.append(sum(sums.values()) / row.stop if sums else hidden[end - 1].float())
+            vectors.append(_vector(request, row, hidden[end - 1]))
     if vectors:
-        for i, values in zip(ended, torch.stack(vectors).tolist(), strict=True):  # one copy from the device
+        found = modules.apply(torch.stack(vectors)).tolist()  # one copy from the device
+        for i, values in zip(ended, found, strict=True):
             result.logprobs[i].append(TokenLogprobs(0, 0.0, 0, (), tuple(values)))
+
+
+def _vector(request: RequestState, row: ScheduledRow, last: Tensor) -> Tensor:
+    """The pooled states of a prompt whose last row this is. last: that of its last token."""
+    if request.params.pooling == "mean":
+        total: Tensor = sum(request.pooled.values())
+        return total / row.stop
+    if request.params.pooling == "cls":
+        first: Tensor = request.pooled
+        return first
+    return last.float()

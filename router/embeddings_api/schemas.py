@@ -24,7 +24,7 @@ class VectorBody(Body):
     """Fields that all requests for vectors have in common."""
 
     model: Label | None = None
-    pooling: Literal["last", "mean"] | None = None
+    pooling: Literal["last", "mean", "cls"] | None = None
     user: Label | None = None
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_LABEL_CHARS)] | None = None

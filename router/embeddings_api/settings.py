@@ -10,7 +10,8 @@ from common.config import setting
 @dataclass(frozen=True)
 class PoolingSettings:
     pooling: str = setting(
-        "last",
-        "what a vector of a text is made of: its last token's hidden state, or the mean of all",
-        choices=("last", "mean"),
+        "auto",
+        "what a vector of a text is made of: its last token's hidden state, the mean of all, or the first token's; "
+        "auto: what the model's 1_Pooling says, else the last",
+        choices=("auto", "last", "mean", "cls"),
     )

@@ -30,7 +30,7 @@ def expected(name: str, prompts: Sequence[list[int]], pooling: str) -> list[Tens
     """By transformers' own last hidden states, without a cache."""
     model = TINY_MODELS[name].build()
     states = [model.model(torch.tensor([prompt])).last_hidden_state[0] for prompt in prompts]
-    return [each[-1] if pooling == "last" else each.mean(dim=0) for each in states]
+    return [{"last": each[-1], "cls": each[0], "mean": each.mean(dim=0)}[pooling] for each in states]
 
 
 def prompts_of(lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
@@ -68,7 +68,7 @@ def assert_close(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("pooling", ["last", "mean"])
+@pytest.mark.parametrize("pooling", ["last", "mean", "cls"])
 @pytest.mark.parametrize("name", MODELS)
 def test_equal_transformers(name: str, pooling: str, tmp_path: Path) -> None:
     """A batch in one step, and then in chunks that end at any place of a prompt."""
@@ -80,9 +80,9 @@ def test_equal_transformers(name: str, pooling: str, tmp_path: Path) -> None:
         assert_close(vectors(made, prompts, pooling), wanted)
 
 
-@pytest.mark.parametrize(("pooling", "num_cached"), [("last", [40, 32]), ("mean", [0, 0])])
+@pytest.mark.parametrize(("pooling", "num_cached"), [("last", [40, 32]), ("mean", [0, 0]), ("cls", [0, 0])])
 def test_a_cached_prefix_changes_nothing(pooling: str, num_cached: list[int], tmp_path: Path) -> None:
-    """`last` takes what the cache has, `mean` needs the states of the whole prompt."""
+    """`last` takes what the cache has, the others need states of tokens before that."""
     long = random_prompt(60, VOCAB_SIZE, 60)
     prompts = [long[:41] + [7] * 5, long[:33]]  # the last leaves a single token to compute
     made = engine(saved("llama", tmp_path))
@@ -149,5 +149,5 @@ def test_a_vector_has_one_token_to_travel_with(changes: dict[str, Any]) -> None:
 
 
 def test_other_poolings_are_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="pooling must be last or mean"):
-        replace(POOLED, pooling="cls")
+    with pytest.raises(InvalidRequestError, match="pooling must be auto, last, mean, cls"):
+        replace(POOLED, pooling="max")

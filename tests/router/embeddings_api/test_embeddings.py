@@ -131,7 +131,7 @@ async def test_vectors_as_they_are() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "fields", "used"),
-    [({}, {}, "last"), ({"pooling": "mean"}, {}, "mean"), ({"pooling": "mean"}, {"pooling": "last"}, "last")],
+    [({}, {}, "auto"), ({"pooling": "mean"}, {}, "mean"), ({"pooling": "mean"}, {"pooling": "last"}, "last")],
 )
 async def test_what_workers_are_asked_for(settings: dict[str, Any], fields: dict[str, Any], used: str) -> None:
     async with pooling(**settings) as c:
@@ -167,7 +167,7 @@ async def test_a_long_prompt_is_refused_or_cut() -> None:
         ("/v1/embeddings", {"input": [999_999]}, 400, "input"),
         ("/v1/embeddings", {"input": "a", "encoding_format": "hex"}, 400, "encoding_format"),
         ("/v1/embeddings", {"input": "a", "dimensions": 0}, 400, "dimensions"),
-        ("/v1/embeddings", {"input": "a", "pooling": "cls"}, 400, "pooling"),
+        ("/v1/embeddings", {"input": "a", "pooling": "max"}, 400, "pooling"),
         ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 0}, 400, "truncate_prompt_tokens"),
         ("/v1/embeddings", {"input": "a", "stream": True}, 400, "stream"),
         ("/v1/embeddings", {"input": "a", "model": "other"}, 404, None),
