@@ -29,8 +29,8 @@ VLLM: dict[str, str] = {
     "chat": f"""{_BOTH} add_generation_prompt best_of chat_template chat_template_kwargs continue_final_message
         documents echo include_reasoning mm_processor_kwargs thinking_token_budget""",
     "completions": f"{_BOTH} prompt_embeds",
-    "embeddings": "add_special_tokens cache_salt embed_dtype endianness messages normalize priority request_id "
-    "truncate_prompt_tokens",
+    "embeddings": "add_generation_prompt add_special_tokens cache_salt chat_template chat_template_kwargs "
+    "continue_final_message embed_dtype endianness messages normalize priority request_id truncate_prompt_tokens",
     "responses": "cache_salt enable_response_messages include_stop_str_in_output priority repetition_penalty "
     "request_id stop top_k",
 }

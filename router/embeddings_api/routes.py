@@ -14,7 +14,7 @@ from common.errors import ContextLengthError, InvalidRequestError
 from common.text.tokenizer import Tokenizer
 from protos import types_pb2 as pb
 from router.api.parse import parse_body
-from router.api.prompts import text_prompt, truncated
+from router.api.prompts import chat_prompt, text_prompt, truncated
 from router.api.render import RenderOptions
 from router.api.sampling import checked_ids
 from router.api.text import ChoiceText, StopRules
@@ -32,8 +32,9 @@ from router.http.routes import Routes
 from router.journal import Journal
 from router.served_model import ServedModel
 
-Input = tuple[str, str | Sequence[int]]
-"""The client's field that has it, and a text or token ids."""
+CHAT = "messages"
+Input = tuple[str, str | Sequence[int] | EmbeddingBody]
+"""The client's field that has it, and a text, token ids, or a body with messages."""
 RendererOf = Callable[[VectorRequest, RenderOptions, Tokenizer], VectorRenderer]
 
 
@@ -42,7 +43,7 @@ def add_embedding_routes(routes: Routes, gateway: Gateway) -> None:
         arrival = time.monotonic()
         with gateway.bodies.hold() as held:
             body = gateway.parse(EmbeddingBody, http, await read_json_object(http, held))
-            inputs = [("input", each) for each in body.inputs]
+            inputs = [(CHAT, body)] if body.messages else [("input", each) for each in body.inputs]
             finish = partial(shortened, dimensions=body.dimensions, normalizes=body.normalize is not False)
             renderer_of = partial(EmbeddingRenderer, is_base64=body.encoding_format == "base64")
             return await _respond(gateway, http, body, arrival, "embd", inputs, finish, renderer_of)
@@ -122,13 +123,24 @@ def _choices(
     return choices
 
 
-async def _prompt_ids(model: ServedModel, body: VectorBody, param: str, given: str | Sequence[int]) -> list[int]:
+async def _prompt_ids(
+    model: ServedModel, body: VectorBody, param: str, given: str | Sequence[int] | EmbeddingBody
+) -> list[int]:
     """Token ids of one input. Raises InvalidRequestError."""
     limits = model.limits()
     if given == "":
         raise InvalidRequestError(f"the {param} is empty", param)
     if isinstance(given, str):
         token_ids = await text_prompt(given, model.tokenizer, limits, body.add_special_tokens, param)
+    elif isinstance(given, EmbeddingBody):
+        token_ids = await chat_prompt(
+            given.messages or (),
+            model.tokenizer,
+            limits,
+            given.add_generation_prompt,
+            given.continue_final_message,
+            given.chat_template_kwargs,
+        )
     else:
         token_ids = checked_ids(given, limits.vocab_size, param)
     most = limits.max_model_len - 1  # the token that comes with a vector has a place, too

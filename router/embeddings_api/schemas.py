@@ -8,7 +8,15 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from common.errors import InvalidRequestError
-from router.api.message_schemas import MAX_LABEL_CHARS, Body, Label
+from router.api.message_schemas import (
+    MAX_LABEL_CHARS,
+    MAX_MESSAGES,
+    Body,
+    Label,
+    Message,
+    TemplateKwargs,
+    check_messages,
+)
 from router.api.schemas import TokenIdField
 
 MAX_INPUTS = 2048  # of a request, as OpenAI's API has it
@@ -39,22 +47,47 @@ class VectorBody(Body):
 
 
 class EmbeddingBody(VectorBody):
-    """POST /v1/embeddings"""
+    """POST /v1/embeddings, of inputs or, as in vLLM, of one conversation in the model's chat template."""
 
     input: Annotated[
         str
         | Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS)]
         | TokenIds
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_INPUTS)],
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_INPUTS)]
+        | None,
         Field(description=f"a text, a list of token ids, or a list of at most {MAX_INPUTS} of either; none empty"),
-    ]
+    ] = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    add_generation_prompt: bool = False
+    continue_final_message: bool = False
+    chat_template_kwargs: TemplateKwargs = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     normalize: bool | None = None
 
+    @model_validator(mode="after")
+    def _check_input(self) -> EmbeddingBody:
+        if (self.input is None) == (self.messages is None):
+            raise InvalidRequestError("give either input or messages", "input")
+        if self.messages is None:
+            for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
+                if getattr(self, name):
+                    raise InvalidRequestError(f"{name} is for messages", name)
+            return self
+        check_messages(self.messages)
+        if self.continue_final_message and self.add_generation_prompt:
+            message = "continue_final_message and add_generation_prompt exclude each other"
+            raise InvalidRequestError(message, "continue_final_message")
+        if self.add_special_tokens and "add_special_tokens" in self.model_fields_set:
+            message = "add_special_tokens: the chat template says which special tokens messages have"
+            raise InvalidRequestError(message, "add_special_tokens")
+        return self
+
     @property
     def inputs(self) -> Sequence[str | Sequence[int]]:
-        """Each of them a text or token ids."""
+        """Each of them a text or token ids; none of a conversation."""
+        if self.input is None:
+            return []
         if isinstance(self.input, str) or isinstance(self.input[0], int):
             return [self.input]
         return self.input

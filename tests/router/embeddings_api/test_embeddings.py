@@ -155,9 +155,41 @@ async def test_a_long_prompt_is_refused_or_cut() -> None:
             assert unpack_ids(submitted(c)[-1].prompt_token_ids) == kept
 
 
+async def test_a_conversation_gives_one_vector() -> None:
+    async with pooling() as c:
+        messages = [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "de"}]
+        for changes, generates, continues in (
+            ({}, False, False),
+            ({"add_generation_prompt": True}, True, False),
+            ({"continue_final_message": True}, False, True),
+        ):
+            answer = await c.http.post("/v1/embeddings", json={"messages": messages, "dimensions": 2, **changes})
+            ids = DRY_RUN.apply_chat_template(messages, None, generates, continues)
+            [item] = answer.json()["data"]
+            assert item["embedding"] == pytest.approx(wanted(ids, 2))
+            assert answer.json()["usage"]["prompt_tokens"] == len(ids)
+        await c.http.post("/v1/embeddings", json={"messages": messages, "truncate_prompt_tokens": 5})
+        whole = DRY_RUN.apply_chat_template(messages, add_generation_prompt=False)
+        assert unpack_ids(submitted(c)[-1].prompt_token_ids) == whole[-5:]
+
+
+HELLO = [{"role": "user", "content": "a"}]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "param"),
     [
+        ("/v1/embeddings", {"messages": []}, 400, "messages"),
+        ("/v1/embeddings", {"messages": HELLO, "input": "a"}, 400, "input"),
+        ("/v1/embeddings", {"messages": [{"role": "user"}]}, 400, "messages.0.content"),
+        ("/v1/embeddings", {"messages": HELLO, "add_special_tokens": True}, 400, "add_special_tokens"),
+        ("/v1/embeddings", {"input": "a", "add_generation_prompt": True}, 400, "add_generation_prompt"),
+        (
+            "/v1/embeddings",
+            {"messages": HELLO, "add_generation_prompt": True, "continue_final_message": True},
+            400,
+            "continue_final_message",
+        ),
         ("/v1/embeddings", {}, 400, "input"),
         ("/v1/embeddings", {"input": ""}, 400, "input"),
         ("/v1/embeddings", {"input": ["a", ""]}, 400, "input"),
