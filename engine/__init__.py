@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from engine.offline.async_llm import AsyncLLM as AsyncLLM
+    from engine.offline.embeddings import Embedding as Embedding
     from engine.offline.llm import LLM as LLM
     from engine.offline.text_engine import Completion as Completion
     from engine.request import SamplingParams as SamplingParams
@@ -15,6 +16,7 @@ _HOMES = {
     "LLM": "engine.offline.llm",
     "AsyncLLM": "engine.offline.async_llm",
     "Completion": "engine.offline.text_engine",
+    "Embedding": "engine.offline.embeddings",
     "SamplingParams": "engine.request",
 }
 

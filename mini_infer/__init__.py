@@ -9,9 +9,9 @@ from common.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from common.grammar import grammar
-    from engine import LLM, AsyncLLM, Completion, SamplingParams
+    from engine import LLM, AsyncLLM, Completion, Embedding, SamplingParams
 
-__all__ = ["LLM", "AsyncLLM", "Completion", "SamplingParams", "__version__", "grammar"]
+__all__ = ["LLM", "AsyncLLM", "Completion", "Embedding", "SamplingParams", "__version__", "grammar"]
 
 
 def __getattr__(name: str) -> Any:

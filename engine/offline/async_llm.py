@@ -17,6 +17,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, Self
 
 from common.errors import UnavailableError
+from engine.offline.embeddings import Embedding, Vectors, vector_params
 from engine.offline.mailboxes import Item, Mailboxes, TokensAndParams
 from engine.offline.text_engine import Answers, Completion, Message, OfflineModel, Prompt, TextStream, stop_strings
 from engine.request import Request, RequestOutput, SamplingParams
@@ -45,7 +46,7 @@ class _Caller:
 
 
 class AsyncLLM:
-    """A model that answers any number of tasks, of any event loops. See `generate`, `stream` and `chat`.
+    """A model that answers any number of tasks, of any event loops. See `generate`, `stream`, `chat` and `embed`.
 
     Model and settings are those of `LLM`. Loads the model before it returns, which takes seconds: in a program that
     serves already, `await asyncio.to_thread(AsyncLLM, model)`. Raises ConfigError with what to do.
@@ -137,6 +138,24 @@ class AsyncLLM:
         """Answer a conversation in the model's own chat template, as `LLM.chat` does. Raises like `generate`."""
         prompt = await asyncio.to_thread(self._model.encode_chat, messages, chat_template_kwargs)
         return (await self.generate(prompt, params, stop, adapter))[0]
+
+    async def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling: str = "auto",
+        normalize: bool = True,
+        dimensions: int | None = None,
+    ) -> list[Embedding]:
+        """Give the vector of each prompt, as `LLM.embed` does. Raises like `generate`."""
+        asked = await asyncio.to_thread(self._model.encode, prompts, vector_params(pooling, dimensions))
+        vectors = Vectors(len(asked), normalize, dimensions)
+        caller = self._open(asked)
+        try:
+            while vectors.num_open:
+                vectors.add(await caller.receive())
+        finally:
+            self._leave(caller)
+        return vectors.embeddings(caller.requests)
 
     # -- on the callers' side --------------------------------------------------------------------------------
 

@@ -17,13 +17,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from common.errors import EngineError
+from engine.offline.embeddings import Embedding, Vectors, vector_params
 from engine.offline.mailboxes import Item, Mailboxes, TokensAndParams
 from engine.offline.text_engine import Answers, Completion, Message, OfflineModel, Prompt, TextStream, stop_strings
 from engine.request import Request, RequestOutput, SamplingParams
 
 
 class LLM:
-    """A model that answers, from any number of threads. See `generate`, `stream` and `chat`.
+    """A model that answers, from any number of threads. See `generate`, `stream`, `chat` and `embed`.
 
     model: a directory, a .gguf file, a hub id or "dry-run"; empty: the default model. Settings are the flags of
     `serve` for engine and GPU: `LLM(model, tp=2, max_model_len=4096)`. Loads the model, which takes seconds. Raises
@@ -98,6 +99,28 @@ class LLM:
         chat_template_kwargs: variables that the template knows, such as `enable_thinking`.
         """
         return self.generate(self._model.encode_chat(messages, chat_template_kwargs), params, stop, adapter)[0]
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling: str = "auto",
+        normalize: bool = True,
+        dimensions: int | None = None,
+    ) -> list[Embedding]:
+        """Give the vector of each prompt, in their order. Raises like `generate`.
+
+        pooling: the last token's hidden state (`last`), the mean of all (`mean`), the first token's (`cls`), or what
+        the model's folder says (`auto`). dimensions: keep a vector's first numbers. normalize: these, to length 1.
+        """
+        asked = self._model.encode(prompts, vector_params(pooling, dimensions))
+        vectors = Vectors(len(asked), normalize, dimensions)
+        requests, mailbox = self._open(asked)
+        try:
+            while vectors.num_open:
+                vectors.add(self._receive(mailbox))
+        finally:
+            self._leave(requests)
+        return vectors.embeddings(requests)
 
     # -- taking turns at the engine --------------------------------------------------------------------------
 

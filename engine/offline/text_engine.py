@@ -79,7 +79,7 @@ class OfflineModel:
 
     def encode(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None,
-        adapter: str,
+        adapter: str = "",
     ) -> list[TokensAndParams]:  # fmt: skip
         """Token ids and parameters of each prompt. Raises InvalidRequestError: numbers differ, a bad grammar, no
         adapter in that folder."""
