@@ -111,6 +111,8 @@ class ChannelParser:
     def __init__(self, has_tools: bool = False) -> None:
         """has_tools: of a message to a function, the answer has its header, too, from the recipient on."""
         self._has_tools = has_tools
+        # Behind `<|start|>assistant`, with which the prompt ends, a recipient may stand.
+        self._begins = (CHANNEL, START, MESSAGE, *((f" {RECIPIENT}",) if has_tools else ()))
         self._held = ""
         self._is_header = True
         self._is_reasoning = False
@@ -132,8 +134,8 @@ class ChannelParser:
     def _read_header(self, text: str, answer: list[str]) -> str:
         """Read up to the message; return the rest. Without markers at the beginning there is no header."""
         if not self._has_begun:
-            if not text.startswith((CHANNEL, START, MESSAGE)):
-                if num_begun(text, (CHANNEL, START, MESSAGE)) == len(text):
+            if not text.startswith(self._begins):
+                if num_begun(text, self._begins) == len(text):
                     self._held = text
                     return ""
                 self._is_header = False

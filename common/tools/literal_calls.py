@@ -7,6 +7,7 @@ Sources: the chat templates of these models and of vLLM's examples, and Google's
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -63,6 +64,10 @@ class LiteralCalls:
     def markers(self) -> tuple[str, ...]:
         return markers_in(self.begin, self.quote, self.end)
 
+    @property
+    def silent(self) -> tuple[str, ...]:
+        return () if self.begin else ("<|python_start|>", "<|python_end|>")
+
     def reader(self, functions: Mapping[str, Schema], is_first: bool) -> LiteralCallReader:
         before = self.first if is_first or self.begin else self.next
         quotes = (self.quote,) if self.quote else ('"', "'")
@@ -80,7 +85,25 @@ class LiteralCalls:
         for index, (name, schema) in enumerate(schemas.items()):
             inside = self._arguments(f"value_{index}", schema, schema, rules, quoted)
             begin, end = quoted(f"{before}{name}{self.opener}"), quoted(self.closer + after)
-            rules.append(f"call_{index}: {begin} {inside} {end}")
+            rules += [f"call_{index}: {begin} inside_{index}", f"inside_{index}: {inside} {end}"]
+        return rules
+
+    def lark_unmarked(self, schemas: Mapping[str, Schema], is_parallel: bool, quoted: Quoted) -> list[str] | None:
+        if self.begin:
+            return None
+        _, *rules = self.lark(schemas, is_parallel, quoted)
+        blanks, names = r"[\s\x1c-\x1f]*", "|".join(map(re.escape, schemas))
+        first, opener = re.escape(self.first), re.escape(self.opener)
+        several = f' ("{self.next} " call)*' if is_parallel else ""
+        before, after = (f"{each}?" if each.startswith("<[") else "" for each in map(quoted, self.silent))
+        rules += [
+            f"start: {before} first{several} {quoted(self.end)} {after} | TEXT",
+            f"first: {' | '.join(f'first_{index}' for index in range(len(schemas)))}",
+            f"TEXT: /(?s:.*)/ & ~/{blanks}{first}{blanks}({names}){blanks}{opener}(?s:.*)/",
+        ]
+        # One lexeme up to the arguments: a text, which may begin so, ends where that is complete.
+        for index, name in enumerate(schemas):
+            rules.append(f"first_{index}: /[ \\n]{{0,4}}{first}{re.escape(name)}{opener}/ inside_{index}")
         return rules
 
     def _arguments(self, rule: str, schema: Schema, root: Schema, rules: list[str], quoted: Quoted) -> str:

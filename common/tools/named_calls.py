@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
+from common.errors import InvalidRequestError
 from common.grammar import grammar
 from common.tools.call_reader import CallReader
 from common.tools.tool_parser import Schema, alternatives, markers_in
@@ -28,6 +30,7 @@ class NamedCalls:
     between: str = ""
     channel: str = ""  # what a forced call has before it, and is its only one; the reader does not see it
     answer_opening: str = ""
+    silent: tuple[str, ...] = ()
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -59,6 +62,33 @@ class NamedCalls:
             newline = "\n" if self.end.startswith("`") else ""
             rules.append(f"call_{index}: {before} {quoted(newline)} arguments_{index} {quoted(newline + self.end)}")
             rules.append(f"arguments_{index}: {grammar.json_rule(schema)}")
+        return rules
+
+    def lark_unmarked(
+        self, schemas: Mapping[str, Schema], is_parallel: bool, quoted: Callable[[str], str]
+    ) -> list[str] | None:
+        """Messages in channels: texts before a call or the last text, which has its recipient in either place."""
+        if not self.channel:
+            return None
+        if not all(quoted(marker).startswith("<[") for marker in (*self.markers, *self.silent)):
+            raise InvalidRequestError("this model's messages are not told apart by special tokens", "tools")
+        channel, message, kind = quoted("<|channel|>"), quoted(self.middle), quoted("<|constrain|>")
+        rules = [
+            f'start: (preamble {quoted("<|end|><|start|>")} "assistant")* (call | final)',
+            f'preamble: {channel} "commentary" {message} TEXT',
+            f"final: {quoted(self.answer_opening)} TEXT",
+            f'content: (" "? {kind} "json" | " json")? {message}',
+            # Its calls are read from the text.
+            f"TEXT: /(?s:.*)/ & ~/(?s:.*){re.escape(self.begin)}(?s:.*)/",
+            alternatives(schemas),
+        ]
+        for index, (name, schema) in enumerate(schemas.items()):
+            recipient = json.dumps(f" {self.begin}{name}")
+            rules += [
+                f"call_{index}: header_{index} content arguments_{index}",
+                f'header_{index}: {channel} "commentary" {recipient} | {recipient} {channel} "commentary"',
+                f"arguments_{index}: {grammar.json_rule(schema)}",
+            ]
         return rules
 
 
@@ -112,5 +142,5 @@ MISTRAL_NAMED = NamedCalls("[TOOL_CALLS]", "[ARGS]")
 # What `ChannelParser` leaves of a message to a function: `<|channel|>commentary to=functions.NAME ...<|message|>`.
 HARMONY = NamedCalls(
     "to=functions.", "<|message|>", after_name=" <|constrain|>json", channel="<|channel|>commentary ",
-    answer_opening="<|channel|>final<|message|>",
+    answer_opening="<|channel|>final<|message|>", silent=("<|start|>", "<|end|>"),
 )  # fmt: skip

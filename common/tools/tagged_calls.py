@@ -56,6 +56,15 @@ class TaggedCalls:
     def separator(self) -> str:
         return ""
 
+    @property
+    def silent(self) -> tuple[str, ...]:
+        return ()
+
+    def lark_unmarked(
+        self, schemas: Mapping[str, Schema], is_parallel: bool, quoted: Callable[[str], str]
+    ) -> list[str] | None:
+        return None
+
     def reader(self, functions: Mapping[str, Schema], is_first: bool) -> TaggedCallReader:
         return TaggedCallReader(self, functions)
 

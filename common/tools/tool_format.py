@@ -84,10 +84,11 @@ def text_and_calls_grammar(
 ) -> str:
     """Return the grammar of any text in which all that begins like a call is one of these functions' calls.
 
-    Takes what `calls_grammar` takes. Raises InvalidRequestError also for a format whose calls begin like any text.
+    Takes what `calls_grammar` takes. Raises InvalidRequestError for what cannot be said.
     """
-    if not written.begin or written.answer_opening:
-        raise InvalidRequestError("this model's calls begin like any text", "tools")
+    unmarked = written.lark_unmarked(schemas, is_parallel, lambda text: _quoted(text, written, special))
+    if unmarked is not None:
+        return grammar.lark("\n".join(unmarked))
     first = written.begin if written.opening.startswith(written.begin) or not written.opening else written.opening
 
     def quoted(text: str) -> str:
@@ -113,7 +114,7 @@ def text_and_calls_grammar(
 
 def _quoted(text: str, written: ToolFormat, special: Mapping[str, int]) -> str:
     """Return Lark for a text, in which markers that are special tokens are those tokens."""
-    for marker in written.markers:
+    for marker in (*written.markers, *written.silent):
         if marker in special and marker in text:
             parts = (_quoted(part, written, special) for part in text.split(marker, 1))
             return f" <[{special[marker]}]> ".join(parts).strip()

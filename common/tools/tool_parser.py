@@ -62,6 +62,10 @@ class ToolFormat(Protocol):
     def markers(self) -> tuple[str, ...]:
         """Texts that may be special tokens of a model."""
 
+    @property
+    def silent(self) -> tuple[str, ...]:
+        """Special tokens that a grammar names, and that calls are read without."""
+
     def reader(self, functions: Mapping[str, Schema], is_first: bool) -> CallReader:
         """Return what reads a call of one of these functions; is_first: of the text."""
 
@@ -69,6 +73,14 @@ class ToolFormat(Protocol):
         """Return Lark rules, `calls` among them, of calls that follow these schemas. `quoted` writes a text.
 
         Raises InvalidRequestError for a schema that the format cannot follow.
+        """
+
+    def lark_unmarked(
+        self, schemas: Mapping[str, Schema], is_parallel: bool, quoted: Callable[[str], str]
+    ) -> list[str] | None:
+        """Return Lark rules, `start` among them, of an answer that begins with calls, or is a text without any.
+
+        None: a marker may begin calls anywhere in a text. Raises InvalidRequestError like `lark`.
         """
 
 

@@ -37,7 +37,7 @@ async def tool_use(body: ToolFields, num_choices: int, tokenizer: Tokenizer, par
     if not body.tools or body.tool_choice == "none":
         return None
     written = tool_format(tokenizer.tool_template, parser)
-    markers = {text: tokenizer.special_id_of.get(text) for text in written.markers}
+    markers = {text: tokenizer.special_id_of.get(text) for text in (*written.markers, *written.silent)}
     special = {text: token_id for text, token_id in markers.items() if token_id is not None}
     is_parallel = body.parallel_tool_calls is not False and not isinstance(body.tool_choice, NamedTool)
     return ToolUse(
@@ -46,7 +46,7 @@ async def tool_use(body: ToolFields, num_choices: int, tokenizer: Tokenizer, par
         {tool.function.name: tool.function.arguments_schema for tool in body.tools},
         is_parallel,
         is_forced(body.tool_choice),
-        frozenset(special.values()),
+        frozenset(special[text] for text in written.markers if text in special),
         await _grammar(body, num_choices, written, is_parallel, special),
     )
 

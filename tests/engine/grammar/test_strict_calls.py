@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
 
 import pytest
 
 from common.errors import InvalidRequestError
+from common.grammar import grammar
+from common.reasoning.reasoning_format import HARMONY as CHANNELS
+from common.reasoning.reasoning_format import lark_before_answer
+from common.reasoning.reasoning_parser import ChannelParser
 from common.tools.json_calls import LLAMA3_JSON, JsonCalls
-from common.tools.literal_calls import LiteralCalls
+from common.tools.literal_calls import PYTHONIC, LiteralCalls
 from common.tools.named_calls import HARMONY
 from common.tools.tagged_calls import QWEN3_CODER, TaggedCalls
 from common.tools.tool_format import FORMATS, text_and_calls_grammar
 from common.tools.tool_parser import CallDelta, ToolCallParser, ToolFormat
+from engine.assembly import assemble
+from engine.config import EngineConfig
+from engine.engine import Engine
 from engine.grammar.grammars import Grammars
+from engine.request import SamplingParams
 from tests.engine.grammar.test_tool_call_grammars import (
     ANY_OBJECT,
     DRY_RUN,
@@ -24,6 +34,7 @@ from tests.engine.grammar.test_tool_call_grammars import (
     written_by,
 )
 
+EOS = DRY_RUN.eos_token_ids[0]
 MARKED = [written for written, _ in FORMATS.values() if written.begin and written is not HARMONY]
 
 
@@ -92,6 +103,189 @@ def test_tags_of_any_object_may_be_called_as_they_like() -> None:
         assert not allows(followed, f"So <tool_call>\n<function=search>\n{inside}</function>\n</tool_call> there")
 
 
-def test_calls_that_begin_like_any_text_bind_no_text() -> None:
-    with pytest.raises(InvalidRequestError, match="begin like any text"):
-        text_and_calls_grammar(LLAMA3_JSON, SCHEMAS, True, {})
+# -- formats whose calls begin an answer without a marker ------------------------------------------------------------
+
+CALL = '{"name": "get_time", "parameters": {"zone": "CET"}}'
+JSON_TEXTS = {  # and whether an answer may begin so, and end there
+    "": (True, True),
+    "No {é} [get_time(": (True, True),
+    f"So: {CALL}": (True, True),  # calls stand at the beginning
+    '{"zone": 1, "name": "Rome", "a": "\\u00e9"}': (True, True),
+    '{"name": "get_timer"}': (True, True),
+    f"[{CALL}]": (True, True),
+    CALL: (True, True),
+    CALL.replace(" ", ""): (True, True),
+    CALL.replace("parameters", "arguments"): (True, True),
+    '\n{"type": "function", "name": "get_time",\n "parameters": {"zone": "UTC"}\n}': (True, True),
+    f"{CALL}; {CALL}": (True, True),
+    CALL[:-1]: (True, False),
+    '{"name": "get_time"': (True, False),
+    '{"name": "get_time"}': (False, False),
+    CALL.replace("CET", "EST"): (False, False),
+    CALL.replace('"CET"', "7"): (False, False),
+    f"{CALL} and": (False, False),
+    '{"zone": 1, "name": "get_time"': (False, False),
+    '{"name": "get\\u005ftime"': (False, False),
+    '{"name": "other"; {"name" : "get_time"': (False, False),
+}
+CALLED = '[get_time(zone="CET")]'
+PYTHON_TEXTS = {
+    "": (True, True),
+    f"So: {CALLED}": (True, True),
+    "[1, 2]": (True, True),
+    "[get_timer(1)]": (True, True),
+    "[get_time": (True, True),
+    CALLED: (True, True),
+    f"\n{CALLED}": (True, True),
+    '[get_time(zone="UTC"), get_weather(city="Oslo", days=7)]': (True, True),
+    '[get_time(zone="UTC")': (True, False),
+    "[get_time(": (True, False),
+    '[get_time(zone="E': (False, False),
+    "[get_time(zone=1": (False, False),
+    "[get_time()": (False, False),
+    "[get_weather(days=7": (False, False),
+    f"{CALLED} and": (False, False),
+    " [ get_time (": (False, False),
+}
+IDS = {"<|channel|>": 300, "<|message|>": 301, "<|constrain|>": 302, "<|start|>": 303, "<|end|>": 304}
+OPENING, FINAL = "<|channel|>commentary", "<|channel|>final<|message|>"
+TO_TIME, ZONE_JSON = " to=functions.get_time", '{"zone": "CET"}'
+PREAMBLE = f"{OPENING}<|message|>I look.<|end|><|start|>assistant"
+CHANNEL_TEXTS = {
+    f"{FINAL}Hello {{é}}": (True, True),
+    f"{PREAMBLE}{FINAL}": (True, True),
+    f"{PREAMBLE}{PREAMBLE}{OPENING}{TO_TIME} <|constrain|>json<|message|>{ZONE_JSON}": (True, True),
+    **{
+        f"{header}{kind}<|message|>{ZONE_JSON}": (True, True)
+        for header in (f"{OPENING}{TO_TIME}", f"{TO_TIME}{OPENING}", f"{PREAMBLE}{TO_TIME}{OPENING}")
+        for kind in ("", " <|constrain|>json", "<|constrain|>json", " json")
+    },
+    f"{OPENING}{TO_TIME}<|message|>{ZONE_JSON[:-1]}": (True, False),
+    f"{OPENING}<|message|>I look.": (True, False),
+    "Hello": (False, False),
+    f"{OPENING} to=functions.other": (False, False),
+    f"{OPENING}{TO_TIME}<|message|>" + '{"zone": "EST': (False, False),
+    f"{OPENING}{TO_TIME}<|message|>{ZONE_JSON}<|end|>": (False, False),
+    f"{FINAL}to=functions.": (False, False),  # where calls are read from
+    "<|channel|>analysis": (False, False),  # the grammar of reasoning has it
+}
+UNMARKED = [(LLAMA3_JSON, {}, JSON_TEXTS), (PYTHONIC, {}, PYTHON_TEXTS), (HARMONY, IDS, CHANNEL_TEXTS)]
+
+
+def with_markers(text: str) -> list[int]:
+    """Token ids of a text in which markers are tokens."""
+    pieces = re.split("(<[|][a-z]+[|]>)", text)
+    return [token for piece in pieces for token in ([IDS[piece]] if piece in IDS else piece.encode())]
+
+
+def text_of(token_ids: Sequence[int]) -> str:
+    markers = {token: marker.encode() for marker, token in IDS.items()}
+    return b"".join(markers.get(token) or bytes([token]) for token in token_ids if token != EOS).decode()
+
+
+def may_end(followed: str, token_ids: list[int]) -> tuple[bool, bool]:
+    """Whether an answer may begin so, and whether it may end there."""
+    words = Grammars(lambda: DRY_RUN, DRY_RUN.vocab_size).start(followed).result().allowed(token_ids)
+    return words is not None, words is not None and bool(words[EOS // 32] >> (EOS % 32) & 1)
+
+
+def calls_in(written: ToolFormat, text: str) -> list[tuple[str, str]]:
+    if written is HARMONY:
+        channels = ChannelParser(has_tools=True)
+        text = channels.push(text)[1] + channels.finish()[1]
+    return added_up(ToolCallParser(written, SCHEMAS).push(text)[1])
+
+
+@pytest.mark.parametrize(
+    ("written", "special", "text", "told"),
+    [(written, special, *each) for written, special, texts in UNMARKED for each in texts.items()],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_answer_begins_with_calls_that_follow_their_schemas_or_has_none(
+    written: ToolFormat, special: dict[str, int], text: str, told: tuple[bool, bool]
+) -> None:
+    followed = text_and_calls_grammar(written, SCHEMAS, True, special)
+    assert may_end(followed, with_markers(text)) == told
+    if told[1]:
+        assert all(follows(CallDelta(*call)) for call in calls_in(written, text))
+
+
+@pytest.mark.parametrize(
+    ("written", "one", "two"),
+    [(LLAMA3_JSON, CALL, f"{CALL}; {CALL}"), (PYTHONIC, CALLED, f"{CALLED[:-1]}, {CALLED[1:]}")],
+)
+def test_without_parallel_calls_an_answer_is_one(written: ToolFormat, one: str, two: str) -> None:
+    assert allows(text_and_calls_grammar(written, SCHEMAS, True, {}), two)
+    followed = text_and_calls_grammar(written, SCHEMAS, False, {})
+    assert allows(followed, one)
+    assert not allows(followed, two)
+
+
+@pytest.mark.parametrize(
+    ("written", "special", "call"),
+    [
+        (LLAMA3_JSON, {"<|python_tag|>": 300}, CALL),
+        (PYTHONIC, {"<|python_start|>": 300, "<|python_end|>": 301}, CALLED),
+    ],
+)
+def test_calls_may_have_their_tokens_around_them(written: ToolFormat, special: dict[str, int], call: str) -> None:
+    followed = text_and_calls_grammar(written, SCHEMAS, True, special)
+    assert may_end(followed, [300, *call.encode()]) == (True, True)
+    assert may_end(followed, [*call.encode()]) == (True, True)
+    assert may_end(followed, [*call.encode(), 301]) == ((written is PYTHONIC,) * 2)
+    assert may_end(followed, [300, *b"Hello"]) == (False, False)
+    assert may_end(followed, [*b"Hello", 300]) == (False, False)
+
+
+def test_messages_come_after_an_analysis() -> None:
+    before = lark_before_answer(CHANNELS, False, IDS, has_header=True)
+    followed = grammar.after(before, text_and_calls_grammar(HARMONY, SCHEMAS, True, IDS))
+    analysis = "<|channel|>analysis<|message|>to=functions. Hm.<|end|><|start|>assistant"
+    for text, told in CHANNEL_TEXTS.items():
+        if "analysis" not in text:
+            assert may_end(followed, with_markers(analysis + text)) == told
+            assert may_end(followed, with_markers(text)) == told
+
+
+def test_messages_that_no_special_tokens_tell_apart_bind_nothing() -> None:
+    with pytest.raises(InvalidRequestError, match="not told apart by special tokens"):
+        text_and_calls_grammar(HARMONY, SCHEMAS, True, {})
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return assemble(EngineConfig("dry-run", device="cpu", num_gpu_blocks=256, num_threads=1)).engine
+
+
+@pytest.mark.parametrize(
+    ("written", "special", "begin"),
+    [
+        (LLAMA3_JSON, {}, '{"name": "get_weather"'),
+        (PYTHONIC, {}, "[get_weather("),
+        (HARMONY, IDS, f"{PREAMBLE}{OPENING} to=functions.get_weather"),
+        (HARMONY, IDS, " to=functions.get_weather"),
+    ],
+    ids=["llama3_json", "pythonic", "openai", "openai, recipient first"],
+)
+def test_a_random_model_that_has_begun_a_call_ends_it(
+    written: ToolFormat, special: dict[str, int], begin: str, engine: Engine
+) -> None:
+    followed = text_and_calls_grammar(written, SCHEMAS, True, special)
+    started, bias = with_markers(begin), tuple((ord(blank), -9.0) for blank in " \t\n")
+    requests = [
+        engine.add_request(
+            [seed + 1],
+            SamplingParams(max_tokens=400, seed=seed, grammar=followed, logit_bias=bias),
+            output_token_ids=started,
+        )
+        for seed in range(6)
+    ]
+    while engine.has_work():
+        for output in engine.step().outputs:
+            assert output.error is None
+    for request in requests:
+        calls = calls_in(written, text_of(request.output_token_ids))
+        assert calls
+        assert request.output_token_ids[-1] == EOS
+        assert all(follows(CallDelta(*call)) for call in calls)
+    assert len({tuple(request.output_token_ids) for request in requests}) > 1

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from common.grammar.grammar import for_llguidance
+from common.model_files import resolve_model
+from common.text.load import load_tokenizer
 from common.text.tokenizer import Tokenizer
 from common.token_ids import unpack_ids
 from tests.common.tools.tool_templates import HERMES_TEMPLATE, call_text
@@ -134,6 +136,30 @@ async def test_channels_are_reasoning_calls_and_content() -> None:
         strict = [{**TOOLS[0], "function": {"name": "get_time", "strict": True}}]
         await ask(c, tools=strict)
         assert not c.decode[0].submits[-1].sampling.grammar  # advice
+
+
+async def test_strict_calls_of_channels_that_special_tokens_begin() -> None:
+    backend = load_tokenizer(resolve_model("dry-run"))._backend
+    markers = ["<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>", "<|call|>"]
+    backend.add_special_tokens(markers)
+    text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    call = " to=functions.get_time<|channel|>commentary <|constrain|>json<|message|>{}"
+    tokenizer = Tokenizer(
+        backend, bos_id=256, eos_token_ids=[257], templates={"default": HARMONY}, vocab_size=DRY_RUN.vocab_size
+    )
+    strict = [{**TOOLS[0], "function": {"name": "get_time", "strict": True}}]
+    for reply in (text + call, call):
+        script = Script(reply=backend.encode(reply, add_special_tokens=False).ids)
+        async with cluster(script=script, tokenizer=tokenizer, info={"max_model_len": 4096}) as c:
+            [choice] = (await ask(c, tools=strict)).choices
+            assert choice.message.reasoning == ("Hm." if reply is not call else None)
+            assert choice.message.content is None
+            assert [(each.function.name, each.function.arguments) for each in choice.message.tool_calls] == [
+                ("get_time", "{}")
+            ]
+            followed = c.decode[0].submits[-1].sampling.grammar
+            assert "(call | final)" in followed
+            assert "analysis" in followed
 
 
 async def test_completions_show_the_text_as_it_is() -> None:

@@ -199,8 +199,33 @@ async def test_a_strict_schema_that_cannot_be_followed_is_advice(bad: dict[str, 
         assert '%json {"type": "object", "x-guidance"' in followed
 
 
-async def test_strict_is_advice_where_calls_begin_like_any_text() -> None:
-    async with replying("hi", LLAMA3_TEMPLATE) as c:
+PYTHON_TEMPLATE = "{{ tools }}[func_name1(params_name1=params_value1)]"
+HARMONY_TEMPLATE = "{{ tools }}<|start|>assistant<|channel|>commentary to=functions.x <|message|>"
+
+
+@pytest.mark.parametrize(
+    ("template", "call"),
+    [
+        (LLAMA3_TEMPLATE, f'{{"name": "get_weather", "parameters": {ARGUMENTS}}}'),
+        (PYTHON_TEMPLATE, '[get_weather(city="Malmö 🌧")]'),
+    ],
+    ids=["llama3_json", "pythonic"],
+)
+async def test_strict_calls_that_no_marker_begins(template: str, call: str) -> None:
+    async with replying(call, template) as c:
+        for fields in ({}, {"parallel_tool_calls": False}):
+            [choice] = (await ask(c, tools=[STRICT, TIME], **fields)).choices
+            assert (choice.message.content, calls_of(choice)) == (None, [("get_weather", ARGUMENTS)])
+            followed = c.decode[0].submits[-1].sampling.grammar
+            assert "| TEXT" in followed
+            assert followed.count('"additionalProperties": false') == (template is LLAMA3_TEMPLATE)
+        await ask(c, tools=TOOLS)
+        assert not c.decode[0].submits[-1].sampling.grammar
+
+
+async def test_strict_is_advice_where_messages_have_no_special_tokens() -> None:
+    """As gpt-oss's have them; with this tokenizer they are texts like any other."""
+    async with replying("hi", HARMONY_TEMPLATE) as c:
         await ask(c, tools=[STRICT])
         assert not c.decode[0].submits[-1].sampling.grammar
 
