@@ -14,7 +14,7 @@ import torch
 from engine import LLM, SamplingParams
 from engine.scheduling.prefetches import MAX_PREFETCHES
 from tests.harness.clients import async_client
-from tests.harness.cluster import Cluster, free_ports, metric, running_cluster
+from tests.harness.cluster import SHORT_LEASES, Cluster, free_ports, metric, running_cluster
 
 CHUNK_TOKENS, BLOCK_TOKENS, NUM_PROMPT_TOKENS = 64, 16, 800
 TRANSPORT = "cuda_ipc" if torch.cuda.is_available() else "shm"
@@ -103,7 +103,7 @@ async def test_clients_that_leave_in_mid_prompt_leave_nothing_behind(cluster: Cl
 
 
 async def test_a_worker_killed_in_mid_prompt_costs_no_token(reference: LLM) -> None:
-    with running_cluster(2, 2, router_args=ALWAYS_PREFILL, role_args=CHUNKED) as cluster:
+    with running_cluster(2, 2, worker_args=SHORT_LEASES, router_args=ALWAYS_PREFILL, role_args=CHUNKED) as cluster:
         for kill in ("decode-0", "prefill-0"):
             for attempt in range(5):
                 await asyncio.to_thread(cluster.start_killed, 4)

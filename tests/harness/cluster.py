@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 200.0
+SHORT_LEASES = ("--kv-lease-seconds=2",)  # for tests that kill who holds them, and wait until nothing is left
 
 
 def save_with_tokenizer(tiny: TinyModel | HfFamily, folder: Path) -> Path:

@@ -270,7 +270,7 @@ IN_TIME: dict[str, Any] = {"max_tokens": 100_000, "seed": 1}
 
 async def test_at_the_deadline_an_answer_has_the_text_so_far() -> None:
     info = {"max_model_len": 1 << 20}
-    async with cluster(script=ENDLESS, info=info, request_timeout_seconds=3.0) as c:
+    async with cluster(script=ENDLESS, info=info, request_timeout_seconds=1.5) as c:
         answer = await c.chat(**IN_TIME, return_token_ids=True)
         assert answer.status_code == 200
         (choice,) = answer.json()["choices"]
@@ -285,7 +285,7 @@ async def test_at_the_deadline_an_answer_has_the_text_so_far() -> None:
 
 async def test_at_the_deadline_a_stream_ends_like_an_answer() -> None:
     info = {"max_model_len": 1 << 20}
-    async with cluster(script=ENDLESS, info=info, request_timeout_seconds=3.0) as c:
+    async with cluster(script=ENDLESS, info=info, request_timeout_seconds=1.5) as c:
         events = await c.events(**IN_TIME, stream_options={"include_usage": True})
         assert events[-1] == "[DONE]"
         ends = [e["choices"][0] for e in events[:-1] if e["choices"] and e["choices"][0]["finish_reason"]]

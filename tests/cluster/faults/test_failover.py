@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from engine import LLM
-from tests.harness.cluster import Cluster, running_cluster
+from tests.harness.cluster import SHORT_LEASES, Cluster, running_cluster
 from tests.harness.jobs import expected_texts, make_jobs, stream_jobs, texts
 from tests.harness.processes import children, until_gone
 from tests.harness.waiting import wait_until
@@ -19,7 +19,7 @@ NUM_REQUESTS = 100
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Cluster]:
-    with running_cluster(num_prefill=2, num_decode=2) as running:
+    with running_cluster(num_prefill=2, num_decode=2, worker_args=SHORT_LEASES) as running:
         yield running
 
 

@@ -6,13 +6,13 @@ import httpx
 import openai
 import pytest
 
-from tests.harness.cluster import running_cluster
+from tests.harness.cluster import SHORT_LEASES, running_cluster
 
 PROMPT = "a shared beginning that is long enough for several blocks " * 4
 
 
 def test_a_killed_router_comes_back_to_clean_workers_and_full_index() -> None:
-    with running_cluster() as cluster:
+    with running_cluster(worker_args=SHORT_LEASES) as cluster:
         before = cluster.ask(PROMPT, 20)
         blocks = {w["id"]: w["index"]["blocks"] for w in cluster.wait_quiet()}
         assert sum(blocks.values()) > 0

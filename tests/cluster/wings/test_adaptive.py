@@ -11,7 +11,7 @@ import pytest
 
 from engine import LLM
 from tests.harness.clients import async_client
-from tests.harness.cluster import Cluster, running_cluster
+from tests.harness.cluster import SHORT_LEASES, Cluster, running_cluster
 from tests.harness.jobs import Job, expected_texts, stream_job
 
 ENGINE = ("--model=dry-run", "--num-gpu-blocks=1024", "--num-threads=1", "--itl-objective-ms=100")
@@ -22,7 +22,9 @@ OBJECTIVES = ("--ttft-objective-ms=1000", "--itl-objective-ms=100")
 def cluster() -> Iterator[Cluster]:
     """Decode workers with few seats: what finds none is kept, and moves when prompts come."""
     seats = {"decode": ("--max-num-seqs=4",)}
-    with running_cluster(2, 2, engine_args=ENGINE, router_args=OBJECTIVES, role_args=seats) as running:
+    with running_cluster(
+        2, 2, engine_args=ENGINE, worker_args=SHORT_LEASES, router_args=OBJECTIVES, role_args=seats
+    ) as running:
         yield running
 
 
