@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -140,14 +141,13 @@ async def cluster(
     if send_buffer_bytes:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
     port = listener.getsockname()[1]
-    server = uvicorn.Server(
+    server = _Server(
         uvicorn.Config(
             create_app(gateway),
             http=protocol_for(http or HttpConfig()),
             ws="none",
             log_config=None,
             access_log=False,
-            timeout_graceful_shutdown=1,
         )
     )
     serving = asyncio.create_task(server._serve([listener]))
@@ -163,12 +163,45 @@ async def cluster(
                     await asyncio.sleep(0.005)
             yield Cluster(gateway, prefill, decode, client, openai, port, tokenizer)
     finally:
-        server.should_exit = True
+        server.end()
         await serving
         listener.close()
         for worker in (*prefill, *decode):
             if worker.server is not None:
                 await worker.kill()
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn's, without the two sleeps of 0.1 s in which that one ends."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._ends = asyncio.Event()
+
+    def end(self) -> None:
+        self.should_exit = True
+        self._ends.set()
+
+    async def main_loop(self) -> None:
+        counter = 0
+        while not await self.on_tick(counter):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ends.wait(), 0.1)
+            counter += 1
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Requests have a second to end."""
+        for server in self.servers:
+            server.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1.0):
+                while self.server_state.connections or self.server_state.tasks:
+                    await asyncio.sleep(0.002)
+        for task in self.server_state.tasks:
+            task.cancel()
+        await self.lifespan.shutdown()
 
 
 def _num_usable(gateway: Gateway) -> int:
