@@ -34,6 +34,8 @@ from engine.start_progress import OnProgress, no_progress
 from engine.trial_plans import prompt_plan
 from kvstore.layout import PoolGeometry
 
+MAX_WARMUP_TOKENS = 512  # a whole context of a model whose steps compute whole prompts would take minutes
+
 
 class Forwards(Protocol):
     """A model in the forms that its steps take."""
@@ -146,12 +148,13 @@ class CpuRunner(ModelRunner):
         return self._backend.attend(block, qkv, metadata)
 
     def warmup(self, on_progress: OnProgress = no_progress) -> None:
-        """Run a decode step and a full prefill step, so that the first request finds threads and caches ready.
+        """Run a decode step and a prefill step, so that the first request finds threads and caches ready.
 
         Uses the pool's first blocks; call it before they hold anything.
         """
         pool_tokens = self._pool.shape[0] // self._num_groups * self._block_size
-        longest = min(self._max_num_batched_tokens, pool_tokens, self._model.config.max_position_embeddings)
+        num_positions = self._model.config.max_position_embeddings
+        longest = min(self._max_num_batched_tokens, pool_tokens, num_positions, MAX_WARMUP_TOKENS)
         on_progress("warming up", None)
         for num_tokens in (1, longest):
             self.launch(prompt_plan(num_tokens, self._block_size, self._num_groups))
