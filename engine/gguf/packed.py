@@ -65,6 +65,10 @@ class PackedConversion(Conversion):
         self._parts: Mapping[str, Part] = {}
         self._on_read: Callable[[str], None] = lambda _name: None
 
+    @property
+    def leaves_attention_plain(self) -> bool:
+        return False
+
     def keep(self, skeleton: Model) -> frozenset[str]:
         """See Conversion. The embedding gets its storage, even if the output projection is the same tensor."""
         layers = [ref.layer for ref in skeleton.linears()]
