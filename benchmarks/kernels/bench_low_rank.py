@@ -23,7 +23,7 @@ from kernels.gpu.lora.row_tiles import RowTiles, tile_rows
 
 LAYERS = {"qkv": (3584, 4608), "o": (3584, 3584), "gate_up": (3584, 37888), "down": (18944, 3584)}
 COPIES = 4
-CONFIGS = [LowRankConfig(block_k) for block_k in (128, 256, 512)]
+CONFIGS = [LowRankConfig(*sizes) for sizes in ((512,), (512, 2048), (512, 1024), (256, 1024), (256, 512))]
 
 
 def pair_of(adapters: int, rank: int, k: int, n: int) -> tuple[Tensor, Tensor]:

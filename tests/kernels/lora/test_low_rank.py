@@ -13,7 +13,7 @@ from kernels.gpu.lora.row_tiles import BLOCK_ROWS, NOTHING, RowTiles, num_tiles,
 from tests.kernels.helpers import BFLOAT16_BOUND, HALF_DTYPE, relative_error
 
 NUM_SLOTS = 4
-SMALL = LowRankConfig(block_k=64, block_n=64, num_warps=1, num_stages=1)
+SMALL = LowRankConfig(block_k=32, block_n=64, num_warps=1, num_stages=1)
 
 
 def slots_of(num_rows: int, seed: int = 0) -> list[int]:
@@ -34,15 +34,16 @@ def weights(rank: int, k: int, n: int, dtype: torch.dtype, device: torch.device)
 
 @pytest.mark.parametrize("num_rows", [1, 2, 15, 70])
 @pytest.mark.parametrize(("rank", "k", "n"), [(8, 64, 48), (16, 96, 130), (48, 72, 64), (80, 64, 64)])
+@pytest.mark.parametrize("split", [0, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF_DTYPE])
 def test_equals_the_reference(
-    num_rows: int, rank: int, k: int, n: int, dtype: torch.dtype, device: torch.device
+    num_rows: int, rank: int, k: int, n: int, dtype: torch.dtype, split: int, device: torch.device
 ) -> None:
     a, b = weights(rank, k, n, dtype, device)
     x, y = torch.randn(num_rows, k, device=device).to(dtype), torch.randn(num_rows, n, device=device).to(dtype)
     slots = slots_of(num_rows, seed=num_rows)
     before, wanted = y.clone(), low_rank_reference(y, x, a, b, torch.tensor(slots, device=device))
-    add_low_rank(y, x, a, b, on(device, tile_rows(slots, NUM_SLOTS)), SMALL)
+    add_low_rank(y, x, a, b, on(device, tile_rows(slots, NUM_SLOTS)), SMALL._replace(split=split))
     assert relative_error(y, wanted) < (1e-5 if dtype == torch.float32 else BFLOAT16_BOUND)
     untouched = [row for row, slot in enumerate(slots) if slot == NOTHING]
     assert torch.equal(y[untouched], before[untouched])
