@@ -174,7 +174,9 @@ class GgufWeights(PartSource):
             return None
         first, last = (end * whole.shape[1] // self.shapes[name][1] for end in (columns.start, columns.stop))
         cut = whole[rows.start : rows.stop, first:last]
-        return replace(found, rows=functional.pad(cut, (0, 0, 0, len(rows) - len(cut))))
+        if padding := len(rows) - len(cut):
+            cut = functional.pad(cut, (0, 0, 0, padding))
+        return replace(found, rows=cut)
 
     def is_packed(self, name: str) -> bool:
         """Whether the file holds the weight as 4-bit blocks."""
