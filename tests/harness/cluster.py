@@ -13,7 +13,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
@@ -155,6 +155,11 @@ class Cluster:
         """What `GET /explain` tells of the workers that a request of one choice was on."""
         [choice] = self.get(f"/explain/{response_id}")["choices"]
         return choice["workers"]
+
+    def num_migrations(self, response_ids: Iterable[str]) -> int:
+        """How often choices of these requests went on at another worker."""
+        explained = [self.get(f"/explain/{name}")["choices"] for name in response_ids]
+        return sum(choice["migrations"] for choices in explained for choice in choices)
 
     def load_of(self, worker: str) -> dict[str, Any]:
         return next(found["load"] for found in self.get("/v1/cluster")["workers"] if found["id"] == worker)

@@ -1,16 +1,27 @@
-"""Requests of a load, what one engine answers to them, and clients that stream them."""
+"""Requests of a load, what one engine answers to them, clients that stream them, and kills in the middle of that."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import TypeVar
 
 import openai
 
 from engine import LLM, SamplingParams
 from tests.harness.clients import async_client
+from tests.harness.cluster import Cluster
+
+T = TypeVar("T")
+KILLS = 8  # on a busy machine a kill may come when most of its streams have ended
+StreamAll = Callable[[Callable[[], None]], Awaitable[tuple[T, int]]]
+"""Stream all requests at once, calling what is given when some of them are in their middle.
+
+Returns what came, and how many streams moved to another worker.
+"""
 
 
 @dataclass(frozen=True)
@@ -93,3 +104,18 @@ async def stream_jobs(
 
 def texts(answers: Sequence[tuple[str, list[str]]]) -> list[str]:
     return [text for text, _ in answers]
+
+
+async def same_after_a_kill(cluster: Cluster, num_workers: int, stream_all: StreamAll[T], least_moved: int = 1) -> T:
+    """What comes without a kill, and the same with one that moved at least so many streams.
+
+    num_workers: of the cluster, started again after a kill that came too late.
+    """
+    calm, _ = await stream_all(lambda: None)
+    for _ in range(KILLS):
+        hurt, num_moved = await stream_all(cache(cluster.kill_busiest_decode))  # however often it is called
+        assert hurt == calm
+        if num_moved >= least_moved:
+            return calm
+        await asyncio.to_thread(cluster.start_killed, num_workers)
+    raise AssertionError("every kill came too late to mean anything")

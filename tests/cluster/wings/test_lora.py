@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from tests.engine.driving import GREEDY, engine_config
 from tests.harness.adapters import shapes_of_config, write_adapter
 from tests.harness.clients import async_client
 from tests.harness.cluster import Cluster, running_cluster
+from tests.harness.jobs import same_after_a_kill
 
 pytestmark = pytest.mark.wing("engine.lora")
 SHAPES = shapes_of_config(DRY_RUN_CONFIG)
@@ -146,36 +147,24 @@ async def test_streams_go_on_after_a_decode_worker_was_killed(cluster: Cluster, 
     """Of the model and of an adapter, which the worker that goes on reads by itself."""
     models = ("poet", "dry-run", "poet", "poet", "dry-run", "poet")
 
-    async def stream_all(killed: asyncio.Event) -> tuple[list[str], int]:
+    async def stream_all(kill: Callable[[], None]) -> tuple[list[str], int]:
         """Texts, and how many of an adapter went on elsewhere."""
-        found = await asyncio.gather(*(stream(model, killed) for model in models))
-        moves = [cluster.get(f"/explain/{name}")["choices"][0]["migrations"] for _, name in found]
-        of_adapters = [count for count, model in zip(moves, models, strict=True) if model == "poet"]
-        return [text for text, _ in found], sum(of_adapters)
+        found = await asyncio.gather(*(stream(model, kill) for model in models))
+        of_adapters = {name for (_, name), model in zip(found, models, strict=True) if model == "poet"}
+        return [text for text, _ in found], cluster.num_migrations(of_adapters)
 
-    async def stream(model: str, killed: asyncio.Event) -> tuple[str, str]:
+    async def stream(model: str, kill: Callable[[], None]) -> tuple[str, str]:
         text = name = ""
         chunks = await client.completions.create(
             model=model, prompt=PROMPT, max_tokens=700, temperature=0.0, stream=True, extra_body={"ignore_eos": True}
         )
         async for chunk in chunks:
             text, name = text + "".join(choice.text for choice in chunk.choices), chunk.id
-            if len(text) > 4 and not killed.is_set():
-                killed.set()
-                cluster.kill_busiest_decode()
+            if len(text) > 4:
+                kill()
         return text, name
 
     async with async_client(cluster.url) as client:
-        nobody = asyncio.Event()
-        nobody.set()
-        calm, _ = await stream_all(nobody)
-        for text, model in zip(calm, models, strict=True):
-            assert text.startswith(expected[model].removesuffix("\ufffd"))
-        for _ in range(8):  # on a busy machine a kill may come when most of its streams have ended
-            hurt, num_moved = await stream_all(asyncio.Event())
-            assert hurt == calm
-            if num_moved:
-                break
-            await asyncio.to_thread(cluster.start_killed, 3)
-        else:
-            pytest.fail("every kill came too late to mean anything")
+        calm = await same_after_a_kill(cluster, 3, stream_all)
+    for text, model in zip(calm, models, strict=True):
+        assert text.startswith(expected[model].removesuffix("\ufffd"))

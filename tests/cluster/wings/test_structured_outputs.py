@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import openai
 import pydantic
@@ -15,6 +15,7 @@ from common.grammar import grammar
 from engine import LLM, SamplingParams
 from tests.harness.clients import async_client
 from tests.harness.cluster import Cluster, running_cluster
+from tests.harness.jobs import same_after_a_kill
 
 ROWS = {
     "type": "object",
@@ -110,7 +111,7 @@ def test_a_schema_of_the_client_is_refused_by_name(cluster: Cluster) -> None:
 async def test_every_choice_is_whole_and_the_same_after_a_decode_worker_was_killed(cluster: Cluster) -> None:
     client = async_client(cluster.url)
 
-    async def stream(number: int, ids: set[str], killed: asyncio.Event) -> list[str]:
+    async def stream(number: int, ids: set[str], kill: Callable[[], None]) -> list[str]:
         texts = [""] * 3
         chunks = await client.completions.create(
             model="dry-run", prompt=f"{number} {PROMPT}", max_tokens=700, temperature=1.0, seed=number, n=3,
@@ -120,29 +121,16 @@ async def test_every_choice_is_whole_and_the_same_after_a_decode_worker_was_kill
             ids.add(chunk.id)
             for choice in chunk.choices:
                 texts[choice.index] += choice.text
-            if min(map(len, texts)) > 4 and not killed.is_set():
-                killed.set()
-                cluster.kill_busiest_decode()
+            if min(map(len, texts)) > 4:
+                kill()
         return texts
 
-    async def stream_all(killed: asyncio.Event) -> tuple[list[list[str]], int]:
-        """Texts, and how many choices went on elsewhere."""
+    async def stream_all(kill: Callable[[], None]) -> tuple[list[list[str]], int]:
         ids: set[str] = set()
-        texts = await asyncio.gather(*(stream(number, ids, killed) for number in range(8)))
-        explained = [cluster.get(f"/explain/{request_id}")["choices"] for request_id in ids]
-        return texts, sum(choice["migrations"] for choices in explained for choice in choices)
+        texts = await asyncio.gather(*(stream(number, ids, kill) for number in range(8)))
+        return texts, cluster.num_migrations(ids)
 
     async with client:
-        nobody = asyncio.Event()
-        nobody.set()
-        calm, _ = await stream_all(nobody)
-        for _ in range(8):  # on a busy machine a kill may come when most of its streams have ended
-            hurt, num_moved = await stream_all(asyncio.Event())
-            assert hurt == calm
-            if num_moved >= 3:
-                break
-            await asyncio.to_thread(cluster.start_killed, 3)
-        else:
-            pytest.fail("every kill came too late to mean anything")
+        calm = await same_after_a_kill(cluster, 3, stream_all, least_moved=3)
     for text in (text for texts in calm for text in texts):
         assert len(json.loads(text)["rows"]) == 6

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from common.text.load import load_tokenizer
 from tests.engine.tiny_models import TinyModel
 from tests.harness.clients import async_client
 from tests.harness.cluster import Cluster, running_cluster, save_with_tokenizer
+from tests.harness.jobs import same_after_a_kill
 
 TEMPLATE = "{%- for message in messages %}[{{ message.content }}]{%- endfor %}<think>\n{# </think> #}"
 MESSAGES: Any = [{"role": "user", "content": "again and again and again"}]
@@ -93,7 +94,7 @@ async def test_tokens_are_counted_across_a_kill(cluster: Cluster) -> None:
     fields: Any = {"model": "tiny", "messages": MESSAGES, "max_tokens": 300, "temperature": 1.0, "stream": True}
     extra = {"return_token_ids": True, "thinking_token_budget": 150}
 
-    async def stream(seed: int, ids: set[str], killed: asyncio.Event) -> list[int]:
+    async def stream(seed: int, ids: set[str], kill: Callable[[], None]) -> list[int]:
         token_ids: list[int] = []
         bias = {**ENDLESS, str(END): -100}
         chunks: Any = await client.chat.completions.create(**fields, seed=seed, logit_bias=bias, extra_body=extra)
@@ -101,27 +102,15 @@ async def test_tokens_are_counted_across_a_kill(cluster: Cluster) -> None:
             ids.add(chunk.id)
             for choice in chunk.choices:
                 token_ids += getattr(choice, "token_ids", None) or ()
-            if len(token_ids) > 40 and not killed.is_set():
-                killed.set()
-                cluster.kill_busiest_decode()
+            if len(token_ids) > 40:
+                kill()
         return token_ids
 
-    async def stream_all(killed: asyncio.Event) -> tuple[list[list[int]], int]:
+    async def stream_all(kill: Callable[[], None]) -> tuple[list[list[int]], int]:
         ids: set[str] = set()
-        found = await asyncio.gather(*(stream(seed, ids, killed) for seed in range(6)))
-        explained = [cluster.get(f"/explain/{request_id}")["choices"] for request_id in ids]
-        return found, sum(choice["migrations"] for choices in explained for choice in choices)
+        found = await asyncio.gather(*(stream(seed, ids, kill) for seed in range(6)))
+        return found, cluster.num_migrations(ids)
 
     async with client:
-        nobody = asyncio.Event()
-        nobody.set()
-        calm, _ = await stream_all(nobody)
-        assert [token_ids.index(END) for token_ids in calm] == [150] * 6
-        for _ in range(8):  # on a busy machine a kill may come when most of its streams have ended
-            hurt, num_moved = await stream_all(asyncio.Event())
-            assert hurt == calm
-            if num_moved:
-                break
-            await asyncio.to_thread(cluster.start_killed, 3)
-        else:
-            pytest.fail("every kill came too late to mean anything")
+        calm = await same_after_a_kill(cluster, 3, stream_all)
+    assert [token_ids.index(END) for token_ids in calm] == [150] * 6

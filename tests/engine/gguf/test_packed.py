@@ -151,7 +151,9 @@ def test_weights_stay_in_the_mapped_file(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     write_gguf(path, TinyModel("Qwen2", WIDE).build(), "qwen2", "Q8_0")
     loaded, _ = open_model(ModelFiles("m", "gguf", path), dtype="bfloat16")
-    mapped = [line.split("-") for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(path))]
+    mapped = [
+        line.split("-") for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(path))
+    ]
     ranges = [range(int(start, 16), int(rest.split()[0], 16)) for start, rest, *_ in mapped]
     for ref in loaded.model.linears():
         assert any(ref.layer.weight.data_ptr() in addresses for addresses in ranges), ref.name
