@@ -47,7 +47,7 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None = No
     """visible: bool (num_queries, num_keys); None: all."""
     num_queries, num_heads, head_dim = q.shape
     group = num_heads // keys.shape[0]
-    # All queries that share a KV head are rows of one product: K and V repeated for each would be copied for each.
+    # All queries that share a KV head are rows of one GEMM: repeating K and V for each query head would copy them.
     rows = q.view(num_queries, -1, group, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
     mask = None if visible is None else visible.repeat(group, 1)
     # A mask on a GPU: see `attend_causally`.
@@ -66,7 +66,7 @@ class WholePrompts:
 
 
 class BidirectionalAttention:
-    """The backend of a CPU. Warm-up may bring it parts of prompts, whose outputs are nobody's."""
+    """The backend of a CPU. Warm-up may give it parts of prompts; nobody reads their outputs."""
 
     name = NAME
 

@@ -1,4 +1,4 @@
-"""The same on a GPU, as a backend for prompts: row by row, by torch's own kernels."""
+"""Bidirectional prefill attention on a GPU: prompt by prompt, by torch's scaled_dot_product_attention."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """Linear layers over blocks of a GGUF file, as the file holds them: on CPUs that `kernels/gguf` has code for.
 
-    generated tokens   weights as they are, x in 16-bit integers
-    prompts            weights unpacked to bfloat16 a few rows at a time
+    generated tokens   weights as they are, x quantized to int16
+    prompts            weights dequantized to bfloat16, a few rows at a time
     logits             as generated tokens, from and to float32
 
-Both forms compute a row alike in any number of rows. Weights stay in the mapped file: they are in memory once for all
-workers of a host, and loading reads none of them.
+Both GEMMs are batch invariant. Weights stay in the mapped file: all workers of a host share them, and loading reads
+none of them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MAX_INTEGER_ROWS = 24  # of x: more are faster in bfloat16
 
 
 def block_linear(weight: BlockWeight, bias: Tensor | None, max_rows: int) -> Linear:
-    """max_rows: of x that take the form in integers, where the weight has it; 0: all."""
+    """Return the layer over a packed weight. max_rows: of x that compute in integers, where the type can; 0: all."""
 
     def form(in_integers: bool) -> Linear:
         gemm = BlockGemm(weight, in_integers)

@@ -199,7 +199,7 @@ class GgufWeights(PartSource):
         located = self._located[name]
         blocks = self.blocks(name) if self.has_blocks(name) and self._dtype == torch.bfloat16 else None
         if blocks is not None and library() is not None:
-            weight = BlockWeight([blocks], located.shape[-1]).unpack()
+            weight = BlockWeight([blocks], located.shape[-1]).dequantize()
         else:
             weight = self._in_order(name, self._file.read(located.stored, located.rows).view(located.shape))
         if self._adds_one and name.endswith("norm.weight"):

@@ -1,27 +1,27 @@
-/* Products of a packed row of weights with 1 to 8 rows of x in 16-bit integers, for types that most files are of.
+/* Skinny GEMMs: packed rows of W times 1 to 8 rows of x in int16, for the types that most files consist of.
 
-   x is rounded to 15 bits and a sign under one scale per row, finer than bfloat16 but for numbers 128 times smaller
-   than the row's largest. Weights are taken as the integers that the file holds: `vpdpwssd` adds up integer products
-   of 32 columns, and block scales are applied to sums. So 32 weights take 6 to 10 instructions, where their numbers in
-   bfloat16 take 14: with few rows this decides the time.
+   x is quantized to int16 with one scale per row, which is finer than bfloat16 except for numbers 128 times smaller
+   than the row's largest. W stays in the integers that the file holds: `vpdpwssd` accumulates 32 columns as integers,
+   and block scales are applied to the sums. 32 weights take 6 to 10 instructions; dequantized to bfloat16 they take
+   14, and with few rows that decides the time.
 
-   A superblock's sums stay below 2^31: |q * scale| <= 32 * 128, |x| < 2^15, and each lane adds up 16 products. */
+   Accumulators of a superblock stay below 2^31: |q * scale| <= 32 * 128, |x| < 2^15, and each lane adds 16 terms. */
 
 #ifndef FEW_ROWS_H
 #define FEW_ROWS_H
 
 #include "blocks.h"
 
-/* x: rows of `columns` int16, in the order of columns; paired: of each 64 the two first quarters of each 32, then the
-   two last ones, see `paired_dot`. sums: of x over each 32 columns. */
+/* Quantized rows of x. x: (M, columns) in the order of columns. paired: the same with each 64 columns in the order in
+   which `paired_dot` reads them, 0-15, 32-47, 16-31, 48-63. sums: (M, columns / 32), of x over each block. */
 typedef struct {
     const int16_t *x, *paired;
     const float *sums;
     int columns;
 } Few;
 
-/* Rows of x, and of W, that are multiplied at a time. Two rows of W share loads of x. For one or two rows of x memory
-   decides, whose prefetching wants W in one stream. Rows of W come in blocks of which the halves are two streams. */
+/* Rows of x, and of W, in one tile. Two rows of W share the loads of x. One or two rows of x are bound by memory, and
+   the hardware prefetches W best as one stream. Rows of W come in blocks; the two of a tile are half a block apart. */
 enum { MAX_FEW = 8, MAX_ROWS = 2, BLOCK_ROWS = 16 };
 INLINE int rows_at_once(int num_x) { return num_x <= 2 ? 1 : 2; }
 INLINE float *place(float *y, int m, int r) { return y + BLOCK_ROWS * m + BLOCK_ROWS / 2 * r; }
@@ -43,8 +43,8 @@ INLINE __m512 halves(const uint8_t *a, const uint8_t *b) {
     return _mm512_permutexvar_ps(lanes, _mm512_castps128_ps512(both));
 }
 
-/* Types of 4 and 5 bits, in which bytes hold a column of the first and one of the second half of 32: two blocks at a
-   time, so that one sum holds both, and each half of its lanes has the scale of one block. */
+/* Types of 4 and 5 bits. Byte i of a block holds columns i and i + 16. Two blocks share an accumulator: each half of
+   its lanes belongs to one block and has its scale. */
 INLINE void paired_dot(int type, const uint8_t *const rows[MAX_ROWS], const Few *few, const int M, float *y) {
     const int R = rows_at_once(M);
     const int size = type == Q4_0 ? 18 : type == Q4_1 ? 20 : 22, start = size - 16;
@@ -120,7 +120,7 @@ INLINE __m512i scaled_values(int type, const uint8_t *block, const uint8_t scale
     return _mm512_mullo_epi16(_mm512_cvtepu8_epi16(q), _mm512_set1_epi16(scales[g]));
 }
 
-/* Superblocks: sums of 8 groups are integers, with the groups' scales in the weights. */
+/* K-quants: the 8 groups of a superblock are accumulated as integers, since their scales are multiplied into W. */
 INLINE void k_dot(int type, const uint8_t *const rows[MAX_ROWS], const Few *few, const int M, float *y) {
     const int R = rows_at_once(M);
     const int size = type == Q4_K ? 144 : type == Q5_K ? 176 : 210;
@@ -168,7 +168,7 @@ INLINE void dot(int type, const uint8_t *const rows[MAX_ROWS], const Few *few, c
     else paired_dot(type, rows, few, M, y);
 }
 
-/* y: see `place`. One function for each number of rows of x, so that sums stay in registers. */
+/* y: see `place`. One function for each M, so that accumulators stay in registers. */
 typedef void (*Dot)(const uint8_t *const rows[MAX_ROWS], const Few *few, float *y);
 
 #define DOT(type, M) \

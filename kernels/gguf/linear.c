@@ -1,7 +1,7 @@
 /* y = x W^T + b over weights as a GGUF file holds them, on CPUs with AVX-512, its VNNI and bfloat16 instructions.
 
-   Threads are OpenMP's, as many as torch uses: the process has one libgomp, which torch brings. A row of y has the
-   same bits whatever other rows of x there are: its products are added up in one order, and none is contracted. */
+   Threads are OpenMP's, as many as torch uses: the process has one libgomp, which torch brings. Both GEMMs are batch
+   invariant: the terms of a row of y are added in one order, and the compiler contracts none (-ffp-contract=off). */
 
 #include <stdlib.h>
 
@@ -16,7 +16,7 @@ typedef struct {
     int64_t row_bytes, count, type;
 } Segment;
 
-/* Round a row of x to int16 under one scale, which is returned. See `Few` for the two orders and the sums. */
+/* Quantize a row of x to int16 and return its scale. See `Few` for the two orders and the sums. */
 static float quantize(Input x, int64_t first, int columns, int16_t *natural, int16_t *paired, float *sums) {
     __m512 largest = _mm512_setzero_ps();
     for (int k = 0; k < columns; k += 16) largest = _mm512_max_ps(largest, _mm512_abs_ps(input16(x, first + k)));
@@ -110,14 +110,14 @@ int64_t gguf_scratch_bytes(int columns, int64_t num_x) {
     return num_x * (4 * (1 + columns / 32) + 4 * (int64_t)columns) + 128;
 }
 
-/* Whether there is the form in integers for weights of that type. */
+/* Whether `gguf_linear` can compute in integers for weights of that type. */
 int gguf_has_integers(int64_t type, int columns) {
     const int is_paired = type == Q4_0 || type == Q4_1 || type == Q5_0;
     return dots_of(type) != NULL && (!is_paired || columns % 64 == 0);
 }
 
-/* y (num_x, all rows of the segments) = x (num_x, columns) W^T + bias. in_integers: weights as they are and x rounded
-   to 16 bits; else weights rounded to bfloat16, as dequantizing does, and x, too. */
+/* y (num_x, all rows of the segments) = x (num_x, columns) W^T + bias. in_integers: W as the file holds it
+   and x quantized to int16; else W dequantized to bfloat16, and x in bfloat16. */
 void gguf_linear(const Segment *segments, int count, int columns, const void *x, int x_is_float32, int64_t num_x,
                  void *y, int64_t y_stride, int y_is_float32, const uint16_t *bias, int in_integers, void *scratch) {
     const Input input = {x, x_is_float32};
@@ -125,8 +125,8 @@ void gguf_linear(const Segment *segments, int count, int columns, const void *x,
     (in_integers ? few_rows : many_rows)(segments, count, columns, input, num_x, output, scratch);
 }
 
-/* Rows in bfloat16: out (count, columns). */
-void gguf_unpack(const Segment *segment, int columns, uint16_t *out) {
+/* Dequantize rows to bfloat16: out (count, columns). */
+void gguf_dequantize(const Segment *segment, int columns, uint16_t *out) {
     const Pairs pairs = pairs_of(segment->type);
     #pragma omp parallel
     {

@@ -52,8 +52,8 @@ class BlockWeight:
     def linear(self, x: Tensor, bias: Tensor | None, dtype: torch.dtype, in_integers: bool) -> Tensor:
         """(rows of x, num_rows) in `dtype`: bfloat16 or float32, as x (rows of x, num_columns). bias: bfloat16.
 
-        in_integers: x is rounded to 16 bits, and weights are what the file says; needs `has_integers`. Else weights
-        are rounded to bfloat16, and x, too. A row of the result does not depend on the other rows of x.
+        in_integers: x is quantized to int16, and weights are what the file says; needs `has_integers`. Else weights
+        are dequantized to bfloat16, and x is taken in it. Both are batch invariant.
         """
         assert {x.dtype, dtype} <= FLOATS, "of which the library knows"
         x = x.contiguous()
@@ -70,13 +70,13 @@ class BlockWeight:
         )  # fmt: skip
         return y
 
-    def unpack(self) -> Tensor:
+    def dequantize(self) -> Tensor:
         """(num_rows, num_columns) in bfloat16."""
         weight = torch.empty(self.num_rows, self.num_columns, dtype=torch.bfloat16)
         first = 0
         for index, part in enumerate(self.parts):
             segment = ctypes.byref(self._segments, index * ctypes.sizeof(_Segment))
-            self._library.gguf_unpack(segment, self.num_columns, _address(weight[first:]))
+            self._library.gguf_dequantize(segment, self.num_columns, _address(weight[first:]))
             first += len(part.rows)
         return weight
 

@@ -1,7 +1,7 @@
-/* Products of packed rows of weights with many rows of x, in bfloat16.
+/* GEMMs of many rows of x: W is dequantized to bfloat16, 32 rows at a time.
 
-   32 rows of W are unpacked to pairs of neighbouring columns, [pair][row], as `vdpbf16ps` takes them: each number of a
-   vector is of another row of W, so that no sum goes across lanes. They stay in a cache while all rows of x pass. */
+   They are laid out as pairs of neighbouring columns, [pair][row], as `vdpbf16ps` takes them: each lane belongs to
+   another row of W, so no sum crosses lanes. The 32 rows stay in the cache while all rows of x pass. */
 
 #ifndef MANY_ROWS_H
 #define MANY_ROWS_H
@@ -9,9 +9,9 @@
 #include "blocks.h"
 #include "output.h"
 
-enum { TILE_W = 2, TILE_X = 12 };  /* vectors of 16 rows of W, and rows of x, whose products stay in registers */
+enum { TILE_W = 2, TILE_X = 12 };  /* a tile: vectors of 16 rows of W, and rows of x */
 
-/* Rows and columns of 16 x 16 numbers of 32 bits change places. */
+/* Transpose 16 x 16 numbers of 32 bits in place. */
 static inline void transpose(__m512i of[16]) {
     __m512i made[16];
     for (int i = 0; i < 16; i += 2) {
@@ -34,7 +34,7 @@ static inline void transpose(__m512i of[16]) {
     }
 }
 
-/* Unpack up to 16 rows: out[pair * TILE_W] holds a pair of all rows. Rows that are not there are zero. */
+/* Dequantize up to 16 rows: out[pair * TILE_W] holds one pair of columns of all rows. Missing rows are zero. */
 #define PAIRS(name)                                                                                               \
     static void name##_pairs(const uint8_t *rows, int64_t row_bytes, int count, int groups, __m512i *out) {       \
         for (int g = 0; g < groups; g++, out += 16 * TILE_W) {                                                    \
@@ -66,7 +66,7 @@ static Pairs pairs_of(int64_t type) {
     }
 }
 
-/* Products of `count` rows of W in pairs with M of x. m, n: where y begins. */
+/* One tile: `count` rows of W in pairs times M rows of x. m, n: where the tile begins in y. */
 INLINE void tile(const __m512i *w, const uint16_t *x, int columns, const int M, Output y, int64_t m, int64_t n, int count) {
     __m512 sums[TILE_X][TILE_W];
     for (int i = 0; i < M; i++)
@@ -80,7 +80,7 @@ INLINE void tile(const __m512i *w, const uint16_t *x, int columns, const int M, 
         for (int i = 0; i < M; i++) put16(y, m + i, n + 16 * j, count - 16 * j, sums[i][j]);
 }
 
-/* One function for each number of rows of x, so that sums stay in registers. */
+/* One function for each M, so that accumulators stay in registers. */
 #define TILE(M)                                                                                                         \
     static void tile_##M(const __m512i *w, const uint16_t *x, int columns, Output y, int64_t m, int64_t n, int count) { \
         tile(w, x, columns, M, y, m, n, count);                                                                         \

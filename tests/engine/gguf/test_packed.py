@@ -53,10 +53,10 @@ def within(found: torch.Tensor, exact: torch.Tensor, most: float) -> bool:
 
 @needs_library
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_weights_are_unpacked_to_the_bit(kind: GGMLQuantizationType) -> None:
+def test_weights_are_dequantized_to_the_bit(kind: GGMLQuantizationType) -> None:
     blocks, exact = random_blocks(kind, 37, 512)
     assert GGML_QUANT_SIZES[kind][0] == BLOCK_COLUMNS[kind]
-    assert torch.equal(BlockWeight([blocks], 512).unpack(), exact.bfloat16())
+    assert torch.equal(BlockWeight([blocks], 512).dequantize(), exact.bfloat16())
 
 
 @needs_library
