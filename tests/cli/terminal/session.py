@@ -64,13 +64,22 @@ class Session:
         self.screen.columns = columns
         fcntl.ioctl(self._ours, termios.TIOCSWINSZ, struct.pack("HHHH", NUM_ROWS, columns, 0, 0))
 
-    def suspend_and_continue(self) -> None:
-        """Ctrl-Z and `fg`, where the shell between them sets a mode with echo."""
+    def suspend_and_continue(self, is_waiting: bool = True) -> None:
+        """Ctrl-Z and `fg`, where the shell between them sets a mode with echo.
+
+        Args:
+            is_waiting: The program sits in a system call, which the signal ends. Otherwise the signal may come just
+                before such a call, after the interpreter's last look for signals: its handler runs when the call
+                returns, and a second signal ends the call.
+        """
         os.kill(self.process.pid, signal.SIGSTOP)
         mode = self.mode
         mode[3] |= termios.ECHO | termios.ICANON
         termios.tcsetattr(self._theirs, termios.TCSANOW, mode)
         os.kill(self.process.pid, signal.SIGCONT)
+        if not is_waiting:
+            self._read(0.5)
+            os.kill(self.process.pid, signal.SIGCONT)
         self.wait_for(lambda: not self.mode[3] & termios.ECHO)
 
     def type(self, keys: str) -> None:

@@ -59,7 +59,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(server, tmp_path):
             session.suspend_and_continue()
         say(server, "one two thr")
         session.wait_for("one two")
-        session.suspend_and_continue()
+        session.suspend_and_continue(is_waiting=False)
         session.type("kept" + CTRL_C + CTRL_C)
         session.wait_for("(stopped)")
         assert "one two thr\n(stopped)" in session.screen.text
