@@ -1,14 +1,15 @@
 """Decode with and without drafts, in turn, and how many drafts are accepted.
 
-    python -m benchmarks.speculation --drafts 3,7 --streams 1 --rounds 5
+    python -m benchmarks.speculation --methods ngram,suffix --streams 1 --rounds 5
+    python -m benchmarks.speculation --model FILE.gguf --methods ngram,draft:SMALLER.gguf --kinds edit
     python -m benchmarks.speculation --device cuda --model benchmarks/configs/qwen2.5-7b --load-format dummy
-        --kv-cache-gb 4 --drafts 3 --streams 8 --accuracy 0.7
+        --kv-cache-gb 4 --drafts 3 --streams 8 --accuracy 0.7 --no-adaptive-drafts
 
-The model answers two kinds of questions greedily: to repeat a text, and to write one of its own. With --accuracy
-prompts are random, as weights may be, and the drafter knows the answer: each draft is right with that probability.
-It tells what drafts cost, and what they bring to whoever accepts so many. Each round goes through all numbers of
-drafts, one after the other, so that a busy machine slows all of them. What counts is the median of the rounds'
-ratios. The time of prompts is not counted.
+The model answers three kinds of questions greedily: to repeat a text, to change a program, and to write something of
+its own; `random` has prompts of random tokens. With --accuracy prompts are random, as weights may be, and the drafter
+knows the answer: each draft is right with that probability. It tells what drafts cost, and what they bring to whoever
+accepts so many. Each round goes through all methods, one after the other, so that a busy machine slows all of them.
+What counts is the median of the rounds' ratios. The time of prompts is not counted.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from benchmarks import harness
@@ -29,10 +29,40 @@ from common.text.load import load_tokenizer
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.speculation.drafter import Drafter, Proposal
+from engine.speculation.from_tokens import FromTokens
 from engine.speculation.metrics import METRICS
-from engine.speculation.proposer import FromTokens
 
-DRAFTED, ACCEPTED = (metric.name for metric in METRICS)
+_, DRAFTED, ACCEPTED, _ = (metric.name for metric in METRICS)
+PROGRAM = '''class Account:
+    """A bank account."""
+
+    def __init__(self, owner, balance=0):
+        self.owner = owner
+        self.balance = balance
+        self.history = []
+
+    def deposit(self, amount):
+        if amount <= 0:
+            raise ValueError("amount must be positive")
+        self.balance += amount
+        self.history.append(("deposit", amount))
+
+    def withdraw(self, amount):
+        if amount > self.balance:
+            raise ValueError("not enough money")
+        self.balance -= amount
+        self.history.append(("withdraw", amount))
+
+    def statement(self):
+        lines = [f"{kind}: {amount}" for kind, amount in self.history]
+        return "\\n".join(lines)
+'''
+EDITS = (
+    "Rename the attribute `history` to `entries`.",
+    "Add type annotations to all methods.",
+    "Rename the class to `BankAccount`, and its method `statement` to `report`.",
+)
 TEXTS = (
     "The harbour of the old town is small. Every morning the fishing boats leave before the sun is up, and every "
     "evening they come back with nets full of herring, cod and mackerel. The people of the town buy the fish on the "
@@ -46,6 +76,7 @@ TEXTS = (
 )
 QUESTIONS = {
     "repeat": [f"Repeat this text:\n{text}" for text in TEXTS],
+    "edit": [f"{edit} Answer with the whole program alone.\n\n```python\n{PROGRAM}```" for edit in EDITS],
     "write": [
         "Tell me a story about a fox and a bear in the forest.",
         "List ten facts about the ocean.",
@@ -70,7 +101,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.speculation", description=__doc__.splitlines()[0])
     add_arguments(parser, EngineConfig)
     parser.set_defaults(device="cpu", prefix_cache=False)
-    parser.add_argument("--drafts", type=harness.int_list, default=[3, 7], help="--num-speculative-tokens: 3,7")
+    parser.add_argument("--methods", default="ngram", help="of --speculative, separated by commas")
+    parser.add_argument("--drafts", type=harness.int_list, default=[0], help="of --num-speculative-tokens: 3,7")
+    parser.add_argument("--kinds", default="repeat,edit,write", help="of questions: repeat, edit, write, random")
     parser.add_argument("--streams", type=int, default=1, help="at once")
     parser.add_argument("--accuracy", type=float, help="of a drafter that knows the answer: 0 to 1")
     parser.add_argument("--input", type=int, default=1024, help="random tokens, with --accuracy")
@@ -81,26 +114,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     clock = harness.choose_clock(options)
     config = from_namespace(EngineConfig, options)
-    drafts: dict[int, dict[str, Any]] = {count: {"num_speculative_tokens": count} for count in (0, *options.drafts)}
-    engines = {count: assemble(replace(config, **settings)) for count, settings in drafts.items()}
-    if options.accuracy is not None:
-        kinds = {"random": random_prompts(options, engines[0].engine.vocab_size)}
-    else:
-        kinds = prompts_of_questions(config)
-    for kind, prompts in kinds.items():
-        figures = {count: Figures() for count in engines}
+    variants: dict[tuple[str, int], dict[str, Any]] = {("", 0): {}} | {
+        (method, count): {"speculative": method, "num_speculative_tokens": count}
+        for method in options.methods.split(",")
+        for count in options.drafts
+    }
+    engines = {variant: assemble(replace(config, **settings)) for variant, settings in variants.items()}
+    plain = engines["", 0].engine
+    for kind in ["random"] if options.accuracy is not None else options.kinds.split(","):
+        prompts = random_prompts(options, plain.vocab_size) if kind == "random" else asked_by(config, kind)
+        figures = {variant: Figures() for variant in engines}
         for round_number in range(-1, options.rounds):  # the first one warms up
             asked = [prompts[(round_number + stream) % len(prompts)] for stream in range(options.streams)]
             answers: list[list[int]] = []  # of the engine without drafts, which comes first
-            for count, parts in engines.items():
-                found = figures[count] if round_number >= 0 else Figures()
-                if options.accuracy is not None and count:
-                    knowing = partial(Knowing, answers, options.accuracy)
-                    parts.runner.propose_with(FromTokens(knowing, count))
+            for variant, parts in engines.items():
+                found = figures[variant] if round_number >= 0 else Figures()
+                if options.accuracy is not None and variant[1]:
+                    knowing = Knowing(answers, options.accuracy)
+                    parts.runner.propose_with(FromTokens(knowing.another, variant[1], 1))
                 sequences = run(parts.engine, asked, options.output, clock, found)
                 answers = answers or sequences
-        for count, found in figures.items():
-            report(kind, count, found, figures[0], options)
+        for (method, count), found in figures.items():
+            report(kind, f"{method} {count or ''}".strip(), found, figures["", 0], options)
     return 0
 
 
@@ -109,16 +144,15 @@ def random_prompts(options: argparse.Namespace, vocab_size: int) -> list[list[in
     return [harness.random_prompt(rng, vocab_size, options.input) for _ in range(max(options.streams, 3))]
 
 
-def prompts_of_questions(config: EngineConfig) -> dict[str, list[list[int]]]:
+def asked_by(config: EngineConfig, kind: str) -> list[list[int]]:
     tokenizer = load_tokenizer(resolve_model(config.model))
+    return [
+        tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
+        for text in QUESTIONS[kind]
+    ]
 
-    def asked(text: str) -> list[int]:
-        return tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
 
-    return {kind: [asked(text) for text in questions] for kind, questions in QUESTIONS.items()}
-
-
-class Knowing:
+class Knowing(Drafter):
     """Drafts from whole answers, prompts included, and errs at each token with a probability."""
 
     def __init__(self, answers: Sequence[list[int]], accuracy: float) -> None:
@@ -127,13 +161,17 @@ class Knowing:
         self._random = random.Random(len(answers))
         self._answer: list[int] = []
 
-    def propose(self, token_ids: list[int], max_tokens: int) -> list[int]:
+    def another(self, _request: object) -> Knowing:
+        return Knowing(self._answers, self._accuracy)
+
+    def propose(self, token_ids: list[int], max_tokens: int) -> Proposal:
         """See Drafter. Wrong ones when the sequence is no known one any more, after a near tie."""
         size = len(token_ids)
         if self._answer[:size] != token_ids:
             self._answer = next((answer for answer in self._answers if answer[:size] == token_ids), [])
         known = self._answer[size : size + max_tokens] or [0] * max_tokens
-        return [token if self._random.random() < self._accuracy else 0 for token in known]
+        drafts = [token if self._random.random() < self._accuracy else 0 for token in known]
+        return Proposal(drafts, [0] * len(drafts))
 
 
 def run(
@@ -157,12 +195,12 @@ def run(
     return [request.prompt_token_ids + request.output_token_ids for request in requests]
 
 
-def report(kind: str, num_drafts: int, found: Figures, plain: Figures, options: argparse.Namespace) -> None:
+def report(kind: str, method: str, found: Figures, plain: Figures, options: argparse.Namespace) -> None:
     ratios = [speed / other for speed, other in zip(found.speeds, plain.speeds, strict=True)]
     equal = sum(answer == other for answer, other in zip(found.answers, plain.answers, strict=True))
     figures = {
         "what": kind,
-        "drafts": num_drafts,
+        "drafts": method or "none",
         "streams": options.streams,
         "tok_s": round(statistics.median(found.speeds), 1),
         "ratio": round(statistics.median(ratios), 2),

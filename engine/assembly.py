@@ -129,7 +129,7 @@ def _assemble(
     runner.warmup(on_progress)
     if tokens is not None:
         tokens.exception()  # wait: nothing stalls the first streams; a model without a tokenizer takes no grammars
-    speculation, prompt_budget = _speculation(config, device, runner), _prompt_budget(config)
+    speculation, prompt_budget = _speculation(config, loaded, runner), _prompt_budget(config)
     scheduler = Scheduler(
         make_kv_manager(geometry, config, host_tier),
         max_num_seqs=config.max_num_seqs,
@@ -259,12 +259,12 @@ def _prompt_budget(config: EngineConfig) -> PromptBudget | None:
     return budget_for(config)
 
 
-def _speculation(config: EngineConfig, device: torch.device, runner: Any) -> Speculation | None:
+def _speculation(config: EngineConfig, loaded: LoadedModel, runner: Any) -> Speculation | None:
     if not has_wing("engine.speculation"):
         return None
     from engine.speculation.proposer import open_speculation
 
-    return open_speculation(config, runner, device.type == "cuda")
+    return open_speculation(config, runner, loaded.config.vocab_size, loaded.device.type == "cuda")
 
 
 def _make_runner(

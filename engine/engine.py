@@ -94,6 +94,7 @@ class Engine:
         self.counting = counting
         self._in_flight: deque[tuple[ScheduledStep, PendingStep, float]] = deque()  # when each was launched
         self._budget = scheduler.prompt_budget
+        self._learners = [each for each in (scheduler.prompt_budget, scheduler.speculation) if each is not None]
         self._last_end = 0.0
         self._names = itertools.count()
 
@@ -236,7 +237,7 @@ class Engine:
             merged.logprobs += result.logprobs
             merged.prompt_logprobs += result.prompt_logprobs
             merged.errors.update((index, message) for message in result.errors.values())
-            merged.draft_token_ids.update((index, drafts) for drafts in result.draft_token_ids.values())
+            merged.drafts.update((index, drafts) for drafts in result.drafts.values())
         return merged
 
     def _stats_of(self, plan: StepPlan, began: float) -> StepStats:
@@ -244,6 +245,7 @@ class Engine:
         began, self._last_end = max(began, self._last_end), now
         seconds, size = now - began, StepSize.of(plan.rows)
         is_like_others = plan.placed is None  # else ranks exchanged experts first
-        if self._budget is not None and is_like_others:
-            self._budget.observe(size, seconds)
+        if is_like_others:
+            for learner in self._learners:
+                learner.observe(size, seconds)
         return StepStats(size.num_prompt_tokens, size.num_decode_tokens, seconds, size.context, size.pairs)

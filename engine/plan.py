@@ -13,7 +13,7 @@ from typing import Protocol
 import msgspec
 
 from common.step_times import num_pairs
-from engine.request import RequestId, SamplingParams, TokenId, TokenLogprobs
+from engine.request import Drafts, RequestId, SamplingParams, TokenId, TokenLogprobs
 from kvstore.types import BlockId, HostSlot
 
 
@@ -27,6 +27,7 @@ class NewRequest(msgspec.Struct, gc=False):
     eos_token_ids: frozenset[TokenId] = frozenset()
     prefill_only: bool = False  # it ends with the token behind its prompt
     adapter: str = ""  # of the model, whose weights its rows are computed with; empty: the model itself
+    cache_salt: str = ""  # nothing of its text may be told to requests with another one
 
 
 class ScheduledRow(msgspec.Struct, gc=False):
@@ -106,7 +107,7 @@ class StepResult:
       were accepted, and the one after those.
     logprobs: one entry per sampled token when the request asks for them, else empty.
     prompt_logprobs: entries for prompt positions start + 1 .. start + num_tokens that lie in the prompt.
-    draft_token_ids: row index -> what a proposer drafts for the positions after the row's tokens.
+    drafts: by row index, for the positions after the row's tokens.
     errors: row index -> message; such a row has no tokens and its request fails alone.
     """
 
@@ -114,7 +115,7 @@ class StepResult:
     logprobs: list[list[TokenLogprobs]]
     prompt_logprobs: list[list[TokenLogprobs]]
     errors: dict[int, str] = field(default_factory=dict)
-    draft_token_ids: dict[int, list[TokenId]] = field(default_factory=dict)
+    drafts: dict[int, Drafts] = field(default_factory=dict)
 
     @classmethod
     def of_rows(cls, num_rows: int) -> StepResult:
@@ -129,8 +130,8 @@ class StepResult:
             self.prompt_logprobs[index] = part.prompt_logprobs[own]
             if own in part.errors:
                 self.errors[index] = part.errors[own]
-            if own in part.draft_token_ids:
-                self.draft_token_ids[index] = part.draft_token_ids[own]
+            if own in part.drafts:
+                self.drafts[index] = part.drafts[own]
 
 
 class PendingStep(Protocol):

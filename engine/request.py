@@ -6,7 +6,7 @@ plan into a `StepResult`; `Scheduler.update` applies it and reports `RequestOutp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from math import inf
@@ -22,6 +22,7 @@ MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 128
 MAX_BAD_WORDS = 1024
 MAX_BIASES = 1024
+MAX_SPECULATIVE_TOKENS = 64
 POOLINGS = ("last", "mean", "cls")  # see `engine.pooling.vectors`
 
 
@@ -50,6 +51,7 @@ class SamplingParams:
     grammar: str = ""  # that the output must follow, see `common.grammar.grammar`; its end is the output's
     logprobs: int | None = None  # number of alternatives; None: no logprobs
     prompt_logprobs: int | None = None
+    num_speculative_tokens: int | None = None  # most drafts in a row; 0: none; None: the engine's
     pooling: str = ""  # a vector of the prompt in place of its token's log-probabilities, see `engine.pooling`
 
     def __post_init__(self) -> None:
@@ -69,6 +71,10 @@ class SamplingParams:
         require(self.seed is None or 0 <= self.seed < 1 << 64, "seed", "must fit in 64 unsigned bits")
         for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             require(value is None or 0 <= value <= MAX_LOGPROBS, name, f"must be between 0 and {MAX_LOGPROBS}")
+        require(
+            self.num_speculative_tokens is None or 0 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS,
+            "num_speculative_tokens", f"must be between 0 and {MAX_SPECULATIVE_TOKENS}",
+        )  # fmt: skip
         require(self.pooling in ("", "auto", *POOLINGS), "pooling", f"must be auto, {', '.join(POOLINGS)}")
         require(len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS, "stop_token_ids", "has too many entries")
         require(len(self.bad_words) <= MAX_BAD_WORDS, "bad_words", "has too many entries")
@@ -104,6 +110,17 @@ class TokenLogprobs:
     rank: int  # 1: the most likely token
     top_token_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """Tokens that a proposer expects at the positions after those that are known.
+
+    acceptance: of each token, the probability that it is accepted if those before it are.
+    """
+
+    token_ids: list[TokenId]
+    acceptance: list[float]
 
 
 class FinishReason(Enum):
@@ -160,7 +177,7 @@ class Request:
     kv_source: object | None = None  # where a peer keeps the prompt's KV; opaque to the scheduler
     num_source_tokens: int = 0  # prompt tokens whose KV the source has
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # collected until the first token
-    draft_token_ids: Sequence[TokenId] = ()  # proposed for the positions after the last known token
+    drafts: Drafts | None = None  # for the positions after the last known token
     is_ready: Callable[[], bool] | None = None  # false: no row yet, its grammar is being compiled
 
     @property

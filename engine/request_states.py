@@ -23,6 +23,7 @@ class RequestState:
     eos_token_ids: frozenset[TokenId] = frozenset()
     prefill_only: bool = False
     adapter: str = ""
+    cache_salt: str = ""
     block_ids: list[BlockId] = field(default_factory=list)
     constraint: Constraint | None = None  # on its output
     refusal: str = ""  # why no token is allowed
@@ -71,7 +72,7 @@ class RequestStates:
         for new in plan.new:
             state = states[new.request_id] = RequestState(
                 new.request_id, list(new.token_ids), new.num_prompt_tokens, new.params, new.eos_token_ids,
-                new.prefill_only, new.adapter,
+                new.prefill_only, new.adapter, new.cache_salt,
             )  # fmt: skip
             if new.params.grammar and self._constraints is not None:
                 state.constraint = self._constraints.start(new.params)

@@ -29,10 +29,13 @@ class Proposer:
     """Proposes drafts when a step has been sampled. This one has no idea."""
 
     def propose(self, found: StepResult, sampled: Sequence[Sampled], hidden: Tensor) -> None:
-        """Put drafts into `found.draft_token_ids`, for rows of `sampled` that have tokens; requests know them, too.
+        """Put drafts into `found.drafts`, for rows of `sampled` that have tokens; requests know them, too.
 
         hidden: (n, hidden), where an entry's index is that of the state that its token was sampled from.
         """
+
+    def forget(self, request_ids: Iterable[RequestId]) -> None:
+        """Requests have ended, or gave way and will be new when they return."""
 
 
 class ModelRunner(ABC):
@@ -52,6 +55,8 @@ class ModelRunner(ABC):
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:
+        if plan.finished:
+            self._proposer.forget(plan.finished)
         requests = self._requests.apply(plan)
         self._ranks.listener.on_plan(plan)
         step = self._launch(plan, requests)

@@ -102,4 +102,5 @@ def _new_request(request: Request) -> NewRequest:
         request.eos_token_ids,
         request.prefill_only,
         request.adapter,
+        request.cache_salt,
     )

@@ -129,6 +129,10 @@ class Tokenizer:
         """The token as the vocabulary spells it; empty for an id that has none."""
         return self._backend.id_to_token(token_id) or ""
 
+    def vocabulary(self) -> dict[str, int]:
+        """Token ids by the tokens' texts as the vocabulary spells them, added tokens included."""
+        return dict(self._backend.get_vocab())
+
     def tokenizer_hash(self) -> str:
         """SHA-256 over all tokens with their ids and over the end-of-sequence ids."""
         if not self._hash:

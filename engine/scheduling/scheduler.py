@@ -165,7 +165,7 @@ class Scheduler:
             if result.prompt_logprobs[index] and not request.output_token_ids and num_missing <= 0:
                 request.prompt_logprobs.extend(result.prompt_logprobs[index][-num_missing:])
             if row.samples:
-                request.draft_token_ids = result.draft_token_ids.get(index, ())
+                request.drafts = result.drafts.get(index)
                 output = append_tokens(request, result, index, self.max_model_len)
                 if row.draft_token_ids:
                     self._settle(request, row, len(result.token_ids[index]))

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from engine.plan import ScheduledRow
-from engine.request import Request
+from engine.plan import ScheduledRow, StepSize
+from engine.request import Drafts, Request
 from engine.scheduled_step import ScheduledStep
+from engine.speculation.draft_length import DraftLengths
 from engine.wings import Figures
 
 if TYPE_CHECKING:
@@ -20,23 +21,39 @@ if TYPE_CHECKING:
 class Speculation:
     """Puts the drafts of each decoding request into its row."""
 
-    def __init__(self, max_decode_tokens: int | None = None) -> None:
+    def __init__(self, lengths: DraftLengths, max_decode_tokens: int | None = None) -> None:
         """max_decode_tokens: of a step, drafts included, on a runner with kernels for decode rows: there they are in
         steps without prompts alone, and in rows whose logits no rule changes. None: no such bounds.
         """
+        self._lengths = lengths
         self._max_decode_tokens = max_decode_tokens
-        self.num_drafts = self.num_accepted = 0  # tokens, since the start
+        self.num_rows = 0  # with drafts, since the start
+        self.num_drafts = 0  # tokens
+        self._accepted: list[int] = []  # by position after the last known token
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(self._accepted)
+
+    def observe(self, size: StepSize, seconds: float) -> None:
+        """Learn how long a step took."""
+        self._lengths.observe(size, seconds)
 
     def count(self, num_drafts: int, num_accepted: int) -> None:
         """Count the drafts of a row, and those that equal the tokens sampled at their positions."""
+        self.num_rows += 1
         self.num_drafts += num_drafts
-        self.num_accepted += num_accepted
+        self._accepted += [0] * (num_accepted - len(self._accepted))
+        for position in range(num_accepted):
+            self._accepted[position] += 1
 
     def figures(self) -> Figures:
         """See Counting."""
         return {
+            "vllm:spec_decode_num_drafts": [self.num_rows],
             "vllm:spec_decode_num_draft_tokens": [self.num_drafts],
             "vllm:spec_decode_num_accepted_tokens": [self.num_accepted],
+            "vllm:spec_decode_num_accepted_tokens_per_pos": list(self._accepted),
         }
 
     def add_drafts(
@@ -53,14 +70,7 @@ class Speculation:
                 return
             num_spare_tokens = min(num_spare_tokens, max_decode_tokens - len(step.rows))
         num_spare_blocks = kv.pool.num_available - num_kept_blocks
-        for request, row in step.rows.items():
-            if num_spare_tokens <= 0:
-                return
-            drafts = request.draft_token_ids
-            if not drafts or not _is_decode(request, row):
-                continue
-            if max_decode_tokens is not None and request.params.changes_logits:
-                continue
+        for request, row, drafts in self._chosen(step, num_spare_tokens):
             num_known = request.num_known_tokens
             most = min(
                 num_spare_tokens,
@@ -78,6 +88,26 @@ class Speculation:
             num_spare_tokens -= len(drafts)
             row.num_tokens += len(drafts)
             row.draft_token_ids = tuple(drafts)
+
+    def _chosen(self, step: ScheduledStep, num_spare_tokens: int) -> list[tuple[Request, ScheduledRow, list[int]]]:
+        """The rows that get drafts, and which ones at most."""
+        found: list[tuple[Request, ScheduledRow, Drafts]] = []
+        for request, row in step.rows.items():
+            drafts = request.drafts
+            if drafts is None or not drafts.token_ids or not _is_decode(request, row):
+                continue
+            if self._max_decode_tokens is None or not request.params.changes_logits:
+                found.append((request, row, drafts))
+        if not found or num_spare_tokens <= 0:
+            return []
+        size = StepSize.of(list(step.rows.values()))
+        acceptance = [drafts.acceptance for _, _, drafts in found]
+        lengths = self._lengths.choose(acceptance, size.num_decode_tokens, num_spare_tokens, size.context)
+        return [
+            (request, row, drafts.token_ids[:length])
+            for (request, row, drafts), length in zip(found, lengths, strict=True)
+            if length
+        ]
 
 
 def _is_decode(request: Request, row: ScheduledRow) -> bool:

@@ -2,31 +2,106 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
 
 from common.config import require, setting
+from common.errors import ConfigError
+from engine.request import MAX_SPECULATIVE_TOKENS
 from engine.wings import EngineWing
+
+DRAFT_PREFIX = "draft:"
+# Names of vLLM's --speculative-config, and ours.
+JSON_NAMES = {
+    "num_speculative_tokens": "num_speculative_tokens",
+    "prompt_lookup_max": "ngram_max",
+    "prompt_lookup_min": "ngram_min",
+}
+JSON_METHODS = {"ngram": "ngram", "suffix": "suffix", "draft_model": "draft"}
+
+
+class Method(Enum):
+    """What proposes drafts; the values are numbers of drafts a row where nothing else is said."""
+
+    NONE = 0
+    NGRAM = 8
+    SUFFIX = 16
+    DRAFT = 4
 
 
 @dataclass(frozen=True)
 class SpeculationSettings(EngineWing):
-    num_speculative_tokens: int = setting(
-        0, "draft tokens per sequence and step, accepted when equal to the sampled ones; 0: none"
+    speculative: str = setting(
+        "", "what proposes draft tokens, accepted when equal to the sampled ones: ngram, suffix, draft:MODEL"
     )
+    num_speculative_tokens: int = setting(
+        0, "most draft tokens per sequence and step; 0: as --speculative has them, none without it"
+    )
+    adaptive_drafts: bool = setting(True, "compute only drafts that are expected to make the step faster")
     ngram_max: int = setting(4, "longest n-gram of a sequence's last tokens whose earlier occurrence proposes drafts")
     ngram_min: int = setting(2, "shortest such n-gram")
+    suffix_tokens: int = setting(100_000, "tokens of earlier answers that --speculative suffix keeps")
+    speculative_config: str = setting("", "these settings as vLLM's JSON, in place of the others")
 
     def __post_init__(self) -> None:
         require(
-            0 <= self.num_speculative_tokens <= 64,
-            f"--num-speculative-tokens {self.num_speculative_tokens}: choose 1 to 64, or 0 for none",
+            0 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS,
+            f"--num-speculative-tokens {self.num_speculative_tokens}: choose 1 to {MAX_SPECULATIVE_TOKENS}, "
+            "or 0 for none",
         )
         require(
             1 <= self.ngram_min <= self.ngram_max,
             f"--ngram-min {self.ngram_min} --ngram-max {self.ngram_max}: choose 1 or more, the smaller one for min",
         )
+        require(self.suffix_tokens >= 0, f"--suffix-tokens {self.suffix_tokens}: choose 0 or more")
+        require(
+            self.speculative in ("", "ngram", "suffix") or bool(self.draft_model),
+            f"--speculative {self.speculative}: choose ngram, suffix or draft:MODEL",
+        )
+        if self.speculative_config:
+            self.resolved()
+
+    @property
+    def draft_model(self) -> str:
+        """Folder, GGUF file or hub id of the draft model; empty: none."""
+        return self.speculative.removeprefix(DRAFT_PREFIX) if self.speculative.startswith(DRAFT_PREFIX) else ""
+
+    @property
+    def method(self) -> Method:
+        if not self.speculative:
+            return Method.NGRAM if self.num_speculative_tokens else Method.NONE
+        return Method.DRAFT if self.draft_model else Method[self.speculative.upper()]
 
     @property
     def needs_known_tokens(self) -> bool:
         """See EngineWing: drafts follow them."""
-        return self.num_speculative_tokens > 0
+        return self.resolved().num_speculative_tokens > 0
+
+    def resolved(self) -> SpeculationSettings:
+        """The settings with vLLM's JSON read, and the number of drafts chosen. Raises ConfigError."""
+        settings = self
+        if self.speculative_config:
+            settings = replace(self, speculative_config="", **_from_json(self.speculative_config))
+        num_tokens = settings.num_speculative_tokens or settings.method.value
+        return replace(settings, num_speculative_tokens=num_tokens)
+
+
+def _from_json(text: str) -> Mapping[str, Any]:
+    """Read vLLM's --speculative-config. Raises ConfigError for what is not served."""
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--speculative-config is not JSON: {error}") from None
+    require(isinstance(given, dict), "--speculative-config: give a JSON object")
+    model = given.pop("model", "")
+    method = given.pop("method", "draft_model" if model else "ngram")
+    require(method in JSON_METHODS, f'--speculative-config: method "{method}" is none of {", ".join(JSON_METHODS)}')
+    unknown = given.keys() - JSON_NAMES.keys()
+    require(not unknown, f"--speculative-config: {', '.join(sorted(unknown))} is not served")
+    require(all(isinstance(value, int) for value in given.values()), "--speculative-config: numbers must be integers")
+    require(method != "draft_model" or bool(model), "--speculative-config: a draft model needs its `model`")
+    speculative = JSON_METHODS[method] if method != "draft_model" else DRAFT_PREFIX + str(model)
+    return {"speculative": speculative, **{JSON_NAMES[name]: value for name, value in given.items()}}

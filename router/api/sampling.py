@@ -38,6 +38,7 @@ def sampling_params(
         logit_bias=_logit_bias(body, limits),
         bad_words=[pb.TokenSequence(token_ids=ids) for ids in _bad_words(body.bad_words or [], tokenizer)],
         grammar=grammar,
+        num_speculative_tokens=body.num_speculative_tokens,
     )
     if params.min_tokens > max_tokens:
         raise InvalidRequestError(f"min_tokens {params.min_tokens} exceeds max_tokens {max_tokens}", "min_tokens")

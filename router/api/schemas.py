@@ -31,6 +31,7 @@ MAX_STOPS = 4
 MAX_STOP_CHARS = 512
 MAX_BIASES = 1024
 MAX_ALLOWED_IDS = 65_536
+MAX_SPECULATIVE_TOKENS = 64
 
 TokenIdField = Annotated[int, Field(ge=0, lt=1 << 32)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -75,6 +76,7 @@ class GenerationBody(Body):
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_LABEL_CHARS)] | None = None
     return_token_ids: bool | None = None
+    num_speculative_tokens: Annotated[int, Field(ge=0, le=MAX_SPECULATIVE_TOKENS)] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
 
     @model_validator(mode="after")

@@ -16,16 +16,19 @@ from common.model_files import resolve_model
 from engine.config import EngineConfig
 from engine.loader.load import load_model
 from engine.plan import StepResult
+from engine.request import Drafts
 from engine.runner import Proposer, Sampled
+from engine.speculation.draft_length import DraftLengths
+from engine.speculation.drafter import Drafter, Proposal
 from engine.speculation.drafts import Speculation
-from engine.speculation.proposer import Drafter, FromTokens
+from engine.speculation.from_tokens import FromTokens
 from engine.speculation.settings import SpeculationSettings
 
 Continue = Callable[[list[int], int], list[int]]  # the next tokens of a sequence, as they will be sampled
 
 
 @dataclass
-class Oracle:
+class Oracle(Drafter):
     """Right with a probability of `accuracy` per token, and sometimes has no idea."""
 
     following: Continue
@@ -33,11 +36,13 @@ class Oracle:
     vocab_size: int
     random: random.Random
 
-    def propose(self, token_ids: list[int], max_tokens: int) -> list[int]:
+    def propose(self, token_ids: list[int], max_tokens: int) -> Proposal:
         assert max_tokens > 0
-        count = self.random.choice([0, 1, max_tokens, max_tokens, max_tokens + 1])
+        count = self.random.choice([0, 1, max_tokens, max_tokens, max_tokens])
         tokens = self.following(token_ids, count)
-        return [t if self.random.random() < self.accuracy else self.random.randrange(self.vocab_size) for t in tokens]
+        return of_one_kind(
+            [t if self.random.random() < self.accuracy else self.random.randrange(self.vocab_size) for t in tokens]
+        )
 
 
 @dataclass
@@ -50,7 +55,7 @@ class MakeOracle:
     seed: int = 0
     made: list[Oracle] = field(default_factory=list)
 
-    def __call__(self) -> Drafter:
+    def __call__(self, _request: object = None) -> Drafter:
         rng = random.Random(f"{self.seed} {len(self.made)}")
         oracle = Oracle(self.following, self.accuracy, self.vocab_size, rng)
         self.made.append(oracle)
@@ -70,18 +75,27 @@ class FromStates(Proposer):
             if position < len(request.token_ids):  # accepted
                 assert int(self._head(hidden[index, None].cpu()).argmax()) == request.token_ids[position]
                 self.num_found += 1
-            found.draft_token_ids[row] = request.token_ids[-1:] * 2
+            found.drafts[row] = Drafts(request.token_ids[-1:] * 2, [0.5, 0.5])
 
 
-def draft_with(monkeypatch: pytest.MonkeyPatch, make_drafter: Callable[[], Drafter], on_gpu: bool = False) -> None:
+def of_one_kind(token_ids: list[int]) -> Proposal:
+    return Proposal(token_ids, [0] * len(token_ids))
+
+
+def draft_with(
+    monkeypatch: pytest.MonkeyPatch,
+    make_drafter: Callable[[], Drafter],
+    on_gpu: bool = False,
+    is_adaptive: bool = False,
+) -> None:
     """Use these drafters instead of the shipped one. on_gpu: within the bounds of a GPU, wherever the engine is."""
 
-    def speculation(config: EngineConfig, _device: torch.device, runner: Any) -> Speculation | None:
+    def speculation(config: EngineConfig, _loaded: Any, runner: Any) -> Speculation | None:
         num_tokens = config.of(SpeculationSettings).num_speculative_tokens
         if not num_tokens:
             return None
-        runner.propose_with(FromTokens(make_drafter, num_tokens))
-        return Speculation(config.max_num_seqs if on_gpu else None)
+        runner.propose_with(FromTokens(lambda _request: make_drafter(), num_tokens, 1))
+        return Speculation(DraftLengths(is_adaptive), config.max_num_seqs if on_gpu else None)
 
     monkeypatch.setattr(engine.assembly, "_speculation", speculation)
 

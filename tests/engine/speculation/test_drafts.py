@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 
 from engine.engine import Engine
 from engine.request import FinishReason, Request, RequestStatus, SamplingParams
+from engine.speculation.draft_length import DraftLengths
+from engine.speculation.drafter import Drafter, Proposal
 from engine.speculation.drafts import Speculation
-from engine.speculation.proposer import Drafter, FromTokens
+from engine.speculation.from_tokens import FromTokens
 from tests.engine.driving import num_drafts
 from tests.engine.fakes import VOCAB_SIZE, BlockMemoryRunner, expected_tokens
 from tests.engine.scheduling.test_scheduler import assert_quiet, load_request, make_engine, run_all
-from tests.engine.speculation.drafters import MakeOracle
+from tests.engine.speculation.drafters import MakeOracle, of_one_kind
 
 
 def drafting(
@@ -27,19 +29,19 @@ def drafting(
 def make_drafting(
     make_drafter: Callable[[], Drafter], num_tokens: int, **options: object
 ) -> tuple[Engine, BlockMemoryRunner]:
-    made, runner = make_engine(speculation=Speculation(), **options)  # type: ignore[arg-type]
-    runner.proposer = FromTokens(make_drafter, num_tokens)
+    made, runner = make_engine(speculation=Speculation(DraftLengths(is_adaptive=False)), **options)  # type: ignore[arg-type]
+    runner.proposer = FromTokens(lambda _request: make_drafter(), num_tokens, 1)
     return made, runner
 
 
-class Always:
+class Always(Drafter):
     """Proposes as much as it may of what `following` says."""
 
     def __init__(self, following: Callable[[list[int], int], list[int]] = expected_tokens) -> None:
         self._following = following
 
-    def propose(self, token_ids: list[int], max_tokens: int) -> list[int]:
-        return self._following(token_ids, max_tokens)
+    def propose(self, token_ids: list[int], max_tokens: int) -> Proposal:
+        return of_one_kind(self._following(token_ids, max_tokens))
 
 
 def wrong(token_ids: list[int], count: int) -> list[int]:
@@ -188,7 +190,7 @@ def test_a_prefill_worker_drafts_nothing() -> None:
         FinishReason.PREFILLED,
         expected_tokens([*range(1, 10)], 1),
     )
-    assert not request.draft_token_ids
+    assert not request.drafts
     engine.kv.pool.release(engine.kv.detach(request, request.num_known_tokens - 1))
     assert_quiet(engine)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.speculation import ngram
+from engine.speculation import ngram_index
 from engine.speculation.ngram import NgramDrafter
 
 
@@ -37,24 +37,24 @@ def test_every_prefix_gets_what_the_definition_says(
     drafter = NgramDrafter(max_ngram, min_ngram)
     for stop in range(min(first, len(token_ids)), len(token_ids) + 1):
         known = token_ids[:stop]
-        assert drafter.propose(known, max_tokens) == by_definition(known, max_ngram, min_ngram, max_tokens)
+        assert drafter.propose(known, max_tokens).token_ids == by_definition(known, max_ngram, min_ngram, max_tokens)
         assert known == token_ids[:stop]
 
 
 def test_the_longest_match_wins_over_a_later_one() -> None:
     drafter = NgramDrafter(3, 1)
-    assert drafter.propose([1, 2, 3, 7, 8, 9, 3, 5, 1, 2, 3], 2) == [7, 8]
-    assert NgramDrafter(1, 1).propose([1, 2, 3, 7, 8, 9, 3, 5, 1, 2, 3], 2) == [5, 1]
+    assert drafter.propose([1, 2, 3, 7, 8, 9, 3, 5, 1, 2, 3], 2).token_ids == [7, 8]
+    assert NgramDrafter(1, 1).propose([1, 2, 3, 7, 8, 9, 3, 5, 1, 2, 3], 2).token_ids == [5, 1]
 
 
 def test_a_frequent_ngram_is_not_followed_for_ever() -> None:
     """Only the last occurrences are compared: the longest one is far behind them."""
-    for num_between, proposed in ((ngram.MAX_OCCURRENCES - 1, [9]), (ngram.MAX_OCCURRENCES, [0])):
+    for num_between, proposed in ((ngram_index.MAX_OCCURRENCES - 1, [9]), (ngram_index.MAX_OCCURRENCES, [0])):
         tokens = [1, 2, 5, 6, 9, *[5, 6, 0] * num_between, 1, 2, 5, 6]
-        assert NgramDrafter(4, 2).propose(tokens, 1) == proposed
+        assert NgramDrafter(4, 2).propose(tokens, 1).token_ids == proposed
 
 
 def test_too_few_tokens_propose_nothing() -> None:
     drafter = NgramDrafter(4, 3)
     for length in range(1, 5):
-        assert drafter.propose([7] * length, 4) == ([7] * 4 if length == 4 else [])
+        assert drafter.propose([7] * length, 4).token_ids == ([7] * 4 if length == 4 else [])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from dataclasses import replace
 
 import msgspec
@@ -8,7 +9,7 @@ import pytest
 
 from common.errors import ConfigError
 from engine.config import EngineConfig
-from engine.speculation.settings import SpeculationSettings
+from engine.speculation.settings import Method, SpeculationSettings
 from tests.engine.driving import engine_config
 
 
@@ -20,3 +21,55 @@ def test_settings_of_wings_travel_with_the_cores() -> None:
     assert replace(config, num_gpu_blocks=3).of(SpeculationSettings).num_speculative_tokens == 3
     with pytest.raises(ConfigError, match="--num-speculative-tokens 65: choose 1 to 64"):
         engine_config(num_speculative_tokens=65)
+
+
+def resolved(**settings: object) -> SpeculationSettings:
+    return SpeculationSettings(**settings).resolved()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "method", "num_tokens"),
+    [
+        ({}, Method.NONE, 0),
+        ({"num_speculative_tokens": 3}, Method.NGRAM, 3),
+        ({"speculative": "ngram"}, Method.NGRAM, 8),
+        ({"speculative": "suffix"}, Method.SUFFIX, 16),
+        ({"speculative": "suffix", "num_speculative_tokens": 5}, Method.SUFFIX, 5),
+        ({"speculative": "draft:org/small"}, Method.DRAFT, 4),
+        ({"speculative_config": '{"method": "ngram", "num_speculative_tokens": 5}'}, Method.NGRAM, 5),
+        ({"speculative_config": '{"method": "suffix"}'}, Method.SUFFIX, 16),
+        ({"speculative_config": '{"model": "org/small", "num_speculative_tokens": 2}'}, Method.DRAFT, 2),
+    ],
+    ids=str,
+)
+def test_what_proposes_drafts(settings: dict[str, object], method: Method, num_tokens: int) -> None:
+    made = resolved(**settings)
+    assert (made.method, made.num_speculative_tokens) == (method, num_tokens)
+    assert made.draft_model == ("org/small" if method is Method.DRAFT else "")
+    assert SpeculationSettings(**settings).needs_known_tokens == (num_tokens > 0)  # type: ignore[arg-type]
+
+
+def test_vllms_names_are_understood() -> None:
+    made = resolved(speculative_config='{"method": "ngram", "prompt_lookup_max": 6, "prompt_lookup_min": 3}')
+    assert (made.ngram_max, made.ngram_min) == (6, 3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"speculative": "eagle:x"}, "--speculative eagle:x: choose ngram, suffix or draft:MODEL"),
+        ({"speculative": "draft:"}, "--speculative draft:: choose"),
+        ({"suffix_tokens": -1}, "--suffix-tokens -1"),
+        ({"speculative_config": "{"}, "is not JSON"),
+        ({"speculative_config": "[]"}, "give a JSON object"),
+        ({"speculative_config": '{"method": "eagle3", "model": "x"}'}, 'method "eagle3" is none of'),
+        ({"speculative_config": '{"method": "ngram", "quantization": "fp8"}'}, "quantization is not served"),
+        ({"speculative_config": '{"method": "draft_model"}'}, "needs its `model`"),
+        ({"speculative_config": '{"num_speculative_tokens": "5"}'}, "must be integers"),
+        ({"speculative_config": '{"num_speculative_tokens": 500}'}, "choose 1 to 64"),
+    ],
+    ids=str,
+)
+def test_what_is_not_served_is_refused(settings: dict[str, str], told: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        SpeculationSettings(**settings)  # type: ignore[arg-type]

@@ -10,8 +10,9 @@ import pytest
 from engine.engine import Engine
 from engine.gpu.config import GpuConfig
 from engine.request import Request, SamplingParams, TokenLogprobs
+from engine.speculation.drafter import Drafter, Proposal
 from tests.engine.driving import num_drafts
-from tests.engine.speculation.drafters import FromStates, MakeOracle, draft_with, knows
+from tests.engine.speculation.drafters import FromStates, MakeOracle, draft_with, knows, of_one_kind
 from tests.gpu.models import save_tiny_model
 from tests.gpu.test_engine import PROMPTS, assert_same_logprobs, open_gpu, reference
 
@@ -92,6 +93,6 @@ def test_a_proposer_has_the_states_that_tokens_came_of(model: Path, monkeypatch:
     assert num_drafts(made)[0] > 0
 
 
-class Zeros:
-    def propose(self, _: list[int], max_tokens: int) -> list[int]:
-        return [0] * max_tokens
+class Zeros(Drafter):
+    def propose(self, _: list[int], max_tokens: int) -> Proposal:
+        return of_one_kind([0] * max_tokens)

@@ -1,0 +1,230 @@
+"""A draft model: a small model with the same tokens, in the same process, generates the drafts.
+
+It has a KV pool and a prefix cache of its own, so it follows a request wherever its KV comes from: what it has not
+seen of a request's text it computes first, at most a step's tokens at a time. It samples with the request's own
+parameters and noise, so drafts agree with the model's tokens at temperatures above 0, too.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from common.step_times import StepTimes
+from engine.cpu.runner import CpuRunner
+from engine.kv.manager import KVManager
+from engine.plan import ScheduledRow, StepResult
+from engine.request import Drafts, Request, RequestId, TokenId
+from engine.request_states import RequestState
+from engine.runner import Proposer, Sampled
+from engine.speculation.acceptance import Acceptance, DraftRecord
+from engine.speculation.draft_length import DraftLengths
+from engine.speculation.from_tokens import most_drafts
+
+NUM_KINDS = 10  # a draft's kind is the probability that the draft model gives it, in tenths
+STEPS_BETWEEN_TRIALS = 1000  # where no draft can pay
+FIRST_PAUSE, LONGEST_PAUSE = 8, 256  # steps until a request is drafted for again when its drafts did not pay
+
+
+class DraftRunner(CpuRunner):
+    """Runs rows of states that somebody else keeps."""
+
+    @torch.inference_mode()
+    def run(self, rows: list[ScheduledRow], states: list[RequestState]) -> StepResult:
+        return self._run(rows, states)
+
+
+@dataclass(frozen=True, slots=True)
+class VocabSizes:
+    """Models of one tokenizer may have different numbers of unused tokens at the end."""
+
+    of_target: int
+    of_draft: int
+
+
+@dataclass(slots=True)
+class Followed:
+    """A request of the target model, as the draft model sees it."""
+
+    owner: Request  # of blocks of the draft model's pool
+    state: RequestState  # tokens known, and drafts after them
+    num_known: int
+    record: DraftRecord = field(default_factory=DraftRecord)
+    drafts: Drafts = field(default_factory=lambda: Drafts([], []))
+    probability: float = 1.0  # that all drafts so far are accepted
+    pause: int = FIRST_PAUSE
+    num_paused: int = 0
+    is_foreign: bool = False  # it has a token that the draft model lacks
+
+    def update(self, token_ids: Sequence[TokenId], vocab_size: int) -> None:
+        """Take the tokens that are known by now. KV of drafts that were right is kept."""
+        state, owner = self.state, self.owner
+        new = token_ids[self.num_known :]
+        num_right = 0
+        # Not the last one: a row computes at least a token.
+        for drafted, token_id in zip(state.token_ids[self.num_known :], new[:-1], strict=False):
+            if drafted != token_id:
+                break
+            num_right += 1
+        owner.num_computed_tokens = min(owner.num_computed_tokens, self.num_known + num_right)
+        state.token_ids[self.num_known :] = new
+        owner.output_token_ids += new
+        self.num_known = len(token_ids)
+        self.is_foreign |= max(new, default=0) >= vocab_size
+
+
+class FromDraftModel(Proposer):
+    """Proposes what a draft model generates."""
+
+    def __init__(
+        self, runner: DraftRunner, kv: KVManager, lengths: DraftLengths, num_tokens: int, max_step_tokens: int,
+        max_model_len: int, vocab_sizes: VocabSizes,
+    ) -> None:  # fmt: skip
+        """num_tokens: most drafts of a row. max_step_tokens: that the draft model computes after a step to catch up.
+        max_model_len: of the draft model.
+        """
+        self._runner, self._kv, self._lengths = runner, kv, lengths
+        self._num_tokens, self._max_step_tokens = num_tokens, max_step_tokens
+        self._max_model_len, self._vocab_sizes = max_model_len, vocab_sizes
+        self._acceptance = Acceptance(NUM_KINDS)
+        self._times = StepTimes()
+        self._followed: dict[RequestId, Followed] = {}
+        self._num_hopeless = 0
+
+    def propose(self, found: StepResult, sampled: Sequence[Sampled], hidden: Tensor) -> None:
+        """See Proposer."""
+        began = time.monotonic()
+        rows: dict[int, tuple[Followed, int]] = {}
+        for _, row, request, _, _ in sampled:
+            most = 0 if request.prefill_only else most_drafts(request, self._num_tokens)
+            if row in rows or not most or not found.token_ids[row]:
+                continue
+            followed = self._follow(request)
+            self._acceptance.learn(followed.record, found.token_ids[row])
+            followed.record.drafts, followed.record.kinds = [], []
+            followed.update(request.token_ids, self._vocab_sizes.of_draft)
+            most = min(most, self._max_model_len - followed.num_known)
+            if most > 0 and not followed.is_foreign:
+                rows[row] = followed, most
+        self._draft([entry for entry in rows.values() if self._is_worth_drafting(entry[0], len(rows))], len(rows))
+        for row, (followed, _) in rows.items():
+            if followed.drafts.token_ids:
+                found.drafts[row], followed.drafts = followed.drafts, Drafts([], [])
+        self._lengths.exclude(time.monotonic() - began)
+
+    def forget(self, request_ids: Iterable[RequestId]) -> None:
+        """See Proposer."""
+        for request_id in request_ids:
+            followed = self._followed.pop(request_id, None)
+            if followed is not None:
+                self._kv.release(followed.owner)
+
+    def _follow(self, request: RequestState) -> Followed:
+        if isinstance(request.drafter, Followed):
+            return request.drafter
+        self.forget([request.request_id])
+        params, vocab_size = request.params, self._vocab_sizes.of_draft
+        params = replace(
+            params, logprobs=0, prompt_logprobs=None, grammar="", bad_words=(), pooling="", min_tokens=0,
+            allowed_token_ids=tuple(token for token in params.allowed_token_ids if token < vocab_size),
+            logit_bias=tuple((token, bias) for token, bias in params.logit_bias if token < vocab_size),
+        )  # fmt: skip
+        token_ids = list(request.token_ids)
+        owner = Request(request.request_id, token_ids, params, cache_salt=request.cache_salt)
+        state = RequestState(request.request_id, list(token_ids), request.num_prompt_tokens, params)
+        owner.num_computed_tokens = self._kv.attach_cached(owner, owner.num_reusable_tokens)
+        followed = request.drafter = self._followed[request.request_id] = Followed(owner, state, len(token_ids))
+        followed.is_foreign = max(token_ids) >= vocab_size
+        return followed
+
+    # -- whether drafts pay ----------------------------------------------------------------------------------
+
+    def _least_probability(self, num_rows: int, num_drafting: int) -> float:
+        """A draft pays above this: what drafting and computing it add to the time of a token."""
+        cost = self._lengths.cost
+        seconds = cost.seconds(num_rows)
+        if not self._lengths.is_adaptive or not seconds:
+            return 0.0
+        return num_rows * (cost.row + self._times.cost.seconds(num_drafting) / max(num_drafting, 1)) / seconds
+
+    def _is_worth_drafting(self, followed: Followed, num_rows: int) -> bool:
+        """Whether the request's next draft is expected to pay, or it is time to look whether drafts pay again."""
+        least = self._least_probability(num_rows, num_rows)
+        if least >= 1.0:  # not even if it is always right: the draft model is too slow for so many rows
+            self._num_hopeless += 1
+            return self._num_hopeless % STEPS_BETWEEN_TRIALS == 0
+        if self._acceptance.of_any(followed.record) > least:
+            followed.pause, followed.num_paused = FIRST_PAUSE, 0
+            return True
+        followed.num_paused += 1
+        if followed.num_paused < followed.pause:
+            return False
+        followed.pause, followed.num_paused = min(2 * followed.pause, LONGEST_PAUSE), 0
+        return True
+
+    # -- drafting --------------------------------------------------------------------------------------------
+
+    def _draft(self, wanted: list[tuple[Followed, int]], num_rows: int) -> None:
+        """Draft for these requests, at most so many tokens each. num_rows: of the step."""
+        drafting = self._catch_up(wanted)
+        while drafting:
+            least = self._least_probability(num_rows, len(drafting))
+            drafting = [
+                (followed, most)
+                for followed, most in drafting
+                if len(followed.drafts.token_ids) < most and followed.probability > least
+            ]
+            if drafting:
+                began = time.monotonic()
+                drafting = self._pass([(followed, 1, most) for followed, most in drafting])
+                self._times.observe(len(drafting), 0, time.monotonic() - began)
+
+    def _catch_up(self, wanted: list[tuple[Followed, int]]) -> list[tuple[Followed, int]]:
+        """Compute what is known of the requests, those that miss the fewest tokens first. Returns those that have a
+        draft now."""
+        left, rows = self._max_step_tokens, []
+        for followed, most in sorted(
+            wanted, key=lambda entry: entry[0].num_known - entry[0].owner.num_computed_tokens
+        ):
+            missing = followed.num_known - followed.owner.num_computed_tokens
+            followed.probability = 1.0
+            if left and self._kv.grow(followed.owner, followed.num_known + most):
+                rows.append((followed, min(missing, left), most))
+                left -= min(missing, left)
+        return self._pass(rows) if rows else []
+
+    def _pass(self, rows: list[tuple[Followed, int, int]]) -> list[tuple[Followed, int]]:
+        """Compute the next tokens of each request. Returns those with one more draft, and their most drafts."""
+        plan, states = [], []
+        for followed, num_tokens, _ in rows:
+            owner, state = followed.owner, followed.state
+            state.block_ids = owner.block_ids
+            start = owner.num_computed_tokens
+            owner.num_computed_tokens += num_tokens
+            samples = owner.num_computed_tokens == len(state.token_ids)
+            plan.append(ScheduledRow(owner.request_id, start, num_tokens, samples))
+            states.append(state)
+        result = self._runner.run(plan, states)
+        drafted = []
+        for index, (followed, _, most) in enumerate(rows):
+            self._kv.publish(followed.owner)
+            token_ids = result.token_ids[index]
+            if token_ids and token_ids[0] < self._vocab_sizes.of_target:
+                self._add_draft(followed, token_ids[0], result.logprobs[index][0].logprob)
+                drafted.append((followed, most))
+        return drafted
+
+    def _add_draft(self, followed: Followed, token_id: TokenId, logprob: float) -> None:
+        kind = min(int(NUM_KINDS * math.exp(logprob)), NUM_KINDS - 1)
+        accepted = self._acceptance.of_kind(followed.record, kind)
+        drafts, record = followed.drafts, followed.record
+        drafts.token_ids.append(token_id)
+        drafts.acceptance.append(accepted)
+        record.drafts.append(token_id)
+        record.kinds.append(kind)
+        followed.probability *= accepted

@@ -1,0 +1,188 @@
+"""A draft model on a CPU: the tokens of an engine without it, and drafts that are what the model itself would say."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.errors import ConfigError
+from common.model_files import resolve_model
+from common.text.load import load_tokenizer
+from engine.assembly import EngineParts
+from engine.speculation.draft_model import FIRST_PAUSE, FromDraftModel, VocabSizes
+from engine.speculation.open_draft_model import have_same_tokens
+from tests.engine.driving import num_drafts
+from tests.engine.speculation.test_engine import PLAIN, SETTINGS, open_parts, run
+from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE
+
+pytestmark = pytest.mark.slow
+ALWAYS = {"adaptive_drafts": False, "num_speculative_tokens": 4}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    torch.set_num_threads(1)
+    return {name: TINY_MODELS[name].save(tmp_path_factory.mktemp(name)) for name in ("llama", "qwen2")}
+
+
+def drafted_by(models: dict[str, Path], name: str, **settings: Any) -> EngineParts:
+    return open_parts(models["llama"], speculative=f"draft:{models[name]}", quant_mode="none", **settings)
+
+
+def proposer_of(parts: EngineParts) -> FromDraftModel:
+    proposer = parts.runner._proposer
+    assert isinstance(proposer, FromDraftModel)
+    return proposer
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_no_draft_changes_an_answer(models: dict[str, Path], settings: dict[str, Any]) -> None:
+    plain, _ = run(open_parts(models["llama"], quant_mode="none", **settings).engine)
+    parts = drafted_by(models, "qwen2", **ALWAYS, **settings)
+    for _ in range(2):  # the second time from the prefix caches
+        requests, _ = run(parts.engine)
+        assert [request.output_token_ids for request in requests] == [request.output_token_ids for request in plain]
+    assert num_drafts(parts.engine)[0] > 100
+    assert_all_is_free(parts)
+
+
+@pytest.mark.parametrize("settings", [*SETTINGS, {"prefix_cache": False}], ids=str)
+def test_a_model_agrees_with_itself(models: dict[str, Path], settings: dict[str, Any]) -> None:
+    """Also where tokens are sampled: the draft model has the request's parameters and noise."""
+    parts = drafted_by(models, "llama", **ALWAYS, **settings)
+    for _ in range(2):
+        run(parts.engine)
+    drafted, accepted = num_drafts(parts.engine)
+    assert drafted > 100
+    assert accepted > 0.95 * drafted  # rounding differs between steps of different sizes
+    assert_all_is_free(parts)
+
+
+def assert_all_is_free(parts: EngineParts) -> None:
+    """The last requests are forgotten by the next step, as are the draft model's blocks."""
+    parts.engine.add_request([1, 2, 3], replace(PLAIN, max_tokens=1, num_speculative_tokens=0))
+    while parts.engine.has_work():
+        parts.engine.step()
+    pool = proposer_of(parts)._kv.pool
+    pool.check_integrity()
+    assert pool.num_used == 0
+
+
+def test_prompts_are_computed_once(models: dict[str, Path]) -> None:
+    """By the draft model, too: it finds them in its own prefix cache."""
+    parts = drafted_by(models, "llama", **ALWAYS, block_size=8)
+    prompt = [(7 * i) % VOCAB_SIZE for i in range(100)]
+    for _ in range(2):
+        request = parts.engine.add_request(prompt, PLAIN)
+        while parts.engine.has_work():
+            parts.engine.step()
+    assert request.num_cached_tokens == 96
+    last = proposer_of(parts)._followed[request.request_id]
+    assert last.owner.num_published_blocks >= 12
+    assert proposer_of(parts)._kv.prefixes.cached_table(last.owner, 96) == last.owner.block_ids[:12]
+
+
+def test_a_long_prompt_is_taken_in_parts(models: dict[str, Path]) -> None:
+    """No more tokens after a step than a step has itself, and others are drafted for meanwhile."""
+    parts = drafted_by(models, "llama", **ALWAYS, max_num_batched_tokens=16, max_num_seqs=4)
+    first = parts.engine.add_request([1, 2, 3], replace(PLAIN, max_tokens=60))
+    long = parts.engine.add_request(list(range(8, 108)), replace(PLAIN, max_tokens=30))
+    runner = proposer_of(parts)._runner
+    sizes: list[int] = []
+    run_rows = runner.run
+    runner.run = lambda rows, states: sizes.append(sum(r.num_tokens for r in rows)) or run_rows(rows, states)  # type: ignore
+    drafted: dict[str, set[int]] = {first.request_id: set(), long.request_id: set()}
+    while parts.engine.has_work():
+        for row in parts.engine.step().plan.rows:
+            if row.draft_token_ids:
+                drafted[row.request_id].add(row.start)
+    assert max(sizes) == 16
+    assert len(drafted[long.request_id]) > 2
+    assert sum(start < 20 for start in drafted[first.request_id]) >= 3
+
+
+def test_requests_may_go_without(models: dict[str, Path]) -> None:
+    parts = drafted_by(models, "llama", **ALWAYS)
+    requests = [
+        parts.engine.add_request([5, 6, most], replace(PLAIN, num_speculative_tokens=most)) for most in (0, 2, 64)
+    ]
+    drafted: dict[str, int] = {}
+    while parts.engine.has_work():
+        for row in parts.engine.step().plan.rows:
+            drafted[row.request_id] = max(drafted.get(row.request_id, 0), len(row.draft_token_ids))
+    assert [drafted[request.request_id] for request in requests] == [0, 2, 4]
+
+
+def test_a_draft_model_that_is_too_slow_is_left_alone(models: dict[str, Path]) -> None:
+    """The draft model is the model itself, so that a draft costs what a token does."""
+    parts = drafted_by(models, "llama")
+    parts.engine.add_request([1, 2, 3], replace(PLAIN, max_tokens=400))
+    num_with = num_steps = 0
+    while parts.engine.has_work():
+        rows = parts.engine.step().plan.rows
+        num_steps += 1
+        num_with += any(row.draft_token_ids for row in rows)
+    assert num_steps > 200
+    assert num_with < 0.2 * num_steps
+
+
+def test_drafts_that_are_never_right_are_tried_ever_less(models: dict[str, Path]) -> None:
+    parts = drafted_by(models, "qwen2")
+    proposer = proposer_of(parts)
+    proposer._least_probability = lambda num_rows, num_drafting: 0.3  # type: ignore[method-assign]
+    request = parts.engine.add_request([1, 2, 3], replace(PLAIN, max_tokens=300))
+    computed = []
+    while parts.engine.has_work():
+        parts.engine.step()
+        computed.append(proposer._followed[request.request_id].owner.num_computed_tokens)
+    assert proposer._followed[request.request_id].pause > 4 * FIRST_PAUSE
+    assert len(set(computed[20:])) < 12
+
+
+def test_tokens_that_the_draft_model_lacks(models: dict[str, Path]) -> None:
+    """Vocabularies may have unused tokens at the end; a request that has one is not drafted for."""
+    parts = drafted_by(models, "llama", **ALWAYS)
+    proposer = proposer_of(parts)
+    proposer._vocab_sizes = replace(proposer._vocab_sizes, of_draft=VOCAB_SIZE - 8)
+    requests = [parts.engine.add_request(prompt, PLAIN) for prompt in ([1, 2, VOCAB_SIZE - 1], [1, 2, 3])]
+    drafted = set()
+    while parts.engine.has_work():
+        drafted |= {row.request_id for row in parts.engine.step().plan.rows if row.draft_token_ids}
+    assert drafted == {requests[1].request_id}
+
+
+def test_another_tokenizer_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    text = load_tokenizer(resolve_model("dry-run"))._backend.to_str()
+    folders = []
+    for name in ("target", "same", "other"):
+        folders.append(tmp_path / name)
+        shutil.copytree(models["llama"], folders[-1])
+        found = json.loads(text)
+        vocabulary = found["model"]["vocab"]
+        if name == "other":
+            vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+        (folders[-1] / "tokenizer.json").write_text(json.dumps(found))
+    target, same, other = folders
+    open_parts(target, speculative=f"draft:{same}")
+    with pytest.raises(ConfigError, match=f"choose a model with the tokenizer of {target}"):
+        open_parts(target, speculative=f"draft:{other}")
+    without = resolve_model(str(models["llama"]))
+    assert have_same_tokens(resolve_model(str(target)), without, VocabSizes(9, 9))
+    assert not have_same_tokens(resolve_model(str(target)), without, VocabSizes(9, 8))
+
+
+def test_no_drafts_where_the_draft_models_context_ends(models: dict[str, Path]) -> None:
+    parts = drafted_by(models, "llama", **ALWAYS)
+    proposer_of(parts)._max_model_len = 20
+    request = parts.engine.add_request([1, 2, 3], PLAIN)
+    stops = []
+    while parts.engine.has_work():
+        stops += [row.stop for row in parts.engine.step().plan.rows if row.draft_token_ids]
+    assert len(request.output_token_ids) == PLAIN.max_tokens
+    assert max(stops) <= 20
