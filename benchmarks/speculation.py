@@ -29,6 +29,7 @@ from common.text.load import load_tokenizer
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.request import SamplingParams
 from engine.speculation.drafter import Drafter, Proposal
 from engine.speculation.from_tokens import FromTokens
 from engine.speculation.metrics import METRICS
@@ -108,6 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--accuracy", type=float, help="of a drafter that knows the answer: 0 to 1")
     parser.add_argument("--input", type=int, default=1024, help="random tokens, with --accuracy")
     parser.add_argument("--output", type=int, default=60, help="generated tokens")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of answers; their seeds are fixed")
     parser.add_argument("--rounds", type=int, default=3)
     harness.add_cpu_time_argument(parser)
     parser.add_argument("--json", action="store_true")
@@ -121,6 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     engines = {variant: assemble(replace(config, **settings)) for variant, settings in variants.items()}
     plain = engines["", 0].engine
+    params = replace(harness.greedy(options.output), temperature=options.temperature, seed=0)
     for kind in ["random"] if options.accuracy is not None else options.kinds.split(","):
         prompts = random_prompts(options, plain.vocab_size) if kind == "random" else asked_by(config, kind)
         figures = {variant: Figures() for variant in engines}
@@ -132,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if options.accuracy is not None and variant[1]:
                     knowing = Knowing(answers, options.accuracy)
                     parts.runner.propose_with(FromTokens(knowing.another, variant[1], 1))
-                sequences = run(parts.engine, asked, options.output, clock, found)
+                sequences = run(parts.engine, asked, params, clock, found)
                 answers = answers or sequences
         for (method, count), found in figures.items():
             report(kind, f"{method} {count or ''}".strip(), found, figures["", 0], options)
@@ -175,11 +178,11 @@ class Knowing(Drafter):
 
 
 def run(
-    engine: Engine, prompts: Sequence[list[int]], num_output: int, clock: harness.Clock, figures: Figures
+    engine: Engine, prompts: Sequence[list[int]], params: SamplingParams, clock: harness.Clock, figures: Figures
 ) -> list[list[int]]:
     """Answer all prompts at once. Returns the sequences."""
     before = engine.figures()
-    requests = [engine.add_request(prompt, harness.greedy(num_output)) for prompt in prompts]
+    requests = [engine.add_request(prompt, params) for prompt in prompts]
     harness.prefill(engine, requests)
     began, done, num_steps = clock(), harness.num_output_tokens(requests), engine.num_steps
     harness.drain(engine)

@@ -177,6 +177,8 @@ class Request:
     kv_source: object | None = None  # where a peer keeps the prompt's KV; opaque to the scheduler
     num_source_tokens: int = 0  # prompt tokens whose KV the source has
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # collected until the first token
+    num_draft_tokens: int = 0  # computed so far
+    num_accepted_tokens: int = 0  # of these
     drafts: Drafts | None = None  # for the positions after the last known token
     is_ready: Callable[[], bool] | None = None  # false: no row yet, its grammar is being compiled
 

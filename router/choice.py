@@ -233,9 +233,11 @@ class Choice:
 
     def _leg_ended(self, leg: Leg, delta: pb.TokenDelta, now: float) -> None:
         """Take the worker's last delta: update measurements, and keep what the next leg needs."""
-        self._leg = None
+        self._leg, journal = None, self.journal
         if delta.HasField("kv_handle"):
-            self.journal.kv_handle = delta.kv_handle
+            journal.kv_handle = delta.kv_handle
+        journal.num_draft_tokens += delta.num_draft_tokens
+        journal.num_accepted_tokens += delta.num_accepted_tokens
         if delta.finish_reason == pb.FINISH_REASON_PREFILLED:
             if leg.next_link is None:
                 raise EngineError("the worker did not finish the request")

@@ -33,6 +33,8 @@ class Journal:
     num_failures_in_row: int = 0  # without a token between them
     num_tokens_before: int = 0  # output tokens at the last failure
     first_token_time: float = 0.0
+    num_draft_tokens: int = 0  # computed by the workers that have ended their part
+    num_accepted_tokens: int = 0
     first_times: pb.RequestTimes | None = None  # what the worker measured that computed the prompt first
     last_token_time: float = 0.0
     events: list[tuple[float, str]] = field(default_factory=list)  # the time line, for /explain

@@ -170,6 +170,8 @@ class Delta(Row):
     prompt_logprobs: list[TokenLogprobs] = []
     handle: KvHandle | None = None  # with PREFILLED
     times: RequestTimes | None = None  # with the first delta
+    num_draft_tokens: int = 0  # these two with the last one
+    num_accepted_tokens: int = 0
 
 
 class KvOffer(Row):

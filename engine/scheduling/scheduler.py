@@ -179,6 +179,8 @@ class Scheduler:
         """Take back what `advance` counted for drafts that were not accepted. What they wrote is written again."""
         assert self.speculation is not None
         self.speculation.count(len(row.draft_token_ids), num_sampled - 1)
+        request.num_draft_tokens += len(row.draft_token_ids)
+        request.num_accepted_tokens += num_sampled - 1
         if request.status is RequestStatus.RUNNING:
             request.num_computed_tokens = row.start + num_sampled
             self.kv.publish(request)  # blocks that accepted drafts have filled

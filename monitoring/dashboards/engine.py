@@ -21,6 +21,7 @@ RUNNING, WAITING, SWAPPED = (f"vllm:num_requests_{state}" for state in ("running
 RATIO = "mini_infer_step_seconds_over_predicted"
 STEP, STEP_TOKENS, TOKENS = "mini_infer_step_seconds", "vllm:iteration_tokens_total", "mini_infer_step_tokens"
 DRAFTED, ACCEPTED = "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens"
+DRAFTED_ROWS, ACCEPTED_AT = "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens_per_pos"
 BALANCEDNESS, EXPERT_TOKENS = "mini_infer_expert_balancedness", "mini_infer_expert_tokens"
 PLACEMENTS = "mini_infer_expert_placements"
 HITS, QUERIES = "vllm:prefix_cache_hits", "vllm:prefix_cache_queries"
@@ -57,6 +58,10 @@ def steps() -> Section:
         lines("Step duration over prediction", "Of steps with prompts beside decode rows, under an ITL objective: "
               "far from 1, chunks of prompts are too long or too short.", "short",
               {"{{worker}} p50": quantile(0.5, RATIO, "worker"), "{{worker}} p99": quantile(0.99, RATIO, "worker")}),
+        lines("Drafts accepted by position", "Share of rows with drafts whose draft there was right. No data without "
+              "speculation.", "percentunit",
+              {"position {{position}}": f"{rate(ACCEPTED_AT, 'position')} / ignoring(position) group_left() "
+                                        f"{rate(DRAFTED_ROWS)}"}),
         lines("Balancedness of experts", "Tokens of the mean rank over those of the one with the most: 1 is best, "
               "0 where experts are not counted.", "percentunit", {"{{worker}}": series(BALANCEDNESS)}),
         lines("Tokens of experts per second", "By worker and the rank that has the expert: each choice of an expert "

@@ -19,7 +19,7 @@ _NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "chat_template"), (None,)),
     "response_format": (None, {"type": "text"}),
     "structured_outputs": (None,),
-    **dict.fromkeys(("audio", "prediction", "web_search_options", "verbosity"), (None,)),
+    **dict.fromkeys(("audio", "web_search_options", "verbosity"), (None,)),
     # Of chat completions alone.
     "parallel_tool_calls": (None, True, False),
     "tools": (None, []),
@@ -43,7 +43,7 @@ _FORBIDDEN_BY = {"tools": "tool_choice", "functions": "function_call"}
 # Fields that change nothing here: labels, hints, and defaults that some clients always send.
 _IGNORED = frozenset(
     {
-        "metadata", "store", "service_tier", "safety_identifier",
+        "metadata", "prediction", "store", "service_tier", "safety_identifier",
         "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
     }
 )  # fmt: skip

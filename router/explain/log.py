@@ -92,6 +92,8 @@ def _counts(journal: Journal, state: str, end: float) -> dict[str, Any]:
         "prompt_tokens": len(journal.prompt_token_ids),
         "output_tokens": len(journal.output_token_ids),
         "cached_tokens": journal.num_cached_tokens,
+        "draft_tokens": journal.num_draft_tokens,
+        "accepted_draft_tokens": journal.num_accepted_tokens,
         "migrations": journal.num_migrations,
         "moves": journal.num_moves,
         "time_line": _time_line(journal, end),

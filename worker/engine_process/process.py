@@ -216,6 +216,8 @@ class EngineProcess:
             request.request_id, output.new_token_ids, output.finish_reason, output.stop_token_id,
             output.logprobs, output.prompt_logprobs, handle, entry.take_times(now),
         )  # fmt: skip
+        if output.finish_reason is not None:
+            delta.num_draft_tokens, delta.num_accepted_tokens = request.num_draft_tokens, request.num_accepted_tokens
         self._report.deltas.append(delta)
 
     def _send_report(self, stats: StepStats | None) -> None:

@@ -102,6 +102,8 @@ def token_delta(delta: Delta, request_id: str) -> pb.TokenDelta:
         message.kv_handle.CopyFrom(pb.KvHandle(**asdict(delta.handle)))
     if delta.times is not None:
         message.times.CopyFrom(pb.RequestTimes(**struct_fields(delta.times)))
+    if delta.num_draft_tokens:
+        message.num_draft_tokens, message.num_accepted_tokens = delta.num_draft_tokens, delta.num_accepted_tokens
     return message
 
 

@@ -15,9 +15,8 @@ ENGINE = (
     "--model=dry-run",
     "--num-gpu-blocks=256",
     "--quant-mode=none",
-    "--num-speculative-tokens=4",
-    "--ngram-min=1",
 )
+DRAFTS = ("--num-speculative-tokens=4", "--ngram-min=1", "--no-adaptive-drafts")
 PROMPTS = ["Hello", "The quick brown fox jumps over the lazy dog. " * 5, "x" * 400]
 # Few tokens to choose from: what was said comes again, and is drafted.
 GREEDY = {"max_tokens": 60, "temperature": 0.0, "extra_body": {"ignore_eos": True, "allowed_token_ids": [97, 98, 99]}}
@@ -52,7 +51,9 @@ def texts(cluster: Cluster) -> list[str]:
 def test_drafts_change_no_answer(reference: LLM) -> None:
     """Nor do drafts that two ranks verify; one rank's are those of the next test."""
     [port] = free_ports(1)
-    with running_cluster(engine_args=ENGINE, role_args={"decode": ["--tp=2", f"--metrics-port={port}"]}) as cluster:
+    with running_cluster(
+        engine_args=(*ENGINE, *DRAFTS), role_args={"decode": ["--tp=2", f"--metrics-port={port}"]}
+    ) as cluster:
         assert texts(cluster) == expected_texts(reference)
         cluster.wait_quiet()
         drafted, accepted = (
@@ -62,16 +63,19 @@ def test_drafts_change_no_answer(reference: LLM) -> None:
         assert 60 < accepted < drafted
 
 
-def test_a_stream_moves_to_another_worker_with_its_drafts(reference: LLM) -> None:
+@pytest.mark.parametrize("method", ["suffix", "draft:dry-run"])
+def test_a_stream_moves_to_another_worker_with_its_drafts(method: str, reference: LLM) -> None:
     params = SamplingParams(max_tokens=1500, temperature=0.0, ignore_eos=True, allowed_token_ids=(97, 98, 99))
     [expected] = reference.generate(PROMPTS[1], params)
-    with running_cluster(num_decode=2, engine_args=ENGINE) as cluster:
+    with running_cluster(num_decode=2, engine_args=(*ENGINE, f"--speculative={method}")) as cluster:
         assert texts(cluster) == expected_texts(reference)
         for _ in range(10):  # it may end before its worker does
             answer = ask_and_kill(cluster)
             assert answer.choices[0].text == expected.text
-            if num_migrations := cluster.get(f"/explain/{answer.id}")["choices"][0]["migrations"]:
-                assert num_migrations == 1
+            [choice] = cluster.get(f"/explain/{answer.id}")["choices"]
+            if choice["migrations"]:
+                assert choice["migrations"] == 1
+                assert 0 < choice["accepted_draft_tokens"] <= choice["draft_tokens"]
                 return
             cluster.wait_ready(3)
     pytest.fail("no stream moved")
