@@ -27,6 +27,7 @@ from engine.speculation.draft_length import DraftLengths
 from engine.speculation.from_tokens import most_drafts
 
 NUM_KINDS = 10  # a draft's kind is the probability that the draft model gives it, in tenths
+MARGIN = 1.15  # estimates err, and where nothing is to be gained much is lost
 STEPS_BETWEEN_TRIALS = 1000  # where no draft can pay
 FIRST_PAUSE, LONGEST_PAUSE = 8, 256  # steps until a request is drafted for again when its drafts did not pay
 
@@ -150,7 +151,7 @@ class FromDraftModel(Proposer):
         seconds = cost.seconds(num_rows)
         if not self._lengths.is_adaptive or not seconds:
             return 0.0
-        return num_rows * (cost.row + self._times.cost.seconds(num_drafting) / max(num_drafting, 1)) / seconds
+        return MARGIN * num_rows * (cost.row + self._times.cost.seconds(num_drafting) / max(num_drafting, 1)) / seconds
 
     def _is_worth_drafting(self, followed: Followed, num_rows: int) -> bool:
         """Whether the request's next draft is expected to pay, or it is time to look whether drafts pay again."""
