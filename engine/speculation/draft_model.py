@@ -151,7 +151,9 @@ class FromDraftModel(Proposer):
         seconds = cost.seconds(num_rows)
         if not self._lengths.is_adaptive or not seconds:
             return 0.0
-        return MARGIN * num_rows * (cost.row + self._times.cost.seconds(num_drafting) / max(num_drafting, 1)) / seconds
+        return (
+            MARGIN * num_rows * (cost.row + self._times.cost.seconds(num_drafting) / max(num_drafting, 1)) / seconds
+        )
 
     def _is_worth_drafting(self, followed: Followed, num_rows: int) -> bool:
         """Whether the request's next draft is expected to pay, or it is time to look whether drafts pay again."""
