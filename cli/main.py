@@ -19,6 +19,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "chat": ("cli.terminal.chat", "talk to a model in the terminal"),
     "demo": ("cli.load.demo", "a short tour: streaming, batching, prefix cache, cancellation"),
     "bench": ("cli.load.bench", "load an OpenAI-compatible server and measure it"),
+    "simulate": ("cli.simulation.simulate", "what a cluster would do with a load, in simulated time"),
 }
 
 

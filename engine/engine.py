@@ -11,7 +11,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -72,9 +72,10 @@ class Engine:
         pooling: str = "last",
         counting: Sequence[Counting] = (),
         adapters: Adapters | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """constraints, adapters: the runner's. A request gets no row before its own is ready. generates: else the
-        model gives vectors alone. pooling: what `auto` stands for. counting: see `figures`."""
+        model gives vectors alone. pooling: what `auto` stands for. counting: see `figures`. clock: seconds."""
         knows_tokens = runner.max_steps_in_flight == 1 or scheduler.num_stages > 1
         assert scheduler.speculation is None or knows_tokens, "drafts follow tokens that are known"
         self.kv = scheduler.kv
@@ -85,6 +86,7 @@ class Engine:
         self.num_failed_steps = 0  # steps that had to be repeated row by row
         self._scheduler = scheduler
         self._runner = runner
+        self._clock = clock
         self._constraints = constraints
         self._generates = generates
         self._pooling = pooling
@@ -173,7 +175,7 @@ class Engine:
         (docs/decisions/steps-and-plans.md).
         """
         if self._budget is not None:
-            self._budget.now = time.monotonic()
+            self._budget.now = self._clock()
         step = self._scheduler.schedule()
         outcome = StepOutcome(step.plan)
         if step.is_empty:
@@ -192,7 +194,7 @@ class Engine:
 
     def _launch(self, step: ScheduledStep, outcome: StepOutcome) -> None:
         """Put the step in flight. When that fails, its rows are run one by one, behind what was in flight."""
-        began = time.monotonic()
+        began = self._clock()
         try:
             self._in_flight.append((step, self._runner.launch(step.plan), began))
         except DeviceLostError:
@@ -241,7 +243,7 @@ class Engine:
         return merged
 
     def _stats_of(self, plan: StepPlan, began: float) -> StepStats:
-        now = time.monotonic()
+        now = self._clock()
         began, self._last_end = max(began, self._last_end), now
         seconds, size = now - began, StepSize.of(plan.rows)
         is_like_others = plan.placed is None  # else ranks exchanged experts first

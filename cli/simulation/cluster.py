@@ -1,0 +1,233 @@
+"""The way of a request through a cluster in simulated time: router, prefill, pull, decode.
+
+Chooses by the router's own policies, from what its index and its counts say. A pull takes `tokens / rate` seconds,
+one after the other on the worker that pulls.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+
+from cli.event_stream import RequestRecord
+from cli.load.workload import PlannedRequest
+from cli.simulation.clock import Clock
+from cli.simulation.worker import FINGERPRINT, SimulatedWorker, WorkerSpec
+from common.token_ids import pack_ids
+from engine.request import FinishReason, Request, RequestId, SamplingParams
+from engine.scheduled_step import StepOutcome
+from engine.scheduling.kv_load import KvLoad
+from kvstore.pool.block_hash import block_keys, root_key
+from kvstore.pool.index import PrefixIndex
+from kvstore.types import BlockId
+from router.objectives.placement import place
+from router.routing.admission import AnswerLength
+from router.routing.objectives import Objectives
+from router.routing.policy import Decision, choose
+from router.routing.views import RequestView
+from router.workers.backlog import Work
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSpec:
+    """num_prefill 0: all workers prefill and decode. Seconds: of a message between router and worker or client."""
+
+    worker: WorkerSpec
+    num_prefill: int
+    num_decode: int
+    policy: str
+    local_prefill_tokens: int
+    objectives: Objectives
+    hop_seconds: float
+    pull_seconds: float  # until the first byte
+    pull_tokens_per_second: float
+
+
+@dataclass(slots=True, eq=False)
+class _Lease:
+    """KV of a prompt on the worker that computed it."""
+
+    worker: SimulatedWorker
+    blocks: list[BlockId]
+    num_tokens: int
+
+
+@dataclass(slots=True, eq=False)
+class _Choice:
+    """One request on its way."""
+
+    planned: PlannedRequest
+    prompt: list[int]
+    record: RequestRecord
+    request_id: RequestId
+    decode: SimulatedWorker
+    prefill: SimulatedWorker | None
+    work: Work
+    began_here: float = 0.0  # its first output on the worker where it is
+
+
+class SimulatedCluster:
+    """Workers, a router, and the records of all requests that have ended."""
+
+    def __init__(self, spec: ClusterSpec, seed: int = 0) -> None:
+        self.clock = Clock()
+        self.records: list[RequestRecord] = []
+        self.num_decisions: dict[str, int] = {}  # by the kind of placement
+        self._spec = spec
+        self._random = random.Random(seed)
+        self._index = PrefixIndex()
+        self._answers = AnswerLength()
+        self._root = root_key(FINGERPRINT)
+        self._open: dict[RequestId, _Choice] = {}
+        self._turns = itertools.count(1)
+        self._sequences: dict[str, itertools.count[int]] = {}
+        roles = ["prefill"] * spec.num_prefill + ["decode"] * spec.num_decode
+        workers = [
+            SimulatedWorker(f"{role}-{number}", role, spec.worker, self.clock, self._on_outcome, seed + number)
+            for number, role in enumerate(roles)
+        ]
+        self._workers = {worker.worker_id: worker for worker in workers}
+
+    def run(self, requests: Iterable[PlannedRequest]) -> None:
+        """Send all requests when they are due, and wait for their answers. Prompts are made when they are sent."""
+        self._send_next(iter(requests))
+        self.clock.run()
+
+    def _send_next(self, requests: Iterable[PlannedRequest]) -> None:
+        planned = next(iter(requests), None)
+        if planned is not None:
+            self.clock.at(planned.at_seconds, partial(self._arrive, planned, requests))
+
+    def _arrive(self, planned: PlannedRequest, others: Iterable[PlannedRequest]) -> None:
+        self._send_next(others)
+        record = RequestRecord(self.clock.now, self.clock.now)
+        self.clock.after(self._spec.hop_seconds, partial(self._dispatch, planned, record))
+
+    # -- the router --------------------------------------------------------------------------------------------
+
+    def _dispatch(self, planned: PlannedRequest, record: RequestRecord) -> None:
+        assert not isinstance(planned.prompt, str)  # token ids
+        prompt = planned.prompt
+        decision = self._decide(prompt, planned.num_output_tokens)
+        chosen = decision.chosen
+        self.num_decisions[chosen.kind] = self.num_decisions.get(chosen.kind, 0) + 1
+        decode = self._workers[chosen.decode]
+        prefill = None if chosen.prefill is None else self._workers[chosen.prefill]
+        computing = prefill or decode
+        work = Work(len(prompt), len(prompt) - chosen.cached_tokens, decodes=prefill is None)
+        name = RequestId(f"r{next(self._turns)}")
+        self._open[name] = choice = _Choice(planned, prompt, record, name, decode, prefill, work)
+        record.num_prompt_tokens, record.num_output_tokens = len(prompt), planned.num_output_tokens
+        computing.num_legs += 1
+        computing.backlog.add(work)
+        computing.rates.submitted(work.pending_tokens, work.pairs, self.clock.now)
+        if prefill is not None:
+            decode.backlog.expect(work)
+        request = self._request(choice, prefill_only=prefill is not None)
+        self.clock.after(self._spec.hop_seconds, partial(computing.submit, request))
+
+    def _decide(self, prompt: list[int], num_output_tokens: int) -> Decision:
+        spec, size = self._spec, self._spec.worker.block_size
+        keys = block_keys(self._root, pack_ids(prompt), size) if self._index.num_keys else []
+        view = RequestView(
+            num_tokens=len(prompt),
+            cached_tokens={worker: count * size for worker, count in self._index.matches(keys).items()},
+            expected_tokens=self._answers.expected(num_output_tokens),
+            draw=self._random.random(),
+            turn=next(self._turns),
+        )
+        workers = self._workers.values()
+        prefill = [worker.view() for worker in workers if worker.role == "prefill"]
+        decode = [worker.view() for worker in workers if worker.role == "decode"]
+        if spec.objectives:
+            return place(view, prefill, decode, spec.local_prefill_tokens, spec.objectives)
+        return choose(spec.policy, view, prefill, decode, spec.local_prefill_tokens)
+
+    def _request(self, choice: _Choice, prefill_only: bool = False) -> Request:
+        params = SamplingParams(max_tokens=choice.planned.num_output_tokens, temperature=0.0, ignore_eos=True)
+        return Request(choice.request_id, choice.prompt, params, prefill_only=prefill_only)
+
+    # -- what workers report -----------------------------------------------------------------------------------
+
+    def _on_outcome(self, worker: SimulatedWorker, outcome: StepOutcome) -> None:
+        for load in outcome.loads:
+            self._pull(worker, load)
+        now = self.clock.now + self._spec.hop_seconds  # when a client has it
+        for output in outcome.outputs:
+            choice = self._open[output.request.request_id]
+            if output.new_token_ids:
+                if not choice.began_here:
+                    self._began(choice, worker, output.request)
+                choice.record.chunk_times.append(now)
+            if output.finish_reason is FinishReason.PREFILLED:
+                self._hand_over(choice, worker, output.request)
+            elif output.finish_reason is not None:
+                self._end(choice, worker, now)
+        self._feed_index(worker)
+
+    def _began(self, choice: _Choice, worker: SimulatedWorker, request: Request) -> None:
+        choice.began_here = self.clock.now
+        worker.backlog.settle(choice.work)
+        if worker is (choice.prefill or choice.decode):
+            choice.record.num_cached_tokens = request.num_cached_tokens
+
+    def _hand_over(self, choice: _Choice, worker: SimulatedWorker, request: Request) -> None:
+        """The prompt is computed: the decode worker goes on."""
+        num_tokens = request.num_known_tokens - 1
+        lease = _Lease(worker, worker.kv.detach(request, num_tokens), num_tokens)
+        self._leave(choice, worker)
+        following = self._request(choice)
+        following.output_token_ids = list(request.output_token_ids)
+        following.kv_source, following.num_source_tokens = lease, num_tokens
+        choice.work, choice.began_here = Work(len(choice.prompt), 0, decodes=True), 0.0
+        choice.decode.num_legs += 1
+        choice.decode.backlog.add(choice.work)
+        self.clock.after(2 * self._spec.hop_seconds, partial(choice.decode.submit, following))
+
+    def _pull(self, worker: SimulatedWorker, load: KvLoad) -> None:
+        assert isinstance(load.source, _Lease)
+        if not load.positions:
+            self._release(load.source)
+            return
+        spec = self._spec
+        began = max(self.clock.now, worker.pulls_end)
+        worker.pulls_end = began + spec.pull_seconds + load.num_tokens / spec.pull_tokens_per_second
+        self.clock.at(worker.pulls_end, partial(self._pulled, worker, load, load.source, self.clock.now))
+
+    def _pulled(self, worker: SimulatedWorker, load: KvLoad, lease: _Lease, began: float) -> None:
+        worker.rates.pull_tokens_per_second = load.num_tokens / (self.clock.now - began)
+        worker.engine.finish_load(load, True)
+        self._release(lease)
+        worker.wake()
+
+    def _release(self, lease: _Lease) -> None:
+        lease.worker.kv.pool.release(lease.blocks)
+        lease.worker.wake()  # it may have waited for blocks
+
+    def _end(self, choice: _Choice, worker: SimulatedWorker, now: float) -> None:
+        self._leave(choice, worker)
+        num_after_first = choice.planned.num_output_tokens - (2 if choice.prefill else 1)
+        if num_after_first > 0:
+            worker.rates.observe_answer(num_after_first, self.clock.now - choice.began_here)
+        self._finish(choice, now)
+
+    def _leave(self, choice: _Choice, worker: SimulatedWorker) -> None:
+        worker.num_legs -= 1
+        worker.backlog.remove(choice.work)
+        if worker is choice.prefill:
+            choice.decode.backlog.unexpect(choice.work)
+
+    def _finish(self, choice: _Choice, now: float) -> None:
+        del self._open[choice.request_id]
+        choice.record.end = now
+        self._answers.observe(choice.planned.num_output_tokens)
+        self.records.append(choice.record)
+
+    def _feed_index(self, worker: SimulatedWorker) -> None:
+        stored, removed = worker.kv.pool.take_events()
+        if stored or removed:
+            sequence = self._sequences.setdefault(worker.worker_id, itertools.count(1))
+            self._index.apply(worker.worker_id, next(sequence), stored, removed)

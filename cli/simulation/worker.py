@@ -1,0 +1,171 @@
+"""A worker in simulated time: a real engine, whose runner computes nothing and takes the time of a cost model.
+
+As on a GPU two steps are in flight: one is planned while the one before runs.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from cli.simulation.clock import Clock
+from common.step_times import StepCost
+from engine.engine import Engine
+from engine.kv.block_groups import BlockGroups
+from engine.kv.manager import KVManager
+from engine.objectives.prompt_budget import PromptBudget
+from engine.plan import StepPlan, StepResult, StepSize
+from engine.request import Request
+from engine.scheduled_step import StepOutcome
+from engine.scheduling.scheduler import Scheduler
+from engine.simulated.runner import NOISE
+from kvstore.layout import full_attention
+from kvstore.pool.block_pool import BlockPool
+from kvstore.types import WorkerId
+from protos import types_pb2 as pb
+from router.routing.rates import WorkerRates
+from router.routing.views import WorkerView
+from router.workers.backlog import Backlog
+from router.workers.worker_view import worker_view
+
+FINGERPRINT = "simulated"
+TOKEN = 1  # what every step samples
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """What all workers have. itl_objective: seconds; 0: none."""
+
+    cost: StepCost
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    itl_objective: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step that ends at a moment."""
+
+    runner: SteppedRunner
+    found: StepResult
+    end: float
+
+    def result(self) -> StepResult:
+        self.runner.now = max(self.runner.now, self.end)
+        return self.found
+
+
+class SteppedRunner:
+    """`now` is the engine's time. It is ahead of the simulation's while an engine waits for a step."""
+
+    max_steps_in_flight = 2
+
+    def __init__(self, cost: StepCost, seed: int) -> None:
+        self.now = 0.0
+        self._cost = cost
+        self._end = 0.0  # of the last step
+        self._random = random.Random(seed)
+
+    def launch(self, plan: StepPlan) -> _Step:
+        """See Runner."""
+        size = StepSize.of(plan.rows)
+        seconds = self._cost.seconds(size.num_decode_tokens, size.num_prompt_tokens, size.context, size.pairs)
+        self._end = max(self._end, self.now) + seconds * self._random.uniform(*NOISE)
+        token_ids = [[TOKEN] if row.samples else [] for row in plan.rows]
+        empty: list[list[object]] = [[]] * len(plan.rows)  # nobody changes them
+        return _Step(self, StepResult(token_ids, empty, empty), self._end)  # type: ignore[arg-type]
+
+    def needs_known_tokens(self, _plan: StepPlan) -> bool:
+        return False
+
+    def check(self) -> None:
+        """See Runner."""
+
+
+class SimulatedWorker:
+    """An engine, and what the router knows of it."""
+
+    def __init__(
+        self, name: str, role: str, spec: WorkerSpec, clock: Clock,
+        on_outcome: Callable[[SimulatedWorker, StepOutcome], None], seed: int,
+    ) -> None:  # fmt: skip
+        """on_outcome: takes what each step did, when it has ended."""
+        self.worker_id, self.role = WorkerId(name), role
+        self.rates, self.backlog = WorkerRates(), Backlog()
+        self.num_legs = 0
+        self.pulls_end = 0.0  # when the pulls that were begun so far have ended
+        self._spec, self._clock, self._on_outcome = spec, clock, on_outcome
+        self._runner = SteppedRunner(spec.cost, seed)
+        groups = BlockGroups.of(full_attention(1, 1, 1, "bfloat16"), spec.block_size, spec.max_num_batched_tokens)
+        self.kv = KVManager(BlockPool(spec.num_blocks), groups, FINGERPRINT)
+        scheduler = Scheduler(
+            self.kv,
+            max_num_seqs=spec.max_num_seqs,
+            max_num_batched_tokens=spec.max_num_batched_tokens,
+            max_model_len=1 << 30,
+            prompt_budget=PromptBudget(spec.itl_objective) if spec.itl_objective else None,
+        )
+        self.engine = Engine(
+            scheduler, self._runner, vocab_size=1 << 31, eos_token_ids=frozenset(), clock=lambda: self._runner.now
+        )
+        self._is_busy = False
+        self._num_steps = 0
+
+    def submit(self, request: Request) -> None:
+        self.engine.submit(request)
+        self.wake()
+
+    def wake(self) -> None:
+        """Look for work, if no step runs."""
+        if not self._is_busy and self.engine.has_work():
+            self._is_busy = True
+            self._step()
+
+    def view(self) -> WorkerView:
+        """The worker as the router sees it, whose own count has what a report lacks."""
+        load, pool = self.engine.load(), self.kv.pool
+        report = pb.LoadReport(
+            num_running=load.num_running,
+            num_waiting=load.num_waiting,
+            num_swapped=load.num_swapped,
+            num_loading=load.num_loading,
+            kv_blocks_total=pool.num_blocks,
+            kv_blocks_free=pool.num_free,
+            kv_blocks_cached=pool.num_cached,
+            waiting_prefill_tokens=load.waiting_prefill_tokens,
+            waiting_prefill_pairs=load.waiting_prefill_pairs,
+            context_tokens=load.context_tokens,
+        )
+        return worker_view(
+            self.worker_id, self.role, self._spec.max_num_seqs, report, self.rates, self.backlog, self.num_legs,
+            self._clock.now,
+        )  # fmt: skip
+
+    def _step(self) -> None:
+        """Plan a step, and wait for the end of the one before."""
+        self._runner.now = self._clock.now
+        outcome = self.engine.step()
+        if self._runner.now > self._clock.now or outcome.stats is not None:
+            self._clock.at(self._runner.now, partial(self._ended, outcome))
+        elif self.engine.num_steps > self._num_steps:  # launched; there is room for one more in flight
+            self._ended(outcome)
+        else:  # it has to wait for a load
+            self._is_busy = False
+            self._on_outcome(self, outcome)
+
+    def _ended(self, outcome: StepOutcome) -> None:
+        self._num_steps = self.engine.num_steps
+        if (stats := outcome.stats) is not None:
+            self.rates.step_times.observe(
+                stats.num_decode_tokens, stats.num_prefill_tokens, stats.seconds, stats.num_context_tokens,
+                stats.num_prompt_pairs,
+            )  # fmt: skip
+            self.backlog.computed(stats.num_prefill_tokens, stats.num_prompt_pairs)
+        self._on_outcome(self, outcome)
+        self._is_busy = self.engine.has_work()
+        if self._is_busy:
+            self._step()

@@ -1,0 +1,155 @@
+"""Clusters in simulated time: what can be told beforehand, and what real processes did."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.load.results import Objectives, summarize
+from cli.load.workload import PlannedRequest
+from cli.main import run_command
+from cli.simulation.cluster import SimulatedCluster
+from cli.simulation.simulate import ClusterConfig, run, spec_of
+from common.errors import ConfigError
+from tests.harness.cluster import metric, running_cluster
+
+NO_NOISE = "engine.simulated.runner.NOISE"
+STEPS = "base=0.01,row=0.0001,context=0,prompt=0.002,prompt_token=0.0001,prompt_context=0"
+
+
+def config(**settings: Any) -> ClusterConfig:
+    return ClusterConfig(**{"steps": STEPS, "block_size": 16, "num_gpu_blocks": 1000, **settings})
+
+
+def planned(at_seconds: float, num_prompt: int, num_output: int, seed: int = 0) -> PlannedRequest:
+    return PlannedRequest(at_seconds, random.Random(seed).choices(range(100, 50_000), k=num_prompt), num_output)
+
+
+def simulate(made: ClusterConfig, requests: list[PlannedRequest], seed: int = 0) -> SimulatedCluster:
+    cluster = SimulatedCluster(spec_of(made), seed)
+    cluster.run(requests)
+    assert len(cluster.records) == len(requests)
+    assert not cluster._open
+    for worker in cluster._workers.values():
+        assert (worker.kv.pool.num_used, worker.num_legs) == (0, 0)
+        backlog = worker.backlog
+        assert (backlog.num_rows, backlog.num_expected, backlog.prompt_tokens, backlog.context_tokens) == (0, 0, 0, 0)
+        worker.kv.pool.check_integrity()
+    return cluster
+
+
+@pytest.fixture(autouse=True)
+def without_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cli.simulation.worker.NOISE", (1.0, 1.0))
+
+
+def test_one_request_takes_what_its_steps_take() -> None:
+    [record] = simulate(config(), [planned(1.0, 100, 5)]).records
+    assert (record.scheduled, record.num_prompt_tokens, len(record.chunk_times)) == (1.0, 100, 5)
+    assert record.ttft == pytest.approx(3 * 0.0005 + 0.002 + 100 * 0.0001)  # three messages and a prompt
+    assert record.gaps == pytest.approx([0.0101] * 4)
+    assert record.end == record.chunk_times[-1]
+
+
+def test_a_prompt_goes_from_worker_to_worker() -> None:
+    made = config(prefill_workers=1, pull_tokens_per_second=1000.0)
+    cluster = simulate(made, [planned(0.0, 100, 5), planned(0.0, 20, 3, seed=1), planned(0.0, 80, 1, seed=2)])
+    assert cluster.num_decisions == {"disaggregated": 2, "local": 1}
+    first = next(record for record in cluster.records if record.num_prompt_tokens == 100)
+    # Two messages, the pull, the step that its second token comes of, and what ran there then.
+    assert 0.102 + 0.01 < first.gaps[0] < 0.102 + 3 * 0.0101
+    assert first.gaps[1:] == pytest.approx([0.0101] * 3, rel=0.02)
+
+
+def test_prompts_share_their_beginning() -> None:
+    shared = random.Random(5).choices(range(100, 50_000), k=160)
+    requests = [PlannedRequest(0.5 * number, [*shared, number], 2) for number in range(4)]
+    cluster = simulate(config(decode_workers=3), requests)
+    assert [record.num_cached_tokens for record in cluster.records] == [0, 160, 160, 160]
+    assert cluster.records[1].ttft < 0.7 * cluster.records[0].ttft
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"prefill_workers": 2}, {"prefill_workers": 1, "num_gpu_blocks": 40}], ids=str
+)
+def test_a_load_is_the_same_by_its_seed(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where KV blocks are scarce, and requests give way or wait."""
+    monkeypatch.setattr("cli.simulation.worker.NOISE", (0.9, 1.1))
+    rng = random.Random(1)
+    load = [planned(0.02 * n, rng.randrange(1, 300), rng.randrange(1, 40), n) for n in range(60)]
+    made = config(decode_workers=2, **settings)
+    runs = [simulate(made, load, seed).records for seed in (3, 3, 4)]
+    times = [[(record.num_prompt_tokens, record.chunk_times) for record in records] for records in runs]
+    assert times[0] == times[1] != times[2]
+    for record in runs[0]:
+        assert record.num_output_tokens == len(record.chunk_times)
+        assert all(gap > 0 for gap in record.gaps)
+
+
+def test_objectives_place_by_prediction() -> None:
+    """As the adaptive router does, with prompts in chunks that keep the gaps."""
+    rng = random.Random(2)
+    load = [planned(0.1 * n, rng.randrange(200, 600), 30, n) for n in range(80)]
+    plain, kept = (
+        summarize(simulate(made, load).records, 8.0, Objectives())
+        for made in (config(), config(ttft_objective_ms=1000.0, itl_objective_ms=30.0))
+    )
+    assert kept["itl_ms"]["p99"] < 0.7 * plain["itl_ms"]["p99"]
+    assert kept["itl_ms"]["p99"] < 35.0
+
+
+def test_the_command_reports_as_bench_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace, found = tmp_path / "trace.jsonl", tmp_path / "found.json"
+    rows = [
+        {"timestamp": 3000 * (n // 3), "input_length": 600, "output_length": 9, "hash_ids": [0, n]} for n in range(9)
+    ]
+    trace.write_text("\n".join(map(json.dumps, rows)))
+    assert run_command("simulate", ["--trace", str(trace), "--decode-workers", "2", "--json", str(found)]) == 0
+    summary = json.loads(found.read_text())
+    assert summary["num_completed"] == 9
+    assert summary["cached_tokens"] > 0
+    assert summary["placements"] == {"local": 9}
+    assert "9/9 requests" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="give a --trace"):
+        run([])
+    with pytest.raises(ConfigError, match="--decode-workers must be positive"):
+        run(["--decode-workers", "0"])
+
+
+@pytest.mark.slow
+@pytest.mark.wing("engine.simulated")
+@pytest.mark.parametrize("num_prefill", [0, 1])
+def test_real_processes_take_as_long(num_prefill: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Router, workers and transfers are real there, and steps last as long as here. Their first tokens, gaps and
+    requests are within 10% on a busy machine (5% on a quiet one, docs/benchmarks.md)."""
+    monkeypatch.setattr("cli.simulation.worker.NOISE", (0.97, 1.06))
+    steps = "base=0.03,row=3e-5,context=1e-7,prompt=0.005,prompt_token=2e-4,prompt_context=0"
+    rows = [f"2023-11-16 18:15:{46 + n / 5:010.7f},{20 + 37 * n % 300},{5 + 11 * n % 30}" for n in range(40)]
+    trace = tmp_path / "trace.csv"
+    trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+    load = ["--trace", str(trace), "--vocab-size", "250", "--warmup", "0", "--json", str(tmp_path / "found.json")]
+    engine = (
+        "--model=dry-run", "--num-gpu-blocks=1000", "--num-threads=1", f"--simulated-steps={steps}",
+        "--max-num-seqs=64", "--max-num-batched-tokens=1024",
+    )  # fmt: skip
+    with running_cluster(num_prefill, 2, engine_args=engine) as cluster:
+        assert run_command("bench", [*load, "--url", cluster.url]) == 0
+        names = ("time_to_first_token", "inter_token_latency", "e2e_request_latency")
+        ttft, itl, e2e = (mean_of(cluster.url, name) for name in names)
+    sizes = ["--num-gpu-blocks=1000", "--block-size=16", "--max-num-seqs=64", "--max-num-batched-tokens=1024"]
+    workers = [f"--prefill-workers={num_prefill}", "--decode-workers=2"]
+    assert run_command("simulate", [*load, *sizes, *workers, f"--steps={steps}"]) == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["ttft_ms"]["mean"] == pytest.approx(ttft, rel=0.1)
+    assert found["itl_ms"]["mean"] == pytest.approx(itl, rel=0.1)
+    assert found["e2e_ms"]["mean"] == pytest.approx(e2e, rel=0.1)
+
+
+def mean_of(url: str, name: str) -> float:
+    """Milliseconds, by the router's histogram: a client sees no token before its characters are whole."""
+    total, count = (metric(url, rf"vllm:{name}_seconds_{part}{{.*}}") for part in ("sum", "count"))
+    return 1e3 * total / count
