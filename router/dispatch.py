@@ -20,6 +20,7 @@ from router.metrics import RouterMetrics
 from router.routing.admission import AnswerLength, DrainRate, check_in_time
 from router.routing.objectives import Objectives
 from router.routing.policy import Decision, choose
+from router.routing.shortlist import shortlist
 from router.routing.views import Candidate, RequestView, WorkerView
 from router.workers.failures import WorkerLostError
 from router.workers.model_workers import ModelWorkers
@@ -127,8 +128,8 @@ class Dispatcher:
         # With tokens to replay, or when every prefill worker has failed it, a choice is computed where it decodes.
         prefill = [] if journal.has_started else self._workers.usable("prefill", lost)
         views = (
-            [link.view() for link in prefill if link.worker_id not in lost],
-            [link.view() for link in self._workers.usable("decode", lost)],
+            self._views([link for link in prefill if link.worker_id not in lost], request),
+            self._views(self._workers.usable("decode", lost), request),
         )
         if self.roles is not None:
             decision = self.roles.choose(request, *views)
@@ -139,6 +140,12 @@ class Dispatcher:
             check_in_time(decision.chosen, journal.deadline - time.monotonic(), self.config.max_wait_seconds)
         self.decided(journal, decision)
         return decision
+
+    def _views(self, links: Sequence[WorkerLink], request: RequestView) -> list[WorkerView]:
+        if self.config.policy == "cost":  # others choose among all
+            cached = request.cached_tokens
+            links = shortlist(links, lambda link: link.worker_id, lambda link: link.assigned, cached, request.turn)
+        return [link.view() for link in links]
 
     def decided(self, journal: Journal, decision: Decision) -> None:
         if self.log is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,7 +27,8 @@ from router.objectives.placement import place
 from router.routing.admission import AnswerLength
 from router.routing.objectives import Objectives
 from router.routing.policy import Decision, choose
-from router.routing.views import RequestView
+from router.routing.shortlist import shortlist
+from router.routing.views import RequestView, WorkerView
 from router.workers.backlog import Work
 
 
@@ -90,6 +91,7 @@ class SimulatedCluster:
             for number, role in enumerate(roles)
         ]
         self._workers = {worker.worker_id: worker for worker in workers}
+        self._by_role = {role: [w for w in workers if w.role == role] for role in ("prefill", "decode")}
 
     def run(self, requests: Iterable[PlannedRequest]) -> None:
         """Send all requests when they are due, and wait for their answers. Prompts are made when they are sent."""
@@ -139,12 +141,19 @@ class SimulatedCluster:
             draw=self._random.random(),
             turn=next(self._turns),
         )
-        workers = self._workers.values()
-        prefill = [worker.view() for worker in workers if worker.role == "prefill"]
-        decode = [worker.view() for worker in workers if worker.role == "decode"]
+        prefill, decode = (self._views(role, view) for role in ("prefill", "decode"))
         if spec.objectives:
             return place(view, prefill, decode, spec.local_prefill_tokens, spec.objectives)
         return choose(spec.policy, view, prefill, decode, spec.local_prefill_tokens)
+
+    def _views(self, role: str, request: RequestView) -> list[WorkerView]:
+        workers: Sequence[SimulatedWorker] = self._by_role[role]
+        if self._spec.policy == "cost":
+            workers = shortlist(
+                workers, lambda worker: worker.worker_id, lambda worker: worker.assigned, request.cached_tokens,
+                request.turn,
+            )  # fmt: skip
+        return [worker.view() for worker in workers]
 
     def _request(self, choice: _Choice, prefill_only: bool = False) -> Request:
         params = SamplingParams(max_tokens=choice.planned.num_output_tokens, temperature=0.0, ignore_eos=True)

@@ -115,6 +115,11 @@ class SimulatedWorker:
         self._is_busy = False
         self._num_steps = 0
 
+    @property
+    def assigned(self) -> tuple[int, int]:
+        """See WorkerLink."""
+        return self.backlog.prompt_tokens, self.num_legs + self.backlog.num_expected
+
     def submit(self, request: Request) -> None:
         self.engine.submit(request)
         self.wake()

@@ -100,6 +100,11 @@ class WorkerLink:
         return len(self._legs)
 
     @property
+    def assigned(self) -> tuple[int, int]:
+        """Prompt tokens to compute and requests, by the router's own count."""
+        return self._backlog.prompt_tokens, len(self._legs) + self._backlog.num_expected
+
+    @property
     def is_usable(self) -> bool:
         return self.info is not None and self.is_serving and not self.is_draining and not self.is_leaving
 

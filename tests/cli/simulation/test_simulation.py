@@ -114,6 +114,9 @@ def test_the_command_reports_as_bench_does(tmp_path: Path, capsys: pytest.Captur
     assert summary["cached_tokens"] > 0
     assert summary["placements"] == {"local": 9}
     assert "9/9 requests" in capsys.readouterr().err
+    load = ["--request-rate", "20", "--num-requests", "30", "--input-len", "50-300", "--output-len", "10-40"]
+    assert run_command("simulate", load) == 0
+    assert "30/30 requests" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="give a --trace"):
         run([])
     with pytest.raises(ConfigError, match="--decode-workers must be positive"):
