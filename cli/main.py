@@ -20,6 +20,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("cli.load.demo", "a short tour: streaming, batching, prefix cache, cancellation"),
     "bench": ("cli.load.bench", "load an OpenAI-compatible server and measure it"),
     "simulate": ("cli.simulation.simulate", "what a cluster would do with a load, in simulated time"),
+    "plan": ("cli.simulation.plan", "how to divide GPUs between prompts and answers, in simulated time"),
 }
 
 

@@ -10,7 +10,7 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cli.load.bench import ReportConfig, WorkloadConfig, plan, show, write_json
 from cli.load.results import Objectives, summarize
@@ -84,27 +84,31 @@ def spec_of(config: ClusterConfig) -> ClusterSpec:
     )  # fmt: skip
 
 
+def simulated(config: ClusterConfig, workload: WorkloadConfig, objectives: Objectives) -> dict[str, Any]:
+    """What requests had: the summary of `bench`, and how they were placed."""
+    from cli.simulation.cluster import SimulatedCluster  # see spec_of
+
+    began = time.perf_counter()
+    _, requests = plan(dataclasses.replace(workload, vocab_size=workload.vocab_size or DEFAULT_VOCAB_SIZE))
+    cluster = SimulatedCluster(spec_of(config), workload.seed)
+    cluster.run(requests)
+    records = cluster.records
+    begin = min((record.sent for record in records), default=0.0)
+    duration = max((record.end for record in records), default=0.0) - begin
+    return {
+        "cluster": dataclasses.asdict(config), "workload": dataclasses.asdict(workload),
+        "placements": cluster.num_decisions, "wall_seconds": time.perf_counter() - began,
+    } | summarize(records, duration, objectives)  # fmt: skip
+
+
 def run(argv: Sequence[str]) -> int:
     """The command."""
     namespace = build_parser().parse_args(argv)
     config = from_namespace(ClusterConfig, namespace, {})
     workload = from_namespace(WorkloadConfig, namespace, {})
     report = from_namespace(ReportConfig, namespace, {})
-    workload = dataclasses.replace(workload, vocab_size=workload.vocab_size or DEFAULT_VOCAB_SIZE)
     require(bool(workload.trace or workload.request_rate), "give a --trace, or a --request-rate")
-    from cli.simulation.cluster import SimulatedCluster  # see spec_of
-
-    began = time.perf_counter()
-    _, requests = plan(workload)
-    cluster = SimulatedCluster(spec_of(config), workload.seed)
-    cluster.run(requests)
-    records = cluster.records
-    begin = min((record.sent for record in records), default=0.0)
-    duration = max((record.end for record in records), default=0.0) - begin
-    summary = {
-        "cluster": dataclasses.asdict(config), "workload": dataclasses.asdict(workload),
-        "placements": cluster.num_decisions, "wall_seconds": time.perf_counter() - began,
-    } | summarize(records, duration, Objectives(report.slo_ttft_ms, report.slo_itl_ms))  # fmt: skip
+    summary = simulated(config, workload, Objectives(report.slo_ttft_ms, report.slo_itl_ms))
     show(summary)
     write_json(summary, report.json)
     return 0

@@ -19,7 +19,7 @@ import pytest
 from cli.cluster import flags
 from cli.cluster.plan import ServeConfig
 from cli.load import bench, demo
-from cli.simulation import simulate
+from cli.simulation import plan, simulate
 from cli.terminal import chat
 from common.config import ENV_PREFIX, add_arguments
 from router.app import create_app
@@ -95,7 +95,7 @@ def parser_of(command: str) -> argparse.ArgumentParser | None:
     if program.startswith("benchmarks.") and "bench_NAME" not in program and not program.endswith("..."):
         return benchmark_parser(program, arguments)
     parsers = {"chat": chat.build_parser, "demo": demo.build_parser, "bench": bench.build_parser}
-    parsers["simulate"] = simulate.build_parser
+    parsers |= {"simulate": simulate.build_parser, "plan": plan.build_parser}
     parsers |= {module: functools.partial(service_parser, module) for module in SETTINGS}
     if make := parsers.get(program.removeprefix("mini-infer-")):
         make().parse_args(arguments)

@@ -1,0 +1,68 @@
+"""How GPUs are divided: the search for the highest rate, and what is said of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cli.main import run_command
+from cli.simulation.plan import HIGHEST, LOWEST, SHARP, Division, Found, PlanConfig, advice, divisions, highest
+from common.errors import ConfigError
+
+
+@given(st.floats(LOWEST * 2.1, HIGHEST / 2))
+def test_the_highest_good_scale_is_found(limit: float) -> None:
+    found = highest(lambda scale: scale <= limit)
+    assert limit / SHARP <= found <= limit
+
+
+def test_all_and_no_scales_may_be_good() -> None:
+    assert highest(lambda scale: True) == HIGHEST
+    assert highest(lambda scale: False) == 0.0
+
+
+def test_divisions_of_gpus() -> None:
+    assert [each.name for each in divisions(3, adaptive=False)] == ["3 for both", "1 + 2", "2 + 1"]
+    assert len(divisions(3, adaptive=True)) == 5
+    assert len(divisions(1, adaptive=True)) == 1
+
+
+def found(kind: str, rate: float) -> Found:
+    return Found(Division(kind, int(kind != "aggregated"), 1), rate, {"good_requests_per_second": rate})
+
+
+@pytest.mark.parametrize(
+    ("rates", "told"),
+    [
+        ((0.0, 0.0), "No division meets the objectives"),
+        ((2.0, 2.05), "Let all GPUs do both: 2.00 good requests/s"),
+        ((2.0, 3.0), "1 + 1 serves 3.00 good requests/s, 1.50 times the 2.00"),
+        ((0.0, 3.0), "GPUs that do both serve too few well"),
+    ],
+)
+def test_advice(rates: tuple[float, float], told: str) -> None:
+    every = sorted([found("aggregated", rates[0]), found("static", rates[1])], key=lambda each: -each.rate)
+    assert told in advice(every)
+
+
+@pytest.mark.parametrize("settings", [{"gpus": 0}, {"share": 1.5}, {"slo_ttft_ms": 0.0, "slo_itl_ms": 0.0}], ids=str)
+def test_what_cannot_be_planned_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        PlanConfig(**settings)
+
+
+@pytest.mark.slow
+def test_prompts_between_tokens_are_worth_a_division(tmp_path: Path) -> None:
+    """Long prompts beside streams with a tight objective for gaps: they need a worker of their own."""
+    path = tmp_path / "plan.json"
+    load = ["--request-rate", "2", "--num-requests", "40", "--input-len", "2000-3000", "--output-len", "80-100"]
+    assert run_command("plan", [*load, "--slo-ttft-ms", "2000", "--slo-itl-ms", "20", "--json", str(path)]) == 0
+    made = json.loads(path.read_text())
+    rates = {each["division"]: each["good_requests_per_second"] for each in made["divisions"]}
+    assert rates["1 + 1"] > 1.3 * rates["2 for both"]
+    assert made["advice"].startswith("Divide them: 1 + 1")
