@@ -20,10 +20,12 @@ class Rate:
     fade: float
     accepted: float = 0.0
     tried: float = 0.0
+    share: float = PRIOR
 
     def add(self, is_accepted: bool) -> None:
         self.accepted = self.accepted * self.fade + is_accepted
         self.tried = self.tried * self.fade + 1.0
+        self.share = self.accepted / self.tried
 
 
 @dataclass(slots=True)
@@ -66,10 +68,11 @@ class Acceptance:
 
     @staticmethod
     def _estimate(known: Rate, own: Rate) -> float:
-        weighted = WEIGHT_OF_KIND * known.accepted / known.tried + own.accepted
-        return weighted / (WEIGHT_OF_KIND + own.tried)
+        return (WEIGHT_OF_KIND * known.share + own.accepted) / (WEIGHT_OF_KIND + own.tried)
 
     def propose(self, record: DraftRecord, token_ids: list[TokenId], kinds: list[int]) -> Drafts:
         """Note these drafts in the record. Returns them with estimates."""
         record.drafts, record.kinds = token_ids, kinds
-        return Drafts(token_ids, [self.of_kind(record, kind) for kind in kinds])
+        rates, own, total = self._kinds, record.rate.accepted, WEIGHT_OF_KIND + record.rate.tried
+        # As of_kind, in a third of its time: of all rows in every step.
+        return Drafts(token_ids, [(WEIGHT_OF_KIND * rates[kind].share + own) / total for kind in kinds])
