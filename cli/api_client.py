@@ -57,14 +57,7 @@ class ApiClient:
     def choose_model(self, wanted: str = "") -> str:
         """The model that is wanted, or the first one. Raises InvalidRequestError for one that is not served."""
         try:
-            reply = self._http.get("/v1/models", timeout=LIST_SECONDS)
-        except httpx.HTTPError as error:
-            raise UnavailableError(
-                f"no server answers at {self.url} ({error}): start one with `mini-infer serve`, or give --url"
-            ) from error
-        _raise_for_status(reply)
-        try:
-            names = [str(model["id"]) for model in reply.json()["data"]]
+            names = [str(model["id"]) for model in self.get_json("/v1/models")["data"]]
         except (ValueError, LookupError, TypeError):  # not JSON, or not OpenAI's
             names = []
         if not names:
@@ -74,6 +67,17 @@ class ApiClient:
                 f"the server at {self.url} serves {', '.join(names)}, not {wanted}: leave out --model, or stop it"
             )
         return wanted or names[0]
+
+    def get_json(self, path: str) -> Any:
+        """What the server answers to GET. Raises UnavailableError, ApiError, and ValueError for what is no JSON."""
+        try:
+            reply = self._http.get(path, timeout=LIST_SECONDS)
+        except httpx.HTTPError as error:
+            raise UnavailableError(
+                f"no server answers at {self.url} ({error}): start one with `mini-infer serve`, or give --url"
+            ) from error
+        _raise_for_status(reply)
+        return reply.json()
 
     def stream_chat(
         self, model: str, messages: list[Message], record: RequestRecord, **params: Any

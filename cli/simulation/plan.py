@@ -23,7 +23,9 @@ from rich.table import Table
 
 from cli.load.bench import WorkloadConfig, write_json
 from cli.load.results import Objectives
-from cli.simulation.simulate import ClusterConfig, simulated
+from cli.simulation.calibration import calibrated
+from cli.simulation.settings import ClusterConfig
+from cli.simulation.simulate import simulated
 from common.config import SettingsParser, add_arguments, from_namespace, require, setting
 from common.errors import ConfigError
 
@@ -139,7 +141,7 @@ def run(argv: Sequence[str]) -> int:
     """The command. Exit code 1 when no division meets the objectives."""
     namespace = build_parser().parse_args(argv)
     config = from_namespace(PlanConfig, namespace, {})
-    cluster = from_namespace(ClusterConfig, namespace, {})
+    cluster = calibrated(from_namespace(ClusterConfig, namespace, {}))
     workload = from_namespace(WorkloadConfig, namespace, {})
     if workload.trace and not (workload.max_requests or workload.duration):
         workload = dataclasses.replace(workload, max_requests=MAX_REQUESTS)

@@ -11,6 +11,7 @@ import logging
 import socket
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from common.errors import HandshakeError
@@ -137,7 +138,9 @@ async def _addresses(host: str, port: int) -> list[str]:
     return [with_port(item, port) for item in sorted(hosts)]
 
 
-_SHOWN_INFO = ("device", "quantization", "cuda_graphs", "attention_backend", "version")
+_SHOWN_INFO = (
+    "device", "quantization", "cuda_graphs", "attention_backend", "version", "block_size", "max_num_seqs",
+)  # fmt: skip
 _SHOWN_RATES = ("prefill_tokens_per_second", "pull_tokens_per_second", "step_seconds")
 _SHOWN_MEMORY = ("front_private_bytes", "engine_private_bytes", "engine_shared_bytes")
 _SHOWN_LOAD = {
@@ -169,6 +172,7 @@ def _describe(link: WorkerLink, model: ModelWorkers, now: float) -> dict[str, An
                 "kv_pool_bytes": info.num_blocks * info.block_bytes,
             },
             "rates": {name: round(getattr(link.rates, name), 6) for name in _SHOWN_RATES},
+            "step_seconds_by_part": asdict(link.rates.step_times.cost),
             "index": {
                 "state": index.state(link.worker_id).value,
                 "blocks": index.num_worker_keys(link.worker_id),

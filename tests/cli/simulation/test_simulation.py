@@ -12,10 +12,12 @@ import pytest
 from cli.load.results import Objectives, summarize
 from cli.load.workload import PlannedRequest
 from cli.main import run_command
+from cli.simulation.calibration import PARTS, calibrated_by
 from cli.simulation.cluster import SimulatedCluster
-from cli.simulation.simulate import ClusterConfig, run, spec_of
+from cli.simulation.settings import ClusterConfig
+from cli.simulation.simulate import run, spec_of
 from common.errors import ConfigError
-from tests.harness.cluster import metric, running_cluster
+from common.step_times import StepCost
 
 NO_NOISE = "engine.simulated.runner.NOISE"
 STEPS = "base=0.01,row=0.0001,context=0,prompt=0.002,prompt_token=0.0001,prompt_context=0"
@@ -123,36 +125,18 @@ def test_the_command_reports_as_bench_does(tmp_path: Path, capsys: pytest.Captur
         run(["--decode-workers", "0"])
 
 
-@pytest.mark.slow
-@pytest.mark.wing("engine.simulated")
-@pytest.mark.parametrize("num_prefill", [0, 1])
-def test_real_processes_take_as_long(num_prefill: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Router, workers and transfers are real there, and steps last as long as here. Their first tokens, gaps and
-    requests are within 10% on a busy machine (5% on a quiet one, docs/benchmarks.md)."""
-    monkeypatch.setattr("cli.simulation.worker.NOISE", (0.97, 1.06))
-    steps = "base=0.03,row=3e-5,context=1e-7,prompt=0.005,prompt_token=2e-4,prompt_context=0"
-    rows = [f"2023-11-16 18:15:{46 + n / 5:010.7f},{20 + 37 * n % 300},{5 + 11 * n % 30}" for n in range(40)]
-    trace = tmp_path / "trace.csv"
-    trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
-    load = ["--trace", str(trace), "--vocab-size", "250", "--warmup", "0", "--json", str(tmp_path / "found.json")]
-    engine = (
-        "--model=dry-run", "--num-gpu-blocks=1000", "--num-threads=1", f"--simulated-steps={steps}",
-        "--max-num-seqs=64", "--max-num-batched-tokens=1024",
-    )  # fmt: skip
-    with running_cluster(num_prefill, 2, engine_args=engine) as cluster:
-        assert run_command("bench", [*load, "--url", cluster.url]) == 0
-        names = ("time_to_first_token", "inter_token_latency", "e2e_request_latency")
-        ttft, itl, e2e = (mean_of(cluster.url, name) for name in names)
-    sizes = ["--num-gpu-blocks=1000", "--block-size=16", "--max-num-seqs=64", "--max-num-batched-tokens=1024"]
-    workers = [f"--prefill-workers={num_prefill}", "--decode-workers=2"]
-    assert run_command("simulate", [*load, *sizes, *workers, f"--steps={steps}"]) == 0
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found["ttft_ms"]["mean"] == pytest.approx(ttft, rel=0.1)
-    assert found["itl_ms"]["mean"] == pytest.approx(itl, rel=0.1)
-    assert found["e2e_ms"]["mean"] == pytest.approx(e2e, rel=0.1)
+def worker(**parts: float) -> dict[str, Any]:
+    return {
+        "block_size": 16, "max_num_seqs": 8, "load": {"kv_blocks": 500},
+        "step_seconds_by_part": {**dict.fromkeys(PARTS, 0.0), "spread": 1.1, **parts},
+    }  # fmt: skip
 
 
-def mean_of(url: str, name: str) -> float:
-    """Milliseconds, by the router's histogram: a client sees no token before its characters are whole."""
-    total, count = (metric(url, rf"vllm:{name}_seconds_{part}{{.*}}") for part in ("sum", "count"))
-    return 1e3 * total / count
+def test_a_running_cluster_tells_what_steps_take() -> None:
+    """Of a prefill worker only what prompts take is known."""
+    workers = [worker(prompt_token=1e-4), worker(base=0.01, row=1e-5), worker(base=0.02), {"state": "connecting"}]
+    made = calibrated_by(config(like="http://there"), workers)
+    assert StepCost.parse(made.steps) == StepCost(base=0.015, row=1e-5, prompt_token=1e-4)
+    assert (made.num_gpu_blocks, made.block_size, made.max_num_seqs) == (500, 16, 8)
+    with pytest.raises(ConfigError, match="send it a load first"):
+        calibrated_by(config(like="http://there"), workers[:1])

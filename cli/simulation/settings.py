@@ -1,0 +1,49 @@
+"""Settings of simulated clusters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.config import check_not_negative, require, setting
+from common.step_times import StepCost
+from router.routing.policy import POLICIES
+
+# About an H200 with 7B parameters in bfloat16, see docs/benchmarks.md "In simulated time".
+H200_7B = "base=0.0043,row=3e-6,context=14e-9,prompt=0.0005,prompt_token=21.5e-6,prompt_context=0.9e-9"
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """Simulate a cluster under a load: the router's policy and the engine's scheduler, with steps of a cost model."""
+
+    decode_workers: int = setting(1, "workers that decode; without --prefill-workers they compute prompts, too")
+    prefill_workers: int = setting(0, "workers that compute prompts")
+    like: str = setting("", "URL of a cluster whose workers' measured steps and sizes are taken for these")
+    api_key: str = setting("", "of that cluster's operators")
+    steps: str = setting(H200_7B, "seconds of a step's parts; default: about an H200 with 7B parameters in bfloat16")
+    num_gpu_blocks: int = setting(24_000, "KV blocks of a worker")
+    block_size: int = setting(64, "tokens per KV block")
+    max_num_seqs: int = setting(256, "sequences in one step")
+    max_num_batched_tokens: int = setting(8192, "tokens in one step")
+    policy: str = setting("cost", "the router's policy", choices=tuple(POLICIES))
+    local_prefill_tokens: int = setting(64, "prompts up to this length are computed where they are decoded")
+    ttft_objective_ms: float = setting(0.0, "placements keep first tokens below this; 0: no objective")
+    itl_objective_ms: float = setting(0.0, "placements and prompt chunks keep gaps below this; 0: no objective")
+    hop_ms: float = setting(0.5, "a message between client, router and worker")
+    pull_ms: float = setting(1.0, "a pull of KV until its first byte")
+    pull_tokens_per_second: float = setting(200_000.0, "tokens whose KV a worker pulls in a second")
+
+    def __post_init__(self) -> None:
+        check_not_negative(
+            self,
+            "prefill_workers",
+            "local_prefill_tokens",
+            "ttft_objective_ms",
+            "itl_objective_ms",
+            "hop_ms",
+            "pull_ms",
+        )
+        for name in ("decode_workers", "num_gpu_blocks", "block_size", "max_num_seqs", "pull_tokens_per_second"):
+            require(getattr(self, name) > 0, f"--{name.replace('_', '-')} must be positive")
+        require(self.max_num_batched_tokens >= self.max_num_seqs, "--max-num-batched-tokens is below --max-num-seqs")
+        StepCost.parse(self.steps)
