@@ -28,7 +28,7 @@ OTHER = [Path("alone"), Path("12 in a batch", batch=12)]  # above 8 rows, 4-bit 
 @pytest.fixture(scope="module")
 def accuracy() -> Accuracy:
     torch.set_num_threads(1)
-    return Accuracy(num_prompt=120, num_output=16)
+    return Accuracy(num_prompt=60, num_output=8)
 
 
 @pytest.mark.parametrize("path", [*SAME, *OTHER], ids=lambda path: path.name)

@@ -10,8 +10,6 @@ import torch
 import transformers
 
 from common.model_files import resolve_model
-from engine.config import EngineConfig
-from engine.loader.load import LoadedModel
 from tests.engine.driving import GREEDY, Driver, make_runner, open_model
 from tests.engine.gguf.gguf_files import gguf_name, interleave
 from tests.engine.tiny_models import reference_logits
@@ -24,27 +22,14 @@ CONTINUATION = [198, 1, 520, 9531, 198, 504, 3575, 282, 4649, 314, 7042, 30, 2, 
 CONTINUATION += [4093, 198, 57, 5248, 3946, 288]
 
 
-@pytest.fixture(scope="module")
-def smollm2() -> tuple[LoadedModel, EngineConfig]:
+def test_logprobs_equal_those_of_transformers() -> None:
+    """Against transformers' model class, its weights read from the file by the gguf package.
+
+    Tokens of the same through two workers: tests/worker/test_real_model.py.
+    """
     torch.set_num_threads(1)
-    return open_model(resolve_model(""), dtype="float32", block_size=16, num_threads=1)
-
-
-def test_greedy_tokens_equal_those_of_transformers(smollm2: tuple[LoadedModel, EngineConfig]) -> None:
-    loaded, config = smollm2
+    loaded, config = open_model(resolve_model(""), dtype="float32", block_size=16, num_threads=1)
     assert loaded.config.eos_token_ids == (2,)
-    driver = Driver(make_runner(loaded, config), config)
-    requests = [driver.add(PROMPT), driver.add(PROMPT + CONTINUATION[:10])]
-    driver.finish([requests[0]], 12, chunk=4)
-    driver.finish(requests, len(CONTINUATION) - 10, chunk=16)
-    driver.finish(requests[:1], len(CONTINUATION), chunk=16)
-    assert requests[0].output_token_ids == CONTINUATION
-    assert requests[1].output_token_ids == CONTINUATION[10:]
-
-
-def test_logprobs_equal_those_of_transformers(smollm2: tuple[LoadedModel, EngineConfig]) -> None:
-    """Against transformers' model class, its weights read from the file by the gguf package."""
-    loaded, config = smollm2
     driver = Driver(make_runner(loaded, config), config)
     tokens = PROMPT + CONTINUATION
     request = driver.add(tokens, replace(GREEDY, prompt_logprobs=2))
@@ -52,6 +37,7 @@ def test_logprobs_equal_those_of_transformers(smollm2: tuple[LoadedModel, Engine
     entries = [entry for result in driver.results for part in result.prompt_logprobs for entry in part]
     expected = reference_logits(_transformers_model(), tokens).log_softmax(-1)
     assert [entry.token_id for entry in entries] == tokens[1:]
+    assert [entry.top_token_ids[0] for entry in entries[-len(CONTINUATION) :]] == CONTINUATION
     for position, entry in enumerate(entries):
         assert entry.logprob == pytest.approx(float(expected[position, entry.token_id]), abs=1e-4)
         assert list(entry.top_logprobs) == pytest.approx(expected[position].topk(2).values.tolist(), abs=1e-4)

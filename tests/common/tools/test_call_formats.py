@@ -176,12 +176,12 @@ def test_arguments_stream_from_the_name_on(written: ToolFormat) -> None:
 @pytest.mark.parametrize("filler", ["x", " ", "\\n", "[", "9", "'"])
 @pytest.mark.parametrize("begin", ["[get_weather(city='", "[get_weather(", "[get_weather(at=[{", "["])
 def test_long_keywords_take_linear_time(begin: str, filler: str) -> None:
-    began = time.monotonic()
+    began = time.process_time()
     parser = ToolCallParser(PYTHONIC, FUNCTIONS)
     parser.push(begin)
-    for _ in range(50_000):
+    for _ in range(25_000):
         parser.push(filler)
-    assert time.monotonic() - began < 10.0  # 0.2 s
+    assert time.process_time() - began < 1.5  # 0.05 s
 
 
 FRAGMENTS = st.sampled_from(

@@ -214,15 +214,15 @@ def test_without_calls_nothing_is_lost(text: str) -> None:
 @pytest.mark.parametrize("filler", ["x", " ", "\\n", "[", "9"])
 @pytest.mark.parametrize("begin", ["", '<tool_call>{"a": "', '<tool_call>{"name": "get_time", "arguments": {"a": "'])
 def test_long_texts_take_linear_time(begin: str, filler: str) -> None:
-    began = time.monotonic()
+    began = time.process_time()
     parser = ToolCallParser(HERMES, NAMES)
     num_read = len(parser.push(begin)[1])
-    for _ in range(200_000):
+    for _ in range(50_000):
         text, deltas = parser.push(filler)
         num_read += len(text) + sum(len(delta.arguments) for delta in deltas)
     num_read += len(parser.finish())
-    assert time.monotonic() - began < 20.0  # 0.4 s
-    assert num_read >= 200_000
+    assert time.process_time() - began < 1.5  # 0.1 s
+    assert num_read >= 50_000
 
 
 BARE = '{"name": "get_weather", "arguments": {"city": "Oslo"}}'

@@ -26,7 +26,7 @@ SETTINGS = [
 ]
 
 
-@pytest.fixture(scope="module", params=map(with_wing, ["llama", "mistral", "qwen2", "qwen3", "qwen3-moe", "mixtral"]))
+@pytest.fixture(scope="module", params=map(with_wing, ["llama", "qwen2", "qwen3", "qwen3-moe", "mixtral"]))
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
     """A saved model and transformers' greedy tokens for all prompts."""
     tiny = TINY_MODELS[request.param]
@@ -36,7 +36,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-@pytest.mark.parametrize("batch", [1, 5, 16])
+@pytest.mark.parametrize("batch", [1, 16])
 def test_greedy_equals_transformers(
     family: tuple[Path, list[list[int]]], settings: dict[str, object], batch: int
 ) -> None:

@@ -67,8 +67,11 @@ def run(made: Engine) -> tuple[list[Request], list[RequestOutput]]:
     return requests, outputs
 
 
-@pytest.mark.parametrize("accuracy", [0.0, 0.6, 1.0])
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize(
+    ("settings", "accuracy"),
+    [*((settings, 0.6) for settings in SETTINGS), (SETTINGS[0], 0.0), (SETTINGS[0], 1.0), (SETTINGS[-1], 1.0)],
+    ids=str,
+)
 def test_no_draft_changes_an_answer(
     model: Path, settings: dict[str, object], accuracy: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
