@@ -22,7 +22,9 @@ chat: setup      ## talk to a running cluster
 INTERPRETED := $(wildcard tests/kernels tests/gpu)
 # The core's tests run in a copy without the removable wings (wings.toml): a core that needs one fails there. Cases of
 # theirs that need a wing are skipped there, and run with all others here, at the same time.
-# Tests whose times matter run one at a time. All others run three at a time on two cores, since many wait for something.
+# Tests whose times matter run one at a time, beside interpreted kernels that yield to them: those are in a session of
+# their own, as Linux shares cores between sessions first (autogroup), and so has to be ended by hand. All others run three
+# at a time on two cores, since many wait for something.
 TIMED := $(addprefix tests/cluster/,faults/test_liveness.py faults/test_overload.py wings/test_adaptive.py wings/test_hostile_grammars.py)
 
 # Without it, each process that a test starts compiles every module of the project again.
@@ -30,15 +32,21 @@ unexport PYTHONDONTWRITEBYTECODE
 # More tests than cores run at a time: threads of several that spin at the same barrier would keep the others waiting.
 test-core-alone test-rest: export OMP_NUM_THREADS = 1
 
-.PHONY: test-core-alone test-rest
+.PHONY: test-core-alone test-interpreted test-rest test-timed
 test: setup      ## all tests (ARGS="tests/kvstore -k pool" for some)
 ifeq ($(ARGS),)
-	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 $(INTERPRETED)
+	@$(MAKE) --no-print-directory -j 2 test-timed test-interpreted
 	@$(MAKE) --no-print-directory -j 2 test-core-alone test-rest
-	@$(BIN)/python -m pytest -q $(TIMED)
 else
 	@$(BIN)/python -m pytest -q $(ARGS)
 endif
+
+test-timed: setup
+	@$(BIN)/python -m pytest -q $(TIMED)
+
+test-interpreted: setup
+	@log=$$(mktemp) && { TRITON_INTERPRET=1 setsid sh -c 'echo 10 2> /dev/null > /proc/self/autogroup; exec nice $(BIN)/python -m pytest -q -n 2 $(INTERPRETED)' > $$log 2>&1 & \
+	trap "kill -- -$$!" INT TERM; wait $$!; passed=$$?; cat $$log; rm $$log; exit $$passed; }
 
 # Its lines would come between those of the other tests, so they are kept until it ends.
 test-core-alone: setup
