@@ -24,6 +24,7 @@ from typing import Any
 from unittest import mock
 
 ENGINE_PROCESS, FOLLOWER = "worker.engine_process.main", "engine.tensor_parallel.follower"
+SERVICES = ("tests.harness.preloaded",)
 MAX_MESSAGE_BYTES = 1 << 17  # of a command and its environment
 PARKED = 512  # descriptors from here on wait for their numbers
 
@@ -34,10 +35,13 @@ def fork_service(argv: Sequence[str], env: Mapping[str, str], log_path: Path) ->
     return fork(_run_service, [*argv], {**env}, log_path)
 
 
-def fork(target: Callable[..., None], *args: Any) -> BaseProcess:
-    """Start `target` in a process that has imported torch and the services."""
+def fork(target: Callable[..., None], *args: Any, preloaded: Sequence[str] = SERVICES) -> BaseProcess:
+    """Start `target` in a process forked from one without threads that has imported `preloaded`.
+
+    All calls of a pytest process preload the same.
+    """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.harness.preloaded"])
+    context.set_forkserver_preload([*preloaded])
     with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):  # read when torch is imported
         ensure_running()
     process = context.Process(target=target, args=args, daemon=True)  # ends with pytest at the latest

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import mmap
-import multiprocessing
 import os
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
 
+from tests.harness.forked import fork
 from tests.kernels.interpreter import take_short_cuts
 
 KEPT: list[torch.Tensor] = []  # mappings, as long as the process lives
 RunRank = Callable[[Path, int], None]
 
-# Ranks are forked by a process without threads, which imports once what takes seconds.
-_ranks = multiprocessing.get_context("forkserver")
-_ranks.set_forkserver_preload(["engine.assembly", "engine.gpu.runner", "tests.kernels.interpreter"])
+PRELOADED = ("engine.assembly", "engine.gpu.runner", "tests.kernels.interpreter")
 
 
 def map_files(folder: Path, kind: str, size: int, num_bytes: int) -> list[torch.Tensor]:
@@ -38,10 +37,10 @@ def make_files(folder: Path, kind: str, size: int, num_bytes: int) -> None:
 
 def run_ranks(run_rank: RunRank, folder: Path, size: int) -> None:
     """Run a function of a module for each rank, to its end."""
-    ranks = [_ranks.Process(target=_run, args=(run_rank, folder, rank)) for rank in range(size)]
+    ranks: list[BaseProcess] = []
     try:
-        for process in ranks:
-            process.start()
+        for rank in range(size):
+            ranks.append(fork(_run, run_rank, folder, rank, preloaded=PRELOADED))
         for process in ranks:
             process.join(280)
         assert [process.exitcode for process in ranks] == [0] * size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -138,10 +138,3 @@ def num_descriptors_of(fd: int) -> int:
 def shm_names() -> set[str]:
     """Names in /dev/shm but those of UCX. Tests in other processes make some, too, and remove them soon."""
     return {name for name in os.listdir("/dev/shm") if not name.startswith("ucx_")}
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)

@@ -3,44 +3,22 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.tools.json_calls import MISTRAL_LIST
+from common.tools.json_calls import HERMES, LLAMA3_JSON, MISTRAL_LIST
 from common.tools.literal_calls import FUNCTION_GEMMA, PYTHONIC
 from common.tools.named_calls import DEEPSEEK_V3, DEEPSEEK_V31, HARMONY, KIMI_K2, MISTRAL_NAMED
 from common.tools.tagged_calls import GLM, QWEN3_CODER
+from common.tools.tool_format import FORMATS
 from common.tools.tool_parser import ToolCallParser, ToolFormat
+from tests.common.tools.reading import FUNCTIONS, Call, in_pieces, parsed
+from tests.common.tools.tool_templates import call_text
 
-WEATHER_SCHEMA = {
-    "type": "object",
-    "properties": {
-        "city": {"type": "string"}, "days": {"type": "integer"}, "now": {"type": "boolean"}, "at": {"type": "array"},
-    },
-}  # fmt: skip
-FUNCTIONS: dict[str, Any] = {"get_weather": WEATHER_SCHEMA, "get_time": {"type": "object", "properties": {}}}
-Call = tuple[str, str]
 ARGUMENTS = '{"city": "Malmö \\"}{<", "days": 2}'
 WEATHER, TIME = ("get_weather", ARGUMENTS), ("get_time", "{}")
-
-
-def parsed(pieces: list[str], written: ToolFormat, **options: bool) -> tuple[str, list[Call]]:
-    """Text and calls, as a client adds them up."""
-    parser = ToolCallParser(written, FUNCTIONS, **options)
-    shown = ""
-    calls: list[Call] = []
-    for piece in pieces:
-        text, deltas = parser.push(piece)
-        shown += text
-        for delta in deltas:
-            if delta.name:
-                calls.append((delta.name, delta.arguments))
-            else:
-                calls[-1] = calls[-1][0], calls[-1][1] + delta.arguments
-    return shown + parser.finish(), calls
 
 
 def tagged(key: str, value: str, name: str = "get_weather") -> str:
@@ -77,7 +55,53 @@ KIMI = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 OBJECT = f'{{"name": "get_weather", "arguments": {ARGUMENTS}}}'
 TIME_TAGS = "<tool_call>\n<function=get_time>\n</function>\n</tool_call>"
 
+HERMES_WEATHER = "get_weather", '{"city": "</tool_call> \\"}{"}'
+HERMES_TIME = "get_time", '{"zone": "é\\u00e9", "big": 123456789012345678901234567890}'
+WEATHER_TEXT, TIME_TEXT = call_text(*HERMES_WEATHER), call_text(*HERMES_TIME)
+BARE, OSLO = '{"name": "get_weather", "arguments": {"city": "Oslo"}}', ("get_weather", '{"city": "Oslo"}')
+HERMES_CASES: list[tuple[str, str, list[Call]]] = [
+    (f"{WEATHER_TEXT}\n{TIME_TEXT}", "", [HERMES_WEATHER, HERMES_TIME]),
+    (f"{WEATHER_TEXT}{TIME_TEXT}\n", "", [HERMES_WEATHER, HERMES_TIME]),
+    (f"Let me look.\n\n{WEATHER_TEXT}", "Let me look.", [HERMES_WEATHER]),
+    (f"{TIME_TEXT}\nDone.", "\nDone.", [HERMES_TIME]),
+    (f"\n\n{TIME_TEXT}", "", [HERMES_TIME]),
+    ('<tool_call>{"name":"get_time"}', "", [TIME]),  # without an end
+    ('<tool_call>{"name":"get_time", "arguments": {}}\n</tool_', "", [TIME]),
+    ('<tool_call>{"name":"get_time"}<tool_call>{"name":"get_time"}', "", [TIME, TIME]),
+    (f"<tool_call> or {TIME_TEXT}", "<tool_call> or", [HERMES_TIME]),
+    *((text, text, []) for text in (
+        "", "plain", "ends with a <tool", " \n", "<tool_call>", "a <tool_call> b </tool_call>\n",
+        "<tool_call>\n{'name': 'get_time'}\n</tool_call>", call_text("unknown", "{}"),
+        '<tool_call>[{"name": "get_time"}]', '<tool_call>{"a": "\\', '<tool_call>{"name": ["get_time"]}',
+        '<tool_call>\n{"name": "get_ti', '<tool_call>{"arguments": {"a": 1}}', '<tool_call>{"name" "get_time"}',
+    )),
+    (BARE, "", [OSLO]),  # without their markers
+    (f"\n{BARE}\n{BARE}\n", "", [OSLO, OSLO]),
+    (f"{BARE}\nDone.", "\nDone.", [OSLO]),
+    (f"```json\n{BARE}\n```", "", [OSLO]),
+    (f"Here:\n```json\n{BARE}\n```\nand ```py\n1\n```", "Here:\nand ```py\n1\n```", [OSLO]),
+    (f"<tools>\n{BARE}\n</tools>", "", [OSLO]),
+    *((text, text, []) for text in (
+        f"Say {BARE}", '{"name": "Ann", "age": 4}', '```json\n{"name": "Ann"}\n```', f"```python\n{BARE}\n```",
+        "```json",
+    )),
+]  # fmt: skip
+LLAMA_TIME, A1 = '{"name": "get_time", "parameters": {"a": 1}}', ("get_time", '{"a": 1}')
+LLAMA3_CASES: list[tuple[str, str, list[Call]]] = [  # a call is the answer itself
+    (LLAMA_TIME, "", [A1]),
+    ('\n{"name": "get_time", "arguments": {"a": 1}}\n', "", [A1]),
+    (f'{LLAMA_TIME}; {{"name": "get_weather"}};', "", [A1, ("get_weather", "{}")]),
+    (f"{LLAMA_TIME}\n{LLAMA_TIME}", "", [A1, A1]),
+    (f"{LLAMA_TIME}; done", "; done", [A1]),
+    (f'{LLAMA_TIME};{{"name": "unknown"}}', ';{"name": "unknown"}', [A1]),
+    *((text, text, []) for text in (
+        '{"answer": 1} ', '{"name": "unknown", "parameters": {}}', 'so: {"name": "get_time", "parameters": {}}',
+        '{"name": "get_ti', " \n", "hello ", f";{LLAMA_TIME}",
+    )),
+]  # fmt: skip
 CASES: list[tuple[ToolFormat, str, str, list[Call]]] = [
+    *((HERMES, *case) for case in HERMES_CASES),
+    *((LLAMA3_JSON, *case) for case in LLAMA3_CASES),
     (MISTRAL_LIST, f"[TOOL_CALLS][{OBJECT}]", "", [WEATHER]),
     (MISTRAL_LIST, f'[TOOL_CALLS] [{OBJECT}, {{"name": "get_time", "arguments": {{}}}}]', "", [WEATHER, TIME]),
     (MISTRAL_LIST, cut(f"I look. [TOOL_CALLS][{OBJECT}"), "I look.", [("get_weather", cut(ARGUMENTS))]),
@@ -185,15 +209,17 @@ def test_long_keywords_take_linear_time(begin: str, filler: str) -> None:
 
 
 FRAGMENTS = st.sampled_from(
-    [text for _, text, _, _ in CASES] + ["<tool_call>", "</", "\n", "get_time", "{", "}", '"']
+    [text for _, text, _, _ in CASES]
+    + ["<tool_call>", "</tool_call>", "<tool_", "</", "\n", "get_time", "{", "}", "[", '"', "\\", "\\ud83d", "\\ude0"]
+    + ['{"name": "get_time"}', '{"name": "get_time", "arguments": ', '"{', '{"arguments": ', ', "name": "get_time"']
+    + [",", ":", " ", ";", "text", "1", WEATHER_TEXT[:30]]
 )
 
 
-@given(st.lists(FRAGMENTS, max_size=3).map("".join), st.data())
-def test_how_a_text_was_cut_does_not_matter(text: str, data: st.DataObject) -> None:
-    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=12)))
-    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    for written in (
-        MISTRAL_LIST, MISTRAL_NAMED, DEEPSEEK_V3, KIMI_K2, QWEN3_CODER, GLM, PYTHONIC, FUNCTION_GEMMA,
-    ):  # fmt: skip
-        assert parsed(pieces, written) == parsed(list(text), written) == parsed([text], written)
+@given(st.lists(FRAGMENTS, max_size=6).map("".join), st.booleans(), st.data())
+def test_how_a_text_was_cut_does_not_matter(text: str, is_parallel: bool, data: st.DataObject) -> None:
+    pieces = in_pieces(text, data)
+    for written, _ in FORMATS.values():
+        whole = parsed([text], written, is_parallel=is_parallel)
+        assert parsed(pieces, written, is_parallel=is_parallel) == whole, written
+        assert parsed(text, written, is_parallel=is_parallel) == whole, written

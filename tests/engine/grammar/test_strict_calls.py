@@ -24,11 +24,11 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.grammar.grammars import Grammars
 from engine.request import SamplingParams
+from tests.common.tools.reading import added_up
 from tests.engine.grammar.test_tool_call_grammars import (
     ANY_OBJECT,
     DRY_RUN,
     SCHEMAS,
-    added_up,
     allows,
     follows,
     written_by,
@@ -53,7 +53,7 @@ def test_in_a_text_what_begins_like_a_call_is_one_and_follows_its_schema(written
     assert allows(followed, f"No {marker[:-1]} {{é}}")
     assert not allows(followed, f"{marker} no call")
     names, num_texts_after = set(), 0
-    for seed in range(30):
+    for seed in range(12):
         parser = ToolCallParser(written, schemas)
         text, calls = parser.push(DRY_RUN.decode(written_by(followed, seed, f"I look: {marker}")))
         text += parser.finish()
@@ -70,7 +70,7 @@ def test_in_a_text_what_begins_like_a_call_is_one_and_follows_its_schema(written
 @pytest.mark.parametrize("written", MARKED, ids=repr)
 def test_in_a_text_without_parallel_calls_one_call_ends_it(written: ToolFormat) -> None:
     followed = text_and_calls_grammar(written, SCHEMAS, False, {})
-    for seed in range(8):
+    for seed in range(4):
         output = written_by(followed, seed, first_marker(written))
         parser = ToolCallParser(written, SCHEMAS)
         text, calls = parser.push(DRY_RUN.decode(output))

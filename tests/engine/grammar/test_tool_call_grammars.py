@@ -22,6 +22,7 @@ from common.tools.named_calls import HARMONY
 from common.tools.tool_format import FORMATS, calls_grammar
 from common.tools.tool_parser import CallDelta, ToolCallParser, ToolFormat
 from engine.grammar.grammars import Grammars
+from tests.common.tools.reading import added_up
 from tests.common.tools.tool_templates import call_text
 
 DRY_RUN = load_tokenizer(resolve_model("dry-run"))
@@ -147,15 +148,6 @@ def test_a_schema_in_itself_cannot_be_written_with_keywords() -> None:
     tree = {"type": "object", "properties": {"t": {"$ref": "#/$defs/T"}}}
     with pytest.raises(InvalidRequestError, match="in itself"):
         calls_grammar(FUNCTION_GEMMA, {"f": {**tree, "$defs": {"T": tree}}}, True, {})
-
-
-def added_up(deltas: list[CallDelta]) -> list[tuple[str, str]]:
-    calls: list[tuple[str, str]] = []
-    for delta in deltas:
-        if delta.name:
-            calls.append((delta.name, ""))
-        calls[-1] = (calls[-1][0], calls[-1][1] + delta.arguments)
-    return calls
 
 
 def allows(followed: str, text: str) -> bool:

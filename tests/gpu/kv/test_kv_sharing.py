@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from kvstore.layout import PoolGeometry, full_attention
 from kvstore.pool.leases import LeaseTable
 from kvstore.transports.client import KvClient
 from kvstore.types import BlockId
+from tests.harness.waiting import wait_until
 from tests.kvstore.helpers import handle_to_hex, lease_from_hex, with_shard
 from worker.config import WorkerConfig
 from worker.kv.rank_pool import DeviceRankPool
@@ -94,13 +95,6 @@ Mine = tuple[torch.Tensor, KvClient, SharedPoolMemory]
 
 def ids(*numbers: int) -> list[BlockId]:
     return list(map(BlockId, numbers))
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_blocks_of_another_process_arrive(owner: OwnerProcess, mine: Mine) -> None:

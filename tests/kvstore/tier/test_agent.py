@@ -7,8 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -26,6 +25,7 @@ from kvstore.tier.agent_server import serve
 from kvstore.tier.regions import Regions
 from kvstore.transports.unix_socket import connect_unix, pack, recv_frame, send_frame
 from tests.harness.processes import until_stopped
+from tests.harness.waiting import wait_until
 from tests.kvstore.helpers import shm_names
 
 KEYS = block_keys(root_key("model"), pack_ids(range(8)), 1)
@@ -76,13 +76,6 @@ def agent(tmp_path: Path) -> Iterator[Agent]:
     agent.stop(signal.SIGKILL)
 
 
-def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.01)
-
-
 def connect(agent: Agent) -> AgentHostTier:
     return AgentHostTier(agent.socket, "model", BLOCK_BYTES)
 
@@ -131,7 +124,7 @@ def test_sigkill_of_a_worker_drops_its_pins_and_keeps_what_it_committed(agent: A
         tier.unpin(slots)
         return True
 
-    until(all_slots_are_available)
+    wait_until(all_slots_are_available)
     assert tier.lookup(KEYS) == committed
     for slot in committed:
         assert tier.buffer[BLOCK_BYTES * slot : BLOCK_BYTES * (slot + 1)] == bytes([slot + 1]) * BLOCK_BYTES
@@ -167,7 +160,7 @@ def test_a_worker_that_starts_waits_for_an_agent_that_does_not_answer_yet(
     tiers: list[AgentHostTier] = []
     thread = threading.Thread(target=lambda: tiers.append(AgentHostTier(agent.socket, "model", BLOCK_BYTES)))
     thread.start()
-    until(lambda: "waiting for the node agent" in caplog.text or not thread.is_alive())
+    wait_until(lambda: "waiting for the node agent" in caplog.text or not thread.is_alive())
     monkeypatch.setattr(agent_client, "CALL_SECONDS", 60.0)
     agent.process.send_signal(signal.SIGCONT)
     thread.join(60.0)
@@ -259,7 +252,7 @@ def test_sigterm_ends_it_cleanly(agent: Agent) -> None:
     assert agent.stop() == 0
     assert not Path(agent.socket).exists()
     assert tier.lookup(KEYS) == []
-    until(lambda: shm_names() <= shm)
+    wait_until(lambda: shm_names() <= shm)
     tier.close()
 
 
@@ -328,7 +321,7 @@ def test_random_bytes_do_no_harm(shared_agent: Agent) -> None:
         slots[:] = tier.reserve([None] * NUM_SLOTS) or []
         return bool(slots)
 
-    until(everything_is_free)
+    wait_until(everything_is_free)
     tier.close()
 
 

@@ -26,6 +26,7 @@ from kvstore.transports.shared_memory import blocks_over, map_fd, reopen_read_on
 from kvstore.transports.shm.reader import ShmReader
 from kvstore.transports.transport import RemotePool
 from kvstore.types import BlockId, Epoch
+from tests.harness.waiting import wait_until
 from tests.kvstore.helpers import (
     GEOMETRY,
     OTHER_DTYPE,
@@ -33,7 +34,6 @@ from tests.kvstore.helpers import (
     empty_pool,
     lease_from_hex,
     pull_of_one,
-    wait_until,
     with_address,
     with_shard,
 )

@@ -14,7 +14,8 @@ from common.errors import ConfigError, TransferError, UnavailableError
 from kvstore.transports.descriptor_server import SEND_TIMEOUT_SECONDS, DescriptorServer, fetch_pool, fetch_pool_held
 from kvstore.transports.shared_memory import map_fd, reopen_read_only
 from kvstore.transports.unix_socket import UnixListener, send_frame
-from tests.kvstore.helpers import GEOMETRY, Owner, num_descriptors_of, shm_names, wait_until
+from tests.harness.waiting import wait_until
+from tests.kvstore.helpers import GEOMETRY, Owner, num_descriptors_of, shm_names
 
 CRASHING_OWNER = """
 import os, signal, sys

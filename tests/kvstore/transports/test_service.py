@@ -31,7 +31,8 @@ from kvstore.transports.tcp import reader as tcp
 from kvstore.transports.unix_socket import has_gone
 from kvstore.types import BlockId, Epoch, LeaseId
 from protos import kvstore_pb2, kvstore_pb2_grpc
-from tests.kvstore.helpers import GEOMETRY, Owner, empty_pool, host_client, wait_until, with_address, with_shard
+from tests.harness.waiting import wait_until
+from tests.kvstore.helpers import GEOMETRY, Owner, empty_pool, host_client, with_address, with_shard
 
 BLOCKS = [3, 4, 5, 1]
 BIG = replace(GEOMETRY, layout=full_attention(1500, 2, 8, "float32"), num_blocks=3)  # blocks of 768 KB

@@ -10,7 +10,8 @@ import pytest
 
 from common.errors import ConfigError, TransferError
 from kvstore.transports.shared_memory import blocks_over, create_memfd, map_fd, reopen_read_only
-from tests.kvstore.helpers import shm_names, wait_until
+from tests.harness.waiting import wait_until
+from tests.kvstore.helpers import shm_names
 
 
 def test_readers_see_what_the_owner_writes_and_cannot_write() -> None:

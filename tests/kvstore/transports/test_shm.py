@@ -18,6 +18,7 @@ from kvstore.transports.host_pull import BlockPull, SourcePart
 from kvstore.transports.lease_client import LeaseClient
 from kvstore.transports.shm.reader import ShmReader
 from kvstore.types import BlockId, Epoch
+from tests.harness.waiting import wait_until
 from tests.kvstore.helpers import (
     GEOMETRY,
     OTHER_DTYPE,
@@ -26,7 +27,6 @@ from tests.kvstore.helpers import (
     host_client,
     lease_from_hex,
     shm_names,
-    wait_until,
     with_address,
     with_shard,
 )

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.waiting import wait_until
 from worker.front.liveness import (
     BLOCKED_SECONDS,
     STOPPED_SECONDS,
@@ -96,13 +97,6 @@ def running(program: str) -> Iterator[int]:
             child.kill()
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def seconds_of(pid: int) -> float:
     """That it ran, or, on a busy machine, waited for a core."""
     thread = sample_process(pid)[str(pid)]
@@ -111,15 +105,15 @@ def seconds_of(pid: int) -> float:
 
 def test_real_processes_look_as_expected() -> None:
     with running("import time; print(flush=True); time.sleep(600)") as pid:
-        until(lambda: {thread.state for thread in sample_process(pid).values()} == {"S"})
+        wait_until(lambda: {thread.state for thread in sample_process(pid).values()} == {"S"})
         first = sample_process(pid)
         time.sleep(0.4)
         assert sample_process(pid) == first
     with running("print(flush=True)\nwhile True: pass") as pid:
         began = seconds_of(pid)
-        until(lambda: seconds_of(pid) > began + 0.05)
+        wait_until(lambda: seconds_of(pid) > began + 0.05)
         os.kill(pid, signal.SIGSTOP)
-        until(lambda: sample_process(pid)[str(pid)].state == "T")
+        wait_until(lambda: sample_process(pid)[str(pid)].state == "T")
     assert sample_process(pid) == {}
 
 
@@ -145,7 +139,7 @@ def test_work_of_children_counts() -> None:
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
     with running(parent) as pid:
         first = sample_work(pid)
-        until(lambda: sample_work(pid).num_bytes - first.num_bytes > 1 << 20)
-        until(lambda: sample_work(pid).run_seconds > first.run_seconds)
+        wait_until(lambda: sample_work(pid).num_bytes - first.num_bytes > 1 << 20)
+        wait_until(lambda: sample_work(pid).run_seconds > first.run_seconds)
         [child_pid] = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
         os.kill(child_pid, signal.SIGKILL)

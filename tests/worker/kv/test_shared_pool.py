@@ -16,8 +16,9 @@ from kvstore.pool.block_pool import BlockPool
 from kvstore.tier.agent_client import AgentHostTier
 from kvstore.transports.cuda_ipc import cuda_memory
 from kvstore.types import BlockId
+from tests.harness.waiting import wait_until
 from tests.kvstore.conftest import patience  # noqa: F401 - for all tests of this file
-from tests.kvstore.helpers import GEOMETRY, Owner, wait_until, with_address
+from tests.kvstore.helpers import GEOMETRY, Owner, with_address
 from tests.kvstore.tier.test_agent import KEYS, Agent
 from tests.worker.nccl.fake_nccl import FakeNccl
 from worker.config import WorkerConfig

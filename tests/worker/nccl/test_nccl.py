@@ -38,6 +38,7 @@ from kvstore.transports.nccl.server import NcclServer
 from kvstore.transports.shm.reader import ShmReader
 from kvstore.types import BlockId, Epoch, LeaseId, WorkerId
 from tests.harness.forked import fork
+from tests.harness.waiting import wait_until
 from tests.kvstore.helpers import (
     GEOMETRY,
     Owner,
@@ -46,7 +47,6 @@ from tests.kvstore.helpers import (
     handle_to_hex,
     lease_from_hex,
     pull_of_one,
-    wait_until,
     with_address,
     with_shard,
 )
