@@ -30,7 +30,7 @@ class Running:
         return self._tokenizer.decode(generated(self._reference, ids, NUM_TOKENS))
 
 
-@pytest.fixture(scope="module", params=["gpt_neox", "gemma2"])
+@pytest.fixture(scope="module", params=["gemma2"])
 def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     tiny = FAMILIES[request.param]
     family = replace(tiny, changes={**tiny.changes, "vocab_size": 320, "max_position_embeddings": 512})

@@ -69,17 +69,22 @@ def open_engine(path: Path, **settings: Any) -> Engine:
 
 
 @pytest.mark.parametrize(
-    "quant_mode",
+    ("family", "quant_mode"),
     [
-        "none",
         *(
-            pytest.param(mode, marks=pytest.mark.wing("engine.quantization"))
+            pytest.param(*with_wing(family).values, "none", marks=with_wing(family).marks)
+            for family in ("qwen2", "qwen3", "qwen3-moe", "deepseek-v2-lite", "gemma3", "gpt-oss")
+        ),
+        *(  # one family for each kind of layer that is quantized
+            pytest.param(
+                *with_wing(family).values,
+                mode,
+                marks=[*with_wing(family).marks, pytest.mark.wing("engine.quantization")],
+            )
+            for family in ("qwen2", "qwen3-moe", "deepseek-v2-lite")
             for mode in ("int8-weight", "int4-weight")
         ),
     ],
-)
-@pytest.mark.parametrize(
-    "family", map(with_wing, ["qwen2", "qwen3", "qwen3-moe", "deepseek-v2-lite", "gemma3", "gpt-oss"])
 )
 def test_company_changes_nothing(family: str, quant_mode: str, tmp_path: Path) -> None:
     engine = open_engine(save(family, tmp_path), quant_mode=quant_mode)

@@ -208,11 +208,9 @@ def test_ranks_that_dispatch_to_whole_experts_equal_transformers(
         ("qwen3-moe", 2, "sum"),
         ("qwen3-moe-some-dense", 2, "dispatch"),
         ("gpt-oss", 2, "dispatch"),
-        ("qwen2-moe", 2, "sum"),
         ("qwen2-moe", 2, "dispatch"),
         ("qwen3-moe", 4, "dispatch"),
         ("deepseek-v2-lite", 2, "sum"),
-        ("deepseek-v2-lite", 2, "dispatch"),
         ("deepseek-v3", 4, "dispatch"),
     ],
 )

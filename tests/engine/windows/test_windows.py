@@ -32,8 +32,7 @@ SCARCE = -1
 SCARCE_BLOCKS = {"mistral-window": 14, "gemma3": 100, "gpt-oss": 42}  # hold the longest sequence, and not two of them
 SETTINGS: list[dict[str, Any]] = [
     {},
-    {"max_num_batched_tokens": 12, "max_num_seqs": 4},
-    {"num_gpu_blocks": SCARCE, "preemption": "recompute"},
+    {"num_gpu_blocks": SCARCE, "preemption": "recompute"},  # in chunks of 16 tokens, too
     {"num_gpu_blocks": SCARCE, "preemption": "swap", "host_tier_gb": 0.01},
     {"num_speculative_tokens": 3, "ngram_min": 1},
     {"prefix_cache": False, "max_num_batched_tokens": 16},
