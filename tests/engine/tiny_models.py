@@ -56,9 +56,9 @@ class TinyModel:
                     buffer.normal_(0.0, 0.15)
         return model
 
-    def save(self, path: Path) -> Path:
-        model = self.build()
-        model.save_pretrained(path, max_shard_size=self.shard_bytes or "1GB")
+    def save(self, path: Path, model: transformers.PreTrainedModel | None = None) -> Path:
+        """model: what `build` has made."""
+        (model or self.build()).save_pretrained(path, max_shard_size=self.shard_bytes or "1GB")
         return path
 
 

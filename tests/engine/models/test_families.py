@@ -9,7 +9,8 @@ import pytest
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.request import SamplingParams
-from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, reference_greedy, with_wing
+from tests.engine.conftest import Greedy
+from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, with_wing
 
 pytestmark = pytest.mark.slow
 
@@ -27,12 +28,8 @@ SETTINGS = [
 
 
 @pytest.fixture(scope="module", params=map(with_wing, ["llama", "qwen2", "qwen3", "qwen3-moe", "mixtral"]))
-def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
-    """A saved model and transformers' greedy tokens for all prompts."""
-    tiny = TINY_MODELS[request.param]
-    path = tiny.save(tmp_path_factory.mktemp(request.param))
-    model = tiny.build()
-    return path, [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+def family(request: pytest.FixtureRequest, greedy: Greedy) -> tuple[Path, list[list[int]]]:
+    return greedy(TINY_MODELS[request.param], PROMPTS, NUM_TOKENS)
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)

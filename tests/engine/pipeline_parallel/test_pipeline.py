@@ -42,6 +42,7 @@ from engine.tensor_parallel.assembly import cpu_ranks
 from engine.tensor_parallel.follower import follow
 from engine.tensor_parallel.followers import STEP_ENCODER, FollowerStep, place_of, work_of
 from engine.tensor_parallel.runner import ParallelRunner, ParallelStep
+from tests.engine.conftest import Greedy
 from tests.engine.driving import num_drafts
 from tests.engine.speculation.drafters import MakeOracle, draft_with, knows
 from tests.engine.tensor_parallel.test_ranks import (
@@ -53,7 +54,7 @@ from tests.engine.tensor_parallel.test_ranks import (
     answers_of,
     own_followers,
 )
-from tests.engine.tiny_models import TINY_MODELS, UNLIKE_WHEN_DIVIDED, VOCAB_SIZE, reference_greedy
+from tests.engine.tiny_models import TINY_MODELS, UNLIKE_WHEN_DIVIDED, VOCAB_SIZE
 
 pytestmark = pytest.mark.slow
 
@@ -164,12 +165,10 @@ def open_stages(
 
 @pytest.mark.parametrize(("name", "count"), zip(UNLIKE_WHEN_DIVIDED, cycle([2, 3]), strict=False), ids=str)
 def test_greedy_tokens_are_those_of_transformers(
-    name: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, count: int, greedy: Greedy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.set_num_threads(1)
-    tiny = TINY_MODELS[name]
-    path, model = tiny.save(tmp_path / "model"), tiny.build()
-    expected = [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    path, expected = greedy(TINY_MODELS[name], PROMPTS, NUM_TOKENS)
     parts = open_stages(path, count, monkeypatch, max_num_batched_tokens=40, max_num_seqs=6)
     assert answers_of(parts) == expected
     assert answers_of(parts) == expected  # from the prefix cache
@@ -178,13 +177,11 @@ def test_greedy_tokens_are_those_of_transformers(
 
 @pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
 def test_stages_of_ranks_give_the_tokens_of_transformers(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, greedy: Greedy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With blocks that are swapped, on the four ranks of two stages."""
     torch.set_num_threads(1)
-    tiny = TINY_MODELS[name]
-    path, model = tiny.save(tmp_path / "model"), tiny.build()
-    expected = [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    path, expected = greedy(TINY_MODELS[name], PROMPTS, NUM_TOKENS)
     parts = open_stages(
         path, 2, monkeypatch, tp=2, num_gpu_blocks=24, block_size=4, max_num_batched_tokens=24, max_num_seqs=6,
         preemption="swap", host_tier_gb=0.01,
@@ -206,13 +203,12 @@ def test_stages_of_ranks_give_the_tokens_of_transformers(
     ],
 )
 def test_stages_take_drafts(
-    name: str, count: int, tp: int, preemption: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, count: int, tp: int, preemption: str, greedy: Greedy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some of them right, while other steps are in flight and requests give way to each other, with windows too."""
     torch.set_num_threads(1)
-    tiny = TINY_MODELS[name]
-    path, model = tiny.save(tmp_path / "model"), tiny.build()
-    answers = [prompt + reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    path, expected = greedy(TINY_MODELS[name], PROMPTS, NUM_TOKENS)
+    answers = [prompt + tokens for prompt, tokens in zip(PROMPTS, expected, strict=True)]
     drafter = MakeOracle(knows(answers), 0.7, VOCAB_SIZE)
     draft_with(monkeypatch, drafter)
     parts = open_stages(
@@ -228,11 +224,9 @@ def test_stages_take_drafts(
     assert 0 < accepted < drafted
 
 
-def test_stages_swap_their_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_swap_their_blocks(greedy: Greedy, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
-    tiny = TINY_MODELS["llama"]
-    path, model = tiny.save(tmp_path / "model"), tiny.build()
-    expected = [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    path, expected = greedy(TINY_MODELS["llama"], PROMPTS, NUM_TOKENS)
     parts = open_stages(
         path, 3, monkeypatch, num_gpu_blocks=24, block_size=4, max_num_batched_tokens=16, max_num_seqs=6,
         preemption="swap", host_tier_gb=0.01,
@@ -243,10 +237,9 @@ def test_stages_swap_their_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert parts.engine.num_failed_steps == 0
 
 
-def test_a_request_in_flight_may_be_aborted_and_named_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_in_flight_may_be_aborted_and_named_again(greedy: Greedy, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
-    tiny = TINY_MODELS["llama"]
-    path, model = tiny.save(tmp_path / "model"), tiny.build()
+    path, expected = greedy(TINY_MODELS["llama"], PROMPTS, NUM_TOKENS)
     parts = open_stages(path, 2, monkeypatch, max_num_batched_tokens=40, max_num_seqs=6)
     draw = random.Random(3)
     live = [parts.engine.add_request(prompt, GREEDY) for prompt in PROMPTS]
@@ -260,7 +253,6 @@ def test_a_request_in_flight_may_be_aborted_and_named_again(tmp_path: Path, monk
             live[index] = parts.engine.add_request(PROMPTS[index], GREEDY, request_id=live[index].request_id)
     while parts.engine.has_work():
         parts.engine.step()
-    expected = [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
     assert [request.output_token_ids for request in live] == expected
 
 

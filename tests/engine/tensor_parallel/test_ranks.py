@@ -33,10 +33,11 @@ from engine.runner import Proposer
 from engine.start_progress import OnProgress
 from engine.tensor_parallel.assembly import cpu_ranks
 from kvstore.layout import Shard
+from tests.engine.conftest import Greedy
 from tests.engine.driving import engine_config, num_drafts
 from tests.engine.expert_balancing.balancing import balancing_of
 from tests.engine.speculation.drafters import MakeOracle, draft_with, knows
-from tests.engine.tiny_models import TINY_MODELS, UNLIKE_WHEN_DIVIDED, VOCAB_SIZE, reference_greedy
+from tests.engine.tiny_models import TINY_MODELS, UNLIKE_WHEN_DIVIDED, VOCAB_SIZE
 from tests.harness.processes import followers_of
 
 pytestmark = pytest.mark.slow
@@ -163,13 +164,11 @@ def answers_of(parts: EngineParts, params: SamplingParams = GREEDY) -> list[list
 
 @pytest.mark.parametrize("name", UNLIKE_WHEN_DIVIDED)
 def test_two_ranks_of_every_family_equal_transformers(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, greedy: Greedy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With an odd vocabulary, which is padded, cached prefixes, chunks, and swaps."""
     torch.set_num_threads(1)
-    tiny = TINY_MODELS[name]
-    path, model = tiny.save(tmp_path / "model"), tiny.build()
-    expected = [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    path, expected = greedy(TINY_MODELS[name], PROMPTS, NUM_TOKENS)
     parts = open_ranks(
         path, 2, monkeypatch, num_gpu_blocks=SCARCE_BLOCKS.get(name, 24), block_size=4, max_num_batched_tokens=24,
         max_num_seqs=6, preemption="swap", host_tier_gb=0.01,
@@ -181,12 +180,11 @@ def test_two_ranks_of_every_family_equal_transformers(
 
 
 def test_ranks_that_dispatch_to_whole_experts_equal_transformers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    greedy: Greedy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Processes, which exchange experts while they compute."""
     torch.set_num_threads(1)
-    tiny = TINY_MODELS["qwen3-moe"]
-    path, model = tiny.save(tmp_path / "model"), tiny.build()
+    path, expected = greedy(TINY_MODELS["qwen3-moe"], PROMPTS, NUM_TOKENS)
     config = engine_config(
         str(path), device="cpu", dtype="float32", tp=2, expert_parallel=True, expert_exchange="dispatch",
         num_gpu_blocks=64, num_threads=1, num_redundant_experts=2, expert_rebalance_interval=3,
@@ -194,7 +192,6 @@ def test_ranks_that_dispatch_to_whole_experts_equal_transformers(
     monkeypatch.setattr("engine.expert_balancing.rebalancing.MIN_CHOICES_A_SLOT", 1)
     monkeypatch.setattr("engine.expert_balancing.rebalancing.MIN_GAIN", 1.0)
     parts = assemble(config)
-    expected = [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
     for _ in range(2):
         assert answers_of(parts) == expected
     rebalancer = balancing_of(parts).rebalancer
@@ -215,7 +212,7 @@ def test_ranks_that_dispatch_to_whole_experts_equal_transformers(
     ],
 )
 def test_ranks_of_whole_experts_equal_transformers(
-    name: str, num_ranks: int, exchange: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, num_ranks: int, exchange: str, greedy: Greedy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts beside decode rows, and steps of fewer rows than ranks."""
     torch.set_num_threads(1)
@@ -223,11 +220,10 @@ def test_ranks_of_whole_experts_equal_transformers(
     if num_ranks == 4:
         heads = {"num_attention_heads": 8, "num_key_value_heads": 8 if "deepseek" in name else 2}
         tiny = replace(tiny, changes={**tiny.changes, **heads, "num_experts": 8, "n_routed_experts": 8})
-    path, model = tiny.save(tmp_path / "model"), tiny.build()
+    path, expected = greedy(tiny, PROMPTS, NUM_TOKENS)
     monkeypatch.setitem(OF_RANKS, "expert_parallel", True)
     monkeypatch.setitem(OF_RANKS, "expert_exchange", exchange)
     parts = open_ranks(path, num_ranks, monkeypatch, max_num_batched_tokens=24)
-    expected = [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
     assert answers_of(parts, replace(GREEDY, prompt_logprobs=0)) == expected
     assert parts.engine.num_failed_steps == 0
 
@@ -236,19 +232,18 @@ def test_ranks_of_whole_experts_equal_transformers(
     ("name", "exchange"), [("qwen3-moe", "sum"), ("qwen3-moe-some-dense", "dispatch"), ("gpt-oss", "sum")]
 )
 def test_ranks_of_placed_experts_equal_transformers(
-    name: str, exchange: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, exchange: str, tmp_path: Path, greedy: Greedy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Loads that one engine has counted place the experts of two ranks, two redundant ones among them."""
     torch.set_num_threads(1)
     tiny, loads = TINY_MODELS[name], tmp_path / "loads.json"
-    path, model = tiny.save(tmp_path / "model"), tiny.build()
+    path, expected = greedy(tiny, PROMPTS, NUM_TOKENS)
     parts = assemble(
         engine_config(
             str(path), device="cpu", dtype="float32", num_gpu_blocks=256, num_threads=1, expert_load_file=str(loads)
         )
     )
-    expected = answers_of(parts)
-    assert expected == [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    assert answers_of(parts) == expected
     del parts
     gc.collect()
     counted = json.loads(loads.read_text())
@@ -307,12 +302,11 @@ def test_ranks_quantize_their_shards(quant_mode: str, tmp_path: Path, monkeypatc
     assert 0 < max(differences) < 0.2
 
 
-def test_ranks_accept_the_same_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_accept_the_same_drafts(greedy: Greedy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts travel in the plan, and every rank finds for itself which of them hold."""
     torch.set_num_threads(1)
-    tiny = TINY_MODELS["llama"]
-    path, model = tiny.save(tmp_path / "model"), tiny.build()
-    answers = [prompt + reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    path, expected = greedy(TINY_MODELS["llama"], PROMPTS, NUM_TOKENS)
+    answers = [prompt + tokens for prompt, tokens in zip(PROMPTS, expected, strict=True)]
     make_drafter = MakeOracle(knows(answers), 0.7, VOCAB_SIZE)
     draft_with(monkeypatch, make_drafter)
     parts = open_ranks(path, 2, monkeypatch, num_speculative_tokens=4, num_gpu_blocks=24, block_size=4)
@@ -322,14 +316,14 @@ def test_ranks_accept_the_same_drafts(tmp_path: Path, monkeypatch: pytest.Monkey
     assert 0 < accepted < drafted
 
 
-def test_more_ranks_than_kv_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_ranks_than_kv_heads(greedy: Greedy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two KV heads, three query heads each: ranks 0 to 2 hold the first one, 3 to 5 the second."""
     torch.set_num_threads(1)
     tiny = TINY_MODELS["qwen3"]
     tiny = type(tiny)(tiny.family, {**tiny.changes, "intermediate_size": 84})
-    path, model = tiny.save(tmp_path / "model"), tiny.build()
+    path, expected = greedy(tiny, PROMPTS, NUM_TOKENS)
     parts = open_ranks(path, 6, monkeypatch)
-    assert answers_of(parts) == [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    assert answers_of(parts) == expected
 
 
 def own_followers() -> list[int]:

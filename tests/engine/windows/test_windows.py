@@ -21,8 +21,9 @@ from engine.loader.supported import check_attention
 from engine.models.config import LatentConfig
 from engine.models.families import family_of
 from engine.models.hf_config import config_from_hf
+from tests.engine.conftest import Greedy
 from tests.engine.driving import GREEDY, Driver, directory, make_runner, num_drafts, open_model, random_prompt, serve
-from tests.engine.tiny_models import GEMMA3, SHAPE, TINY_MODELS, VOCAB_SIZE, reference_greedy
+from tests.engine.tiny_models import GEMMA3, SHAPE, TINY_MODELS, VOCAB_SIZE
 
 pytestmark = pytest.mark.slow
 
@@ -42,12 +43,10 @@ SETTINGS: list[dict[str, Any]] = [
 class Family:
     """A saved model, and transformers' greedy tokens for all prompts."""
 
-    def __init__(self, name: str, path: Path) -> None:
+    def __init__(self, name: str, greedy: Greedy) -> None:
         torch.set_num_threads(1)
-        self.name, tiny = name, TINY_MODELS[name]
-        self.path = tiny.save(path)
-        model = tiny.build()
-        self.expected = [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+        self.name = name
+        self.path, self.expected = greedy(TINY_MODELS[name], PROMPTS, NUM_TOKENS)
 
     def engine(self, **settings: Any) -> EngineParts:
         """An engine with blocks of 4 tokens."""
@@ -59,8 +58,8 @@ class Family:
 
 
 @pytest.fixture(scope="module", params=["mistral-window", "gemma3", "gpt-oss"])
-def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
-    return Family(request.param, tmp_path_factory.mktemp(request.param) / "m")
+def family(request: pytest.FixtureRequest, greedy: Greedy) -> Family:
+    return Family(request.param, greedy)
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)

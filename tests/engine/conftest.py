@@ -1,0 +1,32 @@
+"""Tiny models and what transformers makes of them, once for all tests of a process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.engine.tiny_models import TinyModel
+
+Greedy = Callable[["TinyModel", Sequence[list[int]], int], tuple[Path, list[list[int]]]]
+
+
+@pytest.fixture(scope="session")
+def greedy(tmp_path_factory: pytest.TempPathFactory) -> Greedy:
+    """The folder of a saved model, and its greedy tokens after each of these prompts."""
+    found: dict[str, tuple[Path, list[list[int]]]] = {}
+
+    def saved(tiny: TinyModel, prompts: Sequence[list[int]], num_tokens: int) -> tuple[Path, list[list[int]]]:
+        from tests.engine.tiny_models import reference_greedy  # imports transformers
+
+        key = repr((tiny, prompts, num_tokens))
+        if key not in found:
+            path, model = tmp_path_factory.mktemp("tiny") / "model", tiny.build()
+            tiny.save(path, model)
+            found[key] = path, [reference_greedy(model, prompt, num_tokens) for prompt in prompts]
+        return found[key]
+
+    return saved
