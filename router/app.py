@@ -46,6 +46,7 @@ ROUTES_OF_WINGS = (
     "router.drains.routes:add_drain_routes",
     "router.lora.routes:add_lora_routes",
     "router.server_pages.routes:add_server_pages",
+    "router.page.routes:add_page",
     "router.api_docs.pages:add_documentation",
 )
 Endpoint = Callable[[Request, HeldBody], Awaitable[Response]]
@@ -72,7 +73,7 @@ def create_app(gateway: Gateway) -> Any:
             getattr(import_module(module), name)(routes, gateway)
     handlers = _error_handlers(gateway, [route.path_format for route in routes.routes])
     inner = FastAPI(routes=[*routes.routes], exception_handlers=handlers, lifespan=lifespan, openapi_url=None)
-    app = Guard(FixedPaths(inner, routes, handlers[MiniInferError]), gateway.config.api_key)
+    app = Guard(FixedPaths(inner, routes, handlers[MiniInferError]), gateway.config.api_key, routes.open_paths)
     if not gateway.cors_origins:
         return app
     # Around the key's check: a browser asks first, without it, whether it may send it.

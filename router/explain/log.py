@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 from protos import types_pb2 as pb
@@ -76,6 +76,17 @@ class ExplainLog:
         if choice is not None:
             choice.counts = _counts(journal, journal.outcome, now)
             choice.journal = None
+
+    def recent(self, count: int, now: float) -> list[dict[str, Any]]:
+        """The newest choices, newest first: counts, time line and what workers measured."""
+        return [
+            {
+                "choice": key,
+                **(_counts(choice.journal, "open", now) if choice.journal else choice.counts),
+                "workers": choice.first_deltas,
+            }
+            for key, choice in islice(reversed(self._choices.items()), count)
+        ]
 
     def find(self, request_id: str, now: float) -> list[dict[str, Any]]:
         """All choices of a request, by its public id; empty when it is unknown or forgotten."""

@@ -28,6 +28,12 @@ class ChunkWriter:
             cycle is not None and cycle.chunked_encoding and not (cycle.flow.write_paused or cycle.disconnected)
         )
 
+    @property
+    def keeps_alive(self) -> bool:
+        """Whether the connection outlives this answer. It changes when the server is told to end."""
+        cycle = self._cycle()
+        return cycle is not None and cycle.keep_alive
+
     def write(self, body: bytes) -> None:
         """Write one non-empty chunk. Only while `is_ready`."""
         self._write(b"%x\r\n%b\r\n" % (len(body), body))

@@ -6,6 +6,7 @@ Also the last to see an exception that a route let through: a bug, which is logg
 from __future__ import annotations
 
 import hmac
+from collections.abc import Set
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -18,8 +19,9 @@ OPEN_PATHS = frozenset({b"/healthz", b"/health", b"/readyz", b"/livez", b"/ping"
 class Guard:
     """Refuses what no route may see."""
 
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
+    def __init__(self, app: ASGIApp, api_key: str, open_paths: Set[bytes]) -> None:
         self._app = app
+        self._open_paths = OPEN_PATHS | open_paths
         self._api_key = api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -37,7 +39,7 @@ class Guard:
             log_if_internal(scope, error)
 
     def _check(self, scope: Scope) -> None:
-        if not self._api_key or scope.get("raw_path") in OPEN_PATHS:
+        if not self._api_key or scope.get("raw_path") in self._open_paths:
             return
         sent = dict(scope["headers"])
         scheme, _, key = sent.get(b"authorization", b"").partition(b" ")

@@ -71,6 +71,7 @@ class Routes:
 
     def __init__(self) -> None:
         self.routes: list[DescribedRoute] = []
+        self.open_paths: set[bytes] = set()  # as they are asked for, which need no API key
 
     def add(
         self,

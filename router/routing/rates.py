@@ -20,6 +20,8 @@ class WorkerRates:
     pull_tokens_per_second: float = 0.0
     token_seconds: float = 0.0  # between an answer's tokens, steps with prompts and everything else included
     step_times: StepTimes = field(default_factory=StepTimes)
+    num_decoded: int = 0  # tokens of answers, in the steps that were observed
+    num_computed: int = 0  # prompt tokens, in these steps
     _arrived: float = 0.0  # prompt tokens, faded
     _arrived_pairs: float = 0.0  # of these, each with every token before it
     _num_arrived: float = 0.0  # prompts
@@ -50,6 +52,8 @@ class WorkerRates:
 
     def observe_load(self, load: pb.LoadReport) -> None:
         """Learn from a step."""
+        self.num_decoded += load.step_decode_tokens
+        self.num_computed += load.step_prefill_tokens
         self.step_times.observe(
             load.step_decode_tokens,
             load.step_prefill_tokens,

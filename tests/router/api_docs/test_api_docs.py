@@ -21,10 +21,11 @@ async def c() -> AsyncIterator[Cluster]:
 @pytest.mark.asyncio(loop_scope="module")
 async def test_head_wherever_get_is(c: Cluster) -> None:
     description = (await c.http.get("/openapi.json")).json()
-    paths = [path for path, methods in description["paths"].items() if "get" in methods]
+    endless = {"/cluster/events"}
+    paths = [path for path, methods in description["paths"].items() if "get" in methods and path not in endless]
     assert len(paths) >= 10
     for path in (*paths, "/docs", "/openapi.json"):
-        path = path.format(name="dry-run", request_id="x", response_id="x")
+        path = path.format(name="dry-run", request_id="x", response_id="x", file="main.js")
         get, head = await c.http.get(path), await c.http.head(path)
         assert head.status_code == get.status_code
         assert head.content == b""
@@ -50,7 +51,7 @@ async def test_the_documentation_needs_no_network(c: Cluster) -> None:
 @pytest.mark.asyncio(loop_scope="module")
 async def test_an_unknown_path_is_told_of_it(c: Cluster) -> None:
     for path, told in (
-        ("/", "no such path; /docs lists all"),
+        ("/none", "no such path; /docs lists all"),
         ("/v1/images", "server yet; /docs lists what is"),
     ):
         assert (await c.http.post(path, json={})).json()["error"]["message"].endswith(told)
