@@ -31,17 +31,19 @@ def spans(time_line: Sequence[Mapping[str, Any]], legs: Sequence[Mapping[str, An
     """
     found: list[Span] = []
     measured = iter(legs)
-    phase, worker, has_moved = "route", "", False
+    phase, worker = "route", ""
+    computes = "prefill"  # what a decode worker does before its first output, when it has pulled no KV
     for number, span in enumerate(time_line):
         event, seconds = str(span["after"]), float(span["seconds"])
         if event.startswith(("prefill on ", "decode on ")):
             phase, _, worker = event.partition(" on ")
             after = time_line[number + 1]["after"] if number + 1 < len(time_line) else ""
             if after.startswith("first output of "):
-                found += _start_of_leg(phase, worker, seconds, next(measured, {}), has_moved)
+                found += _start_of_leg(phase, worker, seconds, next(measured, {}), computes)
+                computes = "decode"
                 continue
         elif event.startswith("moved"):
-            phase, worker, has_moved = "route", "", True
+            phase, worker, computes = "route", "", "replay"
         elif event.startswith("waiting"):
             phase, worker = "wait", ""
         found.append((phase, worker, seconds))
@@ -64,12 +66,12 @@ def pulls(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _start_of_leg(phase: str, worker: str, seconds: float, leg: Mapping[str, Any], has_moved: bool) -> list[Span]:
+def _start_of_leg(phase: str, worker: str, seconds: float, leg: Mapping[str, Any], computes: str) -> list[Span]:
     """The time from a leg's submission to its first output, by what its worker measured: queue, pull, the rest."""
     queue = min(leg.get("queue_seconds", 0.0), seconds)
     pull = min(leg.get("kv_pull_seconds", 0.0), seconds - queue)
     if phase == "decode" and not pull:
-        phase = "replay" if has_moved else "prefill"
+        phase = computes
     return [("queue", worker, queue), ("pull", worker, pull), (phase, worker, seconds - queue - pull)]
 
 
