@@ -7,7 +7,7 @@ PROTOS := $(wildcard protos/*.proto)
 STUBS  := $(PROTOS:.proto=_pb2.py)
 ARGS   ?=
 
-.PHONY: help serve chat test test-fast test-gpu check format dashboards figures protos test-compose test-k8s test-kubelet test-prometheus test-node test-models test-clients clean
+.PHONY: help serve chat test test-fast test-gpu check format dashboards figures protos test-compose test-k8s test-kubelet test-prometheus test-browser test-node test-models test-clients clean
 
 help:            ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## / - /'
@@ -110,6 +110,10 @@ test-kubelet: setup  ## k8s/ on a real kubelet: probes, rollouts, volumes (root,
 
 test-prometheus: setup  ## dashboards and alerts on a cluster under load and faults (apt-get install prometheus)
 	@$(BIN)/python -m pytest -q -m prometheus tests/cluster $(ARGS)
+
+test-browser: setup  ## the page in Chromium (apt-get install chromium; playwright comes from PyPI)
+	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt playwright==1.63.0
+	@$(BIN)/python -m pytest -q -m browser tests/browser $(ARGS)
 
 test-node: setup     ## streams through OpenAI's package for Node (needs node, npm and its registry)
 	@$(BIN)/python -m pytest -q -m node tests/router $(ARGS)

@@ -7,6 +7,7 @@ from functools import partial
 import httpx
 import openai
 
+API_KEY = "none"  # that clients send, for routers that are given it
 get = partial(httpx.get, timeout=60.0, verify=False)
 post = partial(httpx.post, timeout=60.0, verify=False)
 
@@ -18,9 +19,9 @@ class _Client(openai.DefaultHttpxClient):
 
 def openai_client(url: str) -> openai.OpenAI:
     plain = _Client(verify=False)
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300.0, http_client=plain)
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=API_KEY, max_retries=0, timeout=300.0, http_client=plain)
 
 
 def async_client(url: str) -> openai.AsyncOpenAI:
     plain = openai.DefaultAsyncHttpxClient(verify=False)
-    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300.0, http_client=plain)
+    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=API_KEY, max_retries=0, timeout=300.0, http_client=plain)

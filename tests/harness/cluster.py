@@ -27,7 +27,7 @@ import openai
 from cli.cluster.ports import free_ports
 from common.model_files import resolve_model
 from common.text.load import load_tokenizer
-from tests.harness.clients import get, openai_client
+from tests.harness.clients import API_KEY, get, openai_client
 from tests.harness.forked import fork_service
 from tests.harness.waiting import wait_until
 
@@ -149,7 +149,7 @@ class Cluster:
             return [*pool.map(lambda prompt: self.complete(prompt, max_tokens, **fields), prompts)]
 
     def get(self, path: str) -> Any:
-        return get(self.url + path).json()
+        return get(self.url + path, headers={"authorization": f"Bearer {API_KEY}"}).json()
 
     def legs_of(self, response_id: str) -> list[dict[str, Any]]:
         """What `GET /explain` tells of the workers that a request of one choice was on."""

@@ -1,0 +1,205 @@
+"""The page in Chromium, in front of a real cluster: a chat that outlives its worker, keys, and what it may load."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.harness.clients import API_KEY
+from tests.harness.cluster import SHORT_LEASES, Cluster, running_cluster
+from tests.harness.waiting import wait_until
+
+pytestmark = pytest.mark.browser
+sync_api = pytest.importorskip("playwright.sync_api", reason="make test-browser installs playwright")
+CHROMIUM = shutil.which("chromium")
+FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+MAX_TOKENS = 400
+# Of an element, as a screen reader names it; and those that have no name.
+NAMELESS = """() => {
+  const found = document.querySelectorAll('button, input, select, textarea, summary, [role]');
+  return [...found].filter((node) => {
+    const label = node.ariaLabel || node.getAttribute('aria-labelledby') || node.labels?.length;
+    return !(label || node.textContent.trim() || ['list', 'status'].includes(node.getAttribute('role')));
+  }).map((node) => node.outerHTML.slice(0, 120));
+}"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    if CHROMIUM is None:
+        pytest.skip("no chromium: apt-get install chromium")
+    with sync_api.sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield found
+        found.close()
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Cluster]:
+    router = (f"--api-key={API_KEY}", "--local-prefill-tokens=0")
+    with running_cluster(1, 2, worker_args=SHORT_LEASES, router_args=router) as running:
+        yield running
+
+
+@pytest.fixture
+def page(browser: Any, shared: Cluster) -> Iterator[Any]:
+    """The page with its key given, and a list of what went wrong in it."""
+    context = browser.new_context()
+    page = context.new_page()
+    page.wrong = []
+    page.on("pageerror", lambda error: page.wrong.append(str(error)))
+    page.on("console", lambda told: page.wrong.append(told.text) if "Content Security" in told.text else None)
+    page.goto(shared.url)
+    page.get_by_role("dialog", name="API key").wait_for()
+    page.get_by_label("Key", exact=True).fill(API_KEY)
+    page.get_by_role("button", name="Use key").click()
+    page.locator("#link", has_text="live").wait_for()
+    yield page
+    assert page.wrong == []
+    context.close()
+
+
+def ask(page: Any, text: str) -> None:
+    page.get_by_label("Message").fill(text)
+    page.keyboard.press("Enter")
+
+
+def rendered(page: Any, markdown: str) -> str:
+    """What the page shows for a whole text at once."""
+    return str(
+        page.evaluate(
+            """async (text) => {
+              const { Markdown } = await import('/page/markdown.js');
+              const node = document.createElement('div');
+              const shown = new Markdown(node);
+              shown.open = text;
+              shown.show();
+              return node.textContent;
+            }""",
+            markdown,
+        )
+    )
+
+
+def test_a_chat_goes_on_with_the_same_text_when_its_worker_is_killed(page: Any, shared: Cluster) -> None:
+    prompt, expected = long_answer(shared)
+    page.get_by_text("Sampling and tools").click()
+    page.get_by_label("Temperature").fill("0")
+    page.get_by_label("Max tokens").fill(str(MAX_TOKENS))
+    page.get_by_text("Sampling and tools").click()
+    ask(page, prompt)
+    shown = page.locator(".message.assistant .text")
+    wait_until(lambda: len(shown.text_content() or "") > 20)
+    shared.kill_busiest_decode()
+    page.locator(".told", has_text="prompt").wait_for(timeout=120_000)
+    assert shown.text_content() == rendered(page, expected)
+    page.locator("#journeys .state", has_text="moved").wait_for()
+    row = page.locator("#journeys li", has_text="moved").first
+    row.locator("summary").press("Enter")
+    assert "replay after a move" in row.inner_text()
+    wait_until(lambda: page.locator(".worker[data-state=connecting]").count() == 1)
+    shared.start_killed(3)
+    page.locator(".worker[data-state=connecting]").wait_for(state="detached")
+
+
+def long_answer(shared: Cluster) -> tuple[str, str]:
+    """A prompt whose greedy answer does not end early, and that answer."""
+    for number in range(20):
+        prompt = f"Tell me of {number} things"
+        with shared.client() as client:
+            answer = client.chat.completions.create(
+                model="dry-run", messages=[{"role": "user", "content": prompt}], temperature=0, max_tokens=MAX_TOKENS
+            )
+        if answer.choices[0].finish_reason == "length":
+            return prompt, answer.choices[0].message.content or ""
+    raise AssertionError("all answers end early")
+
+
+def test_stop_ends_the_request(page: Any) -> None:
+    aborted: list[str] = []
+    page.on("requestfailed", lambda request: aborted.append(request.failure))
+    page.route("**/v1/chat/completions", lambda _: None)  # no answer yet
+    ask(page, "Count to a million")
+    page.get_by_role("button", name="Stop").click()
+    page.get_by_role("button", name="Send").and_(page.locator(":enabled")).wait_for()
+    page.locator(".told", has_text="stopped").wait_for()
+    assert aborted == ["net::ERR_ABORTED"]
+    assert page.get_by_label("Message").evaluate("node => node === document.activeElement")
+
+
+def test_a_worker_is_drained_and_taken_back_with_the_keyboard(page: Any) -> None:
+    page.get_by_role("button", name="Drain decode-0").press("Enter")
+    page.get_by_role("dialog", name="Drain decode-0?").wait_for()
+    page.keyboard.press("Escape")
+    page.get_by_role("dialog").wait_for(state="hidden")
+    page.get_by_role("button", name="Drain prefill-0").press("Enter")
+    page.get_by_role("button", name="Drain", exact=True).press("Enter")
+    told = page.get_by_text(re.compile("prefill-0 is the only prefill worker of dry-run"))
+    told.wait_for()
+    page.get_by_role("button", name="Cancel").press("Enter")
+    told.wait_for(state="hidden")
+
+
+def test_everything_has_a_name_and_nothing_is_cut_off_on_a_phone(page: Any) -> None:
+    ask(page, "Hello")
+    page.locator("#journeys li").first.wait_for()
+    assert page.evaluate(NAMELESS) == []
+    page.set_viewport_size({"width": 360, "height": 700})
+    for view in ("Cluster", "Chat"):
+        page.get_by_role("button", name=view, exact=True).click()
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        colors = page.evaluate(
+            "() => [getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]"
+        )
+        assert contrast(*colors) > 7, scheme
+
+
+def contrast(*colors: str) -> float:
+    """Of two CSS colours, by WCAG."""
+
+    def luminance(color: str) -> float:
+        parts = [int(part) / 255 for part in re.findall(r"\d+", color)[:3]]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    dark, light = sorted(map(luminance, colors))
+    return (light + 0.05) / (dark + 0.05)
+
+
+MARKDOWN = {
+    "**bold** and *em* with `a<b`": "<p><strong>bold</strong> and <em>em</em> with <code>a&lt;b</code></p>",
+    "# One\n\ntext": "<h3>One</h3><p>text</p>",
+    "- a\n- b\n  - c\n\n3. d": '<ul><li>a</li><li>b<ul><li>c</li></ul></li></ul><ol start="3"><li>d</li></ol>',
+    "```py\nx = 1\n\ny = 2\n```\nafter": '<pre tabindex="0"><code>x = 1\n\ny = 2</code></pre><p>after</p>',
+    "|a|b|\n|-|-|\n|1|2|": "<table><thead><tr><th>a</th><th>b</th></tr></thead>"
+    "<tbody><tr><td>1</td><td>2</td></tr></tbody></table>",
+    "> quoted": "<blockquote><p>quoted</p></blockquote>",
+    "<img src=x onerror=alert(1)>": "<p>&lt;img src=x onerror=alert(1)&gt;</p>",
+    "[x](javascript:alert(1))": "<p>x</p>",
+    "[x](https://a.b/c)": '<p><a href="https://a.b/c" target="_blank" rel="noopener noreferrer">x</a></p>',
+    "snake_case_name and 2 * 3 * 4": "<p>snake_case_name and 2 * 3 * 4</p>",
+}
+
+
+def test_markdown_is_the_same_in_pieces_as_at_once(page: Any) -> None:
+    for text, expected in MARKDOWN.items():
+        for size in (1, 3, len(text)):
+            pieces = [text[at : at + size] for at in range(0, len(text), size)]
+            html = page.evaluate(
+                """async (pieces) => {
+                  const { Markdown } = await import('/page/markdown.js');
+                  const node = document.createElement('div');
+                  const shown = new Markdown(node);
+                  for (const piece of pieces) { shown.open += piece; shown.show(); }
+                  shown.tail.replaceWith(...shown.tail.childNodes);
+                  return node.innerHTML;
+                }""",
+                pieces,
+            )
+            assert html == expected, (text, size)
