@@ -30,7 +30,7 @@ async function watch() {
     } catch (error) {
       if (error instanceof ApiError && error.status === 401) {
         setLink("lost", "API key needed");
-        await askForKey();
+        if (!(await askForKey())) await new Promise((done) => document.addEventListener("key-given", done, { once: true }));
       } else setLink("lost", "no connection");
     }
     if (stream.signal.aborted) stream = new AbortController();
@@ -76,15 +76,18 @@ function opened(dialog) {
 
 let keyAsked = null; // one dialog, however many requests ask for a key
 
+// Whether there is another key now.
 function askForKey() {
   keyAsked ??= (async () => {
     byId("key-value").value = key.get();
-    if (await opened(byId("key-dialog"))) {
-      key.set(byId("key-value").value.trim());
-      stream.abort();
-      await listModels().catch(() => {});
-    }
+    const isGiven = await opened(byId("key-dialog"));
     keyAsked = null;
+    if (!isGiven) return false;
+    key.set(byId("key-value").value.trim());
+    stream.abort();
+    document.dispatchEvent(new Event("key-given"));
+    await listModels().catch(() => {}); // a wrong key: the stream asks for another
+    return true;
   })();
   return keyAsked;
 }

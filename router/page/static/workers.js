@@ -1,16 +1,16 @@
 // The table of workers, built when the facts change and then updated in place; and the KV that moves between them.
 
-import { byId, count, make, makeSvg, setAttribute, setText, Sparkline } from "/page/dom.js";
+import { byId, count, duration, make, makeSvg, setAttribute, setText, Sparkline } from "/page/dom.js";
 
 const DENSE = 24; // from so many workers on, one line each
 const MOVING_MS = 1400;
-const WARM_MS = 30_000; // how long an edge stays to be seen
+const WARM_MS = 10_000; // how long an edge stays to be seen
 const MAX_MOVING = 24;
 
 export class Workers {
   constructor(onDrain) {
     this.onDrain = onDrain;
-    this.rows = new Map(); // by id
+    this.rows = new Map(); // by address, in the order of the figures
     this.edges = new Map(); // by "from to"
     this.positions = null; // of rows in the drawing; null: to be measured
     new ResizeObserver(() => (this.positions = null)).observe(byId("flow"));
@@ -19,16 +19,17 @@ export class Workers {
   // Rows of workers that stay are kept, with their history.
   take({ workers, columns, router }) {
     this.columns = Object.fromEntries(columns.map((name, index) => [name, index]));
-    const rows = workers.map((worker) => this.rows.get(worker.id)?.fits(worker) ?? new Row(worker, this.onDrain));
-    this.rows = new Map(rows.map((row) => [row.id, row]));
+    const rows = workers.map((worker) => this.rows.get(worker.address)?.fits(worker) ?? new Row(worker, this.onDrain));
+    this.rows = new Map(rows.map((row) => [row.address, row]));
     for (const role of ["prefill", "decode"]) {
-      const hosts = Map.groupBy(rows.filter((row) => row.role === role), (row) => row.host);
+      const sorted = rows.filter((row) => row.role === role).sort((one, other) => one.id.localeCompare(other.id, "en", { numeric: true }));
+      const hosts = Map.groupBy(sorted, (row) => row.host);
       byId(role).replaceChildren(
         ...[...hosts].map(([host, found]) =>
           make("div.host", {}, make("h3", {}, host), make("ul", { role: "list" }, ...found.map((row) => row.node))),
         ),
       );
-      setText(document.querySelector(`#${role}-title span`), count(rows.filter((row) => row.role === role).length));
+      setText(document.querySelector(`#${role}-title span`), count(sorted.length));
     }
     byId("flow").classList.toggle("dense", rows.length >= DENSE);
     for (const row of rows) row.node.classList.toggle("operable", router.can_operate);
@@ -54,7 +55,7 @@ export class Workers {
 
   showPulls(pulls) {
     const tokens = pulls.reduce((sum, pull) => sum + pull.tokens, 0);
-    setText(byId("pulls"), pulls.length ? `${count(pulls.length)} KV transfers, ${count(tokens)} tokens` : "no KV transfers");
+    setText(byId("pulls"), pulls.length ? `${count(pulls.length)} KV transfer${pulls.length > 1 ? "s" : ""}, ${count(tokens)} tokens` : "no KV transfers");
     const at = performance.now();
     for (const pull of pulls.slice(-MAX_MOVING)) {
       const name = `${pull.from} ${pull.to}`;
@@ -92,7 +93,8 @@ export class Workers {
 
 class Row {
   constructor(worker, onDrain) {
-    Object.assign(this, { id: worker.id, role: worker.role, host: worker.host, address: worker.address });
+    Object.assign(this, { role: worker.role, host: worker.host, address: worker.address });
+    this.name = make("b");
     this.dot = make("i.dot");
     this.state = make("span.state");
     this.kv = make("div.kv", { role: "meter", "aria-label": "KV blocks in use", "aria-valuemin": "0" });
@@ -109,18 +111,20 @@ class Row {
     this.spark = new Sparkline(spark);
     this.node = make(
       "li.worker", {},
-      make("div.name", {}, this.dot, make("b", {}, worker.id), this.state),
-      make("div.rate", {}, this.rate, make("small", {}, worker.role === "prefill" ? " prompt tok/s" : " tok/s")),
-      this.kv, spark, this.button,
+      make("div.name", {}, this.dot, this.name, this.state, this.button),
+      make("div.rate", {}, this.rate, make("small", {}, " tok/s")),
+      this.kv, spark,
       make("div.counts", {}, make("span", {}, this.running, " run"), make("span", {}, this.waiting, " wait"),
         make("span", {}, this.step, " step"), make("span", {}, this.leases, " leases")),
     );
     this.fits(worker);
   }
 
-  // The row with these facts; null when it was another worker's.
+  // The row with these facts; null when another role is at the address now. One that is lost has no name: it keeps its.
   fits(worker) {
-    if (worker.role !== this.role || worker.address !== this.address) return null;
+    if (worker.role !== this.role) return null;
+    if (worker.id !== worker.address || !this.id) this.id = worker.id;
+    setText(this.name, this.id);
     this.device = worker.device ?? "";
     this.refused = worker.refused;
     const details = [worker.model, worker.quantization, worker.attention, worker.transports?.join(", "), worker.version];
@@ -144,7 +148,7 @@ class Row {
     setText(this.running, count(figures[c.running]));
     setText(this.waiting, count(figures[c.waiting] + figures[c.loading]));
     setText(this.leases, count(figures[c.leases]));
-    setText(this.step, figures[c.step_ms] ? `${figures[c.step_ms].toFixed(1)} ms` : "–");
+    setText(this.step, figures[c.step_ms] ? duration(figures[c.step_ms] / 1e3) : "–");
     const rate = figures[this.role === "prefill" ? c.prefill_rate : c.decode_rate];
     setText(this.rate, count(rate));
     this.spark.add(rate);
