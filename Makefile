@@ -113,7 +113,7 @@ test-prometheus: setup  ## dashboards and alerts on a cluster under load and fau
 
 test-browser: setup  ## the page in Chromium (apt-get install chromium; playwright comes from PyPI)
 	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt playwright==1.63.0
-	@$(BIN)/python -m pytest -q -m browser tests/browser $(ARGS)
+	@$(BIN)/python -m pytest -q -m browser tests/router/page $(ARGS)
 
 test-node: setup     ## streams through OpenAI's package for Node (needs node, npm and its registry)
 	@$(BIN)/python -m pytest -q -m node tests/router $(ARGS)

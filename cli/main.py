@@ -17,6 +17,8 @@ from common.wings import require_wing
 COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("cli.cluster.serve", "start a whole cluster on this machine"),
     "chat": ("cli.terminal.chat", "talk to a model in the terminal"),
+    "top": ("cli.top.top", "the cluster and its requests, each second"),
+    "explain": ("cli.top.explain", "where the time of a request went"),
     "demo": ("cli.load.demo", "a short tour: streaming, batching, prefix cache, cancellation"),
     "bench": ("cli.load.bench", "load an OpenAI-compatible server and measure it"),
     "simulate": ("cli.simulation.simulate", "what a cluster would do with a load, in simulated time"),

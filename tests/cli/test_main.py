@@ -17,7 +17,7 @@ def test_help_lists_every_command(capsys):
 def test_no_command_and_an_unknown_one_are_usage_errors(capsys):
     assert main([]) == 2
     assert main(["fly"]) == 2
-    assert "choose one of serve, chat, demo, bench" in capsys.readouterr().err
+    assert "choose one of serve, chat, top, explain, demo, bench" in capsys.readouterr().err
 
 
 def test_version(capsys):

@@ -21,6 +21,7 @@ from cli.cluster.plan import ServeConfig
 from cli.load import bench, demo
 from cli.simulation import plan, simulate
 from cli.terminal import chat
+from cli.top import explain, top
 from common.config import ENV_PREFIX, add_arguments
 from router.app import create_app
 from router.config import RouterConfig
@@ -94,8 +95,15 @@ def parser_of(command: str) -> argparse.ArgumentParser | None:
         return flags.build_parser()
     if program.startswith("benchmarks.") and "bench_NAME" not in program and not program.endswith("..."):
         return benchmark_parser(program, arguments)
-    parsers = {"chat": chat.build_parser, "demo": demo.build_parser, "bench": bench.build_parser}
-    parsers |= {"simulate": simulate.build_parser, "plan": plan.build_parser}
+    parsers = {
+        "chat": chat.build_parser,
+        "demo": demo.build_parser,
+        "bench": bench.build_parser,
+        "simulate": simulate.build_parser,
+        "plan": plan.build_parser,
+        "top": top.build_parser,
+        "explain": explain.build_parser,
+    }
     parsers |= {module: functools.partial(service_parser, module) for module in SETTINGS}
     if make := parsers.get(program.removeprefix("mini-infer-")):
         make().parse_args(arguments)
@@ -105,7 +113,7 @@ def parser_of(command: str) -> argparse.ArgumentParser | None:
 
 def parsers_for(path: Path) -> list[argparse.ArgumentParser]:
     """Those of the commands on the page, and those that every page may mean."""
-    found = [flags.build_parser(), bench.build_parser(), *map(service_parser, SETTINGS)]
+    found = [flags.build_parser(), bench.build_parser(), top.build_parser(), *map(service_parser, SETTINGS)]
     return found + [parser for command in page(path).commands if (parser := parser_of(command))]
 
 
