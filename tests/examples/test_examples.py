@@ -30,11 +30,25 @@ MODULES = {
 }  # for --scheduling-policy; tests/engine/scheduling/test_scheduling_policy.py serves with it
 
 
+COMMANDS = {"serve.py": "serve", "quick_chat.py": "chat", "demo.py": "demo"}
+
+
 def as_script(text: str) -> str:
     """What is written for asyncio's own prompt (`python -m asyncio`), with a coroutine around it."""
     if "async with" not in text:
         return text
     return f"import asyncio\nasync def main():\n{textwrap.indent(text, '    ')}\nasyncio.run(main())\n"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_commands_have_their_old_names_too(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    assert not ended.value.code
+    assert f"usage: mini-infer {COMMANDS[name]}" in capsys.readouterr().out
 
 
 def test_every_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -47,7 +61,7 @@ def test_every_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
             assert re.search(pattern, printed), f"{name} printed:\n{printed}"
 
     torch.set_num_threads(1)  # as other tests of the tiny model do
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {*OFFLINE, *SERVED, *MODULES}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {*OFFLINE, *SERVED, *MODULES, *COMMANDS}
     with tempfile.TemporaryDirectory(prefix="mi-", ignore_cleanup_errors=True) as folder:  # short: sockets lie there
         served = Served(Path(folder), "--prefill=0", "--host-tier-gb=0")
         try:
