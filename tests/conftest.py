@@ -1,4 +1,4 @@
-"""No test depends on others that its process has run before: random numbers, and what gRPC logs of them.
+"""No test depends on others that its process has run before: random numbers, threads, and what gRPC logs of them.
 
 Tests marked `wing` are skipped where the wing is not, as in the core's copy (tests/wings.py).
 """
@@ -34,6 +34,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     random.seed(SEED)
     if torch := sys.modules.get("torch"):  # not every test needs it
         torch.manual_seed(SEED)
+        torch.set_num_threads(1)  # cores are shared, and tiny models need no more
     for (wing,) in (mark.args for mark in item.iter_markers("wing")):
         if not has_wing(wing):
             pytest.skip(f"needs the wing {wing}")

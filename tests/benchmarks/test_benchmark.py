@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks import engine as benchmark
 from benchmarks.profile.floors import Peaks, decode_floor_seconds, num_weights, prefill_floor_seconds, weight_bytes
@@ -22,7 +21,6 @@ ARGS = ["--model", "dry-run", "--batch", "1,3", "--input", "20", "--output", "5"
 def test_json_lines_carry_the_promised_fields(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch.set_num_threads(1)
     monkeypatch.setattr(benchmark, "measure_peaks", lambda device, dtype: Peaks(1e10, 1e11))
     assert benchmark.main([*ARGS, "--num-threads", "1"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -36,7 +34,6 @@ def test_json_lines_carry_the_promised_fields(
 def test_the_pool_holds_a_batch_of_a_model_with_kv_groups(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch.set_num_threads(1)
     monkeypatch.setattr(benchmark, "measure_peaks", lambda device, dtype: Peaks(1e10, 1e11))
     raw = json.loads((CONFIGS / "gemma3-4b/config.json").read_text())
     small = {"num_hidden_layers": 6, "hidden_size": 32, "intermediate_size": 32, "head_dim": 16, "vocab_size": 99}

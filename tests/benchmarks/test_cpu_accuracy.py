@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path as FilePath
 
 import pytest
-import torch
 
 from benchmarks.accuracy.cpu_accuracy import Accuracy, Path
 
@@ -27,7 +26,6 @@ OTHER = [Path("alone"), Path("12 in a batch", batch=12)]  # above 8 rows, 4-bit 
 
 @pytest.fixture(scope="module")
 def accuracy() -> Accuracy:
-    torch.set_num_threads(1)
     return Accuracy(num_prompt=60, num_output=8)
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from common.grammar import grammar
 from common.model_files import resolve_model
@@ -68,7 +67,6 @@ MODELS: dict[str, tuple[Callable[[Path], Path], dict[str, Any], int]] = {
 @pytest.fixture(autouse=True)
 def _byte_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny models have no tokenizer, or none that a grammar can use."""
-    torch.set_num_threads(1)
     monkeypatch.setattr(load, "load_tokenizer", lambda _: load_tokenizer(resolve_model("dry-run")))
 
 

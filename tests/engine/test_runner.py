@@ -27,7 +27,6 @@ Opened = tuple[LoadedModel, EngineConfig, transformers.PreTrainedModel]
 
 @pytest.fixture(scope="module", params=map(with_wing, sorted(TINY_MODELS)))
 def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Opened:
-    torch.set_num_threads(1)
     tiny = TINY_MODELS[request.param]
     path = tiny.save(tmp_path_factory.mktemp("model") / request.param)
     loaded, config = open_model(directory(path), dtype="float32", num_threads=1)
@@ -36,7 +35,6 @@ def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Opened:
-    torch.set_num_threads(1)
     path = TINY_MODELS["llama"].save(tmp_path_factory.mktemp("model") / "llama")
     loaded, config = open_model(directory(path), dtype="float32", num_threads=1)
     return loaded, config, TINY_MODELS["llama"].build()

@@ -20,11 +20,6 @@ VOCAB_SIZE = 50
 EOS = 7
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def row_of(
     *, prompt: Sequence[int] = (1, 2, 3), output: Sequence[int] = (), name: str = "a", **params: Any
 ) -> RequestState:

@@ -27,7 +27,6 @@ def test_logprobs_equal_those_of_transformers() -> None:
 
     Tokens of the same through two workers: tests/worker/test_real_model.py.
     """
-    torch.set_num_threads(1)
     loaded, config = open_model(resolve_model(""), dtype="float32", block_size=16, num_threads=1)
     assert loaded.config.eos_token_ids == (2,)
     driver = Driver(make_runner(loaded, config), config)

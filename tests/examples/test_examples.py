@@ -10,7 +10,6 @@ import textwrap
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.harness.served import Served
 from tests.packaging.documentation import ROOT, page, runnable
@@ -60,7 +59,6 @@ def test_every_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
             printed = capsys.readouterr().out
             assert re.search(pattern, printed), f"{name} printed:\n{printed}"
 
-    torch.set_num_threads(1)  # as other tests of the tiny model do
     assert {path.name for path in EXAMPLES.glob("*.py")} == {*OFFLINE, *SERVED, *MODULES, *COMMANDS}
     with tempfile.TemporaryDirectory(prefix="mi-", ignore_cleanup_errors=True) as folder:  # short: sockets lie there
         served = Served(Path(folder), "--prefill=0", "--host-tier-gb=0")

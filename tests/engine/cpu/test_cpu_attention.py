@@ -31,7 +31,6 @@ NUM_LAYERS, NUM_HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 2, 4, 2, 8, 
 
 @pytest.fixture(autouse=True)
 def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.set_num_threads(1)
     monkeypatch.setattr(kv_mirror, "MIN_CAPACITY", 8)  # so that sequences outgrow arenas within a test
 
 

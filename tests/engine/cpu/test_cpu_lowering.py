@@ -38,7 +38,6 @@ class OwnTokenAttention:
 @pytest.mark.parametrize("family", map(with_wing, ["llama", "mistral", "qwen2", "qwen3", "qwen3-moe", "mixtral"]))
 @pytest.mark.parametrize("num_rows", [1, 5])
 def test_equal_the_plain_ops(family: str, num_rows: int, tmp_path: Path) -> None:
-    torch.set_num_threads(1)
     path = TINY_MODELS[family].save(tmp_path)
     config = EngineConfig(model=str(path), device="cpu", dtype="float32")
     model = load_model(resolve_model(str(path)), config, torch.device("cpu")).model

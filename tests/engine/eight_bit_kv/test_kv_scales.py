@@ -34,7 +34,6 @@ TEXT = (
 
 @pytest.fixture(scope="module", params=map(with_wing, NAMES))
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     return TINY_MODELS[request.param].save(tmp_path_factory.mktemp("model") / request.param)
 
 
@@ -140,7 +139,6 @@ def test_cached_prefixes_and_chunks_give_the_same_tokens(path: Path) -> None:
 @pytest.mark.slow
 def test_smollm2_makes_nearly_the_same_choices() -> None:
     """Forced through one text, the likeliest next token is nearly always the same, and as likely."""
-    torch.set_num_threads(1)
     tokens = load_tokenizer(resolve_model("")).encode(TEXT)
     choices, logprobs = [], []
     for kv_cache_dtype in ("auto", "fp8"):

@@ -44,11 +44,6 @@ WIDE = {
 TYPES = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def files_of(path: Path) -> ModelFiles:
     return ModelFiles(path.stem, "gguf", path)
 

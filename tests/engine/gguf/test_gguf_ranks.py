@@ -51,7 +51,6 @@ def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(conversion, "resolve_quant_mode", lambda *_, **options: "int4-weight")
     monkeypatch.setattr(conversion, "linears_of", lambda dtype, _device: ExactLinears(dtype))
-    torch.set_num_threads(1)
 
 
 @pytest.mark.usefixtures("_exact")
@@ -70,7 +69,6 @@ def test_ranks_and_stages_equal_one_rank(name: str, tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "gpt-oss", "qwen2moe"])
 def test_ranks_of_made_weights_equal_one_rank(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.set_num_threads(1)
     tiny, arch = FAMILIES[name]
     write_gguf(tmp_path / "m.gguf", tiny.build(), arch)
     expected = greedy_tokens(open_ranks(tmp_path / "m.gguf", 1, monkeypatch))
@@ -102,7 +100,6 @@ def test_ranks_keep_blocks_that_they_do_not_cut(tmp_path: Path) -> None:
 
 def test_ranks_are_close_to_one_rank_in_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums over ranks are rounded once more."""
-    torch.set_num_threads(1)
     path = write(tmp_path, "llama")
     params = replace(GREEDY, max_tokens=1, prompt_logprobs=0)
     found = []

@@ -19,11 +19,6 @@ from tests.engine.tiny_models import TINY_MODELS
 DRY_RUN = ModelFiles("dry-run", "dry-run", Path())
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def test_equal_files_have_equal_fingerprints_and_others_not(tmp_path: Path) -> None:
     first = TINY_MODELS["llama"].save(tmp_path / "first")
     shutil.copytree(first, tmp_path / "second")

@@ -26,11 +26,6 @@ NUM_TOKENS = 8
 PROMPTS = [random_prompt(length, VOCAB_SIZE, length) for length in (13, 30, 22, 17)]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def open_engine(path: Path, **settings: Any) -> EngineParts:
     base = {"device": "cpu", "num_threads": 1, "num_gpu_blocks": 400, "block_size": 4, "enable_lora": True}
     return assemble(engine_config(str(path), **{**base, "max_num_batched_tokens": 24, "max_num_seqs": 8, **settings}))

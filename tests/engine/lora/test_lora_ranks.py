@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from common.lora.adapter_ref import AdapterRef
 from engine import LLM
@@ -46,7 +45,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.wing("engine.lora"), pytest.mark.win
 def test_ranks_equal_merged_models(
     name: str, num_ranks: int, targets: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch.set_num_threads(1)
     tiny = TINY_MODELS[name]
     if num_ranks == 6:
         tiny = replace(tiny, changes={**tiny.changes, "intermediate_size": 84})

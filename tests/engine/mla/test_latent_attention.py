@@ -59,7 +59,6 @@ def test_bytes_per_token_of_v2_lite() -> None:
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     return TINY_MODELS["deepseek-v3"].save(tmp_path_factory.mktemp("model") / "v3")
 
 

@@ -30,7 +30,6 @@ def _written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_written")
 def test_the_family_on_the_page_equals_transformers(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
     loaded, config = open_model(directory(TINY.save(tmp_path / "model")), dtype="float32")
     reference = TINY.build()
     driver = Driver(make_runner(loaded, config), config)

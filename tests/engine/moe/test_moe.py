@@ -32,7 +32,6 @@ PROMPT = random_prompt(20, VOCAB_SIZE, 3)
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     return WIDE.save(tmp_path_factory.mktemp("model") / "moe")
 
 

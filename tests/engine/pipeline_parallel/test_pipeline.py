@@ -167,7 +167,6 @@ def open_stages(
 def test_greedy_tokens_are_those_of_transformers(
     name: str, count: int, greedy: Greedy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch.set_num_threads(1)
     path, expected = greedy(TINY_MODELS[name], PROMPTS, NUM_TOKENS)
     parts = open_stages(path, count, monkeypatch, max_num_batched_tokens=40, max_num_seqs=6)
     assert answers_of(parts) == expected
@@ -180,7 +179,6 @@ def test_stages_of_ranks_give_the_tokens_of_transformers(
     name: str, greedy: Greedy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With blocks that are swapped, on the four ranks of two stages."""
-    torch.set_num_threads(1)
     path, expected = greedy(TINY_MODELS[name], PROMPTS, NUM_TOKENS)
     parts = open_stages(
         path, 2, monkeypatch, tp=2, num_gpu_blocks=24, block_size=4, max_num_batched_tokens=24, max_num_seqs=6,
@@ -206,7 +204,6 @@ def test_stages_take_drafts(
     name: str, count: int, tp: int, preemption: str, greedy: Greedy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some of them right, while other steps are in flight and requests give way to each other, with windows too."""
-    torch.set_num_threads(1)
     path, expected = greedy(TINY_MODELS[name], PROMPTS, NUM_TOKENS)
     answers = [prompt + tokens for prompt, tokens in zip(PROMPTS, expected, strict=True)]
     drafter = MakeOracle(knows(answers), 0.7, VOCAB_SIZE)
@@ -225,7 +222,6 @@ def test_stages_take_drafts(
 
 
 def test_stages_swap_their_blocks(greedy: Greedy, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.set_num_threads(1)
     path, expected = greedy(TINY_MODELS["llama"], PROMPTS, NUM_TOKENS)
     parts = open_stages(
         path, 3, monkeypatch, num_gpu_blocks=24, block_size=4, max_num_batched_tokens=16, max_num_seqs=6,
@@ -238,7 +234,6 @@ def test_stages_swap_their_blocks(greedy: Greedy, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_request_in_flight_may_be_aborted_and_named_again(greedy: Greedy, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.set_num_threads(1)
     path, expected = greedy(TINY_MODELS["llama"], PROMPTS, NUM_TOKENS)
     parts = open_stages(path, 2, monkeypatch, max_num_batched_tokens=40, max_num_seqs=6)
     draw = random.Random(3)
@@ -258,7 +253,6 @@ def test_a_request_in_flight_may_be_aborted_and_named_again(greedy: Greedy, monk
 
 def test_all_stages_have_a_step_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of steps in flight at the same time are equal shares, and everybody gets a token in each round."""
-    torch.set_num_threads(1)
     parts = open_stages(TINY_MODELS["llama"].save(tmp_path), 3, monkeypatch, max_num_batched_tokens=40)
     in_flight, sizes = [], []
     params = replace(GREEDY, max_tokens=20)

@@ -10,7 +10,6 @@ from engine.layers.linear import dense_linear, half_linear, half_weight, has_hal
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
-    torch.set_num_threads(1)
     torch.manual_seed(0)
 
 

@@ -23,11 +23,6 @@ from tests.engine.tiny_models import TINY_MODELS
 DRY_RUN = ModelFiles("dry-run", "dry-run", Path())
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def test_another_mode_is_another_fingerprint(tmp_path: Path) -> None:
     path = directory(TINY_MODELS["llama"].save(tmp_path))
     assert len({open_model(path, quant_mode=mode)[0].fingerprint for mode in ("none", "int8-weight")}) == 2

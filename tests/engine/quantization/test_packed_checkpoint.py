@@ -30,11 +30,6 @@ UP = "model.layers.1.mlp.up_proj"
 Tensors = dict[str, Tensor]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def load(path: Path, **settings: str) -> tuple[LoadedModel, EngineConfig]:
     return open_model(resolve_model(str(path)), num_threads=1, **settings)
 

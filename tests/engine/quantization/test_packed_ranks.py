@@ -59,7 +59,6 @@ class ExactLinears(CpuLinears):
 def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conversion, "can_keep_packed", lambda *_: True)
     monkeypatch.setattr(conversion, "linears_of", lambda dtype, _device: ExactLinears(dtype))
-    torch.set_num_threads(1)
 
 
 def greedy_tokens(parts: EngineParts) -> list[list[int]]:
@@ -122,7 +121,6 @@ def test_ranks_have_the_cpus_packed_layers(
     name: str, of_ranks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In bfloat16, in which sums over ranks are rounded once more: close, not equal."""
-    torch.set_num_threads(1)
     write(FORMATS[name], tmp_path / "m")
     params = replace(GREEDY, max_tokens=1, prompt_logprobs=0)
     found = []

@@ -29,11 +29,6 @@ UP = "model.layers.1.mlp.up_proj"
 FLOAT32: dict[str, Any] = {"dtype": "float32", "quant_mode": "none"}
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_checkpoint_computes_what_its_weights_say(name: str, family: str, tmp_path: Path) -> None:

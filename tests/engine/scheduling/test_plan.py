@@ -65,7 +65,6 @@ def test_a_recorded_run_replayed_gives_the_same_tokens(
     preemption: str, num_drafts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With preemption, cached prefixes, an abort, drafts, and parameters that read a request's own tokens."""
-    torch.set_num_threads(1)
     config = engine_config(
         "dry-run", device="cpu", block_size=8, num_gpu_blocks=22, max_num_seqs=4, max_num_batched_tokens=48,
         host_tier_gb=0.01, preemption=preemption, prefix_cache=True, num_speculative_tokens=num_drafts, ngram_min=1,

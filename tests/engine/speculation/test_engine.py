@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from common.errors import ConfigError
 from engine import LLM
@@ -42,7 +41,6 @@ SETTINGS = [
 
 @pytest.fixture(scope="module", params=["llama", "deepseek-v3"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     return TINY_MODELS[request.param].save(tmp_path_factory.mktemp(request.param))
 
 

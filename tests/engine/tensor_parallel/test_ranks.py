@@ -167,7 +167,6 @@ def test_two_ranks_of_every_family_equal_transformers(
     name: str, greedy: Greedy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With an odd vocabulary, which is padded, cached prefixes, chunks, and swaps."""
-    torch.set_num_threads(1)
     path, expected = greedy(TINY_MODELS[name], PROMPTS, NUM_TOKENS)
     parts = open_ranks(
         path, 2, monkeypatch, num_gpu_blocks=SCARCE_BLOCKS.get(name, 24), block_size=4, max_num_batched_tokens=24,
@@ -183,7 +182,6 @@ def test_ranks_that_dispatch_to_whole_experts_equal_transformers(
     greedy: Greedy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Processes, which exchange experts while they compute."""
-    torch.set_num_threads(1)
     path, expected = greedy(TINY_MODELS["qwen3-moe"], PROMPTS, NUM_TOKENS)
     config = engine_config(
         str(path), device="cpu", dtype="float32", tp=2, expert_parallel=True, expert_exchange="dispatch",
@@ -215,7 +213,6 @@ def test_ranks_of_whole_experts_equal_transformers(
     name: str, num_ranks: int, exchange: str, greedy: Greedy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts beside decode rows, and steps of fewer rows than ranks."""
-    torch.set_num_threads(1)
     tiny = TINY_MODELS[name]
     if num_ranks == 4:
         heads = {"num_attention_heads": 8, "num_key_value_heads": 8 if "deepseek" in name else 2}
@@ -235,7 +232,6 @@ def test_ranks_of_placed_experts_equal_transformers(
     name: str, exchange: str, tmp_path: Path, greedy: Greedy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Loads that one engine has counted place the experts of two ranks, two redundant ones among them."""
-    torch.set_num_threads(1)
     tiny, loads = TINY_MODELS[name], tmp_path / "loads.json"
     path, expected = greedy(tiny, PROMPTS, NUM_TOKENS)
     parts = assemble(
@@ -268,7 +264,6 @@ def test_ranks_of_placed_experts_equal_transformers(
 def test_ranks_of_8_bit_kv_scale_their_heads_as_one_rank_does(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch.set_num_threads(1)
     path = TINY_MODELS[name].save(tmp_path)
     found = []
     for num_ranks in (1, 2):
@@ -279,7 +274,6 @@ def test_ranks_of_8_bit_kv_scale_their_heads_as_one_rank_does(
 @pytest.mark.parametrize("quant_mode", ["int8-weight", "int4-weight"])
 def test_ranks_quantize_their_shards(quant_mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each by itself, so that scales of divided inputs are finer than one rank's: close, not equal."""
-    torch.set_num_threads(1)
     path = TINY_MODELS["qwen2"].save(tmp_path)
     params = replace(GREEDY, max_tokens=1, logprobs=5)
     found = []
@@ -304,7 +298,6 @@ def test_ranks_quantize_their_shards(quant_mode: str, tmp_path: Path, monkeypatc
 
 def test_ranks_accept_the_same_drafts(greedy: Greedy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts travel in the plan, and every rank finds for itself which of them hold."""
-    torch.set_num_threads(1)
     path, expected = greedy(TINY_MODELS["llama"], PROMPTS, NUM_TOKENS)
     answers = [prompt + tokens for prompt, tokens in zip(PROMPTS, expected, strict=True)]
     make_drafter = MakeOracle(knows(answers), 0.7, VOCAB_SIZE)
@@ -318,7 +311,6 @@ def test_ranks_accept_the_same_drafts(greedy: Greedy, monkeypatch: pytest.Monkey
 
 def test_more_ranks_than_kv_heads(greedy: Greedy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two KV heads, three query heads each: ranks 0 to 2 hold the first one, 3 to 5 the second."""
-    torch.set_num_threads(1)
     tiny = TINY_MODELS["qwen3"]
     tiny = type(tiny)(tiny.family, {**tiny.changes, "intermediate_size": 84})
     path, expected = greedy(tiny, PROMPTS, NUM_TOKENS)

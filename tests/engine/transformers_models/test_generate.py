@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from engine.assembly import EngineParts, assemble
 from tests.engine.driving import engine_config, random_prompt, serve
@@ -20,7 +19,6 @@ PROMPTS = [random_prompt(length, VOCAB_SIZE, length) for length in (1, 6, 19, 40
 
 def open_engine(path: Path, **settings: Any) -> EngineParts:
     """Steps of few tokens: prompts come in chunks beside generated tokens."""
-    torch.set_num_threads(1)
     base = {
         "device": "cpu", "dtype": "float32", "num_threads": 1, "num_gpu_blocks": 300, "block_size": 4,
         "max_num_batched_tokens": 16, "max_num_seqs": 8, "model_impl": "transformers",

@@ -44,7 +44,6 @@ class Family:
     """A saved model, and transformers' greedy tokens for all prompts."""
 
     def __init__(self, name: str, greedy: Greedy) -> None:
-        torch.set_num_threads(1)
         self.name = name
         self.path, self.expected = greedy(TINY_MODELS[name], PROMPTS, NUM_TOKENS)
 

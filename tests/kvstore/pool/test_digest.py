@@ -30,7 +30,6 @@ def test_formula_in_plain_integers() -> None:
 
 
 def test_torch_int64_arithmetic_gives_the_same() -> None:
-    torch.set_num_threads(1)
     blocks = RNG.integers(0, 256, (3, 600_000), dtype=np.uint8)  # longer than one chunk
     words = torch.from_numpy(blocks).view(torch.int64)
     a, b = (torch.from_numpy(w) for w in digest_weights(words.shape[1]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from tests.engine.driving import random_prompt
 from tests.engine.tiny_models import DEEPSEEK, TinyModel, reference_greedy
@@ -20,7 +19,6 @@ PROMPTS = {transport: random_prompt(70, 256, seed) for seed, transport in enumer
 
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Worker]]:
-    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("run")
     path = save_with_tokenizer(TINY, folder / "model")
     engine = (f"--model={path}", "--dtype=float32", "--num-gpu-blocks=64", "--num-threads=1", "--kv-lease-seconds=60")
