@@ -188,8 +188,10 @@ class FromDraftModel(Proposer):
                 self._times.observe(len(drafting), 0, time.monotonic() - began)
 
     def _catch_up(self, wanted: list[tuple[Followed, int]]) -> list[tuple[Followed, int]]:
-        """Compute what is known of the requests, those that miss the fewest tokens first. Returns those that have a
-        draft now."""
+        """Compute what is known of the requests, those that miss the fewest tokens first.
+
+        Returns those that have a draft now.
+        """
         left, rows = self._max_step_tokens, []
         for followed, most in sorted(
             wanted, key=lambda entry: entry[0].num_known - entry[0].owner.num_computed_tokens

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from common.errors import ConfigError
 from common.model_files import resolve_model
@@ -27,7 +26,6 @@ ALWAYS = {"adaptive_drafts": False, "num_speculative_tokens": 4}
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    torch.set_num_threads(1)
     return {name: TINY_MODELS[name].save(tmp_path_factory.mktemp(name)) for name in ("llama", "qwen2")}
 
 
