@@ -174,9 +174,9 @@ class Answer {
     const now = performance.now();
     const tokens = this.usage?.completion_tokens ?? this.numTokens;
     const cached = this.usage?.prompt_tokens_details?.cached_tokens ?? 0;
-    const pieces = [`${count(tokens)} tokens`];
+    const pieces = [`${count(tokens)} token${tokens === 1 ? "" : "s"}`];
     if (this.first) pieces.unshift(`first token ${duration((this.first - this.started) / 1e3)}`);
-    if (tokens > 1 && now > this.first) pieces.push(`${((tokens - 1) / ((now - this.first) / 1e3)).toFixed(1)} tokens/s`);
+    if (tokens > 1 && now - this.first > 50) pieces.push(`${((tokens - 1) / ((now - this.first) / 1e3)).toFixed(1)} tokens/s`);
     if (this.usage) pieces.push(`prompt ${count(this.usage.prompt_tokens)}, ${count(cached)} cached`);
     if (reason && reason !== "stop") pieces.push(reason);
     setText(this.told, pieces.join(" · "));

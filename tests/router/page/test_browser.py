@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
 from collections.abc import Iterator
 from typing import Any
 
+import orjson
 import pytest
 
 from tests.harness.clients import API_KEY
@@ -94,7 +96,7 @@ def test_a_chat_goes_on_with_the_same_text_when_its_worker_is_killed(page: Any, 
     ask(page, prompt)
     shown = page.locator(".message.assistant .text")
     wait_until(lambda: len(shown.text_content() or "") > 20)
-    shared.kill_busiest_decode()
+    kill_in_mid_answer(shared)
     page.locator(".told", has_text="prompt").wait_for(timeout=120_000)
     assert shown.text_content() == rendered(page, expected)
     page.locator("#journeys .state", has_text="moved").wait_for()
@@ -104,6 +106,16 @@ def test_a_chat_goes_on_with_the_same_text_when_its_worker_is_killed(page: Any, 
     wait_until(lambda: page.locator(".worker[data-state=connecting]").count() == 1)
     shared.start_killed(3)
     page.locator(".worker[data-state=connecting]").wait_for(state="detached")
+
+
+def kill_in_mid_answer(shared: Cluster) -> None:
+    """Kill the decode worker that answers. Both are stopped meanwhile: an answer takes half a second."""
+    names = [name for name in shared.services if name.startswith("decode")]
+    for name in names:
+        shared.services[name].signal(signal.SIGSTOP)
+    shared.kill_busiest_decode()
+    for name in names:
+        shared.services[name].signal(signal.SIGCONT)
 
 
 def long_answer(shared: Cluster) -> tuple[str, str]:
@@ -129,6 +141,34 @@ def test_stop_ends_the_request(page: Any) -> None:
     page.locator(".told", has_text="stopped").wait_for()
     assert aborted == ["net::ERR_ABORTED"]
     assert page.get_by_label("Message").evaluate("node => node === document.activeElement")
+
+
+def test_thoughts_are_folded_and_tool_calls_get_their_results(page: Any) -> None:
+    call = {"index": 0, "id": "call-1", "function": {"name": "get_weather", "arguments": '{"city": "<b>Oslo</b>"}'}}
+    answers = iter([[{"reasoning": "They ask of Oslo."}, {"tool_calls": [call]}], [{"content": "It **rains**."}]])
+    bodies: list[Any] = []
+
+    def answer(route: Any) -> None:
+        bodies.append(route.request.post_data_json)
+        chunks = [orjson.dumps({"choices": [{"index": 0, "delta": delta}]}).decode() for delta in next(answers)]
+        events = "".join(f"data: {chunk}\n\n" for chunk in (*chunks, "[DONE]"))
+        route.fulfill(status=200, content_type="text/event-stream", body=events)
+
+    page.route("**/v1/chat/completions", answer)
+    ask(page, "How is the weather?")
+    thought = page.get_by_text("They ask of Oslo.")
+    thought.wait_for(state="attached")
+    assert not thought.is_visible()
+    page.get_by_text("Thought for").click()
+    assert thought.is_visible()
+    assert page.locator(".call").inner_text() == 'get_weather\n{"city": "<b>Oslo</b>"}'
+    page.get_by_label("Result of get_weather").fill("rain")
+    page.keyboard.press("Enter")
+    page.locator(".text strong", has_text="rains").wait_for()
+    user, assistant, tool = bodies[1]["messages"]
+    assert user == {"role": "user", "content": "How is the weather?"}
+    assert assistant["tool_calls"][0]["function"] == call["function"]
+    assert tool == {"role": "tool", "tool_call_id": "call-1", "content": "rain"}
 
 
 def test_a_worker_is_drained_and_taken_back_with_the_keyboard(page: Any) -> None:
