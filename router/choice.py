@@ -22,7 +22,7 @@ from kvstore.types import WorkerId
 from protos import types_pb2 as pb
 from router.api.text import ChoiceText, Update
 from router.dispatch import Dispatcher
-from router.journal import Journal
+from router.journal import DEADLINE_EXCEEDED, FIRST_OUTPUT, MOVED, WAITING, Journal
 from router.routing.policy import Decision
 from router.routing.views import Candidate
 from router.workers.failures import WorkerLostError
@@ -124,7 +124,7 @@ class Choice:
         self._dispatcher.wait(self.look_again)
         if self.state is not State.WAITING:
             self.state = State.WAITING
-            self.journal.note(time.monotonic(), "waiting for a decode worker")
+            self.journal.note(time.monotonic(), WAITING)
 
     def look_again(self) -> None:
         """Retry after a wait: there may be a decode worker again, or none worth waiting for."""
@@ -143,7 +143,7 @@ class Choice:
         submit.is_late = chosen.is_late and not self.journal.has_started
         self._leg = link.submit(submit, pending_tokens, self, next_link)
         self.state = state
-        self.journal.note(now, f"{state.value} on {link.worker_id}")
+        self.journal.note(now, state.value, worker=link.worker_id)
 
     # -- moves -------------------------------------------------------------------------------------------------
 
@@ -227,7 +227,7 @@ class Choice:
                 self._dispatcher.roles.watch_kept(self)
         if self.journal.first_times is None:
             self.journal.first_times = leg.times
-        self.journal.note(now, f"first output of {leg.link.role}")
+        self.journal.note(now, FIRST_OUTPUT, worker=leg.link.worker_id, times=leg.times)
         assert self._decision is not None  # a leg is open
         self._dispatcher.leg_began(self.journal, leg, self._decision.chosen)
 
@@ -280,7 +280,7 @@ class Choice:
             raise UnavailableError(f"gave up after {journal.num_failures_in_row} failed attempts: {error}") from error
         self._leg = self._decision = None
         journal.num_migrations += 1
-        journal.note(time.monotonic(), f"moved: {error}")
+        journal.note(time.monotonic(), MOVED, reason=str(error))
         self._dispatcher.metrics.migrations.inc()
         logger.warning("%s moves to another worker (%s)", journal.choice_id, error)
 
@@ -291,7 +291,7 @@ class Choice:
             return
         outcome = "error"
         if isinstance(error, DeadlineExceededError):
-            self.journal.note(time.monotonic(), "deadline exceeded")
+            self.journal.note(time.monotonic(), DEADLINE_EXCEEDED)
             outcome = "length" if self.journal.has_started else "error"
         elif isinstance(error, OverloadedError) and not self.journal.has_started:
             outcome = "refused"  # the client is told to come again

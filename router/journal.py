@@ -7,9 +7,31 @@ Plain data and pure methods. A worker gets prompt and tokens so far; the noise o
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from common.token_ids import pack_ids
 from protos import types_pb2 as pb
+
+# What happens to a choice, beside the legs that begin: these are named as its state then, "prefill" or "decode".
+FIRST_OUTPUT = "first output"
+WAITING = "waiting for a decode worker"
+MOVED = "moved"
+DEADLINE_EXCEEDED = "deadline exceeded"
+
+
+class Event(NamedTuple):
+    """What happened to a choice, for /explain and for traces."""
+
+    time: float
+    what: str
+    num_output_tokens: int  # of the choice, by then
+    worker: str = ""  # whose leg begins or has its first output
+    times: pb.RequestTimes | None = None  # what it measured, with its first output
+    reason: str = ""  # of a move
+
+    @property
+    def text(self) -> str:
+        return f"{self.what}{' on ' * bool(self.worker)}{self.worker}{': ' * bool(self.reason)}{self.reason}"
 
 
 @dataclass(slots=True, eq=False)
@@ -37,14 +59,16 @@ class Journal:
     num_accepted_tokens: int = 0
     first_times: pb.RequestTimes | None = None  # what the worker measured that computed the prompt first
     last_token_time: float = 0.0
-    events: list[tuple[float, str]] = field(default_factory=list)  # the time line, for /explain
+    events: list[Event] = field(default_factory=list)  # the time line
     outcome: str = "abort"  # how it ended: stop, length, refused, error; abort until something is known
 
     def __post_init__(self) -> None:
         self.packed_prompt = pack_ids(self.prompt_token_ids)
 
-    def note(self, now: float, what: str) -> None:
-        self.events.append((now, what))
+    def note(
+        self, now: float, what: str, *, worker: str = "", times: pb.RequestTimes | None = None, reason: str = ""
+    ) -> None:
+        self.events.append(Event(now, what, len(self.output_token_ids), worker, times, reason))
 
     @property
     def num_tokens(self) -> int:

@@ -145,8 +145,8 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
 
 def _time_line(journal: Journal, end: float) -> list[dict[str, Any]]:
     """Consecutive spans from arrival to end. Each event ends the span before it."""
-    names = ["accepted", *(what for _, what in journal.events)]
-    times = [journal.arrival, *(time for time, _ in journal.events), end]
+    names = ["accepted", *(event.text for event in journal.events)]
+    times = [journal.arrival, *(event.time for event in journal.events), end]
     return [
         {"after": name, "seconds": round(stop - start, 6)}
         for name, (start, stop) in zip(names, pairwise(times), strict=True)
