@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from common.text.tokenizer import Tokenizer
+from common.wings import has_wing
 from protos import types_pb2 as pb
 from router.api.completion_renderer import CompletionRenderer
 from router.api.parse import B, is_ignored, parse_body
@@ -40,6 +41,8 @@ SERVED_MODEL = "router.served_model"  # in the scope of a request whose model is
 IGNORED = "router.ignored"  # in the scope: fields of the body that change nothing
 MAX_LABEL_CHARS = 128
 RendererOf = Callable[[Features, RenderOptions, Tokenizer], Renderer]
+# Makes an answer that is traced of one that is not, from the headers, the model's name and the request.
+Traced = Callable[[Mapping[str, str], str, GenerationRequest, Response], Response]
 
 
 class Gateway:
@@ -56,6 +59,7 @@ class Gateway:
         self.workers = WorkerTable(config, [model.workers for model in self.base_models])
         self._by_name: dict[str | None, ServedModel] = dict.fromkeys((None, *ALIASES), models[0])
         self._by_name |= {name: model for model in models for name in (model.name, *model.aliases)}
+        self._traced = _tracing(config)
 
     # -- models ------------------------------------------------------------------------------------------------
 
@@ -226,7 +230,10 @@ class Gateway:
         headers = {"x-request-id": label if is_shown else request.request_id, "x-mini-infer-id": request.request_id}
         if ignored := http.scope.get(IGNORED):
             headers["x-mini-infer-ignored"] = ", ".join(ignored)
-        return GenerationResponse(request, renderer, headers, is_stream)
+        response = GenerationResponse(request, renderer, headers, is_stream)
+        if self._traced is None:
+            return response
+        return self._traced(http.headers, http.scope[SERVED_MODEL].name, request, response)
 
     @staticmethod
     def parse(kind: type[B], http: Request, fields: dict[str, Any]) -> B:
@@ -241,3 +248,12 @@ class Gateway:
             else model.tokenizer.decode(token_ids, skip_special=False)
             for item, token_ids in zip(body.prompts, prompts, strict=True)
         ]
+
+
+def _tracing(config: RouterConfig) -> Traced | None:
+    """What traces requests, if that is wanted."""
+    if not has_wing("router.tracing"):
+        return None
+    from router.tracing.open_tracing import open_tracing
+
+    return open_tracing(config)

