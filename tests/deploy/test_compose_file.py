@@ -21,7 +21,7 @@ def services_of(text):
 
 SERVICES = services_of(TEXT)
 CUDA = services_of(CUDA_TEXT)  # is merged into the other file's
-OURS = {name: service for name, service in SERVICES.items() if name not in ("prometheus", "grafana")}
+OURS = {name: service for name, service in SERVICES.items() if name not in ("prometheus", "grafana", "jaeger")}
 
 
 PASSED_ON = {"HF_TOKEN", "HF_ENDPOINT"}  # for huggingface_hub, when they are set
@@ -78,6 +78,17 @@ def test_health_checks_ask_the_port_that_is_served_and_start_order_waits_for_the
 def test_only_loopback_is_published():
     for service in SERVICES.values():
         assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
+
+
+def test_traces_are_off_and_go_where_their_profile_takes_them_when_asked_for():
+    found = settings("router")
+    assert (found["otlp_traces_endpoint"], found["trace_sample_ratio"]) == ("", 1.0)
+    jaeger = SERVICES["jaeger"]
+    assert jaeger["profiles"] == ["tracing"]
+    [told] = re.findall(r"http://\S+:\d+", (ROOT / ".env.example").read_text())
+    host, port = told.removeprefix("http://").split(":")
+    assert SERVICES[host] is jaeger
+    assert f"--collector.otlp.http.host-port=:{port}" in jaeger["command"]
 
 
 def test_memory_is_bounded_everywhere():
