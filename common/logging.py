@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 import sys
 import time
 import traceback
@@ -18,8 +19,31 @@ from common.errors import MiniInferError
 LEVELS = ("debug", "info", "warning", "error")
 LEVEL_HELP = "least severe messages shown"
 FORMATS = ("text", "json")
-FORMAT_HELP = "text, or json: an object per line with time (UTC), level, service, logger, message and traceback"
+FORMAT_HELP = (
+    "text, or json: an object per line with time (UTC), level, service, logger, message, request_id and traceback"
+)
 _TEXT = "%(asctime)s %(levelname).1s %(name)s | %(message)s"
+_CHOICE_OR_LEG = re.compile(r"-\d{1,9}(\.\d+)?$")  # what follows a request's id in the name of a choice or leg of it
+
+
+def about(name: str) -> dict[str, str]:
+    """The `extra` of a line about the request, choice or leg of that name: the request's id, as its client knows it.
+
+    Empty for an empty name.
+    """
+    return {"request_id": _CHOICE_OR_LEG.sub("", name)} if name else {}
+
+
+class TextFormatter(logging.Formatter):
+    """Formats a record as text, with the id of the request that it is about, if its message lacks it."""
+
+    def __init__(self) -> None:
+        super().__init__(_TEXT, "%H:%M:%S")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        request_id = getattr(record, "request_id", "")
+        text = super().formatMessage(record)
+        return text if request_id in record.message else f"{text} [{request_id}]"
 
 
 class JsonFormatter(logging.Formatter):
@@ -37,6 +61,8 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
+        if request_id := getattr(record, "request_id", ""):
+            fields["request_id"] = request_id
         if record.exc_info and record.exc_info[1] is not None:
             fields["traceback"] = traceback_text(record.exc_info[1])
         return json.dumps(fields)
@@ -44,8 +70,9 @@ class JsonFormatter(logging.Formatter):
 
 def setup_logging(program: str, level: str, log_format: str) -> None:
     """Send this process's log to stderr, as that of `program`."""
-    logging.basicConfig(level=level.upper(), format=_TEXT, datefmt="%H:%M:%S", stream=sys.stderr, force=True)
+    logging.basicConfig(level=level.upper(), stream=sys.stderr, force=True)
     logging.getLogger("asyncio").setLevel(logging.WARNING)
+    logging.getLogger().handlers[0].setFormatter(TextFormatter())
     if log_format == "json":
         logging.getLogger().handlers[0].setFormatter(JsonFormatter(program))
         sys.excepthook = _log_uncaught

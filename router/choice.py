@@ -17,7 +17,7 @@ from enum import Enum
 from typing import Protocol
 
 from common.errors import DeadlineExceededError, EngineError, MiniInferError, OverloadedError, UnavailableError
-from common.logging import RateLimit
+from common.logging import RateLimit, about
 from kvstore.types import WorkerId
 from protos import types_pb2 as pb
 from router.api.text import ChoiceText, Update
@@ -282,7 +282,7 @@ class Choice:
         journal.num_migrations += 1
         journal.note(time.monotonic(), MOVED, reason=str(error))
         self._dispatcher.metrics.migrations.inc()
-        logger.warning("%s moves to another worker (%s)", journal.choice_id, error)
+        logger.warning("%s moves to another worker (%s)", journal.choice_id, error, extra=about(journal.choice_id))
 
     # -- the end -----------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from common.errors import (
     mapping_for,
     public_message,
 )
-from common.logging import RateLimit, traceback_text
+from common.logging import RateLimit, about, traceback_text
 
 logger = logging.getLogger(__name__)
 logger.addFilter(RateLimit())
@@ -117,5 +117,5 @@ def log_if_internal(scope: MutableMapping[str, Any], error: BaseException) -> st
     known: str | None = scope.get("router.logged_id")
     if known is None:
         known = scope["router.logged_id"] = scope.get(REQUEST_ID) or f"req-{uuid.uuid4().hex}"
-        logger.error("request %s failed with status 500\n%s", known, traceback_text(error))
+        logger.error("request %s failed with status 500\n%s", known, traceback_text(error), extra=about(known))
     return known

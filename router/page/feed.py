@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import orjson
@@ -28,7 +28,7 @@ class Feed:
         self._now_event = b""
         self._num_facts = 0
 
-    async def events(self, writer: ChunkWriter) -> AsyncIterator[bytes]:
+    async def events(self, writer: ChunkWriter) -> AsyncGenerator[bytes, None]:
         """Until the client or the server ends."""
         kept, seen = writer.keeps_alive, -1
         while writer.keeps_alive == kept:

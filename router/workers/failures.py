@@ -12,7 +12,7 @@ from common.errors import (
     OverloadedError,
     UnavailableError,
 )
-from common.logging import RateLimit
+from common.logging import RateLimit, about
 from protos import types_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -38,5 +38,6 @@ def error_of(failure: pb.Failure) -> MiniInferError:
             return EngineError(failure.message)
         case _:  # between this router and the worker: nothing that a client could have caused, or should read
             code = pb.FailureCode.Name(failure.code) if failure.code in pb.FailureCode.values() else failure.code
-            logger.error("a worker refused %s as %s: %s", failure.request_id, code, failure.message)
+            name = failure.request_id
+            logger.error("a worker refused %s as %s: %s", name, code, failure.message, extra=about(name))
             return EngineError("a worker refused the request")

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 import pytest
 
 from common.errors import ConfigError
-from common.logging import JsonFormatter, RateLimit, json_line, message_of
+from common.logging import JsonFormatter, RateLimit, TextFormatter, about, json_line, message_of
 
 
 def test_each_line_of_code_has_its_share(caplog: pytest.LogCaptureFixture) -> None:
@@ -62,6 +62,19 @@ def test_a_json_line_has_the_time_in_utc_and_no_message_of_a_strange_exception()
     }  # fmt: skip
     assert "ConfigError: --port: choose another" in traceback
     assert "ValueError" in traceback
+
+
+def test_a_line_about_a_request_has_its_id() -> None:
+    request_id = "chatcmpl-" + "0123456789" * 3 + "12"
+    assert [about(name) for name in (request_id, f"{request_id}-0", f"{request_id}-12.3")] == [
+        {"request_id": request_id}
+    ] * 3
+    assert about("") == {}
+    record = logging.makeLogRecord({"name": "x", "levelname": "INFO", "msg": "KV pull failed", **about(request_id)})
+    assert json.loads(JsonFormatter("decode").format(record))["request_id"] == request_id
+    assert TextFormatter().format(record).endswith(f"I x | KV pull failed [{request_id}]")
+    record.msg = f"{request_id}-0 moves"
+    assert TextFormatter().format(record).endswith(f"| {request_id}-0 moves")
 
 
 def test_lines_of_other_programs_become_json_and_ours_stay() -> None:

@@ -162,7 +162,7 @@ class EngineProcess:
     def _submit(self, submit: Submit) -> None:
         now = time.monotonic()
         num_tokens = num_ids(submit.prompt_token_ids) + len(submit.output_token_ids) - 1  # the last is computed here
-        lease = self._loads.accept(submit.handle, num_tokens)
+        lease = self._loads.accept(submit.handle, num_tokens, submit.request_id)
         try:
             request = Request(
                 prompt_token_ids=unpack_ids(submit.prompt_token_ids),

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from common.errors import MiniInferError
+from common.logging import about
 from engine.engine import Engine
 from engine.request import RequestId
 from engine.scheduling.kv_load import KvLoad
@@ -38,13 +39,14 @@ class KvLoads:
     def num_open(self) -> int:
         return self._puller.num_open
 
-    def accept(self, handle: KvHandle | None, num_tokens: int) -> PeerLease | None:
+    def accept(self, handle: KvHandle | None, num_tokens: int, request_id: RequestId) -> PeerLease | None:
         """Keep the handle's lease alive. None unless it is on the KV of exactly `num_tokens`: compute that here."""
-        lease = None if handle is None else self._open(handle)
+        lease = None if handle is None else self._open(handle, request_id)
         if lease is None:
             return None
         if lease.num_tokens != num_tokens or lease.num_blocks != self._kv.num_blocks_to_load(num_tokens):
-            logger.warning("a KV handle does not cover its request: computing the prompt here")
+            text = "a KV handle does not cover its request: computing the prompt here"
+            logger.warning(text, extra=about(request_id))
             self.abandon(lease)
             return None
         return lease
@@ -107,7 +109,8 @@ class KvLoads:
             if entry is not None:
                 entry.finish_pull(pull, now)
                 if not pull.ok:
-                    logger.warning("KV pull failed, computing the prompt here: %s", pull.error)
+                    text = "KV pull failed, computing the prompt here: %s"
+                    logger.warning(text, pull.error, extra=about(pull.request_id))
             if entry is not None or pull.ok:  # else cancelled, and its lease may have ended meanwhile: no fault
                 report.pulls.append(pull)
 
@@ -119,15 +122,16 @@ class KvLoads:
         self._transports[load.source.worker_id] = pull.transport
         return Prefetched(PrefetchOutcome.PULLED, load.num_tokens, pull.transport, pull.num_bytes, pull.seconds)
 
-    def _open(self, handle: KvHandle) -> PeerLease | None:
+    def _open(self, handle: KvHandle, request_id: str = "") -> PeerLease | None:
         try:
             lease = open_handle(handle)
         except MiniInferError as error:
-            logger.warning("%s: computing the prompt here", error)
+            logger.warning("%s: computing the prompt here", error, extra=about(request_id))
             return None
         self._puller.keep_alive(lease)
         if not self._can_read:
-            logger.warning("KV of peers cannot reach the stage on the other host: computing the prompt here")
+            text = "KV of peers cannot reach the stage on the other host: computing the prompt here"
+            logger.warning(text, extra=about(request_id))
             self.abandon(lease)
             return None
         return lease

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from common.errors import MiniInferError, TransferError
+from common.logging import about
 from engine.request import RequestId
 from engine.scheduling.kv_load import KvLoad
 from kvstore.handle.handle import PeerLease
@@ -100,7 +101,7 @@ class KvPuller:
         except MiniInferError as error:
             return Pull(request_id, False, str(error))
         except Exception:  # a thread's exception would be lost
-            logger.exception("KV pull failed")
+            logger.exception("KV pull failed", extra=about(request_id))
             return Pull(request_id, False, "a bug")
 
     def _let_go(self, lease_id: LeaseId) -> None:

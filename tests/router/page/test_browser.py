@@ -145,7 +145,9 @@ def test_stop_ends_the_request(page: Any) -> None:
 
 def test_thoughts_are_folded_and_tool_calls_get_their_results(page: Any) -> None:
     call = {"index": 0, "id": "call-1", "function": {"name": "get_weather", "arguments": '{"city": "<b>Oslo</b>"}'}}
-    answers = iter([[{"reasoning": "They ask of Oslo."}, {"tool_calls": [call]}], [{"content": "It **rains**."}]])
+    answers: Iterator[list[dict[str, Any]]] = iter(
+        [[{"reasoning": "They ask of Oslo."}, {"tool_calls": [call]}], [{"content": "It **rains**."}]]
+    )
     bodies: list[Any] = []
 
     def answer(route: Any) -> None:

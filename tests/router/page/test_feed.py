@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from router.page import feed as feed_module
+from router.page import snapshot
 from router.page.feed import Feed
 from tests.harness.router import cluster
 
@@ -21,7 +22,7 @@ class Writer:
 def snapshots(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The times of which snapshots were made."""
     times: list[float] = []
-    figures = feed_module.figures
+    figures = snapshot.figures
 
     def counted(gateway: Any, before: Any, now: float) -> Any:
         times.append(now)
@@ -45,7 +46,8 @@ async def test_all_who_watch_share_the_snapshot_of_a_second(snapshots: list[floa
 async def test_nobody_watches_nothing_is_made(snapshots: list[float]) -> None:
     async with cluster() as c:
         feed = Feed(c.gateway)
-        async with aclosing(feed.events(writer := Writer())) as events:  # type: ignore[arg-type]
+        writer: Any = Writer()
+        async with aclosing(feed.events(writer)) as events:
             await anext(events)
         assert writer.keeps_alive
         num_made = len(snapshots)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -26,7 +27,7 @@ def cluster(collector: Collector) -> Iterator[Cluster]:
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
         with running_cluster(
             num_prefill=1, num_decode=2, worker_args=SHORT_LEASES,
-            router_args=[f"--otlp-traces-endpoint={collector.url}", "--trace-sample-ratio=0"],
+            router_args=[f"--otlp-traces-endpoint={collector.url}", "--trace-sample-ratio=0", "--log-format=json"],
         ) as running:  # fmt: skip
             yield running
 
@@ -103,7 +104,10 @@ def test_a_streamed_chat_is_a_trace_of_its_caller(cluster: Cluster, collector: C
 
 def test_a_killed_decode_worker_is_a_move(cluster: Cluster, collector: Collector) -> None:
     trace_id = "0af7651916cd43dd8448eb211c80319c"
-    stream(cluster, trace_id, "Another one. " + PROMPT, 300, kill_after=20)
+    response_id, _ = stream(cluster, trace_id, "Another one. " + PROMPT, 300, kill_after=20)
+    lines = map(json.loads, cluster.services["router"].log().splitlines()[1:])  # the first says where it listens
+    [moves] = [line["message"] for line in lines if line.get("request_id") == response_id]
+    assert "moves to another worker" in moves
     spans = collector.trace(trace_id)
     [root] = [span for span in spans if span.name == "llm_request"]
     assert root.attributes["mini_infer.moves"] == 1

@@ -26,7 +26,7 @@ class Peers:
     def expire(self, now: float) -> list[Any]:
         return []
 
-    def accept(self, handle: Any, num_tokens: int) -> None:
+    def accept(self, handle: Any, num_tokens: int, request_id: str) -> None:
         assert handle is None
 
     def finish(self, requests: Any, report: Any, now: float) -> None:

@@ -60,7 +60,7 @@ def parts() -> Parts:
 
 
 def accepted(parts: Parts, handle: KvHandle = GOOD) -> PeerLease:
-    lease = parts.loads.accept(handle, GOOD.num_tokens)
+    lease = parts.loads.accept(handle, GOOD.num_tokens, REQUEST_ID)
     assert lease is not None
     return lease
 
@@ -72,13 +72,13 @@ def test_a_handle_on_exactly_these_tokens_is_kept_alive(parts: Parts) -> None:
 
 @pytest.mark.parametrize("num_tokens", [GOOD.num_tokens - 1, GOOD.num_tokens + 1])
 def test_a_handle_on_other_tokens_is_let_go(parts: Parts, num_tokens: int) -> None:
-    assert parts.loads.accept(GOOD, num_tokens) is None
+    assert parts.loads.accept(GOOD, num_tokens, REQUEST_ID) is None
     assert parts.verbs == ["keep", "abandon"]
 
 
 def test_a_malformed_handle_is_no_reason_to_fail(parts: Parts, caplog: pytest.LogCaptureFixture) -> None:
     bad = KvHandle(GOOD.lease_id, GOOD.worker_id, GOOD.epoch, GOOD.num_tokens, 1.0, [b"nonsense"])
-    assert parts.loads.accept(bad, GOOD.num_tokens) is None
+    assert parts.loads.accept(bad, GOOD.num_tokens, REQUEST_ID) is None
     parts.loads.refuse(bad)
     assert parts.told == []
     assert "computing the prompt here" in caplog.text
@@ -121,6 +121,7 @@ def test_a_failed_pull_is_a_fault_unless_its_request_was_cancelled(
     assert parts.report.pulls == [FAILED] * is_open
     assert parts.told == [("finish", load, False)]  # its blocks are given back either way
     assert ("told to fail" in caplog.text) == is_open
+    assert [record.__dict__["request_id"] for record in caplog.records] == [REQUEST_ID] * is_open
     if is_open:
         times = parts.open[REQUEST_ID].take_times(now=3.0)
         assert times is not None
