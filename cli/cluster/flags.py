@@ -53,7 +53,6 @@ INSTEAD_OF_VLLM = {
     "--enforce-eager": "use --no-use-cuda-graph",
     "--max-cpu-loras": "use --max-loras, the adapters in memory",
     "--swap-space": "use --preemption swap and --host-tier-gb",
-    "--speculative-config": "use --num-speculative-tokens",
     "--enable-chunked-prefill": "prompts are always computed in chunks",
     "--trust-remote-code": "code of a checkpoint is never run",
 }

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from router.journal import FIRST_OUTPUT, MOVED, WAITING
+
 Span = tuple[str, str, float]  # phase, worker ("" for the router), seconds
 
 
@@ -38,13 +40,13 @@ def spans(time_line: Sequence[Mapping[str, Any]], legs: Sequence[Mapping[str, An
         if event.startswith(("prefill on ", "decode on ")):
             phase, _, worker = event.partition(" on ")
             after = time_line[number + 1]["after"] if number + 1 < len(time_line) else ""
-            if after.startswith("first output of "):
+            if after.startswith(FIRST_OUTPUT):
                 found += _start_of_leg(phase, worker, seconds, next(measured, {}), computes)
                 computes = "decode"
                 continue
-        elif event.startswith("moved"):
+        elif event.startswith(MOVED):
             phase, worker, computes = "route", "", "replay"
-        elif event.startswith("waiting"):
+        elif event == WAITING:
             phase, worker = "wait", ""
         found.append((phase, worker, seconds))
     return _merged(found)

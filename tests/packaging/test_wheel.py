@@ -147,6 +147,8 @@ def test_the_installed_commands_serve_chat_bench_and_show_the_demo(folder: Path,
     try:
         served.wait_for("stop with Ctrl-C")
         assert httpx.get(f"{served.url}/version", timeout=60.0).json() == {"version": VERSION}
+        for file in re.findall('(?:href|src)="(/page/[^"]+)"', httpx.get(f"{served.url}/", timeout=60.0).text):
+            assert httpx.get(f"{served.url}{file}", timeout=60.0).status_code == 200
         for command in filter(None, map(command_line, served.pids)):
             assert command.startswith((str(installed), "/bin/sh"))
         for command in commands_of(f"{HERE}::test_the_installed_commands_serve_chat_bench_and_show_the_demo"):

@@ -198,7 +198,8 @@ OTHER_VALUES = {
     "--cors-origins": "https://x.example",
     "--model": "dry-run", "--host": "0.0.0.0", "--gpu-memory-fraction": "0.5", "--max-body-memory-mb": "64",
     "--max-num-batched-tokens": "512", "--log-level": "debug", "--metrics-port": "9100",
-    "--simulated-steps": "base=1",
+    "--simulated-steps": "base=1", "--speculative": "ngram", "--speculative-config": "{}",
+    "--otlp-traces-endpoint": "http://x:4318/v1/traces", "--trace-sample-ratio": "0.5",
 }  # fmt: skip
 
 

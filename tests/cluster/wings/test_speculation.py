@@ -67,7 +67,9 @@ def test_drafts_change_no_answer(reference: LLM) -> None:
 def test_a_stream_moves_to_another_worker_with_its_drafts(method: str, reference: LLM) -> None:
     params = SamplingParams(max_tokens=1500, temperature=0.0, ignore_eos=True, allowed_token_ids=(97, 98, 99))
     [expected] = reference.generate(PROMPTS[1], params)
-    with running_cluster(num_decode=2, engine_args=(*ENGINE, f"--speculative={method}")) as cluster:
+    with running_cluster(
+        num_decode=2, engine_args=(*ENGINE, f"--speculative={method}", "--no-adaptive-drafts")
+    ) as cluster:
         assert texts(cluster) == expected_texts(reference)
         for _ in range(10):  # it may end before its worker does
             answer = ask_and_kill(cluster)

@@ -44,6 +44,7 @@ SAMPLING: dict[str, Any] = {
     "seed": 2**64 - 1,
     "stop_token_ids": (4, 5),
     "ignore_eos": True,
+    "num_speculative_tokens": 5,
     "logit_bias": ((6, -2.5), (7, 100.0)),
     "allowed_token_ids": (8, 9),
     "bad_words": ((10, 11), (12,)),
@@ -107,6 +108,7 @@ def test_clients_can_set_every_sampling_field() -> None:
         prompt="x", logprobs=5, echo=True, max_tokens=100, min_tokens=3, temperature=0.5, top_p=0.25, top_k=7,
         min_p=0.125, presence_penalty=-1.5, frequency_penalty=1.5, repetition_penalty=1.25, seed=9, ignore_eos=True,
         stop_token_ids=[4, 5], logit_bias={"6": -2.5}, allowed_token_ids=[8, 9], bad_words=["bad"],
+        num_speculative_tokens=5,
     )  # fmt: skip
     tokenizer = load_tokenizer(resolve_model("dry-run"))
     message = client_sampling_params(body, tokenizer, ModelLimits(max_model_len=200, vocab_size=200), 1, "regex:a")
