@@ -73,11 +73,25 @@ class ApiClient:
         try:
             reply = self._http.get(path, timeout=LIST_SECONDS)
         except httpx.HTTPError as error:
-            raise UnavailableError(
-                f"no server answers at {self.url} ({error}): start one with `mini-infer serve`, or give --url"
-            ) from error
+            raise self._unavailable(error) from error
         _raise_for_status(reply)
         return reply.json()
+
+    def stream_lines(self, path: str, silence_seconds: float) -> Generator[str, None, None]:
+        """Yield lines of the answer to GET. Raises ApiError, and UnavailableError after so long without one."""
+        try:
+            with self._http.stream("GET", path, timeout=silence_seconds) as reply:
+                if reply.status_code != 200:
+                    reply.read()
+                _raise_for_status(reply)
+                yield from reply.iter_lines()
+        except httpx.HTTPError as error:
+            raise self._unavailable(error) from error
+
+    def _unavailable(self, error: httpx.HTTPError) -> UnavailableError:
+        return UnavailableError(
+            f"no server answers at {self.url} ({error}): start one with `mini-infer serve`, or give --url"
+        )
 
     def stream_chat(
         self, model: str, messages: list[Message], record: RequestRecord, **params: Any

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cli.top.frame import seconds_text
-from cli.top.source import Router, add_router_arguments
+from cli.top.source import add_router_arguments, router_of
 from common.config import SettingsParser
 
 
@@ -27,8 +27,8 @@ def build_parser() -> SettingsParser:
 
 def run(argv: Sequence[str]) -> int:
     arguments = build_parser().parse_args(argv)
-    with Router(arguments.url, arguments.api_key) as router:
-        found = router.explanation(arguments.request_id)
+    with router_of(arguments) as router:
+        found = router.get_json(f"/explain/{arguments.request_id}")
     console = Console()
     for choice in found["choices"]:
         console.print(explanation(found["model"], choice))

@@ -38,7 +38,7 @@ async def test_a_key_is_asked_for_in_one_line(capsys: pytest.CaptureFixture[str]
 
 def test_no_router_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", "--url=http://127.0.0.1:1", "--once"]) == 1
-    assert "no router answers at http://127.0.0.1:1" in capsys.readouterr().err
+    assert "no server answers at http://127.0.0.1:1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("used", "cached"), [(0.0, 0.0), (0.5, 0.5), (0.33, 0.33), (1.0, 0.0)])
