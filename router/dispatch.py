@@ -127,25 +127,24 @@ class Dispatcher:
         )
         # With tokens to replay, or when every prefill worker has failed it, a choice is computed where it decodes.
         prefill = [] if journal.has_started else self._workers.usable("prefill", lost)
-        views = (
-            self._views([link for link in prefill if link.worker_id not in lost], request),
-            self._views(self._workers.usable("decode", lost), request),
+        prefill_views, decode_views = (
+            [link.view() for link in shortlist(self.config.policy, links, request)]
+            for links in (
+                [link for link in prefill if link.worker_id not in lost],
+                self._workers.usable("decode", lost),
+            )
         )
         if self.roles is not None:
-            decision = self.roles.choose(request, *views)
+            decision = self.roles.choose(request, prefill_views, decode_views)
         else:
             config = self.config
-            decision = choose(config.policy, request, *views, config.local_prefill_tokens, self.objectives)
+            decision = choose(
+                config.policy, request, prefill_views, decode_views, config.local_prefill_tokens, self.objectives
+            )
         if not journal.num_legs:
             check_in_time(decision.chosen, journal.deadline - time.monotonic(), self.config.max_wait_seconds)
         self.decided(journal, decision)
         return decision
-
-    def _views(self, links: Sequence[WorkerLink], request: RequestView) -> list[WorkerView]:
-        if self.config.policy == "cost":  # others choose among all
-            cached = request.cached_tokens
-            links = shortlist(links, lambda link: link.worker_id, lambda link: link.assigned, cached, request.turn)
-        return [link.view() for link in links]
 
     def decided(self, journal: Journal, decision: Decision) -> None:
         if self.log is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,12 +23,13 @@ from engine.scheduling.kv_load import KvLoad
 from kvstore.pool.block_hash import block_keys, root_key
 from kvstore.pool.index import PrefixIndex
 from kvstore.types import BlockId
+from protos import types_pb2 as pb
 from router.objectives.placement import place
 from router.routing.admission import AnswerLength
 from router.routing.objectives import Objectives
 from router.routing.policy import Decision, choose
 from router.routing.shortlist import shortlist
-from router.routing.views import RequestView, WorkerView
+from router.routing.views import RequestView
 from router.workers.backlog import Work
 
 
@@ -141,19 +142,13 @@ class SimulatedCluster:
             draw=self._random.random(),
             turn=next(self._turns),
         )
-        prefill, decode = (self._views(role, view) for role in ("prefill", "decode"))
+        prefill, decode = (
+            [worker.view() for worker in shortlist(spec.policy, self._by_role[role], view)]
+            for role in ("prefill", "decode")
+        )
         if spec.objectives:
             return place(view, prefill, decode, spec.local_prefill_tokens, spec.objectives)
         return choose(spec.policy, view, prefill, decode, spec.local_prefill_tokens)
-
-    def _views(self, role: str, request: RequestView) -> list[WorkerView]:
-        workers: Sequence[SimulatedWorker] = self._by_role[role]
-        if self._spec.policy == "cost":
-            workers = shortlist(
-                workers, lambda worker: worker.worker_id, lambda worker: worker.assigned, request.cached_tokens,
-                request.turn,
-            )  # fmt: skip
-        return [worker.view() for worker in workers]
 
     def _request(self, choice: _Choice, prefill_only: bool = False) -> Request:
         params = SamplingParams(max_tokens=choice.planned.num_output_tokens, temperature=0.0, ignore_eos=True)
@@ -207,7 +202,8 @@ class SimulatedCluster:
         self.clock.at(worker.pulls_end, partial(self._pulled, worker, load, load.source, self.clock.now))
 
     def _pulled(self, worker: SimulatedWorker, load: KvLoad, lease: _Lease, began: float) -> None:
-        worker.rates.pull_tokens_per_second = load.num_tokens / (self.clock.now - began)
+        seconds = self.clock.now - began
+        worker.rates.observe_pull(pb.RequestTimes(num_pulled_tokens=load.num_tokens, kv_pull_seconds=seconds))
         worker.engine.finish_load(load, True)
         self._release(lease)
         worker.wake()

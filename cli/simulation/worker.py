@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from msgspec.structs import asdict as struct_fields
+
 from cli.simulation.clock import Clock
 from common.step_times import StepCost
 from engine.engine import Engine
@@ -18,7 +20,7 @@ from engine.kv.manager import KVManager
 from engine.objectives.prompt_budget import PromptBudget
 from engine.plan import StepPlan, StepResult, StepSize
 from engine.request import Request
-from engine.scheduled_step import StepOutcome
+from engine.scheduled_step import StepOutcome, StepStats
 from engine.scheduling.scheduler import Scheduler
 from engine.simulated.runner import NOISE
 from kvstore.layout import full_attention
@@ -29,6 +31,7 @@ from router.routing.rates import WorkerRates
 from router.routing.views import WorkerView
 from router.workers.backlog import Backlog
 from router.workers.worker_view import worker_view
+from worker.engine_process.engine_figures import engine_load
 
 FINGERPRINT = "simulated"
 TOKEN = 1  # what every step samples
@@ -132,19 +135,8 @@ class SimulatedWorker:
 
     def view(self) -> WorkerView:
         """The worker as the router sees it, whose own count has what a report lacks."""
-        load, pool = self.engine.load(), self.kv.pool
-        report = pb.LoadReport(
-            num_running=load.num_running,
-            num_waiting=load.num_waiting,
-            num_swapped=load.num_swapped,
-            num_loading=load.num_loading,
-            kv_blocks_total=pool.num_blocks,
-            kv_blocks_free=pool.num_free,
-            kv_blocks_cached=pool.num_cached,
-            waiting_prefill_tokens=load.waiting_prefill_tokens,
-            waiting_prefill_pairs=load.waiting_prefill_pairs,
-            context_tokens=load.context_tokens,
-        )
+        load = engine_load(self.engine, self.engine.load(), StepStats(), num_leases=0)
+        report = pb.LoadReport(**struct_fields(load))
         return worker_view(
             self.worker_id, self.role, self._spec.max_num_seqs, report, self.rates, self.backlog, self.num_legs,
             self._clock.now,

@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from heapq import nsmallest
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from kvstore.types import WorkerId
+from router.routing.views import RequestView
 
-W = TypeVar("W")
+
+class Assignable(Protocol):
+    """What is known of a worker without a prediction."""
+
+    @property
+    def worker_id(self) -> WorkerId: ...
+
+    @property
+    def assigned(self) -> tuple[int, int]:
+        """Prompt tokens to compute and requests, by the router's own count."""
+
+
+W = TypeVar("W", bound=Assignable)
 MOST = 32  # workers of a role that are looked at: those with the longest cached prefix, then the least loaded
 
 
-def shortlist(
-    workers: Sequence[W],
-    id_of: Callable[[W], WorkerId],
-    load_of: Callable[[W], tuple[int, int]],
-    cached_tokens: Mapping[WorkerId, int],
-    turn: int,
-) -> Sequence[W]:
-    """All of a few workers, else MOST of them: half by cached prefix, as far as there are such, the rest by load.
+def shortlist(policy: str, workers: Sequence[W], request: RequestView) -> Sequence[W]:
+    """Return the workers that the policy looks at.
 
-    load_of: prompt tokens to compute, and requests. turn: where among equal workers to begin, so that all get some.
+    The cost policy looks at MOST of many: half by cached prefix, as far as there are such, the rest by load. The turn
+    of the request says with which of equal workers to begin. Other policies choose among all.
     """
-    if len(workers) <= MOST:
+    if policy != "cost" or len(workers) <= MOST:
         return workers
-    caching = [worker for worker in workers if cached_tokens.get(id_of(worker))]
-    best = nsmallest(MOST // 2, caching, key=lambda worker: (-cached_tokens[id_of(worker)], load_of(worker)))
-    chosen = {id(worker) for worker in best}
-    first = turn % len(workers)
-    turned = [worker for worker in (*workers[first:], *workers[:first]) if id(worker) not in chosen]
-    return [*best, *nsmallest(MOST - len(best), turned, key=load_of)]
+    cached = request.cached_tokens
+    caching = [worker for worker in workers if cached.get(worker.worker_id)]
+    best = nsmallest(MOST // 2, caching, key=lambda worker: (-cached[worker.worker_id], worker.assigned))
+    chosen = {worker.worker_id for worker in best}
+    first = request.turn % len(workers)
+    turned = [worker for worker in (*workers[first:], *workers[:first]) if worker.worker_id not in chosen]
+    return [*best, *nsmallest(MOST - len(best), turned, key=lambda worker: worker.assigned)]

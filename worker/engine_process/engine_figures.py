@@ -12,14 +12,14 @@ from worker.messages import EngineLoad, StepReport
 def add_figures(report: StepReport, parts: EngineParts, num_leases: int, step: StepStats) -> None:
     """Fill in the engine's figures. step: the one that has ended since the last report."""
     load, stats = parts.engine.load(), parts.engine.kv.stats
-    report.load = _load(parts.engine, load, step, num_leases)
+    report.load = engine_load(parts.engine, load, step, num_leases)
     report.preemptions = load.num_preemptions
     report.prefix_queries, report.prefix_hits = stats.queried_tokens, stats.hit_tokens
     report.host_hit_tokens, report.host_stored_blocks = stats.host_hit_tokens, stats.host_stored_blocks
     report.figures = parts.engine.figures()
 
 
-def _load(engine: Engine, load: SchedulerLoad, step: StepStats, num_leases: int) -> EngineLoad:
+def engine_load(engine: Engine, load: SchedulerLoad, step: StepStats, num_leases: int) -> EngineLoad:
     pool = engine.kv.pool
     return EngineLoad(
         num_running=load.num_running,

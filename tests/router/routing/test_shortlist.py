@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from kvstore.types import WorkerId
 from router.routing.shortlist import MOST, shortlist
+from router.routing.views import RequestView
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ def workers(count: int, seed: int = 0) -> list[Worker]:
 
 def chosen(made: list[Worker], cached: dict[str, int], turn: int = 0) -> list[Worker]:
     known = {WorkerId(name): count for name, count in cached.items()}
-    return list(shortlist(made, lambda w: w.worker_id, lambda w: w.assigned, known, turn))
+    return list(shortlist("cost", made, RequestView(1000, known, turn=turn)))
 
 
 def test_a_few_workers_are_all_looked_at() -> None:
@@ -45,3 +46,8 @@ def test_equal_workers_take_turns() -> None:
     for turn in range(0, 100, MOST):
         seen |= set(chosen(made, {}, turn))
     assert seen == set(made)
+
+
+def test_other_policies_choose_among_all() -> None:
+    made = workers(100)
+    assert shortlist("session-sticky", made, RequestView(1000, {})) == made
