@@ -1,5 +1,6 @@
 """Speculative decoding: a proposer drafts tokens, a step computes them, those that would be sampled are kept.
 
-`proposer.py` has what proposes, in the runner; `ngram.py` the drafter that is shipped; `drafts.py` the drafts' place
-in a step, in the scheduler.
+`proposer.py` chooses what proposes in the runner: `ngram.py` and `suffix.py` by a request's text, `draft_model.py` by
+a second model. `acceptance.py` estimates how likely drafts are accepted, `draft_length.py` chooses those that pay,
+and `drafts.py` puts them into a step, in the scheduler.
 """

@@ -51,15 +51,11 @@ class DraftLengths:
 
     def __init__(self, is_adaptive: bool = True) -> None:
         """is_adaptive: else all drafts are computed for which a step has room."""
-        self._is_adaptive = is_adaptive
+        self.is_adaptive = is_adaptive
         self._times = StepTimes()
         self._num_steps_alike, self._had_drafts = 0, False
         self._steps_to_trial = FIRST_TRIAL
         self._seconds_of_drafting = 0.0
-
-    @property
-    def is_adaptive(self) -> bool:
-        return self._is_adaptive
 
     @property
     def cost(self) -> StepCost:
@@ -79,7 +75,7 @@ class DraftLengths:
         self, acceptance: Sequence[Sequence[float]], num_rows: int, max_drafts: int, context: int
     ) -> list[int]:
         """See expected_to_pay."""
-        if not self._is_adaptive:
+        if not self.is_adaptive:
             return [len(row) for row in acceptance]
         chosen = expected_to_pay(acceptance, num_rows, max_drafts, self._times.cost, context)
         has_drafts = any(chosen)

@@ -24,12 +24,16 @@ JSON_METHODS = {"ngram": "ngram", "suffix": "suffix", "draft_model": "draft"}
 
 
 class Method(Enum):
-    """What proposes drafts; the values are numbers of drafts a row where nothing else is said."""
+    """What proposes drafts."""
 
-    NONE = 0
-    NGRAM = 8
-    SUFFIX = 16
-    DRAFT = 4
+    NONE = "none"
+    NGRAM = "ngram"
+    SUFFIX = "suffix"
+    DRAFT = "draft"
+
+
+# Most drafts of a row where nothing is said.
+DEFAULT_TOKENS = {Method.NONE: 0, Method.NGRAM: 8, Method.SUFFIX: 16, Method.DRAFT: 4}
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ class SpeculationSettings(EngineWing):
     def method(self) -> Method:
         if not self.speculative:
             return Method.NGRAM if self.num_speculative_tokens else Method.NONE
-        return Method.DRAFT if self.draft_model else Method[self.speculative.upper()]
+        return Method.DRAFT if self.draft_model else Method(self.speculative)
 
     @property
     def needs_known_tokens(self) -> bool:
@@ -85,7 +89,7 @@ class SpeculationSettings(EngineWing):
         settings = self
         if self.speculative_config:
             settings = replace(self, speculative_config="", **_from_json(self.speculative_config))
-        num_tokens = settings.num_speculative_tokens or settings.method.value
+        num_tokens = settings.num_speculative_tokens or DEFAULT_TOKENS[settings.method]
         return replace(settings, num_speculative_tokens=num_tokens)
 
 
