@@ -55,7 +55,7 @@ class Tracing:
         self._emit(span, parent, SpanKind.SERVER, time.time_ns() - int(now * 1e9))
 
     def _emit(self, span: Span, parent: Context, kind: SpanKind, offset: int) -> None:
-        """offset: nanoseconds from this process's clock to that of the world."""
+        """offset: nanoseconds from the monotonic clock to the wall clock."""
         made = self._tracer.start_span(
             span.name, parent, kind, span.attributes, start_time=offset + int(span.start * 1e9)
         )
