@@ -81,7 +81,7 @@ def test_a_kernel_that_is_compiled_late_is_named(caplog: pytest.LogCaptureFixtur
 
 
 @pytest.fixture
-def _nothing_is_compiled_yet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def nothing_is_compiled_yet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What tests before have compiled in this process is forgotten; afterwards nothing is logged."""
     monkeypatch.setattr(load, "load_tokenizer", lambda _: load_tokenizer(resolve_model("dry-run")))
     for found in pkgutil.walk_packages(kernels.gpu.__path__, "kernels.gpu."):
@@ -93,6 +93,7 @@ def _nothing_is_compiled_yet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
                 value.device_caches.clear()
     hooks = triton.knobs.runtime
     before = hooks.jit_cache_hook, hooks.jit_post_compile_hook
+    hooks.jit_cache_hook = hooks.jit_post_compile_hook = None  # of an earlier engine, which would log the warm-up
     yield
     hooks.jit_cache_hook, hooks.jit_post_compile_hook = before
 
@@ -130,7 +131,7 @@ def serve_everything(made: Engine) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="compiles nothing without a GPU")
-@pytest.mark.usefixtures("_nothing_is_compiled_yet")
+@pytest.mark.usefixtures("nothing_is_compiled_yet")
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
