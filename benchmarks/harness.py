@@ -57,7 +57,8 @@ def num_output_tokens(requests: Iterable[Request]) -> int:
 def prefill(engine: Engine, requests: Sequence[Request], num_tokens: int = 1) -> None:
     """Step until every request has its first tokens."""
     while any(len(request.output_token_ids) < num_tokens for request in requests):
-        engine.step()
+        if engine.step().stats is None:
+            time.sleep(0.001)  # a thread that reads an adapter needs the interpreter
 
 
 def drain(engine: Engine, on_step: Callable[[], object] = lambda: None) -> list[RequestOutput]:

@@ -5,6 +5,7 @@ It knows neither text nor threads: `LLM` calls it while it holds its turn, `Asyn
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
@@ -15,6 +16,7 @@ from engine.request import Request, RequestId, RequestOutput, SamplingParams
 Mailbox = TypeVar("Mailbox")
 TokensAndParams = tuple[list[int], SamplingParams, str]  # and the reference of an adapter; empty: none
 Item = RequestOutput | Exception  # an exception ends its caller
+HELD_SECONDS = 0.0005  # between steps while no request may have a row
 
 
 class Mailboxes(Generic[Mailbox]):
@@ -51,13 +53,16 @@ class Mailboxes(Generic[Mailbox]):
 
     def step(self) -> list[tuple[Mailbox, Item]]:
         """Run one step; returns what to put where. An engine that raises ends everything that is open."""
+        num_steps = self._engine.num_steps
         try:
-            outputs = self._engine.step().outputs
+            outcome = self._engine.step()
         except Exception as error:  # noqa: BLE001 - whatever it was, no caller may wait forever
             return self.fail(error)
+        if outcome.stats is None and self._engine.num_steps == num_steps:
+            time.sleep(HELD_SECONDS)  # threads that make a grammar or read an adapter need the interpreter
         return [
             (self._mailboxes[request_id], output if output.error is None else EngineError(output.error))
-            for output in outputs
+            for output in outcome.outputs
             if (request_id := output.request.request_id) in self._mailboxes
         ]
 
