@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.gpu.lora.low_rank import add_low_rank
+from kernels.gpu.lora.low_rank import LowRankConfig, SlotWeights, expand, shrink
 from kernels.gpu.lora.row_tiles import BLOCK_ROWS, RowTiles, num_tiles
 from tests.compile.hopper import Compiled
 from tests.compile.test_compiles_for_hopper import META, check, compiled, ints
@@ -15,12 +15,12 @@ NUM_SLOTS = 8
 
 
 @pytest.mark.parametrize("rank", [8, 16, 64])
-@pytest.mark.parametrize(("k", "n"), [(4096, 6144), (14336, 4096)])
-def test_low_rank(rank: int, k: int, n: int, compiled: list[Compiled]) -> None:
+@pytest.mark.parametrize(("k", "starts"), [(4096, (0, 4096, 5120, 6144)), (14336, (0, 4096))])
+def test_low_rank(rank: int, k: int, starts: tuple[int, ...], compiled: list[Compiled]) -> None:
+    weights, config = SlotWeights.empty(NUM_SLOTS, rank, k, starts, torch.bfloat16, META), LowRankConfig()
     for num_rows in (1, 64, 8192):
         count = num_tiles(num_rows, NUM_SLOTS)
         tiles = RowTiles(ints(count, BLOCK_ROWS), ints(count))
-        x, y = (torch.empty(num_rows, size, dtype=torch.bfloat16, device=META) for size in (k, n))
-        a, b = (torch.empty(NUM_SLOTS, *shape, dtype=torch.bfloat16, device=META) for shape in ((rank, k), (n, rank)))
-        add_low_rank(y, x, a, b, tiles)
+        x, y = (torch.empty(num_rows, size, dtype=torch.bfloat16, device=META) for size in (k, starts[-1]))
+        expand(y, shrink(x, weights, tiles, config), weights, tiles, config)
     check(compiled, "_shrink_kernel", "_expand_kernel")

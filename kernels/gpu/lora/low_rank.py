@@ -1,16 +1,21 @@
 """What adapters add to a layer, on a GPU: y[i] += B[s_i] (A[s_i] x[i]), where s_i is the slot of row i's adapter.
 
-    shrink   h[i] = A[s_i] x[i]       A: (num_slots, rank, in), rows beyond an adapter's rank are zero
-    expand   y[i] += B[s_i] h[i]      B: (num_slots, out, rank), scaled, columns beyond an adapter's rank are zero
+    shrink   h[i, m] = A[s_i, m] x[i]                 A: (num_slots, num_modules, max_rank, in)
+    expand   y[i, n] += B[s_i, n] h[i, module of n]   B: (num_slots, max_rank, out), scaled
 
-One launch each for the rows of all adapters, by tiles of rows of one adapter (`row_tiles.py`): programs of empty
-tiles end at once, and rows without an adapter are not touched. Sums are in float32, and so is h. Shrink has few rows
-of A and many columns: programs may divide the columns, and expand adds up their parts of h, always in one order.
+A layer may be several modules of the checkpoint (q, k and v): each has rows of y of its own, and an A of its own.
+`ranks` says how many rows of A an adapter has for a module, so adapters of smaller ranks, and layers that an adapter
+leaves alone, are not read beyond that. One launch each for the rows of all adapters, by tiles of rows of one adapter
+(`row_tiles.py`): programs of empty tiles end at once, and rows without an adapter are not touched. Sums are in
+float32, and so is h. Shrink has few rows of A and many columns: programs divide the columns, and expand adds up their
+parts of h, always in one order. Both ask for their weights before they wait for the kernel before them.
 Reference: `low_rank_reference`.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
+from math import gcd
 from typing import NamedTuple
 
 import torch
@@ -19,115 +24,289 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.launching.fast_launch import FastLaunch
+from kernels.gpu.launching.launch import overlaps_launches, prefetch, wait_for_predecessor
 from kernels.gpu.lora.row_tiles import BLOCK_ROWS, NOTHING, RowTiles
+
+MAX_MODULES = 3  # of a layer
+MIN_STRIP = 16  # outputs
+COLUMNS_OF_WARP = 128  # where rows are few: more of B do not fit into registers
+MAX_FEW_ROWS = 64  # of a step whose adapters have a few rows each
+BLOCK_RANKS = 16  # at a time; none are read that an adapter lacks
+LINE = tl.constexpr(64)  # 16-bit numbers in a line of the L2 cache
 
 
 class LowRankConfig(NamedTuple):
-    """block_k: columns of x at a time. split: those of a program of shrink; 0: all, which alone a GPU has measured.
+    """block_k: columns of x at a time. split: those of a program of shrink.
 
-    block_n: outputs of a program of expand.
+    block_n: outputs at a time. strip: the most that a program of expand has.
     """
 
-    block_k: int = 512
-    split: int = 0
+    block_k: int = 128
+    split: int = 512
+    num_warps: int = 2
+    num_stages: int = 4
     block_n: int = 128
-    num_warps: int = 4
-    num_stages: int = 3
+    strip: int = 256
+    expand_warps: int = 4
+    expand_stages: int = 3
+
+
+class SlotWeights(NamedTuple):
+    """The adapters of all slots for one layer. a, b: see above. ranks: int32 (num_slots, num_modules).
+
+    starts: the first output of each module, and their number at the end.
+    """
+
+    a: Tensor
+    b: Tensor
+    ranks: Tensor
+    starts: tuple[int, ...]
+
+    @classmethod
+    def empty(
+        cls, num_slots: int, max_rank: int, num_columns: int, starts: tuple[int, ...], dtype: torch.dtype,
+        device: torch.device,
+    ) -> SlotWeights:  # fmt: skip
+        """No slot has an adapter."""
+        modules = len(starts) - 1
+        return cls(
+            torch.zeros(num_slots, modules, max_rank, num_columns, dtype=dtype, device=device),
+            torch.zeros(num_slots, max_rank, starts[-1], dtype=dtype, device=device),
+            torch.zeros(num_slots, modules, dtype=torch.int32, device=device),
+            starts,
+        )
+
+
+def config_of(weights: SlotWeights) -> LowRankConfig:
+    """That of a layer. Many columns are of few programs, as each program of expand adds up the parts of h."""
+    return LowRankConfig() if weights.a.shape[-1] <= 8192 else LowRankConfig(512, 2048, 4, 3)
 
 
 @FastLaunch
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _shrink_kernel(
-    x_ptr, a_ptr, rows_ptr, slots_ptr, h_ptr, K, num_rows, x_stride,
-    RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    x_ptr, a_ptr, ranks_ptr, rows_ptr, slots_ptr, h_ptr, K, num_rows, x_stride,
+    MODULES: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr, NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     slot = tl.load(slots_ptr + tile)
-    if slot < 0:
+    module = tl.program_id(1) % MODULES
+    first_rank = tl.program_id(1) // MODULES * BLOCK_R
+    begin = tl.program_id(2) * SPLIT
+    rank = 0
+    if slot >= 0:
+        rank = tl.load(ranks_ptr + slot * MODULES + module)
+    ranks = first_rank + tl.arange(0, BLOCK_R)
+    has_rank = (ranks < rank)[:, None]
+    a_at = a_ptr + ((slot.to(tl.int64) * MODULES + module) * RANK + ranks)[:, None] * K
+    if first_rank < rank:
+        ahead = tl.minimum(begin + tl.arange(0, SPLIT // LINE) * LINE, K - 1)
+        prefetch(a_ptr + ((slot.to(tl.int64) * MODULES + module) * RANK + tl.minimum(ranks, rank - 1))[:, None] * K
+                 + ahead[None, :], OVERLAPS)  # fmt: skip
+    wait_for_predecessor(OVERLAPS)
+    if first_rank >= rank:
         return
     rows = tl.load(rows_ptr + tile * BLOCK_M + tl.arange(0, BLOCK_M))
     has_row = rows >= 0
-    ranks = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     x_at = x_ptr + rows.to(tl.int64)[:, None] * x_stride
-    a_at = a_ptr + (slot.to(tl.int64) * RANK + ranks)[:, None] * K
     total = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
-    begin = tl.program_id(2) * SPLIT
     for first in tl.range(begin, min(begin + SPLIT, K), BLOCK_K, num_stages=NUM_STAGES):
         ks = first + tl.arange(0, BLOCK_K)
         inside = (ks < K)[None, :]
         x = tl.load(x_at + ks[None, :], mask=has_row[:, None] & inside, other=0.0)
-        a = tl.load(a_at + ks[None, :], mask=(ranks < RANK)[:, None] & inside, other=0.0)
+        a = tl.load(a_at + ks[None, :], mask=has_rank & inside, other=0.0)
         total = tl.dot(x, tl.trans(a), total, input_precision="ieee")
-    h_at = h_ptr + (tl.program_id(2) * num_rows + rows)[:, None] * RANK + ranks[None, :]
+    h_at = h_ptr + ((tl.program_id(2) * num_rows + rows)[:, None] * MODULES + module) * RANK + ranks[None, :]
     tl.store(h_at, total, mask=has_row[:, None] & (ranks < RANK)[None, :])
 
 
-@FastLaunch
 @triton.jit
-def _expand_kernel(
-    h_ptr, b_ptr, rows_ptr, slots_ptr, y_ptr, N, num_rows, y_stride,
-    RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    tile = tl.program_id(0)
-    slot = tl.load(slots_ptr + tile)
-    if slot < 0:
-        return
-    rows = tl.load(rows_ptr + tile * BLOCK_M + tl.arange(0, BLOCK_M))
-    has_row = rows >= 0
-    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = columns < N
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for first in range(0, RANK, BLOCK_R):
-        ranks = first + tl.arange(0, BLOCK_R)
-        in_rank = (ranks < RANK)[None, :]
-        h = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
-        for split in tl.static_range(SPLITS):
-            h_at = h_ptr + (split * num_rows + rows)[:, None] * RANK + ranks[None, :]
-            h += tl.load(h_at, mask=has_row[:, None] & in_rank, other=0.0)
-        b_at = b_ptr + (slot.to(tl.int64) * N + columns)[:, None] * RANK + ranks[None, :]
-        b = tl.load(b_at, mask=inside[:, None] & in_rank, other=0.0)
-        total = tl.dot(h.to(b.dtype), tl.trans(b), total, input_precision="ieee")
-    y_at = y_ptr + rows.to(tl.int64)[:, None] * y_stride + columns[None, :]
-    exists = has_row[:, None] & inside[None, :]
-    y = tl.load(y_at, mask=exists, other=0.0).to(tl.float32) + total
+def _row_of_h(h_ptr, row, num_rows, module, first_rank, rank, MODULES: tl.constexpr, RANK: tl.constexpr,
+              BLOCK_R: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr):  # fmt: skip
+    """(BLOCK_R,) of a row, zeros beyond the rank, or of no row."""
+    ranks = first_rank + tl.arange(0, BLOCK_R)[None, :]
+    splits = tl.arange(0, BLOCK_S)[:, None]
+    h_at = h_ptr + ((splits * num_rows + row) * MODULES + module) * RANK + ranks
+    return tl.sum(tl.load(h_at, mask=(ranks < rank) & (splits < SPLITS) & (row >= 0), other=0.0), 0)
+
+
+@triton.jit
+def _add_to_row(y_ptr, row, columns, delta, N, y_stride):
+    """Add `delta` to a row of y, if there is one."""
+    y_at = y_ptr + row.to(tl.int64) * y_stride + columns
+    exists = (columns < N) & (row >= 0)
+    y = tl.load(y_at, mask=exists, other=0.0).to(tl.float32) + delta
     tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=exists)
 
 
-def add_low_rank(
-    y: Tensor, x: Tensor, a: Tensor, b: Tensor, tiles: RowTiles, config: LowRankConfig = LowRankConfig()  # noqa: B008
-) -> None:  # fmt: skip
-    """Add to rows of y (n, out) what their adapters make of rows of x (n, in), in place.
+@FastLaunch
+@triton.jit(do_not_specialize=["num_rows"])
+def _expand_few_kernel(
+    h_ptr, b_ptr, ranks_ptr, rows_ptr, slots_ptr, y_ptr, N, second, third, num_rows, y_stride,
+    MODULES: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, STRIP: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """As `_expand_kernel`, where most tiles have a row or two: those go without matrix units, two rows at a time.
 
-    a: (num_slots, rank, in). b: (num_slots, out, rank). tiles: on the same device. Raises ValueError for shapes that
+    To move a tile of mostly no rows takes longer than to read B.
+    """
+    tile = tl.program_id(0)
+    begin = tl.program_id(1) * STRIP
+    slot = tl.load(slots_ptr + tile)
+    rank = 0
+    module = (begin >= second).to(tl.int32) + (begin >= third).to(tl.int32)
+    if slot >= 0:
+        rank = tl.load(ranks_ptr + slot * MODULES + module)
+    rows = tl.load(rows_ptr + tile * BLOCK_M + tl.arange(0, BLOCK_M))
+    count = tl.sum((rows >= 0).to(tl.int32), 0)
+    columns = begin + tl.arange(0, STRIP)
+    inside = (columns < N)[None, :]
+    ranks = tl.arange(0, BLOCK_R)
+    b_at = b_ptr + (slot.to(tl.int64) * RANK + ranks[:, None]) * N + columns[None, :]
+    LINES: tl.constexpr = (STRIP + LINE - 1) // LINE
+    if rank > 0:
+        prefetch(b_ptr + (slot.to(tl.int64) * RANK + tl.minimum(ranks, rank - 1)[:, None]) * N
+                 + tl.minimum(begin + tl.arange(0, LINES) * LINE, N - 1)[None, :], OVERLAPS)  # fmt: skip
+    wait_for_predecessor(OVERLAPS)
+    if rank == 0:
+        return
+    if count > 4:
+        has_row = (rows >= 0)[:, None]
+        y_at = y_ptr + rows.to(tl.int64)[:, None] * y_stride + columns[None, :]
+        total = tl.load(y_at, mask=has_row & inside, other=0.0).to(tl.float32)
+        for first_rank in range(0, rank, BLOCK_R):
+            in_rank = first_rank + ranks < rank
+            h = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+            for split in range(SPLITS):
+                h_at = h_ptr + ((split * num_rows + rows)[:, None] * MODULES + module) * RANK + first_rank
+                h += tl.load(h_at + ranks[None, :], mask=has_row & in_rank[None, :], other=0.0)
+            b = tl.load(b_at + first_rank * N, mask=in_rank[:, None] & inside, other=0.0)
+            total = tl.dot(h.to(b.dtype), b, total, input_precision="ieee")
+        tl.store(y_at, total.to(y_ptr.dtype.element_ty), mask=has_row & inside)
+    else:
+        for index in range(0, count, 2):
+            row = tl.load(rows_ptr + tile * BLOCK_M + index)
+            other = tl.load(rows_ptr + tile * BLOCK_M + index + 1)
+            delta = tl.zeros((STRIP,), tl.float32)
+            delta_of_other = tl.zeros((STRIP,), tl.float32)
+            for first_rank in range(0, rank, BLOCK_R):
+                in_rank = (first_rank + ranks < rank)[:, None]
+                b = tl.load(b_at + first_rank * N, mask=in_rank & inside, other=0.0)
+                h = _row_of_h(h_ptr, row, num_rows, module, first_rank, rank, MODULES, RANK, BLOCK_R, SPLITS, BLOCK_S)
+                h_of_other = _row_of_h(
+                    h_ptr, other, num_rows, module, first_rank, rank, MODULES, RANK, BLOCK_R, SPLITS, BLOCK_S
+                )
+                h, h_of_other = h.to(b.dtype).to(tl.float32), h_of_other.to(b.dtype).to(tl.float32)
+                b = b.to(tl.float32)
+                delta += tl.sum(b * h[:, None], 0)
+                delta_of_other += tl.sum(b * h_of_other[:, None], 0)
+            _add_to_row(y_ptr, row, columns, delta, N, y_stride)
+            _add_to_row(y_ptr, other, columns, delta_of_other, N, y_stride)
+
+
+@FastLaunch
+@triton.jit(do_not_specialize=["num_rows"])
+def _expand_kernel(
+    h_ptr, b_ptr, ranks_ptr, rows_ptr, slots_ptr, y_ptr, N, second, third, num_rows, y_stride,
+    MODULES: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    STRIP: tl.constexpr, SPLITS: tl.constexpr, NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """second, third: the first outputs of those modules, N where there are fewer; a strip is of one module."""
+    tile = tl.program_id(0)
+    begin = tl.program_id(1) * STRIP
+    slot = tl.load(slots_ptr + tile)
+    rank = 0
+    module = (begin >= second).to(tl.int32) + (begin >= third).to(tl.int32)
+    if slot >= 0:
+        rank = tl.load(ranks_ptr + slot * MODULES + module)
+    rows = tl.load(rows_ptr + tile * BLOCK_M + tl.arange(0, BLOCK_M))
+    has_row = rows >= 0
+    wait_for_predecessor(OVERLAPS)
+    if rank == 0:
+        return
+    ranks = tl.arange(0, BLOCK_R)
+    in_rank = ranks < rank
+    h = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+    for split in tl.static_range(SPLITS):
+        h_at = h_ptr + ((split * num_rows + rows)[:, None] * MODULES + module) * RANK + ranks[None, :]
+        h += tl.load(h_at, mask=has_row[:, None] & in_rank[None, :], other=0.0)
+    h = h.to(b_ptr.dtype.element_ty)
+    for first in tl.range(begin, min(begin + STRIP, N), BLOCK_N, num_stages=NUM_STAGES):
+        columns = first + tl.arange(0, BLOCK_N)
+        inside = (columns < N)[None, :]
+        b_at = b_ptr + (slot.to(tl.int64) * RANK + ranks)[:, None] * N + columns[None, :]
+        b = tl.load(b_at, mask=inside & in_rank[:, None], other=0.0)
+        y_at = y_ptr + rows.to(tl.int64)[:, None] * y_stride + columns[None, :]
+        exists = has_row[:, None] & inside
+        y = tl.load(y_at, mask=exists, other=0.0).to(tl.float32)
+        y = tl.dot(h, b, y, input_precision="ieee")
+        tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=exists)
+
+
+def shrink(x: Tensor, weights: SlotWeights, tiles: RowTiles, config: LowRankConfig) -> Tensor:
+    """h as parts that have to be added up, float32 (num_splits, n, num_modules, max_rank), of rows x (n, in).
+
+    Only rows of an adapter, and its ranks, are written. tiles: on the same device. Raises ValueError for shapes that
     do not belong together.
     """
-    num_slots, rank, k = a.shape
-    n = y.shape[1]
-    if b.shape != (num_slots, n, rank) or x.shape != (y.shape[0], k):
-        raise ValueError(f"y {tuple(y.shape)}, x {tuple(x.shape)}, a {tuple(a.shape)}, b {tuple(b.shape)} do not fit")
-    if not (a.is_contiguous() and b.is_contiguous() and x.stride(1) == 1 and y.stride(1) == 1):
-        raise ValueError("a and b must be contiguous, and rows of x and y")
-    count = tiles.slots.shape[0]
-    split = config.split or triton.cdiv(k, config.block_k) * config.block_k
-    splits = triton.cdiv(k, split)
-    h = torch.empty(splits, x.shape[0], rank, dtype=torch.float32, device=x.device)
-    block_r = min(max(triton.next_power_of_2(rank), 16), 64)
-    _shrink_kernel[(count, triton.cdiv(rank, block_r), splits)](
-        x, a, tiles.rows, tiles.slots, h, k, x.shape[0], x.stride(0),
-        RANK=rank, BLOCK_M=BLOCK_ROWS, BLOCK_R=block_r, BLOCK_K=config.block_k, SPLIT=split,
-        NUM_STAGES=config.num_stages, num_warps=config.num_warps,
+    _, modules, rank, k = weights.a.shape
+    if x.shape[1] != k or x.stride(1) != 1:
+        raise ValueError(
+            f"x {tuple(x.shape)} does not fit a {tuple(weights.a.shape)}, or its rows are not contiguous"
+        )
+    splits = triton.cdiv(k, config.split)
+    h = torch.empty(splits, x.shape[0], modules, rank, dtype=torch.float32, device=x.device)
+    overlaps = overlaps_launches(x)
+    _shrink_kernel[(tiles.slots.shape[0], modules * triton.cdiv(rank, BLOCK_RANKS), splits)](
+        x, weights.a, weights.ranks, tiles.rows, tiles.slots, h, k, x.shape[0], x.stride(0),
+        MODULES=modules, RANK=rank, BLOCK_M=BLOCK_ROWS, BLOCK_R=BLOCK_RANKS, BLOCK_K=config.block_k,
+        SPLIT=config.split, NUM_STAGES=config.num_stages, OVERLAPS=overlaps, num_warps=config.num_warps,
+        launch_pdl=overlaps,
     )  # fmt: skip
-    _expand_kernel[(count, triton.cdiv(n, config.block_n))](
-        h, b, tiles.rows, tiles.slots, y, n, x.shape[0], y.stride(0),
-        RANK=rank, BLOCK_M=BLOCK_ROWS, BLOCK_R=block_r, BLOCK_N=config.block_n, SPLITS=splits,
-        num_warps=config.num_warps,
-    )  # fmt: skip
+    return h
 
 
-def low_rank_reference(y: Tensor, x: Tensor, a: Tensor, b: Tensor, slot_of_row: Tensor) -> Tensor:
-    """What `add_low_rank` makes of y, in double precision. slot_of_row: (n,), NOTHING for rows without an adapter."""
+def expand(y: Tensor, h: Tensor, weights: SlotWeights, tiles: RowTiles, config: LowRankConfig) -> None:
+    """Add to rows of y (n, out) what adapters make of `shrink`'s h, in place. Raises ValueError as that does."""
+    n, starts = y.shape[1], weights.starts
+    if n != weights.b.shape[2] or y.shape[0] != h.shape[1] or y.stride(1) != 1:
+        raise ValueError(f"y {tuple(y.shape)} does not fit b {tuple(weights.b.shape)} and h {tuple(h.shape)}")
+    modules, rank = h.shape[2:]
+    is_few = y.shape[0] <= MAX_FEW_ROWS
+    strip = strip_of_modules(starts, COLUMNS_OF_WARP if is_few else config.strip)
+    second, third = (*starts[1:-1], n, n)[:2]
+    overlaps = overlaps_launches(y)
+    grid = tiles.slots.shape[0], triton.cdiv(n, strip)
+    tensors = h, weights.b, weights.ranks, tiles.rows, tiles.slots, y, n, second, third, y.shape[0], y.stride(0)
+    common = {"MODULES": modules, "RANK": rank, "BLOCK_M": BLOCK_ROWS, "STRIP": strip, "SPLITS": h.shape[0]}
+    launch = {"OVERLAPS": overlaps, "launch_pdl": overlaps}
+    if is_few:
+        block_s = triton.next_power_of_2(h.shape[0])
+        _expand_few_kernel[grid](*tensors, **common, BLOCK_R=BLOCK_RANKS, BLOCK_S=block_s, **launch, num_warps=1)
+    else:
+        block_r = max(triton.next_power_of_2(rank), BLOCK_RANKS)
+        _expand_kernel[grid](
+            *tensors, **common, BLOCK_R=block_r, BLOCK_N=min(config.block_n, strip), NUM_STAGES=config.expand_stages,
+            **launch, num_warps=config.expand_warps,
+        )  # fmt: skip
+
+
+def strip_of_modules(starts: tuple[int, ...], most: int) -> int:
+    """The largest power of two up to `most` that divides where modules begin. Raises ValueError below 16."""
+    strip = gcd(*starts[1:-1], most)
+    if strip < MIN_STRIP or len(starts) > MAX_MODULES + 1:
+        raise ValueError(f"modules that end at {starts[1:]} cannot be one layer's")
+    return strip
+
+
+def low_rank_reference(y: Tensor, x: Tensor, weights: SlotWeights, slot_of_row: Tensor) -> Tensor:
+    """What `shrink` and `expand` make of y, in double precision. slot_of_row: (n,), NOTHING for rows without."""
     has_adapter = slot_of_row != NOTHING
     slots = slot_of_row.clamp(0).long()
-    h = torch.einsum("nk,nrk->nr", x.double(), a.double()[slots])
-    return y.double() + torch.einsum("nr,nor->no", h, b.double()[slots]) * has_adapter[:, None]
+    is_used = torch.arange(weights.a.shape[2], device=x.device) < weights.ranks[slots][:, :, None]
+    h = torch.einsum("nk,nmrk->nmr", x.double(), weights.a.double()[slots]) * is_used
+    sizes = torch.tensor([stop - start for start, stop in pairwise(weights.starts)], device=x.device)
+    modules = torch.repeat_interleave(torch.arange(len(sizes), device=x.device), sizes)
+    delta = torch.einsum("nor,nro->no", h[:, modules], weights.b.double()[slots])
+    return y.double() + delta * has_adapter[:, None]

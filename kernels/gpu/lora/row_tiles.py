@@ -6,9 +6,9 @@ rows: the host fills them anew before each replay.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,20 +28,17 @@ def num_tiles(num_rows: int, num_slots: int) -> int:
     return min(-(-num_rows // BLOCK_ROWS) + num_slots, num_rows)
 
 
-def tile_rows(slot_of_row: Sequence[int], num_slots: int) -> RowTiles:
-    """Lay out rows, on the CPU. slot_of_row: NOTHING for rows without an adapter."""
-    by_slot: dict[int, list[int]] = {}
-    for row, slot in enumerate(slot_of_row):
-        if slot != NOTHING:
-            by_slot.setdefault(slot, []).append(row)
+def tile_rows(slot_of_row: Any, num_slots: int) -> RowTiles:
+    """Lay out rows, on the CPU. slot_of_row: a list or int32 array, NOTHING for rows without an adapter."""
+    slot_of_row = np.asarray(slot_of_row, np.int32)
     count = num_tiles(len(slot_of_row), num_slots)
-    rows = torch.full((count, BLOCK_ROWS), NOTHING, dtype=torch.int32)
-    slots = torch.full((count,), NOTHING, dtype=torch.int32)
-    tile = 0
-    for slot, own in by_slot.items():
-        for first in range(0, len(own), BLOCK_ROWS):
-            part = own[first : first + BLOCK_ROWS]
-            rows[tile, : len(part)] = torch.tensor(part, dtype=torch.int32)
-            slots[tile] = slot
-            tile += 1
-    return RowTiles(rows, slots)
+    rows = np.full((count, BLOCK_ROWS), NOTHING, np.int32)
+    slots = np.full((count,), NOTHING, np.int32)
+    order = np.argsort(slot_of_row, kind="stable")
+    order = order[slot_of_row[order] != NOTHING]
+    own = slot_of_row[order]
+    place = np.arange(len(own)) - np.searchsorted(own, own)  # among the rows of its slot
+    tile = np.cumsum(place % BLOCK_ROWS == 0) - 1
+    rows[tile, place % BLOCK_ROWS] = order
+    slots[tile] = own
+    return RowTiles(torch.from_numpy(rows), torch.from_numpy(slots))
