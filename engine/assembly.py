@@ -114,14 +114,14 @@ def _assemble(
     with explained(SMALLER_WEIGHTS):
         loaded = load_model(files, config, device, ranks.shard, on_progress, ranks.stage)
     balancing = _balancing(loaded, config)
+    adapters = adapters_of(loaded, config)  # what they take of a GPU is not for KV blocks
     config, geometry, max_model_len = _size_pool(loaded, config, gpu, ranks)
     pool = memory.allocate(geometry, device)
     host_tier = _host_tier(geometry, config, memory.agent_socket, device)
-    adapters = adapters_of(loaded, config)
     held = loaded, pool, _host_buffer(host_tier, geometry), config
     make_runner: Callable[..., Any] = partial(_make_runner, *held, gpu, max_model_len)
     if adapters is not None:
-        make_runner = partial(adapters.runner, *held)
+        make_runner = partial(adapters.runner, *held, gpu=gpu, max_model_len=max_model_len)
     num_slots = 0 if host_tier is None else host_tier.num_slots
     runner = ranks.runner(make_runner, loaded, memory, geometry, num_slots, max_model_len)
     constraints = None if is_offline or config.is_simulated else loaded.constraints

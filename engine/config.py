@@ -106,6 +106,11 @@ class EngineConfig(Settings):
         return self.pp > 1 or any(self.of(wing).needs_known_tokens for wing in self.wings)
 
     @property
+    def num_graph_sets(self) -> int:
+        """How many graphs a GPU captures of each decode step; see `EngineWing`."""
+        return max((self.of(wing).num_graph_sets for wing in self.wings), default=1)
+
+    @property
     def is_simulated(self) -> bool:
         """Whether steps take the time of a GPU and compute nothing; see `EngineWing`."""
         return any(self.of(wing).is_simulated for wing in self.wings)

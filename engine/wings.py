@@ -21,6 +21,11 @@ class EngineWing:
         return False
 
     @property
+    def num_graph_sets(self) -> int:
+        """How many graphs a GPU captures of each decode step."""
+        return 1
+
+    @property
     def is_simulated(self) -> bool:
         """Whether steps take the time of a GPU and compute nothing."""
         return False
@@ -46,6 +51,6 @@ class Adapters(Counting, Protocol):
         """Call `on_change` with each adapter that is in memory, or will be in a moment, and with each that leaves."""
         ...
 
-    def runner(self, *args: Any) -> Any:
-        """A runner of rows with and without adapters. args: of the device's own runner."""
+    def runner(self, *args: Any, **named: Any) -> Any:
+        """A runner of rows with and without adapters. args: of a CPU's runner. named: of a GPU's, too."""
         ...

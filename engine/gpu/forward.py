@@ -5,6 +5,7 @@ Static shapes, no host reads: a pass over decode rows only can be captured in a 
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import torch
@@ -45,6 +46,12 @@ class FusedForward:
         self.passes_on = ranks.passes_on
         self.dtype = model.embedding.dtype
         self.logits = model.head  # normed hidden states (rows, hidden) -> (rows, vocab), of this rank
+
+    def of_ops(self, forwards: GpuForwards) -> FusedForward:
+        """Return this pass with the ops of `forwards`."""
+        found = copy.copy(self)
+        found._forwards = forwards
+        return found
 
     def hidden(self, inputs: GpuInputs) -> Tensor:
         """Hidden states (num_tokens or num_wanted, hidden) after the final norm; of a stage that passes them on, the

@@ -135,7 +135,9 @@ def measure(
     trials = [decode_trial(config, count), prompt_graph_trial(config, max_model_len, count)]
     if not gpu.use_cuda_graph:
         trials = []
-    graph_bytes = int(sum(_peak_of(runner, plan, device) for plan in trials) * GRAPH_SLACK)
+    sets = config.num_graph_sets, 1  # of each trial
+    peaks = [n * _peak_of(runner, plan, device) for n, plan in zip(sets, trials, strict=False)]
+    graph_bytes = int(sum(peaks) * GRAPH_SLACK)
     for plan in prefill_trials(config, max_model_len, count):
         runner.launch(plan).result()
     torch.cuda.synchronize(device)
@@ -146,7 +148,8 @@ def measure(
     free, total = torch.cuda.mem_get_info(device)
     if gpu.use_cuda_graph:
         shapes = prompt_shapes(config.max_num_seqs, config.max_num_batched_tokens)
-        graph_bytes += (len(bucket_sizes(config.max_num_seqs)) + len(shapes)) * GRAPH_BYTES
+        num_decode_graphs = config.num_graph_sets * len(bucket_sizes(config.max_num_seqs))
+        graph_bytes += (num_decode_graphs + len(shapes)) * GRAPH_BYTES
         graph_bytes += sum(rows for _, rows in shapes) * loaded.model.config.vocab_size * loaded.dtype.itemsize
     return MemoryUse(total, free, torch.cuda.memory_reserved(device), peak, graph_bytes)
 

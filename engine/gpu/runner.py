@@ -32,7 +32,7 @@ from engine.gpu.steps.state import DeviceState
 from engine.gpu.steps.step import GpuBatch, GpuStep, sampled_rows
 from engine.kv.memory import kv_layout
 from engine.loader.load import LoadedModel
-from engine.plan import ScheduledRow, StepPlan, StepResult
+from engine.plan import PendingStep, ScheduledRow, StepPlan, StepResult
 from engine.ranks import RankContext
 from engine.request_states import RequestState
 from engine.runner import ModelRunner, reads_hidden, sampled_queries
@@ -91,13 +91,16 @@ class GpuRunner(ModelRunner):
         self._samples = StepSamples(
             self._state, self._max_rows, of_vocab, self._num_buffers, self.hooks, ranks.seams.vocabulary
         )  # fmt: skip
-        self._decodes = DecodeSteps(
-            self._forward, self._state, self._samples.on_device, self._buckets, self._num_buffers, self._block_size,
-            self._knows_tokens, ranks.passes_on,
-        )  # fmt: skip
+        self._decodes = self._open_decodes(self._forward)
         self.prompt_graphs: PromptGraphs | None = None  # without them steps with prompts run eagerly
 
-    def _launch(self, plan: StepPlan, requests: Sequence[RequestState]) -> GpuStep:
+    def _open_decodes(self, forward: FusedForward) -> DecodeSteps:
+        return DecodeSteps(
+            forward, self._state, self._samples.on_device, self._buckets, self._num_buffers, self._block_size,
+            self._knows_tokens, self._ranks.passes_on,
+        )  # fmt: skip
+
+    def _launch(self, plan: StepPlan, requests: Sequence[RequestState]) -> PendingStep:
         self._rows.forget(plan.finished)
         if not (plan.copies_out or plan.copies_in):
             return self._launch_rows(plan.rows, requests)
@@ -149,6 +152,14 @@ class GpuRunner(ModelRunner):
         All streams wait for a kernel that is compiled later: see docs/kernels.md for what spares that.
         """
         on_progress("warming up", None)
+        self._run_warmup_plans()
+        if self._copies is not None:
+            self._copies.warm_up()
+        if self._use_graphs:
+            self.capture(on_progress)
+        log_late_compiles()
+
+    def _run_warmup_plans(self) -> None:
         num_positions = min(self._pool.shape[0] // self._num_groups, self._state.block_tables[0].shape[1])
         max_length = num_positions * self._block_size
         for plan in warmup_plans(
@@ -157,11 +168,6 @@ class GpuRunner(ModelRunner):
             self.launch(plan).result()
             self._requests.clear()
             self._rows.clear()
-        if self._copies is not None:
-            self._copies.warm_up()
-        if self._use_graphs:
-            self.capture(on_progress)
-        log_late_compiles()
 
     @torch.inference_mode()
     def capture(self, on_progress: OnProgress = no_progress) -> None:
@@ -213,8 +219,7 @@ class GpuRunner(ModelRunner):
 
     def _queue_mixed(self, batch: GpuBatch, step: GpuStep) -> None:
         rows = batch.rows
-        decodes = [i for i, row in enumerate(rows) if row.samples and row.num_tokens == 1]
-        chunks = [i for i, row in enumerate(rows) if not (row.samples and row.num_tokens == 1)]
+        decodes, chunks = split_rows(rows)
         inputs, last_of = mixed_inputs(batch, decodes, chunks, self._state, self._forward.attention, self._block_size)
         sampling = [i for i in decodes + chunks if rows[i].samples]
         # Others fill up: layers of fewer rows than a step that is narrowed has may need kernels of their own.
@@ -239,6 +244,13 @@ class GpuRunner(ModelRunner):
         """Over the whole vocabulary."""
         logits: Tensor = self._ranks.seams.vocabulary.gathered(self._forward.logits(hidden))
         return logits
+
+
+def split_rows(rows: Sequence[ScheduledRow]) -> tuple[list[int], list[int]]:
+    """The rows that decode, and those of prompts, in the order in which an eager step has their tokens."""
+    decodes = [i for i, row in enumerate(rows) if row.samples and row.num_tokens == 1]
+    chunks = [i for i, row in enumerate(rows) if not (row.samples and row.num_tokens == 1)]
+    return decodes, chunks
 
 
 @contextmanager

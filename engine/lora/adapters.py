@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from common.errors import ConfigError
 from common.lora.adapter_ref import AdapterRef
@@ -11,25 +11,35 @@ from engine.config import EngineConfig
 from engine.loader.load import LoadedModel
 from engine.lora.cpu_layers import CpuAdapter
 from engine.lora.cpu_runner import LoraCpuRunner
-from engine.lora.layers import Layers, can_change, layers_of
+from engine.lora.layers import Layers, can_change, layers_of, limited
 from engine.lora.reader import AdapterFile
-from engine.lora.settings import NO_GPU, LoraSettings
+from engine.lora.settings import NO_GPU_RANKS, LoraSettings
 from engine.lora.store import AdapterStore
+from engine.wings import Adapters
+
+if TYPE_CHECKING:
+    from engine.lora.gpu_adapters import GpuAdapters
 
 
-def open_adapters(loaded: LoadedModel, config: EngineConfig) -> CpuAdapters | None:
+def open_adapters(loaded: LoadedModel, config: EngineConfig) -> Adapters | None:
     """The adapters of a model; None: it serves none. Raises ConfigError where it cannot."""
     settings = config.of(LoraSettings)
     if not settings.enable_lora:
         return None
-    if loaded.device.type != "cpu":
-        raise ConfigError(NO_GPU)
+    on_gpu = loaded.device.type == "cuda"
+    if on_gpu and loaded.shard.size > 1:
+        raise ConfigError(NO_GPU_RANKS)
     if not any(map(can_change, loaded.model.blocks)):
         raise ConfigError(f"--enable-lora: adapters cannot change any layer of {loaded.config.architecture}")
     layers = layers_of(loaded.config, loaded.model.config, loaded.shard)
-    adapters = CpuAdapters(loaded, layers, settings)
+    if settings.lora_target_modules:
+        layers = limited(layers, settings.lora_target_modules.split(","))
+    kind: type[CpuAdapters | GpuAdapters] = CpuAdapters
+    if on_gpu:
+        from engine.lora.gpu_adapters import GpuAdapters as kind  # needs triton
+    adapters = kind(loaded, layers, settings)
     for module in parse_lora_modules(settings.lora_modules):
-        adapters.get(str(AdapterRef.of(module.folder)))
+        adapters.preload(str(AdapterRef.of(module.folder)))
     return adapters
 
 
@@ -40,11 +50,11 @@ class CpuAdapters(AdapterStore[CpuAdapter]):
         def open_file(ref: AdapterRef) -> AdapterFile:
             return AdapterFile(ref, layers, settings.max_lora_rank)
 
-        def read(file: AdapterFile) -> CpuAdapter:
+        def read(_: str, file: AdapterFile) -> CpuAdapter:
             return CpuAdapter.of(file.read(loaded.dtype))
 
         super().__init__(open_file, read, settings.max_loras)
 
-    def runner(self, *args: Any) -> LoraCpuRunner:
+    def runner(self, *args: Any, **_: Any) -> LoraCpuRunner:
         """See Adapters."""
         return LoraCpuRunner(self, *args)

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 
-import msgspec
 from torch import Tensor
 
-from common.errors import ConfigError
 from engine.config import EngineConfig
 from engine.cpu.batch import StepBatch
 from engine.cpu.runner import CpuRunner, Forwards
-from engine.engine import DeviceLostError
 from engine.layers.block import Step
 from engine.layers.forward import Forward
 from engine.loader.load import LoadedModel
 from engine.lora.cpu_layers import AdaptedForwards, AdapterRows, CpuAdapter, groups_of
+from engine.lora.runner import AdaptedSteps
 from engine.lora.store import AdapterStore
-from engine.plan import CompletedStep, PendingStep, StepPlan, StepResult
+from engine.plan import StepResult
 from engine.ranks import SINGLE, RankContext, Seams
-from engine.request_states import RequestState
 
 
-class LoraCpuRunner(CpuRunner):
+class LoraCpuRunner(AdaptedSteps, CpuRunner):
     """A step without a row that names an adapter is computed as without this wing."""
 
     def __init__(
@@ -42,35 +38,6 @@ class LoraCpuRunner(CpuRunner):
 
     def _lower(self, loaded: LoadedModel, ranks: RankContext[Seams]) -> Forwards:
         return AdaptedForwards(loaded.model, self._rows, ranks, self._batch_invariant)
-
-    def _launch(self, plan: StepPlan, requests: Sequence[RequestState]) -> PendingStep:
-        errors = self._take_adapters(requests)
-        if not errors:
-            return super()._launch(plan, requests)
-        others = [index for index in range(len(requests)) if index not in errors]
-        step = super()._launch(
-            msgspec.structs.replace(plan, rows=[plan.rows[i] for i in others]), [requests[i] for i in others]
-        )
-        result = StepResult.of_rows(len(requests))
-        result.put(others, step.result())
-        result.errors |= errors
-        return CompletedStep(result)
-
-    def _take_adapters(self, requests: Sequence[RequestState]) -> dict[int, str]:
-        """Give requests the adapters that they name. Returns the errors of those whose adapter cannot be read.
-
-        Raises DeviceLostError for a rank of several, which would leave others waiting for the row's share.
-        """
-        errors = {}
-        for index, request in enumerate(requests):
-            if request.adapter and request.adapter_weights is None:
-                try:
-                    request.adapter_weights = self._adapters.get(request.adapter)
-                except ConfigError as error:
-                    if not self._is_alone:
-                        raise DeviceLostError(f"a rank cannot read an adapter: {error}") from error
-                    errors[index] = str(error)
-        return errors
 
     def _forward_for(self, batch: StepBatch) -> Forward[Step, Tensor]:
         adapters = [request.adapter_weights for request in batch.requests]

@@ -6,11 +6,12 @@ of several has a part of each.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from common.errors import ConfigError
 from engine.layers.attention import Attention
 from engine.layers.block import Block, LinearRef
 from engine.layers.mlp import Mlp
@@ -70,6 +71,27 @@ class Layers:
     def names(self) -> frozenset[str]:
         """Modules that adapters may have weights for."""
         return frozenset(each.name for layer in self.linears for each in layer.modules) | ({self.embedding} - {""})
+
+
+def limited(layers: Layers, targets: Collection[str]) -> Layers:
+    """Of these, the layers and the embedding that have one of the modules, named as in PEFT's `target_modules`.
+
+    Raises ConfigError for a name that no module has.
+    """
+    last = {name.rpartition(".")[2]: name for name in layers.names}
+    if unknown := sorted({*targets} - {*last}):
+        raise ConfigError(
+            f"--lora-target-modules: adapters cannot change {', '.join(unknown)}, but {', '.join(sorted(last))}"
+        )
+
+    def is_wanted(module: str) -> bool:
+        return module.rpartition(".")[2] in targets
+
+    linears = [
+        each if any(is_wanted(module.name) for module in each.modules) else replace(each, modules=())
+        for each in layers.linears
+    ]
+    return replace(layers, linears=tuple(linears), embedding=layers.embedding * is_wanted(layers.embedding))
 
 
 class _Recorder(ShapeRecorder):

@@ -32,6 +32,20 @@ class LowRank(NamedTuple):
     b: Tensor
 
 
+class ModulePart(NamedTuple):
+    """What a layer's module gets, from the layer's row `first` on.
+
+    number: of the module among the layer's. a: (rank, in) and b: (out, rank), as they are stored. scale: of their
+    product.
+    """
+
+    number: int
+    first: int
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterWeights:
     """linears: of each of the model's linear layers, None where the adapter leaves it alone. embedding: a is
@@ -59,7 +73,7 @@ class AdapterFile:
 
     @property
     def changes_head(self) -> bool:
-        return self._layers.linears[-1].modules[0].name + A in self._stored
+        return any(module.name + A in self._stored for module in self._layers.linears[-1].modules)
 
     def _check(self) -> None:
         if not self._stored:
@@ -99,27 +113,45 @@ class AdapterFile:
     @torch.inference_mode()
     def read(self, dtype: torch.dtype) -> AdapterWeights:
         """Read all weights, on the CPU. Raises ConfigError for a file that cannot be read."""
+        tensors = self._tensors(torch.device("cpu"))
+        pairs = [self._pair(layer, self._parts(layer, tensors), dtype) for layer in self._layers.linears]
+        return AdapterWeights(tuple(pairs), self._embedding(tensors, dtype))
+
+    def read_parts(self, device: torch.device) -> list[list[ModulePart]]:
+        """Read what each linear layer gets, of each of its modules apart. Raises ConfigError."""
+        tensors = self._tensors(device)
+        return [self._parts(layer, tensors) for layer in self._layers.linears]
+
+    def _tensors(self, device: torch.device) -> dict[str, Tensor]:
         from safetensors import SafetensorError, safe_open
 
         try:
-            with safe_open(self._path, framework="pt", device="cpu") as file:
-                tensors = {name: file.get_tensor(stored) for name, (stored, _) in self._stored.items()}
-                linears = tuple(self._pair(layer, tensors, dtype) for layer in self._layers.linears)
-                return AdapterWeights(linears, self._embedding(tensors, dtype))
+            with safe_open(self._path, framework="pt", device=str(device)) as file:
+                return {name: file.get_tensor(stored) for name, (stored, _) in self._stored.items()}
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{self._path} is damaged or cannot be read") from error
 
-    def _pair(self, layer: Layer, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> LowRank | None:
-        parts = [(m, tensors[m.name + A], tensors[m.name + B]) for m in layer.modules if m.name + A in tensors]
+    def _parts(self, layer: Layer, tensors: Mapping[str, Tensor]) -> list[ModulePart]:
+        columns = slice(layer.columns.start, layer.columns.stop)
+        return [
+            ModulePart(
+                number, module.first, tensors[module.name + A][:, columns],
+                _rows_of(module, tensors[module.name + B]), self._config.scale_of(module.name),
+            )
+            for number, module in enumerate(layer.modules)
+            if module.name + A in tensors
+        ]  # fmt: skip
+
+    def _pair(self, layer: Layer, parts: list[ModulePart], dtype: torch.dtype) -> LowRank | None:
         if not parts:
             return None
-        a = torch.cat([a[:, layer.columns.start : layer.columns.stop] for _, a, _ in parts]).to(dtype)
+        a = torch.cat([part.a for part in parts]).to(dtype)
         b = torch.zeros(layer.num_rows, a.shape[0], dtype=dtype)
         column = 0
-        for module, _, whole in parts:
-            rows = _rows_of(module, whole).float() * self._config.scale_of(module.name)
-            b[module.first : module.first + rows.shape[0], column : column + rows.shape[1]] = rows
-            column += rows.shape[1]
+        for part in parts:
+            rows, rank = part.b.shape
+            b[part.first : part.first + rows, column : column + rank] = part.b.float() * part.scale
+            column += rank
         return LowRank(a, b)
 
     def _embedding(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> LowRank | None:

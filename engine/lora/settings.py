@@ -9,7 +9,7 @@ from common.lora.modules import parse_lora_modules
 from engine.wings import EngineWing
 
 NO_STAGES = "--enable-lora with --pp is not supported yet: use --tp"
-NO_GPU = "--enable-lora is for CPUs so far: leave --device cuda out, or merge the adapter into the model's weights"
+NO_GPU_RANKS = "--enable-lora with --tp is for CPUs so far: give each GPU a worker of its own"
 NO_FP8 = (
     "--enable-lora with --kv-cache-dtype fp8 is not supported: its scales are folded into the model's own weights"
 )
@@ -23,20 +23,31 @@ class LoraSettings(EngineWing):
     enable_lora: bool = setting(
         False, "serve LoRA adapters, in PEFT's format (--lora-modules, POST /v1/load_lora_adapter)",
         excludes={
-            ("pp",): NO_STAGES, ("device",): NO_GPU, ("kv_cache_dtype",): NO_FP8, ("simulated_steps",): NO_STEPS,
+            ("pp",): NO_STAGES, ("kv_cache_dtype",): NO_FP8, ("simulated_steps",): NO_STEPS,
             ("model_impl",): NO_FOREIGN,
             (
                 "expert_parallel", "expert_load_file", "expert_placement", "expert_rebalance_interval",
             ): NO_EXPERTS,
         },
     )  # fmt: skip
-    max_loras: int = setting(8, "adapters that stay in memory; the one whose last use is longest ago leaves first")
+    max_loras: int = setting(
+        8, "adapters that stay in memory, on a GPU also those of one step; the least recently used one leaves first"
+    )
     max_lora_rank: int = setting(64, "largest rank of an adapter")
+    lora_target_modules: str = setting(
+        "", "modules that adapters may change: q_proj,v_proj; empty: all that they can. Others keep their faster form"
+    )
     lora_modules: str = setting(
         "", "LoRA adapters that are read at the start, NAME=FOLDER each, or as vLLM's JSON objects", many=True,
     )  # fmt: skip
 
+    @property
+    def num_graph_sets(self) -> int:
+        """See EngineWing: decode steps without adapters have graphs of their own."""
+        return 2 if self.enable_lora else 1
+
     def __post_init__(self) -> None:
         check_positive(self, "max_loras", "max_lora_rank")
         parse_lora_modules(self.lora_modules)  # raises ConfigError
+        require(self.enable_lora or not self.lora_target_modules, "--lora-target-modules needs --enable-lora")
         require(self.enable_lora or not self.lora_modules, "--lora-modules needs --enable-lora")

@@ -19,17 +19,18 @@ from engine.request import Request
 from engine.wings import Figures
 
 T = TypeVar("T")
+Load = Future[T]
 
 
 class AdapterStore(Generic[T]):
     """T: an adapter as a device's layers read it. Requests that run keep theirs, also when it has left the store."""
 
     def __init__(
-        self, open_file: Callable[[AdapterRef], AdapterFile], read: Callable[[AdapterFile], T], capacity: int
+        self, open_file: Callable[[AdapterRef], AdapterFile], read: Callable[[str, AdapterFile], T], capacity: int
     ) -> None:
         self._open_file, self._read, self._capacity = open_file, read, capacity
         self._loads: OrderedDict[str, Future[T]] = OrderedDict()  # the last one was used last
-        self._heads: dict[str, bool] = {}  # of those: whether they change the output projection
+        self._files: dict[str, AdapterFile] = {}  # of those
         self._on_change: Callable[[str, bool], None] = lambda name, is_there: None
         self._thread = ThreadPoolExecutor(1, "adapters")
         self._num_loads = 0
@@ -37,16 +38,11 @@ class AdapterStore(Generic[T]):
 
     def readiness(self, request: Request) -> Callable[[], bool]:
         """Start to read the request's adapter; the result says when it may run. Raises InvalidRequestError."""
-        try:
-            load = self._load_of(request.adapter)
-        except ConfigError as error:
-            raise InvalidRequestError(str(error), "model") from None
-        if request.params.prompt_logprobs is not None and self._heads[request.adapter]:
-            raise InvalidRequestError(
-                "prompt_logprobs is not supported with an adapter of the output projection (lm_head)",
-                "prompt_logprobs",
-            )
-        return load.done
+        return self._load_of(request.adapter, self._check(request)).done
+
+    def preload(self, name: str) -> None:
+        """Read the adapter of that reference before the first request. Raises ConfigError."""
+        self.get(name)
 
     def get(self, name: str) -> T:
         """The adapter of that reference, read now if it has left. Raises ConfigError."""
@@ -70,26 +66,47 @@ class AdapterStore(Generic[T]):
             "mini_infer_lora_load_seconds": seconds,
         }
 
-    def _load_of(self, name: str) -> Future[T]:
+    def _check(self, request: Request) -> AdapterFile:
+        """Open the request's adapter. Raises InvalidRequestError for one that does not fit, or cannot serve it."""
+        try:
+            file = self._files.get(request.adapter) or self._open(request.adapter)
+        except ConfigError as error:
+            raise InvalidRequestError(str(error), "model") from None
+        if request.params.prompt_logprobs is not None and file.changes_head:
+            raise InvalidRequestError(
+                "prompt_logprobs is not supported with an adapter of the output projection (lm_head)",
+                "prompt_logprobs",
+            )
+        return file
+
+    def _open(self, name: str) -> AdapterFile:
+        """Raises ConfigError."""
+        return self._open_file(AdapterRef.parse(name))
+
+    def _load_of(self, name: str, file: AdapterFile | None = None) -> Load[T]:
         load = self._loads.get(name)
         if load is None:
-            file = self._open_file(AdapterRef.parse(name))
-            self._heads[name] = file.changes_head
-            load = self._loads[name] = self._thread.submit(self._timed_read, file)
-            self._on_change(name, True)
+            load = self._start(name, file or self._open(name))
             while len(self._loads) > self._capacity:
                 self._drop(next(iter(self._loads)))
         self._loads.move_to_end(name)
         return load
 
+    def _start(self, name: str, file: AdapterFile) -> Load[T]:
+        """Begin to read an adapter."""
+        self._files[name] = file
+        load = self._loads[name] = self._thread.submit(self._timed_read, name, file)
+        self._on_change(name, True)
+        return load
+
     def _drop(self, name: str) -> None:
         if self._loads.pop(name, None) is not None:
-            del self._heads[name]
+            del self._files[name]
             self._on_change(name, False)
 
-    def _timed_read(self, file: AdapterFile) -> T:
+    def _timed_read(self, name: str, file: AdapterFile) -> T:
         began = time.perf_counter()
-        adapter = self._read(file)
+        adapter = self._read(name, file)
         self._num_loads += 1
         self._seconds.append(time.perf_counter() - began)
         return adapter

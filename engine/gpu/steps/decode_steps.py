@@ -80,12 +80,16 @@ class DecodeSteps:
         """Run a step where all tokens before the drafts are known. Returns its output, and the number of queries."""
         queries = query_inputs(batch, self._block_size, len(self._slot_fields))
         num_queries = queries.shape[1]
-        num_rows = self._buckets[bisect_left(self._buckets, num_queries)]
+        num_rows = self.bucket_of(num_queries)
         packed = self._staging[turn].numpy()
         packed[:, :num_rows] = 0
         packed[self._slot_fields, :num_rows] = -1
         packed[:, :num_queries] = queries
         return self._run(num_rows, turn), num_queries
+
+    def bucket_of(self, num_queries: int) -> int:
+        """How many rows a step of so many queries has on the device."""
+        return self._buckets[bisect_left(self._buckets, num_queries)]
 
     def _run(self, num_rows: int, turn: int) -> Any:
         self._packed[:, :num_rows].copy_(self._staging[turn][:, :num_rows], non_blocking=True)

@@ -10,12 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from common.errors import InvalidRequestError
+from common.errors import ConfigError, InvalidRequestError
 from common.lora.adapter_ref import AdapterRef
+from common.model_files import resolve_model
 from engine.assembly import EngineParts, assemble
 from engine.engine import Engine
+from engine.loader.load import load_model
+from engine.lora.adapters import open_adapters
 from engine.lora.store import AdapterStore
 from engine.request import Request, SamplingParams
+from kvstore.layout import Shard
 from tests.engine.driving import GREEDY, engine_config, num_drafts, random_prompt
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, TinyModel, reference_greedy, reference_logits
 from tests.harness.adapters import ALL_LINEAR, merge, write_adapter
@@ -270,9 +274,9 @@ def test_adapters_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     store = store_of(other)
     read = store._read
 
-    def cut_off(file: Any) -> Any:
+    def cut_off(name: str, file: Any) -> Any:
         weights.write_bytes(weights.read_bytes()[:-100])
-        return read(file)
+        return read(name, file)
 
     store._read = cut_off
     failing, whole = other.add_request(PROMPTS[0], GREEDY_8, adapter=name), other.add_request(PROMPTS[1], GREEDY_8)
@@ -282,3 +286,28 @@ def test_adapters_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     assert [request for request, _ in errors] == [failing]
     assert "is damaged or cannot be read" in errors[0][1]
     assert [whole.output_token_ids] == merged_answers(tiny, [(PROMPTS[1], None)])
+
+
+def test_ranks_on_gpus_are_refused(tmp_path: Path) -> None:
+    """Before anything is read: each rank would have slots of its own."""
+    tiny = TINY_MODELS["llama"]
+    path = str(tiny.save(tmp_path / "model"))
+    config = engine_config(path, **FLOAT32, enable_lora=True)
+    loaded = load_model(resolve_model(path), config, torch.device("cpu"))
+    with pytest.raises(ConfigError, match="--enable-lora with --tp is for CPUs so far"):
+        open_adapters(replace(loaded, device=torch.device("cuda"), shard=Shard(0, 2)), config)
+
+
+def test_modules_that_adapters_may_change(tmp_path: Path) -> None:
+    tiny = TINY_MODELS["llama"]
+    shapes = shapes_of(tiny.build())
+    allowed = write_adapter(tmp_path / "allowed", shapes, ("q_proj", "v_proj"), seed=1)
+    path = tiny.save(tmp_path / "model")
+    engine = open_engine(path, **FLOAT32, lora_target_modules="q_proj,v_proj").engine
+    asked = [(PROMPTS[0], allowed), (PROMPTS[1], None)]
+    assert run(engine, asked, GREEDY_8) == merged_answers(tiny, asked)
+    other = write_adapter(tmp_path / "other", shapes, ("q_proj", "down_proj"), seed=2)
+    with pytest.raises(InvalidRequestError, match="down_proj, which adapters of this model cannot"):
+        run(engine, [(PROMPTS[0], other)], GREEDY_8)
+    with pytest.raises(ConfigError, match="adapters cannot change q_prj, but down_proj, embed_tokens, gate_proj"):
+        open_engine(path, lora_target_modules="q_prj")

@@ -51,7 +51,7 @@ def test_ranks_equal_merged_models(
     folder = write_adapter(tmp_path / "adapter", shapes_of(tiny.build()), targets, seed=1)
     asked = [*zip(PROMPTS, (folder, None, folder, None), strict=True)]
 
-    def in_threads(_: CpuAdapters, loaded: Any, pool: Any, host: Any, config: Any) -> ThreadedRanks:
+    def in_threads(_: CpuAdapters, loaded: Any, pool: Any, host: Any, config: Any, **named: Any) -> ThreadedRanks:
         return ThreadedRanks(loaded, pool, host, config, num_ranks)
 
     monkeypatch.setattr(CpuAdapters, "runner", in_threads)
@@ -59,7 +59,7 @@ def test_ranks_equal_merged_models(
 
     def own_runner(*args: Any) -> LoraCpuRunner:
         adapters = open_adapters(args[0], args[3])
-        assert adapters is not None
+        assert isinstance(adapters, CpuAdapters)
         runners.append(LoraCpuRunner(adapters, *args))
         return runners[-1]
 

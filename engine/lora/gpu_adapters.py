@@ -1,0 +1,33 @@
+"""The adapters of an engine on a GPU; see `engine/lora/adapters.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from common.lora.adapter_ref import AdapterRef
+from engine.gpu.config import GpuConfig
+from engine.loader.load import LoadedModel
+from engine.lora.gpu_runner import LoraGpuRunner
+from engine.lora.gpu_slots import GpuSlots, SlotStore, for_kernels
+from engine.lora.layers import Layers
+from engine.lora.reader import AdapterFile
+from engine.lora.settings import LoraSettings
+
+
+class GpuAdapters(SlotStore):
+    """See Adapters in engine.wings."""
+
+    def __init__(self, loaded: LoadedModel, layers: Layers, settings: LoraSettings) -> None:
+        layers = for_kernels(layers)
+        slots = GpuSlots(layers, settings.max_loras, settings.max_lora_rank, loaded.dtype, loaded.device)
+
+        def open_file(ref: AdapterRef) -> AdapterFile:
+            return AdapterFile(ref, layers, settings.max_lora_rank)
+
+        super().__init__(open_file, slots.fill, settings.max_loras)
+        self._in_memory = slots
+
+    def runner(self, *args: Any, gpu: GpuConfig, max_model_len: int) -> LoraGpuRunner:
+        """See Adapters."""
+        held, ranks = args[:4], args[4:]
+        return LoraGpuRunner(self, self._in_memory, *held, gpu, max_model_len, *ranks)

@@ -1,0 +1,81 @@
+"""A GPU's runner whose steps mix rows of several adapters and rows of the model itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from engine.gpu.runner import GpuRunner, split_rows
+from engine.gpu.steps.prompt_graphs import PromptGraphs
+from engine.gpu.steps.step import GpuBatch, GpuStep
+from engine.loader.load import LoadedModel
+from engine.lora.gpu_layers import AdaptedForwards, StepTiles, with_slots
+from engine.lora.gpu_slots import GpuSlots, SlotStore
+from engine.lora.runner import AdaptedSteps
+from engine.plan import ScheduledRow
+from engine.request_states import RequestState
+from engine.start_progress import OnProgress, no_progress
+from kernels.gpu.lora.row_tiles import NOTHING
+
+
+class LoraGpuRunner(AdaptedSteps, GpuRunner):
+    """A step without a row that names an adapter is computed as without this wing, in graphs of its own."""
+
+    def __init__(self, adapters: SlotStore, slots: GpuSlots, loaded: LoadedModel, *args: Any) -> None:
+        """args: further ones of GpuRunner."""
+        super().__init__(loaded, *args)
+        self._adapters, self._is_alone = adapters, True
+        self._tiles = StepTiles(slots.count, self._max_rows, loaded.device)
+        model = with_slots(loaded.model, slots, self._tiles)
+        forward = self._forward.of_ops(AdaptedForwards(model, self._ranks))
+        self._plain = self._forward, self._decodes
+        self._adapted = forward, self._open_decodes(forward)
+        self._has_adapters = False  # the step that is queued
+        self._warms_up = False  # with steps that no request has adapters in
+
+    @torch.inference_mode()
+    def capture(self, on_progress: OnProgress = no_progress) -> None:
+        """See GpuRunner; decode steps with adapters, too. Prompts with adapters run eagerly."""
+        super().capture(on_progress)
+        self._adapted[1].capture(on_progress)
+
+    def _run_warmup_plans(self) -> None:
+        for self._warms_up in (False, True):
+            super()._run_warmup_plans()
+        self._warms_up = False
+        self._forward, self._decodes = self._plain
+
+    def _launch_rows(self, rows: Sequence[ScheduledRow], requests: Sequence[RequestState]) -> GpuStep:
+        self._has_adapters = self._warms_up or any(each.adapter_weights is not None for each in requests)
+        self._forward, self._decodes = self._adapted if self._has_adapters else self._plain
+        return super()._launch_rows(rows, requests)
+
+    def _queue_decode(self, batch: GpuBatch, step: GpuStep) -> None:
+        if self._has_adapters:
+            self._tiles.put_decodes(slots_of(batch.requests), batch.device_rows, self._rows.bucket())
+        super()._queue_decode(batch, step)
+
+    def _queue_queries(self, batch: GpuBatch, step: GpuStep) -> None:
+        if self._has_adapters:
+            counts = [row.num_tokens for row in batch.rows]
+            slots = [slot for slot, count in zip(slots_of(batch.requests), counts, strict=True) for _ in range(count)]
+            self._tiles.put_decodes(slots, range(len(slots)), self._decodes.bucket_of(len(slots)))
+        super()._queue_queries(batch, step)
+
+    def _takes_graph(self, batch: GpuBatch, graphs: PromptGraphs) -> bool:
+        return not self._has_adapters and super()._takes_graph(batch, graphs)
+
+    def _queue_mixed(self, batch: GpuBatch, step: GpuStep) -> None:
+        if not self._has_adapters:
+            super()._queue_mixed(batch, step)
+            return
+        order = [index for part in split_rows(batch.rows) for index in part]
+        slots = slots_of([batch.requests[i] for i in order])
+        with self._tiles.of_prompts(slots, [batch.rows[i].num_tokens for i in order]):
+            super()._queue_mixed(batch, step)
+
+
+def slots_of(requests: Sequence[RequestState]) -> list[int]:
+    return [NOTHING if request.adapter_weights is None else request.adapter_weights for request in requests]

@@ -1,0 +1,216 @@
+"""Requests with adapters, and without, in one engine on a GPU: the tokens of models with the adapters merged in."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import engine.lora.adapters
+from common.errors import InvalidRequestError
+from common.lora.adapter_ref import AdapterRef
+from engine.engine import Engine
+from engine.gpu.config import GpuConfig
+from engine.gpu.runner import GpuRunner
+from engine.lora.gpu_adapters import GpuAdapters
+from engine.lora.gpu_slots import SlotStore
+from engine.request import SamplingParams
+from tests.gpu.models import save_tiny_model
+from tests.gpu.test_engine import ON_GPU, open_gpu
+from tests.gpu.test_late_compiles import nothing_is_compiled_yet
+from tests.harness.adapters import deltas, write_adapter
+
+pytestmark = pytest.mark.wing("engine.lora")
+__all__ = ["nothing_is_compiled_yet"]  # a fixture
+GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+PROMPTS = [[(7 * i + k) % 97 for k in range(length)] for i, length in enumerate((5, 27, 12, 9))]
+Asked = Sequence[tuple[list[int], Path | None]]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    return save_tiny_model(tmp_path / "model")
+
+
+@pytest.fixture
+def adapters(tmp_path: Path, model: Path) -> list[Path]:
+    """All linear layers; some of them, of several ranks; one layer alone."""
+    shapes = {
+        name: tuple(tensor.shape)
+        for name, tensor in load_file(model / "model.safetensors").items() if tensor.dim() == 2
+    }  # fmt: skip
+    some = ("q_proj", "v_proj", "down_proj", "gate_proj")
+    return [
+        write_adapter(tmp_path / "all", shapes, seed=1),
+        write_adapter(tmp_path / "some", shapes, some, seed=2, use_rslora=True, rank_pattern={"q_proj": 9}, r=3),
+        write_adapter(tmp_path / "one", shapes, ("layers.1.self_attn.o_proj",), seed=3, std=0.4),
+    ]
+
+
+def open_engine(model: Path, monkeypatch: pytest.MonkeyPatch, graphs: bool = True, **settings: Any) -> Engine:
+    if not ON_GPU:  # the same runner, its kernels interpreted
+        monkeypatch.setattr(engine.lora.adapters, "CpuAdapters", GpuAdapters)
+    gpu = GpuConfig(use_cuda_graph=graphs)
+    made, runner = open_gpu(model, monkeypatch, gpu, enable_lora=True, max_lora_rank=9, **settings)
+    assert isinstance(runner, GpuRunner)
+    return made
+
+
+def run(made: Engine) -> None:
+    """Steps are empty while an adapter is read."""
+    end = time.monotonic() + 60
+    while made.has_work():
+        assert time.monotonic() < end, "the engine does not end"
+        assert not any(output.error for output in made.step().outputs)
+
+
+def answers(made: Engine, asked: Asked, params: SamplingParams = GREEDY) -> list[list[int]]:
+    requests = [
+        made.add_request(prompt, params, adapter=str(AdapterRef.of(folder)) if folder else "")
+        for prompt, folder in asked
+    ]
+    run(made)
+    assert made.num_failed_steps == 0
+    return [request.output_token_ids for request in requests]
+
+
+def merged_answers(model: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Of engines of their own, which know no adapters."""
+    found: dict[int, list[int]] = {}
+    stored = load_file(model / "model.safetensors")
+    for folder in {folder for _, folder in asked}:
+        merged = dict(stored)
+        for name, delta in (deltas(folder) if folder else {}).items():
+            merged[name] = stored[name] + delta
+        save_file(merged, model / "model.safetensors")
+        made, _ = open_gpu(model, monkeypatch, GpuConfig(use_cuda_graph=False))
+        for index, (prompt, own) in enumerate(asked):
+            if own == folder:
+                request = made.add_request(prompt, GREEDY)
+                run(made)
+                found[index] = request.output_token_ids
+    save_file(stored, model / "model.safetensors")
+    return [found[index] for index in range(len(asked))]
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"num_speculative_tokens": 2, "adaptive_drafts": False, "max_num_seqs": 18}]
+)
+def test_a_batch_of_adapters_equals_merged_models(
+    settings: dict[str, Any], model: Path, adapters: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, third = adapters
+    asked = [*zip(PROMPTS, (first, None, second, third), strict=True), (PROMPTS[0], second), (PROMPTS[0], None)]
+    wanted = merged_answers(model, asked, monkeypatch)
+    assert len(set(map(tuple, (wanted[0], *wanted[4:])))) == 3, "adapters change the answer"
+    made = open_engine(model, monkeypatch, max_num_batched_tokens=24, **settings)
+    assert answers(made, asked) == wanted
+    assert answers(made, asked[3::-1]) == wanted[3::-1]  # from the prefix cache
+    assert answers(made, asked[1:2]) == wanted[1:2]  # no step has adapters
+
+
+def test_more_adapters_than_slots_take_turns(
+    model: Path, adapters: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, third = adapters
+    asked = [(prompt, folder) for folder in (first, second, third, None) for prompt in PROMPTS[::3]]
+    wanted = merged_answers(model, asked, monkeypatch)
+    made = open_engine(model, monkeypatch, max_loras=1, lora_modules=f"first={first}", prefix_cache=False)
+    store = made._adapters
+    assert isinstance(store, SlotStore)
+    assert answers(made, asked) == wanted
+    assert answers(made, asked[:3]) == wanted[:3]
+    figures = made.figures()
+    assert figures["mini_infer_lora_adapters"] == [1]
+    assert figures["mini_infer_lora_loads"][0] >= 4
+    assert len(store._files) == 1
+
+
+def test_slots_that_a_step_may_read_are_kept(
+    model: Path, adapters: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request waits while all slots are of requests that run, also when its own is the older one."""
+    first, second, _ = adapters
+    made = open_engine(model, monkeypatch, max_loras=1)
+    running = made.add_request(PROMPTS[0], replace(GREEDY, max_tokens=9), adapter=str(AdapterRef.of(first)))
+    while len(running.output_token_ids) < 3:
+        made.step()
+    waiting = made.add_request(PROMPTS[1], GREEDY, adapter=str(AdapterRef.of(second)))
+    while not waiting.output_token_ids:
+        before = len(running.output_token_ids)
+        made.step()
+    assert before == 9
+    run(made)
+    assert len(waiting.output_token_ids) == GREEDY.max_tokens
+
+
+def test_what_kernels_do_not_change_is_refused(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_adapter(tmp_path / "table", {"model.embed_tokens.weight": (97, 64)}, ("embed_tokens",))
+    made = open_engine(model, monkeypatch)
+    with pytest.raises(
+        InvalidRequestError, match=r"changes model\.embed_tokens, which adapters of this model cannot"
+    ):
+        made.add_request(PROMPTS[0], GREEDY, adapter=str(AdapterRef.of(folder)))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs and 8-bit GEMMs need a GPU")
+@pytest.mark.parametrize("quant_mode", ["none", "fp8", "int8-weight"])
+def test_graphs_and_quantized_weights(quant_mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16, as near to the merged model in float32 as an engine of the merged weights is."""
+    (tmp_path / "wide").mkdir()
+    model = save_tiny_model(tmp_path / "wide", head_dim=64, hidden=256, inner=512)
+    stored = load_file(model / "model.safetensors")
+    shapes = {name: tuple(tensor.shape) for name, tensor in stored.items() if tensor.dim() == 2}
+    folder = write_adapter(tmp_path / "all", shapes, seed=1, std=0.08)
+    prompt = [(11 * k) % 97 for k in range(60)]
+
+    def logprobs(adapter: str, mode: str, dtype: str = "bfloat16") -> torch.Tensor:
+        """Of a prompt's tokens, by an eager step."""
+        made, _ = open_gpu(
+            model, monkeypatch, GpuConfig(), dtype, quant_mode=mode, enable_lora=bool(adapter), max_model_len=96
+        )
+        made.add_request(prompt, replace(GREEDY, max_tokens=8, prompt_logprobs=0), adapter=adapter)
+        found: list[float] = []
+        while made.has_work():
+            for output in made.step().outputs:
+                found += [each.logprob for each in output.prompt_logprobs]
+        return torch.tensor(found)
+
+    ours = logprobs(str(AdapterRef.of(folder)), quant_mode)
+    plain = logprobs("", "none")
+    save_file({n: t + deltas(folder).get(n, torch.zeros(())) for n, t in stored.items()}, model / "model.safetensors")
+    wanted, merged = logprobs("", "none", "float32"), logprobs("", quant_mode)
+    noise = float((merged - wanted).abs().mean())
+    assert float((ours - wanted).abs().mean()) < 1.5 * noise
+    assert float((plain - wanted).abs().mean()) > 5 * noise
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="compiles nothing without a GPU")
+@pytest.mark.usefixtures("nothing_is_compiled_yet")
+@pytest.mark.parametrize("settings", [{}, {"num_speculative_tokens": 2}])
+def test_no_request_with_an_adapter_waits_for_a_compiler(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "wide").mkdir()
+    model = save_tiny_model(tmp_path / "wide", head_dim=64, hidden=256, inner=512)
+    shapes = {n: tuple(t.shape) for n, t in load_file(model / "model.safetensors").items() if t.dim() == 2}
+    folders = [write_adapter(tmp_path / str(seed), shapes, seed=seed, std=0.08) for seed in (1, 2)]
+    made, _ = open_gpu(
+        model, monkeypatch, GpuConfig(), "bfloat16",
+        **{"num_gpu_blocks": 2000, "max_num_seqs": 64, "max_num_batched_tokens": 512, "max_model_len": 250,
+           "enable_lora": True, **settings},
+    )  # fmt: skip
+    with caplog.at_level(logging.WARNING):
+        for count, length in ((1, 5), (1, 200), (3, 17), (40, 33), (64, 130)):
+            own = [(folders[0], None, folders[1])[row % 3] for row in range(count)]
+            answers(made, [([(row * 7 + k) % 97 for k in range(length)], own[row]) for row in range(count)])
+    late = [record.message for record in caplog.records if record.name == "engine.gpu.late_compiles"]
+    assert not late, "\n".join(late)
