@@ -7,7 +7,7 @@ PROTOS := $(wildcard protos/*.proto)
 STUBS  := $(PROTOS:.proto=_pb2.py)
 ARGS   ?=
 
-.PHONY: help serve chat test test-fast test-gpu check format dashboards figures protos test-compose test-k8s test-kubelet test-prometheus test-browser test-node test-models test-clients clean
+.PHONY: help serve chat test test-fast test-gpu check format dashboards figures docs protos test-compose test-k8s test-kubelet test-prometheus test-browser test-node test-models test-clients clean
 
 help:            ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## / - /'
@@ -76,6 +76,16 @@ format: setup    ## apply ruff's fixes and formatting
 figures: setup    ## docs/figures.md and its pictures, from the JSON in docs/data
 	@$(BIN)/python -m benchmarks.reports.figures
 
+# An environment of its own: docstrings are read from the sources, so that neither torch nor the project is installed.
+docs: .venv-docs/.installed ## the documentation as a site in site/, all links checked
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict $(ARGS)
+
+.venv-docs/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -m venv .venv-docs
+	@.venv-docs/bin/pip install -qq --disable-pip-version-check -c constraints.txt $$(.venv-docs/bin/python -c 'import tomllib; \
+		print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
+	@touch $@
+
 dashboards: setup ## write Grafana's dashboards from monitoring/dashboards
 	@$(BIN)/python -m monitoring.dashboards
 
@@ -125,4 +135,4 @@ test-clients: setup  ## OpenAI's agents, LangChain, LiteLLM, instructor, pydanti
 	@$(BIN)/python -m pytest -q -m clients tests/clients $(ARGS)
 
 clean:           ## remove the environment and generated files
-	rm -rf $(VENV) protos/*_pb2* build dist .mypy_cache .ruff_cache .pytest_cache *.egg-info
+	rm -rf $(VENV) .venv-docs site protos/*_pb2* build dist .mypy_cache .ruff_cache .pytest_cache *.egg-info
