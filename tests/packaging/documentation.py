@@ -84,6 +84,7 @@ def commands_in_comments(path: Path) -> list[str]:
     return list(lines("\n".join(re.findall(r"^#   (\S.*)$", path.read_text(), re.M))))
 
 
+@functools.cache
 def documented() -> dict[str, list[str]]:
     """Command -> pages that have it."""
     found: dict[str, list[str]] = {}
@@ -101,6 +102,7 @@ APPENDED = {
     "mini-infer-demo": "--url {url}",
     "mini-infer bench": "--url {url}",
     "mini-infer bench --concurrency": "--num-requests 16",
+    "mini-infer simulate --request-rate": "--num-requests 30",
     "curl": "--fail-with-body --silent --show-error",
 }
 
@@ -116,21 +118,33 @@ def runnable(command: str, url: str) -> str:
 
 @dataclass(frozen=True)
 class Group:
-    """An entry of documented_commands.toml: exactly one of the last three says how its commands are run."""
+    """An entry of documented_commands.toml: exactly one of the last three says how its commands are run.
 
-    commands: list[str]
+    patterns: of commands, in which `*` stands for any text.
+    """
+
+    patterns: list[str]
     tests: list[str] = field(default_factory=list)
     script: str = ""
     reason: str = ""
+
+    @property
+    def commands(self) -> list[str]:
+        """What the pages have of it."""
+        return [command for pattern in self.patterns for command in documented() if matches(pattern, command)]
+
+
+def matches(pattern: str, command: str) -> bool:
+    return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), command) is not None
 
 
 @functools.cache
 def groups() -> list[Group]:
     table = tomllib.loads(Path(__file__).with_name("documented_commands.toml").read_text())
-    return [Group(**entry) for entry in table["group"]]
+    return [Group(entry.pop("commands"), **entry) for entry in table["group"]]
 
 
 def commands_of(test: str, program: str = "") -> list[str]:
-    """The commands that a test, `path::name`, says it runs; all, or those of one program."""
+    """The commands that a test, `path::name`, runs as the pages have them; all, or those of one program."""
     (found,) = (group.commands for group in groups() if test in group.tests)
     return [command for command in found if command.startswith(program)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,10 @@ from hypothesis import strategies as st
 from cli.main import run_command
 from cli.simulation.plan import HIGHEST, LOWEST, SHARP, Division, Found, PlanConfig, advice, divisions, highest
 from common.errors import ConfigError
+from tests.cli.simulation.test_simulation import write_trace
+from tests.packaging.documentation import commands_of, runnable
+
+HERE = "tests/cli/simulation/test_plan.py"
 
 
 @given(st.floats(LOWEST * 2.1, HIGHEST / 2))
@@ -66,3 +71,16 @@ def test_prompts_between_tokens_are_worth_a_division(tmp_path: Path) -> None:
     rates = {each["division"]: each["good_requests_per_second"] for each in made["divisions"]}
     assert rates["1 + 1"] > 1.3 * rates["2 for both"]
     assert made["advice"].startswith("Divide them: 1 + 1")
+
+
+@pytest.mark.slow
+def test_the_documented_command_advises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_trace(tmp_path / "conversation_trace.jsonl")
+    monkeypatch.chdir(tmp_path)
+    for command in commands_of(f"{HERE}::test_the_documented_command_advises"):
+        _, name, *flags = shlex.split(runnable(command, ""))
+        assert run_command(name, flags) == 0
+        printed = capsys.readouterr()
+        assert "4 for both" in printed.out + printed.err

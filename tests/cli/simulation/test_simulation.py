@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ from cli.simulation.settings import ClusterConfig
 from cli.simulation.simulate import run, spec_of
 from common.errors import ConfigError
 from common.step_times import StepCost
+from tests.packaging.documentation import commands_of, runnable
+
+HERE = "tests/cli/simulation/test_simulation.py"
 
 NO_NOISE = "engine.simulated.runner.NOISE"
 STEPS = "base=0.01,row=0.0001,context=0,prompt=0.002,prompt_token=0.0001,prompt_context=0"
@@ -104,21 +108,36 @@ def test_objectives_place_by_prediction() -> None:
     assert kept["itl_ms"]["p99"] < 35.0
 
 
-def test_the_command_reports_as_bench_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trace, found = tmp_path / "trace.jsonl", tmp_path / "found.json"
+def write_trace(path: Path) -> None:
+    """Nine requests, in threes, which share a prefix."""
     rows = [
         {"timestamp": 3000 * (n // 3), "input_length": 600, "output_length": 9, "hash_ids": [0, n]} for n in range(9)
     ]
-    trace.write_text("\n".join(map(json.dumps, rows)))
+    path.write_text("\n".join(map(json.dumps, rows)))
+
+
+def test_the_documented_commands_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_trace(tmp_path / "conversation_trace.jsonl")
+    monkeypatch.chdir(tmp_path)
+    commands = commands_of(f"{HERE}::test_the_documented_commands_report")
+    for command in commands:
+        _, name, *flags = shlex.split(runnable(command, ""))
+        assert run_command(name, flags) == 0
+        assert ("9/9 requests" if "--trace" in flags else "30/30 requests") in capsys.readouterr().err
+    assert len(commands) >= 2
+
+
+def test_the_command_reports_as_bench_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace, found = tmp_path / "trace.jsonl", tmp_path / "found.json"
+    write_trace(trace)
     assert run_command("simulate", ["--trace", str(trace), "--decode-workers", "2", "--json", str(found)]) == 0
     summary = json.loads(found.read_text())
     assert summary["num_completed"] == 9
     assert summary["cached_tokens"] > 0
     assert summary["placements"] == {"local": 9}
     assert "9/9 requests" in capsys.readouterr().err
-    load = ["--request-rate", "20", "--num-requests", "30", "--input-len", "50-300", "--output-len", "10-40"]
-    assert run_command("simulate", load) == 0
-    assert "30/30 requests" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="give a --trace"):
         run([])
     with pytest.raises(ConfigError, match="--decode-workers must be positive"):
