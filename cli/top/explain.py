@@ -42,7 +42,10 @@ def explanation(model: str, choice: Mapping[str, Any]) -> RenderableType:
         f"  {model}, {choice['state']}: {choice['prompt_tokens']} prompt tokens ({choice['cached_tokens']} cached), "
         f"{choice['output_tokens']} output tokens, {choice['migrations']} migrations, {choice['moves']} moves",
     )
-    return Group(head, _time_line(choice), _legs(choice["workers"]), *map(_decision, choice["decisions"]))
+    parts: list[RenderableType] = [_time_line(choice), _legs(choice["workers"]), *map(_decision, choice["decisions"])]
+    if choice.get("hindsight"):  # not of an open answer, and not of one that moved
+        parts.append(_hindsight(choice["hindsight"], choice["decisions"][0]["chosen"]))
+    return Group(head, *parts)
 
 
 def _table(*columns: str, title: str) -> Table:
@@ -87,3 +90,19 @@ def _decision(decision: Mapping[str, Any]) -> Table:
             str(candidate["expected_cached_tokens"]),
         )
     return table
+
+
+def _hindsight(found: Mapping[str, Any], predicted: Mapping[str, Any]) -> Text:
+    """What the choice cost more than the best one, and what was predicted worst of it."""
+    known, best = found["chosen"], found["best"]
+    errors = {
+        name: value - predicted["terms_seconds"].get(name, 0.0) for name, value in known["terms_seconds"].items()
+    }
+    worst = max(errors, key=lambda name: abs(errors[name]))
+    if found["regret_ms"]:
+        where = " and ".join(filter(None, (best["prefill"], best["decode"])))
+        told = f"{best['placement']} on {where} looks {found['regret_ms']:.1f} ms cheaper"
+    else:
+        told = "no other placement looks cheaper"
+    was, expected = known["terms_seconds"][worst], predicted["terms_seconds"].get(worst, 0.0)
+    return Text(f"\nin hindsight: {told}; {worst}: {seconds_text(expected)} predicted, {seconds_text(was)} known now")

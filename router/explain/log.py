@@ -11,6 +11,7 @@ from itertools import islice, pairwise
 from typing import Any
 
 from protos import types_pb2 as pb
+from router.explain.hindsight import AnswerFacts, LegFacts, hindsight, others_facts
 from router.journal import Journal
 from router.routing.policy import Decision
 from router.routing.views import Candidate
@@ -28,6 +29,9 @@ class _Choice:
     decisions: list[Decision] = field(default_factory=list)
     first_deltas: list[dict[str, Any]] = field(default_factory=list)
     counts: dict[str, Any] = field(default_factory=dict)
+    began: float = 0.0
+    ended: float = 0.0
+    decode_seconds: float = 0.0  # from the first token to the last
 
 
 class ExplainLog:
@@ -42,7 +46,7 @@ class ExplainLog:
     def decided(self, journal: Journal, decision: Decision) -> None:
         choice = self._choices.get(journal.choice_id)
         if choice is None:
-            choice = self._choices[journal.choice_id] = _Choice(journal)
+            choice = self._choices[journal.choice_id] = _Choice(journal, began=journal.arrival)
             if len(self._choices) > MAX_ENTRIES:
                 self._choices.popitem(last=False)
         choice.decisions.append(decision)
@@ -75,6 +79,8 @@ class ExplainLog:
         choice = self._choices.get(journal.choice_id)
         if choice is not None:
             choice.counts = _counts(journal, journal.outcome, now)
+            choice.ended = now
+            choice.decode_seconds = journal.last_token_time - journal.first_token_time
             choice.journal = None
 
     def recent(self, count: int, now: float) -> list[dict[str, Any]]:
@@ -91,10 +97,30 @@ class ExplainLog:
     def find(self, request_id: str, now: float) -> list[dict[str, Any]]:
         """All choices of a request, by its public id; empty when it is unknown or forgotten."""
         return [
-            _shown(key, choice, now)
+            _shown(key, choice, self._hindsight(choice), now)
             for key, choice in self._choices.items()
             if key == request_id or key.rpartition("-")[0] == request_id
         ]
+
+    def _hindsight(self, choice: _Choice) -> dict[str, Any] | None:
+        """The regret of a placement, by what the request and those beside it measured."""
+        facts = _facts(choice)
+        if facts is None or not choice.decisions:
+            return None
+        beside = [
+            other
+            for other in self._choices.values()
+            if other is not choice and other.began < choice.ended and choice.began < other.ended
+        ]
+        beside.sort(key=lambda other: abs(other.began - choice.began))
+        elsewhere = others_facts(filter(None, map(_facts, beside)))
+        found = hindsight(choice.decisions[0], facts, elsewhere)
+        return {
+            "regret_ms": round(1e3 * found.regret_seconds, 3),
+            "chosen": _candidate(found.chosen),
+            "best": _candidate(found.best),
+            "measured_workers": sorted({leg.worker for leg in facts.legs} | elsewhere.keys()),
+        }
 
 
 def _counts(journal: Journal, state: str, end: float) -> dict[str, Any]:
@@ -112,7 +138,7 @@ def _counts(journal: Journal, state: str, end: float) -> dict[str, Any]:
     }
 
 
-def _shown(name: str, choice: _Choice, now: float) -> dict[str, Any]:
+def _shown(name: str, choice: _Choice, known: dict[str, Any] | None, now: float) -> dict[str, Any]:
     return {
         "choice": name,
         **(_counts(choice.journal, "open", now) if choice.journal else choice.counts),
@@ -124,8 +150,21 @@ def _shown(name: str, choice: _Choice, now: float) -> dict[str, Any]:
             }
             for decision in choice.decisions
         ],
+        "hindsight": known,
         "workers": choice.first_deltas,
     }
+
+
+def _facts(choice: _Choice) -> AnswerFacts | None:
+    """What is known of an answer; None before its end, and when it did not stay where it was placed."""
+    counts = choice.counts
+    if counts.get("state") not in ("stop", "length") or counts["migrations"] or counts["moves"]:
+        return None
+    legs = [
+        LegFacts(leg["worker"], leg["queue_seconds"], leg["prefill_seconds"], leg["kv_pull_seconds"])
+        for leg in choice.first_deltas
+    ]
+    return AnswerFacts(legs, counts["output_tokens"], choice.decode_seconds) if legs else None
 
 
 def _candidate(candidate: Candidate) -> dict[str, Any]:

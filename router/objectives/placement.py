@@ -40,7 +40,7 @@ def place(
     if objectives.ttft and chosen.ttft_seconds > objectives.ttft:
         candidates = placements_for(request, prefill, decode, local_prefill_tokens, objectives, is_late=True)
         chosen = cheapest(request, admissible(candidates))
-    return Decision(chosen, tuple(candidates), "cost")
+    return Decision(chosen, tuple(candidates), "cost", request.expected_tokens)
 
 
 def placements_for(

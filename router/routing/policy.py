@@ -16,11 +16,12 @@ NEAR = 1.1  # decode times within 10% are equal, as are the rests of costs: meas
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The candidate that was chosen, and all that were considered."""
+    """The candidate that was chosen, and all that were considered, for an answer of the expected length."""
 
     chosen: Candidate
     candidates: tuple[Candidate, ...]
     policy: str
+    expected_tokens: float = 0.0
 
 
 def choose(
@@ -41,7 +42,8 @@ def choose(
     predict = Predictor(request, [*prefill, *decode], objectives, local_prefill_tokens)
     alone = [w for w in decode if not prefill or request.num_tokens - request.cached_on(w) <= local_prefill_tokens]
     candidates = [predict.on_one_worker(worker) for worker in alone] or predict.disaggregated(prefill, decode)
-    return Decision(POLICIES[policy](request, candidates), tuple(candidates), policy)
+    chosen = POLICIES[policy](request, candidates)
+    return Decision(chosen, tuple(candidates), policy, request.expected_tokens)
 
 
 def cheapest(request: RequestView, candidates: Sequence[Candidate]) -> Candidate:

@@ -86,7 +86,7 @@ class Predictor:
         num_disturbed = worker.num_rows if self._objectives.itl else min(worker.num_rows, MOST_DISTURBED)
         terms = prompt | decode | {"disturbance": self._harm(gap) * num_disturbed * delay_seconds}
         if is_kept:
-            terms["disturbance"] += self._request.expected_tokens * self.interruption_seconds(worker)
+            terms["interruption"] = self._request.expected_tokens * self.interruption_seconds(worker)
         itl = max(cost.spread * gap, self.gap_seconds(worker))
         return self._candidate(worker, None, is_kept, terms, ttft, itl)
 

@@ -22,7 +22,7 @@ async def test_one_frame_and_one_request(capsys: pytest.CaptureFixture[str], mon
             assert text in shown
         assert await asyncio.to_thread(main, ["explain", url, answer["id"]]) == 0
         shown = capsys.readouterr().out
-        for text in ("first output on d", "disaggregated", "total", "cost"):
+        for text in ("first output on d", "disaggregated", "total", "cost", "in hindsight: "):
             assert text in shown
         assert await asyncio.to_thread(main, ["explain", url, "chatcmpl-unknown"]) == 1
         assert "this request is not known" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 
 import pytest
@@ -34,6 +35,37 @@ async def test_explain_shows_the_decision_and_a_time_line_that_sums_up() -> None
             choice["total_seconds"], abs=1e-4
         )
         assert (await c.http.get("/explain/chatcmpl-unknown")).status_code == 404
+        known = choice["hindsight"]
+        assert known["regret_ms"] == pytest.approx(
+            1e3 * (known["chosen"]["cost_seconds"] - known["best"]["cost_seconds"]), abs=2e-3
+        )
+        prefill, decode = choice["workers"]
+        terms = known["chosen"]["terms_seconds"]
+        assert terms["queue"] == prefill["queue_seconds"]
+        assert terms["compute"] == pytest.approx(prefill["prefill_seconds"] + prefill["kv_pull_seconds"], abs=2e-6)
+        assert terms["pull"] == decode["kv_pull_seconds"]
+        assert terms["decode"] < choice["total_seconds"]
+        assert known["measured_workers"] == ["p0", decode["worker"]] or known["measured_workers"] == [
+            decode["worker"],
+            "p0",
+        ]
+
+
+async def test_no_regret_is_told_of_what_is_open_or_went_on_elsewhere() -> None:
+    async with cluster(num_decode=2, script=Script(is_silent=True)) as c:
+        asking = asyncio.create_task(c.chat(max_tokens=6))
+        await c.until(lambda: c.decode[0].submits or c.decode[1].submits)
+        [name] = c.gateway.models[0].dispatcher.open_choices
+        [choice] = (await c.http.get(f"/explain/{name.choice_id}")).json()["choices"]
+        assert (choice["state"], choice["hindsight"]) == ("open", None)
+        asking.cancel()
+    async with cluster(num_decode=2) as c:
+        for worker in c.decode:
+            worker.script.die_after_tokens = 3
+        answer = (await c.chat(max_tokens=6)).json()
+        [choice] = (await c.http.get(f"/explain/{answer['id']}")).json()["choices"]
+        assert choice["migrations"] >= 1
+        assert choice["hindsight"] is None
 
 
 async def test_what_has_ended_keeps_its_counts_and_not_its_text() -> None:
