@@ -1,10 +1,12 @@
 """`mini-infer demo`: a short tour of a running or temporary cluster, with what was measured on the way.
 
 One answer; eight at once; the same long prefix twice; a tool call; a cancelled answer. Calls `cli/api_client` only.
+With --compare, optimizations are measured on engines that are started for it (`cli/comparisons`).
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import sys
 import time
@@ -20,6 +22,9 @@ from cli.cluster.local_server import add_server_arguments, client_for, parse_wit
 from cli.event_stream import RequestRecord
 from cli.terminal.answer import view_of_stdout
 from common.config import SettingsParser
+from common.errors import ConfigError, InvalidRequestError
+from common.model_files import DRY_RUN_MODEL_NAME
+from common.wings import require_wing
 
 QUESTION = "Why is the sky blue? Answer in two sentences."
 TOOL_QUESTION = "What is the weather in Oslo?"
@@ -133,12 +138,33 @@ def build_parser() -> SettingsParser:
         description="A short tour. Flags that are not listed here go to `mini-infer serve` when one is started.",
     )
     add_server_arguments(parser)
+    parser.add_argument(
+        "--compare", nargs="?", const="all", metavar="NAME",
+        help="measure on engines of its own what optimizations bring on this machine: batching, prefix-cache, "
+        "chunked-prefill, quantization, speculation, cuda-graphs or disaggregation; without a name all of them",
+    )  # fmt: skip
     return parser
+
+
+def compare_here(arguments: argparse.Namespace, serve_flags: Sequence[str]) -> None:
+    """Measure comparisons. Raises ConfigError, InvalidRequestError."""
+    require_wing("cli.comparisons", "--compare")
+    from cli.comparisons.command import ALL, NAMES, compare
+
+    if arguments.url or serve_flags:
+        raise InvalidRequestError("--compare measures engines of its own: leave out --url and flags of serve")
+    if arguments.compare not in (ALL, *NAMES):
+        raise ConfigError(f"--compare {arguments.compare}: choose {', '.join(NAMES)}, or none of them for all")
+    model = DRY_RUN_MODEL_NAME if arguments.dry_run else arguments.model
+    compare(arguments.compare, model, Console(highlight=False))
 
 
 def run(argv: Sequence[str]) -> int:
     """The command."""
     arguments, serve_flags = parse_with_serve_flags(build_parser(), argv)
+    if arguments.compare:
+        compare_here(arguments, serve_flags)
+        return 0
     with client_for(arguments, serve_flags, sys.stdin.isatty()) as (client, model):
         console = Console(highlight=False)
         console.print(tour(client, model, console))

@@ -1,0 +1,93 @@
+"""The comparison that needs services: one worker for both phases, and one for each, on the same machine."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from itertools import pairwise
+
+from cli.api_client import ApiClient
+from cli.cluster.local_server import LocalServer
+from cli.comparisons.result import Arm, Comparison, gain, told
+from cli.event_stream import RequestRecord
+
+NUM_RUNNING = 2
+NUM_WORDS = 1024  # of the long prompt, an eighth of the context at most
+NUM_ROUNDS = 2
+# One worker computes prompts as one more row of its steps; two share the machine.
+BOTH = ("--prefill", "0", "--decode", "1")
+APART = ("--prefill", "1", "--decode", "1", "--local-prefill-tokens", "64")
+
+
+def disaggregation(model_flags: Sequence[str]) -> Comparison:
+    """The longest pause of running streams while a long prompt comes, by one worker and by two."""
+    together, ttft = _measure((*model_flags, *BOTH))
+    apart, ttft_apart = _measure((*model_flags, *APART))
+    cost = f"the prompt's first token came after {ttft_apart:.0f} ms instead of {ttft:.0f} ms"
+    return Comparison(
+        "Disaggregation",
+        "longest pause in ms",
+        [Arm("one worker", together), Arm("prefill and decode", apart)],
+        told(
+            gain(together, apart, less_is_better=True),
+            f"{NUM_RUNNING} running streams paused {{}} times shorter beside a long prompt; {cost}.",
+            f"{NUM_RUNNING} running streams paused longer beside a long prompt, by a factor of {{}}; {cost}.",
+            f"{NUM_RUNNING} running streams paused about as long beside a long prompt; {cost}.",
+        ),
+        less_is_better=True,
+    )
+
+
+def _measure(flags: Sequence[str]) -> tuple[float, float]:
+    """(longest pause, time to the long prompt's first token) in ms, of the best round."""
+    with LocalServer((*flags, "--host-tier-gb", "0")) as server, ApiClient(server.url) as client:
+        model = client.choose_model()
+        context = int(client.get_json("/v1/models")["data"][0]["max_model_len"])
+        _pause(client, model, context, 16)  # the first pull opens what later ones find open
+        return min(_pause(client, model, context, min(NUM_WORDS, context // 8)) for _ in range(NUM_ROUNDS))
+
+
+def _pause(client: ApiClient, model: str, context: int, num_words: int) -> tuple[float, float]:
+    """Of one round."""
+    is_over = threading.Event()
+    times: list[list[float]] = [[] for _ in range(NUM_RUNNING)]  # of pieces
+
+    def stream(pieces_at: list[float]) -> None:
+        pieces = _ask(client, model, "Count from one to one thousand in words.", context // 4)
+        with closing(pieces):
+            for _piece in pieces:
+                pieces_at.append(time.perf_counter())
+                if is_over.is_set():
+                    return
+
+    with ThreadPoolExecutor(NUM_RUNNING) as pool:
+        running = [pool.submit(stream, pieces_at) for pieces_at in times]
+        try:
+            while min(map(len, times)) < 5 and not any(task.done() for task in running):
+                time.sleep(0.005)
+            start = time.perf_counter()
+            for _piece in _ask(client, model, f"{uuid.uuid4()} " + "word " * num_words, 1):
+                pass
+            end = time.perf_counter()  # of the answer: its one token may be no whole character
+        finally:
+            is_over.set()
+        for task in running:
+            task.result()
+    pauses = [
+        after - before
+        for pieces_at in times
+        for before, after in pairwise(pieces_at)
+        if after > start and before < end
+    ]
+    return 1e3 * max(pauses, default=0.0), 1e3 * (end - start)
+
+
+def _ask(client: ApiClient, model: str, text: str, max_tokens: int) -> Generator[str]:
+    return client.stream_chat(
+        model, [{"role": "user", "content": text}], RequestRecord(), temperature=0, max_tokens=max_tokens,
+        ignore_eos=True,
+    )  # fmt: skip
