@@ -7,7 +7,7 @@ PROTOS := $(wildcard protos/*.proto)
 STUBS  := $(PROTOS:.proto=_pb2.py)
 ARGS   ?=
 
-.PHONY: help serve chat test test-fast test-gpu check format dashboards figures docs protos test-compose test-k8s test-kubelet test-prometheus test-browser test-node test-models test-clients clean
+.PHONY: help serve chat demo test test-fast test-gpu check format dashboards figures docs protos test-compose test-k8s test-kubelet test-prometheus test-browser test-node test-models test-clients clean
 
 help:            ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## / - /'
@@ -85,6 +85,9 @@ docs: .venv-docs/.installed ## the documentation as a site in site/, all links c
 	@.venv-docs/bin/pip install -qq --disable-pip-version-check -c constraints.txt $$(.venv-docs/bin/python -c 'import tomllib; \
 		print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
 	@touch $@
+
+demo: setup      ## what optimizations bring on this machine, also as a picture: docs/img/demo.svg
+	@$(BIN)/mini-infer demo --compare --svg docs/img/demo.svg $(ARGS)
 
 dashboards: setup ## write Grafana's dashboards from monitoring/dashboards
 	@$(BIN)/python -m monitoring.dashboards

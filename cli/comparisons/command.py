@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 from rich.console import Console
 
 from cli.cluster.gpus import find_gpus, uses_gpu
+from cli.comparisons.recording import Recording
 from cli.comparisons.result import Comparison, shown
 from common.model_files import DRY_RUN_MODEL_NAME
 from common.wings import has_wing
@@ -21,8 +23,12 @@ NAMES = (*ON_ENGINES, "disaggregation")
 WINGS = {"quantization": "engine.quantization", "speculation": "engine.speculation"}
 
 
-def compare(name: str, model: str, console: Console) -> None:
-    """Measure the comparison of that name, or all of them. Raises ConfigError for a model that cannot be loaded."""
+def compare(name: str, model: str, console: Console, picture: Path | None = None) -> None:
+    """Measure the comparison of that name, or all of them, and draw the picture of it if there is to be one.
+
+    Raises ConfigError for a model that cannot be loaded.
+    """
+    recording = Recording()
     for each in NAMES if name == ALL else (name,):
         if reason := _missing(each):
             console.print(f"\n{each}: left out, {reason}", style="bright_black")
@@ -30,6 +36,10 @@ def compare(name: str, model: str, console: Console) -> None:
         with console.status(f"measuring {each} ..."):
             comparison = _measured(each, model)
         console.print(shown(comparison))
+        recording.add(shown(comparison))
+    if picture is not None:
+        flags = f" {name}" if name != ALL else ""
+        picture.write_text(recording.svg(f"mini-infer demo --compare{flags}"))
 
 
 def _missing(name: str) -> str:

@@ -46,14 +46,13 @@ def batching(model: str) -> Comparison:
             for num_streams, best in speeds.items():
                 prompts = [random_prompt(llm, 32, (number, num_streams, stream)) for stream in range(num_streams)]
                 speeds[num_streams] = max(best, decode_speed(llm.engine, prompts, params(DECODED))[0])
-    factor = gain(speeds[1], speeds[NUM_STREAMS])
     return Comparison(
         "Batching",
         "tokens/s",
         [Arm("1 stream", speeds[1]), Arm(f"{NUM_STREAMS} streams", speeds[NUM_STREAMS])],
         told(
-            factor,
-            f"{NUM_STREAMS} streams together got {{}} times the tokens of one, {factor / NUM_STREAMS:.0%} each.",
+            gain(speeds[1], speeds[NUM_STREAMS]),
+            f"{NUM_STREAMS} streams together got {{}} times the tokens of one.",
             f"{NUM_STREAMS} streams together got fewer tokens than one, by a factor of {{}}.",
             f"{NUM_STREAMS} streams together got about as many tokens as one.",
         ),

@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -143,6 +144,7 @@ def build_parser() -> SettingsParser:
         help="measure on engines of its own what optimizations bring on this machine: batching, prefix-cache, "
         "chunked-prefill, quantization, speculation, cuda-graphs or disaggregation; without a name all of them",
     )  # fmt: skip
+    parser.add_argument("--svg", metavar="FILE", help="also draw what --compare shows, as an animated picture")
     return parser
 
 
@@ -156,12 +158,14 @@ def compare_here(arguments: argparse.Namespace, serve_flags: Sequence[str]) -> N
     if arguments.compare not in (ALL, *NAMES):
         raise ConfigError(f"--compare {arguments.compare}: choose {', '.join(NAMES)}, or none of them for all")
     model = DRY_RUN_MODEL_NAME if arguments.dry_run else arguments.model
-    compare(arguments.compare, model, Console(highlight=False))
+    compare(arguments.compare, model, Console(highlight=False), Path(arguments.svg) if arguments.svg else None)
 
 
 def run(argv: Sequence[str]) -> int:
     """The command."""
     arguments, serve_flags = parse_with_serve_flags(build_parser(), argv)
+    if arguments.svg and not arguments.compare:
+        raise ConfigError("--svg draws what --compare shows: add --compare")
     if arguments.compare:
         compare_here(arguments, serve_flags)
         return 0

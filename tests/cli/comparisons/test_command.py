@@ -109,6 +109,7 @@ def test_what_cannot_be_shown_is_left_out_with_its_reason(
     [
         (["--compare", "speed"], "choose batching, prefix-cache"),
         (["--compare", "--url=http://127.0.0.1:1"], "leave out --url"),
+        (["--svg=demo.svg"], "add --compare"),
         (["--compare=batching", "--prefill=2"], "leave out --url and flags of serve"),
     ],
     ids=str,
