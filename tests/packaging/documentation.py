@@ -20,16 +20,15 @@ FILES = [
     *(ROOT / name for name in ("Dockerfile", "docker-compose.yml", "docker-compose.cuda.yml")),
     *sorted((ROOT / "k8s").rglob("*.yaml")), *sorted((ROOT / "monitoring").glob("*.yml")),
 ]  # fmt: skip
-# These say what was measured with which command: the commands must parse, no test runs them.
-RECORDS = [
-    ROOT / "docs" / name
-    for name in ("benchmarks.md", "gpu_runs.md", "architecture.md", "glossary.md", "request_path.md")
-]
+# All others: their commands, flags and routes must exist, but no test runs what they measured with. The log names
+# those of its day.
+RECORDS = sorted({*(ROOT / "docs").rglob("*.md")} - {*GUIDES, ROOT / "docs" / "performance_log.md"})
 PROGRAMS = (
     "apt-get", "curl", "docker", "echo", "git", "grep", "kind", "kubectl", "make", "mini-infer",
     "mini-infer-chat", "mini-infer-demo", "mini-infer-serve", "pip", "pipx", "pytest", "python", "python3",
     "serve", "uv",
 )  # fmt: skip
+FOLDERS = ("/dev/", "/proc/", "/sys/", "/var/", "/tmp/")  # of a machine: no routes
 # A name of one of these alone, in a sentence, tells nobody to run it.
 NAMES = {"serve", "make", "mini-infer", "pipx", "uv tool", "pip install", "kubectl", "docker", "mini-infer-serve"}
 
@@ -56,9 +55,10 @@ class Page:
 
     @property
     def routes(self) -> list[tuple[str, str]]:
-        """(method, path) of HTTP requests that it names."""
-        pairs = [re.fullmatch(r"(?:(GET|POST) )?(/[a-z0-9_{}/A-Z]+)", span) for span in self.spans]
-        return [(found[1] or "GET", found[2]) for found in pairs if found]
+        """(method, path) of HTTP requests that it names; without a method: of a path alone."""
+        spans = [span for span in self.spans if not f"{span}/".startswith(FOLDERS)]
+        pairs = [re.fullmatch(r"(?:(GET|POST) )?(/[a-z0-9_{}/A-Z]+)", span) for span in spans]
+        return [(found[1] or "", found[2]) for found in pairs if found]
 
 
 def lines(text: str) -> Iterator[str]:
@@ -69,13 +69,17 @@ def lines(text: str) -> Iterator[str]:
 
 @functools.cache
 def page(path: Path) -> Page:
-    """A Markdown page; indented blocks count as shell, which all of them are."""
+    """A Markdown page; an indented block is shell when it begins with a program."""
     text = path.read_text()
     blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.M | re.S)
     prose = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
     indented = re.findall(r"(?<=\n\n)((?:    +\S.*\n)+)", prose)
     spans = re.findall(r"(?<!`)`([^`]+)`(?!`)", prose)
-    blocks += [("sh", "\n".join(map(str.strip, block.splitlines()))) for block in indented]
+    blocks += [
+        ("sh", "\n".join(map(str.strip, block.splitlines())))
+        for block in indented
+        if block.split()[0].rpartition("/")[2] in PROGRAMS
+    ]
     return Page(path, tuple(blocks), tuple(" ".join(span.split()).replace("\\|", "|") for span in spans))
 
 
