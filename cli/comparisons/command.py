@@ -28,18 +28,30 @@ def compare(name: str, model: str, console: Console, picture: Path | None = None
 
     Raises ConfigError for a model that cannot be loaded.
     """
-    recording = Recording()
+    recording, num_threads = Recording(), free_cores(len(os.sched_getaffinity(0)), os.getloadavg()[0])
+    if num_threads and name != "disaggregation":
+        console.print(f"other programs keep cores busy: threads of each engine: {num_threads}", style="bright_black")
     for each in NAMES if name == ALL else (name,):
         if reason := _missing(each):
             console.print(f"\n{each}: left out, {reason}", style="bright_black")
             continue
         with console.status(f"measuring {each} ..."):
-            comparison = _measured(each, model)
+            comparison = _measured(each, model, num_threads)
         console.print(shown(comparison))
         recording.add(shown(comparison))
     if picture is not None:
         flags = f" {name}" if name != ALL else ""
         picture.write_text(recording.svg(f"mini-infer demo --compare{flags}"))
+
+
+def free_cores(num_cores: int, load: float) -> int:
+    """Threads for an engine where others keep so many cores busy on average; 0: one for each core, as by default.
+
+    Threads of one GEMM wait for the slowest: with one more thread than there are cores left, a step on a busy machine
+    took more than ten times as long. Workers of a cluster watch this themselves (`worker/cores`).
+    """
+    num_free = max(num_cores - round(load), 1)
+    return num_free if num_free < num_cores else 0
 
 
 def _missing(name: str) -> str:
@@ -54,7 +66,7 @@ def _missing(name: str) -> str:
     return ""
 
 
-def _measured(name: str, model: str) -> Comparison:
+def _measured(name: str, model: str, num_threads: int) -> Comparison:
     if name == "disaggregation":
         from cli.comparisons.on_clusters import disaggregation
 
@@ -62,5 +74,5 @@ def _measured(name: str, model: str) -> Comparison:
         return disaggregation(flags)
     from cli.comparisons import on_engines  # torch, which takes seconds
 
-    measure: Callable[[str], Comparison] = getattr(on_engines, name.replace("-", "_"))
-    return measure(model)
+    measure: Callable[[str, int], Comparison] = getattr(on_engines, name.replace("-", "_"))
+    return measure(model, num_threads)

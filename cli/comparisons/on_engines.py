@@ -1,7 +1,7 @@
 """Comparisons on engines of this process: each loads what it needs, and lets go of it.
 
 Each arm is measured in turn with the other one, up to three rounds, and counts with its best: what else the machine
-does in between makes a round slower, never faster.
+does in between makes a round slower, never faster. num_threads: of each engine; 0: one for each core.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def loaded(model: str, **settings: Any) -> Iterator[LLM]:
         gc.collect()
 
 
-def batching(model: str) -> Comparison:
+def batching(model: str, num_threads: int = 0) -> Comparison:
     """Tokens a second of one stream, and of eight together."""
     speeds = {1: 0.0, NUM_STREAMS: 0.0}
-    with loaded(model) as llm:
+    with loaded(model, num_threads=num_threads) as llm:
         for number in rounds():
             for num_streams, best in speeds.items():
                 prompts = [random_prompt(llm, 32, (number, num_streams, stream)) for stream in range(num_streams)]
@@ -59,12 +59,12 @@ def batching(model: str) -> Comparison:
     )
 
 
-def prefix_cache(model: str) -> Comparison:
+def prefix_cache(model: str, num_threads: int = 0) -> Comparison:
     """Time to the first token of a new prompt, and of the same one again."""
     cold: list[float] = []
     cached: list[float] = []
     num_cached = num_tokens = 0
-    with loaded(model) as llm:
+    with loaded(model, num_threads=num_threads) as llm:
         for number in rounds():
             prompt = random_prompt(llm, CACHED_PROMPT, ("prefix", number))
             for times in (cold, cached):
@@ -104,13 +104,13 @@ def pause_beside_prompt(llm: LLM, seed: object) -> tuple[float, float]:
     return 1e3 * pause, 1e3 * late.ttft
 
 
-def chunked_prefill(model: str) -> Comparison:
+def chunked_prefill(model: str, num_threads: int = 0) -> Comparison:
     """The longest pause of running streams while a long prompt comes: in one step, and in chunks."""
     whole: list[tuple[float, float]] = []
     chunks: list[tuple[float, float]] = []
     with (
-        loaded(model, max_num_batched_tokens=2 * LONG_PROMPT) as at_once,
-        loaded(model, max_num_batched_tokens=CHUNK) as in_chunks,
+        loaded(model, num_threads=num_threads, max_num_batched_tokens=2 * LONG_PROMPT) as at_once,
+        loaded(model, num_threads=num_threads, max_num_batched_tokens=CHUNK) as in_chunks,
     ):
         for number in rounds():
             whole.append(pause_beside_prompt(at_once, number))
@@ -132,13 +132,18 @@ def chunked_prefill(model: str) -> Comparison:
     )
 
 
-def quantization(model: str) -> Comparison:
+def quantization(model: str, num_threads: int = 0) -> Comparison:
     """Tokens a second of one stream with weights of 16, 8 and 4 bits."""
     speeds = dict.fromkeys(("bfloat16", *QUANTIZED), 0.0)
     with ExitStack() as engines:
         opened = {
             name: engines.enter_context(
-                loaded(model, quant_mode="none" if name == "bfloat16" else name, dtype="bfloat16")
+                loaded(
+                    model,
+                    num_threads=num_threads,
+                    quant_mode="none" if name == "bfloat16" else name,
+                    dtype="bfloat16",
+                )
             )
             for name in speeds
         }
@@ -160,10 +165,10 @@ def quantization(model: str) -> Comparison:
     )
 
 
-def speculation(model: str) -> Comparison:
+def speculation(model: str, num_threads: int = 0) -> Comparison:
     """Tokens a second of a stream that repeats its prompt, without and with drafts from it."""
     speeds = {0: 0.0, None: 0.0}
-    with loaded(model, speculative="ngram") as llm:
+    with loaded(model, num_threads=num_threads, speculative="ngram") as llm:
         prompt = llm.tokenizer.encode(6 * REPEATED, add_special_tokens=True)
         token_ids = []
         for _number in rounds():
@@ -187,10 +192,13 @@ def speculation(model: str) -> Comparison:
     )
 
 
-def cuda_graphs(model: str) -> Comparison:
+def cuda_graphs(model: str, num_threads: int = 0) -> Comparison:
     """Tokens a second of one stream on a GPU, kernels launched one by one, and as graphs."""
     speeds = {False: 0.0, True: 0.0}
-    with loaded(model, use_cuda_graph=False) as plain, loaded(model) as graphs:
+    with (
+        loaded(model, num_threads=num_threads, use_cuda_graph=False) as plain,
+        loaded(model, num_threads=num_threads) as graphs,
+    ):
         for number in rounds():
             for use_graphs, llm in ((False, plain), (True, graphs)):
                 prompt = random_prompt(llm, 32, number)

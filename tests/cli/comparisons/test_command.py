@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cli.comparisons import command, on_engines
-from cli.comparisons.command import ALL, NAMES
+from cli.comparisons.command import ALL, NAMES, free_cores
 from cli.comparisons.on_engines import loaded, pause_beside_prompt
 from cli.comparisons.result import Comparison
 from cli.comparisons.timing import Stepper, decode_speed, params, random_prompt
@@ -31,8 +31,8 @@ def one_round(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_both_are_measured(measure: Callable[[str], Comparison], num_arms: int, told: str) -> None:
-    comparison = measure("dry-run")
+def test_both_are_measured(measure: Callable[[str, int], Comparison], num_arms: int, told: str) -> None:
+    comparison = measure("dry-run", 1)
     assert len(comparison.arms) == num_arms
     assert all(arm.value > 0 for arm in comparison.arms)
     assert told in comparison.sentence
@@ -87,7 +87,7 @@ def test_what_cannot_be_shown_is_left_out_with_its_reason(
 ) -> None:
     measured: list[str] = []
 
-    def measure(name: str, _model: str) -> Comparison:
+    def measure(name: str, _model: str, _num_threads: int) -> Comparison:
         measured.append(name)
         return Comparison(name, "ms", [], "A sentence.")
 
@@ -102,6 +102,13 @@ def test_what_cannot_be_shown_is_left_out_with_its_reason(
     measured.clear()
     assert main(["demo", "--compare", "batching"]) == 0
     assert measured == ["batching"]
+
+
+@pytest.mark.parametrize(
+    ("cores", "load", "threads"), [(2, 0.3, 0), (2, 0.6, 1), (2, 8.0, 1), (1, 0.0, 0), (1, 5.0, 0), (16, 4.4, 12)]
+)
+def test_a_busy_machine_gets_fewer_threads(cores: int, load: float, threads: int) -> None:
+    assert free_cores(cores, load) == threads
 
 
 @pytest.mark.parametrize(

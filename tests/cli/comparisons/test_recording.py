@@ -37,7 +37,7 @@ def test_parts_appear_one_after_the_other() -> None:
 
 def test_the_command_draws_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     comparison = Comparison("Title", "tokens/s", [Arm("without", 10.0), Arm("with", 20.0)], "Twice as fast.")
-    monkeypatch.setattr(command, "_measured", lambda _name, _model: comparison)
+    monkeypatch.setattr(command, "_measured", lambda _name, _model, _num_threads: comparison)
     assert main(["demo", "--compare=batching", f"--svg={tmp_path / 'demo.svg'}"]) == 0
     shown = (tmp_path / "demo.svg").read_text().replace("&#160;", " ")
     for text in ("mini-infer demo --compare batching", "Twice as fast.", "without", "██"):
