@@ -7,29 +7,22 @@ parameters and noise, so drafts agree with the model's tokens at temperatures ab
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from common.step_times import StepTimes
 from engine.cpu.runner import CpuRunner
 from engine.kv.manager import KVManager
 from engine.plan import ScheduledRow, StepResult
-from engine.request import Drafts, Request, RequestId, TokenId
+from engine.request import Request, RequestId, TokenId
 from engine.request_states import RequestState
-from engine.runner import Proposer, Sampled
-from engine.speculation.acceptance import Acceptance, DraftRecord
+from engine.runner import Sampled
 from engine.speculation.draft_length import DraftLengths
+from engine.speculation.from_model import Drafting, FromModel, params_of_drafts
 from engine.speculation.from_tokens import most_drafts
-
-NUM_KINDS = 10  # a draft's kind is the probability that the draft model gives it, in tenths
-MARGIN = 1.15  # estimates err, and where nothing is to be gained much is lost
-STEPS_BETWEEN_TRIALS = 1000  # where no draft can pay
-FIRST_PAUSE, LONGEST_PAUSE = 8, 256  # steps until a request is drafted for again when its drafts did not pay
 
 
 class DraftRunner(CpuRunner):
@@ -49,17 +42,12 @@ class VocabSizes:
 
 
 @dataclass(slots=True)
-class Followed:
+class Followed(Drafting):
     """A request of the target model, as the draft model sees it."""
 
     owner: Request  # of blocks of the draft model's pool
     state: RequestState  # tokens known, and drafts after them
     num_known: int
-    record: DraftRecord = field(default_factory=DraftRecord)
-    drafts: Drafts = field(default_factory=lambda: Drafts([], []))
-    probability: float = 1.0  # that all drafts so far are accepted
-    pause: int = FIRST_PAUSE
-    num_paused: int = 0
     is_foreign: bool = False  # it has a token that the draft model lacks
 
     def update(self, token_ids: Sequence[TokenId], vocab_size: int) -> None:
@@ -79,7 +67,7 @@ class Followed:
         self.is_foreign |= max(new, default=0) >= vocab_size
 
 
-class FromDraftModel(Proposer):
+class FromDraftModel(FromModel):
     """Proposes what a draft model generates."""
 
     def __init__(
@@ -89,13 +77,11 @@ class FromDraftModel(Proposer):
         """num_tokens: most drafts of a row. max_step_tokens: that the draft model computes after a step to catch up.
         max_model_len: of the draft model.
         """
-        self._runner, self._kv, self._lengths = runner, kv, lengths
+        super().__init__(lengths)
+        self._runner, self._kv = runner, kv
         self._num_tokens, self._max_step_tokens = num_tokens, max_step_tokens
         self._max_model_len, self._vocab_sizes = max_model_len, vocab_sizes
-        self._acceptance = Acceptance(NUM_KINDS)
-        self._times = StepTimes()
         self._followed: dict[RequestId, Followed] = {}
-        self._num_hopeless = 0
 
     def propose(self, found: StepResult, sampled: Sequence[Sampled], hidden: Tensor) -> None:
         """See Proposer."""
@@ -115,7 +101,7 @@ class FromDraftModel(Proposer):
         self._draft([entry for entry in rows.values() if self._is_worth_drafting(entry[0], len(rows))], len(rows))
         for row, (followed, _) in rows.items():
             if followed.drafts.token_ids:
-                found.drafts[row], followed.drafts = followed.drafts, Drafts([], [])
+                found.drafts[row] = followed.taken()
         self._lengths.exclude(time.monotonic() - began)
 
     def forget(self, request_ids: Iterable[RequestId]) -> None:
@@ -129,12 +115,8 @@ class FromDraftModel(Proposer):
         if isinstance(request.drafter, Followed):
             return request.drafter
         self.forget([request.request_id])
-        params, vocab_size = request.params, self._vocab_sizes.of_draft
-        params = replace(
-            params, logprobs=0, prompt_logprobs=None, grammar="", bad_words=(), pooling="", min_tokens=0,
-            allowed_token_ids=tuple(token for token in params.allowed_token_ids if token < vocab_size),
-            logit_bias=tuple((token, bias) for token, bias in params.logit_bias if token < vocab_size),
-        )  # fmt: skip
+        vocab_size = self._vocab_sizes.of_draft
+        params = params_of_drafts(request.params, vocab_size)
         token_ids = list(request.token_ids)
         owner = Request(request.request_id, token_ids, params, cache_salt=request.cache_salt)
         state = RequestState(request.request_id, list(token_ids), request.num_prompt_tokens, params)
@@ -142,33 +124,6 @@ class FromDraftModel(Proposer):
         followed = request.drafter = self._followed[request.request_id] = Followed(owner, state, len(token_ids))
         followed.is_foreign = max(token_ids) >= vocab_size
         return followed
-
-    # -- whether drafts pay ----------------------------------------------------------------------------------
-
-    def _least_probability(self, num_rows: int, num_drafting: int) -> float:
-        """A draft pays above this: what drafting and computing it add to the time of a token."""
-        cost = self._lengths.cost
-        seconds = cost.seconds(num_rows)
-        if not self._lengths.is_adaptive or not seconds:
-            return 0.0
-        return (
-            MARGIN * num_rows * (cost.row + self._times.cost.seconds(num_drafting) / max(num_drafting, 1)) / seconds
-        )
-
-    def _is_worth_drafting(self, followed: Followed, num_rows: int) -> bool:
-        """Whether the request's next draft is expected to pay, or it is time to look whether drafts pay again."""
-        least = self._least_probability(num_rows, num_rows)
-        if least >= 1.0:  # not even if it is always right: the draft model is too slow for so many rows
-            self._num_hopeless += 1
-            return self._num_hopeless % STEPS_BETWEEN_TRIALS == 0
-        if self._acceptance.of_any(followed.record) > least:
-            followed.pause, followed.num_paused = FIRST_PAUSE, 0
-            return True
-        followed.num_paused += 1
-        if followed.num_paused < followed.pause:
-            return False
-        followed.pause, followed.num_paused = min(2 * followed.pause, LONGEST_PAUSE), 0
-        return True
 
     # -- drafting --------------------------------------------------------------------------------------------
 
@@ -223,13 +178,3 @@ class FromDraftModel(Proposer):
                 self._add_draft(followed, token_ids[0], result.logprobs[index][0].logprob)
                 drafted.append((followed, most))
         return drafted
-
-    def _add_draft(self, followed: Followed, token_id: TokenId, logprob: float) -> None:
-        kind = min(int(NUM_KINDS * math.exp(logprob)), NUM_KINDS - 1)
-        accepted = self._acceptance.of_kind(followed.record, kind)
-        drafts, record = followed.drafts, followed.record
-        drafts.token_ids.append(token_id)
-        drafts.acceptance.append(accepted)
-        record.drafts.append(token_id)
-        record.kinds.append(kind)
-        followed.probability *= accepted

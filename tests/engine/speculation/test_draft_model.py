@@ -14,7 +14,8 @@ from common.errors import ConfigError
 from common.model_files import resolve_model
 from common.text.load import load_tokenizer
 from engine.assembly import EngineParts
-from engine.speculation.draft_model import FIRST_PAUSE, FromDraftModel, VocabSizes
+from engine.speculation.draft_model import FromDraftModel, VocabSizes
+from engine.speculation.from_model import FIRST_PAUSE
 from engine.speculation.open_draft_model import have_same_tokens
 from tests.engine.driving import num_drafts
 from tests.engine.speculation.test_engine import PLAIN, SETTINGS, open_parts, run

@@ -1,0 +1,89 @@
+"""What proposers with a model of their own have in common: drafting takes time, so it has to pay, too."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+from common.step_times import StepTimes
+from engine.request import Drafts, SamplingParams, TokenId
+from engine.runner import Proposer
+from engine.speculation.acceptance import Acceptance, DraftRecord
+from engine.speculation.draft_length import DraftLengths
+
+NUM_KINDS = 10  # a draft's kind is the probability that its model gives it, in tenths
+MARGIN = 1.15  # estimates err, and where nothing is to be gained much is lost
+STEPS_BETWEEN_TRIALS = 1000  # where no draft can pay
+FIRST_PAUSE, LONGEST_PAUSE = 8, 256  # steps until a request is drafted for again when its drafts did not pay
+
+
+@dataclass(slots=True, kw_only=True)
+class Drafting:
+    """A request's drafts, and how earlier ones fared."""
+
+    record: DraftRecord = field(default_factory=DraftRecord)
+    drafts: Drafts = field(default_factory=lambda: Drafts([], []))
+    probability: float = 1.0  # that all drafts so far are accepted
+    pause: int = FIRST_PAUSE
+    num_paused: int = 0
+
+    def taken(self) -> Drafts:
+        """The drafts, which are the runner's from now on."""
+        drafts, self.drafts = self.drafts, Drafts([], [])
+        return drafts
+
+
+class FromModel(Proposer):
+    """Proposes by a model whose passes take time."""
+
+    def __init__(self, lengths: DraftLengths) -> None:
+        self._lengths = lengths
+        self._acceptance = Acceptance(NUM_KINDS)
+        self._times = StepTimes()  # of the passes
+        self._num_hopeless = 0
+
+    def _least_probability(self, num_rows: int, num_drafting: int) -> float:
+        """A draft pays above this: what drafting and computing it add to the time of a token."""
+        cost = self._lengths.cost
+        seconds = cost.seconds(num_rows)
+        if not self._lengths.is_adaptive or not seconds:
+            return 0.0
+        return (
+            MARGIN * num_rows * (cost.row + self._times.cost.seconds(num_drafting) / max(num_drafting, 1)) / seconds
+        )
+
+    def _is_worth_drafting(self, drafting: Drafting, num_rows: int) -> bool:
+        """Whether the request's next draft is expected to pay, or it is time to look whether drafts pay again."""
+        least = self._least_probability(num_rows, num_rows)
+        if least >= 1.0:  # not even if it is always right: the model is too slow for so many rows
+            self._num_hopeless += 1
+            return self._num_hopeless % STEPS_BETWEEN_TRIALS == 0
+        if self._acceptance.of_any(drafting.record) > least:
+            drafting.pause, drafting.num_paused = FIRST_PAUSE, 0
+            return True
+        drafting.num_paused += 1
+        if drafting.num_paused < drafting.pause:
+            return False
+        drafting.pause, drafting.num_paused = min(2 * drafting.pause, LONGEST_PAUSE), 0
+        return True
+
+    def _add_draft(self, drafting: Drafting, token_id: TokenId, logprob: float) -> None:
+        kind = min(int(NUM_KINDS * math.exp(logprob)), NUM_KINDS - 1)
+        accepted = self._acceptance.of_kind(drafting.record, kind)
+        drafting.drafts.token_ids.append(token_id)
+        drafting.drafts.acceptance.append(accepted)
+        drafting.record.drafts.append(token_id)
+        drafting.record.kinds.append(kind)
+        drafting.probability *= accepted
+
+
+def params_of_drafts(params: SamplingParams, vocab_size: int) -> SamplingParams:
+    """A request's parameters for sampling its drafts, with the noise that its tokens have.
+
+    vocab_size: tokens that the draft model has.
+    """
+    return replace(
+        params, logprobs=0, prompt_logprobs=None, grammar="", bad_words=(), pooling="", min_tokens=0,
+        allowed_token_ids=tuple(token for token in params.allowed_token_ids if token < vocab_size),
+        logit_bias=tuple((token, bias) for token, bias in params.logit_bias if token < vocab_size),
+    )  # fmt: skip
