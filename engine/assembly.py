@@ -264,7 +264,7 @@ def _speculation(config: EngineConfig, loaded: LoadedModel, runner: Any) -> Spec
         return None
     from engine.speculation.proposer import open_speculation
 
-    return open_speculation(config, runner, loaded.config.vocab_size, loaded.device.type == "cuda")
+    return open_speculation(config, runner, loaded)
 
 
 def _make_runner(

@@ -26,7 +26,20 @@ Sampled = tuple[int, int, RequestState, int, TokenId]
 
 
 class Proposer:
-    """Proposes drafts when a step has been sampled. This one has no idea."""
+    """Proposes drafts when a step has been sampled. This one has no idea.
+
+    layers: in front of which layers of the model it reads the residual, in rising order.
+    """
+
+    layers: tuple[int, ...] = ()
+
+    def observe(
+        self, rows: Sequence[ScheduledRow], requests: Sequence[RequestState], residuals: Sequence[Tensor]
+    ) -> None:
+        """See what a pass has computed, before it is sampled; called on CPUs, with `layers` alone.
+
+        residuals: (num_tokens, hidden) float32 of each layer, for the rows' tokens one after the other.
+        """
 
     def propose(self, found: StepResult, sampled: Sequence[Sampled], hidden: Tensor) -> None:
         """Put drafts into `found.drafts`, for rows of `sampled` that have tokens; requests know them, too.

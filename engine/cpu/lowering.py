@@ -7,13 +7,14 @@ fused norm takes (`kernels/cpu_norm.py`), and quantized weights are read as they
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
 
 import torch
 
 from engine.layers import forward
+from engine.layers.attention import AttentionBlock
 from engine.layers.block import AddNorm, Step
 from engine.layers.forward import Forward, lowered, plain_sum
 from engine.layers.linear import Linear, onednn, plain, two_rows_at_least
@@ -41,6 +42,7 @@ class CpuForwards:
     def __init__(self, model: Model, ranks: RankContext[Seams] = SINGLE, batch_invariant: bool = False) -> None:
         """batch_invariant: a token's bits do not depend on the rows that share its step."""
         self.batch_invariant = batch_invariant
+        self._model = model
         models = {rows: with_invariant_linears(model, rows) if batch_invariant else model for rows in Rows}
         self._by_rows = {rows: lower_model(models[rows], rows, ranks) for rows in Rows}
         if ranks.passes_on:
@@ -51,6 +53,13 @@ class CpuForwards:
     def choose(self, num_tokens: int, only_decodes: bool) -> Forward[Step, torch.Tensor]:
         """only_decodes: every row is one generated token, followed by its drafts if it has any."""
         return self._by_rows[self.rows_of(num_tokens, only_decodes)]
+
+    def watch(self, layers: Sequence[int], see: Callable[[torch.Tensor], object]) -> None:
+        """From now on give `see` a copy of each step's residual (num_tokens, hidden) ahead of each of these layers.
+
+        In the order of the layers' numbers; once where a number occurs twice.
+        """
+        self._by_rows = {rows: watched(form, rows, self._model, layers, see) for rows, form in self._by_rows.items()}
 
     def rows_of(self, num_tokens: int, only_decodes: bool) -> Rows:
         """The class of a step."""
@@ -70,6 +79,20 @@ def lower_model(model: Model, rows: Rows, ranks: RankContext[Seams] = SINGLE) ->
         return opposed(x, signs)  # float32, as signs are
 
     return lowered(model, ranks, residual_of, norm)
+
+
+def watched(
+    form: Forward[Step, torch.Tensor], rows: Rows, model: Model, layers: Sequence[int],
+    see: Callable[[torch.Tensor], object],
+) -> Forward[Step, torch.Tensor]:  # fmt: skip
+    """The form of the model for such rows whose residual is shown, see `CpuForwards.watch`."""
+    first_ops = {
+        index
+        for index, block in enumerate(model.blocks)
+        if isinstance(block.inner, AttentionBlock) and block.inner.layer in layers
+    }
+    half = (slice(None), 0) if rows is Rows.FEW else ()  # of a residual that is kept with its negative
+    return form.watched(first_ops, lambda residual: see(residual[half].clone()))
 
 
 def signs_of(model: Model) -> torch.Tensor:

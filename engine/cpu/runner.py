@@ -6,7 +6,7 @@ cannot be sampled from fails alone; an exception of the forward pass itself prop
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -28,7 +28,7 @@ from engine.loader.load import LoadedModel
 from engine.plan import CompletedStep, PendingStep, ScheduledRow, StepPlan, StepResult
 from engine.ranks import SINGLE, RankContext, Seams
 from engine.request_states import RequestState
-from engine.runner import ModelRunner, sampled_queries, settle
+from engine.runner import ModelRunner, Proposer, sampled_queries, settle
 from engine.sampling.sampler import Sampler
 from engine.start_progress import OnProgress, no_progress
 from engine.trial_plans import prompt_plan
@@ -41,6 +41,10 @@ class Forwards(Protocol):
     """A model in the forms that its steps take."""
 
     def choose(self, num_tokens: int, only_decodes: bool) -> Forward[Step, Tensor]:
+        """See CpuForwards."""
+        ...
+
+    def watch(self, layers: Sequence[int], see: Callable[[Tensor], object]) -> None:
         """See CpuForwards."""
         ...
 
@@ -83,6 +87,7 @@ class CpuRunner(ModelRunner):
         self._backend = self._attention(loaded, kv_pool, geometry)
         self.attention_backend = self._backend.name
         self._sampler = Sampler()
+        self._residuals: list[Tensor] = []  # of the pass that runs, ahead of the layers that a proposer reads
         if loaded.device.type == "cpu" and config.num_threads:
             torch.set_num_threads(config.num_threads)
 
@@ -104,6 +109,12 @@ class CpuRunner(ModelRunner):
         if has_k_and_v and kv_pool.device.type == "cpu" and kv_pool.dtype == loaded.dtype:  # read as they lie
             return CpuAttention(kv_pool, loaded.model.config.num_heads, loaded.model.rotary)
         return PoolAttention(kv_pool, loaded.model.rotary)
+
+    def propose_with(self, proposer: Proposer) -> None:
+        """See ModelRunner. Raises ConfigError where a model does not show the layers that the proposer reads."""
+        super().propose_with(proposer)
+        if proposer.layers:
+            self._forwards.watch(proposer.layers, self._residuals.append)
 
     def _launch(self, plan: StepPlan, requests: Sequence[RequestState]) -> PendingStep:
         self._copy(plan)
@@ -135,9 +146,12 @@ class CpuRunner(ModelRunner):
         attend = partial(self._attend, metadata=self._backend.plan(batch, inputs))
         forward = self._forward_for(batch)
         self._ranks.inbox.receive(rows)
+        self._residuals.clear()
         hidden = forward.hidden(Step(inputs[0], inputs[1], attend))
         if self._ranks.pass_on(hidden):
             return result
+        if self._residuals:
+            self._proposer.observe(rows, requests, self._residuals)
         ends = batch.query_starts[1:]
         self._read_hidden(rows, requests, hidden, ends.__getitem__, forward.logits, result)
         self._add_samples(forward, batch, hidden, result)

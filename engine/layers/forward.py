@@ -7,7 +7,7 @@ against.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -79,9 +79,28 @@ class Forward(Generic[S, P]):
             lambda step: narrow(first._stream(step), step), self._ops[split:], self._final, self.logits, self._end
         )
 
+    def watched(self, first_ops: Iterable[int], see: Callable[[Tensor], object]) -> Forward[S, P]:
+        """Return this forward pass, which lets `see` read the residual ahead of these ops in every step.
+
+        What was pending has been added by then. The residual changes afterwards: a copy is the caller's to make.
+        """
+        ops = list(self._ops)
+        for index in first_ops:
+            ops[index] = ops[index]._replace(fold=_seen(ops[index].fold, see))
+        return Forward(self._start, ops, self._final, self.logits, self._end)
+
     def ended_by(self, final: Callable[[Tensor, P | None], Tensor]) -> Forward[S, P]:
         """Return this forward pass with `final` instead of the final norm."""
         return Forward(self._start, self._ops, final, self.logits)
+
+
+def _seen(fold: Callable[[Tensor, P | None], X], see: Callable[[Tensor], object]) -> Callable[[Tensor, P | None], X]:
+    def seen_fold(residual: Tensor, pending: P | None) -> X:
+        x = fold(residual, pending)
+        see(residual)  # the fold has added `pending` in place
+        return x
+
+    return seen_fold
 
 
 def plain(model: Model, ranks: RankContext[Seams] = SINGLE) -> Forward[Step, Tensor]:

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.cpu.lowering import CpuForwards, Rows, lower_model, with_dense_linears, with_invariant_linears
+from engine.cpu.lowering import (
+    CpuForwards,
+    Rows,
+    lower_model,
+    watched,
+    with_dense_linears,
+    with_invariant_linears,
+)
 from engine.layers.block import Step
 from engine.layers.forward import Forward
 from engine.layers.linear import Linear
@@ -122,6 +129,11 @@ class AdaptedForwards(CpuForwards):
         self._rows = rows
         models = {kind: with_adapters(_prepared(model, kind, batch_invariant), rows) for kind in Rows}
         self._adapted = {kind: lower_model(adapted, kind, ranks) for kind, adapted in models.items()}
+
+    def watch(self, layers: Sequence[int], see: Callable[[Tensor], object]) -> None:
+        """See CpuForwards."""
+        super().watch(layers, see)
+        self._adapted = {rows: watched(form, rows, self._model, layers, see) for rows, form in self._adapted.items()}
 
     def choose(self, num_tokens: int, only_decodes: bool) -> Forward[Step, Tensor]:
         if self._rows.groups is None:

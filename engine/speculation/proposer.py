@@ -6,7 +6,7 @@ sampled at its position, which is the one that the request would get without dra
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from common.errors import ConfigError
 from engine.config import EngineConfig
@@ -17,25 +17,33 @@ from engine.speculation.drafts import Speculation
 from engine.speculation.from_tokens import FromTokens
 from engine.speculation.settings import Method, SpeculationSettings
 
+if TYPE_CHECKING:
+    from engine.loader.load import LoadedModel
 
-def open_speculation(config: EngineConfig, runner: Any, vocab_size: int, on_gpu: bool) -> Speculation | None:
+
+def open_speculation(config: EngineConfig, runner: Any, loaded: LoadedModel) -> Speculation | None:
     """Let the runner propose drafts, if they are wanted. On a GPU they are in steps that have a decode graph.
 
-    Raises ConfigError for a draft model that does not fit.
+    Raises ConfigError for a draft model or a head that does not fit.
     """
     settings = config.of(SpeculationSettings).resolved()
     if not settings.num_speculative_tokens:
         return None
-    lengths = DraftLengths(settings.adaptive_drafts)
+    lengths, num_tokens = DraftLengths(settings.adaptive_drafts), settings.num_speculative_tokens
+    on_gpu = loaded.device.type == "cuda"
+    if on_gpu and settings.method in (Method.DRAFT, Method.EAGLE):
+        raise ConfigError(
+            f"--speculative {settings.speculative}: draft models and EAGLE heads run on CPUs; choose ngram or suffix"
+        )
+    proposer: Proposer
     if settings.method is Method.DRAFT:
-        if on_gpu:
-            raise ConfigError(
-                f"--speculative {settings.speculative}: draft models run on CPUs; choose ngram or suffix"
-            )
         from engine.speculation.open_draft_model import open_draft_model
 
-        num_tokens = settings.num_speculative_tokens
-        proposer: Proposer = open_draft_model(settings.draft_model, num_tokens, config, vocab_size, lengths)
+        proposer = open_draft_model(settings.draft_model, num_tokens, config, loaded.config.vocab_size, lengths)
+    elif settings.method is Method.EAGLE:
+        from engine.speculation.eagle.opening import open_eagle_head
+
+        proposer = open_eagle_head(settings.eagle_head, num_tokens, config, loaded, lengths)
     else:
         proposer = from_tokens(settings)
     runner.propose_with(proposer)

@@ -13,14 +13,14 @@ from common.errors import ConfigError
 from engine.request import MAX_SPECULATIVE_TOKENS
 from engine.wings import EngineWing
 
-DRAFT_PREFIX = "draft:"
+DRAFT_PREFIX, EAGLE_PREFIX = "draft:", "eagle:"
 # Names of vLLM's --speculative-config, and ours.
 JSON_NAMES = {
     "num_speculative_tokens": "num_speculative_tokens",
     "prompt_lookup_max": "ngram_max",
     "prompt_lookup_min": "ngram_min",
 }
-JSON_METHODS = {"ngram": "ngram", "suffix": "suffix", "draft_model": "draft"}
+JSON_METHODS = {"ngram": "ngram", "suffix": "suffix", "draft_model": DRAFT_PREFIX, "eagle3": EAGLE_PREFIX}
 
 
 class Method(Enum):
@@ -30,16 +30,19 @@ class Method(Enum):
     NGRAM = "ngram"
     SUFFIX = "suffix"
     DRAFT = "draft"
+    EAGLE = "eagle"
 
 
 # Most drafts of a row where nothing is said.
-DEFAULT_TOKENS = {Method.NONE: 0, Method.NGRAM: 8, Method.SUFFIX: 16, Method.DRAFT: 4}
+DEFAULT_TOKENS = {Method.NONE: 0, Method.NGRAM: 8, Method.SUFFIX: 16, Method.DRAFT: 4, Method.EAGLE: 4}
 
 
 @dataclass(frozen=True)
 class SpeculationSettings(EngineWing):
     speculative: str = setting(
-        "", "what proposes draft tokens, accepted when equal to the sampled ones: ngram, suffix, draft:MODEL"
+        "",
+        "what proposes draft tokens, accepted when equal to the sampled ones: ngram, suffix, draft:MODEL, "
+        "eagle:DIR (an EAGLE-3 head)",
     )
     num_speculative_tokens: int = setting(
         0, "most draft tokens per sequence and step; 0: as --speculative has them, none without it"
@@ -62,8 +65,8 @@ class SpeculationSettings(EngineWing):
         )
         require(self.suffix_tokens >= 0, f"--suffix-tokens {self.suffix_tokens}: choose 0 or more")
         require(
-            self.speculative in ("", "ngram", "suffix") or bool(self.draft_model),
-            f"--speculative {self.speculative}: choose ngram, suffix or draft:MODEL",
+            self.speculative in ("", "ngram", "suffix") or bool(self.draft_model or self.eagle_head),
+            f"--speculative {self.speculative}: choose ngram, suffix, draft:MODEL or eagle:DIR",
         )
         if self.speculative_config:
             self.resolved()
@@ -74,10 +77,15 @@ class SpeculationSettings(EngineWing):
         return self.speculative.removeprefix(DRAFT_PREFIX) if self.speculative.startswith(DRAFT_PREFIX) else ""
 
     @property
+    def eagle_head(self) -> str:
+        """Folder or hub id of the EAGLE-3 head; empty: none."""
+        return self.speculative.removeprefix(EAGLE_PREFIX) if self.speculative.startswith(EAGLE_PREFIX) else ""
+
+    @property
     def method(self) -> Method:
         if not self.speculative:
             return Method.NGRAM if self.num_speculative_tokens else Method.NONE
-        return Method.DRAFT if self.draft_model else Method(self.speculative)
+        return Method(self.speculative.partition(":")[0])
 
     @property
     def needs_known_tokens(self) -> bool:
@@ -106,6 +114,9 @@ def _from_json(text: str) -> Mapping[str, Any]:
     unknown = given.keys() - JSON_NAMES.keys()
     require(not unknown, f"--speculative-config: {', '.join(sorted(unknown))} is not served")
     require(all(isinstance(value, int) for value in given.values()), "--speculative-config: numbers must be integers")
-    require(method != "draft_model" or bool(model), "--speculative-config: a draft model needs its `model`")
-    speculative = JSON_METHODS[method] if method != "draft_model" else DRAFT_PREFIX + str(model)
+    speculative = JSON_METHODS[method]
+    if speculative in (DRAFT_PREFIX, EAGLE_PREFIX):
+        kind = "a draft model" if speculative == DRAFT_PREFIX else "an EAGLE-3 head"
+        require(bool(model), f"--speculative-config: {kind} needs its `model`")
+        speculative += str(model)
     return {"speculative": speculative, **{JSON_NAMES[name]: value for name, value in given.items()}}

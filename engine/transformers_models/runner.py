@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
+from common.errors import ConfigError
 from common.wings import require_wing
 from engine.config import EngineConfig
 from engine.cpu.runner import CpuRunner
@@ -30,6 +32,10 @@ class WholeModel:
     def choose(self, num_tokens: int, only_decodes: bool) -> Forward[Step, Tensor]:
         """See CpuForwards."""
         return self._forward
+
+    def watch(self, layers: Sequence[int], see: Callable[[Tensor], object]) -> None:
+        """Raises ConfigError: what is between transformers' layers stays there."""
+        raise ConfigError("an EAGLE head reads hidden states that models by transformers' code do not give")
 
 
 class TransformersRunner(CpuRunner):

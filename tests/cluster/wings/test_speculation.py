@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
 from engine import LLM, SamplingParams
+from engine.loader.random_weights import DRY_RUN_CONFIG
+from tests.engine.speculation.eagle.heads import RandomHead
 from tests.harness.cluster import Cluster, free_ports, metric, running_cluster
 
 ENGINE = (
@@ -63,8 +66,18 @@ def test_drafts_change_no_answer(reference: LLM) -> None:
         assert 60 < accepted < drafted
 
 
-@pytest.mark.parametrize("method", ["suffix", "draft:dry-run"])
-def test_a_stream_moves_to_another_worker_with_its_drafts(method: str, reference: LLM) -> None:
+@pytest.fixture(scope="module")
+def eagle_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random head for the dry-run model: a third of its drafts is right, of three tokens to choose from."""
+    size, vocab_size = DRY_RUN_CONFIG.hidden_size, DRY_RUN_CONFIG.vocab_size
+    changes = {"hidden_size": size, "eagle_aux_hidden_state_layer_ids": [0, 1, 1]}
+    head = RandomHead(changes, draft_vocab=0, vocab_size=vocab_size, model_size=size)
+    return head.save(tmp_path_factory.mktemp("eagle"))
+
+
+@pytest.mark.parametrize("method", ["suffix", "draft:dry-run", "eagle:"])
+def test_a_stream_moves_to_another_worker_with_its_drafts(method: str, reference: LLM, eagle_head: Path) -> None:
+    method += str(eagle_head) if method == "eagle:" else ""
     params = SamplingParams(max_tokens=1500, temperature=0.0, ignore_eos=True, allowed_token_ids=(97, 98, 99))
     [expected] = reference.generate(PROMPTS[1], params)
     with running_cluster(

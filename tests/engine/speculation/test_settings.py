@@ -39,6 +39,8 @@ def resolved(**settings: object) -> SpeculationSettings:
         ({"speculative_config": '{"method": "ngram", "num_speculative_tokens": 5}'}, Method.NGRAM, 5),
         ({"speculative_config": '{"method": "suffix"}'}, Method.SUFFIX, 16),
         ({"speculative_config": '{"model": "org/small", "num_speculative_tokens": 2}'}, Method.DRAFT, 2),
+        ({"speculative": "eagle:org/small"}, Method.EAGLE, 4),
+        ({"speculative_config": '{"method": "eagle3", "model": "org/small"}'}, Method.EAGLE, 4),
     ],
     ids=str,
 )
@@ -46,6 +48,7 @@ def test_what_proposes_drafts(settings: dict[str, object], method: Method, num_t
     made = resolved(**settings)
     assert (made.method, made.num_speculative_tokens) == (method, num_tokens)
     assert made.draft_model == ("org/small" if method is Method.DRAFT else "")
+    assert made.eagle_head == ("org/small" if method is Method.EAGLE else "")
     assert SpeculationSettings(**settings).needs_known_tokens == (num_tokens > 0)  # type: ignore[arg-type]
 
 
@@ -57,12 +60,14 @@ def test_vllms_names_are_understood() -> None:
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"speculative": "eagle:x"}, "--speculative eagle:x: choose ngram, suffix or draft:MODEL"),
+        ({"speculative": "medusa:x"}, "--speculative medusa:x: choose ngram, suffix, draft:MODEL or eagle:DIR"),
+        ({"speculative": "eagle:"}, "--speculative eagle:: choose"),
         ({"speculative": "draft:"}, "--speculative draft:: choose"),
         ({"suffix_tokens": -1}, "--suffix-tokens -1"),
         ({"speculative_config": "{"}, "is not JSON"),
         ({"speculative_config": "[]"}, "give a JSON object"),
-        ({"speculative_config": '{"method": "eagle3", "model": "x"}'}, 'method "eagle3" is none of'),
+        ({"speculative_config": '{"method": "eagle", "model": "x"}'}, 'method "eagle" is none of'),
+        ({"speculative_config": '{"method": "eagle3"}'}, "an EAGLE-3 head needs its `model`"),
         ({"speculative_config": '{"method": "ngram", "quantization": "fp8"}'}, "quantization is not served"),
         ({"speculative_config": '{"method": "draft_model"}'}, "needs its `model`"),
         ({"speculative_config": '{"num_speculative_tokens": "5"}'}, "must be integers"),

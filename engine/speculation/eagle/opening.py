@@ -1,0 +1,40 @@
+"""Opens an EAGLE-3 head next to the model that it was trained for."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from common.errors import ConfigError
+from common.model_files import resolve_model
+from engine.config import EngineConfig
+from engine.loader.load import LoadedModel
+from engine.speculation.draft_length import DraftLengths
+from engine.speculation.eagle.checkpoint import read_head
+from engine.speculation.eagle.proposer import FromEagleHead
+
+logger = logging.getLogger(__name__)
+
+
+def open_eagle_head(
+    name: str, num_tokens: int, config: EngineConfig, loaded: LoadedModel, lengths: DraftLengths
+) -> FromEagleHead:
+    """name: folder or hub id of the head. Raises ConfigError where it does not fit the model."""
+    flag = f"--speculative eagle:{name}"
+    if config.num_ranks > 1:
+        raise ConfigError(f"{flag}: the head drafts for a model in one process; leave out --tp and --pp")
+    if config.is_simulated:
+        raise ConfigError(f"{flag}: --simulated-steps compute nothing that the head could read")
+    if not loaded.config.is_causal:
+        raise ConfigError(f"{flag}: {config.model} generates no text")
+    files = resolve_model(name)
+    if files.kind != "directory":
+        raise ConfigError(f"{flag}: name a folder with config.json and the head's weights, or a hub id")
+    with torch.inference_mode():
+        try:
+            head = read_head(files.path, loaded.config, loaded.model.embedding, loaded.model.head)
+        except ConfigError as error:
+            raise ConfigError(f"{flag}: {error}") from error
+    logger.info("drafts by the EAGLE-3 head %s, which reads layers %s", files.name, head.shape.layers)
+    return FromEagleHead(head, lengths, num_tokens, loaded.config.vocab_size)

@@ -1,0 +1,200 @@
+"""Drafts by an EAGLE-3 head: what layers of the model have made of a request's tokens, and the token sampled last.
+
+The head keeps K and V of each request, from the first position on that this engine computes. Of what came from a
+prefix cache or a peer it knows nothing: it drafts by the text behind that, and its drafts are accepted less often.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from engine.plan import ScheduledRow, StepResult
+from engine.request import TokenId
+from engine.request_states import RequestState
+from engine.runner import Sampled
+from engine.sampling.sampler import Sampler
+from engine.speculation.draft_length import DraftLengths
+from engine.speculation.eagle.head import EagleHead, HeadKv
+from engine.speculation.from_model import Drafting, FromModel, params_of_drafts
+from engine.speculation.from_tokens import most_drafts
+
+
+@dataclass(slots=True, frozen=True)
+class Positions:
+    """Positions of a sequence from `start` on, and what the model's layers have made of them: f (n, hidden)."""
+
+    start: int
+    hidden: Tensor
+
+
+@dataclass(slots=True)
+class Followed(Drafting):
+    """A request as the head sees it. state: tokens known, and drafts after them."""
+
+    state: RequestState
+    most: int  # drafts
+    num_known: int = 0
+    kv: HeadKv = field(default_factory=HeadKv)
+    fresh: Positions | None = None  # of the row that is being sampled
+    last: tuple[Tensor, Tensor] | None = None  # of the position before the last token: the layer's inputs, and f
+
+    def update(self, token_ids: Sequence[TokenId]) -> None:
+        """Take the tokens that are known by now."""
+        self.state.token_ids[self.num_known :] = token_ids[self.num_known :]
+        self.num_known = len(token_ids)
+
+
+class FromEagleHead(FromModel):
+    """Proposes what a head says."""
+
+    def __init__(self, head: EagleHead, lengths: DraftLengths, num_tokens: int, vocab_size: int) -> None:
+        """num_tokens: most drafts of a row. vocab_size: of the model."""
+        super().__init__(lengths)
+        self.layers = head.layers
+        self._head, self._num_tokens, self._vocab_size = head, num_tokens, vocab_size
+        self._sampler = Sampler()
+
+    def observe(
+        self, rows: Sequence[ScheduledRow], requests: Sequence[RequestState], residuals: Sequence[Tensor]
+    ) -> None:
+        """See Proposer. K and V of prompts are computed here; rows that are sampled wait for their next token."""
+        began = time.monotonic()
+        entries: list[tuple[Followed, ScheduledRow, RequestState]] = []
+        tokens: list[int] = []  # of these, among all
+        end = 0
+        for row, request in zip(rows, requests, strict=True):
+            begin, end = end, end + row.num_tokens
+            followed = self._follow(request)
+            if followed is not None:
+                entries.append((followed, row, request))
+                tokens += range(begin, end)
+        if entries:
+            hidden = self._head.join(residuals if len(tokens) == end else [each[tokens] for each in residuals])
+            end = 0
+            for followed, row, _ in entries:
+                begin, end = end, end + row.num_tokens
+                followed.fresh = Positions(row.start, hidden[begin:end])
+        known = [(followed, request) for followed, row, request in entries if not row.samples]
+        for followed, request in known:
+            followed.update(request.token_ids)
+        self._take([followed for followed, _ in known])
+        self._lengths.exclude(time.monotonic() - began)
+
+    def propose(self, found: StepResult, sampled: Sequence[Sampled], hidden: Tensor) -> None:
+        """See Proposer."""
+        began = time.monotonic()
+        rows: dict[int, Followed] = {}
+        for _, row, request, _, _ in sampled:
+            followed = request.drafter
+            if row in rows or not isinstance(followed, Followed) or not found.token_ids[row]:
+                continue
+            self._acceptance.learn(followed.record, found.token_ids[row])
+            followed.record.drafts, followed.record.kinds = [], []
+            followed.update(request.token_ids)
+            rows[row] = followed
+        self._take(list(rows.values()))
+        self._draft([each for each in rows.values() if self._is_worth_drafting(each, len(rows))], len(rows))
+        for row, followed in rows.items():
+            if followed.drafts.token_ids:
+                found.drafts[row] = followed.taken()
+        self._lengths.exclude(time.monotonic() - began)
+
+    def _follow(self, request: RequestState) -> Followed | None:
+        """None: nothing will be drafted for the request."""
+        if request.drafter is None and not request.prefill_only:
+            most = most_drafts(request, self._num_tokens)
+            if most:
+                params = params_of_drafts(request.params, self._vocab_size)
+                state = RequestState(request.request_id, [], request.num_prompt_tokens, params)
+                request.drafter = Followed(state, most)
+        return request.drafter if isinstance(request.drafter, Followed) else None
+
+    def _take(self, all_followed: Sequence[Followed]) -> None:
+        """Compute K and V of fresh positions, as far as the token behind each is known."""
+        taken: list[tuple[Followed, Positions]] = []
+        for followed in all_followed:
+            fresh, followed.fresh, followed.last = followed.fresh, None, None
+            if fresh is not None:
+                hidden = fresh.hidden[: max(followed.num_known - 1 - fresh.start, 0)]
+                if hidden.shape[0]:
+                    taken.append((followed, Positions(fresh.start, hidden)))
+        if not taken:
+            return
+        token_ids: list[TokenId] = []
+        positions: list[int] = []
+        for followed, new in taken:
+            stop = new.start + new.hidden.shape[0]
+            token_ids += followed.state.token_ids[new.start + 1 : stop + 1]
+            positions += range(new.start, stop)
+        hidden = torch.cat([new.hidden for _, new in taken])
+        inputs = self._head.inputs(torch.tensor(token_ids), hidden)
+        kv = self._head.keys_and_values(inputs, torch.tensor(positions))
+        end = 0
+        for followed, new in taken:
+            begin, end = end, end + new.hidden.shape[0]
+            followed.kv.put(new.start, kv[begin:end])
+            followed.last = inputs[end - 1], hidden[end - 1]
+
+    def _draft(self, wanted: Sequence[Followed], num_rows: int) -> None:
+        """Draft for these requests. num_rows: of the step."""
+        drafting = [followed for followed in wanted if followed.last is not None]
+        if not drafting:
+            return
+        lasts = [followed.last for followed in drafting if followed.last is not None]
+        inputs, hidden = torch.stack([each[0] for each in lasts]), torch.stack([each[1] for each in lasts])
+        for followed in drafting:
+            followed.probability = 1.0
+        while True:
+            began = time.monotonic()
+            positions = torch.tensor([followed.kv.end - 1 for followed in drafting])
+            outputs = self._head.outputs(inputs, hidden, positions, [followed.kv for followed in drafting])
+            going = self._add_samples(drafting, self._head.logits(outputs))
+            self._times.observe(len(drafting), 0, time.monotonic() - began)
+            least = self._least_probability(num_rows, len(drafting))
+            going = [
+                index
+                for index in going
+                if len(drafting[index].drafts.token_ids) < drafting[index].most
+                and drafting[index].probability > least
+            ]
+            if not going:
+                return
+            drafting, hidden = [drafting[index] for index in going], outputs[going]
+            inputs = self._head.inputs(torch.tensor([each.state.token_ids[-1] for each in drafting]), hidden)
+            kv = self._head.keys_and_values(inputs, torch.tensor([each.kv.end for each in drafting]))
+            for followed, own in zip(drafting, kv.unbind(), strict=True):
+                followed.kv.put(followed.kv.end, own[None])
+
+    def _add_samples(self, drafting: Sequence[Followed], logits: Tensor) -> list[int]:
+        """Add a draft to each request. Returns the indices of those that have got one."""
+        got = []
+        for index, (token_id, logprob) in enumerate(self._sampled(drafting, logits.float())):
+            if token_id >= 0:
+                self._add_draft(drafting[index], token_id, logprob)
+                drafting[index].state.token_ids.append(token_id)
+                got.append(index)
+        return got
+
+    def _sampled(self, drafting: Sequence[Followed], logits: Tensor) -> list[tuple[TokenId, float]]:
+        """A token of the model, negative where there is none, and the log-probability that the head gives it."""
+        own_ids = self._head.weights.token_ids
+        states = [followed.state for followed in drafting]
+        if all(state.params.temperature == 0 and not state.changes_logits for state in states):
+            best, indices = logits.max(dim=-1)
+            token_ids = indices if own_ids is None else own_ids[indices]
+            logprobs = (best - logits.logsumexp(dim=-1)).nan_to_num_(nan=float("-inf"))
+            return list(zip(token_ids.tolist(), logprobs.tolist(), strict=True))
+        if own_ids is not None:  # the others' logits do not matter: the head cannot propose them
+            whole = logits.new_full((len(states), self._vocab_size), float("-inf"))
+            whole[:, own_ids] = logits
+            logits = whole
+        found = self._sampler.sample(logits, states, [len(state.token_ids) for state in states])
+        return [
+            (token_id, float("-inf") if entry is None else entry.logprob)
+            for token_id, entry in zip(found.token_ids, found.logprobs, strict=True)
+        ]

@@ -1,0 +1,171 @@
+"""An EAGLE-3 head in an engine on a CPU: the tokens of an engine without it, wherever a request's KV comes from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.grammar import grammar
+from common.model_files import resolve_model
+from common.text.load import load_tokenizer
+from engine.assembly import EngineParts
+from engine.loader import load
+from engine.speculation.eagle.proposer import Followed, FromEagleHead
+from engine.speculation.from_model import FIRST_PAUSE
+from tests.engine.driving import num_drafts
+from tests.engine.speculation.eagle.heads import RandomHead
+from tests.engine.speculation.test_engine import PARAMS, PLAIN, PROMPTS, SETTINGS, open_parts, run
+from tests.engine.tiny_models import TINY_MODELS
+from tests.harness.waiting import wait_until
+
+pytestmark = pytest.mark.slow
+ALWAYS = {"adaptive_drafts": False, "num_speculative_tokens": 4, "quant_mode": "none"}
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return TINY_MODELS[request.param].save(tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return RandomHead().save(tmp_path_factory.mktemp("head"))
+
+
+def drafted_by(model: Path, head: Path, **settings: Any) -> EngineParts:
+    return open_parts(model, **{"speculative": f"eagle:{head}", **settings})
+
+
+def proposer_of(parts: EngineParts) -> FromEagleHead:
+    proposer = parts.runner._proposer
+    assert isinstance(proposer, FromEagleHead)
+    return proposer
+
+
+@pytest.mark.parametrize("settings", [*SETTINGS, {"batch_invariant": True}, {"prefix_cache": False}], ids=str)
+def test_no_draft_changes_an_answer(model: Path, head: Path, settings: dict[str, Any]) -> None:
+    """Greedy and sampled, with penalties, in batches, small steps, and where requests give way."""
+    plain, _ = run(open_parts(model, quant_mode="none", **settings).engine)
+    parts = drafted_by(model, head, **ALWAYS, **settings)
+    for _ in range(2):  # the second time from the prefix cache
+        requests, _ = run(parts.engine)
+        assert [request.output_token_ids for request in requests] == [request.output_token_ids for request in plain]
+    drafted, accepted = num_drafts(parts.engine)
+    assert drafted > 100
+    assert accepted < drafted / 2
+    if "preemption" in settings:
+        assert parts.engine.load().num_preemptions > 0
+
+
+def test_drafts_of_bfloat16(model: Path, head: Path) -> None:
+    """The type in which models are served: the layers' GEMMs are other ones."""
+    settings = {"dtype": "bfloat16", "batch_invariant": True}
+    plain, _ = run(open_parts(model, quant_mode="none", **settings).engine)
+    parts = drafted_by(model, head, **ALWAYS, **settings)
+    requests, _ = run(parts.engine)
+    assert [request.output_token_ids for request in requests] == [request.output_token_ids for request in plain]
+    assert num_drafts(parts.engine)[0] > 100
+
+
+def test_choices_of_a_request_that_share_its_prompt(model: Path, head: Path) -> None:
+    """As the router sends n = 2: two seeds, one prompt, of which the second finds blocks in the prefix cache."""
+    prompt, answers = list(range(10, 60)), []
+    for parts in (open_parts(model, quant_mode="none"), drafted_by(model, head, **ALWAYS)):
+        requests = [
+            parts.engine.add_request(prompt, replace(PLAIN, temperature=1.0, seed=seed, max_tokens=40))
+            for seed in (1, 2)
+        ]
+        while parts.engine.has_work():
+            parts.engine.step()
+        answers.append([request.output_token_ids for request in requests])
+    assert answers[0] == answers[1]
+    assert answers[0][0] != answers[0][1]
+    assert num_drafts(parts.engine)[0] > 20
+
+
+@pytest.mark.wing("engine.grammar")
+def test_answers_that_follow_a_grammar(model: Path, head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "load_tokenizer", lambda _: load_tokenizer(resolve_model("dry-run")))
+    params = replace(PLAIN, grammar=grammar.regex("([a-f]{3} ){20}"), temperature=1.0, seed=4)
+    answers = []
+    for parts in (open_parts(model, quant_mode="none"), drafted_by(model, head, **ALWAYS)):
+        requests = [parts.engine.add_request(prompt, params) for prompt in PROMPTS[:3]]
+        wait_until(lambda: not any(request.is_held for request in requests))  # noqa: B023
+        while parts.engine.has_work():
+            parts.engine.step()
+        assert parts.engine.num_failed_steps == 0
+        answers.append([request.output_token_ids for request in requests])
+    assert answers[0] == answers[1]
+    assert all(32 <= token <= 102 for answer in answers[1] for token in answer)
+    assert num_drafts(parts.engine)[0] > 20
+
+
+def test_a_request_that_is_handed_over(model: Path, head: Path) -> None:
+    """As workers do it. The head knows nothing of the prompt, but for one that is too short to be pulled."""
+    expected, _ = run(open_parts(model, quant_mode="none").engine)
+    prefill, decode = (drafted_by(model, head, **ALWAYS) for _ in range(2))
+    seen: list[int] = []
+    for prompt, params, plain in zip(PROMPTS, PARAMS, expected, strict=True):
+        sent = prefill.engine.add_request(prompt, params, prefill_only=True)
+        while prefill.engine.has_work():
+            prefill.engine.step()
+        leased = prefill.engine.kv.detach(sent, sent.num_known_tokens - 1)
+        request = decode.engine.add_request(
+            prompt, params, output_token_ids=sent.output_token_ids, kv_source="lease", num_source_tokens=len(prompt)
+        )
+        [job] = decode.engine.step().loads
+        decode.runner._pool[job.block_ids] = prefill.runner._pool[[leased[position] for position in job.positions]]
+        decode.engine.finish_load(job, True)
+        while decode.engine.has_work():
+            decode.engine.step()
+            seen += [state.drafter.kv.first for state in decode.runner._requests._states.values() if state.drafter]
+        assert request.output_token_ids == plain.output_token_ids
+    assert set(seen) == {len(prompt) if len(prompt) > 16 else 0 for prompt in PROMPTS}
+    assert num_drafts(decode.engine)[0] > 100
+    assert num_drafts(prefill.engine) == (0, 0)
+
+
+def test_a_prompt_from_the_prefix_cache(model: Path, head: Path) -> None:
+    """The head drafts by what is computed here."""
+    parts = drafted_by(model, head, **ALWAYS, block_size=8)
+    firsts = []
+    for _ in range(2):
+        request = parts.engine.add_request(list(range(50)), PLAIN)
+        while parts.engine.has_work():
+            parts.engine.step()
+            firsts += [followed_by(parts, request.request_id).kv.first] if request.output_token_ids else []
+    assert request.num_cached_tokens == 48
+    assert set(firsts) == {0, 48}
+
+
+def followed_by(parts: EngineParts, request_id: str) -> Followed:
+    followed = parts.runner._requests._states[request_id].drafter
+    assert isinstance(followed, Followed)
+    return followed
+
+
+def test_drafts_that_are_never_right_are_tried_ever_less(model: Path, head: Path) -> None:
+    """As a draft model's; K and V are kept up meanwhile, since the next attempt needs them."""
+    parts = drafted_by(model, head, quant_mode="none")
+    proposer = proposer_of(parts)
+    proposer._least_probability = lambda num_rows, num_drafting: 0.3  # type: ignore[method-assign]
+    params = replace(PLAIN, max_tokens=240)
+    request = parts.engine.add_request([1, 2, 3], params)
+    num_passes = 0
+    logits_of = proposer._head.logits
+
+    def counted(outputs: Any) -> Any:
+        nonlocal num_passes
+        num_passes += 1
+        return logits_of(outputs)
+
+    proposer._head.logits = counted  # type: ignore[method-assign]
+    while parts.engine.has_work():
+        parts.engine.step()
+    followed = followed_by(parts, request.request_id)
+    assert followed.pause > 4 * FIRST_PAUSE
+    assert (followed.kv.first, followed.kv.end) == (0, 242)
+    assert num_passes < 40

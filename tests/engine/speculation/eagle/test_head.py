@@ -1,0 +1,113 @@
+"""A head's drafts against a reference written out here, on hidden states that transformers computes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from engine.plan import StepResult
+from engine.request import SamplingParams
+from engine.runner import Sampled
+from engine.speculation.eagle.proposer import FromEagleHead
+from tests.engine.speculation.eagle.heads import RandomHead, Reference
+from tests.engine.speculation.test_engine import open_parts
+from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, TinyModel
+
+pytestmark = pytest.mark.slow
+NUM_DRAFTS = 4
+DEEP = {"num_hidden_layers": 8}  # so that the three layers are different ones
+MODELS = {
+    "llama": TinyModel("Llama", DEEP),
+    "llama-tied": TinyModel("Llama", {**DEEP, "tie_word_embeddings": True}),
+    "qwen3": TinyModel("Qwen3", {**DEEP, **TINY_MODELS["qwen3"].changes}),
+}
+HEADS = {
+    "plain": RandomHead(),
+    "own-tokens-and-embedding": RandomHead(draft_vocab=0, has_embedding=True),
+    "normed-residual": RandomHead({"norm_before_residual": True}),
+    "chosen-inputs": RandomHead({"eagle_aux_hidden_state_layer_ids": [1, 4, 7]}),
+    "chosen-outputs": RandomHead({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 3, 6]}}),
+}
+READ = {"chosen-inputs": (1, 4, 7), "chosen-outputs": (1, 4, 7)}  # others: 2, n / 2, n - 3
+GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+
+
+class Recording:
+    """Keeps what a proposer proposes: the tokens known, and the drafts behind them."""
+
+    def __init__(self, proposer: FromEagleHead) -> None:
+        self.proposed: list[tuple[list[int], list[int]]] = []
+        propose = proposer.propose
+
+        def recorded(found: StepResult, sampled: list[Sampled], hidden: Tensor) -> None:
+            propose(found, sampled, hidden)
+            requests = {row: request for _, row, request, _, _ in sampled}
+            self.proposed += [(list(requests[row].token_ids), each.token_ids) for row, each in found.drafts.items()]
+
+        proposer.propose = recorded  # type: ignore[assignment, method-assign]
+
+
+def saved(tmp_path: Path, model: str, head: RandomHead) -> tuple[transformers.PreTrainedModel, Path, Path]:
+    built = MODELS[model].build()
+    return built, MODELS[model].save(tmp_path / "model", built), head.save(tmp_path / "head")
+
+
+@pytest.mark.parametrize(
+    ("model", "head", "settings"),
+    [
+        *(("llama", name, {}) for name in HEADS),
+        ("llama-tied", "plain", {"max_num_batched_tokens": 8, "max_num_seqs": 4}),
+        ("qwen3", "plain", {"batch_invariant": True}),
+        ("qwen3", "normed-residual", {"prefix_cache": False}),
+    ],
+)
+def test_drafts_are_those_of_the_reference(tmp_path: Path, model: str, head: str, settings: dict[str, Any]) -> None:
+    """Of every step, alone and among others, whatever was accepted before, prompts in chunks or whole."""
+    built, path, folder = saved(tmp_path, model, HEADS[head])
+    parts = open_parts(
+        path, speculative=f"eagle:{folder}", adaptive_drafts=False, quant_mode="none",
+        num_speculative_tokens=NUM_DRAFTS, **settings,
+    )  # fmt: skip
+    recording = Recording(parts.runner._proposer)
+    prompts = [[(13 * i + 7 * j) % VOCAB_SIZE for j in range(5 + 9 * i)] for i in range(4)]
+    for prompt in prompts:
+        parts.engine.add_request(prompt, GREEDY)
+    while parts.engine.has_work():
+        parts.engine.step()
+    assert parts.engine.num_failed_steps == 0
+    assert len(recording.proposed) > 100
+    embedding = built.state_dict()["model.embed_tokens.weight"]
+    reference = Reference(HEADS[head].config, HEADS[head].tensors(), embedding)
+    for known, drafts in recording.proposed[::7]:
+        states = states_of(built, known[:-1], READ.get(head, (2, 4, 5)))
+        assert drafts == reference.drafts(known, states, len(drafts))
+    assert max(len(drafts) for _, drafts in recording.proposed) == NUM_DRAFTS
+    # Positions beyond those that the head's config names are rotated on.
+    assert max(len(known) for known, _ in recording.proposed) > HEADS[head].config["max_position_embeddings"]
+
+
+@torch.no_grad()
+def states_of(model: transformers.PreTrainedModel, token_ids: list[int], layers: tuple[int, ...]) -> Tensor:
+    found = model(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
+    return torch.cat([found[layer][0] for layer in layers], -1)
+
+
+def test_a_request_may_want_none(tmp_path: Path) -> None:
+    """Nothing is computed for it."""
+    _, path, folder = saved(tmp_path, "llama", RandomHead())
+    parts = open_parts(path, speculative=f"eagle:{folder}", adaptive_drafts=False)
+    recording = Recording(parts.runner._proposer)
+    requests = [
+        parts.engine.add_request([5, 6, most], replace(GREEDY, num_speculative_tokens=most)) for most in (0, 2)
+    ]
+    while parts.engine.has_work():
+        parts.engine.step()
+    assert {tuple(known[:3]) for known, _ in recording.proposed} == {(5, 6, 2)}
+    assert max(len(drafts) for _, drafts in recording.proposed) == 2
+    assert all(len(request.output_token_ids) == 40 for request in requests)
