@@ -149,8 +149,10 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     if (folder / BIN_NAME).is_file() and not any(folder.glob("*.safetensors")):
         try:
             found = torch.load(folder / BIN_NAME, map_location="cpu", weights_only=True, mmap=True)
-        except (OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+        except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
             raise ConfigError(f"{BIN_NAME} cannot be read: {error}") from error
+        if not isinstance(found, dict) or not all(isinstance(each, Tensor) for each in found.values()):
+            raise ConfigError(f"{BIN_NAME} holds no tensors by name")
     else:
         files = SafetensorsWeights(folder, torch.float32, torch.device("cpu"))
         quantized = [

@@ -1,0 +1,108 @@
+"""examples/train_eagle_head.py: a head that learns a small model's language drafts most of what it writes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from common.model_files import resolve_model
+from engine.config import EngineConfig
+from engine.loader.load import load_model
+from examples.train_eagle_head import Head, collect, most_common, train
+from tests.engine.speculation.eagle.heads import Reference
+from tests.engine.speculation.eagle.test_head import states_of
+from tests.engine.speculation.test_engine import PLAIN, open_parts
+from tests.engine.tiny_models import TINY_MODELS
+
+pytestmark = pytest.mark.slow
+FIRST, NUM_WORDS = 8, 48  # tokens of the language
+MODES = (4, 5)  # a text begins with one of these, which says what follows each token of it
+LAYERS = [0, 1, 2]
+EXACT: dict[str, Any] = {"dtype": "float32", "quant_mode": "none", "num_threads": 1}
+
+
+def text(mode: int, start: int, length: int) -> list[int]:
+    order = torch.randperm(NUM_WORDS, generator=torch.Generator().manual_seed(mode)).tolist()
+    found = [start]
+    while len(found) < length:
+        found.append(order[found[-1]])
+    return [mode, *(FIRST + word for word in found)]
+
+
+def trained_model() -> transformers.PreTrainedModel:
+    """Llama's shape, trained to write the language."""
+    model = TINY_MODELS["llama"].build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    torch.manual_seed(0)
+    for _ in range(120):
+        starts = torch.randint(NUM_WORDS, (32,)).tolist()
+        batch = torch.tensor([text(MODES[index % 2], start, 24) for index, start in enumerate(starts)])
+        loss = model(batch, labels=batch).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[transformers.PreTrainedModel, Path, Path]:
+    folder = tmp_path_factory.mktemp("trained")
+    model = trained_model()
+    model.save_pretrained(folder / "model")
+    name = str(folder / "model")
+    prompts = [text(mode, start, 2) for mode in MODES for start in range(0, NUM_WORDS, 2)]
+    samples = collect(name, prompts, 32, LAYERS, 0.5, **EXACT)
+    loaded = load_model(resolve_model(name), EngineConfig(name, device="cpu", dtype="float32", quant_mode="none"))
+    head = Head(loaded, most_common(samples, 60))
+    train(head, samples, 80, 8, 5e-3, 3)
+    head.save(folder / "head", LAYERS)
+    return model, folder / "model", folder / "head"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_trained_head_drafts_more_than_a_token_a_step(
+    trained: tuple[transformers.PreTrainedModel, Path, Path], temperature: float
+) -> None:
+    """On texts that it has not been trained with, and with the model's tokens."""
+    _, model, head = trained
+    plain = open_parts(model, quant_mode="none")
+    made = open_parts(
+        model, quant_mode="none", speculative=f"eagle:{head}", num_speculative_tokens=3, adaptive_drafts=False
+    )
+    params = replace(PLAIN, max_tokens=64, temperature=temperature, seed=7)
+    prompts = [text(mode, start, 2) for mode in MODES for start in (1, 17, 33)]
+    answers, steps = [], []
+    for parts in (plain, made):
+        requests = [parts.engine.add_request(prompt, params) for prompt in prompts]
+        while parts.engine.has_work():
+            parts.engine.step()
+        answers.append([request.output_token_ids for request in requests])
+        steps.append(parts.engine.num_steps)
+    assert answers[0] == answers[1]
+    speculation = made.engine._scheduler.speculation
+    assert speculation is not None
+    tokens_a_step = 1 + speculation.num_accepted / speculation.num_rows
+    print(f"{tokens_a_step:.2f} tokens a step")
+    assert tokens_a_step > 2
+    assert steps[1] < 0.6 * steps[0]
+
+
+def test_the_layout_is_the_published_one(trained: tuple[transformers.PreTrainedModel, Path, Path]) -> None:
+    """By the test's own reference, from the files alone."""
+    model, _, head = trained
+    config, tensors = json.loads((head / "config.json").read_text()), load_file(head / "model.safetensors")
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert config["draft_vocab_size"] == len(tensors["d2t"]) == int(tensors["t2d"].sum()) < config["vocab_size"]
+    assert {name.partition(".")[0] for name in tensors} == {"fc", "midlayer", "norm", "lm_head", "d2t", "t2d"}
+    floats = {name: each.float() if each.is_floating_point() else each for name, each in tensors.items()}
+    reference = Reference(config, floats, model.state_dict()["model.embed_tokens.weight"])
+    known = text(MODES[0], 9, 20)
+    drafts = reference.drafts(known, states_of(model, known[:-1], (0, 1, 2)), 3)
+    assert drafts == text(MODES[0], 9, 23)[-3:]
