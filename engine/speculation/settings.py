@@ -110,6 +110,8 @@ def _from_json(text: str) -> Mapping[str, Any]:
     require(isinstance(given, dict), "--speculative-config: give a JSON object")
     model = given.pop("model", "")
     method = given.pop("method", "draft_model" if model else "ngram")
+    if given.get("draft_tensor_parallel_size") == 1:  # as it is here, and vLLM's examples say it
+        del given["draft_tensor_parallel_size"]
     require(method in JSON_METHODS, f'--speculative-config: method "{method}" is none of {", ".join(JSON_METHODS)}')
     unknown = given.keys() - JSON_NAMES.keys()
     require(not unknown, f"--speculative-config: {', '.join(sorted(unknown))} is not served")

@@ -106,7 +106,7 @@ class FromEagleHead(FromModel):
 
     def _follow(self, request: RequestState) -> Followed | None:
         """None: nothing will be drafted for the request."""
-        if request.drafter is None and not request.prefill_only:
+        if request.drafter is None and not (request.prefill_only or request.params.pooling):
             most = most_drafts(request, self._num_tokens)
             if most:
                 params = params_of_drafts(request.params, self._vocab_size)

@@ -41,6 +41,14 @@ def resolved(**settings: object) -> SpeculationSettings:
         ({"speculative_config": '{"model": "org/small", "num_speculative_tokens": 2}'}, Method.DRAFT, 2),
         ({"speculative": "eagle:org/small"}, Method.EAGLE, 4),
         ({"speculative_config": '{"method": "eagle3", "model": "org/small"}'}, Method.EAGLE, 4),
+        (
+            {
+                "speculative_config": '{"method": "eagle3", "model": "org/small", "num_speculative_tokens": 2, '
+                '"draft_tensor_parallel_size": 1}'
+            },
+            Method.EAGLE,
+            2,
+        ),
     ],
     ids=str,
 )
@@ -70,6 +78,7 @@ def test_vllms_names_are_understood() -> None:
         ({"speculative_config": '{"method": "eagle3"}'}, "an EAGLE-3 head needs its `model`"),
         ({"speculative_config": '{"method": "ngram", "quantization": "fp8"}'}, "quantization is not served"),
         ({"speculative_config": '{"method": "draft_model"}'}, "needs its `model`"),
+        ({"speculative_config": '{"model": "x", "draft_tensor_parallel_size": 2}'}, "draft_tensor_parallel_size is"),
         ({"speculative_config": '{"num_speculative_tokens": "5"}'}, "must be integers"),
         ({"speculative_config": '{"num_speculative_tokens": 500}'}, "choose 1 to 64"),
     ],

@@ -169,3 +169,15 @@ def test_drafts_that_are_never_right_are_tried_ever_less(model: Path, head: Path
     assert followed.pause > 4 * FIRST_PAUSE
     assert (followed.kv.first, followed.kv.end) == (0, 242)
     assert num_passes < 40
+
+
+@pytest.mark.wing("engine.pooling")
+def test_nothing_is_computed_for_vectors_and_prompts_of_others(model: Path, head: Path) -> None:
+    parts = drafted_by(model, head, **ALWAYS)
+    requests = [
+        parts.engine.add_request(list(range(20)), replace(PLAIN, pooling="last", max_tokens=1)),
+        parts.engine.add_request(list(range(30)), PLAIN, prefill_only=True),
+    ]
+    parts.engine.step()
+    states = parts.runner._requests._states
+    assert [states[request.request_id].drafter for request in requests] == [None, None]
