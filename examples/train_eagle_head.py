@@ -36,7 +36,6 @@ from engine.plan import ScheduledRow, StepResult
 from engine.request import RequestId, SamplingParams
 from engine.request_states import RequestState
 from engine.runner import Proposer, Sampled
-from engine.speculation.eagle.checkpoint import layers_of
 
 MAX_LENGTH = 8192  # of a sample
 STEP_WEIGHT = 0.8  # of a pass's loss, against that of the pass before
@@ -102,6 +101,8 @@ def collect(
                 request = output.request
                 token_ids = [*request.prompt_token_ids, *request.output_token_ids]
                 samples.append(collector.sample(request.request_id, token_ids, len(request.prompt_token_ids)))
+                if len(samples) % max(len(requests) // 10, 1) == 0:
+                    print(f"{len(samples)} of {len(requests)} sequences", flush=True)
     assert len(samples) == len(requests)
     return samples
 
@@ -310,7 +311,7 @@ def prompts_of(model: str, text: str, is_chat: bool, num_samples: int, num_token
     return [encoded[index % len(encoded)] for index in range(num_samples)]
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="", help="a directory, a .gguf file or a hub id; the default model")
     parser.add_argument("--out", type=Path, required=True, help="folder of the head")
@@ -325,10 +326,11 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=6, help="sequences of a step")
     parser.add_argument("--rate", type=float, default=5e-4, help="largest learning rate")
     parser.add_argument("--passes", type=int, default=3, help="of training: tokens that the head learns to draft")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
 
     loaded = load_model(resolve_model(args.model), EngineConfig(args.model, device="cpu"))
-    layers = [min(layer, loaded.config.num_layers - 1) for layer in layers_of({}, loaded.config.num_layers)]
+    count = loaded.config.num_layers
+    layers = sorted(min(max(layer, 0), count - 1) for layer in (2, count // 2, count - 3))  # the paper's
     prompts = prompts_of(args.model, args.text, args.chat, args.samples, args.prompt_tokens)
     began = time.monotonic()
     # A chat model ends after its own question: the answer comes behind that.

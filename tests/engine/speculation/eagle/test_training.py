@@ -15,7 +15,9 @@ from safetensors.torch import load_file
 from common.model_files import resolve_model
 from engine.config import EngineConfig
 from engine.loader.load import load_model
+from examples import train_eagle_head
 from examples.train_eagle_head import Head, collect, most_common, train
+from tests.engine.driving import num_drafts
 from tests.engine.speculation.eagle.heads import Reference
 from tests.engine.speculation.eagle.test_head import states_of
 from tests.engine.speculation.test_engine import PLAIN, open_parts
@@ -106,3 +108,19 @@ def test_the_layout_is_the_published_one(trained: tuple[transformers.PreTrainedM
     known = text(MODES[0], 9, 20)
     drafts = reference.drafts(known, states_of(model, known[:-1], (0, 1, 2)), 3)
     assert drafts == text(MODES[0], 9, 23)[-3:]
+
+
+@pytest.mark.parametrize("options", [[], ["--text=questions.txt"], ["--text=questions.txt", "--chat"]], ids=str)
+def test_the_script_as_a_command(options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model with fewer layers than the paper's three."""
+    monkeypatch.chdir(tmp_path)
+    Path("questions.txt").write_text("What is tea?\n\nWhat is\ncoffee?\n")
+    train_eagle_head.main(
+        ["--model=dry-run", "--samples=3", "--length=12", "--steps=3", "--draft-vocab=40", "--out=head", *options]
+    )
+    assert json.loads(Path("head/config.json").read_text())["eagle_aux_hidden_state_layer_ids"] == [0, 1, 1]
+    parts = open_parts(Path("dry-run"), speculative="eagle:head", adaptive_drafts=False)
+    parts.engine.add_request([1, 2, 3], PLAIN)
+    while parts.engine.has_work():
+        parts.engine.step()
+    assert num_drafts(parts.engine)[0] > 0
