@@ -38,6 +38,8 @@ def rotary_table(
     """
     rotated = rope.rotated(head_dim)
     frequencies, scale = rotary_frequencies(rope, rotated)
+    if device.type == "meta":  # of a model that only says which weights it takes
+        return torch.empty(num_positions, 2, head_dim, dtype=dtype, device=device)
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
     cos, sin = angles.cos() * scale, angles.sin() * scale
     rest = (head_dim - rotated) // 2

@@ -115,9 +115,12 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     monkeypatch.setattr(
         torch, "empty_like", lambda x, **options: filled(x.shape, **{"dtype": x.dtype, "device": x.device, **options})
     )
-    # A tenth of a second each on a CPU.
+    # No launches of ours, up to a tenth of a second each on a CPU, and most of what they would be given is zeros.
     monkeypatch.setattr(
         torch, "_scaled_mm", lambda x, w, *_, out_dtype, **__: filled(x.shape[0], w.shape[1], dtype=out_dtype)
+    )
+    monkeypatch.setattr(
+        torch.nn.functional, "linear", lambda x, w, *_: filled(*x.shape[:-1], w.shape[0], dtype=x.dtype)
     )
     monkeypatch.setattr(engine.assembly, "_make_runner", GpuRunner)
     monkeypatch.setattr(engine.loader.conversion, "has_half_linear", lambda: False)
