@@ -48,8 +48,9 @@ class HfFamily:
                 parameter.normal_(1.0 if is_norm else 0.0, 0.2)
         return model
 
-    def save(self, path: Path) -> Path:
-        self.build().save_pretrained(path)
+    def save(self, path: Path, model: transformers.PreTrainedModel | None = None) -> Path:
+        """model: what `build` has made."""
+        (model or self.build()).save_pretrained(path)
         return path
 
 
