@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, replace
 
@@ -101,14 +102,14 @@ class EngineConfig(Settings):
             )
 
     @property
-    def needs_known_tokens(self) -> bool:
-        """Whether the last token of a row has to be known when its next step is launched; see `EngineWing`."""
-        return self.pp > 1 or any(self.of(wing).needs_known_tokens for wing in self.wings)
+    def has_drafts(self) -> bool:
+        """Whether rows may have draft tokens; see `EngineWing`."""
+        return any(self.of(wing).has_drafts for wing in self.wings)
 
     @property
     def num_graph_sets(self) -> int:
         """How many graphs a GPU captures of each decode step; see `EngineWing`."""
-        return max((self.of(wing).num_graph_sets for wing in self.wings), default=1)
+        return math.prod(self.of(wing).num_graph_sets for wing in self.wings)
 
     @property
     def is_simulated(self) -> bool:

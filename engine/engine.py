@@ -76,8 +76,6 @@ class Engine:
     ) -> None:
         """constraints, adapters: the runner's. A request gets no row before its own is ready. generates: else the
         model gives vectors alone. pooling: what `auto` stands for. counting: see `figures`. clock: seconds."""
-        knows_tokens = runner.max_steps_in_flight == 1 or scheduler.num_stages > 1
-        assert scheduler.speculation is None or knows_tokens, "drafts follow tokens that are known"
         self.kv = scheduler.kv
         self.max_model_len = scheduler.max_model_len
         self.vocab_size = vocab_size
@@ -187,10 +185,15 @@ class Engine:
             if self._in_flight and self._runner.needs_known_tokens(step.plan):
                 self._finish_all(step, outcome)
             self._launch(step, outcome)
-            if len(self._in_flight) >= self._runner.max_steps_in_flight:
+            while len(self._in_flight) >= self._max_in_flight():
                 self._finish_oldest(outcome)
         outcome.loads = self._scheduler.remote_kv.take_loads()
         return outcome
+
+    def _max_in_flight(self) -> int:
+        speculation, is_pipeline = self._scheduler.speculation, self._scheduler.num_stages > 1
+        waits = speculation is not None and not is_pipeline and speculation.needs_known_tokens
+        return 1 if waits else self._runner.max_steps_in_flight
 
     def _launch(self, step: ScheduledStep, outcome: StepOutcome) -> None:
         """Put the step in flight. When that fails, its rows are run one by one, behind what was in flight."""

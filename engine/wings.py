@@ -16,8 +16,8 @@ class EngineWing:
     """Base of a wing's settings: what the engine does otherwise with them."""
 
     @property
-    def needs_known_tokens(self) -> bool:
-        """Whether the last token of a row has to be known when its next step is launched."""
+    def has_drafts(self) -> bool:
+        """Whether rows may have draft tokens."""
         return False
 
     @property

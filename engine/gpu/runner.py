@@ -61,9 +61,8 @@ class GpuRunner(ModelRunner):
     ) -> None:
         super().__init__(loaded, ranks)
         model_config = loaded.model.config  # of this rank's shard
-        # Where a row's last token is always known: with drafts one step is in flight, of stages one of each request.
-        self._knows_tokens = config.needs_known_tokens
-        self.max_steps_in_flight = 2 if gpu.overlap and not self._knows_tokens else 1
+        self._is_stage = config.pp > 1  # where one step is in flight of each request: its last token is known
+        self.max_steps_in_flight = 2 if gpu.overlap and not self._is_stage else 1
         self._device = loaded.device
         self._queries_per_kv_head = model_config.num_heads // model_config.num_kv_heads
         self._pool = kv_pool
@@ -91,13 +90,14 @@ class GpuRunner(ModelRunner):
         self._samples = StepSamples(
             self._state, self._max_rows, of_vocab, self._num_buffers, self.hooks, ranks.seams.vocabulary
         )  # fmt: skip
+        self._has_drafts = config.has_drafts or self._is_stage
         self._decodes = self._open_decodes(self._forward)
         self.prompt_graphs: PromptGraphs | None = None  # without them steps with prompts run eagerly
 
     def _open_decodes(self, forward: FusedForward) -> DecodeSteps:
         return DecodeSteps(
             forward, self._state, self._samples.on_device, self._buckets, self._num_buffers, self._block_size,
-            self._knows_tokens, self._ranks.passes_on,
+            self._is_stage, self._has_drafts, self._ranks.passes_on,
         )  # fmt: skip
 
     def _launch(self, plan: StepPlan, requests: Sequence[RequestState]) -> PendingStep:
@@ -136,7 +136,7 @@ class GpuRunner(ModelRunner):
         self._state.upload_blocks(batch.device_rows, requests)
         self._ranks.inbox.receive(rows)
         if all(row.samples and row.is_decode for row in rows) and not any(each.params.pooling for each in requests):
-            if self._knows_tokens:
+            if self._is_stage or any(row.draft_token_ids for row in rows):
                 self._queue_queries(batch, step)
             else:
                 self._queue_decode(batch, step)
@@ -191,6 +191,8 @@ class GpuRunner(ModelRunner):
 
     def _queue_decode(self, batch: GpuBatch, step: GpuStep) -> None:
         output = self._decodes.run(batch, self._rows.bucket(), self._turn)
+        if self._has_drafts:
+            step.hidden = output.hidden
         sampled = sampled_rows(batch, range(len(batch.rows)), batch.device_rows)
         self._samples.take(output.token_ids, output.logits, batch, sampled, self._turn, step)
 

@@ -8,6 +8,8 @@ step's time, as a share of the time that a token takes. At a full batch, where t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
 
 from common.step_times import StepCost, StepTimes
 from engine.plan import StepSize
@@ -70,6 +72,18 @@ class DraftLengths:
         seconds, self._seconds_of_drafting = seconds - self._seconds_of_drafting, 0.0
         if size.num_decode_tokens and not size.num_prompt_tokens:
             self._times.observe(size.num_decode_tokens, 0, seconds, size.context)
+
+    def best_speed(
+        self, acceptance: Sequence[Sequence[float]], num_rows: int, max_drafts: int, context: int
+    ) -> float:
+        """Tokens per second with the drafts that pay, 0 while that is not known; arguments as `expected_to_pay`'s."""
+        cost = self._times.cost
+        chosen = expected_to_pay(acceptance, num_rows, max_drafts, cost, context)
+        tokens = num_rows + sum(
+            sum(accumulate(row[:count], mul)) for row, count in zip(acceptance, chosen, strict=True)
+        )
+        seconds = cost.seconds(num_rows + sum(chosen), context=context)
+        return tokens / seconds if seconds else 0.0
 
     def choose(
         self, acceptance: Sequence[Sequence[float]], num_rows: int, max_drafts: int, context: int

@@ -12,6 +12,7 @@ from engine.plan import ScheduledRow, StepSize
 from engine.request import Drafts, Request
 from engine.scheduled_step import ScheduledStep
 from engine.speculation.draft_length import DraftLengths
+from engine.speculation.overlap import Overlap
 from engine.wings import Figures
 
 if TYPE_CHECKING:
@@ -21,11 +22,15 @@ if TYPE_CHECKING:
 class Speculation:
     """Puts the drafts of each decoding request into its row."""
 
-    def __init__(self, lengths: DraftLengths, max_decode_tokens: int | None = None) -> None:
+    def __init__(
+        self, lengths: DraftLengths, max_decode_tokens: int | None = None, overlap: Overlap | None = None
+    ) -> None:
         """max_decode_tokens: of a step, drafts included, on a runner with kernels for decode rows: there they are in
-        steps without prompts alone, and in rows whose logits no rule changes. None: no such bounds.
+        steps without prompts alone, and in rows whose logits no rule changes. None: no such bounds. overlap: of a
+        runner that can run steps while the next ones are planned; None: all steps wait for those before.
         """
-        self._lengths = lengths
+        self._lengths, self._overlap = lengths, overlap
+        self._has_drafts = False  # the last step that was planned
         self._max_decode_tokens = max_decode_tokens
         self.num_rows = 0  # with drafts, since the start
         self.num_drafts = 0  # tokens
@@ -37,7 +42,14 @@ class Speculation:
 
     def observe(self, size: StepSize, seconds: float) -> None:
         """Learn how long a step took."""
-        self._lengths.observe(size, seconds)
+        (self._overlap or self._lengths).observe(size, seconds)
+
+    @property
+    def needs_known_tokens(self) -> bool:
+        """Whether the next step is planned when the tokens of the last one are known: its drafts say how many these
+        are, and others may follow.
+        """
+        return self._overlap is None or self._overlap.waits or self._has_drafts
 
     def count(self, num_drafts: int, num_accepted: int) -> None:
         """Count the drafts of a row, and those that equal the tokens sampled at their positions."""
@@ -64,11 +76,14 @@ class Speculation:
         num_spare_tokens: what the step may still compute. num_kept_blocks: of the pool's available ones, not for
         drafts.
         """
+        self._has_drafts = False
         max_decode_tokens = self._max_decode_tokens
         if max_decode_tokens is not None:
             if not all(_is_decode(request, row) for request, row in step.rows.items()):
                 return
             num_spare_tokens = min(num_spare_tokens, max_decode_tokens - len(step.rows))
+            if self._overlap is not None and step.rows:
+                self._decide(self._overlap, step, num_spare_tokens)
         num_spare_blocks = kv.pool.num_available - num_kept_blocks
         for request, row, drafts in self._chosen(step, num_spare_tokens):
             num_known = request.num_known_tokens
@@ -88,6 +103,17 @@ class Speculation:
             num_spare_tokens -= len(drafts)
             row.num_tokens += len(drafts)
             row.draft_token_ids = tuple(drafts)
+            self._has_drafts = True
+
+    def _decide(self, overlap: Overlap, step: ScheduledStep, num_spare_tokens: int) -> None:
+        """Let `overlap` choose by the drafts that requests have, also of tokens that are pending."""
+        size = StepSize.of(list(step.rows.values()))
+        acceptance = [
+            request.drafts.acceptance
+            for request in step.rows
+            if request.drafts is not None and request.drafts.token_ids and not request.params.changes_logits
+        ]
+        overlap.decide(acceptance, size.num_decode_tokens, max(num_spare_tokens, 0), size.context)
 
     def _chosen(self, step: ScheduledStep, num_spare_tokens: int) -> list[tuple[Request, ScheduledRow, list[int]]]:
         """The rows that get drafts, and which ones at most."""

@@ -15,6 +15,7 @@ from engine.speculation import ngram, suffix
 from engine.speculation.draft_length import DraftLengths
 from engine.speculation.drafts import Speculation
 from engine.speculation.from_tokens import FromTokens
+from engine.speculation.overlap import Overlap
 from engine.speculation.settings import Method, SpeculationSettings
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ def open_speculation(config: EngineConfig, runner: Any, loaded: LoadedModel) -> 
     else:
         proposer = from_tokens(settings)
     runner.propose_with(proposer)
-    return Speculation(lengths, config.max_num_seqs if on_gpu else None)
+    can_overlap = settings.adaptive_drafts and runner.max_steps_in_flight > 1 and config.pp == 1
+    return Speculation(lengths, config.max_num_seqs if on_gpu else None, Overlap(lengths) if can_overlap else None)
 
 
 def from_tokens(settings: SpeculationSettings) -> FromTokens:

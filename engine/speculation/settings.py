@@ -88,9 +88,14 @@ class SpeculationSettings(EngineWing):
         return Method(self.speculative.partition(":")[0])
 
     @property
-    def needs_known_tokens(self) -> bool:
-        """See EngineWing: drafts follow them."""
+    def has_drafts(self) -> bool:
+        """See EngineWing."""
         return self.resolved().num_speculative_tokens > 0
+
+    @property
+    def num_graph_sets(self) -> int:
+        """See EngineWing: of steps with drafts, and of those that are planned while the one before runs."""
+        return 2 if self.has_drafts else 1
 
     def resolved(self) -> SpeculationSettings:
         """The settings with vLLM's JSON read, and the number of drafts chosen. Raises ConfigError."""

@@ -30,7 +30,7 @@ from engine.gpu.attention.backend import PrefillAttention
 from engine.gpu.attention.paged import PagedAttention
 from engine.gpu.config import GpuConfig
 from engine.gpu.runner import GpuRunner
-from engine.gpu.steps.decode_steps import DecodeSteps
+from engine.gpu.steps.decode_steps import DecodeInputs
 from engine.gpu.steps.prompt_graphs import PromptGraphs, prompt_step
 from engine.gpu.steps.rows import bucket_sizes
 from engine.prefill_backends.fa3 import FlashAttention3, Operator
@@ -160,7 +160,9 @@ def open_runner(
 def stand_in_for_capture(runner: GpuRunner) -> None:
     """Run the steps that would be captured."""
     for num_rows in runner._buckets:
-        runner._decodes._step(num_rows)
+        for inputs in (runner._decodes._rows, runner._decodes._queries):
+            if inputs is not None:
+                inputs._step(num_rows)
     graphs = runner.prompt_graphs = runner.open_prompt_graphs(captures=False)
     for shape in graphs.shapes:
         prompt_step(*graphs._parts, graphs._inputs(graphs._buffer, *shape))
@@ -190,7 +192,7 @@ def serve(runner: GpuRunner, launches: Launches, max_length: int, monkeypatch: p
     """Check that random steps need no other variants."""
     stand_in_for_capture(runner)
     num_warmed = len(launches.before)
-    monkeypatch.setattr(DecodeSteps, "_run", launches.replayed(DecodeSteps._run))
+    monkeypatch.setattr(DecodeInputs, "run", launches.replayed(DecodeInputs.run))
     monkeypatch.setattr(PromptGraphs, "run", launches.replayed(PromptGraphs.run))
     launches.are_new = True
     draw = random.Random(1)

@@ -32,12 +32,12 @@ Output = TypeVar("Output")
 class DecodeOutput:
     """Results of one bucket. token_ids: int64 (rows,), negative where there is none. logits: (rows, vocab).
 
-    hidden: (rows, hidden), of steps that may have drafts.
+    hidden: (rows, hidden).
     """
 
     token_ids: Tensor
     logits: Tensor
-    hidden: Tensor | None = None
+    hidden: Tensor
 
 
 def decode_step(
@@ -52,8 +52,9 @@ def decode_step(
     slots = packed[SLOT, :num_rows], *packed[NUM_ROWS:, :num_rows]
     groups = [GroupInputs(*each) for each in zip(slots, state.block_tables, strict=True)]
     inputs = GpuInputs(last, packed[POSITION, :num_rows], lengths, groups)
-    logits = forward.logits(forward.hidden(inputs))
-    return DecodeOutput(sampler.sample(logits, slice(num_rows), lengths, last), logits)
+    hidden = forward.hidden(inputs)
+    logits = forward.logits(hidden)
+    return DecodeOutput(sampler.sample(logits, slice(num_rows), lengths, last), logits, hidden)
 
 
 def draft_step(
@@ -63,12 +64,35 @@ def draft_step(
 
     For attention a query is a row of its own, with its request's block table: the K and V of all of them are written
     before any attends. packed: int32 (5, max_rows), a column per query: position, slot, length, token id, and the row
-    of its request; then slots of KV groups but the first.
+    of its request; then slots of KV groups but the first. The next step may continue without knowing what is sampled.
     """
     queries = packed[:, :num_queries]
     hidden = forward.hidden(query_step_inputs(state, queries))
     logits = forward.logits(hidden)
-    return DecodeOutput(sampler.sample(logits, queries[ROW].long(), queries[LENGTH]), logits, hidden)
+    sampled = sampler.sample(logits, queries[ROW].long(), queries[LENGTH])
+    nobody = state.last_tokens.shape[0] - 1
+    state.last_tokens[rows_of_last_tokens(queries, sampled, nobody)] = sampled.clamp(min=0)
+    return DecodeOutput(sampled, logits, hidden)
+
+
+def rows_of_last_tokens(queries: Tensor, sampled: Tensor, nobody: int) -> Tensor:
+    """The row of a query's request where its sampled token is the request's last one, int64 (n,); else `nobody`.
+
+    That is the token behind the last of the drafts that are right: a draft is, if those before it are and it is what
+    was sampled before it. queries: see `draft_step`; those of a request follow each other.
+    """
+    rows, in_use = queries[ROW].long(), queries[LENGTH] > 0
+    is_draft = torch.zeros_like(in_use)
+    is_draft[1:] = (rows[1:] == rows[:-1]) & in_use[1:]
+    is_wrong = torch.zeros_like(in_use)
+    is_wrong[1:] = is_draft[1:] & (queries[TOKEN][1:] != sampled[:-1])
+    num_wrong = is_wrong.cumsum(0)
+    index = torch.arange(rows.shape[0], device=rows.device)
+    first = torch.where(is_draft, 0, index).cummax(0).values
+    is_right = num_wrong == num_wrong[first]  # also of the request's own last token, which is no draft
+    is_last = is_right & in_use
+    is_last[:-1] &= ~(is_draft[1:] & is_right[1:])
+    return torch.where(is_last, rows, nobody)
 
 
 def query_step_inputs(state: DeviceState, queries: Tensor) -> GpuInputs:

@@ -57,7 +57,7 @@ def test_what_proposes_drafts(settings: dict[str, object], method: Method, num_t
     assert (made.method, made.num_speculative_tokens) == (method, num_tokens)
     assert made.draft_model == ("org/small" if method is Method.DRAFT else "")
     assert made.eagle_head == ("org/small" if method is Method.EAGLE else "")
-    assert SpeculationSettings(**settings).needs_known_tokens == (num_tokens > 0)  # type: ignore[arg-type]
+    assert SpeculationSettings(**settings).has_drafts == (num_tokens > 0)  # type: ignore[arg-type]
 
 
 def test_vllms_names_are_understood() -> None:

@@ -1,0 +1,66 @@
+"""Whether the engine plans steps while those before run, or waits for their tokens, which drafts follow.
+
+Waiting leaves the GPU idle between steps; it pays where drafts bring more. Both kinds of steps are measured, each
+from time to time: what drafts are worth is known without computing any (`acceptance.py`). Pure: no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from common.step_times import StepTimes
+from engine.plan import StepSize
+from engine.speculation.draft_length import DraftLengths
+
+PATIENCE = 8  # steps in a row that would be better the other way
+NUM_SKIPPED = 3  # steps after a change, of which some ran the old way
+FIRST_TRIAL, TRIAL = 16, 8  # steps before the other way is measured first, and steps of that
+STEPS_BETWEEN_TRIALS = 400
+GAIN = 1.02  # of drafts over overlapped steps, so that noise does not change the way
+
+
+class Overlap:
+    """waits: whether steps wait, as they do at first."""
+
+    def __init__(self, lengths: DraftLengths) -> None:
+        self.waits = True
+        self._lengths = lengths
+        self._overlapped = StepTimes()
+        self._num_steps = 0  # since the last change
+        self._num_better = 0  # in a row, that would be better the other way
+        self._trial_after = FIRST_TRIAL
+        self._is_trial = False
+
+    def observe(self, size: StepSize, seconds: float) -> None:
+        """Learn how long a step took. Those after a change are of both kinds."""
+        if self._num_steps <= NUM_SKIPPED:
+            return
+        if self.waits:
+            self._lengths.observe(size, seconds)
+        elif size.num_decode_tokens and not size.num_prompt_tokens:
+            self._overlapped.observe(size.num_decode_tokens, 0, seconds, size.context)
+
+    def decide(self, acceptance: Sequence[Sequence[float]], num_rows: int, max_drafts: int, context: int) -> None:
+        """Choose for the steps after one of so many decode rows; arguments as those of `expected_to_pay`."""
+        self._num_steps += 1
+        if self._is_trial:
+            if self._num_steps >= TRIAL + NUM_SKIPPED:
+                self._change(is_trial=False)
+            return
+        cost = self._overlapped.cost
+        overlapped = num_rows / seconds if (seconds := cost.seconds(num_rows, context=context)) else 0.0
+        drafting = self._lengths.best_speed(acceptance, num_rows, max_drafts, context)
+        is_known = overlapped and drafting
+        if not is_known or self.waits == (drafting > overlapped * GAIN):
+            self._num_better = 0
+        else:
+            self._num_better += 1
+        if self._num_better >= PATIENCE:
+            self._change(is_trial=False)
+        elif self._num_steps >= self._trial_after and (self.waits or acceptance):
+            self._trial_after = STEPS_BETWEEN_TRIALS
+            self._change(is_trial=True)
+
+    def _change(self, is_trial: bool) -> None:
+        self.waits, self._is_trial = not self.waits, is_trial
+        self._num_steps = self._num_better = 0

@@ -1,0 +1,77 @@
+"""Steps that wait for tokens, as drafts need, and steps that do not, in one answer."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.gpu.config import GpuConfig
+from engine.gpu.steps.graphs import LENGTH, NUM_QUERY_ROWS, ROW, TOKEN, rows_of_last_tokens
+from engine.plan import PendingStep, StepPlan
+from engine.speculation.overlap import Overlap
+from tests.engine.driving import num_drafts
+from tests.engine.speculation.drafters import MakeOracle, draft_with, knows
+from tests.gpu.models import save_tiny_model
+from tests.gpu.speculation.test_drafts import MAX_TOKENS, run
+from tests.gpu.test_engine import ON_GPU, assert_same_logprobs, open_gpu, reference
+
+pytestmark = pytest.mark.wing("engine.speculation")
+
+
+class Changing(Overlap):
+    """Changes its mind after a few steps."""
+
+    def decide(self, *_: object) -> None:
+        self._num_steps += 1
+        if self._num_steps % 3 == 0:
+            self.waits = not self.waits
+
+
+def test_tokens_do_not_depend_on_which_steps_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save_tiny_model(tmp_path)
+    plain, told = run(reference(model))
+    answers = [request.prompt_token_ids + request.output_token_ids for request in plain]
+    draft_with(monkeypatch, MakeOracle(knows(answers), 0.7, 97), on_gpu=True)
+    made, runner = open_gpu(model, monkeypatch, GpuConfig(), num_speculative_tokens=4, max_num_seqs=MAX_TOKENS)
+    speculation = made._scheduler.speculation
+    assert speculation is not None
+    speculation._overlap = Changing(speculation._lengths)
+    in_flight = []
+    launch = runner.launch
+
+    def counted(plan: StepPlan) -> PendingStep:
+        in_flight.append(len(made._in_flight))
+        return launch(plan)
+
+    monkeypatch.setattr(runner, "launch", counted)
+    requests, found = run(made)
+    for request, other in zip(requests, plain, strict=True):
+        assert request.output_token_ids == other.output_token_ids
+        assert_same_logprobs(found[request.request_id], told[other.request_id])
+    assert num_drafts(made)[1] > 3
+    assert {*in_flight} == {0, 1}
+
+
+def test_the_last_token_of_each_row_is_found_on_the_device() -> None:
+    device = "cuda" if ON_GPU else "cpu"
+    draw = random.Random(4)
+    for _ in range(50):
+        queries, sampled, wanted = [], [], {}
+        for row in draw.sample(range(20), draw.randrange(1, 6)):
+            drafts = [draw.randrange(3) for _ in range(draw.randrange(4))]
+            tokens = [draw.randrange(3) for _ in range(len(drafts) + 1)]
+            queries += [(row, token, 9) for token in (7, *drafts)]
+            right = next((k for k, draft in enumerate(drafts) if draft != tokens[k]), len(drafts))
+            wanted[row] = tokens[right]
+            sampled += tokens
+        padding = draw.randrange(3)
+        fields = torch.zeros(NUM_QUERY_ROWS, len(queries) + padding, dtype=torch.int32)
+        for column, (row, token, length) in enumerate(queries):
+            fields[ROW, column], fields[TOKEN, column], fields[LENGTH, column] = row, token, length
+        given = torch.tensor(sampled + [0] * padding)
+        rows = rows_of_last_tokens(fields.to(device), given.to(device), 20).tolist()
+        assert {row: int(given[index]) for index, row in enumerate(rows) if row != 20} == wanted
+        assert len([row for row in rows if row != 20]) == len(wanted)
