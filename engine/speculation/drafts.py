@@ -79,7 +79,7 @@ class Speculation:
         self._has_drafts = False
         max_decode_tokens = self._max_decode_tokens
         if max_decode_tokens is not None:
-            if not all(_is_decode(request, row) for request, row in step.rows.items()):
+            if not all(_decodes(request, row) for request, row in step.rows.items()):
                 return
             num_spare_tokens = min(num_spare_tokens, max_decode_tokens - len(step.rows))
             if self._overlap is not None and step.rows:
@@ -120,7 +120,7 @@ class Speculation:
         found: list[tuple[Request, ScheduledRow, Drafts]] = []
         for request, row in step.rows.items():
             drafts = request.drafts
-            if drafts is None or not drafts.token_ids or not _is_decode(request, row):
+            if drafts is None or not drafts.token_ids or not _can_have_drafts(request, row):
                 continue
             if self._max_decode_tokens is None or not request.params.changes_logits:
                 found.append((request, row, drafts))
@@ -136,11 +136,11 @@ class Speculation:
         ]
 
 
-def _is_decode(request: Request, row: ScheduledRow) -> bool:
-    """Whether the row computes an output token, and all tokens before the next one are known."""
-    return (
-        row.num_tokens == 1
-        and row.samples
-        and row.start >= len(request.prompt_token_ids)
-        and not request.num_pending_tokens
-    )
+def _decodes(request: Request, row: ScheduledRow) -> bool:
+    """Whether the row computes an output token."""
+    return row.num_tokens == 1 and row.samples and row.start >= len(request.prompt_token_ids)
+
+
+def _can_have_drafts(request: Request, row: ScheduledRow) -> bool:
+    """Whether it does, and all tokens before the next one are known."""
+    return _decodes(request, row) and not request.num_pending_tokens

@@ -52,7 +52,7 @@ def test_tokens_do_not_depend_on_which_steps_wait(tmp_path: Path, monkeypatch: p
         assert request.output_token_ids == other.output_token_ids
         assert_same_logprobs(found[request.request_id], told[other.request_id])
     assert num_drafts(made)[1] > 3
-    assert {*in_flight} == {0, 1}
+    assert 0 in in_flight[in_flight.index(1) :], "steps wait again after some that did not"
 
 
 def test_the_last_token_of_each_row_is_found_on_the_device() -> None:
