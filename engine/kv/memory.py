@@ -6,6 +6,7 @@ Who owns which block is decided elsewhere (`engine/kv/manager.py`); here are onl
 from __future__ import annotations
 
 import logging
+import mmap
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -104,7 +105,9 @@ def context_in_pool(max_model_len: int, geometry: PoolGeometry, engine_config: E
 
 
 def allocate_pool(geometry: PoolGeometry, device: torch.device) -> Tensor:
-    """A zeroed pool, see PoolGeometry."""
+    """A zeroed pool, see PoolGeometry. On a CPU the kernel zeroes a page when it is first written."""
+    if device.type == "cpu":
+        return pool_over(mmap.mmap(-1, geometry.pool_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), geometry)
     shape = (geometry.num_blocks, *geometry.block_shape)
     return torch.zeros(shape, dtype=TORCH_DTYPES[geometry.dtype], device=device)
 
