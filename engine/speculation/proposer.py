@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from common.errors import ConfigError
 from engine.config import EngineConfig
 from engine.runner import Proposer
-from engine.speculation import ngram, suffix
 from engine.speculation.draft_length import DraftLengths
 from engine.speculation.drafts import Speculation
 from engine.speculation.from_tokens import FromTokens
+from engine.speculation.lookup import ngram, suffix
 from engine.speculation.overlap import Overlap
 from engine.speculation.settings import Method, SpeculationSettings
 

@@ -25,10 +25,9 @@ SERVED = {
     "openai_json_schema.py": r"name='.*' country='.*' population=\d+\n(positive|negative)\n$",
 }
 MODULES = {
-    "scheduling_policy.py"
-}  # for --scheduling-policy; tests/engine/scheduling/test_scheduling_policy.py serves with it
-
-
+    "scheduling_policy.py",  # tests/engine/scheduling/test_scheduling_policy.py serves with it
+    "train_eagle_head.py",  # tests/engine/speculation/eagle/test_training.py trains with it
+}
 COMMANDS = {"serve.py": "serve", "quick_chat.py": "chat", "demo.py": "demo"}
 
 

@@ -1,4 +1,4 @@
-"""Reads EAGLE-3 heads as they are published: `config.json`, and weights as safetensors or `pytorch_model.bin`.
+"""Reads EAGLE-3 heads as they are published: `config.json`, and weights as safetensors.
 
 Two layouts of `config.json` are read: a Llama's with the head's fields beside it, which EAGLE's authors, SpecForge
 and NVIDIA write, and that of vLLM's speculators, where the Llama's fields are in `transformer_layer_config`.
@@ -6,7 +6,6 @@ and NVIDIA write, and that of vLLM's speculators, where the Llama's fields are i
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -147,22 +146,17 @@ def _head_weights(
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
     """All tensors under the names of EAGLE's authors. Raises ConfigError."""
     if (folder / BIN_NAME).is_file() and not any(folder.glob("*.safetensors")):
-        try:
-            found = torch.load(folder / BIN_NAME, map_location="cpu", weights_only=True, mmap=True)
-        except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
-            raise ConfigError(f"{BIN_NAME} cannot be read: {error}") from error
-        if not isinstance(found, dict) or not all(isinstance(each, Tensor) for each in found.values()):
-            raise ConfigError(f"{BIN_NAME} holds no tensors by name")
-    else:
-        files = SafetensorsWeights(folder, torch.float32, torch.device("cpu"))
-        quantized = [
-            name
-            for name, stored in files.tensors.items()
-            if stored.type_name not in (*PLAIN_TYPES, "I64", "I32", "BOOL")
-        ]
-        if quantized:
-            raise ConfigError(f"{folder.name}: {quantized[0]} is quantized, which a head's weights must not be")
-        found = {name: files.read(name) for name in files.tensors}
+        raise ConfigError(
+            f"{folder.name}: {BIN_NAME} is a pickle, which could run code: save its tensors as model.safetensors "
+            "(safetensors.torch.save_file)"
+        )
+    files = SafetensorsWeights(folder, torch.float32, torch.device("cpu"))
+    quantized = [
+        name for name, stored in files.tensors.items() if stored.type_name not in (*PLAIN_TYPES, "I64", "I32", "BOOL")
+    ]
+    if quantized:
+        raise ConfigError(f"{folder.name}: {quantized[0]} is quantized, which a head's weights must not be")
+    found = {name: files.read(name) for name in files.tensors}
     return {_own_name(name): tensor for name, tensor in found.items()}
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.speculation import ngram_index
-from engine.speculation.ngram import NgramDrafter
+from engine.speculation.lookup import ngram_index
+from engine.speculation.lookup.ngram import NgramDrafter
 
 
 def by_definition(token_ids: list[int], max_ngram: int, min_ngram: int, max_tokens: int) -> list[int]:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from engine.request import RequestId, SamplingParams
 from engine.request_states import RequestState
-from engine.speculation import suffix
-from engine.speculation.suffix import LONGEST, SIZE, Answers, AnswersBySalt, SuffixDrafter
+from engine.speculation.lookup import suffix
+from engine.speculation.lookup.suffix import LONGEST, SIZE, Answers, AnswersBySalt, SuffixDrafter
 
 
 def by_definition(own: list[int], answers: list[list[int]], max_tokens: int) -> list[int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from engine.speculation.drafter import LONGEST_MATCH, Drafter, Proposal
-from engine.speculation.ngram_index import NgramIndex
+from engine.speculation.lookup.ngram_index import NgramIndex
 
 if TYPE_CHECKING:
     from engine.request import TokenId
