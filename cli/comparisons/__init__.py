@@ -1,1 +1,1 @@
-"""What an optimization brings on this machine: measured with and without it, beside each other."""
+"""What an optimization brings on this machine: measured with and without it."""

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from cli.api_client import ApiClient
 from cli.cluster.local_server import LocalServer
-from cli.comparisons.result import Arm, Comparison, gain, told
+from cli.comparisons.result import Arm, Comparison, told_of_pauses
 from cli.event_stream import RequestRecord
 
 NUM_RUNNING = 2
@@ -32,12 +32,7 @@ def disaggregation(model_flags: Sequence[str]) -> Comparison:
         "Disaggregation",
         "longest pause in ms",
         [Arm("one worker", together), Arm("prefill and decode", apart)],
-        told(
-            gain(together, apart, less_is_better=True),
-            f"{NUM_RUNNING} running streams paused {{}} times shorter beside a long prompt; {cost}.",
-            f"{NUM_RUNNING} running streams paused longer beside a long prompt, by a factor of {{}}; {cost}.",
-            f"{NUM_RUNNING} running streams paused about as long beside a long prompt; {cost}.",
-        ),
+        told_of_pauses(NUM_RUNNING, together, apart, cost),
         less_is_better=True,
     )
 
@@ -53,7 +48,7 @@ def _measure(flags: Sequence[str]) -> tuple[float, float]:
 
 
 def _pause(client: ApiClient, model: str, context: int, num_words: int) -> tuple[float, float]:
-    """Of one round."""
+    """Measure one round."""
     is_over = threading.Event()
     times: list[list[float]] = []  # of the pieces of each answer
 

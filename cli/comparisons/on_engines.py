@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from cli.comparisons.result import Arm, Comparison, gain, told
+from cli.comparisons.result import Arm, Comparison, gain, told, told_of_pauses
 from cli.comparisons.timing import Stepper, decode_speed, params, random_prompt, rounds
 from engine.offline.llm import LLM
 
@@ -122,12 +122,7 @@ def chunked_prefill(model: str, num_threads: int = 0) -> Comparison:
         "Chunked prefill",
         "longest pause in ms",
         [Arm("prompt in one step", pause), Arm(f"in chunks of {CHUNK} tokens", chunked_pause)],
-        told(
-            gain(pause, chunked_pause, less_is_better=True),
-            f"{NUM_RUNNING} running streams paused {{}} times shorter beside a long prompt; {cost}.",
-            f"{NUM_RUNNING} running streams paused longer beside a long prompt, by a factor of {{}}; {cost}.",
-            f"{NUM_RUNNING} running streams paused about as long beside a long prompt; {cost}.",
-        ),
+        told_of_pauses(NUM_RUNNING, pause, chunked_pause, cost),
         less_is_better=True,
     )
 

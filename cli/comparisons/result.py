@@ -49,6 +49,16 @@ def told(factor: float, better: str, worse: str, same: str) -> str:
     return worse.format(f"{1 / factor:.1f}") if factor <= 1 / NOISE else same
 
 
+def told_of_pauses(num_running: int, before: float, after: float, cost: str) -> str:
+    """Say how the longest pause of running streams changed while a long prompt came. cost: to that prompt."""
+    return told(
+        gain(before, after, less_is_better=True),
+        f"{num_running} running streams paused {{}} times shorter during a long prompt; {cost}.",
+        f"{num_running} running streams paused longer during a long prompt, by a factor of {{}}; {cost}.",
+        f"{num_running} running streams paused about as long during a long prompt; {cost}.",
+    )
+
+
 def shown(comparison: Comparison) -> RenderableType:
     """Bars on one scale, the longest for the largest value."""
     table = Table.grid(padding=(0, 2))
