@@ -43,7 +43,7 @@ class StepTiles:
         return self._of_prompts is not None
 
     def put_decodes(self, slots: Sequence[int], device_rows: Sequence[int], num_rows: int) -> None:
-        """slots: of `device_rows`, among `num_rows`."""
+        """Write the tiles of a decode step. slots: of `device_rows`, among `num_rows`."""
         slot_of_row = np.full(num_rows, NOTHING, np.int32)
         slot_of_row[device_rows] = slots
         if (found := slot_of_row.tolist()) != self._known:
@@ -54,7 +54,7 @@ class StepTiles:
 
     @contextmanager
     def of_prompts(self, slots: Sequence[int], counts: Sequence[int]) -> Iterator[None]:
-        """Inside, those of a step with prompts. slots: of rows with so many tokens each."""
+        """Hold the tiles of a step with prompts. slots: of rows with so many tokens each."""
         tiles = tile_rows(np.repeat(np.array(slots, np.int32), counts), self._num_slots)
         self._of_prompts = RowTiles(*(upload(part, torch.int32, self._device) for part in tiles))
         try:
@@ -63,7 +63,7 @@ class StepTiles:
             self._of_prompts = None
 
     def of(self, num_tokens: int) -> RowTiles:
-        """Those of a step of so many tokens."""
+        """Return the tiles of a step of so many tokens."""
         if self._of_prompts is not None:
             return self._of_prompts
         count = num_tiles(num_tokens, self._num_slots)

@@ -74,7 +74,7 @@ class Layers:
 
 
 def limited(layers: Layers, targets: Collection[str]) -> Layers:
-    """Of these, the layers and the embedding that have one of the modules, named as in PEFT's `target_modules`.
+    """Keep the layers and the embedding that have one of the modules, named as in PEFT's `target_modules`.
 
     Raises ConfigError for a name that no module has.
     """

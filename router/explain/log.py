@@ -103,17 +103,17 @@ class ExplainLog:
         ]
 
     def _hindsight(self, choice: _Choice) -> dict[str, Any] | None:
-        """The regret of a placement, by what the request and those beside it measured."""
+        """Compute the regret of a placement from what the request and concurrent ones measured."""
         facts = _facts(choice)
         if facts is None or not choice.decisions:
             return None
-        beside = [
+        concurrent = [
             other
             for other in self._choices.values()
             if other is not choice and other.began < choice.ended and choice.began < other.ended
         ]
-        beside.sort(key=lambda other: abs(other.began - choice.began))
-        elsewhere = others_facts(filter(None, map(_facts, beside)))
+        concurrent.sort(key=lambda other: abs(other.began - choice.began))
+        elsewhere = others_facts(filter(None, map(_facts, concurrent)))
         found = hindsight(choice.decisions[0], facts, elsewhere)
         return {
             "regret_ms": round(1e3 * found.regret_seconds, 3),

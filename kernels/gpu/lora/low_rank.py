@@ -8,7 +8,7 @@ A layer may be several modules of the checkpoint (q, k and v): each has rows of 
 leaves alone, are not read beyond that. One launch each for the rows of all adapters, by tiles of rows of one adapter
 (`row_tiles.py`): programs of empty tiles end at once, and rows without an adapter are not touched. Sums are in
 float32, and so is h. Shrink has few rows of A and many columns: programs divide the columns, and expand adds up their
-parts of h, always in one order. Both ask for their weights before they wait for the kernel before them.
+split-K partials of h, always in one order. Both prefetch their weights before they wait for the previous kernel.
 Reference: `low_rank_reference`.
 """
 
@@ -32,6 +32,7 @@ MIN_STRIP = 16  # outputs
 COLUMNS_OF_WARP = 128  # where rows are few: more of B do not fit into registers
 MAX_FEW_ROWS = 64  # of a step whose adapters have a few rows each
 BLOCK_RANKS = 16  # at a time; none are read that an adapter lacks
+FEW_ROWS = tl.constexpr(4)  # of a tile: more are multiplied by tensor cores
 LINE = tl.constexpr(64)  # 16-bit numbers in a line of the L2 cache
 
 
@@ -52,7 +53,7 @@ class LowRankConfig(NamedTuple):
 
 
 class SlotWeights(NamedTuple):
-    """The adapters of all slots for one layer. a, b: see above. ranks: int32 (num_slots, num_modules).
+    """Adapters of all slots for one layer. a, b: see above. ranks: int32 (num_slots, num_modules).
 
     starts: the first output of each module, and their number at the end.
     """
@@ -78,7 +79,7 @@ class SlotWeights(NamedTuple):
 
 
 def config_of(weights: SlotWeights) -> LowRankConfig:
-    """That of a layer. Many columns are of few programs, as each program of expand adds up the parts of h."""
+    """Choose a layer's configuration. More columns get larger splits: each program of expand sums their partials."""
     return LowRankConfig() if weights.a.shape[-1] <= 8192 else LowRankConfig(512, 2048, 4, 3)
 
 
@@ -147,9 +148,9 @@ def _expand_few_kernel(
     MODULES: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, STRIP: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """As `_expand_kernel`, where most tiles have a row or two: those go without matrix units, two rows at a time.
+    """Expand where most tiles have a row or two: these are multiplied without tensor cores, two rows at a time.
 
-    To move a tile of mostly no rows takes longer than to read B.
+    Loads and stores of a padded tile take longer than to read B. Arguments: see `_expand_kernel`.
     """
     tile = tl.program_id(0)
     begin = tl.program_id(1) * STRIP
@@ -171,7 +172,7 @@ def _expand_few_kernel(
     wait_for_predecessor(OVERLAPS)
     if rank == 0:
         return
-    if count > 4:
+    if count > FEW_ROWS:
         has_row = (rows >= 0)[:, None]
         y_at = y_ptr + rows.to(tl.int64)[:, None] * y_stride + columns[None, :]
         total = tl.load(y_at, mask=has_row & inside, other=0.0).to(tl.float32)
@@ -245,7 +246,7 @@ def _expand_kernel(
 
 
 def shrink(x: Tensor, weights: SlotWeights, tiles: RowTiles, config: LowRankConfig) -> Tensor:
-    """h as parts that have to be added up, float32 (num_splits, n, num_modules, max_rank), of rows x (n, in).
+    """Return split-K partials of h, float32 (num_splits, n, num_modules, max_rank), for rows x (n, in).
 
     Only rows of an adapter, and its ranks, are written. tiles: on the same device. Raises ValueError for shapes that
     do not belong together.
