@@ -7,9 +7,10 @@
 
 The model answers three kinds of questions greedily: to repeat a text, to change a program, and to write something of
 its own; `random` has prompts of random tokens. With --accuracy prompts are random, weights are such that a token is
-followed by itself, and each draft is right with that probability. It tells what drafts cost, and what they bring to
-whoever accepts so many. Each round goes through all methods, one after the other, so that a busy machine slows all of
-them. What counts is the median of the rounds' ratios. The time of prompts is not counted.
+followed by itself, and each draft is right with that probability; a draft model computes its drafts, of which others
+are made then. It tells what drafts cost, and what they bring to whoever accepts so many. Each round goes through all
+methods, one after the other, so that a busy machine slows all of them. What counts is the median of the rounds'
+ratios. The time of prompts is not counted.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from engine.assembly import EngineParts, assemble
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.request import SamplingParams
+from engine.speculation.draft_model import FromDraftModel
 from engine.speculation.drafter import Drafter, Proposal
 from engine.speculation.from_tokens import FromTokens
 from engine.speculation.metrics import METRICS
@@ -129,6 +131,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.accuracy:
         for parts in engines.values():
             repeat_tokens(parts.runner)
+            if isinstance(parts.runner._proposer, FromDraftModel):
+                repeat_tokens(parts.runner._proposer.runner)
     gc.collect()
     gc.freeze()  # as an engine process does
     kinds = ["random"] if options.accuracy else options.kinds.split(",")
@@ -152,7 +156,9 @@ def compare(
     if accuracy is not None:
         draw = random.Random(0)
         for (method, count), parts in engines.items():
-            if method:
+            if isinstance(parts.runner._proposer, FromDraftModel):
+                let_err(parts.runner._proposer, accuracy, draw)
+            elif method:
                 parts.runner.propose_with(FromTokens(lambda _: Knowing(accuracy, draw), count, 1))
     for round_number in range(-1, options.rounds):  # the first one warms up
         first = (round_number + 1) * (streams if kind == "random" else 1)
@@ -201,6 +207,16 @@ class Knowing(Drafter):
         last = token_ids[-1]
         drafts = [last if self._random.random() < self._accuracy else last ^ 1 for _ in range(max_tokens)]
         return Proposal(drafts, [0] * max_tokens)
+
+
+def let_err(proposer: FromDraftModel, accuracy: float, draw: random.Random) -> None:
+    """Change drafts that the draft model has computed: each is right with that probability."""
+    add = FromDraftModel._add_draft_of_kind
+
+    def changed(followed: Any, token_id: int, kind: int) -> None:
+        add(proposer, followed, token_id if draw.random() < accuracy else token_id ^ 1, kind)
+
+    proposer._add_draft_of_kind = changed  # type: ignore[method-assign, assignment]
 
 
 def run(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import triton
@@ -24,3 +26,14 @@ def log_late_compiles() -> None:
 
     triton.knobs.runtime.jit_cache_hook = before
     triton.knobs.runtime.jit_post_compile_hook = after
+
+
+@contextmanager
+def compiles_are_early() -> Iterator[None]:
+    """Log none of the kernels compiled inside: no request waits for them yet."""
+    hooks = triton.knobs.runtime.jit_cache_hook, triton.knobs.runtime.jit_post_compile_hook
+    triton.knobs.runtime.jit_cache_hook = triton.knobs.runtime.jit_post_compile_hook = None
+    try:
+        yield
+    finally:
+        triton.knobs.runtime.jit_cache_hook, triton.knobs.runtime.jit_post_compile_hook = hooks

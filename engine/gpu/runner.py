@@ -49,6 +49,8 @@ NUM_BUFFERS = 3  # of pinned staging memory: one being filled, two steps in flig
 class GpuRunner(ModelRunner):
     """One model over one KV pool on one GPU (or, for tests, on a CPU through Triton's interpreter)."""
 
+    least_buffers = NUM_BUFFERS
+
     def __init__(
         self,
         loaded: LoadedModel,
@@ -85,7 +87,7 @@ class GpuRunner(ModelRunner):
             loaded.model, kv_pool, self._max_rows, gpu.attention_backend, loaded.dtype, self._max_tokens, ranks
         )
         self.attention_backend = self._forward.attention.name
-        self._num_buffers, self._turn = max(NUM_BUFFERS, config.pp + 1), 0
+        self._num_buffers, self._turn = max(self.least_buffers, config.pp + 1), 0
         of_vocab = 1 if ranks.passes_on else loaded.config.vocab_size  # nothing is kept where another stage samples
         self._samples = StepSamples(
             self._state, self._max_rows, of_vocab, self._num_buffers, self.hooks, ranks.seams.vocabulary

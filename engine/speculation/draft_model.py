@@ -8,8 +8,10 @@ parameters and noise, so drafts agree with the model's tokens at temperatures ab
 from __future__ import annotations
 
 import time
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +21,7 @@ from engine.kv.manager import KVManager
 from engine.plan import ScheduledRow, StepResult
 from engine.request import Request, RequestId, TokenId
 from engine.request_states import RequestState
-from engine.runner import Sampled
+from engine.runner import ModelRunner, Sampled
 from engine.speculation.draft_length import DraftLengths
 from engine.speculation.from_model import Drafting, FromModel, params_of_drafts
 from engine.speculation.from_tokens import most_drafts
@@ -67,18 +69,27 @@ class Followed(Drafting):
         self.is_foreign |= max(new, default=0) >= vocab_size
 
 
+DraftRow = tuple[Followed, int, int]
+"""A request, the tokens that a pass computes of it, and the most drafts that it may have."""
+
+
 class FromDraftModel(FromModel):
-    """Proposes what a draft model generates."""
+    """Follows requests of the target model, in a KV pool of the draft model.
+
+    runner: the draft model's.
+    """
+
+    runner: ModelRunner
 
     def __init__(
-        self, runner: DraftRunner, kv: KVManager, lengths: DraftLengths, num_tokens: int, max_step_tokens: int,
+        self, kv: KVManager, lengths: DraftLengths, num_tokens: int, max_step_tokens: int,
         max_model_len: int, vocab_sizes: VocabSizes,
     ) -> None:  # fmt: skip
         """num_tokens: most drafts of a row. max_step_tokens: that the draft model computes after a step to catch up.
         max_model_len: of the draft model.
         """
         super().__init__(lengths)
-        self._runner, self._kv = runner, kv
+        self._kv = kv
         self._num_tokens, self._max_step_tokens = num_tokens, max_step_tokens
         self._max_model_len, self._vocab_sizes = max_model_len, vocab_sizes
         self._followed: dict[RequestId, Followed] = {}
@@ -125,10 +136,33 @@ class FromDraftModel(FromModel):
         followed.is_foreign = max(token_ids) >= vocab_size
         return followed
 
-    # -- drafting --------------------------------------------------------------------------------------------
-
+    @abstractmethod
     def _draft(self, wanted: list[tuple[Followed, int]], num_rows: int) -> None:
         """Draft for these requests, at most so many tokens each. num_rows: of the step."""
+
+    def _first_rows(self, wanted: list[tuple[Followed, int]]) -> list[DraftRow]:
+        """What is known of the requests and not computed, of those that miss the fewest tokens first."""
+        left, rows = self._max_step_tokens, []
+        for followed, most in sorted(
+            wanted, key=lambda entry: entry[0].num_known - entry[0].owner.num_computed_tokens
+        ):
+            missing = followed.num_known - followed.owner.num_computed_tokens
+            followed.probability = 1.0
+            if left and self._kv.grow(followed.owner, followed.num_known + most):
+                rows.append((followed, min(missing, left), most))
+                left -= min(missing, left)
+        return rows
+
+
+class FromCpuDraftModel(FromDraftModel):
+    """Proposes what a draft model generates, which is asked after each pass whether another one pays."""
+
+    def __init__(self, runner: DraftRunner, *args: Any) -> None:
+        """args: of FromDraftModel."""
+        super().__init__(*args)
+        self.runner: DraftRunner = runner
+
+    def _draft(self, wanted: list[tuple[Followed, int]], num_rows: int) -> None:
         drafting = self._catch_up(wanted)
         while drafting:
             least = self._least_probability(num_rows, len(drafting))
@@ -143,33 +177,16 @@ class FromDraftModel(FromModel):
                 self._times.observe(len(drafting), 0, time.monotonic() - began)
 
     def _catch_up(self, wanted: list[tuple[Followed, int]]) -> list[tuple[Followed, int]]:
-        """Compute what is known of the requests, those that miss the fewest tokens first.
-
-        Returns those that have a draft now.
-        """
-        left, rows = self._max_step_tokens, []
-        for followed, most in sorted(
-            wanted, key=lambda entry: entry[0].num_known - entry[0].owner.num_computed_tokens
-        ):
-            missing = followed.num_known - followed.owner.num_computed_tokens
-            followed.probability = 1.0
-            if left and self._kv.grow(followed.owner, followed.num_known + most):
-                rows.append((followed, min(missing, left), most))
-                left -= min(missing, left)
+        """Compute what is known of the requests. Returns those that have a draft now."""
+        rows = self._first_rows(wanted)
         return self._pass(rows) if rows else []
 
-    def _pass(self, rows: list[tuple[Followed, int, int]]) -> list[tuple[Followed, int]]:
+    def _pass(self, rows: list[DraftRow]) -> list[tuple[Followed, int]]:
         """Compute the next tokens of each request. Returns those with one more draft, and their most drafts."""
-        plan, states = [], []
-        for followed, num_tokens, _ in rows:
-            owner, state = followed.owner, followed.state
-            state.block_ids = owner.block_ids
-            start = owner.num_computed_tokens
-            owner.num_computed_tokens += num_tokens
-            samples = owner.num_computed_tokens == len(state.token_ids)
-            plan.append(ScheduledRow(owner.request_id, start, num_tokens, samples))
-            states.append(state)
-        result = self._runner.run(plan, states)
+        return self._take(rows, self.runner.run(*planned(rows)))
+
+    def _take(self, rows: list[DraftRow], result: StepResult) -> list[tuple[Followed, int]]:
+        """Take what a pass has sampled; see `_pass`."""
         drafted = []
         for index, (followed, _, most) in enumerate(rows):
             self._kv.publish(followed.owner)
@@ -178,3 +195,18 @@ class FromDraftModel(FromModel):
                 self._add_draft(followed, token_ids[0], result.logprobs[index][0].logprob)
                 drafted.append((followed, most))
         return drafted
+
+
+def planned(rows: Sequence[DraftRow]) -> tuple[list[ScheduledRow], list[RequestState]]:
+    """Plan a pass, whose tokens count as computed from now on."""
+    plan, states = [], []
+    for followed, num_tokens, _ in rows:
+        owner, state = followed.owner, followed.state
+        state.block_ids = owner.block_ids
+        start = owner.num_computed_tokens
+        owner.num_computed_tokens += num_tokens
+        plan.append(
+            ScheduledRow(owner.request_id, start, num_tokens, owner.num_computed_tokens >= followed.num_known)
+        )
+        states.append(state)
+    return plan, states

@@ -58,6 +58,8 @@ class Speculation:
         self._accepted += [0] * (num_accepted - len(self._accepted))
         for position in range(num_accepted):
             self._accepted[position] += 1
+        if self._overlap is not None:
+            self._overlap.count(num_accepted)
 
     def figures(self) -> Figures:
         """See Counting."""

@@ -68,7 +68,9 @@ class FromModel(Proposer):
         return True
 
     def _add_draft(self, drafting: Drafting, token_id: TokenId, logprob: float) -> None:
-        kind = min(int(NUM_KINDS * math.exp(logprob)), NUM_KINDS - 1)
+        self._add_draft_of_kind(drafting, token_id, min(int(NUM_KINDS * math.exp(logprob)), NUM_KINDS - 1))
+
+    def _add_draft_of_kind(self, drafting: Drafting, token_id: TokenId, kind: int) -> None:
         accepted = self._acceptance.of_kind(drafting.record, kind)
         drafting.drafts.token_ids.append(token_id)
         drafting.drafts.acceptance.append(accepted)

@@ -14,9 +14,9 @@ from engine.config import EngineConfig
 from engine.kv.block_groups import BlockGroups
 from engine.kv.manager import KVManager
 from engine.kv.memory import allocate_pool, context_in_pool, pool_geometry
-from engine.loader.load import load_model
+from engine.loader.load import LoadedModel, load_model
 from engine.speculation.draft_length import DraftLengths
-from engine.speculation.draft_model import DraftRunner, FromDraftModel, VocabSizes
+from engine.speculation.draft_model import DraftRunner, FromCpuDraftModel, FromDraftModel, VocabSizes
 from kvstore.pool.block_pool import BlockPool
 
 logger = logging.getLogger(__name__)
@@ -25,24 +25,18 @@ logger = logging.getLogger(__name__)
 def open_draft_model(
     name: str, num_tokens: int, config: EngineConfig, vocab_size: int, lengths: DraftLengths
 ) -> FromDraftModel:
-    """Load the model and give it a KV pool as large as the other's. Raises ConfigError.
+    """Load the model on the CPU and give it a KV pool as large as the other's. Raises ConfigError.
 
     config: of the model that it drafts for, whose vocabulary has `vocab_size` tokens.
     """
-    files, target, device = resolve_model(name), config.model, torch.device("cpu")
-    config = replace(config, model=name, tp=1, pp=1, stage_address="", kv_cache_dtype="auto", max_model_len=0)
-    loaded = load_model(files, config, device)
-    sizes = VocabSizes(vocab_size, loaded.config.vocab_size)
-    if not have_same_tokens(resolve_model(target), files, sizes):
-        raise ConfigError(f"--speculative draft:{name}: choose a model with the tokenizer of {target}")
-    if not loaded.config.is_causal:
-        raise ConfigError(f"--speculative draft:{name}: the model generates no text")
+    device = torch.device("cpu")
+    files, loaded, config, sizes = load_draft_model(name, config, vocab_size, device)
     geometry = pool_geometry(loaded.config, config, loaded.fingerprint, loaded.dtype)
     groups = BlockGroups.of(geometry.layout, config.block_size, config.max_num_batched_tokens)
     runner = DraftRunner(loaded, allocate_pool(geometry, device), None, config)
     runner.warmup()
     logger.info("drafts by %s, %d KV blocks", files.name, geometry.num_blocks)
-    return FromDraftModel(
+    return FromCpuDraftModel(
         runner,
         KVManager(BlockPool(geometry.num_blocks, config.prefix_cache), groups, geometry.fingerprint),
         lengths,
@@ -51,6 +45,21 @@ def open_draft_model(
         context_in_pool(loaded.config.context_length(0), geometry, config),
         sizes,
     )
+
+
+def load_draft_model(
+    name: str, config: EngineConfig, vocab_size: int, device: torch.device
+) -> tuple[ModelFiles, LoadedModel, EngineConfig, VocabSizes]:
+    """Load the weights; see `open_draft_model`. Returns its settings, too."""
+    files, target = resolve_model(name), config.model
+    config = replace(config, model=name, tp=1, pp=1, stage_address="", kv_cache_dtype="auto", max_model_len=0)
+    loaded = load_model(files, config, device)
+    sizes = VocabSizes(vocab_size, loaded.config.vocab_size)
+    if not have_same_tokens(resolve_model(target), files, sizes):
+        raise ConfigError(f"--speculative draft:{name}: choose a model with the tokenizer of {target}")
+    if not loaded.config.is_causal:
+        raise ConfigError(f"--speculative draft:{name}: the model generates no text")
+    return files, loaded, config, sizes
 
 
 def have_same_tokens(target: ModelFiles, draft: ModelFiles, sizes: VocabSizes) -> bool:

@@ -16,6 +16,8 @@ PATIENCE = 8  # steps in a row that would be better the other way
 NUM_SKIPPED = 3  # steps after a change, of which some ran the old way
 FIRST_TRIAL, TRIAL = 16, 8  # steps before the other way is measured first, and steps of that
 STEPS_BETWEEN_TRIALS = 400
+MEASURED_STEPS = 16  # with drafts, before they are judged
+FADE, LONGEST_PAUSE = 0.98, 3200  # see MeasuredOverlap
 GAIN = 1.02  # of drafts over overlapped steps, so that noise does not change the way
 
 
@@ -39,6 +41,9 @@ class Overlap:
             self._lengths.observe(size, seconds)
         elif size.num_decode_tokens and not size.num_prompt_tokens:
             self._overlapped.observe(size.num_decode_tokens, 0, seconds, size.context)
+
+    def count(self, num_accepted: int) -> None:
+        """Learn how many drafts of a row were accepted, in the step observed last."""
 
     def decide(self, acceptance: Sequence[Sequence[float]], num_rows: int, max_drafts: int, context: int) -> None:
         """Choose for the steps after one of so many decode rows; arguments as those of `expected_to_pay`."""
@@ -64,3 +69,54 @@ class Overlap:
     def _change(self, is_trial: bool) -> None:
         self.waits, self._is_trial = not self.waits, is_trial
         self._num_steps = self._num_better = 0
+
+
+class MeasuredOverlap(Overlap):
+    """For drafts that take the device's time: nothing is known of them but in steps that wait.
+
+    So tokens per second are measured while steps wait, drafting included, against overlapped steps of as many rows.
+    """
+
+    def __init__(self, lengths: DraftLengths) -> None:
+        super().__init__(lengths)
+        self.waits = False
+        self._num_rows = 0
+        self._pause = 0  # steps; 0: before the first trial
+        self._tokens = self._seconds = (
+            0.0  # of steps that wait; tokens as seconds that overlapped steps take for them
+        )
+        self._plain_seconds = 0.0  # of an overlapped step like the one observed last, a row
+
+    def observe(self, size: StepSize, seconds: float) -> None:
+        """See Overlap."""
+        super().observe(size, seconds)
+        if not self.waits or self._num_steps <= NUM_SKIPPED or size.num_prompt_tokens or not self._num_rows:
+            return
+        self._plain_seconds = self._overlapped.cost.seconds(self._num_rows, context=size.context) / self._num_rows
+        self._seconds = FADE * self._seconds + seconds
+        self._tokens = FADE * self._tokens + self._plain_seconds * self._num_rows
+
+    def count(self, num_accepted: int) -> None:
+        """See Overlap."""
+        self._tokens += self._plain_seconds * num_accepted
+
+    def decide(self, acceptance: Sequence[Sequence[float]], num_rows: int, max_drafts: int, context: int) -> None:
+        """See Overlap; the arguments but `num_rows` are not needed."""
+        self._num_steps += 1
+        self._num_rows = num_rows
+        if not self.waits:
+            if self._num_steps >= (self._pause or FIRST_TRIAL):
+                self._change(is_trial=True)
+        elif self._num_steps >= MEASURED_STEPS + NUM_SKIPPED:
+            if self._tokens < self._seconds * GAIN:
+                self._pause = min(max(4 * self._pause, STEPS_BETWEEN_TRIALS), LONGEST_PAUSE)
+                self._change(is_trial=False)
+            elif (
+                self._num_steps >= 4 * STEPS_BETWEEN_TRIALS
+            ):  # what overlapped steps take changes with contexts and rows
+                self._pause = TRIAL + NUM_SKIPPED
+                self._change(is_trial=False)
+
+    def _change(self, is_trial: bool) -> None:
+        super()._change(is_trial)
+        self._tokens = self._seconds = self._plain_seconds = 0.0

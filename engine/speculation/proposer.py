@@ -15,28 +15,48 @@ from engine.speculation.draft_length import DraftLengths
 from engine.speculation.drafts import Speculation
 from engine.speculation.from_tokens import FromTokens
 from engine.speculation.lookup import ngram, suffix
-from engine.speculation.overlap import Overlap
+from engine.speculation.overlap import MeasuredOverlap, Overlap
 from engine.speculation.settings import Method, SpeculationSettings
 
 if TYPE_CHECKING:
+    from engine.gpu.config import GpuConfig
     from engine.loader.load import LoadedModel
+    from engine.speculation.on_gpu.opening import GpuDraftModel
 
 
-def open_speculation(config: EngineConfig, runner: Any, loaded: LoadedModel) -> Speculation | None:
+def draft_model_on_gpu(config: EngineConfig, loaded: LoadedModel, gpu: GpuConfig) -> GpuDraftModel | None:
+    """Load a draft model onto the GPU of the model, if one is wanted there. Raises ConfigError."""
+    settings = config.of(SpeculationSettings).resolved()
+    if loaded.device.type != "cuda" or settings.method is not Method.DRAFT:
+        return None
+    from engine.speculation.on_gpu.opening import load_on_gpu  # needs triton
+
+    return load_on_gpu(settings.draft_model, config, loaded, gpu)
+
+
+def open_speculation(
+    config: EngineConfig, runner: Any, loaded: LoadedModel, draft_model: GpuDraftModel | None = None,
+    num_blocks: int = 0,
+) -> Speculation | None:  # fmt: skip
     """Let the runner propose drafts, if they are wanted. On a GPU they are in steps that have a decode graph.
 
-    Raises ConfigError for a draft model or a head that does not fit.
+    draft_model: as `draft_model_on_gpu` gives it. num_blocks: of the model's KV pool. Raises ConfigError for a draft
+    model or a head that does not fit.
     """
     settings = config.of(SpeculationSettings).resolved()
     if not settings.num_speculative_tokens:
         return None
     lengths, num_tokens = DraftLengths(settings.adaptive_drafts), settings.num_speculative_tokens
     on_gpu = loaded.device.type == "cuda"
-    if on_gpu and settings.method in (Method.DRAFT, Method.EAGLE):
+    if on_gpu and settings.method is Method.EAGLE:
         raise ConfigError(
-            f"--speculative {settings.speculative}: draft models and EAGLE heads run on CPUs; choose ngram or suffix"
+            f"--speculative {settings.speculative}: EAGLE heads run on CPUs; choose ngram, suffix or draft:MODEL"
         )
     proposer: Proposer
+    if draft_model is not None:
+        overlap = MeasuredOverlap(lengths) if _can_overlap(settings, config, runner) else None
+        runner.propose_with(draft_model.open(num_blocks, num_tokens, lengths, overlap))
+        return Speculation(lengths, config.max_num_seqs, overlap)
     if settings.method is Method.DRAFT:
         from engine.speculation.open_draft_model import open_draft_model
 
@@ -48,8 +68,12 @@ def open_speculation(config: EngineConfig, runner: Any, loaded: LoadedModel) -> 
     else:
         proposer = from_tokens(settings)
     runner.propose_with(proposer)
-    can_overlap = settings.adaptive_drafts and runner.max_steps_in_flight > 1 and config.pp == 1
+    can_overlap = _can_overlap(settings, config, runner)
     return Speculation(lengths, config.max_num_seqs if on_gpu else None, Overlap(lengths) if can_overlap else None)
+
+
+def _can_overlap(settings: SpeculationSettings, config: EngineConfig, runner: Any) -> bool:
+    return settings.adaptive_drafts and runner.max_steps_in_flight > 1 and config.pp == 1
 
 
 def from_tokens(settings: SpeculationSettings) -> FromTokens:

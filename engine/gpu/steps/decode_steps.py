@@ -22,6 +22,7 @@ from engine.gpu.steps.graphs import (
     POSITION,
     SLOT,
     DecodeGraphs,
+    DecodeOutput,
     decode_step,
     draft_step,
     stage_step,
@@ -31,6 +32,8 @@ from engine.gpu.steps.state import DeviceState
 from engine.gpu.steps.step import GpuBatch
 from engine.start_progress import OnProgress
 
+QueryStep = Callable[[FusedForward, DeviceState, DeviceSampler, Tensor, int], DecodeOutput]
+
 
 class DecodeSteps:
     """Runs them. What a step returns is a `DecodeOutput`, or hidden states where another stage goes on."""
@@ -38,12 +41,13 @@ class DecodeSteps:
     def __init__(
         self, forward: FusedForward, state: DeviceState, sampler: DeviceSampler, buckets: Sequence[int],
         num_buffers: int, block_size: int, is_stage: bool, has_drafts: bool, passes_on: bool,
+        query_step: QueryStep = draft_step,
     ) -> None:  # fmt: skip
         """buckets: numbers of rows that graphs are captured for, ascending; the last is the most that there are.
 
         num_buffers: more than steps in flight. is_stage: all steps are given their tokens, as those with drafts are;
         else steps without drafts take what the step before has sampled. passes_on: to another stage, without
-        sampling.
+        sampling. query_step: of rows with several queries.
         """
         self._block_size, self._buckets, self._num_groups = block_size, buckets, len(state.block_tables)
         self._rows: DecodeInputs | None = None
@@ -54,7 +58,7 @@ class DecodeSteps:
         if passes_on:
             self._queries = DecodeInputs(partial(stage_step, forward, state), NUM_QUERY_ROWS, *sizes)
         elif is_stage or has_drafts:
-            self._queries = DecodeInputs(partial(draft_step, forward, state, sampler), NUM_QUERY_ROWS, *sizes)
+            self._queries = DecodeInputs(partial(query_step, forward, state, sampler), NUM_QUERY_ROWS, *sizes)
 
     def capture(self, on_progress: OnProgress) -> None:
         """Capture the graphs of all buckets."""

@@ -90,7 +90,7 @@ def draft_with(
 ) -> None:
     """Use these drafters instead of the shipped one. on_gpu: within the bounds of a GPU, wherever the engine is."""
 
-    def speculation(config: EngineConfig, _loaded: Any, runner: Any) -> Speculation | None:
+    def speculation(config: EngineConfig, _loaded: Any, runner: Any, *_: Any) -> Speculation | None:
         num_tokens = config.of(SpeculationSettings).num_speculative_tokens
         if not num_tokens:
             return None

@@ -14,7 +14,7 @@ from common.errors import ConfigError
 from common.model_files import resolve_model
 from common.text.load import load_tokenizer
 from engine.assembly import EngineParts
-from engine.speculation.draft_model import FromDraftModel, VocabSizes
+from engine.speculation.draft_model import FromCpuDraftModel, VocabSizes
 from engine.speculation.from_model import FIRST_PAUSE
 from engine.speculation.open_draft_model import have_same_tokens
 from tests.engine.driving import num_drafts
@@ -34,9 +34,9 @@ def drafted_by(models: dict[str, Path], name: str, **settings: Any) -> EnginePar
     return open_parts(models["llama"], speculative=f"draft:{models[name]}", quant_mode="none", **settings)
 
 
-def proposer_of(parts: EngineParts) -> FromDraftModel:
+def proposer_of(parts: EngineParts) -> FromCpuDraftModel:
     proposer = parts.runner._proposer
-    assert isinstance(proposer, FromDraftModel)
+    assert isinstance(proposer, FromCpuDraftModel)
     return proposer
 
 
@@ -92,7 +92,7 @@ def test_a_long_prompt_is_taken_in_parts(models: dict[str, Path]) -> None:
     parts = drafted_by(models, "llama", **ALWAYS, max_num_batched_tokens=16, max_num_seqs=4)
     first = parts.engine.add_request([1, 2, 3], replace(PLAIN, max_tokens=60))
     long = parts.engine.add_request(list(range(8, 108)), replace(PLAIN, max_tokens=30))
-    runner = proposer_of(parts)._runner
+    runner = proposer_of(parts).runner
     sizes: list[int] = []
     run_rows = runner.run
     runner.run = lambda rows, states: sizes.append(sum(r.num_tokens for r in rows)) or run_rows(rows, states)  # type: ignore

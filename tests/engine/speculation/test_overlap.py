@@ -8,7 +8,7 @@ import pytest
 
 from engine.plan import StepSize
 from engine.speculation.draft_length import DraftLengths
-from engine.speculation.overlap import PATIENCE, Overlap
+from engine.speculation.overlap import PATIENCE, MeasuredOverlap, Overlap
 
 pytestmark = pytest.mark.wing("engine.speculation")
 ROW = 1e-4
@@ -71,3 +71,52 @@ def test_prompts_teach_nothing() -> None:
         overlap.decide([], 4, 8, 100)
         overlap.observe(StepSize(4, 30, 100, 50), 1.0)
     assert overlap._lengths.best_speed([], 4, 8, 100) == 0.0
+
+
+def run_measured(acceptances: list[float], drafting: float) -> tuple[list[bool], list[float]]:
+    """Likewise with drafts of a model, which takes so many seconds for those of a step, and knows nothing else."""
+    overlap, draw = MeasuredOverlap(DraftLengths()), random.Random(3)
+    num_rows, base, waited, speeds = 8, 5e-3, [], []
+    for accepted in acceptances:
+        overlap.decide([], num_rows, 64, 1000)
+        waits = overlap.waits
+        num_accepted = [0] * num_rows
+        if waits:
+            for row in range(num_rows):
+                while num_accepted[row] < MAX_DRAFTS and draw.random() < accepted:
+                    num_accepted[row] += 1
+        computed = num_rows * (1 + MAX_DRAFTS * waits)
+        seconds = (base + ROW * computed + drafting * waits) * draw.uniform(0.99, 1.01)
+        overlap.observe(StepSize(computed, 0, 1000, 0), seconds)
+        if waits:
+            for number in num_accepted:
+                overlap.count(number)
+        waited.append(waits)
+        speeds.append((num_rows + sum(num_accepted)) / seconds / (num_rows / (base + ROW * num_rows)))
+    return waited, speeds
+
+
+@pytest.mark.parametrize("drafting", [1e-3, 5e-3])
+def test_a_draft_model_that_is_wrong_is_left_alone(drafting: float) -> None:
+    waited, speeds = run_measured([0.02] * 6000, drafting)
+    assert sum(waited) < 0.02 * len(waited)
+    assert sum(speeds) / len(speeds) > 0.98
+
+
+def test_a_draft_model_that_is_right_is_used() -> None:
+    waited, speeds = run_measured([0.9] * 3000, 2e-3)
+    assert sum(waited) > 0.95 * len(waited)
+    assert sum(speeds) / len(speeds) > 2.1  # of 2.16
+
+
+def test_a_draft_model_that_takes_too_long_is_left_alone() -> None:
+    """However right it is: 4.1 tokens a step are no gain in 6 times the time."""
+    waited, _ = run_measured([0.9] * 3000, 25e-3)
+    assert sum(waited) < 0.03 * len(waited)
+
+
+def test_a_draft_model_that_becomes_right_is_noticed() -> None:
+    waited, _ = run_measured([0.02] * 3000 + [0.9] * 3300 + [0.02] * 300, 2e-3)
+    assert not all(waited[2900:3000])
+    assert sum(waited[6200:6300]) == 100
+    assert sum(waited[6300:]) < 100

@@ -162,7 +162,7 @@ def test_engines_without_what_a_head_needs(
 
 def test_a_gpu_is_refused(tmp_path: Path, loaded: LoadedModel) -> None:
     on_gpu = replace(loaded, device=torch.device("cuda"))
-    with pytest.raises(ConfigError, match="draft models and EAGLE heads run on CPUs; choose ngram or suffix"):
+    with pytest.raises(ConfigError, match="EAGLE heads run on CPUs; choose ngram, suffix or draft:MODEL"):
         open_speculation(engine_config(speculative=f"eagle:{tmp_path}"), SimpleNamespace(), on_gpu)
 
 

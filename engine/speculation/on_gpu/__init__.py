@@ -1,0 +1,1 @@
+"""Draft models on a GPU: passes that follow each other on the device, and memory next to the model's own."""

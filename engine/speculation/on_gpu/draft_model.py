@@ -1,0 +1,185 @@
+"""Drafts by a draft model on a GPU: each pass takes the token that the one before has sampled from the device.
+
+The host queues all passes of a step's drafts and waits once, for the last. How many there are it decides before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.gpu.forward import FusedForward
+from engine.gpu.pinning import upload
+from engine.gpu.runner import GpuRunner
+from engine.gpu.sampling.device_sampler import DeviceSampler
+from engine.gpu.steps.decode_steps import DecodeSteps
+from engine.gpu.steps.graphs import LENGTH, ROW, DecodeOutput, query_step_inputs
+from engine.gpu.steps.state import DeviceState
+from engine.gpu.steps.step import GpuBatch, GpuStep, sampled_rows
+from engine.plan import ScheduledRow, StepResult
+from engine.request_states import RequestState
+from engine.runner import Sampled
+from engine.speculation.draft_model import DraftRow, Followed, FromDraftModel, planned
+from engine.speculation.from_model import NUM_KINDS
+from engine.speculation.overlap import Overlap
+
+
+class GpuDraftRunner(GpuRunner):
+    """Runs rows of states that somebody else keeps."""
+
+    def __init__(self, num_passes: int, *args: Any) -> None:
+        """num_passes: that are queued before any is waited for. args: of GpuRunner."""
+        self.least_buffers = num_passes + 1
+        super().__init__(*args)
+        self.max_queries = self._max_rows
+
+    @torch.inference_mode()
+    def queue(self, rows: Sequence[ScheduledRow], states: Sequence[RequestState]) -> GpuStep:
+        """Queue a pass. A row's token that its state does not have yet is what the pass before has sampled."""
+        return self._launch_rows(rows, states)
+
+    def _open_decodes(self, forward: FusedForward) -> DecodeSteps:
+        return DecodeSteps(
+            forward, self._state, self._samples.on_device, self._buckets, self._num_buffers, self._block_size,
+            is_stage=False, has_drafts=True, passes_on=False, query_step=known_step,
+        )  # fmt: skip
+
+    def _queue_queries(self, batch: GpuBatch, step: GpuStep) -> None:
+        output, _ = self._decodes.run_queries(batch, self._turn)
+        last = [end - 1 for end in accumulate(row.num_tokens for row in batch.rows)]
+        sampled = sampled_rows(batch, range(len(batch.rows)), last)
+        self._samples.take(output.token_ids, output.logits, batch, sampled, self._turn, step)
+
+    def _queue_decode(self, batch: GpuBatch, step: GpuStep) -> None:
+        known = [
+            (device_row, state.token_ids[row.start])
+            for device_row, row, state in zip(batch.device_rows, batch.rows, batch.requests, strict=True)
+            if row.start < len(state.token_ids)
+        ]
+        if known:  # the device has the last draft there, and the target model may have said otherwise
+            places, token_ids = upload(list(zip(*known, strict=True)), torch.int64, self._device)
+            self._state.last_tokens[places] = token_ids
+        super()._queue_decode(batch, step)
+
+
+def known_step(
+    forward: FusedForward, state: DeviceState, sampler: DeviceSampler, packed: Tensor, num_queries: int
+) -> DecodeOutput:
+    """A step whose rows have one or more known tokens: the target model's, that the draft model has not computed yet.
+
+    As `draft_step`, but each row's last token is the one sampled behind its last query.
+    """
+    queries = packed[:, :num_queries]
+    hidden = forward.hidden(query_step_inputs(state, queries))
+    logits = forward.logits(hidden)
+    rows, in_use = queries[ROW].long(), queries[LENGTH] > 0
+    sampled = sampler.sample(logits, rows, queries[LENGTH])
+    is_last = in_use.clone()
+    is_last[:-1] &= (rows[1:] != rows[:-1]) | ~in_use[1:]
+    nobody = state.last_tokens.shape[0] - 1
+    state.last_tokens[torch.where(is_last, rows, nobody)] = sampled.clamp(min=0)
+    return DecodeOutput(sampled, logits, hidden)
+
+
+class FromGpuDraftModel(FromDraftModel):
+    """Proposes what a draft model on the target's GPU generates."""
+
+    def __init__(self, runner: GpuDraftRunner, overlap: Overlap | None, *args: Any) -> None:
+        """overlap: nothing is drafted while steps overlap, since passes would wait for the next step. args: further
+        ones of FromDraftModel.
+        """
+        super().__init__(*args)
+        self.runner: GpuDraftRunner = runner
+        self._overlap = overlap
+
+    def propose(self, found: StepResult, sampled: Sequence[Sampled], hidden: Tensor) -> None:
+        """See Proposer."""
+        if self._overlap is None or self._overlap.waits:
+            super().propose(found, sampled, hidden)
+
+    def _follow(self, request: RequestState) -> Followed:
+        is_new = not isinstance(request.drafter, Followed)
+        followed = super()._follow(request)
+        if is_new:
+            followed.state.wants_logprobs = False
+        return followed
+
+    def _draft(self, wanted: list[tuple[Followed, int]], num_rows: int) -> None:
+        # Rows whose logits have rules take no drafts on a GPU.
+        rows = self._first_rows([entry for entry in wanted if not entry[0].state.changes_logits])
+        if not rows:
+            return
+        began = time.monotonic()
+        catches_up = any(num_tokens > self._num_tokens + 1 for _, num_tokens, _ in rows)
+        length = self._best_length(rows, num_rows)
+        passes: list[tuple[list[DraftRow], GpuStep]] = []
+        while rows:
+            plan, states = planned(rows)
+            self._name_known_tokens(plan, states)
+            passes.append((rows, self.runner.queue(plan, states)))
+            goes_on = len(passes) < length
+            rows = [
+                (followed, 1, most)
+                for (followed, _, most), row in zip(rows, plan, strict=True)
+                if goes_on and row.samples and most > len(passes)
+            ]
+        self._take_all(passes)
+        if not catches_up:
+            self._times.observe(len(passes[0][0]), 0, (time.monotonic() - began) / len(passes))
+
+    def _name_known_tokens(self, plan: Sequence[ScheduledRow], states: Sequence[RequestState]) -> None:
+        """Let rows of several tokens be queries of decode kernels, where a pass has few of them."""
+        if sum(row.num_tokens for row in plan) <= self.runner.max_queries:
+            for row, state in zip(plan, states, strict=True):
+                row.draft_token_ids = tuple(state.token_ids[row.start + 1 : row.stop])
+
+    def _best_length(self, rows: Sequence[DraftRow], num_rows: int) -> int:
+        """Passes that give the most tokens per second. They take much the same time for few rows and for many, so
+        all rows have as many drafts.
+        """
+        longest = max(most for _, _, most in rows)
+        step, one_pass = self._lengths.cost, self._times.cost.seconds(len(rows))
+        if not self._lengths.is_adaptive or not step.base or not one_pass:
+            return longest
+        best, best_speed = 1, 0.0
+        tokens, probabilities = float(num_rows), [1.0] * len(rows)
+        for length in range(1, longest + 1):
+            for index, (followed, _, most) in enumerate(rows):
+                if length <= most:
+                    probabilities[index] *= self._acceptance.of_kind(followed.record, kind_of(length))
+                    tokens += probabilities[index]
+            speed = tokens / (step.seconds(num_rows + len(rows) * length) + one_pass * length)
+            if speed > best_speed:
+                best, best_speed = length, speed
+        return best
+
+    def _take_all(self, passes: Sequence[tuple[list[DraftRow], GpuStep]]) -> None:
+        """Take the tokens of all passes. A row ends where it has none that the target model knows.
+
+        A draft's kind is its number here: to compute its probability would take half as long as the pass.
+        """
+        ended: dict[int, Followed] = {}
+        for rows, step in passes:
+            for (followed, _, _), token_ids in zip(rows, step.result().token_ids, strict=True):
+                if id(followed) in ended:
+                    continue
+                if token_ids and token_ids[0] < self._vocab_sizes.of_target:
+                    self._add_draft_of_kind(followed, token_ids[0], kind_of(len(followed.drafts.token_ids) + 1))
+                else:
+                    ended[id(followed)] = followed
+        for followed in ended.values():
+            num_valid = followed.num_known + len(followed.drafts.token_ids)
+            del followed.state.token_ids[num_valid:]
+            followed.owner.num_computed_tokens = min(followed.owner.num_computed_tokens, num_valid)
+        for followed, _, _ in passes[0][0]:
+            self._kv.publish(followed.owner)
+
+
+def kind_of(number: int) -> int:
+    """Kind of a request's first, second, ... draft of a step."""
+    return min(number, NUM_KINDS) - 1

@@ -1,0 +1,85 @@
+"""Opens a draft model on the GPU of its target: first the weights, then, once KV pools have their sizes, the rest."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+
+from common.errors import ConfigError
+from common.model_files import ModelFiles
+from engine.config import EngineConfig
+from engine.gpu.config import GpuConfig
+from engine.gpu.late_compiles import compiles_are_early
+from engine.gpu.memory import measure
+from engine.kv.block_groups import BlockGroups
+from engine.kv.manager import KVManager
+from engine.kv.memory import allocate_pool, context_in_pool, pool_geometry
+from engine.loader.load import LoadedModel
+from engine.loader.supported import check_attention
+from engine.speculation.draft_length import DraftLengths
+from engine.speculation.draft_model import VocabSizes
+from engine.speculation.on_gpu.draft_model import FromGpuDraftModel, GpuDraftRunner
+from engine.speculation.open_draft_model import load_draft_model
+from engine.speculation.overlap import Overlap
+from kvstore.layout import PoolGeometry
+from kvstore.pool.block_pool import BlockPool
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuDraftModel:
+    """A draft model whose weights are on the GPU. It will have as many KV blocks as the model that it drafts for."""
+
+    files: ModelFiles
+    loaded: LoadedModel
+    config: EngineConfig
+    gpu: GpuConfig
+    sizes: VocabSizes
+    block: PoolGeometry
+    target_block_bytes: int
+    graph_bytes: int  # that its graphs will take
+
+    def num_blocks_left(self, num_blocks: int) -> int:
+        """How many blocks both models have, where that many of the target's alone would fit. Raises ConfigError."""
+        room, block_bytes = num_blocks * self.target_block_bytes, self.target_block_bytes + self.block.block_bytes
+        if room < self.graph_bytes + block_bytes:
+            raise ConfigError(
+                f"the draft model {self.files.name} leaves no GPU memory for KV blocks: its graphs take "
+                f"{self.graph_bytes / 1e9:.1f} of {room / 1e9:.1f} GB. Raise --gpu-memory-fraction, or choose "
+                "another one"
+            )
+        return (room - self.graph_bytes) // block_bytes
+
+    def open(
+        self, num_blocks: int, num_tokens: int, lengths: DraftLengths, overlap: Overlap | None
+    ) -> FromGpuDraftModel:
+        """Allocate its KV pool and capture its graphs. num_tokens: most drafts of a row."""
+        geometry, config = replace(self.block, num_blocks=num_blocks), replace(self.config, num_gpu_blocks=num_blocks)
+        max_model_len = context_in_pool(self.loaded.config.context_length(0), geometry, config)
+        pool = allocate_pool(geometry, self.loaded.device)
+        runner = GpuDraftRunner(num_tokens, self.loaded, pool, None, config, self.gpu, max_model_len)
+        with compiles_are_early():  # the target's warm-up came before
+            runner.warmup()
+        groups = BlockGroups.of(geometry.layout, config.block_size, config.max_num_batched_tokens)
+        kv = KVManager(BlockPool(num_blocks, config.prefix_cache), groups, geometry.fingerprint)
+        logger.info("drafts by %s, %d KV blocks", self.files.name, num_blocks)
+        return FromGpuDraftModel(
+            runner, overlap, kv, lengths, num_tokens, config.max_num_batched_tokens, max_model_len, self.sizes
+        )
+
+
+def load_on_gpu(name: str, target_config: EngineConfig, target: LoadedModel, gpu: GpuConfig) -> GpuDraftModel:
+    """Load the weights, before KV blocks get what is left. Raises ConfigError."""
+    if target_config.num_ranks > 1:
+        raise ConfigError(f"--speculative draft:{name}: on GPUs the model has to be on one: leave out --tp and --pp")
+    files, loaded, config, sizes = load_draft_model(name, target_config, target.config.vocab_size, target.device)
+    config = replace(config, host_tier_gb=0.0)
+    check_attention(loaded.config, gpu.attention_backend)
+    one = replace(config, num_gpu_blocks=1)
+    block = pool_geometry(loaded.config, one, loaded.fingerprint, loaded.dtype)
+    of_target = pool_geometry(target.config, replace(target_config, num_gpu_blocks=1), "", target.dtype).block_bytes
+    graph_bytes = 0
+    if not (config.num_gpu_blocks or config.kv_cache_gb):
+        graph_bytes = measure(loaded, block, one, gpu, loaded.config.context_length(0)).graph_bytes
+    return GpuDraftModel(files, loaded, config, gpu, sizes, block, of_target, graph_bytes)

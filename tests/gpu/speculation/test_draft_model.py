@@ -1,0 +1,142 @@
+"""A draft model next to the model, on a GPU or through Triton's interpreter: drafts change no token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+import engine.assembly
+from common.errors import ConfigError
+from common.step_times import StepCost
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.gpu.config import GpuConfig
+from engine.loader.load import LoadedModel
+from engine.request import SamplingParams
+from engine.speculation.acceptance import DraftRecord, Rate
+from engine.speculation.draft_length import DraftLengths
+from engine.speculation.draft_model import DraftRow, Followed
+from engine.speculation.drafts import Speculation
+from engine.speculation.on_gpu.draft_model import FromGpuDraftModel
+from engine.speculation.on_gpu.opening import load_on_gpu
+from engine.speculation.overlap import Overlap
+from tests.engine.driving import num_drafts
+from tests.gpu.models import save_tiny_model
+from tests.gpu.speculation.test_drafts import MAX_TOKENS, PLAIN, run
+from tests.gpu.speculation.test_overlapped_drafts import Changing
+from tests.gpu.test_engine import assert_same_logprobs, open_gpu, reference
+
+pytestmark = pytest.mark.wing("engine.speculation")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model, and one that finds likely what that one finds unlikely."""
+    found = {name: save_tiny_model(tmp_path_factory.mktemp(name)) for name in ("same", "other")}
+    tensors = load_file(found["other"] / "model.safetensors")
+    save_file({**tensors, "model.norm.weight": -tensors["model.norm.weight"]}, found["other"] / "model.safetensors")
+    return found
+
+
+def drafted_by(
+    models: dict[str, Path], draft: str, monkeypatch: pytest.MonkeyPatch, overlap: Overlap | None = None,
+    is_adaptive: bool = False, **settings: Any,
+) -> tuple[Engine, FromGpuDraftModel]:  # fmt: skip
+    def speculation(
+        config: EngineConfig, loaded: LoadedModel, runner: Any, _: object, num_blocks: int
+    ) -> Speculation:
+        lengths = DraftLengths(is_adaptive)
+        opened = load_on_gpu(str(models[draft]), config, loaded, GpuConfig())
+        runner.propose_with(opened.open(num_blocks, 3, lengths, overlap))
+        return Speculation(lengths, config.max_num_seqs, overlap)
+
+    monkeypatch.setattr(engine.assembly, "_speculation", speculation)
+    settings = {"num_speculative_tokens": 3, "max_num_seqs": MAX_TOKENS, **settings}
+    made, runner = open_gpu(models["same"], monkeypatch, GpuConfig(), **settings)
+    proposer = runner._proposer
+    assert isinstance(proposer, FromGpuDraftModel)
+    return made, proposer
+
+
+@pytest.mark.parametrize("settings", [{}, {"block_size": 4, "num_gpu_blocks": 22, "max_model_len": 88}], ids=str)
+@pytest.mark.parametrize("draft", ["same", "other"])
+def test_drafts_change_no_token(
+    draft: str, settings: dict[str, Any], models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, told = run(reference(models["same"]))
+    made, proposer = drafted_by(models, draft, monkeypatch, **settings)
+    requests, found = run(made)
+    for request, other in zip(requests, plain, strict=True):
+        assert request.output_token_ids == other.output_token_ids
+        assert_same_logprobs(found[request.request_id], told[other.request_id])
+    drafted, accepted = num_drafts(made)
+    assert drafted > 8
+    assert accepted == drafted if draft == "same" else accepted < drafted
+    assert_all_is_free(made, proposer)
+
+
+def assert_all_is_free(made: Engine, proposer: FromGpuDraftModel) -> None:
+    """The last requests are forgotten by the next step, as are the draft model's blocks."""
+    made.add_request([1, 2, 3], replace(PLAIN, max_tokens=1, num_speculative_tokens=0))
+    while made.has_work():
+        made.step()
+    proposer._kv.pool.check_integrity()
+    assert proposer._kv.pool.num_used == 0
+
+
+def test_a_model_agrees_with_itself_over_long_answers(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step takes what the draft model computed for drafts that were right, and one token that it lacks."""
+    made, _ = drafted_by(models, "same", monkeypatch)
+    params = SamplingParams(max_tokens=41, temperature=0.9, seed=3, ignore_eos=True)
+    made.add_request([5, 6, 7], params)
+    while made.has_work():
+        made.step()
+    assert num_drafts(made) == (30, 30)
+    assert made.num_steps == 11
+
+
+def test_nothing_is_drafted_while_steps_overlap(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, _ = run(reference(models["same"]))
+    lengths = DraftLengths(False)
+    overlap = Changing(lengths)
+    made, proposer = drafted_by(models, "same", monkeypatch, overlap)
+    drafting: list[bool] = []
+    draft = proposer._draft
+
+    def noted(*args: Any) -> None:
+        drafting.append(overlap.waits)
+        draft(*args)
+
+    monkeypatch.setattr(proposer, "_draft", noted)
+    requests, _ = run(made)
+    assert [request.output_token_ids for request in requests] == [request.output_token_ids for request in plain]
+    assert drafting
+    assert all(drafting)
+    assert num_drafts(made)[0] > 0
+
+
+def test_passes_are_as_many_as_pay(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    _, proposer = drafted_by(models, "same", monkeypatch, is_adaptive=True)
+    records = {"right": DraftRecord(rate=Rate(0.9, 9.5, 10.0)), "wrong": DraftRecord(rate=Rate(0.9, 0.5, 10.0))}
+
+    def rows(*names: str) -> list[DraftRow]:
+        return [(Followed(None, None, 0, record=records[name]), 1, 3) for name in names]  # type: ignore[arg-type]
+
+    assert proposer._best_length(rows("wrong"), 1) == 3  # nothing is known of times yet
+    proposer._lengths._times.cost = StepCost(base=6e-3, row=1e-4)
+    proposer._times.cost = StepCost(base=1e-3)
+    assert proposer._best_length(rows("right"), 1) == 3
+    assert proposer._best_length(rows("wrong"), 1) == 1
+    assert proposer._best_length(rows("wrong", "right", "right", "right"), 4) == 3  # a pass is for all of them
+    assert proposer._best_length(rows("right"), 60) == 1  # one row of many
+
+
+def test_ranks_are_refused(models: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match="leave out --tp and --pp"):
+        load_on_gpu(str(models["same"]), EngineConfig("m", tp=2), None, GpuConfig())  # type: ignore[arg-type]
