@@ -7,10 +7,10 @@
 
 The model answers three kinds of questions greedily: to repeat a text, to change a program, and to write something of
 its own; `random` has prompts of random tokens. With --accuracy prompts are random, weights are such that a token is
-followed by itself, and each draft is right with that probability; a draft model computes its drafts, of which others
-are made then. It tells what drafts cost, and what they bring to whoever accepts so many. Each round goes through all
-methods, one after the other, so that a busy machine slows all of them. What counts is the median of the rounds'
-ratios. The time of prompts is not counted.
+followed by itself, and each draft is right with that probability; a draft model or a head computes its drafts, of
+which others are made then. It tells what drafts cost, and what they bring to whoever accepts so many. Each round goes
+through all methods, one after the other, so that a busy machine slows all of them. What counts is the median of the
+rounds' ratios. The time of prompts is not counted.
 """
 
 from __future__ import annotations
@@ -20,26 +20,34 @@ import gc
 import random
 import statistics
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import harness
+from benchmarks.random_head import write_random_head
 from common.config import add_arguments, from_namespace
 from common.model_files import resolve_model
 from common.text.load import load_tokenizer
 from engine.assembly import EngineParts, assemble
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.loader.load import read_config
+from engine.plan import StepResult
 from engine.request import SamplingParams
+from engine.runner import Sampled
 from engine.speculation.draft_model import FromDraftModel
 from engine.speculation.drafter import Drafter, Proposal
+from engine.speculation.from_model import FromModel
 from engine.speculation.from_tokens import FromTokens
 from engine.speculation.metrics import METRICS
 
+RANDOM_HEAD = "eagle:random"
 _, DRAFTED, ACCEPTED, _ = (metric.name for metric in METRICS)
 PROGRAM = '''class Account:
     """A bank account."""
@@ -108,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.speculation", description=__doc__.splitlines()[0])
     add_arguments(parser, EngineConfig)
     parser.set_defaults(device="cpu", prefix_cache=False)
-    parser.add_argument("--methods", default="ngram", help="of --speculative, separated by commas")
+    parser.add_argument("--methods", default="ngram", help="of --speculative, by commas; eagle:random: a random head")
     parser.add_argument("--drafts", type=harness.int_list, default=[0], help="of --num-speculative-tokens: 3,7")
     parser.add_argument("--kinds", default="repeat,edit,write", help="of questions: repeat, edit, write, random")
     parser.add_argument("--streams", type=harness.int_list, default=[1], help="at once: 1,8")
@@ -127,7 +135,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         for method in options.methods.split(",")
         for count in options.drafts
     }
-    engines = {variant: assemble(replace(config, **settings)) for variant, settings in variants.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        for settings in variants.values():
+            if settings.get("speculative") == RANDOM_HEAD:
+                shape = read_config(resolve_model(config.model), config)
+                settings["speculative"] = f"eagle:{write_random_head(shape, Path(folder))}"
+        engines = {variant: assemble(replace(config, **settings)) for variant, settings in variants.items()}
     if options.accuracy:
         for parts in engines.values():
             repeat_tokens(parts.runner)
@@ -156,8 +169,8 @@ def compare(
     if accuracy is not None:
         draw = random.Random(0)
         for (method, count), parts in engines.items():
-            if isinstance(parts.runner._proposer, FromDraftModel):
-                let_err(parts.runner._proposer, accuracy, draw)
+            if isinstance(parts.runner._proposer, FromModel):
+                decide(parts.runner._proposer, accuracy, draw)
             elif method:
                 parts.runner.propose_with(FromTokens(lambda _: Knowing(accuracy, draw), count, 1))
     for round_number in range(-1, options.rounds):  # the first one warms up
@@ -209,14 +222,19 @@ class Knowing(Drafter):
         return Proposal(drafts, [0] * max_tokens)
 
 
-def let_err(proposer: FromDraftModel, accuracy: float, draw: random.Random) -> None:
-    """Change drafts that the draft model has computed: each is right with that probability."""
-    add = FromDraftModel._add_draft_of_kind
+def decide(proposer: FromModel, accuracy: float, draw: random.Random) -> None:
+    """Change drafts that a model or a head has computed: each is the token before it with that probability."""
+    propose = type(proposer).propose
 
-    def changed(followed: Any, token_id: int, kind: int) -> None:
-        add(proposer, followed, token_id if draw.random() < accuracy else token_id ^ 1, kind)
+    def changed(found: StepResult, sampled: Sequence[Sampled], hidden: torch.Tensor) -> None:
+        propose(proposer, found, sampled, hidden)
+        requests = {row: request for _, row, request, _, _ in sampled}
+        for row, drafts in found.drafts.items():
+            last = requests[row].token_ids[-1]
+            drafts.token_ids[:] = [last if draw.random() < accuracy else last ^ 1 for _ in drafts.token_ids]
+            requests[row].drafter.record.drafts = list(drafts.token_ids)
 
-    proposer._add_draft_of_kind = changed  # type: ignore[method-assign, assignment]
+    proposer.propose = changed  # type: ignore[method-assign]
 
 
 def run(

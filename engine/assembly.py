@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from engine.models.config import ModelConfig
     from engine.objectives.prompt_budget import PromptBudget
     from engine.speculation.drafts import Speculation
-    from engine.speculation.on_gpu.opening import GpuDraftModel
+    from engine.speculation.on_gpu.open_draft_model import OnGpu
     from engine.wings import Adapters
 
 logger = logging.getLogger(__name__)
@@ -116,8 +116,8 @@ def _assemble(
         loaded = load_model(files, config, device, ranks.shard, on_progress, ranks.stage)
     balancing = _balancing(loaded, config)
     adapters = adapters_of(loaded, config)  # what they take of a GPU is not for KV blocks
-    draft_model = _draft_model(config, loaded, gpu)  # likewise
-    config, geometry, max_model_len = _size_pool(loaded, config, gpu, ranks, draft_model)
+    drafting = _drafting(config, loaded, gpu)  # likewise
+    config, geometry, max_model_len = _size_pool(loaded, config, gpu, ranks, drafting)
     pool = memory.allocate(geometry, device)
     host_tier = _host_tier(geometry, config, memory.agent_socket, device)
     held = loaded, pool, _host_buffer(host_tier, geometry), config
@@ -126,12 +126,14 @@ def _assemble(
         make_runner = partial(adapters.runner, *held, gpu=gpu, max_model_len=max_model_len)
     num_slots = 0 if host_tier is None else host_tier.num_slots
     runner = ranks.runner(make_runner, loaded, memory, geometry, num_slots, max_model_len)
+    if drafting is not None:
+        drafting.join(runner, geometry.num_blocks)
     constraints = None if is_offline or config.is_simulated else loaded.constraints
     tokens = None if constraints is None else constraints.prepare()
     runner.warmup(on_progress)
     if tokens is not None:
         tokens.exception()  # wait: nothing stalls the first streams; a model without a tokenizer takes no grammars
-    speculation = _speculation(config, loaded, runner, draft_model, geometry.num_blocks)
+    speculation = _speculation(config, loaded, runner, drafting, geometry.num_blocks)
     prompt_budget = _prompt_budget(config)
     scheduler = Scheduler(
         make_kv_manager(geometry, config, host_tier),
@@ -184,14 +186,14 @@ def _start_ranks(config: EngineConfig, device: torch.device, gpu: GpuConfig) -> 
 
 
 def _size_pool(
-    loaded: LoadedModel, config: EngineConfig, gpu: GpuConfig, ranks: Ranks, draft_model: GpuDraftModel | None
+    loaded: LoadedModel, config: EngineConfig, gpu: GpuConfig, ranks: Ranks, drafting: OnGpu | None
 ) -> tuple[EngineConfig, PoolGeometry, int]:
     """The settings with the pool's blocks, the pool, and the longest sequence that it holds. Raises ConfigError."""
     max_model_len = loaded.config.context_length(config.max_model_len)
     if loaded.device.type == "cuda" and not (config.num_gpu_blocks or config.kv_cache_gb):
         num_blocks = ranks.num_fitting(loaded, config, gpu, max_model_len)
-        if draft_model is not None:
-            num_blocks = draft_model.num_blocks_left(num_blocks)
+        if drafting is not None:
+            num_blocks = drafting.num_blocks_left(num_blocks)
         config = replace(config, num_gpu_blocks=num_blocks)
     geometry = pool_geometry(loaded.config, config, loaded.fingerprint, loaded.dtype, loaded.shard)
     geometry = replace(geometry, num_blocks=ranks.num_blocks(loaded, geometry, config))
@@ -265,22 +267,22 @@ def _prompt_budget(config: EngineConfig) -> PromptBudget | None:
     return budget_for(config)
 
 
-def _draft_model(config: EngineConfig, loaded: LoadedModel, gpu: GpuConfig) -> GpuDraftModel | None:
+def _drafting(config: EngineConfig, loaded: LoadedModel, gpu: GpuConfig) -> OnGpu | None:
     if not has_wing("engine.speculation"):
         return None
-    from engine.speculation.proposer import draft_model_on_gpu
+    from engine.speculation.proposer import proposer_on_gpu
 
-    return draft_model_on_gpu(config, loaded, gpu)
+    return proposer_on_gpu(config, loaded, gpu)
 
 
 def _speculation(
-    config: EngineConfig, loaded: LoadedModel, runner: Any, draft_model: GpuDraftModel | None, num_blocks: int
+    config: EngineConfig, loaded: LoadedModel, runner: Any, drafting: OnGpu | None, num_blocks: int
 ) -> Speculation | None:
     if not has_wing("engine.speculation"):
         return None
     from engine.speculation.proposer import open_speculation
 
-    return open_speculation(config, runner, loaded, draft_model, num_blocks)
+    return open_speculation(config, runner, loaded, drafting, num_blocks)
 
 
 def _make_runner(

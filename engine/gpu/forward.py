@@ -6,7 +6,9 @@ Static shapes, no host reads: a pass over decode rows only can be captured in a 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +28,20 @@ def attention_of(model: Model) -> type[GpuAttention]:
     return own[0].attention if own else GroupedQueries
 
 
+class Observer(Protocol):
+    """Reads what layers make of a step's tokens, on the device. layers: in front of which the residual is read."""
+
+    layers: Sequence[int]
+
+    def see(self, number: int, residual: Tensor) -> None:
+        """Copy the residual (num_tokens, hidden) ahead of the layer of that number among `layers`."""
+        ...
+
+    def take(self, inputs: GpuInputs, next_ids: Tensor) -> None:
+        """Take the tokens that follow those of the step, int64 (num_tokens,): negative where there is none."""
+        ...
+
+
 class FusedForward:
     """The model over one pool. Its workspaces serve one stream. wanted, max_tokens: see `GpuAttention`."""
 
@@ -43,9 +59,37 @@ class FusedForward:
         self.attention = attention_of(model)(model, pool, max_rows, wanted, dtype, max_tokens)
         self._forwards = GpuForwards(model, ranks)
         self._inbox = ranks.inbox
+        self._observer: Observer | None = None
         self.passes_on = ranks.passes_on
         self.dtype = model.embedding.dtype
         self.logits = model.head  # normed hidden states (rows, hidden) -> (rows, vocab), of this rank
+
+    def observe_with(self, observer: Observer) -> None:
+        """Show `observer` all steps from now on; graphs that are captured earlier do not."""
+        self._observer = observer
+        self._forwards.watch(observer.layers, observer.see)
+
+    @property
+    def is_observed(self) -> bool:
+        return self._observer is not None
+
+    def observe(
+        self, inputs: GpuInputs, sampled: Tensor, last: Tensor | None = None, lengths: Tensor | None = None
+    ) -> None:
+        """Tell the observer what was sampled, int64 (n,).
+
+        last: int64 (n,), the tokens of the step that these follow; None: all of them. Others are followed by the next
+        one of the step, which behind a chunk of a prompt is another row's. lengths: 0 for those of nobody.
+        """
+        if self._observer is None:
+            return
+        next_ids = sampled
+        if last is not None:
+            num_tokens = inputs.token_ids.shape[0]
+            next_ids = torch.cat([inputs.token_ids[1:], inputs.token_ids.new_zeros(2)])
+            next_ids[last if lengths is None else torch.where(lengths > 0, last, num_tokens)] = sampled
+            next_ids = next_ids[:num_tokens]
+        self._observer.take(inputs, next_ids)
 
     def of_ops(self, forwards: GpuForwards) -> FusedForward:
         """Return this pass with the ops of `forwards`."""

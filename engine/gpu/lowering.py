@@ -6,14 +6,17 @@ compared per layer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from itertools import takewhile
+
+from torch import Tensor
 
 from common.wings import has_wing
 from engine.gpu.ops import one_row, plain, split_k
 from engine.gpu.ops.pending import Pending, rows_of
 from engine.gpu.ops.rules import MANY_ROWS, SINGLE_GPU, GpuForward, GpuSeams, GpuStep, Rule, Target, fitting, ops_of
+from engine.layers.attention import AttentionBlock
 from engine.layers.block import Block
 from engine.layers.forward import Stream
 from engine.models.model import Model
@@ -37,9 +40,19 @@ class GpuForwards:
         self._workspace = SplitKWorkspace(model.embedding.device)
         self._max_quantized_rows = quantized.max_quantized_rows(model) if HAS_QUANTIZED else 0
         self._lowered = cache(self._lower)
+        self._watched: dict[int, Callable[[Tensor], object]] = {}
         for block in (each.inner for each in model.blocks):
             if block.gpu_ops:
                 ops_of(block).prepare(block)
+
+    def watch(self, layers: Sequence[int], see: Callable[[int, Tensor], object]) -> None:
+        """From now on let `see` read the residual ahead of these layers, of which it is told the index here."""
+        self._watched = {
+            index: partial(see, layers.index(block.inner.layer))
+            for index, block in enumerate(self._model.blocks)
+            if isinstance(block.inner, AttentionBlock) and block.inner.layer in layers
+        }
+        self._lowered.cache_clear()
 
     def choose(self, num_tokens: int, is_decode: bool) -> GpuForward:
         """is_decode: no chunks of prompts."""
@@ -61,6 +74,9 @@ class GpuForwards:
             for block, each in zip(blocks, rules, strict=True)
         ]
         forward = seams.forward(self._model, ops)
+        num_fused = len(blocks) - forward.num_ops  # into the start
+        for index, see in self._watched.items():
+            forward = forward.watched([index - num_fused], see)
         if self._ranks.passes_on:
             return forward.ended_by(seams.sum(self._model))
         if self.narrows(num_rows, is_decode):

@@ -10,19 +10,20 @@ import gc
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
-from engine.gpu.forward import FusedForward
+from engine.gpu.forward import FusedForward, Observer
 from engine.gpu.late_compiles import log_late_compiles
 from engine.gpu.lowering import MAX_TUNED_ROWS
 from engine.gpu.ops.rules import SINGLE_GPU, GpuSeams
 from engine.gpu.pinning import upload
 from engine.gpu.progress import check_alive, mark
+from engine.gpu.sampling.device_sampler import DeviceSampler
 from engine.gpu.sampling.samples import StepSamples
 from engine.gpu.steps.decode_steps import DecodeSteps
 from engine.gpu.steps.mixed_inputs import mixed_inputs
@@ -44,6 +45,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 NUM_BUFFERS = 3  # of pinned staging memory: one being filled, two steps in flight
+
+
+class DeviceRows(NamedTuple):
+    """Who has which row on the device, and what it holds of each. buckets: numbers of rows that graphs have."""
+
+    table: RowTable
+    state: DeviceState
+    sampler: DeviceSampler
+    buckets: Sequence[int]
 
 
 class GpuRunner(ModelRunner):
@@ -101,6 +111,14 @@ class GpuRunner(ModelRunner):
             forward, self._state, self._samples.on_device, self._buckets, self._num_buffers, self._block_size,
             self._is_stage, self._has_drafts, self._ranks.passes_on,
         )  # fmt: skip
+
+    @property
+    def device_rows(self) -> DeviceRows:
+        return DeviceRows(self._rows, self._state, self._samples.on_device, self._buckets)
+
+    def observe_with(self, observer: Observer) -> None:
+        """Show `observer` all steps, before graphs are captured. What follows a prompt is not drafted then."""
+        self._forward.observe_with(observer)
 
     def _launch(self, plan: StepPlan, requests: Sequence[RequestState]) -> PendingStep:
         self._rows.forget(plan.finished)
@@ -213,7 +231,8 @@ class GpuRunner(ModelRunner):
         return graphs.takes(batch) and not any(reads_hidden(row, request) for row, request in pairs)
 
     def _queue_prompts(self, batch: GpuBatch, graphs: PromptGraphs, step: GpuStep) -> None:
-        token_ids, logits, step.hidden, sampling = graphs.run(batch, self._block_size, self._turn)
+        token_ids, logits, hidden, sampling = graphs.run(batch, self._block_size, self._turn)
+        step.hidden = None if self._forward.is_observed else hidden
         if self._ranks.passes_on:
             self._ranks.pass_on(token_ids[: sum(row.num_tokens for row in batch.rows)])
             return
@@ -237,12 +256,15 @@ class GpuRunner(ModelRunner):
             return
         if wants_all:
             self._read_hidden(rows, batch.requests, hidden, lambda i: last_of[i] + 1, self._logits, step.found)
+        last = last[: len(sampling)]
         if not sampling:
+            self._forward.observe(inputs, last, last)
             step.waits.append(mark(self._device))  # else the host would queue chunk after chunk, and measure no time
             return
-        step.hidden = (hidden[last] if wants_all else hidden)[: len(sampling)]
-        logits = self._forward.logits(step.hidden)
-        self._samples.sample(logits, batch, sampling, self._turn, step)
+        own = hidden[last] if wants_all else hidden[: len(sampling)]
+        token_ids = self._samples.sample(self._forward.logits(own), batch, sampling, self._turn, step)
+        self._forward.observe(inputs, token_ids, last)
+        step.hidden = None if self._forward.is_observed else own
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Over the whole vocabulary."""

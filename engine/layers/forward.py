@@ -53,6 +53,10 @@ class Forward(Generic[S, P]):
         self._start, self._ops, self._final, self._end = start, ops, final, end
         self.logits = head  # normed hidden states (rows, hidden) -> (rows, vocab)
 
+    @property
+    def num_ops(self) -> int:
+        return len(self._ops)
+
     def hidden(self, step: S) -> Tensor:
         """Hidden states (num_tokens, hidden) behind the final norm.
 
@@ -82,16 +86,29 @@ class Forward(Generic[S, P]):
     def watched(self, first_ops: Iterable[int], see: Callable[[Tensor], object]) -> Forward[S, P]:
         """Return this forward pass, which lets `see` read the residual ahead of these ops in every step.
 
-        What was pending has been added by then. The residual changes afterwards: a copy is the caller's to make.
+        What was pending has been added by then. The residual changes afterwards: a copy is the caller's to make. -1:
+        an op that is part of the start.
         """
-        ops = list(self._ops)
+        start, ops = self._start, list(self._ops)
         for index in first_ops:
-            ops[index] = ops[index]._replace(fold=_seen(ops[index].fold, see))
-        return Forward(self._start, ops, self._final, self.logits, self._end)
+            if index < 0:
+                start = _seen_start(start, see)
+            else:
+                ops[index] = ops[index]._replace(fold=_seen(ops[index].fold, see))
+        return Forward(start, ops, self._final, self.logits, self._end)
 
     def ended_by(self, final: Callable[[Tensor, P | None], Tensor]) -> Forward[S, P]:
         """Return this forward pass with `final` instead of the final norm."""
         return Forward(self._start, self._ops, final, self.logits)
+
+
+def _seen_start(start: Callable[[S], Stream[P]], see: Callable[[Tensor], object]) -> Callable[[S], Stream[P]]:
+    def seen_start(step: S) -> Stream[P]:
+        stream = start(step)
+        see(stream.residual)  # the embedding's rows: the op's output is pending
+        return stream
+
+    return seen_start
 
 
 def _seen(fold: Callable[[Tensor, P | None], X], see: Callable[[Tensor], object]) -> Callable[[Tensor, P | None], X]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from engine.gpu.forward import Observer
 from engine.gpu.runner import GpuRunner, split_rows
 from engine.gpu.steps.prompt_graphs import PromptGraphs
 from engine.gpu.steps.step import GpuBatch, GpuStep
@@ -34,6 +35,11 @@ class LoraGpuRunner(AdaptedSteps, GpuRunner):
         self._adapted = forward, self._open_decodes(forward)
         self._has_adapters = False  # the step that is queued
         self._warms_up = False  # with steps that no request has adapters in
+
+    def observe_with(self, observer: Observer) -> None:
+        """See GpuRunner."""
+        for forward, _ in (self._plain, self._adapted):
+            forward.observe_with(observer)
 
     @torch.inference_mode()
     def capture(self, on_progress: OnProgress = no_progress) -> None:

@@ -86,10 +86,13 @@ class MeasuredOverlap(Overlap):
             0.0  # of steps that wait; tokens as seconds that overlapped steps take for them
         )
         self._plain_seconds = 0.0  # of an overlapped step like the one observed last, a row
+        self._known: set[int] = set()  # numbers of rows, by powers of two, that overlapped steps were measured of
 
     def observe(self, size: StepSize, seconds: float) -> None:
         """See Overlap."""
         super().observe(size, seconds)
+        if not self.waits and self._num_steps > NUM_SKIPPED and not size.num_prompt_tokens:
+            self._known.add(size.num_decode_tokens.bit_length())
         if not self.waits or self._num_steps <= NUM_SKIPPED or size.num_prompt_tokens or not self._num_rows:
             return
         self._plain_seconds = self._overlapped.cost.seconds(self._num_rows, context=size.context) / self._num_rows
@@ -109,7 +112,9 @@ class MeasuredOverlap(Overlap):
                 self._change(is_trial=True)
         elif self._num_steps >= MEASURED_STEPS + NUM_SKIPPED:
             if self._tokens < self._seconds * GAIN:
-                self._pause = min(max(4 * self._pause, STEPS_BETWEEN_TRIALS), LONGEST_PAUSE)
+                is_known = num_rows.bit_length() in self._known
+                pause = min(max(4 * self._pause, STEPS_BETWEEN_TRIALS), LONGEST_PAUSE)
+                self._pause = pause if is_known else TRIAL + NUM_SKIPPED  # overlapped steps of so many rows first
                 self._change(is_trial=False)
             elif (
                 self._num_steps >= 4 * STEPS_BETWEEN_TRIALS

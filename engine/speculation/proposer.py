@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from common.errors import ConfigError
 from engine.config import EngineConfig
 from engine.runner import Proposer
 from engine.speculation.draft_length import DraftLengths
@@ -21,41 +20,37 @@ from engine.speculation.settings import Method, SpeculationSettings
 if TYPE_CHECKING:
     from engine.gpu.config import GpuConfig
     from engine.loader.load import LoadedModel
-    from engine.speculation.on_gpu.opening import GpuDraftModel
+    from engine.speculation.on_gpu.open_draft_model import OnGpu
 
 
-def draft_model_on_gpu(config: EngineConfig, loaded: LoadedModel, gpu: GpuConfig) -> GpuDraftModel | None:
-    """Load a draft model onto the GPU of the model, if one is wanted there. Raises ConfigError."""
+def proposer_on_gpu(config: EngineConfig, loaded: LoadedModel, gpu: GpuConfig) -> OnGpu | None:
+    """Load a draft model or a head onto the GPU of the model, if one is wanted there. Raises ConfigError."""
     settings = config.of(SpeculationSettings).resolved()
-    if loaded.device.type != "cuda" or settings.method is not Method.DRAFT:
+    if loaded.device.type != "cuda" or settings.method not in (Method.DRAFT, Method.EAGLE):
         return None
-    from engine.speculation.on_gpu.opening import load_on_gpu  # needs triton
+    from engine.speculation.on_gpu import open_draft_model, open_eagle  # these need triton
 
-    return load_on_gpu(settings.draft_model, config, loaded, gpu)
+    if settings.method is Method.EAGLE:
+        return open_eagle.load_on_gpu(settings.eagle_head, config, loaded)
+    return open_draft_model.load_on_gpu(settings.draft_model, config, loaded, gpu)
 
 
 def open_speculation(
-    config: EngineConfig, runner: Any, loaded: LoadedModel, draft_model: GpuDraftModel | None = None,
-    num_blocks: int = 0,
+    config: EngineConfig, runner: Any, loaded: LoadedModel, on_gpu: OnGpu | None = None, num_blocks: int = 0
 ) -> Speculation | None:  # fmt: skip
     """Let the runner propose drafts, if they are wanted. On a GPU they are in steps that have a decode graph.
 
-    draft_model: as `draft_model_on_gpu` gives it. num_blocks: of the model's KV pool. Raises ConfigError for a draft
-    model or a head that does not fit.
+    on_gpu: as `proposer_on_gpu` gives it. num_blocks: of the model's KV pool. Raises ConfigError for a draft model or
+    a head that does not fit.
     """
     settings = config.of(SpeculationSettings).resolved()
     if not settings.num_speculative_tokens:
         return None
     lengths, num_tokens = DraftLengths(settings.adaptive_drafts), settings.num_speculative_tokens
-    on_gpu = loaded.device.type == "cuda"
-    if on_gpu and settings.method is Method.EAGLE:
-        raise ConfigError(
-            f"--speculative {settings.speculative}: EAGLE heads run on CPUs; choose ngram, suffix or draft:MODEL"
-        )
     proposer: Proposer
-    if draft_model is not None:
+    if on_gpu is not None:
         overlap = MeasuredOverlap(lengths) if _can_overlap(settings, config, runner) else None
-        runner.propose_with(draft_model.open(num_blocks, num_tokens, lengths, overlap))
+        runner.propose_with(on_gpu.open(num_blocks, num_tokens, lengths, overlap))
         return Speculation(lengths, config.max_num_seqs, overlap)
     if settings.method is Method.DRAFT:
         from engine.speculation.open_draft_model import open_draft_model
@@ -69,7 +64,8 @@ def open_speculation(
         proposer = from_tokens(settings)
     runner.propose_with(proposer)
     can_overlap = _can_overlap(settings, config, runner)
-    return Speculation(lengths, config.max_num_seqs if on_gpu else None, Overlap(lengths) if can_overlap else None)
+    max_decode_tokens = config.max_num_seqs if loaded.device.type == "cuda" else None
+    return Speculation(lengths, max_decode_tokens, Overlap(lengths) if can_overlap else None)
 
 
 def _can_overlap(settings: SpeculationSettings, config: EngineConfig, runner: Any) -> bool:

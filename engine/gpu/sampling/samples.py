@@ -52,13 +52,17 @@ class StepSamples:
         self.on_device.apply(changes)
         self._columns.apply(changes)
 
-    def sample(self, logits: Tensor, batch: GpuBatch, indices: Sequence[int], turn: int, step: GpuStep) -> None:
-        """Sample for rows `indices` of the batch from as many logits, and put the tokens into the device's state."""
+    def sample(self, logits: Tensor, batch: GpuBatch, indices: Sequence[int], turn: int, step: GpuStep) -> Tensor:
+        """Sample for rows `indices` of the batch from as many logits, and put the tokens into the device's state.
+
+        Returns them, int64 (n,).
+        """
         rows = upload([batch.device_rows[i] for i in indices], torch.int64, self._device)
         lengths = upload([batch.rows[i].stop for i in indices], torch.int64, self._device)
         token_ids = self.on_device.sample(logits, rows, lengths)
         self._state.last_tokens[rows] = token_ids.clamp(min=0)
         self.take(token_ids, logits, batch, sampled_rows(batch, indices), turn, step)
+        return token_ids
 
     def take(
         self, token_ids: Tensor, logits: Tensor, batch: GpuBatch, sampled: list[Sampled], turn: int, step: GpuStep

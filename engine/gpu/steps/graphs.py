@@ -54,7 +54,9 @@ def decode_step(
     inputs = GpuInputs(last, packed[POSITION, :num_rows], lengths, groups)
     hidden = forward.hidden(inputs)
     logits = forward.logits(hidden)
-    return DecodeOutput(sampler.sample(logits, slice(num_rows), lengths, last), logits, hidden)
+    sampled = sampler.sample(logits, slice(num_rows), lengths, last)
+    forward.observe(inputs, sampled)
+    return DecodeOutput(sampled, logits, hidden)
 
 
 def draft_step(
@@ -67,9 +69,11 @@ def draft_step(
     of its request; then slots of KV groups but the first. The next step may continue without knowing what is sampled.
     """
     queries = packed[:, :num_queries]
-    hidden = forward.hidden(query_step_inputs(state, queries))
+    inputs = query_step_inputs(state, queries)
+    hidden = forward.hidden(inputs)
     logits = forward.logits(hidden)
     sampled = sampler.sample(logits, queries[ROW].long(), queries[LENGTH])
+    forward.observe(inputs, sampled)
     nobody = state.last_tokens.shape[0] - 1
     state.last_tokens[rows_of_last_tokens(queries, sampled, nobody)] = sampled.clamp(min=0)
     return DecodeOutput(sampled, logits, hidden)

@@ -75,13 +75,15 @@ def prompt_step(
     attended = attended[: token_ids.shape[0]]
     index, rows = inputs.samples[INDEX].long(), inputs.samples[ROW].long()
     wanted = None if forward.passes_on or index.shape[0] >= token_ids.shape[0] else index
-    hidden = forward.hidden(GpuInputs(token_ids, inputs.fields[POSITION], none, groups, attended, wanted))
+    step = GpuInputs(token_ids, inputs.fields[POSITION], none, groups, attended, wanted)
+    hidden = forward.hidden(step)
     if forward.passes_on:
         return hidden, hidden[:0], hidden[:0]
     hidden = hidden[index] if wanted is None else hidden
     logits = forward.logits(hidden)
     sampled = sampler.sample(logits, rows.clamp(max=sampler.max_rows - 1), inputs.samples[LENGTH])
     state.last_tokens[rows] = sampled.clamp(min=0)
+    forward.observe(step, sampled, index, inputs.samples[LENGTH])
     return sampled, logits, hidden
 
 

@@ -41,7 +41,7 @@ def read_head(folder: Path, model: ModelConfig, embedding: Tensor, output: Linea
         layers, config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps,
         config.rope, bool(raw.get("norm_before_residual")),
     )  # fmt: skip
-    weights = _Weights(folder.name, _read_tensors(folder), embedding.dtype)
+    weights = _Weights(folder.name, _read_tensors(folder, embedding.device), embedding.dtype)
     held = _head_weights(weights, config, model, len(layers), embedding, output)
     weights.check_all_taken()
     return EagleHead(shape, held)
@@ -114,7 +114,7 @@ def _head_weights(
     token_ids = None
     if weights.has("d2t"):
         offsets = weights.take("d2t", weights.num_rows("d2t"))
-        token_ids = offsets + torch.arange(offsets.shape[0])
+        token_ids = offsets + torch.arange(offsets.shape[0], device=offsets.device)
         if int(token_ids.min()) < 0 or int(token_ids.max()) >= model.vocab_size:
             raise ConfigError(f"d2t names tokens that a model of {model.vocab_size} tokens lacks")
     draft_vocab = model.vocab_size if token_ids is None else len(token_ids)
@@ -143,14 +143,14 @@ def _head_weights(
     )
 
 
-def _read_tensors(folder: Path) -> dict[str, Tensor]:
+def _read_tensors(folder: Path, device: torch.device) -> dict[str, Tensor]:
     """All tensors under the names of EAGLE's authors. Raises ConfigError."""
     if (folder / BIN_NAME).is_file() and not any(folder.glob("*.safetensors")):
         raise ConfigError(
             f"{folder.name}: {BIN_NAME} is a pickle, which could run code: save its tensors as model.safetensors "
             "(safetensors.torch.save_file)"
         )
-    files = SafetensorsWeights(folder, torch.float32, torch.device("cpu"))
+    files = SafetensorsWeights(folder, torch.float32, device)
     quantized = [
         name for name, stored in files.tensors.items() if stored.type_name not in (*PLAIN_TYPES, "I64", "I32", "BOOL")
     ]

@@ -24,6 +24,8 @@ from engine.gpu.steps.step import GpuBatch, GpuStep, sampled_rows
 from engine.plan import ScheduledRow, StepResult
 from engine.request_states import RequestState
 from engine.runner import Sampled
+from engine.speculation.acceptance import Acceptance, DraftRecord
+from engine.speculation.draft_length import DraftLengths
 from engine.speculation.draft_model import DraftRow, Followed, FromDraftModel, planned
 from engine.speculation.from_model import NUM_KINDS
 from engine.speculation.overlap import Overlap
@@ -116,7 +118,10 @@ class FromGpuDraftModel(FromDraftModel):
             return
         began = time.monotonic()
         catches_up = any(num_tokens > self._num_tokens + 1 for _, num_tokens, _ in rows)
-        length = self._best_length(rows, num_rows)
+        length = best_length(
+            [(followed.record, most) for followed, _, most in rows], num_rows, self._lengths,
+            self._times.cost.seconds(len(rows)), self._acceptance,
+        )  # fmt: skip
         passes: list[tuple[list[DraftRow], GpuStep]] = []
         while rows:
             plan, states = planned(rows)
@@ -137,26 +142,6 @@ class FromGpuDraftModel(FromDraftModel):
         if sum(row.num_tokens for row in plan) <= self.runner.max_queries:
             for row, state in zip(plan, states, strict=True):
                 row.draft_token_ids = tuple(state.token_ids[row.start + 1 : row.stop])
-
-    def _best_length(self, rows: Sequence[DraftRow], num_rows: int) -> int:
-        """Passes that give the most tokens per second. They take much the same time for few rows and for many, so
-        all rows have as many drafts.
-        """
-        longest = max(most for _, _, most in rows)
-        step, one_pass = self._lengths.cost, self._times.cost.seconds(len(rows))
-        if not self._lengths.is_adaptive or not step.base or not one_pass:
-            return longest
-        best, best_speed = 1, 0.0
-        tokens, probabilities = float(num_rows), [1.0] * len(rows)
-        for length in range(1, longest + 1):
-            for index, (followed, _, most) in enumerate(rows):
-                if length <= most:
-                    probabilities[index] *= self._acceptance.of_kind(followed.record, kind_of(length))
-                    tokens += probabilities[index]
-            speed = tokens / (step.seconds(num_rows + len(rows) * length) + one_pass * length)
-            if speed > best_speed:
-                best, best_speed = length, speed
-        return best
 
     def _take_all(self, passes: Sequence[tuple[list[DraftRow], GpuStep]]) -> None:
         """Take the tokens of all passes. A row ends where it has none that the target model knows.
@@ -183,3 +168,28 @@ class FromGpuDraftModel(FromDraftModel):
 def kind_of(number: int) -> int:
     """Kind of a request's first, second, ... draft of a step."""
     return min(number, NUM_KINDS) - 1
+
+
+def best_length(
+    rows: Sequence[tuple[DraftRecord, int]], num_rows: int, lengths: DraftLengths, pass_seconds: float,
+    acceptance: Acceptance,
+) -> int:  # fmt: skip
+    """Passes that give the most tokens per second. They take much the same time for few rows and for many, so all
+    rows have as many drafts.
+
+    rows: that are drafted for, and the most drafts of each. num_rows: of the step.
+    """
+    longest = max(most for _, most in rows)
+    if not lengths.is_adaptive or not lengths.cost.base or not pass_seconds:
+        return longest
+    best, best_speed = 1, 0.0
+    tokens, probabilities = float(num_rows), [1.0] * len(rows)
+    for length in range(1, longest + 1):
+        for index, (record, most) in enumerate(rows):
+            if length <= most:
+                probabilities[index] *= acceptance.of_kind(record, kind_of(length))
+                tokens += probabilities[index]
+        speed = tokens / (lengths.cost.seconds(num_rows + len(rows) * length) + pass_seconds * length)
+        if speed > best_speed:
+            best, best_speed = length, speed
+    return best

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -73,11 +74,17 @@ def test_prompts_teach_nothing() -> None:
     assert overlap._lengths.best_speed([], 4, 8, 100) == 0.0
 
 
-def run_measured(acceptances: list[float], drafting: float) -> tuple[list[bool], list[float]]:
-    """Likewise with drafts of a model, which takes so many seconds for those of a step, and knows nothing else."""
+def run_measured(
+    acceptances: list[float], drafting: float, rows: Callable[[int], int] = lambda _: 8
+) -> tuple[list[bool], list[float]]:
+    """Likewise with drafts of a model, which takes so many seconds for those of a step, and knows nothing else.
+
+    rows: by the number of the step.
+    """
     overlap, draw = MeasuredOverlap(DraftLengths()), random.Random(3)
-    num_rows, base, waited, speeds = 8, 5e-3, [], []
-    for accepted in acceptances:
+    base, waited, speeds = 5e-3, [], []
+    for number, accepted in enumerate(acceptances):
+        num_rows = rows(number)
         overlap.decide([], num_rows, 64, 1000)
         waits = overlap.waits
         num_accepted = [0] * num_rows
@@ -120,3 +127,11 @@ def test_a_draft_model_that_becomes_right_is_noticed() -> None:
     assert not all(waited[2900:3000])
     assert sum(waited[6200:6300]) == 100
     assert sum(waited[6300:]) < 100
+
+
+def test_more_rows_are_not_judged_by_few() -> None:
+    """What overlapped steps of 64 rows take is not known of steps of one row: they are measured first."""
+    waited, _ = run_measured([0.9] * 1400, 2e-3, lambda number: 1 if number < 1000 else 64)
+    assert sum(waited[:1000]) > 950
+    assert sum(waited[1000:1080]) < 80
+    assert sum(waited[1080:]) == 320

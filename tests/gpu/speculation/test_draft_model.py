@@ -17,12 +17,11 @@ from engine.engine import Engine
 from engine.gpu.config import GpuConfig
 from engine.loader.load import LoadedModel
 from engine.request import SamplingParams
-from engine.speculation.acceptance import DraftRecord, Rate
+from engine.speculation.acceptance import Acceptance, DraftRecord, Rate
 from engine.speculation.draft_length import DraftLengths
-from engine.speculation.draft_model import DraftRow, Followed
 from engine.speculation.drafts import Speculation
-from engine.speculation.on_gpu.draft_model import FromGpuDraftModel
-from engine.speculation.on_gpu.opening import load_on_gpu
+from engine.speculation.on_gpu.draft_model import FromGpuDraftModel, best_length
+from engine.speculation.on_gpu.open_draft_model import load_on_gpu
 from engine.speculation.overlap import Overlap
 from tests.engine.driving import num_drafts
 from tests.gpu.models import save_tiny_model
@@ -121,20 +120,19 @@ def test_nothing_is_drafted_while_steps_overlap(models: dict[str, Path], monkeyp
     assert num_drafts(made)[0] > 0
 
 
-def test_passes_are_as_many_as_pay(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    _, proposer = drafted_by(models, "same", monkeypatch, is_adaptive=True)
+def test_passes_are_as_many_as_pay() -> None:
     records = {"right": DraftRecord(rate=Rate(0.9, 9.5, 10.0)), "wrong": DraftRecord(rate=Rate(0.9, 0.5, 10.0))}
+    lengths, acceptance = DraftLengths(), Acceptance(10)
 
-    def rows(*names: str) -> list[DraftRow]:
-        return [(Followed(None, None, 0, record=records[name]), 1, 3) for name in names]  # type: ignore[arg-type]
+    def chosen(*names: str, num_rows: int) -> int:
+        return best_length([(records[name], 3) for name in names], num_rows, lengths, 1e-3, acceptance)
 
-    assert proposer._best_length(rows("wrong"), 1) == 3  # nothing is known of times yet
-    proposer._lengths._times.cost = StepCost(base=6e-3, row=1e-4)
-    proposer._times.cost = StepCost(base=1e-3)
-    assert proposer._best_length(rows("right"), 1) == 3
-    assert proposer._best_length(rows("wrong"), 1) == 1
-    assert proposer._best_length(rows("wrong", "right", "right", "right"), 4) == 3  # a pass is for all of them
-    assert proposer._best_length(rows("right"), 60) == 1  # one row of many
+    assert chosen("wrong", num_rows=1) == 3  # nothing is known of times yet
+    lengths._times.cost = StepCost(base=6e-3, row=1e-4)
+    assert chosen("right", num_rows=1) == 3
+    assert chosen("wrong", num_rows=1) == 1
+    assert chosen("wrong", "right", "right", "right", num_rows=4) == 3  # a pass is for all of them
+    assert chosen("right", num_rows=60) == 1  # one row of many
 
 
 def test_ranks_are_refused(models: dict[str, Path]) -> None:

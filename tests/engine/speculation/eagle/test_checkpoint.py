@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -158,12 +156,6 @@ def test_engines_without_what_a_head_needs(
     config = engine_config("m", **{"speculative": f"eagle:{HEAD.save(tmp_path)}", **settings})
     with pytest.raises(ConfigError, match=told):
         open_speculation(config, None, loaded)
-
-
-def test_a_gpu_is_refused(tmp_path: Path, loaded: LoadedModel) -> None:
-    on_gpu = replace(loaded, device=torch.device("cuda"))
-    with pytest.raises(ConfigError, match="EAGLE heads run on CPUs; choose ngram, suffix or draft:MODEL"):
-        open_speculation(engine_config(speculative=f"eagle:{tmp_path}"), SimpleNamespace(), on_gpu)
 
 
 @pytest.mark.wing("engine.transformers_models")

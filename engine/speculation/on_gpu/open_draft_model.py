@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from common.errors import ConfigError
 from common.model_files import ModelFiles
@@ -16,6 +17,7 @@ from engine.kv.manager import KVManager
 from engine.kv.memory import allocate_pool, context_in_pool, pool_geometry
 from engine.loader.load import LoadedModel
 from engine.loader.supported import check_attention
+from engine.runner import Proposer
 from engine.speculation.draft_length import DraftLengths
 from engine.speculation.draft_model import VocabSizes
 from engine.speculation.on_gpu.draft_model import FromGpuDraftModel, GpuDraftRunner
@@ -25,6 +27,22 @@ from kvstore.layout import PoolGeometry
 from kvstore.pool.block_pool import BlockPool
 
 logger = logging.getLogger(__name__)
+
+
+class OnGpu(Protocol):
+    """A proposer's weights on the GPU, before the KV pool is sized."""
+
+    def num_blocks_left(self, num_blocks: int) -> int:
+        """How many KV blocks the model has, where that many would fit without the proposer. Raises ConfigError."""
+        ...
+
+    def join(self, runner: Any, num_blocks: int) -> None:
+        """Take part in the steps of the model's runner, whose graphs are not captured yet."""
+        ...
+
+    def open(self, num_blocks: int, num_tokens: int, lengths: DraftLengths, overlap: Overlap | None) -> Proposer:
+        """Capture graphs of its own. num_blocks: of the model's pool. num_tokens: most drafts of a row."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +59,7 @@ class GpuDraftModel:
     graph_bytes: int  # that its graphs will take
 
     def num_blocks_left(self, num_blocks: int) -> int:
-        """How many blocks both models have, where that many of the target's alone would fit. Raises ConfigError."""
+        """See OnGpu: both models have as many."""
         room, block_bytes = num_blocks * self.target_block_bytes, self.target_block_bytes + self.block.block_bytes
         if room < self.graph_bytes + block_bytes:
             raise ConfigError(
@@ -51,10 +69,13 @@ class GpuDraftModel:
             )
         return (room - self.graph_bytes) // block_bytes
 
+    def join(self, runner: Any, num_blocks: int) -> None:
+        """See OnGpu: it has a runner of its own."""
+
     def open(
         self, num_blocks: int, num_tokens: int, lengths: DraftLengths, overlap: Overlap | None
     ) -> FromGpuDraftModel:
-        """Allocate its KV pool and capture its graphs. num_tokens: most drafts of a row."""
+        """See OnGpu. Allocates its KV pool, too."""
         geometry, config = replace(self.block, num_blocks=num_blocks), replace(self.config, num_gpu_blocks=num_blocks)
         max_model_len = context_in_pool(self.loaded.config.context_length(0), geometry, config)
         pool = allocate_pool(geometry, self.loaded.device)
