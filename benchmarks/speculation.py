@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from benchmarks import harness
-from benchmarks.random_head import write_random_head
+from benchmarks.model_folder import write_random_head
 from common.config import add_arguments, from_namespace
 from common.model_files import resolve_model
 from common.text.load import load_tokenizer
