@@ -2,6 +2,7 @@
 
     python -m benchmarks.speculation --methods ngram,suffix --streams 1 --rounds 5
     python -m benchmarks.speculation --model FILE.gguf --methods ngram,draft:SMALLER.gguf --kinds edit
+    python -m benchmarks.speculation --methods eagle:DIR --samplings coupled,rejection --temperature 1 --drafts 3
     python -m benchmarks.speculation --device cuda --model benchmarks/configs/qwen2.5-7b --load-format dummy
         --kv-cache-gb 4 --drafts 3 --streams 8 --accuracy 0.7 --no-adaptive-drafts
 
@@ -100,6 +101,10 @@ QUESTIONS = {
 }
 
 
+Variant = tuple[str, int, str]  # --speculative, --num-speculative-tokens, --speculative-sampling
+PLAIN: Variant = ("", 0, "")
+
+
 @dataclass
 class Figures:
     """Results of one engine for one kind of question: an entry per round."""
@@ -118,6 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.set_defaults(device="cpu", prefix_cache=False)
     parser.add_argument("--methods", default="ngram", help="of --speculative, by commas; eagle:random: a random head")
     parser.add_argument("--drafts", type=harness.int_list, default=[0], help="of --num-speculative-tokens: 3,7")
+    parser.add_argument("--samplings", default="coupled", help="of --speculative-sampling: coupled,rejection")
     parser.add_argument("--kinds", default="repeat,edit,write", help="of questions: repeat, edit, write, random")
     parser.add_argument("--streams", type=harness.int_list, default=[1], help="at once: 1,8")
     parser.add_argument("--accuracy", type=float_list, default=[], help="of a drafter that knows the answer: 0.7,0.9")
@@ -130,11 +136,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     harness.choose_clock(options)  # before engines choose their threads
     config = from_namespace(EngineConfig, options)
-    variants: dict[tuple[str, int], dict[str, Any]] = {("", 0): {}} | {
-        (method, count): {"speculative": method, "num_speculative_tokens": count}
+    variants: dict[Variant, dict[str, Any]] = {PLAIN: {}} | {
+        (method, count, sampling): {
+            "speculative": method, "num_speculative_tokens": count, "speculative_sampling": sampling,
+        }
         for method in options.methods.split(",")
         for count in options.drafts
-    }
+        for sampling in options.samplings.split(",")
+    }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         for settings in variants.values():
             if settings.get("speculative") == RANDOM_HEAD:
@@ -159,16 +168,16 @@ def float_list(text: str) -> list[float]:
 
 
 def compare(
-    engines: Mapping[tuple[str, int], EngineParts], config: EngineConfig, kind: str, streams: int,
+    engines: Mapping[Variant, EngineParts], config: EngineConfig, kind: str, streams: int,
     accuracy: float | None, options: argparse.Namespace,
 ) -> None:  # fmt: skip
-    clock, vocab_size = harness.choose_clock(options), engines["", 0].engine.vocab_size
+    clock, vocab_size = harness.choose_clock(options), engines[PLAIN].engine.vocab_size
     prompts = random_prompts(options, streams, vocab_size) if kind == "random" else asked_by(config, kind)
-    params = replace(harness.greedy(options.output), temperature=options.temperature, seed=0)
+    params = replace(harness.greedy(options.output), temperature=options.temperature, seed_is_drawn=True)
     figures = {variant: Figures() for variant in engines}
     if accuracy is not None:
         draw = random.Random(0)
-        for (method, count), parts in engines.items():
+        for (method, count, _), parts in engines.items():
             if isinstance(parts.runner._proposer, FromModel):
                 decide(parts.runner._proposer, accuracy, draw)
             elif method:
@@ -178,10 +187,18 @@ def compare(
         asked = [prompts[(first + stream) % len(prompts)] for stream in range(streams)]
         for variant, parts in engines.items():
             found = figures[variant] if round_number >= 0 else Figures()
-            run(parts.engine, asked, params, clock, found)
+            run(parts.engine, asked, replace(params, seed=max(round_number, 0)), clock, found)
     what = kind if accuracy is None else f"{kind}, {accuracy} right"
-    for (method, count), found in figures.items():
-        report(what, f"{method} {count or ''}".strip(), found, figures["", 0], streams, options)
+    for (method, count, sampling), found in figures.items():
+        sampling = "" if sampling == "coupled" else sampling
+        report(
+            what,
+            " ".join(filter(None, (method, str(count or ""), sampling))),
+            found,
+            figures[PLAIN],
+            streams,
+            options,
+        )
 
 
 def repeat_tokens(runner: Any) -> None:

@@ -120,7 +120,7 @@ class Engine:
         check_prompt(request.prompt_token_ids, request.params, self.vocab_size)
         check_output(request.output_token_ids, request.params, self.vocab_size)
         if request.params.seed is None:
-            request.params = replace(request.params, seed=secrets.randbits(63))
+            request.params = replace(request.params, seed=secrets.randbits(63), seed_is_drawn=True)
         if request.params.pooling == "auto":
             request.params = replace(request.params, pooling=self._pooling)
         request.eos_token_ids = self.eos_token_ids

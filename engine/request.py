@@ -43,6 +43,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # on generated tokens
     repetition_penalty: float = 1.0  # on prompt and generated tokens
     seed: int | None = None
+    seed_is_drawn: bool = False  # by the server: nobody can ask for the same answer again
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, bias)

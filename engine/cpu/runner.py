@@ -116,6 +116,10 @@ class CpuRunner(ModelRunner):
         if proposer.layers:
             self._forwards.watch(proposer.layers, self._residuals.append)
 
+    def sample_with(self, sampler: Sampler) -> None:
+        """Sample with `sampler` from the next step on. It finds a row's drafts among its request's tokens."""
+        self._sampler = sampler
+
     def _launch(self, plan: StepPlan, requests: Sequence[RequestState]) -> PendingStep:
         self._copy(plan)
         rows = plan.rows

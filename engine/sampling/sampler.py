@@ -42,7 +42,7 @@ def no_token_error(request: RequestState, reason: int) -> str:
 
 
 class Sampler:
-    """Samples tokens. Keeps nothing between calls."""
+    """Samples tokens. This one keeps nothing between calls."""
 
     def sample(
         self,
@@ -63,10 +63,19 @@ class Sampler:
         random = [index for index, param in enumerate(params) if param.temperature > 0]
         if random:
             token_ids = greedy.clone()
-            token_ids[random] = _sample_random(
-                changed[random], [params[i] for i in random], [positions[i] for i in random]
+            token_ids[random] = self._sample_random(
+                changed[random], [requests[i] for i in random], [positions[i] for i in random], random
             )
         return _checked(token_ids.tolist(), best.tolist(), original, requests)
+
+    def _sample_random(
+        self, logits: Tensor, requests: Sequence[RequestState], positions: Sequence[int], rows: Sequence[int]
+    ) -> Tensor:
+        """Sample rows with a temperature: changed logits (n, vocab) -> token ids (n,).
+
+        rows: where they are among those of the call.
+        """
+        return sample_with_noise(logits, [request.params for request in requests], positions)
 
 
 def _is_plain_greedy(params: SamplingParams) -> bool:
@@ -116,34 +125,51 @@ def _checked(
     return result
 
 
-def _sample_random(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
-    """Random rows only: logits (n, vocab) -> token ids (n,)."""
-    device = logits.device
-    temperatures = torch.tensor([max(param.temperature, 1e-5) for param in params], device=device)[:, None]
-    # Subtracting the maximum first keeps tiny temperatures finite.
-    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperatures
-    keys = torch.tensor(
-        [noise_key(param.seed or 0, position) for param, position in zip(params, positions, strict=True)],
-        dtype=torch.int32,
-        device=device,
-    )
-    token_ids = torch.empty(len(params), dtype=torch.int64, device=device)
-    whole: list[int] = []
-    truncated: list[int] = []
-    for index, param in enumerate(params):
-        (truncated if _truncates(param) else whole).append(index)
+def sample_with_noise(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
+    """Rows with a temperature only: changed logits (n, vocab) -> token ids (n,), by each request's own noise."""
+    scaled, truncated, whole = _scaled(logits, params)
+    keys = noise_keys([param.seed or 0 for param in params], positions, logits.device)
+    token_ids = torch.empty(len(params), dtype=torch.int64, device=logits.device)
     if truncated:
         token_ids[truncated] = _sample_truncated(scaled[truncated], keys[truncated], [params[i] for i in truncated])
     if whole:
-        token_ids[whole] = _sample_whole(scaled[whole], keys[whole])
+        token_ids[whole] = sample_whole(scaled[whole], keys[whole])
     return token_ids
+
+
+def probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """The distributions that `sample_with_noise` samples from (n, vocab): zero for tokens that are left out."""
+    scaled, truncated, _ = _scaled(logits, params)
+    if truncated:
+        values = scaled[truncated].topk(min(scaled.shape[1], NUM_CANDIDATES), dim=-1).values
+        thresholds, _ = _find_thresholds(scaled[truncated], values, [params[index] for index in truncated])
+        scaled[truncated] = scaled[truncated].masked_fill(scaled[truncated] < thresholds, float("-inf"))
+    return scaled.softmax(dim=-1)
+
+
+def noise_keys(seeds: Sequence[int], positions: Sequence[int], device: torch.device) -> Tensor:
+    """Keys of `exponential_noise` (n, 2)."""
+    keys = [noise_key(seed, position) for seed, position in zip(seeds, positions, strict=True)]
+    return torch.tensor(keys, dtype=torch.int32, device=device)
+
+
+def _scaled(logits: Tensor, params: Sequence[SamplingParams]) -> tuple[Tensor, list[int], list[int]]:
+    """Logits over temperature, at most 0, the rows that top-k, top-p or min-p truncate, and the others."""
+    temperatures = torch.tensor([max(param.temperature, 1e-5) for param in params], device=logits.device)[:, None]
+    # Subtracting the maximum first keeps tiny temperatures finite.
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperatures
+    truncated: list[int] = []
+    whole: list[int] = []
+    for index, param in enumerate(params):
+        (truncated if _truncates(param) else whole).append(index)
+    return scaled, truncated, whole
 
 
 def _truncates(params: SamplingParams) -> bool:
     return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
 
 
-def _sample_whole(scaled: Tensor, keys: Tensor) -> Tensor:
+def sample_whole(scaled: Tensor, keys: Tensor) -> Tensor:
     """Scaled logits (n, vocab), keys (n, 2) -> token ids (n,), every token being a candidate."""
     all_ids = torch.arange(scaled.shape[1], dtype=torch.int32, device=scaled.device)[None]
     winners = [
@@ -154,31 +180,41 @@ def _sample_whole(scaled: Tensor, keys: Tensor) -> Tensor:
 
 
 def _sample_truncated(scaled: Tensor, keys: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Like `_sample_whole`, among the tokens that top-k, top-p and min-p leave.
+    """Like `sample_whole`, among the tokens that top-k, top-p and min-p leave.
 
     Tries the `NUM_CANDIDATES` likeliest tokens first: sorting whole rows costs milliseconds. A row whose threshold
     lies at or below the last of them is done again with all tokens.
     """
-    vocab_size = scaled.shape[1]
-    num_candidates = min(vocab_size, NUM_CANDIDATES)
-    values, ids = scaled.topk(num_candidates, dim=-1)
-    thresholds = _thresholds(values, scaled.logsumexp(dim=-1, keepdim=True), params)
+    values, ids = scaled.topk(min(scaled.shape[1], NUM_CANDIDATES), dim=-1)
+    thresholds, whole = _find_thresholds(scaled, values, params)
     scores = values - exponential_noise(keys, ids.int()).log_()
     scores.masked_fill_(values < thresholds, float("-inf"))
     token_ids = ids.gather(1, scores.argmax(dim=-1, keepdim=True))[:, 0]
-    if num_candidates == vocab_size:
-        return token_ids
+    for index in whole:
+        kept = scaled[index : index + 1]
+        kept = kept.masked_fill(kept < thresholds[index], float("-inf"))
+        token_ids[index] = sample_whole(kept, keys[index : index + 1])[0]
+    return token_ids
+
+
+def _find_thresholds(scaled: Tensor, values: Tensor, params: Sequence[SamplingParams]) -> tuple[Tensor, list[int]]:
+    """Smallest scaled logit that each row keeps (n, 1), and the rows where `values` may not be all that are kept.
+
+    values: the largest of each row, in falling order.
+    """
+    num_values, whole = values.shape[1], list[int]()
+    thresholds = _thresholds(values, scaled.logsumexp(dim=-1, keepdim=True), params)
+    if num_values == scaled.shape[1]:
+        return thresholds, whole
     reaches_end = (values[:, -1:] >= thresholds)[:, 0].tolist()
     for index, param in enumerate(params):
         # A top-k beyond the candidates also leaves top-p without the mass that it counts in.
-        if not reaches_end[index] and param.top_k < num_candidates:
-            continue
-        row = scaled[index : index + 1]
-        ordered = row.sort(dim=-1, descending=True).values
-        threshold = _thresholds(ordered, row.logsumexp(dim=-1, keepdim=True), [param])
-        kept = row.masked_fill(row < threshold, float("-inf"))
-        token_ids[index] = _sample_whole(kept, keys[index : index + 1])[0]
-    return token_ids
+        if reaches_end[index] or param.top_k >= num_values:
+            row = scaled[index : index + 1]
+            ordered = row.sort(dim=-1, descending=True).values
+            thresholds[index] = _thresholds(ordered, row.logsumexp(dim=-1, keepdim=True), [param])[0]
+            whole.append(index)
+    return thresholds, whole
 
 
 def _thresholds(values: Tensor, normalizer: Tensor, params: Sequence[SamplingParams]) -> Tensor:

@@ -49,7 +49,6 @@ class Followed(Drafting):
 
     owner: Request  # of blocks of the draft model's pool
     state: RequestState  # tokens known, and drafts after them
-    num_known: int
     is_foreign: bool = False  # it has a token that the draft model lacks
 
     def update(self, token_ids: Sequence[TokenId], vocab_size: int) -> None:
@@ -104,7 +103,7 @@ class FromDraftModel(FromModel):
                 continue
             followed = self._follow(request)
             self._acceptance.learn(followed.record, found.token_ids[row])
-            followed.record.drafts, followed.record.kinds = [], []
+            followed.begin()
             followed.update(request.token_ids, self._vocab_sizes.of_draft)
             most = min(most, self._max_model_len - followed.num_known)
             if most > 0 and not followed.is_foreign:
@@ -132,7 +131,9 @@ class FromDraftModel(FromModel):
         owner = Request(request.request_id, token_ids, params, cache_salt=request.cache_salt)
         state = RequestState(request.request_id, list(token_ids), request.num_prompt_tokens, params)
         owner.num_computed_tokens = self._kv.attach_cached(owner, owner.num_reusable_tokens)
-        followed = request.drafter = self._followed[request.request_id] = Followed(owner, state, len(token_ids))
+        followed = request.drafter = self._followed[request.request_id] = Followed(
+            owner, state, num_known=len(token_ids)
+        )
         followed.is_foreign = max(token_ids) >= vocab_size
         return followed
 
@@ -162,6 +163,11 @@ class FromCpuDraftModel(FromDraftModel):
         super().__init__(*args)
         self.runner: DraftRunner = runner
 
+    def keep_distributions(self, vocab_size: int) -> None:
+        """See FromModel."""
+        super().keep_distributions(vocab_size)
+        self.runner.sample_with(self._sampler)
+
     def _draft(self, wanted: list[tuple[Followed, int]], num_rows: int) -> None:
         drafting = self._catch_up(wanted)
         while drafting:
@@ -183,16 +189,15 @@ class FromCpuDraftModel(FromDraftModel):
 
     def _pass(self, rows: list[DraftRow]) -> list[tuple[Followed, int]]:
         """Compute the next tokens of each request. Returns those with one more draft, and their most drafts."""
-        return self._take(rows, self.runner.run(*planned(rows)))
-
-    def _take(self, rows: list[DraftRow], result: StepResult) -> list[tuple[Followed, int]]:
-        """Take what a pass has sampled; see `_pass`."""
-        drafted = []
+        plan, states = planned(rows)
+        result = self.runner.run(plan, states)
+        drafted, distributions = [], iter(self._sampler.distributions)
         for index, (followed, _, most) in enumerate(rows):
             self._kv.publish(followed.owner)
+            distribution = next(distributions, None) if plan[index].samples else None
             token_ids = result.token_ids[index]
             if token_ids and token_ids[0] < self._vocab_sizes.of_target:
-                self._add_draft(followed, token_ids[0], result.logprobs[index][0].logprob)
+                self._add_draft(followed, token_ids[0], result.logprobs[index][0].logprob, distribution)
                 drafted.append((followed, most))
         return drafted
 

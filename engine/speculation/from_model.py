@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
+from torch import Tensor
+
 from common.step_times import StepTimes
 from engine.request import Drafts, SamplingParams, TokenId
 from engine.runner import Proposer
 from engine.speculation.acceptance import Acceptance, DraftRecord
 from engine.speculation.draft_length import DraftLengths
+from engine.speculation.rejection import DraftSampler, DrawnDrafts
 
 NUM_KINDS = 10  # a draft's kind is the probability that its model gives it, in tenths
 MARGIN = 1.15  # estimates err, and where nothing is to be gained much is lost
@@ -18,7 +21,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 8, 256  # steps until a request is drafted for agai
 
 
 @dataclass(slots=True, kw_only=True)
-class Drafting:
+class Drafting(DrawnDrafts):
     """A request's drafts, and how earlier ones fared."""
 
     record: DraftRecord = field(default_factory=DraftRecord)
@@ -26,6 +29,10 @@ class Drafting:
     probability: float = 1.0  # that all drafts so far are accepted
     pause: int = FIRST_PAUSE
     num_paused: int = 0
+
+    def begin(self) -> None:
+        """Forget the drafts of the step before."""
+        self.record.drafts, self.record.kinds, self.distributions = [], [], []
 
     def taken(self) -> Drafts:
         """The drafts, which are the runner's from now on."""
@@ -38,9 +45,14 @@ class FromModel(Proposer):
 
     def __init__(self, lengths: DraftLengths) -> None:
         self._lengths = lengths
+        self._sampler = DraftSampler()
         self._acceptance = Acceptance(NUM_KINDS)
         self._times = StepTimes()  # of the passes
         self._num_hopeless = 0
+
+    def keep_distributions(self, vocab_size: int) -> None:
+        """Keep what drafts are drawn from, for a `RejectionSampler`. vocab_size: of the target model."""
+        self._sampler.keep_distributions(vocab_size)
 
     def _least_probability(self, num_rows: int, num_drafting: int) -> float:
         """A draft pays above this: what drafting and computing it add to the time of a token."""
@@ -67,8 +79,14 @@ class FromModel(Proposer):
         drafting.pause, drafting.num_paused = min(2 * drafting.pause, LONGEST_PAUSE), 0
         return True
 
-    def _add_draft(self, drafting: Drafting, token_id: TokenId, logprob: float) -> None:
-        self._add_draft_of_kind(drafting, token_id, min(int(NUM_KINDS * math.exp(logprob)), NUM_KINDS - 1))
+    def _add_draft(self, drafting: Drafting, token_id: TokenId, logprob: float, distribution: Tensor | None) -> None:
+        """Add a draft with the log-probability that the model gives it. distribution: if it is kept."""
+        probability = math.exp(logprob)
+        if distribution is not None:
+            drafting.distributions.append(distribution)
+            probability = float(distribution.max())  # whether it is computed must not depend on what was drawn
+        kind = min(int(NUM_KINDS * probability), NUM_KINDS - 1)
+        self._add_draft_of_kind(drafting, token_id, kind)
 
     def _add_draft_of_kind(self, drafting: Drafting, token_id: TokenId, kind: int) -> None:
         accepted = self._acceptance.of_kind(drafting.record, kind)

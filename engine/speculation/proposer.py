@@ -1,20 +1,24 @@
 """Chooses what proposes drafts, by the settings.
 
 A proposer cannot change a request's output, only its speed: a draft is accepted when it equals the token that is
-sampled at its position, which is the one that the request would get without drafts.
+sampled at its position, which is the one that the request would get without drafts. With rejection sampling
+(`rejection.py`) it cannot change the distribution of outputs.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from common.errors import ConfigError
 from engine.config import EngineConfig
 from engine.runner import Proposer
 from engine.speculation.draft_length import DraftLengths
 from engine.speculation.drafts import Speculation
+from engine.speculation.from_model import FromModel
 from engine.speculation.from_tokens import FromTokens
 from engine.speculation.lookup import ngram, suffix
 from engine.speculation.overlap import MeasuredOverlap, Overlap
+from engine.speculation.rejection import RejectionSampler
 from engine.speculation.settings import Method, SpeculationSettings
 
 if TYPE_CHECKING:
@@ -47,6 +51,9 @@ def open_speculation(
     if not settings.num_speculative_tokens:
         return None
     lengths, num_tokens = DraftLengths(settings.adaptive_drafts), settings.num_speculative_tokens
+    by_rejection = settings.speculative_sampling == "rejection"
+    if by_rejection and (on_gpu is not None or config.num_ranks > 1):
+        raise ConfigError("--speculative-sampling rejection runs in one process on a CPU; leave it, --tp or --pp out")
     proposer: Proposer
     if on_gpu is not None:
         overlap = MeasuredOverlap(lengths) if _can_overlap(settings, config, runner) else None
@@ -62,6 +69,9 @@ def open_speculation(
         proposer = open_eagle_head(settings.eagle_head, num_tokens, config, loaded, lengths)
     else:
         proposer = from_tokens(settings)
+    if by_rejection and isinstance(proposer, FromModel):
+        proposer.keep_distributions(loaded.config.vocab_size)
+        runner.sample_with(RejectionSampler())
     runner.propose_with(proposer)
     can_overlap = _can_overlap(settings, config, runner)
     max_decode_tokens = config.max_num_seqs if loaded.device.type == "cuda" else None

@@ -20,6 +20,8 @@ JSON_NAMES = {
     "prompt_lookup_max": "ngram_max",
     "prompt_lookup_min": "ngram_min",
 }
+# What vLLM's draft_sample_method makes of drafts: the likeliest tokens, or drawn ones.
+JSON_SAMPLING = {"greedy": "coupled", "probabilistic": "rejection"}
 JSON_METHODS = {"ngram": "ngram", "suffix": "suffix", "draft_model": DRAFT_PREFIX, "eagle3": EAGLE_PREFIX}
 
 
@@ -51,6 +53,12 @@ class SpeculationSettings(EngineWing):
     ngram_max: int = setting(4, "longest n-gram of a sequence's last tokens whose earlier occurrence proposes drafts")
     ngram_min: int = setting(2, "shortest such n-gram")
     suffix_tokens: int = setting(100_000, "tokens of earlier answers that --speculative suffix keeps")
+    speculative_sampling: str = setting(
+        "coupled",
+        "how a draft model's or EAGLE head's drafts are verified at a temperature above 0: coupled (equal to what "
+        "would be sampled without drafts) or rejection (more are accepted; only the distribution stays the same)",
+        choices=("coupled", "rejection"),
+    )
     speculative_config: str = setting("", "these settings as vLLM's JSON, in place of the others")
 
     def __post_init__(self) -> None:
@@ -70,6 +78,12 @@ class SpeculationSettings(EngineWing):
         )
         if self.speculative_config:
             self.resolved()
+        else:
+            require(
+                self.speculative_sampling == "coupled" or bool(self.draft_model or self.eagle_head),
+                f"--speculative-sampling {self.speculative_sampling} needs drafts drawn from a distribution: choose "
+                "--speculative draft:MODEL or eagle:DIR",
+            )
 
     @property
     def draft_model(self) -> str:
@@ -118,6 +132,13 @@ def _from_json(text: str) -> Mapping[str, Any]:
     if given.get("draft_tensor_parallel_size") == 1:  # as it is here, and vLLM's examples say it
         del given["draft_tensor_parallel_size"]
     require(method in JSON_METHODS, f'--speculative-config: method "{method}" is none of {", ".join(JSON_METHODS)}')
+    sampling = given.pop("draft_sample_method", "greedy")
+    require(
+        sampling in JSON_SAMPLING,
+        f'--speculative-config: draft_sample_method "{sampling}" is none of {", ".join(JSON_SAMPLING)}',
+    )
+    verified_by = given.pop("rejection_sample_method", "standard")
+    require(verified_by == "standard", f'--speculative-config: rejection_sample_method "{verified_by}" is not served')
     unknown = given.keys() - JSON_NAMES.keys()
     require(not unknown, f"--speculative-config: {', '.join(sorted(unknown))} is not served")
     require(all(isinstance(value, int) for value in given.values()), "--speculative-config: numbers must be integers")
@@ -126,4 +147,8 @@ def _from_json(text: str) -> Mapping[str, Any]:
         kind = "a draft model" if speculative == DRAFT_PREFIX else "an EAGLE-3 head"
         require(bool(model), f"--speculative-config: {kind} needs its `model`")
         speculative += str(model)
-    return {"speculative": speculative, **{JSON_NAMES[name]: value for name, value in given.items()}}
+    return {
+        "speculative": speculative,
+        "speculative_sampling": JSON_SAMPLING[sampling],
+        **{JSON_NAMES[name]: value for name, value in given.items()},
+    }

@@ -32,6 +32,7 @@ def sampling_params(
         frequency_penalty=body.frequency_penalty or 0.0,
         repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
         seed=(secrets.randbits(63) if body.seed is None else body.seed) & SEED_MASK,
+        seed_is_drawn=body.seed is None,
         stop_token_ids=checked_ids(body.stop_token_ids or [], limits.vocab_size, "stop_token_ids"),
         ignore_eos=bool(body.ignore_eos),
         allowed_token_ids=checked_ids(body.allowed_token_ids or [], limits.vocab_size, "allowed_token_ids"),

@@ -17,7 +17,6 @@ from engine.plan import ScheduledRow, StepResult
 from engine.request import TokenId
 from engine.request_states import RequestState
 from engine.runner import Sampled
-from engine.sampling.sampler import Sampler
 from engine.speculation.draft_length import DraftLengths
 from engine.speculation.eagle.head import EagleHead, HeadKv
 from engine.speculation.from_model import Drafting, FromModel, params_of_drafts
@@ -38,7 +37,6 @@ class Followed(Drafting):
 
     state: RequestState
     most: int  # drafts
-    num_known: int = 0
     kv: HeadKv = field(default_factory=HeadKv)
     fresh: Positions | None = None  # of the row that is being sampled
     last: tuple[Tensor, Tensor] | None = None  # of the position before the last token: the layer's inputs, and f
@@ -57,7 +55,6 @@ class FromEagleHead(FromModel):
         super().__init__(lengths)
         self.layers = head.layers
         self._head, self._num_tokens, self._vocab_size = head, num_tokens, vocab_size
-        self._sampler = Sampler()
 
     def observe(
         self, rows: Sequence[ScheduledRow], requests: Sequence[RequestState], residuals: Sequence[Tensor]
@@ -94,7 +91,7 @@ class FromEagleHead(FromModel):
             if row in rows or not isinstance(followed, Followed) or not found.token_ids[row]:
                 continue
             self._acceptance.learn(followed.record, found.token_ids[row])
-            followed.record.drafts, followed.record.kinds = [], []
+            followed.begin()
             followed.update(request.token_ids)
             rows[row] = followed
         self._take(list(rows.values()))
@@ -173,28 +170,31 @@ class FromEagleHead(FromModel):
     def _add_samples(self, drafting: Sequence[Followed], logits: Tensor) -> list[int]:
         """Add a draft to each request. Returns the indices of those that have got one."""
         got = []
-        for index, (token_id, logprob) in enumerate(self._sampled(drafting, logits.float())):
+        for index, (token_id, logprob, distribution) in enumerate(self._sampled(drafting, logits.float())):
             if token_id >= 0:
-                self._add_draft(drafting[index], token_id, logprob)
+                self._add_draft(drafting[index], token_id, logprob, distribution)
                 drafting[index].state.token_ids.append(token_id)
                 got.append(index)
         return got
 
-    def _sampled(self, drafting: Sequence[Followed], logits: Tensor) -> list[tuple[TokenId, float]]:
-        """A token of the model, negative where there is none, and the log-probability that the head gives it."""
+    def _sampled(self, drafting: Sequence[Followed], logits: Tensor) -> list[tuple[TokenId, float, Tensor | None]]:
+        """A token of the model, negative where there is none, the log-probability that the head gives it, and the
+        distribution that it was drawn from, if it is kept."""
         own_ids = self._head.weights.token_ids
         states = [followed.state for followed in drafting]
         if all(state.params.temperature == 0 and not state.changes_logits for state in states):
             best, indices = logits.max(dim=-1)
             token_ids = indices if own_ids is None else own_ids[indices]
             logprobs = (best - logits.logsumexp(dim=-1)).nan_to_num_(nan=float("-inf"))
-            return list(zip(token_ids.tolist(), logprobs.tolist(), strict=True))
+            return [(*entry, None) for entry in zip(token_ids.tolist(), logprobs.tolist(), strict=True)]
         if own_ids is not None:  # the others' logits do not matter: the head cannot propose them
             whole = logits.new_full((len(states), self._vocab_size), float("-inf"))
             whole[:, own_ids] = logits
             logits = whole
         found = self._sampler.sample(logits, states, [len(state.token_ids) for state in states])
         return [
-            (token_id, float("-inf") if entry is None else entry.logprob)
-            for token_id, entry in zip(found.token_ids, found.logprobs, strict=True)
+            (token_id, float("-inf") if entry is None else entry.logprob, distribution)
+            for token_id, entry, distribution in zip(
+                found.token_ids, found.logprobs, self._sampler.distributions, strict=True
+            )
         ]

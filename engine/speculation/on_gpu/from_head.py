@@ -25,9 +25,7 @@ from engine.speculation.overlap import Overlap
 
 @dataclass(slots=True)
 class Followed(Drafting):
-    """A request as the head sees it. num_known: its tokens when drafts were proposed last."""
-
-    num_known: int = 0
+    """A request as the head sees it."""
 
 
 class FromGpuEagleHead(FromModel):
@@ -80,7 +78,7 @@ class FromGpuEagleHead(FromModel):
             followed = request.drafter = Followed()
         if followed.num_known == len(request.token_ids) - num_new:
             self._acceptance.learn(followed.record, request.token_ids[followed.num_known :])
-        followed.record.drafts, followed.record.kinds = [], []
+        followed.begin()
         followed.num_known = len(request.token_ids)
         return followed
 

@@ -75,13 +75,14 @@ def eagle_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return head.save(tmp_path_factory.mktemp("eagle"))
 
 
-@pytest.mark.parametrize("method", ["suffix", "draft:dry-run", "eagle:"])
+@pytest.mark.parametrize("method", ["suffix", "draft:dry-run --speculative-sampling=rejection", "eagle:"])
 def test_a_stream_moves_to_another_worker_with_its_drafts(method: str, reference: LLM, eagle_head: Path) -> None:
+    """Rejection sampling leaves answers with a temperature of 0, or with a seed, as they are."""
     method += str(eagle_head) if method == "eagle:" else ""
     params = SamplingParams(max_tokens=1500, temperature=0.0, ignore_eos=True, allowed_token_ids=(97, 98, 99))
     [expected] = reference.generate(PROMPTS[1], params)
     with running_cluster(
-        num_decode=2, engine_args=(*ENGINE, f"--speculative={method}", "--no-adaptive-drafts")
+        num_decode=2, engine_args=(*ENGINE, *f"--speculative={method}".split(), "--no-adaptive-drafts")
     ) as cluster:
         assert texts(cluster) == expected_texts(reference)
         for _ in range(10):  # it may end before its worker does

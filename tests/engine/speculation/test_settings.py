@@ -66,8 +66,28 @@ def test_vllms_names_are_understood() -> None:
 
 
 @pytest.mark.parametrize(
+    ("settings", "sampling"),
+    [
+        ({"speculative": "draft:x"}, "coupled"),
+        ({"speculative": "draft:x", "speculative_sampling": "rejection"}, "rejection"),
+        ({"speculative_config": '{"model": "x", "draft_sample_method": "probabilistic"}'}, "rejection"),
+        ({"speculative_config": '{"model": "x", "draft_sample_method": "greedy"}'}, "coupled"),
+        ({"speculative_config": '{"model": "x", "rejection_sample_method": "standard"}'}, "coupled"),
+    ],
+    ids=str,
+)
+def test_how_drafts_are_verified(settings: dict[str, str], sampling: str) -> None:
+    assert resolved(**settings).speculative_sampling == sampling
+
+
+@pytest.mark.parametrize(
     ("settings", "told"),
     [
+        ({"speculative_sampling": "rejection"}, "--speculative-sampling rejection needs drafts drawn from"),
+        ({"speculative_sampling": "rejection", "speculative": "suffix"}, "choose --speculative draft:MODEL or eagle"),
+        ({"speculative_config": '{"method": "ngram", "draft_sample_method": "probabilistic"}'}, "needs drafts drawn"),
+        ({"speculative_config": '{"model": "x", "draft_sample_method": "gumbel"}'}, 'method "gumbel" is none'),
+        ({"speculative_config": '{"model": "x", "rejection_sample_method": "block"}'}, '"block" is not served'),
         ({"speculative": "medusa:x"}, "--speculative medusa:x: choose ngram, suffix, draft:MODEL or eagle:DIR"),
         ({"speculative": "eagle:"}, "--speculative eagle:: choose"),
         ({"speculative": "draft:"}, "--speculative draft:: choose"),

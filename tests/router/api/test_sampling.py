@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
+from common.model_files import resolve_model
+from common.text.load import load_tokenizer
 from protos import types_pb2 as pb
-from router.api.sampling import for_choice
+from router.api.sampling import for_choice, sampling_params
+from router.api.schemas import CompletionBody
+from router.workers.model_workers import ModelLimits
 
 
 def test_choices_get_consecutive_seeds_that_wrap() -> None:
@@ -11,3 +17,12 @@ def test_choices_get_consecutive_seeds_that_wrap() -> None:
     assert for_choice(params, 0) is params
     assert for_choice(params, 2).seed == 1
     assert params.seed == (1 << 64) - 1
+
+
+@pytest.mark.parametrize("seed", [None, 0, 5, -1])
+def test_workers_know_whether_the_client_chose_the_seed(seed: int | None) -> None:
+    """For all choices: an answer of which nobody has the seed need not come again."""
+    tokenizer, limits = load_tokenizer(resolve_model("dry-run")), ModelLimits(max_model_len=200, vocab_size=200)
+    params = sampling_params(CompletionBody(prompt="x", n=2, seed=seed), tokenizer, limits, 1)
+    for index in range(2):
+        assert for_choice(params, index).seed_is_drawn is (seed is None)

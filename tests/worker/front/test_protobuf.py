@@ -45,6 +45,7 @@ SAMPLING: dict[str, Any] = {
     "stop_token_ids": (4, 5),
     "ignore_eos": True,
     "num_speculative_tokens": 5,
+    "seed_is_drawn": True,
     "logit_bias": ((6, -2.5), (7, 100.0)),
     "allowed_token_ids": (8, 9),
     "bad_words": ((10, 11), (12,)),
@@ -112,7 +113,8 @@ def test_clients_can_set_every_sampling_field() -> None:
     )  # fmt: skip
     tokenizer = load_tokenizer(resolve_model("dry-run"))
     message = client_sampling_params(body, tokenizer, ModelLimits(max_model_len=200, vocab_size=200), 1, "regex:a")
-    missing = names_of(message) - {field.name for field, _ in message.ListFields()} - {"pooling"}  # no completion's
+    apart = {"pooling", "seed_is_drawn"}  # no completion's, and not where there is a seed
+    missing = names_of(message) - {field.name for field, _ in message.ListFields()} - apart
     assert not missing, f"router/api/sampling.py does not set {missing} from the schema in router/api/schemas.py"
     assert sampling_params(message).top_p == 0.25
 

@@ -1,0 +1,180 @@
+"""Rejection sampling of drafts: accept x with min(1, p(x) / q(x)), else sample from what p has more than q.
+
+Leviathan et al. 2023 (arXiv:2211.17192), Chen et al. 2023 (arXiv:2302.01318). p is the distribution that the request
+samples from without drafts, q the one that a draft was drawn from, both with its parameters applied. What comes is
+distributed as p, whatever q is, as long as nobody looks at a draft before it is decided whether a step verifies it:
+a draft that is left out for being x would be missing from x's share. A position's draft, its acceptance and its
+replacement have noise of their own, all functions of (seed, position).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from engine.request import RequestId, SamplingParams, TokenId
+from engine.request_states import RequestState
+from engine.sampling.sampler import (
+    LogitsHook,
+    SampledTokens,
+    Sampler,
+    noise_keys,
+    probabilities,
+    sample_whole,
+)
+from kernels.gumbel import noise_key
+
+ACCEPTANCE, REPLACEMENT = 0x5BF0_3635_D1C2_95A7, 0x2545_F491_4F6C_DD1D  # change a seed: noise apart from the drafts'
+
+
+@dataclass(slots=True, kw_only=True)
+class DrawnDrafts:
+    """What the drafts of a request were drawn from: q of the positions from `num_known` on, (vocab,) each.
+
+    A vocabulary may be shorter than the target model's. Empty where drafts are compared with tokens.
+    """
+
+    num_known: int = 0
+    distributions: list[Tensor] = field(default_factory=list)
+
+    def distribution_at(self, position: int) -> Tensor | None:
+        index = position - self.num_known
+        return self.distributions[index] if 0 <= index < len(self.distributions) else None
+
+
+def is_rejection_sampled(params: SamplingParams) -> bool:
+    """Whether drafts of such a request are verified by rejection sampling.
+
+    Greedy ones gain nothing. A seed that the client chose promises the same answer again, which where drafts begin
+    must not change.
+    """
+    return params.temperature > 0 and params.seed_is_drawn
+
+
+class DraftSampler(Sampler):
+    """Samples drafts. distributions: of the last call's rows, once they are kept."""
+
+    def __init__(self) -> None:
+        self._vocab_size: int | None = None
+        self.distributions: list[Tensor | None] = []
+
+    def keep_distributions(self, vocab_size: int) -> None:
+        """Keep them from now on. vocab_size: of the target model; tokens that it lacks are never drawn."""
+        self._vocab_size = vocab_size
+
+    def sample(
+        self,
+        logits: Tensor,
+        requests: Sequence[RequestState],
+        positions: Sequence[int],
+        hooks: Mapping[RequestId, LogitsHook] | None = None,
+    ) -> SampledTokens:
+        """See Sampler."""
+        self.distributions = [None] * len(requests)
+        return super().sample(logits[:, : self._vocab_size], requests, positions, hooks)
+
+    def _sample_random(
+        self, logits: Tensor, requests: Sequence[RequestState], positions: Sequence[int], rows: Sequence[int]
+    ) -> Tensor:
+        kept = [index for index, request in enumerate(requests) if is_rejection_sampled(request.params)]
+        if self._vocab_size is not None and kept:
+            found = probabilities(logits[kept], [requests[index].params for index in kept])
+            for index, distribution in zip(kept, found.unbind(), strict=True):
+                self.distributions[rows[index]] = distribution
+        return super()._sample_random(logits, requests, positions, rows)
+
+
+class RejectionSampler(Sampler):
+    """Samples tokens of the target model, and verifies the drafts whose distributions are known."""
+
+    def _sample_random(
+        self, logits: Tensor, requests: Sequence[RequestState], positions: Sequence[int], rows: Sequence[int]
+    ) -> Tensor:
+        verified: list[int] = []
+        others: list[int] = []
+        distributions: list[Tensor] = []
+        for index, (request, position) in enumerate(zip(requests, positions, strict=True)):
+            distribution = _distribution_of_draft(request, position)
+            (others if distribution is None else verified).append(index)
+            if distribution is not None:
+                distributions.append(distribution)
+        if not verified:
+            return super()._sample_random(logits, requests, positions, rows)
+        token_ids = torch.empty(len(requests), dtype=torch.int64, device=logits.device)
+        if others:
+            token_ids[others] = super()._sample_random(
+                logits[others],
+                [requests[index] for index in others],
+                [positions[index] for index in others],
+                [rows[index] for index in others],
+            )
+        token_ids[verified] = _verified(
+            logits[verified],
+            [requests[index] for index in verified],
+            [positions[index] for index in verified],
+            distributions,
+        )
+        return token_ids
+
+
+def _distribution_of_draft(request: RequestState, position: int) -> Tensor | None:
+    """What the row's draft at that position was drawn from; None: there is none, or nobody knows any more."""
+    if position >= len(request.token_ids) or not isinstance(request.drafter, DrawnDrafts):
+        return None
+    return request.drafter.distribution_at(position)
+
+
+def _verified(
+    logits: Tensor, requests: Sequence[RequestState], positions: Sequence[int], distributions: Sequence[Tensor]
+) -> Tensor:
+    """The drafts of these rows (n,), replaced where a request's first one is rejected; what follows that is void."""
+    targets = probabilities(logits, [request.params for request in requests])
+    seeds = [request.params.seed or 0 for request in requests]
+    drafts = [request.token_ids[position] for request, position in zip(requests, positions, strict=True)]
+    token_ids = torch.tensor(drafts, device=logits.device)
+    accepted = accept(drafts, targets, distributions, seeds, positions)
+    rejected: dict[RequestId, int] = {}
+    for index, is_accepted in enumerate(accepted):
+        if not is_accepted:
+            rejected.setdefault(requests[index].request_id, index)
+    if wrong := list(rejected.values()):
+        token_ids[wrong] = replacements(
+            targets[wrong],
+            [distributions[index] for index in wrong],
+            [seeds[index] for index in wrong],
+            [positions[index] for index in wrong],
+        )
+    return token_ids
+
+
+def accept(
+    drafts: Sequence[TokenId], targets: Tensor, distributions: Sequence[Tensor], seeds: Sequence[int],
+    positions: Sequence[int],
+) -> list[bool]:  # fmt: skip
+    """Whether each draft is accepted. targets: p (n, vocab). distributions: q, each of at most as many tokens."""
+    ps = targets.gather(1, torch.tensor(drafts, device=targets.device)[:, None])[:, 0].tolist()
+    qs = torch.stack([q[draft] for q, draft in zip(distributions, drafts, strict=True)]).tolist()
+    noise = map(acceptance_noise, seeds, positions)
+    return [uniform * q < p for uniform, p, q in zip(noise, ps, qs, strict=True)]
+
+
+def replacements(
+    targets: Tensor, distributions: Sequence[Tensor], seeds: Sequence[int], positions: Sequence[int]
+) -> Tensor:
+    """Sample what comes instead of rejected drafts: p (n, vocab), q of each -> token ids (n,)."""
+    rest = targets.clone()
+    for row, distribution in zip(rest, distributions, strict=True):
+        row[: distribution.shape[0]] -= distribution
+    rest.clamp_(min=0.0)
+    rest = torch.where(rest.any(dim=-1, keepdim=True), rest, targets)  # p is q, as far as float32 says
+    keys = noise_keys([seed ^ REPLACEMENT for seed in seeds], positions, rest.device)
+    return sample_whole(rest.log_(), keys)
+
+
+def acceptance_noise(seed: int, position: int) -> float:
+    """Uniform in (0, 1)."""
+    low, high = (word & 0xFFFFFFFF for word in noise_key(seed ^ ACCEPTANCE, position))
+    return (((high << 32 | low) >> 12) + 0.5) * 2.0**-52

@@ -1,0 +1,252 @@
+"""Rejection sampling in an engine on a CPU, by a draft model or a head: answers distributed as without drafts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import product, takewhile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import ConfigError
+from common.grammar import grammar
+from common.model_files import resolve_model
+from common.text.load import load_tokenizer
+from engine.assembly import EngineParts
+from engine.loader import load
+from engine.request import SamplingParams
+from engine.speculation import rejection
+from engine.speculation.draft_length import DraftLengths
+from tests.engine.driving import num_drafts
+from tests.engine.speculation.chi_square import fit_together
+from tests.engine.speculation.eagle.heads import DRAFT_VOCAB, RandomHead
+from tests.engine.speculation.test_draft_model import assert_all_is_free
+from tests.engine.speculation.test_engine import PARAMS, PLAIN, PROMPTS, SETTINGS, open_parts, run
+from tests.engine.speculation.test_rejection import accept_all, accept_by_target
+from tests.engine.tiny_models import TINY_MODELS
+from tests.harness.waiting import wait_until
+
+pytestmark = pytest.mark.slow
+REJECTION = {
+    "speculative_sampling": "rejection", "adaptive_drafts": False, "num_speculative_tokens": 3, "quant_mode": "none",
+}  # fmt: skip
+CHOICES, NUM_TOKENS = (21, 55, 89), 4  # tokens that answers are made of
+SAMPLED = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, allowed_token_ids=CHOICES, seed_is_drawn=True)
+NUM_SEEDS, LIKELY, UNLIKELY = 1500, 1e-3, 1e-6
+KINDS = {
+    "temperature": SAMPLED,
+    "penalties": replace(SAMPLED, temperature=0.8, presence_penalty=1.0, logit_bias=((21, 1.0),)),
+    "top-p": replace(SAMPLED, allowed_token_ids=(*CHOICES, 34), temperature=1.5, top_p=0.7, logprobs=2),
+}
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The target model, and what drafts for it, as --speculative names it."""
+    llama, qwen = (TINY_MODELS[name].save(tmp_path_factory.mktemp(name)) for name in ("llama", "qwen2"))
+    head, few = (RandomHead(draft_vocab=size).save(tmp_path_factory.mktemp("head")) for size in (0, DRAFT_VOCAB))
+    drafters = {"draft": f"draft:{qwen}", "same": f"draft:{llama}", "eagle": f"eagle:{head}", "few": f"eagle:{few}"}
+    return {"target": str(llama), **drafters}
+
+
+def drafted_by(paths: dict[str, str], name: str, **settings: Any) -> EngineParts:
+    return open_parts(Path(paths["target"]), speculative=paths[name], **{**REJECTION, **settings})
+
+
+def answers(parts: EngineParts, params: SamplingParams, seeds: range) -> list[tuple[int, ...]]:
+    """To one prompt, of as many requests."""
+    requests = [parts.engine.add_request([5, 6, 7], replace(params, seed=seed)) for seed in seeds]
+    while parts.engine.has_work():
+        parts.engine.step()
+    assert parts.engine.num_failed_steps == 0
+    return [tuple(request.output_token_ids) for request in requests]
+
+
+def likelihood(found: list[tuple[int, ...]], others: list[tuple[int, ...]], params: SamplingParams) -> float:
+    """That both are answers of one model."""
+    counts, other_counts = Counter(found), Counter(others)
+    assert {token for answer in found for token in answer} <= {*params.allowed_token_ids}
+    cells = list(product(params.allowed_token_ids, repeat=NUM_TOKENS))
+    return fit_together([counts[cell] for cell in cells], [other_counts[cell] for cell in cells])
+
+
+@cache
+def plain_answers(target: str, kind: str) -> list[tuple[int, ...]]:
+    """With other seeds, so that no noise is common."""
+    parts = open_parts(Path(target), quant_mode="none")
+    return answers(parts, KINDS[kind], range(10**6, 10**6 + 2 * NUM_SEEDS))
+
+
+@pytest.mark.parametrize(
+    ("drafter", "kind"), [*product(["draft"], KINDS), ("eagle", "temperature"), ("few", "temperature")]
+)
+def test_answers_are_distributed_as_without_drafts(paths: dict[str, str], drafter: str, kind: str) -> None:
+    """All tokens together, and more drafts are accepted than by coupled noise.
+
+    few: a head that knows one of the tokens, where both accept as many.
+    """
+    params, shares = KINDS[kind], []
+    for sampling, num_seeds in (("rejection", NUM_SEEDS), ("coupled", NUM_SEEDS // 3)):
+        parts = drafted_by(paths, drafter, speculative_sampling=sampling)
+        found = answers(parts, params, range(num_seeds))
+        drafted, accepted = num_drafts(parts.engine)
+        assert accepted > num_seeds / 5
+        shares.append(accepted / drafted)
+        assert likelihood(found, plain_answers(paths["target"], kind), params) > LIKELY
+    assert shares[0] > shares[1] - (0.05 if drafter == "few" else 0.0)
+
+
+@pytest.mark.parametrize("wrong", [accept_all, accept_by_target])
+def test_wrong_rules_are_found(wrong: Callable[..., Any], paths: dict[str, str], monkeypatch: Any) -> None:
+    monkeypatch.setattr(rejection, "accept", wrong)
+    found = answers(drafted_by(paths, "draft"), SAMPLED, range(NUM_SEEDS))
+    assert likelihood(found, plain_answers(paths["target"], "temperature"), SAMPLED) < UNLIKELY
+
+
+def test_drafts_that_pay_are_chosen_without_looking_at_them(paths: dict[str, str], monkeypatch: Any) -> None:
+    """By estimates as an engine with adaptive lengths has them."""
+
+    def choose(_self: object, acceptance: Sequence[Sequence[float]], *_: object) -> list[int]:
+        chosen = [len(list(takewhile(lambda estimate: estimate > 0.45, row))) for row in acceptance]
+        counts[0] += sum(map(len, acceptance))
+        counts[1] += sum(chosen)
+        return chosen
+
+    counts = [0, 0]
+    monkeypatch.setattr(DraftLengths, "choose", choose)
+    found = answers(drafted_by(paths, "draft"), SAMPLED, range(2 * NUM_SEEDS))
+    assert 0.2 < counts[1] / counts[0] < 0.8
+    assert likelihood(found, plain_answers(paths["target"], "temperature"), SAMPLED) > LIKELY
+
+
+def test_a_model_accepts_itself(paths: dict[str, str]) -> None:
+    parts = drafted_by(paths, "same")
+    answers(parts, replace(SAMPLED, max_tokens=40), range(20))
+    drafted, accepted = num_drafts(parts.engine)
+    assert accepted > 0.95 * drafted > 300
+
+
+@pytest.mark.parametrize("drafter", ["draft", "eagle"])
+@pytest.mark.parametrize("settings", [*SETTINGS, {"batch_invariant": True}, {"adaptive_drafts": True}], ids=str)
+def test_greedy_and_seeded_answers_stay_as_they_are(
+    paths: dict[str, str], settings: dict[str, Any], drafter: str
+) -> None:
+    """Beside requests that are sampled by rejection, in small steps, and where requests give way."""
+    plain, _ = run(open_parts(Path(paths["target"]), quant_mode="none", **settings).engine)
+    parts = drafted_by(paths, drafter, **settings)
+    for _ in range(2):  # the second time from the prefix caches
+        others = [
+            parts.engine.add_request(prompt, replace(params, seed_is_drawn=True))
+            for prompt, params in zip(PROMPTS, PARAMS, strict=True)
+        ]
+        requests, _ = run(parts.engine)
+        assert [request.output_token_ids for request in requests] == [request.output_token_ids for request in plain]
+        assert all(len(request.output_token_ids) >= 9 for request in others)
+    if "adaptive_drafts" not in settings:
+        assert num_drafts(parts.engine)[0] > 100
+    if drafter == "draft":
+        assert_all_is_free(parts)
+
+
+def test_seeds_that_the_engine_draws(paths: dict[str, str]) -> None:
+    """Are those of requests that are sampled by rejection, as many as want no drafts beside them."""
+    parts = drafted_by(paths, "draft")
+    sampled = replace(PLAIN, temperature=1.0)
+    asked = (sampled, replace(sampled, seed=3), replace(sampled, num_speculative_tokens=0))
+    requests = [parts.engine.add_request([5, 6], params) for params in asked]
+    assert [request.params.seed_is_drawn for request in requests] == [True, False, True]
+    drafts: dict[str, int] = Counter()
+    kept = set()
+    while parts.engine.has_work():
+        for row in parts.engine.step().plan.rows:
+            drafts[row.request_id] += len(row.draft_token_ids)
+        states = parts.runner._requests._states.values()
+        kept |= {state.request_id for state in states if state.drafter and state.drafter.distributions}
+    assert kept == {requests[0].request_id}
+    assert [drafts[request.request_id] > 0 for request in requests] == [True, True, False]
+
+
+def test_log_probabilities_are_of_the_tokens_that_came(paths: dict[str, str]) -> None:
+    """Of replacements too: those that the model gives the whole answer as a prompt."""
+    params = replace(PLAIN, temperature=1.0, seed=1, seed_is_drawn=True, logprobs=2)
+    parts = drafted_by(paths, "draft")
+    request, entries = parts.engine.add_request([5, 6, 7], params), []
+    while parts.engine.has_work():
+        entries += [entry for output in parts.engine.step().outputs for entry in output.logprobs]
+    drafted, accepted = num_drafts(parts.engine)
+    assert 0 < accepted < drafted
+    assert [entry.token_id for entry in entries] == request.output_token_ids
+    asked = replace(PLAIN, max_tokens=1, prompt_logprobs=2)
+    whole = parts.engine.add_request([5, 6, 7, *request.output_token_ids], asked)
+    told = []
+    while parts.engine.has_work():
+        told += [entry for output in parts.engine.step().outputs for entry in output.prompt_logprobs]
+    assert whole.num_prompt_tokens == 3 + PLAIN.max_tokens
+    for entry, other in zip(entries, told[-PLAIN.max_tokens :], strict=True):
+        assert (entry.token_id, entry.rank) == (other.token_id, other.rank)
+        assert entry.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
+@pytest.mark.wing("engine.grammar")
+def test_answers_that_follow_a_grammar(paths: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts do not know it: those that it forbids are replaced by tokens that it allows, as likely as without."""
+    monkeypatch.setattr(load, "load_tokenizer", lambda _: load_tokenizer(resolve_model("dry-run")))
+    allowed = tuple(range(97, 103))
+    params = SamplingParams(
+        max_tokens=NUM_TOKENS, grammar=grammar.regex("[a-c][d-f][a-c][d-f]"), temperature=1.0, seed_is_drawn=True,
+        logit_bias=tuple((token, 4.0) for token in allowed),
+    )  # fmt: skip
+    found = []
+    for parts, seeds in (
+        (open_parts(Path(paths["target"]), quant_mode="none"), range(10**6, 10**6 + 800)),
+        (drafted_by(paths, "draft"), range(500)),
+    ):
+        requests = [parts.engine.add_request([5, 6, 7], replace(params, seed=seed)) for seed in seeds]
+        wait_until(lambda: not any(request.is_held for request in requests))  # noqa: B023
+        while parts.engine.has_work():
+            parts.engine.step()
+        found.append([tuple(request.output_token_ids) for request in requests])
+    assert num_drafts(parts.engine)[1] > 100
+    counts, others = Counter(found[1]), Counter(found[0])
+    cells = [*{*counts, *others}]
+    assert {cell[0] for cell in cells} <= {allowed[0], allowed[1], allowed[2]}
+    assert fit_together([counts[cell] for cell in cells], [others[cell] for cell in cells]) > LIKELY
+
+
+def test_a_request_that_another_worker_goes_on_with(paths: dict[str, str]) -> None:
+    """After a kill, from the tokens that were sent: its distribution stays, its further tokens may be other ones.
+
+    A seed that the client chose keeps them.
+    """
+    first, second = drafted_by(paths, "draft"), drafted_by(paths, "draft")
+    whole = answers(first, SAMPLED, range(NUM_SEEDS))
+    resumed = [
+        second.engine.add_request([5, 6, 7], replace(SAMPLED, seed=seed), output_token_ids=answer[:2])
+        for seed, answer in enumerate(whole)
+    ]
+    while second.engine.has_work():
+        second.engine.step()
+    found = [tuple(request.output_token_ids) for request in resumed]
+    assert likelihood(found, plain_answers(paths["target"], "temperature"), SAMPLED) > LIKELY
+    num_other = sum(one != other for one, other in zip(whole, found, strict=True))
+    assert 0 < num_other < NUM_SEEDS
+    seeded = replace(SAMPLED, seed_is_drawn=False)
+    whole = answers(first, seeded, range(50))
+    resumed = [
+        second.engine.add_request([5, 6, 7], replace(seeded, seed=seed), output_token_ids=answer[:2])
+        for seed, answer in enumerate(whole)
+    ]
+    while second.engine.has_work():
+        second.engine.step()
+    assert [tuple(request.output_token_ids) for request in resumed] == whole
+
+
+@pytest.mark.parametrize("settings", [{"tp": 2}, {"pp": 2}], ids=str)
+def test_ranks_are_refused(paths: dict[str, str], settings: dict[str, int]) -> None:
+    """Each would have distributions of its own."""
+    with pytest.raises(ConfigError, match="--speculative-sampling rejection runs in one process on a CPU"):
+        drafted_by(paths, "draft", **settings)
