@@ -61,8 +61,9 @@ def drafted_by(
     return made, proposer
 
 
-@pytest.mark.parametrize("settings", [{}, {"block_size": 4, "num_gpu_blocks": 22, "max_model_len": 88}], ids=str)
-@pytest.mark.parametrize("draft", ["same", "other"])
+@pytest.mark.parametrize(
+    ("draft", "settings"), [("same", {}), ("other", {"block_size": 4, "num_gpu_blocks": 22, "max_model_len": 88})]
+)
 def test_drafts_change_no_token(
     draft: str, settings: dict[str, Any], models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
