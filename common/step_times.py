@@ -25,8 +25,6 @@ SPREAD = 1.1  # before it is measured
 WIDEST = 1.6  # more is no spread but another cost
 EXCEEDED = 0.002  # share of steps that may be longer: a 99th percentile of 100 gaps is their longest
 SPREAD_STEP = 0.02  # by which one longer step raises it
-GENTLE = 1.3  # times a step that only decodes: so much longer a step may be though no prompt is at risk
-MIN_GENTLE_TOKENS = 16  # fewer are not worth a step that computes prompts
 MIN_CHUNK_TOKENS = 64  # a prompt advances by so many in every step, whatever the objective says
 
 
@@ -80,15 +78,10 @@ class StepCost:
         return 2 * work / (per_token + math.sqrt(per_token * per_token + 2 * self.prompt_context * work))
 
 
-def work_bounds(cost: StepCost, itl_objective: float, decode_seconds: float) -> tuple[float, float]:
-    """Seconds of prompts' work beside decode rows that take so long: when no prompt is at risk, and at most.
-
-    Where a step with any prompt tokens is long, it is to be as full as it may be: the two are equal.
-    """
+def chunk_work(cost: StepCost, itl_objective: float, decode_seconds: float) -> float:
+    """Seconds of prompts' work that an objective leaves beside decode rows which take so long."""
     least = MIN_CHUNK_TOKENS * cost.prompt_token
-    most = max(itl_objective / cost.spread - decode_seconds - cost.prompt, least)
-    gentle = (GENTLE - 1) * decode_seconds - cost.prompt
-    return (most if gentle < MIN_GENTLE_TOKENS * cost.prompt_token else min(gentle, most)), most
+    return max(itl_objective / cost.spread - decode_seconds - cost.prompt, least)
 
 
 class StepTimes:

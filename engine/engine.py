@@ -172,8 +172,6 @@ class Engine:
         With more than one step in flight, a step is planned while the one before runs
         (docs/decisions/steps-and-plans.md).
         """
-        if self._budget is not None:
-            self._budget.now = self._clock()
         step = self._scheduler.schedule()
         outcome = StepOutcome(step.plan)
         if step.is_empty:

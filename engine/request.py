@@ -157,7 +157,6 @@ class Request:
     priority: int = 0  # lower is served first
     arrival: int = 0  # order of arrival
     due: float = inf  # time.monotonic() when its next token is due; inf: no objective
-    is_late: bool = False  # that token misses its objective anyway; `due` is only a place in the queue
     rank: tuple[float, ...] = ()  # place in the order of service, by the scheduling policy; no two are equal
     adapter: str = ""  # its KV is shared only with requests that use the same one
     cache_salt: str = ""

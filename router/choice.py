@@ -140,7 +140,6 @@ class Choice:
         submit.due_seconds = self._dispatcher.objectives.due_seconds(
             chosen, now - self.journal.arrival, self.journal.has_started
         )
-        submit.is_late = chosen.is_late and not self.journal.has_started
         self._leg = link.submit(submit, pending_tokens, self, next_link)
         self.state = state
         self.journal.note(now, state.value, worker=link.worker_id)

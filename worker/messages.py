@@ -54,7 +54,6 @@ class Submit(Message):
     prefill_only: bool = False
     deadline_seconds: float = 0.0  # from now; 0: none
     due_seconds: float = 0.0  # from now, when the next token is due; 0: no objective
-    is_late: bool = False
 
 
 class Cancel(Message):

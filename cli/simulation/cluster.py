@@ -7,6 +7,7 @@ one after the other on the worker that pulls.
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,14 +23,16 @@ from engine.scheduled_step import StepOutcome
 from engine.scheduling.kv_load import KvLoad
 from kvstore.pool.block_hash import block_keys, root_key
 from kvstore.pool.index import PrefixIndex
-from kvstore.types import BlockId
+from kvstore.types import BlockId, WorkerId
 from protos import types_pb2 as pb
+from router.objectives.adaptive import MOVE_SECONDS
+from router.objectives.moves import KeptRequest, choose_moves
 from router.objectives.placement import place
 from router.routing.admission import AnswerLength
 from router.routing.objectives import Objectives
 from router.routing.policy import Decision, choose
 from router.routing.shortlist import shortlist
-from router.routing.views import RequestView
+from router.routing.views import Candidate, RequestView
 from router.workers.backlog import Work
 
 
@@ -68,7 +71,9 @@ class _Choice:
     decode: SimulatedWorker
     prefill: SimulatedWorker | None
     work: Work
+    chosen: Candidate
     began_here: float = 0.0  # its first output on the worker where it is
+    num_at_first: int = 0  # tokens of its answer then
 
 
 class SimulatedCluster:
@@ -77,13 +82,14 @@ class SimulatedCluster:
     def __init__(self, spec: ClusterSpec, seed: int = 0) -> None:
         self.clock = Clock()
         self.records: list[RequestRecord] = []
-        self.num_decisions: dict[str, int] = {}  # by the kind of placement
+        self.num_decisions: dict[str, int] = {}  # by the kind of placement; and moves
         self._spec = spec
         self._random = random.Random(seed)
         self._index = PrefixIndex()
         self._answers = AnswerLength()
         self._root = root_key(FINGERPRINT)
         self._open: dict[RequestId, _Choice] = {}
+        self._kept: dict[RequestId, _Choice] = {}  # they may move to a decode worker
         self._turns = itertools.count(1)
         self._sequences: dict[str, itertools.count[int]] = {}
         roles = ["prefill"] * spec.num_prefill + ["decode"] * spec.num_decode
@@ -120,16 +126,17 @@ class SimulatedCluster:
         decode = self._workers[chosen.decode]
         prefill = None if chosen.prefill is None else self._workers[chosen.prefill]
         computing = prefill or decode
-        work = Work(len(prompt), len(prompt) - chosen.cached_tokens, decodes=prefill is None)
+        due_seconds = self._spec.objectives.due_seconds(chosen, self.clock.now - record.sent, has_started=False)
+        work = Work(len(prompt), len(prompt) - chosen.cached_tokens, prefill is None)
         name = RequestId(f"r{next(self._turns)}")
-        self._open[name] = choice = _Choice(planned, prompt, record, name, decode, prefill, work)
+        self._open[name] = choice = _Choice(planned, prompt, record, name, decode, prefill, work, chosen)
         record.num_prompt_tokens, record.num_output_tokens = len(prompt), planned.num_output_tokens
         computing.num_legs += 1
         computing.backlog.add(work)
         computing.rates.submitted(work.pending_tokens, work.pairs, self.clock.now)
         if prefill is not None:
             decode.backlog.expect(work)
-        request = self._request(choice, prefill_only=prefill is not None)
+        request = self._request(choice, due_seconds, prefill_only=prefill is not None)
         self.clock.after(self._spec.hop_seconds, partial(computing.submit, request))
 
     def _decide(self, prompt: list[int], num_output_tokens: int) -> Decision:
@@ -150,9 +157,39 @@ class SimulatedCluster:
             return place(view, prefill, decode, spec.local_prefill_tokens, spec.objectives)
         return choose(spec.policy, view, prefill, decode, spec.local_prefill_tokens)
 
-    def _request(self, choice: _Choice, prefill_only: bool = False) -> Request:
+    def _request(self, choice: _Choice, due_seconds: float, prefill_only: bool = False) -> Request:
         params = SamplingParams(max_tokens=choice.planned.num_output_tokens, temperature=0.0, ignore_eos=True)
-        return Request(choice.request_id, choice.prompt, params, prefill_only=prefill_only)
+        due = self.clock.now + self._spec.hop_seconds + due_seconds if due_seconds else math.inf
+        return Request(choice.request_id, choice.prompt, params, prefill_only=prefill_only, due=due)
+
+    def _watch_kept(self, choice: _Choice) -> None:
+        """Look now and then whether the choice should move, as `AdaptiveRoles` does."""
+        if not self._kept:
+            self.clock.after(MOVE_SECONDS, self._look_at_kept)
+        self._kept[choice.request_id] = choice
+
+    def _look_at_kept(self) -> None:
+        choices, now = self._kept, self.clock.now
+        self._kept = {}
+        by_worker: dict[WorkerId, list[KeptRequest]] = {}
+        for name, choice in choices.items():
+            if name in self._open and choice.prefill is None:
+                num_tokens = len(choice.record.chunk_times)
+                left = self._answers.left(choice.planned.num_output_tokens, num_tokens)
+                kept = KeptRequest(name, len(choice.prompt) + num_tokens, left, now - choice.began_here, num_tokens)
+                by_worker.setdefault(choice.decode.worker_id, []).append(kept)
+                self._watch_kept(choice)
+        for worker_id, requests in by_worker.items():
+            worker, targets = self._workers[worker_id], [target.view() for target in self._by_role["decode"]]
+            for move in choose_moves(worker.view(), requests, targets, self._spec.objectives):
+                self._move(choices[RequestId(move.choice_id)], worker, self._workers[move.chosen.decode])
+
+    def _move(self, choice: _Choice, worker: SimulatedWorker, target: SimulatedWorker) -> None:
+        """Let the worker hand the choice over with its next token."""
+        self.num_decisions["move"] = self.num_decisions.get("move", 0) + 1
+        choice.prefill, choice.decode = worker, target
+        target.backlog.expect(choice.work)
+        self.clock.after(self._spec.hop_seconds, partial(worker.engine.hand_over, choice.request_id))
 
     # -- what workers report -----------------------------------------------------------------------------------
 
@@ -173,8 +210,10 @@ class SimulatedCluster:
         self._feed_index(worker)
 
     def _began(self, choice: _Choice, worker: SimulatedWorker, request: Request) -> None:
-        choice.began_here = self.clock.now
+        choice.began_here, choice.num_at_first = self.clock.now, len(choice.record.chunk_times) + 1
         worker.backlog.settle(choice.work)
+        if choice.chosen.is_kept and choice.prefill is None:
+            self._watch_kept(choice)
         if worker is (choice.prefill or choice.decode):
             choice.record.num_cached_tokens = request.num_cached_tokens
 
@@ -183,7 +222,7 @@ class SimulatedCluster:
         num_tokens = request.num_known_tokens - 1
         lease = _Lease(worker, worker.kv.detach(request, num_tokens), num_tokens)
         self._leave(choice, worker)
-        following = self._request(choice)
+        following = self._request(choice, self._spec.objectives.due_seconds(choice.chosen, 0.0, has_started=True))
         following.output_token_ids = list(request.output_token_ids)
         following.kv_source, following.num_source_tokens = lease, num_tokens
         choice.work, choice.began_here = Work(len(choice.prompt), 0, decodes=True), 0.0
@@ -214,7 +253,7 @@ class SimulatedCluster:
 
     def _end(self, choice: _Choice, worker: SimulatedWorker, now: float) -> None:
         self._leave(choice, worker)
-        num_after_first = choice.planned.num_output_tokens - (2 if choice.prefill else 1)
+        num_after_first = choice.planned.num_output_tokens - choice.num_at_first
         if num_after_first > 0:
             worker.rates.observe_answer(num_after_first, self.clock.now - choice.began_here)
         self._finish(choice, now)

@@ -21,6 +21,7 @@ class ClusterConfig:
     like: str = setting("", "URL of a cluster whose workers' measured steps and sizes are taken for these")
     api_key: str = setting("", "of that cluster's operators")
     steps: str = setting(H200_7B, "seconds of a step's parts; default: about an H200 with 7B parameters in bfloat16")
+    mixed_ms: float = setting(0.0, "what a step with prompts beside decode rows takes more than the sum of its parts")
     num_gpu_blocks: int = setting(24_000, "KV blocks of a worker")
     block_size: int = setting(64, "tokens per KV block")
     max_num_seqs: int = setting(256, "sequences in one step")
@@ -40,6 +41,7 @@ class ClusterConfig:
             "local_prefill_tokens",
             "ttft_objective_ms",
             "itl_objective_ms",
+            "mixed_ms",
             "hop_ms",
             "pull_ms",
         )

@@ -38,7 +38,7 @@ def spec_of(config: ClusterConfig) -> ClusterSpec:
 
     worker = WorkerSpec(
         StepCost.parse(config.steps), config.num_gpu_blocks, config.block_size, config.max_num_seqs,
-        config.max_num_batched_tokens, config.itl_objective_ms / 1e3,
+        config.max_num_batched_tokens, config.itl_objective_ms / 1e3, config.mixed_ms / 1e3,
     )  # fmt: skip
     return ClusterSpec(
         worker, config.prefill_workers, config.decode_workers, config.policy, config.local_prefill_tokens,

@@ -39,7 +39,7 @@ TOKEN = 1  # what every step samples
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """What all workers have. itl_objective: seconds; 0: none."""
+    """What all workers have. Seconds: itl_objective, 0: none; mixed, what prompts beside decode rows take more."""
 
     cost: StepCost
     num_blocks: int
@@ -47,6 +47,7 @@ class WorkerSpec:
     max_num_seqs: int
     max_num_batched_tokens: int
     itl_objective: float = 0.0
+    mixed_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +68,9 @@ class SteppedRunner:
 
     max_steps_in_flight = 2
 
-    def __init__(self, cost: StepCost, seed: int) -> None:
+    def __init__(self, cost: StepCost, mixed_seconds: float, seed: int) -> None:
         self.now = 0.0
-        self._cost = cost
+        self._cost, self._mixed_seconds = cost, mixed_seconds
         self._end = 0.0  # of the last step
         self._random = random.Random(seed)
 
@@ -77,6 +78,8 @@ class SteppedRunner:
         """See Runner."""
         size = StepSize.of(plan.rows)
         seconds = self._cost.seconds(size.num_decode_tokens, size.num_prompt_tokens, size.context, size.pairs)
+        if size.num_decode_tokens and size.num_prompt_tokens:
+            seconds += self._mixed_seconds
         self._end = max(self._end, self.now) + seconds * self._random.uniform(*NOISE)
         token_ids = [[TOKEN] if row.samples else [] for row in plan.rows]
         empty: list[list[object]] = [[]] * len(plan.rows)  # nobody changes them
@@ -102,7 +105,7 @@ class SimulatedWorker:
         self.num_legs = 0
         self.pulls_end = 0.0  # when the pulls that were begun so far have ended
         self._spec, self._clock, self._on_outcome = spec, clock, on_outcome
-        self._runner = SteppedRunner(spec.cost, seed)
+        self._runner = SteppedRunner(spec.cost, spec.mixed_seconds, seed)
         groups = BlockGroups.of(full_attention(1, 1, 1, "bfloat16"), spec.block_size, spec.max_num_batched_tokens)
         self.kv = KVManager(BlockPool(spec.num_blocks), groups, FINGERPRINT)
         scheduler = Scheduler(

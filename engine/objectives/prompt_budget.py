@@ -1,18 +1,12 @@
-"""Prompt tokens beside decode rows: as few as bring every first token in time, as many as keep the time between
-tokens, by measured steps. Pure: the engine says what time it is.
-
-So prompts with slack wait for streams, and streams give way to prompts at risk as far as their own objective allows.
-"""
+"""Prompt tokens beside decode rows: as many as keep the time between tokens, by measured steps. Pure."""
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
 
-from common.step_times import StepCost, StepTimes, num_pairs, work_bounds
+from common.step_times import StepCost, StepTimes, chunk_work, num_pairs
 from engine.config import EngineConfig
 from engine.objectives.settings import ObjectiveSettings
 from engine.plan import StepSize
@@ -21,9 +15,6 @@ from engine.wings import Figures
 
 MOST_RATIOS = 64  # kept: an engine without a worker is not asked
 FIRST_TOKENS = 256  # before a step with prompt tokens was measured
-# Seconds that prompts may take for the sake of streams, whatever their due dates say. Those are predicted from how
-# long prompts took: without this bound a full engine slows prompts, predicts later dates, and slows them further.
-PATIENCE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +22,6 @@ class WaitingPrompt:
     """A prompt that is not computed yet, or not all of it."""
 
     num_tokens: int  # left
-    due: float = inf  # when its first token is promised; in the past: as soon as can be
     start: int = 0  # tokens before those
 
 
@@ -41,7 +31,6 @@ class PromptBudget:
     def __init__(self, itl_objective_seconds: float) -> None:
         self._itl_objective = itl_objective_seconds
         self.times = StepTimes()
-        self.now = time.monotonic()
         self._ratios = deque[float](maxlen=MOST_RATIOS)  # of durations and predictions, since they were asked for
 
     def observe(self, size: StepSize, seconds: float) -> None:
@@ -62,12 +51,7 @@ class PromptBudget:
         streams = [r for r in decodes if r.output_token_ids or r.num_pending_tokens]  # the rest are prompts
         if not streams or room <= 0:
             return 0
-        waiting = [
-            WaitingPrompt(
-                r.num_uncomputed_tokens, -inf if r.is_late else min(r.due, self.now + PATIENCE), r.num_computed_tokens
-            )
-            for r in prompts
-        ]
+        waiting = [WaitingPrompt(r.num_uncomputed_tokens, r.num_computed_tokens) for r in prompts]
         return room - self.num_tokens(len(streams), sum(r.num_tokens for r in streams), waiting, room)
 
     def num_tokens(self, num_decode_rows: int, context: int, prompts: Sequence[WaitingPrompt], most: int) -> int:
@@ -80,23 +64,8 @@ class PromptBudget:
         cost = self.times.cost
         if not cost.prompt_token:
             return min(FIRST_TOKENS, most)
-        decode_seconds = cost.seconds(num_decode_rows, context=context)
-        gentle, work = work_bounds(cost, self._itl_objective, decode_seconds)
-        if gentle < work:
-            needed = self._needed_work(cost, prompts, decode_seconds + cost.prompt)
-            work = min(max(gentle, needed), work)
+        work = chunk_work(cost, self._itl_objective, cost.seconds(num_decode_rows, context=context))
         return min(max(_tokens_in(cost, work, prompts), 1), most)
-
-    def _needed_work(self, cost: StepCost, prompts: Sequence[WaitingPrompt], rest_of_step: float) -> float:
-        """Seconds of prompts' work in each step that bring each first token in time; infinite when that is over."""
-        needed, work = 0.0, 0.0
-        for prompt in prompts:
-            work += cost.work(prompt.num_tokens, num_pairs(prompt.start, prompt.num_tokens))
-            left = prompt.due - self.now - work
-            if left <= 0.0:
-                return inf
-            needed = max(needed, work * rest_of_step / left)
-        return needed
 
 
 def _tokens_in(cost: StepCost, work: float, prompts: Sequence[WaitingPrompt]) -> int:

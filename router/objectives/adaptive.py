@@ -48,7 +48,10 @@ class AdaptiveRoles:
         for choice in choices.values():
             leg, journal = choice.kept_leg, choice.journal
             if leg is not None:
-                kept = KeptRequest(journal.choice_id, journal.num_tokens, choice.tokens_left, now - leg.first_time)
+                kept = KeptRequest(
+                    journal.choice_id, journal.num_tokens, choice.tokens_left, now - leg.first_time,
+                    len(journal.output_token_ids),
+                )  # fmt: skip
                 by_link.setdefault(leg.link, []).append(kept)
                 self.watch_kept(choice)
         for link, requests in by_link.items():

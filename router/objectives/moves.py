@@ -13,7 +13,7 @@ from math import inf
 
 from kvstore.types import WorkerId
 from router.routing.objectives import Objectives
-from router.routing.predictor import Predictor
+from router.routing.predictor import FEW_GAPS, Predictor
 from router.routing.views import Candidate, RequestView, WorkerView
 
 MIN_STAY_SECONDS = 0.2  # between the first token of a kept request and its move
@@ -31,6 +31,7 @@ class KeptRequest:
     num_tokens: int
     tokens_left: float  # expected
     seconds_here: float  # since its first token on this worker
+    num_answered: int  # tokens of its answer so far
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,8 @@ def _best_target(
     best: tuple[Candidate, int] | None = None
     for index, target in enumerate(targets):
         itl = predict.gap_seconds(target)
+        if request.num_answered + request.tokens_left <= FEW_GAPS:
+            itl = predict.hand_over_seconds(target)
         has_room = target.load < target.num_slots and not (objectives.itl and itl > objectives.itl)
         if not (has_room or must_leave):
             continue

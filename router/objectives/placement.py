@@ -37,9 +37,6 @@ def place(
         raise UnavailableError("no decode worker is available")
     candidates = placements_for(request, prefill, decode, local_prefill_tokens, objectives)
     chosen = cheapest(request, admissible(candidates))
-    if objectives.ttft and chosen.ttft_seconds > objectives.ttft:
-        candidates = placements_for(request, prefill, decode, local_prefill_tokens, objectives, is_late=True)
-        chosen = cheapest(request, admissible(candidates))
     return Decision(chosen, tuple(candidates), "cost", request.expected_tokens)
 
 
@@ -49,13 +46,9 @@ def placements_for(
     decode: Sequence[WorkerView],
     local_prefill_tokens: int,
     objectives: Objectives,
-    is_late: bool = False,
 ) -> list[Candidate]:
-    """Every placement. A prefill worker with a queue, or more streams than decode workers have, keeps nothing.
-
-    is_late: the request waits behind all others, and not only behind those that are in time.
-    """
-    predict = Predictor(request, [*prefill, *decode], objectives, local_prefill_tokens, is_late)
+    """Every placement. A prefill worker with a queue, or more streams than decode workers have, keeps nothing."""
+    predict = Predictor(request, [*prefill, *decode], objectives, local_prefill_tokens)
     candidates = predict.disaggregated(prefill, decode)
     candidates += [predict.on_one_worker(worker) for worker in decode]
     fewest = min(worker.num_rows for worker in decode)

@@ -7,9 +7,9 @@ from math import inf
 
 from router.routing.views import Candidate
 
-TTFT_MARGIN = 0.5  # share of the objective that predictions may use: they miss what arrives later
+TTFT_MARGIN = 0.25  # share of the objective that predictions may use: they miss what arrives later
+MOST_GAP = 0.3  # violation by a gap, at most: one long gap of a short answer is no reason to wait however long
 ROUNDING = 1e-6
-LATE = 2.0  # TTFT objectives, for which a request that misses one lets others go first
 MIN_DUE_SECONDS = 1e-3
 
 
@@ -26,19 +26,16 @@ class Objectives:
     def violation(self, ttft: float, itl: float) -> float:
         """By how much predictions miss the objectives, as a share of them; 0: both are kept."""
         late = max(ttft / (TTFT_MARGIN * self.ttft) - 1.0, 0.0) if self.ttft else 0.0
-        return late + (max(itl / self.itl - 1.0 - ROUNDING, 0.0) if self.itl else 0.0)
+        return late + (min(max(itl / self.itl - 1.0 - ROUNDING, 0.0), MOST_GAP) if self.itl else 0.0)
 
     def due_seconds(self, chosen: Candidate, waited_seconds: float, has_started: bool) -> float:
         """Seconds until the next token of a request is due on the workers chosen for it; 0: no objective.
 
-        A first token is due in twice the time that was predicted for it, if the objective allows so much. One that
-        comes too late anyway lets those go first that come in time, but not for ever.
+        A first token is due in twice the time that was predicted for it, if the objective allows so much.
         """
         if not self:
             return 0.0
         if has_started:
             return MIN_DUE_SECONDS
-        if chosen.is_late:
-            return max(LATE * self.ttft - waited_seconds, MIN_DUE_SECONDS)
         left = TTFT_MARGIN * (self.ttft or inf) - waited_seconds
         return max(min(2 * chosen.ttft_seconds, left), MIN_DUE_SECONDS)

@@ -13,8 +13,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from common.step_times import StepCost, num_pairs, work_bounds
-from router.routing.objectives import TTFT_MARGIN, Objectives
+from common.step_times import StepCost, chunk_work, num_pairs
+from router.routing.objectives import Objectives
 from router.routing.views import (
     ADAPTER_SECONDS,
     DEFAULT_PREFILL_TOKENS_PER_SECOND,
@@ -29,6 +29,7 @@ MAX_CHUNK_TOKENS = 8192  # of a step without decode rows; what a worker really t
 HARM = 3.0  # weight of a delay that makes gaps as long as the objective; a wait for a first token has 1
 MOST_DISTURBED = 16  # rows that a local prompt counts for without an objective: more would leave it waiting too long
 FEW_GAPS = 100  # up to which the 99th percentile of an answer's gaps is the longest one
+STEPS_IN_FLIGHT = 2  # that a request which comes to a worker waits for
 FEW = 0.01  # share of steps beside prompts that a 99th percentile does not see
 
 
@@ -41,10 +42,8 @@ class Predictor:
         workers: Sequence[WorkerView],
         objectives: Objectives,
         local_prefill_tokens: int = 0,
-        is_late: bool = False,
     ) -> None:
         self._request = request
-        self._is_late = is_late
         self._objectives = objectives
         self._free_tokens = local_prefill_tokens  # so few beside decode rows delay nobody
         self._costs = _complete_costs(workers)
@@ -61,23 +60,21 @@ class Predictor:
             terms = pull | self._decode_terms(worker)
             itl = self.gap_seconds(worker)
             if request.expected_tokens <= FEW_GAPS:
-                itl = max(itl, self._hand_over_seconds(worker) + terms["slot"])  # its first token has come by then
+                itl = max(itl, self.hand_over_seconds(worker) + terms["slot"])  # its first token has come by then
             for first, until_token in firsts:
                 ttft = sum(until_token.values())
                 candidates.append(self._candidate(worker, first, False, until_token | terms, ttft, itl))
         return candidates
 
     def on_one_worker(self, worker: WorkerView, is_kept: bool = False) -> Candidate:
-        """Prompt and decode on one worker, the prompt in as small chunks as TTFT allows."""
+        """Prompt and decode on one worker, the prompt in chunks that the objective allows."""
         cached = self._request.cached_on(worker)
         cost = self._costs[worker.worker_id]
         num_new = self._request.num_tokens - cached
         decode = self._decode_terms(worker)
-        for chunk in self._chunks(worker, worker.num_rows, worker.context_tokens):
-            prompt = self._first_token(worker, num_new, chunk)
-            ttft = prompt["queue"] + prompt["compute"] + decode["slot"]
-            if ttft <= TTFT_MARGIN * (self._objectives.ttft or math.inf):
-                break
+        chunk = self._chunk(worker, worker.num_rows, worker.context_tokens)
+        prompt = self._first_token(worker, num_new)
+        ttft = prompt["queue"] + prompt["compute"] + decode["slot"]
         num_delaying = max(num_new - self._free_tokens, 0)  # prompt tokens that rows here wait for
         work = cost.work(num_delaying, num_pairs(cached, num_delaying))
         beside = min(chunk, self._queued_work(worker) + work) if worker.num_rows else 0.0
@@ -99,7 +96,7 @@ class Predictor:
     def decode_seconds(self, worker: WorkerView) -> float:
         """Mean time between tokens on a worker with one row more, prompts that come there included."""
         step, share = self._decode_step(worker, 1), self.prompt_share(worker)
-        chunk = self._chunk_seconds(worker, is_gentle=True)  # beside every step, at most
+        chunk = self._chunk_seconds(worker)  # beside every step, at most
         return step + (min(step * share / (1.0 - share), chunk) if share < 1.0 else chunk)
 
     def interruption_seconds(self, worker: WorkerView, share: float = 0.0) -> float:
@@ -107,14 +104,14 @@ class Predictor:
 
         share: of its time that they take, if it is more than lately.
         """
-        chunk = self._chunk_seconds(worker, is_gentle=False)
+        chunk = self._chunk_seconds(worker)
         gap = self._decode_step(worker, 1) + chunk
         return self._harm(gap) * max(self.prompt_share(worker), share) * chunk
 
     def gap_seconds(self, worker: WorkerView) -> float:
         """The time between tokens that one in a hundred exceeds, with one row more."""
         cost = self._costs[worker.worker_id]
-        chunk = self._chunk_seconds(worker, is_gentle=True)
+        chunk = self._chunk_seconds(worker)
         if self.prompt_share(worker) < FEW:
             queued = self._queued_work(worker)
             chunk = min(chunk, cost.prompt + queued) if queued else 0.0
@@ -128,7 +125,7 @@ class Predictor:
     def share_beside_rows(self, worker: WorkerView) -> float:
         """Share of its time that steps with these prompts take when a row is kept there."""
         context = worker.context_tokens + self._request.num_tokens
-        chunk = self._chunks(worker, worker.num_rows + 1, context)[1]
+        chunk = self._chunk(worker, worker.num_rows + 1, context)
         return self.prompt_share(worker) * (self._decode_step(worker, 1) + chunk) / chunk
 
     def queue_seconds(self, worker: WorkerView) -> float:
@@ -143,29 +140,25 @@ class Predictor:
         cost = self._costs[worker.worker_id]
         return worker.num_rows * (cost.row + cost.context * self._request.num_tokens)
 
-    def _hand_over_seconds(self, worker: WorkerView) -> float:
-        """The gap while a request comes to a worker: what others pulled before, and the step that runs there."""
+    def hand_over_seconds(self, worker: WorkerView) -> float:
+        """The gap while a request comes to a worker: the last chunk's pull, the steps in flight there, its own."""
         last = min(self._request.num_tokens - self._request.cached_on(worker), MAX_CHUNK_TOKENS)
-        return self.pull_seconds(worker, last) + self.gap_seconds(worker)
+        return self.pull_seconds(worker, last) + (STEPS_IN_FLIGHT + 1) * self.gap_seconds(worker)
 
     def _decode_step(self, worker: WorkerView, num_more: int) -> float:
         """A step that only decodes, with so many rows as long as the request more."""
         context = worker.context_tokens + num_more * self._request.num_tokens
         return self._costs[worker.worker_id].seconds(worker.num_rows + num_more, context=context)
 
-    def _chunk_seconds(self, worker: WorkerView, is_gentle: bool) -> float:
+    def _chunk_seconds(self, worker: WorkerView) -> float:
         """What a chunk of prompts adds to such a step with one row more."""
         context = worker.context_tokens + self._request.num_tokens
-        chunk = self._chunks(worker, worker.num_rows + 1, context)[0 if is_gentle else 1]
+        chunk = self._chunk(worker, worker.num_rows + 1, context)
         work = max(self._queued_work(worker), self._usual_work(worker))
         return self._costs[worker.worker_id].prompt + min(chunk, work)
 
     def _queued_work(self, worker: WorkerView) -> float:
-        num_tokens, pairs = worker.queued_prefill_tokens, worker.queued_prefill_pairs
-        if not self._is_late:
-            num_tokens -= worker.deferred_prefill_tokens
-            pairs -= worker.deferred_prefill_pairs
-        return self._costs[worker.worker_id].work(num_tokens, pairs)
+        return self._costs[worker.worker_id].work(worker.queued_prefill_tokens, worker.queued_prefill_pairs)
 
     def _usual_work(self, worker: WorkerView) -> float:
         """Work of one of the prompts that came there lately."""
@@ -175,26 +168,25 @@ class Predictor:
         work = cost.work(worker.prompt_tokens_per_second, worker.prompt_pairs_per_second)
         return work / worker.prompts_per_second
 
-    def _prompt_seconds(self, worker: WorkerView, work: float, chunk: float = 0.0) -> float:
-        """Time for so much work of prompts beside the rows that decode there; chunk 0: the largest."""
+    def _prompt_seconds(self, worker: WorkerView, work: float) -> float:
+        """Time for so much work of prompts beside the rows that decode there."""
         cost, num_rows = self._costs[worker.worker_id], worker.num_rows
-        num_steps = math.ceil(work / (chunk or self._chunks(worker, num_rows, worker.context_tokens)[1]))
+        num_steps = math.ceil(work / self._chunk(worker, num_rows, worker.context_tokens))
         return work + num_steps * (self._decode_step(worker, 0) + cost.prompt)
 
-    def _chunks(self, worker: WorkerView, num_rows: int, context: float) -> tuple[float, float]:
-        """Work of prompts beside so many decode rows, as the worker bounds it: without risk, and at most."""
+    def _chunk(self, worker: WorkerView, num_rows: int, context: float) -> float:
+        """Work of prompts in a step beside so many decode rows, as the worker bounds it."""
         cost = self._costs[worker.worker_id]
         largest = MAX_CHUNK_TOKENS * cost.prompt_token
         if not self._objectives.itl or not num_rows:
-            return largest, largest
-        gentle, most = work_bounds(cost, self._objectives.itl, cost.seconds(num_rows, context=context))
-        return min(gentle, largest), min(most, largest)
+            return largest
+        return min(chunk_work(cost, self._objectives.itl, cost.seconds(num_rows, context=context)), largest)
 
-    def _first_token(self, worker: WorkerView, num_new: int, chunk: float = 0.0) -> dict[str, float]:
+    def _first_token(self, worker: WorkerView, num_new: int) -> dict[str, float]:
         queued = self._queued_work(worker)
         own = self._costs[worker.worker_id].work(num_new, num_pairs(self._request.num_tokens - num_new, num_new))
-        queue = self._prompt_seconds(worker, queued, chunk)
-        return {"queue": queue, "compute": self._prompt_seconds(worker, queued + own, chunk) - queue}
+        queue = self._prompt_seconds(worker, queued)
+        return {"queue": queue, "compute": self._prompt_seconds(worker, queued + own) - queue}
 
     def _decode_terms(self, worker: WorkerView) -> dict[str, float]:
         expected, cost = self._request.expected_tokens, self._costs[worker.worker_id]
@@ -230,7 +222,6 @@ class Predictor:
             ttft_seconds=ttft,
             itl_seconds=itl,
             violation=self._objectives.violation(ttft, itl),
-            is_late=self._is_late,
         )
 
 

@@ -30,8 +30,6 @@ class WorkerView:
     context_tokens: int = 0  # of these requests
     queued_prefill_tokens: int = 0
     queued_prefill_pairs: float = 0.0  # of these tokens: each with every token before it
-    deferred_prefill_tokens: int = 0  # of these tokens: those behind a new request that is in time
-    deferred_prefill_pairs: float = 0.0
     # What it has room for.
     max_num_seqs: int = 64
     num_slots: int = 64  # requests that it can run at once: fewer than max_num_seqs when KV blocks are the limit
@@ -94,7 +92,6 @@ class Candidate:
     ttft_seconds: float = 0.0  # predicted
     itl_seconds: float = 0.0
     violation: float = 0.0  # by how much objectives would be missed, as a share of them
-    is_late: bool = False  # wherever it is computed, its first token comes too late: those in time go first
 
     @property
     def kind(self) -> str:

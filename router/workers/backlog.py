@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from common.step_times import num_pairs
 
@@ -14,7 +14,6 @@ class Work:
     num_prompt_tokens: int
     pending_tokens: int  # prompt tokens that count as queued on the worker until the leg's first delta
     decodes: bool  # a row of the worker's steps, soon if not now
-    late_until: float = 0.0  # its prompt comes too late anyway and lets others go first until then; 0: not so
 
     @property
     def pairs(self) -> float:
@@ -33,7 +32,6 @@ class Backlog:
     _pairs: float = 0.0
     _done_tokens: int = 0  # of these, by the worker's reports
     _done_pairs: float = 0.0
-    _late: list[Work] = field(default_factory=list)  # in the order in which they stop to let others go first
 
     @property
     def prompt_tokens(self) -> int:
@@ -43,24 +41,10 @@ class Backlog:
     def prompt_pairs(self) -> float:
         return max(self._pairs - self._done_pairs, 0.0)
 
-    def deferred(self, now: float) -> tuple[int, float]:
-        """Prompt tokens, and their pairs, that wait behind a new request which is in time.
-
-        A late prompt is begun when no others are left; then it waits behind nobody, and does not count.
-        """
-        waiting = [work for work in self._late if work.late_until > now]
-        num_tokens = sum(work.pending_tokens for work in waiting)
-        num_begun = num_tokens - self.prompt_tokens
-        if num_begun >= 0 and waiting:
-            num_tokens -= waiting.pop(0).pending_tokens
-        return num_tokens, sum(work.pairs for work in waiting)
-
     def add(self, work: Work) -> None:
         if work.decodes:
             self.num_rows += 1
             self.context_tokens += work.num_prompt_tokens
-        if work.late_until and work.pending_tokens:
-            self._late.append(work)
         self._tokens += work.pending_tokens
         self._pairs += work.pairs
 
@@ -85,8 +69,6 @@ class Backlog:
         self._done_tokens = max(self._done_tokens - work.pending_tokens, 0) if self._tokens else 0
         self._done_pairs = max(self._done_pairs - pairs, 0.0) if self._tokens else 0.0
         work.pending_tokens = 0
-        if work.late_until:
-            self._late.remove(work)
 
     def remove(self, work: Work) -> None:
         if work.decodes:

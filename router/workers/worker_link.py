@@ -135,9 +135,8 @@ class WorkerLink:
         if self._stream is None:
             raise WorkerLostError(f"worker {self.address} is not connected")
         now = time.monotonic()
-        late_until = now + message.due_seconds if message.is_late else 0.0
         decodes = self.role == "decode" or message.keep
-        work = Work(num_ids(message.prompt_token_ids), pending_tokens, decodes, late_until)
+        work = Work(num_ids(message.prompt_token_ids), pending_tokens, decodes)
         leg = self._legs[message.request_id] = Leg(message.request_id, self, listener, work, next_link, now)
         self._backlog.add(work)
         self.rates.submitted(pending_tokens, work.pairs, now)

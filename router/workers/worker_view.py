@@ -20,7 +20,6 @@ def worker_view(
 ) -> WorkerView:  # fmt: skip
     """`num_legs` are open on the worker."""
     arrived_tokens, arrived_pairs, num_arrived = rates.arrivals(now)
-    deferred_tokens, deferred_pairs = backlog.deferred(now)
     num_decoding, context_tokens = (load.num_running, load.context_tokens) if role == "decode" else (0, 0)
     num_used = load.kv_blocks_total - load.kv_blocks_free - load.kv_blocks_cached
     kv_used_share = num_used / load.kv_blocks_total if load.kv_blocks_total else 0.0
@@ -33,8 +32,6 @@ def worker_view(
         context_tokens=max(context_tokens, backlog.context_tokens) + backlog.expected_tokens,
         queued_prefill_tokens=max(load.waiting_prefill_tokens, backlog.prompt_tokens),
         queued_prefill_pairs=max(load.waiting_prefill_pairs, backlog.prompt_pairs),
-        deferred_prefill_tokens=deferred_tokens,
-        deferred_prefill_pairs=deferred_pairs,
         max_num_seqs=max_num_seqs,
         num_slots=min(max(load.num_running, 1), max_num_seqs) if is_kv_bound else max_num_seqs,
         kv_used_share=kv_used_share,

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from common.step_times import MIN_CHUNK_TOKENS, WIDEST, StepCost, StepTimes, num_pairs, work_bounds
+from common.step_times import MIN_CHUNK_TOKENS, WIDEST, StepCost, StepTimes, chunk_work, num_pairs
 
 TRUE = StepCost(base=0.004, row=20e-6, prompt=0.001, prompt_token=20e-6)
 
@@ -120,15 +120,10 @@ def test_the_spread_is_what_few_steps_exceed() -> None:
 
 def test_chunks_end_in_time() -> None:
     decode = TRUE.seconds(50)
-    gentle, most = work_bounds(TRUE, 0.025, decode)
-    assert TRUE.spread * (decode + TRUE.prompt + most) == pytest.approx(0.025)
-    assert 0 < gentle < most
+    assert TRUE.spread * (decode + TRUE.prompt + chunk_work(TRUE, 0.025, decode)) == pytest.approx(0.025)
     least = MIN_CHUNK_TOKENS * TRUE.prompt_token
-    assert work_bounds(TRUE, 0.001, decode)[1] == least  # rows alone take longer: prompts go on slowly
-    long = StepCost(base=0.004, prompt=0.01, prompt_token=20e-6)
-    gentle, most = work_bounds(long, 0.025, long.seconds(50))
-    assert gentle == most  # a step with any prompt is long, so it is to be full
-    assert work_bounds(StepCost(), 0.0, 0.0) == (0.0, 0.0)
+    assert chunk_work(TRUE, 0.001, decode) == least  # rows alone take longer: prompts go on slowly
+    assert chunk_work(StepCost(), 0.0, 0.0) == 0.0
 
 
 def test_tokens_for_so_much_work() -> None:

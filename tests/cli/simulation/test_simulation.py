@@ -108,6 +108,23 @@ def test_objectives_place_by_prediction() -> None:
     assert kept["itl_ms"]["p99"] < 35.0
 
 
+def test_requests_that_a_prefill_worker_keeps_move_when_prompts_come() -> None:
+    """No token is lost or given twice; `simulate` looks whether each worker is empty afterwards."""
+    rng = random.Random(4)
+    load = [planned(0.15 * n, rng.randrange(200, 500), 150, n) for n in range(60)]
+    cluster = simulate(config(prefill_workers=1, ttft_objective_ms=1000.0, itl_objective_ms=30.0), load)
+    assert cluster.num_decisions["kept"] > 3
+    assert 0 < cluster.num_decisions["move"] <= cluster.num_decisions["kept"]
+    assert all(len(record.chunk_times) == 150 for record in cluster.records)
+    assert not cluster._kept
+
+
+def test_prompts_beside_streams_may_take_longer_than_their_parts() -> None:
+    load = [planned(0.0, 50, 20), planned(0.05, 100, 2, seed=1)]
+    gaps = [simulate(config(mixed_ms=mixed), load).records[-1].gaps for mixed in (0.0, 7.0)]
+    assert max(gaps[1]) - max(gaps[0]) == pytest.approx(0.007)
+
+
 def write_trace(path: Path) -> None:
     """Nine requests, in threes, which share a prefix."""
     rows = [

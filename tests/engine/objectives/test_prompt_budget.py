@@ -1,10 +1,9 @@
-"""Prompt tokens beside decode rows: bounded by measured steps, paced by when first tokens are due."""
+"""Prompt tokens beside decode rows, bounded by measured steps."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from math import inf
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from common.step_times import StepCost, num_pairs
 from engine.engine import Engine
 from engine.objectives.prompt_budget import FIRST_TOKENS, PromptBudget, WaitingPrompt
 from engine.plan import PlacedExperts, StepPlan, StepSize
-from engine.request import FinishReason, Request, RequestId, RequestStatus, SamplingParams
+from engine.request import FinishReason, Request, RequestStatus, SamplingParams
 from tests.engine.fakes import expected_tokens
 from tests.engine.scheduling.test_scheduler import BLOCK, assert_quiet, make_engine, run_all
 
@@ -27,37 +26,20 @@ def learned(itl_objective: float = 0.025, cost: StepCost = COST) -> PromptBudget
         rows, tokens = rng.randrange(1, 100), rng.randrange(64, 800)
         budget.times.observe(rows, 0, cost.seconds(rows))
         budget.times.observe(rows, tokens, cost.seconds(rows, tokens))
-    budget.now = 100.0
     return budget
 
 
-def prompt(num_tokens: int, due_in: float = inf) -> WaitingPrompt:
-    return WaitingPrompt(num_tokens, 100.0 + due_in)
-
-
 def test_without_decode_rows_or_measurements_nothing_is_bounded_by_time() -> None:
-    assert learned().num_tokens(0, 0, [prompt(9000)], 8192) == 8192
-    assert PromptBudget(0.025).num_tokens(4, 0, [prompt(9000)], 8192) == FIRST_TOKENS
-    assert PromptBudget(0.025).num_tokens(4, 0, [prompt(9000)], 100) == 100
+    assert learned().num_tokens(0, 0, [WaitingPrompt(9000)], 8192) == 8192
+    assert PromptBudget(0.025).num_tokens(4, 0, [WaitingPrompt(9000)], 8192) == FIRST_TOKENS
+    assert PromptBudget(0.025).num_tokens(4, 0, [WaitingPrompt(9000)], 100) == 100
 
 
-def test_prompts_with_slack_are_gentle_and_those_at_risk_take_what_the_objective_leaves() -> None:
-    budget = learned()
-    gentle = budget.num_tokens(50, 0, [prompt(1000)], 8192)
-    hurried = budget.num_tokens(50, 0, [prompt(1000, due_in=0.06)], 8192)
-    late = budget.num_tokens(50, 0, [prompt(1000, due_in=-1.0)], 8192)
-    assert 0 < gentle < hurried < late
-    assert COST.seconds(50, gentle) < 1.35 * COST.seconds(50)
-    assert COST.seconds(50, late) < 0.025
-    per_second = hurried / COST.seconds(50, hurried)
-    assert per_second * 0.06 == pytest.approx(1000, rel=0.1)
-
-
-def test_prompts_behind_others_count_what_is_before_them() -> None:
-    budget = learned()
-    alone = budget.num_tokens(50, 0, [prompt(500, due_in=0.1)], 8192)
-    behind = budget.num_tokens(50, 0, [prompt(800), prompt(500, due_in=0.1)], 8192)
-    assert behind > alone
+def test_prompts_take_what_the_objective_leaves() -> None:
+    num_tokens = learned().num_tokens(50, 0, [WaitingPrompt(9000)], 8192)
+    assert 0.02 < COST.seconds(50, num_tokens) < 0.025
+    assert learned().num_tokens(50, 0, [WaitingPrompt(100)], 8192) == 100
+    assert learned().num_tokens(500, 0, [WaitingPrompt(9000)], 8192) < num_tokens
 
 
 def test_long_contexts_leave_room_for_fewer_tokens() -> None:
@@ -70,15 +52,14 @@ def test_long_contexts_leave_room_for_fewer_tokens() -> None:
         budget.times.observe(rows, 0, true.seconds(rows, context=rows * context), rows * context)
         seconds = true.seconds(rows, tokens, rows * context, pairs)
         budget.times.observe(rows, tokens, seconds, rows * context, pairs)
-    budget.now = 100.0
     sizes = []
     for context, start in ((8_000, 0), (160_000, 0), (160_000, 20_000)):
-        late = WaitingPrompt(9000, due=99.0, start=start)
-        sizes.append(budget.num_tokens(8, context, [late], 8192))
+        waiting = WaitingPrompt(9000, start)
+        sizes.append(budget.num_tokens(8, context, [waiting], 8192))
         seconds = true.seconds(8, sizes[-1], context, num_pairs(start, sizes[-1]))
         assert 0.02 < seconds < 0.025
     assert sizes[0] > sizes[1] + 50 > sizes[2] + 200
-    two = [WaitingPrompt(100, due=99.0, start=20_000), WaitingPrompt(9000, due=99.0)]
+    two = [WaitingPrompt(100, 20_000), WaitingPrompt(9000)]
     assert sizes[2] < budget.num_tokens(8, 160_000, two, 8192) < sizes[1]
 
 
@@ -198,7 +179,7 @@ def test_contexts_reach_the_budget_and_the_report() -> None:
     engine, _ = make_engine(64, budget=32, prompt_budget=budget)
     stream = engine.add_request(list(range(20)), LONG)
     stepping(engine, stream)
-    engine.add_request(list(range(100, 130)), LONG, due=7.0, is_late=True)
+    engine.add_request(list(range(100, 130)), LONG, due=7.0)
     first, second = engine.step().stats, engine.step().stats
     assert first is not None
     assert second is not None
@@ -207,7 +188,7 @@ def test_contexts_reach_the_budget_and_the_report() -> None:
     assert (load.waiting_prefill_tokens, load.context_tokens) == (22, 23)
     assert load.waiting_prefill_pairs == sum(range(8, 30)) + 11  # half a pair more for each
     assert second.num_prompt_pairs == 4 * 4 + 8
-    assert budget.asked[-1] == (1, 22, [WaitingPrompt(26, -inf, 4)])  # late: as soon as can be
+    assert budget.asked[-1] == (1, 22, [WaitingPrompt(26, 4)])
     run_all(engine)
     assert_quiet(engine)
     without, _ = make_engine(64, budget=32)  # routers predict by contexts with and without a budget
@@ -292,19 +273,3 @@ def test_steps_are_compared_with_what_was_predicted() -> None:
     [ratios] = budget.figures().values()
     assert ratios == pytest.approx([2.0])
     assert [*budget.figures().values()] == [[]]
-
-
-def test_due_dates_that_move_away_with_the_queue_do_not_slow_a_full_engine() -> None:
-    """A router predicts dates from how long prompts took; with many waiting, work goes on at the bound."""
-    budget = learned(itl_objective=0.15)
-    streams = [Request(RequestId(f"s{i}"), [1, 2], LONG, [3]) for i in range(50)]
-    waiting = [Request(RequestId(f"p{i}"), [1] * 1000, LONG, due=100.0 + 60.0) for i in range(40)]
-    room = 8192
-    gentle = room - budget.num_to_withhold(streams, waiting[:1], room)
-    full = room - budget.num_to_withhold(streams, waiting, room)
-    assert gentle < 100
-    assert (
-        full
-        == room - budget.num_to_withhold(streams, [Request(RequestId("late"), [1] * 40_000, LONG, due=0.0)], room)
-        > 5000
-    )

@@ -47,7 +47,6 @@ class Request:
     kind: str = ""
     next_worker: Worker | None = None  # where it goes with its next token
     began_here: float = 0.0
-    is_late: bool = False
 
     @property
     def gap_p99(self) -> float:
@@ -75,7 +74,6 @@ class Worker:
     def view(self, now: float) -> WorkerView:
         staying = [request for request in self.prompts if request.next_worker is None]
         decoding = [*self.rows, *self.expected, *staying]
-        deferred = [r for r in self.prompts if r.is_late and not r.computed and r.due > now]
         tokens, pairs, prompts = self.rates.arrivals(now)
         return WorkerView(
             self.worker_id,
@@ -89,8 +87,6 @@ class Worker:
             context_tokens=sum(request.num_prompt + len(request.times) for request in decoding),
             queued_prefill_pairs=sum(num_pairs(r.computed, r.num_prompt - r.computed) for r in self.prompts),
             step=self.times.cost,
-            deferred_prefill_tokens=sum(request.num_prompt for request in deferred),
-            deferred_prefill_pairs=sum(num_pairs(0, request.num_prompt) for request in deferred),
             prompt_tokens_per_second=tokens,
             prompt_pairs_per_second=pairs,
             prompts_per_second=prompts,
@@ -118,11 +114,7 @@ class Worker:
         left = MAX_STEP_TOKENS - len(rows)
         self.prompts.sort(key=lambda request: (not request.computed, request.due))
         if self._budget:
-            self._budget.now = self._simulation.now
-            waiting = [
-                WaitingPrompt(r.num_prompt - r.computed, -math.inf if r.is_late else r.due, r.computed)
-                for r in self.prompts
-            ]
+            waiting = [WaitingPrompt(r.num_prompt - r.computed, r.computed) for r in self.prompts]
             left = self._budget.num_tokens(len(rows), context, waiting, left)
         num_most, pairs, ended = left, 0.0, []
         for request in self.prompts:
@@ -206,7 +198,6 @@ class Simulation:
         request.kind = chosen.kind
         if self._objectives.ttft:
             request.due = self.now + self._objectives.due_seconds(chosen, 0.0, has_started=False)
-        request.is_late = chosen.is_late
         if chosen.prefill is not None:
             request.next_worker = self.workers[chosen.decode]
             request.next_worker.expected.add(request)
@@ -239,7 +230,7 @@ class Simulation:
             described = [
                 KeptRequest(
                     name, r.num_prompt + len(r.times),
-                    self._answers.left(r.num_output, len(r.times)), self.now - r.began_here,
+                    self._answers.left(r.num_output, len(r.times)), self.now - r.began_here, len(r.times),
                 )
                 for name, r in kept.items()
             ]  # fmt: skip

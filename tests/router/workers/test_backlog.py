@@ -7,9 +7,9 @@ from typing import Any
 from router.workers.backlog import Backlog, Work
 
 
-def leg(num_pending: int, late_until: float = 0.0, **fields: Any) -> Work:
+def leg(num_pending: int, **fields: Any) -> Work:
     known: dict[str, Any] = {"num_prompt_tokens": num_pending, "decodes": True, **fields}
-    return Work(pending_tokens=num_pending, late_until=late_until, **known)
+    return Work(pending_tokens=num_pending, **known)
 
 
 def test_what_steps_computed_is_not_waiting_any_more() -> None:
@@ -36,19 +36,3 @@ def test_a_cached_prefix_is_before_each_token() -> None:
     backlog = Backlog()
     backlog.add(leg(1_000, num_prompt_tokens=5_000))
     assert backlog.prompt_pairs == 4_000 * 1_000 + 1_000 * 1_000 / 2
-
-
-def test_late_prompts_wait_until_nothing_else_is_left_or_their_time_has_come() -> None:
-    backlog, in_time, late, later = Backlog(), leg(2_000), leg(20_000, late_until=5.0), leg(30_000, late_until=7.0)
-    for each in (in_time, late, later):
-        backlog.add(each)
-    assert backlog.deferred(now=4.0)[0] == 50_000
-    assert backlog.deferred(now=6.0)[0] == 30_000
-    assert backlog.deferred(now=8.0) == (0, 0)
-    backlog.computed(2_000, 2e6)
-    backlog.settle(in_time)
-    assert backlog.deferred(now=4.0)[0] == 30_000  # the first of them begins
-    backlog.computed(8_192, 33e6)
-    backlog.remove(late)
-    backlog.remove(later)
-    assert backlog.deferred(now=4.0) == (0, 0)

@@ -92,7 +92,7 @@ def test_every_field_of_a_request_reaches_the_engine_process() -> None:
     """A field that a Submit has and `Request` has, too, travels by its name through the message between them."""
     values: dict[str, Any] = {
         "output_token_ids": [3, 4], "priority": 5, "cache_salt": "s", "deadline_seconds": 2.5, "adapter": "a",
-        "due_seconds": 0.5, "is_late": True,
+        "due_seconds": 0.5,
     }  # fmt: skip
     apart = {"request_id", "prompt_token_ids", "sampling", "kv_handle", "keep"}  # that become something else
     carried = names_of(pb.Submit)
