@@ -54,7 +54,6 @@ async def test_an_unknown_path_names_the_one_that_was_meant(c: Cluster, path: st
 @pytest.mark.parametrize(
     ("path", "told"),
     [
-        ("/", "no such path"),
         ("/wp-login.php", "no such path"),
         ("/" + "x" * 20_000, "no such path"),
         ("/v1/moderations", "/v1/moderations is not supported by this server yet"),
