@@ -6,12 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
 
-import numpy as np
 import torch
 
 from common.errors import ConfigError
 from common.lora.adapter_ref import AdapterRef
-from engine.gpu.pinning import upload
 from engine.lora.layers import Layer, Layers
 from engine.lora.reader import AdapterFile
 from engine.lora.store import AdapterStore
@@ -44,19 +42,16 @@ class GpuSlots:
     def fill(self, slot: int, file: AdapterFile) -> None:
         """Read the adapter into the slot, from any thread. What it has no part of gets rank 0. Raises ConfigError."""
         with torch.cuda.stream(self._stream):  # nothing on a CPU
-            found = file.read_parts(self._device)
-            pairs = [
-                (weights, parts) for weights, parts in zip(self.layers, found, strict=True) if weights is not None
-            ]
-            ranks = np.zeros((len(pairs), max(weights.ranks.shape[1] for weights, _ in pairs)), np.int32)
-            for own, (_, parts) in zip(ranks, pairs, strict=True):
-                own[[part.number for part in parts]] = [part.a.shape[0] for part in parts]
-            for own, (weights, parts) in zip(upload(ranks, torch.int32, self._device), pairs, strict=True):
-                for part in parts:  # two launches: there are hundreds of parts
+            for weights, parts in zip(self.layers, file.read_parts(self._device), strict=True):
+                if weights is None:
+                    continue
+                ranks = torch.zeros(weights.ranks.shape[1], dtype=torch.int32)
+                for part in parts:
                     rank, rows = part.a.shape[0], slice(part.first, part.first + part.b.shape[0])
+                    ranks[part.number] = rank
                     weights.a[slot, part.number, :rank] = part.a
-                    torch.mul(part.b.T, part.scale, out=weights.b[slot, :rank, rows])
-                weights.ranks[slot] = own[: weights.ranks.shape[1]]
+                    weights.b[slot, :rank, rows] = part.b.T.float() * part.scale
+                weights.ranks[slot] = ranks.to(self._device)
         if self._stream is not None:
             self._stream.synchronize()
 

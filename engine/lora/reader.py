@@ -20,7 +20,6 @@ from common.lora.adapter_ref import WEIGHTS_NAME, AdapterRef
 from engine.loader.safetensors import PLAIN_TYPES, StoredTensor, read_header
 from engine.lora.layers import Layer, Layers, Module
 
-ALIGNMENT = 16  # bytes, as kernels and casts want it
 PREFIX = "base_model.model."
 A, B, EMBEDDING_A, EMBEDDING_B = ".lora_A.weight", ".lora_B.weight", ".lora_embedding_A", ".lora_embedding_B"
 PARTNERS = {A: B, B: A, EMBEDDING_A: EMBEDDING_B, EMBEDDING_B: EMBEDDING_A}
@@ -127,11 +126,10 @@ class AdapterFile:
         from safetensors import SafetensorError, safe_open
 
         try:
-            with safe_open(self._path, framework="pt", device="cpu") as file:
-                tensors = {name: file.get_tensor(stored) for name, (stored, _) in self._stored.items()}
+            with safe_open(self._path, framework="pt", device=str(device)) as file:
+                return {name: file.get_tensor(stored) for name, (stored, _) in self._stored.items()}
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{self._path} is damaged or cannot be read") from error
-        return tensors if device.type == "cpu" else in_one_copy(tensors, device)
 
     def _parts(self, layer: Layer, tensors: Mapping[str, Tensor]) -> list[ModulePart]:
         columns = slice(layer.columns.start, layer.columns.stop)
@@ -165,19 +163,6 @@ class AdapterFile:
         a[:, : own.shape[1]] = own
         b = tensors[module + EMBEDDING_B].float() * self._config.scale_of(module)
         return LowRank(a, b.to(dtype))
-
-
-def in_one_copy(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Return the tensors on the device. Hundreds of small copies from pageable memory would take longer."""
-    sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors.values()]
-    host = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    for part, tensor in zip(torch.split(host, sizes), tensors.values(), strict=True):
-        part[: tensor.nbytes].copy_(tensor.flatten().view(torch.uint8))
-    parts = torch.split(host.to(device, non_blocking=True), sizes)
-    return {
-        name: part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        for part, (name, tensor) in zip(parts, tensors.items(), strict=True)
-    }
 
 
 def _rows_of(module: Module, whole: Tensor) -> Tensor:

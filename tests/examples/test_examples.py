@@ -27,6 +27,7 @@ SERVED = {
 MODULES = {
     "scheduling_policy.py",  # tests/engine/scheduling/test_scheduling_policy.py serves with it
     "train_eagle_head.py",  # tests/engine/speculation/eagle/test_training.py trains with it
+    "eagle_states.py",  # likewise
 }
 COMMANDS = {"serve.py": "serve", "quick_chat.py": "chat", "demo.py": "demo"}
 

@@ -13,7 +13,7 @@ from common.errors import ConfigError
 from common.lora.adapter_ref import AdapterRef
 from engine.loader.random_weights import DRY_RUN_CONFIG
 from engine.lora.layers import layers_of
-from engine.lora.reader import AdapterFile, in_one_copy
+from engine.lora.reader import AdapterFile
 from tests.harness.adapters import PREFIX, deltas, write_adapter
 
 pytestmark = pytest.mark.wing("engine.lora")
@@ -86,19 +86,3 @@ def test_weights_that_do_not_fit_are_refused(what: str, message: str, tmp_path: 
 def test_blocks_that_are_not_plain_have_no_modules(tmp_path: Path) -> None:
     tokens: Any = LAYERS.names
     assert {"lm_head", "model.embed_tokens", "model.layers.0.self_attn.q_proj"} <= tokens
-
-
-def test_one_copy_changes_no_number() -> None:
-    generator = torch.Generator().manual_seed(1)
-    tensors = {
-        "odd": torch.randn(3, 5, generator=generator).to(torch.bfloat16),
-        "wide": torch.randn(2, 7, generator=generator),
-        "turned": torch.randn(4, 6, generator=generator).T,
-        "one": torch.randn(1, 1, generator=generator).to(torch.float16),
-    }
-    copied = in_one_copy(tensors, torch.device("cpu"))
-    assert list(copied) == list(tensors)
-    for name, tensor in tensors.items():
-        assert copied[name].dtype == tensor.dtype
-        assert torch.equal(copied[name], tensor)
-    assert len({each.untyped_storage().data_ptr() for each in copied.values()}) == 1
