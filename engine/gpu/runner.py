@@ -102,7 +102,7 @@ class GpuRunner(ModelRunner):
         self._samples = StepSamples(
             self._state, self._max_rows, of_vocab, self._num_buffers, self.hooks, ranks.seams.vocabulary
         )  # fmt: skip
-        self._has_drafts = config.has_drafts or self._is_stage
+        self._has_drafts = config.has_drafts
         self._decodes = self._open_decodes(self._forward)
         self.prompt_graphs: PromptGraphs | None = None  # without them steps with prompts run eagerly
 

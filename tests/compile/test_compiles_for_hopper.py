@@ -31,9 +31,11 @@ from engine.quantization.conversion import QuantizedConversion
 from engine.quantization.gpu_linears import GpuLinears, w4a16_layer
 from engine.ranks import RankContext
 from engine.tensor_parallel.gpu_seams import shard_seams
+from kernels.gpu.attention.decode_tiles import most_queries
 from kernels.gpu.attention.kv_splits import DecodeWorkspace
 from kernels.gpu.attention.paged_decode import paged_decode
 from kernels.gpu.attention.paged_prefill import LARGE_TILE, SMALL_TILE, paged_prefill
+from kernels.gpu.attention.paged_verify import paged_verify
 from kernels.gpu.collectives.all_reduce import (
     GATHER_CHUNK,
     SymmetricMemory,
@@ -145,6 +147,7 @@ SPILLS = {
     "_all_reduce_norm_kernel": 32,
     "_latent_decode_kernel": 104,
 }
+VERIFY_SPILLS = {"_paged_verify_kernel": 64}  # 16 rows of sums in one warp, over 64 keys of 8 bits; else up to 24
 WINDOW_SPILLS = {"_paged_prefill_kernel": 512, "_paged_decode_kernel": 16}
 
 
@@ -270,6 +273,23 @@ def test_decode_over_latents(num_heads: int, rows: int, compiled: list[Compiled]
         heads, latents, latents[0, :rank], 1e-6, table.view(-1, 2, 64), ints(rows), ints(rows), q, pool, 0
     )
     check(compiled, "_latent_decode_kernel", "_latent_prefill_kernel", "_latent_rope_kernel")
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim"),
+    [(28, 4, 128), (32, 8, 128), (16, 8, 128), (64, 8, 128), (32, 2, 128), (9, 3, 64), (8, 4, 256)],
+)
+def test_decode_of_several_queries_a_row(
+    num_heads: int, num_kv_heads: int, head_dim: int, kv_dtype: torch.dtype, compiled: list[Compiled]
+) -> None:
+    queries = most_queries(num_heads // num_kv_heads)
+    pool = torch.empty(NUM_BLOCKS, 1, 2, num_kv_heads, BLOCK_SIZE, head_dim, dtype=kv_dtype, device=META)
+    workspace = DecodeWorkspace(4 * MAX_ROWS, num_heads, num_kv_heads, head_dim, META, queries)
+    for rows in (1, 8, 32, 64, 192, MAX_ROWS, 4 * MAX_ROWS):
+        q = torch.empty(rows, num_heads, head_dim, dtype=torch.bfloat16, device=META)
+        paged_verify(q, pool, 0, ints(rows, MAX_BLOCKS), ints(rows), ints(3, rows), workspace)
+    check(compiled, "_paged_verify_kernel", spills=VERIFY_SPILLS)
 
 
 def test_a_window_over_8_bit_kv(compiled: list[Compiled]) -> None:

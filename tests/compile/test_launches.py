@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from engine.gpu.forward import FusedForward
 from engine.gpu.lowering import num_free_blocks
 from engine.moe.moe import Moe
 from tests.compile import hopper
-from tests.compile.test_compiles_for_hopper import decode_inputs, forward_over, model_of, prompt_inputs
+from tests.compile.test_compiles_for_hopper import decode_inputs, forward_over, ints, model_of, prompt_inputs
 
 NUM_LAYERS = 3
 VIEWS = {"view", "slice", "select", "unsqueeze", "transpose", "empty", "empty_like", "detach"}
@@ -153,6 +154,24 @@ def test_decode_steps_with_norms_behind_blocks(launches: list[str]) -> None:
     forward = forward_over(model_of("gemma3-4b", "none", 6), torch.bfloat16)
     layer = ["skinny", *ATTEND, "skinny", "post_norm", "gated", "skinny", "post_norm"]
     assert launched(forward, decode_inputs(8, 6), launches) == ["embedding", "mul", "rms_norm", *6 * layer]
+
+
+def test_queries_of_a_row_attend_together_where_no_window_and_no_sink_is(
+    launches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launch each, as without drafts."""
+    monkeypatch.setattr("engine.gpu.attention.grouped.GROUPS_QUERIES", True)
+    for model, num_layers, num_groups, grouped in (
+        ("qwen2.5-7b", 3, 1, [True] * 3),
+        ("gemma3-4b", 6, 6, [False] * 5 + [True]),
+        ("gpt-oss-20b", 2, 2, [False] * 2),
+    ):
+        forward = forward_over(model_of(model, "none", num_layers), torch.bfloat16)
+        plain = decode_inputs(8, num_groups)
+        expected = launched(forward, plain, launches)
+        found = launched(forward, replace(plain, query_groups=ints(3, 8)), launches)
+        assert [name == "paged_verify" for name in found if name.startswith("paged")] == grouped
+        assert [name.replace("verify", "decode") for name in found] == expected
 
 
 def test_a_decode_step_of_one_row_with_sinks_and_clamped_experts(launches: list[str]) -> None:

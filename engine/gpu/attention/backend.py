@@ -89,6 +89,8 @@ class GpuInputs:
     attended: takes attention's output (num_tokens or more, num_heads * head_dim) in every layer; what it holds for
         tokens in no tile stays. None: fresh memory, where that is undefined.
     wanted: int64, tokens whose hidden states are asked for, in steps with prompts; None: all.
+    query_groups: where rows have several queries, which attend in groups, int32 (3, num_decode_rows), see
+        `paged_verify`. None: each query is a row of its own.
     """
 
     token_ids: Tensor
@@ -97,6 +99,7 @@ class GpuInputs:
     groups: Sequence[GroupInputs]
     attended: Tensor | None = None
     wanted: Tensor | None = None
+    query_groups: Tensor | None = None
 
     @property
     def has_prompts(self) -> bool:
@@ -107,10 +110,12 @@ class GpuAttention(ABC):
     """Attention of a model's blocks over one pool, for decode rows and prompts. Its workspaces serve one stream.
 
     name: of the backend for prompts. width: of the memory that a token's output takes, see `GpuInputs.attended`.
+    most_queries: of a group, see `GpuInputs.query_groups`.
     """
 
     name: str
     width: int
+    most_queries: int = 1
 
     @abstractmethod
     def __init__(

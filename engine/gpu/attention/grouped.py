@@ -15,11 +15,16 @@ from engine.gpu.attention.paged import PagedPlan
 from engine.kv.memory import kv_layout
 from engine.layers.attention import Attention
 from engine.models.model import Model
+from kernels.gpu.attention.decode_tiles import most_queries
 from kernels.gpu.attention.kv_splits import DecodeWorkspace
 from kernels.gpu.attention.paged_decode import paged_decode
 from kernels.gpu.attention.paged_prefill import SMALL_TILE
+from kernels.gpu.attention.paged_verify import paged_verify
 from kernels.gpu.elementwise.rope import rope_and_write_kv
 from kvstore.layout import KvLayout
+
+# Whether queries of a row attend together, see `paged_verify`. No GPU has measured it yet (docs/gpu_runs.md, verify).
+GROUPS_QUERIES = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +68,9 @@ class GroupedQueries(GpuAttention):
         self._layers = layers_of(model, layout)
         self._pool = pool
         self.width = config.num_heads * config.head_dim
+        self.most_queries = most_queries(config.num_heads // config.num_kv_heads) if GROUPS_QUERIES else 1
         self._workspace = DecodeWorkspace(
-            max_rows, config.num_heads, config.num_kv_heads, config.head_dim, pool.device
+            max_rows, config.num_heads, config.num_kv_heads, config.head_dim, pool.device, self.most_queries
         )  # fmt: skip
 
     def plan(
@@ -92,20 +98,20 @@ class GroupedQueries(GpuAttention):
             qkv = qkv[0]  # the sum of the partials
         q = qkv[:, : block.num_heads]
         if own.prefill is None:
-            return self._attend_decode(q, block, own, inputs.lengths)
+            return self._attend_decode(q, block, own, inputs)
         num_decode = inputs.lengths.shape[0]
         out = inputs.attended
         if out is None:
             out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
         if num_decode:
-            out[:num_decode] = self._attend_decode(q[:num_decode], block, own, inputs.lengths)
+            out[:num_decode] = self._attend_decode(q[:num_decode], block, own, inputs)
         prompts, plan = qkv[num_decode:], own.prefill
         plan.attend(prompts, self._pool, layer.index, out[num_decode:], layer.window, block.sinks)
         return out
 
-    def _attend_decode(self, q: Tensor, block: Attention, own: GroupInputs, lengths: Tensor) -> Tensor:
-        layer = self._layers[block.layer]
-        return paged_decode(
-            q, self._pool, layer.index, own.decode_tables, lengths, self._workspace, window=layer.window,
-            sinks=block.sinks,
-        )  # fmt: skip
+    def _attend_decode(self, q: Tensor, block: Attention, own: GroupInputs, inputs: GpuInputs) -> Tensor:
+        layer, groups = self._layers[block.layer], inputs.query_groups
+        shared = self._pool, layer.index, own.decode_tables, inputs.lengths
+        if groups is not None and self.most_queries > 1 and not layer.window and block.sinks is None:
+            return paged_verify(q, *shared, groups, self._workspace)
+        return paged_decode(q, *shared, self._workspace, window=layer.window, sinks=block.sinks)

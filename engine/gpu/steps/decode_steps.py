@@ -50,15 +50,20 @@ class DecodeSteps:
         sampling. query_step: of rows with several queries.
         """
         self._block_size, self._buckets, self._num_groups = block_size, buckets, len(state.block_tables)
+        self._most_queries = forward.attention.most_queries
         self._rows: DecodeInputs | None = None
         self._queries: DecodeInputs | None = None
         sizes = self._num_groups, buckets[-1], num_buffers, state.last_tokens.device
         if not is_stage:
             self._rows = DecodeInputs(partial(decode_step, forward, state, sampler), NUM_ROWS, *sizes)
         if passes_on:
-            self._queries = DecodeInputs(partial(stage_step, forward, state), NUM_QUERY_ROWS, *sizes)
-        elif is_stage or has_drafts:
+            step = partial(stage_step, forward, state, is_grouped=has_drafts)
+            self._queries = DecodeInputs(step, NUM_QUERY_ROWS, *sizes)
+        elif has_drafts:
             self._queries = DecodeInputs(partial(query_step, forward, state, sampler), NUM_QUERY_ROWS, *sizes)
+        elif is_stage:
+            alone = partial(draft_step, forward, state, sampler, is_grouped=False)
+            self._queries = DecodeInputs(alone, NUM_QUERY_ROWS, *sizes)
 
     def capture(self, on_progress: OnProgress) -> None:
         """Capture the graphs of all buckets."""
@@ -89,7 +94,7 @@ class DecodeSteps:
     def run_queries(self, batch: GpuBatch, turn: int) -> tuple[Any, int]:
         """Run a step where all tokens before the drafts are known. Returns its output, and the number of queries."""
         assert self._queries is not None, "the settings say that there are drafts"
-        queries = query_inputs(batch, self._block_size, self._num_groups)
+        queries = query_inputs(batch, self._block_size, self._num_groups, self._most_queries)
         num_queries = queries.shape[1]
         num_rows = self.bucket_of(num_queries)
         packed = self._queries.staging[turn].numpy()

@@ -22,9 +22,9 @@ from engine.gpu.steps.state import DeviceState
 from engine.start_progress import OnProgress
 
 logger = logging.getLogger(__name__)
-# Rows of the packed inputs, the last two for drafts and stages alone. Behind them are the slots of further KV groups.
-POSITION, SLOT, LENGTH, TOKEN, ROW = range(5)
-NUM_ROWS, NUM_QUERY_ROWS = LENGTH + 1, ROW + 1
+# Rows of the packed inputs, from TOKEN on for drafts and stages alone; then come the slots of further KV groups.
+POSITION, SLOT, LENGTH, TOKEN, ROW, SPAN, LEADER, COUNT = range(8)
+NUM_ROWS, NUM_QUERY_ROWS = LENGTH + 1, COUNT + 1
 Output = TypeVar("Output")
 
 
@@ -60,16 +60,20 @@ def decode_step(
 
 
 def draft_step(
-    forward: FusedForward, state: DeviceState, sampler: DeviceSampler, packed: Tensor, num_queries: int
-) -> DecodeOutput:
+    forward: FusedForward, state: DeviceState, sampler: DeviceSampler, packed: Tensor, num_queries: int,
+    is_grouped: bool = True,
+) -> DecodeOutput:  # fmt: skip
     """A decode step whose rows may have several queries: the last token of a request, then its drafts.
 
-    For attention a query is a row of its own, with its request's block table: the K and V of all of them are written
-    before any attends. packed: int32 (5, max_rows), a column per query: position, slot, length, token id, and the row
-    of its request; then slots of KV groups but the first. The next step may continue without knowing what is sampled.
+    A query has a row's inputs, and its request's block table: the K and V of all of them are written before any
+    attends. packed: int32 (8, max_rows), a column per query: position, slot, length, token id, the row of its
+    request, and the three of `GpuInputs.query_groups`; then slots of KV groups but the first. The next step may
+    continue without knowing what is sampled.
+
+    is_grouped: queries of a row attend together; else each is a row of its own.
     """
     queries = packed[:, :num_queries]
-    inputs = query_step_inputs(state, queries)
+    inputs = query_step_inputs(state, queries, is_grouped)
     hidden = forward.hidden(inputs)
     logits = forward.logits(hidden)
     sampled = sampler.sample(logits, queries[ROW].long(), queries[LENGTH])
@@ -99,16 +103,19 @@ def rows_of_last_tokens(queries: Tensor, sampled: Tensor, nobody: int) -> Tensor
     return torch.where(is_last, rows, nobody)
 
 
-def query_step_inputs(state: DeviceState, queries: Tensor) -> GpuInputs:
+def query_step_inputs(state: DeviceState, queries: Tensor, is_grouped: bool = True) -> GpuInputs:
     """Inputs of decode rows of which each query names its token and the row of its request."""
     rows, slots = queries[ROW].long(), (queries[SLOT], *queries[NUM_QUERY_ROWS:])
     groups = [GroupInputs(own, table[rows]) for own, table in zip(slots, state.block_tables, strict=True)]
-    return GpuInputs(queries[TOKEN].long(), queries[POSITION], queries[LENGTH], groups)
+    token_ids, of_groups = queries[TOKEN].long(), queries[SPAN : COUNT + 1] if is_grouped else None
+    return GpuInputs(token_ids, queries[POSITION], queries[LENGTH], groups, query_groups=of_groups)
 
 
-def stage_step(forward: FusedForward, state: DeviceState, packed: Tensor, num_queries: int) -> Tensor:
+def stage_step(
+    forward: FusedForward, state: DeviceState, packed: Tensor, num_queries: int, is_grouped: bool = True
+) -> Tensor:
     """A step as `draft_step`, of a stage that passes hidden states on: (num_queries, hidden)."""
-    return forward.hidden(query_step_inputs(state, packed[:, :num_queries]))
+    return forward.hidden(query_step_inputs(state, packed[:, :num_queries], is_grouped))
 
 
 class DecodeGraphs(Generic[Output]):

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from engine.gpu.steps.graphs import COUNT, LEADER
 from engine.gpu.steps.step import GpuBatch
 from engine.plan import ScheduledRow
 from engine.request_states import RequestState
@@ -46,14 +47,28 @@ def step_tokens(decodes: Rows, chunks: Rows, block_size: int, num_groups: int = 
     return fields
 
 
-def query_inputs(batch: GpuBatch, block_size: int, num_groups: int = 1) -> Any:
-    """int32 (4 + num_groups, num_queries), of decode rows with drafts: see `graphs.draft_step`."""
-    columns = []
+def query_inputs(batch: GpuBatch, block_size: int, num_groups: int = 1, most_queries: int = 1) -> Any:
+    """int32 (7 + num_groups, num_queries), of decode rows with drafts: see `graphs.draft_step`.
+
+    most_queries: of a row that attend as one group.
+    """
+    columns: list[tuple[int, ...]] = []
+    leaders: list[int] = []
+    counts: list[int] = []
     for row, request, device_row in zip(batch.rows, batch.requests, batch.device_rows, strict=True):
-        for position, token_id in enumerate((request.token_ids[row.start], *row.draft_token_ids), row.start):
+        token_ids = request.token_ids[row.start], *row.draft_token_ids
+        for index, token_id in enumerate(token_ids):
+            position, leader = row.start + index, index // most_queries * most_queries
+            end = min(leader + most_queries, len(token_ids))
+            if index == leader:
+                leaders.append(len(columns))
+                counts.append(end - leader)
             first, offset = position // block_size * num_groups, position % block_size
             slot, *others = [
                 block_id * block_size + offset for block_id in request.block_ids[first : first + num_groups]
             ]
-            columns.append((position, slot, position + 1, token_id, device_row, *others))
-    return np.array(columns, dtype=np.int32).T
+            columns.append((position, slot, position + 1, token_id, device_row, row.start + end, 0, 0, *others))
+    queries = np.array(columns, dtype=np.int32).T
+    queries[LEADER, : len(leaders)] = leaders
+    queries[COUNT, : len(counts)] = counts
+    return queries

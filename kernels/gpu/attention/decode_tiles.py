@@ -17,11 +17,18 @@ from kernels.gpu.launching.launch import prefetch
 LISTED_BLOCKS = tl.constexpr(64)  # ids that a program holds at a time
 LOG2_E = 1.4426950408889634
 LOG2_E_IN_KERNEL = tl.constexpr(LOG2_E)
+LOWEST = tl.constexpr(-1e30)  # below any score, and finite: where a row sees no key, nothing is -inf - -inf
 
 
 def padded_group(group: int) -> int:
     """Query heads of a KV head, padded to the smallest M of `tl.dot`."""
     return max(16, 1 << (group - 1).bit_length())
+
+
+def most_queries(group: int) -> int:
+    """Queries of one row that a program attends for: as many as fit a tile of 16 heads, or 32 where those are few."""
+    fit = 16 // group
+    return fit if fit >= 4 else max(1, min(4, 32 // group))
 
 
 def compute_dtype(q: Tensor, pool: Tensor) -> tl.dtype:
@@ -121,9 +128,12 @@ def load_values(values_ptr, offsets, mask, HEAD_DIM: tl.constexpr, COMPUTE: tl.c
 
 @triton.jit
 def weigh_keys(q, keys, visible, total, highest, scale):
-    """Weights of a tile's keys, and the running maximum and sum with them: (weights, shrink, total, highest)."""
+    """Weights of a tile's keys, and the running maximum and sum with them: (weights, shrink, total, highest).
+
+    visible: (1 or members, keys).
+    """
     scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
-    scores = tl.where(visible[None, :], scores, float("-inf"))
+    scores = tl.where(visible, scores, float("-inf"))
     new_highest = tl.maximum(highest, tl.max(scores, axis=1))
     weights = tl.exp2(scores - new_highest[:, None])
     shrink = tl.exp2(highest - new_highest)
@@ -145,7 +155,7 @@ def _attend_tiles(
     q, mixed, mixed_odd, total, highest, keys_ptr, values_ptr, table_ptr, ids, first_block, start, stop, length,
     first_key, block_stride, scale,
     IS_LISTED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    NUM_STAGES: tl.constexpr, member_lengths=None,
 ):  # fmt: skip
     """Add tiles [start, stop) to a running softmax. IS_LISTED: `ids` are those of the blocks from first_block on."""
     dims = tl.arange(0, HEAD_DIM)
@@ -161,7 +171,10 @@ def _attend_tiles(
         if first_key is not None:
             visible = visible & (tile * TILE + tl.arange(0, TILE) >= first_key)
         keys = tl.load(keys_ptr + offsets[:, None] + dims[None, :]).to(q.dtype)
-        weights, shrink, total, highest = weigh_keys(q, keys, visible, total, highest, scale)
+        seen = visible[None, :]
+        if member_lengths is not None:
+            seen = (tile * TILE + tl.arange(0, TILE))[None, :] < member_lengths[:, None]
+        weights, shrink, total, highest = weigh_keys(q, keys, seen, total, highest, scale)
         # Beyond the length, and in front of the window, a block holds whatever was there, and 0 * NaN is NaN: those
         # rows are read as zeros.
         values, odd = load_values(values_ptr, offsets, visible[:, None], HEAD_DIM, q.dtype)
@@ -173,15 +186,20 @@ def _attend_tiles(
 def attend_share(
     q, ids, keys_ptr, values_ptr, table_ptr, first_tile, end_tile, length, first_key, block_stride, scale,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, NUM_STAGES: tl.constexpr,
-    LISTS_BLOCKS: tl.constexpr,
+    LISTS_BLOCKS: tl.constexpr, member_lengths=None,
 ):  # fmt: skip
     """Running softmax of tiles [first_tile, end_tile): (mixed, mixed_odd, total, highest), before any division.
 
     ids: of the first LISTED_BLOCKS blocks, read ahead. first_key: with a window the first that is seen, else None.
+    member_lengths: keys that each row of q sees, at most `length`; None: all see `length`. A row that sees none of
+    these tiles gets zeros as `mixed` and `total`.
     """
     PADDED: tl.constexpr = q.shape[0]
     IS_8_BIT: tl.constexpr = values_ptr.dtype.element_ty == tl.float8e4nv
-    highest = tl.full((PADDED,), float("-inf"), tl.float32)
+    if member_lengths is None:
+        highest = tl.full((PADDED,), float("-inf"), tl.float32)
+    else:
+        highest = tl.full((PADDED,), LOWEST, tl.float32)
     total = tl.zeros((PADDED,), tl.float32)
     mixed = tl.zeros((PADDED, HEAD_DIM // 2 if IS_8_BIT else HEAD_DIM), tl.float32)
     mixed_odd = mixed  # with 8 bits, `mixed` holds the even dimensions
@@ -193,12 +211,13 @@ def attend_share(
             stop = tl.minimum((block + LISTED_BLOCKS) * per_block, end_tile)
             mixed, mixed_odd, total, highest = _attend_tiles(
                 q, mixed, mixed_odd, total, highest, keys_ptr, values_ptr, table_ptr, ids, block, start, stop, length,
-                first_key, block_stride, scale, True, HEAD_DIM, BLOCK_SIZE, TILE, NUM_STAGES,
+                first_key, block_stride, scale, True, HEAD_DIM, BLOCK_SIZE, TILE, NUM_STAGES, member_lengths,
             )  # fmt: skip
             ids = listed_blocks(table_ptr, block + LISTED_BLOCKS, length, BLOCK_SIZE)
     else:
         mixed, mixed_odd, total, highest = _attend_tiles(
             q, mixed, mixed_odd, total, highest, keys_ptr, values_ptr, table_ptr, ids, first_block, first_tile,
             end_tile, length, first_key, block_stride, scale, False, HEAD_DIM, BLOCK_SIZE, TILE, NUM_STAGES,
+            member_lengths,
         )  # fmt: skip
     return mixed, mixed_odd, total, highest

@@ -20,22 +20,27 @@ from kernels.gpu.launching.tuning import DECODE
 
 MAX_SPLITS = 128
 MIN_SHARE = tl.constexpr(32)  # keys a program takes at least: more splits cost more to combine than they save
+USUAL_QUERIES = 4  # of a row that has several: how many rows a number of queries is taken for
 COMBINE_PROGRAMS = 512  # fewer heads than this are combined in pieces of 32 dimensions
 
 
 class DecodeWorkspace:
-    """Partial results of one launch of at most `max_rows` rows.
+    """Partial results of one launch of at most `max_rows` rows, or queries of rows.
 
     One workspace serves launches that run one after the other: all layers of all steps of one stream.
     """
 
-    def __init__(self, max_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device) -> None:
+    def __init__(
+        self, max_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device, queries: int = 1
+    ) -> None:
+        """queries: see `splits_of`; launches with fewer of them fit, too."""
         group = num_heads // num_kv_heads
         num_partials = max(
             rows
             * num_heads
-            * num_splits(rows, num_kv_heads, device, decode_config(rows, num_kv_heads, group, itemsize, head_dim))
+            * num_splits(groups, num_kv_heads, device, decode_config(groups, num_kv_heads, group, itemsize, head_dim))
             for rows in range(1, max_rows + 1)
+            for groups in {rows, usual_groups(rows, queries)}
             for itemsize in (1, 2, 4)
         )
         self.outputs = torch.empty(num_partials, head_dim, dtype=torch.float32, device=device)
@@ -48,6 +53,11 @@ def tuned_rows(num_rows: int) -> int:
         return 1 << (num_rows - 1).bit_length()
     step = 8 if num_rows <= 64 else 16 if num_rows <= 128 else 32
     return -(-num_rows // step) * step
+
+
+def usual_groups(num_queries: int, most_queries: int) -> int:
+    """Groups that have programs of their own, as far as is known when a graph is captured."""
+    return -(-num_queries // min(most_queries, USUAL_QUERIES))
 
 
 def decode_config(num_rows: int, num_kv_heads: int, group: int, itemsize: int, head_dim: int = 128) -> DecodeConfig:
@@ -66,12 +76,15 @@ def num_splits(num_rows: int, num_kv_heads: int, device: torch.device, config: D
 
 def splits_of(
     num_rows: int, num_heads: int, pool: Tensor, workspace: DecodeWorkspace, config: DecodeConfig | None,
-    splits: int | None, window: int,
+    splits: int | None, window: int, queries: int = 1,
 ) -> tuple[DecodeConfig, int]:  # fmt: skip
-    """Settings and splits of a launch: those asked for, or chosen. Raise ValueError beyond the workspace."""
-    num_kv_heads = pool.shape[3]
-    config = config or decode_config(num_rows, num_kv_heads, num_heads // num_kv_heads, pool.itemsize, pool.shape[5])
-    count = splits or num_splits(num_rows, num_kv_heads, pool.device, config)
+    """Settings and splits of a launch: those asked for, or chosen. Raise ValueError beyond the workspace.
+
+    queries: the most that a program attends for; rows are queries then.
+    """
+    num_kv_heads, groups = pool.shape[3], usual_groups(num_rows, queries)
+    config = config or decode_config(groups, num_kv_heads, num_heads // num_kv_heads, pool.itemsize, pool.shape[5])
+    count = splits or num_splits(groups, num_kv_heads, pool.device, config)
     if window and splits is None:
         count = min(count, window // MIN_SHARE.value + 2)  # a window's keys give no more programs a share
     if count > 1 and num_rows * num_heads * count > workspace.outputs.shape[0]:

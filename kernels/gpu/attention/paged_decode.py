@@ -31,7 +31,14 @@ from kernels.gpu.attention.decode_tiles import (
     padded_group,
     prefetch_keys,
 )
-from kernels.gpu.attention.kv_splits import DecodeWorkspace, combine_splits, share_of_keys, splits_of, store_attended
+from kernels.gpu.attention.kv_splits import (
+    DecodeWorkspace,
+    combine_splits,
+    share_of_keys,
+    splits_of,
+    store_attended,
+    usual_groups,
+)
 from kernels.gpu.launching.fast_launch import FastLaunch
 from kernels.gpu.launching.launch import overlaps_launches, wait_for_predecessor
 from kernels.gpu.launching.launch_configs import DecodeConfig
@@ -85,19 +92,17 @@ def _paged_decode_kernel(
     )  # fmt: skip
 
 
-def launch_constants(
-    x: Tensor, num_heads: int, pool: Tensor, config: DecodeConfig, window: int, has_sinks: bool
-) -> dict[str, Any]:
-    """Constants and options that both kernels of decode attention have. x: with the rows, of q's type."""
+def launch_constants(q: Tensor, pool: Tensor, config: DecodeConfig, queries: int = 1) -> dict[str, Any]:
+    """Constants and options that both kernels of decode attention have. queries: see `splits_of`."""
     num_kv_heads, block_size, head_dim = pool.shape[3:]
-    group, overlaps = num_heads // num_kv_heads, overlaps_launches(x)
-    is_prefetched = overlaps and x.shape[-3] <= MAX_PREFETCH_ROWS
+    group, overlaps = q.shape[1] // num_kv_heads, overlaps_launches(q)
+    is_prefetched = overlaps and usual_groups(q.shape[0], queries) <= MAX_PREFETCH_ROWS
     return {
-        "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "PADDED": padded_group(group), "HEAD_DIM": head_dim,
+        "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "PADDED": padded_group(group * queries), "HEAD_DIM": head_dim,
         "BLOCK_SIZE": block_size, "TILE": config.tile, "NUM_STAGES": config.num_stages,
-        "COMPUTE": compute_dtype(x, pool), "AHEAD": PREFETCHED_KEYS if is_prefetched else 0,
+        "COMPUTE": compute_dtype(q, pool), "AHEAD": PREFETCHED_KEYS if is_prefetched else 0,
         "LINE": min(128 // pool.itemsize, head_dim), "LISTS_BLOCKS": config.lists_blocks, "OVERLAPS": overlaps,
-        "WINDOW": window, "HAS_SINKS": has_sinks, "num_warps": config.num_warps, "launch_pdl": overlaps,
+        "num_warps": config.num_warps, "launch_pdl": overlaps,
     }  # fmt: skip
 
 
@@ -124,7 +129,8 @@ def paged_decode(
     _paged_decode_kernel[(pool.shape[3], num_rows, count)](
         q, pool, block_tables, lengths, out, workspace.outputs, workspace.log_sums, q if sinks is None else sinks,
         layer, count, q.stride(0), block_tables.stride(0), pool.stride(0), pool.stride(1),
-        LOG2_E / math.sqrt(head_dim), **launch_constants(q, num_heads, pool, config, window, sinks is not None),
+        LOG2_E / math.sqrt(head_dim), **launch_constants(q, pool, config),
+        WINDOW=window, HAS_SINKS=sinks is not None,
     )  # fmt: skip
     if count > 1:
         combine_splits(lengths, out, workspace, count, config.tile, window)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import Tensor
 
 from engine.engine import Engine
+from engine.gpu.attention import grouped
 from engine.gpu.config import GpuConfig
 from engine.request import Request, SamplingParams, TokenLogprobs
 from engine.speculation.drafter import Drafter, Proposal
+from kernels.gpu.attention.paged_verify import paged_verify
 from tests.engine.driving import num_drafts
 from tests.engine.speculation.drafters import FromStates, MakeOracle, draft_with, knows, of_one_kind
 from tests.gpu.models import save_tiny_model
@@ -45,8 +49,11 @@ def run(made: Engine) -> tuple[list[Request], dict[str, list[TokenLogprobs]]]:
     return requests, found
 
 
-@pytest.mark.parametrize("accuracy", [0.0, 0.6, 1.0])
-def test_drafts_change_no_token(accuracy: float, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("accuracy", "in_groups"), [(0.0, False), (0.6, False), (0.6, True), (1.0, True)])
+def test_drafts_change_no_token(
+    accuracy: float, in_groups: bool, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grouped, "GROUPS_QUERIES", in_groups)
     expected = reference(model)
     plain, told = run(expected)
     answers = [request.prompt_token_ids + request.output_token_ids for request in plain]
@@ -90,6 +97,27 @@ def test_a_proposer_has_the_states_that_tokens_came_of(model: Path, monkeypatch:
             made.step()
         assert proposer.num_found == len(requests) * PLAIN.max_tokens
     assert num_drafts(made)[0] > 0
+
+
+def test_queries_of_a_row_attend_as_a_group(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[list[int]] = []
+    monkeypatch.setattr(grouped, "GROUPS_QUERIES", True)
+
+    def seen(
+        q: Tensor, pool: Tensor, layer: int, tables: Tensor, lengths: Tensor, groups: Tensor, *args: Any
+    ) -> Tensor:
+        counts.append([count for count in groups[2].tolist() if count])
+        return paged_verify(q, pool, layer, tables, lengths, groups, *args)
+
+    monkeypatch.setattr(grouped, "paged_verify", seen)
+    draft_with(monkeypatch, Zeros, on_gpu=True)
+    eager = GpuConfig(use_cuda_graph=False)
+    made, _ = open_gpu(model, monkeypatch, eager, num_speculative_tokens=9, max_num_seqs=MAX_TOKENS)
+    for prompt in PROMPTS[:2]:
+        made.add_request(prompt, PLAIN)
+    while made.has_work():
+        made.step()
+    assert [8, 2, 6] in counts, "rows of 10 and 6 queries, of which 8 fill a group of this model"
 
 
 class Zeros(Drafter):
