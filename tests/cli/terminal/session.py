@@ -70,7 +70,7 @@ class Session:
         Args:
             is_waiting: The program sits in a system call, which the signal ends. Otherwise the signal may come just
                 before such a call, after the interpreter's last look for signals: its handler runs when the call
-                returns, and a second signal ends the call.
+                returns, and a second signal ends the call. The same holds for Ctrl-C right after this one's handler.
         """
         os.kill(self.process.pid, signal.SIGSTOP)
         mode = self.mode
@@ -81,6 +81,8 @@ class Session:
             self._read(0.5)
             os.kill(self.process.pid, signal.SIGCONT)
         self.wait_for(lambda: not self.mode[3] & termios.ECHO)
+        if not is_waiting:
+            self._read(0.5)
 
     def type(self, keys: str) -> None:
         os.write(self._ours, keys.encode())
