@@ -12,6 +12,7 @@ from engine.config import EngineConfig
 from engine.loader.load import LoadedModel
 from engine.speculation.draft_length import DraftLengths
 from engine.speculation.eagle.checkpoint import read_head
+from engine.speculation.eagle.head import EagleHead
 from engine.speculation.eagle.proposer import FromEagleHead
 
 logger = logging.getLogger(__name__)
@@ -28,13 +29,18 @@ def open_eagle_head(
         raise ConfigError(f"{flag}: --simulated-steps compute nothing that the head could read")
     if not loaded.config.is_causal:
         raise ConfigError(f"{flag}: {config.model} generates no text")
-    files = resolve_model(name)
+    head = read_fitting_head(name, loaded)
+    logger.info("drafts by the EAGLE-3 head %s, which reads layers %s", name, head.shape.layers)
+    return FromEagleHead(head, lengths, num_tokens, loaded.config.vocab_size)
+
+
+def read_fitting_head(name: str, loaded: LoadedModel) -> EagleHead:
+    """Read the head of a folder or hub id onto the model's device. Raises ConfigError where it does not fit."""
+    flag, files = f"--speculative eagle:{name}", resolve_model(name)
     if files.kind != "directory":
         raise ConfigError(f"{flag}: name a folder with config.json and the head's weights, or a hub id")
     with torch.inference_mode():
         try:
-            head = read_head(files.path, loaded.config, loaded.model.embedding, loaded.model.head)
+            return read_head(files.path, loaded.config, loaded.model.embedding, loaded.model.head)
         except ConfigError as error:
             raise ConfigError(f"{flag}: {error}") from error
-    logger.info("drafts by the EAGLE-3 head %s, which reads layers %s", files.name, head.shape.layers)
-    return FromEagleHead(head, lengths, num_tokens, loaded.config.vocab_size)

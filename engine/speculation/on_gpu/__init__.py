@@ -1,1 +1,1 @@
-"""Draft models on a GPU: passes that follow each other on the device, and memory next to the model's own."""
+"""Draft models and EAGLE-3 heads on the GPU of their model: what the host queues, and their part of the memory."""

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from common.errors import ConfigError
-from common.model_files import resolve_model
 from engine.config import EngineConfig
 from engine.gpu.late_compiles import compiles_are_early
 from engine.gpu.memory import GRAPH_BYTES
@@ -18,8 +17,8 @@ from engine.gpu.steps.rows import bucket_sizes, most_tokens
 from engine.kv.memory import pool_geometry
 from engine.loader.load import LoadedModel
 from engine.speculation.draft_length import DraftLengths
-from engine.speculation.eagle.checkpoint import read_head
 from engine.speculation.eagle.head import EagleHead
+from engine.speculation.eagle.opening import read_fitting_head
 from engine.speculation.on_gpu.eagle_head import GpuEagleHead, HeadGraphs
 from engine.speculation.on_gpu.from_head import FromGpuEagleHead
 from engine.speculation.overlap import Overlap
@@ -86,15 +85,8 @@ def load_on_gpu(name: str, config: EngineConfig, loaded: LoadedModel) -> GpuEagl
         raise ConfigError(f"{flag}: {config.model} generates no text")
     if model.windows or model.num_kv_planes == 1:
         raise ConfigError(f"{flag}: on GPUs heads are for models without sliding windows and latent attention")
-    files = resolve_model(name)
-    if files.kind != "directory":
-        raise ConfigError(f"{flag}: name a folder with config.json and the head's weights, or a hub id")
-    with torch.inference_mode():
-        try:
-            head = read_head(files.path, model, loaded.model.embedding, loaded.model.head)
-        except ConfigError as error:
-            raise ConfigError(f"{flag}: {error}") from error
+    head = read_fitting_head(name, loaded)
     if head.shape.head_dim & (head.shape.head_dim - 1):
         raise ConfigError(f"{flag}: on GPUs a head's head_dim must be a power of two, not {head.shape.head_dim}")
-    logger.info("drafts by the EAGLE-3 head %s, which reads layers %s", files.name, head.shape.layers)
+    logger.info("drafts by the EAGLE-3 head %s, which reads layers %s", name, head.shape.layers)
     return GpuEagle(head, config, loaded, model.context_length(config.max_model_len))
