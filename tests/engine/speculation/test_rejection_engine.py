@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import product, takewhile
@@ -26,7 +26,7 @@ from tests.engine.speculation.chi_square import fit_together
 from tests.engine.speculation.eagle.heads import DRAFT_VOCAB, RandomHead
 from tests.engine.speculation.test_draft_model import assert_all_is_free
 from tests.engine.speculation.test_engine import PARAMS, PLAIN, PROMPTS, SETTINGS, open_parts, run
-from tests.engine.speculation.test_rejection import accept_all, accept_by_target
+from tests.engine.speculation.test_rejection import accept_all
 from tests.engine.tiny_models import TINY_MODELS
 from tests.harness.waiting import wait_until
 
@@ -36,7 +36,7 @@ REJECTION = {
 }  # fmt: skip
 CHOICES, NUM_TOKENS = (21, 55, 89), 4  # tokens that answers are made of
 SAMPLED = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, allowed_token_ids=CHOICES, seed_is_drawn=True)
-NUM_SEEDS, LIKELY, UNLIKELY = 1500, 1e-3, 1e-6
+NUM_SEEDS, LIKELY, UNLIKELY = 500, 1e-3, 1e-6
 KINDS = {
     "temperature": SAMPLED,
     "penalties": replace(SAMPLED, temperature=0.8, presence_penalty=1.0, logit_bias=((21, 1.0),)),
@@ -82,7 +82,8 @@ def plain_answers(target: str, kind: str) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(
-    ("drafter", "kind"), [*product(["draft"], KINDS), ("eagle", "temperature"), ("few", "temperature")]
+    ("drafter", "kind"),
+    [("draft", "penalties"), ("draft", "top-p"), ("eagle", "temperature"), ("few", "temperature")],
 )
 def test_answers_are_distributed_as_without_drafts(paths: dict[str, str], drafter: str, kind: str) -> None:
     """All tokens together, and more drafts are accepted than by coupled noise.
@@ -100,9 +101,8 @@ def test_answers_are_distributed_as_without_drafts(paths: dict[str, str], drafte
     assert shares[0] > shares[1] - (0.05 if drafter == "few" else 0.0)
 
 
-@pytest.mark.parametrize("wrong", [accept_all, accept_by_target])
-def test_wrong_rules_are_found(wrong: Callable[..., Any], paths: dict[str, str], monkeypatch: Any) -> None:
-    monkeypatch.setattr(rejection, "accept", wrong)
+def test_a_wrong_rule_is_found(paths: dict[str, str], monkeypatch: Any) -> None:
+    monkeypatch.setattr(rejection, "accept", accept_all)
     found = answers(drafted_by(paths, "draft"), SAMPLED, range(NUM_SEEDS))
     assert likelihood(found, plain_answers(paths["target"], "temperature"), SAMPLED) < UNLIKELY
 
@@ -130,8 +130,11 @@ def test_a_model_accepts_itself(paths: dict[str, str]) -> None:
     assert accepted > 0.95 * drafted > 300
 
 
-@pytest.mark.parametrize("drafter", ["draft", "eagle"])
-@pytest.mark.parametrize("settings", [*SETTINGS, {"batch_invariant": True}, {"adaptive_drafts": True}], ids=str)
+@pytest.mark.parametrize(
+    ("drafter", "settings"),
+    [("eagle", {}), *(("draft", settings) for settings in (SETTINGS[-1], {"adaptive_drafts": True}))],
+    ids=str,
+)
 def test_greedy_and_seeded_answers_stay_as_they_are(
     paths: dict[str, str], settings: dict[str, Any], drafter: str
 ) -> None:
