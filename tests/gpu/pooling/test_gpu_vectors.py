@@ -39,8 +39,7 @@ def vectors(made: Engine, prompts: Sequence[list[int]], params: SamplingParams) 
     return [torch.tensor(entry.top_logprobs) for entry in found.values()]
 
 
-@pytest.mark.parametrize("pooling", ["last", "mean"])
-@pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 16}], ids=["whole", "chunks"])
+@pytest.mark.parametrize(("settings", "pooling"), [({}, "last"), ({"max_num_batched_tokens": 16}, "mean")], ids=str)
 def test_equal_those_of_the_plain_engine(
     settings: dict[str, Any], pooling: str, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,21 +61,17 @@ def drafted_by(
     return made, proposer
 
 
-@pytest.mark.parametrize(
-    ("draft", "settings"), [("same", {}), ("other", {"block_size": 4, "num_gpu_blocks": 22, "max_model_len": 88})]
-)
-def test_drafts_change_no_token(
-    draft: str, settings: dict[str, Any], models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafts_change_no_token(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a model that is often wrong, over blocks that the requests do not have yet."""
     plain, told = run(reference(models["same"]))
-    made, proposer = drafted_by(models, draft, monkeypatch, **settings)
+    made, proposer = drafted_by(models, "other", monkeypatch, block_size=4, num_gpu_blocks=22, max_model_len=88)
     requests, found = run(made)
     for request, other in zip(requests, plain, strict=True):
         assert request.output_token_ids == other.output_token_ids
         assert_same_logprobs(found[request.request_id], told[other.request_id])
     drafted, accepted = num_drafts(made)
     assert drafted > 8
-    assert accepted == drafted if draft == "same" else accepted < drafted
+    assert accepted < drafted
     assert_all_is_free(made, proposer)
 
 
@@ -92,13 +88,14 @@ def test_a_model_agrees_with_itself_over_long_answers(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each step takes what the draft model computed for drafts that were right, and one token that it lacks."""
-    made, _ = drafted_by(models, "same", monkeypatch)
-    params = SamplingParams(max_tokens=41, temperature=0.9, seed=3, ignore_eos=True)
+    made, proposer = drafted_by(models, "same", monkeypatch)
+    params = SamplingParams(max_tokens=29, temperature=0.9, seed=3, ignore_eos=True)
     made.add_request([5, 6, 7], params)
     while made.has_work():
         made.step()
-    assert num_drafts(made) == (30, 30)
-    assert made.num_steps == 11
+    assert num_drafts(made) == (21, 21)
+    assert made.num_steps == 8
+    assert_all_is_free(made, proposer)
 
 
 def test_nothing_is_drafted_while_steps_overlap(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:

