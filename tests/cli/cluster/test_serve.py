@@ -30,7 +30,7 @@ EXPERTS = ["--model=benchmarks/configs/qwen3-30b-a3b", "--load-format=dummy"]
 
 def test_a_cluster_from_start_to_sigterm(tmp_path):  # noqa: F811
     """A kill, then a rolling restart under load: nothing is lost, and each worker is another process afterwards."""
-    jobs = make_jobs(24, seed=9)
+    jobs = make_jobs(10, seed=9)
     expected = expected_texts(LLM("dry-run", num_gpu_blocks=2048, num_threads=1), jobs)
     served = Served(tmp_path, "--decode=2", "--verbose")
     try:

@@ -51,7 +51,7 @@ async def survive(folder: Path, reference: LLM, num_streams: int, num_rounds: in
 
 
 async def test_streams_survive_the_death_of_the_only_decode_worker(tmp_path: Path, reference: LLM) -> None:  # noqa: F811
-    await survive(tmp_path, reference, num_streams=40, num_rounds=1)
+    await survive(tmp_path, reference, num_streams=16, num_rounds=1)
 
 
 @pytest.mark.soak

@@ -40,7 +40,7 @@ def proposer_of(parts: EngineParts) -> FromCpuDraftModel:
     return proposer
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("settings", SETTINGS[1:], ids=str)
 def test_no_draft_changes_an_answer(models: dict[str, Path], settings: dict[str, Any]) -> None:
     plain, _ = run(open_parts(models["llama"], quant_mode="none", **settings).engine)
     parts = drafted_by(models, "qwen2", **ALWAYS, **settings)
@@ -51,7 +51,7 @@ def test_no_draft_changes_an_answer(models: dict[str, Path], settings: dict[str,
     assert_all_is_free(parts)
 
 
-@pytest.mark.parametrize("settings", [*SETTINGS, {"prefix_cache": False}], ids=str)
+@pytest.mark.parametrize("settings", [{}, SETTINGS[-1], {"prefix_cache": False}], ids=str)
 def test_a_model_agrees_with_itself(models: dict[str, Path], settings: dict[str, Any]) -> None:
     """Also where tokens are sampled: the draft model has the request's parameters and noise."""
     parts = drafted_by(models, "llama", **ALWAYS, **settings)
