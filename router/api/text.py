@@ -16,6 +16,7 @@ from common.text.tokenizer import Tokenizer
 from protos import types_pb2 as pb
 
 DEADLINE = "deadline"  # a stop reason
+_NO_END = pb.TokenDelta()
 _FINISH_REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 
 
@@ -41,6 +42,14 @@ class Update:
     stop_reason: str | int | None = None  # the stop string or token id that the client gave; or DEADLINE
     tool_calls: Sequence[DeltaToolCall] = ()
     reasoning: str = ""
+
+    def extend(self, later: Update) -> None:
+        """Add what follows, but for log-probabilities."""
+        self.text += later.text
+        self.token_ids += later.token_ids
+        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
+        self.tool_calls = [*self.tool_calls, *later.tool_calls]
+        self.reasoning += later.reasoning
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +100,19 @@ class ChoiceText:
         if self._is_plain and not delta.finish_reason:  # almost every token
             self.num_tokens += len(token_ids)
             return Update(self._detokenizer.push(token_ids), token_ids)
+        if not self._stages or len(token_ids) < 2:
+            return self._push(token_ids, delta)
+        whole = Update("", [], (), delta.prompt_logprobs)  # drafts: a stage may end the choice at any of the tokens
+        for token_id in token_ids[:-1]:
+            whole.extend(self._push([token_id], _NO_END))
+            if whole.finish_reason is not None:
+                break
+        else:
+            whole.extend(self._push(token_ids[-1:], delta))
+        whole.logprobs = delta.logprobs[: len(whole.token_ids)]
+        return whole
+
+    def _push(self, token_ids: list[int], delta: pb.TokenDelta) -> Update:
         update = self._update(token_ids, delta)
         for stage in self._stages:
             stage.take(update)

@@ -257,15 +257,20 @@ async def test_a_forced_call_wins_over_the_answers_format() -> None:
         assert "answer" not in c.decode[0].submits[0].sampling.grammar
 
 
-async def test_without_parallel_calls_the_answer_ends_with_the_first() -> None:
-    async with replying(f"{ONE}\n{TWO} and more") as c:
-        [choice] = (await ask(c, parallel_tool_calls=False)).choices
+@pytest.mark.parametrize("tokens_per_step", [1, 1000])
+async def test_without_parallel_calls_the_answer_ends_with_the_first(tokens_per_step: int) -> None:
+    async with replying(f"{ONE}\n{TWO} and more", tokens_per_step=tokens_per_step) as c:
+        answer = await ask(c, parallel_tool_calls=False, logprobs=True)
+        [choice] = answer.choices
+        num_tokens = len(ONE.removesuffix("\n</tool_call>").encode())
+        assert answer.usage.completion_tokens == len(choice.logprobs.content) == num_tokens
         assert calls_of(choice) == [("get_weather", ARGUMENTS)]
         assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
         [shown] = (await streamed(c, parallel_tool_calls=False)).values()
         assert [call[1:] for call in shown["calls"]] == [("get_weather", ARGUMENTS)]
         assert shown["finish_reason"] == "tool_calls"
-        await c.until(lambda: len(c.decode[0].cancels) == 2)  # the worker is told to stop
+        if tokens_per_step < len(ONE):
+            await c.until(lambda: len(c.decode[0].cancels) == 2)  # the worker is told to stop
         await c.until(c.is_quiet)
 
 
