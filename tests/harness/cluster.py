@@ -177,10 +177,17 @@ class Cluster:
                 self.start_service(name)
         self.wait_ready(num_workers)
 
-    def kill_busiest_decode(self) -> None:
-        """SIGKILL the decode worker with the most running rows, since streams go where their prompts are cached."""
-        loads = {found["id"]: found["load"]["running"] for found in self.get("/v1/cluster")["workers"]}
-        self.services[max((name for name in loads if name.startswith("decode")), key=loads.__getitem__)].kill()
+    def kill_busiest_decode(self) -> str:
+        """SIGKILL the decode worker with the most running rows, since streams go where their prompts are cached.
+
+        Returns its name; empty without a decode worker.
+        """
+        workers = self.get("/v1/cluster")["workers"]
+        running = {w["id"]: w["load"]["running"] for w in workers if w["role"] == "decode" and "load" in w}
+        name = max(running, key=running.__getitem__, default="")
+        if name:
+            self.services[name].kill()
+        return name
 
     def wait_ready(self, num_workers: int) -> None:
         """Until the router is ready and knows `num_workers` usable workers."""

@@ -6,7 +6,6 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import TypeVar
 
 import openai
@@ -106,16 +105,37 @@ def texts(answers: Sequence[tuple[str, list[str]]]) -> list[str]:
     return [text for text, _ in answers]
 
 
-async def same_after_a_kill(cluster: Cluster, num_workers: int, stream_all: StreamAll[T], least_moved: int = 1) -> T:
-    """What comes without a kill, and the same with one that moved at least so many streams.
+@dataclass
+class Kills:
+    """Each of the first `most` calls kills the busiest decode worker. Of several, each starts again at once."""
 
-    num_workers: of the cluster, started again after a kill that came too late.
+    cluster: Cluster
+    most: int
+    count: int = 0
+
+    def __call__(self) -> None:
+        if self.count == self.most:
+            return
+        name = self.cluster.kill_busiest_decode()
+        if name:
+            self.count += 1
+            if self.most > 1:
+                self.cluster.start_service(name)
+
+
+async def same_after_a_kill(
+    cluster: Cluster, num_workers: int, stream_all: StreamAll[T], least_moved: int = 1, num_kills: int = 1
+) -> T:
+    """What comes without a kill, and the same with kills that moved at least so many streams.
+
+    num_workers: of the cluster, started again after kills that came too late.
     """
     calm, _ = await stream_all(lambda: None)
     for _ in range(KILLS):
-        hurt, num_moved = await stream_all(cache(cluster.kill_busiest_decode))  # however often it is called
+        kills = Kills(cluster, num_kills)
+        hurt, num_moved = await stream_all(kills)
         assert hurt == calm
-        if num_moved >= least_moved:
+        if num_moved >= least_moved and kills.count == num_kills:
             return calm
         await asyncio.to_thread(cluster.start_killed, num_workers)
     raise AssertionError("every kill came too late to mean anything")
