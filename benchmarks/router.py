@@ -59,7 +59,7 @@ async def measure_worker(address: str, num_tokens: int, seconds: float) -> Figur
         cpu_before, began = time.process_time(), time.perf_counter()
         while time.perf_counter() < began + seconds:
             submit = pb.Submit(
-                request_id=f"direct-{len(firsts)}", prompt_token_ids=pack_ids(range(64)), sampling=sampling
+                request_id=f"direct-{len(firsts)}", prompt_token_ids=pack_ids(range(64)), sampling=sampling, keep=True
             )
             sent = time.perf_counter()
             await call.write(pb.Command(submit=submit))

@@ -23,8 +23,6 @@ class _Trial:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def on_delta(self, leg: Leg, delta: pb.TokenDelta, now: float) -> None:
-        if delta.HasField("kv_handle"):
-            leg.link.release(delta.kv_handle)
         if delta.finish_reason and not self.ended.done():
             self.ended.set_result(None)
 
@@ -50,7 +48,7 @@ async def _try(adapter: str, link: WorkerLink) -> None:
     sampling = pb.SamplingParams(max_tokens=1, top_p=1.0, repetition_penalty=1.0, ignore_eos=True)
     message = pb.Submit(
         request_id=f"adapter-{uuid.uuid4().hex}", prompt_token_ids=pack_ids([0]), sampling=sampling, adapter=adapter,
-        priority=BEFORE_OTHERS, deadline_seconds=SECONDS,
+        priority=BEFORE_OTHERS, deadline_seconds=SECONDS, keep=True,
     )  # fmt: skip
     leg = link.submit(message, 1, trial)
     try:

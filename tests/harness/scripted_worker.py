@@ -240,7 +240,7 @@ class ScriptedWorker:
                 delta.prompt_logprobs.extend(
                     logprobs_of(t, alternatives) for t in unpack_ids(submit.prompt_token_ids)[1:]
                 )
-        num_tokens = 1 if self.role == "prefill" else self.script.tokens_per_step
+        num_tokens = self.script.tokens_per_step if submit.keep else 1
         for _ in range(num_tokens):
             token = self._next_token(running)
             delta.token_ids.append(token)
@@ -254,7 +254,7 @@ class ScriptedWorker:
             if len(running.output) >= sampling.max_tokens:
                 delta.finish_reason = pb.FINISH_REASON_LENGTH
                 return
-        if self.role == "prefill":
+        if not submit.keep:
             delta.finish_reason = pb.FINISH_REASON_PREFILLED
             if self.script.has_no_handle:
                 return

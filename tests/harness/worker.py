@@ -72,8 +72,10 @@ class Worker:
 class Stream:
     """A router's end of Attach; reports are collected as they come."""
 
-    def __init__(self, call: Any) -> None:
+    def __init__(self, call: Any, keeps: bool) -> None:
+        """keeps: whether requests that say nothing of it are decoded here."""
         self._call = call
+        self._keeps = keeps
         self.load = pb.LoadReport()
         self.keys: set[bytes] = set()
         self.cancelled: set[str] = set()  # whose handles are released, as a router does
@@ -82,6 +84,7 @@ class Stream:
         sampling = pb.SamplingParams(max_tokens=16, ignore_eos=True, top_p=1.0, repetition_penalty=1.0)
         sampling.MergeFrom(fields.pop("sampling", pb.SamplingParams()))
         prompt = pack_ids(fields.pop("prompt_token_ids", PROMPT))
+        fields = {"keep": self._keeps, **fields}
         submit = pb.Submit(request_id=name, sampling=sampling, prompt_token_ids=prompt, **fields)
         await self._call.write(pb.Command(submit=submit))
 
@@ -165,12 +168,12 @@ def tokens_of(deltas: Sequence[pb.TokenDelta]) -> list[int]:
 async def attached(worker: Worker) -> AsyncIterator[Stream]:
     async with open_channel(worker.address) as channel:
         call = worker.stub(channel).Attach()
-        yield Stream(call)
+        yield Stream(call, keeps=worker.role == "decode")
         call.cancel()
 
 
 async def prefill(stream: Stream, name: str, **fields: Any) -> tuple[list[int], pb.KvHandle]:
-    await stream.submit(name, **fields)
+    await stream.submit(name, keep=False, **fields)
     tokens, delta = await stream.until_end(name)
     assert delta.finish_reason == pb.FINISH_REASON_PREFILLED
     return tokens, delta.kv_handle
@@ -193,7 +196,7 @@ async def disaggregated(
     """All tokens of a request, and what its decode worker measured. Nothing is left on either side."""
     first, handle = await prefill(p, name, **fields)
     handle = by_tcp(handle) if transport == "tcp" else handle
-    await d.submit(name, output_token_ids=first, kv_handle=handle, **fields)
+    await d.submit(name, output_token_ids=first, kv_handle=handle, keep=True, **fields)
     deltas = await d.deltas_of(name)
     await p.until_quiet()
     await d.until_quiet()

@@ -42,12 +42,15 @@ def expected() -> list[int]:
     return llm.generate([PROMPT], SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True))[0].token_ids
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize(
+    ("computes", "generates", "transport"),
+    [("prefill", "decode", "shm"), ("prefill", "decode", "tcp"), ("decode", "prefill", "shm")],
+)
 async def test_disaggregated_equals_one_engine(
-    workers: dict[str, Worker], expected: list[int], transport: str
+    workers: dict[str, Worker], expected: list[int], computes: str, generates: str, transport: str
 ) -> None:
-    salt = transport  # a cache of its own, so that there is something to pull
-    async with attached(workers["prefill"]) as p, attached(workers["decode"]) as d:
+    salt = f"{computes} {transport}"  # a cache of its own, so that there is something to pull
+    async with attached(workers[computes]) as p, attached(workers[generates]) as d:
         tokens, times = await disaggregated(p, d, "d", transport, cache_salt=salt)
         assert tokens == expected
         assert (times.transport, times.kv_pull_failed, times.num_pulled_tokens) == (transport, False, len(PROMPT))

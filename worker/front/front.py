@@ -63,14 +63,14 @@ class WorkerFront:
 
     # -- the router's side -----------------------------------------------------------------------------------
 
-    async def attach(self, commands: AsyncIterator[pb.Command], prefill_only: bool) -> AsyncIterator[pb.StepReport]:
+    async def attach(self, commands: AsyncIterator[pb.Command]) -> AsyncIterator[pb.StepReport]:
         """Serve one router until it leaves, falls behind, or this worker goes out of service (UnavailableError)."""
         if self._out_of_service:
             raise UnavailableError(self._out_of_service)
         session = Session()
         self._sessions.add(session)
         session.send(pb.StepReport(kv_events=[self._events.snapshot()], load=self._load_report()))
-        reader = asyncio.create_task(self._read_commands(session, commands, prefill_only))
+        reader = asyncio.create_task(self._read_commands(session, commands))
         try:
             while (report := await session.reports.get()) is not None:
                 yield report
@@ -80,20 +80,20 @@ class WorkerFront:
         if session.closed_reason:
             raise UnavailableError(session.closed_reason)
 
-    async def _read_commands(self, session: Session, commands: AsyncIterator[pb.Command], prefill_only: bool) -> None:
+    async def _read_commands(self, session: Session, commands: AsyncIterator[pb.Command]) -> None:
         reason = ""  # the router has said goodbye
         try:
             async for command in commands:
-                self._carry_out(session, command, prefill_only)
+                self._carry_out(session, command)
         except Exception as error:  # noqa: BLE001 - a bug; without an end the router would wait for what nobody reads
             logger.error("a router's command failed\n%s", traceback_text(error))
             reason = "a command could not be carried out"
         session.close(reason)
 
-    def _carry_out(self, session: Session, command: pb.Command, prefill_only: bool) -> None:
+    def _carry_out(self, session: Session, command: pb.Command) -> None:
         match command.WhichOneof("kind"):
             case "submit":
-                self._submit(session, command.submit, prefill_only)
+                self._submit(session, command.submit)
             case "cancel":
                 self._cancel(session, command.cancel.request_id)
             case "hand_over":
@@ -107,7 +107,7 @@ class WorkerFront:
                 handle, keys = handle_of(offer.kv_handle), [*map(BlockKey, offer.block_keys)]
                 self._engine.send(Abandon(handle) if self.drain.is_active else Prefetch(handle, keys))
 
-    def _submit(self, session: Session, submit: pb.Submit, prefill_only: bool) -> None:
+    def _submit(self, session: Session, submit: pb.Submit) -> None:
         if self.drain.is_active:
             self._refuse(session, submit.request_id, UnavailableError("this worker is draining"))
             return
@@ -116,7 +116,7 @@ class WorkerFront:
             return
         name = RequestId(f"{submit.request_id[:64]}.{next(self._names)}")
         try:
-            message = submit_of(submit, name, prefill_only)
+            message = submit_of(submit, name)
         except InvalidRequestError as error:
             self._refuse(session, submit.request_id, error)
             if submit.HasField("kv_handle"):

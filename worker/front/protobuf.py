@@ -38,13 +38,13 @@ SUBMIT_FIELDS = ({field.name for field in pb.Submit.DESCRIPTOR.fields} & set(Sub
 OFF_WHEN_ZERO = ("top_p", "repetition_penalty")  # zero cannot be meant: the default, which is off, applies
 
 
-def submit_of(submit: pb.Submit, request_id: RequestId, prefill_only: bool) -> Submit:
+def submit_of(submit: pb.Submit, request_id: RequestId) -> Submit:
     """The engine process's form of a Submit. Raises InvalidRequestError for bad sampling parameters."""
     return Submit(
         request_id,
         sampling_params(submit.sampling),
         handle_of(submit.kv_handle) if submit.HasField("kv_handle") else None,
-        prefill_only=prefill_only and not submit.keep,
+        prefill_only=not submit.keep,
         **{name: _plain(getattr(submit, name)) for name in SUBMIT_FIELDS},
     )
 

@@ -13,18 +13,17 @@ from worker.front.front import WorkerFront
 
 
 class WorkerServicer:
-    """Methods of both services. A prefill worker's requests end with their first token and a KV handle."""
+    """Methods of both services. A worker of either role computes prompts and generates, as each Submit says."""
 
-    def __init__(self, front: WorkerFront, prefill_only: bool) -> None:
+    def __init__(self, front: WorkerFront) -> None:
         self._front = front
-        self._prefill_only = prefill_only
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.WorkerInfo:
         return self._front.info
 
     async def Attach(self, commands: AsyncIterator[pb.Command], context: Context) -> AsyncIterator[pb.StepReport]:
         try:
-            async for report in self._front.attach(commands, self._prefill_only):
+            async for report in self._front.attach(commands):
                 yield report
         except MiniInferError as error:
             await abort_with(context, error)
@@ -44,7 +43,7 @@ class WorkerServicer:
 
 def register(role: str, server: RpcServer, front: WorkerFront) -> None:
     """Add the service of `role` to the server."""
-    servicer = WorkerServicer(front, prefill_only=role == "prefill")
+    servicer = WorkerServicer(front)
     if role == "prefill":
         name = prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name
         server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, servicer, name)

@@ -84,7 +84,7 @@ class Attached:
         self.engine = EngineProcess()
         self.front = WorkerFront(self.engine, LeaseTable(Epoch(7)), pb.WorkerInfo())  # type: ignore[arg-type]
         self.commands: asyncio.Queue[pb.Command] = asyncio.Queue()
-        self.reports = self.front.attach(self._read(), prefill_only=True)
+        self.reports = self.front.attach(self._read())
         self.running = asyncio.create_task(self.front.run())
 
     async def _read(self) -> AsyncIterator[pb.Command]:

@@ -78,9 +78,7 @@ def test_every_sampling_field_reaches_the_engine_process() -> None:
     params = SamplingParams(**SAMPLING)
     unchanged = [name for name, value in SAMPLING.items() if value == getattr(SamplingParams(), name)]
     assert not unchanged, f"{unchanged} would pass if they were lost: choose other values than the defaults"
-    submit = submit_of(
-        pb.Submit(prompt_token_ids=pack_ids([1]), sampling=MESSAGE), RequestId("r"), prefill_only=False
-    )
+    submit = submit_of(pb.Submit(prompt_token_ids=pack_ids([1]), sampling=MESSAGE), RequestId("r"))
     arrived = msgspec.msgpack.decode(pack(submit)[4:], type=Submit).params
     lost = {name for name in SAMPLING if getattr(arrived, name) != getattr(params, name)}
     assert not lost, (
@@ -97,7 +95,7 @@ def test_every_field_of_a_request_reaches_the_engine_process() -> None:
     apart = {"request_id", "prompt_token_ids", "sampling", "kv_handle", "keep"}  # that become something else
     carried = names_of(pb.Submit)
     assert not carried - apart - values.keys(), "give the new field a value here and a place in Submit"
-    submit = submit_of(pb.Submit(prompt_token_ids=pack_ids([1]), sampling=MESSAGE, **values), RequestId("r"), True)
+    submit = submit_of(pb.Submit(prompt_token_ids=pack_ids([1]), sampling=MESSAGE, **values), RequestId("r"))
     arrived = msgspec.msgpack.decode(pack(submit)[4:], type=Submit)
     assert {name: getattr(arrived, name) for name in values} == values
     lost = ({field.name for field in fields(Request)} & carried) - apart - REQUEST_FIELDS - {"output_token_ids"}
