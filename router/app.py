@@ -20,7 +20,6 @@ from common.metrics import CONTENT_TYPE
 from common.model_files import DRY_RUN_MODEL_NAME
 from common.version import VERSION
 from common.wings import has_wing
-from protos import types_pb2 as pb
 from router.config import ROLES
 from router.features import CHAT_BODY, COMPLETION_BODY
 from router.gateway import Gateway
@@ -30,6 +29,7 @@ from router.http.middleware import Guard
 from router.http.routes import FixedPaths, Handler, Routes, json_response
 from router.operator_routes import add_operator_routes
 from router.served_model import ServedModel
+from router.workers.worker_link import WorkerLink
 
 MAX_GUESSED_PATH = 64  # characters; a longer path is no typo
 # What OpenAI, Anthropic or vLLM serve under /v1: not a misspelt path of ours.
@@ -44,6 +44,7 @@ ROUTES_OF_WINGS = (
     "router.embeddings_api.routes:add_embedding_routes",
     "router.explain.routes:add_explain_route",
     "router.drains.routes:add_drain_routes",
+    "router.roles.routes:add_role_route",
     "router.lora.routes:add_lora_routes",
     "router.server_pages.routes:add_server_pages",
     "router.page.routes:add_page",
@@ -156,14 +157,14 @@ def _add_health_routes(routes: Routes, gateway: Gateway) -> None:
             {
                 "status": "ok",
                 "model": first.name,
-                "roles": _roles(infos),
+                "roles": _roles(first.workers.links),
                 "quantization": infos[0].quantization if infos else None,
                 "cuda_graphs": cuda_graphs,
                 # The same under the names of the flags.
                 "use_cuda_graph": cuda_graphs,
                 "quant_mode": infos[0].quantization if infos else None,
                 "dry": infos[0].model == DRY_RUN_MODEL_NAME if infos else None,
-                "models": {model.name: _roles(model.workers.infos()) for model in gateway.base_models},
+                "models": {model.name: _roles(model.workers.links) for model in gateway.base_models},
             }
         )
 
@@ -190,7 +191,7 @@ def _add_health_routes(routes: Routes, gateway: Gateway) -> None:
     routes.add("GET", "/metrics", metrics, "metrics for Prometheus")
 
 
-def _roles(infos: Sequence[pb.WorkerInfo]) -> dict[str, int]:
-    """Number of workers of each role."""
-    roles = Counter(info.role for info in infos)
+def _roles(links: Sequence[WorkerLink]) -> dict[str, int]:
+    """Number of attached workers of each role."""
+    roles = Counter(link.role for link in links if link.info is not None)
     return {role: roles[role] for role in ROLES}

@@ -108,7 +108,7 @@ class ModelWorkers:
     def accept(self, link: WorkerLink, info: pb.WorkerInfo) -> None:
         """Take the link of a worker that announces this model. Raises HandshakeError when it does not fit."""
         others = [other.info for other in self.links if other is not link and other.info is not None]
-        check_worker(info, link.role, self._tokenizer_hash, others)
+        check_worker(info, link.listed_role, self._tokenizer_hash, others)
         self._last_info = info
         if link not in self.links:
             self._take(link)

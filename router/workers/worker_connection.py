@@ -74,7 +74,7 @@ class WorkerConnection:
     async def _attach(self, channel: grpc.aio.Channel) -> None:
         """Run one connection, from the handshake to the end of the stream."""
         link = self._link
-        stub_type: Any = prefill_pb2_grpc.PrefillStub if link.role == "prefill" else decode_pb2_grpc.DecodeStub
+        stub_type: Any = prefill_pb2_grpc.PrefillStub if link.listed_role == "prefill" else decode_pb2_grpc.DecodeStub
         stub = stub_type(channel)
         info = await stub.Describe(pb.DescribeRequest(), timeout=CALL_TIMEOUT_SECONDS, metadata=self._metadata)
         self._accept(link, info)

@@ -63,7 +63,7 @@ class WorkerLink:
     """Open legs and mirror of the worker at `address`, which its connection tells `attached` and `lost`."""
 
     def __init__(self, role: str, address: str) -> None:
-        self.role = role
+        self.role = self.listed_role = role  # what it is used for, which operators may change; whose service it has
         self.address = address
         self.info: pb.WorkerInfo | None = None  # set while the stream is open, as is `_stream`
         self.load = pb.LoadReport()
@@ -135,8 +135,7 @@ class WorkerLink:
         if self._stream is None:
             raise WorkerLostError(f"worker {self.address} is not connected")
         now = time.monotonic()
-        decodes = self.role == "decode" or message.keep
-        work = Work(num_ids(message.prompt_token_ids), pending_tokens, decodes)
+        work = Work(num_ids(message.prompt_token_ids), pending_tokens, message.keep)
         leg = self._legs[message.request_id] = Leg(message.request_id, self, listener, work, next_link, now)
         self._backlog.add(work)
         self.rates.submitted(pending_tokens, work.pairs, now)

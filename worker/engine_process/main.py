@@ -86,7 +86,8 @@ def _start(link: FrameSocket, start: Start, heartbeat: Heartbeat) -> EngineProce
     memory.send_leases(leases)
     prompt_leases = PromptLeases(engine.kv, leases, worker.progressive_pull)
     loads = KvLoads(engine, puller, exporter, can_read=not config.stage_address)
-    link.send(Ready(_engine_info(parts, memory), memory.socket_paths, memory.needs_staging, memory.descriptions))
+    info = _engine_info(parts, memory, [] if config.stage_address else memory.transports)  # of all layers, or none
+    link.send(Ready(info, memory.socket_paths, memory.needs_staging, memory.descriptions))
     adjust_cores = None if cores is None else cores.adjust
     return EngineProcess(link, parts, leases, prompt_leases, loads, heartbeat, adjust_cores)
 
@@ -97,7 +98,7 @@ def _end_process(reason: str) -> None:
     os._exit(1)
 
 
-def _engine_info(parts: EngineParts, memory: SharedPoolMemory) -> EngineInfo:
+def _engine_info(parts: EngineParts, memory: SharedPoolMemory, transports: list[str]) -> EngineInfo:
     geometry = parts.geometry
     return EngineInfo(
         epoch=memory.epoch,
@@ -111,7 +112,7 @@ def _engine_info(parts: EngineParts, memory: SharedPoolMemory) -> EngineInfo:
         kv_dtype=geometry.dtype,
         num_blocks=geometry.num_blocks,
         block_bytes=geometry.block_bytes,
-        transports=memory.transports,
+        transports=transports,
         quantization=parts.quantization,
         device=parts.device,
         cuda_graphs=parts.cuda_graphs,

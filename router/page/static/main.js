@@ -7,7 +7,7 @@ import { showJourneys, startJourneys } from "/page/journeys.js";
 import { Workers } from "/page/workers.js";
 
 const RETRY_MS = 2000;
-const workers = new Workers(changeDrain);
+const workers = new Workers(changeDrain, changeRole);
 const totals = new Map(
   [...document.querySelectorAll("[data-total]")].map((node) => [
     node.dataset.total, { node, spark: new Sparkline(node.nextElementSibling) },
@@ -92,13 +92,16 @@ function askForKey() {
   return keyAsked;
 }
 
+function isConfirmed(title, told, ok) {
+  setText(byId("confirm-title"), title);
+  setText(byId("confirm-told"), told);
+  setText(byId("confirm-ok"), ok);
+  return opened(byId("confirm-dialog"));
+}
+
 async function changeDrain(id, isDrain, force = false, told = "") {
-  if (isDrain) {
-    setText(byId("drain-title"), `Drain ${id}?`);
-    setText(byId("drain-told"), told || "It takes no new requests, and its process ends when the open ones have, after 30 seconds at the latest.");
-    setText(byId("drain-ok"), force ? "Drain anyway" : "Drain");
-    if (!(await opened(byId("drain-dialog")))) return;
-  }
+  const meaning = "It takes no new requests, and its process ends when the open ones have, after 30 seconds at the latest.";
+  if (isDrain && !(await isConfirmed(`Drain ${id}?`, told || meaning, force ? "Drain anyway" : "Drain"))) return;
   try {
     const query = force ? "?force=true" : "";
     await ask(`/v1/workers/${encodeURIComponent(id)}/${isDrain ? "drain" : "undrain"}${query}`, { method: "POST" });
@@ -107,6 +110,18 @@ async function changeDrain(id, isDrain, force = false, told = "") {
     if (error.status === 409) await changeDrain(id, true, true, error.message.replace(/: add .*/, "."));
     else if (error.status === 401) await askForKey();
     else setText(byId("news"), error.message);
+  }
+}
+
+async function changeRole(id, role, told = "") {
+  const meaning = "This router sends it other requests from now on, until it is told otherwise or ends. Open ones stay where they are.";
+  if (!(await isConfirmed(`Use ${id} for ${role}?`, told || meaning, told ? "Try again" : "Change role"))) return;
+  try {
+    await ask(`/v1/workers/${encodeURIComponent(id)}/role`, { method: "POST", body: { role } });
+    setText(byId("news"), `${id} is a ${role} worker`);
+  } catch (error) {
+    if (error.status === 401) await askForKey();
+    else await changeRole(id, role, error.message);
   }
 }
 

@@ -8,8 +8,8 @@ const WARM_MS = 10_000; // how long an edge stays to be seen
 const MAX_MOVING = 24;
 
 export class Workers {
-  constructor(onDrain) {
-    this.onDrain = onDrain;
+  constructor(onDrain, onRole) {
+    this.actions = { onDrain, onRole };
     this.rows = new Map(); // by address, in the order of the figures
     this.edges = new Map(); // by "from to"
     this.positions = null; // of rows in the drawing; null: to be measured
@@ -19,7 +19,7 @@ export class Workers {
   // Rows of workers that stay are kept, with their history.
   take({ workers, columns, router }) {
     this.columns = Object.fromEntries(columns.map((name, index) => [name, index]));
-    const rows = workers.map((worker) => this.rows.get(worker.address)?.fits(worker) ?? new Row(worker, this.onDrain));
+    const rows = workers.map((worker) => this.rows.get(worker.address)?.fits(worker) ?? new Row(worker, this.actions));
     this.rows = new Map(rows.map((row) => [row.address, row]));
     for (const role of ["prefill", "decode"]) {
       const sorted = rows.filter((row) => row.role === role).sort((one, other) => one.id.localeCompare(other.id, "en", { numeric: true }));
@@ -92,7 +92,7 @@ export class Workers {
 }
 
 class Row {
-  constructor(worker, onDrain) {
+  constructor(worker, { onDrain, onRole }) {
     Object.assign(this, { role: worker.role, host: worker.host, address: worker.address });
     this.name = make("b");
     this.dot = make("i.dot");
@@ -107,11 +107,14 @@ class Row {
     this.rate = make("span", {}, "0");
     this.button = make("button.plain", { type: "button" }, "Drain");
     this.button.addEventListener("click", () => onDrain(this.id, this.button.textContent === "Drain"));
+    this.otherRole = this.role === "prefill" ? "decode" : "prefill";
+    this.change = make("button.plain", { type: "button" }, `To ${this.otherRole}`);
+    this.change.addEventListener("click", () => onRole(this.id, this.otherRole));
     const spark = makeSvg("svg", { class: "spark", "aria-hidden": "true" });
     this.spark = new Sparkline(spark);
     this.node = make(
       "li.worker", {},
-      make("div.name", {}, this.dot, this.name, this.state, this.button),
+      make("div.name", {}, this.dot, this.name, this.state, make("span.actions", {}, this.change, this.button)),
       make("div.rate", {}, this.rate, make("small", {}, " tok/s")),
       this.kv, spark,
       make("div.counts", {}, make("span", {}, this.running, " run"), make("span", {}, this.waiting, " wait"),
@@ -125,6 +128,7 @@ class Row {
     if (worker.role !== this.role) return null;
     if (worker.id !== worker.address || !this.id) this.id = worker.id;
     setText(this.name, this.id);
+    setAttribute(this.change, "aria-label", `Use ${this.id} for ${this.otherRole}`);
     this.device = worker.device ?? "";
     this.refused = worker.refused;
     const details = [worker.model, worker.quantization, worker.attention, worker.transports?.join(", "), worker.version];

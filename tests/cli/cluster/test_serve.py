@@ -63,7 +63,8 @@ def test_a_cluster_from_start_to_sigterm(tmp_path):  # noqa: F811
 
         prefill = f"{served.url}/v1/workers/prefill-0/drain"
         assert post(prefill).status_code == 409  # the only one of its role
-        (drain,) = commands_of("tests/cli/cluster/test_serve.py::test_a_cluster_from_start_to_sigterm", "curl")
+        test = "tests/cli/cluster/test_serve.py::test_a_cluster_from_start_to_sigterm"
+        (drain,), (change,) = commands_of(test, "curl -X"), commands_of(test, "curl --json")
         with ThreadPoolExecutor() as pool:
             answers = pool.submit(lambda: asyncio.run(stream_jobs(served.url, jobs)))
             reply = json.loads(subprocess.check_output(["bash", "-c", runnable(drain, served.url)]))
@@ -73,6 +74,9 @@ def test_a_cluster_from_start_to_sigterm(tmp_path):  # noqa: F811
         for worker in ("decode-0", "prefill-0"):
             served.wait_for(rf"(?s){worker} ended normally: replacing it now.*{worker}: ready")
             wait_until(lambda worker=worker: served.is_used(worker))
+        assert served.complete() == answer
+        reply = json.loads(subprocess.check_output(["bash", "-c", runnable(change, served.url)]))
+        assert (reply["id"], reply["role"]) == ("decode-1", "prefill")
         assert served.complete() == answer
         assert not workers & set(session_pids(str(run_dir)))
     finally:

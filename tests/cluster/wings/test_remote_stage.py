@@ -128,6 +128,8 @@ def test_a_worker_of_two_hosts(other_host: OtherHost, monkeypatch: pytest.Monkey
         with running_cluster(engine_args=engine_args, role_args={"decode": flags}) as cluster:
             assert [complete(cluster, prompt, GREEDY) for prompt in PROMPTS] == expected
             assert "cannot reach the stage" in cluster.services["decode-0"].log()
+            [told] = [found for found in cluster.get("/v1/cluster")["workers"] if found["id"] == "decode-0"]
+            assert told["transports"] == []  # so that its role cannot change
             subprocess.run(["ip", "link", "set", other_host.link, "down"], check=True)
             wait_until(lambda: "decode-0" not in cluster.ready_workers())
     finally:

@@ -186,6 +186,21 @@ def test_a_worker_is_drained_and_taken_back_with_the_keyboard(page: Any) -> None
     told.wait_for(state="hidden")
 
 
+def test_a_worker_changes_its_role_with_the_keyboard(page: Any) -> None:
+    page.get_by_role("button", name="Use decode-1 for prefill").press("Enter")
+    page.get_by_role("dialog", name="Use decode-1 for prefill?").wait_for()
+    page.get_by_role("button", name="Change role").press("Enter")
+    page.locator("#prefill .worker", has_text="decode-1").wait_for()
+    page.get_by_role("button", name="Use decode-0 for prefill").press("Enter")
+    page.get_by_role("button", name="Change role").press("Enter")
+    told = page.get_by_text("decode-0 is the only decode worker of dry-run")
+    told.wait_for()
+    page.get_by_role("button", name="Cancel").press("Enter")
+    page.get_by_role("button", name="Use decode-1 for decode").press("Enter")
+    page.get_by_role("button", name="Change role").press("Enter")
+    page.locator("#decode .worker", has_text="decode-1").wait_for()
+
+
 def test_everything_has_a_name_and_nothing_is_cut_off_on_a_phone(page: Any) -> None:
     ask(page, "Hello")
     page.locator("#journeys li").first.wait_for()
