@@ -140,8 +140,8 @@ class GpuRunner(ModelRunner):
         if rows:
             try:
                 self._queue_rows(rows, requests, step)
-            except Exception:
-                self._rows.clear()  # the device may have some of what belongs to them and lack the rest
+            except Exception:  # any: the device may have some of what belongs to the rows and lack the rest
+                self._rows.clear()
                 check_alive(self._device)
                 raise
         return step
