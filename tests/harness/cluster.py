@@ -172,9 +172,11 @@ class Cluster:
 
     def start_killed(self, num_workers: int) -> None:
         """Start again what tests have killed, until so many workers are ready."""
-        for name, service in self.services.items():
-            if not service.is_alive():
-                self.start_service(name)
+        killed = {name for name, service in self.services.items() if not service.is_alive()}
+        # Else the router may count those that it still believes in.
+        wait_until(lambda: not killed & self.ready_workers(), START_SECONDS, self._last_words)
+        for name in killed:
+            self.start_service(name)
         self.wait_ready(num_workers)
 
     def kill_busiest_decode(self) -> str:
