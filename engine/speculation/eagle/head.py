@@ -3,9 +3,6 @@
 With x_t a token and r_t what layers of the model have made of it, f_t = W_fc [r_t of each layer]. At position t the
 head computes a decoder layer over [norm(embedding of x_t+1), norm(f_t)], with f_t as the residual; from its output
 o_t come the logits of x_t+2, over the head's own vocabulary. Beyond the model's last token, o_t-1 stands for f_t.
-
-K and V of a position depend on its inputs alone, since there is one layer: a text that nothing is drafted for costs
-no attention. And only the last position of a sequence ever attends.
 """
 
 from __future__ import annotations
@@ -20,11 +17,12 @@ from torch.nn import functional
 from engine.layers.linear import Linear
 from engine.layers.rotary import Rotation, rotary_table
 from engine.models.rope import RopeConfig
+from engine.speculation.heads.kv import HeadKv, attend_last
 from kernels.rms_norm import rms_norm
 from kernels.rotary import rotate_
 from kernels.silu_mul import silu_mul
 
-FIRST_CAPACITY = 64  # tokens of K and V; doubled as they come
+FIRST_POSITIONS = 64  # of the rotary table, which grows as they come
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,78 +60,45 @@ class HeadWeights:
     token_ids: Tensor | None
 
 
-class HeadKv:
-    """K and V of one sequence, from the first position on that was computed here. kv: (2, kv_heads, n, head_dim)."""
-
-    def __init__(self) -> None:
-        self.first, self.end = 0, 0  # positions
-        self._held: Tensor | None = None
-
-    def put(self, start: int, kv: Tensor) -> None:
-        """Set K and V (n, 2, kv_heads, head_dim) from position `start` on; later ones are dropped.
-
-        Where the positions before are missing, all earlier ones are dropped, too.
-        """
-        if not self.first <= start <= self.end:
-            self.first = self.end = start
-        held, size = self._held, start - self.first + kv.shape[0]
-        if held is None or held.shape[2] < size:
-            capacity = max(FIRST_CAPACITY, 2 * size)
-            grown = kv.new_empty(2, kv.shape[2], capacity, kv.shape[3])
-            if held is not None:
-                grown[:, :, : start - self.first] = held[:, :, : start - self.first]
-            held = self._held = grown
-        held[:, :, start - self.first : size] = kv.permute(1, 2, 0, 3)
-        self.end = start + kv.shape[0]
-
-    def attended(self, q: Tensor) -> Tensor:
-        """Attention of the last position. q: (num_heads, head_dim), likewise the result."""
-        assert self._held is not None, "K and V of a position are put before it attends"
-        k, v = self._held[:, :, : self.end - self.first]
-        # Heads that share K and V are as many queries, of which none is later than another.
-        queries = q.view(1, k.shape[0], -1, q.shape[1])
-        return functional.scaled_dot_product_attention(queries, k[None], v[None]).view(q.shape)
-
-
 class EagleHead:
-    """Computes positions of sequences. hidden: f_t, or o_t-1 of a draft, (n, hidden)."""
+    """See `Head`."""
 
     def __init__(self, shape: HeadShape, weights: HeadWeights) -> None:
-        self.shape, self.weights = shape, weights
+        self.shape, self.weights, self.token_ids = shape, weights, weights.token_ids
         self.layers = tuple(sorted(set(shape.layers)))  # as a runner shows them
         self._order = [self.layers.index(layer) for layer in shape.layers]
-        self._rotary = self._table(FIRST_CAPACITY)
+        self._rotary = self._table(FIRST_POSITIONS)
 
     def join(self, residuals: Sequence[Tensor]) -> Tensor:
-        """f (n, hidden) of the residuals ahead of `layers`, (n, model's hidden) each."""
+        """See Head."""
         dtype = self.weights.input_norm.dtype
         return self.weights.fc(torch.cat([residuals[index].to(dtype) for index in self._order], dim=-1))
 
     def inputs(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
-        """The layer's inputs (n, 2 hidden). token_ids: (n,), those behind the positions."""
+        """See Head: (n, 2 hidden)."""
         held, eps = self.weights, self.shape.eps
         embedded = functional.embedding(token_ids, held.embedding)
         return torch.cat([rms_norm(embedded, held.input_norm, eps), rms_norm(hidden, held.hidden_norm, eps)], dim=-1)
 
     def keys_and_values(self, inputs: Tensor, positions: Tensor) -> Tensor:
-        """K and V (n, 2, kv_heads, head_dim) of positions (n,)."""
+        """See Head: K and V."""
         shape = self.shape
         kv = self.weights.kv(inputs).view(-1, 2 * shape.num_kv_heads, shape.head_dim)
         rotate_(kv[:, : shape.num_kv_heads], *self._rotation(positions))
         return kv.view(-1, 2, shape.num_kv_heads, shape.head_dim)
 
     def outputs(self, inputs: Tensor, hidden: Tensor, positions: Tensor, kvs: Sequence[HeadKv]) -> Tensor:
-        """o (n, hidden) of the last position of each sequence, whose K and V are in its `kvs`."""
+        """See Head."""
         held, shape = self.weights, self.shape
         q = held.q(inputs).view(-1, shape.num_heads, shape.head_dim)
         rotate_(q, *self._rotation(positions))
-        attended = torch.stack([kv.attended(row) for kv, row in zip(kvs, q, strict=True)])
+        attended = torch.stack([attend_last(row, *kv.held) for kv, row in zip(kvs, q, strict=True)])
         residual = inputs[:, shape.hidden_size :] if shape.norms_residual else hidden
         residual = residual + held.output(attended.flatten(1))
         return residual + held.down(silu_mul(held.gate_up(rms_norm(residual, held.mlp_norm, shape.eps))))
 
     def logits(self, outputs: Tensor) -> Tensor:
-        """(n, draft vocab)."""
+        """See Head."""
         return self.weights.head(rms_norm(outputs, self.weights.norm, self.shape.eps))
 
     def _rotation(self, positions: Tensor) -> Rotation:

@@ -13,14 +13,14 @@ from engine.loader.load import LoadedModel
 from engine.speculation.draft_length import DraftLengths
 from engine.speculation.eagle.checkpoint import read_head
 from engine.speculation.eagle.head import EagleHead
-from engine.speculation.eagle.proposer import FromEagleHead
+from engine.speculation.heads.proposer import FromHead
 
 logger = logging.getLogger(__name__)
 
 
 def open_eagle_head(
     name: str, num_tokens: int, config: EngineConfig, loaded: LoadedModel, lengths: DraftLengths
-) -> FromEagleHead:
+) -> FromHead:
     """name: folder or hub id of the head. Raises ConfigError where it does not fit the model."""
     flag = f"--speculative eagle:{name}"
     if config.num_ranks > 1:
@@ -31,7 +31,7 @@ def open_eagle_head(
         raise ConfigError(f"{flag}: {config.model} generates no text")
     head = read_fitting_head(name, loaded)
     logger.info("drafts by the EAGLE-3 head %s, which reads layers %s", name, head.shape.layers)
-    return FromEagleHead(head, lengths, num_tokens, loaded.config.vocab_size)
+    return FromHead(head, lengths, num_tokens, loaded.config.vocab_size)
 
 
 def read_fitting_head(name: str, loaded: LoadedModel) -> EagleHead:

@@ -13,8 +13,8 @@ from common.model_files import resolve_model
 from common.text.load import load_tokenizer
 from engine.assembly import EngineParts
 from engine.loader import load
-from engine.speculation.eagle.proposer import Followed, FromEagleHead
 from engine.speculation.from_model import FIRST_PAUSE
+from engine.speculation.heads.proposer import Followed, FromHead
 from tests.engine.driving import num_drafts
 from tests.engine.speculation.eagle.heads import RandomHead
 from tests.engine.speculation.test_engine import PARAMS, PLAIN, PROMPTS, SETTINGS, open_parts, run
@@ -39,9 +39,9 @@ def drafted_by(model: Path, head: Path, **settings: Any) -> EngineParts:
     return open_parts(model, **{"speculative": f"eagle:{head}", **settings})
 
 
-def proposer_of(parts: EngineParts) -> FromEagleHead:
+def proposer_of(parts: EngineParts) -> FromHead:
     proposer = parts.runner._proposer
-    assert isinstance(proposer, FromEagleHead)
+    assert isinstance(proposer, FromHead)
     return proposer
 
 

@@ -11,11 +11,9 @@ import torch
 import transformers
 from torch import Tensor
 
-from engine.plan import StepResult
 from engine.request import SamplingParams
-from engine.runner import Sampled
-from engine.speculation.eagle.proposer import FromEagleHead
 from tests.engine.speculation.eagle.heads import RandomHead, Reference
+from tests.engine.speculation.heads.recording import Recording
 from tests.engine.speculation.test_engine import open_parts
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, TinyModel
 
@@ -36,21 +34,6 @@ HEADS = {
 }
 READ = {"chosen-inputs": (1, 4, 7), "chosen-outputs": (1, 4, 7)}  # others: 2, n / 2, n - 3
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
-
-
-class Recording:
-    """Keeps what a proposer proposes: the tokens known, and the drafts behind them."""
-
-    def __init__(self, proposer: FromEagleHead) -> None:
-        self.proposed: list[tuple[list[int], list[int]]] = []
-        propose = proposer.propose
-
-        def recorded(found: StepResult, sampled: list[Sampled], hidden: Tensor) -> None:
-            propose(found, sampled, hidden)
-            requests = {row: request for _, row, request, _, _ in sampled}
-            self.proposed += [(list(requests[row].token_ids), each.token_ids) for row, each in found.drafts.items()]
-
-        proposer.propose = recorded  # type: ignore[assignment, method-assign]
 
 
 def saved(tmp_path: Path, model: str, head: RandomHead) -> tuple[transformers.PreTrainedModel, Path, Path]:

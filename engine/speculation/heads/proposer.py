@@ -1,4 +1,4 @@
-"""Drafts by an EAGLE-3 head: what layers of the model have made of a request's tokens, and the token sampled last.
+"""Drafts by a head of one layer: what the model has made of a request's tokens, and the token sampled last.
 
 The head keeps K and V of each request, from the first position on that this engine computes. Of what came from a
 prefix cache or a peer it knows nothing: it drafts by the text behind that, and its drafts are accepted less often.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,9 +19,48 @@ from engine.request import TokenId
 from engine.request_states import RequestState
 from engine.runner import Sampled
 from engine.speculation.draft_length import DraftLengths
-from engine.speculation.eagle.head import EagleHead, HeadKv
 from engine.speculation.from_model import Drafting, FromModel, params_of_drafts
 from engine.speculation.from_tokens import most_drafts
+from engine.speculation.heads.kv import HeadKv
+
+
+class Head(Protocol):
+    """One layer over sequences: at position t it reads what the model has made of x_t, f_t, and the token x_t+1.
+
+    From its output o_t come the logits of x_t+2. Beyond the model's last token, o_t-1 stands for f_t. K and V of a
+    position depend on its inputs alone, since there is one layer: a text that nothing is drafted for costs no
+    attention. And only the last position of a sequence ever attends.
+    """
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """What it reads of the model, see Proposer."""
+        ...
+
+    @property
+    def token_ids(self) -> Tensor | None:
+        """(draft vocab,) int64, the model's token for each of the head's; None: they are the same ones."""
+        ...
+
+    def join(self, residuals: Sequence[Tensor]) -> Tensor:
+        """f (n, hidden) of the residuals ahead of `layers`, (n, model's hidden) each."""
+        ...
+
+    def inputs(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
+        """The layer's inputs (n, in). token_ids: (n,), those behind the positions; hidden: f, or o of drafts."""
+        ...
+
+    def keys_and_values(self, inputs: Tensor, positions: Tensor) -> Tensor:
+        """What is kept (n, planes, kv_heads, head_dim) of positions (n,)."""
+        ...
+
+    def outputs(self, inputs: Tensor, hidden: Tensor, positions: Tensor, kvs: Sequence[HeadKv]) -> Tensor:
+        """o (n, hidden) of the last position of each sequence, whose K and V are in its `kvs`."""
+        ...
+
+    def logits(self, outputs: Tensor) -> Tensor:
+        """(n, draft vocab)."""
+        ...
 
 
 @dataclass(slots=True, frozen=True)
@@ -47,10 +87,10 @@ class Followed(Drafting):
         self.num_known = len(token_ids)
 
 
-class FromEagleHead(FromModel):
+class FromHead(FromModel):
     """Proposes what a head says."""
 
-    def __init__(self, head: EagleHead, lengths: DraftLengths, num_tokens: int, vocab_size: int) -> None:
+    def __init__(self, head: Head, lengths: DraftLengths, num_tokens: int, vocab_size: int) -> None:
         """num_tokens: most drafts of a row. vocab_size: of the model."""
         super().__init__(lengths)
         self.layers = head.layers
@@ -180,7 +220,7 @@ class FromEagleHead(FromModel):
     def _sampled(self, drafting: Sequence[Followed], logits: Tensor) -> list[tuple[TokenId, float, Tensor | None]]:
         """A token of the model, negative where there is none, the log-probability that the head gives it, and the
         distribution that it was drawn from, if it is kept."""
-        own_ids = self._head.weights.token_ids
+        own_ids = self._head.token_ids
         states = [followed.state for followed in drafting]
         if all(state.params.temperature == 0 and not state.changes_logits for state in states):
             best, indices = logits.max(dim=-1)
