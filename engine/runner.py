@@ -28,7 +28,7 @@ Sampled = tuple[int, int, RequestState, int, TokenId]
 class Proposer:
     """Proposes drafts when a step has been sampled. This one has no idea.
 
-    layers: in front of which layers of the model it reads the residual, in rising order.
+    layers: in front of which layers of the model it reads the residual, in rising order; their number: behind all.
     """
 
     layers: tuple[int, ...] = ()

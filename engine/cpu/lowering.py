@@ -57,7 +57,7 @@ class CpuForwards:
     def watch(self, layers: Sequence[int], see: Callable[[torch.Tensor], object]) -> None:
         """From now on give `see` a copy of each step's residual (num_tokens, hidden) ahead of each of these layers.
 
-        In the order of the layers' numbers; once where a number occurs twice.
+        In the order of the layers' numbers; once where a number occurs twice. Behind the last layer: their number.
         """
         self._by_rows = {rows: watched(form, rows, self._model, layers, see) for rows, form in self._by_rows.items()}
 
@@ -91,6 +91,8 @@ def watched(
         for index, block in enumerate(model.blocks)
         if isinstance(block.inner, AttentionBlock) and block.inner.layer in layers
     }
+    if model.config.num_layers in layers:
+        first_ops.add(len(model.blocks))
     half = (slice(None), 0) if rows is Rows.FEW else ()  # of a residual that is kept with its negative
     return form.watched(first_ops, lambda residual: see(residual[half].clone()))
 

@@ -87,15 +87,17 @@ class Forward(Generic[S, P]):
         """Return this forward pass, which lets `see` read the residual ahead of these ops in every step.
 
         What was pending has been added by then. The residual changes afterwards: a copy is the caller's to make. -1:
-        an op that is part of the start.
+        an op that is part of the start; `num_ops`: the final norm.
         """
-        start, ops = self._start, list(self._ops)
+        start, ops, final = self._start, list(self._ops), self._final
         for index in first_ops:
             if index < 0:
                 start = _seen_start(start, see)
+            elif index == len(ops):
+                final = _seen(final, see)
             else:
                 ops[index] = ops[index]._replace(fold=_seen(ops[index].fold, see))
-        return Forward(start, ops, self._final, self.logits, self._end)
+        return Forward(start, ops, final, self.logits, self._end)
 
     def ended_by(self, final: Callable[[Tensor, P | None], Tensor]) -> Forward[S, P]:
         """Return this forward pass with `final` instead of the final norm."""

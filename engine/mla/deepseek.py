@@ -1,7 +1,7 @@
 """DeepSeek-V2 and DeepSeek-V3: multi-head latent attention, and experts behind a few dense layers.
 
-V2 scores experts by softmax and V3 by sigmoid plus a bias that balances them; both may choose within groups. Layers
-for the prediction of further tokens (MTP), which V3's checkpoints have behind the last one, are not read.
+V2 scores experts by softmax and V3 by sigmoid plus a bias that balances them; both may choose within groups. Modules
+for multi-token prediction, which V3's checkpoints have behind the last layer, are read by `engine/speculation/mtp`.
 """
 
 from __future__ import annotations
@@ -50,14 +50,13 @@ def _adapt(config: ModelConfig, raw: Mapping[str, Any], moe: MoeConfig | None) -
         mscale=yarn_mscale(config.rope.factor, mscale_all_dim) if config.rope.kind != "default" else 1.0,
         rope_interleave=bool(raw.get("rope_interleave", True)),
     )
-    bias, num_extra = bool(raw.get("attention_bias", False)), int(raw.get("num_nextn_predict_layers") or 0)
-    extra_layers = range(config.num_layers, config.num_layers + num_extra)
+    bias = bool(raw.get("attention_bias", False))
     return replace(
         with_latent(config, latent),
         attention_bias=bias,
         attention_output_bias=bias,
         moe=moe,
-        unused_weights=tuple(f"model.layers.{layer}." for layer in extra_layers),
+        unused_weights=tuple(f"model.layers.{layer}." for layer in _all_layers(config, raw)[config.num_layers :]),
     )
 
 
@@ -70,7 +69,7 @@ def _moe(config: ModelConfig, raw: Mapping[str, Any], score: ScoreKind, has_grou
     moe = replace(
         moe_from_hf(raw, "moe_intermediate_size"),
         normalizes_weights=bool(raw.get("norm_topk_prob", False)),
-        dense_layers=tuple(layer for layer in range(config.num_layers) if layer < first or layer % step),
+        dense_layers=tuple(layer for layer in _all_layers(config, raw) if layer < first or layer % step),
         num_shared_experts=int(raw.get("n_shared_experts") or 0),
         score=score,
         num_groups=positive(raw, "n_group") if has_groups else 1,
@@ -85,6 +84,11 @@ def _moe(config: ModelConfig, raw: Mapping[str, Any], score: ScoreKind, has_grou
             f"{moe.num_groups} groups of {moe.num_experts} experts"
         )
     return moe
+
+
+def _all_layers(config: ModelConfig, raw: Mapping[str, Any]) -> range:
+    """The model's layers, and behind these the modules'."""
+    return range(config.num_layers + int(raw.get("num_nextn_predict_layers") or 0))
 
 
 def _check(key: str, value: str, known: tuple[str, ...]) -> None:

@@ -30,8 +30,10 @@ if TYPE_CHECKING:
 def proposer_on_gpu(config: EngineConfig, loaded: LoadedModel, gpu: GpuConfig) -> OnGpu | None:
     """Load a draft model or a head onto the GPU of the model, if one is wanted there. Raises ConfigError."""
     settings = config.of(SpeculationSettings).resolved()
-    if loaded.device.type != "cuda" or settings.method not in (Method.DRAFT, Method.EAGLE):
+    if loaded.device.type != "cuda" or not settings.method.has_weights:
         return None
+    if settings.method is Method.MTP:
+        raise ConfigError("--speculative mtp drafts on CPUs alone: choose ngram or suffix")
     from engine.speculation.on_gpu import open_draft_model, open_eagle  # these need triton
 
     if settings.method is Method.EAGLE:
@@ -67,6 +69,10 @@ def open_speculation(
         from engine.speculation.eagle.opening import open_eagle_head
 
         proposer = open_eagle_head(settings.eagle_head, num_tokens, config, loaded, lengths)
+    elif settings.method is Method.MTP:
+        from engine.speculation.mtp.opening import open_module
+
+        proposer = open_module(num_tokens, config, loaded, lengths)
     else:
         proposer = from_tokens(settings)
     if by_rejection and isinstance(proposer, FromModel):

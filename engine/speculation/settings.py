@@ -22,7 +22,14 @@ JSON_NAMES = {
 }
 # What vLLM's draft_sample_method makes of drafts: the likeliest tokens, or drawn ones.
 JSON_SAMPLING = {"greedy": "coupled", "probabilistic": "rejection"}
-JSON_METHODS = {"ngram": "ngram", "suffix": "suffix", "draft_model": DRAFT_PREFIX, "eagle3": EAGLE_PREFIX}
+JSON_METHODS = {
+    "ngram": "ngram",
+    "suffix": "suffix",
+    "draft_model": DRAFT_PREFIX,
+    "eagle3": EAGLE_PREFIX,
+    "mtp": "mtp",
+    "deepseek_mtp": "mtp",
+}
 
 
 class Method(Enum):
@@ -33,10 +40,16 @@ class Method(Enum):
     SUFFIX = "suffix"
     DRAFT = "draft"
     EAGLE = "eagle"
+    MTP = "mtp"
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether drafts are drawn from a distribution."""
+        return self in (Method.DRAFT, Method.EAGLE, Method.MTP)
 
 
 # Most drafts of a row where nothing is said.
-DEFAULT_TOKENS = {Method.NONE: 0, Method.NGRAM: 8, Method.SUFFIX: 16, Method.DRAFT: 4, Method.EAGLE: 4}
+DEFAULT_TOKENS = {Method.NONE: 0, Method.NGRAM: 8, Method.SUFFIX: 16, Method.DRAFT: 4, Method.EAGLE: 4, Method.MTP: 3}
 
 
 @dataclass(frozen=True)
@@ -44,7 +57,7 @@ class SpeculationSettings(EngineWing):
     speculative: str = setting(
         "",
         "what proposes draft tokens, accepted when equal to the sampled ones: ngram, suffix, draft:MODEL, "
-        "eagle:DIR (an EAGLE-3 head)",
+        "eagle:DIR (an EAGLE-3 head), mtp (the model's own module for multi-token prediction)",
     )
     num_speculative_tokens: int = setting(
         0, "most draft tokens per sequence and step; 0: as --speculative has them, none without it"
@@ -55,8 +68,8 @@ class SpeculationSettings(EngineWing):
     suffix_tokens: int = setting(100_000, "tokens of earlier answers that --speculative suffix keeps")
     speculative_sampling: str = setting(
         "coupled",
-        "how a draft model's or EAGLE head's drafts are verified at a temperature above 0: coupled (equal to what "
-        "would be sampled without drafts) or rejection (more are accepted; only the distribution stays the same)",
+        "how drafts of a model, head or module are verified at a temperature above 0: coupled (equal to what would "
+        "be sampled without drafts) or rejection (more are accepted; only the distribution stays the same)",
         choices=("coupled", "rejection"),
     )
     speculative_config: str = setting("", "these settings as vLLM's JSON, in place of the others")
@@ -73,16 +86,16 @@ class SpeculationSettings(EngineWing):
         )
         require(self.suffix_tokens >= 0, f"--suffix-tokens {self.suffix_tokens}: choose 0 or more")
         require(
-            self.speculative in ("", "ngram", "suffix") or bool(self.draft_model or self.eagle_head),
-            f"--speculative {self.speculative}: choose ngram, suffix, draft:MODEL or eagle:DIR",
+            self.speculative in ("", "ngram", "suffix", "mtp") or bool(self.draft_model or self.eagle_head),
+            f"--speculative {self.speculative}: choose ngram, suffix, draft:MODEL, eagle:DIR or mtp",
         )
         if self.speculative_config:
             self.resolved()
         else:
             require(
-                self.speculative_sampling == "coupled" or bool(self.draft_model or self.eagle_head),
+                self.speculative_sampling == "coupled" or self.method.has_weights,
                 f"--speculative-sampling {self.speculative_sampling} needs drafts drawn from a distribution: choose "
-                "--speculative draft:MODEL or eagle:DIR",
+                "--speculative draft:MODEL, eagle:DIR or mtp",
             )
 
     @property
@@ -147,6 +160,10 @@ def _from_json(text: str) -> Mapping[str, Any]:
         kind = "a draft model" if speculative == DRAFT_PREFIX else "an EAGLE-3 head"
         require(bool(model), f"--speculative-config: {kind} needs its `model`")
         speculative += str(model)
+    require(
+        speculative != "mtp" or not model,
+        "--speculative-config: mtp drafts by the served model's own module: leave `model` out",
+    )
     return {
         "speculative": speculative,
         "speculative_sampling": JSON_SAMPLING[sampling],

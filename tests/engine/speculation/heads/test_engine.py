@@ -1,4 +1,7 @@
-"""An EAGLE-3 head in an engine on a CPU: the tokens of an engine without it, wherever a request's KV comes from."""
+"""An EAGLE-3 head, or a module of the model, in an engine on a CPU: the tokens of an engine without it.
+
+Wherever a request's KV comes from.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from engine.speculation.from_model import FIRST_PAUSE
 from engine.speculation.heads.proposer import Followed, FromHead
 from tests.engine.driving import num_drafts
 from tests.engine.speculation.eagle.heads import RandomHead
+from tests.engine.speculation.mtp.modules import ModelWithModule
 from tests.engine.speculation.test_engine import PARAMS, PLAIN, PROMPTS, SETTINGS, open_parts, run
 from tests.engine.tiny_models import TINY_MODELS
 from tests.harness.waiting import wait_until
@@ -25,18 +29,25 @@ pytestmark = pytest.mark.slow
 ALWAYS = {"adaptive_drafts": False, "num_speculative_tokens": 4, "quant_mode": "none"}
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return TINY_MODELS[request.param].save(tmp_path_factory.mktemp(request.param))
+@pytest.fixture(scope="module", params=["eagle", pytest.param("mtp", marks=pytest.mark.wing("engine.mla"))])
+def method(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return RandomHead().save(tmp_path_factory.mktemp("head"))
+def model(method: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    return ModelWithModule().save(path) if method == "mtp" else TINY_MODELS["llama"].save(path)
 
 
-def drafted_by(model: Path, head: Path, **settings: Any) -> EngineParts:
-    return open_parts(model, **{"speculative": f"eagle:{head}", **settings})
+@pytest.fixture(scope="module")
+def head(method: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """As --speculative names it."""
+    return method if method == "mtp" else f"eagle:{RandomHead().save(tmp_path_factory.mktemp('head'))}"
+
+
+def drafted_by(model: Path, head: str, **settings: Any) -> EngineParts:
+    return open_parts(model, **{"speculative": head, **settings})
 
 
 def proposer_of(parts: EngineParts) -> FromHead:
@@ -48,7 +59,7 @@ def proposer_of(parts: EngineParts) -> FromHead:
 @pytest.mark.parametrize(
     "settings", [SETTINGS[1], SETTINGS[-1], {"batch_invariant": True}, {"prefix_cache": False}], ids=str
 )
-def test_no_draft_changes_an_answer(model: Path, head: Path, settings: dict[str, Any]) -> None:
+def test_no_draft_changes_an_answer(model: Path, head: str, settings: dict[str, Any]) -> None:
     """Greedy and sampled, with penalties, in batches, small steps, and where requests give way."""
     plain, _ = run(open_parts(model, quant_mode="none", **settings).engine)
     parts = drafted_by(model, head, **ALWAYS, **settings)
@@ -62,7 +73,7 @@ def test_no_draft_changes_an_answer(model: Path, head: Path, settings: dict[str,
         assert parts.engine.load().num_preemptions > 0
 
 
-def test_drafts_of_bfloat16(model: Path, head: Path) -> None:
+def test_drafts_of_bfloat16(model: Path, head: str) -> None:
     """The type in which models are served: the layers' GEMMs are other ones."""
     settings = {"dtype": "bfloat16", "batch_invariant": True}
     plain, _ = run(open_parts(model, quant_mode="none", **settings).engine)
@@ -72,7 +83,7 @@ def test_drafts_of_bfloat16(model: Path, head: Path) -> None:
     assert num_drafts(parts.engine)[0] > 100
 
 
-def test_choices_of_a_request_that_share_its_prompt(model: Path, head: Path) -> None:
+def test_choices_of_a_request_that_share_its_prompt(model: Path, head: str) -> None:
     """As the router sends n = 2: two seeds, one prompt, of which the second finds blocks in the prefix cache."""
     prompt, answers = list(range(10, 60)), []
     for parts in (open_parts(model, quant_mode="none"), drafted_by(model, head, **ALWAYS)):
@@ -89,7 +100,7 @@ def test_choices_of_a_request_that_share_its_prompt(model: Path, head: Path) -> 
 
 
 @pytest.mark.wing("engine.grammar")
-def test_answers_that_follow_a_grammar(model: Path, head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_that_follow_a_grammar(model: Path, head: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "load_tokenizer", lambda _: load_tokenizer(resolve_model("dry-run")))
     params = replace(PLAIN, grammar=grammar.regex("([a-f]{3} ){20}"), temperature=1.0, seed=4)
     answers = []
@@ -105,7 +116,7 @@ def test_answers_that_follow_a_grammar(model: Path, head: Path, monkeypatch: pyt
     assert num_drafts(parts.engine)[0] > 20
 
 
-def test_a_request_that_is_handed_over(model: Path, head: Path) -> None:
+def test_a_request_that_is_handed_over(model: Path, head: str) -> None:
     """As workers do it. The head knows nothing of the prompt, but for one that is too short to be pulled."""
     expected, _ = run(open_parts(model, quant_mode="none").engine)
     prefill, decode = (drafted_by(model, head, **ALWAYS) for _ in range(2))
@@ -130,7 +141,7 @@ def test_a_request_that_is_handed_over(model: Path, head: Path) -> None:
     assert num_drafts(prefill.engine) == (0, 0)
 
 
-def test_a_prompt_from_the_prefix_cache(model: Path, head: Path) -> None:
+def test_a_prompt_from_the_prefix_cache(model: Path, head: str) -> None:
     """The head drafts by what is computed here."""
     parts = drafted_by(model, head, **ALWAYS, block_size=8)
     firsts = []
@@ -149,7 +160,7 @@ def followed_by(parts: EngineParts, request_id: str) -> Followed:
     return followed
 
 
-def test_drafts_that_are_never_right_are_tried_ever_less(model: Path, head: Path) -> None:
+def test_drafts_that_are_never_right_are_tried_ever_less(model: Path, head: str) -> None:
     """As a draft model's; K and V are kept up meanwhile, since the next attempt needs them."""
     parts = drafted_by(model, head, quant_mode="none")
     proposer = proposer_of(parts)
@@ -174,7 +185,7 @@ def test_drafts_that_are_never_right_are_tried_ever_less(model: Path, head: Path
 
 
 @pytest.mark.wing("engine.pooling")
-def test_nothing_is_computed_for_vectors_and_prompts_of_others(model: Path, head: Path) -> None:
+def test_nothing_is_computed_for_vectors_and_prompts_of_others(model: Path, head: str) -> None:
     parts = drafted_by(model, head, **ALWAYS)
     requests = [
         parts.engine.add_request(list(range(20)), replace(PLAIN, pooling="last", max_tokens=1)),

@@ -1,0 +1,106 @@
+"""A module for multi-token prediction, in plain torch: a layer of the model's own kind over its hidden states.
+
+With h_t the model's normed hidden state of token x_t, the module computes a decoder layer at position t over
+
+    W [norm(embedding of x_t+1), norm(h_t)]
+
+which is the residual, too. Its output, normed, is o_t: the model's head makes the logits of x_t+2 of it. Drafts
+behind the first are the same module's: o_t-1 stands for h_t there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.layers.attention import AttentionBlock
+from engine.layers.block import Attend, Block, Step
+from engine.layers.linear import Linear
+from engine.layers.rotary import Rotation
+from engine.speculation.heads.kv import HeadKv, attend_last
+from kernels.rms_norm import rms_norm
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleWeights:
+    """model_norm, rotary: the model's, and mostly embedding (vocab, hidden) and head, too. joint: W. blocks: of the
+    decoder layer. hidden_dtype: of the head's input.
+    """
+
+    model_norm: Tensor
+    rotary: Tensor
+    embedding: Tensor
+    embedding_norm: Tensor
+    hidden_norm: Tensor
+    joint: Linear
+    blocks: Sequence[Block]
+    norm: Tensor
+    head: Linear
+    hidden_dtype: torch.dtype
+
+
+class MtpModule:
+    """See `Head`."""
+
+    token_ids = None
+
+    def __init__(self, weights: ModuleWeights, num_layers: int, eps: float) -> None:
+        """num_layers: of the model. eps: of its norms."""
+        attention = weights.blocks[0].inner
+        assert isinstance(attention, AttentionBlock), "a decoder layer begins with attention"
+        self.layers = (num_layers,)
+        self._weights, self._eps, self._attention = weights, eps, attention
+
+    def join(self, residuals: Sequence[Tensor]) -> Tensor:
+        """See Head: the model's hidden states."""
+        return rms_norm(residuals[0], self._weights.model_norm, self._eps)
+
+    def inputs(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
+        """See Head: (n, hidden)."""
+        held, eps = self._weights, self._eps
+        embedded = functional.embedding(token_ids, held.embedding)
+        normed = rms_norm(embedded, held.embedding_norm, eps), rms_norm(hidden, held.hidden_norm, eps)
+        return held.joint(torch.cat(normed, dim=-1))
+
+    def keys_and_values(self, inputs: Tensor, positions: Tensor) -> Tensor:
+        """See Head: as the model's pool keeps them."""
+        rotation, kept = self._rotation(positions), []
+
+        def attend(block: AttentionBlock, qkv: Tensor) -> Tensor:
+            q, kv = block.heads(qkv, rotation)
+            kept.append(kv)
+            _, values = block.context(kv[:1].permute(1, 2, 0, 3))
+            return block.outputs(q.new_zeros(1, q.shape[1], values.shape[2]))  # nobody reads what comes of it
+
+        self._run(self._attention, inputs, attend)
+        return kept[0]
+
+    def outputs(self, inputs: Tensor, hidden: Tensor, positions: Tensor, kvs: Sequence[HeadKv]) -> Tensor:
+        """See Head: normed."""
+        held, rotation, residual = self._weights, self._rotation(positions), inputs.float()
+
+        def attend(block: AttentionBlock, qkv: Tensor) -> Tensor:
+            q, _ = block.heads(qkv, rotation)
+            rows = zip(q, kvs, strict=True)
+            return block.outputs(torch.stack([attend_last(row, *block.context(kv.held)) for row, kv in rows]))
+
+        for block in held.blocks:
+            residual = residual + self._run(block, residual, attend)
+        return rms_norm(residual, held.norm, self._eps)
+
+    def logits(self, outputs: Tensor) -> Tensor:
+        """See Head."""
+        return self._weights.head(outputs.to(self._weights.hidden_dtype))
+
+    def _run(self, block: Block, residual: Tensor, attend: Attend) -> Tensor:
+        no_tokens = torch.empty(0, dtype=torch.int64)  # which blocks do not read
+        return block(rms_norm(residual, block.norm, block.eps), Step(no_tokens, no_tokens, attend))
+
+    def _rotation(self, positions: Tensor) -> Rotation:
+        """Drafts beyond the model's last position are never accepted, wherever they are rotated to."""
+        table = self._weights.rotary
+        return Rotation.of(table, positions.clamp(max=table.shape[0] - 1))

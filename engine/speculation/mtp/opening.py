@@ -1,0 +1,131 @@
+"""Reads a module for multi-token prediction from the files of the model that it is part of, and lets it draft.
+
+The decoder layer is one that the model's family makes: of a model with a layer more, all of whose other weights come
+without storage. So quantized checkpoints and `--quant-mode` are as they are for the model's own layers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from common.errors import ConfigError
+from common.model_files import ModelFiles, resolve_model
+from engine.config import EngineConfig
+from engine.layers.block import Block
+from engine.layers.linear import Linear, dense_linear
+from engine.loader.checkpoint import Shape
+from engine.loader.load import LoadedModel
+from engine.loader.model_weights import ModelWeights
+from engine.loader.safetensors import read_header, weight_files
+from engine.loader.source import Source, open_source
+from engine.models.hf_config import read_hf_config
+from engine.speculation.draft_length import DraftLengths
+from engine.speculation.heads.proposer import FromHead
+from engine.speculation.mtp.module import ModuleWeights, MtpModule
+from kvstore.layout import WHOLE
+
+logger = logging.getLogger(__name__)
+FLAG = "--speculative mtp"
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What a family's files call a module's own weights, without `.weight`. {}: the layer that the module is.
+
+    embedding, head: which may be there once more.
+    """
+
+    layer: str = "model.layers.{}"
+    embedding_norm: str = "enorm"
+    hidden_norm: str = "hnorm"
+    joint: str = "eh_proj"
+    norm: str = "shared_head.norm"
+    head: str = "shared_head.head"
+    embedding: str = "embed_tokens"
+
+
+FAMILIES = {"DeepseekV3ForCausalLM": Names()}
+
+
+def open_module(num_tokens: int, config: EngineConfig, loaded: LoadedModel, lengths: DraftLengths) -> FromHead:
+    """Raises ConfigError where the model has no module, or one that is not served."""
+    if config.num_ranks > 1:
+        raise ConfigError(f"{FLAG}: the module drafts for a model in one process; leave out --tp and --pp")
+    if config.is_simulated:
+        raise ConfigError(f"{FLAG}: --simulated-steps compute nothing that the module could read")
+    with torch.inference_mode():
+        module = read_module(resolve_model(config.model), config, loaded)
+    return FromHead(module, lengths, num_tokens, loaded.config.vocab_size)
+
+
+def read_module(files: ModelFiles, engine_config: EngineConfig, loaded: LoadedModel) -> MtpModule:
+    """Read the model's first module onto its device. Raises ConfigError."""
+    names = FAMILIES.get(loaded.config.architecture)
+    if names is None:
+        raise ConfigError(f"{FLAG} knows modules of {', '.join(FAMILIES)}, not of {loaded.config.architecture}")
+    if files.kind != "directory":
+        raise ConfigError(f"{FLAG} reads no modules of GGUF files: name a folder with safetensors, or a hub id")
+    count = int(read_hf_config(files.path).get("num_nextn_predict_layers") or 0)
+    if not count:
+        raise ConfigError(f"{FLAG}: {files.name} has no module: config.json has no num_nextn_predict_layers")
+    logger.info("drafts by the first of %d MTP modules", count)
+    source = open_source(files, engine_config, loaded.dtype, loaded.device)
+    config, model = source.config, loaded.model
+    layer, hidden = names.layer.format(config.num_layers), config.hidden_size
+    own = {
+        names.embedding_norm: (hidden,), names.hidden_norm: (hidden,), names.norm: (hidden,),
+        names.joint: (hidden, 2 * hidden),
+    }  # fmt: skip
+    if engine_config.load_format != "dummy":
+        stored = {name for path in weight_files(files.path) for name in read_header(path)}
+        copies = (name for name in (names.embedding, names.head) if f"{layer}.{name}.weight" in stored)
+        own |= dict.fromkeys(copies, (config.vocab_size, hidden))
+    blocks, found = _read(source, engine_config, loaded, layer, own)
+    embedding, head = found.get(names.embedding), found.get(names.head)
+    if embedding is None or torch.equal(embedding, model.embedding):
+        embedding = model.embedding
+    if head is not None:
+        of_model = model.embedding
+        if not config.tie_word_embeddings:
+            of_model = source.weights.take("lm_head.weight", (config.vocab_size, hidden))
+        head = None if torch.equal(head, of_model) else head
+    return MtpModule(
+        ModuleWeights(
+            model.final_norm, model.rotary, embedding, found[names.embedding_norm], found[names.hidden_norm],
+            dense_linear(found[names.joint], None), blocks, found[names.norm],
+            model.head if head is None else Linear(head), model.hidden_dtype if head is None else loaded.dtype,
+        ),
+        config.num_layers,
+        config.rms_norm_eps,
+    )  # fmt: skip
+
+
+def _read(
+    source: Source, engine_config: EngineConfig, loaded: LoadedModel, layer: str, own: Mapping[str, Shape]
+) -> tuple[list[Block], dict[str, Tensor]]:
+    """The blocks of the decoder layer of that name, behind the model's last one, and the module's own weights."""
+    source = replace(source, config=replace(source.config, num_layers=source.config.num_layers + 1, expert_slots=()))
+    config, full_names = source.config, {f"{layer}.{name}.weight": shape for name, shape in own.items()}
+    skeleton, shapes = source.family.skeleton(config)
+    if source.check is not None:
+        source.check({**shapes, **full_names}, tied=config.tie_word_embeddings, unused=config.unused_weights)
+    needed = {name: shape for name, shape in shapes.items() if name.startswith(f"{layer}.")} | full_names
+    conversion = source.conversion(engine_config, WHOLE, loaded.dtype, loaded.device)
+    weights = ModelWeights(
+        source.weights, needed, {}, kept=conversion.keep(skeleton), dtype=loaded.dtype, device=loaded.device
+    )
+    conversion.start(weights.parts, weights.count)
+
+    def finish(block: Block) -> None:
+        if not block.norm.is_meta:
+            conversion.convert(block)
+
+    blocks = [block for block in source.family.build(config, weights, finish).blocks if not block.norm.is_meta]
+    found = {name: weights.take(f"{layer}.{name}.weight", shape) for name, shape in own.items()}
+    conversion.end()
+    return blocks, found

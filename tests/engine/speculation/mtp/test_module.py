@@ -1,0 +1,111 @@
+"""A module's drafts against a reference of transformers' layers, and how many of them are right."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.errors import ConfigError
+from common.model_files import resolve_model
+from engine.loader.load import load_model
+from engine.request import SamplingParams
+from engine.speculation.draft_length import DraftLengths
+from engine.speculation.mtp.opening import open_module
+from tests.engine.driving import engine_config, num_drafts
+from tests.engine.speculation.heads.recording import Recording
+from tests.engine.speculation.mtp.modules import ModelWithModule, Reference, save_with_module
+from tests.engine.speculation.test_engine import open_parts
+from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, TinyModel
+
+pytestmark = [pytest.mark.slow, pytest.mark.wing("engine.mla")]
+NUM_DRAFTS = 3
+GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+EXACT: dict[str, Any] = {
+    "speculative": "mtp", "num_speculative_tokens": NUM_DRAFTS, "adaptive_drafts": False, "quant_mode": "none"
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (ModelWithModule(), {}),
+        (ModelWithModule(own=True), {"mla": "naive"}),
+        (ModelWithModule({"q_lora_rank": None, "first_k_dense_replace": 9}, copies=False), {"mla": "latent"}),
+        (ModelWithModule(), {"batch_invariant": True, "max_num_batched_tokens": 8, "max_num_seqs": 4}),
+    ],
+    ids=["as published", "own embedding and head", "dense, without copies", "chunks"],
+)
+def test_drafts_are_those_of_the_reference(tmp_path: Path, kind: ModelWithModule, settings: dict[str, Any]) -> None:
+    """Of every step, alone and among others, whatever was accepted before, prompts in chunks or whole."""
+    built = kind.build()
+    parts = open_parts(kind.save(tmp_path / "model", built), **EXACT, **settings)
+    recording = Recording(parts.runner._proposer)
+    for prompt in ([(13 * i + 7 * j) % VOCAB_SIZE for j in range(5 + 9 * i)] for i in range(4)):
+        parts.engine.add_request(prompt, GREEDY)
+    while parts.engine.has_work():
+        parts.engine.step()
+    assert parts.engine.num_failed_steps == 0
+    assert len(recording.proposed) > 100
+    reference = Reference(built, kind.tensors(built))
+    for known, drafts in recording.proposed[::9]:
+        assert drafts == reference.drafts(known, len(drafts))
+    assert max(len(drafts) for _, drafts in recording.proposed) == NUM_DRAFTS
+
+
+def save_chain(path: Path) -> Path:
+    """A model whose next token follows from the last alone, x + 1, and a module that says the same of its token."""
+    model = TinyModel("DeepseekV3", {**TINY_MODELS["deepseek-v3"].changes, "num_hidden_layers": 4}).build()
+    size = model.config.hidden_size
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
+                weight.zero_()  # layers add nothing
+        model.model.norm.weight.fill_(1)
+        embedding = model.model.embed_tokens.weight.normal_(0, 1)
+        model.lm_head.weight.copy_(embedding.roll(1, 0))
+    tensors = {name: torch.ones(size) for name in ("enorm", "hnorm", "shared_head.norm")}
+    tensors["eh_proj"] = torch.eye(size, 2 * size)
+    return save_with_module(path, model, tensors)
+
+
+@pytest.mark.parametrize("settings", [{}, {"dtype": "bfloat16", "quant_mode": "auto"}], ids=str)
+def test_a_module_that_knows_the_language_is_always_right(tmp_path: Path, settings: dict[str, Any]) -> None:
+    parts = open_parts(save_chain(tmp_path / "model"), **{**EXACT, **settings})
+    request = parts.engine.add_request([5, 6, 7], replace(GREEDY, max_tokens=80))
+    while parts.engine.has_work():
+        parts.engine.step()
+    assert request.output_token_ids == [token % VOCAB_SIZE for token in range(8, 88)]
+    drafted, accepted = num_drafts(parts.engine)
+    assert accepted == drafted > 55
+    assert parts.engine.num_steps < 80 / NUM_DRAFTS
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"tp": 2}, "leave out --tp and --pp"),
+        ({"simulated_steps": "base=0.01"}, "--simulated-steps compute nothing"),
+    ],
+    ids=str,
+)
+def test_engines_that_a_module_does_not_suit_say_so(tmp_path: Path, settings: dict[str, Any], told: str) -> None:
+    path = ModelWithModule().save(tmp_path / "model")
+    loaded = load_model(resolve_model(str(path)), engine_config(str(path), device="cpu", dtype="float32"))
+    with pytest.raises(ConfigError, match=told):
+        open_module(3, engine_config(str(path), **settings), loaded, DraftLengths(False))
+
+
+def test_models_without_a_module_say_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="knows modules of DeepseekV3ForCausalLM, not of LlamaForCausalLM"):
+        open_parts(Path("dry-run"), **EXACT)
+    path = TINY_MODELS["deepseek-v3"].save(tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    for count, told in ((0, "model has no module"), (1, r"missing: model\.layers\.3\.")):
+        (path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": count}))
+        with pytest.raises(ConfigError, match=told):
+            open_parts(path, **EXACT)
