@@ -46,12 +46,17 @@ class GpuForwards:
                 ops_of(block).prepare(block)
 
     def watch(self, layers: Sequence[int], see: Callable[[int, Tensor], object]) -> None:
-        """From now on let `see` read the residual ahead of these layers, of which it is told the index here."""
+        """From now on let `see` read the residual ahead of these layers, of which it is told the index here.
+
+        Behind the last layer: their number.
+        """
         self._watched = {
             index: partial(see, layers.index(block.inner.layer))
             for index, block in enumerate(self._model.blocks)
             if isinstance(block.inner, AttentionBlock) and block.inner.layer in layers
         }
+        if (num_layers := self._model.config.num_layers) in layers:
+            self._watched[len(self._model.blocks)] = partial(see, layers.index(num_layers))
         self._lowered.cache_clear()
 
     def choose(self, num_tokens: int, is_decode: bool) -> GpuForward:
@@ -62,7 +67,9 @@ class GpuForwards:
 
     def narrows(self, num_tokens: int, is_decode: bool) -> bool:
         """Whether the step gives hidden states of `GpuStep.wanted` alone. Few tokens would leave kernels too few."""
-        return self._ranks.seams.is_alone and not (self._ranks.passes_on or is_decode) and num_tokens > MAX_TUNED_ROWS
+        is_seen = len(self._model.blocks) in self._watched  # of all tokens
+        is_whole = self._ranks.passes_on or is_decode or is_seen
+        return self._ranks.seams.is_alone and not is_whole and num_tokens > MAX_TUNED_ROWS
 
     def _lower(self, num_rows: int, is_decode: bool) -> GpuForward:
         seams, blocks = self._ranks.seams, self._model.blocks

@@ -27,7 +27,11 @@ class LatentQueries(GpuAttention):
     ) -> None:
         config, latent = model.config, model.config.latent
         assert latent is not None, "the model's config has latents, as its blocks do"
-        self.prefill = open_latents(wanted, pool, config.num_heads, latent, dtype)
+        self.prefill = (
+            open_latents(wanted, pool, config.num_heads, latent, dtype)
+            if max_tokens
+            else PagedLatents(config.num_heads, latent)
+        )
         self.name = self.prefill.name
         self._rotary, self._pool = model.rotary, pool
         self.width = config.num_heads * latent.kv_lora_rank  # of absorbed queries' outputs

@@ -32,12 +32,12 @@ def proposer_on_gpu(config: EngineConfig, loaded: LoadedModel, gpu: GpuConfig) -
     settings = config.of(SpeculationSettings).resolved()
     if loaded.device.type != "cuda" or not settings.method.has_weights:
         return None
-    if settings.method is Method.MTP:
-        raise ConfigError("--speculative mtp drafts on CPUs alone: choose ngram or suffix")
-    from engine.speculation.on_gpu import open_draft_model, open_eagle  # these need triton
+    from engine.speculation.on_gpu import open_draft_model, open_head  # these need triton
 
     if settings.method is Method.EAGLE:
-        return open_eagle.load_on_gpu(settings.eagle_head, config, loaded)
+        return open_head.load_eagle_head(settings.eagle_head, config, loaded)
+    if settings.method is Method.MTP:
+        return open_head.load_module(config, loaded)
     return open_draft_model.load_on_gpu(settings.draft_model, config, loaded, gpu)
 
 

@@ -121,7 +121,9 @@ class GpuAttention(ABC):
     def __init__(
         self, model: Model, pool: Tensor, max_rows: int, wanted: str, dtype: torch.dtype, max_tokens: int
     ) -> None:
-        """wanted: `--attention-backend`. max_tokens: of the largest step. Raises ConfigError."""
+        """wanted: `--attention-backend`. max_tokens: of the largest step; 0: it attends for decode rows alone. Raises
+        ConfigError.
+        """
 
     @abstractmethod
     def plan(

@@ -53,15 +53,15 @@ class MtpModule:
         attention = weights.blocks[0].inner
         assert isinstance(attention, AttentionBlock), "a decoder layer begins with attention"
         self.layers = (num_layers,)
-        self._weights, self._eps, self._attention = weights, eps, attention
+        self.weights, self.attention, self._eps = weights, attention, eps
 
     def join(self, residuals: Sequence[Tensor]) -> Tensor:
         """See Head: the model's hidden states."""
-        return rms_norm(residuals[0], self._weights.model_norm, self._eps)
+        return rms_norm(residuals[0], self.weights.model_norm, self._eps)
 
     def inputs(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
         """See Head: (n, hidden)."""
-        held, eps = self._weights, self._eps
+        held, eps = self.weights, self._eps
         embedded = functional.embedding(token_ids, held.embedding)
         normed = rms_norm(embedded, held.embedding_norm, eps), rms_norm(hidden, held.hidden_norm, eps)
         return held.joint(torch.cat(normed, dim=-1))
@@ -76,12 +76,12 @@ class MtpModule:
             _, values = block.context(kv[:1].permute(1, 2, 0, 3))
             return block.outputs(q.new_zeros(1, q.shape[1], values.shape[2]))  # nobody reads what comes of it
 
-        self._run(self._attention, inputs, attend)
+        self._run(self.attention, inputs, attend)
         return kept[0]
 
     def outputs(self, inputs: Tensor, hidden: Tensor, positions: Tensor, kvs: Sequence[HeadKv]) -> Tensor:
         """See Head: normed."""
-        held, rotation, residual = self._weights, self._rotation(positions), inputs.float()
+        held, rotation, residual = self.weights, self._rotation(positions), inputs.float()
 
         def attend(block: AttentionBlock, qkv: Tensor) -> Tensor:
             q, _ = block.heads(qkv, rotation)
@@ -94,7 +94,7 @@ class MtpModule:
 
     def logits(self, outputs: Tensor) -> Tensor:
         """See Head."""
-        return self._weights.head(outputs.to(self._weights.hidden_dtype))
+        return self.weights.head(outputs.to(self.weights.hidden_dtype))
 
     def _run(self, block: Block, residual: Tensor, attend: Attend) -> Tensor:
         no_tokens = torch.empty(0, dtype=torch.int64)  # which blocks do not read
@@ -102,5 +102,5 @@ class MtpModule:
 
     def _rotation(self, positions: Tensor) -> Rotation:
         """Drafts beyond the model's last position are never accepted, wherever they are rotated to."""
-        table = self._weights.rotary
+        table = self.weights.rotary
         return Rotation.of(table, positions.clamp(max=table.shape[0] - 1))

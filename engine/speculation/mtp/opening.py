@@ -54,13 +54,18 @@ FAMILIES = {"DeepseekV3ForCausalLM": Names()}
 
 def open_module(num_tokens: int, config: EngineConfig, loaded: LoadedModel, lengths: DraftLengths) -> FromHead:
     """Raises ConfigError where the model has no module, or one that is not served."""
-    if config.num_ranks > 1:
-        raise ConfigError(f"{FLAG}: the module drafts for a model in one process; leave out --tp and --pp")
+    check_ranks(config)
     if config.is_simulated:
         raise ConfigError(f"{FLAG}: --simulated-steps compute nothing that the module could read")
     with torch.inference_mode():
         module = read_module(resolve_model(config.model), config, loaded)
     return FromHead(module, lengths, num_tokens, loaded.config.vocab_size)
+
+
+def check_ranks(config: EngineConfig) -> None:
+    """Raise ConfigError where the model is divided."""
+    if config.num_ranks > 1:
+        raise ConfigError(f"{FLAG}: the module drafts for a model in one process; leave out --tp and --pp")
 
 
 def read_module(files: ModelFiles, engine_config: EngineConfig, loaded: LoadedModel) -> MtpModule:

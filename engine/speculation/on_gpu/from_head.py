@@ -19,7 +19,7 @@ from engine.speculation.draft_length import DraftLengths
 from engine.speculation.from_model import Drafting, FromModel
 from engine.speculation.from_tokens import most_drafts
 from engine.speculation.on_gpu.draft_model import best_length, kind_of
-from engine.speculation.on_gpu.eagle_head import BLOCKS, INDEX, NUM_FIELDS, POSITION, ROW, HeadGraphs
+from engine.speculation.on_gpu.head import BLOCKS, INDEX, NUM_FIELDS, POSITION, ROW, HeadGraphs
 from engine.speculation.overlap import Overlap
 
 
@@ -28,7 +28,7 @@ class Followed(Drafting):
     """A request as the head sees it."""
 
 
-class FromGpuEagleHead(FromModel):
+class FromGpuHead(FromModel):
     """Proposes what a head on the model's GPU says."""
 
     def __init__(

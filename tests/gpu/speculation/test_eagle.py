@@ -21,7 +21,7 @@ from engine.request import SamplingParams
 from engine.runner import Proposer
 from engine.speculation.draft_length import DraftLengths
 from engine.speculation.drafts import Speculation
-from engine.speculation.on_gpu.open_eagle import GpuEagle, load_on_gpu
+from engine.speculation.on_gpu.open_head import HeadOnGpu, load_eagle_head, load_module
 from engine.speculation.overlap import Overlap
 from tests.engine.driving import num_drafts
 from tests.engine.speculation.eagle.heads import RandomHead
@@ -51,13 +51,15 @@ def head(tmp_path: Path) -> Path:
 
 
 def drafted_by(
-    model: Path, head: Path, monkeypatch: pytest.MonkeyPatch, overlap: Overlap | None = None, **settings: Any
+    model: Path, head: Path | None, monkeypatch: pytest.MonkeyPatch, overlap: Overlap | None = None, **settings: Any
 ) -> tuple[Engine, GpuRunner]:
-    def drafting(config: EngineConfig, loaded: LoadedModel, _: GpuConfig) -> GpuEagle:
-        return load_on_gpu(str(head), config, loaded)
+    """head: None: the model's own module."""
+
+    def drafting(config: EngineConfig, loaded: LoadedModel, _: GpuConfig) -> HeadOnGpu:
+        return load_module(config, loaded) if head is None else load_eagle_head(str(head), config, loaded)
 
     def speculation(
-        config: EngineConfig, _: LoadedModel, runner: Any, on_gpu: GpuEagle, num_blocks: int
+        config: EngineConfig, _: LoadedModel, runner: Any, on_gpu: HeadOnGpu, num_blocks: int
     ) -> Speculation:
         lengths = DraftLengths(is_adaptive=False)
         runner.propose_with(on_gpu.open(num_blocks, NUM_DRAFTS, lengths, overlap))
@@ -174,12 +176,12 @@ def test_what_does_not_fit_is_refused(model: Path, tmp_path: Path) -> None:
     loaded = assemble_loaded(model)
     config = EngineConfig(str(model))
     with pytest.raises(ConfigError, match="leave out --tp and --pp"):
-        load_on_gpu(str(folder), replace(config, tp=2), loaded)
+        load_eagle_head(str(folder), replace(config, tp=2), loaded)
     with pytest.raises(ConfigError, match="without sliding windows and latent attention"):
-        load_on_gpu(str(folder), config, replace(loaded, config=replace(loaded.config, sliding_window=8)))
+        load_eagle_head(str(folder), config, replace(loaded, config=replace(loaded.config, sliding_window=8)))
     odd = RandomHead({**LAYERS, "head_dim": 24}, draft_vocab=60, **OF_MODEL).save(tmp_path / "odd")
     with pytest.raises(ConfigError, match="head_dim must be a power of two"):
-        load_on_gpu(str(odd), config, loaded)
+        load_eagle_head(str(odd), config, loaded)
 
 
 def assemble_loaded(model: Path) -> LoadedModel:

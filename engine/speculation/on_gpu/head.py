@@ -1,0 +1,181 @@
+"""A head of one layer on a GPU: it takes K and V of every token inside of the model's steps, and drafts in graphs.
+
+Its K and V, or latents, lie in blocks of the model's own numbers, in a pool of one layer: so a prefix that the model
+finds in its cache the head finds, too. Drafts are ahead of the blocks that a request has; what does not fit into its
+last one goes to a spare block of its row. Blocks that come from elsewhere hold nothing that the head could use.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.gpu.attention.backend import GpuInputs
+from engine.gpu.sampling.device_sampler import DeviceSampler
+from engine.gpu.steps.state import DeviceState
+
+POSITION, ROW, INDEX, BLOCKS = range(4)  # of what `begin` is given
+NUM_FIELDS = BLOCKS + 1
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSize:
+    """num_blocks: of the model's pool. max_rows, max_tokens: of a step. model_size: numbers of its hidden states."""
+
+    num_blocks: int
+    block_size: int
+    max_rows: int
+    max_tokens: int
+    max_model_len: int
+    model_size: int
+
+
+class GpuHead(ABC):
+    """See `Observer`, whose part it is in the model's steps.
+
+    kv: planes, KV heads and numbers of each that are kept of a token. hidden_size: of the head, in its `dtype`.
+    """
+
+    def __init__(
+        self, layers: Sequence[int], size: HeadSize, kv: tuple[int, int, int], hidden_size: int,
+        dtype: torch.dtype, device: torch.device,
+    ) -> None:  # fmt: skip
+        self.layers = tuple(layers)
+        self._block_size, self._first_spare = size.block_size, size.num_blocks
+        self._read = torch.zeros(len(self.layers), size.max_tokens, size.model_size, dtype=dtype, device=device)
+        planes, num_heads, head_dim = kv
+        blocks = size.num_blocks + size.max_rows, 1, planes, num_heads, size.block_size, head_dim
+        self._pool = torch.zeros(blocks, dtype=dtype, device=device)
+        # Of the rows that are drafted for: the last token, what the layer reads next to it, the position of that.
+        self._tokens = torch.zeros(size.max_rows, dtype=torch.int64, device=device)
+        self._hidden = torch.zeros(size.max_rows, hidden_size, dtype=dtype, device=device)
+        self._positions = torch.zeros(size.max_rows, dtype=torch.int32, device=device)
+        self._rows = torch.zeros(size.max_rows, dtype=torch.int64, device=device)
+        self._tables: Tensor | None = None
+
+    # -- in the model's steps --------------------------------------------------------------------------------
+
+    def see(self, number: int, residual: Tensor) -> None:
+        """See Observer."""
+        self._read[number, : residual.shape[0]].copy_(residual)
+
+    def take(self, inputs: GpuInputs, next_ids: Tensor) -> None:
+        """See Observer. Positions behind a wrong draft are taken again, with what was sampled there."""
+        num_tokens = next_ids.shape[0]
+        x = self._inputs(next_ids.clamp(min=0), self._joined(self._read[:, :num_tokens]))
+        self._keep(x, inputs.positions[:num_tokens], inputs.groups[0].slots[:num_tokens])
+
+    # -- drafting --------------------------------------------------------------------------------------------
+
+    def begin(self, fields: Tensor, state: DeviceState) -> None:
+        """Prepare passes for n rows, from the model's last step.
+
+        fields: int32 (4, n): positions of the last tokens that the model computed, -1 of padding; rows on the device;
+        indices of these tokens in the step; blocks that the rows have.
+        """
+        n, rows = fields.shape[1], fields[ROW].long()
+        if self._tables is None:
+            self._tables = torch.zeros(self._tokens.shape[0], state.block_tables[0].shape[1] + 1,
+                                       dtype=torch.int32, device=fields.device)  # fmt: skip
+        self._tokens[:n] = state.last_tokens[rows]
+        self._hidden[:n] = self._joined(self._read[:, fields[INDEX].long()])
+        self._positions[:n] = fields[POSITION]
+        self._rows[:n] = rows
+        numbers = torch.arange(self._tables.shape[1], device=fields.device)
+        own = functional.pad(state.block_tables[0][rows], (0, 1))
+        self._tables[:n] = torch.where(
+            numbers < fields[BLOCKS, :, None], own, self._first_spare + fields[ROW, :, None]
+        )
+
+    def draft(self, num_rows: int, sampler: DeviceSampler) -> Tensor:
+        """Compute a pass. Returns a draft for each row, int64 (num_rows,): negative where there is none."""
+        assert self._tables is not None, "`begin` comes first"
+        positions, hidden, tables = self._positions[:num_rows], self._hidden[:num_rows], self._tables[:num_rows]
+        # First, as kernels below read these before the one that runs ahead of them has ended.
+        in_use, known, lengths = positions >= 0, positions.clamp(min=0), positions + 1
+        blocks = tables.gather(1, (known // self._block_size).long()[:, None])[:, 0]
+        slots = torch.where(in_use, blocks * self._block_size + known % self._block_size, -1)
+        x = self._inputs(self._tokens[:num_rows], hidden)
+        outputs, logits = self._pass(x, hidden, known, slots, tables, lengths)
+        drafts = sampler.sample(logits, self._rows[:num_rows], positions + 2, is_whole=True)
+        self._hidden[:num_rows] = outputs
+        self._tokens[:num_rows] = drafts.clamp(min=0)
+        self._positions[:num_rows] = torch.where(in_use, positions + 1, positions)
+        return drafts
+
+    @abstractmethod
+    def _joined(self, read: Tensor) -> Tensor:
+        """f (n, hidden) of what the model has made of n tokens, (layers, n, model's hidden)."""
+
+    @abstractmethod
+    def _inputs(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
+        """The layer's inputs (n, in), see `Head`."""
+
+    @abstractmethod
+    def _keep(self, x: Tensor, positions: Tensor, slots: Tensor) -> None:
+        """Store K and V of the inputs. slots: int32 (n,), -1 to store nothing."""
+
+    @abstractmethod
+    def _pass(
+        self, x: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor, tables: Tensor, lengths: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """o (n, hidden) and logits (n, model's vocab) of inputs, one a row. hidden: f of each, which stays.
+
+        tables, lengths: of the rows' keys, these included, as for `paged_decode`.
+        """
+
+
+class HeadGraphs:
+    """`begin` and `draft` as CUDA graphs, for numbers of rows; without `capture` they run eagerly."""
+
+    def __init__(
+        self,
+        head: GpuHead,
+        state: DeviceState,
+        sampler: DeviceSampler,
+        buckets: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        self._head, self._state, self._sampler, self._buckets = head, state, sampler, buckets
+        self.device = device
+        self._fields = torch.zeros(NUM_FIELDS, buckets[-1], dtype=torch.int32, device=device)
+        self._begin: dict[int, Callable[[], object]] = {}
+        self._draft: dict[int, tuple[Callable[[], object], Tensor]] = {}
+
+    def begin(self, num_rows: int, fields: Tensor) -> None:
+        """See GpuHead. fields: on the host, pinned; of a bucket's number of rows."""
+        self._fields[:, :num_rows].copy_(fields, non_blocking=True)
+        if num_rows in self._begin:
+            self._begin[num_rows]()
+        else:
+            self._head.begin(self._fields[:, :num_rows], self._state)
+
+    def draft(self, num_rows: int) -> Tensor:
+        """See GpuHead. The result is overwritten by the next pass."""
+        if num_rows not in self._draft:
+            return self._head.draft(num_rows, self._sampler)
+        replay, drafts = self._draft[num_rows]
+        replay()
+        return drafts
+
+    def capture(self) -> None:
+        """Capture graphs of all numbers of rows."""
+        pool = torch.cuda.graph_pool_handle()
+        self._fields.zero_()
+        self._fields[POSITION] = -1  # nobody's rows
+        for num_rows in sorted(self._buckets, reverse=True):
+            self._head.begin(self._fields[:, :num_rows], self._state)  # compiles kernels, chooses algorithms
+            self._head.draft(num_rows, self._sampler)
+            torch.cuda.synchronize()
+            begin, draft = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+            with torch.cuda.graph(begin, pool=pool):
+                self._head.begin(self._fields[:, :num_rows], self._state)
+            with torch.cuda.graph(draft, pool=pool):
+                drafts = self._head.draft(num_rows, self._sampler)
+            self._begin[num_rows] = begin.replay
+            self._draft[num_rows] = draft.replay, drafts
