@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: q, k and v always have a bias, the output projection never."""
+"""Qwen2 and Qwen2.5, and MiMo-7B: q, k and v always have a bias, the output projection never."""
 
 from __future__ import annotations
 
@@ -18,6 +18,11 @@ def adapt_config(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig:
     return replace(with_optional_window(config, raw), attention_bias=True)
 
 
+def adapt_mimo(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig:
+    """Its modules for multi-token prediction are read by `engine/speculation/mtp`."""
+    return replace(adapt_config(config, raw), unused_weights=("model.mtp_layers.",))
+
+
 def with_optional_window(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig:
     """A window that is declared but switched off (the default of this family) does not count.
 
@@ -32,6 +37,7 @@ def with_optional_window(config: ModelConfig, raw: Mapping[str, Any]) -> ModelCo
     return replace(config, sliding_window=window, full_layers=tuple(range(num_full)) if window else ())
 
 
+@register("MiMoForCausalLM", adapt_mimo)
 @register("Qwen2ForCausalLM", adapt_config, gguf_name="qwen2")
 def qwen2(config: ModelConfig, weights: WeightSource) -> Iterator[Part]:
     embedding = Embedding(config, weights, "model.embed_tokens")

@@ -29,6 +29,7 @@ JSON_METHODS = {
     "eagle3": EAGLE_PREFIX,
     "mtp": "mtp",
     "deepseek_mtp": "mtp",
+    "mimo_mtp": "mtp",
 }
 
 

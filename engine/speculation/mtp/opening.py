@@ -18,6 +18,7 @@ from common.model_files import ModelFiles, resolve_model
 from engine.config import EngineConfig
 from engine.layers.block import Block
 from engine.layers.linear import Linear, dense_linear
+from engine.layers.weights import Part, PartSource
 from engine.loader.checkpoint import Shape
 from engine.loader.load import LoadedModel
 from engine.loader.model_weights import ModelWeights
@@ -35,9 +36,10 @@ FLAG = "--speculative mtp"
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What a family's files call a module's own weights, without `.weight`. {}: the layer that the module is.
+    """What a family's files call a module's own weights, without `.weight`.
 
-    embedding, head: which may be there once more.
+    layer: the first module; {}: the number of the model's layers. embedding, head: which may be there once more.
+    hidden_first: `joint` reads the hidden state before the embedding.
     """
 
     layer: str = "model.layers.{}"
@@ -47,9 +49,27 @@ class Names:
     norm: str = "shared_head.norm"
     head: str = "shared_head.head"
     embedding: str = "embed_tokens"
+    hidden_first: bool = False
 
 
-FAMILIES = {"DeepseekV3ForCausalLM": Names()}
+MIMO = Names(
+    "model.mtp_layers.0", "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", hidden_first=True
+)  # fmt: skip
+FAMILIES = {"DeepseekV3ForCausalLM": Names(), "MiMoForCausalLM": MIMO}
+
+
+class Renamed(PartSource):
+    """The weights of `source`, of which those of the layer `asked` are stored as those of the layer `stored`."""
+
+    def __init__(self, source: PartSource, asked: str, stored: str) -> None:
+        self._source, self._asked, self._stored = source, f"{asked}.", f"{stored}."
+
+    def take_part(self, name: str, part: Part) -> Tensor:
+        """See PartSource."""
+        return self._source.take_part(self.stored_name(name), part)
+
+    def stored_name(self, name: str) -> str:
+        return self._stored + name.removeprefix(self._asked) if name.startswith(self._asked) else name
 
 
 def open_module(num_tokens: int, config: EngineConfig, loaded: LoadedModel, lengths: DraftLengths) -> FromHead:
@@ -99,10 +119,11 @@ def read_module(files: ModelFiles, engine_config: EngineConfig, loaded: LoadedMo
         if not config.tie_word_embeddings:
             of_model = source.weights.take("lm_head.weight", (config.vocab_size, hidden))
         head = None if torch.equal(head, of_model) else head
+    joint = found[names.joint].roll(hidden, 1) if names.hidden_first else found[names.joint]
     return MtpModule(
         ModuleWeights(
             model.final_norm, model.rotary, embedding, found[names.embedding_norm], found[names.hidden_norm],
-            dense_linear(found[names.joint], None), blocks, found[names.norm],
+            dense_linear(joint, None), blocks, found[names.norm],
             model.head if head is None else Linear(head), model.hidden_dtype if head is None else loaded.dtype,
         ),
         config.num_layers,
@@ -114,23 +135,27 @@ def _read(
     source: Source, engine_config: EngineConfig, loaded: LoadedModel, layer: str, own: Mapping[str, Shape]
 ) -> tuple[list[Block], dict[str, Tensor]]:
     """The blocks of the decoder layer of that name, behind the model's last one, and the module's own weights."""
+    asked = f"model.layers.{source.config.num_layers}"
     source = replace(source, config=replace(source.config, num_layers=source.config.num_layers + 1, expert_slots=()))
-    config, full_names = source.config, {f"{layer}.{name}.weight": shape for name, shape in own.items()}
+    config, weights = source.config, source.weights
     skeleton, shapes = source.family.skeleton(config)
-    if source.check is not None:
-        source.check({**shapes, **full_names}, tied=config.tie_word_embeddings, unused=config.unused_weights)
-    needed = {name: shape for name, shape in shapes.items() if name.startswith(f"{layer}.")} | full_names
+    own = {f"{asked}.{name}.weight": shape for name, shape in own.items()}
+    needed = {name: shape for name, shape in shapes.items() if name.startswith(f"{asked}.")} | own
+    if isinstance(weights, PartSource):
+        weights = Renamed(weights, asked, layer)
+        stored = {weights.stored_name(name): shape for name, shape in (shapes | needed).items()}
+        assert source.check is not None, "random weights have no parts"
+        source.check(stored, tied=config.tie_word_embeddings, unused=config.unused_weights)
     conversion = source.conversion(engine_config, WHOLE, loaded.dtype, loaded.device)
-    weights = ModelWeights(
-        source.weights, needed, {}, kept=conversion.keep(skeleton), dtype=loaded.dtype, device=loaded.device
-    )
-    conversion.start(weights.parts, weights.count)
+    kept = conversion.keep(skeleton)
+    taken = ModelWeights(weights, needed, {}, kept=kept, dtype=loaded.dtype, device=loaded.device)
+    conversion.start(taken.parts, taken.count)
 
     def finish(block: Block) -> None:
         if not block.norm.is_meta:
             conversion.convert(block)
 
-    blocks = [block for block in source.family.build(config, weights, finish).blocks if not block.norm.is_meta]
-    found = {name: weights.take(f"{layer}.{name}.weight", shape) for name, shape in own.items()}
+    blocks = [block for block in source.family.build(config, taken, finish).blocks if not block.norm.is_meta]
+    found = {name.removeprefix(f"{asked}.").removesuffix(".weight"): taken.take(name, own[name]) for name in own}
     conversion.end()
     return blocks, found

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.request import SamplingParams
 from tests.engine.driving import random_prompt
+from tests.engine.speculation.mtp.modules import ModelWithModule
 from tests.gpu.mla.test_latents import V3
 from tests.gpu.models import save_family, use_small_tiles
 from tests.gpu.speculation.test_eagle import NUM_DRAFTS, drafted_by, recorded
@@ -27,18 +27,19 @@ SETTINGS: dict[str, Any] = {
 PARAMS = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two layers, of which one has experts, and a module."""
-    path = save_family(tmp_path_factory.mktemp("model"), {**V3, "num_hidden_layers": 3})
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2, "num_nextn_predict_layers": 1}))
-    generator, size = torch.Generator().manual_seed(2), config["hidden_size"]
+MIMO: dict[str, Any] = {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "tie_word_embeddings": False}
+
+
+@pytest.fixture(scope="module", params=["deepseek", "mimo"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers, of which DeepSeek's second one has experts, and a module."""
+    kind = ModelWithModule(is_mimo=request.param == "mimo")
+    changes = MIMO if kind.is_mimo else V3
+    path = save_family(tmp_path_factory.mktemp("model"), {**changes, "num_hidden_layers": 3})
+    generator, size = torch.Generator().manual_seed(2), json.loads((path / "config.json").read_text())["hidden_size"]
     own = {name: 1 + 0.1 * torch.randn(size, generator=generator) for name in ("enorm", "hnorm", "shared_head.norm")}
     own["eh_proj"] = torch.randn(size, 2 * size, generator=generator) / size**0.5
-    file = path / "model.safetensors"
-    save_file({**load_file(file), **{f"model.layers.2.{name}.weight": each for name, each in own.items()}}, file)
-    return path
+    return kind.divide(path, own)
 
 
 def test_drafts_are_those_of_the_module_on_a_cpu(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,24 +16,32 @@ from torch.nn import functional
 
 from tests.engine.tiny_models import TINY_MODELS, TinyModel
 
-NUM_LAYERS = 3  # of the model; its module is the next one
-LAYER = f"model.layers.{NUM_LAYERS}"
+NUM_LAYERS = 3  # of a model here; its module is the next one
+
+
+# What MiMo calls that, whose module reads hidden states first.
+MIMO = {
+    "enorm": "token_layernorm", "hnorm": "hidden_layernorm", "eh_proj": "input_proj",
+    "shared_head.norm": "final_layernorm",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class ModelWithModule:
-    """changes: to config.json. copies: whether the module has an embedding and a head of its own, as published; own:
-    whether these are other ones than the model's.
+    """changes: to config.json. copies: whether the module has an embedding and a head of its own, as DeepSeek has it;
+    own: whether these are other ones than the model's. is_mimo: MiMo's family, else DeepSeek-V3's.
     """
 
     changes: dict[str, Any] = field(default_factory=dict)
     copies: bool = True
     own: bool = False
+    is_mimo: bool = False
 
-    def build(self) -> transformers.PreTrainedModel:
+    @property
+    def tiny(self) -> TinyModel:
         """The model, with the module's decoder layer as its last one."""
-        changes = {**TINY_MODELS["deepseek-v3"].changes, **self.changes, "num_hidden_layers": NUM_LAYERS + 1}
-        return TinyModel("DeepseekV3", changes).build()
+        family, of_family = ("Qwen2", {}) if self.is_mimo else ("DeepseekV3", TINY_MODELS["deepseek-v3"].changes)
+        return TinyModel(family, {**of_family, **self.changes, "num_hidden_layers": NUM_LAYERS + 1})
 
     def tensors(self, model: transformers.PreTrainedModel) -> dict[str, Tensor]:
         """What the module has beside that layer."""
@@ -41,7 +49,7 @@ class ModelWithModule:
         size = model.config.hidden_size
         found = {name: 1 + 0.15 * torch.randn(size) for name in ("enorm", "hnorm", "shared_head.norm")}
         found["eh_proj"] = 0.15 * torch.randn(size, 2 * size)
-        if self.copies:
+        if self.copies and not self.is_mimo:
             weights = model.state_dict()
             found["embed_tokens"] = weights["model.embed_tokens.weight"].clone()
             found["shared_head.head"] = weights["lm_head.weight"].clone()
@@ -51,20 +59,28 @@ class ModelWithModule:
         return found
 
     def save(self, path: Path, model: transformers.PreTrainedModel | None = None) -> Path:
-        """model: what `build` has made."""
-        model = model or self.build()
-        return save_with_module(path, model, self.tensors(model))
+        """model: what `tiny` has built."""
+        model = model or self.tiny.build()
+        model.save_pretrained(path)
+        return self.divide(path, self.tensors(model))
 
-
-def save_with_module(path: Path, model: transformers.PreTrainedModel, tensors: Mapping[str, Tensor]) -> Path:
-    """tensors: of the module beside its layer, the model's last one."""
-    model.save_pretrained(path)
-    config = json.loads((path / "config.json").read_text())
-    config |= {"num_hidden_layers": NUM_LAYERS, "num_nextn_predict_layers": 1}
-    (path / "config.json").write_text(json.dumps(config))
-    file = path / "model.safetensors"
-    save_file({**load_file(file), **{f"{LAYER}.{name}.weight": each for name, each in tensors.items()}}, file)
-    return path
+    def divide(self, path: Path, tensors: Mapping[str, Tensor]) -> Path:
+        """Make the last layer of a saved model its module, with these tensors beside it."""
+        config = json.loads((path / "config.json").read_text())
+        num_layers = config["num_hidden_layers"] - 1
+        config |= {"num_hidden_layers": num_layers, "num_nextn_predict_layers": 1}
+        file, layer = path / "model.safetensors", f"model.layers.{num_layers}"
+        own = {f"{layer}.{name}.weight": each for name, each in tensors.items()}
+        found = {**load_file(file), **own}
+        if self.is_mimo:
+            config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
+            found[f"{layer}.eh_proj.weight"] = found[f"{layer}.eh_proj.weight"].roll(config["hidden_size"], 1)
+            for ours, theirs in MIMO.items():
+                found[f"{layer}.{theirs}.weight"] = found.pop(f"{layer}.{ours}.weight")
+            found = {name.replace(f"{layer}.", "model.mtp_layers.0."): each for name, each in found.items()}
+        (path / "config.json").write_text(json.dumps(config))
+        save_file(found, file)
+        return path
 
 
 class Reference:

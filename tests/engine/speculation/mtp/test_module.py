@@ -17,10 +17,11 @@ from engine.request import SamplingParams
 from engine.speculation.draft_length import DraftLengths
 from engine.speculation.mtp.opening import open_module
 from tests.engine.driving import engine_config, num_drafts
+from tests.engine.quantization.packed_files import FORMATS, write
 from tests.engine.speculation.heads.recording import Recording
-from tests.engine.speculation.mtp.modules import ModelWithModule, Reference, save_with_module
+from tests.engine.speculation.mtp.modules import ModelWithModule, Reference
 from tests.engine.speculation.test_engine import open_parts
-from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, TinyModel
+from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE
 
 pytestmark = [pytest.mark.slow, pytest.mark.wing("engine.mla")]
 NUM_DRAFTS = 3
@@ -37,13 +38,26 @@ EXACT: dict[str, Any] = {
         (ModelWithModule(own=True), {"mla": "naive"}),
         (ModelWithModule({"q_lora_rank": None, "first_k_dense_replace": 9}, copies=False), {"mla": "latent"}),
         (ModelWithModule(), {"batch_invariant": True, "max_num_batched_tokens": 8, "max_num_seqs": 4}),
+        (ModelWithModule(is_mimo=True), {}),
     ],
-    ids=["as published", "own embedding and head", "dense, without copies", "chunks"],
+    ids=["DeepSeek", "own embedding and head", "dense, without copies", "chunks", "MiMo"],
 )
 def test_drafts_are_those_of_the_reference(tmp_path: Path, kind: ModelWithModule, settings: dict[str, Any]) -> None:
     """Of every step, alone and among others, whatever was accepted before, prompts in chunks or whole."""
-    built = kind.build()
-    parts = open_parts(kind.save(tmp_path / "model", built), **EXACT, **settings)
+    built = kind.tiny.build()
+    check_drafts(kind.save(tmp_path / "model", built), Reference(built, kind.tensors(built)), **settings)
+
+
+def test_a_module_of_a_quantized_checkpoint(tmp_path: Path) -> None:
+    """Of the kind that DeepSeek publishes; the module's own weights are plain."""
+    kind = ModelWithModule()
+    built = write(FORMATS["fp8-blocks"], tmp_path / "model", kind.tiny)
+    tensors = kind.tensors(built)
+    check_drafts(kind.divide(tmp_path / "model", tensors), Reference(built, tensors))
+
+
+def check_drafts(path: Path, reference: Reference, **settings: Any) -> None:
+    parts = open_parts(path, **EXACT, **settings)
     recording = Recording(parts.runner._proposer)
     for prompt in ([(13 * i + 7 * j) % VOCAB_SIZE for j in range(5 + 9 * i)] for i in range(4)):
         parts.engine.add_request(prompt, GREEDY)
@@ -51,15 +65,15 @@ def test_drafts_are_those_of_the_reference(tmp_path: Path, kind: ModelWithModule
         parts.engine.step()
     assert parts.engine.num_failed_steps == 0
     assert len(recording.proposed) > 100
-    reference = Reference(built, kind.tensors(built))
     for known, drafts in recording.proposed[::9]:
         assert drafts == reference.drafts(known, len(drafts))
     assert max(len(drafts) for _, drafts in recording.proposed) == NUM_DRAFTS
 
 
-def save_chain(path: Path) -> Path:
+def save_chain(path: Path, is_mimo: bool) -> Path:
     """A model whose next token follows from the last alone, x + 1, and a module that says the same of its token."""
-    model = TinyModel("DeepseekV3", {**TINY_MODELS["deepseek-v3"].changes, "num_hidden_layers": 4}).build()
+    kind = ModelWithModule(is_mimo=is_mimo)
+    model = kind.tiny.build()
     size = model.config.hidden_size
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -69,13 +83,17 @@ def save_chain(path: Path) -> Path:
         embedding = model.model.embed_tokens.weight.normal_(0, 1)
         model.lm_head.weight.copy_(embedding.roll(1, 0))
     tensors = {name: torch.ones(size) for name in ("enorm", "hnorm", "shared_head.norm")}
-    tensors["eh_proj"] = torch.eye(size, 2 * size)
-    return save_with_module(path, model, tensors)
+    model.save_pretrained(path)
+    return kind.divide(path, {**tensors, "eh_proj": torch.eye(size, 2 * size)})
 
 
-@pytest.mark.parametrize("settings", [{}, {"dtype": "bfloat16", "quant_mode": "auto"}], ids=str)
-def test_a_module_that_knows_the_language_is_always_right(tmp_path: Path, settings: dict[str, Any]) -> None:
-    parts = open_parts(save_chain(tmp_path / "model"), **{**EXACT, **settings})
+@pytest.mark.parametrize(
+    ("is_mimo", "settings"), [(False, {}), (False, {"dtype": "bfloat16", "quant_mode": "auto"}), (True, {})], ids=str
+)
+def test_a_module_that_knows_the_language_is_always_right(
+    tmp_path: Path, is_mimo: bool, settings: dict[str, Any]
+) -> None:
+    parts = open_parts(save_chain(tmp_path / "model", is_mimo), **{**EXACT, **settings})
     request = parts.engine.add_request([5, 6, 7], replace(GREEDY, max_tokens=80))
     while parts.engine.has_work():
         parts.engine.step()
@@ -101,7 +119,7 @@ def test_engines_that_a_module_does_not_suit_say_so(tmp_path: Path, settings: di
 
 
 def test_models_without_a_module_say_so(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="knows modules of DeepseekV3ForCausalLM, not of LlamaForCausalLM"):
+    with pytest.raises(ConfigError, match="MiMoForCausalLM, not of LlamaForCausalLM"):
         open_parts(Path("dry-run"), **EXACT)
     path = TINY_MODELS["deepseek-v3"].save(tmp_path / "model")
     config = json.loads((path / "config.json").read_text())
