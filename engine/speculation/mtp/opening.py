@@ -22,6 +22,7 @@ from engine.layers.weights import Part, PartSource
 from engine.loader.checkpoint import Shape
 from engine.loader.load import LoadedModel
 from engine.loader.model_weights import ModelWeights
+from engine.loader.random_weights import RandomWeights
 from engine.loader.safetensors import read_header, weight_files
 from engine.loader.source import Source, open_source
 from engine.models.hf_config import read_hf_config
@@ -100,6 +101,8 @@ def read_module(files: ModelFiles, engine_config: EngineConfig, loaded: LoadedMo
         raise ConfigError(f"{FLAG}: {files.name} has no module: config.json has no num_nextn_predict_layers")
     logger.info("drafts by the first of %d MTP modules", count)
     source = open_source(files, engine_config, loaded.dtype, loaded.device)
+    if not isinstance(source.weights, PartSource | RandomWeights):
+        raise ConfigError(f"{FLAG} needs hidden states, which models by transformers' code do not give")
     config, model = source.config, loaded.model
     layer, hidden = names.layer.format(config.num_layers), config.hidden_size
     own = {

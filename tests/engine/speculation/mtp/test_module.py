@@ -118,6 +118,25 @@ def test_engines_that_a_module_does_not_suit_say_so(tmp_path: Path, settings: di
         open_module(3, engine_config(str(path), **settings), loaded, DraftLengths(False))
 
 
+@pytest.mark.wing("engine.transformers_models")
+def test_models_by_transformers_code_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="models by transformers' code do not give"):
+        open_parts(
+            ModelWithModule().save(tmp_path / "model"), model_impl="transformers", load_format="dummy", **EXACT
+        )
+
+
+def test_random_weights_draft(tmp_path: Path) -> None:
+    """As benchmarks of a model without its files do."""
+    path = ModelWithModule().save(tmp_path / "model")
+    (path / "model.safetensors").unlink()
+    parts = open_parts(path, load_format="dummy", **EXACT)
+    parts.engine.add_request([5, 6, 7], GREEDY)
+    while parts.engine.has_work():
+        parts.engine.step()
+    assert num_drafts(parts.engine)[0] > 10
+
+
 def test_models_without_a_module_say_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="MiMoForCausalLM, not of LlamaForCausalLM"):
         open_parts(Path("dry-run"), **EXACT)
