@@ -14,6 +14,7 @@ from engine.speculation.draft_length import DraftLengths
 from engine.speculation.eagle.checkpoint import read_head
 from engine.speculation.eagle.head import EagleHead
 from engine.speculation.heads.proposer import FromHead
+from engine.speculation.heads.whole import check_ranks, whole_vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -23,24 +24,23 @@ def open_eagle_head(
 ) -> FromHead:
     """name: folder or hub id of the head. Raises ConfigError where it does not fit the model."""
     flag = f"--speculative eagle:{name}"
-    if config.num_ranks > 1:
-        raise ConfigError(f"{flag}: the head drafts for a model in one process; leave out --tp and --pp")
+    check_ranks(flag, config)
     if config.is_simulated:
         raise ConfigError(f"{flag}: --simulated-steps compute nothing that the head could read")
     if not loaded.config.is_causal:
         raise ConfigError(f"{flag}: {config.model} generates no text")
-    head = read_fitting_head(name, loaded)
+    head = read_fitting_head(name, config, loaded)
     logger.info("drafts by the EAGLE-3 head %s, which reads layers %s", name, head.shape.layers)
     return FromHead(head, lengths, num_tokens, loaded.config.vocab_size)
 
 
-def read_fitting_head(name: str, loaded: LoadedModel) -> EagleHead:
+def read_fitting_head(name: str, config: EngineConfig, loaded: LoadedModel) -> EagleHead:
     """Read the head of a folder or hub id onto the model's device. Raises ConfigError where it does not fit."""
     flag, files = f"--speculative eagle:{name}", resolve_model(name)
     if files.kind != "directory":
         raise ConfigError(f"{flag}: name a folder with config.json and the head's weights, or a hub id")
     with torch.inference_mode():
         try:
-            return read_head(files.path, loaded.config, loaded.model.embedding, loaded.model.head)
+            return read_head(files.path, loaded.config, *whole_vocabulary(config, loaded))
         except ConfigError as error:
             raise ConfigError(f"{flag}: {error}") from error

@@ -28,6 +28,7 @@ from engine.loader.source import Source, open_source
 from engine.models.hf_config import read_hf_config
 from engine.speculation.draft_length import DraftLengths
 from engine.speculation.heads.proposer import FromHead
+from engine.speculation.heads.whole import check_ranks, whole_vocabulary
 from engine.speculation.mtp.module import ModuleWeights, MtpModule
 from kvstore.layout import WHOLE
 
@@ -75,18 +76,12 @@ class Renamed(PartSource):
 
 def open_module(num_tokens: int, config: EngineConfig, loaded: LoadedModel, lengths: DraftLengths) -> FromHead:
     """Raises ConfigError where the model has no module, or one that is not served."""
-    check_ranks(config)
+    check_ranks(FLAG, config)
     if config.is_simulated:
         raise ConfigError(f"{FLAG}: --simulated-steps compute nothing that the module could read")
     with torch.inference_mode():
         module = read_module(resolve_model(config.model), config, loaded)
     return FromHead(module, lengths, num_tokens, loaded.config.vocab_size)
-
-
-def check_ranks(config: EngineConfig) -> None:
-    """Raise ConfigError where the model is divided."""
-    if config.num_ranks > 1:
-        raise ConfigError(f"{FLAG}: the module drafts for a model in one process; leave out --tp and --pp")
 
 
 def read_module(files: ModelFiles, engine_config: EngineConfig, loaded: LoadedModel) -> MtpModule:
@@ -115,19 +110,21 @@ def read_module(files: ModelFiles, engine_config: EngineConfig, loaded: LoadedMo
         own |= dict.fromkeys(copies, (config.vocab_size, hidden))
     blocks, found = _read(source, engine_config, loaded, layer, own)
     embedding, head = found.get(names.embedding), found.get(names.head)
-    if embedding is None or torch.equal(embedding, model.embedding):
-        embedding = model.embedding
+    of_model, model_head = whole_vocabulary(engine_config, loaded)
+    if embedding is None or torch.equal(embedding, of_model):
+        embedding = of_model
     if head is not None:
-        of_model = model.embedding
         if not config.tie_word_embeddings:
             of_model = source.weights.take("lm_head.weight", (config.vocab_size, hidden))
         head = None if torch.equal(head, of_model) else head
+    is_own = head is not None or loaded.shard.size > 1
+    hidden_dtype = loaded.dtype if is_own else model.hidden_dtype  # what the output projection reads
     joint = found[names.joint].roll(hidden, 1) if names.hidden_first else found[names.joint]
     return MtpModule(
         ModuleWeights(
             model.final_norm, model.rotary, embedding, found[names.embedding_norm], found[names.hidden_norm],
             dense_linear(joint, None), blocks, found[names.norm],
-            model.head if head is None else Linear(head), model.hidden_dtype if head is None else loaded.dtype,
+            model_head if head is None else Linear(head), hidden_dtype,
         ),
         config.num_layers,
         config.rms_norm_eps,

@@ -92,14 +92,16 @@ class GpuDraftModel:
 
 def load_on_gpu(name: str, target_config: EngineConfig, target: LoadedModel, gpu: GpuConfig) -> GpuDraftModel:
     """Load the weights, before KV blocks get what is left. Raises ConfigError."""
-    if target_config.num_ranks > 1:
-        raise ConfigError(f"--speculative draft:{name}: on GPUs the model has to be on one: leave out --tp and --pp")
+    if target_config.pp > 1:
+        raise ConfigError(f"--speculative draft:{name}: on GPUs no draft model helps pipeline stages; leave out --pp")
     files, loaded, config, sizes = load_draft_model(name, target_config, target.config.vocab_size, target.device)
     config = replace(config, host_tier_gb=0.0)
     check_attention(loaded.config, gpu.attention_backend)
     one = replace(config, num_gpu_blocks=1)
     block = pool_geometry(loaded.config, one, loaded.fingerprint, loaded.dtype)
-    of_target = pool_geometry(target.config, replace(target_config, num_gpu_blocks=1), "", target.dtype).block_bytes
+    of_target = pool_geometry(
+        target.config, replace(target_config, num_gpu_blocks=1), "", target.dtype, target.shard
+    ).block_bytes
     graph_bytes = 0
     if not (config.num_gpu_blocks or config.kv_cache_gb):
         graph_bytes = measure(loaded, block, one, gpu, loaded.config.context_length(0)).graph_bytes

@@ -20,7 +20,8 @@ from engine.kv.memory import pool_geometry
 from engine.loader.load import LoadedModel
 from engine.speculation.draft_length import DraftLengths
 from engine.speculation.eagle.opening import read_fitting_head
-from engine.speculation.mtp.opening import check_ranks, read_module
+from engine.speculation.heads.whole import check_ranks
+from engine.speculation.mtp.opening import FLAG, read_module
 from engine.speculation.on_gpu.eagle_head import GpuEagleHead
 from engine.speculation.on_gpu.from_head import FromGpuHead
 from engine.speculation.on_gpu.head import GpuHead, HeadGraphs, HeadSize
@@ -47,7 +48,9 @@ class HeadOnGpu:
     def num_blocks_left(self, num_blocks: int) -> int:
         """See OnGpu."""
         config, loaded = self._config, self._loaded
-        one = pool_geometry(loaded.config, replace(config, num_gpu_blocks=1), "", loaded.dtype).block_bytes
+        one = pool_geometry(
+            loaded.config, replace(config, num_gpu_blocks=1), "", loaded.dtype, loaded.shard
+        ).block_bytes
         own = self._kept * config.block_size * loaded.dtype.itemsize
         logits = 3 * config.max_num_seqs * loaded.config.vocab_size * loaded.dtype.itemsize
         read = self._num_layers * most_tokens(config) * loaded.config.hidden_size * loaded.dtype.itemsize
@@ -60,6 +63,7 @@ class HeadOnGpu:
     def join(self, runner: Any, num_blocks: int) -> None:
         """See OnGpu."""
         config, model_size = self._config, self._loaded.config.hidden_size
+        runner = getattr(runner, "local", runner)  # that of rank 0, where there are others
         self._rows = runner.device_rows
         size = HeadSize(
             num_blocks, config.block_size, config.max_num_seqs, most_tokens(config), self._max_model_len, model_size
@@ -87,13 +91,12 @@ def load_eagle_head(name: str, config: EngineConfig, loaded: LoadedModel) -> Hea
     name: folder or hub id of the head. loaded: the model.
     """
     flag, model = f"--speculative eagle:{name}", loaded.config
-    if config.num_ranks > 1:
-        raise ConfigError(f"{flag}: the head drafts for a model in one process; leave out --tp and --pp")
+    check_ranks(flag, config)
     if not model.is_causal:
         raise ConfigError(f"{flag}: {config.model} generates no text")
     if model.windows or model.num_kv_planes == 1:
         raise ConfigError(f"{flag}: on GPUs heads are for models without sliding windows and latent attention")
-    head = read_fitting_head(name, loaded)
+    head = read_fitting_head(name, config, loaded)
     if head.shape.head_dim & (head.shape.head_dim - 1):
         raise ConfigError(f"{flag}: on GPUs a head's head_dim must be a power of two, not {head.shape.head_dim}")
     logger.info("drafts by the EAGLE-3 head %s, which reads layers %s", name, head.shape.layers)
@@ -107,7 +110,7 @@ def load_eagle_head(name: str, config: EngineConfig, loaded: LoadedModel) -> Hea
 
 def load_module(config: EngineConfig, loaded: LoadedModel) -> HeadOnGpu:
     """Load the weights of the model's own module, likewise."""
-    check_ranks(config)
+    check_ranks(FLAG, config)
     with torch.inference_mode():
         module = read_module(resolve_model(config.model), config, loaded)
     model = loaded.config

@@ -27,7 +27,8 @@ from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.engine import DeviceLostError, Engine
 from engine.gpu.config import GpuConfig
-from engine.gpu.runner import GpuRunner
+from engine.gpu.forward import Observer
+from engine.gpu.runner import DeviceRows, GpuRunner
 from engine.gpu.steps import rows
 from engine.kv.memory import allocate_pool, pool_geometry
 from engine.loader.load import load_model
@@ -160,6 +161,13 @@ class StageHere:
 
     def propose_with(self, proposer: Proposer) -> None:
         self.runners[0].propose_with(proposer)
+
+    def observe_with(self, observer: Observer) -> None:
+        self.runners[0].observe_with(observer)
+
+    @property
+    def device_rows(self) -> DeviceRows:
+        return self.runners[0].device_rows
 
 
 class StepHere:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,22 +44,23 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def drafted_by(
     models: dict[str, Path], draft: str, monkeypatch: pytest.MonkeyPatch, overlap: Overlap | None = None,
-    is_adaptive: bool = False, **settings: Any,
+    is_adaptive: bool = False, open_engine: Callable[..., Any] = open_gpu, **settings: Any,
 ) -> tuple[Engine, FromGpuDraftModel]:  # fmt: skip
+    proposers = []
+
     def speculation(
         config: EngineConfig, loaded: LoadedModel, runner: Any, _: object, num_blocks: int
     ) -> Speculation:
         lengths = DraftLengths(is_adaptive)
         opened = load_on_gpu(str(models[draft]), config, loaded, GpuConfig())
-        runner.propose_with(opened.open(num_blocks, 3, lengths, overlap))
+        proposers.append(opened.open(num_blocks, 3, lengths, overlap))
+        runner.propose_with(proposers[0])
         return Speculation(lengths, config.max_num_seqs, overlap)
 
     monkeypatch.setattr(engine.assembly, "_speculation", speculation)
     settings = {"num_speculative_tokens": 3, "max_num_seqs": MAX_TOKENS, **settings}
-    made, runner = open_gpu(models["same"], monkeypatch, GpuConfig(), **settings)
-    proposer = runner._proposer
-    assert isinstance(proposer, FromGpuDraftModel)
-    return made, proposer
+    made, _ = open_engine(models["same"], monkeypatch, GpuConfig(), **settings)
+    return made, proposers[0]
 
 
 def test_drafts_change_no_token(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,6 +135,6 @@ def test_passes_are_as_many_as_pay() -> None:
     assert chosen("right", num_rows=60) == 1  # one row of many
 
 
-def test_ranks_are_refused(models: dict[str, Path]) -> None:
-    with pytest.raises(ConfigError, match="leave out --tp and --pp"):
-        load_on_gpu(str(models["same"]), EngineConfig("m", tp=2), None, GpuConfig())  # type: ignore[arg-type]
+def test_stages_are_refused(models: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match="leave out --pp"):
+        load_on_gpu(str(models["same"]), EngineConfig("m", pp=2), None, GpuConfig())  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,7 @@ import engine.assembly
 from common.errors import ConfigError
 from engine.assembly import assemble
 from engine.config import EngineConfig
-from engine.engine import Engine
 from engine.gpu.config import GpuConfig
-from engine.gpu.runner import GpuRunner
 from engine.loader.load import LoadedModel
 from engine.plan import StepResult
 from engine.request import SamplingParams
@@ -23,7 +22,7 @@ from engine.speculation.draft_length import DraftLengths
 from engine.speculation.drafts import Speculation
 from engine.speculation.on_gpu.open_head import HeadOnGpu, load_eagle_head, load_module
 from engine.speculation.overlap import Overlap
-from tests.engine.driving import num_drafts
+from tests.engine.driving import engine_config, num_drafts
 from tests.engine.speculation.eagle.heads import RandomHead
 from tests.gpu.models import save_tiny_model
 from tests.gpu.speculation.test_drafts import MAX_TOKENS, run
@@ -51,9 +50,10 @@ def head(tmp_path: Path) -> Path:
 
 
 def drafted_by(
-    model: Path, head: Path | None, monkeypatch: pytest.MonkeyPatch, overlap: Overlap | None = None, **settings: Any
-) -> tuple[Engine, GpuRunner]:
-    """head: None: the model's own module."""
+    model: Path, head: Path | None, monkeypatch: pytest.MonkeyPatch, overlap: Overlap | None = None,
+    open_engine: Callable[..., Any] = open_gpu, **settings: Any,
+) -> Any:  # fmt: skip
+    """head: None: the model's own module. Returns what `open_engine` does."""
 
     def drafting(config: EngineConfig, loaded: LoadedModel, _: GpuConfig) -> HeadOnGpu:
         return load_module(config, loaded) if head is None else load_eagle_head(str(head), config, loaded)
@@ -68,7 +68,7 @@ def drafted_by(
     monkeypatch.setattr(engine.assembly, "_drafting", drafting)
     monkeypatch.setattr(engine.assembly, "_speculation", speculation)
     settings = {"num_speculative_tokens": NUM_DRAFTS, "max_num_seqs": MAX_TOKENS, **settings}
-    return open_gpu(model, monkeypatch, GpuConfig(), **settings)
+    return open_engine(model, monkeypatch, GpuConfig(), **settings)
 
 
 def recorded(proposer: Proposer) -> dict[tuple[int, ...], list[int]]:
@@ -175,8 +175,11 @@ def test_what_does_not_fit_is_refused(model: Path, tmp_path: Path) -> None:
     folder = HEADS["own-tokens"].save(tmp_path / "head")
     loaded = assemble_loaded(model)
     config = EngineConfig(str(model))
-    with pytest.raises(ConfigError, match="leave out --tp and --pp"):
-        load_eagle_head(str(folder), replace(config, tp=2), loaded)
+    with pytest.raises(ConfigError, match="leave out --pp"):
+        load_eagle_head(str(folder), replace(config, pp=2), loaded)
+    divided = engine_config(str(model), tp=2, expert_parallel=True, expert_exchange="dispatch")
+    with pytest.raises(ConfigError, match="--expert-exchange dispatch"):
+        load_eagle_head(str(folder), divided, loaded)
     with pytest.raises(ConfigError, match="without sliding windows and latent attention"):
         load_eagle_head(str(folder), config, replace(loaded, config=replace(loaded.config, sliding_window=8)))
     odd = RandomHead({**LAYERS, "head_dim": 24}, draft_vocab=60, **OF_MODEL).save(tmp_path / "odd")

@@ -25,6 +25,7 @@ from tests.engine.driving import engine_config, num_drafts
 from tests.engine.expert_balancing.balancing import balancing_of
 from tests.engine.quantization.packed_files import FORMATS, SIZES, write
 from tests.engine.speculation.drafters import MakeOracle, draft_with, knows
+from tests.engine.speculation.eagle.heads import RandomHead
 from tests.engine.tiny_models import TinyModel
 from tests.gpu.kv.test_kv_groups import GEMMA3, GPT_OSS
 from tests.gpu.mla.test_latents import V2
@@ -71,6 +72,23 @@ def test_two_ranks_give_the_tokens_of_one(overlap: bool, graphs: bool, tmp_path:
         del made
         gc.collect()
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", ["draft", "eagle"])
+def test_drafts_of_the_first_rank_change_no_token(kind: str, tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path)
+    head = RandomHead(
+        {"hidden_size": 64, "eagle_aux_hidden_state_layer_ids": [0, 1, 1]}, draft_vocab=60, vocab_size=97,
+        model_size=64,
+    )  # fmt: skip
+    drafter = f"draft:{model}" if kind == "draft" else f"eagle:{head.save(tmp_path / 'head')}"
+    expected = generate(open_ranks(model, 1), greedy(30), PROMPTS[:2])
+    gc.collect()
+    made = open_ranks(model, 2, speculative=drafter, num_speculative_tokens=3, adaptive_drafts=False)
+    assert generate(made, greedy(30), PROMPTS[:2]) == expected
+    drafted, accepted = num_drafts(made)
+    assert drafted > 20
+    assert accepted == drafted if kind == "draft" else accepted < drafted
 
 
 FAMILIES = {"latents": V2, "gemma3": GEMMA3, "gpt-oss": GPT_OSS}

@@ -143,7 +143,7 @@ def test_pickles_are_refused(tmp_path: Path, loaded: LoadedModel) -> None:
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"tp": 2}, "leave out --tp and --pp"),
+        ({"pp": 2}, "leave out --pp"),
         ({"simulated_steps": "base=0.01"}, "--simulated-steps compute nothing"),
         ({"speculative": "eagle:/no/such/folder"}, "not found"),
         ({"speculative": "eagle:default"}, "name a folder with config.json"),

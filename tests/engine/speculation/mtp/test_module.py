@@ -88,7 +88,9 @@ def save_chain(path: Path, is_mimo: bool) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("is_mimo", "settings"), [(False, {}), (False, {"dtype": "bfloat16", "quant_mode": "auto"}), (True, {})], ids=str
+    ("is_mimo", "settings"),
+    [(False, {}), (False, {"dtype": "bfloat16", "quant_mode": "auto"}), (False, {"tp": 2}), (True, {})],
+    ids=str,
 )
 def test_a_module_that_knows_the_language_is_always_right(
     tmp_path: Path, is_mimo: bool, settings: dict[str, Any]
@@ -106,7 +108,7 @@ def test_a_module_that_knows_the_language_is_always_right(
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"tp": 2}, "leave out --tp and --pp"),
+        ({"pp": 2}, "leave out --pp"),
         ({"simulated_steps": "base=0.01"}, "--simulated-steps compute nothing"),
     ],
     ids=str,
