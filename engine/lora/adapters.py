@@ -13,7 +13,7 @@ from engine.lora.cpu_layers import CpuAdapter
 from engine.lora.cpu_runner import LoraCpuRunner
 from engine.lora.layers import Layers, can_change, layers_of, limited
 from engine.lora.reader import AdapterFile
-from engine.lora.settings import NO_GPU_RANKS, LoraSettings
+from engine.lora.settings import LoraSettings
 from engine.lora.store import AdapterStore
 from engine.wings import Adapters
 
@@ -26,17 +26,16 @@ def open_adapters(loaded: LoadedModel, config: EngineConfig) -> Adapters | None:
     settings = config.of(LoraSettings)
     if not settings.enable_lora:
         return None
-    on_gpu = loaded.device.type == "cuda"
-    if on_gpu and loaded.shard.size > 1:
-        raise ConfigError(NO_GPU_RANKS)
     if not any(map(can_change, loaded.model.blocks)):
         raise ConfigError(f"--enable-lora: adapters cannot change any layer of {loaded.config.architecture}")
     layers = layers_of(loaded.config, loaded.model.config, loaded.shard)
     if settings.lora_target_modules:
         layers = limited(layers, settings.lora_target_modules.split(","))
     kind: type[CpuAdapters | GpuAdapters] = CpuAdapters
-    if on_gpu:
-        from engine.lora.gpu_adapters import GpuAdapters as kind  # needs triton
+    if loaded.device.type == "cuda":
+        from engine.lora.gpu_adapters import FollowedGpuAdapters, GpuAdapters  # these need triton
+
+        kind = FollowedGpuAdapters if loaded.shard.rank else GpuAdapters
     adapters = kind(loaded, layers, settings)
     for module in parse_lora_modules(settings.lora_modules):
         adapters.preload(str(AdapterRef.of(module.folder)))

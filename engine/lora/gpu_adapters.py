@@ -8,14 +8,14 @@ from common.lora.adapter_ref import AdapterRef
 from engine.gpu.config import GpuConfig
 from engine.loader.load import LoadedModel
 from engine.lora.gpu_runner import LoraGpuRunner
-from engine.lora.gpu_slots import GpuSlots, SlotStore, for_kernels
+from engine.lora.gpu_slots import FollowedSlots, GpuSlots, SlotStore, for_kernels
 from engine.lora.layers import Layers
 from engine.lora.reader import AdapterFile
 from engine.lora.settings import LoraSettings
 
 
 class GpuAdapters(SlotStore):
-    """See Adapters in engine.wings."""
+    """See Adapters in engine.wings. Of the first rank, if there are others."""
 
     def __init__(self, loaded: LoadedModel, layers: Layers, settings: LoraSettings) -> None:
         layers = for_kernels(layers)
@@ -31,3 +31,7 @@ class GpuAdapters(SlotStore):
         """See Adapters."""
         held, ranks = args[:4], args[4:]
         return LoraGpuRunner(self, self._in_memory, *held, gpu, max_model_len, *ranks)
+
+
+class FollowedGpuAdapters(FollowedSlots, GpuAdapters):
+    """Those of a rank behind the first."""

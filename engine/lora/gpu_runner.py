@@ -13,7 +13,7 @@ from engine.gpu.steps.prompt_graphs import PromptGraphs
 from engine.gpu.steps.step import GpuBatch, GpuStep
 from engine.loader.load import LoadedModel
 from engine.lora.gpu_layers import AdaptedForwards, StepTiles, with_slots
-from engine.lora.gpu_slots import GpuSlots, SlotStore
+from engine.lora.gpu_slots import FollowedSlots, GpuSlots, SlotStore
 from engine.lora.runner import AdaptedSteps
 from engine.plan import ScheduledRow
 from engine.request_states import RequestState
@@ -27,7 +27,7 @@ class LoraGpuRunner(AdaptedSteps, GpuRunner):
     def __init__(self, adapters: SlotStore, slots: GpuSlots, loaded: LoadedModel, *args: Any) -> None:
         """args: further ones of GpuRunner."""
         super().__init__(loaded, *args)
-        self._adapters, self._is_alone = adapters, True
+        self._adapters, self._is_alone = adapters, loaded.shard.size == 1
         self._tiles = StepTiles(slots.count, self._max_rows, loaded.device)
         model = with_slots(loaded.model, slots, self._tiles)
         forward = self._forward.of_ops(AdaptedForwards(model, self._ranks))
@@ -52,6 +52,12 @@ class LoraGpuRunner(AdaptedSteps, GpuRunner):
             super()._run_warmup_plans()
         self._warms_up = False
         self._forward, self._decodes = self._plain
+
+    def _take_adapters(self, requests: Sequence[RequestState]) -> dict[int, str]:
+        if isinstance(self._adapters, FollowedSlots):  # slots change hands between steps
+            for request in requests:
+                request.adapter_weights = None
+        return super()._take_adapters(requests)
 
     def _launch_rows(self, rows: Sequence[ScheduledRow], requests: Sequence[RequestState]) -> GpuStep:
         self._has_adapters = self._warms_up or any(each.adapter_weights is not None for each in requests)

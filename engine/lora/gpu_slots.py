@@ -31,7 +31,7 @@ class GpuSlots:
     def __init__(self, layers: Layers, count: int, max_rank: int, dtype: torch.dtype, device: torch.device) -> None:
         self.count = count
         self.layers = [
-            SlotWeights.empty(count, max_rank, layer.num_columns, starts_of(layer), dtype, device)
+            SlotWeights.empty(count, max_rank, len(layer.columns), starts_of(layer), dtype, device)
             if layer.modules else None
             for layer in layers.linears
         ]  # fmt: skip
@@ -127,6 +127,24 @@ class SlotStore(AdapterStore[int]):
     def _read_into(self, name: str, file: AdapterFile) -> int:
         slot = self._slots[name]
         self._fill(slot, file)
+        return slot
+
+
+class FollowedSlots(SlotStore):
+    """The slots of a rank behind the first: it reads an adapter when a plan names it, since nobody asks it before.
+
+    The first rank sees to it that a step names at most as many adapters as there are slots.
+    """
+
+    def get(self, name: str) -> int:
+        """See AdapterStore. Takes the slot of the adapter that was asked for longest ago."""
+        if name not in self._loads and not self._vacant:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # steps in flight read it
+            self._vacate(self._turn + 1)
+        slot = super().get(name)
+        self._turn += 1
+        self._asked_at[name] = self._turn
         return slot
 
 

@@ -9,7 +9,6 @@ from common.lora.modules import parse_lora_modules
 from engine.wings import EngineWing
 
 NO_STAGES = "--enable-lora with --pp is not supported yet: use --tp"
-NO_GPU_RANKS = "--enable-lora with --tp is for CPUs so far: give each GPU a worker of its own"
 NO_FP8 = (
     "--enable-lora with --kv-cache-dtype fp8 is not supported: its scales are folded into the model's own weights"
 )

@@ -99,6 +99,7 @@ def _start(link: socket.socket, start: FollowerStart) -> Any:
     geometry = pool_geometry(loaded.config, config, loaded.fingerprint, loaded.dtype, loaded.shard)
     slots = torch.zeros(pool.num_host_slots, geometry.block_bytes, dtype=torch.uint8) if pool.num_host_slots else None
     folder, is_alone = Path(start.folder), start.shard.size == 1
+    adapters = adapters_of(loaded, config)
     runner: Any
     if on_gpu:
         from engine.gpu.runner import GpuRunner
@@ -114,7 +115,11 @@ def _start(link: socket.socket, start: FollowerStart) -> Any:
         else:
             _watch(link)
             ranks = gpu_ranks(loaded, config, devices, *open_ends(loaded, config, folder))
-        runner = GpuRunner(loaded, kv_pool, slots, config, start.gpu, pool.max_model_len, ranks)
+        if adapters is None:
+            runner = GpuRunner(loaded, kv_pool, slots, config, start.gpu, pool.max_model_len, ranks)
+        else:
+            sized = {"gpu": start.gpu, "max_model_len": pool.max_model_len}
+            runner = adapters.runner(loaded, kv_pool, slots, config, ranks, **sized)
     elif start.is_remote:
         alone = cpu_ranks(loaded, config, sink=SocketSink(link, _end))
         runner = CpuRunner(loaded, allocate_pool(geometry, device), slots, config, alone)
@@ -125,7 +130,6 @@ def _start(link: socket.socket, start: FollowerStart) -> Any:
         source = None if start.hidden_in is None else RingSource(start.hidden_in)
         sink = None if start.hidden_out is None else RingSink(start.hidden_out)
         own = cpu_ranks(loaded, config, group, source, sink)
-        adapters = adapters_of(loaded, config)
         make = CpuRunner if adapters is None else adapters.runner
         runner = make(loaded, kv_pool, slots, config, own)
     if loaded.constraints is not None:

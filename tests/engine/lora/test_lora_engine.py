@@ -12,14 +12,10 @@ import torch
 
 from common.errors import ConfigError, InvalidRequestError
 from common.lora.adapter_ref import AdapterRef
-from common.model_files import resolve_model
 from engine.assembly import EngineParts, assemble
 from engine.engine import Engine
-from engine.loader.load import load_model
-from engine.lora.adapters import open_adapters
 from engine.lora.store import AdapterStore
 from engine.request import Request, SamplingParams
-from kvstore.layout import Shard
 from tests.engine.driving import GREEDY, engine_config, num_drafts, random_prompt
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, TinyModel, reference_greedy, reference_logits
 from tests.harness.adapters import ALL_LINEAR, merge, write_adapter
@@ -286,16 +282,6 @@ def test_adapters_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     assert [request for request, _ in errors] == [failing]
     assert "is damaged or cannot be read" in errors[0][1]
     assert [whole.output_token_ids] == merged_answers(tiny, [(PROMPTS[1], None)])
-
-
-def test_ranks_on_gpus_are_refused(tmp_path: Path) -> None:
-    """Before anything is read: each rank would have slots of its own."""
-    tiny = TINY_MODELS["llama"]
-    path = str(tiny.save(tmp_path / "model"))
-    config = engine_config(path, **FLOAT32, enable_lora=True)
-    loaded = load_model(resolve_model(path), config, torch.device("cpu"))
-    with pytest.raises(ConfigError, match="--enable-lora with --tp is for CPUs so far"):
-        open_adapters(replace(loaded, device=torch.device("cuda"), shard=Shard(0, 2)), config)
 
 
 def test_modules_that_adapters_may_change(tmp_path: Path) -> None:

@@ -13,16 +13,22 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import engine.assembly
 import engine.lora.adapters
 from common.errors import InvalidRequestError
 from common.lora.adapter_ref import AdapterRef
+from common.model_files import ModelFiles
 from engine.engine import Engine
 from engine.gpu.config import GpuConfig
 from engine.gpu.runner import GpuRunner
-from engine.lora.gpu_adapters import GpuAdapters
+from engine.loader.load import load_model
+from engine.lora.adapters import open_adapters
+from engine.lora.gpu_adapters import FollowedGpuAdapters, GpuAdapters
 from engine.lora.gpu_slots import SlotStore
 from engine.request import SamplingParams
+from kvstore.layout import Shard
 from tests.gpu.models import save_tiny_model
+from tests.gpu.pipeline_parallel import test_pipeline_parallel
 from tests.gpu.test_engine import ON_GPU, open_gpu
 from tests.gpu.test_late_compiles import nothing_is_compiled_yet
 from tests.harness.adapters import deltas, write_adapter
@@ -132,6 +138,51 @@ def test_more_adapters_than_slots_take_turns(
     assert figures["mini_infer_lora_adapters"] == [1]
     assert figures["mini_infer_lora_loads"][0] >= 4
     assert len(store._files) == 1
+
+
+def open_two_ranks(model: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tuple[Engine, list[GpuAdapters]]:
+    """An engine on two ranks, in threads, and what they have of adapters."""
+    opened: list[GpuAdapters] = []
+    run_one = GpuAdapters.runner
+
+    def of_part(part: Any, layers: Any, wanted: Any) -> GpuAdapters:
+        opened.append((FollowedGpuAdapters if part.shard.rank else GpuAdapters)(part, layers, wanted))
+        return opened[-1]
+
+    def of_first(loaded: Any, config: Any) -> Any:
+        files = ModelFiles("tiny", "directory", model)
+        return open_adapters(load_model(files, replace(config, tp=2), loaded.device, Shard(0, 2)), config)
+
+    def of_rank(part: Any, pool: Any, slots: Any, config: Any, gpu: GpuConfig, length: int, ranks: Any) -> Any:
+        if part.shard.rank:
+            open_adapters(part, config)
+        own = opened[part.shard.rank]
+        return run_one(own, part, pool, slots, config, ranks, gpu=gpu, max_model_len=length)
+
+    monkeypatch.setattr(engine.lora.adapters, "CpuAdapters", of_part)
+    monkeypatch.setattr(engine.assembly, "adapters_of", of_first)
+    monkeypatch.setattr(test_pipeline_parallel, "GpuRunner", of_rank)
+    monkeypatch.setattr(GpuAdapters, "runner", lambda _, *held, **sized: engine.assembly._make_runner(*held, *sized))
+    eager = GpuConfig(use_cuda_graph=False)  # ranks here are threads, but one thread captures
+    made = test_pipeline_parallel.open_stages(model, 1, monkeypatch, eager, 2, enable_lora=True, **settings)
+    return made, opened
+
+
+@pytest.mark.skipif(ON_GPU, reason="tests/gpu/tensor_parallel has it on two GPUs")
+@pytest.mark.parametrize("max_loras", [1, 3])
+def test_two_ranks_equal_merged_models(
+    max_loras: int, model: Path, adapters: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one reads adapters when plans name them, into slots that it vacates by itself."""
+    first, second, third = adapters
+    asked = [*zip(PROMPTS, (first, None, second, third), strict=True), (PROMPTS[0], second), (PROMPTS[0], None)]
+    wanted = merged_answers(model, asked, monkeypatch)
+    made, opened = open_two_ranks(model, monkeypatch, max_lora_rank=9, max_loras=max_loras)
+    assert answers(made, asked) == wanted
+    assert answers(made, asked[:1]) == wanted[:1]
+    assert [type(each) for each in opened] == [GpuAdapters, FollowedGpuAdapters]
+    assert [len(each._loads) for each in opened] == [max_loras] * 2
+    assert len({each._num_loads for each in opened}) == 1, "no rank reads an adapter twice for one step"
 
 
 def test_slots_that_a_step_may_read_are_kept(

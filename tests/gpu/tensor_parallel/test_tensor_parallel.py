@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from common.lora.adapter_ref import AdapterRef
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.engine import DeviceLostError, Engine
@@ -32,6 +34,7 @@ from tests.gpu.mla.test_latents import V2
 from tests.gpu.models import save_family, save_tiny_model
 from tests.gpu.moe.test_packed_experts import save_mxfp4
 from tests.gpu.test_engine import generate, greedy
+from tests.harness.adapters import write_adapter
 from tests.harness.processes import followers_of
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -89,6 +92,24 @@ def test_drafts_of_the_first_rank_change_no_token(kind: str, tmp_path: Path) -> 
     drafted, accepted = num_drafts(made)
     assert drafted > 20
     assert accepted == drafted if kind == "draft" else accepted < drafted
+
+
+def test_adapters_of_two_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
+    """More of them than slots."""
+    model = save_tiny_model(tmp_path)
+    stored = load_file(model / "model.safetensors")
+    shapes = {name: tuple(tensor.shape) for name, tensor in stored.items() if tensor.dim() == 2}
+    names = [str(AdapterRef.of(write_adapter(tmp_path / str(seed), shapes, seed=seed))) for seed in range(3)]
+    found = []
+    for tp in (1, 2):
+        made = open_ranks(model, tp, enable_lora=True, max_lora_rank=8, max_loras=2)
+        requests = [made.add_request(prompt, GREEDY, adapter=name) for name in ("", *names) for prompt in PROMPTS[:3]]
+        while made.has_work():  # steps are empty while an adapter is read
+            made.step()
+        found.append([request.output_token_ids for request in requests])
+        del made, requests
+        gc.collect()
+    assert found[0] == found[1]
 
 
 FAMILIES = {"latents": V2, "gemma3": GEMMA3, "gpt-oss": GPT_OSS}
