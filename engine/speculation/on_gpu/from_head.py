@@ -92,7 +92,7 @@ class FromGpuHead(FromModel):
         fields[POSITION, : len(wanted)] = [len(request.token_ids) - 2 for request, *_ in wanted]
         fields[ROW, : len(wanted)] = [self._rows.row_of(request) for request, *_ in wanted]
         fields[INDEX, : len(wanted)] = [index for *_, index in wanted]
-        fields[BLOCKS, : len(wanted)] = [len(request.block_ids) for request, *_ in wanted]
+        fields[BLOCKS, : len(wanted)] = [len(request.block_ids) // self._graphs.num_groups for request, *_ in wanted]
         length = best_length(
             [(followed.record, most) for _, followed, most, _ in wanted], num_rows, self._lengths,
             self._times.cost.seconds(len(wanted)), self._acceptance,

@@ -144,6 +144,7 @@ class HeadGraphs:
         self._head, self._state, self._sampler, self._buckets = head, state, sampler, buckets
         self.device = device
         self._fields = torch.zeros(NUM_FIELDS, buckets[-1], dtype=torch.int32, device=device)
+        self.num_groups = len(state.block_tables)  # the head has the blocks of the first, whose layers see all tokens
         self._begin: dict[int, Callable[[], object]] = {}
         self._draft: dict[int, tuple[Callable[[], object], Tensor]] = {}
 

@@ -94,8 +94,10 @@ def load_eagle_head(name: str, config: EngineConfig, loaded: LoadedModel) -> Hea
     check_ranks(flag, config)
     if not model.is_causal:
         raise ConfigError(f"{flag}: {config.model} generates no text")
-    if model.windows or model.num_kv_planes == 1:
-        raise ConfigError(f"{flag}: on GPUs heads are for models without sliding windows and latent attention")
+    if model.windows and all(model.windows):  # whose blocks go back while the head still reads them
+        raise ConfigError(
+            f"{flag}: on GPUs a head needs a model with a layer that sees all tokens, not windows alone"
+        )
     head = read_fitting_head(name, config, loaded)
     if head.shape.head_dim & (head.shape.head_dim - 1):
         raise ConfigError(f"{flag}: on GPUs a head's head_dim must be a power of two, not {head.shape.head_dim}")

@@ -17,7 +17,8 @@ from engine.speculation.drafter import Drafter, Proposal
 from kernels.gpu.attention.paged_verify import paged_verify
 from tests.engine.driving import num_drafts
 from tests.engine.speculation.drafters import FromStates, MakeOracle, draft_with, knows, of_one_kind
-from tests.gpu.models import save_tiny_model
+from tests.gpu.mla.test_latents import V2
+from tests.gpu.models import save_family, save_tiny_model, use_small_tiles
 from tests.gpu.test_engine import PROMPTS, assert_same_logprobs, open_gpu, reference
 
 PLAIN = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
@@ -69,6 +70,23 @@ def test_drafts_change_no_token(
     assert accepted < drafted * 0.2 if accuracy == 0 else accepted > drafted * accuracy * 0.3
     if accuracy == 1:
         assert made.num_steps < expected.num_steps
+
+
+@pytest.mark.parametrize("kind", ["8-bit KV", "latents"])
+def test_drafts_of_other_kv_change_no_token(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: dict[str, Any] = {"kv_cache_dtype": "fp8"} if kind == "8-bit KV" else {}
+    saved = save_family(tmp_path, V2) if kind == "latents" else save_tiny_model(tmp_path)
+    use_small_tiles(monkeypatch, 4)
+    made, _ = open_gpu(saved, monkeypatch, GpuConfig(), max_num_seqs=MAX_TOKENS, **settings)
+    plain, _ = run(made)
+    answers = [request.prompt_token_ids + request.output_token_ids for request in plain]
+    draft_with(monkeypatch, MakeOracle(knows(answers), 0.6, 97), on_gpu=True)
+    drafted, _ = open_gpu(
+        saved, monkeypatch, GpuConfig(), num_speculative_tokens=4, max_num_seqs=MAX_TOKENS, **settings
+    )
+    requests, _ = run(drafted)
+    assert [request.output_token_ids for request in requests] == [request.output_token_ids for request in plain]
+    assert 3 < num_drafts(drafted)[1] < num_drafts(drafted)[0]
 
 
 def test_drafts_keep_to_decode_steps_within_a_graph(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

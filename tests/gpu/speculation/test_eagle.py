@@ -24,7 +24,9 @@ from engine.speculation.on_gpu.open_head import HeadOnGpu, load_eagle_head, load
 from engine.speculation.overlap import Overlap
 from tests.engine.driving import engine_config, num_drafts
 from tests.engine.speculation.eagle.heads import RandomHead
-from tests.gpu.models import save_tiny_model
+from tests.gpu.kv.test_kv_groups import GPT_OSS
+from tests.gpu.mla.test_latents import V2
+from tests.gpu.models import save_family, save_tiny_model, use_small_tiles
 from tests.gpu.speculation.test_drafts import MAX_TOKENS, run
 from tests.gpu.speculation.test_overlapped_drafts import Changing
 from tests.gpu.test_engine import ON_GPU, PROMPTS, assert_same_logprobs, open_gpu, reference
@@ -107,11 +109,21 @@ def test_drafts_change_no_token(
     assert num_drafts(made)[0] > 8
 
 
-@pytest.mark.parametrize(("temperature", "kind"), [(0.0, "all-tokens"), (0.9, "own-tokens")])
+@pytest.mark.parametrize(
+    ("temperature", "kind", "changes"),
+    [
+        (0.0, "all-tokens", {}), (0.9, "own-tokens", {}), (0.0, "all-tokens", GPT_OSS),
+        (0.0, "all-tokens", {**V2, "hidden_size": 64}),
+    ],
+    ids=["llama", "sampled", "windows", "latents"],
+)  # fmt: skip
 def test_drafts_are_those_of_the_head_on_a_cpu(
-    temperature: float, kind: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    temperature: float, kind: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also across blocks: they hold 4 tokens here, so that drafts are ahead of those that a request has."""
+    (tmp_path / "model").mkdir()
+    model = save_family(tmp_path / "model", changes) if changes else save_tiny_model(tmp_path / "model")
+    use_small_tiles(monkeypatch, 4)
     head = HEADS[kind].save(tmp_path / "head")
     params = [SamplingParams(max_tokens=14, temperature=temperature, seed=seed, ignore_eos=True) for seed in range(3)]
     on_cpu = assemble(
@@ -180,7 +192,7 @@ def test_what_does_not_fit_is_refused(model: Path, tmp_path: Path) -> None:
     divided = engine_config(str(model), tp=2, expert_parallel=True, expert_exchange="dispatch")
     with pytest.raises(ConfigError, match="--expert-exchange dispatch"):
         load_eagle_head(str(folder), divided, loaded)
-    with pytest.raises(ConfigError, match="without sliding windows and latent attention"):
+    with pytest.raises(ConfigError, match="a layer that sees all tokens"):
         load_eagle_head(str(folder), config, replace(loaded, config=replace(loaded.config, sliding_window=8)))
     odd = RandomHead({**LAYERS, "head_dim": 24}, draft_vocab=60, **OF_MODEL).save(tmp_path / "odd")
     with pytest.raises(ConfigError, match="head_dim must be a power of two"):
