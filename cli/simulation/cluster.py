@@ -1,30 +1,28 @@
 """The way of a request through a cluster in simulated time: router, prefill, pull, decode.
 
-Chooses by the router's own policies, from what its index and its counts say. A pull takes `tokens / rate` seconds,
-one after the other on the worker that pulls.
+Chooses by the router's own policies, from what its index and its counts say.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
+from random import Random
 
 from cli.event_stream import RequestRecord
 from cli.load.workload import PlannedRequest
 from cli.simulation.clock import Clock
+from cli.simulation.transfers import Lease, Transfers
 from cli.simulation.worker import FINGERPRINT, SimulatedWorker, WorkerSpec
 from common.token_ids import pack_ids
 from engine.request import FinishReason, Request, RequestId, SamplingParams
 from engine.scheduled_step import StepOutcome
-from engine.scheduling.kv_load import KvLoad
 from kvstore.pool.block_hash import block_keys, root_key
 from kvstore.pool.index import PrefixIndex
-from kvstore.types import BlockId, WorkerId
-from protos import types_pb2 as pb
+from kvstore.types import WorkerId
 from router.objectives.adaptive import MOVE_SECONDS
 from router.objectives.moves import KeptRequest, choose_moves
 from router.objectives.placement import place
@@ -38,26 +36,20 @@ from router.workers.backlog import Work
 
 @dataclass(frozen=True, slots=True)
 class ClusterSpec:
-    """num_prefill 0: all workers prefill and decode. Seconds: of a message between router and worker or client."""
+    """worker: those that decode; prefill_worker: the others, with blocks of the same size. num_prefill 0: all workers
+    prefill and decode. Seconds: of a message between router and worker or client, and what a router adds
+    before it sends a request on."""
 
     worker: WorkerSpec
+    prefill_worker: WorkerSpec
     num_prefill: int
     num_decode: int
     policy: str
     local_prefill_tokens: int
     objectives: Objectives
     hop_seconds: float
-    pull_seconds: float  # until the first byte
+    accept_seconds: float
     pull_tokens_per_second: float
-
-
-@dataclass(slots=True, eq=False)
-class _Lease:
-    """KV of a prompt on the worker that computed it."""
-
-    worker: SimulatedWorker
-    blocks: list[BlockId]
-    num_tokens: int
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +66,7 @@ class _Choice:
     chosen: Candidate
     began_here: float = 0.0  # its first output on the worker where it is
     num_at_first: int = 0  # tokens of its answer then
+    num_offered_blocks: int = 0  # of its prompt, to the decode worker while the rest is computed
 
 
 class SimulatedCluster:
@@ -84,7 +77,10 @@ class SimulatedCluster:
         self.records: list[RequestRecord] = []
         self.num_decisions: dict[str, int] = {}  # by the kind of placement; and moves
         self._spec = spec
-        self._random = random.Random(seed)
+        self._random = Random(seed)
+        self._transfers = Transfers(
+            self.clock, spec.worker.pull_seconds, spec.pull_tokens_per_second, spec.hop_seconds, seed
+        )
         self._index = PrefixIndex()
         self._answers = AnswerLength()
         self._root = root_key(FINGERPRINT)
@@ -93,8 +89,9 @@ class SimulatedCluster:
         self._turns = itertools.count(1)
         self._sequences: dict[str, itertools.count[int]] = {}
         roles = ["prefill"] * spec.num_prefill + ["decode"] * spec.num_decode
+        specs = {"prefill": spec.prefill_worker, "decode": spec.worker}
         workers = [
-            SimulatedWorker(f"{role}-{number}", role, spec.worker, self.clock, self._on_outcome, seed + number)
+            SimulatedWorker(f"{role}-{number}", role, specs[role], self.clock, self._on_outcome, seed + number)
             for number, role in enumerate(roles)
         ]
         self._workers = {worker.worker_id: worker for worker in workers}
@@ -113,7 +110,7 @@ class SimulatedCluster:
     def _arrive(self, planned: PlannedRequest, others: Iterable[PlannedRequest]) -> None:
         self._send_next(others)
         record = RequestRecord(self.clock.now, self.clock.now)
-        self.clock.after(self._spec.hop_seconds, partial(self._dispatch, planned, record))
+        self.clock.after(self._spec.hop_seconds + self._spec.accept_seconds, partial(self._dispatch, planned, record))
 
     # -- the router --------------------------------------------------------------------------------------------
 
@@ -195,7 +192,10 @@ class SimulatedCluster:
 
     def _on_outcome(self, worker: SimulatedWorker, outcome: StepOutcome) -> None:
         for load in outcome.loads:
-            self._pull(worker, load)
+            self._transfers.pull(worker, load)
+        for chunk in outcome.prompt_chunks:
+            choice = self._open[chunk.request.request_id]
+            choice.num_offered_blocks = self._transfers.offer(worker, choice.decode, chunk, choice.num_offered_blocks)
         now = self.clock.now + self._spec.hop_seconds  # when a client has it
         for output in outcome.outputs:
             choice = self._open[output.request.request_id]
@@ -220,7 +220,7 @@ class SimulatedCluster:
     def _hand_over(self, choice: _Choice, worker: SimulatedWorker, request: Request) -> None:
         """The prompt is computed: the decode worker goes on."""
         num_tokens = request.num_known_tokens - 1
-        lease = _Lease(worker, worker.kv.detach(request, num_tokens), num_tokens)
+        lease = Lease(worker, worker.kv.detach(request, num_tokens), num_tokens)
         self._leave(choice, worker)
         following = self._request(choice, self._spec.objectives.due_seconds(choice.chosen, 0.0, has_started=True))
         following.output_token_ids = list(request.output_token_ids)
@@ -229,27 +229,6 @@ class SimulatedCluster:
         choice.decode.num_legs += 1
         choice.decode.backlog.add(choice.work)
         self.clock.after(2 * self._spec.hop_seconds, partial(choice.decode.submit, following))
-
-    def _pull(self, worker: SimulatedWorker, load: KvLoad) -> None:
-        assert isinstance(load.source, _Lease)
-        if not load.positions:
-            self._release(load.source)
-            return
-        spec = self._spec
-        began = max(self.clock.now, worker.pulls_end)
-        worker.pulls_end = began + spec.pull_seconds + load.num_tokens / spec.pull_tokens_per_second
-        self.clock.at(worker.pulls_end, partial(self._pulled, worker, load, load.source, self.clock.now))
-
-    def _pulled(self, worker: SimulatedWorker, load: KvLoad, lease: _Lease, began: float) -> None:
-        seconds = self.clock.now - began
-        worker.rates.observe_pull(pb.RequestTimes(num_pulled_tokens=load.num_tokens, kv_pull_seconds=seconds))
-        worker.engine.finish_load(load, True)
-        self._release(lease)
-        worker.wake()
-
-    def _release(self, lease: _Lease) -> None:
-        lease.worker.kv.pool.release(lease.blocks)
-        lease.worker.wake()  # it may have waited for blocks
 
     def _end(self, choice: _Choice, worker: SimulatedWorker, now: float) -> None:
         self._leave(choice, worker)

@@ -21,8 +21,10 @@ class ClusterConfig:
     like: str = setting("", "URL of a cluster whose workers' measured steps and sizes are taken for these")
     api_key: str = setting("", "of that cluster's operators")
     steps: str = setting(H200_7B, "seconds of a step's parts; default: about an H200 with 7B parameters in bfloat16")
+    prefill_steps: str = setting("", "those of prefill workers; default: the same")
     mixed_ms: float = setting(0.0, "what a step with prompts beside decode rows takes more than the sum of its parts")
     num_gpu_blocks: int = setting(24_000, "KV blocks of a worker")
+    prefill_num_gpu_blocks: int = setting(0, "those of a prefill worker; 0: as many")
     block_size: int = setting(64, "tokens per KV block")
     max_num_seqs: int = setting(256, "sequences in one step")
     max_num_batched_tokens: int = setting(8192, "tokens in one step")
@@ -31,6 +33,10 @@ class ClusterConfig:
     ttft_objective_ms: float = setting(0.0, "placements keep first tokens below this; 0: no objective")
     itl_objective_ms: float = setting(0.0, "placements and prompt chunks keep gaps below this; 0: no objective")
     hop_ms: float = setting(0.5, "a message between client, router and worker")
+    accept_ms: float = setting(
+        0.0, "what a router takes to read a request, and a client its first token, beyond that"
+    )
+    turn_ms: float = setting(0.3, "from the end of a step until a worker plans another one")
     pull_ms: float = setting(1.0, "a pull of KV until its first byte")
     pull_tokens_per_second: float = setting(200_000.0, "tokens whose KV a worker pulls in a second")
 
@@ -38,14 +44,18 @@ class ClusterConfig:
         check_not_negative(
             self,
             "prefill_workers",
+            "prefill_num_gpu_blocks",
             "local_prefill_tokens",
             "ttft_objective_ms",
             "itl_objective_ms",
             "mixed_ms",
             "hop_ms",
+            "accept_ms",
+            "turn_ms",
             "pull_ms",
         )
         for name in ("decode_workers", "num_gpu_blocks", "block_size", "max_num_seqs", "pull_tokens_per_second"):
             require(getattr(self, name) > 0, f"--{name.replace('_', '-')} must be positive")
         require(self.max_num_batched_tokens >= self.max_num_seqs, "--max-num-batched-tokens is below --max-num-seqs")
         StepCost.parse(self.steps)
+        StepCost.parse(self.prefill_steps or self.steps)

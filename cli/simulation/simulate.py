@@ -27,7 +27,9 @@ DEFAULT_VOCAB_SIZE = 50_000  # that prompts are drawn from
 
 def build_parser() -> SettingsParser:
     parser = SettingsParser(prog="mini-infer simulate", description=ClusterConfig.__doc__)
-    for title, cls in (("cluster", ClusterConfig), ("workload", WorkloadConfig), ("report", ReportConfig)):
+    for title, cls in (
+        ("cluster", ClusterConfig), ("workload", WorkloadConfig), ("report", ReportConfig),
+    ):  # fmt: skip
         add_arguments(parser.add_argument_group(title), cls)
     return parser
 
@@ -38,12 +40,17 @@ def spec_of(config: ClusterConfig) -> ClusterSpec:
 
     worker = WorkerSpec(
         StepCost.parse(config.steps), config.num_gpu_blocks, config.block_size, config.max_num_seqs,
-        config.max_num_batched_tokens, config.itl_objective_ms / 1e3, config.mixed_ms / 1e3,
+        config.max_num_batched_tokens, config.itl_objective_ms / 1e3, config.mixed_ms / 1e3, config.turn_ms / 1e3,
+        config.pull_ms / 1e3,
+    )  # fmt: skip
+    prefill = dataclasses.replace(
+        worker, cost=StepCost.parse(config.prefill_steps or config.steps),
+        num_blocks=config.prefill_num_gpu_blocks or config.num_gpu_blocks,
     )  # fmt: skip
     return ClusterSpec(
-        worker, config.prefill_workers, config.decode_workers, config.policy, config.local_prefill_tokens,
+        worker, prefill, config.prefill_workers, config.decode_workers, config.policy, config.local_prefill_tokens,
         routing.Objectives(ttft=config.ttft_objective_ms / 1e3, itl=config.itl_objective_ms / 1e3),
-        config.hop_ms / 1e3, config.pull_ms / 1e3, config.pull_tokens_per_second,
+        config.hop_ms / 1e3, config.accept_ms / 1e3, config.pull_tokens_per_second,
     )  # fmt: skip
 
 
@@ -67,11 +74,11 @@ def simulated(config: ClusterConfig, workload: WorkloadConfig, objectives: Objec
 def run(argv: Sequence[str]) -> int:
     """The command."""
     namespace = build_parser().parse_args(argv)
-    config = calibrated(from_namespace(ClusterConfig, namespace, {}))
+    config = from_namespace(ClusterConfig, namespace, {})
     workload = from_namespace(WorkloadConfig, namespace, {})
     report = from_namespace(ReportConfig, namespace, {})
     require(bool(workload.trace or workload.request_rate), "give a --trace, or a --request-rate")
-    summary = simulated(config, workload, Objectives(report.slo_ttft_ms, report.slo_itl_ms))
+    summary = simulated(calibrated(config), workload, Objectives(report.slo_ttft_ms, report.slo_itl_ms))
     show(summary)
     write_json(summary, report.json)
     return 0

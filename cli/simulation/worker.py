@@ -1,12 +1,13 @@
 """A worker in simulated time: a real engine, whose runner computes nothing and takes the time of a cost model.
 
-As on a GPU two steps are in flight: one is planned while the one before runs.
+As on a GPU two steps are in flight: one is planned while the one before runs, a turn of the engine process's loop
+after that has begun. What comes later than that waits for the next turn.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,11 +22,12 @@ from engine.objectives.prompt_budget import PromptBudget
 from engine.plan import StepPlan, StepResult, StepSize
 from engine.request import Request
 from engine.scheduled_step import StepOutcome, StepStats
+from engine.scheduling.kv_load import KvLoad
 from engine.scheduling.scheduler import Scheduler
 from engine.simulated.runner import NOISE
 from kvstore.layout import full_attention
 from kvstore.pool.block_pool import BlockPool
-from kvstore.types import WorkerId
+from kvstore.types import BlockKey, WorkerId
 from protos import types_pb2 as pb
 from router.routing.rates import WorkerRates
 from router.routing.views import WorkerView
@@ -39,7 +41,8 @@ TOKEN = 1  # what every step samples
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """What all workers have. Seconds: itl_objective, 0: none; mixed, what prompts beside decode rows take more."""
+    """What all workers have. Seconds: itl_objective, 0: none; mixed, what prompts beside decode rows take more; turn,
+    from the end of a step until another one is planned; pull, what the start of a pull adds to that."""
 
     cost: StepCost
     num_blocks: int
@@ -48,6 +51,8 @@ class WorkerSpec:
     max_num_batched_tokens: int
     itl_objective: float = 0.0
     mixed_seconds: float = 0.0
+    turn_seconds: float = 0.0
+    pull_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +108,7 @@ class SimulatedWorker:
         self.worker_id, self.role = WorkerId(name), role
         self.rates, self.backlog = WorkerRates(), Backlog()
         self.num_legs = 0
-        self.pulls_end = 0.0  # when the pulls that were begun so far have ended
+        self.pulls_end = {False: 0.0, True: 0.0}  # when pulls for requests, prefetches that were begun have ended
         self._spec, self._clock, self._on_outcome = spec, clock, on_outcome
         self._runner = SteppedRunner(spec.cost, spec.mixed_seconds, seed)
         groups = BlockGroups.of(full_attention(1, 1, 1, "bfloat16"), spec.block_size, spec.max_num_batched_tokens)
@@ -119,6 +124,9 @@ class SimulatedWorker:
             scheduler, self._runner, vocab_size=1 << 31, eos_token_ids=frozenset(), clock=lambda: self._runner.now
         )
         self._is_busy = False
+        self.turn_began = 0.0
+        self._has_offers = False  # which `Engine.has_work` leaves out
+        self._loaded: list[tuple[KvLoad, float]] = []  # for the next turn, and when the turn of each began
         self._num_steps = 0
 
     @property
@@ -130,11 +138,21 @@ class SimulatedWorker:
         self.engine.submit(request)
         self.wake()
 
+    def prefetch(self, source: object, block_keys: Sequence[BlockKey]) -> None:
+        """See Engine."""
+        self.engine.prefetch(source, block_keys)
+        self._has_offers = True
+        self.wake()
+
+    def finish_load(self, load: KvLoad, began: float) -> None:
+        """The bytes are here: the next turn takes them. began: the turn that planned the load."""
+        self._loaded.append((load, began))
+        self.wake()
+
     def wake(self) -> None:
         """Look for work, if no step runs."""
-        if not self._is_busy and self.engine.has_work():
-            self._is_busy = True
-            self._step()
+        if not self._is_busy:
+            self._turn()
 
     def view(self) -> WorkerView:
         """The worker as the router sees it, whose own count has what a report lacks."""
@@ -145,9 +163,22 @@ class SimulatedWorker:
             self._clock.now,
         )  # fmt: skip
 
+    def _turn(self) -> None:
+        loaded, self._loaded = self._loaded, []
+        for load, began in loaded:
+            if load.owner is not None:  # measured from turn to turn, as `OpenRequest` does
+                seconds = self._clock.now - began
+                times = pb.RequestTimes(num_pulled_tokens=load.num_tokens, kv_pull_seconds=seconds)
+                self.rates.observe_pull(times)
+            self.engine.finish_load(load, True)
+        self._is_busy = self._has_offers or self.engine.has_work()
+        if self._is_busy:
+            self._step()
+
     def _step(self) -> None:
         """Plan a step, and wait for the end of the one before."""
-        self._runner.now = self._clock.now
+        self._runner.now = self.turn_began = self._clock.now
+        self._has_offers = False
         outcome = self.engine.step()
         if self._runner.now > self._clock.now or outcome.stats is not None:
             self._clock.at(self._runner.now, partial(self._ended, outcome))
@@ -166,6 +197,6 @@ class SimulatedWorker:
             )  # fmt: skip
             self.backlog.computed(stats.num_prefill_tokens, stats.num_prompt_pairs)
         self._on_outcome(self, outcome)
-        self._is_busy = self.engine.has_work()
-        if self._is_busy:
-            self._step()
+        # A puller's thread runs in the loop's process: the loop goes on when that waits for bytes.
+        num_pulls = sum(bool(load.positions) for load in outcome.loads)
+        self._clock.after(self._spec.turn_seconds + num_pulls * self._spec.pull_seconds, self._turn)

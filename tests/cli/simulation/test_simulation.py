@@ -51,6 +51,7 @@ def simulate(made: ClusterConfig, requests: list[PlannedRequest], seed: int = 0)
 @pytest.fixture(autouse=True)
 def without_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cli.simulation.worker.NOISE", (1.0, 1.0))
+    monkeypatch.setattr("cli.simulation.transfers.Random.expovariate", lambda _self, rate: 1 / rate)
 
 
 def test_one_request_takes_what_its_steps_take() -> None:
@@ -69,6 +70,13 @@ def test_a_prompt_goes_from_worker_to_worker() -> None:
     # Two messages, the pull, the step that its second token comes of, and what ran there then.
     assert 0.102 + 0.01 < first.gaps[0] < 0.102 + 3 * 0.0101
     assert first.gaps[1:] == pytest.approx([0.0101] * 3, rel=0.02)
+
+
+def test_chunks_are_pulled_while_the_rest_of_a_prompt_is_computed() -> None:
+    """The last one alone is pulled after the first token: 9 ms, in two messages and before a step."""
+    made = config(prefill_workers=1, pull_tokens_per_second=10_000.0, max_num_seqs=8, max_num_batched_tokens=80)
+    cluster = simulate(made, [planned(0.0, 800, 3)])
+    assert cluster.records[0].gaps == pytest.approx([0.001 + 0.009 + 0.0101, 0.0101])
 
 
 def test_prompts_share_their_beginning() -> None:
