@@ -27,7 +27,8 @@ from cli.load.results import Objectives, summarize
 from cli.load.workload import PlannedRequest, PromptMaker, TraceRow, read_trace, trace_workload
 from cli.simulation.cluster import SimulatedCluster
 from cli.simulation.settings import ClusterConfig
-from cli.simulation.simulate import DEFAULT_VOCAB_SIZE, spec_of
+from cli.simulation.simulate import DEFAULT_VOCAB_SIZE
+from cli.simulation.specs import spec_of
 
 CLUSTERS = ("aggregated", "static", "adaptive")
 TRACES = ROLE_TRACES | {"code": "AzureLLMInferenceTrace_code.csv", "synthetic": "synthetic_trace.jsonl"}

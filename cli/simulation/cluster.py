@@ -15,8 +15,9 @@ from random import Random
 from cli.event_stream import RequestRecord
 from cli.load.workload import PlannedRequest
 from cli.simulation.clock import Clock
+from cli.simulation.specs import ClusterSpec
 from cli.simulation.transfers import Lease, Transfers
-from cli.simulation.worker import FINGERPRINT, SimulatedWorker, WorkerSpec
+from cli.simulation.worker import FINGERPRINT, SimulatedWorker
 from common.token_ids import pack_ids
 from engine.request import FinishReason, Request, RequestId, SamplingParams
 from engine.scheduled_step import StepOutcome
@@ -27,29 +28,10 @@ from router.objectives.adaptive import MOVE_SECONDS
 from router.objectives.moves import KeptRequest, choose_moves
 from router.objectives.placement import place
 from router.routing.admission import AnswerLength
-from router.routing.objectives import Objectives
 from router.routing.policy import Decision, choose
 from router.routing.shortlist import shortlist
 from router.routing.views import Candidate, RequestView
 from router.workers.backlog import Work
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterSpec:
-    """worker: those that decode; prefill_worker: the others, with blocks of the same size. num_prefill 0: all workers
-    prefill and decode. Seconds: of a message between router and worker or client, and what a router adds
-    before it sends a request on."""
-
-    worker: WorkerSpec
-    prefill_worker: WorkerSpec
-    num_prefill: int
-    num_decode: int
-    policy: str
-    local_prefill_tokens: int
-    objectives: Objectives
-    hop_seconds: float
-    accept_seconds: float
-    pull_tokens_per_second: float
 
 
 @dataclass(slots=True, eq=False)

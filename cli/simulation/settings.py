@@ -59,3 +59,12 @@ class ClusterConfig:
         require(self.max_num_batched_tokens >= self.max_num_seqs, "--max-num-batched-tokens is below --max-num-seqs")
         StepCost.parse(self.steps)
         StepCost.parse(self.prefill_steps or self.steps)
+
+
+@dataclass(frozen=True)
+class AgainstConfig:
+    """Compare with a cluster that runs."""
+
+    against: str = setting(
+        "", "URL of a cluster that replays the --trace, too, once a load of --num-requests has shown what it takes"
+    )

@@ -9,18 +9,13 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cli.load.bench import ReportConfig, WorkloadConfig, plan, show, write_json
 from cli.load.results import Objectives, summarize
 from cli.simulation.calibration import calibrated
-from cli.simulation.settings import ClusterConfig
+from cli.simulation.settings import AgainstConfig, ClusterConfig
 from common.config import SettingsParser, add_arguments, from_namespace, require
-from common.step_times import StepCost
-from router.routing import objectives as routing
-
-if TYPE_CHECKING:
-    from cli.simulation.cluster import ClusterSpec
 
 DEFAULT_VOCAB_SIZE = 50_000  # that prompts are drawn from
 
@@ -29,34 +24,16 @@ def build_parser() -> SettingsParser:
     parser = SettingsParser(prog="mini-infer simulate", description=ClusterConfig.__doc__)
     for title, cls in (
         ("cluster", ClusterConfig), ("workload", WorkloadConfig), ("report", ReportConfig),
+        ("comparison", AgainstConfig),
     ):  # fmt: skip
         add_arguments(parser.add_argument_group(title), cls)
     return parser
 
 
-def spec_of(config: ClusterConfig) -> ClusterSpec:
-    from cli.simulation.cluster import ClusterSpec  # torch, which --help does without
-    from cli.simulation.worker import WorkerSpec
-
-    worker = WorkerSpec(
-        StepCost.parse(config.steps), config.num_gpu_blocks, config.block_size, config.max_num_seqs,
-        config.max_num_batched_tokens, config.itl_objective_ms / 1e3, config.mixed_ms / 1e3, config.turn_ms / 1e3,
-        config.pull_ms / 1e3,
-    )  # fmt: skip
-    prefill = dataclasses.replace(
-        worker, cost=StepCost.parse(config.prefill_steps or config.steps),
-        num_blocks=config.prefill_num_gpu_blocks or config.num_gpu_blocks,
-    )  # fmt: skip
-    return ClusterSpec(
-        worker, prefill, config.prefill_workers, config.decode_workers, config.policy, config.local_prefill_tokens,
-        routing.Objectives(ttft=config.ttft_objective_ms / 1e3, itl=config.itl_objective_ms / 1e3),
-        config.hop_ms / 1e3, config.accept_ms / 1e3, config.pull_tokens_per_second,
-    )  # fmt: skip
-
-
 def simulated(config: ClusterConfig, workload: WorkloadConfig, objectives: Objectives) -> dict[str, Any]:
     """What requests had: the summary of `bench`, and how they were placed."""
-    from cli.simulation.cluster import SimulatedCluster  # see spec_of
+    from cli.simulation.cluster import SimulatedCluster  # torch, which --help does without
+    from cli.simulation.specs import spec_of
 
     began = time.perf_counter()
     _, requests = plan(dataclasses.replace(workload, vocab_size=workload.vocab_size or DEFAULT_VOCAB_SIZE))
@@ -78,6 +55,11 @@ def run(argv: Sequence[str]) -> int:
     workload = from_namespace(WorkloadConfig, namespace, {})
     report = from_namespace(ReportConfig, namespace, {})
     require(bool(workload.trace or workload.request_rate), "give a --trace, or a --request-rate")
+    if url := from_namespace(AgainstConfig, namespace, {}).against:
+        from cli.simulation.against import against  # torch, too
+
+        write_json(against(url, config, workload), report.json)
+        return 0
     summary = simulated(calibrated(config), workload, Objectives(report.slo_ttft_ms, report.slo_itl_ms))
     show(summary)
     write_json(summary, report.json)

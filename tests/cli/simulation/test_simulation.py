@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shlex
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ import pytest
 from cli.load.results import Objectives, summarize
 from cli.load.workload import PlannedRequest
 from cli.main import run_command
+from cli.simulation.against import Sent, _simulated, fitted
 from cli.simulation.calibration import PARTS, calibrated_by
 from cli.simulation.cluster import SimulatedCluster
 from cli.simulation.settings import ClusterConfig
-from cli.simulation.simulate import run, spec_of
+from cli.simulation.simulate import run
+from cli.simulation.specs import spec_of
 from common.errors import ConfigError
 from common.step_times import StepCost
 from tests.packaging.documentation import commands_of, runnable
@@ -176,11 +179,30 @@ def worker(**parts: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("num_prefill", [0, 1])
+def test_settings_are_fitted_to_a_load(num_prefill: int) -> None:
+    """What is measured here is a simulation by other settings."""
+    given = config(prefill_workers=num_prefill, decode_workers=2, hop_ms=2.0, accept_ms=1.5)
+    rng = random.Random(6)
+    loads = [
+        [planned(gap * n, rng.randrange(70, 400), length, n) for n in range(40)]
+        for gap, length in ((0.1, 20), (0.5, 2))
+    ]
+    crowd, alone = (Sent(load, _simulated(given, Sent(load, []))) for load in loads)
+    steps = "base=0.012,row=0.0001,context=0,prompt=0.002,prompt_token=0.00007,prompt_context=1e-7"
+    made = fitted(replace(given, steps=steps, hop_ms=0.5, accept_ms=0.0), crowd, alone)
+    assert astuple(StepCost.parse(made.steps)) == pytest.approx(astuple(StepCost.parse(STEPS)), rel=0.01, abs=1e-8)
+    assert 3 * made.hop_ms + made.accept_ms == pytest.approx(7.5, rel=0.02)
+    assert made.hop_ms == pytest.approx(2.0 if num_prefill else 0.5, rel=0.02)
+
+
 def test_a_running_cluster_tells_what_steps_take() -> None:
-    """Of a prefill worker only what prompts take is known."""
-    workers = [worker(prompt_token=1e-4), worker(base=0.01, row=1e-5), worker(base=0.02), {"state": "connecting"}]
+    """Of a prefill worker only what prompts take is known. A low base goes with the high cost of a row."""
+    workers = [worker(prompt_token=1e-4), worker(base=0.01, row=1e-3), worker(base=0.02), {"state": "connecting"}]
     made = calibrated_by(config(like="http://there"), workers)
-    assert StepCost.parse(made.steps) == StepCost(base=0.015, row=1e-5, prompt_token=1e-4)
+    assert astuple(StepCost.parse(made.steps)) == pytest.approx(
+        astuple(StepCost(base=0.015, row=5e-4, prompt_token=1e-4))
+    )
     assert (made.num_gpu_blocks, made.block_size, made.max_num_seqs) == (500, 16, 8)
     with pytest.raises(ConfigError, match="send it a load first"):
         calibrated_by(config(like="http://there"), workers[:1])

@@ -1,0 +1,45 @@
+"""What a simulated cluster is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from cli.simulation.settings import ClusterConfig
+from cli.simulation.worker import WorkerSpec
+from common.step_times import StepCost
+from router.routing.objectives import Objectives
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSpec:
+    """worker: those that decode; prefill_worker: the others, with blocks of the same size. num_prefill 0: all workers
+    prefill and decode. Seconds: of a message between router and worker or client, and what a router adds
+    before it sends a request on."""
+
+    worker: WorkerSpec
+    prefill_worker: WorkerSpec
+    num_prefill: int
+    num_decode: int
+    policy: str
+    local_prefill_tokens: int
+    objectives: Objectives
+    hop_seconds: float
+    accept_seconds: float
+    pull_tokens_per_second: float
+
+
+def spec_of(config: ClusterConfig) -> ClusterSpec:
+    worker = WorkerSpec(
+        StepCost.parse(config.steps), config.num_gpu_blocks, config.block_size, config.max_num_seqs,
+        config.max_num_batched_tokens, config.itl_objective_ms / 1e3, config.mixed_ms / 1e3, config.turn_ms / 1e3,
+        config.pull_ms / 1e3,
+    )  # fmt: skip
+    prefill = replace(
+        worker, cost=StepCost.parse(config.prefill_steps or config.steps),
+        num_blocks=config.prefill_num_gpu_blocks or config.num_gpu_blocks,
+    )  # fmt: skip
+    return ClusterSpec(
+        worker, prefill, config.prefill_workers, config.decode_workers, config.policy, config.local_prefill_tokens,
+        Objectives(ttft=config.ttft_objective_ms / 1e3, itl=config.itl_objective_ms / 1e3),
+        config.hop_ms / 1e3, config.accept_ms / 1e3, config.pull_tokens_per_second,
+    )  # fmt: skip
