@@ -1,29 +1,35 @@
 """`mini-infer plan`: how to divide GPUs between prompts and answers, by simulating each division under a load.
 
     mini-infer plan --trace conversation_trace.jsonl --gpus 4 --slo-ttft-ms 2000 --slo-itl-ms 50
+    mini-infer plan --trace conversation_trace.jsonl --gpus 8 --model benchmarks/configs/llama3.3-70b --quant-mode fp8
 
-Each worker is a GPU. For each division the load is replayed ever faster, until fewer requests than asked meet the
-objectives.
+Each worker is a GPU; with --model or --calibrations it may be several with tensor parallelism. For each division the
+load is replayed ever faster, until fewer requests than asked meet the objectives.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from cli.load.bench import WorkloadConfig, write_json
+from cli.load.bench import ReportConfig, WorkloadConfig, write_json
 from cli.load.results import Objectives
-from cli.simulation.calibration import calibrated
+from cli.load.workload import parse_range, read_trace
+from cli.simulation.calibration import calibrated, steps_of
+from cli.simulation.divisions import DEGREES, Division, WorkerCosts, cluster_of, divisions
+from cli.simulation.model_costs import GPUS, WEIGHT_BYTES, model_size, num_kv_blocks, step_cost
+from cli.simulation.plan_report import Found, advice, described, draw, show
 from cli.simulation.settings import ClusterConfig
 from cli.simulation.simulate import simulated
 from common.config import SettingsParser, add_arguments, from_namespace, require, setting
@@ -32,59 +38,33 @@ from common.errors import ConfigError
 SHARP = 1.05  # the highest rate is known within 5%
 LOWEST, HIGHEST = 1 / 64, 4096.0  # multiples of the load's own rate that are looked at
 MAX_REQUESTS = 400  # of a trace, if nothing is said
-PAYS = 1.05  # a division that is better by less is not worth its transfers
 
 
 @dataclass(frozen=True)
 class PlanConfig:
     """Find the division of GPUs that serves a load fastest within objectives, in simulated time."""
 
-    gpus: int = setting(2, "GPUs, each of which is a worker")
+    gpus: int = setting(2, "GPUs; with --model or --calibrations a worker may have several")
     slo_ttft_ms: float = setting(1000.0, "a good request has its first token by then; 0: no objective")
     slo_itl_ms: float = setting(50.0, "and 99% of its gaps are below this; 0: no objective")
     share: float = setting(0.95, "share of requests that must be good")
+    model: str = setting(
+        "", "folder with the config.json of a model: what its steps take, by --gpu and number of ranks"
+    )
+    quant_mode: str = setting("none", "its weights", choices=tuple(WEIGHT_BYTES))
+    gpu: str = setting("h200", "which GPUs", choices=tuple(GPUS))
+    calibrations: str = setting(
+        "", "what `simulate --like` or --against wrote of clusters with --tp: 1=FILE,2=FILE; goes before --model"
+    )
     adaptive: bool = setting(False, "adaptive clusters, too; GPUs have not confirmed what is simulated of them")
     json: str = setting("", "write the result to this file; -: standard output")
+    plot: str = setting("", "draw the requests that are good, over the load, into this file (.png, .svg, .pdf)")
 
     def __post_init__(self) -> None:
         require(self.gpus > 0, f"--gpus {self.gpus}: choose at least 1")
         require(0.0 < self.share <= 1.0, f"--share {self.share}: choose a share above 0, at most 1")
+        ReportConfig(json=self.json, plot=self.plot)
         require(self.slo_ttft_ms > 0 or self.slo_itl_ms > 0, "give --slo-ttft-ms, --slo-itl-ms or both")
-
-
-@dataclass(frozen=True)
-class Division:
-    """kind: aggregated, static or adaptive. The name has the workers that prefill and those that decode."""
-
-    kind: str
-    num_prefill: int
-    num_decode: int
-
-    @property
-    def name(self) -> str:
-        if self.kind == "aggregated":
-            return f"{self.num_decode} for both"
-        return f"{self.num_prefill} + {self.num_decode}" + (" adaptive" if self.kind == "adaptive" else "")
-
-
-@dataclass(frozen=True)
-class Found:
-    """The highest rate of a division, and what requests had there; rate 0: none is good enough."""
-
-    division: Division
-    scale: float  # multiple of the load's own rate
-    summary: dict[str, Any]
-
-    @property
-    def rate(self) -> float:
-        return float(self.summary["good_requests_per_second"]) if self.scale else 0.0
-
-
-def divisions(num_gpus: int, adaptive: bool) -> list[Division]:
-    """All divisions of GPUs into workers of one GPU."""
-    kinds = ("static", "adaptive") if adaptive else ("static",)
-    split = [Division(kind, count, num_gpus - count) for count in range(1, num_gpus) for kind in kinds]
-    return [Division("aggregated", 0, num_gpus), *split]
 
 
 def highest(is_good: Callable[[float], bool]) -> float:
@@ -109,11 +89,14 @@ def highest(is_good: Callable[[float], bool]) -> float:
     return good
 
 
-def examine(division: Division, cluster: ClusterConfig, workload: WorkloadConfig, config: PlanConfig) -> Found:
+def examine(
+    division: Division, cluster: ClusterConfig, workload: WorkloadConfig, config: PlanConfig,
+    costs: Mapping[int, WorkerCosts],
+) -> Found:  # fmt: skip
     """Find the highest rate of a division."""
     objectives = Objectives(config.slo_ttft_ms, config.slo_itl_ms)
     made = dataclasses.replace(
-        cluster, prefill_workers=division.num_prefill, decode_workers=division.num_decode,
+        cluster_of(division, cluster, costs),
         ttft_objective_ms=config.slo_ttft_ms if division.kind == "adaptive" else 0.0,
         itl_objective_ms=config.slo_itl_ms if division.kind == "adaptive" else 0.0,
     )  # fmt: skip
@@ -127,7 +110,52 @@ def examine(division: Division, cluster: ClusterConfig, workload: WorkloadConfig
         return bool(summaries[scale]["good_fraction"] >= config.share)
 
     scale = highest(is_good)
-    return Found(division, scale, summaries.get(scale, {}))
+    curve = [(at, summary["good_fraction"]) for at, summary in sorted(summaries.items())]
+    return Found(division, scale, summaries.get(scale, {}), curve)
+
+
+def costs_of(config: PlanConfig, block_size: int, longest: int) -> tuple[dict[int, WorkerCosts], list[str]]:
+    """What workers of each number of ranks take, and why numbers are left out. Nothing: all are as --steps says.
+
+    longest: tokens of a request with its answer, which have to fit. Raises ConfigError.
+    """
+    costs = read_calibrations(config.calibrations)
+    reasons: list[str] = []
+    if config.model:
+        model, model_config = model_size(config.model, config.quant_mode)
+        for ranks in (ranks for ranks in DEGREES if ranks <= config.gpus and ranks not in costs):
+            num_blocks = num_kv_blocks(model, GPUS[config.gpu], ranks, block_size)
+            if not model_config.can_be_divided(ranks):
+                reasons.append(f"TP {ranks} cannot divide the model")
+            elif num_blocks * block_size < longest:
+                weights = model.weight_bytes / ranks / 1e9
+                reasons.append(f"TP {ranks} does not fit: weights of {weights:.0f} GB a GPU leave no room for KV")
+            else:
+                costs[ranks] = WorkerCosts(steps_of(asdict(step_cost(model, GPUS[config.gpu], ranks))), num_blocks)
+        require(bool(costs), f"--model {config.model} fits on no worker: {'; '.join(reasons)}")
+    return costs, reasons
+
+
+def read_calibrations(text: str) -> dict[int, WorkerCosts]:
+    """`1=FILE,2=FILE`: what `simulate --json` wrote of workers of so many ranks. Raises ConfigError."""
+    costs: dict[int, WorkerCosts] = {}
+    for item in filter(None, text.split(",")):
+        ranks, _, path = item.partition("=")
+        try:
+            cluster = json.loads(Path(path).read_text(encoding="utf-8"))["cluster"]
+            costs[int(ranks)] = WorkerCosts(cluster["steps"], cluster["num_gpu_blocks"])
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise ConfigError(f"--calibrations {item!r}: not RANKS=FILE of what `simulate --json` writes") from error
+    return costs
+
+
+def longest_request(workload: WorkloadConfig) -> int:
+    """Tokens of a prompt with its answer, at most."""
+    if not workload.trace:
+        ends = parse_range(workload.input_len, "--input-len")[1], parse_range(workload.output_len, "--output-len")[1]
+        return sum(ends)
+    rows = read_trace(Path(workload.trace), workload.max_requests, workload.duration * workload.trace_scale)
+    return round(workload.length_scale * max(row.num_input_tokens + row.num_output_tokens for row in rows))
 
 
 def build_parser() -> SettingsParser:
@@ -147,56 +175,26 @@ def run(argv: Sequence[str]) -> int:
         workload = dataclasses.replace(workload, max_requests=MAX_REQUESTS)
     if not (workload.trace or workload.request_rate):
         raise ConfigError("give a --trace, or a --request-rate")
-    everything = divisions(config.gpus, config.adaptive)
-    waiting = Console(stderr=True).status(f"simulating {len(everything)} divisions of {config.gpus} GPUs")
+    costs, reasons = costs_of(config, cluster.block_size, longest_request(workload))
+    everything = divisions(config.gpus, config.adaptive, sorted(costs) or (1,))
+    if not everything:
+        raise ConfigError(
+            f"--gpus {config.gpus}: workers of {', '.join(map(str, costs))} GPUs cannot use all of them"
+        )
+    console = Console(stderr=True)
+    waiting = console.status(f"simulating {len(everything)} divisions of {config.gpus} GPUs")
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("spawn")) as pool, waiting:
-        work = partial(examine, cluster=cluster, workload=workload, config=config)
+        work = partial(examine, cluster=cluster, workload=workload, config=config, costs=costs)
         found = sorted(pool.map(work, everything), key=lambda each: -each.rate)
-    show(found, Console(stderr=True))
-    write_json({"divisions": [described(each) for each in found], "advice": advice(found)}, config.json)
+    for reason in reasons:
+        console.print(reason, highlight=False)
+    show(found, console)
+    workers = {ranks: dataclasses.asdict(each) for ranks, each in costs.items()}
+    divided = [described(each) for each in found]
+    write_json({"divisions": divided, "advice": advice(found), "workers": workers, "left_out": reasons}, config.json)
+    if config.plot:
+        draw(found, Path(config.plot))
     return 0 if found[0].scale else 1
-
-
-def described(found: Found) -> dict[str, Any]:
-    return {
-        "division": found.division.name, "kind": found.division.kind, "prefill_workers": found.division.num_prefill,
-        "decode_workers": found.division.num_decode, "scale": found.scale, "good_requests_per_second": found.rate,
-        "at_that_rate": found.summary,
-    }  # fmt: skip
-
-
-def show(found: Sequence[Found], console: Console) -> None:
-    """The divisions, best first, with a bar each, and what to do."""
-    table = Table("prefill + decode", "good/s", "", "TTFT p50 p99", "gaps p50 p99", "tok/s")
-    for column in table.columns:
-        column.no_wrap = True
-    best = max(found[0].rate, 1e-9)
-    for each in found:
-        if not each.scale:
-            table.add_row(each.division.name, "none")
-            continue
-        ttft, itl = each.summary["ttft_ms"], each.summary["itl_ms"] or {"p50": 0.0, "p99": 0.0}
-        table.add_row(
-            each.division.name, f"{each.rate:.2f}", "█" * max(round(12 * each.rate / best), 1),
-            f"{ttft['p50']:.0f} {ttft['p99']:.0f} ms", f"{itl['p50']:.1f} {itl['p99']:.1f} ms",
-            f"{each.summary['output_tokens_per_second']:.0f}",
-        )  # fmt: skip
-    console.print(table)
-    console.print(advice(found), highlight=False, soft_wrap=True)
-
-
-def advice(found: Sequence[Found]) -> str:
-    """One sentence on the best division, and whether dividing pays."""
-    best = found[0]
-    if not best.scale:
-        return "No division meets the objectives: loosen them, or take more or faster GPUs."
-    together = next(each for each in found if each.division.kind == "aggregated")
-    if best.rate < PAYS * together.rate:
-        return f"Let all GPUs do both: {together.rate:.2f} good requests/s, and dividing them brings less than 5%."
-    served = f"Divide them: {best.division.name} serves {best.rate:.2f} good requests/s"
-    if not together.scale:
-        return f"{served}, and GPUs that do both serve too few well."
-    return f"{served}, {best.rate / together.rate:.2f} times the {together.rate:.2f} of GPUs that do both."
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cli.main import run_command
-from cli.simulation.plan import HIGHEST, LOWEST, SHARP, Division, Found, PlanConfig, advice, divisions, highest
+from cli.simulation.divisions import Division, WorkerCosts, cluster_of, divisions
+from cli.simulation.plan import HIGHEST, LOWEST, SHARP, PlanConfig, costs_of, highest
+from cli.simulation.plan_report import Found, advice, draw
+from cli.simulation.settings import ClusterConfig
 from common.errors import ConfigError
 from tests.cli.simulation.test_simulation import write_trace
+from tests.harness.cluster import ROOT
 from tests.packaging.documentation import commands_of, runnable
 
 HERE = "tests/cli/simulation/test_plan.py"
@@ -37,6 +42,42 @@ def test_divisions_of_gpus() -> None:
     assert len(divisions(1, adaptive=True)) == 1
 
 
+def test_divisions_into_workers_of_several_gpus() -> None:
+    """Each role has its own number, and no GPU is left over."""
+    made = divisions(4, adaptive=False, degrees=(1, 2, 4))
+    together = [each.name for each in made if each.kind == "aggregated"]
+    assert together == ["4 for both", "2xTP2 for both", "1xTP4 for both"]
+    apart = {each.name for each in made} - set(together)
+    assert apart == {"1 + 3", "2 + 2", "3 + 1", "2 + 1xTP2", "1xTP2 + 2", "1xTP2 + 1xTP2"}
+    assert all(each.num_prefill * each.prefill_tp + each.num_decode * each.decode_tp == 4 for each in made)
+    assert [each.name for each in divisions(3, adaptive=False, degrees=(2,))] == []
+
+
+def test_workers_of_each_role_have_their_own_steps() -> None:
+    costs = {1: WorkerCosts("base=1", 10), 2: WorkerCosts("base=0.5", 30)}
+    made = cluster_of(Division("static", 2, 1, prefill_tp=1, decode_tp=2), ClusterConfig(), costs)
+    assert (made.prefill_steps, made.prefill_num_gpu_blocks, made.steps, made.num_gpu_blocks) == (
+        "base=1", 10, "base=0.5", 30,
+    )  # fmt: skip
+
+
+def test_memory_and_calibrations_say_which_numbers_of_ranks_there_are(tmp_path: Path) -> None:
+    config = PlanConfig(gpus=4, model=f"{ROOT}/benchmarks/configs/llama3.3-70b")
+    costs, reasons = costs_of(config, block_size=64, longest=8000)
+    assert sorted(costs) == [2, 4]
+    assert reasons == ["TP 1 does not fit: weights of 141 GB a GPU leave no room for KV"]
+    assert sorted(costs_of(config, block_size=64, longest=400_000)[0]) == [4]
+    measured = tmp_path / "tp2.json"
+    measured.write_text(json.dumps({"cluster": {"steps": "base=0.02,prompt_token=1e-4", "num_gpu_blocks": 77}}))
+    config = replace(config, calibrations=f"2={measured}")
+    assert costs_of(config, block_size=64, longest=8000)[0][2] == WorkerCosts("base=0.02,prompt_token=1e-4", 77)
+    assert sorted(costs_of(replace(config, model=""), block_size=64, longest=8000)[0]) == [2]
+    with pytest.raises(ConfigError, match="--calibrations"):
+        costs_of(replace(config, calibrations="2"), block_size=64, longest=8000)
+    with pytest.raises(ConfigError, match="fits on no worker"):
+        costs_of(PlanConfig(gpus=1, model=config.model), block_size=64, longest=8000)
+
+
 def found(kind: str, rate: float) -> Found:
     return Found(Division(kind, int(kind != "aggregated"), 1), rate, {"good_requests_per_second": rate})
 
@@ -53,6 +94,13 @@ def found(kind: str, rate: float) -> Found:
 def test_advice(rates: tuple[float, float], told: str) -> None:
     every = sorted([found("aggregated", rates[0]), found("static", rates[1])], key=lambda each: -each.rate)
     assert told in advice(every)
+
+
+def test_the_curve_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plan.png"
+    draw([replace(found("static", 2.0), curve=[(0.5, 1.0), (1.0, 0.9)])], path)
+    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("settings", [{"gpus": 0}, {"share": 1.5}, {"slo_ttft_ms": 0.0, "slo_itl_ms": 0.0}], ids=str)
