@@ -31,6 +31,7 @@ from common.step_times import StepCost, num_pairs
 
 FITS = 3
 NUM_ALONE = 30
+SEEN = 0.75  # of the errors of a line that a parabola may leave
 LOOK_SECONDS = 1.0  # what a cluster knows of its steps fades after about 50
 PAUSE_SECONDS = 5.0  # between loads
 HAND_OVER_MESSAGES = 2  # from the prefill worker to the router, and to the decode worker
@@ -146,10 +147,19 @@ def _median_gap(records: Sequence[RequestRecord]) -> float:
 
 
 def _parabola(x: Sequence[float], y: Sequence[float], least: float) -> tuple[float, float]:
-    """a (at least `least`) and b of a x^2 / 2 + b x + c through points, by medians."""
+    """a and b of a x^2 / 2 + b x + c through points, by medians. a is `least` unless a greater one is clearly seen:
+    beyond these points it would matter more than among them."""
     chords = [((x1 + x2) / 2, (y2 - y1) / (x2 - x1)) for (x1, y1), (x2, y2) in _pairs(x, y)]
-    a = max(_slope(*zip(*chords, strict=True)), least) if chords else 0.0
-    return a, _slope(x, [there - a * num_pairs(0, at) for at, there in zip(x, y, strict=True)])
+    found = []
+    for a in (least, max(_slope(*zip(*chords, strict=True)), least) if chords else least):
+        straight = [there - a * num_pairs(0, at) for at, there in zip(x, y, strict=True)]
+        b = _slope(x, straight)
+        rests = [there - b * at for at, there in zip(x, straight, strict=True)]
+        middle = median(rests)
+        found.append((median(abs(rest - middle) for rest in rests), a, b))
+    (flat, *line), (curved, *parabola) = found
+    a, b = parabola if curved < SEEN * flat else line
+    return a, b
 
 
 def _slope(x: Sequence[float], y: Sequence[float]) -> float:

@@ -179,10 +179,11 @@ def worker(**parts: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("num_prefill", [0, 1])
-def test_settings_are_fitted_to_a_load(num_prefill: int) -> None:
+@pytest.mark.parametrize(("num_prefill", "per_pair"), [(0, 0.0), (1, 0.0), (1, 3e-7)])
+def test_settings_are_fitted_to_a_load(num_prefill: int, per_pair: float) -> None:
     """What is measured here is a simulation by other settings."""
-    given = config(prefill_workers=num_prefill, decode_workers=2, hop_ms=2.0, accept_ms=1.5)
+    real = STEPS.replace("prompt_context=0", f"prompt_context={per_pair}")
+    given = config(prefill_workers=num_prefill, decode_workers=2, hop_ms=2.0, accept_ms=1.5, steps=real)
     rng = random.Random(6)
     loads = [
         [planned(gap * n, rng.randrange(70, 400), length, n) for n in range(40)]
@@ -191,7 +192,7 @@ def test_settings_are_fitted_to_a_load(num_prefill: int) -> None:
     crowd, alone = (Sent(load, _simulated(given, Sent(load, []))) for load in loads)
     steps = "base=0.012,row=0.0001,context=0,prompt=0.002,prompt_token=0.00007,prompt_context=1e-7"
     made = fitted(replace(given, steps=steps, hop_ms=0.5, accept_ms=0.0), crowd, alone)
-    assert astuple(StepCost.parse(made.steps)) == pytest.approx(astuple(StepCost.parse(STEPS)), rel=0.01, abs=1e-8)
+    assert astuple(StepCost.parse(made.steps)) == pytest.approx(astuple(StepCost.parse(real)), rel=0.01, abs=1e-8)
     assert 3 * made.hop_ms + made.accept_ms == pytest.approx(7.5, rel=0.02)
     assert made.hop_ms == pytest.approx(2.0 if num_prefill else 0.5, rel=0.02)
 
