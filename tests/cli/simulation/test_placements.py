@@ -43,4 +43,4 @@ def test_saturated_it_gives_the_throughput_of_aggregated() -> None:
     aggregated, static, adaptive = cells(CHATS, 60.0, 10.0)
     assert aggregated.ttft_ms["p99"] > 1000.0
     assert adaptive.tokens_per_second >= 0.97 * aggregated.tokens_per_second
-    assert adaptive.tokens_per_second > 1.25 * static.tokens_per_second
+    assert adaptive.tokens_per_second > 1.2 * static.tokens_per_second
