@@ -25,7 +25,8 @@ INTERPRETED := $(wildcard tests/kernels tests/gpu)
 # Tests whose times matter run one at a time, beside interpreted kernels that yield to them: those are in a session of
 # their own, as Linux shares cores between sessions first (autogroup), and so has to be ended by hand. All others run three
 # at a time on two cores, since many wait for something.
-TIMED := $(addprefix tests/cluster/,faults/test_liveness.py faults/test_overload.py wings/test_adaptive.py wings/test_hostile_grammars.py)
+TIMED := $(addprefix tests/,$(addprefix cluster/,faults/test_liveness.py faults/test_overload.py wings/test_adaptive.py \
+	wings/test_hostile_grammars.py) cli/simulation/test_against_processes.py)
 
 # Without it, each process that a test starts compiles every module of the project again.
 unexport PYTHONDONTWRITEBYTECODE
