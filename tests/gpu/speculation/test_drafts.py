@@ -17,8 +17,7 @@ from engine.speculation.drafter import Drafter, Proposal
 from kernels.gpu.attention.paged_verify import paged_verify
 from tests.engine.driving import num_drafts
 from tests.engine.speculation.drafters import FromStates, MakeOracle, draft_with, knows, of_one_kind
-from tests.gpu.mla.test_latents import V2
-from tests.gpu.models import save_family, save_tiny_model, use_small_tiles
+from tests.gpu.models import save_tiny_model
 from tests.gpu.test_engine import PROMPTS, assert_same_logprobs, open_gpu, reference
 
 PLAIN = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
@@ -72,18 +71,13 @@ def test_drafts_change_no_token(
         assert made.num_steps < expected.num_steps
 
 
-@pytest.mark.parametrize("kind", ["8-bit KV", "latents"])
-def test_drafts_of_other_kv_change_no_token(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings: dict[str, Any] = {"kv_cache_dtype": "fp8"} if kind == "8-bit KV" else {}
-    saved = save_family(tmp_path, V2) if kind == "latents" else save_tiny_model(tmp_path)
-    use_small_tiles(monkeypatch, 4)
-    made, _ = open_gpu(saved, monkeypatch, GpuConfig(), max_num_seqs=MAX_TOKENS, **settings)
+def test_drafts_over_8_bit_kv_change_no_token(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: dict[str, Any] = {"kv_cache_dtype": "fp8", "max_num_seqs": MAX_TOKENS}
+    made, _ = open_gpu(model, monkeypatch, GpuConfig(), **settings)
     plain, _ = run(made)
     answers = [request.prompt_token_ids + request.output_token_ids for request in plain]
     draft_with(monkeypatch, MakeOracle(knows(answers), 0.6, 97), on_gpu=True)
-    drafted, _ = open_gpu(
-        saved, monkeypatch, GpuConfig(), num_speculative_tokens=4, max_num_seqs=MAX_TOKENS, **settings
-    )
+    drafted, _ = open_gpu(model, monkeypatch, GpuConfig(), num_speculative_tokens=4, **settings)
     requests, _ = run(drafted)
     assert [request.output_token_ids for request in requests] == [request.output_token_ids for request in plain]
     assert 3 < num_drafts(drafted)[1] < num_drafts(drafted)[0]

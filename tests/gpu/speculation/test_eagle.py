@@ -125,7 +125,7 @@ def test_drafts_are_those_of_the_head_on_a_cpu(
     model = save_family(tmp_path / "model", changes) if changes else save_tiny_model(tmp_path / "model")
     use_small_tiles(monkeypatch, 4)
     head = HEADS[kind].save(tmp_path / "head")
-    params = [SamplingParams(max_tokens=14, temperature=temperature, seed=seed, ignore_eos=True) for seed in range(3)]
+    params = [SamplingParams(max_tokens=10, temperature=temperature, seed=seed, ignore_eos=True) for seed in range(3)]
     on_cpu = assemble(
         EngineConfig(
             str(model), device="cpu", dtype="float32", quant_mode="none", num_gpu_blocks=64, adaptive_drafts=False,
@@ -143,7 +143,7 @@ def test_drafts_are_those_of_the_head_on_a_cpu(
             each.step()
     expected, found = proposed
     common = expected.keys() & found.keys()
-    assert len(common) > 12
+    assert len(common) > 8
     equal = sum(expected[known] == found[known] for known in common)
     assert equal >= len(common) - 1  # near ties
 

@@ -24,7 +24,7 @@ PROMPTS = [random_prompt(length, 97, length) for length in (5, 21, 80)]
 SETTINGS: dict[str, Any] = {
     "max_model_len": 128, "max_num_batched_tokens": 128, "block_size": 4, "num_gpu_blocks": 96, "max_num_seqs": 16
 }  # fmt: skip
-PARAMS = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+PARAMS = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 
 
 MIMO: dict[str, Any] = {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "tie_word_embeddings": False}
@@ -57,7 +57,7 @@ def test_drafts_are_those_of_the_module_on_a_cpu(model: Path, monkeypatch: pytes
     answers = generate(on_cpu.engine, [PARAMS] * 3, PROMPTS)
     assert generate(made, [PARAMS] * 3, PROMPTS) == answers
     common = expected.keys() & found.keys()
-    assert len(common) > 20
+    assert len(common) > 10
     assert sum(expected[known] == found[known] for known in common) >= len(common) - 1  # near ties
     runner.prompt_graphs = runner.open_prompt_graphs(captures=False)
-    assert generate(made, [PARAMS] * 3, PROMPTS) == answers
+    assert generate(made, [PARAMS], PROMPTS[1:2]) == answers[1:2]

@@ -13,8 +13,8 @@ from tests.engine.driving import num_drafts
 from tests.gpu.pipeline_parallel.test_pipeline_parallel import open_stages
 from tests.gpu.speculation import test_draft_model, test_eagle
 from tests.gpu.speculation.test_draft_model import models  # noqa: F401
-from tests.gpu.speculation.test_drafts import run
-from tests.gpu.test_engine import open_gpu
+from tests.gpu.speculation.test_drafts import PLAIN
+from tests.gpu.test_engine import PROMPTS, generate, open_gpu
 
 pytestmark = pytest.mark.wing("engine.speculation")
 EAGER = GpuConfig(use_cuda_graph=False)  # ranks here are threads, but one thread captures
@@ -41,7 +41,6 @@ def test_rank_0_drafts(
                 made, _ = test_draft_model.drafted_by(models, "other", patch, open_engine=open_engine)
             else:
                 made, _ = test_eagle.drafted_by(models["same"], head, patch, open_engine=open_engine)
-            requests, _ = run(made)
-            found.append(([request.output_token_ids for request in requests], num_drafts(made)))
+            found.append((generate(made, [PLAIN], PROMPTS[:1]), num_drafts(made)))
     assert found[0] == found[1]
-    assert found[0][1][0] > 8
+    assert found[0][1][0] > 5
