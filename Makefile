@@ -46,7 +46,7 @@ test-timed: setup
 	@$(BIN)/python -m pytest -q $(TIMED)
 
 test-interpreted: setup
-	@log=$$(mktemp) && { TRITON_INTERPRET=1 setsid sh -c 'echo 10 2> /dev/null > /proc/self/autogroup; exec nice $(BIN)/python -m pytest -q -n 2 $(INTERPRETED)' > $$log 2>&1 & \
+	@log=$$(mktemp) && { TRITON_INTERPRET=1 setsid sh -c 'echo 10 2> /dev/null > /proc/self/autogroup; exec nice $(BIN)/python -m pytest -q -n 2 --dist worksteal $(INTERPRETED)' > $$log 2>&1 & \
 	trap "kill -- -$$!" INT TERM; wait $$!; passed=$$?; cat $$log; rm $$log; exit $$passed; }
 
 # Its lines would come between those of the other tests, so they are kept until it ends.
