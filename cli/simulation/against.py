@@ -137,7 +137,7 @@ def _late_hand_over(config: ClusterConfig, alone: Sent) -> float:
     late = [
         record.gaps[0] - simulated.gaps[0]
         for record, simulated in zip(alone.records, _simulated(config, alone), strict=True)
-        if record.num_prompt_tokens > config.local_prefill_tokens
+        if record.num_prompt_tokens > config.local_prefill_tokens and record.gaps  # none where two tokens came as one
     ]
     return median(late or [0.0])
 
