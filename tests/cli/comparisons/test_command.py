@@ -133,7 +133,7 @@ def test_what_cannot_be_compared_is_one_line(
     assert ALL not in NAMES
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_one_worker_and_two_are_clusters_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--compare=disaggregation", "--dry-run"]) == 0
     printed = " ".join(capsys.readouterr().out.split())

@@ -109,7 +109,7 @@ def test_what_cannot_be_planned_is_refused(settings: dict[str, Any]) -> None:
         PlanConfig(**settings)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_prompts_between_tokens_are_worth_a_division(tmp_path: Path) -> None:
     """Long prompts beside streams with a tight objective for gaps: they need a worker of their own."""
     path = tmp_path / "plan.json"

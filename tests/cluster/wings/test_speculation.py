@@ -75,7 +75,7 @@ def eagle_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return head.save(tmp_path_factory.mktemp("eagle"))
 
 
-@pytest.mark.parametrize("method", ["suffix", "eagle"])
+@pytest.mark.parametrize("method", [pytest.param("suffix", marks=pytest.mark.soak), "eagle"])
 def test_a_stream_moves_to_another_worker_with_its_drafts(method: str, reference: LLM, eagle_head: Path) -> None:
     """Rejection sampling leaves answers with a temperature of 0, or with a seed, as they are."""
     if method == "eagle":

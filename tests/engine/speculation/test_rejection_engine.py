@@ -83,7 +83,11 @@ def plain_answers(target: str, kind: str) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize(
     ("drafter", "kind"),
-    [("draft", "penalties"), ("draft", "top-p"), ("eagle", "temperature"), ("few", "temperature")],
+    [
+        ("draft", "top-p"),
+        ("eagle", "temperature"),
+        *(pytest.param(*each, marks=pytest.mark.soak) for each in (("draft", "penalties"), ("few", "temperature"))),
+    ],
 )
 def test_answers_are_distributed_as_without_drafts(paths: dict[str, str], drafter: str, kind: str) -> None:
     """All tokens together, and more drafts are accepted than by coupled noise.

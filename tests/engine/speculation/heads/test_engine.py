@@ -57,7 +57,15 @@ def proposer_of(parts: EngineParts) -> FromHead:
 
 
 @pytest.mark.parametrize(
-    "settings", [SETTINGS[1], SETTINGS[-1], {"batch_invariant": True}, {"prefix_cache": False}, {"tp": 2}], ids=str
+    "settings",
+    [
+        SETTINGS[1],
+        SETTINGS[-1],
+        {"batch_invariant": True},
+        {"prefix_cache": False},
+        pytest.param({"tp": 2}, marks=pytest.mark.soak),
+    ],
+    ids=str,
 )
 def test_no_draft_changes_an_answer(model: Path, head: str, settings: dict[str, Any]) -> None:
     """Greedy and sampled, with penalties, in batches, small steps, and where requests give way."""
