@@ -68,7 +68,7 @@ test-gpu:        ## kernels and GPU engine on an NVIDIA GPU (PYTHON=python3 with
 
 check: setup     ## ruff, mypy strict, import-linter
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
-	@$(BIN)/mypy
+	@$(BIN)/mypy --num-workers 2
 	@$(BIN)/lint-imports
 
 format: setup    ## apply ruff's fixes and formatting
