@@ -49,7 +49,7 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """As a share of what was measured."""
+        """Relative to the measured value."""
         return self.simulated / self.measured - 1.0
 
     @property

@@ -131,6 +131,6 @@ def _reduces(layers: int, hidden_bytes: int, ranks: int) -> tuple[float, float, 
 
 
 def num_kv_blocks(model: ModelSize, gpu: Gpu, ranks: int, block_size: int) -> int:
-    """Blocks that fit beside the weights; 0 when not even these do."""
+    """Blocks that fit next to the weights; 0 when not even these do."""
     room = MEMORY_SHARE * gpu.memory_bytes - WORK_BYTES - model.weight_bytes / ranks
     return max(int(room / (block_size * model.kv_bytes(ranks))), 0)

@@ -34,4 +34,4 @@ class GpuAdapters(SlotStore):
 
 
 class FollowedGpuAdapters(FollowedSlots, GpuAdapters):
-    """Those of a rank behind the first."""
+    """Adapters of a rank other than the first."""

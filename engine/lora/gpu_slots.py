@@ -131,7 +131,7 @@ class SlotStore(AdapterStore[int]):
 
 
 class FollowedSlots(SlotStore):
-    """The slots of a rank behind the first: it reads an adapter when a plan names it, since nobody asks it before.
+    """Slots of a rank other than the first, which reads an adapter when a plan names it: nobody asks it before.
 
     The first rank sees to it that a step names at most as many adapters as there are slots.
     """

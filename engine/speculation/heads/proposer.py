@@ -1,7 +1,7 @@
 """Drafts by a head of one layer: what the model has made of a request's tokens, and the token sampled last.
 
 The head keeps K and V of each request, from the first position on that this engine computes. Of what came from a
-prefix cache or a peer it knows nothing: it drafts by the text behind that, and its drafts are accepted less often.
+prefix cache or a peer it knows nothing: it drafts by the text after that, and its drafts are accepted less often.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Head(Protocol):
         ...
 
     def inputs(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
-        """The layer's inputs (n, in). token_ids: (n,), those behind the positions; hidden: f, or o of drafts."""
+        """The layer's inputs (n, in). token_ids: (n,), the next one of each position; hidden: f, or o of drafts."""
         ...
 
     def keys_and_values(self, inputs: Tensor, positions: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ class FromHead(FromModel):
         return request.drafter if isinstance(request.drafter, Followed) else None
 
     def _take(self, all_followed: Sequence[Followed]) -> None:
-        """Compute K and V of fresh positions, as far as the token behind each is known."""
+        """Compute K and V of fresh positions, as far as the next token of each is known."""
         taken: list[tuple[Followed, Positions]] = []
         for followed in all_followed:
             fresh, followed.fresh, followed.last = followed.fresh, None, None

@@ -1,7 +1,6 @@
 """What a head takes of the model that it drafts for: embedding and output projection, whole where ranks divide them.
 
-A head is in the process of rank 0 alone. What it reads of the model's steps, residuals behind sums over ranks, all
-ranks have.
+Only rank 0's process has the head. It reads residuals after the all-reduce, which every rank holds whole.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ With h_t the model's normed hidden state of token x_t, the module computes a dec
     W [norm(embedding of x_t+1), norm(h_t)]
 
 which is the residual, too. Its output, normed, is o_t: the model's head makes the logits of x_t+2 of it. Drafts
-behind the first are the same module's: o_t-1 stands for h_t there.
+after the first are the same module's: o_t-1 stands for h_t there.
 """
 
 from __future__ import annotations

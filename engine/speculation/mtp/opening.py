@@ -134,7 +134,7 @@ def read_module(files: ModelFiles, engine_config: EngineConfig, loaded: LoadedMo
 def _read(
     source: Source, engine_config: EngineConfig, loaded: LoadedModel, layer: str, own: Mapping[str, Shape]
 ) -> tuple[list[Block], dict[str, Tensor]]:
-    """The blocks of the decoder layer of that name, behind the model's last one, and the module's own weights."""
+    """The blocks of the decoder layer of that name, after the model's last one, and the module's own weights."""
     asked = f"model.layers.{source.config.num_layers}"
     source = replace(source, config=replace(source.config, num_layers=source.config.num_layers + 1, expert_slots=()))
     config, weights = source.config, source.weights

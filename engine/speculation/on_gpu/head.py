@@ -65,7 +65,7 @@ class GpuHead(ABC):
         self._read[number, : residual.shape[0]].copy_(residual)
 
     def take(self, inputs: GpuInputs, next_ids: Tensor) -> None:
-        """See Observer. Positions behind a wrong draft are taken again, with what was sampled there."""
+        """See Observer. Positions after a wrong draft are taken again, with what was sampled there."""
         num_tokens = next_ids.shape[0]
         x = self._inputs(next_ids.clamp(min=0), self._joined(self._read[:, :num_tokens]))
         self._keep(x, inputs.positions[:num_tokens], inputs.groups[0].slots[:num_tokens])
