@@ -275,10 +275,19 @@ def test_decode_over_latents(num_heads: int, rows: int, compiled: list[Compiled]
     check(compiled, "_latent_decode_kernel", "_latent_prefill_kernel", "_latent_rope_kernel")
 
 
+EVERY_VARIANT = pytest.mark.soak  # of kernels that another case compiles for other sizes: half a minute of a core
+
+
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim"),
-    [(28, 4, 128), (32, 8, 128), (16, 8, 128), (64, 8, 128), (32, 2, 128), (9, 3, 64), (8, 4, 256)],
+    [
+        (28, 4, 128),
+        (32, 8, 128),
+        *(pytest.param(*shape, marks=EVERY_VARIANT) for shape in ((16, 8, 128), (64, 8, 128), (32, 2, 128))),
+        (9, 3, 64),
+        pytest.param(8, 4, 256, marks=EVERY_VARIANT),
+    ],
 )
 def test_decode_of_several_queries_a_row(
     num_heads: int, num_kv_heads: int, head_dim: int, kv_dtype: torch.dtype, compiled: list[Compiled]

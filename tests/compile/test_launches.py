@@ -156,11 +156,8 @@ def test_decode_steps_with_norms_behind_blocks(launches: list[str]) -> None:
     assert launched(forward, decode_inputs(8, 6), launches) == ["embedding", "mul", "rms_norm", *6 * layer]
 
 
-def test_queries_of_a_row_attend_together_where_no_window_and_no_sink_is(
-    launches: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_queries_of_a_row_attend_together_where_no_window_and_no_sink_is(launches: list[str]) -> None:
     """A launch each, as without drafts."""
-    monkeypatch.setattr("engine.gpu.attention.grouped.GROUPS_QUERIES", True)
     for model, num_layers, num_groups, grouped in (
         ("qwen2.5-7b", 3, 1, [True] * 3),
         ("gemma3-4b", 6, 6, [False] * 5 + [True]),

@@ -23,9 +23,6 @@ from kernels.gpu.attention.paged_verify import paged_verify
 from kernels.gpu.elementwise.rope import rope_and_write_kv
 from kvstore.layout import KvLayout
 
-# Whether queries of a row attend together, see `paged_verify`. No GPU has measured it yet (docs/gpu_runs.md, verify).
-GROUPS_QUERIES = False
-
 
 @dataclass(frozen=True, slots=True)
 class LayerKv:
@@ -68,7 +65,7 @@ class GroupedQueries(GpuAttention):
         self._layers = layers_of(model, layout)
         self._pool = pool
         self.width = config.num_heads * config.head_dim
-        self.most_queries = most_queries(config.num_heads // config.num_kv_heads) if GROUPS_QUERIES else 1
+        self.most_queries = most_queries(config.num_heads // config.num_kv_heads)
         self._workspace = DecodeWorkspace(
             max_rows, config.num_heads, config.num_kv_heads, config.head_dim, pool.device, self.most_queries
         )  # fmt: skip

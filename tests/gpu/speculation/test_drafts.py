@@ -49,11 +49,8 @@ def run(made: Engine) -> tuple[list[Request], dict[str, list[TokenLogprobs]]]:
     return requests, found
 
 
-@pytest.mark.parametrize(("accuracy", "in_groups"), [(0.0, False), (0.6, True), (1.0, False)])
-def test_drafts_change_no_token(
-    accuracy: float, in_groups: bool, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(grouped, "GROUPS_QUERIES", in_groups)
+@pytest.mark.parametrize("accuracy", [0.0, 0.6, 1.0])
+def test_drafts_change_no_token(accuracy: float, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = reference(model)
     plain, told = run(expected)
     answers = [request.prompt_token_ids + request.output_token_ids for request in plain]
@@ -113,7 +110,6 @@ def test_a_proposer_has_the_states_that_tokens_came_of(model: Path, monkeypatch:
 
 def test_queries_of_a_row_attend_as_a_group(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[list[int]] = []
-    monkeypatch.setattr(grouped, "GROUPS_QUERIES", True)
 
     def seen(
         q: Tensor, pool: Tensor, layer: int, tables: Tensor, lengths: Tensor, groups: Tensor, *args: Any

@@ -56,9 +56,11 @@ class Case:
             if length:
                 own = self.q[query : query + 1].double()
                 self.expected[query] = attend_sequence(own, kvs[row][:, :, :length].double()).flatten()
-        self.workspace = DecodeWorkspace(len(rows), num_heads, num_kv_heads, head_dim, device)
-        self.workspace.outputs = torch.full((4096, head_dim), float("nan"), device=device)
-        self.workspace.log_sums = torch.full((4096,), float("nan"), device=device)
+        queries = most_queries(num_heads // num_kv_heads)
+        self.workspace = DecodeWorkspace(len(rows), num_heads, num_kv_heads, head_dim, device, queries)
+        num_partials = max(4096, self.workspace.outputs.shape[0])
+        self.workspace.outputs = torch.full((num_partials, head_dim), float("nan"), device=device)
+        self.workspace.log_sums = torch.full((num_partials,), float("nan"), device=device)
 
     def run(self, config: DecodeConfig | None = SMALL, splits: int | None = None) -> torch.Tensor:
         return paged_verify(
@@ -118,8 +120,7 @@ def test_four_queries_where_32_heads_hold_them_and_more_where_16_do() -> None:
 
 
 @pytest.mark.parametrize("queries", [1, 4])
-def test_the_workspace_holds_all_splits_of_any_number_of_queries(queries: int) -> None:
-    device = torch.device("cpu")
+def test_the_workspace_holds_all_splits_of_any_number_of_queries(queries: int, device: torch.device) -> None:
     sizes = [DecodeWorkspace(rows, 8, 2, 16, device, queries).outputs.shape[0] for rows in range(1, 40)]
     assert sizes == sorted(sizes)
     for count in (1, 3, 9, 39):
