@@ -16,7 +16,7 @@ from kernels.gpu.attention.decode_tiles import LOG2_E_IN_KERNEL
 from kernels.gpu.launching.fast_launch import FastLaunch
 from kernels.gpu.launching.launch import num_multiprocessors, overlaps_launches, wait_for_predecessor
 from kernels.gpu.launching.launch_configs import DecodeConfig
-from kernels.gpu.launching.tuning import DECODE, VERIFY
+from kernels.gpu.launching.tuning import DECODE
 
 MAX_SPLITS = 128
 MIN_SHARE = tl.constexpr(32)  # keys a program takes at least: more splits cost more to combine than they save
@@ -68,12 +68,6 @@ def decode_config(num_rows: int, num_kv_heads: int, group: int, itemsize: int, h
     return config
 
 
-def verify_config(num_groups: int, num_kv_heads: int, group: int, itemsize: int, head_dim: int) -> DecodeConfig:
-    """Settings for groups of queries, which never ask for more splits than `decode_config` does."""
-    config = VERIFY.find(programs=tuned_rows(num_groups) * num_kv_heads, itemsize=itemsize, head_dim=head_dim)
-    return config or decode_config(num_groups, num_kv_heads, group, itemsize, head_dim)
-
-
 def num_splits(num_rows: int, num_kv_heads: int, device: torch.device, config: DecodeConfig) -> int:
     """Programs that share a row's keys of one KV head; 1 when rows and heads alone fill the GPU."""
     programs = config.programs_per_sm * num_multiprocessors(device)
@@ -89,9 +83,7 @@ def splits_of(
     queries: the most that a program attends for; rows are queries then.
     """
     num_kv_heads, groups = pool.shape[3], usual_groups(num_rows, queries)
-    if config is None:
-        choose = decode_config if queries == 1 else verify_config
-        config = choose(groups, num_kv_heads, num_heads // num_kv_heads, pool.itemsize, pool.shape[5])
+    config = config or decode_config(groups, num_kv_heads, num_heads // num_kv_heads, pool.itemsize, pool.shape[5])
     count = splits or num_splits(groups, num_kv_heads, pool.device, config)
     if window and splits is None:
         count = min(count, window // MIN_SHARE.value + 2)  # a window's keys give no more programs a share

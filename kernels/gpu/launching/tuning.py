@@ -159,17 +159,6 @@ DECODE = Table(
     Rule(SHORT_TILES, programs=at_most(1023)),
     Rule(MANY_PROGRAMS),
 )
-# `paged_verify` of heads up to 128, 2 bytes a number; programs: usual groups * KV heads. us by the settings of
-# `paged_decode` | these, 4 queries a row, one H100. Qwen3-8B: 1 x 1k 7.3 | 6.7, 8 x 1k 20.8 | 17.9, 8 x 4k 57 | 54,
-# 32 x 1k 51.4 | 51.1, 64 x 500 70.5 | 53.8, 64 x 2k 246 | 188; Qwen2.5-7B: 8 x 1k 15.8 | 14.6, 64 x 500 34.3 | 30.4,
-# 64 x 2k 106 | 97. Two programs to a multiprocessor where they are few: Qwen3-8B at 1 x 4k 11.8 | 12.5 with one.
-FEW_GROUPS = DecodeConfig(64, 4, 3, 2, lists_blocks=True)
-GROUPS = DecodeConfig(64, 4, 3, 1, lists_blocks=True)
-VERIFY = Table(
-    Rule(FEW_GROUPS, programs=at_most(32), itemsize=between(1, 2), head_dim=at_most(128)),
-    Rule(GROUPS, itemsize=between(1, 2), head_dim=at_most(128)),
-)
-
 # Keys that a decode program asks for while the previous kernel still runs, and up to how many rows; more take
 # bandwidth from that kernel. A step of Qwen3-0.6B at 4 | 8 | 32 rows without: 1021 | 1173 | 1913 us, with 32 keys
 # 986 | 1149 | 1895, with all of 1k 1000 | 1183 | 2043.
