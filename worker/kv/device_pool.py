@@ -150,12 +150,26 @@ class DevicePool:
         assert isinstance(remote, AttachedPool)
         if not remote_ids:
             return []
-        part, weights = None if copy is None else in_words(copy), self.weights_of(remote.words.shape[1])
+        return self._copy(remote.words, remote_ids, local_ids, None if copy is None else in_words(copy))
+
+    def _copy(
+        self, source: Tensor, source_ids: Sequence[BlockId], target_ids: Sequence[BlockId], part: WordCopy | None
+    ) -> list[int]:
+        """Copy blocks of a pool's words (num_blocks, num_words) to own ones; the digests of the source blocks."""
         with self.stream(writes_pool=True):
             lists = self.lists()
-            digests, source_ids, target_ids = lists.upload(remote_ids, local_ids)
-            self.kernels.copy_blocks(remote.words, source_ids, self.words, target_ids, weights, part, digests)
+            digests, sources, targets = lists.upload(source_ids, target_ids)
+            weights = self.weights_of(source.shape[1])
+            self.kernels.copy_blocks(source, sources, self.words, targets, weights, part, digests)
             return lists.download(digests)
+
+    def warm_up(self) -> None:
+        """Compile the kernels of `pull` and `digests`, which take 0.1 s each, before requests come.
+
+        Copies the first block onto itself.
+        """
+        self.digests([BlockId(0)])
+        self._copy(self.words, [BlockId(0)], [BlockId(0)], None)
 
     def digests(self, block_ids: Sequence[BlockId]) -> list[int]:
         """See Device; as `kvstore.pool.digest` computes them."""

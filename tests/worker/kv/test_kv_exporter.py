@@ -6,6 +6,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -214,3 +215,11 @@ def test_blocks_of_a_lease_that_is_being_sent_are_kept_after_its_end(parts: Part
     for lease_id, positions in ((lease.lease_id, [0]), (LeaseId("guess"), [0])):
         with pytest.raises(TransferError, match="unknown or released"):
             leases.hold(lease_id, Epoch(1), positions)
+
+
+def test_warming_up_launches_both_kernels_and_changes_no_block(parts: Parts) -> None:
+    before, pool = parts.bytes.copy(), parts.device_pool
+    pool.kernels = Mock(wraps=pool.kernels)
+    pool.warm_up()
+    assert {name for name, *_ in pool.kernels.method_calls} == {"digest_blocks", "copy_blocks"}
+    assert np.array_equal(parts.bytes, before)
