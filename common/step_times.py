@@ -19,6 +19,8 @@ FADE = 0.98  # what a step counts for after the next one of its kind
 INERTIA = 0.5  # of the slopes, as variance of sizes (in means): in directions that vary less they change slowly
 NUM_SKIPPED = 2  # steps of a kind at the start, which compile kernels
 FAR = 4.0  # times what was expected: a longer step is an accident, after a shorter one all is learned anew
+LATE = 1.5  # times what was expected: as far as one step that only decodes moves the line, since such steps abound
+FEW_CONTEXT_TOKENS = 4096  # a step's: with fewer, accidents look like a cost of context, which many tokens multiply
 NOTHING = 1e-9  # rounding errors, as a share
 MIN_PROMPT_TOKENS = 16  # fewer tell nothing of the time of a token
 SPREAD = 1.1  # before it is measured
@@ -89,7 +91,7 @@ class StepTimes:
 
     def __init__(self) -> None:
         self.cost = StepCost()
-        self._decode = _Plane(starts_flat=True)
+        self._decode = _Plane(starts_flat=True, far=LATE, few=FEW_CONTEXT_TOKENS)
         self._prompts = _Plane(starts_flat=False)
         self._spread = SPREAD
 
@@ -106,6 +108,8 @@ class StepTimes:
             if num_rows and cost.prompt_token and cost.base:
                 self._widen(seconds / cost.seconds(num_rows, num_prompt_tokens, context, pairs))
             decode = cost.seconds(num_rows, context=context)
+            if decode > seconds:  # where each step has prompts, this alone corrects it
+                self._decode.add(num_rows, context, seconds)
             self._prompts.add(num_prompt_tokens, pairs, max(seconds - decode, 0.1 * seconds))
         self.cost = StepCost(*self._decode.parts, *self._prompts.parts, self._spread)
 
@@ -122,9 +126,11 @@ class _Plane:
     base: in such directions the slopes stay near what they were.
     """
 
-    def __init__(self, starts_flat: bool) -> None:
-        """starts_flat: what it is before points differ: flat, or proportional to x."""
-        self._starts_flat = starts_flat
+    def __init__(self, starts_flat: bool, far: float = FAR, few: float = 0.0) -> None:
+        """starts_flat: what it is before points differ: flat, or proportional to x. far: see LATE. few: z for which b
+        is learned slowly.
+        """
+        self._starts_flat, self._far, self._few = starts_flat, far, few
         self._num_added = 0
         self._reset()
 
@@ -146,7 +152,7 @@ class _Plane:
                 self._reset()
                 expected = y
             else:
-                y = min(y, FAR * expected)
+                y = min(y, self._far * expected)
         weight = 1.0 / (expected * expected)
         self._n = FADE * self._n + weight
         self._x = FADE * self._x + weight * x
@@ -175,8 +181,9 @@ class _Plane:
             self._slopes = a * mean_y / mean_x, self._slopes[1] if self._slopes is not None else 0.0
         else:
             xz = _covariance(self._xz, n, mean_x, mean_z)
-            left_z = _covariance(self._zz, n, mean_z, mean_z) + INERTIA
-            right_z = _covariance(self._zy, n, mean_z, mean_y) + INERTIA * old_b
+            inertia = INERTIA * max(self._few / mean_z, 1.0) ** 2
+            left_z = _covariance(self._zz, n, mean_z, mean_z) + inertia
+            right_z = _covariance(self._zy, n, mean_z, mean_y) + inertia * old_b
             determinant = left_x * left_z - xz * xz
             a = (right_x * left_z - right_z * xz) / determinant
             b = (right_z * left_x - right_x * xz) / determinant

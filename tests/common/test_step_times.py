@@ -63,6 +63,30 @@ def test_it_follows_a_worker_that_has_become_slower() -> None:
     assert times.cost.seconds(8) == pytest.approx(2 * TRUE.seconds(8), rel=0.05)
 
 
+def test_one_late_step_of_few_tokens_is_no_cost_of_context() -> None:
+    """Which 50,000 tokens would multiply: a router refused requests, predicting a wait of 100 s."""
+    times = StepTimes()
+    for step in range(12):
+        rows = 1 + step % 4
+        times.observe(rows, 0, TRUE.seconds(rows) + (step % 3) * 1e-4, context=66 * rows)
+    times.observe(1, 0, 2 * TRUE.seconds(1), context=1025)
+    assert times.cost.seconds(49, context=50_000) < 2 * TRUE.seconds(49)
+
+
+def test_steps_with_prompts_correct_decode_rows_that_look_too_slow() -> None:
+    """Under load no step is without prompts, and an objective leaves few of their tokens to a slow step."""
+    times, objective = StepTimes(), 0.025
+    for step in range(40):
+        rows = 1 + step % 3
+        times.observe(rows, 0, 10 * TRUE.seconds(rows), context=20_000 * rows)
+        times.observe(rows, 500, 10 * TRUE.seconds(rows, 500), context=20_000 * rows)
+    for _ in range(20):
+        decode = times.cost.seconds(3, context=60_000)
+        tokens = times.cost.tokens_in(chunk_work(times.cost, objective, decode), 0)
+        times.observe(3, int(tokens), TRUE.seconds(3, tokens), context=60_000)
+    assert tokens > 6 * MIN_CHUNK_TOKENS
+
+
 def test_contexts_are_told_from_rows_and_tokens() -> None:
     """Long and short requests, as a GPU computes them; rows and contexts come in proportion first."""
     true = StepCost(0.0043, 3e-6, 14e-9, 0.0005, 21.5e-6, 0.9e-9)
