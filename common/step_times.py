@@ -110,7 +110,8 @@ class StepTimes:
             decode = cost.seconds(num_rows, context=context)
             if decode > seconds:  # where each step has prompts, this alone corrects it
                 self._decode.add(num_rows, context, seconds)
-            self._prompts.add(num_prompt_tokens, pairs, max(seconds - decode, 0.1 * seconds))
+            decode = min(decode, 0.9 * seconds)
+            self._prompts.add(num_prompt_tokens, pairs, seconds - decode, decode)
         self.cost = StepCost(*self._decode.parts, *self._prompts.parts, self._spread)
 
     def _widen(self, ratio: float) -> None:
@@ -140,7 +141,9 @@ class _Plane:
         self._slopes: tuple[float, float] | None = None
         self.parts = (0.0, 0.0, 0.0)  # base, a, b
 
-    def add(self, x: float, z: float, y: float) -> None:
+    def add(self, x: float, z: float, y: float, beside: float = 0.0) -> None:
+        """beside: what a step took apart from y. Errors are shares of the whole step: the few tokens at a prompt's
+        end take next to nothing beside decode rows, which have the weights read anyway, and tell little."""
         self._num_added += 1
         if self._num_added <= NUM_SKIPPED:
             return
@@ -148,12 +151,12 @@ class _Plane:
         if self._n:
             base, a, b = self.parts
             expected = base + a * x + b * z
-            if FAR * y < expected:
+            if FAR * (beside + y) < beside + expected:
                 self._reset()
                 expected = y
             else:
-                y = min(y, self._far * expected)
-        weight = 1.0 / (expected * expected)
+                y = min(y, self._far * (beside + expected) - beside)
+        weight = 1.0 / (beside + expected) ** 2
         self._n = FADE * self._n + weight
         self._x = FADE * self._x + weight * x
         self._y = FADE * self._y + weight * y

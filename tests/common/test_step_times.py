@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from common.step_times import MIN_CHUNK_TOKENS, WIDEST, StepCost, StepTimes, chunk_work, num_pairs
+from common.step_times import MIN_CHUNK_TOKENS, MIN_PROMPT_TOKENS, WIDEST, StepCost, StepTimes, chunk_work, num_pairs
 
 TRUE = StepCost(base=0.004, row=20e-6, prompt=0.001, prompt_token=20e-6)
 
@@ -85,6 +85,20 @@ def test_steps_with_prompts_correct_decode_rows_that_look_too_slow() -> None:
         tokens = times.cost.tokens_in(chunk_work(times.cost, objective, decode), 0)
         times.observe(3, int(tokens), TRUE.seconds(3, tokens), context=60_000)
     assert tokens > 6 * MIN_CHUNK_TOKENS
+
+
+def test_ends_of_prompts_that_cost_nothing_beside_decode_rows_leave_the_cost_of_a_token() -> None:
+    """On a GPU their few tokens are multiplied with weights that the decode rows have read."""
+    times, rng = StepTimes(), random.Random(1)
+    for step in range(400):
+        rows, tokens = rng.randrange(1, 20), rng.randrange(400, 600)
+        if step % 5 == 4:
+            tokens = rng.randrange(MIN_PROMPT_TOKENS, 64)
+        measured(times, rows, 0)
+        times.observe(rows, tokens, max(TRUE.seconds(rows, 500) * tokens / 500, 1.05 * TRUE.seconds(rows)))
+        if step > 20:
+            assert times.cost.seconds(10, 500) == pytest.approx(TRUE.seconds(10, 500), rel=0.25)
+    assert times.cost.spread < 1.3
 
 
 def test_contexts_are_told_from_rows_and_tokens() -> None:
