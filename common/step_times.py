@@ -27,7 +27,9 @@ SPREAD = 1.1  # before it is measured
 WIDEST = 1.6  # more is no spread but another cost
 EXCEEDED = 0.002  # share of steps that may be longer: a 99th percentile of 100 gaps is their longest
 SPREAD_STEP = 0.02  # by which one longer step raises it
-MIN_CHUNK_TOKENS = 64  # a prompt advances by so many in every step, whatever the objective says
+MIN_CHUNK_TOKENS = 64  # prompts advance by so many in every step, whatever the objective says
+FLAT_CHUNK_TOKENS = 256  # fewer hardly shorten a GPU's step, which reads all weights and may wait for the host
+MOST_OF_OBJECTIVE = 0.5  # that such a chunk may take: on slow devices and with large models each token counts
 
 
 def num_pairs(start: float, num_tokens: float) -> float:
@@ -80,9 +82,15 @@ class StepCost:
         return 2 * work / (per_token + math.sqrt(per_token * per_token + 2 * self.prompt_context * work))
 
 
+def least_chunk_tokens(cost: StepCost, itl_objective: float) -> int:
+    """Prompt tokens that a step takes even when decode rows leave no time for them; their cost is known."""
+    flat = min(FLAT_CHUNK_TOKENS, MOST_OF_OBJECTIVE * itl_objective / cost.prompt_token)
+    return max(int(flat), MIN_CHUNK_TOKENS)
+
+
 def chunk_work(cost: StepCost, itl_objective: float, decode_seconds: float) -> float:
     """Seconds of prompts' work that an objective leaves beside decode rows which take so long."""
-    least = MIN_CHUNK_TOKENS * cost.prompt_token
+    least = least_chunk_tokens(cost, itl_objective) * cost.prompt_token if cost.prompt_token else 0.0
     return max(itl_objective / cost.spread - decode_seconds - cost.prompt, least)
 
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common.step_times import StepCost, StepTimes, chunk_work, num_pairs
+from common.step_times import StepCost, StepTimes, chunk_work, least_chunk_tokens, num_pairs
 from engine.config import EngineConfig
 from engine.objectives.settings import ObjectiveSettings
 from engine.plan import StepSize
@@ -65,16 +65,16 @@ class PromptBudget:
         if not cost.prompt_token:
             return min(FIRST_TOKENS, most)
         work = chunk_work(cost, self._itl_objective, cost.seconds(num_decode_rows, context=context))
-        return min(max(_tokens_in(cost, work, prompts), 1), most)
+        return min(max(_tokens_in(cost, work, prompts, least_chunk_tokens(cost, self._itl_objective)), 1), most)
 
 
-def _tokens_in(cost: StepCost, work: float, prompts: Sequence[WaitingPrompt]) -> int:
-    """Tokens of these prompts, one after the other, that so many seconds of work suffice for."""
+def _tokens_in(cost: StepCost, work: float, prompts: Sequence[WaitingPrompt], least: int) -> int:
+    """Tokens of these prompts, one after the other, that so many seconds of work suffice for; not below `least`."""
     num_tokens = 0
     for prompt in prompts:
         own_work = cost.work(prompt.num_tokens, num_pairs(prompt.start, prompt.num_tokens))
         if own_work > work:
-            return num_tokens + int(cost.tokens_in(work, prompt.start))
+            return max(num_tokens + int(cost.tokens_in(work, prompt.start)), least)
         num_tokens += prompt.num_tokens
         work -= own_work
     return num_tokens

@@ -6,7 +6,16 @@ import random
 
 import pytest
 
-from common.step_times import MIN_CHUNK_TOKENS, MIN_PROMPT_TOKENS, WIDEST, StepCost, StepTimes, chunk_work, num_pairs
+from common.step_times import (
+    FLAT_CHUNK_TOKENS,
+    MIN_CHUNK_TOKENS,
+    MIN_PROMPT_TOKENS,
+    WIDEST,
+    StepCost,
+    StepTimes,
+    chunk_work,
+    num_pairs,
+)
 
 TRUE = StepCost(base=0.004, row=20e-6, prompt=0.001, prompt_token=20e-6)
 
@@ -161,6 +170,8 @@ def test_chunks_end_in_time() -> None:
     assert TRUE.spread * (decode + TRUE.prompt + chunk_work(TRUE, 0.025, decode)) == pytest.approx(0.025)
     least = MIN_CHUNK_TOKENS * TRUE.prompt_token
     assert chunk_work(TRUE, 0.001, decode) == least  # rows alone take longer: prompts go on slowly
+    assert chunk_work(TRUE, 0.025, 0.03) == FLAT_CHUNK_TOKENS * TRUE.prompt_token
+    assert chunk_work(TRUE, 0.008, 0.03) == pytest.approx(0.004)  # half the objective
     assert chunk_work(StepCost(), 0.0, 0.0) == 0.0
 
 

@@ -63,6 +63,27 @@ def test_long_contexts_leave_room_for_fewer_tokens() -> None:
     assert sizes[2] < budget.num_tokens(8, 160_000, two, 8192) < sizes[1]
 
 
+def test_chunks_do_not_shrink_where_that_makes_no_step_shorter() -> None:
+    """A GPU whose host starts the kernels of prompts behind 8,192 tokens one by one, in 20 ms."""
+    true = StepCost(base=0.0055, row=3e-6, context=20e-9, prompt=0.0005, prompt_token=23e-6, prompt_context=0.7e-9)
+    budget, rng = PromptBudget(0.025), random.Random(1)
+    num_rows, context, num_computed, seconds = 10, 150_000, 0, 0.0
+    for prompt in range(30):
+        start, length = 0, 2_000 if prompt < 10 else 20_000
+        while start < length:
+            size = min(
+                budget.num_tokens(num_rows, context, [WaitingPrompt(length - start, start)], 8192), length - start
+            )
+            pairs = num_pairs(start, size)
+            took = true.seconds(num_rows, size, context, pairs) * rng.uniform(0.98, 1.03)
+            if start + size > 8192:
+                took = max(took, 0.020 * rng.uniform(1.0, 1.3))
+            budget.times.observe(num_rows, size, took, context, pairs)
+            budget.times.observe(num_rows, 0, true.seconds(num_rows, context=context), context)
+            start, num_computed, seconds = start + size, num_computed + size, seconds + took
+    assert num_computed / seconds > 8_000  # 64 tokens in each step would be 2,800
+
+
 # -- in the scheduler ---------------------------------------------------------------------------------------------
 
 
