@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
 
 from common.errors import InvalidRequestError
@@ -17,6 +16,9 @@ from router.messages_api.translation import chat_fields
 from tests.common.tools.tool_templates import HERMES_TEMPLATE, call_text
 from tests.harness.router import DRY_RUN, Cluster, cluster
 from tests.harness.scripted_worker import Script
+
+if TYPE_CHECKING:
+    import anthropic  # takes 2 s: only where a test runs, since each process that collects tests imports all modules
 
 TEMPLATE = HERMES_TEMPLATE + "{# <think> </think> #}"
 HELLO: Any = [{"role": "user", "content": "Hello"}]
@@ -29,6 +31,8 @@ CALL = call_text("get_weather", '{"city": "Malmö"}')
 
 @asynccontextmanager
 async def replying(text: str, **options: Any) -> AsyncIterator[tuple[Cluster, anthropic.AsyncAnthropic]]:
+    import anthropic
+
     tokenizer = Tokenizer(
         DRY_RUN._backend, bos_id=256, eos_token_ids=[257], templates={"default": TEMPLATE},
         vocab_size=DRY_RUN.vocab_size,
@@ -107,6 +111,8 @@ async def test_a_call_that_was_cut_streams_what_there_is() -> None:
 
 
 async def test_errors_have_anthropics_shape() -> None:
+    import anthropic
+
     async with replying("x") as (_, client):
         with pytest.raises(anthropic.BadRequestError, match="temperature") as refused:
             await ask(client, extra_body={"temperature": 2.0})
@@ -122,6 +128,8 @@ async def test_errors_have_anthropics_shape() -> None:
 
 
 async def test_a_stream_that_fails_ends_with_an_error_event() -> None:
+    import anthropic
+
     async with replying("x" * 50, die_after_tokens=5, max_retries=0) as (_, client):
         with pytest.raises(anthropic.APIStatusError, match="gave up"):
             await streamed(client)
