@@ -19,7 +19,6 @@ FADE = 0.98  # what a step counts for after the next one of its kind
 INERTIA = 0.5  # of the slopes, as variance of sizes (in means): in directions that vary less they change slowly
 NUM_SKIPPED = 2  # steps of a kind at the start, which compile kernels
 FAR = 4.0  # times what was expected: a longer step is an accident, after a shorter one all is learned anew
-LATE = 1.5  # times what was expected: as far as one step that only decodes moves the line, since such steps abound
 FEW_CONTEXT_TOKENS = 4096  # a step's: with fewer, accidents look like a cost of context, which many tokens multiply
 NOTHING = 1e-9  # rounding errors, as a share
 MIN_PROMPT_TOKENS = 16  # fewer tell nothing of the time of a token
@@ -99,7 +98,7 @@ class StepTimes:
 
     def __init__(self) -> None:
         self.cost = StepCost()
-        self._decode = _Plane(starts_flat=True, far=LATE, few=FEW_CONTEXT_TOKENS)
+        self._decode = _Plane(starts_flat=True, few=FEW_CONTEXT_TOKENS)
         self._prompts = _Plane(starts_flat=False)
         self._spread = SPREAD
 
@@ -135,11 +134,9 @@ class _Plane:
     base: in such directions the slopes stay near what they were.
     """
 
-    def __init__(self, starts_flat: bool, far: float = FAR, few: float = 0.0) -> None:
-        """starts_flat: what it is before points differ: flat, or proportional to x. far: see LATE. few: z for which b
-        is learned slowly.
-        """
-        self._starts_flat, self._far, self._few = starts_flat, far, few
+    def __init__(self, starts_flat: bool, few: float = 0.0) -> None:
+        """starts_flat: what it is before points differ: flat, or proportional to x. few: z that teaches b little."""
+        self._starts_flat, self._few = starts_flat, few
         self._num_added = 0
         self._reset()
 
@@ -163,7 +160,7 @@ class _Plane:
                 self._reset()
                 expected = y
             else:
-                y = min(y, self._far * (beside + expected) - beside)
+                y = min(y, FAR * (beside + expected) - beside)
         weight = 1.0 / (beside + expected) ** 2
         self._n = FADE * self._n + weight
         self._x = FADE * self._x + weight * x

@@ -171,7 +171,9 @@ def check(compiled: list[Compiled], *names: str, spills: Mapping[str, int] = SPI
         pytest.param(
             "qwen2.5-7b", "w8a8", torch.bfloat16, ["_sliced_k_kernel", "_quantize_kernel"], marks=OTHER_SETTINGS
         ),
-        ("qwen2.5-7b", "int8-weight", torch.bfloat16, ["_sliced_k_kernel", "_skinny_kernel"]),
+        pytest.param(
+            "qwen2.5-7b", "int8-weight", torch.bfloat16, ["_sliced_k_kernel", "_skinny_kernel"], marks=OTHER_SETTINGS
+        ),
         ("qwen2.5-7b", "int4-weight", torch.bfloat16, ["_w4_rows_kernel", "_dequantize_kernel"]),
         (
             "qwen3-30b-a3b",
@@ -289,10 +291,8 @@ def test_decode_over_latents(num_heads: int, rows: int, compiled: list[Compiled]
     ("num_heads", "num_kv_heads", "head_dim"),
     [
         (28, 4, 128),
-        (32, 8, 128),
-        *(pytest.param(*shape, marks=OTHER_SETTINGS) for shape in ((16, 8, 128), (64, 8, 128), (32, 2, 128))),
-        (9, 3, 64),
-        pytest.param(8, 4, 256, marks=OTHER_SETTINGS),
+        *(pytest.param(*shape, marks=OTHER_SETTINGS) for shape in ((32, 8, 128), (16, 8, 128), (64, 8, 128))),
+        *(pytest.param(*shape, marks=OTHER_SETTINGS) for shape in ((32, 2, 128), (9, 3, 64), (8, 4, 256))),
     ],
 )
 def test_decode_of_several_queries_a_row(
@@ -307,6 +307,7 @@ def test_decode_of_several_queries_a_row(
     check(compiled, "_paged_verify_kernel", spills=VERIFY_SPILLS)
 
 
+@OTHER_SETTINGS
 def test_a_window_over_8_bit_kv(compiled: list[Compiled]) -> None:
     num_heads, num_kv_heads, head_dim, window = 32, 8, 128, 4096  # Mistral-v0.1
     pool = torch.empty(NUM_BLOCKS, 1, 2, num_kv_heads, BLOCK_SIZE, head_dim, dtype=torch.float8_e4m3fn, device=META)

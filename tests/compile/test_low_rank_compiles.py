@@ -8,13 +8,13 @@ import torch
 from kernels.gpu.lora.low_rank import LowRankConfig, SlotWeights, expand, shrink
 from kernels.gpu.lora.row_tiles import BLOCK_ROWS, RowTiles, num_tiles
 from tests.compile.hopper import Compiled
-from tests.compile.test_compiles_for_hopper import META, check, compiled, ints
+from tests.compile.test_compiles_for_hopper import META, OTHER_SETTINGS, check, compiled, ints
 
 __all__ = ["compiled"]  # a fixture
 NUM_SLOTS = 8
 
 
-@pytest.mark.parametrize("rank", [8, 16, 64])
+@pytest.mark.parametrize("rank", [16, *(pytest.param(rank, marks=OTHER_SETTINGS) for rank in (8, 64))])
 @pytest.mark.parametrize(("k", "starts"), [(4096, (0, 4096, 5120, 6144)), (14336, (0, 4096))])
 def test_low_rank(rank: int, k: int, starts: tuple[int, ...], compiled: list[Compiled]) -> None:
     weights, config = SlotWeights.empty(NUM_SLOTS, rank, k, starts, torch.bfloat16, META), LowRankConfig()

@@ -39,6 +39,7 @@ def test_adaptive_is_as_good_as_the_better_of_the_others(
     assert found.ttft_p99_of_better <= 1.1
 
 
+@pytest.mark.soak
 def test_saturated_it_gives_the_throughput_of_aggregated() -> None:
     """First tokens of all clusters come later than the objective."""
     aggregated, static, adaptive = cells(CHATS, 60.0, 10.0)
