@@ -30,8 +30,6 @@ def main() -> None:
 
     longest = max([options.input + options.output if options.batch else 0, *options.prefill])
     settings: dict[str, Any] = {} if options.quant_mode == "none" else {"quantization": options.quant_mode}
-    if options.max_num_batched_tokens:
-        settings["max_num_batched_tokens"] = options.max_num_batched_tokens
     llm = vllm.LLM(
         model=options.model, load_format="dummy", dtype="bfloat16", skip_tokenizer_init=True, seed=0,
         max_model_len=longest + HEADROOM, max_num_seqs=max([*options.batch, 1]), enable_prefix_caching=False,
@@ -70,7 +68,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--input", type=int, default=1024)
     parser.add_argument("--output", type=int, default=128)
     parser.add_argument("--prefill", type=int_list, default=[], help="single prompts of these lengths")
-    parser.add_argument("--max-num-batched-tokens", type=int, default=0, help="0: vLLM's default")
     parser.add_argument("--tp", type=int, default=1)
     return parser.parse_args()
 

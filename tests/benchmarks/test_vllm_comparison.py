@@ -25,7 +25,7 @@ class LLM:
             file.write(json.dumps(settings) + "\\n")
 
     def generate(self, prompts, params, use_tqdm):
-        assert params.settings["ignore_eos"] and len({tuple(each["prompt_token_ids"]) for each in prompts}) > 0
+        assert params.settings["ignore_eos"] and all(len(each["prompt_token_ids"]) in (16, 64) for each in prompts)
         time.sleep(0.001 + 0.002 * (params.settings["max_tokens"] - 1))
 """
 
@@ -63,7 +63,7 @@ def test_both_engines_run_the_same_shapes_in_turn(
         for engine in ("mini-infer", "vLLM")
     )
     assert ours.keys() == theirs.keys() == {2, None}
-    assert 600 < theirs[2]["tok_s"] <= 1000  # two rows, 20 tokens in 40 ms
+    assert 500 < theirs[2]["tok_s"] < 2000  # two rows, 20 tokens in 40 ms: 1,000, as sleeps are long
     assert ours[2]["tok_s"] > 0
     row = capsys.readouterr().out.splitlines()[-1]
     assert row.startswith(f"| one-layer | {ours[2]['tok_s']:,.0f} / {theirs[2]['tok_s']:,.0f} | ")
