@@ -158,9 +158,9 @@ def pack_fp8(
 
 def pack_nvfp4(weight: Tensor) -> Packed:
     """ModelOpt's: each number to the nearest that four bits have, as transformers lists them for MXFP4."""
-    groups = weight.unflatten(1, (-1, 16))
-    from transformers.integrations.mxfp4 import FP4_VALUES  # takes 2 s
+    from transformers.integrations.mxfp4 import FP4_VALUES  # here, because it takes 2 s
 
+    groups = weight.unflatten(1, (-1, 16))
     numbers, second = torch.tensor(FP4_VALUES), weight.abs().max() / (6 * 448)
     scales = (groups.abs().amax(-1) / 6 / second).clamp(2**-6).to(torch.float8_e4m3fn)
     scaled = scales.float()[..., None] * second
