@@ -17,9 +17,10 @@ from engine.layers import forward
 from engine.layers.attention import AttentionBlock
 from engine.layers.block import AddNorm, Step
 from engine.layers.forward import Forward, lowered, plain_sum
-from engine.layers.linear import Linear, onednn, plain, two_rows_at_least
+from engine.layers.linear import Linear, half, in_threes, onednn, plain, two_rows_at_least
 from engine.models.model import Model
 from engine.ranks import SINGLE, RankContext, Seams
+from kernels.cpu_features import has_bfloat16_gemms
 from kernels.cpu_norm import add_rms_norm_of_opposed, opposed, signs_like
 
 MAX_FEW_ROWS = 64  # above, memory traffic counts and not the number of operations
@@ -138,10 +139,12 @@ def dense(linear: Linear) -> Linear:
 def invariant(linear: Linear) -> Linear:
     """The layer in a form that computes a row alike in any number of rows.
 
-    The quantized GEMMs and FBGEMM's float16 one do so by themselves.
+    The quantized GEMMs do so by themselves, and so does FBGEMM's float16 one with AVX-512.
     """
     if linear.dense is not None:
         return linear.without_dense()
+    if linear.gemm is half and not has_bfloat16_gemms():
+        return Linear(linear.weight, gemm=lambda _, x: in_threes(linear, x))
     if linear.gemm in (plain, onednn):
         return Linear(linear.weight, gemm=lambda _, x: two_rows_at_least(linear, x))
     return linear

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from engine.layers.block import Block
-from engine.layers.linear import half_linear, has_half_linear
+from engine.layers.linear import fits_half, half_linear
 from engine.layers.weights import Part
 from engine.models.model import Model
 
@@ -60,7 +60,7 @@ def give_float32_logits(model: Model) -> bool:
     head = model.head
     if not head.is_plain or head.weight.device.type != "cpu" or head.weight.dtype != torch.bfloat16:
         return False
-    if not has_half_linear() or not bool(head.weight.abs().amax() <= torch.finfo(torch.float16).max):
+    if not fits_half(head.weight):
         return False
     model.head = half_linear(head.weight, head.bias)
     model.hidden_dtype = torch.float32

@@ -123,7 +123,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
         torch.nn.functional, "linear", lambda x, w, *_: filled(*x.shape[:-1], w.shape[0], dtype=x.dtype)
     )
     monkeypatch.setattr(engine.assembly, "_make_runner", GpuRunner)
-    monkeypatch.setattr(engine.loader.conversion, "has_half_linear", lambda: False)
+    monkeypatch.setattr(engine.loader.conversion, "fits_half", lambda weight: False)
     # Tiny steps are on both sides of what sets large ones apart.
     monkeypatch.setattr(kernels.gpu.elementwise.rope, "STREAMED_BYTES", 1 << 20)
     monkeypatch.setattr(kernels.gpu.attention.paged_prefill, "WAVES", 0.25)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,13 @@ def test_the_page_is_that_of_the_data(tmp_path: Path) -> None:
     shutil.copytree(DOCS / "data", tmp_path / "data")
     assert page(tmp_path) == (DOCS / "figures.md").read_text(encoding="utf-8"), "run `make figures`"
     for picture in (tmp_path / "img").glob("*.svg"):
-        assert picture.read_bytes() == (DOCS / "img" / picture.name).read_bytes(), "run `make figures`"
+        assert drawn(picture) == drawn(DOCS / "img" / picture.name), "run `make figures`"
+
+
+def drawn(picture: Path) -> str:
+    """The SVG without the last digits of coordinates, and names made of them: CPUs round logarithms differently."""
+    text = re.sub(r"\bp[0-9a-f]{10}\b", "clip", picture.read_text(encoding="utf-8"))
+    return re.sub(r"\d+\.\d+", lambda number: f"{float(number[0]):.2f}", text)
 
 
 def test_every_chart_has_a_picture_and_a_table(tmp_path: Path) -> None:
