@@ -72,10 +72,8 @@ from tests.compile.hopper import SHARED_BYTES, Compiled
 META = torch.device("meta")
 CONFIGS = Path(__file__).parents[2] / "benchmarks/configs"
 BLOCK_SIZE, NUM_BLOCKS, MAX_BLOCKS, MAX_ROWS = 64, 1024, 64, 256
-# Other rows, and other heads below, compile the same kernels with other settings: a minute of a core.
+# CI compiles each kernel once or twice. Other rows, prompts and heads compile the same ones with other settings.
 OTHER_SETTINGS = pytest.mark.soak
-DECODE_ROWS = [(1, 64), pytest.param((8, 40, 256), marks=OTHER_SETTINGS)]
-PROMPTS = ([8192], [100, 900, 40])
 
 
 class Weights:
@@ -160,47 +158,52 @@ def check(compiled: list[Compiled], *names: str, spills: Mapping[str, int] = SPI
         assert kernel.spilled <= spills.get(kernel.name, 0), kernel
 
 
-@pytest.mark.parametrize("decode_rows", DECODE_ROWS, ids=str)
+MODES = {
+    ("qwen2.5-7b", "none", torch.bfloat16): ["_gemv_kernel", "_gated_kernel"],
+    ("qwen3-0.6b", "none", torch.bfloat16): ["_preloaded_kernel"],
+    ("llama3.1-8b", "none", torch.float8_e4m3fn): ["_gemv_kernel"],
+    ("qwen2.5-7b", "fp8", torch.bfloat16): ["_sliced_k_kernel", "_quantize_kernel"],
+    ("qwen2.5-7b", "w8a8", torch.bfloat16): ["_sliced_k_kernel", "_quantize_kernel"],
+    ("qwen2.5-7b", "int8-weight", torch.bfloat16): ["_sliced_k_kernel", "_skinny_kernel"],
+    ("qwen2.5-7b", "int4-weight", torch.bfloat16): ["_w4_rows_kernel", "_dequantize_kernel"],
+    ("qwen3-30b-a3b", "none", torch.bfloat16): ["_route_kernel", "_pair_kernel", "_sort_kernel", "_grouped_kernel"],
+}
+IN_CI = {  # decode rows and prompts
+    ("qwen3-0.6b", "none"): ((1,), ()),
+    ("llama3.1-8b", "none"): ((64,), (8192,)),
+    ("qwen2.5-7b", "fp8"): ((1, 64), ()),
+    ("qwen2.5-7b", "int4-weight"): ((1, 64), ()),
+    ("qwen3-30b-a3b", "none"): ((1, 64), (8192,)),
+}
+
+
 @pytest.mark.parametrize(
-    ("name", "quant_mode", "kv_dtype", "gemms"),
+    ("mode", "decode_rows", "prompts"),
     [
-        ("qwen2.5-7b", "none", torch.bfloat16, ["_gemv_kernel", "_gated_kernel"]),
-        ("qwen3-0.6b", "none", torch.bfloat16, ["_preloaded_kernel"]),
-        ("llama3.1-8b", "none", torch.float8_e4m3fn, ["_gemv_kernel"]),
-        ("qwen2.5-7b", "fp8", torch.bfloat16, ["_sliced_k_kernel", "_quantize_kernel"]),
-        pytest.param(
-            "qwen2.5-7b", "w8a8", torch.bfloat16, ["_sliced_k_kernel", "_quantize_kernel"], marks=OTHER_SETTINGS
-        ),
-        pytest.param(
-            "qwen2.5-7b", "int8-weight", torch.bfloat16, ["_sliced_k_kernel", "_skinny_kernel"], marks=OTHER_SETTINGS
-        ),
-        ("qwen2.5-7b", "int4-weight", torch.bfloat16, ["_w4_rows_kernel", "_dequantize_kernel"]),
-        (
-            "qwen3-30b-a3b",
-            "none",
-            torch.bfloat16,
-            ["_route_kernel", "_pair_kernel", "_sort_kernel", "_grouped_kernel"],
-        ),
+        *((mode, *IN_CI[mode[:2]]) for mode in MODES if mode[:2] in IN_CI),
+        *(pytest.param(mode, (1, 8, 40, 64, 256), (100, 8192), marks=OTHER_SETTINGS) for mode in MODES),
     ],
+    ids=str,
 )
 def test_steps(
-    name: str, quant_mode: str, kv_dtype: torch.dtype, gemms: list[str], decode_rows: tuple[int, ...],
+    mode: tuple[str, str, torch.dtype], decode_rows: tuple[int, ...], prompts: tuple[int, ...],
     compiled: list[Compiled],
 ) -> None:  # fmt: skip
+    name, quant_mode, kv_dtype = mode
     forward = forward_over(model_of(name, quant_mode, 1), kv_dtype)
     for rows in decode_rows:
         forward.logits(forward.hidden(decode_inputs(rows)))
-    for lengths in PROMPTS:
-        forward.hidden(prompt_inputs(forward, lengths))
-    of_few_rows = gemms if 1 in decode_rows else []
-    check(compiled, "_rope_kernel", "_paged_decode_kernel", "_paged_prefill_kernel", *of_few_rows)
+    for length in prompts:
+        forward.hidden(prompt_inputs(forward, [length]))
+    of_few_rows = MODES[mode] if 1 in decode_rows else []
+    check(compiled, "_rope_kernel", "_paged_decode_kernel", *["_paged_prefill_kernel"] * bool(prompts), *of_few_rows)
 
 
 @pytest.mark.parametrize(
     ("rows", "group", "kernel"),
     [
-        (1, 128, "_w4_rows_kernel"), (8, 32, "_w4_rows_kernel"), (32, 32, "_w4_rows_kernel"),
-        (64, 128, "_w4_planes_kernel"),
+        pytest.param(1, 128, "_w4_rows_kernel", marks=OTHER_SETTINGS), (8, 32, "_w4_rows_kernel"),
+        pytest.param(32, 32, "_w4_rows_kernel", marks=OTHER_SETTINGS), (64, 128, "_w4_planes_kernel"),
     ],
 )  # fmt: skip
 def test_gemms_of_int4_weights(rows: int, group: int, kernel: str, compiled: list[Compiled]) -> None:
@@ -237,7 +240,8 @@ def test_grouped_gemms_of_packed_experts(
     check(compiled, "_pair_kernel", "_grouped_kernel")
 
 
-def test_mxfp4_experts_with_biases_and_a_clamped_gate(compiled: list[Compiled]) -> None:
+@pytest.mark.parametrize("all_tokens", [(16, 8192), pytest.param((256,), marks=OTHER_SETTINGS)])
+def test_mxfp4_experts_with_biases_and_a_clamped_gate(all_tokens: tuple[int, ...], compiled: list[Compiled]) -> None:
     """gpt-oss-20b's, whose 2,880 columns are filled up to 2,944."""
     num_experts, top_k, n, inner, gate = 32, 4, 2880, filled(2880), (1.702, 7.0)
 
@@ -257,7 +261,7 @@ def test_mxfp4_experts_with_biases_and_a_clamped_gate(compiled: list[Compiled]) 
     x, inside = hidden(1), hidden(top_k, inner)
     grouped_gemv(x, gate_up, ints(1, top_k), row, top_k, norm=x[0], eps=1e-5, scales=scales, bias=bias, gate=gate)
     add_down_of_row(inside, down, ints(1, top_k), shares(1), down_row, x, down_scales, down_bias)
-    for tokens in (16, 256, 8192):
+    for tokens in all_tokens:
         load, pairs = tokens * top_k / num_experts, SortedPairs(ints(tokens * top_k), ints(num_experts))
         chosen: SortedPairs | Tensor = ints(tokens, top_k) if tokens <= MAX_UNSORTED else pairs
         up_tile = found(GROUPED_GATE_UP.find(pairs_per_expert=load, itemsize=0.5))
@@ -269,8 +273,10 @@ def test_mxfp4_experts_with_biases_and_a_clamped_gate(compiled: list[Compiled]) 
     check(compiled, "_pair_kernel", "_row_down_kernel", "_grouped_kernel")
 
 
-@pytest.mark.parametrize("num_heads", [16, 128])
-@pytest.mark.parametrize("rows", [1, 64])
+@pytest.mark.parametrize(
+    ("rows", "num_heads"),
+    [(1, 16), (64, 128), *(pytest.param(*each, marks=OTHER_SETTINGS) for each in ((64, 16), (1, 128)))],
+)
 def test_decode_over_latents(num_heads: int, rows: int, compiled: list[Compiled]) -> None:
     rank, width = 512, 576
     pool = torch.empty(NUM_BLOCKS, 1, 1, 1, BLOCK_SIZE, width, dtype=torch.bfloat16, device=META)
@@ -288,6 +294,9 @@ def test_decode_over_latents(num_heads: int, rows: int, compiled: list[Compiled]
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize(
+    "all_rows", [(8, 4 * MAX_ROWS), pytest.param((1, 32, 64, 192, MAX_ROWS), marks=OTHER_SETTINGS)], ids=str
+)
+@pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim"),
     [
         (28, 4, 128),
@@ -296,12 +305,13 @@ def test_decode_over_latents(num_heads: int, rows: int, compiled: list[Compiled]
     ],
 )
 def test_decode_of_several_queries_a_row(
-    num_heads: int, num_kv_heads: int, head_dim: int, kv_dtype: torch.dtype, compiled: list[Compiled]
-) -> None:
+    num_heads: int, num_kv_heads: int, head_dim: int, all_rows: tuple[int, ...], kv_dtype: torch.dtype,
+    compiled: list[Compiled],
+) -> None:  # fmt: skip
     queries = most_queries(num_heads // num_kv_heads)
     pool = torch.empty(NUM_BLOCKS, 1, 2, num_kv_heads, BLOCK_SIZE, head_dim, dtype=kv_dtype, device=META)
     workspace = DecodeWorkspace(4 * MAX_ROWS, num_heads, num_kv_heads, head_dim, META, queries)
-    for rows in (1, 8, 32, 64, 192, MAX_ROWS, 4 * MAX_ROWS):
+    for rows in all_rows:
         q = torch.empty(rows, num_heads, head_dim, dtype=torch.bfloat16, device=META)
         paged_verify(q, pool, 0, ints(rows, MAX_BLOCKS), ints(rows), ints(3, rows), workspace)
     check(compiled, "_paged_verify_kernel", spills=VERIFY_SPILLS)
@@ -322,32 +332,35 @@ def test_a_window_over_8_bit_kv(compiled: list[Compiled]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "num_layers", "rows", "kernels"),
+    ("name", "num_layers", "rows", "prompts", "kernels"),
     [
-        ("gemma3-4b", 6, (8,), ["_post_norm_kernel", "_gated_kernel"]),
-        pytest.param("gemma3-4b", 6, (1, 256), ["_post_norm_kernel"], marks=OTHER_SETTINGS),
-        ("gpt-oss-20b", 2, (40,), ["_grouped_kernel"]),
-        pytest.param("gpt-oss-20b", 2, (1,), ["_pair_kernel"], marks=OTHER_SETTINGS),
+        ("gemma3-4b", 6, (8,), (), ["_post_norm_kernel", "_gated_kernel"]),
+        ("gpt-oss-20b", 2, (40,), (8192,), ["_grouped_kernel", "_paged_prefill_kernel"]),
+        pytest.param("gemma3-4b", 6, (1, 256), (8192,), ["_post_norm_kernel"], marks=OTHER_SETTINGS),
+        pytest.param("gpt-oss-20b", 2, (1,), (), ["_pair_kernel"], marks=OTHER_SETTINGS),
     ],
 )
 def test_steps_of_kv_groups(
-    name: str, num_layers: int, rows: tuple[int, ...], kernels: list[str], compiled: list[Compiled]
-) -> None:
+    name: str, num_layers: int, rows: tuple[int, ...], prompts: tuple[int, ...], kernels: list[str],
+    compiled: list[Compiled],
+) -> None:  # fmt: skip
     """With layers that have a window and one that has none."""
     forward = forward_over(model_of(name, "none", num_layers), torch.bfloat16)
     for count in rows:
         forward.hidden(decode_inputs(count, num_layers))
-    forward.hidden(prompt_inputs(forward, [8192], num_layers))
-    check(compiled, "_paged_decode_kernel", "_paged_prefill_kernel", *kernels, spills=WINDOW_SPILLS)
+    for length in prompts:
+        forward.hidden(prompt_inputs(forward, [length], num_layers))
+    check(compiled, "_paged_decode_kernel", *kernels, spills=WINDOW_SPILLS)
 
 
-@pytest.mark.parametrize("decode_rows", DECODE_ROWS, ids=str)
-def test_steps_of_latents_and_experts(decode_rows: tuple[int, ...], compiled: list[Compiled]) -> None:
+@pytest.mark.parametrize(
+    ("decode_rows", "prompt"), [((64,), 8192), pytest.param((1, 8, 40, 256), 100, marks=OTHER_SETTINGS)], ids=str
+)
+def test_steps_of_latents_and_experts(decode_rows: tuple[int, ...], prompt: int, compiled: list[Compiled]) -> None:
     forward = forward_over(model_of("deepseek-v2-lite", "none", 2), torch.bfloat16)  # a dense layer, one with experts
     for rows in decode_rows:
         forward.hidden(decode_inputs(rows))
-    for lengths in PROMPTS:
-        forward.hidden(prompt_inputs(forward, lengths))
+    forward.hidden(prompt_inputs(forward, [prompt]))
     check(compiled, "_latent_rope_kernel", "_latent_decode_kernel", "_expanded_prefill_kernel", "_grouped_kernel")
 
 
@@ -361,7 +374,7 @@ def test_sampling(compiled: list[Compiled]) -> None:
     check(compiled, "_chunk_kernel", "_finish_kernel", "_process_kernel")
 
 
-@pytest.mark.parametrize("size", [2, 8])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=OTHER_SETTINGS), 8])
 def test_exchanges_between_ranks(size: int, compiled: list[Compiled]) -> None:
     sums = SymmetricMemory(ints(size, dtype=torch.int64), ints(512), 1, size, 512, 8192, torch.bfloat16)
     x = torch.empty(64, 8192, dtype=torch.bfloat16, device=META)
