@@ -13,6 +13,7 @@ from functools import cache
 
 import torch
 
+from engine.layers.linear import dense_linear
 from engine.mla.latent_attention import LatentAttention
 from engine.models.config import ModelConfig
 from engine.models.families import family_of
@@ -44,7 +45,8 @@ def measure_peaks(device: torch.device, dtype: torch.dtype) -> Peaks:
     seconds = _best_seconds(lambda: data.sum(), device)
     size = 8192 if on_gpu else 1536
     left, right = torch.randn(size, size, device=device).to(dtype), torch.randn(size, size, device=device).to(dtype)
-    product_seconds = _best_seconds(lambda: left @ right, device)
+    multiply = dense_linear(right, None)
+    product_seconds = _best_seconds(lambda: multiply(left), device)
     return Peaks(data.numel() * 4 / seconds, 2 * size**3 / product_seconds)
 
 
