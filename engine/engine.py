@@ -211,7 +211,7 @@ class Engine:
     def _finish_oldest(self, outcome: StepOutcome) -> None:
         step, pending, began = self._in_flight.popleft()
         result = pending.result()
-        outcome.stats = self._stats_of(step.plan, began)
+        outcome.stats = self._stats_of(step.plan, began, result.seconds)
         self._scheduler.update(step, result, outcome)
 
     def _finish_all(self, step: ScheduledStep, outcome: StepOutcome) -> None:
@@ -243,10 +243,13 @@ class Engine:
             merged.drafts.update((index, drafts) for drafts in result.drafts.values())
         return merged
 
-    def _stats_of(self, plan: StepPlan, began: float) -> StepStats:
-        now = self._clock()
-        began, self._last_end = max(began, self._last_end), now
-        seconds, size = now - began, StepSize.of(plan.rows)
+    def _stats_of(self, plan: StepPlan, began: float, on_device: float = 0.0) -> StepStats:
+        """on_device: seconds by the device's clock; 0: unknown. The host may notice the end of a step late, and then
+        it would count a part of the next one as this one's.
+        """
+        now, began = self._clock(), max(began, self._last_end)
+        seconds, size = on_device or now - began, StepSize.of(plan.rows)
+        self._last_end = min(began + seconds, now)
         is_like_others = plan.placed is None  # else ranks exchanged experts first
         if is_like_others:
             for learner in self._learners:

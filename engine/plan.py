@@ -109,6 +109,7 @@ class StepResult:
     prompt_logprobs: entries for prompt positions start + 1 .. start + num_tokens that lie in the prompt.
     drafts: by row index, for the positions after the row's tokens.
     errors: row index -> message; such a row has no tokens and its request fails alone.
+    seconds: that the device took, by its own clock; 0: unknown.
     """
 
     token_ids: list[list[TokenId]]
@@ -116,6 +117,7 @@ class StepResult:
     prompt_logprobs: list[list[TokenLogprobs]]
     errors: dict[int, str] = field(default_factory=dict)
     drafts: dict[int, Drafts] = field(default_factory=dict)
+    seconds: float = 0.0
 
     @classmethod
     def of_rows(cls, num_rows: int) -> StepResult:

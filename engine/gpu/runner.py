@@ -21,8 +21,8 @@ from engine.gpu.forward import FusedForward, Observer
 from engine.gpu.late_compiles import log_late_compiles
 from engine.gpu.lowering import MAX_TUNED_ROWS
 from engine.gpu.ops.rules import SINGLE_GPU, GpuSeams
-from engine.gpu.pinning import upload
-from engine.gpu.progress import check_alive, mark
+from engine.gpu.pinning import reserve_uploads, upload
+from engine.gpu.progress import DeviceTimer, check_alive, mark
 from engine.gpu.sampling.device_sampler import DeviceSampler
 from engine.gpu.sampling.samples import StepSamples
 from engine.gpu.steps.decode_steps import DecodeSteps
@@ -160,10 +160,14 @@ class GpuRunner(ModelRunner):
                 self._queue_queries(batch, step)
             else:
                 self._queue_decode(batch, step)
-        elif self.prompt_graphs is not None and self._takes_graph(batch, self.prompt_graphs):
-            self._queue_prompts(batch, self.prompt_graphs, step)
-        else:
-            self._queue_mixed(batch, step)
+        else:  # the host takes long to start it, and meanwhile does not see the step before end
+            step.timer = DeviceTimer() if self._device.type == "cuda" else None
+            if self.prompt_graphs is not None and self._takes_graph(batch, self.prompt_graphs):
+                self._queue_prompts(batch, self.prompt_graphs, step)
+            else:
+                self._queue_mixed(batch, step)
+            if step.timer is not None:
+                step.timer.stop()
 
     @torch.inference_mode()
     def warmup(self, on_progress: OnProgress = no_progress) -> None:
@@ -172,6 +176,8 @@ class GpuRunner(ModelRunner):
         All streams wait for a kernel that is compiled later: see docs/kernels.md for what spares that.
         """
         on_progress("warming up", None)
+        if self._device.type == "cuda":
+            reserve_uploads()
         self._run_warmup_plans()
         if self._copies is not None:
             self._copies.warm_up()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from engine.gpu.progress import DeviceTimer
 from engine.plan import ScheduledRow, StepResult
 from engine.request import TokenLogprobs
 from engine.request_states import RequestState
@@ -43,6 +44,7 @@ class GpuStep:
     sampled: list[Sampled] = field(default_factory=list)
     logprobs: PendingLogprobs | None = None
     hidden: Tensor | None = None  # what `sampled` came of; None where no drafts can follow
+    timer: DeviceTimer | None = None
 
     def result(self) -> StepResult:
         for wait in self.waits:
@@ -53,6 +55,8 @@ class GpuStep:
             token_ids = [max(values[self.sampled[k][0]], 0) for k in logprobs.entries]
             entries = zip(logprobs.entries, logprobs.tensors.entries(token_ids, logprobs.counts), strict=True)
         settle(self.found, self.sampled, values, entries)
+        if self.timer is not None:
+            self.found.seconds = self.timer.seconds()
         if self.hidden is not None:
             self.proposer.propose(self.found, self.sampled, self.hidden)
         return self.found
