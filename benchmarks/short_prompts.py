@@ -2,8 +2,9 @@
 
     python -m benchmarks.short_prompts --model benchmarks/configs/qwen3-0.6b --load-format dummy --quant-mode none
 
-Every figure is the median of `--repeats`, eager and graph, twice: prompts alone; 56 tokens behind cached ones; and
-the longest step of 8 decoding rows that a prompt of 56 tokens joins.
+Every figure is the median of `--repeats`, eager and graph, twice: prompts alone; `--new` tokens after cached ones;
+and the longest step of 8 decoding rows that such a prompt joins. `--max-keys` gives graphs longer contexts than
+engines do.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from common.config import add_arguments, from_namespace
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
+from engine.gpu.steps import prompt_graphs
 
 LENGTHS = (10, 56, 250, 500, 1016)
-CACHED = (960, 7000)
-NUM_NEW = 56
 NUM_DECODING = 8
+CONTEXT = 1000  # of each
 NUM_WARMUP = 3
 
 
@@ -53,11 +54,11 @@ class ShortPrompts:
         drain(self.engine)
         return (time.perf_counter() - began) * 1e3
 
-    def longest_step_ms(self) -> float:
+    def longest_step_ms(self, num_new: int, cached: tuple[int, ...] = ()) -> float:
         """Longest step from the arrival of a prompt until its first token, while others decode."""
-        others = [self.engine.add_request(self.prompt(1000), greedy(64)) for _ in range(NUM_DECODING)]
+        others = [self.engine.add_request(self.prompt(CONTEXT), greedy(64)) for _ in range(NUM_DECODING)]
         prefill(self.engine, others, 5)
-        request = self.engine.add_request(self.prompt(NUM_NEW), greedy(1))
+        request = self.engine.add_request([*cached, *self.prompt(num_new)], greedy(1))
         longest, last = 0.0, time.perf_counter()
         while not request.output_token_ids:
             self.engine.step()
@@ -80,15 +81,21 @@ def main() -> int:
     add_arguments(parser, EngineConfig)
     add_arguments(parser, GpuConfig)
     parser.add_argument("--repeats", type=int, default=22)
+    parser.add_argument("--new", default="56", help="tokens after cached ones, separated by commas")
+    parser.add_argument("--cached", default="960,7000", help="cached tokens, separated by commas")
+    parser.add_argument("--max-keys", type=int, default=prompt_graphs.MAX_KEYS)
     options = parser.parse_args()
+    prompt_graphs.MAX_KEYS = options.max_keys
     bench = ShortPrompts(from_namespace(EngineConfig, options), from_namespace(GpuConfig, options))
     for length in LENGTHS:
         bench.compare(f"{length} tokens", partial(bench.first_token_ms, length), options.repeats)
-    for num_cached in CACHED:
-        measure = partial(bench.first_token_ms, NUM_NEW, tuple(bench.prompt(num_cached)))
-        bench.compare(f"{NUM_NEW} behind {num_cached} cached", measure, options.repeats)
-    what = f"longest step of {NUM_DECODING} rows that {NUM_NEW} tokens join"
-    bench.compare(what, bench.longest_step_ms, options.repeats // 2)
+    for num_cached in map(int, options.cached.split(",")):
+        cached = tuple(bench.prompt(num_cached))
+        for num_new in map(int, options.new.split(",")):
+            what = f"{num_new} after {num_cached} cached"
+            bench.compare(what, partial(bench.first_token_ms, num_new, cached), options.repeats)
+            what = f"longest step of {NUM_DECODING} rows that {what} join"
+            bench.compare(what, partial(bench.longest_step_ms, num_new, cached), options.repeats // 2)
     return 0
 
 
