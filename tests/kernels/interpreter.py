@@ -4,16 +4,21 @@ It replaces the functions of its language anew for every launch and every call o
 numpy up in a table that it builds for each look-up; makes types of blocks and lists of their shapes anew for each
 value; and computes sums, differences and products of integers a second time in int64, for a `device_assert` that
 checks nothing outside of debug mode. Here a process replaces functions once, for good, as nothing is compiled in
-it, and makes types once. What is computed and refused stays the same. Written for the Triton of constraints.txt.
+it, and makes types once; `interpreter_plans.py` shortens single operations. What is computed and refused stays the
+same. Written for the Triton of constraints.txt.
 """
 
 from __future__ import annotations
 
+from functools import cache
+from types import FunctionType
 from typing import Any
 
 import numpy as np
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
+
+from tests.kernels.interpreter_plans import bind_semantic, plan_operations
 
 tl = interpreter.tl
 _replace = interpreter._patch_lang
@@ -22,21 +27,38 @@ _unwrap = tl.core._unwrap_if_constexpr
 _make_block_type = tl.block_type.__init__
 _computed_in = TritonSemantic.computation_type_impl
 _broadcast = TritonSemantic.broadcast_impl_value
-_replaced: set[int] = set()  # ids of modules
-_prepared: set[Any] = set()  # functions whose modules were replaced
+_make_tensor_of = TritonSemantic.to_tensor
+_NOTHING_TO_RESTORE = interpreter._LangPatchScope()
+_rewritten: dict[Any, Any] = {}  # device functions
 _numpy_types: dict[str, Any] = {}  # by name of Triton's
 _block_types: dict[tuple[str, tuple[int, ...]], Any] = {}  # by name of the elements' type, and shape
 _computation_types: dict[tuple[Any, ...], Any] = {}
 
 
+@cache
+def _replace_all() -> None:
+    """Replace the language's functions in both of its modules that functions may see."""
+    _replace(FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core}))
+    plan_operations()
+
+
 def _replace_once(fn: Any) -> Any:
-    if fn not in _prepared:
-        modules = {id(value) for value in fn.__globals__.values() if value is tl or value is tl.core}
-        if not modules <= _replaced:
-            _replace(fn)
-            _replaced.update(modules)
-        _prepared.add(fn)
-    return interpreter._LangPatchScope()  # with nothing to restore
+    _replace_all()
+    return _NOTHING_TO_RESTORE
+
+
+def _call_device_function(self: Any, *args: Any, **options: Any) -> Any:
+    if self not in _rewritten:
+        _replace_once(self.fn)
+        _rewritten[self] = self.rewrite()
+    try:
+        return _rewritten[self](*args, **options)
+    except Exception as error:
+        raise interpreter.InterpreterError(repr(error)) from error
+
+
+def _to_tensor(self: Any, value: Any, check_type: bool = True) -> Any:
+    return value if type(value) is tl.tensor else _make_tensor_of(self, value, check_type)
 
 
 def _look_up_once(dtype: Any) -> Any:
@@ -91,6 +113,9 @@ def _broadcast_if_needed(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
 
 def take_short_cuts() -> None:
     interpreter._patch_lang = _replace_once
+    interpreter._patch_attr = bind_semantic
+    interpreter.InterpretedFunction.__call__ = _call_device_function
+    TritonSemantic.to_tensor = _to_tensor
     interpreter._get_np_dtype = _look_up_once
     tl.core._unwrap_if_constexpr = _unwrap_fast
     tl.block_type.__new__ = _block_type
