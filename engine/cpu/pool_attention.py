@@ -59,6 +59,20 @@ class PoolAttention:
         attended = []
         for row in metadata.rows:
             keys, values = block.context(gather_kv(self._pool, block.layer, row.table, row.seq_len).to(q.dtype))
-            attend = attend_causally if row.is_generated else aligned_attention
-            attended.append(attend(q[row.start : row.stop], keys, values))
+            queries = q[row.start : row.stop]
+            if row.is_generated:
+                attended.append(attend_one_by_one(queries, keys, values))
+            else:
+                attended.append(aligned_attention(queries, keys, values))
         return block.outputs(torch.cat(attended))
+
+
+def attend_one_by_one(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Causal attention of a sequence's last queries, each by itself: drafts that are verified change no bits.
+
+    A product of several rows may add up in another order than one of a single row.
+    """
+    num_keys, num_later = keys.shape[1], range(queries.shape[0] - 1, -1, -1)
+    seen = [num_keys - later for later in num_later]
+    by_query = zip(queries.split(1), seen, strict=True)
+    return torch.cat([attend_causally(query, keys[:, :count], values[:, :count]) for query, count in by_query])
