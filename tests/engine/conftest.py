@@ -20,13 +20,13 @@ def greedy(tmp_path_factory: pytest.TempPathFactory) -> Greedy:
     found: dict[str, tuple[Path, list[list[int]]]] = {}
 
     def saved(tiny: TinyModel, prompts: Sequence[list[int]], num_tokens: int) -> tuple[Path, list[list[int]]]:
-        from tests.engine.tiny_models import reference_greedy  # imports transformers
+        from tests.engine.tiny_models import reference_answers  # imports transformers
 
         key = repr((tiny, prompts, num_tokens))
         if key not in found:
             path, model = tmp_path_factory.mktemp("tiny") / "model", tiny.build()
             tiny.save(path, model)
-            found[key] = path, [reference_greedy(model, prompt, num_tokens) for prompt in prompts]
+            found[key] = path, reference_answers(model, prompts, num_tokens)
         return found[key]
 
     return saved

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -185,7 +186,22 @@ def reference_logits(model: transformers.PreTrainedModel, token_ids: list[int]) 
 
 def reference_greedy(model: transformers.PreTrainedModel, prompt: list[int], num_tokens: int) -> list[int]:
     """By full recompute, without a cache."""
-    tokens = list(prompt)
-    for _ in range(num_tokens):
-        tokens.append(int(reference_logits(model, tokens)[-1].argmax()))
-    return tokens[len(prompt) :]
+    return reference_answers(model, [prompt], num_tokens)[0]
+
+
+@torch.inference_mode()
+def reference_answers(
+    model: transformers.PreTrainedModel, prompts: Sequence[list[int]], num_tokens: int
+) -> list[list[int]]:
+    """Greedy tokens after each prompt, by full recompute of all together.
+
+    Padding follows the tokens, so that a causal model needs no mask to ignore it.
+    """
+    rows, ends = torch.arange(len(prompts)), torch.tensor([len(prompt) for prompt in prompts])
+    tokens = torch.ones(len(prompts), int(ends.max()) + num_tokens, dtype=torch.long)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = torch.tensor(prompt)
+    for num_known in range(num_tokens):
+        logits = model(tokens[:, : int(ends.max()) + num_known], use_cache=False).logits
+        tokens[rows, ends + num_known] = logits[rows, ends + num_known - 1].argmax(-1)
+    return [row[end : end + num_tokens].tolist() for row, end in zip(tokens, ends.tolist(), strict=True)]

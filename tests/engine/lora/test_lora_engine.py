@@ -17,7 +17,14 @@ from engine.engine import Engine
 from engine.lora.store import AdapterStore
 from engine.request import Request, SamplingParams
 from tests.engine.driving import GREEDY, engine_config, num_drafts, random_prompt
-from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, TinyModel, reference_greedy, reference_logits
+from tests.engine.tiny_models import (
+    TINY_MODELS,
+    VOCAB_SIZE,
+    TinyModel,
+    reference_answers,
+    reference_greedy,
+    reference_logits,
+)
 from tests.harness.adapters import ALL_LINEAR, merge, write_adapter
 
 pytestmark = pytest.mark.wing("engine.lora")
@@ -76,9 +83,9 @@ def merged_answers(tiny: TinyModel, asked: Sequence[tuple[list[int], Path | None
         model = tiny.build()
         if folder is not None:
             merge(model, folder)
-        for index, (prompt, own) in enumerate(asked):
-            if own == folder:
-                answers[index] = reference_greedy(model, prompt, NUM_TOKENS)
+        indices = [index for index, (_, own) in enumerate(asked) if own == folder]
+        found = reference_answers(model, [asked[index][0] for index in indices], NUM_TOKENS)
+        answers.update(zip(indices, found, strict=True))
     return [answers[index] for index in range(len(asked))]
 
 

@@ -23,7 +23,7 @@ from engine.models.families import family_of
 from engine.models.hf_config import config_from_hf
 from tests.engine.driving import GREEDY, Driver, directory, make_runner, open_model, random_prompt
 from tests.engine.quantization.packed_files import FORMATS, SIZES, write
-from tests.engine.tiny_models import DEEPSEEK, TINY_MODELS, VOCAB_SIZE, TinyModel, reference_greedy, reference_logits
+from tests.engine.tiny_models import DEEPSEEK, TINY_MODELS, VOCAB_SIZE, TinyModel, reference_answers, reference_logits
 
 FORMS = ("absorbed", "latent", "naive")
 PROMPTS = [random_prompt(length, VOCAB_SIZE, length) for length in (1, 9, 21, 22, 23, 24)]
@@ -65,7 +65,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
     model = TINY_MODELS["deepseek-v3"].build()
-    return [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    return reference_answers(model, PROMPTS, NUM_TOKENS)
 
 
 def logits_of(path: Path, **settings: Any) -> list[Tensor]:

@@ -24,7 +24,7 @@ from tests.engine.driving import engine_config
 from tests.engine.pipeline_parallel.test_pipeline import open_stages
 from tests.engine.quantization.packed_files import FORMATS, SIZES, TINY, VOCAB_SIZE, write
 from tests.engine.tensor_parallel.test_ranks import CPU, GREEDY, NUM_TOKENS, OF_RANKS, open_ranks
-from tests.engine.tiny_models import DEEPSEEK, TinyModel, reference_greedy, rope
+from tests.engine.tiny_models import DEEPSEEK, TinyModel, reference_answers, rope
 
 pytestmark = pytest.mark.slow
 PROMPTS = [[(7 * i + 11 * j) % (VOCAB_SIZE - 8) + 8 for j in range(3 + 9 * i)] for i in range(3)]
@@ -81,7 +81,7 @@ def test_ranks_equal_transformers(name: str, num_ranks: int, tmp_path: Path, mon
     model = write(FORMATS[name], tmp_path / "m")
     parts = open_ranks(tmp_path / "m", num_ranks, monkeypatch)
     assert parts.quantization == FORMATS[name].label
-    assert greedy_tokens(parts) == [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    assert greedy_tokens(parts) == reference_answers(model, PROMPTS, NUM_TOKENS)
 
 
 @pytest.mark.usefixtures("_exact")
@@ -111,7 +111,7 @@ def test_ranks_and_stages_of_other_models_equal_transformers(
         open_ranks(path, tp, monkeypatch) if pp == 1 else open_stages(path, pp, monkeypatch, tp, quant_mode="auto")
     )
     assert parts.quantization == FORMS[name].label
-    assert greedy_tokens(parts) == [reference_greedy(reference, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    assert greedy_tokens(parts) == reference_answers(reference, PROMPTS, NUM_TOKENS)
 
 
 @pytest.mark.parametrize(
