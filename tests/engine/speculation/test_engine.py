@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,12 @@ def run(made: Engine) -> tuple[list[Request], list[RequestOutput]]:
     return requests, outputs
 
 
+@cache
+def plain_run(model: Path, **settings: object) -> tuple[list[Request], list[RequestOutput]]:
+    """Without drafts."""
+    return run(open_engine(model, **settings))
+
+
 @pytest.mark.parametrize(
     ("settings", "accuracy"),
     [*((settings, 0.6) for settings in SETTINGS), (SETTINGS[0], 0.0), (SETTINGS[0], 1.0), (SETTINGS[-1], 1.0)],
@@ -73,7 +80,7 @@ def run(made: Engine) -> tuple[list[Request], list[RequestOutput]]:
 def test_no_draft_changes_an_answer(
     model: Path, settings: dict[str, object], accuracy: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain, plain_outputs = run(open_engine(model, **settings))
+    plain, plain_outputs = plain_run(model, **settings)
     answers = [request.prompt_token_ids + request.output_token_ids for request in plain]
     make_drafter = MakeOracle(knows(answers), accuracy, VOCAB_SIZE)
     draft_with(monkeypatch, make_drafter)

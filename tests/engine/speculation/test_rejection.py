@@ -33,7 +33,7 @@ from engine.speculation.rejection import (
 )
 from tests.engine.speculation.chi_square import fits
 
-VOCAB, NUM_REQUESTS = 8, 2500
+VOCAB, NUM_REQUESTS = 8, 1000
 LIKELY, UNLIKELY = 1e-3, 1e-6  # seeds are fixed: a right rule passes always, a wrong one is far off
 PARAMS = SamplingParams(temperature=1.0, seed=0, seed_is_drawn=True)
 FLAT = torch.zeros(VOCAB, VOCAB)
@@ -133,8 +133,8 @@ def test_more_drafts_are_accepted_than_by_coupled_noise(name: str) -> None:
     answers, coupled = generate(target, draft, params, num_tokens=1, sampler=Sampler())
     p, q = (probabilities(table[:1], [params])[0] for table in (target, draft))
     common = float(torch.minimum(p, q).sum())
-    assert by_rejection == pytest.approx(common, abs=0.03)
-    assert common / (2 - common) - 0.03 < coupled < by_rejection
+    assert by_rejection == pytest.approx(common, abs=0.04)
+    assert common / (2 - common) - 0.04 < coupled < by_rejection
     plain = sample_with_noise(
         target[[0] * NUM_REQUESTS],
         [replace(params, seed=7 * seed) for seed in range(NUM_REQUESTS)],
@@ -172,7 +172,7 @@ def test_drafts_must_not_be_chosen_by_what_was_drawn() -> None:
     """How many are verified may depend on q, and on the drafts before; by the draft itself, answers are others."""
     target, draft, params = PAIRS["unlike"]
     by_token, _ = generate(
-        target, draft, params, verified=lambda first, q: 2 * (float(q[first]) > 0.3), num_requests=4 * NUM_REQUESTS
+        target, draft, params, verified=lambda first, q: 2 * (float(q[first]) > 0.3), num_requests=10_000
     )
     assert max(likelihoods(by_token, target, params)) < UNLIKELY
     by_earlier, _ = generate(target, draft, params, verified=lambda first, q: 1 + first % 2)

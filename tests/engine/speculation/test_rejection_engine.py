@@ -21,7 +21,8 @@ from engine.loader import load
 from engine.request import SamplingParams
 from engine.speculation import rejection
 from engine.speculation.draft_length import DraftLengths
-from tests.engine.driving import num_drafts
+from engine.speculation.proposer import open_speculation
+from tests.engine.driving import engine_config, num_drafts
 from tests.engine.speculation.chi_square import fit_together
 from tests.engine.speculation.eagle.heads import DRAFT_VOCAB, RandomHead
 from tests.engine.speculation.test_draft_model import assert_all_is_free
@@ -36,7 +37,7 @@ REJECTION = {
 }  # fmt: skip
 CHOICES, NUM_TOKENS = (21, 55, 89), 4  # tokens that answers are made of
 SAMPLED = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, allowed_token_ids=CHOICES, seed_is_drawn=True)
-NUM_SEEDS, LIKELY, UNLIKELY = 500, 1e-3, 1e-6
+NUM_SEEDS, LIKELY, UNLIKELY = 250, 1e-3, 1e-6  # so many answers still tell a wrong rule from the right one
 KINDS = {
     "temperature": SAMPLED,
     "penalties": replace(SAMPLED, temperature=0.8, presence_penalty=1.0, logit_bias=((21, 1.0),)),
@@ -122,7 +123,7 @@ def test_drafts_that_pay_are_chosen_without_looking_at_them(paths: dict[str, str
 
     counts = [0, 0]
     monkeypatch.setattr(DraftLengths, "choose", choose)
-    found = answers(drafted_by(paths, "draft"), SAMPLED, range(2 * NUM_SEEDS))
+    found = answers(drafted_by(paths, "draft"), SAMPLED, range(NUM_SEEDS))
     assert 0.2 < counts[1] / counts[0] < 0.8
     assert likelihood(found, plain_answers(paths["target"], "temperature"), SAMPLED) > LIKELY
 
@@ -145,7 +146,7 @@ def test_greedy_and_seeded_answers_stay_as_they_are(
     """Beside requests that are sampled by rejection, in small steps, and where requests give way."""
     plain, _ = run(open_parts(Path(paths["target"]), quant_mode="none", **settings).engine)
     parts = drafted_by(paths, drafter, **settings)
-    for _ in range(2):  # the second time from the prefix caches
+    for _ in range(2 if "preemption" in settings else 1):  # the second time from the prefix caches
         others = [
             parts.engine.add_request(prompt, replace(params, seed_is_drawn=True))
             for prompt, params in zip(PROMPTS, PARAMS, strict=True)
@@ -154,7 +155,7 @@ def test_greedy_and_seeded_answers_stay_as_they_are(
         assert [request.output_token_ids for request in requests] == [request.output_token_ids for request in plain]
         assert all(len(request.output_token_ids) >= 9 for request in others)
     if "adaptive_drafts" not in settings:
-        assert num_drafts(parts.engine)[0] > 100
+        assert num_drafts(parts.engine)[0] > 50
     if drafter == "draft":
         assert_all_is_free(parts)
 
@@ -209,15 +210,15 @@ def test_answers_that_follow_a_grammar(paths: dict[str, str], monkeypatch: pytes
     )  # fmt: skip
     found = []
     for parts, seeds in (
-        (open_parts(Path(paths["target"]), quant_mode="none"), range(10**6, 10**6 + 800)),
-        (drafted_by(paths, "draft"), range(500)),
+        (open_parts(Path(paths["target"]), quant_mode="none"), range(10**6, 10**6 + 2 * NUM_SEEDS)),
+        (drafted_by(paths, "draft"), range(NUM_SEEDS)),
     ):
         requests = [parts.engine.add_request([5, 6, 7], replace(params, seed=seed)) for seed in seeds]
         wait_until(lambda: not any(request.is_held for request in requests))  # noqa: B023
         while parts.engine.has_work():
             parts.engine.step()
         found.append([tuple(request.output_token_ids) for request in requests])
-    assert num_drafts(parts.engine)[1] > 100
+    assert num_drafts(parts.engine)[1] > 50
     counts, others = Counter(found[1]), Counter(found[0])
     cells = [*{*counts, *others}]
     assert {cell[0] for cell in cells} <= {allowed[0], allowed[1], allowed[2]}
@@ -242,7 +243,7 @@ def test_a_request_that_another_worker_goes_on_with(paths: dict[str, str]) -> No
     num_other = sum(one != other for one, other in zip(whole, found, strict=True))
     assert 0 < num_other < NUM_SEEDS
     seeded = replace(SAMPLED, seed_is_drawn=False)
-    whole = answers(first, seeded, range(50))
+    whole = answers(first, seeded, range(25))
     resumed = [
         second.engine.add_request([5, 6, 7], replace(seeded, seed=seed), output_token_ids=answer[:2])
         for seed, answer in enumerate(whole)
@@ -255,5 +256,6 @@ def test_a_request_that_another_worker_goes_on_with(paths: dict[str, str]) -> No
 @pytest.mark.parametrize("settings", [{"tp": 2}, {"pp": 2}], ids=str)
 def test_ranks_are_refused(paths: dict[str, str], settings: dict[str, int]) -> None:
     """Each would have distributions of its own."""
+    config = engine_config(paths["target"], device="cpu", speculative=paths["draft"], **REJECTION, **settings)
     with pytest.raises(ConfigError, match="--speculative-sampling rejection runs in one process on a CPU"):
-        drafted_by(paths, "draft", **settings)
+        open_speculation(config, runner=None, loaded=load.load_model(resolve_model(paths["target"]), config))
