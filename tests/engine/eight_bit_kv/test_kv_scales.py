@@ -139,7 +139,7 @@ def test_cached_prefixes_and_chunks_give_the_same_tokens(path: Path) -> None:
 @pytest.mark.slow
 def test_smollm2_makes_nearly_the_same_choices() -> None:
     """Forced through one text, the likeliest next token is nearly always the same, and as likely."""
-    tokens = load_tokenizer(resolve_model("")).encode(TEXT)
+    tokens = load_tokenizer(resolve_model("")).encode(TEXT)[:64]
     choices, logprobs = [], []
     for kv_cache_dtype in ("auto", "fp8"):
         loaded, config = open_model(

@@ -316,7 +316,7 @@ def test_only_prompts_for_peers_are_reported() -> None:
 
 
 @pytest.mark.wing("kvstore.tier")
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(
     data=st.data(),
     num_blocks=st.integers(10, 24),

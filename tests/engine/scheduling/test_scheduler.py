@@ -437,7 +437,7 @@ def test_abort_while_loading_frees_blocks_only_after_the_load() -> None:
 
 
 @pytest.mark.wing("kvstore.tier")
-@settings(max_examples=120)
+@settings(max_examples=75)
 @given(
     data=st.data(),
     num_blocks=st.integers(6, 20),

@@ -220,7 +220,7 @@ def test_swapped_requests_go_on_where_they_were_accepted() -> None:
     assert_quiet(engine)
 
 
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(
     data=st.data(),
     num_blocks=st.integers(6, 20),
