@@ -28,7 +28,7 @@ def cells(lengths: tuple[tuple[int, int], ...], rate: float, seconds: float, see
 
 @pytest.mark.parametrize(
     ("lengths", "rate", "seconds"),
-    [(CHATS, 10.0, 20.0), pytest.param(CHATS, 40.0, 10.0, marks=pytest.mark.soak), (CONVERSATIONS, 3.0, 40.0)],
+    [(CHATS, 10.0, 12.0), pytest.param(CHATS, 40.0, 10.0, marks=pytest.mark.soak), (CONVERSATIONS, 3.0, 24.0)],
 )
 def test_adaptive_is_as_good_as_the_better_of_the_others(
     lengths: tuple[tuple[int, int], ...], rate: float, seconds: float

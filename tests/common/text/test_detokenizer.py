@@ -13,7 +13,7 @@ from common.text.load import load_tokenizer
 SMOL = load_tokenizer(resolve_model(""))
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_pieces_concatenate_to_the_whole(data: st.DataObject) -> None:
     text_ids = SMOL.encode(data.draw(st.text(max_size=30)), allow_special=True)

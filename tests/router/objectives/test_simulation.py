@@ -28,7 +28,7 @@ NOISE = 0.02  # requests that end within the window differ by as much
 
 
 @cache
-def at_rate(rate: float, length: tuple[int, int] = (1024, 128), seconds: float = 16) -> dict[str, Outcome]:
+def at_rate(rate: float, length: tuple[int, int] = (1024, 128), seconds: float = 12) -> dict[str, Outcome]:
     return {mode: open_loop(mode, OBJECTIVES, rate, [length], seconds) for mode in MODES}
 
 
@@ -58,7 +58,7 @@ def test_saturated_it_gives_what_two_that_do_both_give_and_keeps_the_gaps_short(
 
 
 def test_long_answers_are_kept_when_decode_workers_have_no_seats() -> None:
-    found = at_rate(95.0, (128, 512), seconds=26)
+    found = at_rate(95.0, (128, 512), seconds=18)
     assert found["adaptive"].placements["kept"] > 100
     assert found["adaptive"].good_per_second >= 0.97 * found["aggregated"].good_per_second
     assert found["adaptive"].good_per_second > 1.2 * found["static"].good_per_second
@@ -67,7 +67,7 @@ def test_long_answers_are_kept_when_decode_workers_have_no_seats() -> None:
 def test_a_wait_for_a_seat_is_one_gap_of_a_long_answer() -> None:
     """Prompts that take most of the prefill worker's time leave no room for streams beside them."""
     for rate in (62.0, 66.0):
-        found = {mode: open_loop(mode, OBJECTIVES, rate, [(512, 512)], seconds=20) for mode in ("static", "adaptive")}
+        found = {mode: open_loop(mode, OBJECTIVES, rate, [(512, 512)], seconds=14) for mode in ("static", "adaptive")}
         assert found["adaptive"].good_per_second >= 0.97 * found["static"].good_per_second
 
 
@@ -85,7 +85,7 @@ def test_long_prompts_of_many_lengths(rate: float, mixed_ms: float) -> None:
     mixed_ms: what a step with prompts beside streams takes more than the sum of both.
     """
     found = {
-        mode: open_loop(mode, OBJECTIVES, rate, CONVERSATIONS, seconds=90, mixed_seconds=mixed_ms / 1e3)
+        mode: open_loop(mode, OBJECTIVES, rate, CONVERSATIONS, seconds=60, mixed_seconds=mixed_ms / 1e3)
         for mode in MODES
     }
     adaptive, aggregated, static = (found[mode] for mode in ("adaptive", "aggregated", "static"))

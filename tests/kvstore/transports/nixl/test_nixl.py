@@ -188,10 +188,10 @@ def test_an_owner_that_is_gone_or_stopped_costs_a_bounded_time(
             np.testing.assert_array_equal(mine[:2], blocks[BLOCKS[:2]])
             process.send_signal(number)
             until_stopped(process.pid)
-            monkeypatch.setattr(nixl_module, "TRANSFER_SECONDS", 1.0)
+            monkeypatch.setattr(nixl_module, "TRANSFER_SECONDS", 0.3)
             began = time.monotonic()
             try:
-                client.pull(peer, [2, 3], ids(2, 3), 3.0)
+                client.pull(peer, [2, 3], ids(2, 3), 1.0)
             except MiniInferError:  # of one that is stopped it may have come all the same, but too late
                 assert number == signal.SIGSTOP or not mine[2:4].any()
             else:
