@@ -59,7 +59,7 @@ def test_a_model_agrees_with_itself(models: dict[str, Path], settings: dict[str,
         run(parts.engine)
     drafted, accepted = num_drafts(parts.engine)
     assert drafted > 100
-    assert accepted > 0.95 * drafted  # rounding differs between steps of different sizes
+    assert accepted > 0.9 * drafted  # rounding differs between steps of different sizes
     assert_all_is_free(parts)
 
 

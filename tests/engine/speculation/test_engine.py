@@ -20,7 +20,7 @@ from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE
 
 pytestmark = pytest.mark.slow
 
-PLAIN = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+PLAIN = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
 PARAMS = [
     PLAIN,
     replace(PLAIN, temperature=1.0, seed=5),

@@ -43,7 +43,7 @@ def trained_model() -> transformers.PreTrainedModel:
     model = TINY_MODELS["llama"].build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     torch.manual_seed(0)
-    for _ in range(120):
+    for _ in range(80):
         starts = torch.randint(NUM_WORDS, (32,)).tolist()
         batch = torch.tensor([text(MODES[index % 2], start, 24) for index, start in enumerate(starts)])
         loss = model(batch, labels=batch).loss

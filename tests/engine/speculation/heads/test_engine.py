@@ -61,7 +61,7 @@ def proposer_of(parts: EngineParts) -> FromHead:
     [
         SETTINGS[1],
         SETTINGS[-1],
-        {"batch_invariant": True},
+        pytest.param({"batch_invariant": True}, marks=pytest.mark.soak),  # in bfloat16 below
         {"prefix_cache": False},
         pytest.param({"tp": 2}, marks=pytest.mark.soak),
     ],
