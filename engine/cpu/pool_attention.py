@@ -74,5 +74,5 @@ def attend_one_by_one(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """
     num_keys, num_later = keys.shape[1], range(queries.shape[0] - 1, -1, -1)
     seen = [num_keys - later for later in num_later]
-    by_query = zip(queries.split(1), seen, strict=True)
+    by_query = zip(torch.split(queries, 1), seen, strict=True)
     return torch.cat([attend_causally(query, keys[:, :count], values[:, :count]) for query, count in by_query])
