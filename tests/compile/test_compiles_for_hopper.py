@@ -221,7 +221,9 @@ EXPERTS, INNER, HIDDEN, TOP_K = 128, 768, 2048, 8
     ("columns", "dtype", "scales", "scales_dtype"),
     [
         (HIDDEN // 4, torch.int16, (HIDDEN // 32, 2), torch.bfloat16),
-        (HIDDEN // 4, torch.int16, (HIDDEN // 32,), torch.uint8),
+        pytest.param(
+            HIDDEN // 4, torch.int16, (HIDDEN // 32,), torch.uint8, marks=OTHER_SETTINGS
+        ),  # with biases below
         (HIDDEN, torch.float8_e4m3fn, (HIDDEN // 128,), torch.float32),
     ],
     ids=["int4", "mxfp4", "fp8 in blocks"],
@@ -275,7 +277,7 @@ def test_mxfp4_experts_with_biases_and_a_clamped_gate(all_tokens: tuple[int, ...
 
 @pytest.mark.parametrize(
     ("rows", "num_heads"),
-    [(1, 16), (64, 128), *(pytest.param(*each, marks=OTHER_SETTINGS) for each in ((64, 16), (1, 128)))],
+    [(64, 128), *(pytest.param(*each, marks=OTHER_SETTINGS) for each in ((1, 16), (64, 16), (1, 128)))],
 )
 def test_decode_over_latents(num_heads: int, rows: int, compiled: list[Compiled]) -> None:
     rank, width = 512, 576
@@ -292,7 +294,7 @@ def test_decode_over_latents(num_heads: int, rows: int, compiled: list[Compiled]
     check(compiled, "_latent_decode_kernel", "_latent_prefill_kernel", "_latent_rope_kernel")
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("kv_dtype", [pytest.param(torch.bfloat16, marks=OTHER_SETTINGS), torch.float8_e4m3fn])
 @pytest.mark.parametrize(
     "all_rows", [(8, 4 * MAX_ROWS), pytest.param((1, 32, 64, 192, MAX_ROWS), marks=OTHER_SETTINGS)], ids=str
 )

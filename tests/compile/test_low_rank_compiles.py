@@ -15,7 +15,9 @@ NUM_SLOTS = 8
 
 
 @pytest.mark.parametrize("rank", [16, *(pytest.param(rank, marks=OTHER_SETTINGS) for rank in (8, 64))])
-@pytest.mark.parametrize(("k", "starts"), [(4096, (0, 4096, 5120, 6144)), (14336, (0, 4096))])
+@pytest.mark.parametrize(
+    ("k", "starts"), [(4096, (0, 4096, 5120, 6144)), pytest.param(14336, (0, 4096), marks=OTHER_SETTINGS)]
+)
 def test_low_rank(rank: int, k: int, starts: tuple[int, ...], compiled: list[Compiled]) -> None:
     weights, config = SlotWeights.empty(NUM_SLOTS, rank, k, starts, torch.bfloat16, META), LowRankConfig()
     for num_rows in (1, 64, 8192):
