@@ -14,8 +14,6 @@ from engine.request import MAX_SPECULATIVE_TOKENS
 from engine.wings import EngineWing
 
 DRAFT_PREFIX, EAGLE_PREFIX = "draft:", "eagle:"
-# Ranks would have distributions of their own.
-REJECTION_ON_ONE_CPU = "--speculative-sampling rejection runs in one process on a CPU; leave it, --tp or --pp out"
 # Names of vLLM's --speculative-config, and ours.
 JSON_NAMES = {
     "num_speculative_tokens": "num_speculative_tokens",
@@ -73,8 +71,8 @@ class SpeculationSettings(EngineWing):
         "coupled",
         "how drafts of a model, head or module are verified at a temperature above 0: coupled (equal to what would "
         "be sampled without drafts) or rejection (more are accepted; only the distribution stays the same)",
-        choices=("coupled", "rejection"), off=("coupled",), excludes={("device", "tp", "pp"): REJECTION_ON_ONE_CPU},
-    )  # fmt: skip
+        choices=("coupled", "rejection"),
+    )
     speculative_config: str = setting("", "these settings as vLLM's JSON, in place of the others")
 
     def __post_init__(self) -> None:
