@@ -31,9 +31,13 @@ from tests.compatibility import (
 from tests.wings import files, removable
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.skipif(
-    not KEYS.keys() <= {field.name for field in fields(EngineConfig)}, reason="needs the settings of all wings"
-)
+# The settings of all wings are needed, of which the mark names one: without it the core's tests run alone.
+pytestmark = [
+    pytest.mark.wing("engine.speculation"),
+    pytest.mark.skipif(
+        not KEYS.keys() <= {field.name for field in fields(EngineConfig)}, reason="needs the settings of all wings"
+    ),
+]
 # Pairs that nothing refuses and no test runs together. The number may fall; a new feature may add what it brings.
 NUM_UNTESTED = 73
 ON: dict[str, dict[str, Any]] = {
