@@ -17,16 +17,21 @@ _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_SEED = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}"
+_VIKING = (r" ?[^(\s|.,!?…。，、।۔،)]+", r"\p{N}")
 
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"  # letters of no case are in both
-_MARKS = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"  # letters of no case are in both
 
 
-def _cased(behind_word: str, digits: str) -> str:
-    """A word ends where a capital letter follows a small one."""
-    before = r"[^\r\n\p{L}\p{N}]?"
-    words = (f"{before}{_UPPER}*{_LOWER}+{behind_word}", f"{before}{_UPPER}+{_LOWER}*{behind_word}")
-    return "|".join([*words, digits, _MARKS])
+def _cased(after_word: str, digits: str, but: str = "", after_marks: str = r"\r\n/") -> str:
+    """A word ends where a capital letter follows a small one. but: which letters none has."""
+    before, upper, lower = r"[^\r\n\p{L}\p{N}]?", f"[{_UPPER}{but}]", f"[{_LOWER}{but}]"
+    words = (f"{before}{upper}*{lower}+{after_word}", f"{before}{upper}+{lower}*{after_word}")
+    return "|".join([*words, digits, rf" ?[^\s\p{{L}}\p{{N}}]+[{after_marks}]*", _SPACES])
+
+
+_GPT4O = _cased(f"{_CONTRACTIONS}?", r"\p{N}{1,3}")
+_KIMI = r"\p{Han}+|" + _cased(f"{_CONTRACTIONS}?", r"\p{N}{1,3}", but=r"&&[^\p{Han}]", after_marks=r"\r\n")
 
 
 # Letters that have a case, as DeepSeek's first tokenizers list them; later additions to Unicode are not among them.
@@ -65,29 +70,38 @@ class Cutting:
     """splits: expressions whose matches are pieces, as what is between them. ends_as_gpt2: with GPT-2's at the end.
 
     whole_pieces: a piece that is a token is taken, whatever merges give. is_composed: characters are composed first.
+    adds_bos: the token that begins a text goes first, unless the file says otherwise.
     """
 
     splits: tuple[str, ...] = ()
     ends_as_gpt2: bool = False
     whole_pieces: bool = False
     is_composed: bool = False
+    adds_bos: bool = False
 
     def pre_tokenizer(self) -> PreTokenizer:
         bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=self.ends_as_gpt2)
         return pre_tokenizers.Sequence([*(pre_tokenizers.Split(Regex(x), "isolated") for x in self.splits), bytes_of])
 
 
+# Of models whose other parts are served. What several models share is listed under the first one's name.
 _KNOWN: dict[tuple[str, ...], Cutting] = {
-    ("default", "gpt-2"): Cutting(ends_as_gpt2=True),
-    ("smollm",): Cutting((r"\p{N}",), ends_as_gpt2=True),
-    ("llama-bpe", "llama3", "llama-v3", "pixtral"): Cutting((_LLAMA3,), whole_pieces=True),
+    ("default", "gpt-2", "gigachat", "a.x-4.0", "trillion"): Cutting(ends_as_gpt2=True),
+    ("smollm", "refact", "starcoder", "minerva-7b"): Cutting((r"\p{N}",), ends_as_gpt2=True),
+    ("llama-bpe", "llama3", "llama-v3", "pixtral", "falcon3", "midm-2.0"): Cutting(
+        (_LLAMA3,), whole_pieces=True, adds_bos=True
+    ),
     ("dbrx", "smaug-bpe"): Cutting((_LLAMA3,)),  # Phi-4's is called dbrx
-    ("tekken",): Cutting((_cased("", r"\p{N}"),), whole_pieces=True),
-    ("gpt-4o", "llama4"): Cutting((_cased(f"{_CONTRACTIONS}?", r"\p{N}{1,3}"),), whole_pieces=True),
+    ("tekken",): Cutting((_cased("", r"\p{N}"),), whole_pieces=True, adds_bos=True),
+    ("gpt-4o", "llama4", "kanana2"): Cutting((_GPT4O,), whole_pieces=True),
+    ("kimi-k2",): Cutting((_KIMI,), whole_pieces=True),
     ("qwen2", "deepseek-r1-qwen"): Cutting((_QWEN2,), is_composed=True),
+    ("megrez",): Cutting((_QWEN2,)),
+    ("seed-coder",): Cutting((_SEED,)),
+    ("viking",): Cutting(_VIKING),
     ("deepseek-llm",): Cutting(_DEEPSEEK_LLM),
     ("deepseek-coder",): Cutting(_DEEPSEEK_CODER),
-    ("deepseek-v3",): Cutting(_DEEPSEEK_V3),
+    ("deepseek-v3", "joyai-llm"): Cutting(_DEEPSEEK_V3),
 }
 _BY_NAME = {name: cutting for names, cutting in _KNOWN.items() for name in names}
 

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, normalizers, processors
 from tokenizers.models import BPE
 
 from common.errors import UnsupportedModelError
-from common.gguf.pre_tokenizers import cutting_of
+from common.gguf.pre_tokenizers import Cutting, cutting_of
 
 # tokenizer.ggml.token_type
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
@@ -36,7 +36,7 @@ def backend_from_metadata(metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def _byte_level_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
-    cutting = cutting_of(str(metadata.get("tokenizer.ggml.pre", "default")))
+    cutting = _cutting(metadata)
     merges = [_split_merge(merge) for merge in metadata.get("tokenizer.ggml.merges", [])]
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
     backend = Tokenizer(BPE(vocab, merges, ignore_merges=cutting.whole_pieces))
@@ -45,6 +45,10 @@ def _byte_level_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer
         backend.normalizer = normalizers.NFC()
     backend.decoder = decoders.ByteLevel()
     return backend
+
+
+def _cutting(metadata: Mapping[str, Any]) -> Cutting:
+    return cutting_of(str(metadata.get("tokenizer.ggml.pre", "default")))
 
 
 def _split_merge(merge: str) -> tuple[str, str]:
@@ -91,7 +95,8 @@ def _add_special_tokens(backend: Tokenizer, metadata: Mapping[str, Any], tokens:
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
     backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in defined])
     bos_id = metadata.get("tokenizer.ggml.bos_token_id")
-    add_bos = metadata.get("tokenizer.ggml.add_bos_token", metadata.get("tokenizer.ggml.model") == "llama")
+    by_default = metadata.get("tokenizer.ggml.model") == "llama" or _cutting(metadata).adds_bos
+    add_bos = metadata.get("tokenizer.ggml.add_bos_token", by_default)
     if add_bos and isinstance(bos_id, int) and bos_id < len(tokens):
         bos = tokens[bos_id]
         backend.post_processor = processors.TemplateProcessing(

@@ -16,7 +16,7 @@ from common.gguf.pre_tokenizers import cutting_of
 
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 OF_TRANSFORMERS = ["llama-bpe", "llama3", "llama-v3", "pixtral", "dbrx", "smaug-bpe", "tekken", "qwen2"]
-OF_TRANSFORMERS += ["deepseek-r1-qwen", "gpt-4o", "llama4"]
+OF_TRANSFORMERS += ["deepseek-r1-qwen", "gpt-4o", "llama4", "falcon3", "midm-2.0", "megrez", "kanana2"]
 # As in DeepSeek-V3's tokenizer.json.
 DEEPSEEK_V3 = [
     r"\p{N}{1,3}",
@@ -72,6 +72,12 @@ def test_pieces_of_deepseek_v3_are_those_of_its_tokenizer(text: str) -> None:
         ("deepseek-llm", "a, b。他們한글", ["a", ",", " b", "。", "他們한글"]),
         ("deepseek-llm", "Բառ բառ", ["Բ", "առ բառ"]),  # Armenian's small letters are not in its list
         ("deepseek-llm", "end  ", ["end", "  "]),
+        ("kimi-k2", "HelloWorld's 1234 (a)/\n", ["Hello", "World's", " ", "123", "4", " (", "a", ")/\n"]),
+        ("kimi-k2", "x他們です a中文b 한글", ["x", "他們", "です", " a", "中文", "b", " 한글"]),
+        ("seed-coder", "Hello's 12 a;\n\n", ["Hello", "'s", " ", "1", "2", " a", ";", "\n\n"]),
+        ("viking", "On 12, se. Ei!", ["On", " ", "1", "2", ",", " se", ".", " Ei", "!"]),
+        ("refact", "x = 10's", ["x", " =", " ", "1", "0", "'s"]),
+        ("gigachat", "x = 10's", ["x", " =", " 10", "'s"]),
         ("deepseek-coder", "if (x): 10", ["if", " (", "x", "):", " ", "1", "0"]),
         ("deepseek-coder", "Բառ բառ", ["Բառ", " բառ"]),
         ("deepseek-coder", "ბარი ქალი", ["ბარი", " ", "ქალი"]),

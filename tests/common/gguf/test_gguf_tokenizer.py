@@ -88,6 +88,21 @@ def test_bos_and_special_tokens(tmp_path: Path) -> None:
     assert tokenizer.eos_token_ids == (259,)
 
 
+@pytest.mark.parametrize(
+    ("pre", "flag", "is_added"),
+    [("falcon3", None, True), ("tekken", None, True), ("llama-bpe", False, False), ("qwen2", None, False)],
+)
+def test_a_file_without_a_flag_begins_texts_as_its_pre_tokenizer_says(
+    pre: str, flag: bool | None, is_added: bool, tmp_path: Path
+) -> None:
+    """llama.cpp's converter writes no flag for Llama-3."""
+    flags = {} if flag is None else {"tokenizer.ggml.add_bos_token": flag}
+    tokenizer = load_tokenizer(
+        write(tmp_path / "m.gguf", byte_level(pre, **{"tokenizer.ggml.bos_token_id": 258, **flags}))
+    )
+    assert tokenizer.encode("ab", add_special_tokens=True) == [258] * is_added + [257]
+
+
 def test_sentencepiece(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write(tmp_path / "m.gguf", sentencepiece()))
     token_ids = tokenizer.encode("hello helé", add_special_tokens=True)
