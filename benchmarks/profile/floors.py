@@ -26,6 +26,7 @@ HEAD_BYTES = {"int4-weight": 1.0}  # of the output projection, where it is kept 
 PACKED_BYTES = {
     "gptq-4bit": 0.53125, "awq-4bit": 0.53125, "gptq-8bit": 1.0, "fp8-blocks": 1.0, "fp8-weights": 1.0,
     "w4a8": 0.53125, "w4a16": 0.53125, "w8a8": 1.0, "w8a16": 1.0, "fp8": 1.0, "fp8a16": 1.0,
+    "gguf": 0.5625,  # Q4_0 and Q4_K, the smallest of the common types
 }  # fmt: skip
 COMPRESSED_TENSORS = "compressed-tensors-"  # before names of schemes, joined by "+"
 
