@@ -9,6 +9,13 @@
 #include <stdint.h>
 #include <string.h>
 
+#ifdef __AVX512F__
+#define AS_INTEGERS(vector) ((__m512i)(vector))
+#else
+#include "avx2.h"
+#define AS_INTEGERS(vector) (vector)
+#endif
+
 #define INLINE static inline __attribute__((always_inline))
 
 enum { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14 };

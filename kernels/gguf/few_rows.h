@@ -23,7 +23,13 @@ typedef struct {
 /* Rows of x, and of W, in one tile. Two rows of W share the loads of x. One or two rows of x are bound by memory, and
    the hardware prefetches W best as one stream. Rows of W come in blocks; the two of a tile are half a block apart. */
 enum { MAX_FEW = 8, MAX_ROWS = 2, BLOCK_ROWS = 16 };
+#ifdef __AVX512F__
+enum { FEW_AT_ONCE = MAX_FEW };
 INLINE int rows_at_once(int num_x) { return num_x <= 2 ? 1 : 2; }
+#else  /* half as many registers, each half as long */
+enum { FEW_AT_ONCE = 4 };
+INLINE int rows_at_once(int num_x) { return (void)num_x, 1; }
+#endif
 INLINE float *place(float *y, int m, int r) { return y + BLOCK_ROWS * m + BLOCK_ROWS / 2 * r; }
 
 INLINE __m512i x32(const int16_t *x, int m, int columns, int group) {
@@ -39,8 +45,12 @@ INLINE __m512 halves(const uint8_t *a, const uint8_t *b) {
     uint16_t of[2];
     memcpy(of, a, 2), memcpy(of + 1, b, 2);
     const __m128 both = _mm_cvtph_ps(_mm_cvtsi32_si128((int)(of[0] | (uint32_t)of[1] << 16)));
+#ifdef __AVX512F__
     const __m512i lanes = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi32(1), 1);
     return _mm512_permutexvar_ps(lanes, _mm512_castps128_ps512(both));
+#else
+    return (__m512){_mm256_broadcastss_ps(both), _mm256_broadcastss_ps(_mm_movehdup_ps(both))};
+#endif
 }
 
 /* Types of 4 and 5 bits. Byte i of a block holds columns i and i + 16. Two blocks share an accumulator: each half of

@@ -5,29 +5,39 @@ from __future__ import annotations
 import ctypes
 import logging
 import subprocess
+from collections.abc import Iterator
 from functools import cache
 
 import torch
 
-from kernels.gguf.compile import library_path
+from kernels.gguf.compile import VARIANTS, Variant, library_path
 
 logger = logging.getLogger(__name__)
-INSTRUCTIONS = ("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq", "avx512_vnni", "avx512_bf16", "fma3", "f16c")
 
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """None where the CPU or a compiler lacks what is needed, which is logged once."""
-    capabilities = torch.cpu.get_capabilities()
-    missing = [name for name in INSTRUCTIONS if not capabilities.get(name)]
-    if missing:
-        logger.info("GGUF weights are converted: this CPU has no %s", ", ".join(missing))
+    """The fastest variant; None where the CPU or a compiler lacks what is needed, which is logged once."""
+    variant = next(variants_of_this_cpu(), None)
+    if variant is None:
+        logger.info("GGUF weights are converted: this CPU has no %s", ", ".join(VARIANTS[-1].instructions))
         return None
     try:
-        found = ctypes.CDLL(str(library_path()))
+        return loaded(variant)
     except (OSError, subprocess.SubprocessError) as error:
         told = getattr(error, "stderr", None) or error
         logger.warning("GGUF weights are converted, which is slower: their kernels cannot be compiled: %s", told)
         return None
+
+
+def variants_of_this_cpu() -> Iterator[Variant]:
+    """Yield those whose instructions it has, the fastest first."""
+    capabilities = torch.cpu.get_capabilities()
+    return (each for each in VARIANTS if all(map(capabilities.get, each.instructions)))
+
+
+def loaded(variant: Variant) -> ctypes.CDLL:
+    """Compile the variant if it is not there. Raises OSError, subprocess.SubprocessError."""
+    found = ctypes.CDLL(str(library_path(variant)))
     found.gguf_scratch_bytes.restype = ctypes.c_int64
     return found

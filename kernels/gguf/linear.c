@@ -1,4 +1,5 @@
-/* y = x W^T + b over weights as a GGUF file holds them, on CPUs with AVX-512, its VNNI and bfloat16 instructions.
+/* y = x W^T + b over weights as a GGUF file holds them, on CPUs with AVX-512, its VNNI and bfloat16 instructions, or
+   with AVX2 (`avx2.h`).
 
    Threads are OpenMP's, as many as torch uses: the process has one libgomp, which torch brings. Both GEMMs are batch
    invariant: the terms of a row of y are added in one order, and the compiler contracts none (-ffp-contract=off). */
@@ -53,8 +54,8 @@ static void few_rows(const Segment *segments, int count, int columns, Input x, i
             for (int64_t n = 0; n < segment.count; n += BLOCK_ROWS) {
                 const uint8_t *const block = segment.rows + n * segment.row_bytes;
                 const int num_w = segment.count - n < BLOCK_ROWS ? (int)(segment.count - n) : BLOCK_ROWS;
-                for (int64_t m = 0; m < num_x; m += MAX_FEW) {
-                    const int num_m = num_x - m < MAX_FEW ? (int)(num_x - m) : MAX_FEW;
+                for (int64_t m = 0; m < num_x; m += FEW_AT_ONCE) {
+                    const int num_m = num_x - m < FEW_AT_ONCE ? (int)(num_x - m) : FEW_AT_ONCE;
                     const Few few = {natural + m * columns, paired + m * columns, sums + m * groups, columns};
                     float products[MAX_FEW][BLOCK_ROWS];
                     for (int j = 0; j < BLOCK_ROWS / rows_at_once(num_m) && j < num_w; j++) {
@@ -72,18 +73,28 @@ static void few_rows(const Segment *segments, int count, int columns, Input x, i
     }
 }
 
-/* scratch: of `gguf_scratch_bytes` if x is float32. */
+/* 16 numbers of x as tiles take them. */
+static inline void put_numbers(Number *to, __m512 x) {
+#ifdef __AVX512F__
+    _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh(x));
+#else
+    const __m512 rounded = of_bfloat16(_mm512_cvtneps_pbh(x));
+    _mm256_storeu_ps(to, rounded.lo), _mm256_storeu_ps(to + 8, rounded.hi);
+#endif
+}
+
+/* scratch: of `gguf_scratch_bytes`. */
 static void many_rows(const Segment *segments, int count, int columns, Input x, int64_t num_x, Output y, void *scratch) {
     const int64_t numbers = num_x * columns;
-    const uint16_t *const rounded = x.is_float32 ? scratch : x.numbers;
+    const int is_ready = !x.is_float32 && sizeof(Number) == 2;
+    const Number *const taken = is_ready ? x.numbers : scratch;
     #pragma omp parallel
     {
-        if (x.is_float32) {
+        if (!is_ready) {
             #pragma omp for schedule(static)
-            for (int64_t k = 0; k < numbers; k += 16)
-                _mm256_storeu_si256((__m256i *)((uint16_t *)scratch + k), (__m256i)_mm512_cvtneps_pbh(input16(x, k)));
+            for (int64_t k = 0; k < numbers; k += 16) put_numbers((Number *)scratch + k, input16(x, k));
         }
-        __m512i *const w = aligned_alloc(64, (size_t)16 * TILE_W * columns * 2);
+        Pair *const w = aligned_alloc(64, sizeof(Pair) * TILE_W * columns / 2);
         int64_t first = 0;
         for (int s = 0; s < count; first += segments[s++].count) {
             const Segment segment = segments[s];
@@ -97,7 +108,7 @@ static void many_rows(const Segment *segments, int count, int columns, Input x, 
                 }
                 for (int64_t m = 0; m < num_x; m += TILE_X) {
                     const int num_m = num_x - m < TILE_X ? (int)(num_x - m) : TILE_X;
-                    tiles[num_m](w, rounded + m * columns, columns, y, m, first + n, num_w);
+                    tiles[num_m](w, taken + m * columns, columns, y, m, first + n, num_w);
                 }
             }
         }
@@ -130,14 +141,21 @@ void gguf_dequantize(const Segment *segment, int columns, uint16_t *out) {
     const Pairs pairs = pairs_of(segment->type);
     #pragma omp parallel
     {
-        __m512i *const w = aligned_alloc(64, (size_t)16 * TILE_W * columns * 2);
+        Pair *const w = aligned_alloc(64, sizeof(Pair) * TILE_W * columns / 2);
         #pragma omp for schedule(static)
         for (int64_t n = 0; n < segment->count; n += 16) {
             const int count = segment->count - n < 16 ? (int)(segment->count - n) : 16;
             pairs(segment->rows + n * segment->row_bytes, segment->row_bytes, count, columns / 32, w);
             for (int64_t j = 0; j < count; j++)
-                for (int64_t k = 0; k < columns / 2; k++)
-                    memcpy(out + (n + j) * columns + 2 * k, (const uint32_t *)(w + k * TILE_W) + j, 4);
+                for (int64_t k = 0; k < columns / 2; k++) {
+                    uint16_t *const to = out + (n + j) * columns + 2 * k;
+#ifdef __AVX512F__
+                    memcpy(to, (const uint32_t *)(w + k * TILE_W) + j, 4);
+#else
+                    const uint16_t *const first = (const uint16_t *)&w[k * TILE_W].first;
+                    to[0] = first[2 * j + 1], to[1] = first[2 * (16 + j) + 1];
+#endif
+                }
         }
         free(w);
     }

@@ -60,8 +60,7 @@ class BlockWeight:
         num_x = x.shape[0]
         y = torch.empty(num_x, self.num_rows, dtype=dtype)
         num_bytes = self._library.gguf_scratch_bytes(self.num_columns, ctypes.c_int64(num_x))
-        needs_scratch = in_integers or x.dtype == torch.float32
-        scratch = torch.empty(num_bytes if needs_scratch else 0, dtype=torch.uint8)
+        scratch = torch.empty(num_bytes, dtype=torch.uint8)
         self._library.gguf_linear(
             self._segments, len(self._segments), self.num_columns,
             _address(x), x.dtype == torch.float32, ctypes.c_int64(num_x),

@@ -9,7 +9,20 @@
 #include "blocks.h"
 #include "output.h"
 
-enum { TILE_W = 2, TILE_X = 12 };  /* a tile: vectors of 16 rows of W, and rows of x */
+/* A tile: vectors of 16 rows of W, and rows of x. Number: of x, in bfloat16 or as what it stands for. */
+#ifdef __AVX512F__
+enum { TILE_W = 2, TILE_X = 12 };
+typedef uint16_t Number;
+typedef __m512i Pair;
+static inline Pair pair_of(__m512i numbers) { return numbers; }
+#else
+enum { TILE_W = 1, TILE_X = 6 };
+typedef float Number;
+typedef struct { __m512 first, second; } Pair;
+static inline Pair pair_of(__m512i numbers) {
+    return (Pair){{of_even(numbers.lo), of_even(numbers.hi)}, {of_odd(numbers.lo), of_odd(numbers.hi)}};
+}
+#endif
 
 /* Transpose 16 x 16 numbers of 32 bits in place. */
 static inline void transpose(__m512i of[16]) {
@@ -36,19 +49,19 @@ static inline void transpose(__m512i of[16]) {
 
 /* Dequantize up to 16 rows: out[pair * TILE_W] holds one pair of columns of all rows. Missing rows are zero. */
 #define PAIRS(name)                                                                                               \
-    static void name##_pairs(const uint8_t *rows, int64_t row_bytes, int count, int groups, __m512i *out) {       \
+    static void name##_pairs(const uint8_t *rows, int64_t row_bytes, int count, int groups, Pair *out) {          \
         for (int g = 0; g < groups; g++, out += 16 * TILE_W) {                                                    \
             __m512i of[16];                                                                                       \
             for (int i = 0; i < 16; i++)                                                                          \
-                of[i] = i < count ? (__m512i)bfloat16_of(name(rows + i * row_bytes, g)) : _mm512_setzero_si512(); \
+                of[i] = i < count ? AS_INTEGERS(bfloat16_of(name(rows + i * row_bytes, g))) : _mm512_setzero_si512(); \
             transpose(of);                                                                                        \
-            for (int i = 0; i < 16; i++) out[i * TILE_W] = of[i];                                                 \
+            for (int i = 0; i < 16; i++) out[i * TILE_W] = pair_of(of[i]);                                        \
         }                                                                                                         \
     }
 PAIRS(q4_0) PAIRS(q4_1) PAIRS(q5_0) PAIRS(q5_1) PAIRS(q8_0)
 PAIRS(q2_k) PAIRS(q3_k) PAIRS(q4_k) PAIRS(q5_k) PAIRS(q6_k)
 
-typedef void (*Pairs)(const uint8_t *rows, int64_t row_bytes, int count, int groups, __m512i *out);
+typedef void (*Pairs)(const uint8_t *rows, int64_t row_bytes, int count, int groups, Pair *out);
 
 static Pairs pairs_of(int64_t type) {
     switch (type) {
@@ -67,28 +80,43 @@ static Pairs pairs_of(int64_t type) {
 }
 
 /* One tile: `count` rows of W in pairs times M rows of x. m, n: where the tile begins in y. */
-INLINE void tile(const __m512i *w, const uint16_t *x, int columns, const int M, Output y, int64_t m, int64_t n, int count) {
+INLINE void tile(const Pair *w, const Number *x, int columns, const int M, Output y, int64_t m, int64_t n, int count) {
     __m512 sums[TILE_X][TILE_W];
     for (int i = 0; i < M; i++)
         for (int j = 0; j < TILE_W; j++) sums[i][j] = _mm512_setzero_ps();
-    for (int k = 0; k < columns; k += 2, w += TILE_W)
+    for (int k = 0; k < columns; k += 2, w += TILE_W) {
+#ifdef __AVX512F__
         for (int i = 0; i < M; i++) {
             const __m512bh pair = (__m512bh)_mm512_set1_epi32((int)word((const uint8_t *)(x + (int64_t)i * columns + k)));
             for (int j = 0; j < TILE_W; j++) sums[i][j] = _mm512_dpbf16_ps(sums[i][j], (__m512bh)w[j], pair);
         }
+#else  /* one column after the other: 12 sums leave room for no more of W */
+        for (int i = 0; i < M; i++)
+            sums[i][0] = _mm512_fmadd_ps(w->first, _mm512_set1_ps(x[(int64_t)i * columns + k]), sums[i][0]);
+        for (int i = 0; i < M; i++)
+            sums[i][0] = _mm512_fmadd_ps(w->second, _mm512_set1_ps(x[(int64_t)i * columns + k + 1]), sums[i][0]);
+#endif
+    }
     for (int j = 0; j < TILE_W && 16 * j < count; j++)
         for (int i = 0; i < M; i++) put16(y, m + i, n + 16 * j, count - 16 * j, sums[i][j]);
 }
 
 /* One function for each M, so that accumulators stay in registers. */
 #define TILE(M)                                                                                                         \
-    static void tile_##M(const __m512i *w, const uint16_t *x, int columns, Output y, int64_t m, int64_t n, int count) { \
+    static void tile_##M(const Pair *w, const Number *x, int columns, Output y, int64_t m, int64_t n, int count) {      \
         tile(w, x, columns, M, y, m, n, count);                                                                         \
     }
-TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6) TILE(7) TILE(8) TILE(9) TILE(10) TILE(11) TILE(12)
+TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6)
+#ifdef __AVX512F__
+TILE(7) TILE(8) TILE(9) TILE(10) TILE(11) TILE(12)
+#endif
 
-typedef void (*Tile)(const __m512i *w, const uint16_t *x, int columns, Output y, int64_t m, int64_t n, int count);
-static const Tile tiles[] = {NULL,   tile_1, tile_2, tile_3,  tile_4,  tile_5, tile_6,
-                             tile_7, tile_8, tile_9, tile_10, tile_11, tile_12};
+typedef void (*Tile)(const Pair *w, const Number *x, int columns, Output y, int64_t m, int64_t n, int count);
+static const Tile tiles[] = {
+    NULL,   tile_1, tile_2, tile_3,  tile_4,  tile_5, tile_6,
+#ifdef __AVX512F__
+    tile_7, tile_8, tile_9, tile_10, tile_11, tile_12,
+#endif
+};
 
 #endif

@@ -85,7 +85,7 @@ def test_ranks_have_4_bit_layers_where_blocks_allow_it(name: str, num_ranks: int
         assert kinds[:4] == [int4, int4, int4, down]
 
 
-@pytest.mark.skipif(library() is None, reason="this CPU has no AVX-512 with bfloat16, or no compiler")
+@pytest.mark.skipif(library() is None, reason="this CPU has no AVX2, or no compiler")
 def test_ranks_keep_blocks_that_they_do_not_cut(tmp_path: Path) -> None:
     path = write(tmp_path, "blocks cut in two")
     for num_ranks in (1, 2, 4):

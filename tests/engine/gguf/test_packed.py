@@ -14,9 +14,9 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from common.model_files import ModelFiles
 from engine.gguf.packed import MAX_INTEGER_ROWS, block_linear
-from kernels.gguf import library as module
-from kernels.gguf.compile import library_path
-from kernels.gguf.library import library
+from kernels.gguf import linear
+from kernels.gguf.compile import AVX512, VARIANTS, Variant, library_path
+from kernels.gguf.library import library, loaded, variants_of_this_cpu
 from kernels.gguf.linear import BLOCK_COLUMNS, Blocks, BlockWeight
 from tests.engine.driving import GREEDY, Driver, make_runner, open_model, random_prompt
 from tests.engine.gguf.gguf_files import write_gguf
@@ -31,7 +31,15 @@ HALVES = {  # where a block has its float16 numbers
 }  # fmt: skip
 IN_INTEGERS = set(KINDS) - {Kind.Q5_1, Kind.Q2_K, Kind.Q3_K}
 
-needs_library = pytest.mark.skipif(library() is None, reason="this CPU has no AVX-512 with bfloat16, or no compiler")
+needs_library = pytest.mark.skipif(library() is None, reason="this CPU has no AVX2, or no compiler")
+
+
+@pytest.fixture(params=VARIANTS, ids=["avx512", "avx2"])
+def _variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that are made in the test are computed with by this variant."""
+    if request.param not in variants_of_this_cpu():
+        pytest.skip("this CPU lacks its instructions")
+    monkeypatch.setattr(linear, "library", lambda: loaded(request.param))
 
 
 def random_blocks(kind: GGMLQuantizationType, num_rows: int, num_columns: int) -> tuple[Blocks, torch.Tensor]:
@@ -52,6 +60,7 @@ def within(found: torch.Tensor, exact: torch.Tensor, most: float) -> bool:
 
 
 @needs_library
+@pytest.mark.usefixtures("_variant")
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_weights_are_dequantized_to_the_bit(kind: GGMLQuantizationType) -> None:
     blocks, exact = random_blocks(kind, 37, 512)
@@ -60,6 +69,7 @@ def test_weights_are_dequantized_to_the_bit(kind: GGMLQuantizationType) -> None:
 
 
 @needs_library
+@pytest.mark.usefixtures("_variant")
 @pytest.mark.parametrize("num_columns", [512, 768])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_products(kind: GGMLQuantizationType, num_columns: int) -> None:
@@ -79,6 +89,7 @@ def test_products(kind: GGMLQuantizationType, num_columns: int) -> None:
 
 
 @needs_library
+@pytest.mark.usefixtures("_variant")
 def test_x_of_zeros_gives_the_bias() -> None:
     blocks, _ = random_blocks(Kind.Q4_K, 20, 256)
     bias = torch.randn(20).bfloat16()
@@ -88,6 +99,7 @@ def test_x_of_zeros_gives_the_bias() -> None:
 
 
 @needs_library
+@pytest.mark.usefixtures("_variant")
 @pytest.mark.parametrize("in_integers", [False, True])
 def test_a_row_has_the_same_bits_among_any_others(in_integers: bool) -> None:
     """Of several types in one layer, as q, k and v are."""
@@ -103,12 +115,12 @@ def test_a_row_has_the_same_bits_among_any_others(in_integers: bool) -> None:
 @needs_library
 def test_a_layer_chooses_by_rows_of_x() -> None:
     blocks, exact = random_blocks(Kind.Q4_K, 64, 256)
-    linear = block_linear(BlockWeight([blocks], 256), None, MAX_INTEGER_ROWS)
-    assert linear.dense is not None
+    layer = block_linear(BlockWeight([blocks], 256), None, MAX_INTEGER_ROWS)
+    assert layer.dense is not None
     x = torch.randn(MAX_INTEGER_ROWS + 1, 256).bfloat16()
-    assert torch.equal(linear(x), linear.dense(x))
-    assert not torch.equal(linear(x[:-1]), linear.dense(x[:-1]))
-    assert within(linear(x[:-1]), x[:-1].float() @ exact.T, 0.01)
+    assert torch.equal(layer(x), layer.dense(x))
+    assert not torch.equal(layer(x[:-1]), layer.dense(x[:-1]))
+    assert within(layer(x[:-1]), x[:-1].float() @ exact.T, 0.01)
 
 
 @needs_library
@@ -138,7 +150,7 @@ def test_without_a_compiler_weights_are_converted(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CC", "/no/such/compiler")
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(module.INSTRUCTIONS, True))
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(AVX512.instructions, True))
     with caplog.at_level(logging.WARNING):
         assert library.__wrapped__() is None
     assert "/no/such/compiler" in caplog.text
@@ -160,11 +172,13 @@ def test_weights_stay_in_the_mapped_file(tmp_path: Path) -> None:
 
 
 @needs_library
-def test_the_library_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("variant", VARIANTS, ids=["avx512", "avx2"])
+def test_the_library_is_compiled_once(variant: Variant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for another CPU, as images have it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    made = library_path()
+    made = library_path(variant)
     assert made.is_relative_to(tmp_path)
     written = made.stat().st_mtime_ns
-    assert library_path() == made
+    assert library_path(variant) == made
     assert made.stat().st_mtime_ns == written
     assert [path.name for path in made.parent.iterdir()] == [made.name]
