@@ -18,7 +18,6 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
 from engine.gpu.forward import FusedForward, Observer
-from engine.gpu.gemm_warmup import sizes_to_warm, warm_up_gemms
 from engine.gpu.late_compiles import log_late_compiles
 from engine.gpu.lowering import MAX_TUNED_ROWS
 from engine.gpu.ops.rules import SINGLE_GPU, GpuSeams
@@ -73,7 +72,6 @@ class GpuRunner(ModelRunner):
         ranks: RankContext[GpuSeams] = SINGLE_GPU,
     ) -> None:
         super().__init__(loaded, ranks)
-        self._model = loaded.model
         model_config = loaded.model.config  # of this rank's shard
         self._is_stage = config.pp > 1  # where one step is in flight of each request: its last token is known
         self.max_steps_in_flight = 2 if gpu.overlap and not self._is_stage else 1
@@ -181,8 +179,6 @@ class GpuRunner(ModelRunner):
         if self._device.type == "cuda":
             reserve_uploads()
         self._run_warmup_plans()
-        if self._device.type == "cuda":
-            self._warm_up_gemms()
         if self._copies is not None:
             self._copies.warm_up()
         if self._use_graphs:
@@ -198,10 +194,6 @@ class GpuRunner(ModelRunner):
             self.launch(plan).result()
             self._requests.clear()
             self._rows.clear()
-
-    def _warm_up_gemms(self) -> None:
-        sizes = sizes_to_warm(max(PROMPT_BUCKETS), self._max_tokens)
-        warm_up_gemms(self._model, sizes, sizes_to_warm(MAX_TUNED_ROWS, self._max_rows))
 
     @torch.inference_mode()
     def capture(self, on_progress: OnProgress = no_progress) -> None:
