@@ -21,8 +21,7 @@ from engine.loader import load
 from engine.request import SamplingParams
 from engine.speculation import rejection
 from engine.speculation.draft_length import DraftLengths
-from engine.speculation.proposer import open_speculation
-from tests.engine.driving import engine_config, num_drafts
+from tests.engine.driving import num_drafts
 from tests.engine.speculation.chi_square import fit_together
 from tests.engine.speculation.eagle.heads import DRAFT_VOCAB, RandomHead
 from tests.engine.speculation.test_draft_model import assert_all_is_free
@@ -253,9 +252,8 @@ def test_a_request_that_another_worker_goes_on_with(paths: dict[str, str]) -> No
     assert [tuple(request.output_token_ids) for request in resumed] == whole
 
 
-@pytest.mark.parametrize("settings", [{"tp": 2}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize("settings", [{"tp": 2}, pytest.param({"pp": 2}, marks=pytest.mark.soak)], ids=str)
 def test_ranks_are_refused(paths: dict[str, str], settings: dict[str, int]) -> None:
     """Each would have distributions of its own."""
-    config = engine_config(paths["target"], device="cpu", speculative=paths["draft"], **REJECTION, **settings)
     with pytest.raises(ConfigError, match="--speculative-sampling rejection runs in one process on a CPU"):
-        open_speculation(config, runner=None, loaded=load.load_model(resolve_model(paths["target"]), config))
+        drafted_by(paths, "draft", **settings)
