@@ -1,8 +1,9 @@
-"""Linear layers over packed GGUF blocks on one core, beside oneDNN over its own bfloat16 copy of the weight.
+"""Linear layers over packed GGUF blocks on one core, compared with the engine's GEMM over a dense copy of the weight.
 
     python -m benchmarks.comparisons.gguf_gemms [--rows 1,2,4,8,24,128,512]
 
-Weights are random bits, more of each type than the cache holds. Processor time, best of five.
+The dense copy is oneDNN's in bfloat16, or FBGEMM's in float16 without AVX-512. Weights are random bits, more of each
+type than the cache holds. Processor time, best of five.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def main() -> int:
             integers = f"{best_ms(partial(packed, True)):.1f}" if rows <= MAX_INTEGER_ROWS else "-"
             ours, theirs = best_ms(partial(packed, False)), best_ms(partial(dense, x))
             print(
-                f"{name} {rows:4} rows: integers {integers}, bfloat16 {ours:.1f}, oneDNN {theirs:.1f} ms", flush=True
+                f"{name} {rows:4} rows: integers {integers}, bfloat16 {ours:.1f}, dense {theirs:.1f} ms", flush=True
             )
     return 0
 

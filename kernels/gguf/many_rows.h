@@ -1,7 +1,7 @@
-/* GEMMs of many rows of x: W is dequantized to bfloat16, 32 rows at a time.
+/* GEMMs of many rows of x: W is dequantized to bfloat16, 32 rows at a time, with AVX2 16.
 
    They are laid out as pairs of neighbouring columns, [pair][row], as `vdpbf16ps` takes them: each lane belongs to
-   another row of W, so no sum crosses lanes. The 32 rows stay in the cache while all rows of x pass. */
+   another row of W, so no sum crosses lanes. Those rows stay in the cache while all rows of x pass. */
 
 #ifndef MANY_ROWS_H
 #define MANY_ROWS_H
@@ -48,15 +48,15 @@ static inline void transpose(__m512i of[16]) {
 }
 
 /* Dequantize up to 16 rows: out[pair * TILE_W] holds one pair of columns of all rows. Missing rows are zero. */
-#define PAIRS(name)                                                                                               \
-    static void name##_pairs(const uint8_t *rows, int64_t row_bytes, int count, int groups, Pair *out) {          \
-        for (int g = 0; g < groups; g++, out += 16 * TILE_W) {                                                    \
-            __m512i of[16];                                                                                       \
-            for (int i = 0; i < 16; i++)                                                                          \
+#define PAIRS(name)                                                                                                   \
+    static void name##_pairs(const uint8_t *rows, int64_t row_bytes, int count, int groups, Pair *out) {              \
+        for (int g = 0; g < groups; g++, out += 16 * TILE_W) {                                                        \
+            __m512i of[16];                                                                                           \
+            for (int i = 0; i < 16; i++)                                                                              \
                 of[i] = i < count ? AS_INTEGERS(bfloat16_of(name(rows + i * row_bytes, g))) : _mm512_setzero_si512(); \
-            transpose(of);                                                                                        \
-            for (int i = 0; i < 16; i++) out[i * TILE_W] = pair_of(of[i]);                                        \
-        }                                                                                                         \
+            transpose(of);                                                                                            \
+            for (int i = 0; i < 16; i++) out[i * TILE_W] = pair_of(of[i]);                                            \
+        }                                                                                                             \
     }
 PAIRS(q4_0) PAIRS(q4_1) PAIRS(q5_0) PAIRS(q5_1) PAIRS(q8_0)
 PAIRS(q2_k) PAIRS(q3_k) PAIRS(q4_k) PAIRS(q5_k) PAIRS(q6_k)
