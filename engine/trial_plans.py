@@ -43,20 +43,24 @@ def prompt_plan(num_tokens: int, block_size: int, num_groups: int = 1) -> StepPl
 
 
 def warmup_plans(
-    num_captured: int, max_tokens: int, max_rows: int, max_length: int, block_size: int, num_groups: int = 1
+    num_captured: int, max_tokens: int, sampled: Sequence[int], max_length: int, block_size: int, num_groups: int = 1
 ) -> Iterator[StepPlan]:  # fmt: skip
     """Yield steps that, with those that graphs are captured of, launch every variant of a kernel that is served with.
 
     Variants depend on the power of two that holds a step's tokens, on whether a row is alone and has cached context,
-    and on what is asked of its logits. num_captured: tokens up to which graphs are captured. max_tokens, max_rows:
-    of a step; max_length: of a sequence.
+    and on what is asked of its logits. num_captured: tokens up to which graphs are captured. max_tokens: of a step.
+    sampled: numbers of rows that differ to the layers that compute sampled rows alone, ascending, the last one as many
+    as a step has at most. max_length: of a sequence.
     """
     num_tokens = min(max_tokens, max_length) - 1
     yield prompt_plan(num_tokens, block_size, num_groups)
     for size in _sizes(num_captured, max_tokens):
         num_full, rest = divmod(size, max_length)
         rows = [(0, max_length)] * num_full + [(0, rest)] * (rest > 0)
-        yield trial_plan(rows[:max_rows], block_size, num_groups=num_groups)
+        yield trial_plan(rows[: sampled[-1]], block_size, num_groups=num_groups)
+    for num_rows in sampled:
+        length = min(num_captured, max_tokens - num_rows + 1, max_length)
+        yield trial_plan([(0, 1)] * (num_rows - 1) + [(0, length)], block_size, num_groups=num_groups)
     if num_tokens > block_size:
         yield trial_plan([(block_size, num_tokens - block_size)], block_size, WITH_RULES, num_groups=num_groups)
         yield trial_plan([(block_size, 1 + block_size // 2)], block_size, WITH_ALL, num_groups=num_groups)

@@ -24,12 +24,22 @@ from engine.ranks import RankContext
 from kernels.gpu.gemm.split_k import SplitKWorkspace
 
 MAX_TUNED_ROWS = 64  # the kernels of more rows are the same for any number of them
+NARROW_STEP = 64
 RULES: Sequence[Rule] = (*split_k.RULES, *one_row.RULES, *plain.RULES)
 HAS_QUANTIZED = has_wing("engine.quantization")
 if HAS_QUANTIZED:
     from engine.quantization import gpu_ops as quantized
 
     RULES = (*quantized.RULES, *RULES)
+
+
+def narrowed_rows(num_rows: int) -> int:
+    """Rows of the last layer and of the head in a step with prompts, of which `num_rows` are sampled.
+
+    cuBLAS loads a kernel when a number of rows first makes it choose that one, and a load waits for all that the device
+    has been given. So the numbers are few, and the warm-up has them all.
+    """
+    return max(-(-num_rows // NARROW_STEP) * NARROW_STEP, MAX_TUNED_ROWS + NARROW_STEP)
 
 
 class GpuForwards:

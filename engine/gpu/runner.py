@@ -19,7 +19,7 @@ from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
 from engine.gpu.forward import FusedForward, Observer
 from engine.gpu.late_compiles import log_late_compiles
-from engine.gpu.lowering import MAX_TUNED_ROWS
+from engine.gpu.lowering import narrowed_rows
 from engine.gpu.ops.rules import SINGLE_GPU, GpuSeams
 from engine.gpu.pinning import reserve_uploads, upload
 from engine.gpu.progress import DeviceTimer, check_alive, mark
@@ -188,8 +188,9 @@ class GpuRunner(ModelRunner):
     def _run_warmup_plans(self) -> None:
         num_positions = min(self._pool.shape[0] // self._num_groups, self._state.block_tables[0].shape[1])
         max_length = num_positions * self._block_size
+        sampled = list({narrowed_rows(n): n for n in range(1, self._max_rows + 1)}.values())
         for plan in warmup_plans(
-            max(PROMPT_BUCKETS), self._max_tokens, self._max_rows, max_length, self._block_size, self._num_groups
+            max(PROMPT_BUCKETS), self._max_tokens, sampled, max_length, self._block_size, self._num_groups
         ):  # fmt: skip
             self.launch(plan).result()
             self._requests.clear()
@@ -251,9 +252,8 @@ class GpuRunner(ModelRunner):
         decodes, chunks = split_rows(rows)
         inputs, last_of = mixed_inputs(batch, decodes, chunks, self._state, self._forward.attention, self._block_size)
         sampling = [i for i in decodes + chunks if rows[i].samples]
-        # Others fill up: layers of fewer rows than a step that is narrowed has may need kernels of their own.
-        fill = [0] * max(MAX_TUNED_ROWS + 1 - len(sampling), 0)
-        last = upload([last_of[i] for i in sampling] + fill, torch.int64, self._device)
+        padding = [0] * (narrowed_rows(len(sampling)) - len(sampling))
+        last = upload([last_of[i] for i in sampling] + padding, torch.int64, self._device)
         pairs = zip(rows, batch.requests, strict=True)
         wants_all = self._ranks.passes_on or any(reads_hidden(row, request) for row, request in pairs)
         inputs.wanted = None if wants_all else last
@@ -268,7 +268,8 @@ class GpuRunner(ModelRunner):
             step.waits.append(mark(self._device))  # else the host would queue chunk after chunk, and measure no time
             return
         own = hidden[last] if wants_all else hidden[: len(sampling)]
-        token_ids = self._samples.sample(self._forward.logits(own), batch, sampling, self._turn, step)
+        logits = self._forward.logits(own if wants_all else hidden)[: len(sampling)]
+        token_ids = self._samples.sample(logits, batch, sampling, self._turn, step)
         self._forward.observe(inputs, token_ids, last)
         step.hidden = None if self._forward.is_observed else own
 

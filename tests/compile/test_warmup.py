@@ -149,12 +149,18 @@ def open_runner(
     monkeypatch.setattr(conversion, "linears_of", lambda _dtype, device: GpuLinears(device))
     settings = EngineConfig(
         str(folder), device="cpu", dtype="bfloat16", quant_mode="none", num_gpu_blocks=NUM_BLOCKS,
-        block_size=BLOCK_SIZE, max_num_seqs=MAX_ROWS, max_num_batched_tokens=MAX_TOKENS,
-        **{"max_model_len": 1 << 14, **changes},
+        block_size=BLOCK_SIZE, max_num_batched_tokens=MAX_TOKENS,
+        **{"max_num_seqs": MAX_ROWS, "max_model_len": 1 << 14, **changes},
     )  # fmt: skip
     runner = assemble(settings, gpu=GpuConfig(overlap=False)).runner
     assert isinstance(runner, GpuRunner)
     return runner
+
+
+def save_model(folder: Path, **shape: int) -> None:
+    save_tiny_model(folder, head_dim=64, **shape)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1 << 15}))
 
 
 def stand_in_for_capture(runner: GpuRunner) -> None:
@@ -218,9 +224,7 @@ def test_served_steps_launch_what_the_warm_up_did(
     launches: Launches,
 ) -> None:  # fmt: skip
     """Sequences may be longer than a step, or so short that several fill it."""
-    save_tiny_model(tmp_path, head_dim=64, hidden=1024, inner=2048, num_experts=num_experts)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1 << 15}))
+    save_model(tmp_path, hidden=1024, inner=2048, num_experts=num_experts)
     runner = open_runner(tmp_path, quant_mode, backend, monkeypatch, max_model_len=max_length)
     serve(runner, launches, max_length, monkeypatch)
 
@@ -238,3 +242,28 @@ def test_other_families_too(
     save_family(tmp_path, FAMILIES[family])
     runner = open_runner(tmp_path, "none", "triton", monkeypatch, **changes)
     serve(runner, launches, changes.get("max_model_len", 1 << 14), monkeypatch)
+
+
+def test_layers_of_sampled_rows_have_sizes_that_the_warm_up_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launches: Launches
+) -> None:
+    """With another number of rows cuBLAS may choose another kernel, whose load waits for the device."""
+    save_model(tmp_path, hidden=256, inner=512)
+    sizes: set[tuple[int, tuple[int, ...]]] = set()
+    multiply = torch.nn.functional.linear
+
+    def noted(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if x.shape[0] <= 1024:  # others are of all tokens
+            sizes.add((x.shape[0], tuple(weight.shape)))
+        return multiply(x, weight, bias)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", noted)
+    runner = open_runner(tmp_path, "none", "triton", monkeypatch, max_num_seqs=300)
+    warmed = set(sizes)
+    for num_rows in (1, 7, 64, 65, 128, 129, 200, 257, 300):
+        plan = trial_plan([(5, 1)] * (num_rows - 1) + [(0, 1100)], BLOCK_SIZE, num_blocks=NUM_BLOCKS)
+        runner.launch(plan).result()
+        runner._requests.clear()
+        runner._rows.clear()
+    assert sizes == warmed
+    assert {128, 192, 256, 320} <= {rows for rows, _ in warmed}
