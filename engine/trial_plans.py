@@ -49,8 +49,8 @@ def warmup_plans(
 
     Variants depend on the power of two that holds a step's tokens, on whether a row is alone and has cached context,
     and on what is asked of its logits. num_captured: tokens up to which graphs are captured. max_tokens: of a step.
-    sampled: numbers of rows that differ to the layers that compute sampled rows alone, ascending, the last one as many
-    as a step has at most. max_length: of a sequence.
+    sampled: numbers of rows that differ to the layers that compute sampled rows alone, ascending, the last one as
+    many as a step has at most. max_length: of a sequence.
     """
     num_tokens = min(max_tokens, max_length) - 1
     yield prompt_plan(num_tokens, block_size, num_groups)

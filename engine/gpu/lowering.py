@@ -36,8 +36,8 @@ if HAS_QUANTIZED:
 def narrowed_rows(num_rows: int) -> int:
     """Rows of the last layer and of the head in a step with prompts, of which `num_rows` are sampled.
 
-    cuBLAS loads a kernel when a number of rows first makes it choose that one, and a load waits for all that the device
-    has been given. So the numbers are few, and the warm-up has them all.
+    cuBLAS loads a kernel when a number of rows first makes it choose that one, and a load waits for all that the
+    device has been given. So the numbers are few, and the warm-up has them all.
     """
     return max(-(-num_rows // NARROW_STEP) * NARROW_STEP, MAX_TUNED_ROWS + NARROW_STEP)
 

@@ -44,7 +44,7 @@ class LatentQueries(GpuAttention):
     ) -> Sequence[LatentPlan]:
         return [self.prefill.plan(query_starts, seq_lens, tables) for tables in block_tables]
 
-    def graph_plan(self, block_tables: Tensor, tiles: Tensor) -> AbsorbedPlan:
+    def graph_plan(self, block_tables: Tensor, tiles: Tensor, merges: Tensor) -> AbsorbedPlan:
         return AbsorbedPlan(block_tables, tiles)
 
     def attend(self, inputs: GpuInputs, block: LatentAttention, q: Tensor, latents: Tensor) -> Tensor:

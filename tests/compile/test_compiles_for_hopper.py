@@ -35,6 +35,7 @@ from kernels.gpu.attention.decode_tiles import most_queries
 from kernels.gpu.attention.kv_splits import DecodeWorkspace
 from kernels.gpu.attention.paged_decode import paged_decode
 from kernels.gpu.attention.paged_prefill import LARGE_TILE, SMALL_TILE, paged_prefill
+from kernels.gpu.attention.prefill_shares import WIDTH, ShareMemory, Shares
 from kernels.gpu.attention.paged_verify import paged_verify
 from kernels.gpu.collectives.all_reduce import (
     GATHER_CHUNK,
@@ -317,6 +318,16 @@ def test_decode_of_several_queries_a_row(
         q = torch.empty(rows, num_heads, head_dim, dtype=torch.bfloat16, device=META)
         paged_verify(q, pool, 0, ints(rows, MAX_BLOCKS), ints(rows), ints(3, rows), workspace)
     check(compiled, "_paged_verify_kernel", spills=VERIFY_SPILLS)
+
+
+def test_shares_of_prompts(compiled: list[Compiled]) -> None:
+    num_heads, num_kv_heads, head_dim, num_spare = 28, 4, 128, 66  # Qwen2.5-7B
+    pool = torch.empty(NUM_BLOCKS, 1, 2, num_kv_heads, BLOCK_SIZE, head_dim, dtype=torch.bfloat16, device=META)
+    q = torch.empty(1024, num_heads, head_dim, dtype=torch.bfloat16, device=META)
+    memory = ShareMemory.of(num_spare, num_kv_heads, SMALL_TILE, head_dim, META)
+    shares = Shares(ints(num_spare, 4), memory)
+    paged_prefill(q, pool, 0, ints(64, MAX_BLOCKS), ints(180, WIDTH), SMALL_TILE, shares=shares)
+    check(compiled, "_paged_prefill_kernel", "_merge_kernel")
 
 
 @OTHER_SETTINGS

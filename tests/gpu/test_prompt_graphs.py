@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from engine.engine import Engine
+from engine.gpu.attention import grouped
 from engine.gpu.config import GpuConfig
 from engine.gpu.runner import GpuRunner
 from engine.gpu.steps import prompt_graphs, rows
 from engine.gpu.steps.prompt_graphs import PromptInputs
 from engine.request import SamplingParams
+from kernels.gpu.attention import prefill_shares
 from tests.gpu.models import save_tiny_model
 from tests.gpu.test_engine import ON_GPU, PROMPTS, generate, greedy, open_gpu, reference
 
@@ -75,7 +77,7 @@ def test_samples_logprobs_and_changed_logits(model: Path, monkeypatch: pytest.Mo
 
 
 def test_steps_beyond_the_bounds_go_the_eager_way(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_graphs, "MAX_KEYS", 12)
+    monkeypatch.setattr(prompt_graphs, "MAX_SHARED_KEYS", 0)
     expected = generate(reference(model), greedy(3))
     made, _, buckets = open_with_graphs(model, monkeypatch)
     assert generate(made, greedy(3), PROMPTS[:1]) == expected[:1]
@@ -85,9 +87,32 @@ def test_steps_beyond_the_bounds_go_the_eager_way(model: Path, monkeypatch: pyte
     assert buckets == []
 
 
+def test_contexts_are_split(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of chunks, and of rows that decode beside them."""
+    for name in ("MIN_SHARE", "UNIT"):
+        monkeypatch.setattr(prefill_shares, name, 64)
+    monkeypatch.setattr(grouped, "num_spare_tiles", lambda *_: 20)
+    merged: list[int] = []
+    split = prefill_shares.split_tiles
+
+    def counted(*args: Any) -> Any:
+        found, merges = split(*args)
+        merged.append(len(merges))
+        return found, merges
+
+    monkeypatch.setattr(prompt_graphs, "split_tiles", counted)
+    prompts = [[(7 * token + start) % 90 for token in range(170)] for start in range(2)]
+    expected = generate(reference(model), greedy(6), prompts)
+    made, _, _ = open_with_graphs(model, monkeypatch, max_num_batched_tokens=60, max_model_len=200)
+    assert generate(made, greedy(6), prompts) == expected
+    assert max(merged) > 1
+    assert made.num_failed_steps == 0
+
+
 def test_inputs_are_views_of_one_buffer() -> None:
     buffer = torch.arange(1000, dtype=torch.int32)
     inputs = PromptInputs.over(buffer, 16, 5, 7)
+    assert PromptInputs.size(16, 5, 7) == 105
     assert (inputs.fields.shape, inputs.tiles.shape, inputs.samples.shape) == ((4, 16), (5, 4), (3, 7))
     assert inputs.tiles[0, 0] == 64
     assert inputs.samples[0, 0] == 84

@@ -110,12 +110,13 @@ class GpuAttention(ABC):
     """Attention of a model's blocks over one pool, for decode rows and prompts. Its workspaces serve one stream.
 
     name: of the backend for prompts. width: of the memory that a token's output takes, see `GpuInputs.attended`.
-    most_queries: of a group, see `GpuInputs.query_groups`.
+    most_queries: of a group, see `GpuInputs.query_groups`. num_spare_tiles: see `split_tiles`; 0: tiles stay whole.
     """
 
     name: str
     width: int
     most_queries: int = 1
+    num_spare_tiles: int = 0
 
     @abstractmethod
     def __init__(
@@ -132,8 +133,10 @@ class GpuAttention(ABC):
         """Plan chunks of prompts for each KV group, see `PrefillAttention.plan`. `attend` alone reads its plans."""
 
     @abstractmethod
-    def graph_plan(self, block_tables: Tensor, tiles: Tensor) -> Any:
-        """A plan for graphs, which runs the same kernels whatever these tensors hold. tiles: of `prefill_tiles`."""
+    def graph_plan(self, block_tables: Tensor, tiles: Tensor, merges: Tensor) -> Any:
+        """A plan for graphs, which runs the same kernels whatever these tensors hold. tiles: of `prefill_tiles`, or
+        with spare tiles what `split_tiles` makes of them. merges: of that, int32 (num_spare_tiles, 4).
+        """
 
     @abstractmethod
     def attend(self, inputs: GpuInputs, block: Any, *queries: Any) -> Tensor:

@@ -20,6 +20,7 @@ from kernels.gpu.attention.kv_splits import DecodeWorkspace
 from kernels.gpu.attention.paged_decode import paged_decode
 from kernels.gpu.attention.paged_prefill import SMALL_TILE
 from kernels.gpu.attention.paged_verify import paged_verify
+from kernels.gpu.attention.prefill_shares import ShareMemory, Shares, num_spare_tiles
 from kernels.gpu.elementwise.rope import rope_and_write_kv
 from kvstore.layout import KvLayout
 
@@ -69,6 +70,11 @@ class GroupedQueries(GpuAttention):
         self._workspace = DecodeWorkspace(
             max_rows, config.num_heads, config.num_kv_heads, config.head_dim, pool.device, self.most_queries
         )  # fmt: skip
+        if max_tokens:
+            self.num_spare_tiles = num_spare_tiles(config.num_kv_heads, pool.device)
+        self._share_memory = ShareMemory.of(
+            self.num_spare_tiles, config.num_kv_heads, SMALL_TILE, config.head_dim, pool.device
+        )  # fmt: skip
 
     def plan(
         self, query_starts: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Tensor]
@@ -77,8 +83,9 @@ class GroupedQueries(GpuAttention):
         plan: Any = self._prefill.plan(query_starts, seq_lens, block_tables[0])
         return [plan, *(replace(plan, block_tables=tables) for tables in block_tables[1:])]
 
-    def graph_plan(self, block_tables: Tensor, tiles: Tensor) -> PrefillPlan:
-        return PagedPlan(block_tables, tiles, SMALL_TILE)
+    def graph_plan(self, block_tables: Tensor, tiles: Tensor, merges: Tensor) -> PrefillPlan:
+        shares = Shares(merges, self._share_memory) if merges.shape[0] else None
+        return PagedPlan(block_tables, tiles, SMALL_TILE, shares)
 
     def attend(self, inputs: GpuInputs, block: Attention, qkv: Tensor, spreads_next: bool = True) -> Tensor:
         """See GpuAttention. spreads_next: see `rope_and_write_kv`.

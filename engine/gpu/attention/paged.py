@@ -10,15 +10,17 @@ from torch import Tensor
 
 from engine.gpu.pinning import upload
 from kernels.gpu.attention.paged_prefill import choose_tile, paged_prefill, prefill_tiles
+from kernels.gpu.attention.prefill_shares import Shares
 
 
 @dataclass(frozen=True, slots=True)
 class PagedPlan:
-    """block_tables: int32 (num_rows, any). tiles: int32 (num_tiles, 4), from `prefill_tiles` with `tile_m`."""
+    """block_tables: int32 (num_rows, any). tiles, shares: see `paged_prefill`."""
 
     block_tables: Tensor
     tiles: Tensor
     tile_m: int
+    shares: Shares | None = None
 
     def attend(
         self, qkv: Tensor, pool: Tensor, layer: int, out: Tensor, window: int = 0, sinks: Tensor | None = None
@@ -26,7 +28,8 @@ class PagedPlan:
         """See PrefillPlan."""
         q = qkv[:, : qkv.shape[1] - 2 * pool.shape[3]]
         paged_prefill(
-            q, pool, layer, self.block_tables, self.tiles, self.tile_m, out, window=window, sinks=sinks
+            q, pool, layer, self.block_tables, self.tiles, self.tile_m, out, window=window, sinks=sinks,
+            shares=self.shares,
         )  # fmt: skip
 
 

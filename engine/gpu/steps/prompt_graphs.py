@@ -24,9 +24,11 @@ from engine.gpu.steps.rows import PROMPT_BUCKETS, prompt_shapes
 from engine.gpu.steps.state import DeviceState
 from engine.gpu.steps.step import GpuBatch
 from kernels.gpu.attention.paged_prefill import SMALL_TILE, prefill_tiles
+from kernels.gpu.attention.prefill_shares import WIDTH, split_tiles
 
 logger = logging.getLogger(__name__)
-MAX_KEYS = 8192  # of a row: with more, a backend that splits contexts over programs is faster
+# Of a row, or where tiles are split of a program: with more, the backend for eager steps is faster.
+MAX_KEYS, MAX_SHARED_KEYS = 8192, 16384
 TOKEN, POSITION, SLOT, SOURCE = range(4)  # rows of PromptInputs.fields, before the slots of further KV groups
 INDEX, ROW, LENGTH = range(3)  # rows of PromptInputs.samples
 
@@ -37,21 +39,34 @@ class PromptInputs:
 
     fields: (3 + num_groups, num_tokens): token ids, positions, slots (-1: stored nowhere), the device rows whose last
         token stands in for the token id (-1: none), and slots of KV groups but the first.
-    tiles: (num_tiles, 4), of `prefill_tiles`, with device rows for rows.
+    merges: (num_spare, 4), of `split_tiles`.
+    tiles: (num_tiles, 4), of `prefill_tiles`, or (num_tiles + num_spare, WIDTH), of `split_tiles`; with device rows
+        for rows.
     samples: (3, num_rows): index of the last token, device row (max_rows: nobody's), length (0: no sample).
     """
 
     fields: Tensor
+    merges: Tensor
     tiles: Tensor
     samples: Tensor
 
     @classmethod
     def over(
-        cls, buffer: Tensor, num_tokens: int, num_tiles: int, num_rows: int, num_groups: int = 1
+        cls, buffer: Tensor, num_tokens: int, num_tiles: int, num_rows: int, num_groups: int = 1, num_spare: int = 0
     ) -> PromptInputs:
-        sizes = [(3 + num_groups) * num_tokens, 4 * num_tiles, 3 * num_rows]
-        fields, tiles, samples = torch.split(buffer[: sum(sizes)], sizes)
-        return cls(fields.view(-1, num_tokens), tiles.view(num_tiles, 4), samples.view(3, num_rows))
+        shapes = [
+            (3 + num_groups, num_tokens), (num_spare, 4), (num_tiles + num_spare, WIDTH if num_spare else 4),
+            (3, num_rows),
+        ]  # fmt: skip
+        sizes = [height * width for height, width in shapes]
+        parts = torch.split(buffer[: sum(sizes)], sizes)
+        return cls(*(part.view(shape) for part, shape in zip(parts, shapes, strict=True)))
+
+    @classmethod
+    def size(cls, num_tokens: int, num_tiles: int, num_rows: int, num_groups: int = 1, num_spare: int = 0) -> int:
+        """Numbers that `over` takes of a buffer."""
+        width = WIDTH if num_spare else 4
+        return (3 + num_groups) * num_tokens + width * (num_tiles + num_spare) + 4 * num_spare + 3 * num_rows
 
 
 def prompt_step(
@@ -69,7 +84,7 @@ def prompt_step(
     none = inputs.fields[POSITION, :0]
     slots = inputs.fields[SLOT], *inputs.fields[SOURCE + 1 :]
     groups = [
-        GroupInputs(own, table[:0], forward.attention.graph_plan(table, inputs.tiles))
+        GroupInputs(own, table[:0], forward.attention.graph_plan(table, inputs.tiles, inputs.merges))
         for own, table in zip(slots, state.block_tables, strict=True)
     ]
     attended = attended[: token_ids.shape[0]]
@@ -108,9 +123,10 @@ class PromptGraphs:
         self._group = group
         self._num_groups = len(state.block_tables)
         self._tokens_per_tile = max(SMALL_TILE // group, 1)
+        self._num_spare = forward.attention.num_spare_tiles
         self.shapes = prompt_shapes(sampler.max_rows, max_tokens)
         device = state.last_tokens.device
-        size = max((self._size(*shape) for shape in self.shapes), default=0)
+        size = max((PromptInputs.size(*self._sizes(*shape)) for shape in self.shapes), default=0)
         self._buffer = torch.zeros(size, dtype=torch.int32, device=device)
         self._staging = [
             torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(num_buffers)
@@ -121,7 +137,12 @@ class PromptGraphs:
 
     def takes(self, batch: GpuBatch) -> bool:
         """Whether there is a graph for the step."""
-        return self._shape_of(batch) is not None and all(row.stop <= MAX_KEYS for row in batch.rows)
+        if self._shape_of(batch) is None:
+            return False
+        if not self._num_spare:
+            return all(row.stop <= MAX_KEYS for row in batch.rows)
+        num_keys = sum(-(-row.num_tokens // self._tokens_per_tile) * row.stop for row in batch.rows)
+        return num_keys <= self._num_spare * MAX_SHARED_KEYS
 
     def _shape_of(self, batch: GpuBatch) -> tuple[int, int] | None:
         """The smallest shape that holds the step."""
@@ -133,7 +154,7 @@ class PromptGraphs:
         shape = self._shape_of(batch)
         assert shape is not None, "takes() was asked"
         sampling = self._fill(self._inputs(self._staging[turn], *shape), batch, block_size)
-        used = self._size(*shape)
+        used = PromptInputs.size(*self._sizes(*shape))
         self._buffer[:used].copy_(self._staging[turn][:used], non_blocking=True)
         if shape in self._graphs:
             graph, output = self._graphs[shape]
@@ -144,7 +165,9 @@ class PromptGraphs:
 
     def _fill(self, host: PromptInputs, batch: GpuBatch, block_size: int) -> list[int]:
         """Write the inputs of a step; returns the rows that sample."""
-        fields, tiles, samples = (part.numpy() for part in (host.fields, host.tiles, host.samples))
+        fields, tiles, merges, samples = (
+            part.numpy() for part in (host.fields, host.tiles, host.merges, host.samples)
+        )  # fmt: skip
         fields[:] = 0
         fields[SLOT:] = -1
         tiles[:] = 0
@@ -168,18 +191,20 @@ class PromptGraphs:
                 samples[:, len(sampling)] = stop - 1, device_row, row.stop
                 sampling.append(i)
         found: list[Any] = prefill_tiles(starts, [row.stop for row, *_ in pairs], self._group, SMALL_TILE)
+        if self._num_spare:
+            merges[:] = 0
+            found, split = split_tiles(found, self._num_spare)
+            if split:
+                merges[: len(split)] = split
         tiles[: len(found)] = [(pairs[row][2], *rest) for row, *rest in found]
         return sampling
 
-    def _num_tiles(self, num_tokens: int, num_rows: int) -> int:
-        return -(-num_tokens // self._tokens_per_tile) + min(num_rows, num_tokens)
-
-    def _size(self, num_tokens: int, num_rows: int) -> int:
-        return (3 + self._num_groups) * num_tokens + 4 * self._num_tiles(num_tokens, num_rows) + 3 * num_rows
+    def _sizes(self, num_tokens: int, num_rows: int) -> tuple[int, int, int, int, int]:
+        num_tiles = -(-num_tokens // self._tokens_per_tile) + min(num_rows, num_tokens)
+        return num_tokens, num_tiles, num_rows, self._num_groups, self._num_spare
 
     def _inputs(self, buffer: Tensor, num_tokens: int, num_rows: int) -> PromptInputs:
-        num_tiles = self._num_tiles(num_tokens, num_rows)
-        return PromptInputs.over(buffer, num_tokens, num_tiles, num_rows, self._num_groups)
+        return PromptInputs.over(buffer, *self._sizes(num_tokens, num_rows))
 
     def _capture(self) -> None:
         began = time.monotonic()
