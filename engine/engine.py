@@ -166,14 +166,21 @@ class Engine:
         """Look, between steps, whether there can be another one. Raises DeviceLostError."""
         self._runner.check()
 
-    def step(self) -> StepOutcome:
+    def step(self, start_loads: Callable[[Sequence[KvLoad]], None] | None = None) -> StepOutcome:
         """Plan and launch a step, and apply the oldest one in flight when no more may be.
 
         With more than one step in flight, a step is planned while the one before runs
-        (docs/decisions/steps-and-plans.md).
+        (docs/decisions/steps-and-plans.md). start_loads: takes loads into blocks that no step in flight uses, before
+        the step is launched: their bytes are here when the next one is planned.
         """
         step = self._scheduler.schedule()
-        outcome = StepOutcome(step.plan)
+        outcome = StepOutcome(step.plan, loads=self._scheduler.remote_kv.take_loads())
+        if start_loads is not None and outcome.loads:
+            loads, outcome.loads = outcome.loads, []
+            free: list[KvLoad] = []
+            for load in loads:
+                (outcome.loads if self.kv.is_used(load.block_ids, step) else free).append(load)
+            start_loads(free)
         if step.is_empty:
             if self._in_flight:
                 self._finish_oldest(outcome)
@@ -185,7 +192,6 @@ class Engine:
             self._launch(step, outcome)
             while len(self._in_flight) >= self._max_in_flight():
                 self._finish_oldest(outcome)
-        outcome.loads = self._scheduler.remote_kv.take_loads()
         return outcome
 
     def _max_in_flight(self) -> int:

@@ -19,6 +19,7 @@ class ScheduledStep:
     copies_in: list[tuple[HostSlot, BlockId]] = field(default_factory=list)
     offload_slots: list[HostSlot] = field(default_factory=list)  # those of copies_out that become host cache
     plan: StepPlan = field(default_factory=StepPlan)
+    ended: list[Request] = field(default_factory=list)  # before the step has: their blocks go back when it has
 
     @property
     def num_tokens(self) -> int:
@@ -82,7 +83,8 @@ class StepOutcome:
     """What one call of `Engine.step` did: the step that it planned, and what came of those that ended.
 
     outputs: one for each row that sampled, ended or failed. prompt_chunks: of prompts for peers.
-    loads: KV to be pulled now that blocks are reserved, each to be reported with `Engine.finish_load`.
+    loads: KV to be pulled now that blocks are reserved, each to be reported with `Engine.finish_load`; into blocks that
+        steps in flight may use, or all loads if `Engine.step` was not told how to start others.
     stats: of the last step that ended; None: none has.
     """
 

@@ -73,7 +73,15 @@ class SimulatedCluster:
         roles = ["prefill"] * spec.num_prefill + ["decode"] * spec.num_decode
         specs = {"prefill": spec.prefill_worker, "decode": spec.worker}
         workers = [
-            SimulatedWorker(f"{role}-{number}", role, specs[role], self.clock, self._on_outcome, seed + number)
+            SimulatedWorker(
+                f"{role}-{number}",
+                role,
+                specs[role],
+                self.clock,
+                self._on_outcome,
+                self._transfers.pull,
+                seed + number,
+            )
             for number, role in enumerate(roles)
         ]
         self._workers = {worker.worker_id: worker for worker in workers}
@@ -173,7 +181,7 @@ class SimulatedCluster:
     # -- what workers report -----------------------------------------------------------------------------------
 
     def _on_outcome(self, worker: SimulatedWorker, outcome: StepOutcome) -> None:
-        for load in outcome.loads:
+        for load in outcome.loads:  # those that had to wait for steps
             self._transfers.pull(worker, load)
         for chunk in outcome.prompt_chunks:
             choice = self._open[chunk.request.request_id]

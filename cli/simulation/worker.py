@@ -102,14 +102,15 @@ class SimulatedWorker:
 
     def __init__(
         self, name: str, role: str, spec: WorkerSpec, clock: Clock,
-        on_outcome: Callable[[SimulatedWorker, StepOutcome], None], seed: int,
+        on_outcome: Callable[[SimulatedWorker, StepOutcome], None], pull: Callable[[SimulatedWorker, KvLoad], None],
+        seed: int,
     ) -> None:  # fmt: skip
-        """on_outcome: takes what each step did, when it has ended."""
+        """on_outcome: takes what each step did, when it has ended. pull: begins a load."""
         self.worker_id, self.role = WorkerId(name), role
         self.rates, self.backlog = WorkerRates(), Backlog()
         self.num_legs = 0
         self.pulls_end = {False: 0.0, True: 0.0}  # when pulls for requests, prefetches that were begun have ended
-        self._spec, self._clock, self._on_outcome = spec, clock, on_outcome
+        self._spec, self._clock, self._on_outcome, self._pull = spec, clock, on_outcome, pull
         self._runner = SteppedRunner(spec.cost, spec.mixed_seconds, seed)
         groups = BlockGroups.of(full_attention(1, 1, 1, "bfloat16"), spec.block_size, spec.max_num_batched_tokens)
         self.kv = KVManager(BlockPool(spec.num_blocks), groups, FINGERPRINT)
@@ -179,7 +180,7 @@ class SimulatedWorker:
         """Plan a step, and wait for the end of the one before."""
         self._runner.now = self.turn_began = self._clock.now
         self._has_offers = False
-        outcome = self.engine.step()
+        outcome = self.engine.step(self._pull_all)
         if self._runner.now > self._clock.now or outcome.stats is not None:
             self._clock.at(self._runner.now, partial(self._ended, outcome))
         elif self.engine.num_steps > self._num_steps:  # launched; there is room for one more in flight
@@ -187,6 +188,10 @@ class SimulatedWorker:
         else:  # it has to wait for a load
             self._is_busy = False
             self._on_outcome(self, outcome)
+
+    def _pull_all(self, loads: Sequence[KvLoad]) -> None:
+        for load in loads:
+            self._pull(self, load)
 
     def _ended(self, outcome: StepOutcome) -> None:
         self._num_steps = self.engine.num_steps

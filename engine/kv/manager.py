@@ -8,6 +8,8 @@ that nothing is done per token.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from engine.kv.block_groups import NO_BLOCK, BlockGroups, group_table
@@ -43,6 +45,9 @@ class KVManager:
         self.host_tier = host_tier
         self.stats = CacheStats()
         self.prefixes = Prefixes(pool, groups, fingerprint)
+        self._in_flight = 0  # steps
+        self._num_ended = 0
+        self._used: deque[tuple[int, Collection[BlockId]]] = deque()  # until so many steps have ended, see `is_used`
 
     # -- counts ----------------------------------------------------------------------------------------------
 
@@ -169,9 +174,12 @@ class KVManager:
                     publish(block_id, key)
         request.num_published_blocks = max(last, first)
 
-    def release(self, request: Request) -> None:
-        """Drop all of the request's blocks and host slots. Keyed blocks stay cached."""
-        self.pool.release(_held(request.block_ids))
+    def release(self, request: Request, is_used: bool = False) -> None:
+        """Drop all of the request's blocks and host slots. Keyed blocks stay cached. is_used: by steps in flight."""
+        if is_used:
+            self._give_back(_held(request.block_ids))
+        else:
+            self.pool.release(_held(request.block_ids))
         request.block_ids = []
         request.num_published_blocks = 0
         if request.host_slots:
@@ -192,9 +200,39 @@ class KVManager:
             passed = self.groups.first_live(window, request.num_computed_tokens)
             entry = (passed - 1) * count + group
             while entry >= 0 and block_ids[entry] != NO_BLOCK:
-                self.pool.release([block_ids[entry]])
+                self._give_back([block_ids[entry]])
                 block_ids[entry] = NO_BLOCK
                 entry -= count
+
+    # -- steps in flight -------------------------------------------------------------------------------------
+
+    def launched(self, step: ScheduledStep) -> None:
+        """The step is in flight from now on, and reads what it copies out."""
+        self._in_flight += 1
+        if step.copies_out:
+            self._used.append((self._num_ended + self._in_flight, {block_id for block_id, _ in step.copies_out}))
+
+    def ended(self) -> None:
+        """The oldest step in flight has ended."""
+        self._in_flight -= 1
+        self._num_ended += 1
+        while self._used and self._used[0][0] <= self._num_ended:
+            self._used.popleft()
+
+    def is_used(self, block_ids: Collection[BlockId], step: ScheduledStep) -> bool:
+        """Whether `step`, or one in flight, may still read or write blocks that are free otherwise.
+
+        Steps follow each other on the device; what else writes to the pool must wait for them.
+        """
+        used = [blocks for _, blocks in self._used]
+        used.append([block_id for block_id, _ in step.copies_out])
+        return not all(map(set(block_ids).isdisjoint, used))
+
+    def _give_back(self, block_ids: list[BlockId]) -> None:
+        """Release blocks that steps in flight may use."""
+        self.pool.release(block_ids)
+        if self._in_flight and block_ids:
+            self._used.append((self._num_ended + self._in_flight, block_ids))
 
     # -- blocks for peers ------------------------------------------------------------------------------------
 
@@ -219,10 +257,10 @@ class KVManager:
         """
         table, request.block_ids = request.block_ids, []
         num_entries, count = self.num_blocks_for(num_tokens), self.blocks_per_position
-        self.pool.release(_held(table[num_entries:]))
+        self._give_back(_held(table[num_entries:]))
         for group, window in self._windows:
             passed = slice(group, self.groups.first_live(window, num_tokens) * count, count)
-            self.pool.release(_held(table[passed]))
+            self._give_back(_held(table[passed]))
             table[passed] = [NO_BLOCK] * len(table[passed])
         return _held(table[:num_entries])
 
@@ -237,7 +275,7 @@ class KVManager:
         if slots is None:
             return False
         step.copies_out.extend((request.block_ids[entry], slot) for entry, slot in zip(live, slots, strict=True))
-        self.release(request)
+        self.release(request, is_used=True)
         request.host_slots = slots
         return True
 

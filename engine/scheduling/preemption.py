@@ -50,7 +50,7 @@ class Preemption:
         if self._by_swap and not has_drafts and not is_pooled and self._kv.swap_out(victim, step):
             self._queues.move(victim, RequestStatus.SWAPPED)
         else:
-            self._kv.release(victim)
+            self._kv.release(victim, is_used=True)
             victim.num_computed_tokens = 0
             self._queues.move(victim, RequestStatus.WAITING)
         return 0 if row is None else row.num_tokens

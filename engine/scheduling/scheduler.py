@@ -8,6 +8,7 @@ ranks requests, `admission` starts them, `preemption` takes their blocks back, a
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING
 
 from common.errors import ContextLengthError
@@ -71,6 +72,7 @@ class Scheduler:
             self._queues, kv, self._policy, self._preemption, self.remote_kv, max_replay_tokens, cuts_prompts
         )
         self._num_arrived = 0
+        self._in_flight: deque[ScheduledStep] = deque()
 
     # -- requests come and go --------------------------------------------------------------------------------
 
@@ -144,9 +146,14 @@ class Scheduler:
         for request, row in step.rows.items():
             request.num_computed_tokens = row.start + row.num_tokens
             request.num_pending_tokens += row.samples + len(row.draft_token_ids)
+        self._in_flight.append(step)
+        self.kv.launched(step)
 
     def update(self, step: ScheduledStep, result: StepResult, outcome: StepOutcome) -> None:
         """Apply what the step computed, and add what came of it to `outcome`."""
+        for request in self._in_flight.popleft().ended:
+            self.kv.release(request)
+        self.kv.ended()
         self.kv.finish_copies(step)
         outputs = outcome.outputs
         for index, (request, row) in enumerate(step.rows.items()):
@@ -240,5 +247,10 @@ class Scheduler:
 
     def _finish(self, request: Request, keep_blocks: bool = False) -> None:
         self._queues.remove(request)
-        if not keep_blocks:
-            self.kv.release(request)
+        if keep_blocks:
+            return
+        for step in reversed(self._in_flight):
+            if request in step.rows:  # which writes to its blocks in vain: a load must not have them before
+                step.ended.append(request)
+                return
+        self.kv.release(request)

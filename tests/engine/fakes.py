@@ -7,8 +7,9 @@ keeps that for each KV group, and reads what each group's layers would.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -42,8 +43,16 @@ class FakeStep:
     runner: BlockMemoryRunner
     found: StepResult
     sampled: list[tuple[Sampled, int]] = field(default_factory=list)
+    compute: Callable[[], None] | None = None  # what the device has not done yet
+
+    def run(self) -> None:
+        """Let the device do it."""
+        compute, self.compute = self.compute, None
+        if compute is not None:
+            compute()
 
     def result(self) -> StepResult:
+        self.run()
         assert self.runner.in_flight.pop(0) is self, "results are taken in the order of the launches"
         for (_, _, request, position, _), token_id in self.sampled:
             request.put_token(position, token_id)
@@ -68,11 +77,14 @@ class BlockMemoryRunner:
     Like a GPU it keeps the last token of each request itself, because the host does not know it yet.
     """
 
-    def __init__(self, block_size: int, max_steps_in_flight: int = 1, windows: tuple[int, ...] = (0,)) -> None:
-        """windows: of each KV group, 0: none."""
+    def __init__(
+        self, block_size: int, max_steps_in_flight: int = 1, windows: tuple[int, ...] = (0,), is_late: bool = False
+    ) -> None:
+        """windows: of each KV group, 0: none. is_late: steps touch memory when their results are asked for."""
         self.block_size = block_size
         self.windows = windows
         self.max_steps_in_flight = max_steps_in_flight
+        self.is_late = is_late
         self.most_in_flight = 0
         self.in_flight: list[FakeStep] = []
         self.blocks: dict[int, list[int | None]] = {}
@@ -94,11 +106,24 @@ class BlockMemoryRunner:
     def launch(self, plan: StepPlan) -> FakeStep:
         self.plans.append(plan)
         requests = self._requests.apply(plan)
+        step = FakeStep(self, StepResult.of_rows(len(requests)))
+        step.compute = partial(self._compute, plan, requests, step)
+        if not self.is_late:
+            step.run()
+        self.in_flight.append(step)
+        self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
+        return step
+
+    def catch_up(self) -> None:
+        """Let all steps in flight do what they do to memory."""
+        for step in self.in_flight:
+            step.run()
+
+    def _compute(self, plan: StepPlan, requests: Sequence[RequestState], step: FakeStep) -> None:
         for block_id, slot in plan.copies_out:
             self.host[slot] = list(self.blocks[block_id])
         for slot, block_id in plan.copies_in:
             self.blocks[block_id] = list(self.host[slot])
-        step = FakeStep(self, StepResult.of_rows(len(requests)))
         for index, (row, request) in enumerate(zip(plan.rows, requests, strict=True)):
             self.num_computed_tokens += row.num_tokens
             drafts = list(row.draft_token_ids)
@@ -124,9 +149,6 @@ class BlockMemoryRunner:
                 step.found.token_ids[index] += accepted
                 for position, token_id in enumerate(accepted, num_known):
                     step.sampled.append(((len(step.sampled), index, request, position, NO_DRAFT), token_id))
-        self.in_flight.append(step)
-        self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
-        return step
 
     def _tokens(self, request: RequestState, start: int, stop: int) -> list[int]:
         """Known tokens, and behind them the one that only the device has seen."""

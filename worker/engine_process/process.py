@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from math import inf
 
 from common.errors import GRAMMAR_REFUSED, DeadlineExceededError, EngineError, InvalidRequestError, MiniInferError
@@ -98,15 +99,15 @@ class EngineProcess:
         self._loads.close()
 
     def _step(self) -> StepStats | None:
-        """Step the engine: before it what peers have sent becomes usable, behind it new loads get their blocks."""
+        """Step the engine: before it what peers have sent becomes usable."""
         now = time.monotonic()
         self._loads.finish(self._open, self._report, now)
         self._expire(now)
         if self._adjust_cores is not None:
             self._adjust_cores(self._engine.has_work())
-        outcome = self._engine.step()
+        outcome = self._engine.step(partial(self._loads.start, requests=self._open, report=self._report, now=now))
         self._heartbeat.beat()
-        self._loads.start(outcome.loads, self._open, self._report, now)
+        self._loads.start_after_steps(outcome.loads, self._open, self._report, now)
         for new in outcome.plan.new:
             entry = self._open.get(new.request_id)
             if entry is not None and not entry.started:

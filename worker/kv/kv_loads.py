@@ -80,9 +80,7 @@ class KvLoads:
     def start(
         self, loads: Sequence[KvLoad], requests: Mapping[RequestId, OpenRequest], report: StepReport, now: float
     ) -> None:
-        """Pull what a step has reserved blocks for."""
-        if loads:
-            self._exporter.fence()
+        """Pull what a step has reserved blocks for, which no step in flight uses."""
         for load in loads:
             lease, owner = load.source, load.owner
             assert isinstance(lease, PeerLease)
@@ -97,6 +95,14 @@ class KvLoads:
                 report.prefetches.append(Prefetched(PrefetchOutcome.SKIPPED))
             elif entry is not None and owner.num_prefetched_tokens:
                 entry.skip_pull(self._transports.get(lease.worker_id, ""))
+
+    def start_after_steps(
+        self, loads: Sequence[KvLoad], requests: Mapping[RequestId, OpenRequest], report: StepReport, now: float
+    ) -> None:
+        """The same into blocks that the steps launched so far may use."""
+        if loads:
+            self._exporter.fence()
+        self.start(loads, requests, report, now)
 
     def finish(self, requests: Mapping[RequestId, OpenRequest], report: StepReport, now: float) -> None:
         """Tell the engine of the loads that have ended, and report those that count."""

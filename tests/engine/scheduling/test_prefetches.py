@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -32,7 +33,7 @@ class Peer:
         self.num_copies_out = 0  # of the last step
         self.loads: list[KvLoad] = []
         self.prefetches: list[KvLoad] = []
-        self.num_skipped = 0
+        self.num_skipped = self.num_early = 0
 
     def offer(self, prompt: Sequence[int], first: int, last: int) -> None:
         """Blocks [first, last) of a prompt are computed."""
@@ -50,19 +51,27 @@ class Peer:
         )
 
     def step(self) -> dict[RequestId, list[int]]:
-        """One turn of a worker's loop."""
-        outcome = self.engine.step()
+        """One turn of a worker's loop. The bytes of loads that need not wait for steps come before these run."""
+        outcome = self.engine.step(partial(self._start, is_early=True))
         self.num_copies_out = len(outcome.plan.copies_out)
-        for job in outcome.loads:
-            if job.positions:
-                (self.prefetches if job.owner is None else self.loads).append(job)
-            else:
-                self.num_skipped += job.owner is None
+        self._start(outcome.loads, is_early=False)
         return {output.request.request_id: output.new_token_ids for output in outcome.outputs}
+
+    def _start(self, jobs: Sequence[KvLoad], is_early: bool) -> None:
+        for job in jobs:
+            if not job.positions:
+                self.num_skipped += job.owner is None
+                continue
+            self.num_early += is_early
+            (self.prefetches if job.owner is None else self.loads).append(job)
+            if not is_early:
+                self._runner.catch_up()
+            self._fill(job, True)
 
     def finish(self, job: KvLoad, ok: bool = True) -> None:
         (self.prefetches if job.owner is None else self.loads).remove(job)
-        self._fill(job, ok)
+        if not ok:
+            self._fill(job, ok)
         self.engine.finish_load(job, ok)
 
     def prefetch(self, prompt: Sequence[int], first: int, last: int) -> None:
@@ -344,6 +353,7 @@ def test_any_order_of_events_keeps_every_token(
         max_num_seqs=3,
         prefix_cache=prefix_cache,
         overlap=overlap,
+        is_late=True,
     )
     live: dict[RequestId, tuple[list[int], int]] = {}
     tokens: dict[str, list[int]] = {}

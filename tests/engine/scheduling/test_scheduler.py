@@ -53,8 +53,9 @@ def make_engine(
     num_stages: int = 1,
     windows: tuple[int, ...] = (),
     max_model_len: int = 4096,
+    is_late: bool = False,
 ) -> tuple[Engine, BlockMemoryRunner]:
-    """windows: of KV groups, 0: none; of a model without any, nothing."""
+    """windows: of KV groups, 0: none; of a model without any, nothing. is_late: see BlockMemoryRunner."""
     tier = host_tier(host_slots) if host_slots else None
     pool = BlockPool(num_blocks, prefix_cache)
     kv = KVManager(pool, BlockGroups(BLOCK, windows or (0,), budget), "test", tier)
@@ -69,7 +70,7 @@ def make_engine(
         prompt_budget=prompt_budget,
         num_stages=num_stages,
     )
-    runner = BlockMemoryRunner(BLOCK, 2 if overlap else num_stages, windows or (0,))
+    runner = BlockMemoryRunner(BLOCK, 2 if overlap else num_stages, windows or (0,), is_late)
     runner.is_pipeline = num_stages > 1
     return Engine(scheduler, runner, vocab_size=VOCAB_SIZE, eos_token_ids=eos), runner
 

@@ -89,11 +89,13 @@ def test_the_handle_of_a_refused_request_is_let_go(parts: Parts) -> None:
     assert parts.told == [("keep", open_handle(GOOD)), ("abandon", open_handle(GOOD))]
 
 
-def test_blocks_are_pulled_behind_the_fence(parts: Parts) -> None:
+@pytest.mark.parametrize("after_steps", [False, True])
+def test_blocks_that_steps_may_use_are_pulled_after_the_fence(parts: Parts, after_steps: bool) -> None:
     lease, blocks = accepted(parts), [BlockId(7), BlockId(8)]
     load = KvLoad(parts.request, lease, [1, 2], blocks, 2 * BLOCK_SIZE)
-    parts.loads.start([load], parts.open, parts.report, now=3.0)
-    assert parts.told[1:] == [("fence",), ("load", load)]
+    start = parts.loads.start_after_steps if after_steps else parts.loads.start
+    start([load], parts.open, parts.report, now=3.0)
+    assert parts.told[1:] == [("fence",)] * after_steps + [("load", load)]
     parts.results = [(load, OK)]
     parts.loads.finish(parts.open, parts.report, now=3.5)
     assert parts.report.pulls == [OK]
@@ -108,7 +110,7 @@ def test_blocks_are_pulled_behind_the_fence(parts: Parts) -> None:
 def test_a_source_that_caches_make_needless_is_let_go(parts: Parts) -> None:
     lease = accepted(parts)
     parts.loads.start([KvLoad(parts.request, lease, [], [], 0)], parts.open, parts.report, now=3.0)
-    assert parts.verbs == ["keep", "fence", "abandon"]
+    assert parts.verbs == ["keep", "abandon"]
 
 
 @pytest.mark.parametrize("is_open", [True, False])
@@ -150,14 +152,14 @@ def test_a_prefetch_ends_at_the_engine_and_in_the_report(parts: Parts, ok: bool)
     lease = open_handle(PART)
     job, needless = KvLoad(None, lease, [1], [BlockId(7)], BLOCK_SIZE, KEYS[1:2]), KvLoad(None, lease, [], [], 0)
     parts.loads.start([needless, job], parts.open, parts.report, now=3.0)
-    assert parts.told == [("fence",), ("abandon", lease), ("load", job)]
+    assert parts.told == [("abandon", lease), ("load", job)]
     parts.results = [(job, OK if ok else FAILED)]
     parts.loads.finish(parts.open, parts.report, now=3.5)
     pulled = Prefetched(PrefetchOutcome.PULLED, BLOCK_SIZE, "shm", 100, 0.5)
     end = pulled if ok else Prefetched(PrefetchOutcome.FAILED)
     assert parts.report.prefetches == [Prefetched(PrefetchOutcome.SKIPPED), end]
     assert parts.report.pulls == []
-    assert parts.told[3:] == [("finish", job, ok)]
+    assert parts.told[2:] == [("finish", job, ok)]
     parts.request.num_prefetched_tokens = BLOCK_SIZE * ok
     parts.loads.start([KvLoad(parts.request, lease, [], [], 0)], parts.open, parts.report, now=4.0)
     times = parts.open[REQUEST_ID].take_times(now=5.0)

@@ -1,0 +1,68 @@
+"""Loads begin before the steps in flight have ended, unless these may touch the blocks: steps are late on purpose."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.kv.block_groups import BlockGroups
+from engine.kv.manager import KVManager
+from engine.request import Request, RequestId, SamplingParams
+from engine.scheduled_step import ScheduledStep
+from kvstore.pool.block_pool import BlockPool
+from tests.engine.fakes import expected_tokens
+from tests.engine.scheduling.test_prefetches import PROMPT, finish, make_peer
+from tests.engine.scheduling.test_scheduler import BLOCK, run_all
+
+
+def test_a_load_begins_before_the_steps_in_flight_have_ended() -> None:
+    peer = make_peer(overlap=True, is_late=True)
+    peer.engine.add_request([1, 2], SamplingParams(max_tokens=9))
+    peer.step()
+    request = peer.submit(PROMPT)
+    peer.step()
+    assert peer.num_early == 1
+    peer.finish(peer.loads[0])
+    finish(peer, request)
+
+
+def test_a_load_waits_for_the_step_of_a_request_that_gave_way_to_it() -> None:
+    """And the bytes of another one that a step is reading still."""
+    peer = make_peer(8, overlap=True, is_late=True)
+    low = peer.engine.add_request([1] * 14, SamplingParams(max_tokens=9), priority=5)
+    for _ in range(2):
+        peer.step()
+    assert low.num_preemptions == 0
+    request = peer.submit(PROMPT)
+    peer.step()
+    assert low.num_preemptions == 1
+    assert (len(peer.loads), peer.num_early) == (1, 0)
+    peer.finish(peer.loads[0])
+    finish(peer, request)
+    assert low.output_token_ids == expected_tokens([1] * 14, 9)
+
+
+@pytest.mark.wing("kvstore.tier")
+def test_a_load_waits_for_the_copy_of_what_it_evicts() -> None:
+    peer = make_peer(8, host_slots=16, is_late=True)
+    peer.engine.add_request([2] * 28, SamplingParams(max_tokens=2))
+    run_all(peer.engine)
+    request = peer.submit(PROMPT)
+    peer.step()
+    assert peer.num_copies_out > 0
+    assert (len(peer.loads), peer.num_early) == (1, 0)
+    peer.finish(peer.loads[0])
+    finish(peer, request)
+    finish(peer, peer.engine.add_request([2] * 28, SamplingParams(max_tokens=2)), [2] * 28)
+
+
+def test_a_step_may_read_what_a_window_leaves_behind() -> None:
+    kv = KVManager(BlockPool(32), BlockGroups(BLOCK, (0, 6), 16), "test")
+    request = Request(RequestId("a"), list(range(40)), SamplingParams(max_tokens=1))
+    assert kv.grow(request, 16)
+    kv.launched(ScheduledStep())
+    passed, request.num_computed_tokens = request.block_ids[1], 16
+    assert kv.grow(request, 32)
+    assert passed not in request.block_ids[:4]
+    assert kv.is_used([passed], ScheduledStep())
+    kv.ended()
+    assert not kv.is_used([passed], ScheduledStep())
