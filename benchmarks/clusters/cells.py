@@ -37,6 +37,7 @@ class Cell:
     placements: dict[str, float] = field(default_factory=dict)  # in this cell, and moves
     num_requests: int = 0
     errors: dict[str, int] = field(default_factory=dict)
+    first_gap_ms: dict[str, float] | None = None  # between a request's first and second token: of a hand-off, too
 
 
 def row(cell: Cell) -> str:
@@ -48,11 +49,11 @@ def row(cell: Cell) -> str:
     return (
         f"{Load(cell.load, cell.rate).title:16} {cell.cluster:11} {cell.output_tokens_per_second:8.0f} "
         f"{cell.good_per_second:7.2f} {cell.good_fraction:6.1%} {ms(cell.ttft_ms, 'p50')} {ms(cell.ttft_ms, 'p99')} "
-        f"{ms(cell.itl_ms, 'p50')} {ms(cell.itl_ms, 'p99')}  {placed} {failed}"
+        f"{ms(cell.itl_ms, 'p50')} {ms(cell.itl_ms, 'p99')} {ms(cell.first_gap_ms, 'p50')}  {placed} {failed}"
     )
 
 
-COLUMNS = ("ttft50", "ttft99", "itl50", "itl99")
+COLUMNS = ("ttft50", "ttft99", "itl50", "itl99", "2nd50")
 HEADER = f"{'load':16} {'cluster':11} {'tok/s':>8} {'good/s':>7} {'good':>6} " + " ".join(f"{c:>8}" for c in COLUMNS)
 
 

@@ -37,7 +37,7 @@ from cli.cluster.local_server import LocalServer
 from cli.event_stream import RequestRecord
 from cli.load.client import Client, Target
 from cli.load.plot import tokens_over_time
-from cli.load.results import Objectives, summarize
+from cli.load.results import Objectives, distribution_ms, summarize
 from cli.load.runner import closed_loop, open_loop
 from cli.load.workload import PlannedRequest, PromptMaker, TraceRow, random_workload, read_trace, trace_workload
 from common.errors import ConfigError
@@ -142,6 +142,7 @@ class Bench:
             placements=counted,
             num_requests=len(settled),
             errors=summary["errors"],
+            first_gap_ms=distribution_ms([record.gaps[0] for record in settled if record.gaps]),
         )  # fmt: skip
 
     async def warm(self, url: str) -> None:
