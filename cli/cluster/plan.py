@@ -146,7 +146,7 @@ def plan_cluster(config: ClusterConfig, run_dir: Path, env: Mapping[str, str], t
 
 @dataclass(frozen=True)
 class _Plan:
-    """The node agent starts first and stops last, the router stops first."""
+    """The router stops first and the node agent last. Workers that are ready before the agent wait for it."""
 
     config: ClusterConfig
     run_dir: Path
@@ -158,7 +158,7 @@ class _Plan:
         agent = dataclasses.replace(
             self.config.agent, host=LOOPBACK, port=port, socket=self._agent_socket, metrics_port=metrics_port
         )
-        return self._spec("agent", "kvstore", [agent], f"{LOOPBACK}:{port}", stage=0, stop_stage=2)
+        return self._spec("agent", "kvstore", [agent], f"{LOOPBACK}:{port}", stop_stage=2)
 
     def worker(self, role: str, name: str, port: int, placement: Placement | None) -> ServiceSpec:
         """Workers of one GPU share `--gpu-memory-fraction` equally."""
@@ -185,7 +185,6 @@ class _Plan:
             f"{LOOPBACK}:{port}",
             visible=placement.visible if placement else "",
             status_socket=str(self.run_dir / f"{name}.status"),
-            stage=1,
             stop_stage=1,
             grace_seconds=self._grace_seconds,
         )
@@ -194,9 +193,7 @@ class _Plan:
         config = self.config
         router = dataclasses.replace(config.router, metrics_port=config.metrics_ports.get("router", 0))
         settings, health = [router, config.http], f"{config.url}/readyz"
-        return self._spec(
-            "router", "router", settings, health, stage=1, stop_stage=0, grace_seconds=self._grace_seconds
-        )
+        return self._spec("router", "router", settings, health, stop_stage=0, grace_seconds=self._grace_seconds)
 
     @property
     def _agent_socket(self) -> str:

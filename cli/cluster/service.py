@@ -38,12 +38,11 @@ class Display(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ServiceSpec:
-    """One service. `stage`: all of a stage are ready before the next one starts; stopped in `stop_stage` order."""
+    """One service. All start at once, and stop in the order of `stop_stage`."""
 
     name: str
     command: tuple[str, ...]
     health_target: str  # host:port of a gRPC service, or an http:// address
-    stage: int = 0
     stop_stage: int = 0
     grace_seconds: float = 5.0  # between SIGTERM and SIGKILL
     env: Mapping[str, str] = field(default_factory=dict)  # the whole environment

@@ -1,4 +1,4 @@
-"""Supervisor of a set of services: start in stages, restart what ends, stop in order.
+"""Supervisor of a set of services: start, restart what ends, stop in order.
 
 Knows processes, health targets and exit codes; not what the services do, nor what their flags mean. Calls
 `common.net.healthcheck` for readiness and `RestartPolicy` for every decision about a death.
@@ -70,15 +70,13 @@ class Supervisor:
         self._exit_on_failure = exit_on_failure
 
     async def start(self) -> None:
-        """Start all services, stage by stage; returns when all are ready. Raises StartError for one that ends."""
-        for stage in sorted({service.spec.stage for service in self._services}):
-            members = [service for service in self._services if service.spec.stage == stage]
-            try:
-                async with asyncio.TaskGroup() as group:
-                    for service in members:
-                        group.create_task(self._start_one(service))
-            except BaseExceptionGroup as errors:
-                raise errors.exceptions[0] from None  # the first death explains; the others were cancelled by it
+        """Start all services; returns when all are ready. Raises StartError for one that ends."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for service in self._services:
+                    group.create_task(self._start_one(service))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None  # the first death explains; the others were cancelled by it
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Start again what ends until `stopping` is set. Raises ServiceDiedError with `exit_on_failure`."""
