@@ -83,8 +83,8 @@ class StepOutcome:
     """What one call of `Engine.step` did: the step that it planned, and what came of those that ended.
 
     outputs: one for each row that sampled, ended or failed. prompt_chunks: of prompts for peers.
-    loads: KV to be pulled now that blocks are reserved, each to be reported with `Engine.finish_load`; into blocks that
-        steps in flight may use, or all loads if `Engine.step` was not told how to start others.
+    loads: KV to be pulled now that blocks are reserved, each to be reported with `Engine.finish_load`. Those that
+        `Engine.step` has started are not among them.
     stats: of the last step that ended; None: none has.
     """
 

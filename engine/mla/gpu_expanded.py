@@ -29,7 +29,7 @@ from common.wings import has_wing, require_wing
 from engine.gpu.pinning import upload
 from engine.mla.gpu_latents import ExpandedPlan, LatentPlan, PagedLatents
 from engine.models.config import LatentConfig
-from kernels.gpu.attention.paged_prefill import prefill_tiles
+from kernels.gpu.attention.prompt_tiles import prefill_tiles
 from kernels.gpu.mla.expanded_prefill import TILE_M, expanded_prefill
 
 if TYPE_CHECKING:

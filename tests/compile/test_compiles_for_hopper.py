@@ -34,9 +34,10 @@ from engine.tensor_parallel.gpu_seams import shard_seams
 from kernels.gpu.attention.decode_tiles import most_queries
 from kernels.gpu.attention.kv_splits import DecodeWorkspace
 from kernels.gpu.attention.paged_decode import paged_decode
-from kernels.gpu.attention.paged_prefill import LARGE_TILE, SMALL_TILE, paged_prefill
-from kernels.gpu.attention.prefill_shares import WIDTH, ShareMemory, Shares
+from kernels.gpu.attention.paged_prefill import paged_prefill
 from kernels.gpu.attention.paged_verify import paged_verify
+from kernels.gpu.attention.prefill_shares import ShareMemory, Shares
+from kernels.gpu.attention.prompt_tiles import LARGE_TILE, SMALL_TILE, WIDTH
 from kernels.gpu.collectives.all_reduce import (
     GATHER_CHUNK,
     SymmetricMemory,

@@ -22,7 +22,7 @@ import engine.assembly
 import engine.gpu.attention.grouped
 import engine.loader.conversion
 import kernels.gpu.attention.kv_splits
-import kernels.gpu.attention.paged_prefill
+import kernels.gpu.attention.prompt_tiles
 import kernels.gpu.elementwise.rope
 from engine.assembly import assemble
 from engine.config import EngineConfig
@@ -126,7 +126,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     monkeypatch.setattr(engine.loader.conversion, "fits_half", lambda weight: False)
     # Tiny steps are on both sides of what sets large ones apart.
     monkeypatch.setattr(kernels.gpu.elementwise.rope, "STREAMED_BYTES", 1 << 20)
-    monkeypatch.setattr(kernels.gpu.attention.paged_prefill, "WAVES", 0.25)
+    monkeypatch.setattr(kernels.gpu.attention.prompt_tiles, "WAVES", 1)
     monkeypatch.setattr(kernels.gpu.attention.kv_splits, "COMBINE_PROGRAMS", 104)
     return found
 

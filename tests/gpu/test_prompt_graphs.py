@@ -16,7 +16,7 @@ from engine.gpu.runner import GpuRunner
 from engine.gpu.steps import prompt_graphs, rows
 from engine.gpu.steps.prompt_graphs import PromptInputs
 from engine.request import SamplingParams
-from kernels.gpu.attention import prefill_shares
+from kernels.gpu.attention import prompt_tiles
 from tests.gpu.models import save_tiny_model
 from tests.gpu.test_engine import ON_GPU, PROMPTS, generate, greedy, open_gpu, reference
 
@@ -90,10 +90,10 @@ def test_steps_beyond_the_bounds_go_the_eager_way(model: Path, monkeypatch: pyte
 def test_contexts_are_split(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of chunks, and of rows that decode beside them."""
     for name in ("MIN_SHARE", "UNIT"):
-        monkeypatch.setattr(prefill_shares, name, 64)
+        monkeypatch.setattr(prompt_tiles, name, 64)
     monkeypatch.setattr(grouped, "num_spare_tiles", lambda *_: 20)
     merged: list[int] = []
-    split = prefill_shares.split_tiles
+    split = prompt_tiles.split_tiles
 
     def counted(*args: Any) -> Any:
         found, merges = split(*args)

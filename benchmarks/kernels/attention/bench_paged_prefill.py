@@ -13,14 +13,8 @@ from torch.nn import functional
 from triton.runtime.errors import OutOfResources
 
 from benchmarks.kernels.timing import graph_seconds, report
-from kernels.gpu.attention.paged_prefill import (
-    LARGE_TILE,
-    SMALL_TILE,
-    choose_tile,
-    paged_prefill,
-    prefill_tiles,
-    takes_boxes,
-)
+from kernels.gpu.attention.paged_prefill import paged_prefill, takes_boxes
+from kernels.gpu.attention.prompt_tiles import LARGE_TILE, SMALL_TILE, choose_tile, prefill_tiles
 from kernels.gpu.launching.launch_configs import PrefillConfig
 
 MODELS = {

@@ -18,9 +18,9 @@ from engine.models.model import Model
 from kernels.gpu.attention.decode_tiles import most_queries
 from kernels.gpu.attention.kv_splits import DecodeWorkspace
 from kernels.gpu.attention.paged_decode import paged_decode
-from kernels.gpu.attention.paged_prefill import SMALL_TILE
 from kernels.gpu.attention.paged_verify import paged_verify
-from kernels.gpu.attention.prefill_shares import ShareMemory, Shares, num_spare_tiles
+from kernels.gpu.attention.prefill_shares import ShareMemory, Shares
+from kernels.gpu.attention.prompt_tiles import SMALL_TILE, num_spare_tiles
 from kernels.gpu.elementwise.rope import rope_and_write_kv
 from kvstore.layout import KvLayout
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from engine.gpu.pinning import upload
-from kernels.gpu.attention.paged_prefill import choose_tile, paged_prefill, prefill_tiles
+from kernels.gpu.attention.paged_prefill import paged_prefill
 from kernels.gpu.attention.prefill_shares import Shares
+from kernels.gpu.attention.prompt_tiles import choose_tile, prefill_tiles
 
 
 @dataclass(frozen=True, slots=True)

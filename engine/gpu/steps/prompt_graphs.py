@@ -23,8 +23,7 @@ from engine.gpu.steps.inputs import step_tokens
 from engine.gpu.steps.rows import PROMPT_BUCKETS, prompt_shapes
 from engine.gpu.steps.state import DeviceState
 from engine.gpu.steps.step import GpuBatch
-from kernels.gpu.attention.paged_prefill import SMALL_TILE, prefill_tiles
-from kernels.gpu.attention.prefill_shares import WIDTH, split_tiles
+from kernels.gpu.attention.prompt_tiles import SMALL_TILE, WIDTH, prefill_tiles, split_tiles
 
 logger = logging.getLogger(__name__)
 # Of a row, or where tiles are split of a program: with more, the backend for eager steps is faster.

@@ -17,7 +17,6 @@ Reference: `attend_sequence` of `kernels/paged_attention.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 import triton
@@ -26,8 +25,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.gpu.attention.decode_tiles import LOG2_E, LOG2_E_IN_KERNEL, compute_dtype, tile_offsets
-from kernels.gpu.attention.prefill_shares import Shares, Tile, merge_shares
-from kernels.gpu.launching.launch import num_multiprocessors
+from kernels.gpu.attention.prefill_shares import Shares, merge_shares
+from kernels.gpu.attention.prompt_tiles import LARGE_TILE
 from kernels.gpu.launching.launch_configs import PrefillConfig
 from kernels.gpu.launching.tuning import (
     PREFILL_BY_DESCRIPTOR,
@@ -36,34 +35,8 @@ from kernels.gpu.launching.tuning import (
     PREFILL_WIDE_BY_POINTERS,
 )
 
-LARGE_TILE, SMALL_TILE = 128, 64  # rows of (token, head) a program holds
-WAVES = 3  # large tiles are for launches with so many programs a multiprocessor
 WIDE = 128  # dimensions of a head; more have settings of their own
 BOX = 64  # keys that one copy of the descriptor brings
-
-
-def choose_tile(num_tokens: int, num_heads: int, device: torch.device) -> int:
-    """The tile size for a launch of so many tokens: large ones read K and V less often, small ones fill the GPU."""
-    is_large = num_tokens * num_heads >= WAVES * num_multiprocessors(device) * LARGE_TILE
-    return LARGE_TILE if is_large else SMALL_TILE
-
-
-def prefill_tiles(
-    query_starts: Sequence[int], seq_lens: Sequence[int], group: int, tile_m: int = LARGE_TILE
-) -> list[Tile]:
-    """The programs' work, longest first: (row, index of the tile's first token, its position, tokens it has).
-
-    query_starts: each row's first token, and the number of tokens at the end. seq_lens: keys that each row's last
-    query sees. A row without queries has no tile. Tiles of zero tokens at position 0 do nothing: padding.
-    """
-    tokens_per_tile = max(tile_m // group, 1)
-    tiles = []
-    for row, seq_len in enumerate(seq_lens):
-        start, stop = query_starts[row], query_starts[row + 1]
-        for first in range(start, stop, tokens_per_tile):
-            count = min(tokens_per_tile, stop - first)
-            tiles.append((row, first, seq_len - (stop - first), count))
-    return sorted(tiles, key=lambda tile: -tile[2])
 
 
 @triton.jit

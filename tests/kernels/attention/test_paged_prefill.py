@@ -7,16 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.gpu.attention import prefill_shares
-from kernels.gpu.attention.paged_prefill import (
-    LARGE_TILE,
-    SMALL_TILE,
-    choose_tile,
-    paged_prefill,
-    prefill_tiles,
-    takes_boxes,
-)
-from kernels.gpu.attention.prefill_shares import ShareMemory, Shares, split_tiles
+from kernels.gpu.attention import prompt_tiles
+from kernels.gpu.attention.paged_prefill import paged_prefill, takes_boxes
+from kernels.gpu.attention.prefill_shares import ShareMemory, Shares
+from kernels.gpu.attention.prompt_tiles import LARGE_TILE, SMALL_TILE, choose_tile, prefill_tiles, split_tiles
 from kernels.gpu.launching.launch_configs import PrefillConfig
 from kernels.paged_attention import attend_causally, attend_sequence
 from tests.kernels.helpers import (
@@ -100,7 +94,7 @@ def test_large_blocks_through_a_descriptor(
     tiles = torch.tensor(listed, dtype=torch.int32, device=device)
     assert takes_boxes(pool) or device.type == "cuda"
     has_boxes = has_boxes and takes_boxes(pool)
-    monkeypatch.setattr(prefill_shares, "MIN_SHARE", 64)
+    monkeypatch.setattr(prompt_tiles, "MIN_SHARE", 64)
     parts, shares = split(listed, 2, tile_m, 32, device)
     for out in (
         paged_prefill(q, pool, 1, table, tiles, tile_m, has_boxes=has_boxes),
@@ -202,7 +196,7 @@ def test_windows_and_sinks(
     listed, shares = prefill_tiles(starts, seq_lens, 2, TILE_M), None
     tiles = torch.tensor(listed, dtype=torch.int32, device=device)
     if is_split:
-        monkeypatch.setattr(prefill_shares, "MIN_SHARE", 64)
+        monkeypatch.setattr(prompt_tiles, "MIN_SHARE", 64)
         tiles, shares = split(listed, num_kv_heads, TILE_M, 32, device)
     config = PrefillConfig(tile_n=tile_n, num_warps=4, num_stages=2)
     out = paged_prefill(

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.gpu.attention.paged_prefill import prefill_tiles
+from kernels.gpu.attention.prompt_tiles import prefill_tiles
 from kernels.gpu.launching.launch_configs import PrefillConfig
 from kernels.gpu.mla.latent_prefill import TILE_M, heads_of_tile, latent_prefill
 from kernels.gpu.mla.latent_rope import rotate_and_write_latents
