@@ -35,7 +35,7 @@ class Owner:
         kv_pool = self._memory.allocate(geometry, device)
         as_words(kv_pool).random_()
         self._pool = BlockPool(geometry.num_blocks)
-        self._exporter = self._memory.exporter(self._pool)
+        self._exporter = self._memory.exporter(self._pool.release)
         self._leases = LeaseTable(self._memory.epoch)
         self._mirror = LeaseTable(self._memory.epoch)
         self._memory.serve()

@@ -171,11 +171,11 @@ class Engine:
 
         With more than one step in flight, a step is planned while the one before runs
         (docs/decisions/steps-and-plans.md). start_loads: takes loads into blocks that no step in flight uses, before
-        the step is launched: their bytes are here when the next one is planned.
+        the step is launched: their bytes are here when the next one is planned. Not where drafts follow a step.
         """
         step = self._scheduler.schedule()
         outcome = StepOutcome(step.plan, loads=self._scheduler.remote_kv.take_loads())
-        if start_loads is not None and outcome.loads:
+        if start_loads is not None and outcome.loads and self._scheduler.speculation is None:
             loads, outcome.loads = outcome.loads, []
             free: list[KvLoad] = []
             for load in loads:

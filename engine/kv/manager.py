@@ -9,7 +9,7 @@ that nothing is done per token.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from engine.kv.block_groups import NO_BLOCK, BlockGroups, group_table
@@ -177,7 +177,7 @@ class KVManager:
     def release(self, request: Request, is_used: bool = False) -> None:
         """Drop all of the request's blocks and host slots. Keyed blocks stay cached. is_used: by steps in flight."""
         if is_used:
-            self._give_back(_held(request.block_ids))
+            self.give_back(_held(request.block_ids))
         else:
             self.pool.release(_held(request.block_ids))
         request.block_ids = []
@@ -200,17 +200,18 @@ class KVManager:
             passed = self.groups.first_live(window, request.num_computed_tokens)
             entry = (passed - 1) * count + group
             while entry >= 0 and block_ids[entry] != NO_BLOCK:
-                self._give_back([block_ids[entry]])
+                self.give_back([block_ids[entry]])
                 block_ids[entry] = NO_BLOCK
                 entry -= count
 
     # -- steps in flight -------------------------------------------------------------------------------------
 
     def launched(self, step: ScheduledStep) -> None:
-        """The step is in flight from now on, and reads what it copies out."""
+        """The step is in flight from now on, with its copies."""
         self._in_flight += 1
-        if step.copies_out:
-            self._used.append((self._num_ended + self._in_flight, {block_id for block_id, _ in step.copies_out}))
+        if step.copies_out or step.copies_in:
+            copied = [block_id for block_id, _ in step.copies_out] + [block_id for _, block_id in step.copies_in]
+            self._used.append((self._num_ended + self._in_flight, copied))
 
     def ended(self) -> None:
         """The oldest step in flight has ended."""
@@ -228,7 +229,7 @@ class KVManager:
         used.append([block_id for block_id, _ in step.copies_out])
         return not all(map(set(block_ids).isdisjoint, used))
 
-    def _give_back(self, block_ids: list[BlockId]) -> None:
+    def give_back(self, block_ids: Sequence[BlockId]) -> None:
         """Release blocks that steps in flight may use."""
         self.pool.release(block_ids)
         if self._in_flight and block_ids:
@@ -257,10 +258,10 @@ class KVManager:
         """
         table, request.block_ids = request.block_ids, []
         num_entries, count = self.num_blocks_for(num_tokens), self.blocks_per_position
-        self._give_back(_held(table[num_entries:]))
+        self.give_back(_held(table[num_entries:]))
         for group, window in self._windows:
             passed = slice(group, self.groups.first_live(window, num_tokens) * count, count)
-            self._give_back(_held(table[passed]))
+            self.give_back(_held(table[passed]))
             table[passed] = [NO_BLOCK] * len(table[passed])
         return _held(table[:num_entries])
 

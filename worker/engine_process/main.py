@@ -78,7 +78,7 @@ def _start(link: FrameSocket, start: Start, heartbeat: Heartbeat) -> EngineProce
     gc.collect()
     gc.freeze()  # what was loaded stays: walking it takes 90 ms of a step now and then
     engine = parts.engine
-    exporter = memory.exporter(engine.kv.pool, *([parts.runner.start_queued] if config.pp > 1 else []))
+    exporter = memory.exporter(engine.kv.give_back, *([parts.runner.start_queued] if config.pp > 1 else []))
     puller = KvPuller(memory.clients, link.wake)
     memory.serve()
     handles = HandleWriter(worker.worker_id, memory.shards(start.kv_address), worker.kv_lease_seconds)

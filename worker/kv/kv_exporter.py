@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvstore.pool.block_pool import BlockPool
 from kvstore.pool.leases import Lease
 from kvstore.types import BlockId, LeaseId
 from worker.kv.rank_pool import RankPool
@@ -19,15 +18,16 @@ class KvExporter:
     """The owner's side of leases."""
 
     def __init__(
-        self, ranks: Sequence[RankPool], pool: BlockPool, end_steps: Callable[[], None] = lambda: None
-    ) -> None:
-        """ranks: of this worker, all in GPU memory or none.
+        self, ranks: Sequence[RankPool], release: Callable[[Sequence[BlockId]], None],
+        end_steps: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        """ranks: of this worker, all in GPU memory or none. release: takes the blocks of leases that have ended.
 
         end_steps: on a CPU, returns when no step in flight writes to blocks any more.
         """
         self._ranks = ranks
         self._rows = ranks[0].rows
-        self._pool = pool
+        self._release = release
         self._end_steps = end_steps
         self._staged: dict[LeaseId, dict[int, list[BlockId]]] = {}  # by the first position
 
@@ -52,7 +52,7 @@ class KvExporter:
 
     def end_export(self, lease: Lease) -> None:
         """Give up the references and rows of a lease that has ended."""
-        self._pool.release(lease.block_ids)
+        self._release(lease.block_ids)
         for rows in self._staged.pop(lease.lease_id, {}).values():
             assert self._rows is not None
             self._rows.give_back(rows)

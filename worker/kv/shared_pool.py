@@ -8,7 +8,7 @@ others.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -20,14 +20,13 @@ from engine.kv.memory import allocate_pool
 from kvstore.handle.handle import HandleShard, ShardAddress
 from kvstore.handle.pool_info import PoolInfo
 from kvstore.layout import WHOLE, PoolGeometry
-from kvstore.pool.block_pool import BlockPool
 from kvstore.pool.digest import check_block_bytes
 from kvstore.pool.leases import new_epoch
 from kvstore.transports.client import KvClient
 from kvstore.transports.cuda_ipc import cuda_memory
 from kvstore.transports.lease_client import LeaseClient
 from kvstore.transports.transport import LeaseHolder, OwnWorker, Reader, Transport
-from kvstore.types import WorkerId
+from kvstore.types import BlockId, WorkerId
 from worker.config import WorkerConfig
 from worker.kv.kv_exporter import KvExporter
 from worker.kv.rank_pool import DeviceRankPool, RankPool
@@ -126,9 +125,11 @@ class SharedPoolMemory:
             for rank, addresses in zip(self._ranks, self._addresses, strict=True)
         ]
 
-    def exporter(self, pool: BlockPool, end_steps: Callable[[], None] = lambda: None) -> KvExporter:
-        """The exporter of blocks of `pool` to readers. end_steps: see KvExporter."""
-        return KvExporter(self._ranks, pool, end_steps)
+    def exporter(
+        self, release: Callable[[Sequence[BlockId]], None], end_steps: Callable[[], None] = lambda: None
+    ) -> KvExporter:
+        """The exporter of blocks to readers. release, end_steps: see KvExporter."""
+        return KvExporter(self._ranks, release, end_steps)
 
     def serve(self) -> None:
         """Let peers find all pools. Raises ConfigError without a socket."""

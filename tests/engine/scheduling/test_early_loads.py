@@ -9,6 +9,7 @@ from engine.kv.manager import KVManager
 from engine.request import Request, RequestId, SamplingParams
 from engine.scheduled_step import ScheduledStep
 from kvstore.pool.block_pool import BlockPool
+from kvstore.types import HostSlot
 from tests.engine.fakes import expected_tokens
 from tests.engine.scheduling.test_prefetches import PROMPT, finish, make_peer
 from tests.engine.scheduling.test_scheduler import BLOCK, run_all
@@ -66,3 +67,19 @@ def test_a_step_may_read_what_a_window_leaves_behind() -> None:
     assert kv.is_used([passed], ScheduledStep())
     kv.ended()
     assert not kv.is_used([passed], ScheduledStep())
+
+
+def test_blocks_of_a_lease_and_of_copies_are_used_until_the_steps_have_ended() -> None:
+    kv = KVManager(BlockPool(8), BlockGroups(BLOCK, (0,), 16), "test")
+    leased, copied, other = kv.pool.allocate(3)
+    kv.launched(ScheduledStep(copies_in=[(HostSlot(0), copied)]))
+    kv.launched(ScheduledStep())
+    kv.give_back([leased])
+    used = [kv.is_used([block], ScheduledStep()) for block in (leased, copied, other)]
+    assert used == [True, True, False]
+    kv.ended()
+    assert [kv.is_used([block], ScheduledStep()) for block in (leased, copied)] == [True, False]
+    kv.ended()
+    assert not kv.is_used([leased], ScheduledStep())
+    kv.give_back([copied])
+    assert not kv.is_used([copied], ScheduledStep())

@@ -283,3 +283,14 @@ def test_any_order_of_events_keeps_every_token(
         assert replayed + tokens[name] == expected
     assert engine.num_failed_steps == 0
     assert_quiet(engine)
+
+
+def test_loads_wait_for_what_is_drafted_after_a_step() -> None:
+    engine = always(expected_tokens)
+    early: list[object] = []
+    prompt = list(range(1, 12))
+    engine.add_request(
+        prompt, SamplingParams(max_tokens=5), output_token_ids=[1], kv_source="peer", num_source_tokens=len(prompt)
+    )
+    outcome = engine.step(early.extend)
+    assert (early, [load.source for load in outcome.loads]) == ([], ["peer"])

@@ -45,7 +45,7 @@ def be_owner(folder: Path, device: str) -> None:
     kv_pool = memory.allocate(GEOMETRY, torch.device(device))
     kv_pool.view(GEOMETRY.num_blocks, -1).view(torch.int64).copy_(pattern(device))
     block_ids = list(map(BlockId, BLOCKS))
-    digests = memory.exporter(BlockPool(GEOMETRY.num_blocks)).digests(block_ids)
+    digests = memory.exporter(BlockPool(GEOMETRY.num_blocks).release).digests(block_ids)
     memory.serve()
     (shard,) = memory.shards("")
     address = replace(shard.address, transports={"cuda_ipc": shard.address.transports["cuda_ipc"]})

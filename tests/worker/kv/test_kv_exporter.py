@@ -49,7 +49,7 @@ class Parts:
         self.device_pool = DevicePool(self.kv_pool)
         rank: Any = DeviceRankPool.__new__(DeviceRankPool)  # without the memory of one
         rank.device, rank.rows = self.device_pool, self.rows
-        self.exporter = KvExporter([rank], self.pool)
+        self.exporter = KvExporter([rank], self.pool.release)
         self.leases = LeaseTable(new_epoch())
 
 
@@ -180,7 +180,7 @@ def test_blocks_in_host_memory_stay_where_they_are(tmp_path: Path) -> None:
     rank = RankPool(PoolInfo(WorkerId("w"), Epoch(1), GEOMETRY), str(tmp_path / "a.sock"))
     blocks = rank.host_blocks
     blocks[:] = np.random.default_rng(1).integers(0, 256, blocks.shape, dtype=np.uint8)
-    exporter = KvExporter([rank], pool, lambda: ended.append(True))
+    exporter = KvExporter([rank], pool.release, lambda: ended.append(True))
     lease = LeaseTable(new_epoch()).grant(pool.allocate(2), 0.0, 1.0)
     assert exporter.digests(lease.block_ids) == [digest_blocks(blocks[list(lease.block_ids)])]
     assert exporter.stage(lease, 0) == list(lease.block_ids)

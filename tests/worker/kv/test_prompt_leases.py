@@ -47,7 +47,7 @@ class PrefillWorker:
         self.write_blocks(seed=0)
         rank = RankPool.__new__(RankPool)  # without shared memory
         rank.host_blocks = self.blocks
-        self.exporter = Exporter([rank], self.engine.kv.pool)
+        self.exporter = Exporter([rank], self.engine.kv.give_back)
         handles = HandleWriter("worker", [HandleShard(GEOMETRY, ShardAddress())], 10.0)
         self.leases = KvLeases(new_epoch(), self.exporter, handles, 10.0)
         self.exports = PromptLeases(self.engine.kv, self.leases, in_parts)
