@@ -173,6 +173,13 @@ class Engine:
         (docs/decisions/steps-and-plans.md). start_loads: takes loads into blocks that no step in flight uses, before
         the step is launched: their bytes are here when the next one is planned. Not where drafts follow a step.
         """
+        try:
+            return self._step(start_loads)
+        except BaseException:  # Ctrl-C: the step it hits never ends, and requests would wait for that
+            self._scheduler.drop_lost_steps([step for step, *_ in self._in_flight])
+            raise
+
+    def _step(self, start_loads: Callable[[Sequence[KvLoad]], None] | None) -> StepOutcome:
         step = self._scheduler.schedule()
         outcome = StepOutcome(step.plan, loads=self._scheduler.remote_kv.take_loads())
         if start_loads is not None and outcome.loads and self._scheduler.speculation is None:

@@ -9,6 +9,7 @@ ranks requests, `admission` starts them, `preemption` takes their blocks back, a
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from common.errors import ContextLengthError
@@ -151,9 +152,7 @@ class Scheduler:
 
     def update(self, step: ScheduledStep, result: StepResult, outcome: StepOutcome) -> None:
         """Apply what the step computed, and add what came of it to `outcome`."""
-        for request in self._in_flight.popleft().ended:
-            self.kv.release(request)
-        self.kv.ended()
+        self._end_oldest()
         self.kv.finish_copies(step)
         outputs = outcome.outputs
         for index, (request, row) in enumerate(step.rows.items()):
@@ -181,6 +180,20 @@ class Scheduler:
                     is_prefilled = output.finish_reason is FinishReason.PREFILLED
                     self._finish(request, keep_blocks=is_running and is_prefilled)
                 outputs.append(output)
+
+    def drop_lost_steps(self, in_flight: Sequence[ScheduledStep]) -> None:
+        """Only these steps will be applied: count the others as ended."""
+        kept = {id(step) for step in in_flight}
+        for _ in range(len(self._in_flight)):
+            if id(self._in_flight[0]) in kept:
+                self._in_flight.rotate(-1)
+            else:
+                self._end_oldest()
+
+    def _end_oldest(self) -> None:
+        for request in self._in_flight.popleft().ended:
+            self.kv.release(request)
+        self.kv.ended()
 
     def _settle(self, request: Request, row: ScheduledRow, num_sampled: int) -> None:
         """Take back what `advance` counted for drafts that were not accepted. What they wrote is written again."""
