@@ -99,7 +99,7 @@ class KvLoads:
     def start_after_steps(
         self, loads: Sequence[KvLoad], requests: Mapping[RequestId, OpenRequest], report: StepReport, now: float
     ) -> None:
-        """The same into blocks that the steps launched so far may use."""
+        """Pull into blocks that the steps launched so far may use, when these have ended."""
         if loads:
             self._exporter.fence()
         self.start(loads, requests, report, now)

@@ -27,7 +27,6 @@ def test_a_load_begins_before_the_steps_in_flight_have_ended() -> None:
 
 
 def test_a_load_waits_for_the_step_of_a_request_that_gave_way_to_it() -> None:
-    """And the bytes of another one that a step is reading still."""
     peer = make_peer(8, overlap=True, is_late=True)
     low = peer.engine.add_request([1] * 14, SamplingParams(max_tokens=9), priority=5)
     for _ in range(2):
