@@ -18,8 +18,6 @@ from common.errors import ConfigError
 PIECE_BYTES = 64 << 20  # of device memory that copies to and from host slots go through
 NUM_PIECES = 2  # one on its way, one being filled
 READ_ONLY = 8  # cudaHostRegisterReadOnly
-UPLOAD_BYTES = [1 << exponent for exponent in range(9, 19)]  # torch keeps pinned memory in such sizes
-UPLOADS_IN_FLIGHT = 32  # of one size, that steps in flight may have
 NUMPY_TYPES = {torch.int64: np.int64, torch.int32: np.int32, torch.int16: np.int16, torch.float32: np.float32}
 
 
@@ -45,12 +43,6 @@ def upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type == "cuda":
         host = host.pin_memory()
     return host.to(device, non_blocking=True)
-
-
-def reserve_uploads() -> None:
-    """Let torch keep pinned memory for the uploads of steps: to allocate some waits for all that the device does."""
-    held = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in UPLOAD_BYTES * UPLOADS_IN_FLIGHT]
-    del held
 
 
 def download(values: Tensor) -> Tensor:

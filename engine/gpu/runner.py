@@ -21,7 +21,7 @@ from engine.gpu.forward import FusedForward, Observer
 from engine.gpu.late_compiles import log_late_compiles
 from engine.gpu.lowering import narrowed_rows
 from engine.gpu.ops.rules import SINGLE_GPU, GpuSeams
-from engine.gpu.pinning import reserve_uploads, upload
+from engine.gpu.pinning import upload
 from engine.gpu.progress import DeviceTimer, check_alive, mark
 from engine.gpu.sampling.device_sampler import DeviceSampler
 from engine.gpu.sampling.samples import StepSamples
@@ -176,8 +176,6 @@ class GpuRunner(ModelRunner):
         All streams wait for a kernel that is compiled later: see docs/kernels.md for what spares that.
         """
         on_progress("warming up", None)
-        if self._device.type == "cuda":
-            reserve_uploads()
         self._run_warmup_plans()
         if self._copies is not None:
             self._copies.warm_up()
