@@ -17,15 +17,30 @@ def log_late_compiles() -> None:
     """Log each kernel that is compiled from now on in this process. Called at the end of a warm-up."""
     began: dict[str, float] = {}
 
-    def before(*, repr: str, **_: Any) -> None:
-        began[repr] = time.monotonic()
+    def before(*, key: str, **_: Any) -> None:
+        began[key] = time.monotonic()
 
-    def after(*, repr: str, **_: Any) -> None:
-        milliseconds = (time.monotonic() - began.pop(repr, time.monotonic())) * 1e3
-        logger.warning("streams waited %.0f ms for a kernel that the warm-up did not compile: %s", milliseconds, repr)
+    def after(*, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> None:
+        milliseconds = (time.monotonic() - began.pop(key, time.monotonic())) * 1e3
+        variant = _variant(compile["signature"], compile["constants"], compile["configs"][0])
+        logger.warning(
+            "streams waited %.0f ms for a kernel that the warm-up did not compile: %s(%s)",
+            milliseconds, fn.name, variant,
+        )  # fmt: skip
 
     triton.knobs.runtime.jit_cache_hook = before
     triton.knobs.runtime.jit_post_compile_hook = after
+
+
+def _variant(signature: dict[str, str], constants: dict[tuple[int, ...], Any], attributes: dict[Any, Any]) -> str:
+    """`x_ptr: *bf16 / 16, num_rows: i32, DIMS = 64`: arguments that are multiples of 16, and those compiled in."""
+    described = []
+    for index, (name, kind) in enumerate(signature.items()):
+        if (index,) in constants:
+            described.append(f"{name} = {constants[index,]}")
+        else:
+            described.append(f"{name}: {kind}" + (" / 16" if attributes.get((index,)) else ""))
+    return ", ".join(described)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
 from engine.gpu.forward import FusedForward, Observer
-from engine.gpu.late_compiles import log_late_compiles
+from engine.gpu.late_compiles import compiles_are_early, log_late_compiles
 from engine.gpu.lowering import narrowed_rows
 from engine.gpu.ops.rules import SINGLE_GPU, GpuSeams
 from engine.gpu.pinning import upload
@@ -176,11 +176,12 @@ class GpuRunner(ModelRunner):
         All streams wait for a kernel that is compiled later: see docs/kernels.md for what spares that.
         """
         on_progress("warming up", None)
-        self._run_warmup_plans()
-        if self._copies is not None:
-            self._copies.warm_up()
-        if self._use_graphs:
-            self.capture(on_progress)
+        with compiles_are_early():  # an earlier engine of this process may log them
+            self._run_warmup_plans()
+            if self._copies is not None:
+                self._copies.warm_up()
+            if self._use_graphs:
+                self.capture(on_progress)
         log_late_compiles()
 
     def _run_warmup_plans(self) -> None:

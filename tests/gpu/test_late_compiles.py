@@ -9,6 +9,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from common.model_files import resolve_model
 from common.text.load import load_tokenizer
 from engine.engine import Engine
 from engine.gpu.config import GpuConfig
-from engine.gpu.late_compiles import log_late_compiles
+from engine.gpu.late_compiles import compiles_are_early, log_late_compiles
 from engine.loader import load
 from engine.request import SamplingParams
 from kernels.gpu.launching.fast_launch import FastLaunch
@@ -60,24 +61,34 @@ KINDS = {
 }
 
 
-def test_a_kernel_that_is_compiled_late_is_named(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.fixture
+def hooks() -> Iterator[Any]:
     hooks = triton.knobs.runtime
     before = hooks.jit_cache_hook, hooks.jit_post_compile_hook
-    try:
-        log_late_compiles()
-        asked = {
-            "key": "k",
-            "repr": "_rope[num_warps=4](x: *bf16)",
-            "fn": None,
-            "compile": {},
-            "is_manual_warmup": False,
-        }
-        assert not hooks.jit_cache_hook(**asked, already_compiled=False)  # true would stop the compiler
-        with caplog.at_level(logging.WARNING):
-            hooks.jit_post_compile_hook(**asked, already_compiled=False)
-    finally:
-        hooks.jit_cache_hook, hooks.jit_post_compile_hook = before
-    assert "_rope[num_warps=4]" in caplog.text
+    yield hooks
+    hooks.jit_cache_hook, hooks.jit_post_compile_hook = before
+
+
+def test_a_kernel_that_is_compiled_late_is_named(hooks: Any, caplog: pytest.LogCaptureFixture) -> None:
+    compiled = {
+        "signature": {"x": "*bf16", "num_rows": "i32", "DIMS": "constexpr"},
+        "constants": {(2,): 64},
+        "configs": [{(0,): [["tt.divisibility", 16]]}],
+    }
+    asked = {
+        "key": "k",
+        "repr": "",
+        "fn": SimpleNamespace(name="_rope"),
+        "compile": compiled,
+        "is_manual_warmup": False,
+    }
+    log_late_compiles()
+    assert not hooks.jit_cache_hook(**asked, already_compiled=False)  # true would stop the compiler
+    with caplog.at_level(logging.WARNING):
+        hooks.jit_post_compile_hook(**asked, already_compiled=False)
+        with compiles_are_early():
+            assert hooks.jit_post_compile_hook is None
+    assert "_rope(x: *bf16 / 16, num_rows: i32, DIMS = 64)" in caplog.text
 
 
 @pytest.fixture
