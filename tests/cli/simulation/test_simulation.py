@@ -122,7 +122,7 @@ def test_objectives_place_by_prediction() -> None:
 def test_requests_that_a_prefill_worker_keeps_move_when_prompts_come() -> None:
     """No token is lost or given twice; `simulate` looks whether each worker is empty afterwards."""
     rng = random.Random(4)
-    load = [planned(0.15 * n, rng.randrange(200, 500), 150, n) for n in range(60)]
+    load = [planned(0.12 * n, rng.randrange(200, 500), 150, n) for n in range(60)]
     cluster = simulate(config(prefill_workers=1, ttft_objective_ms=1000.0, itl_objective_ms=30.0), load)
     assert cluster.num_decisions["kept"] > 3
     assert 0 < cluster.num_decisions["move"] <= cluster.num_decisions["kept"]
