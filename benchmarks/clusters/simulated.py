@@ -171,11 +171,11 @@ def replay(path: Path, traces: Path, longest: int) -> Iterator[str]:
         measured = [cell for cell in document["cells"] if cell["cluster"] == cluster and cell["rate"]]
         requests: list[PlannedRequest] = []
         windows: list[Window] = []
-        for cell in measured:
+        for number, cell in enumerate(measured):
             begin = windows[-1].end + GAP_SECONDS if windows else 0.0
             windows.append(Window(begin, begin + seconds))
             rows = scaled_rows(fitting(traces / TRACES[cell["load"]], longest), cell["rate"], seconds, longest=0)
-            planned = trace_workload(maker, rows, 1.0, 1.0, seed=0)
+            planned = trace_workload(maker, rows, 1.0, 1.0, seed=number)  # prompts that no cell has had
             requests += [replace(each, at_seconds=each.at_seconds + begin) for each in planned]
         found = measure("", 0.0, cluster, requests, windows, settings_of(cluster))
         for cell, simulated in zip(measured, found, strict=True):
