@@ -83,9 +83,9 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=22)
     parser.add_argument("--new", default="56", help="tokens after cached ones, separated by commas")
     parser.add_argument("--cached", default="960,7000", help="cached tokens, separated by commas")
-    parser.add_argument("--max-keys", type=int, default=prompt_graphs.MAX_SHARED_KEYS)
+    parser.add_argument("--max-keys", type=int, default=prompt_graphs.MAX_SPLIT_KEYS)
     options = parser.parse_args()
-    prompt_graphs.MAX_KEYS = prompt_graphs.MAX_SHARED_KEYS = options.max_keys
+    prompt_graphs.MAX_KEYS = prompt_graphs.MAX_SPLIT_KEYS = options.max_keys
     bench = ShortPrompts(from_namespace(EngineConfig, options), from_namespace(GpuConfig, options))
     for length in LENGTHS:
         bench.compare(f"{length} tokens", partial(bench.first_token_ms, length), options.repeats)

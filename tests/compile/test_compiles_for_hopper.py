@@ -36,7 +36,7 @@ from kernels.gpu.attention.kv_splits import DecodeWorkspace
 from kernels.gpu.attention.paged_decode import paged_decode
 from kernels.gpu.attention.paged_prefill import paged_prefill
 from kernels.gpu.attention.paged_verify import paged_verify
-from kernels.gpu.attention.prefill_shares import ShareMemory, Shares
+from kernels.gpu.attention.prefill_splits import PrefillSplits, SplitWorkspace
 from kernels.gpu.attention.prompt_tiles import LARGE_TILE, SMALL_TILE, WIDTH
 from kernels.gpu.collectives.all_reduce import (
     GATHER_CHUNK,
@@ -321,13 +321,13 @@ def test_decode_of_several_queries_a_row(
     check(compiled, "_paged_verify_kernel", spills=VERIFY_SPILLS)
 
 
-def test_shares_of_prompts(compiled: list[Compiled]) -> None:
+def test_prefill_splits(compiled: list[Compiled]) -> None:
     num_heads, num_kv_heads, head_dim, num_spare = 28, 4, 128, 66  # Qwen2.5-7B
     pool = torch.empty(NUM_BLOCKS, 1, 2, num_kv_heads, BLOCK_SIZE, head_dim, dtype=torch.bfloat16, device=META)
     q = torch.empty(1024, num_heads, head_dim, dtype=torch.bfloat16, device=META)
-    memory = ShareMemory.of(num_spare, num_kv_heads, SMALL_TILE, head_dim, META)
-    shares = Shares(ints(num_spare, 4), memory)
-    paged_prefill(q, pool, 0, ints(64, MAX_BLOCKS), ints(180, WIDTH), SMALL_TILE, shares=shares)
+    workspace = SplitWorkspace.of(num_spare, num_kv_heads, SMALL_TILE, head_dim, META)
+    splits = PrefillSplits(ints(num_spare, 4), workspace)
+    paged_prefill(q, pool, 0, ints(64, MAX_BLOCKS), ints(180, WIDTH), SMALL_TILE, splits=splits)
     check(compiled, "_paged_prefill_kernel", "_merge_kernel")
 
 

@@ -77,7 +77,7 @@ def test_samples_logprobs_and_changed_logits(model: Path, monkeypatch: pytest.Mo
 
 
 def test_steps_beyond_the_bounds_go_the_eager_way(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_graphs, "MAX_SHARED_KEYS", 0)
+    monkeypatch.setattr(prompt_graphs, "MAX_SPLIT_KEYS", 0)
     expected = generate(reference(model), greedy(3))
     made, _, buckets = open_with_graphs(model, monkeypatch)
     assert generate(made, greedy(3), PROMPTS[:1]) == expected[:1]
@@ -89,7 +89,7 @@ def test_steps_beyond_the_bounds_go_the_eager_way(model: Path, monkeypatch: pyte
 
 def test_contexts_are_split(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of chunks, and of rows that decode beside them."""
-    for name in ("MIN_SHARE", "UNIT"):
+    for name in ("MIN_SPLIT", "UNIT"):
         monkeypatch.setattr(prompt_tiles, name, 64)
     monkeypatch.setattr(grouped, "num_spare_tiles", lambda *_: 20)
     merged: list[int] = []

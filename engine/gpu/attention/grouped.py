@@ -19,7 +19,7 @@ from kernels.gpu.attention.decode_tiles import most_queries
 from kernels.gpu.attention.kv_splits import DecodeWorkspace
 from kernels.gpu.attention.paged_decode import paged_decode
 from kernels.gpu.attention.paged_verify import paged_verify
-from kernels.gpu.attention.prefill_shares import ShareMemory, Shares
+from kernels.gpu.attention.prefill_splits import PrefillSplits, SplitWorkspace
 from kernels.gpu.attention.prompt_tiles import SMALL_TILE, num_spare_tiles
 from kernels.gpu.elementwise.rope import rope_and_write_kv
 from kvstore.layout import KvLayout
@@ -72,7 +72,7 @@ class GroupedQueries(GpuAttention):
         )  # fmt: skip
         if max_tokens:
             self.num_spare_tiles = num_spare_tiles(config.num_kv_heads, pool.device)
-        self._share_memory = ShareMemory.of(
+        self._split_workspace = SplitWorkspace.of(
             self.num_spare_tiles, config.num_kv_heads, SMALL_TILE, config.head_dim, pool.device
         )  # fmt: skip
 
@@ -84,8 +84,8 @@ class GroupedQueries(GpuAttention):
         return [plan, *(replace(plan, block_tables=tables) for tables in block_tables[1:])]
 
     def graph_plan(self, block_tables: Tensor, tiles: Tensor, merges: Tensor) -> PrefillPlan:
-        shares = Shares(merges, self._share_memory) if merges.shape[0] else None
-        return PagedPlan(block_tables, tiles, SMALL_TILE, shares)
+        splits = PrefillSplits(merges, self._split_workspace) if merges.shape[0] else None
+        return PagedPlan(block_tables, tiles, SMALL_TILE, splits)
 
     def attend(self, inputs: GpuInputs, block: Attention, qkv: Tensor, spreads_next: bool = True) -> Tensor:
         """See GpuAttention. spreads_next: see `rope_and_write_kv`.

@@ -10,18 +10,18 @@ from torch import Tensor
 
 from engine.gpu.pinning import upload
 from kernels.gpu.attention.paged_prefill import paged_prefill
-from kernels.gpu.attention.prefill_shares import Shares
+from kernels.gpu.attention.prefill_splits import PrefillSplits
 from kernels.gpu.attention.prompt_tiles import choose_tile, prefill_tiles
 
 
 @dataclass(frozen=True, slots=True)
 class PagedPlan:
-    """block_tables: int32 (num_rows, any). tiles, shares: see `paged_prefill`."""
+    """block_tables: int32 (num_rows, any). tiles, splits: see `paged_prefill`."""
 
     block_tables: Tensor
     tiles: Tensor
     tile_m: int
-    shares: Shares | None = None
+    splits: PrefillSplits | None = None
 
     def attend(
         self, qkv: Tensor, pool: Tensor, layer: int, out: Tensor, window: int = 0, sinks: Tensor | None = None
@@ -30,7 +30,7 @@ class PagedPlan:
         q = qkv[:, : qkv.shape[1] - 2 * pool.shape[3]]
         paged_prefill(
             q, pool, layer, self.block_tables, self.tiles, self.tile_m, out, window=window, sinks=sinks,
-            shares=self.shares,
+            splits=self.splits,
         )  # fmt: skip
 
 

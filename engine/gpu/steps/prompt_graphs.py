@@ -27,7 +27,7 @@ from kernels.gpu.attention.prompt_tiles import SMALL_TILE, WIDTH, prefill_tiles,
 
 logger = logging.getLogger(__name__)
 # Of a row, or where tiles are split of a program: with more, the backend for eager steps is faster.
-MAX_KEYS, MAX_SHARED_KEYS = 8192, 16384
+MAX_KEYS, MAX_SPLIT_KEYS = 8192, 16384
 TOKEN, POSITION, SLOT, SOURCE = range(4)  # rows of PromptInputs.fields, before the slots of further KV groups
 INDEX, ROW, LENGTH = range(3)  # rows of PromptInputs.samples
 
@@ -141,7 +141,7 @@ class PromptGraphs:
         if not self._num_spare:
             return all(row.stop <= MAX_KEYS for row in batch.rows)
         num_keys = sum(-(-row.num_tokens // self._tokens_per_tile) * row.stop for row in batch.rows)
-        return num_keys <= self._num_spare * MAX_SHARED_KEYS
+        return num_keys <= self._num_spare * MAX_SPLIT_KEYS
 
     def _shape_of(self, batch: GpuBatch) -> tuple[int, int] | None:
         """The smallest shape that holds the step."""

@@ -8,8 +8,8 @@ A program takes one KV head and TILE_M consecutive rows of (token, query head of
 once for a whole group and a tile spans few positions: little work is lost at the diagonal. Keys before the tile's
 first position, in the window of its last, need no mask; the rest do. The host lists the tiles, longest first, so that
 no long one starts last.
-Where blocks are large enough, unmasked keys and values come through a tensor descriptor over the whole pool. Programs
-may share a tile's keys (`prefill_shares.py`).
+Where blocks are large enough, unmasked keys and values come through a tensor descriptor over the whole pool. A tile's
+keys may be split between programs (`prefill_splits.py`).
 
 Reference: `attend_sequence` of `kernels/paged_attention.py`.
 """
@@ -25,7 +25,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.gpu.attention.decode_tiles import LOG2_E, LOG2_E_IN_KERNEL, compute_dtype, tile_offsets
-from kernels.gpu.attention.prefill_shares import Shares, merge_shares
+from kernels.gpu.attention.prefill_splits import PrefillSplits, merge_splits
 from kernels.gpu.attention.prompt_tiles import LARGE_TILE
 from kernels.gpu.launching.launch_configs import PrefillConfig
 from kernels.gpu.launching.tuning import (
@@ -111,10 +111,10 @@ def _paged_prefill_kernel(
     layer, num_layers, q_stride, table_stride, block_stride, layer_stride, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, NUM_STAGES: tl.constexpr, COMPUTE: tl.constexpr,
-    HAS_BOXES: tl.constexpr, WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SHARES: tl.constexpr,
+    HAS_BOXES: tl.constexpr, WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SPLITS: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0)
-    WIDTH: tl.constexpr = 7 if HAS_SHARES else 4
+    WIDTH: tl.constexpr = 7 if HAS_SPLITS else 4
     tile_ptr = tiles_ptr + tl.program_id(1) * WIDTH
     row = tl.load(tile_ptr).to(tl.int64)
     first_token = tl.load(tile_ptr + 1)
@@ -142,23 +142,23 @@ def _paged_prefill_kernel(
     lowest_key = None
     first_full = 0
     first_masked = num_full
-    first_share_key = 0
+    split_start = 0
     slot = 0
-    if HAS_SHARES:
-        first_share_key = tl.load(tile_ptr + 4)
+    if HAS_SPLITS:
+        split_start = tl.load(tile_ptr + 4)
         end_key = tl.load(tile_ptr + 5)
         slot = tl.load(tile_ptr + 6)
-        first_full = first_share_key
-        first_masked = tl.maximum(num_full, first_share_key)
+        first_full = split_start
+        first_masked = tl.maximum(num_full, split_start)
         num_full = tl.minimum(num_full, end_key)
     if WINDOW > 0:
         lowest_key = tl.maximum(first_position - WINDOW + 1, 0)
         lowest_of_last = tl.maximum(first_position + count - WINDOW, 0)
         end_partly = tl.minimum(tl.cdiv(lowest_of_last, TILE_N) * TILE_N, num_full)
-        first_full = tl.maximum(end_partly, first_share_key)
+        first_full = tl.maximum(end_partly, split_start)
         mixed, total, highest = _attend_tile(
             q, mixed, total, highest, keys_ptr, values_ptr, table_ptr, positions,
-            tl.maximum(lowest_key // TILE_N * TILE_N, first_share_key), end_partly,
+            tl.maximum(lowest_key // TILE_N * TILE_N, split_start), end_partly,
             lowest_key, block_stride, scale, True, HEAD_DIM, BLOCK_SIZE, TILE_N, 1, WINDOW,
         )  # fmt: skip
     if HAS_BOXES:
@@ -179,8 +179,8 @@ def _paged_prefill_kernel(
     )  # fmt: skip
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + heads).to(tl.float32) * LOG2_E_IN_KERNEL
-        if HAS_SHARES:
-            sink = tl.where(first_share_key == 0, sink, float("-inf"))
+        if HAS_SPLITS:
+            sink = tl.where(split_start == 0, sink, float("-inf"))
         new_highest = tl.maximum(highest, sink)
         pivot = tl.where(new_highest > float("-inf"), new_highest, 0.0)
         shrink = tl.exp2(highest - pivot)
@@ -189,7 +189,7 @@ def _paged_prefill_kernel(
         highest = new_highest
     mixed = mixed / tl.maximum(total, 1.0)[:, None]  # the highest score's weight is 1; a tile without tokens has none
     target = out_ptr + (tokens[:, None] * (NUM_KV_HEADS * GROUP) + heads[:, None]) * HEAD_DIM + dims[None, :]
-    if HAS_SHARES:
+    if HAS_SPLITS:
         mine = ((slot - 1) * NUM_KV_HEADS + kv_head) * TILE_M + members
         tl.store(outputs_ptr + mine[:, None] * HEAD_DIM + dims[None, :], mixed, mask=(mine >= 0)[:, None])
         tl.store(log_sums_ptr + mine, highest + tl.log2(tl.maximum(total, 1.0)), mask=mine >= 0)
@@ -208,7 +208,7 @@ def takes_boxes(pool: Tensor) -> bool:
 def paged_prefill(
     q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, tiles: Tensor, tile_m: int = LARGE_TILE,
     out: Tensor | None = None, config: PrefillConfig | None = None, has_boxes: bool | None = None, window: int = 0,
-    sinks: Tensor | None = None, shares: Shares | None = None,
+    sinks: Tensor | None = None, splits: PrefillSplits | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of the tokens that `tiles` names.
 
@@ -220,7 +220,7 @@ def paged_prefill(
     has_boxes: whether to go through a descriptor; by default where that is possible.
     window: keys that a query sees, itself included; 0: all. Entries of tables before it are not read. sinks:
         (num_heads,) or None.
-    shares: where tiles may be split, which are then int32 (num_tiles, WIDTH), of `split_tiles`.
+    splits: where tiles may be split, which are then int32 (num_tiles, WIDTH), of `split_tiles`.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_layers, _, num_kv_heads, block_size = pool.shape[1:5]
@@ -238,7 +238,7 @@ def paged_prefill(
         config = PREFILL_WIDE_BY_DESCRIPTOR if has_boxes else PREFILL_WIDE_BY_POINTERS
     table = PREFILL_BY_DESCRIPTOR if has_boxes else PREFILL_BY_POINTERS
     config = config or table.get(tile_m) or PrefillConfig(tile_m, 4, 2)
-    outputs, log_sums = (out, out) if shares is None else (shares.memory.outputs, shares.memory.log_sums)
+    outputs, log_sums = (out, out) if splits is None else (splits.workspace.outputs, splits.workspace.log_sums)
     group = num_heads // num_kv_heads
     _paged_prefill_kernel[(num_kv_heads, tiles.shape[0])](
         q, pool, boxes, block_tables, tiles, out, q if sinks is None else sinks, outputs, log_sums,
@@ -246,9 +246,9 @@ def paged_prefill(
         LOG2_E / math.sqrt(head_dim),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         TILE_M=tile_m, TILE_N=config.tile_n, NUM_STAGES=config.num_stages, COMPUTE=compute_dtype(q, pool),
-        HAS_BOXES=has_boxes, WINDOW=window, HAS_SINKS=sinks is not None, HAS_SHARES=shares is not None,
+        HAS_BOXES=has_boxes, WINDOW=window, HAS_SINKS=sinks is not None, HAS_SPLITS=splits is not None,
         num_warps=config.num_warps,
     )  # fmt: skip
-    if shares is not None:
-        merge_shares(shares, out, num_kv_heads, group, tile_m)
+    if splits is not None:
+        merge_splits(splits, out, num_kv_heads, group, tile_m)
     return out

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kernels.gpu.attention import prompt_tiles
 from kernels.gpu.attention.paged_prefill import paged_prefill, takes_boxes
-from kernels.gpu.attention.prefill_shares import ShareMemory, Shares
+from kernels.gpu.attention.prefill_splits import PrefillSplits, SplitWorkspace
 from kernels.gpu.attention.prompt_tiles import LARGE_TILE, SMALL_TILE, choose_tile, prefill_tiles, split_tiles
 from kernels.gpu.launching.launch_configs import PrefillConfig
 from kernels.paged_attention import attend_causally, attend_sequence
@@ -65,16 +65,16 @@ def test_blocks_smaller_than_a_tile(device: torch.device) -> None:
 
 def split(
     tiles: list[tuple[int, int, int, int]], num_kv_heads: int, tile_m: int, head_dim: int, device: torch.device,
-) -> tuple[torch.Tensor, Shares]:  # fmt: skip
+) -> tuple[torch.Tensor, PrefillSplits]:  # fmt: skip
     """With padding, as graphs have it."""
     num_spare = 20
     found, merges = split_tiles(tiles, num_spare)
     assert merges
     merges += [(0, 0, 0, 0)] * (num_spare - len(merges))
-    memory = ShareMemory.of(num_spare, num_kv_heads, tile_m, head_dim, device)
+    memory = SplitWorkspace.of(num_spare, num_kv_heads, tile_m, head_dim, device)
     memory.outputs.fill_(float("nan"))
-    shares = Shares(torch.tensor(merges, dtype=torch.int32, device=device), memory)
-    return torch.tensor([*found, (0,) * 7], dtype=torch.int32, device=device), shares
+    splits = PrefillSplits(torch.tensor(merges, dtype=torch.int32, device=device), memory)
+    return torch.tensor([*found, (0,) * 7], dtype=torch.int32, device=device), splits
 
 
 @pytest.mark.parametrize("has_boxes", [True, False])
@@ -94,11 +94,11 @@ def test_large_blocks_through_a_descriptor(
     tiles = torch.tensor(listed, dtype=torch.int32, device=device)
     assert takes_boxes(pool) or device.type == "cuda"
     has_boxes = has_boxes and takes_boxes(pool)
-    monkeypatch.setattr(prompt_tiles, "MIN_SHARE", 64)
-    parts, shares = split(listed, 2, tile_m, 32, device)
+    monkeypatch.setattr(prompt_tiles, "MIN_SPLIT", 64)
+    parts, splits = split(listed, 2, tile_m, 32, device)
     for out in (
         paged_prefill(q, pool, 1, table, tiles, tile_m, has_boxes=has_boxes),
-        paged_prefill(q, pool, 1, table, parts, tile_m, has_boxes=has_boxes, shares=shares),
+        paged_prefill(q, pool, 1, table, parts, tile_m, has_boxes=has_boxes, splits=splits),
     ):
         for row, kv in enumerate(kvs):
             own = slice(starts[row], starts[row + 1])
@@ -142,7 +142,7 @@ def test_tiles_cover_each_token_once_longest_first() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 40_000), st.integers(1, 64)), max_size=80), st.sampled_from([1, 8, 66, 264]))
-def test_shares_cover_the_keys_of_each_tile_once(rows: list[tuple[int, int]], num_spare: int) -> None:
+def test_splits_cover_the_keys_of_each_tile_once(rows: list[tuple[int, int]], num_spare: int) -> None:
     tiles = [(row, 64 * row, position, count) for row, (position, count) in enumerate(rows)]
     found, merges = split_tiles(tiles, num_spare)
     assert len(found) <= len(tiles) + num_spare
@@ -155,15 +155,15 @@ def test_shares_cover_the_keys_of_each_tile_once(rows: list[tuple[int, int]], nu
     merged = [[by_slot.pop(slot + index) for index in range(count)] for slot, count, _, _ in merges]
     assert not by_slot
     whole = [[(tuple(tile), first, end)] for *tile, first, end, slot in found if not slot]
-    for shares, of_tile in zip(merged, merges, strict=True):
-        [tile] = {tile for tile, _, _ in shares}
+    for splits, of_tile in zip(merged, merges, strict=True):
+        [tile] = {tile for tile, _, _ in splits}
         assert (tile[1], tile[3]) == of_tile[2:]
-    assert sorted(shares[0][0] for shares in whole + merged) == tiles
-    for shares in whole + merged:
-        _, _, position, count = shares[0][0]
-        assert (shares[0][1], shares[-1][2]) == (0, position + count)
-        assert shares[-1][1] <= position
-        assert all(end == start and end % 128 == 0 for (_, _, end), (_, start, _) in pairwise(shares))
+    assert sorted(splits[0][0] for splits in whole + merged) == tiles
+    for splits in whole + merged:
+        _, _, position, count = splits[0][0]
+        assert (splits[0][1], splits[-1][2]) == (0, position + count)
+        assert splits[-1][1] <= position
+        assert all(end == start and end % 128 == 0 for (_, _, end), (_, start, _) in pairwise(splits))
 
 
 def test_few_tiles_after_long_contexts_fill_the_gpu_and_many_stay_whole() -> None:
@@ -193,14 +193,14 @@ def test_windows_and_sinks(
     give_back_blocks(pool, tables, table, first_keys if window else [0] * 3)
     q = torch.randn(starts[-1], num_heads, 32, device=device).to(dtype)
     sinks = 2 * torch.randn(num_heads, device=device) if has_sinks else None
-    listed, shares = prefill_tiles(starts, seq_lens, 2, TILE_M), None
+    listed, splits = prefill_tiles(starts, seq_lens, 2, TILE_M), None
     tiles = torch.tensor(listed, dtype=torch.int32, device=device)
     if is_split:
-        monkeypatch.setattr(prompt_tiles, "MIN_SHARE", 64)
-        tiles, shares = split(listed, num_kv_heads, TILE_M, 32, device)
+        monkeypatch.setattr(prompt_tiles, "MIN_SPLIT", 64)
+        tiles, splits = split(listed, num_kv_heads, TILE_M, 32, device)
     config = PrefillConfig(tile_n=tile_n, num_warps=4, num_stages=2)
     out = paged_prefill(
-        q, pool, 1, table, tiles, TILE_M, None, config, has_boxes and takes_boxes(pool), window, sinks, shares
+        q, pool, 1, table, tiles, TILE_M, None, config, has_boxes and takes_boxes(pool), window, sinks, splits
     )  # fmt: skip
     for row, kv in enumerate(kvs):
         own = slice(starts[row], starts[row + 1])

@@ -1,8 +1,8 @@
-"""Tiles of prompts whose keys several programs share: without that a few queries after a long context use few SMs.
+"""KV splits of prompts' tiles: without them a few queries after a long context use few SMs.
 
-A tile is split into shares of its keys, each with a program of its own, which leaves its partial output and the
+The keys of a tile are split between programs, each of which leaves its partial output and the
 logarithm of its sum of weights (`paged_prefill.py`); a second kernel adds those of a tile up. The host decides how
-many shares there are, and no launch depends on it: a graph has room for the most.
+many splits there are, and no launch depends on it: a graph has room for the most.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class ShareMemory:
-    """Partial results of one launch's shares; launches that run one after the other use the same.
+class SplitWorkspace:
+    """Partial results of one launch's splits; launches that run one after the other use the same.
 
     outputs: float32 (2 * num_spare * num_kv_heads * tile_m, head_dim). log_sums: float32, one for each row.
     """
@@ -26,18 +26,20 @@ class ShareMemory:
     log_sums: Tensor
 
     @classmethod
-    def of(cls, num_spare: int, num_kv_heads: int, tile_m: int, head_dim: int, device: torch.device) -> ShareMemory:
+    def of(
+        cls, num_spare: int, num_kv_heads: int, tile_m: int, head_dim: int, device: torch.device
+    ) -> SplitWorkspace:
         num_rows = 2 * num_spare * num_kv_heads * tile_m
         outputs = torch.empty(num_rows, head_dim, dtype=torch.float32, device=device)
         return cls(outputs, torch.empty(num_rows, dtype=torch.float32, device=device))
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class PrefillSplits:
     """merges: int32 (at most num_spare, 4), of `split_tiles`; zeros are padding."""
 
     merges: Tensor
-    memory: ShareMemory
+    workspace: SplitWorkspace
 
 
 @triton.jit
@@ -46,13 +48,13 @@ def _merge_kernel(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_M: tl.constexpr,
     DIMS: tl.constexpr,
 ):  # fmt: skip
-    """Weighted mean of a tile's shares, in their order; DIMS of its dimensions."""
+    """Weighted mean of a tile's splits, in their order; DIMS of its dimensions."""
     merge_ptr = merges_ptr + tl.program_id(0) * 4
-    num_shares = tl.load(merge_ptr + 1)
-    if num_shares == 0:
+    num_splits = tl.load(merge_ptr + 1)
+    if num_splits == 0:
         return
     kv_head = tl.program_id(1)
-    first_share = tl.load(merge_ptr) - 1
+    first_split = tl.load(merge_ptr) - 1
     first_token = tl.load(merge_ptr + 2)
     count = tl.load(merge_ptr + 3)
     members = tl.arange(0, TILE_M)
@@ -60,12 +62,12 @@ def _merge_kernel(
     highest = tl.full((TILE_M,), float("-inf"), tl.float32)
     total = tl.zeros((TILE_M,), tl.float32)
     mixed = tl.zeros((TILE_M, DIMS), tl.float32)
-    for share in range(first_share, first_share + num_shares):
-        mine = (share * NUM_KV_HEADS + kv_head) * TILE_M + members
+    for split in range(first_split, first_split + num_splits):
+        mine = (split * NUM_KV_HEADS + kv_head) * TILE_M + members
         log_sums = tl.load(log_sums_ptr + mine)
         part = tl.load(outputs_ptr + mine[:, None] * HEAD_DIM + dims[None, :])
         new_highest = tl.maximum(highest, log_sums)
-        pivot = tl.where(new_highest > float("-inf"), new_highest, 0.0)  # a window may end before a share's first key
+        pivot = tl.where(new_highest > float("-inf"), new_highest, 0.0)  # a window may end before a split's first key
         shrink = tl.exp2(highest - pivot)
         weights = tl.exp2(log_sums - pivot)
         mixed = mixed * shrink[:, None] + part * weights[:, None]
@@ -78,12 +80,12 @@ def _merge_kernel(
     tl.store(target, (mixed / total[:, None]).to(out_ptr.dtype.element_ty), mask=exists)
 
 
-def merge_shares(shares: Shares, out: Tensor, num_kv_heads: int, group: int, tile_m: int) -> None:
+def merge_splits(splits: PrefillSplits, out: Tensor, num_kv_heads: int, group: int, tile_m: int) -> None:
     """Write the tiles that are split to `out` (num_tokens, num_heads * head_dim)."""
-    memory = shares.memory
-    head_dim = memory.outputs.shape[1]
+    workspace = splits.workspace
+    head_dim = workspace.outputs.shape[1]
     dims = min(head_dim, 64)
-    _merge_kernel[(shares.merges.shape[0], num_kv_heads, head_dim // dims)](
-        shares.merges, memory.outputs, memory.log_sums, out,
+    _merge_kernel[(splits.merges.shape[0], num_kv_heads, head_dim // dims)](
+        splits.merges, workspace.outputs, workspace.log_sums, out,
         NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, TILE_M=tile_m, DIMS=dims, num_warps=4,
     )  # fmt: skip
