@@ -4,15 +4,19 @@ Each call follows the rotation of its rows, as in a step, and the rotation's own
 still running when those of attention come decides where these find room (docs/decisions/attention-kernels.md).
 
 `--sweep` tries tile sizes, warps, stages and splits; `kernels/gpu/launching/tuning.py` comes from it. `--window`:
-keys that queries see, of longer contexts.
+keys that queries see, of longer contexts. `--trace` takes lengths of rows from a trace, and compares with equal ones
+of the same sum.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import random
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import product
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -20,6 +24,7 @@ from triton.runtime.errors import OutOfResources
 
 from benchmarks.kernels.attention.simple_decode import simple_decode
 from benchmarks.kernels.timing import graph_seconds, num_input_sets, read_bandwidth, report
+from cli.load.workload import read_trace
 from kernels.gpu.attention.kv_splits import MAX_SPLITS, DecodeWorkspace, num_splits
 from kernels.gpu.attention.paged_decode import paged_decode
 from kernels.gpu.elementwise.rope import rope_and_write_kv
@@ -41,14 +46,15 @@ class Case:
     """Random inputs of one shape; the layers of one pool are the rotating input sets."""
 
     def __init__(
-        self, num_heads: int, num_kv_heads: int, head_dim: int, rows: int, length: int, block_size: int,
+        self, num_heads: int, num_kv_heads: int, head_dim: int, lengths: Sequence[int], block_size: int,
         kv_dtype: torch.dtype = torch.bfloat16, window: int = 0,
     ) -> None:  # fmt: skip
-        self.window = window
-        seen = min(length, window or length)
-        self.bytes_per_call = 2 * kv_dtype.itemsize * rows * num_kv_heads * seen * head_dim
+        self.window, rows = window, len(lengths)
+        seen = sum(min(length, window or length) for length in lengths)
+        self.bytes_per_call = 2 * kv_dtype.itemsize * num_kv_heads * seen * head_dim
         self.num_layers = num_input_sets(self.bytes_per_call, 48)
-        blocks = rows * -(-length // block_size)
+        counts = [-(-length // block_size) for length in lengths]
+        blocks = sum(counts)
         self.pool = torch.empty(
             blocks, self.num_layers, 2, num_kv_heads, block_size, head_dim, dtype=torch.bfloat16, device="cuda"
         ).normal_().to(kv_dtype)  # fmt: skip
@@ -57,8 +63,9 @@ class Case:
         self.angles = torch.tensor([1.0, 0.0]).repeat_interleave(head_dim).view(1, 2, head_dim).cuda().bfloat16()
         self.zeros = torch.zeros(rows, dtype=torch.int32, device="cuda")
         self.slots = self.zeros - 1
-        self.table = torch.randperm(blocks, device="cuda").view(rows, -1).int()
-        self.lengths = torch.full((rows,), length, dtype=torch.int32, device="cuda")
+        of_rows = torch.randperm(blocks, device="cuda").int()
+        self.table = torch.nn.utils.rnn.pad_sequence(list(torch.split(of_rows, counts)), batch_first=True)
+        self.lengths = torch.tensor(lengths, dtype=torch.int32, device="cuda")
         self.workspace = DecodeWorkspace(rows, num_heads, num_kv_heads, head_dim, self.q.device)
         most = rows * num_heads * MAX_SPLITS
         self.workspace.outputs = torch.empty(most, head_dim, device="cuda")
@@ -95,7 +102,7 @@ class Case:
 def sweep(models: list[str], read: float, block_size: int, kv_dtype: str, window: int) -> None:
     for model in models:
         for rows, length in SHAPES:
-            case = Case(*MODELS[model], rows, length, block_size, KV_DTYPES[kv_dtype], window)
+            case = Case(*MODELS[model], [length] * rows, block_size, KV_DTYPES[kv_dtype], window)
             results = {}
             for option, programs_per_sm, lists_blocks in product(OPTIONS[kv_dtype], (2, 4, 8), (False, True)):
                 config = DecodeConfig(*option, programs_per_sm, lists_blocks)
@@ -112,6 +119,25 @@ def sweep(models: list[str], read: float, block_size: int, kv_dtype: str, window
             )  # fmt: skip
 
 
+def trace_lengths(trace: Path, rows: int, longest: int, seed: int) -> list[int]:
+    """Contexts of so many rows at some moment: a request is there for as many steps as its answer has tokens."""
+    draw = random.Random(seed)
+    requests = [row for row in read_trace(trace, 5000) if row.num_input_tokens + row.num_output_tokens <= longest]
+    chosen = draw.choices(requests, [row.num_output_tokens for row in requests], k=rows)
+    return [row.num_input_tokens + draw.randrange(row.num_output_tokens + 1) for row in chosen]
+
+
+def compare_with_equal(model: str, lengths: list[int], block_size: int, kv_dtype: str) -> None:
+    equal = [sum(lengths) // len(lengths)] * len(lengths)
+    cases = [Case(*MODELS[model], each, block_size, KV_DTYPES[kv_dtype]) for each in (lengths, equal)]
+    seconds = [case.seconds() for case in cases]
+    report(
+        "paged_decode of a trace's lengths", f"{model} {kv_dtype} bs{block_size} {len(lengths)} rows",
+        keys=sum(lengths), longest=max(lengths),
+        us=seconds[0] * 1e6, equal_us=seconds[1] * 1e6, ratio=seconds[0] / seconds[1],
+    )  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sweep", action="store_true")
@@ -120,6 +146,9 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, help="one of the models; default: all")
     parser.add_argument("--window", type=int, default=0)
     parser.add_argument("--shapes", default="", help="rows x tokens, instead of the usual ones: 1x1024,8x4096")
+    parser.add_argument("--trace", type=Path, help="file of a trace, of whose requests the rows are")
+    parser.add_argument("--rows", default="8,10,16,32,64", help="how many rows, of `--trace`")
+    parser.add_argument("--longest", type=int, default=30_000, help="tokens of a request, of `--trace`")
     options = parser.parse_args()
     models = [options.model] if options.model else list(MODELS)
     pairs = [each.split("x") for each in options.shapes.split(",") if each]
@@ -128,10 +157,15 @@ def main() -> None:
     if options.sweep:
         sweep(models, read, options.block_size, options.kv_dtype, options.window)
         return
+    if options.trace:
+        for model, rows, seed in product(models, map(int, options.rows.split(",")), range(3)):
+            lengths = trace_lengths(options.trace, rows, options.longest, seed)
+            compare_with_equal(model, lengths, options.block_size, options.kv_dtype)
+        return
     for model in models:
         for rows, length in shapes:
             kv_dtype = KV_DTYPES[options.kv_dtype]
-            case = Case(*MODELS[model], rows, length, options.block_size, kv_dtype, options.window)
+            case = Case(*MODELS[model], [length] * rows, options.block_size, kv_dtype, options.window)
             seconds = case.seconds()
             rate = case.bytes_per_call / seconds
             report(
