@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any
 
@@ -72,6 +72,7 @@ class Routes:
     def __init__(self) -> None:
         self.routes: list[DescribedRoute] = []
         self.open_paths: set[bytes] = set()  # as they are asked for, which need no API key
+        self.tasks: list[Callable[[], Coroutine[Any, Any, None]]] = []  # run while the router serves
 
     def add(
         self,

@@ -30,6 +30,7 @@ class LoraAdapters:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._lock = asyncio.Lock()  # two loads of one name follow each other
+        self._watched: set[str] = set()  # names of the adapters of --lora-dir
 
     def serve(self, modules: Sequence[LoraModule]) -> None:
         """Serve adapters from the start. Raises ConfigError."""
@@ -49,24 +50,51 @@ class LoraAdapters:
         """
         async with self._lock:
             base = self._base(base_name)
+            self._check_not_watched(name)
             self._check_name(name, in_place)
             try:
                 ref = await asyncio.to_thread(_reference, folder)
             except ConfigError as error:
                 raise InvalidRequestError(str(error), "lora_path") from None
-            links: list[WorkerLink] = [link for role in ROLES for link in base.workers.usable(role)]
-            try:
-                await try_adapter(str(ref), links)
-            except InvalidRequestError as error:
-                raise InvalidRequestError(str(error), "lora_path") from None
-            self._add(name, base, ref)
+            await self._try_and_add(name, base, ref)
 
     async def unload(self, name: str) -> None:
-        """Serve an adapter no longer; its open requests go on. Raises NotFoundError."""
+        """Serve an adapter no longer; its open requests go on. Raises NotFoundError, or InvalidRequestError."""
         async with self._lock:
             if self._adapter(name) is None:
                 raise NotFoundError(f"The lora adapter {name[:MAX_NAME_CHARS]!r} cannot be found.")
+            self._check_not_watched(name)
             self._gateway.remove_model(name)
+
+    def watched(self) -> dict[str, str]:
+        """References of the adapters of --lora-dir that are served, by name."""
+        return {model.name: model.adapter for model in self._gateway.models if model.name in self._watched}
+
+    def add_watched(self, name: str, ref: AdapterRef) -> None:
+        """Serve an adapter of --lora-dir that no worker has tried. Raises InvalidRequestError for its name."""
+        self._check_name(name, in_place=False)
+        self._add(name, self._base(""), ref)
+        self._watched.add(name)
+
+    async def load_watched(self, name: str, ref: AdapterRef) -> None:
+        """Serve one when all workers have read it, also in place of one that was there. Raises as `load` does."""
+        async with self._lock:
+            self._check_name(name, in_place=name in self._watched)
+            await self._try_and_add(name, self._base(""), ref)
+            self._watched.add(name)
+
+    async def remove_watched(self, name: str) -> None:
+        async with self._lock:
+            self._watched.remove(name)
+            self._gateway.remove_model(name)
+
+    async def _try_and_add(self, name: str, base: ServedModel, ref: AdapterRef) -> None:
+        links: list[WorkerLink] = [link for role in ROLES for link in base.workers.usable(role)]
+        try:
+            await try_adapter(str(ref), links)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(str(error), "lora_path") from None
+        self._add(name, base, ref)
 
     def _base(self, name: str) -> ServedModel:
         model = self._gateway.model(name or None)
@@ -76,6 +104,10 @@ class LoraAdapters:
 
     def _adapter(self, name: str) -> ServedModel | None:
         return next((model for model in self._gateway.models if model.name == name and model.adapter), None)
+
+    def _check_not_watched(self, name: str) -> None:
+        if name in self._watched:
+            raise InvalidRequestError(f"{name!r} is served from --lora-dir: change its folder there", "lora_name")
 
     def _check_name(self, name: str, in_place: bool) -> None:
         if not 0 < len(name) <= MAX_NAME_CHARS or not name.isprintable():

@@ -13,14 +13,21 @@ from router.http.body import read_json_object
 from router.http.operator import check_operator
 from router.http.routes import Routes
 from router.lora.adapters import LoraAdapters
+from router.lora.folder import AdapterFolder
 from router.lora.schemas import LoadLoraAdapterBody, UnloadLoraAdapterBody
 from router.lora.settings import LoraModuleSettings
+from router.lora.watched import WatchedAdapters
 
 
 def add_lora_routes(routes: Routes, gateway: Gateway) -> None:
     """Raises ConfigError for adapters of the settings that cannot be served."""
     adapters = LoraAdapters(gateway)
-    adapters.serve(parse_lora_modules(gateway.config.of(LoraModuleSettings).lora_modules))
+    settings = gateway.config.of(LoraModuleSettings)
+    adapters.serve(parse_lora_modules(settings.lora_modules))
+    if settings.lora_dir:
+        watched = WatchedAdapters(adapters, AdapterFolder(folder_of(settings.lora_dir)))
+        watched.serve()
+        routes.tasks.append(watched.follow)
 
     async def load(request: Request) -> Response:
         check_operator(request, gateway.config.api_key, "loading adapters")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from tests.harness.adapters import shapes_of_config, write_adapter
 from tests.harness.clients import async_client
 from tests.harness.cluster import Cluster, running_cluster
 from tests.harness.jobs import same_after_a_kill
+from tests.harness.waiting import wait_until
 
 pytestmark = pytest.mark.wing("engine.lora")
 SHAPES = shapes_of_config(DRY_RUN_CONFIG)
@@ -39,7 +41,9 @@ def shared(folder: Path) -> Iterator[Cluster]:
     for seed, name in enumerate(("poet", "painter", "sculptor")):
         write_adapter(folder / name, SHAPES, ("_proj", "lm_head"), seed=seed, std=0.3)
     modules = f"--lora-modules=poet={folder / 'poet'}"
-    with running_cluster(1, 2, engine_args=(*ENGINE, modules), router_args=(modules,)) as running:
+    (folder / "watched").mkdir()
+    router_args = (modules, f"--lora-dir={folder / 'watched'}")
+    with running_cluster(1, 2, engine_args=(*ENGINE, modules), router_args=router_args) as running:
         yield running
 
 
@@ -106,6 +110,24 @@ def test_adapters_come_and_go_while_serving(cluster: Cluster, folder: Path, expe
         assert unload(cluster, name).status_code == 404
         with pytest.raises(openai.NotFoundError):
             cluster.ask(PROMPT, model=name)
+    cluster.wait_quiet()
+
+
+def test_adapters_of_a_folder_outlive_their_router(cluster: Cluster, folder: Path, expected: dict[str, str]) -> None:
+    def names() -> set[str]:
+        return {card["id"] for card in cluster.get("/v1/models")["data"]}
+
+    watched = folder / "watched" / "mason"
+    shutil.copytree(folder / "sculptor", watched)
+    wait_until(lambda: "mason" in names())
+    assert cluster.ask(PROMPT, NUM_TOKENS, model="mason").choices[0].text == expected["sculptor"]
+    cluster.services["router"].kill()
+    cluster.start_service("router")
+    cluster.wait_ready(3)
+    assert names() == {"dry-run", "poet", "mason"}
+    assert cluster.ask(PROMPT, NUM_TOKENS, model="mason").choices[0].text == expected["sculptor"]
+    shutil.rmtree(watched)
+    wait_until(lambda: "mason" not in names())
     cluster.wait_quiet()
 
 
