@@ -63,7 +63,7 @@ class LocalServer:
         )
         try:
             self._wait_ready()
-        except BaseException:
+        except BaseException:  # Ctrl-C and cancelled tasks, too: what was opened must not stay open
             self._stop()
             raise
         return self

@@ -58,7 +58,7 @@ def _reserve(port: int) -> int:
     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         probe.bind((LOOPBACK, port))
-    except BaseException:
+    except BaseException:  # Ctrl-C and cancelled tasks, too: what was opened must not stay open
         probe.close()
         raise
     found = int(probe.getsockname()[1])

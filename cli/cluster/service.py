@@ -111,7 +111,7 @@ class Service:
                 env=env,
                 start_new_session=True,
             )
-        except BaseException:
+        except BaseException:  # Ctrl-C and cancelled tasks, too: what was opened must not stay open
             os.close(read_end)
             raise
         finally:

@@ -35,7 +35,7 @@ class Mailboxes(Generic[Mailbox]):
         try:
             for token_ids, params, adapter in asked:
                 requests.append(self._engine.add_request(token_ids, params, adapter=adapter))
-        except BaseException:
+        except BaseException:  # Ctrl-C, too: requests that were added must not stay
             self.close(requests)
             raise
         self._mailboxes.update((request.request_id, mailbox) for request in requests)

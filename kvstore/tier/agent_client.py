@@ -60,7 +60,7 @@ class AgentHostTier:
         self._sock, self.num_slots, fd = self._wait(start_seconds)
         try:
             self.buffer = map_fd(fd, self.num_slots * block_bytes, writable=True)
-        except BaseException:
+        except BaseException:  # Ctrl-C and cancelled tasks, too: what was opened must not stay open
             self._sock.close()
             raise
         finally:
@@ -130,7 +130,7 @@ class AgentHostTier:
                 if num_slots != self.num_slots:
                     raise ConfigError(f"it has {num_slots} slots now, not {self.num_slots}: restart this worker")
                 map_fd_in_place(fd, self.buffer)
-            except BaseException:
+            except BaseException:  # Ctrl-C and cancelled tasks, too: what was opened must not stay open
                 sock.close()
                 raise
             finally:
@@ -173,7 +173,7 @@ class AgentHostTier:
         except OSError as error:
             sock.close()
             raise TransferError("the node agent closed the connection") from error
-        except BaseException:
+        except BaseException:  # Ctrl-C and cancelled tasks, too: what was opened must not stay open
             sock.close()
             raise
         return sock, num_slots, fds[0]

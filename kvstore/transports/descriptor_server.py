@@ -38,7 +38,7 @@ class DescriptorServer:
         self._fd = fd
         try:
             self._listener = UnixListener(socket_path)
-        except BaseException:
+        except BaseException:  # Ctrl-C and cancelled tasks, too: what was opened must not stay open
             os.close(self._fd)
             raise
         self._holds = holds
@@ -103,7 +103,7 @@ def fetch_pool_held(socket_path: str, timeout_seconds: float) -> tuple[PoolInfo,
         if not isinstance(message, dict) or "pool" not in message or len(fds) != 1:
             raise TransferError("the Unix socket does not hand out a KV pool")
         return info_from_wire(message["pool"]), fds[0], sock
-    except BaseException:
+    except BaseException:  # Ctrl-C and cancelled tasks, too: what was opened must not stay open
         sock.close()
         for fd in fds:
             os.close(fd)

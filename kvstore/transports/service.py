@@ -42,7 +42,7 @@ class PoolView:
         self.block_bytes = info.geometry.block_bytes
         try:
             check_sealed(self.memory, info.geometry.pool_bytes)
-        except BaseException:
+        except BaseException:  # Ctrl-C and cancelled tasks, too: what was opened must not stay open
             self.close()
             raise
 

@@ -102,7 +102,7 @@ def recv_frame(sock: socket.socket, max_bytes: int, max_fds: int = 0) -> tuple[A
                 raise TransferError("the peer closed the connection inside a frame")
             body += data
         return unpack(bytes(body)), fds
-    except BaseException as error:
+    except BaseException as error:  # Ctrl-C and cancelled tasks, too: what was opened must not stay open
         for fd in fds:
             os.close(fd)
         if isinstance(error, OSError):

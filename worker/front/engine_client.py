@@ -60,7 +60,7 @@ class EngineClient:
         writer.write(pack(start))
         try:
             first = await _first_message(reader, process, start.worker.start_stall_seconds)
-        except BaseException:
+        except BaseException:  # Ctrl-C and cancelled tasks, too: what was opened must not stay open
             writer.close()
             raise
         return cls(first, heartbeat, process, reader, writer)

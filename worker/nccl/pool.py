@@ -56,7 +56,7 @@ class NcclPool:
             try:
                 (link.send if rank == OWNER else link.receive)(probe, deadline)
                 self._wait(link, link.mark(), deadline, link.check)
-            except BaseException:
+            except BaseException:  # any: a peer must not wait for the rest
                 link.abort(probe)
                 raise
             return link
@@ -104,7 +104,7 @@ class NcclPool:
                         linked.after(pool.mark())
                         marks.append(post(index + NUM_SLOTS))
                     first += length
-            except BaseException:
+            except BaseException:  # any: the caller may free the pieces
                 pool.synchronize()  # copies of pieces that have arrived
                 raise
             return lists.download(digests)
@@ -168,7 +168,7 @@ class NcclPool:
             slots = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(NUM_SLOTS)]
         try:
             yield linked, [slot[:num_bytes] for slot in slots]
-        except BaseException:
+        except BaseException:  # any: a peer must not wait for the rest
             linked.abort(*slots)
             raise
         if slots:

@@ -95,7 +95,7 @@ class CudaIpcReader:
         try:
             shard.check_offer(info)
             remote = self._device.attach(fd, info.geometry.num_blocks, info.geometry.block_bytes)
-        except BaseException:
+        except BaseException:  # Ctrl-C and cancelled tasks, too: what was opened must not stay open
             connection.close()
             raise
         finally:

@@ -189,7 +189,7 @@ class NcclReader:
             unique_id = self._device.unique_id()
             connection.send(unique_id)
             return connection, self._device.connect(unique_id, READER, time.monotonic() + JOIN_SECONDS)
-        except BaseException:
+        except BaseException:  # Ctrl-C and cancelled tasks, too: what was opened must not stay open
             connection.close()
             raise
 

@@ -75,7 +75,7 @@ class TcpReader:
         except OSError as error:
             self._connections.drop(connection)
             raise TransferError(f"the connection for KV blocks failed: {error}") from error
-        except BaseException:
+        except BaseException:  # Ctrl-C, too
             self._connections.drop(connection)  # with bytes of this read in it
             raise
         self._connections.give(address, connection)
