@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -32,6 +33,7 @@ from router.operator_routes import add_operator_routes
 from router.served_model import ServedModel
 from router.workers.worker_link import WorkerLink
 
+logger = logging.getLogger(__name__)
 MAX_GUESSED_PATH = 64  # characters; a longer path is no typo
 # What OpenAI, Anthropic or vLLM serve under /v1: not a misspelt path of ours.
 OTHER_APIS = frozenset(
@@ -61,6 +63,8 @@ def create_app(gateway: Gateway) -> Any:
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await gateway.workers.start()
         tasks = [asyncio.create_task(run()) for run in routes.tasks]
+        for task in tasks:
+            task.add_done_callback(_log_end)
         try:
             yield
         finally:
@@ -90,6 +94,12 @@ def create_app(gateway: Gateway) -> Any:
         allow_headers=["*"],
         expose_headers=["x-request-id", "x-mini-infer-id", "x-mini-infer-ignored", "retry-after"],
     )
+
+
+def _log_end(task: asyncio.Task[None]) -> None:
+    """Log a bug that has ended a task: nobody waits for its result while the router serves."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("a background task of the router has ended", exc_info=error)
 
 
 def _error_handlers(gateway: Gateway, paths: list[str]) -> dict[Any, Any]:

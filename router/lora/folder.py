@@ -1,4 +1,4 @@
-"""Adapters that lie in one folder: a subfolder each, whose name is the model's.
+"""The adapters in one folder: each is a subfolder, whose name is the model's.
 
 Routers that watch the same folder serve the same adapters, also after a restart, and nobody has to tell them.
 """
@@ -18,7 +18,7 @@ Stamp = tuple[str, tuple[tuple[int, int], ...]]  # where the files are; changed 
 
 
 class _Seen(NamedTuple):
-    """stamp: of the last scan. ref: of files that were complete; None: none have been."""
+    """stamp: at the last scan. is_read: whether `ref` is of these files. ref: None: no files were complete yet."""
 
     stamp: Stamp
     is_read: bool
@@ -30,16 +30,17 @@ class AdapterFolder:
 
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
-            raise ConfigError(f"--lora-dir {folder} is no folder")
+            raise ConfigError(f"--lora-dir {folder} is not a folder")
         self._folder = folder
         self._seen: dict[str, _Seen] = {}
         self._is_first = True
 
     def scan(self) -> dict[str, AdapterRef]:
-        """Return the adapters that lie there now, by name.
+        """Return the adapters that are there now, by name.
 
-        Files that have changed since the scan before may not be complete: they count from the next one on, and what
-        they replace until then. The first scan takes all. Raises OSError when the folder cannot be read.
+        Files that changed since the previous scan may not be complete: they count once a scan finds them unchanged,
+        and until then the adapter that they replace is returned. The first scan returns all. Raises OSError when the
+        folder cannot be read.
         """
         found = {}
         for folder in sorted(self._folder.iterdir()):

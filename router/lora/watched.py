@@ -1,4 +1,4 @@
-"""--lora-dir: what lies in a folder is served while it lies there."""
+"""Serves the adapters of --lora-dir while they are in that folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class WatchedAdapters:
     def __init__(self, adapters: LoraAdapters, folder: AdapterFolder) -> None:
         self._adapters = adapters
         self._folder = folder
-        self._refused: dict[str, AdapterRef] = {}  # by their names, by workers, or since the name is taken
+        self._refused: dict[str, AdapterRef] = {}  # until its files change: workers refused it, or its name is taken
         self._late: dict[str, AdapterRef] = {}  # that a worker could not read yet
         self._is_readable = True
 
@@ -37,13 +37,13 @@ class WatchedAdapters:
                 self._refuse(name, ref, error)
 
     async def follow(self) -> None:
-        """Look again every two seconds."""
+        """Call `look` every two seconds, for as long as the router serves."""
         while True:
             await asyncio.sleep(SCAN_SECONDS)
             await self.look()
 
     async def look(self) -> None:
-        """Serve what has come or changed, when all workers have read it, and no longer what has gone."""
+        """Serve new and changed adapters once all workers have read them, and stop serving those that are gone."""
         try:
             found = await asyncio.to_thread(self._folder.scan)
         except OSError as error:  # a volume that is away for a moment takes no adapter with it

@@ -15,6 +15,7 @@ from common.lora.adapter_ref import AdapterRef
 from protos import types_pb2 as pb
 from router.lora import watched
 from router.lora.folder import AdapterFolder
+from router.lora.watched import WatchedAdapters
 from tests.harness.adapters import write_adapter
 from tests.harness.router import Cluster, cluster
 from tests.harness.waiting import until
@@ -60,7 +61,7 @@ def test_a_scan_takes_what_is_complete(tmp_path: Path) -> None:
     assert folder.scan() == {"poet": changed, "bard": bard}
     shutil.rmtree(tmp_path / "poet")
     assert folder.scan() == {"bard": bard}
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         AdapterFolder(tmp_path / "bard" / "adapter_config.json")
 
 
@@ -158,3 +159,15 @@ async def test_a_volume_that_is_away_takes_no_adapter_with_it(tmp_path: Path) ->
         (tmp_path / "away").rename(volume)
         put(volume, "bard", seed=1)
         await until(lambda: names(c) == {"poet", "bard"})
+
+
+async def test_a_bug_that_ends_the_watch_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def broken(_: WatchedAdapters) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(WatchedAdapters, "look", broken)
+    async with cluster(lora_dir=str(tmp_path)) as c:
+        await until(lambda: "a background task of the router has ended" in caplog.text)
+        assert (await c.complete("still served")).status_code == 200
