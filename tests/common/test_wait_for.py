@@ -8,6 +8,7 @@ import time
 import pytest
 
 from common.wait_for import main
+from tests.harness.processes import command_with_signal
 
 
 def test_a_path_that_is_there_or_comes(tmp_path):
@@ -45,13 +46,10 @@ def test_it_says_what_is_missing_and_gives_up(tmp_path, capsys):
 
 
 def test_sigterm_ends_it_though_a_container_s_first_process_ignores_what_it_does_not_handle(tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, "-m", "common.wait_for", str(tmp_path / "model"), "--seconds=600"],
-        stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
-    )
-    assert process.stderr
-    with process:
-        assert any(line.startswith(b"waiting") for line in process.stderr)  # gRPC may complain of the fork before
+    command = [sys.executable, "-m", "common.wait_for", str(tmp_path / "model"), "--seconds=600"]
+    ignoring = command_with_signal(signal.SIGTERM, signal.SIG_IGN, command)
+    with subprocess.Popen(ignoring, stderr=subprocess.PIPE) as process:
+        assert process.stderr
+        assert process.stderr.readline().startswith(b"waiting")
         process.terminate()
         assert process.wait(60) == 128 + signal.SIGTERM

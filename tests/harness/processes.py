@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.harness.waiting import wait_until
@@ -64,3 +67,9 @@ def _state(task: Path) -> str:
     with contextlib.suppress(OSError):
         return (task / "stat").read_text().rpartition(")")[2].split()[0]
     return "X"
+
+
+def command_with_signal(number: signal.Signals, handling: signal.Handlers, command: Sequence[str]) -> list[str]:
+    """`command`, started with the signal ignored or not. (A `preexec_fn` is unsafe where gRPC has threads.)"""
+    script = "import os, signal, sys; signal.signal(*map(int, sys.argv[1:3])); os.execv(sys.argv[3], sys.argv[3:])"
+    return [sys.executable, "-c", script, str(int(number)), str(int(handling)), *command]

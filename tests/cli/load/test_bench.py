@@ -9,6 +9,7 @@ import pytest
 from cli.load.bench import ReportConfig, WorkloadConfig, plan, run
 from common.errors import ConfigError
 from tests.cli.load.sse_server import SILENCE, chunked, running, text_chunks
+from tests.harness.processes import command_with_signal
 
 ROOT = Path(__file__).parents[3]
 
@@ -71,10 +72,10 @@ async def test_ctrl_c_ends_the_measurement_and_shows_what_was_measured():
 
     async with running(answer_some) as server:
         command = [sys.executable, "-m", "cli", "bench", "--url", server.url, "--model=m", "--warmup=0"]
+        command += ["--concurrency=1", "--num-requests=9", "--json=-"]
         process = await asyncio.create_subprocess_exec(
-            *command, "--concurrency=1", "--num-requests=9", "--json=-", cwd=ROOT,
-            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
+            *command_with_signal(signal.SIGINT, signal.SIG_DFL, command),  # a job in the background ignores it
+            cwd=ROOT, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
         async with asyncio.timeout(100):
             while len(server.requests) < 4:
