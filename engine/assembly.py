@@ -40,6 +40,7 @@ from kvstore.pool.block_pool import BlockPool
 from kvstore.pool.host_tier import HostTier
 
 if TYPE_CHECKING:
+    from common.text.tokenizer import Tokenizer
     from engine.expert_balancing.rebalancing import Balancing
     from engine.loader.load import LoadedModel
     from engine.models.config import ModelConfig
@@ -63,6 +64,7 @@ class EngineParts:
     device: str
     dtype: str  # what the model computes in; geometry.dtype is what KV is stored as
     quantization: str
+    tokenizer: Callable[[], Tokenizer]  # see `LoadedModel`
     max_num_seqs: int
     cuda_graphs: bool
     attention_backend: str
@@ -168,6 +170,7 @@ def _assemble(
         str(device),
         DTYPE_NAMES[loaded.dtype],
         loaded.quant_mode,
+        loaded.tokenizer,
         config.max_num_seqs,
         cuda_graphs=device.type == "cuda" and gpu.use_cuda_graph,
         attention_backend=runner.attention_backend,

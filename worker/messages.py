@@ -128,6 +128,7 @@ class EngineInfo(msgspec.Struct):
     attention_backend: str
     max_num_seqs: int
     kv_layout: str
+    tokenizer_hash: str
 
 
 class Ready(Message):

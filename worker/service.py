@@ -19,10 +19,8 @@ from common.config import SettingsParser, add_arguments, from_namespace
 from common.errors import ConfigError
 from common.logging import report_end, setup_logging
 from common.memory import TRIM_SECONDS, resident, share_one_heap, trim_heap
-from common.model_files import resolve_model
 from common.net.hosts import with_port
 from common.net.rpc import RpcServer
-from common.text.load import load_tokenizer
 from common.version import VERSION
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
@@ -95,9 +93,7 @@ async def _serve(role: str, settings: Start, run_dir: str) -> int:
         logger.info("stopped while loading")
         return 0
     try:
-        files = await asyncio.to_thread(resolve_model, settings.engine.model, False)
-        tokenizer = await asyncio.to_thread(load_tokenizer, files)
-        info = worker_info(role, worker.worker_id, address, engine.ready.info, tokenizer.tokenizer_hash())
+        info = worker_info(role, worker.worker_id, address, engine.ready.info)
         leases, staging, sender = add_kv_service(server, engine, worker)
         front = WorkerFront(engine, leases, info, staging)
         metrics = WorkerMetrics(front)
@@ -179,13 +175,12 @@ async def _watch(
     return 0
 
 
-def worker_info(role: str, worker_id: str, kv_address: str, engine: EngineInfo, tokenizer_hash: str) -> pb.WorkerInfo:
+def worker_info(role: str, worker_id: str, kv_address: str, engine: EngineInfo) -> pb.WorkerInfo:
     """The answer to Describe: what the engine process announced when it was ready, and this worker's addresses."""
     return pb.WorkerInfo(
         worker_id=worker_id,
         role=role,
         version=VERSION,
         kv_address=kv_address,
-        tokenizer_hash=tokenizer_hash,
         **asdict(engine),
     )

@@ -18,6 +18,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -139,7 +140,8 @@ def float32_model() -> LoadedModel:
     weights.keeps_int4 = True
     model = family_of(config.architecture).build(config, weights)
     model.embedding.copy_(model.embedding.bfloat16())  # the output projection's, too: they are one tensor
-    return LoadedModel(model, config, "float32", torch.float32, "none", torch.device("cpu"))
+    tokenizer = partial(load_tokenizer, resolve_model(""))
+    return LoadedModel(model, config, "float32", torch.float32, "none", torch.device("cpu"), tokenizer)
 
 
 if __name__ == "__main__":

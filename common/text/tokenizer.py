@@ -136,9 +136,10 @@ class Tokenizer:
     def tokenizer_hash(self) -> str:
         """SHA-256 over all tokens with their ids and over the end-of-sequence ids."""
         if not self._hash:
-            vocab = sorted((token_id, text) for text, token_id in self._backend.get_vocab().items())
+            vocab = self._backend.get_vocab()
+            by_id = sorted(zip(vocab.values(), vocab.keys(), strict=True))
             digest = hashlib.sha256(repr((self.bos_id, self.eos_token_ids)).encode())
-            digest.update("\0".join(f"{token_id}\1{text}" for token_id, text in vocab).encode())
+            digest.update("\0".join(f"{token_id}\1{text}" for token_id, text in by_id).encode())
             self._hash = digest.hexdigest()
         return self._hash
 
@@ -165,15 +166,16 @@ class Tokenizer:
         to_text = self._backend.id_to_token
         added = frozenset(self._backend.get_added_tokens_decoder())
         if isinstance(self._backend.decoder, decoders.ByteLevel):
-            alphabet = byte_level_alphabet()
+            byte_of = byte_level_alphabet().__getitem__
 
             def byte_level(token_id: int) -> bytes | None:
                 text = to_text(token_id)
                 if text is None:
                     return None
-                if all(char in alphabet for char in text):
-                    return bytes(alphabet[char] for char in text)
-                return text.encode()
+                try:
+                    return bytes(map(byte_of, text))
+                except KeyError:  # an added token in plain text
+                    return text.encode()
 
             return byte_level
         if "▁" in repr(self._backend.decoder):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from common.errors import ConfigError
 from common.model_files import ModelFiles
 from common.text.load import load_tokenizer
+from common.text.tokenizer import Tokenizer
 from common.wings import has_wing, require_wing
 from engine.config import EngineConfig
 from engine.kv.memory import DTYPE_NAMES, TORCH_DTYPES
@@ -45,6 +47,7 @@ class LoadedModel:
     dtype: torch.dtype
     quant_mode: str
     device: torch.device
+    tokenizer: Callable[[], Tokenizer]  # reads it once. Raises UnsupportedModelError when there is none
     shard: Shard = WHOLE
     constraints: Constraints | None = None  # over its tokens
     vector_modules: Any = None  # see `engine.pooling.modules`; None: this installation gives no vectors
@@ -104,9 +107,12 @@ def load_model(
     logger.info(
         "loaded %s (%s, %s) in %.1f s", files.name, DTYPE_NAMES[dtype], quant_mode, time.perf_counter() - started
     )
-    constraints = _constraints(files, source.config.vocab_size)
+    tokenizer = cache(partial(load_tokenizer, files))
+    constraints = _constraints(tokenizer, source.config.vocab_size)
     vector_modules = _vector_modules(files, source.config.hidden_size, device)
-    return LoadedModel(model, source.config, name, dtype, quant_mode, device, shard, constraints, vector_modules)
+    return LoadedModel(
+        model, source.config, name, dtype, quant_mode, device, tokenizer, shard, constraints, vector_modules
+    )
 
 
 def _vector_modules(files: ModelFiles, hidden_size: int, device: torch.device) -> Any:
@@ -117,13 +123,13 @@ def _vector_modules(files: ModelFiles, hidden_size: int, device: torch.device) -
     return read_modules(files.path, hidden_size, device) if files.kind == "directory" else VectorModules()
 
 
-def _constraints(files: ModelFiles, vocab_size: int) -> Constraints | None:
+def _constraints(tokenizer: Callable[[], Tokenizer], vocab_size: int) -> Constraints | None:
     if not has_wing("engine.grammar"):
         return None
     from engine.grammar.constraints import GrammarConstraints
     from engine.grammar.grammars import Grammars
 
-    return GrammarConstraints(Grammars(partial(load_tokenizer, files), vocab_size))
+    return GrammarConstraints(Grammars(tokenizer, vocab_size))
 
 
 def read_config(files: ModelFiles, engine_config: EngineConfig) -> ModelConfig:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from common.config import setting_names
 from common.errors import ConfigError, InvalidRequestError
 from common.grammar.grammar import check_grammar
-from common.text.load import load_tokenizer
 from common.text.stop_strings import StopStringMatcher
 from common.text.tokenizer import Tokenizer
 from common.wings import require_wing
@@ -75,7 +74,7 @@ class OfflineModel:
         config, gpu = EngineConfig(**chosen[EngineConfig]), GpuConfig(**chosen[GpuConfig])
         with terminal_progress() as on_progress:
             parts = assemble(config, gpu=gpu, is_offline=True, on_progress=on_progress)
-        return cls(parts.engine, load_tokenizer(parts.files), parts.model_config)
+        return cls(parts.engine, parts.tokenizer(), parts.model_config)
 
     def encode(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None,

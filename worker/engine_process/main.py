@@ -119,6 +119,7 @@ def _engine_info(parts: EngineParts, memory: SharedPoolMemory, transports: list[
         attention_backend=parts.attention_backend,
         max_num_seqs=parts.max_num_seqs,
         kv_layout=str(geometry.layout),
+        tokenizer_hash=parts.tokenizer().tokenizer_hash(),
     )
 
 
