@@ -83,13 +83,6 @@ static inline void put_numbers(Number *to, __m512 x) {
 #endif
 }
 
-/* Fetch the rows of W that are dequantized next: the hardware does not follow 16 streams. */
-static inline void fetch_next(Segment segment, int64_t first) {
-    const int64_t stop = first + 16 * TILE_W < segment.count ? first + 16 * TILE_W : segment.count;
-    for (int64_t at = first * segment.row_bytes; at < stop * segment.row_bytes; at += 64)
-        _mm_prefetch((const char *)segment.rows + at, _MM_HINT_T1);
-}
-
 /* scratch: of `gguf_scratch_bytes`. */
 static void many_rows(const Segment *segments, int count, int columns, Input x, int64_t num_x, Output y, void *scratch) {
     const int64_t numbers = num_x * columns;
@@ -109,7 +102,6 @@ static void many_rows(const Segment *segments, int count, int columns, Input x, 
             #pragma omp for schedule(static) nowait
             for (int64_t n = 0; n < segment.count; n += 16 * TILE_W) {
                 const int num_w = segment.count - n < 16 * TILE_W ? (int)(segment.count - n) : 16 * TILE_W;
-                fetch_next(segment, n + 16 * TILE_W);
                 for (int j = 0; j < TILE_W; j++) {
                     const uint8_t *const rows = segment.rows + (n + 16 * j) * segment.row_bytes;
                     pairs(rows, segment.row_bytes, num_w - 16 * j, columns / 32, w + j);

@@ -47,10 +47,19 @@ static inline void transpose(__m512i of[16]) {
     }
 }
 
+/* Fetch a group's part of the 16 rows that follow: the hardware does not follow 16 streams, and has no room for more
+   than some lines at once. Past the end of W, nothing happens. */
+INLINE void fetch_next(const uint8_t *rows, int64_t row_bytes, int group, int groups) {
+    const uint8_t *const next = rows + 16 * row_bytes;
+    for (int64_t at = 16 * row_bytes * group / groups & -64; at < 16 * row_bytes * (group + 1) / groups; at += 64)
+        _mm_prefetch((const char *)next + at, _MM_HINT_T1);
+}
+
 /* Dequantize up to 16 rows: out[pair * TILE_W] holds one pair of columns of all rows. Missing rows are zero. */
 #define PAIRS(name)                                                                                                   \
     static void name##_pairs(const uint8_t *rows, int64_t row_bytes, int count, int groups, Pair *out) {              \
         for (int g = 0; g < groups; g++, out += 16 * TILE_W) {                                                        \
+            fetch_next(rows, row_bytes, g, groups);                                                                   \
             __m512i of[16];                                                                                           \
             for (int i = 0; i < 16; i++)                                                                              \
                 of[i] = i < count ? AS_INTEGERS(bfloat16_of(name(rows + i * row_bytes, g))) : _mm512_setzero_si512(); \
