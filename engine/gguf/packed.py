@@ -1,7 +1,7 @@
 """Linear layers over blocks of a GGUF file, as the file holds them: on CPUs that `kernels/gguf` has code for.
 
     generated tokens   weights as they are, x quantized to int16
-    prompts            weights dequantized to bfloat16, a few rows at a time
+    prompts            weights dequantized (to bfloat16, with AVX2 to float32), a few rows at a time
     logits             as generated tokens, from and to float32
 
 Both GEMMs are batch invariant. Weights stay in the mapped file: all workers of a host share them, and loading reads
@@ -24,7 +24,7 @@ from engine.loader.conversion import Conversion, give_float32_logits
 from engine.models.model import Model
 from engine.quantization.cpu_linears import CpuLinears
 from kernels.gguf.library import library
-from kernels.gguf.linear import BlockWeight
+from kernels.gguf.linear import BlockWeight, max_integer_rows
 
 LABEL = "gguf"  # the quant mode that users see
 
@@ -37,9 +37,6 @@ class BlockGemm:
 
     def __call__(self, linear: Linear, x: Tensor) -> Tensor:
         return self._weight.linear(x, linear.bias, x.dtype, self._in_integers)
-
-
-MAX_INTEGER_ROWS = 24  # of x: more are faster in bfloat16
 
 
 def block_linear(weight: BlockWeight, bias: Tensor | None, max_rows: int) -> Linear:
@@ -82,7 +79,7 @@ class PackedConversion(Conversion):
 
     def convert(self, block: Block) -> None:
         for ref in block.linears():
-            self._convert(ref, MAX_INTEGER_ROWS)
+            self._convert(ref, max_integer_rows())
 
     def finish(self, model: Model) -> None:
         ref = LinearRef(model, "head", "head")
@@ -90,7 +87,7 @@ class PackedConversion(Conversion):
             self._convert(ref, max_rows=0)
             model.hidden_dtype = torch.float32
         elif not give_float32_logits(model):
-            self._convert(ref, MAX_INTEGER_ROWS)
+            self._convert(ref, max_integer_rows())
 
     def _is_kept(self, linear: Linear) -> bool:
         return bool(linear.names) and self._names.issuperset(linear.names)

@@ -28,10 +28,6 @@ BINARY(Floats, max_ps, max_ps)
 BINARY(Integers, add_epi32, add_epi32)
 BINARY(Integers, madd_epi16, madd_epi16)
 BINARY(Integers, mullo_epi16, mullo_epi16)
-BINARY(Integers, unpacklo_epi32, unpacklo_epi32)
-BINARY(Integers, unpackhi_epi32, unpackhi_epi32)
-BINARY(Integers, unpacklo_epi64, unpacklo_epi64)
-BINARY(Integers, unpackhi_epi64, unpackhi_epi64)
 
 LANES Floats avx2_setzero_ps(void) { return (Floats){_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 LANES Integers avx2_setzero_si512(void) { return (Integers){_mm256_setzero_si256(), _mm256_setzero_si256()}; }
@@ -79,9 +75,6 @@ LANES Integers avx2_slli_epi32(Integers a, int count) {
 LANES __m256i avx2_cvtsepi32_epi16(Integers a) {
     return _mm256_permute4x64_epi64(_mm256_packs_epi32(a.lo, a.hi), 0xd8);
 }
-LANES Integers avx2_cvtepi8_epi32(__m128i a) {
-    return (Integers){_mm256_cvtepi8_epi32(a), _mm256_cvtepi8_epi32(_mm_unpackhi_epi64(a, a))};
-}
 LANES Integers avx2_cvtepi8_epi16(__m256i a) {
     return (Integers){_mm256_cvtepi8_epi16(_mm256_castsi256_si128(a)), _mm256_cvtepi8_epi16(_mm256_extracti128_si256(a, 1))};
 }
@@ -102,25 +95,12 @@ LANES __m256i avx2_cvtneps_pbh(Floats a) {
     const __m256i packed = _mm256_packus_epi32(rounded_halves(a.lo), rounded_halves(a.hi));
     return _mm256_permute4x64_epi64(packed, 0xd8);
 }
-LANES Integers avx2_cvtne2ps_pbh(Floats last, Floats first) {
-    return (Integers){avx2_cvtneps_pbh(first), avx2_cvtneps_pbh(last)};
-}
 
-/* Products of neighbours in int16, added to the sums; and numbers of pairs in bfloat16. */
+/* Products of neighbours in int16, added to the sums. */
 LANES Integers avx2_dpwssd_epi32(Integers sums, Integers a, Integers b) {
     return avx2_add_epi32(sums, avx2_madd_epi16(a, b));
 }
-LANES __m256 of_even(__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
-LANES __m256 of_odd(__m256i pairs) {
-    return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32((int)0xffff0000)));
-}
 
-/* Quarters 0 and 2 of both (0x88), or 1 and 3 (0xdd). */
-LANES Integers avx2_shuffle_i32x4(Integers a, Integers b, int quarters) {
-    if (quarters == 0x88)
-        return (Integers){_mm256_permute2x128_si256(a.lo, a.hi, 0x20), _mm256_permute2x128_si256(b.lo, b.hi, 0x20)};
-    return (Integers){_mm256_permute2x128_si256(a.lo, a.hi, 0x31), _mm256_permute2x128_si256(b.lo, b.hi, 0x31)};
-}
 LANES Integers avx2_inserti64x4(Integers a, __m256i b, int index) {
     return index ? (Integers){a.lo, b} : (Integers){b, a.hi};
 }
@@ -170,10 +150,8 @@ LANES void avx2_mask_storeu_epi16(uint16_t *to, uint16_t some, __m256i a) {
 #define _mm512_castsi512_ps avx2_castsi512_ps
 #define _mm512_cvtepi32_ps avx2_cvtepi32_ps
 #define _mm512_cvtepi8_epi16 avx2_cvtepi8_epi16
-#define _mm512_cvtepi8_epi32 avx2_cvtepi8_epi32
 #define _mm512_cvtepu16_epi32 avx2_cvtepu16_epi32
 #define _mm512_cvtepu8_epi16 avx2_cvtepu8_epi16
-#define _mm512_cvtne2ps_pbh avx2_cvtne2ps_pbh
 #define _mm512_cvtneps_pbh avx2_cvtneps_pbh
 #define _mm512_cvtps_epi32 avx2_cvtps_epi32
 #define _mm512_cvtsepi32_epi16 avx2_cvtsepi32_epi16
@@ -195,13 +173,8 @@ LANES void avx2_mask_storeu_epi16(uint16_t *to, uint16_t some, __m256i a) {
 #define _mm512_set1_ps avx2_set1_ps
 #define _mm512_setzero_ps avx2_setzero_ps
 #define _mm512_setzero_si512 avx2_setzero_si512
-#define _mm512_shuffle_i32x4 avx2_shuffle_i32x4
 #define _mm512_slli_epi32 avx2_slli_epi32
 #define _mm512_sub_ps avx2_sub_ps
-#define _mm512_unpackhi_epi32 avx2_unpackhi_epi32
-#define _mm512_unpackhi_epi64 avx2_unpackhi_epi64
-#define _mm512_unpacklo_epi32 avx2_unpacklo_epi32
-#define _mm512_unpacklo_epi64 avx2_unpacklo_epi64
 #define _mm512_zextps256_ps512 avx2_zextps256_ps512
 
 #endif

@@ -9,11 +9,8 @@
 #include <stdint.h>
 #include <string.h>
 
-#ifdef __AVX512F__
-#define AS_INTEGERS(vector) ((__m512i)(vector))
-#else
+#ifndef __AVX512F__
 #include "avx2.h"
-#define AS_INTEGERS(vector) (vector)
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
@@ -147,15 +144,6 @@ static inline Group q3_k(const uint8_t *row, int group) {
     const __m256i q = _mm256_or_si256(low, _mm256_slli_epi16(bits_of(load32(block), g, 1), 2));
     const float d = half(block + 108), first = d * q3_k_scale(block + 96, 2 * g), second = d * q3_k_scale(block + 96, 2 * g + 1);
     return (Group){q, {first, second}, {-4 * first, -4 * second}};
-}
-
-/* 32 weights rounded to bfloat16. */
-static inline __m512bh bfloat16_of(Group group) {
-    const __m512 first = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(group.q)));
-    const __m512 last = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(group.q, 1)));
-    return _mm512_cvtne2ps_pbh(
-        _mm512_fmadd_ps(last, _mm512_set1_ps(group.scales[1]), _mm512_set1_ps(group.offsets[1])),
-        _mm512_fmadd_ps(first, _mm512_set1_ps(group.scales[0]), _mm512_set1_ps(group.offsets[0])));
 }
 
 #endif

@@ -127,14 +127,25 @@ int gguf_has_integers(int64_t type, int columns) {
     return dots_of(type) != NULL && (!is_paired || columns % 64 == 0);
 }
 
+/* Rows of x up to which integers are the faster ones. */
+int gguf_max_integer_rows(void) { return TILE_W == 1 ? 12 : 24; }
+
 /* y (num_x, all rows of the segments) = x (num_x, columns) W^T + bias. in_integers: W as the file holds it
-   and x quantized to int16; else W dequantized to bfloat16, and x in bfloat16. */
+   and x quantized to int16; else x in bfloat16, and W dequantized to it, with AVX2 to float32. */
 void gguf_linear(const Segment *segments, int count, int columns, const void *x, int x_is_float32, int64_t num_x,
                  void *y, int64_t y_stride, int y_is_float32, const uint16_t *bias, int in_integers, void *scratch) {
     const Input input = {x, x_is_float32};
     const Output output = {y, y_stride, y_is_float32, bias};
     (in_integers ? few_rows : many_rows)(segments, count, columns, input, num_x, output, scratch);
 }
+
+#ifndef __AVX512F__
+static inline uint16_t bfloat16(float number) {
+    uint32_t bits;
+    memcpy(&bits, &number, 4);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+#endif
 
 /* Dequantize rows to bfloat16: out (count, columns). */
 void gguf_dequantize(const Segment *segment, int columns, uint16_t *out) {
@@ -152,8 +163,8 @@ void gguf_dequantize(const Segment *segment, int columns, uint16_t *out) {
 #ifdef __AVX512F__
                     memcpy(to, (const uint32_t *)(w + k * TILE_W) + j, 4);
 #else
-                    const uint16_t *const first = (const uint16_t *)&w[k * TILE_W].first;
-                    to[0] = first[2 * j + 1], to[1] = first[2 * (16 + j) + 1];
+                    const float *const first = (const float *)(w + k);
+                    to[0] = bfloat16(first[j]), to[1] = bfloat16(first[16 + j]);
 #endif
                 }
         }

@@ -33,6 +33,13 @@ class Blocks:
     type_id: int
 
 
+def max_integer_rows() -> int:
+    """Rows of x up to which `BlockWeight.linear` is faster in integers. Needs `library()`."""
+    found = library()
+    assert found is not None, "whoever makes a weight has asked for the library"
+    return int(found.gguf_max_integer_rows())
+
+
 class BlockWeight:
     """A weight (num_rows, num_columns) whose rows are those of all parts. Needs `library()`."""
 
@@ -53,7 +60,7 @@ class BlockWeight:
         """(rows of x, num_rows) in `dtype`: bfloat16 or float32, as x (rows of x, num_columns). bias: bfloat16.
 
         in_integers: x is quantized to int16, and weights are what the file says; needs `has_integers`. Else weights
-        are dequantized to bfloat16, and x is taken in it. Both are batch invariant.
+        are dequantized, to bfloat16 or, with AVX2, float32, and x is taken in bfloat16. Both are batch invariant.
         """
         assert {x.dtype, dtype} <= FLOATS, "of which the library knows"
         x = x.contiguous()

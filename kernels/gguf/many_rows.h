@@ -1,4 +1,4 @@
-/* GEMMs of many rows of x: W is dequantized to bfloat16, 32 rows at a time, with AVX2 16.
+/* GEMMs of many rows of x: W is dequantized, to bfloat16 and 32 rows at a time, with AVX2 to float32 and 16.
 
    They are laid out as pairs of neighbouring columns, [pair][row], as `vdpbf16ps` takes them: each lane belongs to
    another row of W, so no sum crosses lanes. Those rows stay in the cache while all rows of x pass. */
@@ -14,15 +14,29 @@
 enum { TILE_W = 2, TILE_X = 12 };
 typedef uint16_t Number;
 typedef __m512i Pair;
-static inline Pair pair_of(__m512i numbers) { return numbers; }
 #else
 enum { TILE_W = 1, TILE_X = 6 };
 typedef float Number;
 typedef struct { __m512 first, second; } Pair;
-static inline Pair pair_of(__m512i numbers) {
-    return (Pair){{of_even(numbers.lo), of_even(numbers.hi)}, {of_odd(numbers.lo), of_odd(numbers.hi)}};
-}
 #endif
+
+/* Fetch a group's part of the 16 rows that follow: the hardware does not follow 16 streams, and has no room for more
+   than some lines at once. Past the end of W, nothing happens. */
+INLINE void fetch_next(const uint8_t *rows, int64_t row_bytes, int group, int groups) {
+    const uint8_t *const next = rows + 16 * row_bytes;
+    for (int64_t at = 16 * row_bytes * group / groups & -64; at < 16 * row_bytes * (group + 1) / groups; at += 64)
+        _mm_prefetch((const char *)next + at, _MM_HINT_T1);
+}
+
+#ifdef __AVX512F__
+/* 32 weights rounded to bfloat16. */
+static inline __m512bh bfloat16_of(Group group) {
+    const __m512 first = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(group.q)));
+    const __m512 last = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(group.q, 1)));
+    return _mm512_cvtne2ps_pbh(
+        _mm512_fmadd_ps(last, _mm512_set1_ps(group.scales[1]), _mm512_set1_ps(group.offsets[1])),
+        _mm512_fmadd_ps(first, _mm512_set1_ps(group.scales[0]), _mm512_set1_ps(group.offsets[0])));
+}
 
 /* Transpose 16 x 16 numbers of 32 bits in place. */
 static inline void transpose(__m512i of[16]) {
@@ -47,26 +61,60 @@ static inline void transpose(__m512i of[16]) {
     }
 }
 
-/* Fetch a group's part of the 16 rows that follow: the hardware does not follow 16 streams, and has no room for more
-   than some lines at once. Past the end of W, nothing happens. */
-INLINE void fetch_next(const uint8_t *rows, int64_t row_bytes, int group, int groups) {
-    const uint8_t *const next = rows + 16 * row_bytes;
-    for (int64_t at = 16 * row_bytes * group / groups & -64; at < 16 * row_bytes * (group + 1) / groups; at += 64)
-        _mm_prefetch((const char *)next + at, _MM_HINT_T1);
+/* Dequantize up to 16 rows: out[pair * TILE_W] holds one pair of columns of all rows. Missing rows are zero. */
+#define PAIRS(name)                                                                                               \
+    static void name##_pairs(const uint8_t *rows, int64_t row_bytes, int count, int groups, Pair *out) {          \
+        for (int g = 0; g < groups; g++, out += 16 * TILE_W) {                                                    \
+            fetch_next(rows, row_bytes, g, groups);                                                               \
+            __m512i of[16];                                                                                       \
+            for (int i = 0; i < 16; i++)                                                                          \
+                of[i] = i < count ? (__m512i)bfloat16_of(name(rows + i * row_bytes, g)) : _mm512_setzero_si512(); \
+            transpose(of);                                                                                        \
+            for (int i = 0; i < 16; i++) out[i * TILE_W] = of[i];                                                 \
+        }                                                                                                         \
+    }
+#else
+/* Transpose 16 rows of 32 bytes in place: vector c then holds columns c and c + 16, each of all rows. */
+static inline void transpose(__m256i of[16]) {
+    for (int stage = 0; stage < 4; stage++) {
+        __m256i made[16];
+        for (int i = 0; i < 8; i++) {
+            made[2 * i] = _mm256_unpacklo_epi8(of[i], of[i + 8]);
+            made[2 * i + 1] = _mm256_unpackhi_epi8(of[i], of[i + 8]);
+        }
+        memcpy(of, made, sizeof made);
+    }
 }
 
-/* Dequantize up to 16 rows: out[pair * TILE_W] holds one pair of columns of all rows. Missing rows are zero. */
-#define PAIRS(name)                                                                                                   \
-    static void name##_pairs(const uint8_t *rows, int64_t row_bytes, int count, int groups, Pair *out) {              \
-        for (int g = 0; g < groups; g++, out += 16 * TILE_W) {                                                        \
-            fetch_next(rows, row_bytes, g, groups);                                                                   \
-            __m512i of[16];                                                                                           \
-            for (int i = 0; i < 16; i++)                                                                              \
-                of[i] = i < count ? AS_INTEGERS(bfloat16_of(name(rows + i * row_bytes, g))) : _mm512_setzero_si512(); \
-            transpose(of);                                                                                            \
-            for (int i = 0; i < 16; i++) out[i * TILE_W] = pair_of(of[i]);                                            \
-        }                                                                                                             \
+/* One column of 16 rows. */
+INLINE void put_column(float *to, __m128i q, const float *scales, const float *offsets) {
+    for (int half = 0; half < 16; half += 8, q = _mm_srli_si128(q, 8)) {
+        const __m256 numbers = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(q));
+        _mm256_store_ps(to + half, _mm256_fmadd_ps(numbers, _mm256_load_ps(scales + half), _mm256_load_ps(offsets + half)));
     }
+}
+
+/* Dequantize up to 16 rows: out[pair] holds one pair of columns of all rows, in float32. Missing rows are zero. */
+#define PAIRS(name)                                                                                             \
+    static void name##_pairs(const uint8_t *rows, int64_t row_bytes, int count, int groups, Pair *out) {        \
+        float *to = (float *)out;                                                                               \
+        for (int g = 0; g < groups; g++, to += 16 * 32) {                                                       \
+            fetch_next(rows, row_bytes, g, groups);                                                             \
+            __m256i of[16];                                                                                     \
+            float scales[2][16] __attribute__((aligned(32))), offsets[2][16] __attribute__((aligned(32)));      \
+            for (int i = 0; i < 16; i++) {                                                                      \
+                const Group group = i < count ? name(rows + i * row_bytes, g) : (Group){0};                     \
+                of[i] = group.q;                                                                                \
+                for (int j = 0; j < 2; j++) scales[j][i] = group.scales[j], offsets[j][i] = group.offsets[j];   \
+            }                                                                                                   \
+            transpose(of);                                                                                      \
+            for (int i = 0; i < 16; i++) {                                                                      \
+                put_column(to + 16 * i, _mm256_castsi256_si128(of[i]), scales[0], offsets[0]);                  \
+                put_column(to + 16 * (16 + i), _mm256_extracti128_si256(of[i], 1), scales[1], offsets[1]);      \
+            }                                                                                                   \
+        }                                                                                                       \
+    }
+#endif
 PAIRS(q4_0) PAIRS(q4_1) PAIRS(q5_0) PAIRS(q5_1) PAIRS(q8_0)
 PAIRS(q2_k) PAIRS(q3_k) PAIRS(q4_k) PAIRS(q5_k) PAIRS(q6_k)
 

@@ -111,4 +111,4 @@ def test_ranks_are_close_to_one_rank_in_bfloat16(tmp_path: Path, monkeypatch: py
             outputs += made.step().outputs
         outputs.sort(key=lambda output: requests.index(output.request))
         found.append(torch.tensor([entry.logprob for output in outputs for entry in output.prompt_logprobs]))
-    assert 0 < float((found[0] - found[1]).abs().max()) < 0.1
+    assert 0 < float((found[0] - found[1]).abs().mean()) < 0.05
