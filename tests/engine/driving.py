@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from engine.kv.memory import allocate_pool, kv_layout, pool_geometry
 from engine.loader.load import LoadedModel, load_model
 from engine.plan import ScheduledRow, StepPlan, StepResult
 from engine.request import Request, RequestId, SamplingParams
-from engine.scheduled_step import ScheduledStep
+from engine.scheduled_step import ScheduledStep, StepOutcome
 from kvstore.types import BlockId
 
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0, seed=0)
@@ -42,12 +43,20 @@ def num_drafts(engine: Engine) -> tuple[int, int]:
     return (0, 0) if speculation is None else (speculation.num_drafts, speculation.num_accepted)
 
 
+def step(engine: Engine) -> StepOutcome:
+    """Take a step; after one without rows, leave the core to what requests wait for: adapters, grammars."""
+    outcome = engine.step()
+    if not outcome.plan.rows:
+        time.sleep(0.001)
+    return outcome
+
+
 def serve(engine: Engine, prompts: Sequence[list[int]], num_tokens: int) -> list[Request]:
     """Greedy answers of so many tokens to prompts together; no step fails, and all KV is free afterwards."""
     params = replace(GREEDY, max_tokens=num_tokens, ignore_eos=True)
     requests = [engine.add_request(prompt, params) for prompt in prompts]
     while engine.has_work():
-        engine.step()
+        step(engine)
     assert engine.num_failed_steps == 0
     engine.kv.pool.check_integrity()
     assert engine.kv.pool.num_used == 0

@@ -16,7 +16,7 @@ from engine.assembly import EngineParts, assemble
 from engine.engine import Engine
 from engine.lora.store import AdapterStore
 from engine.request import Request, SamplingParams
-from tests.engine.driving import GREEDY, engine_config, num_drafts, random_prompt
+from tests.engine.driving import GREEDY, engine_config, num_drafts, random_prompt, step
 from tests.engine.tiny_models import (
     TINY_MODELS,
     VOCAB_SIZE,
@@ -71,7 +71,7 @@ def store_of(engine: Engine) -> AdapterStore[Any]:
 
 def finish(engine: Engine, requests: Sequence[Request]) -> None:
     while engine.has_work():
-        assert [output.error for output in engine.step().outputs if output.error] == []
+        assert [output.error for output in step(engine).outputs if output.error] == []
     assert engine.num_failed_steps == 0
     engine.kv.pool.check_integrity()
     assert engine.kv.pool.num_used == 0
@@ -167,7 +167,7 @@ def test_bfloat16_and_quantized_weights(quant_mode: str, tmp_path: Path) -> None
         engine = open_engine(path, quant_mode=mode).engine
         engine.add_request(prompt, replace(GREEDY, max_tokens=1, prompt_logprobs=0), adapter=adapter)
         while engine.has_work():
-            outputs = engine.step().outputs
+            outputs = step(engine).outputs
         found = torch.tensor([each.logprob for each in outputs[0].prompt_logprobs])
         return float((found - wanted).abs().mean())
 
@@ -203,7 +203,7 @@ def test_an_answer_does_not_depend_on_the_batch(tmp_path: Path) -> None:
                 name = str(AdapterRef.of(folder)) if folder else ""
                 found[engine.add_request(prompt, params, adapter=name)] = []
             while engine.has_work():
-                for output in engine.step().outputs:
+                for output in step(engine).outputs:
                     found[output.request] += output.logprobs
         return [*found.values()]
 

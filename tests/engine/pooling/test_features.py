@@ -15,7 +15,7 @@ from torch import Tensor
 from common.grammar import grammar
 from engine.assembly import EngineParts
 from engine.request import Request, SamplingParams, TokenLogprobs
-from tests.engine.driving import num_drafts
+from tests.engine.driving import num_drafts, step
 from tests.engine.pipeline_parallel import test_pipeline
 from tests.engine.speculation.drafters import MakeOracle, draft_with, knows
 from tests.engine.tensor_parallel.test_ranks import OF_RANKS, open_ranks
@@ -46,7 +46,7 @@ def run(parts: EngineParts) -> tuple[list[Tensor], list[list[int]]]:
     others = [made.add_request(prompt, each) for prompt, each in zip(PROMPTS, params, strict=True)]
     found: dict[Request, list[TokenLogprobs]] = {}
     while made.has_work():
-        for output in made.step().outputs:
+        for output in step(made).outputs:
             assert output.error is None
             found.setdefault(output.request, []).extend(output.logprobs)
     assert made.num_failed_steps == 0
