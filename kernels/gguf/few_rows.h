@@ -21,13 +21,14 @@ typedef struct {
 } Few;
 
 /* Rows of x, and of W, in one tile. Two rows of W share the loads of x. One or two rows of x are bound by memory, and
-   the hardware prefetches W best as one stream. Rows of W come in blocks; the two of a tile are half a block apart. */
+   the hardware prefetches W best as one stream. Rows of W come in blocks; the two of a tile are half a block apart.
+   With more than MAX_INTEGER_ROWS rows of x, `many_rows.h` is faster. */
 enum { MAX_FEW = 8, MAX_ROWS = 2, BLOCK_ROWS = 16 };
 #ifdef __AVX512F__
-enum { FEW_AT_ONCE = MAX_FEW };
+enum { FEW_AT_ONCE = MAX_FEW, MAX_INTEGER_ROWS = 24 };
 INLINE int rows_at_once(int num_x) { return num_x <= 2 ? 1 : 2; }
 #else  /* half as many registers, each half as long */
-enum { FEW_AT_ONCE = 4 };
+enum { FEW_AT_ONCE = 4, MAX_INTEGER_ROWS = 12 };
 INLINE int rows_at_once(int num_x) { return (void)num_x, 1; }
 #endif
 INLINE float *place(float *y, int m, int r) { return y + BLOCK_ROWS * m + BLOCK_ROWS / 2 * r; }

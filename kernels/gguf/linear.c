@@ -127,8 +127,7 @@ int gguf_has_integers(int64_t type, int columns) {
     return dots_of(type) != NULL && (!is_paired || columns % 64 == 0);
 }
 
-/* Rows of x up to which integers are the faster ones. */
-int gguf_max_integer_rows(void) { return TILE_W == 1 ? 12 : 24; }
+int gguf_max_integer_rows(void) { return MAX_INTEGER_ROWS; }
 
 /* y (num_x, all rows of the segments) = x (num_x, columns) W^T + bias. in_integers: W as the file holds it
    and x quantized to int16; else x in bfloat16, and W dequantized to it, with AVX2 to float32. */

@@ -20,9 +20,9 @@ typedef float Number;
 typedef struct { __m512 first, second; } Pair;
 #endif
 
-/* Fetch a group's part of the 16 rows that follow: the hardware does not follow 16 streams, and has no room for more
-   than some lines at once. Past the end of W, nothing happens. */
-INLINE void fetch_next(const uint8_t *rows, int64_t row_bytes, int group, int groups) {
+/* Prefetch the next 16 rows, a part with each group: the hardware prefetcher does not follow 16 streams, and a burst
+   fills the CPU's miss buffers. A prefetch past the end of W is harmless. */
+INLINE void prefetch_next(const uint8_t *rows, int64_t row_bytes, int group, int groups) {
     const uint8_t *const next = rows + 16 * row_bytes;
     for (int64_t at = 16 * row_bytes * group / groups & -64; at < 16 * row_bytes * (group + 1) / groups; at += 64)
         _mm_prefetch((const char *)next + at, _MM_HINT_T1);
@@ -65,7 +65,7 @@ static inline void transpose(__m512i of[16]) {
 #define PAIRS(name)                                                                                               \
     static void name##_pairs(const uint8_t *rows, int64_t row_bytes, int count, int groups, Pair *out) {          \
         for (int g = 0; g < groups; g++, out += 16 * TILE_W) {                                                    \
-            fetch_next(rows, row_bytes, g, groups);                                                               \
+            prefetch_next(rows, row_bytes, g, groups);                                                            \
             __m512i of[16];                                                                                       \
             for (int i = 0; i < 16; i++)                                                                          \
                 of[i] = i < count ? (__m512i)bfloat16_of(name(rows + i * row_bytes, g)) : _mm512_setzero_si512(); \
@@ -99,7 +99,7 @@ INLINE void put_column(float *to, __m128i q, const float *scales, const float *o
     static void name##_pairs(const uint8_t *rows, int64_t row_bytes, int count, int groups, Pair *out) {        \
         float *to = (float *)out;                                                                               \
         for (int g = 0; g < groups; g++, to += 16 * 32) {                                                       \
-            fetch_next(rows, row_bytes, g, groups);                                                             \
+            prefetch_next(rows, row_bytes, g, groups);                                                          \
             __m256i of[16];                                                                                     \
             float scales[2][16] __attribute__((aligned(32))), offsets[2][16] __attribute__((aligned(32)));      \
             for (int i = 0; i < 16; i++) {                                                                      \
