@@ -1,4 +1,7 @@
-"""Processes of this machine, from /proc. Any of them, and any thread, may end while it is looked at."""
+"""Processes of this machine, from /proc, and how to start one with a signal ignored.
+
+Any process, and any thread, may end while it is looked at.
+"""
 
 from __future__ import annotations
 
