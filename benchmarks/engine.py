@@ -17,11 +17,12 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.harness import greedy, int_list, num_output_tokens, prefill, random_prompt, report
+from benchmarks.harness import greedy, int_list, num_output_tokens, prefill, random_prompt, report, trace_lengths
 from benchmarks.profile.floors import Peaks, decode_floor_seconds, measure_peaks, prefill_floor_seconds
 from common.config import add_arguments, from_namespace
 from common.errors import ConfigError
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     for batch in options.batch:
-        report(decode_rounds(bench, batch, options.input, options.output, options.rounds), options.json)
+        report(decode_rounds(bench, prompt_lengths(options, batch), options.output, options.rounds), options.json)
     for num_tokens in options.prefill:
         report(prefill_figures(bench, num_tokens), options.json)
     if options.offline256:
@@ -73,6 +74,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add_arguments(parser, GpuConfig)
     parser.add_argument("--batch", type=int_list, default=[], help="sequences that decode together: 1,8,64")
     parser.add_argument("--input", type=int, default=1024, help="prompt tokens of --batch")
+    parser.add_argument("--trace", type=Path, help="file of a trace, of whose requests the sequences of --batch are")
+    parser.add_argument("--longest", type=int, default=30_000, help="tokens of a request, of --trace")
     parser.add_argument("--output", type=int, default=128, help="generated tokens of --batch")
     parser.add_argument(
         "--rounds", type=int, default=1, help="of each --batch; several: their median, after one more"
@@ -88,12 +91,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+def prompt_lengths(options: argparse.Namespace, batch: int) -> list[int]:
+    """Of so many sequences that decode together."""
+    if options.trace:
+        return trace_lengths(options.trace, batch, options.longest, seed=0)
+    return [options.input] * batch
+
+
 def open_bench(options: argparse.Namespace) -> Bench:
     """Load the model, with room for the largest load."""
     config = from_namespace(EngineConfig, options)
     config = config.resolved(resolve_device(config).type, is_offline=True)
-    loads = [(batch, options.input + options.output) for batch in options.batch]
-    loads += [(1, num_tokens + 1) for num_tokens in options.prefill]
+    loads = [[each + options.output for each in prompt_lengths(options, batch)] for batch in options.batch]
+    loads += [[num_tokens + 1] for num_tokens in options.prefill]
     sequences = max(options.batch, default=config.max_num_seqs)
     if options.offline256:
         sequences = max(sequences, config.max_num_seqs)
@@ -106,7 +116,8 @@ def open_bench(options: argparse.Namespace) -> Bench:
     if not config.num_gpu_blocks:
         layout = kv_layout(read_config(resolve_model(config.model), config), torch.bfloat16)
         groups = BlockGroups.of(layout, config.block_size, config.max_num_batched_tokens)
-        blocks = max([count * (groups.most_live(tokens) + groups.num_groups) for count, tokens in loads], default=0)
+        needed = [sum(groups.most_live(tokens) + groups.num_groups for tokens in load) for load in loads]
+        blocks = max(needed, default=0)
         if options.offline256:  # a mean sequence needs 1,124 tokens
             blocks = max(blocks, sequences * groups.most_live(2 * OFFLINE_MAX) * 2 // 3)
         config = replace(config, num_gpu_blocks=blocks)
@@ -127,23 +138,24 @@ def open_bench(options: argparse.Namespace) -> Bench:
     return Bench(parts, peaks, random.Random())
 
 
-def decode_rounds(bench: Bench, batch: int, num_input: int, num_output: int, rounds: int) -> dict[str, Any]:
+def decode_rounds(bench: Bench, lengths: Sequence[int], num_output: int, rounds: int) -> dict[str, Any]:
     """The run of median speed, with the slowest and the fastest of `rounds`.
 
     One more comes before several: without graphs, the first one compiles kernels.
     """
     if rounds == 1:
-        return decode_figures(bench, batch, num_input, num_output)
-    runs = [decode_figures(bench, batch, num_input, num_output) for _ in range(1 + rounds)][1:]
+        return decode_figures(bench, lengths, num_output)
+    runs = [decode_figures(bench, lengths, num_output) for _ in range(1 + rounds)][1:]
     runs.sort(key=lambda figures: figures["tok_s"])
     ends = {"tok_s_min": runs[0]["tok_s"], "tok_s_max": runs[-1]["tok_s"], "rounds": rounds}
     return {**runs[rounds // 2], **ends}
 
 
-def decode_figures(bench: Bench, batch: int, num_input: int, num_output: int) -> dict[str, Any]:
-    """All prompts first, then the steps in which every sequence gets one token."""
+def decode_figures(bench: Bench, lengths: Sequence[int], num_output: int) -> dict[str, Any]:
+    """All prompts first, of these lengths, then the steps in which every sequence gets one token."""
     engine, config = bench.parts.engine, bench.parts.model_config
-    requests = [bench.add(num_input, num_output) for _ in range(batch)]
+    batch, num_input = len(lengths), sum(lengths) / len(lengths)
+    requests = [bench.add(num_tokens, num_output) for num_tokens in lengths]
     began = time.perf_counter()
     prefill(engine, requests)
     prefilled = time.perf_counter()
@@ -168,7 +180,7 @@ def decode_figures(bench: Bench, batch: int, num_input: int, num_output: int) ->
     return {
         **identity(bench),
         "batch": batch,
-        "input": num_input,
+        "input": round(num_input),
         "output": num_output,
         "tpot_ms": round(seconds / max(steps, 1) * 1e3, 3),
         "rows_per_step": round(num_tokens / max(steps, 1), 1),

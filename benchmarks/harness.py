@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from cli.load.workload import read_trace
 from common.model_files import resolve_model
 from engine.engine import Engine
 from engine.gguf.config import config_from_gguf
@@ -48,6 +49,17 @@ def greedy(max_tokens: int) -> SamplingParams:
 
 def random_prompt(rng: random.Random, vocab_size: int, num_tokens: int) -> list[int]:
     return [rng.randrange(vocab_size) for _ in range(num_tokens)]
+
+
+def trace_lengths(trace: Path, rows: int, longest: int, seed: int) -> list[int]:
+    """Contexts of so many rows at some moment: a request is there for as many steps as its answer has tokens.
+
+    longest: tokens of a request, with its answer.
+    """
+    draw = random.Random(seed)
+    requests = [row for row in read_trace(trace, 5000) if row.num_input_tokens + row.num_output_tokens <= longest]
+    chosen = draw.choices(requests, [row.num_output_tokens for row in requests], k=rows)
+    return [row.num_input_tokens + draw.randrange(row.num_output_tokens + 1) for row in chosen]
 
 
 def num_output_tokens(requests: Iterable[Request]) -> int:

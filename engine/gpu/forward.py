@@ -101,6 +101,7 @@ class FusedForward:
         """Hidden states (num_tokens or num_wanted, hidden) after the final norm; of a stage that passes them on, the
         residual.
         """
+        self.attention.plan_decode(inputs)
         token_ids = self._inbox.token_ids(inputs.token_ids)
         kind = token_ids.shape[0], not inputs.has_prompts
         attend, wanted = partial(self.attention.attend, inputs), inputs.wanted

@@ -12,8 +12,7 @@ from engine.mla.gpu_expanded import ExpandedLatents, open_latents
 from engine.mla.gpu_latents import AbsorbedPlan, ExpandedPlan, LatentPlan, PagedLatents
 from engine.mla.latent_attention import LATENT_NORM_EPS, LatentAttention
 from engine.models.model import Model
-from kernels.gpu.attention.kv_splits import DecodeWorkspace
-from kernels.gpu.mla.latent_decode import latent_decode
+from kernels.gpu.mla.latent_decode import latent_decode, latent_workspace, plan_latents
 from kernels.gpu.mla.latent_rope import rotate_and_write_latents
 
 
@@ -33,11 +32,9 @@ class LatentQueries(GpuAttention):
             else PagedLatents(config.num_heads, latent)
         )
         self.name = self.prefill.name
-        self._rotary, self._pool = model.rotary, pool
+        self._rotary, self._pool, self._num_heads = model.rotary, pool, config.num_heads
         self.width = config.num_heads * latent.kv_lora_rank  # of absorbed queries' outputs
-        self._workspace = DecodeWorkspace(
-            max_rows, config.num_heads, config.num_kv_heads, latent.kv_lora_rank, pool.device
-        )  # fmt: skip
+        self._workspace = latent_workspace(max_rows, config.num_heads, latent.kv_lora_rank, pool.device)
 
     def plan(
         self, query_starts: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Tensor]
@@ -46,6 +43,10 @@ class LatentQueries(GpuAttention):
 
     def graph_plan(self, block_tables: Tensor, tiles: Tensor, merges: Tensor) -> AbsorbedPlan:
         return AbsorbedPlan(block_tables, tiles)
+
+    def plan_decode(self, inputs: GpuInputs) -> None:
+        if inputs.lengths.shape[0]:
+            inputs.groups[0].decode = plan_latents(inputs.lengths, self._num_heads, self._pool.itemsize)
 
     def attend(self, inputs: GpuInputs, block: LatentAttention, q: Tensor, latents: Tensor) -> Tensor:
         """See GpuAttention: norm and rotate, absorb, store latents, attend.
@@ -78,7 +79,7 @@ class LatentQueries(GpuAttention):
         if num_decode:
             attended[:num_decode] = latent_decode(
                 absorbed[:num_decode], self._pool, rank, self.prefill.scale, block.layer, own.decode_tables,
-                inputs.lengths, self._workspace,
+                inputs.lengths, own.decode, self._workspace,
             )  # fmt: skip
         if num_absorbed > num_decode:
             self.prefill.prefill(absorbed[num_decode:], self._pool, block.layer, own.prefill, attended[num_decode:])

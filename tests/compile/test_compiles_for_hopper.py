@@ -31,6 +31,7 @@ from engine.quantization.conversion import QuantizedConversion
 from engine.quantization.gpu_linears import GpuLinears, w4a16_layer
 from engine.ranks import RankContext
 from engine.tensor_parallel.gpu_seams import shard_seams
+from kernels.gpu.attention.decode_plan import plan_decode
 from kernels.gpu.attention.decode_tiles import most_queries
 from kernels.gpu.attention.kv_splits import DecodeWorkspace
 from kernels.gpu.attention.paged_decode import paged_decode
@@ -55,7 +56,7 @@ from kernels.gpu.expert_parallel.expert_slots import choose_slots
 from kernels.gpu.gemm.split_k import SplitKWorkspace
 from kernels.gpu.launching.launch_configs import found
 from kernels.gpu.launching.tuning import DOWN_ROW, GATE_UP_PAIRS, GATE_UP_ROW, GROUPED_DOWN, GROUPED_GATE_UP
-from kernels.gpu.mla.latent_decode import latent_decode
+from kernels.gpu.mla.latent_decode import latent_decode, latent_workspace, plan_latents
 from kernels.gpu.mla.latent_prefill import latent_prefill
 from kernels.gpu.mla.latent_rope import rotate_and_write_latents
 from kernels.gpu.moe.expert_formats import bytes_of
@@ -144,10 +145,11 @@ def prompt_inputs(forward: FusedForward, lengths: list[int], num_groups: int = 1
 # `w4a16_gemm`: at 8 rows, with groups of 32. `all_reduce`: of 8 ranks, with quantization. `latent_decode`: with 128
 # heads; 16 with 16.
 SPILLS = {
+    "_paged_decode_kernel": 16,
     "_paged_prefill_kernel": 320,
     "_w4_rows_kernel": 48,
     "_all_reduce_norm_kernel": 32,
-    "_latent_decode_kernel": 104,
+    "_latent_decode_kernel": 248,
 }
 VERIFY_SPILLS = {"_paged_verify_kernel": 64}  # 16 rows of sums in one warp, over 64 keys of 8 bits; else up to 24
 WINDOW_SPILLS = {"_paged_prefill_kernel": 512, "_paged_decode_kernel": 16}
@@ -285,8 +287,9 @@ def test_decode_over_latents(num_heads: int, rows: int, compiled: list[Compiled]
     rank, width = 512, 576
     pool = torch.empty(NUM_BLOCKS, 1, 1, 1, BLOCK_SIZE, width, dtype=torch.bfloat16, device=META)
     q = torch.empty(rows, num_heads, width, dtype=torch.bfloat16, device=META)
-    workspace = DecodeWorkspace(rows, num_heads, 1, rank, META)
-    latent_decode(q, pool, rank, 0.1, 0, ints(rows, MAX_BLOCKS), ints(rows), workspace)
+    workspace = latent_workspace(rows, num_heads, rank, META)
+    plan = plan_latents(ints(rows), num_heads, 2)
+    latent_decode(q, pool, rank, 0.1, 0, ints(rows, MAX_BLOCKS), ints(rows), plan, workspace)
     latent_prefill(q, pool, rank, 0.1, 0, ints(rows, MAX_BLOCKS), ints(9, 4))
     heads = torch.empty(rows, num_heads, 192, dtype=torch.bfloat16, device=META)
     latents, table = (torch.empty(rows, n, dtype=torch.bfloat16, device=META) for n in (width, 128))
@@ -317,7 +320,8 @@ def test_decode_of_several_queries_a_row(
     workspace = DecodeWorkspace(4 * MAX_ROWS, num_heads, num_kv_heads, head_dim, META, queries)
     for rows in all_rows:
         q = torch.empty(rows, num_heads, head_dim, dtype=torch.bfloat16, device=META)
-        paged_verify(q, pool, 0, ints(rows, MAX_BLOCKS), ints(rows), ints(3, rows), workspace)
+        plan = plan_decode(ints(rows), num_heads, pool, 0, ints(3, rows), queries)
+        paged_verify(q, pool, 0, ints(rows, MAX_BLOCKS), ints(rows), ints(3, rows), plan, workspace)
     check(compiled, "_paged_verify_kernel", spills=VERIFY_SPILLS)
 
 
@@ -338,7 +342,8 @@ def test_a_window_over_8_bit_kv(compiled: list[Compiled]) -> None:
     workspace = DecodeWorkspace(64, num_heads, num_kv_heads, head_dim, META)
     for rows in (1, 64):
         q = torch.empty(rows, num_heads, head_dim, dtype=torch.bfloat16, device=META)
-        paged_decode(q, pool, 0, ints(rows, MAX_BLOCKS), ints(rows), workspace, window=window)
+        plan = plan_decode(ints(rows), num_heads, pool, window)
+        paged_decode(q, pool, 0, ints(rows, MAX_BLOCKS), ints(rows), plan, workspace)
     for tile_m in (SMALL_TILE, LARGE_TILE):
         paged_prefill(q, pool, 0, ints(64, MAX_BLOCKS), ints(9, 4), tile_m, window=window)
     # A window's first keys are a second masked loop.

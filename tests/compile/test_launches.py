@@ -58,7 +58,7 @@ def launched(forward: FusedForward, inputs: GpuInputs, launches: list[str]) -> l
     launches.clear()
     with TorchOps(launches), torch.inference_mode():
         forward.hidden(inputs)
-    return [name for name in launches if name != "combine"]  # of KV splits, which depend on the context alone
+    return [name for name in launches if name not in ("plan", "combine")]  # of decode attention
 
 
 def repeated(start: Sequence[str], attention: Sequence[str], mlp: Sequence[str], end: str, between: str) -> list[str]:

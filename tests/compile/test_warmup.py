@@ -38,7 +38,7 @@ from engine.quantization import conversion
 from engine.quantization.gpu_linears import GpuLinears
 from engine.request import SamplingParams
 from engine.trial_plans import WITH_ALL, WITH_RULES, trial_plan
-from kernels.gpu.attention.kv_splits import tuned_rows
+from kernels.gpu.attention.decode_plan import tuned_rows
 from tests.compile import hopper
 from tests.gpu.kv.test_kv_groups import GEMMA3, GPT_OSS
 from tests.gpu.mla.test_latents import V2
@@ -127,7 +127,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     # Tiny steps are on both sides of what sets large ones apart.
     monkeypatch.setattr(kernels.gpu.elementwise.rope, "STREAMED_BYTES", 1 << 20)
     monkeypatch.setattr(kernels.gpu.attention.prompt_tiles, "WAVES", 1)
-    monkeypatch.setattr(kernels.gpu.attention.kv_splits, "COMBINE_PROGRAMS", 104)
+    monkeypatch.setattr(kernels.gpu.attention.kv_splits, "FEW_HEADS", 104)
     return found
 
 

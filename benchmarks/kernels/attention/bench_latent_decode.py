@@ -18,10 +18,12 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from benchmarks.kernels.timing import compile_ahead, graph_seconds, num_input_sets, read_bandwidth, report, sweep
-from kernels.gpu.attention.kv_splits import MAX_SPLITS, DecodeWorkspace
+from kernels.gpu.attention.decode_plan import DecodePlan, make_plan, num_programs
+from kernels.gpu.attention.kv_splits import DecodeWorkspace
+from kernels.gpu.launching.launch import num_multiprocessors
 from kernels.gpu.launching.launch_configs import DecodeConfig
 from kernels.gpu.launching.tuning import LATENT_DECODE
-from kernels.gpu.mla.latent_decode import latent_decode
+from kernels.gpu.mla.latent_decode import MAX_HEADS, latent_decode
 
 RANK, ROTATED, NOPE, VALUE, BLOCK_SIZE = 512, 64, 128, 128, 64
 MAX_NAIVE_BYTES = 30 << 30
@@ -47,17 +49,20 @@ class Case:
         self.q = torch.randn(rows, num_heads, width, device="cuda").bfloat16()
         self.table = torch.randperm(blocks, device="cuda").view(rows, -1).int()
         self.lengths = torch.full((rows,), length, dtype=torch.int32, device="cuda")
-        self.workspace = DecodeWorkspace(rows, num_heads, 1, RANK, self.q.device)
-        most = rows * num_heads * MAX_SPLITS
-        self.workspace.outputs = torch.empty(most, RANK, device="cuda")
-        self.workspace.log_sums = torch.empty(most, device="cuda")
+        most = 4 * num_multiprocessors(self.q.device)  # of the sweep
+        self.workspace = DecodeWorkspace(rows, num_heads, 1, RANK, self.q.device, programs=most)
 
-    def run(self, layer: int, config: DecodeConfig) -> None:
+    def plan(self, config: DecodeConfig) -> DecodePlan:
+        num_groups = -(-self.num_heads // MAX_HEADS)
+        return make_plan(self.lengths, config, num_programs(num_groups, self.q.device, config))
+
+    def run(self, layer: int, plan: DecodePlan) -> None:
         scale = (NOPE + ROTATED) ** -0.5
-        latent_decode(self.q, self.pool, RANK, scale, layer, self.table, self.lengths, self.workspace, config)
+        latent_decode(self.q, self.pool, RANK, scale, layer, self.table, self.lengths, plan, self.workspace)
 
     def seconds(self, config: DecodeConfig = LATENT_DECODE) -> float:
-        return graph_seconds([functools.partial(self.run, layer, config) for layer in range(self.num_layers)])
+        plan = self.plan(config)
+        return graph_seconds([functools.partial(self.run, layer, plan) for layer in range(self.num_layers)])
 
     def naive_bytes(self) -> int:
         return 2 * self.rows * self.length * self.num_heads * (NOPE + ROTATED + VALUE)
@@ -75,7 +80,7 @@ def compile_some(num_heads: int, configs: Sequence[DecodeConfig]) -> None:
     case = Case(num_heads, 2, 256)
     for config in configs:
         with suppress(OutOfResources):
-            case.run(0, config)
+            case.run(0, case.plan(config))
 
 
 def main() -> None:

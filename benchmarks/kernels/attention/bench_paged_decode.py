@@ -3,7 +3,7 @@
 Each call follows the rotation of its rows, as in a step, and the rotation's own time is taken off: which programs are
 still running when those of attention come decides where these find room (docs/decisions/attention-kernels.md).
 
-`--sweep` tries tile sizes, warps, stages and splits; `kernels/gpu/launching/tuning.py` comes from it. `--window`:
+`--sweep` tries tile sizes, warps, stages and programs; `kernels/gpu/launching/tuning.py` comes from it. `--window`:
 keys that queries see, of longer contexts. `--trace` takes lengths of rows from a trace, and compares with equal ones
 of the same sum.
 """
@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
@@ -22,10 +21,11 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
+from benchmarks.harness import trace_lengths
 from benchmarks.kernels.attention.simple_decode import simple_decode
 from benchmarks.kernels.timing import graph_seconds, num_input_sets, read_bandwidth, report
-from cli.load.workload import read_trace
-from kernels.gpu.attention.kv_splits import MAX_SPLITS, DecodeWorkspace, num_splits
+from kernels.gpu.attention.decode_plan import DecodePlan, make_plan, num_programs, plan_decode
+from kernels.gpu.attention.kv_splits import DecodeWorkspace
 from kernels.gpu.attention.paged_decode import paged_decode
 from kernels.gpu.elementwise.rope import rope_and_write_kv
 from kernels.gpu.launching.launch_configs import DecodeConfig
@@ -36,6 +36,7 @@ MODELS = {
     "llama3.1-8b": (32, 8, 128), "smollm2-135m": (9, 3, 64), "gemma3-4b": (8, 4, 256), "gpt-oss-20b": (64, 8, 64),
 }  # fmt: skip
 KV_DTYPES = {"bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+PROGRAMS_PER_SM = 2, 4, 8
 OPTIONS = {  # tile, warps, stages
     "bfloat16": [(32, 2, 5), (32, 2, 7), (16, 1, 6), (16, 1, 8), (32, 1, 4), (32, 1, 6), (64, 4, 4), (16, 2, 8)],
     "fp8": [(64, 1, 3), (64, 1, 4), (32, 1, 6), (32, 2, 5), (32, 2, 7), (64, 2, 5), (64, 4, 5), (128, 4, 4)],
@@ -66,28 +67,27 @@ class Case:
         of_rows = torch.randperm(blocks, device="cuda").int()
         self.table = torch.nn.utils.rnn.pad_sequence(list(torch.split(of_rows, counts)), batch_first=True)
         self.lengths = torch.tensor(lengths, dtype=torch.int32, device="cuda")
-        self.workspace = DecodeWorkspace(rows, num_heads, num_kv_heads, head_dim, self.q.device)
-        most = rows * num_heads * MAX_SPLITS
-        self.workspace.outputs = torch.empty(most, head_dim, device="cuda")
-        self.workspace.log_sums = torch.empty(most, device="cuda")
+        most = num_programs(num_kv_heads, self.q.device, DecodeConfig(0, 0, 0, max(PROGRAMS_PER_SM)))
+        self.workspace = DecodeWorkspace(rows, num_heads, num_kv_heads, head_dim, self.q.device, programs=most)
 
-    def seconds(self, config: DecodeConfig | None = None, splits: int | None = None) -> float:
+    def seconds(self, config: DecodeConfig | None = None, programs: int | None = None) -> float:
+        """Of a layer: the plan, which all layers of a step share, is made before. programs: of each KV head."""
+        plan = plan_decode(self.lengths, self.q.shape[1], self.pool, self.window)
+        if config is not None or programs is not None:
+            config = config or plan.config
+            count = programs or num_programs(self.pool.shape[3], self.q.device, config)
+            plan = make_plan(self.lengths, config, count, self.window)
         layers = range(self.num_layers)
-        both = graph_seconds([functools.partial(self.rotate_and_run, layer, config, splits) for layer in layers])
+        both = graph_seconds([functools.partial(self.rotate_and_run, layer, plan) for layer in layers])
         return both - graph_seconds([functools.partial(self.rotate, layer) for layer in layers])
 
     def rotate(self, layer: int) -> None:
         """Rotate by zero, without storing K and V."""
         rope_and_write_kv(self.qkv, self.angles, self.zeros, self.slots, None, 1e-6, self.pool, layer)
 
-    def rotate_and_run(self, layer: int, config: DecodeConfig | None, splits: int | None) -> Tensor:
+    def rotate_and_run(self, layer: int, plan: DecodePlan) -> Tensor:
         self.rotate(layer)
-        return self.run(layer, config, splits)
-
-    def run(self, layer: int, config: DecodeConfig | None, splits: int | None) -> Tensor:
-        return paged_decode(
-            self.q, self.pool, layer, self.table, self.lengths, self.workspace, config, splits, self.window
-        )
+        return paged_decode(self.q, self.pool, layer, self.table, self.lengths, plan, self.workspace)
 
     def simple_seconds(self) -> float:
         return graph_seconds(
@@ -99,40 +99,33 @@ class Case:
         )
 
 
-def sweep(models: list[str], read: float, block_size: int, kv_dtype: str, window: int) -> None:
+def sweep(
+    models: list[str], shapes: Mapping[str, Sequence[int]], read: float, block_size: int, kv_dtype: str, window: int
+) -> None:  # fmt: skip
     for model in models:
-        for rows, length in SHAPES:
-            case = Case(*MODELS[model], [length] * rows, block_size, KV_DTYPES[kv_dtype], window)
+        for shape, lengths in shapes.items():
+            case = Case(*MODELS[model], lengths, block_size, KV_DTYPES[kv_dtype], window)
             results = {}
-            for option, programs_per_sm, lists_blocks in product(OPTIONS[kv_dtype], (2, 4, 8), (False, True)):
+            for option, programs_per_sm, lists_blocks in product(OPTIONS[kv_dtype], PROGRAMS_PER_SM, (False, True)):
                 config = DecodeConfig(*option, programs_per_sm, lists_blocks)
-                splits = num_splits(rows, MODELS[model][1], case.q.device, config)
-                name = f"{'/'.join(map(str, option))}{' lists' * lists_blocks} x{splits}"
-                if name not in results and not (lists_blocks and option[0] > block_size):
+                name = f"{'/'.join(map(str, option))}{' lists' * lists_blocks} x{programs_per_sm}"
+                if not (lists_blocks and option[0] > block_size):
                     with suppress(OutOfResources):
                         results[name] = case.seconds(config)
             fastest = sorted(results.items(), key=lambda item: item[1])
             report(
-                "paged_decode sweep", f"{model} {kv_dtype} bs{block_size} {rows}x{length}",
+                "paged_decode sweep", f"{model} {kv_dtype} bs{block_size} {shape}",
                 best=" | ".join(f"{name} {seconds * 1e6:.1f}" for name, seconds in fastest[:6]),
                 of_read=case.bytes_per_call / fastest[0][1] / read, chosen_us=case.seconds() * 1e6,
             )  # fmt: skip
 
 
-def trace_lengths(trace: Path, rows: int, longest: int, seed: int) -> list[int]:
-    """Contexts of so many rows at some moment: a request is there for as many steps as its answer has tokens."""
-    draw = random.Random(seed)
-    requests = [row for row in read_trace(trace, 5000) if row.num_input_tokens + row.num_output_tokens <= longest]
-    chosen = draw.choices(requests, [row.num_output_tokens for row in requests], k=rows)
-    return [row.num_input_tokens + draw.randrange(row.num_output_tokens + 1) for row in chosen]
-
-
-def compare_with_equal(model: str, lengths: list[int], block_size: int, kv_dtype: str) -> None:
+def compare_with_equal(model: str, name: str, lengths: Sequence[int], block_size: int, kv_dtype: str) -> None:
     equal = [sum(lengths) // len(lengths)] * len(lengths)
     cases = [Case(*MODELS[model], each, block_size, KV_DTYPES[kv_dtype]) for each in (lengths, equal)]
     seconds = [case.seconds() for case in cases]
     report(
-        "paged_decode of a trace's lengths", f"{model} {kv_dtype} bs{block_size} {len(lengths)} rows",
+        "paged_decode of a trace's lengths", f"{model} {kv_dtype} bs{block_size} {name}",
         keys=sum(lengths), longest=max(lengths),
         us=seconds[0] * 1e6, equal_us=seconds[1] * 1e6, ratio=seconds[0] / seconds[1],
     )  # fmt: skip
@@ -154,13 +147,19 @@ def main() -> None:
     pairs = [each.split("x") for each in options.shapes.split(",") if each]
     shapes = [(int(rows), int(length)) for rows, length in pairs] or SHAPES
     read = read_bandwidth()
+    if options.trace:
+        draws = {
+            f"{rows} rows, draw {seed}": trace_lengths(options.trace, rows, options.longest, seed)
+            for rows, seed in product(map(int, options.rows.split(",")), range(3))
+        }
+    else:
+        draws = {f"{rows}x{length}": [length] * rows for rows, length in shapes}
     if options.sweep:
-        sweep(models, read, options.block_size, options.kv_dtype, options.window)
+        sweep(models, draws, read, options.block_size, options.kv_dtype, options.window)
         return
     if options.trace:
-        for model, rows, seed in product(models, map(int, options.rows.split(",")), range(3)):
-            lengths = trace_lengths(options.trace, rows, options.longest, seed)
-            compare_with_equal(model, lengths, options.block_size, options.kv_dtype)
+        for model, (name, lengths) in product(models, draws.items()):
+            compare_with_equal(model, name, lengths, options.block_size, options.kv_dtype)
         return
     for model in models:
         for rows, length in shapes:
@@ -170,8 +169,8 @@ def main() -> None:
             rate = case.bytes_per_call / seconds
             report(
                 "paged_decode", f"{model} {options.kv_dtype} bs{options.block_size} {rows}x{length}",
-                us=seconds * 1e6, gb_per_s=rate / 1e9, of_read=rate / read, unsplit_us=case.seconds(splits=1) * 1e6,
-                simple_ratio=case.simple_seconds() / seconds,
+                us=seconds * 1e6, gb_per_s=rate / 1e9, of_read=rate / read,
+                unsplit_us=case.seconds(programs=rows) * 1e6, simple_ratio=case.simple_seconds() / seconds,
             )  # fmt: skip
 
 

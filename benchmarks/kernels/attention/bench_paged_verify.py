@@ -3,7 +3,7 @@
     python -m benchmarks.kernels.attention.bench_paged_verify [--shapes 64x3x1000,8x4x4000] [--sweep]
 
 Microseconds of a layer, rotation taken off as in `bench_paged_decode`; `one_us` is `paged_decode` with one query a
-row. The largest difference is that of the two outputs. `--sweep` tries other tiles, warps, stages and splits.
+row. The largest difference is that of the two outputs. `--sweep` tries other tiles, warps, stages and programs.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from benchmarks.kernels.timing import graph_seconds, num_input_sets, report
+from kernels.gpu.attention.decode_plan import DecodePlan, make_plan, num_programs, plan_decode
 from kernels.gpu.attention.decode_tiles import most_queries
-from kernels.gpu.attention.kv_splits import MAX_SPLITS, DecodeWorkspace
+from kernels.gpu.attention.kv_splits import DecodeWorkspace
 from kernels.gpu.attention.paged_decode import paged_decode
 from kernels.gpu.attention.paged_verify import paged_verify
 from kernels.gpu.elementwise.rope import rope_and_write_kv
@@ -62,23 +63,29 @@ class Case:
         self.lengths, self.groups = fields[0].cuda(), fields[1:].cuda()
         self.last = slice(queries - 1, None, queries)  # query of each row
         self.last_lengths = self.lengths[self.last].contiguous()
-        self.workspace = DecodeWorkspace(count, num_heads, num_kv_heads, head_dim, self.q.device)
-        num_partials = count * num_heads * MAX_SPLITS
-        self.workspace.outputs = torch.empty(num_partials, head_dim, device="cuda")
-        self.workspace.log_sums = torch.empty(num_partials, device="cuda")
+        self.workspace = DecodeWorkspace(count, num_heads, num_kv_heads, head_dim, self.q.device, most)
 
-    def verify(self, layer: int, config: DecodeConfig | None = None, splits: int | None = None) -> Tensor:
+        spans = self.groups[0]
+        self.plan = plan_decode(spans, num_heads, self.pool, 0, self.groups, most)
+        self.decode_plan = plan_decode(self.lengths, num_heads, self.pool)
+        self.one_plan = plan_decode(self.last_lengths, num_heads, self.pool)
+
+    def plan_with(self, config: DecodeConfig) -> DecodePlan:
+        count = num_programs(self.pool.shape[3], self.q.device, config)
+        return make_plan(self.groups[0], config, count, 0, self.groups, self.plan.queries)
+
+    def verify(self, layer: int, plan: DecodePlan | None = None) -> Tensor:
         return paged_verify(
-            self.q, self.pool, layer, self.table, self.lengths, self.groups, self.workspace, config, splits
-        )
+            self.q, self.pool, layer, self.table, self.lengths, self.groups, plan or self.plan, self.workspace
+        )  # fmt: skip
 
     def decode(self, layer: int) -> Tensor:
-        return paged_decode(self.q, self.pool, layer, self.table, self.lengths, self.workspace)
+        return paged_decode(self.q, self.pool, layer, self.table, self.lengths, self.decode_plan, self.workspace)
 
     def decode_one(self, layer: int) -> Tensor:
         """Attend for the last query of each row alone."""
         q, table = self.q[self.last], self.table[self.last]
-        return paged_decode(q, self.pool, layer, table, self.last_lengths, self.workspace)
+        return paged_decode(q, self.pool, layer, table, self.last_lengths, self.one_plan, self.workspace)
 
     def seconds(self, attend: Callable[[int], Tensor]) -> float:
         layers = range(self.num_layers)
@@ -94,12 +101,14 @@ class Case:
         rope_and_write_kv(self.qkv, self.angles, self.zeros, self.slots, None, 1e-6, self.pool, layer)
 
     def fastest(self) -> str:
-        """The fastest settings: microseconds, tile/warps/stages, splits."""
+        """The fastest settings: microseconds, tile/warps/stages, programs of a multiprocessor."""
         found = {}
-        for option, lists_blocks, splits in product(OPTIONS, (False, True), (1, 2, 4, 8)):
+        for option, lists_blocks, per_sm in product(OPTIONS, (False, True), (2, 4)):
             with suppress(OutOfResources):
-                attend = functools.partial(self.verify, config=DecodeConfig(*option, 2, lists_blocks), splits=splits)
-                found[f"{'/'.join(map(str, option))}{' lists' * lists_blocks} x{splits}"] = self.seconds(attend)
+                attend = functools.partial(
+                    self.verify, plan=self.plan_with(DecodeConfig(*option, per_sm, lists_blocks))
+                )
+                found[f"{'/'.join(map(str, option))}{' lists' * lists_blocks} x{per_sm}"] = self.seconds(attend)
         best = sorted(found.items(), key=lambda item: item[1])[:NUM_SHOWN]
         return " | ".join(f"{name} {seconds * 1e6:.1f}" for name, seconds in best)
 

@@ -2,7 +2,7 @@
 
 A step is planned once, on the host, from where each row's queries start and how many keys its last query sees; the
 plan holds whatever the kernels need on the device, and attends in every layer. A backend knows nothing of requests or
-of the scheduler. Decode rows need no plan: their block tables and lengths are among a step's inputs.
+of the scheduler. Decode rows are planned on the device, as a part of the step: a graph follows the lengths it gets.
 """
 
 from __future__ import annotations
@@ -72,11 +72,13 @@ class GroupInputs:
     slots: int32 (num_tokens,), block id * block_size + offset, or -1 to store nothing.
     decode_tables: block ids, int32 (num_decode_rows, max_blocks).
     prefill: `GpuAttention.plan`'s for the chunks of prompts; None when there are none.
+    decode: set by `GpuAttention.plan_decode`, for the decode rows.
     """
 
     slots: Tensor
     decode_tables: Tensor
     prefill: Any = None
+    decode: Any = None
 
 
 @dataclass(slots=True)
@@ -137,6 +139,10 @@ class GpuAttention(ABC):
         """A plan for graphs, which runs the same kernels whatever these tensors hold. tiles: of `prefill_tiles`, or
         with spare tiles what `split_tiles` makes of them. merges: of that, int32 (num_spare_tiles, 4).
         """
+
+    @abstractmethod
+    def plan_decode(self, inputs: GpuInputs) -> None:
+        """Plan a step's decode rows for all layers, before the first of its kernels."""
 
     @abstractmethod
     def attend(self, inputs: GpuInputs, block: Any, *queries: Any) -> Tensor:

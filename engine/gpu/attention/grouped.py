@@ -15,6 +15,7 @@ from engine.gpu.attention.paged import PagedPlan
 from engine.kv.memory import kv_layout
 from engine.layers.attention import Attention
 from engine.models.model import Model
+from kernels.gpu.attention.decode_plan import DecodePlan, plan_decode
 from kernels.gpu.attention.decode_tiles import most_queries
 from kernels.gpu.attention.kv_splits import DecodeWorkspace
 from kernels.gpu.attention.paged_decode import paged_decode
@@ -66,6 +67,8 @@ class GroupedQueries(GpuAttention):
         self._layers = layers_of(model, layout)
         self._pool = pool
         self.width = config.num_heads * config.head_dim
+        self._num_heads, self._has_sinks = config.num_heads, has_sinks
+        self._windows = [group.window for group in layout.groups]
         self.most_queries = most_queries(config.num_heads // config.num_kv_heads)
         self._workspace = DecodeWorkspace(
             max_rows, config.num_heads, config.num_kv_heads, config.head_dim, pool.device, self.most_queries
@@ -86,6 +89,22 @@ class GroupedQueries(GpuAttention):
     def graph_plan(self, block_tables: Tensor, tiles: Tensor, merges: Tensor) -> PrefillPlan:
         splits = PrefillSplits(merges, self._split_workspace) if merges.shape[0] else None
         return PagedPlan(block_tables, tiles, SMALL_TILE, splits)
+
+    def plan_decode(self, inputs: GpuInputs) -> None:
+        """See GpuAttention. Groups of one window share a plan."""
+        if not inputs.lengths.shape[0]:
+            return
+        plans: dict[int, DecodePlan] = {}
+        for own, window in zip(inputs.groups, self._windows, strict=True):
+            if window not in plans:
+                plans[window] = self._plan_of_window(inputs, window)
+            own.decode = plans[window]
+
+    def _plan_of_window(self, inputs: GpuInputs, window: int) -> DecodePlan:
+        groups = inputs.query_groups
+        if groups is not None and self._attends_in_groups(window):
+            return plan_decode(groups[0], self._num_heads, self._pool, window, groups, self.most_queries)
+        return plan_decode(inputs.lengths, self._num_heads, self._pool, window)
 
     def attend(self, inputs: GpuInputs, block: Attention, qkv: Tensor, spreads_next: bool = True) -> Tensor:
         """See GpuAttention. spreads_next: see `rope_and_write_kv`.
@@ -116,6 +135,9 @@ class GroupedQueries(GpuAttention):
     def _attend_decode(self, q: Tensor, block: Attention, own: GroupInputs, inputs: GpuInputs) -> Tensor:
         layer, groups = self._layers[block.layer], inputs.query_groups
         shared = self._pool, layer.index, own.decode_tables, inputs.lengths
-        if groups is not None and self.most_queries > 1 and not layer.window and block.sinks is None:
-            return paged_verify(q, *shared, groups, self._workspace)
-        return paged_decode(q, *shared, self._workspace, window=layer.window, sinks=block.sinks)
+        if groups is not None and self._attends_in_groups(layer.window):
+            return paged_verify(q, *shared, groups, own.decode, self._workspace)
+        return paged_decode(q, *shared, own.decode, self._workspace, block.sinks)
+
+    def _attends_in_groups(self, window: int) -> bool:
+        return self.most_queries > 1 and not window and not self._has_sinks

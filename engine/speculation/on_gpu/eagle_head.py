@@ -9,6 +9,7 @@ from torch.nn import functional
 from engine.layers.rotary import rotary_table
 from engine.speculation.eagle.head import HeadShape, HeadWeights
 from engine.speculation.on_gpu.head import GpuHead, HeadSize
+from kernels.gpu.attention.decode_plan import plan_decode
 from kernels.gpu.attention.kv_splits import DecodeWorkspace
 from kernels.gpu.attention.paged_decode import paged_decode
 from kernels.gpu.elementwise.rms_norm import add_rms_norm, rms_norm
@@ -46,9 +47,10 @@ class GpuEagleHead(GpuHead):
         self, x: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor, tables: Tensor, lengths: Tensor
     ) -> tuple[Tensor, Tensor]:
         held, shape = self._weights, self._shape
+        plan = plan_decode(lengths, shape.num_heads, self._pool)
         qkv = torch.cat([held.q(x), held.kv(x)], dim=-1).view(x.shape[0], -1, shape.head_dim)
         self._store(qkv, positions, slots)
-        attended = paged_decode(qkv[:, : shape.num_heads], self._pool, 0, tables, lengths, self._workspace)
+        attended = paged_decode(qkv[:, : shape.num_heads], self._pool, 0, tables, lengths, plan, self._workspace)
         residual = x[:, shape.hidden_size :].contiguous() if shape.norms_residual else hidden.clone()
         normed = add_rms_norm(held.output(attended), residual, held.mlp_norm, shape.eps)
         final = add_rms_norm(held.down(silu_mul(held.gate_up(normed))), residual, held.norm, shape.eps)

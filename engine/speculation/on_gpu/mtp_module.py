@@ -82,6 +82,7 @@ class GpuMtpModule(GpuHead):
         # Drafts beyond the model's last position are never accepted, wherever they are rotated to.
         positions = positions.clamp(max=held.rotary.shape[0] - 1)
         inputs = GpuInputs(slots, positions, lengths, [GroupInputs(slots, tables)])
+        self._attention.plan_decode(inputs)
         ops = self._ops(x.shape[0] if x.shape[0] <= MAX_TUNED_ROWS else MANY_ROWS)
         form = Forward(lambda _: Stream(x), ops, AddNorm(held.norm, self._eps), held.head)
         outputs = form.hidden(GpuStep(slots, slots, partial(self._attention.attend, inputs)))

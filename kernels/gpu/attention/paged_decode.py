@@ -4,11 +4,10 @@ For each head:  out = softmax(q K^T / sqrt(head_dim)) V  over the sequence's fir
 over the last of these; with a sink, one score without a value beside them.
 
 The query heads that share a KV head fill the M of `tl.dot` (padded to 16), so K and V are read once. The grid is
-(num_kv_heads, rows, num_splits) and depends on nothing but the batch bucket: lengths and block tables are read on
-the device. A program takes an equal share of its sequence's tiles, from the window's first on; programs without a
-share return. It reads the ids of its blocks before its loop, or in it, at the cost of half of the loop's stages.
-Splits are combined by a second kernel (`kernels/gpu/attention/kv_splits.py`); a sequence of one share is written
-directly.
+(num_kv_heads, programs) and depends on nothing but the batch bucket: lengths, block tables and the plan, which says
+what each program takes (`kernels/gpu/attention/decode_plan.py`), are read on the device. A program reads the ids of
+blocks before its loop over a row's keys, or in it, at the cost of half of the loop's stages. A second kernel combines
+rows that several programs read (`kernels/gpu/attention/kv_splits.py`).
 
 Reference: `attend_sequence` of `kernels/paged_attention.py`.
 """
@@ -23,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.gpu.attention.decode_plan import PROGRAM_FIELDS, DecodePlan, tiles_of, usual_groups
 from kernels.gpu.attention.decode_tiles import (
     LOG2_E,
     attend_share,
@@ -31,69 +31,93 @@ from kernels.gpu.attention.decode_tiles import (
     padded_group,
     prefetch_keys,
 )
-from kernels.gpu.attention.kv_splits import (
-    DecodeWorkspace,
-    combine_splits,
-    share_of_keys,
-    splits_of,
-    store_attended,
-    usual_groups,
-)
+from kernels.gpu.attention.kv_splits import DecodeWorkspace, add_sinks, combine, partial_slot
 from kernels.gpu.launching.fast_launch import FastLaunch
 from kernels.gpu.launching.launch import overlaps_launches, wait_for_predecessor
 from kernels.gpu.launching.launch_configs import DecodeConfig
 from kernels.gpu.launching.tuning import MAX_PREFETCH_ROWS, PREFETCHED_KEYS
 
 
+@triton.jit
+def planned(programs_ptr, program):
+    """A program's first row, last row, tiles of the first row that others take, tiles of its own, the row's keys."""
+    fields_ptr = programs_ptr + program * PROGRAM_FIELDS
+    first = tl.load(fields_ptr, cache_modifier=".cg")  # the plan is of this step: never of an older one in L1
+    last = tl.load(fields_ptr + 1, cache_modifier=".cg")
+    taken = tl.load(fields_ptr + 2, cache_modifier=".cg")
+    left = tl.load(fields_ptr + 3, cache_modifier=".cg")
+    return first, last, taken, left, tl.load(fields_ptr + 4, cache_modifier=".cg")
+
+
 @FastLaunch
-@triton.jit(do_not_specialize=["layer", "num_splits"])
+@triton.jit(do_not_specialize=["layer"])
 def _paged_decode_kernel(
-    q_ptr, pool_ptr, tables_ptr, lengths_ptr, out_ptr, outputs_ptr, log_sums_ptr, sinks_ptr,
-    layer, num_splits, q_stride, table_stride, block_stride, layer_stride, scale,
+    q_ptr, pool_ptr, tables_ptr, lengths_ptr, programs_ptr, out_ptr, outputs_ptr, log_sums_ptr, sinks_ptr,
+    layer, q_stride, table_stride, block_stride, layer_stride, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, NUM_STAGES: tl.constexpr, COMPUTE: tl.constexpr,
     AHEAD: tl.constexpr, LINE: tl.constexpr, LISTS_BLOCKS: tl.constexpr, OVERLAPS: tl.constexpr,
     WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    kv_head = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
-    split = tl.program_id(2)
-    length = tl.load(lengths_ptr + row).to(tl.int32)
-    first_key = None
-    if WINDOW > 0:
-        first_key = tl.maximum(length - WINDOW, 0)
-    first_tile, end_tile, num_used = share_of_keys(length, first_key, split, num_splits, TILE)
+    kv_head, program = tl.program_id(0), tl.program_id(1)
+    first_row, last_row, taken, left, length = planned(programs_ptr, program)
     keys_ptr = pool_ptr + layer.to(tl.int64) * layer_stride + kv_head * (BLOCK_SIZE * HEAD_DIM)
     values_ptr = keys_ptr + NUM_KV_HEADS * (BLOCK_SIZE * HEAD_DIM)
-    table_ptr = tables_ptr + row * table_stride
-    ids = listed_blocks(table_ptr, first_tile * TILE // BLOCK_SIZE, length, BLOCK_SIZE)
     if AHEAD > 0:
+        oldest = None
+        first_tile = taken
+        if WINDOW > 0:
+            oldest = tl.maximum(length - WINDOW, 0)
+            first_tile += oldest // TILE
         prefetch_keys(
-            keys_ptr, values_ptr, table_ptr, first_tile, end_tile, length, first_key, block_stride,
-            HEAD_DIM, BLOCK_SIZE, TILE, AHEAD, LINE,
+            keys_ptr, values_ptr, tables_ptr + first_row * table_stride, first_tile, first_tile + left, length,
+            oldest, block_stride, HEAD_DIM, BLOCK_SIZE, TILE, AHEAD, LINE,
         )  # fmt: skip
     wait_for_predecessor(OVERLAPS)
-    if split >= num_used:
-        return
 
     members = tl.arange(0, PADDED)
     dims = tl.arange(0, HEAD_DIM)
     heads = kv_head * GROUP + members
     is_member = (members < GROUP)[:, None]
-    q = tl.load(q_ptr + row * q_stride + heads[:, None] * HEAD_DIM + dims[None, :], mask=is_member, other=0.0)
-    q = q.to(COMPUTE)
-    mixed, mixed_odd, total, highest = attend_share(
-        q, ids, keys_ptr, values_ptr, table_ptr, first_tile, end_tile, length, first_key, block_stride, scale,
-        HEAD_DIM, BLOCK_SIZE, TILE, NUM_STAGES, LISTS_BLOCKS,
-    )  # fmt: skip
-    store_attended(
-        mixed, mixed_odd, total, highest, out_ptr, outputs_ptr, log_sums_ptr, sinks_ptr, row, kv_head, split,
-        num_splits, num_used, NUM_KV_HEADS, GROUP, HEAD_DIM, pool_ptr.dtype.element_ty == tl.float8e4nv, HAS_SINKS,
-    )  # fmt: skip
+    for row in tl.range(first_row, last_row + 1, num_stages=1):
+        num_tiles = tiles_of(length, TILE, WINDOW)
+        num_mine = tl.minimum(left, num_tiles - taken)
+        first_tile = taken
+        first_key = None
+        if WINDOW > 0:
+            first_key = tl.maximum(length - WINDOW, 0)
+            first_tile += first_key // TILE
+        table_ptr = tables_ptr + row * table_stride
+        ids = listed_blocks(table_ptr, first_tile * TILE // BLOCK_SIZE, length, BLOCK_SIZE)
+        q_ptrs = q_ptr + row * q_stride + heads[:, None] * HEAD_DIM + dims[None, :]
+        q = tl.load(q_ptrs, mask=is_member, other=0.0).to(COMPUTE)
+        mixed, mixed_odd, total, highest = attend_share(
+            q, ids, keys_ptr, values_ptr, table_ptr, first_tile, first_tile + num_mine, length, first_key,
+            block_stride, scale, HEAD_DIM, BLOCK_SIZE, TILE, NUM_STAGES, LISTS_BLOCKS,
+        )  # fmt: skip
+        if HAS_SINKS:
+            mixed, mixed_odd, total, highest = add_sinks(
+                mixed, mixed_odd, total, highest, sinks_ptr, kv_head, taken == 0, GROUP
+            )  # fmt: skip
+        if pool_ptr.dtype.element_ty == tl.float8e4nv:
+            mixed = tl.reshape(tl.join(mixed, mixed_odd), (PADDED, HEAD_DIM))
+        # Rows without keys can lie between others.
+        mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
+        if num_mine == num_tiles:
+            out_ptrs = out_ptr + row * (NUM_KV_HEADS * GROUP * HEAD_DIM)
+            out_ptrs = out_ptrs + heads[:, None] * HEAD_DIM + dims[None, :]
+            tl.store(out_ptrs, mixed.to(out_ptr.dtype.element_ty), mask=is_member)
+        else:
+            places = partial_slot(program, taken).to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads
+            tl.store(outputs_ptr + places[:, None] * HEAD_DIM + dims[None, :], mixed, mask=is_member)
+            tl.store(log_sums_ptr + places, highest + tl.log2(total), mask=members < GROUP)
+        left -= num_mine
+        taken = 0
+        length = tl.load(lengths_ptr + row + 1, mask=row < last_row, other=0).to(tl.int32)
 
 
 def launch_constants(q: Tensor, pool: Tensor, config: DecodeConfig, queries: int = 1) -> dict[str, Any]:
-    """Constants and options that both kernels of decode attention have. queries: see `splits_of`."""
+    """Constants and options that both kernels of decode attention have. queries: the most of a group."""
     num_kv_heads, block_size, head_dim = pool.shape[3:]
     group, overlaps = q.shape[1] // num_kv_heads, overlaps_launches(q)
     is_prefetched = overlaps and usual_groups(q.shape[0], queries) <= MAX_PREFETCH_ROWS
@@ -107,8 +131,8 @@ def launch_constants(q: Tensor, pool: Tensor, config: DecodeConfig, queries: int
 
 
 def paged_decode(
-    q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, lengths: Tensor, workspace: DecodeWorkspace,
-    config: DecodeConfig | None = None, splits: int | None = None, window: int = 0, sinks: Tensor | None = None,
+    q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, lengths: Tensor, plan: DecodePlan,
+    workspace: DecodeWorkspace, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of one query per row. Captured in a graph, it follows what block_tables and lengths then hold.
 
@@ -117,21 +141,21 @@ def paged_decode(
         q's type or float8_e4m3fn.
     block_tables: int32 (num_rows, any). lengths: int32 (num_rows,), the new token included; 0 for padding rows. Both
         are inputs of the step: they are read before the previous kernel has ended.
-    window: keys that a query sees, itself included; 0: all. Entries of tables before it are not read. sinks:
+    plan: `plan_decode` of these lengths. With a window, entries of tables before it are not read. sinks:
         (num_heads,) or None.
-    Returns (num_rows, num_heads * head_dim).
+    Returns (num_rows, num_heads * head_dim). Raises ValueError if the workspace is too small.
     """
     num_rows, num_heads, head_dim = q.shape
     out = torch.empty(num_rows, num_heads * head_dim, dtype=q.dtype, device=q.device)
     if num_rows == 0:
         return out
-    config, count = splits_of(num_rows, num_heads, pool, workspace, config, splits, window)
-    _paged_decode_kernel[(pool.shape[3], num_rows, count)](
-        q, pool, block_tables, lengths, out, workspace.outputs, workspace.log_sums, q if sinks is None else sinks,
-        layer, count, q.stride(0), block_tables.stride(0), pool.stride(0), pool.stride(1),
-        LOG2_E / math.sqrt(head_dim), **launch_constants(q, pool, config),
-        WINDOW=window, HAS_SINKS=sinks is not None,
+    workspace.check(plan, num_heads)
+    _paged_decode_kernel[(pool.shape[3], plan.num_programs)](
+        q, pool, block_tables, lengths, plan.of_programs, out, workspace.outputs, workspace.log_sums,
+        q if sinks is None else sinks,
+        layer, q.stride(0), block_tables.stride(0), pool.stride(0), pool.stride(1),
+        LOG2_E / math.sqrt(head_dim), **launch_constants(q, pool, plan.config),
+        WINDOW=plan.window, HAS_SINKS=sinks is not None,
     )  # fmt: skip
-    if count > 1:
-        combine_splits(lengths, out, workspace, count, config.tile, window)
+    combine(plan, out, workspace, pool.shape[3])
     return out

@@ -140,8 +140,8 @@ W4_ROWS = GemmTable(
 # | 64 x 1k | 256 x 1k: ONE_BYTE 16.0 | 8.7 | 25.5 | 76, ONE_BYTE_MANY_ROWS 21.1 | 10.7 | 30.5 | 71.
 LONG_TILES = DecodeConfig(32, 2, 7, 2)
 FEW_HEADS = DecodeConfig(64, 4, 4, 2, lists_blocks=True)  # two programs fill a multiprocessor: they spread evenly
-SHORT_TILES = DecodeConfig(16, 1, 6, 4)  # one warp needs no barriers; many programs fit side by side
-MANY_PROGRAMS = DecodeConfig(32, 1, 4, 4)
+SHORT_TILES = DecodeConfig(16, 1, 6, 8)  # one warp needs no barriers; many programs fit side by side
+MANY_PROGRAMS = DecodeConfig(32, 1, 4, 8)
 FOUR_BYTES = DecodeConfig(32, 2, 4, 2)
 ONE_BYTE = DecodeConfig(64, 4, 5, 4)
 ONE_BYTE_MANY_ROWS = DecodeConfig(64, 1, 4, 8)
@@ -155,7 +155,7 @@ DECODE = Table(
     Rule(WIDE_HEADS, head_dim=above(128), programs=at_most(511)),
     Rule(SHORT_TILES, head_dim=above(128)),
     Rule(FEW_HEADS, group=at_most(4), programs=at_most(264)),
-    Rule(LONG_TILES, programs=at_most(511)),
+    Rule(LONG_TILES, programs=at_most(264)),
     Rule(SHORT_TILES, programs=at_most(1023)),
     Rule(MANY_PROGRAMS),
 )

@@ -3,8 +3,7 @@
     out_h = softmax(scale q_h K^T) L      K = [L | R]: latents of `rank` numbers and rotated keys of the rest
 
 In the absorbed form a key's first `rank` numbers are its value, too, so each is read once for scores and output. The
-heads, padded to 16, are the M of `tl.dot`. The grid, splits and what combines them are those of
-`kernels/gpu/attention/paged_decode.py`.
+heads, padded to 16, are the M of `tl.dot`. Programs share keys as those of `kernels/gpu/attention/paged_decode.py`.
 
 Reference: `attend_causally` of `kernels/paged_attention.py`.
 """
@@ -16,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.gpu.attention.decode_plan import DecodePlan, make_plan, num_programs
 from kernels.gpu.attention.decode_tiles import (
     LISTED_BLOCKS,
     LOG2_E,
@@ -25,10 +25,10 @@ from kernels.gpu.attention.decode_tiles import (
     padded_group,
     tile_offsets,
 )
-from kernels.gpu.attention.kv_splits import MIN_SHARE, DecodeWorkspace, combine_splits, num_splits
+from kernels.gpu.attention.kv_splits import DecodeWorkspace, combine, partial_slot
+from kernels.gpu.attention.paged_decode import planned
 from kernels.gpu.launching.fast_launch import FastLaunch
 from kernels.gpu.launching.launch import overlaps_launches, wait_for_predecessor
-from kernels.gpu.launching.launch_configs import DecodeConfig
 from kernels.gpu.launching.tuning import LATENT_DECODE, LATENT_DECODE_FOUR_BYTES
 
 MAX_HEADS = 64  # of a program; more heads are taken in groups, each of which reads the keys
@@ -68,43 +68,18 @@ def _attend_latents(
     return mixed, totals, highest
 
 
-@FastLaunch
-@triton.jit(do_not_specialize=["layer", "num_splits"])
-def _latent_decode_kernel(
-    q_ptr, pool_ptr, tables_ptr, lengths_ptr, out_ptr, outputs_ptr, log_sums_ptr,
-    layer, num_splits, q_stride, table_stride, block_stride, layer_stride, scale,
-    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, RANK: tl.constexpr, ROTATED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, NUM_STAGES: tl.constexpr, COMPUTE: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+@triton.jit
+def _attend_row(
+    q, q_rotated, keys_ptr, table_ptr, first_tile, end_tile, length, block_stride, scale,
+    RANK: tl.constexpr, ROTATED: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(1).to(tl.int64)
-    split = tl.program_id(2)
-    length = tl.load(lengths_ptr + row).to(tl.int32)
-    num_tiles = tl.cdiv(length, TILE)
-    share = tl.maximum(tl.cdiv(num_tiles, num_splits), tl.cdiv(MIN_SHARE, TILE))
-    num_used = tl.maximum(tl.cdiv(num_tiles, share), 1)
-    keys_ptr = pool_ptr + layer.to(tl.int64) * layer_stride
-    table_ptr = tables_ptr + row * table_stride
-    first_tile = split * share
-    end_tile = tl.minimum(first_tile + share, num_tiles)
-    first_block = first_tile * TILE // BLOCK_SIZE
-    ids = listed_blocks(table_ptr, first_block, length, BLOCK_SIZE)
-    wait_for_predecessor(OVERLAPS)
-    if split >= num_used:
-        return
-
-    WIDTH: tl.constexpr = RANK + ROTATED
-    members = tl.arange(0, PADDED)
-    heads = tl.program_id(0) * GROUP + members
-    is_member = ((members < GROUP) & (heads < NUM_HEADS))[:, None]
-    dims, rotated = tl.arange(0, RANK), RANK + tl.arange(0, ROTATED)
-    q_at = q_ptr + row * q_stride + heads[:, None] * WIDTH
-    q = tl.load(q_at + dims[None, :], mask=is_member, other=0.0).to(COMPUTE)
-    q_rotated = tl.load(q_at + rotated[None, :], mask=is_member, other=0.0).to(COMPUTE)
-
+    """Running softmax of tiles [first_tile, end_tile), at least one: (mixed, total, highest), before any division."""
+    PADDED: tl.constexpr = q.shape[0]
     highest = tl.full((PADDED,), float("-inf"), tl.float32)
     totals = tl.zeros((PADDED, TILE), tl.float32)
     mixed = tl.zeros((PADDED, RANK), tl.float32)
+    first_block = first_tile * TILE // BLOCK_SIZE
+    ids = listed_blocks(table_ptr, first_block, length, BLOCK_SIZE)
     if BLOCK_SIZE >= TILE:
         per_block: tl.constexpr = BLOCK_SIZE // TILE
         for block in tl.range(first_block, tl.cdiv(end_tile * TILE, BLOCK_SIZE), LISTED_BLOCKS):
@@ -120,17 +95,50 @@ def _latent_decode_kernel(
             q, q_rotated, mixed, totals, highest, keys_ptr, table_ptr, ids, first_block, first_tile, end_tile, length,
             block_stride, scale, False, RANK, ROTATED, BLOCK_SIZE, TILE, NUM_STAGES,
         )  # fmt: skip
+    return mixed, tl.sum(totals, axis=1), highest
 
-    total = tl.sum(totals, axis=1)
-    # A row of length 0 (padding of a bucket) gets zeros.
-    mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
-    if num_used == 1:
-        out_at = out_ptr + (row * NUM_HEADS + heads)[:, None] * RANK
-        tl.store(out_at + dims[None, :], mixed.to(out_ptr.dtype.element_ty), mask=is_member)
-    else:
-        mine = (row * NUM_HEADS + heads) * num_splits + split
-        tl.store(outputs_ptr + mine[:, None] * RANK + dims[None, :], mixed, mask=is_member)
-        tl.store(log_sums_ptr + mine, highest + tl.log2(total), mask=(members < GROUP) & (heads < NUM_HEADS))
+
+@FastLaunch
+@triton.jit(do_not_specialize=["layer"])
+def _latent_decode_kernel(
+    q_ptr, pool_ptr, tables_ptr, lengths_ptr, programs_ptr, out_ptr, outputs_ptr, log_sums_ptr,
+    layer, q_stride, table_stride, block_stride, layer_stride, scale,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, RANK: tl.constexpr, ROTATED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, NUM_STAGES: tl.constexpr, COMPUTE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(1)
+    first_row, last_row, taken, left, length = planned(programs_ptr, program)
+    keys_ptr = pool_ptr + layer.to(tl.int64) * layer_stride
+    wait_for_predecessor(OVERLAPS)
+
+    WIDTH: tl.constexpr = RANK + ROTATED
+    members = tl.arange(0, PADDED)
+    heads = tl.program_id(0) * GROUP + members
+    is_member = (members < GROUP) & (heads < NUM_HEADS)
+    dims, rotated = tl.arange(0, RANK), RANK + tl.arange(0, ROTATED)
+    for row in tl.range(first_row, last_row + 1, num_stages=1):
+        num_tiles = tl.cdiv(length, TILE)
+        num_mine = tl.minimum(left, num_tiles - taken)
+        q_at = q_ptr + row * q_stride + heads[:, None] * WIDTH
+        q = tl.load(q_at + dims[None, :], mask=is_member[:, None], other=0.0).to(COMPUTE)
+        q_rotated = tl.load(q_at + rotated[None, :], mask=is_member[:, None], other=0.0).to(COMPUTE)
+        mixed, total, highest = _attend_row(
+            q, q_rotated, keys_ptr, tables_ptr + row * table_stride, taken, taken + num_mine, length,
+            block_stride, scale, RANK, ROTATED, BLOCK_SIZE, TILE, NUM_STAGES,
+        )  # fmt: skip
+        # Rows without keys can lie between others.
+        mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
+        if num_mine == num_tiles:
+            out_at = out_ptr + (row * NUM_HEADS + heads)[:, None] * RANK
+            tl.store(out_at + dims[None, :], mixed.to(out_ptr.dtype.element_ty), mask=is_member[:, None])
+        else:
+            places = partial_slot(program, taken).to(tl.int64) * NUM_HEADS + heads
+            tl.store(outputs_ptr + places[:, None] * RANK + dims[None, :], mixed, mask=is_member[:, None])
+            tl.store(log_sums_ptr + places, highest + tl.log2(total), mask=is_member)
+        left -= num_mine
+        taken = 0
+        length = tl.load(lengths_ptr + row + 1, mask=row < last_row, other=0).to(tl.int32)
 
 
 def check_latents(pool: Tensor, rank: int, width: int) -> None:
@@ -141,37 +149,46 @@ def check_latents(pool: Tensor, rank: int, width: int) -> None:
         raise ValueError(f"latents of {rank} and {width - rank} numbers: powers of two are needed")
 
 
+def latent_workspace(max_rows: int, num_heads: int, rank: int, device: torch.device) -> DecodeWorkspace:
+    """A workspace for launches of at most `max_rows` rows."""
+    num_groups = triton.cdiv(num_heads, MAX_HEADS)
+    programs = max(num_programs(num_groups, device, each) for each in (LATENT_DECODE, LATENT_DECODE_FOUR_BYTES))
+    return DecodeWorkspace(max_rows, num_heads, 1, rank, device, programs=programs)
+
+
+def plan_latents(lengths: Tensor, num_heads: int, itemsize: int) -> DecodePlan:
+    """Plan launches over a pool of `itemsize` bytes a number, for rows of these lengths, see `make_plan`."""
+    config = LATENT_DECODE if itemsize <= 2 else LATENT_DECODE_FOUR_BYTES
+    return make_plan(lengths, config, num_programs(triton.cdiv(num_heads, MAX_HEADS), lengths.device, config))
+
+
 def latent_decode(
     q: Tensor, pool: Tensor, rank: int, scale: float, layer: int, block_tables: Tensor, lengths: Tensor,
-    workspace: DecodeWorkspace, config: DecodeConfig | None = None, splits: int | None = None,
+    plan: DecodePlan, workspace: DecodeWorkspace,
 ) -> Tensor:  # fmt: skip
     """Attention of one query per row, see `paged_decode`, whose captured use and inputs are the same.
 
     q: (num_rows, num_heads, width), heads contiguous, rows of any stride. rank, and width less rank, are powers of
-    two. pool: (num_blocks, num_layers, 1, 1, block_size, width). workspace: of heads of `rank` numbers.
+    two. pool: (num_blocks, num_layers, 1, 1, block_size, width). plan: `plan_latents` of the lengths. workspace: of
+    `latent_workspace`.
     Returns (num_rows, num_heads * rank).
     """
     num_rows, num_heads, width = q.shape
-    block_size = pool.shape[4]
+    block_size, config = pool.shape[4], plan.config
     check_latents(pool, rank, width)
     out = torch.empty(num_rows, num_heads * rank, dtype=q.dtype, device=q.device)
     if num_rows == 0:
         return out
-    config = config or (LATENT_DECODE if pool.itemsize <= 2 else LATENT_DECODE_FOUR_BYTES)
     group = min(num_heads, MAX_HEADS)
-    num_groups = triton.cdiv(num_heads, group)
-    count = splits or num_splits(num_rows, num_groups, q.device, config)
-    if count > 1 and num_rows * num_heads * count > workspace.outputs.shape[0]:
-        raise ValueError(f"the workspace is too small for {num_rows} rows in {count} splits")
+    workspace.check(plan, num_heads)
     overlaps = overlaps_launches(q)
-    _latent_decode_kernel[(num_groups, num_rows, count)](
-        q, pool, block_tables, lengths, out, workspace.outputs, workspace.log_sums,
-        layer, count, q.stride(0), block_tables.stride(0), pool.stride(0), pool.stride(1),
+    _latent_decode_kernel[(triton.cdiv(num_heads, group), plan.num_programs)](
+        q, pool, block_tables, lengths, plan.of_programs, out, workspace.outputs, workspace.log_sums,
+        layer, q.stride(0), block_tables.stride(0), pool.stride(0), pool.stride(1),
         LOG2_E * scale,
         NUM_HEADS=num_heads, GROUP=group, PADDED=padded_group(group), RANK=rank, ROTATED=width - rank,
         BLOCK_SIZE=block_size, TILE=config.tile, NUM_STAGES=config.num_stages, COMPUTE=compute_dtype(q, pool),
         OVERLAPS=overlaps, num_warps=config.num_warps * (1 if group <= 16 else 2), launch_pdl=overlaps,
     )  # fmt: skip
-    if count > 1:
-        combine_splits(lengths, out, workspace, count, config.tile)
+    combine(plan, out, workspace, 1)
     return out

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kernels.gpu.attention.decode_plan import make_plan, num_programs, plan_decode
 from kernels.gpu.attention.decode_tiles import most_queries
 from kernels.gpu.attention.kv_splits import DecodeWorkspace
 from kernels.gpu.attention.paged_decode import paged_decode
@@ -56,16 +57,22 @@ class Case:
             if length:
                 own = self.q[query : query + 1].double()
                 self.expected[query] = attend_sequence(own, kvs[row][:, :, :length].double()).flatten()
-        queries = most_queries(num_heads // num_kv_heads)
-        self.workspace = DecodeWorkspace(len(rows), num_heads, num_kv_heads, head_dim, device, queries)
+        self.most = most_queries(num_heads // num_kv_heads)
+        self.workspace = DecodeWorkspace(len(rows), num_heads, num_kv_heads, head_dim, device, self.most)
         num_partials = max(4096, self.workspace.outputs.shape[0])
         self.workspace.outputs = torch.full((num_partials, head_dim), float("nan"), device=device)
         self.workspace.log_sums = torch.full((num_partials,), float("nan"), device=device)
 
-    def run(self, config: DecodeConfig | None = SMALL, splits: int | None = None) -> torch.Tensor:
+    def run(self, config: DecodeConfig | None = SMALL, programs: int | None = None) -> torch.Tensor:
+        num_heads, spans, most = self.q.shape[1], self.groups[0], self.most
+        plan = plan_decode(spans, num_heads, self.pool, 0, self.groups, most)
+        config = config or plan.config
+        if programs is not None or config is not plan.config:
+            count = programs or num_programs(self.pool.shape[3], spans.device, config)
+            plan = make_plan(spans, config, count, 0, self.groups, most)
         return paged_verify(
-            self.q, self.pool, LAYER, self.table, self.lengths, self.groups, self.workspace, config, splits
-        )
+            self.q, self.pool, LAYER, self.table, self.lengths, self.groups, plan, self.workspace
+        )  # fmt: skip
 
 
 # Lengths across the end of a tile (16 keys) and of a share (32 keys): the last share of the groups from 30, 62 and 64
@@ -73,38 +80,39 @@ class Case:
 MIXED = [(1, 4), (30, 4), (64, 2), (15, 3), (200, 1), (62, 4), (1, 1), (PADDING, 12)]
 
 
-@pytest.mark.parametrize("splits", [1, 3, 8, None])
+@pytest.mark.parametrize("programs", [1, 3, 8, None])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(8, 2), (7, 1), (14, 2)])
 def test_equals_the_reference_of_each_query(
-    splits: int | None, num_heads: int, num_kv_heads: int, device: torch.device
+    programs: int | None, num_heads: int, num_kv_heads: int, device: torch.device
 ) -> None:
     case = Case(MIXED, num_heads, num_kv_heads, torch.float32, device)
-    out = case.run(splits=splits)
+    out = case.run(programs=programs)
     assert relative_error(out, case.expected) < 1e-5
     assert not out[case.lengths == 0].any()
 
 
-@pytest.mark.parametrize("splits", [1, 8])
+@pytest.mark.parametrize("programs", [1, 8])
 @pytest.mark.parametrize("config", [SMALL, LISTS_BLOCKS])
 @pytest.mark.parametrize("block_size", [16, 64])
 def test_half_precision_over_blocks_of_other_sizes(
-    block_size: int, config: DecodeConfig, splits: int, device: torch.device
+    block_size: int, config: DecodeConfig, programs: int, device: torch.device
 ) -> None:
     case = Case(MIXED, 7, 1, HALF_DTYPE, device, block_size)
-    assert relative_error(case.run(config, splits), case.expected) < BFLOAT16_BOUND
+    assert relative_error(case.run(config, programs), case.expected) < BFLOAT16_BOUND
 
 
-@pytest.mark.parametrize("splits", [1, 4])
-def test_eight_bit_keys_and_values(splits: int, device: torch.device) -> None:
+@pytest.mark.parametrize("programs", [1, 4])
+def test_eight_bit_keys_and_values(programs: int, device: torch.device) -> None:
     case = Case(MIXED, 8, 2, HALF_DTYPE, device, kv_dtype=torch.float8_e4m3fn)
-    assert relative_error(case.run(splits=splits), case.expected) < BFLOAT16_BOUND
+    assert relative_error(case.run(programs=programs), case.expected) < BFLOAT16_BOUND
 
 
-@pytest.mark.parametrize("splits", [1, 3])
-def test_single_queries_get_what_decode_gives_them(splits: int, device: torch.device) -> None:
+@pytest.mark.parametrize("programs", [1, 3])
+def test_single_queries_get_what_decode_gives_them(programs: int, device: torch.device) -> None:
     case = Case([(length, 1) for length in (1, 16, 17, 70, 200)], 8, 2, HALF_DTYPE, device)
-    decoded = paged_decode(case.q, case.pool, LAYER, case.table, case.lengths, case.workspace, SMALL, splits)
-    assert torch.equal(case.run(splits=splits), decoded)
+    plan = make_plan(case.lengths, SMALL, programs)
+    decoded = paged_decode(case.q, case.pool, LAYER, case.table, case.lengths, plan, case.workspace)
+    assert torch.equal(case.run(programs=programs), decoded)
 
 
 @pytest.mark.parametrize("group", [1, 3, 4, 8, 16])
@@ -112,17 +120,14 @@ def test_as_many_queries_as_a_group_may_have(group: int, device: torch.device) -
     most = most_queries(group)
     assert group * most <= 32
     case = Case([(20, most), (63, most)], group, 1, torch.float32, device)
-    assert relative_error(case.run(splits=4), case.expected) < 1e-5
+    assert relative_error(case.run(programs=4), case.expected) < 1e-5
 
 
 def test_four_queries_where_32_heads_hold_them_and_more_where_16_do() -> None:
     assert [most_queries(group) for group in (1, 2, 4, 5, 7, 8, 16, 32, 64)] == [16, 8, 4, 4, 4, 4, 2, 1, 1]
 
 
-@pytest.mark.parametrize("queries", [1, 4])
-def test_the_workspace_holds_all_splits_of_any_number_of_queries(queries: int, device: torch.device) -> None:
-    sizes = [DecodeWorkspace(rows, 8, 2, 16, device, queries).outputs.shape[0] for rows in range(1, 40)]
-    assert sizes == sorted(sizes)
+def test_a_workspace_serves_any_number_of_queries(device: torch.device) -> None:
     for count in (1, 3, 9, 39):
         case = Case([(40, 1)] * count, 8, 2, HALF_DTYPE, device, head_dim=16)
         case.workspace = DecodeWorkspace(39, 8, 2, 16, device, 4)
