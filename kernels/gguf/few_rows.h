@@ -23,9 +23,9 @@ typedef struct {
 /* Rows of x, and of W, in one tile. Two rows of W share the loads of x. One or two rows of x are bound by memory, and
    the hardware prefetches W best as one stream. Rows of W come in blocks; the two of a tile are half a block apart.
    With more than MAX_INTEGER_ROWS rows of x, `many_rows.h` is faster. */
-enum { MAX_FEW = 8, MAX_ROWS = 2, BLOCK_ROWS = 16 };
+enum { MAX_ROWS = 2, BLOCK_ROWS = 16 };
 #ifdef __AVX512F__
-enum { FEW_AT_ONCE = MAX_FEW, MAX_INTEGER_ROWS = 24 };
+enum { FEW_AT_ONCE = 8, MAX_INTEGER_ROWS = 24 };
 INLINE int rows_at_once(int num_x) { return num_x <= 2 ? 1 : 2; }
 #else  /* half as many registers, each half as long */
 enum { FEW_AT_ONCE = 4, MAX_INTEGER_ROWS = 12 };
@@ -59,8 +59,8 @@ INLINE __m512 halves(const uint8_t *a, const uint8_t *b) {
 INLINE void paired_dot(int type, const uint8_t *const rows[MAX_ROWS], const Few *few, const int M, float *y) {
     const int R = rows_at_once(M);
     const int size = type == Q4_0 ? 18 : type == Q4_1 ? 20 : 22, start = size - 16;
-    __m512 sums[MAX_FEW][MAX_ROWS];
-    float offsets[MAX_FEW][MAX_ROWS];
+    __m512 sums[FEW_AT_ONCE][MAX_ROWS];
+    float offsets[FEW_AT_ONCE][MAX_ROWS];
     for (int m = 0; m < M; m++)
         for (int r = 0; r < R; r++) sums[m][r] = _mm512_setzero_ps(), offsets[m][r] = 0;
     for (int group = 0; group < few->columns / 32; group += 2) {
@@ -100,7 +100,7 @@ INLINE void paired_dot(int type, const uint8_t *const rows[MAX_ROWS], const Few 
 
 INLINE void q8_0_dot(const uint8_t *const rows[MAX_ROWS], const Few *few, const int M, float *y) {
     const int R = rows_at_once(M);
-    __m512 sums[MAX_FEW][MAX_ROWS];
+    __m512 sums[FEW_AT_ONCE][MAX_ROWS];
     for (int m = 0; m < M; m++)
         for (int r = 0; r < R; r++) sums[m][r] = _mm512_setzero_ps();
     for (int group = 0; group < few->columns / 32; group++) {
@@ -135,8 +135,8 @@ INLINE __m512i scaled_values(int type, const uint8_t *block, const uint8_t scale
 INLINE void k_dot(int type, const uint8_t *const rows[MAX_ROWS], const Few *few, const int M, float *y) {
     const int R = rows_at_once(M);
     const int size = type == Q4_K ? 144 : type == Q5_K ? 176 : 210;
-    __m512 sums[MAX_FEW][MAX_ROWS];
-    __m256 offsets[MAX_FEW][MAX_ROWS];
+    __m512 sums[FEW_AT_ONCE][MAX_ROWS];
+    __m256 offsets[FEW_AT_ONCE][MAX_ROWS];
     for (int m = 0; m < M; m++)
         for (int r = 0; r < R; r++) sums[m][r] = _mm512_setzero_ps(), offsets[m][r] = _mm256_setzero_ps();
     for (int group = 0; group < few->columns / 32; group += 8) {
@@ -146,7 +146,7 @@ INLINE void k_dot(int type, const uint8_t *const rows[MAX_ROWS], const Few *few,
             blocks[r] = rows[r] + size * (group / 8);
             if (type != Q6_K) scales_and_minima(blocks[r] + 4, scales[r], minima[r]);
         }
-        __m512i products[MAX_FEW][MAX_ROWS];
+        __m512i products[FEW_AT_ONCE][MAX_ROWS];
         for (int m = 0; m < M; m++)
             for (int r = 0; r < R; r++) products[m][r] = _mm512_setzero_si512();
         #pragma GCC unroll 8
@@ -184,10 +184,16 @@ typedef void (*Dot)(const uint8_t *const rows[MAX_ROWS], const Few *few, float *
 
 #define DOT(type, M) \
     static void type##_##M(const uint8_t *const rows[MAX_ROWS], const Few *few, float *y) { dot(type, rows, few, M, y); }
+#ifdef __AVX512F__
 #define DOTS(type)                                                                                            \
     DOT(type, 1) DOT(type, 2) DOT(type, 3) DOT(type, 4) DOT(type, 5) DOT(type, 6) DOT(type, 7) DOT(type, 8)   \
     static const Dot type##_dots[] = {NULL,     type##_1, type##_2, type##_3, type##_4,                       \
                                       type##_5, type##_6, type##_7, type##_8};
+#else
+#define DOTS(type)                                      \
+    DOT(type, 1) DOT(type, 2) DOT(type, 3) DOT(type, 4) \
+    static const Dot type##_dots[] = {NULL, type##_1, type##_2, type##_3, type##_4};
+#endif
 DOTS(Q4_0) DOTS(Q4_1) DOTS(Q5_0) DOTS(Q8_0) DOTS(Q4_K) DOTS(Q5_K) DOTS(Q6_K)
 
 /* NULL for types without one. */

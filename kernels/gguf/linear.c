@@ -57,7 +57,7 @@ static void few_rows(const Segment *segments, int count, int columns, Input x, i
                 for (int64_t m = 0; m < num_x; m += FEW_AT_ONCE) {
                     const int num_m = num_x - m < FEW_AT_ONCE ? (int)(num_x - m) : FEW_AT_ONCE;
                     const Few few = {natural + m * columns, paired + m * columns, sums + m * groups, columns};
-                    float products[MAX_FEW][BLOCK_ROWS];
+                    float products[FEW_AT_ONCE][BLOCK_ROWS];
                     for (int j = 0; j < BLOCK_ROWS / rows_at_once(num_m) && j < num_w; j++) {
                         const int other = j + BLOCK_ROWS / 2 < num_w ? j + BLOCK_ROWS / 2 : j;
                         const uint8_t *const rows[] = {block + j * segment.row_bytes, block + other * segment.row_bytes};
