@@ -143,7 +143,7 @@ def prompt_inputs(forward: FusedForward, lengths: list[int], num_groups: int = 1
 
 # Bytes that a thread may keep outside of registers. `paged_prefill`: in its last, masked tile, once a program.
 # `w4a16_gemm`: at 8 rows, with groups of 32. `all_reduce`: of 8 ranks, with quantization. `latent_decode`: with 128
-# heads; 16 with 16.
+# heads; 8 with 16. `paged_decode`: with 4 warps.
 SPILLS = {
     "_paged_decode_kernel": 16,
     "_paged_prefill_kernel": 320,

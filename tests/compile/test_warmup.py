@@ -127,7 +127,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     # Tiny steps are on both sides of what sets large ones apart.
     monkeypatch.setattr(kernels.gpu.elementwise.rope, "STREAMED_BYTES", 1 << 20)
     monkeypatch.setattr(kernels.gpu.attention.prompt_tiles, "WAVES", 1)
-    monkeypatch.setattr(kernels.gpu.attention.kv_splits, "FEW_HEADS", 104)
+    monkeypatch.setattr(kernels.gpu.attention.kv_splits, "COMBINE_PROGRAMS", 104)
     return found
 
 

@@ -23,7 +23,7 @@ from kernels.gpu.attention.decode_tiles import LOG2_E_IN_KERNEL, LOWEST
 from kernels.gpu.launching.fast_launch import FastLaunch
 from kernels.gpu.launching.launch import overlaps_launches, wait_for_predecessor
 
-FEW_HEADS = 512  # of all rows: fewer than this are combined in pieces of 32 dimensions, by programs of their own
+COMBINE_PROGRAMS = 512  # fewer heads of all rows than this are combined in pieces of 32 dimensions
 COMBINED_AT_ONCE = 128  # partial results of such a piece, at most
 
 
@@ -75,7 +75,7 @@ def add_sinks(
 
 @triton.jit
 def partial_slot(program, taken):
-    """Where a program leaves its part of a row, of which programs before it have `taken` tiles.
+    """Return the slot for a program's part of a row, of which programs before it have `taken` tiles.
 
     A program has two slots: its run can end one such row and begin another.
     """
@@ -132,7 +132,7 @@ def combine(plan: DecodePlan, out: Tensor, workspace: DecodeWorkspace, num_kv_he
     head_dim = workspace.outputs.shape[1]
     num_rows, num_heads = out.shape[0], out.shape[1] // head_dim
     rows, group = tuned_rows(num_rows), num_heads // num_kv_heads
-    is_few = rows * num_heads < FEW_HEADS
+    is_few = rows * num_heads < COMBINE_PROGRAMS
     heads, dims = (1, min(head_dim, 32)) if is_few else (min(triton.next_power_of_2(group), 8), min(head_dim, 128))
     # As many as an even split leaves and two more, since a run need not begin with a row.
     usual = triton.next_power_of_2(plan.num_programs // usual_groups(rows, plan.queries) + 2)
