@@ -138,6 +138,8 @@ W4_ROWS = GemmTable(
 # Qwen3-0.6B at 40 | 48 rows 2352 | 2452, LONG_TILES 1968 | 2198. By the kernel's own benchmark: 256 rows, Qwen2.5-7B
 # and Qwen3-0.6B, MANY_PROGRAMS 128 and 247 us, SHORT_TILES 133 and 255. 8-bit K and V of Qwen2.5-7B, 1 x 32k | 8 x 1k
 # | 64 x 1k | 256 x 1k: ONE_BYTE 16.0 | 8.7 | 25.5 | 76, ONE_BYTE_MANY_ROWS 21.1 | 10.7 | 30.5 | 71.
+# Uneven rows want more programs than fit at once: 256 of Azure's trace, Qwen2.5-7B, 172 us with 4 programs of
+# MANY_PROGRAMS a multiprocessor and 164 with 8; of 1k each 144 and 131.
 LONG_TILES = DecodeConfig(32, 2, 7, 2)
 FEW_HEADS = DecodeConfig(64, 4, 4, 2, lists_blocks=True)  # two programs fill a multiprocessor: they spread evenly
 SHORT_TILES = DecodeConfig(16, 1, 6, 8)  # one warp needs no barriers; many programs fit side by side
