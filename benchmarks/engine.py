@@ -74,7 +74,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add_arguments(parser, GpuConfig)
     parser.add_argument("--batch", type=int_list, default=[], help="sequences that decode together: 1,8,64")
     parser.add_argument("--input", type=int, default=1024, help="prompt tokens of --batch")
-    parser.add_argument("--trace", type=Path, help="file of a trace, of whose requests the sequences of --batch are")
+    parser.add_argument(
+        "--trace", type=Path, help="trace file: sequences of --batch have the lengths of its requests"
+    )
     parser.add_argument("--longest", type=int, default=30_000, help="tokens of a request, of --trace")
     parser.add_argument("--output", type=int, default=128, help="generated tokens of --batch")
     parser.add_argument(
@@ -92,7 +94,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def prompt_lengths(options: argparse.Namespace, batch: int) -> list[int]:
-    """Of so many sequences that decode together."""
+    """Return the prompt tokens of each sequence of a batch."""
     if options.trace:
         return trace_lengths(options.trace, batch, options.longest, seed=0)
     return [options.input] * batch

@@ -71,7 +71,7 @@ class Case:
         self.workspace = DecodeWorkspace(rows, num_heads, num_kv_heads, head_dim, self.q.device, programs=most)
 
     def seconds(self, config: DecodeConfig | None = None, programs: int | None = None) -> float:
-        """Of a layer: the plan, which all layers of a step share, is made before. programs: of each KV head."""
+        """Time one layer, without the plan, which all layers of a step share. programs: of each KV head."""
         plan = plan_decode(self.lengths, self.q.shape[1], self.pool, self.window)
         if config is not None or programs is not None:
             config = config or plan.config
@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, help="one of the models; default: all")
     parser.add_argument("--window", type=int, default=0)
     parser.add_argument("--shapes", default="", help="rows x tokens, instead of the usual ones: 1x1024,8x4096")
-    parser.add_argument("--trace", type=Path, help="file of a trace, of whose requests the rows are")
+    parser.add_argument("--trace", type=Path, help="trace file: rows have the lengths of its requests")
     parser.add_argument("--rows", default="8,10,16,32,64", help="how many rows, of `--trace`")
     parser.add_argument("--longest", type=int, default=30_000, help="tokens of a request, of `--trace`")
     options = parser.parse_args()
