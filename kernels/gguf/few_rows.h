@@ -13,25 +13,32 @@
 #include "blocks.h"
 
 /* Quantized rows of x. x: (M, columns) in the order of columns. paired: the same with each 64 columns in the order in
-   which `paired_dot` reads them, 0-15, 32-47, 16-31, 48-63. sums: (M, columns / 32), of x over each block. */
+   which `paired_dot` reads them, 0-15, 32-47, 16-31, 48-63. Both are aligned to 64 bytes, or most loads of vectors
+   would cross cache lines. sums: (M, columns / 32), of x over each block. ahead: bytes from a row of W to the row that
+   has its place in the next block. */
 typedef struct {
     const int16_t *x, *paired;
     const float *sums;
     int columns;
+    int64_t ahead;
 } Few;
 
 /* Rows of x, and of W, in one tile. Two rows of W share the loads of x. One or two rows of x are bound by memory, and
    the hardware prefetches W best as one stream. Rows of W come in blocks; the two of a tile are half a block apart.
    With more than MAX_INTEGER_ROWS rows of x, `many_rows.h` is faster. */
-enum { MAX_ROWS = 2, BLOCK_ROWS = 16 };
+enum { MAX_ROWS = 2, BLOCK_ROWS = 16, MAX_INTEGER_ROWS = 12 };
 #ifdef __AVX512F__
-enum { FEW_AT_ONCE = 8, MAX_INTEGER_ROWS = 24 };
+enum { FEW_AT_ONCE = 8 };
 INLINE int rows_at_once(int num_x) { return num_x <= 2 ? 1 : 2; }
 #else  /* half as many registers, each half as long */
-enum { FEW_AT_ONCE = 4, MAX_INTEGER_ROWS = 12 };
+enum { FEW_AT_ONCE = 4 };
 INLINE int rows_at_once(int num_x) { return (void)num_x, 1; }
 #endif
 INLINE float *place(float *y, int m, int r) { return y + BLOCK_ROWS * m + BLOCK_ROWS / 2 * r; }
+
+/* Prefetch W of the next block into the second-level cache: the hardware follows rows that are half a block apart
+   badly, and stops at the end of each block. A prefetch past the end of W is harmless. */
+INLINE void prefetch_ahead(const uint8_t *w, const Few *few) { _mm_prefetch((const char *)w + few->ahead, _MM_HINT_T1); }
 
 INLINE __m512i x32(const int16_t *x, int m, int columns, int group) {
     return _mm512_loadu_si512(x + (long)m * columns + 32 * group);
@@ -54,11 +61,11 @@ INLINE __m512 halves(const uint8_t *a, const uint8_t *b) {
 #endif
 }
 
-/* Types of 4 and 5 bits. Byte i of a block holds columns i and i + 16. Two blocks share an accumulator: each half of
-   its lanes belongs to one block and has its scale. */
+/* Types with a scale per 32 columns. In those of 4 and 5 bits byte i of a block holds columns i and i + 16. Two blocks
+   share an accumulator: each half of its lanes belongs to one block and has its scale. */
 INLINE void paired_dot(int type, const uint8_t *const rows[MAX_ROWS], const Few *few, const int M, float *y) {
     const int R = rows_at_once(M);
-    const int size = type == Q4_0 ? 18 : type == Q4_1 ? 20 : 22, start = size - 16;
+    const int size = type == Q4_0 ? 18 : type == Q4_1 ? 20 : type == Q5_0 ? 22 : 34, start = size - 16;
     __m512 sums[FEW_AT_ONCE][MAX_ROWS];
     float offsets[FEW_AT_ONCE][MAX_ROWS];
     for (int m = 0; m < M; m++)
@@ -70,7 +77,11 @@ INLINE void paired_dot(int type, const uint8_t *const rows[MAX_ROWS], const Few 
             const uint8_t *a = rows[r] + size * group, *b = a + size;
             const __m256i bytes = _mm256_loadu2_m128i((const __m128i *)(b + start), (const __m128i *)(a + start));
             __m256i low = bits_of(bytes, 0, 4), high = bits_of(bytes, 4, 4);
-            if (type == Q4_0) {
+            prefetch_ahead(a, few);
+            if (type == Q8_0) {
+                low = _mm256_loadu2_m128i((const __m128i *)(b + 2), (const __m128i *)(a + 2)), high = bytes;
+                prefetch_ahead(b, few);
+            } else if (type == Q4_0) {
                 low = _mm256_sub_epi8(low, _mm256_set1_epi8(8));
                 high = _mm256_sub_epi8(high, _mm256_set1_epi8(8));
             } else if (type == Q5_0) {  /* a fifth bit that is not set takes 16 away */
@@ -96,28 +107,6 @@ INLINE void paired_dot(int type, const uint8_t *const rows[MAX_ROWS], const Few 
     }
     for (int m = 0; m < M; m++)
         for (int r = 0; r < R; r++) *place(y, m, r) = _mm512_reduce_add_ps(sums[m][r]) + offsets[m][r];
-}
-
-INLINE void q8_0_dot(const uint8_t *const rows[MAX_ROWS], const Few *few, const int M, float *y) {
-    const int R = rows_at_once(M);
-    __m512 sums[FEW_AT_ONCE][MAX_ROWS];
-    for (int m = 0; m < M; m++)
-        for (int r = 0; r < R; r++) sums[m][r] = _mm512_setzero_ps();
-    for (int group = 0; group < few->columns / 32; group++) {
-        __m512i w[MAX_ROWS];
-        __m512 scales[MAX_ROWS];
-        for (int r = 0; r < R; r++) {
-            const uint8_t *block = rows[r] + 34 * group;
-            w[r] = _mm512_cvtepi8_epi16(load32(block + 2)), scales[r] = _mm512_set1_ps(half(block));
-        }
-        for (int m = 0; m < M; m++) {
-            const __m512i x = x32(few->x, m, few->columns, group);
-            for (int r = 0; r < R; r++)
-                sums[m][r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_madd_epi16(w[r], x)), scales[r], sums[m][r]);
-        }
-    }
-    for (int m = 0; m < M; m++)
-        for (int r = 0; r < R; r++) *place(y, m, r) = _mm512_reduce_add_ps(sums[m][r]);
 }
 
 /* 32 weights of a superblock times their scales, in int16. */
@@ -152,7 +141,10 @@ INLINE void k_dot(int type, const uint8_t *const rows[MAX_ROWS], const Few *few,
         #pragma GCC unroll 8
         for (int g = 0; g < 8; g++) {
             __m512i w[MAX_ROWS];
-            for (int r = 0; r < R; r++) w[r] = scaled_values(type, blocks[r], scales[r], g);
+            for (int r = 0; r < R; r++) {
+                if (g % 2 == 0 && 32 * g < size) prefetch_ahead(blocks[r] + 32 * g, few);
+                w[r] = scaled_values(type, blocks[r], scales[r], g);
+            }
             for (int m = 0; m < M; m++) {
                 const __m512i x = x32(few->x, m, few->columns, group + g);
                 for (int r = 0; r < R; r++) products[m][r] = _mm512_dpwssd_epi32(products[m][r], w[r], x);
@@ -174,8 +166,7 @@ INLINE void k_dot(int type, const uint8_t *const rows[MAX_ROWS], const Few *few,
 }
 
 INLINE void dot(int type, const uint8_t *const rows[MAX_ROWS], const Few *few, const int M, float *y) {
-    if (type == Q8_0) q8_0_dot(rows, few, M, y);
-    else if (type == Q4_K || type == Q5_K || type == Q6_K) k_dot(type, rows, few, M, y);
+    if (type == Q4_K || type == Q5_K || type == Q6_K) k_dot(type, rows, few, M, y);
     else paired_dot(type, rows, few, M, y);
 }
 

@@ -40,7 +40,7 @@ static float quantize(Input x, int64_t first, int columns, int16_t *natural, int
 static void few_rows(const Segment *segments, int count, int columns, Input x, int64_t num_x, Output y, void *scratch) {
     const int64_t numbers = num_x * columns, groups = columns / 32;
     float *const scales = scratch, *const sums = scales + num_x;
-    int16_t *const natural = (int16_t *)(sums + num_x * groups), *const paired = natural + numbers;
+    int16_t *const natural = (int16_t *)((uintptr_t)(sums + num_x * groups + 15) & -64), *const paired = natural + numbers;
     #pragma omp parallel
     {
         #pragma omp for schedule(static)
@@ -56,7 +56,8 @@ static void few_rows(const Segment *segments, int count, int columns, Input x, i
                 const int num_w = segment.count - n < BLOCK_ROWS ? (int)(segment.count - n) : BLOCK_ROWS;
                 for (int64_t m = 0; m < num_x; m += FEW_AT_ONCE) {
                     const int num_m = num_x - m < FEW_AT_ONCE ? (int)(num_x - m) : FEW_AT_ONCE;
-                    const Few few = {natural + m * columns, paired + m * columns, sums + m * groups, columns};
+                    const Few few = {natural + m * columns, paired + m * columns, sums + m * groups, columns,
+                                     BLOCK_ROWS * segment.row_bytes};
                     float products[FEW_AT_ONCE][BLOCK_ROWS];
                     for (int j = 0; j < BLOCK_ROWS / rows_at_once(num_m) && j < num_w; j++) {
                         const int other = j + BLOCK_ROWS / 2 < num_w ? j + BLOCK_ROWS / 2 : j;
@@ -116,14 +117,15 @@ static void many_rows(const Segment *segments, int count, int columns, Input x, 
     }
 }
 
-/* Of `gguf_linear` for so many rows of x: their scales, sums and both orders, and what the last order may overshoot. */
+/* Of `gguf_linear` for so many rows of x: their scales, sums and both orders, aligned, and what the last order may
+   overshoot. */
 int64_t gguf_scratch_bytes(int columns, int64_t num_x) {
-    return num_x * (4 * (1 + columns / 32) + 4 * (int64_t)columns) + 128;
+    return num_x * (4 * (1 + columns / 32) + 4 * (int64_t)columns) + 192;
 }
 
 /* Whether `gguf_linear` can compute in integers for weights of that type. */
 int gguf_has_integers(int64_t type, int columns) {
-    const int is_paired = type == Q4_0 || type == Q4_1 || type == Q5_0;
+    const int is_paired = type == Q4_0 || type == Q4_1 || type == Q5_0 || type == Q8_0;
     return dots_of(type) != NULL && (!is_paired || columns % 64 == 0);
 }
 

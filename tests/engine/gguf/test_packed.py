@@ -90,6 +90,20 @@ def test_products(kind: GGMLQuantizationType, num_columns: int) -> None:
 
 @needs_library
 @pytest.mark.usefixtures("_variant")
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q8_0], ids=lambda kind: kind.name)
+def test_an_odd_number_of_blocks_in_a_row_is_dequantized(kind: GGMLQuantizationType) -> None:
+    """In integers, two blocks share an accumulator."""
+    blocks, exact = random_blocks(kind, 37, 96)
+    weight = BlockWeight([blocks], 96)
+    assert not weight.has_integers
+    layer = block_linear(weight, None, 12)
+    x = torch.randn(5, 96).bfloat16()
+    assert layer.dense is None
+    assert within(layer(x), x.float() @ exact.T, 0.01)
+
+
+@needs_library
+@pytest.mark.usefixtures("_variant")
 def test_x_of_zeros_gives_the_bias() -> None:
     blocks, _ = random_blocks(Kind.Q4_K, 20, 256)
     bias = torch.randn(20).bfloat16()
@@ -103,11 +117,12 @@ def test_x_of_zeros_gives_the_bias() -> None:
 @pytest.mark.parametrize("in_integers", [False, True])
 def test_a_row_has_the_same_bits_among_any_others(in_integers: bool) -> None:
     """Of several types in one layer, as q, k and v are."""
-    parts = [random_blocks(kind, rows, 256)[0] for kind, rows in ((Kind.Q5_0, 48), (Kind.Q4_1, 20), (Kind.Q6_K, 33))]
+    kinds = ((Kind.Q5_0, 48), (Kind.Q4_1, 20), (Kind.Q6_K, 33), (Kind.Q8_0, 19))
+    parts = [random_blocks(kind, rows, 256)[0] for kind, rows in kinds]
     weight = BlockWeight(parts, 256)
     x = torch.randn(27, 256).bfloat16()
     together = weight.linear(x, None, torch.bfloat16, in_integers)
-    assert together.shape == (27, 101)
+    assert together.shape == (27, 120)
     for first, last in ((0, 1), (3, 11), (20, 27)):
         assert torch.equal(weight.linear(x[first:last], None, torch.bfloat16, in_integers), together[first:last])
 
