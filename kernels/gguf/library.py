@@ -39,5 +39,12 @@ def variants_of_this_cpu() -> Iterator[Variant]:
 def loaded(variant: Variant) -> ctypes.CDLL:
     """Compile the variant if it is not there. Raises OSError, subprocess.SubprocessError."""
     found = ctypes.CDLL(str(library_path(variant)))
-    found.gguf_scratch_bytes.restype = ctypes.c_int64
+    found.gguf_linear.argtypes = [
+        ctypes.c_void_p, ctypes.c_int, ctypes.c_int,  # segments, their number, columns
+        ctypes.c_void_p, ctypes.c_int, ctypes.c_int64,  # x, whether it is float32, rows
+        ctypes.c_void_p, ctypes.c_int64, ctypes.c_int,  # y, its stride, whether it is float32
+        ctypes.c_void_p, ctypes.c_int,  # bias, in integers
+    ]  # fmt: skip
+    found.gguf_has_integers.argtypes = [ctypes.c_int64, ctypes.c_int]
+    found.gguf_dequantize.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
     return found

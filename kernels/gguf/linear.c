@@ -36,11 +36,11 @@ static float quantize(Input x, int64_t first, int columns, int16_t *natural, int
     return most / 32767;
 }
 
-/* BLOCK_ROWS rows of W at a time, so that y is written by vectors. scratch: of `gguf_scratch_bytes`. */
+/* BLOCK_ROWS rows of W at a time, so that y is written by vectors. scratch: of `scratch_bytes`. */
 static void few_rows(const Segment *segments, int count, int columns, Input x, int64_t num_x, Output y, void *scratch) {
     const int64_t numbers = num_x * columns, groups = columns / 32;
-    float *const scales = scratch, *const sums = scales + num_x;
-    int16_t *const natural = (int16_t *)((uintptr_t)(sums + num_x * groups + 15) & -64), *const paired = natural + numbers;
+    int16_t *const natural = scratch, *const paired = natural + numbers;
+    float *const scales = (float *)(paired + numbers), *const sums = scales + num_x;
     #pragma omp parallel
     {
         #pragma omp for schedule(static)
@@ -84,7 +84,7 @@ static inline void put_numbers(Number *to, __m512 x) {
 #endif
 }
 
-/* scratch: of `gguf_scratch_bytes`. */
+/* scratch: of `scratch_bytes`. */
 static void many_rows(const Segment *segments, int count, int columns, Input x, int64_t num_x, Output y, void *scratch) {
     const int64_t numbers = num_x * columns;
     const int is_ready = !x.is_float32 && sizeof(Number) == 2;
@@ -117,27 +117,28 @@ static void many_rows(const Segment *segments, int count, int columns, Input x, 
     }
 }
 
-/* Of `gguf_linear` for so many rows of x: their scales, sums and both orders, aligned, and what the last order may
-   overshoot. */
-int64_t gguf_scratch_bytes(int columns, int64_t num_x) {
-    return num_x * (4 * (1 + columns / 32) + 4 * (int64_t)columns) + 192;
+/* For so many rows of x: both orders, their scales and sums, rounded up to whole lines of the cache. */
+static size_t scratch_bytes(int columns, int64_t num_x) {
+    return (num_x * (4 * (1 + columns / 32) + 4 * (int64_t)columns) + 63) & -64;
 }
 
 /* Whether `gguf_linear` can compute in integers for weights of that type. */
-int gguf_has_integers(int64_t type, int columns) {
-    const int is_paired = type == Q4_0 || type == Q4_1 || type == Q5_0 || type == Q8_0;
-    return dots_of(type) != NULL && (!is_paired || columns % 64 == 0);
-}
+int gguf_has_integers(int64_t type, int columns) { return dots_of(type) != NULL && columns % 64 == 0; }
 
 int gguf_max_integer_rows(void) { return MAX_INTEGER_ROWS; }
 
 /* y (num_x, all rows of the segments) = x (num_x, columns) W^T + bias. in_integers: W as the file holds it
-   and x quantized to int16; else x in bfloat16, and W dequantized to it, with AVX2 to float32. */
-void gguf_linear(const Segment *segments, int count, int columns, const void *x, int x_is_float32, int64_t num_x,
-                 void *y, int64_t y_stride, int y_is_float32, const uint16_t *bias, int in_integers, void *scratch) {
+   and x quantized to int16; else x in bfloat16, and W dequantized to it, with AVX2 to float32. Returns 0 when there is
+   no memory for x. */
+int gguf_linear(const Segment *segments, int count, int columns, const void *x, int x_is_float32, int64_t num_x,
+                void *y, int64_t y_stride, int y_is_float32, const uint16_t *bias, int in_integers) {
     const Input input = {x, x_is_float32};
     const Output output = {y, y_stride, y_is_float32, bias};
+    void *const scratch = aligned_alloc(64, scratch_bytes(columns, num_x));
+    if (scratch == NULL) return 0;
     (in_integers ? few_rows : many_rows)(segments, count, columns, input, num_x, output, scratch);
+    free(scratch);
+    return 1;
 }
 
 #ifndef __AVX512F__

@@ -52,9 +52,7 @@ class BlockWeight:
         found = library()
         assert found is not None, "whoever makes a weight has asked for the library"
         self._library = found
-        self.has_integers = all(
-            bool(found.gguf_has_integers(ctypes.c_int64(part.type_id), num_columns)) for part in parts
-        )
+        self.has_integers = all(bool(found.gguf_has_integers(part.type_id, num_columns)) for part in parts)
 
     def linear(self, x: Tensor, bias: Tensor | None, dtype: torch.dtype, in_integers: bool) -> Tensor:
         """(rows of x, num_rows) in `dtype`: bfloat16 or float32, as x (rows of x, num_columns). bias: bfloat16.
@@ -66,14 +64,14 @@ class BlockWeight:
         x = x.contiguous()
         num_x = x.shape[0]
         y = torch.empty(num_x, self.num_rows, dtype=dtype)
-        num_bytes = self._library.gguf_scratch_bytes(self.num_columns, ctypes.c_int64(num_x))
-        scratch = torch.empty(num_bytes, dtype=torch.uint8)
-        self._library.gguf_linear(
+        is_done = self._library.gguf_linear(
             self._segments, len(self._segments), self.num_columns,
-            _address(x), x.dtype == torch.float32, ctypes.c_int64(num_x),
-            _address(y), ctypes.c_int64(self.num_rows), dtype == torch.float32,
-            None if bias is None else _address(bias), in_integers, _address(scratch),
+            x.data_ptr(), x.dtype == torch.float32, num_x,
+            y.data_ptr(), self.num_rows, dtype == torch.float32,
+            None if bias is None else bias.data_ptr(), in_integers,
         )  # fmt: skip
+        if not is_done:
+            raise MemoryError(f"no memory for {num_x} rows of {self.num_columns} numbers")
         return y
 
     def dequantize(self) -> Tensor:
@@ -82,10 +80,6 @@ class BlockWeight:
         first = 0
         for index, part in enumerate(self.parts):
             segment = ctypes.byref(self._segments, index * ctypes.sizeof(_Segment))
-            self._library.gguf_dequantize(segment, self.num_columns, _address(weight[first:]))
+            self._library.gguf_dequantize(segment, self.num_columns, weight[first:].data_ptr())
             first += len(part.rows)
         return weight
-
-
-def _address(tensor: Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(tensor.data_ptr())
