@@ -28,13 +28,14 @@ COPY build_stubs.py ./
 COPY protos protos
 RUN /venv/bin/python build_stubs.py
 
-# --- kernels for GGUF weights, compiled; the compiler stays behind. Without them a worker converts the weights.
-FROM trusting AS gguf-kernels
+# --- kernels for CPUs, compiled; the compiler stays behind. Without them a worker converts GGUF weights and gathers KV.
+FROM trusting AS native-kernels
 WORKDIR /src
+COPY kernels/native native
 COPY kernels/gguf gguf
 RUN if [ "$(uname -m)" = x86_64 ]; then \
-      { apt-get update && apt-get install -y -q --no-install-recommends gcc libc6-dev && python3 gguf/compile.py; } \
-      || echo "no kernels for GGUF weights: gcc cannot be installed"; \
+      { apt-get update && apt-get install -y -q --no-install-recommends gcc libc6-dev && python3 native/compile.py native gguf; } \
+      || echo "no kernels for CPUs: gcc cannot be installed"; \
     fi
 
 # --- everything but torch, and the default model's file
@@ -75,7 +76,8 @@ FROM base AS cpu
 COPY --from=packages-cpu /venv /venv
 COPY . /app
 COPY --from=stubs /src/protos /app/protos
-COPY --from=gguf-kernels /src/gguf /app/kernels/gguf
+COPY --from=native-kernels /src/native /app/kernels/native
+COPY --from=native-kernels /src/gguf /app/kernels/gguf
 USER 10001
 
 # After the cpu target, so that a builder without BuildKit doesn't build it on the way there.

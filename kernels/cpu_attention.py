@@ -1,15 +1,9 @@
-"""Attention for CPUs in plain torch: weighted sums of rows for single queries, batched GEMMs for chunks.
+"""Attention for chunks of prompts on CPUs, by batched GEMMs in plain torch.
 
-Same formula as `kernels/paged_attention.py`. A single query does with each key and value so little that a batched
-product spends its time on bringing them into the order it wants. `embedding_bag` sums rows of a table, each with a
-weight, in one pass over them as they lie: the output is a sum of value rows with the softmax as weights, and when
-keys are kept with their dimensions as rows, the scores are a sum of 64 such rows with the query as weights. 8
-sequences of 170 tokens, 9 query and 3 KV heads of 64 in bfloat16, take 97 us on one core, batched GEMMs 169.
-
-For chunks, two rules make batched GEMMs fast. The number of keys is padded to few distinct values, because the
-library behind `bmm` compiles a program per shape (0.9 ms). Long chunks are cut into blocks of queries, each against
-the keys it can see: on two cores, 512 queries over 1024 keys, 9 heads of 64 in bfloat16, take 2.9 ms; one
-`scaled_dot_product_attention` takes 8.1.
+Same formula as `kernels/paged_attention.py`. Two rules make batched GEMMs fast. The number of keys is padded to few
+distinct values, because the library behind `bmm` compiles a program per shape (0.9 ms). Long chunks are cut into
+blocks of queries, each against the keys it can see: on two cores, 512 queries over 1024 keys, 9 heads of 64 in
+bfloat16, take 2.9 ms; one `scaled_dot_product_attention` takes 8.1.
 
 Padded keys and values must be finite; they get a score of minus infinity.
 """
@@ -17,8 +11,6 @@ Padded keys and values must be finite; they get a score of minus infinity.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -28,7 +20,6 @@ from kernels.cpu_features import has_bfloat16_gemms
 from kernels.paged_attention import capped
 
 QUERY_BLOCK = 128
-KEY_STEP = 16  # single queries: values are read in such steps, so that what says which ones lasts for as many tokens
 MAX_PADDING = 255  # of `padded_len`
 ALIGNED_QUERIES = 64  # of `aligned_attention`
 MINUS_INFINITY = float("-inf")
@@ -38,68 +29,6 @@ def padded_len(num_keys: int) -> int:
     """The next of the lengths that chunks use: steps of 64, from 512 on 128, from 2048 on 256."""
     step = 64 if num_keys <= 512 else 128 if num_keys <= 2048 else 256
     return -(-num_keys // step) * step
-
-
-def mask_source(max_keys: int, dtype: torch.dtype) -> Tensor:
-    """(2 * max_keys,): what `key_mask` cuts masks from, first visible keys, then hidden ones."""
-    source = torch.zeros(2 * max_keys, dtype=dtype)
-    source[max_keys:] = MINUS_INFINITY
-    return source
-
-
-def key_mask(source: Tensor, lengths: Sequence[int], num_keys: int) -> Tensor:
-    """(rows, 1, num_keys): 0 for keys of the sequence, minus infinity for padding. Neither exceeds `max_keys`."""
-    max_keys = source.shape[0] // 2
-    rows = [source[max_keys - length : max_keys - length + num_keys] for length in lengths]
-    return rows[0].view(1, 1, -1) if len(rows) == 1 else torch.stack(rows)[:, None]
-
-
-@dataclass(slots=True)
-class KVRows:
-    """Which rows of `keys` and `values` each head of each sequence reads, heads one after the other.
-
-    key_ids: int32 (rows * num_heads * head_dim,); value_ids: int32 (rows * num_heads * num_keys,).
-    *_starts: int32 (rows * num_heads,), where each head's begin.
-    """
-
-    num_keys: int
-    key_ids: Tensor
-    key_starts: Tensor
-    value_ids: Tensor
-    value_starts: Tensor
-
-    @classmethod
-    def of(
-        cls, rows: Sequence[int], num_heads: int, kv_heads: int, head_dim: int, capacity: int, num_keys: int
-    ) -> KVRows:
-        """rows: which of those that `keys` and `values` hold. num_keys: of each, at most `capacity`."""
-        heads = torch.arange(num_heads, dtype=torch.int32) // (num_heads // kv_heads)
-        head_rows = (torch.tensor(rows, dtype=torch.int32)[:, None] * kv_heads + heads).view(-1, 1)
-
-        def pick(num_rows: int, count: int) -> tuple[Tensor, Tensor]:
-            ids = head_rows * num_rows + torch.arange(count, dtype=torch.int32)
-            return ids.view(-1), torch.arange(0, ids.numel(), count, dtype=torch.int32)
-
-        return cls(num_keys, *pick(head_dim, head_dim), *pick(capacity, num_keys))
-
-
-def decode_attention(q: Tensor, keys: Tensor, values: Tensor, rows: KVRows, mask: Tensor, scale: float) -> Tensor:
-    """One query per sequence.
-
-    q: (rows, num_heads, head_dim); keys: (all rows * kv_heads * head_dim, capacity), a row per dimension;
-    values: (all rows * kv_heads * capacity, head_dim), a row per token; mask: (rows, 1, num_keys).
-    Returns the shape of q.
-    """
-    scores = _weighted_sums(keys, rows.key_ids, rows.key_starts, q.reshape(-1)).view(*q.shape[:2], -1)
-    weights = torch.softmax(torch.add(mask, scores[:, :, : rows.num_keys], alpha=scale), dim=-1)
-    return _weighted_sums(values, rows.value_ids, rows.value_starts, weights.view(-1)).view(q.shape)
-
-
-def _weighted_sums(table: Tensor, ids: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
-    """Sum i: of weights[j] * table[ids[j]] for j from starts[i] to the next start."""
-    # mode 0: sums. The function behind `functional.embedding_bag`, without 4 us of checks.
-    sums: Tensor = torch._embedding_bag_forward_only(table, ids, starts, False, 0, False, weights)[0]
-    return sums
 
 
 def causal_corner(group: int, dtype: torch.dtype) -> Tensor:

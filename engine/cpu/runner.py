@@ -32,6 +32,7 @@ from engine.runner import ModelRunner, Proposer, sampled_queries, settle
 from engine.sampling.sampler import Sampler
 from engine.start_progress import OnProgress, no_progress
 from engine.trial_plans import prompt_plan
+from kernels.native.decode_attention import supports
 from kvstore.layout import PoolGeometry
 
 MAX_WARMUP_TOKENS = 64  # 512 make the first prompt 10 to 80 ms faster, and a model of 0.5B ready 0.8 s later
@@ -105,9 +106,9 @@ class CpuRunner(ModelRunner):
             from engine.windows.grouped_attention import GroupedAttention
 
             return GroupedAttention(kv_pool, geometry, loaded.model.rotary, loaded.model.local_rotary)
-        has_k_and_v = loaded.model.config.num_kv_planes == 2
-        if has_k_and_v and kv_pool.device.type == "cpu" and kv_pool.dtype == loaded.dtype:  # read as they lie
-            return CpuAttention(kv_pool, loaded.model.config.num_heads, loaded.model.rotary)
+        num_heads = loaded.model.config.num_heads
+        if kv_pool.dtype == loaded.dtype and supports(kv_pool, num_heads):
+            return CpuAttention(kv_pool, num_heads, loaded.model.rotary)
         return PoolAttention(kv_pool, loaded.model.rotary)
 
     def propose_with(self, proposer: Proposer) -> None:

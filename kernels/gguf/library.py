@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import subprocess
-from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 
-import torch
+from kernels.native.compile import VARIANTS
+from kernels.native.library import load, variants_of_this_cpu
 
-from kernels.gguf.compile import VARIANTS, Variant, library_path
-
+FOLDER = Path(__file__).resolve().parent
 logger = logging.getLogger(__name__)
 
 
@@ -22,23 +21,16 @@ def library() -> ctypes.CDLL | None:
     if variant is None:
         logger.info("GGUF weights are converted: this CPU has no %s", ", ".join(VARIANTS[-1].instructions))
         return None
-    try:
-        return loaded(variant)
-    except (OSError, subprocess.SubprocessError) as error:
-        told = getattr(error, "stderr", None) or error
-        logger.warning("GGUF weights are converted, which is slower: their kernels cannot be compiled: %s", told)
-        return None
+    found = load(FOLDER, variant, _tell)
+    return found if found is None else declared(found)
 
 
-def variants_of_this_cpu() -> Iterator[Variant]:
-    """Yield those whose instructions it has, the fastest first."""
-    capabilities = torch.cpu.get_capabilities()
-    return (each for each in VARIANTS if all(map(capabilities.get, each.instructions)))
+def _tell(reason: object) -> None:
+    logger.warning("GGUF weights are converted, which is slower: their kernels cannot be compiled: %s", reason)
 
 
-def loaded(variant: Variant) -> ctypes.CDLL:
-    """Compile the variant if it is not there. Raises OSError, subprocess.SubprocessError."""
-    found = ctypes.CDLL(str(library_path(variant)))
+def declared(found: ctypes.CDLL) -> ctypes.CDLL:
+    """The library with the types of its functions' arguments."""
     found.gguf_linear.argtypes = [
         ctypes.c_void_p, ctypes.c_int, ctypes.c_int,  # segments, their number, columns
         ctypes.c_void_p, ctypes.c_int, ctypes.c_int64,  # x, whether it is float32, rows

@@ -14,7 +14,6 @@ from common.wings import has_wing
 from engine import assembly
 from engine.assembly import assemble
 from engine.config import EngineConfig
-from engine.cpu import attention
 from engine.cpu.lowering import invariant
 from engine.engine import Engine
 from engine.layers.linear import Linear, dense_linear
@@ -130,15 +129,6 @@ def test_drafts_change_nothing(tmp_path: Path) -> None:
     alone = answers(open_engine(path), prompts)
     engine = open_engine(path, num_speculative_tokens=3)
     assert answers(engine, prompts, random.Random(0)) == alone
-
-
-def test_a_mirror_without_room_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sequences that find no room in the KV mirror are read from the pool, with the same arithmetic."""
-    path = save("qwen2", tmp_path)
-    prompts = [random_prompt(length, VOCAB_SIZE, length) for length in LENGTHS]
-    alone = answers(open_engine(path), prompts)
-    monkeypatch.setattr(attention, "MIRROR_TO_POOL_BYTES", 0.2)
-    assert answers(open_engine(path), prompts, random.Random(0)) == alone
 
 
 def test_without_it_company_changes_bits(tmp_path: Path) -> None:

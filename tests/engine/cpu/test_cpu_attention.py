@@ -13,25 +13,21 @@ from torch import Tensor
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.cpu import attention as cpu_attention
-from engine.cpu import kv_mirror
 from engine.cpu.attention import CpuAttention
 from engine.cpu.batch import build_batch
-from engine.cpu.kv_mirror import KVMirror, capacity_for
 from engine.cpu.pool_attention import PoolAttention
 from engine.layers.attention import Attention
 from engine.plan import ScheduledRow
 from engine.request import RequestId, SamplingParams
 from engine.request_states import RequestState
 from kernels.cpu_attention import padded_len
+from kernels.native.decode_attention import library
 from kvstore.handle.runs import runs_of
 from kvstore.types import BlockId
 
 NUM_LAYERS, NUM_HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 2, 4, 2, 8, 4, 400
 
-
-@pytest.fixture(autouse=True)
-def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_mirror, "MIN_CAPACITY", 8)  # so that sequences outgrow arenas within a test
+pytestmark = pytest.mark.skipif(library() is None, reason="no compiler")
 
 
 @dataclass(slots=True, eq=False)
@@ -55,12 +51,10 @@ def block_of(layer: int) -> Attention:
 class Pair:
     """The same steps through both backends, each with a pool of its own."""
 
-    def __init__(self, budget_tokens: int | None = None) -> None:
+    def __init__(self) -> None:
         shape = (NUM_BLOCKS, NUM_LAYERS, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
         self.pools = [torch.full(shape, float("nan")) for _ in range(2)]
         self.cpu = CpuAttention(self.pools[0], NUM_HEADS, ROTARY)
-        if budget_tokens is not None:
-            self.cpu._mirror = KVMirror(self.pools[0], budget_tokens)
         self.plain = PoolAttention(self.pools[1], ROTARY)
         self.generator = torch.Generator().manual_seed(0)
 
@@ -107,11 +101,10 @@ class Sequences:
         request.block_ids, request.num_computed_tokens = [], 0
 
 
-@pytest.mark.parametrize("budget_tokens", [None, 60, 0])
 @pytest.mark.parametrize("seed", range(6))
-def test_random_schedules_equal_the_plain_backend(seed: int, budget_tokens: int | None) -> None:
-    """Chunks, decode steps, drafts, pauses, preemptions, ends: with room for all rows, for some, for none."""
-    pair, sequences = Pair(budget_tokens), Sequences(seed)
+def test_random_schedules_equal_the_plain_backend(seed: int) -> None:
+    """Chunks, decode steps, drafts, pauses, preemptions, ends."""
+    pair, sequences = Pair(), Sequences(seed)
     choose = sequences.random
     running = [sequences.new() for _ in range(3)]
     for _ in range(40):
@@ -182,7 +175,7 @@ def test_a_row_computed_again_continues_where_it_was() -> None:
 
 
 def test_what_one_sequence_left_behind_does_not_reach_the_next() -> None:
-    """A sequence with NaN in its KV, then another one in the same mirror row."""
+    """A sequence with NaN in its KV, then another one in the same step."""
     pair, sequences = Pair(), Sequences(2)
     broken = sequences.new()
     broken.block_ids, broken.num_computed_tokens = [BlockId(sequences.free.pop()) for _ in range(4)], 10
@@ -199,29 +192,6 @@ def test_what_one_sequence_left_behind_does_not_reach_the_next() -> None:
     pair.step([sequences.row(healthy, 1)])
 
 
-def test_rows_without_room_last_for_a_step_and_others_are_reused() -> None:
-    pool = torch.zeros(NUM_BLOCKS, NUM_LAYERS, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-    mirror, sequences = KVMirror(pool, budget_tokens=16), Sequences(0)
-    requests = [sequences.new() for _ in range(3)]
-    for request in requests:
-        sequences.row(request, 5)
-    held = mirror.sync(requests, [4, 4, 4], [5, 5, 5])
-    assert held[0].arena is held[1].arena
-    assert held[2].arena is not held[0].arena
-    again = mirror.sync(requests, [5, 5, 5], [6, 6, 6])
-    assert [new is old for new, old in zip(again, held, strict=True)] == [True, True, False]
-    last = mirror.sync([requests[1], requests[2]], [6, 6], [7, 7])
-    assert last[0] is held[1]
-    assert (last[1].arena, last[1].index) == (held[0].arena, 0)
-
-
-def test_capacities_waste_at_most_half() -> None:
-    for num_tokens in range(1, 5000, 7):
-        capacity = capacity_for(num_tokens)
-        assert num_tokens <= capacity
-        assert capacity <= max(8, num_tokens * 1.5 + 1)
-
-
 def test_padded_lengths_are_few() -> None:
     lengths = {padded_len(num_keys) for num_keys in range(1, 8193)}
     assert len(lengths) < 50
@@ -229,4 +199,4 @@ def test_padded_lengths_are_few() -> None:
 
 
 def test_an_engine_tells_what_attends() -> None:
-    assert assemble(EngineConfig("dry-run", device="cpu", num_gpu_blocks=64)).attention_backend == "mirror"
+    assert assemble(EngineConfig("dry-run", device="cpu", num_gpu_blocks=64)).attention_backend == "native"

@@ -15,9 +15,10 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from common.model_files import ModelFiles
 from engine.gguf.packed import block_linear
 from kernels.gguf import linear
-from kernels.gguf.compile import AVX512, VARIANTS, Variant, library_path
-from kernels.gguf.library import library, loaded, variants_of_this_cpu
+from kernels.gguf.library import FOLDER, declared, library
 from kernels.gguf.linear import BLOCK_COLUMNS, Blocks, BlockWeight
+from kernels.native.compile import AVX512, VARIANTS, Variant, library_path
+from kernels.native.library import loaded, variants_of_this_cpu
 from tests.engine.driving import GREEDY, Driver, make_runner, open_model, random_prompt
 from tests.engine.gguf.gguf_files import write_gguf
 from tests.engine.gguf.test_gguf import WIDE
@@ -39,7 +40,7 @@ def _variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """Weights that are made in the test are computed with by this variant."""
     if request.param not in variants_of_this_cpu():
         pytest.skip("this CPU lacks its instructions")
-    monkeypatch.setattr(linear, "library", lambda: loaded(request.param))
+    monkeypatch.setattr(linear, "library", lambda: declared(loaded(FOLDER, request.param)))
 
 
 def random_blocks(kind: GGMLQuantizationType, num_rows: int, num_columns: int) -> tuple[Blocks, torch.Tensor]:
@@ -191,9 +192,9 @@ def test_weights_stay_in_the_mapped_file(tmp_path: Path) -> None:
 def test_the_library_is_compiled_once(variant: Variant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also for another CPU, as images have it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    made = library_path(variant)
+    made = library_path(FOLDER, variant)
     assert made.is_relative_to(tmp_path)
     written = made.stat().st_mtime_ns
-    assert library_path(variant) == made
+    assert library_path(FOLDER, variant) == made
     assert made.stat().st_mtime_ns == written
     assert [path.name for path in made.parent.iterdir()] == [made.name]
