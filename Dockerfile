@@ -28,15 +28,14 @@ COPY build_stubs.py ./
 COPY protos protos
 RUN /venv/bin/python build_stubs.py
 
-# --- kernels for CPUs, compiled; the compiler stays behind. Without them a worker converts GGUF weights and gathers KV.
+# --- kernels for CPUs, compiled; the compiler stays behind. Without them a worker converts GGUF weights and is slower.
 FROM trusting AS native-kernels
 WORKDIR /src
 COPY kernels/native native
 COPY kernels/gguf gguf
-RUN if [ "$(uname -m)" = x86_64 ]; then \
-      { apt-get update && apt-get install -y -q --no-install-recommends gcc libc6-dev && python3 native/compile.py native gguf; } \
-      || echo "no kernels for CPUs: gcc cannot be installed"; \
-    fi
+RUN { apt-get update && apt-get install -y -q --no-install-recommends gcc libc6-dev \
+      && python3 native/compile.py native && { [ "$(uname -m)" != x86_64 ] || python3 native/compile.py gguf; }; } \
+    || echo "no kernels for CPUs: gcc cannot be installed"
 
 # --- everything but torch, and the default model's file
 FROM trusting AS packages

@@ -64,18 +64,19 @@ class CpuAttention:
 
     def plan(self, batch: StepBatch, inputs: Tensor) -> CpuMetadata:
         tokens: list[int] = []
-        tables: list[list[BlockId]] = []
+        rows: list[int] = []
         lengths: list[int] = []
+        tables: list[list[BlockId]] = []
         chunks: list[Chunk] = []
         for index, (row, request) in enumerate(zip(batch.rows, batch.requests, strict=True)):
             if not is_generated(row, request):
                 chunks.append(self._chunk_of(batch, index))
                 continue
-            for seq_len, token in enumerate(range(*batch.query_starts[index : index + 2]), row.start + 1):
-                tokens.append(token)
-                tables.append(request.block_ids[: -(-seq_len // self._block_size)])
-                lengths.append(seq_len)
-        decoded = Queries(tokens, tables, lengths, inputs) if tokens else None
+            tokens += range(*batch.query_starts[index : index + 2])
+            rows += [len(tables)] * row.num_tokens
+            lengths += range(row.start + 1, row.stop + 1)
+            tables.append(request.block_ids[: -(-row.stop // self._block_size)])
+        decoded = Queries(tokens, rows, lengths, tables, inputs) if tokens else None
         return CpuMetadata(Rotation.of(self._rotary, inputs[1]), inputs[2], inputs[3], decoded, tokens, chunks)
 
     def attend(self, block: AttentionBlock, qkv: Tensor, metadata: CpuMetadata) -> Tensor:

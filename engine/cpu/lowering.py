@@ -1,8 +1,8 @@
 """Which ops stand for a model's blocks on a CPU: plain ones for prompts, ones with fewer operations for decode.
 
 With few rows the GEMMs take half of a step and starting the other operations the rest: a row of 576 numbers is
-worked through in the time that Python needs to ask for it. So there the residual is kept in the form that torch's
-fused norm takes (`kernels/cpu_norm.py`), and quantized weights are read as they are.
+worked through in the time that Python needs to ask for it. So there a norm is one call of C that also adds to the
+residual (`kernels/native/rows.c`), and quantized weights are read as they are.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 from engine.layers import forward
 from engine.layers.attention import AttentionBlock
 from engine.layers.block import AddNorm, Step
-from engine.layers.forward import Forward, lowered, plain_sum
+from engine.layers.forward import Forward, lowered, plain_norm, plain_sum
 from engine.layers.linear import Linear, half, in_threes, onednn, plain, two_rows_at_least
 from engine.models.model import Model
 from engine.ranks import SINGLE, RankContext, Seams
 from kernels.cpu_features import has_bfloat16_gemms
-from kernels.cpu_norm import add_rms_norm_of_opposed, opposed, signs_like
+from kernels.native.rows import add_rms_norm
 
 MAX_FEW_ROWS = 64  # above, memory traffic counts and not the number of operations
 
@@ -47,9 +47,8 @@ class CpuForwards:
         models = {rows: with_invariant_linears(model, rows) if batch_invariant else model for rows in Rows}
         self._by_rows = {rows: lower_model(models[rows], rows, ranks) for rows in Rows}
         if ranks.passes_on:
-            sums: dict[Rows, AddNorm[torch.Tensor]] = {Rows.ANY: plain_sum, Rows.FEW: sum_of_opposed(model)}
-            fold, last = ranks.seams.fold, model.blocks[-1]
-            self._by_rows = {rows: form.ended_by(fold(sums[rows], last)) for rows, form in self._by_rows.items()}
+            end = ranks.seams.fold(plain_sum, model.blocks[-1])
+            self._by_rows = {rows: form.ended_by(end) for rows, form in self._by_rows.items()}
 
     def choose(self, num_tokens: int, only_decodes: bool) -> Forward[Step, torch.Tensor]:
         """only_decodes: every row is one generated token, followed by its drafts if it has any."""
@@ -60,7 +59,7 @@ class CpuForwards:
 
         In the order of the layers' numbers; once where a number occurs twice. Behind the last layer: their number.
         """
-        self._by_rows = {rows: watched(form, rows, self._model, layers, see) for rows, form in self._by_rows.items()}
+        self._by_rows = {rows: watched(form, self._model, layers, see) for rows, form in self._by_rows.items()}
 
     def rows_of(self, num_tokens: int, only_decodes: bool) -> Rows:
         """The class of a step."""
@@ -71,22 +70,18 @@ class CpuForwards:
 def lower_model(model: Model, rows: Rows, ranks: RankContext[Seams] = SINGLE) -> Forward[Step, torch.Tensor]:
     if rows is Rows.ANY:
         return forward.plain(with_dense_linears(model), ranks)
-    signs = signs_of(model)
 
     def norm(weight: torch.Tensor, eps: float, is_final: bool) -> AddNorm[torch.Tensor]:
-        return add_rms_norm_of_opposed(weight, eps, model.hidden_dtype if is_final else model.embedding.dtype)
+        dtype = model.hidden_dtype if is_final else model.embedding.dtype
+        return add_rms_norm(weight, eps, dtype) or plain_norm(weight, eps, dtype)
 
-    def residual_of(x: torch.Tensor) -> torch.Tensor:
-        return opposed(x, signs)  # float32, as signs are
-
-    return lowered(model, ranks, residual_of, norm)
+    return lowered(model, ranks, lambda x: x.float(), norm)
 
 
 def watched(
-    form: Forward[Step, torch.Tensor], rows: Rows, model: Model, layers: Sequence[int],
-    see: Callable[[torch.Tensor], object],
-) -> Forward[Step, torch.Tensor]:  # fmt: skip
-    """The form of the model for such rows whose residual is shown, see `CpuForwards.watch`."""
+    form: Forward[Step, torch.Tensor], model: Model, layers: Sequence[int], see: Callable[[torch.Tensor], object]
+) -> Forward[Step, torch.Tensor]:
+    """The form whose residual is shown, see `CpuForwards.watch`."""
     first_ops = {
         index
         for index, block in enumerate(model.blocks)
@@ -94,24 +89,7 @@ def watched(
     }
     if model.config.num_layers in layers:
         first_ops.add(len(model.blocks))
-    half = (slice(None), 0) if rows is Rows.FEW else ()  # of a residual that is kept with its negative
-    return form.watched(first_ops, lambda residual: see(residual[half].clone()))
-
-
-def signs_of(model: Model) -> torch.Tensor:
-    return signs_like(model.embedding.new_empty(0, dtype=torch.float32))
-
-
-def sum_of_opposed(model: Model) -> AddNorm[torch.Tensor]:
-    """The sum without a norm, (rows, hidden), of a residual in both halves."""
-    signs = signs_of(model)
-
-    def add(pairs: torch.Tensor, pending: torch.Tensor | None) -> torch.Tensor:
-        if pending is not None:
-            pairs.addcmul_(pending.unsqueeze(1), signs)
-        return pairs[:, 0]
-
-    return add
+    return form.watched(first_ops, lambda residual: see(residual.clone()))
 
 
 def with_dense_linears(model: Model) -> Model:

@@ -133,7 +133,7 @@ class AdaptedForwards(CpuForwards):
     def watch(self, layers: Sequence[int], see: Callable[[Tensor], object]) -> None:
         """See CpuForwards."""
         super().watch(layers, see)
-        self._adapted = {rows: watched(form, rows, self._model, layers, see) for rows, form in self._adapted.items()}
+        self._adapted = {rows: watched(form, self._model, layers, see) for rows, form in self._adapted.items()}
 
     def choose(self, num_tokens: int, only_decodes: bool) -> Forward[Step, Tensor]:
         if self._rows.groups is None:

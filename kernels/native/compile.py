@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -41,7 +42,7 @@ ANY_CPU = Variant()
 
 
 def library_path(folder: Path, variant: Variant) -> Path:
-    """The variant's library of a folder's one C file: there, or compiled into the user's cache.
+    """The variant's library of a folder's C files: there, or compiled into the user's cache.
 
     Raises OSError without gcc or a place to write to, subprocess.SubprocessError where gcc fails.
     """
@@ -60,15 +61,15 @@ def compile_into(target: Path, folder: Path, variant: Variant) -> None:
     compiler = os.environ.get("CC") or shutil.which("gcc")
     if compiler is None:
         raise FileNotFoundError("gcc is not installed")
-    (source,) = folder.glob("*.c")
+    sources = map(str, sorted(folder.glob("*.c")))
     with tempfile.TemporaryDirectory(dir=target) as partial:
         made = Path(partial) / "library.so"
-        command = [compiler, *variant.flags, str(source), "-o", str(made)]
+        command = [compiler, *variant.flags, *sources, "-o", str(made), "-lm"]
         subprocess.run(command, capture_output=True, text=True, check=True, timeout=COMPILE_SECONDS)
         made.replace(target / variant.file_name(folder))
 
 
 if __name__ == "__main__":
     for each in map(Path, sys.argv[1:]):
-        for variant in VARIANTS:
+        for variant in VARIANTS if platform.machine() == "x86_64" else (ANY_CPU,):
             compile_into(each, each.resolve(), variant)

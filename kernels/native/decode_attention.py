@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import math
 from collections.abc import Sequence
-from functools import cache
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.native.compile import ANY_CPU
-from kernels.native.library import load, variants_of_this_cpu
-
-FOLDER = Path(__file__).resolve().parent
-DTYPES = (torch.bfloat16, torch.float32)
-logger = logging.getLogger(__name__)
+from kernels.native.library import DTYPES, library
 
 
 class _Pool(ctypes.Structure):
@@ -35,24 +27,6 @@ class _Queries(ctypes.Structure):
         ("offsets", ctypes.c_void_p), ("tables", ctypes.c_void_p), ("starts", ctypes.c_void_p),
         ("lengths", ctypes.c_void_p),
     ]  # fmt: skip
-
-
-@cache
-def library() -> ctypes.CDLL | None:
-    """None where it cannot be compiled, which is logged once."""
-    found = load(FOLDER, next(variants_of_this_cpu(), ANY_CPU), _tell)
-    return found if found is None else declared(found)
-
-
-def _tell(reason: object) -> None:
-    logger.warning("attention on this CPU is slower than it could be: it cannot be compiled: %s", reason)
-
-
-def declared(found: ctypes.CDLL) -> ctypes.CDLL:
-    """The library with the types of its functions' arguments."""
-    pointer, integer = ctypes.c_void_p, ctypes.c_int64
-    found.native_attend.argtypes = [pointer, integer, pointer, pointer, integer, pointer, integer, pointer]
-    return found
 
 
 def supports(pool: Tensor, num_heads: int) -> bool:
@@ -75,18 +49,21 @@ class Queries:
     """What the decode rows of a step ask for: one query for each token of theirs, drafts included."""
 
     def __init__(
-        self, tokens: Sequence[int], tables: Sequence[Sequence[int]], lengths: Sequence[int], inputs: Tensor
+        self,
+        tokens: Sequence[int],
+        rows: Sequence[int],
+        lengths: Sequence[int],
+        tables: Sequence[Sequence[int]],
+        inputs: Tensor,
     ) -> None:
-        """tokens: which of the step's they are. tables: each one's block ids, as far as it sees.
-
-        lengths: keys that each sees, its own included. inputs: see `StepBatch.inputs`.
-        """
+        """For each query, which of the step's tokens it is, which table it reads, and how many keys it sees, its own
+        included. tables: block ids of sequences. inputs: see `StepBatch.inputs`."""
         self.num_queries = len(tokens)
-        counts = [0, *map(len, tables)]
+        first_of_table = np.cumsum([0, *map(len, tables[:-1])], dtype=np.int64)
         ints = [
             np.array(tokens, np.int64),
             np.concatenate([np.array(table, np.int64) for table in tables]),
-            np.cumsum(counts[:-1], dtype=np.int64),
+            first_of_table[rows],
             np.array(lengths, np.int64),
         ]
         self._held = (ints, inputs)  # memory that is read

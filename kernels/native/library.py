@@ -1,15 +1,21 @@
-"""Load a folder's C code in the fastest variant that this CPU has instructions for."""
+"""C code of folders, in the fastest variant that this CPU has instructions for, and that of this folder."""
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import subprocess
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import torch
 
-from kernels.native.compile import VARIANTS, Variant, library_path
+from kernels.native.compile import ANY_CPU, VARIANTS, Variant, library_path
+
+FOLDER = Path(__file__).resolve().parent
+DTYPES = (torch.bfloat16, torch.float32)  # of the numbers that functions of this folder take
+logger = logging.getLogger(__name__)
 
 
 def variants_of_this_cpu() -> Iterator[Variant]:
@@ -30,3 +36,24 @@ def load(folder: Path, variant: Variant, tell: Callable[[object], None]) -> ctyp
     except (OSError, subprocess.SubprocessError) as error:
         tell(getattr(error, "stderr", None) or error)
         return None
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The functions of this folder; None where they cannot be compiled, which is logged once."""
+    found = load(FOLDER, next(variants_of_this_cpu(), ANY_CPU), _tell)
+    return found if found is None else declared(found)
+
+
+def _tell(reason: object) -> None:
+    logger.warning("this CPU is slower than it could be: its kernels cannot be compiled: %s", reason)
+
+
+def declared(found: ctypes.CDLL) -> ctypes.CDLL:
+    """The library with the types of its functions' arguments."""
+    at, flag, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
+    found.native_attend.argtypes = [at, size, at, at, size, at, size, at]
+    found.native_add_rms_norm.argtypes = [at, at, flag, at, ctypes.c_float, size, size, at, flag]
+    found.native_rotate.argtypes = [at, flag, size, size, size, size, size, at, size, at, size]
+    found.native_silu_mul.argtypes = [at, at, flag, size, size]
+    return found

@@ -21,7 +21,7 @@ from engine.plan import ScheduledRow
 from engine.request import RequestId, SamplingParams
 from engine.request_states import RequestState
 from kernels.cpu_attention import padded_len
-from kernels.native.decode_attention import library
+from kernels.native.library import library
 from kvstore.handle.runs import runs_of
 from kvstore.types import BlockId
 

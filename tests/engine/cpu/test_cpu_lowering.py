@@ -16,8 +16,6 @@ from engine.layers.block import Step
 from engine.layers.forward import plain
 from engine.layers.rotary import Rotation
 from engine.loader.load import load_model
-from kernels.cpu_norm import add_rms_norm_of_opposed, opposed, signs_like
-from kernels.rms_norm import rms_norm
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, with_wing
 
 
@@ -51,29 +49,3 @@ def test_equal_the_plain_ops(family: str, num_rows: int, tmp_path: Path) -> None
         )
     torch.testing.assert_close(exact, expected, atol=0, rtol=0)
     torch.testing.assert_close(few, expected, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])  # of the result
-@pytest.mark.parametrize("scale", [1e-3, 1.0, 300.0])
-def test_norm_of_opposed_rows_is_the_rms_norm(dtype: torch.dtype, scale: float) -> None:
-    """Also for rows that are far from zero on average, and with single entries far above the rest."""
-    torch.manual_seed(0)
-    x = (torch.randn(6, 200) + torch.arange(6.0)[:, None]) * scale
-    x[3, 7] = 200 * scale
-    weight = (1 + torch.randn(200) / 5).to(dtype)
-    got = add_rms_norm_of_opposed(weight, 1e-5, weight.dtype)(opposed(x, signs_like(x)), None)
-    wide = x.double()
-    exact = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
-    assert got.is_contiguous()
-    assert got.dtype == dtype
-    torch.testing.assert_close(got.double(), exact, atol=1e-6, rtol=2 * torch.finfo(dtype).eps)
-
-
-def test_adding_to_opposed_rows() -> None:
-    torch.manual_seed(0)
-    x, y = torch.randn(3, 8), torch.randn(3, 8)
-    signs = signs_like(x)
-    pairs = opposed(x, signs)
-    normed = add_rms_norm_of_opposed(torch.ones(8), 1e-5, torch.float32)(pairs, y)
-    torch.testing.assert_close(normed, rms_norm(x + y, torch.ones(8), 1e-5))
-    torch.testing.assert_close(pairs, torch.stack([x + y, -(x + y)], dim=1))

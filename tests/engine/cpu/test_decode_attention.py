@@ -10,27 +10,16 @@ from torch import Tensor
 
 from common.model_files import ModelFiles
 from engine.cpu import runner
-from kernels.native import decode_attention
-from kernels.native.compile import ANY_CPU, VARIANTS, Variant
-from kernels.native.decode_attention import FOLDER, DecodeAttention, Queries, declared, library, supports
-from kernels.native.library import loaded, variants_of_this_cpu
+from kernels.native.decode_attention import DecodeAttention, Queries, supports
+from kernels.native.library import library
 from kernels.paged_attention import attend_sequence, gather_kv, write_kv
+from tests.engine.cpu.native import native_variant, needs_library  # noqa: F401 - a fixture
 from tests.engine.driving import Driver, make_runner, open_model, random_prompt
 from tests.engine.tiny_models import VOCAB_SIZE, TinyModel
 
 NUM_BLOCKS, LAYER = 60, 1
 SHAPES = [(4, 2, 16, 4), (9, 3, 64, 16), (14, 2, 64, 16), (8, 8, 128, 32), (6, 2, 24, 16), (2, 1, 256, 1)]
 """Query heads, KV heads, head_dim, block size."""
-
-needs_library = pytest.mark.skipif(library() is None, reason="no compiler")
-
-
-@pytest.fixture(params=[*VARIANTS, ANY_CPU], ids=["avx512", "avx2", "any"])
-def _variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    variant: Variant = request.param
-    if variant not in (*variants_of_this_cpu(), ANY_CPU):
-        pytest.skip("this CPU lacks its instructions")
-    monkeypatch.setattr(decode_attention, "library", lambda: declared(loaded(FOLDER, variant)))
 
 
 class Step:
@@ -51,13 +40,12 @@ class Step:
 
     def attend(self, chosen: list[int] | None = None) -> Tensor:
         tokens = chosen or list(range(len(self.lengths)))
-        tables, lengths = [self.tables[token] for token in tokens], [self.lengths[token] for token in tokens]
-        queries = Queries(tokens, tables, lengths, self.inputs)
+        queries = Queries(tokens, tokens, [self.lengths[token] for token in tokens], self.tables, self.inputs)
         return DecodeAttention(self.pool, self.q.shape[1])(LAYER, self.q, self.kv, queries)
 
 
 @needs_library
-@pytest.mark.usefixtures("_variant")
+@pytest.mark.usefixtures("native_variant")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.01)])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_queries_equal_the_formula(shape: tuple[int, int, int, int], dtype: torch.dtype, tolerance: float) -> None:
@@ -75,7 +63,7 @@ def test_queries_equal_the_formula(shape: tuple[int, int, int, int], dtype: torc
 
 
 @needs_library
-@pytest.mark.usefixtures("_variant")
+@pytest.mark.usefixtures("native_variant")
 @pytest.mark.parametrize("length", [512, 513, 1100, 1537])
 def test_parts_of_long_sequences_are_merged(length: int) -> None:
     step = Step((6, 3, 24, 48), torch.float32, [5, length])
@@ -87,7 +75,7 @@ def test_parts_of_long_sequences_are_merged(length: int) -> None:
 
 
 @needs_library
-@pytest.mark.usefixtures("_variant")
+@pytest.mark.usefixtures("native_variant")
 def test_a_query_has_the_same_bits_among_any_others() -> None:
     """Alone on one thread, and among enough others for several; in one part and in three."""
     step = Step((9, 3, 64, 64), torch.bfloat16, [170, 33, 1300, 16, 900])
@@ -97,7 +85,7 @@ def test_a_query_has_the_same_bits_among_any_others() -> None:
 
 
 @needs_library
-@pytest.mark.usefixtures("_variant")
+@pytest.mark.usefixtures("native_variant")
 def test_scores_of_any_size_and_nan() -> None:
     step = Step((4, 2, 16, 4), torch.float32, [9, 9, 9])
     step.q[0] *= 1e4  # one key takes all of the weight
