@@ -1,15 +1,15 @@
 /* Decode attention over a paged KV pool: new K and V are stored, then each query attends to its sequence.
 
-   Queries, KV heads and parts of long sequences are divided among OpenMP's threads, as many as torch uses. A query's
-   numbers are added up in one order, whatever shares its step and however many threads there are. All arithmetic is in
-   float32. */
+   Queries, KV heads and KV splits of long sequences are divided among OpenMP's threads, as many as torch uses. A
+   query's numbers are added up in one order, whatever shares its step and however many threads there are. All
+   arithmetic is in float32. */
 
 #include <stdlib.h>
 
 #include "vectors.h"
 
 enum { KEYS = 16, MAX_VECTORS = 16, MAX_GROUP = 64 };
-enum { PART = 512, LEAST_WORK = 1 << 16 };  /* keys of a part of a sequence; products worth a second thread */
+enum { PART = 512, LEAST_WORK = 1 << 16 };  /* keys of a KV split; multiplications worth a second thread */
 typedef Vector Wide[KEYS][MAX_VECTORS];
 
 /* (blocks, layers, 2, kv_heads, block_size, head_dim); strides in numbers, which are float32 or bfloat16. */
@@ -72,8 +72,8 @@ INLINE void widen(const void *numbers, const void *next, int64_t at, int count, 
 }
 
 /* One query of all heads that share a KV head, and `length` keys whose blocks `table` has. scores: (group, stride), with
-   KEYS in each vector. partial: (group, vectors of a head + 1) for what a part of a sequence gives: weighted values,
-   then the largest score and the sum of weights. NULL: it is the whole sequence. */
+   KEYS in each vector. partial: (group, vectors of a head + 1) for the result of a KV split: weighted values, then the
+   largest score and the sum of weights. NULL: the keys are the whole sequence. */
 typedef struct {
     const Pool *pool;
     int64_t layer, head, length, group, stride;
@@ -167,15 +167,18 @@ INLINE void attend_one(const Work *work, const void *q, void *out, const int is_
     }
     weigh(work, weighted, is_float32, dim);
     for (int64_t g = 0; g < work->group; g++) {
-        Vector *const partial = work->partial + g * (vectors + 1);
+        if (work->partial != NULL) {
+            Vector *const partial = work->partial + g * (vectors + 1);
+            for (int v = 0; v < vectors; v++) partial[v] = weighted[g][v];
+            partial[vectors] = (Vector){most[g], totals[g]};
+            continue;
+        }
         for (int v = 0; v < vectors; v++)
-            if (work->partial != NULL) partial[v] = weighted[g][v];
-            else store(out, g * dim + LANES * v, width(v, dim), is_float32, weighted[g][v] / totals[g]);
-        if (work->partial != NULL) partial[vectors] = (Vector){most[g], totals[g]};
+            store(out, g * dim + LANES * v, width(v, dim), is_float32, weighted[g][v] / totals[g]);
     }
 }
 
-/* Store what `count` parts of a sequence come to, in their order. partials: (count, group, vectors + 1). */
+/* Combine the partials of `count` KV splits in their order, and store the result. partials: (count, group, vectors + 1). */
 static void merge(const Pool *pool, const Vector *partials, int64_t count, int64_t group, void *out) {
     const int dim = (int)pool->head_dim, vectors = vectors_of(dim);
     const int64_t stride = group * (vectors + 1);

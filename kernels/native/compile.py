@@ -28,7 +28,7 @@ class Variant:
         return (*FLAGS, *names)
 
     def file_name(self, folder: Path) -> str:
-        """Of the library that the folder's sources make."""
+        """The name of the library that the folder's sources make."""
         digest = hashlib.sha256(repr(self.flags).encode())
         for source in sorted((*folder.glob("*.c"), *folder.glob("*.h"))):
             digest.update(source.read_bytes())
