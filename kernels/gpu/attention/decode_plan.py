@@ -77,12 +77,15 @@ def num_programs(num_kv_heads: int, device: torch.device, config: DecodeConfig) 
 
 
 @triton.jit
+def skipped_tiles(lengths, TILE: tl.constexpr, WINDOW: tl.constexpr):
+    """Tiles before that of the window's first key."""
+    return tl.maximum(lengths - WINDOW, 0) // TILE if WINDOW > 0 else 0
+
+
+@triton.jit
 def tiles_of(lengths, TILE: tl.constexpr, WINDOW: tl.constexpr):
     """Tiles of keys that rows of these lengths read, from that of the window's first key on."""
-    tiles = tl.cdiv(lengths, TILE)
-    if WINDOW > 0:
-        tiles -= tl.maximum(lengths - WINDOW, 0) // TILE
-    return tiles
+    return tl.cdiv(lengths, TILE) - skipped_tiles(lengths, TILE, WINDOW)
 
 
 @triton.jit
@@ -94,7 +97,8 @@ def _partition(tiles, num_programs, TILE: tl.constexpr):
     run = tl.maximum(tl.cdiv(tl.sum(tiles, axis=0), num_programs), least)
     splits = num_programs // tl.maximum(tl.sum((tiles > 0).to(tl.int32), axis=0), 1)
     even = tl.maximum(tl.cdiv(longest, tl.maximum(splits, 1)), least)
-    is_even = (splits > 0) & (even <= run + next_row)
+    # Runs that begin anywhere cost a second row, and nearly all rows are combined.
+    is_even = (splits > 0) & (even <= run + next_row + run // 16)
     # Where rows are split alike, each takes the tiles of as many runs.
     taken = tl.where(is_even, (tiles > 0).to(tl.int32) * (splits * even), tiles)
     return tl.where(is_even, even, run), tl.cumsum(taken, axis=0) - taken

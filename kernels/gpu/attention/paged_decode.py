@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.attention.decode_plan import PROGRAM_FIELDS, DecodePlan, tiles_of, usual_groups
+from kernels.gpu.attention.decode_plan import PROGRAM_FIELDS, DecodePlan, skipped_tiles, tiles_of, usual_groups
 from kernels.gpu.attention.decode_tiles import (
     LOG2_E,
     attend_share,
@@ -63,15 +63,16 @@ def _paged_decode_kernel(
     first_row, last_row, taken, left, length = planned(programs_ptr, program)
     keys_ptr = pool_ptr + layer.to(tl.int64) * layer_stride + kv_head * (BLOCK_SIZE * HEAD_DIM)
     values_ptr = keys_ptr + NUM_KV_HEADS * (BLOCK_SIZE * HEAD_DIM)
+    table_ptr = tables_ptr + first_row * table_stride
+    first_tile = taken + skipped_tiles(length, TILE, WINDOW)
+    ids = listed_blocks(table_ptr, first_tile * TILE // BLOCK_SIZE, length, BLOCK_SIZE)
     if AHEAD > 0:
         oldest = None
-        first_tile = taken
         if WINDOW > 0:
             oldest = tl.maximum(length - WINDOW, 0)
-            first_tile += oldest // TILE
         prefetch_keys(
-            keys_ptr, values_ptr, tables_ptr + first_row * table_stride, first_tile, first_tile + left, length,
-            oldest, block_stride, HEAD_DIM, BLOCK_SIZE, TILE, AHEAD, LINE,
+            keys_ptr, values_ptr, table_ptr, first_tile, first_tile + left, length, oldest, block_stride,
+            HEAD_DIM, BLOCK_SIZE, TILE, AHEAD, LINE,
         )  # fmt: skip
     wait_for_predecessor(OVERLAPS)
 
@@ -82,13 +83,10 @@ def _paged_decode_kernel(
     for row in tl.range(first_row, last_row + 1, num_stages=1):
         num_tiles = tiles_of(length, TILE, WINDOW)
         num_mine = tl.minimum(left, num_tiles - taken)
-        first_tile = taken
+        first_tile = taken + skipped_tiles(length, TILE, WINDOW)
         first_key = None
         if WINDOW > 0:
             first_key = tl.maximum(length - WINDOW, 0)
-            first_tile += first_key // TILE
-        table_ptr = tables_ptr + row * table_stride
-        ids = listed_blocks(table_ptr, first_tile * TILE // BLOCK_SIZE, length, BLOCK_SIZE)
         q_ptrs = q_ptr + row * q_stride + heads[:, None] * HEAD_DIM + dims[None, :]
         q = tl.load(q_ptrs, mask=is_member, other=0.0).to(COMPUTE)
         mixed, mixed_odd, total, highest = attend_share(
@@ -102,7 +100,7 @@ def _paged_decode_kernel(
         if pool_ptr.dtype.element_ty == tl.float8e4nv:
             mixed = tl.reshape(tl.join(mixed, mixed_odd), (PADDED, HEAD_DIM))
         # Rows without keys can lie between others.
-        mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
+        mixed = mixed * (1.0 / tl.where(total > 0, total, 1.0))[:, None]
         if num_mine == num_tiles:
             out_ptrs = out_ptr + row * (NUM_KV_HEADS * GROUP * HEAD_DIM)
             out_ptrs = out_ptrs + heads[:, None] * HEAD_DIM + dims[None, :]
@@ -114,6 +112,8 @@ def _paged_decode_kernel(
         left -= num_mine
         taken = 0
         length = tl.load(lengths_ptr + row + 1, mask=row < last_row, other=0).to(tl.int32)
+        table_ptr += table_stride
+        ids = listed_blocks(table_ptr, skipped_tiles(length, TILE, WINDOW) * TILE // BLOCK_SIZE, length, BLOCK_SIZE)
 
 
 def launch_constants(q: Tensor, pool: Tensor, config: DecodeConfig, queries: int = 1) -> dict[str, Any]:

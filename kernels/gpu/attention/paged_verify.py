@@ -42,9 +42,11 @@ def _paged_verify_kernel(
     keys_ptr = pool_ptr + layer.to(tl.int64) * layer_stride + kv_head * (BLOCK_SIZE * HEAD_DIM)
     values_ptr = keys_ptr + NUM_KV_HEADS * (BLOCK_SIZE * HEAD_DIM)
     leader = tl.load(leaders_ptr + first_group).to(tl.int64)
+    table_ptr = tables_ptr + leader * table_stride
+    ids = listed_blocks(table_ptr, taken * TILE // BLOCK_SIZE, span, BLOCK_SIZE)
     if AHEAD > 0:
         prefetch_keys(
-            keys_ptr, values_ptr, tables_ptr + leader * table_stride, taken, taken + left, span, None, block_stride,
+            keys_ptr, values_ptr, table_ptr, taken, taken + left, span, None, block_stride,
             HEAD_DIM, BLOCK_SIZE, TILE, AHEAD, LINE,
         )  # fmt: skip
     wait_for_predecessor(OVERLAPS)
@@ -55,10 +57,8 @@ def _paged_verify_kernel(
     for group in tl.range(first_group, last_group + 1, num_stages=1):
         num_tiles = tiles_of(span, TILE, 0)
         num_mine = tl.minimum(left, num_tiles - taken)
-        table_ptr = tables_ptr + leader * table_stride
         is_member = members < GROUP * tl.load(counts_ptr + group)
         lengths = tl.load(lengths_ptr + leader + queries, mask=is_member, other=0).to(tl.int32)
-        ids = listed_blocks(table_ptr, taken * TILE // BLOCK_SIZE, span, BLOCK_SIZE)
         q_ptrs = q_ptr + leader * q_stride + (queries * q_stride + heads * HEAD_DIM)[:, None] + dims[None, :]
         q = tl.load(q_ptrs, mask=is_member[:, None], other=0.0).to(COMPUTE)
         mixed, mixed_odd, total, highest = attend_share(
@@ -68,7 +68,7 @@ def _paged_verify_kernel(
         if pool_ptr.dtype.element_ty == tl.float8e4nv:
             mixed = tl.reshape(tl.join(mixed, mixed_odd), (PADDED, HEAD_DIM))
         total = tl.where(total > 0, total, 1.0)
-        mixed = mixed / total[:, None]
+        mixed = mixed * (1.0 / total)[:, None]
         if num_mine == num_tiles:
             out_ptrs = out_ptr + leader * (NUM_KV_HEADS * GROUP * HEAD_DIM)
             out_ptrs = out_ptrs + (queries * (NUM_KV_HEADS * GROUP) + heads)[:, None] * HEAD_DIM + dims[None, :]
@@ -82,6 +82,8 @@ def _paged_verify_kernel(
         taken = 0
         leader = tl.load(leaders_ptr + group + 1, mask=group < last_group, other=0).to(tl.int64)
         span = tl.load(spans_ptr + leader).to(tl.int32)
+        table_ptr = tables_ptr + leader * table_stride
+        ids = listed_blocks(table_ptr, 0, span, BLOCK_SIZE)
 
 
 def paged_verify(

@@ -70,16 +70,18 @@ def _attend_latents(
 
 @triton.jit
 def _attend_row(
-    q, q_rotated, keys_ptr, table_ptr, first_tile, end_tile, length, block_stride, scale,
+    q, q_rotated, keys_ptr, table_ptr, ids, first_tile, end_tile, length, block_stride, scale,
     RANK: tl.constexpr, ROTATED: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Running softmax of tiles [first_tile, end_tile), at least one: (mixed, total, highest), before any division."""
+    """Running softmax of tiles [first_tile, end_tile), at least one: (mixed, total, highest), before any division.
+
+    ids: of the first LISTED_BLOCKS blocks, read ahead.
+    """
     PADDED: tl.constexpr = q.shape[0]
     highest = tl.full((PADDED,), float("-inf"), tl.float32)
     totals = tl.zeros((PADDED, TILE), tl.float32)
     mixed = tl.zeros((PADDED, RANK), tl.float32)
     first_block = first_tile * TILE // BLOCK_SIZE
-    ids = listed_blocks(table_ptr, first_block, length, BLOCK_SIZE)
     if BLOCK_SIZE >= TILE:
         per_block: tl.constexpr = BLOCK_SIZE // TILE
         for block in tl.range(first_block, tl.cdiv(end_tile * TILE, BLOCK_SIZE), LISTED_BLOCKS):
@@ -110,6 +112,8 @@ def _latent_decode_kernel(
     program = tl.program_id(1)
     first_row, last_row, taken, left, length = planned(programs_ptr, program)
     keys_ptr = pool_ptr + layer.to(tl.int64) * layer_stride
+    table_ptr = tables_ptr + first_row * table_stride
+    ids = listed_blocks(table_ptr, taken * TILE // BLOCK_SIZE, length, BLOCK_SIZE)
     wait_for_predecessor(OVERLAPS)
 
     WIDTH: tl.constexpr = RANK + ROTATED
@@ -124,11 +128,11 @@ def _latent_decode_kernel(
         q = tl.load(q_at + dims[None, :], mask=is_member[:, None], other=0.0).to(COMPUTE)
         q_rotated = tl.load(q_at + rotated[None, :], mask=is_member[:, None], other=0.0).to(COMPUTE)
         mixed, total, highest = _attend_row(
-            q, q_rotated, keys_ptr, tables_ptr + row * table_stride, taken, taken + num_mine, length,
-            block_stride, scale, RANK, ROTATED, BLOCK_SIZE, TILE, NUM_STAGES,
+            q, q_rotated, keys_ptr, table_ptr, ids, taken, taken + num_mine, length, block_stride, scale,
+            RANK, ROTATED, BLOCK_SIZE, TILE, NUM_STAGES,
         )  # fmt: skip
         # Rows without keys can lie between others.
-        mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
+        mixed = mixed * (1.0 / tl.where(total > 0, total, 1.0))[:, None]
         if num_mine == num_tiles:
             out_at = out_ptr + (row * NUM_HEADS + heads)[:, None] * RANK
             tl.store(out_at + dims[None, :], mixed.to(out_ptr.dtype.element_ty), mask=is_member[:, None])
@@ -139,6 +143,8 @@ def _latent_decode_kernel(
         left -= num_mine
         taken = 0
         length = tl.load(lengths_ptr + row + 1, mask=row < last_row, other=0).to(tl.int32)
+        table_ptr += table_stride
+        ids = listed_blocks(table_ptr, 0, length, BLOCK_SIZE)
 
 
 def check_latents(pool: Tensor, rank: int, width: int) -> None:
