@@ -134,10 +134,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     harness.add_cpu_time_argument(parser)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
-    if options.accuracy and (options.tp > 1 or options.pp > 1):
-        parser.error("--accuracy changes the weights of this process alone: leave --tp and --pp out")
     harness.choose_clock(options)  # before engines choose their threads
     config = from_namespace(EngineConfig, options)
+    if options.accuracy and config.num_ranks > 1:
+        parser.error("--accuracy changes the weights of this process alone: leave --tp and --pp out")
     variants: dict[Variant, dict[str, Any]] = {PLAIN: {}} | {
         (method, count, sampling): {
             "speculative": method, "num_speculative_tokens": count, "speculative_sampling": sampling,

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import engine as benchmark
+from benchmarks import speculation
 from benchmarks.profile.floors import Peaks, decode_floor_seconds, num_weights, prefill_floor_seconds, weight_bytes
 from benchmarks.reports import gpu_table
 from engine.loader.random_weights import DRY_RUN_CONFIG
@@ -91,3 +92,15 @@ def test_a_table_shows_what_was_measured_and_what_was_not() -> None:
     )
     assert row.count("|") == gpu_table.header().splitlines()[0].count("|")
     assert gpu_table.table_row("x", []).count("-") == 13
+
+
+def test_drafters_of_a_known_accuracy_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    args = (
+        "--load-format dummy --quant-mode none --dtype float32 --num-threads 1 --accuracy 0.7 --drafts 3 --rounds 1"
+    )
+    model = ["--model", str(CONFIGS / "one-layer"), "--input", "16", "--output", "12"]
+    assert speculation.main([*model, *args.split(), "--json"]) == 0
+    plain, drafted = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert plain["tokens_per_step"] <= 1.1
+    assert drafted["tokens_per_step"] > 1.1
+    assert drafted["equal_answers"] == "1/1"
