@@ -139,10 +139,14 @@ W4_ROWS = GemmTable(
 # and Qwen3-0.6B, MANY_PROGRAMS 128 and 247 us, SHORT_TILES 133 and 255. 8-bit K and V of Qwen2.5-7B, 1 x 32k | 8 x 1k
 # | 64 x 1k | 256 x 1k: ONE_BYTE 16.0 | 8.7 | 25.5 | 76, ONE_BYTE_MANY_ROWS 21.1 | 10.7 | 30.5 | 71.
 # Uneven rows want more programs than fit at once: 256 of Azure's trace, Qwen2.5-7B, 172 us with 4 programs of
-# MANY_PROGRAMS a multiprocessor and 164 with 8; of 1k each 144 and 131.
+# MANY_PROGRAMS a multiprocessor and 164 with 8; of 1k each 144 and 131. Steps in ms, SHORT_TILES -> WHOLE_ROWS:
+# Qwen3-0.6B at 40 | 64 | 96 rows of 1k 2.00 -> 2.02 | 2.65 -> 2.59 | 3.83 -> 4.03, at 64 | 96 of Azure's trace 3.06
+# -> 3.07 | 4.28 -> 4.44; Qwen2.5-7B at 96 | 128 | 200 of 1k 6.17 -> 6.12 | 6.59 -> 6.54 | 8.26 -> 8.48, at 78 | 128 |
+# 200 of the trace 6.04 -> 6.07 | 6.92 -> 6.89 | 8.64 -> 8.73.
 LONG_TILES = DecodeConfig(32, 2, 7, 2)
 FEW_HEADS = DecodeConfig(64, 4, 4, 2, lists_blocks=True)  # two programs fill a multiprocessor: they spread evenly
 SHORT_TILES = DecodeConfig(16, 1, 6, 8)  # one warp needs no barriers; many programs fit side by side
+WHOLE_ROWS = DecodeConfig(16, 1, 6, 4)  # equal rows fill the GPU with a program for each and are not split
 MANY_PROGRAMS = DecodeConfig(32, 1, 4, 8)
 FOUR_BYTES = DecodeConfig(32, 2, 4, 2)
 ONE_BYTE = DecodeConfig(64, 4, 5, 4)
@@ -158,6 +162,7 @@ DECODE = Table(
     Rule(SHORT_TILES, head_dim=above(128)),
     Rule(FEW_HEADS, group=at_most(4), programs=at_most(264)),
     Rule(LONG_TILES, programs=at_most(264)),
+    Rule(WHOLE_ROWS, programs=between(384, 528)),
     Rule(SHORT_TILES, programs=at_most(1023)),
     Rule(MANY_PROGRAMS),
 )

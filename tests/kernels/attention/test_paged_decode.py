@@ -10,7 +10,7 @@ from kernels.gpu.attention.decode_tiles import LISTED_BLOCKS
 from kernels.gpu.attention.kv_splits import DecodeWorkspace
 from kernels.gpu.attention.paged_decode import paged_decode
 from kernels.gpu.launching.launch_configs import DecodeConfig
-from kernels.gpu.launching.tuning import FEW_HEADS, LONG_TILES, MANY_PROGRAMS, SHORT_TILES, WIDE_HEADS
+from kernels.gpu.launching.tuning import FEW_HEADS, LONG_TILES, MANY_PROGRAMS, SHORT_TILES, WHOLE_ROWS, WIDE_HEADS
 from kernels.paged_attention import attend_causally, attend_sequence
 from tests.kernels.helpers import (
     BFLOAT16_BOUND,
@@ -148,7 +148,8 @@ def test_what_is_chosen_fits(
 
 
 def test_settings_go_by_programs_and_group() -> None:
-    assert decode_config(64, 8, 2, 2) is decode_config(72, 4, 7, 2) is SHORT_TILES
+    assert decode_config(96, 8, 2, 2) is decode_config(72, 4, 7, 2) is SHORT_TILES
+    assert decode_config(64, 8, 2, 2) is decode_config(128, 4, 7, 2) is WHOLE_ROWS
     assert decode_config(256, 8, 2, 2) is decode_config(256, 4, 7, 2) is MANY_PROGRAMS
     assert decode_config(1, 4, 7, 2) is decode_config(64, 4, 7, 2) is LONG_TILES
     assert decode_config(1, 8, 2, 2) is decode_config(32, 8, 4, 2) is FEW_HEADS
