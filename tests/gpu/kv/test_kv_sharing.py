@@ -44,6 +44,7 @@ def be_owner(folder: Path, device: str) -> None:
     memory = SharedPoolMemory(WorkerConfig(worker_id="owner", run_dir=str(folder), kv_staging_gb=0.064))
     kv_pool = memory.allocate(GEOMETRY, torch.device(device))
     kv_pool.view(GEOMETRY.num_blocks, -1).view(torch.int64).copy_(pattern(device))
+    torch.cuda.synchronize(device)  # digests are of complete blocks, on a stream of their own
     block_ids = list(map(BlockId, BLOCKS))
     digests = memory.exporter(BlockPool(GEOMETRY.num_blocks).release).digests(block_ids)
     memory.serve()
