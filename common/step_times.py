@@ -5,7 +5,8 @@
 
 `pairs` counts each prompt token once for every token before it. `prompt` is what such a step takes however few the
 tokens are: on a GPU the host starts its kernels one by one where decode steps are graphs. An engine bounds its prompt
-chunks by this, and a router predicts with it; both learn it for themselves.
+chunks by this, and a router predicts with it; both learn it for themselves. Simulated steps have one more part, which
+is not linear: `weights`, the time to read them, which the GEMMs of prompt tokens hide.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class StepCost:
     prompt_token: float = 0.0
     prompt_context: float = 0.0
     spread: float = SPREAD  # what one step in 500 with prompt tokens beside decode rows takes, in predicted ones
+    weights: float = 0.0  # of `base`, and what prompt tokens alone take at least; never learned
 
     @classmethod
     def parse(cls, text: str) -> StepCost:
@@ -66,8 +68,11 @@ class StepCost:
     def seconds(
         self, num_rows: float, num_prompt_tokens: float = 0.0, context: float = 0.0, pairs: float = 0.0
     ) -> float:
-        decode = self.base + self.row * num_rows + self.context * context if num_rows else 0.0
-        return decode + (self.prompt + self.work(num_prompt_tokens, pairs) if num_prompt_tokens else 0.0)
+        decode = self.base + self.row * num_rows + self.context * context if num_rows else self.weights
+        if not num_prompt_tokens:
+            return decode
+        hidden = min(self.weights, self.prompt_token * num_prompt_tokens)
+        return decode + self.prompt + self.work(num_prompt_tokens, pairs) - hidden
 
     def work(self, num_prompt_tokens: float, pairs: float) -> float:
         """Seconds for prompt tokens alone, however many steps they are spread over."""

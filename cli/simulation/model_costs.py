@@ -107,14 +107,16 @@ def step_cost(model: ModelSize, gpu: Gpu, ranks: int) -> StepCost:
     """Seconds of a step's parts where `ranks` GPUs share the model."""
     layers, hidden_bytes = model.num_layers, 2 * model.hidden_size
     starts, rows, prompts = _reduces(layers, hidden_bytes, ranks)
+    read = model.weight_bytes / ranks / gpu.read_weights
     token = 2 * model.num_active / ranks / (gpu.gemm * GEMM_SPEEDUP.get(model.quant_mode, 1.0))
     return StepCost(
-        base=STEP_SECONDS + layers * LAYER_SECONDS + model.weight_bytes / ranks / gpu.read_weights + starts,
+        base=STEP_SECONDS + layers * LAYER_SECONDS + read + starts,
         row=layers * model.hidden_size * ROW_SECONDS + ROW_GEMM * token + rows,
         context=model.kv_bytes(ranks) / gpu.read_kv,
         prompt=layers * PROMPT_SECONDS + starts,
         prompt_token=token + prompts,
         prompt_context=4 * layers * model.q_size / ranks / gpu.attention,
+        weights=read,
     )
 
 

@@ -8,8 +8,8 @@ from common.config import check_not_negative, require, setting
 from common.step_times import StepCost
 from router.routing.policy import POLICIES
 
-# About an H200 with 7B parameters in bfloat16, see docs/benchmarks.md "In simulated time".
-H200_7B = "base=0.0043,row=3e-6,context=14e-9,prompt=0.0005,prompt_token=21.5e-6,prompt_context=0.9e-9"
+# About an H200 with 7B parameters in bfloat16, by steps of an engine alone (docs/benchmarks.md "In simulated time").
+H200_7B = "base=0.0041,row=6e-6,context=14e-9,prompt=0.0007,prompt_token=20.1e-6,prompt_context=0.9e-9,weights=0.0033"
 
 
 @dataclass(frozen=True)

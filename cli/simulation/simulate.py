@@ -1,7 +1,7 @@
 """`mini-infer simulate`: what a cluster would do with a load, in simulated time on this machine.
 
     mini-infer simulate --trace conversation_trace.jsonl --prefill-workers 4 --decode-workers 8 \\
-        --steps base=0.0043,row=3e-6,context=14e-9,prompt=5e-4,prompt_token=21.5e-6,prompt_context=0.9e-9
+        --steps base=0.0043,row=3e-6,context=14e-9,prompt=5e-4,prompt_token=2e-5,prompt_context=9e-10,weights=0.003
 """
 
 from __future__ import annotations

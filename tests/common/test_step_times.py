@@ -110,6 +110,15 @@ def test_ends_of_prompts_that_cost_nothing_beside_decode_rows_leave_the_cost_of_
     assert times.cost.spread < 1.3
 
 
+def test_prompt_tokens_hide_the_reading_of_weights() -> None:
+    cost = StepCost.parse("base=0.004,row=1e-5,prompt=0.0005,prompt_token=2e-5,weights=0.003")
+    assert cost.seconds(10) == pytest.approx(0.0041)  # they are of its base
+    assert [cost.seconds(0, tokens) for tokens in (50, 100)] == pytest.approx([0.0035, 0.0035])  # read for few, too
+    assert cost.seconds(0, 1000) == pytest.approx(0.0205)
+    assert cost.seconds(10, 100) == pytest.approx(0.0041 + 0.0005)
+    assert cost.seconds(10, 1000) == pytest.approx(0.0041 + 0.0205 - 0.003)
+
+
 def test_contexts_are_told_from_rows_and_tokens() -> None:
     """Long and short requests, as a GPU computes them; rows and contexts come in proportion first."""
     true = StepCost(0.0043, 3e-6, 14e-9, 0.0005, 21.5e-6, 0.9e-9)
