@@ -57,28 +57,51 @@ COLUMNS = ("ttft50", "ttft99", "itl50", "itl99", "2nd50")
 HEADER = f"{'load':16} {'cluster':11} {'tok/s':>8} {'good/s':>7} {'good':>6} " + " ".join(f"{c:>8}" for c in COLUMNS)
 
 
-def draw(cells: Sequence[Cell], path: Path) -> None:
-    """Goodput, p99 of TTFT and of gaps over the rate, one row of pictures for each trace. Raises ConfigError."""
+def _p99(times_ms: dict[str, float] | None) -> float | None:
+    return times_ms["p99"] if times_ms else None
+
+
+def draw(cells: Sequence[Cell], path: Path, title: str, ttft_objective_ms: float, itl_objective_ms: float) -> None:
+    """Share of good requests, p99 of TTFT and of gaps under each load with a rate, as bars. Raises ConfigError."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError("--plot needs matplotlib: pip install matplotlib") from error
-    names = list(dict.fromkeys(cell.load for cell in cells if cell.rate))
-    if not names:
+    cells = [cell for cell in cells if cell.rate]
+    loads = list(dict.fromkeys(Load(cell.load, cell.rate) for cell in cells))
+    if not loads:
         raise ConfigError("--plot: no load with rates was measured")
-    figure = Figure(figsize=(15, 4.2 * len(names)), layout="constrained")
-    all_axes: Any = figure.subplots(len(names), 3, squeeze=False)
-    for name, axes in zip(names, all_axes, strict=True):
-        for cluster in dict.fromkeys(cell.cluster for cell in cells):
-            own = sorted((c for c in cells if (c.load, c.cluster) == (name, cluster)), key=lambda c: c.rate)
-            rates = [cell.rate for cell in own]
-            axes[0].plot(rates, [cell.good_per_second for cell in own], marker="o", label=cluster)
-            for axis, values in ((axes[1], [c.ttft_ms for c in own]), (axes[2], [c.itl_ms for c in own])):
-                axis.plot(rates, [v["p99"] if v else None for v in values], marker="o", label=cluster)
-        labels = ("goodput (requests/s)", "TTFT p99 (ms)", "ITL p99 (ms)")
-        for axis, label in zip(axes, labels, strict=True):
-            axis.set(xlabel=f"{name} (requests/s)", ylabel=label, yscale="linear" if axis is axes[0] else "log")
-            axis.grid(alpha=0.3)
-            axis.legend()
-    FigureCanvasAgg(figure).print_figure(path, dpi=110)
+    panels: Sequence[tuple[str, float | None, Sequence[float | None]]] = (
+        ("requests within both objectives", None, [cell.good_fraction for cell in cells]),
+        ("time to first token, p99 (ms)", ttft_objective_ms, [_p99(cell.ttft_ms) for cell in cells]),
+        ("gap between tokens, p99 (ms)", itl_objective_ms, [_p99(cell.itl_ms) for cell in cells]),
+    )
+    clusters = list(dict.fromkeys(cell.cluster for cell in cells))
+    with matplotlib.rc_context({"svg.hashsalt": "cluster", "svg.fonttype": "none"}):
+        figure = Figure(figsize=(15, 4.2), layout="constrained")
+        figure.suptitle(title)
+        all_axes: Any = figure.subplots(1, len(panels))
+        for axes, (label, objective, values) in zip(all_axes, panels, strict=True):
+            for index, cluster in enumerate(clusters):
+                offset = 0.8 * (index + 0.5) / len(clusters) - 0.4
+                own = {
+                    loads.index(Load(cell.load, cell.rate)) + offset: value
+                    for cell, value in zip(cells, values, strict=True)
+                    if cell.cluster == cluster and value is not None
+                }
+                bars = axes.bar(list(own), list(own.values()), 0.75 / len(clusters), label=cluster)
+                axes.bar_label(bars, fmt="{:.0%}" if objective is None else "{:,.0f}", padding=2, fontsize=8)
+            if objective is not None:
+                axes.axhline(objective, color="black", linestyle="--", label=f"objective: {objective:,.0f} ms")
+                axes.set_yscale("log")
+                axes.yaxis.set_major_formatter("{x:,.0f}")
+            else:
+                axes.yaxis.set_major_formatter("{x:.0%}")
+            axes.set_xticks(range(len(loads)), [load.title for load in loads])
+            axes.set_ylabel(label)
+            axes.margins(y=0.1)
+            axes.grid(alpha=0.3, axis="y")
+            axes.set_axisbelow(True)
+        all_axes[-1].legend(fontsize=8)
+        figure.savefig(path, dpi=110, metadata={"Date": None} if path.suffix == ".svg" else None)

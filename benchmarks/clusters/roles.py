@@ -233,6 +233,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", default="", help="write the result there, after each cell")
     parser.add_argument("--plot", default="", help="draw it (.png, .svg, .pdf)")
+    parser.add_argument("--title", default="Clusters of two workers", help="of --plot")
     parser.add_argument("--from", dest="source", default="", help="draw this JSON and measure nothing")
     options, flags = parser.parse_known_args()
     if options.source:
@@ -242,7 +243,7 @@ def main() -> None:
     else:
         cells = run(options, [flag for flag in flags if flag != "--"])
     if options.plot:
-        draw(cells, Path(options.plot))
+        draw(cells, Path(options.plot), options.title, options.ttft_ms, options.itl_ms)
 
 
 if __name__ == "__main__":
