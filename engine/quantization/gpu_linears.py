@@ -50,7 +50,7 @@ class EightBit:
     planes of it: the same result at any number of rows, up to `max_quantized_rows`.
 
     Two int8 planes add less error to a row than bfloat16 did, while its largest element is below 187 times its root
-    mean square; sqrt(K) times is the most (docs/decisions/eight-bit-kv-and-inputs.md). With many rows writing the
+    mean square; sqrt(K) times is the most (docs/decisions/quantized-linear-layers.md). With many rows writing the
     weight out in the dtype of x is faster.
     """
 
