@@ -19,7 +19,7 @@ from engine.speculation.from_tokens import FromTokens
 from engine.speculation.lookup import ngram, suffix
 from engine.speculation.overlap import MeasuredOverlap, Overlap
 from engine.speculation.rejection import RejectionSampler
-from engine.speculation.settings import Method, SpeculationSettings
+from engine.speculation.settings import REJECTION_IN_ONE_PROCESS, Method, SpeculationSettings
 
 if TYPE_CHECKING:
     from engine.gpu.config import GpuConfig
@@ -55,7 +55,7 @@ def open_speculation(
     lengths, num_tokens = DraftLengths(settings.adaptive_drafts), settings.num_speculative_tokens
     by_rejection = settings.speculative_sampling == "rejection"
     if by_rejection and (on_gpu is not None or config.num_ranks > 1):
-        raise ConfigError("--speculative-sampling rejection runs in one process on a CPU; leave it, --tp or --pp out")
+        raise ConfigError(REJECTION_IN_ONE_PROCESS)  # a GPU that was found, or vLLM's JSON
     proposer: Proposer
     if on_gpu is not None:
         overlap = MeasuredOverlap(lengths) if _can_overlap(settings, config, runner) else None

@@ -49,6 +49,9 @@ class Method(Enum):
         return self in (Method.DRAFT, Method.EAGLE, Method.MTP)
 
 
+REJECTION_IN_ONE_PROCESS = (
+    "--speculative-sampling rejection runs in one process on a CPU: leave it, --tp, --pp or --device cuda out"
+)
 # Most drafts of a row where nothing is said.
 DEFAULT_TOKENS = {Method.NONE: 0, Method.NGRAM: 8, Method.SUFFIX: 16, Method.DRAFT: 4, Method.EAGLE: 4, Method.MTP: 3}
 
@@ -72,6 +75,7 @@ class SpeculationSettings(EngineWing):
         "how drafts of a model, head or module are verified at a temperature above 0: coupled (equal to what would "
         "be sampled without drafts) or rejection (more are accepted; only the distribution stays the same)",
         choices=("coupled", "rejection"),
+        excludes={("tp", "pp", "device"): REJECTION_IN_ONE_PROCESS},
     )
     speculative_config: str = setting("", "these settings as vLLM's JSON, in place of the others")
 

@@ -39,7 +39,7 @@ pytestmark = [
     ),
 ]
 # Pairs that nothing refuses and no test runs together. The number may fall; a new feature may add what it brings.
-NUM_UNTESTED = 73
+NUM_UNTESTED = 89
 ON: dict[str, dict[str, Any]] = {
     "tp": {"tp": 2},
     "pp": {"pp": 2},
@@ -51,6 +51,7 @@ ON: dict[str, dict[str, Any]] = {
     "rebalancing": {"expert_rebalance_interval": 100},
     "replicas": {"num_redundant_experts": 2},
     "drafts": {"num_speculative_tokens": 3},
+    "rejection": {"speculative": "draft:x", "speculative_sampling": "rejection"},
     "objectives": {"itl_objective_ms": 20.0},
     "quantized": {"quant_mode": "int8-weight"},
     "kv8": {"kv_cache_dtype": "fp8"},
