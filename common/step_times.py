@@ -68,11 +68,12 @@ class StepCost:
     def seconds(
         self, num_rows: float, num_prompt_tokens: float = 0.0, context: float = 0.0, pairs: float = 0.0
     ) -> float:
-        decode = self.base + self.row * num_rows + self.context * context if num_rows else self.weights
+        decode = self.base + self.row * num_rows + self.context * context if num_rows else 0.0
         if not num_prompt_tokens:
             return decode
+        read = 0.0 if num_rows else self.weights
         hidden = min(self.weights, self.prompt_token * num_prompt_tokens)
-        return decode + self.prompt + self.work(num_prompt_tokens, pairs) - hidden
+        return decode + read + self.prompt + self.work(num_prompt_tokens, pairs) - hidden
 
     def work(self, num_prompt_tokens: float, pairs: float) -> float:
         """Seconds for prompt tokens alone, however many steps they are spread over."""

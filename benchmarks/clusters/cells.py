@@ -38,6 +38,9 @@ class Cell:
     num_requests: int = 0
     errors: dict[str, int] = field(default_factory=dict)
     first_gap_ms: dict[str, float] | None = None  # between a request's first and second token: of a hand-off, too
+    queue_ms: float = 0.0  # means, as workers measure them: until a request's first step, and from then to its first
+    prefill_ms: float = 0.0  # token
+    step_seconds: dict[str, dict[str, float]] = field(default_factory=dict)  # by worker, for each part of a step
 
 
 def row(cell: Cell) -> str:

@@ -22,8 +22,7 @@ from common.config import SettingsParser, add_arguments, from_namespace
 
 STEPS = "base=0.05,row=5e-5,context=2.5e-7,prompt=0.0075,prompt_token=2.5e-4"
 MAX_NUM_SEQS = 64
-NUM_GPU_BLOCKS = 20_000
-PULL_TOKENS_PER_SECOND = 1e7  # of the model of one layer, within a machine
+PULL_TOKENS_PER_SECOND = 1e7  # of the model of one layer, within a machine, also from host memory
 
 
 def main() -> None:
@@ -31,6 +30,13 @@ def main() -> None:
     parser.add_argument("--prefill", type=int, default=1, help="prefill workers")
     parser.add_argument("--decode", type=int, default=2, help="decode workers")
     parser.add_argument("--steps", default=STEPS, help="seconds of a step's parts")
+    parser.add_argument("--num-gpu-blocks", type=int, default=20_000, help="KV blocks of a worker")
+    parser.add_argument(
+        "--host-tier-blocks",
+        type=int,
+        default=0,
+        help="those of the host, simulated; 1 GB that holds a million is real",
+    )
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048, help="tokens in one step")
     for title, cls in (("workload", WorkloadConfig), ("report", ReportConfig)):
         add_arguments(parser.add_argument_group(title), cls)
@@ -41,13 +47,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="mini-infer-") as folder:
         model, vocab_size = with_tokenizer(["--model", "benchmarks/configs/one-layer"], Path(folder))
         served = [
-            *model, "--load-format=dummy", "--num-threads=1", f"--num-gpu-blocks={NUM_GPU_BLOCKS}",
+            *model, "--load-format=dummy", "--num-threads=1", f"--num-gpu-blocks={options.num_gpu_blocks}",
             f"--max-num-seqs={MAX_NUM_SEQS}", f"--max-num-batched-tokens={options.max_num_batched_tokens}",
             f"--prefill={options.prefill}", f"--decode={options.decode}", f"--simulated-steps={options.steps}",
         ]  # fmt: skip
         config = ClusterConfig(
             max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=options.max_num_batched_tokens,
-            pull_tokens_per_second=PULL_TOKENS_PER_SECOND,
+            pull_tokens_per_second=PULL_TOKENS_PER_SECOND, host_tier_blocks=options.host_tier_blocks,
+            host_tokens_per_second=PULL_TOKENS_PER_SECOND,
         )  # fmt: skip
         with LocalServer(served) as server:
             write_json(against(server.url, config, replace(workload, vocab_size=vocab_size)), report.json)

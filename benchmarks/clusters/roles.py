@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import httpx
@@ -42,6 +42,7 @@ from cli.load.runner import closed_loop, open_loop
 from cli.load.workload import PlannedRequest, PromptMaker, TraceRow, random_workload, read_trace, trace_workload
 from common.errors import ConfigError
 
+TIMES = ("queue", "prefill")
 TRACES = {"azure": "AzureLLMInferenceTrace_conv.csv", "mooncake": "conversation_trace.jsonl"}
 SETTLED = 0.25  # share of a closed loop's time that passes before its throughput counts
 GRACE_SECONDS = 6.0  # for the answers of requests that arrived in time
@@ -120,7 +121,14 @@ class Bench:
         client.close()
         after = counters(url)
         await until_quiet(url)
-        return self._cell(cluster, load, records, {name: after[name] - before.get(name, 0.0) for name in after})
+        counted = {name: after[name] - before.get(name, 0.0) for name in after}
+        means = {
+            name: 1e3 * counted.pop(f"{name}_sum", 0.0) / (counted.pop(f"{name}_count", 0.0) or 1.0) for name in TIMES
+        }
+        return replace(
+            self._cell(cluster, load, records, counted), queue_ms=means["queue"], prefill_ms=means["prefill"],
+            step_seconds=step_seconds(url),
+        )  # fmt: skip
 
     def _cell(self, cluster: str, load: Load, records: list[RequestRecord], counted: dict[str, float]) -> Cell:
         seconds = self._options.seconds
@@ -158,10 +166,18 @@ class Bench:
 
 
 def counters(url: str) -> dict[str, float]:
-    """Placements by kind, and moves, since the start of the router."""
+    """Since the start of the router: placements by kind, moves, and sums and counts of TIMES."""
     text = httpx.get(url + "/metrics", timeout=10.0).text
     pattern = r'^mini_infer_(?:placements|moves)_total\{(?:.*placement="(\w+)")?[^}]*\} (\S+)'
-    return {name or "moves": float(value) for name, value in re.findall(pattern, text, re.MULTILINE)}
+    found = {name or "moves": float(value) for name, value in re.findall(pattern, text, re.MULTILINE)}
+    times = rf"^vllm:request_({'|'.join(TIMES)})_time_seconds_(sum|count)(?:\{{[^}}]*\}})? (\S+)"
+    return found | {f"{name}_{part}": float(value) for name, part, value in re.findall(times, text, re.MULTILINE)}
+
+
+def step_seconds(url: str) -> dict[str, dict[str, float]]:
+    """What the router has learned of each worker's steps."""
+    workers = httpx.get(url + "/v1/cluster", timeout=10.0).json()["workers"]
+    return {worker["id"]: worker["step_seconds_by_part"] for worker in workers}
 
 
 async def until_quiet(url: str) -> None:

@@ -19,9 +19,11 @@ from cli.simulation.specs import ClusterSpec
 from cli.simulation.transfers import Lease, Transfers
 from cli.simulation.worker import FINGERPRINT, SimulatedWorker
 from common.token_ids import pack_ids
+from common.wings import require_wing
 from engine.request import FinishReason, Request, RequestId, SamplingParams
 from engine.scheduled_step import StepOutcome
 from kvstore.pool.block_hash import block_keys, root_key
+from kvstore.pool.host_tier import HostTier
 from kvstore.pool.index import PrefixIndex
 from kvstore.types import WorkerId
 from router.objectives.adaptive import MOVE_SECONDS
@@ -51,6 +53,16 @@ class _Choice:
     num_offered_blocks: int = 0  # of its prompt, to the decode worker while the rest is computed
 
 
+def _host_tier(num_blocks: int) -> HostTier | None:
+    """The memory of a host, whose blocks have no bytes."""
+    if not num_blocks:
+        return None
+    require_wing("kvstore.tier", "--host-tier-blocks")
+    from kvstore.tier.host_tier import LocalHostTier
+
+    return LocalHostTier(num_blocks, block_bytes=0)
+
+
 class SimulatedCluster:
     """Workers, a router, and the records of all requests that have ended."""
 
@@ -72,6 +84,7 @@ class SimulatedCluster:
         self._sequences: dict[str, itertools.count[int]] = {}
         roles = ["prefill"] * spec.num_prefill + ["decode"] * spec.num_decode
         specs = {"prefill": spec.prefill_worker, "decode": spec.worker}
+        hosts = [_host_tier(spec.host_tier_blocks) for _ in range(0, len(roles), spec.workers_per_host)]
         workers = [
             SimulatedWorker(
                 f"{role}-{number}",
@@ -81,6 +94,7 @@ class SimulatedCluster:
                 self._on_outcome,
                 self._transfers.pull,
                 seed + number,
+                hosts[number // spec.workers_per_host],
             )
             for number, role in enumerate(roles)
         ]

@@ -39,6 +39,11 @@ class ClusterConfig:
     turn_ms: float = setting(0.3, "from the end of a step until a worker plans another one")
     pull_ms: float = setting(1.0, "a pull of KV until its first byte")
     pull_tokens_per_second: float = setting(200_000.0, "tokens whose KV a worker pulls in a second")
+    host_tier_blocks: int = setting(0, "KV blocks in the memory of a host, which its workers share; 0: none")
+    workers_per_host: int = setting(8, "workers of a host")
+    host_tokens_per_second: float = setting(
+        800_000.0, "tokens whose KV a step copies from host memory in a second; copies to it run beside steps"
+    )
 
     def __post_init__(self) -> None:
         check_not_negative(
@@ -53,8 +58,12 @@ class ClusterConfig:
             "accept_ms",
             "turn_ms",
             "pull_ms",
+            "host_tier_blocks",
         )
-        for name in ("decode_workers", "num_gpu_blocks", "block_size", "max_num_seqs", "pull_tokens_per_second"):
+        for name in (
+            "decode_workers", "num_gpu_blocks", "block_size", "max_num_seqs", "pull_tokens_per_second",
+            "workers_per_host", "host_tokens_per_second",
+        ):  # fmt: skip
             require(getattr(self, name) > 0, f"--{name.replace('_', '-')} must be positive")
         require(self.max_num_batched_tokens >= self.max_num_seqs, "--max-num-batched-tokens is below --max-num-seqs")
         StepCost.parse(self.steps)

@@ -14,7 +14,7 @@ from router.routing.objectives import Objectives
 class ClusterSpec:
     """worker: those that decode; prefill_worker: the others, with blocks of the same size. num_prefill 0: all workers
     prefill and decode. Seconds: of a message between router and worker or client, and what a router adds
-    before it sends a request on."""
+    before it sends a request on. host_tier_blocks: of each host of workers_per_host."""
 
     worker: WorkerSpec
     prefill_worker: WorkerSpec
@@ -26,13 +26,15 @@ class ClusterSpec:
     hop_seconds: float
     accept_seconds: float
     pull_tokens_per_second: float
+    host_tier_blocks: int
+    workers_per_host: int
 
 
 def spec_of(config: ClusterConfig) -> ClusterSpec:
     worker = WorkerSpec(
         StepCost.parse(config.steps), config.num_gpu_blocks, config.block_size, config.max_num_seqs,
         config.max_num_batched_tokens, config.itl_objective_ms / 1e3, config.mixed_ms / 1e3, config.turn_ms / 1e3,
-        config.pull_ms / 1e3,
+        config.pull_ms / 1e3, config.block_size / config.host_tokens_per_second,
     )  # fmt: skip
     prefill = replace(
         worker, cost=StepCost.parse(config.prefill_steps or config.steps),
@@ -41,5 +43,6 @@ def spec_of(config: ClusterConfig) -> ClusterSpec:
     return ClusterSpec(
         worker, prefill, config.prefill_workers, config.decode_workers, config.policy, config.local_prefill_tokens,
         Objectives(ttft=config.ttft_objective_ms / 1e3, itl=config.itl_objective_ms / 1e3),
-        config.hop_ms / 1e3, config.accept_ms / 1e3, config.pull_tokens_per_second,
+        config.hop_ms / 1e3, config.accept_ms / 1e3, config.pull_tokens_per_second, config.host_tier_blocks,
+        config.workers_per_host,
     )  # fmt: skip

@@ -27,6 +27,7 @@ from engine.scheduling.scheduler import Scheduler
 from engine.simulated.runner import NOISE
 from kvstore.layout import full_attention
 from kvstore.pool.block_pool import BlockPool
+from kvstore.pool.host_tier import HostTier
 from kvstore.types import BlockKey, WorkerId
 from protos import types_pb2 as pb
 from router.routing.rates import WorkerRates
@@ -42,7 +43,8 @@ TOKEN = 1  # what every step samples
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
     """What all workers have. Seconds: itl_objective, 0: none; mixed, what prompts beside decode rows take more; turn,
-    from the end of a step until another one is planned; pull, what the start of a pull adds to that."""
+    from the end of a step until another one is planned; pull, what the start of a pull adds to that; copy, of a block
+    from host memory."""
 
     cost: StepCost
     num_blocks: int
@@ -53,6 +55,7 @@ class WorkerSpec:
     mixed_seconds: float = 0.0
     turn_seconds: float = 0.0
     pull_seconds: float = 0.0
+    copy_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +76,19 @@ class SteppedRunner:
 
     max_steps_in_flight = 2
 
-    def __init__(self, cost: StepCost, mixed_seconds: float, seed: int) -> None:
+    def __init__(self, spec: WorkerSpec, seed: int) -> None:
         self.now = 0.0
-        self._cost, self._mixed_seconds = cost, mixed_seconds
+        self._spec = spec
         self._end = 0.0  # of the last step
         self._random = random.Random(seed)
 
     def launch(self, plan: StepPlan) -> _Step:
         """See Runner."""
         size = StepSize.of(plan.rows)
-        seconds = self._cost.seconds(size.num_decode_tokens, size.num_prompt_tokens, size.context, size.pairs)
+        seconds = self._spec.cost.seconds(size.num_decode_tokens, size.num_prompt_tokens, size.context, size.pairs)
         if size.num_decode_tokens and size.num_prompt_tokens:
-            seconds += self._mixed_seconds
+            seconds += self._spec.mixed_seconds
+        seconds += self._spec.copy_seconds * len(plan.copies_in)
         self._end = max(self._end, self.now) + seconds * self._random.uniform(*NOISE)
         token_ids = [[TOKEN] if row.samples else [] for row in plan.rows]
         empty: list[list[object]] = [[]] * len(plan.rows)  # nobody changes them
@@ -103,17 +107,17 @@ class SimulatedWorker:
     def __init__(
         self, name: str, role: str, spec: WorkerSpec, clock: Clock,
         on_outcome: Callable[[SimulatedWorker, StepOutcome], None], pull: Callable[[SimulatedWorker, KvLoad], None],
-        seed: int,
+        seed: int, host_tier: HostTier | None = None,
     ) -> None:  # fmt: skip
-        """on_outcome: takes what each step did, when it has ended. pull: begins a load."""
+        """on_outcome: takes what each step did, when it has ended. pull: begins a load. host_tier: of its host."""
         self.worker_id, self.role = WorkerId(name), role
         self.rates, self.backlog = WorkerRates(), Backlog()
         self.num_legs = 0
         self.pulls_end = {False: 0.0, True: 0.0}  # when pulls for requests, prefetches that were begun have ended
         self._spec, self._clock, self._on_outcome, self._pull = spec, clock, on_outcome, pull
-        self._runner = SteppedRunner(spec.cost, spec.mixed_seconds, seed)
+        self._runner = SteppedRunner(spec, seed)
         groups = BlockGroups.of(full_attention(1, 1, 1, "bfloat16"), spec.block_size, spec.max_num_batched_tokens)
-        self.kv = KVManager(BlockPool(spec.num_blocks), groups, FINGERPRINT)
+        self.kv = KVManager(BlockPool(spec.num_blocks), groups, FINGERPRINT, host_tier)
         scheduler = Scheduler(
             self.kv,
             max_num_seqs=spec.max_num_seqs,

@@ -112,6 +112,7 @@ def test_ends_of_prompts_that_cost_nothing_beside_decode_rows_leave_the_cost_of_
 
 def test_prompt_tokens_hide_the_reading_of_weights() -> None:
     cost = StepCost.parse("base=0.004,row=1e-5,prompt=0.0005,prompt_token=2e-5,weights=0.003")
+    assert cost.seconds(0) == 0.0
     assert cost.seconds(10) == pytest.approx(0.0041)  # they are of its base
     assert [cost.seconds(0, tokens) for tokens in (50, 100)] == pytest.approx([0.0035, 0.0035])  # read for few, too
     assert cost.seconds(0, 1000) == pytest.approx(0.0205)

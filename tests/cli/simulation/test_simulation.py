@@ -136,6 +136,24 @@ def test_prompts_beside_streams_may_take_longer_than_their_parts() -> None:
     assert max(gaps[1]) - max(gaps[0]) == pytest.approx(0.007)
 
 
+@pytest.mark.wing("kvstore.tier")
+def test_evicted_blocks_come_back_from_the_hosts_memory() -> None:
+    load = [planned(0.0, 200, 3), planned(1.0, 220, 3, seed=1), planned(2.0, 200, 3), planned(3.0, 200, 3, seed=2)]
+    made = config(num_gpu_blocks=16, host_tokens_per_second=1000.0)
+    without, with_tier = (simulate(replace(made, host_tier_blocks=blocks), load) for blocks in (0, 100))
+    assert [each.num_cached_tokens for each in with_tier.records] == [0, 0, 192, 0]
+    assert [each.num_cached_tokens for each in without.records] == [0, 0, 32, 0]
+    seconds = 3 * 0.0005 + 0.002 + 8 * 0.0001
+    assert with_tier.records[2].ttft == pytest.approx(seconds + (192 - 32) / 1000.0)
+
+
+@pytest.mark.wing("kvstore.tier")
+def test_workers_of_a_host_share_its_memory() -> None:
+    made = config(decode_workers=3, host_tier_blocks=8, workers_per_host=2)
+    first, second, other = (worker.kv.host_tier for worker in SimulatedCluster(spec_of(made))._workers.values())
+    assert first is second is not other
+
+
 def write_trace(path: Path) -> None:
     """Nine requests, in threes, which share a prefix."""
     rows = [
