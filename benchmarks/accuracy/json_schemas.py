@@ -26,7 +26,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,14 @@ class Outcome:
     compile_seconds: float = 0.0  # of the router's check and the engine's grammar
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    report = measure(argv)
+    report.print()
+    return 1 if report.problems else 0
+
+
+def measure(argv: Sequence[str] | None = None) -> Report:
+    """Ask for answers to each schema, as the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="schemas, one a .json file, in folders of any depth")
     parser.add_argument("--sample", type=int, default=500, help="schemas drawn from all; 0: all of them")
@@ -66,22 +73,22 @@ def main() -> int:
     parser.add_argument("--model", default="SmolLM2-135M-Instruct", help="whose tokens are drawn; the server's model")
     parser.add_argument("--url", help="of a server that answers; default: answers are drawn here")
     parser.add_argument("--list", action="store_true", help="name each schema that is refused, fails or is violated")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     paths = sorted(args.folder.rglob("*.json"))
     if args.sample:
         paths = sorted(random.Random(args.seed).sample(paths, min(args.sample, len(paths))))
     tokenizer = load_tokenizer(resolve_model(args.model))
-    ask = _server(args, tokenizer) if args.url else _drawn(args, tokenizer)
     report = Report(args.list)
-    for path in paths:
-        schema = json.loads(path.read_text())
-        for number in range(max(1, args.answers)):
-            outcome = ask(schema, number)
-            report.add(str(path.relative_to(args.folder)), schema, outcome)
-            if outcome.kind == REFUSED:
-                break
-    report.print()
-    return 1 if report.problems else 0
+    with asyncio.Runner() as runner:
+        ask = _server(args, tokenizer) if args.url else _drawn(args, tokenizer, runner)
+        for path in paths:
+            schema = json.loads(path.read_text())
+            for number in range(max(1, args.answers)):
+                outcome = ask(schema, number)
+                report.add(str(path.relative_to(args.folder)), schema, outcome)
+                if outcome.kind == REFUSED:
+                    break
+    return report
 
 
 class Report:
@@ -135,11 +142,12 @@ def verdict(schema: Mapping[str, Any], text: str) -> tuple[str, str]:
     return ("invalid", f"{errors[0].validator}: {errors[0].message}") if errors else ("valid", "")
 
 
-def _drawn(args: argparse.Namespace, tokenizer: Tokenizer) -> Callable[[Mapping[str, Any], int], Outcome]:
+def _drawn(
+    args: argparse.Namespace, tokenizer: Tokenizer, runner: asyncio.Runner
+) -> Callable[[Mapping[str, Any], int], Outcome]:
     """Answers of uniformly drawn tokens."""
     grammars = Grammars(lambda: tokenizer, tokenizer.vocab_size)
     grammars.prepare().result()
-    loop = asyncio.new_event_loop()
     ends = set(tokenizer.eos_token_ids)
     closing = [tokenizer.encode(mark)[-1] for mark in ('"', "]", "}")]
 
@@ -147,7 +155,7 @@ def _drawn(args: argparse.Namespace, tokenizer: Tokenizer) -> Callable[[Mapping[
         rng = random.Random(f"{args.seed} {number}")
         began = time.perf_counter()
         try:
-            grammar = loop.run_until_complete(answer_grammar(_wanted(schema), None, 1))
+            grammar = runner.run(answer_grammar(_wanted(schema), None, 1))
             matcher = grammars.start(grammar).result()
         except InvalidRequestError as error:
             return Outcome(REFUSED, str(error), time.perf_counter() - began)
