@@ -34,7 +34,7 @@ from tests.engine.quantization.packed_files import (
     pack_nvfp4,
     write,
 )
-from tests.engine.tiny_models import QWEN3_EXPERTS, TinyModel
+from tests.engine.tiny_models import GEMMA3, QWEN3_EXPERTS, TinyModel
 
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -47,6 +47,9 @@ TINY_SIZES = {**SIZES, "num_hidden_layers": 2}
 FAMILIES = {
     "Qwen2": TinyModel("Qwen2", TINY_SIZES),
     "Llama": TinyModel("Llama", TINY_SIZES),
+    "Mistral": TinyModel("Mistral", {**TINY_SIZES, "sliding_window": 21}),
+    "Qwen3": TinyModel("Qwen3", {**TINY_SIZES, "head_dim": 16}),
+    "Gemma-3": TinyModel("Gemma3", {**GEMMA3, **TINY_SIZES}),
     "Phi-3": TinyModel("Phi3", TINY_SIZES),
     "Qwen3-MoE": TinyModel("Qwen3Moe", {**TINY_SIZES, **QWEN3_EXPERTS, "head_dim": 16, "moe_intermediate_size": 64}),
 }

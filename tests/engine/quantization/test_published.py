@@ -39,7 +39,7 @@ def test_a_checkpoint_computes_what_its_weights_say(name: str, family: str, tmp_
     torch.testing.assert_close(result, exact, atol=2e-4, rtol=0)
     held, loaded = logits(path, 20, dtype="bfloat16")
     assert loaded.quant_mode == entry.form.label
-    assert relative_error(held, exact) < 0.12
+    assert relative_error(held, exact) < 0.14
 
 
 def test_the_page_is_what_its_sources_say() -> None:
