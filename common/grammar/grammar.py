@@ -43,6 +43,7 @@ LIMIT_MESSAGES = (  # what llguidance says of a limit: what users are told
     ("Too many items", "more than 10,000 ways to read one token"),
     ("Current row has", "more than 500 ways to go on at one position"),
     ("number of symbols", "more than 500,000 symbols"),
+    ("schema too large", "its schema takes more than 50,000 steps to read"),
 )
 NUM_CHECKED_BYTES = 96  # of an answer that a check follows
 MARKS = frozenset(b'"{}[]:,')  # which that follows as often as all others, so that it does not stay in strings

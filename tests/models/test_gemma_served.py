@@ -102,11 +102,11 @@ def test_answers_are_the_same_after_a_kill_and_without_a_prefill_worker(cluster:
 
 def test_turns_continue_from_the_cache(cluster: Cluster) -> None:
     messages: list[Any] = []
-    cached = []
+    cached: list[int] = []
     with cluster.client() as client:
         for turn in TURNS:
             messages.append({"role": "user", "content": turn})
-            reply = client.chat.completions.create(
+            reply: Any = client.chat.completions.create(
                 model=MODEL().stem, messages=messages, temperature=0.0, max_tokens=60
             )
             cached.append(reply.usage.prompt_tokens_details.cached_tokens)

@@ -64,6 +64,13 @@ def test_special_tokens_are_the_models_affair(text: str) -> None:
     grammar.check_grammar(grammar.lark(f"start: {text}"))
 
 
+def test_the_limit_of_a_large_schema_is_named() -> None:
+    items = [{"type": "integer"}] * 17_000
+    large = grammar.json_schema({"type": "array", "prefixItems": items, "minItems": len(items), "items": False})
+    with pytest.raises(InvalidRequestError, match="too complex: its schema takes more than 50,000 steps"):
+        grammar.check_grammar(large)
+
+
 def test_what_follows_a_special_token_is_checked() -> None:
     with pytest.raises(InvalidRequestError, match="more than 500 ways"):
         grammar.check_grammar("lark:start: <[151657]> x\nx: " + " | ".join(f'"a" r{i}' for i in range(1500)) + RULES)
