@@ -52,8 +52,9 @@ _HEAD = f"""# Fields of requests
 
 What becomes of each field of OpenAI's and vLLM's requests. `python -m tests.request_fields` writes this page.
 
-- **{WORKS}**: honoured; a value that cannot be honoured is refused with 400, which names the field.
-- **{IGNORED}**: accepted. The answer's header `x-mini-infer-ignored` names it (not that of a response).
+- **{WORKS}**: honoured; a value that cannot be honoured is refused with 400, which names the field. Where only one
+  value is accepted, it is given.
+- **{IGNORED}**: accepted. The answer's header `x-mini-infer-ignored` names it.
 - **{REFUSED}**: 400, "FIELD is not supported by this server yet", code `unsupported_parameter`. Null and the values
   given ask for nothing, and are accepted.
 - **{UNKNOWN}**: 400, "unknown field FIELD", code `unknown_parameter`.
@@ -68,22 +69,32 @@ def fields_of(api: str) -> set[str]:
 
 def verdict(api: str, name: str) -> str:
     kind = BODIES[api]
-    if name in kind.model_fields:
-        return WORKS
     if is_ignored(kind, name):
         return IGNORED
+    if name in kind.model_fields:
+        return WORKS
     return UNKNOWN if harmless_values(kind, name) is None else REFUSED
 
 
 def _cell(api: str, name: str) -> str:
     if name not in fields_of(api):
         return ""
-    found = verdict(api, name)
+    found, kind = verdict(api, name), BODIES[api]
+    if found == WORKS and (value := _only_value(kind, name)) is not None:
+        return f"{found}, only `{value!r}`"
     if found != REFUSED:
         return found
-    values = harmless_values(BODIES[api], name) or ()
+    values = harmless_values(kind, name) or ()
     allowed = " or ".join(f"`{value!r}`" for value in values if value is not None)
     return f"{found}{f' but {allowed}' if allowed else ''}"
+
+
+def _only_value(kind: type[Body], name: str) -> typing.Any:
+    """The one value, beside null, that a field takes; None: it takes others."""
+    options = [each for each in typing.get_args(kind.model_fields[name].annotation) if each is not type(None)]
+    is_literal = len(options) == 1 and typing.get_origin(options[0]) is typing.Literal
+    values = typing.get_args(options[0]) if is_literal else ()
+    return values[0] if len(values) == 1 else None
 
 
 def page() -> str:

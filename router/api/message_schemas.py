@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -28,6 +28,7 @@ class Body(BaseModel):
     """Base of all bodies: no coercion, no unknown fields."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, protected_namespaces=())
+    no_effect: ClassVar[frozenset[str]] = frozenset()  # fields that are checked, and change nothing
 
 
 class TextPart(Body):

@@ -51,7 +51,7 @@ _IGNORED = frozenset(
 
 def is_ignored(kind: type[Body], name: str) -> bool:
     """Whether a field changes nothing in bodies of a kind. The answer's `x-mini-infer-ignored` names it."""
-    return name in _IGNORED and name not in kind.model_fields
+    return name in (kind.no_effect if name in kind.model_fields else _IGNORED)
 
 
 def harmless_values(kind: type[Body], name: str) -> tuple[Any, ...] | None:
@@ -63,7 +63,7 @@ def parse_body(kind: type[B], fields: dict[str, Any]) -> B:
     """Validate `fields`. Raises InvalidRequestError that names the field."""
     kept = {}
     for name, value in fields.items():
-        if is_ignored(kind, name):
+        if name in _IGNORED and name not in kind.model_fields:
             continue
         harmless = harmless_values(kind, name)
         if harmless is not None:

@@ -13,7 +13,6 @@ from starlette.responses import Response
 from common.errors import ContextLengthError, InvalidRequestError
 from common.text.tokenizer import Tokenizer
 from protos import types_pb2 as pb
-from router.api.parse import parse_body
 from router.api.prompts import chat_prompt, text_prompt, truncated
 from router.api.render import RenderOptions
 from router.api.sampling import checked_ids
@@ -51,7 +50,7 @@ def add_embedding_routes(routes: Routes, gateway: Gateway) -> None:
     async def score(http: Request) -> Response:
         arrival = time.monotonic()
         with gateway.bodies.hold() as held:
-            body = parse_body(ScoreBody, await read_json_object(http, held))
+            body = gateway.parse(ScoreBody, http, await read_json_object(http, held))
             inputs = [("text_1", each) for each in body.left] + [("text_2", each) for each in body.right]
             renderer_of = partial(ScoreRenderer, num_right=len(body.right))
             return await _respond(gateway, http, body, arrival, "score", inputs, shortened, renderer_of)
@@ -59,7 +58,7 @@ def add_embedding_routes(routes: Routes, gateway: Gateway) -> None:
     async def rerank(http: Request) -> Response:
         arrival = time.monotonic()
         with gateway.bodies.hold() as held:
-            body = parse_body(RerankBody, await read_json_object(http, held))
+            body = gateway.parse(RerankBody, http, await read_json_object(http, held))
             inputs = [("query", body.query), *(("documents", each) for each in body.texts)]
             shown = body.texts if body.return_documents is not False else []
             renderer_of = partial(RerankRenderer, top_n=body.top_n or None, documents=shown)

@@ -23,7 +23,7 @@ def add_message_routes(routes: Routes, gateway: Gateway) -> None:
         request.scope[ERROR_SHAPE] = error_shape
         arrival = time.monotonic()
         with gateway.bodies.hold() as held:
-            body = parse_body(MessagesBody, await read_json_object(request, held))
+            body = gateway.parse(MessagesBody, request, await read_json_object(request, held))
             chat = parse_body(CHAT_BODY, chat_fields(body))
             return await gateway.chat(
                 request, chat, arrival, lambda _, options, tokenizer: MessagesRenderer(options, tokenizer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
@@ -111,6 +111,8 @@ class PromptBody(Body):
 
 class MessagesBody(PromptBody):
     """POST /v1/messages"""
+
+    no_effect: ClassVar[frozenset[str]] = frozenset({"cache_control", "service_tier"})
 
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)]
     stop_sequences: Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None

@@ -33,7 +33,7 @@ def add_response_routes(routes: Routes, gateway: Gateway) -> None:
     async def create(request: Request) -> Response:
         arrival = time.monotonic()
         with gateway.bodies.hold() as held:
-            body = parse_body(ResponsesBody, await read_json_object(request, held))
+            body = gateway.parse(ResponsesBody, request, await read_json_object(request, held))
             earlier: list[dict[str, Any]] = []
             if body.previous_response_id is not None:
                 earlier = orjson.loads(store.get(body.previous_response_id).messages)

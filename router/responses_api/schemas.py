@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
@@ -106,6 +106,12 @@ class ResponseStreamOptions(Body):
 class ResponsesBody(Body):
     """POST /v1/responses"""
 
+    # Labels and hints: a response repeats some of them.
+    no_effect: ClassVar[frozenset[str]] = frozenset({
+        "include", "stream_options", "service_tier", "safety_identifier",
+        "prompt_cache_key", "prompt_cache_retention",
+    })  # fmt: skip
+
     model: Label | None = None
     input: Annotated[
         str | Annotated[list[AnyItem], Field(min_length=1, max_length=MAX_MESSAGES)],
@@ -132,7 +138,6 @@ class ResponsesBody(Body):
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
     include: list[Literal["reasoning.encrypted_content"]] | None = None
-    # Labels and hints, which change nothing here.
     service_tier: Label | None = None
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None

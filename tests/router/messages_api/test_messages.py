@@ -110,6 +110,13 @@ async def test_a_call_that_was_cut_streams_what_there_is() -> None:
         assert pieces
 
 
+async def test_the_answer_names_fields_without_effect() -> None:
+    async with replying("x") as (_, client):
+        asked = {"model": "dry-run", "max_tokens": 4, "messages": HELLO, "service_tier": "auto"}
+        answer = await client.messages.with_raw_response.create(**asked)
+        assert answer.headers["x-mini-infer-ignored"] == "service_tier"
+
+
 async def test_errors_have_anthropics_shape() -> None:
     import anthropic
 

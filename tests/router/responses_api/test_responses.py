@@ -161,6 +161,16 @@ async def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], 
         assert refused.value.param == param
 
 
+async def test_the_answer_names_fields_without_effect() -> None:
+    async with replying("x") as c:
+        fields = {"service_tier": "flex", "include": [], "metadata": {}}
+        for stream in (False, True):
+            asked = {"model": "dry-run", "input": "?", "stream": stream, **fields}
+            answer = await c.http.post("/v1/responses", json=asked)
+            assert answer.headers["x-mini-infer-ignored"] == "service_tier, include"
+        assert '"service_tier":"flex"' in answer.text  # a label all the same
+
+
 async def test_a_stream_that_fails_says_so() -> None:
     async with replying("x" * 50, die_after_tokens=5, max_retries=0) as c:
         stream = await responses(c).create(model="dry-run", input="?", stream=True)
