@@ -27,7 +27,7 @@ from router.api.message_schemas import (
 MAX_CHOICES = 128  # n, best_of, and n times the number of prompts
 MAX_PROMPTS = 128
 MAX_LOGPROBS = 20
-MAX_STOPS = 4
+MAX_STOPS = 16
 MAX_STOP_CHARS = 512
 MAX_BIASES = 1024
 MAX_ALLOWED_IDS = 65_536

@@ -7,8 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field
 
 from router.api.message_schemas import MAX_LIST, MAX_MESSAGES, Body, Label
-
-MAX_STOPS = 16
+from router.api.schemas import MAX_STOPS, StopString
 
 
 class Block(Body):
@@ -115,7 +114,7 @@ class MessagesBody(PromptBody):
     no_effect: ClassVar[frozenset[str]] = frozenset({"cache_control", "service_tier"})
 
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)]
-    stop_sequences: Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
+    stop_sequences: Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=1, strict=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1, strict=False)] | None = None

@@ -118,7 +118,7 @@ _CHAT_CASES: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {"320": 1}}, "logit_bias"),
     ({"logit_bias": {"5": 101}}, "logit_bias.5"),
     ({"logit_bias": {str(i): 1 for i in range(2000)}}, "logit_bias"),
-    ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+    ({"stop": ["a"] * 17}, "stop"),
     ({"stop": [""]}, "stop"),
     ({"stop": "x" * 10_000}, "stop"),
     ({"stop": 5}, "stop"),
@@ -299,8 +299,8 @@ async def test_prompts(c: Cluster, case: int) -> None:
 @pytest.mark.parametrize(
     ("path", "fields", "param", "rule"),
     [
-        (CHAT, {"stop": list("abcde")}, "stop", "at most 4 texts"),
-        (CHAT, {"stop": 5}, "stop", "at most 4 texts"),
+        (CHAT, {"stop": list("abcdefghijklmnopq")}, "stop", "at most 16 texts"),
+        (CHAT, {"stop": 5}, "stop", "at most 16 texts"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
          "messages.0.content", "only text parts"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content", "text parts"),

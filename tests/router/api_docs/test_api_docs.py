@@ -38,7 +38,7 @@ async def test_the_documentation_needs_no_network(c: Cluster) -> None:
     page = (await c.http.get("/docs")).text
     assert not re.search(r"https?:|<script|<link|@import|url\(", page)
     assert "POST /v1/chat/completions" in page
-    assert "at most 4 texts" in page
+    assert "at most 16 texts" in page
     for name, field in (("Message", "tool_call_id"), ("StreamOptions", "include_usage"), ("ResponseFormat", "type")):
         assert f"<code>{field}</code>" in page.partition(f"<h2><code>{name}</code></h2>")[2].partition("<h2>")[0]
     description = (await c.http.get("/openapi.json")).json()
