@@ -117,9 +117,12 @@ class MessagesRenderer(Renderer):
 
 
 def error_shape(error: dict[str, Any]) -> dict[str, Any]:
-    """Anthropic's form of an error in OpenAI's."""
+    """Anthropic's form of an error in OpenAI's. It has no place for the field but the message."""
     inner = error["error"]
-    return {"type": "error", "error": {"type": inner["type"], "message": inner["message"]}}
+    message, param = inner["message"], inner["param"]
+    if param is not None and param not in message:
+        message = f"{param}: {message}"
+    return {"type": "error", "error": {"type": inner["type"], "message": message}}
 
 
 def _event(kind: str, **fields: Any) -> bytes:

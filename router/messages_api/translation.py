@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import orjson
@@ -21,6 +23,13 @@ from router.messages_api.schemas import (
 )
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+# Fields of a chat completion by a pattern, and what they are here.
+_NAMES = (
+    (r"^response_format(\.json_schema)?", "output_config.format"),
+    (r"^reasoning_effort$", "output_config.effort"),
+    (r"^tools\.(\d+)\.function\.parameters", r"tools.\1.input_schema"),
+    (r"^tools\.(\d+)\.function", r"tools.\1"),
+)
 
 
 def chat_fields(body: PromptBody) -> dict[str, Any]:
@@ -65,6 +74,18 @@ def chat_fields(body: PromptBody) -> dict[str, Any]:
             "user": None if body.metadata is None else body.metadata.user_id,
         }
     return fields
+
+
+def client_field(body: PromptBody, param: str) -> str:
+    """Return what made a field of the chat completion."""
+    head, *path = param.split(".")
+    if head == "messages" and path:
+        index = int(path[0]) - bool(body.system and _text(body.system))
+        ends = accumulate(len(list(_messages(message, ""))) for message in body.messages)
+        return f"messages.{next((i for i, end in enumerate(ends) if index < end), 0)}"
+    for pattern, name in _NAMES:
+        param = re.sub(pattern, name, param)
+    return param
 
 
 def _choice(choice: ToolChoice) -> dict[str, Any]:

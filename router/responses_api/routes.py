@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from functools import partial
 from typing import Any
 
 import orjson
@@ -13,7 +14,7 @@ from starlette.responses import Response
 
 from common.errors import InvalidRequestError
 from common.text.tokenizer import Tokenizer
-from router.api.parse import parse_body
+from router.api.parse import naming_fields, parse_body
 from router.api.render import RenderOptions
 from router.features import CHAT_BODY, Features
 from router.gateway import Gateway
@@ -22,7 +23,7 @@ from router.http.routes import Routes, json_response
 from router.responses_api.renderer import ResponsesRenderer
 from router.responses_api.schemas import AnyItem, ResponsesBody
 from router.responses_api.store import ResponseStore
-from router.responses_api.translation import chat_fields, messages_of
+from router.responses_api.translation import chat_fields, client_field, messages_of
 
 _ITEMS = TypeAdapter(list[AnyItem])
 
@@ -38,7 +39,7 @@ def add_response_routes(routes: Routes, gateway: Gateway) -> None:
             if body.previous_response_id is not None:
                 earlier = orjson.loads(store.get(body.previous_response_id).messages)
             messages = [*earlier, *messages_of(body.input)]
-            chat = parse_body(CHAT_BODY, chat_fields(body, messages))
+            fields = chat_fields(body, messages)
             facts = _facts(body)
 
             def keep(response: dict[str, Any]) -> None:
@@ -49,7 +50,8 @@ def add_response_routes(routes: Routes, gateway: Gateway) -> None:
             def renderer_of(_: Features, options: RenderOptions, tokenizer: Tokenizer) -> ResponsesRenderer:
                 return ResponsesRenderer(options, tokenizer, facts, keep)
 
-            return await gateway.chat(request, chat, arrival, renderer_of)
+            with naming_fields(partial(client_field, body, len(earlier))):
+                return await gateway.chat(request, parse_body(CHAT_BODY, fields), arrival, renderer_of)
 
     async def retrieve(request: Request) -> Response:
         return Response(store.get(request.path_params["response_id"]).response, media_type="application/json")

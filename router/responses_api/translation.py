@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +22,14 @@ from router.responses_api.schemas import (
 )
 
 Message = dict[str, Any]
+# Fields of a chat completion by a pattern, and what they are here.
+_NAMES = (
+    (r"^response_format(\.json_schema)?", "text.format"),
+    (r"^tools\.(\d+)\.function", r"tools.\1"),
+    (r"^max_tokens$", "max_output_tokens"),
+    (r"^reasoning_effort$", "reasoning.effort"),
+    (r"^verbosity$", "text.verbosity"),
+)
 
 
 def chat_fields(body: ResponsesBody, messages: Sequence[Message]) -> dict[str, Any]:
@@ -63,6 +73,22 @@ def _response_format(wanted: TextFormat) -> dict[str, Any]:
         raise InvalidRequestError("text.format of type json_schema needs a name and a schema", "text.format")
     schema = {"name": wanted.name, "schema": wanted.content, "strict": bool(wanted.strict)}
     return {"type": "json_schema", "json_schema": schema}
+
+
+def client_field(body: ResponsesBody, num_earlier: int, param: str) -> str:
+    """Return what made a field of the chat completion. num_earlier: messages of the response before this one."""
+    head, *path = param.split(".")
+    if head == "messages":
+        index = int(path[0]) - num_earlier - bool(body.instructions) if path else -1
+        return "input" if isinstance(body.input, str) or index < 0 else f"input.{_item_of(body.input, index)}"
+    for pattern, name in _NAMES:
+        param = re.sub(pattern, name, param)
+    return param
+
+
+def _item_of(items: Sequence[AnyItem], index: int) -> int:
+    """The item with which the message of that index begins."""
+    return bisect_right(range(len(items)), index, key=lambda last: len(messages_of(items[: last + 1])))
 
 
 def messages_of(given: str | Sequence[AnyItem]) -> list[Message]:

@@ -26,6 +26,7 @@ WEATHER: Any = {
     "name": "get_weather", "description": "Now.",
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
 }  # fmt: skip
+RESULT: Any = [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "c"}]}]
 CALL = call_text("get_weather", '{"city": "Malmö"}')
 
 
@@ -87,6 +88,7 @@ async def test_thinking_text_and_calls_are_blocks(tokens_per_step: int) -> None:
         ({}, "One. Two.", "end_turn", None),
         ({"max_tokens": 4}, "One.", "max_tokens", None),
         ({"stop_sequences": [" Two"]}, "One.", "stop_sequence", " Two"),
+        ({"stop_sequences": [*"ABCDEFGHIJKLMNQ", " Two"]}, "One.", "stop_sequence", " Two"),
     ],
 )
 async def test_stop_reasons(fields: dict[str, Any], text: str, reason: str, sequence: str | None) -> None:
@@ -128,6 +130,15 @@ async def test_errors_have_anthropics_shape() -> None:
         assert set(body["error"]) == {"type", "message"}
         with pytest.raises(anthropic.NotFoundError):
             await ask(client, model="unknown")
+        for fields, told in (
+            ({"stop_sequences": ["a"] * 17}, "stop_sequences"),
+            ({"stop_sequences": ["a", ""]}, "stop_sequences.1"),
+            ({"tools": [WEATHER, WEATHER]}, "tools.0.name"),
+            ({"tools": [{"name": "f", "input_schema": {"type": "string"}}]}, "tools.0.input_schema"),
+            ({"messages": HELLO * 2 + RESULT, "system": "s"}, "messages.2: this tool result answers no"),
+        ):
+            with pytest.raises(anthropic.BadRequestError, match=f"'message': .{told}"):
+                await ask(client, **fields)
     async with replying("x", api_key="secret") as (_, client):
         assert (await ask(client)).content[0].text == "x"  # x-api-key
         with pytest.raises(anthropic.AuthenticationError):

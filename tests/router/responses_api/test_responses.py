@@ -11,7 +11,9 @@ import pytest
 
 from common.text.tokenizer import Tokenizer
 from common.token_ids import unpack_ids
+from router.responses_api.schemas import ResponsesBody
 from router.responses_api.store import ResponseStore
+from router.responses_api.translation import client_field
 from tests.common.tools.tool_templates import HERMES_TEMPLATE, call_text
 from tests.harness.router import DRY_RUN, Cluster, cluster
 from tests.harness.scripted_worker import Script
@@ -21,6 +23,8 @@ WEATHER: Any = {
     "type": "function", "name": "get_weather", "description": "Now.", "strict": False,
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
 }  # fmt: skip
+HELLO = {"role": "user", "content": "Hello"}
+RESULT = {"type": "function_call_output", "call_id": "1", "output": "Rain."}
 CALL = call_text("get_weather", '{"city": "Malmö"}')
 
 
@@ -152,6 +156,11 @@ async def test_a_format_a_choice_and_an_effort_reach_the_worker() -> None:
         ({"include": ["message.output_text.logprobs"]}, "include.0"),
         ({"extra_body": {"unknown": 1}}, "unknown"),
         ({"given": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
+        ({"given": [HELLO, HELLO, RESULT], "instructions": "Be brief."}, "input.2"),
+        ({"given": "x" * 5000}, "input"),
+        ({"tools": [{**WEATHER, "parameters": {"type": "string"}}]}, "tools.0.parameters"),
+        ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "x"}}}}, "text.format"),
+        ({"extra_body": {"max_output_tokens": 5000}}, "max_output_tokens"),
     ],
 )
 async def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
@@ -159,6 +168,16 @@ async def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], 
         with pytest.raises(openai.BadRequestError) as refused:
             await ask(c, **fields)
         assert refused.value.param == param
+        assert "messages." not in refused.value.message
+
+
+def test_the_client_reads_of_its_own_items() -> None:
+    said = {"role": "assistant", "content": "a"}
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    body = ResponsesBody.model_validate({"input": [HELLO, {"type": "reasoning"}, said, call, RESULT, HELLO]})
+    named = [client_field(body, 2, f"messages.{index}.content") for index in range(2, 6)]
+    assert named == ["input.0", "input.2", "input.4", "input.5"]
+    assert client_field(body, 2, "messages.1") == client_field(body, 0, "messages") == "input"
 
 
 async def test_the_answer_names_fields_without_effect() -> None:
