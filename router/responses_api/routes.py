@@ -20,6 +20,7 @@ from router.features import CHAT_BODY, Features
 from router.gateway import Gateway
 from router.http.body import read_json_object
 from router.http.routes import Routes, json_response
+from router.responses_api.queries import DEFAULT_LIMIT, page_of
 from router.responses_api.renderer import ResponsesRenderer
 from router.responses_api.schemas import AnyItem, ResponsesBody
 from router.responses_api.store import ResponseStore
@@ -69,18 +70,15 @@ def add_response_routes(routes: Routes, gateway: Gateway) -> None:
 
     async def input_items(request: Request) -> Response:
         items = orjson.loads(store.get(request.path_params["response_id"]).input_items)
-        if request.query_params.get("order", "desc") == "desc":
-            items.reverse()
-        first, last = (items[0]["id"], items[-1]["id"]) if items else (None, None)
-        listed = {"object": "list", "data": items, "first_id": first, "last_id": last, "has_more": False}
-        return json_response(listed)
+        return json_response(page_of(items, request.query_params))
 
     one = "/v1/responses/{response_id}"
     routes.add("POST", "/v1/responses", create, "the response to an input", ResponsesBody)
     routes.add("GET", one, retrieve, "a response that was stored")
     routes.add("DELETE", one, delete, "forget it")
     routes.add("POST", f"{one}/cancel", cancel, "refused: no response runs in the background")
-    routes.add("GET", f"{one}/input_items", input_items, "what it was a response to", query={"order": "desc"})
+    listing = {"order": "desc", "limit": DEFAULT_LIMIT, "after": ""}
+    routes.add("GET", f"{one}/input_items", input_items, "what it was a response to", query=listing)
 
 
 def _facts(body: ResponsesBody) -> dict[str, Any]:

@@ -122,6 +122,27 @@ async def test_responses_are_kept_unless_the_client_does_not_want_that() -> None
             await ask(c, previous_response_id=kept.id)
 
 
+async def test_input_items_come_in_pages() -> None:
+    async with replying("Yes.") as c:
+        given = [{"role": "user", "content": str(number)} for number in range(45)]
+        kept = await ask(c, given)
+        for order, expected in (("asc", given), ("desc", given[::-1]), (None, given[::-1])):
+            query = {} if order is None else {"order": order}
+            found = [item async for item in await responses(c).input_items.list(kept.id, **query)]
+            assert [item.content for item in found] == [message["content"] for message in expected]
+        page = await responses(c).input_items.list(kept.id)
+        assert (len(page.data), page.has_more) == (20, True)
+        assert (page.first_id, page.last_id) == (page.data[0].id, page.data[-1].id)
+        last = await responses(c).input_items.list(kept.id, after=found[-2].id, limit=1)
+        assert (last.data, last.has_more) == ([found[-1]], False)
+        none = await responses(c).input_items.list(kept.id, after=found[-1].id)
+        assert (none.data, none.first_id, none.has_more) == ([], None, False)
+        for wrong in ({"limit": 0}, {"limit": 101}, {"limit": "ten"}, {"after": "unknown"}, {"order": "up"}):
+            with pytest.raises(openai.BadRequestError) as refused:
+                await responses(c).input_items.list(kept.id, **wrong)
+            assert refused.value.param in wrong
+
+
 async def test_an_answer_that_was_cut_is_incomplete() -> None:
     async with replying("One. Two.") as c:
         fields: Any = {"model": "dry-run", "input": "?", "max_output_tokens": 4}
