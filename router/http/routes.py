@@ -45,11 +45,10 @@ class DescribedRoute(APIRoute):
         query: Mapping[str, Any],
     ) -> None:
         kind = inspect.Parameter.KEYWORD_ONLY
-        arguments = dict.fromkeys(re.findall(r"{(\w+)", path), inspect.Parameter.empty) | dict(query)
-        found = [
-            inspect.Parameter(name, kind, default=default, annotation=str if name not in query else type(default))
-            for name, default in arguments.items()
-        ]
+        found = [inspect.Parameter(name, kind, annotation=str) for name in re.findall(r"{(\w+)", path)]
+        for name, told in query.items():
+            annotation, default = (told | None, None) if isinstance(told, type) else (type(told), told)
+            found.append(inspect.Parameter(name, kind, default=default, annotation=annotation))
         if body is not None:
             found.append(inspect.Parameter("body", kind, annotation=Annotated[body, Body()]))
 
@@ -83,7 +82,8 @@ class Routes:
         body: type[BaseModel] | None = None,
         query: Mapping[str, Any] = NO_QUERY,
     ) -> None:
-        """Serve a method of a path. body: the schema of its JSON; query: arguments by name, with their defaults."""
+        """Serve a method of a path. body: the schema of its JSON; query: arguments by name, with their defaults,
+        or the types of those without."""
         self.routes.append(DescribedRoute(method, path, handler, summary, body, query))
 
 

@@ -21,7 +21,7 @@ from router.request import GenerationRequest
 KEEP_ALIVE = b": waiting for a worker\n\n"  # a comment: parsers of events skip it
 KEEP_ALIVE_SECONDS = 5.0
 Headers = dict[str, str]
-_HEADERS = {
+EVENT_STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
     "x-accel-buffering": "no",
@@ -35,7 +35,7 @@ class EventStream:
         self._request = request
         self._renderer = renderer
         self._writer = writer
-        self._headers = [(name.encode(), value.encode()) for name, value in (_HEADERS | headers).items()]
+        self._headers = [(name.encode(), value.encode()) for name, value in (EVENT_STREAM_HEADERS | headers).items()]
         self._has_begun = False  # the headers are out
         self._is_caught_up = False  # all that was kept has been taken by the transport
         self._shown: set[int] = set()  # choices of which something has been rendered

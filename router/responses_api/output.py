@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from typing import Any
 
 from router.api.results import ChoiceResult, merged_calls
 from router.api.text import DeltaToolCall, Update
 
 Event = dict[str, Any]
+DeltaLengths = list[list[int]]
+"""Of each item, how many characters each of its deltas has."""
+
+_PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
+
+
+def _new_id(item_type: str) -> str:
+    return f"{_PREFIXES[item_type]}_{secrets.token_hex(16)}"
 
 
 class Output:
     """Builds items: reasoning, a message, function calls, in the order in which they come."""
 
-    def __init__(self) -> None:
+    def __init__(self, new_id: Callable[[str], str] = _new_id) -> None:
+        """new_id: makes the id of an item of a type."""
         self.items: list[dict[str, Any]] = []
+        self.delta_lengths: DeltaLengths = []
+        self._new_id = new_id
         self._is_open = False  # the last item goes on
 
     def add(self, update: Update | ChoiceResult) -> list[Event]:
@@ -55,13 +67,16 @@ class Output:
     def _text(self, item_type: str, kind: str, text: str) -> list[Event]:
         events: list[Event] = []
         if not (self._is_open and self.items[-1]["type"] == item_type):
-            events = self._begin({"id": _new_id(item_type), "type": item_type, "content": [], **_EXTRA[item_type]})
+            events = self._begin(
+                {"id": self._new_id(item_type), "type": item_type, "content": [], **_EXTRA[item_type]}
+            )
             part = {"type": kind, "text": "", **_PART_EXTRA[kind]}
             place = self._place(self.items[-1])
             events.append({"type": "response.content_part.added", **place, **_FIRST, "part": dict(part)})
             self.items[-1]["content"].append(part)
         item = self.items[-1]
         item["content"][0]["text"] += text
+        self.delta_lengths[-1].append(len(text))
         logprobs = _LOGPROBS[kind]
         events.append({"type": f"response.{kind}.delta", **self._place(item), **_FIRST, "delta": text, **logprobs})
         return events
@@ -71,13 +86,14 @@ class Output:
         if call.name:
             events = self._begin(
                 {
-                    "id": _new_id("function_call"), "type": "function_call", "call_id": call.call_id,
+                    "id": self._new_id("function_call"), "type": "function_call", "call_id": call.call_id,
                     "name": call.name, "arguments": "",
                 }
             )  # fmt: skip
         item = self.items[-1]
         if call.arguments:
             item["arguments"] += call.arguments
+            self.delta_lengths[-1].append(len(call.arguments))
             delta = {"delta": call.arguments}
             events.append({"type": "response.function_call_arguments.delta", **self._place(item), **delta})
         return events
@@ -86,6 +102,7 @@ class Output:
         events = self.finish()
         item["status"] = "in_progress"
         self.items.append(item)
+        self.delta_lengths.append([])
         self._is_open = True
         added = {"output_index": len(self.items) - 1, "item": _copy(item)}
         return [*events, {"type": "response.output_item.added", **added}]
@@ -98,11 +115,6 @@ _FIRST = {"content_index": 0}
 _EXTRA: dict[str, dict[str, Any]] = {"reasoning": {"summary": []}, "message": {"role": "assistant"}}
 _PART_EXTRA: dict[str, dict[str, Any]] = {"reasoning_text": {}, "output_text": {"annotations": []}}
 _LOGPROBS: dict[str, dict[str, Any]] = {"reasoning_text": {}, "output_text": {"logprobs": []}}
-_PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
-
-
-def _new_id(item_type: str) -> str:
-    return f"{_PREFIXES[item_type]}_{secrets.token_hex(16)}"
 
 
 def _copy(item: dict[str, Any]) -> dict[str, Any]:

@@ -29,9 +29,26 @@ def page_of(items: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dic
     return {"object": "list", "data": shown, "first_id": first, "last_id": last, "has_more": len(left) > limit}
 
 
+def first_event(query: Mapping[str, str]) -> int | None:
+    """The sequence number of the first event that a query asks for; None: it asks for no events.
+
+    Raises InvalidRequestError.
+    """
+    stream = query.get("stream", "false").lower()
+    if stream not in ("true", "false", "1", "0"):
+        raise InvalidRequestError("stream must be true or false", "stream")
+    if stream in ("true", "1"):
+        return whole_number(query, "starting_after", -1, 0, (1 << 31) - 1) + 1
+    if "starting_after" in query:
+        raise InvalidRequestError("starting_after needs stream=true", "starting_after")
+    return None
+
+
 def whole_number(query: Mapping[str, str], name: str, default: int, least: int, most: int) -> int:
     """An argument in these bounds. Raises InvalidRequestError."""
-    text = query.get(name, str(default))
+    text = query.get(name)
+    if text is None:
+        return default
     is_number = text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS
     if not (is_number and least <= int(text) <= most):
         raise InvalidRequestError(f"{name} must be a whole number from {least} to {most}", name)

@@ -11,7 +11,7 @@ from common.text.tokenizer import Tokenizer
 from router.api.render import Renderer, RenderOptions
 from router.api.results import ChoiceResult, Usage
 from router.api.text import Update
-from router.responses_api.output import Event, Output
+from router.responses_api.output import DeltaLengths, Event, Output
 
 
 class ResponsesRenderer(Renderer):
@@ -22,9 +22,9 @@ class ResponsesRenderer(Renderer):
         options: RenderOptions,
         tokenizer: Tokenizer,
         facts: dict[str, Any],
-        on_complete: Callable[[dict[str, Any]], None],
+        on_complete: Callable[[dict[str, Any], DeltaLengths], None],
     ) -> None:
-        """facts: of the request, which the response repeats. on_complete: takes the response, with its output."""
+        """facts: of the request, which the response repeats. on_complete: takes the response and its deltas."""
         super().__init__(options, tokenizer, "response")
         self._facts = {**facts, "model": options.model, "created_at": options.created}
         self._on_complete = on_complete
@@ -34,11 +34,8 @@ class ResponsesRenderer(Renderer):
 
     def start(self, index: int, usage: Usage) -> bytes:
         # `chunk` comes first, so that its events have taken the first numbers.
-        events = ("response.created", "response.in_progress")
-        return b"".join(
-            _event({"type": kind, "response": self._response("in_progress", None), "sequence_number": number})
-            for number, kind in enumerate(events)
-        )
+        events = first_events(self._response("in_progress", None))
+        return b"".join(event_bytes(event, number) for number, event in enumerate(events))
 
     def chunk(self, index: int, update: Update | ChoiceResult, usage: Usage) -> bytes:
         self._finish_reason = update.finish_reason
@@ -68,7 +65,7 @@ class ResponsesRenderer(Renderer):
     def _completed(self, usage: Usage) -> dict[str, Any]:
         status = "incomplete" if self._finish_reason == "length" else "completed"
         response = self._response(status, usage)
-        self._on_complete(response)
+        self._on_complete(response, self._output.delta_lengths)
         return response
 
     def _response(self, status: str, usage: Usage | None) -> dict[str, Any]:
@@ -83,13 +80,18 @@ class ResponsesRenderer(Renderer):
     def _numbered(self, events: Sequence[Event]) -> bytes:
         first = self._num_events + 2  # after the two of `start`
         self._num_events += len(events)
-        return b"".join(
-            _event({**event, "sequence_number": number}) for number, event in enumerate(events, start=first)
-        )
+        return b"".join(event_bytes(event, number) for number, event in enumerate(events, start=first))
 
 
-def _event(event: Event) -> bytes:
-    return f"event: {event['type']}\ndata: ".encode() + orjson.dumps(event) + b"\n\n"
+def first_events(response: dict[str, Any]) -> list[Event]:
+    """The events before the output. response: as it is then."""
+    return [{"type": kind, "response": response} for kind in ("response.created", "response.in_progress")]
+
+
+def event_bytes(event: Event, number: int) -> bytes:
+    """The event with its sequence number, as it is sent."""
+    data = orjson.dumps({**event, "sequence_number": number})
+    return f"event: {event['type']}\ndata: ".encode() + data + b"\n\n"
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import AsyncIterator, Iterable
 from functools import partial
 from typing import Any
 
 import orjson
 from pydantic import TypeAdapter
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from common.errors import InvalidRequestError
 from common.text.tokenizer import Tokenizer
@@ -20,8 +21,11 @@ from router.features import CHAT_BODY, Features
 from router.gateway import Gateway
 from router.http.body import read_json_object
 from router.http.routes import Routes, json_response
-from router.responses_api.queries import DEFAULT_LIMIT, page_of
+from router.http.sse import EVENT_STREAM_HEADERS
+from router.responses_api.output import DeltaLengths
+from router.responses_api.queries import DEFAULT_LIMIT, first_event, page_of
 from router.responses_api.renderer import ResponsesRenderer
+from router.responses_api.replay import replay
 from router.responses_api.schemas import AnyItem, ResponsesBody
 from router.responses_api.store import ResponseStore
 from router.responses_api.translation import chat_fields, client_field, messages_of
@@ -43,10 +47,10 @@ def add_response_routes(routes: Routes, gateway: Gateway) -> None:
             fields = chat_fields(body, messages)
             facts = _facts(body)
 
-            def keep(response: dict[str, Any]) -> None:
+            def keep(response: dict[str, Any], delta_lengths: DeltaLengths) -> None:
                 if body.store is not False:
                     said = messages_of(_ITEMS.validate_python(response["output"]))
-                    store.add(response, [*messages, *said], _input_items(body))
+                    store.add(response, [*messages, *said], _input_items(body), delta_lengths)
 
             def renderer_of(_: Features, options: RenderOptions, tokenizer: Tokenizer) -> ResponsesRenderer:
                 return ResponsesRenderer(options, tokenizer, facts, keep)
@@ -55,7 +59,12 @@ def add_response_routes(routes: Routes, gateway: Gateway) -> None:
                 return await gateway.chat(request, parse_body(CHAT_BODY, fields), arrival, renderer_of)
 
     async def retrieve(request: Request) -> Response:
-        return Response(store.get(request.path_params["response_id"]).response, media_type="application/json")
+        stored = store.get(request.path_params["response_id"])
+        first = first_event(request.query_params)
+        if first is None:
+            return Response(stored.response, media_type="application/json")
+        events = replay(orjson.loads(stored.response), orjson.loads(stored.delta_lengths), first)
+        return StreamingResponse(_sent(events), headers=EVENT_STREAM_HEADERS)
 
     async def delete(request: Request) -> Response:
         response_id = request.path_params["response_id"]
@@ -74,11 +83,18 @@ def add_response_routes(routes: Routes, gateway: Gateway) -> None:
 
     one = "/v1/responses/{response_id}"
     routes.add("POST", "/v1/responses", create, "the response to an input", ResponsesBody)
-    routes.add("GET", one, retrieve, "a response that was stored")
+    events = {"stream": False, "starting_after": int}
+    routes.add("GET", one, retrieve, "a response that was stored, or its events", query=events)
     routes.add("DELETE", one, delete, "forget it")
     routes.add("POST", f"{one}/cancel", cancel, "refused: no response runs in the background")
-    listing = {"order": "desc", "limit": DEFAULT_LIMIT, "after": ""}
+    listing = {"order": "desc", "limit": DEFAULT_LIMIT, "after": str}
     routes.add("GET", f"{one}/input_items", input_items, "what it was a response to", query=listing)
+
+
+async def _sent(events: Iterable[bytes]) -> AsyncIterator[bytes]:
+    """On the event loop, which sends while the client keeps up."""
+    for event in events:
+        yield event
 
 
 def _facts(body: ResponsesBody) -> dict[str, Any]:

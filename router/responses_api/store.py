@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 
 from common.errors import NotFoundError
+from router.responses_api.output import DeltaLengths
 
 MAX_RESPONSES = 4096
 MAX_BYTES = 64 << 20
@@ -21,10 +22,11 @@ class StoredResponse:
     response: bytes
     messages: bytes  # of the conversation, this response's output included
     input_items: bytes
+    delta_lengths: bytes  # of the output's items
 
     @property
     def num_bytes(self) -> int:
-        return len(self.response) + len(self.messages) + len(self.input_items)
+        return len(self.response) + len(self.messages) + len(self.input_items) + len(self.delta_lengths)
 
 
 class ResponseStore:
@@ -39,8 +41,14 @@ class ResponseStore:
     def __len__(self) -> int:
         return len(self._stored)
 
-    def add(self, response: dict[str, Any], messages: list[dict[str, Any]], items: list[dict[str, Any]]) -> None:
-        stored = StoredResponse(orjson.dumps(response), orjson.dumps(messages), orjson.dumps(items))
+    def add(
+        self,
+        response: dict[str, Any],
+        messages: list[dict[str, Any]],
+        items: list[dict[str, Any]],
+        delta_lengths: DeltaLengths,
+    ) -> None:
+        stored = StoredResponse(*map(orjson.dumps, (response, messages, items, delta_lengths)))
         self._stored[response["id"]] = stored
         self.num_bytes += stored.num_bytes
         while len(self._stored) > self._max_responses or self.num_bytes > self._max_bytes:

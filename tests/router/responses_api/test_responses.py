@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import openai
+import orjson
 import pytest
 
 from common.text.tokenizer import Tokenizer
@@ -143,6 +144,34 @@ async def test_input_items_come_in_pages() -> None:
             assert refused.value.param in wrong
 
 
+@pytest.mark.parametrize(("max_output_tokens", "tokens_per_step"), [(400, 1), (400, 7), (400, 1000), (40, 7), (5, 1)])
+async def test_events_of_a_stored_response_come_again(max_output_tokens: int, tokens_per_step: int) -> None:
+    async with replying(f"<think>\nHm.\n</think>\n\nI look: é\n{CALL}{CALL}", tokens_per_step) as c:
+        body = {"input": "?", "tools": [WEATHER], "max_output_tokens": max_output_tokens}
+        sent = await c.http.post("/v1/responses", json={**body, "stream": True})
+        events = sent.text.split("\n\n")[:-1]
+        path = f"/v1/responses/{orjson.loads(events[0].partition('data: ')[2])['response']['id']}"
+        again = await c.http.get(path, params={"stream": True})
+        assert again.text == sent.text
+        assert again.headers["content-type"] == sent.headers["content-type"]
+        rest = await c.http.get(path, params={"stream": True, "starting_after": 3})
+        assert rest.text.split("\n\n")[:-1] == events[4:]
+        assert (await c.http.get(path, params={"stream": True, "starting_after": len(events)})).text == ""
+
+
+async def test_a_response_that_was_not_streamed_has_events_too() -> None:
+    async with replying(f"I look: é\n{CALL}") as c:
+        kept = await ask(c, tools=[WEATHER])
+        events = [event async for event in await responses(c).retrieve(kept.id, stream=True, starting_after=1)]
+        assert [event.sequence_number for event in events] == list(range(2, len(events) + 2))
+        assert events[-1].response.to_dict() == kept.to_dict()
+        assert [event.delta for event in events if event.type.endswith("delta")] == ["I look: é", '{"city": "Malmö"}']
+        for wrong in ({"stream": "maybe"}, {"stream": True, "starting_after": "x"}, {"starting_after": 1}):
+            with pytest.raises(openai.BadRequestError) as refused:
+                await responses(c).retrieve(kept.id, extra_query=wrong)
+            assert refused.value.param in wrong
+
+
 async def test_an_answer_that_was_cut_is_incomplete() -> None:
     async with replying("One. Two.") as c:
         fields: Any = {"model": "dry-run", "input": "?", "max_output_tokens": 4}
@@ -224,7 +253,7 @@ async def test_a_stream_that_fails_says_so() -> None:
 def test_the_store_forgets_the_least_recently_used() -> None:
     store = ResponseStore(max_responses=2)
     for name in "abc":
-        store.add({"id": name}, [], [])
+        store.add({"id": name}, [], [], [])
         if name == "b":
             store.get("a")
     assert store.get("a").response == b'{"id":"a"}'
@@ -236,7 +265,7 @@ def test_the_store_forgets_the_least_recently_used() -> None:
     assert store.num_bytes == 0
     small = ResponseStore(max_bytes=100)
     for number in range(20):
-        small.add({"id": str(number)}, [], [])
+        small.add({"id": str(number)}, [], [], [])
         assert small.num_bytes <= 100
-    small.add({"id": "x" * 200}, [], [])
+    small.add({"id": "x" * 200}, [], [], [])
     assert len(small) == 0

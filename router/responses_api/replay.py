@@ -1,0 +1,46 @@
+"""The events of a stored response, as its creation streamed them, or would have in one piece per item. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from router.api.text import DeltaToolCall, Update
+from router.responses_api.output import DeltaLengths, Event, Output
+from router.responses_api.renderer import event_bytes, first_events
+
+
+def replay(response: dict[str, Any], delta_lengths: DeltaLengths, first: int) -> Iterator[bytes]:
+    """Yield the events from the one with the sequence number `first` on."""
+    for number, event in enumerate(_events(response, delta_lengths)):
+        if number >= first:
+            yield event_bytes(event, number)
+
+
+def _events(response: dict[str, Any], delta_lengths: DeltaLengths) -> Iterator[Event]:
+    begun: dict[str, Any] = {"status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
+    yield from first_events(response | begun)
+    ids = iter([item["id"] for item in response["output"]])
+    output = Output(lambda _: next(ids))
+    for item, lengths in zip(response["output"], delta_lengths, strict=True):
+        for update in _updates(item, lengths):
+            yield from output.add(update)
+    yield from output.finish(response["status"] == "completed")
+    yield {"type": f"response.{response['status']}", "response": response}
+
+
+def _updates(item: dict[str, Any], lengths: list[int]) -> Iterator[Update]:
+    """What an item was made of, one delta at a time."""
+    is_call = item["type"] == "function_call"
+    if is_call:
+        yield Update("", [], tool_calls=[DeltaToolCall(0, item["call_id"], item["name"], "")])
+    text, begin = item["arguments"] if is_call else item["content"][0]["text"], 0
+    for length in lengths:
+        delta = text[begin : begin + length]
+        begin += length
+        if is_call:
+            yield Update("", [], tool_calls=[DeltaToolCall(0, "", "", delta)])
+        elif item["type"] == "reasoning":
+            yield Update("", [], reasoning=delta)
+        else:
+            yield Update(delta, [])
