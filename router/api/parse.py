@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from common.errors import InvalidRequestError
 from router.api.message_schemas import Body, Message
@@ -59,6 +59,12 @@ def is_ignored(kind: type[Body], name: str) -> bool:
 def harmless_values(kind: type[Body], name: str) -> tuple[Any, ...] | None:
     """The values of a field that is not supported which ask for nothing; None: it is supported, or unknown."""
     return None if name in kind.model_fields else _NOT_SUPPORTED.get(name)
+
+
+def accepted_besides(kind: type[BaseModel]) -> dict[str, tuple[Any, ...] | None]:
+    """Fields that bodies of a kind may have besides its own, to no effect: the values of each; None: any value."""
+    known = dict.fromkeys(sorted(_IGNORED)) | _NOT_SUPPORTED
+    return {name: values for name, values in known.items() if name not in kind.model_fields}
 
 
 def parse_body(kind: type[B], fields: dict[str, Any]) -> B:

@@ -12,10 +12,12 @@ from html import escape
 from typing import Any
 
 from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from common.version import VERSION
+from router.api.parse import accepted_besides
 from router.http.routes import DescribedRoute, Routes, json_response
 
 _PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>
@@ -24,9 +26,11 @@ body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 56rem; margin: 2rem aut
   color-scheme: light dark }}
 code {{ font-family: ui-monospace, monospace }} td {{ vertical-align: top; padding: .15rem 1rem .15rem 0 }}
 h2 {{ margin: 2rem 0 0; font-size: 1.1rem }} p {{ margin: .2rem 0 }}
-</style><h1>{title}</h1><p>Version {version}. The same for programs: <a href="openapi.json">openapi.json</a></p>
+</style><h1>{title}</h1><p>Version {version}. The same for programs, with the fields that are
+accepted without effect: <a href="openapi.json">openapi.json</a></p>
 {body}</html>
 """
+_NO_EFFECT = "Accepted, without effect."
 
 
 def add_documentation(routes: Routes, _: object) -> None:
@@ -50,7 +54,27 @@ def add_documentation(routes: Routes, _: object) -> None:
 
 def openapi(routes: Sequence[DescribedRoute]) -> dict[str, Any]:
     """The description of an API, OpenAPI 3.1."""
-    return get_openapi(title="mini-infer", version=VERSION, routes=list(map(_without_head, routes)))
+    made = get_openapi(title="mini-infer", version=VERSION, routes=list(map(_without_head, routes)))
+    for route in routes:
+        for method in route.methods or ():
+            if route.body_kind is not None:
+                schema = made["components"]["schemas"][_body_name(made["paths"][route.path_format][method.lower()])]
+                schema["properties"] |= _accepted_besides(route.body_kind)
+    return made
+
+
+def _accepted_besides(kind: type[BaseModel]) -> dict[str, Any]:
+    """Schemas of the fields that a body may have besides its own: clients that check bodies must not refuse them."""
+    return {
+        name: {"description": _NO_EFFECT, **({} if values is None else {"enum": list(values)})}
+        for name, values in accepted_besides(kind).items()
+    }
+
+
+def _body_name(operation: dict[str, Any]) -> str:
+    """The type of its body."""
+    reference: str = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+    return reference.rpartition("/")[2]
 
 
 def _without_head(route: DescribedRoute) -> DescribedRoute:
@@ -63,15 +87,17 @@ def _without_head(route: DescribedRoute) -> DescribedRoute:
 def page(description: dict[str, Any]) -> str:
     """HTML that shows what `openapi` has made: every operation with the fields of its body, then their types."""
     pieces = []
-    types = dict(description["components"]["schemas"])
+    schemas = description["components"]["schemas"]
+    bodies = set()
     for path, methods in description["paths"].items():
         for method, entry in methods.items():
             pieces.append(f"<h2><code>{method.upper()} {escape(path)}</code></h2><p>{escape(entry['summary'])}</p>")
             if "requestBody" in entry:
-                name = entry["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
-                pieces.append(_fields(types.pop(name)))
-    for name, schema in types.items():
-        pieces.append(f"<h2><code>{escape(name)}</code></h2>{_fields(schema)}")
+                bodies.add(name := _body_name(entry))
+                pieces.append(_fields(schemas[name]))
+    for name, schema in schemas.items():
+        if name not in bodies:
+            pieces.append(f"<h2><code>{escape(name)}</code></h2>{_fields(schema)}")
     return _PAGE.format(body="\n".join(pieces), **description["info"])
 
 
@@ -81,6 +107,7 @@ def _fields(schema: dict[str, Any]) -> str:
         f"<tr><td><code>{escape(name)}</code>{' (required)' if name in required else ''}"
         f"<td><code>{escape(field.get('description') or _type(field))}</code>"
         for name, field in schema["properties"].items()
+        if field.get("description") != _NO_EFFECT
     ]
     return f"<details><summary>Fields</summary><table>{''.join(rows)}</table></details>"
 

@@ -66,10 +66,10 @@ def add_embedding_routes(routes: Routes, gateway: Gateway) -> None:
 
     routes.add("POST", "/v1/embeddings", embeddings, "vectors of texts", EmbeddingBody)
     routes.add("POST", "/v1/score", score, "how near pairs of texts are, by their vectors", ScoreBody)
-    routes.add("POST", "/score", score, "the same")
+    routes.add("POST", "/score", score, "the same", ScoreBody)
     routes.add("POST", "/v1/rerank", rerank, "documents by how near they are to a query", RerankBody)
-    routes.add("POST", "/v2/rerank", rerank, "the same")  # Cohere's path; the one above is Jina's
-    routes.add("POST", "/rerank", rerank, "the same")
+    routes.add("POST", "/v2/rerank", rerank, "the same", RerankBody)  # Cohere's path; the one above is Jina's
+    routes.add("POST", "/rerank", rerank, "the same", RerankBody)
 
 
 async def _respond(

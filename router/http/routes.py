@@ -61,6 +61,7 @@ class DescribedRoute(APIRoute):
             responses=dict(ERRORS), response_model=None, response_class=Response, response_description="The answer.",
         )  # fmt: skip
         self.handler = handler
+        self.body_kind = body
         self.app = request_response(handler)
         self.methods = {method, "HEAD"} if method == "GET" else {method}
 

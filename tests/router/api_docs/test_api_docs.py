@@ -73,3 +73,29 @@ async def test_the_description_is_true(c: Cluster) -> None:
             answer = await c.http.post(name.removeprefix("post "), json=1)
             assert answer.status_code == 400, name
             assert "error" in answer.json(), name
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_all_that_is_accepted_is_described(c: Cluster) -> None:
+    description = (await c.http.get("/openapi.json")).json()
+    for path, needed in (
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/completions", {"prompt": "x"}),
+    ):
+        body = description["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        fields = description["components"]["schemas"][body["$ref"].rpartition("/")[2]]["properties"]
+        others = {name: field for name, field in fields.items() if "without effect" in field.get("description", "")}
+        assert {"store", "logits_processors"} <= set(others)
+        for last in (0, -1):
+            given = {name: field.get("enum", ["any"])[last] for name, field in others.items()}
+            answer = await c.http.post(path, json={**needed, **given, "max_tokens": 1})
+            assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.wing("router.embeddings_api")
+@pytest.mark.asyncio(loop_scope="module")
+async def test_paths_with_one_handler_have_one_body(c: Cluster) -> None:
+    paths = (await c.http.get("/openapi.json")).json()["paths"]
+    for same in (("/score", "/v1/score"), ("/rerank", "/v1/rerank", "/v2/rerank")):
+        [body] = {str(paths[path]["post"]["requestBody"]) for path in same}
+        assert "Body" in body
