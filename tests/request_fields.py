@@ -57,7 +57,7 @@ What becomes of each field of OpenAI's and vLLM's requests. `python -m tests.req
 - **{IGNORED}**: accepted. The answer's header `x-mini-infer-ignored` names it.
 - **{REFUSED}**: 400, "FIELD is not supported by this server yet", code `unsupported_parameter`. Null and the values
   given ask for nothing, and are accepted.
-- **{UNKNOWN}**: 400, "unknown field FIELD", code `unknown_parameter`.
+- **{UNKNOWN}**, as are fields that are not in the table: 400, "unknown field FIELD", code `unknown_parameter`.
 
 """
 

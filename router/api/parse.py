@@ -39,6 +39,20 @@ _NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (None, False),
     "length_penalty": (None, 1.0),
     "mm_processor_kwargs": (None, {}),
+    **dict.fromkeys(("prompt_embeds", "request_id"), (None,)),
+    **dict.fromkeys(("return_tokens_as_token_ids", "add_special_tokens", "echo"), (None, False)),
+    "best_of": (None, 1),
+    "vllm_xargs": (None, {}),
+    "embed_dtype": (None, "float32"),
+    "endianness": (None, "native", "little"),
+    # Of responses, also fields that chat completions have.
+    **dict.fromkeys(("access_programs", "conversation", "image", "max_tool_calls", "moderation", "prompt"), (None,)),
+    **dict.fromkeys(("context_management", "stop"), (None, [])),
+    **dict.fromkeys(("enable_response_messages", "include_stop_str_in_output"), (None, False)),
+    **dict.fromkeys(("priority", "top_logprobs"), (None, 0)),
+    "cache_salt": (None,),
+    "repetition_penalty": (None, 1.0),
+    "top_k": (None, 0, -1),
 }
 # Descriptions of functions ask for nothing once the client forbids to call them.
 _FORBIDDEN_BY = {"tools": "tool_choice", "functions": "function_call"}

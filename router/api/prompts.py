@@ -50,7 +50,7 @@ async def chat_prompt(
 async def completion_prompts(body: CompletionBody, tokenizer: Tokenizer, limits: ModelLimits) -> list[list[int]]:
     """Token ids of every prompt of the request. Texts may hold special tokens: the client owns all of it."""
     return [
-        await text_prompt(item, tokenizer, limits)
+        await text_prompt(item, tokenizer, limits, body.add_special_tokens is not False)
         if isinstance(item, str)
         else checked_ids(item, limits.vocab_size, "prompt")
         for item in body.prompts

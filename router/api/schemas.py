@@ -107,7 +107,7 @@ class ChatCompletionBody(GenerationBody):
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatCompletionBody:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs: true", "top_logprobs")
         if self.continue_final_message and self.add_generation_prompt:
             message = "continue_final_message and add_generation_prompt exclude each other"
@@ -140,6 +140,7 @@ class CompletionBody(GenerationBody):
     max_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     echo: bool | None = None
+    add_special_tokens: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     @model_validator(mode="after")

@@ -10,6 +10,8 @@ import orjson
 import pytest
 import pytest_asyncio
 
+from common.token_ids import unpack_ids
+from tests.common.text.wrapping_tokenizer import BOS, EOS, wrapping_tokenizer
 from tests.harness.router import Cluster, cluster
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -198,6 +200,7 @@ _CHAT_CASES: list[tuple[dict[str, Any], str]] = [
     ({"chat_template_kwargs": {"self": 1, "tools": True}}, "chat_template_kwargs"),
     ({"chat_template_kwargs": "x"}, "chat_template_kwargs"),
     ({"best_of": 2}, "best_of"),
+    ({"add_special_tokens": True}, "add_special_tokens"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ({"continue_final_message": True}, "continue_final_message"),
     ({"user": "x" * 100_000}, "user"),
@@ -422,8 +425,20 @@ async def test_harmless_fields_of_common_clients_are_accepted(c: Cluster) -> Non
     assert answer.status_code == 200
     assert (await c.chat(tools=TOOLS, tool_choice="none", reasoning_effort="none")).status_code == 200
     assert (await c.chat(reasoning_effort="high", verbosity="low")).status_code == 200
+    answer = await c.chat(
+        echo=False, best_of=1, add_special_tokens=False, top_logprobs=0, prompt_embeds=None, request_id=None,
+        vllm_xargs={}, return_tokens_as_token_ids=False, moderation=None,
+    )  # fmt: skip
+    assert answer.status_code == 200
     answer = await c.complete(tools=[], tool_choice="auto", parallel_tool_calls=False)
     assert answer.status_code == 200
+
+
+async def test_prompts_with_and_without_special_tokens() -> None:
+    async with cluster(tokenizer=wrapping_tokenizer()) as c:
+        for fields, wanted in (({}, [BOS, 97, EOS]), ({"add_special_tokens": False}, [97])):
+            assert (await c.complete("a", **fields)).status_code == 200
+            assert unpack_ids(c.decode[0].submits[-1].prompt_token_ids) == wanted
 
 
 @pytest.mark.wing("router.tokenize")

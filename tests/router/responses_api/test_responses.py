@@ -240,6 +240,17 @@ async def test_the_answer_names_fields_without_effect() -> None:
         assert '"service_tier":"flex"' in answer.text  # a label all the same
 
 
+async def test_fields_that_ask_for_nothing_are_accepted() -> None:
+    async with replying("x") as c:
+        for fields in (
+            {"conversation": None, "prompt": None, "max_tool_calls": None, "top_logprobs": 0, "truncation": None},
+            {"top_k": 0, "repetition_penalty": 1.0, "priority": 0, "stop": [], "cache_salt": None},
+        ):
+            await ask(c, extra_body=fields)
+        with pytest.raises(openai.BadRequestError, match="top_logprobs is not supported"):
+            await ask(c, top_logprobs=5)
+
+
 async def test_a_stream_that_fails_says_so() -> None:
     async with replying("x" * 50, die_after_tokens=5, max_retries=0) as c:
         stream = await responses(c).create(model="dry-run", input="?", stream=True)
