@@ -18,6 +18,7 @@ from router.api.render import RenderOptions
 from router.api.sampling import checked_ids
 from router.api.text import ChoiceText, StopRules
 from router.choice import Choice
+from router.embeddings_api.documents import document_ids
 from router.embeddings_api.renderers import EmbeddingRenderer, RerankRenderer, ScoreRenderer, VectorRenderer
 from router.embeddings_api.request import VectorRequest, sampling
 from router.embeddings_api.schemas import EmbeddingBody, RerankBody, ScoreBody, VectorBody
@@ -129,7 +130,9 @@ async def _prompt_ids(
     limits = model.limits()
     if given == "":
         raise InvalidRequestError(f"the {param} is empty", param)
-    if isinstance(given, str):
+    if isinstance(given, str) and isinstance(body, RerankBody) and param == "documents":
+        token_ids = await document_ids(model, body, given)
+    elif isinstance(given, str):
         token_ids = await text_prompt(given, model.tokenizer, limits, body.add_special_tokens, param)
     elif isinstance(given, EmbeddingBody):
         token_ids = await chat_prompt(

@@ -139,7 +139,7 @@ class RerankBody(VectorBody):
     ]
     top_n: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None  # 0: all
     return_documents: bool | None = None
-    max_tokens_per_doc: None = None
+    max_tokens_per_doc: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
 
     @property
     def texts(self) -> list[str]:

@@ -15,7 +15,9 @@ import pytest
 
 from common.token_ids import unpack_ids
 from protos import types_pb2 as pb
+from router.embeddings_api.documents import beginning
 from router.embeddings_api.request import MAX_OPEN
+from tests.common.text.wrapping_tokenizer import BOS, EOS, wrapping_tokenizer
 from tests.harness.router import DRY_RUN, Cluster, cluster
 from tests.harness.scripted_worker import Script
 
@@ -155,6 +157,23 @@ async def test_a_long_prompt_is_refused_or_cut() -> None:
             assert unpack_ids(submitted(c)[-1].prompt_token_ids) == kept
 
 
+async def test_of_long_documents_the_beginning_counts() -> None:
+    async with pooling(tokenizer=wrapping_tokenizer()) as c:
+        body = {"query": "abc", "documents": ["abcde", "xy", "ab"], "max_tokens_per_doc": 2}
+        assert (await c.http.post("/v2/rerank", json=body)).status_code == 200
+        texts = [b"abc", b"ab", b"xy", b"ab"]
+        assert [unpack_ids(submit.prompt_token_ids) for submit in submitted(c)] == [[BOS, *t, EOS] for t in texts]
+        for changes, document in (({"add_special_tokens": False}, [*b"ab"]), ({"max_tokens_per_doc": 4096}, None)):
+            assert (await c.http.post("/v2/rerank", json={**body, **changes})).status_code == 200
+            assert unpack_ids(submitted(c)[-3].prompt_token_ids) == (document or [BOS, *b"abcde", EOS])
+
+
+def test_the_beginning_of_a_text_keeps_its_special_tokens() -> None:
+    assert beginning([0, 5, 6, 7, 1, 2], [5, 6, 7], 2) == [0, 5, 6, 1, 2]
+    assert beginning([0, 5, 6, 1], [5, 6], 3) == [0, 5, 6, 1]
+    assert beginning([0, 8, 9, 9], [7, 9, 9], 2) == [0, 8]  # not the same tokens when alone
+
+
 async def test_a_conversation_gives_one_vector() -> None:
     async with pooling() as c:
         messages = [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "de"}]
@@ -208,6 +227,7 @@ HELLO = [{"role": "user", "content": "a"}]
         ("/v1/score", {"text_1": ["a", "b"], "text_2": "c"}, 400, "text_1"),
         ("/v1/score", {"text_1": "a", "text_2": ["b", ""]}, 400, "text_2"),
         ("/v1/rerank", {"query": "a"}, 400, "documents"),
+        ("/v1/rerank", {"query": "a", "documents": ["b"], "max_tokens_per_doc": 0}, 400, "max_tokens_per_doc"),
         ("/v1/rerank", {"query": "a", "documents": []}, 400, "documents"),
         ("/v1/rerank", {"query": "", "documents": ["b"]}, 400, "query"),
         ("/v1/rerank", {"query": "a", "documents": [{"title": "b"}]}, 400, "documents"),
