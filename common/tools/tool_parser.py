@@ -78,9 +78,9 @@ class ToolFormat(Protocol):
     def lark_unmarked(
         self, schemas: Mapping[str, Schema], is_parallel: bool, quoted: Callable[[str], str]
     ) -> list[str] | None:
-        """Return Lark rules, `start` among them, of an answer that begins with calls, or is a text without any.
+        """Return Lark rules, `start` among them, of any text whose calls, also those without a marker, follow these.
 
-        None: a marker may begin calls anywhere in a text. Raises InvalidRequestError like `lark`.
+        None: all calls of a text begin with the marker. Raises InvalidRequestError like `lark`.
         """
 
 
@@ -181,6 +181,8 @@ class ToolCallParser:
     def _read_call(self, text: str) -> str:
         reader = self._reader
         was_named = bool(reader.name)
+        num_read = self._num_to_read(text)
+        text, rest = text[:num_read], text[num_read:]
         end = reader.read(text, 0)
         if reader.name:
             arguments = reader.take_arguments()
@@ -198,15 +200,24 @@ class ToolCallParser:
             self._read = self._find_begin
             if not self._is_blank():  # blanks may still come before a call
                 self._show_held()
-        return text[end:]
+        return text[end:] + rest
 
-    def _is_blank(self) -> bool:
-        return not any(piece.strip() for piece in self._held)
+    def _num_to_read(self, text: str) -> int:
+        """How much of a text the reader gets, so that `_is_other_json` decides at one place however it was cut."""
+        if self._is_marked or self._reader.name:
+            return len(text)
+        return max(MAX_UNNAMED_CHARS + 1 - sum(map(len, self._held)), 1)
 
     def _is_other_json(self) -> bool:
         """Whether JSON without the format's own marker has no name where calls have it: answers are not held back."""
-        is_marked = self._end == self._format.end
-        return not is_marked and not self._reader.name and sum(map(len, self._held)) > MAX_UNNAMED_CHARS
+        return not self._is_marked and not self._reader.name and sum(map(len, self._held)) > MAX_UNNAMED_CHARS
+
+    @property
+    def _is_marked(self) -> bool:
+        return self._end == self._format.end
+
+    def _is_blank(self) -> bool:
+        return not any(piece.strip() for piece in self._held)
 
     def _skip_end(self, text: str) -> str:
         """Leave out the marker after a call, and the blanks before it."""

@@ -58,6 +58,7 @@ TIME_TAGS = "<tool_call>\n<function=get_time>\n</function>\n</tool_call>"
 HERMES_WEATHER = "get_weather", '{"city": "</tool_call> \\"}{"}'
 HERMES_TIME = "get_time", '{"zone": "é\\u00e9", "big": 123456789012345678901234567890}'
 WEATHER_TEXT, TIME_TEXT = call_text(*HERMES_WEATHER), call_text(*HERMES_TIME)
+LATE = f'{{"arguments": {{"city": "{"x" * 120}"}}, "name": "get_weather"}}'  # the name, where nobody waits for it
 BARE, OSLO = '{"name": "get_weather", "arguments": {"city": "Oslo"}}', ("get_weather", '{"city": "Oslo"}')
 HERMES_CASES: list[tuple[str, str, list[Call]]] = [
     (f"{WEATHER_TEXT}\n{TIME_TEXT}", "", [HERMES_WEATHER, HERMES_TIME]),
@@ -83,7 +84,7 @@ HERMES_CASES: list[tuple[str, str, list[Call]]] = [
     (f"<tools>\n{BARE}\n</tools>", "", [OSLO]),
     *((text, text, []) for text in (
         f"Say {BARE}", '{"name": "Ann", "age": 4}', '```json\n{"name": "Ann"}\n```', f"```python\n{BARE}\n```",
-        "```json",
+        "```json", LATE, f"```json\n{LATE}\n```",
     )),
 ]  # fmt: skip
 LLAMA_TIME, A1 = '{"name": "get_time", "parameters": {"a": 1}}', ("get_time", '{"a": 1}')
@@ -212,7 +213,7 @@ FRAGMENTS = st.sampled_from(
     [text for _, text, _, _ in CASES]
     + ["<tool_call>", "</tool_call>", "<tool_", "</", "\n", "get_time", "{", "}", "[", '"', "\\", "\\ud83d", "\\ude0"]
     + ['{"name": "get_time"}', '{"name": "get_time", "arguments": ', '"{', '{"arguments": ', ', "name": "get_time"']
-    + [",", ":", " ", ";", "text", "1", WEATHER_TEXT[:30]]
+    + [",", ":", " ", ";", "text", "1", WEATHER_TEXT[:30], " " * 120, "```json"]
 )
 
 
