@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from common.grammar import grammar
 from common.tools.call_reader import CallReader
+from common.tools.object_calls import object_or_text, objects_in_text
 from common.tools.tool_parser import Schema, alternatives, markers_in
-
-_ESCAPED_NAME = r"\\u00(2[dD]|3[0-9]|[4-7])"  # JSON of a letter that a function's name may have, which hides it
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,25 +56,15 @@ class JsonCalls:
     def lark_unmarked(
         self, schemas: Mapping[str, Schema], is_parallel: bool, quoted: Callable[[str], str]
     ) -> list[str] | None:
+        if self.variants:
+            _, *rules = self.lark(schemas, False, lambda text: quoted(text.removeprefix(self.begin)))
+            openings = [marker for marker, _ in self.variants if marker]
+            return [*objects_in_text(schemas, is_parallel, self.begin, openings, quoted), *rules]
         if self.begin:
             return None
-        # What begins an object is one lexeme with the name: a text, which may begin so, ends where that is complete.
-        names, blank, any_blanks = "|".join(map(re.escape, schemas)), r"(\x20|\n[\x20\t]{0,16})?", r"[ \t\r\n]*"
         tags = [f"{token}?" for token in map(quoted, self.silent) if token.startswith("<[")]
-        named = rf'"name"{any_blanks}:{any_blanks}"({names})"'
-        rules = [
-            f"start: {' '.join(tags)} calls | TEXT",
-            rf"calls: call{f' (/{any_blanks}[{self.separator}]/ call)*' if is_parallel else ''}",
-            rf"TEXT: /(?s:.*)/ & ~/{any_blanks}\{{(?s:.*)({named}|{_ESCAPED_NAME})(?s:.*)/",
-            alternatives(schemas),
-        ]
-        for index, (name, schema) in enumerate(schemas.items()):
-            kind = blank.join(('"type"', ":", '"function"', ",", ""))  # which Llama 3.1 may write
-            head = blank.join(("", "\\{", f'({kind})?"name"', ":", f'"{re.escape(name)}"'))
-            tail = blank.join(("", ",", '"(parameters|arguments)"', ":", ""))
-            rules.append(f"call_{index}: /{head}{tail}/ arguments_{index} /{blank}\\}}/")
-            rules.append(f"arguments_{index}: {grammar.json_rule(schema)}")
-        return rules
+        several = f" (/[ \\t\\r\\n]*[{self.separator}]/ object)*" if is_parallel else ""
+        return object_or_text(schemas, several, tags)
 
 
 # And Qwen2.5 and Qwen3. Qwen2.5-Coder, and models with a generic prompt, leave the markers out or write others.

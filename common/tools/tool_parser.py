@@ -89,9 +89,9 @@ def markers_in(*texts: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(_MARKER.findall("".join(texts))))
 
 
-def alternatives(schemas: Mapping[str, Schema]) -> str:
+def alternatives(schemas: Mapping[str, Schema], rule: str = "call") -> str:
     """Return the Lark rule of one call of any of the functions: `call_0`, `call_1` and so on."""
-    return "call: " + " | ".join(f"call_{index}" for index in range(len(schemas)))
+    return f"{rule}: " + " | ".join(f"{rule}_{index}" for index in range(len(schemas)))
 
 
 @dataclass(slots=True)
@@ -115,12 +115,14 @@ class ToolCallParser:
         functions: Mapping[str, Schema],
         is_parallel: bool = True,
         is_forced: bool = False,
+        has_variants: bool = True,
     ) -> None:
         """functions: that may be called, with the schemas of their arguments. Without is_parallel the text ends with
-        its first call. is_forced: the text is nothing but calls."""
+        its first call. is_forced: the text is nothing but calls. has_variants: of the format, which are read, too."""
         self._format = written
         self._functions = functions
-        self._end_of = {written.begin: written.end, **dict(written.variants)}  # markers after a call, by those before
+        variants = written.variants if has_variants else ()
+        self._end_of = {written.begin: written.end, **dict(variants)}  # markers after a call, by those before
         self._markers = tuple(filter(None, (*self._end_of, *written.ignored)))
         self._end = self._end_of.get("", written.end)  # of the present call
         self._is_parallel = is_parallel

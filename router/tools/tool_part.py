@@ -53,7 +53,9 @@ class ToolStage:
     """Takes the calls out of the text of one choice."""
 
     def __init__(self, use: ToolUse) -> None:
-        self._parser = ToolCallParser(use.written, use.functions, use.is_parallel, use.is_forced)
+        self._parser = ToolCallParser(
+            use.written, use.functions, use.is_parallel, use.is_forced, has_variants=not use.is_json
+        )
         self._num_calls = 0
 
     def take(self, update: Update) -> None:

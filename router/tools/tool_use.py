@@ -28,6 +28,7 @@ class ToolUse:
     functions: Mapping[str, Schema]  # schemas of their arguments, by name
     is_parallel: bool
     is_forced: bool  # an answer is nothing but calls
+    is_json: bool  # an answer that is no call is JSON in a given format, and may look like a call without its marker
     shown: frozenset[int]  # markers of calls that are special tokens
     grammar: str  # empty: the model decides
 
@@ -46,6 +47,7 @@ async def tool_use(body: ToolFields, num_choices: int, tokenizer: Tokenizer, par
         {tool.function.name: tool.function.arguments_schema for tool in body.tools},
         is_parallel,
         is_forced(body.tool_choice),
+        json_answer_schema(body.response_format) is not None,
         frozenset(special[text] for text in written.markers if text in special),
         await _grammar(body, num_choices, written, is_parallel, special),
     )

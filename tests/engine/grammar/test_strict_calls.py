@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from itertools import permutations
 
 import pytest
 
@@ -13,7 +14,7 @@ from common.grammar import grammar
 from common.reasoning.reasoning_format import HARMONY as CHANNELS
 from common.reasoning.reasoning_format import lark_before_answer
 from common.reasoning.reasoning_parser import ChannelParser
-from common.tools.json_calls import LLAMA3_JSON, JsonCalls
+from common.tools.json_calls import HERMES, LLAMA3_JSON, JsonCalls
 from common.tools.literal_calls import PYTHONIC, LiteralCalls
 from common.tools.named_calls import HARMONY
 from common.tools.tagged_calls import QWEN3_CODER, TaggedCalls
@@ -25,10 +26,12 @@ from engine.engine import Engine
 from engine.grammar.grammars import Grammars
 from engine.request import SamplingParams
 from tests.common.tools.reading import added_up
+from tests.common.tools.tool_templates import call_text
 from tests.engine.grammar.test_tool_call_grammars import (
     ANY_OBJECT,
     DRY_RUN,
     SCHEMAS,
+    ZONE,
     allows,
     follows,
     written_by,
@@ -95,6 +98,14 @@ def test_in_a_text_a_call_begins_with_its_special_token_and_with_no_text_that_sp
         assert (matcher.allowed(token_ids) is not None) is is_allowed, token_ids
 
 
+def test_calls_without_their_special_token_are_bound_beside_those_with_it() -> None:
+    followed = text_and_calls_grammar(HERMES, SCHEMAS, True, {"<tool_call>": IDS["<|start|>"]})
+    for text, told in HERMES_TEXTS.items():
+        assert may_end(followed, with_markers(text.replace("<tool_call>", "<|start|>"))) == told
+    for spelled in ("Hm <tool_call>", "{} <tool_call>"):
+        assert may_end(followed, with_markers(spelled)) == (False, False)
+
+
 def test_tags_of_any_object_may_be_called_as_they_like() -> None:
     followed = text_and_calls_grammar(QWEN3_CODER, {"search": ANY_OBJECT}, True, {})
     for inside in ("", "<parameter=q>\n{<é>\n</parameter>\n", "<parameter=q>\n1\n</parameter>\n" * 3):
@@ -103,7 +114,7 @@ def test_tags_of_any_object_may_be_called_as_they_like() -> None:
         assert not allows(followed, f"So <tool_call>\n<function=search>\n{inside}</function>\n</tool_call> there")
 
 
-# -- formats whose calls begin an answer without a marker ------------------------------------------------------------
+# -- formats whose calls may have no marker ------------------------------------------------------------
 
 CALL = '{"name": "get_time", "parameters": {"zone": "CET"}}'
 JSON_TEXTS = {  # and whether an answer may begin so, and end there
@@ -147,6 +158,34 @@ PYTHON_TEXTS = {
     f"{CALLED} and": (False, False),
     " [ get_time (": (False, False),
 }
+MARKED_CALL = call_text("get_time", '{"zone": "CET"}')
+BLOCK, BAD = '```json\n{"a": ["name"]}\n```', CALL.replace("CET", "EST")
+HERMES_TEXTS = {
+    "": (True, True),
+    f"No {{é}} <tools> ```json [{BAD}": (True, True),
+    f"So: {BAD}": (True, True),
+    f"```python\n{BAD}": (True, True),
+    CALL: (True, True),
+    f"\n{CALL}\n{CALL} So.": (True, True),
+    f"I look: {MARKED_CALL}\n{MARKED_CALL} So: {BAD}": (True, True),
+    f"I look:\n```json\n{CALL}\n```\n<tools>{CALL}</tools>": (True, True),
+    f"```json\n{json.dumps(json.loads(CALL), indent=4)}\n```": (True, True),
+    f"{BLOCK} Hm: {MARKED_CALL}\n{BLOCK} <tools>\n{CALL}\n</tools>": (True, True),
+    '{"zone": 1, "name": "Rome", "a": "\\u00e9"} So.': (True, True),
+    '```json\n{"name": "get_timer"}\n```': (True, True),
+    f"```json\n{CALL[:-1]}": (True, False),
+    '<tools>{"name": "get_time"': (True, False),
+    '<tools>{"name": "get_time"}': (False, False),
+    '<tools>{"name": "get\\u005ftime"': (False, False),
+    '```json\n{"arguments": {}, "name": "get_time"': (False, False),
+    '{"a": [```json' + CALL + '], "name": "get_time"': (False, False),
+    '{"a": [' + MARKED_CALL + '], "name": "get_time"': (False, False),
+    **{
+        f"{before}{BAD}": (False, False)
+        for before in ("", "\n", f"{CALL}\n", "a <tools>", "a ```json\n", BLOCK + BLOCK[:8])
+    },
+    f"{BLOCK} <tool_call>\n{BAD}": (False, False),
+}
 IDS = {"<|channel|>": 300, "<|message|>": 301, "<|constrain|>": 302, "<|start|>": 303, "<|end|>": 304}
 OPENING, FINAL = "<|channel|>commentary", "<|channel|>final<|message|>"
 TO_TIME, ZONE_JSON = " to=functions.get_time", '{"zone": "CET"}'
@@ -169,7 +208,12 @@ CHANNEL_TEXTS = {
     f"{FINAL}to=functions.": (False, False),  # where calls are read from
     "<|channel|>analysis": (False, False),  # the grammar of reasoning has it
 }
-UNMARKED = [(LLAMA3_JSON, {}, JSON_TEXTS), (PYTHONIC, {}, PYTHON_TEXTS), (HARMONY, IDS, CHANNEL_TEXTS)]
+UNMARKED = [
+    (HERMES, {}, HERMES_TEXTS),
+    (LLAMA3_JSON, {}, JSON_TEXTS),
+    (PYTHONIC, {}, PYTHON_TEXTS),
+    (HARMONY, IDS, CHANNEL_TEXTS),
+]
 
 
 def with_markers(text: str) -> list[int]:
@@ -201,13 +245,23 @@ def calls_in(written: ToolFormat, text: str) -> list[tuple[str, str]]:
     [(written, special, *each) for written, special, texts in UNMARKED for each in texts.items()],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_an_answer_begins_with_calls_that_follow_their_schemas_or_has_none(
+def test_calls_without_a_marker_follow_their_schemas(
     written: ToolFormat, special: dict[str, int], text: str, told: tuple[bool, bool]
 ) -> None:
     followed = text_and_calls_grammar(written, SCHEMAS, True, special)
     assert may_end(followed, with_markers(text)) == told
     if told[1]:
         assert all(follows(CallDelta(*call)) for call in calls_in(written, text))
+
+
+@pytest.mark.parametrize("written", [HERMES, LLAMA3_JSON, PYTHONIC], ids=["hermes", "llama3_json", "pythonic"])
+def test_one_of_many_functions_is_bound(written: ToolFormat) -> None:
+    names = ["_".join(words) for words in permutations(("list", "create", "issue", "event", "user"), 4)]
+    followed = text_and_calls_grammar(written, dict.fromkeys(names, ZONE), True, {})
+    for name in (names[0], names[-1]):
+        call = CALLED if written is PYTHONIC else CALL
+        assert may_end(followed, [*call.replace("get_time", name).encode()]) == (True, True)
+        assert may_end(followed, [*call.replace("get_time", name).replace("CET", "EST").encode()]) == (False, False)
 
 
 @pytest.mark.parametrize(
@@ -260,17 +314,20 @@ def engine() -> Engine:
 @pytest.mark.parametrize(
     ("written", "special", "begin"),
     [
+        (HERMES, {}, 'I look:\n```json\n{"name": "get_weather"'),
+        (HERMES, {}, '{"name": "get_weather"'),
         (LLAMA3_JSON, {}, '{"name": "get_weather"'),
         (PYTHONIC, {}, "[get_weather("),
         (HARMONY, IDS, f"{PREAMBLE}{OPENING} to=functions.get_weather"),
         (HARMONY, IDS, " to=functions.get_weather"),
     ],
-    ids=["llama3_json", "pythonic", "openai", "openai, recipient first"],
+    ids=["hermes, in a block", "hermes", "llama3_json", "pythonic", "openai", "openai, recipient first"],
 )
 def test_a_random_model_that_has_begun_a_call_ends_it(
     written: ToolFormat, special: dict[str, int], begin: str, engine: Engine
 ) -> None:
-    followed = text_and_calls_grammar(written, SCHEMAS, True, special)
+    is_parallel = written is not HERMES  # after its calls any text may follow
+    followed = text_and_calls_grammar(written, SCHEMAS, is_parallel, special)
     started, bias = with_markers(begin), tuple((ord(blank), -9.0) for blank in " \t\n")
     requests = [
         engine.add_request(

@@ -176,8 +176,8 @@ async def test_calls_of_strict_tools_are_bound_in_a_text() -> None:
             assert (choice.message.content, calls_of(choice)) == ("I look.", [("get_weather", ARGUMENTS)])
             followed = c.decode[0].submits[-1].sampling.grammar
             assert followed.count('"additionalProperties": false') == 2
-            start = "start: calls | TEXT" if fields.get("parallel_tool_calls") is False else "start: call* TEXT"
-            assert start in followed
+            is_several = fields.get("parallel_tool_calls") is not False
+            assert ("start: (before_call call | open object)*" in followed) is is_several
         await ask(c, tools=[STRICT, {"type": "function", "function": {"name": "search"}}])
         assert '%json {"type": "object", "x-guidance"' in c.decode[0].submits[-1].sampling.grammar
         assert "additionalProperties" not in str(STRICT)
@@ -248,6 +248,16 @@ async def test_an_answer_may_be_json_or_calls() -> None:
         with pytest.raises(openai.BadRequestError) as refused:
             await ask(c, response_format=bad)
         assert refused.value.param == "response_format"
+
+
+async def test_json_that_was_asked_for_is_no_call() -> None:
+    """Its grammar is that of an answer, which binds no arguments."""
+    bare = '{"name": "get_weather", "arguments": {"town": 1}}'
+    async with replying(bare) as c:
+        [choice] = (await ask(c, tools=[STRICT], response_format={"type": "json_object"})).choices
+        assert (choice.message.content, calls_of(choice)) == (bare, [])
+        [choice] = (await ask(c)).choices
+        assert calls_of(choice) == [("get_weather", '{"town": 1}')]
 
 
 async def test_a_forced_call_wins_over_the_answers_format() -> None:
