@@ -37,6 +37,10 @@ class TaggedCalls:
         return markers_in(self.begin, *self.key, self.value, self.value_end, self.call_end, self.end)
 
     @property
+    def after_value(self) -> tuple[str, ...]:
+        return tuple(filter(None, (self.key[0], self.call_end, self.end)))
+
+    @property
     def ignored(self) -> tuple[str, ...]:
         return ()
 
@@ -70,7 +74,9 @@ class TaggedCalls:
 
     def lark(self, schemas: Mapping[str, Schema], is_parallel: bool, quoted: Callable[[str], str]) -> list[str]:
         several = ' ("\\n" call)*' if is_parallel else ""
-        rules = [f"calls: call{several}", alternatives(schemas)]
+        # A tag in a value is the end of it where it is read, if the right one follows.
+        no_tag = "~/(?s:.*)" + self.value_end.replace("/", "\\/") + "(?s:.*)/"
+        rules = [f"calls: call{several}", f"VALUE: /(?s:.*)/ & {no_tag}", alternatives(schemas)]
         for index, (name, schema) in enumerate(schemas.items()):
             if any(word in schema for word in _COMBINED):
                 message = (
@@ -101,8 +107,8 @@ class TaggedCalls:
         if texts := value.get("enum") or ([value["const"]] if "const" in value else []):
             return [f"{rule}: ({' | '.join(map(json.dumps, texts))}) {quoted(end)}"]
         if quoted(self.value_end).startswith("<["):  # a special token, which no text holds
-            return [f"{rule}: /(?s:.*)/ {quoted(end)}"]
-        return [f"{rule}[suffix={json.dumps(end)}]: /(?s:.*)/"]
+            return [f"{rule}: VALUE {quoted(end)}"]
+        return [f"{rule}[suffix={json.dumps(end)}]: VALUE"]
 
 
 class TaggedCallReader:
@@ -186,20 +192,19 @@ class TaggedCallReader:
                 return False
             self._text = self._text.removeprefix(trim)
         self._is_new = False
-        place = self._text.find(trim + end)
-        length = len(trim + end)
-        if place < 0:
-            place, length = self._text.find(end), len(end)
+        place, is_end = self._value_end()
         if place >= 0:
-            self._add(self._text[:place])
+            value = self._text[:place].removesuffix(trim)
+            self._add(value)
+            self._text = self._text[place + len(end) :] if is_end else self._text[len(value) :]
+        else:
+            num_kept = num_begun(self._text, (trim + end, end))
+            self._add(self._text[: len(self._text) - num_kept])
+            self._text = self._text[len(self._text) - num_kept :]
+        if is_end:
             self._end_value()
-            self._text = self._text[place + length :]
             self._read = self._read_key
-            return True
-        num_kept = num_begun(self._text, (trim + end, end))
-        self._add(self._text[: len(self._text) - num_kept])
-        self._text = self._text[len(self._text) - num_kept :]
-        return False
+        return is_end
 
     # -- parts of states ---------------------------------------------------------------------------------------
 
@@ -207,6 +212,20 @@ class TaggedCallReader:
     def _is_text(self) -> bool:
         schema = self._functions[self.name]
         return is_text(schema, schema.get("properties", {}).get(self._key, {}))
+
+    def _value_end(self) -> tuple[int, bool]:
+        """Return where the value's end may be, or -1; whether it is there. A value may have the tag in it, too: it
+        ends where the next parameter, or the call's end, follows."""
+        end, following = self._written.value_end, self._written.after_value
+        place = self._text.find(end)
+        while place >= 0:
+            rest = self._text[place + len(end) :].lstrip()
+            if rest.startswith(following):
+                return place, True
+            if any(tag.startswith(rest) for tag in following):
+                return place, False
+            place = self._text.find(end, place + 1)
+        return -1, False
 
     def _tag(self, begin: str, end: str) -> str | None:
         """Take a tag's content off the text; None: it is not complete. What cannot be one ends the call."""

@@ -127,6 +127,12 @@ CASES: list[tuple[ToolFormat, str, str, list[Call]]] = [
     (QWEN3_CODER, tagged("days", "soon"), "", [("get_weather", '{"days": "soon"}')]),
     (QWEN3_CODER, tagged("unknown", "1"), "", [("get_weather", '{"unknown": "1"}')]),
     (QWEN3_CODER, cut(tagged("city", "Malmö")), "", [("get_weather", '{"city": "Ma')]),
+    *((QWEN3_CODER, tagged("city", value), "", [("get_weather", f'{{"city": "{value}"}}')]) for value in (
+        "x</parameter> y", "</parameter>", "a </parameter></parameter> <parameter>", "</parameter>\u00a0</function",
+    )),
+    (QWEN3_CODER, "<tool_call><function=get_weather><parameter=city>Oslo</parameter> <parameter=days>2</parameter>"
+     "</function></tool_call>", "", [("get_weather", '{"city": "Oslo", "days": 2}')]),  # without new lines
+    (QWEN3_CODER, cut(tagged("city", "x</parameter> Malmö")), "", [("get_weather", '{"city": "x</parameter> Ma')]),
     (QWEN3_CODER, tagged("city", "x", "unknown"), tagged("city", "x", "unknown"), []),
     (QWEN3_CODER, "<tool_call>\n{}\n</tool_call>", "<tool_call>\n{}\n</tool_call>", []),
     (GLM, glm("get_weather", ("city", 'Malmö "}{<'), ("days", "2")), "", [WEATHER]),
@@ -134,6 +140,8 @@ CASES: list[tuple[ToolFormat, str, str, list[Call]]] = [
      [TIME, ("get_weather", '{"at": [1, {}]}')]),
     (GLM, "<tool_call>get_time</tool_call>!", "!", [TIME]),
     (GLM, cut(glm("get_weather", ("city", "Malmö"))), "", [("get_weather", '{"city": "Ma')]),
+    (GLM, glm("get_weather", ("city", "x</arg_value> y"), ("days", "2")), "",
+     [("get_weather", '{"city": "x</arg_value> y", "days": 2}')]),
     (GLM, glm("unknown", ("city", "x")), glm("unknown", ("city", "x")), []),
     (PYTHONIC, """[get_weather(city="Malmö \\"}{<", days=2)]""", "", [WEATHER]),
     (PYTHONIC, """ [get_weather(city='Malmö "}{<', days=2), get_time()]\n""", "", [WEATHER, TIME]),
@@ -214,6 +222,7 @@ FRAGMENTS = st.sampled_from(
     + ["<tool_call>", "</tool_call>", "<tool_", "</", "\n", "get_time", "{", "}", "[", '"', "\\", "\\ud83d", "\\ude0"]
     + ['{"name": "get_time"}', '{"name": "get_time", "arguments": ', '"{', '{"arguments": ', ', "name": "get_time"']
     + [",", ":", " ", ";", "text", "1", WEATHER_TEXT[:30], " " * 120, "```json"]
+    + ["<tool_call>\n<function=get_weather>\n<parameter=city>\n", "</parameter>", "</function>", "</arg_value>"]
 )
 
 
