@@ -40,7 +40,7 @@ class JsonCalls:
     def ignored(self) -> tuple[str, ...]:
         return ()
 
-    def reader(self, functions: Mapping[str, Schema], is_first: bool) -> CallReader:
+    def reader(self, functions: Mapping[str, Schema], is_first: bool, begin: str) -> CallReader:
         return CallReader(functions, self.end[:1], self.lead if is_first else self.separator)
 
     def lark(self, schemas: Mapping[str, Schema], is_parallel: bool, quoted: Callable[[str], str]) -> list[str]:

@@ -15,8 +15,9 @@ from typing import Any
 from common.errors import InvalidRequestError
 from common.grammar import grammar
 from common.tools.literal_reader import LiteralCallReader, Literals
+from common.tools.python_reader import PythonCallReader
 from common.tools.tagged_calls import is_text
-from common.tools.tool_parser import Schema, alternatives, markers_in
+from common.tools.tool_parser import CallReader, Schema, alternatives, markers_in
 
 MAX_RULE_CHARS = 200
 Quoted = Callable[[str], str]
@@ -68,11 +69,12 @@ class LiteralCalls:
     def silent(self) -> tuple[str, ...]:
         return () if self.begin else ("<|python_start|>", "<|python_end|>")
 
-    def reader(self, functions: Mapping[str, Schema], is_first: bool) -> LiteralCallReader:
-        before = self.first if is_first or self.begin else self.next
-        quotes = (self.quote,) if self.quote else ('"', "'")
-        end = self.end if self.begin else ""
-        return LiteralCallReader(Literals(before, self.opener, quotes, not self.quote, end), functions)
+    def reader(self, functions: Mapping[str, Schema], is_first: bool, begin: str) -> CallReader:
+        if self.quote:
+            return LiteralCallReader(Literals(self.first, self.opener, self.quote, self.end), functions)
+        if begin:
+            return PythonCallReader("", "print", functions)
+        return PythonCallReader(self.first if is_first else self.next, "", functions)
 
     def lark(self, schemas: Mapping[str, Schema], is_parallel: bool, quoted: Quoted) -> list[str]:
         if self.begin:

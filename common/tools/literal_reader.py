@@ -1,4 +1,4 @@
-"""One call whose arguments are keywords with literals, as in Python, read as it arrives and written as JSON.
+"""One call whose arguments are keywords with literals, read as it arrives and written as JSON.
 
 Strings stream; a number or word is written when it is complete. How the text was cut does not matter.
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from common.text.stop_strings import num_begun
-from common.tools.json_string import StringDecoder, decoded
+from common.tools.json_string import decoded
 from common.tools.tool_parser import Schema
 
 MAX_HEAD_CHARS = 256  # before a name is complete, and of a key
@@ -23,9 +23,6 @@ _NAME = re.compile(r"([A-Za-z0-9_-]*)\s*")
 _BLANKS = re.compile(r"\s*")
 _BARE_KEY = re.compile(r"(?P<key>[^\s'\"=:,()\[\]{}<]+)\s*(?P<is>[=:]?)")
 _QUOTED_KEY = re.compile(r"""(["'])(?P<key>(?:\\.|(?!\1)[^\\])*)(?:\1\s*(?P<is>:)?)?""", re.DOTALL)
-_STRING_PARTS = {quote: re.compile(rf"(?:[^\\{quote}]|\\.)*", re.DOTALL) for quote in "\"'"}
-_PYTHON_ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|.)", re.DOTALL)  # those that JSON lacks are rewritten
-_BEGUN_BYTE = re.compile(r"(?:^|[^\\])(?:\\\\)*(\\x[0-9a-fA-F]?)\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +31,8 @@ class Literals:
 
     before: str
     opener: str
-    quotes: tuple[str, ...]  # around a string
-    has_escapes: bool  # in a string
-    end: str = ""  # the marker after a call, which ends one that is broken
+    quote: str  # around a string
+    end: str  # the marker after a call, which ends one that is broken
 
 
 class LiteralCallReader:
@@ -53,11 +49,8 @@ class LiteralCallReader:
         self._open: list[str] = []  # what closes the call and the values around, the innermost last
         self._num_items = [0]  # of the call's arguments, and of each of these values
         self._num_unnamed = 0
-        self._quote = ""
-        self._decoder = StringDecoder()
         self._scalar: list[str] = []
-        self._end_marker = written.end
-        self._scalar_end = re.compile(rf"[,)\]}}{written.end[:1]}]")
+        self._scalar_end = re.compile(rf"[,)\]}}{written.end[0]}]")
         self._arguments: list[str] = []
 
     def read(self, text: str, start: int) -> int:
@@ -106,13 +99,13 @@ class LiteralCallReader:
             return True
         if char in ")]}":
             return self._close(char)
-        if self._end_marker and char == self._end_marker[0]:
+        if char == self._written.end[0]:
             rest = self._text[self._at :]
-            if rest.startswith(self._end_marker):
-                self._at += len(self._end_marker)
+            if rest.startswith(self._written.end):
+                self._at += len(self._written.end)
                 return self._end()
-            if not rest.startswith(self._written.quotes):
-                is_begun = any(text.startswith(rest) for text in (self._end_marker, *self._written.quotes))
+            if not rest.startswith(self._written.quote):
+                is_begun = any(text.startswith(rest) for text in (self._written.end, self._written.quote))
                 self._at += not is_begun
                 return not is_begun
         if self._open[-1] == "}" or len(self._open) == 1:
@@ -128,7 +121,7 @@ class LiteralCallReader:
         if found is not None and not is_key and found.end() == len(rest) <= MAX_HEAD_CHARS:
             return False
         if found is not None and is_key:
-            key = decoded(_PYTHON_ESCAPE.sub(_json_escape, found["key"]))
+            key = decoded(found["key"])
             self._at += found.end()
         else:  # a value without a key
             names = list(self._functions[self.name].get("properties", {}))
@@ -142,15 +135,14 @@ class LiteralCallReader:
         if not char:
             return False
         rest = self._text[self._at : self._at + MAX_HEAD_CHARS]
-        for quote in self._written.quotes:
-            if rest.startswith(quote):
-                self._at += len(quote)
-                self._quote = quote
-                self._arguments.append('"')
-                self._read = self._read_string
-                return True
-            if quote.startswith(rest):
-                return False
+        quote = self._written.quote
+        if rest.startswith(quote):
+            self._at += len(quote)
+            self._arguments.append('"')
+            self._read = self._read_string
+            return True
+        if quote.startswith(rest):
+            return False
         if char in _CLOSERS:
             self._at += 1
             self._open.append(_CLOSERS[char])
@@ -162,20 +154,12 @@ class LiteralCallReader:
         return True
 
     def _read_string(self) -> bool:
-        quote = self._quote
-        if self._written.has_escapes:
-            found = _STRING_PARTS[quote].match(self._text, self._at)
-            assert found is not None  # it may be empty
-            end, is_whole = found.end(), self._text.startswith(quote, found.end())
-            if not is_whole and (begun := _BEGUN_BYTE.search(self._text[max(end - 64, self._at) : end])):
-                end -= len(begun[1])
-            part = self._decoder.push(_PYTHON_ESCAPE.sub(_json_escape, self._text[self._at : end]), is_whole)
-        else:
-            end = self._text.find(quote, self._at)
-            is_whole = end >= 0
-            if not is_whole:
-                end = len(self._text) - num_begun(self._text[self._at :], (quote,))
-            part = self._text[self._at : end]
+        quote = self._written.quote
+        end = self._text.find(quote, self._at)
+        is_whole = end >= 0
+        if not is_whole:
+            end = len(self._text) - num_begun(self._text[self._at :], (quote,))
+        part = self._text[self._at : end]
         self._at = end
         self._arguments.append(json.dumps(part, ensure_ascii=False)[1:-1])
         if is_whole:
@@ -232,13 +216,6 @@ class LiteralCallReader:
         self._arguments.append("}" if self._num_items[0] else "{}")
         self.has_ended = True
         return False
-
-
-def _json_escape(found: re.Match[str]) -> str:
-    escaped = found[1]
-    if escaped[0] == "x" and len(escaped) == 3:
-        return f"\\u00{escaped[1:]}"
-    return {"'": "'", "\n": ""}.get(escaped, found[0])
 
 
 def _json_scalar(text: str) -> str:

@@ -50,7 +50,7 @@ class NamedCalls:
     def separator(self) -> str:
         return ""
 
-    def reader(self, functions: Mapping[str, Schema], is_first: bool) -> CallReader:
+    def reader(self, functions: Mapping[str, Schema], is_first: bool, begin: str) -> CallReader:
         return NamedCallReader(functions, self.middle, self.end[:1])
 
     def lark(self, schemas: Mapping[str, Schema], is_parallel: bool, quoted: Callable[[str], str]) -> list[str]:

@@ -69,7 +69,7 @@ class TaggedCalls:
     ) -> list[str] | None:
         return None
 
-    def reader(self, functions: Mapping[str, Schema], is_first: bool) -> TaggedCallReader:
+    def reader(self, functions: Mapping[str, Schema], is_first: bool, begin: str) -> TaggedCallReader:
         return TaggedCallReader(self, functions)
 
     def lark(self, schemas: Mapping[str, Schema], is_parallel: bool, quoted: Callable[[str], str]) -> list[str]:

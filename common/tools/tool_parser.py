@@ -66,8 +66,8 @@ class ToolFormat(Protocol):
     def silent(self) -> tuple[str, ...]:
         """Special tokens that a grammar names, and that calls are read without."""
 
-    def reader(self, functions: Mapping[str, Schema], is_first: bool) -> CallReader:
-        """Return what reads a call of one of these functions; is_first: of the text."""
+    def reader(self, functions: Mapping[str, Schema], is_first: bool, begin: str) -> CallReader:
+        """Return what reads a call of one of these functions; is_first: of the text; begin: the marker before it."""
 
     def lark(self, schemas: Mapping[str, Schema], is_parallel: bool, quoted: Callable[[str], str]) -> list[str]:
         """Return Lark rules, `calls` among them, of calls that follow these schemas. `quoted` writes a text.
@@ -124,7 +124,8 @@ class ToolCallParser:
         variants = written.variants if has_variants else ()
         self._end_of = {written.begin: written.end, **dict(variants)}  # markers after a call, by those before
         self._markers = tuple(filter(None, (*self._end_of, *written.ignored)))
-        self._end = self._end_of.get("", written.end)  # of the present call
+        self._begin = "" if "" in self._end_of else written.begin  # of the present call
+        self._end = self._end_of[self._begin]
         self._is_parallel = is_parallel
         self._is_forced = is_forced
         self._held: list[str] = []  # what may belong to a call, in pieces: blanks, a marker, an object without a name
@@ -176,7 +177,7 @@ class ToolCallParser:
         if begin in self._format.ignored:
             return text[start + len(begin) :]
         self._held.append(begin)
-        self._end = self._end_of[begin]
+        self._begin, self._end = begin, self._end_of[begin]
         self._reader, self._read = self._new_reader(), self._read_call
         return text[start + len(begin) :]
 
@@ -206,17 +207,17 @@ class ToolCallParser:
 
     def _num_to_read(self, text: str) -> int:
         """How much of a text the reader gets, so that `_is_other_json` decides at one place however it was cut."""
-        if self._is_marked or self._reader.name:
+        if not self._is_limited or self._reader.name:
             return len(text)
         return max(MAX_UNNAMED_CHARS + 1 - sum(map(len, self._held)), 1)
 
     def _is_other_json(self) -> bool:
         """Whether JSON without the format's own marker has no name where calls have it: answers are not held back."""
-        return not self._is_marked and not self._reader.name and sum(map(len, self._held)) > MAX_UNNAMED_CHARS
+        return self._is_limited and not self._reader.name and sum(map(len, self._held)) > MAX_UNNAMED_CHARS
 
     @property
-    def _is_marked(self) -> bool:
-        return self._end == self._format.end
+    def _is_limited(self) -> bool:
+        return bool(self._format.begin) and self._end != self._format.end
 
     def _is_blank(self) -> bool:
         return not any(piece.strip() for piece in self._held)
@@ -252,4 +253,4 @@ class ToolCallParser:
         self._held.clear()
 
     def _new_reader(self) -> CallReader:
-        return self._format.reader(self._functions, not self._has_calls)
+        return self._format.reader(self._functions, not self._has_calls, self._begin)

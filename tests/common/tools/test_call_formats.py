@@ -155,15 +155,28 @@ CASES: list[tuple[ToolFormat, str, str, list[Call]]] = [
      [("get_weather", '{"city": "Oslo", "days": 3, "now": false}')]),
     (PYTHONIC, "[get_weather(city=Oslo, days=soon, now=nan)]", "",
      [("get_weather", '{"city": "Oslo", "days": "soon", "now": "nan"}')]),
-    (PYTHONIC, "[get_weather(city='Oslo', at=[1, (2]]", "", [("get_weather", '{"city": "Oslo", "at": [1, [2]]}')]),
     (PYTHONIC, "[get_weather(city=, days=)]", "", [("get_weather", '{"city": "", "days": ""}')]),
-    (PYTHONIC, cut("[get_weather(city='Malmö')]"), "", [("get_weather", '{"city": "Ma')]),
-    (PYTHONIC, "[get_ti", "[get_ti", []),
-    (PYTHONIC, "[get_time]", "[get_time]", []),
-    (PYTHONIC, "[1, 2]", "[1, 2]", []),
-    (PYTHONIC, "I look: [get_time()]", "I look: [get_time()]", []),  # a call is the answer itself
-    (PYTHONIC, "get_time() says when.", "get_time() says when.", []),
-    (PYTHONIC, "[unknown(a=1)]", "[unknown(a=1)]", []),
+    *((PYTHONIC, f"[get_weather({written})]", "", [("get_weather", read)]) for written, read in (
+        ('city="""Oslo"""', '{"city": "Oslo"}'),
+        ("""city='''a "b"\n'c', ''', days=2""", '{"city": "a \\"b\\"\\n\'c\', ", "days": 2}'),
+        ('city="", now=True', '{"city": "", "now": true}'),
+        ('city="""""", days=-1', '{"city": "", "days": -1}'),
+        ("""city="Os" 'lo'""", '{"city": "Oslo"}'),
+        ('city=("Os"\n "lo")', '{"city": "Oslo"}'),
+        ('city="two\nlines\\\n"', '{"city": "two\\nlines"}'),
+        (r"city='\d\/'", r'{"city": "\\d\\/"}'),
+        ("at=[(1,), {'a': 1,}],", '{"at": [[1], {"a": 1}]}'),
+        ("from='Oslo', user-id=1", '{"from": "Oslo", "user-id": 1}'),
+    )),
+    *((PYTHONIC, text, text, []) for text in (
+        '[get_weather(city=f"{a}, b")]', '[get_weather("Oslo", at={1, 2})]', '[get_weather(**{"city": "Oslo"})]',
+        "[get_weather(*['Oslo'])]", "[get_weather(city=name())]", "[get_weather(city='a' + b)]",
+        "[get_weather(at=[x for x in 'a'])]", "[get_weather(at=[1, (2]]", "[get_weather(city=b'a')]",
+        "[get_weather(at={**{}})]", "[get_weather(at=[1e999])]", "[get_weather(at={[1]: 2})]",
+        cut("[get_weather(city='Malmö')]"), cut('[get_weather(city="""Malmö""")]'), "[get_time(", '[get_time("',
+        "[get_ti", "[get_time]", "[1, 2]", "get_time() says when.", "[unknown(a=1)]", "[print(get_time())]",
+        "I look: [get_time()]",  # a call is the answer itself
+    )),
     (FUNCTION_GEMMA, gemma("get_weather", 'city:<escape>Malmö "}{<<escape>,days:2'), "", [WEATHER]),
     (FUNCTION_GEMMA, f"I look.\n{gemma('get_time')}{gemma('get_weather', 'days:2')} So.", "I look. So.",
      [TIME, ("get_weather", '{"days": 2}')]),
@@ -195,7 +208,7 @@ def test_the_first_call_ends_the_text_where_calls_are_not_parallel(
         assert shown.startswith(found) or not calls
 
 
-@pytest.mark.parametrize("written", [QWEN3_CODER, GLM, DEEPSEEK_V3, KIMI_K2, PYTHONIC, FUNCTION_GEMMA])
+@pytest.mark.parametrize("written", [QWEN3_CODER, GLM, DEEPSEEK_V3, KIMI_K2, FUNCTION_GEMMA])
 def test_arguments_stream_from_the_name_on(written: ToolFormat) -> None:
     text = next(
         text for found, text, _, calls in CASES if found is written and len(calls) and '"city"' in calls[0][1]

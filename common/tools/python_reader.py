@@ -1,0 +1,212 @@
+"""One call as Python writes it, read as it arrives and written as JSON when it is complete.
+
+What has other arguments than literals, such as an f-string, is no call. How the text was cut does not matter.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from common.text.stop_strings import num_begun
+from common.tools.tool_parser import Schema
+
+_CLOSERS = {"[": "]", "(": ")", "{": "}"}
+_HEAD = re.compile(r"\s{0,64}([A-Za-z0-9_-]{0,64})\s{0,64}")
+_BLANKS = re.compile(r"\s*")
+_MARK = re.compile(r"""["'()\[\]{},]""")
+_IN_STRING = {quote: re.compile(rf"\\|{quote}") for quote in ('"', "'", '"""', "'''")}
+_KEYWORD = re.compile(r"""\s*([^\s'"=,:()\[\]{}<>*]+)\s*=(?!=)""")
+_WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
+
+
+class PythonCallReader:
+    """Reads one call: `before`, the name, and arguments up to the parenthesis that closes it."""
+
+    def __init__(self, before: str, around: str, functions: Mapping[str, Schema]) -> None:
+        """around: the name of a function that may be called with the call; empty: none."""
+        self.name = ""
+        self.has_ended = False  # with a name: a complete call; without: no call
+        self._before = before
+        self._around = around
+        self._is_around_open = False
+        self._functions = functions
+        self._called = ""
+        self._text = ""
+        self._at = 0  # where to read on in it
+        self._read: Callable[[], bool] = self._read_before if before else self._read_head
+        self._open: list[str] = []  # what closes the values that are open, the innermost last
+        self._quote = ""  # of the string that is open
+        self._argument: list[str] = []
+        self._num_unnamed = 0
+        self._values: dict[str, Any] = {}
+        self._arguments = ""
+
+    def read(self, text: str, start: int) -> int:
+        self._text = self._text[self._at :] + text[start:]
+        self._at = 0
+        while not self.has_ended and self._read():
+            pass
+        if not self.has_ended:
+            return len(text)
+        return max(len(text) - (len(self._text) - self._at), start)
+
+    def take_arguments(self) -> str:
+        arguments, self._arguments = self._arguments, ""
+        return arguments
+
+    # -- states: read what is complete; whether to go on -------------------------------------------------------
+
+    def _read_before(self) -> bool:
+        if self._next_char() == self._before:
+            self._at += 1
+            self._read = self._read_head
+            return True
+        return self._fail_unless_at_end()
+
+    def _read_head(self) -> bool:
+        found = _HEAD.match(self._text, self._at)
+        assert found is not None  # it may be empty
+        if found.end() == len(self._text):
+            return False
+        name = found[1]
+        self._at = found.end()
+        if self._text[self._at] != "(" or (name not in self._functions and name != self._around):
+            return self._fail_unless_at_end()
+        self._at += 1
+        if name in self._functions:
+            self._called = name
+            self._read = self._read_arguments
+        else:
+            self._around, self._is_around_open = "", True
+        return True
+
+    def _read_arguments(self) -> bool:
+        """Read up to the next string or bracket, or the end of an argument."""
+        found = _MARK.search(self._text, self._at)
+        self._take(len(self._text) if found is None else found.start())
+        if found is None:
+            return False
+        char, is_value_open = found[0], bool(self._open)
+        if char in "\"'":
+            return self._begin_string(char)
+        if char in _CLOSERS:
+            self._open.append(_CLOSERS[char])
+        elif char != "," and char != (self._open.pop() if is_value_open else ")"):
+            return self._fail_unless_at_end()
+        if is_value_open or char in _CLOSERS:
+            self._take(self._at + 1)
+            return True
+        try:
+            self._end_argument()
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):  # all that `ast` may raise
+            return self._fail_unless_at_end()
+        self._at += 1
+        if char == ")":
+            self._read = self._read_end
+        return True
+
+    def _begin_string(self, char: str) -> bool:
+        begun = self._text[self._at : self._at + 3]
+        if begun in (char, char * 2) and self._at + len(begun) == len(self._text):
+            return False  # it may have three quotes
+        self._quote = char * 3 if begun == char * 3 else char
+        self._take(self._at + len(self._quote))
+        self._read = self._read_string
+        return True
+
+    def _read_string(self) -> bool:
+        found = _IN_STRING[self._quote].search(self._text, self._at)
+        if found is None:
+            self._take_inside(len(self._text) - num_begun(self._text[self._at :], (self._quote,)))
+            return False
+        self._take_inside(found.start())
+        if found[0] == "\\":
+            if found.end() == len(self._text):
+                return False
+            self._take(found.end() + 1)
+            return True
+        self._take(found.end())
+        self._read = self._read_arguments
+        return True
+
+    def _read_end(self) -> bool:
+        """Read what closes the function around, if there is one."""
+        if self._is_around_open:
+            if self._next_char() != ")":
+                return self._fail_unless_at_end()
+            self._at += 1
+        text = json.dumps(self._values, ensure_ascii=False)
+        self._arguments = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        self.name = self._called
+        self.has_ended = True
+        return False
+
+    # -- parts of states ---------------------------------------------------------------------------------------
+
+    def _next_char(self) -> str:
+        """Skip blanks; return the next character, or nothing where the text has to go on first."""
+        found = _BLANKS.match(self._text, self._at)
+        assert found is not None  # it may be empty
+        self._at = found.end()
+        return self._text[self._at : self._at + 1]
+
+    def _fail_unless_at_end(self) -> bool:
+        self.has_ended = self._at < len(self._text)
+        return False
+
+    def _take(self, end: int) -> None:
+        self._argument.append(self._text[self._at : end])
+        self._at = end
+
+    def _take_inside(self, end: int) -> None:
+        """Take a part of a string; new lines in one with single quotes are meant so."""
+        self._take(end)
+        if len(self._quote) == 1:
+            self._argument[-1] = self._argument[-1].replace("\n", "\\n").replace("\r", "\\r")
+
+    def _end_argument(self) -> None:
+        text = "".join(self._argument)
+        self._argument.clear()
+        if found := _KEYWORD.match(text):
+            self._values[found[1]] = _literal(text[found.end() :].strip())
+        elif text := text.strip():
+            self._num_unnamed += 1
+            names = [*self._functions[self._called].get("properties", {})][self._num_unnamed - 1 :]
+            self._values[names[0] if names else f"arg{self._num_unnamed}"] = _literal(text)
+
+
+def _literal(text: str) -> Any:
+    """Return a literal's value; words, or none, are a text. Raises one of several errors for what is none."""
+    if text.startswith("*"):
+        raise ValueError(text)
+    value: Any
+    try:
+        value = json.loads(text, parse_constant=str)
+    except (ValueError, RecursionError):
+        if not _MARK.search(text):
+            return _WORDS.get(text, text)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes that Python lacks
+            value = _value(ast.parse(f"({text}\n)", mode="eval").body)
+    json.dumps(value, allow_nan=False)
+    return value
+
+
+def _value(node: ast.expr) -> Any:
+    match node:
+        case ast.Constant(value=str() | int() | float() | None as value):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
+            return -number
+        case ast.Name():
+            return _WORDS.get(node.id, node.id)
+        case ast.List() | ast.Tuple():
+            return [_value(each) for each in node.elts]
+        case ast.Dict(keys=keys) if None not in keys:
+            return {_value(key): _value(value) for key, value in zip(keys, node.values, strict=True) if key}
+    raise ValueError(f"no literal: {type(node)}")
