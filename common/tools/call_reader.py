@@ -89,7 +89,7 @@ class CallReader:
         return position
 
     def _key(self, text: str, start: int) -> int:
-        position = _after_blanks(text, start)
+        position = after_blanks(text, start)
         match text[position : position + 1]:
             case '"':
                 return self._begin_string(_Role.KEY, position)
@@ -98,14 +98,14 @@ class CallReader:
         return self._unexpected(text, position)
 
     def _colon(self, text: str, start: int) -> int:
-        position = _after_blanks(text, start)
+        position = after_blanks(text, start)
         if text[position : position + 1] != ":":
             return self._unexpected(text, position)
         self._state = self._value
         return position + 1
 
     def _value(self, text: str, start: int) -> int:
-        position = _after_blanks(text, start)
+        position = after_blanks(text, start)
         match text[position : position + 1]:
             case "":
                 return position
@@ -122,7 +122,7 @@ class CallReader:
         return position
 
     def _comma(self, text: str, start: int) -> int:
-        position = _after_blanks(text, start)
+        position = after_blanks(text, start)
         match text[position : position + 1]:
             case ",":
                 self._state = self._key
@@ -245,7 +245,7 @@ class CallReader:
         return position
 
 
-def _after_blanks(text: str, start: int) -> int:
+def after_blanks(text: str, start: int) -> int:
     matched = _BLANKS.match(text, start)
     assert matched is not None  # it may be empty
     return matched.end()

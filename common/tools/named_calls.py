@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from common.errors import InvalidRequestError
 from common.grammar import grammar
-from common.tools.call_reader import CallReader
+from common.tools.call_reader import CallReader, after_blanks
 from common.tools.tool_parser import Schema, alternatives, markers_in
 
 MAX_HEADER_CHARS = 256
@@ -120,6 +120,12 @@ class NamedCallReader(CallReader):
         self.name = found[1]
         self._begin_value()
         return position
+
+    def _value(self, text: str, start: int) -> int:
+        position = after_blanks(text, start)
+        if not self._stop and text[position : position + 1] == "[":  # the marker of another call
+            return self._end(position)
+        return super()._value(text, position)
 
     def _comma(self, text: str, start: int) -> int:
         return self._end(start)

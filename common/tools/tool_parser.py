@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from common.text.stop_strings import num_begun
+from common.tools.call_reader import NO_ARGUMENTS
 
 Schema = Mapping[str, Any]
 MAX_UNNAMED_CHARS = 128  # before the name of a call in a variant of its format: `{"name": "` and 64 of a name
@@ -131,6 +132,7 @@ class ToolCallParser:
         self._held: list[str] = []  # what may belong to a call, in pieces: blanks, a marker, an object without a name
         self._begun = ""  # of a marker, after what is held
         self._has_calls = False
+        self._has_arguments = False  # the last call
         self._reader = self._new_reader()
         self._read: Callable[[str], str] = self._read_call if "" in self._end_of else self._find_begin
         self._shown: list[str] = []
@@ -156,6 +158,13 @@ class ToolCallParser:
         is_after_call = self._read == self._skip_end
         is_between = self._has_calls and not rest.strip(" \t\r\n" + self._format.separator)
         return "" if self._is_forced or is_after_call or is_between else rest
+
+    def end_arguments(self) -> list[CallDelta]:
+        """Return the arguments of a last call that came without: the text has ended, and was not cut."""
+        if not self._has_calls or self._has_arguments:
+            return []
+        self._has_arguments = True
+        return [CallDelta("", NO_ARGUMENTS)]
 
     # -- parts of the text: read some of it, return the rest -----------------------------------------------------
 
@@ -191,9 +200,11 @@ class ToolCallParser:
             arguments = reader.take_arguments()
             if not was_named:
                 self._has_calls = True
+                self._has_arguments = bool(arguments)
                 self._held.clear()
                 self._deltas.append(CallDelta(reader.name, arguments))
             elif arguments:
+                self._has_arguments = True
                 self._deltas.append(CallDelta("", arguments))
         else:
             self._held.append(text[:end])

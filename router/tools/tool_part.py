@@ -60,9 +60,11 @@ class ToolStage:
 
     def take(self, update: Update) -> None:
         update.text, deltas = self._parser.push(update.text)
-        update.tool_calls = [self._numbered(delta) for delta in deltas]
         if self._parser.has_ended:
             update.finish_reason = "stop"
+        if update.finish_reason == "stop":
+            deltas += self._parser.end_arguments()
+        update.tool_calls = [self._numbered(delta) for delta in deltas]
         if update.finish_reason is not None:
             update.text += self._parser.finish()
 

@@ -37,7 +37,8 @@ def parsed(
     parser = ToolCallParser(written, functions, **options)
     found = [parser.push(piece) for piece in pieces]
     shown = "".join(text for text, _ in found) + parser.finish()
-    return shown, added_up(delta for _, deltas in found for delta in deltas)
+    deltas = [delta for _, deltas in found for delta in deltas]
+    return shown, added_up(deltas + parser.end_arguments())
 
 
 def in_pieces(text: str, data: st.DataObject) -> Sequence[str]:

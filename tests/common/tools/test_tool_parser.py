@@ -25,8 +25,8 @@ QUOTED = json.dumps(TIME[1])  # arguments as some models write them
     ("text", "shown", "arguments"),
     [
         (TIME_TEXT.partition("u00e9")[0], "", TIME[1].partition("u00e9")[0]),  # cut
-        ('<tool_call>\n{"name": "get_time"', "", ""),
-        ('<tool_call>\n{"name": "get_time", "arg', "", ""),
+        ('<tool_call>\n{"name": "get_time"', "", "{}"),
+        ('<tool_call>\n{"name": "get_time", "arg', "", "{}"),
         (call_text("get_time", '{"a": NaN}'), "", '{"a": NaN}'),  # broken
         (call_text("get_time", "[1]"), "", "[1]"),
         (call_text("get_time", "null"), "", "null"),

@@ -307,6 +307,17 @@ async def test_a_call_that_was_cut_has_the_arguments_that_came() -> None:
         assert choice.finish_reason == "tool_calls"
 
 
+@pytest.mark.parametrize("tokens_per_step", [1, 1000])
+async def test_a_call_that_ends_with_its_name_has_no_arguments(tokens_per_step: int) -> None:
+    text = "[TOOL_CALLS]get_time[ARGS]"
+    async with replying(text, "{{ tools }}" + text, tokens_per_step=tokens_per_step) as c:
+        for fields, arguments, reason in (({}, "{}", "tool_calls"), ({"max_tokens": len(text)}, "", "length")):
+            [choice] = (await ask(c, **fields)).choices
+            assert (calls_of(choice), choice.finish_reason) == ([("get_time", arguments)], reason)
+            [shown] = (await streamed(c, **fields)).values()
+            assert [call[1:] for call in shown["calls"]] == [("get_time", arguments)]
+
+
 async def test_every_choice_has_calls_logprobs_and_usage_of_its_own() -> None:
     reply = f"ok {TWO}"
     async with replying(reply) as c:
