@@ -42,6 +42,10 @@ def kimi(name: str, arguments: str, index: int = 0) -> str:
     return f"<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>"
 
 
+def harmony(name: str, arguments: str) -> str:
+    return f"to=functions.{name}<|message|>{arguments}"
+
+
 def gemma(name: str, inside: str = "") -> str:
     return f"<start_function_call>call:{name}{{{inside}}}<end_function_call>"
 
@@ -111,15 +115,31 @@ CASES: list[tuple[ToolFormat, str, str, list[Call]]] = [
     (MISTRAL_NAMED, f"I look.[TOOL_CALLS]get_time[ARGS]{{}}[TOOL_CALLS]get_weather[ARGS]{ARGUMENTS}", "I look.",
      [TIME, WEATHER]),
     (MISTRAL_NAMED, "[TOOL_CALLS]unknown[ARGS]{}", "[TOOL_CALLS]unknown[ARGS]{}", []),
+    (MISTRAL_NAMED, "[TOOL_CALLS]get_time[ARGS]", "", [TIME]),  # without arguments
+    (MISTRAL_NAMED, f"[TOOL_CALLS]get_time[ARGS]\n[TOOL_CALLS]get_weather[ARGS]{ARGUMENTS}", "", [TIME, WEATHER]),
+    (MISTRAL_NAMED, cut(f"[TOOL_CALLS]get_weather[ARGS]{ARGUMENTS}"), "", [("get_weather", cut(ARGUMENTS))]),
+    (MISTRAL_NAMED, "[TOOL_CALLS]get_time[ARGS]{[1}] So.", " So.", [("get_time", "{[1}]")]),  # broken
     (MISTRAL_NAMED, "[TOOL_CALLS]get_ti", "[TOOL_CALLS]get_ti", []),
     (DEEPSEEK_V3, f"{DEEPSEEK[0]}{deepseek3(*WEATHER)}\n{deepseek3(*TIME)}{DEEPSEEK[1]}", "", [WEATHER, TIME]),
     (DEEPSEEK_V3, cut(f"I look.\n{DEEPSEEK[0]}{deepseek3(*WEATHER)}"), "I look.",
      [("get_weather", cut(ARGUMENTS))]),
+    (DEEPSEEK_V3, f"{DEEPSEEK[0]}{deepseek3('get_time', '[1}')}{DEEPSEEK[1]}", "", [("get_time", "[1}")]),  # broken
+    (DEEPSEEK_V31, cut(f"{DEEPSEEK[0]}{deepseek31(*WEATHER)}"), "", [("get_weather", cut(ARGUMENTS))]),
+    (DEEPSEEK_V31, f"{DEEPSEEK[0]}{deepseek31('get_time', '[1}')}{DEEPSEEK[1]}", "", [("get_time", "[1}")]),
     (DEEPSEEK_V31, f"{DEEPSEEK[0]}{deepseek31(*WEATHER)}{deepseek31(*TIME)}{DEEPSEEK[1]}", "", [WEATHER, TIME]),
     (DEEPSEEK_V31, f"{deepseek31(*TIME)} Done.", " Done.", [TIME]),
     (KIMI_K2, f"I look.{KIMI[0]}{kimi(*WEATHER)}{kimi(*TIME, 1)}{KIMI[1]}", "I look.", [WEATHER, TIME]),
     (KIMI_K2, f"{KIMI[0]}{kimi('get_time', '[1}')}{KIMI[1]}", "", [("get_time", "[1}")]),  # broken
+    (KIMI_K2, cut(f"{KIMI[0]}{kimi(*WEATHER)}"), "", [("get_weather", cut(ARGUMENTS))]),
     (HARMONY, f"to=functions.get_weather <|constrain|>json<|message|>{ARGUMENTS}", "", [WEATHER]),
+    (HARMONY, f"I look.{harmony(*TIME)}{harmony(*WEATHER)}", "I look.", [TIME, WEATHER]),
+    (HARMONY, f"{harmony(*TIME)} Done.", " Done.", [TIME]),
+    (HARMONY, harmony("get_time", ""), "", [TIME]),  # without arguments
+    (HARMONY, harmony("get_weather", '{"city": "to=functions.get_time<|message|>{"}'), "",
+     [("get_weather", '{"city": "to=functions.get_time<|message|>{"}')]),
+    (HARMONY, cut(harmony(*WEATHER)), "", [("get_weather", cut(ARGUMENTS))]),
+    (HARMONY, harmony("get_time", "{[1}"), "", [("get_time", "{[1}")]),  # broken
+    (HARMONY, harmony("unknown", "{}"), harmony("unknown", "{}"), []),
     (QWEN3_CODER, tagged("city", 'Malmö "}{<'), "", [("get_weather", '{"city": "Malmö \\"}{<"}')]),
     (QWEN3_CODER, f"I look.\n{TIME_TAGS}\n{tagged('days', '2')}", "I look.", [TIME, ("get_weather", '{"days": 2}')]),
     (QWEN3_CODER, tagged("city", "two\n\nlines "), "", [("get_weather", '{"city": "two\\n\\nlines "}')]),
