@@ -60,7 +60,7 @@ class LiteralCallReader:
             pass
         if not self.has_ended:
             return len(text)
-        return max(len(text) - (len(self._text) - self._at), start)
+        return len(text) - (len(self._text) - self._at)
 
     def take_arguments(self) -> str:
         arguments = "".join(self._arguments)

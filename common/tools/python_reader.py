@@ -53,7 +53,7 @@ class PythonCallReader:
             pass
         if not self.has_ended:
             return len(text)
-        return max(len(text) - (len(self._text) - self._at), start)
+        return len(text) - (len(self._text) - self._at)
 
     def take_arguments(self) -> str:
         arguments, self._arguments = self._arguments, ""

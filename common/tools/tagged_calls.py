@@ -133,7 +133,7 @@ class TaggedCallReader:
             pass
         if not self.has_ended:
             return len(text)
-        return max(len(text) - len(self._text), start)
+        return len(text) - len(self._text)
 
     def take_arguments(self) -> str:
         arguments = "".join(self._arguments)

@@ -22,7 +22,10 @@ class CallReader(Protocol):
     has_ended: bool  # with a name: a complete call; without: no call
 
     def read(self, text: str, start: int) -> int:
-        """Read on; return where it stopped: at the text's end, or at the call's end."""
+        """Read on; return where it stopped: at the text's end, or at the call's end.
+
+        Negative, where there is no call: so much of the texts before has not been read either.
+        """
 
     def take_arguments(self) -> str:
         """Return the JSON of the arguments that has come since the last time."""
@@ -196,6 +199,9 @@ class ToolCallParser:
         num_read = self._num_to_read(text)
         text, rest = text[:num_read], text[num_read:]
         end = reader.read(text, 0)
+        if end < 0:
+            held = "".join(self._held)
+            self._held, text, end = [held[:end]], held[end:] + text, 0
         if reader.name:
             arguments = reader.take_arguments()
             if not was_named:

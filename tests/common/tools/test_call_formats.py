@@ -153,6 +153,8 @@ CASES: list[tuple[ToolFormat, str, str, list[Call]]] = [
     (QWEN3_CODER, "<tool_call><function=get_weather><parameter=city>Oslo</parameter> <parameter=days>2</parameter>"
      "</function></tool_call>", "", [("get_weather", '{"city": "Oslo", "days": 2}')]),  # without new lines
     (QWEN3_CODER, cut(tagged("city", "x</parameter> Malmö")), "", [("get_weather", '{"city": "x</parameter> Ma')]),
+    (QWEN3_CODER, f"<tool_call>{TIME_TAGS}", "<tool_call>", [TIME]),
+    (FUNCTION_GEMMA, f"<start_function_call>{gemma('get_time')}", "<start_function_call>", [TIME]),
     (QWEN3_CODER, tagged("city", "x", "unknown"), tagged("city", "x", "unknown"), []),
     (QWEN3_CODER, "<tool_call>\n{}\n</tool_call>", "<tool_call>\n{}\n</tool_call>", []),
     (GLM, glm("get_weather", ("city", 'Malmö "}{<'), ("days", "2")), "", [WEATHER]),
