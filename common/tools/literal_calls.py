@@ -20,6 +20,7 @@ from common.tools.tagged_calls import is_text
 from common.tools.tool_parser import CallReader, Schema, alternatives, markers_in
 
 MAX_RULE_CHARS = 200
+TOOL_CODE = ("```tool_code", "```")  # where Gemma writes calls, too, one a line, which it may print
 Quoted = Callable[[str], str]
 _PLAIN = frozenset({
     "type", "properties", "required", "additionalProperties", "title", "description", "items", "enum", "const",
@@ -55,7 +56,7 @@ class LiteralCalls:
 
     @property
     def variants(self) -> tuple[tuple[str, str], ...]:
-        return ()
+        return () if self.begin else (TOOL_CODE,)
 
     @property
     def ignored(self) -> tuple[str, ...]:
@@ -72,7 +73,7 @@ class LiteralCalls:
     def reader(self, functions: Mapping[str, Schema], is_first: bool, begin: str) -> CallReader:
         if self.quote:
             return LiteralCallReader(Literals(self.first, self.opener, self.quote, self.end), functions)
-        if begin:
+        if begin == TOOL_CODE[0]:
             return PythonCallReader("", "print", functions)
         return PythonCallReader(self.first if is_first else self.next, "", functions)
 
@@ -98,10 +99,14 @@ class LiteralCalls:
         first, opener = re.escape(self.first), re.escape(self.opener)
         several = f' ("{self.next} " call)*' if is_parallel else ""
         before, after = (f"{each}?" if each.startswith("<[") else "" for each in map(quoted, self.silent))
+        line = r'"\n" ("print(" call ")" | call)'
+        text = rf'(code ({line})+ "\n```")* TEXT' if is_parallel else f"code {line} | TEXT"
         rules += [
-            f"start: {before} first{several} {quoted(self.end)} {after} | TEXT",
+            f"start: {before} first{several} {quoted(self.end)} {after} | {text}",
+            f"code[suffix={json.dumps(TOOL_CODE[0])}]: TEXT",
             f"first: {' | '.join(f'first_{index}' for index in range(len(schemas)))}",
-            f"TEXT: /(?s:.*)/ & ~/{blanks}{first}{blanks}({names}){blanks}{opener}(?s:.*)/",
+            f"TEXT: NO_LIST & ~/(?s:.*){TOOL_CODE[0]}(?s:.*)/",
+            f"NO_LIST: /(?s:.*)/ & ~/{blanks}{first}{blanks}({names}){blanks}{opener}(?s:.*)/",
         ]
         # One lexeme up to the arguments: a text, which may begin so, ends where that is complete.
         for index, name in enumerate(schemas):

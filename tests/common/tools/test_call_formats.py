@@ -190,7 +190,20 @@ CASES: list[tuple[ToolFormat, str, str, list[Call]]] = [
         ("at=[(1,), {'a': 1,}],", '{"at": [[1], {"a": 1}]}'),
         ("from='Oslo', user-id=1", '{"from": "Oslo", "user-id": 1}'),
     )),
+    *((PYTHONIC, f"```tool_code\n{code}\n```", "", calls) for code, calls in (
+        ("get_time()", [TIME]),
+        ("print(get_weather(city='Oslo'))", [OSLO]),
+        ("print( get_time() )\nget_weather(\n    'Oslo',\n)\n", [TIME, OSLO]),
+        (f"get_weather(city='{'x' * 200}')", [("get_weather", f'{{"city": "{"x" * 200}"}}')]),
+    )),
+    (PYTHONIC, "I look: ```tool_code\nget_time()\n``` And:\n```tool_code\nprint(get_time())", "I look: And:",
+     [TIME, TIME]),
+    (PYTHONIC, "[get_time()] ```tool_code\nget_time()```", "", [TIME, TIME]),
+    (PYTHONIC, "```tool_code\nget_time()\nx = 1\n```", "\nx = 1\n```", [TIME]),
     *((PYTHONIC, text, text, []) for text in (
+        "```python\nget_time()\n```", "```\nget_time()\n```", "```tool_code\nx = get_time()\n```",
+        "```tool_code\nprint(get_time()['a'])\n```", "```tool_code\nprint(1)\n```", "```tool_code\n[get_time()]\n```",
+        "```tool_code\nprint(print(get_time()))\n```", "[```tool_code", "[get_ti ```tool_",
         '[get_weather(city=f"{a}, b")]', '[get_weather("Oslo", at={1, 2})]', '[get_weather(**{"city": "Oslo"})]',
         "[get_weather(*['Oslo'])]", "[get_weather(city=name())]", "[get_weather(city='a' + b)]",
         "[get_weather(at=[x for x in 'a'])]", "[get_weather(at=[1, (2]]", "[get_weather(city=b'a')]",
@@ -257,6 +270,7 @@ FRAGMENTS = st.sampled_from(
     + ["<tool_call>", "</tool_call>", "<tool_", "</", "\n", "get_time", "{", "}", "[", '"', "\\", "\\ud83d", "\\ude0"]
     + ['{"name": "get_time"}', '{"name": "get_time", "arguments": ', '"{', '{"arguments": ', ', "name": "get_time"']
     + [",", ":", " ", ";", "text", "1", WEATHER_TEXT[:30], " " * 120, "```json"]
+    + ["```tool_code\n", "print(", "get_time(", ")", "```", "a='b'", '"""', "'"]
     + ["<tool_call>\n<function=get_weather>\n<parameter=city>\n", "</parameter>", "</function>", "</arg_value>"]
 )
 

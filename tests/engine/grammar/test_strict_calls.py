@@ -139,6 +139,12 @@ JSON_TEXTS = {  # and whether an answer may begin so, and end there
     '{"name": "get\\u005ftime"': (False, False),
     '{"name": "other"; {"name" : "get_time"': (False, False),
 }
+
+
+def tool_code(calls: str) -> str:
+    return f"```tool_code\n{calls}\n```"
+
+
 CALLED = '[get_time(zone="CET")]'
 PYTHON_TEXTS = {
     "": (True, True),
@@ -157,6 +163,15 @@ PYTHON_TEXTS = {
     "[get_weather(days=7": (False, False),
     f"{CALLED} and": (False, False),
     " [ get_time (": (False, False),
+    f"So:\n{tool_code(CALLED[1:-1])}": (True, True),
+    tool_code(f"print({CALLED[1:-1]})\n{CALLED[1:-1]}") + f" And {tool_code(CALLED[1:-1])} so.": (True, True),
+    "```tool_code\nget_time(": (True, False),
+    "```tool_code\nget_time()": (False, False),
+    '```tool_code\nprint(get_time(zone="E': (False, False),
+    "```tool_code\nx": (False, False),
+    "```tool_code ": (False, False),
+    f"{tool_code(CALLED[1:-1])} ```tool_code\nget_time()": (False, False),
+    "```python\nget_time()\n```": (True, True),
 }
 MARKED_CALL = call_text("get_time", '{"zone": "CET"}')
 BLOCK, BAD = '```json\n{"a": ["name"]}\n```', CALL.replace("CET", "EST")
@@ -318,15 +333,16 @@ def engine() -> Engine:
         (HERMES, {}, '{"name": "get_weather"'),
         (LLAMA3_JSON, {}, '{"name": "get_weather"'),
         (PYTHONIC, {}, "[get_weather("),
+        (PYTHONIC, {}, "So:\n```tool_code\nprint(get_weather("),
         (HARMONY, IDS, f"{PREAMBLE}{OPENING} to=functions.get_weather"),
         (HARMONY, IDS, " to=functions.get_weather"),
     ],
-    ids=["hermes, in a block", "hermes", "llama3_json", "pythonic", "openai", "openai, recipient first"],
+    ids=["hermes, in a block", "hermes", "llama3_json", "pythonic", "tool_code", "openai", "openai, recipient first"],
 )
 def test_a_random_model_that_has_begun_a_call_ends_it(
     written: ToolFormat, special: dict[str, int], begin: str, engine: Engine
 ) -> None:
-    is_parallel = written is not HERMES  # after its calls any text may follow
+    is_parallel = written is not HERMES and "```" not in begin  # after its calls any text may follow
     followed = text_and_calls_grammar(written, SCHEMAS, is_parallel, special)
     started, bias = with_markers(begin), tuple((ord(blank), -9.0) for blank in " \t\n")
     requests = [

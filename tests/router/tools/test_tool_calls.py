@@ -217,7 +217,7 @@ async def test_strict_calls_that_no_marker_begins(template: str, call: str) -> N
             [choice] = (await ask(c, tools=[STRICT, TIME], **fields)).choices
             assert (choice.message.content, calls_of(choice)) == (None, [("get_weather", ARGUMENTS)])
             followed = c.decode[0].submits[-1].sampling.grammar
-            assert "| TEXT" in followed
+            assert "TEXT" in followed
             assert followed.count('"additionalProperties": false') == (template is LLAMA3_TEMPLATE)
         await ask(c, tools=TOOLS)
         assert not c.decode[0].submits[-1].sampling.grammar
