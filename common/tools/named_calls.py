@@ -111,8 +111,9 @@ class NamedCallReader(CallReader):
         num_before = len(self._header)
         self._header += text[start:]
         place = self._header.find(self._middle, max(num_before - len(self._middle), 0))
-        if place < 0:
-            return len(text) if len(self._header) <= MAX_HEADER_CHARS else self._end(len(text))
+        if not 0 <= place <= MAX_HEADER_CHARS:
+            is_begun = len(self._header) <= MAX_HEADER_CHARS + len(self._middle)
+            return len(text) if is_begun else self._end(start - num_before)
         position = start + place + len(self._middle) - num_before
         found = _NAME.match(self._header[:place])
         if found is None or found[1] not in self._names:

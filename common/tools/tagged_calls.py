@@ -166,8 +166,9 @@ class TaggedCallReader:
             self._text = text[min(places) :] if places else text[-MAX_TAG_CHARS:]
             return bool(places)
         key = self._tag(*self._written.key)
-        if key is None:
-            return False
+        if not key:
+            self._text = text[len(key_begin) :] if key == "" else self._text  # what is no key is skipped
+            return key is not None
         self._key, self._is_new = key, True
         self._read = self._read_value_begin
         return True
@@ -228,15 +229,16 @@ class TaggedCallReader:
         return -1, False
 
     def _tag(self, begin: str, end: str) -> str | None:
-        """Take a tag's content off the text; None: it is not complete. What cannot be one ends the call."""
-        begin, text = begin.strip(), self._text.lstrip()
-        found = re.match(rf"{re.escape(begin)}([^<>]*?)\s*{re.escape(end.strip()) or '(?=<)'}", text)
-        if found is None:
-            is_begun = begin.startswith(text) or text.startswith(begin)
-            self.has_ended = not is_begun or len(text) > MAX_TAG_CHARS
-            return None
-        self._text = text[found.end() :]
-        return found[1].strip()
+        """Take a tag's content off the text; None: it is not complete; empty: it cannot be one, and stays."""
+        begin, end, text = begin.strip(), end.strip(), self._text.lstrip()
+        found = re.match(rf"{re.escape(begin)}([^<>]*?)\s*{re.escape(end) or '(?=<)'}", text)
+        if found is None or found.end() > MAX_TAG_CHARS:
+            inside = text[len(begin) :].partition("<")
+            is_begun = begin.startswith(text) or (text.startswith(begin) and end.startswith("".join(inside[1:])))
+            return None if is_begun and len(text) <= MAX_TAG_CHARS else ""
+        if content := found[1].strip():
+            self._text = text[found.end() :]
+        return content
 
     def _add(self, part: str) -> None:
         if self._is_text:

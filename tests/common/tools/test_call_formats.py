@@ -154,6 +154,10 @@ CASES: list[tuple[ToolFormat, str, str, list[Call]]] = [
      "</function></tool_call>", "", [("get_weather", '{"city": "Oslo", "days": 2}')]),  # without new lines
     (QWEN3_CODER, cut(tagged("city", "x</parameter> Malmö")), "", [("get_weather", '{"city": "x</parameter> Ma')]),
     (QWEN3_CODER, f"<tool_call>{TIME_TAGS}", "<tool_call>", [TIME]),
+    (QWEN3_CODER, f"{cut(tagged('city', 'x'), 'ity')}{tagged('days', '2')}!", "!", [("get_weather", '{"days": 2}')]),
+    (GLM, f"{cut(glm('get_weather', ('city', 'x')), 'y>')}{glm('get_time')}", "", [("get_weather", "{}")]),
+    (KIMI_K2, f"<|tool_call_begin|>get_time{' ' * 300}{kimi(*TIME)}",
+     f"<|tool_call_begin|>get_time{' ' * 300}".rstrip(), [TIME]),
     (FUNCTION_GEMMA, f"<start_function_call>{gemma('get_time')}", "<start_function_call>", [TIME]),
     (QWEN3_CODER, tagged("city", "x", "unknown"), tagged("city", "x", "unknown"), []),
     (QWEN3_CODER, "<tool_call>\n{}\n</tool_call>", "<tool_call>\n{}\n</tool_call>", []),
