@@ -16,7 +16,7 @@ from common.errors import InvalidRequestError
 from common.grammar import grammar
 from common.tools.literal_reader import LiteralCallReader, Literals
 from common.tools.python_reader import PythonCallReader
-from common.tools.tagged_calls import is_text
+from common.tools.tagged_reader import is_text
 from common.tools.tool_parser import CallReader, Schema, alternatives, markers_in
 
 MAX_RULE_CHARS = 200
