@@ -1,6 +1,7 @@
-"""One call as Python writes it, read as it arrives and written as JSON when it is complete.
+"""One call as Python writes it, read as it arrives and written as JSON, an argument at a time.
 
-What has other arguments than literals, such as an f-string, is no call. How the text was cut does not matter.
+What begins with an argument that is no literal, such as an f-string, is no call. A later one is a text, its source,
+since what has been sent cannot be taken back. How the text was cut does not matter.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class PythonCallReader:
         self._quote = ""  # of the string that is open
         self._argument: list[str] = []
         self._num_unnamed = 0
-        self._values: dict[str, Any] = {}
+        self._keys: set[str] = set()  # of arguments that were written
         self._arguments = ""
 
     def read(self, text: str, start: int) -> int:
@@ -97,14 +98,12 @@ class PythonCallReader:
         if char in _CLOSERS:
             self._open.append(_CLOSERS[char])
         elif char != "," and char != (self._open.pop() if is_value_open else ")"):
-            return self._fail_unless_at_end()
+            return self._end()
         if is_value_open or char in _CLOSERS:
             self._take(self._at + 1)
             return True
-        try:
-            self._end_argument()
-        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):  # all that `ast` may raise
-            return self._fail_unless_at_end()
+        if not self._end_argument():
+            return self._end()
         self._at += 1
         if char == ")":
             self._read = self._read_end
@@ -137,12 +136,19 @@ class PythonCallReader:
     def _read_end(self) -> bool:
         """Read what closes the function around, if there is one."""
         if self._is_around_open:
-            if self._next_char() != ")":
-                return self._fail_unless_at_end()
+            char = self._next_char()
+            if not char:
+                return False
+            if char != ")":
+                return self._end()
             self._at += 1
-        text = json.dumps(self._values, ensure_ascii=False)
-        self._arguments = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         self.name = self._called
+        return self._end()
+
+    def _end(self) -> bool:
+        """End the call, or what is none."""
+        if self.name:
+            self._arguments += "}" if self._keys else "{}"
         self.has_ended = True
         return False
 
@@ -169,15 +175,33 @@ class PythonCallReader:
         if len(self._quote) == 1:
             self._argument[-1] = self._argument[-1].replace("\n", "\\n").replace("\r", "\\r")
 
-    def _end_argument(self) -> None:
+    def _end_argument(self) -> bool:
+        """Write the argument; whether what was read so far may be a call."""
         text = "".join(self._argument)
         self._argument.clear()
-        if found := _KEYWORD.match(text):
-            self._values[found[1]] = _literal(text[found.end() :].strip())
-        elif text := text.strip():
+        found = _KEYWORD.match(text)
+        source = text[found.end() if found else 0 :].strip()
+        if found:
+            key = found[1]
+        elif source:
             self._num_unnamed += 1
             names = [*self._functions[self._called].get("properties", {})][self._num_unnamed - 1 :]
-            self._values[names[0] if names else f"arg{self._num_unnamed}"] = _literal(text)
+            key = names[0] if names else f"arg{self._num_unnamed}"
+        else:
+            return True
+        try:
+            value = _literal(source)
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):  # all that `ast` may raise
+            value = source
+            if not self.name:
+                return False
+        if key not in self._keys:
+            written = json.dumps({key: value}, ensure_ascii=False)[:-1]
+            written = written.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            self._arguments += f", {written[1:]}" if self._keys else written
+            self._keys.add(key)
+        self.name = self._called
+        return True
 
 
 def _literal(text: str) -> Any:

@@ -193,7 +193,13 @@ CASES: list[tuple[ToolFormat, str, str, list[Call]]] = [
         (r"city='\d\/'", r'{"city": "\\d\\/"}'),
         ("at=[(1,), {'a': 1,}],", '{"at": [[1], {"a": 1}]}'),
         ("from='Oslo', user-id=1", '{"from": "Oslo", "user-id": 1}'),
+        # Once a call has begun, what is no literal is a text.
+        ('"Oslo", at={1, 2}', '{"city": "Oslo", "at": "{1, 2}"}'),
+        ("city='Oslo', at=f'{a}, b', days=2", '{"city": "Oslo", "at": "f\'{a}, b\'", "days": 2}'),
+        ("city='Oslo', city='Bergen'", '{"city": "Oslo"}'),
     )),
+    (PYTHONIC, "[get_weather(city='Oslo', at=[1, (2]]", "]", [OSLO]),
+    (PYTHONIC, "[get_weather(city='Oslo', at='Mal", "", [("get_weather", '{"city": "Oslo"')]),
     *((PYTHONIC, f"```tool_code\n{code}\n```", "", calls) for code, calls in (
         ("get_time()", [TIME]),
         ("print(get_weather(city='Oslo'))", [OSLO]),
@@ -208,7 +214,7 @@ CASES: list[tuple[ToolFormat, str, str, list[Call]]] = [
         "```python\nget_time()\n```", "```\nget_time()\n```", "```tool_code\nx = get_time()\n```",
         "```tool_code\nprint(get_time()['a'])\n```", "```tool_code\nprint(1)\n```", "```tool_code\n[get_time()]\n```",
         "```tool_code\nprint(print(get_time()))\n```", "[```tool_code", "[get_ti ```tool_",
-        '[get_weather(city=f"{a}, b")]', '[get_weather("Oslo", at={1, 2})]', '[get_weather(**{"city": "Oslo"})]',
+        '[get_weather(city=f"{a}, b")]', '[get_weather(**{"city": "Oslo"})]',
         "[get_weather(*['Oslo'])]", "[get_weather(city=name())]", "[get_weather(city='a' + b)]",
         "[get_weather(at=[x for x in 'a'])]", "[get_weather(at=[1, (2]]", "[get_weather(city=b'a')]",
         "[get_weather(at={**{}})]", "[get_weather(at=[1e999])]", "[get_weather(at={[1]: 2})]",
@@ -256,6 +262,13 @@ def test_arguments_stream_from_the_name_on(written: ToolFormat) -> None:
     deltas = [delta for char in text for delta in parser.push(char)[1]]
     assert [bool(delta.name) for delta in deltas][:2] == [True, False]
     assert len(deltas) > 8
+
+
+def test_pythonic_arguments_stream_one_by_one() -> None:
+    parser = ToolCallParser(PYTHONIC, FUNCTIONS)
+    deltas = [delta for char in "[get_weather(city='Oslo', days=2, now=True)]" for delta in parser.push(char)[1]]
+    written = [(delta.name, delta.arguments) for delta in deltas]
+    assert written == [("get_weather", '{"city": "Oslo"'), ("", ', "days": 2'), ("", ', "now": true}')]
 
 
 @pytest.mark.parametrize("filler", ["x", " ", "\\n", "[", "9", "'"])
