@@ -9,31 +9,20 @@ from typing import Any
 
 from common.errors import InvalidRequestError
 from common.grammar import grammar
-from common.tools.tagged_reader import COMBINED, TaggedCallReader, is_text
+from common.tools.tagged_reader import COMBINED, TaggedCallReader, Tags, is_text
 from common.tools.tool_parser import Schema, alternatives, markers_in
 
 
 @dataclass(frozen=True, slots=True)
-class TaggedCalls:
-    """`begin`, `name` with a function's name, then parameters: `key` with its name, `value`, a value, `value_end`."""
+class TaggedCalls(Tags):
+    """`begin`, then a call."""
 
-    name: tuple[str, str]
-    key: tuple[str, str]
-    value: str  # between a key and its value
-    value_end: str
-    call_end: str  # after the last parameter
-    end: str  # a marker after that; empty: none
-    trim: str = ""  # around a value
     space: str = "\n"  # between tags
     begin: str = "<tool_call>"
 
     @property
     def markers(self) -> tuple[str, ...]:
         return markers_in(self.begin, *self.key, self.value, self.value_end, self.call_end, self.end)
-
-    @property
-    def after_value(self) -> tuple[str, ...]:
-        return tuple(filter(None, (self.key[0], self.call_end, self.end)))
 
     @property
     def ignored(self) -> tuple[str, ...]:

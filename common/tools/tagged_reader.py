@@ -8,23 +8,40 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 from common.text.stop_strings import num_begun
 from common.tools.tool_parser import Schema
-
-if TYPE_CHECKING:
-    from common.tools.tagged_calls import TaggedCalls
 
 MAX_TAG_CHARS = 256
 COMBINED = ("anyOf", "oneOf", "allOf", "$ref")
 _PYTHON = {"True": "true", "False": "false", "None": "null"}  # as some models write them
 
 
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """How a call is written: `name` with a function's name, then parameters: `key` with its name, `value`, a value,
+    `value_end`.
+    """
+
+    name: tuple[str, str]
+    key: tuple[str, str]
+    value: str  # between a key and its value
+    value_end: str
+    call_end: str  # after the last parameter
+    end: str  # a marker after that; empty: none
+    trim: str = ""  # around a value
+
+    @property
+    def after_value(self) -> tuple[str, ...]:
+        return tuple(filter(None, (self.key[0], self.call_end, self.end)))
+
+
 class TaggedCallReader:
     """Reads one call, and writes its arguments as JSON: texts as they come, other values when they are complete."""
 
-    def __init__(self, written: TaggedCalls, functions: Mapping[str, Schema]) -> None:
+    def __init__(self, written: Tags, functions: Mapping[str, Schema]) -> None:
         self.name = ""
         self.has_ended = False
         self._written = written
