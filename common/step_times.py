@@ -102,9 +102,10 @@ def chunk_work(cost: StepCost, itl_objective: float, decode_seconds: float) -> f
 class StepTimes:
     """Takes measured steps; `cost` is what they say."""
 
-    def __init__(self) -> None:
+    def __init__(self, starts_flat: bool = True) -> None:
+        """starts_flat: rows are expected to cost nothing until they do; else each costs what the first one does."""
         self.cost = StepCost()
-        self._decode = _Plane(starts_flat=True, few=FEW_CONTEXT_TOKENS)
+        self._decode = _Plane(starts_flat, few=FEW_CONTEXT_TOKENS)
         self._prompts = _Plane(starts_flat=False)
         self._spread = SPREAD
 

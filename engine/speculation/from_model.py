@@ -56,13 +56,12 @@ class FromModel(Proposer):
 
     def _least_probability(self, num_rows: int, num_drafting: int) -> float:
         """A draft pays above this: what drafting and computing it add to the time of a token."""
-        cost = self._lengths.cost
-        seconds = cost.seconds(num_rows)
+        seconds = self._lengths.seconds(num_rows)
         if not self._lengths.is_adaptive or not seconds:
             return 0.0
-        return (
-            MARGIN * num_rows * (cost.row + self._times.cost.seconds(num_drafting) / max(num_drafting, 1)) / seconds
-        )
+        count = max(num_drafting, 1)
+        computing = self._lengths.seconds(num_rows + count) - seconds
+        return MARGIN * num_rows * (computing + self._times.cost.seconds(num_drafting)) / count / seconds
 
     def _is_worth_drafting(self, drafting: Drafting, num_rows: int) -> bool:
         """Whether the request's next draft is expected to pay, or it is time to look whether drafts pay again."""

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from engine.speculation.on_gpu.open_draft_model import OnGpu
 
 
+CPU_TILE = 8  # tokens that GEMMs of quantized weights compute together, nearly at the cost of one
+
+
 def proposer_on_gpu(config: EngineConfig, loaded: LoadedModel, gpu: GpuConfig) -> OnGpu | None:
     """Load a draft model or a head onto the GPU of the model, if one is wanted there. Raises ConfigError."""
     settings = config.of(SpeculationSettings).resolved()
@@ -52,7 +55,8 @@ def open_speculation(
     settings = config.of(SpeculationSettings).resolved()
     if not settings.num_speculative_tokens:
         return None
-    lengths, num_tokens = DraftLengths(settings.adaptive_drafts), settings.num_speculative_tokens
+    lengths = DraftLengths(settings.adaptive_drafts, CPU_TILE if loaded.device.type == "cpu" else 0)
+    num_tokens = settings.num_speculative_tokens
     by_rejection = settings.speculative_sampling == "rejection"
     if by_rejection and (on_gpu is not None or config.num_ranks > 1):
         raise ConfigError(REJECTION_IN_ONE_PROCESS)  # a GPU that was found, or vLLM's JSON

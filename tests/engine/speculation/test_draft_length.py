@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import dataclass
 from itertools import product
 from math import prod
 
@@ -11,9 +13,20 @@ from hypothesis import strategies as st
 
 from common.step_times import StepCost
 from engine.plan import StepSize
-from engine.speculation.draft_length import STEPS_BETWEEN_TRIALS, DraftLengths, expected_to_pay
+from engine.speculation.draft_length import GAIN, STEPS_BETWEEN_TRIALS, DraftLengths, expected_to_pay
+from engine.speculation.step_costs import StepCosts
 
 PROBABILITIES = st.lists(st.floats(0.0, 1.0), max_size=3)
+
+
+@dataclass
+class Line:
+    """Costs without tiles."""
+
+    cost: StepCost
+
+    def seconds(self, num_tokens: int, context: int) -> float:
+        return self.cost.seconds(num_tokens, context=context)
 
 
 def speed(
@@ -37,27 +50,73 @@ def test_no_other_choice_is_faster(
     cost, num_rows = StepCost(base=4e-3, row=row, context=1e-7), len(acceptance) + num_others
     if not num_rows:
         return
-    chosen = expected_to_pay(acceptance, num_rows, max_drafts, cost, context)
+    chosen, best = expected_to_pay(acceptance, num_rows, max_drafts, Line(cost), context)
     assert sum(chosen) <= max_drafts
     found = speed(acceptance, tuple(chosen), num_rows, cost, context)
+    assert found == pytest.approx(best)
     for lengths in product(*(range(len(each) + 1) for each in acceptance)):
         if sum(lengths) <= max_drafts:
-            assert speed(acceptance, lengths, num_rows, cost, context) <= found * (1 + 1e-9)
+            most = found * (1 + 1e-9) if any(chosen) else found * GAIN
+            assert speed(acceptance, lengths, num_rows, cost, context) <= most
 
 
 @pytest.mark.parametrize(
     ("num_rows", "expected"),
-    [(1, 4), (16, 2), (64, 1), (1000, 0)],
+    [(1, 4), (16, 2), (40, 1), (64, 0), (1000, 0)],
 )
 def test_fewer_drafts_in_larger_batches(num_rows: int, expected: int) -> None:
     """Up to a full batch, where time grows with every token."""
     cost = StepCost(base=16e-3, row=5e-4)
-    chosen = expected_to_pay([[0.7] * 4] * num_rows, num_rows, 10_000, cost, 0)
+    chosen, _ = expected_to_pay([[0.7] * 4] * num_rows, num_rows, 10_000, Line(cost), 0)
     assert set(chosen) == {expected}
 
 
 def test_all_drafts_are_tried_before_costs_are_known() -> None:
-    assert expected_to_pay([[0.1, 0.1], [0.5]], 2, 8, StepCost(), 0) == [2, 1]
+    assert expected_to_pay([[0.1, 0.1], [0.5]], 2, 8, Line(StepCost()), 0) == ([2, 1], 0.0)
+
+
+def in_tiles(num_tokens: int) -> float:
+    """Kernels take eight tokens at a time."""
+    return 0.002 + 0.01 * -(-num_tokens // 8)
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "expected"),
+    [
+        ([[0.6] * 4] * 8, [0] * 8),  # a tile more takes as long as the first, and gives 4.8 of 8 tokens
+        ([[0.97]] * 8, [1] * 8),
+        ([[0.3] * 4] * 5, [1, 1, 1, 0, 0]),  # the first tile has room for three
+        ([[0.9] * 20], [7]),
+    ],
+)
+def test_drafts_fill_the_tiles_of_kernels(acceptance: list[list[float]], expected: list[int]) -> None:
+    costs, rng = StepCosts(tile=8), random.Random(0)
+    for _ in range(2000):
+        num_tokens = rng.randrange(1, 33)
+        costs.observe(num_tokens, in_tiles(num_tokens) * rng.uniform(0.97, 1.03), 1000)
+    assert costs.seconds(7, 1000) == pytest.approx(in_tiles(7), rel=0.1)
+    assert costs.seconds(14, 1000) == pytest.approx(in_tiles(14), rel=0.1)
+    chosen, _ = expected_to_pay(acceptance, len(acceptance), 64, costs, 1000)
+    assert chosen == expected
+
+
+def test_a_tile_is_expected_to_cost_what_the_first_one_does() -> None:
+    costs = StepCosts(tile=8)
+    assert expected_to_pay([[0.9] * 8] * 7, 7, 64, costs, 1000)[0] == [1, 0, 0, 0, 0, 0, 0]  # before the first step
+    for _ in range(4):
+        costs.observe(8, 0.05, 1000)
+    assert costs.seconds(1, 1000) == pytest.approx(0.05)
+    assert costs.seconds(9, 1000) == costs.seconds(16, 1000) == pytest.approx(0.1)
+    assert expected_to_pay([[0.9] * 8] * 8, 8, 64, costs, 1000)[0] == [0] * 8
+    assert expected_to_pay([[0.9] * 8] * 3, 3, 64, costs, 1000)[0] == [2, 2, 1]
+
+
+def test_a_line_stands_for_steps_that_were_not_seen() -> None:
+    costs = StepCosts()
+    assert costs.seconds(8) == 0.0
+    for num_tokens in 1, 1, 1, 8, 1, 8, 1, 8, 8:
+        costs.observe(num_tokens, 0.01 + 0.001 * num_tokens, 0)
+    assert costs.seconds(20) == pytest.approx(0.03, rel=0.1)
 
 
 def test_costs_are_learned_and_looked_at_again() -> None:
