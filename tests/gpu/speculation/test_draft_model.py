@@ -128,7 +128,7 @@ def test_passes_are_as_many_as_pay() -> None:
         return best_length([(records[name], 3) for name in names], num_rows, lengths, 1e-3, acceptance)
 
     assert chosen("wrong", num_rows=1) == 3  # nothing is known of times yet
-    lengths._times.cost = StepCost(base=6e-3, row=1e-4)
+    lengths._costs._times.cost = StepCost(base=6e-3, row=1e-4)
     assert chosen("right", num_rows=1) == 3
     assert chosen("wrong", num_rows=1) == 1
     assert chosen("wrong", "right", "right", "right", num_rows=4) == 3  # a pass is for all of them
