@@ -49,7 +49,7 @@ async def test_a_budget_of_tokens_is_a_grammar(extra: dict[str, Any]) -> None:
         await ask(c, extra_body=extra, tools=[{**TOOLS[0], "function": {"name": "get_time", "strict": True}}])
         followed = c.decode[0].submits[-1].sampling.grammar
         assert "{0,9}" in followed
-        assert "call* TEXT" in followed
+        assert "before_call call" in followed
         found = await streamed(c, extra_body=extra, n=2)
         assert found["finish_reason"] == "stop"
 
