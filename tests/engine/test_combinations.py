@@ -131,7 +131,9 @@ def test_drafts_over_8_bit_blocks_that_are_swapped(
     path, settings = save(tmp_path / "m"), {**settings, "kv_cache_dtype": "fp8"}
     tokens, logprobs = run(open_engine(path, **settings))
     use_drafts(monkeypatch, tokens)
-    made = open_engine(path, num_speculative_tokens=3, **settings, **SWAP, num_gpu_blocks=num_blocks)
+    made = open_engine(
+        path, num_speculative_tokens=3, adaptive_drafts=False, **settings, **SWAP, num_gpu_blocks=num_blocks
+    )
     check(made, tokens, logprobs, is_swapped=True)
 
 
@@ -144,7 +146,10 @@ def test_another_engine_goes_on_with_drafts_over_8_bit_blocks(
     path, settings = save(tmp_path / "m"), {**settings, "kv_cache_dtype": "fp8"}
     tokens, logprobs = run(open_engine(path, **settings))
     use_drafts(monkeypatch, tokens)
-    prefill, decode = open_engine(path, **settings), open_engine(path, num_speculative_tokens=3, **settings)
+    prefill, decode = (
+        open_engine(path, **settings),
+        open_engine(path, num_speculative_tokens=3, adaptive_drafts=False, **settings),
+    )
     for prompt, params, expected, of_prompt in zip(PROMPTS, PARAMS, tokens, logprobs, strict=True):
         sent = prefill.engine.add_request(prompt, params, prefill_only=True)
         assert_same(finish(prefill.engine, [sent]), [of_prompt])
@@ -182,8 +187,8 @@ def test_ranks_that_dispatch_to_placed_experts(tmp_path: Path, monkeypatch: pyte
     }.items():  # fmt: skip
         monkeypatch.setitem(OF_RANKS, setting, value)
     made = open_ranks(
-        path, 2, monkeypatch, num_speculative_tokens=3, itl_objective_ms=1000.0, num_gpu_blocks=num_blocks,
-        **SMALL_STEPS, **SWAP,
+        path, 2, monkeypatch, num_speculative_tokens=3, adaptive_drafts=False, itl_objective_ms=1000.0,
+        num_gpu_blocks=num_blocks, **SMALL_STEPS, **SWAP,
     )  # fmt: skip
     check(made, tokens, logprobs, is_swapped=True)
 
@@ -199,5 +204,7 @@ def test_stages_of_whole_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         return load_part(files, replace(config, tp=2, **WHOLE_EXPERTS), *rest, **stage)
 
     monkeypatch.setattr(test_pipeline, "load_model", load_whole_experts)
-    made = test_pipeline.open_stages(path, 2, monkeypatch, tp=2, num_speculative_tokens=3, kv_cache_dtype="fp8")
+    made = test_pipeline.open_stages(
+        path, 2, monkeypatch, tp=2, num_speculative_tokens=3, adaptive_drafts=False, kv_cache_dtype="fp8"
+    )
     check(made, tokens, logprobs)

@@ -99,7 +99,7 @@ def test_a_long_answer_goes_on_elsewhere(monkeypatch: pytest.MonkeyPatch) -> Non
         {"max_num_batched_tokens": 16, "max_num_seqs": 4},
         {"num_gpu_blocks": 40, "preemption": "recompute"},
         {"num_gpu_blocks": 40, "preemption": "swap", "host_tier_gb": 0.01},
-        {"num_speculative_tokens": 4, "ngram_min": 1},
+        {"num_speculative_tokens": 4, "adaptive_drafts": False, "ngram_min": 1},
         {"tp": 2},
         {"pp": 2},
     ],

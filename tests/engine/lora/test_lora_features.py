@@ -45,7 +45,7 @@ def test_with_drafts_swapped_blocks_and_a_prompt_budget(
     assert tokens[:3] != run(plain)[1][:3]
     answers = [prompt + each for prompt, each in zip([*PROMPTS, LONG], tokens, strict=True)]
     draft_with(monkeypatch, MakeOracle(knows(answers), 0.7, VOCAB_SIZE))
-    features: dict[str, Any] = {"num_speculative_tokens": 3, "itl_objective_ms": 1000.0}
+    features: dict[str, Any] = {"num_speculative_tokens": 3, "adaptive_drafts": False, "itl_objective_ms": 1000.0}
     made = open_engine(path, **lora, **SWAP, **features, num_gpu_blocks=2 * num_blocks)
     check(with_adapter(made, adapter), vectors, tokens, near=5e-2)
     assert num_drafts(made.engine)[1] > 0

@@ -209,8 +209,9 @@ def test_stages_take_drafts(
     drafter = MakeOracle(knows(answers), 0.7, VOCAB_SIZE)
     draft_with(monkeypatch, drafter)
     parts = open_stages(
-        path, count, monkeypatch, tp, num_speculative_tokens=4, num_gpu_blocks=SCARCE_BLOCKS.get(name, 24),
-        block_size=4, max_num_seqs=6, max_num_batched_tokens=24, preemption=preemption, host_tier_gb=0.01,
+        path, count, monkeypatch, tp, num_speculative_tokens=4, adaptive_drafts=False,
+        num_gpu_blocks=SCARCE_BLOCKS.get(name, 24), block_size=4, max_num_seqs=6, max_num_batched_tokens=24,
+        preemption=preemption, host_tier_gb=0.01,
     )  # fmt: skip
     for _ in range(2):
         found = answers_of(parts)
@@ -279,7 +280,7 @@ def test_processes_are_stages(tp: int) -> None:
     prompts = ["the same beginning, " + "abc " * (5 * index) for index in range(6)]
     settings = {"num_gpu_blocks": 14, "max_num_batched_tokens": 32, "quant_mode": "none"}
     expected = LLM("dry-run", num_threads=1, **settings).generate(prompts, params)
-    llm = LLM("dry-run", pp=2, tp=tp, num_speculative_tokens=2 * (tp - 1), **settings)
+    llm = LLM("dry-run", pp=2, tp=tp, num_speculative_tokens=2 * (tp - 1), adaptive_drafts=False, **settings)
     found = llm.generate(prompts, params)
     assert [one.token_ids for one in found] == [one.token_ids for one in expected]
     for one, other in zip(found, expected, strict=True):

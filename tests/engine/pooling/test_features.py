@@ -71,7 +71,9 @@ def test_vectors_beside_drafts_over_8_bit_blocks_that_are_swapped(
     vectors, tokens = run(open_engine(path, **settings))
     answers = [prompt + each for prompt, each in zip([*PROMPTS, LONG], tokens, strict=True)]
     draft_with(monkeypatch, MakeOracle(knows(answers), 0.7, VOCAB_SIZE))
-    made = open_engine(path, num_speculative_tokens=3, **settings, **SWAP, num_gpu_blocks=num_blocks)
+    made = open_engine(
+        path, num_speculative_tokens=3, adaptive_drafts=False, **settings, **SWAP, num_gpu_blocks=num_blocks
+    )
     check(made, vectors, tokens, near=5e-2)
     assert num_drafts(made.engine)[1] > 0
     assert made.engine.load().num_preemptions > 0

@@ -84,7 +84,7 @@ def test_no_draft_changes_an_answer(
     answers = [request.prompt_token_ids + request.output_token_ids for request in plain]
     make_drafter = MakeOracle(knows(answers), accuracy, VOCAB_SIZE)
     draft_with(monkeypatch, make_drafter)
-    made = open_engine(model, num_speculative_tokens=4, **settings)
+    made = open_engine(model, num_speculative_tokens=4, adaptive_drafts=False, **settings)
     for _ in range(2):  # the second time from the prefix cache
         requests, outputs = run(made)
         for request, expected in zip(requests, plain, strict=True):
@@ -114,7 +114,7 @@ def assert_equal_logprobs(
 
 def test_a_repeated_text_is_drafted_from_the_prompt(model: Path) -> None:
     """The shipped drafter, chosen by the settings: a model that repeats itself is followed."""
-    plain, made = open_engine(model), open_engine(model, num_speculative_tokens=4)
+    plain, made = open_engine(model), open_engine(model, num_speculative_tokens=4, adaptive_drafts=False)
     params = replace(PLAIN, max_tokens=60, allowed_token_ids=(20, 21))
     requests = [one.add_request([20, 21] * 10, params) for one in (plain, made)]
     for one in (plain, made):
@@ -128,7 +128,12 @@ def test_a_repeated_text_is_drafted_from_the_prompt(model: Path) -> None:
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_a_proposer_has_the_states_that_tokens_came_of(model: Path, batch_invariant: bool) -> None:
     parts = open_parts(
-        model, num_speculative_tokens=2, quant_mode="none", batch_invariant=batch_invariant, max_num_batched_tokens=16
+        model,
+        num_speculative_tokens=2,
+        adaptive_drafts=False,
+        quant_mode="none",
+        batch_invariant=batch_invariant,
+        max_num_batched_tokens=16,
     )
     proposer = FromStates(model)
     parts.runner.propose_with(proposer)

@@ -302,7 +302,9 @@ def test_ranks_accept_the_same_drafts(greedy: Greedy, monkeypatch: pytest.Monkey
     answers = [prompt + tokens for prompt, tokens in zip(PROMPTS, expected, strict=True)]
     make_drafter = MakeOracle(knows(answers), 0.7, VOCAB_SIZE)
     draft_with(monkeypatch, make_drafter)
-    parts = open_ranks(path, 2, monkeypatch, num_speculative_tokens=4, num_gpu_blocks=24, block_size=4)
+    parts = open_ranks(
+        path, 2, monkeypatch, num_speculative_tokens=4, adaptive_drafts=False, num_gpu_blocks=24, block_size=4
+    )
     found = answers_of(parts)
     assert [prompt + tokens for prompt, tokens in zip(PROMPTS, found, strict=True)] == answers
     drafted, accepted = num_drafts(parts.engine)

@@ -25,7 +25,7 @@ def test_drafts_swapped_blocks_and_a_prompt_budget_change_nothing(name: str, num
     tiny = FAMILIES[name]
     path = replace(tiny, changes={**tiny.changes, "vocab_size": 320}).save(tmp_path / name)
     expected = run(open_engine(path, **ASKED))
-    drafts = {"num_speculative_tokens": 3, "ngram_min": 1, "itl_objective_ms": 5.0}
+    drafts = {"num_speculative_tokens": 3, "adaptive_drafts": False, "ngram_min": 1, "itl_objective_ms": 5.0}
     parts = open_engine(path, num_gpu_blocks=num_blocks, **drafts, **SWAP, **ASKED)
     check(parts, *expected)
     assert parts.engine.load().num_preemptions > 0

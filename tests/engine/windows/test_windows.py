@@ -35,7 +35,7 @@ SETTINGS: list[dict[str, Any]] = [
     {},
     {"num_gpu_blocks": SCARCE, "preemption": "recompute"},  # in chunks of 16 tokens, too
     {"num_gpu_blocks": SCARCE, "preemption": "swap", "host_tier_gb": 0.01},
-    {"num_speculative_tokens": 3, "ngram_min": 1},
+    {"num_speculative_tokens": 3, "adaptive_drafts": False, "ngram_min": 1},
     {"prefix_cache": False, "max_num_batched_tokens": 16},
 ]
 
