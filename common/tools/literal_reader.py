@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from common.text.stop_strings import num_begun
 from common.tools.json_string import decoded
+from common.tools.state_reader import StateReader
 from common.tools.tool_parser import Schema
 
 MAX_HEAD_CHARS = 256  # before a name is complete, and of a key
@@ -35,32 +36,20 @@ class Literals:
     end: str  # the marker after a call, which ends one that is broken
 
 
-class LiteralCallReader:
+class LiteralCallReader(StateReader):
     """Reads one call. From its name on it is one: what is broken becomes text, or is skipped."""
 
     def __init__(self, written: Literals, functions: Mapping[str, Schema]) -> None:
-        self.name = ""
-        self.has_ended = False  # with a name: a complete call; without: no call
+        super().__init__()
         self._written = written
         self._functions = functions
-        self._text = ""
-        self._at = 0  # where to read on in it
-        self._read: Callable[[], bool] = self._read_name
+        self._read = self._read_name
         self._open: list[str] = []  # what closes the call and the values around, the innermost last
         self._num_items = [0]  # of the call's arguments, and of each of these values
         self._num_unnamed = 0
         self._scalar: list[str] = []
         self._scalar_end = re.compile(rf"[,)\]}}{written.end[0]}]")
         self._arguments: list[str] = []
-
-    def read(self, text: str, start: int) -> int:
-        self._text = self._text[self._at :] + text[start:]
-        self._at = 0
-        while not self.has_ended and self._read():
-            pass
-        if not self.has_ended:
-            return len(text)
-        return len(text) - (len(self._text) - self._at)
 
     def take_arguments(self) -> str:
         arguments = "".join(self._arguments)

@@ -10,10 +10,11 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from common.text.stop_strings import num_begun
+from common.tools.state_reader import StateReader
 from common.tools.tool_parser import Schema
 
 _CLOSERS = {"[": "]", "(": ")", "{": "}"}
@@ -25,36 +26,24 @@ _KEYWORD = re.compile(r"""\s*([^\s'"=,:()\[\]{}<>*]+)\s*=(?!=)""")
 _WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
 
 
-class PythonCallReader:
+class PythonCallReader(StateReader):
     """Reads one call: `before`, the name, and arguments up to the parenthesis that closes it."""
 
     def __init__(self, before: str, around: str, functions: Mapping[str, Schema]) -> None:
         """around: the name of a function that may be called with the call; empty: none."""
-        self.name = ""
-        self.has_ended = False  # with a name: a complete call; without: no call
+        super().__init__()
         self._before = before
         self._around = around
         self._is_around_open = False
         self._functions = functions
         self._called = ""
-        self._text = ""
-        self._at = 0  # where to read on in it
-        self._read: Callable[[], bool] = self._read_before if before else self._read_head
+        self._read = self._read_before if before else self._read_head
         self._open: list[str] = []  # what closes the values that are open, the innermost last
         self._quote = ""  # of the string that is open
         self._argument: list[str] = []
         self._num_unnamed = 0
         self._keys: set[str] = set()  # of arguments that were written
         self._arguments = ""
-
-    def read(self, text: str, start: int) -> int:
-        self._text = self._text[self._at :] + text[start:]
-        self._at = 0
-        while not self.has_ended and self._read():
-            pass
-        if not self.has_ended:
-            return len(text)
-        return len(text) - (len(self._text) - self._at)
 
     def take_arguments(self) -> str:
         arguments, self._arguments = self._arguments, ""
