@@ -30,7 +30,7 @@ class Costs(Protocol):
 def expected_to_pay(
     acceptance: Sequence[Sequence[float]], num_rows: int, max_drafts: int, costs: Costs, context: int
 ) -> tuple[list[int], float]:
-    """Number of drafts for each entry, and tokens per second with them; 0 while costs are not known.
+    """Number of drafts for each entry, and tokens per second with them; 0 where costs are 0, not known.
 
     acceptance: for each row with drafts, the probability that a draft is accepted if those before it are. num_rows:
     all that decode in the step. context: tokens of KV that they read.
@@ -83,7 +83,7 @@ class DraftLengths:
         return self._costs.line
 
     def seconds(self, num_tokens: int) -> float:
-        """Seconds of a step with so many tokens; 0 while nothing is known."""
+        """See StepCosts."""
         return self._costs.seconds(num_tokens)
 
     def exclude(self, seconds: float) -> None:

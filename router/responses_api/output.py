@@ -1,4 +1,4 @@
-"""Output items of a response, and the events that tell of them, from the updates of a choice. Pure but for ids."""
+"""Output items of a response, and the events that describe them, from the updates of a choice. Pure but for ids."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from router.api.text import DeltaToolCall, Update
 
 Event = dict[str, Any]
 DeltaLengths = list[list[int]]
-"""Of each item, how many characters each of its deltas has."""
+"""For each item, the number of characters of each of its deltas."""
 
 _PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
 
