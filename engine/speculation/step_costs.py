@@ -44,9 +44,7 @@ class StepCosts:
             self._excess[number] = kept * self._excess[number] + weight * excess
 
     def seconds(self, num_tokens: int, context: int = 0) -> float:
-        """Seconds of a step with so many tokens. Before the first step its number of tiles, which compares as well, or 0
-        without tiles.
-        """
+        """Seconds of a step with so many tokens. Before the first step: its tiles, to compare, or 0 without tiles."""
         expected = self._expected(num_tokens, context)
         if not expected and self._tile > 1:
             return float(self._num_tiles(num_tokens))
