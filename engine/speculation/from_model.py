@@ -48,7 +48,7 @@ class FromModel(Proposer):
         self._sampler = DraftSampler()
         self._acceptance = Acceptance(NUM_KINDS)
         self._times = StepTimes()  # of the passes
-        self._num_hopeless = 0
+        self._num_hopeless = 0.0  # steps since the last trial
 
     def keep_distributions(self, vocab_size: int) -> None:
         """Keep what drafts are drawn from, for a `RejectionSampler`. vocab_size: of the target model."""
@@ -67,8 +67,11 @@ class FromModel(Proposer):
         """Whether the request's next draft is expected to pay, or it is time to look whether drafts pay again."""
         least = self._least_probability(num_rows, num_rows)
         if least >= 1.0:  # not even if it is always right: the model is too slow for so many rows
-            self._num_hopeless += 1
-            return self._num_hopeless % STEPS_BETWEEN_TRIALS == 0
+            self._num_hopeless += 1 / num_rows  # which asks for each row
+            if self._num_hopeless < STEPS_BETWEEN_TRIALS:
+                return False
+            self._num_hopeless = 0.0
+            return True
         if self._acceptance.of_any(drafting.record) > least:
             drafting.pause, drafting.num_paused = FIRST_PAUSE, 0
             return True

@@ -18,6 +18,7 @@ FIRST_TRIAL, TRIAL = 16, 8  # steps before the other way is measured first, and 
 STEPS_BETWEEN_TRIALS = 400
 MEASURED_STEPS = 16  # with drafts, before they are judged
 FADE, LONGEST_PAUSE = 0.98, 3200  # see MeasuredOverlap
+TRIALS_SHARE = 0.01  # of the time, at most, that trials of drafts that do not pay may take
 GAIN = 1.02  # of drafts over overlapped steps, so that noise does not change the way
 
 
@@ -86,6 +87,7 @@ class MeasuredOverlap(Overlap):
             0.0  # of steps that wait; tokens as seconds that overlapped steps take for them
         )
         self._plain_seconds = 0.0  # of an overlapped step like the one observed last, a row
+        self._lost = 0.0  # seconds of all steps since the change, beyond those of overlapped steps
         self._known: set[int] = set()  # numbers of rows, by powers of two, that overlapped steps were measured of
 
     def observe(self, size: StepSize, seconds: float) -> None:
@@ -93,9 +95,12 @@ class MeasuredOverlap(Overlap):
         super().observe(size, seconds)
         if not self.waits and self._num_steps > NUM_SKIPPED and not size.num_prompt_tokens:
             self._known.add(size.num_decode_tokens.bit_length())
-        if not self.waits or self._num_steps <= NUM_SKIPPED or size.num_prompt_tokens or not self._num_rows:
+        if not self.waits or size.num_prompt_tokens or not self._num_rows:
             return
         self._plain_seconds = self._overlapped.cost.seconds(self._num_rows, context=size.context) / self._num_rows
+        self._lost += seconds - self._plain_seconds * self._num_rows  # the draft model computes the prompts first
+        if self._num_steps <= NUM_SKIPPED:
+            return
         self._seconds = FADE * self._seconds + seconds
         self._tokens = FADE * self._tokens + self._plain_seconds * self._num_rows
 
@@ -113,8 +118,8 @@ class MeasuredOverlap(Overlap):
         elif self._num_steps >= MEASURED_STEPS + NUM_SKIPPED:
             if self._tokens < self._seconds * GAIN:
                 is_known = num_rows.bit_length() in self._known
-                pause = min(max(4 * self._pause, STEPS_BETWEEN_TRIALS), LONGEST_PAUSE)
-                self._pause = pause if is_known else TRIAL + NUM_SKIPPED  # overlapped steps of so many rows first
+                # Else overlapped steps of so many rows first.
+                self._pause = self._longer_pause() if is_known else TRIAL + NUM_SKIPPED
                 self._change(is_trial=False)
             elif (
                 self._num_steps >= 4 * STEPS_BETWEEN_TRIALS
@@ -122,6 +127,12 @@ class MeasuredOverlap(Overlap):
                 self._pause = TRIAL + NUM_SKIPPED
                 self._change(is_trial=False)
 
+    def _longer_pause(self) -> int:
+        """Steps until the next trial, after one that did not pay."""
+        step_seconds = self._plain_seconds * self._num_rows
+        affordable = self._lost / (TRIALS_SHARE * step_seconds) if step_seconds else 0.0
+        return int(min(max(4 * self._pause, STEPS_BETWEEN_TRIALS, affordable), LONGEST_PAUSE))
+
     def _change(self, is_trial: bool) -> None:
         super()._change(is_trial)
-        self._tokens = self._seconds = self._plain_seconds = 0.0
+        self._tokens = self._seconds = self._plain_seconds = self._lost = 0.0

@@ -14,6 +14,7 @@ from common.errors import ConfigError
 from common.model_files import resolve_model
 from common.text.load import load_tokenizer
 from engine.assembly import EngineParts
+from engine.speculation import from_model
 from engine.speculation.draft_model import FromCpuDraftModel, VocabSizes
 from engine.speculation.from_model import FIRST_PAUSE
 from engine.speculation.open_draft_model import have_same_tokens
@@ -126,6 +127,24 @@ def test_a_draft_model_that_is_too_slow_is_left_alone(models: dict[str, Path]) -
     while parts.engine.has_work():
         assert not any(row.draft_token_ids for row in parts.engine.step().plan.rows)
     assert num_drafts(parts.engine) == (0, 0)
+
+
+def test_trials_do_not_come_sooner_with_more_requests(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each may make the draft model compute a whole prompt."""
+    monkeypatch.setattr(from_model, "STEPS_BETWEEN_TRIALS", 20)
+    parts = drafted_by(models, "llama")
+    proposer = proposer_of(parts)
+    proposer._least_probability = lambda num_rows, num_drafting: 1.0  # type: ignore[method-assign]
+    for number in range(8):
+        parts.engine.add_request([1, 2, number], replace(PLAIN, max_tokens=70, ignore_eos=True))
+    trials = []
+    draft = proposer._draft
+    proposer._draft = lambda wanted, num_rows: (trials.extend(wanted), draft(wanted, num_rows))  # type: ignore[method-assign, func-returns-value]
+    while parts.engine.has_work():
+        parts.engine.step()
+    assert 2 <= len(trials) <= 4
 
 
 def test_drafts_that_are_never_right_are_tried_ever_less(models: dict[str, Path]) -> None:

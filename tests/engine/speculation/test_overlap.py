@@ -75,14 +75,15 @@ def test_prompts_teach_nothing() -> None:
 
 
 def run_measured(
-    acceptances: list[float], drafting: float, rows: Callable[[int], int] = lambda _: 8
+    acceptances: list[float], drafting: float, rows: Callable[[int], int] = lambda _: 8, catching_up: float = 0.0
 ) -> tuple[list[bool], list[float]]:
     """Likewise with drafts of a model, which takes so many seconds for those of a step, and knows nothing else.
 
-    rows: by the number of the step.
+    rows: by the number of the step. catching_up: seconds of the first drafts after steps without.
     """
     overlap, draw = MeasuredOverlap(DraftLengths()), random.Random(3)
     base, waited, speeds = 5e-3, [], []
+    behind = True
     for number, accepted in enumerate(acceptances):
         num_rows = rows(number)
         overlap.decide([], num_rows, 64, 1000)
@@ -94,6 +95,8 @@ def run_measured(
                     num_accepted[row] += 1
         computed = num_rows * (1 + MAX_DRAFTS * waits)
         seconds = (base + ROW * computed + drafting * waits) * draw.uniform(0.99, 1.01)
+        seconds += catching_up * (waits and behind)
+        behind = not waits
         overlap.observe(StepSize(computed, 0, 1000, 0), seconds)
         if waits:
             for number in num_accepted:
@@ -108,6 +111,13 @@ def test_a_draft_model_that_is_wrong_is_left_alone(drafting: float) -> None:
     waited, speeds = run_measured([0.02] * 6000, drafting)
     assert sum(waited) < 0.02 * len(waited)
     assert sum(speeds) / len(speeds) > 0.98
+
+
+def test_trials_of_long_prompts_are_rare() -> None:
+    """A draft model that has to compute 64,000 tokens before its first draft is not asked again after 400 steps."""
+    waited, speeds = run_measured([0.02] * 3000, 5e-3, catching_up=0.15)
+    assert sum(waited) < 25
+    assert len(speeds) / sum(1 / speed for speed in speeds) > 0.98
 
 
 def test_a_draft_model_that_is_right_is_used() -> None:
