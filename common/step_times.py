@@ -6,7 +6,8 @@
 `pairs` counts each prompt token once for every token before it. `prompt` is what such a step takes however few the
 tokens are: on a GPU the host starts its kernels one by one where decode steps are graphs. An engine bounds its prompt
 chunks by this, and a router predicts with it; both learn it for themselves. Simulated steps have one more part, which
-is not linear: `weights`, the time to read them, which the GEMMs of prompt tokens hide.
+is not linear: `weights`, the time to read them, which the GEMMs of prompt tokens hide. With it, steps that have
+nothing but prompts take `base`, too.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class StepCost:
     prompt_token: float = 0.0
     prompt_context: float = 0.0
     spread: float = SPREAD  # what one step in 500 with prompt tokens beside decode rows takes, in predicted ones
-    weights: float = 0.0  # of `base`, and what prompt tokens alone take at least; never learned
+    weights: float = 0.0  # of `base`; never learned
 
     @classmethod
     def parse(cls, text: str) -> StepCost:
@@ -71,7 +72,7 @@ class StepCost:
         decode = self.base + self.row * num_rows + self.context * context if num_rows else 0.0
         if not num_prompt_tokens:
             return decode
-        read = 0.0 if num_rows else self.weights
+        read = 0.0 if num_rows or not self.weights else self.base
         hidden = min(self.weights, self.prompt_token * num_prompt_tokens)
         return decode + read + self.prompt + self.work(num_prompt_tokens, pairs) - hidden
 

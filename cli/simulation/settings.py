@@ -9,7 +9,7 @@ from common.step_times import StepCost
 from router.routing.policy import POLICIES
 
 # About an H200 with 7B parameters in bfloat16, by steps of an engine alone (docs/benchmarks.md "In simulated time").
-H200_7B = "base=0.0041,row=6e-6,context=14e-9,prompt=0.0007,prompt_token=20.1e-6,prompt_context=0.9e-9,weights=0.0033"
+H200_7B = "base=0.0041,row=8e-6,context=14e-9,prompt=0.0014,prompt_token=20e-6,prompt_context=0.8e-9,weights=0.0033"
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class ClusterConfig:
     itl_objective_ms: float = setting(0.0, "placements and prompt chunks keep gaps below this; 0: no objective")
     hop_ms: float = setting(0.5, "a message between client, router and worker")
     accept_ms: float = setting(
-        0.0, "what a router takes to read a request, and a client its first token, beyond that"
+        3.0, "what a router takes to read a request, and a client its first token, beyond that"
     )
     turn_ms: float = setting(0.3, "from the end of a step until a worker plans another one")
     pull_ms: float = setting(1.0, "a pull of KV until its first byte")

@@ -31,7 +31,7 @@ STEPS = "base=0.01,row=0.0001,context=0,prompt=0.002,prompt_token=0.0001,prompt_
 
 
 def config(**settings: Any) -> ClusterConfig:
-    return ClusterConfig(**{"steps": STEPS, "block_size": 16, "num_gpu_blocks": 1000, **settings})
+    return ClusterConfig(**{"steps": STEPS, "block_size": 16, "num_gpu_blocks": 1000, "accept_ms": 0.0, **settings})
 
 
 def planned(at_seconds: float, num_prompt: int, num_output: int, seed: int = 0) -> PlannedRequest:
