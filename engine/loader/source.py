@@ -110,13 +110,14 @@ def open_source(files: ModelFiles, engine_config: EngineConfig, dtype: torch.dty
     tensors = SafetensorsWeights(files.path, dtype, device)
     if tensors.prefix:  # no head, which an embedding does without
         config = replace(config, tie_word_embeddings=True)
-    rows = stored_rows(family.skeleton(config)[1], family.fused, config)
+    needed = family.skeleton(config)[1]
+    rows = stored_rows(needed, family.fused, config)
     tensors.divide(rows)
     if quantized is None:
         return Source(config, family, tensors, partial(check_weights, found=tensors.shapes), {}, tensors.files)
     if quantized.label and engine_config.quant_mode == "auto" and dtype == torch.bfloat16:
         config = replace(config, linear_bits=quantized.held_bits)
-    return Source(config, family, *quantized.open(tensors, rows), {}, tensors.files)
+    return Source(config, family, *quantized.open(tensors, rows, needed), {}, tensors.files)
 
 
 def _quantized(raw: Mapping[str, Any]) -> QuantizedCheckpoint | None:

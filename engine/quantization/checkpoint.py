@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from engine.layers.weights import WeightSource
-from engine.loader.checkpoint import Check, check_weights
+from engine.layers.weights import PartSource, WeightSource
+from engine.loader.checkpoint import Check, Shape, check_weights
 from engine.loader.fused import StoredRows
 from engine.loader.safetensors import SafetensorsWeights
 from engine.models.config import PLAIN_BITS
@@ -15,6 +15,7 @@ from engine.quantization.bitsandbytes import BitsAndBytesWeights, bits_of, is_bi
 from engine.quantization.mxfp4 import Mxfp4Weights
 from engine.quantization.packed_checkpoint import PackedWeights
 from engine.quantization.schemes import is_mxfp4, quantization_from_hf
+from engine.quantization.unstacked_experts import UnstackedExperts
 
 
 class QuantizedCheckpoint:
@@ -35,9 +36,18 @@ class QuantizedCheckpoint:
         if self._quantization is not None:
             scheme = self._quantization.schemes[0]
             self.label, self.bits, self.held_bits = self._quantization.label, scheme.bits, scheme.held_bits
+            if raw.get("model_type") == "gpt_oss":  # stacked experts are dequantized
+                self.held_bits = PLAIN_BITS
 
-    def open(self, tensors: SafetensorsWeights, rows: Mapping[str, StoredRows]) -> tuple[WeightSource, Check]:
+    def open(
+        self, tensors: SafetensorsWeights, rows: Mapping[str, StoredRows], needed: Mapping[str, Shape]
+    ) -> tuple[WeightSource, Check]:
         """The weights, and what compares them with those that a model needs, see `check_weights`."""
+        weights, check = self._open(tensors, rows)
+        unstacked = UnstackedExperts(weights, check, needed, tensors.shapes)
+        return (unstacked, unstacked.check) if unstacked.is_needed else (weights, check)
+
+    def _open(self, tensors: SafetensorsWeights, rows: Mapping[str, StoredRows]) -> tuple[PartSource, Check]:
         if self._is_bitsandbytes:
             dequantized = BitsAndBytesWeights(tensors, rows)
             return dequantized, partial(check_weights, found=dequantized.shapes)

@@ -6,6 +6,7 @@ Nothing of the loader is used. `write` returns transformers' model with the weig
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,9 @@ VOCAB_SIZE = 224
 SIZES = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
 TINY = TinyModel("Qwen2", SIZES)
 GROUP = 32
+MAP = re.compile(r"(_proj|_with_mqa|lm_head|embed_tokens|\.w[123]|_projs\.\d+|\.(gate_up|down)\.\d+)$")
+ROUTER = ".gate.weight"  # a linear layer in transformers 4, but for DeepSeek-V3
+WeightsOf = Callable[[transformers.PreTrainedModel], Iterator[tuple[str, Tensor]]]
 Packed = tuple[dict[str, Tensor], Tensor]  # tensors by the last part of their names, and the weight they stand for
 
 
@@ -35,6 +39,7 @@ class Format:
     label: str
     maps: str  # what a CPU makes of it
     kept_plain: tuple[str, ...] = ("lm_head", "embed_tokens")
+    packs_routers: bool = False
 
 
 def words_along_rows(codes: Tensor, bits: int) -> Tensor:
@@ -266,18 +271,24 @@ FORMATS = {
 }  # fmt: skip
 
 
-def write(form: Format, path: Path, tiny: TinyModel = TINY, num_shards: int = 1) -> transformers.PreTrainedModel:
-    """Save the tiny model in `form`. Returns it with the rounded weights, in float32."""
+def write(
+    form: Format, path: Path, tiny: TinyModel = TINY, num_shards: int = 1, weights_of: WeightsOf | None = None
+) -> transformers.PreTrainedModel:
+    """Save the tiny model in `form`. Returns it with the rounded weights, in float32.
+
+    weights_of: parts of the model's parameters by their names in the file, instead of `checkpoint_weights`.
+    """
     model = tiny.build()
     tensors: dict[str, Tensor] = {}
     with torch.no_grad():
-        for name, parameter in checkpoint_weights(model):
+        for name, parameter in (weights_of or checkpoint_weights)(model):
             module, _, last = name.rpartition(".")
-            is_map = last == "weight" and module.endswith(("_proj", "_with_mqa", "lm_head", "embed_tokens"))
+            is_map = last == "weight" and bool(MAP.search(module))
+            is_map |= form.packs_routers and name.endswith(ROUTER) and tiny.family != "DeepseekV3"
             if not is_map or module.endswith(form.kept_plain):
-                tensors[name] = parameter.clone()
+                tensors[name] = parameter.clone(memory_format=torch.contiguous_format)
                 continue
-            packed, rounded = form.pack(parameter.clone())
+            packed, rounded = form.pack(parameter.clone(memory_format=torch.contiguous_format))
             tensors.update({f"{module}.{part}": tensor.clone() for part, tensor in packed.items()})
             parameter.copy_(rounded)
     path.mkdir(parents=True)

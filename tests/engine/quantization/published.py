@@ -7,7 +7,7 @@ loader is used. What a layout has in common with others is packed by `packed_fil
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,16 +34,30 @@ from tests.engine.quantization.packed_files import (
     pack_nvfp4,
     write,
 )
-from tests.engine.tiny_models import GEMMA3, QWEN3_EXPERTS, TinyModel
+from tests.engine.quantization.published_experts import GPT_OSS as GPT_OSS_NAMES
+from tests.engine.quantization.published_experts import mixtral, write_mxfp4
+from tests.engine.quantization.published_layouts import (
+    AUTO_AWQ,
+    AUTO_GPTQ,
+    FP8_INPUTS,
+    GPTQ_MODEL,
+    PRODUCER,
+    UNSLOTH_SKIPS,
+    bitsandbytes,
+    llm_compressor,
+    modelopt,
+    pack_4bit,
+    pack_divided_nvfp4,
+    pack_scb,
+    whole,
+)
+from tests.engine.tiny_models import DEEPSEEK, DEEPSEEK_ROPE, GEMMA3, GPT_OSS, QWEN3_EXPERTS, TinyModel
 
-NF4 = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-)  # fmt: skip
-"""The numbers that bitsandbytes' NF4 has, from `get_4bit_type` in its functional.py."""
-BLOCK, NESTED_BLOCK = 64, 256
 TINY_SIZES = {**SIZES, "num_hidden_layers": 2}
+LATENTS = {
+    **DEEPSEEK, **TINY_SIZES, "num_key_value_heads": 4, "moe_intermediate_size": 64, "kv_lora_rank": 64,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
+}  # fmt: skip
 FAMILIES = {
     "Qwen2": TinyModel("Qwen2", TINY_SIZES),
     "Llama": TinyModel("Llama", TINY_SIZES),
@@ -52,13 +66,20 @@ FAMILIES = {
     "Gemma-3": TinyModel("Gemma3", {**GEMMA3, **TINY_SIZES}),
     "Phi-3": TinyModel("Phi3", TINY_SIZES),
     "Qwen3-MoE": TinyModel("Qwen3Moe", {**TINY_SIZES, **QWEN3_EXPERTS, "head_dim": 16, "moe_intermediate_size": 64}),
+    "Mixtral": TinyModel("Mixtral", {**TINY_SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "DeepSeek-V2": TinyModel("DeepseekV2", {**LATENTS, **DEEPSEEK_ROPE}),
+    "DeepSeek-V3": TinyModel(
+        "DeepseekV3", {**LATENTS, **DEEPSEEK_ROPE, "q_lora_rank": 64, "n_group": 4, "topk_group": 2}
+    ),
+    "gpt-oss": TinyModel("GptOss", {**GPT_OSS, **TINY_SIZES, "head_dim": 16, "intermediate_size": 64}),
 }
 
 
 @dataclass(frozen=True)
 class Published:
     """tool, what: who made it, and which of its layouts. source: where the layout is defined. cpu, gpu: weights in
-    memory. file: beside config.json, where the config lies under `key`, and what else is there.
+    memory. file: beside config.json, where the config lies under `key`, and what else is there. gpt_oss: how the tool
+    names the experts of gpt-oss; empty: none such is published. writer: of what is published of gpt-oss alone.
     """
 
     tool: str
@@ -71,10 +92,22 @@ class Published:
     key: str = ""
     beside: Mapping[str, Any] = field(default_factory=dict)
     kv_scales: bool = False
+    gpt_oss: str = ""
+    writer: Callable[[Path, TinyModel], transformers.PreTrainedModel] | None = None
+
+    @property
+    def families(self) -> tuple[str, ...]:
+        """Those that the tool's checkpoints are published of."""
+        if self.writer is not None:
+            return ("gpt-oss",)
+        return tuple(family for family in FAMILIES if family != "gpt-oss" or self.gpt_oss)
 
     def write(self, path: Path, tiny: TinyModel) -> transformers.PreTrainedModel:
         """Returns transformers' model with the weights that the files stand for."""
-        model = write(self.form, path, tiny)
+        if self.writer is not None:
+            return self.writer(path, tiny)
+        weights_of = {"Mixtral": mixtral, "GptOss": GPT_OSS_NAMES.get(self.gpt_oss)}.get(tiny.family)
+        model = write(self.form, path, tiny, weights_of=weights_of)
         if self.file:
             config = json.loads((path / "config.json").read_text())
             method = config["quantization_config"]
@@ -92,112 +125,13 @@ class Published:
         return model
 
 
-def pack_4bit(weight: Tensor, nested: bool) -> Packed:
-    """bitsandbytes' NF4: `quantize_4bit`, and with `nested` its absmax in a byte each (`compress_statistics`)."""
-    numbers, shape = torch.tensor(NF4), list(weight.shape)
-    blocks = weight.reshape(-1, BLOCK)
-    absmax = blocks.abs().amax(1)
-    codes = (blocks[..., None] / absmax[:, None, None] - numbers).abs().argmin(-1).flatten().to(torch.uint8)
-    state: dict[str, Any] = {"quant_type": "nf4", "blocksize": BLOCK, "dtype": "bfloat16", "shape": shape}
-    tensors = {"weight": (codes[::2] << 4 | codes[1::2])[:, None], "weight.quant_map": numbers}
-    if nested:
-        offset = float(absmax.mean())
-        levels = torch.linspace(-1, 1, 256)  # there a map with finer steps around zero, read from the file as well
-        groups = torch.nn.functional.pad(absmax - offset, (0, -len(absmax) % NESTED_BLOCK)).view(-1, NESTED_BLOCK)
-        largest = groups.abs().amax(1).clamp(min=1e-8)
-        nearest = (groups[..., None] / largest[:, None, None] - levels).abs().argmin(-1)
-        absmax = (levels[nearest] * largest[:, None]).flatten()[: len(absmax)] + offset
-        stored = nearest.flatten()[: len(absmax)].to(torch.uint8)
-        tensors |= {"weight.absmax": stored, "weight.nested_absmax": largest, "weight.nested_quant_map": levels}
-        state |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": offset}
-    else:
-        tensors["weight.absmax"] = absmax
-    blob = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
-    tensors["weight.quant_state.bitsandbytes__nf4"] = blob
-    return tensors, (numbers[codes.long()].view(-1, BLOCK) * absmax[:, None]).view(shape)
-
-
-def pack_scb(weight: Tensor) -> Packed:
-    """bitsandbytes' LLM.int8()."""
-    largest = weight.abs().amax(1)
-    values = (weight / largest[:, None] * 127).round().to(torch.int8)
-    tensors = {"weight": values, "SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8)}
-    return tensors, values.float() * (largest / 127)[:, None]
-
-
-def pack_divided_nvfp4(weight: Tensor) -> Packed:
-    """compressed-tensors' nvfp4-pack-quantized: ModelOpt's numbers, and the reciprocal of its second scale."""
-    tensors, rounded = pack_nvfp4(weight)
-    second = 1 / tensors["weight_scale_2"].reshape(1)
-    scales = tensors["weight_scale"]
-    names = {"weight_packed": tensors["weight"], "weight_scale": scales, "weight_global_scale": second}
-    return {**names, "input_global_scale": torch.tensor([8.0])}, rounded
-
-
-def bitsandbytes(bits: int, **changes: Any) -> dict[str, Any]:
-    """What `BitsAndBytesConfig.to_dict` of transformers gives."""
-    return {
-        "_load_in_4bit": bits == 4, "_load_in_8bit": bits == 8, "bnb_4bit_compute_dtype": "bfloat16",
-        "bnb_4bit_quant_storage": "uint8", "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": False,
-        "llm_int8_enable_fp32_cpu_offload": False, "llm_int8_has_fp16_weight": False,
-        "llm_int8_skip_modules": ["lm_head"], "llm_int8_threshold": 6.0, "load_in_4bit": bits == 4,
-        "load_in_8bit": bits == 8, "quant_method": "bitsandbytes", **changes,
-    }  # fmt: skip
-
-
-def modelopt(algorithm: str, **changes: Any) -> dict[str, Any]:
-    return {
-        "quant_method": "modelopt", "quant_algo": algorithm, "kv_cache_quant_algo": "FP8",
-        "exclude_modules": ["lm_head"], **changes,
-    }  # fmt: skip
-
-
-def llm_compressor(stored_as: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The fields of a config that compressed-tensors 0.10 and later writes beside those that are read."""
-    config = compressed(stored_as, {**WEIGHT_FIELDS, **weights}, inputs)
-    group = {**config["config_groups"]["group_0"], "output_activations": None}
-    return {
-        **config, "config_groups": {"group_0": group}, "global_compression_ratio": None, "kv_cache_scheme": None,
-        "sparsity_config": {}, "transform_config": {}, "version": "0.12.2",
-    }  # fmt: skip
-
-
-WEIGHT_FIELDS: dict[str, Any] = {
-    "actorder": None, "block_structure": None, "dynamic": False, "group_size": None, "observer": "minmax",
-    "observer_kwargs": {},
-}  # fmt: skip
-AUTO_GPTQ: dict[str, Any] = {
-    "quant_method": "gptq", "bits": 4, "group_size": GROUP, "damp_percent": 0.1, "desc_act": False, "sym": True,
-    "static_groups": False, "true_sequential": True, "model_name_or_path": None, "model_file_base_name": "model",
-}  # fmt: skip
-GPTQ_MODEL: dict[str, Any] = {
-    "quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True, "lm_head": False,
-    "checkpoint_format": "gptq", "pack_dtype": "int32", "meta": {
-        "quantizer": ["gptqmodel:5.7.0"], "uri": "https://github.com/modelcloud/gptqmodel", "damp_percent": 0.05,
-        "damp_auto_increment": 0.01, "static_groups": False, "true_sequential": True, "mse": 0.0,
-    },
-}  # fmt: skip
-AUTO_AWQ: dict[str, Any] = {
-    "quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm",
-    "modules_to_not_convert": None,
-}  # fmt: skip
-PRODUCER = {"producer": {"name": "modelopt", "version": "0.29.0"}}
-UNSLOTH_SKIPS = ["lm_head", "multi_modal_projector", "merger", "model.layers.1.self_attn", "model.layers.1.mlp"]
-FP8_INPUTS = {**INPUTS8, "type": "float", "symmetric": True, "observer": None}
-
-
-def whole(weight: Tensor) -> Packed:
-    """FP8 with one scale, and one of inputs."""
-    tensors, rounded = pack_fp8(weight, (weight.shape[0], weight.shape[1]), shape=())
-    return {**tensors, "weight_scale": tensors["weight_scale"].reshape(()), "input_scale": torch.tensor(0.1)}, rounded
-
-
-def form(config: dict[str, Any], pack: Any, label: str, *kept_plain: str) -> Format:
-    return Format(config, pack, label, "", ("lm_head", "embed_tokens", *kept_plain))
+def form(config: dict[str, Any], pack: Any, label: str, *kept_plain: str, packs_routers: bool = False) -> Format:
+    return Format(config, pack, label, "", ("lm_head", "embed_tokens", *kept_plain), packs_routers)
 
 
 GPTQ_SOURCE, CT_SOURCE = "AutoGPTQ auto_gptq/nn_modules/qlinear", "compressed-tensors src/compressed_tensors"
 BNB_SOURCE = "bitsandbytes bitsandbytes/functional.py (QuantState.as_dict), nn/modules.py (Linear8bitLt)"
+FP8_SOURCE = "transformers src/transformers/integrations/finegrained_fp8.py"
 MODELOPT_SOURCE = "Model-Optimizer modelopt/torch/export (hf_quant_config.json)"
 PUBLISHED = {
     "autogptq": Published(
@@ -210,7 +144,7 @@ PUBLISHED = {
     ),
     "gptqmodel": Published(
         "GPTQModel", "4 bits", "GPTQModel gptqmodel/quantization/config.py",
-        form(GPTQ_MODEL, pack_gptq, "gptq-4bit"), "4 bits", "4 bits",
+        form(GPTQ_MODEL, pack_gptq, "gptq-4bit"), "4 bits", "4 bits", gpt_oss="gptqmodel",
     ),
     "gptqmodel-v2": Published(
         "GPTQModel", "4 bits, `gptq_v2`", "GPTQModel gptqmodel/quantization/config.py",
@@ -229,18 +163,19 @@ PUBLISHED = {
     "llm-compressor-w4a16": Published(
         "llm-compressor", "W4A16", CT_SOURCE + "/compressors (pack_quantized)",
         form(llm_compressor("pack-quantized", integers(4)), pack_integers, "compressed-tensors-w4a16"),
-        "4 bits", "4 bits",
+        "4 bits", "4 bits", gpt_oss="llm-compressor",
     ),
     "llm-compressor-w8a8": Published(
         "llm-compressor", "W8A8, int8", CT_SOURCE + "/compressors (int_quantized)",
         form(llm_compressor("int-quantized", {"type": "int", "num_bits": 8, "strategy": "channel", "symmetric": True},
                             {**INPUTS8, "symmetric": True, "observer": None}),
-             pack_int8, "compressed-tensors-w8a8"), "int8", "int8",
+             pack_int8, "compressed-tensors-w8a8"), "int8", "int8", gpt_oss="llm-compressor-0.8",
     ),
     "llm-compressor-fp8-dynamic": Published(
         "llm-compressor", "FP8, dynamic", CT_SOURCE + "/compressors (float_quantized)",
         form(llm_compressor("float-quantized", {**FP8, "strategy": "channel"}, FP8_INPUTS),
              lambda w: pack_fp8(w, (1, w.shape[1])), "compressed-tensors-fp8"), "int8", "e4m3",
+        gpt_oss="llm-compressor",
     ),
     "llm-compressor-fp8-block": Published(
         "llm-compressor", "FP8, blocks", CT_SOURCE + "/quantization/quant_scheme.py (FP8_BLOCK)",
@@ -255,6 +190,21 @@ PUBLISHED = {
                             {"type": "float", "num_bits": 4, "strategy": "tensor_group", "dynamic": "local"}),
              pack_divided_nvfp4, "compressed-tensors-nvfp4"), "int8", "int8",
     ),
+    "openai-mxfp4": Published(
+        "OpenAI, Unsloth", "MXFP4 experts", "transformers src/transformers/integrations/mxfp4.py",
+        form({}, None, "int8-weight"), "int8", "4 bits", writer=write_mxfp4,
+    ),
+    "fp8-block": Published(
+        "DeepSeek, Qwen, transformers", "FP8, blocks of 128, `weight_scale_inv`", FP8_SOURCE,
+        form({"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+              "modules_to_not_convert": ["lm_head"]},
+             lambda w: pack_fp8(w, (128, 128), "weight_scale_inv"), "fp8-blocks"), "int8", "e4m3",
+    ),
+    "autofp8": Published(
+        "AutoFP8", "FP8", "AutoFP8 auto_fp8/quantize.py, auto_fp8/config.py",
+        form({"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"],
+              "kv_cache_scheme": None}, whole, "fp8-weights"), "int8", "e4m3",
+    ),
     "modelopt-fp8": Published(
         "ModelOpt", "FP8, in `hf_quant_config.json`", MODELOPT_SOURCE, form(modelopt("FP8"), whole, "modelopt-fp8"),
         "int8", "e4m3", file="hf_quant_config.json", key="quantization", beside=PRODUCER, kv_scales=True,
@@ -265,16 +215,19 @@ PUBLISHED = {
         "int8", "int8", file="hf_quant_config.json", key="quantization", beside=PRODUCER, kv_scales=True,
     ),
     "bitsandbytes-nf4": Published(
-        "bitsandbytes", "NF4", BNB_SOURCE, form(bitsandbytes(4), lambda w: pack_4bit(w, False), "int8-weight"),
-        "int8", "bfloat16",
+        "bitsandbytes", "NF4", BNB_SOURCE,
+        form(bitsandbytes(4), lambda w: pack_4bit(w, False), "int8-weight", packs_routers=True), "int8", "bfloat16",
+        gpt_oss="stacked",
     ),
     "bitsandbytes-int8": Published(
-        "bitsandbytes", "int8", BNB_SOURCE, form(bitsandbytes(8), pack_scb, "int8-weight"), "int8", "bfloat16",
+        "bitsandbytes", "int8", BNB_SOURCE, form(bitsandbytes(8), pack_scb, "int8-weight", packs_routers=True),
+        "int8", "bfloat16", gpt_oss="stacked",
     ),
     "unsloth-4bit": Published(
         "Unsloth", "4 bits (NF4, nested scales)", BNB_SOURCE,
-        form(bitsandbytes(4, bnb_4bit_use_double_quant=True), lambda w: pack_4bit(w, True), "int8-weight"),
-        "int8", "bfloat16",
+        form(bitsandbytes(4, bnb_4bit_use_double_quant=True), lambda w: pack_4bit(w, True), "int8-weight",
+             packs_routers=True),
+        "int8", "bfloat16", gpt_oss="unsloth",
     ),
     "unsloth-dynamic": Published(
         "Unsloth", "dynamic 4 bits, some layers plain", BNB_SOURCE,
@@ -283,6 +236,23 @@ PUBLISHED = {
              *(f"layers.1.self_attn.{name}_proj" for name in ("q", "k", "v", "o", "qkv"))),
         "int8", "bfloat16",
     ),
+}  # fmt: skip
+
+REFUSED: dict[str, tuple[str, str, str, dict[str, Any]]] = {  # tool, what, source, `quantization_config`
+    "mlx": ("MLX", "any", "mlx-lm mlx_lm/utils.py (save_config)", {"group_size": 64, "bits": 4}),
+    "quark": ("AMD Quark", "any", "Quark quark/torch/export (quant_method)",
+              {"quant_method": "quark", "quant_mode": "eager_mode", "export": {"pack_method": "reorder"}}),
+    "auto-round": ("AutoRound", "its own format", "auto-round auto_round/export/export_to_autoround",
+                   {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True,
+                    "packing_format": "auto_round:auto_gptq"}),
+    "hqq": ("HQQ", "any", "transformers src/transformers/utils/quantization_config.py",
+            {"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 4}}}),
+    "torchao": ("torchao", "any", "transformers src/transformers/utils/quantization_config.py",
+                {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int4WeightOnlyConfig"}}}),
+    "modelopt-mixed": ("ModelOpt", "mixed precision", MODELOPT_SOURCE,
+                       {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {}}),
+    "llm-compressor-mxfp4": ("llm-compressor", "MXFP4", CT_SOURCE + "/compressors (mxfp4_quantized)",
+                             compressed("mxfp4-pack-quantized", {**FP8, "num_bits": 4, "group_size": 32})),
 }  # fmt: skip
 
 

@@ -11,17 +11,23 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.errors import ConfigError, UnsupportedModelError
+from common.model_files import resolve_model
 from engine.assembly import EngineParts
 from engine.loader.safetensors import SafetensorsWeights
-from engine.loader.source import bits_of_weights
+from engine.loader.source import bits_of_weights, open_source
 from engine.models.hf_config import read_hf_config
 from engine.quantization.bitsandbytes import BitsAndBytesWeights
+from engine.quantization.unstacked_experts import UnstackedExperts
 from tests.checkpoints import page
+from tests.engine.driving import engine_config
 from tests.engine.pipeline_parallel.test_pipeline import open_stages
-from tests.engine.quantization.published import FAMILIES, NF4, PUBLISHED, bitsandbytes, without
+from tests.engine.quantization.packed_files import SIZES, Format, pack_fp8, save_shards, write
+from tests.engine.quantization.published import FAMILIES, PUBLISHED, REFUSED, without
+from tests.engine.quantization.published_layouts import NF4, bitsandbytes
 from tests.engine.quantization.test_packed_checkpoint import PROMPT, load, logits, relative_error
+from tests.engine.speculation.mtp.modules import ModelWithModule
 from tests.engine.tensor_parallel.test_ranks import GREEDY, NUM_TOKENS, open_ranks
-from tests.engine.tiny_models import reference_greedy, reference_logits
+from tests.engine.tiny_models import DEEPSEEK, DEEPSEEK_ROPE, TinyModel, reference_greedy, reference_logits
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[3]
@@ -29,8 +35,9 @@ UP = "model.layers.1.mlp.up_proj"
 FLOAT32: dict[str, Any] = {"dtype": "float32", "quant_mode": "none"}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize(
+    ("name", "family"), [(name, family) for name, entry in PUBLISHED.items() for family in entry.families]
+)
 def test_a_checkpoint_computes_what_its_weights_say(name: str, family: str, tmp_path: Path) -> None:
     entry, path = PUBLISHED[name], tmp_path / "m"
     exact = reference_logits(entry.write(path, FAMILIES[family]), PROMPT)[-1]
@@ -38,13 +45,59 @@ def test_a_checkpoint_computes_what_its_weights_say(name: str, family: str, tmp_
     assert loaded.quant_mode == "none"
     torch.testing.assert_close(result, exact, atol=2e-4, rtol=0)
     held, loaded = logits(path, 20, dtype="bfloat16")
-    assert loaded.quant_mode == entry.form.label
+    assert loaded.quant_mode == ("int8-weight" if family == "gpt-oss" else entry.form.label)
     assert relative_error(held, exact) < 0.14
 
 
 def test_the_page_is_what_its_sources_say() -> None:
     written = (ROOT / "docs/checkpoints.md").read_text(encoding="utf-8")
     assert written == page(), "run `python -m tests.checkpoints > docs/checkpoints.md`"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_says_what_is_read(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    PUBLISHED["autogptq"].write(path, FAMILIES["Llama"])
+    config = {**json.loads((path / "config.json").read_text()), "quantization_config": REFUSED[name][3]}
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match=r"is not supported; supported are GPTQ .*; other models as GGUF"):
+        load(path)
+
+
+@pytest.mark.wing("engine.mla")
+def test_deepseek_v3_as_it_is_published(tmp_path: Path) -> None:
+    """Blocks of 128 that end within weights, an older config.json, a module after the layers, several files."""
+    sizes = {
+        **SIZES, **DEEPSEEK, "hidden_size": 192, "intermediate_size": 320, "moe_intermediate_size": 96, "n_group": 4,
+        "topk_group": 2, "q_lora_rank": 160, "kv_lora_rank": 144, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16,
+        "v_head_dim": 32, "num_key_value_heads": 4, "num_hidden_layers": 4, **DEEPSEEK_ROPE,
+    }  # fmt: skip
+    method = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+    form = Format(method, lambda weight: pack_fp8(weight, (128, 128), "weight_scale_inv"), "fp8-blocks", "")
+    path, kind = tmp_path / "m", ModelWithModule()
+    model = write(form, path, TinyModel("DeepseekV3", sizes))
+    kind.divide(path, kind.tensors(model))
+    model.model.layers = model.model.layers[:-1]
+    config = json.loads((path / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    config |= {
+        "rope_theta": rope.pop("rope_theta"), "rope_scaling": {**rope, "type": rope.pop("rope_type")},
+        "torch_dtype": "bfloat16", "topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1,
+        "ep_size": 1, "pretraining_tp": 1, "seq_aux": True, "aux_loss_alpha": 0.001,
+        "auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"},
+    }  # fmt: skip
+    (path / "config.json").write_text(json.dumps(config))
+    tensors = load_file(path / "model.safetensors")
+    assert "model.layers.3.self_attn.kv_a_proj_with_mqa.weight_scale_inv" in tensors
+    assert tensors["model.layers.0.self_attn.kv_a_proj_with_mqa.weight_scale_inv"].shape == (2, 2)
+    (path / "model.safetensors").unlink()
+    save_shards(tensors, path, 3)
+    exact = reference_logits(model, PROMPT)[-1]
+    torch.testing.assert_close(logits(path, 13, dtype="float32")[0], exact, atol=2e-4, rtol=0)
+    held, loaded = logits(path, 20, dtype="bfloat16")
+    assert loaded.quant_mode == "fp8-blocks"
+    rounded = logits(path, 20, dtype="bfloat16", quant_mode="int8-weight")[0]  # chooses other experts than float32
+    assert relative_error(held, rounded) < 0.02
 
 
 def test_mlx_is_refused(tmp_path: Path) -> None:
@@ -88,7 +141,7 @@ def test_four_bits_are_those_of_bitsandbytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["unsloth-4bit", "bitsandbytes-int8"])
-@pytest.mark.parametrize("family", ["Phi-3", "Qwen3-MoE"])
+@pytest.mark.parametrize("family", ["Phi-3", "Qwen3-MoE", "gpt-oss"])
 def test_ranks_and_stages_equal_transformers(
     name: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,6 +156,36 @@ def test_ranks_and_stages_equal_transformers(
 
     assert tokens(open_ranks(tmp_path / "m", 2, monkeypatch, **FLOAT32)) == expected
     assert tokens(open_stages(tmp_path / "m", 2, monkeypatch, **FLOAT32)) == expected
+
+
+@pytest.mark.parametrize("name", ["gptqmodel", "llm-compressor-w4a16"])
+def test_parts_of_experts_that_lie_apart(name: str, tmp_path: Path) -> None:
+    """Also those that begin and end between a gate and its up."""
+    PUBLISHED[name].write(tmp_path / "m", FAMILIES["gpt-oss"])
+    source = open_source(
+        resolve_model(str(tmp_path / "m")), engine_config(str(tmp_path)), torch.float32, torch.device("cpu")
+    )
+    source.checked_skeleton()
+    weights = source.weights
+    assert isinstance(weights, UnstackedExperts)
+    experts = "model.layers.1.mlp.experts"
+    for stacked, shape in ((f"{experts}.gate_up_proj", (6, 64, 128)), (f"{experts}.down_proj_bias", (6, 64))):
+        whole = weights.take(stacked, shape)
+        assert whole.shape == shape
+        for columns in (range(64), range(33, 62)):
+            part = weights.take_part(stacked, (range(2, 5), *map(range, shape[1:-1]), columns))
+            assert torch.equal(part, whole[2:5, ..., columns.start : columns.stop])
+    raw = json.loads((tmp_path / "m/config.json").read_text())
+    assert bits_of_weights(raw) == (4, 16)
+
+
+def test_a_missing_expert_is_named(tmp_path: Path) -> None:
+    PUBLISHED["gptqmodel"].write(tmp_path / "m", FAMILIES["gpt-oss"])
+    tensors = load_file(tmp_path / "m/model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if ".experts.down.5." not in name}
+    save_file(kept, tmp_path / "m/model.safetensors")
+    with pytest.raises(ConfigError, match=r"missing: model\.layers\.0\.mlp\.experts\.down\.5\.weight"):
+        load(tmp_path / "m")
 
 
 @pytest.mark.parametrize(
