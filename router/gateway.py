@@ -20,7 +20,7 @@ from router.api.completion_renderer import CompletionRenderer
 from router.api.parse import B, is_ignored, parse_body
 from router.api.prompts import chat_prompt, completion_prompts, truncated
 from router.api.render import Renderer, RenderOptions
-from router.api.sampling import for_choice, sampling_params
+from router.api.sampling import for_choice, most_prompt_tokens, sampling_params
 from router.api.schemas import ChatCompletionBody, CompletionBody, GenerationBody
 from router.api.text import StopRules
 from router.choice import Choice
@@ -116,9 +116,10 @@ class Gateway:
         n = body.n or 1
         features = await Features.of(body, n, model.tokenizer, self.config)
         token_ids = await self._prompt_ids(model, body, features)
-        prompts = [truncated(token_ids, body.truncate_prompt_tokens)]
+        prompts = _truncated(model, body, [token_ids])
         request = self._request(http, model, body, features, prompts, n, arrival)
-        options = self._options(request, model, body, prompts, (), bool(body.logprobs))
+        texts = (model.tokenizer.decode(prompts[0], skip_special=False),) if body.return_prompt_text else ()
+        options = self._options(request, model, body, prompts, texts, bool(body.logprobs))
         return self.respond(http, request, renderer_of(features, options, model.tokenizer), bool(body.stream))
 
     async def count_chat_tokens(self, http: Request, body: ChatCompletionBody) -> int:
@@ -146,7 +147,7 @@ class Gateway:
         model = self.model_for(http, body.model)
         model.dispatcher.admit()
         prompts = await completion_prompts(body, model.tokenizer, model.limits())
-        prompts = [truncated(token_ids, body.truncate_prompt_tokens) for token_ids in prompts]
+        prompts = _truncated(model, body, prompts)
         n = body.n or 1
         per_prompt = max(body.best_of or n, n)
         features = await Features.of(body, len(prompts) * per_prompt, model.tokenizer, self.config)
@@ -179,6 +180,7 @@ class Gateway:
         timeout = timeout_seconds(http.headers, bool(body.stream), self.config.request_timeout_seconds)
         shared = pb.Submit(priority=body.priority, adapter=model.adapter, cache_salt=body.cache_salt)
         skip_special = body.skip_special_tokens is not False
+        session = http.headers.get("x-session-id", "")[:MAX_LABEL_CHARS] or body.session_id or body.user or ""
         choices = []
         for prompt_index, token_ids in enumerate(prompts):
             params = sampling_params(
@@ -194,7 +196,7 @@ class Gateway:
                     deadline=arrival + timeout,
                     arrival=arrival,
                     request=shared,
-                    session=http.headers.get("x-session-id", "")[:MAX_LABEL_CHARS] or body.user or "",
+                    session=session,
                 )
                 text = features.text(model.tokenizer, rules, continues, has_logprobs, skip_special, token_ids)
                 choices.append(Choice(index, prompt_index, journal, text, model.dispatcher))
@@ -216,9 +218,10 @@ class Gateway:
             created=int(time.time()),
             logprobs=logprobs,
             return_token_ids=bool(body.return_token_ids),
+            names_token_ids=bool(body.return_tokens_as_token_ids),
             include_usage=bool(stream and stream.include_usage),
             continuous_usage=bool(stream and stream.continuous_usage_stats),
-            echo=bool(texts),
+            echo=isinstance(body, CompletionBody) and bool(texts),
             prompt_texts=texts,
             prompt_token_ids=tuple(prompts),
         )
@@ -248,6 +251,13 @@ class Gateway:
             else model.tokenizer.decode(token_ids, skip_special=False)
             for item, token_ids in zip(body.prompts, prompts, strict=True)
         ]
+
+
+def _truncated(
+    model: ServedModel, body: ChatCompletionBody | CompletionBody, prompts: Sequence[list[int]]
+) -> list[list[int]]:
+    most = most_prompt_tokens(body, model.limits())
+    return [truncated(each, body.truncate_prompt_tokens, most, body.truncation_side) for each in prompts]
 
 
 def _tracing(config: RouterConfig) -> Traced | None:

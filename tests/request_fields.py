@@ -16,35 +16,45 @@ from openai.types.responses import response_create_params
 
 from router.api.message_schemas import Body
 from router.api.parse import harmless_values, is_ignored
-from router.embeddings_api.schemas import EmbeddingBody
+from router.embeddings_api.schemas import EmbeddingBody, RerankBody, ScoreBody
 from router.features import CHAT_BODY, COMPLETION_BODY
 from router.responses_api.schemas import ResponsesBody
 
-_BOTH = """add_special_tokens allowed_token_ids bad_words cache_salt ignore_eos include_stop_str_in_output
-kv_transfer_params length_penalty logits_processors min_p min_tokens priority prompt_logprobs repetition_penalty
-request_id response_format return_token_ids return_tokens_as_token_ids skip_special_tokens
-spaces_between_special_tokens stop_token_ids structured_outputs top_k truncate_prompt_tokens use_beam_search
-vllm_xargs"""
+# Of vLLM's vllm/entrypoints: openai/chat_completion, openai/completion and openai/responses, pooling/base and
+# pooling/scoring, each protocol.py, as of November 2026; and fields of earlier releases.
+_BOTH = """add_special_tokens allowed_token_ids bad_words cache_salt ec_transfer_params ignore_eos
+include_stop_str_in_output kv_transfer_params length_penalty logits_processors logprob_token_ids min_p min_tokens
+priority prompt_logprobs repetition_detection repetition_penalty request_id response_format return_mm_kwargs
+return_token_ids return_token_offsets return_tokens_as_token_ids routed_experts_prompt_start session_id
+skip_special_tokens spaces_between_special_tokens stop_token_ids stream_interval structured_outputs
+thinking_token_budget top_k truncate_prompt_tokens truncation_side use_beam_search vllm_xargs watermarking"""
+_POOLING = """cache_salt mm_processor_kwargs padding priority request_id truncate_prompt_tokens truncation_side
+use_activation user"""
 VLLM: dict[str, str] = {
     "chat": f"""{_BOTH} add_generation_prompt best_of chat_template chat_template_kwargs continue_final_message
-        documents echo include_reasoning mm_processor_kwargs thinking_token_budget""",
+        documents echo include_reasoning media_io_kwargs mm_processor_kwargs return_prompt_text""",
     "completions": f"{_BOTH} prompt_embeds",
-    "embeddings": "add_generation_prompt add_special_tokens cache_salt chat_template chat_template_kwargs "
-    "continue_final_message embed_dtype endianness messages normalize priority request_id truncate_prompt_tokens",
-    "responses": "cache_salt enable_response_messages include_stop_str_in_output priority repetition_penalty "
-    "request_id stop top_k",
+    "embeddings": f"""{_POOLING} add_generation_prompt add_special_tokens chat_template chat_template_kwargs
+        continue_final_message embed_dtype endianness media_io_kwargs messages normalize""",
+    "rerank": f"{_POOLING} documents model query top_n",
+    "responses": """cache_salt enable_response_messages ignore_eos include_stop_str_in_output logit_bias
+        mm_processor_kwargs previous_input_messages previous_response priority repetition_penalty request_id seed
+        skip_special_tokens stop structured_outputs top_k vllm_xargs""",
+    "score": f"{_POOLING} data_1 data_2 documents items model queries text_1 text_2",
 }
 OPENAI: dict[str, typing.Any] = {
     "chat": chat_create_params.CompletionCreateParamsNonStreaming,
     "completions": completion_create_params.CompletionCreateParamsNonStreaming,
     "embeddings": embedding_create_params.EmbeddingCreateParams,
     "responses": response_create_params.ResponseCreateParamsNonStreaming,
-}
+}  # rerank and score are not OpenAI's
 BODIES: dict[str, type[Body]] = {
     "chat": CHAT_BODY,
     "completions": COMPLETION_BODY,
     "embeddings": EmbeddingBody,
+    "rerank": RerankBody,
     "responses": ResponsesBody,
+    "score": ScoreBody,
 }
 PATHS = {api: "chat/completions" if api == "chat" else api for api in BODIES}
 WORKS, IGNORED, REFUSED, UNKNOWN = "works", "no effect", "refused", "unknown"
@@ -64,7 +74,8 @@ What becomes of each field of OpenAI's and vLLM's requests. `python -m tests.req
 
 def fields_of(api: str) -> set[str]:
     """All fields of one API's requests: OpenAI's, vLLM's, and this server's own."""
-    return {*typing.get_type_hints(OPENAI[api]), *VLLM[api].split(), *BODIES[api].model_fields}
+    of_openai = typing.get_type_hints(OPENAI[api]) if api in OPENAI else ()
+    return {*of_openai, *VLLM[api].split(), *BODIES[api].model_fields}
 
 
 def verdict(api: str, name: str) -> str:

@@ -26,8 +26,7 @@ class ChatRenderer(Renderer):
     def start(self, index: int, usage: Usage) -> bytes:
         delta = {"role": "assistant", "content": None if self._parts else ""}  # there may be other parts alone
         choice: dict[str, Any] = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        extra = {"prompt_token_ids": self.options.prompt_token_ids[0]} if self.options.return_token_ids else {}
-        return self._event(choice, usage, **extra)
+        return self._event(choice, usage, **self._prompt())
 
     def chunk(self, index: int, update: Update | ChoiceResult, usage: Usage) -> bytes:
         plain = self._plain if update.finish_reason is None else None
@@ -73,12 +72,15 @@ class ChatRenderer(Renderer):
         return reason
 
     def answer(self, results: Sequence[ChoiceResult], usage: Usage) -> bytes:
-        options = self.options
         body = {**self._head, "object": "chat.completion", "choices": [self._choice(item) for item in results]}
         body["usage"] = usage.as_dict()
-        if options.return_token_ids:
-            body["prompt_token_ids"] = options.prompt_token_ids[0]
-        return orjson.dumps(body)
+        return orjson.dumps(body | self._prompt())
+
+    def _prompt(self) -> dict[str, Any]:
+        """What the client wants to see of the prompt."""
+        options = self.options
+        shown: dict[str, Any] = {"prompt_token_ids": options.prompt_token_ids[0]} if options.return_token_ids else {}
+        return shown | ({"prompt_text": options.prompt_texts[0]} if options.prompt_texts else {})
 
     def _choice(self, result: ChoiceResult) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": result.text, "refusal": None}
@@ -108,4 +110,4 @@ class ChatRenderer(Renderer):
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         data = self._tokenizer.token_bytes(token_id)
-        return {"token": data.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(data)}
+        return {"token": self._text(token_id), "logprob": finite(logprob), "bytes": list(data)}

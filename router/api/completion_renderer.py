@@ -85,7 +85,7 @@ class CompletionRenderer(Renderer):
             token = self._text(item.token_id)
             tokens.append(token)
             offsets.append(offset)
-            offset += len(token)
+            offset += len(self._tokenizer.token_bytes(item.token_id).decode("utf-8", "replace"))
             top = {
                 self._text(token_id): finite(logprob)
                 for token_id, logprob in zip(item.top_token_ids, item.top_logprobs, strict=True)
@@ -98,6 +98,3 @@ class CompletionRenderer(Renderer):
             "top_logprobs": tops,
             "text_offset": offsets,
         }
-
-    def _text(self, token_id: int) -> str:
-        return self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")

@@ -40,7 +40,13 @@ _NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "length_penalty": (None, 1.0),
     "mm_processor_kwargs": (None, {}),
     **dict.fromkeys(("prompt_embeds", "request_id"), (None,)),
-    **dict.fromkeys(("return_tokens_as_token_ids", "add_special_tokens", "echo"), (None, False)),
+    **dict.fromkeys(("add_special_tokens", "echo", "watermarking"), (None, False)),
+    **dict.fromkeys(("ec_transfer_params", "logprob_token_ids", "repetition_detection"), (None,)),
+    "routed_experts_prompt_start": (None, 0),
+    "media_io_kwargs": (None, {}),
+    "padding": (None, "do_not_pad"),
+    "thinking_token_budget": (None, -1),
+    "use_activation": (None, True),
     "best_of": (None, 1),
     "vllm_xargs": (None, {}),
     "embed_dtype": (None, "float32"),
@@ -50,7 +56,11 @@ _NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("context_management", "stop"), (None, [])),
     **dict.fromkeys(("enable_response_messages", "include_stop_str_in_output"), (None, False)),
     **dict.fromkeys(("priority", "top_logprobs"), (None, 0)),
-    "cache_salt": (None,),
+    **dict.fromkeys(("cache_salt", "previous_response", "seed"), (None,)),
+    "ignore_eos": (None, False),
+    "skip_special_tokens": (None, True),
+    "logit_bias": (None, {}),
+    "previous_input_messages": (None, []),
     "repetition_penalty": (None, 1.0),
     "top_k": (None, 0, -1),
 }
@@ -61,6 +71,8 @@ _IGNORED = frozenset(
     {
         "metadata", "prediction", "store", "service_tier", "safety_identifier",
         "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+        # vLLM's: how many tokens a chunk has; what answers of its routes for rendering have.
+        "stream_interval", "return_token_offsets", "return_mm_kwargs",
     }
 )  # fmt: skip
 

@@ -30,10 +30,11 @@ class RenderOptions:
     created: int
     logprobs: bool = False
     return_token_ids: bool = False
+    names_token_ids: bool = False  # in log-probabilities, in place of tokens' texts
     include_usage: bool = False
     continuous_usage: bool = False
     echo: bool = False
-    prompt_texts: tuple[str, ...] = ()  # for echo
+    prompt_texts: tuple[str, ...] = ()  # for echo, and return_prompt_text
     prompt_token_ids: tuple[list[int], ...] = ()  # for echo and return_token_ids
 
 
@@ -92,6 +93,12 @@ class Renderer(ABC):
     def failure(self, error: dict[str, Any]) -> bytes:
         """Render the end of a stream that has failed."""
         return event(error) + DONE
+
+    def _text(self, token_id: int) -> str:
+        """What log-probabilities call a token."""
+        if self.options.names_token_ids:
+            return f"token_id:{token_id}"
+        return self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")
 
     def _event(self, choice: dict[str, Any], usage: Usage, **extra: Any) -> bytes:
         value = {**self._head, "choices": [choice], **extra}

@@ -38,10 +38,20 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
+Truncation = Annotated[int, Field(ge=-1, lt=1 << 31)]  # tokens of a prompt that are kept; -1: as many as fit
+TruncationSide = Literal["left", "right"]  # where others are cut off
+
+
 class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: Literal[False] | None = None  # OpenAI's padding against readers of packet sizes
+
+
+def check_truncation(kept: int | None) -> None:
+    """Raise InvalidRequestError for a prompt of which nothing would be kept."""
+    if kept == 0:
+        raise InvalidRequestError("truncate_prompt_tokens must be -1 or positive", "truncate_prompt_tokens")
 
 
 class GenerationBody(Body):
@@ -76,8 +86,11 @@ class GenerationBody(Body):
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_LABEL_CHARS)] | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     num_speculative_tokens: Annotated[int, Field(ge=0, le=MAX_SPECULATIVE_TOKENS)] | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    session_id: Label | None = None
+    truncate_prompt_tokens: Truncation | None = None
+    truncation_side: TruncationSide | None = None
 
     @model_validator(mode="after")
     def _check(self) -> GenerationBody:
@@ -85,6 +98,7 @@ class GenerationBody(Body):
             raise InvalidRequestError("stream_options needs stream: true", "stream_options")
         if self.min_tokens and self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError("min_tokens must not exceed max_tokens", "min_tokens")
+        check_truncation(self.truncate_prompt_tokens)
         return self
 
     @property
@@ -101,6 +115,7 @@ class ChatCompletionBody(GenerationBody):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    return_prompt_text: bool | None = None
     chat_template_kwargs: TemplateKwargs = None
     reasoning_effort: Label | None = None
     verbosity: Label | None = None

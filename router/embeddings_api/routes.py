@@ -44,7 +44,7 @@ def add_embedding_routes(routes: Routes, gateway: Gateway) -> None:
         with gateway.bodies.hold() as held:
             body = gateway.parse(EmbeddingBody, http, await read_json_object(http, held))
             inputs = [(CHAT, body)] if body.messages else [("input", each) for each in body.inputs]
-            finish = partial(shortened, dimensions=body.dimensions, normalizes=body.normalize is not False)
+            finish = partial(shortened, dimensions=body.dimensions, normalizes=body.normalizes)
             renderer_of = partial(EmbeddingRenderer, is_base64=body.encoding_format == "base64")
             return await _respond(gateway, http, body, arrival, "embd", inputs, finish, renderer_of)
 
@@ -146,8 +146,7 @@ async def _prompt_ids(
     else:
         token_ids = checked_ids(given, limits.vocab_size, param)
     most = limits.max_model_len - 1  # the token that comes with a vector has a place, too
-    kept = body.truncate_prompt_tokens
-    token_ids = truncated(token_ids, most if kept == -1 else kept)
+    token_ids = truncated(token_ids, body.truncate_prompt_tokens, most, body.truncation_side)
     if len(token_ids) > most:
         however = f"your {param} resulted in {len(token_ids)} tokens, and a vector takes at most {most}"
         raise ContextLengthError(limits.max_model_len, f"{however}. Please reduce the length of the {param}", param)

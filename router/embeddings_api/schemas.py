@@ -17,7 +17,7 @@ from router.api.message_schemas import (
     TemplateKwargs,
     check_messages,
 )
-from router.api.schemas import TokenIdField
+from router.api.schemas import TokenIdField, Truncation, TruncationSide, check_truncation
 
 MAX_INPUTS = 2048  # of a request, as OpenAI's API has it
 
@@ -36,13 +36,13 @@ class VectorBody(Body):
     user: Label | None = None
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_LABEL_CHARS)] | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None  # -1: to what the model takes
+    truncate_prompt_tokens: Truncation | None = None
+    truncation_side: TruncationSide | None = None
     add_special_tokens: bool = True
 
     @model_validator(mode="after")
     def _check_truncation(self) -> VectorBody:
-        if self.truncate_prompt_tokens == 0:
-            raise InvalidRequestError("truncate_prompt_tokens must be -1 or positive", "truncate_prompt_tokens")
+        check_truncation(self.truncate_prompt_tokens)
         return self
 
 
@@ -64,9 +64,12 @@ class EmbeddingBody(VectorBody):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     normalize: bool | None = None
+    use_activation: bool | None = None  # the same, as later releases of vLLM call it
 
     @model_validator(mode="after")
     def _check_input(self) -> EmbeddingBody:
+        if None not in (self.normalize, self.use_activation) and self.normalize is not self.use_activation:
+            raise InvalidRequestError("normalize and use_activation contradict each other", "use_activation")
         if (self.input is None) == (self.messages is None):
             raise InvalidRequestError("give either input or messages", "input")
         if self.messages is None:
@@ -84,6 +87,10 @@ class EmbeddingBody(VectorBody):
         return self
 
     @property
+    def normalizes(self) -> bool:
+        return self.normalize is not False and self.use_activation is not False
+
+    @property
     def inputs(self) -> Sequence[str | Sequence[int]]:
         """Each of them a text or token ids; none of a conversation."""
         if self.input is None:
@@ -93,19 +100,26 @@ class EmbeddingBody(VectorBody):
         return self.input
 
 
+LEFT_NAMES, RIGHT_NAMES = ("text_1", "queries", "data_1"), ("text_2", "documents", "items", "data_2")
+
+
 class ScoreBody(VectorBody):
     """POST /v1/score"""
 
     text_1: Texts = None
     text_2: Texts = None
-    queries: Texts = None  # another name of text_1, as documents is of text_2
+    queries: Texts = None  # another name of text_1, as data_1 is; the others are of text_2
     documents: Texts = None
+    items: Texts = None
+    data_1: Texts = None
+    data_2: Texts = None
 
     @model_validator(mode="after")
     def _check_pairs(self) -> ScoreBody:
-        for names in (("text_1", "queries"), ("text_2", "documents")):
+        for names in (LEFT_NAMES, RIGHT_NAMES):
             if sum(getattr(self, name) is not None for name in names) != 1:
-                raise InvalidRequestError(f"give either {names[0]} or {names[1]}", names[0])
+                listed = ", ".join(names[:-1])
+                raise InvalidRequestError(f"give one of {listed} and {names[-1]}", names[0])
         num_left, num_right = len(self.left), len(self.right)
         if num_left not in (1, num_right):
             message = f"text_1 has {num_left} texts and text_2 {num_right}: give one and several, or as many of each"
@@ -114,11 +128,11 @@ class ScoreBody(VectorBody):
 
     @property
     def left(self) -> list[str]:
-        return _listed(self.queries if self.text_1 is None else self.text_1)
+        return _first(self, LEFT_NAMES)
 
     @property
     def right(self) -> list[str]:
-        return _listed(self.documents if self.text_2 is None else self.text_2)
+        return _first(self, RIGHT_NAMES)
 
 
 class Document(Body):
@@ -146,5 +160,7 @@ class RerankBody(VectorBody):
         return [each if isinstance(each, str) else each.text for each in self.documents]
 
 
-def _listed(texts: Any) -> list[str]:
+def _first(body: ScoreBody, names: Sequence[str]) -> list[str]:
+    """The texts in the one of these fields that is given."""
+    texts: Any = next(value for name in names if (value := getattr(body, name)) is not None)
     return [texts] if isinstance(texts, str) else list(texts)

@@ -43,7 +43,7 @@ class ReasoningFields(Body):
     """Fields of a chat request's body."""
 
     include_reasoning: bool | None = None
-    thinking_token_budget: NumTokens | None = None
+    thinking_token_budget: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None  # -1: not bounded
     reasoning: ReasoningOptions | None = None
 
     @model_validator(mode="before")
@@ -76,7 +76,7 @@ class ReasoningFields(Body):
     def budget(self) -> int | None:
         """Tokens that a choice may reason, if bounded."""
         if self.thinking_token_budget is not None:
-            return self.thinking_token_budget
+            return None if self.thinking_token_budget == -1 else self.thinking_token_budget
         return self.reasoning.max_tokens if self.reasoning else None
 
 
@@ -86,7 +86,7 @@ def _template_variables(fields: dict[str, Any]) -> dict[str, Any]:
     budget = fields.get("thinking_token_budget", options.get("max_tokens") if isinstance(options, dict) else None)
     if budget == 0 or fields.get("reasoning_effort") == "none":
         return NO_THINKING
-    return {} if budget is None else {"thinking_budget": budget}
+    return {} if budget in (None, -1) else {"thinking_budget": budget}
 
 
 class ReasoningPart:

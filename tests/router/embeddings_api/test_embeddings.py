@@ -123,9 +123,10 @@ async def test_dimensions_shorten_and_normalize_again() -> None:
 
 async def test_vectors_as_they_are() -> None:
     async with pooling() as c:
-        body = {"input": "abc", "normalize": False, "dimensions": 3}
-        [item] = (await c.http.post("/v1/embeddings", json=body)).json()["data"]
-        assert item["embedding"] == vector_of(ids_of("abc"))[:3]
+        for name in ("normalize", "use_activation"):
+            body = {"input": "abc", name: False, "dimensions": 3}
+            [item] = (await c.http.post("/v1/embeddings", json=body)).json()["data"]
+            assert item["embedding"] == vector_of(ids_of("abc"))[:3]
     async with pooling(vector=lambda _: [0.0, 0.0]) as c:
         [item] = (await c.http.post("/v1/embeddings", json={"input": "abc"})).json()["data"]
         assert item["embedding"] == [0.0, 0.0]
@@ -152,8 +153,11 @@ async def test_a_long_prompt_is_refused_or_cut() -> None:
         answer = await c.http.post("/v1/embeddings", json={"input": [[1], long]})
         error = answer.json()["error"]
         assert (answer.status_code, error["param"], error["code"]) == (400, "input", "context_length_exceeded")
-        for asked, kept in ((-1, long[1:]), (5, long[-5:])):
-            await c.http.post("/v1/embeddings", json={"input": long, "truncate_prompt_tokens": asked})
+        for asked, side, kept in (
+            (-1, None, long[1:]), (5, "left", long[-5:]), (-1, "right", long[:-1]), (5, "right", long[:5])
+        ):  # fmt: skip
+            body = {"input": long, "truncate_prompt_tokens": asked, "truncation_side": side}
+            await c.http.post("/v1/embeddings", json=body)
             assert unpack_ids(submitted(c)[-1].prompt_token_ids) == kept
 
 
@@ -221,9 +225,11 @@ HELLO = [{"role": "user", "content": "a"}]
         ("/v1/embeddings", {"input": "a", "pooling": "max"}, 400, "pooling"),
         ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 0}, 400, "truncate_prompt_tokens"),
         ("/v1/embeddings", {"input": "a", "stream": True}, 400, "stream"),
+        ("/v1/embeddings", {"input": "a", "normalize": False, "use_activation": True}, 400, "use_activation"),
         ("/v1/embeddings", {"input": "a", "model": "other"}, 404, None),
         ("/v1/score", {"text_1": "a"}, 400, "text_2"),
         ("/v1/score", {"text_1": "a", "queries": "a", "text_2": "b"}, 400, "text_1"),
+        ("/v1/score", {"data_1": "a", "items": "b", "data_2": "c"}, 400, "text_2"),
         ("/v1/score", {"text_1": ["a", "b"], "text_2": "c"}, 400, "text_1"),
         ("/v1/score", {"text_1": "a", "text_2": ["b", ""]}, 400, "text_2"),
         ("/v1/rerank", {"query": "a"}, 400, "documents"),
@@ -319,7 +325,9 @@ def nearness(one: str, other: str) -> float:
         (["a", "b"], ["c", "d"], [("a", "c"), ("b", "d")]),
     ],
 )
-@pytest.mark.parametrize("names", [("text_1", "text_2"), ("queries", "documents")])
+@pytest.mark.parametrize(
+    "names", [("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2"), ("queries", "items")]
+)
 async def test_scores(left: Any, right: Any, pairs: list[tuple[str, str]], names: tuple[str, str]) -> None:
     async with pooling(vector=at_an_angle) as c:
         body = {"model": "dry-run", names[0]: left, names[1]: right}

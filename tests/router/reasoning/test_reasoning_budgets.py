@@ -77,6 +77,15 @@ async def test_templates_learn_of_a_budget_and_clients_decide() -> None:
             assert bytes(unpack_ids(c.decode[0].submits[-1].prompt_token_ids)).endswith(shown)
 
 
+async def test_a_budget_of_minus_one_is_none() -> None:
+    async with with_markers(TEMPLATE + "{{ thinking_budget is defined }}") as c:
+        message = (await ask(c, extra_body={"thinking_token_budget": -1})).choices[0].message
+        assert (message.reasoning, message.content) == ("É. 2 < 3.", "Yes.")
+        submitted = c.decode[0].submits[-1]
+        assert not submitted.sampling.grammar
+        assert bytes(unpack_ids(submitted.prompt_token_ids)).endswith(b"False")
+
+
 async def test_options_name_an_effort() -> None:
     async with with_markers(TEMPLATE + "{{ reasoning_effort }}") as c:
         for extra, shown in (
