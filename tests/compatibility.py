@@ -44,7 +44,8 @@ excludes and needs, `tests/compatibility.toml` names the tests and the other ref
 | – | cannot be asked for together |
 | empty | nothing refuses the two, and no test runs them together |
 
-The number behind a mark is that of the reason, or of a limit, at the end of the page.
+The number after a mark is that of the reason, or of a limit, at the end of the page. [Fields of
+requests](request_fields.md) says what becomes of each field.
 """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -155,10 +156,12 @@ def random_blocks(kind: gguf.GGMLQuantizationType, shape: tuple[int, ...]) -> ND
 def write_gguf(
     path: Path, model: transformers.PreTrainedModel, arch: str, kind: str = "F32",
     extra: dict[str, Any] | None = None, tensors_per_part: int = 0, is_old: bool = False,
+    tokenizer: Mapping[str, Any] | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Write `model`, matrices as `kind`. Returns what the file really holds, under transformers' names.
 
     tensors_per_part: write several files, whose names the package makes of `path`. is_old: as it was done before.
+    tokenizer: its metadata; None: names of tokens alone.
     """
     config = model.config
     writer = gguf.GGUFWriter(path, arch, split_max_tensors=tensors_per_part)
@@ -171,8 +174,12 @@ def write_gguf(
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     add_family_fields(writer, config, is_old)
     writer.add_vocab_size(config.vocab_size)
-    writer.add_token_list([f"token {index}" for index in range(config.vocab_size)])
-    writer.add_eos_token_id(config.eos_token_id)
+    if tokenizer is None:
+        writer.add_token_list([f"token {index}" for index in range(config.vocab_size)])
+        writer.add_eos_token_id(config.eos_token_id)
+    for name, value in (tokenizer or {}).items():
+        kinds = {str: writer.add_string, list: writer.add_array, int: writer.add_uint32}
+        kinds[type(value)](name, value)
     held: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:

@@ -1,0 +1,237 @@
+"""What requests may ask for (APIs, tools, reasoning, chat templates) with what engines may do, by real processes.
+
+All APIs give the answer of one plain engine, whatever features compute it; tests/compatibility.toml says which.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+
+from common.model_files import resolve_model
+from common.text.load import load_tokenizer
+from common.text.tokenizer import byte_level_alphabet
+from engine import LLM, SamplingParams
+from tests.common.tools.tool_templates import HERMES_TEMPLATE
+from tests.engine.gguf.gguf_files import write_gguf
+from tests.engine.quantization.packed_files import FORMATS, SIZES, write
+from tests.engine.tiny_models import DEEPSEEK, GPT_OSS, QWEN3_EXPERTS, TinyModel
+from tests.engine.transformers_models.hf_families import FAMILIES, HfFamily
+from tests.harness.adapters import write_adapter
+from tests.harness.clients import post
+from tests.harness.cluster import Cluster, running_cluster, save_with_tokenizer
+
+NUM_TOKENS = 14
+MESSAGES: Any = [{"role": "user", "content": "a question, the same question, and the same question once more"}]
+TEMPLATE = HERMES_TEMPLATE + (  # as Qwen3's
+    "<think>\n{%- if enable_thinking is defined and not enable_thinking %}\n</think>\n\n{%- endif %}"
+)
+PARAMETERS = {
+    "type": "object",
+    "properties": {"a": {"enum": [1, 2]}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+FUNCTION: dict[str, Any] = {"name": "look", "description": "Look it up.", "parameters": PARAMETERS}
+MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+FLOAT32: dict[str, Any] = {"dtype": "float32", "quant_mode": "none"}
+BLOCKS = 300
+DRAFTS = ("--speculative=suffix", "--no-adaptive-drafts", "--num-speculative-tokens=3")
+SWAP = ("--preemption=swap", "--host-tier-gb=0.01", "--itl-objective-ms=1000")
+WHOLE_EXPERTS = ("--tp=2", "--expert-parallel", "--expert-exchange=dispatch", "--num-redundant-experts=2")
+COMMON = {"vocab_size": 320, "max_position_embeddings": 2048, "num_hidden_layers": 2}
+WIDE = {**SIZES, **COMMON}
+GEMMA2 = FAMILIES["gemma2"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """tiny: what `save` writes into a folder. numbers: settings that change an answer's tokens.
+
+    flags: of all workers. decode: of decode workers.
+    """
+
+    tiny: TinyModel | HfFamily
+    numbers: dict[str, Any]
+    flags: tuple[str, ...] = ()
+    decode: tuple[str, ...] = ()
+    save: Callable[[TinyModel | HfFamily, Path], Path] = save_with_tokenizer
+    has_adapter: bool = False
+
+
+def save_packed(tiny: Any, folder: Path) -> Path:
+    write(FORMATS["gptq"], folder, tiny)
+    return folder
+
+
+def save_gguf(tiny: Any, folder: Path) -> Path:
+    """With its tokenizer inside, as such files are published."""
+    folder.mkdir()
+    tokens = [*sorted(byte_level_alphabet()), *MARKERS, "<|end|>", "10", *map(str, range(1000, 1058))]
+    tokenizer = {
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "default", "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [1] * 256 + [4] * len(MARKERS) + [3, 1] + [5] * 58,
+        "tokenizer.ggml.merges": ["1 0"], "tokenizer.ggml.eos_token_id": 260,
+    }  # fmt: skip
+    write_gguf(folder / "tiny.gguf", tiny.build(), "llama", "Q8_0", tokenizer=tokenizer)
+    return folder / "tiny.gguf"
+
+
+KINDS = {
+    "placed experts": Kind(
+        TinyModel("GptOss", {**GPT_OSS, **COMMON}), FLOAT32, (*DRAFTS, *SWAP),
+        (*WHOLE_EXPERTS, "--expert-placement={folder}/loads.json"),
+    ),
+    "moving experts": Kind(
+        TinyModel("Qwen3Moe", {**COMMON, **QWEN3_EXPERTS}), FLOAT32, (),
+        (*WHOLE_EXPERTS, "--expert-rebalance-interval=10", "--expert-load-file={folder}/counts.json"),
+    ),
+    "stages": Kind(
+        TinyModel("DeepseekV3", {**DEEPSEEK, **COMMON, "q_lora_rank": 24, "n_group": 4, "topk_group": 2}), FLOAT32,
+        DRAFTS, ("--pp=2",),
+    ),
+    "packed": Kind(
+        TinyModel("Llama", WIDE), {"quant_mode": "int8-weight", "kv_cache_dtype": "fp8"}, save=save_packed
+    ),
+    "gguf": Kind(TinyModel("Llama", WIDE), {"enable_lora": True}, save=save_gguf, has_adapter=True),
+    "foreign": Kind(
+        replace(GEMMA2, changes={**GEMMA2.changes, **COMMON}), {**FLOAT32, "model_impl": "transformers"}
+    ),
+    "rejection": Kind(
+        TinyModel("Llama", WIDE), FLOAT32, ("--speculative=draft:{model}", "--speculative-sampling=rejection")
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Served:
+    cluster: Cluster
+    model: str
+    expected: str  # of a plain engine
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    kind, folder = KINDS[request.param], tmp_path_factory.mktemp("models")
+    path = kind.save(kind.tiny, folder / "tiny")
+    if path.is_dir():
+        backend: tokenizers.Tokenizer = load_tokenizer(resolve_model("dry-run"))._backend
+        backend.add_tokens([tokenizers.AddedToken(text, special=False) for text in MARKERS])
+        (path / "tokenizer.json").write_text(backend.to_str())
+        (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": backend.id_to_token(258)}))
+    (folder / "think.jinja").write_text(TEMPLATE)
+    (folder / "loads.json").write_text(json.dumps({"num_experts": 6, "layers": [[90, 1, 40, 5, 5, 9]] * 2}))
+    common = [f"--model={path}", f"--num-gpu-blocks={BLOCKS}", "--num-threads=1"]
+    for name, value in kind.numbers.items():
+        flag = f"--{name.replace('_', '-')}"
+        common.append(flag if value is True else f"{flag}={value}")
+    adapter, modules = "", []
+    if kind.has_adapter:
+        shapes = {name: tuple(weight.shape) for name, weight in kind.tiny.build().named_parameters()}
+        adapter = str(write_adapter(folder / "poet", shapes))
+        modules = [f"--lora-modules=poet={adapter}"]
+    flags = [flag.format(folder=folder, model=path) for flag in kind.flags]
+    decode = [flag.format(folder=folder, model=path) for flag in kind.decode]
+    with running_cluster(
+        engine_args=(*common, *modules), worker_args=flags, role_args={"decode": decode},
+        router_args=(f"--chat-template={folder / 'think.jinja'}", "--local-prefill-tokens=0", *modules),
+    ) as cluster:  # fmt: skip
+        prompt = post(f"{cluster.url}/tokenize", json={"messages": MESSAGES}).json()["tokens"]
+        llm = LLM(str(path), num_gpu_blocks=BLOCKS, num_threads=1, **kind.numbers)
+        params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0)
+        [answer] = llm.generate([prompt], params, adapter=adapter)
+        yield Served(cluster, "poet" if adapter else "tiny", answer.text)
+
+
+def ask(served: Served, path: str, **fields: Any) -> Any:
+    body = {"model": served.model, **fields}
+    answer = post(f"{served.cluster.url}/v1/{path}", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_all_apis_reason_as_a_plain_engine_does(served: Served) -> None:
+    """A template opens the reasoning, which no random model closes."""
+    greedy: dict[str, Any] = {"temperature": 0.0}
+    chat = ask(served, "chat/completions", messages=MESSAGES, max_tokens=NUM_TOKENS, **greedy)
+    assert chat["choices"][0]["message"]["reasoning"] == served.expected.strip() != ""
+    responses = ask(served, "responses", input=MESSAGES, max_output_tokens=NUM_TOKENS, **greedy)
+    assert responses["output"][0]["content"][0]["text"] == served.expected.strip()
+    messages = ask(served, "messages", messages=MESSAGES, max_tokens=NUM_TOKENS, **greedy)
+    assert messages["content"][0]["thinking"] == served.expected.strip()
+
+
+def test_all_apis_call_a_tool(served: Served) -> None:
+    """The same one: a grammar is followed after a reasoning that is left out, and after a bounded one."""
+    most, greedy = 160, {"temperature": 0.0}
+    tools = [{"type": "function", "function": FUNCTION}]
+    fields = {"messages": MESSAGES, "max_tokens": most, "tools": tools, "tool_choice": "required", **greedy}
+    chat = ask(served, "chat/completions", reasoning_effort="none", **fields)["choices"][0]["message"]
+    called = chat["tool_calls"][0]["function"]
+    assert (called["name"], json.loads(called["arguments"])["a"] in (1, 2)) == ("look", True)
+    responses = ask(
+        served, "responses", input=MESSAGES, max_output_tokens=most, tools=[{"type": "function", **FUNCTION}],
+        tool_choice="required", reasoning={"effort": "none"}, **greedy,
+    )  # fmt: skip
+    call = next(item for item in responses["output"] if item["type"] == "function_call")
+    assert [call[name] for name in ("name", "arguments")] == [*called.values()]
+    messages = ask(
+        served, "messages", messages=MESSAGES, max_tokens=most, tool_choice={"type": "any"},
+        tools=[{"name": "look", "description": "Look it up.", "input_schema": PARAMETERS}],
+        thinking={"type": "disabled"}, **greedy,
+    )  # fmt: skip
+    used = next(block for block in messages["content"] if block["type"] == "tool_use")
+    assert used["input"] == json.loads(called["arguments"])
+    bounded = ask(served, "chat/completions", thinking_token_budget=6, **fields)["choices"][0]["message"]
+    assert bounded["reasoning"]
+    assert json.loads(bounded["tool_calls"][0]["function"]["arguments"])["a"] in (1, 2)
+
+
+def test_all_at_once_with_vectors_and_log_probabilities(served: Served) -> None:
+    greedy, tools = {"temperature": 0.0}, [{"type": "function", "function": FUNCTION}]
+    bodies: dict[str, dict[str, Any]] = {
+        "chat/completions": {
+            "messages": MESSAGES, "tools": tools, "tool_choice": "required", "thinking_token_budget": 6,
+            "max_tokens": 160, **greedy,
+        },
+        "responses": {"input": MESSAGES, "max_output_tokens": NUM_TOKENS, **greedy},
+        "messages": {"messages": MESSAGES, "max_tokens": NUM_TOKENS, **greedy},
+        "embeddings": {"input": "Hello"},
+        "completions": {"prompt": "Hello", "max_tokens": 1, "echo": True, "logprobs": 1},
+    }  # fmt: skip
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        answers = dict(zip(bodies, pool.map(lambda path: ask(served, path, **bodies[path]), bodies), strict=True))
+    message = answers["chat/completions"]["choices"][0]["message"]
+    assert json.loads(message["tool_calls"][0]["function"]["arguments"])["a"] in (1, 2)
+    assert answers["responses"]["output"][0]["content"][0]["text"] == served.expected.strip()
+    assert answers["messages"]["content"][0]["thinking"] == served.expected.strip()
+    [vector] = answers["embeddings"]["data"]
+    assert sum(number**2 for number in vector["embedding"]) == pytest.approx(1.0, abs=1e-3)
+    assert len(answers["completions"]["choices"][0]["logprobs"]["tokens"]) == 6
+
+
+def test_simulated_steps(tmp_path: Path) -> None:
+    """They follow no grammars: a request for a call that is required fails."""
+    (tmp_path / "think.jinja").write_text(TEMPLATE)
+    flags = ("--model=dry-run", f"--num-gpu-blocks={BLOCKS}", "--num-threads=1", "--simulated-steps=base=0.001")
+    with running_cluster(
+        engine_args=flags, router_args=(f"--chat-template={tmp_path / 'think.jinja'}", "--local-prefill-tokens=0")
+    ) as cluster:
+        served = Served(cluster, "dry-run", "")
+        tools = [{"type": "function", "function": FUNCTION}]
+        for fields in ({}, {"tools": tools}):  # which the prompt shows
+            chat = ask(served, "chat/completions", messages=MESSAGES, max_tokens=NUM_TOKENS, **fields)
+            assert len(chat["choices"][0]["message"]["reasoning"]) > 3
+        responses = ask(served, "responses", input=MESSAGES, max_output_tokens=NUM_TOKENS)
+        messages = ask(served, "messages", messages=MESSAGES, max_tokens=NUM_TOKENS)
+        assert len(responses["output"][0]["content"][0]["text"]) > 3
+        assert len(messages["content"][0]["thinking"]) > 3
+        body = {"messages": MESSAGES, "tools": tools, "tool_choice": "required"}
+        assert "simulated steps have neither" in post(f"{cluster.url}/v1/chat/completions", json=body).text
