@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from common.errors import ConfigError, UnsupportedModelError
-from engine.quantization.formats import awq, compressed_tensors, fp8, gptq, modelopt
+from engine.quantization.formats import auto_round, awq, compressed_tensors, fp8, gptq, modelopt
 from engine.quantization.formats.scheme import CheckpointQuantization, NotSupportedError
 
 DEQUANTIZED = "bitsandbytes (NF4, FP4 and int8)"  # read by another way than formats, see bitsandbytes.py
@@ -18,6 +18,7 @@ Parse = Callable[[Mapping[str, Any]], CheckpointQuantization]
 FORMATS: dict[str, tuple[str, Parse]] = {
     "gptq": ("GPTQ (4 and 8 bits)", gptq.parse),
     "awq": ("AWQ (4 bits, GEMM layout)", awq.parse),
+    "auto-round": ("AutoRound (in GPTQ's and AWQ's packing)", auto_round.parse),
     "fp8": ("FP8 (e4m3)", fp8.parse),
     "compressed-tensors": (
         "compressed-tensors (fp8, int8, and NVFP4, and packed integers of 4 and 8 bits)", compressed_tensors.parse,
@@ -34,6 +35,7 @@ def quantization_from_hf(raw: Mapping[str, Any]) -> CheckpointQuantization | Non
     if not isinstance(config, Mapping):
         raise ConfigError("config.json: quantization_config is not an object")
     method = str(config.get("quant_method") or ("compressed-tensors" if "config_groups" in config else "unknown"))
+    method = method.removeprefix("intel/")  # of AutoRound's first releases
     try:
         if method == "unknown" and {"group_size", "bits"} <= config.keys():
             raise NotSupportedError("MLX's packing, which is for Apple's GPUs,")

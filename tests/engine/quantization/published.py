@@ -39,6 +39,7 @@ from tests.engine.quantization.published_experts import mixtral, write_mxfp4
 from tests.engine.quantization.published_layouts import (
     AUTO_AWQ,
     AUTO_GPTQ,
+    AUTO_ROUND,
     FP8_INPUTS,
     GPTQ_MODEL,
     PRODUCER,
@@ -50,6 +51,7 @@ from tests.engine.quantization.published_layouts import (
     pack_divided_nvfp4,
     pack_scb,
     whole,
+    without_index,
 )
 from tests.engine.tiny_models import DEEPSEEK, DEEPSEEK_ROPE, GEMMA3, GPT_OSS, QWEN3_EXPERTS, TinyModel
 
@@ -131,6 +133,7 @@ def form(config: dict[str, Any], pack: Any, label: str, *kept_plain: str, packs_
 
 GPTQ_SOURCE, CT_SOURCE = "AutoGPTQ auto_gptq/nn_modules/qlinear", "compressed-tensors src/compressed_tensors"
 BNB_SOURCE = "bitsandbytes bitsandbytes/functional.py (QuantState.as_dict), nn/modules.py (Linear8bitLt)"
+AUTO_ROUND_SOURCE = "auto-round auto_round/export/export_to_autoround"
 FP8_SOURCE = "transformers src/transformers/integrations/finegrained_fp8.py"
 MODELOPT_SOURCE = "Model-Optimizer modelopt/torch/export (hf_quant_config.json)"
 PUBLISHED = {
@@ -159,6 +162,15 @@ PUBLISHED = {
         "AutoAWQ", "4 bits, in `quant_config.json`", "AutoAWQ awq/models/_config.py (AwqConfig.save_pretrained)",
         form({"quant_method": "awq", "zero_point": True, "q_group_size": GROUP, "w_bit": 4, "version": "GEMM"},
              pack_awq, "awq-4bit"), "4 bits", "4 bits", file="quant_config.json",
+    ),
+    "auto-round": Published(
+        "AutoRound", "4 bits, `auto_gptq`", AUTO_ROUND_SOURCE,
+        form(AUTO_ROUND, lambda w: without_index(pack_gptq(w)), "auto-round-4bit"), "4 bits", "4 bits",
+    ),
+    "auto-round-awq": Published(
+        "AutoRound", "4 bits, `auto_awq`", AUTO_ROUND_SOURCE,
+        form({**AUTO_ROUND, "sym": False, "packing_format": "auto_round:auto_awq"}, pack_awq, "auto-round-4bit"),
+        "4 bits", "4 bits",
     ),
     "llm-compressor-w4a16": Published(
         "llm-compressor", "W4A16", CT_SOURCE + "/compressors (pack_quantized)",
@@ -242,9 +254,9 @@ REFUSED: dict[str, tuple[str, str, str, dict[str, Any]]] = {  # tool, what, sour
     "mlx": ("MLX", "any", "mlx-lm mlx_lm/utils.py (save_config)", {"group_size": 64, "bits": 4}),
     "quark": ("AMD Quark", "any", "Quark quark/torch/export (quant_method)",
               {"quant_method": "quark", "quant_mode": "eager_mode", "export": {"pack_method": "reorder"}}),
-    "auto-round": ("AutoRound", "its own format", "auto-round auto_round/export/export_to_autoround",
-                   {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True,
-                    "packing_format": "auto_round:auto_gptq"}),
+    "auto-round": ("AutoRound", "MXFP4, NVFP4", AUTO_ROUND_SOURCE,
+                   {"quant_method": "auto-round", "bits": 4, "group_size": 32, "data_type": "mx_fp",
+                    "packing_format": "auto_round:llm_compressor"}),
     "hqq": ("HQQ", "any", "transformers src/transformers/utils/quantization_config.py",
             {"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 4}}}),
     "torchao": ("torchao", "any", "transformers src/transformers/utils/quantization_config.py",

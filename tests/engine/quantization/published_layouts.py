@@ -111,6 +111,12 @@ GPTQ_MODEL: dict[str, Any] = {
         "damp_auto_increment": 0.01, "static_groups": False, "true_sequential": True, "mse": 0.0,
     },
 }  # fmt: skip
+AUTO_ROUND: dict[str, Any] = {
+    "quant_method": "auto-round", "bits": 4, "group_size": GROUP, "sym": True, "data_type": "int", "iters": 200,
+    "autoround_version": "0.8.0", "packing_format": "auto_round:auto_gptq", "extra_config": {
+        "lm_head": {"bits": 16, "data_type": "float"}, "model.layers.0.mlp.gate": {"bits": 16, "data_type": "float"},
+    },
+}  # fmt: skip
 AUTO_AWQ: dict[str, Any] = {
     "quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm",
     "modules_to_not_convert": None,
@@ -118,6 +124,12 @@ AUTO_AWQ: dict[str, Any] = {
 PRODUCER = {"producer": {"name": "modelopt", "version": "0.29.0"}}
 UNSLOTH_SKIPS = ["lm_head", "multi_modal_projector", "merger", "model.layers.1.self_attn", "model.layers.1.mlp"]
 FP8_INPUTS = {**INPUTS8, "type": "float", "symmetric": True, "observer": None}
+
+
+def without_index(packed: Packed) -> Packed:
+    """GPTQ's layout without the inputs' groups, which follow each other."""
+    tensors, rounded = packed
+    return {name: tensor for name, tensor in tensors.items() if name != "g_idx"}, rounded
 
 
 def whole(weight: Tensor) -> Packed:

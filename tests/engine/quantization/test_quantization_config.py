@@ -43,6 +43,22 @@ def test_plain_weights_have_none() -> None:
             [Awq(4, (1, 64), False)],
         ),
         (
+            {
+                "quant_method": "intel/auto-round",
+                "bits": 4,
+                "group_size": 64,
+                "backend": "auto_round:gptq:exllamav2",
+                "extra_config": {"a": {"bits": 8}, "b": {"bits": 16}, "c": {"group_size": -1}},
+            },
+            "auto-round-4bit",
+            [Gptq(bits, (1, group), False, subtracts_one=True) for bits, group in ((4, 64), (8, 64), (4, WHOLE))],
+        ),
+        (
+            {"quant_method": "auto-round", "bits": 4, "group_size": 128, "packing_format": "auto_round:auto_awq"},
+            "auto-round-4bit",
+            [Awq(4, (1, 128), False)],
+        ),
+        (
             {"quant_method": "fp8", "weight_block_size": [128, 128]},
             "fp8-blocks",
             [Fp8(8, (128, 128), quantizes_inputs=True)],
@@ -102,6 +118,11 @@ def test_the_older_name_of_the_field() -> None:
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "ModelOpt's W4A8_AWQ"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "NVFP4 in groups of 32"),
         ({"bits": 4}, "'unknown'"),
+        (
+            {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round"},
+            "int in the packing 'auto_round'",
+        ),
+        ({"quant_method": "auto-round", "bits": 2, "packing_format": "auto_round:auto_gptq"}, "GPTQ with 2 bits"),
         (gptq(3), "GPTQ with 3 bits"),
         (gptq(2), "GPTQ with 2 bits"),
         ({"quant_method": "gptq"}, "GPTQ with None bits"),
@@ -141,6 +162,7 @@ def test_what_is_not_supported_is_named_with_what_is(config: dict[str, Any], fou
         gptq(group_size=0),
         gptq(group_size="32"),
         gptq(dynamic=["x"]),
+        {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:auto_gptq", "extra_config": ["x"]},
         {"quant_method": "fp8", "weight_block_size": [128, 0]},
         {"quant_method": "fp8", "weight_block_size": 128},
         {"quant_method": "compressed-tensors"},
