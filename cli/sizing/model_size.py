@@ -26,7 +26,8 @@ def weight_bytes(engine: EngineConfig) -> int:
         tensors = read_gguf(files.path).tensors
         total = sum(2 * math.prod(tensor.shape) for tensor in tensors.values())  # read as 16-bit numbers
     else:
-        total = sum(path.stat().st_size for path in files.path.glob("*.safetensors"))
+        stored = (path for path in files.path.glob("*.safetensors") if not path.name.startswith("consolidated"))
+        total = sum(path.stat().st_size for path in stored)
         stored_bits, held_bits = _bits(files.path)
     if stored_bits < PLAIN_BITS and engine.quant_mode == "auto" and engine.dtype in PACKED_DTYPES:
         return total * held_bits // stored_bits

@@ -6,12 +6,14 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from common.errors import ConfigError
 
 TOKENIZER_PATTERNS = ["*.json", "*.jinja", "tokenizer.model"]
 WEIGHT_PATTERNS = ["*.safetensors"]
+# The same weights once more, as Mistral and OpenAI have them for their own programs.
+IGNORED_PATTERNS = ["consolidated*.safetensors", "original/*", "metal/*"]
 _PART = re.compile(r"-\d{5}-of-\d{5}$")
 _QUANTIZATION = re.compile(r"(?:^|[-._/])((?:UD-)?I?Q\d\w*|MXFP4\w*|BF16|F16|F32)$", re.IGNORECASE)
 _NUM_NAMED = 12  # quantizations, in an error
@@ -26,9 +28,10 @@ def download(hub_id: str, folder: Path | None = None, weights: bool = True) -> P
 
     patterns = TOKENIZER_PATTERNS + WEIGHT_PATTERNS * weights
     with _told(hub_id, folder):
-        found = Path(snapshot_download(hub_id, local_dir=folder, allow_patterns=patterns))
+        chosen: dict[str, Any] = {"allow_patterns": patterns, "ignore_patterns": IGNORED_PATTERNS}
+        found = Path(snapshot_download(hub_id, local_dir=folder, **chosen))
         if folder is not None:  # for a hub out of reach, the call above takes the files that happen to be there
-            files = snapshot_download(hub_id, local_dir=folder, allow_patterns=patterns, dry_run=True)
+            files = snapshot_download(hub_id, local_dir=folder, dry_run=True, **chosen)
             left = [file.filename for file in files if file.will_download]
             if left:
                 raise ConfigError(f"the download of {hub_id} is not complete: {', '.join(left)}")

@@ -17,7 +17,7 @@ from engine.layers.weights import CHOICE_BIAS, Part, PartSource
 from engine.loader.checkpoint import Shape
 from engine.loader.fused import StoredRows
 
-INDEX_NAME = "model.safetensors.index.json"
+INDEX_NAME, SINGLE_NAME = "model.safetensors.index.json", "model.safetensors"
 MAX_HEADER_BYTES = 100 << 20
 PLAIN_TYPES = ("F64", "F32", "F16", "BF16")
 
@@ -116,6 +116,8 @@ def weight_files(directory: Path) -> list[Path]:
             raise ConfigError(f"{INDEX_NAME} has no weight_map") from error
         if any(Path(name).name != name for name in names):
             raise ConfigError(f"{INDEX_NAME} names files outside the model's directory")
+    elif (directory / SINGLE_NAME).is_file():  # others beside it are adapters, or the same weights once more
+        names = [SINGLE_NAME]
     else:
         names = sorted(path.name for path in directory.glob("*.safetensors"))
     if not names:

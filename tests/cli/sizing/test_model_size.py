@@ -12,6 +12,7 @@ def test_weights_are_estimated_from_files(tmp_path):
     assert 200 * 10**6 < weight_bytes(EngineConfig()) < 300 * 10**6  # SmolLM2-135M in 16 bits
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "a.safetensors").write_bytes(bytes(1000))
+    (tmp_path / "consolidated.safetensors").write_bytes(bytes(1000))  # the same once more
     assert weight_bytes(EngineConfig(str(tmp_path))) == 1000
     assert weight_bytes(EngineConfig(str(tmp_path), quant_mode="fp8")) == 500
     assert weight_bytes(EngineConfig("dry-run")) == 0

@@ -23,6 +23,9 @@ def hub(tmp_path: Path) -> Iterator[FakeHub]:
     (folder / "tokenizer.json").write_text("[]")
     (folder / "model.safetensors").write_bytes(b"weights" * 1000)
     (folder / "pytorch_model.bin").write_bytes(b"the same weights in another format")
+    for name in ("consolidated.safetensors", "original/model.safetensors", "original/config.json"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"the same weights for other programs")
     with FakeHub("org/tiny", folder, token="hf_secret") as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()

@@ -127,6 +127,15 @@ def test_integers_are_not_taken_for_weights(model_dir: Path) -> None:
         open_model(directory(model_dir))
 
 
+def test_one_file_has_all_weights_whatever_lies_beside_it(model_dir: Path) -> None:
+    for name in ("consolidated.safetensors", "adapter_model.safetensors"):
+        save_file({"layers.0.attention.wq.weight": torch.ones(2, 2)}, model_dir / name)
+    open_model(directory(model_dir))
+    (model_dir / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="missing: model"):
+        open_model(directory(model_dir))
+
+
 def test_missing_files_are_named(tmp_path: Path) -> None:
     path = TINY_MODELS["llama-tied-sharded"].save(tmp_path / "model")
     shards = sorted(path.glob("*.safetensors"))
