@@ -6,8 +6,11 @@ All APIs give the answer of one plain engine, whatever features compute it; test
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,14 +22,17 @@ from common.model_files import resolve_model
 from common.text.load import load_tokenizer
 from common.text.tokenizer import byte_level_alphabet
 from engine import LLM, SamplingParams
+from engine.pipeline_parallel.remote_stage import TOKEN_VARIABLE
+from tests.cluster.wings.test_remote_stage import accepts_connections
 from tests.common.tools.tool_templates import HERMES_TEMPLATE
 from tests.engine.gguf.gguf_files import write_gguf
 from tests.engine.quantization.packed_files import FORMATS, SIZES, write
-from tests.engine.tiny_models import DEEPSEEK, GPT_OSS, QWEN3_EXPERTS, TinyModel
+from tests.engine.tiny_models import DEEPSEEK, GPT_OSS, TinyModel
 from tests.engine.transformers_models.hf_families import FAMILIES, HfFamily
 from tests.harness.adapters import write_adapter
 from tests.harness.clients import post
-from tests.harness.cluster import Cluster, running_cluster, save_with_tokenizer
+from tests.harness.cluster import ROOT, Cluster, free_ports, running_cluster, save_with_tokenizer
+from tests.harness.waiting import wait_until
 
 NUM_TOKENS = 14
 MESSAGES: Any = [{"role": "user", "content": "a question, the same question, and the same question once more"}]
@@ -42,12 +48,14 @@ PARAMETERS = {
 FUNCTION: dict[str, Any] = {"name": "look", "description": "Look it up.", "parameters": PARAMETERS}
 MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 FLOAT32: dict[str, Any] = {"dtype": "float32", "quant_mode": "none"}
+EIGHT_BITS: dict[str, Any] = {"quant_mode": "int8-weight", "kv_cache_dtype": "fp8"}
 BLOCKS = 300
 DRAFTS = ("--speculative=suffix", "--no-adaptive-drafts", "--num-speculative-tokens=3")
 SWAP = ("--preemption=swap", "--host-tier-gb=0.01", "--itl-objective-ms=1000")
 WHOLE_EXPERTS = ("--tp=2", "--expert-parallel", "--expert-exchange=dispatch", "--num-redundant-experts=2")
 COMMON = {"vocab_size": 320, "max_position_embeddings": 2048, "num_hidden_layers": 2}
 WIDE = {**SIZES, **COMMON}
+WINDOWS = TinyModel("GptOss", {**GPT_OSS, **COMMON})
 GEMMA2 = FAMILIES["gemma2"]
 
 
@@ -64,6 +72,7 @@ class Kind:
     decode: tuple[str, ...] = ()
     save: Callable[[TinyModel | HfFamily, Path], Path] = save_with_tokenizer
     has_adapter: bool = False
+    has_stage: bool = False  # of its own, at a port
 
 
 def save_packed(tiny: Any, folder: Path) -> Path:
@@ -86,28 +95,49 @@ def save_gguf(tiny: Any, folder: Path) -> Path:
 
 KINDS = {
     "placed experts": Kind(
-        TinyModel("GptOss", {**GPT_OSS, **COMMON}), FLOAT32, (*DRAFTS, *SWAP),
+        WINDOWS, FLOAT32, (*DRAFTS, *SWAP),
         (*WHOLE_EXPERTS, "--expert-placement={folder}/loads.json"),
     ),
     "moving experts": Kind(
-        TinyModel("Qwen3Moe", {**COMMON, **QWEN3_EXPERTS}), FLOAT32, (),
+        WINDOWS, EIGHT_BITS, (*DRAFTS, *SWAP),
         (*WHOLE_EXPERTS, "--expert-rebalance-interval=10", "--expert-load-file={folder}/counts.json"),
     ),
     "stages": Kind(
         TinyModel("DeepseekV3", {**DEEPSEEK, **COMMON, "q_lora_rank": 24, "n_group": 4, "topk_group": 2}), FLOAT32,
         DRAFTS, ("--pp=2",),
     ),
+    "a stage elsewhere": Kind(
+        WINDOWS, EIGHT_BITS, SWAP[:2],
+        ("--pp=2", "--stage-address=127.0.0.1:{port}"), has_stage=True,
+    ),
     "packed": Kind(
-        TinyModel("Llama", WIDE), {"quant_mode": "int8-weight", "kv_cache_dtype": "fp8"}, save=save_packed
+        TinyModel("Llama", WIDE), EIGHT_BITS, save=save_packed
     ),
     "gguf": Kind(TinyModel("Llama", WIDE), {"enable_lora": True}, save=save_gguf, has_adapter=True),
     "foreign": Kind(
         replace(GEMMA2, changes={**GEMMA2.changes, **COMMON}), {**FLOAT32, "model_impl": "transformers"}
     ),
     "rejection": Kind(
-        TinyModel("Llama", WIDE), FLOAT32, ("--speculative=draft:{model}", "--speculative-sampling=rejection")
+        WINDOWS, EIGHT_BITS, ("--speculative=draft:{model}", "--speculative-sampling=rejection", *SWAP)
     ),
 }  # fmt: skip
+
+
+@contextmanager
+def stage(port: int) -> Iterator[None]:
+    """The first stage of a worker, as another host would run it. 0: none."""
+    if not port:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(TOKEN_VARIABLE, "a secret")
+        process = subprocess.Popen([sys.executable, "-m", "worker.ranks.stage", f"--port={port}"], cwd=ROOT)
+        try:
+            wait_until(lambda: accepts_connections(port))
+            yield
+        finally:
+            process.kill()
+            process.wait()
 
 
 @dataclass(frozen=True)
@@ -137,9 +167,10 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         shapes = {name: tuple(weight.shape) for name, weight in kind.tiny.build().named_parameters()}
         adapter = str(write_adapter(folder / "poet", shapes))
         modules = [f"--lora-modules=poet={adapter}"]
-    flags = [flag.format(folder=folder, model=path) for flag in kind.flags]
-    decode = [flag.format(folder=folder, model=path) for flag in kind.decode]
-    with running_cluster(
+    [port] = free_ports(1)
+    named = {"folder": folder, "model": path, "port": port}
+    flags, decode = ([flag.format(**named) for flag in given] for given in (kind.flags, kind.decode))
+    with stage(port if kind.has_stage else 0), running_cluster(
         engine_args=(*common, *modules), worker_args=flags, role_args={"decode": decode},
         router_args=(f"--chat-template={folder / 'think.jinja'}", "--local-prefill-tokens=0", *modules),
     ) as cluster:  # fmt: skip
