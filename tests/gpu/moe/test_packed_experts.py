@@ -23,6 +23,7 @@ from engine.quantization.conversion import QuantizedConversion, linear_of_rows
 from engine.quantization.gpu_linears import GpuLinears, dequantized
 from engine.quantization.quantized_rows import FP8_DTYPE, Made, QuantizedRows
 from tests.engine.quantization.packed_files import FORMATS, SIZES, Format, pack_fp8, write
+from tests.engine.quantization.published import FAMILIES, PUBLISHED
 from tests.engine.tiny_models import TinyModel
 from tests.gpu.kv.test_kv_groups import GPT_OSS
 from tests.gpu.models import save_family, use_small_tiles
@@ -131,6 +132,17 @@ def test_tokens_of_mxfp4_equal_those_of_its_weights(tmp_path: Path, monkeypatch:
     made, runner = open_gpu(model, monkeypatch, GpuConfig(), quant_mode="auto")
     assert generate(made, PARAMS, PROMPTS) == expected
     assert {block.stacked.down.itemsize for block in experts_of(runner)} == {0.5}
+
+
+def test_tokens_of_experts_that_lie_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As GPTQModel cuts gpt-oss's apart: dequantized, they are stacked as plain ones are."""
+    use_small_tiles(monkeypatch, 2)
+    tiny = FAMILIES["gpt-oss"]
+    PUBLISHED["gptqmodel"].write(tmp_path / "m", replace(tiny, changes={**tiny.changes, "num_hidden_layers": 1}))
+    expected = generate(reference(tmp_path / "m"), PARAMS, PROMPTS)
+    made, runner = open_gpu(tmp_path / "m", monkeypatch, GpuConfig(), quant_mode="auto")
+    assert generate(made, PARAMS, PROMPTS) == expected
+    assert {block.stacked.down.itemsize for block in experts_of(runner)} == {4}
 
 
 def fp8_values(n: int, k: int) -> Tensor:
