@@ -5,13 +5,21 @@ Keeps each row's parameters on the device. `engine.sampling.sampler` samples the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.gpu.pinning import upload
 from engine.gpu.steps.rows import RowChanges
 from engine.gpu.vocabulary import WHOLE_VOCABULARY, Vocabulary
+from engine.request import SamplingParams
+from engine.request_states import RequestState
 from kernels.gpu.sampling.sampling import choose_tokens, chunk_stats, num_chunks_of
+
+NUM_FRACTIONS = 3  # lines of the table that are float32: temperature, top_p, min_p. Then top_k, and `_truncates`
 
 
 class DeviceSampler:
@@ -25,12 +33,12 @@ class DeviceSampler:
         self._device = device
         self._vocabulary = vocabulary
         self._stats = torch.empty(max_rows * num_chunks_of(vocab_size) * 4, device=device)  # workspace
-        self._truncates = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        self._temperatures = torch.zeros(max_rows, device=device)
-        self._top_ks = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        self._top_ps = torch.ones(max_rows, device=device)
-        self._min_ps = torch.zeros(max_rows, device=device)
         self._seeds = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        # One tensor, since a new request's parameters are written before its first step starts. Lines are aligned.
+        self._table = torch.zeros(NUM_FRACTIONS + 2, -(-max_rows // 4) * 4, dtype=torch.int32, device=device)
+        self._temperatures, self._top_ps, self._min_ps = self._table[:NUM_FRACTIONS, :max_rows].view(torch.float32)
+        self._top_ks, self._truncates = self._table[NUM_FRACTIONS:, :max_rows]
+        self._top_ps.fill_(1.0)
 
     @property
     def _columns(self) -> tuple[Tensor, ...]:
@@ -40,25 +48,12 @@ class DeviceSampler:
         """Bring rows that changed their owner up to date."""
         if changes.moved:
             old, new = (upload(rows, torch.int64, self._device) for rows in zip(*changes.moved, strict=True))
-            for column in (*self._columns, self._truncates):
-                column[new] = column[old]
+            self._table[:, new] = self._table[:, old]
+            self._seeds[new] = self._seeds[old]
         if changes.fresh:
-            params = [request.params for _, request in changes.fresh]
-            integers = [
-                [row for row, _ in changes.fresh],
-                [_signed64(each.seed or 0) for each in params],
-                [each.top_k for each in params],
-                [each.temperature > 0 and (each.top_k > 0 or each.top_p < 1 or each.min_p > 0) for each in params],
-            ]
-            rows, seeds, top_ks, truncates = upload(integers, torch.int64, self._device)
-            self._seeds[rows], self._top_ks[rows], self._truncates[rows] = seeds, top_ks.int(), truncates.int()
-            fractions = [
-                [each.temperature for each in params],
-                [each.top_p for each in params],
-                [each.min_p for each in params],
-            ]
-            temperatures, top_ps, min_ps = upload(fractions, torch.float32, self._device)
-            self._temperatures[rows], self._top_ps[rows], self._min_ps[rows] = temperatures, top_ps, min_ps
+            fresh = upload(_numbers_of(changes.fresh), torch.int64, self._device)
+            self._seeds.index_copy_(0, fresh[0], fresh[1])
+            self._table.index_copy_(1, fresh[0], fresh[2:].int())
 
     def sample(
         self, logits: Tensor, rows: slice | Tensor, positions: Tensor, last_tokens: Tensor | None = None,
@@ -81,6 +76,22 @@ class DeviceSampler:
             logits, stats, temperatures, top_ks, top_ps, min_ps, seeds, positions, token_ids, last_tokens
         )  # fmt: skip
         return token_ids
+
+
+def _numbers_of(fresh: Sequence[tuple[int, RequestState]]) -> Any:
+    """int64 (2 + lines of the table, n): rows, seeds, and a column of the table for each."""
+    params = [request.params for _, request in fresh]
+    fractions = np.array([(each.temperature, each.top_p, each.min_p) for each in params], np.float32)
+    numbers = np.empty((2 + NUM_FRACTIONS + 2, len(params)), np.int64)
+    numbers[:2] = [row for row, _ in fresh], [_signed64(each.seed or 0) for each in params]
+    numbers[2 : 2 + NUM_FRACTIONS] = fractions.view(np.int32).T
+    numbers[-2:] = [each.top_k for each in params], [_truncates(each) for each in params]
+    return numbers
+
+
+def _truncates(params: SamplingParams) -> bool:
+    """Whether not every token may be sampled."""
+    return params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
 
 
 def _signed64(value: int) -> int:

@@ -43,7 +43,7 @@ class DeviceState:
             rows = [row for row, _ in changes.fresh]
             tokens = [request.token_ids[-1] for _, request in changes.fresh]
             fresh = upload([rows, tokens], torch.int64, self._device)
-            self.last_tokens[fresh[0]] = fresh[1]
+            self.last_tokens.index_copy_(0, fresh[0], fresh[1])
             for row in rows:
                 self._num_uploaded[row] = 0
 
@@ -64,4 +64,4 @@ class DeviceState:
         if not places:
             return
         pair = upload([places, values], torch.int64, self._device)
-        self._tables.view(-1)[pair[0]] = pair[1].to(torch.int32)
+        self._tables.view(-1).index_copy_(0, pair[0], pair[1].int())
