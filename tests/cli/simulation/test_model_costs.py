@@ -40,7 +40,13 @@ def test_decode_steps_take_what_was_measured(
     assert found == pytest.approx(measured, rel=0.13)
 
 
-@pytest.mark.parametrize(("ranks", "measured"), [(1, {64: 5.2, 256: 7.3, 512: 12.5, 1024: 23.2, 2048: 46, 4096: 93, 8192: 188}), (2, {2048: 28, 8192: 105})])
+@pytest.mark.parametrize(
+    ("ranks", "measured"),
+    [
+        (1, {64: 5.2, 256: 7.3, 512: 12.5, 1024: 23.2, 2048: 46, 4096: 93, 8192: 188}),
+        (2, {2048: 28, 8192: 105}),
+    ],
+)
 def test_prompts_take_what_was_measured(ranks: int, measured: dict[int, float]) -> None:
     cost = step_cost(size("qwen2.5-7b"), H200, ranks)
     found = {
