@@ -228,15 +228,21 @@ class Gateway:
 
     def respond(self, http: Request, request: GenerationRequest, renderer: Renderer, is_stream: bool) -> Response:
         """The answer of a request, which runs when it is sent."""
-        label = http.headers.get("x-request-id", "")
-        is_shown = 0 < len(label) <= MAX_LABEL_CHARS and label.isascii() and label.isprintable()
-        headers = {"x-request-id": label if is_shown else request.request_id, "x-mini-infer-id": request.request_id}
-        if ignored := http.scope.get(IGNORED):
-            headers["x-mini-infer-ignored"] = ", ".join(ignored)
-        response = GenerationResponse(request, renderer, headers, is_stream)
+        response = GenerationResponse(request, renderer, self.answer_headers(http), is_stream)
         if self._traced is None:
             return response
         return self._traced(http.headers, http.scope[SERVED_MODEL].name, request, response)
+
+    @staticmethod
+    def answer_headers(http: Request) -> dict[str, str]:
+        """What each answer says of its request, which has an id."""
+        request_id = http.scope[REQUEST_ID]
+        label = http.headers.get("x-request-id", "")
+        is_shown = 0 < len(label) <= MAX_LABEL_CHARS and label.isascii() and label.isprintable()
+        headers = {"x-request-id": label if is_shown else request_id, "x-mini-infer-id": request_id}
+        if ignored := http.scope.get(IGNORED):
+            headers["x-mini-infer-ignored"] = ", ".join(ignored)
+        return headers
 
     @staticmethod
     def parse(kind: type[B], http: Request, fields: dict[str, Any]) -> B:

@@ -24,74 +24,104 @@ class ResponsesRenderer(Renderer):
         facts: dict[str, Any],
         on_complete: Callable[[dict[str, Any], DeltaLengths], None],
     ) -> None:
-        """facts: of the request, which the response repeats. on_complete: takes the response and its deltas."""
+        """facts: of the request, which the response repeats. on_complete: takes a response that is over, and its
+        deltas; not one that failed before the client knew its id."""
         super().__init__(options, tokenizer, "response")
         self._facts = {**facts, "model": options.model, "created_at": options.created}
         self._on_complete = on_complete
         self._output = Output()
-        self._num_events = 0
+        self._status = "queued"
+        self._first_events = first_events(self._response(None, []))
+        self._num_events = len(self._first_events)  # `chunk` comes before `start`, whose events have these numbers
         self._finish_reason: str | None = None
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing comes any more."""
+        return self._status not in ("queued", "in_progress")
+
+    def queued(self) -> bytes:
+        """The events of a response in the background before it starts."""
+        return _joined(self._first_events[:-1])
+
+    def snapshot(self) -> dict[str, Any]:
+        """The response as it is now."""
+        return self._response(None, self._output.items)
+
     def start(self, index: int, usage: Usage) -> bytes:
-        # `chunk` comes first, so that its events have taken the first numbers.
-        events = first_events(self._response("in_progress", None))
-        return b"".join(event_bytes(event, number) for number, event in enumerate(events))
+        self._status = "in_progress"
+        num_sent = len(self._first_events) - 1 if self._facts["background"] else 0
+        return _joined(self._first_events[num_sent:], num_sent)
 
     def chunk(self, index: int, update: Update | ChoiceResult, usage: Usage) -> bytes:
         self._finish_reason = update.finish_reason
         return self._numbered(self._output.add(update))
 
     def end(self, usage: Usage) -> bytes:
-        is_complete = self._finish_reason != "length"
-        events = self._output.finish(is_complete)
-        response = self._completed(usage)
-        return self._numbered([*events, {"type": f"response.{response['status']}", "response": response}])
+        return self._over("incomplete" if self._finish_reason == "length" else "completed", usage)
 
     def failure(self, error: dict[str, Any]) -> bytes:
         inner = error["error"]
-        told = {"code": inner["code"] or inner["type"], "message": inner["message"]}
-        response = self._response("failed", None) | {"error": told}
-        return self._numbered([
-            {"type": "error", **told, "param": inner["param"]}, {"type": "response.failed", "response": response},
-        ])  # fmt: skip
+        return self._over("failed", None, {"code": inner["code"] or inner["type"], "message": inner["message"]})
+
+    def cancelled(self) -> bytes:
+        """The events that are left when a client has cancelled the response. OpenAI's API has none that says so."""
+        return self._over("cancelled", None)
 
     def answer(self, results: Sequence[ChoiceResult], usage: Usage) -> bytes:
         [result] = results
         self._finish_reason = result.finish_reason
         self._output.add(result)
-        self._output.finish(self._finish_reason != "length")
-        return orjson.dumps(self._completed(usage))
+        self.end(usage)
+        return orjson.dumps(self._response(usage, self._output.items))
 
-    def _completed(self, usage: Usage) -> dict[str, Any]:
-        status = "incomplete" if self._finish_reason == "length" else "completed"
-        response = self._response(status, usage)
+    def _over(self, status: str, usage: Usage | None, error: dict[str, Any] | None = None) -> bytes:
+        """Complete the response; return the rest of its events."""
+        begin = b"" if self._status == "in_progress" else self.start(0, Usage())
+        self._status = status
+        events = self._output.finish(status == "completed")
+        response = self._response(usage, self._output.items) | {"error": error}
         self._on_complete(response, self._output.delta_lengths)
-        return response
+        return begin + self._numbered([*events, *last_events(response)])
 
-    def _response(self, status: str, usage: Usage | None) -> dict[str, Any]:
-        reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        is_over = status in ("completed", "incomplete")
-        output = self._output.items if is_over else []
+    def _response(self, usage: Usage | None, output: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        reason = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
         return {
-            **self._facts, "object": "response", "status": status, "error": None, "incomplete_details": reason,
+            **self._facts, "object": "response", "status": self._status, "error": None, "incomplete_details": reason,
             "output": output, "usage": None if usage is None else _usage(usage),
         }  # fmt: skip
 
     def _numbered(self, events: Sequence[Event]) -> bytes:
-        first = self._num_events + 2  # after the two of `start`
+        first = self._num_events
         self._num_events += len(events)
-        return b"".join(event_bytes(event, number) for number, event in enumerate(events, start=first))
+        return _joined(events, first)
 
 
 def first_events(response: dict[str, Any]) -> list[Event]:
-    """The events before the output. response: as it is then."""
-    return [{"type": kind, "response": response} for kind in ("response.created", "response.in_progress")]
+    """The events before the output. response: with any status, and no output."""
+    before = "queued" if response["background"] else "in_progress"
+    stages = [("created", before), ("in_progress", "in_progress")]
+    if response["background"]:
+        stages.insert(1, ("queued", "queued"))
+    return [{"type": f"response.{kind}", "response": response | {"status": status}} for kind, status in stages]
+
+
+def last_events(response: dict[str, Any]) -> list[Event]:
+    """The events after the output of a response that is over."""
+    if response["status"] == "cancelled":
+        return []
+    error = [{"type": "error", **response["error"], "param": None}] if response["error"] else []
+    return [*error, {"type": f"response.{response['status']}", "response": response}]
 
 
 def event_bytes(event: Event, number: int) -> bytes:
     """The event with its sequence number, as it is sent."""
     data = orjson.dumps({**event, "sequence_number": number})
     return f"event: {event['type']}\ndata: ".encode() + data + b"\n\n"
+
+
+def _joined(events: Sequence[Event], first: int = 0) -> bytes:
+    return b"".join(event_bytes(event, number) for number, event in enumerate(events, start=first))
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

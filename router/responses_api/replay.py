@@ -7,7 +7,7 @@ from typing import Any
 
 from router.api.text import DeltaToolCall, Update
 from router.responses_api.output import DeltaLengths, Event, Output
-from router.responses_api.renderer import event_bytes, first_events
+from router.responses_api.renderer import event_bytes, first_events, last_events
 
 
 def replay(response: dict[str, Any], delta_lengths: DeltaLengths, first: int) -> Iterator[bytes]:
@@ -18,7 +18,7 @@ def replay(response: dict[str, Any], delta_lengths: DeltaLengths, first: int) ->
 
 
 def _events(response: dict[str, Any], delta_lengths: DeltaLengths) -> Iterator[Event]:
-    begun: dict[str, Any] = {"status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
+    begun: dict[str, Any] = {"error": None, "incomplete_details": None, "output": [], "usage": None}
     yield from first_events(response | begun)
     ids = iter([item["id"] for item in response["output"]])
     output = Output(lambda _: next(ids))
@@ -26,7 +26,7 @@ def _events(response: dict[str, Any], delta_lengths: DeltaLengths) -> Iterator[E
         for update in _updates(item, lengths):
             yield from output.add(update)
     yield from output.finish(response["status"] == "completed")
-    yield {"type": f"response.{response['status']}", "response": response}
+    yield from last_events(response)
 
 
 def _updates(item: dict[str, Any], lengths: list[int]) -> Iterator[Update]:

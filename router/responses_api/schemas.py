@@ -136,7 +136,7 @@ class ResponsesBody(Body):
     metadata: Annotated[dict[Label, Label], Field(max_length=MAX_METADATA)] | None = None
     user: Label | None = None
     truncation: Literal["disabled"] | None = None
-    background: Literal[False] | None = None
+    background: bool | None = None
     include: list[Literal["reasoning.encrypted_content"]] | None = None
     service_tier: Label | None = None
     safety_identifier: Label | None = None

@@ -48,6 +48,9 @@ class ResponseStore:
         items: list[dict[str, Any]],
         delta_lengths: DeltaLengths,
     ) -> None:
+        """Keep a response, in place of one with the same id."""
+        if response["id"] in self._stored:
+            self.delete(response["id"])
         stored = StoredResponse(*map(orjson.dumps, (response, messages, items, delta_lengths)))
         self._stored[response["id"]] = stored
         self.num_bytes += stored.num_bytes

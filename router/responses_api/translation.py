@@ -44,7 +44,7 @@ def chat_fields(body: ResponsesBody, messages: Sequence[Message]) -> dict[str, A
         "max_tokens": body.max_output_tokens,
         "temperature": body.temperature,
         "top_p": body.top_p,
-        "stream": body.stream,
+        "stream": body.stream or body.background,
         "user": body.user,
     }
     if body.tools:

@@ -35,8 +35,8 @@ async def replying(text: str, tokens_per_step: int = 1, **options: Any) -> Async
         DRY_RUN._backend, bos_id=256, eos_token_ids=[257], templates={"default": TEMPLATE},
         vocab_size=DRY_RUN.vocab_size,
     )  # fmt: skip
-    die_after_tokens = options.pop("die_after_tokens", -1)
-    script = Script(list(text.encode()), tokens_per_step=tokens_per_step, die_after_tokens=die_after_tokens)
+    behaviour = {name: options.pop(name) for name in vars(Script()) if name in options}
+    script = Script(list(text.encode()), tokens_per_step=tokens_per_step, **behaviour)
     async with cluster(script=script, tokenizer=tokenizer, info={"max_model_len": 4096}, **options) as c:
         yield c
 
@@ -181,6 +181,7 @@ async def test_an_answer_that_was_cut_is_incomplete() -> None:
         assert (plain.status, plain.incomplete_details.reason) == ("incomplete", "max_output_tokens")
         assert (plain.output_text, plain.output[0].status) == ("One.", "incomplete")
         assert kinds[-1] == "response.incomplete"
+        assert (await responses(c).retrieve(plain.id)).to_dict() == plain.to_dict()
 
 
 async def test_a_format_a_choice_and_an_effort_reach_the_worker() -> None:
@@ -201,7 +202,7 @@ async def test_a_format_a_choice_and_an_effort_reach_the_worker() -> None:
     ("fields", "param"),
     [
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
-        ({"background": True}, "background"),
+        ({"background": True, "store": False}, "background"),
         ({"truncation": "auto"}, "truncation"),
         ({"include": ["message.output_text.logprobs"]}, "include.0"),
         ({"extra_body": {"unknown": 1}}, "unknown"),
@@ -259,6 +260,11 @@ async def test_a_stream_that_fails_says_so() -> None:
         assert "gave up" in error.message
         assert (failed.type, failed.response.status) == ("response.failed", "failed")
         assert "gave up" in failed.response.error.message
+        kept = await responses(c).retrieve(failed.response.id)
+        assert kept.to_dict() == failed.response.to_dict()
+        assert kept.output_text.startswith("x")
+        again = [event.type async for event in await responses(c).retrieve(kept.id, stream=True)]
+        assert again[-2:] == ["error", "response.failed"]
 
 
 def test_the_store_forgets_the_least_recently_used() -> None:
@@ -274,6 +280,9 @@ def test_the_store_forgets_the_least_recently_used() -> None:
     assert len(store) == 1
     store.delete("c")
     assert store.num_bytes == 0
+    for text in ("long" * 10, ""):
+        store.add({"id": "a", "text": text}, [], [], [])
+    assert (len(store), store.num_bytes) == (1, store.get("a").num_bytes)
     small = ResponseStore(max_bytes=100)
     for number in range(20):
         small.add({"id": str(number)}, [], [], [])
