@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import orjson
+from pydantic import TypeAdapter
 
 from common.text.tokenizer import Tokenizer
 from router.api.render import Renderer, RenderOptions
 from router.api.results import ChoiceResult, Usage, merged_calls
 from router.api.text import DeltaToolCall, Update
 
+_ANY = TypeAdapter[Any](Any)
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 
 
@@ -139,10 +141,15 @@ def _usage(usage: Usage) -> dict[str, int]:
     }
 
 
-def _input(call: DeltaToolCall) -> Any:
-    """The arguments of a whole call; none where they were cut or are no object: a block's input is one."""
+def _input(call: DeltaToolCall) -> dict[str, Any]:
+    """The arguments of a call. Of one that was cut, what is complete of them, as Anthropic's clients make it of the
+    streamed ones; nothing where they are no object, which a block's input is."""
     try:
         value = orjson.loads(call.arguments)
     except orjson.JSONDecodeError:
-        return {}
+        try:
+            begun = _ANY.validate_json(call.arguments, experimental_allow_partial=True)
+        except ValueError:
+            return {}
+        value = orjson.loads(_ANY.dump_json(begun))  # integers of any length become what orjson can write
     return value if isinstance(value, dict) else {}

@@ -98,18 +98,26 @@ async def test_stop_reasons(fields: dict[str, Any], text: str, reason: str, sequ
             assert (message.stop_reason, message.stop_sequence) == (reason, sequence)
 
 
-async def test_a_call_that_was_cut_streams_what_there_is() -> None:
-    async with replying(CALL) as (_, client):
-        pieces = []
-        async with client.messages.stream(
-            model="dry-run", max_tokens=len(CALL) - 20, messages=HELLO, tools=[WEATHER]
-        ) as stream:
-            async for event in stream:
-                if event.type == "content_block_delta" and event.delta.type == "input_json_delta":
-                    pieces.append(event.delta.partial_json)
-            assert (await stream.get_final_message()).stop_reason == "max_tokens"
-        assert '{"city": "Malmö"}'.startswith("".join(pieces))
-        assert pieces
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ('{"city": "Malmö', {}),  # a text that is not complete is no argument yet
+        ('{"days": 3, "city": "Malmö', {"days": 3}),
+        ('{"places": [{"city": "Malmö"}, {"city": "L', {"places": [{"city": "Malmö"}, {}]}),
+        ('{"days": 10000000000000000000000', {"days": 1e22}),
+        ('{"cit', {}),
+        ("", {}),
+    ],
+)
+async def test_a_call_that_was_cut_has_the_arguments_that_are_complete(arguments: str, expected: Any) -> None:
+    begun = '<tool_call>\n{"name": "get_weather", "arguments": ' + arguments
+    async with replying(begun + "}" * 100) as (_, client):
+        fields = {"tools": [WEATHER], "max_tokens": len(begun.encode())}
+        for message in (await ask(client, **fields), await streamed(client, **fields)):
+            assert message.stop_reason == "max_tokens"
+            assert [(block.type, block.name, block.input) for block in message.content] == [
+                ("tool_use", "get_weather", expected)
+            ]
 
 
 async def test_the_answer_names_fields_without_effect() -> None:
