@@ -22,6 +22,7 @@ from router.api.text import ChoiceText, StopRules
 from router.config import RouterConfig
 
 B = TypeVar("B", bound=Body)
+WORKERS_GRAMMAR_FIELD = "structured_outputs"
 HAS_GRAMMAR = has_wing("router.grammar")
 HAS_TOOLS = HAS_GRAMMAR and has_wing("router.tools")
 HAS_REASONING = HAS_GRAMMAR and has_wing("router.reasoning")
@@ -64,6 +65,7 @@ class Features:
     grammar: str = ""  # that answers follow; empty: none
     tools: list[dict[str, Any]] | None = None  # their descriptions, for the chat template
     parts: tuple[AnswerPart, ...] = ()  # of chat answers, as they are taken out of the text
+    grammar_field: str = ""  # what asks for the grammar
 
     @classmethod
     async def of(
@@ -79,11 +81,16 @@ class Features:
             reasoning = reasoning_part(body, tokenizer, tools is not None, parser)
         parts = () if reasoning is None else (reasoning,)
         if tools is not None:
-            return cls(tools.grammar, tools.descriptions, (*parts, ToolPart(tools)))
+            return cls(tools.grammar, tools.descriptions, (*parts, ToolPart(tools)), "tools")
         if HAS_GRAMMAR and isinstance(body, AnswerFields):
             grammar = await answer_grammar(body.response_format, body.structured_outputs, num_choices)
-            return cls(grammar, parts=parts)
+            field = "response_format" if body.structured_outputs is None else "structured_outputs"
+            return cls(grammar, parts=parts, grammar_field=field)
         return cls(parts=parts)
+
+    def client_field(self, name: str) -> str:
+        """The field that a client sent, by a worker's name of it: workers know grammars, and not who asked for one."""
+        return self.grammar_field or name if name == WORKERS_GRAMMAR_FIELD else name
 
     def grammar_after(self, prompt_token_ids: list[int]) -> str:
         """The grammar of whole texts that continue a prompt; empty: none."""

@@ -29,7 +29,7 @@ from router.features import CHAT_BODY, COMPLETION_BODY, Features
 from router.http.answer import GenerationResponse
 from router.http.body import read_json_object
 from router.http.deadline import timeout_seconds
-from router.http.errors import REQUEST_ID, ModelNotFoundError
+from router.http.errors import FIELD_NAMES, REQUEST_ID, ModelNotFoundError
 from router.http.held_bodies import HeldBodies, HeldBody
 from router.journal import Journal
 from router.request import GenerationRequest
@@ -114,13 +114,20 @@ class Gateway:
         model = self.model_for(http, body.model)
         model.dispatcher.admit()
         n = body.n or 1
-        features = await Features.of(body, n, model.tokenizer, self.config)
+        features = await self._features(http, model, body, n)
         token_ids = await self._prompt_ids(model, body, features)
         prompts = _truncated(model, body, [token_ids])
         request = self._request(http, model, body, features, prompts, n, arrival)
         texts = (model.tokenizer.decode(prompts[0], skip_special=False),) if body.return_prompt_text else ()
         options = self._options(request, model, body, prompts, texts, bool(body.logprobs))
         return self.respond(http, request, renderer_of(features, options, model.tokenizer), bool(body.stream))
+
+    async def _features(
+        self, http: Request, model: ServedModel, body: ChatCompletionBody | CompletionBody, num_choices: int
+    ) -> Features:
+        features = await Features.of(body, num_choices, model.tokenizer, self.config)
+        http.scope.setdefault(FIELD_NAMES, []).insert(0, features.client_field)
+        return features
 
     async def count_chat_tokens(self, http: Request, body: ChatCompletionBody) -> int:
         """How many tokens the prompt of a conversation has."""
@@ -150,7 +157,7 @@ class Gateway:
         prompts = _truncated(model, body, prompts)
         n = body.n or 1
         per_prompt = max(body.best_of or n, n)
-        features = await Features.of(body, len(prompts) * per_prompt, model.tokenizer, self.config)
+        features = await self._features(http, model, body, len(prompts) * per_prompt)
         request = self._request(http, model, body, features, prompts, per_prompt, arrival)
         texts = tuple(self._echo_texts(model, body, prompts)) if body.echo else ()
         options = self._options(request, model, body, prompts, texts, body.logprobs is not None)

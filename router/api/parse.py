@@ -5,8 +5,6 @@ A field is honoured, listed as harmless, or refused with a message that names it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -112,19 +110,6 @@ def parse_body(kind: type[B], fields: dict[str, Any]) -> B:
         return kind.model_validate(kept)
     except ValidationError as error:
         raise _first_error(kind, error) from None
-
-
-@contextmanager
-def naming_fields(name_of: Callable[[str], str]) -> Iterator[None]:
-    """Name the client's fields in errors about a request that was made of its own. name_of: its name of a field."""
-    try:
-        yield
-    except InvalidRequestError as error:
-        if error.param is not None:
-            name = name_of(error.param)
-            error.args = (str(error).replace(error.param, name),)
-            error.param = name
-        raise
 
 
 def _first_error(kind: type[Body], error: ValidationError) -> InvalidRequestError:

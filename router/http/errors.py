@@ -6,7 +6,7 @@ import logging
 import math
 import random
 import uuid
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -29,6 +29,8 @@ logger.addFilter(RateLimit())
 MAX_RETRY_SECONDS = 60  # the openai package ignores a longer Retry-After
 ERROR_SHAPE = "router.error_shape"  # in the scope of a request to another API: makes its errors of OpenAI's
 NO_SCOPE: Mapping[str, Any] = MappingProxyType({})
+# In the scope of a request that became another one: functions that tell the client's name of a field, one after the other.
+FIELD_NAMES = "router.field_names"
 REQUEST_ID = "router.request_id"  # in the scope of a request that has been given an id
 
 
@@ -53,23 +55,28 @@ def status_of(error: BaseException) -> int:
 def error_object(error: BaseException, scope: Mapping[str, Any] = NO_SCOPE) -> dict[str, Any]:
     """The body of an error answer to the request of a scope, and the data of an error event inside a stream."""
     shape: Callable[[dict[str, Any]], dict[str, Any]] | None = scope.get(ERROR_SHAPE)
-    body = _openai_error(error)
+    body = _openai_error(error, scope.get(FIELD_NAMES, ()))
     return body if shape is None else shape(body)
 
 
-def _openai_error(error: BaseException) -> dict[str, Any]:
+def _openai_error(error: BaseException, field_names: Sequence[Callable[[str], str]]) -> dict[str, Any]:
     kind, param, code = mapping_for(error).openai_type, None, None
+    message = public_message(error)
     if isinstance(error, HttpError):
         kind = "timeout_error" if error.status == 408 else "invalid_request_error"
     elif isinstance(error, InvalidRequestError):
         param, code = error.param, error.code
+        for name_of in field_names:
+            if param is not None:
+                name = name_of(param)
+                message, param = message.replace(param, name), name
     elif isinstance(error, UnauthenticatedError):
         code = "invalid_api_key"
     elif isinstance(error, NotFoundError):
         code = "model_not_found" if isinstance(error, ModelNotFoundError) else "not_found"
     return {
         "error": {
-            "message": public_message(error),
+            "message": message,
             "type": kind,
             "param": param,
             "code": code,

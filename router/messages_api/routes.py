@@ -8,11 +8,11 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.api.parse import naming_fields, parse_body
+from router.api.parse import parse_body
 from router.features import CHAT_BODY
 from router.gateway import Gateway
 from router.http.body import read_json_object
-from router.http.errors import ERROR_SHAPE
+from router.http.errors import ERROR_SHAPE, FIELD_NAMES
 from router.http.routes import Routes, json_response
 from router.messages_api.renderer import MessagesRenderer, error_shape
 from router.messages_api.schemas import MessagesBody, PromptBody
@@ -26,20 +26,20 @@ def add_message_routes(routes: Routes, gateway: Gateway) -> None:
         with gateway.bodies.hold() as held:
             body = gateway.parse(MessagesBody, request, await read_json_object(request, held))
             fields = chat_fields(body)
-            with naming_fields(partial(client_field, body)):
-                chat = parse_body(CHAT_BODY, fields)
-                return await gateway.chat(
-                    request, chat, arrival, lambda _, options, tokenizer: MessagesRenderer(options, tokenizer)
-                )
+            request.scope[FIELD_NAMES] = [partial(client_field, body)]
+            chat = parse_body(CHAT_BODY, fields)
+            return await gateway.chat(
+                request, chat, arrival, lambda _, options, tokenizer: MessagesRenderer(options, tokenizer)
+            )
 
     async def count_tokens(request: Request) -> Response:
         request.scope[ERROR_SHAPE] = error_shape
         with gateway.bodies.hold() as held:
             body = parse_body(PromptBody, await read_json_object(request, held))
             fields = chat_fields(body)
-            with naming_fields(partial(client_field, body)):
-                chat = parse_body(CHAT_BODY, fields)
-                num_tokens = await gateway.count_chat_tokens(request, chat)
+            request.scope[FIELD_NAMES] = [partial(client_field, body)]
+            chat = parse_body(CHAT_BODY, fields)
+            num_tokens = await gateway.count_chat_tokens(request, chat)
             return json_response({"input_tokens": num_tokens})
 
     routes.add("POST", "/v1/messages", messages, "the answer to a conversation, as Anthropic's API", MessagesBody)

@@ -15,11 +15,12 @@ from starlette.responses import Response, StreamingResponse
 
 from common.errors import InvalidRequestError
 from common.text.tokenizer import Tokenizer
-from router.api.parse import naming_fields, parse_body
+from router.api.parse import parse_body
 from router.api.render import RenderOptions
 from router.features import CHAT_BODY, Features
 from router.gateway import Gateway
 from router.http.body import read_json_object
+from router.http.errors import FIELD_NAMES
 from router.http.routes import Routes, json_response
 from router.http.sse import EVENT_STREAM_HEADERS
 from router.responses_api.background import Background
@@ -65,8 +66,8 @@ def add_response_routes(routes: Routes, gateway: Gateway) -> None:
                 renderers.append(ResponsesRenderer(options, tokenizer, facts, keep))
                 return renderers[0]
 
-            with naming_fields(partial(client_field, body, len(earlier))):
-                answer = await gateway.chat(request, parse_body(CHAT_BODY, fields), arrival, renderer_of)
+            request.scope[FIELD_NAMES] = [partial(client_field, body, len(earlier))]
+            answer = await gateway.chat(request, parse_body(CHAT_BODY, fields), arrival, renderer_of)
             if not body.background:
                 return answer
             keep(renderers[0].snapshot(), [])
