@@ -89,7 +89,7 @@ class Features:
         return cls(parts=parts)
 
     def client_field(self, name: str) -> str:
-        """The field that a client sent, by a worker's name of it: workers know grammars, and not who asked for one."""
+        """The field that a client sent, by a worker's name of it: workers do not know who asked for a grammar."""
         return self.grammar_field or name if name == WORKERS_GRAMMAR_FIELD else name
 
     def grammar_after(self, prompt_token_ids: list[int]) -> str:

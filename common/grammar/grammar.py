@@ -8,15 +8,15 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Mapping, Sequence
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
 from common.errors import InvalidRequestError
-from common.grammar.json_schemas import followable, parsed_schema, resolved
-from common.grammar.unique_items import UNIQUE, UniqueItems
+from common.grammar.json_schemas import followable, parsed_schema
+from common.grammar.unique_items import UNIQUE
 
 MAX_GRAMMAR_CHARS = 1 << 20
 MAX_GBNF_CHARS = 64 * 1024  # converted at 10 us each
@@ -45,8 +45,13 @@ LIMIT_MESSAGES = (  # what llguidance says of a limit: what users are told
     ("number of symbols", "more than 500,000 symbols"),
     ("schema too large", "its schema takes more than 50,000 steps to read"),
 )
+NOT_UNIQUE = (
+    "uniqueItems is followed for strings, numbers, booleans and null, but not in structural tags, in calls of tools "
+    "that are not JSON, or where an answer may be either calls or JSON"
+)
 NUM_CHECKED_BYTES = 96  # of an answer that a check follows
 MARKS = frozenset(b'"{}[]:,')  # which that follows as often as all others, so that it does not stay in strings
+Marks = tuple[str, str]
 NUM_IDS = 1 << 18  # more than models have
 # Between JSON's tokens a blank, or a new line and its indentation: a small model that may write more does until
 # max_tokens. And oneOf, which pydantic makes of tagged unions, would be refused.
@@ -71,16 +76,10 @@ def json_schema(schema: Mapping[str, Any] | str, whitespace_pattern: str | None 
     return f"json_schema:{json.dumps({**written, 'x-guidance': options}) if options else text}"
 
 
-@lru_cache(maxsize=16)
-def unique_items(grammar: str) -> UniqueItems | None:
-    """The arrays of a grammar whose items must differ, which it does not say; None: there are none."""
-    schema = parsed_schema(grammar.removeprefix("json_schema:")) if UNIQUE in grammar else None
-    return None if schema is None else UniqueItems(schema, lambda reference: resolved(schema, reference))
-
-
 def compact_json(schema: Mapping[str, Any]) -> str:
     """The grammar of JSON texts that a schema allows, without blanks."""
-    return lark(f"start: {json_rule(schema, COMPACT_OPTIONS)}")
+    rule = json_rule(followable(schema, marks_unique=True), COMPACT_OPTIONS)
+    return with_places(lark(f"start: json\njson: {rule}"), {"": "json"})
 
 
 def json_object() -> str:
@@ -103,9 +102,17 @@ def lark(text: str) -> str:
     return f"lark:{text}"
 
 
-def after(before: str, grammar: str) -> str:
-    """The grammar of texts that follow another one after what the Lark rule `before` allows."""
-    return f"after:{json.dumps([before, grammar])}"
+def after(before: str, grammar: str, marks: Marks = ("", "")) -> str:
+    """The grammar of texts that follow another one after what the Lark rule `before` allows.
+
+    marks: what begins this, if the text does not begin with the grammar's, and what ends it. Empty: it has begun.
+    """
+    return f"after:{json.dumps([before, grammar, marks])}"
+
+
+def with_places(grammar: str, places: Mapping[str, str]) -> str:
+    """The Lark grammar, with what comes before JSON whose items are compared, and the rules that are this JSON."""
+    return f"places:{json.dumps(places)}\n{grammar}" if f'"{UNIQUE}"' in grammar else grammar
 
 
 def is_gbnf(text: str) -> bool:
@@ -125,7 +132,10 @@ def gbnf(text: str) -> str:
 
 def json_rule(schema: Mapping[str, Any], options: Any = JSON_OPTIONS) -> str:
     """What stands in a Lark grammar for the JSON texts that a schema allows."""
-    return f"%json {json.dumps({**followable(schema), 'x-guidance': options})}"
+    written = followable(schema)
+    if f'"{UNIQUE}"' in json.dumps(written):
+        options = {**options, "json_allowed_escapes": ESCAPES_BY_NAME}
+    return f"%json {json.dumps({**written, 'x-guidance': options})}"
 
 
 def check_grammar(grammar: str) -> None:
@@ -166,6 +176,8 @@ def grammar_error(message: str) -> str:
     for pattern, limit in LIMIT_MESSAGES:
         if pattern in message:
             return f"{TOO_COMPLEX}: {limit}"
+    if 'Unimplemented keys: ["uniqueItems"]' in message:
+        return f"the grammar is not valid: {NOT_UNIQUE}"
     return f"the grammar is not valid: {message.removesuffix('<non-verbose/>').strip()[:500]}"
 
 
@@ -194,10 +206,10 @@ def for_llguidance(grammar: str) -> str:
     kind, _, text = grammar.partition(":")
     try:
         if kind == "after":
-            before, grammar = json.loads(text)
-            if UNIQUE in grammar:
-                raise InvalidRequestError("the grammar is not valid: uniqueItems is not followed behind reasoning")
+            before, grammar, _ = json.loads(text)
             kind, _, text = grammar.partition(":")
+        if kind == "places":
+            kind, _, text = text.partition("\n")[2].partition(":")
         match kind:
             case "json_schema":
                 return _unforced(

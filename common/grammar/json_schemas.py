@@ -72,6 +72,14 @@ def closed(schema: Mapping[str, Any]) -> Schema:
     return copy
 
 
+def without_unique(schema: Mapping[str, Any]) -> Schema:
+    """The schema without `uniqueItems`."""
+    copy, nodes = _copied(schema)
+    for node in nodes:
+        node.pop("uniqueItems", None)
+    return copy
+
+
 def _num_places(node: Schema) -> int:
     """How many parts of a schema may list properties of the same object."""
     lists = "properties" in node or "patternProperties" in node

@@ -43,6 +43,8 @@ class State(NamedTuple):
     piece: bytes = b""
     is_text: bool = False
     is_escaped: bool = False
+    place: int = 0  # which JSON of the text it is; negative: none
+    tail: bytes = b""  # of the text that is none
 
     @property
     def array(self) -> Array | None:
@@ -59,10 +61,13 @@ class UniqueItems:
         self._root = tuple(_in_place(schema, resolve))
         self._children: dict[tuple[tuple[int, ...], str | int], Nodes] = {}
 
-    def after(self, state: State, data: bytes) -> State | None:
-        """The state when more has been written; None: an item would be there twice, or could not end otherwise."""
-        opened, piece, is_text, is_escaped = state
-        for byte in data:
+    def after(self, state: State, data: bytes) -> tuple[State | None, bytes | None]:
+        """The state when more has been written; None: an item would be there twice, or could not end otherwise.
+
+        And what comes after the end of the outermost array or object; None: it goes on.
+        """
+        opened, piece, is_text, is_escaped, place, _ = state
+        for at, byte in enumerate(data):
             if is_text:
                 piece += bytes((byte,))
                 if is_escaped or byte != _QUOTE:
@@ -79,16 +84,19 @@ class UniqueItems:
             if piece:
                 ended = _with_item(opened, piece)
                 if ended is None:
-                    return None
+                    return None, None
                 opened, piece = ended, b""
             if byte in b"]}":
                 opened = opened[:-1]
+                if not opened:
+                    return State(place=place), data[at + 1 :]
             elif byte == ord(",") and opened:
                 top = opened[-1]
                 top = top._replace(place=top.place + 1) if isinstance(top, Array) else top._replace(key=None)
                 opened = (*opened[:-1], top)
-        found = State(opened, piece, is_text, is_escaped)
-        return found if not piece or found.array is None or _may_go_on(found.array, piece, is_text) else None
+        found = State(opened, piece, is_text, is_escaped, place)
+        may_go_on = not piece or found.array is None or _may_go_on(found.array, piece, is_text)
+        return found if may_go_on else None, None
 
     def _opened(self, opened: tuple[Array | Object, ...], byte: int) -> Array | Object:
         nodes = self._root if not opened else self._of(opened[-1])

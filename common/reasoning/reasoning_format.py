@@ -94,6 +94,13 @@ def lark_before_answer(
     return f"before: (begin reasoning BLANKS)?\n{begin}\n{reasoning}\n{blanks}"
 
 
+def marks(written: ReasoningFormat, is_open: bool, has_header: bool) -> tuple[str, str]:
+    """What begins and ends all that `lark_before_answer` allows; an empty begin: it has begun, or is always there."""
+    if written.is_channels:
+        return (written.begin.removesuffix(MESSAGE), written.end) if has_header else ("", f"{CHANNEL}final{MESSAGE}")
+    return "" if is_open else written.begin, written.end
+
+
 def lark_after_budget(
     written: ReasoningFormat, is_open: bool, special: Mapping[str, int], budget: Budget
 ) -> tuple[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from common.grammar import grammar
@@ -43,13 +43,16 @@ class JsonCalls:
     def reader(self, functions: Mapping[str, Schema], is_first: bool, begin: str) -> CallReader:
         return CallReader(functions, self.end[:1], self.lead if is_first else self.separator)
 
+    def before_arguments(self, names: Iterable[str]) -> Iterable[str]:
+        return [f'{{"name": {json.dumps(name)}, "{self.arguments}": ' for name in names]
+
     def lark(self, schemas: Mapping[str, Schema], is_parallel: bool, quoted: Callable[[str], str]) -> list[str]:
         several = f" ({quoted(self.between)} call)*" if is_parallel and self.between else ""
         rules = [f"calls: {quoted(self.opening)} call{several} {quoted(self.closing)}", alternatives(schemas)]
         begin, end = ("", "") if self.opening else (self.begin, self.end)
-        for index, (name, schema) in enumerate(schemas.items()):
-            before = quoted(f'{begin}{self.space}{{"name": {json.dumps(name)}, "{self.arguments}": ')
-            rules.append(f"call_{index}: {before} arguments_{index} {quoted('}' + self.space + end)}")
+        for index, (before, schema) in enumerate(zip(self.before_arguments(schemas), schemas.values(), strict=True)):
+            start = quoted(begin + self.space + before)
+            rules.append(f"call_{index}: {start} arguments_{index} {quoted('}' + self.space + end)}")
             rules.append(f"arguments_{index}: {grammar.json_rule(schema)}")
         return rules
 

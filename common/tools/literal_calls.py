@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +76,9 @@ class LiteralCalls:
         if begin == TOOL_CODE[0]:
             return PythonCallReader("", "print", functions)
         return PythonCallReader(self.first if is_first else self.next, "", functions)
+
+    def before_arguments(self, names: Iterable[str]) -> None:
+        return None
 
     def lark(self, schemas: Mapping[str, Schema], is_parallel: bool, quoted: Quoted) -> list[str]:
         if self.begin:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from common.errors import InvalidRequestError
@@ -53,14 +53,19 @@ class NamedCalls:
     def reader(self, functions: Mapping[str, Schema], is_first: bool, begin: str) -> CallReader:
         return NamedCallReader(functions, self.middle, self.end[:1])
 
+    def before_arguments(self, names: Iterable[str]) -> Iterable[str]:
+        return [f"{self.begin}{self.before_name}{name}{self.after_name}{self.middle}{self._line}" for name in names]
+
+    @property
+    def _line(self) -> str:
+        return "\n" if self.end.startswith("`") else ""
+
     def lark(self, schemas: Mapping[str, Schema], is_parallel: bool, quoted: Callable[[str], str]) -> list[str]:
         several = f" ({quoted(self.between)} call)*" if is_parallel and not self.channel else ""
         opening = quoted(self.channel + self.opening)
         rules = [f"calls: {opening} call{several} {quoted(self.closing)}", alternatives(schemas)]
-        for index, (name, schema) in enumerate(schemas.items()):
-            before = quoted(f"{self.begin}{self.before_name}{name}{self.after_name}{self.middle}")
-            newline = "\n" if self.end.startswith("`") else ""
-            rules.append(f"call_{index}: {before} {quoted(newline)} arguments_{index} {quoted(newline + self.end)}")
+        for index, (before, schema) in enumerate(zip(self.before_arguments(schemas), schemas.values(), strict=True)):
+            rules.append(f"call_{index}: {quoted(before)} arguments_{index} {quoted(self._line + self.end)}")
             rules.append(f"arguments_{index}: {grammar.json_rule(schema)}")
         return rules
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,9 @@ class TaggedCalls(Tags):
 
     def reader(self, functions: Mapping[str, Schema], is_first: bool, begin: str) -> TaggedCallReader:
         return TaggedCallReader(self, functions)
+
+    def before_arguments(self, names: Iterable[str]) -> None:
+        return None
 
     def lark(self, schemas: Mapping[str, Schema], is_parallel: bool, quoted: Callable[[str], str]) -> list[str]:
         several = ' ("\\n" call)*' if is_parallel else ""

@@ -14,6 +14,7 @@ from typing import Any
 
 from common.errors import InvalidRequestError
 from common.grammar import grammar
+from common.grammar.json_schemas import followable
 from common.tools.json_calls import HERMES, LLAMA3_JSON, MISTRAL_LIST
 from common.tools.literal_calls import FUNCTION_GEMMA, PYTHONIC
 from common.tools.named_calls import DEEPSEEK_V3, DEEPSEEK_V31, HARMONY, KIMI_K2, MISTRAL_NAMED
@@ -70,9 +71,13 @@ def calls_grammar(
     schemas: of the functions' arguments, by name. special: ids of the markers that are special tokens.
     answer: the schema of what may be said instead of calls. Raises InvalidRequestError for what cannot be said.
     """
+    before = written.before_arguments(schemas) if answer is None else None
+    if before is not None and '"uniqueItems"' in json.dumps(schemas):
+        schemas = {name: followable(schema, marks_unique=True) for name, schema in schemas.items()}
     rules = written.lark(schemas, is_parallel, lambda text: _quoted(text, written, special))
     if answer is None:
-        return grammar.lark("\n".join(["start: calls", *rules]))
+        found = grammar.lark("\n".join(["start: calls", *rules]))
+        return grammar.with_places(found, {text: f"arguments_{index}" for index, text in enumerate(before or ())})
     # The answer's rule is one of its own: `%json` stands alone.
     opening = _quoted(written.answer_opening, written, special)
     rules += [f"answer: {opening} json", f"json: {grammar.json_rule(answer)}"]

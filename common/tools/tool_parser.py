@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -72,6 +72,9 @@ class ToolFormat(Protocol):
 
     def reader(self, functions: Mapping[str, Schema], is_first: bool, begin: str) -> CallReader:
         """Return what reads a call of one of these functions; is_first: of the text; begin: the marker before it."""
+
+    def before_arguments(self, names: Iterable[str]) -> Iterable[str] | None:
+        """Return what `lark` has before the JSON of each function's arguments; None: these are no JSON."""
 
     def lark(self, schemas: Mapping[str, Schema], is_parallel: bool, quoted: Callable[[str], str]) -> list[str]:
         """Return Lark rules, `calls` among them, of calls that follow these schemas. `quoted` writes a text.

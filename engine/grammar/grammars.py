@@ -17,7 +17,8 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from common.errors import EngineError, InvalidRequestError
-from common.grammar.grammar import LIMITS, TOO_COMPLEX, for_llguidance, grammar_error, unique_items
+from common.grammar.grammar import LIMITS, TOO_COMPLEX, for_llguidance, grammar_error
+from common.grammar.unique_places import SPECIAL, unique_places
 from common.text.tokenizer import Tokenizer
 from engine.grammar.mask_thread import MaskThread, Task
 from engine.grammar.unique_tokens import TokenTable, UniqueTokens
@@ -172,8 +173,8 @@ class Grammars:
                 started.set_exception(error)
                 return
             copy = compiled.result().deep_copy()
-            items = unique_items(grammar)
-            unique = None if items is None or self._table is None else UniqueTokens(items, self._table)
+            places = None if self._table is None else unique_places(grammar, self._table.special)
+            unique = None if places is None or self._table is None else UniqueTokens(places, self._table)
             num_words = -(-self._vocab_size // 32)
             started.set_result(GrammarMatcher(copy, num_words, self._masks, lambda: self._forget(grammar), unique))
 
@@ -195,8 +196,8 @@ class Grammars:
         compiled.compute_bitmask()  # copies have it
         if compiled.is_error():
             raise InvalidRequestError(grammar_error(compiled.get_error()))
-        if self._table is None and unique_items(grammar) is not None:
-            self._table = TokenTable(_TokenBytes(self._load_tokenizer(), self._vocab_size).tokens)
+        if self._table is None and unique_places(grammar) is not None:
+            self._table = _table_of(self._load_tokenizer(), self._vocab_size)
         return compiled
 
     def _forget(self, grammar: str) -> None:
@@ -217,6 +218,13 @@ class _TokenBytes:
 
     def __call__(self, text: bytes) -> list[int]:
         return self._encode(text.decode("utf-8", "replace"))
+
+
+def _table_of(tokenizer: Tokenizer, vocab_size: int) -> TokenTable:
+    tokens = _TokenBytes(tokenizer, vocab_size).tokens
+    for token_id in tokenizer.special_ids:
+        tokens[token_id] = SPECIAL + tokens[token_id]
+    return TokenTable(tokens, tuple(sorted(tokenizer.special_id_of)))
 
 
 def _tokens_of(tokenizer: Tokenizer, vocab_size: int) -> LLTokenizer:

@@ -1,4 +1,4 @@
-"""Tokens that repeat an item of an array of unique items, taken out of masks: `common.grammar.unique_items`."""
+"""Tokens that repeat an item of an array of unique items, taken out of masks: `common.grammar.unique_places`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from common.grammar.unique_items import State, UniqueItems
+from common.grammar.unique_items import State
+from common.grammar.unique_places import UniquePlaces
 from engine.sampling.filters import Words
 
 _SEVERAL = re.compile(rb'\[.*,|,.*[,\]]|".*,.*"|(".*){3}', re.DOTALL)  # more than the end of an item
@@ -16,8 +17,10 @@ _SEVERAL = re.compile(rb'\[.*,|,.*[,\]]|".*,.*"|(".*){3}', re.DOTALL)  # more th
 class TokenTable:
     """The bytes of a model's tokens, and which of them can end an item."""
 
-    def __init__(self, tokens: Sequence[bytes]) -> None:
+    def __init__(self, tokens: Sequence[bytes], special: tuple[str, ...] = ()) -> None:
+        """special: texts of special tokens, which are not these tokens' bytes."""
         self.tokens = tokens
+        self.special = special
         self.quoting = _words(tokens, lambda token: b'"' in token)
         self.several = _words(tokens, lambda token: _SEVERAL.search(token) is not None)
         self.by_bytes: dict[bytes, list[int]] = {}
@@ -33,23 +36,25 @@ class TokenTable:
 class UniqueTokens:
     """Follows one answer, beside its matcher."""
 
-    def __init__(self, items: UniqueItems, table: TokenTable) -> None:
-        self._items = items
+    def __init__(self, places: UniquePlaces, table: TokenTable) -> None:
+        self._places = places
         self._table = table
-        self._states: list[State | None] = [State()]  # after each number of tokens
+        self._states: list[State | None] = [places.first]  # after each number of tokens
 
     def follow(self, num_same: int, output_token_ids: Sequence[int]) -> bool:
         """Follow an output of which that many tokens are as before; whether its items are unique."""
         del self._states[num_same + 1 :]
         for token_id in output_token_ids[len(self._states) - 1 :]:
             state = self._states[-1]
-            self._states.append(None if state is None else self._items.after(state, self._table.tokens[token_id]))
+            self._states.append(None if state is None else self._places.after(state, self._table.tokens[token_id]))
         return self._states[-1] is not None
 
     def without_repeats(self, words: Words) -> Words:
         """The mask of tokens that may follow, without those that repeat an item."""
         state, table = self._states[-1], self._table
         assert state is not None
+        if self._places.is_apart(state):
+            return words
         array = state.array
         if array is None:
             wanted = _ids(words & table.several[: len(words)])
@@ -63,7 +68,7 @@ class UniqueTokens:
                 if isinstance(text, bytes) and text[:1] == b'"' and text.startswith(state.piece):
                     rest = text[len(state.piece) : -1]
                     wanted += [*table.by_head.get(rest, ()), *table.by_bytes.get(rest, ())]
-        blocked = [each for each in wanted if self._items.after(state, table.tokens[each]) is None]
+        blocked = [each for each in wanted if self._places.after(state, table.tokens[each]) is None]
         if not blocked:
             return words
         kept = words.copy()

@@ -29,7 +29,7 @@ logger.addFilter(RateLimit())
 MAX_RETRY_SECONDS = 60  # the openai package ignores a longer Retry-After
 ERROR_SHAPE = "router.error_shape"  # in the scope of a request to another API: makes its errors of OpenAI's
 NO_SCOPE: Mapping[str, Any] = MappingProxyType({})
-# In the scope of a request that became another one: functions that tell the client's name of a field, one after the other.
+# In the scope of a request that became another one: functions from a field's name to the client's, in this order.
 FIELD_NAMES = "router.field_names"
 REQUEST_ID = "router.request_id"  # in the scope of a request that has been given an id
 

@@ -13,6 +13,7 @@ from common.reasoning.reasoning_format import (
     ReasoningFormat,
     lark_after_budget,
     lark_before_answer,
+    marks,
     reasoning_format,
 )
 from common.reasoning.reasoning_parser import ReasoningParser, is_opened, parser_for
@@ -120,7 +121,7 @@ class ReasoningPart:
                 return grammar.after(before, grammar.lark(any_answer))
         has_header = self._has_tools  # the grammar of calls has it
         before = lark_before_answer(self._written, is_open, self._special, self._budget, has_header)
-        return grammar.after(before, answer)
+        return grammar.after(before, answer, marks(self._written, is_open, has_header))
 
     def stage(self, prompt_token_ids: list[int]) -> ReasoningStage:
         return ReasoningStage(parser_for(self._written, self._prompt_end(prompt_token_ids), self._has_tools))

@@ -9,7 +9,7 @@ from typing import Any
 
 from common.errors import InvalidRequestError
 from common.grammar.grammar import MAX_GRAMMAR_CHARS, json_schema
-from common.grammar.json_schemas import closed
+from common.grammar.json_schemas import closed, without_unique
 from common.text.tokenizer import Tokenizer
 from common.tools.tool_format import calls_grammar, text_and_calls_grammar, tool_format
 from common.tools.tool_parser import Schema, ToolFormat
@@ -83,6 +83,7 @@ async def _strict_grammar(
     """Return the grammar of texts whose calls are of offered functions, and follow the schemas of the strict ones.
 
     Empty: any text. Clients set `strict` freely: what no grammar can follow, schema or format of calls, is advice.
+    So is `uniqueItems`.
     """
     functions = [tool.function for tool in body.tools or ()]
     if not any(function.strict for function in functions):
@@ -91,8 +92,10 @@ async def _strict_grammar(
     try:
         for function in functions:
             schema = closed(function.arguments_schema)
-            if function.strict and await _can_follow(written, {function.name: schema}, special):
-                schemas[function.name] = schema
+            for wanted in (schema, without_unique(schema)) if function.strict else ():
+                if await _can_follow(written, {function.name: wanted}, special):
+                    schemas[function.name] = wanted
+                    break
         if all(schema is ANY_OBJECT for schema in schemas.values()):
             return ""
         found = await asyncio.to_thread(text_and_calls_grammar, written, schemas, is_parallel, special)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from common.grammar import grammar
-from common.grammar.grammar import unique_items
 from common.grammar.unique_items import State
+from common.grammar.unique_places import unique_places
 from common.model_files import resolve_model
 from common.text.load import load_tokenizer
 from engine.grammar.grammars import Grammars
@@ -38,7 +38,7 @@ SCHEMAS = [
 )
 def test_masks_are_those_of_trying_every_token(items: dict[str, Any], begun: str) -> None:
     schema = {"type": ["array", "object"], "items": items, "uniqueItems": True}
-    found = unique_items(grammar.json_schema({**schema, "additionalProperties": {"type": "array"}}))
+    found = unique_places(grammar.json_schema({**schema, "additionalProperties": {"type": "array"}}))
     assert found is not None
     state: State | None = found.after(State(), begun.encode())
     follower = UniqueTokens(found, TABLE)
@@ -54,7 +54,7 @@ def test_masks_are_those_of_trying_every_token(items: dict[str, Any], begun: str
 
 
 def test_tokens_that_are_taken_back() -> None:
-    found = unique_items(grammar.json_schema({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}))
+    found = unique_places(grammar.json_schema({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}))
     assert found is not None
     follower = UniqueTokens(found, TABLE)
     ids = [TOKENS.index(token) for token in (b"[", b"1,", b"1", b",")]

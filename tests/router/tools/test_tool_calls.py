@@ -199,6 +199,27 @@ async def test_a_strict_schema_that_cannot_be_followed_is_advice(bad: dict[str, 
         assert '%json {"type": "object", "x-guidance"' in followed
 
 
+UNIQUE = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}  # pydantic's set[str]
+QWEN3_CODER_TEMPLATE = "{{ tools }}<tool_call>\n<function=x>"
+
+
+async def test_sets_in_arguments() -> None:
+    schema = {"type": "object", "properties": {"tags": UNIQUE}, "required": ["tags"]}
+    tool: Any = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
+    async with replying("hi") as c:
+        for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+            await ask(c, tools=[tool], tool_choice=choice)
+            assert c.decode[0].submits[-1].sampling.grammar.startswith("places:")
+        await ask(c, tools=[tool])  # in a text the rest of the schema is followed
+        followed = c.decode[0].submits[-1].sampling.grammar
+        assert '"additionalProperties": false' in followed
+        assert "nique" not in followed
+    async with replying("hi", QWEN3_CODER_TEMPLATE) as c:
+        with pytest.raises(openai.BadRequestError, match="calls of tools that are not JSON") as refused:
+            await ask(c, tools=[tool], tool_choice="required")
+        assert refused.value.param == "tools"
+
+
 PYTHON_TEMPLATE = "{{ tools }}[func_name1(params_name1=params_value1)]"
 HARMONY_TEMPLATE = "{{ tools }}<|start|>assistant<|channel|>commentary to=functions.x <|message|>"
 
