@@ -12,11 +12,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from common.errors import InvalidRequestError
-from common.grammar.grammar import JSON_OPTIONS, json_rule, lark
+from common.grammar.grammar import JSON_OPTIONS, MAX_GBNF_CHARS, gbnf, is_gbnf, json_rule, lark
+from common.grammar.xml_parameters import STYLES, xml_parameters
 
 ANY = r"/(?s:.*)/"
 MAX_FORMATS = 2_000
-_TOKEN_FORMATS = "token", "exclude_token", "any_tokens", "token_triggered_tags", "token_dispatch", "dispatch"
+_TOKEN_FORMATS = "token", "exclude_token", "any_tokens", "token_triggered_tags", "token_dispatch"
 
 
 def structural_tag(wanted: Mapping[str, Any]) -> str:
@@ -46,6 +47,7 @@ class _Rules:
     def __init__(self) -> None:
         self.lines: list[str] = []
         self._num_formats = 0
+        self._num_grammar_chars = 0
 
     def of(self, wanted: Any, where: str, ends: Sequence[str] | None) -> str:
         """What stands for a format, with its end. ends: one of them follows; none: the answer ends; None: more comes.
@@ -57,13 +59,15 @@ class _Rules:
             raise InvalidRequestError(f"a structural tag of more than {MAX_FORMATS} formats")
         wanted = _object(wanted, where)
         kind = wanted.get("type")
-        if kind in ("any_text", "triggered_tags") and ends is None:
+        if kind in ("any_text", "triggered_tags", "dispatch") and ends is None:
             raise InvalidRequestError(f"{where}: {kind} must be the last of its tag, or of the answer")
         match kind:
             case "any_text":
                 return self._free_text(wanted, where, ends or ())
             case "triggered_tags":
                 return self._triggered(wanted, where, ends or ())
+            case "dispatch":
+                return self._dispatched(wanted, where, ends or ())
             case "sequence":
                 elements = _list(wanted, "elements", where)
                 last = len(elements) - 1
@@ -80,7 +84,11 @@ class _Rules:
             case "const_string":
                 return json.dumps(_text(wanted, "value", where))
             case "json_schema":
-                return self._json(wanted, where)
+                return self._json(wanted, where, wanted.get("style", "json"))
+            case "qwen_xml_parameter":  # XGrammar's older name
+                return self._json(wanted, where, "qwen_xml")
+            case "grammar":
+                return self._grammar(_text(wanted, "grammar", where), where)
             case "regex":
                 return self._rule("PATTERN", f"/{_slashed(_text(wanted, 'pattern', where))}/")
             case ("optional" | "plus" | "star") as kind:
@@ -95,27 +103,48 @@ class _Rules:
             case "tags_with_separator":
                 return self._separated(wanted, where)
             case kind if kind in _TOKEN_FORMATS:
-                raise InvalidRequestError(f"{where}: {kind} is not supported")
-        raise InvalidRequestError(f"{where}: {str(wanted.get('type'))[:50]!r} is no type of a format")
+                raise InvalidRequestError(f"{where}: {kind} is not supported: no format of single tokens is")
+        raise InvalidRequestError(f"{where}: {str(wanted.get('type'))[:50]!r} is not supported as a format")
 
     def _rule(self, name: str, body: str, options: str = "") -> str:
         name = f"{name}_{len(self.lines)}"
         self.lines.append(f"{name}{options}: {body}")
         return name
 
-    def _json(self, wanted: Mapping[str, Any], where: str) -> str:
-        if wanted.get("style", "json") != "json" or wanted.get("any_order"):
-            raise InvalidRequestError(f"{where}: json_schema is followed with style json and without any_order")
+    def _json(self, wanted: Mapping[str, Any], where: str, style: Any) -> str:
+        if wanted.get("any_order"):
+            raise InvalidRequestError(f"{where}: any_order is not supported")
         schema = wanted.get("json_schema")
         if isinstance(schema, bool):
             schema = {} if schema else {"enum": []}
-        return self._rule("json", json_rule(_object(schema, f"{where}.json_schema"), JSON_OPTIONS))
+        place = f"{where}.json_schema"
+        if style == "json":
+            return self._rule("json", json_rule(_object(schema, place), JSON_OPTIONS))
+        if style not in STYLES:
+            known = ", ".join(STYLES)
+            raise InvalidRequestError(f"{where}: style {str(style)[:50]!r} is not supported; json, {known} are")
+        return f"({xml_parameters(_object(schema, place), style, place, self._rule)})"
+
+    def _grammar(self, text: str, where: str) -> str:
+        """A grammar of its own, whose rules may have any names."""
+        self._num_grammar_chars += len(text)
+        if self._num_grammar_chars > MAX_GBNF_CHARS:
+            raise InvalidRequestError(f"{where}: grammars of more than {MAX_GBNF_CHARS} characters")
+        if "%llguidance" in text:
+            raise InvalidRequestError(f"{where}: %llguidance stands in no grammar within a structural tag")
+        try:
+            inner = gbnf(text) if is_gbnf(text) else lark(text)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"{where}: {error}") from None
+        return self._rule("grammar", f"%lark {{\n{inner.removeprefix('lark:')}\n}}")
 
     def _free_text(self, wanted: Mapping[str, Any], where: str, ends: Sequence[str]) -> str:
-        if wanted.get("max_tokens") is not None or wanted.get("max_chars") is not None:
-            raise InvalidRequestError(f"{where}: max_tokens and max_chars are not supported")
-        excludes = [_string(each, f"{where}.excludes[{i}]") for i, each in _list(wanted, "excludes", where, ())]
-        return self._text(self._rule("TEXT", _without([*excludes, *ends])), ends)
+        if wanted.get("max_tokens") is not None:
+            raise InvalidRequestError(f"{where}: max_tokens is not supported; max_chars is")
+        most = None if wanted.get("max_chars") is None else _count(wanted, "max_chars", where)
+        bound = "" if most is None else f"/(?s:.{{0,{max(most, 0)}}})/ & "
+        free = f"{bound}{_without([*_excludes(wanted, where), *ends])}"
+        return self._text(self._rule("TEXT", free), ends)
 
     def _text(self, free: str, ends: Sequence[str]) -> str:
         """Free text up to its end, which is the first that comes."""
@@ -136,7 +165,6 @@ class _Rules:
 
     def _triggered(self, wanted: Mapping[str, Any], where: str, ends: Sequence[str]) -> str:
         triggers = [_string(each, f"{where}.triggers[{i}]") for i, each in _list(wanted, "triggers", where)]
-        excludes = [_string(each, f"{where}.excludes[{i}]") for i, each in _list(wanted, "excludes", where, ())]
         if not all(triggers):
             raise InvalidRequestError(f"{where}.triggers: a trigger must not be empty")
         tags: dict[str, list[str]] = {trigger: [] for trigger in triggers}
@@ -147,17 +175,34 @@ class _Rules:
             if trigger is None:
                 raise InvalidRequestError(f"{where}.tags[{index}]: begins with none of the triggers")
             tags[trigger].append(f"{json.dumps(begun[len(trigger) :])} {content}")
-        free = self._rule("TEXT", _without([*triggers, *excludes, *ends]))
+        is_once, is_needed = bool(wanted.get("stop_after_first")), bool(wanted.get("at_least_one"))
+        return self._after_triggers(tags, _excludes(wanted, where), ends, is_once, is_needed)
+
+    def _dispatched(self, wanted: Mapping[str, Any], where: str, ends: Sequence[str]) -> str:
+        contents: dict[str, list[str]] = {}
+        for index, rule in _list(wanted, "rules", where):
+            place = f"{where}.rules[{index}]"
+            if not isinstance(rule, list | tuple) or len(rule) != 2 or not _string(rule[0], place):
+                raise InvalidRequestError(f"{place}: must be a text and the format that follows it")
+            contents.setdefault(rule[0], []).append(self.of(rule[1], f"{place}[1]", None))
+        return self._after_triggers(contents, _excludes(wanted, where), ends, wanted.get("loop") is False, False)
+
+    def _after_triggers(
+        self, contents: Mapping[str, list[str]], excludes: Sequence[str], ends: Sequence[str], is_once: bool,
+        is_needed: bool,
+    ) -> str:  # fmt: skip
+        """Free text in which each trigger opens one of its contents. Once: the text ends after the first of them."""
+        free = self._rule("TEXT", _without([*contents, *excludes, *ends]))
         options = []
-        for trigger, bodies in tags.items():
+        for trigger, bodies in contents.items():
             if bodies:
                 mark = self._rule("trigger", f"{free} {json.dumps(trigger)}", "[lazy]")
                 options.append(f"{mark} ({' | '.join(bodies)})")
         found, last = f"({' | '.join(options)})", self._text(free, ends)
-        if wanted.get("stop_after_first"):
+        if is_once:
             after = f"{found} {_one_of(ends)}" if ends else found
-            return f"({after})" if wanted.get("at_least_one") else f"({after} | {last})"
-        return f"{found}{'+' if wanted.get('at_least_one') else '*'} {last}"
+            return f"({after})" if is_needed else f"({after} | {last})"
+        return f"{found}{'+' if is_needed else '*'} {last}"
 
     def _separated(self, wanted: Mapping[str, Any], where: str) -> str:
         tags = [" ".join(self._tag(tag, f"{where}.tags[{i}]")) for i, tag in _list(wanted, "tags", where)]
@@ -165,6 +210,10 @@ class _Rules:
         separator = json.dumps(_text(wanted, "separator", where))
         said = one if wanted.get("stop_after_first") else f"{one} ({separator} {one})*"
         return said if wanted.get("at_least_one") else f"({said})?"
+
+
+def _excludes(wanted: Mapping[str, Any], where: str) -> list[str]:
+    return [_string(each, f"{where}.excludes[{i}]") for i, each in _list(wanted, "excludes", where, ())]
 
 
 def _one_of(ends: Sequence[str]) -> str:

@@ -20,6 +20,18 @@ CALL = {"begin": "<function=w>", "end": "</function>"}
 TAG = {"type": "tag", "content": {"type": "json_schema", "json_schema": CITY}, **CALL}
 TRIGGERED = {"type": "triggered_tags", "triggers": ["<function="], "tags": [TAG]}
 ANY = {"type": "any_text"}
+PATTERN = {"type": "string", "pattern": "^a$"}
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"}, "age": {"type": "integer"}, "unit": {"enum": ["C", "F"]},
+        "at": {"$ref": "#/$defs/At"}, "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    },
+    "required": ["name", "age"],
+    "$defs": {"At": {"type": "array", "items": {"type": "integer"}}},
+}  # fmt: skip
+QWEN = {"type": "json_schema", "json_schema": PARAMETERS, "style": "qwen_xml"}
+YES_NO = 'root ::= "{" answer{1,2} "}" # }\nanswer ::= "yes" | "no"'
 A_CALL = '<function=w>{"city": "x"}</function>'
 
 
@@ -66,6 +78,59 @@ def test_a_trigger_opens_a_structured_part(wanted: dict[str, Any]) -> None:
         ({"type": "repeat", "min": 1, "max": 2, "content": const("a")}, ["a", "aa"], ["", "aaa"]),
         ({"type": "repeat", "min": 2, "max": -1, "content": const("a")}, ["aaaa"], ["a"]),
         ({"type": "any_text", "excludes": ["no"]}, ["", "n\no"], ["now"]),
+        ({"type": "any_text", "excludes": ["no"], "max_chars": 3}, ["", "é\nx"], ["no", "abcd"]),
+        ({"type": "any_text", "max_chars": 0}, [""], ["a"]),
+        (
+            {"type": "tag", "begin": "<", "content": {"type": "any_text", "max_chars": 2}, "end": ">"},
+            ["<>", "<ab>"],
+            ["<abc>", "<ab"],
+        ),
+        ({"type": "grammar", "grammar": YES_NO}, ["{yes}", "{noyes}"], ["", "{}", "{yesyesno}"]),
+        (sequence({"type": "grammar", "grammar": YES_NO}, const("!")), ["{yes}!"], ["{yes}"]),
+        ({"type": "grammar", "grammar": "start: x\nx: /[a}]/ \"}\""}, ["a}", "}}"], ["a"]),
+        (
+            {"type": "or", "elements": [{"type": "grammar", "grammar": f'start: "{text}"'} for text in ("a", "b")]},
+            ["a", "b"],
+            ["ab"],
+        ),
+        *(
+            (
+                each,
+                [
+                    "<parameter=name>Bob</parameter><parameter=age>100</parameter>",
+                    "<parameter=name>\n<b>\n</parameter>\n<parameter=age>\n-1\n</parameter>\n",
+                    "<parameter=name></parameter><parameter=age>1</parameter><parameter=unit>C</parameter>"
+                    "<parameter=at>[1, 2]</parameter><parameter=note>null</parameter>",
+                ],
+                [
+                    "<parameter=age>100</parameter>",
+                    "<parameter=name>Bob</parameter><parameter=age>old</parameter>",
+                    "<parameter=name>Bob</parameter><parameter=age>1</parameter><parameter=unit>K</parameter>",
+                ],
+            )
+            for each in (QWEN, {"type": "qwen_xml_parameter", "json_schema": PARAMETERS})
+        ),
+        (
+            {**QWEN, "style": "minimax_xml"},
+            ['<parameter name="name">Bob</parameter><parameter name="age">100</parameter>'],
+            ["<parameter=name>Bob</parameter><parameter=age>100</parameter>"],
+        ),
+        (
+            {**QWEN, "style": "glm_xml"},
+            ["<arg_key>name</arg_key><arg_value>Bob</arg_value>\n<arg_key>age</arg_key><arg_value>1</arg_value>"],
+            ["<arg_key>name</arg_key><arg_value>Bob</arg_value>"],
+        ),
+        (
+            {"type": "tag", "begin": "<f>", "content": {**QWEN, "json_schema": True}, "end": "</f>"},
+            ["<f></f>", "<f>\n<parameter=x>1</parameter></f>"],
+            ["<f>1</f>"],
+        ),
+        (
+            {"type": "dispatch", "rules": [["A", const("1")], ["B", const("2")]], "excludes": ["no"]},
+            ["", "x", "A1", "xA1yB2z"],
+            ["A", "A2", "B2A", "no"],
+        ),
+        ({"type": "dispatch", "rules": [["A", const("1")]], "loop": False}, ["x", "xA1"], ["A", "A1x"]),
         (
             sequence({"type": "tag", "begin": "<think>", "content": ANY, "end": ["</think>"]}, TRIGGERED),
             [f"<think>a <b> c</think>text{A_CALL}"],
@@ -92,13 +157,21 @@ def test_formats(wanted: dict[str, Any], allowed: list[str], others: list[str]) 
         ({"structures": [], "triggers": ["<"]}, "structures: must be a list"),
         ({"structures": [{"begin": 1}], "triggers": ["<"]}, r"structures\[0\].begin: must be a string"),
         ({"format": {"type": "token", "token": 3}}, "format: token is not supported"),
-        ({"format": {"type": "x"}}, "format: 'x' is no type"),
+        ({"format": {"type": "x"}}, "format: 'x' is not supported"),
+        ({"format": {"type": "grammar", "grammar": 'answer ::= "a"'}}, "format: .*valid GBNF"),
+        ({"format": {"type": "grammar", "grammar": 'start: "a"\n%llguidance {}'}}, "format: %llguidance"),
+        ({"format": {"type": "grammar", "grammar": "root ::= " + '"a" ' * 20_000}}, "more than 65536 characters"),
+        ({"format": {"type": "dispatch", "rules": [["", ANY]]}}, r"rules\[0\]: must be a text and the format"),
+        ({"format": {"type": "dispatch", "rules": [["a", ANY]]}}, r"rules\[0\]\[1\]: any_text must be the last"),
         ({"format": sequence({"type": "any_text"}, const("a"))}, r"elements\[0\]: any_text must be the last"),
         ({"format": sequence(const("a"), 7)}, r"format.elements\[1\]: must be an object"),
         ({"format": {**TRIGGERED, "triggers": ["<tool"]}}, r"format.tags\[0\]: begins with none of the triggers"),
         ({"format": {**TRIGGERED, "triggers": [""]}}, "must not be empty"),
         ({"format": {"type": "any_text", "max_tokens": 3}}, "max_tokens"),
-        ({"format": {"type": "json_schema", "json_schema": CITY, "style": "qwen_xml"}}, "style"),
+        ({"format": {"type": "json_schema", "json_schema": CITY, "style": "cohere_xml"}}, "'cohere_xml' is not"),
+        ({"format": {"type": "json_schema", "json_schema": CITY, "any_order": True}}, "any_order"),
+        ({"format": {"type": "qwen_xml_parameter", "json_schema": {"properties": 3}}}, "schema of an object"),
+        ({"format": {"type": "qwen_xml_parameter", "json_schema": {"properties": {"a": PATTERN}}}}, "a: pattern of"),
     ],
 )  # fmt: skip
 def test_mistakes_are_named(wanted: dict[str, Any], message: str) -> None:
