@@ -53,6 +53,11 @@ def _with(body: type[B], fields: list[type[Body]]) -> type[B]:
 CHAT_BODY, COMPLETION_BODY = _with(ChatCompletionBody, _chat_fields), _with(CompletionBody, _answer_fields)
 
 
+def tool_call_parser(config: RouterConfig) -> str:
+    """The format of calls that an operator has named; auto: none."""
+    return config.of(ToolSettings).tool_call_parser if HAS_TOOLS else "auto"
+
+
 def num_known_grammars() -> int:
     """Grammars that this process remembers."""
     return len(CHECKS) if HAS_GRAMMAR else 0
@@ -74,7 +79,7 @@ class Features:
         """Raises InvalidRequestError for what cannot be done."""
         tools = None
         if HAS_TOOLS and isinstance(body, ToolFields):
-            tools = await tool_use(body, num_choices, tokenizer, config.of(ToolSettings).tool_call_parser)
+            tools = await tool_use(body, num_choices, tokenizer, tool_call_parser(config))
         reasoning = None
         if HAS_REASONING:
             parser = config.of(ReasoningSettings).reasoning_parser

@@ -14,10 +14,12 @@ from common.errors import ConfigError, InvalidRequestError
 from common.text.tokenizer import Tokenizer
 from router.chat_templates.settings import BUILT_IN, ChatTemplateSettings
 from router.config import RouterConfig
+from router.features import tool_call_parser
 
 MAX_CHARS = 1 << 20
 _TAKES_TOOLS = re.compile(r"\btools\b")
 _GENERIC_TOOLS = (Path(__file__).parent / "generic_tools.jinja").read_text(encoding="utf-8")
+_GENERIC_FORMAT = "hermes"  # of the calls that it asks for
 _PROBE = "a5ba40"
 
 
@@ -27,7 +29,8 @@ def with_templates(config: RouterConfig, tokenizers: Sequence[Tokenizer]) -> lis
     if chosen and len(tokenizers) > 1:
         raise ConfigError("--chat-template replaces the template of one model, but --models names several")
     own = {"default": read_template(chosen)} if chosen else None
-    return [_prepared(tokenizer, own) for tokenizer in tokenizers]
+    parser = tool_call_parser(config)
+    return [_prepared(tokenizer, own, parser) for tokenizer in tokenizers]
 
 
 def read_template(name: str) -> str:
@@ -43,12 +46,18 @@ def read_template(name: str) -> str:
     return text
 
 
-def _prepared(tokenizer: Tokenizer, chosen: Mapping[str, str] | None) -> Tokenizer:
+def _prepared(tokenizer: Tokenizer, chosen: Mapping[str, str] | None, parser: str) -> Tokenizer:
     if chosen is not None:
         tokenizer = tokenizer.with_templates(chosen)
     default = tokenizer.templates.get("default", "")
     if not default or "tool_use" in tokenizer.templates or _TAKES_TOOLS.search(default):
         return tokenizer
+    if parser not in ("auto", _GENERIC_FORMAT):
+        raise ConfigError(
+            f"--tool-call-parser {parser}: a model's chat template takes no tools; the prompt that describes them "
+            f"instead asks for calls in the format {_GENERIC_FORMAT}. Leave the flag out, or name a template with "
+            "tools (--chat-template)"
+        )
     role = "system" if _shows_system(tokenizer) else "user"
     generic = f"{{%- set tools_role = '{role}' -%}}{_GENERIC_TOOLS}{default}"
     return tokenizer.with_templates({**tokenizer.templates, "tool_use": generic})

@@ -60,6 +60,20 @@ def test_tools_are_described_in_the_system_message() -> None:
     assert rendered(tokenizer, [SYSTEM, USER]) == "[system]Be brief.[user]When?", "without tools nothing changes"
 
 
+def test_calls_of_the_generic_prompt_have_one_format() -> None:
+    def started(template: str, parser: str) -> Tokenizer:
+        config = from_args(RouterConfig, ["--decode", "a:1", "--tool-call-parser", parser])
+        [found] = with_templates(config, [DRY_RUN.with_templates({"default": template})])
+        return found
+
+    for parser in ("auto", "hermes"):
+        assert "tool_use" in started(PLAIN, parser).templates
+    with pytest.raises(ConfigError, match=r"llama3_json: a model's chat template takes no tools.* format hermes"):
+        started(PLAIN, "llama3_json")
+    own = PLAIN + "{% if tools %}{{ tools }}{% endif %}"
+    assert started(own, "llama3_json").templates == {"default": own}
+
+
 def test_calls_and_results_become_plain_messages() -> None:
     text = rendered(prepared(PLAIN), CONVERSATION, tools=[TOOL])
     results = "".join(f"<tool_response>\n{time}\n</tool_response>\n" for time in ("12:00", "12:01"))
@@ -131,6 +145,7 @@ async def test_a_model_without_tools_of_its_own_calls_them() -> None:
 async def test_parsers_by_flag() -> None:
     text = '<think>hm</think>[TOOL_CALLS][{"name": "get_time", "arguments": {}}]'
     flags: Any = {"tool_call_parser": "mistral_list", "reasoning_parser": "deepseek_r1"}
+    flags["tokenizer"] = DRY_RUN.with_templates({"default": PLAIN + "{{ tools }}"})
     info = {"max_model_len": 4096}
     async with cluster(script=Script(reply=list(text.encode())), info=info, **flags) as c:
         answer = await c.openai.chat.completions.create(
