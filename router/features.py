@@ -13,6 +13,7 @@ from pydantic import create_model
 
 from common.text.tokenizer import Tokenizer
 from common.wings import has_wing
+from router.api.advice import unheeded
 from router.api.answer_part import AnswerPart
 from router.api.chat_renderer import ChatRenderer
 from router.api.message_schemas import Body
@@ -40,7 +41,7 @@ if HAS_TOOLS:
 
     _chat_fields = [ToolFields]
 if HAS_REASONING:
-    from router.reasoning.reasoning_part import ReasoningFields, reasoning_part
+    from router.reasoning.reasoning_part import ReasoningFields, added_variables, reasoning_part
     from router.reasoning.settings import ReasoningSettings
 
     _chat_fields = [*_chat_fields, ReasoningFields]
@@ -63,6 +64,17 @@ def num_known_grammars() -> int:
     return len(CHECKS) if HAS_GRAMMAR else 0
 
 
+def _unheeded(body: ChatCompletionBody, known: frozenset[str], never_reasons: bool) -> tuple[str, ...]:
+    """The fields that advise a model which does not heed them."""
+    if body.reasoning_effort is None and body.verbosity is None and not body.chat_template_kwargs:
+        return ()  # most requests
+    if not (HAS_REASONING and isinstance(body, ReasoningFields)):
+        return tuple(unheeded(body, known, set(), "reasoning_effort"))
+    added = added_variables(body)
+    turns_off = body.reasoning_effort == "none" and bool(never_reasons or added & known)
+    return tuple(unheeded(body, known, added, "" if turns_off else body.effort_field))
+
+
 @dataclass(frozen=True, slots=True)
 class Features:
     """What one request asks for."""
@@ -71,6 +83,7 @@ class Features:
     tools: list[dict[str, Any]] | None = None  # their descriptions, for the chat template
     parts: tuple[AnswerPart, ...] = ()  # of chat answers, as they are taken out of the text
     grammar_field: str = ""  # what asks for the grammar
+    no_effect: tuple[str, ...] = ()  # fields that change nothing
 
     @classmethod
     async def of(
@@ -85,13 +98,18 @@ class Features:
             parser = config.of(ReasoningSettings).reasoning_parser
             reasoning = reasoning_part(body, tokenizer, tools is not None, parser)
         parts = () if reasoning is None else (reasoning,)
+        no_effect: tuple[str, ...] = ()
+        if isinstance(body, ChatCompletionBody):
+            never_reasons = reasoning is not None and reasoning.never_reasons
+            no_effect = _unheeded(body, tokenizer.template_variables(tools is not None), never_reasons)
         if tools is not None:
-            return cls(tools.grammar, tools.descriptions, (*parts, ToolPart(tools)), "tools")
+            no_effect += tools.unfollowed
+            return cls(tools.grammar, tools.descriptions, (*parts, ToolPart(tools)), "tools", no_effect)
         if HAS_GRAMMAR and isinstance(body, AnswerFields):
             grammar = await answer_grammar(body.response_format, body.structured_outputs, num_choices)
             field = "response_format" if body.structured_outputs is None else "structured_outputs"
-            return cls(grammar, parts=parts, grammar_field=field)
-        return cls(parts=parts)
+            return cls(grammar, parts=parts, grammar_field=field, no_effect=no_effect)
+        return cls(parts=parts, no_effect=no_effect)
 
     def client_field(self, name: str) -> str:
         """The field that a client sent, by a worker's name of it: workers do not know who asked for a grammar."""

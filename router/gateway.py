@@ -16,6 +16,7 @@ from starlette.responses import Response
 from common.text.tokenizer import Tokenizer
 from common.wings import has_wing
 from protos import types_pb2 as pb
+from router.api.advice import header_of, without_effect
 from router.api.completion_renderer import CompletionRenderer
 from router.api.parse import B, is_ignored, parse_body
 from router.api.prompts import chat_prompt, completion_prompts, truncated
@@ -29,7 +30,7 @@ from router.features import CHAT_BODY, COMPLETION_BODY, Features
 from router.http.answer import GenerationResponse
 from router.http.body import read_json_object
 from router.http.deadline import timeout_seconds
-from router.http.errors import FIELD_NAMES, REQUEST_ID, ModelNotFoundError
+from router.http.errors import FIELD_NAMES, REQUEST_ID, ModelNotFoundError, client_name
 from router.http.held_bodies import HeldBodies, HeldBody
 from router.journal import Journal
 from router.request import GenerationRequest
@@ -126,7 +127,10 @@ class Gateway:
         self, http: Request, model: ServedModel, body: ChatCompletionBody | CompletionBody, num_choices: int
     ) -> Features:
         features = await Features.of(body, num_choices, model.tokenizer, self.config)
-        http.scope.setdefault(FIELD_NAMES, []).insert(0, features.client_field)
+        names_of = http.scope.setdefault(FIELD_NAMES, [])
+        ignored = http.scope.setdefault(IGNORED, [])
+        ignored += [client_name(name, names_of) for name in features.no_effect]
+        names_of.insert(0, features.client_field)
         return features
 
     async def count_chat_tokens(self, http: Request, body: ChatCompletionBody) -> int:
@@ -248,13 +252,13 @@ class Gateway:
         is_shown = 0 < len(label) <= MAX_LABEL_CHARS and label.isascii() and label.isprintable()
         headers = {"x-request-id": label if is_shown else request_id, "x-mini-infer-id": request_id}
         if ignored := http.scope.get(IGNORED):
-            headers["x-mini-infer-ignored"] = ", ".join(ignored)
+            headers["x-mini-infer-ignored"] = header_of(ignored)
         return headers
 
     @staticmethod
     def parse(kind: type[B], http: Request, fields: dict[str, Any]) -> B:
         """`parse_body`, with a note for the answer's header of fields that change nothing."""
-        http.scope[IGNORED] = [name for name in fields if is_ignored(kind, name)]
+        http.scope[IGNORED] = [name for name in fields if is_ignored(kind, name)] + without_effect(kind, fields)
         return parse_body(kind, fields)
 
     def _echo_texts(self, model: ServedModel, body: CompletionBody, prompts: Sequence[list[int]]) -> list[str]:

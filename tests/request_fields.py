@@ -64,7 +64,8 @@ What becomes of each field of OpenAI's and vLLM's requests. `python -m tests.req
 
 - **{WORKS}**: honoured; a value that cannot be honoured is refused with 400, which names the field. Where only one
   value is accepted, it is given.
-- **{IGNORED}**: accepted. The answer's header `x-mini-infer-ignored` names it.
+- **{IGNORED}**: accepted. The answer's header `x-mini-infer-ignored` names it, and advice that this model does not
+  heed: `reasoning_effort`, `verbosity`, variables that its template does not read, `strict` without a grammar.
 - **{REFUSED}**: 400, "FIELD is not supported by this server yet", code `unsupported_parameter`. Null and the values
   given ask for nothing, and are accepted.
 - **{UNKNOWN}**, as are fields that are not in the table: 400, "unknown field FIELD", code `unknown_parameter`.

@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2 import TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -69,6 +69,7 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         try:
             self._template = environment.from_string(source)
+            self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source)))
         except TemplateSyntaxError as error:
             raise UnsupportedModelError(f"the model's chat template does not compile: {error}") from None
         self._named_tokens = dict(named_tokens)

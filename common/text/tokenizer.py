@@ -85,8 +85,7 @@ class Tokenizer:
         variables: of the template, beside those that all have.
         Raises InvalidRequestError when there is no template or it cannot be applied.
         """
-        template = self._templates.get("tool_use") if tools else None
-        template = template or self._templates.get("default")
+        template = self._template(bool(tools))
         if template is None:
             raise InvalidRequestError(
                 "this model has no chat template; use /v1/completions", "messages", "no_chat_template"
@@ -102,6 +101,15 @@ class Tokenizer:
             elif piece:
                 token_ids += plain.encode(piece.replace(breaker, ""), add_special_tokens=False).ids
         return token_ids
+
+    def template_variables(self, has_tools: bool) -> frozenset[str]:
+        """The variables that the chat template reads, of requests with tools or of others."""
+        template = self._template(has_tools)
+        return frozenset() if template is None else template.variables
+
+    def _template(self, has_tools: bool) -> ChatTemplate | None:
+        template = self._templates.get("tool_use") if has_tools else None
+        return template or self._templates.get("default")
 
     def with_templates(self, templates: Mapping[str, str]) -> Tokenizer:
         """Return a copy with other chat templates, by name. Raises UnsupportedModelError if one does not compile."""

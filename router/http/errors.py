@@ -59,6 +59,13 @@ def error_object(error: BaseException, scope: Mapping[str, Any] = NO_SCOPE) -> d
     return body if shape is None else shape(body)
 
 
+def client_name(field: str, names_of: Sequence[Callable[[str], str]]) -> str:
+    """The client's name of a field: FIELD_NAMES."""
+    for name_of in names_of:
+        field = name_of(field)
+    return field
+
+
 def _openai_error(error: BaseException, field_names: Sequence[Callable[[str], str]]) -> dict[str, Any]:
     kind, param, code = mapping_for(error).openai_type, None, None
     message = public_message(error)
@@ -66,10 +73,9 @@ def _openai_error(error: BaseException, field_names: Sequence[Callable[[str], st
         kind = "timeout_error" if error.status == 408 else "invalid_request_error"
     elif isinstance(error, InvalidRequestError):
         param, code = error.param, error.code
-        for name_of in field_names:
-            if param is not None:
-                name = name_of(param)
-                message, param = message.replace(param, name), name
+        if param is not None:
+            name = client_name(param, field_names)
+            message, param = message.replace(param, name), name
     elif isinstance(error, UnauthenticatedError):
         code = "invalid_api_key"
     elif isinstance(error, NotFoundError):

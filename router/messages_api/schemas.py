@@ -111,7 +111,7 @@ class PromptBody(Body):
 class MessagesBody(PromptBody):
     """POST /v1/messages"""
 
-    no_effect: ClassVar[frozenset[str]] = frozenset({"cache_control", "service_tier"})
+    no_effect: ClassVar[frozenset[str]] = frozenset({"cache_control", "service_tier", "thinking.budget_tokens"})
 
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)]
     stop_sequences: Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None

@@ -26,6 +26,7 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 # Fields of a chat completion by a pattern, and what they are here.
 _NAMES = (
     (r"^response_format(\.json_schema)?", "output_config.format"),
+    (r"^chat_template_kwargs\.enable_thinking$", "thinking"),
     (r"^reasoning_effort$", "output_config.effort"),
     (r"^tools\.(\d+)\.function\.parameters", r"tools.\1.input_schema"),
     (r"^tools\.(\d+)\.function", r"tools.\1"),

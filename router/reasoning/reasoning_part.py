@@ -28,6 +28,7 @@ NUM_END_TOKENS = 16  # of a prompt, in which its template may have opened the re
 
 # As templates call it: Qwen3 and GLM, DeepSeek-V3.1 and Granite, Seed-OSS.
 NO_THINKING: dict[str, Any] = {"enable_thinking": False, "thinking": False, "thinking_budget": 0}
+_ASKING = frozenset({"reasoning", "thinking_token_budget", "reasoning_effort"})
 NumTokens = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
@@ -80,11 +81,25 @@ class ReasoningFields(Body):
             return None if self.thinking_token_budget == -1 else self.thinking_token_budget
         return self.reasoning.max_tokens if self.reasoning else None
 
+    @property
+    def effort_field(self) -> str:
+        """What may have asked for an effort."""
+        if self.reasoning is None:
+            return "reasoning_effort"
+        return "reasoning.enabled" if self.reasoning.enabled is False else "reasoning.effort"
+
+
+def added_variables(body: ReasoningFields) -> set[str]:
+    """The chat template's variables that a request does not name itself."""
+    return set(_template_variables(body.model_dump(include={*_ASKING})))
+
 
 def _template_variables(fields: dict[str, Any]) -> dict[str, Any]:
     """Return the chat template's variables that fields of a body ask for."""
     options = fields.get("reasoning")
-    budget = fields.get("thinking_token_budget", options.get("max_tokens") if isinstance(options, dict) else None)
+    budget = fields.get("thinking_token_budget")
+    if budget is None and isinstance(options, dict):
+        budget = options.get("max_tokens")
     if budget == 0 or fields.get("reasoning_effort") == "none":
         return NO_THINKING
     return {} if budget in (None, -1) else {"thinking_budget": budget}
@@ -108,6 +123,10 @@ class ReasoningPart:
         if budget is not None:
             self._special = marker_ids(written, tokenizer)
             self._budget = budget, frozenset(self._special.values()).union(tokenizer.eos_token_ids)
+
+    @property
+    def never_reasons(self) -> bool:
+        return self._budget is not None and self._budget[0] == 0
 
     def grammar(self, answer: str, prompt_token_ids: list[int]) -> str:
         """Return the grammar of an answer with its reasoning before it."""

@@ -109,7 +109,7 @@ class ResponsesBody(Body):
     # Labels and hints: a response repeats some of them.
     no_effect: ClassVar[frozenset[str]] = frozenset({
         "include", "stream_options", "service_tier", "safety_identifier",
-        "prompt_cache_key", "prompt_cache_retention",
+        "prompt_cache_key", "prompt_cache_retention", "reasoning.summary", "reasoning.generate_summary",
     })  # fmt: skip
 
     model: Label | None = None

@@ -31,6 +31,7 @@ class ToolUse:
     is_json: bool  # an answer that is no call is JSON in a given format, and may look like a call without its marker
     shown: frozenset[int]  # markers of calls that are special tokens
     grammar: str  # empty: the model decides
+    unfollowed: tuple[str, ...]  # fields that ask for what no grammar can follow
 
 
 async def tool_use(body: ToolFields, num_choices: int, tokenizer: Tokenizer, parser: str) -> ToolUse | None:
@@ -41,6 +42,7 @@ async def tool_use(body: ToolFields, num_choices: int, tokenizer: Tokenizer, par
     markers = {text: tokenizer.special_id_of.get(text) for text in (*written.markers, *written.silent)}
     special = {text: token_id for text, token_id in markers.items() if token_id is not None}
     is_parallel = body.parallel_tool_calls is not False and not isinstance(body.tool_choice, NamedTool)
+    grammar, unfollowed = await _grammar(body, num_choices, written, is_parallel, special)
     return ToolUse(
         written,
         [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in body.tools],
@@ -49,14 +51,16 @@ async def tool_use(body: ToolFields, num_choices: int, tokenizer: Tokenizer, par
         is_forced(body.tool_choice),
         json_answer_schema(body.response_format) is not None,
         frozenset(special[text] for text in written.markers if text in special),
-        await _grammar(body, num_choices, written, is_parallel, special),
+        grammar,
+        tuple(unfollowed),
     )
 
 
 async def _grammar(
     body: ToolFields, num_choices: int, written: ToolFormat, is_parallel: bool, special: dict[str, int]
-) -> str:
-    """Return the grammar of required calls, of calls beside an answer in a given format, or of strict ones in a text.
+) -> tuple[str, list[str]]:
+    """Return the grammar of required calls, of calls beside an answer in a given format, or of strict ones in a text;
+    and the fields that it does not follow.
 
     Empty: any text.
     """
@@ -74,20 +78,22 @@ async def _grammar(
     if len(found) <= MAX_GRAMMAR_CHARS:
         for where, function in chosen.items():  # each alone: errors name it
             await checked_grammar(json_schema(schemas[function.name]), f"{where}.parameters")
-    return await checked_grammar(found, "tools", num_choices)
+    return await checked_grammar(found, "tools", num_choices), []
 
 
 async def _strict_grammar(
     body: ToolFields, num_choices: int, written: ToolFormat, is_parallel: bool, special: dict[str, int]
-) -> str:
-    """Return the grammar of texts whose calls are of offered functions, and follow the schemas of the strict ones.
+) -> tuple[str, list[str]]:
+    """Return the grammar of texts whose calls are of offered functions, and follow the schemas of the strict ones;
+    and the fields that it does not follow.
 
     Empty: any text. Clients set `strict` freely: what no grammar can follow, schema or format of calls, is advice.
     So is `uniqueItems`.
     """
     functions = [tool.function for tool in body.tools or ()]
-    if not any(function.strict for function in functions):
-        return ""
+    strict = {function.name: f"tools.{i}.function.strict" for i, function in enumerate(functions) if function.strict}
+    if not strict:
+        return "", []
     schemas = {function.name: ANY_OBJECT for function in functions}
     try:
         for function in functions:
@@ -96,12 +102,13 @@ async def _strict_grammar(
                 if await _can_follow(written, {function.name: wanted}, special):
                     schemas[function.name] = wanted
                     break
-        if all(schema is ANY_OBJECT for schema in schemas.values()):
-            return ""
+        unfollowed = [field for name, field in strict.items() if schemas[name] is ANY_OBJECT]
+        if len(unfollowed) == len(strict):
+            return "", unfollowed
         found = await asyncio.to_thread(text_and_calls_grammar, written, schemas, is_parallel, special)
-        return await checked_grammar(found, "tools", num_choices)
+        return await checked_grammar(found, "tools", num_choices), unfollowed
     except InvalidRequestError:
-        return ""
+        return "", list(strict.values())
 
 
 async def _can_follow(written: ToolFormat, schemas: dict[str, Schema], special: dict[str, int]) -> bool:

@@ -125,6 +125,10 @@ async def test_the_answer_names_fields_without_effect() -> None:
         asked = {"model": "dry-run", "max_tokens": 4, "messages": HELLO, "service_tier": "auto"}
         answer = await client.messages.with_raw_response.create(**asked)
         assert answer.headers["x-mini-infer-ignored"] == "service_tier"
+        advice: Any = {"thinking": {"type": "enabled", "budget_tokens": 1024}, "output_config": {"effort": "low"}}
+        answer = await client.messages.with_raw_response.create(**{**asked, **advice})
+        named = "service_tier, thinking.budget_tokens, output_config.effort, thinking"
+        assert answer.headers["x-mini-infer-ignored"] == named
 
 
 async def test_errors_have_anthropics_shape() -> None:

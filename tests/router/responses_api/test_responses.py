@@ -233,12 +233,19 @@ def test_the_client_reads_of_its_own_items() -> None:
 
 async def test_the_answer_names_fields_without_effect() -> None:
     async with replying("x") as c:
-        fields = {"service_tier": "flex", "include": [], "metadata": {}}
+        labels = {"service_tier": "flex", "include": [], "metadata": {}}
         for stream in (False, True):
-            asked = {"model": "dry-run", "input": "?", "stream": stream, **fields}
+            asked = {"model": "dry-run", "input": "?", "stream": stream, **labels}
             answer = await c.http.post("/v1/responses", json=asked)
             assert answer.headers["x-mini-infer-ignored"] == "service_tier, include"
         assert '"service_tier":"flex"' in answer.text  # a label all the same
+        advice = {"reasoning": {"effort": "low", "summary": "auto"}, "text": {"verbosity": "low"}}
+        strict = {**WEATHER, "strict": True, "parameters": {"type": "object", "not": {}}}
+        fields: Any = {"model": "dry-run", "input": "?", **advice, "tools": [WEATHER, strict | {"name": "f"}]}
+        for background in (False, True):
+            answer = await c.http.post("/v1/responses", json={**fields, "background": background})
+            named = answer.headers["x-mini-infer-ignored"]
+            assert named == "reasoning.summary, reasoning.effort, text.verbosity, tools.1.strict"
 
 
 async def test_fields_that_ask_for_nothing_are_accepted() -> None:
