@@ -49,9 +49,7 @@ def test_decode_steps_take_what_was_measured(
 )
 def test_prompts_take_what_was_measured(ranks: int, measured: dict[int, float]) -> None:
     cost = step_cost(size("qwen2.5-7b"), H200, ranks)
-    found = {
-        tokens: 1e3 * (cost.seconds(0, tokens, pairs=tokens**2 / 2) - STEP_SECONDS) for tokens in measured
-    }
+    found = {tokens: 1e3 * (cost.seconds(0, tokens, pairs=tokens**2 / 2) - STEP_SECONDS) for tokens in measured}
     assert found == pytest.approx(measured, rel=0.11)
 
 

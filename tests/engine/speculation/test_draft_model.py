@@ -139,9 +139,14 @@ def test_trials_do_not_come_sooner_with_more_requests(
     proposer._least_probability = lambda num_rows, num_drafting: 1.0  # type: ignore[method-assign]
     for number in range(8):
         parts.engine.add_request([1, 2, number], replace(PLAIN, max_tokens=70, ignore_eos=True))
-    trials = []
+    trials: list[Any] = []
     draft = proposer._draft
-    proposer._draft = lambda wanted, num_rows: (trials.extend(wanted), draft(wanted, num_rows))  # type: ignore[method-assign, func-returns-value]
+
+    def counted(wanted: list[Any], num_rows: int) -> None:
+        trials.extend(wanted)
+        draft(wanted, num_rows)
+
+    proposer._draft = counted  # type: ignore[method-assign]
     while parts.engine.has_work():
         parts.engine.step()
     assert 2 <= len(trials) <= 4
