@@ -6,8 +6,8 @@
 `pairs` counts each prompt token once for every token before it. `prompt` is what such a step takes however few the
 tokens are: on a GPU the host starts its kernels one by one where decode steps are graphs. An engine bounds its prompt
 chunks by this, and a router predicts with it; both learn it for themselves. Simulated steps have one more part, which
-is not linear: `weights`, the time to read them, which the GEMMs of prompt tokens hide. With it, steps that have
-nothing but prompts take `base`, too.
+is not linear: `weights`, the time to read them, which the GEMMs of steps with prompts hide, and decode rows are then
+multiplied as long as prompt tokens are. With it, steps that have nothing but prompts take `base`, too.
 """
 
 from __future__ import annotations
@@ -72,9 +72,10 @@ class StepCost:
         decode = self.base + self.row * num_rows + self.context * context if num_rows else 0.0
         if not num_prompt_tokens:
             return decode
-        read = 0.0 if num_rows or not self.weights else self.base
-        hidden = min(self.weights, self.prompt_token * num_prompt_tokens)
-        return decode + read + self.prompt + self.work(num_prompt_tokens, pairs) - hidden
+        if not self.weights:
+            return decode + self.prompt + self.work(num_prompt_tokens, pairs)
+        gemms = max(self.prompt_token * (num_rows + num_prompt_tokens), self.weights) - self.weights
+        return (decode or self.base) + self.prompt + self.prompt_context * pairs + gemms
 
     def work(self, num_prompt_tokens: float, pairs: float) -> float:
         """Seconds for prompt tokens alone, however many steps they are spread over."""

@@ -7,8 +7,8 @@ Requests are the trace's own, in its order and rhythm, so many a second; the fir
 nobody has measured a worker yet. One row a cluster, and how the adaptive one compares: its goodput with the better of
 the others, its tok/s with aggregated's, its TTFT at p99 with aggregated's and with that of the better one.
 
-`--measured` replays cells that GPUs have measured with fixed placements, one after the other as they were sent, and
-shows both: whether steps that have prompts beside streams take as long as their parts, which is what is simulated.
+`--measured` replays cells that GPUs have measured and shows both: with fixed placements, one after the other as they
+were sent, and closed loops with all. Whether steps that have prompts beside streams take what is simulated.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.clusters.roles import SETTLED, scaled_rows
 from benchmarks.clusters.roles import TRACES as ROLE_TRACES
-from benchmarks.clusters.roles import scaled_rows
 from cli.load.results import Objectives, summarize
-from cli.load.workload import PlannedRequest, PromptMaker, TraceRow, read_trace, trace_workload
+from cli.load.workload import PlannedRequest, PromptMaker, TraceRow, random_workload, read_trace, trace_workload
 from cli.simulation.cluster import SimulatedCluster
 from cli.simulation.settings import ClusterConfig
 from cli.simulation.simulate import DEFAULT_VOCAB_SIZE
@@ -36,6 +36,7 @@ TRACES = ROLE_TRACES | {"code": "AzureLLMInferenceTrace_code.csv", "synthetic": 
 PULL_TOKENS_PER_SECOND = 2e6
 OBJECTIVES = Objectives(ttft_ms=1000.0, itl_ms=25.0)
 GAP_SECONDS = 10.0  # between cells that are replayed
+LOOP_CLIENTS, LOOP_TOKENS = 256, (1024, 128)  # of a closed loop
 
 
 @dataclass(frozen=True)
@@ -162,11 +163,28 @@ def fitting(path: Path, longest: int) -> list[TraceRow]:
     return [row for row in read_trace(path) if row.num_input_tokens + row.num_output_tokens <= longest]
 
 
+def replay_loop(cluster: str, cell: dict[str, Any], seconds: float) -> str:
+    """A line that compares the closed loop of `benchmarks.clusters.roles` with one in simulated time."""
+    simulated = SimulatedCluster(spec_of(settings_of(cluster)))
+    lengths = (LOOP_TOKENS[0],) * 2, (LOOP_TOKENS[1],) * 2
+    planned = random_workload(PromptMaker(DEFAULT_VOCAB_SIZE), 1 << 13, *lengths, 0.0, seed=0)
+    simulated.run_closed(planned, LOOP_CLIENTS, until=seconds)
+    begin = SETTLED * seconds
+    times = [t for record in simulated.records for t in record.chunk_times if begin <= t < seconds]
+    found = summarize([r for r in simulated.records if begin <= r.sent < seconds], seconds, OBJECTIVES)
+    rates = f"tok/s {cell['output_tokens_per_second']:.0f}; {len(times) / (seconds - begin):.0f}"
+    pairs = ", ".join(f"TTFT {q} {cell['ttft_ms'][q]:.0f}; {found['ttft_ms'][q]:.0f}" for q in ("mean", "p50"))
+    return f"closed {cluster}, measured; simulated: {rates}, {pairs}"
+
+
 def replay(path: Path, traces: Path, longest: int) -> Iterator[str]:
     """Lines that compare cells of `benchmarks.clusters.roles` with the same ones in simulated time."""
     document = json.loads(path.read_text(encoding="utf-8"))
     seconds = float(document["argv"][document["argv"].index("--seconds") + 1])
     maker = PromptMaker(DEFAULT_VOCAB_SIZE)
+    for cell in document["cells"]:
+        if not cell["rate"]:
+            yield replay_loop(cell["cluster"], cell, seconds)
     for cluster in ("aggregated", "static"):
         measured = [cell for cell in document["cells"] if cell["cluster"] == cluster and cell["rate"]]
         requests: list[PlannedRequest] = []

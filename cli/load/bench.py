@@ -36,6 +36,7 @@ from common.config import SettingsParser, add_arguments, check_not_negative, fro
 from common.errors import ConfigError
 
 WARMUP_OUTPUT_TOKENS = 4
+DEFAULT_CONCURRENCY = 8  # of a closed loop
 PICTURES = (".png", ".svg", ".pdf")
 
 
@@ -75,6 +76,11 @@ class WorkloadConfig:
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"--{name.replace('_', '-')} must be positive")
         check_not_negative(self, "concurrency", "request_rate", "max_requests", "duration", "warmup")
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether requests wait for the ends of others, not for a time."""
+        return not (self.request_rate or self.trace)
 
 
 @dataclass(frozen=True)
@@ -169,12 +175,11 @@ async def drive(target: TargetConfig, workload: WorkloadConfig) -> tuple[list[Re
 
         try:
             async with shown(progress):
-                if workload.request_rate or workload.trace:
-                    await open_loop(client.complete, requests, on_done, workload.concurrency, workload.duration)
+                if workload.is_closed:
+                    concurrency = workload.concurrency or DEFAULT_CONCURRENCY
+                    await closed_loop(client.complete, requests, concurrency, on_done, workload.duration)
                 else:
-                    await closed_loop(
-                        client.complete, requests, workload.concurrency or 8, on_done, workload.duration
-                    )
+                    await open_loop(client.complete, requests, on_done, workload.concurrency, workload.duration)
         except asyncio.CancelledError:
             if not records:
                 raise

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -81,6 +81,8 @@ class SimulatedCluster:
         self._open: dict[RequestId, _Choice] = {}
         self._kept: dict[RequestId, _Choice] = {}  # they may move to a decode worker
         self._turns = itertools.count(1)
+        self._others: Iterator[PlannedRequest] = iter(())  # of a closed loop
+        self._until = math.inf
         self._sequences: dict[str, itertools.count[int]] = {}
         roles = ["prefill"] * spec.num_prefill + ["decode"] * spec.num_decode
         specs = {"prefill": spec.prefill_worker, "decode": spec.worker}
@@ -105,6 +107,19 @@ class SimulatedCluster:
         """Send all requests when they are due, and wait for their answers. Prompts are made when they are sent."""
         self._send_next(iter(requests))
         self.clock.run()
+
+    def run_closed(self, requests: Iterable[PlannedRequest], concurrency: int, until: float = math.inf) -> None:
+        """Keep `concurrency` requests open until there are no more, or until a time; wait for their answers."""
+        self._others, self._until = iter(requests), until
+        for _ in range(concurrency):
+            self._send_another(0.0)
+        self.clock.run()
+
+    def _send_another(self, now: float) -> None:
+        """Send the next request of a closed loop."""
+        planned = next(self._others, None) if now < self._until else None
+        if planned is not None:
+            self.clock.at(now, partial(self._arrive, planned, ()))
 
     def _send_next(self, requests: Iterable[PlannedRequest]) -> None:
         planned = next(iter(requests), None)
@@ -252,6 +267,7 @@ class SimulatedCluster:
         choice.record.end = now
         self._answers.observe(choice.planned.num_output_tokens)
         self.records.append(choice.record)
+        self._send_another(now)
 
     def _feed_index(self, worker: SimulatedWorker) -> None:
         stored, removed = worker.kv.pool.take_events()

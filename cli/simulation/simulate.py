@@ -7,15 +7,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from cli.load.bench import ReportConfig, WorkloadConfig, plan, show, write_json
+from cli.load.bench import DEFAULT_CONCURRENCY, ReportConfig, WorkloadConfig, plan, show, write_json
 from cli.load.results import Objectives, summarize
 from cli.simulation.calibration import calibrated
 from cli.simulation.settings import AgainstConfig, ClusterConfig
-from common.config import SettingsParser, add_arguments, from_namespace, require
+from common.config import SettingsParser, add_arguments, from_namespace
 
 DEFAULT_VOCAB_SIZE = 50_000  # that prompts are drawn from
 
@@ -38,7 +39,10 @@ def simulated(config: ClusterConfig, workload: WorkloadConfig, objectives: Objec
     began = time.perf_counter()
     _, requests = plan(dataclasses.replace(workload, vocab_size=workload.vocab_size or DEFAULT_VOCAB_SIZE))
     cluster = SimulatedCluster(spec_of(config), workload.seed)
-    cluster.run(requests)
+    if workload.is_closed:
+        cluster.run_closed(requests, workload.concurrency or DEFAULT_CONCURRENCY, workload.duration or math.inf)
+    else:
+        cluster.run(requests)
     records = cluster.records
     begin = min((record.sent for record in records), default=0.0)
     duration = max((record.end for record in records), default=0.0) - begin
@@ -54,7 +58,6 @@ def run(argv: Sequence[str]) -> int:
     config = from_namespace(ClusterConfig, namespace, {})
     workload = from_namespace(WorkloadConfig, namespace, {})
     report = from_namespace(ReportConfig, namespace, {})
-    require(bool(workload.trace or workload.request_rate), "give a --trace, or a --request-rate")
     if url := from_namespace(AgainstConfig, namespace, {}).against:
         from cli.simulation.against import against  # torch, too
 

@@ -65,6 +65,18 @@ def test_one_request_takes_what_its_steps_take() -> None:
     assert record.end == record.chunk_times[-1]
 
 
+def test_clients_of_a_closed_loop_wait_for_answers() -> None:
+    cluster = SimulatedCluster(spec_of(config()))
+    cluster.run_closed([planned(0.0, 100, 5, seed=number) for number in range(7)], concurrency=2)
+    records = sorted(cluster.records, key=lambda record: record.sent)
+    assert [record.sent for record in records[:2]] == [0.0, 0.0]
+    ends = sorted(record.end for record in records)
+    assert [record.sent for record in records[2:]] == pytest.approx(ends[:5])
+    cut = SimulatedCluster(spec_of(config()))
+    cut.run_closed((planned(0.0, 100, 5, seed=number) for number in range(100)), concurrency=2, until=ends[3])
+    assert len(cut.records) == 5
+
+
 def test_a_prompt_goes_from_worker_to_worker() -> None:
     made = config(prefill_workers=1, pull_tokens_per_second=1000.0)
     cluster = simulate(made, [planned(0.0, 100, 5), planned(0.0, 20, 3, seed=1), planned(0.0, 80, 1, seed=2)])
@@ -184,8 +196,8 @@ def test_the_command_reports_as_bench_does(tmp_path: Path, capsys: pytest.Captur
     assert summary["cached_tokens"] > 0
     assert summary["placements"] == {"local": 9}
     assert "9/9 requests" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="give a --trace"):
-        run([])
+    assert run_command("simulate", ["--num-requests", "9", "--concurrency", "2"]) == 0
+    assert "9/9 requests" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="--decode-workers must be positive"):
         run(["--decode-workers", "0"])
 
