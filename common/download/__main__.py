@@ -1,8 +1,8 @@
 """Download a model from the hub into a folder: `python -m common.download HUB_ID FOLDER`.
 
-Files arrive in FOLDER.partial. An interrupted download keeps those that were complete, and one that loses its
-connection goes on within the file; FOLDER appears when all of them are there, so that whoever finds it may start from
-it. HF_TOKEN and HF_ENDPOINT are huggingface_hub's own variables.
+Files arrive in FOLDER.partial. An interrupted download goes on where it was, within a large file, too; FOLDER appears
+when all of them are there, so that whoever finds it may start from it. HF_TOKEN and HF_ENDPOINT are huggingface_hub's
+own variables.
 """
 
 from __future__ import annotations
@@ -41,13 +41,16 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0 when the folder is complete, else 1; a further run keeps what is complete."""
+    """Exit code: 0 when the folder is complete, else 1, after Ctrl-C 130; a further run goes on."""
     arguments = build_parser().parse_args(argv)
     try:
         download_into(arguments.hub_id, arguments.folder)
     except ConfigError as error:
         print(f"download: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("download: interrupted; the same command goes on", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+from common.download.parts import fetch_parts
 from common.errors import ConfigError
 
 TOKENIZER_PATTERNS = ["*.json", "*.jinja", "tokenizer.model"]
@@ -22,14 +23,14 @@ _NUM_NAMED = 12  # quantizations, in an error
 def download(hub_id: str, folder: Path | None = None, weights: bool = True) -> Path:
     """Download a model's files into `folder`, or the hub's cache; return where they lie. Raises ConfigError.
 
-    A download into `folder` keeps the files that an earlier one completed, and is complete when this returns.
+    A download goes on where an earlier one was interrupted. One into `folder` is complete when this returns.
     """
     from huggingface_hub import snapshot_download
 
     patterns = TOKENIZER_PATTERNS + WEIGHT_PATTERNS * weights
+    chosen: dict[str, Any] = {"allow_patterns": patterns, "ignore_patterns": IGNORED_PATTERNS}
     with _told(hub_id, folder):
-        chosen: dict[str, Any] = {"allow_patterns": patterns, "ignore_patterns": IGNORED_PATTERNS}
-        found = Path(snapshot_download(hub_id, local_dir=folder, **chosen))
+        found = _snapshot(hub_id, folder, chosen)
         if folder is not None:  # for a hub out of reach, the call above takes the files that happen to be there
             files = snapshot_download(hub_id, local_dir=folder, dry_run=True, **chosen)
             left = [file.filename for file in files if file.will_download]
@@ -46,12 +47,10 @@ def download_gguf(hub_id: str, quantization: str, weights: bool = True) -> Path:
 
     weights: false fetches the first part alone, which has configuration and tokenizer. Raises ConfigError.
     """
-    from huggingface_hub import snapshot_download
-
     with _told(hub_id, None):
         files = gguf_files(hub_id, _gguf_names(hub_id), quantization)
         wanted = files if weights else files[:1]
-        return Path(snapshot_download(hub_id, allow_patterns=wanted)) / files[0]
+        return _snapshot(hub_id, None, {"allow_patterns": wanted}) / files[0]
 
 
 def gguf_files(hub_id: str, names: Sequence[str], quantization: str) -> list[str]:
@@ -76,6 +75,26 @@ def quantizations(names: Sequence[str]) -> list[str]:
     return sorted({each[1] for each in found if each})
 
 
+def _snapshot(hub_id: str, folder: Path | None, chosen: Mapping[str, list[str]]) -> Path:
+    """Download the chosen files. chosen: patterns, as `snapshot_download` takes them."""
+    from huggingface_hub import snapshot_download
+
+    patterns: dict[str, Any] = {**chosen}
+    try:
+        files = snapshot_download(hub_id, local_dir=folder, dry_run=True, **patterns)
+    except _client_errors():  # the hub is out of reach: what is there may be enough
+        files = []
+    fetch_parts(hub_id, files, folder)
+    return Path(snapshot_download(hub_id, local_dir=folder, **patterns))
+
+
+def _client_errors() -> tuple[type[Exception], ...]:
+    """OSError, and the base of what the HTTP client raises, of which there is another one in each major version."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return cast("tuple[type[Exception], ...]", HfHubHTTPError.__bases__)
+
+
 def _stem(name: str) -> str:
     return _PART.sub("", name.removesuffix(".gguf"))
 
@@ -92,10 +111,8 @@ def _gguf_names(hub_id: str) -> list[str]:
 def _told(hub_id: str, folder: Path | None) -> Iterator[None]:
     """Raise what keeps files of the hub from a user as ConfigError that says what to do."""
     from huggingface_hub import constants
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
-    # OSError, and the base of what the HTTP client raises, of which there is another one in each major version.
-    client_errors = cast("tuple[type[Exception], ...]", HfHubHTTPError.__bases__)
     try:
         yield
     except HFValidationError:
@@ -105,7 +122,7 @@ def _told(hub_id: str, folder: Path | None) -> Iterator[None]:
             f"{hub_id} is not on the hub, or not for everybody: check the id, and set HF_TOKEN if it is gated or "
             "private"
         ) from error
-    except client_errors as error:
+    except _client_errors() as error:
         if isinstance(error, OSError) and error.errno is not None:  # of this machine's files, not of the hub
             raise ConfigError(
                 f"cannot keep {hub_id} in {folder or constants.HF_HUB_CACHE}: {error.strerror}. Mount a volume "

@@ -3,9 +3,12 @@
 import hashlib
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -26,6 +29,7 @@ class Hub(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), HubHandler)
         self.is_breaking = False
+        self.is_slow = False
         self.asked: list[tuple[str, str | None]] = []
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -73,6 +77,10 @@ class HubHandler(BaseHTTPRequestHandler):
         if with_body and cut and self.server.is_breaking:
             self.wfile.write(data[: 0 if "Content-Range" in headers else CUT_AT])
             self.close_connection = True
+        elif with_body and cut and self.server.is_slow:
+            for begin in range(0, len(data), 1 << 20):
+                self.wfile.write(data[begin : begin + (1 << 20)])
+                time.sleep(0.05)
         elif with_body:
             self.wfile.write(data)
 
@@ -88,15 +96,31 @@ def hub():
     server.server_close()
 
 
+def environment(endpoint: str, home: Path, **more: str) -> dict[str, str]:
+    timeouts = {"HF_HUB_ETAG_TIMEOUT": "60", "HF_HUB_DOWNLOAD_TIMEOUT": "60"}
+    return os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), **timeouts, **more}
+
+
 def download(endpoint: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    env = os.environ | {
-        "HF_ENDPOINT": endpoint,
-        "HF_HOME": str(folder.parents[1] / "home"),
-        "HF_HUB_ETAG_TIMEOUT": "60",
-        "HF_HUB_DOWNLOAD_TIMEOUT": "60",
-    }
-    command = [sys.executable, "-m", common.download.__name__, HUB_ID, str(folder)]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
+    env = environment(endpoint, folder.parents[1] / "home")
+    return subprocess.run(command(folder), cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
+
+
+def command(folder: Path) -> list[str]:
+    return [sys.executable, "-m", common.download.__name__, HUB_ID, str(folder)]
+
+
+def download_into_cache(endpoint: str, home: Path, **more: str) -> str:
+    """The folder that was found, or the error."""
+    code = (
+        "from common.download.hub import download\nfrom common.errors import ConfigError\n"
+        f"try: print(download({HUB_ID!r}))\nexcept ConfigError as error: print(error)"
+    )
+    env = environment(endpoint, home, **more)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=200
+    )
+    return done.stdout.strip()
 
 
 def test_an_interrupted_download_keeps_what_it_has_and_the_folder_appears_when_it_is_whole(hub, tmp_path):
@@ -110,7 +134,7 @@ def test_an_interrupted_download_keeps_what_it_has_and_the_folder_appears_when_i
     hub.is_breaking, hub.asked = False, []
     second = download(hub.url, folder)
     assert second.returncode == 0, second.stderr
-    assert hub.asked == [("model.safetensors", None)]
+    assert sorted(hub.asked) == [("config.json", None), ("model.safetensors", "bytes=10485760-")]
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == FILES
     assert list(folder.parent.iterdir()) == [folder]
     assert "is there" in download("http://127.0.0.1:9", folder).stdout  # asks nobody
@@ -125,3 +149,51 @@ def test_what_an_interrupted_download_left_is_not_taken_for_a_model_without_the_
     assert result.returncode == 1
     assert "cannot download org/tiny" in result.stderr
     assert not folder.exists()
+
+
+def test_a_download_goes_on_within_a_file_after_ctrl_c(hub, tmp_path):
+    folder = tmp_path / "models" / "tiny"
+    hub.is_slow = True
+    env = environment(hub.url, tmp_path / "home")
+    process = subprocess.Popen(command(folder), cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
+    part = (
+        folder.with_name("tiny.partial") / ".cache" / "parts" / hashlib.sha256(FILES["model.safetensors"]).hexdigest()
+    )
+    while not (part.exists() and part.stat().st_size):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    assert "the same command goes on" in process.communicate(timeout=100)[1]
+    assert process.returncode == 130
+    num_bytes = part.stat().st_size
+    assert 0 < num_bytes < len(FILES["model.safetensors"])
+    hub.is_slow, hub.asked = False, []
+    assert download(hub.url, folder).returncode == 0
+    assert ("model.safetensors", f"bytes={num_bytes}-") in hub.asked
+    assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+
+
+def test_the_hubs_cache_goes_on_within_a_file_unless_its_part_is_another(hub, tmp_path):
+    hub.is_breaking = True
+    assert "cannot download org/tiny" in download_into_cache(hub.url, tmp_path / "home")
+    [part] = (tmp_path / "home").rglob("parts/*")
+    assert part.stat().st_size == 10485760
+    for is_spoilt in (False, True):
+        home = tmp_path / f"home-{is_spoilt}"
+        shutil.copytree(tmp_path / "home", home)
+        if is_spoilt:
+            [part] = home.rglob("parts/*")
+            part.write_bytes(b"x" * 100)
+        hub.is_breaking, hub.asked = False, []
+        found = Path(download_into_cache(hub.url, home))
+        asked = [wanted for name, wanted in hub.asked if name == "model.safetensors"]
+        assert asked == (["bytes=100-", None] if is_spoilt else ["bytes=10485760-"])
+        assert (found / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+        assert not list(home.rglob("parts/*"))
+        assert Path(download_into_cache("http://127.0.0.1:9", home)) == found  # without the hub
+
+
+def test_a_switch_for_fast_networks_leaves_all_to_the_hubs_client(hub, tmp_path):
+    hub.is_breaking = True
+    download_into_cache(hub.url, tmp_path, HF_XET_HIGH_PERFORMANCE="1")
+    assert not list(tmp_path.rglob("parts"))
