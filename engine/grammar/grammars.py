@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from common.errors import EngineError, InvalidRequestError
+from common.errors import GRAMMAR_REFUSED, EngineError, InvalidRequestError
 from common.grammar.grammar import LIMITS, TOO_COMPLEX, for_llguidance, grammar_error
 from common.grammar.unique_places import SPECIAL, unique_places
 from common.text.tokenizer import Tokenizer
@@ -229,5 +229,5 @@ def _table_of(tokenizer: Tokenizer, vocab_size: int) -> TokenTable:
 
 def _tokens_of(tokenizer: Tokenizer, vocab_size: int) -> LLTokenizer:
     if not tokenizer.eos_token_ids:
-        raise InvalidRequestError("this model has no token that ends an answer: it takes no grammars")
+        raise InvalidRequestError(f"{GRAMMAR_REFUSED}cannot end: this model has no token that ends an answer")
     return LLTokenizer(TokenizerWrapper(_TokenBytes(tokenizer, vocab_size)), eos_token=list(tokenizer.eos_token_ids))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.errors import EngineError, InvalidRequestError, UnsupportedModelError
+from common.errors import GRAMMAR_REFUSED, EngineError, InvalidRequestError, UnsupportedModelError
 from common.grammar import grammar
 from common.model_files import resolve_model
 from common.text.load import load_tokenizer
@@ -161,6 +161,14 @@ def test_without_a_tokenizer_only_grammars_fail() -> None:
     assert isinstance(grammars.prepare().exception(), UnsupportedModelError)
     with pytest.raises(UnsupportedModelError):
         grammars.start(grammar.choice(["a"])).result()
+
+
+def test_a_model_without_an_end_token_takes_no_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers tell a client's mistake from a fault by the beginning of the message."""
+    tokenizer = load_tokenizer(resolve_model("dry-run"))
+    monkeypatch.setattr(tokenizer, "eos_token_ids", ())
+    with pytest.raises(InvalidRequestError, match=f"^{GRAMMAR_REFUSED}cannot end"):
+        Grammars(lambda: tokenizer, VOCAB_SIZE).start(grammar.choice(["a"])).result()
 
 
 def test_a_grammar_at_its_limits_is_compiled_again_for_the_next_answer(grammars: Grammars) -> None:
