@@ -21,6 +21,7 @@ from common.errors import ConfigError, MiniInferError, TransferError, Unavailabl
 from kvstore.layout import WHOLE, PoolGeometry
 from kvstore.pool.host_tier import HostTier
 from kvstore.tier.host_tier import LocalHostTier
+from kvstore.tier.key_filter import KeyFilter, num_cells
 from kvstore.tier.protocol import MAX_FRAME_BYTES
 from kvstore.transports.shared_memory import map_fd, map_fd_in_place
 from kvstore.transports.unix_socket import connect_unix, recv_frame, send_frame
@@ -59,12 +60,14 @@ class AgentHostTier:
         self._pins: Counter[HostSlot] = Counter()
         self._sock, self.num_slots, fd = self._wait(start_seconds)
         try:
-            self.buffer = map_fd(fd, self.num_slots * block_bytes, writable=True)
+            num_bytes = self.num_slots * block_bytes + num_cells(self.num_slots)
+            self.buffer = map_fd(fd, num_bytes, writable=True)
         except BaseException:  # Ctrl-C and cancelled tasks, too: what was opened must not stay open
             self._sock.close()
             raise
         finally:
             os.close(fd)
+        self._filter = KeyFilter(self.buffer, self.num_slots, block_bytes)
         self.connected = True
 
     def missing(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
@@ -72,6 +75,8 @@ class AgentHostTier:
         return list(keys) if missing is None else missing
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[HostSlot]:
+        if self.connected and not (keys and self._filter.may_have(keys[0])):
+            return []
         slots: list[HostSlot] = self._call("lookup", keys) or []
         self._pins.update(slots)
         return slots

@@ -11,18 +11,22 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from common.errors import ConfigError
 from kvstore.pool.block_pool import BlockPool
 from kvstore.types import BlockId, BlockKey, HostSlot
 
+OnChange = Callable[[Sequence[BlockKey], Sequence[BlockKey]], object]
+
 
 class HostTierAllocator:
     """States of `num_slots` slots; pure."""
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, on_change: OnChange = lambda _stored, _removed: None) -> None:
+        """on_change: told of keys that become findable, and of those that are not any more."""
         self._pool = BlockPool(num_slots)
+        self._on_change = on_change
         self._pending: dict[HostSlot, BlockKey] = {}  # reserved and not committed
 
     @property
@@ -54,7 +58,7 @@ class HostTierAllocator:
             return None
         slots = [HostSlot(block_id) for block_id in self._pool.allocate(len(keys))]
         self._pool.take_evicted()  # there is no tier below this one
-        self._pool.take_events()  # not reported to anybody
+        self._on_change(*self._pool.take_events())
         self._pending.update((slot, key) for slot, key in zip(slots, keys, strict=True) if key is not None)
         return slots
 
@@ -63,6 +67,7 @@ class HostTierAllocator:
             key = self._pending.pop(slot, None)
             if key is not None:
                 self._pool.publish(BlockId(slot), key)
+        self._on_change(*self._pool.take_events())
 
     def unpin(self, slots: Sequence[HostSlot]) -> None:
         self._pool.release([BlockId(slot) for slot in slots])

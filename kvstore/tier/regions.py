@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 from common.errors import OverloadedError
 from kvstore.tier.host_tier import HostTierAllocator
+from kvstore.tier.key_filter import KeyFilter, num_cells
 from kvstore.transports.shared_memory import create_memfd, map_fd
 
 logger = logging.getLogger(__name__)
@@ -29,9 +30,11 @@ class Region:
         """Raise ConfigError when the memory is not available."""
         self.name = name
         self.block_bytes = name[1]
-        self.fd = create_memfd("mini-infer-tier", num_slots * self.block_bytes)
-        self.buffer: mmap.mmap = map_fd(self.fd, num_slots * self.block_bytes, writable=True)
-        self.tier = HostTierAllocator(num_slots)
+        num_bytes = num_slots * self.block_bytes + num_cells(num_slots)
+        self.fd = create_memfd("mini-infer-tier", num_bytes)
+        self.buffer: mmap.mmap = map_fd(self.fd, num_bytes, writable=True)
+        self._filter = KeyFilter(self.buffer, num_slots, self.block_bytes)
+        self.tier = HostTierAllocator(num_slots, self._filter.count)
         self.num_users = 0
         self.last_use = 0  # order of openings
 
@@ -40,6 +43,7 @@ class Region:
         return self.tier.num_slots * self.block_bytes
 
     def close(self) -> None:
+        self._filter.close()
         with contextlib.suppress(BufferError):
             self.buffer.close()
         os.close(self.fd)

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.request import urlopen
 
 import pytest
@@ -103,6 +104,34 @@ def test_two_workers_share_a_tier_that_outlives_them(agent: Agent) -> None:
     third = connect(agent)
     assert third.lookup(KEYS) == slots
     third.close()
+
+
+def test_keys_that_no_worker_has_stored_are_not_asked_for(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = connect(agent), connect(agent)
+    asked: list[str] = []
+    call = AgentHostTier._call
+
+    def counted(tier: AgentHostTier, verb: str, items: Any) -> Any:
+        asked.append(verb)
+        return call(tier, verb, items)
+
+    monkeypatch.setattr(AgentHostTier, "_call", counted)
+    assert second.lookup(KEYS) == second.lookup([]) == []
+    assert not asked
+    slots = first.reserve(KEYS[:3])
+    assert slots is not None
+    assert second.lookup(KEYS) == []  # not before they are written
+    first.commit(slots)
+    assert second.lookup(KEYS) == slots
+    first.unpin(slots)
+    second.unpin(slots)
+    taken = first.reserve([None] * NUM_SLOTS)  # evicts all three
+    assert taken is not None
+    asked.clear()
+    assert second.lookup(KEYS) == []
+    assert not asked
+    first.close()
+    second.close()
 
 
 def test_sigkill_of_a_worker_drops_its_pins_and_keeps_what_it_committed(agent: Agent) -> None:
@@ -225,7 +254,7 @@ def test_memory_that_a_device_has_registered_stays_where_it_is(agent: Agent, tmp
     now = 0.0
     tier = AgentHostTier(agent.socket, "model", BLOCK_BYTES, reconnects=False, clock=lambda: now)
     agent.stop(signal.SIGKILL)
-    assert tier.lookup(KEYS) == []
+    assert tier.missing(KEYS) == KEYS
     again = Agent(tmp_path)
     try:
         now += 10_000.0
