@@ -1,6 +1,6 @@
 """Which keys a region may have, in memory that its workers read.
 
-A new request's prefix is rarely in the host tier, and to ask the agent takes the step loop a quarter of a millisecond.
+A new request's prefix is rarely in the host tier, and asking the agent takes the step loop 0.3 ms.
 
 A cell counts the keys that fall on it. The agent alone writes; a worker that reads an old count asks in vain, or
 computes a prefix anew. A cell that has reached MOST stays there.
