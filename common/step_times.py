@@ -13,7 +13,7 @@ multiplied as long as prompt tokens are. With it, steps that have nothing but pr
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 
 from common.errors import ConfigError
 
@@ -65,6 +65,10 @@ class StepCost:
         if not parts.keys() <= set(names) or any(not 0.0 <= value < 60.0 for value in parts.values()):
             raise ConfigError(f"{text!r}: a step's parts are {', '.join(names)}, of 0 to 60 seconds")
         return cls(**parts)
+
+    def learned(self) -> dict[str, float]:
+        """By their names, the parts that can be learned."""
+        return {name: value for name, value in asdict(self).items() if name != "weights"}
 
     def seconds(
         self, num_rows: float, num_prompt_tokens: float = 0.0, context: float = 0.0, pairs: float = 0.0

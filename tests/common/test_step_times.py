@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -118,6 +119,11 @@ def test_prompt_tokens_hide_the_reading_of_weights() -> None:
     assert cost.seconds(0, 1000) == pytest.approx(0.001 + 0.0205)
     assert cost.seconds(10, 100) == pytest.approx(0.0041 + 0.0005)
     assert cost.seconds(10, 1000) == pytest.approx(0.0041 + 0.0205 + 0.0002 - 0.003)  # its rows are computed, too
+
+
+def test_what_is_learned_has_no_part_of_simulated_steps() -> None:
+    cost = StepCost(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 0.003)
+    assert StepCost(**cost.learned()) == replace(cost, weights=0.0)
 
 
 def test_contexts_are_told_from_rows_and_tokens() -> None:
