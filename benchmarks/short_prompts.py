@@ -4,7 +4,7 @@
 
 Every figure is the median of `--repeats`, eager and graph, twice: prompts alone; `--new` tokens after cached ones;
 and the longest step of 8 decoding rows that such a prompt joins. `--max-keys` gives graphs longer contexts than
-engines do.
+engines do. With `--enable-lora` all requests name an adapter of `--rank`.
 """
 
 from __future__ import annotations
@@ -14,16 +14,22 @@ import gc
 import random
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
+from benchmarks.adapters import write_adapters
 from benchmarks.harness import drain, greedy, prefill, random_prompt
 from common.config import add_arguments, from_namespace
+from common.model_files import resolve_model
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
 from engine.gpu.steps import prompt_graphs
+from engine.loader.load import read_config
+from engine.lora.settings import LoraSettings
 
 LENGTHS = (10, 56, 250, 500, 1016)
 NUM_DECODING = 8
@@ -34,7 +40,8 @@ NUM_WARMUP = 3
 class ShortPrompts:
     """One engine on a GPU."""
 
-    def __init__(self, config: EngineConfig, gpu: GpuConfig) -> None:
+    def __init__(self, config: EngineConfig, gpu: GpuConfig, adapter: str = "") -> None:
+        self._adapter = adapter
         parts = assemble(config, gpu=gpu)
         gc.collect()
         gc.freeze()  # as an engine process does
@@ -50,15 +57,18 @@ class ShortPrompts:
         """Time to first token of a new prompt behind the tokens `cached`."""
         prompt = [*cached, *self.prompt(num_new)]
         began = time.perf_counter()
-        self.engine.add_request(prompt, greedy(1))
+        self.engine.add_request(prompt, greedy(1), adapter=self._adapter)
         drain(self.engine)
         return (time.perf_counter() - began) * 1e3
 
     def longest_step_ms(self, num_new: int, cached: tuple[int, ...] = ()) -> float:
         """Longest step from the arrival of a prompt until its first token, while others decode."""
-        others = [self.engine.add_request(self.prompt(CONTEXT), greedy(64)) for _ in range(NUM_DECODING)]
+        others = [
+            self.engine.add_request(self.prompt(CONTEXT), greedy(64), adapter=self._adapter)
+            for _ in range(NUM_DECODING)
+        ]
         prefill(self.engine, others, 5)
-        request = self.engine.add_request([*cached, *self.prompt(num_new)], greedy(1))
+        request = self.engine.add_request([*cached, *self.prompt(num_new)], greedy(1), adapter=self._adapter)
         longest, last = 0.0, time.perf_counter()
         while not request.output_token_ids:
             self.engine.step()
@@ -84,9 +94,22 @@ def main() -> int:
     parser.add_argument("--new", default="56", help="tokens after cached ones, separated by commas")
     parser.add_argument("--cached", default="960,7000", help="cached tokens, separated by commas")
     parser.add_argument("--max-keys", type=int, default=prompt_graphs.MAX_SPLIT_KEYS)
+    parser.add_argument("--rank", type=int, default=16, help="of the adapter, with --enable-lora")
     options = parser.parse_args()
     prompt_graphs.MAX_KEYS = prompt_graphs.MAX_SPLIT_KEYS = options.max_keys
-    bench = ShortPrompts(from_namespace(EngineConfig, options), from_namespace(GpuConfig, options))
+    with tempfile.TemporaryDirectory() as folder:
+        run(options, Path(folder))
+    return 0
+
+
+def run(options: argparse.Namespace, folder: Path) -> None:
+    """Measure everything. folder: for an adapter."""
+    config, adapter = from_namespace(EngineConfig, options), ""
+    settings = config.of(LoraSettings)
+    if settings.enable_lora:
+        model = read_config(resolve_model(config.model), config)
+        [adapter] = write_adapters(folder, model, settings.lora_target_modules, 1, options.rank)
+    bench = ShortPrompts(config, from_namespace(GpuConfig, options), adapter)
     for length in LENGTHS:
         bench.compare(f"{length} tokens", partial(bench.first_token_ms, length), options.repeats)
     for num_cached in map(int, options.cached.split(",")):
@@ -96,7 +119,6 @@ def main() -> int:
             bench.compare(what, partial(bench.first_token_ms, num_new, cached), options.repeats)
             what = f"longest step of {NUM_DECODING} rows that {what} join"
             bench.compare(what, partial(bench.longest_step_ms, num_new, cached), options.repeats // 2)
-    return 0
 
 
 if __name__ == "__main__":

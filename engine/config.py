@@ -112,6 +112,11 @@ class EngineConfig(Settings):
         return math.prod(self.of(wing).num_graph_sets for wing in self.wings)
 
     @property
+    def num_prompt_graph_sets(self) -> int:
+        """Likewise of each step with short prompts."""
+        return math.prod(self.of(wing).num_prompt_graph_sets for wing in self.wings)
+
+    @property
     def is_simulated(self) -> bool:
         """Whether steps take the time of a GPU and compute nothing; see `EngineWing`."""
         return any(self.of(wing).is_simulated for wing in self.wings)

@@ -26,6 +26,11 @@ class EngineWing:
         return 1
 
     @property
+    def num_prompt_graph_sets(self) -> int:
+        """How many graphs a GPU captures of each step with short prompts."""
+        return 1
+
+    @property
     def is_simulated(self) -> bool:
         """Whether steps take the time of a GPU and compute nothing."""
         return False

@@ -135,7 +135,7 @@ def measure(
     trials = [decode_trial(config, count), prompt_graph_trial(config, max_model_len, count)]
     if not gpu.use_cuda_graph:
         trials = []
-    sets = config.num_graph_sets, 1  # of each trial
+    sets = config.num_graph_sets, config.num_prompt_graph_sets  # of each trial
     peaks = [n * _peak_of(runner, plan, device) for n, plan in zip(sets, trials, strict=False)]
     graph_bytes = int(sum(peaks) * GRAPH_SLACK)
     for plan in prefill_trials(config, max_model_len, count):
@@ -149,8 +149,9 @@ def measure(
     if gpu.use_cuda_graph:
         shapes = prompt_shapes(config.max_num_seqs, config.max_num_batched_tokens)
         num_decode_graphs = config.num_graph_sets * len(bucket_sizes(config.max_num_seqs))
-        graph_bytes += (num_decode_graphs + len(shapes)) * GRAPH_BYTES
-        graph_bytes += sum(rows for _, rows in shapes) * loaded.model.config.vocab_size * loaded.dtype.itemsize
+        num_logits = sum(rows for _, rows in shapes) * loaded.model.config.vocab_size
+        graph_bytes += num_decode_graphs * GRAPH_BYTES
+        graph_bytes += config.num_prompt_graph_sets * (len(shapes) * GRAPH_BYTES + num_logits * loaded.dtype.itemsize)
     return MemoryUse(total, free, torch.cuda.memory_reserved(device), peak, graph_bytes)
 
 

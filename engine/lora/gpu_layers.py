@@ -27,12 +27,12 @@ from kernels.gpu.lora.row_tiles import BLOCK_ROWS, NOTHING, RowTiles, num_tiles,
 
 
 class StepTiles:
-    """Which tokens of the step that is queued name which slot. Tensors of decode steps are fixed, for graphs."""
+    """Which tokens of the step that is queued name which slot. Tensors of graphs' steps are fixed."""
 
-    def __init__(self, num_slots: int, max_rows: int, device: torch.device) -> None:
-        """max_rows: the most of a decode step."""
+    def __init__(self, num_slots: int, max_tokens: int, device: torch.device) -> None:
+        """max_tokens: the most of a graph."""
         self._num_slots, self._device = num_slots, device
-        count = num_tiles(max_rows, num_slots)
+        count = num_tiles(max_tokens, num_slots)
         self._rows = torch.full((count, BLOCK_ROWS), NOTHING, dtype=torch.int32, device=device)
         self._slots = torch.full((count,), NOTHING, dtype=torch.int32, device=device)
         self._known: list[int] = []  # what those hold
@@ -42,10 +42,10 @@ class StepTiles:
     def has_prompts(self) -> bool:
         return self._of_prompts is not None
 
-    def put_decodes(self, slots: Sequence[int], device_rows: Sequence[int], num_rows: int) -> None:
-        """Write the tiles of a decode step. slots: of `device_rows`, among `num_rows`."""
-        slot_of_row = np.full(num_rows, NOTHING, np.int32)
-        slot_of_row[device_rows] = slots
+    def put(self, slots: Sequence[int], tokens: Sequence[int], num_tokens: int) -> None:
+        """Write the tiles of a graph's step. slots: of `tokens`, among `num_tokens`: of a decode step its rows."""
+        slot_of_row = np.full(num_tokens, NOTHING, np.int32)
+        slot_of_row[tokens] = slots
         if (found := slot_of_row.tolist()) != self._known:
             self._known, tiles = found, tile_rows(slot_of_row, self._num_slots)
             count = tiles.slots.shape[0]

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from engine.gpu.forward import Observer
-from engine.gpu.runner import GpuRunner, split_rows
-from engine.gpu.steps.prompt_graphs import PromptGraphs
+from engine.gpu.runner import GpuRunner, collector_paused, split_rows
+from engine.gpu.steps.prompt_graphs import PromptGraphs, graph_order
+from engine.gpu.steps.rows import PROMPT_BUCKETS
 from engine.gpu.steps.step import GpuBatch, GpuStep
 from engine.loader.load import LoadedModel
 from engine.lora.gpu_layers import AdaptedForwards, StepTiles, with_slots
@@ -24,11 +25,16 @@ from kernels.gpu.lora.row_tiles import NOTHING
 class LoraGpuRunner(AdaptedSteps, GpuRunner):
     """A step without a row that names an adapter is computed as without this wing, in graphs of its own."""
 
-    def __init__(self, adapters: SlotStore, slots: GpuSlots, loaded: LoadedModel, *args: Any) -> None:
-        """args: further ones of GpuRunner."""
+    def __init__(
+        self, adapters: SlotStore, slots: GpuSlots, has_prompt_graphs: bool, loaded: LoadedModel, *args: Any
+    ) -> None:
+        """has_prompt_graphs: whether prompts with adapters have any. args: further ones of GpuRunner."""
         super().__init__(loaded, *args)
         self._adapters, self._is_alone = adapters, loaded.shard.size == 1
-        self._tiles = StepTiles(slots.count, self._max_rows, loaded.device)
+        self._has_prompt_graphs = has_prompt_graphs
+        self._adapted_prompts: PromptGraphs | None = None
+        most = max(self._max_rows, *PROMPT_BUCKETS) if has_prompt_graphs else self._max_rows
+        self._tiles = StepTiles(slots.count, most, loaded.device)
         model = with_slots(loaded.model, slots, self._tiles)
         forward = self._forward.of_ops(AdaptedForwards(model, self._ranks))
         self._plain = self._forward, self._decodes
@@ -43,9 +49,18 @@ class LoraGpuRunner(AdaptedSteps, GpuRunner):
 
     @torch.inference_mode()
     def capture(self, on_progress: OnProgress = no_progress) -> None:
-        """See GpuRunner; decode steps with adapters, too. Prompts with adapters run eagerly."""
+        """See GpuRunner; steps with adapters, too."""
         super().capture(on_progress)
         self._adapted[1].capture(on_progress)
+        if self._has_prompt_graphs:
+            with collector_paused():
+                self.open_adapted_prompts()
+
+    def open_adapted_prompts(self, captures: bool = True) -> None:
+        """Make graphs of steps with prompts and adapters. Without, such steps run eagerly."""
+        plain, self._forward = self._forward, self._adapted[0]
+        self._adapted_prompts = self.open_prompt_graphs(captures)
+        self._forward = plain
 
     def _run_warmup_plans(self) -> None:
         for self._warms_up in (False, True):
@@ -66,18 +81,27 @@ class LoraGpuRunner(AdaptedSteps, GpuRunner):
 
     def _queue_decode(self, batch: GpuBatch, step: GpuStep) -> None:
         if self._has_adapters:
-            self._tiles.put_decodes(slots_of(batch.requests), batch.device_rows, self._rows.bucket())
+            self._tiles.put(slots_of(batch.requests), batch.device_rows, self._rows.bucket())
         super()._queue_decode(batch, step)
 
     def _queue_queries(self, batch: GpuBatch, step: GpuStep) -> None:
         if self._has_adapters:
             counts = [row.num_tokens for row in batch.rows]
             slots = [slot for slot, count in zip(slots_of(batch.requests), counts, strict=True) for _ in range(count)]
-            self._tiles.put_decodes(slots, range(len(slots)), self._decodes.bucket_of(len(slots)))
+            self._tiles.put(slots, range(len(slots)), self._decodes.bucket_of(len(slots)))
         super()._queue_queries(batch, step)
 
     def _takes_graph(self, batch: GpuBatch, graphs: PromptGraphs) -> bool:
-        return not self._has_adapters and super()._takes_graph(batch, graphs)
+        own = self._adapted_prompts if self._has_adapters else graphs
+        return own is not None and super()._takes_graph(batch, own)
+
+    def _queue_prompts(self, batch: GpuBatch, graphs: PromptGraphs, step: GpuStep) -> None:
+        own = self._adapted_prompts if self._has_adapters else None
+        if own is not None:
+            slots, rows = slots_of(batch.requests), batch.rows
+            of_tokens = [slots[i] for i in graph_order(batch) for _ in range(rows[i].num_tokens)]
+            self._tiles.put(of_tokens, range(len(of_tokens)), own.num_tokens_of(batch))
+        super()._queue_prompts(batch, own or graphs, step)
 
     def _queue_mixed(self, batch: GpuBatch, step: GpuStep) -> None:
         if not self._has_adapters:

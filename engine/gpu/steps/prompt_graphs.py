@@ -101,6 +101,11 @@ def prompt_step(
     return sampled, logits, hidden
 
 
+def graph_order(batch: GpuBatch) -> list[int]:
+    """Rows in the order in which a graph has their tokens: first decode rows, whose token only the device knows."""
+    return sorted(range(len(batch.rows)), key=lambda i: batch.rows[i].stop <= len(batch.requests[i].token_ids))
+
+
 class PromptGraphs:
     """A graph for each number of tokens and of rows. `captures=False` runs the same steps eagerly, for tests."""
 
@@ -143,6 +148,12 @@ class PromptGraphs:
         num_keys = sum(-(-row.num_tokens // self._tokens_per_tile) * row.stop for row in batch.rows)
         return num_keys <= self._num_spare * MAX_SPLIT_KEYS
 
+    def num_tokens_of(self, batch: GpuBatch) -> int:
+        """Tokens of the graph that takes the step, with what pads it."""
+        shape = self._shape_of(batch)
+        assert shape is not None, "takes() was asked"
+        return shape[0]
+
     def _shape_of(self, batch: GpuBatch) -> tuple[int, int] | None:
         """The smallest shape that holds the step."""
         num_tokens, num_rows = sum(row.num_tokens for row in batch.rows), len(batch.rows)
@@ -172,11 +183,7 @@ class PromptGraphs:
         tiles[:] = 0
         samples[:] = 0
         samples[ROW] = self._parts[2].max_rows
-        # Rows whose token only the device knows are decode rows; they come first.
-        pairs = sorted(
-            zip(batch.rows, batch.requests, batch.device_rows, range(len(batch.rows)), strict=True),
-            key=lambda each: each[0].stop <= len(each[1].token_ids),
-        )
+        pairs = [(batch.rows[i], batch.requests[i], batch.device_rows[i], i) for i in graph_order(batch)]
         starts = list(accumulate((row.num_tokens for row, *_ in pairs), initial=0))
         num_unknown = sum(row.stop > len(request.token_ids) for row, request, *_ in pairs)
         work = [(row, request) for row, request, *_ in pairs]

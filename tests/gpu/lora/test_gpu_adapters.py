@@ -70,6 +70,23 @@ def open_engine(model: Path, monkeypatch: pytest.MonkeyPatch, graphs: bool = Tru
     return made
 
 
+def steps_of_prompt_graphs(made: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Open them where none are captured. The rows of each step that a graph of prompts with adapters takes."""
+    runner: Any = made._runner
+    if not ON_GPU:
+        runner.prompt_graphs = runner.open_prompt_graphs(captures=False)
+        runner.open_adapted_prompts(captures=False)
+    graphs, found = runner._adapted_prompts, []
+    take = graphs.run
+
+    def counted(batch: Any, *args: Any) -> Any:
+        found.append(len(batch.rows))
+        return take(batch, *args)
+
+    monkeypatch.setattr(graphs, "run", counted)
+    return found
+
+
 def run(made: Engine) -> None:
     """Steps are empty while an adapter is read."""
     end = time.monotonic() + 60
@@ -107,8 +124,11 @@ def merged_answers(model: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch) -
     return [found[index] for index in range(len(asked))]
 
 
+DRAFTS = {"num_speculative_tokens": 2, "adaptive_drafts": False, "max_num_seqs": 18}
+
+
 @pytest.mark.parametrize(
-    "settings", [{}, {"num_speculative_tokens": 2, "adaptive_drafts": False, "max_num_seqs": 18}]
+    "settings", [{}, DRAFTS, {"lora_prompt_graphs": True}, {"lora_prompt_graphs": True, **DRAFTS}]
 )
 def test_a_batch_of_adapters_equals_merged_models(
     settings: dict[str, Any], model: Path, adapters: list[Path], monkeypatch: pytest.MonkeyPatch
@@ -118,7 +138,9 @@ def test_a_batch_of_adapters_equals_merged_models(
     wanted = merged_answers(model, asked, monkeypatch)
     assert len(set(map(tuple, (wanted[0], *wanted[4:])))) == 3, "adapters change the answer"
     made = open_engine(model, monkeypatch, max_num_batched_tokens=24, **settings)
+    graphs = steps_of_prompt_graphs(made, monkeypatch) if "lora_prompt_graphs" in settings else []
     assert answers(made, asked) == wanted
+    assert bool(graphs) == ("lora_prompt_graphs" in settings)
     assert answers(made, asked[3::-1]) == wanted[3::-1]  # from the prefix cache
     assert answers(made, asked[1:2]) == wanted[1:2]  # no step has adapters
 
@@ -243,7 +265,7 @@ def test_graphs_and_quantized_weights(quant_mode: str, tmp_path: Path, monkeypat
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="compiles nothing without a GPU")
 @pytest.mark.usefixtures("nothing_is_compiled_yet")
-@pytest.mark.parametrize("settings", [{}, {"num_speculative_tokens": 2}])
+@pytest.mark.parametrize("settings", [{}, {"num_speculative_tokens": 2}, {"lora_prompt_graphs": True}])
 def test_no_request_with_an_adapter_waits_for_a_compiler(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
