@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
@@ -29,27 +29,43 @@ from router.responses_api.queries import DEFAULT_LIMIT, first_event, page_of
 from router.responses_api.renderer import ResponsesRenderer
 from router.responses_api.replay import replay
 from router.responses_api.schemas import AnyItem, ResponsesBody
-from router.responses_api.store import ResponseStore
+from router.responses_api.store import ResponseStore, StoredResponse
 from router.responses_api.translation import chat_fields, client_field, messages_of
 
 _ITEMS = TypeAdapter(list[AnyItem])
 
 
 def add_response_routes(routes: Routes, gateway: Gateway) -> None:
-    store, background = ResponseStore(), Background()
-    routes.tasks.append(background.end_with_the_router)
+    own, one = _Responses(gateway), "/v1/responses/{response_id}"
+    routes.tasks.append(own.background.end_with_the_router)
+    routes.add("POST", "/v1/responses", own.create, "the response to an input", ResponsesBody)
+    events = {"stream": False, "starting_after": int}
+    routes.add("GET", one, own.retrieve, "a response that was stored, or its events", query=events)
+    routes.add("DELETE", one, own.delete, "forget it")
+    routes.add("POST", f"{one}/cancel", own.cancel, "end a response that runs in the background")
+    listing = {"order": "desc", "limit": DEFAULT_LIMIT, "after": str}
+    routes.add("GET", f"{one}/input_items", own.input_items, "what it was a response to", query=listing)
 
-    async def create(request: Request) -> Response:
+
+class _Responses:
+    """Handlers of the routes, and the responses that they share."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self.background = Background()
+        self._gateway = gateway
+        self._store = ResponseStore()
+
+    async def create(self, request: Request) -> Response:
         arrival = time.monotonic()
-        with gateway.bodies.hold() as held:
-            body = gateway.parse(ResponsesBody, request, await read_json_object(request, held))
+        with self._gateway.bodies.hold() as held:
+            body = self._gateway.parse(ResponsesBody, request, await read_json_object(request, held))
             if body.background and body.store is False:
                 raise InvalidRequestError("a response in the background has to be stored", "background")
             earlier: list[dict[str, Any]] = []
             if body.previous_response_id is not None:
-                if background.get(body.previous_response_id) is not None:
+                if self.background.get(body.previous_response_id) is not None:
                     raise InvalidRequestError("that response is not complete yet", "previous_response_id")
-                earlier = orjson.loads(store.get(body.previous_response_id).messages)
+                earlier = orjson.loads(self._store.get(body.previous_response_id).messages)
             messages = [*earlier, *messages_of(body.input)]
             fields = chat_fields(body, messages)
             facts = _facts(body)
@@ -58,7 +74,7 @@ def add_response_routes(routes: Routes, gateway: Gateway) -> None:
             def keep(response: dict[str, Any], delta_lengths: DeltaLengths) -> None:
                 if body.store is not False:
                     said = messages_of(_ITEMS.validate_python(response["output"]))
-                    store.add(response, [*messages, *said], items, delta_lengths)
+                    self._store.add(response, [*messages, *said], items, delta_lengths)
 
             renderers: list[ResponsesRenderer] = []
 
@@ -67,65 +83,55 @@ def add_response_routes(routes: Routes, gateway: Gateway) -> None:
                 return renderers[0]
 
             request.scope[FIELD_NAMES] = [partial(client_field, body, len(earlier))]
-            answer = await gateway.chat(request, parse_body(CHAT_BODY, fields), arrival, renderer_of)
+            answer = await self._gateway.chat(request, parse_body(CHAT_BODY, fields), arrival, renderer_of)
             if not body.background:
                 return answer
             keep(renderers[0].snapshot(), [])
-            running = background.start(facts["id"], answer, renderers[0], request.scope)
-            headers = gateway.answer_headers(request)
+            running = self.background.start(facts["id"], answer, renderers[0], request.scope)
+            headers = self._gateway.answer_headers(request)
             if body.stream:
                 return StreamingResponse(running.events(0), headers=EVENT_STREAM_HEADERS | headers)
             return Response(running.snapshot(), headers=headers, media_type="application/json")
 
-    async def retrieve(request: Request) -> Response:
+    async def retrieve(self, request: Request) -> Response:
         response_id = request.path_params["response_id"]
-        running = background.get(response_id)
-        response = running.snapshot() if running else store.get(response_id).response
+        running = self.background.get(response_id)
         first = first_event(request.query_params)
-        if first is None:
-            return Response(response, media_type="application/json")
         if running:
-            events = running.events(first)
+            response = running.snapshot() if first is None else running.events(first)
         else:
-            lengths = orjson.loads(store.get(response_id).delta_lengths)
-            events = _sent(replay(orjson.loads(response), lengths, first))
-        return StreamingResponse(events, headers=EVENT_STREAM_HEADERS)
+            stored = self._store.get(response_id)
+            response = stored.response if first is None else _replayed(stored, first)
+        if isinstance(response, bytes):
+            return Response(response, media_type="application/json")
+        return StreamingResponse(response, headers=EVENT_STREAM_HEADERS)
 
-    async def delete(request: Request) -> Response:
+    async def delete(self, request: Request) -> Response:
         response_id = request.path_params["response_id"]
-        if running := background.get(response_id):
+        if running := self.background.get(response_id):
             await running.cancel()
-        store.delete(response_id)
+        self._store.delete(response_id)
         return json_response({"id": response_id, "object": "response.deleted", "deleted": True})
 
-    async def cancel(request: Request) -> Response:
+    async def cancel(self, request: Request) -> Response:
         response_id = request.path_params["response_id"]
-        if running := background.get(response_id):
+        if running := self.background.get(response_id):
             await running.cancel()
-        response = store.get(response_id).response
+        response = self._store.get(response_id).response
         if not orjson.loads(response)["background"]:
             raise InvalidRequestError(
                 "only a response in the background can be cancelled; close the stream", "response_id"
             )
         return Response(response, media_type="application/json")
 
-    async def input_items(request: Request) -> Response:
-        items = orjson.loads(store.get(request.path_params["response_id"]).input_items)
+    async def input_items(self, request: Request) -> Response:
+        items = orjson.loads(self._store.get(request.path_params["response_id"]).input_items)
         return json_response(page_of(items, request.query_params))
 
-    one = "/v1/responses/{response_id}"
-    routes.add("POST", "/v1/responses", create, "the response to an input", ResponsesBody)
-    events = {"stream": False, "starting_after": int}
-    routes.add("GET", one, retrieve, "a response that was stored, or its events", query=events)
-    routes.add("DELETE", one, delete, "forget it")
-    routes.add("POST", f"{one}/cancel", cancel, "end a response that runs in the background")
-    listing = {"order": "desc", "limit": DEFAULT_LIMIT, "after": str}
-    routes.add("GET", f"{one}/input_items", input_items, "what it was a response to", query=listing)
 
-
-async def _sent(events: Iterable[bytes]) -> AsyncIterator[bytes]:
-    """On the event loop, which sends while the client keeps up."""
-    for event in events:
+async def _replayed(stored: StoredResponse, first: int) -> AsyncIterator[bytes]:
+    """Events of a response from the one with that number on; on the event loop, while the client keeps up."""
+    for event in replay(orjson.loads(stored.response), orjson.loads(stored.delta_lengths), first):
         yield event
 
 
