@@ -67,7 +67,7 @@ def fetch_parts(hub_id: str, files: Sequence[DryRunFileInfo], folder: Path | Non
         try:
             for each in as_completed(fetching):
                 each.result()
-        except BaseException:
+        except BaseException:  # Ctrl-C, too: the pool waits for its threads, which download until they are told
             stop.set()
             for each in fetching:
                 each.cancel()

@@ -3,7 +3,7 @@
 Tools that quantize linear layers cut gpt-oss's experts apart first. Of expert e they write, below `mlp.experts`,
 
     GPTQModel        gate_up.e, down.e
-    Unsloth          gate_up_projs.e, down_projs.e, and beside them router.linear
+    Unsloth          gate_up_projs.e, down_projs.e; and router.linear for the router
     llm-compressor   e.gate_proj, e.up_proj, e.down_proj
 
 each a weight (outputs, inputs) in the tool's format, and a bias. Rows of gate and up in one layer take turns, as the

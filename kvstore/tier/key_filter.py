@@ -18,7 +18,7 @@ MOST = 255
 
 
 def num_cells(num_slots: int) -> int:
-    """Bytes behind the slots of a region: a power of two."""
+    """Bytes after the slots of a region: a power of two."""
     return 1 << (CELLS_PER_SLOT * num_slots - 1).bit_length()
 
 

@@ -1,7 +1,7 @@
 """Protocol between a worker and the node agent, without the socket: requests and replies are lists.
 
-    ["hello", content_name, block_bytes] -> ["ok", num_slots] and the region's descriptor; once, first. Behind the
-                                            slots lie the cells of its `KeyFilter`
+    ["hello", content_name, block_bytes] -> ["ok", num_slots] and the region's descriptor; once, first. The cells
+                                            of its `KeyFilter` follow the slots
     ["lookup", keys]                     -> ["ok", slots], pinned
     ["missing", keys]                    -> ["ok", keys]
     ["reserve", keys or nil]             -> ["ok", slots or nil], pinned
