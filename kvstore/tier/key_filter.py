@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterable
 
+from kvstore.pool.block_hash import GROUP_MARK
 from kvstore.types import BlockKey
 
 CELLS_PER_SLOT = 16  # a full region answers "maybe" to 6% of other keys
@@ -30,8 +31,8 @@ class KeyFilter:
         self._mask = num_cells(num_slots) - 1
 
     def may_have(self, key: BlockKey) -> bool:
-        """Whether the key may be findable; false is certain."""
-        return self._cells[self._cell_of(key)] > 0
+        """Whether the key may be findable; false is certain. A pool tells of keys of the first KV group alone."""
+        return key.startswith(GROUP_MARK) or self._cells[self._cell_of(key)] > 0
 
     def count(self, stored: Iterable[BlockKey], removed: Iterable[BlockKey]) -> None:
         """Take what has become findable, and what is not any more."""

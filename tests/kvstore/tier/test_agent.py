@@ -18,7 +18,7 @@ from cli.cluster.ports import free_ports
 from common.errors import ConfigError, OverloadedError, UnavailableError
 from common.token_ids import pack_ids
 from kvstore.config import AgentConfig
-from kvstore.pool.block_hash import block_keys, root_key
+from kvstore.pool.block_hash import block_keys, group_key, root_key
 from kvstore.pool.host_tier import HostTier
 from kvstore.tier import agent_client
 from kvstore.tier.agent_client import AgentHostTier
@@ -37,7 +37,7 @@ CLIENT_PROCESS = """
 import sys
 from common.token_ids import pack_ids
 from kvstore.tier.agent_client import AgentHostTier
-from kvstore.pool.block_hash import block_keys, root_key
+from kvstore.pool.block_hash import block_keys, group_key, root_key
 keys = block_keys(root_key("model"), pack_ids(range(8)), 1)
 tier = AgentHostTier(sys.argv[1], "model", 4096)
 committed, open_slots = tier.reserve(keys[:2]), tier.reserve([keys[2], None])
@@ -132,6 +132,16 @@ def test_keys_that_no_worker_has_stored_are_not_asked_for(agent: Agent, monkeypa
     assert not asked
     first.close()
     second.close()
+
+
+def test_keys_of_further_kv_groups_are_found(agent: Agent) -> None:
+    tier = connect(agent)
+    keys = [group_key(key, 1) for key in KEYS[:2]]
+    slots = tier.reserve(keys)
+    assert slots is not None
+    tier.commit(slots)
+    assert tier.lookup(keys) == slots
+    tier.close()
 
 
 def test_sigkill_of_a_worker_drops_its_pins_and_keeps_what_it_committed(agent: Agent) -> None:
