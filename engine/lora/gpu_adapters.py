@@ -25,12 +25,12 @@ class GpuAdapters(SlotStore):
             return AdapterFile(ref, layers, settings.max_lora_rank)
 
         super().__init__(open_file, slots.fill, settings.max_loras)
-        self._in_memory, self._has_prompt_graphs = slots, settings.lora_prompt_graphs
+        self._in_memory = slots
 
     def runner(self, *args: Any, gpu: GpuConfig, max_model_len: int) -> LoraGpuRunner:
         """See Adapters."""
         held, ranks = args[:4], args[4:]
-        return LoraGpuRunner(self, self._in_memory, self._has_prompt_graphs, *held, gpu, max_model_len, *ranks)
+        return LoraGpuRunner(self, self._in_memory, *held, gpu, max_model_len, *ranks)
 
 
 class FollowedGpuAdapters(FollowedSlots, GpuAdapters):

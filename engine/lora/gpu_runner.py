@@ -25,16 +25,12 @@ from kernels.gpu.lora.row_tiles import NOTHING
 class LoraGpuRunner(AdaptedSteps, GpuRunner):
     """A step without a row that names an adapter is computed as without this wing, in graphs of its own."""
 
-    def __init__(
-        self, adapters: SlotStore, slots: GpuSlots, has_prompt_graphs: bool, loaded: LoadedModel, *args: Any
-    ) -> None:
-        """has_prompt_graphs: whether prompts with adapters have any. args: further ones of GpuRunner."""
+    def __init__(self, adapters: SlotStore, slots: GpuSlots, loaded: LoadedModel, *args: Any) -> None:
+        """args: further ones of GpuRunner."""
         super().__init__(loaded, *args)
         self._adapters, self._is_alone = adapters, loaded.shard.size == 1
-        self._has_prompt_graphs = has_prompt_graphs
         self._adapted_prompts: PromptGraphs | None = None
-        most = max(self._max_rows, *PROMPT_BUCKETS) if has_prompt_graphs else self._max_rows
-        self._tiles = StepTiles(slots.count, most, loaded.device)
+        self._tiles = StepTiles(slots.count, max(self._max_rows, *PROMPT_BUCKETS), loaded.device)
         model = with_slots(loaded.model, slots, self._tiles)
         forward = self._forward.of_ops(AdaptedForwards(model, self._ranks))
         self._plain = self._forward, self._decodes
@@ -52,9 +48,8 @@ class LoraGpuRunner(AdaptedSteps, GpuRunner):
         """See GpuRunner; steps with adapters, too."""
         super().capture(on_progress)
         self._adapted[1].capture(on_progress)
-        if self._has_prompt_graphs:
-            with collector_paused():
-                self.open_adapted_prompts()
+        with collector_paused():
+            self.open_adapted_prompts()
 
     def open_adapted_prompts(self, captures: bool = True) -> None:
         """Make graphs of steps with prompts and adapters. Without, such steps run eagerly."""

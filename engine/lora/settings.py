@@ -36,26 +36,22 @@ class LoraSettings(EngineWing):
     lora_target_modules: str = setting(
         "", "modules that adapters may change: q_proj,v_proj; empty: all that they can. Others keep their faster form"
     )
-    lora_prompt_graphs: bool = setting(
-        False, "on GPUs, CUDA graphs for short prompts with adapters, too, at the cost of memory and time to start"
-    )
     lora_modules: str = setting(
         "", "LoRA adapters that are read at the start, NAME=FOLDER each, or as vLLM's JSON objects", many=True,
     )  # fmt: skip
 
     @property
     def num_graph_sets(self) -> int:
-        """See EngineWing: decode steps without adapters have graphs of their own."""
+        """See EngineWing: steps without adapters have graphs of their own."""
         return 2 if self.enable_lora else 1
 
     @property
     def num_prompt_graph_sets(self) -> int:
         """See EngineWing."""
-        return 2 if self.enable_lora and self.lora_prompt_graphs else 1
+        return self.num_graph_sets
 
     def __post_init__(self) -> None:
         check_positive(self, "max_loras", "max_lora_rank")
         parse_lora_modules(self.lora_modules)  # raises ConfigError
         require(self.enable_lora or not self.lora_target_modules, "--lora-target-modules needs --enable-lora")
         require(self.enable_lora or not self.lora_modules, "--lora-modules needs --enable-lora")
-        require(self.enable_lora or not self.lora_prompt_graphs, "--lora-prompt-graphs needs --enable-lora")

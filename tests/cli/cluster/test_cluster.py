@@ -233,8 +233,7 @@ def test_every_flag_has_an_effect_or_is_refused(fixed_ports):
                 alone = (
                     "--expert-parallel", "--expert-exchange=dispatch", "--stage-address=x",  # without --tp, --pp
                     "--expert-placement=x", "--num-redundant-experts=3", "--expert-rebalance-interval=3",
-                    "--lora-modules=x", "--lora-target-modules=x", "--lora-prompt-graphs",
-                    "--speculative-sampling=rejection",
+                    "--lora-modules=x", "--lora-target-modules=x", "--speculative-sampling=rejection",
                 )  # fmt: skip
                 assert flags[0] in alone
                 continue

@@ -127,20 +127,19 @@ def merged_answers(model: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch) -
 DRAFTS = {"num_speculative_tokens": 2, "adaptive_drafts": False, "max_num_seqs": 18}
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, DRAFTS, {"lora_prompt_graphs": True}, {"lora_prompt_graphs": True, **DRAFTS}]
-)
+@pytest.mark.parametrize("settings", [{}, DRAFTS])
+@pytest.mark.parametrize("has_graphs", [False, True])
 def test_a_batch_of_adapters_equals_merged_models(
-    settings: dict[str, Any], model: Path, adapters: list[Path], monkeypatch: pytest.MonkeyPatch
+    has_graphs: bool, settings: dict[str, Any], model: Path, adapters: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second, third = adapters
     asked = [*zip(PROMPTS, (first, None, second, third), strict=True), (PROMPTS[0], second), (PROMPTS[0], None)]
     wanted = merged_answers(model, asked, monkeypatch)
     assert len(set(map(tuple, (wanted[0], *wanted[4:])))) == 3, "adapters change the answer"
-    made = open_engine(model, monkeypatch, max_num_batched_tokens=24, **settings)
-    graphs = steps_of_prompt_graphs(made, monkeypatch) if "lora_prompt_graphs" in settings else []
+    made = open_engine(model, monkeypatch, has_graphs, max_num_batched_tokens=24, **settings)
+    graphs = steps_of_prompt_graphs(made, monkeypatch) if has_graphs else []
     assert answers(made, asked) == wanted
-    assert bool(graphs) == ("lora_prompt_graphs" in settings)
+    assert bool(graphs) == has_graphs
     assert answers(made, asked[3::-1]) == wanted[3::-1]  # from the prefix cache
     assert answers(made, asked[1:2]) == wanted[1:2]  # no step has adapters
 
@@ -265,7 +264,7 @@ def test_graphs_and_quantized_weights(quant_mode: str, tmp_path: Path, monkeypat
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="compiles nothing without a GPU")
 @pytest.mark.usefixtures("nothing_is_compiled_yet")
-@pytest.mark.parametrize("settings", [{}, {"num_speculative_tokens": 2}, {"lora_prompt_graphs": True}])
+@pytest.mark.parametrize("settings", [{}, {"num_speculative_tokens": 2}])
 def test_no_request_with_an_adapter_waits_for_a_compiler(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
