@@ -28,11 +28,12 @@ from kernels.gpu.elementwise.silu_mul import silu_mul
 from kernels.gpu.gemm.gemv import gemv
 from kernels.gpu.gemm.skinny_gemm import skinny_gemm
 from kernels.gpu.gemm.split_k import SplitKWorkspace
-from kernels.gpu.quantization.quantize import quantize_rows, quantize_with_sums
+from kernels.gpu.quantization.packed_gemm import packed_gemm
+from kernels.gpu.quantization.quantize import quantize_rows
 from kernels.gpu.quantization.sliced_k_gemm import MAX_ROWS, sliced_k_gemm
-from kernels.gpu.quantization.w4_planes_gemm import w4_planes_gemm
 from kernels.gpu.quantization.w4a16_gemm import MAX_ROWS as MAX_W4_ROWS
 from kernels.gpu.quantization.w4a16_gemm import w4_skinny_gemm
+from kernels.quantization.packed_weights import of_w4
 from kernels.quantization.w4a16_gemm import pack_w4
 
 DEVICE = "cuda"
@@ -106,16 +107,15 @@ def settings_8_bit(kind: EightBit, x: Tensor, workspace: SplitKWorkspace) -> Ite
     )
 
 
-def w4_settings(group: int, x: Tensor, workspace: SplitKWorkspace) -> Iterator[Setting]:
+def w4_settings(x: Tensor, workspace: SplitKWorkspace) -> Iterator[Setting]:
     if x.shape[0] <= MAX_W4_ROWS:
         yield from each_of(
             gemm_settings.W4_ONE_ROW if x.shape[0] == 1 else gemm_settings.W4_ROWS,
             lambda config, layer: w4_skinny_gemm(x, packed_of(layer), None, config),
         )
-    planes = quantize_with_sums(x, group)
     yield from each_of(
-        [tile for tile in gemm_settings.W4_PLANES if tile.block_m <= 2 * x.shape[0]],
-        lambda config, layer: w4_planes_gemm(*planes, packed_of(layer), None, x.dtype, workspace, config),
+        [tile for tile in gemm_settings.PACKED_TILES if tile.block_m <= max(16, x.shape[0])],
+        lambda config, layer: packed_gemm(x, of_w4(packed_of(layer)), None, workspace, config),
     )
 
 
@@ -149,7 +149,7 @@ def kind_w4(group: int) -> Kind:
     def num_bytes(layer: Linear) -> int:
         return sum(each.nbytes for each in layer.tensors())
 
-    return Kind(partial(w4_layer, group), as_it_is, num_bytes, None, partial(w4_settings, group))
+    return Kind(partial(w4_layer, group), as_it_is, num_bytes, None, w4_settings)
 
 
 KINDS = {

@@ -59,9 +59,9 @@ W4_ROWS = [
         (32, 4, 2), (16, 8, 2), (32, 4, 3, 1),
     )
 ]  # fmt: skip
-W4_PLANES = [
+PACKED_TILES = [
     TileConfig(block_n, 128, splits, num_warps, num_stages, block_m)
     for block_m in (16, 32, 64, 128)
-    for block_n, num_warps, num_stages in ((64, 4, 3), (64, 4, 5), (128, 8, 3), (128, 4, 4))
+    for block_n, num_warps, num_stages in ((64, 4, 4), (64, 4, 6), (128, 8, 3), (128, 4, 3))
     for splits in (1, 2, 4, 8)
 ]

@@ -60,10 +60,10 @@ def pack_w4(values: Tensor, scales: Tensor, zeros: Tensor, dtype: torch.dtype = 
     return PackedW4(pack_words(values), pair.contiguous(), stored)
 
 
-def pack_words(values: Tensor) -> Tensor:
-    """uint8 (..., columns), 0 to 15 -> int16 (..., columns / 4)."""
+def pack_words(values: Tensor, chunk: int = 0) -> Tensor:
+    """uint8 (..., columns), 0 to 15 -> int16 (..., columns / 4). chunk: 0, the largest."""
     num_columns = values.shape[-1]
-    chunk = chunk_of(num_columns)
+    chunk = chunk or chunk_of(num_columns)
     nibbles = values.reshape(*values.shape[:-1], num_columns // chunk, 4, chunk // 4)
     words = torch.zeros_like(nibbles[..., 0, :], dtype=torch.int16)
     for nibble in range(4):  # one of four at a time: little extra memory
@@ -71,10 +71,10 @@ def pack_words(values: Tensor) -> Tensor:
     return words.flatten(-2)
 
 
-def unpack_words(words: Tensor) -> Tensor:
+def unpack_words(words: Tensor, chunk: int = 0) -> Tensor:
     """Undo `pack_words`; int16."""
     shifts = torch.arange(0, 16, 4, dtype=torch.int16, device=words.device)
-    chunks = words.reshape(*words.shape[:-1], -1, 1, chunk_of(words.shape[-1] * 4) // 4)
+    chunks = words.reshape(*words.shape[:-1], -1, 1, (chunk or chunk_of(words.shape[-1] * 4)) // 4)
     return ((chunks >> shifts[:, None]) & 15).flatten(-3)
 
 

@@ -169,7 +169,7 @@ MODES = {
     ("qwen2.5-7b", "fp8", torch.bfloat16): ["_sliced_k_kernel", "_quantize_kernel"],
     ("qwen2.5-7b", "w8a8", torch.bfloat16): ["_sliced_k_kernel", "_quantize_kernel"],
     ("qwen2.5-7b", "int8-weight", torch.bfloat16): ["_sliced_k_kernel", "_skinny_kernel"],
-    ("qwen2.5-7b", "int4-weight", torch.bfloat16): ["_w4_rows_kernel", "_dequantize_kernel"],
+    ("qwen2.5-7b", "int4-weight", torch.bfloat16): ["_w4_rows_kernel", "_packed_kernel"],
     ("qwen3-30b-a3b", "none", torch.bfloat16): ["_route_kernel", "_pair_kernel", "_sort_kernel", "_grouped_kernel"],
 }
 IN_CI = {  # decode rows and prompts
@@ -207,7 +207,7 @@ def test_steps(
     ("rows", "group", "kernel"),
     [
         pytest.param(1, 128, "_w4_rows_kernel", marks=OTHER_SETTINGS), (8, 32, "_w4_rows_kernel"),
-        pytest.param(32, 32, "_w4_rows_kernel", marks=OTHER_SETTINGS), (64, 128, "_w4_planes_kernel"),
+        (32, 32, "_packed_kernel"), pytest.param(128, 128, "_packed_kernel", marks=OTHER_SETTINGS),
     ],
 )  # fmt: skip
 def test_gemms_of_int4_weights(rows: int, group: int, kernel: str, compiled: list[Compiled]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from kernels.gpu.gemm.split_k import SplitKWorkspace
 from kernels.gpu.launching import tuning
 from kernels.gpu.launching.launch_configs import GemmTable, Rule, Table, above, at_most, between
 
@@ -30,7 +32,7 @@ def test_derived_numbers_of_a_gemm() -> None:
 @pytest.mark.parametrize("name", TABLES)
 def test_every_rule_is_found_somewhere(name: str) -> None:
     """And so names only numbers that exist. A rule that none of these reaches is dead or behind the wrong one."""
-    found = [TABLES[name].find(rows, n, k) for rows in (1, 8, 9, 16, 32, 64, 128, 512, 4096) for n, k in SHAPES]
+    found = [TABLES[name].find(rows, n, k) for rows in (1, 8, 9, 16, 32, 64, 128, 256, 512, 4096) for n, k in SHAPES]
     configs = {rule.config for rule in TABLES[name].rules}
     assert configs <= set(found)
 
@@ -41,8 +43,18 @@ def test_what_gains_nothing_is_left_to_other_kernels() -> None:
     assert tuning.PRELOADED.find(65, 4096, 1024) is tuning.PRELOADED.find(64, 12288, 2048) is None
     assert tuning.PRELOADED.find(1, 37888, 3584) is None
     assert tuning.SLICED_K.find(17, 4608, 3584) is tuning.SLICED_K_GATED.find(9, 18944, 3584) is None
-    assert tuning.W4_PLANES.find(8, 4608, 3584) is tuning.W4_PLANES.find(129, 4608, 3584) is None
-    assert tuning.W4_ROWS.find(33, 4608, 3584) is None
+    assert tuning.W4_ROWS.find(2, 4608, 3584) is tuning.W4_ROWS.find(9, 37888, 3584) is None
+    assert tuning.PACKED_TILES.find(129, 4608, 3584) is tuning.PACKED_TILES.find(257, 37888, 3584) is None
+
+
+def test_splits_of_packed_weights_fit_their_workspace() -> None:
+    workspace = SplitKWorkspace(torch.device("meta"))
+    for rows in range(1, 257):
+        for n, k in [*SHAPES, (16384, 53248), (32768, 32768), (65536, 40000)]:
+            if config := tuning.PACKED_TILES.find(rows, n, k):
+                block_m = max(16, min(config.block_m, 1 << (rows - 1).bit_length()))
+                num_tiles = -(-n // config.block_n) * -(-rows // block_m)
+                workspace.check(num_tiles, config.block_n * block_m, config.split_k)
 
 
 def test_8_bit_weights_always_have_a_kernel() -> None:

@@ -101,30 +101,35 @@ SKINNY_8_BIT = GemmTable(
 MAX_FP8_ROWS = 192
 MAX_TWO_PLANE_ROWS = 256  # int8 weights and rows of 16 bits; with more, writing the weight out for cuBLAS is faster
 
-# Packed int4 weights in groups of 128 and rows of two int8 planes, k a multiple of 128. Whole steps of Qwen2.5-7B
-# in groups of 128, ms at 16, 32, 64, 128 rows: 4.2, 5.0, 7.6, 12.1 with int8 planes, 10.8, 11.1, 11.7, 13.0 with
-# the weight written out; bfloat16 4.2, 4.6, 5.1, 6.5. In groups of 32 at 16, 32, 64 rows 6.3, 8.5, 13.2 with
-# planes, 5.0 and 8.1 with bfloat16 rows, 11.6 at 64 rows with the weight written out.
-W4_PLANES = GemmTable(
-    Rule(TileConfig(128, 128, block_m=64), rows=between(8, 128), n=above(8191)),
-    Rule(TileConfig(128, 128, 8, block_m=64), rows=between(8, 16), k=above(8192)),
-    Rule(TileConfig(128, 128, 4, block_m=64), rows=between(8, 16)),
-    Rule(TileConfig(128, 128, 8, num_warps=8, num_stages=3, block_m=64), rows=between(8, 128), k=above(8192)),
-    Rule(TileConfig(128, 128, 4, num_warps=8, num_stages=3, block_m=64), rows=between(8, 64)),
-    Rule(TileConfig(128, 128, 2, num_warps=8, num_stages=3, block_m=64), rows=between(8, 128)),
-)
-
-# Packed int4 weights and bfloat16 rows, k a multiple of 128. From 9 rows on slower than bfloat16 in cuBLAS; for
-# more than 16 rows, 32 columns would keep 800 bytes a thread outside of registers. Gate and up of Qwen2.5-7B take
-# 144 us at 64 rows, as long as writing the weight out. 8192 columns are too many to read before the wait.
+# Packed int4 weights and bfloat16 rows, `w4_skinny_gemm`, k a multiple of 128. 8192 columns are too many to read
+# before the wait. Two to eight rows: Qwen2.5-7B's gate_up in groups of 128 and of 32 takes 34 and 41 us, with tiles
+# 41 and 62; qkv, o and down are faster with those.
 W4_ROWS = GemmTable(
     Rule(SlicedKConfig(32, 128, 4, 3), rows=at_most(1), n_per_k=above(2)),
     Rule(SlicedKConfig(16, 128, 16, 2), rows=at_most(1), k=above(8192)),
     Rule(SlicedKConfig(16, 128, 4, 3, ahead=4), rows=at_most(1)),
-    Rule(SlicedKConfig(64, 128, 4, 3), rows=at_most(8), n_per_k=above(1)),
-    Rule(SlicedKConfig(32, 128, 4, 3), rows=at_most(8)),
-    Rule(SlicedKConfig(32, 128, 4, 2), rows=at_most(16)),
-    Rule(SlicedKConfig(16, 128, 4, 2), rows=at_most(32)),
+    Rule(SlicedKConfig(64, 128, 4, 3), rows=at_most(8), n_per_k=above(2)),
+)
+
+# Packed weights of 4 to 6 bits and bfloat16 rows, `packed_gemm`. Qwen2.5-7B's qkv, o, gate_up, down of 4 bits in
+# groups of 128 at 16 rows: 10.0, 9.0, 43, 23.9 us; at 64: 17.7, 13.3, 60, 40; at 128: 24, 19.9, 104, 58; written
+# out for cuBLAS, gate_up and down take 210 and 108 us at 128 rows. At 256 rows they take 158 and 99 us, written out
+# 244 and 120; qkv and o are faster written out (41 and 32, 27 and 26). Splits are as many as their workspace holds.
+PACKED_TILES = GemmTable(
+    Rule(TileConfig(64, 128, 1, num_stages=6), rows=at_most(16), n=above(32768)),
+    Rule(TileConfig(64, 128, 2, num_stages=6), rows=at_most(16), n_per_k=above(2)),
+    Rule(TileConfig(64, 128, 8, num_stages=6), rows=at_most(16)),
+    Rule(TileConfig(64, 128, 1, num_stages=5), rows=at_most(32), n_per_k=above(2)),
+    Rule(TileConfig(64, 128, 8, num_stages=5), rows=at_most(32), k=above(8192), n=at_most(16384)),
+    Rule(TileConfig(64, 128, 4, num_stages=5), rows=at_most(32), n=at_most(32768)),
+    Rule(TileConfig(128, 128, 1, num_warps=8, num_stages=3, block_m=64), rows=at_most(128), n_per_k=above(2)),
+    Rule(TileConfig(128, 128, 4, num_warps=8, num_stages=3), rows=at_most(128), k=above(8192), n=at_most(8192)),
+    Rule(TileConfig(64, 128, 2, num_stages=4), rows=at_most(64), n=between(4096, 32768)),
+    Rule(TileConfig(128, 128, 4, num_warps=8, num_stages=3), rows=at_most(128), n=at_most(4096)),
+    Rule(TileConfig(128, 128, 2, num_warps=8, num_stages=3), rows=at_most(128), n=at_most(16384)),
+    Rule(TileConfig(128, 128, 1, num_warps=8, num_stages=3), rows=at_most(128)),
+    Rule(TileConfig(128, 128, 1, num_warps=8, num_stages=3), rows=at_most(256), n_per_k=above(2)),
+    Rule(TileConfig(128, 128, 2, num_warps=8, num_stages=3), rows=at_most(256), k=above(8192), n=at_most(8192)),
 )
 
 # `paged_decode`; programs: rows * KV heads, group: query heads of each, itemsize: bytes of a number in K and V.

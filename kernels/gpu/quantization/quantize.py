@@ -7,7 +7,6 @@ rows of int8, h first.
 
     quantize_rows           x as it is
     quantize_many_rows      the same to e4m3, of so many short rows that starting a program for each takes longer
-    quantize_with_sums      the same, with sums of x over groups of columns
     add_rms_norm_quantize   x = RMS norm of a residual, to which the pending output, or partial sums of it, may be
                             added first
     silu_mul_quantize       x = silu(gate) * up, gate and up beside each other
@@ -77,8 +76,8 @@ def quantize_row(x, values_ptr, scales_ptr, row, K, ks, MAX: tl.constexpr, COMPI
 @FastLaunch
 @triton.jit
 def _quantize_kernel(
-    x_ptr, residual_ptr, norm_ptr, values_ptr, scales_ptr, sums_ptr, K, x_stride, eps, PROLOGUE: tl.constexpr,
-    NUM_ADDED: tl.constexpr, GROUP: tl.constexpr, MAX: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+    x_ptr, residual_ptr, norm_ptr, values_ptr, scales_ptr, K, x_stride, eps, PROLOGUE: tl.constexpr,
+    NUM_ADDED: tl.constexpr, MAX: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
     COMPILED: tl.constexpr,
 ):  # fmt: skip
     """One row a program. What a prologue does not read is None. NaN in x gives the scale NaN, which GEMMs pass on.
@@ -108,11 +107,7 @@ def _quantize_kernel(
         x = silu_times(gate.to(tl.float32), up.to(tl.float32)).to(gate.dtype).to(tl.float32)
     else:
         x = tl.load(x_ptr + row * x_stride + ks, mask=inside, other=0.0).to(tl.float32)
-    largest = quantize_row(x, values_ptr, scales_ptr, row, K, ks, MAX, COMPILED)
-    if sums_ptr is not None:
-        groups = tl.arange(0, BLOCK // GROUP)
-        sums = tl.sum(tl.reshape(x, (BLOCK // GROUP, GROUP)), axis=1) * (MAX / tl.maximum(largest, TINY))
-        tl.store(sums_ptr + row * (K // GROUP) + groups, sums, mask=groups < K // GROUP)
+    quantize_row(x, values_ptr, scales_ptr, row, K, ks, MAX, COMPILED)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -172,17 +167,6 @@ def quantize_many_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return values, scales
 
 
-def quantize_with_sums(x: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x (rows, in), columns of stride 1 -> its two planes and scales as `quantize_rows` gives them, and its sums over
-    groups of columns, in units of the scale: float32 (rows, in / group_size).
-    """
-    num_rows, k = x.shape
-    outputs = empty_quantized(num_rows, k, torch.int8, 2, x.device)
-    sums = torch.empty(num_rows, k // group_size, dtype=torch.float32, device=x.device)
-    _quantize(outputs, 2, x, x_stride=x.stride(0), sums=sums, group_size=group_size)
-    return *outputs, sums
-
-
 def add_rms_norm_quantize(
     x: Tensor | None, residual: Tensor, norm: Tensor, eps: float, dtype: torch.dtype, num_planes: int = 1
 ) -> tuple[Tensor, Tensor]:
@@ -213,15 +197,14 @@ def silu_mul_quantize(gate_up: Tensor, dtype: torch.dtype, num_planes: int = 1) 
 def _quantize(
     outputs: tuple[Tensor, Tensor], num_planes: int, x: Tensor, prologue: str = "", x_stride: int | None = None,
     residual: Tensor | None = None, norm: Tensor | None = None, eps: float | None = None, num_added: int = 0,
-    sums: Tensor | None = None, group_size: int = 0,
 ) -> None:  # fmt: skip
     values, scales = outputs
     if scales.shape[0]:
         block = triton.next_power_of_2(values.shape[1])
         overlaps = overlaps_launches(values)
         _quantize_kernel[(scales.shape[0],)](
-            x, residual, norm, values, scales, sums, values.shape[1], x_stride, eps, PROLOGUE=prologue,
-            NUM_ADDED=num_added, GROUP=group_size, MAX=largest_value(values.dtype, num_planes), BLOCK=block,
+            x, residual, norm, values, scales, values.shape[1], x_stride, eps, PROLOGUE=prologue,
+            NUM_ADDED=num_added, MAX=largest_value(values.dtype, num_planes), BLOCK=block,
             OVERLAPS=overlaps, COMPILED=is_compiled(values), num_warps=min(16, max(4, block // 512)),
             launch_pdl=overlaps,
         )  # fmt: skip

@@ -7,9 +7,9 @@ is a multiple of the sum of x, which the matrix units compute as well. Per group
     y += s (sum_k (128 + w_k) x_k) + (z - 136 s) sum_k x_k
 
 in float32. A program owns few columns of y and all of K: each warp takes another chunk of 128 columns, their sums
-meet at the end. This is for few rows of bfloat16; more of them, in groups of 128, go through
-`kernels/gpu/quantization/w4_planes_gemm.py`. For others (more rows, other types, groups below 32, rows of W that are
-no multiple of 128) the weight is written out, for cuBLAS. `kernels/gpu/launching/tuning.py` says how many rows.
+meet at the end. This is for few rows of bfloat16; more of them go through `kernels/gpu/quantization/packed_gemm.py`.
+For others (many rows, other types, groups below 32, rows of W that are no multiple of 128) the weight is written out,
+for cuBLAS. `kernels/gpu/launching/tuning.py` says how many rows.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from torch.nn import functional
 from kernels.gpu.gemm.split_k import SplitKWorkspace
 from kernels.gpu.launching.launch import is_compiled, overlaps_launches, prefetch, wait_for_predecessor
 from kernels.gpu.launching.launch_configs import SlicedKConfig
-from kernels.gpu.launching.tuning import W4_PLANES, W4_ROWS
+from kernels.gpu.launching.tuning import PACKED_TILES, W4_ROWS
 from kernels.gpu.quantization.nibbles import chunk_sums, load_one_row, scale_and_zero
-from kernels.gpu.quantization.quantize import quantize_with_sums
-from kernels.gpu.quantization.w4_planes_gemm import MIN_GROUP, WORDS, w4_planes_gemm
-from kernels.quantization.w4a16_gemm import MAX_CHUNK, MAX_GROUP, PackedW4
+from kernels.gpu.quantization.packed_gemm import MIN_PAIR_COLUMNS, packed_gemm
+from kernels.quantization.packed_weights import of_w4
+from kernels.quantization.w4a16_gemm import MAX_CHUNK, PackedW4
 
 MAX_ROWS = 32
+WORDS = tl.constexpr(MAX_CHUNK // 4)  # of a chunk
 LINE = tl.constexpr(64)  # words of a line of the L2 cache
 
 
@@ -135,13 +136,13 @@ def _dequantize_kernel(
 def w4a16_linear(x: Tensor, packed: PackedW4, bias: Tensor | None, workspace: SplitKWorkspace) -> Tensor:
     """x (rows, in), columns of stride 1 -> (rows, out) in the dtype of x. Scales and offsets must be bfloat16."""
     num_rows, n, k = x.shape[0], packed.words.shape[0], x.shape[1]
-    if x.dtype == torch.bfloat16 and k % MAX_CHUNK == 0 and packed.group_size >= MIN_GROUP:
-        planes = W4_PLANES.find(num_rows, n, k) if packed.group_size == MAX_GROUP else None
-        if planes is not None:
-            return w4_planes_gemm(*quantize_with_sums(x, MAX_GROUP), packed, bias, x.dtype, workspace, planes)
+    if x.dtype == torch.bfloat16 and k % MAX_CHUNK == 0 and packed.group_size >= MIN_PAIR_COLUMNS:
         config = W4_ROWS.find(num_rows, n, k)
         if config is not None:
             return w4_skinny_gemm(x, packed, bias, config)
+        tiles = PACKED_TILES.find(num_rows, n, k)
+        if tiles is not None:
+            return packed_gemm(x, of_w4(packed), bias, workspace, tiles)
     return functional.linear(x, dequantize(packed, x.dtype), bias)
 
 
