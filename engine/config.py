@@ -24,9 +24,8 @@ class EngineConfig(Settings):
     device: str = setting("auto", "auto takes a GPU when there is one", choices=("auto", "cpu", "cuda"), off=("cpu",))
     dtype: str = setting("auto", "auto: bfloat16", choices=("auto", "float32", "bfloat16", "float16"))
     quant_mode: str = setting(
-        "auto", "weights in memory; auto: as a quantized checkpoint has them, else on a CPU int4-weight for 4-bit "
-        "GGUF files and int8-weight for others; int4-weight in groups of 32; fp8 and w8a8 quantize activations "
-        "too and need a GPU",
+        "auto", "weights in memory; auto: as a quantized checkpoint or GGUF file has them, else on a CPU int8-weight"
+        "; int4-weight in groups of 32; fp8 and w8a8 quantize activations too and need a GPU",
         choices=("auto", "none", "int8-weight", "int4-weight", "w8a8", "fp8"), off=("none",),
     )  # fmt: skip
     kv_cache_dtype: str = setting(

@@ -137,7 +137,7 @@ class Accuracy:
 def float32_model() -> LoadedModel:
     """Load the default model in float32, with the numbers that the engine's 4-bit and bfloat16 weights stand for."""
     config, weights = default_weights()
-    weights.keeps_int4 = True
+    weights.kept_bits = (4,)
     model = family_of(config.architecture).build(config, weights)
     model.embedding.copy_(model.embedding.bfloat16())  # the output projection's, too: they are one tensor
     tokenizer = partial(load_tokenizer, resolve_model(""))

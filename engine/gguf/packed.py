@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.gguf.weights import GgufWeights
+from engine.gguf.weights import LABEL, GgufWeights
 from engine.layers.block import Block, LinearRef
 from engine.layers.linear import Linear
 from engine.layers.weights import Part, PartSource
@@ -25,8 +25,6 @@ from engine.models.model import Model
 from engine.quantization.cpu_linears import CpuLinears
 from kernels.gguf.library import library
 from kernels.gguf.linear import BlockWeight, max_integer_rows
-
-LABEL = "gguf"  # the quant mode that users see
 
 
 class BlockGemm:

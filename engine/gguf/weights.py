@@ -7,6 +7,7 @@ elsewhere; `engine/gguf/names.py` knows the names.
 from __future__ import annotations
 
 import mmap
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,8 @@ from torch.nn import functional
 from common.errors import ConfigError, UnsupportedModelError
 from common.gguf.header import GgufTensor
 from common.gguf.parts import read_gguf
+from engine.gguf.block_rows import BITS, block_rows
 from engine.gguf.composed import composed_weights
-from engine.gguf.int4 import BLOCK_BYTES, int4_rows
 from engine.gguf.names import NO_WEIGHTS, locate
 from engine.layers.weights import CHOICE_BIAS, Part, PartSource
 from engine.loader.checkpoint import Shape
@@ -30,6 +31,7 @@ from engine.quantization.quantized_rows import QuantizedRows
 from kernels.gguf.library import library
 from kernels.gguf.linear import BLOCK_COLUMNS, Blocks, BlockWeight
 
+LABEL = "gguf"  # the quant mode that users see
 NUMBERS_AT_ONCE = 1 << 17  # that are dequantized: what is made on the way stays in a cache
 
 
@@ -80,12 +82,13 @@ class GgufFile:
             ) from error
         return torch.from_numpy(values.reshape(tensor.shape if rows is None else (-1, tensor.shape[-1])))
 
-    def has_int4(self, name: str) -> bool:
-        return self.tensors[name].type_id in BLOCK_BYTES
+    def bits_of(self, name: str) -> int:
+        """Bits of a tensor that `read_packed` takes; 0 of others."""
+        return BITS.get(self.tensors[name].type_id, 0)
 
-    def read_int4(self, name: str, rows: range) -> QuantizedRows:
-        """Rows of a tensor of 4-bit blocks, not dequantized."""
-        return int4_rows(self.read_bytes(name, rows), self.tensors[name].type_id)
+    def read_packed(self, name: str, rows: range) -> QuantizedRows:
+        """Rows of a tensor of blocks of few bits, not dequantized."""
+        return block_rows(self.read_bytes(name, rows), self.tensors[name].type_id)
 
     def read_bytes(self, name: str, rows: range) -> Tensor:
         """Rows of a tensor of blocks as the file holds them: uint8 (rows, bytes of a row)."""
@@ -120,8 +123,10 @@ class GgufFile:
 class GgufWeights(PartSource):
     """The weights of a GGUF file under Hugging Face names, cast to `dtype` on `device`.
 
-    keeps_int4: 4-bit blocks are taken as the numbers that `rows` stand for, whose scales are bfloat16's.
+    kept_bits: see BlockSource.
     """
+
+    label = LABEL
 
     def __init__(
         self, file: GgufFile, config: ModelConfig, permuted: bool, dtype: torch.dtype, device: torch.device
@@ -131,7 +136,7 @@ class GgufWeights(PartSource):
         self._permuted = permuted
         self._dtype = dtype
         self._device = device
-        self.keeps_int4 = False
+        self.kept_bits: Collection[int] = ()
         self._head_order = rotary_order(config)
         self._adds_one = config.architecture == "Gemma3ForCausalLM"
         self.composed = composed_weights(file.tensors, config.architecture)
@@ -145,11 +150,10 @@ class GgufWeights(PartSource):
         self.shapes: dict[str, Shape] = {hf: located.shape for hf, located in self._located.items()}
         self.shapes |= {hf: composed.shape for hf, composed in self.composed.items()}
 
-    @property
-    def has_int4(self) -> bool:
-        """Most matrices are 4-bit blocks."""
+    def has_most_in(self, bits: Collection[int]) -> bool:
+        """See BlockSource."""
         matrices = [name for name, tensor in self._file.tensors.items() if len(tensor.shape) > 1]
-        return sum(self._file.has_int4(name) for name in matrices) * 2 > len(matrices)
+        return sum(self._file.bits_of(name) in bits for name in matrices) * 2 > len(matrices)
 
     @property
     def has_most_in_blocks(self) -> bool:
@@ -179,13 +183,13 @@ class GgufWeights(PartSource):
         return replace(found, rows=cut)
 
     def is_packed(self, name: str) -> bool:
-        """Whether the file holds the weight as 4-bit blocks."""
-        return name in self._located and self._file.has_int4(self._located[name].stored)
+        """See BlockSource."""
+        return name in self._located and self._file.bits_of(self._located[name].stored) in self.kept_bits
 
     def rows(self, name: str, part: Part | None = None) -> QuantizedRows:
-        """A weight of 4-bit blocks, or a part of it; blocks that are cut become smaller groups."""
+        """See BlockSource; blocks that are cut become smaller groups."""
         located = self._located[name]
-        whole = self._file.read_int4(located.stored, located.rows).map(lambda tensor: self._in_order(name, tensor))
+        whole = self._file.read_packed(located.stored, located.rows).map(lambda tensor: self._in_order(name, tensor))
         rows, columns = part or map(range, self.shapes[name])
         return whole.cut_columns(columns).cut_rows(rows).map(lambda tensor: tensor.to(self._device))
 
@@ -194,7 +198,7 @@ class GgufWeights(PartSource):
         dtype = torch.float32 if name.endswith(CHOICE_BIAS) else self._dtype
         if name in self.composed:
             return self.composed[name].read(self._file.read, part, dtype).to(self._device).contiguous()
-        if self.keeps_int4 and self.is_packed(name):
+        if self.is_packed(name):
             return self.rows(name, part).dequantize(self._dtype)
         located = self._located[name]
         blocks = self.blocks(name) if self.has_blocks(name) and self._dtype == torch.bfloat16 else None

@@ -3,7 +3,8 @@
     checkpoint's weights           --quant-mode auto     a mode
     packed (GPTQ, AWQ, FP8)        as they are           dequantized, then quantized
     MXFP4 experts                  as they are, on GPUs  likewise
-    4-bit GGUF blocks, if most are as they are, on CPUs  as they are with int4-weight, others to int8
+    GGUF blocks, if most are of 4 bits (on GPUs: 4 to 6)
+                                   as they are           those of 4 bits as they are with int4-weight, others to int8
     plain                          to int8, on CPUs      quantized; int4-weight leaves the output projection to int8
 
 Layers of one block at a time are converted, as soon as its weights are there: a whole model never exists dequantized.
@@ -32,7 +33,7 @@ from engine.loader.conversion import Conversion, give_float32_logits
 from engine.models.model import Model
 from engine.moe.moe import Expert, Moe
 from engine.quantization.cpu_linears import CpuLinears
-from engine.quantization.int4 import GROUP_SIZE, Int4Source, quantize_int4
+from engine.quantization.int4 import GROUP_SIZE, BlockSource, quantize_int4
 from engine.quantization.mxfp4 import Mxfp4Source
 from engine.quantization.packed_checkpoint import PackedWeights
 from engine.quantization.quantized_rows import Made, QuantizedRows, join_rows
@@ -75,15 +76,18 @@ class QuantizedConversion(Conversion):
     def keep(self, skeleton: Model) -> frozenset[str]:
         """See Conversion: of layers that are quantized in all their parts."""
         stored = self._stored
-        if not self._stays or not isinstance(stored, PackedWeights | Int4Source | Mxfp4Source):
+        if not self._stays or not isinstance(stored, PackedWeights | BlockSource | Mxfp4Source):
             return frozenset()
         is_tied = skeleton.head.weight is skeleton.embedding
-        is_gguf = isinstance(stored, Int4Source)
+        is_gguf = isinstance(stored, BlockSource)
+        if isinstance(stored, BlockSource) and self._linears is not None:
+            stored.kept_bits = self._linears.block_bits
         layers = [ref.layer for ref in skeleton.linears() if is_gguf or not (is_tied and ref.owner is skeleton)]
         packed = (layer.names for layer in layers if all(map(stored.is_packed, layer.names)))
         self._names = frozenset(chain.from_iterable(packed))
-        if isinstance(stored, Int4Source):
-            stored.keeps_int4 = True
+        if is_gguf:
+            if any(isinstance(block, Moe) for block in skeleton.blocks):  # whose experts must all be quantized
+                self._plain_mode = "int8-weight"
             return self._names.difference(skeleton.head.names)  # float32 logits and embeddings need the plain weight
         if isinstance(stored, PackedWeights) and self._linears is not None and self._linears.stacks_experts:
             _check_experts(skeleton, self._names)
@@ -164,7 +168,7 @@ class QuantizedConversion(Conversion):
 
     def _rows(self, name: str, inner: Tensor | None, is_gate_up: bool) -> QuantizedRows:
         """This rank's part of a weight. inner: see `_inner_order`."""
-        assert isinstance(self._stored, PackedWeights | Int4Source), "others' layers are not made of rows"
+        assert isinstance(self._stored, PackedWeights | BlockSource), "others' layers are not made of rows"
         part = self._parts.get(name)
         if inner is None or part is None:
             return self._stored.rows(name, part)
@@ -181,7 +185,11 @@ def choose_conversion(
         linears = linears_of(dtype, device)
         plain_mode = "int8-weight" if linears.quantizes_plain else "none"
         return QuantizedConversion(weights.quantization.label, linears, weights, True, plain_mode, dtype)
-    has_int4 = isinstance(weights, Int4Source) and weights.has_int4
+    has_int4 = isinstance(weights, BlockSource) and weights.has_most_in((4,))
+    if is_auto and isinstance(weights, BlockSource) and can_keep_on_gpu(dtype, device):
+        linears = linears_of(dtype, device)
+        if weights.has_most_in(linears.block_bits):
+            return QuantizedConversion(weights.label, linears, weights, True, "none", dtype)
     if is_auto and shard.size > 1 and not has_int4:
         mode = "none"
     else:
@@ -189,7 +197,7 @@ def choose_conversion(
     made = None if mode == "none" else linears_of(dtype, device)
     if has_int4 and mode == "int4-weight":
         return QuantizedConversion(mode, made, weights, True, "int8-weight", dtype)
-    is_mxfp4 = is_auto and isinstance(weights, Mxfp4Source) and can_keep_mxfp4(dtype, device)
+    is_mxfp4 = is_auto and isinstance(weights, Mxfp4Source) and can_keep_on_gpu(dtype, device)
     return QuantizedConversion(mode, made, weights, is_mxfp4, dtype=dtype)
 
 
@@ -230,8 +238,8 @@ def can_keep_packed(dtype: torch.dtype, device: torch.device) -> bool:
     )
 
 
-def can_keep_mxfp4(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this machine has kernels for a checkpoint's MXFP4 experts with x of that type."""
+def can_keep_on_gpu(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether there are kernels for blocks of GGUF files and for MXFP4 experts with x of that type."""
     return device.type == "cuda" and dtype == torch.bfloat16
 
 

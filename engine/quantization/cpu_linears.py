@@ -7,6 +7,8 @@ others, and plain ones  int8_linear, quantized once more
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
@@ -25,6 +27,7 @@ class CpuLinears:
 
     quantizes_plain = True  # layers that a quantized checkpoint left plain become int8
     stacks_experts = False  # experts' layers need not be alike
+    block_bits: Collection[int] = (4,)  # of blocks that have GEMMs
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype

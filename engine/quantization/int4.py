@@ -1,10 +1,11 @@
-"""4-bit weights in groups of 32 columns.
+"""Weights in blocks of few bits: 4-bit ones in groups of 32 columns, and files that hold such blocks.
 
 GEMMs take scales and offsets in bfloat16, so they are rounded to it here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -17,23 +18,23 @@ GROUP_SIZE = 32
 
 
 @runtime_checkable
-class Int4Source(Protocol):
-    """Weights of a file that may hold them in 4 bits."""
+class BlockSource(Protocol):
+    """Weights of a file that may hold them in blocks of few bits. label: its kind, as a mode for users."""
 
-    keeps_int4: bool
-    """4-bit weights are taken as the numbers that `rows` stand for, whose scales are bfloat16's."""
+    label: str
+    kept_bits: Collection[int]
+    """Weights of so many bits are taken as the numbers that `rows` stand for, whose scales are bfloat16's."""
 
-    @property
-    def has_int4(self) -> bool:
-        """Whether most matrices are 4-bit."""
+    def has_most_in(self, bits: Collection[int]) -> bool:
+        """Whether most matrices are in blocks of so many bits."""
         ...
 
     def is_packed(self, name: str) -> bool:
-        """Whether the file holds the weight in 4 bits."""
+        """Whether the file holds the weight in blocks of `kept_bits`."""
         ...
 
     def rows(self, name: str, part: Part | None = None) -> QuantizedRows:
-        """A 4-bit weight, or a part of it."""
+        """A weight of blocks, or a part of it."""
         ...
 
 

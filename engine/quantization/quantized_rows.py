@@ -23,9 +23,9 @@ Made = tuple[Linear, str]  # of rows, and what it is in a few words
 class QuantizedRows:
     """w[i, order[j]] = (values[i, j] - middle) * scales[i, g] + offsets[i, g],  g = j // group_size.
 
-    values (rows, columns): uint8 of 0 to 15 with middle 8; or int8 or e4m3 with middle 0. scales, offsets: float32
-    (rows, groups). offsets None: zero. order (columns,): None: as they are; an input that is named more than once has
-    a weight of zero but in one place. The last group may be short.
+    values (rows, columns): uint8 of `bits`, 4 to 6, with middle 2^(bits - 1); or int8 or e4m3 with middle 0. scales,
+    offsets: float32 (rows, groups). offsets None: zero. order (columns,): None: as they are; an input that is named
+    more than once has a weight of zero but in one place. The last group may be short.
     quantizes_inputs: the GEMM may quantize its inputs to 8 bits.
     """
 
@@ -35,10 +35,20 @@ class QuantizedRows:
     group_size: int
     order: Tensor | None = None
     quantizes_inputs: bool = False
+    bits: int = 4
 
     @property
     def is_int4(self) -> bool:
+        return self.is_packed and self.bits == 4
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether values have fewer bits than a byte."""
         return self.values.dtype == torch.uint8
+
+    @property
+    def middle(self) -> int:
+        return 1 << self.bits - 1 if self.is_packed else 0
 
     @property
     def is_int8(self) -> bool:
@@ -61,8 +71,7 @@ class QuantizedRows:
         if num_groups * width > num_columns:  # the last group is short
             weight = functional.pad(weight, (0, num_groups * width - num_columns))
         groups = weight.view(num_rows, num_groups, width)
-        if self.is_int4:
-            groups -= INT4_MIDDLE
+        groups -= self.middle
         groups *= self.scales[..., None]
         if self.offsets is not None:
             groups += self.offsets[..., None]
@@ -110,7 +119,7 @@ class QuantizedRows:
         """Divide groups of columns into smaller ones, so that none crosses a multiple of `size` columns."""
         smaller = math.gcd(self.group_size, size)
         times, count = self.group_size // smaller, -(-self.values.shape[1] // smaller)
-        if times == 1 or (self.scales.shape[1] == 1 and not self.is_int4):  # GEMMs of 8 bits take scales of rows
+        if times == 1 or (self.scales.shape[1] == 1 and not self.is_packed):  # GEMMs of 8 bits take scales of rows
             return self
 
         def spread(values: Tensor) -> Tensor:
@@ -139,15 +148,15 @@ class QuantizedRows:
         values[:, target] = self.values[:, indices]
         cut = torch.zeros(values.shape[1], dtype=order.dtype, device=order.device)
         cut[target] = order[indices] - columns.start
-        return QuantizedRows(values, scales, offsets, FILLED_GROUP, cut, self.quantizes_inputs)
+        return QuantizedRows(values, scales, offsets, FILLED_GROUP, cut, self.quantizes_inputs, self.bits)
 
     def _zeros(self, scales: Tensor, offsets: Tensor | None) -> Tensor:
         """The value in each group that stands for a weight of zero: its zero point."""
-        middle = INT4_MIDDLE if self.is_int4 else 0
         if offsets is None:
-            return torch.full(scales.shape, middle, dtype=self.values.dtype, device=scales.device)
-        zeros = middle - (offsets / torch.where(scales == 0, 1.0, scales)).round()
-        return zeros.clamp(0, 15).to(self.values.dtype) if self.is_int4 else zeros.clamp(-128, 127).to(torch.int8)
+            return torch.full(scales.shape, self.middle, dtype=self.values.dtype, device=scales.device)
+        zeros = self.middle - (offsets / torch.where(scales == 0, 1.0, scales)).round()
+        low, high = (0, 2 * self.middle - 1) if self.is_packed else (-128, 127)
+        return zeros.clamp(low, high).to(self.values.dtype if self.is_packed else torch.int8)
 
 
 def join_rows(parts: Sequence[QuantizedRows]) -> QuantizedRows | None:
@@ -159,7 +168,9 @@ def join_rows(parts: Sequence[QuantizedRows]) -> QuantizedRows | None:
         same_order = part.order is first.order or (
             part.order is not None and first.order is not None and torch.equal(part.order, first.order)
         )
-        if part.values.dtype != first.values.dtype or part.group_size != first.group_size or not same_order:
+        if (part.values.dtype, part.bits, part.group_size) != (first.values.dtype, first.bits, first.group_size):
+            return None
+        if not same_order:
             return None
     offsets = None
     if any(part.offsets is not None for part in parts):
@@ -172,4 +183,5 @@ def join_rows(parts: Sequence[QuantizedRows]) -> QuantizedRows | None:
         first.group_size,
         first.order,
         all(part.quantizes_inputs for part in parts),
+        first.bits,
     )

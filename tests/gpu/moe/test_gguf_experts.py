@@ -35,7 +35,7 @@ def test_tokens_of_mxfp4_blocks_equal_those_of_their_weights(tmp_path: Path, mon
     path = tmp_path / "m.gguf"
     write_gguf(path, TINY.build(), "gpt-oss", "MXFP4")
     expected = generate(reference(path), PARAMS, PROMPTS)
-    monkeypatch.setattr(conversion, "can_keep_mxfp4", lambda *_: True)  # in float32, where nothing is rounded
+    monkeypatch.setattr(conversion, "can_keep_on_gpu", lambda *_: True)  # in float32, where nothing is rounded
     made, runner = open_gpu(path, monkeypatch, GpuConfig(), quant_mode="auto")
     assert generate(made, PARAMS, PROMPTS) == expected
     assert {block.stacked.down.itemsize for block in experts_of(runner)} == {0.5}

@@ -128,7 +128,7 @@ def test_tokens_of_mxfp4_equal_those_of_its_weights(tmp_path: Path, monkeypatch:
     torch.manual_seed(0)
     model = save_mxfp4(tmp_path)
     expected = generate(reference(model), PARAMS, PROMPTS)
-    monkeypatch.setattr(conversion, "can_keep_mxfp4", lambda *_: True)  # in float32, where nothing is rounded
+    monkeypatch.setattr(conversion, "can_keep_on_gpu", lambda *_: True)  # in float32, where nothing is rounded
     made, runner = open_gpu(model, monkeypatch, GpuConfig(), quant_mode="auto")
     assert generate(made, PARAMS, PROMPTS) == expected
     assert {block.stacked.down.itemsize for block in experts_of(runner)} == {0.5}

@@ -1,4 +1,4 @@
-"""4-bit blocks of a GGUF file stay 4 bits on a GPU, and give the tokens of the numbers that they stand for."""
+"""Blocks of a GGUF file keep their bits on a GPU, and give the tokens of the numbers that they stand for."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 pytest.importorskip("gguf")
 pytest.importorskip("transformers")
 
+from engine.assembly import assemble
+from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
 from engine.layers.linear import Linear
 from engine.quantization import conversion
@@ -20,23 +22,26 @@ from tests.engine.gguf.test_gguf import WIDE
 from tests.engine.tiny_models import TinyModel
 from tests.gpu.models import use_small_tiles
 from tests.gpu.quantization.test_quantized import PROMPTS, ReferenceLinears, generate
-from tests.gpu.test_engine import open_gpu, reference
+from tests.gpu.test_engine import open_gpu
 
 
 class DequantizedLinears(ReferenceLinears):
+    block_bits = GpuLinears.block_bits
+
     def of_rows(self, rows: QuantizedRows, bias: torch.Tensor | None, is_stacked: bool = False) -> Made | None:
         return Linear(rows.dequantize(torch.float32), bias), "plain"
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K"])
 def test_tokens_equal_those_of_dequantized_blocks(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32, where nothing else is rounded."""
     use_small_tiles(monkeypatch, 2)
     path = tmp_path / "m.gguf"
     write_gguf(path, TinyModel("Llama", WIDE).build(), "llama", kind)
-    monkeypatch.setattr(conversion, "resolve_quant_mode", lambda *_: "int4-weight")
+    monkeypatch.setattr(conversion, "can_keep_on_gpu", lambda *_: True)
     monkeypatch.setattr(conversion, "linears_of", lambda dtype, _device: DequantizedLinears(dtype))
-    expected = generate(reference(path), PROMPTS)
+    config = EngineConfig(str(path), device="cpu", dtype="float32", quant_mode="auto", num_gpu_blocks=64)
+    expected = generate(assemble(config).engine, PROMPTS)
     kinds: list[str] = []
 
     class Watched(GpuLinears):
@@ -47,6 +52,6 @@ def test_tokens_equal_those_of_dequantized_blocks(kind: str, tmp_path: Path, mon
             return made
 
     monkeypatch.setattr(conversion, "linears_of", lambda _dtype, device: Watched(device))
-    made, _ = open_gpu(path, monkeypatch, GpuConfig())
-    assert kinds == 5 * ["int4"]  # qkv, o, gate and up, down, the output projection
+    made, _ = open_gpu(path, monkeypatch, GpuConfig(), quant_mode="auto")
+    assert kinds == 5 * [f"int{kind[1]}"]  # qkv, o, gate and up, down, the output projection
     assert generate(made, PROMPTS) == expected

@@ -111,7 +111,7 @@ def test_two_ranks_of_mxfp4_experts_compute_the_hidden_states_of_one(
     use_small_tiles(monkeypatch, 2)
     torch.manual_seed(0)
     save_mxfp4(tmp_path, inner=160)
-    monkeypatch.setattr(conversion, "can_keep_mxfp4", lambda *_: True)
+    monkeypatch.setattr(conversion, "can_keep_on_gpu", lambda *_: True)
     check(tmp_path, 1e-4)
 
 

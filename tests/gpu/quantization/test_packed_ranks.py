@@ -108,7 +108,7 @@ def test_ranks_keep_mxfp4_experts(
     torch.manual_seed(0)
     path = save_mxfp4(tmp_path, inner)
     (exact, *_) = experts_of(load(path, Shard(), dtype="float32"))
-    monkeypatch.setattr(conversion, "can_keep_mxfp4", lambda *_: True)  # in float32, where nothing is rounded
+    monkeypatch.setattr(conversion, "can_keep_on_gpu", lambda *_: True)  # in float32, where nothing is rounded
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     found, sizes = torch.zeros_like(x), []
     for rank in range(2):
@@ -126,7 +126,7 @@ def test_ranks_keep_mxfp4_experts(
 
 def test_stages_keep_mxfp4_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save_mxfp4(tmp_path)
-    monkeypatch.setattr(conversion, "can_keep_mxfp4", lambda *_: True)
+    monkeypatch.setattr(conversion, "can_keep_on_gpu", lambda *_: True)
     for index in range(2):
         loaded = load(path, Shard(), Stage(index, 2), dtype="float32", pp=2)
         (block,) = experts_of(loaded)

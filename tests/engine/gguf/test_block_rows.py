@@ -1,4 +1,4 @@
-"""4-bit blocks kept as they are: what is read, what is computed, and how close a whole model stays to the file."""
+"""Blocks of few bits kept as they are: what is read and computed, and how close a whole model stays to the file."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from common.model_files import ModelFiles
+from engine.gguf.block_rows import block_rows
 from engine.gguf.config import config_from_gguf
-from engine.gguf.int4 import int4_rows
 from engine.gguf.weights import GgufFile, GgufWeights
 from engine.layers.linear import half
 from engine.quantization.cpu_linears import MAX_INT4_ROWS, CpuLinears, int4
@@ -27,7 +27,7 @@ KINDS = [gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.Q4_1, gguf.GG
 
 def raw_rows(kind: gguf.GGMLQuantizationType, num_rows: int, num_columns: int) -> torch.Tensor:
     torch.manual_seed(0)
-    if kind.name == "Q4_K":  # which the package cannot make
+    if kind.name.endswith("K"):  # which the package cannot make
         return torch.from_numpy(random_blocks(kind, (num_rows, num_columns)))
     return torch.from_numpy(gguf.quantize(torch.randn(num_rows, num_columns).numpy(), kind))
 
@@ -37,15 +37,29 @@ def test_rows_are_what_the_gguf_package_reads(kind: gguf.GGMLQuantizationType) -
     raw = raw_rows(kind, 8, 512)
     expected = torch.from_numpy(gguf.dequantize(raw.numpy(), kind))
     step = expected.view(8, 16, 32).diff(dim=-1).abs().amax(-1, keepdim=True) / 15
-    rows = int4_rows(raw, int(kind))
+    rows = block_rows(raw, int(kind))
     error = (rows.dequantize(torch.float32) - expected).view(8, 16, 32).abs()
     of_offset = rows.offsets_or_zeros().abs()[..., None] / 256  # what bfloat16 takes from a minimum of many steps
     assert bool((error <= 0.08 * step + of_offset + 1e-6).all())
 
 
+@pytest.mark.parametrize("kind", [gguf.GGMLQuantizationType.Q5_K, gguf.GGMLQuantizationType.Q6_K])
+def test_wider_rows_are_what_the_gguf_package_reads(kind: gguf.GGMLQuantizationType) -> None:
+    raw = raw_rows(kind, 8, 512)
+    expected = torch.from_numpy(gguf.dequantize(raw.numpy(), kind))
+    rows = block_rows(raw, int(kind))
+    assert f"Q{rows.bits}_K" == kind.name
+    bound = rows.scales.abs() * rows.middle + rows.offsets_or_zeros().abs()  # scales and offsets are bfloat16
+    error = (rows.dequantize(torch.float32) - expected).abs().view(8, -1, rows.group_size)
+    assert bool((error <= bound[..., None] / 256).all())
+    parts = [rows.cut_columns(range(256)), rows.cut_columns(range(256, 512))]
+    whole = torch.cat([part.dequantize(torch.float32) for part in parts], 1)
+    assert torch.equal(whole, rows.dequantize(torch.float32))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_both_paths_are_the_same_function(kind: gguf.GGMLQuantizationType) -> None:
-    rows = join_rows([int4_rows(raw_rows(kind, size, 256), int(kind)) for size in (48, 16)])
+    rows = join_rows([block_rows(raw_rows(kind, size, 256), int(kind)) for size in (48, 16)])
     assert rows is not None
     exact_weight = rows.dequantize(torch.float32)
     bias = torch.randn(64).bfloat16()
@@ -86,7 +100,7 @@ def test_4_bit_blocks_come_to_the_models_device(tmp_path: Path) -> None:
     file = GgufFile(path)
     config = config_from_gguf(file.metadata, "LlamaForCausalLM", has_output_weight=True)
     weights = GgufWeights(file, config, True, torch.bfloat16, torch.device("meta"))
-    weights.keeps_int4 = True
+    weights.kept_bits = (4,)
     name = "model.layers.0.self_attn.q_proj.weight"
     assert weights.take(name, weights.shapes[name]).is_meta
     assert weights.rows(name).values.is_meta
