@@ -15,6 +15,7 @@ from engine.kv.block_groups import BlockGroups
 from engine.kv.manager import KVManager
 from engine.kv.memory import allocate_pool, context_in_pool, pool_geometry
 from engine.loader.load import LoadedModel, load_model
+from engine.models.model import Model
 from engine.speculation.draft_length import DraftLengths
 from engine.speculation.draft_model import DraftRunner, FromCpuDraftModel, FromDraftModel, VocabSizes
 from kvstore.pool.block_pool import BlockPool
@@ -54,6 +55,11 @@ def load_draft_model(
     files, target = resolve_model(name), config.model
     config = replace(config, model=name, tp=1, pp=1, stage_address="", kv_cache_dtype="auto", max_model_len=0)
     loaded = load_model(files, config, device)
+    if type(loaded.model) is not Model:
+        raise ConfigError(
+            f"--speculative draft:{name}: transformers' code computes no draft models: choose one that this project "
+            "has code for, and leave out --model-impl transformers"
+        )
     sizes = VocabSizes(vocab_size, loaded.config.vocab_size)
     if not have_same_tokens(resolve_model(target), files, sizes):
         raise ConfigError(f"--speculative draft:{name}: choose a model with the tokenizer of {target}")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,19 +12,25 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from common.errors import ConfigError, ContextLengthError, InvalidRequestError, UnsupportedModelError
+from common.lora.adapter_ref import AdapterRef
 from engine.bidirectional.attention import QUERY_BLOCK, attend
 from engine.engine import Engine
 from engine.gguf.config import config_from_gguf
 from engine.loader.supported import check_attention
 from engine.models.hf_config import config_from_hf
 from tests.engine.driving import random_prompt
+from tests.engine.gguf.gguf_files import write_gguf
+from tests.engine.gguf.test_gguf import WIDE
 from tests.engine.pipeline_parallel.test_pipeline import open_stages
 from tests.engine.pooling.test_vectors import LENGTHS, POOLED, assert_close, engine, prompts_of, run, vectors
+from tests.engine.quantization.packed_files import FORMATS, TINY, write
 from tests.engine.tensor_parallel.test_ranks import open_ranks
 from tests.engine.tiny_models import DEEPSEEK, GEMMA3, QWEN3_EXPERTS, SHAPE, VOCAB_SIZE, TinyModel
+from tests.harness.adapters import deltas, write_adapter
 
 BOTH_WAYS = {"is_causal": False}
 MODELS = {
@@ -148,6 +156,61 @@ def test_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each knows which of its layers have a window."""
     made = open_stages(Path(saved("embeddinggemma", tmp_path)), 2, monkeypatch, num_gpu_blocks=256).engine
     assert_close(vectors(made, prompts_of(), "mean"), expected("embeddinggemma", prompts_of(), "mean"))
+
+
+@pytest.mark.wing("engine.expert_balancing")
+def test_ranks_of_placed_experts(tmp_path: Path) -> None:
+    """Processes, whose experts are counted, placed by counts, have replicas and move."""
+    path, loads = saved("qwen3-moe", tmp_path / "m"), tmp_path / "loads.json"
+    settings: dict[str, Any] = {"tp": 2, "expert_parallel": True, "expert_exchange": "dispatch"}
+    for more in (
+        {"expert_load_file": str(loads)},
+        {"expert_placement": str(loads), "num_redundant_experts": 2, "expert_rebalance_interval": 1},
+    ):
+        made = engine(path, **settings, **more)
+        assert_close(vectors(made, prompts_of(), "mean"), expected("qwen3-moe", prompts_of(), "mean"))
+        del made
+        gc.collect()
+
+
+@pytest.mark.wing("engine.lora")
+def test_adapters(llama: str, tmp_path: Path) -> None:
+    stored = load_file(Path(llama) / "model.safetensors")
+    shapes = {f"model.{name}": tuple(tensor.shape) for name, tensor in stored.items() if tensor.dim() == 2}
+    folder = write_adapter(tmp_path / "own", shapes, std=0.2)
+    shutil.copytree(llama, tmp_path / "merged")
+    merged = {n: t + deltas(folder).get(f"model.{n}", torch.zeros(())) for n, t in stored.items()}
+    save_file(merged, tmp_path / "merged" / "model.safetensors", {"format": "pt"})
+    wanted = vectors(engine(str(tmp_path / "merged")), prompts_of(), "mean")
+    made = engine(llama, enable_lora=True)
+    requests = [
+        made.add_request(prompt, replace(POOLED, pooling="mean"), adapter=str(AdapterRef.of(folder)))
+        for prompt in prompts_of()
+    ]
+    found: dict[object, Tensor] = {}
+    while made.has_work():
+        for output in made.step().outputs:
+            assert output.error is None
+            found[output.request] = torch.tensor(output.logprobs[0].top_logprobs)
+    assert_close([found[request] for request in requests], wanted)
+    plain = vectors(made, prompts_of(), "mean")
+    assert not torch.allclose(plain[0], wanted[0], atol=1e-2), "adapters change the vectors"
+
+
+@pytest.mark.wing("engine.gguf")
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_files_of_few_bits(is_packed: bool, tmp_path: Path) -> None:
+    """GGUF files whose metadata says so, and quantized checkpoints: vectors of the weights that they stand for."""
+    if is_packed:
+        model = write(FORMATS["gptq"], tmp_path / "m", replace(TINY, changes={**TINY.changes, **BOTH_WAYS}))
+        path = tmp_path / "m"
+    else:
+        model, path = TinyModel("Llama", {**WIDE, **BOTH_WAYS}).build(), tmp_path / "m.gguf"
+        write_gguf(path, model, "llama", "F32")
+    made, prompts = engine(str(path), quant_mode="none"), prompts_of()
+    with torch.inference_mode():
+        states = [model.model(torch.tensor([prompt])).last_hidden_state[0].mean(dim=0) for prompt in prompts]
+    assert_close(vectors(made, prompts, "mean"), states)
 
 
 # -- what is refused ------------------------------------------------------------------------------------------------

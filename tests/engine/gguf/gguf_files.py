@@ -173,6 +173,8 @@ def write_gguf(
     writer.add_head_count(config.num_attention_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     add_family_fields(writer, config, is_old)
+    if not getattr(config, "is_causal", True):
+        writer.add_causal_attention(False)
     writer.add_vocab_size(config.vocab_size)
     if tokenizer is None:
         writer.add_token_list([f"token {index}" for index in range(config.vocab_size)])

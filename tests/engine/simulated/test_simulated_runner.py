@@ -1,6 +1,7 @@
 """`--simulated-steps`: real scheduling, steps that only last."""
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +9,10 @@ import pytest
 from common.errors import ConfigError, EngineError
 from common.grammar import grammar
 from engine import LLM, SamplingParams
+from engine.assembly import assemble
 from engine.config import EngineConfig
+from tests.engine.driving import engine_config
+from tests.engine.test_combinations import MODELS, PROMPTS
 
 
 def make(steps: str, **settings: object) -> LLM:
@@ -33,6 +37,43 @@ def test_a_request_keeps_its_tokens_wherever_it_goes_on() -> None:
 
 
 @pytest.mark.parametrize(
+    "settings",
+    [
+        {"quant_mode": "int8-weight", "dtype": "bfloat16"}, {"kv_cache_dtype": "fp8"}, {"itl_objective_ms": 50.0},
+        {"preemption": "swap", "host_tier_gb": 0.01, "num_gpu_blocks": 16, "block_size": 4},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)  # fmt: skip
+@pytest.mark.slow
+def test_settings_change_no_token(settings: dict[str, Any]) -> None:
+    expected, _ = generate("dry-run")
+    found, num_preemptions = generate("dry-run", **settings)
+    assert found == expected
+    assert ("preemption" in settings) == (num_preemptions > 0)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
+def test_models_of_all_kinds(name: str, tmp_path: Path) -> None:
+    """In one step, and in steps of a few tokens of a small pool."""
+    path = str(MODELS[name][0](tmp_path / "m"))
+    expected, _ = generate(path)
+    assert generate(path, max_num_batched_tokens=16)[0] == expected
+
+
+def generate(model: str, **settings: Any) -> tuple[list[list[int]], int]:
+    """Tokens of all prompts at once, and how often one gave way."""
+    base = {"device": "cpu", "num_threads": 1, "num_gpu_blocks": 400, "max_num_seqs": 4}
+    made = assemble(engine_config(model, **{**base, "simulated_steps": "base=0.0001", **settings})).engine
+    params = SamplingParams(max_tokens=12, seed=5, ignore_eos=True)
+    requests = [made.add_request(prompt, params) for prompt in PROMPTS]
+    while made.has_work():
+        made.step()
+    assert made.num_failed_steps == 0
+    return [request.output_token_ids for request in requests], made.load().num_preemptions
+
+
+@pytest.mark.parametrize(
     "asked",
     [{"logprobs": 1}, {"prompt_logprobs": 1}, {"grammar": grammar.choice(["yes"])}, {"pooling": "last"}],
     ids=lambda asked: next(iter(asked)),
@@ -50,6 +91,7 @@ def test_what_is_not_computed_is_refused(asked: dict[str, Any]) -> None:
         ({"simulated_steps": "base=-1"}, "0 to 60"),
         ({"simulated_steps": "base=1", "device": "cuda"}, "one GPU"),
         ({"simulated_steps": "base=1", "tp": 2}, "one GPU"),
+        ({"simulated_steps": "base=1", "expert_load_file": "x"}, "computes nothing"),
     ],
 )
 def test_settings_that_cannot_work_are_named(settings: dict[str, object], said: str) -> None:

@@ -206,3 +206,9 @@ def test_no_drafts_where_the_draft_models_context_ends(models: dict[str, Path]) 
         stops += [row.stop for row in parts.engine.step().plan.rows if row.draft_token_ids]
     assert len(request.output_token_ids) == PLAIN.max_tokens
     assert max(stops) <= 20
+
+
+@pytest.mark.wing("engine.transformers_models")
+def test_transformers_code_is_refused(models: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match="transformers' code computes no draft models"):
+        open_parts(models["llama"], speculative=f"draft:{models['llama']}", model_impl="transformers")

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from common.errors import ConfigError
 from common.grammar import grammar
+from common.lora.adapter_ref import AdapterRef
 from common.model_files import resolve_model
 from common.text.load import load_tokenizer
 from engine.assembly import EngineParts
@@ -27,7 +29,9 @@ from tests.engine.speculation.eagle.heads import DRAFT_VOCAB, RandomHead
 from tests.engine.speculation.test_draft_model import assert_all_is_free
 from tests.engine.speculation.test_engine import PARAMS, PLAIN, PROMPTS, SETTINGS, open_parts, run
 from tests.engine.speculation.test_rejection import accept_all
+from tests.engine.test_combinations import MODELS
 from tests.engine.tiny_models import TINY_MODELS
+from tests.harness.adapters import write_adapter
 from tests.harness.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -157,6 +161,31 @@ def test_greedy_and_seeded_answers_stay_as_they_are(
         assert num_drafts(parts.engine)[0] > 50
     if drafter == "draft":
         assert_all_is_free(parts)
+
+
+@pytest.mark.parametrize("name", [*(name for name in MODELS if "int8" not in name), "with adapters"])
+def test_models_of_all_kinds(name: str, tmp_path: Path, paths: dict[str, str]) -> None:
+    """Greedy answers of a model that drafts for itself."""
+    settings: dict[str, Any] = {"quant_mode": "none"}
+    path = MODELS[name][0](tmp_path / "m") if name in MODELS else Path(paths["target"])
+    if name in MODELS:
+        settings |= MODELS[name][1]
+    else:
+        shapes = {n: tuple(t.shape) for n, t in load_file(path / "model.safetensors").items() if t.dim() == 2}
+        settings |= {"enable_lora": True, "lora_modules": f"own={write_adapter(tmp_path / 'own', shapes, std=0.2)}"}
+    own = {"adapter": str(AdapterRef.of(tmp_path / "own"))} if name == "with adapters" else {}
+
+    def answer(**drafts: Any) -> tuple[list[list[int]], EngineParts]:
+        parts = open_parts(path, **{**settings, **drafts})
+        asked = [parts.engine.add_request(prompt, PLAIN, **own) for prompt in PROMPTS]
+        while parts.engine.has_work():
+            assert not any(output.error for output in parts.engine.step().outputs)
+        return [request.output_token_ids for request in asked], parts
+
+    expected, _ = answer()
+    found, parts = answer(speculative=f"draft:{path}", **REJECTION)
+    assert found == expected
+    assert num_drafts(parts.engine)[1] > 0
 
 
 def test_seeds_that_the_engine_draws(paths: dict[str, str]) -> None:
