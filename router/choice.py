@@ -138,7 +138,7 @@ class Choice:
         submit = self.journal.next_submit(now)
         submit.keep = state is State.DECODE
         submit.due_seconds = self._dispatcher.objectives.due_seconds(
-            chosen, now - self.journal.arrival, self.journal.has_started
+            chosen, pending_tokens, now - self.journal.arrival, self.journal.has_started
         )
         self._leg = link.submit(submit, pending_tokens, self, next_link)
         self.state = state

@@ -53,7 +53,7 @@ class Submit(Message):
     cache_salt: str = ""
     prefill_only: bool = False
     deadline_seconds: float = 0.0  # from now; 0: none
-    due_seconds: float = 0.0  # from now, when the next token is due; 0: no objective
+    due_seconds: float = 0.0  # from now, when the next token is due; negative: overdue; 0: no objective
 
 
 class Cancel(Message):

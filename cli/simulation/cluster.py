@@ -142,8 +142,9 @@ class SimulatedCluster:
         decode = self._workers[chosen.decode]
         prefill = None if chosen.prefill is None else self._workers[chosen.prefill]
         computing = prefill or decode
-        due_seconds = self._spec.objectives.due_seconds(chosen, self.clock.now - record.sent, has_started=False)
         work = Work(len(prompt), len(prompt) - chosen.cached_tokens, prefill is None)
+        waited = self.clock.now - record.sent
+        due_seconds = self._spec.objectives.due_seconds(chosen, work.pending_tokens, waited, has_started=False)
         name = RequestId(f"r{next(self._turns)}")
         self._open[name] = choice = _Choice(planned, prompt, record, name, decode, prefill, work, chosen)
         record.num_prompt_tokens, record.num_output_tokens = len(prompt), planned.num_output_tokens
@@ -241,7 +242,7 @@ class SimulatedCluster:
         num_tokens = request.num_known_tokens - 1
         lease = Lease(worker, worker.kv.detach(request, num_tokens), num_tokens)
         self._leave(choice, worker)
-        following = self._request(choice, self._spec.objectives.due_seconds(choice.chosen, 0.0, has_started=True))
+        following = self._request(choice, self._spec.objectives.due_seconds(choice.chosen, 0, 0.0, has_started=True))
         following.output_token_ids = list(request.output_token_ids)
         following.kv_source, following.num_source_tokens = lease, num_tokens
         choice.work, choice.began_here = Work(len(choice.prompt), 0, decodes=True), 0.0

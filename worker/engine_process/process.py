@@ -170,7 +170,7 @@ class EngineProcess:
                 output_token_ids=list(submit.output_token_ids),
                 kv_source=lease,
                 num_source_tokens=0 if lease is None else lease.num_tokens,
-                due=_after(now, submit.due_seconds),
+                due=now + submit.due_seconds if submit.due_seconds else inf,
                 **{name: getattr(submit, name) for name in REQUEST_FIELDS},
             )
             self._engine.submit(request)

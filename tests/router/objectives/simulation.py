@@ -197,7 +197,7 @@ class Simulation:
             chosen = choose("cost", view, *workers, 64).chosen
         request.kind = chosen.kind
         if self._objectives.ttft:
-            request.due = self.now + self._objectives.due_seconds(chosen, 0.0, has_started=False)
+            request.due = self.now + self._objectives.due_seconds(chosen, request.num_prompt, 0.0, has_started=False)
         if chosen.prefill is not None:
             request.next_worker = self.workers[chosen.decode]
             request.next_worker.expected.add(request)

@@ -59,7 +59,7 @@ async def test_a_kept_choice_decodes_where_its_prompt_was_computed() -> None:
     choice, sink = kept(router)
     [submit] = router.prefill[0].submits
     assert submit.keep
-    assert 0 < submit.due_seconds <= 0.5
+    assert submit.due_seconds < 0  # three tokens delay nobody
     assert choice.state is State.DECODE
     assert router.prefill[0].link.view().num_rows == 1
     router.prefill[0].says("i!", finish_reason=pb.FINISH_REASON_LENGTH)

@@ -66,9 +66,9 @@ class Link:
         self.reports.append(report)
 
 
-def submit(name: str) -> Submit:
+def submit(name: str, due_seconds: float = 0.0) -> Submit:
     params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
-    return Submit(RequestId(name), params, prompt_token_ids=pack_ids(range(20)))
+    return Submit(RequestId(name), params, prompt_token_ids=pack_ids(range(20)), due_seconds=due_seconds)
 
 
 def test_the_pool_is_checked_when_no_request_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,3 +83,12 @@ def test_the_pool_is_checked_when_no_request_waits_for_it(monkeypatch: pytest.Mo
     ends = [delta.request_id for report in link.reports for delta in report.deltas if delta.finish_reason]
     assert ends == ["a", "b", "c"]
     assert [now - 100.0 for now, _ in checks] == [IDLE_WAIT_SECONDS, 4 * IDLE_WAIT_SECONDS]
+
+
+def test_overdue_requests_are_served_first_and_those_without_objective_last() -> None:
+    parts = assemble(EngineConfig("dry-run", num_gpu_blocks=64, max_num_seqs=1))
+    come = [submit("plain"), submit("due", 0.5), submit("overdue", -60.0)]
+    link, peers = Link([come, [Stop()]]), Peers()
+    EngineProcess(link, parts, peers, peers, peers, peers).run()  # type: ignore[arg-type]
+    ends = [delta.request_id for report in link.reports for delta in report.deltas if delta.finish_reason]
+    assert ends == ["overdue", "due", "plain"]
