@@ -13,6 +13,7 @@ keep both objectives the cheapest is taken, else the one that misses them least.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from common.errors import UnavailableError
 from router.routing.objectives import Objectives
@@ -48,6 +49,7 @@ def placements_for(
     objectives: Objectives,
 ) -> list[Candidate]:
     """Every placement. A prefill worker with a queue, or more streams than decode workers have, keeps nothing."""
+    decode = [_in_slots(worker) for worker in decode]
     predict = Predictor(request, [*prefill, *decode], objectives, local_prefill_tokens)
     candidates = predict.disaggregated(prefill, decode)
     candidates += [predict.on_one_worker(worker) for worker in decode]
@@ -57,6 +59,14 @@ def placements_for(
         if worker.num_rows < fewest and is_idle:
             candidates.append(predict.on_one_worker(worker, is_kept=True))
     return candidates
+
+
+def _in_slots(worker: WorkerView) -> WorkerView:
+    """The worker without the rows that wait for a slot, which make steps no longer."""
+    if worker.num_rows <= worker.num_slots:
+        return worker
+    context_tokens = worker.context_tokens * worker.num_slots // worker.num_rows
+    return replace(worker, num_rows=worker.num_slots, context_tokens=context_tokens)
 
 
 def admissible(candidates: Sequence[Candidate]) -> list[Candidate]:

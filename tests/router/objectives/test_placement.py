@@ -66,6 +66,14 @@ def test_decode_workers_without_seats_leave_streams_where_their_prompts_are() ->
     assert place([view(P0)], [full, view(D1)]).chosen.decode == D1
 
 
+def test_rows_that_wait_for_a_slot_make_steps_no_longer() -> None:
+    """They are queued on prefill workers: a decode worker with as many rows as slots takes some of the prompts."""
+    gaps = [
+        place([view(P0, queued=200_000)], [view(D0, rows, num_slots=256)]).chosen.itl_seconds for rows in (256, 1500)
+    ]
+    assert gaps[0] == gaps[1] < 2 * OBJECTIVES.itl
+
+
 def test_an_idle_prefill_worker_keeps_what_it_computes() -> None:
     idle = view(P0, prompt_tokens_per_second=0.0)
     assert place([idle], [view(D0, rows=20)]).chosen.kind == "kept"
