@@ -26,8 +26,9 @@ NOTHING = 1e-9  # rounding errors, as a share
 MIN_PROMPT_TOKENS = 16  # fewer tell nothing of the time of a token
 SPREAD = 1.25  # before it is measured
 WIDEST = 1.6  # more is no spread but another cost
-EXCEEDED = 0.002  # share of steps that may be longer: a 99th percentile of 100 gaps is their longest
 SPREAD_STEP = 0.02  # by which one longer step raises it
+SPREAD_STEPS = 250  # after which it falls halfway to the longest of them: one step in 500 or so is longer than it,
+# since a 99th percentile of 100 gaps is their longest
 MIN_CHUNK_TOKENS = 64  # prompts advance by so many in every step, whatever the objective says
 FLAT_CHUNK_TOKENS = 256  # fewer hardly shorten a GPU's step, which reads all weights and may wait for the host
 MOST_OF_OBJECTIVE = 0.5  # that such a chunk may take: on slow devices and with large models each token counts
@@ -114,6 +115,7 @@ class StepTimes:
         self._decode = _Plane(starts_flat, few=FEW_CONTEXT_TOKENS)
         self._prompts = _Plane(starts_flat=False)
         self._spread = SPREAD
+        self._longest, self._num_compared = 1.0, 0  # of the steps that the spread is learned from
 
     def observe(
         self, num_rows: int, num_prompt_tokens: int, seconds: float, context: float = 0.0, pairs: float = 0.0
@@ -135,9 +137,13 @@ class StepTimes:
         self.cost = StepCost(*self._decode.parts, *self._prompts.parts, self._spread)
 
     def _widen(self, ratio: float) -> None:
-        """Move the spread to where one step in 500 is beyond it."""
-        change = SPREAD_STEP * (1 - EXCEEDED if ratio > self._spread else -EXCEEDED)
-        self._spread = min(max(self._spread + change, 1.0), WIDEST)
+        """Move the spread to where one step in 500 or so is beyond it."""
+        self._longest, self._num_compared = max(self._longest, ratio), self._num_compared + 1
+        if ratio > self._spread:
+            self._spread = min(self._spread + SPREAD_STEP, WIDEST)
+        if self._num_compared == SPREAD_STEPS:
+            self._spread = min(self._spread, (self._spread + self._longest) / 2)
+            self._longest, self._num_compared = 1.0, 0
 
 
 class _Plane:

@@ -181,6 +181,15 @@ def test_the_spread_is_what_few_steps_exceed() -> None:
     assert times.cost.spread <= WIDEST
 
 
+def test_the_spread_of_steady_steps_is_learned_within_a_minute() -> None:
+    times, rng = StepTimes(), random.Random(1)
+    for _ in range(1200):
+        rows, tokens = rng.randrange(1, 100), rng.randrange(64, 800)
+        measured(times, rows, 0)
+        measured(times, rows, tokens, rng.uniform(0.97, 1.03))
+    assert 1.02 < times.cost.spread < 1.08
+
+
 def test_chunks_end_in_time() -> None:
     decode = TRUE.seconds(50)
     assert TRUE.spread * (decode + TRUE.prompt + chunk_work(TRUE, 0.025, decode)) == pytest.approx(0.025)
