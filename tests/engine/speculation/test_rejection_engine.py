@@ -173,11 +173,11 @@ def test_models_of_all_kinds(name: str, tmp_path: Path, paths: dict[str, str]) -
     else:
         shapes = {n: tuple(t.shape) for n, t in load_file(path / "model.safetensors").items() if t.dim() == 2}
         settings |= {"enable_lora": True, "lora_modules": f"own={write_adapter(tmp_path / 'own', shapes, std=0.2)}"}
-    own = {"adapter": str(AdapterRef.of(tmp_path / "own"))} if name == "with adapters" else {}
+    adapter = str(AdapterRef.of(tmp_path / "own")) if name == "with adapters" else ""
 
     def answer(**drafts: Any) -> tuple[list[list[int]], EngineParts]:
         parts = open_parts(path, **{**settings, **drafts})
-        asked = [parts.engine.add_request(prompt, PLAIN, **own) for prompt in PROMPTS]
+        asked = [parts.engine.add_request(prompt, PLAIN, adapter=adapter) for prompt in PROMPTS]
         while parts.engine.has_work():
             assert not any(output.error for output in parts.engine.step().outputs)
         return [request.output_token_ids for request in asked], parts
