@@ -74,7 +74,7 @@ def pack_weight(values: Tensor, scales: Tensor, zeros: Tensor | None, bits: int)
 
 
 def dequantize_packed(packed: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """(out, in), computed in float32 and rounded once."""
+    """(out, in), computed in float32 and cast once."""
     bits, chunk = packed.bits, CHUNKS[packed.bits]
     values = unpack_words(packed.words, chunk).int()
     if packed.high is not None:
