@@ -4,6 +4,7 @@ change none. tests/compatibility.toml says which pairs are tested here.
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -22,8 +23,10 @@ from engine.engine import Engine
 from engine.loader import load
 from engine.request import Request, SamplingParams, TokenLogprobs
 from tests.engine.driving import num_drafts, random_prompt
+from tests.engine.expert_balancing.balancing import balancing_of
 from tests.engine.gguf.gguf_files import write_gguf
-from tests.engine.gguf.test_gguf import WIDE
+from tests.engine.gguf.test_gguf import FAMILIES, WIDE
+from tests.engine.moe.test_moe import WIDE as WIDE_EXPERTS
 from tests.engine.pipeline_parallel import test_pipeline
 from tests.engine.quantization.packed_files import FORMATS, write
 from tests.engine.speculation.drafters import MakeOracle, draft_with, knows
@@ -191,6 +194,56 @@ def test_ranks_that_dispatch_to_placed_experts(tmp_path: Path, monkeypatch: pyte
         num_gpu_blocks=num_blocks, **SMALL_STEPS, **SWAP,
     )  # fmt: skip
     check(made, tokens, logprobs, is_swapped=True)
+
+
+def save_packed_experts(folder: Path) -> Path:
+    write(FORMATS["gptq"], folder, WIDE_EXPERTS)
+    return folder
+
+
+def save_gguf_experts(folder: Path) -> Path:
+    tiny, arch = FAMILIES["qwen3moe"]
+    folder.mkdir()
+    write_gguf(folder / "m.gguf", tiny.build(), arch)
+    return folder / "m.gguf"
+
+
+@pytest.mark.parametrize(
+    ("save", "settings"),
+    [
+        (TINY_MODELS["deepseek-v3"].save, {"kv_cache_dtype": "fp8"}),
+        (save_packed_experts, {}),
+        (save_gguf_experts, {}),
+    ],
+    ids=["latents over 8-bit blocks", "packed", "gguf"],
+)
+def test_ranks_that_count_and_move_placed_experts(
+    save: Callable[[Path], Path], settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes: the tokens of ranks whose experts stay where they were without counts. Without a grammar, for which
+    the others would need the tokenizer, too.
+    """
+    path, loads, counted = save(tmp_path / "m"), tmp_path / "loads.json", tmp_path / "counted.json"
+    monkeypatch.setattr("engine.expert_balancing.rebalancing.MIN_CHOICES_A_SLOT", 1)
+    monkeypatch.setattr("engine.expert_balancing.rebalancing.MIN_GAIN", 1.0)
+    base = {"tp": 2, "expert_parallel": True, "expert_exchange": "dispatch", **FLOAT32, **settings}
+
+    def answer(**more: Any) -> tuple[list[list[int]], int]:
+        """Tokens, and how often experts moved."""
+        parts = open_engine(path, **base, **more)
+        requests = [parts.engine.add_request(prompt, PLAIN) for prompt in PROMPTS]
+        finish(parts.engine, requests)
+        rebalancer = balancing_of(parts).rebalancer
+        return [request.output_token_ids for request in requests], rebalancer.num_changes if rebalancer else 0
+
+    tokens, _ = answer(expert_load_file=str(loads))
+    gc.collect()  # the counts are written when the engine ends
+    placed = {"expert_placement": str(loads), "num_redundant_experts": 2, "expert_rebalance_interval": 3}
+    found, num_changes = answer(**placed, expert_load_file=str(counted))
+    assert found == tokens
+    assert num_changes > 0
+    gc.collect()
+    assert json.loads(counted.read_text())["num_experts"] == json.loads(loads.read_text())["num_experts"]
 
 
 def test_stages_of_whole_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
