@@ -90,12 +90,12 @@ def follow(engine: Engine, runner: Any, answers: Sequence[Answer]) -> list[Tenso
     return [torch.stack(rows) for rows in seen]
 
 
-def read(engine: Engine, answers: Sequence[Answer]) -> list[list[TokenLogprobs]]:
+def read(engine: Engine, answers: Sequence[Answer], num_likely: int = 1) -> list[list[TokenLogprobs]]:
     """Return the log-probabilities of each prompt and answer, read as one prompt: all but the first token's.
 
-    The likeliest token of each place is among them. Faster than to follow, where a step costs more than its rows.
+    The likeliest tokens of each place are among them. Faster than to follow, where a step costs more than its rows.
     """
-    params = replace(greedy(1), prompt_logprobs=1)
+    params = replace(greedy(1), prompt_logprobs=num_likely)
     requests = [engine.add_request([*each.prompt, *each.token_ids], params) for each in answers]
     outputs = drain(engine)
     return [[entry for out in outputs if out.request is each for entry in out.prompt_logprobs] for each in requests]

@@ -23,7 +23,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.accuracy.agreement import Answer, follow, num_blocks, open_plain
+from benchmarks.accuracy.agreement import Answer, follow, num_blocks, open_plain, read
 from benchmarks.harness import default_weights, report
 from common.model_files import resolve_model
 from common.text.load import load_tokenizer
@@ -101,26 +101,42 @@ class Accuracy:
         self._num_prompt = num_prompt
         self._config = EngineConfig(device="cpu")
         self._loaded = load_model(files, self._config)
-        self._reference = self._logprobs(float32_model(), ALONE)
-        self._alone = self._logprobs(self._loaded, ALONE)
+        self._wanted, self._expected = self._read_reference()
+        self._alone = self._logprobs(ALONE)
 
     def measure(self, path: Path) -> dict[str, float]:
         """Compare one path with the reference, and with the first sequence alone."""
-        logprobs = self._logprobs(self._loaded, path)
-        likely = self._reference.topk(NUM_LIKELY, dim=-1).indices
-        following = torch.tensor(self._text[self._num_prompt :])[:, None]
-        wanted = torch.cat([likely, following], dim=1)
-        expected, found = self._reference.gather(1, wanted), logprobs.gather(1, wanted)
-        counted = expected > MIN_LOGPROB
-        errors = (found - expected).abs()[counted]
-        to_alone = (found - self._alone.gather(1, wanted)).abs()[counted]
+        logprobs = self._alone if path == ALONE else self._logprobs(path)
+        found = logprobs.gather(1, self._wanted)
+        counted = self._expected > MIN_LOGPROB
+        errors = (found - self._expected).abs()[counted]
+        to_alone = (found - self._alone.gather(1, self._wanted)).abs()[counted]
         return {
             "mean": round(float(errors.mean()), 5),
             "max": round(float(errors.max()), 5),
             "to_alone_max": round(float(to_alone.max()), 5),
         }
 
-    def _logprobs(self, loaded: LoadedModel, path: Path) -> Tensor:
+    def _read_reference(self) -> tuple[Tensor, Tensor]:
+        """Tokens that are compared after each position (num_output, NUM_LIKELY + 1), and their log-probabilities.
+
+        In float32 the size of a step does not matter, so that the text is read in one.
+        """
+        text = Answer(self._text[: self._num_prompt], self._text[self._num_prompt :])
+        config = replace(
+            self._config,
+            max_num_seqs=1,
+            max_num_batched_tokens=len(self._text),
+            num_gpu_blocks=num_blocks([len(self._text)], 1),
+        )
+        engine, _ = open_plain(float32_model(), config)
+        [entries] = read(engine, [text], NUM_LIKELY)
+        followed = entries[self._num_prompt - 1 :]
+        wanted = [[*each.top_token_ids, each.token_id] for each in followed]
+        expected = [[*each.top_logprobs, each.logprob] for each in followed]
+        return torch.tensor(wanted), torch.tensor(expected)
+
+    def _logprobs(self, path: Path) -> Tensor:
         """Log-probabilities (num_output, vocab) of the first sequence, before each of its last tokens."""
         texts = [self._text[index:] + self._text[:index] for index in range(path.batch)]
         answers = [Answer(text[: self._num_prompt], text[self._num_prompt :]) for text in texts]
@@ -131,7 +147,7 @@ class Accuracy:
             max_num_batched_tokens=step_tokens,
             num_gpu_blocks=num_blocks([self._num_prompt] * path.batch, len(answers[0].token_ids)),
         )
-        return follow(*open_plain(loaded, config), answers)[0].log_softmax(-1)
+        return follow(*open_plain(self._loaded, config), answers)[0].log_softmax(-1)
 
 
 def float32_model() -> LoadedModel:
