@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
         allow_descriptors(protocol.max_open + NUM_OTHER_DESCRIPTORS)
         models = serve_models(config, [load(*named) for named in config.named_models()])
         gateway = Gateway(config, models, http)
-        listener = _listen(config.host, config.port)
+        listener = listen(config.host, config.port)
         with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve(gateway, http, protocol, listener))
     except ConfigError as error:
@@ -160,7 +160,7 @@ def _serve_metrics(gateway: Gateway, loop: asyncio.AbstractEventLoop) -> Callabl
     return serve_scrapes(render, config.metrics_host or config.host, config.metrics_port)
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     """A listening socket. Raises ConfigError with what to do when there is none to have."""
     listener = socket.socket(socket_family(host), socket.SOCK_STREAM)
     try:

@@ -22,7 +22,7 @@ from router.app import create_app
 from router.config import HttpConfig, RouterConfig
 from router.gateway import Gateway
 from router.served_model import LoadedModel, ServedModel, serve_models
-from router.server import protocol_for
+from router.server import listen, protocol_for
 from tests.harness.clients import async_client
 from tests.harness.scripted_worker import Script, ScriptedWorker
 
@@ -137,7 +137,7 @@ async def cluster(
     base = served[0]
     served += [replace(base, name=f"{base.name}:{name}", aliases=(), adapter=name) for name in adapters]
     gateway = Gateway(settings, served, http)
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = listen("127.0.0.1", 0)  # without its TCP_NODELAY an answer waits 40 ms for an ACK
     if send_buffer_bytes:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
     port = listener.getsockname()[1]
