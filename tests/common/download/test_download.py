@@ -29,9 +29,10 @@ class Hub(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), HubHandler)
         self.is_breaking = False
+        self.is_down_afterwards = False  # answers no client that goes on; it would wait a second, five times
         self.is_slow = False
         self.asked: list[tuple[str, str | None]] = []
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     @property
     def url(self) -> str:
@@ -64,6 +65,8 @@ class HubHandler(BaseHTTPRequestHandler):
                 start = int(wanted.removeprefix("bytes=").partition("-")[0])
                 headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
                 data, status = data[start:], 206
+                if self.server.is_breaking and self.server.is_down_afterwards:
+                    data, status = b"", 503
             headers |= {"ETag": f'"{hashlib.sha256(FILES[name]).hexdigest()}"', "X-Repo-Commit": COMMIT}
             self.send(status, data, with_body, headers, cut=name == "model.safetensors")
         else:
@@ -174,7 +177,7 @@ def test_a_download_goes_on_within_a_file_after_ctrl_c(hub, tmp_path):
 
 
 def test_the_hubs_cache_goes_on_within_a_file_unless_its_part_is_another(hub, tmp_path):
-    hub.is_breaking = True
+    hub.is_breaking = hub.is_down_afterwards = True
     assert "cannot download org/tiny" in download_into_cache(hub.url, tmp_path / "home")
     [part] = (tmp_path / "home").rglob("parts/*")
     assert part.stat().st_size == 10485760
@@ -194,6 +197,6 @@ def test_the_hubs_cache_goes_on_within_a_file_unless_its_part_is_another(hub, tm
 
 
 def test_a_switch_for_fast_networks_leaves_all_to_the_hubs_client(hub, tmp_path):
-    hub.is_breaking = True
+    hub.is_breaking = hub.is_down_afterwards = True
     download_into_cache(hub.url, tmp_path, HF_XET_HIGH_PERFORMANCE="1")
     assert not list(tmp_path.rglob("parts"))

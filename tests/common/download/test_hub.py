@@ -27,7 +27,7 @@ def hub(tmp_path: Path) -> Iterator[FakeHub]:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(b"the same weights for other programs")
     with FakeHub("org/tiny", folder, token="hf_secret") as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield server
         server.shutdown()

@@ -102,7 +102,7 @@ def test_nobody_listens_is_exit_code_1(capsys):
 def test_the_file_runs_by_its_path_without_site_packages():
     """As Compose runs it: what it imports for HTTP is little, and from the standard library."""
     with socketserver.TCPServer(("127.0.0.1", 0), Ok) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_address[1]}/readyz"
         command = [sys.executable, "-I", "-S", "-X", "importtime", healthcheck.__file__, url]
         done = subprocess.run(command, capture_output=True, text=True, timeout=200)
