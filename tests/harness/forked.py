@@ -59,6 +59,8 @@ def _run_service(argv: list[str], env: dict[str, str], log_path: Path) -> None:
         degrees = dict(re.findall(r"--(tp|pp)=(\d+)", " ".join(argv)))  # the last of each counts
         num_followers = int(degrees.get("tp", 1)) * int(degrees.get("pp", 1)) - 1
         _fork_children([ENGINE_PROCESS], [FOLLOWER] * num_followers)
+    elif argv[0] == "worker.ranks.stage":
+        _fork_children([FOLLOWER])
     _run_module(argv, env)
 
 

@@ -6,8 +6,6 @@ All APIs give the answer of one plain engine, whatever features compute it; test
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -31,7 +29,14 @@ from tests.engine.tiny_models import DEEPSEEK, GPT_OSS, TinyModel
 from tests.engine.transformers_models.hf_families import FAMILIES, HfFamily
 from tests.harness.adapters import write_adapter
 from tests.harness.clients import post
-from tests.harness.cluster import ROOT, Cluster, free_ports, running_cluster, save_with_tokenizer
+from tests.harness.cluster import (
+    Cluster,
+    Service,
+    free_ports,
+    running_cluster,
+    save_with_tokenizer,
+    service_environment,
+)
 from tests.harness.waiting import wait_until
 
 NUM_TOKENS = 14
@@ -125,20 +130,20 @@ KINDS = {
 
 
 @contextmanager
-def stage(port: int) -> Iterator[None]:
+def stage(port: int, folder: Path) -> Iterator[None]:
     """The first stage of a worker, as another host would run it. 0: none."""
     if not port:
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(TOKEN_VARIABLE, "a secret")
-        process = subprocess.Popen([sys.executable, "-m", "worker.ranks.stage", f"--port={port}"], cwd=ROOT)
+        service = Service("stage", ["worker.ranks.stage", f"--port={port}"], folder / "stage.log")
+        service.start(service_environment())
         try:
-            wait_until(lambda: accepts_connections(port))
+            wait_until(lambda: accepts_connections(port), told=service.log)
             yield
         finally:
-            process.kill()
-            process.wait()
+            service.kill()
 
 
 @dataclass(frozen=True)
@@ -178,7 +183,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     [port] = free_ports(1)
     named = {"folder": folder, "model": path, "port": port}
     flags, decode = ([flag.format(**named) for flag in given] for given in (kind.flags, kind.decode))
-    with stage(port if kind.has_stage else 0), running_cluster(
+    with stage(port if kind.has_stage else 0, folder), running_cluster(
         engine_args=(*common, *modules), worker_args=flags, role_args={"decode": decode},
         router_args=(f"--chat-template={folder / 'think.jinja'}", "--local-prefill-tokens=0", *modules),
     ) as cluster:  # fmt: skip
