@@ -38,7 +38,7 @@ from router.page.feed import Feed
 from router.routing.policy import Decision
 from router.routing.views import Candidate
 from router.served_model import LoadedModel, serve_models
-from router.server import _listen, _serve, protocol_for
+from router.server import _serve, listen, protocol_for
 from router.workers.worker_link import Leg, WorkerLink
 from router.workers.worker_stream import WorkerStream
 from tests.harness.waiting import wait_until
@@ -149,7 +149,7 @@ async def serve(port: int) -> None:
     """A router on this port, whose workers are a crowd."""
     gateway, http = new_gateway(port), HttpConfig()
     reports = asyncio.create_task(Crowd(gateway).live())
-    await _serve(gateway, http, protocol_for(http), _listen("127.0.0.1", port))
+    await _serve(gateway, http, protocol_for(http), listen("127.0.0.1", port))
     reports.cancel()
 
 

@@ -23,16 +23,13 @@ from protos import types_pb2 as pb
 from tests.harness.cluster import Service, service_environment
 from tests.harness.processes import children, until_gone
 from tests.harness.waiting import until
-from tests.harness.worker import DRY_RUN, PROMPT, Worker, attached, disaggregated, edited, prefill, prefill_and_decode
+from tests.harness.worker import PROMPT, Worker, attached, disaggregated, edited, prefill, prefill_and_decode
 from tests.kvstore.helpers import with_shard
-
-# A test waits until they run out, and what others read must not while the machine is busy.
-SHORT_LEASES = (*DRY_RUN, "--kv-lease-seconds=8")
 
 
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Worker]]:
-    with prefill_and_decode(tmp_path_factory.mktemp("run"), SHORT_LEASES) as found:
+    with prefill_and_decode(tmp_path_factory.mktemp("run")) as found:
         yield found
 
 
@@ -98,12 +95,17 @@ async def test_kv_that_is_not_what_it_should_be_is_recomputed(
         await p.until_quiet()
 
 
-async def test_an_unread_lease_expires_and_frees_its_blocks(workers: dict[str, Worker]) -> None:
-    async with attached(workers["prefill"]) as p:
-        await prefill(p, "unread", cache_salt="unread")
-        while p.load.num_leases == 0:
-            await p.report()
-        await p.until_quiet()  # nobody releases it
+async def test_an_unread_lease_expires_and_frees_its_blocks(tmp_path: Path) -> None:
+    worker = Worker("prefill", tmp_path, "--kv-lease-seconds=2")
+    try:
+        await worker.wait_ready()
+        async with attached(worker) as p:
+            await prefill(p, "unread")
+            while p.load.num_leases == 0:
+                await p.report()
+            await p.until_quiet()  # nobody releases it
+    finally:
+        worker.service.kill()
 
 
 async def test_events_name_the_blocks(workers: dict[str, Worker]) -> None:
