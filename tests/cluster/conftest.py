@@ -1,4 +1,4 @@
-"""The oracle of this folder's tests: one engine without services, which other tests compare with transformers."""
+"""The oracle of this folder's tests, and the cluster that the tests of a file share."""
 
 from __future__ import annotations
 
@@ -8,10 +8,19 @@ import pytest
 
 if TYPE_CHECKING:
     from engine import LLM
+    from tests.harness.cluster import Cluster
 
 
 @pytest.fixture(scope="session")
 def reference() -> LLM:
+    """One engine without services, which other tests compare with transformers."""
     from engine import LLM  # a wing, which core tests of this folder do without
 
     return LLM("dry-run", num_gpu_blocks=2048, num_threads=1)
+
+
+@pytest.fixture
+def cluster(shared: Cluster) -> Cluster:
+    """That of the file, whose workers all run: those that the test before has killed are started again."""
+    shared.start_killed()
+    return shared

@@ -106,7 +106,7 @@ async def test_a_worker_killed_in_mid_prompt_costs_no_token(reference: LLM) -> N
     with running_cluster(2, 2, worker_args=SHORT_LEASES, router_args=ALWAYS_PREFILL, role_args=CHUNKED) as cluster:
         for kill in ("decode-0", "prefill-0"):
             for attempt in range(5):
-                await asyncio.to_thread(cluster.start_killed, 4)
+                await asyncio.to_thread(cluster.start_killed)
                 if await survive(cluster, reference, kill, make_prompts(seed=len(kill) * 10 + attempt)):
                     break
             else:

@@ -170,14 +170,14 @@ class Cluster:
     def start_service(self, name: str) -> None:
         self.services[name].start(self.env)
 
-    def start_killed(self, num_workers: int) -> None:
-        """Start again what tests have killed, until so many workers are ready."""
+    def start_killed(self) -> None:
+        """Start again what tests have killed, until all workers are ready, those that have drained, too."""
         killed = {name for name, service in self.services.items() if not service.is_alive()}
         # Else the router may count those that it still believes in.
         wait_until(lambda: not killed & self.ready_workers(), START_SECONDS, self._last_words)
         for name in killed:
             self.start_service(name)
-        self.wait_ready(num_workers)
+        self.wait_ready(sum(name.startswith(("prefill-", "decode-")) for name in self.services))
 
     def kill_busiest_decode(self) -> str:
         """SIGKILL the decode worker with the most running rows, since streams go where their prompts are cached.

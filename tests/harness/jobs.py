@@ -124,12 +124,9 @@ class Kills:
 
 
 async def same_after_a_kill(
-    cluster: Cluster, num_workers: int, stream_all: StreamAll[T], least_moved: int = 1, num_kills: int = 1
+    cluster: Cluster, stream_all: StreamAll[T], least_moved: int = 1, num_kills: int = 1
 ) -> T:
-    """What comes without a kill, and the same with kills that moved at least so many streams.
-
-    num_workers: of the cluster, started again after kills that came too late.
-    """
+    """What comes without a kill, and the same with kills that moved at least so many streams."""
     calm, _ = await stream_all(lambda: None)
     for _ in range(KILLS):
         kills = Kills(cluster, num_kills)
@@ -137,5 +134,5 @@ async def same_after_a_kill(
         assert hurt == calm
         if num_moved >= least_moved and kills.count == num_kills:
             return calm
-        await asyncio.to_thread(cluster.start_killed, num_workers)
+        await asyncio.to_thread(cluster.start_killed)
     raise AssertionError("every kill came too late to mean anything")

@@ -41,7 +41,7 @@ def shared() -> Iterator[Cluster]:
 
 @pytest.fixture
 def cluster(shared: Cluster) -> Cluster:
-    shared.start_killed(3)
+    shared.start_killed()
     return shared
 
 
@@ -95,7 +95,7 @@ def test_answers_are_the_same_after_a_kill_and_without_a_prefill_worker(cluster:
 
     expected = conversation("apart")
     assert conversation("killed", kill_after=10) == expected
-    cluster.start_killed(3)
+    cluster.start_killed()
     cluster.services["prefill-0"].kill()
     assert conversation("together") == expected
 

@@ -52,7 +52,7 @@ def shared() -> Iterator[Cluster]:
 
 @pytest.fixture
 def cluster(shared: Cluster) -> Cluster:
-    shared.start_killed(3)
+    shared.start_killed()
     return shared
 
 

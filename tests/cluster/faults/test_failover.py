@@ -23,13 +23,6 @@ def shared() -> Iterator[Cluster]:
         yield running
 
 
-@pytest.fixture
-def cluster(shared: Cluster) -> Cluster:
-    """All workers run: those that the test before has killed are started again."""
-    shared.start_killed(4)
-    return shared
-
-
 @pytest.mark.parametrize("kill", ["decode-0", "prefill-0"])
 async def test_requests_survive_a_killed_worker(cluster: Cluster, reference: LLM, kill: str) -> None:
     jobs = make_jobs(NUM_REQUESTS, seed=1 if kill == "decode-0" else 4)  # no prompt that a cache has

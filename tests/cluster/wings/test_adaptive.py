@@ -106,7 +106,7 @@ async def test_kept_and_moved_answers_are_equal_also_when_a_worker_dies(
 ) -> None:
     """Answers are right in every attempt. In some a kept request ends before it could move: then again."""
     for attempt in range(8):
-        await asyncio.to_thread(cluster.start_killed, 4)  # those that have drained, too
+        await asyncio.to_thread(cluster.start_killed)
         await ask_all(cluster, streams(8, 100), prompts(20, 100))  # measures the workers
         if not kill:
             await check_explanation(cluster)

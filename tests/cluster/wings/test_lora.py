@@ -47,12 +47,6 @@ def shared(folder: Path) -> Iterator[Cluster]:
         yield running
 
 
-@pytest.fixture
-def cluster(shared: Cluster) -> Cluster:
-    shared.start_killed(3)
-    return shared
-
-
 @pytest.fixture(scope="module")
 def expected(shared: Cluster, folder: Path) -> dict[str, str]:
     """Greedy answers of one engine, by the adapter."""
@@ -138,7 +132,7 @@ def test_placement_counts_the_read_of_an_adapter_that_a_worker_lacks(cluster: Cl
     write_adapter(folder / "singer", SHAPES, seed=9)
     assert load(cluster, "singer", folder / "singer").status_code == 200
     cluster.services["decode-0"].kill()  # it comes back without
-    cluster.start_killed(3)
+    cluster.start_killed()
     answer = cluster.ask("one of other prompts", model="singer")
     [choice] = cluster.get(f"/explain/{answer.id}")["choices"]
     [decision] = choice["decisions"]
@@ -172,7 +166,7 @@ async def test_streams_go_on_after_a_decode_worker_was_killed(cluster: Cluster, 
         return text, name
 
     async with async_client(cluster.url) as client:
-        calm = await same_after_a_kill(cluster, 3, stream_all)
+        calm = await same_after_a_kill(cluster, stream_all)
     for text, model in zip(calm, models, strict=True):
         assert text.startswith(expected[model].removesuffix("\ufffd"))
 

@@ -54,12 +54,6 @@ def shared() -> Iterator[Cluster]:
         yield running
 
 
-@pytest.fixture
-def cluster(shared: Cluster) -> Cluster:
-    shared.start_killed(3)
-    return shared
-
-
 def test_tokens_equal_those_of_one_engine(cluster: Cluster) -> None:
     """Prefill worker, hand-over and decode worker: the matcher begins anew behind the first token."""
     answer = cluster.client().completions.create(
@@ -131,6 +125,6 @@ async def test_every_choice_is_whole_and_the_same_after_a_decode_worker_was_kill
         return texts, cluster.num_migrations(ids)
 
     async with client:
-        calm = await same_after_a_kill(cluster, 3, stream_all, least_moved=3)
+        calm = await same_after_a_kill(cluster, stream_all, least_moved=3)
     for text in (text for texts in calm for text in texts):
         assert len(json.loads(text)["rows"]) == 6

@@ -47,12 +47,6 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield running
 
 
-@pytest.fixture
-def cluster(shared: Cluster) -> Cluster:
-    shared.start_killed(3)
-    return shared
-
-
 def ask(cluster: Cluster, budget: dict[str, Any], **fields: Any) -> Any:
     return cluster.client().chat.completions.create(
         model="tiny", messages=MESSAGES, temperature=1.0, seed=4, n=4, **{"max_tokens": 90, **fields},
@@ -112,5 +106,5 @@ async def test_tokens_are_counted_across_a_kill(cluster: Cluster) -> None:
         return found, cluster.num_migrations(ids)
 
     async with client:
-        calm = await same_after_a_kill(cluster, 3, stream_all)
+        calm = await same_after_a_kill(cluster, stream_all)
     assert [token_ids.index(END) for token_ids in calm] == [150] * 6

@@ -104,7 +104,7 @@ def test_a_chat_goes_on_with_the_same_text_when_its_worker_is_killed(page: Any, 
     row.locator("summary").press("Enter")
     assert "replay after a move" in row.inner_text()
     wait_until(lambda: page.locator(".worker[data-state=connecting]").count() == 1)
-    shared.start_killed(3)
+    shared.start_killed()
     page.locator(".worker[data-state=connecting]").wait_for(state="detached")
 
 
