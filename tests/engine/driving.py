@@ -19,7 +19,7 @@ from engine.engine import Engine
 from engine.kv.memory import allocate_pool, kv_layout, pool_geometry
 from engine.loader.load import LoadedModel, load_model
 from engine.plan import ScheduledRow, StepPlan, StepResult
-from engine.request import Request, RequestId, SamplingParams
+from engine.request import Request, RequestId, SamplingParams, TokenLogprobs
 from engine.scheduled_step import ScheduledStep, StepOutcome
 from kvstore.types import BlockId
 
@@ -138,6 +138,20 @@ class Driver:
                 return
             result = self.step(work)
             assert not result.errors, result.errors
+
+
+def read_prompt(
+    loaded: LoadedModel,
+    config: EngineConfig,
+    prompt: Sequence[int],
+    chunk: int,
+    num_likely: int = 0,
+    num_tokens: int = 1,
+) -> list[TokenLogprobs]:
+    """Log-probabilities of the prompt's tokens but the first, in steps of `chunk`; then generate `num_tokens`."""
+    driver = Driver(make_runner(loaded, config), config)
+    driver.finish([driver.add(prompt, replace(GREEDY, prompt_logprobs=num_likely))], num_tokens, chunk)
+    return [entry for result in driver.results for part in result.prompt_logprobs for entry in part]
 
 
 def random_prompt(length: int, vocab_size: int, seed: int) -> list[int]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import gguf
 import pytest
 import torch
 import transformers
 
 from common.model_files import resolve_model
-from tests.engine.driving import GREEDY, Driver, make_runner, open_model
+from tests.engine.driving import open_model, read_prompt
 from tests.engine.gguf.gguf_files import gguf_name, interleave
 from tests.engine.tiny_models import reference_logits
 
@@ -29,11 +27,8 @@ def test_logprobs_equal_those_of_transformers() -> None:
     """
     loaded, config = open_model(resolve_model(""), dtype="float32", block_size=16, num_threads=1)
     assert loaded.config.eos_token_ids == (2,)
-    driver = Driver(make_runner(loaded, config), config)
     tokens = PROMPT + CONTINUATION
-    request = driver.add(tokens, replace(GREEDY, prompt_logprobs=2))
-    driver.finish([request], 1, chunk=20)
-    entries = [entry for result in driver.results for part in result.prompt_logprobs for entry in part]
+    entries = read_prompt(loaded, config, tokens, chunk=20, num_likely=2)
     expected = reference_logits(_transformers_model(), tokens).log_softmax(-1)
     assert [entry.token_id for entry in entries] == tokens[1:]
     assert [entry.top_token_ids[0] for entry in entries[-len(CONTINUATION) :]] == CONTINUATION

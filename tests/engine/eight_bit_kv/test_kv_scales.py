@@ -19,7 +19,7 @@ from engine.eight_bit_kv.scales import check_device, fold_kv_scales, kv_head_sca
 from engine.kv.memory import pool_geometry
 from engine.layers.attention import Attention
 from engine.loader.load import LoadedModel
-from tests.engine.driving import GREEDY, Driver, directory, make_runner, open_model, random_prompt
+from tests.engine.driving import GREEDY, Driver, directory, make_runner, open_model, random_prompt, read_prompt
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, with_wing
 
 NAMES = ("llama", "qwen2", "qwen3-biases", "gemma3")
@@ -145,10 +145,7 @@ def test_smollm2_makes_nearly_the_same_choices() -> None:
         loaded, config = open_model(
             resolve_model(""), dtype="bfloat16", quant_mode="none", kv_cache_dtype=kv_cache_dtype, num_threads=1
         )
-        driver = Driver(make_runner(loaded, config), config)
-        request = driver.add(tokens, replace(GREEDY, prompt_logprobs=1))
-        driver.finish([request], 1, chunk=64)
-        entries = [entry for result in driver.results for part in result.prompt_logprobs for entry in part]
+        entries = read_prompt(loaded, config, tokens, chunk=64, num_likely=1)
         choices.append([entry.top_token_ids[0] for entry in entries])
         logprobs.append(torch.tensor([entry.logprob for entry in entries]))
     agreement = sum(a == b for a, b in zip(*choices, strict=True)) / len(choices[0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -17,7 +16,7 @@ from engine.layers.linear import half
 from engine.quantization.cpu_linears import MAX_INT4_ROWS, CpuLinears, int4
 from engine.quantization.int4 import quantize_int4
 from engine.quantization.quantized_rows import join_rows
-from tests.engine.driving import GREEDY, Driver, make_runner, open_model, random_prompt
+from tests.engine.driving import open_model, random_prompt, read_prompt
 from tests.engine.gguf.gguf_files import random_blocks, write_gguf
 from tests.engine.gguf.test_gguf import WIDE
 from tests.engine.tiny_models import VOCAB_SIZE, TinyModel
@@ -81,11 +80,7 @@ def test_a_model_of_4_bit_blocks_stays_close_to_its_file(kind: str, tmp_path: Pa
     logprobs = {}
     for mode, dtype in (("none", "float32"), ("int8-weight", "bfloat16"), ("int4-weight", "bfloat16")):
         loaded, config = open_model(files, dtype=dtype, quant_mode=mode)
-        driver = Driver(make_runner(loaded, config), config)
-        request = driver.add(prompt, replace(GREEDY, prompt_logprobs=0))
-        driver.finish([request], 1, chunk=1)
-        entries = [entry for result in driver.results for part in result.prompt_logprobs for entry in part]
-        logprobs[mode] = torch.tensor([entry.logprob for entry in entries])
+        logprobs[mode] = torch.tensor([entry.logprob for entry in read_prompt(loaded, config, prompt, chunk=1)])
     assert next(loaded.model.linears()).layer.gemm is int4
     assert loaded.model.head.gemm is half
     error = {mode: float((values - logprobs["none"]).abs().mean()) for mode, values in logprobs.items()}
@@ -125,10 +120,7 @@ def test_a_plain_model_is_rounded_to_4_bits_but_for_its_output_projection(tmp_pa
     logprobs = []
     for mode in ("none", "int4-weight"):
         loaded, config = open_model(files, dtype="bfloat16", quant_mode=mode)
-        driver = Driver(make_runner(loaded, config), config)
-        request = driver.add(random_prompt(40, VOCAB_SIZE, 3), replace(GREEDY, prompt_logprobs=0))
-        driver.finish([request], 1, chunk=1)
-        entries = [entry for result in driver.results for part in result.prompt_logprobs for entry in part]
+        entries = read_prompt(loaded, config, random_prompt(40, VOCAB_SIZE, 3), chunk=1)
         logprobs.append(torch.tensor([entry.logprob for entry in entries]))
     kinds = [ref.layer.gemm for ref in loaded.model.linears()]
     assert kinds == [int4] * (len(kinds) - 1) + [half]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -19,7 +18,7 @@ from kernels.gguf.library import FOLDER, declared, library
 from kernels.gguf.linear import BLOCK_COLUMNS, Blocks, BlockWeight
 from kernels.native.compile import AVX512, VARIANTS, Variant, library_path
 from kernels.native.library import loaded, variants_of_this_cpu
-from tests.engine.driving import GREEDY, Driver, make_runner, open_model, random_prompt
+from tests.engine.driving import open_model, random_prompt, read_prompt
 from tests.engine.gguf.gguf_files import write_gguf
 from tests.engine.gguf.test_gguf import WIDE
 from tests.engine.tiny_models import VOCAB_SIZE, TinyModel
@@ -151,11 +150,7 @@ def test_a_model_keeps_its_blocks_and_stays_closer_to_the_file_than_with_int8(
     found = {}
     for mode, dtype in (("none", "float32"), ("int8-weight", "bfloat16"), ("auto", "bfloat16")):
         loaded, config = open_model(files, dtype=dtype, quant_mode=mode)
-        driver = Driver(make_runner(loaded, config), config)
-        request = driver.add(prompt, replace(GREEDY, prompt_logprobs=0))
-        driver.finish([request], 1, chunk=1)
-        entries = [entry for result in driver.results for part in result.prompt_logprobs for entry in part]
-        found[mode] = torch.tensor([entry.logprob for entry in entries])
+        found[mode] = torch.tensor([entry.logprob for entry in read_prompt(loaded, config, prompt, chunk=1)])
     assert loaded.quant_mode == "gguf"
     error = {mode: float((values - found["none"]).abs().mean()) for mode, values in found.items()}
     assert error["auto"] < error["int8-weight"]

@@ -21,7 +21,7 @@ from engine.moe.moe import Moe
 from engine.quantization import conversion
 from engine.quantization.cpu_linears import int4, int8
 from engine.quantization.gpu_linears import GpuLinears
-from tests.engine.driving import GREEDY, Driver, directory, make_runner, open_model, random_prompt
+from tests.engine.driving import Driver, directory, make_runner, open_model, random_prompt, read_prompt
 from tests.engine.quantization.packed_files import FORMATS, SIZES, write
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, TinyModel, reference_logits
 
@@ -38,10 +38,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def logprobs(path: Path, **settings: str) -> torch.Tensor:
     """Of the prompt's tokens; then a few are generated, through the layers of few rows."""
     loaded, config = open_model(directory(path), num_threads=1, **settings)
-    driver = Driver(make_runner(loaded, config), config)
-    request = driver.add(PROMPT, replace(GREEDY, prompt_logprobs=0))
-    driver.finish([request], 4, chunk=16)
-    entries = [entry for result in driver.results for part in result.prompt_logprobs for entry in part]
+    entries = read_prompt(loaded, config, PROMPT, chunk=16, num_tokens=4)
     return torch.tensor([entry.logprob for entry in entries])
 
 

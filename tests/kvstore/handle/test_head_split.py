@@ -29,6 +29,7 @@ from tests.kvstore.ranks import (
     BLOCK_SIZE,
     HEAD_DIM,
     LATENTS,
+    Ranks,
     geometry_of,
     running,
     shard_of,
@@ -111,6 +112,19 @@ def client_of(geometry: PoolGeometry, mine: Blocks, transport: str) -> KvClient:
     return KvClient(geometry, {"cuda_ipc": CudaIpcReader(HostDevicePool(torch.from_numpy(mine)))}, LeaseClient())
 
 
+async def check_pulls(worker: Ranks, transport: str, readers: Sequence[PoolGeometry]) -> None:
+    """Each reader gets its part of the blocks, where it asked for them and nowhere else."""
+    lease = worker.lease([4, 1, 2, 0, 5], transport)
+    for geometry in readers:
+        mine = empty_pool(geometry)
+        client = client_of(geometry, mine, transport)
+        result = await asyncio.to_thread(client.pull, lease, [0, 1, 2, 4], [BlockId(b) for b in (5, 0, 3, 1)])
+        assert (result.transport, result.num_bytes) == (transport, 4 * geometry.block_bytes)
+        np.testing.assert_array_equal(mine[[5, 0, 3, 1]], shard_of(worker.blocks[[4, 1, 2, 5]], geometry))
+        assert not mine[[2, 4]].any()
+        client.close()
+
+
 @pytest.mark.parametrize("transport", ["cuda_ipc", "shm", "tcp"])
 @pytest.mark.parametrize(
     ("heads", "writers", "readers"),
@@ -121,16 +135,7 @@ async def test_pools_of_other_ranks_arrive(
 ) -> None:
     monkeypatch.setattr(host_pull, "SCRATCH_BYTES", 2 * geometry_of(heads, Shard()).block_bytes)  # several pieces
     async with running(tmp_path, heads, writers) as worker:
-        lease = worker.lease([4, 1, 2, 0, 5], transport)
-        for rank in range(readers):
-            geometry = geometry_of(heads, Shard(rank, readers))
-            mine = empty_pool(geometry)
-            client = client_of(geometry, mine, transport)
-            result = await asyncio.to_thread(client.pull, lease, [0, 1, 2, 4], [BlockId(b) for b in (5, 0, 3, 1)])
-            assert (result.transport, result.num_bytes) == (transport, 4 * geometry.block_bytes)
-            np.testing.assert_array_equal(mine[[5, 0, 3, 1]], shard_of(worker.blocks[[4, 1, 2, 5]], geometry))
-            assert not mine[[2, 4]].any()
-            client.close()
+        await check_pulls(worker, transport, [geometry_of(heads, Shard(rank, readers)) for rank in range(readers)])
 
 
 def stages(*bounds: int) -> list[Shard]:
@@ -165,16 +170,7 @@ async def test_pools_of_other_stages_arrive(
 ) -> None:
     monkeypatch.setattr(host_pull, "SCRATCH_BYTES", 2 * geometry_of(4, Shard()).block_bytes)  # several pieces
     async with running(tmp_path, 4, 0, writers) as worker:
-        lease = worker.lease([4, 1, 2, 0, 5], transport)
-        for shard in readers:
-            geometry = geometry_of(4, shard)
-            mine = empty_pool(geometry)
-            client = client_of(geometry, mine, transport)
-            result = await asyncio.to_thread(client.pull, lease, [0, 1, 2, 4], [BlockId(b) for b in (5, 0, 3, 1)])
-            assert (result.transport, result.num_bytes) == (transport, 4 * geometry.block_bytes)
-            np.testing.assert_array_equal(mine[[5, 0, 3, 1]], shard_of(worker.blocks[[4, 1, 2, 5]], geometry))
-            assert not mine[[2, 4]].any()
-            client.close()
+        await check_pulls(worker, transport, [geometry_of(4, shard) for shard in readers])
 
 
 @pytest.mark.parametrize("size", [1, 2])
