@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import common.download
+from tests.harness.processes import command_with_signal
 
 ROOT = Path(__file__).parents[3]
 HUB_ID = "org/tiny"
@@ -158,7 +159,8 @@ def test_a_download_goes_on_within_a_file_after_ctrl_c(hub, tmp_path):
     folder = tmp_path / "models" / "tiny"
     hub.is_slow = True
     env = environment(hub.url, tmp_path / "home")
-    process = subprocess.Popen(command(folder), cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
+    interruptible = command_with_signal(signal.SIGINT, signal.SIG_DFL, command(folder))
+    process = subprocess.Popen(interruptible, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
     part = (
         folder.with_name("tiny.partial") / ".cache" / "parts" / hashlib.sha256(FILES["model.safetensors"]).hexdigest()
     )
