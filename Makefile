@@ -20,11 +20,11 @@ chat: setup      ## talk to a running cluster
 
 # Triton's interpreter is chosen when triton is imported, for a whole process: kernel tests get one of their own.
 INTERPRETED := $(wildcard tests/kernels tests/gpu)
-# The core's tests run in a copy without the removable wings (wings.toml): a core that needs one fails there. Cases of
-# theirs that need a wing are skipped there, and run with all others here, at the same time.
-# Tests whose times matter run one at a time, beside interpreted kernels that yield to them: those are in a session of
-# their own, as Linux shares cores between sessions first (autogroup), and so has to be ended by hand. All others run three
-# at a time on two cores, since many wait for something.
+# Tests whose times matter run one at a time, which takes 90 seconds and half a core. Beside them run interpreted kernels
+# and, in a copy without the removable wings (wings.toml), the core's tests: a core that needs a wing fails there. Cases
+# of theirs that need one are skipped there, and run with all others afterwards. What runs beside yields: it is in
+# sessions of its own, as Linux shares cores between sessions first (autogroup), and so has to be ended by hand.
+# All others run four at a time on two cores, since many wait for something.
 TIMED := $(addprefix tests/,$(addprefix cluster/,faults/test_liveness.py faults/test_overload.py wings/test_adaptive.py \
 	wings/test_hostile_grammars.py) cli/simulation/test_against_processes.py)
 
@@ -36,8 +36,8 @@ test-core-alone test-rest: export OMP_NUM_THREADS = 1
 .PHONY: test-core-alone test-interpreted test-rest test-timed
 test: setup      ## all tests (ARGS="tests/kvstore -k pool" for some)
 ifeq ($(ARGS),)
-	@$(MAKE) --no-print-directory -j 2 test-timed test-interpreted
-	@$(MAKE) --no-print-directory -j 2 test-core-alone test-rest
+	@$(MAKE) --no-print-directory -j 3 test-timed test-interpreted test-core-alone
+	@$(MAKE) --no-print-directory test-rest
 else
 	@$(BIN)/python -m pytest -q $(ARGS)
 endif
@@ -45,18 +45,23 @@ endif
 test-timed: setup
 	@$(BIN)/python -m pytest -q $(TIMED)
 
-test-interpreted: setup
-	@log=$$(mktemp) && { TRITON_INTERPRET=1 setsid sh -c 'echo 10 2> /dev/null > /proc/self/autogroup; exec nice $(BIN)/python -m pytest -q -n 2 --dist worksteal $(INTERPRETED)' > $$log 2>&1 & \
-	trap "kill -- -$$!" INT TERM; wait $$!; passed=$$?; cat $$log; rm $$log; exit $$passed; }
+# The lines of each would come between those of the others, so they are kept until it ends. Shells let what they start in
+# the background ignore Ctrl-C; tests send it to programs.
+YIELDING := setsid sh -c 'echo 10 2> /dev/null > /proc/self/autogroup; exec env --default-signal=INT nice "$$@"' -
+define beside # $(call beside,COMMAND)
+log=$$(mktemp) && { $(1) > $$log 2>&1 & trap "kill -- -$$!" INT TERM; wait $$!; passed=$$?; cat $$log; rm $$log; exit $$passed; }
+endef
 
-# Its lines would come between those of the other tests, so they are kept until it ends.
+test-interpreted: setup
+	@$(call beside,TRITON_INTERPRET=1 $(YIELDING) $(BIN)/python -m pytest -q -n 2 --dist worksteal $(INTERPRETED))
+
 test-core-alone: setup
 	@copy=$$(mktemp -d) && trap 'rm -rf $$copy' EXIT && core=$$($(BIN)/python -m tests.wings --core-alone $$copy) && cd $$copy && \
-	{ PYTHONPATH=$$copy $(CURDIR)/$(BIN)/python -m pytest -q $$core > $$copy.log 2>&1; passed=$$?; cat $$copy.log; rm $$copy.log; exit $$passed; }
+	$(call beside,PYTHONPATH=$$copy $(YIELDING) $(CURDIR)/$(BIN)/python -m pytest -q $$core)
 
 test-rest: setup
 	@core=$$($(BIN)/python -m tests.wings --core-tests) && \
-	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder tests --ran-without-wings="$$core" \
+	$(BIN)/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder tests --ran-without-wings="$$core" \
 		$$(printf -- '--ignore=%s ' $$(grep -LE 'mark\.wing|with_wing' $$core) $(INTERPRETED) $(TIMED))
 
 test-fast: setup ## what needs no kernels, no cluster of processes and no real model
