@@ -23,17 +23,27 @@ from benchmarks.kernels import gemm_settings
 from benchmarks.kernels.timing import graph_seconds, num_input_sets, read_bandwidth, report
 from engine.gpu.ops import plain, split_k
 from engine.layers.linear import Linear
-from engine.quantization.gpu_linears import FP8, W8A8, W8A16, EightBit, packed_of, scales_of, w4a16_layer
+from engine.quantization.gpu_linears import (
+    FP8,
+    W8A8,
+    W8A16,
+    EightBit,
+    PackedGemm,
+    packed_layer,
+    packed_of,
+    scales_of,
+    w4a16_layer,
+)
 from kernels.gpu.elementwise.silu_mul import silu_mul
 from kernels.gpu.gemm.gemv import gemv
 from kernels.gpu.gemm.skinny_gemm import skinny_gemm
 from kernels.gpu.gemm.split_k import SplitKWorkspace
 from kernels.gpu.quantization.packed_gemm import packed_gemm
+from kernels.gpu.quantization.packed_rows import MAX_ROWS as MAX_PACKED_ROWS
+from kernels.gpu.quantization.packed_rows import packed_rows_gemm
 from kernels.gpu.quantization.quantize import quantize_rows
 from kernels.gpu.quantization.sliced_k_gemm import MAX_ROWS, sliced_k_gemm
-from kernels.gpu.quantization.w4a16_gemm import MAX_ROWS as MAX_W4_ROWS
-from kernels.gpu.quantization.w4a16_gemm import w4_skinny_gemm
-from kernels.quantization.packed_weights import of_w4
+from kernels.quantization.packed_weights import PACKINGS, PackedWeight, of_w4, pack_weight
 from kernels.quantization.w4a16_gemm import pack_w4
 
 DEVICE = "cuda"
@@ -107,23 +117,31 @@ def settings_8_bit(kind: EightBit, x: Tensor, workspace: SplitKWorkspace) -> Ite
     )
 
 
-def w4_settings(x: Tensor, workspace: SplitKWorkspace) -> Iterator[Setting]:
-    if x.shape[0] <= MAX_W4_ROWS:
+def packed_settings(x: Tensor, workspace: SplitKWorkspace) -> Iterator[Setting]:
+    if x.shape[0] <= MAX_PACKED_ROWS:
         yield from each_of(
-            gemm_settings.W4_ONE_ROW if x.shape[0] == 1 else gemm_settings.W4_ROWS,
-            lambda config, layer: w4_skinny_gemm(x, packed_of(layer), None, config),
+            gemm_settings.PACKED_ROWS,
+            lambda config, layer: packed_rows_gemm(x, packed_weight_of(layer), None, config),
         )
     yield from each_of(
         [tile for tile in gemm_settings.PACKED_TILES if tile.block_m <= max(16, x.shape[0])],
-        lambda config, layer: packed_gemm(x, of_w4(packed_of(layer)), None, workspace, config),
+        lambda config, layer: packed_gemm(x, packed_weight_of(layer), None, workspace, config),
     )
 
 
-def w4_layer(group: int, weight: Tensor, workspace: SplitKWorkspace) -> Linear:
+def packed_weight_of(layer: Linear) -> PackedWeight:
+    return layer.gemm.packed if isinstance(layer.gemm, PackedGemm) else of_w4(packed_of(layer))
+
+
+def random_layer(bits: int, group: int, weight: Tensor, workspace: SplitKWorkspace) -> Linear:
     n, k = weight.shape
-    values = torch.randint(0, 16, (n, k), dtype=torch.uint8, device=weight.device)
+    values = torch.randint(0, 1 << bits, (n, k), dtype=torch.uint8, device=weight.device)
     scales, zeros = (torch.rand(n, k // group, device=weight.device) for _ in range(2))
-    return w4a16_layer(pack_w4(values, scales, zeros), None, workspace)
+    if bits == 4:
+        return w4a16_layer(pack_w4(values, scales, zeros), None, workspace)
+    return packed_layer(
+        pack_weight(values, scales, None if PACKINGS[bits].is_symmetric else zeros, bits), None, workspace
+    )
 
 
 def scaled_mm(x: Tensor, layer: Linear) -> Tensor:
@@ -145,11 +163,15 @@ def kind_8_bit(kind: EightBit, library: Callable[[Tensor, Any], object] | None =
     )  # fmt: skip
 
 
-def kind_w4(group: int) -> Kind:
-    def num_bytes(layer: Linear) -> int:
-        return sum(each.nbytes for each in layer.tensors())
+def kind_packed(bits: int, group: int = 0) -> Kind:
+    """group: columns, of 4 bits."""
 
-    return Kind(partial(w4_layer, group), as_it_is, num_bytes, None, w4_settings)
+    def num_bytes(layer: Linear) -> int:
+        packed = packed_weight_of(layer)
+        return sum(each.nbytes for each in (packed.words, packed.high, packed.pairs) if each is not None)
+
+    make = partial(random_layer, bits, group or PACKINGS[bits].group)
+    return Kind(make, as_it_is, num_bytes, None, packed_settings)
 
 
 KINDS = {
@@ -161,8 +183,9 @@ KINDS = {
     "fp8": kind_8_bit(FP8, scaled_mm),
     "w8a8": kind_8_bit(W8A8, int_mm),
     "w8a16": kind_8_bit(W8A16),
-    "w4": kind_w4(128),
-    "w4-32": kind_w4(32),
+    "w4": kind_packed(4, 128),
+    "w4-32": kind_packed(4, 32),
+    **{f"packed-{bits}": kind_packed(bits) for bits in (2, 3, 5, 6)},
 }  # fmt: skip
 
 

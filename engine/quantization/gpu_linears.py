@@ -4,7 +4,7 @@
     W8A16    the same, x quantized to 16 bits, as two int8 planes
     FP8      e4m3 weights and x
     w4a16    4-bit weights in groups, x as it is
-    packed   blocks of 5 or 6 bits of GGUF files, likewise
+    packed   blocks of 2, 3, 5 or 6 bits of GGUF files, likewise
     stored   one byte a weight with a scale per group of columns, or e2m1 weights with exponents of groups: for
              experts, whose kernels take them; as a layer by itself it is dequantized for every use
 
@@ -14,7 +14,7 @@ what no GEMM takes becomes int8 (0.8%). `--quant-mode none` keeps the exact numb
 blocks keep their scales: grouped kernels multiply inputs of 16 bits.
 
 All take x (rows, in) in bfloat16 and may be captured in a CUDA graph.
-Knows no models and no files. GEMMs: `kernels.gpu.quantization.{quantized_gemm,w4a16_gemm,packed_gemm}`.
+Knows no models and no files. GEMMs: `kernels.gpu.quantization.{quantized_gemm,packed_linear}`.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ from engine.quantization.quantized_rows import Made, QuantizedRows
 from kernels.gpu.gemm.split_k import SplitKWorkspace
 from kernels.gpu.launching.tuning import MAX_TWO_PLANE_ROWS, SLICED_K_GATED
 from kernels.gpu.moe.expert_formats import WORDS, columns_of, fits
-from kernels.gpu.quantization.packed_gemm import packed_linear
+from kernels.gpu.quantization.packed_linear import packed_linear, w4a16_linear
 from kernels.gpu.quantization.quantize import quantize_rows, quantize_with_maxima, silu_mul_quantize
 from kernels.gpu.quantization.quantized_gemm import dequantize, quantized_gemm
 from kernels.gpu.quantization.sliced_k_gemm import sliced_k_gated_gemm
-from kernels.gpu.quantization.w4a16_gemm import w4a16_linear
 from kernels.quantization.mxfp4 import dequantize_mxfp4
 from kernels.quantization.packed_weights import PackedWeight, can_pack, pack_weight
 from kernels.quantization.quantized_gemm import FP8_DTYPE
@@ -113,7 +112,7 @@ def w4a16_layer(packed: PackedW4, bias: Tensor | None, workspace: SplitKWorkspac
 
 @dataclass(frozen=True, slots=True)
 class PackedGemm:
-    """GEMM of blocks of 5 or 6 bits."""
+    """GEMM of blocks of other bits than 4."""
 
     packed: PackedWeight
 
@@ -122,7 +121,7 @@ class PackedGemm:
 
 
 def packed_layer(packed: PackedWeight, bias: Tensor | None, workspace: SplitKWorkspace) -> Linear:
-    """Weights of 5 or 6 bits; `kernels.quantization.packed_weights.pack_weight` packs them."""
+    """Weights of 2, 3, 5 or 6 bits; `kernels.quantization.packed_weights.pack_weight` packs them."""
     return Linear(
         packed.words, bias, gemm=PackedGemm(packed), scales=packed.pairs, num_columns=packed.num_columns,
         workspace=workspace,
@@ -171,7 +170,7 @@ class GpuLinears:
 
     quantizes_plain = False  # layers that a quantized checkpoint left plain stay so
     stacks_experts = True  # layers of a block's experts are alike: one kernel takes them all
-    block_bits = (4, 5, 6)  # of blocks that have GEMMs
+    block_bits = (2, 3, 4, 5, 6)  # of blocks that have GEMMs
 
     def __init__(self, device: torch.device) -> None:
         self._workspace = SplitKWorkspace(device)

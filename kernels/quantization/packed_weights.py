@@ -1,11 +1,12 @@
-"""Packed weights of 4, 5 or 6 bits with scales of groups: packing, and reference of their GEMMs.
+"""Packed weights of 2 to 6 bits with scales of groups: packing, and reference of their GEMMs.
 
     w_nk = (q_nk - 2^(bits - 1)) s_ng + z_ng,  g = k / group size
 
-The four low bits of q lie in words as those of `kernels/quantization/w4a16_gemm.py`, in chunks of C = 128 columns,
-of 64 with 6 bits: nibble i of a chunk's word j is column i C / 4 + j. The high bits of two chunks share numbers of
-`high`, bytes of 5 and words of 6 bits: number j has those of all columns i C / 4 + j, the lowest of the first
-column. Weights of 6 bits have groups of 16 columns and no zeros: a pair is the scales of two.
+The low bits of q, two of 2 and 3 bits and four of others, lie in words of 16 bits. Columns are taken in chunks of as
+many as W words hold: part i of a chunk's word j is column i W + j, in bits i times their number and up. The high bits
+of the parts of two chunks share numbers of `high`, words of 3 and 6 bits and bytes of 5: number j has those of all
+columns i W + j, the lowest of the first column. Weights of 3 and 6 bits have no zeros: a pair is the scales of two
+groups. Weights of 4 bits are those of `kernels/quantization/w4a16_gemm.py`.
 """
 
 from __future__ import annotations
@@ -16,19 +17,48 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.quantization.w4a16_gemm import MAX_CHUNK, PackedW4, pack_words, unpack_words
+from kernels.quantization.w4a16_gemm import PackedW4, pack_parts, unpack_parts
 
-CHUNKS = {4: MAX_CHUNK, 5: MAX_CHUNK, 6: 64}  # columns whose low bits share words
-STEPS = {4: MAX_CHUNK, 5: 256, 6: 128}  # columns whose bits share words and numbers of `high`
-GROUPS = {5: 32, 6: 16}  # columns that share a scale
-NUM_PARTS = 8  # nibbles of the chunks that share `high`
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """low_bits: of a value in its word. words: of a chunk. chunks: of a step, which share numbers of `high`.
+
+    group: columns that share a scale; 0: any that GEMMs take. is_symmetric: without zeros.
+    """
+
+    low_bits: int
+    words: int
+    chunks: int = 1
+    group: int = 0
+    is_symmetric: bool = False
+
+    @property
+    def parts(self) -> int:
+        """Values of a word."""
+        return 16 // self.low_bits
+
+    @property
+    def step(self) -> int:
+        """Columns of a step, of which rows have a multiple."""
+        return self.chunks * self.parts * self.words
+
+
+PACKINGS = {
+    2: Packing(2, 16, group=16),
+    3: Packing(2, 16, 2, group=16, is_symmetric=True),
+    4: Packing(4, 32),
+    5: Packing(4, 32, 2, group=32),
+    6: Packing(4, 16, 2, group=16, is_symmetric=True),
+}  # by their bits
 
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """words: int16 (out, in / 4). high: uint8 (out, in / 8) of 5 bits, int16 (out, in / 8) of 6, None of 4.
+    """words: int16 (out, in * low bits / 16). high: of 3 bits int16 (out, in / 16), of 5 uint8 and of 6 int16
+    (out, in / 8), else None.
 
-    pairs: bfloat16 (out, in / group size, 2), (s, z); of 6 bits (out, in / 32, 2), two scales.
+    pairs: bfloat16 (out, in / group size, 2), (s, z); of 3 and 6 bits (out, in / 32, 2), two scales.
     """
 
     words: Tensor
@@ -37,8 +67,12 @@ class PackedWeight:
     bits: int
 
     @property
+    def packing(self) -> Packing:
+        return PACKINGS[self.bits]
+
+    @property
     def num_columns(self) -> int:
-        return self.words.shape[1] * 4
+        return self.words.shape[1] * self.packing.parts
 
     @property
     def pair_columns(self) -> int:
@@ -52,37 +86,43 @@ def of_w4(packed: PackedW4) -> PackedWeight:
 
 
 def can_pack(bits: int, num_columns: int, group_size: int) -> bool:
-    """Whether `pack_weight` takes weights of more than 4 bits."""
-    return bits in GROUPS and group_size == GROUPS[bits] and num_columns % STEPS[bits] == 0
+    """Whether `pack_weight` takes such weights; those of 4 bits have `pack_w4`."""
+    packing = PACKINGS.get(bits)
+    return packing is not None and packing.group == group_size and num_columns % packing.step == 0
 
 
 def pack_weight(values: Tensor, scales: Tensor, zeros: Tensor | None, bits: int) -> PackedWeight:
-    """values uint8 (out, in), below 2^bits, 5 or 6; scales (out, groups), zeros likewise, of 5 bits alone.
+    """values uint8 (out, in), below 2^bits; scales (out, groups), zeros likewise, unless weights are symmetric.
 
     Raises ValueError for columns and groups that `can_pack` denies.
     """
     (num_rows, num_columns), group = values.shape, values.shape[1] // scales.shape[1]
-    if not can_pack(bits, num_columns, group) or (bits == 6) != (zeros is None):
+    if not can_pack(bits, num_columns, group) or PACKINGS[bits].is_symmetric != (zeros is None):
         raise ValueError(f"{bits} bits of {num_columns} columns in groups of {group}: not supported")
+    packing = PACKINGS[bits]
     pairs = scales.view(num_rows, -1, 2) if zeros is None else torch.stack([scales, zeros], dim=-1)
-    upper = (values >> 4).view(num_rows, -1, NUM_PARTS, CHUNKS[bits] // 4)
-    high = torch.zeros_like(upper[:, :, 0], dtype=torch.int16)
-    for part in range(NUM_PARTS):  # one at a time: little extra memory
-        high |= upper[:, :, part].short() << (bits - 4) * part
-    high = high.flatten(1).to(torch.uint8 if bits == 5 else torch.int16)
-    return PackedWeight(pack_words(values & 15, CHUNKS[bits]), high, pairs.bfloat16().contiguous(), bits)
+    words = pack_parts(values & (1 << packing.low_bits) - 1, packing.low_bits, packing.words)
+    high, width = None, bits - packing.low_bits
+    if width:
+        upper = (values >> packing.low_bits).view(num_rows, -1, packing.step // packing.words, packing.words)
+        high = torch.zeros_like(upper[:, :, 0], dtype=torch.int16)
+        for part in range(upper.shape[2]):  # one at a time: little extra memory
+            high |= upper[:, :, part].short() << width * part
+        high = high.flatten(1).to(torch.uint8 if bits == 5 else torch.int16)
+    return PackedWeight(words, high, pairs.bfloat16().contiguous(), bits)
 
 
 def dequantize_packed(packed: PackedWeight, dtype: torch.dtype) -> Tensor:
     """(out, in), computed in float32 and cast once."""
-    bits, chunk = packed.bits, CHUNKS[packed.bits]
-    values = unpack_words(packed.words, chunk).int()
+    bits, packing = packed.bits, packed.packing
+    values = unpack_parts(packed.words, packing.low_bits, packing.words).int()
     if packed.high is not None:
-        high = packed.high.view(len(values), -1, 1, chunk // 4).int()
-        shifts = (bits - 4) * torch.arange(NUM_PARTS, dtype=torch.int32, device=high.device)[:, None]
-        values |= ((high >> shifts) & ((1 << bits - 4) - 1)).flatten(1) << 4
+        width = bits - packing.low_bits
+        high = packed.high.view(len(values), -1, 1, packing.words).int()
+        shifts = torch.arange(0, width * packing.step // packing.words, width, device=high.device)[:, None]
+        values |= ((high >> shifts) & ((1 << width) - 1)).flatten(1) << packing.low_bits
     pairs, weight = packed.pairs.float(), (values - (1 << bits - 1)).float()
-    if bits == 6:
+    if packing.is_symmetric:
         return (weight.view(*pairs.shape, -1) * pairs[..., None]).flatten(1).to(dtype)
     scales, zeros = pairs.unbind(-1)
     return (weight.view(*scales.shape, -1) * scales[..., None] + zeros[..., None]).flatten(1).to(dtype)

@@ -60,22 +60,30 @@ def pack_w4(values: Tensor, scales: Tensor, zeros: Tensor, dtype: torch.dtype = 
     return PackedW4(pack_words(values), pair.contiguous(), stored)
 
 
-def pack_words(values: Tensor, chunk: int = 0) -> Tensor:
-    """uint8 (..., columns), 0 to 15 -> int16 (..., columns / 4). chunk: 0, the largest."""
-    num_columns = values.shape[-1]
-    chunk = chunk or chunk_of(num_columns)
-    nibbles = values.reshape(*values.shape[:-1], num_columns // chunk, 4, chunk // 4)
-    words = torch.zeros_like(nibbles[..., 0, :], dtype=torch.int16)
-    for nibble in range(4):  # one of four at a time: little extra memory
-        words |= nibbles[..., nibble, :].to(torch.int16) << 4 * nibble
+def pack_words(values: Tensor) -> Tensor:
+    """uint8 (..., columns), 0 to 15 -> int16 (..., columns / 4)."""
+    return pack_parts(values, 4, chunk_of(values.shape[-1]) // 4)
+
+
+def unpack_words(words: Tensor) -> Tensor:
+    """Undo `pack_words`; int16."""
+    return unpack_parts(words, 4, chunk_of(words.shape[-1] * 4) // 4)
+
+
+def pack_parts(values: Tensor, bits: int, num_words: int) -> Tensor:
+    """uint8 (..., columns), below 2^bits -> int16 (..., columns * bits / 16), in chunks of so many words."""
+    parts = values.reshape(*values.shape[:-1], -1, 16 // bits, num_words)
+    words = torch.zeros_like(parts[..., 0, :], dtype=torch.int16)
+    for part in range(16 // bits):  # one at a time: little extra memory
+        words |= parts[..., part, :].to(torch.int16) << bits * part
     return words.flatten(-2)
 
 
-def unpack_words(words: Tensor, chunk: int = 0) -> Tensor:
-    """Undo `pack_words`; int16."""
-    shifts = torch.arange(0, 16, 4, dtype=torch.int16, device=words.device)
-    chunks = words.reshape(*words.shape[:-1], -1, 1, (chunk or chunk_of(words.shape[-1] * 4)) // 4)
-    return ((chunks >> shifts[:, None]) & 15).flatten(-3)
+def unpack_parts(words: Tensor, bits: int, num_words: int) -> Tensor:
+    """Undo `pack_parts`; int16."""
+    shifts = torch.arange(0, 16, bits, dtype=torch.int16, device=words.device)
+    chunks = words.reshape(*words.shape[:-1], -1, 1, num_words)
+    return ((chunks >> shifts[:, None]) & ((1 << bits) - 1)).flatten(-3)
 
 
 def dequantize_w4(packed: PackedW4, dtype: torch.dtype) -> Tensor:

@@ -28,7 +28,7 @@ from engine.models.families import family_of
 from engine.models.hf_config import architecture_of, config_from_hf, read_hf_config
 from engine.models.model import Model
 from engine.quantization.conversion import QuantizedConversion
-from engine.quantization.gpu_linears import GpuLinears, w4a16_layer
+from engine.quantization.gpu_linears import GpuLinears, packed_layer, w4a16_layer
 from engine.ranks import RankContext
 from engine.tensor_parallel.gpu_seams import shard_seams
 from kernels.gpu.attention.decode_plan import plan_decode
@@ -67,6 +67,7 @@ from kernels.gpu.prefill_backends.gather_kv import gather_kv
 from kernels.gpu.sampling.process_logits import LogitsRules, process_logits
 from kernels.kv_copy import WordCopy
 from kernels.quantization.mxfp4 import filled
+from kernels.quantization.packed_weights import PACKINGS, PackedWeight
 from kernels.quantization.w4a16_gemm import PackedW4
 from kvstore.layout import PoolGeometry
 from tests.compile import hopper
@@ -142,12 +143,12 @@ def prompt_inputs(forward: FusedForward, lengths: list[int], num_groups: int = 1
 
 
 # Bytes that a thread may keep outside of registers. `paged_prefill`: in its last, masked tile, once a program.
-# `w4a16_gemm`: at 8 rows, with groups of 32. `all_reduce`: of 8 ranks, with quantization. `latent_decode`: with 128
-# heads; 8 with 16. `paged_decode`: with 4 warps.
+# `packed_rows`: at 8 rows, 4 bits with groups of 32. `all_reduce`: of 8 ranks, with quantization. `latent_decode`:
+# with 128 heads; 8 with 16. `paged_decode`: with 4 warps.
 SPILLS = {
     "_paged_decode_kernel": 16,
     "_paged_prefill_kernel": 320,
-    "_w4_rows_kernel": 48,
+    "_rows_kernel": 48,
     "_all_reduce_norm_kernel": 32,
     "_latent_decode_kernel": 248,
 }
@@ -169,7 +170,7 @@ MODES = {
     ("qwen2.5-7b", "fp8", torch.bfloat16): ["_sliced_k_kernel", "_quantize_kernel"],
     ("qwen2.5-7b", "w8a8", torch.bfloat16): ["_sliced_k_kernel", "_quantize_kernel"],
     ("qwen2.5-7b", "int8-weight", torch.bfloat16): ["_sliced_k_kernel", "_skinny_kernel"],
-    ("qwen2.5-7b", "int4-weight", torch.bfloat16): ["_w4_rows_kernel", "_packed_kernel"],
+    ("qwen2.5-7b", "int4-weight", torch.bfloat16): ["_rows_kernel", "_packed_kernel"],
     ("qwen3-30b-a3b", "none", torch.bfloat16): ["_route_kernel", "_pair_kernel", "_sort_kernel", "_grouped_kernel"],
 }
 IN_CI = {  # decode rows and prompts
@@ -206,7 +207,7 @@ def test_steps(
 @pytest.mark.parametrize(
     ("rows", "group", "kernel"),
     [
-        pytest.param(1, 128, "_w4_rows_kernel", marks=OTHER_SETTINGS), (8, 32, "_w4_rows_kernel"),
+        pytest.param(1, 128, "_rows_kernel", marks=OTHER_SETTINGS), (8, 32, "_rows_kernel"),
         (32, 32, "_packed_kernel"), pytest.param(128, 128, "_packed_kernel", marks=OTHER_SETTINGS),
     ],
 )  # fmt: skip
@@ -216,6 +217,18 @@ def test_gemms_of_int4_weights(rows: int, group: int, kernel: str, compiled: lis
     linear = w4a16_layer(PackedW4(ints(n, k // 4, dtype=torch.int16), scales, group), None, SplitKWorkspace(META))
     linear(torch.empty(rows, k, dtype=torch.bfloat16, device=META))
     check(compiled, kernel)
+
+
+@pytest.mark.parametrize("rows", [1, pytest.param(8, marks=OTHER_SETTINGS), pytest.param(64, marks=OTHER_SETTINGS)])
+@pytest.mark.parametrize("bits", [pytest.param(2, marks=OTHER_SETTINGS), 3, 5, pytest.param(6, marks=OTHER_SETTINGS)])
+def test_gemms_of_other_packed_weights(bits: int, rows: int, compiled: list[Compiled]) -> None:
+    n, k, packing = 37888, 3584, PACKINGS[bits]
+    high = {3: ints(n, k // 16, dtype=torch.int16), 5: ints(n, k // 8, dtype=torch.uint8)}
+    high[6] = ints(n, k // 8, dtype=torch.int16)
+    pairs = torch.empty(n, k // (16 if bits == 2 else 32), 2, dtype=torch.bfloat16, device=META)
+    packed = PackedWeight(ints(n, k // packing.parts, dtype=torch.int16), high.get(bits), pairs, bits)
+    packed_layer(packed, None, SplitKWorkspace(META))(torch.empty(rows, k, dtype=torch.bfloat16, device=META))
+    check(compiled, "_packed_kernel" if rows == 64 or (bits == 5 and rows > 1) else "_rows_kernel")
 
 
 EXPERTS, INNER, HIDDEN, TOP_K = 128, 768, 2048, 8

@@ -37,13 +37,20 @@ def test_every_rule_is_found_somewhere(name: str) -> None:
     assert configs <= set(found)
 
 
+def test_every_rule_of_packed_rows_is_found_somewhere() -> None:
+    found = {
+        tuning.PACKED_ROWS.find(rows=rows, n_per_k=n / k, k=k, bits=bits, pair=pair)
+        for rows in (1, 2, 8, 9, 16, 32) for n, k in SHAPES for bits in range(2, 7) for pair in (32, 128)
+    }  # fmt: skip
+    assert {rule.config for rule in tuning.PACKED_ROWS.rules} | {None} == found
+
+
 def test_what_gains_nothing_is_left_to_other_kernels() -> None:
     assert tuning.SKINNY.find(64, 4608, 3584) is None
     assert tuning.SKINNY_GATED.find(65, 18944, 3584) is tuning.SKINNY_GATED.find(8, 3072, 3584) is None
     assert tuning.PRELOADED.find(65, 4096, 1024) is tuning.PRELOADED.find(64, 12288, 2048) is None
     assert tuning.PRELOADED.find(1, 37888, 3584) is None
     assert tuning.SLICED_K.find(17, 4608, 3584) is tuning.SLICED_K_GATED.find(9, 18944, 3584) is None
-    assert tuning.W4_ROWS.find(2, 4608, 3584) is tuning.W4_ROWS.find(9, 37888, 3584) is None
     assert tuning.PACKED_TILES.find(129, 4608, 3584) is tuning.PACKED_TILES.find(257, 37888, 3584) is None
 
 

@@ -101,17 +101,44 @@ SKINNY_8_BIT = GemmTable(
 MAX_FP8_ROWS = 192
 MAX_TWO_PLANE_ROWS = 256  # int8 weights and rows of 16 bits; with more, writing the weight out for cuBLAS is faster
 
-# Packed int4 weights and bfloat16 rows, `w4_skinny_gemm`, k a multiple of 128. 8192 columns are too many to read
-# before the wait. Two to eight rows: Qwen2.5-7B's gate_up in groups of 128 and of 32 takes 34 and 41 us, with tiles
-# 41 and 62; qkv, o and down are faster with those.
-W4_ROWS = GemmTable(
-    Rule(SlicedKConfig(32, 128, 4, 3), rows=at_most(1), n_per_k=above(2)),
-    Rule(SlicedKConfig(16, 128, 16, 2), rows=at_most(1), k=above(8192)),
-    Rule(SlicedKConfig(16, 128, 4, 3, ahead=4), rows=at_most(1)),
-    Rule(SlicedKConfig(64, 128, 4, 3), rows=at_most(8), n_per_k=above(2)),
-)
+# Packed weights and few rows of bfloat16, `packed_rows_gemm`. bits: of a weight. pair: columns of a pair of scales.
+# Qwen2.5-7B's qkv, o, gate_up, down at one row, us: 2 bits 12.4, 11.2, 45, 47 (with tiles 21, 20.5, 96, 67); 3 bits
+# 10.5, 9.7, 36.5, 29.9 (13.4, 13.2, 58, 43); 5 bits gate_up 46 (59); 6 bits 11.8, 9.9, 48, 34 (15.2, 11.5, 72, 41); 4
+# bits in groups of 32 9.2, 7.3, 30.5, 26, of 128 6.7, 6.4, 23, 21. What no rule has is faster with tiles.
+PACKED_ROWS = Table(
+    Rule(SlicedKConfig(32, 128, 4, 3), bits=at_most(2), rows=at_most(1), n_per_k=above(2)),
+    Rule(SlicedKConfig(16, 128, 8, 3, ahead=2), bits=at_most(2), rows=at_most(1), k=above(8192)),
+    Rule(SlicedKConfig(32, 128, 4, 3, ahead=2), bits=at_most(2), rows=at_most(1)),
+    Rule(SlicedKConfig(64, 128, 4, 3), bits=at_most(2), rows=at_most(8), n_per_k=above(2)),
+    Rule(SlicedKConfig(32, 128, 2, 3), bits=at_most(2), rows=at_most(8), k=at_most(8192)),
+    Rule(SlicedKConfig(32, 128, 2, 3), bits=at_most(3), rows=at_most(8), n_per_k=above(2)),
+    Rule(SlicedKConfig(16, 128, 4, 3, ahead=4), bits=between(2, 3), rows=at_most(1)),
+    Rule(SlicedKConfig(32, 128, 4, 3), bits=between(3, 4), rows=at_most(1), n_per_k=above(2)),
+    Rule(SlicedKConfig(16, 128, 8, 3, ahead=2), bits=between(3, 4), pair=at_most(32), rows=at_most(1), k=above(8192)),
+    Rule(SlicedKConfig(16, 128, 16, 3, ahead=1), bits=between(3, 4), rows=at_most(1), k=above(8192)),
+    Rule(
+        SlicedKConfig(16, 128, 8, 3, ahead=2), bits=between(3, 4), pair=at_most(32), rows=at_most(1),
+        n_per_k=at_most(1),
+    ),
+    Rule(SlicedKConfig(16, 128, 4, 3, ahead=4), bits=between(3, 4), rows=at_most(1)),
+    Rule(SlicedKConfig(64, 128, 4, 3), bits=between(3, 4), rows=at_most(8), n_per_k=above(2)),
+    Rule(SlicedKConfig(64, 128, 4, 3), bits=between(3, 4), pair=at_most(32), rows=at_most(16), n_per_k=above(2)),
+    Rule(
+        SlicedKConfig(16, 128, 4, 3, ahead=4), bits=between(3, 4), pair=at_most(32), rows=at_most(8), k=at_most(8192),
+        n_per_k=at_most(1),
+    ),
+    Rule(SlicedKConfig(32, 128, 2, 3), bits=between(4, 5), rows=at_most(1), n_per_k=above(2)),
+    Rule(
+        SlicedKConfig(16, 128, 4, 3, ahead=2), bits=between(4, 5), rows=at_most(1), k=at_most(8192),
+        n_per_k=at_most(1),
+    ),
+    Rule(SlicedKConfig(16, 128, 2, 3), bits=above(5), rows=at_most(1), n_per_k=above(2)),
+    Rule(SlicedKConfig(16, 128, 4, 3, ahead=4), bits=above(5), rows=at_most(1), n_per_k=above(1)),
+    Rule(SlicedKConfig(16, 128, 8, 3, ahead=2), bits=above(5), rows=at_most(1)),
+    Rule(SlicedKConfig(32, 128, 2, 3), bits=above(5), rows=at_most(8), n_per_k=above(2)),
+)  # fmt: skip
 
-# Packed weights of 4 to 6 bits and bfloat16 rows, `packed_gemm`. Qwen2.5-7B's qkv, o, gate_up, down of 4 bits in
+# Packed weights and bfloat16 rows, `packed_gemm`. Qwen2.5-7B's qkv, o, gate_up, down of 4 bits in
 # groups of 128 at 16 rows: 10.0, 9.0, 43, 23.9 us; at 64: 17.7, 13.3, 60, 40; at 128: 24, 19.9, 104, 58; written
 # out for cuBLAS, gate_up and down take 210 and 108 us at 128 rows. At 256 rows they take 158 and 99 us, written out
 # 244 and 120; qkv and o are faster written out (41 and 32, 27 and 26). Splits are as many as their workspace holds.
@@ -198,7 +225,7 @@ MAX_PREFETCHED_WEIGHTS = 1 << 23
 # `grouped_gemv`, us of gate_up and down: 2 tokens 24.9 + 14.1, 27.1 + 14.6 in tiles; 4 tokens 46.2 + 25.4, 46.3 +
 # 25.3; 8 tokens 89 + 48, 78 + 41. GATE_UP_ROW: alone (4, 256, 2, 1) takes 14.2 us and this 15.1; whole steps of one
 # row took 2.71 ms with that on one machine, 2.62 with this on another.
-# itemsize: bytes of a weight. Those of 4 bits, 0.5, are to be measured: their GEMVs have the settings of `W4_ROWS`,
+# itemsize: bytes of a weight. Those of 4 bits, 0.5, are to be measured: their GEMVs have settings of `PACKED_ROWS`,
 # their tiles those of 8 bits.
 FOUR_BITS = at_most(0.5)
 FOUR_BIT_ROW = GemvConfig(16, 512, num_warps=4, num_stages=3)

@@ -139,20 +139,13 @@ def split_row(x):
 
 
 @triton.jit
-def load_one_row(x_at, has_x):
-    """x of the four nibbles: one load for all. x_at: of the first, (chunks, 1, words)."""
-    return split_row(tl.load(x_at + (tl.arange(0, 4) * x_at.shape[2])[None, :, None], mask=has_x, other=0.0))
-
-
-@triton.jit
 def chunk_sums(
-    total, words, x, scale_at, has_scale, none, FORMAT: tl.constexpr, GROUP: tl.constexpr, COMPILED: tl.constexpr,
-    ADDS_ONCE: tl.constexpr = False,
-):  # fmt: skip
+    total, words, x, scale_at, has_scale, none, FORMAT: tl.constexpr, GROUP: tl.constexpr, COMPILED: tl.constexpr
+):
     """`total` and the products of one chunk, or of one each in a leading dimension: exact sums of groups, scaled.
 
     words: (..., columns, words of a chunk). x: of the four nibbles, (..., words, rows) each. scale_at: of the first
-    group, (..., columns). none: zeros (..., columns, rows), float32. ADDS_ONCE: both parts of a group as one number.
+    group, (..., columns). none: zeros (..., columns, rows), float32.
     """
     BIAS: tl.constexpr = 136.0 if COMPILED else 8.0  # of the unpacked weights
     NIBBLES: tl.constexpr = GROUP // words.shape[len(words.shape) - 1]  # of a group
@@ -172,11 +165,8 @@ def chunk_sums(
         stored = tl.expand_dims(scale_of(scales, group, has_scale, FORMAT, GROUPS), len(words.shape) - 1)
         if FORMAT == "int4":
             scale, zero = scale_and_zero(stored)
-            if ADDS_ONCE:
-                total += scale * dots + (zero - BIAS * scale) * sums
-            else:
-                total += scale * dots
-                total += (zero - BIAS * scale) * sums
+            total += scale * dots
+            total += (zero - BIAS * scale) * sums
         else:
             total += power_of_two(stored) * dots
     return total

@@ -1,10 +1,10 @@
-"""GEMMs of packed weights of 4 to 6 bits, dequantized to bfloat16 in registers, and writing such weights out.
+"""GEMMs of packed weights of 2 to 6 bits, dequantized to bfloat16 in registers, and writing such weights out.
 
     y_mn = sum_k w_nk x_mk + b_n;   w = (q - 2^(bits - 1)) s + z
 
-A tile of W is the M operand of `tl.dot`, read from registers, and x, padded to 16 rows, the N operand. The bits of q
-under the exponent of 128 are the bfloat16 128 + q. A difference, which is exact, and a fused multiply-add make the
-weight of it. It is rounded once, as where it is written out for cuBLAS, which is faster with many rows.
+A tile of W is the M operand of `tl.dot`, read from registers, and x, padded to 16 rows, the N operand. Of a bfloat16
+128 + q a difference, which is exact, and a fused multiply-add make the weight. It is rounded once, as where it is
+written out for cuBLAS, which is faster with many rows.
 
 Layout and reference: `kernels/quantization/packed_weights.py`.
 """
@@ -15,82 +15,25 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn import functional
 
 from kernels.gpu.gemm.split_k import SplitKWorkspace, reduce_splits
 from kernels.gpu.launching.launch import is_compiled, overlaps_launches, prefetch, wait_for_predecessor
 from kernels.gpu.launching.launch_configs import TileConfig
-from kernels.gpu.launching.tuning import MAX_PREFETCHED_WEIGHTS, PACKED_TILES
-from kernels.gpu.quantization.nibbles import scale_and_zero
-from kernels.quantization.packed_weights import CHUNKS, STEPS, PackedWeight
+from kernels.gpu.launching.tuning import MAX_PREFETCHED_WEIGHTS
+from kernels.gpu.quantization.packed_parts import (
+    check_packed,
+    chunks_of,
+    dequantize_part,
+    high_bits_of,
+    parts_of,
+    words_of,
+)
+from kernels.quantization.packed_weights import PackedWeight
 from kernels.quantization.w4a16_gemm import MAX_CHUNK
 
-MIN_PAIR_COLUMNS = 32
 PREFETCHED = tl.constexpr(512)  # words of a row
 LINE = tl.constexpr(64)  # words of a line of the L2 cache
 DEQUANTIZED_ROWS = 32  # that a program writes out
-
-
-@triton.constexpr_function
-def words_of(bits: int) -> int:
-    """Words of a chunk."""
-    return CHUNKS[bits] // 4
-
-
-@triton.constexpr_function
-def chunks_of(bits: int) -> int:
-    """Chunks of a step of K."""
-    return STEPS[bits] // CHUNKS[bits]
-
-
-@triton.constexpr_function
-def assembly(bits: int, part: int) -> str:
-    """Nibble `part` % 4 of two words, $1, with their pair, $2, and high bits, $4, as two weights of bfloat16."""
-    width, up = bits - 4, 4 - (bits - 4) * part
-    lines = [
-        ".reg .b32 t, h, s, m;",
-        f"shr.u32 t, $1, {part % 4 * 4};",
-        "lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA;",
-    ]
-    if width:
-        lines += [f"shl.b32 h, $4, {up};" if up >= 0 else f"shr.u32 h, $4, {-up};"]
-        lines += [f"lop3.b32 t, h, 0x{((1 << width) - 1) * 0x00100010:08X}, t, 0xEA;"]
-    lines += [f"mov.b32 m, 0x{0x43004300 + (0x00010001 << bits - 1):08X};", "sub.rn.bf16x2 t, t, m;"]
-    lines += [f"prmt.b32 s, $2, $2, 0x{3232 if bits == 6 and part % 2 else 1010};"]
-    if bits == 6:
-        lines += ["mul.rn.bf16x2 $0, t, s;"]
-    else:
-        lines += ["prmt.b32 m, $2, $2, 0x3232;", "fma.rn.bf16x2 $0, t, s, m;"]
-    return "{\n" + "\n".join(lines) + "\n}"
-
-
-@triton.jit
-def dequantize_part(words, high, pairs, BITS: tl.constexpr, PART: tl.constexpr, COMPILED: tl.constexpr):
-    """Weights (columns, words) of nibble PART % 4 of chunk PART // 4 of a step; float32 where interpreted.
-
-    words, high: (columns, words). pairs: (columns, 1).
-    """
-    if COMPILED:
-        TEXT: tl.constexpr = assembly(BITS, PART)
-        if BITS == 4:
-            weights = tl.inline_asm_elementwise(
-                TEXT, "=r,r,r,r", [words, pairs], dtype=tl.bfloat16, is_pure=True, pack=2
-            )
-        else:
-            weights = tl.inline_asm_elementwise(
-                TEXT, "=r,r,r,r,r", [words, pairs, high.to(tl.int16)], dtype=tl.bfloat16, is_pure=True, pack=2
-            )
-    else:
-        values = (words.to(tl.int32) >> PART % 4 * 4) & 15
-        if BITS > 4:
-            values |= ((high.to(tl.int32) >> (BITS - 4) * PART) & ((1 << BITS - 4) - 1)) << 4
-        weights = (values - (1 << BITS - 1)).to(tl.float32)
-        lower, upper = scale_and_zero(pairs)
-        if BITS == 6:
-            weights *= upper if PART % 2 else lower
-        else:
-            weights = weights * lower + upper
-    return weights
 
 
 @triton.jit(do_not_specialize_on_alignment=["M"])
@@ -103,8 +46,9 @@ def _packed_kernel(
     """PAIR: columns of a pair."""
     WORDS: tl.constexpr = words_of(BITS)
     CHUNKS: tl.constexpr = chunks_of(BITS)
-    STEP: tl.constexpr = CHUNKS * 4 * WORDS
-    PARTS: tl.constexpr = PAIR // WORDS  # nibbles that share a pair
+    PARTS: tl.constexpr = parts_of(BITS)
+    STEP: tl.constexpr = CHUNKS * PARTS * WORDS
+    SHARING: tl.constexpr = PAIR // WORDS  # parts that share a pair
     num_m = tl.cdiv(M, BLOCK_M)
     tile_m = tl.program_id(0) % num_m  # neighbours share a tile of W and run together
     columns = tl.program_id(0) // num_m * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -127,17 +71,17 @@ def _packed_kernel(
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for step in tl.range(first, tl.minimum(first + share, num_steps), num_stages=NUM_STAGES):
         high = 0
-        if BITS > 4 and EVEN:
+        if high_bits_of(BITS) > 0 and EVEN:
             high = tl.load(high_at + step * WORDS)
-        elif BITS > 4:
+        elif high_bits_of(BITS) > 0:
             high = tl.load(high_at + step * WORDS, mask=inside[:, None], other=0)
         for chunk in tl.static_range(CHUNKS):
             if EVEN:
                 words = tl.load(word_at + (step * CHUNKS + chunk) * WORDS)
             else:
                 words = tl.load(word_at + (step * CHUNKS + chunk) * WORDS, mask=inside[:, None], other=0)
-            for part in tl.static_range(chunk * 4, chunk * 4 + 4):
-                pairs = tl.load(pair_at + step * (STEP // PAIR) + part // PARTS, mask=inside, other=0)[:, None]
+            for part in tl.static_range(chunk * PARTS, chunk * PARTS + PARTS):
+                pairs = tl.load(pair_at + step * (STEP // PAIR) + part // SHARING, mask=inside, other=0)[:, None]
                 x = tl.load(x_at + step * STEP + part * WORDS, mask=has_row, other=0.0)
                 weights = dequantize_part(words, high, pairs, BITS, part, COMPILED)
                 total = tl.dot(weights, tl.trans(x).to(weights.dtype), total, input_precision="ieee")
@@ -158,31 +102,23 @@ def _write_out_kernel(
     """A program writes a step of several rows."""
     WORDS: tl.constexpr = words_of(BITS)
     CHUNKS: tl.constexpr = chunks_of(BITS)
-    STEP: tl.constexpr = CHUNKS * 4 * WORDS
+    PARTS: tl.constexpr = parts_of(BITS)
+    STEP: tl.constexpr = CHUNKS * PARTS * WORDS
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = rows < N
     at = rows.to(tl.int64) * num_steps + tl.program_id(1)
     offsets = tl.arange(0, WORDS)[None, :]
     high = 0
-    if BITS > 4:
+    if high_bits_of(BITS) > 0:
         high = tl.load(high_ptr + at[:, None] * WORDS + offsets, mask=inside[:, None], other=0)
     for chunk in tl.static_range(CHUNKS):
         words_at = (at[:, None] * CHUNKS + chunk) * WORDS + offsets
         words = tl.load(words_ptr + words_at, mask=inside[:, None], other=0)
-        for part in tl.static_range(chunk * 4, chunk * 4 + 4):
+        for part in tl.static_range(chunk * PARTS, chunk * PARTS + PARTS):
             pairs = tl.load(pairs_ptr + at * (STEP // PAIR) + part * WORDS // PAIR, mask=inside, other=0)[:, None]
             weights = dequantize_part(words, high, pairs, BITS, part, COMPILED)
             outputs = out_ptr + at[:, None] * STEP + part * WORDS + offsets
             tl.store(outputs, weights.to(out_ptr.dtype.element_ty), mask=inside[:, None])
-
-
-def packed_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, workspace: SplitKWorkspace) -> Tensor:
-    """x (rows, in), columns of stride 1 -> (rows, out) in the dtype of x, by the faster way."""
-    if x.dtype == torch.bfloat16:
-        config = PACKED_TILES.find(x.shape[0], packed.words.shape[0], x.shape[1])
-        if config is not None:
-            return packed_gemm(x, packed, bias, workspace, config)
-    return functional.linear(x, write_out(packed, x.dtype), bias)
 
 
 def packed_gemm(
@@ -193,7 +129,7 @@ def packed_gemm(
     The config's stages are of 128 columns, as many as its block_k.
     """
     (num_rows, k), n = x.shape, packed.words.shape[0]
-    step = check(packed)
+    step = check_packed(packed)
     block_m = max(16, min(config.block_m, triton.next_power_of_2(num_rows)))
     num_tiles = triton.cdiv(n, config.block_n) * triton.cdiv(num_rows, block_m)
     workspace.check(num_tiles, config.block_n * block_m, config.split_k)
@@ -213,7 +149,7 @@ def packed_gemm(
 
 def write_out(packed: PackedWeight, dtype: torch.dtype) -> Tensor:
     """(out, in), for GEMMs of many rows; of bfloat16 precision."""
-    n, step = packed.words.shape[0], check(packed)
+    n, step = packed.words.shape[0], check_packed(packed)
     out = torch.empty(n, packed.num_columns, dtype=dtype, device=packed.words.device)
     _write_out_kernel[(triton.cdiv(n, DEQUANTIZED_ROWS), packed.num_columns // step)](
         packed.words, packed.words if packed.high is None else packed.high, packed.pairs.view(torch.int32), out, n,
@@ -221,14 +157,3 @@ def write_out(packed: PackedWeight, dtype: torch.dtype) -> Tensor:
         COMPILED=is_compiled(out), num_warps=4,
     )  # fmt: skip
     return out
-
-
-def check(packed: PackedWeight) -> int:
-    """Columns of a step of K. Raises ValueError for columns or pairs that the kernels do not take."""
-    step = STEPS[packed.bits]
-    if packed.num_columns % step or packed.pair_columns < MIN_PAIR_COLUMNS:
-        raise ValueError(
-            f"{packed.num_columns} columns, {packed.pair_columns} to a pair: they take multiples of {step} and at "
-            f"least {MIN_PAIR_COLUMNS}"
-        )
-    return step

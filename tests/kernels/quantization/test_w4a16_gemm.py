@@ -6,8 +6,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.gpu.gemm.split_k import SplitKWorkspace
-from kernels.gpu.launching.launch_configs import SlicedKConfig
-from kernels.gpu.quantization.w4a16_gemm import dequantize, w4_skinny_gemm, w4a16_linear
+from kernels.gpu.quantization.packed_linear import w4a16_linear
+from kernels.gpu.quantization.w4a16_gemm import dequantize
 from kernels.quantization.w4a16_gemm import PackedW4, dequantize_w4, pack_w4
 from kernels.quantization.w4a16_gemm import w4a16_linear as reference
 from tests.kernels.helpers import BFLOAT16_BOUND, relative_error
@@ -62,26 +62,6 @@ def test_equals_the_reference(rows: int, n: int, k: int, group: int, has_bias: b
     assert relative_error(out, expected) < BFLOAT16_BOUND
 
 
-@pytest.mark.parametrize("rows", [1, 3, 19])
-@pytest.mark.parametrize("ahead", [0, 1])
-def test_few_rows(rows: int, ahead: int, device: torch.device) -> None:
-    packed = packed_of(37, 384, 32, device)
-    x = torch.randn(rows, 384, device=device).bfloat16()
-    expected = functional.linear(x.double(), dequantize_w4(packed, torch.float64))
-    assert (
-        relative_error(w4_skinny_gemm(x, packed, None, SlicedKConfig(16, 128, 2, 2, ahead, 4)), expected)
-        < BFLOAT16_BOUND
-    )
-
-
-def test_activations_far_from_zero(device: torch.device) -> None:
-    """What all columns have in common is added in float32, not rounded with the weights."""
-    packed = packed_of(32, 512, 128, device)
-    x = (torch.randn(2, 512, device=device) + 30).bfloat16()
-    expected = functional.linear(x.double(), dequantize_w4(packed, torch.float64))
-    assert relative_error(w4_skinny_gemm(x, packed, None, SlicedKConfig(16, 128, 2, 2)), expected) < BFLOAT16_BOUND
-
-
 @pytest.mark.parametrize(
     ("rows", "k", "dtype"), [(300, 128, torch.bfloat16), (3, 64, torch.float32), (1, 128, torch.float16)]
 )
@@ -92,9 +72,3 @@ def test_others_go_through_the_plain_gemm(rows: int, k: int, dtype: torch.dtype,
     assert (
         relative_error(w4a16_linear(x, packed, None, SplitKWorkspace(device)), reference(x.float(), packed)) < bound
     )
-
-
-def test_what_does_not_fit_is_refused(device: torch.device) -> None:
-    packed = packed_of(48, 64, 32, device)
-    with pytest.raises(ValueError, match="too many"):
-        w4_skinny_gemm(torch.randn(2, 64, device=device).bfloat16(), packed, None, SlicedKConfig(16, 128))
