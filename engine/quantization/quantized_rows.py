@@ -23,7 +23,7 @@ Made = tuple[Linear, str]  # of rows, and what it is in a few words
 class QuantizedRows:
     """w[i, order[j]] = (values[i, j] - middle) * scales[i, g] + offsets[i, g],  g = j // group_size.
 
-    values (rows, columns): uint8 of `bits`, 4 to 6, with middle 2^(bits - 1); or int8 or e4m3 with middle 0. scales,
+    values (rows, columns): uint8 of `bits`, 2 to 6, with middle 2^(bits - 1); or int8 or e4m3 with middle 0. scales,
     offsets: float32 (rows, groups). offsets None: zero. order (columns,): None: as they are; an input that is named
     more than once has a weight of zero but in one place. The last group may be short.
     quantizes_inputs: the GEMM may quantize its inputs to 8 bits.

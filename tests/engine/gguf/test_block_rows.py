@@ -42,8 +42,8 @@ def test_rows_are_what_the_gguf_package_reads(kind: gguf.GGMLQuantizationType) -
     assert bool((error <= 0.08 * step + of_offset + 1e-6).all())
 
 
-@pytest.mark.parametrize("kind", [gguf.GGMLQuantizationType.Q5_K, gguf.GGMLQuantizationType.Q6_K])
-def test_wider_rows_are_what_the_gguf_package_reads(kind: gguf.GGMLQuantizationType) -> None:
+@pytest.mark.parametrize("kind", [getattr(gguf.GGMLQuantizationType, f"Q{bits}_K") for bits in (2, 3, 5, 6)])
+def test_rows_of_other_widths_are_what_the_gguf_package_reads(kind: gguf.GGMLQuantizationType) -> None:
     raw = raw_rows(kind, 8, 512)
     expected = torch.from_numpy(gguf.dequantize(raw.numpy(), kind))
     rows = block_rows(raw, int(kind))

@@ -32,7 +32,7 @@ class DequantizedLinears(ReferenceLinears):
         return Linear(rows.dequantize(torch.float32), bias), "plain"
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"])
 def test_tokens_equal_those_of_dequantized_blocks(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32, where nothing else is rounded."""
     use_small_tiles(monkeypatch, 2)
