@@ -28,6 +28,7 @@ PACKED_BYTES = {
     "w4a8": 0.53125, "w4a16": 0.53125, "w8a8": 1.0, "w8a16": 1.0, "fp8": 1.0, "fp8a16": 1.0,
     "gguf": 0.5625,  # Q4_0 and Q4_K, the smallest of the common types
 }  # fmt: skip
+MXFP4_BYTES = 0.53125  # of experts alone
 COMPRESSED_TENSORS = "compressed-tensors-"  # before names of schemes, joined by "+"
 
 
@@ -62,13 +63,27 @@ def num_weights(config: ModelConfig, num_tokens: int = 1) -> int:
     for block in model.blocks:
         held = sum(ref.layer.weight.numel() for ref in block.linears())
         if isinstance(block, Moe):
-            num_experts = len(block.experts)
-            idle = num_experts * (1 - block.num_chosen / num_experts) ** num_tokens
-            held -= round(idle * 3 * config.hidden_size * block.rule.intermediate_size)
+            held -= len(block.experts) * _expert_size(block, config) - _num_read(block, config, num_tokens)
         if isinstance(block, LatentAttention):
             held += block.kv_b.numel()
         total += held
     return total
+
+
+def num_expert_weights(config: ModelConfig, num_tokens: int) -> int:
+    """Those of `num_weights` that are in experts."""
+    model, _ = family_of(config.architecture).skeleton(config)
+    return sum(_num_read(block, config, num_tokens) for block in model.blocks if isinstance(block, Moe))
+
+
+def _num_read(block: Moe, config: ModelConfig, num_tokens: int) -> int:
+    num_experts = len(block.experts)
+    idle = num_experts * (1 - block.num_chosen / num_experts) ** num_tokens
+    return round((num_experts - idle) * _expert_size(block, config))
+
+
+def _expert_size(block: Moe, config: ModelConfig) -> int:
+    return 3 * config.hidden_size * block.rule.intermediate_size
 
 
 def weight_bytes(config: ModelConfig, dtype: str, quantization: str, num_tokens: int = 1) -> float:
@@ -85,6 +100,8 @@ def weight_bytes(config: ModelConfig, dtype: str, quantization: str, num_tokens:
     if quantization in MODE_BYTES or quantization == "none":
         each = MODE_BYTES.get(quantization, plain)
         return inner * each + head * HEAD_BYTES.get(quantization, each)
+    if quantization == "mxfp4":
+        return (inner + head) * plain - num_expert_weights(config, num_tokens) * (plain - MXFP4_BYTES)
     schemes = quantization.removeprefix(COMPRESSED_TENSORS).split("+")
     return inner * min(PACKED_BYTES[scheme] for scheme in schemes) + head * plain
 

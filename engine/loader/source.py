@@ -103,9 +103,10 @@ def open_source(files: ModelFiles, engine_config: EngineConfig, dtype: torch.dty
         config = with_latent(config, replace(config.latent, form=engine_config.mla))
     quantized = _quantized(raw)
     if engine_config.load_format == "dummy":
-        if quantized is not None and quantized.label:
-            logger.info("random weights are plain, not %s; --quant-mode quantizes them", quantized.label)
-        return _random(family, config, dtype, device)
+        dummy = _random(family, config, dtype, device)
+        if quantized is not None:
+            return replace(dummy, weights=quantized.random(dummy.weights, family.skeleton(config)[1], device))
+        return dummy
     config = replace(config, rope=config.rope.within(config.context_length(engine_config.max_model_len)))
     tensors = SafetensorsWeights(files.path, dtype, device)
     if tensors.prefix:  # no head, which an embedding does without

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
+
+import torch
 
 from engine.layers.weights import PartSource, WeightSource
 from engine.loader.checkpoint import Check, Shape, check_weights
@@ -12,10 +15,12 @@ from engine.loader.fused import StoredRows
 from engine.loader.safetensors import SafetensorsWeights
 from engine.models.config import PLAIN_BITS
 from engine.quantization.bitsandbytes import BitsAndBytesWeights, bits_of, is_bitsandbytes
-from engine.quantization.mxfp4 import Mxfp4Weights
+from engine.quantization.mxfp4 import Mxfp4Weights, RandomMxfp4Weights
 from engine.quantization.packed_checkpoint import PackedWeights
 from engine.quantization.schemes import is_mxfp4, quantization_from_hf
 from engine.quantization.unstacked_experts import UnstackedExperts
+
+logger = logging.getLogger(__name__)
 
 
 class QuantizedCheckpoint:
@@ -28,7 +33,8 @@ class QuantizedCheckpoint:
         """raw: config.json. Raises UnsupportedModelError, naming what is supported."""
         config = raw.get("quantization_config")
         self._is_bitsandbytes = is_bitsandbytes(config)
-        is_other = self._is_bitsandbytes or is_mxfp4(raw)
+        self._is_mxfp4 = not self._is_bitsandbytes and is_mxfp4(raw)
+        is_other = self._is_bitsandbytes or self._is_mxfp4
         self._quantization = None if is_other else quantization_from_hf(raw)
         self.label, self.bits, self.held_bits = "", 4, 4
         if isinstance(config, Mapping) and self._is_bitsandbytes:
@@ -46,6 +52,14 @@ class QuantizedCheckpoint:
         weights, check = self._open(tensors, rows)
         unstacked = UnstackedExperts(weights, check, needed, tensors.shapes)
         return (unstacked, unstacked.check) if unstacked.is_needed else (weights, check)
+
+    def random(self, plain: WeightSource, needed: Mapping[str, Shape], device: torch.device) -> WeightSource:
+        """Random weights in this format, where there are any; else plain ones."""
+        if self._is_mxfp4:
+            return RandomMxfp4Weights(plain, needed, device)
+        if self.label:
+            logger.info("random weights are plain, not %s; --quant-mode quantizes them", self.label)
+        return plain
 
     def _open(self, tensors: SafetensorsWeights, rows: Mapping[str, StoredRows]) -> tuple[PartSource, Check]:
         if self._is_bitsandbytes:

@@ -197,8 +197,9 @@ def choose_conversion(
     made = None if mode == "none" else linears_of(dtype, device)
     if has_int4 and mode == "int4-weight":
         return QuantizedConversion(mode, made, weights, True, "int8-weight", dtype)
-    is_mxfp4 = is_auto and isinstance(weights, Mxfp4Source) and can_keep_on_gpu(dtype, device)
-    return QuantizedConversion(mode, made, weights, is_mxfp4, dtype=dtype)
+    if is_auto and isinstance(weights, Mxfp4Source) and can_keep_on_gpu(dtype, device):
+        return QuantizedConversion("mxfp4", made, weights, True, mode, dtype)
+    return QuantizedConversion(mode, made, weights, False, dtype=dtype)
 
 
 def linears_of(dtype: torch.dtype, device: torch.device) -> CpuLinears | GpuLinears:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from torch.nn import functional
 from common.errors import ConfigError
 from engine.layers.block import Block
 from engine.layers.linear import Linear
-from engine.layers.weights import Part, PartSource
+from engine.layers.weights import Part, PartSource, WeightSource
 from engine.loader.checkpoint import Shape
 from engine.loader.safetensors import SafetensorsWeights
 from engine.moe.stacked_moe import StackedMoe
@@ -119,6 +120,36 @@ class Mxfp4Weights(Mxfp4Source):
         part = experts, rows, groups
         blocks = self._tensors.read(name + BLOCKS, (*part, range(GROUP_SIZE // 2)))
         return blocks, self._tensors.read(name + SCALES, part)
+
+
+class RandomMxfp4Weights(Mxfp4Source):
+    """Random numbers of experts, whose weights have three dimensions, and other weights of `plain`."""
+
+    def __init__(self, plain: WeightSource, shapes: Mapping[str, Shape], device: torch.device) -> None:
+        self._plain, self._shapes, self._device = plain, shapes, device
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]:
+        return self._shapes
+
+    def is_packed(self, name: str) -> bool:
+        return len(self._shapes[name]) == 3
+
+    def take_part(self, name: str, part: Part) -> Tensor:
+        """See PartSource."""
+        weight = self._plain.take(name, self._shapes[name])
+        return weight[tuple(slice(indices.start, indices.stop) for indices in part)].contiguous()
+
+    def read(self, name: str, experts: range, rows: range, groups: range) -> tuple[Tensor, Tensor]:
+        """See Mxfp4Source. Numbers have a standard deviation of about 0.02; an expert's are the same on all ranks."""
+        _, num_columns, num_rows = self._shapes[name]
+        whole, found = (num_rows, -(-num_columns // GROUP_SIZE), GROUP_SIZE // 2), []
+        for expert in experts:
+            generator = torch.Generator(self._device).manual_seed(crc32(f"{name} {expert}".encode()))
+            blocks = torch.randint(0, 256, whole, dtype=torch.uint8, device=self._device, generator=generator)
+            found.append(blocks[rows.start : rows.stop, groups.start : groups.stop])
+        blocks = torch.stack(found)
+        return blocks, torch.full_like(blocks[..., 0], EXPONENT_BIAS - 7)
 
 
 def filled_columns(columns: range) -> tuple[int, int]:

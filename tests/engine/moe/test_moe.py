@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.profile.floors import num_weights
+from benchmarks.profile.floors import num_weights, weight_bytes
 from common.errors import ConfigError, UnsupportedModelError
 from engine.config import EngineConfig
 from engine.loader.load import load_model
@@ -127,3 +127,8 @@ def test_a_token_passes_through_the_experts_that_it_chooses(path: Path) -> None:
     assert config.moe is not None
     more = replace(config, moe=replace(config.moe, num_experts=400))
     assert num_weights(more) == num_weights(config)
+    num_moved = (
+        config.num_layers * config.moe.num_experts_per_token * 3 * config.hidden_size * config.moe.intermediate_size
+    )
+    kept = weight_bytes(config, "bfloat16", "none") - weight_bytes(config, "bfloat16", "mxfp4")
+    assert kept == num_moved * (2 - 0.53125)

@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from common.errors import ConfigError
+from engine.loader.random_weights import RandomWeights
 from engine.loader.safetensors import SafetensorsWeights
-from engine.quantization.mxfp4 import BLOCKS, SCALES, Mxfp4Weights, dequantize, filled_columns
+from engine.quantization.mxfp4 import BLOCKS, SCALES, Mxfp4Weights, RandomMxfp4Weights, dequantize, filled_columns
 from tests.engine.driving import Driver, directory, make_runner, open_model, random_prompt
 from tests.engine.tiny_models import GPT_OSS, VOCAB_SIZE, TinyModel
 
@@ -42,6 +43,17 @@ def test_parts_are_those_of_the_dequantized_weight(tmp_path: Path) -> None:
     for columns in (range(96), range(48, 96), range(24, 48), range(8, 9)):
         part = weights.take_part("down_proj", (range(1, 3), columns, range(12, 24)))
         assert torch.equal(part, whole[1:3, columns.start : columns.stop, 12:24])
+
+
+def test_random_experts_are_the_same_on_all_ranks() -> None:
+    name, cpu = "gate_up_proj", torch.device("cpu")
+    weights = RandomMxfp4Weights(RandomWeights(torch.float32, cpu), {name: (3, 64, 48)}, cpu)
+    blocks, scales = weights.read(name, range(3), range(48), range(2))
+    part = weights.read(name, range(1, 3), range(12, 24), range(1, 2))
+    assert torch.equal(part[0], blocks[1:, 12:24, 1:])
+    assert torch.equal(part[1], scales[1:, 12:24, 1:])
+    assert not torch.equal(blocks[0], blocks[1])
+    assert 0.02 < float(dequantize(blocks, scales, torch.float32).std()) < 0.026
 
 
 @pytest.mark.parametrize("count", [2880, 1440, 720, 360])

@@ -134,6 +134,15 @@ def test_tokens_of_mxfp4_equal_those_of_its_weights(tmp_path: Path, monkeypatch:
     assert {block.stacked.down.itemsize for block in experts_of(runner)} == {0.5}
 
 
+def test_random_weights_of_an_mxfp4_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save_mxfp4(tmp_path)
+    (model / "model.safetensors").unlink()
+    monkeypatch.setattr(conversion, "can_keep_on_gpu", lambda *_: True)
+    made, runner = open_gpu(model, monkeypatch, GpuConfig(), quant_mode="auto", load_format="dummy")
+    assert {block.stacked.down.itemsize for block in experts_of(runner)} == {0.5}
+    assert all(generate(made, PARAMS, PROMPTS))
+
+
 def test_tokens_of_experts_that_lie_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As GPTQModel cuts gpt-oss's apart: dequantized, they are stacked as plain ones are."""
     use_small_tiles(monkeypatch, 2)
