@@ -21,7 +21,7 @@ from triton.runtime.errors import OutOfResources
 
 from benchmarks.kernels.expert_weights import MAKERS, SHAPES, Shape, Weights, weights_of
 from benchmarks.kernels.timing import compile_ahead, graph_seconds, read_bandwidth, report, sweep
-from kernels.gpu.launching.launch_configs import GemvConfig, TileConfig, found
+from kernels.gpu.launching.launch_configs import GemvConfig, Table, TileConfig, found
 from kernels.gpu.launching.tuning import (
     DOWN_PAIRS,
     DOWN_ROW,
@@ -114,8 +114,12 @@ class Layer:
             add_down_of_row(self.inside, self.down.weight, chosen, shares, config, self.x, self.down.scales)
 
     def both_of_row(self, index: int) -> None:
-        self.row(index, found(GATE_UP_ROW.find(itemsize=self.gate_up.itemsize)), True)
-        self.row(index, found(DOWN_ROW.find(itemsize=self.down.itemsize)), False)
+        self.row(index, self.setting(GATE_UP_ROW, True), True)
+        self.row(index, self.setting(DOWN_ROW, False), False)
+
+    def setting(self, table: Table[GemvConfig], is_gate_up: bool) -> GemvConfig:
+        weights = self.gate_up if is_gate_up else self.down
+        return found(table.find(itemsize=weights.itemsize, columns=columns_of(weights.weight)))
 
     def gemm(self, index: int, config: TileConfig, is_gate_up: bool) -> None:
         (shares, chosen), top_k = self.routes[index], self.shape.top_k
@@ -212,10 +216,10 @@ def figures_of(
         of_pairs = functools.partial(layer.gemv, is_gate_up=is_gate_up)
         of_tiles = functools.partial(layer.gemm, is_gate_up=is_gate_up)
         if num_tokens == 1:
-            config = found(row.find(itemsize=itemsize))
+            config = layer.setting(row, is_gate_up)
             figures[f"{name}_row_us"] = seconds(functools.partial(of_row, config=config)) * 1e6
         if num_pairs <= MAX_PAIRS:
-            config = found(pair.find(itemsize=itemsize))
+            config = layer.setting(pair, is_gate_up)
             figures[f"{name}_pairs_us"] = seconds(functools.partial(of_pairs, config=config)) * 1e6
         load = num_pairs / layer.shape.num_experts
         tile_config = tile.find(pairs_per_expert=load, itemsize=itemsize, columns=layer.shape.inner)

@@ -20,7 +20,7 @@ from engine.layers.linear import Linear
 from engine.moe.moe import Moe
 from engine.quantization.gpu_linears import W8A16, dequantized
 from kernels.gpu.gemm.split_k import SplitKWorkspace
-from kernels.gpu.launching.launch_configs import TileConfig, found
+from kernels.gpu.launching.launch_configs import GemvConfig, Table, TileConfig, found
 from kernels.gpu.launching.tuning import (
     DOWN_PAIRS,
     DOWN_ROW,
@@ -251,8 +251,7 @@ def outputs(
     gate_up, down, gate = experts.gate_up, experts.down, experts.gate
     num_experts, top_k, num_pairs = gate_up.weight.shape[0], chosen.shape[1], chosen.numel()
     if num_pairs <= min(MAX_PAIRS, MAX_PAIRS_PER_EXPERT * num_experts):
-        gate_up_pairs = found(GATE_UP_PAIRS.find(itemsize=gate_up.itemsize))
-        down_pairs = found(DOWN_PAIRS.find(itemsize=down.itemsize))
+        gate_up_pairs, down_pairs = setting_of(GATE_UP_PAIRS, gate_up), setting_of(DOWN_PAIRS, down)
         inside = grouped_gemv(
             x, gate_up.weight, chosen, gate_up_pairs, top_k, scales=gate_up.scales, bias=gate_up.bias, gate=gate
         )  # fmt: skip
@@ -300,12 +299,15 @@ def is_listed(num_tokens: int, num_choices: int) -> bool:
     return num_tokens > MAX_UNSORTED and num_tokens * num_choices > MAX_PAIRS
 
 
+def setting_of(table: Table[GemvConfig], weights: Stack) -> GemvConfig:
+    return found(table.find(itemsize=weights.itemsize, columns=columns_of(weights.weight)))
+
+
 def moe_of_row(block: Moe, experts: StackedExperts, logits_of: Gemm) -> Callable[[Tensor, GpuStep], None]:
     """Adds the block's output to a residual (1, hidden). logits_of: the router, given the residual, not normed."""
     gate_up, down = experts.gate_up, experts.down
     top_k, choose = block.num_chosen + experts.num_shared, chooser(block, experts.num_shared)
-    row = found(GATE_UP_ROW.find(itemsize=gate_up.itemsize))
-    down_row = found(DOWN_ROW.find(itemsize=down.itemsize))
+    row, down_row = setting_of(GATE_UP_ROW, gate_up), setting_of(DOWN_ROW, down)
 
     def add(residual: Tensor, step: GpuStep) -> None:
         shares, chosen = choose(logits_of(residual), step)

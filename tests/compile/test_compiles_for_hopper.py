@@ -252,7 +252,7 @@ def test_grouped_gemms_of_packed_experts(
     of_groups = torch.empty(EXPERTS, 2 * INNER, *scales, dtype=scales_dtype, device=META)
     itemsize = bytes_of(weight)
     few, many = (torch.empty(num_tokens, HIDDEN, dtype=torch.bfloat16, device=META) for num_tokens in (2, 8192))
-    pairs = found(GATE_UP_PAIRS.find(itemsize=itemsize))
+    pairs = found(GATE_UP_PAIRS.find(itemsize=itemsize, columns=HIDDEN))
     grouped_gemv(few, weight, ints(2, TOP_K), pairs, TOP_K, scales=of_groups)
     tile = found(GROUPED_GATE_UP.find(pairs_per_expert=8192 * TOP_K / EXPERTS, itemsize=itemsize))
     grouped_gemm(many, weight, SortedPairs(ints(8192 * TOP_K), ints(EXPERTS)), tile, TOP_K, scales=of_groups)
@@ -276,7 +276,7 @@ def test_mxfp4_experts_with_biases_and_a_clamped_gate(all_tokens: tuple[int, ...
         return torch.empty(rows, top_k, dtype=torch.float32, device=META)
 
     (gate_up, scales, bias), (down, down_scales, down_bias) = weights(2 * inner), weights(n)
-    row, down_row = found(GATE_UP_ROW.find(itemsize=0.5)), found(DOWN_ROW.find(itemsize=0.5))
+    row, down_row = (found(table.find(itemsize=0.5, columns=n)) for table in (GATE_UP_ROW, DOWN_ROW))
     x, inside = hidden(1), hidden(top_k, inner)
     grouped_gemv(x, gate_up, ints(1, top_k), row, top_k, norm=x[0], eps=1e-5, scales=scales, bias=bias, gate=gate)
     add_down_of_row(inside, down, ints(1, top_k), shares(1), down_row, x, down_scales, down_bias)
