@@ -9,15 +9,22 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from common.errors import ConfigError, EngineError
 from engine import LLM, SamplingParams
+from engine.assembly import EngineParts
 from engine.engine import DeviceLostError
 from engine.pipeline_parallel.remote_stage import TOKEN_VARIABLE
 from tests.cluster.test_two_hosts import THERE, OtherHost, other_host  # noqa: F401 - a fixture
 from tests.cluster.wings.test_tensor_parallel import GREEDY, PROMPTS, complete
+from tests.engine.bidirectional.test_bidirectional import expected, saved
+from tests.engine.driving import serve
+from tests.engine.pooling.test_vectors import assert_close, engine, prompts_of, vectors
+from tests.engine.test_combinations import MODELS, open_engine
+from tests.engine.test_combinations import PROMPTS as IDS
 from tests.harness.cluster import ROOT, free_ports, running_cluster
 from tests.harness.processes import followers_of, until_gone
 from tests.harness.waiting import wait_until
@@ -82,6 +89,28 @@ def test_an_engine_and_the_next_one(stage: Stage, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv(TOKEN_VARIABLE, "another")
     with pytest.raises(ConfigError, match="another cluster token"):
         LLM("dry-run", pp=2, stage_address=stage.address, **SETTINGS)
+
+
+@pytest.mark.parametrize("name", ["latents and experts", "packed", "gguf"])
+def test_models_of_all_kinds(name: str, tmp_path: Path, stage: Stage) -> None:
+    save, settings, _ = MODELS[name]
+    path = save(tmp_path / "m")
+    plain = open_engine(path, **settings)
+    staged = open_engine(path, pp=2, stage_address=stage.address, **settings)
+    assert stage.follower()
+    assert staged.quantization == plain.quantization
+    assert tokens_of(staged) == tokens_of(plain)
+
+
+def tokens_of(parts: EngineParts) -> list[list[int]]:
+    return [request.output_token_ids for request in serve(parts.engine, IDS, GREEDY.max_tokens)]
+
+
+def test_a_stage_of_attention_to_later_tokens(tmp_path: Path, stage: Stage) -> None:
+    """With windows, which each stage has in some of its layers."""
+    made = engine(saved("embeddinggemma", tmp_path), pp=2, stage_address=stage.address, num_gpu_blocks=256)
+    assert stage.follower()
+    assert_close(vectors(made, prompts_of(), "mean"), expected("embeddinggemma", prompts_of(), "mean"))
 
 
 def test_a_stage_ends_with_its_engine(stage: Stage) -> None:
