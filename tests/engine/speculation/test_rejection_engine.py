@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,13 +25,15 @@ from engine.request import SamplingParams
 from engine.speculation import rejection
 from engine.speculation.draft_length import DraftLengths
 from tests.engine.driving import num_drafts
+from tests.engine.expert_balancing.balancing import balancing_of
 from tests.engine.speculation.chi_square import fit_together
 from tests.engine.speculation.eagle.heads import DRAFT_VOCAB, RandomHead
 from tests.engine.speculation.test_draft_model import assert_all_is_free
 from tests.engine.speculation.test_engine import PARAMS, PLAIN, PROMPTS, SETTINGS, open_parts, run
 from tests.engine.speculation.test_rejection import accept_all
 from tests.engine.test_combinations import MODELS
-from tests.engine.tiny_models import TINY_MODELS
+from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE
+from tests.engine.transformers_models.hf_families import FAMILIES
 from tests.harness.adapters import write_adapter
 from tests.harness.waiting import wait_until
 
@@ -186,6 +189,32 @@ def test_models_of_all_kinds(name: str, tmp_path: Path, paths: dict[str, str]) -
     found, parts = answer(speculative=f"draft:{path}", **REJECTION)
     assert found == expected
     assert num_drafts(parts.engine)[1] > 0
+
+
+@pytest.mark.wing("engine.transformers_models")
+def test_answers_by_transformers_code(paths: dict[str, str], tmp_path: Path) -> None:
+    """Distributed as without drafts, which a draft model by our own code proposes."""
+    target = str(replace(FAMILIES["gpt_neox"], changes={"vocab_size": VOCAB_SIZE}).save(tmp_path))
+    parts = drafted_by({**paths, "target": target}, "draft")
+    assert type(parts.runner).__name__ == "TransformersRunner"
+    found = answers(parts, SAMPLED, range(NUM_SEEDS))
+    assert num_drafts(parts.engine)[1] > NUM_SEEDS / 5
+    assert likelihood(found, plain_answers(target, "temperature"), SAMPLED) > LIKELY
+
+
+@pytest.mark.wing("engine.expert_balancing")
+def test_experts_are_counted_of_drafts_that_are_verified(tmp_path: Path) -> None:
+    """Rejected ones among them, and none of those that the draft model chooses itself; no answer changes."""
+    target, other = (str(TINY_MODELS[name].save(tmp_path / name)) for name in ("qwen3-moe", "qwen2-moe"))
+    models, loads = {"target": target, "draft": f"draft:{other}"}, tmp_path / "loads.json"
+    expected = answers(drafted_by(models, "draft"), SAMPLED, range(NUM_SEEDS))
+    parts = drafted_by(models, "draft", expert_load_file=str(loads))
+    assert answers(parts, SAMPLED, range(NUM_SEEDS)) == expected
+    drafted, accepted = num_drafts(parts.engine)
+    assert 0 < accepted < drafted
+    balancing_of(parts).loads.write()
+    num_computed = NUM_SEEDS * (3 + NUM_TOKENS - 1) + drafted - accepted  # a token has three experts
+    assert [sum(layer) for layer in json.loads(loads.read_text())["layers"]] == [3 * num_computed] * 3
 
 
 def test_seeds_that_the_engine_draws(paths: dict[str, str]) -> None:
