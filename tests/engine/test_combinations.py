@@ -9,7 +9,9 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -177,23 +179,41 @@ def test_ranks_and_stages_with_drafts_and_8_bit_blocks(monkeypatch: pytest.Monke
     check(test_pipeline.open_stages(Path("dry-run"), 2, monkeypatch, **settings), tokens, logprobs)
 
 
-def test_ranks_that_dispatch_to_placed_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With replicas, of a model with windows; drafts, objectives, and blocks that are swapped."""
-    save, settings, num_blocks = MODELS["windows and experts"]
-    path, loads = save(tmp_path / "m"), tmp_path / "loads.json"
-    tokens, logprobs = run(open_engine(path, **settings))
-    use_drafts(monkeypatch, tokens)
-    loads.write_text(json.dumps({"num_experts": 6, "layers": [[90, 1, 40, 5, 5, 9]] * 4}))
+def place_experts(monkeypatch: pytest.MonkeyPatch, loads: Path, layers: list[list[int]]) -> None:
+    """Ranks dispatch tokens to whole experts from now on, placed by these loads, with two replicas."""
+    loads.write_text(json.dumps({"num_experts": len(layers[0]), "layers": layers}))
     for setting, value in {
         "expert_parallel": True, "expert_exchange": "dispatch", "expert_placement": str(loads),
         "num_redundant_experts": 2,
     }.items():  # fmt: skip
         monkeypatch.setitem(OF_RANKS, setting, value)
+
+
+def test_ranks_that_dispatch_to_placed_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With replicas, of a model with windows; drafts, objectives, and blocks that are swapped."""
+    save, settings, num_blocks = MODELS["windows and experts"]
+    path = save(tmp_path / "m")
+    tokens, logprobs = run(open_engine(path, **settings))
+    use_drafts(monkeypatch, tokens)
+    place_experts(monkeypatch, tmp_path / "loads.json", [[90, 1, 40, 5, 5, 9]] * 4)
     made = open_ranks(
         path, 2, monkeypatch, num_speculative_tokens=3, adaptive_drafts=False, itl_objective_ms=1000.0,
         num_gpu_blocks=num_blocks, **SMALL_STEPS, **SWAP,
     )  # fmt: skip
     check(made, tokens, logprobs, is_swapped=True)
+
+
+@pytest.mark.parametrize("mode", ["int8-weight", "int4-weight"])
+def test_ranks_of_placed_and_quantized_experts(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log-probabilities, as bfloat16 rounds sums over ranks once more."""
+    path, settings = WIDE_EXPERTS.save(tmp_path / "m"), {"dtype": "bfloat16", "quant_mode": mode}
+    _, expected = run(open_engine(path, **settings))
+    place_experts(monkeypatch, tmp_path / "loads.json", [[90, 1, 40, 5]] * 3)
+    parts = open_ranks(path, 2, monkeypatch, **settings)
+    assert parts.quantization == mode
+    _, found = run(parts)
+    pairs = zip(chain(*found), chain(*expected), strict=True)
+    assert 0 < fmean(abs(ours.logprob - theirs.logprob) for ours, theirs in pairs) < 0.05
 
 
 def save_packed_experts(folder: Path) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from engine.request import Request, SamplingParams, TokenLogprobs
 from tests.engine.driving import num_drafts, step
 from tests.engine.pipeline_parallel import test_pipeline
 from tests.engine.speculation.drafters import MakeOracle, draft_with, knows
-from tests.engine.tensor_parallel.test_ranks import OF_RANKS, open_ranks
+from tests.engine.tensor_parallel.test_ranks import open_ranks
 from tests.engine.test_combinations import (
     FLOAT32,
     MODELS,
@@ -28,6 +27,7 @@ from tests.engine.test_combinations import (
     SWAP,
     _byte_tokens,
     open_engine,
+    place_experts,
 )
 from tests.engine.tiny_models import VOCAB_SIZE
 
@@ -81,14 +81,9 @@ def test_vectors_beside_drafts_over_8_bit_blocks_that_are_swapped(
 
 def test_vectors_of_ranks_that_dispatch_to_placed_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save, settings, _ = MODELS["windows and experts"]
-    path, loads = save(tmp_path / "m"), tmp_path / "loads.json"
+    path = save(tmp_path / "m")
     vectors, tokens = run(open_engine(path, **settings))
-    loads.write_text(json.dumps({"num_experts": 6, "layers": [[90, 1, 40, 5, 5, 9]] * 4}))
-    for setting, value in {
-        "expert_parallel": True, "expert_exchange": "dispatch", "expert_placement": str(loads),
-        "num_redundant_experts": 2,
-    }.items():  # fmt: skip
-        monkeypatch.setitem(OF_RANKS, setting, value)
+    place_experts(monkeypatch, tmp_path / "loads.json", [[90, 1, 40, 5, 5, 9]] * 4)
     check(open_ranks(path, 2, monkeypatch, itl_objective_ms=1000.0, **SMALL_STEPS), vectors, tokens)
 
 
