@@ -105,7 +105,8 @@ def open_source(files: ModelFiles, engine_config: EngineConfig, dtype: torch.dty
     if engine_config.load_format == "dummy":
         dummy = _random(family, config, dtype, device)
         if quantized is not None:
-            return replace(dummy, weights=quantized.random(dummy.weights, family.skeleton(config)[1], device))
+            needed = family.skeleton(config)[1]
+            return replace(dummy, weights=quantized.random(dummy.weights, needed, dtype, device))
         return dummy
     config = replace(config, rope=config.rope.within(config.context_length(engine_config.max_model_len)))
     tensors = SafetensorsWeights(files.path, dtype, device)

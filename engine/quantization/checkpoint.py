@@ -53,10 +53,12 @@ class QuantizedCheckpoint:
         unstacked = UnstackedExperts(weights, check, needed, tensors.shapes)
         return (unstacked, unstacked.check) if unstacked.is_needed else (weights, check)
 
-    def random(self, plain: WeightSource, needed: Mapping[str, Shape], device: torch.device) -> WeightSource:
+    def random(
+        self, plain: WeightSource, needed: Mapping[str, Shape], dtype: torch.dtype, device: torch.device
+    ) -> WeightSource:
         """Random weights in this format, where there are any; else plain ones."""
         if self._is_mxfp4:
-            return RandomMxfp4Weights(plain, needed, device)
+            return RandomMxfp4Weights(plain, needed, dtype, device)
         if self.label:
             logger.info("random weights are plain, not %s; --quant-mode quantizes them", self.label)
         return plain

@@ -109,11 +109,7 @@ class Mxfp4Weights(Mxfp4Source):
         """See PartSource."""
         if not self.is_packed(name):
             return self._tensors.take_part(name, part)
-        experts, columns, rows = part
-        groups = _groups_around(columns)
-        weight = dequantize(*self.read(name, experts, rows, groups), self._tensors.dtype)
-        first = columns.start - groups.start * GROUP_SIZE
-        return weight[:, first : first + len(columns)].contiguous()
+        return _dequantized_part(self, name, part, self._tensors.dtype)
 
     def read(self, name: str, experts: range, rows: range, groups: range) -> tuple[Tensor, Tensor]:
         """See Mxfp4Source."""
@@ -125,8 +121,10 @@ class Mxfp4Weights(Mxfp4Source):
 class RandomMxfp4Weights(Mxfp4Source):
     """Random numbers of experts, whose weights have three dimensions, and other weights of `plain`."""
 
-    def __init__(self, plain: WeightSource, shapes: Mapping[str, Shape], device: torch.device) -> None:
-        self._plain, self._shapes, self._device = plain, shapes, device
+    def __init__(
+        self, plain: WeightSource, shapes: Mapping[str, Shape], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._plain, self._shapes, self._dtype, self._device = plain, shapes, dtype, device
 
     @property
     def shapes(self) -> Mapping[str, Shape]:
@@ -137,6 +135,8 @@ class RandomMxfp4Weights(Mxfp4Source):
 
     def take_part(self, name: str, part: Part) -> Tensor:
         """See PartSource."""
+        if self.is_packed(name):
+            return _dequantized_part(self, name, part, self._dtype)
         weight = self._plain.take(name, self._shapes[name])
         return weight[tuple(slice(indices.start, indices.stop) for indices in part)].contiguous()
 
@@ -150,6 +150,14 @@ class RandomMxfp4Weights(Mxfp4Source):
             found.append(blocks[rows.start : rows.stop, groups.start : groups.stop])
         blocks = torch.stack(found)
         return blocks, torch.full_like(blocks[..., 0], EXPONENT_BIAS - 7)
+
+
+def _dequantized_part(source: Mxfp4Source, name: str, part: Part, dtype: torch.dtype) -> Tensor:
+    experts, columns, rows = part
+    groups = _groups_around(columns)
+    weight = dequantize(*source.read(name, experts, rows, groups), dtype)
+    first = columns.start - groups.start * GROUP_SIZE
+    return weight[:, first : first + len(columns)].contiguous()
 
 
 def filled_columns(columns: range) -> tuple[int, int]:

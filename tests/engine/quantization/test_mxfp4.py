@@ -47,13 +47,15 @@ def test_parts_are_those_of_the_dequantized_weight(tmp_path: Path) -> None:
 
 def test_random_experts_are_the_same_on_all_ranks() -> None:
     name, cpu = "gate_up_proj", torch.device("cpu")
-    weights = RandomMxfp4Weights(RandomWeights(torch.float32, cpu), {name: (3, 64, 48)}, cpu)
+    weights = RandomMxfp4Weights(RandomWeights(torch.float32, cpu), {name: (3, 64, 48)}, torch.float32, cpu)
     blocks, scales = weights.read(name, range(3), range(48), range(2))
     part = weights.read(name, range(1, 3), range(12, 24), range(1, 2))
     assert torch.equal(part[0], blocks[1:, 12:24, 1:])
     assert torch.equal(part[1], scales[1:, 12:24, 1:])
     assert not torch.equal(blocks[0], blocks[1])
-    assert 0.02 < float(dequantize(blocks, scales, torch.float32).std()) < 0.026
+    dequantized = dequantize(blocks, scales, torch.float32)
+    assert 0.02 < float(dequantized.std()) < 0.026
+    assert torch.equal(weights.take(name, (3, 64, 48)), dequantized)
 
 
 @pytest.mark.parametrize("count", [2880, 1440, 720, 360])

@@ -137,10 +137,12 @@ def test_tokens_of_mxfp4_equal_those_of_its_weights(tmp_path: Path, monkeypatch:
 def test_random_weights_of_an_mxfp4_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = save_mxfp4(tmp_path)
     (model / "model.safetensors").unlink()
+    plain, _ = open_gpu(model, monkeypatch, GpuConfig(), quant_mode="none", load_format="dummy")
+    expected = generate(plain, PARAMS, PROMPTS)
     monkeypatch.setattr(conversion, "can_keep_on_gpu", lambda *_: True)
     made, runner = open_gpu(model, monkeypatch, GpuConfig(), quant_mode="auto", load_format="dummy")
     assert {block.stacked.down.itemsize for block in experts_of(runner)} == {0.5}
-    assert all(generate(made, PARAMS, PROMPTS))
+    assert generate(made, PARAMS, PROMPTS) == expected
 
 
 def test_tokens_of_experts_that_lie_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
