@@ -58,7 +58,7 @@ def _load_parts(x_at, has_x, PARTS: tl.constexpr):
 
 @triton.jit
 def _load_step(word_at, high_at, step, exists, BITS: tl.constexpr):
-    """Words of the chunks of `step` and the steps after it, each (steps, columns, words), then their high bits.
+    """Words of each chunk of `step` and of the steps after it, one a warp: (steps, columns, words); then high bits.
 
     exists: None where all do.
     """

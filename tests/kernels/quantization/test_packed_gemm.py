@@ -35,6 +35,18 @@ def packed_of(bits: int, group: int, n: int, k: int, device: torch.device) -> Pa
     return pack_weight(values, scales, zeros, bits)
 
 
+def random_case(
+    bits: int, group: int, rows: int, n: int, has_bias: bool, device: torch.device
+) -> tuple[Tensor, PackedWeight, Tensor | None, Tensor]:
+    """x, weight, bias and the product in float64."""
+    packed = packed_of(bits, group, n, 768, device)
+    x = torch.randn(rows, 768, device=device).bfloat16()
+    bias = torch.randn(n, device=device).bfloat16() if has_bias else None
+    expected = functional.linear(x.double(), dequantize_packed(packed, torch.float64))
+    expected = expected if bias is None else expected + bias.double()
+    return x, packed, bias, expected
+
+
 @pytest.mark.parametrize(("bits", "group"), [(2, 16), (3, 16), (5, 32), (6, 16)])
 def test_packing_keeps_every_weight(bits: int, group: int, device: torch.device) -> None:
     values, scales, zeros = random_parts(bits, group, 5, 768, device)
@@ -60,11 +72,7 @@ def test_what_cannot_be_packed_is_refused(bits: int, group: int, k: int, device:
 def test_equals_the_reference(
     config: TileConfig, rows: int, bits: int, group: int, n: int, has_bias: bool, device: torch.device
 ) -> None:
-    packed = packed_of(bits, group, n, 768, device)
-    x = torch.randn(rows, 768, device=device).bfloat16()
-    bias = torch.randn(n, device=device).bfloat16() if has_bias else None
-    expected = functional.linear(x.double(), dequantize_packed(packed, torch.float64))
-    expected = expected if bias is None else expected + bias.double()
+    x, packed, bias, expected = random_case(bits, group, rows, n, has_bias, device)
     out = packed_gemm(x, packed, bias, SplitKWorkspace(device), config)
     assert relative_error(out, expected) < BFLOAT16_BOUND
     assert relative_error(packed_weights.packed_linear(x, packed, bias), expected) < BFLOAT16_BOUND
@@ -77,11 +85,7 @@ def test_equals_the_reference(
 def test_few_rows_equal_the_reference(
     config: SlicedKConfig, rows: int, bits: int, group: int, n: int, has_bias: bool, device: torch.device
 ) -> None:
-    packed = packed_of(bits, group, n, 768, device)
-    x = torch.randn(rows, 768, device=device).bfloat16()
-    bias = torch.randn(n, device=device).bfloat16() if has_bias else None
-    expected = functional.linear(x.double(), dequantize_packed(packed, torch.float64))
-    expected = expected if bias is None else expected + bias.double()
+    x, packed, bias, expected = random_case(bits, group, rows, n, has_bias, device)
     assert relative_error(packed_rows_gemm(x, packed, bias, config), expected) < BFLOAT16_BOUND
 
 
