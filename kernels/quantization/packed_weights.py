@@ -81,7 +81,7 @@ class PackedWeight:
 
 
 def of_w4(packed: PackedW4) -> PackedWeight:
-    """The same weight; its chunks must be of 128 columns."""
+    """View a weight of 4 bits, whose chunks must be of 128 columns, as a `PackedWeight`."""
     return PackedWeight(packed.words, None, packed.scales_and_zeros, 4)
 
 

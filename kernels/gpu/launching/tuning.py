@@ -138,10 +138,10 @@ PACKED_ROWS = Table(
     Rule(SlicedKConfig(32, 128, 2, 3), bits=above(5), rows=at_most(8), n_per_k=above(2)),
 )  # fmt: skip
 
-# Packed weights and bfloat16 rows, `packed_gemm`. Qwen2.5-7B's qkv, o, gate_up, down of 4 bits in
-# groups of 128 at 16 rows: 10.0, 9.0, 43, 23.9 us; at 64: 17.7, 13.3, 60, 40; at 128: 24, 19.9, 104, 58; written
-# out for cuBLAS, gate_up and down take 210 and 108 us at 128 rows. At 256 rows they take 158 and 99 us, written out
-# 244 and 120; qkv and o are faster written out (41 and 32, 27 and 26). Splits are as many as their workspace holds.
+# Packed weights and bfloat16 rows, `packed_gemm`. Qwen2.5-7B's qkv, o, gate_up, down of 4 bits in groups of 128 at
+# 16 rows: 10.0, 9.0, 43, 23.9 us; at 64: 17.7, 13.3, 60, 40; at 128: 24, 19.9, 104, 58; written out for cuBLAS,
+# gate_up and down take 210 and 108 us at 128 rows. At 256 rows they take 158 and 99 us, written out 244 and 120; qkv
+# and o are faster written out (41 and 32, 27 and 26). Splits are as many as their workspace holds.
 PACKED_TILES = GemmTable(
     Rule(TileConfig(64, 128, 1, num_stages=6), rows=at_most(16), n=above(32768)),
     Rule(TileConfig(64, 128, 2, num_stages=6), rows=at_most(16), n_per_k=above(2)),

@@ -2,9 +2,9 @@
 
     y_mn = sum_k w_nk x_mk + b_n;   w = (q - 2^(bits - 1)) s + z
 
-A tile of W is the M operand of `tl.dot`, read from registers, and x, padded to 16 rows, the N operand. Of a bfloat16
-128 + q a difference, which is exact, and a fused multiply-add make the weight. It is rounded once, as where it is
-written out for cuBLAS, which is faster with many rows.
+A tile of W is the M operand of `tl.dot`, read from registers, and x, padded to 16 rows, the N operand. Unpacking
+gives the bfloat16 128 + q; an exact subtraction and a fused multiply-add make the weight of it, which is cast once.
+With many rows cuBLAS is faster, for which the weight is written out.
 
 Layout and reference: `kernels/quantization/packed_weights.py`.
 """

@@ -11,9 +11,9 @@ from torch.nn import functional
 
 from kernels.gpu.gemm.split_k import SplitKWorkspace
 from kernels.gpu.launching.tuning import PACKED_ROWS, PACKED_TILES
+from kernels.gpu.quantization.dequantize_w4 import dequantize
 from kernels.gpu.quantization.packed_gemm import packed_gemm, write_out
 from kernels.gpu.quantization.packed_rows import packed_rows_gemm
-from kernels.gpu.quantization.w4a16_gemm import dequantize
 from kernels.quantization.packed_weights import PackedWeight, of_w4
 from kernels.quantization.w4a16_gemm import MAX_CHUNK, PackedW4
 

@@ -65,7 +65,7 @@ def unpacking(bits: int, part: int, words: str, high: str, to: str) -> list[str]
 
 @triton.constexpr_function
 def subtracting(bits: int, register: str) -> list[str]:
-    """Of two bfloat16 128 + q: q - middle, exact."""
+    """Turn two bfloat16 128 + q into q - middle, exactly."""
     return [
         f"mov.b32 t, 0x{0x43004300 + (0x00010001 << bits - 1):08X};",
         f"sub.rn.bf16x2 {register}, {register}, t;",
@@ -143,7 +143,7 @@ def unpack_chunk(words, high, BITS: tl.constexpr, CHUNK: tl.constexpr, COMPILED:
 
 @triton.jit
 def dequantize_part(words, high, pairs, BITS: tl.constexpr, PART: tl.constexpr, COMPILED: tl.constexpr):
-    """Weights of part PART of a step, (columns, words), rounded once; float32 where interpreted.
+    """Weights of part PART of a step, (columns, words), cast once; float32 where interpreted.
 
     words, high: (columns, words). pairs: (columns, 1).
     """

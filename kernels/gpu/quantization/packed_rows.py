@@ -79,7 +79,7 @@ def _load_step(word_at, high_at, step, exists, BITS: tl.constexpr):
 def _step_products(
     loaded, x_at, pair_at, has_x, has_pair, BITS: tl.constexpr, PAIR: tl.constexpr, COMPILED: tl.constexpr
 ):
-    """Of one step a warp: (steps, columns, rows). loaded: see `_load_step`."""
+    """Multiply one step a warp, all rows of x: (steps, columns, rows). loaded: see `_load_step`."""
     WORDS: tl.constexpr = words_of(BITS)
     PARTS: tl.constexpr = parts_of(BITS)
     SHARING: tl.constexpr = PAIR // WORDS  # parts that share a pair

@@ -6,8 +6,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.gpu.gemm.split_k import SplitKWorkspace
+from kernels.gpu.quantization.dequantize_w4 import dequantize
 from kernels.gpu.quantization.packed_linear import w4a16_linear
-from kernels.gpu.quantization.w4a16_gemm import dequantize
 from kernels.quantization.w4a16_gemm import PackedW4, dequantize_w4, pack_w4
 from kernels.quantization.w4a16_gemm import w4a16_linear as reference
 from tests.kernels.helpers import BFLOAT16_BOUND, relative_error

@@ -1,4 +1,4 @@
-"""Packed int4 weights of any width, written out for cuBLAS: see `kernels/quantization/w4a16_gemm.py`."""
+"""Dequantize packed int4 weights of any width for cuBLAS. Layout: `kernels/quantization/w4a16_gemm.py`."""
 
 from __future__ import annotations
 
