@@ -71,7 +71,7 @@ def num_weights(config: ModelConfig, num_tokens: int = 1) -> int:
 
 
 def num_expert_weights(config: ModelConfig, num_tokens: int) -> int:
-    """Those of `num_weights` that are in experts."""
+    """Weights of experts that so many tokens read: a part of `num_weights`."""
     model, _ = family_of(config.architecture).skeleton(config)
     return sum(_num_read(block, config, num_tokens) for block in model.blocks if isinstance(block, Moe))
 

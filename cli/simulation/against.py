@@ -163,12 +163,12 @@ def _parabola(x: Sequence[float], y: Sequence[float], least: float) -> tuple[flo
 
 
 def _slope(x: Sequence[float], y: Sequence[float]) -> float:
-    """Of a line by the median of all pairs (Theil and Sen): accidents do not bend it."""
+    """Fit a line by the median slope of all pairs (Theil and Sen), which outliers do not bend."""
     return median([(y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in _pairs(x, y)] or [0.0])
 
 
 def _pairs(x: Sequence[float], y: Sequence[float]) -> list[tuple[tuple[float, float], tuple[float, float]]]:
-    """Of points that differ in x."""
+    """Return all pairs of points that differ in x."""
     both = itertools.combinations(zip(x, y, strict=True), 2)
     return [(first, second) for first, second in both if first[0] != second[0]]
 

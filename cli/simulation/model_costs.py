@@ -71,7 +71,7 @@ class ModelSize:
         return self.num_weights * WEIGHT_BYTES[self.quant_mode]
 
     def kv_bytes(self, ranks: int) -> float:
-        """Of a token, on each rank: where there are fewer KV heads than ranks, several have the same one."""
+        """Return a token's bytes on each rank. With fewer KV heads than ranks several ranks have the same head."""
         return self.kv_numbers * KV_BYTES / min(ranks, self.num_kv_heads)
 
 

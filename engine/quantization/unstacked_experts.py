@@ -39,7 +39,7 @@ class _Layers:
     kind: str
 
     def shapes(self, shape: Shape) -> dict[str, Shape]:
-        """Of the layers, by the names of their weights or biases. shape: of the stacked one."""
+        """Return the layers' shapes, by the names of their weights or biases. shape: of the stacked one."""
         outputs = shape[-1] // len(self.names)
         single = (outputs, shape[1]) if self.kind == "weight" else (outputs,)
         return {self.name(name, expert): single for expert in range(shape[0]) for name in self.names}

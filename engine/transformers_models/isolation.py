@@ -18,7 +18,7 @@ from engine.transformers_models.seam import Call, connect
 
 POSITIONS = (0, 1, 5, 11, 12, 17)
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
-"""Of the largest number. Tiny models of 37 families: at most 2e-7, and nothing at all in 16 bits."""
+"""Relative to the largest number. Tiny models of 37 families: at most 2e-7, and nothing at all in 16 bits."""
 
 
 def own_token(call: Call) -> Tensor:

@@ -40,7 +40,7 @@ class Tracing:
     def __call__(
         self, headers: Mapping[str, str], model: str, request: GenerationRequest, response: Response
     ) -> Response:
-        """The same answer; a request that is traced is so when it has been sent."""
+        """Return the response, or one that is traced when it has been sent."""
         parent = self._propagator.extract(headers, Context())
         caller = get_current_span(parent).get_span_context()
         is_sampled = caller.trace_flags.sampled if caller.is_valid else random.random() < self._ratio
