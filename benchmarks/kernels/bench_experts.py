@@ -218,7 +218,8 @@ def figures_of(
         if num_tokens == 1:
             config = layer.setting(row, is_gate_up)
             figures[f"{name}_row_us"] = seconds(functools.partial(of_row, config=config)) * 1e6
-        if num_pairs <= MAX_PAIRS:
+        max_pairs, _ = found(MAX_PAIRS.find(itemsize=itemsize))
+        if num_pairs <= max_pairs:
             config = layer.setting(pair, is_gate_up)
             figures[f"{name}_pairs_us"] = seconds(functools.partial(of_pairs, config=config)) * 1e6
         load = num_pairs / layer.shape.num_experts
@@ -228,7 +229,7 @@ def figures_of(
         if rows:
             if num_tokens == 1:
                 figures[f"{name}_rows"] = fastest(rows, of_row)
-            if num_pairs <= 2 * MAX_PAIRS:
+            if num_pairs <= 2 * max_pairs:
                 figures[f"{name}_pairs"] = fastest(rows, of_pairs)
             figures[f"{name}_tiles"] = fastest(tiles, of_tiles)
     if num_tokens == 1:

@@ -63,7 +63,7 @@ class DispatchedExperts:
         return dispatch(
             x, shares, chosen, num_tokens, self._num_held, self._memory,
             is_padded=self._form is ExchangeForm.PADDED,
-            lists=is_grouped and is_listed(x.shape[0] * self._memory.layout.size, chosen.shape[1]),
+            lists=is_grouped and is_listed(x.shape[0] * self._memory.layout.size),
         )  # fmt: skip
 
     def output(self, x: Tensor, num_tokens: int) -> Tensor:

@@ -31,7 +31,6 @@ from kernels.gpu.launching.tuning import (
     GROUPED_DOWN,
     GROUPED_GATE_UP,
     MAX_PAIRS,
-    MAX_PAIRS_PER_EXPERT,
 )
 from kernels.gpu.moe.expert_formats import WORDS, bytes_of, columns_of, fits
 from kernels.gpu.moe.expert_pairs import SortedPairs, sort_pairs
@@ -250,7 +249,8 @@ def outputs(
     """
     gate_up, down, gate = experts.gate_up, experts.down, experts.gate
     num_experts, top_k, num_pairs = gate_up.weight.shape[0], chosen.shape[1], chosen.numel()
-    if num_pairs <= min(MAX_PAIRS, MAX_PAIRS_PER_EXPERT * num_experts):
+    max_pairs, max_per_expert = found(MAX_PAIRS.find(itemsize=gate_up.itemsize))
+    if num_pairs <= min(max_pairs, max_per_expert * num_experts):
         gate_up_pairs, down_pairs = setting_of(GATE_UP_PAIRS, gate_up), setting_of(DOWN_PAIRS, down)
         inside = grouped_gemv(
             x, gate_up.weight, chosen, gate_up_pairs, top_k, scales=gate_up.scales, bias=gate_up.bias, gate=gate
@@ -261,7 +261,7 @@ def outputs(
     # Of the power of two that holds the tokens: all variants of kernels are in the warm-up's steps.
     load = next_power_of_2(chosen.shape[0]) * top_k / num_experts
     pairs: SortedPairs | Tensor = chosen
-    if is_listed(*chosen.shape):
+    if is_listed(chosen.shape[0]):
         pairs = listed or sort_pairs(chosen, num_experts)
         if gate_up.multiplies_e4m3 and x.dtype == torch.bfloat16:
             e4m3_gate_up, e4m3_down = E4M3_GATE_UP.find(pairs_per_expert=load), E4M3_DOWN.find(pairs_per_expert=load)
@@ -294,9 +294,9 @@ def _quantized_outputs(
     )
 
 
-def is_listed(num_tokens: int, num_choices: int) -> bool:
-    """Whether there are so many tokens of so many choices that their pairs are listed by expert."""
-    return num_tokens > MAX_UNSORTED and num_tokens * num_choices > MAX_PAIRS
+def is_listed(num_tokens: int) -> bool:
+    """Whether there are so many tokens that their pairs are listed by expert."""
+    return num_tokens > MAX_UNSORTED
 
 
 def setting_of(table: Table[GemvConfig], weights: Stack) -> GemvConfig:

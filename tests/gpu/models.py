@@ -24,9 +24,9 @@ CONFIG = {
 
 
 def save_tiny_model(
-    folder: Path, head_dim: int = 16, hidden: int = 64, inner: int = 96, num_experts: int = 0
+    folder: Path, head_dim: int = 16, hidden: int = 64, inner: int = 96, num_experts: int = 0, num_choices: int = 3
 ) -> Path:
-    """Random weights with a spread that keeps logits apart. num_experts: of which a token takes 3; 0: plain MLPs."""
+    """Random weights with a spread that keeps logits apart. num_experts: 0: plain MLPs. num_choices: of a token."""
     generator = torch.Generator().manual_seed(7)
 
     def weight(*shape: int) -> torch.Tensor:
@@ -57,7 +57,7 @@ def save_tiny_model(
     config = {**CONFIG, "head_dim": head_dim, "hidden_size": hidden, "intermediate_size": inner}
     if num_experts:
         config |= {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "norm_topk_prob": True}
-        config |= {"num_experts": num_experts, "num_experts_per_tok": 3, "moe_intermediate_size": inner}
+        config |= {"num_experts": num_experts, "num_experts_per_tok": num_choices, "moe_intermediate_size": inner}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -83,7 +83,7 @@ def use_small_tiles(patch: pytest.MonkeyPatch, max_pairs: int) -> None:
     small = Table(Rule(GemvConfig(16, 32, num_warps=1, num_stages=1)))
     tiles = Table(Rule(TileConfig(32, 32, num_stages=1, block_m=16)))
     for name, value in (
-        ("MAX_PAIRS", max_pairs), ("GATE_UP_PAIRS", small), ("DOWN_PAIRS", small), ("DOWN_ROW", small),
-        ("GATE_UP_ROW", small), ("GROUPED_GATE_UP", tiles), ("GROUPED_DOWN", tiles),
+        ("MAX_PAIRS", Table(Rule((max_pairs, 1 / 4)))), ("GATE_UP_PAIRS", small), ("DOWN_PAIRS", small),
+        ("GATE_UP_ROW", small), ("DOWN_ROW", small), ("GROUPED_GATE_UP", tiles), ("GROUPED_DOWN", tiles),
     ):  # fmt: skip
         patch.setattr(f"engine.moe.gpu_experts.{name}", value)

@@ -225,22 +225,24 @@ MAX_PREFETCHED_WEIGHTS = 1 << 23
 # `grouped_gemv`, us of gate_up and down: 2 tokens 24.9 + 14.1, 27.1 + 14.6 in tiles; 4 tokens 46.2 + 25.4, 46.3 +
 # 25.3; 8 tokens 89 + 48, 78 + 41. GATE_UP_ROW: alone (4, 256, 2, 1) takes 14.2 us and this 15.1; whole steps of one
 # row took 2.71 ms with that on one machine, 2.62 with this on another.
-# 4 bits at one row, us: gpt-oss-20b's gate_up 17.0, down 15.6 (22.7 with slices of 128 columns), by pairs 16.0, 11.0;
-# 30B-A3B's 8.9, 7.5, 8.4, 4.8. itemsize: bytes of a weight. columns: of W.
+# 4 bits, us: gpt-oss-20b at one row gate_up 17.0, down 15.6 (22.7 with slices of 128 columns); pairs at 4 | 6 | 8
+# tokens 47 + 26, 69 + 38, 93 + 46, tiles 58 + 33, 74 + 37, 88 + 51; at 2 tokens with 512 columns 28.5 + 15.5 (with
+# 256 26 + 17). 30B-A3B at one row 8.9, 8.4; pairs at 2 | 4 | 8 tokens 11.7 + 7.0, 20.7 + 11.1, 30.4 + 18.4, tiles 21
+# + 12, 24 + 13, 37 + 19.
+# itemsize: bytes of a weight. columns: of W.
 FOUR_BITS = at_most(0.5)
-FOUR_BIT_ROW = GemvConfig(32, 512, num_warps=4, num_stages=3)
 GATE_UP_PAIRS: Table[GemvConfig] = Table(
-    Rule(FOUR_BIT_ROW, itemsize=FOUR_BITS), Rule(GemvConfig(4, 256, num_warps=2, num_stages=3))
+    Rule(GemvConfig(32, 256, num_warps=2, num_stages=3), itemsize=FOUR_BITS),
+    Rule(GemvConfig(4, 256, num_warps=2, num_stages=3)),
 )
 DOWN_PAIRS: Table[GemvConfig] = Table(
-    Rule(GemvConfig(64, 512, num_warps=4, num_stages=3), itemsize=FOUR_BITS, columns=above(1024)),
-    Rule(GemvConfig(32, 256, num_warps=2, num_stages=3), itemsize=FOUR_BITS),
+    Rule(GemvConfig(64, 256, num_warps=2, num_stages=3), itemsize=FOUR_BITS),
     Rule(GemvConfig(8, 256, num_warps=4, num_stages=5)),
 )
-MAX_PAIRS = 32
-MAX_PAIRS_PER_EXPERT = 1 / 4  # more often share an expert, whose weights tiles read once
+# The most pairs, and pairs of an expert: when more share an expert, tiles read its weights once.
+MAX_PAIRS: Table[tuple[int, float]] = Table(Rule((64, 3 / 4), itemsize=FOUR_BITS), Rule((32, 1 / 4)))
 GATE_UP_ROW: Table[GemvConfig] = Table(
-    Rule(FOUR_BIT_ROW, itemsize=FOUR_BITS),
+    Rule(GemvConfig(32, 512, num_warps=4, num_stages=3), itemsize=FOUR_BITS),
     Rule(GemvConfig(8, 256, num_warps=4, num_stages=1), itemsize=at_most(1)),
     Rule(GemvConfig(4, 512, num_warps=4, num_stages=3)),
 )
@@ -260,7 +262,7 @@ BYTES = at_most(1)
 VERY_FEW_PAIRS, FEW_PAIRS, SOME_PAIRS = at_most(0.5), at_most(4), at_most(32)  # of an expert
 MANY_PAIRS_OF_FOUR_BITS = (
     Rule(TileConfig(64, 128, num_stages=3, block_m=64), itemsize=FOUR_BITS, pairs_per_expert=at_most(64)),
-    Rule(TileConfig(128, 128, num_warps=8, num_stages=3, block_m=128), itemsize=FOUR_BITS),
+    Rule(TileConfig(128, 128, num_warps=8, num_stages=3, block_m=128, columns_first=True), itemsize=FOUR_BITS),
 )
 GROUPED_GATE_UP: Table[TileConfig] = Table(
     Rule(FOUR_BYTE_TILES, itemsize=above(2)),
@@ -279,6 +281,11 @@ GROUPED_DOWN: Table[TileConfig] = Table(
     Rule(FOUR_BYTE_TILES, itemsize=above(2)),
     Rule(TileConfig(64, 128, num_warps=2, num_stages=3, block_m=8), itemsize=FOUR_BITS, pairs_per_expert=FEW_PAIRS),
     Rule(TileConfig(64, 128, num_warps=2, num_stages=3, block_m=16), itemsize=FOUR_BITS, pairs_per_expert=SOME_PAIRS),
+    Rule(
+        TileConfig(128, 128, num_warps=8, num_stages=3, block_m=256, columns_first=True),
+        itemsize=FOUR_BITS,
+        pairs_per_expert=above(256),
+    ),
     *MANY_PAIRS_OF_FOUR_BITS,
     Rule(TileConfig(32, 128, num_warps=1, num_stages=3, block_m=8), itemsize=BYTES, pairs_per_expert=FEW_PAIRS),
     Rule(TileConfig(64, 128, num_warps=2, num_stages=3, block_m=16), itemsize=BYTES, pairs_per_expert=SOME_PAIRS),

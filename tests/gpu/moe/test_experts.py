@@ -113,6 +113,13 @@ def test_equals_the_block(
     check_block(block, served, residual, INT4_FLOAT32_BOUND if kind is w4a16 else 2e-6)
 
 
+def test_many_tokens_of_one_choice_each_equal_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few pairs, but of more tokens than a tile that is not sorted holds."""
+    use_small_tiles(monkeypatch, 32)
+    block = first_experts(save_tiny_model(tmp_path, inner=32, num_experts=4, num_choices=1))
+    check_block(block, block.copy(), torch.randn(20, block.norm.shape[0], device=DEVICE), 2e-6)
+
+
 @pytest.mark.parametrize("num_tokens", [1, 3, 40])
 def test_a_gated_shared_expert_equals_the_block(
     num_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
