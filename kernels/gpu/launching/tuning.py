@@ -226,17 +226,18 @@ MAX_PREFETCHED_WEIGHTS = 1 << 23
 # 25.3; 8 tokens 89 + 48, 78 + 41. GATE_UP_ROW: alone (4, 256, 2, 1) takes 14.2 us and this 15.1; whole steps of one
 # row took 2.71 ms with that on one machine, 2.62 with this on another.
 # 4 bits, us: gpt-oss-20b at one row gate_up 17.0, down 15.6 (22.7 with slices of 128 columns); pairs at 4 | 6 | 8
-# tokens 47 + 26, 69 + 38, 93 + 46, tiles 58 + 33, 74 + 37, 88 + 51; at 2 tokens with 512 columns 28.5 + 15.5 (with
-# 256 26 + 17). 30B-A3B at one row 8.9, 8.4; pairs at 2 | 4 | 8 tokens 11.7 + 7.0, 20.7 + 11.1, 30.4 + 18.4, tiles 21
-# + 12, 24 + 13, 37 + 19.
+# tokens 52 + 28, 74 + 39, 99 + 49, tiles 58 + 33, 74 + 37, 88 + 51. Pairs of 256 columns alone take 8% less, whole
+# steps of 2 tokens 6% more. 30B-A3B at one row 8.9, 8.4; pairs at 2 | 4 | 8 tokens 13 + 7.4, 19 + 11, 33 + 19, tiles
+# 21 + 12, 24 + 13, 37 + 19.
 # itemsize: bytes of a weight. columns: of W.
 FOUR_BITS = at_most(0.5)
 GATE_UP_PAIRS: Table[GemvConfig] = Table(
-    Rule(GemvConfig(32, 256, num_warps=2, num_stages=3), itemsize=FOUR_BITS),
+    Rule(GemvConfig(32, 512, num_warps=4, num_stages=3), itemsize=FOUR_BITS),
     Rule(GemvConfig(4, 256, num_warps=2, num_stages=3)),
 )
 DOWN_PAIRS: Table[GemvConfig] = Table(
-    Rule(GemvConfig(64, 256, num_warps=2, num_stages=3), itemsize=FOUR_BITS),
+    Rule(GemvConfig(64, 512, num_warps=4, num_stages=3), itemsize=FOUR_BITS, columns=above(1024)),
+    Rule(GemvConfig(32, 256, num_warps=2, num_stages=3), itemsize=FOUR_BITS),
     Rule(GemvConfig(8, 256, num_warps=4, num_stages=5)),
 )
 # The most pairs, and pairs of an expert: when more share an expert, tiles read its weights once.
@@ -255,21 +256,24 @@ DOWN_ROW: Table[GemvConfig] = Table(
 # More pairs: `grouped_gemm`. us at 8 | 64 | 256 | 8,192 tokens, gate_up 76 | 181 | 190 | 919, down 40 | 97 | 107 |
 # 693; reading the chosen experts once takes 111 | 271 | 276 | 276 for both. At 8 | 64 | 256: e4m3 43 | 97 | 123 and
 # 24.5 | 54 | 79, once 56 | 136 | 138; with 16 pairs and 4 warps, of which fewer programs fit, 52 | 110 | 142 and 31 |
-# 69 | 88. int4 37 | 75 | 109 and 19 | 41 | 68, once 30 | 72 | 73. e2m1 of gpt-oss-20b at 64 tokens: gate_up 136, both
-# once 101. More than 32 pairs of an expert of 4 bits are not measured; its chunks are of 128 columns.
+# 69 | 88. int4 37 | 75 | 109 and 19 | 41 | 68, once 30 | 72 | 73. e2m1 of gpt-oss-20b at 64 | 512 | 1,024 |
+# 2,048 | 8,192 tokens: gate_up 136 | 304 | 486 | 806 | 2,804, down - | 167 | 267 | 446 | 1,336, once 101 for both;
+# pairs first and not columns, down with 128 of them instead of 256: 2,861 and 1,885. Its chunks are of 128 columns.
 FOUR_BYTE_TILES = TileConfig(64, 32, num_stages=3, block_m=32)
 BYTES = at_most(1)
 VERY_FEW_PAIRS, FEW_PAIRS, SOME_PAIRS = at_most(0.5), at_most(4), at_most(32)  # of an expert
-MANY_PAIRS_OF_FOUR_BITS = (
-    Rule(TileConfig(64, 128, num_stages=3, block_m=64), itemsize=FOUR_BITS, pairs_per_expert=at_most(64)),
-    Rule(TileConfig(128, 128, num_warps=8, num_stages=3, block_m=128, columns_first=True), itemsize=FOUR_BITS),
-)
 GROUPED_GATE_UP: Table[TileConfig] = Table(
     Rule(FOUR_BYTE_TILES, itemsize=above(2)),
     Rule(TileConfig(64, 256, num_stages=3, block_m=8), itemsize=BYTES, pairs_per_expert=FEW_PAIRS),
     Rule(TileConfig(64, 128, num_warps=2, num_stages=4, block_m=16), itemsize=FOUR_BITS, pairs_per_expert=at_most(8)),
     Rule(TileConfig(64, 128, num_stages=4, block_m=32), itemsize=FOUR_BITS, pairs_per_expert=SOME_PAIRS),
-    *MANY_PAIRS_OF_FOUR_BITS,
+    Rule(TileConfig(64, 128, num_stages=3, block_m=64), itemsize=FOUR_BITS, pairs_per_expert=at_most(64)),
+    Rule(
+        TileConfig(64, 128, num_stages=3, block_m=128, columns_first=True),
+        itemsize=FOUR_BITS,
+        pairs_per_expert=at_most(256),
+    ),
+    Rule(TileConfig(128, 128, num_warps=8, num_stages=3, block_m=128, columns_first=True), itemsize=FOUR_BITS),
     Rule(TileConfig(64, 128, num_warps=2, num_stages=4, block_m=16), itemsize=BYTES, pairs_per_expert=SOME_PAIRS),
     Rule(TileConfig(32, 256, num_warps=2, num_stages=3, block_m=8), pairs_per_expert=VERY_FEW_PAIRS),
     Rule(TileConfig(64, 128, num_stages=3, block_m=16), pairs_per_expert=at_most(8)),
@@ -282,11 +286,11 @@ GROUPED_DOWN: Table[TileConfig] = Table(
     Rule(TileConfig(64, 128, num_warps=2, num_stages=3, block_m=8), itemsize=FOUR_BITS, pairs_per_expert=FEW_PAIRS),
     Rule(TileConfig(64, 128, num_warps=2, num_stages=3, block_m=16), itemsize=FOUR_BITS, pairs_per_expert=SOME_PAIRS),
     Rule(
-        TileConfig(128, 128, num_warps=8, num_stages=3, block_m=256, columns_first=True),
+        TileConfig(128, 128, num_warps=8, num_stages=3, block_m=64, columns_first=True),
         itemsize=FOUR_BITS,
-        pairs_per_expert=above(256),
+        pairs_per_expert=at_most(128),
     ),
-    *MANY_PAIRS_OF_FOUR_BITS,
+    Rule(TileConfig(128, 128, num_warps=8, num_stages=3, block_m=256, columns_first=True), itemsize=FOUR_BITS),
     Rule(TileConfig(32, 128, num_warps=1, num_stages=3, block_m=8), itemsize=BYTES, pairs_per_expert=FEW_PAIRS),
     Rule(TileConfig(64, 128, num_warps=2, num_stages=3, block_m=16), itemsize=BYTES, pairs_per_expert=SOME_PAIRS),
     Rule(TileConfig(32, 128, num_warps=1, num_stages=4, block_m=8), pairs_per_expert=VERY_FEW_PAIRS),
