@@ -7,6 +7,7 @@ driver is one that names the H200's architecture, and a launch ends behind `ptxa
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
 import re
 import subprocess
@@ -33,12 +34,16 @@ DEVICE_INDEX = 99  # nobody else's: what is compiled for a device is kept by its
 
 @dataclass(frozen=True)
 class Compiled:
-    """spilled: bytes of a thread's registers that went to memory."""
+    """spilled: bytes of a thread's registers that went to memory.
+
+    is_serial: products that should overlap with other instructions are waited for one by one.
+    """
 
     name: str
     shared_bytes: int
     registers: int
     spilled: int
+    is_serial: bool
 
 
 class Driver:
@@ -76,19 +81,30 @@ def install(patch: pytest.MonkeyPatch) -> list[Compiled]:
     patch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=NUM_SMS))
     for found_module in pkgutil.walk_packages(kernels.gpu.__path__, "kernels.gpu."):
         module = importlib.import_module(found_module.name)
-        if hasattr(module, "overlaps_launches"):
-            patch.setattr(module, "overlaps_launches", lambda _: True)
+        for name in ("overlaps_launches", "has_wgmma"):
+            if hasattr(module, name):
+                patch.setattr(module, name, lambda _: True)
     return compiled
 
 
 def resources(kernel: Any) -> Compiled:
-    """What `cuobjdump`, which comes with Triton, says of a kernel's machine code."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    """What `cuobjdump`, which comes with Triton, says of a kernel's machine code, and `ptxas` of its products."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        text = subprocess.run([tool, "-res-usage", file.name], check=True, capture_output=True, text=True).stdout
+        text = output_of("cuobjdump", "-res-usage", file.name)
     usage = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
-    return Compiled(
-        kernel.metadata.name, kernel.metadata.shared, usage["REG"], usage["STACK"] + usage["LOCAL"]
-    )  # fmt: skip
+    spilled, is_serial = usage["STACK"] + usage["LOCAL"], False
+    if "wgmma.wait_group.sync.aligned 1" in kernel.asm["ptx"]:
+        with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+            file.write(kernel.asm["ptx"])
+            file.flush()
+            said = output_of("ptxas", "-v", "-arch=sm_90a", file.name, "-o", os.devnull)
+        is_serial = "wgmma.mma_async instructions are serialized" in said
+    return Compiled(kernel.metadata.name, kernel.metadata.shared, usage["REG"], spilled, is_serial)
+
+
+def output_of(tool: str, *arguments: str) -> str:
+    path = Path(triton.__file__).parent / "backends/nvidia/bin" / tool
+    done = subprocess.run([path, *arguments], check=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return done.stdout

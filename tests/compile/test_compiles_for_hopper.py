@@ -144,11 +144,12 @@ def prompt_inputs(forward: FusedForward, lengths: list[int], num_groups: int = 1
 
 # Bytes that a thread may keep outside of registers. `paged_prefill`: in its last, masked tile, once a program.
 # `packed_rows`: at 8 rows, 4 bits with groups of 32. `all_reduce`: of 8 ranks, with quantization. `latent_decode`:
-# with 128 heads; 8 with 16. `paged_decode`: with 4 warps.
+# with 128 heads; 8 with 16. `paged_decode`: with 4 warps. `packed_stream`: 5 bits.
 SPILLS = {
     "_paged_decode_kernel": 16,
     "_paged_prefill_kernel": 320,
     "_rows_kernel": 48,
+    "stream_kernel": 72,
     "_all_reduce_norm_kernel": 32,
     "_latent_decode_kernel": 248,
 }
@@ -161,6 +162,7 @@ def check(compiled: list[Compiled], *names: str, spills: Mapping[str, int] = SPI
     for kernel in compiled:
         assert kernel.shared_bytes <= SHARED_BYTES, kernel
         assert kernel.spilled <= spills.get(kernel.name, 0), kernel
+        assert not kernel.is_serial, kernel
 
 
 MODES = {
@@ -170,7 +172,7 @@ MODES = {
     ("qwen2.5-7b", "fp8", torch.bfloat16): ["_sliced_k_kernel", "_quantize_kernel"],
     ("qwen2.5-7b", "w8a8", torch.bfloat16): ["_sliced_k_kernel", "_quantize_kernel"],
     ("qwen2.5-7b", "int8-weight", torch.bfloat16): ["_sliced_k_kernel", "_skinny_kernel"],
-    ("qwen2.5-7b", "int4-weight", torch.bfloat16): ["_rows_kernel", "_packed_kernel"],
+    ("qwen2.5-7b", "int4-weight", torch.bfloat16): ["_rows_kernel"],
     ("qwen3-30b-a3b", "none", torch.bfloat16): ["_route_kernel", "_pair_kernel", "_sort_kernel", "_grouped_kernel"],
 }
 IN_CI = {  # decode rows and prompts
@@ -207,8 +209,8 @@ def test_steps(
 @pytest.mark.parametrize(
     ("rows", "group", "kernel"),
     [
-        pytest.param(1, 128, "_rows_kernel", marks=OTHER_SETTINGS), (8, 32, "_rows_kernel"),
-        (32, 32, "_packed_kernel"), pytest.param(128, 128, "_packed_kernel", marks=OTHER_SETTINGS),
+        pytest.param(1, 128, "_rows_kernel", marks=OTHER_SETTINGS), (4, 32, "_rows_kernel"),
+        (16, 32, "stream_kernel"), (32, 128, "stream_kernel"), (128, 128, "stream_kernel"),
     ],
 )  # fmt: skip
 def test_gemms_of_int4_weights(rows: int, group: int, kernel: str, compiled: list[Compiled]) -> None:
@@ -228,7 +230,7 @@ def test_gemms_of_other_packed_weights(bits: int, rows: int, compiled: list[Comp
     pairs = torch.empty(n, k // (16 if bits == 2 else 32), 2, dtype=torch.bfloat16, device=META)
     packed = PackedWeight(ints(n, k // packing.parts, dtype=torch.int16), high.get(bits), pairs, bits)
     packed_layer(packed, None, SplitKWorkspace(META))(torch.empty(rows, k, dtype=torch.bfloat16, device=META))
-    check(compiled, "_packed_kernel" if rows == 64 or (bits == 5 and rows > 1) else "_rows_kernel")
+    check(compiled, "_rows_kernel" if rows == 1 else "stream_kernel")
 
 
 EXPERTS, INNER, HIDDEN, TOP_K = 128, 768, 2048, 8

@@ -45,6 +45,14 @@ def test_every_rule_of_packed_rows_is_found_somewhere() -> None:
     assert {rule.config for rule in tuning.PACKED_ROWS.rules} | {None} == found
 
 
+def test_every_rule_of_packed_streams_is_found_somewhere() -> None:
+    found = {
+        tuning.PACKED_STREAMS.find(rows=rows, n=n, weights=n * k)
+        for rows in (7, 64, 128, 256, 257) for n, k in SHAPES
+    }  # fmt: skip
+    assert {rule.config for rule in tuning.PACKED_STREAMS.rules} | {None} == found
+
+
 def test_what_gains_nothing_is_left_to_other_kernels() -> None:
     assert tuning.SKINNY.find(64, 4608, 3584) is None
     assert tuning.SKINNY_GATED.find(65, 18944, 3584) is tuning.SKINNY_GATED.find(8, 3072, 3584) is None

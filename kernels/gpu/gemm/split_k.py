@@ -14,7 +14,7 @@ import triton.language as tl
 class SplitKWorkspace:
     """Partial sums and counters for launches that run one after the other; the counters are zero between launches."""
 
-    def __init__(self, device: torch.device, num_floats: int = 1 << 22, num_tiles: int = 1 << 14) -> None:
+    def __init__(self, device: torch.device, num_floats: int = 5 << 20, num_tiles: int = 1 << 14) -> None:
         self.partials = torch.empty(num_floats, dtype=torch.float32, device=device)
         self.counters = torch.zeros(num_tiles, dtype=torch.int32, device=device)
 

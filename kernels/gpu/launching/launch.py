@@ -27,6 +27,11 @@ def overlaps_launches(x: Tensor) -> bool:
     return x.is_cuda and _supports(x.device.index)
 
 
+def has_wgmma(x: Tensor) -> bool:
+    """Whether the GPU of `x` is a Hopper, whose matrix units warpgroups start and wait for."""
+    return x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 9
+
+
 def is_compiled(x: Tensor) -> bool:
     """Whether kernels on the device of `x` are compiled, not interpreted; the constant COMPILED of a kernel."""
     return x.device.type != "cpu"

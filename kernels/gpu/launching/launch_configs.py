@@ -99,6 +99,18 @@ class TileConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class StreamConfig:
+    """programs_per_sm: each with a share of the steps of all tiles. num_warps: that multiply.
+
+    max_registers: of a thread of a program, in the mean.
+    """
+
+    programs_per_sm: int
+    num_warps: int
+    max_registers: int
+
+
+@dataclass(frozen=True, slots=True)
 class SlicedKConfig:
     """block_n columns a program, with a gate as many of each half; num_warps slices of block_k in a step.
 

@@ -16,6 +16,7 @@ from kernels.gpu.launching.launch_configs import (
     RopeConfig,
     Rule,
     SlicedKConfig,
+    StreamConfig,
     Table,
     TileConfig,
     above,
@@ -138,24 +139,29 @@ PACKED_ROWS = Table(
     Rule(SlicedKConfig(32, 128, 2, 3), bits=above(5), rows=at_most(8), n_per_k=above(2)),
 )  # fmt: skip
 
-# Packed weights and bfloat16 rows, `packed_gemm`. Qwen2.5-7B's qkv, o, gate_up, down of 4 bits in groups of 128 at
-# 16 rows: 10.0, 9.0, 43, 23.9 us; at 64: 17.7, 13.3, 60, 40; at 128: 24, 19.9, 104, 58; written out for cuBLAS,
-# gate_up and down take 210 and 108 us at 128 rows. At 256 rows they take 158 and 99 us, written out 244 and 120; qkv
-# and o are faster written out (41 and 32, 27 and 26). Splits are as many as their workspace holds.
+# Packed weights and more bfloat16 rows on Hopper, `packed_stream`; with more rows than these cuBLAS is faster after
+# writing the weight out. Qwen2.5-7B's qkv, o, gate_up, down, us: 4 bits in groups of 128 at 16 rows 8.8, 7.4, 30.9,
+# 20.9 (with tiles 10.2, 9.1, 43, 24.2), at 64 15.1, 11.9, 49, 29.7 (17.8, 13.5, 60, 41), at 128 22.6, 18.3, 67, 41
+# (26, 20.7, 96, 58); in groups of 32 at 64 16, 12.7, 53.5, 35 (20, 14.9, 86, 48). gate_up of 2, 3, 5, 6 bits at 64
+# rows 71, 58, 64, 69 (172, 151, 110, 157). One program a multiprocessor with 4 warps is slower. weights: n k; written
+# out, qkv and o at 256 rows take 26.6 and 21.8.
+MAX_PACKED_ROWS = 6  # of `packed_rows_gemm` then: at 8 rows of 4 bits 9.0, 8.4, 34.6, 23.7; 8.6, 7.4, 31.6, 20.7
+PACKED_STREAMS = Table(
+    Rule(StreamConfig(2, num_warps=4, max_registers=128), rows=at_most(16)),
+    Rule(StreamConfig(2, num_warps=4, max_registers=128), rows=at_most(64), n=above(16896)),
+    Rule(StreamConfig(1, num_warps=8, max_registers=168), rows=at_most(128)),
+    Rule(StreamConfig(1, num_warps=8, max_registers=168), rows=at_most(256), weights=above(1 << 25)),
+)
+
+# The same on other GPUs, `packed_gemm`; set by an H200, which does without now. Splits are as many as their workspace
+# holds.
 PACKED_TILES = GemmTable(
-    Rule(TileConfig(64, 128, 1, num_stages=6), rows=at_most(16), n=above(32768)),
-    Rule(TileConfig(64, 128, 2, num_stages=6), rows=at_most(16), n_per_k=above(2)),
-    Rule(TileConfig(64, 128, 8, num_stages=6), rows=at_most(16)),
     Rule(TileConfig(64, 128, 1, num_stages=5), rows=at_most(32), n_per_k=above(2)),
-    Rule(TileConfig(64, 128, 8, num_stages=5), rows=at_most(32), k=above(8192), n=at_most(16384)),
+    Rule(TileConfig(64, 128, 8, num_stages=5), rows=at_most(32), n=at_most(16384)),
     Rule(TileConfig(64, 128, 4, num_stages=5), rows=at_most(32), n=at_most(32768)),
-    Rule(TileConfig(128, 128, 1, num_warps=8, num_stages=3, block_m=64), rows=at_most(128), n_per_k=above(2)),
-    Rule(TileConfig(128, 128, 4, num_warps=8, num_stages=3), rows=at_most(128), k=above(8192), n=at_most(8192)),
-    Rule(TileConfig(64, 128, 2, num_stages=4), rows=at_most(64), n=between(4096, 32768)),
-    Rule(TileConfig(128, 128, 4, num_warps=8, num_stages=3), rows=at_most(128), n=at_most(4096)),
-    Rule(TileConfig(128, 128, 2, num_warps=8, num_stages=3), rows=at_most(128), n=at_most(16384)),
-    Rule(TileConfig(128, 128, 1, num_warps=8, num_stages=3), rows=at_most(128)),
     Rule(TileConfig(128, 128, 1, num_warps=8, num_stages=3), rows=at_most(256), n_per_k=above(2)),
+    Rule(TileConfig(128, 128, 4, num_warps=8, num_stages=3), rows=at_most(128), n=at_most(8192)),
+    Rule(TileConfig(128, 128, 1, num_warps=8, num_stages=3), rows=at_most(128)),
     Rule(TileConfig(128, 128, 2, num_warps=8, num_stages=3), rows=at_most(256), k=above(8192), n=at_most(8192)),
 )
 

@@ -8,10 +8,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.gpu.gemm.split_k import SplitKWorkspace
-from kernels.gpu.launching.launch_configs import SlicedKConfig, TileConfig
+from kernels.gpu.launching.launch_configs import SlicedKConfig, StreamConfig, TileConfig
 from kernels.gpu.quantization.packed_gemm import packed_gemm, write_out
 from kernels.gpu.quantization.packed_linear import packed_linear
 from kernels.gpu.quantization.packed_rows import packed_rows_gemm
+from kernels.gpu.quantization.packed_stream import packed_stream, share_of, streams
 from kernels.quantization import packed_weights
 from kernels.quantization.packed_weights import PackedWeight, dequantize_packed, of_w4, pack_weight
 from kernels.quantization.w4a16_gemm import pack_w4
@@ -19,6 +20,7 @@ from tests.kernels.helpers import BFLOAT16_BOUND, relative_error
 
 CONFIGS = [TileConfig(64, 128, 1, 4, 2, block_m=16), TileConfig(64, 128, 2, 4, 4, block_m=16)]
 ROW_CONFIGS = [SlicedKConfig(16, 128, 2, 2), SlicedKConfig(32, 128, 4, 3, ahead=1, prefetched=2)]
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 KINDS = [(2, 16), (3, 16), (4, 32), (4, 64), (4, 128), (5, 32), (6, 16)]  # bits, columns of a group
 
 
@@ -87,6 +89,32 @@ def test_few_rows_equal_the_reference(
 ) -> None:
     x, packed, bias, expected = random_case(bits, group, rows, n, has_bias, device)
     assert relative_error(packed_rows_gemm(x, packed, bias, config), expected) < BFLOAT16_BOUND
+
+
+@pytest.mark.skipif(not IS_HOPPER, reason="needs Hopper's matrix units")
+@pytest.mark.parametrize("config", [StreamConfig(1, 8, 168), StreamConfig(2, 4, 128)])
+@pytest.mark.parametrize("rows", [3, 17, 128, 200])
+@pytest.mark.parametrize(("bits", "group"), KINDS)
+@pytest.mark.parametrize(("n", "has_bias"), [(512, True), (50_000, False)])
+def test_streams_equal_the_reference(
+    config: StreamConfig, rows: int, bits: int, group: int, n: int, has_bias: bool, device: torch.device
+) -> None:
+    """Tiles that several programs share, and programs of several tiles."""
+    x, packed, bias, expected = random_case(bits, group, rows, n, has_bias, device)
+    assert streams(x, packed)
+    workspace = SplitKWorkspace(device, 1 << 24)
+    out = packed_stream(x, packed, bias, workspace, config)
+    assert relative_error(out, expected) < BFLOAT16_BOUND
+    assert torch.equal(packed_stream(x, packed, bias, workspace, config), out)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "steps", "programs", "share"), [(296, 28, 264, 32), (28, 148, 132, 37), (5, 3, 132, 1)]
+)
+def test_shares_of_programs(tiles: int, steps: int, programs: int, share: int) -> None:
+    """Many tiles: equal shares. Few: as many programs for each tile."""
+    assert share_of(tiles, steps, programs) == share
+    assert share * programs >= tiles * steps
 
 
 def test_activations_far_from_zero(device: torch.device) -> None:

@@ -1,0 +1,84 @@
+"""GEMMs of packed weights of 2 to 6 bits on Hopper, where unpacking overlaps with the matrix units.
+
+    y_mn = sum_k w_nk x_mk + b_n
+
+With many rows cuBLAS is faster, for which `packed_gemm.py` writes the weight out. It has the same on other GPUs, too.
+Kernel: `packed_stream_kernel.py`. Layout and reference: `kernels/quantization/packed_weights.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernels.gpu.gemm.split_k import SplitKWorkspace
+from kernels.gpu.launching.launch import has_wgmma, num_multiprocessors
+from kernels.gpu.launching.launch_configs import StreamConfig
+from kernels.gpu.quantization.packed_parts import check_packed
+from kernels.gpu.quantization.packed_stream_kernel import BLOCK_N, BOX, stream_kernel
+from kernels.quantization.packed_weights import PackedWeight
+
+MAX_ROWS = 128  # of a tile
+MAX_STAGES = 12
+SHARED_BYTES = 232_448  # of a multiprocessor
+OTHER_BYTES = 8192  # of a program, for what is no stage
+
+
+def streams(x: Tensor, packed: PackedWeight) -> bool:
+    """Whether the copy engine and matrix units take x and the weight, of which a step has at least a pair."""
+    step = packed.packing.step
+    return (
+        has_wgmma(x)
+        and packed.num_columns % step == 0
+        and packed.pair_columns <= step
+        and x.stride(0) % 8 == 0
+        and x.data_ptr() % 16 == 0
+    )
+
+
+def packed_stream(
+    x: Tensor, packed: PackedWeight, bias: Tensor | None, workspace: SplitKWorkspace, config: StreamConfig
+) -> Tensor:
+    """x (rows, in), bfloat16, columns of stride 1 -> (rows, out), for what `streams` takes."""
+    out = torch.empty(x.shape[0], packed.words.shape[0], dtype=x.dtype, device=x.device)
+    for first in range(0, x.shape[0], MAX_ROWS):
+        _multiply(x[first : first + MAX_ROWS], packed, bias, out[first : first + MAX_ROWS], workspace, config)
+    return out
+
+
+def _multiply(
+    x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, workspace: SplitKWorkspace,
+    config: StreamConfig,
+) -> None:  # fmt: skip
+    (num_rows, n), packing = out.shape, packed.packing
+    block_m = max(16, triton.next_power_of_2(num_rows))
+    num_steps, num_tiles = packed.num_columns // check_packed(packed), triton.cdiv(n, BLOCK_N.value)
+    share = share_of(num_tiles, num_steps, config.programs_per_sm * num_multiprocessors(x.device))
+    grid = (triton.cdiv(num_tiles * num_steps, share),)
+    workspace.check(grid[0], BLOCK_N.value * block_m, 2)
+    high_bytes = 0 if packed.high is None else packing.words * packed.high.itemsize
+    stage_bytes = (2 * packing.chunks * packing.words + high_bytes) * BLOCK_N.value + 2 * packing.step * block_m
+    num_stages = min(MAX_STAGES, (SHARED_BYTES // config.programs_per_sm - OTHER_BYTES) // stage_bytes)
+    words = _boxes(packed.words, BLOCK_N.value, packing.words)
+    stream_kernel[grid](
+        _boxes(x, block_m, BOX.value), words,
+        words if packed.high is None else _boxes(packed.high, BLOCK_N.value, packing.words),
+        packed.pairs.view(torch.int32), x if bias is None else bias, workspace.partials, workspace.counters, out,
+        num_rows, n, num_steps, share, BITS=packed.bits, PAIR=packed.pair_columns, STAGES=num_stages,
+        HAS_BIAS=bias is not None, num_warps=config.num_warps, maxnreg=config.max_registers, launch_pdl=True,
+    )  # fmt: skip
+
+
+def share_of(num_tiles: int, num_steps: int, num_programs: int) -> int:
+    """Steps of a program, of num_steps in each of num_tiles. As many programs share each tile if there are enough."""
+    if num_tiles <= num_programs:
+        return -(-num_steps // (num_programs // num_tiles))
+    return -(-num_tiles * num_steps // num_programs)
+
+
+def _boxes(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout(columns * matrix.itemsize, 8 * matrix.itemsize, rank=2)
+    return TensorDescriptor.from_tensor(matrix, [rows, columns], layout)
