@@ -32,20 +32,20 @@ PRODUCER_REGISTERS = gl.constexpr(40)
 
 @gluon.jit
 def _ask_for_weights(
-    words_desc, high_desc, words_smem, high_smem, ready, tile, step, stage, x_bytes: gl.constexpr, BITS: gl.constexpr
+    words_desc, high_desc, words_smem, high_smem, ready, tile, step, stage, X_BYTES: gl.constexpr, BITS: gl.constexpr
 ):
-    """Of a step; the stage is `ready` when they and x, x_bytes, are there."""
+    """Of a step. The stage is `ready` when they and x, X_BYTES, are there."""
     CHUNKS: gl.constexpr = chunks_of(BITS)
     WORDS: gl.constexpr = words_of(BITS)
-    high_bytes: gl.constexpr = high_smem.shape[1] * high_smem.shape[2] * high_smem.dtype.primitive_bitwidth // 8
-    HIGH_BYTES: gl.constexpr = high_bytes if high_bits_of(BITS) > 0 else 0
-    mbarrier.expect(ready.index(stage), CHUNKS * BLOCK_N * WORDS * 2 + HIGH_BYTES + x_bytes)
+    HAS_HIGH: gl.constexpr = high_bits_of(BITS) > 0
+    HIGH_BYTES: gl.constexpr = BLOCK_N * WORDS * high_smem.dtype.primitive_bitwidth // 8 if HAS_HIGH else 0
+    mbarrier.expect(ready.index(stage), CHUNKS * BLOCK_N * WORDS * 2 + HIGH_BYTES + X_BYTES)
     for chunk in gl.static_range(CHUNKS):
         at = (step * CHUNKS + chunk) * WORDS
         tma.async_copy_global_to_shared(
             words_desc, [tile * BLOCK_N, at], ready.index(stage), words_smem.index(stage * CHUNKS + chunk)
         )
-    if HIGH_BYTES > 0:
+    if HAS_HIGH:
         tma.async_copy_global_to_shared(
             high_desc, [tile * BLOCK_N, step * WORDS], ready.index(stage), high_smem.index(stage)
         )
@@ -91,8 +91,7 @@ def _store(total, bias_ptr, out_ptr, tile, M, N, HAS_BIAS: gl.constexpr):
     columns = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
     rows = gl.arange(0, total.shape[1], gl.SliceLayout(0, LAYOUT))
     if HAS_BIAS:
-        like: gl.constexpr = gl.SliceLayout(1, total.type.layout)
-        at = tile * BLOCK_N + gl.arange(0, BLOCK_N, like)
+        at = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, total.type.layout))
         total += gl.load(bias_ptr + at, mask=at < N, other=0.0).to(gl.float32)[:, None]
     y = gl.convert_layout(total.to(gl.bfloat16), LAYOUT)
     exists = (rows < M)[None, :] & (columns < N)[:, None]
