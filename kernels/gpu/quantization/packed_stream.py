@@ -24,18 +24,18 @@ from kernels.quantization.packed_weights import PackedWeight
 MAX_ROWS = 128  # of a tile
 MAX_STAGES = 12
 SHARED_BYTES = 232_448  # of a multiprocessor
+ALIGNMENT = 16  # bytes of the rows of a matrix that the copy engine reads
 OTHER_BYTES = 8192  # of a program, for what is no stage
 
 
 def streams(x: Tensor, packed: PackedWeight) -> bool:
-    """Whether the copy engine and matrix units take x and the weight, of which a step has at least a pair."""
-    step = packed.packing.step
+    """Whether matrix units and the copy engine take x and the weight, of which a step has at least a pair."""
+    step, matrices = packed.packing.step, [x, packed.words, *([] if packed.high is None else [packed.high])]
     return (
         has_wgmma(x)
         and packed.num_columns % step == 0
         and packed.pair_columns <= step
-        and x.stride(0) % 8 == 0
-        and x.data_ptr() % 16 == 0
+        and all(each.data_ptr() % ALIGNMENT == each.stride(0) * each.itemsize % ALIGNMENT == 0 for each in matrices)
     )
 
 

@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from kernels.gpu.gemm.split_k import SplitKWorkspace
 from kernels.gpu.launching.launch_configs import SlicedKConfig, StreamConfig, TileConfig
+from kernels.gpu.quantization import packed_stream as packed_stream_module
 from kernels.gpu.quantization.packed_gemm import packed_gemm, write_out
 from kernels.gpu.quantization.packed_linear import packed_linear
 from kernels.gpu.quantization.packed_rows import packed_rows_gemm
@@ -106,6 +107,18 @@ def test_streams_equal_the_reference(
     out = packed_stream(x, packed, bias, workspace, config)
     assert relative_error(out, expected) < BFLOAT16_BOUND
     assert torch.equal(packed_stream(x, packed, bias, workspace, config), out)
+
+
+def test_what_streams_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_stream_module, "has_wgmma", lambda _: True)
+    device = torch.device("cpu")
+    packed, x = packed_of(4, 128, 8, 256, device), torch.zeros(2, 260, dtype=torch.bfloat16)
+    assert streams(torch.zeros(2, 256, dtype=torch.bfloat16), packed)
+    assert not streams(x[:, :256], packed)  # rows at 8 bytes
+    assert not streams(x[1:, 4:], packed)
+    assert not streams(x, packed_of(4, 256, 8, 256, device))  # a pair for two steps
+    monkeypatch.setattr(packed_stream_module, "has_wgmma", lambda _: False)
+    assert not streams(torch.zeros(2, 256, dtype=torch.bfloat16), packed)
 
 
 @pytest.mark.parametrize(
