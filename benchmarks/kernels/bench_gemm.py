@@ -38,9 +38,11 @@ from kernels.gpu.elementwise.silu_mul import silu_mul
 from kernels.gpu.gemm.gemv import gemv
 from kernels.gpu.gemm.skinny_gemm import skinny_gemm
 from kernels.gpu.gemm.split_k import SplitKWorkspace
+from kernels.gpu.launching.launch import has_wgmma
 from kernels.gpu.quantization.packed_gemm import packed_gemm
 from kernels.gpu.quantization.packed_rows import MAX_ROWS as MAX_PACKED_ROWS
 from kernels.gpu.quantization.packed_rows import packed_rows_gemm
+from kernels.gpu.quantization.packed_stream import packed_stream
 from kernels.gpu.quantization.quantize import quantize_rows
 from kernels.gpu.quantization.sliced_k_gemm import MAX_ROWS, sliced_k_gemm
 from kernels.quantization.packed_weights import PACKINGS, PackedWeight, of_w4, pack_weight
@@ -123,10 +125,16 @@ def packed_settings(x: Tensor, workspace: SplitKWorkspace) -> Iterator[Setting]:
             gemm_settings.PACKED_ROWS,
             lambda config, layer: packed_rows_gemm(x, packed_weight_of(layer), None, config),
         )
-    yield from each_of(
-        [tile for tile in gemm_settings.PACKED_TILES if tile.block_m <= max(16, x.shape[0])],
-        lambda config, layer: packed_gemm(x, packed_weight_of(layer), None, workspace, config),
-    )
+    if has_wgmma(x):
+        yield from each_of(
+            gemm_settings.PACKED_STREAMS,
+            lambda config, layer: packed_stream(x, packed_weight_of(layer), None, workspace, config),
+        )
+    else:
+        yield from each_of(
+            [tile for tile in gemm_settings.PACKED_TILES if tile.block_m <= max(16, x.shape[0])],
+            lambda config, layer: packed_gemm(x, packed_weight_of(layer), None, workspace, config),
+        )
 
 
 def packed_weight_of(layer: Linear) -> PackedWeight:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kernels.gpu.launching.launch_configs import GemvConfig, SlicedKConfig, TileConfig
+from kernels.gpu.launching.launch_configs import GemvConfig, SlicedKConfig, StreamConfig, TileConfig
 
 GEMVS = [
     GemvConfig(block_n, block_k, num_warps, num_stages)
@@ -52,6 +52,7 @@ PACKED_ROWS = [
         (32, 8, 2), (64, 4, 3), (16, 2, 3), (32, 2, 3), (32, 2, 4), (64, 2, 3), (16, 8, 3, 1),
     )
 ]  # fmt: skip
+PACKED_STREAMS = [StreamConfig(*option) for option in ((1, 4, 240), (2, 4, 128), (3, 4, 80), (1, 8, 168), (2, 8, 80))]
 PACKED_TILES = [
     TileConfig(block_n, 128, splits, num_warps, num_stages, block_m)
     for block_m in (16, 32, 64, 128)
