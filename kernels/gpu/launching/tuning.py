@@ -145,7 +145,7 @@ PACKED_ROWS = Table(
 # (26, 20.7, 96, 58); in groups of 32 at 64 16, 12.7, 53.5, 35 (20, 14.9, 86, 48). gate_up of 2, 3, 5, 6 bits at 64
 # rows 71, 58, 64, 69 (172, 151, 110, 157). One program a multiprocessor with 4 warps is slower. weights: n k; written
 # out, qkv and o at 256 rows take 26.6 and 21.8.
-MAX_PACKED_ROWS = 6  # of `packed_rows_gemm` then: at 8 rows of 4 bits 9.0, 8.4, 34.6, 23.7; 8.6, 7.4, 31.6, 20.7
+MAX_PACKED_ROWS = 4  # of `packed_rows_gemm` then: at 8 rows of 4 bits 9.0, 8.4, 34.6, 23.7; 8.6, 7.4, 31.6, 20.7
 PACKED_STREAMS = Table(
     Rule(StreamConfig(2, num_warps=4, max_registers=128), rows=at_most(16)),
     Rule(StreamConfig(2, num_warps=4, max_registers=128), rows=at_most(64), n=above(16896)),
