@@ -23,6 +23,7 @@ from kernels.quantization.packed_weights import PackedWeight
 
 MAX_ROWS = 128  # of a tile
 MAX_STAGES = 12
+LEAST_COLUMNS = 512  # of W that a program of a shared tile multiplies
 SHARED_BYTES = 232_448  # of a multiprocessor
 ALIGNMENT = 16  # bytes of the rows of a matrix that the copy engine reads
 OTHER_BYTES = 8192  # of a program, for what is no stage
@@ -55,8 +56,9 @@ def _multiply(
 ) -> None:  # fmt: skip
     (num_rows, n), packing = out.shape, packed.packing
     block_m = max(16, triton.next_power_of_2(num_rows))
-    num_steps, num_tiles = packed.num_columns // check_packed(packed), triton.cdiv(n, BLOCK_N.value)
-    share = share_of(num_tiles, num_steps, config.programs_per_sm * num_multiprocessors(x.device))
+    step, num_tiles = check_packed(packed), triton.cdiv(n, BLOCK_N.value)
+    num_steps, num_programs = packed.num_columns // step, config.programs_per_sm * num_multiprocessors(x.device)
+    share = share_of(num_tiles, num_steps, num_programs, LEAST_COLUMNS // step)
     grid = (triton.cdiv(num_tiles * num_steps, share),)
     workspace.check(grid[0], BLOCK_N.value * block_m, 2)
     high_bytes = 0 if packed.high is None else packing.words * packed.high.itemsize
@@ -72,10 +74,13 @@ def _multiply(
     )  # fmt: skip
 
 
-def share_of(num_tiles: int, num_steps: int, num_programs: int) -> int:
-    """Steps of a program, of num_steps in each of num_tiles. As many programs share each tile if there are enough."""
+def share_of(num_tiles: int, num_steps: int, num_programs: int, least: int = 1) -> int:
+    """Steps of a program, of num_steps in each of num_tiles. As many programs share each tile if there are enough.
+
+    least: partial sums of more programs take longer to add up.
+    """
     if num_tiles <= num_programs:
-        return -(-num_steps // (num_programs // num_tiles))
+        return max(-(-num_steps // (num_programs // num_tiles)), least)
     return -(-num_tiles * num_steps // num_programs)
 
 

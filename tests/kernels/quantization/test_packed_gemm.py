@@ -122,11 +122,12 @@ def test_what_streams_take(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tiles", "steps", "programs", "share"), [(296, 28, 264, 32), (28, 148, 132, 37), (5, 3, 132, 1)]
+    ("tiles", "steps", "programs", "share"),
+    [(296, 28, 264, 32), (28, 148, 132, 37), (18, 28, 264, 4), (5, 3, 132, 4)],
 )
 def test_shares_of_programs(tiles: int, steps: int, programs: int, share: int) -> None:
-    """Many tiles: equal shares. Few: as many programs for each tile."""
-    assert share_of(tiles, steps, programs) == share
+    """Many tiles: equal shares. Few: as many programs for each tile, but not for less than 4 steps."""
+    assert share_of(tiles, steps, programs, least=4) == share
     assert share * programs >= tiles * steps
 
 
