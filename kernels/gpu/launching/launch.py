@@ -18,18 +18,18 @@ from torch import Tensor
 
 
 @cache
-def _supports(index: int) -> bool:
-    return torch.cuda.get_device_capability(index) >= (9, 0)
+def _major_capability(index: int) -> int:
+    return torch.cuda.get_device_capability(index)[0]
 
 
 def overlaps_launches(x: Tensor) -> bool:
     """Whether kernels on the device of `x` can be launched this way; the constant OVERLAPS of a kernel."""
-    return x.is_cuda and _supports(x.device.index)
+    return x.is_cuda and _major_capability(x.device.index) >= 9
 
 
 def has_wgmma(x: Tensor) -> bool:
-    """Whether the GPU of `x` is a Hopper, whose matrix units warpgroups start and wait for."""
-    return x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 9
+    """Whether the GPU of `x` is a Hopper: others have no asynchronous GEMM instructions of warpgroups."""
+    return x.is_cuda and _major_capability(x.device.index) == 9
 
 
 def is_compiled(x: Tensor) -> bool:

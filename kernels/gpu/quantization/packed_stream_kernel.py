@@ -1,7 +1,7 @@
-"""The kernel of `packed_stream`, in Gluon: one warp asks for weights and x, others unpack and multiply them.
+"""The kernel of `packed_stream`, in Gluon: a producer warp loads weights and x by TMA, consumer warps multiply them.
 
-While a part of a step of K is unpacked, the one before is multiplied. Triton waits for each product whose operand is
-in registers, and `ptxas` for all of a kernel in which other instructions write the registers of sums: see `_consume`.
+While the tensor cores multiply a part of a step of K, the next part is dequantized. Triton waits for each wgmma with
+an operand in registers; `ptxas` does if other instructions write the accumulators in between (see `_consume`).
 Every program takes an equal share of the steps of all tiles ("stream-K"). Partial sums of a tile that programs share
 are added by the last one to finish, in the order of steps, so that results do not depend on timing.
 
@@ -22,19 +22,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language import debug_barrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.gpu.quantization.packed_parts import chunks_of, dequantizing_assembly, high_bits_of, parts_of, words_of
+from kernels.gpu.launching.launch import prefetch
+from kernels.gpu.quantization.packed_parts import chunks_of, dequantize_part, high_bits_of, parts_of, words_of
 
 BLOCK_N = gl.constexpr(128)  # columns of y, rows of W, of a tile
-BOX = gl.constexpr(64)  # columns of x that the copy engine brings at a time
+BOX = gl.constexpr(64)  # columns of x of a TMA load
 LINE = gl.constexpr(32)  # pairs of a line of the L2 cache
 PRODUCER_REGISTERS = gl.constexpr(40)
 
 
 @gluon.jit
-def _ask_for_weights(
+def _load_weights(
     words_desc, high_desc, words_smem, high_smem, ready, tile, step, stage, X_BYTES: gl.constexpr, BITS: gl.constexpr
 ):
-    """Of a step. The stage is `ready` when they and x, X_BYTES, are there."""
+    """Start to load a step's weights. The stage is `ready` when they and x, X_BYTES, have arrived."""
     CHUNKS: gl.constexpr = chunks_of(BITS)
     WORDS: gl.constexpr = words_of(BITS)
     HAS_HIGH: gl.constexpr = high_bits_of(BITS) > 0
@@ -52,7 +53,7 @@ def _ask_for_weights(
 
 
 @gluon.jit
-def _ask_for_x(x_desc, x_smem, ready, step, stage, BOXES: gl.constexpr):
+def _load_x(x_desc, x_smem, ready, step, stage, BOXES: gl.constexpr):
     for i in gl.static_range(BOXES):
         tma.async_copy_global_to_shared(
             x_desc, [0, (step * BOXES + i) * BOX], ready.index(stage), x_smem.index(stage * BOXES + i)
@@ -64,23 +65,23 @@ def _produce(
     x_desc, words_desc, high_desc, x_smem, words_smem, high_smem, ready, empty, first, last, num_steps,
     BITS: gl.constexpr, BOXES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Bring this program's steps. Weights are there before the previous kernel has ended, x is not."""
+    """Load this program's steps. Weights are loaded before the previous kernel has ended, x afterwards."""
     X_BYTES: gl.constexpr = BOXES * x_smem.shape[1] * BOX * 2
     for i in gl.static_range(STAGES):
         if first + i < last:
             tile, step = (first + i) // num_steps, (first + i) % num_steps
-            _ask_for_weights(words_desc, high_desc, words_smem, high_smem, ready, tile, step, i, X_BYTES, BITS)
+            _load_weights(words_desc, high_desc, words_smem, high_smem, ready, tile, step, i, X_BYTES, BITS)
     gdc_wait()
     for i in gl.static_range(STAGES):
         if first + i < last:
-            _ask_for_x(x_desc, x_smem, ready, (first + i) % num_steps, i, BOXES)
+            _load_x(x_desc, x_smem, ready, (first + i) % num_steps, i, BOXES)
     stage = 0
     phase = 0
     for i in range(first + STAGES, last):
         mbarrier.wait(empty.index(stage), phase)
         tile, step = i // num_steps, i % num_steps
-        _ask_for_weights(words_desc, high_desc, words_smem, high_smem, ready, tile, step, stage, X_BYTES, BITS)
-        _ask_for_x(x_desc, x_smem, ready, step, stage, BOXES)
+        _load_weights(words_desc, high_desc, words_smem, high_smem, ready, tile, step, stage, X_BYTES, BITS)
+        _load_x(x_desc, x_smem, ready, step, stage, BOXES)
         phase = phase ^ (stage == STAGES - 1).to(gl.int32)
         stage = gl.where(stage == STAGES - 1, 0, stage + 1)
 
@@ -132,14 +133,6 @@ def _finish(
 
 
 @gluon.jit
-def _prefetch(pointers):
-    """Ask for the lines of `pointers` to be brought into the L2 cache."""
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
 def _pairs_of(pairs_at, step, PAIRS: gl.constexpr):
     """PAIRS scales and zeros of rows of W in a step."""
     pairs = ()
@@ -174,7 +167,7 @@ def _consume(
         end = gl.minimum(last - tile * num_steps, num_steps)
         pairs_at = pairs_ptr + gl.minimum(tile * BLOCK_N + rows, N - 1) * (num_steps * PAIRS)
         for at in range(first_step * PAIRS, end * PAIRS, LINE):
-            _prefetch(pairs_at + at)
+            prefetch(pairs_at + at, True)
         pairs = _pairs_of(pairs_at, first_step, PAIRS)
         for step in range(first_step, end):
             mbarrier.wait(ready.index(stage), phase)
@@ -186,17 +179,14 @@ def _consume(
                     high = high_smem.index(stage).load(WEIGHTS).to(gl.int16)
                 for part in gl.static_range(chunk * PARTS, chunk * PARTS + PARTS):
                     pair = pairs[part * WORDS // PAIR]
-                    weights = gl.inline_asm_elementwise(
-                        dequantizing_assembly(BITS, part), "=r,r,r,r,r", [words, high, pair[:, None]],
-                        dtype=gl.bfloat16, is_pure=True, pack=2,
-                    )  # fmt: skip
+                    weights = dequantize_part(words, high, pair[:, None], BITS, part, True)
                     box = x_smem.index(stage * BOXES + part * WORDS // BOX)
                     x = box.slice(part * WORDS % BOX, WORDS, dim=1).permute((1, 0))
-                    # The first product of a tile sets its sums: if they were set to zero here, `ptxas` would wait.
+                    # The first wgmma of a tile overwrites the accumulators: if they were zeroed, `ptxas` would wait.
                     adds = (step > first_step) if part == 0 else True
                     total = warpgroup_mma(weights, x, total, use_acc=adds, is_async=True)
                     total = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=[total]))
-                    if part == 0:  # all products of the step before are complete
+                    if part == 0:  # every wgmma of the step before has ended
                         mbarrier.arrive(empty.index(before), count=1, pred=(begin > first) | (step > first_step))
             pairs = following
             before = stage
