@@ -42,6 +42,7 @@ from kernels.gpu.launching.launch import has_wgmma
 from kernels.gpu.quantization.packed_gemm import packed_gemm
 from kernels.gpu.quantization.packed_rows import MAX_ROWS as MAX_PACKED_ROWS
 from kernels.gpu.quantization.packed_rows import packed_rows_gemm
+from kernels.gpu.quantization.packed_stream import MAX_ROWS as MAX_STREAM_ROWS
 from kernels.gpu.quantization.packed_stream import packed_stream
 from kernels.gpu.quantization.quantize import quantize_rows
 from kernels.gpu.quantization.sliced_k_gemm import MAX_ROWS, sliced_k_gemm
@@ -125,7 +126,7 @@ def packed_settings(x: Tensor, workspace: SplitKWorkspace) -> Iterator[Setting]:
             gemm_settings.PACKED_ROWS,
             lambda config, layer: packed_rows_gemm(x, packed_weight_of(layer), None, config),
         )
-    if has_wgmma(x):
+    if has_wgmma(x) and x.shape[0] <= MAX_STREAM_ROWS:
         yield from each_of(
             gemm_settings.PACKED_STREAMS,
             lambda config, layer: packed_stream(x, packed_weight_of(layer), None, workspace, config),

@@ -12,7 +12,10 @@ import triton.language as tl
 
 
 class SplitKWorkspace:
-    """Partial sums and counters for launches that run one after the other; the counters are zero between launches."""
+    """Partial sums and counters for launches that run one after the other; the counters are zero between launches.
+
+    num_floats: `packed_stream` takes the most, 2 tiles of 128 x 64 for each of 264 programs.
+    """
 
     def __init__(self, device: torch.device, num_floats: int = 5 << 20, num_tiles: int = 1 << 14) -> None:
         self.partials = torch.empty(num_floats, dtype=torch.float32, device=device)

@@ -105,7 +105,7 @@ MAX_TWO_PLANE_ROWS = 256  # int8 weights and rows of 16 bits; with more, writing
 # Packed weights and few rows of bfloat16, `packed_rows_gemm`. bits: of a weight. pair: columns of a pair of scales.
 # Qwen2.5-7B's qkv, o, gate_up, down at one row, us: 2 bits 12.4, 11.2, 45, 47 (with tiles 21, 20.5, 96, 67); 3 bits
 # 10.5, 9.7, 36.5, 29.9 (13.4, 13.2, 58, 43); 5 bits gate_up 46 (59); 6 bits 11.8, 9.9, 48, 34 (15.2, 11.5, 72, 41); 4
-# bits in groups of 32 9.2, 7.3, 30.5, 26, of 128 6.7, 6.4, 23, 21. What no rule has is faster with tiles.
+# bits in groups of 32 9.2, 7.3, 30.5, 26, of 128 6.7, 6.4, 23, 21. What no rule has is faster with the next tables.
 PACKED_ROWS = Table(
     Rule(SlicedKConfig(32, 128, 4, 3), bits=at_most(2), rows=at_most(1), n_per_k=above(2)),
     Rule(SlicedKConfig(16, 128, 8, 3, ahead=2), bits=at_most(2), rows=at_most(1), k=above(8192)),
@@ -139,22 +139,21 @@ PACKED_ROWS = Table(
     Rule(SlicedKConfig(32, 128, 2, 3), bits=above(5), rows=at_most(8), n_per_k=above(2)),
 )  # fmt: skip
 
-# Packed weights and more bfloat16 rows on Hopper, `packed_stream`; with more rows than these cuBLAS is faster after
-# writing the weight out. Qwen2.5-7B's qkv, o, gate_up, down, us: 4 bits in groups of 128 at 16 rows 8.8, 7.4, 30.9,
-# 20.9 (with tiles 10.2, 9.1, 43, 24.2), at 64 15.1, 11.9, 49, 29.7 (17.8, 13.5, 60, 41), at 128 22.6, 18.3, 67, 41
-# (26, 20.7, 96, 58); in groups of 32 at 64 16, 12.7, 53.5, 35 (20, 14.9, 86, 48). gate_up of 2, 3, 5, 6 bits at 64
-# rows 71, 58, 64, 69 (172, 151, 110, 157). One program a multiprocessor with 4 warps is slower. weights: n k; written
-# out, qkv and o at 256 rows take 26.6 and 21.8.
+# Packed weights and up to 128 bfloat16 rows on Hopper, `packed_stream`. Qwen2.5-7B's qkv, o, gate_up, down, us: 4
+# bits in groups of 128 at 16 rows 8.8, 7.4, 30.9, 20.9 (with tiles 10.2, 9.1, 43, 24.2), at 64 15.1, 11.9, 49, 29.7
+# (17.8, 13.5, 60, 41), at 128 22.6, 18.3, 67, 41 (26, 20.7, 96, 58); in groups of 32 at 64 16, 12.7, 53.5, 35 (20,
+# 14.9, 86, 48). gate_up of 2, 3, 5, 6 bits at 64 rows 71, 58, 64, 69 (172, 151, 110, 157). One program a
+# multiprocessor with 4 warps is slower.
 MAX_PACKED_ROWS = 4  # of `packed_rows_gemm` then: at 8 rows of 4 bits 9.0, 8.4, 34.6, 23.7; 8.6, 7.4, 31.6, 20.7
 PACKED_STREAMS = Table(
     Rule(StreamConfig(2, num_warps=4, max_registers=128), rows=at_most(16)),
     Rule(StreamConfig(2, num_warps=4, max_registers=128), rows=at_most(64), n=above(16896)),
-    Rule(StreamConfig(1, num_warps=8, max_registers=168), rows=at_most(128)),
-    Rule(StreamConfig(1, num_warps=8, max_registers=168), rows=at_most(256), weights=above(1 << 25)),
+    Rule(StreamConfig(1, num_warps=8, max_registers=168)),
 )
 
-# The same on other GPUs, `packed_gemm`; set by an H200, which does without now. Splits are as many as their workspace
-# holds.
+# The same on other GPUs, and more rows, `packed_gemm`; set by an H200. Its gate_up and down at 256 rows take 153 and
+# 98 us, written out for cuBLAS 244 and 120; qkv and o are faster written out, 26.6 and 21.8. Splits are as many as
+# their workspace holds.
 PACKED_TILES = GemmTable(
     Rule(TileConfig(64, 128, 1, num_stages=5), rows=at_most(32), n_per_k=above(2)),
     Rule(TileConfig(64, 128, 8, num_stages=5), rows=at_most(32), n=at_most(16384)),

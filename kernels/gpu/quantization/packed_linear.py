@@ -1,7 +1,7 @@
 """Linear layers of packed weights of 2 to 6 bits on a GPU, by the kernel that is fastest with so many rows.
 
-`kernels/gpu/launching/tuning.py` says which: `packed_rows`, `packed_stream`, on other GPUs than Hopper `packed_gemm`,
-or cuBLAS after writing the weight out.
+`kernels/gpu/launching/tuning.py` says which: `packed_rows`, `packed_stream` on Hopper, `packed_gemm`, or cuBLAS after
+writing the weight out.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.gpu.gemm.split_k import SplitKWorkspace
+from kernels.gpu.launching.launch_configs import found
 from kernels.gpu.launching.tuning import MAX_PACKED_ROWS, PACKED_ROWS, PACKED_STREAMS, PACKED_TILES
 from kernels.gpu.quantization.dequantize_w4 import dequantize
 from kernels.gpu.quantization.packed_gemm import packed_gemm, write_out
 from kernels.gpu.quantization.packed_rows import packed_rows_gemm
-from kernels.gpu.quantization.packed_stream import packed_stream, streams
+from kernels.gpu.quantization.packed_stream import can_stream, packed_stream
 from kernels.quantization.packed_weights import PackedWeight, of_w4
 from kernels.quantization.w4a16_gemm import MAX_CHUNK, PackedW4
 
@@ -43,9 +44,8 @@ def _multiply(x: Tensor, packed: PackedWeight, bias: Tensor | None, workspace: S
         return None
     (num_rows, k), n = x.shape, packed.words.shape[0]
     of_few = PACKED_ROWS.find(rows=num_rows, n_per_k=n / k, k=k, bits=packed.bits, pair=packed.pair_columns)
-    if streams(x, packed) and (of_few is None or num_rows > MAX_PACKED_ROWS):
-        stream = PACKED_STREAMS.find(rows=num_rows, n=n, weights=n * k)
-        return None if stream is None else packed_stream(x, packed, bias, workspace, stream)
+    if can_stream(x, packed) and (of_few is None or num_rows > MAX_PACKED_ROWS):
+        return packed_stream(x, packed, bias, workspace, found(PACKED_STREAMS.find(rows=num_rows, n=n)))
     if of_few is not None:
         return packed_rows_gemm(x, packed, bias, of_few)
     tiles = PACKED_TILES.find(num_rows, n, k)

@@ -1,8 +1,8 @@
-"""GEMMs of packed weights of 2 to 6 bits on Hopper, where unpacking overlaps with the matrix units.
+"""GEMMs of packed weights of 2 to 6 bits on Hopper, where dequantization overlaps with the tensor cores.
 
     y_mn = sum_k w_nk x_mk + b_n
 
-With many rows cuBLAS is faster, for which `packed_gemm.py` writes the weight out. It has the same on other GPUs, too.
+Up to 128 rows. `packed_gemm.py` serves more of them, and other GPUs.
 Kernel: `packed_stream_kernel.py`. Layout and reference: `kernels/quantization/packed_weights.py`.
 """
 
@@ -25,15 +25,16 @@ MAX_ROWS = 128  # of a tile
 MAX_STAGES = 12
 LEAST_COLUMNS = 512  # of W that a program of a shared tile multiplies
 SHARED_BYTES = 232_448  # of a multiprocessor
-ALIGNMENT = 16  # bytes of the rows of a matrix that the copy engine reads
+ALIGNMENT = 16  # bytes, of the rows of a matrix that TMA loads
 OTHER_BYTES = 8192  # of a program, for what is no stage
 
 
-def streams(x: Tensor, packed: PackedWeight) -> bool:
-    """Whether matrix units and the copy engine take x and the weight, of which a step has at least a pair."""
+def can_stream(x: Tensor, packed: PackedWeight) -> bool:
+    """Whether the GPU, the number of rows and the alignment fit, and a step of K has at least a pair of scales."""
     step, matrices = packed.packing.step, [x, packed.words, *([] if packed.high is None else [packed.high])]
     return (
         has_wgmma(x)
+        and x.shape[0] <= MAX_ROWS
         and packed.num_columns % step == 0
         and packed.pair_columns <= step
         and all(each.data_ptr() % ALIGNMENT == each.stride(0) * each.itemsize % ALIGNMENT == 0 for each in matrices)
@@ -43,18 +44,8 @@ def streams(x: Tensor, packed: PackedWeight) -> bool:
 def packed_stream(
     x: Tensor, packed: PackedWeight, bias: Tensor | None, workspace: SplitKWorkspace, config: StreamConfig
 ) -> Tensor:
-    """x (rows, in), bfloat16, columns of stride 1 -> (rows, out), for what `streams` takes."""
-    out = torch.empty(x.shape[0], packed.words.shape[0], dtype=x.dtype, device=x.device)
-    for first in range(0, x.shape[0], MAX_ROWS):
-        _multiply(x[first : first + MAX_ROWS], packed, bias, out[first : first + MAX_ROWS], workspace, config)
-    return out
-
-
-def _multiply(
-    x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, workspace: SplitKWorkspace,
-    config: StreamConfig,
-) -> None:  # fmt: skip
-    (num_rows, n), packing = out.shape, packed.packing
+    """x (rows, in), bfloat16, columns of stride 1 -> (rows, out), where `can_stream`."""
+    num_rows, n, packing = x.shape[0], packed.words.shape[0], packed.packing
     block_m = max(16, triton.next_power_of_2(num_rows))
     step, num_tiles = check_packed(packed), triton.cdiv(n, BLOCK_N.value)
     num_steps, num_programs = packed.num_columns // step, config.programs_per_sm * num_multiprocessors(x.device)
@@ -64,6 +55,7 @@ def _multiply(
     high_bytes = 0 if packed.high is None else packing.words * packed.high.itemsize
     stage_bytes = (2 * packing.chunks * packing.words + high_bytes) * BLOCK_N.value + 2 * packing.step * block_m
     num_stages = min(MAX_STAGES, (SHARED_BYTES // config.programs_per_sm - OTHER_BYTES) // stage_bytes)
+    out = torch.empty(num_rows, n, dtype=x.dtype, device=x.device)
     words = _boxes(packed.words, BLOCK_N.value, packing.words)
     stream_kernel[grid](
         _boxes(x, block_m, BOX.value), words,
@@ -72,6 +64,7 @@ def _multiply(
         num_rows, n, num_steps, share, BITS=packed.bits, PAIR=packed.pair_columns, STAGES=num_stages,
         HAS_BIAS=bias is not None, num_warps=config.num_warps, maxnreg=config.max_registers, launch_pdl=True,
     )  # fmt: skip
+    return out
 
 
 def share_of(num_tiles: int, num_steps: int, num_programs: int, least: int = 1) -> int:
