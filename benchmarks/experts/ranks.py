@@ -141,7 +141,7 @@ class GpuRanks:
         """See Ranks."""
         from engine.expert_parallel.gpu_divided_rows import DispatchedExperts
         from engine.layers.linear import Linear
-        from engine.moe.gpu_experts import prepare, stacked_of
+        from engine.moe.expert_stacks import prepare, stacked_of
         from kernels.gpu.expert_parallel.expert_combine import combine
         from kernels.gpu.expert_parallel.expert_dispatch import dispatch
 

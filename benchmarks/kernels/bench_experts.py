@@ -21,7 +21,7 @@ from triton.runtime.errors import OutOfResources
 
 from benchmarks.kernels.expert_weights import MAKERS, SHAPES, Shape, Weights, weights_of
 from benchmarks.kernels.timing import compile_ahead, graph_seconds, read_bandwidth, report, sweep
-from kernels.gpu.launching.launch_configs import GemvConfig, Table, TileConfig, found
+from kernels.gpu.launching.launch_configs import ExpertTile, GemvConfig, Table, TileConfig, found
 from kernels.gpu.launching.tuning import (
     DOWN_PAIRS,
     DOWN_ROW,
@@ -30,12 +30,15 @@ from kernels.gpu.launching.tuning import (
     GROUPED_DOWN,
     GROUPED_GATE_UP,
     MAX_PAIRS,
+    PACKED_DOWN,
+    PACKED_GATE_UP,
 )
 from kernels.gpu.moe.expert_formats import columns_of
 from kernels.gpu.moe.expert_pairs import SortedPairs, sort_pairs
 from kernels.gpu.moe.grouped_gemm import MAX_UNSORTED, grouped_gemm
 from kernels.gpu.moe.grouped_gemv import add_down_of_row, grouped_gemv
 from kernels.gpu.moe.moe_routing import route
+from kernels.gpu.moe.packed_experts import packed_experts, takes_packed
 from kernels.quantization.w4a16_gemm import MAX_CHUNK
 
 NUM_CHOICES = 24  # sets of chosen experts that calls rotate through
@@ -74,6 +77,14 @@ SWEEP_TILES = [
     if (n + m) * k * stages <= 220 << 10 and (m > 16 or n < 128)
 ]
 
+SWEEP_PACKED_TILES = [
+    ExpertTile(*option)
+    for option in (
+        (16, 128, 4, 3), (16, 128, 4, 2), (16, 64, 4, 3), (32, 128, 4, 2), (32, 128, 8, 2), (64, 128, 4, 2),
+        (64, 128, 8, 2), (64, 256, 8, 1), (128, 128, 8, 1), (128, 256, 8, 1), (256, 128, 8, 1),
+    )
+]  # fmt: skip
+
 
 class Layer:
     """Weights, and inputs for so many tokens."""
@@ -90,6 +101,10 @@ class Layer:
         ]
         self.routes = [route(logits, shape.top_k) for logits in self.logits]
         self.pairs = [sort_pairs(chosen, shape.num_experts) for _, chosen in self.routes]
+
+    @property
+    def is_listed(self) -> bool:
+        return self.x.shape[0] > MAX_UNSORTED
 
     def floor_seconds(self, bandwidth: float) -> float:
         """To read the experts that were chosen, once."""
@@ -121,13 +136,33 @@ class Layer:
         weights = self.gate_up if is_gate_up else self.down
         return found(table.find(itemsize=weights.itemsize, columns=columns_of(weights.weight)))
 
-    def gemm(self, index: int, config: TileConfig, is_gate_up: bool) -> None:
+    def gemm(self, index: int, config: TileConfig | ExpertTile, is_gate_up: bool) -> None:
         (shares, chosen), top_k = self.routes[index], self.shape.top_k
-        pairs = self.pairs[index] if chosen.shape[0] > MAX_UNSORTED else chosen
+        if isinstance(config, ExpertTile):
+            weights, x = (self.gate_up, self.x) if is_gate_up else (self.down, self.inside)
+            assert weights.scales is not None, "they have 4 bits"
+            packed_experts(
+                x, weights.weight, self.pairs[index], config, top_k, None if is_gate_up else shares, weights.scales,
+                None,
+            )  # fmt: skip
+            return
+        pairs = self.pairs[index] if self.is_listed else chosen
         if is_gate_up:
             grouped_gemm(self.x, self.gate_up.weight, pairs, config, top_k, scales=self.gate_up.scales)
         else:
             grouped_gemm(self.inside, self.down.weight, pairs, config, top_k, shares, self.down.scales)
+
+    def tile(self, is_gate_up: bool) -> TileConfig | ExpertTile:
+        """What the tables say."""
+        load = self.x.shape[0] * self.shape.top_k / self.shape.num_experts
+        weights, x = (self.gate_up, self.x) if is_gate_up else (self.down, self.inside)
+        columns = columns_of(weights.weight)
+        if self.is_listed and takes_packed(x, weights.weight, weights.scales):
+            packed = (PACKED_GATE_UP if is_gate_up else PACKED_DOWN).find(pairs_per_expert=load, columns=columns)
+            if packed is not None:
+                return packed
+        table = GROUPED_GATE_UP if is_gate_up else GROUPED_DOWN
+        return found(table.find(pairs_per_expert=load, itemsize=weights.itemsize, columns=columns))
 
     def route(self, index: int) -> None:
         route(self.logits[index], self.shape.top_k)
@@ -147,8 +182,9 @@ def fastest(configs: Sequence[Any], call: Callable[[int, Any], object]) -> str:
 
 
 def compile_some(
-    shape: Shape, counts: Sequence[int], dtype: str, group: int, configs: Sequence[GemvConfig | TileConfig]
-) -> None:
+    shape: Shape, counts: Sequence[int], dtype: str, group: int,
+    configs: Sequence[GemvConfig | TileConfig | ExpertTile],
+) -> None:  # fmt: skip
     """Put kernels into Triton's cache on disk, for the process that measures."""
     weights = weights_of(dtype, shape, group)
     row, *layers = [Layer(shape, count, *weights, 1) for count in (1, *counts)]
@@ -157,19 +193,19 @@ def compile_some(
             if isinstance(config, GemvConfig):
                 layer.gemv(0, config, is_gate_up)
                 row.row(0, config, is_gate_up)
-            else:
+            elif isinstance(config, TileConfig) or layer.is_listed:
                 layer.gemm(0, config, is_gate_up)
         except OutOfResources:
             pass
 
 
-def tiles_for(num_tokens: int, is_packed: bool) -> list[TileConfig]:
+def tiles_for(num_tokens: int, is_packed: bool) -> list[TileConfig | ExpertTile]:
     """No tile is larger than the tokens, of which few share an expert; packed weights come in chunks."""
-    return [
-        config
-        for config in SWEEP_TILES
-        if config.block_m <= max(16, num_tokens // 2) and (config.block_k >= MAX_CHUNK or not is_packed)
+    tiles: list[TileConfig | ExpertTile] = [
+        config for config in SWEEP_TILES if config.block_k >= MAX_CHUNK or not is_packed
     ]
+    tiles += SWEEP_PACKED_TILES if is_packed and num_tokens > MAX_UNSORTED else []
+    return [config for config in tiles if config.block_m <= max(16, num_tokens // 2)]
 
 
 def main() -> None:
@@ -184,7 +220,7 @@ def main() -> None:
     is_packed = options.dtype in ("int4", "mxfp4")
     rows = SWEEP_PACKED_ROWS if is_packed else SWEEP_ROWS
     if options.sweep:
-        everything: list[GemvConfig | TileConfig] = [*rows, *tiles_for(max(counts), is_packed)]
+        everything: list[GemvConfig | TileConfig | ExpertTile] = [*rows, *tiles_for(max(counts), is_packed)]
         sizes = 8, MAX_UNSORTED, min(256, max(counts))  # tiles of as many tokens, or pairs sorted
         kinds = {next((size for size in sizes[:2] if count <= size), sizes[2]) for count in counts}
         compile_ahead(functools.partial(compile_some, shape, sorted(kinds), options.dtype, options.group), everything)
@@ -197,7 +233,7 @@ def main() -> None:
 
 
 def figures_of(
-    layer: Layer, bandwidth: float, rows: Sequence[GemvConfig], tiles: Sequence[TileConfig]
+    layer: Layer, bandwidth: float, rows: Sequence[GemvConfig], tiles: Sequence[TileConfig | ExpertTile]
 ) -> dict[str, float | str]:
     """Microseconds of each kernel, with the settings of the tables. rows, tiles: what is swept, if anything."""
     num_tokens, num_pairs = layer.x.shape[0], layer.x.shape[0] * layer.shape.top_k
@@ -206,11 +242,10 @@ def figures_of(
         "route_us": seconds(layer.route) * 1e6,
         "sort_us": seconds(layer.sort) * 1e6,
     }
-    for is_gate_up, name, tables in (
-        (True, "gate_up", (GATE_UP_ROW, GATE_UP_PAIRS, GROUPED_GATE_UP)),
-        (False, "down", (DOWN_ROW, DOWN_PAIRS, GROUPED_DOWN)),
+    for is_gate_up, name, row, pair in (
+        (True, "gate_up", GATE_UP_ROW, GATE_UP_PAIRS),
+        (False, "down", DOWN_ROW, DOWN_PAIRS),
     ):
-        row, pair, tile = tables
         itemsize = layer.down.itemsize
         of_row = functools.partial(layer.row, is_gate_up=is_gate_up)
         of_pairs = functools.partial(layer.gemv, is_gate_up=is_gate_up)
@@ -222,9 +257,7 @@ def figures_of(
         if num_pairs <= max_pairs:
             config = layer.setting(pair, is_gate_up)
             figures[f"{name}_pairs_us"] = seconds(functools.partial(of_pairs, config=config)) * 1e6
-        load = num_pairs / layer.shape.num_experts
-        tile_config = tile.find(pairs_per_expert=load, itemsize=itemsize, columns=layer.shape.inner)
-        of_load = functools.partial(of_tiles, config=found(tile_config))
+        of_load = functools.partial(of_tiles, config=layer.tile(is_gate_up))
         figures[f"{name}_us"] = seconds(of_load) * 1e6
         if rows:
             if num_tokens == 1:

@@ -15,7 +15,7 @@ from engine.config import EngineConfig
 from engine.expert_balancing.moves import ExpertGroup, ExpertRearranger, PlacedLayer, moving_bytes
 from engine.expert_balancing.settings import ExpertBalancingSettings
 from engine.loader.load import LoadedModel
-from engine.moe.gpu_experts import prepare, stacked_of
+from engine.moe.expert_stacks import prepare, stacked_of
 from engine.moe.moe import Moe
 
 

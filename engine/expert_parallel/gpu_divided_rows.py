@@ -19,7 +19,8 @@ from engine.gpu.ops.rules import GpuOp, GpuStep, Rule, Target
 from engine.layers.forward import Op, Stream
 from engine.layers.linear import Linear
 from engine.models.model import Model
-from engine.moe.gpu_experts import Gemm, StackedExperts, chooser, is_listed, outputs, router_of, stacked_of
+from engine.moe.expert_stacks import StackedExperts, stacked_of
+from engine.moe.gpu_experts import Gemm, chooser, is_listed, outputs, router_of
 from engine.moe.moe import Moe
 from engine.tensor_parallel.gpu_group import DeviceGroup
 from engine.tensor_parallel.gpu_ops import ITS_SHARE, ShardSeams

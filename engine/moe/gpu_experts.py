@@ -6,20 +6,16 @@ Nothing is read on the host, and grids depend on the number of tokens alone, so 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from triton import next_power_of_2
 
-from common.errors import UnsupportedModelError
 from engine.gpu.ops.pending import Partials
 from engine.gpu.ops.rules import GpuStep
-from engine.layers.linear import Linear
+from engine.moe.expert_stacks import Stack, StackedExperts
 from engine.moe.moe import Moe
-from engine.quantization.gpu_linears import W8A16, dequantized
-from kernels.gpu.gemm.split_k import SplitKWorkspace
 from kernels.gpu.launching.launch_configs import GemvConfig, Table, TileConfig, found
 from kernels.gpu.launching.tuning import (
     DOWN_PAIRS,
@@ -31,141 +27,20 @@ from kernels.gpu.launching.tuning import (
     GROUPED_DOWN,
     GROUPED_GATE_UP,
     MAX_PAIRS,
+    PACKED_DOWN,
+    PACKED_GATE_UP,
 )
-from kernels.gpu.moe.expert_formats import WORDS, bytes_of, columns_of, fits
+from kernels.gpu.moe.expert_formats import columns_of
 from kernels.gpu.moe.expert_pairs import SortedPairs, sort_pairs
 from kernels.gpu.moe.grouped_gemm import MAX_UNSORTED, grouped_gemm, sum_of_held
 from kernels.gpu.moe.grouped_gemv import add_down_of_row, grouped_gemv
 from kernels.gpu.moe.moe_routing import route
+from kernels.gpu.moe.packed_experts import packed_experts, takes_packed
 from kernels.gpu.quantization.quantize import quantize_many_rows, quantize_rows
 from kernels.quantization.quantized_gemm import FP8_DTYPE
-from kernels.quantization.w4a16_gemm import pack_words, unpack_words
 
 Gemm = Callable[[Tensor], Tensor]
 Choose = Callable[[Tensor, GpuStep | None], tuple[Tensor, Tensor]]  # without a step nothing is counted
-
-
-@dataclass(frozen=True, slots=True)
-class Stack:
-    """Weight and scales of a layer, or of all experts, (num_experts, ...), see `kernels/gpu/moe/expert_formats.py`.
-
-    bias: (out,) or (num_experts, out), or None.
-    """
-
-    weight: Tensor
-    scales: Tensor | None
-    bias: Tensor | None = None
-
-    @property
-    def itemsize(self) -> float:
-        return bytes_of(self.weight)
-
-    @property
-    def multiplies_e4m3(self) -> bool:
-        """Whether tensor cores may take it as it is stored, beside an x of the same type."""
-        return self.weight.dtype == FP8_DTYPE and self.scales is not None and self.scales.dim() == 2
-
-
-class StackedExperts:
-    """Weights of a block's experts, one after the other; the experts' own become views of them.
-
-    gate_up: of (2 inner, hidden) each. down: of (hidden, inner). Shared experts stand behind the others, and the
-    block then has none: as many of the same size, that every token chooses. router: in the model's type, from which
-    `Moe` may have made it float32; the shared experts' gate is its last row. gate: see `grouped_gemm`.
-    """
-
-    def __init__(self, block: Moe) -> None:
-        """Raise UnsupportedModelError for experts of several formats."""
-        self.num_shared = 0
-        self.gate = (block.rule.swiglu_alpha, block.rule.swiglu_limit)
-        self.router = block.router.to(block.norm.dtype)
-        if block.shared_gate is not None:
-            self.router = torch.cat([self.router, block.shared_gate])
-        inner = block.rule.intermediate_size
-        for expert in block.experts.values():
-            expert.gate_up, expert.down = stackable(expert.gate_up), stackable(expert.down)
-        more_gate_up: list[Stack] = []
-        more_down: list[Stack] = []
-        if block.shared is not None:
-            self.num_shared, rest = divmod(block.rule.shared_size, inner)
-            if rest:
-                raise UnsupportedModelError("a rank has less than one shared expert: leave --expert-parallel out")
-            more_gate_up = gate_up_pieces(stack_of(stackable(block.shared.gate_up)), self.num_shared)
-            more_down = down_pieces(stack_of(stackable(block.shared.down, inner)), self.num_shared)
-            block.shared = None
-        self.gate_up = stacked([expert.gate_up for expert in block.experts.values()], more_gate_up)
-        self.down = stacked([expert.down for expert in block.experts.values()], more_down)
-
-
-def prepare(block: Moe) -> None:
-    """Stack the experts' weights, once: runners that measure memory and that serve share them."""
-    if block.stacked is None:
-        block.stacked = StackedExperts(block)
-
-
-def stacked_of(block: Moe) -> StackedExperts:
-    """The experts of a block that is prepared."""
-    assert isinstance(block.stacked, StackedExperts), "`prepare` comes before ops"
-    return block.stacked
-
-
-def stackable(layer: Linear, piece: int | None = None) -> Linear:
-    """The layer, or in int8 where grouped kernels do not take its groups. piece: columns, of each of its pieces."""
-    if layer.order is not None or layer.dense is not None:
-        raise UnsupportedModelError("experts on a GPU are plain or quantized linear layers")
-    if layer.scales is None or not layer.group_size:
-        return layer
-    if layer.scales.dtype == torch.uint8:
-        fits_kernels = piece is None  # no model has both
-    else:
-        fits_kernels = fits(piece or layer.num_columns, layer.group_size, layer.weight.dtype == WORDS)
-    if fits_kernels:
-        return layer
-    plain = Linear(dequantized(layer, torch.bfloat16), layer.bias)
-    return W8A16.of(plain, SplitKWorkspace(layer.weight.device, 1, 1))
-
-
-def stack_of(layer: Linear) -> Stack:
-    """One layer's."""
-    return Stack(layer.weight, layer.scales, layer.bias)
-
-
-def gate_up_pieces(layer: Stack, count: int) -> list[Stack]:
-    """Cut gate_up into that of `count` experts, whose outputs add up to that of all as one. Without a bias."""
-
-    def pieces(rows: Tensor) -> list[Tensor]:
-        gate, up = rows.view(2, count, -1, *rows.shape[1:])
-        return list(torch.cat([gate, up], dim=1))
-
-    scales = [None] * count if layer.scales is None else pieces(layer.scales)
-    return [Stack(*piece) for piece in zip(pieces(layer.weight), scales, strict=True)]
-
-
-def down_pieces(layer: Stack, count: int) -> list[Stack]:
-    """Cut down into that of `count` experts, see `gate_up_pieces`."""
-    weight, scales = layer.weight, layer.scales
-    is_packed = weight.dtype == WORDS
-    columns = unpack_words(weight) if is_packed else weight
-    weights = columns.view(len(columns), count, -1).unbind(1)
-    if is_packed:  # whose words hold other columns than those of a wider weight
-        weights = tuple(pack_words(values) for values in weights)
-    if scales is None or scales.dim() == 1:
-        return [Stack(piece, scales) for piece in weights]
-    groups = scales.view(len(scales), count, -1, *scales.shape[2:]).unbind(1)
-    return [Stack(*piece) for piece in zip(weights, groups, strict=True)]
-
-
-def stacked(layers: list[Linear], more: list[Stack]) -> Stack:
-    stacks = [*map(stack_of, layers), *more]
-    if len({(each.weight.dtype, each.scales is None or each.scales.shape) for each in stacks}) > 1:
-        raise UnsupportedModelError("a layer's experts must all be quantized alike, or none of them")
-    weights = torch.stack([each.weight for each in stacks])
-    known = [each.scales for each in stacks if each.scales is not None]
-    scales = torch.stack(known) if known else None
-    for index, layer in enumerate(layers):
-        layer.weight, layer.scales = weights[index], None if scales is None else scales[index]
-    biases = [each.bias for each in stacks if each.bias is not None]
-    return Stack(weights, scales, torch.stack(biases) if biases else None)
 
 
 def router_of(block: Moe, experts: StackedExperts, plain_router: Gemm) -> Gemm:
@@ -267,14 +142,33 @@ def outputs(
             e4m3_gate_up, e4m3_down = E4M3_GATE_UP.find(pairs_per_expert=load), E4M3_DOWN.find(pairs_per_expert=load)
             if e4m3_gate_up is not None and e4m3_down is not None:
                 return _quantized_outputs(experts, x, shares, pairs, top_k, e4m3_gate_up, e4m3_down)
-    gate_up_tile = found(GROUPED_GATE_UP.find(pairs_per_expert=load, itemsize=gate_up.itemsize))
-    down_tile = found(
-        GROUPED_DOWN.find(pairs_per_expert=load, itemsize=down.itemsize, columns=columns_of(down.weight))
-    )
-    inside = grouped_gemm(
-        x, gate_up.weight, pairs, gate_up_tile, top_k, scales=gate_up.scales, bias=gate_up.bias, gate=gate
-    )  # fmt: skip
-    return grouped_gemm(inside, down.weight, pairs, down_tile, top_k, shares, down.scales, down.bias)
+    inside = _gate_up_of(gate_up, x, pairs, load, top_k, gate)
+    return _down_of(down, inside, pairs, load, top_k, shares)
+
+
+def _gate_up_of(
+    weights: Stack, x: Tensor, pairs: SortedPairs | Tensor, load: float, top_k: int, gate: tuple[float, float]
+) -> Tensor:
+    """load: pairs of an expert, in the mean."""
+    scales, bias = weights.scales, weights.bias
+    if scales is not None and isinstance(pairs, SortedPairs) and takes_packed(x, weights.weight, scales):
+        tile = PACKED_GATE_UP.find(pairs_per_expert=load)
+        if tile is not None:
+            return packed_experts(x, weights.weight, pairs, tile, top_k, None, scales, bias, gate)
+    config = found(GROUPED_GATE_UP.find(pairs_per_expert=load, itemsize=weights.itemsize))
+    return grouped_gemm(x, weights.weight, pairs, config, top_k, scales=scales, bias=bias, gate=gate)
+
+
+def _down_of(
+    weights: Stack, inside: Tensor, pairs: SortedPairs | Tensor, load: float, top_k: int, shares: Tensor
+) -> Tensor:
+    scales, bias, columns = weights.scales, weights.bias, columns_of(weights.weight)
+    if scales is not None and isinstance(pairs, SortedPairs) and takes_packed(inside, weights.weight, scales):
+        tile = PACKED_DOWN.find(pairs_per_expert=load, columns=columns)
+        if tile is not None:
+            return packed_experts(inside, weights.weight, pairs, tile, top_k, shares, scales, bias)
+    config = found(GROUPED_DOWN.find(pairs_per_expert=load, itemsize=weights.itemsize, columns=columns))
+    return grouped_gemm(inside, weights.weight, pairs, config, top_k, shares, scales, bias)
 
 
 def _quantized_outputs(

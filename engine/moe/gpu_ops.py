@@ -14,7 +14,8 @@ from engine.gpu.ops.plain import gemm
 from engine.gpu.ops.rules import GpuOp, Rule, Target
 from engine.layers.forward import Op
 from engine.layers.linear import Linear
-from engine.moe.gpu_experts import moe, moe_of_row, prepare, stacked_of
+from engine.moe.expert_stacks import prepare, stacked_of
+from engine.moe.gpu_experts import moe, moe_of_row
 from engine.moe.moe import Moe
 
 __all__ = ["RULES", "prepare"]

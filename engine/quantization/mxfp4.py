@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from common.errors import ConfigError
+from common.errors import ConfigError, UnsupportedModelError
 from engine.layers.block import Block
 from engine.layers.linear import Linear
 from engine.layers.weights import Part, PartSource, WeightSource
 from engine.loader.checkpoint import Shape
 from engine.loader.safetensors import SafetensorsWeights
 from engine.moe.stacked_moe import StackedMoe
-from kernels.quantization.mxfp4 import EXPONENT_BIAS, GROUP_SIZE, MAGNITUDES, filled, pack_mxfp4
+from kernels.quantization.mxfp4 import EXPONENT_BIAS, GROUP_SIZE, MAGNITUDES, MAX_EXPONENT, filled, pack_mxfp4
 
 BLOCKS, SCALES = "_blocks", "_scales"
 
@@ -73,6 +73,9 @@ class Mxfp4Source(PartSource):
         groups = _groups_around(columns)
         stacked = self.read(name, range(expert, expert + 1), rows, groups)
         blocks, exponents = stacked[0][0], stacked[1][0]
+        if (largest := int(exponents.max())) > MAX_EXPONENT:
+            limits = f"2^{largest - EXPONENT_BIAS}, more than 2^{MAX_EXPONENT - EXPONENT_BIAS}"
+            raise UnsupportedModelError(f"{name}: expert {expert} has a block that is scaled by {limits}")
         if is_gate_up:
             inner = filled_columns(range(rows.start // 2, rows.stop // 2))
             blocks, exponents = (_filled_rows(_halves(part), *inner) for part in (blocks, exponents))

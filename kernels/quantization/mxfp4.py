@@ -19,6 +19,7 @@ from kernels.quantization.w4a16_gemm import MAX_CHUNK
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 GROUP_SIZE = 32
 EXPONENT_BIAS = 127
+MAX_EXPONENT = 128  # that `packed_experts` takes; trained weights stay far below 12
 SHIFTS = ((15, 9), (12, 6), (14, 3), (13, 0))  # of the sign, and of the lowest of the other bits
 
 

@@ -55,7 +55,15 @@ from kernels.gpu.expert_parallel.expert_loads import count_choices
 from kernels.gpu.expert_parallel.expert_slots import choose_slots
 from kernels.gpu.gemm.split_k import SplitKWorkspace
 from kernels.gpu.launching.launch_configs import found
-from kernels.gpu.launching.tuning import DOWN_ROW, GATE_UP_PAIRS, GATE_UP_ROW, GROUPED_DOWN, GROUPED_GATE_UP
+from kernels.gpu.launching.tuning import (
+    DOWN_ROW,
+    GATE_UP_PAIRS,
+    GATE_UP_ROW,
+    GROUPED_DOWN,
+    GROUPED_GATE_UP,
+    PACKED_DOWN,
+    PACKED_GATE_UP,
+)
 from kernels.gpu.mla.latent_decode import latent_decode, latent_workspace, plan_latents
 from kernels.gpu.mla.latent_prefill import latent_prefill
 from kernels.gpu.mla.latent_rope import rotate_and_write_latents
@@ -63,6 +71,7 @@ from kernels.gpu.moe.expert_formats import bytes_of
 from kernels.gpu.moe.expert_pairs import SortedPairs
 from kernels.gpu.moe.grouped_gemm import MAX_UNSORTED, grouped_gemm
 from kernels.gpu.moe.grouped_gemv import add_down_of_row, grouped_gemv
+from kernels.gpu.moe.packed_experts import packed_experts
 from kernels.gpu.prefill_backends.gather_kv import gather_kv
 from kernels.gpu.sampling.process_logits import LogitsRules, process_logits
 from kernels.kv_copy import WordCopy
@@ -145,11 +154,13 @@ def prompt_inputs(forward: FusedForward, lengths: list[int], num_groups: int = 1
 # Bytes that a thread may keep outside of registers. `paged_prefill`: in its last, masked tile, once a program.
 # `packed_rows`: at 8 rows, 4 bits with groups of 32. `all_reduce`: of 8 ranks, with quantization. `latent_decode`:
 # with 128 heads; 8 with 16. `paged_decode`: with 4 warps. `packed_stream`: 5 bits.
+# `packed_experts`: 128 pairs, and int4 with groups of 32.
 SPILLS = {
     "_paged_decode_kernel": 16,
     "_paged_prefill_kernel": 320,
     "_rows_kernel": 48,
     "stream_kernel": 72,
+    "experts_kernel": 48,
     "_all_reduce_norm_kernel": 32,
     "_latent_decode_kernel": 248,
 }
@@ -257,8 +268,27 @@ def test_grouped_gemms_of_packed_experts(
     pairs = found(GATE_UP_PAIRS.find(itemsize=itemsize, columns=HIDDEN))
     grouped_gemv(few, weight, ints(2, TOP_K), pairs, TOP_K, scales=of_groups)
     tile = found(GROUPED_GATE_UP.find(pairs_per_expert=8192 * TOP_K / EXPERTS, itemsize=itemsize))
-    grouped_gemm(many, weight, SortedPairs(ints(8192 * TOP_K), ints(EXPERTS)), tile, TOP_K, scales=of_groups)
+    sorted_pairs = SortedPairs(ints(8192 * TOP_K), ints(EXPERTS))
+    grouped_gemm(many, weight, sorted_pairs, tile, TOP_K, scales=of_groups)
     check(compiled, "_pair_kernel", "_grouped_kernel")
+
+
+@pytest.mark.parametrize("pairs_per_expert", [8, pytest.param(32, marks=OTHER_SETTINGS), 1024])
+@pytest.mark.parametrize("group", [pytest.param(32, marks=OTHER_SETTINGS), 128])
+def test_packed_experts(pairs_per_expert: int, group: int, compiled: list[Compiled]) -> None:
+    num_tokens = pairs_per_expert * EXPERTS // TOP_K
+    pairs = SortedPairs(ints(num_tokens * TOP_K), ints(EXPERTS))
+    shares = torch.empty(num_tokens, TOP_K, dtype=torch.float32, device=META)
+    for rows, columns, table, chosen in (
+        (2 * INNER, HIDDEN, PACKED_GATE_UP, None),
+        (HIDDEN, INNER, PACKED_DOWN, shares),
+    ):
+        x = torch.empty(num_tokens * (1 if chosen is None else TOP_K), columns, dtype=torch.bfloat16, device=META)
+        weight = ints(EXPERTS, rows, columns // 4, dtype=torch.int16)
+        scales = torch.empty(EXPERTS, rows, columns // group, 2, dtype=torch.bfloat16, device=META)
+        tile = found(table.find(pairs_per_expert=pairs_per_expert, columns=columns))
+        packed_experts(x, weight, pairs, tile, TOP_K, chosen, scales, None)
+    check(compiled, "experts_kernel")
 
 
 @pytest.mark.parametrize("all_tokens", [(16, 8192), pytest.param((256,), marks=OTHER_SETTINGS)])
@@ -288,9 +318,14 @@ def test_mxfp4_experts_with_biases_and_a_clamped_gate(all_tokens: tuple[int, ...
         up_tile = found(GROUPED_GATE_UP.find(pairs_per_expert=load, itemsize=0.5))
         tile = found(GROUPED_DOWN.find(pairs_per_expert=load, itemsize=0.5, columns=0))
         grouped_gemm(hidden(tokens), gate_up, chosen, up_tile, top_k, scales=scales, bias=bias, gate=gate)
-        grouped_gemm(
-            hidden(tokens * top_k, inner), down, chosen, tile, top_k, shares(tokens), down_scales, down_bias
-        )  # fmt: skip
+        inside = hidden(tokens * top_k, inner)
+        grouped_gemm(inside, down, chosen, tile, top_k, shares(tokens), down_scales, down_bias)
+        if tokens > MAX_UNSORTED:
+            of_gate_up, of_down = (
+                found(table.find(pairs_per_expert=load, columns=n)) for table in (PACKED_GATE_UP, PACKED_DOWN)
+            )
+            packed_experts(hidden(tokens), gate_up, pairs, of_gate_up, top_k, None, scales, bias, gate)
+            packed_experts(inside, down, pairs, of_down, top_k, shares(tokens), down_scales, down_bias)
     check(compiled, "_pair_kernel", "_row_down_kernel", "_grouped_kernel")
 
 

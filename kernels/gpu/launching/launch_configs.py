@@ -111,6 +111,19 @@ class StreamConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertTile:
+    """block_m pairs of an expert times block_n of its rows of W, both of the gate and of up where there is one.
+
+    num_warps: that multiply. programs_per_sm: for how many registers and shared memory are divided.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    programs_per_sm: int
+
+
+@dataclass(frozen=True, slots=True)
 class SlicedKConfig:
     """block_n columns a program, with a gate as many of each half; num_warps slices of block_k in a step.
 

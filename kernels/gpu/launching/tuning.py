@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from kernels.gpu.launching.launch_configs import (
     DecodeConfig,
+    ExpertTile,
     GemmTable,
     GemvConfig,
     PrefillConfig,
@@ -312,6 +313,29 @@ GROUPED_DOWN: Table[TileConfig] = Table(
         pairs_per_expert=at_most(512),
     ),
     Rule(TileConfig(128, 64, num_warps=8, num_stages=3, block_m=256, columns_first=True, by_descriptor=True)),
+)
+
+# 4 bits on Hopper, pairs that are listed: `packed_experts`. us of gate_up and down, `grouped_gemm` in brackets:
+# gpt-oss-20b at 64 tokens 117, 61 (135, 74); 256 169, 87 (217, 113); 1,024 365, 198 (487, 268); 8,192 2,044, 1,080
+# (2,788, 1,330); 30B-A3B at 64 78, 41 (86, 41); 256 97, 63 (107, 65); 1,024 184, 111 (235, 164); 16,384 1,627, 1,082
+# (2,140, 1,196). Up to 4 pairs of an expert, down of 768 columns is faster there: 36 and not 41 at 32 tokens.
+TILE_OF_16 = ExpertTile(16, 128, num_warps=4, programs_per_sm=3)
+TILE_OF_32 = ExpertTile(32, 128, num_warps=4, programs_per_sm=2)
+TILE_OF_64 = ExpertTile(64, 128, num_warps=4, programs_per_sm=2)
+TILE_OF_128 = ExpertTile(128, 256, num_warps=8, programs_per_sm=1)
+PACKED_GATE_UP: Table[ExpertTile] = Table(
+    Rule(TILE_OF_16, pairs_per_expert=at_most(8)),
+    Rule(TILE_OF_32, pairs_per_expert=at_most(16)),
+    Rule(TILE_OF_64, pairs_per_expert=at_most(32)),
+    Rule(TILE_OF_128),
+)
+PACKED_DOWN: Table[ExpertTile] = Table(
+    Rule(TILE_OF_16, pairs_per_expert=FEW_PAIRS, columns=above(1024)),
+    Rule(TILE_OF_16, pairs_per_expert=between(4, 8)),
+    Rule(TILE_OF_32, pairs_per_expert=between(8, 16)),
+    Rule(TILE_OF_64, pairs_per_expert=between(16, 32)),
+    Rule(TILE_OF_64, pairs_per_expert=between(32, 64), columns=at_most(1024)),
+    Rule(TILE_OF_128, pairs_per_expert=above(32)),
 )
 
 # e4m3 experts whose x is quantized, too; with fewer pairs x stays in 16 bits. us of 16,384 tokens: gate_up 955, down

@@ -16,7 +16,7 @@ from engine.config import EngineConfig
 from engine.loader.load import load_model
 from engine.loader.safetensors import SafetensorsWeights
 from engine.models.hf_config import moe_from_hf
-from engine.moe.gpu_experts import StackedExperts
+from engine.moe.expert_stacks import StackedExperts
 from engine.moe.moe import Moe
 from engine.quantization import conversion
 from engine.quantization.cpu_linears import int4, int8

@@ -11,7 +11,7 @@ import torch
 from engine.expert_balancing.gpu_moves import StackedLayer
 from engine.expert_balancing.moves import ExpertRearranger, moving_bytes
 from engine.loader.random_weights import RandomWeights
-from engine.moe.gpu_experts import StackedExperts, prepare, stacked_of
+from engine.moe.expert_stacks import StackedExperts, prepare, stacked_of
 from engine.moe.moe import Moe
 from engine.moe.stacked_moe import StackedMoe
 from engine.plan import PlacedExperts

@@ -28,7 +28,7 @@ from engine.gpu.steps.rows import most_tokens
 from engine.kv.memory import allocate_pool, pool_geometry
 from engine.layers.linear import Linear
 from engine.loader.load import LoadedModel, load_model
-from engine.moe.gpu_experts import StackedExperts
+from engine.moe.expert_stacks import StackedExperts
 from engine.moe.moe import Moe
 from engine.plan import PlacedExperts, StepPlan
 from engine.tensor_parallel.gpu_seams import gpu_ranks

@@ -15,7 +15,8 @@ from engine.gpu.config import GpuConfig
 from engine.gpu.ops.pending import Partials
 from engine.layers.linear import Linear
 from engine.loader.load import load_model
-from engine.moe.gpu_experts import StackedExperts, moe, moe_of_row, prepare, stackable, stacked_of
+from engine.moe.expert_stacks import StackedExperts, prepare, stackable, stacked_of
+from engine.moe.gpu_experts import moe, moe_of_row
 from engine.moe.moe import Moe
 from engine.quantization.gpu_linears import (
     FP8,

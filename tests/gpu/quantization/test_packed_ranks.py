@@ -15,7 +15,8 @@ from engine.config import EngineConfig
 from engine.layers.linear import Linear
 from engine.layers.mlp import Mlp
 from engine.loader.load import LoadedModel, load_model
-from engine.moe.gpu_experts import StackedExperts, moe
+from engine.moe.expert_stacks import StackedExperts
+from engine.moe.gpu_experts import moe
 from engine.moe.moe import Moe
 from engine.quantization import conversion
 from engine.quantization.gpu_linears import GpuLinears, stored

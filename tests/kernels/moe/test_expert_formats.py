@@ -10,7 +10,7 @@ from kernels.gpu.launching.launch_configs import GemvConfig, TileConfig
 from kernels.gpu.moe.expert_pairs import sort_pairs
 from kernels.gpu.moe.grouped_gemm import MAX_UNSORTED, grouped_gemm
 from kernels.gpu.moe.grouped_gemv import add_down_of_row, grouped_gemv
-from kernels.quantization.mxfp4 import dequantize_mxfp4, pack_mxfp4
+from kernels.quantization.mxfp4 import MAX_EXPONENT, dequantize_mxfp4, pack_mxfp4
 from kernels.quantization.w4a16_gemm import dequantize_w4, pack_w4
 from tests.kernels.helpers import INT4_FLOAT32_BOUND, relative_error
 from tests.kernels.moe.test_grouped_gemm import NUM_EXPERTS, TOP_K, choices, reference
@@ -33,7 +33,7 @@ def int4(rows: int, columns: int, group: int, device: torch.device) -> Weights:
 
 def e2m1(rows: int, columns: int, group: int, device: torch.device) -> Weights:
     blocks = torch.randint(0, 256, (NUM_EXPERTS, rows, columns // group, 16), device=device).to(torch.uint8)
-    exponents = torch.randint(120, 134, blocks.shape[:3], device=device).to(torch.uint8)
+    exponents = torch.randint(114, MAX_EXPONENT + 1, blocks.shape[:3], device=device).to(torch.uint8)
     words, exponents = pack_mxfp4(blocks, exponents)
     return words, exponents, dequantize_mxfp4(words, exponents, torch.float32)[..., :columns]
 
