@@ -30,15 +30,13 @@ from kernels.gpu.launching.tuning import (
     GROUPED_DOWN,
     GROUPED_GATE_UP,
     MAX_PAIRS,
-    PACKED_DOWN,
-    PACKED_GATE_UP,
 )
 from kernels.gpu.moe.expert_formats import columns_of
 from kernels.gpu.moe.expert_pairs import SortedPairs, sort_pairs
 from kernels.gpu.moe.grouped_gemm import MAX_UNSORTED, grouped_gemm
 from kernels.gpu.moe.grouped_gemv import add_down_of_row, grouped_gemv
 from kernels.gpu.moe.moe_routing import route
-from kernels.gpu.moe.packed_experts import packed_experts, takes_packed
+from kernels.gpu.moe.packed_experts import packed_experts, takes_packed, tile_of
 from kernels.quantization.w4a16_gemm import MAX_CHUNK
 
 NUM_CHOICES = 24  # sets of chosen experts that calls rotate through
@@ -156,12 +154,11 @@ class Layer:
         """What the tables say."""
         load = self.x.shape[0] * self.shape.top_k / self.shape.num_experts
         weights, x = (self.gate_up, self.x) if is_gate_up else (self.down, self.inside)
-        columns = columns_of(weights.weight)
-        if self.is_listed and takes_packed(x, weights.weight, weights.scales):
-            packed = (PACKED_GATE_UP if is_gate_up else PACKED_DOWN).find(pairs_per_expert=load, columns=columns)
+        if self.is_listed and weights.scales is not None and takes_packed(x, weights.weight, weights.scales):
+            packed = tile_of(weights.weight, weights.scales, is_gate_up, load)
             if packed is not None:
                 return packed
-        table = GROUPED_GATE_UP if is_gate_up else GROUPED_DOWN
+        table, columns = GROUPED_GATE_UP if is_gate_up else GROUPED_DOWN, columns_of(weights.weight)
         return found(table.find(pairs_per_expert=load, itemsize=weights.itemsize, columns=columns))
 
     def route(self, index: int) -> None:

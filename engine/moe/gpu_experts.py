@@ -27,15 +27,13 @@ from kernels.gpu.launching.tuning import (
     GROUPED_DOWN,
     GROUPED_GATE_UP,
     MAX_PAIRS,
-    PACKED_DOWN,
-    PACKED_GATE_UP,
 )
 from kernels.gpu.moe.expert_formats import columns_of
 from kernels.gpu.moe.expert_pairs import SortedPairs, sort_pairs
-from kernels.gpu.moe.grouped_gemm import MAX_UNSORTED, grouped_gemm, sum_of_held
+from kernels.gpu.moe.grouped_gemm import MAX_UNSORTED, SILU, grouped_gemm, sum_of_held
 from kernels.gpu.moe.grouped_gemv import add_down_of_row, grouped_gemv
 from kernels.gpu.moe.moe_routing import route
-from kernels.gpu.moe.packed_experts import packed_experts, takes_packed
+from kernels.gpu.moe.packed_experts import packed_experts, takes_packed, tile_of
 from kernels.gpu.quantization.quantize import quantize_many_rows, quantize_rows
 from kernels.quantization.quantized_gemm import FP8_DTYPE
 
@@ -142,33 +140,23 @@ def outputs(
             e4m3_gate_up, e4m3_down = E4M3_GATE_UP.find(pairs_per_expert=load), E4M3_DOWN.find(pairs_per_expert=load)
             if e4m3_gate_up is not None and e4m3_down is not None:
                 return _quantized_outputs(experts, x, shares, pairs, top_k, e4m3_gate_up, e4m3_down)
-    inside = _gate_up_of(gate_up, x, pairs, load, top_k, gate)
-    return _down_of(down, inside, pairs, load, top_k, shares)
+    inside = _gemm(gate_up, x, pairs, load, top_k, gate=gate)
+    return _gemm(down, inside, pairs, load, top_k, shares)
 
 
-def _gate_up_of(
-    weights: Stack, x: Tensor, pairs: SortedPairs | Tensor, load: float, top_k: int, gate: tuple[float, float]
-) -> Tensor:
-    """load: pairs of an expert, in the mean."""
-    scales, bias = weights.scales, weights.bias
-    if scales is not None and isinstance(pairs, SortedPairs) and takes_packed(x, weights.weight, scales):
-        tile = PACKED_GATE_UP.find(pairs_per_expert=load)
+def _gemm(
+    weights: Stack, x: Tensor, pairs: SortedPairs | Tensor, load: float, top_k: int, shares: Tensor | None = None,
+    gate: tuple[float, float] = SILU,
+) -> Tensor:  # fmt: skip
+    """gate_up, or down with shares, by the fastest kernel for so many pairs of an expert, in the mean."""
+    weight, scales, bias, is_gate_up = weights.weight, weights.scales, weights.bias, shares is None
+    if scales is not None and isinstance(pairs, SortedPairs) and takes_packed(x, weight, scales):
+        tile = tile_of(weight, scales, is_gate_up, load)
         if tile is not None:
-            return packed_experts(x, weights.weight, pairs, tile, top_k, None, scales, bias, gate)
-    config = found(GROUPED_GATE_UP.find(pairs_per_expert=load, itemsize=weights.itemsize))
-    return grouped_gemm(x, weights.weight, pairs, config, top_k, scales=scales, bias=bias, gate=gate)
-
-
-def _down_of(
-    weights: Stack, inside: Tensor, pairs: SortedPairs | Tensor, load: float, top_k: int, shares: Tensor
-) -> Tensor:
-    scales, bias, columns = weights.scales, weights.bias, columns_of(weights.weight)
-    if scales is not None and isinstance(pairs, SortedPairs) and takes_packed(inside, weights.weight, scales):
-        tile = PACKED_DOWN.find(pairs_per_expert=load, columns=columns)
-        if tile is not None:
-            return packed_experts(inside, weights.weight, pairs, tile, top_k, shares, scales, bias)
-    config = found(GROUPED_DOWN.find(pairs_per_expert=load, itemsize=weights.itemsize, columns=columns))
-    return grouped_gemm(inside, weights.weight, pairs, config, top_k, shares, scales, bias)
+            return packed_experts(x, weight, pairs, tile, top_k, shares, scales, bias, gate)
+    table = GROUPED_GATE_UP if is_gate_up else GROUPED_DOWN
+    config = found(table.find(pairs_per_expert=load, itemsize=weights.itemsize, columns=columns_of(weight)))
+    return grouped_gemm(x, weight, pairs, config, top_k, shares, scales, bias, gate)
 
 
 def _quantized_outputs(

@@ -55,15 +55,7 @@ from kernels.gpu.expert_parallel.expert_loads import count_choices
 from kernels.gpu.expert_parallel.expert_slots import choose_slots
 from kernels.gpu.gemm.split_k import SplitKWorkspace
 from kernels.gpu.launching.launch_configs import found
-from kernels.gpu.launching.tuning import (
-    DOWN_ROW,
-    GATE_UP_PAIRS,
-    GATE_UP_ROW,
-    GROUPED_DOWN,
-    GROUPED_GATE_UP,
-    PACKED_DOWN,
-    PACKED_GATE_UP,
-)
+from kernels.gpu.launching.tuning import DOWN_ROW, GATE_UP_PAIRS, GATE_UP_ROW, GROUPED_DOWN, GROUPED_GATE_UP
 from kernels.gpu.mla.latent_decode import latent_decode, latent_workspace, plan_latents
 from kernels.gpu.mla.latent_prefill import latent_prefill
 from kernels.gpu.mla.latent_rope import rotate_and_write_latents
@@ -71,7 +63,7 @@ from kernels.gpu.moe.expert_formats import bytes_of
 from kernels.gpu.moe.expert_pairs import SortedPairs
 from kernels.gpu.moe.grouped_gemm import MAX_UNSORTED, grouped_gemm
 from kernels.gpu.moe.grouped_gemv import add_down_of_row, grouped_gemv
-from kernels.gpu.moe.packed_experts import packed_experts
+from kernels.gpu.moe.packed_experts import packed_experts, tile_of
 from kernels.gpu.prefill_backends.gather_kv import gather_kv
 from kernels.gpu.sampling.process_logits import LogitsRules, process_logits
 from kernels.kv_copy import WordCopy
@@ -159,7 +151,7 @@ SPILLS = {
     "_paged_decode_kernel": 16,
     "_paged_prefill_kernel": 320,
     "_rows_kernel": 48,
-    "stream_kernel": 72,
+    "stream_kernel": 112,
     "experts_kernel": 48,
     "_all_reduce_norm_kernel": 32,
     "_latent_decode_kernel": 248,
@@ -279,14 +271,11 @@ def test_packed_experts(pairs_per_expert: int, group: int, compiled: list[Compil
     num_tokens = pairs_per_expert * EXPERTS // TOP_K
     pairs = SortedPairs(ints(num_tokens * TOP_K), ints(EXPERTS))
     shares = torch.empty(num_tokens, TOP_K, dtype=torch.float32, device=META)
-    for rows, columns, table, chosen in (
-        (2 * INNER, HIDDEN, PACKED_GATE_UP, None),
-        (HIDDEN, INNER, PACKED_DOWN, shares),
-    ):
+    for rows, columns, chosen in ((2 * INNER, HIDDEN, None), (HIDDEN, INNER, shares)):
         x = torch.empty(num_tokens * (1 if chosen is None else TOP_K), columns, dtype=torch.bfloat16, device=META)
         weight = ints(EXPERTS, rows, columns // 4, dtype=torch.int16)
         scales = torch.empty(EXPERTS, rows, columns // group, 2, dtype=torch.bfloat16, device=META)
-        tile = found(table.find(pairs_per_expert=pairs_per_expert, columns=columns))
+        tile = found(tile_of(weight, scales, chosen is None, pairs_per_expert))
         packed_experts(x, weight, pairs, tile, TOP_K, chosen, scales, None)
     check(compiled, "experts_kernel")
 
@@ -321,9 +310,8 @@ def test_mxfp4_experts_with_biases_and_a_clamped_gate(all_tokens: tuple[int, ...
         inside = hidden(tokens * top_k, inner)
         grouped_gemm(inside, down, chosen, tile, top_k, shares(tokens), down_scales, down_bias)
         if tokens > MAX_UNSORTED:
-            of_gate_up, of_down = (
-                found(table.find(pairs_per_expert=load, columns=n)) for table in (PACKED_GATE_UP, PACKED_DOWN)
-            )
+            of_gate_up = found(tile_of(gate_up, scales, True, load))
+            of_down = found(tile_of(down, down_scales, False, load))
             packed_experts(hidden(tokens), gate_up, pairs, of_gate_up, top_k, None, scales, bias, gate)
             packed_experts(inside, down, pairs, of_down, top_k, shares(tokens), down_scales, down_bias)
     check(compiled, "_pair_kernel", "_row_down_kernel", "_grouped_kernel")

@@ -318,19 +318,25 @@ GROUPED_DOWN: Table[TileConfig] = Table(
 # 4 bits on Hopper, pairs that are listed: `packed_experts`. us of gate_up and down, `grouped_gemm` in brackets:
 # gpt-oss-20b at 64 tokens 117, 61 (135, 74); 256 169, 87 (217, 113); 1,024 365, 198 (487, 268); 8,192 2,044, 1,080
 # (2,788, 1,330); 30B-A3B at 64 78, 41 (86, 41); 256 97, 63 (107, 65); 1,024 184, 111 (235, 164); 16,384 1,627, 1,082
-# (2,140, 1,196). Up to 4 pairs of an expert, down of 768 columns is faster there: 36 and not 41 at 32 tokens.
+# (2,140, 1,196). Up to 4 pairs of an expert, down of 768 columns is faster there: 36 and not 41 at 32 tokens. With
+# groups of 32 columns, 4 words of scales in a step, three programs have too few registers: 125 and not 102 at 64.
 TILE_OF_16 = ExpertTile(16, 128, num_warps=4, programs_per_sm=3)
+TILE_OF_16_WITH_SCALES = ExpertTile(16, 128, num_warps=4, programs_per_sm=2)
 TILE_OF_32 = ExpertTile(32, 128, num_warps=4, programs_per_sm=2)
 TILE_OF_64 = ExpertTile(64, 128, num_warps=4, programs_per_sm=2)
 TILE_OF_128 = ExpertTile(128, 256, num_warps=8, programs_per_sm=1)
+MANY_SCALES = above(1)
 PACKED_GATE_UP: Table[ExpertTile] = Table(
+    Rule(TILE_OF_16_WITH_SCALES, pairs_per_expert=at_most(8), scale_words=MANY_SCALES),
     Rule(TILE_OF_16, pairs_per_expert=at_most(8)),
     Rule(TILE_OF_32, pairs_per_expert=at_most(16)),
     Rule(TILE_OF_64, pairs_per_expert=at_most(32)),
     Rule(TILE_OF_128),
 )
 PACKED_DOWN: Table[ExpertTile] = Table(
+    Rule(TILE_OF_16_WITH_SCALES, pairs_per_expert=FEW_PAIRS, columns=above(1024), scale_words=MANY_SCALES),
     Rule(TILE_OF_16, pairs_per_expert=FEW_PAIRS, columns=above(1024)),
+    Rule(TILE_OF_16_WITH_SCALES, pairs_per_expert=between(4, 8), scale_words=MANY_SCALES),
     Rule(TILE_OF_16, pairs_per_expert=between(4, 8)),
     Rule(TILE_OF_32, pairs_per_expert=between(8, 16)),
     Rule(TILE_OF_64, pairs_per_expert=between(16, 32)),

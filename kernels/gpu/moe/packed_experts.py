@@ -14,7 +14,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.gpu.launching.launch import has_wgmma
 from kernels.gpu.launching.launch_configs import ExpertTile
-from kernels.gpu.moe.expert_formats import form_of
+from kernels.gpu.launching.tuning import PACKED_DOWN, PACKED_GATE_UP
+from kernels.gpu.moe.expert_formats import columns_of, form_of
 from kernels.gpu.moe.expert_pairs import SortedPairs
 from kernels.gpu.moe.grouped_gemm import SILU, output_of
 from kernels.gpu.moe.packed_experts_kernel import PRODUCERS, STEP, TURN, WORDS, box_of, experts_kernel
@@ -32,6 +33,13 @@ def takes_packed(x: Tensor, weight: Tensor, scales: Tensor | None) -> bool:
     has_turns = weight.shape[1] % (2 * TURN.value) == 0
     has_chunks = form_of(weight, scales).words == WORDS.value
     return x.dtype == torch.bfloat16 and has_wgmma(x) and is_aligned and has_turns and has_chunks
+
+
+def tile_of(weight: Tensor, scales: Tensor, is_gated: bool, load: float) -> ExpertTile | None:
+    """For so many pairs of an expert, in the mean. None: `grouped_gemm` is faster."""
+    form, table = form_of(weight, scales), PACKED_GATE_UP if is_gated else PACKED_DOWN
+    scale_words = 1 if form.name == "e2m1" else STEP.value // form.group
+    return table.find(pairs_per_expert=load, columns=columns_of(weight), scale_words=scale_words)
 
 
 def packed_experts(

@@ -27,7 +27,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.gpu.elementwise.silu_mul import clamped_times
 from kernels.gpu.moe.grouped_gemm import weighted_places
-from kernels.gpu.quantization.packed_parts import dequantizing_assembly
+from kernels.gpu.quantization.packed_parts import dequantize_part
+from kernels.gpu.quantization.row_scales import column_of, scales_layout
 from kernels.quantization.mxfp4 import SHIFTS
 
 STEP = gl.constexpr(128)  # columns of a step of K: a chunk
@@ -127,28 +128,18 @@ def _produce(
 
 
 @gluon.jit
-def _scales_of(scales_at, inside, step, COUNT: gl.constexpr):
-    """COUNT words of scales of rows of W in a step."""
-    scales = ()
-    for i in gl.static_range(COUNT):
-        scales = scales + (gl.load(scales_at + step * COUNT + i, mask=inside, other=0),)  # type: ignore[assignment]  # noqa: RUF005
-    return scales
-
-
-@gluon.jit
 def _dequantize(words, scales, FORMAT: gl.constexpr, GROUP: gl.constexpr, PART: gl.constexpr):
     """Weights of part PART of a step as bfloat16, (BLOCK_N, WORDS)."""
+    LAYOUT: gl.constexpr = words.type.layout
     if FORMAT == "e2m1":
-        power = (scales[0] >> 8 * PART & 255) * 0x800080 + 0x3F003F00  # 2^(e - 1), twice
+        exponents = column_of(scales, 0, LAYOUT) >> 8 * PART & 255
+        power = exponents * 0x800080 + 0x3F003F00  # 2^(e - 1), twice
         weights = gl.inline_asm_elementwise(
-            dequantizing_e2m1(PART), "=r,r,r,r", [words, power[:, None]], dtype=gl.bfloat16, is_pure=True, pack=2
+            dequantizing_e2m1(PART), "=r,r,r,r", [words, power], dtype=gl.bfloat16, is_pure=True, pack=2
         )
     else:
-        pair = scales[PART * WORDS // GROUP][:, None]
-        weights = gl.inline_asm_elementwise(
-            dequantizing_assembly(4, PART), "=r,r,r,r,r", [words, words, pair],
-            dtype=gl.bfloat16, is_pure=True, pack=2,
-        )  # fmt: skip
+        pair = column_of(scales, PART * WORDS // GROUP, LAYOUT)
+        weights = dequantize_part(words, words, pair, 4, PART, True)
     return weights
 
 
@@ -167,10 +158,12 @@ def _consume(
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_M, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, k_width=2)
     SCALES: gl.constexpr = 1 if FORMAT == "e2m1" else STEP // GROUP  # words of a row in a step
-    rows = gl.arange(0, BLOCK_N, gl.SliceLayout(1, WEIGHTS))
+    OF_SCALES: gl.constexpr = scales_layout(BLOCK_N, SCALES, gl.num_warps())
+    rows = gl.arange(0, BLOCK_N, gl.SliceLayout(1, OF_SCALES))
     columns = _column_of(rows, block, GATED, BLOCK_N)
-    inside = columns < N
-    scales_at = scales_ptr + _row_of(rows, columns, expert, N, GATED).to(gl.int64) * (num_steps * SCALES)
+    inside = (columns < N)[:, None]
+    scales_at = scales_ptr + (_row_of(rows, columns, expert, N, GATED).to(gl.int64) * (num_steps * SCALES))[:, None]
+    scales_at += gl.arange(0, SCALES, gl.SliceLayout(0, OF_SCALES))[None, :]
     total = warpgroup_mma_init(gl.zeros([BLOCK_N, BLOCK_M], gl.float32, SUMS))
     stage = 0
     phase = 0
@@ -178,12 +171,12 @@ def _consume(
     begin = 0
     # A loop of one turn: after zeros right before the loop over steps `ptxas` would wait for each wgmma.
     while begin < num_steps:
-        scales = _scales_of(scales_at, inside, 0, SCALES)
+        scales = gl.load(scales_at, mask=inside, other=0)
         for step in range(num_steps):
             mbarrier.wait(ready.index(stage), phase)
             fence_async_shared()  # x was not written by TMA
             words = words_smem.index(stage).load(WEIGHTS)
-            following = _scales_of(scales_at, inside, gl.minimum(step + 1, num_steps - 1), SCALES)
+            following = gl.load(scales_at + gl.minimum(step + 1, num_steps - 1) * SCALES, mask=inside, other=0)
             for part in gl.static_range(STEP // WORDS):
                 weights = _dequantize(words, scales, FORMAT, GROUP, part)
                 box = x_smem.index(stage * BOXES + part * WORDS // BOX)

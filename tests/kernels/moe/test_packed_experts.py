@@ -9,14 +9,14 @@ from kernels.gpu.launching import tuning
 from kernels.gpu.launching.launch_configs import ExpertTile
 from kernels.gpu.moe import packed_experts as packed_experts_module
 from kernels.gpu.moe.expert_pairs import sort_pairs
-from kernels.gpu.moe.packed_experts import packed_experts, takes_packed
+from kernels.gpu.moe.packed_experts import packed_experts, takes_packed, tile_of
 from kernels.silu_mul import silu_mul
 from tests.kernels.helpers import BFLOAT16_BOUND, relative_error
 from tests.kernels.moe.test_expert_formats import MAKERS
 from tests.kernels.moe.test_grouped_gemm import ALPHA, LIMIT, NUM_EXPERTS, TOP_K, choices
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-TILES = [tuning.TILE_OF_16, tuning.TILE_OF_32, tuning.TILE_OF_64, tuning.TILE_OF_128]
+TILES = [tuning.TILE_OF_16, tuning.TILE_OF_16_WITH_SCALES, tuning.TILE_OF_32, tuning.TILE_OF_64, tuning.TILE_OF_128]
 
 
 @pytest.mark.skipif(not IS_HOPPER, reason="needs Hopper's tensor cores")
@@ -84,8 +84,13 @@ def test_what_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_rule_is_found_somewhere() -> None:
+    loads, columns = (2, 4, 8, 16, 32, 64, 128, 256, 1024), (768, 2880)
     for table in (tuning.PACKED_GATE_UP, tuning.PACKED_DOWN):
-        loads, columns = (2, 4, 8, 16, 32, 64, 128, 256, 1024), (768, 2880)
-        found = {table.find(pairs_per_expert=load, columns=count) for load in loads for count in columns}
+        found = {
+            table.find(pairs_per_expert=load, columns=count, scale_words=words)
+            for load in loads for count in columns for words in (1, 4)
+        }  # fmt: skip
         assert {rule.config for rule in table.rules} <= found
-    assert tuning.PACKED_DOWN.find(pairs_per_expert=4, columns=768) is None
+    weight, scales, _ = MAKERS["int4"](8, 768, 128, torch.device("cpu"))
+    assert tile_of(weight, scales, False, 4) is None
+    assert tile_of(weight, scales, True, 4) == tuning.TILE_OF_16
