@@ -24,6 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.gpu.launching.launch import prefetch
 from kernels.gpu.quantization.packed_parts import chunks_of, dequantize_part, high_bits_of, parts_of, words_of
+from kernels.gpu.quantization.row_scales import column_of, scales_layout
 
 BLOCK_N = gl.constexpr(128)  # columns of y, rows of W, of a tile
 BOX = gl.constexpr(64)  # columns of x of a TMA load
@@ -133,15 +134,6 @@ def _finish(
 
 
 @gluon.jit
-def _pairs_of(pairs_at, step, PAIRS: gl.constexpr):
-    """PAIRS scales and zeros of rows of W in a step."""
-    pairs = ()
-    for i in gl.static_range(PAIRS):
-        pairs = pairs + (gl.load(pairs_at + step * PAIRS + i),)  # type: ignore[assignment]  # noqa: RUF005
-    return pairs
-
-
-@gluon.jit
 def _consume(
     pairs_ptr, bias_ptr, partials_ptr, counters_ptr, out_ptr, x_smem, words_smem, high_smem, ready, empty, first,
     last, share, M, N, num_steps,
@@ -155,7 +147,9 @@ def _consume(
     PAIRS: gl.constexpr = BOXES * BOX // PAIR
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_M, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, k_width=2)
-    rows = gl.arange(0, BLOCK_N, gl.SliceLayout(1, WEIGHTS))
+    OF_PAIRS: gl.constexpr = scales_layout(BLOCK_N, PAIRS, gl.num_warps())
+    rows = gl.arange(0, BLOCK_N, gl.SliceLayout(1, OF_PAIRS))
+    places = gl.arange(0, PAIRS, gl.SliceLayout(0, OF_PAIRS))
     stage = 0
     phase = 0
     before = 0
@@ -165,21 +159,22 @@ def _consume(
         tile = begin // num_steps
         first_step = begin - tile * num_steps
         end = gl.minimum(last - tile * num_steps, num_steps)
-        pairs_at = pairs_ptr + gl.minimum(tile * BLOCK_N + rows, N - 1) * (num_steps * PAIRS)
+        row_at = pairs_ptr + gl.minimum(tile * BLOCK_N + rows, N - 1) * (num_steps * PAIRS)
         for at in range(first_step * PAIRS, end * PAIRS, LINE):
-            prefetch(pairs_at + at, True)
-        pairs = _pairs_of(pairs_at, first_step, PAIRS)
+            prefetch(row_at + at, True)
+        pairs_at = row_at[:, None] + places[None, :]
+        pairs = gl.load(pairs_at + first_step * PAIRS)
         for step in range(first_step, end):
             mbarrier.wait(ready.index(stage), phase)
-            following = _pairs_of(pairs_at, gl.minimum(step + 1, num_steps - 1), PAIRS)
+            following = gl.load(pairs_at + gl.minimum(step + 1, num_steps - 1) * PAIRS)
             for chunk in gl.static_range(CHUNKS):
                 words = words_smem.index(stage * CHUNKS + chunk).load(WEIGHTS)
                 high = words
                 if high_bits_of(BITS) > 0:
                     high = high_smem.index(stage).load(WEIGHTS).to(gl.int16)
                 for part in gl.static_range(chunk * PARTS, chunk * PARTS + PARTS):
-                    pair = pairs[part * WORDS // PAIR]
-                    weights = dequantize_part(words, high, pair[:, None], BITS, part, True)
+                    pair = column_of(pairs, part * WORDS // PAIR, WEIGHTS)
+                    weights = dequantize_part(words, high, pair, BITS, part, True)
                     box = x_smem.index(stage * BOXES + part * WORDS // BOX)
                     x = box.slice(part * WORDS % BOX, WORDS, dim=1).permute((1, 0))
                     # The first wgmma of a tile overwrites the accumulators: if they were zeroed, `ptxas` would wait.
