@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from common.errors import ConfigError
+from common.errors import ConfigError, UnsupportedModelError
 from engine.loader.random_weights import RandomWeights
 from engine.loader.safetensors import SafetensorsWeights
 from engine.quantization.mxfp4 import BLOCKS, SCALES, Mxfp4Weights, RandomMxfp4Weights, dequantize, filled_columns
@@ -43,6 +44,17 @@ def test_parts_are_those_of_the_dequantized_weight(tmp_path: Path) -> None:
     for columns in (range(96), range(48, 96), range(24, 48), range(8, 9)):
         part = weights.take_part("down_proj", (range(1, 3), columns, range(12, 24)))
         assert torch.equal(part, whole[1:3, columns.start : columns.stop, 12:24])
+
+
+def test_scales_that_kernels_do_not_take_are_refused(tmp_path: Path) -> None:
+    blocks, scales = some_blocks(2, 96, 64)
+    scales[1, 3, 0] = 129
+    save_file({"down_proj" + BLOCKS: blocks, "down_proj" + SCALES: scales}, tmp_path / "model.safetensors")
+    weights = Mxfp4Weights(SafetensorsWeights(tmp_path, torch.float32, torch.device("cpu")))
+    expert = partial(weights._expert, "down_proj", columns=range(64), rows=range(96), bias=None, is_gate_up=False)
+    assert expert(0).num_columns == 128
+    with pytest.raises(UnsupportedModelError, match="expert 1 has a block that is scaled by 2\\^2, more than 2\\^1"):
+        expert(1)
 
 
 def test_random_experts_are_the_same_on_all_ranks() -> None:
