@@ -2,7 +2,7 @@
 
 Two packages have its operator. `fa3_fwd` has bfloat16 only and no block tables, so K and V come from `contiguous.py`.
 `flash_attn_3`, the whole of it, can follow block tables. Blocks of 64 tokens make it 22% slower over many queries
-(they do not come through the copy engine), so that is for few queries over a cached context, where gathering takes
+(they do not come by TMA), so that is for few queries over a cached context, where gathering takes
 longer than attention. Nothing is imported before `load`. The causal mask is aligned to each row's last query, as
 chunks with context need it.
 """

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from engine.quantization.gpu_linears import GpuLinears
 
 logger = logging.getLogger(__name__)
-GPU_CAPABILITIES = {"fp8": (8, 9), "w8a8": (8, 0)}  # of modes that exist on GPUs alone: their matrix units
+GPU_CAPABILITIES = {"fp8": (8, 9), "w8a8": (8, 0)}  # of modes that exist on GPUs alone: their tensor cores
 CPU_GEMMS = {"int4-weight": "_weight_int4pack_mm_for_cpu", "int8-weight": "_weight_int8pack_mm"}
 EXPERTS = "on a GPU a layer's experts must all be quantized, shared ones too, or none: use --quant-mode none"
 

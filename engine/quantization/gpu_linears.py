@@ -9,7 +9,7 @@
              experts, whose kernels take them; as a layer by itself it is dequantized for every use
 
 Stored values are taken as they are. Two exceptions: scales of e4m3 blocks become scales of rows, which quantizes
-weights to e4m3 once more (2.6% of their size, as the first time), because matrix units apply one scale per row; and
+weights to e4m3 once more (2.6% of their size, as the first time), because tensor cores apply one scale per row; and
 what no GEMM takes becomes int8 (0.8%). `--quant-mode none` keeps the exact numbers in bfloat16. Experts' weights of
 blocks keep their scales: grouped kernels multiply inputs of 16 bits.
 
@@ -41,7 +41,7 @@ from kernels.quantization.quantized_gemm import FP8_DTYPE
 from kernels.quantization.w4a16_gemm import MAX_GROUP, PackedW4, dequantize_w4, pack_w4
 
 COLUMN_MULTIPLE = 16  # of inputs, for 8-bit GEMMs; others stay plain
-FP8_CAPABILITY = (8, 9)  # of GPUs with matrix units for e4m3
+FP8_CAPABILITY = (8, 9)  # of GPUs with tensor cores for e4m3
 MIN_GROUP = 16  # columns, of 4-bit groups; they are powers of two or multiples of one
 QuantizedInput = tuple[Tensor, Tensor]  # values (num_planes * rows, in), float32 scales (rows,)
 

@@ -198,7 +198,7 @@ def _paged_prefill_kernel(
 
 
 def takes_boxes(pool: Tensor) -> bool:
-    """Whether blocks can be copied through a tensor descriptor: by the copy engine, without threads or registers."""
+    """Whether blocks can be copied through a tensor descriptor: by TMA, without threads or registers."""
     block_size, head_dim = pool.shape[4:]
     if block_size % BOX or pool.itemsize > 2 or pool.numel() // head_dim >= 2**31:
         return False

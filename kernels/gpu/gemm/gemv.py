@@ -1,4 +1,4 @@
-"""GEMV: one row of 16 bits times a weight that streams through registers, without matrix units.
+"""GEMV: one row of 16 bits times a weight that streams through registers, without tensor cores.
 
     y = [silu(W_gate h) *] W h + b [+ residual],  h = x or its RMS norm
 

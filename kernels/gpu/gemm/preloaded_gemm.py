@@ -1,6 +1,6 @@
 """Skinny GEMM whose weights are in shared memory before the previous kernel has ended: y = x W^T + b.
 
-A program's tile of W fits into shared memory and does not depend on the step, so the copy engine brings it while the
+A program's tile of W fits into shared memory and does not depend on the step, so TMA loads it while the
 previous kernel still runs (see `launch`); only x, some ten KB from the L2 cache, is read after the wait. Instead of
 loops over K there are programs along K: each leaves split-K partials, rounded like an output, and the next kernel
 (`rms_norm`, `silu_mul`, `rope`) adds them up in their order. Nothing depends on timing, nor a row on the other rows.
@@ -23,7 +23,7 @@ from kernels.gpu.launching.launch_configs import PreloadedConfig
 MAX_ROWS = 64
 COLUMN_MULTIPLE = 8  # of the weight, whose rows are then aligned
 SHARED_BYTES = 196_608  # 64 x 1024 of W and 32 x 1024 of x
-BLOCK_N = 64  # rows of W in a tile: the smallest M of the matrix units' instruction
+BLOCK_N = 64  # rows of W in a tile: the smallest M of wgmma
 
 
 def fits_preloaded(device: torch.device) -> bool:

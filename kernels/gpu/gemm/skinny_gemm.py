@@ -82,7 +82,7 @@ def _skinny_kernel(
             x = tl.load(x_at + ks[None, :], mask=has_row & (ks < K)[None, :], other=0.0)
         if IS_INT:
             total = tl.dot(weight, tl.trans(x), total, out_dtype=tl.int32)
-        elif SCALED:  # matrix units add products of e4m3 with 14 bits: a step's sum is added outside of them
+        elif SCALED:  # tensor cores add products of e4m3 with 14 bits: a step's sum is added outside of them
             total = tl.dot(weight, tl.trans(x), total, max_num_imprecise_acc=BLOCK_K)
         else:
             total = tl.dot(weight, tl.trans(x), total, input_precision="ieee")

@@ -188,7 +188,7 @@ def _compute_dtype(x: Tensor, weight: Tensor) -> tl.dtype:
 
 
 def takes_boxes(x: Tensor, weight: Tensor, config: TileConfig) -> bool:
-    """Whether weights come through a tensor descriptor: by the copy engine, without threads or registers."""
+    """Whether weights come through a tensor descriptor: by TMA, without threads or registers."""
     is_wanted = config.by_descriptor and weight.dtype == x.dtype and weight.shape[-1] * weight.itemsize % 16 == 0
     return is_wanted and (x.device.type == "cpu" or overlaps_launches(x))
 

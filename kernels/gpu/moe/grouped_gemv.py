@@ -3,7 +3,7 @@
     gate_up, down    as `kernels/gpu/moe/grouped_gemm.py`, each pair's columns by programs of their own
     one row's down   residual += sum_j share_j W_down[e_j] h_j, all of the row's experts by the same program
 
-Weights stream through registers, without matrix units. Reference: `engine/moe/moe.py`.
+Weights stream through registers, without tensor cores. Reference: `engine/moe/moe.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Weights of 4 bits on their way to the matrix units: words are unpacked in registers, groups get their scale.
+"""Weights of 4 bits on their way to the tensor cores: words are unpacked in registers, groups get their scale.
 
     int4    (q - 8) s + z    a pair (s, z) of bfloat16 a group; q under the exponent of 128 is the bfloat16 128 + q
     e2m1    q 2^(e - 127)    a byte e a group; the bits of q where a float16 has them are q 2^-14, denormals too

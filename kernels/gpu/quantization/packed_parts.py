@@ -1,4 +1,4 @@
-"""Packed weights of 2 to 6 bits on their way to the matrix units: one part of a chunk's words becomes bfloat16.
+"""Packed weights of 2 to 6 bits on their way to the tensor cores: one part of a chunk's words becomes bfloat16.
 
 The bits of q under the exponent of 128 are the bfloat16 128 + q: two weights cost a shift and a logical operation,
 with high bits two of each. Words, parts, chunks and pairs: `kernels/quantization/packed_weights.py`.

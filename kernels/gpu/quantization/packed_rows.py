@@ -1,7 +1,7 @@
 """GEMMs of few rows of bfloat16 with packed weights of 2 to 6 bits: see `kernels/quantization/packed_weights.py`.
 
-Unpacked weights go to the matrix units as they are, part by part of the words, and sums of groups are scaled. What
-128 and the zero add is a multiple of the sum of x, which the matrix units compute as well: per group
+Unpacked weights go to the tensor cores as they are, part by part of the words, and sums of groups are scaled. What
+128 and the zero add is a multiple of the sum of x, which the tensor cores compute as well: per group
 
     y += s (sum_k (128 + q_k) x_k) + (z - (128 + middle) s) sum_k x_k
 

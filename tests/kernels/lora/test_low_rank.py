@@ -71,7 +71,7 @@ def test_equals_the_reference(
 
 
 def test_a_row_does_not_depend_on_those_beside_it(device: torch.device) -> None:
-    """While an adapter has up to four rows: more are multiplied by matrix units, in another order."""
+    """While an adapter has up to four rows: more are multiplied by tensor cores, in another order."""
     own = weights(16, 96, (0, 64), torch.float32, device)
     x = torch.randn(14, 96, device=device)
     slots = [row % NUM_SLOTS for row in range(14)]
