@@ -23,6 +23,7 @@ from engine.layers.weights import Part, PartSource
 from engine.loader.conversion import Conversion, give_float32_logits
 from engine.models.model import Model
 from engine.quantization.cpu_linears import CpuLinears
+from kernels.gguf.experts import BlockExperts
 from kernels.gguf.library import library
 from kernels.gguf.linear import BlockWeight, max_integer_rows
 
@@ -31,10 +32,30 @@ class BlockGemm:
     """A GEMM of `Linear`, see `BlockWeight.linear`. y is of the dtype of x."""
 
     def __init__(self, weight: BlockWeight, in_integers: bool) -> None:
-        self._weight, self._in_integers = weight, in_integers
+        self.weight, self.in_integers = weight, in_integers
 
     def __call__(self, linear: Linear, x: Tensor) -> Tensor:
-        return self._weight.linear(x, linear.bias, x.dtype, self._in_integers)
+        return self.weight.linear(x, linear.bias, x.dtype, self.in_integers)
+
+    @staticmethod
+    def together(experts: Mapping[int, tuple[Linear, Linear]]) -> BlockExperts | None:
+        """All experts in one call, for few tokens; None unless each of them computes in integers."""
+        layers = [layer for pair in experts.values() for layer in pair]
+        max_rows = {layer.max_rows if layer.dense is not None else 0 for layer in layers}
+        if len(max_rows) > 1 or not all(map(_is_in_integers, layers)):
+            return None
+        weights = {index: (_weight_of(gate_up), _weight_of(down)) for index, (gate_up, down) in experts.items()}
+        return BlockExperts(weights, max_rows.pop())
+
+
+def _is_in_integers(layer: Linear) -> bool:
+    gemm = layer.gemm
+    return isinstance(gemm, BlockGemm) and gemm.in_integers and layer.order is layer.bias is None
+
+
+def _weight_of(layer: Linear) -> BlockWeight:
+    assert isinstance(layer.gemm, BlockGemm), "`_is_in_integers` was asked"
+    return layer.gemm.weight
 
 
 def block_linear(weight: BlockWeight, bias: Tensor | None, max_rows: int) -> Linear:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -26,6 +27,10 @@ from kernels.silu_mul import silu_mul
 
 if TYPE_CHECKING:
     from engine.expert_parallel.slots import ExpertSlots
+
+
+Together = Callable[[Tensor, Tensor, Tensor], Tensor | None]
+"""x, shares and choices -> as `Moe.chosen_output`, or None where it does not take so many tokens."""
 
 
 @dataclass(slots=True)
@@ -121,6 +126,10 @@ class Moe(Block):
         shares: float32, chosen: int64, (num_tokens, any number) each; choices of other ranks' experts, or -1, are
         left out.
         """
+        if x.dtype == torch.bfloat16 and (at_once := self._together) is not None:
+            of_few = at_once(x, shares, chosen)
+            if of_few is not None:
+                return of_few
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         by_expert, of_pairs, top_k = chosen.flatten(), shares.flatten(), chosen.shape[1]
         order = by_expert.argsort(stable=True)  # pairs of a token and a choice
@@ -134,6 +143,16 @@ class Moe(Block):
                 out.index_add_(0, tokens, y * of_pairs[pairs, None])  # float32, as shares are
             start += counts[index]
         return out
+
+    @cached_property
+    def _together(self) -> Together | None:
+        """One function of all experts for few tokens, where their GEMM's class has one: its results are the same."""
+        linears = {index: (expert.gate_up, expert.down) for index, expert in self.experts.items()}
+        kinds = {type(layer.gemm) for pair in linears.values() for layer in pair}
+        make: Callable[..., Together | None] | None = (
+            getattr(kinds.pop(), "together", None) if len(kinds) == 1 else None
+        )
+        return None if make is None else make(linears)
 
     @property
     def needs_all_tokens(self) -> bool:
@@ -161,6 +180,7 @@ class Moe(Block):
 
     def copy(self) -> Self:
         block = super().copy()
+        block.__dict__.pop("_together", None)  # of layers that may be replaced
         block.experts = {index: copy.copy(expert) for index, expert in self.experts.items()}
         block.shared = copy.copy(self.shared)
         return block

@@ -37,6 +37,11 @@ def declared(found: ctypes.CDLL) -> ctypes.CDLL:
         ctypes.c_void_p, ctypes.c_int64, ctypes.c_int,  # y, its stride, whether it is float32
         ctypes.c_void_p, ctypes.c_int,  # bias, in integers
     ]  # fmt: skip
+    found.gguf_experts.argtypes = [
+        ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int,  # experts, their number, hidden, inner
+        ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p,  # x, tokens, chosen, shares
+        ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p,  # choices, most tokens, gate, y
+    ]  # fmt: skip
     found.gguf_has_integers.argtypes = [ctypes.c_int64, ctypes.c_int]
     found.gguf_dequantize.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
     return found

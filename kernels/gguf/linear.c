@@ -8,17 +8,11 @@
 
 #include "blocks.h"
 #include "few_rows.h"
+#include "linear.h"
 #include "many_rows.h"
-#include "output.h"
 
-/* Rows of one type that follow each other. */
-typedef struct {
-    const uint8_t *rows;
-    int64_t row_bytes, count, type;
-} Segment;
-
-/* Quantize a row of x to int16 and return its scale. See `Few` for the two orders and the sums. */
-static float quantize(Input x, int64_t first, int columns, int16_t *natural, int16_t *paired, float *sums) {
+void quantize_row(Input x, int64_t first, int columns, Quantized to, int64_t m) {
+    int16_t *const natural = to.natural + m * columns, *const paired = to.paired + m * columns;
     __m512 largest = _mm512_setzero_ps();
     for (int k = 0; k < columns; k += 16) largest = _mm512_max_ps(largest, _mm512_abs_ps(input16(x, first + k)));
     const float most = _mm512_reduce_max_ps(largest);
@@ -27,50 +21,52 @@ static float quantize(Input x, int64_t first, int columns, int16_t *natural, int
         const __m512i a = _mm512_cvtps_epi32(_mm512_mul_ps(input16(x, first + k), per_unit));
         const __m512i b = _mm512_cvtps_epi32(_mm512_mul_ps(input16(x, first + k + 16), per_unit));
         const __m256i halves[2] = {_mm512_cvtsepi32_epi16(a), _mm512_cvtsepi32_epi16(b)};
-        sums[k / 32] = (float)_mm512_reduce_add_epi32(_mm512_add_epi32(a, b));
+        to.sums[(m * columns + k) / 32] = (float)_mm512_reduce_add_epi32(_mm512_add_epi32(a, b));
         for (int i = 0; i < 2; i++) {
             _mm256_storeu_si256((__m256i *)(natural + k + 16 * i), halves[i]);
             _mm256_storeu_si256((__m256i *)(paired + k / 64 * 64 + k % 64 / 2 + 32 * i), halves[i]);
         }
     }
-    return most / 32767;
+    to.scales[m] = most / 32767;
 }
 
-/* BLOCK_ROWS rows of W at a time, so that y is written by vectors. scratch: of `scratch_bytes`. */
-static void few_rows(const Segment *segments, int count, int columns, Input x, int64_t num_x, Output y, void *scratch) {
-    const int64_t numbers = num_x * columns, groups = columns / 32;
-    int16_t *const natural = scratch, *const paired = natural + numbers;
-    float *const scales = (float *)(paired + numbers), *const sums = scales + num_x;
-    #pragma omp parallel
-    {
-        #pragma omp for schedule(static)
-        for (int64_t m = 0; m < num_x; m++)
-            scales[m] = quantize(x, m * columns, columns, natural + m * columns, paired + m * columns, sums + m * groups);
-        int64_t first = 0;
-        for (int s = 0; s < count; first += segments[s++].count) {
-            const Segment segment = segments[s];
-            const Dot *const dots = dots_of(segment.type);
-            #pragma omp for schedule(static) nowait
-            for (int64_t n = 0; n < segment.count; n += BLOCK_ROWS) {
-                const uint8_t *const block = segment.rows + n * segment.row_bytes;
-                const int num_w = segment.count - n < BLOCK_ROWS ? (int)(segment.count - n) : BLOCK_ROWS;
-                for (int64_t m = 0; m < num_x; m += FEW_AT_ONCE) {
-                    const int num_m = num_x - m < FEW_AT_ONCE ? (int)(num_x - m) : FEW_AT_ONCE;
-                    const Few few = {natural + m * columns, paired + m * columns, sums + m * groups, columns,
-                                     BLOCK_ROWS * segment.row_bytes};
-                    float products[FEW_AT_ONCE][BLOCK_ROWS];
-                    for (int j = 0; j < BLOCK_ROWS / rows_at_once(num_m) && j < num_w; j++) {
-                        const int other = j + BLOCK_ROWS / 2 < num_w ? j + BLOCK_ROWS / 2 : j;
-                        const uint8_t *const rows[] = {block + j * segment.row_bytes, block + other * segment.row_bytes};
-                        dots[num_m](rows, &few, &products[0][j]);
-                    }
-                    for (int i = 0; i < num_m; i++) {
-                        const __m512 scaled = _mm512_mul_ps(_mm512_loadu_ps(products[i]), _mm512_set1_ps(scales[m + i]));
-                        put16(y, m + i, first + n, num_w, scaled);
-                    }
+/* BLOCK_ROWS rows of W at a time, so that y is written by vectors. */
+void few_products(const Segment *segments, int count, int columns, Quantized x, int64_t num_x, Output y) {
+    int64_t first = 0;
+    for (int s = 0; s < count; first += segments[s++].count) {
+        const Segment segment = segments[s];
+        const Dot *const dots = dots_of(segment.type);
+        #pragma omp for schedule(static) nowait
+        for (int64_t n = 0; n < segment.count; n += BLOCK_ROWS) {
+            const uint8_t *const block = segment.rows + n * segment.row_bytes;
+            const int num_w = segment.count - n < BLOCK_ROWS ? (int)(segment.count - n) : BLOCK_ROWS;
+            for (int64_t m = 0; m < num_x; m += FEW_AT_ONCE) {
+                const int num_m = num_x - m < FEW_AT_ONCE ? (int)(num_x - m) : FEW_AT_ONCE;
+                const Quantized from = rows_from(x, m, columns);
+                const Few few = {from.natural, from.paired, from.sums, columns, BLOCK_ROWS * segment.row_bytes};
+                float products[FEW_AT_ONCE][BLOCK_ROWS];
+                for (int j = 0; j < BLOCK_ROWS / rows_at_once(num_m) && j < num_w; j++) {
+                    const int other = j + BLOCK_ROWS / 2 < num_w ? j + BLOCK_ROWS / 2 : j;
+                    const uint8_t *const rows[] = {block + j * segment.row_bytes, block + other * segment.row_bytes};
+                    dots[num_m](rows, &few, &products[0][j]);
+                }
+                for (int i = 0; i < num_m; i++) {
+                    const __m512 scaled = _mm512_mul_ps(_mm512_loadu_ps(products[i]), _mm512_set1_ps(from.scales[i]));
+                    put16(y, m + i, first + n, num_w, scaled);
                 }
             }
         }
+    }
+}
+
+/* scratch: of `quantized_bytes`. */
+static void few_rows(const Segment *segments, int count, int columns, Input x, int64_t num_x, Output y, void *scratch) {
+    const Quantized quantized = quantized_in(scratch, columns, num_x);
+    #pragma omp parallel
+    {
+        #pragma omp for schedule(static)
+        for (int64_t m = 0; m < num_x; m++) quantize_row(x, m * columns, columns, quantized, m);
+        few_products(segments, count, columns, quantized, num_x, y);
     }
 }
 
@@ -84,7 +80,7 @@ static inline void put_numbers(Number *to, __m512 x) {
 #endif
 }
 
-/* scratch: of `scratch_bytes`. */
+/* scratch: of `quantized_bytes`. */
 static void many_rows(const Segment *segments, int count, int columns, Input x, int64_t num_x, Output y, void *scratch) {
     const int64_t numbers = num_x * columns;
     const int is_ready = !x.is_float32 && sizeof(Number) == 2;
@@ -117,11 +113,6 @@ static void many_rows(const Segment *segments, int count, int columns, Input x, 
     }
 }
 
-/* For so many rows of x: both orders, their scales and sums, rounded up to whole lines of the cache. */
-static size_t scratch_bytes(int columns, int64_t num_x) {
-    return (num_x * (4 * (1 + columns / 32) + 4 * (int64_t)columns) + 63) & -64;
-}
-
 /* Whether `gguf_linear` can compute in integers for weights of that type. */
 int gguf_has_integers(int64_t type, int columns) { return dots_of(type) != NULL && columns % 64 == 0; }
 
@@ -134,7 +125,7 @@ int gguf_linear(const Segment *segments, int count, int columns, const void *x, 
                 void *y, int64_t y_stride, int y_is_float32, const uint16_t *bias, int in_integers) {
     const Input input = {x, x_is_float32};
     const Output output = {y, y_stride, y_is_float32, bias};
-    void *const scratch = aligned_alloc(64, scratch_bytes(columns, num_x));
+    void *const scratch = aligned_alloc(64, quantized_bytes(columns, num_x));
     if (scratch == NULL) return 0;
     (in_integers ? few_rows : many_rows)(segments, count, columns, input, num_x, output, scratch);
     free(scratch);

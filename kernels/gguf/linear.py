@@ -46,12 +46,12 @@ class BlockWeight:
     def __init__(self, parts: Sequence[Blocks], num_columns: int) -> None:
         self.parts, self.num_columns = tuple(parts), num_columns
         self.num_rows = sum(len(part.rows) for part in parts)
-        self._segments = (_Segment * len(parts))(
+        self.segments = (_Segment * len(parts))(
             *(_Segment(each.rows.data_ptr(), each.rows.stride(0), len(each.rows), each.type_id) for each in parts)
         )
         found = library()
         assert found is not None, "whoever makes a weight has asked for the library"
-        self._library = found
+        self.library = found
         self.has_integers = all(bool(found.gguf_has_integers(part.type_id, num_columns)) for part in parts)
 
     def linear(self, x: Tensor, bias: Tensor | None, dtype: torch.dtype, in_integers: bool) -> Tensor:
@@ -64,8 +64,8 @@ class BlockWeight:
         x = x.contiguous()
         num_x = x.shape[0]
         y = torch.empty(num_x, self.num_rows, dtype=dtype)
-        is_done = self._library.gguf_linear(
-            self._segments, len(self._segments), self.num_columns,
+        is_done = self.library.gguf_linear(
+            self.segments, len(self.segments), self.num_columns,
             x.data_ptr(), x.dtype == torch.float32, num_x,
             y.data_ptr(), self.num_rows, dtype == torch.float32,
             None if bias is None else bias.data_ptr(), in_integers,
@@ -79,7 +79,7 @@ class BlockWeight:
         weight = torch.empty(self.num_rows, self.num_columns, dtype=torch.bfloat16)
         first = 0
         for index, part in enumerate(self.parts):
-            segment = ctypes.byref(self._segments, index * ctypes.sizeof(_Segment))
-            self._library.gguf_dequantize(segment, self.num_columns, weight[first:].data_ptr())
+            segment = ctypes.byref(self.segments, index * ctypes.sizeof(_Segment))
+            self.library.gguf_dequantize(segment, self.num_columns, weight[first:].data_ptr())
             first += len(part.rows)
         return weight
