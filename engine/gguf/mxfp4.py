@@ -41,6 +41,11 @@ class GgufMxfp4Weights(Mxfp4Source):
         self._file, self._weights, self._packed, self._device = file, weights, packed, device
 
     @property
+    def unpacked(self) -> GgufWeights:
+        """The same weights, all dequantized."""
+        return self._weights
+
+    @property
     def shapes(self) -> dict[str, Shape]:
         return self._weights.shapes
 

@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
+from engine.gguf.mxfp4 import GgufMxfp4Weights
 from engine.gguf.weights import LABEL, GgufWeights
 from engine.layers.block import Block, LinearRef
 from engine.layers.linear import Linear
 from engine.layers.weights import Part, PartSource
 from engine.loader.conversion import Conversion, give_float32_logits
 from engine.models.model import Model
+from engine.moe.moe import Moe
 from engine.quantization.cpu_linears import CpuLinears
 from kernels.gguf.experts import BlockExperts
 from kernels.gguf.library import library
@@ -78,6 +80,7 @@ class PackedConversion(Conversion):
         super().__init__(LABEL)
         self._weights, self._others = weights, CpuLinears(dtype)
         self._names: frozenset[str] = frozenset()
+        self._stacked: frozenset[str] = frozenset()  # names of weights of which experts are cut out
         self._parts: Mapping[str, Part] = {}
         self._on_read: Callable[[str], None] = lambda _name: None
 
@@ -89,7 +92,12 @@ class PackedConversion(Conversion):
         """See Conversion. The embedding gets its storage, even if the output projection is the same tensor."""
         layers = [ref.layer for ref in skeleton.linears()]
         packed = (layer.names for layer in layers if layer.names and all(map(self._weights.has_blocks, layer.names)))
-        self._names = frozenset(name for names in packed for name in names)
+        self._stacked = frozenset(
+            layer.names[0]
+            for layer in layers
+            if layer.names and self._weights.has_expert_blocks(layer.names[0], layer.weight.shape[1])
+        )
+        self._names = frozenset(name for names in packed for name in names) | self._stacked
         is_tied = skeleton.head.weight is skeleton.embedding
         return self._names.difference(skeleton.head.names) if is_tied else self._names
 
@@ -97,8 +105,11 @@ class PackedConversion(Conversion):
         self._parts, self._on_read = parts, on_read
 
     def convert(self, block: Block) -> None:
+        if isinstance(block, Moe):
+            self._convert_stacked(block)
         for ref in block.linears():
-            self._convert(ref, max_integer_rows())
+            if not isinstance(ref.layer.gemm, BlockGemm):
+                self._convert(ref, max_integer_rows())
 
     def finish(self, model: Model) -> None:
         ref = LinearRef(model, "head", "head")
@@ -107,6 +118,23 @@ class PackedConversion(Conversion):
             model.hidden_dtype = torch.float32
         elif not give_float32_logits(model):
             self._convert(ref, max_integer_rows())
+
+    def _convert_stacked(self, block: Moe) -> None:
+        """Give experts that are cut out of stacked weights their layers."""
+        read = set()
+        for slot, expert in block.experts.items():
+            for attribute in ("gate_up", "down"):
+                layer: Linear = getattr(expert, attribute)
+                if not layer.names or not self._stacked.issuperset(layer.names):
+                    continue
+                (name,) = layer.names
+                _, columns, rows = self._parts.get(name) or map(range, self._weights.shapes[name])
+                blocks = self._weights.expert_blocks(name, block.rule.expert_of(slot), columns, rows)
+                weight = BlockWeight(blocks, layer.weight.shape[1])
+                setattr(expert, attribute, block_linear(weight, layer.bias, max_integer_rows()))
+                read.add(name)
+        for name in sorted(read):
+            self._on_read(name)
 
     def _is_kept(self, linear: Linear) -> bool:
         return bool(linear.names) and self._names.issuperset(linear.names)
@@ -137,6 +165,8 @@ def packed_conversion(
     """None where another is to be chosen: for other settings, a file of other types, a machine without the code."""
     if config.quant_mode != "auto" or device.type != "cpu" or dtype != torch.bfloat16:
         return None
+    if isinstance(weights, GgufMxfp4Weights):
+        weights = weights.unpacked
     if not isinstance(weights, GgufWeights) or not weights.has_most_in_blocks or library() is None:
         return None
     return PackedConversion(weights, dtype)

@@ -6,6 +6,7 @@ elsewhere; `engine/gguf/names.py` knows the names.
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Collection
 from dataclasses import replace
@@ -157,13 +158,37 @@ class GgufWeights(PartSource):
 
     @property
     def has_most_in_blocks(self) -> bool:
-        """Most matrices are of types that `kernels/gguf` reads."""
-        types = [tensor.type_id for tensor in self._file.tensors.values() if len(tensor.shape) > 1]
-        return sum(type_id in BLOCK_COLUMNS for type_id in types) * 2 > len(types)
+        """Most weights of matrices are of types that `kernels/gguf` reads."""
+        matrices = [tensor for tensor in self._file.tensors.values() if len(tensor.shape) > 1]
+        sizes = {tensor.name: math.prod(tensor.shape) for tensor in matrices}
+        in_blocks = sum(sizes[tensor.name] for tensor in matrices if tensor.type_id in BLOCK_COLUMNS)
+        return in_blocks * 2 > sum(sizes.values())
 
     def has_blocks(self, name: str) -> bool:
         """Whether `blocks` gives the weight."""
         return name in self._located and self._file.tensors[self._located[name].stored].type_id in BLOCK_COLUMNS
+
+    def has_expert_blocks(self, name: str, num_columns: int) -> bool:
+        """Whether `expert_blocks` gives experts of the stacked weight, of so many columns."""
+        composed = self.composed.get(name)
+        if composed is None or len(composed.shape) != 3:
+            return False
+        sizes = [BLOCK_COLUMNS.get(self._file.tensors[stored].type_id, 0) for stored in composed.stored]
+        return all(size and num_columns % size == 0 for size in sizes)
+
+    def expert_blocks(self, name: str, expert: int, columns: range, rows: range) -> list[Blocks]:
+        """Outputs `rows` of an expert of a stacked weight, of its inputs `columns`, as the file holds them.
+
+        Outputs that take turns in the weight, the gate's and up's, are tensors one after the other.
+        """
+        composed, found = self.composed[name], []
+        for stored, count in zip(composed.stored, composed.rows, strict=True):
+            first, last = (expert * count + end // len(composed.stored) for end in (rows.start, rows.stop))
+            blocks = self._file.blocks(stored, range(first, last))
+            row_bytes, num_columns = blocks.rows.shape[1], self._file.tensors[stored].shape[-1]
+            begin, end = (column * row_bytes // num_columns for column in (columns.start, columns.stop))
+            found.append(replace(blocks, rows=blocks.rows[:, begin:end]))
+        return found
 
     def blocks(self, name: str, part: Part | None = None) -> Blocks | None:
         """A weight as the file holds it, or a part of it; None for a part that begins or ends within a block.

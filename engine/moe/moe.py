@@ -147,6 +147,8 @@ class Moe(Block):
     @cached_property
     def _together(self) -> Together | None:
         """One function of all experts for few tokens, where their GEMM's class has one: its results are the same."""
+        if any(type(expert) is not Expert for expert in self.experts.values()):
+            return None  # of another activation
         linears = {index: (expert.gate_up, expert.down) for index, expert in self.experts.items()}
         kinds = {type(layer.gemm) for pair in linears.values() for layer in pair}
         make: Callable[..., Together | None] | None = (

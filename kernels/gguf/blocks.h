@@ -15,7 +15,8 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-enum { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14 };
+enum { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14,
+       MXFP4 = 39 };
 
 typedef struct {
     __m256i q;                       /* 32 int8 in the order of columns */
@@ -71,6 +72,25 @@ static inline Group q5_1(const uint8_t *row, int group) {
     const uint8_t *block = row + 24 * group;
     const __m256i low = nibbles(block + 8);
     return whole(_mm256_mask_add_epi8(low, word(block + 4), low, _mm256_set1_epi8(16)), half(block), half(block + 2));
+}
+
+/* Twice the numbers that 4 bits stand for. */
+static inline __m256i twice_e2m1(__m256i nibbles) {
+    const __m128i numbers = _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12);
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(numbers), nibbles);
+}
+
+/* 2^(e - 128). */
+static inline float half_power(uint8_t e) {
+    const uint32_t bits = e < 2 ? 0x200000u << e : (uint32_t)(e - 1) << 23;
+    float power;
+    memcpy(&power, &bits, 4);
+    return power;
+}
+
+static inline Group mxfp4(const uint8_t *row, int group) {
+    const uint8_t *block = row + 17 * group;
+    return whole(twice_e2m1(nibbles(block + 1)), half_power(block[0]), 0);
 }
 
 static inline Group q8_0(const uint8_t *row, int group) {

@@ -61,11 +61,21 @@ INLINE __m512 halves(const uint8_t *a, const uint8_t *b) {
 #endif
 }
 
+/* Two powers of two, each in half of the lanes, see `half_power`. */
+INLINE __m512 powers(const uint8_t *a, const uint8_t *b) {
+#ifdef __AVX512F__
+    return _mm512_insertf32x8(_mm512_set1_ps(half_power(a[0])), _mm256_set1_ps(half_power(b[0])), 1);
+#else
+    return (__m512){_mm256_set1_ps(half_power(a[0])), _mm256_set1_ps(half_power(b[0]))};
+#endif
+}
+
 /* Types with a scale per 32 columns. In those of 4 and 5 bits byte i of a block holds columns i and i + 16. Two blocks
    share an accumulator: each half of its lanes belongs to one block and has its scale. */
 INLINE void paired_dot(int type, const uint8_t *const rows[MAX_ROWS], const Few *few, const int M, float *y) {
     const int R = rows_at_once(M);
-    const int size = type == Q4_0 ? 18 : type == Q4_1 ? 20 : type == Q5_0 ? 22 : 34, start = size - 16;
+    const int size = type == Q4_0 ? 18 : type == Q4_1 ? 20 : type == Q5_0 ? 22 : type == MXFP4 ? 17 : 34;
+    const int start = size - 16;
     __m512 sums[FEW_AT_ONCE][MAX_ROWS];
     float offsets[FEW_AT_ONCE][MAX_ROWS];
     for (int m = 0; m < M; m++)
@@ -81,6 +91,8 @@ INLINE void paired_dot(int type, const uint8_t *const rows[MAX_ROWS], const Few 
             if (type == Q8_0) {
                 low = _mm256_loadu2_m128i((const __m128i *)(b + 2), (const __m128i *)(a + 2)), high = bytes;
                 prefetch_ahead(b, few);
+            } else if (type == MXFP4) {
+                low = twice_e2m1(low), high = twice_e2m1(high);
             } else if (type == Q4_0) {
                 low = _mm256_sub_epi8(low, _mm256_set1_epi8(8));
                 high = _mm256_sub_epi8(high, _mm256_set1_epi8(8));
@@ -90,7 +102,7 @@ INLINE void paired_dot(int type, const uint8_t *const rows[MAX_ROWS], const Few 
                 high = _mm256_mask_sub_epi8(high, unset_a >> 16 | (unset_b & 0xffff0000), high, _mm256_set1_epi8(16));
             }
             first[r] = _mm512_cvtepi8_epi16(low), last[r] = _mm512_cvtepi8_epi16(high);
-            scales[r] = halves(a, b);
+            scales[r] = type == MXFP4 ? powers(a, b) : halves(a, b);
             if (type == Q4_1)
                 for (int m = 0; m < M; m++) {
                     const float *of_x = sums_of(few, m, group);
@@ -185,7 +197,7 @@ typedef void (*Dot)(const uint8_t *const rows[MAX_ROWS], const Few *few, float *
     DOT(type, 1) DOT(type, 2) DOT(type, 3) DOT(type, 4) \
     static const Dot type##_dots[] = {NULL, type##_1, type##_2, type##_3, type##_4};
 #endif
-DOTS(Q4_0) DOTS(Q4_1) DOTS(Q5_0) DOTS(Q8_0) DOTS(Q4_K) DOTS(Q5_K) DOTS(Q6_K)
+DOTS(Q4_0) DOTS(Q4_1) DOTS(Q5_0) DOTS(Q8_0) DOTS(MXFP4) DOTS(Q4_K) DOTS(Q5_K) DOTS(Q6_K)
 
 /* NULL for types without one. */
 static const Dot *dots_of(int64_t type) {
@@ -194,6 +206,7 @@ static const Dot *dots_of(int64_t type) {
         case Q4_1: return Q4_1_dots;
         case Q5_0: return Q5_0_dots;
         case Q8_0: return Q8_0_dots;
+        case MXFP4: return MXFP4_dots;
         case Q4_K: return Q4_K_dots;
         case Q5_K: return Q5_K_dots;
         case Q6_K: return Q6_K_dots;

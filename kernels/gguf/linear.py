@@ -11,10 +11,10 @@ from torch import Tensor
 
 from kernels.gguf.library import library
 
-BLOCK_COLUMNS = {2: 32, 3: 32, 6: 32, 7: 32, 8: 32, 10: 256, 11: 256, 12: 256, 13: 256, 14: 256}
+BLOCK_COLUMNS = {2: 32, 3: 32, 6: 32, 7: 32, 8: 32, 10: 256, 11: 256, 12: 256, 13: 256, 14: 256, 39: 32}
 """Columns of a block, by ggml's number of each type that `blocks.h` reads.
 
-They are Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K and Q6_K.
+They are Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K and MXFP4.
 """
 FLOATS = frozenset((torch.bfloat16, torch.float32))
 

@@ -115,7 +115,7 @@ INLINE void put_column(float *to, __m128i q, const float *scales, const float *o
         }                                                                                                       \
     }
 #endif
-PAIRS(q4_0) PAIRS(q4_1) PAIRS(q5_0) PAIRS(q5_1) PAIRS(q8_0)
+PAIRS(q4_0) PAIRS(q4_1) PAIRS(q5_0) PAIRS(q5_1) PAIRS(q8_0) PAIRS(mxfp4)
 PAIRS(q2_k) PAIRS(q3_k) PAIRS(q4_k) PAIRS(q5_k) PAIRS(q6_k)
 
 typedef void (*Pairs)(const uint8_t *rows, int64_t row_bytes, int count, int groups, Pair *out);
@@ -127,6 +127,7 @@ static Pairs pairs_of(int64_t type) {
         case Q5_0: return q5_0_pairs;
         case Q5_1: return q5_1_pairs;
         case Q8_0: return q8_0_pairs;
+        case MXFP4: return mxfp4_pairs;
         case Q2_K: return q2_k_pairs;
         case Q3_K: return q3_k_pairs;
         case Q4_K: return q4_k_pairs;

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
+from torch import Tensor
 
+from common.model_files import ModelFiles, resolve_model
+from engine.config import EngineConfig
 from engine.gguf.config import adapted_config
 from engine.gguf.mxfp4 import weights_of
+from engine.gguf.packed import BlockGemm
 from engine.gguf.weights import GgufFile
+from engine.layers.linear import Linear
+from engine.loader.load import load_model
 from engine.models.families import family_of
+from engine.quantization.cpu_linears import int8
 from engine.quantization.mxfp4 import Mxfp4Source, dequantize
+from kvstore.layout import Shard
+from tests.engine.driving import Driver, make_runner, open_model, random_prompt
 from tests.engine.gguf.gguf_files import write_gguf
-from tests.engine.gguf.test_gguf import FAMILIES, check_against_transformers
-from tests.engine.tiny_models import GPT_OSS, TinyModel
+from tests.engine.gguf.test_gguf import FAMILIES, GPT_OSS_GIVEN, check_against_transformers
+from tests.engine.gguf.test_packed import needs_library
+from tests.engine.tiny_models import GPT_OSS, VOCAB_SIZE, TinyModel
 
 
 def test_experts_in_mxfp4_equal_transformers(tmp_path: Path) -> None:
@@ -38,3 +49,54 @@ def test_blocks_are_read_as_a_checkpoints(tmp_path: Path) -> None:
         blocks, scales = weights.read(layer + name, experts, rows, groups)
         expected = weights.take_part(layer + name, (experts, range(groups.start * 32, groups.stop * 32), rows))
         assert torch.equal(dequantize(blocks, scales, torch.float32), expected)
+
+
+@needs_library
+@pytest.mark.parametrize("quantization", ["MXFP4", "Q8_0"])
+def test_experts_stay_as_the_file_holds_them_on_cpus(quantization: str, tmp_path: Path) -> None:
+    """A prompt, and a generated token, whose experts compute in integers, are closer to the file than in int8."""
+    path = tmp_path / "m.gguf"
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 32}
+    write_gguf(path, TinyModel("GptOss", {**GPT_OSS, **GPT_OSS_GIVEN, **sizes}).build(), "gpt-oss", quantization)
+    prompt, logits = random_prompt(24, VOCAB_SIZE, 3), {}
+    for mode, dtype in (("none", "float32"), ("int8-weight", "bfloat16"), ("auto", "bfloat16")):
+        loaded, config = open_model(ModelFiles("m", "gguf", path), dtype=dtype, quant_mode=mode)
+        driver = Driver(make_runner(loaded, config), config)
+        request = driver.add(prompt, record_logits=True)
+        driver.finish([request], 1, chunk=24)
+        request.output_token_ids[:] = [7]
+        driver.step([(request, 1)])
+        logits[mode] = torch.stack(driver.logits[request.request_id]).float()
+    assert loaded.quant_mode == "gguf"
+    experts = [ref.layer for ref in loaded.model.linears() if ".experts." in ref.name]
+    assert all(isinstance(layer.gemm, BlockGemm) for layer in experts)
+    for row in range(2):
+        error = {mode: float((values - logits["none"])[row].abs().mean()) for mode, values in logits.items()}
+        assert error["auto"] < error["int8-weight"]
+
+
+@needs_library
+def test_ranks_divide_the_experts_of_a_file(tmp_path: Path) -> None:
+    """Whole blocks of their columns; a rank of half a block has them in int8."""
+    path = tmp_path / "m.gguf"
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
+    write_gguf(path, TinyModel("GptOss", {**GPT_OSS, **GPT_OSS_GIVEN, **sizes}).build(), "gpt-oss", "MXFP4")
+
+    def experts(rank: int, num_ranks: int) -> dict[str, Linear]:
+        config = EngineConfig(str(path), device="cpu", dtype="bfloat16", tp=num_ranks)
+        loaded = load_model(resolve_model(str(path)), config, torch.device("cpu"), Shard(rank, num_ranks))
+        return {ref.name: ref.layer for ref in loaded.model.linears() if ".experts." in ref.name}
+
+    def weight(layer: Linear) -> Tensor:
+        assert isinstance(layer.gemm, BlockGemm)
+        return layer.gemm.weight.dequantize()
+
+    halves = [experts(rank, 2) for rank in range(2)]
+    for name, layer in experts(0, 1).items():
+        first, second = (weight(half[name]) for half in halves)
+        if name.endswith("gate_up"):
+            made = torch.cat([first.view(2, -1, 64), second.view(2, -1, 64)], dim=1).flatten(0, 1)
+        else:
+            made = torch.cat([first, second], dim=1)
+        assert torch.equal(made, weight(layer))
+    assert all(layer.gemm is int8 for name, layer in experts(1, 4).items() if name.endswith("down"))

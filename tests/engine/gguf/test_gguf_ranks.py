@@ -16,10 +16,10 @@ from engine.gguf.packed import BlockGemm
 from engine.loader.load import load_model
 from engine.quantization import conversion
 from engine.quantization.cpu_linears import int4, int8
-from kernels.gguf.library import library
 from kvstore.layout import Shard
 from tests.engine.gguf.gguf_files import write_gguf
 from tests.engine.gguf.test_gguf import FAMILIES, WIDE
+from tests.engine.gguf.test_packed import needs_library
 from tests.engine.pipeline_parallel.test_pipeline import open_stages
 from tests.engine.quantization.test_packed_ranks import ExactLinears
 from tests.engine.tensor_parallel.test_ranks import CPU, GREEDY, PROMPTS, open_ranks
@@ -85,7 +85,7 @@ def test_ranks_have_4_bit_layers_where_blocks_allow_it(name: str, num_ranks: int
         assert kinds[:4] == [int4, int4, int4, down]
 
 
-@pytest.mark.skipif(library() is None, reason="this CPU has no AVX2, or no compiler")
+@needs_library
 def test_ranks_keep_blocks_that_they_do_not_cut(tmp_path: Path) -> None:
     path = write(tmp_path, "blocks cut in two")
     for num_ranks in (1, 2, 4):
