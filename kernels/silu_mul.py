@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
 from kernels.native import rows
 
+SILU = (1.0, 0.0)
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """(num_tokens, 2 n) -> (num_tokens, n)."""
-    found = rows.silu_mul(gate_up)
+
+def silu_mul(gate_up: Tensor, alpha: float = SILU[0], limit: float = SILU[1]) -> Tensor:
+    """(num_tokens, 2 n) -> (num_tokens, n).
+
+    limit: if it is not 0, (up' + 1) gate' sigmoid(alpha gate'), of gate' up to limit and up' from -limit to limit.
+    """
+    found = rows.silu_mul(gate_up, alpha, limit)
     if found is not None:
         return found
     gate, up = gate_up.chunk(2, dim=-1)
-    return functional.silu(gate).mul_(up)
+    if not limit:
+        return functional.silu(gate).mul_(up)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * alpha))

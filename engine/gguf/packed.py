@@ -40,24 +40,27 @@ class BlockGemm:
         return self.weight.linear(x, linear.bias, x.dtype, self.in_integers)
 
     @staticmethod
-    def together(experts: Mapping[int, tuple[Linear, Linear]]) -> BlockExperts | None:
-        """All experts in one call, for few tokens; None unless each of them computes in integers."""
+    def together(experts: Mapping[int, tuple[Linear, Linear]], alpha: float, limit: float) -> BlockExperts | None:
+        """All experts in one call, for few tokens; None unless each of them computes in integers.
+
+        alpha, limit: see `silu_mul`.
+        """
         layers = [layer for pair in experts.values() for layer in pair]
         max_rows = {layer.max_rows if layer.dense is not None else 0 for layer in layers}
         if len(max_rows) > 1 or not all(map(_is_in_integers, layers)):
             return None
-        weights = {index: (_weight_of(gate_up), _weight_of(down)) for index, (gate_up, down) in experts.items()}
-        return BlockExperts(weights, max_rows.pop())
+        weights = {index: (_block_layer(gate_up), _block_layer(down)) for index, (gate_up, down) in experts.items()}
+        return BlockExperts(weights, max_rows.pop(), alpha, limit)
 
 
 def _is_in_integers(layer: Linear) -> bool:
     gemm = layer.gemm
-    return isinstance(gemm, BlockGemm) and gemm.in_integers and layer.order is layer.bias is None
+    return isinstance(gemm, BlockGemm) and gemm.in_integers and layer.order is None
 
 
-def _weight_of(layer: Linear) -> BlockWeight:
+def _block_layer(layer: Linear) -> tuple[BlockWeight, Tensor | None]:
     assert isinstance(layer.gemm, BlockGemm), "`_is_in_integers` was asked"
-    return layer.gemm.weight
+    return layer.gemm.weight, layer.bias
 
 
 def block_linear(weight: BlockWeight, bias: Tensor | None, max_rows: int) -> Linear:

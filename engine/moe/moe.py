@@ -23,7 +23,7 @@ from engine.layers.mlp import take_gated
 from engine.layers.weights import CHOICE_BIAS, WeightSource
 from engine.models.config import ModelConfig
 from engine.moe.routing import choose_experts
-from kernels.silu_mul import silu_mul
+from kernels.silu_mul import SILU, silu_mul
 
 if TYPE_CHECKING:
     from engine.expert_parallel.slots import ExpertSlots
@@ -40,8 +40,13 @@ class Expert:
     gate_up: Linear
     down: Linear
 
+    @property
+    def gate(self) -> tuple[float, float]:
+        """alpha and limit of `silu_mul`."""
+        return SILU
+
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(silu_mul(self.gate_up(x)))
+        return self.down(silu_mul(self.gate_up(x), *self.gate))
 
 
 class Moe(Block):
@@ -147,14 +152,12 @@ class Moe(Block):
     @cached_property
     def _together(self) -> Together | None:
         """One function of all experts for few tokens, where their GEMM's class has one: its results are the same."""
-        if any(type(expert) is not Expert for expert in self.experts.values()):
-            return None  # of another activation
         linears = {index: (expert.gate_up, expert.down) for index, expert in self.experts.items()}
         kinds = {type(layer.gemm) for pair in linears.values() for layer in pair}
         make: Callable[..., Together | None] | None = (
             getattr(kinds.pop(), "together", None) if len(kinds) == 1 else None
         )
-        return None if make is None else make(linears)
+        return None if make is None else make(linears, *next(iter(self.experts.values())).gate)
 
     @property
     def needs_all_tokens(self) -> bool:

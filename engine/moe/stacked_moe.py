@@ -26,10 +26,9 @@ class ClampedExpert(Expert):
     alpha: float
     limit: float
 
-    def __call__(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        return self.down((up + 1) * (gate * torch.sigmoid(gate * self.alpha)))
+    @property
+    def gate(self) -> tuple[float, float]:
+        return self.alpha, self.limit
 
 
 class StackedMoe(Moe):

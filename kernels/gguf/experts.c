@@ -5,13 +5,18 @@
 
 #include "linear.h"
 
-/* gate_up: NULL for an expert that is not here. */
+/* segments: NULL for a layer of an expert that is not here. bias: bfloat16, or NULL. */
 typedef struct {
-    const Segment *gate_up, *down;
-    int64_t num_gate_up, num_down;
+    const Segment *segments;
+    int64_t count;
+    const uint16_t *bias;
+} Layer;
+
+typedef struct {
+    Layer gate_up, down;
 } Expert;
 
-typedef void (*Gate)(const void *gate_up, void *out, int is_float32, int64_t rows, int64_t n);
+typedef void (*SiluMul)(const void *gate_up, void *out, int is_float32, int64_t rows, int64_t n, float alpha, float limit);
 
 typedef struct {
     int64_t token;
@@ -19,7 +24,7 @@ typedef struct {
 } Pair;
 
 static inline int is_here(const Expert *experts, int64_t num_experts, int64_t e) {
-    return e >= 0 && e < num_experts && experts[e].gate_up != NULL;
+    return e >= 0 && e < num_experts && experts[e].gate_up.segments != NULL;
 }
 
 /* Pairs of a token and an expert that is here, by expert. ends[e]: of expert e. Returns the most of an expert. */
@@ -51,12 +56,17 @@ static inline __m512 weighted_sum(const Pair *pairs, int64_t num_pairs, const ui
     return total;
 }
 
-/* out (num_tokens, hidden), float32 = sums of share * down(gate(gate_up(x))) over a token's experts. x (num_tokens,
-   hidden), bfloat16. chosen, shares (num_tokens, top_k). gate: `native_silu_mul`. Returns 0, and does
-   nothing, when an expert has more than max_rows tokens (0: any number) or there is no memory. */
+/* Rows m to end of y = x W^T + bias, by all threads of a team. */
+static void layer_products(Layer layer, int columns, Quantized x, int64_t m, int64_t end, uint16_t *y, int64_t stride) {
+    const Output output = {y + m * stride, stride, 0, layer.bias};
+    if (end > m) few_products(layer.segments, (int)layer.count, columns, rows_from(x, m, columns), end - m, output);
+}
+
+/* out (num_tokens, hidden), float32 = sums of share * down(silu_mul(gate_up(x))) over a token's experts. x (num_tokens,
+   hidden), bfloat16. chosen, shares (num_tokens, top_k). silu_mul: `native_silu_mul`. Returns 0, and does nothing, when an expert has more than max_rows tokens (0: any number) or there is no memory. */
 int gguf_experts(const Expert *experts, int64_t num_experts, int hidden, int inner, const uint16_t *x,
                  int64_t num_tokens, const int64_t *chosen, const float *shares, int64_t top_k, int64_t max_rows,
-                 Gate gate, float *out) {
+                 SiluMul silu_mul, float alpha, float limit, float *out) {
     const int64_t most_pairs = num_tokens * top_k;
     const size_t of_x = quantized_bytes(hidden, most_pairs), of_inner = quantized_bytes(inner, most_pairs);
     const size_t of_outputs = 2 * most_pairs * (3 * (int64_t)inner + hidden) + 192;
@@ -79,24 +89,16 @@ int gguf_experts(const Expert *experts, int64_t num_experts, int hidden, int inn
             #pragma omp for schedule(static)
             for (int64_t m = 0; m < num_pairs; m++)
                 quantize_row((Input){x, 0}, pairs[m].token * hidden, hidden, of_tokens, m);
-            for (int64_t e = 0, m = 0; e < num_experts; m = ends[e++]) {
-                const Output output = {both + m * 2 * inner, 2 * inner, 0, NULL};
-                if (ends[e] > m)
-                    few_products(experts[e].gate_up, (int)experts[e].num_gate_up, hidden,
-                                 rows_from(of_tokens, m, hidden), ends[e] - m, output);
-            }
+            for (int64_t e = 0, m = 0; e < num_experts; m = ends[e++])
+                layer_products(experts[e].gate_up, hidden, of_tokens, m, ends[e], both, 2 * inner);
             #pragma omp barrier
             #pragma omp for schedule(static)
             for (int64_t m = 0; m < num_pairs; m++) {
-                gate(both + m * 2 * inner, gated + m * inner, 0, 1, inner);
+                silu_mul(both + m * 2 * inner, gated + m * inner, 0, 1, inner, alpha, limit);
                 quantize_row((Input){gated, 0}, m * inner, inner, of_gates, m);
             }
-            for (int64_t e = 0, m = 0; e < num_experts; m = ends[e++]) {
-                const Output output = {y + m * hidden, hidden, 0, NULL};
-                if (ends[e] > m)
-                    few_products(experts[e].down, (int)experts[e].num_down, inner, rows_from(of_gates, m, inner),
-                                 ends[e] - m, output);
-            }
+            for (int64_t e = 0, m = 0; e < num_experts; m = ends[e++])
+                layer_products(experts[e].down, inner, of_gates, m, ends[e], y, hidden);
             #pragma omp barrier
             #pragma omp for collapse(2) schedule(static)
             for (int64_t token = 0; token < num_tokens; token++)

@@ -11,12 +11,21 @@ from torch import Tensor
 from kernels.gguf.linear import BlockWeight
 from kernels.native.library import library as native_library
 
+BlockLayer = tuple[BlockWeight, Tensor | None]
+"""A weight, and its bias, bfloat16 and contiguous."""
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [("segments", ctypes.c_void_p), ("count", ctypes.c_int64), ("bias", ctypes.c_void_p)]
+
+    @classmethod
+    def of(cls, weight: BlockWeight, bias: Tensor | None) -> _Layer:
+        assert bias is None or (bias.dtype == torch.bfloat16 and bias.is_contiguous())
+        return cls(ctypes.addressof(weight.segments), len(weight.parts), None if bias is None else bias.data_ptr())
+
 
 class _Expert(ctypes.Structure):
-    _fields_ = [
-        ("gate_up", ctypes.c_void_p), ("down", ctypes.c_void_p), ("num_gate_up", ctypes.c_int64),
-        ("num_down", ctypes.c_int64),
-    ]  # fmt: skip
+    _fields_ = [("gate_up", _Layer), ("down", _Layer)]
 
 
 class BlockExperts:
@@ -25,21 +34,23 @@ class BlockExperts:
     Each product is rounded to bfloat16, as of one layer after the other.
     """
 
-    def __init__(self, experts: Mapping[int, tuple[BlockWeight, BlockWeight]], max_rows: int) -> None:
-        """experts: gate_up and down, which have integers, by their index. max_rows: tokens of an expert; 0: any."""
+    def __init__(
+        self, experts: Mapping[int, tuple[BlockLayer, BlockLayer]], max_rows: int, alpha: float, limit: float
+    ) -> None:
+        """experts: gate_up and down, which have integers, by their index. max_rows: tokens of an expert; 0: any.
+
+        alpha, limit: see `silu_mul`.
+        """
         native = native_library()
         assert native is not None, "it is compiled where this one is"
-        self._gate = ctypes.cast(native.native_silu_mul, ctypes.c_void_p)
-        self._weights, self._max_rows = dict(experts), max_rows  # segments lie in the weights
-        gate_up, down = next(iter(self._weights.values()))
+        self._silu_mul = ctypes.cast(native.native_silu_mul, ctypes.c_void_p)
+        self._layers, self._max_rows, self._gate = dict(experts), max_rows, (alpha, limit)  # segments lie in them
+        (gate_up, _), (down, _) = next(iter(self._layers.values()))
         self._function = gate_up.library.gguf_experts
         self._hidden, self._inner = gate_up.num_columns, down.num_columns
         self._table = (_Expert * (max(experts) + 1))()
-        for index, (gate_up, down) in self._weights.items():
-            self._table[index] = _Expert(
-                ctypes.addressof(gate_up.segments), ctypes.addressof(down.segments), len(gate_up.parts),
-                len(down.parts),
-            )  # fmt: skip
+        for index, layers in self._layers.items():
+            self._table[index] = _Expert(*(_Layer.of(*layer) for layer in layers))
 
     def __call__(self, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor | None:
         """x: bfloat16 (num_tokens, hidden). shares: float32, chosen: int64, (num_tokens, any number); others
@@ -52,6 +63,6 @@ class BlockExperts:
         out = torch.empty(x.shape, dtype=torch.float32)
         is_done = self._function(
             self._table, len(self._table), self._hidden, self._inner, x.data_ptr(), x.shape[0], chosen.data_ptr(),
-            shares.data_ptr(), chosen.shape[1], self._max_rows, self._gate, out.data_ptr(),
+            shares.data_ptr(), chosen.shape[1], self._max_rows, self._silu_mul, *self._gate, out.data_ptr(),
         )  # fmt: skip
         return out if is_done else None

@@ -40,7 +40,8 @@ def declared(found: ctypes.CDLL) -> ctypes.CDLL:
     found.gguf_experts.argtypes = [
         ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int,  # experts, their number, hidden, inner
         ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p,  # x, tokens, chosen, shares
-        ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p,  # choices, most tokens, gate, y
+        ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p,  # choices, most tokens, `native_silu_mul`
+        ctypes.c_float, ctypes.c_float, ctypes.c_void_p,  # alpha, limit, y
     ]  # fmt: skip
     found.gguf_has_integers.argtypes = [ctypes.c_int64, ctypes.c_int]
     found.gguf_dequantize.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]

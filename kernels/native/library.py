@@ -55,5 +55,5 @@ def declared(found: ctypes.CDLL) -> ctypes.CDLL:
     found.native_attend.argtypes = [at, size, at, at, size, at, size, at]
     found.native_add_rms_norm.argtypes = [at, at, flag, at, ctypes.c_float, size, size, at, flag]
     found.native_rotate.argtypes = [at, flag, size, size, size, size, size, at, size, at, size]
-    found.native_silu_mul.argtypes = [at, at, flag, size, size]
+    found.native_silu_mul.argtypes = [at, at, flag, size, size, ctypes.c_float, ctypes.c_float]
     return found

@@ -51,15 +51,20 @@ void native_rotate(void *x, int is_float32, int64_t tokens, int64_t heads, int64
     }
 }
 
-/* out (rows, n) = silu(gate) * up, of gate_up (rows, 2 n). */
-void native_silu_mul(const void *gate_up, void *out, int is_float32, int64_t rows, int64_t n) {
+/* out (rows, n) = gate * sigmoid(alpha gate) * up, of gate_up (rows, 2 n): silu(gate) * up with alpha = 1. limit: if it
+   is not 0, of gate, and of up in both directions, and up is one more. */
+void native_silu_mul(const void *gate_up, void *out, int is_float32, int64_t rows, int64_t n, float alpha, float limit) {
     #pragma omp parallel for schedule(static) if (rows * n > LEAST_WORK)
     for (int64_t row = 0; row < rows; row++)
         for (int64_t at = 0; at < n; at += LANES) {
             const int count = n - at < LANES ? (int)(n - at) : LANES;
-            const Vector gate = load(gate_up, 2 * row * n + at, count, is_float32);
-            const Vector up = load(gate_up, (2 * row + 1) * n + at, count, is_float32);
-            const Vector small = exponential((Vector)((Words)gate | 0x80000000));  /* e^-|gate| */
+            Vector gate = load(gate_up, 2 * row * n + at, count, is_float32);
+            Vector up = load(gate_up, (2 * row + 1) * n + at, count, is_float32);
+            if (limit > 0) {
+                gate = choose(gate > limit, all(limit), gate);
+                up = choose(up > limit, all(limit), choose(up < -limit, all(-limit), up)) + 1.0f;
+            }
+            const Vector small = exponential((Vector)((Words)(gate * alpha) | 0x80000000));  /* e^-|alpha gate| */
             const Vector sigmoid = choose(gate < 0.0f, small, all(1.0f)) / (small + 1.0f);
             store(out, row * n + at, count, is_float32, gate * sigmoid * up);
         }

@@ -48,7 +48,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
     return True
 
 
-def silu_mul(gate_up: Tensor) -> Tensor | None:
+def silu_mul(gate_up: Tensor, alpha: float, limit: float) -> Tensor | None:
     """`kernels.silu_mul.silu_mul`; None where that is not possible."""
     if gate_up.device.type != "cpu" or gate_up.dtype not in DTYPES or not gate_up.is_contiguous():
         return None
@@ -56,5 +56,5 @@ def silu_mul(gate_up: Tensor) -> Tensor | None:
         return None
     rows, n = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, n, dtype=gate_up.dtype)
-    found.native_silu_mul(gate_up.data_ptr(), out.data_ptr(), gate_up.dtype == torch.float32, rows, n)
+    found.native_silu_mul(gate_up.data_ptr(), out.data_ptr(), gate_up.dtype == torch.float32, rows, n, alpha, limit)
     return out

@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional
 
 from kernels.native import rows
+from kernels.silu_mul import SILU
 from tests.engine.cpu.native import native_variant, needs_library  # noqa: F401 - a fixture
 
 pytestmark = [needs_library, pytest.mark.usefixtures("native_variant")]
@@ -60,10 +61,14 @@ def test_rotation(dtype: torch.dtype, head_dim: int) -> None:
 def test_gates(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
     gate_up = (torch.randn(shape[0], 2 * shape[1]) * 30).to(dtype)  # far enough for sigmoids of 0 and of 1
-    found = rows.silu_mul(gate_up)
+    found = rows.silu_mul(gate_up, *SILU)
     gate, up = gate_up.double().chunk(2, dim=-1)
     assert found is not None
     assert_close(found, functional.silu(gate) * up, dtype)
+    clamped = rows.silu_mul(gate_up, 1.702, 7.0)
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    assert clamped is not None
+    assert_close(clamped, gate * torch.sigmoid(1.702 * gate) * (up + 1), dtype)
 
 
 def test_a_row_has_the_same_bits_among_any_others() -> None:
@@ -77,7 +82,7 @@ def test_a_row_has_the_same_bits_among_any_others() -> None:
     def computed(which: slice) -> list[torch.Tensor]:
         heads = gate_up[which].clone().view(-1, 24, 64)
         assert rows.rotate(heads, table[which, :1], table[which, 1:])
-        gated = rows.silu_mul(gate_up[which])
+        gated = rows.silu_mul(gate_up[which], *SILU)
         assert gated is not None
         return [add_norm(residual[which].clone(), gate_up[which, :768]), heads, gated]
 
@@ -90,7 +95,7 @@ def test_a_row_has_the_same_bits_among_any_others() -> None:
 def test_what_it_does_not_take() -> None:
     x, table = torch.randn(3, 4, 8), torch.randn(3, 2, 8)
     assert rows.add_rms_norm(torch.ones(8), 1e-5, torch.float16) is None
-    assert rows.silu_mul(x[0].half()) is None
-    assert rows.silu_mul(torch.randn(8, 4).T) is None
+    assert rows.silu_mul(x[0].half(), *SILU) is None
+    assert rows.silu_mul(torch.randn(8, 4).T, *SILU) is None
     assert not rows.rotate(x.half(), table[:, :1], table[:, 1:])
     assert not rows.rotate(x, table[:, :1].double(), table[:, 1:].double())

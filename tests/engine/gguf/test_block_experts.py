@@ -14,6 +14,7 @@ from torch import Tensor
 from common.model_files import ModelFiles
 from engine.gguf.packed import BlockGemm, block_linear
 from engine.moe.moe import Expert, Moe
+from engine.moe.stacked_moe import ClampedExpert
 from kernels.gguf.experts import BlockExperts
 from kernels.gguf.linear import BlockWeight
 from tests.engine.driving import Driver, make_runner, open_model, random_prompt
@@ -29,15 +30,19 @@ pytestmark = needs_library
 __all__ = ["_variant"]
 
 
-def some_experts(max_rows: int = MAX_ROWS, last: GGMLQuantizationType = Kind.Q6_K) -> dict[int, Expert]:
-    """Of two types in turn, without numbers 2 and, at the end, 6."""
-    experts = {}
+def some_experts(
+    max_rows: int = MAX_ROWS, last: GGMLQuantizationType = Kind.Q6_K, is_clamped: bool = False
+) -> dict[int, Expert]:
+    """Of two types in turn, without numbers 2 and, at the end, 6. is_clamped: gpt-oss' gate, with biases."""
+    experts: dict[int, Expert] = {}
     for index in (0, 1, 3, 4, 5):
         down = last if index % 2 else Kind.Q4_K
         parts = [random_blocks(kind, INNER, HIDDEN)[0] for kind in (Kind.Q4_K, Kind.Q5_K)]
         gate_up = BlockWeight(parts, HIDDEN)
         of_down = BlockWeight([random_blocks(down, HIDDEN, INNER)[0]], INNER)
-        experts[index] = Expert(block_linear(gate_up, None, max_rows), block_linear(of_down, None, max_rows))
+        biases = [torch.randn(count).bfloat16() if is_clamped else None for count in (2 * INNER, HIDDEN)]
+        layers = block_linear(gate_up, biases[0], max_rows), block_linear(of_down, biases[1], max_rows)
+        experts[index] = ClampedExpert(*layers, 1.702, 7.0) if is_clamped else Expert(*layers)
     return experts
 
 
@@ -48,6 +53,11 @@ def choices(num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     return x, torch.rand(num_tokens, TOP_K), chosen
 
 
+def at_once_of(experts: dict[int, Expert]) -> BlockExperts | None:
+    linears = {index: (each.gate_up, each.down) for index, each in experts.items()}
+    return BlockGemm.together(linears, *experts[0].gate)
+
+
 def one_after_the_other(experts: dict[int, Expert], x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
     block = SimpleNamespace(experts=experts, _together=None)
     return Moe.chosen_output(block, x, shares, chosen)  # type: ignore[arg-type]
@@ -55,10 +65,10 @@ def one_after_the_other(experts: dict[int, Expert], x: Tensor, shares: Tensor, c
 
 @pytest.mark.usefixtures("_variant")
 @pytest.mark.parametrize("num_tokens", [1, 2, 5])
-@pytest.mark.parametrize("max_rows", [MAX_ROWS, 0])
-def test_bits_are_those_of_one_after_the_other(num_tokens: int, max_rows: int) -> None:
-    experts = some_experts(max_rows)
-    at_once = BlockGemm.together({index: (each.gate_up, each.down) for index, each in experts.items()})
+@pytest.mark.parametrize(("max_rows", "is_clamped"), [(MAX_ROWS, False), (0, False), (MAX_ROWS, True)])
+def test_bits_are_those_of_one_after_the_other(num_tokens: int, max_rows: int, is_clamped: bool) -> None:
+    experts = some_experts(max_rows, is_clamped=is_clamped)
+    at_once = at_once_of(experts)
     assert at_once is not None
     for _ in range(3):
         x, shares, chosen = choices(num_tokens)
@@ -70,19 +80,14 @@ def test_bits_are_those_of_one_after_the_other(num_tokens: int, max_rows: int) -
 @pytest.mark.usefixtures("_variant")
 def test_what_is_left_to_one_after_the_other() -> None:
     """An expert with more tokens than compute in integers, and weights that cannot."""
-    experts = some_experts()
-    linears = {index: (each.gate_up, each.down) for index, each in experts.items()}
-    at_once = BlockGemm.together(linears)
+    at_once = at_once_of(some_experts())
     assert at_once is not None
     x, shares, _ = choices(MAX_ROWS + 1)
     assert at_once(x, shares, torch.ones(MAX_ROWS + 1, TOP_K, dtype=torch.int64)) is None
     nobody = at_once(x, shares, torch.full((MAX_ROWS + 1, TOP_K), -1))
     assert nobody is not None
     assert not nobody.any()
-    weights_alone = some_experts(last=Kind.Q2_K)
-    assert BlockGemm.together({0: (weights_alone[1].gate_up, weights_alone[1].down)}) is None
-    biased = block_linear(BlockWeight([random_blocks(Kind.Q4_K, HIDDEN, INNER)[0]], INNER), torch.zeros(HIDDEN), 6)
-    assert BlockGemm.together({0: (linears[0][0], biased)}) is None
+    assert at_once_of(some_experts(last=Kind.Q2_K)) is None
 
 
 def test_steps_of_a_model_have_its_experts_at_once(tmp_path: Path) -> None:
