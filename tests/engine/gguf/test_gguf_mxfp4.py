@@ -23,7 +23,7 @@ from kvstore.layout import Shard
 from tests.engine.driving import Driver, make_runner, open_model, random_prompt
 from tests.engine.gguf.gguf_files import write_gguf
 from tests.engine.gguf.test_gguf import FAMILIES, GPT_OSS_GIVEN, check_against_transformers
-from tests.engine.gguf.test_packed import needs_library
+from tests.engine.gguf.test_packed import needs_library, within
 from tests.engine.tiny_models import GPT_OSS, VOCAB_SIZE, TinyModel
 
 
@@ -54,26 +54,26 @@ def test_blocks_are_read_as_a_checkpoints(tmp_path: Path) -> None:
 @needs_library
 @pytest.mark.parametrize("quantization", ["MXFP4", "Q8_0"])
 def test_experts_stay_as_the_file_holds_them_on_cpus(quantization: str, tmp_path: Path) -> None:
-    """A prompt, and a generated token, whose experts compute in integers, are as exact as with dequantized weights."""
+    """For few tokens and many; a model's steps are those of its layers."""
     path = tmp_path / "m.gguf"
     sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 32}
     write_gguf(path, TinyModel("GptOss", {**GPT_OSS, **GPT_OSS_GIVEN, **sizes}).build(), "gpt-oss", quantization)
-    prompt, logits = random_prompt(24, VOCAB_SIZE, 3), {}
-    for mode, dtype in (("none", "float32"), ("none", "bfloat16"), ("auto", "bfloat16")):
-        loaded, config = open_model(ModelFiles("m", "gguf", path), dtype=dtype, quant_mode=mode)
-        driver = Driver(make_runner(loaded, config), config)
-        request = driver.add(prompt, record_logits=True)
-        driver.finish([request], 1, chunk=24)
-        request.output_token_ids[:] = [7]
-        driver.step([(request, 1)])
-        logits[mode, dtype] = torch.stack(driver.logits[request.request_id]).float()
+    exact, _ = open_model(ModelFiles("m", "gguf", path), dtype="float32", quant_mode="none")
+    loaded, config = open_model(ModelFiles("m", "gguf", path), dtype="bfloat16")
     assert loaded.quant_mode == "gguf"
-    experts = [ref.layer for ref in loaded.model.linears() if ".experts." in ref.name]
-    assert all(isinstance(layer.gemm, BlockGemm) for layer in experts)
-    exact = logits["none", "float32"]
-    for row in range(2):
-        errors = {key: float((found - exact)[row].abs().mean()) for key, found in logits.items()}
-        assert errors["auto", "bfloat16"] < 1.5 * errors["none", "bfloat16"]
+    experts = {ref.name: ref.layer for ref in loaded.model.linears() if ".experts." in ref.name}
+    for ref in exact.model.linears():
+        layer = experts.get(ref.name)
+        if layer is None:
+            continue
+        assert isinstance(layer.gemm, BlockGemm)
+        for num_tokens in (3, 40):
+            x = torch.randn(num_tokens, 128).bfloat16()
+            assert within(layer(x), ref.layer(x.float()), 0.01)
+    driver = Driver(make_runner(loaded, config), config)
+    request = driver.add(random_prompt(24, VOCAB_SIZE, 3), record_logits=True)
+    driver.finish([request], 3, chunk=24)
+    assert torch.stack(driver.logits[request.request_id]).isfinite().all()
 
 
 @needs_library
