@@ -13,11 +13,13 @@
 #include "blocks.h"
 
 /* Quantized rows of x. x: (M, columns) in the order of columns. paired: the same with each 64 columns in the order in
-   which `paired_dot` reads them, 0-15, 32-47, 16-31, 48-63. Both are aligned to 64 bytes, or most loads of vectors
-   would cross cache lines. sums: (M, columns / 32), of x over each block. ahead: bytes from a row of W to the row that
+   which `paired_dot` reads them, 0-15, 32-47, 16-31, 48-63. bytes: (M, 2 columns), with AVX-512 alone: of each 64 columns
+   the upper bytes u, then the lower ones l, both signed, x = 256 u + l; columns 0 and 1, 32 and 33, 2 and 3, and so on.
+   All are aligned to 64 bytes, or most loads of vectors would cross cache lines. sums: (M, columns / 32), of x over each block. ahead: bytes from a row of W to the row that
    has its place in the next block. */
 typedef struct {
     const int16_t *x, *paired;
+    const int8_t *bytes;
     const float *sums;
     int columns;
     int64_t ahead;
@@ -177,8 +179,17 @@ INLINE void k_dot(int type, const uint8_t *const rows[MAX_ROWS], const Few *few,
             *place(y, m, r) = _mm512_reduce_add_ps(_mm512_sub_ps(sums[m][r], _mm512_zextps256_ps512(offsets[m][r])));
 }
 
+#include "k_bytes.h"
+
 INLINE void dot(int type, const uint8_t *const rows[MAX_ROWS], const Few *few, const int M, float *y) {
-    if (type == Q4_K || type == Q5_K || type == Q6_K) k_dot(type, rows, few, M, y);
+    const int is_k = type == Q4_K || type == Q5_K || type == Q6_K;
+#ifdef __AVX512F__
+    if (is_k && M <= 2) {
+        k_bytes_dot(type, rows[0], few, M, y);
+        return;
+    }
+#endif
+    if (is_k) k_dot(type, rows, few, M, y);
     else paired_dot(type, rows, few, M, y);
 }
 

@@ -11,12 +11,28 @@
 #include "linear.h"
 #include "many_rows.h"
 
+#ifdef __AVX512F__
+/* Pairs of bytes of a and b in turn. */
+static inline __m512i in_turns(__m256i a, __m256i b) {
+    return _mm512_or_si512(_mm512_cvtepu16_epi32(a), _mm512_slli_epi32(_mm512_cvtepu16_epi32(b), 16));
+}
+
+/* 64 columns of x as bytes, see `Few`. */
+static inline void put_bytes(const int16_t *x, int8_t *to) {
+    const __m512i a = _mm512_loadu_si512(x), b = _mm512_loadu_si512(x + 32), half = _mm512_set1_epi16(128);
+    const __m512i upper_a = _mm512_srai_epi16(_mm512_add_epi16(a, half), 8);
+    const __m512i upper_b = _mm512_srai_epi16(_mm512_add_epi16(b, half), 8);
+    _mm512_storeu_si512(to, in_turns(_mm512_cvtepi16_epi8(upper_a), _mm512_cvtepi16_epi8(upper_b)));
+    _mm512_storeu_si512(to + 64, in_turns(_mm512_cvtepi16_epi8(a), _mm512_cvtepi16_epi8(b)));
+}
+#endif
+
 void quantize_row(Input x, int64_t first, int columns, Quantized to, int64_t m) {
     int16_t *const natural = to.natural + m * columns, *const paired = to.paired + m * columns;
     __m512 largest = _mm512_setzero_ps();
     for (int k = 0; k < columns; k += 16) largest = _mm512_max_ps(largest, _mm512_abs_ps(input16(x, first + k)));
     const float most = _mm512_reduce_max_ps(largest);
-    const __m512 per_unit = _mm512_set1_ps(most > 0 ? 32767 / most : 0);
+    const __m512 per_unit = _mm512_set1_ps(most > 0 ? LARGEST / most : 0);
     for (int k = 0; k < columns; k += 32) {
         const __m512i a = _mm512_cvtps_epi32(_mm512_mul_ps(input16(x, first + k), per_unit));
         const __m512i b = _mm512_cvtps_epi32(_mm512_mul_ps(input16(x, first + k + 16), per_unit));
@@ -27,7 +43,10 @@ void quantize_row(Input x, int64_t first, int columns, Quantized to, int64_t m) 
             _mm256_storeu_si256((__m256i *)(paired + k / 64 * 64 + k % 64 / 2 + 32 * i), halves[i]);
         }
     }
-    to.scales[m] = most / 32767;
+#ifdef __AVX512F__
+    for (int k = 0; k < columns; k += 64) put_bytes(natural + k, to.bytes + 2 * (m * columns + k));
+#endif
+    to.scales[m] = most / LARGEST;
 }
 
 /* BLOCK_ROWS rows of W at a time, so that y is written by vectors. */
@@ -43,7 +62,7 @@ void few_products(const Segment *segments, int count, int columns, Quantized x, 
             for (int64_t m = 0; m < num_x; m += FEW_AT_ONCE) {
                 const int num_m = num_x - m < FEW_AT_ONCE ? (int)(num_x - m) : FEW_AT_ONCE;
                 const Quantized from = rows_from(x, m, columns);
-                const Few few = {from.natural, from.paired, from.sums, columns, BLOCK_ROWS * segment.row_bytes};
+                const Few few = {from.natural, from.paired, from.bytes, from.sums, columns, BLOCK_ROWS * segment.row_bytes};
                 float products[FEW_AT_ONCE][BLOCK_ROWS];
                 for (int j = 0; j < BLOCK_ROWS / rows_at_once(num_m) && j < num_w; j++) {
                     const int other = j + BLOCK_ROWS / 2 < num_w ? j + BLOCK_ROWS / 2 : j;

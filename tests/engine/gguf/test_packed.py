@@ -123,13 +123,13 @@ def test_x_of_zeros_gives_the_bias() -> None:
 @pytest.mark.parametrize("in_integers", [False, True])
 def test_a_row_has_the_same_bits_among_any_others(in_integers: bool) -> None:
     """Of several types in one layer, as q, k and v are."""
-    kinds = ((Kind.Q5_0, 48), (Kind.Q4_1, 20), (Kind.Q6_K, 33), (Kind.Q8_0, 19))
+    kinds = ((Kind.Q5_0, 48), (Kind.Q4_1, 20), (Kind.Q6_K, 33), (Kind.Q8_0, 19), (Kind.Q4_K, 18), (Kind.Q5_K, 17))
     parts = [random_blocks(kind, rows, 256)[0] for kind, rows in kinds]
     weight = BlockWeight(parts, 256)
     x = torch.randn(27, 256).bfloat16()
     together = weight.linear(x, None, torch.bfloat16, in_integers)
-    assert together.shape == (27, 120)
-    for first, last in ((0, 1), (3, 11), (20, 27)):
+    assert together.shape == (27, 155)
+    for first, last in ((0, 1), (1, 3), (3, 11), (20, 27)):
         assert torch.equal(weight.linear(x[first:last], None, torch.bfloat16, in_integers), together[first:last])
 
 
