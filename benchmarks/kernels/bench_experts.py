@@ -3,7 +3,7 @@
     python -m benchmarks.kernels.bench_experts [--shape qwen3-30b-a3b] [--dtype int4] [--tokens 1,8,64,256] [--sweep]
 
 Each call has random choices of its own, so that weights come from memory. `--sweep` tries settings for each GEMM and
-prints the best few for each number of tokens, to become rules of `kernels.gpu.launching.tuning`. `--dtype`: as in
+prints the best few for each number of tokens, to become rules of `kernels.gpu.moe.expert_tuning`. `--dtype`: as in
 `kernels/gpu/moe/expert_formats.py`.
 """
 
@@ -21,8 +21,10 @@ from triton.runtime.errors import OutOfResources
 
 from benchmarks.kernels.expert_weights import MAKERS, SHAPES, Shape, Weights, weights_of
 from benchmarks.kernels.timing import compile_ahead, graph_seconds, read_bandwidth, report, sweep
-from kernels.gpu.launching.launch_configs import ExpertTile, GemvConfig, Table, TileConfig, found
-from kernels.gpu.launching.tuning import (
+from kernels.gpu.launching.launch_configs import GemvConfig, Table, TileConfig, found
+from kernels.gpu.moe.expert_formats import columns_of
+from kernels.gpu.moe.expert_pairs import SortedPairs, sort_pairs
+from kernels.gpu.moe.expert_tuning import (
     DOWN_PAIRS,
     DOWN_ROW,
     GATE_UP_PAIRS,
@@ -30,9 +32,8 @@ from kernels.gpu.launching.tuning import (
     GROUPED_DOWN,
     GROUPED_GATE_UP,
     MAX_PAIRS,
+    ExpertTile,
 )
-from kernels.gpu.moe.expert_formats import columns_of
-from kernels.gpu.moe.expert_pairs import SortedPairs, sort_pairs
 from kernels.gpu.moe.grouped_gemm import MAX_UNSORTED, grouped_gemm
 from kernels.gpu.moe.grouped_gemv import add_down_of_row, grouped_gemv
 from kernels.gpu.moe.moe_routing import route

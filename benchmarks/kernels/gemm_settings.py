@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kernels.gpu.launching.launch_configs import GemvConfig, SlicedKConfig, StreamConfig, TileConfig
+from kernels.gpu.launching.launch_configs import GemvConfig, TileConfig
+from kernels.gpu.quantization.quantized_tuning import SlicedKConfig, StreamConfig
 
 GEMVS = [
     GemvConfig(block_n, block_k, num_warps, num_stages)

@@ -17,7 +17,9 @@ from engine.gpu.ops.rules import GpuStep
 from engine.moe.expert_stacks import Stack, StackedExperts
 from engine.moe.moe import Moe
 from kernels.gpu.launching.launch_configs import GemvConfig, Table, TileConfig, found
-from kernels.gpu.launching.tuning import (
+from kernels.gpu.moe.expert_formats import columns_of
+from kernels.gpu.moe.expert_pairs import SortedPairs, sort_pairs
+from kernels.gpu.moe.expert_tuning import (
     DOWN_PAIRS,
     DOWN_ROW,
     E4M3_DOWN,
@@ -28,8 +30,6 @@ from kernels.gpu.launching.tuning import (
     GROUPED_GATE_UP,
     MAX_PAIRS,
 )
-from kernels.gpu.moe.expert_formats import columns_of
-from kernels.gpu.moe.expert_pairs import SortedPairs, sort_pairs
 from kernels.gpu.moe.grouped_gemm import MAX_UNSORTED, SILU, grouped_gemm, sum_of_held
 from kernels.gpu.moe.grouped_gemv import add_down_of_row, grouped_gemv
 from kernels.gpu.moe.moe_routing import route

@@ -29,11 +29,11 @@ from torch.nn import functional
 from engine.layers.linear import Linear
 from engine.quantization.quantized_rows import Made, QuantizedRows
 from kernels.gpu.gemm.split_k import SplitKWorkspace
-from kernels.gpu.launching.tuning import MAX_TWO_PLANE_ROWS, SLICED_K_GATED
 from kernels.gpu.moe.expert_formats import WORDS, columns_of, fits
 from kernels.gpu.quantization.packed_linear import packed_linear, w4a16_linear
 from kernels.gpu.quantization.quantize import quantize_rows, quantize_with_maxima, silu_mul_quantize
 from kernels.gpu.quantization.quantized_gemm import dequantize, quantized_gemm
+from kernels.gpu.quantization.quantized_tuning import MAX_TWO_PLANE_ROWS, SLICED_K_GATED
 from kernels.gpu.quantization.sliced_k_gemm import sliced_k_gated_gemm
 from kernels.quantization.mxfp4 import dequantize_mxfp4
 from kernels.quantization.packed_weights import PackedWeight, can_pack, pack_weight

@@ -55,12 +55,12 @@ from kernels.gpu.expert_parallel.expert_loads import count_choices
 from kernels.gpu.expert_parallel.expert_slots import choose_slots
 from kernels.gpu.gemm.split_k import SplitKWorkspace
 from kernels.gpu.launching.launch_configs import found
-from kernels.gpu.launching.tuning import DOWN_ROW, GATE_UP_PAIRS, GATE_UP_ROW, GROUPED_DOWN, GROUPED_GATE_UP
 from kernels.gpu.mla.latent_decode import latent_decode, latent_workspace, plan_latents
 from kernels.gpu.mla.latent_prefill import latent_prefill
 from kernels.gpu.mla.latent_rope import rotate_and_write_latents
 from kernels.gpu.moe.expert_formats import bytes_of
 from kernels.gpu.moe.expert_pairs import SortedPairs
+from kernels.gpu.moe.expert_tuning import DOWN_ROW, GATE_UP_PAIRS, GATE_UP_ROW, GROUPED_DOWN, GROUPED_GATE_UP
 from kernels.gpu.moe.grouped_gemm import MAX_UNSORTED, grouped_gemm
 from kernels.gpu.moe.grouped_gemv import add_down_of_row, grouped_gemv
 from kernels.gpu.moe.packed_experts import packed_experts, tile_of

@@ -22,8 +22,8 @@ from kernels.gpu.attention.decode_plan import DecodePlan, make_plan, num_program
 from kernels.gpu.attention.kv_splits import DecodeWorkspace
 from kernels.gpu.launching.launch import num_multiprocessors
 from kernels.gpu.launching.launch_configs import DecodeConfig
-from kernels.gpu.launching.tuning import LATENT_DECODE
 from kernels.gpu.mla.latent_decode import MAX_HEADS, latent_decode
+from kernels.gpu.mla.latent_tuning import LATENT_DECODE
 
 RANK, ROTATED, NOPE, VALUE, BLOCK_SIZE = 512, 64, 128, 128, 64
 MAX_NAIVE_BYTES = 30 << 30

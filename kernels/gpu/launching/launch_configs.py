@@ -99,46 +99,6 @@ class TileConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class StreamConfig:
-    """programs_per_sm: each with a share of the steps of all tiles. num_warps: that multiply.
-
-    max_registers: of a thread of a program, in the mean.
-    """
-
-    programs_per_sm: int
-    num_warps: int
-    max_registers: int
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertTile:
-    """block_m pairs of an expert times block_n of its rows of W, both of the gate and of up where there is one.
-
-    num_warps: that multiply. programs_per_sm: for how many registers and shared memory are divided.
-    """
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    programs_per_sm: int
-
-
-@dataclass(frozen=True, slots=True)
-class SlicedKConfig:
-    """block_n columns a program, with a gate as many of each half; num_warps slices of block_k in a step.
-
-    ahead: steps whose W is read before the wait. prefetched: lines of a row of W that are asked for then.
-    """
-
-    block_n: int
-    block_k: int
-    num_warps: int = 4
-    num_stages: int = 4
-    ahead: int = 0
-    prefetched: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class PreloadedConfig:
     """chunk: columns of W and x that are loaded at a time. num_chunks: of a program. depth: chunks of x in flight."""
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from kernels.gpu.attention.decode_tiles import LOG2_E, compute_dtype, tile_offsets
 from kernels.gpu.launching.launch_configs import PrefillConfig
-from kernels.gpu.launching.tuning import LATENT_PREFILL, LATENT_PREFILL_FOUR_BYTES
 from kernels.gpu.mla.latent_decode import check_latents
+from kernels.gpu.mla.latent_tuning import LATENT_PREFILL, LATENT_PREFILL_FOUR_BYTES
 
 TILE_M = 64  # rows of (token, head) a program holds: their sums of `rank` numbers fill its registers
 

@@ -13,10 +13,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.gpu.launching.launch import has_wgmma
-from kernels.gpu.launching.launch_configs import ExpertTile
-from kernels.gpu.launching.tuning import PACKED_DOWN, PACKED_GATE_UP
 from kernels.gpu.moe.expert_formats import columns_of, form_of
 from kernels.gpu.moe.expert_pairs import SortedPairs
+from kernels.gpu.moe.expert_tuning import PACKED_DOWN, PACKED_GATE_UP, ExpertTile
 from kernels.gpu.moe.grouped_gemm import SILU, output_of
 from kernels.gpu.moe.packed_experts_kernel import PRODUCERS, STEP, TURN, WORDS, box_of, experts_kernel
 

@@ -1,7 +1,7 @@
 """Linear layers of packed weights of 2 to 6 bits on a GPU, by the kernel that is fastest with so many rows.
 
-`kernels/gpu/launching/tuning.py` says which: `packed_rows`, `packed_stream` on Hopper, `packed_gemm`, or cuBLAS after
-writing the weight out.
+`kernels/gpu/quantization/quantized_tuning.py` says which: `packed_rows`, `packed_stream` on Hopper, `packed_gemm`, or
+cuBLAS after writing the weight out.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from torch.nn import functional
 
 from kernels.gpu.gemm.split_k import SplitKWorkspace
 from kernels.gpu.launching.launch_configs import found
-from kernels.gpu.launching.tuning import MAX_PACKED_ROWS, PACKED_ROWS, PACKED_STREAMS, PACKED_TILES
 from kernels.gpu.quantization.dequantize_w4 import dequantize
 from kernels.gpu.quantization.packed_gemm import packed_gemm, write_out
 from kernels.gpu.quantization.packed_rows import packed_rows_gemm
 from kernels.gpu.quantization.packed_stream import can_stream, packed_stream
+from kernels.gpu.quantization.quantized_tuning import MAX_PACKED_ROWS, PACKED_ROWS, PACKED_STREAMS, PACKED_TILES
 from kernels.quantization.packed_weights import PackedWeight, of_w4
 from kernels.quantization.w4a16_gemm import MAX_CHUNK, PackedW4
 

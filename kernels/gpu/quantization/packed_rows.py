@@ -17,7 +17,6 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.launching.launch import is_compiled, overlaps_launches, prefetch, wait_for_predecessor
-from kernels.gpu.launching.launch_configs import SlicedKConfig
 from kernels.gpu.quantization.nibbles import scale_and_zero, split_row
 from kernels.gpu.quantization.packed_parts import (
     check_packed,
@@ -29,6 +28,7 @@ from kernels.gpu.quantization.packed_parts import (
     unpack_chunk,
     words_of,
 )
+from kernels.gpu.quantization.quantized_tuning import SlicedKConfig
 from kernels.quantization.packed_weights import PackedWeight
 
 MAX_ROWS = 32

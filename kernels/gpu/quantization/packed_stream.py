@@ -16,9 +16,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.gpu.gemm.split_k import SplitKWorkspace
 from kernels.gpu.launching.launch import has_wgmma, num_multiprocessors
-from kernels.gpu.launching.launch_configs import StreamConfig
 from kernels.gpu.quantization.packed_parts import check_packed
 from kernels.gpu.quantization.packed_stream_kernel import BLOCK_N, BOX, stream_kernel
+from kernels.gpu.quantization.quantized_tuning import StreamConfig
 from kernels.quantization.packed_weights import PackedWeight
 
 MAX_ROWS = 128  # of a tile

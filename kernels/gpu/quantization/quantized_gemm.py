@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.gpu.gemm.skinny_gemm import skinny_gemm
 from kernels.gpu.gemm.split_k import SplitKWorkspace
-from kernels.gpu.launching.tuning import MAX_FP8_ROWS, SKINNY_8_BIT, SLICED_K
+from kernels.gpu.quantization.quantized_tuning import MAX_FP8_ROWS, SKINNY_8_BIT, SLICED_K
 from kernels.gpu.quantization.sliced_k_gemm import sliced_k_gemm
 from kernels.quantization.quantized_gemm import FP8_DTYPE
 

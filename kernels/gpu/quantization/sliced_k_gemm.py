@@ -24,7 +24,7 @@ from torch import Tensor
 from kernels.gpu.elementwise.silu_mul import silu_times
 from kernels.gpu.gemm.skinny_gemm import join_planes
 from kernels.gpu.launching.launch import overlaps_launches, prefetch, wait_for_predecessor
-from kernels.gpu.launching.launch_configs import SlicedKConfig
+from kernels.gpu.quantization.quantized_tuning import SlicedKConfig
 
 MAX_ROWS = 16
 LINE = tl.constexpr(128)  # weights of a line of the L2 cache

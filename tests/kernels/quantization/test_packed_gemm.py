@@ -8,12 +8,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.gpu.gemm.split_k import SplitKWorkspace
-from kernels.gpu.launching.launch_configs import SlicedKConfig, StreamConfig, TileConfig
+from kernels.gpu.launching.launch_configs import TileConfig
 from kernels.gpu.quantization import packed_stream as packed_stream_module
 from kernels.gpu.quantization.packed_gemm import packed_gemm, write_out
 from kernels.gpu.quantization.packed_linear import packed_linear
 from kernels.gpu.quantization.packed_rows import packed_rows_gemm
 from kernels.gpu.quantization.packed_stream import can_stream, packed_stream, share_of
+from kernels.gpu.quantization.quantized_tuning import SlicedKConfig, StreamConfig
 from kernels.quantization import packed_weights
 from kernels.quantization.packed_weights import PackedWeight, dequantize_packed, of_w4, pack_weight
 from kernels.quantization.w4a16_gemm import pack_w4

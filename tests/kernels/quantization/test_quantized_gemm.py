@@ -5,9 +5,9 @@ import torch
 from torch.nn import functional
 
 from kernels.gpu.gemm.split_k import SplitKWorkspace
-from kernels.gpu.launching.tuning import MAX_FP8_ROWS
 from kernels.gpu.quantization.quantize import quantize_rows
 from kernels.gpu.quantization.quantized_gemm import dequantize, quantized_gemm
+from kernels.gpu.quantization.quantized_tuning import MAX_FP8_ROWS
 from kernels.quantization.quantized_gemm import (
     FP8_DTYPE,
     quantize_rows_fp8,
