@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from kernels.native import rows
 
-SILU = (1.0, 0.0)
+SILU = (1.0, 0.0)  # alpha and limit of the gate that is not clamped
 
 
 def silu_mul(gate_up: Tensor, alpha: float = SILU[0], limit: float = SILU[1]) -> Tensor:

@@ -30,12 +30,13 @@ from kernels.gpu.moe.expert_tuning import (
     GROUPED_GATE_UP,
     MAX_PAIRS,
 )
-from kernels.gpu.moe.grouped_gemm import MAX_UNSORTED, SILU, grouped_gemm, sum_of_held
+from kernels.gpu.moe.grouped_gemm import MAX_UNSORTED, grouped_gemm, sum_of_held
 from kernels.gpu.moe.grouped_gemv import add_down_of_row, grouped_gemv
 from kernels.gpu.moe.moe_routing import route
 from kernels.gpu.moe.packed_experts import packed_experts, takes_packed, tile_of
 from kernels.gpu.quantization.quantize import quantize_many_rows, quantize_rows
 from kernels.quantization.quantized_gemm import FP8_DTYPE
+from kernels.silu_mul import SILU
 
 Gemm = Callable[[Tensor], Tensor]
 Choose = Callable[[Tensor, GpuStep | None], tuple[Tensor, Tensor]]  # without a step nothing is counted

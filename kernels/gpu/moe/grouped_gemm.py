@@ -34,9 +34,9 @@ from kernels.gpu.moe.expert_pairs import SortedPairs
 from kernels.gpu.moe.grouped_words import packed_tile
 from kernels.gpu.quantization.nibbles import as_compute
 from kernels.quantization.quantized_gemm import FP8_DTYPE
+from kernels.silu_mul import SILU
 
 MAX_UNSORTED = 16  # tokens, which fill no more than the smallest tile
-SILU = (1.0, 0.0)  # the gate that is not clamped
 
 
 @triton.jit

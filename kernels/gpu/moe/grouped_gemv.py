@@ -24,8 +24,9 @@ from kernels.gpu.launching.launch import (
 )
 from kernels.gpu.launching.launch_configs import GemvConfig
 from kernels.gpu.moe.expert_formats import columns_of, form_of
-from kernels.gpu.moe.grouped_gemm import SILU, output_of, weighted_places
+from kernels.gpu.moe.grouped_gemm import output_of, weighted_places
 from kernels.gpu.moe.grouped_words import packed_row
+from kernels.silu_mul import SILU
 
 
 @triton.jit
