@@ -3,7 +3,7 @@
     python -m benchmarks.kernels.bench_gemm --kind plain [--rows 1 8] [--only "0.6b o"] [--sweep]
 
 Quantization of x is part of the time. `--sweep` tries settings of the kernels, x being quantized beforehand;
-`kernels/gpu/launching/tuning.py` comes from it.
+`kernels/gpu/launching/tuning.py` and `kernels/gpu/quantization/quantized_tuning.py` come from it.
 """
 
 from __future__ import annotations

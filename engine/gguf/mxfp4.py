@@ -41,8 +41,8 @@ class GgufMxfp4Weights(Mxfp4Source):
         self._file, self._weights, self._packed, self._device = file, weights, packed, device
 
     @property
-    def unpacked(self) -> GgufWeights:
-        """The same weights, all dequantized."""
+    def of_file(self) -> GgufWeights:
+        """Return the weights as other files have them: dequantized, or in the file's own blocks."""
         return self._weights
 
     @property

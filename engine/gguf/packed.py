@@ -169,7 +169,7 @@ def packed_conversion(
     if config.quant_mode != "auto" or device.type != "cpu" or dtype != torch.bfloat16:
         return None
     if isinstance(weights, GgufMxfp4Weights):
-        weights = weights.unpacked
+        weights = weights.of_file
     if not isinstance(weights, GgufWeights) or not weights.has_most_in_blocks or library() is None:
         return None
     return PackedConversion(weights, dtype)

@@ -2,8 +2,8 @@
 
 A program multiplies a tile: up to BLOCK_M pairs of an expert, and BLOCK_N of its rows of W. While the tensor cores
 multiply a part of a step of K, the next part is dequantized: Triton waits for a wgmma with an operand in registers.
-With a gate, 8 rows of W_gate and the same 8 of W_up take turns in a tile: so both products of an output are in one
-thread, for the rows of a wgmma's operand that a thread has are 8 apart.
+With a gate, 8 rows of W_gate and the same 8 of W_up take turns in a tile. A thread holds rows of a wgmma's operand
+that are 8 apart, so it gets both products of an output.
 
 Layout of weights: `kernels/quantization/w4a16_gemm.py`, `kernels/quantization/mxfp4.py`.
 """
@@ -41,7 +41,7 @@ PRODUCER_REGISTERS = gl.constexpr(48)
 
 @triton.constexpr_function
 def box_of(rows: int, is_gated: bool) -> list[int]:
-    """Of a TMA load: (experts, rows, words), gated (experts, turns, gate and up, rows of a turn, words)."""
+    """Return the shape of a TMA load: (experts, rows, words), or (experts, turns, gate and up, TURN, words)."""
     return [1, rows // (2 * TURN.value), 2, TURN.value, WORDS.value] if is_gated else [1, rows, WORDS.value]
 
 
@@ -52,8 +52,9 @@ def stages_of_boxes(rows: int, is_gated: bool, num_stages: int) -> list[int]:
 
 @triton.constexpr_function
 def dequantizing_e2m1(part: int) -> str:
-    """Two e2m1 of their words, $1, times $2, two bfloat16 2^(e - 1): the bits of q where a bfloat16 has them are
-    q 2^-126.
+    """Return assembly that multiplies two e2m1 in words $1 by two bfloat16 2^(e - 1), $2.
+
+    The bits of q where a bfloat16 has them are q 2^-126.
     """
     sign, others = SHIFTS[part]
     lines = [".reg .b32 s, t;", f"shr.b32 t, $1, {others - 6};" if others >= 6 else f"shl.b32 t, $1, {6 - others};"]
