@@ -79,8 +79,9 @@ SWEEP_TILES = [
 SWEEP_PACKED_TILES = [
     ExpertTile(*option)
     for option in (
-        (16, 128, 4, 3), (16, 128, 4, 2), (16, 64, 4, 3), (32, 128, 4, 2), (32, 128, 8, 2), (64, 128, 4, 2),
-        (64, 128, 8, 2), (64, 256, 8, 1), (128, 128, 8, 1), (128, 256, 8, 1), (256, 128, 8, 1),
+        (8, 128, 4, 3), (8, 128, 4, 2), (16, 128, 4, 3), (16, 128, 4, 2), (16, 64, 4, 3), (32, 128, 4, 2),
+        (32, 128, 8, 2), (64, 128, 4, 2), (64, 128, 8, 2), (64, 256, 8, 1), (128, 128, 8, 1),
+        (128, 256, 8, 1), (256, 128, 8, 1),
     )
 ]  # fmt: skip
 
@@ -103,7 +104,7 @@ class Layer:
 
     @property
     def is_listed(self) -> bool:
-        return self.x.shape[0] > MAX_UNSORTED
+        return self.x.shape[0] > MAX_UNSORTED or takes_packed(self.x, self.gate_up.weight, self.gate_up.scales)
 
     def floor_seconds(self, bandwidth: float) -> float:
         """To read the experts that were chosen, once."""
@@ -202,7 +203,7 @@ def tiles_for(num_tokens: int, is_packed: bool) -> list[TileConfig | ExpertTile]
     tiles: list[TileConfig | ExpertTile] = [
         config for config in SWEEP_TILES if config.block_k >= MAX_CHUNK or not is_packed
     ]
-    tiles += SWEEP_PACKED_TILES if is_packed and num_tokens > MAX_UNSORTED else []
+    tiles += SWEEP_PACKED_TILES if is_packed else []
     return [config for config in tiles if config.block_m <= max(16, num_tokens // 2)]
 
 

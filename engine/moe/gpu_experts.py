@@ -135,7 +135,7 @@ def outputs(
     # Of the power of two that holds the tokens: all variants of kernels are in the warm-up's steps.
     load = next_power_of_2(chosen.shape[0]) * top_k / num_experts
     pairs: SortedPairs | Tensor = chosen
-    if is_listed(chosen.shape[0]):
+    if is_listed(chosen.shape[0]) or takes_packed(x, gate_up.weight, gate_up.scales):
         pairs = listed or sort_pairs(chosen, num_experts)
         if gate_up.multiplies_e4m3 and x.dtype == torch.bfloat16:
             e4m3_gate_up, e4m3_down = E4M3_GATE_UP.find(pairs_per_expert=load), E4M3_DOWN.find(pairs_per_expert=load)
@@ -178,7 +178,7 @@ def _quantized_outputs(
 
 
 def is_listed(num_tokens: int) -> bool:
-    """Whether there are so many tokens that their pairs are listed by expert."""
+    """Whether there are so many tokens that their pairs are listed by expert, whatever the weights are."""
     return num_tokens > MAX_UNSORTED
 
 

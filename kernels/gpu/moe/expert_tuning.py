@@ -40,7 +40,7 @@ DOWN_PAIRS: Table[GemvConfig] = Table(
     Rule(GemvConfig(8, 256, num_warps=4, num_stages=5)),
 )
 # The most pairs, and pairs of an expert: when more share an expert, tiles read its weights once.
-MAX_PAIRS: Table[tuple[int, float]] = Table(Rule((64, 3 / 4), itemsize=FOUR_BITS), Rule((32, 1 / 4)))
+MAX_PAIRS: Table[tuple[int, float]] = Table(Rule((64, 1 / 2), itemsize=FOUR_BITS), Rule((32, 1 / 4)))
 GATE_UP_ROW: Table[GemvConfig] = Table(
     Rule(GemvConfig(32, 512, num_warps=4, num_stages=3), itemsize=FOUR_BITS),
     Rule(GemvConfig(8, 256, num_warps=4, num_stages=1), itemsize=at_most(1)),
@@ -108,28 +108,36 @@ GROUPED_DOWN: Table[TileConfig] = Table(
     Rule(TileConfig(128, 64, num_warps=8, num_stages=3, block_m=256, columns_first=True, by_descriptor=True)),
 )
 
-# 4 bits on Hopper, pairs that are listed: `packed_experts`. us of gate_up and down, `grouped_gemm` in brackets:
-# gpt-oss-20b at 64 tokens 117, 61 (135, 74); 256 169, 87 (217, 113); 1,024 365, 198 (487, 268); 8,192 2,044, 1,080
-# (2,788, 1,330); 30B-A3B at 64 78, 41 (86, 41); 256 97, 63 (107, 65); 1,024 184, 111 (235, 164); 16,384 1,627, 1,082
-# (2,140, 1,196). Up to 4 pairs of an expert, down of 768 columns is faster there: 36 and not 41 at 32 tokens. With
-# groups of 32 columns, 4 words of scales in a step, three programs have too few registers: 125 and not 102 at 64.
+# 4 bits on Hopper: `packed_experts`. us of gate_up and down, `grouped_gemm` in brackets: gpt-oss-20b at 8 tokens 70,
+# 40 (84, 45); 32 106, 56 (122, 65); 64 117, 61 (135, 74); 128 128, 68; 256 169, 87 (217, 113); 1,024 365, 198 (487,
+# 268); 8,192 2,044, 1,080 (2,788, 1,330); 30B-A3B at 32 63, 37 (74, 37); 64 75, 45 (86, 41); 256 97, 63 (107, 65);
+# 1,024 184, 111 (235, 164); 16,384 1,627, 1,082 (2,140, 1,196). Up to 4 pairs of an expert, down of 768 columns stays
+# there. With groups of 32 columns a step has 4 words of scales, which take registers: gate_up at 8 | 32 | 64 tokens
+# 42 | 81 | 93, in tiles of 128 rows of W, two of which fit, 47 | 90 | 100.
+TILE_OF_8 = ExpertTile(8, 128, num_warps=4, programs_per_sm=4)
+TILE_OF_8_WITH_SCALES = ExpertTile(8, 64, num_warps=4, programs_per_sm=5)
 TILE_OF_16 = ExpertTile(16, 128, num_warps=4, programs_per_sm=3)
 TILE_OF_16_WITH_SCALES = ExpertTile(16, 128, num_warps=4, programs_per_sm=2)
-TILE_OF_32 = ExpertTile(32, 128, num_warps=4, programs_per_sm=2)
+TILE_OF_32 = ExpertTile(32, 128, num_warps=4, programs_per_sm=3)
+TILE_OF_32_WITH_SCALES = ExpertTile(32, 128, num_warps=4, programs_per_sm=2)
+NARROW_TILE_OF_32 = ExpertTile(32, 64, num_warps=4, programs_per_sm=4)
 TILE_OF_64 = ExpertTile(64, 128, num_warps=4, programs_per_sm=2)
 TILE_OF_128 = ExpertTile(128, 256, num_warps=8, programs_per_sm=1)
 MANY_SCALES = above(1)
 PACKED_GATE_UP: Table[ExpertTile] = Table(
+    Rule(TILE_OF_8_WITH_SCALES, pairs_per_expert=FEW_PAIRS, scale_words=MANY_SCALES),
+    Rule(TILE_OF_8, pairs_per_expert=FEW_PAIRS),
     Rule(TILE_OF_16_WITH_SCALES, pairs_per_expert=at_most(8), scale_words=MANY_SCALES),
     Rule(TILE_OF_16, pairs_per_expert=at_most(8)),
+    Rule(TILE_OF_32_WITH_SCALES, pairs_per_expert=at_most(16), scale_words=MANY_SCALES),
     Rule(TILE_OF_32, pairs_per_expert=at_most(16)),
     Rule(TILE_OF_64, pairs_per_expert=at_most(32)),
     Rule(TILE_OF_128),
 )
 PACKED_DOWN: Table[ExpertTile] = Table(
-    Rule(TILE_OF_16_WITH_SCALES, pairs_per_expert=FEW_PAIRS, columns=above(1024), scale_words=MANY_SCALES),
-    Rule(TILE_OF_16, pairs_per_expert=FEW_PAIRS, columns=above(1024)),
-    Rule(TILE_OF_16_WITH_SCALES, pairs_per_expert=between(4, 8), scale_words=MANY_SCALES),
+    Rule(TILE_OF_8_WITH_SCALES, pairs_per_expert=FEW_PAIRS, columns=above(1024), scale_words=MANY_SCALES),
+    Rule(TILE_OF_8, pairs_per_expert=FEW_PAIRS, columns=above(1024)),
+    Rule(NARROW_TILE_OF_32, pairs_per_expert=between(4, 16), scale_words=MANY_SCALES),
     Rule(TILE_OF_16, pairs_per_expert=between(4, 8)),
     Rule(TILE_OF_32, pairs_per_expert=between(8, 16)),
     Rule(TILE_OF_64, pairs_per_expert=between(16, 32)),

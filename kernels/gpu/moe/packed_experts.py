@@ -1,6 +1,6 @@
 """Grouped GEMMs of experts of 4 bits on Hopper, where dequantization overlaps with the tensor cores.
 
-`grouped_gemm` serves other GPUs and layouts, and tokens too few to be listed by expert.
+`grouped_gemm` serves other GPUs and layouts.
 Kernel: `packed_experts_kernel.py`.
 """
 
@@ -29,6 +29,8 @@ ALIGNMENT = 16  # bytes, of rows
 
 def takes_packed(x: Tensor, weight: Tensor, scales: Tensor | None) -> bool:
     """Whether the GPU, the types and the layout of weights fit."""
+    if scales is None:
+        return False
     is_aligned = x.data_ptr() % ALIGNMENT == x.stride(0) * x.itemsize % ALIGNMENT == 0
     has_turns = weight.shape[1] % (2 * TURN.value) == 0
     has_chunks = form_of(weight, scales).words == WORDS.value

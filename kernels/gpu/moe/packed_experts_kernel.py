@@ -36,7 +36,6 @@ WORDS = gl.constexpr(32)  # of a row of W in a step
 BOX = gl.constexpr(64)  # columns of x that are 128 bytes of shared memory
 TURN = gl.constexpr(8)  # rows of W_gate, then of W_up
 PRODUCERS = gl.constexpr(4)  # warps
-PRODUCER_REGISTERS = gl.constexpr(48)
 
 
 @triton.constexpr_function
@@ -60,6 +59,12 @@ def dequantizing_e2m1(part: int) -> str:
     lines = [".reg .b32 s, t;", f"shr.b32 t, $1, {others - 6};" if others >= 6 else f"shl.b32 t, $1, {6 - others};"]
     lines += ["and.b32 t, t, 0x01C001C0;", f"shl.b32 s, $1, {15 - sign};", "lop3.b32 t, s, 0x80008000, t, 0xEA;"]
     return "{\n" + "\n".join([*lines, "mul.rn.bf16x2 $0, t, $2;"]) + "\n}"
+
+
+@triton.constexpr_function
+def producer_registers(block_m: int) -> int:
+    """Return a producer's registers, of which its pointers to x take more in large tiles; consumers have the rest."""
+    return 24 if block_m <= 64 else 48
 
 
 @gluon.jit
@@ -259,5 +264,5 @@ def experts_kernel(
                 ),
             ),
         ],
-        [PRODUCERS], [PRODUCER_REGISTERS],
+        [PRODUCERS], [producer_registers(BLOCK_M)],
     )  # fmt: skip
