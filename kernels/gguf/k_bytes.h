@@ -30,9 +30,10 @@ INLINE __m512i value_bytes(int type, const uint8_t *block, int g) {
     return _mm512_or_si512(low, _mm512_and_si512(moved, _mm512_set1_epi8(16)));
 }
 
-/* Scales of groups g and g + 1 for sums of two columns each. Q6_K has one for each half of a group. */
-INLINE __m512i scale_pairs(int type, const uint8_t *block, const uint8_t scales[8], int g) {
-    if (type != Q6_K) return _mm512_set1_epi32(scales[g] | scales[g + 1] << 16);
+/* Scales of groups g and g + 1 for sums of two columns each. Q6_K has one for each half of a group.
+   pairs: of 16 bits each, by g / 2. */
+INLINE __m512i scale_pairs(int type, const uint8_t *block, const int32_t pairs[4], int g) {
+    if (type != Q6_K) return _mm512_set1_epi32(pairs[g / 2]);
     const __m256i all = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(block + 192)));
     const __m512i first = _mm512_set1_epi32(2 * g | (2 * g + 2) << 16);
     const __m512i which = _mm512_mask_add_epi16(first, 0xffff0000, first, _mm512_set1_epi16(1));
@@ -54,12 +55,16 @@ INLINE void k_bytes_dot(int type, const uint8_t *row, const Few *few, const int 
     for (int group = 0; group < few->columns / 32; group += 8) {
         const uint8_t *const block = row + size * (group / 8);
         uint8_t scales[8], minima[8];
-        if (type != Q6_K) scales_and_minima(block + 4, scales, minima);
+        int32_t pairs[4];
+        if (type != Q6_K) {
+            scales_and_minima(block + 4, scales, minima);
+            _mm_storeu_si128((__m128i *)pairs, _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i *)scales)));
+        }
         __m512i upper[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()}, lower[2] = {upper[0], upper[0]};
         #pragma GCC unroll 4
         for (int g = 0; g < 8; g += 2) {
             if (32 * g < size) prefetch_ahead(block + 32 * g, few);
-            const __m512i w = value_bytes(type, block, g), scale = scale_pairs(type, block, scales, g);
+            const __m512i w = value_bytes(type, block, g), scale = scale_pairs(type, block, pairs, g);
             for (int m = 0; m < M; m++) {
                 const int8_t *const x = few->bytes + 2 * ((long)m * few->columns + 32 * (group + g));
                 upper[m] = _mm512_dpwssd_epi32(upper[m], byte_products(type, w, _mm512_loadu_si512(x)), scale);
