@@ -111,8 +111,6 @@ WORKER_SPECS: tuple[MetricSpec, ...] = (
     histogram("mini_infer_kv_transfer_seconds", "Duration of a KV pull", _TRANSFER, "transport"),
     counter("mini_infer_kv_prefetches", "Offers of a prompt's KV while the rest is computed", "outcome"),
     counter("mini_infer_kv_prefetched_tokens", "Prompt tokens whose KV was pulled while the rest was computed"),
-    counter("mini_infer_host_tier_hit_tokens", "Prompt tokens whose KV came back from the host tier"),
-    counter("mini_infer_host_tier_stored_blocks", "Evicted blocks that the host tier took"),
     gauge("mini_infer_draining", "1 while this worker drains"),
 )
 START_TIME = gauge("mini_infer_start_time_seconds", "When this service started, Unix time", "version")

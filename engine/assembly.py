@@ -26,7 +26,6 @@ from engine.kv.manager import KVManager
 from engine.kv.memory import (
     DTYPE_NAMES,
     context_in_pool,
-    host_buffer_over,
     pool_geometry,
 )
 from engine.kv.pool_memory import PoolMemory, PrivatePoolMemory
@@ -37,7 +36,6 @@ from engine.scheduling.scheduler import MAX_REPLAY_TOKENS, Scheduler
 from engine.start_progress import OnProgress, no_progress
 from kvstore.layout import PoolGeometry
 from kvstore.pool.block_pool import BlockPool
-from kvstore.pool.host_tier import HostTier
 
 if TYPE_CHECKING:
     from common.text.tokenizer import Tokenizer
@@ -121,12 +119,12 @@ def _assemble(
     drafting = _drafting(config, loaded, gpu)  # likewise
     config, geometry, max_model_len = _size_pool(loaded, config, gpu, ranks, drafting)
     pool = memory.allocate(geometry, device)
-    host_tier = _host_tier(geometry, config, memory.agent_socket, device)
-    held = loaded, pool, _host_buffer(host_tier, geometry), config
+    kv, host_buffer = _open_kv(geometry, config, memory.agent_socket, device)
+    held = loaded, pool, host_buffer, config
     make_runner: Callable[..., Any] = partial(_make_runner, *held, gpu, max_model_len)
     if adapters is not None:
         make_runner = partial(adapters.runner, *held, gpu=gpu, max_model_len=max_model_len)
-    num_slots = 0 if host_tier is None else host_tier.num_slots
+    num_slots = 0 if host_buffer is None else len(host_buffer)
     runner = ranks.runner(make_runner, loaded, memory, geometry, num_slots, max_model_len)
     if drafting is not None:
         drafting.join(runner, geometry.num_blocks)
@@ -138,7 +136,7 @@ def _assemble(
     speculation = _speculation(config, loaded, runner, drafting, geometry.num_blocks)
     prompt_budget = _prompt_budget(config)
     scheduler = Scheduler(
-        make_kv_manager(geometry, config, host_tier),
+        kv,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
@@ -158,7 +156,7 @@ def _assemble(
         constraints=loaded.constraints,
         generates=model_config.is_causal,
         pooling=loaded.vector_modules.pooling if loaded.vector_modules else "",
-        counting=[each for each in (balancing, speculation, prompt_budget, adapters) if each is not None],
+        counting=[each for each in (kv, balancing, speculation, prompt_budget, adapters) if each is not None],
         adapters=adapters,
     )
     parts = EngineParts(
@@ -236,30 +234,25 @@ def adapters_of(loaded: LoadedModel, config: EngineConfig) -> Adapters | None:
     return open_adapters(loaded, config)
 
 
-def make_kv_manager(geometry: PoolGeometry, config: EngineConfig, host_tier: HostTier | None) -> KVManager:
+def make_kv_manager(
+    geometry: PoolGeometry, config: EngineConfig, make: Callable[..., KVManager] = KVManager
+) -> KVManager:
     """Block bookkeeping for a pool of that geometry."""
     groups = BlockGroups.of(geometry.layout, config.block_size, config.max_num_batched_tokens)
-    return KVManager(BlockPool(geometry.num_blocks, config.prefix_cache), groups, geometry.fingerprint, host_tier)
+    return make(BlockPool(geometry.num_blocks, config.prefix_cache), groups, geometry.fingerprint)
 
 
-def _host_tier(
+def _open_kv(
     geometry: PoolGeometry, config: EngineConfig, agent_socket: str, device: torch.device
-) -> HostTier | None:
-    """Open the host tier of the pool. Raises ConfigError, UnavailableError."""
+) -> tuple[KVManager, torch.Tensor | None]:
+    """Block bookkeeping, and the slots of the host tier, if there is one. Raises ConfigError, UnavailableError."""
     if not (config.host_tier_gb or agent_socket):
-        return None
+        return make_kv_manager(geometry, config), None
     require_wing("kvstore.tier", "--host-tier-gb" if config.host_tier_gb else "--agent-socket")
-    from kvstore.tier.agent_client import open_host_tier
+    from engine.host_tier.open_tier import open_tier
 
-    # A GPU's driver keeps the pages that it has registered, whatever is mapped there later: no other agent's memory.
-    reconnects = device.type == "cpu"
-    return open_host_tier(geometry, int(config.host_tier_gb * 2**30), agent_socket, reconnects)
-
-
-def _host_buffer(host_tier: HostTier | None, geometry: PoolGeometry) -> torch.Tensor | None:
-    if host_tier is None:
-        return None
-    return host_buffer_over(host_tier.buffer, host_tier.num_slots, geometry.block_bytes)
+    make, buffer = open_tier(geometry, int(config.host_tier_gb * 2**30), agent_socket, device)
+    return make_kv_manager(geometry, config, make), buffer
 
 
 def _prompt_budget(config: EngineConfig) -> PromptBudget | None:

@@ -265,11 +265,9 @@ class StepReport(Message):
     stored: list[BlockKey] = []
     removed: list[BlockKey] = []
     load: EngineLoad = msgspec.field(default_factory=EngineLoad)
-    preemptions: int = 0  # this and the next four: totals since the start
+    preemptions: int = 0  # this and the next two: totals since the start
     prefix_queries: int = 0
     prefix_hits: int = 0
-    host_hit_tokens: int = 0
-    host_stored_blocks: int = 0
     figures: Mapping[str, Sequence[float]] = {}  # of wings, by metric: see `engine.wings.Figures`
 
     @property

@@ -26,8 +26,6 @@ class WorkerMetrics:
             "preemptions": metrics.counter("vllm:num_preemptions"),
             "prefix_queries": metrics.counter("vllm:prefix_cache_queries"),
             "prefix_hits": metrics.counter("vllm:prefix_cache_hits"),
-            "host_hit_tokens": metrics.counter("mini_infer_host_tier_hit_tokens"),
-            "host_stored_blocks": metrics.counter("mini_infer_host_tier_stored_blocks"),
         }
         self._totals = dict.fromkeys(self._counters, 0)
         self._load = {

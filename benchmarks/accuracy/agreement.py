@@ -51,7 +51,7 @@ def open_plain(loaded: LoadedModel, config: EngineConfig) -> tuple[Engine, CpuRu
     geometry = pool_geometry(loaded.config, config, loaded.fingerprint, loaded.dtype)
     runner = CpuRunner(loaded, allocate_pool(geometry, loaded.device), None, config)
     scheduler = Scheduler(
-        make_kv_manager(geometry, config, None),
+        make_kv_manager(geometry, config),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=config.num_gpu_blocks * BLOCK_SIZE,

@@ -23,8 +23,8 @@ from common.wings import require_wing
 from engine.request import FinishReason, Request, RequestId, SamplingParams
 from engine.scheduled_step import StepOutcome
 from kvstore.pool.block_hash import block_keys, root_key
-from kvstore.pool.host_tier import HostTier
 from kvstore.pool.index import PrefixIndex
+from kvstore.tier.host_tier import HostTier
 from kvstore.types import WorkerId
 from router.objectives.adaptive import MOVE_SECONDS
 from router.objectives.moves import KeptRequest, choose_moves

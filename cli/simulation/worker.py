@@ -16,6 +16,7 @@ from msgspec.structs import asdict as struct_fields
 from cli.simulation.clock import Clock
 from common.step_times import StepCost
 from engine.engine import Engine
+from engine.host_tier.kv_manager import TieredKVManager
 from engine.kv.block_groups import BlockGroups
 from engine.kv.manager import KVManager
 from engine.objectives.prompt_budget import PromptBudget
@@ -27,7 +28,7 @@ from engine.scheduling.scheduler import Scheduler
 from engine.simulated.runner import NOISE
 from kvstore.layout import full_attention
 from kvstore.pool.block_pool import BlockPool
-from kvstore.pool.host_tier import HostTier
+from kvstore.tier.host_tier import HostTier
 from kvstore.types import BlockKey, WorkerId
 from protos import types_pb2 as pb
 from router.routing.rates import WorkerRates
@@ -117,7 +118,8 @@ class SimulatedWorker:
         self._spec, self._clock, self._on_outcome, self._pull = spec, clock, on_outcome, pull
         self._runner = SteppedRunner(spec, seed)
         groups = BlockGroups.of(full_attention(1, 1, 1, "bfloat16"), spec.block_size, spec.max_num_batched_tokens)
-        self.kv = KVManager(BlockPool(spec.num_blocks), groups, FINGERPRINT, host_tier)
+        own = BlockPool(spec.num_blocks), groups, FINGERPRINT
+        self.kv = KVManager(*own) if host_tier is None else TieredKVManager(*own, host_tier)
         scheduler = Scheduler(
             self.kv,
             max_num_seqs=spec.max_num_seqs,

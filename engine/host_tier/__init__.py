@@ -1,1 +1,1 @@
-"""Copies between a KV pool and host slots."""
+"""Host memory behind a KV pool: what is kept there, and the copies."""

@@ -1,9 +1,8 @@
 """Block bookkeeping of requests: what a request owns, what caches give it, where it goes when it is swapped.
 
-Sits between the scheduler, which decides, and `BlockPool` and `HostTier`, which count. Knows nothing of queues,
-budgets or tensors; copies are only written into the step, for the runner to execute. Tables are those of
-`engine/kv/block_groups.py`: what no later query reads goes back when a request takes its next blocks (`grow`), so
-that nothing is done per token.
+Sits between the scheduler, which decides, and `BlockPool`, which counts. Knows nothing of queues, budgets or tensors.
+Tables are those of `engine/kv/block_groups.py`: what no later query reads goes back when a request takes its next
+blocks (`grow`), so that nothing is done per token.
 """
 
 from __future__ import annotations
@@ -16,38 +15,37 @@ from engine.kv.block_groups import NO_BLOCK, BlockGroups, group_table
 from engine.kv.prefixes import Prefixes
 from engine.request import Request
 from engine.scheduled_step import ScheduledStep
+from engine.wings import Figures
 from kvstore.pool.block_pool import BlockPool
-from kvstore.pool.host_tier import HostTier
 from kvstore.types import BlockId
 
 
 @dataclass(slots=True)
 class CacheStats:
-    """Prompt tokens looked up and found, and the host tier's part, since the start."""
+    """Prompt tokens looked up and found, since the start."""
 
     queried_tokens: int = 0
     hit_tokens: int = 0
-    host_hit_tokens: int = 0
-    host_stored_blocks: int = 0
 
 
 class KVManager:
-    """Blocks of requests in one pool, with an optional host tier behind it."""
+    """Blocks of requests in one pool."""
 
-    def __init__(
-        self, pool: BlockPool, groups: BlockGroups, fingerprint: str, host_tier: HostTier | None = None
-    ) -> None:
+    def __init__(self, pool: BlockPool, groups: BlockGroups, fingerprint: str) -> None:
         self.pool = pool
         self.groups = groups
         self.block_size = groups.block_size
         self.blocks_per_position = groups.num_groups  # that a request takes when its last ones are full
         self._windows = [(group, window) for group, window in enumerate(groups.windows) if window]
-        self.host_tier = host_tier
         self.stats = CacheStats()
         self.prefixes = Prefixes(pool, groups, fingerprint)
         self._in_flight = 0  # steps
         self._num_ended = 0
         self._used: deque[tuple[int, Collection[BlockId]]] = deque()  # until so many steps have ended, see `is_used`
+
+    def figures(self) -> Figures:
+        """See `engine.wings.Counting`."""
+        return {}
 
     # -- counts ----------------------------------------------------------------------------------------------
 
@@ -125,24 +123,6 @@ class KVManager:
         num_positions = len(table) // count
         return fresh, num_positions * (len(live) - len(fresh)) // max(len(live), 1) * self.block_size
 
-    def attach_from_host(self, request: Request, max_tokens: int, step: ScheduledStep) -> int:
-        """Continue the prefix from the host tier: allocate blocks and plan the copies; returns tokens."""
-        if self.host_tier is None or not self.pool.enable_prefix_cache:
-            return 0
-        first = len(request.block_ids) // self.blocks_per_position
-        last = min(max_tokens // self.block_size, len(request.block_keys))
-        if first >= last:
-            return 0
-        last, slots = self.prefixes.find_on_host(self.host_tier, request, first, last)
-        blocks = self.pool.allocate(len(slots))
-        step.copies_in.extend(zip(slots.values(), blocks, strict=True))
-        request.block_ids += [NO_BLOCK] * (last * self.blocks_per_position - len(request.block_ids))
-        for entry, block_id in zip(slots, blocks, strict=True):
-            request.block_ids[entry] = block_id
-        num_tokens = (last - first) * self.block_size
-        self.stats.host_hit_tokens += num_tokens
-        return num_tokens
-
     def grow(self, request: Request, num_tokens: int) -> bool:
         """Make room for `num_tokens` tokens in all; False when the pool is exhausted.
 
@@ -182,10 +162,6 @@ class KVManager:
             self.pool.release(_held(request.block_ids))
         request.block_ids = []
         request.num_published_blocks = 0
-        if request.host_slots:
-            assert self.host_tier is not None
-            self.host_tier.unpin(request.host_slots)
-            request.host_slots = []
 
     def release_uncomputed(self, request: Request) -> None:
         """Drop the blocks behind those that hold the computed tokens of `request`."""
@@ -265,56 +241,26 @@ class KVManager:
             table[passed] = [NO_BLOCK] * len(table[passed])
         return _held(table[:num_entries])
 
-    # -- host tier -------------------------------------------------------------------------------------------
+    # -- host tier: here there is none, see `engine/host_tier/kv_manager.py` -----------------------------------
+
+    def attach_from_host(self, request: Request, max_tokens: int, step: ScheduledStep) -> int:
+        """Continue the prefix from the host tier: allocate blocks and plan the copies; returns tokens."""
+        return 0
 
     def swap_out(self, request: Request, step: ScheduledStep) -> bool:
         """Move the computed KV of `request` to the host tier; False when there is no tier or no room."""
-        live = self.groups.live_entries(request.num_computed_tokens, request.num_computed_tokens)
-        if self.host_tier is None or not live:
-            return False
-        slots = self.host_tier.reserve([None] * len(live))
-        if slots is None:
-            return False
-        step.copies_out.extend((request.block_ids[entry], slot) for entry, slot in zip(live, slots, strict=True))
-        self.release(request, is_used=True)
-        request.host_slots = slots
-        return True
+        return False
 
     def swap_in(self, request: Request, step: ScheduledStep) -> None:
         """Bring swapped KV back into fresh blocks; the caller has checked that they are available."""
-        num_tokens = request.num_computed_tokens
-        request.block_ids = [NO_BLOCK] * self.num_blocks_for(num_tokens)
-        blocks = self.pool.allocate(len(request.host_slots))
-        for entry, block_id in zip(self.groups.live_entries(num_tokens, num_tokens), blocks, strict=True):
-            request.block_ids[entry] = block_id
-        step.copies_in.extend(zip(request.host_slots, blocks, strict=True))
-        request.host_slots = []
+        raise AssertionError("nothing has been swapped out")
 
     def offload_evicted(self, step: ScheduledStep) -> None:
         """Plan to keep blocks that this step evicts in the host tier, as far as it has room."""
-        evicted = self.pool.take_evicted()
-        if self.host_tier is None or not evicted:
-            return
-        missing = set(self.host_tier.missing([key for _, key in evicted]))
-        kept = [entry for entry in evicted if entry[1] in missing]
-        while kept:
-            slots = self.host_tier.reserve([key for _, key in kept])
-            if slots is not None:
-                step.copies_out.extend((block, slot) for (block, _), slot in zip(kept, slots, strict=True))
-                step.offload_slots.extend(slots)
-                self.stats.host_stored_blocks += len(slots)
-                return
-            kept = kept[: len(kept) // 2]  # the tier is nearly all pinned: keep what fits
+        self.pool.take_evicted()
 
     def finish_copies(self, step: ScheduledStep) -> None:
         """The runner has executed the step's copies: written slots become findable, read ones unpinned."""
-        if self.host_tier is None:
-            return
-        if step.offload_slots:
-            self.host_tier.commit(step.offload_slots)
-            self.host_tier.unpin(step.offload_slots)
-        if step.copies_in:
-            self.host_tier.unpin([slot for slot, _ in step.copies_in])
 
 
 def _held(table: list[BlockId]) -> list[BlockId]:

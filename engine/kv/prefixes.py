@@ -1,4 +1,4 @@
-"""Prefixes of requests: the keys of their blocks, and what the pool and the host tier have under these keys."""
+"""Prefixes of requests: the keys of their blocks, and what the pool has under these keys."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from engine.kv.block_groups import NO_BLOCK, BlockGroups
 from engine.request import Request
 from kvstore.pool.block_hash import block_keys, group_key, root_key
 from kvstore.pool.block_pool import BlockPool
-from kvstore.pool.host_tier import HostTier
-from kvstore.types import BlockId, BlockKey, HostSlot
+from kvstore.types import BlockId, BlockKey
 
 MAX_ROOTS = 4096
 
 
 class Prefixes:
-    """Looks prefixes up. Changes nothing but the requests' `block_keys`, and pins of the host tier."""
+    """Looks prefixes up. Changes nothing but the requests' `block_keys`."""
 
     def __init__(self, pool: BlockPool, groups: BlockGroups, fingerprint: str) -> None:
         self._pool = pool
@@ -36,7 +35,7 @@ class Prefixes:
         keys = request.block_keys[first:last]
         return [group_key(key, group) for key in keys] if group else keys
 
-    def _key(self, request: Request, entry: int) -> BlockKey:
+    def key(self, request: Request, entry: int) -> BlockKey:
         """Key of a full block: that of an entry of the request's table."""
         position, group = divmod(entry, self._groups.num_groups)
         return group_key(request.block_keys[position], group)
@@ -68,34 +67,5 @@ class Prefixes:
         num_tokens = self._groups.longest_hit(len(keys), has) * self._groups.block_size
         table = [NO_BLOCK] * self._groups.num_entries(num_tokens)
         for entry in self._groups.live_entries(num_tokens, num_tokens):
-            [table[entry]] = self._pool.lookup([self._key(request, entry)])
+            [table[entry]] = self._pool.lookup([self.key(request, entry)])
         return table
-
-    def find_on_host(
-        self, tier: HostTier, request: Request, first: int, last: int
-    ) -> tuple[int, dict[int, HostSlot]]:
-        """How far `tier` continues the prefix from position `first` on, at most to `last`.
-
-        Returns the position behind it and, by entry, the pinned slots of what queries behind it read.
-        """
-        groups = self._groups
-        if groups.is_plain:
-            slots = tier.lookup(request.block_keys[first:last])
-            return first + len(slots), dict(enumerate(slots, first))
-        count = groups.num_groups
-        keys = {entry: self._key(request, entry) for entry in range(first * count, last * count)}
-        missing = set(tier.missing(list(keys.values())))
-
-        def has(position: int, group: int) -> bool:
-            entry = position * count + group
-            return keys[entry] not in missing if entry in keys else request.block_ids[entry] != NO_BLOCK
-
-        last = groups.longest_hit(last, has)
-        if last <= first:
-            return first, {}
-        entries = groups.live_entries(last * groups.block_size, last * groups.block_size, first)
-        slots = tier.lookup([keys[entry] for entry in entries])
-        if len(slots) < len(entries):  # others have evicted some since
-            tier.unpin(slots)
-            return first, {}
-        return last, dict(zip(entries, slots, strict=True))

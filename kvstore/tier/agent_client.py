@@ -18,9 +18,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from common.errors import ConfigError, MiniInferError, TransferError, UnavailableError
-from kvstore.layout import WHOLE, PoolGeometry
-from kvstore.pool.host_tier import HostTier
-from kvstore.tier.host_tier import LocalHostTier
 from kvstore.tier.key_filter import KeyFilter, num_cells
 from kvstore.tier.protocol import MAX_FRAME_BYTES
 from kvstore.transports.shared_memory import map_fd, map_fd_in_place
@@ -194,14 +191,3 @@ def _num_slots(reply: Any, fds: list[int]) -> int:
         case ["error", str() as message]:
             raise ConfigError(f"the node agent refuses: {message}")
     raise TransferError("the Unix socket is not a node agent's")
-
-
-def open_host_tier(geometry: PoolGeometry, num_bytes: int, agent_socket: str, reconnects: bool) -> HostTier | None:
-    """The tier behind a pool: the node agent's, or one of `num_bytes` here, or none.
-
-    Ranks keep their slots to themselves. reconnects: see AgentHostTier. Raises ConfigError, UnavailableError.
-    """
-    if agent_socket and geometry.shard == WHOLE:
-        return AgentHostTier(agent_socket, geometry.content_name, geometry.block_bytes, reconnects)
-    num_slots = num_bytes // geometry.block_bytes
-    return LocalHostTier(num_slots, geometry.block_bytes) if num_slots else None

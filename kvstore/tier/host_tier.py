@@ -1,10 +1,8 @@
 """The host-memory tier: where evicted and swapped KV blocks go, and come back from.
 
-Implements `kvstore.pool.host_tier.HostTier`. A slot is free, pinned (somebody
-copies to or from it, or a swapped sequence lies in it) or cached (findable by key, LRU). These are the
-states of a `BlockPool`, so the allocator is one; only the names follow the use. Bytes are copied by the
-engine, through `buffer`. `LocalHostTier` lives in this process, `agent_client.AgentHostTier` in the node
-agent.
+A slot is free, pinned (somebody copies to or from it, or a swapped sequence lies in it) or cached (findable by key,
+LRU). These are the states of a `BlockPool`, so the allocator is one; only the names follow the use. The engine copies
+bytes, through `buffer`. `LocalHostTier` lives in this process, `agent_client.AgentHostTier` in the node agent.
 """
 
 from __future__ import annotations
@@ -12,12 +10,54 @@ from __future__ import annotations
 import contextlib
 import mmap
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from common.errors import ConfigError
 from kvstore.pool.block_pool import BlockPool
 from kvstore.types import BlockId, BlockKey, HostSlot
 
 OnChange = Callable[[Sequence[BlockKey], Sequence[BlockKey]], object]
+
+
+class HostTier(Protocol):
+    """The tier as the scheduler uses it, synchronously and between steps: slots of `block_bytes` each.
+
+    Everything that returns slots pins them until `unpin`."""
+
+    @property
+    def num_slots(self) -> int: ...
+
+    @property
+    def buffer(self) -> mmap.mmap:
+        """`num_slots * block_bytes` writable bytes; slot i begins at i * block_bytes."""
+        ...
+
+    def missing(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """The subset of `keys` that is not findable here, in one round trip."""
+        ...
+
+    def lookup(self, keys: Sequence[BlockKey]) -> list[HostSlot]:
+        """Slots of the longest prefix of `keys` that is present, pinned."""
+        ...
+
+    def reserve(self, keys: Sequence[BlockKey | None]) -> list[HostSlot] | None:
+        """Take one pinned slot per key, not yet findable; None (and no change) when there is no room.
+
+        None as a key: the slot never becomes findable (a swapped partial block).
+        """
+        ...
+
+    def commit(self, slots: Sequence[HostSlot]) -> None:
+        """Mark reserved slots as written; those with a key become findable."""
+        ...
+
+    def unpin(self, slots: Sequence[HostSlot]) -> None:
+        """Give up one pin of each, in sequence order: findable slots stay as cache, others become free."""
+        ...
+
+    def close(self) -> None: ...
+
+    def check_integrity(self) -> None: ...
 
 
 class HostTierAllocator:

@@ -40,13 +40,11 @@ def report(**fields: object) -> StepReport:
 
 def test_a_step_is_observed_once() -> None:
     metrics = make()
-    metrics.observe(report(preemptions=2, host_hit_tokens=32, host_stored_blocks=5))
-    metrics.observe(report(preemptions=3, host_hit_tokens=32, host_stored_blocks=6))
-    metrics.observe(
-        StepReport(load=EngineLoad(kv_blocks_total=10), preemptions=3, host_hit_tokens=32, host_stored_blocks=6)
-    )
+    metrics.observe(report(preemptions=2, prefix_hits=32))
+    metrics.observe(report(preemptions=3, prefix_hits=32))
+    metrics.observe(StepReport(load=EngineLoad(kv_blocks_total=10), preemptions=3, prefix_hits=32))
     assert value(metrics, "vllm:num_preemptions_total") == 3
-    assert value(metrics, "mini_infer_host_tier_hit_tokens_total") == 32
+    assert value(metrics, "vllm:prefix_cache_hits_total") == 32
     assert value(metrics, "mini_infer_step_tokens_total", 'phase="prefill"') == 14
     assert value(metrics, "mini_infer_step_tokens_total", 'phase="decode"') == 6
     assert value(metrics, "mini_infer_step_seconds_count") == 2  # the last report was of no step

@@ -15,7 +15,6 @@ def add_figures(report: StepReport, parts: EngineParts, num_leases: int, step: S
     report.load = engine_load(parts.engine, load, step, num_leases)
     report.preemptions = load.num_preemptions
     report.prefix_queries, report.prefix_hits = stats.queried_tokens, stats.hit_tokens
-    report.host_hit_tokens, report.host_stored_blocks = stats.host_hit_tokens, stats.host_stored_blocks
     report.figures = parts.engine.figures()
 
 

@@ -162,7 +162,8 @@ def test_evicted_blocks_come_back_from_the_hosts_memory() -> None:
 @pytest.mark.wing("kvstore.tier")
 def test_workers_of_a_host_share_its_memory() -> None:
     made = config(decode_workers=3, host_tier_blocks=8, workers_per_host=2)
-    first, second, other = (worker.kv.host_tier for worker in SimulatedCluster(spec_of(made))._workers.values())
+    workers = SimulatedCluster(spec_of(made))._workers.values()
+    first, second, other = (worker.kv.host_tier for worker in workers)  # type: ignore[attr-defined]
     assert first is second is not other
 
 

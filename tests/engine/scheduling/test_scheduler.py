@@ -30,11 +30,13 @@ if TYPE_CHECKING:
 BLOCK = 4
 
 
-def host_tier(num_slots: int) -> Any:
-    """The allocator without a buffer: the fake runner keeps host slots itself."""
+def with_host_tier(num_slots: int, pool: BlockPool, groups: BlockGroups) -> KVManager:
+    """The tier is an allocator without a buffer: the fake runner keeps host slots itself."""
+    from engine.host_tier.kv_manager import TieredKVManager
     from kvstore.tier.host_tier import HostTierAllocator
 
-    return HostTierAllocator(num_slots)
+    tier: Any = HostTierAllocator(num_slots)
+    return TieredKVManager(pool, groups, "test", tier)
 
 
 def make_engine(
@@ -56,9 +58,8 @@ def make_engine(
     is_late: bool = False,
 ) -> tuple[Engine, BlockMemoryRunner]:
     """windows: of KV groups, 0: none; of a model without any, nothing. is_late: see BlockMemoryRunner."""
-    tier = host_tier(host_slots) if host_slots else None
-    pool = BlockPool(num_blocks, prefix_cache)
-    kv = KVManager(pool, BlockGroups(BLOCK, windows or (0,), budget), "test", tier)
+    pool, groups = BlockPool(num_blocks, prefix_cache), BlockGroups(BLOCK, windows or (0,), budget)
+    kv = with_host_tier(host_slots, pool, groups) if host_slots else KVManager(pool, groups, "test")
     scheduler = Scheduler(
         kv,
         max_num_seqs=max_num_seqs,
@@ -94,9 +95,9 @@ def assert_quiet(engine: Engine) -> None:
     kv.pool.check_integrity()
     assert kv.pool.num_used == 0
     assert engine.load().num_requests == 0
-    if kv.host_tier is not None:
-        kv.host_tier.check_integrity()
-        assert kv.host_tier.num_pinned == 0  # type: ignore[attr-defined]
+    if (tier := getattr(kv, "host_tier", None)) is not None:
+        tier.check_integrity()
+        assert tier.num_pinned == 0
 
 
 def test_one_request_in_chunks() -> None:
@@ -209,9 +210,10 @@ def test_host_tier_gives_evicted_prefixes_back() -> None:
     assert again.num_cached_tokens == 16
     assert runner.num_computed_tokens == 2
     assert again.output_token_ids == expected_tokens(first, 2)
-    stats = engine.kv.stats
-    assert (stats.hit_tokens, stats.host_hit_tokens) == (16, 12)  # one block of four was still in the pool
-    assert stats.host_stored_blocks >= 4
+    assert engine.kv.stats.hit_tokens == 16
+    figures = engine.kv.figures()
+    assert figures["mini_infer_host_tier_hit_tokens"] == [12]  # one block of four was still in the pool
+    assert figures["mini_infer_host_tier_stored_blocks"][0] >= 4
     assert_quiet(engine)
 
 

@@ -68,7 +68,7 @@ def test_greedy_equals_transformers(family: Family, settings: dict[str, Any]) ->
         requests = serve(parts.engine, PROMPTS, NUM_TOKENS)
         assert [request.output_token_ids for request in requests] == family.expected
     if "host_tier_gb" in settings:
-        assert parts.engine.kv.stats.host_hit_tokens > 0
+        assert parts.engine.figures()["mini_infer_host_tier_hit_tokens"][0] > 0
     if "preemption" in settings:
         assert parts.engine.load().num_preemptions > 0
     elif settings.get("prefix_cache", True):

@@ -19,10 +19,10 @@ from common.errors import ConfigError, OverloadedError, UnavailableError
 from common.token_ids import pack_ids
 from kvstore.config import AgentConfig
 from kvstore.pool.block_hash import block_keys, group_key, root_key
-from kvstore.pool.host_tier import HostTier
 from kvstore.tier import agent_client
 from kvstore.tier.agent_client import AgentHostTier
 from kvstore.tier.agent_server import serve
+from kvstore.tier.host_tier import HostTier
 from kvstore.tier.regions import Regions
 from kvstore.transports.unix_socket import connect_unix, pack, recv_frame, send_frame
 from tests.harness.processes import until_stopped

@@ -8,8 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from common.errors import ConfigError
 from common.token_ids import pack_ids
 from kvstore.pool.block_hash import block_keys, root_key
-from kvstore.pool.host_tier import HostTier
-from kvstore.tier.host_tier import HostTierAllocator, LocalHostTier
+from kvstore.tier.host_tier import HostTier, HostTierAllocator, LocalHostTier
 from kvstore.types import BlockId, BlockKey, HostSlot
 
 KEYS = block_keys(root_key("model"), pack_ids(range(8)), 1)
