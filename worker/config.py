@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.config import check_not_negative, check_positive, setting
+from common.config import Settings, check_not_negative, check_positive, setting, with_wings
 from common.logging import FORMAT_HELP, FORMATS, LEVEL_HELP, LEVELS
 from common.net.cluster_token import check_cluster_token
 from worker.kv.transports import AUTO, TRANSPORTS
 
 
+@with_wings("worker")
 @dataclass(frozen=True)
-class WorkerConfig:
+class WorkerConfig(Settings):
     """Worker settings."""
 
     host: str = setting("127.0.0.1", "address to listen on")
@@ -34,12 +35,6 @@ class WorkerConfig:
         1.0, "pinned host memory through which a GPU's KV travels by shm and tcp; unused on a CPU"
     )
     drain_grace_seconds: float = setting(30.0, "time that open requests get after SIGTERM")
-    stall_seconds: float = setting(
-        4.0, "out of service when the engine makes no progress for this long; waiting for a core does not count"
-    )
-    start_stall_seconds: float = setting(
-        120.0, "end when the engine does nothing for this long while it loads; a slow start may take any time"
-    )
     metrics_port: int = setting(0, "port for Prometheus and for health checks by HTTP (/readyz); 0: none")
     log_level: str = setting("info", LEVEL_HELP, choices=LEVELS)
     log_format: str = setting("text", FORMAT_HELP, choices=FORMATS)
@@ -47,4 +42,5 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         check_cluster_token(self.cluster_token)
         check_not_negative(self, "drain_grace_seconds")
-        check_positive(self, "kv_lease_seconds", "stall_seconds", "start_stall_seconds", "kv_staging_gb")
+        check_positive(self, "kv_lease_seconds", "kv_staging_gb")
+        self.check_together()

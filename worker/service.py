@@ -12,16 +12,18 @@ import logging
 import signal
 import tempfile
 import time
+from collections.abc import Callable
 
 from msgspec.structs import asdict, replace
 
 from common.config import SettingsParser, add_arguments, from_namespace
-from common.errors import ConfigError
+from common.errors import ConfigError, UnavailableError
 from common.logging import report_end, setup_logging
 from common.memory import TRIM_SECONDS, resident, share_one_heap, trim_heap
 from common.net.hosts import with_port
 from common.net.rpc import RpcServer
 from common.version import VERSION
+from common.wings import has_wing
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
 from protos import types_pb2 as pb
@@ -29,16 +31,13 @@ from worker.config import WorkerConfig
 from worker.front.engine_client import EngineClient
 from worker.front.front import WorkerFront
 from worker.front.kv_service import add_kv_service
-from worker.front.liveness import ProgressWatch, sample_process
 from worker.front.servicer import register
 from worker.messages import EngineInfo, Start
 from worker.metrics import WorkerMetrics
 
 WATCH_INTERVAL_SECONDS = 0.25
 DRAIN_INTERVAL_SECONDS = 0.05
-IDLE_BEAT_SECONDS = 0.6  # an idle engine's heart beats twice a second: until then there is no need to look closer
 STOP_SECONDS = 0.2  # for replies in flight. A peer's channel that has no call open holds a stop up until it is over
-HUNG_EXIT_SECONDS = 60.0  # an engine that has hung for so long is not waited for: a new process is better
 
 
 def parse_settings(role: str, argv: list[str] | None = None) -> Start:
@@ -134,14 +133,12 @@ async def _watch(
 ) -> int:
     """Serve until the worker is drained or its engine is gone or hangs for good; returns the exit status."""
     running = asyncio.create_task(front.run())
-    progress = ProgressWatch(worker.stall_seconds)
-    serving, silent_seconds, hung_seconds, last = True, 0.0, 0.0, time.monotonic()
-    next_trim = 0.0
+    trouble_at = _watch_for_hangs(engine, worker)
+    serving, next_trim = True, 0.0
     while True:
         interval = DRAIN_INTERVAL_SECONDS if front.drain.is_active else WATCH_INTERVAL_SECONDS
         await asyncio.wait([running], timeout=interval)
         now = time.monotonic()
-        elapsed, last = min(now - last, 2 * WATCH_INTERVAL_SECONDS), now  # not time that this process slept
         if running.done():
             await server.set_serving(False)
             # UnavailableError, by contract; streams are closed already
@@ -151,19 +148,15 @@ async def _watch(
             front.drain.start(worker.drain_grace_seconds, now, is_final=True)
         if front.is_drained:
             break
-        trouble = None
-        silent_seconds = 0.0 if progress.has_beaten(engine.heartbeat.read()) else silent_seconds + elapsed
-        if silent_seconds > IDLE_BEAT_SECONDS:
-            trouble = progress.observe(sample_process(engine.pid), elapsed)
-        hung_seconds = hung_seconds + elapsed if trouble else 0.0
-        if hung_seconds > HUNG_EXIT_SECONDS:
-            logger.error("this worker ends: %s for %.0f s", trouble, hung_seconds)
+        try:
+            front.set_trouble(trouble_at(now))
+        except UnavailableError as error:
+            logger.error("this worker ends: %s", error)
             return 1
         if now >= next_trim:
             trim_heap()
             front.memory = resident(), resident(engine.pid)
             next_trim = now + TRIM_SECONDS
-        front.set_trouble(trouble)
         front.heartbeat()
         if serving != front.is_serving:
             serving = front.is_serving
@@ -173,6 +166,18 @@ async def _watch(
     await asyncio.sleep(0.1)  # let the last reports leave
     running.cancel()
     return 0
+
+
+def _watch_for_hangs(engine: EngineClient, worker: WorkerConfig) -> Callable[[float], str | None]:
+    """What says, a few times a second, why a serving engine is out of service; None: it is not.
+
+    Raises UnavailableError when it hangs for good.
+    """
+    if not has_wing("worker.hangs"):
+        return lambda now: None
+    from worker.hangs.engine_watch import EngineWatch
+
+    return EngineWatch(worker, engine.pid, engine.heartbeat).trouble
 
 
 def worker_info(role: str, worker_id: str, kv_address: str, engine: EngineInfo) -> pb.WorkerInfo:

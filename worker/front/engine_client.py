@@ -8,21 +8,19 @@ import os
 import signal
 import socket
 import sys
-import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any
 
 from common.errors import ConfigError, TransferError, UnavailableError
+from common.wings import has_wing
 from kvstore.transports.unix_socket import pack
+from worker.config import WorkerConfig
 from worker.engine_process.heartbeat import Heartbeat
 from worker.frames import SOCKET_BUFFER_BYTES, read_message
-from worker.front.liveness import StartWatch, sample_work
-from worker.messages import Failed, Ready, Start, StepReport, Stop, ToEngine, ToFront
+from worker.messages import Failed, Ready, Start, StepReport, Stop, ToEngine
 
 logger = logging.getLogger(__name__)
 STOP_SECONDS = 5.0
-START_WATCH_SECONDS = 1.0  # between two looks at an engine that loads
 # Threads of a GEMM spin this long for each other before they sleep: about 50 us, more than the time between two GEMMs
 # of a step. libgomp's default, 300,000, is longer than a time slice, see docs/decisions/cpu-execution.md.
 SPIN_COUNT = {"GOMP_SPINCOUNT": "2000"}
@@ -59,7 +57,7 @@ class EngineClient:
         reader, writer = await asyncio.open_unix_connection(sock=ours, limit=SOCKET_BUFFER_BYTES)
         writer.write(pack(start))
         try:
-            first = await _first_message(reader, process, start.worker.start_stall_seconds)
+            first = await _first_message(reader, process, start.worker)
         except BaseException:  # Ctrl-C and cancelled tasks, too: what was opened must not stay open
             writer.close()
             raise
@@ -99,11 +97,16 @@ class EngineClient:
 
 
 async def _first_message(
-    reader: asyncio.StreamReader, process: asyncio.subprocess.Process, start_stall_seconds: float
+    reader: asyncio.StreamReader, process: asyncio.subprocess.Process, config: WorkerConfig
 ) -> Ready:
     """Wait for an engine that loads; it is ended unless it gets ready. Raises ConfigError with the reason."""
+    reading = read_message(reader)
+    if has_wing("worker.hangs"):
+        from worker.hangs.engine_watch import unless_idle
+
+        reading = unless_idle(reading, process.pid, config)
     try:
-        first = await _unless_idle(read_message(reader), process.pid, start_stall_seconds)
+        first = await reading
     except (asyncio.CancelledError, ConfigError):
         process.kill()
         await process.wait()
@@ -121,23 +124,3 @@ async def _first_message(
         raise ConfigError(first.reason)
     assert isinstance(first, Ready)
     return first
-
-
-async def _unless_idle(message: Coroutine[Any, Any, ToFront], pid: int, start_stall_seconds: float) -> ToFront:
-    """Await `message`. Raises ConfigError when the process does nothing for `start_stall_seconds`."""
-    reading = asyncio.create_task(message)
-    watch = StartWatch()
-    last = time.monotonic()
-    try:
-        while not reading.done():
-            await asyncio.wait([reading], timeout=START_WATCH_SECONDS)
-            now = time.monotonic()
-            elapsed, last = min(now - last, 2 * START_WATCH_SECONDS), now  # not time that this process slept
-            if not reading.done() and watch.idle_seconds(sample_work(pid), elapsed) >= start_stall_seconds:
-                raise ConfigError(
-                    f"the engine process has done nothing for {start_stall_seconds:.0f} s while loading: its files, "
-                    "its GPU or a peer of its group may hang (--start-stall-seconds)"
-                )
-        return reading.result()
-    finally:
-        reading.cancel()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.waiting import wait_until
-from worker.front.liveness import (
+from worker.hangs.liveness import (
     BLOCKED_SECONDS,
     STOPPED_SECONDS,
     ProgressWatch,

@@ -1,0 +1,66 @@
+"""What a worker's front does about an engine process that may hang: while it loads, and while it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from typing import TypeVar
+
+from common.errors import ConfigError, UnavailableError
+from worker.config import WorkerConfig
+from worker.engine_process.heartbeat import Heartbeat
+from worker.hangs.liveness import ProgressWatch, StartWatch, sample_process, sample_work
+from worker.hangs.settings import HangSettings
+
+T = TypeVar("T")
+START_WATCH_SECONDS = 1.0  # between two looks at an engine that loads
+MAX_INTERVAL_SECONDS = 0.5  # between two looks at one that serves: in a longer one this process slept
+IDLE_BEAT_SECONDS = 0.6  # an idle engine's heart beats twice a second: until then there is no need to look closer
+HUNG_EXIT_SECONDS = 60.0  # an engine that has hung for so long is not waited for: a new process is better
+
+
+async def unless_idle(message: Coroutine[None, None, T], pid: int, config: WorkerConfig) -> T:
+    """Await the first message of an engine that loads. Raises ConfigError when its process does nothing."""
+    stall_seconds = config.of(HangSettings).start_stall_seconds
+    reading = asyncio.create_task(message)
+    watch = StartWatch()
+    last = time.monotonic()
+    try:
+        while not reading.done():
+            await asyncio.wait([reading], timeout=START_WATCH_SECONDS)
+            now = time.monotonic()
+            elapsed, last = min(now - last, 2 * START_WATCH_SECONDS), now  # not time that this process slept
+            if not reading.done() and watch.idle_seconds(sample_work(pid), elapsed) >= stall_seconds:
+                raise ConfigError(
+                    f"the engine process has done nothing for {stall_seconds:.0f} s while loading: its files, "
+                    "its GPU or a peer of its group may hang (--start-stall-seconds)"
+                )
+        return reading.result()
+    finally:
+        reading.cancel()
+
+
+class EngineWatch:
+    """Call `trouble` a few times a second while the engine serves."""
+
+    def __init__(self, config: WorkerConfig, pid: int, heartbeat: Heartbeat) -> None:
+        self._progress = ProgressWatch(config.of(HangSettings).stall_seconds)
+        self._pid = pid
+        self._heartbeat = heartbeat
+        self._last = time.monotonic()
+        self._silent_seconds = 0.0
+        self._hung_seconds = 0.0
+
+    def trouble(self, now: float) -> str | None:
+        """Say why the engine is out of service; None: it is not. Raises UnavailableError when it hangs for good."""
+        elapsed, self._last = min(now - self._last, MAX_INTERVAL_SECONDS), now
+        trouble = None
+        has_beaten = self._progress.has_beaten(self._heartbeat.read())
+        self._silent_seconds = 0.0 if has_beaten else self._silent_seconds + elapsed
+        if self._silent_seconds > IDLE_BEAT_SECONDS:
+            trouble = self._progress.observe(sample_process(self._pid), elapsed)
+        self._hung_seconds = self._hung_seconds + elapsed if trouble else 0.0
+        if self._hung_seconds > HUNG_EXIT_SECONDS:
+            raise UnavailableError(f"{trouble} for {self._hung_seconds:.0f} s")
+        return trouble
