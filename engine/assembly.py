@@ -31,7 +31,7 @@ from engine.kv.memory import (
 from engine.kv.pool_memory import PoolMemory, PrivatePoolMemory
 from engine.rank_processes import Ranks
 from engine.ranks import RankContext
-from engine.scheduling.policy import load_policy
+from engine.scheduling.policy import SHIPPED, ServiceOrder
 from engine.scheduling.scheduler import MAX_REPLAY_TOKENS, Scheduler
 from engine.start_progress import OnProgress, no_progress
 from kvstore.layout import PoolGeometry
@@ -91,7 +91,7 @@ def _assemble(
     from engine.loader.supported import check_attention
 
     began = time.monotonic()
-    policy = load_policy(config.scheduling_policy)
+    order = _service_order(config.scheduling_policy)
     files = resolve_model(config.model)
     device = resolve_device(config)
     asked_tokens = config.max_num_batched_tokens
@@ -141,7 +141,7 @@ def _assemble(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
         preempt_by_swap=config.preemption == "swap",
-        policy=policy,
+        order=order,
         speculation=speculation,
         prompt_budget=prompt_budget,
         num_stages=ranks.num_stages,
@@ -175,6 +175,16 @@ def _assemble(
     )
     _log_ready(parts, time.monotonic() - began)
     return parts
+
+
+def _service_order(policy: str) -> ServiceOrder:
+    """The order by the policy that `--scheduling-policy` names. Raises ConfigError."""
+    if policy in SHIPPED:
+        return ServiceOrder(SHIPPED[policy]())
+    require_wing("engine.custom_policies", f"--scheduling-policy {policy}")
+    from engine.custom_policies.load import load_order
+
+    return load_order(policy)
 
 
 def _start_ranks(config: EngineConfig, device: torch.device, gpu: GpuConfig) -> Ranks:

@@ -7,7 +7,7 @@ from operator import attrgetter
 from engine.kv.manager import KVManager
 from engine.request import Request, RequestStatus
 from engine.scheduled_step import ScheduledStep
-from engine.scheduling.policy import EngineView, GuardedPolicy
+from engine.scheduling.policy import EngineView, ServiceOrder
 from engine.scheduling.preemption import Preemption
 from engine.scheduling.remote_kv import RemoteKv
 from engine.scheduling.request_queues import RequestQueues
@@ -22,7 +22,7 @@ class Admission:
         self,
         queues: RequestQueues,
         kv: KVManager,
-        policy: GuardedPolicy,
+        order: ServiceOrder,
         preemption: Preemption,
         remote_kv: RemoteKv,
         max_replay_tokens: int,
@@ -33,7 +33,7 @@ class Admission:
         self._queues = queues
         self._max_replay_tokens = max_replay_tokens
         self._kv = kv
-        self._policy = policy
+        self._order = order
         self._preemption = preemption
         self._remote_kv = remote_kv
 
@@ -72,17 +72,17 @@ class Admission:
     def _first_in_line(self) -> Request | None:
         """Swapped requests go before waiting ones, except before one to which they would give way."""
         waiting, swapped = self._queues.waiting, self._queues.swapped
-        if not swapped or (waiting and self._policy.gives_way(swapped[0], waiting[0])):
+        if not swapped or (waiting and self._order.gives_way(swapped[0], waiting[0])):
             return waiting[0] if waiting else None
         return swapped[0]
 
     def _is_admitted(self, request: Request) -> bool:
-        return not self._queues.num_active or self._policy.admits(request, self._engine_view())
+        return not self._queues.num_active or self._order.admits(request, self._engine_view())
 
     def _last_in_step(self, request: Request, step: ScheduledStep) -> Request | None:
         """The least urgent request in this step, if it gives way to `request`."""
         last = max(step.rows, key=_rank, default=None)
-        return last if last is not None and self._policy.gives_way(last, request) else None
+        return last if last is not None and self._order.gives_way(last, request) else None
 
     def _resume(self, request: Request, step: ScheduledStep, budget: int) -> int:
         """Bring a swapped request back; returns the tokens of its row."""

@@ -1,23 +1,19 @@
 """Scheduling policies: the order of service, who is admitted and who is preempted. An extension point.
 
-A policy is a class without arguments, chosen by `--scheduling-policy`: `priority`, `fcfs` or `module:Class`. Its
-methods are pure functions of small read-only views: no I/O, no clock, no state. The scheduler asks each of them only
-when its answer matters, so that a policy costs nothing in steps in which nobody waits. It cannot cause a deadlock or
-a livelock, whatever it answers: see docs/decisions/scheduling-and-preemption.md.
+A policy is a class without arguments, chosen by `--scheduling-policy`: `priority`, `fcfs`, or one of your own
+(`engine/custom_policies`). Its methods are pure functions of small read-only views: no I/O, no clock, no state. The
+scheduler asks each of them only when its answer matters, so that a policy costs nothing in steps in which nobody
+waits. It cannot cause a deadlock or a livelock, whatever it answers: see
+docs/decisions/scheduling-and-preemption.md.
 """
 
 from __future__ import annotations
 
-import importlib
-import logging
 import math
 from dataclasses import dataclass
 from typing import Protocol
 
-from common.errors import ConfigError
 from engine.request import Request
-
-logger = logging.getLogger(__name__)
 
 Rank = tuple[float, ...]
 
@@ -99,95 +95,27 @@ class PriorityPolicy(FcfsPolicy):
 SHIPPED: dict[str, type[SchedulingPolicy]] = {"priority": PriorityPolicy, "fcfs": FcfsPolicy}
 
 
-class GuardedPolicy:
-    """A policy whose failure is logged once and has no other effect.
-
-    After its first exception, or answer that is none, this one no longer asks it: requests rank as with
-    `PriorityPolicy`, and nobody gives way to a newcomer. The scheduler resets it before its next step.
-    """
+class ServiceOrder:
+    """The order of service by a policy, as the scheduler asks it."""
 
     def __init__(self, policy: SchedulingPolicy) -> None:
-        self.has_failed = False
-        self._policy: SchedulingPolicy = policy
+        self._policy = policy
 
-    def reset(self) -> None:
-        """Go on with the default policy. All requests are to be ranked anew."""
-        self.has_failed = False
-        self._policy = PriorityPolicy()
+    def take_change(self) -> bool:
+        """Whether all requests are to be ranked anew, once: asked before each step."""
+        return False
 
     def rank(self, request: Request) -> Rank:
         """The policy's key, made unique by the order of arrival."""
-        key: Rank | None = None
-        if not self.has_failed:
-            try:
-                key = checked_key(self._policy.key(_view(request)))
-            except Exception:  # noqa: BLE001 - a user's code: whatever it raises, the engine goes on
-                self._give_up()
-        return (*(PriorityPolicy().key(_view(request)) if key is None else key), request.arrival)
+        return (*self._policy.key(_view(request)), request.arrival)
 
     def admits(self, request: Request, engine: EngineView) -> bool:
-        if not self.has_failed:
-            try:
-                return bool(self._policy.admits(_view(request), engine))
-            except Exception:  # noqa: BLE001 - as above
-                self._give_up()
-        return True
+        """See SchedulingPolicy."""
+        return self._policy.admits(_view(request), engine)
 
     def gives_way(self, other: Request, newcomer: Request) -> bool:
         """Whether `newcomer` goes before `other`. Only ever down the ranks: no two can displace each other."""
-        if newcomer.rank < other.rank and not self.has_failed:
-            try:
-                return bool(self._policy.preempts(_view(newcomer), _view(other)))
-            except Exception:  # noqa: BLE001 - as above
-                self._give_up()
-        return False
-
-    def _give_up(self) -> None:
-        """Log the exception being handled and fall back to the default policy."""
-        self.has_failed = True
-        name = type(self._policy).__name__
-        logger.exception("scheduling policy %s failed; the engine goes on with the policy 'priority'", name)
-
-
-def checked_key(key: object) -> Rank:
-    """`key` if it can be sorted with others. Raises TypeError."""
-    if isinstance(key, tuple) and all(isinstance(part, int | float) and not math.isnan(part) for part in key):
-        return key
-    raise TypeError(f"key must return a tuple of numbers, not {key!r}")
-
-
-def load_policy(name: str) -> SchedulingPolicy:
-    """The policy that `--scheduling-policy` names, tried on an example. Raises ConfigError."""
-    flag = f"--scheduling-policy {name}"
-    shipped = SHIPPED.get(name)
-    if shipped is not None:
-        return shipped()
-    module_name, _, class_name = name.partition(":")
-    if not module_name or not class_name:
-        raise ConfigError(f"{flag}: choose {', '.join(SHIPPED)} or module:Class")
-    try:
-        policy_class = getattr(importlib.import_module(module_name), class_name, None)
-    except Exception as error:  # a user's module: importing it can raise anything
-        raise ConfigError(
-            f"{flag}: cannot import {module_name} ({type(error).__name__}: {error}); is its folder in PYTHONPATH?"
-        ) from error
-    if not isinstance(policy_class, type):
-        raise ConfigError(f"{flag}: {module_name} has no class {class_name}")
-    try:
-        policy: SchedulingPolicy = policy_class()
-        _try(policy)
-    except Exception as error:  # a user's class, as above
-        raise ConfigError(f"{flag}: {class_name} does not work ({type(error).__name__}: {error})") from error
-    return policy
-
-
-def _try(policy: SchedulingPolicy) -> None:
-    """Ask everything once, so that a missing method or a misspelt field shows at the start."""
-    first = RequestView(0, 0, num_prompt_tokens=100, num_output_tokens=0, max_tokens=16)
-    second = RequestView(0, 1, num_prompt_tokens=10, num_output_tokens=0, max_tokens=16)
-    checked_key(policy.key(first))
-    policy.admits(second, EngineView(num_free_blocks=8, num_blocks=16, block_size=16, num_running=1, num_waiting=1))
-    policy.preempts(second, first)
+        return newcomer.rank < other.rank and self._policy.preempts(_view(newcomer), _view(other))
 
 
 def _view(request: Request) -> RequestView:

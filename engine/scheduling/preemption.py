@@ -12,7 +12,7 @@ from collections.abc import Collection
 from engine.kv.manager import KVManager
 from engine.request import Request, RequestStatus
 from engine.scheduled_step import ScheduledStep
-from engine.scheduling.policy import GuardedPolicy
+from engine.scheduling.policy import ServiceOrder
 from engine.scheduling.request_queues import RequestQueues
 from engine.scheduling.stopping import is_full
 from kvstore.types import BlockId
@@ -25,7 +25,7 @@ class Preemption:
         self,
         queues: RequestQueues,
         kv: KVManager,
-        policy: GuardedPolicy,
+        order: ServiceOrder,
         *,
         max_num_seqs: int,
         max_model_len: int,
@@ -34,7 +34,7 @@ class Preemption:
         self.num_preemptions = 0
         self._queues = queues
         self._kv = kv
-        self._policy = policy
+        self._order = order
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
         self._by_swap = by_swap
@@ -62,7 +62,7 @@ class Preemption:
         """
         running = self._queues.running
         missing_seats = self._queues.num_active + 1 - self._max_num_seqs
-        if missing_seats > 0 and not (running and self._policy.gives_way(running[-1], request)):
+        if missing_seats > 0 and not (running and self._order.gives_way(running[-1], request)):
             return None  # before its prefix is looked up: under load this is the answer of every step
         missing_blocks = self._num_missing_blocks(request, max_tokens)
         victims: list[Request] = []
@@ -70,7 +70,7 @@ class Preemption:
             return victims
         freed = _FreedBlocks(self._kv, request)
         for victim in reversed(running):
-            if victim in moved or not self._policy.gives_way(victim, request):
+            if victim in moved or not self._order.gives_way(victim, request):
                 return None
             if victim.prefill_only and is_full(victim, self._max_model_len):
                 return None  # ends with the step in flight, and its blocks go to a peer

@@ -6,6 +6,7 @@ Moves requests and nothing else: the scheduler and its parts decide which to mov
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Callable
 from operator import attrgetter
 
 from common.step_times import num_pairs
@@ -68,8 +69,10 @@ class RequestQueues:
         forgotten, self._forgotten = self._forgotten, []
         return forgotten
 
-    def sort(self) -> None:
-        """Restore the order after ranks have changed."""
+    def rank_anew(self, rank: Callable[[Request], tuple[float, ...]]) -> None:
+        """Give all requests new ranks, between steps."""
+        for request in self.by_id.values():
+            request.rank = rank(request)
         for queue in self._by_status.values():
             queue.sort(key=_rank)
 

@@ -18,7 +18,7 @@ from engine.plan import ScheduledRow, StepResult
 from engine.request import FinishReason, Request, RequestId, RequestOutput, RequestStatus, SchedulerLoad
 from engine.scheduled_step import PromptChunk, ScheduledStep, StepOutcome
 from engine.scheduling.admission import Admission
-from engine.scheduling.policy import GuardedPolicy, PriorityPolicy, SchedulingPolicy
+from engine.scheduling.policy import PriorityPolicy, ServiceOrder
 from engine.scheduling.preemption import Preemption
 from engine.scheduling.remote_kv import RemoteKv
 from engine.scheduling.request_queues import RequestQueues
@@ -42,7 +42,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         preempt_by_swap: bool = False,
-        policy: SchedulingPolicy | None = None,
+        order: ServiceOrder | None = None,
         speculation: Speculation | None = None,
         prompt_budget: PromptBudget | None = None,
         num_stages: int = 1,
@@ -58,19 +58,19 @@ class Scheduler:
         self.speculation = speculation
         self.max_model_len = kv.longest_sequence(max_model_len)
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._policy = GuardedPolicy(policy or PriorityPolicy())
+        self._order = order or ServiceOrder(PriorityPolicy())
         self._queues = RequestQueues()
         self._preemption = Preemption(
             self._queues,
             kv,
-            self._policy,
+            self._order,
             max_num_seqs=max_num_seqs,
             max_model_len=self.max_model_len,
             by_swap=preempt_by_swap,
         )
         self.remote_kv = RemoteKv(self._queues, kv)
         self._admission = Admission(
-            self._queues, kv, self._policy, self._preemption, self.remote_kv, max_replay_tokens, cuts_prompts
+            self._queues, kv, self._order, self._preemption, self.remote_kv, max_replay_tokens, cuts_prompts
         )
         self._num_arrived = 0
         self._in_flight: deque[ScheduledStep] = deque()
@@ -88,7 +88,7 @@ class Scheduler:
         assert request.request_id not in self._queues.by_id
         request.arrival = self._num_arrived
         self._num_arrived += 1
-        request.rank = self._policy.rank(request)
+        request.rank = self._order.rank(request)
         is_coming = self.remote_kv.awaits_prefetch(request)
         self._queues.enter(request, RequestStatus.AWAITING if is_coming else RequestStatus.WAITING)
 
@@ -120,8 +120,8 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep:
         """Plan the next step. Decode rows first, then chunks of prompts, oldest first."""
-        if self._policy.has_failed:
-            self._replace_policy()
+        if self._order.take_change():
+            self._queues.rank_anew(self._order.rank)
         step = ScheduledStep()
         decodes, prefills = self._running()
         budget = self._max_num_batched_tokens - self._num_to_withhold(decodes, prefills)
@@ -250,13 +250,6 @@ class Scheduler:
                 step.add_row(request, num_new)
                 budget -= num_new
         return preempted
-
-    def _replace_policy(self) -> None:
-        """The user's policy has failed: rank all requests by the default one, between steps."""
-        self._policy.reset()
-        for request in self._queues.by_id.values():
-            request.rank = self._policy.rank(request)
-        self._queues.sort()
 
     def _finish(self, request: Request, keep_blocks: bool = False) -> None:
         self._queues.remove(request)

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.skipif(has_wing("engine.tensor_parallel"), reason="this
         ({"quant_mode": "int8-weight"}, "--quant-mode int8-weight", "engine.quantization"),
         ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8", "engine.eight_bit_kv"),
         ({"host_tier_gb": 1.0}, "--host-tier-gb", "kvstore.tier"),
+        ({"scheduling_policy": "my:Policy"}, "--scheduling-policy my:Policy", "engine.custom_policies"),
     ],
 )
 def test_flags_of_wings_are_refused(settings: dict[str, Any], asked_by: str, wing: str) -> None:

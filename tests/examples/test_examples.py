@@ -25,7 +25,7 @@ SERVED = {
     "openai_json_schema.py": r"name='.*' country='.*' population=\d+\n(positive|negative)\n$",
 }
 MODULES = {
-    "scheduling_policy.py",  # tests/engine/scheduling/test_scheduling_policy.py serves with it
+    "scheduling_policy.py",  # tests/engine/custom_policies/test_custom_policies.py serves with it
     "train_eagle_head.py",  # tests/engine/speculation/eagle/test_training.py trains with it
     "eagle_states.py",  # likewise
 }

@@ -15,7 +15,7 @@ from engine.engine import DeviceLostError, Engine
 from engine.kv.block_groups import BlockGroups
 from engine.kv.manager import KVManager
 from engine.request import FinishReason, Request, RequestId, RequestStatus, SamplingParams
-from engine.scheduling.policy import FcfsPolicy, PriorityPolicy, SchedulingPolicy
+from engine.scheduling.policy import FcfsPolicy, PriorityPolicy, SchedulingPolicy, ServiceOrder
 from engine.scheduling.scheduler import Scheduler
 from examples.scheduling_policy import ShortestPromptFirst
 from kvstore.pool.block_hash import block_keys, root_key
@@ -49,7 +49,7 @@ def make_engine(
     prefix_cache: bool = True,
     eos: frozenset[int] = frozenset(),
     overlap: bool = False,
-    policy: SchedulingPolicy | None = None,
+    order: ServiceOrder | None = None,
     speculation: Speculation | None = None,
     prompt_budget: PromptBudget | None = None,
     num_stages: int = 1,
@@ -66,7 +66,7 @@ def make_engine(
         max_num_batched_tokens=budget,
         max_model_len=max_model_len,
         preempt_by_swap=swap,
-        policy=policy,
+        order=order,
         speculation=speculation,
         prompt_budget=prompt_budget,
         num_stages=num_stages,
@@ -476,7 +476,7 @@ def test_any_order_of_events_keeps_every_token(
         max_num_seqs=4,
         prefix_cache=prefix_cache,
         overlap=overlap and num_stages == 1,
-        policy=policy,
+        order=ServiceOrder(policy),
         num_stages=num_stages,
         windows=windows,
     )

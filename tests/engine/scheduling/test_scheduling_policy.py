@@ -1,25 +1,17 @@
-"""Who is served first, admitted and preempted: the shipped policies, the example, and policies that fail."""
+"""Who is served first, admitted and preempted: the shipped policies, and others."""
 
 from __future__ import annotations
 
-import logging
-import sys
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from common.errors import ConfigError
 from engine.engine import Engine
-from engine.offline.llm import LLM
 from engine.request import FinishReason, Request, RequestStatus, SamplingParams
-from engine.scheduling.policy import EngineView, FcfsPolicy, PriorityPolicy, RequestView, load_policy
-from examples.scheduling_policy import TOKENS_PER_ARRIVAL
+from engine.scheduling.policy import EngineView, FcfsPolicy, PriorityPolicy, RequestView, ServiceOrder
 from tests.engine.fakes import expected_tokens
 from tests.engine.scheduling.test_scheduler import assert_quiet, make_engine, run_all
 
-EXAMPLE = "examples.scheduling_policy:ShortestPromptFirst"
 LONG = SamplingParams(max_tokens=12)
 on_all_paths = pytest.mark.parametrize(("swap", "overlap"), [(s, o) for s in (False, True) for o in (False, True)])
 
@@ -178,7 +170,7 @@ def test_who_is_handed_over_and_gives_way_with_its_last_token_leaves_nothing(win
 
 
 def test_fcfs_knows_no_priority() -> None:
-    engine, _ = make_engine(64, max_num_seqs=1, policy=FcfsPolicy())
+    engine, _ = make_engine(64, max_num_seqs=1, order=ServiceOrder(FcfsPolicy()))
     requests = start(engine, [[1] * 5])
     requests += [engine.add_request([2] * 5, LONG, priority=9), engine.add_request([3] * 5, LONG, priority=0)]
     order = []
@@ -198,96 +190,12 @@ class Hesitant(PriorityPolicy):
 
 
 def test_who_is_not_admitted_starts_when_nothing_runs() -> None:
-    engine, _ = make_engine(64, policy=Hesitant())
+    engine, _ = make_engine(64, order=ServiceOrder(Hesitant()))
     requests = [engine.add_request([i + 1] * 5, LONG) for i in range(3)]
     while engine.has_work():
         engine.step()
         assert engine.load().num_running <= 1
     assert_undisturbed(requests)
-
-
-# -- policies of users -------------------------------------------------------------------------------------------
-
-
-def test_the_example_serves_short_prompts_first_and_lets_long_ones_age() -> None:
-    policy = load_policy(EXAMPLE)
-
-    def key(arrival: int, num_tokens: int) -> tuple[float, ...]:
-        return policy.key(RequestView(0, arrival, num_tokens, 0, 16))
-
-    assert key(1, 10) < key(0, 10 * TOKENS_PER_ARRIVAL)
-    assert key(11, 10) > key(0, 10 * TOKENS_PER_ARRIVAL)
-
-
-def test_the_example_serves_an_engine() -> None:
-    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
-    prompts = [[7] * 6, [5] * 400, [6] * 8]
-    orders, texts = [], []
-    for policy in ("fcfs", EXAMPLE):
-        llm = LLM("dry-run", device="cpu", max_num_seqs=1, num_gpu_blocks=64, scheduling_policy=policy)
-        requests = [llm.engine.add_request(prompt, params) for prompt in prompts]
-        order: list[int] = []
-        while llm.engine.has_work():
-            order += [requests.index(o.request) for o in llm.engine.step().outputs if o.finish_reason is not None]
-        orders.append(order)
-        texts.append([request.output_token_ids for request in requests])
-    assert orders == [[0, 1, 2], [0, 2, 1]]
-    assert texts[0] == texts[1]
-
-
-@pytest.mark.parametrize(
-    ("source", "name", "message"),
-    [
-        ("", "lifo", "choose priority, fcfs or module:Class"),
-        ("", "user_policy:", "choose priority, fcfs or module:Class"),
-        ("", "no_such_module:Policy", "cannot import no_such_module .*PYTHONPATH"),
-        ("1 / 0", "user_policy:Policy", "cannot import user_policy .ZeroDivisionError"),
-        ("", "user_policy:Policy", "user_policy has no class Policy"),
-        ("class Policy: pass", "user_policy:Policy", "Policy does not work .AttributeError: .*'key'"),
-        ("class Policy:\n def __init__(self, x): pass", "user_policy:Policy", "Policy does not work .TypeError"),
-        (
-            "class Policy:\n def key(self, r): return r.size",
-            "user_policy:Policy",
-            "does not work .AttributeError: .*size",
-        ),
-        ("class Policy:\n def key(self, r): return 'first'", "user_policy:Policy", "must return a tuple of numbers"),
-    ],
-)
-def test_a_policy_that_cannot_work_is_refused_at_the_start(
-    source: str, name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "user_policy.py").write_text(source)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "user_policy", raising=False)
-    with pytest.raises(ConfigError, match=f"--scheduling-policy {name}: .*{message}"):
-        LLM("dry-run", device="cpu", scheduling_policy=name)
-
-
-def fail(*_: object) -> bool:
-    raise ValueError("told to fail")
-
-
-@pytest.mark.parametrize(
-    ("method", "answer"), [("key", fail), ("admits", fail), ("preempts", fail), ("key", lambda *_: (float("nan"),))]
-)
-def test_a_policy_that_fails_is_replaced_and_no_request_lost(
-    method: str, answer: Callable[..., object], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    policy = load_policy(EXAMPLE)
-    engine, _ = make_engine(12, host_slots=32, max_num_seqs=2, swap=True, overlap=True, policy=policy)
-    requests = start(engine, [[1] * 5, [2] * 5])
-    monkeypatch.setattr(policy, method, answer)
-    for priority in (0, 7, 1):
-        requests.append(engine.add_request([3 + priority] * 5, LONG, priority=priority))
-    with caplog.at_level(logging.ERROR):
-        run_all(engine)
-    assert_undisturbed(requests)
-    assert_quiet(engine)
-    [record] = caplog.records  # once, with its traceback
-    assert record.getMessage() == (
-        "scheduling policy ShortestPromptFirst failed; the engine goes on with the policy 'priority'"
-    )
-    assert record.exc_info is not None
 
 
 class Contrary:
@@ -305,7 +213,9 @@ class Contrary:
 
 @on_all_paths
 def test_no_policy_can_stop_the_engine(swap: bool, overlap: bool) -> None:
-    engine, _ = make_engine(14, host_slots=20, max_num_seqs=3, swap=swap, overlap=overlap, policy=Contrary())
+    engine, _ = make_engine(
+        14, host_slots=20, max_num_seqs=3, swap=swap, overlap=overlap, order=ServiceOrder(Contrary())
+    )
     requests = []
     for index in range(12):
         requests.append(engine.add_request([index + 1] * (1 + 5 * index % 23), LONG, priority=index % 3))

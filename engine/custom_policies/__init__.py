@@ -1,0 +1,1 @@
+"""Scheduling policies of one's own (`--scheduling-policy module:Class`)."""
