@@ -23,6 +23,7 @@ def adapt_config(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig:
 @register("MistralForCausalLM", adapt_config)
 @register("LlamaForCausalLM", adapt_config, gguf_name="llama", gguf_permuted=True)
 def llama(config: ModelConfig, weights: WeightSource) -> Iterator[Part]:
+    """Yield the model; other families of these blocks differ in their configs."""
     embedding = Embedding(config, weights, "model.embed_tokens")
     yield embedding
     for index in range(config.num_layers):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from engine.layers.attention import Attention
-from engine.layers.mlp import Mlp
-from engine.layers.weights import WeightSource
 from engine.models.config import ModelConfig
-from engine.models.model import Embedding, Head, Part
+from engine.models.llama import llama
 from engine.models.registry import register
 
 
@@ -37,13 +34,5 @@ def with_optional_window(config: ModelConfig, raw: Mapping[str, Any]) -> ModelCo
     return replace(config, sliding_window=window, full_layers=tuple(range(num_full)) if window else ())
 
 
-@register("MiMoForCausalLM", adapt_mimo)
-@register("Qwen2ForCausalLM", adapt_config, gguf_name="qwen2")
-def qwen2(config: ModelConfig, weights: WeightSource) -> Iterator[Part]:
-    embedding = Embedding(config, weights, "model.embed_tokens")
-    yield embedding
-    for index in range(config.num_layers):
-        layer = f"model.layers.{index}"
-        yield Attention(config, weights, f"{layer}.self_attn", f"{layer}.input_layernorm", index)
-        yield Mlp(config, weights, f"{layer}.mlp", f"{layer}.post_attention_layernorm")
-    yield Head(config, weights, "model.norm", "lm_head", embedding)
+register("Qwen2ForCausalLM", adapt_config, gguf_name="qwen2")(llama)
+register("MiMoForCausalLM", adapt_mimo)(llama)
