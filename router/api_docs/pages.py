@@ -5,20 +5,23 @@ FastAPI's own pages load scripts from elsewhere; this one needs no network and n
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Sequence
-from copy import copy
 from functools import cache
 from html import escape
-from typing import Any
+from typing import Annotated, Any
 
+from fastapi import Body
 from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from common.version import VERSION
 from router.api.parse import accepted_besides
-from router.http.routes import DescribedRoute, Routes, json_response
+from router.http.routes import Described, Routes, json_response
 
 _PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1"><style>
@@ -31,11 +34,13 @@ accepted without effect: <a href="openapi.json">openapi.json</a></p>
 {body}</html>
 """
 _NO_EFFECT = "Accepted, without effect."
+# What any answer may be instead. Without it, FastAPI would describe errors of its own, which no handler raises.
+ERRORS: dict[int | str, dict[str, Any]] = {"default": {"description": "An error: message, type, parameter and code."}}
 
 
 def add_documentation(routes: Routes, _: object) -> None:
     """Serve the description of the routes that were added before."""
-    described = list(routes.routes)
+    described = list(routes.described)
 
     @cache
     def description() -> dict[str, Any]:
@@ -52,15 +57,39 @@ def add_documentation(routes: Routes, _: object) -> None:
     routes.add("GET", "/openapi.json", schema, "its content for programs")
 
 
-def openapi(routes: Sequence[DescribedRoute]) -> dict[str, Any]:
+def openapi(described: Sequence[Described]) -> dict[str, Any]:
     """The description of an API, OpenAPI 3.1."""
-    made = get_openapi(title="mini-infer", version=VERSION, routes=list(map(_without_head, routes)))
-    for route in routes:
-        for method in route.methods or ():
-            if route.body_kind is not None:
-                schema = made["components"]["schemas"][_body_name(made["paths"][route.path_format][method.lower()])]
-                schema["properties"] |= _accepted_besides(route.body_kind)
+    routes = list(map(_for_fastapi, described))
+    made = get_openapi(title="mini-infer", version=VERSION, routes=routes)
+    for each, route in zip(described, routes, strict=True):
+        if each.body is not None:
+            schema = made["components"]["schemas"][_body_name(made["paths"][route.path_format][each.method.lower()])]
+            schema["properties"] |= _accepted_besides(each.body)
     return made
+
+
+def _for_fastapi(described: Described) -> APIRoute:
+    """The route as FastAPI describes it, by a signature that says what `body` and `query` say of the request.
+
+    It serves nothing: FastAPI would parse each body and argument a second time.
+    """
+    kind = inspect.Parameter.KEYWORD_ONLY
+    found = [inspect.Parameter(name, kind, annotation=str) for name in re.findall(r"{(\w+)", described.path)]
+    for name, told in described.query.items():
+        annotation, default = (told | None, None) if isinstance(told, type) else (type(told), told)
+        found.append(inspect.Parameter(name, kind, default=default, annotation=annotation))
+    if described.body is not None:
+        found.append(inspect.Parameter("body", kind, annotation=Annotated[described.body, Body()]))
+
+    async def endpoint() -> None:
+        """FastAPI reads the signature and never calls it."""
+
+    endpoint.__signature__ = inspect.Signature(found)  # type: ignore[attr-defined]
+    return APIRoute(
+        described.path, endpoint, methods=[described.method], summary=described.summary, name=described.summary,
+        operation_id=f"{described.method.lower()} {described.path}", responses=dict(ERRORS), response_model=None,
+        response_class=Response, response_description="The answer.",
+    )  # fmt: skip
 
 
 def _accepted_besides(kind: type[BaseModel]) -> dict[str, Any]:
@@ -75,13 +104,6 @@ def _body_name(operation: dict[str, Any]) -> str:
     """The type of its body."""
     reference: str = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
     return reference.rpartition("/")[2]
-
-
-def _without_head(route: DescribedRoute) -> DescribedRoute:
-    """HEAD is as GET, and needs no words."""
-    shown = copy(route)
-    shown.methods = (route.methods or set()) - {"HEAD"}
-    return shown
 
 
 def page(description: dict[str, Any]) -> str:

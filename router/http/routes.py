@@ -1,26 +1,21 @@
-"""Routes that FastAPI describes and that run without its layers: handlers read and check the request themselves."""
+"""Routes that run without the layers of FastAPI: handlers read and check the request themselves."""
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Any
 
 import orjson
-from fastapi import Body
-from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import request_response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 Handler = Callable[[Request], Awaitable[Response]]
 ErrorHandler = Callable[[Request, Exception], Awaitable[Response]]
-# What any answer may be instead. Without it, FastAPI would describe errors of its own, which no handler raises.
-ERRORS: dict[int | str, dict[str, Any]] = {"default": {"description": "An error: message, type, parameter and code."}}
 NO_QUERY: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -28,49 +23,23 @@ def json_response(value: Any, status: int = 200) -> Response:
     return Response(orjson.dumps(value), status, media_type="application/json")
 
 
-class DescribedRoute(APIRoute):
-    """One method of one path. A GET answers HEAD, too.
+@dataclass(frozen=True, slots=True)
+class Described:
+    """What one method of one path is for, and what a request says: `Routes.add`."""
 
-    FastAPI would parse each body and argument a second time, so it sees a signature only: what `body` and `query`
-    say of the request. The handler gets it untouched, and its errors have the shape of the API that was asked.
-    """
-
-    def __init__(
-        self,
-        method: str,
-        path: str,
-        handler: Handler,
-        summary: str,
-        body: type[BaseModel] | None,
-        query: Mapping[str, Any],
-    ) -> None:
-        kind = inspect.Parameter.KEYWORD_ONLY
-        found = [inspect.Parameter(name, kind, annotation=str) for name in re.findall(r"{(\w+)", path)]
-        for name, told in query.items():
-            annotation, default = (told | None, None) if isinstance(told, type) else (type(told), told)
-            found.append(inspect.Parameter(name, kind, default=default, annotation=annotation))
-        if body is not None:
-            found.append(inspect.Parameter("body", kind, annotation=Annotated[body, Body()]))
-
-        async def described() -> None:
-            """FastAPI reads the signature and never calls it."""
-
-        described.__signature__ = inspect.Signature(found)  # type: ignore[attr-defined]
-        super().__init__(
-            path, described, methods=[method], summary=summary, name=summary, operation_id=f"{method.lower()} {path}",
-            responses=dict(ERRORS), response_model=None, response_class=Response, response_description="The answer.",
-        )  # fmt: skip
-        self.handler = handler
-        self.body_kind = body
-        self.app = request_response(handler)
-        self.methods = {method, "HEAD"} if method == "GET" else {method}
+    method: str
+    path: str
+    summary: str
+    body: type[BaseModel] | None
+    query: Mapping[str, Any]
 
 
 class Routes:
-    """Routes in the order in which they are tried."""
+    """Routes in the order in which they are tried. A GET answers HEAD, too."""
 
     def __init__(self) -> None:
-        self.routes: list[DescribedRoute] = []
+        self.routes: list[Route] = []
+        self.described: list[Described] = []  # the same ones, for people and programs (`router/api_docs`)
         self.open_paths: set[bytes] = set()  # as they are asked for, which need no API key
         self.tasks: list[Callable[[], Coroutine[Any, Any, None]]] = []  # run while the router serves
 
@@ -85,7 +54,8 @@ class Routes:
     ) -> None:
         """Serve a method of a path. body: the schema of its JSON; query: arguments by name, with their defaults,
         or the types of those without."""
-        self.routes.append(DescribedRoute(method, path, handler, summary, body, query))
+        self.routes.append(Route(path, handler, methods=[method]))
+        self.described.append(Described(method, path, summary, body, query))
 
 
 class FixedPaths:
@@ -100,7 +70,7 @@ class FixedPaths:
         self._handlers: dict[tuple[str, str], Handler] = {}
         for route in routes.routes:
             for method in route.methods or ():
-                self._handlers.setdefault((method, route.path), route.handler)
+                self._handlers.setdefault((method, route.path), route.endpoint)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         handler = self._handlers.get((scope["method"], scope["path"])) if scope["type"] == "http" else None
