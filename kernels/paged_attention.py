@@ -30,20 +30,14 @@ def write_kv(pool: Tensor, layer: int, kv: Tensor, block_ids: Tensor, offsets: T
 
     pool: (num_blocks, num_layers, planes, num_kv_heads, block_size, head_dim).
     """
-    target = _indexable(pool)[:, layer].permute(0, 3, 1, 2, 4)
-    target.index_put_((block_ids, offsets), _indexable(as_stored(kv, pool.dtype)))
+    target = indexable(pool)[:, layer].permute(0, 3, 1, 2, 4)
+    target.index_put_((block_ids, offsets), indexable(as_stored(kv, pool.dtype)))
 
 
 def gather_kv(pool: Tensor, layer: int, block_ids: Tensor, seq_len: int) -> Tensor:
     """One sequence, copied out of its blocks: (planes, num_kv_heads, seq_len, head_dim) in the pool's dtype."""
-    blocks = _indexable(pool)[block_ids, layer].view(pool.dtype)  # (n, planes, heads, block_size, head_dim)
+    blocks = indexable(pool)[block_ids, layer].view(pool.dtype)  # (n, planes, heads, block_size, head_dim)
     return blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :seq_len]
-
-
-def gather_rows(pool: Tensor, layer: int, block_ids: Tensor) -> Tensor:
-    """Sequences of equally many blocks: block_ids (n, m) -> (planes, n, num_kv_heads, m * block_size, head_dim)."""
-    blocks = _indexable(pool)[block_ids, layer].view(pool.dtype)  # (n, m, planes, heads, block_size, head_dim)
-    return blocks.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
 
 
 def attend_sequence(q: Tensor, kv: Tensor) -> Tensor:
@@ -84,27 +78,6 @@ def attend_causally(q: Tensor, keys: Tensor, values: Tensor, window: int = 0, si
     return out.view(num_kv_heads, group, num_queries, -1).permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def attend_rows(
-    q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, sinks: Tensor | None = None, softcap: float = 0.0
-) -> Tensor:
-    """One query per sequence.
-
-    q: (n, num_heads, head_dim); keys and values: (n, num_kv_heads, num_keys, head_dim), values may be changed;
-    hidden: bool (n, num_keys), keys that do not take part and may hold anything. Returns the shape of q.
-    """
-    num_kv_heads = keys.shape[1]
-    grouped = q.view(q.shape[0], num_kv_heads, -1, q.shape[2])
-    keys, values = keys.to(q.dtype), values.to(q.dtype).masked_fill_(hidden[:, None, :, None], 0)
-    scores = capped(torch.matmul(grouped, keys.transpose(2, 3)).float() * q.shape[2] ** -0.5, softcap)
-    scores.masked_fill_(hidden[:, None, None], float("-inf"))
-    if sinks is None:
-        weights = scores.softmax(dim=-1)
-    else:
-        beside = sinks.float().view(1, num_kv_heads, -1, 1).expand(q.shape[0], -1, -1, 1)
-        weights = torch.cat([scores, beside], dim=-1).softmax(dim=-1)[..., :-1]
-    return torch.matmul(weights.to(values.dtype), values).view(q.shape)
-
-
 def capped(scores: Tensor, softcap: float) -> Tensor:
     """Scores below `softcap` in size; 0: as they are."""
     return (scores / softcap).tanh() * softcap if softcap else scores
@@ -118,6 +91,6 @@ def _attend_with_sinks(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor,
     return torch.matmul(weights[..., :-1].to(values.dtype), values)
 
 
-def _indexable(x: Tensor) -> Tensor:
+def indexable(x: Tensor) -> Tensor:
     """View the memory as a type that torch can index on every device."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x

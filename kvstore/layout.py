@@ -22,7 +22,6 @@ from common.errors import ConfigError, UnsupportedModelError
 
 KvKind = Literal["full", "window", "latent"]
 SERVED: tuple[tuple[KvKind, int], ...] = (("full", 2), ("window", 2), ("latent", 1))  # kind and planes of a group
-MAX_WINDOW_GROUPS = 8
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1}
 MAX_DIMENSION = 1 << 16
 
@@ -103,44 +102,6 @@ def full_attention(num_layers: int, num_kv_heads: int, head_dim: int, dtype: str
 def latent_attention(num_layers: int, width: int, dtype: str) -> KvLayout:
     """The layout of latent attention (MLA): each layer keeps one vector a token, the latent and the rotated key."""
     return KvLayout((KvGroup("attention", "latent", tuple(range(num_layers)), 1, width, dtype, num_planes=1),))
-
-
-def windowed_attention(windows: Sequence[int], num_kv_heads: int, head_dim: int, dtype: str) -> KvLayout:
-    """The layout of a model whose layers look back `windows[layer]` tokens; 0: to the start.
-
-    Layers of one window are divided into groups of equal size, the widest window first. They are assigned in turn, so
-    that consecutive layers, which a pipeline stage has, are about as many of each group.
-    """
-    by_window: dict[int, list[int]] = {}
-    for layer, window in enumerate(windows):
-        by_window.setdefault(window, []).append(layer)
-    ordered = sorted(by_window.items(), key=lambda item: item[0] or math.inf, reverse=True)
-    size = _group_size([len(layers) for _, layers in ordered])
-    groups = [
-        KvGroup(
-            "attention", "window" if window else "full", tuple(layers[first::count]), num_kv_heads, head_dim, dtype,
-            window=window,
-        )
-        for window, layers in ordered
-        for count in [-(-len(layers) // size)]
-        for first in range(count)
-    ]  # fmt: skip
-    return KvLayout(tuple(groups))
-
-
-def _group_size(counts: Sequence[int]) -> int:
-    """Layers of each group, where counts[i] layers have the i-th window, the widest first.
-
-    Preferred are at most MAX_WINDOW_GROUPS groups, then the least padding of the first window's layers, then of all,
-    then the fewest groups.
-    """
-
-    def cost(size: int) -> tuple[bool, int, int, int]:
-        paddings = [-count % size for count in counts]
-        num_groups = sum(-(-count // size) for count in counts)
-        return num_groups > MAX_WINDOW_GROUPS, paddings[0], sum(paddings), num_groups
-
-    return min(range(1, max(counts) + 1), key=cost)
 
 
 @dataclass(frozen=True, slots=True)

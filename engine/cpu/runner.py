@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
-from common.wings import require_wing
 from engine.config import EngineConfig
 from engine.cpu.attention import CpuAttention
 from engine.cpu.batch import StepBatch, build_batch, is_generated
@@ -102,7 +101,6 @@ class CpuRunner(ModelRunner):
             windows = loaded.config.windows[geometry.layers.start :]
             return BidirectionalAttention(windows, loaded.model.rotary, loaded.model.local_rotary)
         if geometry.layout.has_windows:
-            require_wing("engine.windows", "a model with sliding windows")
             from engine.windows.grouped_attention import GroupedAttention
 
             return GroupedAttention(kv_pool, geometry, loaded.model.rotary, loaded.model.local_rotary)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
+from common.wings import require_wing
 from engine.config import EngineConfig
 from engine.kv.block_groups import BlockGroups
 from engine.models.config import ModelConfig
@@ -26,7 +27,6 @@ from kvstore.layout import (
     Shard,
     full_attention,
     latent_attention,
-    windowed_attention,
 )
 from kvstore.types import BlockId, HostSlot
 
@@ -58,6 +58,9 @@ def kv_layout(model_config: ModelConfig, dtype: torch.dtype) -> KvLayout:
     """KV layout of the model, stored as `dtype`."""
     config = model_config
     if config.windows:
+        require_wing("engine.windows", "a model with sliding windows")
+        from engine.windows.layout import windowed_attention
+
         return windowed_attention(config.windows, config.num_kv_heads, config.head_dim, DTYPE_NAMES[dtype])
     if config.num_kv_planes == 1:
         return latent_attention(config.num_layers, config.head_dim, DTYPE_NAMES[dtype])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch import Tensor
-from torch.nn import functional
 
 from engine.layers.block import Block, LinearRef, Step, take_linear
 from engine.layers.linear import Linear
@@ -33,16 +32,6 @@ class Mlp(Block):
     def linears(self) -> Iterator[LinearRef]:
         yield LinearRef(self, "gate_up", "gate_up")
         yield LinearRef(self, "down", "down")
-
-
-class GeluMlp(Mlp):
-    """y = W_down (gelu(W_gate x) * W_up x), by the tanh approximation."""
-
-    is_gelu = True
-
-    def __call__(self, x: Tensor, step: Step) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(functional.gelu(gate, approximate="tanh") * up)
 
 
 def take_gated(

@@ -13,10 +13,12 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
+from torch.nn import functional
 
 from common.errors import ConfigError, UnsupportedModelError
 from engine.layers.attention import Attention
-from engine.layers.mlp import GeluMlp, Mlp
+from engine.layers.block import Step
+from engine.layers.mlp import Mlp
 from engine.layers.weights import WeightSource
 from engine.models.config import ModelConfig
 from engine.models.hf_config import positive
@@ -113,3 +115,13 @@ def _parts(config: ModelConfig, weights: WeightSource, prefix: str) -> Iterator[
     head = Head(config, weights, f"{prefix}model.norm", f"{prefix}lm_head", embedding)
     head.norm = plus_one(head.norm)
     yield head
+
+
+class GeluMlp(Mlp):
+    """y = W_down (gelu(W_gate x) * W_up x), by the tanh approximation."""
+
+    is_gelu = True
+
+    def __call__(self, x: Tensor, step: Step) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(functional.gelu(gate, approximate="tanh") * up)

@@ -19,7 +19,7 @@ from engine.layers.attention import AttentionBlock
 from engine.layers.rotary import Rotation
 from engine.request_states import RequestState
 from kernels.cpu_attention import aligned_attention
-from kernels.paged_attention import attend_rows, gather_kv, gather_rows, write_kv
+from kernels.paged_attention import capped, gather_kv, indexable, write_kv
 from kvstore.layout import PoolGeometry
 from kvstore.types import BlockId
 
@@ -159,3 +159,30 @@ class GroupedAttention:
                 q[own_queries], *block.context(kv), row.first_key, window, block.sinks, block.softcap
             )
         return block.outputs(out)
+
+
+def gather_rows(pool: Tensor, layer: int, block_ids: Tensor) -> Tensor:
+    """Sequences of equally many blocks: block_ids (n, m) -> (planes, n, num_kv_heads, m * block_size, head_dim)."""
+    blocks = indexable(pool)[block_ids, layer].view(pool.dtype)  # (n, m, planes, heads, block_size, head_dim)
+    return blocks.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
+
+
+def attend_rows(
+    q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, sinks: Tensor | None = None, softcap: float = 0.0
+) -> Tensor:
+    """One query per sequence.
+
+    q: (n, num_heads, head_dim); keys and values: (n, num_kv_heads, num_keys, head_dim), values may be changed;
+    hidden: bool (n, num_keys), keys that do not take part and may hold anything. Returns the shape of q.
+    """
+    num_kv_heads = keys.shape[1]
+    grouped = q.view(q.shape[0], num_kv_heads, -1, q.shape[2])
+    keys, values = keys.to(q.dtype), values.to(q.dtype).masked_fill_(hidden[:, None, :, None], 0)
+    scores = capped(torch.matmul(grouped, keys.transpose(2, 3)).float() * q.shape[2] ** -0.5, softcap)
+    scores.masked_fill_(hidden[:, None, None], float("-inf"))
+    if sinks is None:
+        weights = scores.softmax(dim=-1)
+    else:
+        beside = sinks.float().view(1, num_kv_heads, -1, 1).expand(q.shape[0], -1, -1, 1)
+        weights = torch.cat([scores, beside], dim=-1).softmax(dim=-1)[..., :-1]
+    return torch.matmul(weights.to(values.dtype), values).view(q.shape)

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from common.errors import HandshakeError, TransferError
+from engine.windows.layout import windowed_attention
 from kvstore.handle.head_copy import HeadCopy
 from kvstore.handle.head_split import ShardPart, split_blocks
-from kvstore.layout import PoolGeometry, Shard, windowed_attention
+from kvstore.layout import PoolGeometry, Shard
 from kvstore.transports import host_pull
 from kvstore.transports.client import KvClient
 from kvstore.transports.cuda_ipc.reader import CudaIpcReader
