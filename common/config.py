@@ -168,16 +168,6 @@ class _Joined(argparse.Action):
         setattr(namespace, self.dest, " ".join(values))
 
 
-def setting_names(*classes: type[Any]) -> dict[str, tuple[type[Any], str]]:
-    """Every name of a setting, as Python spells it -> (class, field): the field's own and its further flags."""
-    return {
-        flag.removeprefix("--").replace("-", "_"): (cls, field.name)
-        for cls in classes
-        for field in dataclasses.fields(cls)
-        for flag in (field.name, *field.metadata.get("flags", ()))
-    }
-
-
 def misspelt_variables(env: Mapping[str, str], *classes: type[Any]) -> list[str]:
     """A line on each variable that is no setting's and looks like one."""
     known = {field.name.upper() for cls in classes for field in dataclasses.fields(cls)}

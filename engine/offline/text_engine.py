@@ -6,11 +6,10 @@ What `LLM` and `AsyncLLM` have in common. It does not know who steps the engine.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-from common.config import setting_names
 from common.errors import ConfigError, InvalidRequestError
 from common.grammar.grammar import check_grammar
 from common.text.stop_strings import StopStringMatcher
@@ -21,8 +20,8 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.gpu.config import GpuConfig
 from engine.offline.mailboxes import TokensAndParams
+from engine.offline.progress import terminal_progress
 from engine.request import Request, RequestId, RequestOutput, SamplingParams, TokenLogprobs
-from engine.start_progress import terminal_progress
 
 if TYPE_CHECKING:
     from engine.models.config import ModelConfig
@@ -63,7 +62,7 @@ class OfflineModel:
     @classmethod
     def load(cls, model: str, settings: Mapping[str, Any]) -> OfflineModel:
         """settings: those of `EngineConfig` and `GpuConfig`. Raises ConfigError with what to do."""
-        names = setting_names(EngineConfig, GpuConfig)
+        names = _setting_names(EngineConfig, GpuConfig)
         chosen: dict[type[Any], dict[str, Any]] = {EngineConfig: {"model": model}, GpuConfig: {}}
         for name, value in settings.items():
             if name not in names:
@@ -230,3 +229,13 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def _visible(token_ids: Sequence[int], stop_token_id: int | None) -> Sequence[int]:
     """Drop the token that ended the request."""
     return token_ids[:-1] if stop_token_id is not None and token_ids else token_ids
+
+
+def _setting_names(*classes: type[Any]) -> dict[str, tuple[type[Any], str]]:
+    """Every name of a setting, as Python spells it -> (class, field): the field's own and its further flags."""
+    return {
+        flag.removeprefix("--").replace("-", "_"): (cls, each.name)
+        for cls in classes
+        for each in fields(cls)
+        for flag in (each.name, *each.metadata.get("flags", ()))
+    }
