@@ -216,16 +216,6 @@ class PoolGeometry:
         )
         return mine == theirs
 
-    @property
-    def content_name(self) -> str:
-        """Name of what blocks hold: blocks of equal name and key are equal, whichever rank wrote them."""
-        heads = self.heads
-        name = f"{self.fingerprint}, {self.layout}, {self.block_size} tokens, heads {heads.start} to {heads.stop - 1}"
-        if len(self.layout.groups) > 1:
-            name += f", groups of layers {[group.layers for group in self.layout.groups]}"
-        layers = self.shard.layers
-        return name if layers is None else f"{name}, layers {layers[0]} to {layers[1] - 1}"
-
     @cached_property
     def block_shape(self) -> tuple[int, int, int, int, int]:
         group = self.group

@@ -13,6 +13,7 @@ from engine.kv.manager import KVManager
 from engine.kv.memory import host_buffer_over
 from kvstore.layout import WHOLE, PoolGeometry
 from kvstore.tier.agent_client import AgentHostTier
+from kvstore.tier.content import content_name
 from kvstore.tier.host_tier import HostTier, LocalHostTier
 
 
@@ -29,7 +30,7 @@ def open_tier(
     if agent_socket and geometry.shard == WHOLE:
         # A GPU's driver keeps the pages that it has registered, whatever is mapped there later: no other agent's.
         reconnects = device.type == "cpu"
-        tier = AgentHostTier(agent_socket, geometry.content_name, geometry.block_bytes, reconnects)
+        tier = AgentHostTier(agent_socket, content_name(geometry), geometry.block_bytes, reconnects)
     elif num_slots:
         tier = LocalHostTier(num_slots, geometry.block_bytes)
     else:

@@ -20,7 +20,8 @@ from typing import Any
 from common.errors import ConfigError, MiniInferError, TransferError, UnavailableError
 from kvstore.tier.key_filter import KeyFilter, num_cells
 from kvstore.tier.protocol import MAX_FRAME_BYTES
-from kvstore.transports.shared_memory import map_fd, map_fd_in_place
+from kvstore.tier.remap import map_fd_in_place
+from kvstore.transports.shared_memory import map_fd
 from kvstore.transports.unix_socket import connect_unix, recv_frame, send_frame
 from kvstore.types import BlockKey, HostSlot
 
@@ -33,7 +34,7 @@ RETRY_SECONDS = 0.2
 
 
 class AgentHostTier:
-    """`HostTier` in the memory of this host's node agent, for blocks of one content (`PoolGeometry.content_name`)."""
+    """`HostTier` in the memory of this host's node agent, for blocks of one content (`content_name`)."""
 
     def __init__(
         self,

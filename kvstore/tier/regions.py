@@ -2,7 +2,7 @@
 
 Blocks of different models never share a key (keys contain the model's fingerprint), but those of two ranks do, with
 other heads in them. So each (content_name, block_bytes) has a region of its own: a memfd and the states of its slots.
-Ranks with the same heads share one, which is `PoolGeometry.content_name`'s to say. A region is made when
+Ranks with the same heads share one, which is `content_name`'s to say. A region is made when
 its first worker connects, and outlives its workers; the one that was idle longest goes when another needs room.
 """
 

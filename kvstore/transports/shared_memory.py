@@ -6,7 +6,6 @@ peer's memory can never fault because the peer shrank it, not even after the pee
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import mmap
 import os
@@ -17,7 +16,6 @@ import numpy.typing as npt
 
 from common.errors import ConfigError, TransferError
 
-MAP_FIXED = 0x10  # of Linux; the module mmap has no name for it
 SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
@@ -59,21 +57,6 @@ def map_fd(fd: int, num_bytes: int, writable: bool) -> mmap.mmap:
         return mmap.mmap(fd, num_bytes, mmap.MAP_SHARED, protection)
     except (OSError, ValueError, OverflowError) as error:
         raise ConfigError(f"cannot map {num_bytes} bytes of shared memory") from error
-
-
-def map_fd_in_place(fd: int, buffer: mmap.mmap) -> None:
-    """Show a memfd where `buffer` showed another one, writable: views of `buffer` see the new memory.
-
-    Nobody may read or write meanwhile, nor have the memory registered with a device. Raises as `map_fd`.
-    """
-    check_sealed(fd, len(buffer))
-    address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | MAP_FIXED
-    if libc.mmap(address, len(buffer), protection, flags, fd, 0) != address:
-        raise ConfigError(f"cannot map {len(buffer)} bytes of shared memory: {os.strerror(ctypes.get_errno())}")
 
 
 def check_sealed(fd: int, num_bytes: int) -> None:

@@ -14,6 +14,7 @@ from kvstore.handle.handle import HandleWriter, ShardAddress, open_handle
 from kvstore.layout import PoolGeometry, Shard, full_attention
 from kvstore.pool.block_pool import BlockPool
 from kvstore.tier.agent_client import AgentHostTier
+from kvstore.tier.content import content_name
 from kvstore.transports.cuda_ipc import cuda_memory
 from kvstore.types import BlockId
 from tests.harness.waiting import wait_until
@@ -112,7 +113,7 @@ def test_ranks_share_host_slots_only_of_the_same_heads(tmp_path: Path) -> None:
     agent = Agent(tmp_path, num_regions=2)
     try:
         geometries = [replace(GEOMETRY, shard=Shard(rank, 4)) for rank in range(4)]  # of two heads
-        tiers = [AgentHostTier(agent.socket, one.content_name, one.block_bytes) for one in geometries]
+        tiers = [AgentHostTier(agent.socket, content_name(one), one.block_bytes) for one in geometries]
         slots = tiers[0].reserve(KEYS[:2])
         assert slots is not None
         tiers[0].commit(slots)
