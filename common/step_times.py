@@ -5,17 +5,13 @@
 
 `pairs` counts each prompt token once for every token before it. `prompt` is what such a step takes however few the
 tokens are: on a GPU the host starts its kernels one by one where decode steps are graphs. An engine bounds its prompt
-chunks by this, and a router predicts with it; both learn it for themselves. Simulated steps have one more part, which
-is not linear: `weights`, the time to read them, which the GEMMs of steps with prompts hide, and decode rows are then
-multiplied as long as prompt tokens are. With it, steps that have nothing but prompts take `base`, too.
+chunks by this, and a router predicts with it; both learn it for themselves.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields
-
-from common.errors import ConfigError
+from dataclasses import dataclass
 
 FADE = 0.98  # what a step counts for after the next one of its kind
 INERTIA = 0.5  # of the slopes, as variance of sizes (in means): in directions that vary less they change slowly
@@ -50,37 +46,12 @@ class StepCost:
     prompt_token: float = 0.0
     prompt_context: float = 0.0
     spread: float = SPREAD  # what one step in 500 with prompt tokens beside decode rows takes, in predicted ones
-    weights: float = 0.0  # of `base`; never learned
-
-    @classmethod
-    def parse(cls, text: str) -> StepCost:
-        """Read `base=0.0043,prompt_token=2e-5`: seconds for parts of it. Raises ConfigError."""
-        names = [field.name for field in fields(cls) if field.name != "spread"]
-        parts: dict[str, float] = {}
-        for item in text.split(","):
-            name, _, value = item.partition("=")
-            try:
-                parts[name.strip()] = float(value)
-            except ValueError:
-                raise ConfigError(f"{item!r}: a step's parts are given as NAME=SECONDS") from None
-        if not parts.keys() <= set(names) or any(not 0.0 <= value < 60.0 for value in parts.values()):
-            raise ConfigError(f"{text!r}: a step's parts are {', '.join(names)}, of 0 to 60 seconds")
-        return cls(**parts)
-
-    def learned(self) -> dict[str, float]:
-        """By their names, the parts that can be learned."""
-        return {name: value for name, value in asdict(self).items() if name != "weights"}
 
     def seconds(
         self, num_rows: float, num_prompt_tokens: float = 0.0, context: float = 0.0, pairs: float = 0.0
     ) -> float:
         decode = self.base + self.row * num_rows + self.context * context if num_rows else 0.0
-        if not num_prompt_tokens:
-            return decode
-        if not self.weights:
-            return decode + self.prompt + self.work(num_prompt_tokens, pairs)
-        gemms = max(self.prompt_token * (num_rows + num_prompt_tokens), self.weights) - self.weights
-        return (decode or self.base) + self.prompt + self.prompt_context * pairs + gemms
+        return decode + self.prompt + self.work(num_prompt_tokens, pairs) if num_prompt_tokens else decode
 
     def work(self, num_prompt_tokens: float, pairs: float) -> float:
         """Seconds for prompt tokens alone, however many steps they are spread over."""

@@ -27,7 +27,8 @@ from cli.simulation.cluster import SimulatedCluster
 from cli.simulation.settings import ClusterConfig
 from cli.simulation.specs import spec_of
 from common.config import require
-from common.step_times import StepCost, num_pairs
+from common.step_times import num_pairs
+from engine.simulated.step_cost import SimulatedCost
 
 FITS = 3
 NUM_ALONE = 30
@@ -103,7 +104,7 @@ def fitted(config: ClusterConfig, crowd: Sent, alone: Sent) -> ClusterConfig:
     medians leave out.
     """
     for _ in range(FITS):
-        cost = StepCost.parse(config.steps)
+        cost = SimulatedCost.parse(config.steps)
         longer = _median_gap(crowd.records) - _median_gap(_simulated(config, crowd))
         late = _late(alone, _simulated(config, alone))
         per_pair, per_token = _parabola(alone.lengths, late, -cost.prompt_context)

@@ -10,9 +10,10 @@ from typing import Any
 from cli.api_client import ApiClient
 from cli.simulation.settings import ClusterConfig
 from common.errors import ConfigError
-from common.step_times import StepCost, num_pairs
+from common.step_times import num_pairs
+from engine.simulated.step_cost import SimulatedCost
 
-PARTS = [field.name for field in fields(StepCost) if field.name != "spread"]
+PARTS = [field.name for field in fields(SimulatedCost) if field.name != "spread"]
 ROWS, TOKENS = 8, 512  # of a step that decodes such contexts, of one that computes such a prompt
 
 
@@ -31,7 +32,7 @@ def calibrated_by(config: ClusterConfig, workers: Sequence[Mapping[str, Any]]) -
     Pulls stay as they are: what a cluster knows of them has the fixed part of short ones in its rate.
     """
     known = [worker for worker in workers if worker.get("step_seconds_by_part")]
-    costs = [StepCost(**worker["step_seconds_by_part"]) for worker in known]
+    costs = [SimulatedCost(**worker["step_seconds_by_part"]) for worker in known]
     parts: dict[str, float] = {}
     if decodes := [cost for cost in costs if cost.base]:
         row, context = (median(getattr(cost, name) for cost in decodes) for name in ("row", "context"))
@@ -56,5 +57,5 @@ def calibrated_by(config: ClusterConfig, workers: Sequence[Mapping[str, Any]]) -
 
 
 def steps_of(parts: Mapping[str, float]) -> str:
-    """Parts of a step by name, as `StepCost.parse` reads them."""
+    """Parts of a step by name, as `SimulatedCost.parse` reads them."""
     return ",".join(f"{name}={parts[name]!r}" for name in PARTS if name in parts)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from common.model_files import resolve_model
-from common.step_times import StepCost
+from engine.simulated.step_cost import SimulatedCost
 
 if TYPE_CHECKING:
     from engine.models.config import ModelConfig
@@ -103,13 +103,13 @@ def size_of(config: ModelConfig, num_weights: int, quant_mode: str) -> ModelSize
     )  # fmt: skip
 
 
-def step_cost(model: ModelSize, gpu: Gpu, ranks: int) -> StepCost:
+def step_cost(model: ModelSize, gpu: Gpu, ranks: int) -> SimulatedCost:
     """Seconds of a step's parts where `ranks` GPUs share the model."""
     layers, hidden_bytes = model.num_layers, 2 * model.hidden_size
     starts, rows, prompts = _reduces(layers, hidden_bytes, ranks)
     read = model.weight_bytes / ranks / gpu.read_weights
     token = 2 * model.num_active / ranks / (gpu.gemm * GEMM_SPEEDUP.get(model.quant_mode, 1.0))
-    return StepCost(
+    return SimulatedCost(
         base=STEP_SECONDS + layers * LAYER_SECONDS + read + starts,
         row=layers * model.hidden_size * ROW_SECONDS + ROW_GEMM * token + rows,
         context=model.kv_bytes(ranks) / gpu.read_kv,

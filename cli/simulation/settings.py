@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.config import check_not_negative, require, setting
-from common.step_times import StepCost
+from engine.simulated.step_cost import SimulatedCost
 from router.routing.policy import POLICIES
 
 # About an H200 with 7B parameters in bfloat16, by steps of an engine alone (docs/benchmarks.md "In simulated time").
@@ -66,8 +66,8 @@ class ClusterConfig:
         ):  # fmt: skip
             require(getattr(self, name) > 0, f"--{name.replace('_', '-')} must be positive")
         require(self.max_num_batched_tokens >= self.max_num_seqs, "--max-num-batched-tokens is below --max-num-seqs")
-        StepCost.parse(self.steps)
-        StepCost.parse(self.prefill_steps or self.steps)
+        SimulatedCost.parse(self.steps)
+        SimulatedCost.parse(self.prefill_steps or self.steps)
 
 
 @dataclass(frozen=True)

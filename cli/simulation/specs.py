@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from cli.simulation.settings import ClusterConfig
 from cli.simulation.worker import WorkerSpec
-from common.step_times import StepCost
+from engine.simulated.step_cost import SimulatedCost
 from router.routing.objectives import Objectives
 
 
@@ -32,12 +32,12 @@ class ClusterSpec:
 
 def spec_of(config: ClusterConfig) -> ClusterSpec:
     worker = WorkerSpec(
-        StepCost.parse(config.steps), config.num_gpu_blocks, config.block_size, config.max_num_seqs,
+        SimulatedCost.parse(config.steps), config.num_gpu_blocks, config.block_size, config.max_num_seqs,
         config.max_num_batched_tokens, config.itl_objective_ms / 1e3, config.mixed_ms / 1e3, config.turn_ms / 1e3,
         config.pull_ms / 1e3, config.block_size / config.host_tokens_per_second,
     )  # fmt: skip
     prefill = replace(
-        worker, cost=StepCost.parse(config.prefill_steps or config.steps),
+        worker, cost=SimulatedCost.parse(config.prefill_steps or config.steps),
         num_blocks=config.prefill_num_gpu_blocks or config.num_gpu_blocks,
     )  # fmt: skip
     return ClusterSpec(

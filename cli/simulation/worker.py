@@ -14,7 +14,6 @@ from functools import partial
 from msgspec.structs import asdict as struct_fields
 
 from cli.simulation.clock import Clock
-from common.step_times import StepCost
 from engine.engine import Engine
 from engine.host_tier.kv_manager import TieredKVManager
 from engine.kv.block_groups import BlockGroups
@@ -26,6 +25,7 @@ from engine.scheduled_step import StepOutcome, StepStats
 from engine.scheduling.kv_load import KvLoad
 from engine.scheduling.scheduler import Scheduler
 from engine.simulated.runner import NOISE
+from engine.simulated.step_cost import SimulatedCost
 from kvstore.layout import full_attention
 from kvstore.pool.block_pool import BlockPool
 from kvstore.tier.host_tier import HostTier
@@ -47,7 +47,7 @@ class WorkerSpec:
     from the end of a step until another one is planned; pull, what the start of a pull adds to that; copy, of a block
     from host memory."""
 
-    cost: StepCost
+    cost: SimulatedCost
     num_blocks: int
     block_size: int
     max_num_seqs: int

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from common.step_times import StepCost
 from engine.config import EngineConfig
 from engine.cpu.runner import CpuRunner
 from engine.loader.load import LoadedModel
 from engine.plan import StepPlan, StepResult, StepSize
 from engine.request_states import RequestState
 from engine.simulated.settings import SimulationSettings
+from engine.simulated.step_cost import SimulatedCost
 from engine.start_progress import OnProgress, no_progress
 
 NOISE = 0.97, 1.06  # of a duration, uniform
@@ -48,7 +48,7 @@ class SimulatedRunner(CpuRunner):
     ) -> None:
         super().__init__(loaded, kv_pool, host_buffer, config)
         self.attention_backend = "none"
-        self._cost = StepCost.parse(config.of(SimulationSettings).simulated_steps)
+        self._cost = SimulatedCost.parse(config.of(SimulationSettings).simulated_steps)
         self._vocab_size = loaded.config.vocab_size
         self._ends = frozenset(loaded.config.eos_token_ids)
         self._random = random.Random(0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.config import setting
-from common.step_times import StepCost
+from engine.simulated.step_cost import SimulatedCost
 from engine.wings import EngineWing
 
 ONE_GPU = "--simulated-steps takes the place of one GPU: leave --device cuda, --tp, --pp and drafts out"
@@ -25,7 +25,7 @@ class SimulationSettings(EngineWing):
 
     def __post_init__(self) -> None:
         if self.simulated_steps:
-            StepCost.parse(self.simulated_steps)  # raises ConfigError
+            SimulatedCost.parse(self.simulated_steps)  # raises ConfigError
 
     @property
     def is_simulated(self) -> bool:

@@ -11,6 +11,7 @@ import logging
 import socket
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from common.errors import HandshakeError
@@ -171,7 +172,7 @@ def _describe(link: WorkerLink, model: ModelWorkers, now: float) -> dict[str, An
                 "kv_pool_bytes": info.num_blocks * info.block_bytes,
             },
             "rates": {name: round(getattr(link.rates, name), 6) for name in _SHOWN_RATES},
-            "step_seconds_by_part": link.rates.step_times.cost.learned(),
+            "step_seconds_by_part": asdict(link.rates.step_times.cost),
             "index": {
                 "state": index.state(link.worker_id).value,
                 "blocks": index.num_worker_keys(link.worker_id),

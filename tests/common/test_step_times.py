@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 
@@ -109,21 +108,6 @@ def test_ends_of_prompts_that_cost_nothing_beside_decode_rows_leave_the_cost_of_
         if step > 20:
             assert times.cost.seconds(10, 500) == pytest.approx(TRUE.seconds(10, 500), rel=0.25)
     assert times.cost.spread < 1.3
-
-
-def test_prompt_tokens_hide_the_reading_of_weights() -> None:
-    cost = StepCost.parse("base=0.004,row=1e-5,prompt=0.0005,prompt_token=2e-5,weights=0.003")
-    assert cost.seconds(0) == 0.0
-    assert cost.seconds(10) == pytest.approx(0.0041)  # they are of its base
-    assert [cost.seconds(0, tokens) for tokens in (50, 100)] == pytest.approx([0.0045, 0.0045])  # read for few, too
-    assert cost.seconds(0, 1000) == pytest.approx(0.001 + 0.0205)
-    assert cost.seconds(10, 100) == pytest.approx(0.0041 + 0.0005)
-    assert cost.seconds(10, 1000) == pytest.approx(0.0041 + 0.0205 + 0.0002 - 0.003)  # its rows are computed, too
-
-
-def test_what_is_learned_has_no_part_of_simulated_steps() -> None:
-    cost = StepCost(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 0.003)
-    assert StepCost(**cost.learned()) == replace(cost, weights=0.0)
 
 
 def test_contexts_are_told_from_rows_and_tokens() -> None:

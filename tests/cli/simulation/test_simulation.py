@@ -21,7 +21,7 @@ from cli.simulation.settings import ClusterConfig
 from cli.simulation.simulate import run
 from cli.simulation.specs import spec_of
 from common.errors import ConfigError
-from common.step_times import StepCost
+from engine.simulated.step_cost import SimulatedCost
 from tests.packaging.documentation import commands_of, runnable
 
 HERE = "tests/cli/simulation/test_simulation.py"
@@ -223,7 +223,9 @@ def test_settings_are_fitted_to_a_load(num_prefill: int, per_pair: float) -> Non
     crowd, alone = (Sent(load, _simulated(given, Sent(load, []))) for load in loads)
     steps = "base=0.012,row=0.0001,context=0,prompt=0.002,prompt_token=0.00007,prompt_context=1e-7"
     made = fitted(replace(given, steps=steps, hop_ms=0.5, accept_ms=0.0), crowd, alone)
-    assert astuple(StepCost.parse(made.steps)) == pytest.approx(astuple(StepCost.parse(real)), rel=0.01, abs=1e-8)
+    assert astuple(SimulatedCost.parse(made.steps)) == pytest.approx(
+        astuple(SimulatedCost.parse(real)), rel=0.01, abs=1e-8
+    )
     assert 3 * made.hop_ms + made.accept_ms == pytest.approx(7.5, rel=0.02)
     assert made.hop_ms == pytest.approx(2.0 if num_prefill else 0.5, rel=0.02)
 
@@ -232,8 +234,8 @@ def test_a_running_cluster_tells_what_steps_take() -> None:
     """Of a prefill worker only what prompts take is known. A low base goes with the high cost of a row."""
     workers = [worker(prompt_token=1e-4), worker(base=0.01, row=1e-3), worker(base=0.02), {"state": "connecting"}]
     made = calibrated_by(config(like="http://there"), workers)
-    assert astuple(StepCost.parse(made.steps)) == pytest.approx(
-        astuple(StepCost(base=0.015, row=5e-4, prompt_token=1e-4))
+    assert astuple(SimulatedCost.parse(made.steps)) == pytest.approx(
+        astuple(SimulatedCost(base=0.015, row=5e-4, prompt_token=1e-4))
     )
     assert (made.num_gpu_blocks, made.block_size, made.max_num_seqs) == (500, 16, 8)
     with pytest.raises(ConfigError, match="send it a load first"):
