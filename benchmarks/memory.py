@@ -25,7 +25,7 @@ from typing import Any
 
 import httpx
 
-from cli.cluster.local_server import LocalServer
+from cli.local_cluster.local_server import LocalServer
 from common.memory import resident
 
 SAMPLE_SECONDS = 10.0

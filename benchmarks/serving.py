@@ -38,12 +38,12 @@ import uvloop
 from benchmarks.harness import random_prompt, read_metric, report
 from benchmarks.model_folder import with_tokenizer
 from cli.api_client import first_model
-from cli.cluster.local_server import LocalServer
 from cli.cluster.ports import LOOPBACK, free_port_range
 from cli.event_stream import RequestRecord
 from cli.load.client import Client, Target
 from cli.load.runner import closed_loop
 from cli.load.workload import PlannedRequest, Prompt, PromptMaker
+from cli.local_cluster.local_server import LocalServer
 from common.errors import UnavailableError
 
 NUM_STREAMS = 8

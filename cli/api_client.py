@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import os
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import httpx
@@ -12,6 +15,8 @@ from cli.event_stream import EventStream, RequestRecord, StreamError, message_of
 from common.errors import ConfigError, InvalidRequestError, MiniInferError, UnavailableError
 
 Message = dict[str, str]
+DEFAULT_URL = "http://127.0.0.1:8000"
+API_KEY = "MINI_INFER_API_KEY"
 LIST_SECONDS = 10.0
 
 
@@ -136,6 +141,25 @@ class ApiClient:
             raise UnavailableError(f"the connection to {self.url} broke: {error}") from error
         except (ValueError, LookupError, TypeError) as error:
             raise ApiError(f"{self.url}/v1/chat/completions answers with something else") from error
+
+
+def add_client_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags that `client_for` reads."""
+    parser.add_argument("--url", default="", help=f"the server (default: {DEFAULT_URL})")
+    # $MINI_INFER_MODEL is for `serve`; a server that runs has its own model.
+    parser.add_argument("--model", default="", help="which model (default: the server's first)")
+    parser.add_argument("--api-key", default="", help=f"the server's key (default: ${API_KEY})")
+
+
+def api_key_of(arguments: argparse.Namespace) -> str:
+    return arguments.api_key or os.environ.get(API_KEY, "")
+
+
+@contextlib.contextmanager
+def client_for(arguments: argparse.Namespace) -> Iterator[tuple[ApiClient, str]]:
+    """A client of the server that the flags name, and the model to ask for."""
+    with ApiClient(arguments.url or DEFAULT_URL, api_key_of(arguments)) as client:
+        yield client, client.choose_model(arguments.model)
 
 
 def first_model(url: str, api_key: str = "") -> str:

@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.model_folder import with_tokenizer
-from cli.cluster.local_server import LocalServer
 from cli.load.bench import ReportConfig, WorkloadConfig, write_json
+from cli.local_cluster.local_server import LocalServer
 from cli.simulation.against import against
 from cli.simulation.settings import ClusterConfig
 from common.config import SettingsParser, add_arguments, from_namespace

@@ -27,8 +27,8 @@ from benchmarks.clusters.cells import Load
 from benchmarks.clusters.roles import Bench
 from benchmarks.harness import int_list, read_metric, report
 from benchmarks.model_folder import with_tokenizer
-from cli.cluster.local_server import LocalServer
 from cli.cluster.ports import LOOPBACK, free_port_range
+from cli.local_cluster.local_server import LocalServer
 
 PROMPT_TOKENS = "vllm:prefix_cache_queries_total"
 

@@ -33,13 +33,13 @@ import uvloop
 from benchmarks.clusters.cells import HEADER, Cell, Load, draw, row
 from benchmarks.model_folder import with_tokenizer
 from cli.api_client import first_model
-from cli.cluster.local_server import LocalServer
 from cli.event_stream import RequestRecord
 from cli.load.client import Client, Target
 from cli.load.plot import tokens_over_time
 from cli.load.results import Objectives, distribution_ms, summarize
 from cli.load.runner import closed_loop, open_loop
 from cli.load.workload import PlannedRequest, PromptMaker, TraceRow, random_workload, read_trace, trace_workload
+from cli.local_cluster.local_server import LocalServer
 from common.errors import ConfigError
 
 TIMES = ("queue", "prefill")

@@ -11,9 +11,9 @@ from contextlib import closing
 from itertools import pairwise
 
 from cli.api_client import ApiClient
-from cli.cluster.local_server import LocalServer
 from cli.comparisons.result import Arm, Comparison, told_of_pauses
 from cli.event_stream import RequestRecord
+from cli.local_cluster.local_server import LocalServer
 
 NUM_RUNNING = 2
 NUM_WORDS = 1024  # of the long prompt, an eighth of the context at most

@@ -18,9 +18,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from cli.api_client import ApiClient, ApiError, Message, describe, speed_of
-from cli.cluster.local_server import add_server_arguments, client_for, parse_with_serve_flags
+from cli.api_client import ApiClient, ApiError, Message, add_client_arguments, describe, speed_of
 from cli.event_stream import RequestRecord
+from cli.local_cluster.local_server import add_start_arguments, find_or_start, parse_with_serve_flags
 from cli.terminal.answer import view_of_stdout
 from common.config import SettingsParser
 from common.errors import ConfigError, InvalidRequestError
@@ -134,11 +134,9 @@ def tour(client: ApiClient, model: str, console: Console) -> Table:
 
 
 def build_parser() -> SettingsParser:
-    parser = SettingsParser(
-        prog="mini-infer demo",
-        description="A short tour. Flags that are not listed here go to `mini-infer serve` when one is started.",
-    )
-    add_server_arguments(parser)
+    parser = SettingsParser(prog="mini-infer demo", description="A short tour.")
+    add_client_arguments(parser)
+    add_start_arguments(parser)
     parser.add_argument(
         "--compare", nargs="?", const="all", metavar="NAME",
         help="measure on engines of its own what optimizations bring on this machine: batching, prefix-cache, "
@@ -169,7 +167,7 @@ def run(argv: Sequence[str]) -> int:
     if arguments.compare:
         compare_here(arguments, serve_flags)
         return 0
-    with client_for(arguments, serve_flags, sys.stdin.isatty()) as (client, model):
+    with find_or_start(arguments, serve_flags, sys.stdin.isatty()) as (client, model):
         console = Console(highlight=False)
         console.print(tour(client, model, console))
     return 0

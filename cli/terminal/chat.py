@@ -1,7 +1,7 @@
 """`mini-infer chat`: a conversation in the terminal, or line by line through a pipe.
 
 `Conversation` holds the messages and interprets slash commands; `Chat` shows it. Neither knows how a server is
-started (`cli/local_server`) or spoken to (`cli/api_client`), or what an answer looks like (`cli/terminal`).
+started (`cli/local_cluster`) or spoken to (`cli/api_client`), or what an answer looks like (`cli/terminal`).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 
 from rich.console import Console
 
-from cli.api_client import ApiClient, Message, describe
-from cli.cluster.local_server import add_server_arguments, client_for, parse_with_serve_flags
+from cli.api_client import ApiClient, Message, add_client_arguments, client_for, describe
 from cli.event_stream import RequestRecord
 from cli.terminal.answer import AnswerView, PlainAnswer, view_of_stdout
 from cli.terminal.keys import interrupted_once, keys_kept
 from common.config import SettingsParser
 from common.errors import InvalidRequestError, MiniInferError
+from common.wings import has_wing
 
 HELP = """\
 /reset         forget the conversation
@@ -141,11 +141,12 @@ class Chat:
 
 
 def build_parser() -> SettingsParser:
-    parser = SettingsParser(
-        prog="mini-infer chat",
-        description="Talk to a model. Flags that are not listed here go to `mini-infer serve` when one is started.",
-    )
-    add_server_arguments(parser)
+    parser = SettingsParser(prog="mini-infer chat", description="Talk to a model.")
+    add_client_arguments(parser)
+    if has_wing("cli.local_cluster"):
+        from cli.local_cluster.local_server import add_start_arguments
+
+        add_start_arguments(parser)
     parser.add_argument("--system", default="", help="system prompt")
     parser.add_argument("--max-tokens", type=int, default=1024, help="longest answer (default: 1024)")
     parser.add_argument("--temperature", type=float, default=0.7, help="0: always the likeliest token (default: 0.7)")
@@ -155,12 +156,20 @@ def build_parser() -> SettingsParser:
 
 def run(argv: Sequence[str]) -> int:
     """The command."""
-    arguments, serve_flags = parse_with_serve_flags(build_parser(), argv)
+    parser = build_parser()
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
+    if has_wing("cli.local_cluster"):
+        from cli.local_cluster.local_server import find_or_start, parse_with_serve_flags
+
+        arguments, serve_flags = parse_with_serve_flags(parser, argv)
+        connection = find_or_start(arguments, serve_flags, interactive)
+    else:
+        arguments = parser.parse_args(argv)
+        connection = client_for(arguments)
     params = {"max_tokens": arguments.max_tokens, "temperature": arguments.temperature}
     if arguments.seed is not None:
         params["seed"] = arguments.seed
-    with client_for(arguments, serve_flags, interactive) as (client, model):
+    with connection as (client, model):
         console = Console(stderr=not interactive)
         chat = Chat(client, model, Conversation(arguments.system), console, params, view_of_stdout)
         if not interactive:

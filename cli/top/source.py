@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 import orjson
 
-from cli.api_client import ApiClient
+from cli.api_client import API_KEY, DEFAULT_URL, ApiClient, api_key_of
 from common.config import SettingsParser
 
-DEFAULT_URL = "http://127.0.0.1:8000"
 SILENCE_SECONDS = 10.0  # events come each second
 
 
 def add_router_arguments(parser: SettingsParser) -> None:
     parser.add_argument("--url", default=DEFAULT_URL, help=f"the router (default: {DEFAULT_URL})")
-    parser.add_argument("--api-key", default="", help="the router's key (default: $MINI_INFER_API_KEY)")
+    parser.add_argument("--api-key", default="", help=f"the router's key (default: ${API_KEY})")
 
 
 def router_of(arguments: argparse.Namespace) -> ApiClient:
     """A client of the router that the arguments name. Raises ConfigError."""
-    return ApiClient(arguments.url, arguments.api_key or os.environ.get("MINI_INFER_API_KEY", ""))
+    return ApiClient(arguments.url, api_key_of(arguments))
 
 
 def events_of(router: ApiClient) -> Generator[tuple[str, Any], None, None]:

@@ -6,6 +6,7 @@ from rich.console import Console
 
 from cli.api_client import describe
 from cli.event_stream import RequestRecord
+from cli.terminal import chat as command
 from cli.terminal.answer import TerminalAnswer, view_of_stdout
 from cli.terminal.chat import Chat, Conversation, history_path
 from common.errors import InvalidRequestError, UnavailableError
@@ -71,6 +72,15 @@ def test_an_answer_cannot_command_the_terminal(capsys, monkeypatch, has_markdown
         view.write("**\r\n\x9b2Jc\x00")
     b = "\x1b[0;1mb\n\x1b[0m" if has_markdown else "**b**\n"
     assert capsys.readouterr().out == f"a␛]52;c;aGk=␇ {b}�2Jc␀\n"
+
+
+def test_without_local_clusters_chat_talks_to_a_server_that_runs(monkeypatch, capsys):
+    monkeypatch.setattr(command, "has_wing", lambda package: False)
+    with pytest.raises(UnavailableError, match="start one with `mini-infer serve`"):
+        command.run(["--url", "http://127.0.0.1:1"])
+    with pytest.raises(SystemExit):
+        command.run(["--start"])
+    assert "unrecognized arguments: --start" in capsys.readouterr().err
 
 
 def test_commands():

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import httpx
 from rich.console import Console
 
-from cli.api_client import ApiClient, server_root
+from cli.api_client import API_KEY, DEFAULT_URL, ApiClient, api_key_of, server_root
 from cli.cluster.child import child_command, child_environment
 from cli.cluster.flags import build_parser, parse_config
 from cli.cluster.gpus import uses_gpu
@@ -28,10 +28,8 @@ from common.config import SettingsParser
 from common.errors import ConfigError, InvalidRequestError, UnavailableError
 from common.model_files import DEFAULT_MODEL_NAME, DRY_RUN_MODEL_NAME
 
-DEFAULT_URL = "http://127.0.0.1:8000"
 STOP_SECONDS = 60.0
 PROBE_SECONDS = 2.0
-API_KEY = "MINI_INFER_API_KEY"
 
 
 def server_answers(url: str) -> bool:
@@ -101,12 +99,9 @@ def port_of(url: str) -> int:
     return parts.port or 80
 
 
-def add_server_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags that `server_for` reads."""
-    parser.add_argument("--url", default="", help=f"the server (default: {DEFAULT_URL})")
-    # MINI_INFER_MODEL is for a server that is started here, which reads it itself; one that runs has its own model.
-    parser.add_argument("--model", default="", help="which model (default: the server's first)")
-    parser.add_argument("--api-key", default="", help=f"the server's key (default: ${API_KEY})")
+def add_start_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags that `server_for` reads besides those of a client."""
+    parser.epilog = "Flags that are not listed here go to `mini-infer serve` when one is started."
     parser.add_argument("--start", action="store_true", help="start a cluster when no server answers at --url")
     parser.add_argument(
         "--dry-run",
@@ -148,13 +143,13 @@ def server_for(arguments: argparse.Namespace, serve_flags: list[str], may_ask: b
 
 
 @contextlib.contextmanager
-def client_for(
+def find_or_start(
     arguments: argparse.Namespace, serve_flags: list[str], may_ask: bool
 ) -> Iterator[tuple[ApiClient, str]]:
     """A client of that server, and the model to ask for."""
     with (
         server_for(arguments, serve_flags, may_ask) as (url, is_ours),
-        ApiClient(url, arguments.api_key or os.environ.get(API_KEY, "")) as client,
+        ApiClient(url, api_key_of(arguments)) as client,
     ):
         yield client, client.choose_model("" if is_ours else arguments.model)
 

@@ -7,23 +7,25 @@ import threading
 
 import pytest
 
+from cli.api_client import add_client_arguments
 from cli.cluster.flags import parse_config
-from cli.cluster.local_server import (
+from cli.load import demo
+from cli.local_cluster.local_server import (
     LocalServer,
-    add_server_arguments,
-    client_for,
+    add_start_arguments,
+    find_or_start,
     port_of,
     server_answers,
     server_for,
 )
-from cli.load import demo
 from cli.terminal import chat
 from common.errors import InvalidRequestError, UnavailableError
 
 
 def arguments(*flags):
     parser = argparse.ArgumentParser()
-    add_server_arguments(parser)
+    add_client_arguments(parser)
+    add_start_arguments(parser)
     return parser.parse_args(flags)
 
 
@@ -46,9 +48,9 @@ class FakeServer:
 
 @pytest.fixture
 def no_server(monkeypatch):
-    monkeypatch.setattr("cli.cluster.local_server.server_answers", lambda _url: False)
+    monkeypatch.setattr("cli.local_cluster.local_server.server_answers", lambda _url: False)
     log = []
-    monkeypatch.setattr("cli.cluster.local_server.LocalServer", functools.partial(FakeServer, log))
+    monkeypatch.setattr("cli.local_cluster.local_server.LocalServer", functools.partial(FakeServer, log))
     return log
 
 
@@ -68,14 +70,14 @@ def answering(reply):
 @pytest.mark.parametrize(("status", "answers"), [("200 OK", True), ("404 Not Found", True), ("503 Busy", False)])
 def test_a_server_answers_unless_it_has_to_be_waited_for(monkeypatch, status, answers):
     """Also one of others, which has no /readyz."""
-    monkeypatch.setattr("cli.cluster.local_server.PROBE_SECONDS", 60.0)
+    monkeypatch.setattr("cli.local_cluster.local_server.PROBE_SECONDS", 60.0)
     port, received = answering(f"HTTP/1.1 {status}\r\nContent-Length: 0\r\n\r\n".encode())
     assert server_answers(f"http://127.0.0.1:{port}") == answers
     assert received.get(timeout=60).startswith(b"GET /readyz ")
 
 
 def test_https_is_spoken_to_https(monkeypatch):
-    monkeypatch.setattr("cli.cluster.local_server.PROBE_SECONDS", 60.0)
+    monkeypatch.setattr("cli.local_cluster.local_server.PROBE_SECONDS", 60.0)
     port, received = answering(b"no TLS")
     assert not server_answers(f"https://127.0.0.1:{port}")
     assert received.get(timeout=60).startswith(b"\x16\x03")
@@ -89,7 +91,7 @@ def test_no_server_answers_where_none_listens():
 
 
 def test_a_running_server_is_used_and_takes_no_flags(monkeypatch):
-    monkeypatch.setattr("cli.cluster.local_server.server_answers", lambda _url: True)
+    monkeypatch.setattr("cli.local_cluster.local_server.server_answers", lambda _url: True)
     with server_for(arguments("--url", "http://h:1"), [], may_ask=False) as found:
         assert found == ("http://h:1", False)
     with (
@@ -100,7 +102,7 @@ def test_a_running_server_is_used_and_takes_no_flags(monkeypatch):
 
 
 def test_a_flag_of_nobody_is_refused_before_anything_else(monkeypatch, capsys):
-    monkeypatch.setattr("cli.cluster.local_server.server_answers", lambda _url: pytest.fail("asked"))
+    monkeypatch.setattr("cli.local_cluster.local_server.server_answers", lambda _url: pytest.fail("asked"))
     for command in (chat, demo):
         with pytest.raises(SystemExit):
             command.run(["--modle", "m", "--decode", "2"])
@@ -110,7 +112,7 @@ def test_a_flag_of_nobody_is_refused_before_anything_else(monkeypatch, capsys):
 
 
 def test_the_url_may_be_what_clients_of_openai_are_given(no_server, monkeypatch):
-    monkeypatch.setattr("cli.cluster.local_server.server_answers", lambda url: url == "http://h:1")
+    monkeypatch.setattr("cli.local_cluster.local_server.server_answers", lambda url: url == "http://h:1")
     with server_for(arguments("--url", "http://h:1/v1/"), [], may_ask=False) as found:
         assert found == ("http://h:1", False)
 
@@ -131,11 +133,12 @@ def test_a_model_in_the_environment_is_for_a_server_that_is_started(monkeypatch)
 
 def test_the_key_is_sent_and_does_not_stand_on_a_command_line(no_server, monkeypatch):
     monkeypatch.setattr(
-        "cli.cluster.local_server.ApiClient.choose_model", lambda client, _: client._http.headers["Authorization"]
+        "cli.local_cluster.local_server.ApiClient.choose_model",
+        lambda client, _: client._http.headers["Authorization"],
     )
     for flags in (["--api-key", "one"], []):
         monkeypatch.setenv("MINI_INFER_API_KEY", "two")
-        with client_for(arguments("--dry-run", *flags), [], may_ask=False) as (_, sent):
+        with find_or_start(arguments("--dry-run", *flags), [], may_ask=False) as (_, sent):
             assert sent == ("Bearer one" if flags else "Bearer two")
     assert no_server == [(["--dry-run"], 0), "stopped"] * 2
     server = LocalServer(["--dry-run"], 1, "one")
@@ -143,7 +146,7 @@ def test_the_key_is_sent_and_does_not_stand_on_a_command_line(no_server, monkeyp
 
 
 def test_dry_run_starts_its_own_and_says_what(no_server, monkeypatch, capsys):
-    monkeypatch.setattr("cli.cluster.local_server.server_answers", lambda _url: True)  # at the default address
+    monkeypatch.setattr("cli.local_cluster.local_server.server_answers", lambda _url: True)  # at the default address
     with server_for(arguments("--dry-run"), ["--decode=2"], may_ask=False) as (_, is_ours):
         assert is_ours
         told = "a tiny random model on this machine's CPU, 1 prefill, 2 decode; it stops when this command ends\n"
@@ -158,7 +161,7 @@ def test_dry_run_with_a_url_talks_to_it_and_starts_nothing(no_server, monkeypatc
         server_for(wanted, [], may_ask=False),
     ):
         pass
-    monkeypatch.setattr("cli.cluster.local_server.server_answers", lambda url: url == wanted.url)
+    monkeypatch.setattr("cli.local_cluster.local_server.server_answers", lambda url: url == wanted.url)
     with server_for(wanted, [], may_ask=False) as found:
         assert found == (wanted.url, False)
     assert (no_server, capsys.readouterr().err) == ([], "")

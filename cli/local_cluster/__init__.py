@@ -1,0 +1,1 @@
+"""A cluster that a command starts for itself."""
