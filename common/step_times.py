@@ -25,9 +25,6 @@ WIDEST = 1.6  # more is no spread but another cost
 SPREAD_STEP = 0.02  # by which one longer step raises it
 SPREAD_STEPS = 250  # after which it falls halfway to the longest of them: one step in 500 or so is longer than it,
 # since a 99th percentile of 100 gaps is their longest
-MIN_CHUNK_TOKENS = 64  # prompts advance by so many in every step, whatever the objective says
-FLAT_CHUNK_TOKENS = 256  # fewer hardly shorten a GPU's step, which reads all weights and may wait for the host
-MOST_OF_OBJECTIVE = 0.5  # that such a chunk may take: on slow devices and with large models each token counts
 
 
 def num_pairs(start: float, num_tokens: float) -> float:
@@ -56,25 +53,6 @@ class StepCost:
     def work(self, num_prompt_tokens: float, pairs: float) -> float:
         """Seconds for prompt tokens alone, however many steps they are spread over."""
         return self.prompt_token * num_prompt_tokens + self.prompt_context * pairs
-
-    def tokens_in(self, work: float, start: float) -> float:
-        """Prompt tokens behind `start` others that take so many seconds of work; 0 also when that is not known."""
-        per_token = self.prompt_token + self.prompt_context * start
-        if work <= 0.0 or not per_token:
-            return 0.0
-        return 2 * work / (per_token + math.sqrt(per_token * per_token + 2 * self.prompt_context * work))
-
-
-def least_chunk_tokens(cost: StepCost, itl_objective: float) -> int:
-    """Prompt tokens that a step takes even when decode rows leave no time for them; their cost is known."""
-    flat = min(FLAT_CHUNK_TOKENS, MOST_OF_OBJECTIVE * itl_objective / cost.prompt_token)
-    return max(int(flat), MIN_CHUNK_TOKENS)
-
-
-def chunk_work(cost: StepCost, itl_objective: float, decode_seconds: float) -> float:
-    """Seconds of prompts' work that an objective leaves beside decode rows which take so long."""
-    least = least_chunk_tokens(cost, itl_objective) * cost.prompt_token if cost.prompt_token else 0.0
-    return max(itl_objective / cost.spread - decode_seconds - cost.prompt, least)
 
 
 class StepTimes:

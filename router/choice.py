@@ -137,9 +137,9 @@ class Choice:
         pending_tokens = 0 if is_computed else max(self.journal.num_tokens - chosen.cached_tokens, 0)
         submit = self.journal.next_submit(now)
         submit.keep = state is State.DECODE
-        submit.due_seconds = self._dispatcher.objectives.due_seconds(
-            chosen, pending_tokens, now - self.journal.arrival, self.journal.has_started
-        )
+        if (roles := self._dispatcher.roles) is not None:
+            waited = now - self.journal.arrival
+            submit.due_seconds = roles.due_seconds(chosen, pending_tokens, waited, self.journal.has_started)
         self._leg = link.submit(submit, pending_tokens, self, next_link)
         self.state = state
         self.journal.note(now, state.value, worker=link.worker_id)

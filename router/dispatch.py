@@ -18,7 +18,6 @@ from router.config import RouterConfig
 from router.journal import Journal
 from router.metrics import RouterMetrics
 from router.routing.admission import AnswerLength, DrainRate, check_in_time
-from router.routing.objectives import Objectives
 from router.routing.policy import Decision, choose
 from router.routing.shortlist import shortlist
 from router.routing.views import Candidate, RequestView, WorkerView
@@ -63,10 +62,13 @@ class MovableChoice(Protocol):
 
 
 class Roles(Protocol):
-    """Where roles are preferences and no rules (`router/objectives`): who computes and decodes a request."""
+    """Where latencies have objectives (`router/objectives`): who computes and decodes a request, and by when."""
 
     def choose(self, request: RequestView, prefill: Sequence[WorkerView], decode: Sequence[WorkerView]) -> Decision:
         """Choose as `policy.choose`."""
+
+    def due_seconds(self, chosen: Candidate, num_new_tokens: int, waited_seconds: float, has_started: bool) -> float:
+        """Seconds until the next token is due; 0: no objective."""
 
     def watch_kept(self, choice: MovableChoice) -> None:
         """Look after a choice that decodes on a prefill worker."""
@@ -76,11 +78,9 @@ class Dispatcher:
     """Dispatch of one model's choices. Belongs to the running event loop."""
 
     def __init__(
-        self, config: RouterConfig, workers: ModelWorkers, metrics: RouterMetrics,
-        objectives: Objectives = Objectives(), roles: Roles | None = None,  # noqa: B008 - frozen
-    ) -> None:  # fmt: skip
+        self, config: RouterConfig, workers: ModelWorkers, metrics: RouterMetrics, roles: Roles | None = None
+    ) -> None:
         self.config = config
-        self.objectives = objectives
         self.metrics = metrics
         self.roles = roles
         self.log: RequestLog | None = None
@@ -138,9 +138,7 @@ class Dispatcher:
             decision = self.roles.choose(request, prefill_views, decode_views)
         else:
             config = self.config
-            decision = choose(
-                config.policy, request, prefill_views, decode_views, config.local_prefill_tokens, self.objectives
-            )
+            decision = choose(config.policy, request, prefill_views, decode_views, config.local_prefill_tokens)
         if not journal.num_legs:
             check_in_time(decision.chosen, journal.deadline - time.monotonic(), self.config.max_wait_seconds)
         self.decided(journal, decision)

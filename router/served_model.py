@@ -15,7 +15,6 @@ from common.wings import has_wing
 from router.config import RouterConfig
 from router.dispatch import Dispatcher, Roles
 from router.metrics import RouterMetrics
-from router.routing.objectives import Objectives
 from router.workers.model_workers import ModelLimits, ModelWorkers
 
 
@@ -66,15 +65,15 @@ def serve_models(config: RouterConfig, loaded: Sequence[LoadedModel]) -> list[Se
         taken |= names
         workers = ModelWorkers(name, item.own_name, tokenizer.tokenizer_hash())
         metrics = RouterMetrics(item.own_name, models[0].metrics if models else None)
-        dispatcher = Dispatcher(config, workers, metrics, *objectives_of(config, workers))
+        dispatcher = Dispatcher(config, workers, metrics, roles_of(config, workers))
         models.append(ServedModel(name, (item.own_name,), tokenizer, workers, dispatcher))
     return models
 
 
-def objectives_of(config: RouterConfig, workers: ModelWorkers) -> tuple[Objectives, Roles | None]:
-    """The latency objectives, and what places requests by them, as far as they are wanted."""
+def roles_of(config: RouterConfig, workers: ModelWorkers) -> Roles | None:
+    """What places requests by latency objectives; None without any."""
     if not has_wing("router.objectives"):
-        return Objectives(), None
+        return None
     from router.objectives.adaptive import open_objectives
 
     return open_objectives(config, workers)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from cli.simulation.settings import ClusterConfig
 from cli.simulation.worker import WorkerSpec
 from engine.simulated.step_cost import SimulatedCost
-from router.routing.objectives import Objectives
+from router.objectives.objectives import Objectives
 
 
 @dataclass(frozen=True, slots=True)

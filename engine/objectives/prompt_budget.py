@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common.step_times import StepCost, StepTimes, chunk_work, least_chunk_tokens, num_pairs
+from common.objectives.chunks import chunk_work, least_chunk_tokens, tokens_in
+from common.step_times import StepCost, StepTimes, num_pairs
 from engine.config import EngineConfig
 from engine.objectives.settings import ObjectiveSettings
 from engine.plan import StepSize
@@ -74,7 +75,7 @@ def _tokens_in(cost: StepCost, work: float, prompts: Sequence[WaitingPrompt], le
     for prompt in prompts:
         own_work = cost.work(prompt.num_tokens, num_pairs(prompt.start, prompt.num_tokens))
         if own_work > work:
-            return max(num_tokens + int(cost.tokens_in(work, prompt.start)), least)
+            return max(num_tokens + int(tokens_in(cost, work, prompt.start)), least)
         num_tokens += prompt.num_tokens
         work -= own_work
     return num_tokens

@@ -1,5 +1,5 @@
 """Roles as preferences: places the requests of one model by latency objectives, and moves those that prefill workers
-keep. The thin part; `placement.py` and `moves.py` decide.
+keep. The thin part; `placement.py` and `moves.py` decide. With a policy that does not predict, roles are rules.
 """
 
 from __future__ import annotations
@@ -7,32 +7,52 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from router.config import RouterConfig
-from router.dispatch import MovableChoice
+from router.dispatch import MovableChoice, Roles
 from router.objectives.moves import KeptRequest, choose_moves
+from router.objectives.objectives import Objectives
 from router.objectives.placement import place
+from router.objectives.predictor import ObjectivePredictor
 from router.objectives.settings import ObjectiveSettings
-from router.routing.objectives import Objectives
-from router.routing.policy import Decision
-from router.routing.views import RequestView, WorkerView
+from router.routing.policy import Decision, choose
+from router.routing.views import Candidate, RequestView, WorkerView
 from router.workers.model_workers import ModelWorkers
 from router.workers.worker_link import WorkerLink
 
 MOVE_SECONDS = 0.05  # between looks at requests that prefill workers keep
 
 
-class AdaptiveRoles:
+class FixedRoles:
+    """A policy that does not predict chooses; objectives say when tokens are due, and what its choice misses."""
+
+    def __init__(self, objectives: Objectives, config: RouterConfig) -> None:
+        self._objectives, self._config = objectives, config
+
+    def choose(self, request: RequestView, prefill: Sequence[WorkerView], decode: Sequence[WorkerView]) -> Decision:
+        predictor = partial(ObjectivePredictor, self._objectives)
+        config = self._config
+        return choose(config.policy, request, prefill, decode, config.local_prefill_tokens, predictor)
+
+    def due_seconds(self, chosen: Candidate, num_new_tokens: int, waited_seconds: float, has_started: bool) -> float:
+        return self._objectives.due_seconds(chosen, num_new_tokens, waited_seconds, has_started)
+
+    def watch_kept(self, choice: MovableChoice) -> None:
+        """Nothing moves."""
+
+
+class AdaptiveRoles(FixedRoles):
     """Placement and moves of one model's requests. Belongs to the running event loop."""
 
-    def __init__(self, objectives: Objectives, local_prefill_tokens: int, workers: ModelWorkers) -> None:
-        self._objectives, self._local_prefill_tokens = objectives, local_prefill_tokens
+    def __init__(self, objectives: Objectives, config: RouterConfig, workers: ModelWorkers) -> None:
+        super().__init__(objectives, config)
         self._workers = workers
         self._kept: dict[str, MovableChoice] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     def choose(self, request: RequestView, prefill: Sequence[WorkerView], decode: Sequence[WorkerView]) -> Decision:
-        return place(request, prefill, decode, self._local_prefill_tokens, self._objectives)
+        return place(request, prefill, decode, self._config.local_prefill_tokens, self._objectives)
 
     def watch_kept(self, choice: MovableChoice) -> None:
         """Look now and then whether the choice should move to a decode worker."""
@@ -61,8 +81,9 @@ class AdaptiveRoles:
                 choices[move.choice_id].move(move.chosen)
 
 
-def open_objectives(config: RouterConfig, workers: ModelWorkers) -> tuple[Objectives, AdaptiveRoles | None]:
-    """The objectives, and what places by them; None without any, and for policies that do not predict."""
+def open_objectives(config: RouterConfig, workers: ModelWorkers) -> Roles | None:
+    """What places by the objectives; None without any."""
     objectives = config.of(ObjectiveSettings).objectives
-    is_used = objectives and config.policy == "cost"
-    return objectives, AdaptiveRoles(objectives, config.local_prefill_tokens, workers) if is_used else None
+    if not objectives:
+        return None
+    return AdaptiveRoles(objectives, config, workers) if config.policy == "cost" else FixedRoles(objectives, config)

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from kvstore.types import WorkerId
-from router.routing.objectives import Objectives
-from router.routing.predictor import FEW_GAPS, Predictor
+from router.objectives.objectives import Objectives
+from router.objectives.predictor import ObjectivePredictor
+from router.routing.predictor import FEW_GAPS
 from router.routing.views import Candidate, RequestView, WorkerView
 
 MIN_STAY_SECONDS = 0.2  # between the first token of a kept request and its move
@@ -77,7 +78,7 @@ def _best_target(
 ) -> tuple[Candidate, int] | None:
     """The cheapest target that keeps the objectives and costs clearly less than staying."""
     view = RequestView(request.num_tokens, {}, request.tokens_left)
-    predict = Predictor(view, [source, *targets], objectives)
+    predict = ObjectivePredictor(objectives, view, [source, *targets])
     stay = inf if must_leave else _stay_seconds(predict, source, request)
     best: tuple[Candidate, int] | None = None
     for index, target in enumerate(targets):
@@ -100,7 +101,7 @@ def _best_target(
     return best
 
 
-def _stay_seconds(predict: Predictor, source: WorkerView, request: KeptRequest) -> float:
+def _stay_seconds(predict: ObjectivePredictor, source: WorkerView, request: KeptRequest) -> float:
     """What staying costs: its own tokens beside prompts, and what its row takes from other rows and from prompts."""
     others = _without(source, request)
     queue = predict.queue_seconds(source)

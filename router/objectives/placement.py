@@ -6,7 +6,7 @@ A worker's role is a preference. A request may be
     local          a decode worker does both, the prompt in chunks that keep the ITL objective of its streams
     kept           a prefill worker does both; a move to a decode worker may follow
 
-`routing/predictor.py` predicts for each of them time to first token, time between tokens and cost. Among those that
+`predictor.py` predicts for each of them time to first token, time between tokens and cost. Among those that
 keep both objectives the cheapest is taken, else the one that misses them least.
 """
 
@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from common.errors import UnavailableError
-from router.routing.objectives import Objectives
+from router.objectives.objectives import Objectives
+from router.objectives.predictor import ObjectivePredictor
 from router.routing.policy import Decision, cheapest
-from router.routing.predictor import Predictor
 from router.routing.views import Candidate, RequestView, WorkerView
 
 SAME_VIOLATION = 0.05  # differences below are noise
@@ -50,14 +50,14 @@ def placements_for(
 ) -> list[Candidate]:
     """Every placement. A prefill worker with a queue, or more streams than decode workers have, keeps nothing."""
     decode = [_in_slots(worker) for worker in decode]
-    predict = Predictor(request, [*prefill, *decode], objectives, local_prefill_tokens)
+    predict = ObjectivePredictor(objectives, request, [*prefill, *decode], local_prefill_tokens)
     candidates = predict.disaggregated(prefill, decode)
     candidates += [predict.on_one_worker(worker) for worker in decode]
     fewest = min(worker.num_rows for worker in decode)
     for worker in prefill:
         is_idle = predict.queue_seconds(worker) < SHORT_QUEUE and predict.share_beside_rows(worker) < MOST_BESIDE
         if worker.num_rows < fewest and is_idle:
-            candidates.append(predict.on_one_worker(worker, is_kept=True))
+            candidates.append(predict.kept(worker))
     return candidates
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.config import check_not_negative, setting
-from router.routing.objectives import Objectives
+from router.objectives.objectives import Objectives
 
 
 @dataclass(frozen=True)

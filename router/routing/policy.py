@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from common.errors import UnavailableError
-from router.routing.objectives import Objectives
 from router.routing.predictor import Predictor
 from router.routing.views import Candidate, RequestView, WorkerView
 
@@ -30,7 +29,7 @@ def choose(
     prefill: Sequence[WorkerView],
     decode: Sequence[WorkerView],
     local_prefill_tokens: int,
-    objectives: Objectives = Objectives(),  # noqa: B008 - frozen
+    predictor: Callable[[RequestView, Sequence[WorkerView], int], Predictor] = Predictor,
 ) -> Decision:
     """The decision for one request; `policy` is one of POLICIES. Raises UnavailableError without a decode worker.
 
@@ -39,7 +38,7 @@ def choose(
     """
     if not decode:
         raise UnavailableError("no decode worker is available")
-    predict = Predictor(request, [*prefill, *decode], objectives, local_prefill_tokens)
+    predict = predictor(request, [*prefill, *decode], local_prefill_tokens)
     alone = [w for w in decode if not prefill or request.num_tokens - request.cached_on(w) <= local_prefill_tokens]
     candidates = [predict.on_one_worker(worker) for worker in alone] or predict.disaggregated(prefill, decode)
     chosen = POLICIES[policy](request, candidates)

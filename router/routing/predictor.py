@@ -4,8 +4,8 @@
     ITL  = decode step, with a chunk of a prompt beside it where prompts come, times the measured spread of steps
 
 The cost is in seconds that this request and those it disturbs lose: TTFT, the pull, a seat, own tokens, and the time
-that a local prompt and one more row take from each row that is there. Without objectives nothing can be missed:
-prompts are computed as fast as can be, and a second of somebody else's delay counts as one.
+that a local prompt and one more row take from each row that is there. Nothing can be missed: prompts are computed as
+fast as can be, and a second of somebody else's delay counts as one. `router/objectives` predicts where it can.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from common.step_times import StepCost, chunk_work, num_pairs
-from router.routing.objectives import Objectives
+from common.step_times import StepCost, num_pairs
 from router.routing.views import (
     ADAPTER_SECONDS,
     DEFAULT_PREFILL_TOKENS_PER_SECOND,
@@ -25,9 +24,8 @@ from router.routing.views import (
     WorkerView,
 )
 
-MAX_CHUNK_TOKENS = 8192  # of a step without decode rows; what a worker really takes matters little
-HARM = 3.0  # weight of a delay that makes gaps as long as the objective; a wait for a first token has 1
-MOST_DISTURBED = 16  # rows that a local prompt counts for without an objective: more would leave it waiting too long
+MAX_CHUNK_TOKENS = 8192  # of a step; what a worker really takes matters little
+MOST_DISTURBED = 16  # rows that a local prompt counts for: more would leave it waiting too long
 FEW_GAPS = 100  # up to which the 99th percentile of an answer's gaps is the longest one
 STEPS_IN_FLIGHT = 2  # that a request which comes to a worker waits for
 FEW = 0.01  # share of steps beside prompts that a 99th percentile does not see
@@ -36,15 +34,8 @@ FEW = 0.01  # share of steps beside prompts that a 99th percentile does not see
 class Predictor:
     """Predictions for one request; a worker without measurements gets the mean of the others, or defaults."""
 
-    def __init__(
-        self,
-        request: RequestView,
-        workers: Sequence[WorkerView],
-        objectives: Objectives,
-        local_prefill_tokens: int = 0,
-    ) -> None:
+    def __init__(self, request: RequestView, workers: Sequence[WorkerView], local_prefill_tokens: int = 0) -> None:
         self._request = request
-        self._objectives = objectives
         self._free_tokens = local_prefill_tokens  # so few beside decode rows delay nobody
         self._costs = _complete_costs(workers)
         pulls = [worker.pull_tokens_per_second for worker in workers if worker.pull_tokens_per_second]
@@ -63,11 +54,11 @@ class Predictor:
                 itl = max(itl, self.hand_over_seconds(worker) + terms["slot"])  # its first token has come by then
             for first, until_token in firsts:
                 ttft = sum(until_token.values())
-                candidates.append(self._candidate(worker, first, False, until_token | terms, ttft, itl))
+                candidates.append(self._candidate(worker, first, until_token | terms, ttft, itl))
         return candidates
 
-    def on_one_worker(self, worker: WorkerView, is_kept: bool = False) -> Candidate:
-        """Prompt and decode on one worker, the prompt in chunks that the objective allows."""
+    def on_one_worker(self, worker: WorkerView) -> Candidate:
+        """Prompt and decode on one worker, the prompt in chunks."""
         cached = self._request.cached_on(worker)
         cost = self._costs[worker.worker_id]
         num_new = self._request.num_tokens - cached
@@ -80,16 +71,23 @@ class Predictor:
         beside = min(chunk, self._queued_work(worker) + work) if worker.num_rows else 0.0
         gap = self._decode_step(worker, 0) + (cost.prompt + beside if beside else 0.0)
         delay_seconds = work + math.ceil(work / chunk) * cost.prompt if num_delaying else 0.0
-        num_disturbed = worker.num_rows if self._objectives.itl else min(worker.num_rows, MOST_DISTURBED)
-        terms = prompt | decode | {"disturbance": self._harm(gap) * num_disturbed * delay_seconds}
-        if is_kept:
-            terms["interruption"] = self._request.expected_tokens * self.interruption_seconds(worker)
+        terms = prompt | decode | {"disturbance": self._harm(worker.num_rows, gap) * delay_seconds}
         itl = max(cost.spread * gap, self.gap_seconds(worker))
-        return self._candidate(worker, None, is_kept, terms, ttft, itl)
+        return self._candidate(worker, None, terms, ttft, itl)
 
-    def _harm(self, gap: float) -> float:
-        """What a delay counts for that makes gaps so long: little while they are far below the objective."""
-        return HARM * min(gap / self._objectives.itl, 1.0) ** 3 if self._objectives.itl else 1.0
+    # -- what objectives change ----------------------------------------------------------------------------------
+
+    def _harm(self, num_rows: int, gap: float) -> float:
+        """What a second counts for by which so many rows are delayed, whose gaps become so long."""
+        return min(num_rows, MOST_DISTURBED)
+
+    def _chunk(self, worker: WorkerView, num_rows: int, context: float) -> float:
+        """Work of prompts in a step beside so many decode rows, as the worker bounds it."""
+        return MAX_CHUNK_TOKENS * self._costs[worker.worker_id].prompt_token
+
+    def _violation(self, ttft: float, itl: float) -> float:
+        """By how much these miss what is wanted, as a share of it."""
+        return 0.0
 
     # -- parts, which moves use too ------------------------------------------------------------------------------
 
@@ -98,15 +96,6 @@ class Predictor:
         step, share = self._decode_step(worker, 1), self.prompt_share(worker)
         chunk = self._chunk_seconds(worker)  # beside every step, at most
         return step + (min(step * share / (1.0 - share), chunk) if share < 1.0 else chunk)
-
-    def interruption_seconds(self, worker: WorkerView, share: float = 0.0) -> float:
-        """What prompts that a prefill worker computes at once do to each token of a row there, weighed.
-
-        share: of its time that they take, if it is more than lately.
-        """
-        chunk = self._chunk_seconds(worker)
-        gap = self._decode_step(worker, 1) + chunk
-        return self._harm(gap) * max(self.prompt_share(worker), share) * chunk
 
     def gap_seconds(self, worker: WorkerView) -> float:
         """The time between tokens that one in a hundred exceeds, with one row more."""
@@ -121,16 +110,6 @@ class Predictor:
         """Share of a worker's time that the prompts take which come there."""
         cost = self._costs[worker.worker_id]
         return min(cost.work(worker.prompt_tokens_per_second, worker.prompt_pairs_per_second), 1.0)
-
-    def share_beside_rows(self, worker: WorkerView) -> float:
-        """Share of its time that steps with these prompts take when a row is kept there."""
-        context = worker.context_tokens + self._request.num_tokens
-        chunk = self._chunk(worker, worker.num_rows + 1, context)
-        return self.prompt_share(worker) * (self._decode_step(worker, 1) + chunk) / chunk
-
-    def queue_seconds(self, worker: WorkerView) -> float:
-        """Time until the prompts that wait on a worker are computed."""
-        return self._prompt_seconds(worker, self._queued_work(worker))
 
     def pull_seconds(self, worker: WorkerView, num_tokens: int) -> float:
         return num_tokens / (worker.pull_tokens_per_second or self._pull_rate)
@@ -174,14 +153,6 @@ class Predictor:
         num_steps = math.ceil(work / self._chunk(worker, num_rows, worker.context_tokens))
         return work + num_steps * (self._decode_step(worker, 0) + cost.prompt)
 
-    def _chunk(self, worker: WorkerView, num_rows: int, context: float) -> float:
-        """Work of prompts in a step beside so many decode rows, as the worker bounds it."""
-        cost = self._costs[worker.worker_id]
-        largest = MAX_CHUNK_TOKENS * cost.prompt_token
-        if not self._objectives.itl or not num_rows:
-            return largest
-        return min(chunk_work(cost, self._objectives.itl, cost.seconds(num_rows, context=context)), largest)
-
     def _first_token(self, worker: WorkerView, num_new: int) -> dict[str, float]:
         queued = self._queued_work(worker)
         own = self._costs[worker.worker_id].work(num_new, num_pairs(self._request.num_tokens - num_new, num_new))
@@ -201,7 +172,6 @@ class Predictor:
         self,
         decode: WorkerView,
         prefill: WorkerView | None,
-        is_kept: bool,
         terms: dict[str, float],
         ttft: float,
         itl: float,
@@ -218,10 +188,9 @@ class Predictor:
             cached_tokens=self._request.cached_on(computing),
             load=decode.load + (prefill.load if prefill else 0),
             is_measured=bool(computing.step.prompt_token and (decode.step.base or decode.step.prompt_token)),
-            is_kept=is_kept,
             ttft_seconds=ttft,
             itl_seconds=itl,
-            violation=self._objectives.violation(ttft, itl),
+            violation=self._violation(ttft, itl),
         )
 
 

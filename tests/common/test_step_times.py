@@ -7,13 +7,10 @@ import random
 import pytest
 
 from common.step_times import (
-    FLAT_CHUNK_TOKENS,
-    MIN_CHUNK_TOKENS,
     MIN_PROMPT_TOKENS,
     WIDEST,
     StepCost,
     StepTimes,
-    chunk_work,
     num_pairs,
 )
 
@@ -80,20 +77,6 @@ def test_one_late_step_of_few_tokens_is_no_cost_of_context() -> None:
         times.observe(rows, 0, TRUE.seconds(rows) + (step % 3) * 1e-4, context=66 * rows)
     times.observe(1, 0, 2 * TRUE.seconds(1), context=1025)
     assert times.cost.seconds(49, context=50_000) < 2 * TRUE.seconds(49)
-
-
-def test_steps_with_prompts_correct_decode_rows_that_look_too_slow() -> None:
-    """Under load no step is without prompts, and an objective leaves few of their tokens to a slow step."""
-    times, objective = StepTimes(), 0.025
-    for step in range(40):
-        rows = 1 + step % 3
-        times.observe(rows, 0, 10 * TRUE.seconds(rows), context=20_000 * rows)
-        times.observe(rows, 500, 10 * TRUE.seconds(rows, 500), context=20_000 * rows)
-    for _ in range(20):
-        decode = times.cost.seconds(3, context=60_000)
-        tokens = times.cost.tokens_in(chunk_work(times.cost, objective, decode), 0)
-        times.observe(3, int(tokens), TRUE.seconds(3, tokens), context=60_000)
-    assert tokens > 6 * MIN_CHUNK_TOKENS
 
 
 def test_ends_of_prompts_that_cost_nothing_beside_decode_rows_leave_the_cost_of_a_token() -> None:
@@ -172,22 +155,3 @@ def test_the_spread_of_steady_steps_is_learned_within_a_minute() -> None:
         measured(times, rows, 0)
         measured(times, rows, tokens, rng.uniform(0.97, 1.03))
     assert 1.02 < times.cost.spread < 1.08
-
-
-def test_chunks_end_in_time() -> None:
-    decode = TRUE.seconds(50)
-    assert TRUE.spread * (decode + TRUE.prompt + chunk_work(TRUE, 0.025, decode)) == pytest.approx(0.025)
-    least = MIN_CHUNK_TOKENS * TRUE.prompt_token
-    assert chunk_work(TRUE, 0.001, decode) == least  # rows alone take longer: prompts go on slowly
-    assert chunk_work(TRUE, 0.025, 0.03) == FLAT_CHUNK_TOKENS * TRUE.prompt_token
-    assert chunk_work(TRUE, 0.008, 0.03) == pytest.approx(0.004)  # half the objective
-    assert chunk_work(StepCost(), 0.0, 0.0) == 0.0
-
-
-def test_tokens_for_so_much_work() -> None:
-    cost = StepCost(prompt_token=20e-6, prompt_context=1e-9)
-    for start in (0, 1000, 30_000):
-        num_tokens = cost.tokens_in(0.01, start)
-        assert cost.work(num_tokens, num_pairs(start, num_tokens)) == pytest.approx(0.01)
-    assert cost.tokens_in(0.01, 30_000) < cost.tokens_in(0.01, 0) < 500
-    assert StepCost().tokens_in(1.0, 0) == cost.tokens_in(-1.0, 0) == 0.0

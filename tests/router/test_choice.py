@@ -21,7 +21,7 @@ from router.dispatch import Dispatcher
 from router.journal import Journal
 from router.metrics import RouterMetrics
 from router.request import GenerationRequest
-from router.served_model import objectives_of
+from router.served_model import roles_of
 from router.workers.model_workers import ModelWorkers
 from tests.harness.router import DRY_RUN
 
@@ -116,7 +116,7 @@ class Router:
         self.workers = ModelWorkers("dry-run", "dry-run", "")
         self.metrics = RouterMetrics("dry-run")
         self.num_requests = 0
-        self.dispatcher = Dispatcher(settings, self.workers, self.metrics, *objectives_of(settings, self.workers))
+        self.dispatcher = Dispatcher(settings, self.workers, self.metrics, roles_of(settings, self.workers))
         self.prefill = [Worker(self.workers, "prefill", f"p{number}") for number in range(prefill)]
         self.decode = [Worker(self.workers, "decode", f"d{number}") for number in range(decode)]
 

@@ -18,9 +18,9 @@ from common.step_times import StepCost, num_pairs
 from engine.objectives.prompt_budget import PromptBudget, WaitingPrompt
 from kvstore.types import WorkerId
 from router.objectives.moves import KeptRequest, choose_moves
+from router.objectives.objectives import Objectives
 from router.objectives.placement import place
 from router.routing.admission import AnswerLength
-from router.routing.objectives import Objectives
 from router.routing.policy import choose
 from router.routing.rates import WorkerRates
 from router.routing.views import RequestView, WorkerView

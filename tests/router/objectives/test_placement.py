@@ -10,10 +10,11 @@ import pytest
 from common.step_times import StepCost
 from kvstore.types import WorkerId
 from router.config import RouterConfig
-from router.objectives.adaptive import AdaptiveRoles, open_objectives
+from router.dispatch import Roles
+from router.objectives.adaptive import AdaptiveRoles, FixedRoles, open_objectives
 from router.objectives.moves import MAX_MOVES, KeptRequest, choose_moves
+from router.objectives.objectives import Objectives
 from router.objectives.placement import place as place_by_objectives
-from router.routing.objectives import Objectives
 from router.routing.policy import Decision, choose
 from router.routing.views import RequestView, WorkerView
 from router.workers.model_workers import ModelWorkers
@@ -148,16 +149,22 @@ def test_costs_are_the_sums_of_their_terms_and_the_order_does_not_matter() -> No
     assert place(workers[0], workers[1][::-1]).chosen == decision.chosen
 
 
-def test_only_the_cost_policy_knows_objectives_and_without_them_roles_are_fixed() -> None:
-    def roles(**config: Any) -> AdaptiveRoles | None:
+def test_only_the_cost_policy_places_by_objectives_and_without_them_roles_are_fixed() -> None:
+    def roles(**config: Any) -> Roles | None:
         settings = RouterConfig(model="dry-run", decode="127.0.0.1:1", **config)
-        return open_objectives(settings, ModelWorkers("dry-run", "dry-run", ""))[1]
+        return open_objectives(settings, ModelWorkers("dry-run", "dry-run", ""))
 
-    assert roles(itl_objective_ms=25) is not None
-    assert roles() is roles(itl_objective_ms=25, policy="round-robin") is None
+    assert roles() is None
+    assert isinstance(roles(itl_objective_ms=25), AdaptiveRoles)
+    fixed = roles(itl_objective_ms=25, ttft_objective_ms=1000, policy="round-robin")
+    assert isinstance(fixed, FixedRoles)
+    assert not isinstance(fixed, AdaptiveRoles)
     request = RequestView(1024, {})
     workers = [view(P0, queued=90_000)], [view(D0)]
-    assert choose("round-robin", request, *workers, 64, OBJECTIVES).chosen.kind == "disaggregated"
+    chosen = fixed.choose(request, *workers).chosen
+    assert chosen.kind == "disaggregated"
+    assert chosen.violation > 0
+    assert fixed.due_seconds(chosen, 1024, 0.0, has_started=False) == OBJECTIVES.due_seconds(chosen, 1024, 0.0, False)
     unbound = choose("cost", request, *workers, 64).chosen
     assert unbound.kind == "disaggregated"
     assert unbound.ttft_seconds > 1.5

@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from router.routing.objectives import Objectives
+from router.objectives.objectives import Objectives
 from tests.router.objectives.simulation import Outcome, closed_loop, open_loop
 
 OBJECTIVES = Objectives(ttft=1.0, itl=0.025)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-from common.step_times import FLAT_CHUNK_TOKENS
+from common.objectives.chunks import FLAT_CHUNK_TOKENS
 from router.routing.views import Candidate
 
 TTFT_MARGIN = 0.25  # share of the objective that predictions may use: they miss what arrives later

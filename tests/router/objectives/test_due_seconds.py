@@ -6,9 +6,9 @@ from math import inf
 
 import pytest
 
-from common.step_times import FLAT_CHUNK_TOKENS
+from common.objectives.chunks import FLAT_CHUNK_TOKENS
 from kvstore.types import WorkerId
-from router.routing.objectives import AHEAD, LATEST, SLOWDOWN, Objectives
+from router.objectives.objectives import AHEAD, LATEST, SLOWDOWN, Objectives
 from router.routing.views import Candidate
 
 OBJECTIVES = Objectives(ttft=1.0, itl=0.025)
