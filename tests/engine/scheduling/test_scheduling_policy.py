@@ -31,6 +31,7 @@ def assert_undisturbed(requests: list[Request]) -> None:
         assert request.output_token_ids == expected_tokens(request.prompt_token_ids, request.params.max_tokens)
 
 
+@pytest.mark.wing("kvstore.tier")
 @on_all_paths
 def test_an_urgent_request_takes_the_seat_of_the_least_urgent(swap: bool, overlap: bool) -> None:
     engine, runner = make_engine(64, host_slots=32, max_num_seqs=2, swap=swap, overlap=overlap, prefix_cache=False)
@@ -47,6 +48,7 @@ def test_an_urgent_request_takes_the_seat_of_the_least_urgent(swap: bool, overla
     assert_quiet(engine)
 
 
+@pytest.mark.wing("kvstore.tier")
 @on_all_paths
 def test_an_urgent_request_takes_the_blocks_of_the_least_urgent(swap: bool, overlap: bool) -> None:
     engine, _ = make_engine(12, host_slots=32, swap=swap, overlap=overlap)
@@ -91,6 +93,7 @@ def test_a_full_batch_is_no_work_for_those_that_wait(monkeypatch: pytest.MonkeyP
     engine.step()
 
 
+@pytest.mark.wing("kvstore.tier")
 @pytest.mark.parametrize("overlap", [False, True])
 def test_swapped_requests_do_not_block_a_more_urgent_one(overlap: bool) -> None:
     engine, _ = make_engine(12, host_slots=32, swap=True, overlap=overlap)
@@ -151,6 +154,7 @@ def test_a_computed_prompt_keeps_its_blocks_for_its_lease() -> None:
     assert_undisturbed([urgent])
 
 
+@pytest.mark.wing("kvstore.tier")
 @pytest.mark.parametrize("windows", [(), (0, 6)])
 def test_who_is_handed_over_and_gives_way_with_its_last_token_leaves_nothing(windows: tuple[int, ...]) -> None:
     """Its KV is in host slots when that token comes: nobody will swap it in."""
@@ -211,6 +215,7 @@ class Contrary:
         return True
 
 
+@pytest.mark.wing("kvstore.tier")
 @on_all_paths
 def test_no_policy_can_stop_the_engine(swap: bool, overlap: bool) -> None:
     engine, _ = make_engine(
