@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from difflib import get_close_matches
 from importlib import import_module
@@ -21,9 +21,8 @@ from common.wings import has_wing
 from router.features import CHAT_BODY, COMPLETION_BODY
 from router.gateway import Gateway
 from router.http.errors import HttpError, error_response, log_if_internal, status_of
-from router.http.held_bodies import HeldBody
 from router.http.middleware import Guard
-from router.http.routes import FixedPaths, Handler, Routes, json_response
+from router.http.routes import FixedPaths, Routes, json_response
 from router.operator_routes import add_health_routes, add_operator_routes
 from router.served_model import ServedModel
 
@@ -47,7 +46,6 @@ ROUTES_OF_WINGS = (
     "router.page.routes:add_page",
     "router.api_docs.pages:add_documentation",
 )
-Endpoint = Callable[[Request, HeldBody], Awaitable[Response]]
 
 
 def create_app(gateway: Gateway) -> Any:
@@ -127,13 +125,6 @@ def _no_such_path(path: str, paths: list[str]) -> str:
 
 
 def _add_model_routes(routes: Routes, gateway: Gateway) -> None:
-    def with_body(endpoint: Endpoint) -> Handler:
-        async def handler(request: Request) -> Response:
-            with gateway.bodies.hold() as held:
-                return await endpoint(request, held)
-
-        return handler
-
     def card(model: ServedModel) -> dict[str, Any]:
         return {
             "id": model.name,
@@ -150,8 +141,7 @@ def _add_model_routes(routes: Routes, gateway: Gateway) -> None:
     async def model(request: Request) -> Response:
         return json_response(card(gateway.model(request.path_params["name"])))
 
-    chat, completions = with_body(gateway.chat_completions), with_body(gateway.completions)
-    routes.add("POST", "/v1/chat/completions", chat, "the answer to a conversation", CHAT_BODY)
-    routes.add("POST", "/v1/completions", completions, "the continuation of a text", COMPLETION_BODY)
+    routes.add("POST", "/v1/chat/completions", gateway.chat_completions, "the answer to a conversation", CHAT_BODY)
+    routes.add("POST", "/v1/completions", gateway.completions, "the continuation of a text", COMPLETION_BODY)
     routes.add("GET", "/v1/models", models, "the models that are served")
     routes.add("GET", "/v1/models/{name:path}", model, "one of them, or 404")

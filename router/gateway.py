@@ -31,7 +31,7 @@ from router.http.answer import GenerationResponse
 from router.http.body import read_json_object
 from router.http.deadline import timeout_seconds
 from router.http.errors import FIELD_NAMES, REQUEST_ID, ModelNotFoundError, client_name
-from router.http.held_bodies import HeldBodies, HeldBody
+from router.http.held_bodies import HeldBodies
 from router.journal import Journal
 from router.request import GenerationRequest
 from router.served_model import ServedModel
@@ -103,10 +103,11 @@ class Gateway:
 
     # -- generation --------------------------------------------------------------------------------------------
 
-    async def chat_completions(self, http: Request, held: HeldBody) -> Response:
+    async def chat_completions(self, http: Request) -> Response:
         arrival = time.monotonic()
-        body = self.parse(CHAT_BODY, http, await read_json_object(http, held))
-        return await self.chat(http, body, arrival, Features.renderer)
+        with self.bodies.hold() as held:
+            body = self.parse(CHAT_BODY, http, await read_json_object(http, held))
+            return await self.chat(http, body, arrival, Features.renderer)
 
     async def chat(
         self, http: Request, body: ChatCompletionBody, arrival: float, renderer_of: RendererOf
@@ -152,21 +153,22 @@ class Gateway:
             features.tools,
         )
 
-    async def completions(self, http: Request, held: HeldBody) -> Response:
+    async def completions(self, http: Request) -> Response:
         arrival = time.monotonic()
-        body = self.parse(COMPLETION_BODY, http, await read_json_object(http, held))
-        model = self.model_for(http, body.model)
-        model.dispatcher.admit()
-        prompts = await completion_prompts(body, model.tokenizer, model.limits())
-        prompts = _truncated(model, body, prompts)
-        n = body.n or 1
-        per_prompt = max(body.best_of or n, n)
-        features = await self._features(http, model, body, len(prompts) * per_prompt)
-        request = self._request(http, model, body, features, prompts, per_prompt, arrival)
-        texts = tuple(self._echo_texts(model, body, prompts)) if body.echo else ()
-        options = self._options(request, model, body, prompts, texts, body.logprobs is not None)
-        renderer = CompletionRenderer(options, model.tokenizer, n, per_prompt)
-        return self.respond(http, request, renderer, bool(body.stream))
+        with self.bodies.hold() as held:
+            body = self.parse(COMPLETION_BODY, http, await read_json_object(http, held))
+            model = self.model_for(http, body.model)
+            model.dispatcher.admit()
+            prompts = await completion_prompts(body, model.tokenizer, model.limits())
+            prompts = _truncated(model, body, prompts)
+            n = body.n or 1
+            per_prompt = max(body.best_of or n, n)
+            features = await self._features(http, model, body, len(prompts) * per_prompt)
+            request = self._request(http, model, body, features, prompts, per_prompt, arrival)
+            texts = tuple(self._echo_texts(model, body, prompts)) if body.echo else ()
+            options = self._options(request, model, body, prompts, texts, body.logprobs is not None)
+            renderer = CompletionRenderer(options, model.tokenizer, n, per_prompt)
+            return self.respond(http, request, renderer, bool(body.stream))
 
     def _request(
         self,
