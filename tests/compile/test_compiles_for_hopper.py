@@ -36,7 +36,6 @@ from kernels.gpu.attention.decode_tiles import most_queries
 from kernels.gpu.attention.kv_splits import DecodeWorkspace
 from kernels.gpu.attention.paged_decode import paged_decode
 from kernels.gpu.attention.paged_prefill import paged_prefill
-from kernels.gpu.attention.paged_verify import paged_verify
 from kernels.gpu.attention.prefill_splits import PrefillSplits, SplitWorkspace
 from kernels.gpu.attention.prompt_tiles import LARGE_TILE, SMALL_TILE, WIDTH
 from kernels.gpu.collectives.all_reduce import (
@@ -66,6 +65,7 @@ from kernels.gpu.moe.grouped_gemv import add_down_of_row, grouped_gemv
 from kernels.gpu.moe.packed_experts import packed_experts, tile_of
 from kernels.gpu.prefill_backends.gather_kv import gather_kv
 from kernels.gpu.sampling.process_logits import LogitsRules, process_logits
+from kernels.gpu.speculation.paged_verify import paged_verify
 from kernels.kv_copy import WordCopy
 from kernels.quantization.mxfp4 import filled
 from kernels.quantization.packed_weights import PACKINGS, PackedWeight

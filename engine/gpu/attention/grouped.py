@@ -19,7 +19,6 @@ from kernels.gpu.attention.decode_plan import DecodePlan, plan_decode
 from kernels.gpu.attention.decode_tiles import most_queries
 from kernels.gpu.attention.kv_splits import DecodeWorkspace
 from kernels.gpu.attention.paged_decode import paged_decode
-from kernels.gpu.attention.paged_verify import paged_verify
 from kernels.gpu.attention.prefill_splits import PrefillSplits, SplitWorkspace
 from kernels.gpu.attention.prompt_tiles import SMALL_TILE, num_spare_tiles
 from kernels.gpu.elementwise.rope import rope_and_write_kv
@@ -136,6 +135,8 @@ class GroupedQueries(GpuAttention):
         layer, groups = self._layers[block.layer], inputs.query_groups
         shared = self._pool, layer.index, own.decode_tables, inputs.lengths
         if groups is not None and self._attends_in_groups(layer.window):
+            from kernels.gpu.speculation.paged_verify import paged_verify
+
             return paged_verify(q, *shared, groups, own.decode, self._workspace)
         return paged_decode(q, *shared, own.decode, self._workspace, block.sinks)
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+import kernels.gpu.speculation.paged_verify as verify_module
 from engine.engine import Engine
-from engine.gpu.attention import grouped
 from engine.gpu.config import GpuConfig
 from engine.request import Request, SamplingParams, TokenLogprobs
 from engine.speculation.drafter import Drafter, Proposal
-from kernels.gpu.attention.paged_verify import paged_verify
+from kernels.gpu.speculation.paged_verify import paged_verify
 from tests.engine.driving import num_drafts
 from tests.engine.speculation.drafters import FromStates, MakeOracle, draft_with, knows, of_one_kind
 from tests.gpu.models import save_tiny_model
@@ -117,7 +117,7 @@ def test_queries_of_a_row_attend_as_a_group(model: Path, monkeypatch: pytest.Mon
         counts.append([count for count in groups[2].tolist() if count])
         return paged_verify(q, pool, layer, tables, lengths, groups, *args)
 
-    monkeypatch.setattr(grouped, "paged_verify", seen)
+    monkeypatch.setattr(verify_module, "paged_verify", seen)
     draft_with(monkeypatch, Zeros, on_gpu=True)
     eager = GpuConfig(use_cuda_graph=False)
     made, _ = open_gpu(model, monkeypatch, eager, num_speculative_tokens=9, max_num_seqs=MAX_TOKENS)

@@ -1,0 +1,1 @@
+"""Kernels of steps whose rows have drafts."""
