@@ -37,10 +37,10 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     ran = set(config.getoption("--ran-without-wings").split())
-    left = [item for item in items if item.nodeid.partition("::")[0] not in ran or item.get_closest_marker("wing")]
+    left = {item for item in items if item.nodeid.partition("::")[0] not in ran or item.get_closest_marker("wing")}
     if len(left) < len(items):
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(left)])
-        items[:] = left
+        config.hook.pytest_deselected(items=[item for item in items if item not in left])
+        items[:] = [item for item in items if item in left]
 
 
 @pytest.hookimpl(tryfirst=True)

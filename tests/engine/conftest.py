@@ -8,10 +8,18 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.harness.forked import fork_followers
+
 if TYPE_CHECKING:
     from tests.engine.tiny_models import TinyModel
 
 Greedy = Callable[["TinyModel", Sequence[list[int]], int], tuple[Path, list[list[int]]]]
+
+
+@pytest.fixture
+def forked_followers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start ranks without importing torch again. tests/engine/tensor_parallel starts some by their real command."""
+    fork_followers(monkeypatch)
 
 
 @pytest.fixture(scope="session")

@@ -228,6 +228,7 @@ def save_gguf_experts(folder: Path) -> Path:
     return folder / "m.gguf"
 
 
+@pytest.mark.usefixtures("forked_followers")
 @pytest.mark.parametrize(
     ("save", "settings"),
     [

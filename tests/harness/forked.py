@@ -17,11 +17,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import reduction
 from multiprocessing.forkserver import ensure_running
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+import pytest
 
 ENGINE_PROCESS, FOLLOWER = "worker.engine_process.main", "engine.tensor_parallel.follower"
 SERVICES = ("tests.harness.preloaded",)
@@ -47,6 +50,59 @@ def fork(target: Callable[..., None], *args: Any, preloaded: Sequence[str] = SER
     process = context.Process(target=target, args=args, daemon=True)  # ends with pytest at the latest
     process.start()
     return process
+
+
+def fork_followers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the ranks of engines that this process opens from now on, instead of starting them with Python."""
+    start = subprocess.Popen
+
+    def popen(command: Any, *args: Any, **kwargs: Any) -> Any:
+        if FOLLOWER not in command:
+            return start(command, *args, **kwargs)
+        argv, descriptors = command[command.index(FOLLOWER) :], kwargs["pass_fds"]
+        return _Forked(fork(_run_follower, argv, {**os.environ}, [*map(_Descriptor, descriptors)], descriptors))
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+
+
+class _Descriptor:
+    """An open file, which is an int of its own in the process that it is sent to."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _detach, (reduction.DupFd(self._number),)
+
+
+def _detach(sent: Any) -> int:
+    number: int = sent.detach()
+    return number
+
+
+class _Forked:
+    """A process as those know it who have started it with Popen."""
+
+    def __init__(self, process: BaseProcess) -> None:
+        self._process = process
+        self.pid = process.pid
+        self.kill = process.kill
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(FOLLOWER, timeout or 0.0)
+        return self._process.exitcode
+
+
+def _run_follower(
+    argv: Sequence[str], env: Mapping[str, str], received: Sequence[int], numbers: Sequence[int]
+) -> None:
+    _number(received, numbers)
+    _run_module([*argv], env)
 
 
 def _run_service(argv: list[str], env: dict[str, str], log_path: Path) -> None:
@@ -121,13 +177,18 @@ def _wait_for_command(link: socket.socket) -> None:
     if not message:  # the parent has ended
         sys.exit(0)
     numbers, argv, env = (part.split("\0") for part in message.decode().split("\0\0", 2))
+    _number(received, [*map(int, numbers)])
+    _run_module(argv, dict(each.split("=", 1) for each in env))
+
+
+def _number(received: Sequence[int], numbers: Sequence[int]) -> None:
+    """Give descriptors the numbers that they have in the parent."""
     parked = [fcntl.fcntl(each, fcntl.F_DUPFD, PARKED) for each in received]
     for each in received:
         os.close(each)
-    for each, number in zip(parked, map(int, numbers), strict=True):  # as they are numbered in the parent
+    for each, number in zip(parked, numbers, strict=True):
         os.dup2(each, number)
         os.close(each)
-    _run_module(argv, dict(each.split("=", 1) for each in env))
 
 
 class _Child(subprocess.Popen):

@@ -158,6 +158,7 @@ def test_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_close(vectors(made, prompts_of(), "mean"), expected("embeddinggemma", prompts_of(), "mean"))
 
 
+@pytest.mark.usefixtures("forked_followers")
 @pytest.mark.wing("engine.expert_balancing")
 def test_ranks_of_placed_experts(tmp_path: Path) -> None:
     """Processes, whose experts are counted, placed by counts, have replicas and move."""

@@ -71,6 +71,7 @@ def test_ranks_equal_merged_models(
     assert run(parts.engine, asked, GREEDY_8) == merged_answers(tiny, asked)
 
 
+@pytest.mark.usefixtures("forked_followers")
 def test_processes_read_adapters_that_plans_name(tmp_path: Path) -> None:
     name = write_for(tmp_path / "adapter", DRY_RUN_CONFIG)
     settings: dict[str, Any] = {"num_gpu_blocks": 128, "enable_lora": True, "num_threads": 1}

@@ -178,6 +178,7 @@ def test_two_ranks_of_every_family_equal_transformers(
     assert parts.engine.num_failed_steps == 0
 
 
+@pytest.mark.usefixtures("forked_followers")
 def test_ranks_that_dispatch_to_whole_experts_equal_transformers(
     greedy: Greedy, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,6 +87,7 @@ def save_chain(path: Path, is_mimo: bool) -> Path:
     return kind.divide(path, {**tensors, "eh_proj": torch.eye(size, 2 * size)})
 
 
+@pytest.mark.usefixtures("forked_followers")
 @pytest.mark.parametrize(
     ("is_mimo", "settings"),
     [(False, {}), (False, {"dtype": "bfloat16", "quant_mode": "auto"}), (False, {"tp": 2}), (True, {})],
