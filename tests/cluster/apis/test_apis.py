@@ -78,6 +78,7 @@ class Kind:
     save: Callable[[TinyModel | HfFamily, Path], Path] = save_with_tokenizer
     has_adapter: bool = False
     has_stage: bool = False  # of its own, at a port
+    num_prefill: int = 1
     is_exact: bool = True  # experts that move change the order of sums, which 8-bit KV may turn into other tokens
 
 
@@ -121,7 +122,8 @@ KINDS = {
     ),
     "gguf": Kind(TinyModel("Llama", WIDE), {"enable_lora": True}, save=save_gguf, has_adapter=True),
     "foreign": Kind(
-        replace(GEMMA2, changes={**GEMMA2.changes, **COMMON}), {**FLOAT32, "model_impl": "transformers"}
+        replace(GEMMA2, changes={**GEMMA2.changes, **COMMON}), {**FLOAT32, "model_impl": "transformers"},
+        num_prefill=0,  # each process that imports transformers takes 3 s; cluster/wings hands over KV of this model
     ),
     "rejection": Kind(
         WINDOWS, EIGHT_BITS, ("--speculative=draft:{model}", "--speculative-sampling=rejection", *SWAP)
@@ -184,7 +186,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     named = {"folder": folder, "model": path, "port": port}
     flags, decode = ([flag.format(**named) for flag in given] for given in (kind.flags, kind.decode))
     with stage(port if kind.has_stage else 0, folder), running_cluster(
-        engine_args=(*common, *modules), worker_args=flags, role_args={"decode": decode},
+        kind.num_prefill, engine_args=(*common, *modules), worker_args=flags, role_args={"decode": decode},
         router_args=(f"--chat-template={folder / 'think.jinja'}", "--local-prefill-tokens=0", *modules),
     ) as cluster:  # fmt: skip
         prompt = post(f"{cluster.url}/tokenize", json={"messages": MESSAGES}).json()["tokens"]

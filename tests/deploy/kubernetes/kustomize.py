@@ -88,7 +88,7 @@ def build_own(folder: Path, kustomization: str) -> str:
 
 @functools.cache
 def _documents(variant: str) -> list[Document]:
-    return list(yaml.safe_load_all(build(variant)))
+    return list(yaml.load_all(build(variant), yaml.CSafeLoader))
 
 
 class Rendered:

@@ -92,6 +92,7 @@ def test_a_long_answer_goes_on_elsewhere(monkeypatch: pytest.MonkeyPatch) -> Non
     assert matcher.allowed(list(b"x" * 60_000 + b">abcdefabc")) is not None
 
 
+@pytest.mark.usefixtures("forked_followers")
 @pytest.mark.parametrize(
     "settings",
     [

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
+import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,18 @@ from kvstore.transports.nixl import reader as nixl_module
 from kvstore.transports.nixl.agent import NixlAgent, NixlRead, agent_name
 from kvstore.transports.nixl.reader import NixlReader
 from kvstore.types import BlockId, Epoch
+from tests.harness.forked import fork
 from tests.harness.processes import until_stopped
 from tests.kvstore import ranks as split
-from tests.kvstore.helpers import GEOMETRY, empty_pool, lease_from_hex, with_address, with_shard
+from tests.kvstore.helpers import (
+    GEOMETRY,
+    as_handle,
+    empty_pool,
+    handle_to_hex,
+    lease_from_hex,
+    with_address,
+    with_shard,
+)
 from tests.kvstore.transports.test_service import BLOCKS, Worker
 
 pytest.importorskip("nixl_cu13", reason="NIXL has packages for x86_64 alone")
@@ -157,20 +167,13 @@ async def test_heads_are_split_anew(tmp_path: Path, agent: NixlAgent) -> None:
         client.close()
 
 
-OWNER = """
-import asyncio, sys
-from pathlib import Path
-from tests.kvstore.helpers import as_handle, handle_to_hex
-from tests.kvstore.transports.nixl.test_nixl import lease_of, running
+def own_blocks(folder: Path, pipe: Connection) -> None:
+    async def own() -> None:
+        async with running(folder) as worker:
+            pipe.send((handle_to_hex(as_handle(lease_of(worker))), worker.owner.blocks.tobytes()))
+            await asyncio.sleep(600)
 
-async def main():
-    async with running(Path(sys.argv[1])) as worker:
-        print(handle_to_hex(as_handle(lease_of(worker))))
-        print(worker.owner.blocks.tobytes().hex(), flush=True)
-        await asyncio.sleep(600)
-
-asyncio.run(main())
-"""
+    asyncio.run(own())
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -178,15 +181,17 @@ def test_an_owner_that_is_gone_or_stopped_costs_a_bounded_time(
     tmp_path: Path, agent: NixlAgent, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     """A stopped one may be read all the same: within a host, bytes come without its help."""
-    command = [sys.executable, "-c", OWNER, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process, reading(agent) as (client, mine):
+    pipe, theirs = multiprocessing.Pipe()
+    process = fork(own_blocks, tmp_path, theirs)
+    theirs.close()
+    with pipe, reading(agent) as (client, mine):
         try:
-            assert process.stdout is not None
-            peer = lease_from_hex(process.stdout.readline())
-            blocks = np.frombuffer(bytes.fromhex(process.stdout.readline()), np.uint8).reshape(mine.shape)
+            assert process.pid is not None
+            handle, stored = pipe.recv()
+            peer, blocks = lease_from_hex(handle), np.frombuffer(stored, np.uint8).reshape(mine.shape)
             client.pull(peer, [0, 1], ids(0, 1))
             np.testing.assert_array_equal(mine[:2], blocks[BLOCKS[:2]])
-            process.send_signal(number)
+            os.kill(process.pid, number)
             until_stopped(process.pid)
             monkeypatch.setattr(nixl_module, "TRANSFER_SECONDS", 0.3)
             began = time.monotonic()
@@ -200,6 +205,7 @@ def test_an_owner_that_is_gone_or_stopped_costs_a_bounded_time(
             assert time.monotonic() - began < 60.0
         finally:
             process.kill()
+            process.join()
 
 
 @pytest.mark.parametrize(
