@@ -12,9 +12,10 @@ import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError, meta, nodes
+from jinja2 import Template, TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -55,21 +56,26 @@ def _strftime_now(pattern: str) -> str:
     return datetime.datetime.now().strftime(pattern)
 
 
+@lru_cache(maxsize=32)
+def _compiled(source: str) -> tuple[Template, frozenset[str]]:
+    """The template, which keeps nothing of what it renders, and the variables that it reads."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols", _GenerationBlock],
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment.from_string(source), frozenset(meta.find_undeclared_variables(environment.parse(source)))
+
+
 class ChatTemplate:
     """One compiled template with the special tokens that it may use by name (`bos_token`, ...)."""
 
     def __init__(self, source: str, named_tokens: Mapping[str, str], special_texts: Sequence[str]) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=["jinja2.ext.loopcontrols", _GenerationBlock],
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
         try:
-            self._template = environment.from_string(source)
-            self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source)))
+            self._template, self.variables = _compiled(source)
         except TemplateSyntaxError as error:
             raise UnsupportedModelError(f"the model's chat template does not compile: {error}") from None
         self._named_tokens = dict(named_tokens)

@@ -14,6 +14,7 @@ import zlib
 from array import array
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import uvloop
@@ -70,6 +71,11 @@ class Session:
     sent: asyncio.Event = field(default_factory=asyncio.Event)
 
 
+@cache
+def tokenizer_hash() -> str:
+    return load_tokenizer(resolve_model("dry-run")).tokenizer_hash()
+
+
 class ScriptedWorker:
     """Serve Prefill or Decode on a free port."""
 
@@ -87,7 +93,7 @@ class ScriptedWorker:
         self.keys: set[bytes] = set()
         self._info = {
             "worker_id": self.worker_id, "role": role, "epoch": 1, "model": "dry-run", "model_fingerprint": "f" * 64,
-            "tokenizer_hash": load_tokenizer(resolve_model("dry-run")).tokenizer_hash(), "vocab_size": 320,
+            "tokenizer_hash": tokenizer_hash(), "vocab_size": 320,
             "max_model_len": 512, "eos_token_ids": [257], "block_size": BLOCK_SIZE, "hash_version": HASH_VERSION,
             "kv_dtype": "float32", "num_blocks": 64, "block_bytes": 1024, "transports": ["tcp"], "version": "test",
             "quantization": "none", "device": "cpu", "attention_backend": "mirror", "max_num_seqs": 64,
