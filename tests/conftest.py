@@ -48,7 +48,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Before fixtures of any scope draw some."""
     random.seed(SEED)
     if torch := sys.modules.get("torch"):  # not every test needs it
-        torch.manual_seed(SEED)
+        # torch.manual_seed would tell CUDA, too, which keeps a traceback of each call until it is used.
+        (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(SEED)
         torch.set_num_threads(1)  # cores are shared, and tiny models need no more
     for (wing,) in (mark.args for mark in item.iter_markers("wing")):
         if not has_wing(wing):
