@@ -45,7 +45,7 @@ def call_tokens() -> tokenizers.Tokenizer:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    sizes = {"vocab_size": 320, "max_position_embeddings": 4096}
+    sizes = {"vocab_size": 320, "max_position_embeddings": 4096, "num_hidden_layers": 1}
     folder = save_with_tokenizer(TinyModel("Llama", sizes), tmp_path_factory.mktemp("models") / "tiny")
     (folder / "chat_template.jinja").write_text(HERMES_TEMPLATE)
     (folder / "tokenizer.json").write_text(call_tokens().to_str())
