@@ -23,13 +23,13 @@ from common.tools.tool_parser import CallDelta, ToolCallParser, ToolFormat
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.grammar.grammars import Grammars
 from engine.request import SamplingParams
 from tests.common.tools.reading import added_up
 from tests.common.tools.tool_templates import call_text
 from tests.engine.grammar.test_tool_call_grammars import (
     ANY_OBJECT,
     DRY_RUN,
+    GRAMMARS,
     SCHEMAS,
     ZONE,
     allows,
@@ -94,7 +94,7 @@ def test_in_a_text_a_call_begins_with_its_special_token_and_with_no_text_that_sp
         ([*b"<user> is a marker."], False),
         ([*b"<use of it"], True),
     ):
-        matcher = Grammars(lambda: DRY_RUN, DRY_RUN.vocab_size).start(followed).result()
+        matcher = GRAMMARS.start(followed).result()
         assert (matcher.allowed(token_ids) is not None) is is_allowed, token_ids
 
 
@@ -244,7 +244,7 @@ def text_of(token_ids: Sequence[int]) -> str:
 
 def may_end(followed: str, token_ids: list[int]) -> tuple[bool, bool]:
     """Whether an answer may begin so, and whether it may end there."""
-    words = Grammars(lambda: DRY_RUN, DRY_RUN.vocab_size).start(followed).result().allowed(token_ids)
+    words = GRAMMARS.start(followed).result().allowed(token_ids)
     return words is not None, words is not None and bool(words[EOS // 32] >> (EOS % 32) & 1)
 
 

@@ -43,16 +43,21 @@ SCHEMAS: dict[str, Any] = {"get_weather": CITY, "get_time": ZONE}
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
+GRAMMARS = Grammars(lambda: DRY_RUN, DRY_RUN.vocab_size)
+BLANKS = list(b" \t\r\n")
+
+
 def written_by(followed: str, seed: int, begin: str = "") -> list[int]:
     """What a random model writes from that beginning on, without blanks where it has the choice."""
     draw = random.Random(seed)
-    matcher = Grammars(lambda: DRY_RUN, DRY_RUN.vocab_size).start(followed).result()
+    matcher = GRAMMARS.start(followed).result()
     output = list(begin.encode())
     while True:
         words = matcher.allowed(output)
         assert words is not None
-        allowed = [int(i) for i in np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))]
-        token_id = draw.choice([i for i in allowed if chr(i) not in " \t\r\n"] or allowed)
+        allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+        shown = allowed[~np.isin(allowed, BLANKS)]
+        token_id = int(draw.choice(shown if len(shown) else allowed))
         is_text = len(allowed) > 128 and DRY_RUN.eos_token_ids[0] in allowed
         if token_id in DRY_RUN.eos_token_ids or (is_text and draw.random() < 0.1):
             return output
@@ -152,7 +157,7 @@ def test_a_schema_in_itself_cannot_be_written_with_keywords() -> None:
 
 def allows(followed: str, text: str) -> bool:
     """Whether the whole text follows the grammar."""
-    matcher = Grammars(lambda: DRY_RUN, DRY_RUN.vocab_size).start(followed).result()
+    matcher = GRAMMARS.start(followed).result()
     words = matcher.allowed(DRY_RUN.encode(text, allow_special=True))
     eos = DRY_RUN.eos_token_ids[0]
     return words is not None and bool(words[eos // 32] >> (eos % 32) & 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -87,6 +88,7 @@ def test_answers_of_a_models_tokens(items: dict[str, Any]) -> None:
         assert len(set(value)) == len(value) >= 4
 
 
+@cache
 def _is_json_so_far(text: bytes) -> bool:
     """Whether a grammar would let the text begin an array of texts and numbers, or an object of such."""
     depth, expects_item, in_text, escaped = 0, True, False, False
