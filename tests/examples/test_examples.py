@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 import runpy
 import sys
-import tempfile
 import textwrap
 from pathlib import Path
 
 import pytest
 
-from tests.harness.served import Served
+from tests.harness.cluster import running_cluster
 from tests.packaging.documentation import ROOT, page, runnable
 
 EXAMPLES = ROOT / "examples"
@@ -50,7 +49,9 @@ def test_commands_have_their_old_names_too(
     assert f"usage: mini-infer {COMMANDS[name]}" in capsys.readouterr().out
 
 
-def test_every_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_example_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def run(scripts: dict[str, str], *arguments: str) -> None:
         """In this process, which has paid for importing torch already."""
         for name, pattern in scripts.items():
@@ -60,18 +61,13 @@ def test_every_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
             assert re.search(pattern, printed), f"{name} printed:\n{printed}"
 
     assert {path.name for path in EXAMPLES.glob("*.py")} == {*OFFLINE, *SERVED, *MODULES, *COMMANDS}
-    with tempfile.TemporaryDirectory(prefix="mi-", ignore_cleanup_errors=True) as folder:  # short: sockets lie there
-        served = Served(Path(folder), "--prefill=0", "--host-tier-gb=0")
-        try:
-            run(OFFLINE, "--model", "dry-run")  # while the cluster starts
-            served.wait_for("stop with Ctrl-C")
-            run(SERVED, "--url", served.url)
-            pages = page(ROOT / "README.md").blocks + page(ROOT / "docs/install.md").blocks
-            blocks = [text for language, text in pages if language == "python"]
-            assert len(blocks) == 3
-            for block in blocks:
-                script = Path(folder) / "readme.py"
-                script.write_text(runnable(as_script(block), served.url))
-                runpy.run_path(str(script))  # what a random model answers may be nothing
-        finally:
-            served.stop()
+    run(OFFLINE, "--model", "dry-run")
+    pages = page(ROOT / "README.md").blocks + page(ROOT / "docs/install.md").blocks
+    blocks = [text for language, text in pages if language == "python"]
+    assert len(blocks) == 3
+    with running_cluster(num_prefill=0) as cluster:
+        run(SERVED, "--url", cluster.url)
+        for block in blocks:
+            script = tmp_path / "readme.py"
+            script.write_text(runnable(as_script(block), cluster.url))
+            runpy.run_path(str(script))  # what a random model answers may be nothing
