@@ -218,19 +218,22 @@ def test_all_apis_call_a_tool(served: Served) -> None:
     """The same one: a grammar is followed after a reasoning that is left out, and after a bounded one."""
     most, greedy = 160, {"temperature": 0.0}
     tools = [{"type": "function", "function": FUNCTION}]
-    fields = {"messages": MESSAGES, "max_tokens": most, "tools": tools, "tool_choice": "required", **greedy}
-    chat = ask(served, "chat/completions", reasoning_effort="none", **fields)["choices"][0]["message"]
-    called = chat["tool_calls"][0]["function"]
+    one: dict[str, Any] = {"tool_choice": "required", "parallel_tool_calls": False}
+    fields = {"messages": MESSAGES, "max_tokens": most, "tools": tools, **one, **greedy}
+    chat = ask(served, "chat/completions", reasoning_effort="none", **fields)["choices"][0]
+    assert chat["finish_reason"] == "tool_calls"
+    called = chat["message"]["tool_calls"][0]["function"]
     assert (called["name"], json.loads(called["arguments"])["a"] in (1, 2)) == ("look", True)
     responses = ask(
         served, "responses", input=MESSAGES, max_output_tokens=most, tools=[{"type": "function", **FUNCTION}],
-        tool_choice="required", reasoning={"effort": "none"}, **greedy,
+        reasoning={"effort": "none"}, **one, **greedy,
     )  # fmt: skip
     call = next(item for item in responses["output"] if item["type"] == "function_call")
     wanted = ({"a": 1}, {"a": 2}) if not served.is_exact else (json.loads(called["arguments"]),)
     assert (call["name"], json.loads(call["arguments"]) in wanted) == ("look", True)
     messages = ask(
-        served, "messages", messages=MESSAGES, max_tokens=most, tool_choice={"type": "any"},
+        served, "messages", messages=MESSAGES, max_tokens=most,
+        tool_choice={"type": "any", "disable_parallel_tool_use": True},
         tools=[{"name": "look", "description": "Look it up.", "input_schema": PARAMETERS}],
         thinking={"type": "disabled"}, **greedy,
     )  # fmt: skip
@@ -246,7 +249,7 @@ def test_all_at_once_with_vectors_and_log_probabilities(served: Served) -> None:
     bodies: dict[str, dict[str, Any]] = {
         "chat/completions": {
             "messages": MESSAGES, "tools": tools, "tool_choice": "required", "thinking_token_budget": 6,
-            "max_tokens": 160, **greedy,
+            "parallel_tool_calls": False, "max_tokens": 160, **greedy,
         },
         "responses": {"input": MESSAGES, "max_output_tokens": NUM_TOKENS, **greedy},
         "messages": {"messages": MESSAGES, "max_tokens": NUM_TOKENS, **greedy},
