@@ -1,10 +1,12 @@
-"""gpt-oss experts of GGUF files in MXFP4: blocks as a checkpoint's, so that kernels of experts take them as they are.
+"""Experts of gpt-oss in MXFP4: a GGUF file's blocks as a checkpoint's for GPUs, a checkpoint's as a file's for CPUs.
 
 A block is 32 weights of one row, in 17 bytes: the exponent, then byte i holds value i in its low half and value
 i + 16 in its high half. A checkpoint's byte i holds values 2 i and 2 i + 1. Numbers and exponents are the same.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -14,9 +16,11 @@ from engine.layers.weights import Part
 from engine.loader.checkpoint import Shape
 from engine.models.config import ModelConfig
 from engine.quantization.mxfp4 import Mxfp4Source
+from kernels.gguf.linear import BLOCK_COLUMNS, Blocks
 
 MXFP4 = 39  # ggml's type number
 BLOCK_BYTES = 17
+GATE_UP = "gate_up_proj"  # ends the name of a checkpoint's stacked weight
 
 
 def weights_of(
@@ -70,3 +74,40 @@ class GgufMxfp4Weights(Mxfp4Source):
         rows = range(expert * num_rows, (expert + 1) * num_rows)
         turns = torch.stack([self._file.read_bytes(name, rows) for name in stored], dim=1)
         return turns.view(num_rows * len(stored), -1, BLOCK_BYTES)
+
+
+class CheckpointBlocks:
+    """A checkpoint's weights for `PackedConversion`: its experts as a file holds them, copied, and plain others."""
+
+    label = "mxfp4"
+
+    def __init__(self, source: Mxfp4Source) -> None:
+        self._source = source
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]:
+        return self._source.shapes
+
+    def has_blocks(self, name: str) -> bool:
+        return False
+
+    def has_expert_blocks(self, name: str, num_columns: int) -> bool:
+        """Whether `expert_blocks` gives experts of the stacked weight, of so many columns."""
+        return self._source.is_packed(name) and num_columns % BLOCK_COLUMNS[MXFP4] == 0
+
+    def expert_blocks(self, name: str, expert: int, columns: range, rows: range) -> list[Blocks]:
+        """Outputs `rows` of an expert, of its inputs `columns`: the gate's and up's, which take turns, one by one."""
+        size, num_turns = BLOCK_COLUMNS[MXFP4], 2 if name.endswith(GATE_UP) else 1
+        groups = range(columns.start // size, columns.stop // size)
+        blocks, exponents = (part[0] for part in self._source.read(name, range(expert, expert + 1), rows, groups))
+        values = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
+        halves = values[..., : size // 2] | (values[..., size // 2 :] << 4)
+        packed = torch.cat([exponents[..., None], halves], dim=-1).flatten(1)
+        return [Blocks(packed[turn::num_turns].contiguous(), MXFP4) for turn in range(num_turns)]
+
+    def blocks(self, name: str, part: Part | None = None) -> None:
+        """Return None: only stacked weights are blocks."""
+
+    def take_part(self, name: str, part: Part) -> Tensor:
+        """See PartSource."""
+        return self._source.take_part(name, part)

@@ -1,11 +1,11 @@
-"""Linear layers over blocks of a GGUF file, as the file holds them: on CPUs that `kernels/gguf` has code for.
+"""Linear layers over blocks as GGUF files hold them: on CPUs that `kernels/gguf` has code for.
 
     generated tokens   weights as they are, x quantized to int16
     prompts            weights dequantized (to bfloat16, with AVX2 to float32), a few rows at a time
     logits             as generated tokens, from and to float32
 
-Both GEMMs are batch invariant. Weights stay in the mapped file: all workers of a host share them, and loading reads
-none of them.
+Both GEMMs are batch invariant. Weights of a GGUF file stay in the mapped file: all workers of a host share them, and
+loading reads none of them. A checkpoint's MXFP4 experts are copied into such blocks.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.gguf.mxfp4 import GgufMxfp4Weights
-from engine.gguf.weights import LABEL, GgufWeights
+from engine.gguf.mxfp4 import CheckpointBlocks, GgufMxfp4Weights
+from engine.gguf.weights import GgufWeights
 from engine.layers.block import Block, LinearRef
 from engine.layers.linear import Linear
-from engine.layers.weights import Part, PartSource
+from engine.layers.weights import Part, WeightSource
 from engine.loader.conversion import Conversion, give_float32_logits
 from engine.models.model import Model
 from engine.moe.moe import Moe
 from engine.quantization.cpu_linears import CpuLinears
+from engine.quantization.mxfp4 import Mxfp4Source
 from kernels.gguf.experts import BlockExperts
 from kernels.gguf.library import library
 from kernels.gguf.linear import BlockWeight, max_integer_rows
@@ -77,10 +78,10 @@ def block_linear(weight: BlockWeight, bias: Tensor | None, max_rows: int) -> Lin
 
 
 class PackedConversion(Conversion):
-    """See Conversion. Layers become int8 that the file does not hold in blocks, or that ranks divide within one."""
+    """See Conversion. Layers become int8 that are not stored in blocks, or that ranks divide within one."""
 
-    def __init__(self, weights: GgufWeights, dtype: torch.dtype) -> None:
-        super().__init__(LABEL)
+    def __init__(self, weights: GgufWeights | CheckpointBlocks, dtype: torch.dtype) -> None:
+        super().__init__(weights.label)
         self._weights, self._others = weights, CpuLinears(dtype)
         self._names: frozenset[str] = frozenset()
         self._stacked: frozenset[str] = frozenset()  # names of weights of which experts are cut out
@@ -163,13 +164,16 @@ class PackedConversion(Conversion):
 
 
 def packed_conversion(
-    weights: PartSource, config: EngineConfig, dtype: torch.dtype, device: torch.device
+    weights: WeightSource, config: EngineConfig, dtype: torch.dtype, device: torch.device
 ) -> PackedConversion | None:
-    """None where another is to be chosen: for other settings, a file of other types, a machine without the code."""
+    """None where another is to be chosen: for other settings, weights of other types, a machine without the code."""
     if config.quant_mode != "auto" or device.type != "cpu" or dtype != torch.bfloat16:
         return None
     if isinstance(weights, GgufMxfp4Weights):
         weights = weights.of_file
-    if not isinstance(weights, GgufWeights) or not weights.has_most_in_blocks or library() is None:
-        return None
-    return PackedConversion(weights, dtype)
+    found: GgufWeights | CheckpointBlocks | None = None
+    if isinstance(weights, GgufWeights) and weights.has_most_in_blocks:
+        found = weights
+    elif isinstance(weights, Mxfp4Source):
+        found = CheckpointBlocks(weights)
+    return None if found is None or library() is None else PackedConversion(found, dtype)

@@ -32,7 +32,6 @@ from engine.quantization.quantized_rows import QuantizedRows
 from kernels.gguf.library import library
 from kernels.gguf.linear import BLOCK_COLUMNS, Blocks, BlockWeight
 
-LABEL = "gguf"  # the quant mode that users see
 NUMBERS_AT_ONCE = 1 << 17  # that are dequantized: what is made on the way stays in a cache
 
 
@@ -127,7 +126,7 @@ class GgufWeights(PartSource):
     kept_bits: see BlockSource.
     """
 
-    label = LABEL
+    label = "gguf"  # the quant mode that users see
 
     def __init__(
         self, file: GgufFile, config: ModelConfig, permuted: bool, dtype: torch.dtype, device: torch.device

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 WING = "engine.quantization"
 logger = logging.getLogger(__name__)
+OwnConversion = Callable[[EngineConfig, torch.dtype, torch.device], Conversion | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class Source:
     check: Check | None  # compares them with those that are needed; None: any weight can be made
     identity: dict[str, Any]
     files: list[Path]
-    own_conversion: Callable[[EngineConfig, torch.dtype, torch.device], Conversion | None] | None = None
+    own_conversion: OwnConversion | None = None
 
     def checked_skeleton(self) -> Model:
         """The model without storage; names and shapes are compared before weights are read. Raises ConfigError."""
@@ -106,7 +107,8 @@ def open_source(files: ModelFiles, engine_config: EngineConfig, dtype: torch.dty
         dummy = _random(family, config, dtype, device)
         if quantized is not None:
             needed = family.skeleton(config)[1]
-            return replace(dummy, weights=quantized.random(dummy.weights, needed, dtype, device))
+            weights = quantized.random(dummy.weights, needed, dtype, device)
+            return replace(dummy, weights=weights, own_conversion=_block_conversion(weights))
         return dummy
     config = replace(config, rope=config.rope.within(config.context_length(engine_config.max_model_len)))
     tensors = SafetensorsWeights(files.path, dtype, device)
@@ -119,7 +121,17 @@ def open_source(files: ModelFiles, engine_config: EngineConfig, dtype: torch.dty
         return Source(config, family, tensors, partial(check_weights, found=tensors.shapes), {}, tensors.files)
     if quantized.label and engine_config.quant_mode == "auto" and dtype == torch.bfloat16:
         config = replace(config, linear_bits=quantized.held_bits)
-    return Source(config, family, *quantized.open(tensors, rows, needed), {}, tensors.files)
+    weights, check = quantized.open(tensors, rows, needed)
+    return Source(config, family, weights, check, {}, tensors.files, _block_conversion(weights))
+
+
+def _block_conversion(weights: WeightSource) -> OwnConversion | None:
+    """See `packed_conversion`."""
+    if not has_wing("engine.gguf"):
+        return None
+    from engine.gguf.packed import packed_conversion
+
+    return partial(packed_conversion, weights)
 
 
 def _quantized(raw: Mapping[str, Any]) -> QuantizedCheckpoint | None:
@@ -143,7 +155,6 @@ def _open_gguf(path: Path, engine_config: EngineConfig, dtype: torch.dtype, devi
     from engine.gguf.config import adapted_config
     from engine.gguf.fields import gguf_name
     from engine.gguf.mxfp4 import weights_of
-    from engine.gguf.packed import packed_conversion
     from engine.gguf.weights import GgufFile
 
     file = GgufFile(path)
@@ -153,8 +164,8 @@ def _open_gguf(path: Path, engine_config: EngineConfig, dtype: torch.dtype, devi
     if engine_config.load_format == "dummy":
         return _random(family, config, dtype, device)
     weights = weights_of(file, config, family.gguf_permuted, dtype, device)
-    check, own = partial(check_weights, found=weights.shapes), partial(packed_conversion, weights)
-    return Source(config, family, weights, check, {}, file.files, own)
+    check = partial(check_weights, found=weights.shapes)
+    return Source(config, family, weights, check, {}, file.files, _block_conversion(weights))
 
 
 def _random(family: ModelFamily, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Source:

@@ -2,7 +2,7 @@
 
     checkpoint's weights           --quant-mode auto     a mode
     packed (GPTQ, AWQ, FP8)        as they are           dequantized, then quantized
-    MXFP4 experts                  as they are, on GPUs  likewise
+    MXFP4 experts                  as they are           likewise
     GGUF blocks, if most are of 4 bits (on GPUs: 4 to 6)
                                    as they are           those of 4 bits as they are with int4-weight, others to int8
     plain                          to int8, on CPUs      quantized; int4-weight leaves the output projection to int8

@@ -17,13 +17,15 @@ from engine.gguf.weights import GgufFile
 from engine.layers.linear import Linear
 from engine.loader.load import load_model
 from engine.models.families import family_of
+from engine.moe.moe import Moe
 from engine.quantization.cpu_linears import int8
 from engine.quantization.mxfp4 import Mxfp4Source, dequantize
 from kvstore.layout import Shard
-from tests.engine.driving import Driver, make_runner, open_model, random_prompt
+from tests.engine.driving import Driver, directory, make_runner, open_model, random_prompt
 from tests.engine.gguf.gguf_files import write_gguf
 from tests.engine.gguf.test_gguf import FAMILIES, GPT_OSS_GIVEN, check_against_transformers
 from tests.engine.gguf.test_packed import needs_library, within
+from tests.engine.quantization.published_experts import write_mxfp4
 from tests.engine.tiny_models import GPT_OSS, VOCAB_SIZE, TinyModel
 
 
@@ -77,11 +79,32 @@ def test_experts_stay_as_the_file_holds_them_on_cpus(quantization: str, tmp_path
 
 
 @needs_library
-def test_ranks_divide_the_experts_of_a_file(tmp_path: Path) -> None:
+def test_experts_of_a_checkpoint_become_the_blocks_of_a_file(tmp_path: Path) -> None:
+    """Bit by bit; `test_published.py` compares logits."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 32}
+    model = write_mxfp4(tmp_path / "m", TinyModel("GptOss", {**GPT_OSS, **GPT_OSS_GIVEN, **sizes}))
+    loaded, _ = open_model(directory(tmp_path / "m"), dtype="bfloat16")
+    assert loaded.quant_mode == "mxfp4"
+    blocks = [block for block in loaded.model.blocks if isinstance(block, Moe)]
+    for block, stored in zip(blocks, model.model.layers, strict=True):
+        for index, expert in block.experts.items():
+            both, down = stored.mlp.experts.gate_up_proj[index].T, stored.mlp.experts.down_proj[index].T
+            for layer, expected in ((expert.gate_up, torch.cat([both[::2], both[1::2]])), (expert.down, down)):
+                assert isinstance(layer.gemm, BlockGemm)
+                assert torch.equal(layer.gemm.weight.dequantize().float(), expected.float())
+
+
+@needs_library
+@pytest.mark.parametrize("kind", ["gguf", "checkpoint"])
+def test_ranks_divide_experts_in_blocks(kind: str, tmp_path: Path) -> None:
     """Whole blocks of their columns; a rank of half a block has them in int8."""
-    path = tmp_path / "m.gguf"
+    path = tmp_path / ("m.gguf" if kind == "gguf" else "m")
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
-    write_gguf(path, TinyModel("GptOss", {**GPT_OSS, **GPT_OSS_GIVEN, **sizes}).build(), "gpt-oss", "MXFP4")
+    tiny = TinyModel("GptOss", {**GPT_OSS, **GPT_OSS_GIVEN, **sizes})
+    if kind == "gguf":
+        write_gguf(path, tiny.build(), "gpt-oss", "MXFP4")
+    else:
+        write_mxfp4(path, tiny)
 
     def experts(rank: int, num_ranks: int) -> dict[str, Linear]:
         config = EngineConfig(str(path), device="cpu", dtype="bfloat16", tp=num_ranks)

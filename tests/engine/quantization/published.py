@@ -204,7 +204,7 @@ PUBLISHED = {
     ),
     "openai-mxfp4": Published(
         "OpenAI, Unsloth", "MXFP4 experts", "transformers src/transformers/integrations/mxfp4.py",
-        form({}, None, "int8-weight"), "int8", "4 bits", writer=write_mxfp4,
+        form({}, None, "mxfp4"), "4 bits", "4 bits", writer=write_mxfp4,
     ),
     "fp8-block": Published(
         "DeepSeek, Qwen, transformers", "FP8, blocks of 128, `weight_scale_inv`", FP8_SOURCE,
