@@ -27,7 +27,7 @@ WINGS: dict[str, dict[str, Any]] = TABLE["wings"]
 OFFLINE_NAMES = {"LLM", "AsyncLLM", "Completion", "Embedding"}
 REGISTERED = re.compile(r"[a-z0-9_.]+:\w+")  # "module:Name"
 # Whose tests run in the copy: what they test is in Python alone, no page, image, manifest or real model.
-ALONE = ("common", "engine", "kvstore", "router", "worker", "cluster/test_end_to_end.py")
+ALONE = ("cli/cluster", "common", "engine", "kvstore", "router", "worker", "cluster/test_end_to_end.py")
 
 
 @cache

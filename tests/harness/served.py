@@ -17,7 +17,8 @@ from tests.harness.clients import get, post
 from tests.harness.processes import command_line, descendants, is_alive
 from tests.harness.waiting import wait_until
 
-FLAGS = ["--dry-run", "--num-gpu-blocks=256", "--host-tier-gb=0.01", "--num-threads=1"]
+SMALL = ["--dry-run", "--num-gpu-blocks=256", "--num-threads=1"]
+FLAGS = [*SMALL, "--host-tier-gb=0.01"]
 
 
 @pytest.fixture
@@ -49,8 +50,10 @@ def assert_gone(find: Callable[[], list[int]]) -> None:
 class Served:
     """A running `mini-infer serve` and everything that it printed."""
 
-    def __init__(self, tmp_path: Path, *flags: str, api_key: str = "", program: Sequence[str] = ()) -> None:
-        """program: an installed one, in `tmp_path` and without the path of this process."""
+    def __init__(
+        self, tmp_path: Path, *flags: str, api_key: str = "", program: Sequence[str] = (), size: Sequence[str] = FLAGS
+    ) -> None:
+        """program: an installed one, in `tmp_path` and without the path of this process. size: the first flags."""
         (self.port,) = free_ports(1)
         self.api_key = api_key
         self.url = f"http://127.0.0.1:{self.port}"
@@ -60,7 +63,7 @@ class Served:
             env.pop("PYTHONPATH", None)
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [*(program or command("serve")), *FLAGS, f"--port={self.port}", *flags],
+                [*(program or command("serve")), *size, f"--port={self.port}", *flags],
                 stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True,
                 cwd=tmp_path if program else None,
             )  # fmt: skip
