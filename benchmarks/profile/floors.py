@@ -20,8 +20,9 @@ from engine.models.families import family_of
 from engine.moe.moe import Moe
 from kvstore.layout import DTYPE_BYTES
 
-# One 8-bit or 4-bit number a weight; 4-bit weights carry two bfloat16 for each 32, in checkpoints mostly each 128.
-MODE_BYTES = {"int8-weight": 1.0, "w8a8": 1.0, "fp8": 1.0, "int4-weight": 0.625}
+# One 8-bit or 4-bit number a weight. q8_0 has a float16 for each 32; 4-bit weights carry two bfloat16 for each 32, in
+# checkpoints mostly each 128.
+MODE_BYTES = {"int8-weight": 1.0, "q8_0": 1.0625, "w8a8": 1.0, "fp8": 1.0, "int4-weight": 0.625}
 HEAD_BYTES = {"int4-weight": 1.0}  # of the output projection, where it is kept otherwise
 PACKED_BYTES = {
     "gptq-4bit": 0.53125, "awq-4bit": 0.53125, "gptq-8bit": 1.0, "fp8-blocks": 1.0, "fp8-weights": 1.0,

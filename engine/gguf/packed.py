@@ -15,19 +15,16 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from engine.config import EngineConfig
-from engine.gguf.mxfp4 import CheckpointBlocks, GgufMxfp4Weights
+from engine.gguf.mxfp4 import CheckpointBlocks
 from engine.gguf.weights import GgufWeights
 from engine.layers.block import Block, LinearRef
 from engine.layers.linear import Linear
-from engine.layers.weights import Part, WeightSource
+from engine.layers.weights import Part
 from engine.loader.conversion import Conversion, give_float32_logits
 from engine.models.model import Model
 from engine.moe.moe import Moe
 from engine.quantization.cpu_linears import CpuLinears
-from engine.quantization.mxfp4 import Mxfp4Source
 from kernels.gguf.experts import BlockExperts
-from kernels.gguf.library import library
 from kernels.gguf.linear import BlockWeight, max_integer_rows
 
 
@@ -161,19 +158,3 @@ class PackedConversion(Conversion):
         """The rank's part of a layer that is cut within blocks."""
         shapes = {name: tuple(map(range, self._weights.shapes[name])) for name in linear.names}
         return torch.cat([self._weights.take_part(name, self._parts.get(name, shapes[name])) for name in shapes])
-
-
-def packed_conversion(
-    weights: WeightSource, config: EngineConfig, dtype: torch.dtype, device: torch.device
-) -> PackedConversion | None:
-    """None where another is to be chosen: for other settings, weights of other types, a machine without the code."""
-    if config.quant_mode != "auto" or device.type != "cpu" or dtype != torch.bfloat16:
-        return None
-    if isinstance(weights, GgufMxfp4Weights):
-        weights = weights.of_file
-    found: GgufWeights | CheckpointBlocks | None = None
-    if isinstance(weights, GgufWeights) and weights.has_most_in_blocks:
-        found = weights
-    elif isinstance(weights, Mxfp4Source):
-        found = CheckpointBlocks(weights)
-    return None if found is None or library() is None else PackedConversion(found, dtype)

@@ -118,20 +118,21 @@ def open_source(files: ModelFiles, engine_config: EngineConfig, dtype: torch.dty
     rows = stored_rows(needed, family.fused, config)
     tensors.divide(rows)
     if quantized is None:
-        return Source(config, family, tensors, partial(check_weights, found=tensors.shapes), {}, tensors.files)
+        check = partial(check_weights, found=tensors.shapes)
+        return Source(config, family, tensors, check, {}, tensors.files, _block_conversion(tensors))
     if quantized.label and engine_config.quant_mode == "auto" and dtype == torch.bfloat16:
         config = replace(config, linear_bits=quantized.held_bits)
-    weights, check = quantized.open(tensors, rows, needed)
-    return Source(config, family, weights, check, {}, tensors.files, _block_conversion(weights))
+    weights, compare = quantized.open(tensors, rows, needed)
+    return Source(config, family, weights, compare, {}, tensors.files, _block_conversion(weights))
 
 
 def _block_conversion(weights: WeightSource) -> OwnConversion | None:
-    """See `packed_conversion`."""
+    """See `block_conversion`."""
     if not has_wing("engine.gguf"):
         return None
-    from engine.gguf.packed import packed_conversion
+    from engine.gguf.choose import block_conversion
 
-    return partial(packed_conversion, weights)
+    return partial(block_conversion, weights)
 
 
 def _quantized(raw: Mapping[str, Any]) -> QuantizedCheckpoint | None:
@@ -170,4 +171,5 @@ def _open_gguf(path: Path, engine_config: EngineConfig, dtype: torch.dtype, devi
 
 def _random(family: ModelFamily, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Source:
     identity = {"random": SEED, "std": STD, "drawn_on": device.type}
-    return Source(config, family, RandomWeights(dtype, device), None, identity, [])
+    weights = RandomWeights(dtype, device)
+    return Source(config, family, weights, None, identity, [], _block_conversion(weights))

@@ -5,8 +5,9 @@
     MXFP4 experts                  as they are           likewise
     GGUF blocks, if most are of 4 bits (on GPUs: 4 to 6)
                                    as they are           those of 4 bits as they are with int4-weight, others to int8
-    plain                          to int8, on CPUs      quantized; int4-weight leaves the output projection to int8
+    plain                          to int8, on CPUs (*)  quantized; int4-weight leaves the output projection to int8
 
+(*) To blocks of Q8_0 where `engine/gguf` has kernels for them: `engine/gguf/choose.py`.
 Layers of one block at a time are converted, as soon as its weights are there: a whole model never exists dequantized.
 GEMMs are chosen from rows, never from formats: by `CpuLinears` and `GpuLinears`.
 """
