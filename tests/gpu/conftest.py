@@ -30,4 +30,6 @@ def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     one_row = GemvConfig(128, 128, num_warps=1, num_stages=1)
     for module in "one_row", "plain":
         monkeypatch.setattr(f"engine.gpu.ops.{module}.FUSED_GEMV", one_row)
+    monkeypatch.setattr("kernels.gpu.quantization.packed_gemm.DEQUANTIZED_ROWS", 1024)
+    monkeypatch.setattr("kernels.gpu.attention.kv_splits.COMBINE_PROGRAMS", 0)
     compute_rows_at_once(monkeypatch)
