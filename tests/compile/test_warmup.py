@@ -215,7 +215,7 @@ def serve(runner: GpuRunner, launches: Launches, max_length: int, monkeypatch: p
 @pytest.mark.parametrize(
     ("quant_mode", "backend", "num_experts", "max_length"),
     [
-        ("none", "triton", 8, 1 << 14), ("fp8", "fa3", 0, 1024), ("int8-weight", "fa3 pages", 0, 1 << 14),
+        ("none", "triton", 4, 1 << 14), ("fp8", "fa3", 0, 1024), ("int8-weight", "fa3 pages", 0, 1 << 14),
         ("int4-weight", "triton", 0, 1024),
     ],
 )  # fmt: skip
@@ -224,7 +224,7 @@ def test_served_steps_launch_what_the_warm_up_did(
     launches: Launches,
 ) -> None:  # fmt: skip
     """Sequences may be longer than a step, or so short that several fill it."""
-    save_model(tmp_path, hidden=1024, inner=2048, num_experts=num_experts)
+    save_model(tmp_path, hidden=1024, inner=1280 if num_experts else 2048, num_experts=num_experts)
     runner = open_runner(tmp_path, quant_mode, backend, monkeypatch, max_model_len=max_length)
     serve(runner, launches, max_length, monkeypatch)
 
