@@ -38,26 +38,27 @@ __all__ = ["nothing_is_compiled_yet"]  # a fixture
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 PROMPTS = [[(7 * i + k) % 97 for k in range(length)] for i, length in enumerate((5, 27, 12, 9))]
 Asked = Sequence[tuple[list[int], Path | None]]
+Answers = dict[tuple[int | Path | None, ...], list[int]]  # by the tokens of a prompt, and an adapter
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    (tmp_path / "model").mkdir()
-    return save_tiny_model(tmp_path / "model")
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture
-def adapters(tmp_path: Path, model: Path) -> list[Path]:
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory, model: Path) -> list[Path]:
     """All linear layers; some of them, of several ranks; one layer alone."""
+    folder = tmp_path_factory.mktemp("adapters")
     shapes = {
         name: tuple(tensor.shape)
         for name, tensor in load_file(model / "model.safetensors").items() if tensor.dim() == 2
     }  # fmt: skip
     some = ("q_proj", "v_proj", "down_proj", "gate_proj")
     return [
-        write_adapter(tmp_path / "all", shapes, seed=1),
-        write_adapter(tmp_path / "some", shapes, some, seed=2, use_rslora=True, rank_pattern={"q_proj": 9}, r=3),
-        write_adapter(tmp_path / "one", shapes, ("layers.1.self_attn.o_proj",), seed=3, std=0.4),
+        write_adapter(folder / "all", shapes, seed=1),
+        write_adapter(folder / "some", shapes, some, seed=2, use_rslora=True, rank_pattern={"q_proj": 9}, r=3),
+        write_adapter(folder / "one", shapes, ("layers.1.self_attn.o_proj",), seed=3, std=0.4),
     ]
 
 
@@ -105,23 +106,27 @@ def answers(made: Engine, asked: Asked, params: SamplingParams = GREEDY) -> list
     return [request.output_token_ids for request in requests]
 
 
-def merged_answers(model: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+@pytest.fixture(scope="module")
+def known() -> Answers:
+    """Of `merged_answers`, for the tests after the one that asked."""
+    return {}
+
+
+def merged_answers(model: Path, asked: Asked, known: Answers, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """Of engines of their own, which know no adapters."""
-    found: dict[int, list[int]] = {}
     stored = load_file(model / "model.safetensors")
-    for folder in {folder for _, folder in asked}:
+    for folder in {folder for prompt, folder in asked if (*prompt, folder) not in known}:
         merged = dict(stored)
         for name, delta in (deltas(folder) if folder else {}).items():
             merged[name] = stored[name] + delta
         save_file(merged, model / "model.safetensors")
         made, _ = open_gpu(model, monkeypatch, GpuConfig(use_cuda_graph=False))
-        for index, (prompt, own) in enumerate(asked):
-            if own == folder:
-                request = made.add_request(prompt, GREEDY)
-                run(made)
-                found[index] = request.output_token_ids
+        for prompt in (prompt for prompt, own in asked if own == folder):
+            request = made.add_request(prompt, GREEDY)
+            run(made)
+            known[*prompt, folder] = request.output_token_ids
     save_file(stored, model / "model.safetensors")
-    return [found[index] for index in range(len(asked))]
+    return [known[*prompt, folder] for prompt, folder in asked]
 
 
 DRAFTS = {"num_speculative_tokens": 2, "adaptive_drafts": False, "max_num_seqs": 18}
@@ -130,11 +135,12 @@ DRAFTS = {"num_speculative_tokens": 2, "adaptive_drafts": False, "max_num_seqs":
 @pytest.mark.parametrize("settings", [{}, DRAFTS])
 @pytest.mark.parametrize("has_graphs", [False, True])
 def test_a_batch_of_adapters_equals_merged_models(
-    has_graphs: bool, settings: dict[str, Any], model: Path, adapters: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    has_graphs: bool, settings: dict[str, Any], model: Path, adapters: list[Path], known: Answers,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     first, second, third = adapters
     asked = [*zip(PROMPTS, (first, None, second, third), strict=True), (PROMPTS[0], second), (PROMPTS[0], None)]
-    wanted = merged_answers(model, asked, monkeypatch)
+    wanted = merged_answers(model, asked, known, monkeypatch)
     assert len(set(map(tuple, (wanted[0], *wanted[4:])))) == 3, "adapters change the answer"
     made = open_engine(model, monkeypatch, has_graphs, max_num_batched_tokens=24, **settings)
     graphs = steps_of_prompt_graphs(made, monkeypatch) if has_graphs else []
@@ -145,11 +151,11 @@ def test_a_batch_of_adapters_equals_merged_models(
 
 
 def test_more_adapters_than_slots_take_turns(
-    model: Path, adapters: list[Path], monkeypatch: pytest.MonkeyPatch
+    model: Path, adapters: list[Path], known: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second, third = adapters
     asked = [(prompt, folder) for folder in (first, second, third, None) for prompt in PROMPTS[::3]]
-    wanted = merged_answers(model, asked, monkeypatch)
+    wanted = merged_answers(model, asked, known, monkeypatch)
     made = open_engine(model, monkeypatch, max_loras=1, lora_modules=f"first={first}", prefix_cache=False)
     store = made._adapters
     assert isinstance(store, SlotStore)
@@ -190,11 +196,13 @@ def open_two_ranks(model: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any
 
 
 @pytest.mark.skipif(ON_GPU, reason="tests/gpu/tensor_parallel has it on two GPUs")
-def test_two_ranks_equal_merged_models(model: Path, adapters: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_equal_merged_models(
+    model: Path, adapters: list[Path], known: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second one reads adapters when plans name them, into slots that it vacates by itself."""
     first, second, third = adapters
     asked = [*zip(PROMPTS, (first, None, second, third), strict=True), (PROMPTS[0], second), (PROMPTS[0], None)]
-    wanted = merged_answers(model, asked, monkeypatch)
+    wanted = merged_answers(model, asked, known, monkeypatch)
     made, opened = open_two_ranks(model, monkeypatch, max_lora_rank=9, max_loras=2)
     assert answers(made, asked) == wanted
     assert answers(made, asked[:1]) == wanted[:1]
