@@ -314,6 +314,85 @@ def _loads(long_way: _Long) -> _Long:
     return load
 
 
+def _stores(long_way: _Long) -> _Long:
+    plans: dict[Any, Any] = {}
+
+    @wraps(long_way)
+    def store(pointer: Any, value: Any, mask: Any = None, *rest: Any, _semantic: Any = None, **options: Any) -> Any:
+        takes_plan = type(pointer) is _tensor is type(value) and (mask is None or type(mask) is _tensor)
+        if rest or not takes_plan or "boundary_check" in options:
+            return long_way(pointer, value, mask, *rest, **options)
+        key = pointer.type.name, value.type.name, mask is None or mask.type.name
+        plan = plans.get(key)
+        if plan:
+            shape, element, everything = plan
+            if value.type.scalar is not element:
+                value = _cast(_language, value, element)
+            parts = [pointer.handle.data, value.handle.data, everything if mask is None else mask.handle.data]
+            parts = [part if part.shape == shape else np.broadcast_to(part, shape) for part in parts]
+            return interpreter._interpreter.store(*parts)
+        result = long_way(pointer, value, mask, **options)
+        if plan is None:
+            element = pointer.type.scalar.is_ptr() and pointer.type.scalar.element_ty
+            if not element or element == tl.int1:
+                plans[key] = False
+            else:
+                shape = pointer.handle.data.shape
+                plans[key] = shape, element, np.ones(shape, dtype=bool)
+        return result
+
+    return store
+
+
+def _dots(long_way: _Long) -> _Long:
+    plans: dict[Any, Any] = {}
+
+    @wraps(long_way)
+    def dot(one: Any, other: Any, total: Any = None, *rest: Any, _semantic: Any = None, **options: Any) -> Any:
+        if rest or not type(one) is type(other) is type(total) is _tensor:
+            return long_way(one, other, total, *rest, **options)
+        key = one.type.name, other.type.name, total.type.name, *options.items()
+        plan = plans.get(key)
+        if plan:
+            data = total.handle.data
+            return _make(np.matmul(one.handle.data, other.handle.data, dtype=data.dtype) + data, *plan)
+        result = long_way(one, other, total, **options)
+        if plan is None:
+            is_direct = _NUMPY_TYPES.keys() >= {each.type.scalar.name for each in (one, other, total)}
+            plans[key] = is_direct and (result.handle.dtype, result.type)
+        return result
+
+    return dot
+
+
+def _reductions(long_way: _Long) -> _Long:
+    plans: dict[Any, Any] = {}
+    functions = {
+        tl.standard._sum_combine: (np.sum, np.sum), tl.standard._elementwise_max: (np.nanmax, np.max),
+        tl.standard._elementwise_min: (np.nanmin, np.min),
+    }  # fmt: skip
+
+    @wraps(long_way)
+    def reduce(x: Any, axis: Any, combine_fn: Any, keep_dims: Any = False, **options: Any) -> Any:
+        if type(x) is not _tensor or type(axis) is not int or type(keep_dims) is not bool:
+            return long_way(x, axis, combine_fn, keep_dims, **options)
+        key = x.type.name, axis, combine_fn, keep_dims
+        plan = plans.get(key)
+        if plan:
+            function, dtype, element, type_ = plan
+            data = function(x.handle.data, axis=axis, keepdims=keep_dims)
+            return _make(data.astype(dtype) if data.shape else np.array([data], dtype), element, type_)
+        result = long_way(x, axis, combine_fn, keep_dims, **options)
+        if plan is None:
+            plans[key] = False
+            if combine_fn in functions and x.type.scalar.name in _NUMPY_TYPES:
+                function = functions[combine_fn][not x.type.scalar.is_floating()]
+                plans[key] = function, result.handle.data.dtype, result.handle.dtype, result.type
+        return result
+
+    return reduce
+
+
 def bind_semantic(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
     """Give a function of the language the interpreter's semantic: `interpreter._patch_attr` with one call fewer."""
     inner = getattr(member, "__wrapped__", member)
@@ -336,7 +415,8 @@ def plan_operations() -> None:
     _tensor.__getitem__ = _indexed(_tensor.__getitem__)
     for name, plan in {
         "maximum": lambda way: _planned("maximum", way), "minimum": lambda way: _planned("minimum", way),
-        "where": _planned_where, "arange": _arange, "load": _loads,
+        "where": _planned_where, "arange": _arange, "load": _loads, "store": _stores,
+        "dot": _dots, "reduce": _reductions,
     }.items():  # fmt: skip
         for module in (tl, tl.core):
             setattr(module, name, plan(getattr(module, name)))

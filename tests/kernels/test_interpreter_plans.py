@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,9 @@ def outcome(operation: Any, *operands: Any) -> Any:
     """Type and numbers of the result, or what is raised."""
     try:
         result = operation(*operands)
-    except (TypeError, ValueError, AttributeError, Warning, IncompatibleTypeErrorImpl) as error:
+    except (
+        AssertionError, TypeError, ValueError, AttributeError, IndexError, Warning, IncompatibleTypeErrorImpl
+    ) as error:  # fmt: skip
         return type(error)
     return result.type.name, result.dtype.name, result.handle.data.shape, result.handle.data.tolist()
 
@@ -78,3 +81,44 @@ def test_conversions_equal_the_long_way(target: Any) -> None:
         for shape in SHAPES:
             x = tensor(source, shape)
             assert [outcome(x.to, target) for _ in range(2)] == [outcome(tl.tensor.to.__wrapped__, x, target)] * 2
+
+
+def test_reductions_equal_the_long_way() -> None:
+    combinations = tl.standard._sum_combine, tl.standard._elementwise_max, tl.standard._elementwise_min
+    for dtype, shape, combine, axis in product(TYPES[1:], SHAPES[1:], combinations, (0, 1, -1, None)):
+        for keeps in False, True:
+            given = tensor(dtype, shape), axis, combine, keeps
+            expected = outcome(tl.reduce.__wrapped__, *given)
+            assert [outcome(tl.reduce, *given) for _ in range(2)] == [expected] * 2, (dtype, shape, combine, axis)
+
+
+@pytest.mark.parametrize("dtype", [tl.int8, tl.float16, tl.float32, tl.bfloat16, tl.int32], ids=str)
+def test_dots_equal_the_long_way(dtype: Any) -> None:
+    one, other = tensor(dtype, (16, 32)), tensor(dtype, (32, 16))
+    for total in (tensor(tl.int32, (16, 16)), tensor(tl.float32, (16, 16)), tensor(tl.float32, (16, 8)), None):
+        expected = outcome(tl.dot.__wrapped__, one, other, total)
+        assert [outcome(tl.dot, one, other, total) for _ in range(2)] == [expected] * 2
+        assert outcome(tl.dot, one, one, total) is AssertionError  # of these shapes there is no product
+
+
+@pytest.mark.parametrize("element", [tl.int1, tl.uint8, tl.int32, tl.float16, tl.bfloat16, tl.float32], ids=str)
+def test_stores_equal_the_long_way(element: Any) -> None:
+    width, written = max(1, element.primitive_bitwidth // 8), np.zeros(64, np.uint8)
+    type_ = tl.pointer_type(element)
+
+    def stored(store: Any, shape: tuple[int, ...], *given: Any) -> Any:
+        written[:] = 99
+        places = written.ctypes.data + width * np.arange(np.prod(shape, dtype=int)).astype(np.uint64)
+        handle = interpreter.TensorHandle(places.reshape(shape or (1,)), type_)
+        pointers = tl.tensor(handle, tl.block_type(type_, list(shape)) if shape else type_)
+        try:
+            store(pointers, *given)
+        except (TypeError, ValueError) as error:
+            return type(error)
+        return written.tolist()
+
+    for shape, dtype, size in product(SHAPES, (*TYPES, tl.bfloat16), SHAPES):
+        for mask in (None, tensor(tl.int1, shape), tensor(tl.int1, (2, 1)), tensor(tl.int32, shape)):
+            given = shape, tensor(dtype, size), mask
+            expected = stored(tl.store.__wrapped__, *given)
+            assert [stored(tl.store, *given) for _ in range(2)] == [expected] * 2, given
