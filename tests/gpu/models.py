@@ -81,7 +81,7 @@ def save_family(folder: Path, changes: dict[str, Any]) -> Path:
 def use_small_tiles(patch: pytest.MonkeyPatch, max_pairs: int) -> None:
     """Settings that fit tiny experts and are quick to interpret. max_pairs: more are sorted."""
     small = Table(Rule(GemvConfig(16, 32, num_warps=1, num_stages=1)))
-    tiles = Table(Rule(TileConfig(32, 32, num_stages=1, block_m=16)))
+    tiles = Table(Rule(TileConfig(64, 32, num_stages=1, block_m=16)))
     for name, value in (
         ("MAX_PAIRS", Table(Rule((max_pairs, 1 / 4)))), ("GATE_UP_PAIRS", small), ("DOWN_PAIRS", small),
         ("GATE_UP_ROW", small), ("DOWN_ROW", small), ("GROUPED_GATE_UP", tiles), ("GROUPED_DOWN", tiles),
