@@ -49,6 +49,21 @@ def _embed_norm(
     out.copy_(_normed(residual, weight, eps))
 
 
+def _add_rms_norm_of_partials(
+    partials: Tensor, residual: Tensor, weight: Tensor, out: Tensor, n: int, stride: int, eps: float, **options: Any
+) -> None:
+    parts = partials.as_strided((options["NUM_SPLITS"], *residual.shape), (stride, n, 1))
+    residual.copy_(residual.float() + parts.float().sum(0))
+    out.copy_(_normed(residual, weight, eps))
+
+
+def _post_norm(
+    x: Tensor, residual: Tensor, post: Tensor, weight: Tensor, out: Tensor, n: int, stride: int, eps: float, **_: Any
+) -> None:
+    residual.copy_(residual.float() + _normed(x.as_strided(residual.shape, (stride, 1)), post, eps))
+    out.copy_(_normed(residual, weight, eps))
+
+
 def _silu_mul(gate_up: Tensor, out: Tensor, n: int, **options: Any) -> None:
     gate, up = gate_up.view(-1, 2, n).float().unbind(1)
     out.copy_((gelu(gate, approximate="tanh") if options["IS_GELU"] else silu(gate)) * up)
@@ -59,4 +74,6 @@ def compute_rows_at_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(f"{elementwise}.rms_norm._rms_norm_kernel", Launched(_rms_norm))
     patch.setattr(f"{elementwise}.rms_norm._embed_norm_kernel", Launched(_embed_norm))
     patch.setattr(f"{elementwise}.silu_mul._silu_mul_kernel", Launched(_silu_mul))
+    patch.setattr(f"{elementwise}.rms_norm._add_rms_norm_of_partials_kernel", Launched(_add_rms_norm_of_partials))
+    patch.setattr("kernels.gpu.post_norms.post_norm._post_norm_kernel", Launched(_post_norm))
     patch.setattr("kernels.gpu.quantization.packed_linear.dequantize", dequantize_w4)
