@@ -33,4 +33,6 @@ def block_conversion(
         made = PackedConversion(CheckpointBlocks(weights), dtype)
     elif isinstance(weights, SafetensorsWeights | RandomWeights) and config.tp == 1:  # ranks keep bfloat16
         made = QuantizedConversion(BlockLinears.label, BlockLinears(dtype), plain_mode="int8-weight", dtype=dtype)
-    return None if library() is None else made
+    if made is None or library() is None:  # asked last: the first time it compiles
+        return None
+    return made

@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.config import EngineConfig
+from engine.gguf import choose
 from engine.gguf.packed import BlockGemm
 from engine.gguf.q8_0 import BlockLinears, quantize_q8_0
 from engine.layers.linear import Linear
+from engine.loader.random_weights import RandomWeights
 from engine.quantization.cpu_linears import int8
 from kernels.gguf.linear import Blocks, BlockWeight
 from tests.engine.driving import directory, open_model
@@ -32,6 +35,13 @@ def test_numbers_are_within_half_a_step_of_their_block() -> None:
         (errors <= steps * 0.5 + weight.float().view_as(errors).abs() * (2**-11 + 2**-8) + 127 * 2**-25).all()
     )
     assert not found[3, 32:64].any()
+
+
+def test_nothing_is_compiled_for_weights_that_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "library", lambda: pytest.fail("gcc runs"))
+    cpu = torch.device("cpu")
+    of_ranks = EngineConfig(dtype="bfloat16", tp=2)
+    assert choose.block_conversion(RandomWeights(torch.bfloat16, cpu), of_ranks, torch.bfloat16, cpu) is None
 
 
 @needs_library
