@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from protos import types_pb2 as pb
 from router.request import GenerationRequest
-from tests.router.test_choice import Router, Worker
+from tests.router.pushed import Router, Worker
 
 EVENTS = ("start", "prefilled", "prefilled", "token", "finish", "fail", "lose", "come back", "close", "close")
 FAILURES = (pb.FAILURE_CODE_UNAVAILABLE, pb.FAILURE_CODE_RESOURCE_EXHAUSTED, pb.FAILURE_CODE_INTERNAL)

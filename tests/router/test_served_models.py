@@ -244,6 +244,7 @@ async def test_an_adapter_goes_to_the_block_key_and_to_every_leg() -> None:
         prompt = pack_ids(LONG.encode())
         assert c.model.workers.cached_tokens(prompt, pb.Submit())
         assert c.model.workers.cached_tokens(prompt, pb.Submit(adapter="poet")) == {}
+        assert c.model.workers.cached_tokens(prompt, pb.Submit(cache_salt="other tenant")) == {}
         for worker in c.decode:
             worker.script.die_after_tokens = worker.num_tokens + 4
         assert (await c.complete(LONG, model="dry-run:poet")).json()["model"] == "dry-run:poet"

@@ -10,7 +10,7 @@ from protos import types_pb2 as pb
 from router.choice import Choice, State
 from router.metrics import PLACEMENTS
 from router.routing.views import Candidate
-from tests.router.test_choice import HANDLE, Listener, Router, Worker
+from tests.router.pushed import HANDLE, Listener, Router, Worker
 
 COST = StepCost(base=0.0043, row=18e-6, prompt=0.0005, prompt_token=22e-6)
 FULL = pb.LoadReport(num_running=8, num_waiting=20)

@@ -64,6 +64,7 @@ async def test_a_refused_worker_that_is_gone_is_not_called_refused_any_more(monk
         c.gateway.workers._add("decode", other.address)
         link = c.gateway.workers.links[-1]
         await c.until(lambda: link.state(0.0) == "refused")
+        assert "model_fingerprint differs" in c.gateway.workers.describe()[-1]["refused"]
         await other.kill()
         await c.until(lambda: link.state(0.0) == "connecting", timeout_seconds=20.0)
 
