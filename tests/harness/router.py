@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -169,6 +169,17 @@ async def cluster(
         for worker in (*prefill, *decode):
             if worker.server is not None:
                 await worker.kill()
+
+
+def replying(
+    text: str, tokens_per_step: int = 1, template: str = "", **options: Any
+) -> AbstractAsyncContextManager[Cluster]:
+    """A cluster whose workers reply `text`. template: the model's own; options: of `Script` and of `cluster`."""
+    behaviour = {name: options.pop(name) for name in vars(Script()) if name in options}
+    script = Script(reply=list(text.encode()), tokens_per_step=tokens_per_step, **behaviour)
+    if template:
+        options["tokenizer"] = DRY_RUN.with_templates({"default": template})
+    return cluster(script=script, info={"max_model_len": 4096}, **options)
 
 
 class _Server(uvicorn.Server):

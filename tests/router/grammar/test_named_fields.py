@@ -6,11 +6,9 @@ from typing import Any
 
 import pytest
 
-from common.text.tokenizer import Tokenizer
 from protos import types_pb2 as pb
 from tests.common.tools.tool_templates import HERMES_TEMPLATE
-from tests.harness.router import DRY_RUN, cluster
-from tests.harness.scripted_worker import Script
+from tests.harness.router import replying
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
@@ -34,14 +32,10 @@ async def test_an_error_of_a_worker_names_the_field_that_the_client_sent(
     path: str, fields: dict[str, Any], named: str
 ) -> None:
     """A grammar may turn out to be too complex only while the answer is generated."""
-    tokenizer = Tokenizer(
-        DRY_RUN._backend, bos_id=256, eos_token_ids=[257], templates={"default": HERMES_TEMPLATE},
-        vocab_size=DRY_RUN.vocab_size,
-    )  # fmt: skip
-    script = Script(refuse=pb.FAILURE_CODE_INVALID_ARGUMENT, refuse_param="structured_outputs")
+    refusal = {"refuse": pb.FAILURE_CODE_INVALID_ARGUMENT, "refuse_param": "structured_outputs"}
     messages = {} if "input" in fields or "prompt" in fields else {"messages": [{"role": "user", "content": "?"}]}
     limit = "max_output_tokens" if "input" in fields else "max_tokens"
-    async with cluster(script=script, tokenizer=tokenizer, info={"max_model_len": 4096}) as c:
+    async with replying("", template=HERMES_TEMPLATE, **refusal) as c:
         answer = await c.http.post(path, json={"model": "dry-run", limit: 8, **messages, **fields})
     assert answer.status_code == 400
     error = answer.json()["error"]

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from common.errors import InvalidRequestError
-from common.text.tokenizer import Tokenizer
 from common.token_ids import unpack_ids
 from router.messages_api.schemas import MessagesBody
 from router.messages_api.translation import chat_fields
 from tests.common.tools.tool_templates import HERMES_TEMPLATE, call_text
-from tests.harness.router import DRY_RUN, Cluster, cluster
-from tests.harness.scripted_worker import Script
+from tests.harness.router import Cluster
+from tests.harness.router import replying as replying_cluster
 
 if TYPE_CHECKING:
     import anthropic  # takes 2 s: only where a test runs, since each process that collects tests imports all modules
@@ -34,17 +33,8 @@ CALL = call_text("get_weather", '{"city": "Malmö"}')
 async def replying(text: str, **options: Any) -> AsyncIterator[tuple[Cluster, anthropic.AsyncAnthropic]]:
     import anthropic
 
-    tokenizer = Tokenizer(
-        DRY_RUN._backend, bos_id=256, eos_token_ids=[257], templates={"default": TEMPLATE},
-        vocab_size=DRY_RUN.vocab_size,
-    )  # fmt: skip
-    script = Script(
-        reply=list(text.encode()),
-        tokens_per_step=options.pop("tokens_per_step", 1),
-        die_after_tokens=options.pop("die_after_tokens", -1),
-    )
     async with (
-        cluster(script=script, tokenizer=tokenizer, info={"max_model_len": 4096}, **options) as c,
+        replying_cluster(text, template=TEMPLATE, **options) as c,
         anthropic.AsyncAnthropic(
             base_url=str(c.http.base_url), api_key=c.gateway.config.api_key or "none", max_retries=0
         ) as client,

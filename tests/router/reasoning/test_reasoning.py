@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ from common.text.load import load_tokenizer
 from common.text.tokenizer import Tokenizer
 from common.token_ids import unpack_ids
 from tests.common.tools.tool_templates import HERMES_TEMPLATE, call_text
-from tests.harness.router import DRY_RUN, Cluster, cluster
+from tests.harness.router import DRY_RUN, Cluster, cluster, replying
 from tests.harness.scripted_worker import Script
 
 TEMPLATE = (
@@ -36,17 +34,6 @@ SCHEMA: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"t
 
 
 HARMONY = "{{ tools }}<|start|>assistant<|channel|>commentary to=functions.x <|message|>"
-
-
-@asynccontextmanager
-async def replying(text: str, tokens_per_step: int = 1, template: str = TEMPLATE) -> AsyncIterator[Cluster]:
-    tokenizer = Tokenizer(
-        DRY_RUN._backend, bos_id=256, eos_token_ids=[257], templates={"default": template},
-        vocab_size=DRY_RUN.vocab_size,
-    )  # fmt: skip
-    script = Script(reply=list(text.encode()), tokens_per_step=tokens_per_step)
-    async with cluster(script=script, tokenizer=tokenizer, info={"max_model_len": 4096}) as c:
-        yield c
 
 
 async def ask(c: Cluster, messages: Any = ({"role": "user", "content": "Hello"},), **fields: Any) -> Any:
@@ -71,7 +58,7 @@ async def streamed(c: Cluster, **fields: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("tokens_per_step", [1, 5, 1000])
 async def test_reasoning_is_a_field_of_its_own(tokens_per_step: int) -> None:
-    async with replying(REPLY, tokens_per_step) as c:
+    async with replying(REPLY, tokens_per_step, TEMPLATE) as c:
         answer = await ask(c)
         message = answer.choices[0].message
         assert (message.reasoning_content, message.reasoning) == ("É. 2 < 3.", "É. 2 < 3.")
@@ -84,13 +71,13 @@ async def test_reasoning_is_a_field_of_its_own(tokens_per_step: int) -> None:
 
 
 async def test_a_cut_answer_is_reasoning_alone() -> None:
-    async with replying(REPLY[:14]) as c:
+    async with replying(REPLY[:14], template=TEMPLATE) as c:
         [choice] = (await ask(c)).choices
         assert (choice.message.reasoning, choice.message.content) == ("É. 2 <", "")
 
 
 async def test_reasoning_that_is_not_wanted_is_left_out() -> None:
-    async with replying(REPLY) as c:
+    async with replying(REPLY, template=TEMPLATE) as c:
         extra = {"include_reasoning": False}
         message = (await ask(c, extra_body=extra)).choices[0].message
         assert message.content == "Yes."
@@ -100,14 +87,14 @@ async def test_reasoning_that_is_not_wanted_is_left_out() -> None:
 
 
 async def test_without_thinking_a_marker_is_text() -> None:
-    async with replying("<think> is a marker.") as c:
+    async with replying("<think> is a marker.", template=TEMPLATE) as c:
         extra = {"chat_template_kwargs": {"enable_thinking": False}}
         message = (await ask(c, extra_body=extra)).choices[0].message
         assert (message.reasoning, message.content) == (None, "<think> is a marker.")
 
 
 async def test_calls_are_taken_from_the_answer_and_not_from_the_reasoning() -> None:
-    async with replying(f"<think>\n{CALL}?\n</think>\n\n{CALL}") as c:
+    async with replying(f"<think>\n{CALL}?\n</think>\n\n{CALL}", template=TEMPLATE) as c:
         [choice] = (await ask(c, tools=TOOLS)).choices
         assert choice.message.reasoning == f"{CALL}?"
         assert [call.function.name for call in choice.message.tool_calls] == ["get_time"]
@@ -163,7 +150,7 @@ async def test_strict_calls_of_channels_that_special_tokens_begin() -> None:
 
 
 async def test_completions_show_the_text_as_it_is() -> None:
-    async with replying(REPLY) as c:
+    async with replying(REPLY, template=TEMPLATE) as c:
         answer = await c.openai.completions.create(model="dry-run", prompt="Hello", max_tokens=400)
         assert answer.choices[0].text == REPLY
 
@@ -178,7 +165,7 @@ async def test_completions_show_the_text_as_it_is() -> None:
     ids=["may reason", "begun by the prompt", "turned off"],
 )
 async def test_a_schema_holds_after_the_reasoning(fields: dict[str, Any], begin: str | None) -> None:
-    async with replying("{}") as c:
+    async with replying("{}", template=TEMPLATE) as c:
         await ask(c, response_format=SCHEMA, **fields)
         followed = c.decode[0].submits[0].sampling.grammar
         assert followed.startswith("json_schema:" if begin is None else "after:")
@@ -188,7 +175,7 @@ async def test_a_schema_holds_after_the_reasoning(fields: dict[str, Any], begin:
 
 async def test_reasoning_that_comes_back_reaches_the_template() -> None:
     sent = {"role": "assistant", "content": "Yes.", "reasoning": "Hm."}
-    async with replying("Yes.") as c:
+    async with replying("Yes.", template=TEMPLATE) as c:
         await ask(c, [{"role": "user", "content": "?"}, sent, {"role": "user", "content": "??"}])
         prompt = unpack_ids(c.decode[0].submits[0].prompt_token_ids)
         assert bytes(prompt).endswith(b"[assistant][reasoned]Hm.")

@@ -12,9 +12,9 @@ import pytest
 from common.grammar.grammar import for_llguidance
 from common.text.tokenizer import Tokenizer
 from common.token_ids import unpack_ids
-from tests.harness.router import DRY_RUN, Cluster, cluster
+from tests.harness.router import DRY_RUN, Cluster, cluster, replying
 from tests.harness.scripted_worker import Script
-from tests.router.reasoning.test_reasoning import REPLY, SCHEMA, TEMPLATE, TOOLS, ask, replying, streamed
+from tests.router.reasoning.test_reasoning import REPLY, SCHEMA, TEMPLATE, TOOLS, ask, streamed
 
 BOUNDED: list[dict[str, Any]] = [{"thinking_token_budget": 9}, {"reasoning": {"max_tokens": 9}}]
 
@@ -105,7 +105,7 @@ async def test_a_reasoning_that_is_excluded_is_left_out() -> None:
 
 @pytest.mark.parametrize("extra", BOUNDED, ids=str)
 async def test_what_cannot_be_bounded_is_refused(extra: dict[str, Any]) -> None:
-    async with replying(REPLY) as c:
+    async with replying(REPLY, template=TEMPLATE) as c:
         with pytest.raises(openai.BadRequestError, match="no tokens of their own") as refused:
             await ask(c, extra_body=extra)
         assert refused.value.param == "thinking_token_budget"

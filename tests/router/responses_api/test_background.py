@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from protos import types_pb2 as pb
-from tests.harness.router import Cluster
-from tests.router.responses_api.test_responses import CALL, WEATHER, ask, replying, responses
+from tests.harness.router import Cluster, replying
+from tests.router.responses_api.test_responses import CALL, TEMPLATE, WEATHER, ask, responses
 
 TEXT = f"<think>\nHm.\n</think>\n\nI look: é\n{CALL}"
 
@@ -25,7 +25,7 @@ async def over(c: Cluster, response_id: str) -> Any:
 
 
 async def test_a_response_in_the_background_is_there_later() -> None:
-    async with replying(TEXT, is_silent=True) as c:
+    async with replying(TEXT, is_silent=True, template=TEMPLATE) as c:
         created = await ask(c, tools=[WEATHER], background=True)
         assert (created.status, created.background, created.output) == ("queued", True, [])
         [item] = (await responses(c).input_items.list(created.id)).data
@@ -44,7 +44,7 @@ async def test_a_response_in_the_background_is_there_later() -> None:
 
 
 async def test_progress_is_seen_and_a_cancel_ends_the_generation() -> None:
-    async with replying("x" * 300, pause_seconds=0.01) as c:
+    async with replying("x" * 300, pause_seconds=0.01, template=TEMPLATE) as c:
         created = await ask(c, background=True)
         while not (seen := await responses(c).retrieve(created.id)).output_text:
             await asyncio.sleep(0.005)
@@ -61,7 +61,7 @@ async def test_progress_is_seen_and_a_cancel_ends_the_generation() -> None:
 
 
 async def test_events_come_to_whoever_asks_while_and_after_it_runs() -> None:
-    async with replying(TEXT, pause_seconds=0.002) as c:
+    async with replying(TEXT, pause_seconds=0.002, template=TEMPLATE) as c:
         stream = await responses(c).create(
             model="dry-run", input="?", background=True, stream=True, max_output_tokens=400, tools=[WEATHER]
         )
@@ -80,7 +80,7 @@ async def test_events_come_to_whoever_asks_while_and_after_it_runs() -> None:
 
 
 async def test_a_response_is_complete_as_soon_as_its_last_event_says_so() -> None:
-    async with replying("Yes.") as c:
+    async with replying("Yes.", template=TEMPLATE) as c:
         for _ in range(10):
             created = await ask(c, background=True)
             async for event in await responses(c).retrieve(created.id, stream=True):
@@ -94,7 +94,7 @@ async def test_a_response_is_complete_as_soon_as_its_last_event_says_so() -> Non
     [({"die_after_tokens": 5}, "x", "gave up"), ({"refuse": pb.FAILURE_CODE_INTERNAL}, "", "refused by script")],
 )
 async def test_a_failure_is_stored(script: dict[str, Any], text: str, message: str) -> None:
-    async with replying("x" * 50, **script, max_retries=0) as c:
+    async with replying("x" * 50, **script, max_retries=0, template=TEMPLATE) as c:
         failed = await over(c, (await ask(c, background=True)).id)
         assert (failed.status, failed.output_text[:1]) == ("failed", text)
         assert message in failed.error.message
@@ -105,7 +105,7 @@ async def test_a_failure_is_stored(script: dict[str, Any], text: str, message: s
 
 
 async def test_a_response_that_waits_or_runs_can_be_deleted() -> None:
-    async with replying("x" * 300, is_silent=True) as c:
+    async with replying("x" * 300, is_silent=True, template=TEMPLATE) as c:
         created = await ask(c, background=True)
         await responses(c).delete(created.id)
         with pytest.raises(openai.NotFoundError):
@@ -114,7 +114,7 @@ async def test_a_response_that_waits_or_runs_can_be_deleted() -> None:
 
 
 async def test_a_request_that_cannot_be_served_is_refused_at_once() -> None:
-    async with replying("x") as c:
+    async with replying("x", template=TEMPLATE) as c:
         with pytest.raises(openai.BadRequestError) as refused:
             await ask(c, "x" * 5000, background=True)
         assert refused.value.param == "input"
@@ -126,6 +126,6 @@ async def test_a_request_that_cannot_be_served_is_refused_at_once() -> None:
 
 
 async def test_what_runs_ends_with_the_router() -> None:
-    async with replying("x" * 300, is_silent=True) as c:
+    async with replying("x" * 300, is_silent=True, template=TEMPLATE) as c:
         await ask(c, background=True)
         await c.until(lambda: c.decode[0].submits)

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import openai
 import orjson
 import pytest
 
-from common.text.tokenizer import Tokenizer
 from common.token_ids import unpack_ids
 from router.responses_api.schemas import ResponsesBody
 from router.responses_api.store import ResponseStore
 from router.responses_api.translation import client_field
 from tests.common.tools.tool_templates import HERMES_TEMPLATE, call_text
-from tests.harness.router import DRY_RUN, Cluster, cluster
-from tests.harness.scripted_worker import Script
+from tests.harness.router import Cluster, replying
 
 TEMPLATE = HERMES_TEMPLATE + "{# <think> </think> #}"
 WEATHER: Any = {
@@ -27,18 +23,6 @@ WEATHER: Any = {
 HELLO = {"role": "user", "content": "Hello"}
 RESULT = {"type": "function_call_output", "call_id": "1", "output": "Rain."}
 CALL = call_text("get_weather", '{"city": "Malmö"}')
-
-
-@asynccontextmanager
-async def replying(text: str, tokens_per_step: int = 1, **options: Any) -> AsyncIterator[Cluster]:
-    tokenizer = Tokenizer(
-        DRY_RUN._backend, bos_id=256, eos_token_ids=[257], templates={"default": TEMPLATE},
-        vocab_size=DRY_RUN.vocab_size,
-    )  # fmt: skip
-    behaviour = {name: options.pop(name) for name in vars(Script()) if name in options}
-    script = Script(list(text.encode()), tokens_per_step=tokens_per_step, **behaviour)
-    async with cluster(script=script, tokenizer=tokenizer, info={"max_model_len": 4096}, **options) as c:
-        yield c
 
 
 async def ask(c: Cluster, given: Any = "Hello", **fields: Any) -> Any:
@@ -65,7 +49,7 @@ def prompt_of(c: Cluster, index: int) -> str:
 
 @pytest.mark.parametrize("tokens_per_step", [1, 7, 1000])
 async def test_reasoning_text_and_calls_are_items(tokens_per_step: int) -> None:
-    async with replying(f"<think>\nHm.\n</think>\n\nI look: é\n{CALL}", tokens_per_step) as c:
+    async with replying(f"<think>\nHm.\n</think>\n\nI look: é\n{CALL}", tokens_per_step, template=TEMPLATE) as c:
         plain = await ask(c, tools=[WEATHER])
         final, events = await streamed(c, tools=[WEATHER])
         for response in (plain, final):
@@ -88,7 +72,7 @@ async def test_reasoning_text_and_calls_are_items(tokens_per_step: int) -> None:
 
 
 async def test_a_conversation_goes_on_from_an_earlier_response() -> None:
-    async with replying(f"I look: é\n{CALL}") as c:
+    async with replying(f"I look: é\n{CALL}", template=TEMPLATE) as c:
         first = await ask(c, "Weather?", tools=[WEATHER], instructions="Be brief.")
         output = {"type": "function_call_output", "call_id": first.output[-1].call_id, "output": "Rain."}
         await ask(c, [output], previous_response_id=first.id, tools=[WEATHER])
@@ -105,7 +89,7 @@ async def test_a_conversation_goes_on_from_an_earlier_response() -> None:
 
 
 async def test_responses_are_kept_unless_the_client_does_not_want_that() -> None:
-    async with replying("Yes.") as c:
+    async with replying("Yes.", template=TEMPLATE) as c:
         kept = await ask(c, "Really?", metadata={"a": "b"})
         found = await responses(c).retrieve(kept.id)
         assert found.model_dump() == kept.model_dump()
@@ -124,7 +108,7 @@ async def test_responses_are_kept_unless_the_client_does_not_want_that() -> None
 
 
 async def test_input_items_come_in_pages() -> None:
-    async with replying("Yes.") as c:
+    async with replying("Yes.", template=TEMPLATE) as c:
         given = [{"role": "user", "content": str(number)} for number in range(45)]
         kept = await ask(c, given)
         for order, expected in (("asc", given), ("desc", given[::-1]), (None, given[::-1])):
@@ -146,7 +130,9 @@ async def test_input_items_come_in_pages() -> None:
 
 @pytest.mark.parametrize(("max_output_tokens", "tokens_per_step"), [(400, 1), (400, 7), (400, 1000), (40, 7), (5, 1)])
 async def test_events_of_a_stored_response_come_again(max_output_tokens: int, tokens_per_step: int) -> None:
-    async with replying(f"<think>\nHm.\n</think>\n\nI look: é\n{CALL}{CALL}", tokens_per_step) as c:
+    async with replying(
+        f"<think>\nHm.\n</think>\n\nI look: é\n{CALL}{CALL}", tokens_per_step, template=TEMPLATE
+    ) as c:
         body = {"input": "?", "tools": [WEATHER], "max_output_tokens": max_output_tokens}
         sent = await c.http.post("/v1/responses", json={**body, "stream": True})
         events = sent.text.split("\n\n")[:-1]
@@ -160,7 +146,7 @@ async def test_events_of_a_stored_response_come_again(max_output_tokens: int, to
 
 
 async def test_a_response_that_was_not_streamed_has_events_too() -> None:
-    async with replying(f"I look: é\n{CALL}") as c:
+    async with replying(f"I look: é\n{CALL}", template=TEMPLATE) as c:
         kept = await ask(c, tools=[WEATHER])
         events = [event async for event in await responses(c).retrieve(kept.id, stream=True, starting_after=1)]
         assert [event.sequence_number for event in events] == list(range(2, len(events) + 2))
@@ -173,7 +159,7 @@ async def test_a_response_that_was_not_streamed_has_events_too() -> None:
 
 
 async def test_an_answer_that_was_cut_is_incomplete() -> None:
-    async with replying("One. Two.") as c:
+    async with replying("One. Two.", template=TEMPLATE) as c:
         fields: Any = {"model": "dry-run", "input": "?", "max_output_tokens": 4}
         plain = await responses(c).create(**fields)
         async with responses(c).stream(**fields) as stream:
@@ -187,7 +173,7 @@ async def test_an_answer_that_was_cut_is_incomplete() -> None:
 async def test_a_format_a_choice_and_an_effort_reach_the_worker() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     wanted: Any = {"format": {"type": "json_schema", "name": "a", "schema": schema}}
-    async with replying('{"a": 1}') as c:
+    async with replying('{"a": 1}', template=TEMPLATE) as c:
         response = await ask(c, text=wanted, reasoning={"effort": "low"}, temperature=0.5)
         assert (response.text.format.name, response.reasoning.effort, response.temperature) == ("a", "low", 0.5)
         await ask(c, tools=[WEATHER], tool_choice={"type": "function", "name": "get_weather"})
@@ -215,7 +201,7 @@ async def test_a_format_a_choice_and_an_effort_reach_the_worker() -> None:
     ],
 )
 async def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
-    async with replying("x") as c:
+    async with replying("x", template=TEMPLATE) as c:
         with pytest.raises(openai.BadRequestError) as refused:
             await ask(c, **fields)
         assert refused.value.param == param
@@ -232,7 +218,7 @@ def test_the_client_reads_of_its_own_items() -> None:
 
 
 async def test_the_answer_names_fields_without_effect() -> None:
-    async with replying("x") as c:
+    async with replying("x", template=TEMPLATE) as c:
         labels = {"service_tier": "flex", "include": [], "metadata": {}}
         for stream in (False, True):
             asked = {"model": "dry-run", "input": "?", "stream": stream, **labels}
@@ -249,7 +235,7 @@ async def test_the_answer_names_fields_without_effect() -> None:
 
 
 async def test_fields_that_ask_for_nothing_are_accepted() -> None:
-    async with replying("x") as c:
+    async with replying("x", template=TEMPLATE) as c:
         for fields in (
             {"conversation": None, "prompt": None, "max_tool_calls": None, "top_logprobs": 0, "truncation": None},
             {"top_k": 0, "repetition_penalty": 1.0, "priority": 0, "stop": [], "cache_salt": None},
@@ -260,7 +246,7 @@ async def test_fields_that_ask_for_nothing_are_accepted() -> None:
 
 
 async def test_a_stream_that_fails_says_so() -> None:
-    async with replying("x" * 50, die_after_tokens=5, max_retries=0) as c:
+    async with replying("x" * 50, die_after_tokens=5, max_retries=0, template=TEMPLATE) as c:
         stream = await responses(c).create(model="dry-run", input="?", stream=True)
         *_, error, failed = [event async for event in stream]
         assert error.type == "error"

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from common.text.tokenizer import Tokenizer
-from tests.harness.router import DRY_RUN, cluster
+from tests.harness.router import cluster
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
 
@@ -23,18 +22,6 @@ async def test_ids_of_texts_and_conversations_and_back() -> None:
         assert (await c.http.post("/tokenize", json={"prompt": ""})).json()["tokens"] == []
         other = await c.http.post("/tokenize", json={"prompt": "x", "model": "other"})
         assert (other.status_code, other.json()["error"]["code"]) == (404, "model_not_found")
-
-
-async def test_variables_reach_the_chat_template() -> None:
-    template = "{{ messages[0].content }}{{ '!' if enable_thinking else '.' }}"
-    tokenizer = Tokenizer(
-        DRY_RUN._backend, bos_id=256, eos_token_ids=[257], templates={"default": template},
-        vocab_size=DRY_RUN.vocab_size,
-    )  # fmt: skip
-    async with cluster(tokenizer=tokenizer) as c:
-        for fields, prompt in (({"chat_template_kwargs": {"enable_thinking": True}}, b"Hello!"), ({}, b"Hello.")):
-            answer = await c.http.post("/tokenize", json={"messages": MESSAGES, **fields})
-            assert bytes(answer.json()["tokens"]) == prompt
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])

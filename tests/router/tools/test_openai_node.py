@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.router.tools.test_tool_calls import ARGUMENTS, ONE, TOOLS, TWO, replying
+from tests.common.tools.tool_templates import HERMES_TEMPLATE
+from tests.harness.router import replying
+from tests.router.tools.test_tool_calls import ARGUMENTS, ONE, TOOLS, TWO
 
 VERSION = "6.49.0"
 FOLDER = Path(__file__).parents[3] / "build" / f"openai-node-{VERSION}"
@@ -55,7 +57,7 @@ def package() -> None:
 async def fired(reply: str, **fields: Any) -> dict[str, list[Any]]:
     """What each kind of event carried."""
     body = {"model": "dry-run", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 500, **fields}
-    async with replying(reply) as c:
+    async with replying(reply, template=HERMES_TEMPLATE) as c:
         request = json.dumps({"baseURL": f"http://127.0.0.1:{c.port}/v1", "body": body})
         node = await asyncio.create_subprocess_exec(
             "node", "stream.mjs", request, cwd=FOLDER, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE

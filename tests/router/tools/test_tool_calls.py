@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import openai
@@ -13,7 +11,7 @@ import pytest
 
 from common.text.tokenizer import Tokenizer
 from tests.common.tools.tool_templates import HERMES_TEMPLATE, LLAMA3_TEMPLATE
-from tests.harness.router import DRY_RUN, Cluster, cluster
+from tests.harness.router import DRY_RUN, Cluster, cluster, replying
 from tests.harness.scripted_worker import Script
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -28,22 +26,6 @@ MESSAGES: Any = [{"role": "user", "content": "Hello"}]
 ARGUMENTS = '{"city": "Malmö 🌧"}'
 ONE = f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
 TWO = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
-
-
-def tokenizer_of(template: str) -> Tokenizer:
-    return Tokenizer(
-        DRY_RUN._backend, bos_id=256, eos_token_ids=[257], templates={"default": template},
-        vocab_size=DRY_RUN.vocab_size,
-    )  # fmt: skip
-
-
-@asynccontextmanager
-async def replying(text: str, template: str = HERMES_TEMPLATE, **fields: Any) -> AsyncIterator[Cluster]:
-    tokens_per_step = fields.pop("tokens_per_step", 1)
-    script = Script(reply=list(text.encode()), tokens_per_step=tokens_per_step)
-    info = {"max_model_len": 4096}
-    async with cluster(script=script, tokenizer=tokenizer_of(template), info=info, **fields) as c:
-        yield c
 
 
 async def ask(c: Cluster, **fields: Any) -> Any:
@@ -95,7 +77,7 @@ def calls_of(choice: Any) -> list[tuple[str, str]]:
 async def test_calls(
     reply: str, content: str | None, calls: list[tuple[str, str]], reason: str, tokens_per_step: int
 ) -> None:
-    async with replying(reply, tokens_per_step=tokens_per_step) as c:
+    async with replying(reply, tokens_per_step=tokens_per_step, template=HERMES_TEMPLATE) as c:
         [choice] = (await ask(c)).choices
         assert choice.message.content == content
         assert calls_of(choice) == calls
@@ -110,7 +92,7 @@ async def test_calls(
 
 
 async def test_tools_reach_the_template_and_results_come_back() -> None:
-    async with replying(TWO) as c:
+    async with replying(TWO, template=HERMES_TEMPLATE) as c:
         first = await ask(c, tools=[STRICT, TIME], extra_body={"return_token_ids": True})
         prompt = bytes(first.prompt_token_ids).decode()
         assert f"<tools>{json.dumps(WEATHER)}" in prompt
@@ -124,7 +106,7 @@ async def test_tools_reach_the_template_and_results_come_back() -> None:
 
 
 async def test_tools_that_must_not_be_called_are_not_shown() -> None:
-    async with replying(TWO) as c:
+    async with replying(TWO, template=HERMES_TEMPLATE) as c:
         answer = await ask(c, tool_choice="none", extra_body={"return_token_ids": True})
         assert answer.choices[0].message.content == TWO
         assert answer.choices[0].message.tool_calls is None
@@ -137,7 +119,7 @@ async def test_tools_that_must_not_be_called_are_not_shown() -> None:
     ids=["required", "named"],
 )
 async def test_a_required_call_is_a_grammar(choice: Any, names: set[str], is_parallel: bool) -> None:
-    async with replying(ONE) as c:
+    async with replying(ONE, template=HERMES_TEMPLATE) as c:
         answer = await ask(c, tool_choice=choice)
         assert answer.choices[0].finish_reason == "tool_calls"
         grammar = c.decode[0].submits[0].sampling.grammar
@@ -148,7 +130,7 @@ async def test_a_required_call_is_a_grammar(choice: Any, names: set[str], is_par
 
 
 async def test_arguments_of_a_required_call_are_those_of_the_schema() -> None:
-    async with replying(ONE) as c:
+    async with replying(ONE, template=HERMES_TEMPLATE) as c:
         await ask(c, tool_choice="required")
         assert '"additionalProperties": false' in c.decode[0].submits[0].sampling.grammar
         assert "additionalProperties" not in PARAMETERS
@@ -156,7 +138,7 @@ async def test_arguments_of_a_required_call_are_those_of_the_schema() -> None:
 
 async def test_schemas_that_cannot_be_followed_are_refused_only_where_they_must_be() -> None:
     bad = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "not": {}}}}
-    async with replying("hi") as c:
+    async with replying("hi", template=HERMES_TEMPLATE) as c:
         with pytest.raises(openai.BadRequestError, match="not") as refused:
             await ask(c, tools=[WEATHER, bad], tool_choice="required")
         assert refused.value.param == "tools.1.function.parameters"
@@ -170,7 +152,7 @@ STRICT_TIME: Any = {"type": "function", "function": {"name": "get_time", "strict
 
 
 async def test_calls_of_strict_tools_are_bound_in_a_text() -> None:
-    async with replying(f"I look.\n{ONE}") as c:
+    async with replying(f"I look.\n{ONE}", template=HERMES_TEMPLATE) as c:
         for fields in ({}, {"tool_choice": "auto"}, {"parallel_tool_calls": False}):
             [choice] = (await ask(c, tools=[STRICT, STRICT_TIME], **fields)).choices
             assert (choice.message.content, calls_of(choice)) == ("I look.", [("get_weather", ARGUMENTS)])
@@ -190,7 +172,7 @@ async def test_calls_of_strict_tools_are_bound_in_a_text() -> None:
 )
 async def test_a_strict_schema_that_cannot_be_followed_is_advice(bad: dict[str, Any]) -> None:
     unfollowed: Any = {"type": "function", "function": {"name": "f", "parameters": bad, "strict": True}}
-    async with replying("hi") as c:
+    async with replying("hi", template=HERMES_TEMPLATE) as c:
         await ask(c, tools=[unfollowed, WEATHER])
         assert not c.decode[0].submits[-1].sampling.grammar
         await ask(c, tools=[unfollowed, STRICT])
@@ -206,7 +188,7 @@ QWEN3_CODER_TEMPLATE = "{{ tools }}<tool_call>\n<function=x>"
 async def test_sets_in_arguments() -> None:
     schema = {"type": "object", "properties": {"tags": UNIQUE}, "required": ["tags"]}
     tool: Any = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
-    async with replying("hi") as c:
+    async with replying("hi", template=HERMES_TEMPLATE) as c:
         for choice in ("required", {"type": "function", "function": {"name": "f"}}):
             await ask(c, tools=[tool], tool_choice=choice)
             assert c.decode[0].submits[-1].sampling.grammar.startswith("places:")
@@ -214,7 +196,7 @@ async def test_sets_in_arguments() -> None:
         followed = c.decode[0].submits[-1].sampling.grammar
         assert '"additionalProperties": false' in followed
         assert "nique" not in followed
-    async with replying("hi", QWEN3_CODER_TEMPLATE) as c:
+    async with replying("hi", template=QWEN3_CODER_TEMPLATE) as c:
         with pytest.raises(openai.BadRequestError, match="calls of tools that are not JSON") as refused:
             await ask(c, tools=[tool], tool_choice="required")
         assert refused.value.param == "tools"
@@ -233,7 +215,7 @@ HARMONY_TEMPLATE = "{{ tools }}<|start|>assistant<|channel|>commentary to=functi
     ids=["llama3_json", "pythonic"],
 )
 async def test_strict_calls_that_no_marker_begins(template: str, call: str) -> None:
-    async with replying(call, template) as c:
+    async with replying(call, template=template) as c:
         for fields in ({}, {"parallel_tool_calls": False}):
             [choice] = (await ask(c, tools=[STRICT, TIME], **fields)).choices
             assert (choice.message.content, calls_of(choice)) == (None, [("get_weather", ARGUMENTS)])
@@ -246,7 +228,7 @@ async def test_strict_calls_that_no_marker_begins(template: str, call: str) -> N
 
 async def test_strict_is_advice_where_messages_have_no_special_tokens() -> None:
     """As gpt-oss's have them; with this tokenizer they are texts like any other."""
-    async with replying("hi", HARMONY_TEMPLATE) as c:
+    async with replying("hi", template=HARMONY_TEMPLATE) as c:
         await ask(c, tools=[STRICT])
         assert not c.decode[0].submits[-1].sampling.grammar
 
@@ -254,14 +236,14 @@ async def test_strict_is_advice_where_messages_have_no_special_tokens() -> None:
 async def test_grammars_of_many_choices_are_bounded() -> None:
     long = {"type": "object", "properties": {"x" * 20_000: {"type": "string"}}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": long}}]
-    async with replying("hi") as c:
+    async with replying("hi", template=HERMES_TEMPLATE) as c:
         with pytest.raises(openai.BadRequestError, match="60 choices") as refused:
             await ask(c, tools=tools, tool_choice="required", n=60)
         assert refused.value.param == "n"
 
 
 async def test_an_answer_may_be_json_or_calls() -> None:
-    async with replying(ONE) as c:
+    async with replying(ONE, template=HERMES_TEMPLATE) as c:
         answer = await ask(c, response_format={"type": "json_object"})
         assert calls_of(answer.choices[0]) == [("get_weather", ARGUMENTS)]
         assert "calls | answer" in c.decode[0].submits[0].sampling.grammar
@@ -274,7 +256,7 @@ async def test_an_answer_may_be_json_or_calls() -> None:
 async def test_json_that_was_asked_for_is_no_call() -> None:
     """Its grammar is that of an answer, which binds no arguments."""
     bare = '{"name": "get_weather", "arguments": {"town": 1}}'
-    async with replying(bare) as c:
+    async with replying(bare, template=HERMES_TEMPLATE) as c:
         [choice] = (await ask(c, tools=[STRICT], response_format={"type": "json_object"})).choices
         assert (choice.message.content, calls_of(choice)) == (bare, [])
         [choice] = (await ask(c)).choices
@@ -282,7 +264,7 @@ async def test_json_that_was_asked_for_is_no_call() -> None:
 
 
 async def test_a_forced_call_wins_over_the_answers_format() -> None:
-    async with replying(TWO) as c:  # instructor sends both
+    async with replying(TWO, template=HERMES_TEMPLATE) as c:  # instructor sends both
         answer = await ask(c, response_format={"type": "json_object"}, tool_choice=NAMED)
         assert calls_of(answer.choices[0]) == [("get_time", "{}")]
         assert "answer" not in c.decode[0].submits[0].sampling.grammar
@@ -290,7 +272,7 @@ async def test_a_forced_call_wins_over_the_answers_format() -> None:
 
 @pytest.mark.parametrize("tokens_per_step", [1, 1000])
 async def test_without_parallel_calls_the_answer_ends_with_the_first(tokens_per_step: int) -> None:
-    async with replying(f"{ONE}\n{TWO} and more", tokens_per_step=tokens_per_step) as c:
+    async with replying(f"{ONE}\n{TWO} and more", tokens_per_step=tokens_per_step, template=HERMES_TEMPLATE) as c:
         answer = await ask(c, parallel_tool_calls=False, logprobs=True)
         [choice] = answer.choices
         num_tokens = len(ONE.removesuffix("\n</tool_call>").encode())
@@ -308,7 +290,7 @@ async def test_without_parallel_calls_the_answer_ends_with_the_first(tokens_per_
 async def test_a_call_that_was_cut_has_the_arguments_that_came() -> None:
     time, weather = ("get_time", "{}"), ("get_weather", '{"city": "M')
     cut = len(TWO) + 1 + ONE.index("alm")
-    async with replying(f"{TWO}\n{ONE}") as c:
+    async with replying(f"{TWO}\n{ONE}", template=HERMES_TEMPLATE) as c:
         for fields, content, calls in (
             ({"max_tokens": cut}, None, [time, weather]),
             ({"max_tokens": len(TWO) + 20}, "\n" + ONE[:19], [time]),
@@ -331,7 +313,7 @@ async def test_a_call_that_was_cut_has_the_arguments_that_came() -> None:
 @pytest.mark.parametrize("tokens_per_step", [1, 1000])
 async def test_a_call_that_ends_with_its_name_has_no_arguments(tokens_per_step: int) -> None:
     text = "[TOOL_CALLS]get_time[ARGS]"
-    async with replying(text, "{{ tools }}" + text, tokens_per_step=tokens_per_step) as c:
+    async with replying(text, tokens_per_step, "{{ tools }}" + text) as c:
         for fields, arguments, reason in (({}, "{}", "tool_calls"), ({"max_tokens": len(text)}, "", "length")):
             [choice] = (await ask(c, **fields)).choices
             assert (calls_of(choice), choice.finish_reason) == ([("get_time", arguments)], reason)
@@ -341,7 +323,7 @@ async def test_a_call_that_ends_with_its_name_has_no_arguments(tokens_per_step: 
 
 async def test_every_choice_has_calls_logprobs_and_usage_of_its_own() -> None:
     reply = f"ok {TWO}"
-    async with replying(reply) as c:
+    async with replying(reply, template=HERMES_TEMPLATE) as c:
         answer = await ask(c, n=2, logprobs=True)
         assert [calls_of(choice) for choice in answer.choices] == [[("get_time", "{}")]] * 2
         ids = {choice.message.tool_calls[0].id for choice in answer.choices}
@@ -357,7 +339,7 @@ async def test_every_choice_has_calls_logprobs_and_usage_of_its_own() -> None:
 
 
 async def test_a_call_goes_on_when_its_worker_dies() -> None:
-    async with replying(ONE, num_decode=2) as c:
+    async with replying(ONE, num_decode=2, template=HERMES_TEMPLATE) as c:
         for worker in c.decode:
             worker.script.die_after_tokens = 30
         [shown] = (await streamed(c)).values()
@@ -366,7 +348,7 @@ async def test_a_call_goes_on_when_its_worker_dies() -> None:
 
 
 async def test_a_call_is_streamed_as_it_comes() -> None:
-    async with replying(ONE) as c:
+    async with replying(ONE, template=HERMES_TEMPLATE) as c:
         chunks = [chunk.choices[0] async for chunk in await ask(c, stream=True, logprobs=True)]
         [begin, *rest] = [chunk.delta.tool_calls[0] for chunk in chunks if chunk.delta.tool_calls]
         assert (begin.index, begin.type, begin.id[:5]) == (0, "function", "call_")
@@ -380,7 +362,7 @@ async def test_a_call_is_streamed_as_it_comes() -> None:
 
 async def test_plain_chats_end_with_a_chunk_of_their_own() -> None:
     fields: Any = {"tools": openai.omit, "max_tokens": 2, "stream": True}
-    async with replying("Hello") as c:
+    async with replying("Hello", template=HERMES_TEMPLATE) as c:
         chunks = [chunk.choices[0] async for chunk in await ask(c, **fields)]
         assert [(chunk.delta.content, chunk.finish_reason) for chunk in chunks] == [
             ("", None), ("H", None), ("e", None), (None, "length"),
@@ -397,7 +379,7 @@ async def test_plain_chats_end_with_a_chunk_of_their_own() -> None:
 
 async def test_a_call_without_markers() -> None:
     text = f'{{"name": "get_weather", "parameters": {ARGUMENTS}}}'
-    async with replying(text, LLAMA3_TEMPLATE) as c:
+    async with replying(text, template=LLAMA3_TEMPLATE) as c:
         [choice] = (await ask(c)).choices
         assert calls_of(choice) == [("get_weather", ARGUMENTS)]
         assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
@@ -428,7 +410,7 @@ class GetWeather(pydantic.BaseModel):
 async def test_the_openai_package_parses_arguments() -> None:
     text = f'<tool_call>\n{{"name": "GetWeather", "arguments": {ARGUMENTS}}}\n</tool_call>'
     tools = [openai.pydantic_function_tool(GetWeather)]
-    async with replying(text) as c:
+    async with replying(text, template=HERMES_TEMPLATE) as c:
         answer = await c.openai.chat.completions.parse(model="dry-run", messages=MESSAGES, tools=tools)
         [call] = answer.choices[0].message.tool_calls or []
         assert call.function.parsed_arguments == GetWeather(city="Malmö 🌧")
