@@ -14,10 +14,6 @@ def test_format() -> None:
     assert pack_ids([1, 70000, 2**32 - 1]) == struct.pack("<3I", 1, 70000, 2**32 - 1)
 
 
-def test_text_of_a_byte_tokenizer() -> None:
-    assert unpack_ids(pack_ids(b"abc")) == [97, 98, 99]
-
-
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=40))
 def test_there_and_back(token_ids: list[int]) -> None:
     packed = pack_ids(token_ids)

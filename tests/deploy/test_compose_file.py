@@ -36,11 +36,6 @@ def settings(name):
     return parse(OURS[name]["command"], environment(OURS[name]))
 
 
-def test_roles():
-    modules = [service["command"][0] for service in OURS.values()]
-    assert sorted(modules) == sorted(["router", "kvstore", *["prefill_service"] * 2, *["decode_service"] * 2])
-
-
 def test_each_service_understands_its_flags_and_variables():
     for name, service in OURS.items():
         found = settings(name)
@@ -93,11 +88,6 @@ def test_traces_are_off_and_go_where_their_profile_takes_them_when_asked_for():
 
 def test_memory_is_bounded_everywhere():
     assert all("mem_limit" in service for service in SERVICES.values())
-
-
-def test_logs_are_rotated():
-    for service in SERVICES.values():
-        assert service["logging"]["options"].keys() == {"max-size", "max-file"}
 
 
 def test_the_example_of_settings_lists_every_variable_that_is_read_with_its_default():

@@ -36,6 +36,14 @@ def environment(tmp_path: Path) -> dict[str, str]:
     return os.environ | {"XDG_RUNTIME_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
 
 
+def finished(tmp_path: Path, *arguments: str, stdin: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+    """A command that has ended."""
+    env = environment(tmp_path) | variables
+    return subprocess.run(
+        command(*arguments), input=stdin, capture_output=True, text=True, timeout=200, env=env, check=False
+    )
+
+
 def session_pids(text: str) -> list[int]:
     """Processes whose command line holds `text`."""
     numbers = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]

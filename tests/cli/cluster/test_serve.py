@@ -21,7 +21,7 @@ from engine import LLM
 from tests.harness.clients import get, post
 from tests.harness.jobs import expected_texts, make_jobs, stream_jobs, texts
 from tests.harness.processes import command_line, is_alive
-from tests.harness.served import FLAGS, Served, assert_gone, command, environment, session_pids, tmp_path  # noqa: F401
+from tests.harness.served import FLAGS, Served, assert_gone, finished, session_pids, tmp_path  # noqa: F401
 from tests.harness.waiting import wait_until
 from tests.packaging.documentation import commands_of, runnable
 
@@ -42,15 +42,8 @@ def test_a_cluster_from_start_to_sigterm(tmp_path):  # noqa: F811
         workers = {pid for pid in pids if "_service " in command_line(pid)}
         assert len(workers) == 3
 
-        piped = subprocess.run(
-            command("chat", "--url", served.url, "--max-tokens=32"),
-            input="hello\n/exit\n",
-            capture_output=True,
-            text=True,
-            timeout=200,
-            env=environment(tmp_path) | {"MINI_INFER_MODEL": "/models/of/some/other/server"},
-            check=False,
-        )
+        chat = ("chat", "--url", served.url, "--max-tokens=32")
+        piped = finished(tmp_path, *chat, stdin="hello\n/exit\n", MINI_INFER_MODEL="/models/of/some/other/server")
         assert piped.returncode == 0, piped.stderr
         assert "first token" in piped.stderr
 
@@ -128,9 +121,7 @@ def test_secrets_metrics_and_a_failure_that_ends_the_cluster(tmp_path):  # noqa:
 
 def test_a_demo_starts_its_own_cluster_and_takes_it_away(tmp_path):  # noqa: F811
     flags = (*FLAGS, "--prefill=0", "--host-tier-gb=0")  # as few processes as it can have
-    done = subprocess.run(
-        command("demo", *flags), capture_output=True, text=True, timeout=200, env=environment(tmp_path), check=False
-    )
+    done = finished(tmp_path, "demo", *flags)
     assert done.returncode == 0, done.stderr[-3000:]
     for scene in ("one answer", "8 at once", "same prefix, new", "stopped reading after 3 pieces"):
         assert scene in done.stdout
@@ -156,24 +147,14 @@ def test_a_model_that_ranks_cannot_divide_is_refused_before_anything_starts(monk
 
 
 def test_what_cannot_start_is_one_line_and_leaves_nothing(tmp_path):  # noqa: F811
-    def serve(*flags: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            command("serve", *flags),
-            capture_output=True,
-            text=True,
-            timeout=200,
-            env=environment(tmp_path),
-            check=False,
-        )
-
     (free,) = map(str, free_ports(1))  # on the default one somebody else may listen
-    missing = serve("--port", free, "--model", "/nowhere/model")
+    missing = finished(tmp_path, "serve", "--port", free, "--model", "/nowhere/model")
     assert missing.returncode == 1
     assert missing.stderr.startswith("error: model '/nowhere/model' not found: give")
     assert missing.stderr.count("\n") == 1
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        in_use = serve("--dry-run", "--port", str(port))
+        in_use = finished(tmp_path, "serve", "--dry-run", "--port", str(port))
     assert in_use.returncode == 1
     assert in_use.stderr == (
         f"error: port {port} on 127.0.0.1 can't be used (address already in use): stop what listens there, "
@@ -181,7 +162,7 @@ def test_what_cannot_start_is_one_line_and_leaves_nothing(tmp_path):  # noqa: F8
     )
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text('{"architectures": ["NoSuchModel"]}')
-    broken = serve("--port", free, "--model", str(tmp_path / "broken"))
+    broken = finished(tmp_path, "serve", "--port", free, "--model", str(tmp_path / "broken"))
     assert broken.returncode == 1
     assert "error: " in broken.stderr
     assert "ended before it was ready" in broken.stderr.splitlines()[-1]

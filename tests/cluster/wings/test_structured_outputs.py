@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-import openai
 import pydantic
 import pytest
 
 from common.grammar import grammar
 from engine import LLM, SamplingParams
-from tests.harness.clients import async_client
 from tests.harness.cluster import Cluster, running_cluster
-from tests.harness.jobs import same_after_a_kill
 
 ROWS = {
     "type": "object",
@@ -50,7 +46,7 @@ class Pet(pydantic.BaseModel):
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Cluster]:
-    with running_cluster(num_prefill=1, num_decode=2) as running:
+    with running_cluster() as running:
         yield running
 
 
@@ -93,38 +89,3 @@ def test_structured_outputs(cluster: Cluster, wanted: dict[str, object], pattern
             seed=2, extra_body={"structured_outputs": wanted},
         )  # fmt: skip
         assert re.fullmatch(pattern, answer.choices[0].message.content or "")
-
-
-def test_a_schema_of_the_client_is_refused_by_name(cluster: Cluster) -> None:
-    bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", "not": {}}}}
-    with pytest.raises(openai.BadRequestError, match="not") as refused:
-        cluster.client().completions.create(model="dry-run", prompt="x", extra_body={"response_format": bad})
-    assert refused.value.param == "response_format"
-
-
-async def test_every_choice_is_whole_and_the_same_after_a_decode_worker_was_killed(cluster: Cluster) -> None:
-    client = async_client(cluster.url)
-
-    async def stream(number: int, ids: set[str], kill: Callable[[], None]) -> list[str]:
-        texts = [""] * 3
-        chunks = await client.completions.create(
-            model="dry-run", prompt=f"{number} {PROMPT}", max_tokens=700, temperature=1.0, seed=number, n=3,
-            stream=True, extra_body={"response_format": FORMAT},
-        )  # fmt: skip
-        async for chunk in chunks:
-            ids.add(chunk.id)
-            for choice in chunk.choices:
-                texts[choice.index] += choice.text
-            if min(map(len, texts)) > 4:
-                kill()
-        return texts
-
-    async def stream_all(kill: Callable[[], None]) -> tuple[list[list[str]], int]:
-        ids: set[str] = set()
-        texts = await asyncio.gather(*(stream(number, ids, kill) for number in range(8)))
-        return texts, cluster.num_migrations(ids)
-
-    async with client:
-        calm = await same_after_a_kill(cluster, stream_all, least_moved=3)
-    for text in (text for texts in calm for text in texts):
-        assert len(json.loads(text)["rows"]) == 6

@@ -106,19 +106,3 @@ def test_strict_calls_of_a_free_text_follow_their_schemas(cluster: Cluster, is_p
     assert num_calls >= 5
     assert num_texts > 0
     assert set(KINDS) <= names or not is_parallel
-
-
-def test_a_stream_has_the_same_calls(cluster: Cluster) -> None:
-    whole = ask(cluster, tool_choice="required", seed=1)
-    expected = [(call.function.name, call.function.arguments) for call in whole.choices[0].message.tool_calls]
-    calls: list[list[str]] = []
-    num_deltas = 0
-    for chunk in ask(cluster, tool_choice="required", seed=1, stream=True):
-        for choice in chunk.choices:
-            for call in choice.delta.tool_calls or []:
-                num_deltas += 1
-                if call.id:
-                    calls.append([call.function.name, ""])
-                calls[call.index][1] += call.function.arguments
-    assert [tuple(call) for call in calls] == expected
-    assert num_deltas > 5 * len(calls)

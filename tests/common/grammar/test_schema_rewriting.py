@@ -16,14 +16,9 @@ from common.errors import InvalidRequestError
 from common.grammar import grammar, schema_rewriting
 from common.grammar.json_schemas import followable
 from common.grammar.negation import Negation, other_texts, other_than
-from common.model_files import resolve_model
-from common.text.load import load_tokenizer
 from engine.grammar import grammars
-from engine.grammar.grammars import Grammars
+from tests.common.grammar.following import allows, random_text
 
-DRY_RUN = load_tokenizer(resolve_model("dry-run"))
-GRAMMARS = Grammars(lambda: DRY_RUN, DRY_RUN.vocab_size)
-EOS = DRY_RUN.eos_token_ids[0]
 NUMBER, TEXT, FLAG = {"type": "integer"}, {"type": "string", "maxLength": 3}, {"type": "boolean"}
 DRAFT_7 = "http://json-schema.org/draft-07/schema#"
 
@@ -98,23 +93,7 @@ def _masks_may_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def matches(schema: dict[str, Any], value: Any) -> bool:
-    matcher = GRAMMARS.start(grammar.json_schema(schema)).result()
-    words = matcher.allowed(DRY_RUN.encode(json.dumps(value)))
-    return words is not None and bool(words[EOS // 32] >> (EOS % 32) & 1)
-
-
-def random_answer(schema: dict[str, Any], rng: random.Random) -> Any:
-    matcher = GRAMMARS.start(grammar.json_schema(schema)).result()
-    output: list[int] = []
-    while True:
-        words = matcher.allowed(output)
-        assert words is not None
-        allowed = [token for token in range(9, 127) if words[token // 32] >> (token % 32) & 1]
-        can_end = bool(words[EOS // 32] >> (EOS % 32) & 1)
-        if can_end and (not allowed or len(output) > 60 or rng.random() < 0.5):
-            return json.loads(DRY_RUN.decode(output), parse_float=decimal.Decimal)
-        ends = [token for token in b'"]}' if token in allowed]
-        output.append(ends[0] if ends and len(output) > 40 else rng.choice(allowed))
+    return allows(grammar.json_schema(schema), json.dumps(value))
 
 
 @pytest.mark.parametrize(("schema", "values"), SCHEMAS, ids=range(len(SCHEMAS)))
@@ -124,7 +103,8 @@ def test_answers_are_valid_by_the_original(schema: dict[str, Any], values: list[
         judge.validate(value)
         assert matches(schema, value), value
     for seed in range(12):
-        judge.validate(random_answer(schema, random.Random(seed)))
+        text = random_text(grammar.json_schema(schema), seed)
+        judge.validate(json.loads(text, parse_float=decimal.Decimal))
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,8 @@ import pytest
 
 from common.errors import InvalidRequestError
 from common.grammar.structural_tags import structural_tag
-from common.model_files import resolve_model
-from common.text.load import load_tokenizer
-from engine.grammar.grammars import Grammars
+from tests.common.grammar import following
 
-DRY_RUN = load_tokenizer(resolve_model("dry-run"))
-GRAMMARS = Grammars(lambda: DRY_RUN, DRY_RUN.vocab_size)
-EOS = DRY_RUN.eos_token_ids[0]
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 CALL = {"begin": "<function=w>", "end": "</function>"}
 TAG = {"type": "tag", "content": {"type": "json_schema", "json_schema": CITY}, **CALL}
@@ -44,8 +39,7 @@ def sequence(*elements: Any) -> dict[str, Any]:
 
 
 def allows(wanted: dict[str, Any], text: str) -> bool:
-    words = GRAMMARS.start(structural_tag(wanted)).result().allowed(DRY_RUN.encode(text))
-    return words is not None and bool(words[EOS // 32] >> (EOS % 32) & 1)
+    return following.allows(structural_tag(wanted), text)
 
 
 @pytest.mark.parametrize(

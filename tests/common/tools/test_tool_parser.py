@@ -71,11 +71,6 @@ def test_members_of_a_call(members: str, arguments: str) -> None:
         assert parsed([text], written) == parsed(list(text), written) == ("", [("get_time", arguments)])
 
 
-def test_without_parallel_calls_the_text_ends_with_the_first() -> None:
-    for pieces in ([f"a {TIME_TEXT}\n{WEATHER_TEXT} b"], list(f"a {TIME_TEXT}\n{WEATHER_TEXT} b")):
-        assert parsed(pieces, HERMES, is_parallel=False) == ("a", [TIME])
-
-
 def test_a_forced_answer_that_was_cut_shows_no_markup() -> None:
     text = f"{TIME_TEXT}\n{TIME_TEXT}"
     for length in range(len(text)):

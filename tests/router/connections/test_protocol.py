@@ -79,19 +79,6 @@ async def test_health_checks_are_answered_however_many_connections_wait(monkeypa
         assert (await ask(silent[-1], COMPLETION)).startswith(b"HTTP/1.1 503 ")
 
 
-async def test_one_address_does_not_shut_out_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.connections.protocol.SPARE_SECONDS", 60.0)
-    limits = http_config(max_connections=16, reserved_per_address=2)
-    async with cluster(http=limits) as c, AsyncExitStack() as stack:
-        for _ in range(20):
-            await connect(c, stack)
-        assert (await ask(await connect(c, stack), COMPLETION)).startswith(b"HTTP/1.1 503 ")
-        other = await asyncio.open_connection("127.0.0.1", c.port, local_addr=("127.0.0.2", 0))
-        stack.callback(other[1].close)
-        other[1].write(COMPLETION)
-        assert (await asyncio.wait_for(other[0].readline(), 60)).startswith(b"HTTP/1.1 200 ")
-
-
 async def test_a_connection_that_asks_for_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.connections.protocol.HEADER_TIMEOUT_SECONDS", 0.1)
     async with cluster() as c, AsyncExitStack() as stack:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import math
-import struct
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -100,14 +98,6 @@ async def test_every_form_of_input(given: Any, inputs: list[list[int]]) -> None:
         answer = (await c.http.post("/v1/embeddings", json={"input": given})).json()
         assert [item["embedding"] for item in answer["data"]] == [pytest.approx(wanted(each)) for each in inputs]
         assert answer["usage"] == {"prompt_tokens": sum(map(len, inputs)), "total_tokens": sum(map(len, inputs))}
-
-
-async def test_base64_holds_the_same_numbers() -> None:
-    async with pooling() as c:
-        body = {"input": "abc", "encoding_format": "base64"}
-        [item] = (await c.http.post("/v1/embeddings", json=body)).json()["data"]
-        numbers = struct.unpack(f"<{SIZE}f", base64.b64decode(item["embedding"]))
-        assert list(numbers) == pytest.approx(wanted("abc"), rel=1e-6)
 
 
 async def test_dimensions_shorten_and_normalize_again() -> None:
@@ -283,24 +273,6 @@ async def test_a_client_that_leaves_ends_the_batch() -> None:
         asked.cancel()
         await c.until(c.is_quiet)
         assert len(submitted(c)) == MAX_OPEN
-
-
-async def test_a_deadline_is_an_error() -> None:
-    async with pooling(script=Script(is_silent=True)) as c:
-        answer = await c.http.post("/v1/embeddings", json={"input": "a"}, headers={"x-request-timeout": "0.2"})
-        assert answer.status_code == 504
-        await c.until(c.is_quiet)
-
-
-async def test_a_worker_that_dies_costs_no_vector() -> None:
-    async with pooling(num_decode=2) as c:
-        for worker in c.decode:
-            worker.script.delay_seconds = 0.05
-        asked = asyncio.create_task(c.openai.embeddings.create(model="dry-run", input=["abc"] * 8))
-        await c.until(lambda: c.decode[0].submits)
-        await c.decode[0].kill()
-        answer = await asked
-        assert all(item.embedding == pytest.approx(wanted("abc"), rel=1e-6) for item in answer.data)
 
 
 # -- scores and reranking ------------------------------------------------------------------------------------------

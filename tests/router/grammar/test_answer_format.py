@@ -8,26 +8,15 @@ from typing import Any
 import pytest
 
 from common.errors import InvalidRequestError
-from common.model_files import resolve_model
-from common.text.load import load_tokenizer
-from engine.grammar.grammars import Grammars
 from router.grammar.answer_format import ResponseFormat, StructuredOutputs, answer_grammar
+from tests.common.grammar.following import allows
 
-DRY_RUN = load_tokenizer(resolve_model("dry-run"))
-EOS = DRY_RUN.eos_token_ids[0]
-GRAMMARS = Grammars(lambda: DRY_RUN, DRY_RUN.vocab_size)
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"type": "integer"}, "b": {"type": "array", "items": {"type": "boolean"}}},
     "required": ["a"],
 }
 VALUE = {"a": 1, "b": [True, False]}
-
-
-def allows(grammar: str, text: str) -> bool:
-    """Whether the whole text follows the grammar."""
-    words = GRAMMARS.start(grammar).result().allowed(DRY_RUN.encode(text))
-    return words is not None and bool(words[EOS // 32] >> (EOS % 32) & 1)
 
 
 async def format_grammar(strict: bool | None) -> str:

@@ -6,25 +6,18 @@ import datetime
 import decimal
 import enum
 import json
-import random
 import uuid
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import jsonschema
-import numpy as np
 import pydantic
 import pytest
 from annotated_types import Len
 
-from common.model_files import resolve_model
-from common.text.load import load_tokenizer
-from engine.grammar.grammars import Grammars
 from router.grammar.answer_format import ResponseFormat, answer_grammar
+from tests.common.grammar.following import random_text
 
-DRY_RUN = load_tokenizer(resolve_model("dry-run"))
-GRAMMARS = Grammars(lambda: DRY_RUN, DRY_RUN.vocab_size)
-EOS = DRY_RUN.eos_token_ids[0]
 T = TypeVar("T")
 
 
@@ -117,22 +110,6 @@ class Tree(pydantic.BaseModel):
 MODELS: list[type[pydantic.BaseModel]] = [Files, Sets, Numbers, Times, Words, Owner, Page[Cat], Page[Page[int]], Tree]
 
 
-def random_answer(grammar: str, seed: int) -> str:
-    rng = random.Random(seed)
-    matcher = GRAMMARS.start(grammar).result()
-    output: list[int] = []
-    while True:
-        words = matcher.allowed(output)
-        assert words is not None
-        allowed = [int(each) for each in np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))]
-        if EOS in allowed:
-            return DRY_RUN.decode(output)
-        printable = [token for token in allowed if 32 <= token < 127] or allowed
-        ends = [token for token in b'"]}' if token in allowed] or [token for token in b"," if token in allowed]
-        hurry = 0.8 if len(output) > 200 else 0.3
-        output.append(ends[0] if ends and rng.random() < hurry else rng.choice(printable))
-
-
 async def grammar_of(wanted: dict[str, Any]) -> str:
     asked = ResponseFormat.model_validate({"type": "json_schema", "json_schema": wanted})
     return await answer_grammar(asked, None, 1)
@@ -144,7 +121,7 @@ async def test_answers_are_read_by_the_model(model: type[pydantic.BaseModel], st
     wanted = {"name": "answer", "schema": model.model_json_schema(), "strict": strict}
     grammar = await grammar_of(wanted)
     for seed in range(6):
-        text = random_answer(grammar, seed)
+        text = random_text(grammar, seed)
         read = model.model_validate_json(text)
         for name, value in read:  # no item is there twice
             if isinstance(value, set | frozenset) and name in json.loads(text):
@@ -157,7 +134,7 @@ async def test_decimals_are_numbers_or_texts() -> None:
     grammar = await grammar_of({"name": "answer", "schema": schema})
     numbers = 0
     for seed in range(20):
-        answer = json.loads(random_answer(grammar, seed))
+        answer = json.loads(random_text(grammar, seed))
         jsonschema.validate(answer, schema)
         if not any(isinstance(value, str) for value in answer.values()):
             assert Price.model_validate(answer)

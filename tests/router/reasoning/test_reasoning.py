@@ -70,12 +70,6 @@ async def test_reasoning_is_a_field_of_its_own(tokens_per_step: int) -> None:
         assert found["order"] == ["reasoning", "content"]
 
 
-async def test_a_cut_answer_is_reasoning_alone() -> None:
-    async with replying(REPLY[:14], template=TEMPLATE) as c:
-        [choice] = (await ask(c)).choices
-        assert (choice.message.reasoning, choice.message.content) == ("É. 2 <", "")
-
-
 async def test_reasoning_that_is_not_wanted_is_left_out() -> None:
     async with replying(REPLY, template=TEMPLATE) as c:
         extra = {"include_reasoning": False}

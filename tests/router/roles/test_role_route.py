@@ -58,9 +58,3 @@ async def test_what_would_serve_nothing_is_refused() -> None:
     async with cluster(num_decode=2, info={"transports": []}) as c:
         refused = await change(c, "d0", "prefill")
         assert (refused.status_code, "can only decode" in refused.json()["error"]["message"]) == (409, True)
-
-
-async def test_the_api_key_allows_it() -> None:
-    async with cluster(num_decode=2, api_key="sesame") as c:
-        assert (await change(c, "d0", "prefill")).status_code == 401
-        assert (await change(c, "d0", "prefill", authorization="Bearer sesame")).status_code == 200

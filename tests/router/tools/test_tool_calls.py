@@ -9,10 +9,8 @@ import openai
 import pydantic
 import pytest
 
-from common.text.tokenizer import Tokenizer
 from tests.common.tools.tool_templates import HERMES_TEMPLATE, LLAMA3_TEMPLATE
-from tests.harness.router import DRY_RUN, Cluster, cluster, replying
-from tests.harness.scripted_worker import Script
+from tests.harness.router import Cluster, replying
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER: Any = {
@@ -125,14 +123,9 @@ async def test_a_required_call_is_a_grammar(choice: Any, names: set[str], is_par
         grammar = c.decode[0].submits[0].sampling.grammar
         assert {name for name in ("get_weather", "get_time") if name in grammar} == names
         assert ("call)*" in grammar) is is_parallel
+        assert '"additionalProperties": false' in grammar
         await ask(c, tool_choice=choice, parallel_tool_calls=False)
         assert "call)*" not in c.decode[0].submits[1].sampling.grammar
-
-
-async def test_arguments_of_a_required_call_are_those_of_the_schema() -> None:
-    async with replying(ONE, template=HERMES_TEMPLATE) as c:
-        await ask(c, tool_choice="required")
-        assert '"additionalProperties": false' in c.decode[0].submits[0].sampling.grammar
         assert "additionalProperties" not in PARAMETERS
 
 
@@ -203,7 +196,6 @@ async def test_sets_in_arguments() -> None:
 
 
 PYTHON_TEMPLATE = "{{ tools }}[func_name1(params_name1=params_value1)]"
-HARMONY_TEMPLATE = "{{ tools }}<|start|>assistant<|channel|>commentary to=functions.x <|message|>"
 
 
 @pytest.mark.parametrize(
@@ -224,22 +216,6 @@ async def test_strict_calls_that_no_marker_begins(template: str, call: str) -> N
             assert followed.count('"additionalProperties": false') == (template is LLAMA3_TEMPLATE)
         await ask(c, tools=TOOLS)
         assert not c.decode[0].submits[-1].sampling.grammar
-
-
-async def test_strict_is_advice_where_messages_have_no_special_tokens() -> None:
-    """As gpt-oss's have them; with this tokenizer they are texts like any other."""
-    async with replying("hi", template=HARMONY_TEMPLATE) as c:
-        await ask(c, tools=[STRICT])
-        assert not c.decode[0].submits[-1].sampling.grammar
-
-
-async def test_grammars_of_many_choices_are_bounded() -> None:
-    long = {"type": "object", "properties": {"x" * 20_000: {"type": "string"}}}
-    tools = [{"type": "function", "function": {"name": "f", "parameters": long}}]
-    async with replying("hi", template=HERMES_TEMPLATE) as c:
-        with pytest.raises(openai.BadRequestError, match="60 choices") as refused:
-            await ask(c, tools=tools, tool_choice="required", n=60)
-        assert refused.value.param == "n"
 
 
 async def test_an_answer_may_be_json_or_calls() -> None:
@@ -310,17 +286,6 @@ async def test_a_call_that_was_cut_has_the_arguments_that_came() -> None:
         assert choice.finish_reason == "tool_calls"
 
 
-@pytest.mark.parametrize("tokens_per_step", [1, 1000])
-async def test_a_call_that_ends_with_its_name_has_no_arguments(tokens_per_step: int) -> None:
-    text = "[TOOL_CALLS]get_time[ARGS]"
-    async with replying(text, tokens_per_step, "{{ tools }}" + text) as c:
-        for fields, arguments, reason in (({}, "{}", "tool_calls"), ({"max_tokens": len(text)}, "", "length")):
-            [choice] = (await ask(c, **fields)).choices
-            assert (calls_of(choice), choice.finish_reason) == ([("get_time", arguments)], reason)
-            [shown] = (await streamed(c, **fields)).values()
-            assert [call[1:] for call in shown["calls"]] == [("get_time", arguments)]
-
-
 async def test_every_choice_has_calls_logprobs_and_usage_of_its_own() -> None:
     reply = f"ok {TWO}"
     async with replying(reply, template=HERMES_TEMPLATE) as c:
@@ -336,15 +301,6 @@ async def test_every_choice_has_calls_logprobs_and_usage_of_its_own() -> None:
             assert choice["content"] == "ok"
             assert [call[1:] for call in choice["calls"]] == [("get_time", "{}")]
             assert choice["finish_reason"] == "tool_calls"
-
-
-async def test_a_call_goes_on_when_its_worker_dies() -> None:
-    async with replying(ONE, num_decode=2, template=HERMES_TEMPLATE) as c:
-        for worker in c.decode:
-            worker.script.die_after_tokens = 30
-        [shown] = (await streamed(c)).values()
-        assert [call[1:] for call in shown["calls"]] == [("get_weather", ARGUMENTS)]
-        assert sum(len(worker.submits) for worker in c.decode) > 1
 
 
 async def test_a_call_is_streamed_as_it_comes() -> None:
@@ -375,32 +331,6 @@ async def test_plain_chats_end_with_a_chunk_of_their_own() -> None:
             ("H", None, [72]), ("e", None, [101]), (None, "length", []),
         ]  # fmt: skip
         assert [bool(chunk.logprobs) for chunk in chunks] == [False, True, True, False]
-
-
-async def test_a_call_without_markers() -> None:
-    text = f'{{"name": "get_weather", "parameters": {ARGUMENTS}}}'
-    async with replying(text, template=LLAMA3_TEMPLATE) as c:
-        [choice] = (await ask(c)).choices
-        assert calls_of(choice) == [("get_weather", ARGUMENTS)]
-        assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
-        assert calls_of((await ask(c, tools=[TIME])).choices[0]) == []  # it was not offered
-
-
-async def test_markers_may_be_special_tokens() -> None:
-    backend = type(DRY_RUN._backend).from_str(DRY_RUN._backend.to_str())
-    backend.add_special_tokens(["<tool_call>", "</tool_call>"])
-    tokenizer = Tokenizer(
-        backend, bos_id=256, eos_token_ids=[257], templates={"default": HERMES_TEMPLATE}, vocab_size=320
-    )
-    reply = tokenizer.encode(f"<user>{ONE}", allow_special=True)
-    info = {"max_model_len": 4096}
-    async with cluster(script=Script(reply=reply), tokenizer=tokenizer, info=info) as c:
-        [choice] = (await ask(c, tool_choice="required")).choices
-        assert calls_of(choice) == [("get_weather", ARGUMENTS)]
-        assert choice.message.content is None
-        token_id = tokenizer.special_id_of["<tool_call>"]
-        assert f"<[{token_id}]>" in c.decode[0].submits[0].sampling.grammar
-        assert (await ask(c, tool_choice="none")).choices[0].message.content == ONE[11:-12]
 
 
 class GetWeather(pydantic.BaseModel):
