@@ -1,7 +1,5 @@
 """Downloads from a hub on loopback that breaks off in the middle, and is out of reach."""
 
-import hashlib
-import json
 import os
 import shutil
 import signal
@@ -9,95 +7,66 @@ import subprocess
 import sys
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 import common.download
+from tests.common.fake_hub import FakeHub, Handler, etag
 from tests.harness.processes import command_with_signal
 
 ROOT = Path(__file__).parents[3]
 HUB_ID = "org/tiny"
-COMMIT = "a" * 40
 FILES = {"config.json": b'{"model_type": "llama"}', "model.safetensors": bytes(range(256)) * 100_000}
 CUT_AT = 11_000_000  # bytes of the weights that arrive; huggingface_hub writes pieces of 10 MB
 
 
-class Hub(ThreadingHTTPServer):
-    daemon_threads = True
+class BreakingHandler(Handler):
+    server: "BreakingHub"
 
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), HubHandler)
-        self.is_breaking = False
-        self.is_down_afterwards = False  # answers no client that goes on; it would wait a second, five times
-        self.is_slow = False
-        self.asked: list[tuple[str, str | None]] = []
-        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+    def send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        is_file, wanted = "ETag" in headers, self.headers.get("Range")
+        if is_file and self.command == "GET":
+            self.server.ranges.append((self.path.rpartition("/")[2], wanted))
+        if is_file and wanted:
+            start = int(wanted.removeprefix("bytes=").partition("-")[0])
+            headers |= {"Content-Range": f"bytes {start}-{len(body) - 1}/{len(body)}"}
+            body, status = body[start:], 206
+            if self.server.is_breaking and self.server.is_down_afterwards:
+                body, status = b"", 503
+        super().send(status, body, headers)
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-
-class HubHandler(BaseHTTPRequestHandler):
-    server: Hub
-    protocol_version = "HTTP/1.1"
-
-    def do_HEAD(self) -> None:
-        self.answer(with_body=False)
-
-    def do_GET(self) -> None:
-        self.answer(with_body=True)
-
-    def answer(self, with_body: bool) -> None:
-        path = self.path.partition("?")[0]
-        if path.startswith(f"/api/models/{HUB_ID}/revision/"):
-            siblings = [{"rfilename": name} for name in FILES]
-            self.send(200, json.dumps({"id": HUB_ID, "sha": COMMIT, "siblings": siblings}).encode(), with_body, {})
-        elif path == f"/api/models/{HUB_ID}/tree/{COMMIT}":
-            tree = [{"type": "file", "path": name, "size": len(FILES[name]), "oid": "b" * 40} for name in FILES]
-            self.send(200, json.dumps(tree).encode(), with_body, {})
-        elif (name := path.rpartition("/")[2]) in FILES and "/resolve/" in path:
-            data, headers, status = FILES[name], {}, 200
-            if with_body:
-                self.server.asked.append((name, self.headers.get("Range")))
-            if wanted := self.headers.get("Range"):
-                start = int(wanted.removeprefix("bytes=").partition("-")[0])
-                headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
-                data, status = data[start:], 206
-                if self.server.is_breaking and self.server.is_down_afterwards:
-                    data, status = b"", 503
-            headers |= {"ETag": f'"{hashlib.sha256(FILES[name]).hexdigest()}"', "X-Repo-Commit": COMMIT}
-            self.send(status, data, with_body, headers, cut=name == "model.safetensors")
-        else:
-            self.send(404, b"{}", with_body, {})
-
-    def send(self, status: int, data: bytes, with_body: bool, headers: dict, cut: bool = False) -> None:
-        self.send_response(status)
-        for name, value in {"Content-Length": str(len(data)), **headers}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if with_body and cut and self.server.is_breaking:
-            self.wfile.write(data[: 0 if "Content-Range" in headers else CUT_AT])
+    def write(self, body: bytes) -> None:
+        if len(body) < CUT_AT or not (self.server.is_breaking or self.server.is_slow):
+            self.wfile.write(body)
+        elif self.server.is_breaking:
+            self.wfile.write(body[: 0 if self.headers.get("Range") else CUT_AT])
             self.close_connection = True
-        elif with_body and cut and self.server.is_slow:
-            for begin in range(0, len(data), 1 << 20):
-                self.wfile.write(data[begin : begin + (1 << 20)])
+        else:
+            for begin in range(0, len(body), 1 << 20):
+                self.wfile.write(body[begin : begin + (1 << 20)])
                 time.sleep(0.05)
-        elif with_body:
-            self.wfile.write(data)
 
-    def log_message(self, *_: object) -> None:
-        pass
+
+class BreakingHub(FakeHub):
+    daemon_threads = True
+    handler = BreakingHandler
+    is_breaking = False
+    is_down_afterwards = False  # answers no client that goes on; it would wait a second, five times
+    is_slow = False
+    ranges: list[tuple[str, str | None]]
 
 
 @pytest.fixture
-def hub():
-    server = Hub()
-    yield server
-    server.shutdown()
-    server.server_close()
+def hub(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hub")
+    for name, data in FILES.items():
+        (folder / name).write_bytes(data)
+    with BreakingHub(HUB_ID, folder) as server:
+        server.ranges = []
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield server
+        server.shutdown()
 
 
 def environment(endpoint: str, home: Path, **more: str) -> dict[str, str]:
@@ -133,12 +102,12 @@ def test_an_interrupted_download_keeps_what_it_has_and_the_folder_appears_when_i
     first = download(hub.url, folder)
     assert first.returncode == 1, first.stderr
     assert "cannot download org/tiny" in first.stderr
-    assert ("model.safetensors", "bytes=10485760-") in hub.asked  # went on within the file, for a while
+    assert ("model.safetensors", "bytes=10485760-") in hub.ranges  # went on within the file, for a while
     assert not folder.exists()
-    hub.is_breaking, hub.asked = False, []
+    hub.is_breaking, hub.ranges = False, []
     second = download(hub.url, folder)
     assert second.returncode == 0, second.stderr
-    assert sorted(hub.asked) == [("config.json", None), ("model.safetensors", "bytes=10485760-")]
+    assert sorted(hub.ranges) == [("config.json", None), ("model.safetensors", "bytes=10485760-")]
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == FILES
     assert list(folder.parent.iterdir()) == [folder]
     assert "is there" in download("http://127.0.0.1:9", folder).stdout  # asks nobody
@@ -161,9 +130,7 @@ def test_a_download_goes_on_within_a_file_after_ctrl_c(hub, tmp_path):
     env = environment(hub.url, tmp_path / "home")
     interruptible = command_with_signal(signal.SIGINT, signal.SIG_DFL, command(folder))
     process = subprocess.Popen(interruptible, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
-    part = (
-        folder.with_name("tiny.partial") / ".cache" / "parts" / hashlib.sha256(FILES["model.safetensors"]).hexdigest()
-    )
+    part = folder.with_name("tiny.partial") / ".cache" / "parts" / etag(FILES["model.safetensors"])
     while not (part.exists() and part.stat().st_size):
         assert process.poll() is None
         time.sleep(0.05)
@@ -172,9 +139,9 @@ def test_a_download_goes_on_within_a_file_after_ctrl_c(hub, tmp_path):
     assert process.returncode == 130
     num_bytes = part.stat().st_size
     assert 0 < num_bytes < len(FILES["model.safetensors"])
-    hub.is_slow, hub.asked = False, []
+    hub.is_slow, hub.ranges = False, []
     assert download(hub.url, folder).returncode == 0
-    assert ("model.safetensors", f"bytes={num_bytes}-") in hub.asked
+    assert ("model.safetensors", f"bytes={num_bytes}-") in hub.ranges
     assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
 
 
@@ -189,9 +156,9 @@ def test_the_hubs_cache_goes_on_within_a_file_unless_its_part_is_another(hub, tm
         if is_spoilt:
             [part] = home.rglob("parts/*")
             part.write_bytes(b"x" * 100)
-        hub.is_breaking, hub.asked = False, []
+        hub.is_breaking, hub.ranges = False, []
         found = Path(download_into_cache(hub.url, home))
-        asked = [wanted for name, wanted in hub.asked if name == "model.safetensors"]
+        asked = [wanted for name, wanted in hub.ranges if name == "model.safetensors"]
         assert asked == (["bytes=100-", None] if is_spoilt else ["bytes=10485760-"])
         assert (found / "model.safetensors").read_bytes() == FILES["model.safetensors"]
         assert not list(home.rglob("parts/*"))

@@ -10,6 +10,7 @@ import pytest
 import pytest_asyncio
 
 from tests.harness.router import Cluster, cluster
+from tests.router.raw_http import HEAD
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -33,59 +34,33 @@ async def raw(c: Cluster, data: bytes, end: bool = False) -> bytes:
         writer.close()
 
 
-HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+BAD = {
+    "1 MB header": (HEAD + b"big: " + b"x" * (1 << 20) + b"\r\n\r\n", b"431"),
+    "endless header": (HEAD + b"big: " + b"x" * (1 << 18), b"431"),  # and it never ends
+    "10k headers": (HEAD + b"".join(b"h%d: x\r\n" % i for i in range(10_000)) + b"\r\n", b"431"),
+    "both lengths": (HEAD + b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n", b"400"),
+    "two lengths": (HEAD + b"content-length: 5\r\ncontent-length: 6\r\n\r\n{}", b"400"),
+    "negative": (HEAD + b"content-length: -5\r\n\r\n", b"400"),
+    "tls": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"400"),
+    "version": (b"GET /\xff\xfe HTTP/9.9\r\n\r\n", b"400"),
+    "http/0.9": (b"GET /livez\r\n\r\n", b"505"),
+    "http/2": (b"GET /livez HTTP/2.0\r\nhost: x\r\n\r\n", b"505"),
+    "no host": (b"GET /livez HTTP/1.1\r\n\r\n", b"400"),
+    "two hosts": (b"GET /livez HTTP/1.1\r\nhost: x\r\nhost: x\r\n\r\n", b"400"),
+    "host with path": (b"GET /livez HTTP/1.1\r\nhost: x/livez\r\n\r\n", b"400"),
+    "connect": (b"CONNECT x:80 HTTP/1.1\r\nhost: x:80\r\n\r\n", b"501"),
+    "coded": (HEAD + b"transfer-encoding: gzip\r\n\r\n", b"501"),
+    "coded and chunked": (HEAD + b"transfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n", b"501"),
+    "chunked twice": (HEAD + b"transfer-encoding: chunked\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n", b"400"),
+    "chunked in 1.0": (b"POST / HTTP/1.0\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n", b"400"),
+    "endless trailer": (HEAD + b"transfer-encoding: chunked\r\n\r\n0\r\nt: " + b"x" * (1 << 18), b"431"),
+    "endless extension": (HEAD + b"transfer-encoding: chunked\r\n\r\n2;x=" + b"x" * (1 << 18), b"431"),
+    "tiny chunks": (HEAD + b"transfer-encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 70_000, b"413"),
+}
 
 
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize(
-    ("data", "status"),
-    [
-        (HEAD + b"big: " + b"x" * (1 << 20) + b"\r\n\r\n", b"431"),
-        (HEAD + b"big: " + b"x" * (1 << 18), b"431"),  # and it never ends
-        (HEAD + b"".join(b"h%d: x\r\n" % i for i in range(10_000)) + b"\r\n", b"431"),
-        (HEAD + b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n", b"400"),
-        (HEAD + b"content-length: 5\r\ncontent-length: 6\r\n\r\n{}", b"400"),
-        (HEAD + b"content-length: -5\r\n\r\n", b"400"),
-        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"400"),
-        (b"GET /\xff\xfe HTTP/9.9\r\n\r\n", b"400"),
-        (b"GET /livez\r\n\r\n", b"505"),
-        (b"GET /livez HTTP/2.0\r\nhost: x\r\n\r\n", b"505"),
-        (b"GET /livez HTTP/1.1\r\n\r\n", b"400"),
-        (b"GET /livez HTTP/1.1\r\nhost: x\r\nhost: x\r\n\r\n", b"400"),
-        (b"GET /livez HTTP/1.1\r\nhost: x/livez\r\n\r\n", b"400"),
-        (b"CONNECT x:80 HTTP/1.1\r\nhost: x:80\r\n\r\n", b"501"),
-        (HEAD + b"transfer-encoding: gzip\r\n\r\n", b"501"),
-        (HEAD + b"transfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n", b"501"),
-        (HEAD + b"transfer-encoding: chunked\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n", b"400"),
-        (b"POST / HTTP/1.0\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n", b"400"),
-        (HEAD + b"transfer-encoding: chunked\r\n\r\n0\r\nt: " + b"x" * (1 << 18), b"431"),
-        (HEAD + b"transfer-encoding: chunked\r\n\r\n2;x=" + b"x" * (1 << 18), b"431"),
-        (HEAD + b"transfer-encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 70_000, b"413"),
-    ],
-    ids=[
-        "1 MB header",
-        "endless header",
-        "10k headers",
-        "both lengths",
-        "two lengths",
-        "negative",
-        "tls",
-        "version",
-        "http/0.9",
-        "http/2",
-        "no host",
-        "two hosts",
-        "host with path",
-        "connect",
-        "coded",
-        "coded and chunked",
-        "chunked twice",
-        "chunked in 1.0",
-        "endless trailer",
-        "endless extension",
-        "tiny chunks",
-    ],
-)
+@pytest.mark.parametrize(("data", "status"), BAD.values(), ids=BAD)
 async def test_http(c: Cluster, data: bytes, status: bytes) -> None:
     answer = await raw(c, data)
     assert answer.startswith(b"HTTP/1.1 " + status)

@@ -18,6 +18,7 @@ import uvloop
 
 from tests.harness.router import Cluster, cluster
 from tests.harness.scripted_worker import Script
+from tests.router.raw_http import completion
 
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: a reset instead of FIN
 
@@ -34,12 +35,6 @@ async def c() -> AsyncIterator[Cluster]:
         yield made
 
 
-def completion(version: str = "1.1", **fields: object) -> bytes:
-    body = orjson.dumps({"prompt": "x", "seed": 1, **fields})
-    head = f"POST /v1/completions HTTP/{version}\r\nhost: x\r\ncontent-type: application/json\r\n"
-    return head.encode() + b"content-length: %d\r\n\r\n" % len(body) + body
-
-
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("num_behind", [0, 1])
@@ -51,7 +46,7 @@ async def test_a_client_that_leaves_is_noticed(
     worker = c.decode[0]
     num_before, num_cancels, num_submits = worker.num_tokens, len(worker.cancels), len(worker.submits)
     _, writer = await asyncio.open_connection("127.0.0.1", c.port)
-    writer.write(completion(max_tokens=500, stream=stream) * (1 + num_behind))
+    writer.write(completion(prompt="x", seed=1, max_tokens=500, stream=stream) * (1 + num_behind))
     await c.until(lambda: worker.num_tokens > num_before + 2)
     if with_reset:
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
@@ -68,7 +63,7 @@ async def test_a_client_that_leaves_a_stream_that_says_nothing_is_noticed(c: Clu
     worker = c.decode[0]
     num_cancels = len(worker.cancels)
     reader, writer = await asyncio.open_connection("127.0.0.1", c.port)
-    writer.write(completion(max_tokens=500, stream=True))
+    writer.write(completion(prompt="x", seed=1, max_tokens=500, stream=True))
     await reader.readuntil(b"data: ")
     worker.script.is_silent = True
     try:
@@ -93,7 +88,7 @@ async def test_a_half_closed_client_gets_its_answers(
     num_cancels = len(c.decode[0].cancels)
     expected = (await c.complete("x", max_tokens=8)).json()["choices"][0]["text"]
     reader, writer = await asyncio.open_connection("127.0.0.1", c.port)
-    writer.write(completion(version, max_tokens=8, stream=stream) * num_requests)
+    writer.write(completion(version, prompt="x", seed=1, max_tokens=8, stream=stream) * num_requests)
     writer.write_eof()
     received = (await asyncio.wait_for(reader.read(), 60)).decode()
     writer.close()

@@ -18,12 +18,9 @@ from router.connections.protocol import MAX_PIPELINED
 from router.server import allow_descriptors, parse_settings
 from tests.harness.router import Cluster, cluster
 from tests.harness.scripted_worker import Script
+from tests.router.raw_http import HEAD, completion
 
-BODY = orjson.dumps({"prompt": "x", "max_tokens": 1})
-COMPLETION = (
-    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-    b"content-length: %d\r\n\r\n%b" % (len(BODY), BODY)
-)
+COMPLETION = completion(prompt="x", max_tokens=1)
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
@@ -114,7 +111,7 @@ async def test_an_answer_before_the_end_of_the_body_closes_the_connection(monkey
 
 
 async def test_an_endless_trailer_is_cut_off() -> None:
-    head = COMPLETION.partition(b"content-length")[0] + b"transfer-encoding: chunked\r\n\r\n"
+    head = HEAD + b"transfer-encoding: chunked\r\n\r\n"
     async with cluster() as c, AsyncExitStack() as stack:
         for start in (b"2\r\n{}\r\n0\r\nname: ", b"2;extension="):
             _, writer = await connect(c, stack)
@@ -150,10 +147,9 @@ async def test_an_offer_of_another_protocol_changes_nothing() -> None:
 
 
 async def test_a_bad_chunk_after_the_headers_has_one_answer() -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
     async with cluster() as c, AsyncExitStack() as stack:
         connection = await connect(c, stack)
-        connection[1].write(head + b"transfer-encoding: chunked\r\n\r\n3\r\nabc\r\n")
+        connection[1].write(HEAD + b"transfer-encoding: chunked\r\n\r\n3\r\nabc\r\n")
         await asyncio.sleep(0.05)  # the application waits for the body by now
         answer = await ask(connection, b"not a size\r\n")
         assert answer.startswith(b"HTTP/1.1 400 ")
@@ -179,9 +175,7 @@ async def test_a_client_that_never_reads_is_cut_off_and_its_request_freed(monkey
     async with cluster(script=script, info={"max_model_len": 1 << 20}, http=limits) as c:
         reader, writer = await asyncio.open_connection("127.0.0.1", c.port, limit=1024)
         try:
-            body = orjson.dumps({"prompt": "x", "max_tokens": 1_000_000, "stream": True, "logprobs": 5})
-            head = COMPLETION.partition(b"content-length")[0]
-            writer.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+            writer.write(completion(prompt="x", max_tokens=1_000_000, stream=True, logprobs=5))
             await reader.readuntil(b"\r\n\r\n")
             await c.until(lambda: bool(c.decode[0].cancels), 60)
             await c.until(c.is_quiet)
@@ -216,8 +210,7 @@ def test_the_descriptor_limit_is_raised_or_named() -> None:
 
 async def test_a_request_leaves_nothing_to_the_collector() -> None:
     """It runs every few thousand requests: what waits for it is megabytes, and scattered over the heap."""
-    streamed = orjson.dumps({"prompt": "x", "max_tokens": 4, "stream": True})
-    head = COMPLETION.split(b"content-length")[0]
+    streamed = completion(prompt="x", max_tokens=4, stream=True)
     async with cluster() as c, AsyncExitStack() as stack:
         reader, writer = await connect(c, stack)
         gc.collect()
@@ -225,7 +218,7 @@ async def test_a_request_leaves_nothing_to_the_collector() -> None:
         gc.set_debug(gc.DEBUG_SAVEALL)
         try:
             for _ in range(5):
-                writer.write(head + b"content-length: %d\r\n\r\n" % len(streamed) + streamed)
+                writer.write(streamed)
                 await asyncio.wait_for(reader.readuntil(b"[DONE]\n\n\r\n0\r\n\r\n"), 60)
             await c.until(c.is_quiet)
             gc.collect()

@@ -12,6 +12,7 @@ from common.errors import ConfigError, OverloadedError
 from router.config import HttpConfig
 from router.http.held_bodies import UNCOUNTED_BYTES, HeldBodies
 from tests.harness.router import Cluster, cluster
+from tests.router.raw_http import HEAD
 
 MB = 1 << 20
 SMALL = HttpConfig(max_body_memory_mb=16)
@@ -47,18 +48,11 @@ def test_the_largest_body_always_fits_an_idle_router() -> None:
         HttpConfig(max_body_memory_mb=15)
 
 
-def head(num_bytes: int) -> bytes:
-    return (
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-        b"content-length: %d\r\n\r\n" % num_bytes
-    )
-
-
 async def send_half_of(c: Cluster, stack: AsyncExitStack, num_bytes: int) -> asyncio.StreamWriter:
     """A request whose body comes as far as its middle."""
     _, writer = await asyncio.open_connection("127.0.0.1", c.port)
     stack.callback(writer.close)
-    writer.write(head(num_bytes) + b" " * (num_bytes // 2))
+    writer.write(HEAD + b"content-length: %d\r\n\r\n" % num_bytes + b" " * (num_bytes // 2))
     return writer
 
 

@@ -21,6 +21,7 @@ from router.metrics import RouterMetrics
 from router.request import GenerationRequest
 from tests.harness.router import DRY_RUN, cluster, text_of
 from tests.harness.scripted_worker import Script
+from tests.router.raw_http import completion
 
 
 def steady(events: list[Any]) -> list[Any]:
@@ -54,13 +55,11 @@ async def test_a_slow_reader_holds_up_nobody_and_loses_nothing() -> None:
     """Its answer is many times what the buffers between router and client hold."""
     script, num_tokens = Script(pause_seconds=0.00001), 3000
     async with cluster(script=script, info={"max_model_len": 4000}, send_buffer_bytes=4096) as c:
-        body = orjson.dumps({"prompt": "abc", "max_tokens": num_tokens, "seed": 1, "stream": True})
         client = socket.socket()
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(("127.0.0.1", c.port))
         reader, writer = await asyncio.open_connection(sock=client, limit=1024)
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d"
-        writer.write(head % len(body) + b"\r\n\r\n" + body)
+        writer.write(completion(prompt="abc", max_tokens=num_tokens, seed=1, stream=True))
         await reader.readuntil(b"\r\n\r\n")
         assert (await c.chat()).status_code == 200  # while nobody reads the long answer
         await c.until(lambda: c.decode[0].num_tokens >= num_tokens)  # nor until its worker has told all
