@@ -11,6 +11,7 @@ import pytest_asyncio
 from router.config import HttpConfig
 from tests.harness.router import Cluster, cluster
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 ORIGIN = "https://chat.example.org"
 
 
@@ -20,7 +21,6 @@ async def c() -> AsyncIterator[Cluster]:
         yield made
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_another_method_is_told_which_one_it_is(c: Cluster) -> None:
     for method, path, allowed in (
         ("GET", "/v1/chat/completions", {"POST"}),
@@ -33,7 +33,6 @@ async def test_another_method_is_told_which_one_it_is(c: Cluster) -> None:
         assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
-@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(
     ("path", "meant"),
     [
@@ -50,7 +49,6 @@ async def test_an_unknown_path_names_the_one_that_was_meant(c: Cluster, path: st
     assert answer.json()["error"]["message"] == f"no such path; did you mean {meant}?"
 
 
-@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(
     ("path", "told"),
     [
@@ -65,7 +63,6 @@ async def test_another_path_is_not_said_to_be_misspelt(c: Cluster, path: str, to
     assert answer.json()["error"]["message"].partition("; /docs")[0] == told
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_pages_of_listed_origins_may_ask(c: Cluster) -> None:
     asking = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
     before = await c.http.options("/v1/chat/completions", headers={"origin": ORIGIN, **asking})

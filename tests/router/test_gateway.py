@@ -11,9 +11,10 @@ import pytest
 from common.metrics import ROUTER_SPECS, START_TIME
 from common.token_ids import num_ids, unpack_ids
 from protos import types_pb2 as pb
-from tests.harness.router import DRY_RUN, cluster, text_of
+from tests.harness.router import DRY_RUN, Cluster, cluster, text_of
 from tests.harness.scripted_worker import Script
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 TEXT = "héllo 👩‍👩‍👧 世界! naïve 🤖 done"
 REPLY = list(TEXT.encode())
 MESSAGES: Any = [{"role": "user", "content": "Hello"}]
@@ -34,32 +35,30 @@ async def test_streamed_text_equals_unstreamed_text_with_characters_split_over_t
         assert whole.usage.completion_tokens == len(REPLY) + 1  # the end of sequence is a token too
 
 
-async def test_n_choices_differ_and_start_after_the_first() -> None:
-    async with cluster() as c:
-        answer = await c.openai.chat.completions.create(model="dry-run", messages=MESSAGES, max_tokens=8, n=3, seed=5)
-        texts = [choice.message.content for choice in answer.choices]
-        assert len(set(texts)) == 3
-        assert [choice.index for choice in answer.choices] == [0, 1, 2]
-        assert [submit.sampling.seed for submit in c.decode[0].submits] == [5, 6, 7]
-        again = await c.openai.chat.completions.create(model="dry-run", messages=MESSAGES, max_tokens=8, seed=6)
-        assert again.choices[0].message.content == texts[1]
-        assert answer.usage is not None
-        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (8, 24)
-        events = await c.events(n=3, seed=5)
-        assert [text_of(events, index) for index in range(3)] == texts
-        assert events[-1] == "[DONE]"
-        assert events.count("[DONE]") == 1
+async def test_n_choices_differ_and_start_after_the_first(c: Cluster) -> None:
+    answer = await c.openai.chat.completions.create(model="dry-run", messages=MESSAGES, max_tokens=8, n=3, seed=5)
+    texts = [choice.message.content for choice in answer.choices]
+    assert len(set(texts)) == 3
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert [submit.sampling.seed for submit in c.decode[0].submits] == [5, 6, 7]
+    again = await c.openai.chat.completions.create(model="dry-run", messages=MESSAGES, max_tokens=8, seed=6)
+    assert again.choices[0].message.content == texts[1]
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (8, 24)
+    events = await c.events(n=3, seed=5)
+    assert [text_of(events, index) for index in range(3)] == texts
+    assert events[-1] == "[DONE]"
+    assert events.count("[DONE]") == 1
 
 
-async def test_seed_is_drawn_when_absent_and_negative_seeds_are_accepted() -> None:
-    async with cluster() as c:
-        texts = set()
-        for _ in range(3):
-            answer = await c.openai.chat.completions.create(model="dry-run", messages=MESSAGES, max_tokens=8)
-            texts.add(answer.choices[0].message.content)
-        assert len(texts) == 3
-        assert (await c.chat(seed=-5)).status_code == 200
-        assert c.decode[0].submits[-1].sampling.seed == (1 << 64) - 5
+async def test_seed_is_drawn_when_absent_and_negative_seeds_are_accepted(c: Cluster) -> None:
+    texts = set()
+    for _ in range(3):
+        answer = await c.openai.chat.completions.create(model="dry-run", messages=MESSAGES, max_tokens=8)
+        texts.add(answer.choices[0].message.content)
+    assert len(texts) == 3
+    assert (await c.chat(seed=-5)).status_code == 200
+    assert c.decode[0].submits[-1].sampling.seed == (1 << 64) - 5
 
 
 @pytest.mark.parametrize("include", [False, True])
@@ -85,25 +84,24 @@ async def test_stop_in_the_last_token_and_text_held_back_until_the_end() -> None
         assert text_of(await c.events(stop="e!")) == "abcde"
 
 
-async def test_chat_logprobs() -> None:
-    async with cluster() as c:
-        answer = await c.openai.chat.completions.create(
-            model="dry-run", messages=MESSAGES, max_tokens=4, logprobs=True, top_logprobs=2, seed=3
-        )
-        choice = answer.choices[0]
-        assert choice.logprobs is not None
-        content = choice.logprobs.content
-        assert content is not None
-        assert "".join(item.token for item in content) == choice.message.content
-        assert all(len(item.top_logprobs) == 2 and item.bytes == list(item.token.encode()) for item in content)
-        stream = await c.openai.chat.completions.create(
-            model="dry-run", messages=MESSAGES, max_tokens=4, logprobs=True, top_logprobs=2, seed=3, stream=True
-        )
-        streamed: list[Any] = []
-        async for chunk in stream:
-            if chunk.choices[0].logprobs and chunk.choices[0].logprobs.content:
-                streamed += chunk.choices[0].logprobs.content
-        assert [item.model_dump() for item in streamed] == [item.model_dump() for item in content]
+async def test_chat_logprobs(c: Cluster) -> None:
+    answer = await c.openai.chat.completions.create(
+        model="dry-run", messages=MESSAGES, max_tokens=4, logprobs=True, top_logprobs=2, seed=3
+    )
+    choice = answer.choices[0]
+    assert choice.logprobs is not None
+    content = choice.logprobs.content
+    assert content is not None
+    assert "".join(item.token for item in content) == choice.message.content
+    assert all(len(item.top_logprobs) == 2 and item.bytes == list(item.token.encode()) for item in content)
+    stream = await c.openai.chat.completions.create(
+        model="dry-run", messages=MESSAGES, max_tokens=4, logprobs=True, top_logprobs=2, seed=3, stream=True
+    )
+    streamed: list[Any] = []
+    async for chunk in stream:
+        if chunk.choices[0].logprobs and chunk.choices[0].logprobs.content:
+            streamed += chunk.choices[0].logprobs.content
+    assert [item.model_dump() for item in streamed] == [item.model_dump() for item in content]
 
 
 async def test_echo_alone_scores_a_prompt() -> None:
@@ -137,45 +135,42 @@ async def test_special_tokens_are_shown_when_asked_for() -> None:
             assert text_of(await c.events(skip_special_tokens=skip)) == expected
 
 
-async def test_completions_echo_with_logprobs() -> None:
-    async with cluster() as c:
-        answer = await c.openai.completions.create(
-            model="dry-run", prompt="abc", max_tokens=2, echo=True, logprobs=1, seed=1, n=2
-        )
-        for choice in answer.choices:
-            assert choice.text.startswith("abc")
-            assert choice.logprobs is not None
-            assert choice.logprobs.tokens is not None
-            assert "".join(choice.logprobs.tokens) == choice.text
-            assert choice.logprobs.token_logprobs is not None
-            assert choice.logprobs.token_logprobs[0] is None
-            assert choice.logprobs.text_offset == [0, 1, 2, 3, 4]
-        single = (await c.complete("a", max_tokens=1, echo=True, logprobs=0)).json()["choices"][0]
-        assert single["logprobs"]["tokens"] == list(single["text"])
-        events = await c.events("/v1/completions", prompt="abc", max_tokens=2, echo=True, logprobs=1)
-        assert text_of(events) == answer.choices[0].text
+async def test_completions_echo_with_logprobs(c: Cluster) -> None:
+    answer = await c.openai.completions.create(
+        model="dry-run", prompt="abc", max_tokens=2, echo=True, logprobs=1, seed=1, n=2
+    )
+    for choice in answer.choices:
+        assert choice.text.startswith("abc")
+        assert choice.logprobs is not None
+        assert choice.logprobs.tokens is not None
+        assert "".join(choice.logprobs.tokens) == choice.text
+        assert choice.logprobs.token_logprobs is not None
+        assert choice.logprobs.token_logprobs[0] is None
+        assert choice.logprobs.text_offset == [0, 1, 2, 3, 4]
+    single = (await c.complete("a", max_tokens=1, echo=True, logprobs=0)).json()["choices"][0]
+    assert single["logprobs"]["tokens"] == list(single["text"])
+    events = await c.events("/v1/completions", prompt="abc", max_tokens=2, echo=True, logprobs=1)
+    assert text_of(events) == answer.choices[0].text
 
 
-async def test_completions_of_several_prompts_and_of_token_ids() -> None:
-    async with cluster() as c:
-        one = (await c.complete(list(b"abc"), return_token_ids=True)).json()
-        assert one["choices"][0]["text"] == (await c.complete("abc")).json()["choices"][0]["text"]
-        assert one["choices"][0]["prompt_token_ids"] == list(b"abc")
-        assert bytes(one["choices"][0]["token_ids"]).decode() == one["choices"][0]["text"]
-        many = (await c.complete(["abc", "xyz"], n=2)).json()
-        assert [choice["index"] for choice in many["choices"]] == [0, 1, 2, 3]
-        assert many["choices"][0]["text"] == one["choices"][0]["text"]
-        assert many["usage"]["prompt_tokens"] == 6
+async def test_completions_of_several_prompts_and_of_token_ids(c: Cluster) -> None:
+    one = (await c.complete(list(b"abc"), return_token_ids=True)).json()
+    assert one["choices"][0]["text"] == (await c.complete("abc")).json()["choices"][0]["text"]
+    assert one["choices"][0]["prompt_token_ids"] == list(b"abc")
+    assert bytes(one["choices"][0]["token_ids"]).decode() == one["choices"][0]["text"]
+    many = (await c.complete(["abc", "xyz"], n=2)).json()
+    assert [choice["index"] for choice in many["choices"]] == [0, 1, 2, 3]
+    assert many["choices"][0]["text"] == one["choices"][0]["text"]
+    assert many["usage"]["prompt_tokens"] == 6
 
 
-async def test_best_of_returns_the_best_mean_logprob() -> None:
-    async with cluster() as c:
-        four = (await c.complete(n=4, logprobs=0)).json()["choices"]
-        means = [sum(item["logprobs"]["token_logprobs"]) / 8 for item in four]
-        best = (await c.complete(best_of=4, n=1)).json()
-        assert best["choices"][0]["text"] == four[means.index(max(means))]["text"]
-        assert best["choices"][0]["logprobs"] is None
-        assert best["usage"]["completion_tokens"] == 32
+async def test_best_of_returns_the_best_mean_logprob(c: Cluster) -> None:
+    four = (await c.complete(n=4, logprobs=0)).json()["choices"]
+    means = [sum(item["logprobs"]["token_logprobs"]) / 8 for item in four]
+    best = (await c.complete(best_of=4, n=1)).json()
+    assert best["choices"][0]["text"] == four[means.index(max(means))]["text"]
+    assert best["choices"][0]["logprobs"] is None
+    assert best["usage"]["completion_tokens"] == 32
 
 
 async def test_usage_in_streams() -> None:
@@ -195,32 +190,30 @@ async def test_usage_in_streams() -> None:
         assert not c.decode[0].cancels  # what has ended by itself is not cancelled
 
 
-async def test_sampling_parameters_reach_the_worker() -> None:
-    async with cluster() as c:
-        answer = await c.chat(
-            temperature=0, top_p=0.5, top_k=7, min_p=0.25, presence_penalty=1, frequency_penalty=-1,
-            repetition_penalty=1.5, logit_bias={"65": -100, "66": 1.5}, min_tokens=2, stop_token_ids=[70],
-            ignore_eos=True, allowed_token_ids=[65, 66, 70], bad_words=["ab"], priority=-3, cache_salt="s",
-        )  # fmt: skip
-        assert answer.status_code == 200
-        submit = c.decode[0].submits[0]
-        params = submit.sampling
-        assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0, 0.5, 7, 0.25)
-        assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (1, -1, 1.5)
-        assert {bias.token_id: bias.bias for bias in params.logit_bias} == {65: -100, 66: 1.5}
-        assert (params.min_tokens, params.max_tokens, params.ignore_eos) == (2, 8, True)
-        assert list(params.allowed_token_ids) == [65, 66, 70]
-        assert [bytes(word.token_ids) for word in params.bad_words] == [b"ab", b" ab"]
-        assert (submit.priority, submit.cache_salt) == (-3, "s")
+async def test_sampling_parameters_reach_the_worker(c: Cluster) -> None:
+    answer = await c.chat(
+        temperature=0, top_p=0.5, top_k=7, min_p=0.25, presence_penalty=1, frequency_penalty=-1,
+        repetition_penalty=1.5, logit_bias={"65": -100, "66": 1.5}, min_tokens=2, stop_token_ids=[70],
+        ignore_eos=True, allowed_token_ids=[65, 66, 70], bad_words=["ab"], priority=-3, cache_salt="s",
+    )  # fmt: skip
+    assert answer.status_code == 200
+    submit = c.decode[0].submits[0]
+    params = submit.sampling
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0, 0.5, 7, 0.25)
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (1, -1, 1.5)
+    assert {bias.token_id: bias.bias for bias in params.logit_bias} == {65: -100, 66: 1.5}
+    assert (params.min_tokens, params.max_tokens, params.ignore_eos) == (2, 8, True)
+    assert list(params.allowed_token_ids) == [65, 66, 70]
+    assert [bytes(word.token_ids) for word in params.bad_words] == [b"ab", b" ab"]
+    assert (submit.priority, submit.cache_salt) == (-3, "s")
 
 
-async def test_max_tokens_defaults() -> None:
-    async with cluster() as c:
-        await c.chat(max_tokens=None)
-        await c.complete(max_tokens=None)
-        chat, completion = c.decode[0].submits
-        assert chat.sampling.max_tokens == 512 - num_ids(chat.prompt_token_ids)
-        assert completion.sampling.max_tokens == 16
+async def test_max_tokens_defaults(c: Cluster) -> None:
+    await c.chat(max_tokens=None)
+    await c.complete(max_tokens=None)
+    chat, completion = c.decode[0].submits
+    assert chat.sampling.max_tokens == 512 - num_ids(chat.prompt_token_ids)
+    assert completion.sampling.max_tokens == 16
 
 
 async def test_a_stop_token_ends_the_text_and_is_named() -> None:
@@ -230,12 +223,11 @@ async def test_a_stop_token_ends_the_text_and_is_named() -> None:
         assert answer["choices"][0]["stop_reason"] == ord("c")
 
 
-async def test_a_final_message_is_continued() -> None:
-    async with cluster() as c:
-        messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "The "}]
-        await c.chat(messages=messages, continue_final_message=True)
-        prompt = unpack_ids(c.decode[0].submits[0].prompt_token_ids)
-        assert DRY_RUN.decode(prompt, False) == "<bos><user>q<assistant>The "
+async def test_a_final_message_is_continued(c: Cluster) -> None:
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "The "}]
+    await c.chat(messages=messages, continue_final_message=True)
+    prompt = unpack_ids(c.decode[0].submits[0].prompt_token_ids)
+    assert DRY_RUN.decode(prompt, False) == "<bos><user>q<assistant>The "
 
 
 async def test_models_version_and_health() -> None:
@@ -297,11 +289,10 @@ async def test_reports_from_before_a_drain_or_its_end_change_nothing() -> None:
         assert (link.state(time.monotonic()), link.is_usable) == ("ready", True)
 
 
-async def test_client_request_ids_are_labels_only() -> None:
-    async with cluster() as c:
-        body = {"messages": MESSAGES, "max_tokens": 1}
-        first = await c.http.post("/v1/chat/completions", json=body, headers={"X-Request-Id": "mine"})
-        second = await c.http.post("/v1/chat/completions", json=body, headers={"X-Request-Id": "mine"})
-        assert first.headers["x-request-id"] == second.headers["x-request-id"] == "mine"
-        assert first.json()["id"] != second.json()["id"]
-        assert "mine" not in c.decode[0].submits[0].request_id
+async def test_client_request_ids_are_labels_only(c: Cluster) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 1}
+    first = await c.http.post("/v1/chat/completions", json=body, headers={"X-Request-Id": "mine"})
+    second = await c.http.post("/v1/chat/completions", json=body, headers={"X-Request-Id": "mine"})
+    assert first.headers["x-request-id"] == second.headers["x-request-id"] == "mine"
+    assert first.json()["id"] != second.json()["id"]
+    assert "mine" not in c.decode[0].submits[0].request_id

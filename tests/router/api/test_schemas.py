@@ -8,7 +8,6 @@ from typing import Any
 
 import orjson
 import pytest
-import pytest_asyncio
 
 from common.token_ids import unpack_ids
 from tests.common.text.wrapping_tokenizer import BOS, EOS, wrapping_tokenizer
@@ -29,12 +28,6 @@ WINGS = {  # of fields that the core does not have
     **dict.fromkeys(("response_format", "structured_outputs"), in_format),
     **dict.fromkeys(("tools", "tool_choice", "parallel_tool_calls"), with_tools),
 }
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def c() -> AsyncIterator[Cluster]:
-    async with cluster() as made:
-        yield made
 
 
 RAW_BODIES: dict[str, bytes] = {

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from common.token_ids import unpack_ids
 from tests.harness.router import DRY_RUN, Cluster, cluster
 from tests.harness.scripted_worker import Script
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 LONG = bytes(range(32, 122)) * 7  # 630 tokens; the model takes 512
 
 
@@ -15,15 +18,14 @@ def last_prompt(c: Cluster) -> list[int]:
     return list(unpack_ids(c.decode[0].submits[-1].prompt_token_ids))
 
 
-async def test_either_side_of_a_prompt_is_cut() -> None:
-    async with cluster() as c:
-        for side, kept in ((None, b"ef"), ("left", b"ef"), ("right", b"ab")):
-            await c.complete("abcdef", truncate_prompt_tokens=2, truncation_side=side)
-            assert bytes(last_prompt(c)) == kept
-        await c.chat("abcdef", truncate_prompt_tokens=3, truncation_side="right")
-        assert DRY_RUN.decode(last_prompt(c), False) == "<bos><user>a"
-        refused = await c.complete(truncate_prompt_tokens=2, truncation_side="middle")
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "truncation_side")
+async def test_either_side_of_a_prompt_is_cut(c: Cluster) -> None:
+    for side, kept in ((None, b"ef"), ("left", b"ef"), ("right", b"ab")):
+        await c.complete("abcdef", truncate_prompt_tokens=2, truncation_side=side)
+        assert bytes(last_prompt(c)) == kept
+    await c.chat("abcdef", truncate_prompt_tokens=3, truncation_side="right")
+    assert DRY_RUN.decode(last_prompt(c), False) == "<bos><user>a"
+    refused = await c.complete(truncate_prompt_tokens=2, truncation_side="middle")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "truncation_side")
 
 
 async def test_a_prompt_is_cut_to_what_leaves_room_for_the_answer() -> None:
@@ -57,15 +59,14 @@ async def test_log_probabilities_may_name_token_ids() -> None:
         assert plain["tokens"] == ["a", "b", "c"]
 
 
-async def test_the_text_of_a_prompt_is_shown() -> None:
-    async with cluster() as c:
-        answer = (await c.chat("Hi", return_prompt_text=True)).json()
-        assert answer["prompt_text"] == DRY_RUN.decode(last_prompt(c), False) == "<bos><user>Hi<assistant>"
-        first, *others = await c.events(return_prompt_text=True, return_token_ids=True, n=1)
-        assert first["prompt_text"] == "<bos><user>Hello<assistant>"
-        assert first["prompt_token_ids"] == last_prompt(c)
-        assert not any("prompt_text" in event for event in others)
-        assert "prompt_text" not in (await c.chat("Hi")).json()
+async def test_the_text_of_a_prompt_is_shown(c: Cluster) -> None:
+    answer = (await c.chat("Hi", return_prompt_text=True)).json()
+    assert answer["prompt_text"] == DRY_RUN.decode(last_prompt(c), False) == "<bos><user>Hi<assistant>"
+    first, *others = await c.events(return_prompt_text=True, return_token_ids=True, n=1)
+    assert first["prompt_text"] == "<bos><user>Hello<assistant>"
+    assert first["prompt_token_ids"] == last_prompt(c)
+    assert not any("prompt_text" in event for event in others)
+    assert "prompt_text" not in (await c.chat("Hi")).json()
 
 
 async def test_a_session_stays_at_its_worker() -> None:

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator
 
 import pytest
-import pytest_asyncio
 
 import router.api_docs  # noqa: F401  what tests/wings.py sees: this file goes with the wing
-from tests.harness.router import Cluster, cluster
+from tests.harness.router import Cluster
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def c() -> AsyncIterator[Cluster]:
-    async with cluster() as made:
-        yield made
-
-
-@pytest.mark.asyncio(loop_scope="module")
 async def test_head_wherever_get_is(c: Cluster) -> None:
     description = (await c.http.get("/openapi.json")).json()
     endless = {"/cluster/events"}
@@ -33,7 +26,6 @@ async def test_head_wherever_get_is(c: Cluster) -> None:
             assert head.headers["content-length"] == get.headers["content-length"]
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_the_documentation_needs_no_network(c: Cluster) -> None:
     page = (await c.http.get("/docs")).text
     assert not re.search(r"https?:|<script|<link|@import|url\(", page)
@@ -48,7 +40,6 @@ async def test_the_documentation_needs_no_network(c: Cluster) -> None:
     assert references <= set(description["components"]["schemas"])
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_an_unknown_path_is_told_of_it(c: Cluster) -> None:
     for path, told in (
         ("/none", "no such path; /docs lists all"),
@@ -57,7 +48,6 @@ async def test_an_unknown_path_is_told_of_it(c: Cluster) -> None:
         assert (await c.http.post(path, json={})).json()["error"]["message"].endswith(told)
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_the_description_is_true(c: Cluster) -> None:
     paths = (await c.http.get("/openapi.json")).json()["paths"]
     operations = {f"{method} {path}": entry for path, methods in paths.items() for method, entry in methods.items()}
@@ -75,7 +65,6 @@ async def test_the_description_is_true(c: Cluster) -> None:
             assert "error" in answer.json(), name
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_all_that_is_accepted_is_described(c: Cluster) -> None:
     description = (await c.http.get("/openapi.json")).json()
     for path, needed in (
@@ -93,7 +82,6 @@ async def test_all_that_is_accepted_is_described(c: Cluster) -> None:
 
 
 @pytest.mark.wing("router.embeddings_api")
-@pytest.mark.asyncio(loop_scope="module")
 async def test_paths_with_one_handler_have_one_body(c: Cluster) -> None:
     paths = (await c.http.get("/openapi.json")).json()["paths"]
     for same in (("/score", "/v1/score"), ("/rerank", "/v1/rerank", "/v2/rerank")):

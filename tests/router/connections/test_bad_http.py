@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import orjson
 import pytest
-import pytest_asyncio
 
 from tests.harness.router import Cluster, cluster
 from tests.router.raw_http import HEAD
 
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def c() -> AsyncIterator[Cluster]:
-    async with cluster() as made:
-        yield made
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 async def raw(c: Cluster, data: bytes, end: bool = False) -> bytes:
@@ -59,7 +53,6 @@ BAD = {
 }
 
 
-@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(("data", "status"), BAD.values(), ids=BAD)
 async def test_http(c: Cluster, data: bytes, status: bytes) -> None:
     answer = await raw(c, data)
@@ -68,7 +61,6 @@ async def test_http(c: Cluster, data: bytes, status: bytes) -> None:
     assert (await c.complete(max_tokens=1)).status_code == 200
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_a_half_closed_and_an_abandoned_body_leave_nothing_open(c: Cluster) -> None:
     await raw(c, HEAD + b'content-length: 50\r\n\r\n{"prompt"', end=True)
     assert (await c.complete(max_tokens=1)).status_code == 200

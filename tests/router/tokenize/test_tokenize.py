@@ -6,22 +6,22 @@ from typing import Any
 
 import pytest
 
-from tests.harness.router import cluster
+from tests.harness.router import Cluster
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 MESSAGES = [{"role": "user", "content": "Hello"}]
 
 
-async def test_ids_of_texts_and_conversations_and_back() -> None:
-    async with cluster() as c:
-        tokens = (await c.http.post("/tokenize", json={"prompt": "héllo"})).json()
-        assert tokens == {"count": 6, "max_model_len": tokens["max_model_len"], "tokens": list("héllo".encode())}
-        text = (await c.http.post("/detokenize", json={"tokens": tokens["tokens"]})).json()
-        assert text == {"prompt": "héllo"}
-        chat = (await c.http.post("/tokenize", json={"messages": MESSAGES, "return_token_strs": True})).json()
-        assert chat["count"] == len(chat["token_strs"]) == 8
-        assert (await c.http.post("/tokenize", json={"prompt": ""})).json()["tokens"] == []
-        other = await c.http.post("/tokenize", json={"prompt": "x", "model": "other"})
-        assert (other.status_code, other.json()["error"]["code"]) == (404, "model_not_found")
+async def test_ids_of_texts_and_conversations_and_back(c: Cluster) -> None:
+    tokens = (await c.http.post("/tokenize", json={"prompt": "héllo"})).json()
+    assert tokens == {"count": 6, "max_model_len": tokens["max_model_len"], "tokens": list("héllo".encode())}
+    text = (await c.http.post("/detokenize", json={"tokens": tokens["tokens"]})).json()
+    assert text == {"prompt": "héllo"}
+    chat = (await c.http.post("/tokenize", json={"messages": MESSAGES, "return_token_strs": True})).json()
+    assert chat["count"] == len(chat["token_strs"]) == 8
+    assert (await c.http.post("/tokenize", json={"prompt": ""})).json()["tokens"] == []
+    other = await c.http.post("/tokenize", json={"prompt": "x", "model": "other"})
+    assert (other.status_code, other.json()["error"]["code"]) == (404, "model_not_found")
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
@@ -30,6 +30,5 @@ async def test_ids_of_texts_and_conversations_and_back() -> None:
     [{}, {"tokens": [-1]}, {"tokens": [320]}, {"tokens": ["1"]}, {"tokens": 5}, {"prompt": 5}, {"messages": [5]}],
     ids=str,
 )
-async def test_what_is_refused(path: str, fields: dict[str, Any]) -> None:
-    async with cluster() as c:
-        assert (await c.http.post(path, json=fields)).status_code == 400
+async def test_what_is_refused(c: Cluster, path: str, fields: dict[str, Any]) -> None:
+    assert (await c.http.post(path, json=fields)).status_code == 400
