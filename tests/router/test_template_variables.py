@@ -13,7 +13,8 @@ TEMPLATE = "{{ messages[0].content }}{{ '!' if enable_thinking else '.' }}"
 
 async def test_variables_reach_the_chat_template() -> None:
     async with cluster(tokenizer=DRY_RUN.with_templates({"default": TEMPLATE})) as c:
-        for fields, prompt in (({"chat_template_kwargs": {"enable_thinking": True}}, b"Hello!"), ({}, b"Hello.")):
+        thinking: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": True}}
+        for fields, prompt in ((thinking, b"Hello!"), ({}, b"Hello.")):
             answer = (await c.chat(**fields, max_tokens=1, return_token_ids=True)).json()
             assert bytes(answer["prompt_token_ids"]) == prompt
 

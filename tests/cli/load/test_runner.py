@@ -1,7 +1,9 @@
 import asyncio
+import re
 import time
 
 from cli.event_stream import RequestRecord
+from cli.load.progress import RunProgress, shown
 from cli.load.runner import closed_loop, open_loop
 from cli.load.workload import PlannedRequest
 
@@ -65,3 +67,22 @@ async def test_open_loop_with_a_bound_sends_late_instead_of_more():
 
 async def test_open_loop_leaves_out_what_is_due_after_its_time():
     assert len(await open_loop(Sender(0.0), requests(0.0, 0.01, 9.0), ignore, stop_after_seconds=1.0)) == 2
+
+
+async def test_lines_for_a_log(capsys):
+    open_records = [RequestRecord(chunk_times=[0.1] * 30)]
+    progress = RunProgress(4, lambda: open_records)
+    async with shown(progress, line_seconds=0.02):
+        progress.on_done(RequestRecord(num_output_tokens=10))
+        progress.on_done(RequestRecord(error="timeout"))
+        said = ""
+        async with asyncio.timeout(60):
+            while not said:
+                await asyncio.sleep(0.01)
+                said = capsys.readouterr().err
+    first, *_ = said.splitlines()
+    assert re.fullmatch(r"2/4 requests in \d+ s, [\d.]+ tok/s, 1 failed", first), first
+    assert float(first.split()[5]) > 0
+    capsys.readouterr()
+    await asyncio.sleep(0.04)
+    assert capsys.readouterr().err == ""

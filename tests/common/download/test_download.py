@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from http import HTTPStatus
 from pathlib import Path
 
 import pytest
@@ -24,16 +25,16 @@ CUT_AT = 11_000_000  # bytes of the weights that arrive; huggingface_hub writes 
 class BreakingHandler(Handler):
     server: "BreakingHub"
 
-    def send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+    def send(self, status: HTTPStatus, body: bytes, headers: dict[str, str]) -> None:
         is_file, wanted = "ETag" in headers, self.headers.get("Range")
         if is_file and self.command == "GET":
             self.server.ranges.append((self.path.rpartition("/")[2], wanted))
         if is_file and wanted:
             start = int(wanted.removeprefix("bytes=").partition("-")[0])
             headers |= {"Content-Range": f"bytes {start}-{len(body) - 1}/{len(body)}"}
-            body, status = body[start:], 206
+            body, status = body[start:], HTTPStatus.PARTIAL_CONTENT
             if self.server.is_breaking and self.server.is_down_afterwards:
-                body, status = b"", 503
+                body, status = b"", HTTPStatus.SERVICE_UNAVAILABLE
         super().send(status, body, headers)
 
     def write(self, body: bytes) -> None:

@@ -1,4 +1,4 @@
-"""The prefix index: a mirror that knows when it may be wrong."""
+"""The prefix index, a mirror that knows when it may be wrong, and the log of events that it follows."""
 
 import time
 
@@ -11,6 +11,7 @@ from kvstore.pool.block_hash import block_keys, root_key
 from kvstore.pool.events import EventLog
 from kvstore.pool.index import IndexState, PrefixIndex
 from kvstore.types import BlockKey, WorkerId
+from protos import types_pb2 as pb
 
 KEYS = block_keys(root_key("model"), pack_ids(range(10)), 1)
 A, B, C = WorkerId("a"), WorkerId("b"), WorkerId("c")
@@ -152,3 +153,17 @@ class IndexMachine(RuleBasedStateMachine):
 
 IndexMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=30)
 TestIndex = IndexMachine.TestCase
+
+
+def test_numbers_are_consecutive_and_a_snapshot_takes_none() -> None:
+    log = EventLog()
+    assert log.snapshot() == pb.KvEvent(sequence=0, snapshot=pb.BlockKeys())
+    assert log.append([], []) == []
+    assert log.append(KEYS[:2], []) == [pb.KvEvent(sequence=1, stored=pb.BlockKeys(keys=KEYS[:2]))]
+    assert log.append([KEYS[2]], [KEYS[0]]) == [
+        pb.KvEvent(sequence=2, removed=pb.BlockKeys(keys=[KEYS[0]])),
+        pb.KvEvent(sequence=3, stored=pb.BlockKeys(keys=[KEYS[2]])),
+    ]
+    assert log.snapshot() == pb.KvEvent(sequence=3, snapshot=pb.BlockKeys(keys=KEYS[1:3]))
+    assert log.append([KEYS[3]], [])[0].sequence == 4
+    assert len(log.snapshot().snapshot.keys) == 3

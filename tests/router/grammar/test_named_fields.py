@@ -32,7 +32,7 @@ async def test_an_error_of_a_worker_names_the_field_that_the_client_sent(
     path: str, fields: dict[str, Any], named: str
 ) -> None:
     """A grammar may turn out to be too complex only while the answer is generated."""
-    refusal = {"refuse": pb.FAILURE_CODE_INVALID_ARGUMENT, "refuse_param": "structured_outputs"}
+    refusal: dict[str, Any] = {"refuse": pb.FAILURE_CODE_INVALID_ARGUMENT, "refuse_param": "structured_outputs"}
     messages = {} if "input" in fields or "prompt" in fields else {"messages": [{"role": "user", "content": "?"}]}
     limit = "max_output_tokens" if "input" in fields else "max_tokens"
     async with replying("", template=HERMES_TEMPLATE, **refusal) as c:

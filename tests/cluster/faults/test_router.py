@@ -1,4 +1,4 @@
-"""SIGTERM to a router with a stream open: it ends when the stream has, or when its grace is over."""
+"""A router with a stream open: SIGTERM lets it end, SIGKILL breaks it, and the next router finds the workers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from tests.harness.clients import get
-from tests.harness.cluster import Cluster, running_cluster
+from tests.harness.cluster import SHORT_LEASES, Cluster, running_cluster
 from tests.harness.processes import until_stopped
 
 NUM_TOKENS = 100
@@ -51,7 +51,7 @@ def stopped_after_a_token(cluster: Cluster) -> Iterator[Iterator[openai.types.Co
 def accepts_connections(cluster: Cluster) -> bool:
     try:
         get(f"{cluster.url}/healthz")
-    except httpx.ConnectError:
+    except httpx.TransportError:
         return False
     return True
 
@@ -78,3 +78,36 @@ def test_a_stream_is_finished_before_the_router_ends_and_cut_when_the_grace_is_o
             began = time.monotonic()
             assert router.wait(100) == 0
             assert time.monotonic() - began > 0.5
+
+
+PROMPT = "a shared beginning that is long enough for several blocks " * 4
+
+
+def test_a_killed_router_comes_back_to_clean_workers_and_full_index() -> None:
+    with running_cluster(worker_args=SHORT_LEASES) as cluster:
+        before = cluster.ask(PROMPT, 20)
+        blocks = {w["id"]: w["index"]["blocks"] for w in cluster.wait_quiet()}
+        assert sum(blocks.values()) > 0
+        router = cluster.services["router"]
+        with cluster.client() as client:
+            stream = client.completions.create(
+                model="dry-run", prompt="x" * 200, n=32, max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
+            )
+            next(iter(stream))
+            router.kill()
+            assert not router.is_alive()
+            with pytest.raises((openai.APIConnectionError, httpx.TransportError)):
+                list(stream)
+        cluster.start_service("router")
+        cluster.wait_ready(2)
+        workers = cluster.wait_quiet()  # what the dead router had open is free
+        assert [w["index"]["state"] for w in workers] == ["exact"] * 2
+        for worker in workers:
+            assert worker["index"]["blocks"] >= blocks[worker["id"]]  # from the snapshot
+        again = cluster.ask(PROMPT, 20)
+        assert again.choices[0].text == before.choices[0].text
+        assert again.usage is not None
+        details = again.usage.prompt_tokens_details
+        assert details is not None
+        assert (details.cached_tokens or 0) > 100
+        cluster.wait_quiet()

@@ -1,7 +1,8 @@
-"""What an adapter's config asks for, and what is refused of it."""
+"""What an adapter's config asks for and what is refused of it, and --lora-modules in vLLM's two forms."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 from pathlib import Path
@@ -9,9 +10,13 @@ from typing import Any
 
 import pytest
 
+from common.config import add_arguments, from_namespace, to_argv
 from common.errors import ConfigError
 from common.lora.adapter_config import read_adapter_config
 from common.lora.adapter_ref import AdapterRef
+from common.lora.modules import LoraModule, parse_lora_modules
+from router.config import RouterConfig
+from router.lora.settings import LoraModuleSettings
 
 pytestmark = pytest.mark.wing("common.lora")
 PLAIN = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "bias": "none", "use_dora": False, "modules_to_save": None}
@@ -51,7 +56,7 @@ def test_ranks_and_scales(tmp_path: Path) -> None:
         ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters"),
     ],
 )
-def test_what_is_refused(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_configs_that_are_refused(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         read_adapter_config(write(tmp_path, **fields))
     assert message in str(refused.value)
@@ -73,3 +78,36 @@ def test_a_reference_says_where_and_which_files(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{")
     with pytest.raises(ConfigError, match="is damaged"):
         read_adapter_config(tmp_path)
+
+
+BOTH = 'a=/x/y {"name": "b", "path": "/x/../z", "base_model_name": "m"}  c=/w=1'
+MODULES = [LoraModule("a", Path("/x/y")), LoraModule("b", Path("/z"), "m"), LoraModule("c", Path("/w=1"))]
+
+
+def test_pairs_and_json() -> None:
+    assert parse_lora_modules(BOTH) == MODULES
+    assert parse_lora_modules(" ") == []
+    assert parse_lora_modules("a=x")[0].folder == Path.cwd() / "x"
+
+
+@pytest.mark.parametrize("text", ["a", "=x", "a=", '{"name": "a"}', '{"name": "a", "path": 1}', '{"name"', "a=x a=y",
+                                  '{"name": "a", "path": "/x", "is_3d": 1}'])  # fmt: skip
+def test_modules_that_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--lora-modules"):
+        parse_lora_modules(text)
+
+
+def test_a_flag_takes_several_values() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, RouterConfig)
+
+    def modules_of(*argv: str, **env: str) -> list[LoraModule]:
+        config = from_namespace(RouterConfig, parser.parse_args(argv), {"MINI_INFER_DECODE": "h:1", **env})
+        again = from_namespace(RouterConfig, parser.parse_args(to_argv(config)), {})
+        assert again == config
+        return parse_lora_modules(config.of(LoraModuleSettings).lora_modules)
+
+    flags = ("--lora-modules", "a=/x/y", '{"name": "b", "path": "/z", "base_model_name": "m"}', "c=/w=1")
+    assert modules_of(*flags, "--port", "1") == MODULES
+    assert modules_of(MINI_INFER_LORA_MODULES=BOTH) == MODULES
+    assert modules_of() == []

@@ -1,0 +1,87 @@
+"""What a router knows of one worker: what it has still to compute, whether it fails, what of it does not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from common.errors import HandshakeError
+from kvstore.pool.block_hash import HASH_VERSION
+from protos import types_pb2 as pb
+from router.workers.backlog import Backlog, Work
+from router.workers.breaker import OPEN_SECONDS, Breaker
+from router.workers.handshake import check_worker
+
+
+def leg(num_pending: int, **fields: Any) -> Work:
+    known: dict[str, Any] = {"num_prompt_tokens": num_pending, "decodes": True, **fields}
+    return Work(pending_tokens=num_pending, **known)
+
+
+def test_what_steps_computed_is_not_waiting_any_more() -> None:
+    backlog, first, second = Backlog(), leg(10_000), leg(2_000)
+    backlog.add(first)
+    backlog.add(second)
+    assert (backlog.prompt_tokens, backlog.context_tokens, backlog.num_rows) == (12_000, 12_000, 2)
+    pairs = backlog.prompt_pairs
+    backlog.computed(8_000, 32e6)
+    assert backlog.prompt_tokens == 4_000
+    assert backlog.prompt_pairs == pairs - 32e6
+    backlog.computed(2_000, 18e6)
+    backlog.settle(first)
+    assert (backlog.prompt_tokens, backlog.prompt_pairs) == (2_000, 2e6)
+    backlog.remove(second)  # cancelled
+    backlog.remove(first)
+    assert (backlog.prompt_tokens, backlog.prompt_pairs, backlog.context_tokens, backlog.num_rows) == (0, 0, 0, 0)
+    backlog.computed(64, 100.0)  # a recompute after a preemption: nobody's first token
+    backlog.add(leg(500))
+    assert backlog.prompt_tokens == 500
+
+
+def test_a_cached_prefix_is_before_each_token() -> None:
+    backlog = Backlog()
+    backlog.add(leg(1_000, num_prompt_tokens=5_000))
+    assert backlog.prompt_pairs == 4_000 * 1_000 + 1_000 * 1_000 / 2
+
+
+def test_breaker_opens_after_three_failures_close_together() -> None:
+    breaker = Breaker()
+    for time in (0.0, 10.0, 20.0, 21.0):
+        breaker.record_failure(time)
+        assert not breaker.is_open(time)
+    breaker.record_failure(22.0)
+    assert breaker.is_open(22.0)
+    assert not breaker.is_open(22.0 + OPEN_SECONDS)
+    breaker.record_failure(30.0)
+    breaker.record_failure(30.1)
+    breaker.record_success()
+    breaker.record_failure(30.2)
+    assert not breaker.is_open(30.2)
+
+
+def worker(**fields: object) -> pb.WorkerInfo:
+    facts = {
+        "worker_id": "w", "role": "decode", "tokenizer_hash": "t", "hash_version": HASH_VERSION, "block_size": 16,
+        "vocab_size": 10, "max_model_len": 100, "model_fingerprint": "f", "kv_dtype": "float32", "kv_layout": "one",
+    }  # fmt: skip
+    return pb.WorkerInfo(**{**facts, **fields})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"role": "prefill"}, "listed under --decode"),
+        ({"tokenizer_hash": "x"}, "another tokenizer"),
+        ({"hash_version": HASH_VERSION + 1}, "block keys by version"),
+        ({"block_size": 0}, "impossible sizes"),
+        ({"block_size": 32}, "block_size differs: w has '32', other has '16': .*--block-size"),
+        ({"model_fingerprint": "g"}, "model_fingerprint differs"),
+        ({"kv_dtype": "float16"}, "kv_dtype differs"),
+        ({"kv_layout": "other"}, "kv_layout differs: .*--model"),
+    ],
+)
+def test_handshake_says_what_differs(change: dict[str, object], message: str) -> None:
+    check_worker(worker(), "decode", "t", [worker(worker_id="other")])
+    with pytest.raises(HandshakeError, match=message):
+        check_worker(worker(**change), "decode", "t", [worker(worker_id="other")])
