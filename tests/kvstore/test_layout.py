@@ -22,12 +22,6 @@ WINDOW = replace(FULL, name="local", kind="window", window=512, layers=(3, 4))
 LATENT = KvGroup("mla", "latent", tuple(range(27)), 1, 576, "bfloat16", num_planes=1)
 
 
-def test_bytes_per_token() -> None:
-    assert FULL.bytes_per_token == 3 * 2 * 4 * 8 * 2
-    assert LATENT.bytes_per_token == 27 * 576 * 2
-    assert KvLayout((FULL, WINDOW)).bytes_per_token == 5 * 2 * 4 * 8 * 2
-
-
 def test_the_geometry_is_layout_times_blocks_times_shard() -> None:
     geometry = PoolGeometry(full_attention(3, 4, 8, "bfloat16"), 10, 16, "f")
     assert geometry.block_shape == (3, 2, 4, 16, 8)

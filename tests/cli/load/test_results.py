@@ -14,13 +14,6 @@ def record(sent: float, *chunks: float, tokens: int | None = None, error: str = 
     )  # fmt: skip
 
 
-def test_percentile_interpolates_between_the_closest_ranks():
-    assert percentile([4.0, 1.0, 3.0, 2.0], 0.5) == 2.5
-    assert percentile([1.0, 2.0, 3.0], 0.5) == 2.0
-    assert percentile([7.0], 0.99) == 7.0
-    assert percentile(list(range(101)), 0.9) == pytest.approx(90.0)
-
-
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=50), st.floats(0, 1))
 def test_percentile_equals_numpy(values, quantile):
     assert percentile(values, quantile) == pytest.approx(float(np.percentile(values, quantile * 100)), abs=1e-6)

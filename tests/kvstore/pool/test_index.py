@@ -52,12 +52,6 @@ def test_a_gap_degrades_until_a_snapshot() -> None:
     assert index.matches(KEYS) == {A: 5}
 
 
-def test_events_in_the_middle_of_a_log_are_a_gap() -> None:
-    index = PrefixIndex()
-    assert not index.apply(A, 5, stored=KEYS[:1])
-    assert index.state(A) is IndexState.DEGRADED
-
-
 def test_memory_is_bounded() -> None:
     index = PrefixIndex(max_keys_per_worker=3)
     index.snapshot(A, 0, KEYS)

@@ -52,15 +52,6 @@ def test_a_peers_wish_is_bounded(seconds: float) -> None:
     assert 5.0 <= lease.deadline <= 1.0 + MAX_LEASE_SECONDS
 
 
-def test_release_happens_once() -> None:
-    table = LeaseTable(EPOCH)
-    lease = table.grant(BLOCKS, 0.0, 10.0)
-    assert table.release(lease.lease_id, Epoch(8)) is None
-    assert table.release(lease.lease_id, EPOCH) is lease
-    assert table.release(lease.lease_id, EPOCH) is None
-    assert table.expire(99.0) == []
-
-
 def test_a_second_table_resolves_like_the_first() -> None:
     table, mirror = LeaseTable(EPOCH), LeaseTable(EPOCH)
     lease = table.grant(BLOCKS, 0.0, 10.0)

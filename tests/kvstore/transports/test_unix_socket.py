@@ -15,7 +15,6 @@ from kvstore.transports.unix_socket import (
     HEADER,
     UnixListener,
     connect_unix,
-    pack,
     read_frame,
     recv_frame,
     send_frame,
@@ -142,7 +141,3 @@ def test_paths_that_cannot_be_used(tmp_path: Path) -> None:
     public.chmod(0o777)
     with pytest.raises(ConfigError, match="chmod 700"):
         UnixListener(public / "a.sock")
-
-
-def test_pack_is_what_unpack_reads() -> None:
-    assert pack([1])[: HEADER.size] == HEADER.pack(2)
