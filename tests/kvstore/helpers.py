@@ -8,24 +8,30 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Self
 
 import msgspec
 import numpy as np
 
+from common.net.rpc import RpcServer
 from kvstore.handle.handle import KvHandle, PeerLease, PeerShard, ShardAddress, open_handle, pack_shard
 from kvstore.handle.pool_info import PoolInfo
 from kvstore.layout import PoolGeometry, full_attention
 from kvstore.pool.digest import digest_blocks
-from kvstore.pool.leases import LeaseTable, new_epoch
+from kvstore.pool.leases import Lease, LeaseTable, new_epoch
+from kvstore.transports.block_server import BlockServer
 from kvstore.transports.client import KvClient
 from kvstore.transports.descriptor_server import DescriptorServer
 from kvstore.transports.host_pull import BlockPull, Blocks, SourcePart
 from kvstore.transports.lease_client import LeaseClient
+from kvstore.transports.service import KvTransferService, PoolView
 from kvstore.transports.shared_memory import blocks_over, create_memfd, map_fd, reopen_read_only
 from kvstore.transports.shm.reader import ShmReader
+from kvstore.transports.staging import StagingTable
 from kvstore.transports.tcp.reader import TcpReader
 from kvstore.transports.transport import Reader
 from kvstore.types import BlockId, Epoch, LeaseId, WorkerId
+from protos import kvstore_pb2_grpc
 
 GEOMETRY = PoolGeometry(full_attention(2, 2, 8, "float32"), 8, 4, "test-model")  # blocks of 1 KB
 OTHER_DTYPE = replace(GEOMETRY, layout=full_attention(2, 2, 8, "bfloat16"))
@@ -67,6 +73,44 @@ class Owner:
     def close(self) -> None:
         self.server.close()
         os.close(self.fd)
+
+
+class Front:
+    """Pools behind one KvTransfer service. What the engine would be told is written down."""
+
+    def __init__(self, owners: Sequence[Owner], token: str = "", staging: StagingTable | None = None) -> None:
+        self.owners = owners
+        self.leases = LeaseTable(owners[0].epoch)
+        self.told: list[tuple[str, str]] = []
+        self.server = RpcServer("127.0.0.1", 0, token)
+        self.sender = BlockServer("127.0.0.1")
+        self._pools = [PoolView(str(owner.socket), staging) for owner in owners]
+        self.service = KvTransferService(self._pools, self.sender, self.leases, self._renewed, self._released)
+        adder = kvstore_pb2_grpc.add_KvTransferServicer_to_server
+        self.server.add(adder, self.service, "mini_infer.v1.KvTransfer")
+
+    def adopt(self, block_ids: Sequence[int], seconds: float = 60.0) -> None:
+        """Know of a lease."""
+        ids, deadline = tuple(map(BlockId, block_ids)), time.monotonic() + seconds
+        self.leases.adopt(Lease(LeaseId("lease"), self.leases.epoch, ids, deadline))
+
+    def _renewed(self, lease_id: LeaseId, epoch: Epoch, seconds: float) -> None:
+        self.told.append(("renew", lease_id))
+
+    def _released(self, lease_id: LeaseId, epoch: Epoch) -> None:
+        self.told.append(("release", lease_id))
+
+    async def __aenter__(self) -> Self:
+        await self.server.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.server.stop(0)
+        self.sender.close()
+        for pool in self._pools:
+            pool.close()
+        for owner in self.owners:
+            owner.close()
 
 
 def empty_pool(geometry: PoolGeometry = GEOMETRY) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:

@@ -7,8 +7,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,66 +16,34 @@ import numpy as np
 import pytest
 
 from common.errors import HandshakeError, TransferError, UnavailableError
-from common.net.rpc import RpcServer, open_channel, token_metadata
+from common.net.rpc import open_channel, token_metadata
 from kvstore.handle.handle import PeerLease
-from kvstore.layout import full_attention
-from kvstore.pool.leases import Lease, LeaseTable
+from kvstore.layout import PoolGeometry, full_attention
 from kvstore.transports import block_server
-from kvstore.transports.block_server import BlockServer
 from kvstore.transports.client import KvClient
 from kvstore.transports.lease_client import LeaseClient
-from kvstore.transports.service import KvTransferService, PoolView
 from kvstore.transports.staging import StagingTable
 from kvstore.transports.tcp import reader as tcp
 from kvstore.transports.unix_socket import has_gone
 from kvstore.types import BlockId, Epoch, LeaseId
 from protos import kvstore_pb2, kvstore_pb2_grpc
 from tests.harness.waiting import wait_until
-from tests.kvstore.helpers import GEOMETRY, Owner, empty_pool, host_client, with_address, with_shard
+from tests.kvstore.helpers import GEOMETRY, Front, Owner, empty_pool, host_client, with_address, with_shard
 
 BLOCKS = [3, 4, 5, 1]
 BIG = replace(GEOMETRY, layout=full_attention(1500, 2, 8, "float32"), num_blocks=3)  # blocks of 768 KB
 
 
-class Worker:
-    """A front with its service; what the engine would be told is written down."""
+class Worker(Front):
+    """A front with its service."""
 
-    def __init__(self, folder: Path, geometry: object = GEOMETRY, staging: StagingTable | None = None) -> None:
-        self.owner = Owner(folder, geometry)  # type: ignore[arg-type]
-        self.leases = LeaseTable(self.owner.epoch)
-        self.told: list[tuple[str, str]] = []
-        self.server = RpcServer("127.0.0.1", 0, "secret")
-        self.pool, self.sender = PoolView(str(self.owner.socket), staging), BlockServer("127.0.0.1")
-        self.service = KvTransferService([self.pool], self.sender, self.leases, self._renewed, self._released)
-        adder = kvstore_pb2_grpc.add_KvTransferServicer_to_server
-        self.server.add(adder, self.service, "mini_infer.v1.KvTransfer")
-
-    def _renewed(self, lease_id: LeaseId, epoch: Epoch, seconds: float) -> None:
-        self.told.append(("renew", lease_id))
-
-    def _released(self, lease_id: LeaseId, epoch: Epoch) -> None:
-        self.told.append(("release", lease_id))
+    def __init__(self, folder: Path, geometry: PoolGeometry = GEOMETRY, staging: StagingTable | None = None) -> None:
+        self.owner = Owner(folder, geometry)
+        super().__init__([self.owner], "secret", staging)
 
     def lease(self, block_ids: list[int], seconds: float = 60.0) -> PeerLease:
-        self.leases.adopt(
-            Lease(LeaseId("lease"), self.leases.epoch, tuple(map(BlockId, block_ids)), time.monotonic() + seconds)
-        )
+        self.adopt(block_ids, seconds)
         return self.owner.peer(block_ids, "lease", self.server.address, shm=False)
-
-
-@asynccontextmanager
-async def running(
-    folder: Path, geometry: object = GEOMETRY, staging: StagingTable | None = None
-) -> AsyncIterator[Worker]:
-    worker = Worker(folder, geometry, staging)
-    await worker.server.start()
-    try:
-        yield worker
-    finally:
-        await worker.server.stop(0)
-        worker.sender.close()
-        worker.pool.close()
-        worker.owner.close()
 
 
 @pytest.fixture
@@ -96,7 +63,7 @@ def ids(*numbers: int) -> list[BlockId]:
 
 
 async def test_a_pull_by_tcp(tmp_path: Path, client: KvClient, mine: np.ndarray) -> None:  # type: ignore[type-arg]
-    async with running(tmp_path) as worker:
+    async with Worker(tmp_path) as worker:
         peer = worker.lease(BLOCKS)
         result = await asyncio.to_thread(client.pull, peer, [0, 3], ids(7, 2))
         assert result.transport == "tcp"
@@ -107,7 +74,7 @@ async def test_a_pull_by_tcp(tmp_path: Path, client: KvClient, mine: np.ndarray)
 async def test_a_long_pull_by_several_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp, "MIN_STREAM_BYTES", BIG.block_bytes)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3))
-    async with running(tmp_path, BIG) as worker:
+    async with Worker(tmp_path, BIG) as worker:
         mine = empty_pool(BIG)
         client = host_client(BIG, mine, "secret")
         for _ in range(2):  # the second time by the same connections
@@ -118,7 +85,7 @@ async def test_a_long_pull_by_several_connections(tmp_path: Path, monkeypatch: p
 
 
 async def test_shm_is_preferred_and_tcp_takes_over(tmp_path: Path, client: KvClient) -> None:
-    async with running(tmp_path) as worker:
+    async with Worker(tmp_path) as worker:
         peer = with_address(worker.lease(BLOCKS), shm=worker.owner.socket)
         assert (await asyncio.to_thread(client.pull, peer, [0], ids(0))).transport == "shm"
         namesake = Owner(tmp_path, replace(GEOMETRY, fingerprint="x"), "namesake")  # same path, another host
@@ -131,7 +98,7 @@ async def test_shm_is_preferred_and_tcp_takes_over(tmp_path: Path, client: KvCli
 
 
 async def test_leases_are_renewed_and_released(tmp_path: Path, client: KvClient) -> None:
-    async with running(tmp_path) as worker:
+    async with Worker(tmp_path) as worker:
         peer = worker.lease(BLOCKS)
         assert await asyncio.to_thread(client.renew, peer)
         assert not await asyncio.to_thread(client.renew, replace(peer, epoch=Epoch(1)))
@@ -144,7 +111,7 @@ async def test_leases_are_renewed_and_released(tmp_path: Path, client: KvClient)
 
 
 async def test_refusals(tmp_path: Path, client: KvClient) -> None:
-    async with running(tmp_path) as worker:
+    async with Worker(tmp_path) as worker:
         expired = worker.lease(BLOCKS, seconds=-1.0)
         with pytest.raises(TransferError, match="expired"):
             await asyncio.to_thread(client.pull, expired, [0], ids(0))
@@ -174,10 +141,8 @@ async def test_blocks_in_gpu_memory_are_read_from_the_rows_that_they_were_copied
         asyncio.get_running_loop().call_later(0.01, table.answer, lease_id, first, [6, 2, 3][first:])
 
     table = StagingTable(ask)
-    async with running(tmp_path, staging=table) as worker:
-        worker.leases.adopt(
-            Lease(LeaseId("lease"), worker.leases.epoch, tuple(ids(100, 101, 102)), time.monotonic() + 60)
-        )
+    async with Worker(tmp_path, staging=table) as worker:
+        worker.adopt([100, 101, 102])
         rows = worker.owner.peer([6, 2, 3], "lease", worker.server.address)
         peer = with_address(with_shard(rows, block_ids=tuple(ids(100, 101, 102))), needs_staging=True)
         for name, socket_path in (("shm", worker.owner.socket), ("tcp", None)):
@@ -206,8 +171,8 @@ async def test_without_room_to_stage_a_pull_fails_and_a_later_one_may_work(tmp_p
         asyncio.get_running_loop().call_soon(table.answer, lease_id, first, answers.pop(0))
 
     table = StagingTable(ask)
-    async with running(tmp_path, staging=table) as worker:
-        worker.leases.adopt(Lease(LeaseId("lease"), worker.leases.epoch, tuple(ids(100)), time.monotonic() + 60))
+    async with Worker(tmp_path, staging=table) as worker:
+        worker.adopt([100])
         peer = with_address(worker.owner.peer([1], "lease", worker.server.address, shm=False), needs_staging=True)
         with pytest.raises(TransferError, match="no room"):
             await asyncio.to_thread(client.pull, peer, [0], ids(0))
@@ -229,7 +194,7 @@ async def test_a_lease_that_ends_while_it_is_staged_is_an_error() -> None:
 
 async def test_a_lease_that_ends_during_a_read_ends_the_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_server, "MAX_SENT", 1 << 16)
-    async with running(tmp_path, BIG) as worker:
+    async with Worker(tmp_path, BIG) as worker:
         peer = worker.lease([0, 1, 2] * 40)
         leases = LeaseClient("secret")
         ticket, port = await asyncio.to_thread(leases.read, peer.shards[0], range(120), 60.0)
@@ -244,7 +209,7 @@ async def test_a_lease_that_ends_during_a_read_ends_the_read(tmp_path: Path, mon
 
 
 async def test_a_ticket_is_good_for_one_read(tmp_path: Path) -> None:
-    async with running(tmp_path) as worker:
+    async with Worker(tmp_path) as worker:
         peer = worker.lease(BLOCKS)
         leases = LeaseClient("secret")
         ticket, port = await asyncio.to_thread(leases.read, peer.shards[0], [1], 60.0)
@@ -269,7 +234,7 @@ def answer_to(port: int, message: bytes) -> bytes:
 
 
 async def test_reads_are_bounded(tmp_path: Path) -> None:
-    async with running(tmp_path) as worker, open_channel(worker.server.address) as channel:
+    async with Worker(tmp_path) as worker, open_channel(worker.server.address) as channel:
         worker.lease(BLOCKS)
         stub = kvstore_pb2_grpc.KvTransferStub(channel)
         for positions, code in (([0] * 70_000, "INVALID_ARGUMENT"), ([4], "ABORTED"), ([2**32 - 1], "ABORTED")):
@@ -324,7 +289,7 @@ async def test_a_pull_ends_when_its_reader_does(tmp_path: Path, monkeypatch: pyt
         connection.recv(1)  # until the reader goes
 
     monkeypatch.setattr(block_server, "_send", stop)
-    async with running(tmp_path) as worker:
+    async with Worker(tmp_path) as worker:
         client = host_client(GEOMETRY, empty_pool(), "secret")
         pull = asyncio.create_task(asyncio.to_thread(client.pull, worker.lease(BLOCKS), [0], ids(0), 60.0))
         assert await asyncio.to_thread(started.wait, 60.0)

@@ -53,12 +53,8 @@ async def running(folder: Path) -> AsyncIterator[Worker]:
     agent = NixlAgent(agent_name("w", worker.owner.epoch))
     agent.offer(worker.owner.blocks)
     worker.service._descriptions = {"nixl": agent.describe()}
-    await worker.server.start()
-    try:
+    async with worker:
         yield worker
-    finally:
-        await worker.server.stop(0)
-        worker.owner.close()
 
 
 def lease_of(worker: Worker) -> PeerLease:
