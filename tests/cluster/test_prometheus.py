@@ -15,7 +15,7 @@ import yaml
 
 from common.metrics import ROUTER_SPECS, START_TIME, WORKER_SPECS, wing_specs
 from tests.cluster.prometheus_scenario import DASHBOARDS, RATE_INTERVAL, RULES, SCHEMES, Observed, observe
-from tests.cluster.prometheus_server import INSTALLED, faster_rules
+from tests.cluster.prometheus_server import INSTALLED
 
 pytestmark = [
     pytest.mark.prometheus,
@@ -61,11 +61,6 @@ VLLM = [
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory: pytest.TempPathFactory) -> Observed:
     return observe(tmp_path_factory.mktemp("prometheus"), {*QUERIES.values(), *VLLM})
-
-
-def test_rules_are_made_faster_and_nothing_else() -> None:
-    text = 'x: rate(a{b="[5m]"}[5m]) > 5 [1h]\nfor: 2m\nfor: 30s\nuse 10m'
-    assert faster_rules(text) == 'x: rate(a{b="[5s]"}[5s]) > 5 [60s]\nfor: 2s\nfor: 1s\nuse 10m'
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -59,13 +59,6 @@ def test_what_is_queried_is_exported(where, expression):
     assert grouped_labels(expression) <= labels | (OF_A_TARGET if where in NAMES else set())
 
 
-def test_the_reader_of_names_finds_them():
-    expression = 'sum by (le, role) (rate(vllm:x_bucket{job="a", state!~"b"}[1m])) and on (job) mini_infer_y'
-    assert metric_names(expression) == {"vllm:x_bucket", "mini_infer_y"}
-    assert selected_labels(expression) == {"job", "state"}
-    assert grouped_labels(expression) == {"le", "role", "job"}
-
-
 NAMES = {alert["alert"] for alert in ALERTS}
 
 

@@ -115,6 +115,7 @@ async def test_a_choice_is_not_bound_to_the_worker_that_got_parts_of_its_prompt(
     assert goes_on.submits[-1].kv_handle == HANDLE
     goes_on.says("i", finish_reason=pb.FINISH_REASON_STOP)
     assert sink.text() == "Hi"
+    assert b'placements_total{model_name="dry-run",placement="local"} 0.0' in router.metrics.render()  # nor twice
     assert not [*prefill.releases, *decode.cancels]
     assert router.is_quiet()
 

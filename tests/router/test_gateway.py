@@ -15,24 +15,7 @@ from tests.harness.router import DRY_RUN, Cluster, cluster, text_of
 from tests.harness.scripted_worker import Script
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-TEXT = "héllo 👩‍👩‍👧 世界! naïve 🤖 done"
-REPLY = list(TEXT.encode())
 MESSAGES: Any = [{"role": "user", "content": "Hello"}]
-
-
-async def test_streamed_text_equals_unstreamed_text_with_characters_split_over_tokens() -> None:
-    async with cluster(script=Script(reply=REPLY)) as c:
-        whole = await c.openai.chat.completions.create(model="dry-run", messages=MESSAGES, max_tokens=100)
-        stream = await c.openai.chat.completions.create(
-            model="dry-run", messages=MESSAGES, max_tokens=100, stream=True
-        )
-        pieces = [chunk.choices[0].delta.content or "" async for chunk in stream]
-        assert whole.choices[0].message.content == TEXT
-        assert "".join(pieces) == TEXT
-        assert not any("�" in piece for piece in pieces)
-        assert whole.choices[0].finish_reason == "stop"
-        assert whole.usage is not None
-        assert whole.usage.completion_tokens == len(REPLY) + 1  # the end of sequence is a token too
 
 
 async def test_n_choices_differ_and_start_after_the_first(c: Cluster) -> None:

@@ -49,20 +49,15 @@ async def test_every_worker_tries_an_adapter_before_it_is_a_model(poet: Path) ->
             [submit] = worker.submits
             assert (submit.adapter, submit.sampling.max_tokens) == (name, 1)
         assert not any(link.num_open for link in c.gateway.workers.links)
-        assert [model.id async for model in c.openai.models.list()] == ["dry-run", "poet"]
         card = (await c.http.get("/v1/models/poet")).json()
         assert (card["id"], card["parent"]) == ("poet", "dry-run")
-        assert (await c.complete("to whom", model="poet")).json()["model"] == "poet"
-        assert all(submit.adapter == name for worker in workers for submit in worker.submits)
         assert error_of(await load(c, poet)) == (
             400, "The lora adapter 'poet' has already been loaded; load_inplace loads it again.", "lora_name",
         )  # fmt: skip
         assert (await load(c, poet, load_inplace=True)).status_code == 200
-        answer = await unload(c)
-        assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'poet' removed successfully.")
-        assert (await unload(c)).status_code == 404
-        assert (await unload(c, "dry-run")).status_code == 404
-        assert (await c.complete("to whom", model="poet")).status_code == 404
+        assert (await unload(c)).status_code == 200
+        for name in ("poet", "dry-run"):
+            assert (await unload(c, name)).status_code == 404
 
 
 async def test_names_and_bodies_that_are_refused(poet: Path) -> None:
