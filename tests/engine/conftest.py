@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from common.model_files import resolve_model
+from common.text.load import load_tokenizer
 from tests.harness.forked import fork_followers
 
 if TYPE_CHECKING:
@@ -20,6 +22,14 @@ Greedy = Callable[["TinyModel", Sequence[list[int]], int], tuple[Path, list[list
 def forked_followers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start ranks without importing torch again. tests/engine/tensor_parallel starts some by their real command."""
     fork_followers(monkeypatch)
+
+
+@pytest.fixture
+def byte_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny models have no tokenizer, or none that a grammar can use."""
+    from engine.loader import load
+
+    monkeypatch.setattr(load, "load_tokenizer", lambda _: load_tokenizer(resolve_model("dry-run")))
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ from engine.engine import Engine
 from engine.kv.memory import allocate_pool, kv_layout, pool_geometry
 from engine.loader.load import LoadedModel, load_model
 from engine.plan import ScheduledRow, StepPlan, StepResult
-from engine.request import Request, RequestId, SamplingParams, TokenLogprobs
+from engine.request import Request, RequestId, RequestOutput, SamplingParams, TokenLogprobs
 from engine.scheduled_step import ScheduledStep, StepOutcome
 from kvstore.types import BlockId
 
@@ -51,14 +51,32 @@ def step(engine: Engine) -> StepOutcome:
     return outcome
 
 
-def serve(engine: Engine, prompts: Sequence[list[int]], num_tokens: int) -> list[Request]:
-    """Greedy answers of so many tokens to prompts together; no step fails, and all KV is free afterwards."""
-    params = replace(GREEDY, max_tokens=num_tokens, ignore_eos=True)
-    requests = [engine.add_request(prompt, params) for prompt in prompts]
+def finish(engine: Engine) -> list[RequestOutput]:
+    """Step until all requests have ended. None of them fails, and no step."""
+    outputs: list[RequestOutput] = []
     while engine.has_work():
-        step(engine)
+        outputs += step(engine).outputs
+    assert [output.error for output in outputs if output.error] == []
     assert engine.num_failed_steps == 0
     engine.kv.pool.check_integrity()
+    return outputs
+
+
+def answers(
+    engine: Engine, prompts: Sequence[list[int]], params: SamplingParams | Sequence[SamplingParams], **fields: Any
+) -> list[list[int]]:
+    """Tokens of prompts that run together. params: of all, or of each. fields: of all requests."""
+    each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+    requests = [engine.add_request(prompt, own, **fields) for prompt, own in zip(prompts, each, strict=True)]
+    finish(engine)
+    return [request.output_token_ids for request in requests]
+
+
+def serve(engine: Engine, prompts: Sequence[list[int]], num_tokens: int) -> list[Request]:
+    """Greedy answers of so many tokens to prompts together; all KV is free afterwards."""
+    params = replace(GREEDY, max_tokens=num_tokens, ignore_eos=True)
+    requests = [engine.add_request(prompt, params) for prompt in prompts]
+    finish(engine)
     assert engine.kv.pool.num_used == 0
     return requests
 

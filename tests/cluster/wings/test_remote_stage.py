@@ -21,10 +21,10 @@ from engine.pipeline_parallel.remote_stage import TOKEN_VARIABLE
 from tests.cluster.test_two_hosts import THERE, OtherHost, other_host  # noqa: F401 - a fixture
 from tests.cluster.wings.test_tensor_parallel import GREEDY, PROMPTS, complete
 from tests.engine.bidirectional.test_bidirectional import expected, saved
+from tests.engine.combinations import MODELS, open_engine
+from tests.engine.combinations import PROMPTS as IDS
 from tests.engine.driving import serve
 from tests.engine.pooling.test_vectors import assert_close, engine, prompts_of, vectors
-from tests.engine.test_combinations import MODELS, open_engine
-from tests.engine.test_combinations import PROMPTS as IDS
 from tests.harness.cluster import ROOT, free_ports, running_cluster
 from tests.harness.processes import followers_of, until_gone
 from tests.harness.waiting import wait_until

@@ -11,15 +11,12 @@ import pytest
 from common.lora.adapter_ref import AdapterRef
 from engine.assembly import EngineParts
 from engine.models.config import ModelConfig
-from tests.engine.driving import num_drafts
-from tests.engine.pooling.test_features import LONG, check, run
-from tests.engine.speculation.drafters import MakeOracle, draft_with, knows
-from tests.engine.test_combinations import MODELS, PROMPTS, SWAP, _byte_tokens, open_engine
-from tests.engine.tiny_models import VOCAB_SIZE
+from tests.engine.combinations import FLOAT32, MODELS, PLAIN, PROMPTS, SWAP, open_engine, run
+from tests.engine.speculation.eagle.heads import RandomHead
+from tests.engine.tiny_models import TINY_MODELS
 from tests.harness.adapters import shapes_of_config, write_adapter
 
-pytestmark = [pytest.mark.slow, pytest.mark.wing("engine.lora")]
-__all__ = ["_byte_tokens"]  # a fixture that all tests here use
+pytestmark = [pytest.mark.slow, pytest.mark.wing("engine.lora"), pytest.mark.usefixtures("byte_tokens")]
 
 
 def write_for(folder: Path, config: ModelConfig) -> str:
@@ -41,12 +38,31 @@ def test_with_drafts_swapped_blocks_and_a_prompt_budget(
     path, lora = save(tmp_path / "m"), {**settings, "enable_lora": True}
     plain = open_engine(path, **settings)
     adapter = write_for(tmp_path / "adapter", plain.model_config)
-    vectors, tokens = run(with_adapter(open_engine(path, **lora), adapter))
-    assert tokens[:3] != run(plain)[1][:3]
-    answers = [prompt + each for prompt, each in zip([*PROMPTS, LONG], tokens, strict=True)]
-    draft_with(monkeypatch, MakeOracle(knows(answers), 0.7, VOCAB_SIZE))
-    features: dict[str, Any] = {"num_speculative_tokens": 3, "adaptive_drafts": False, "itl_objective_ms": 1000.0}
-    made = open_engine(path, **lora, **SWAP, **features, num_gpu_blocks=2 * num_blocks)
-    check(with_adapter(made, adapter), vectors, tokens, near=5e-2)
-    assert num_drafts(made.engine)[1] > 0
-    assert made.engine.load().num_preemptions > 0
+    expected = run(with_adapter(open_engine(path, **lora), adapter))
+    assert expected.tokens[1:4] != run(plain).tokens[1:4]
+    expected.draft(monkeypatch)
+    made = open_engine(
+        path, **lora, **SWAP, num_speculative_tokens=3, adaptive_drafts=False, itl_objective_ms=1000.0,
+        num_gpu_blocks=2 * num_blocks,
+    )  # fmt: skip
+    expected.check(with_adapter(made, adapter), near=5e-2, is_swapped=True)
+
+
+def test_rows_of_adapters_and_of_the_model_itself_with_an_eagle_head(tmp_path: Path) -> None:
+    """The head reads what an adapter has made of a row."""
+    settings: dict[str, Any] = {**FLOAT32, "enable_lora": True}
+    path = TINY_MODELS["llama"].save(tmp_path / "m")
+    plain = open_engine(path, **settings)
+    head = RandomHead({"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}).save(tmp_path / "head")
+    made = open_engine(path, **settings, speculative=f"eagle:{head}", num_speculative_tokens=3, adaptive_drafts=False)
+    name = write_for(tmp_path / "adapter", plain.model_config)
+    found = []
+    for parts in (plain, made):
+        requests = [parts.engine.add_request(p, PLAIN, adapter=each) for each in ("", name) for p in PROMPTS]
+        drafted = set[str]()
+        while parts.engine.has_work():
+            drafted |= {row.request_id for row in parts.engine.step().plan.rows if row.draft_token_ids}
+        found.append([request.output_token_ids for request in requests])
+    assert found[0] == found[1]
+    assert found[0][:4] != found[0][4:]
+    assert drafted == {request.request_id for request in requests}

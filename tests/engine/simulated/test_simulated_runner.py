@@ -11,8 +11,8 @@ from common.grammar import grammar
 from engine import LLM, SamplingParams
 from engine.assembly import assemble
 from engine.config import EngineConfig
-from tests.engine.driving import engine_config
-from tests.engine.test_combinations import MODELS, PROMPTS
+from tests.engine.combinations import MODELS, PROMPTS
+from tests.engine.driving import answers, engine_config
 
 
 def make(steps: str, **settings: object) -> LLM:
@@ -66,11 +66,7 @@ def generate(model: str, **settings: Any) -> tuple[list[list[int]], int]:
     base = {"device": "cpu", "num_threads": 1, "num_gpu_blocks": 400, "max_num_seqs": 4}
     made = assemble(engine_config(model, **{**base, "simulated_steps": "base=0.0001", **settings})).engine
     params = SamplingParams(max_tokens=12, seed=5, ignore_eos=True)
-    requests = [made.add_request(prompt, params) for prompt in PROMPTS]
-    while made.has_work():
-        made.step()
-    assert made.num_failed_steps == 0
-    return [request.output_token_ids for request in requests], made.load().num_preemptions
+    return answers(made, PROMPTS, params), made.load().num_preemptions
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from engine.loader import load
 from engine.request import SamplingParams
 from engine.speculation import rejection
 from engine.speculation.draft_length import DraftLengths
+from tests.engine.combinations import MODELS
 from tests.engine.driving import num_drafts
 from tests.engine.expert_balancing.balancing import balancing_of
 from tests.engine.speculation.chi_square import fit_together
@@ -31,7 +32,6 @@ from tests.engine.speculation.eagle.heads import DRAFT_VOCAB, RandomHead
 from tests.engine.speculation.test_draft_model import assert_all_is_free
 from tests.engine.speculation.test_engine import PARAMS, PLAIN, PROMPTS, SETTINGS, open_parts, run
 from tests.engine.speculation.test_rejection import accept_all
-from tests.engine.test_combinations import MODELS
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE
 from tests.engine.transformers_models.hf_families import FAMILIES
 from tests.harness.adapters import write_adapter

@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.driving import GREEDY, num_drafts, random_prompt
-from tests.engine.pooling.test_features import _byte_tokens, check, run
-from tests.engine.test_combinations import SWAP, open_engine
+from tests.engine.combinations import SWAP, open_engine, run
+from tests.engine.driving import GREEDY, finish, random_prompt
 from tests.engine.transformers_models.hf_families import FAMILIES, VOCAB_SIZE
 
-pytestmark = pytest.mark.slow
-__all__ = ["_byte_tokens"]  # a fixture that all tests here use
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("byte_tokens")]
 ASKED: dict[str, Any] = {"model_impl": "transformers", "dtype": "float32"}
 
 
@@ -27,9 +25,7 @@ def test_drafts_swapped_blocks_and_a_prompt_budget_change_nothing(name: str, num
     expected = run(open_engine(path, **ASKED))
     drafts = {"num_speculative_tokens": 3, "adaptive_drafts": False, "ngram_min": 1, "itl_objective_ms": 5.0}
     parts = open_engine(path, num_gpu_blocks=num_blocks, **drafts, **SWAP, **ASKED)
-    check(parts, *expected)
-    assert parts.engine.load().num_preemptions > 0
-    assert num_drafts(parts.engine)[0] > 0
+    expected.check(parts, is_swapped=True)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -43,11 +39,7 @@ def test_16_bits_stay_close_to_transformers(name: str, dtype: str, tmp_path: Pat
     wanted = [[i, token] for i, token in enumerate(prompt[1:])]
     rows, tokens = torch.tensor(wanted).T
     parts = open_engine(path, model_impl="transformers", dtype=dtype)
-    request = parts.engine.add_request(prompt, replace(GREEDY, max_tokens=1, prompt_logprobs=1))
-    found: list[float] = []
-    while parts.engine.has_work():
-        for output in parts.engine.step().outputs:
-            assert output.request is request
-            found += [entry.logprob for entry in output.prompt_logprobs]
+    parts.engine.add_request(prompt, replace(GREEDY, max_tokens=1, prompt_logprobs=1))
+    found = [entry.logprob for output in finish(parts.engine) for entry in output.prompt_logprobs]
     error = (torch.tensor(found) - expected[rows, tokens]).abs().mean()
     assert error < 2 * (rounded - expected)[rows, tokens].abs().mean() + 1e-3
