@@ -1,4 +1,4 @@
-"""How many drafts a step computes, against all choices there are."""
+"""How many drafts a step computes, against all choices there are, and how likely each is accepted."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from common.step_times import StepCost
 from engine.plan import StepSize
+from engine.speculation.acceptance import PRIOR, Acceptance, DraftRecord
 from engine.speculation.draft_length import GAIN, STEPS_BETWEEN_TRIALS, DraftLengths, expected_to_pay
 from engine.speculation.step_costs import StepCosts
 
@@ -139,3 +140,45 @@ def test_without_adapting_all_drafts_are_chosen() -> None:
     for _ in range(20):
         lengths.observe(StepSize(3, 0, 100, 0), 0.03)
     assert lengths.choose([[0.0] * 3, [0.1]], 2, 1, 100) == [3, 1]
+
+
+# -- acceptance -----------------------------------------------------------------------------------------------------
+
+
+def follow(
+    acceptance: Acceptance, record: DraftRecord, drafts: list[int], kinds: list[int], sampled: list[int]
+) -> None:
+    acceptance.propose(record, drafts, kinds)
+    acceptance.learn(record, sampled)
+
+
+def test_kinds_are_learned_from_what_was_sampled() -> None:
+    """Whether a step computed the drafts or not: then one token alone tells."""
+    acceptance = Acceptance(3)
+    for number in range(100):
+        follow(acceptance, DraftRecord(), [1, 2, 3], [2, 1, 0], [1, 9])
+        follow(acceptance, DraftRecord(), [1, 2, 3], [2, 1, 0], [1] if number % 2 else [4])
+    new = DraftRecord()
+    assert acceptance.of_kind(new, 2) == pytest.approx(0.75, abs=0.05)
+    assert acceptance.of_kind(new, 1) < 0.1
+    assert acceptance.of_kind(new, 0) == PRIOR  # never came that far
+    assert acceptance.of_any(new) == pytest.approx(0.5, abs=0.05)
+
+
+def test_a_request_may_differ_from_others() -> None:
+    acceptance, odd = Acceptance(1), DraftRecord()
+    for _ in range(100):
+        follow(acceptance, DraftRecord(), [1], [0], [1])
+    for _ in range(10):
+        follow(acceptance, odd, [1], [0], [2])
+    assert acceptance.of_kind(DraftRecord(), 0) > 0.85
+    assert acceptance.of_kind(odd, 0) < 0.4
+    for _ in range(30):
+        follow(acceptance, odd, [1], [0], [1])
+    assert acceptance.of_kind(odd, 0) > 0.85
+
+
+def test_estimates_come_with_the_drafts() -> None:
+    acceptance = Acceptance(2)
+    drafts = acceptance.propose(DraftRecord(), [5, 6], [1, 0])
+    assert (drafts.token_ids, drafts.acceptance) == ([5, 6], [PRIOR, PRIOR])

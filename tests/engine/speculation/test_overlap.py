@@ -40,16 +40,18 @@ def run(
     return waited, speeds
 
 
-def test_steps_overlap_where_no_draft_is_right() -> None:
-    waited, speeds = run([0.02] * 3000, gap=5e-4)
-    assert sum(waited) < 0.05 * len(waited)
-    assert sum(speeds) / len(speeds) > 0.98
-
-
-def test_steps_wait_for_drafts_that_are_right() -> None:
-    waited, speeds = run([0.9] * 3000, gap=5e-4)
-    assert sum(waited) > 0.95 * len(waited)
-    assert sum(speeds) / len(speeds) > 2.4
+@pytest.mark.parametrize(
+    ("acceptance", "gap", "least_speed"),
+    [(0.02, 5e-4, 0.98), (0.15, 2e-3, 0.98), (0.9, 5e-4, 2.4)],
+    ids=["no draft is right", "less than the gap costs", "drafts are right"],
+)
+def test_steps_wait_for_drafts_that_bring_more_than_the_gap_costs(
+    acceptance: float, gap: float, least_speed: float
+) -> None:
+    """Others would raise the speed of steps that wait anyway."""
+    waited, speeds = run([acceptance] * 3000, gap)
+    assert sum(waited) > 0.95 * len(waited) if least_speed > 1 else sum(waited) < 0.05 * len(waited)
+    assert sum(speeds) / len(speeds) > least_speed
 
 
 def test_a_change_is_noticed() -> None:
@@ -57,13 +59,6 @@ def test_a_change_is_noticed() -> None:
     assert not any(waited[500:600][-PATIENCE:])
     assert sum(waited[600:900]) > 250
     assert sum(waited[900:]) < 60
-
-
-def test_drafts_that_bring_less_than_the_gap_costs() -> None:
-    """They would raise the speed of steps that wait anyway."""
-    waited, speeds = run([0.15] * 3000, gap=2e-3)
-    assert sum(waited) < 0.05 * len(waited)
-    assert sum(speeds) / len(speeds) > 0.98
 
 
 def test_prompts_teach_nothing() -> None:
@@ -106,10 +101,15 @@ def run_measured(
     return waited, speeds
 
 
-@pytest.mark.parametrize("drafting", [1e-3, 5e-3])
-def test_a_draft_model_that_is_wrong_is_left_alone(drafting: float) -> None:
-    waited, speeds = run_measured([0.02] * 6000, drafting)
-    assert sum(waited) < 0.02 * len(waited)
+@pytest.mark.parametrize(
+    ("accepted", "drafting", "most_waits"),
+    [(0.02, 1e-3, 0.02), (0.02, 5e-3, 0.02), (0.9, 25e-3, 0.03)],  # 4.1 tokens a step are no gain in 6 times the time
+)
+def test_a_draft_model_that_is_wrong_or_takes_too_long_is_left_alone(
+    accepted: float, drafting: float, most_waits: float
+) -> None:
+    waited, speeds = run_measured([accepted] * 6000, drafting)
+    assert sum(waited) < most_waits * len(waited)
     assert sum(speeds) / len(speeds) > 0.98
 
 
@@ -124,12 +124,6 @@ def test_a_draft_model_that_is_right_is_used() -> None:
     waited, speeds = run_measured([0.9] * 3000, 2e-3)
     assert sum(waited) > 0.95 * len(waited)
     assert sum(speeds) / len(speeds) > 2.1  # of 2.16
-
-
-def test_a_draft_model_that_takes_too_long_is_left_alone() -> None:
-    """However right it is: 4.1 tokens a step are no gain in 6 times the time."""
-    waited, _ = run_measured([0.9] * 3000, 25e-3)
-    assert sum(waited) < 0.03 * len(waited)
 
 
 def test_a_draft_model_that_becomes_right_is_noticed() -> None:

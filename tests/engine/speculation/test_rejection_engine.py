@@ -17,25 +17,19 @@ from safetensors.torch import load_file
 from common.errors import ConfigError
 from common.grammar import grammar
 from common.lora.adapter_ref import AdapterRef
-from common.model_files import resolve_model
-from common.text.load import load_tokenizer
 from engine.assembly import EngineParts
-from engine.loader import load
 from engine.request import SamplingParams
-from engine.speculation import rejection
 from engine.speculation.draft_length import DraftLengths
 from tests.engine.combinations import MODELS
-from tests.engine.driving import num_drafts
+from tests.engine.driving import answers, finish, num_drafts
 from tests.engine.expert_balancing.balancing import balancing_of
 from tests.engine.speculation.chi_square import fit_together
 from tests.engine.speculation.eagle.heads import DRAFT_VOCAB, RandomHead
+from tests.engine.speculation.opening import PARAMS, PLAIN, PROMPTS, SETTINGS, open_parts, plain_run, run
 from tests.engine.speculation.test_draft_model import assert_all_is_free
-from tests.engine.speculation.test_engine import PARAMS, PLAIN, PROMPTS, SETTINGS, open_parts, run
-from tests.engine.speculation.test_rejection import accept_all
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE
 from tests.engine.transformers_models.hf_families import FAMILIES
 from tests.harness.adapters import write_adapter
-from tests.harness.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 REJECTION = {
@@ -64,13 +58,11 @@ def drafted_by(paths: dict[str, str], name: str, **settings: Any) -> EngineParts
     return open_parts(Path(paths["target"]), speculative=paths[name], **{**REJECTION, **settings})
 
 
-def answers(parts: EngineParts, params: SamplingParams, seeds: range) -> list[tuple[int, ...]]:
-    """To one prompt, of as many requests."""
-    requests = [parts.engine.add_request([5, 6, 7], replace(params, seed=seed)) for seed in seeds]
-    while parts.engine.has_work():
-        parts.engine.step()
-    assert parts.engine.num_failed_steps == 0
-    return [tuple(request.output_token_ids) for request in requests]
+def sample(parts: EngineParts, params: SamplingParams, seeds: range) -> list[tuple[int, ...]]:
+    """Answers to one prompt, with so many seeds."""
+    return [
+        *map(tuple, answers(parts.engine, [[5, 6, 7]] * len(seeds), [replace(params, seed=seed) for seed in seeds]))
+    ]
 
 
 def likelihood(found: list[tuple[int, ...]], others: list[tuple[int, ...]], params: SamplingParams) -> float:
@@ -85,7 +77,7 @@ def likelihood(found: list[tuple[int, ...]], others: list[tuple[int, ...]], para
 def plain_answers(target: str, kind: str) -> list[tuple[int, ...]]:
     """With other seeds, so that no noise is common."""
     parts = open_parts(Path(target), quant_mode="none")
-    return answers(parts, KINDS[kind], range(10**6, 10**6 + 2 * NUM_SEEDS))
+    return sample(parts, KINDS[kind], range(10**6, 10**6 + 2 * NUM_SEEDS))
 
 
 @pytest.mark.parametrize(
@@ -104,18 +96,12 @@ def test_answers_are_distributed_as_without_drafts(paths: dict[str, str], drafte
     params, shares = KINDS[kind], []
     for sampling, num_seeds in (("rejection", NUM_SEEDS), ("coupled", NUM_SEEDS // 3)):
         parts = drafted_by(paths, drafter, speculative_sampling=sampling)
-        found = answers(parts, params, range(num_seeds))
+        found = sample(parts, params, range(num_seeds))
         drafted, accepted = num_drafts(parts.engine)
         assert accepted > num_seeds / 5
         shares.append(accepted / drafted)
         assert likelihood(found, plain_answers(paths["target"], kind), params) > LIKELY
     assert shares[0] > shares[1] - (0.05 if drafter == "few" else 0.0)
-
-
-def test_a_wrong_rule_is_found(paths: dict[str, str], monkeypatch: Any) -> None:
-    monkeypatch.setattr(rejection, "accept", accept_all)
-    found = answers(drafted_by(paths, "draft"), SAMPLED, range(NUM_SEEDS))
-    assert likelihood(found, plain_answers(paths["target"], "temperature"), SAMPLED) < UNLIKELY
 
 
 def test_drafts_that_pay_are_chosen_without_looking_at_them(paths: dict[str, str], monkeypatch: Any) -> None:
@@ -129,14 +115,14 @@ def test_drafts_that_pay_are_chosen_without_looking_at_them(paths: dict[str, str
 
     counts = [0, 0]
     monkeypatch.setattr(DraftLengths, "choose", choose)
-    found = answers(drafted_by(paths, "draft"), SAMPLED, range(NUM_SEEDS))
+    found = sample(drafted_by(paths, "draft"), SAMPLED, range(NUM_SEEDS))
     assert 0.2 < counts[1] / counts[0] < 0.8
     assert likelihood(found, plain_answers(paths["target"], "temperature"), SAMPLED) > LIKELY
 
 
 def test_a_model_accepts_itself(paths: dict[str, str]) -> None:
     parts = drafted_by(paths, "same")
-    answers(parts, replace(SAMPLED, max_tokens=40), range(20))
+    sample(parts, replace(SAMPLED, max_tokens=40), range(20))
     drafted, accepted = num_drafts(parts.engine)
     assert accepted > 0.95 * drafted > 300
 
@@ -150,7 +136,7 @@ def test_greedy_and_seeded_answers_stay_as_they_are(
     paths: dict[str, str], settings: dict[str, Any], drafter: str
 ) -> None:
     """Beside requests that are sampled by rejection, in small steps, and where requests give way."""
-    plain, _ = run(open_parts(Path(paths["target"]), quant_mode="none", **settings).engine)
+    plain, _ = plain_run(Path(paths["target"]), quant_mode="none", **settings)
     parts = drafted_by(paths, drafter, **settings)
     for _ in range(2 if "preemption" in settings else 1):  # the second time from the prefix caches
         others = [
@@ -180,10 +166,7 @@ def test_models_of_all_kinds(name: str, tmp_path: Path, paths: dict[str, str]) -
 
     def answer(**drafts: Any) -> tuple[list[list[int]], EngineParts]:
         parts = open_parts(path, **{**settings, **drafts})
-        asked = [parts.engine.add_request(prompt, PLAIN, adapter=adapter) for prompt in PROMPTS]
-        while parts.engine.has_work():
-            assert not any(output.error for output in parts.engine.step().outputs)
-        return [request.output_token_ids for request in asked], parts
+        return answers(parts.engine, PROMPTS, PLAIN, adapter=adapter), parts
 
     expected, _ = answer()
     found, parts = answer(speculative=f"draft:{path}", **REJECTION)
@@ -197,7 +180,7 @@ def test_answers_by_transformers_code(paths: dict[str, str], tmp_path: Path) -> 
     target = str(replace(FAMILIES["gpt_neox"], changes={"vocab_size": VOCAB_SIZE}).save(tmp_path))
     parts = drafted_by({**paths, "target": target}, "draft")
     assert type(parts.runner).__name__ == "TransformersRunner"
-    found = answers(parts, SAMPLED, range(NUM_SEEDS))
+    found = sample(parts, SAMPLED, range(NUM_SEEDS))
     assert num_drafts(parts.engine)[1] > NUM_SEEDS / 5
     assert likelihood(found, plain_answers(target, "temperature"), SAMPLED) > LIKELY
 
@@ -207,9 +190,9 @@ def test_experts_are_counted_of_drafts_that_are_verified(tmp_path: Path) -> None
     """Rejected ones among them, and none of those that the draft model chooses itself; no answer changes."""
     target, other = (str(TINY_MODELS[name].save(tmp_path / name)) for name in ("qwen3-moe", "qwen2-moe"))
     models, loads = {"target": target, "draft": f"draft:{other}"}, tmp_path / "loads.json"
-    expected = answers(drafted_by(models, "draft"), SAMPLED, range(NUM_SEEDS))
+    expected = sample(drafted_by(models, "draft"), SAMPLED, range(NUM_SEEDS))
     parts = drafted_by(models, "draft", expert_load_file=str(loads))
-    assert answers(parts, SAMPLED, range(NUM_SEEDS)) == expected
+    assert sample(parts, SAMPLED, range(NUM_SEEDS)) == expected
     drafted, accepted = num_drafts(parts.engine)
     assert 0 < accepted < drafted
     balancing_of(parts).loads.write()
@@ -239,17 +222,14 @@ def test_log_probabilities_are_of_the_tokens_that_came(paths: dict[str, str]) ->
     """Of replacements too: those that the model gives the whole answer as a prompt."""
     params = replace(PLAIN, temperature=1.0, seed=1, seed_is_drawn=True, logprobs=2)
     parts = drafted_by(paths, "draft")
-    request, entries = parts.engine.add_request([5, 6, 7], params), []
-    while parts.engine.has_work():
-        entries += [entry for output in parts.engine.step().outputs for entry in output.logprobs]
+    request = parts.engine.add_request([5, 6, 7], params)
+    entries = [entry for output in finish(parts.engine) for entry in output.logprobs]
     drafted, accepted = num_drafts(parts.engine)
     assert 0 < accepted < drafted
     assert [entry.token_id for entry in entries] == request.output_token_ids
     asked = replace(PLAIN, max_tokens=1, prompt_logprobs=2)
     whole = parts.engine.add_request([5, 6, 7, *request.output_token_ids], asked)
-    told = []
-    while parts.engine.has_work():
-        told += [entry for output in parts.engine.step().outputs for entry in output.prompt_logprobs]
+    told = [entry for output in finish(parts.engine) for entry in output.prompt_logprobs]
     assert whole.num_prompt_tokens == 3 + PLAIN.max_tokens
     for entry, other in zip(entries, told[-PLAIN.max_tokens :], strict=True):
         assert (entry.token_id, entry.rank) == (other.token_id, other.rank)
@@ -257,26 +237,19 @@ def test_log_probabilities_are_of_the_tokens_that_came(paths: dict[str, str]) ->
 
 
 @pytest.mark.wing("engine.grammar")
-def test_answers_that_follow_a_grammar(paths: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("byte_tokens")
+def test_answers_that_follow_a_grammar(paths: dict[str, str]) -> None:
     """Drafts do not know it: those that it forbids are replaced by tokens that it allows, as likely as without."""
-    monkeypatch.setattr(load, "load_tokenizer", lambda _: load_tokenizer(resolve_model("dry-run")))
     allowed = tuple(range(97, 103))
     params = SamplingParams(
         max_tokens=NUM_TOKENS, grammar=grammar.regex("[a-c][d-f][a-c][d-f]"), temperature=1.0, seed_is_drawn=True,
         logit_bias=tuple((token, 4.0) for token in allowed),
     )  # fmt: skip
-    found = []
-    for parts, seeds in (
-        (open_parts(Path(paths["target"]), quant_mode="none"), range(10**6, 10**6 + 2 * NUM_SEEDS)),
-        (drafted_by(paths, "draft"), range(NUM_SEEDS)),
-    ):
-        requests = [parts.engine.add_request([5, 6, 7], replace(params, seed=seed)) for seed in seeds]
-        wait_until(lambda: not any(request.is_held for request in requests))  # noqa: B023
-        while parts.engine.has_work():
-            parts.engine.step()
-        found.append([tuple(request.output_token_ids) for request in requests])
+    parts = drafted_by(paths, "draft")
+    counts = Counter(sample(parts, params, range(NUM_SEEDS)))
+    plain = open_parts(Path(paths["target"]), quant_mode="none")
+    others = Counter(sample(plain, params, range(10**6, 10**6 + 2 * NUM_SEEDS)))
     assert num_drafts(parts.engine)[1] > 50
-    counts, others = Counter(found[1]), Counter(found[0])
     cells = [*{*counts, *others}]
     assert {cell[0] for cell in cells} <= {allowed[0], allowed[1], allowed[2]}
     assert fit_together([counts[cell] for cell in cells], [others[cell] for cell in cells]) > LIKELY
@@ -288,26 +261,23 @@ def test_a_request_that_another_worker_goes_on_with(paths: dict[str, str]) -> No
     A seed that the client chose keeps them.
     """
     first, second = drafted_by(paths, "draft"), drafted_by(paths, "draft")
-    whole = answers(first, SAMPLED, range(NUM_SEEDS))
-    resumed = [
-        second.engine.add_request([5, 6, 7], replace(SAMPLED, seed=seed), output_token_ids=answer[:2])
-        for seed, answer in enumerate(whole)
-    ]
-    while second.engine.has_work():
-        second.engine.step()
-    found = [tuple(request.output_token_ids) for request in resumed]
+
+    def resumed(params: SamplingParams, whole: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        requests = [
+            second.engine.add_request([5, 6, 7], replace(params, seed=seed), output_token_ids=answer[:2])
+            for seed, answer in enumerate(whole)
+        ]
+        finish(second.engine)
+        return [tuple(request.output_token_ids) for request in requests]
+
+    whole = sample(first, SAMPLED, range(NUM_SEEDS))
+    found = resumed(SAMPLED, whole)
     assert likelihood(found, plain_answers(paths["target"], "temperature"), SAMPLED) > LIKELY
     num_other = sum(one != other for one, other in zip(whole, found, strict=True))
     assert 0 < num_other < NUM_SEEDS
     seeded = replace(SAMPLED, seed_is_drawn=False)
-    whole = answers(first, seeded, range(25))
-    resumed = [
-        second.engine.add_request([5, 6, 7], replace(seeded, seed=seed), output_token_ids=answer[:2])
-        for seed, answer in enumerate(whole)
-    ]
-    while second.engine.has_work():
-        second.engine.step()
-    assert [tuple(request.output_token_ids) for request in resumed] == whole
+    whole = sample(first, seeded, range(25))
+    assert resumed(seeded, whole) == whole
 
 
 @pytest.mark.parametrize("settings", [{"tp": 2}, pytest.param({"pp": 2}, marks=pytest.mark.soak)], ids=str)

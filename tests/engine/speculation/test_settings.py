@@ -97,6 +97,9 @@ def test_how_drafts_are_verified(settings: dict[str, str], sampling: str) -> Non
         ({"speculative": "mtp:x"}, "--speculative mtp:x: choose"),
         ({"speculative": "draft:"}, "--speculative draft:: choose"),
         ({"suffix_tokens": -1}, "--suffix-tokens -1"),
+        ({"num_speculative_tokens": -1}, "--num-speculative-tokens -1: choose"),
+        ({"num_speculative_tokens": 2, "ngram_min": 0}, "--ngram-min 0"),
+        ({"num_speculative_tokens": 2, "ngram_min": 3, "ngram_max": 2}, "--ngram-min 3 --ngram-max 2"),
         ({"speculative_config": "{"}, "is not JSON"),
         ({"speculative_config": "[]"}, "give a JSON object"),
         ({"speculative_config": '{"method": "eagle", "model": "x"}'}, 'method "eagle" is none of'),
@@ -110,6 +113,6 @@ def test_how_drafts_are_verified(settings: dict[str, str], sampling: str) -> Non
     ],
     ids=str,
 )
-def test_what_is_not_served_is_refused(settings: dict[str, str], told: str) -> None:
+def test_what_is_not_served_is_refused(settings: dict[str, object], told: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(told)):
         SpeculationSettings(**settings)  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from engine.speculation.eagle.head import EagleHead
 from engine.speculation.proposer import open_speculation
 from tests.engine.driving import directory, engine_config, open_model
 from tests.engine.speculation.eagle.heads import RandomHead
-from tests.engine.speculation.test_engine import open_parts
+from tests.engine.speculation.opening import open_parts
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE
 
 HEAD = RandomHead()

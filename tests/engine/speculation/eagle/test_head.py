@@ -12,9 +12,10 @@ import transformers
 from torch import Tensor
 
 from engine.request import SamplingParams
+from tests.engine.driving import answers
 from tests.engine.speculation.eagle.heads import RandomHead, Reference
 from tests.engine.speculation.heads.recording import Recording
-from tests.engine.speculation.test_engine import open_parts
+from tests.engine.speculation.opening import open_parts
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, TinyModel
 
 pytestmark = pytest.mark.slow
@@ -59,11 +60,7 @@ def test_drafts_are_those_of_the_reference(tmp_path: Path, model: str, head: str
     )  # fmt: skip
     recording = Recording(parts.runner._proposer)
     prompts = [[(13 * i + 7 * j) % VOCAB_SIZE for j in range(5 + 9 * i)] for i in range(4)]
-    for prompt in prompts:
-        parts.engine.add_request(prompt, GREEDY)
-    while parts.engine.has_work():
-        parts.engine.step()
-    assert parts.engine.num_failed_steps == 0
+    answers(parts.engine, prompts, GREEDY)
     assert len(recording.proposed) > 100
     embedding = built.state_dict()["model.embed_tokens.weight"]
     reference = Reference(HEADS[head].config, HEADS[head].tensors(), embedding)
@@ -81,16 +78,16 @@ def states_of(model: transformers.PreTrainedModel, token_ids: list[int], layers:
     return torch.cat([found[layer][0] for layer in layers], -1)
 
 
-def test_a_request_may_want_none(tmp_path: Path) -> None:
-    """Nothing is computed for it."""
+def test_a_request_may_want_fewer_or_none(tmp_path: Path) -> None:
+    """Nothing is computed for it then. Nobody gets more than the engine drafts."""
     _, path, folder = saved(tmp_path, "llama", RandomHead())
     parts = open_parts(path, speculative=f"eagle:{folder}", adaptive_drafts=False)
     recording = Recording(parts.runner._proposer)
-    requests = [
-        parts.engine.add_request([5, 6, most], replace(GREEDY, num_speculative_tokens=most)) for most in (0, 2)
+    wanted = (0, 2, 64)
+    params = [replace(GREEDY, num_speculative_tokens=most) for most in wanted]
+    found = answers(parts.engine, [[5, 6, most] for most in wanted], params)
+    most_drafts = [
+        max((len(drafts) for known, drafts in recording.proposed if known[2] == most), default=0) for most in wanted
     ]
-    while parts.engine.has_work():
-        parts.engine.step()
-    assert {tuple(known[:3]) for known, _ in recording.proposed} == {(5, 6, 2)}
-    assert max(len(drafts) for _, drafts in recording.proposed) == 2
-    assert all(len(request.output_token_ids) == 40 for request in requests)
+    assert most_drafts == [0, 2, 4]
+    assert all(len(answer) == 40 for answer in found)

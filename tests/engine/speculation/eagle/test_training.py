@@ -17,10 +17,10 @@ from engine.config import EngineConfig
 from engine.loader.load import load_model
 from examples import train_eagle_head
 from examples.train_eagle_head import Head, collect, most_common, train
-from tests.engine.driving import num_drafts
+from tests.engine.driving import answers, num_drafts
 from tests.engine.speculation.eagle.heads import Reference
 from tests.engine.speculation.eagle.test_head import states_of
-from tests.engine.speculation.test_engine import PLAIN, open_parts
+from tests.engine.speculation.opening import PLAIN, open_parts
 from tests.engine.tiny_models import TINY_MODELS
 
 pytestmark = pytest.mark.slow
@@ -80,20 +80,13 @@ def test_a_trained_head_drafts_more_than_a_token_a_step(
     )
     params = replace(PLAIN, max_tokens=64, temperature=temperature, seed=7)
     prompts = [text(mode, start, 2) for mode in MODES for start in (1, 17, 33)]
-    answers, steps = [], []
-    for parts in (plain, made):
-        requests = [parts.engine.add_request(prompt, params) for prompt in prompts]
-        while parts.engine.has_work():
-            parts.engine.step()
-        answers.append([request.output_token_ids for request in requests])
-        steps.append(parts.engine.num_steps)
-    assert answers[0] == answers[1]
+    assert answers(plain.engine, prompts, params) == answers(made.engine, prompts, params)
     speculation = made.engine._scheduler.speculation
     assert speculation is not None
     tokens_a_step = 1 + speculation.num_accepted / speculation.num_rows
     print(f"{tokens_a_step:.2f} tokens a step")
     assert tokens_a_step > 2
-    assert steps[1] < 0.6 * steps[0]
+    assert made.engine.num_steps < 0.6 * plain.engine.num_steps
 
 
 def test_the_layout_is_the_published_one(trained: tuple[transformers.PreTrainedModel, Path, Path]) -> None:
@@ -120,7 +113,5 @@ def test_the_script_as_a_command(options: list[str], tmp_path: Path, monkeypatch
     )
     assert json.loads(Path("head/config.json").read_text())["eagle_aux_hidden_state_layer_ids"] == [0, 1, 1]
     parts = open_parts(Path("dry-run"), speculative="eagle:head", adaptive_drafts=False)
-    parts.engine.add_request([1, 2, 3], PLAIN)
-    while parts.engine.has_work():
-        parts.engine.step()
+    answers(parts.engine, [[1, 2, 3]], PLAIN)
     assert num_drafts(parts.engine)[0] > 0

@@ -12,18 +12,14 @@ from typing import Any
 import pytest
 
 from common.grammar import grammar
-from common.model_files import resolve_model
-from common.text.load import load_tokenizer
 from engine.assembly import EngineParts
-from engine.loader import load
 from engine.speculation.from_model import FIRST_PAUSE
 from engine.speculation.heads.proposer import Followed, FromHead
-from tests.engine.driving import num_drafts
+from tests.engine.driving import answers, finish, num_drafts
 from tests.engine.speculation.eagle.heads import RandomHead
 from tests.engine.speculation.mtp.modules import ModelWithModule
-from tests.engine.speculation.test_engine import PARAMS, PLAIN, PROMPTS, SETTINGS, open_parts, run
+from tests.engine.speculation.opening import PARAMS, PLAIN, PROMPTS, SETTINGS, check_unchanged, open_parts, plain_run
 from tests.engine.tiny_models import TINY_MODELS
-from tests.harness.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 ALWAYS = {"adaptive_drafts": False, "num_speculative_tokens": 4, "quant_mode": "none"}
@@ -61,7 +57,8 @@ def proposer_of(parts: EngineParts) -> FromHead:
     [
         SETTINGS[1],
         SETTINGS[-1],
-        pytest.param({"batch_invariant": True}, marks=pytest.mark.soak),  # in bfloat16 below
+        pytest.param({"batch_invariant": True}, marks=pytest.mark.soak),
+        {"dtype": "bfloat16", "batch_invariant": True},  # as models are served, by other GEMMs
         {"prefix_cache": False},
         pytest.param({"tp": 2}, marks=pytest.mark.soak),
     ],
@@ -69,70 +66,32 @@ def proposer_of(parts: EngineParts) -> FromHead:
 )
 def test_no_draft_changes_an_answer(model: Path, head: str, settings: dict[str, Any]) -> None:
     """Greedy and sampled, with penalties, in batches, small steps, and where requests give way."""
-    plain, _ = run(open_parts(model, quant_mode="none", **settings).engine)
     parts = drafted_by(model, head, **ALWAYS, **settings)
-    for _ in range(2 if "preemption" in settings else 1):  # the second time from the prefix cache
-        requests, _ = run(parts.engine)
-        assert [request.output_token_ids for request in requests] == [request.output_token_ids for request in plain]
+    check_unchanged(parts, model, **settings)
     drafted, accepted = num_drafts(parts.engine)
     assert drafted > 50
     assert accepted < drafted / 2
-    if "preemption" in settings:
-        assert parts.engine.load().num_preemptions > 0
-
-
-def test_drafts_of_bfloat16(model: Path, head: str) -> None:
-    """The type in which models are served: the layers' GEMMs are other ones."""
-    settings = {"dtype": "bfloat16", "batch_invariant": True}
-    plain, _ = run(open_parts(model, quant_mode="none", **settings).engine)
-    parts = drafted_by(model, head, **ALWAYS, **settings)
-    requests, _ = run(parts.engine)
-    assert [request.output_token_ids for request in requests] == [request.output_token_ids for request in plain]
-    assert num_drafts(parts.engine)[0] > 100
-
-
-def test_choices_of_a_request_that_share_its_prompt(model: Path, head: str) -> None:
-    """As the router sends n = 2: two seeds, one prompt, of which the second finds blocks in the prefix cache."""
-    prompt, answers = list(range(10, 60)), []
-    for parts in (open_parts(model, quant_mode="none"), drafted_by(model, head, **ALWAYS)):
-        requests = [
-            parts.engine.add_request(prompt, replace(PLAIN, temperature=1.0, seed=seed, max_tokens=40))
-            for seed in (1, 2)
-        ]
-        while parts.engine.has_work():
-            parts.engine.step()
-        answers.append([request.output_token_ids for request in requests])
-    assert answers[0] == answers[1]
-    assert answers[0][0] != answers[0][1]
-    assert num_drafts(parts.engine)[0] > 20
 
 
 @pytest.mark.wing("engine.grammar")
-def test_answers_that_follow_a_grammar(model: Path, head: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "load_tokenizer", lambda _: load_tokenizer(resolve_model("dry-run")))
+@pytest.mark.usefixtures("byte_tokens")
+def test_answers_that_follow_a_grammar(model: Path, head: str) -> None:
     params = replace(PLAIN, grammar=grammar.regex("([a-f]{3} ){20}"), temperature=1.0, seed=4)
-    answers = []
-    for parts in (open_parts(model, quant_mode="none"), drafted_by(model, head, **ALWAYS)):
-        requests = [parts.engine.add_request(prompt, params) for prompt in PROMPTS[:3]]
-        wait_until(lambda: not any(request.is_held for request in requests))  # noqa: B023
-        while parts.engine.has_work():
-            parts.engine.step()
-        assert parts.engine.num_failed_steps == 0
-        answers.append([request.output_token_ids for request in requests])
-    assert answers[0] == answers[1]
-    assert all(32 <= token <= 102 for answer in answers[1] for token in answer)
+    parts = drafted_by(model, head, **ALWAYS)
+    found = answers(parts.engine, PROMPTS[:3], params)
+    assert found == answers(open_parts(model, quant_mode="none").engine, PROMPTS[:3], params)
+    assert all(32 <= token <= 102 for answer in found for token in answer)
     assert num_drafts(parts.engine)[0] > 20
 
 
 def test_a_request_that_is_handed_over(model: Path, head: str) -> None:
     """As workers do it. The head knows nothing of the prompt, but for one that is too short to be pulled."""
-    expected, _ = run(open_parts(model, quant_mode="none").engine)
+    expected, _ = plain_run(model, quant_mode="none")
     prefill, decode = (drafted_by(model, head, **ALWAYS) for _ in range(2))
     seen: list[int] = []
     for prompt, params, plain in zip(PROMPTS, PARAMS, expected, strict=True):
         sent = prefill.engine.add_request(prompt, params, prefill_only=True)
-        while prefill.engine.has_work():
-            prefill.engine.step()
+        finish(prefill.engine)
         leased = prefill.engine.kv.detach(sent, sent.num_known_tokens - 1)
         request = decode.engine.add_request(
             prompt, params, output_token_ids=sent.output_token_ids, kv_source="lease", num_source_tokens=len(prompt)
@@ -184,8 +143,7 @@ def test_drafts_that_are_never_right_are_tried_ever_less(model: Path, head: str)
         return logits_of(outputs)
 
     proposer._head.logits = counted  # type: ignore[method-assign]
-    while parts.engine.has_work():
-        parts.engine.step()
+    finish(parts.engine)
     followed = followed_by(parts, request.request_id)
     assert followed.pause > 4 * FIRST_PAUSE
     assert (followed.kv.first, followed.kv.end) == (0, 242)

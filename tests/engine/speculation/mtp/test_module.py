@@ -16,11 +16,11 @@ from engine.loader.load import load_model
 from engine.request import SamplingParams
 from engine.speculation.draft_length import DraftLengths
 from engine.speculation.mtp.opening import open_module
-from tests.engine.driving import engine_config, num_drafts
+from tests.engine.driving import answers, engine_config, num_drafts
 from tests.engine.quantization.packed_files import FORMATS, write
 from tests.engine.speculation.heads.recording import Recording
 from tests.engine.speculation.mtp.modules import ModelWithModule, Reference
-from tests.engine.speculation.test_engine import open_parts
+from tests.engine.speculation.opening import open_parts
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE
 
 pytestmark = [pytest.mark.slow, pytest.mark.wing("engine.mla")]
@@ -59,11 +59,7 @@ def test_a_module_of_a_quantized_checkpoint(tmp_path: Path) -> None:
 def check_drafts(path: Path, reference: Reference, **settings: Any) -> None:
     parts = open_parts(path, **EXACT, **settings)
     recording = Recording(parts.runner._proposer)
-    for prompt in ([(13 * i + 7 * j) % VOCAB_SIZE for j in range(5 + 9 * i)] for i in range(4)):
-        parts.engine.add_request(prompt, GREEDY)
-    while parts.engine.has_work():
-        parts.engine.step()
-    assert parts.engine.num_failed_steps == 0
+    answers(parts.engine, [[(13 * i + 7 * j) % VOCAB_SIZE for j in range(5 + 9 * i)] for i in range(4)], GREEDY)
     assert len(recording.proposed) > 100
     for known, drafts in recording.proposed[::9]:
         assert drafts == reference.drafts(known, len(drafts))
@@ -97,10 +93,8 @@ def test_a_module_that_knows_the_language_is_always_right(
     tmp_path: Path, is_mimo: bool, settings: dict[str, Any]
 ) -> None:
     parts = open_parts(save_chain(tmp_path / "model", is_mimo), **{**EXACT, **settings})
-    request = parts.engine.add_request([5, 6, 7], replace(GREEDY, max_tokens=80))
-    while parts.engine.has_work():
-        parts.engine.step()
-    assert request.output_token_ids == [token % VOCAB_SIZE for token in range(8, 88)]
+    [found] = answers(parts.engine, [[5, 6, 7]], replace(GREEDY, max_tokens=80))
+    assert found == [token % VOCAB_SIZE for token in range(8, 88)]
     drafted, accepted = num_drafts(parts.engine)
     assert accepted == drafted > 55
     assert parts.engine.num_steps < 80 / NUM_DRAFTS
@@ -134,9 +128,7 @@ def test_random_weights_draft(tmp_path: Path) -> None:
     path = ModelWithModule().save(tmp_path / "model")
     (path / "model.safetensors").unlink()
     parts = open_parts(path, load_format="dummy", **EXACT)
-    parts.engine.add_request([5, 6, 7], GREEDY)
-    while parts.engine.has_work():
-        parts.engine.step()
+    answers(parts.engine, [[5, 6, 7]], GREEDY)
     assert num_drafts(parts.engine)[0] > 10
 
 

@@ -1,4 +1,4 @@
-"""Suffix decoding against its definition, and whose answers it may read."""
+"""Prompt lookup and suffix decoding against their definitions, and whose answers the latter may read."""
 
 from __future__ import annotations
 
@@ -9,11 +9,66 @@ from hypothesis import strategies as st
 
 from engine.request import RequestId, SamplingParams
 from engine.request_states import RequestState
-from engine.speculation.lookup import suffix
+from engine.speculation.lookup import ngram_index, suffix
+from engine.speculation.lookup.ngram import NgramDrafter
 from engine.speculation.lookup.suffix import LONGEST, SIZE, Answers, AnswersBySalt, SuffixDrafter
 
 
-def by_definition(own: list[int], answers: list[list[int]], max_tokens: int) -> list[int]:
+def by_ngrams(token_ids: list[int], max_ngram: int, min_ngram: int, max_tokens: int) -> list[int]:
+    """Longest n-gram first, latest earlier occurrence, what follows it: as a period where it reaches the end."""
+    for size in range(max_ngram, min_ngram - 1, -1):
+        suffix = token_ids[-size:]
+        for end in range(len(token_ids) - 1, size - 1, -1):
+            if len(suffix) == size and token_ids[end - size : end] == suffix:
+                extended = list(token_ids)
+                for index in range(max_tokens):
+                    extended.append(extended[end + index])
+                return extended[len(token_ids) :]
+    return []
+
+
+@given(
+    token_ids=st.lists(st.integers(0, 2), min_size=1, max_size=60),
+    first=st.integers(1, 60),
+    max_ngram=st.integers(1, 5),
+    min_ngram=st.integers(1, 5),
+    max_tokens=st.integers(1, 6),
+)
+def test_drafts_of_ngrams_are_what_the_definition_says(
+    token_ids: list[int], first: int, max_ngram: int, min_ngram: int, max_tokens: int
+) -> None:
+    """One drafter is asked again and again while the sequence grows, the first time with several tokens."""
+    max_ngram = max(max_ngram, min_ngram)
+    drafter = NgramDrafter(max_ngram, min_ngram)
+    for stop in range(min(first, len(token_ids)), len(token_ids) + 1):
+        known = token_ids[:stop]
+        assert drafter.propose(known, max_tokens).token_ids == by_ngrams(known, max_ngram, min_ngram, max_tokens)
+        assert known == token_ids[:stop]
+
+
+def test_the_longest_match_wins_over_a_later_one() -> None:
+    drafter = NgramDrafter(3, 1)
+    assert drafter.propose([1, 2, 3, 7, 8, 9, 3, 5, 1, 2, 3], 2).token_ids == [7, 8]
+    assert NgramDrafter(1, 1).propose([1, 2, 3, 7, 8, 9, 3, 5, 1, 2, 3], 2).token_ids == [5, 1]
+
+
+def test_a_frequent_ngram_is_not_followed_for_ever() -> None:
+    """Only the last occurrences are compared: the longest one is far behind them."""
+    for num_between, proposed in ((ngram_index.MAX_OCCURRENCES - 1, [9]), (ngram_index.MAX_OCCURRENCES, [0])):
+        tokens = [1, 2, 5, 6, 9, *[5, 6, 0] * num_between, 1, 2, 5, 6]
+        assert NgramDrafter(4, 2).propose(tokens, 1).token_ids == proposed
+
+
+def test_too_few_tokens_propose_nothing() -> None:
+    drafter = NgramDrafter(4, 3)
+    for length in range(1, 5):
+        assert drafter.propose([7] * length, 4).token_ids == ([7] * 4 if length == 4 else [])
+
+
+# -- suffix decoding ----------------------------------------------------------------------------------------------
+
+
+def by_suffixes(own: list[int], answers: list[list[int]], max_tokens: int) -> list[int]:
     """Of all places where the longest suffix stood, the most frequent continuation, the latest place first."""
     earlier = [(answer, end) for answer in reversed(answers) for end in range(len(answer), SIZE - 1, -1)]
     places = [(own, end) for end in range(len(own) - 1, SIZE - 1, -1)] + earlier
@@ -45,7 +100,7 @@ TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
 
 
 @given(own=TEXTS, answers=st.lists(TEXTS, max_size=3), max_tokens=st.integers(1, 6), first=st.integers(1, 40))
-def test_drafts_are_what_the_definition_says(
+def test_drafts_of_suffixes_are_what_the_definition_says(
     own: list[int], answers: list[list[int]], max_tokens: int, first: int
 ) -> None:
     kept = Answers(1000)
@@ -55,7 +110,7 @@ def test_drafts_are_what_the_definition_says(
     for stop in range(min(first, len(own)), len(own) + 1):
         known = own[:stop]
         proposal = drafter.propose(known, max_tokens)
-        assert proposal.token_ids == by_definition(known, answers, max_tokens)
+        assert proposal.token_ids == by_suffixes(known, answers, max_tokens)
         assert len(proposal.kinds) == len(proposal.token_ids)
         assert all(0 <= kind < suffix.NUM_KINDS for kind in proposal.kinds)
 

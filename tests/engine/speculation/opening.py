@@ -1,0 +1,62 @@
+"""Engines on a CPU, and requests of all kinds for those that draft."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+from engine.assembly import EngineParts, assemble
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.request import Request, RequestOutput, SamplingParams
+from tests.engine.driving import finish
+from tests.engine.tiny_models import VOCAB_SIZE
+
+PLAIN = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
+PARAMS = [
+    PLAIN,
+    replace(PLAIN, temperature=1.0, seed=5),
+    replace(PLAIN, temperature=0.8, seed=6, top_k=40, top_p=0.9, logprobs=3),
+    replace(PLAIN, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.3),
+    replace(PLAIN, temperature=1.2, seed=7, presence_penalty=1.0, logprobs=0, prompt_logprobs=1),
+    replace(PLAIN, logit_bias=((9, 2.0), (11, -5.0)), bad_words=((10,), (12, 13))),
+    replace(PLAIN, allowed_token_ids=tuple(range(20, 40)), temperature=1.0, seed=8),
+    replace(PLAIN, ignore_eos=False, min_tokens=9, stop_token_ids=tuple(range(8, 60))),
+]
+PROMPTS = [[(7 * i + 11 * j) % (VOCAB_SIZE - 8) + 8 for j in range(3 + 5 * i)] for i in range(len(PARAMS))]
+SETTINGS = [
+    {},
+    {"max_num_batched_tokens": 8, "max_num_seqs": 4},
+    {"num_gpu_blocks": 34, "block_size": 4, "preemption": "recompute"},
+    {"num_gpu_blocks": 34, "block_size": 4, "preemption": "swap", "host_tier_gb": 0.01},
+]
+
+
+def open_parts(model: Path, **settings: object) -> EngineParts:
+    base = {"model": str(model), "device": "cpu", "dtype": "float32", "num_gpu_blocks": 256, "num_threads": 1}
+    return assemble(EngineConfig(**{**base, **settings}))  # type: ignore[arg-type]
+
+
+def run(made: Engine) -> tuple[list[Request], list[RequestOutput]]:
+    """All prompts, each with its parameters; what came of them in the order of the prompts."""
+    requests = [made.add_request(prompt, params) for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+    outputs = finish(made)
+    assert made.kv.pool.num_used == 0
+    return requests, outputs
+
+
+@cache
+def plain_run(model: Path, **settings: object) -> tuple[list[Request], list[RequestOutput]]:
+    """Without drafts."""
+    return run(open_parts(model, **settings).engine)
+
+
+def check_unchanged(parts: EngineParts, model: Path, **settings: object) -> None:
+    """The tokens of an engine without drafts, the second time from the prefix cache."""
+    plain, _ = plain_run(model, quant_mode="none", **settings)
+    for _ in range(2):
+        requests, _ = run(parts.engine)
+        assert [request.output_token_ids for request in requests] == [request.output_token_ids for request in plain]
+    if "preemption" in settings:
+        assert parts.engine.load().num_preemptions > 0
