@@ -1,4 +1,4 @@
-"""A silent engine process: stopped, blocked or spinning is out of service soon, starved never."""
+"""A silent engine process: stopped, blocked or spinning ends its worker soon, starved never."""
 
 from __future__ import annotations
 
@@ -10,10 +10,20 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from common.config import from_args
+from common.errors import ConfigError, UnavailableError
+from engine.config import EngineConfig
+from engine.gpu.config import GpuConfig
 from tests.harness.waiting import wait_until
+from tests.worker.front.test_engine_client import start_instead
+from worker.config import WorkerConfig
+from worker.front.engine_client import EngineClient
+from worker.hangs import engine_watch
 from worker.hangs.liveness import (
     BLOCKED_SECONDS,
     STOPPED_SECONDS,
@@ -25,6 +35,7 @@ from worker.hangs.liveness import (
     sample_process,
     sample_work,
 )
+from worker.messages import Start
 
 INTERVAL = 0.25
 STALL_SECONDS = 4.0
@@ -143,3 +154,28 @@ def test_work_of_children_counts() -> None:
         wait_until(lambda: sample_work(pid).run_seconds > first.run_seconds)
         [child_pid] = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
         os.kill(child_pid, signal.SIGKILL)
+
+
+# -- in a worker -----------------------------------------------------------------------------------------------------
+
+
+async def test_an_engine_that_does_nothing_while_it_loads_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    start_instead("import time; time.sleep(600)", monkeypatch)  # a network file system hangs
+    monkeypatch.setattr(engine_watch, "START_WATCH_SECONDS", 0.1)
+    config = from_args(WorkerConfig, ["--start-stall-seconds=1"])
+    with pytest.raises(ConfigError, match="done nothing for 1 s while loading"):
+        await EngineClient.start(Start(config, EngineConfig("dry-run"), GpuConfig(), ""))
+
+
+def test_a_worker_ends_when_its_engine_hangs_for_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_watch, "sample_process", lambda pid: {"1": ThreadSample("T", 0.0, 0.0)})
+    heartbeat: Any = SimpleNamespace(read=lambda: 1)
+    watch = engine_watch.EngineWatch(WorkerConfig(), 1, heartbeat)
+    began = time.monotonic()
+    found = [watch.trouble(began + 0.25 * look) for look in range(1, 200)]
+    assert found[0] is None
+    assert found[-1] == "the engine process is stopped"
+    for look in range(200, 247):
+        watch.trouble(began + 0.25 * look)
+    with pytest.raises(UnavailableError, match="the engine process is stopped for 60 s"):
+        watch.trouble(began + 70.0)

@@ -23,17 +23,17 @@ from kvstore.transports.client import KvClient
 from kvstore.transports.cuda_ipc.cuda_memory import CudaMemory
 from kvstore.transports.host_pull import BlockPull, SourcePart
 from kvstore.transports.lease_client import LeaseClient
-from kvstore.transports.shm.reader import ShmReader
+from kvstore.transports.shm.reader import DeviceShmReader, ShmReader
 from kvstore.types import BlockId, Epoch, LeaseId, WorkerId
-from tests.kvstore.helpers import GEOMETRY
-from tests.kvstore.ranks import geometry_of, running
+from tests.kvstore.helpers import GEOMETRY, with_shard
+from tests.kvstore.ranks import Ranks, geometry_of, running
 from worker.kv.device_pool import AttachedPool, DevicePool
 from worker.kv.kv_exporter import KvExporter
 from worker.kv.kv_leases import KvLeases
 from worker.kv.pinned_staging import HostRows, StagedReader
 from worker.kv.rank_pool import DeviceRankPool, RankPool
 
-NUM_BLOCKS, NUM_ROWS = 6, 4
+NUM_BLOCKS, NUM_ROWS, HEADS = 6, 4, 4
 PARTS = [SourcePart(PeerShard(LeaseId("l"), WorkerId("w"), Epoch(1), GEOMETRY, ShardAddress(), (), ()))]
 
 
@@ -132,23 +132,6 @@ def test_a_pull_through_rows_goes_in_pieces(parts: Parts) -> None:
     assert parts.rows.num_free == NUM_ROWS
 
 
-@pytest.mark.wing("kvstore.handle.head_split")
-async def test_a_pull_through_rows_splits_heads(tmp_path: Path) -> None:
-    async with running(tmp_path, heads=4, size=2) as worker:
-        geometry = geometry_of(4, Shard())
-        kv_pool = torch.zeros_like(worker.blocks)
-        memory = torch.zeros(NUM_ROWS, geometry.block_bytes, dtype=torch.uint8)
-        rows, leases = HostRows(memory.numpy(), memory), LeaseClient()
-        staged = StagedReader(ShmReader(rows.blocks, leases), rows, DevicePool(kv_pool))
-        client = KvClient(geometry, {"shm": staged}, leases)
-        assert (
-            client.pull(worker.lease([1, 0, 5, 4, 3], "shm"), [0, 1, 2, 3, 4], ids(0, 1, 2, 3, 4)).transport == "shm"
-        )
-        assert torch.equal(kv_pool[:5], worker.blocks[[1, 0, 5, 4, 3]])
-        assert not kv_pool[5].any()
-        client.close()
-
-
 def test_a_failed_pull_gives_its_rows_back(parts: Parts) -> None:
     inner = RowsOfABlock(parts.rows.blocks)
     inner.fails_after = 1
@@ -223,3 +206,51 @@ def test_warming_up_launches_both_kernels_and_changes_no_block(parts: Parts) -> 
     pool.warm_up()
     assert {name for name, *_ in pool.kernels.method_calls} == {"digest_blocks", "copy_blocks"}
     assert np.array_equal(parts.bytes, before)
+
+
+# -- a peer's host memory without rows in between --------------------------------------------------------------------
+
+
+class Reader:
+    def __init__(self, worker: Ranks) -> None:
+        geometry = geometry_of(HEADS, Shard())
+        self.kv_pool = torch.zeros_like(worker.blocks)
+        self.rows = torch.zeros(NUM_ROWS, geometry.block_bytes, dtype=torch.uint8)
+        rows, leases, device_pool = HostRows(self.rows.numpy(), self.rows), LeaseClient(), DevicePool(self.kv_pool)
+        staged = StagedReader(ShmReader(rows.blocks, leases), rows, device_pool)
+        self.client = KvClient(geometry, {"shm": DeviceShmReader(device_pool, staged, leases)}, leases)
+
+
+async def test_equal_shards_go_straight_to_their_blocks(tmp_path: Path) -> None:
+    async with running(tmp_path, heads=HEADS, size=1) as worker:
+        reader = Reader(worker)
+        result = reader.client.pull(worker.lease([1, 0, 5, 4, 3], "shm"), [0, 2, 3, 4], ids(5, 4, 2, 0))
+        assert result.transport == "shm"
+        assert torch.equal(reader.kv_pool[[5, 4, 2, 0]], worker.blocks[[1, 5, 4, 3]])
+        assert not reader.kv_pool[[1, 3]].any()
+        assert not reader.rows.any()
+        reader.client.close()
+
+
+@pytest.mark.wing("kvstore.handle.head_split")
+async def test_other_shards_go_through_rows(tmp_path: Path) -> None:
+    async with running(tmp_path, heads=HEADS, size=2) as worker:
+        reader = Reader(worker)
+        reader.client.pull(worker.lease([1, 0, 5, 4, 3], "shm"), [0, 1, 2, 3, 4], ids(0, 1, 2, 3, 4))
+        assert torch.equal(reader.kv_pool[:5], worker.blocks[[1, 0, 5, 4, 3]])
+        assert reader.rows.any()
+        reader.client.close()
+
+
+async def test_what_has_arrived_is_compared(tmp_path: Path) -> None:
+    async with running(tmp_path, heads=HEADS, size=1) as worker:
+        reader = Reader(worker)
+        lease = worker.lease([1, 2], "shm")
+        worker.blocks[2] += 1
+        worker.owners[0].blocks[2] += 1  # overwritten since the lease was granted
+        with pytest.raises(TransferError, match=r"block 1 .* intact"):
+            reader.client.pull(lease, [0, 1], ids(0, 1))
+        wrong = with_shard(worker.lease([1], "shm"), digests=(1,))
+        with pytest.raises(TransferError, match=r"block 0 .* intact"):
+            reader.client.pull(wrong, [0], ids(0))
+        reader.client.close()

@@ -26,6 +26,7 @@ from worker.config import WorkerConfig
 from worker.kv.device_pool import DevicePool
 from worker.kv.kv_leases import KvLeases
 from worker.kv.shared_pool import SharedPoolMemory
+from worker.kv.transports import AUTO, TRANSPORTS, load_transports
 from worker.nccl import transport as nccl_transport
 from worker.nccl.pool import NcclPool
 
@@ -51,14 +52,27 @@ def test_a_cpu_worker_has_what_it_was_told(tmp_path: Path, wanted: str, transpor
     memory.close()
 
 
-def test_gpu_memory_cannot_be_asked_for_without_a_gpu(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="choose auto, shm or tcp"):
-        open_memory(tmp_path, "cuda_ipc")
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ("cuda_ipc", "choose auto, shm or tcp"),
+        ("nccl", "needs a GPU and libnccl"),
+        ("pigeon", r"^--kv-transport pigeon needs kvstore\.transports\.pigeon\.reader"),
+    ],
+)
+def test_transports_that_are_not_here_are_refused(
+    wanted: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(TRANSPORTS, "pigeon", "kvstore.transports.pigeon.reader:PigeonTransport")  # of an absent wing
+    with pytest.raises(ConfigError, match=message):
+        open_memory(tmp_path, wanted)
 
 
-def test_nccl_cannot_be_asked_for_without_a_gpu(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="needs a GPU and libnccl"):
-        open_memory(tmp_path, "nccl")
+def test_transports_of_absent_wings_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = [kind.name for kind in load_transports(AUTO)]
+    assert {"cuda_ipc", "shm", "tcp"} <= set(before)
+    monkeypatch.setitem(TRANSPORTS, "pigeon", "kvstore.transports.pigeon.reader:PigeonTransport")
+    assert [kind.name for kind in load_transports("shm")] == before
 
 
 def nccl_on(kv_pool: torch.Tensor, gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -200,10 +200,6 @@ def test_blocks_arrive_in_pieces_by_one_communicator(
     assert len(owner.link.messages) == 1 + 2 * -(-5 // piece_blocks)  # one to try it
 
 
-def test_nothing_to_pull(owner: NcclOwner, reader: Reader) -> None:
-    assert reader.pull(owner.lease([3]), [], []) == "nccl"
-
-
 def test_what_arrives_is_verified(owner: NcclOwner, reader: Reader) -> None:
     lease = owner.lease([3])
     owner.blocks[3, 5] ^= 1
@@ -497,8 +493,3 @@ def test_an_owners_process_that_dies_or_stops(
         other.close()
     finally:
         process.kill()
-
-
-def test_a_handle_carries_the_port_and_the_gpu(owner: NcclOwner) -> None:
-    lease = owner.lease([3])
-    assert lease_from_hex(handle_to_hex(as_handle(lease))) == lease
