@@ -13,9 +13,8 @@ from engine.gguf.block_rows import block_rows
 from engine.gguf.config import config_from_gguf
 from engine.gguf.weights import GgufFile, GgufWeights
 from engine.layers.linear import half
-from engine.quantization.cpu_linears import MAX_INT4_ROWS, CpuLinears, int4
+from engine.quantization.cpu_linears import int4
 from engine.quantization.int4 import quantize_int4
-from engine.quantization.quantized_rows import join_rows
 from tests.engine.driving import open_model, random_prompt, read_prompt
 from tests.engine.gguf.gguf_files import random_blocks, write_gguf
 from tests.engine.gguf.test_gguf import WIDE
@@ -54,21 +53,6 @@ def test_rows_of_other_widths_are_what_the_gguf_package_reads(kind: gguf.GGMLQua
     parts = [rows.cut_columns(range(256)), rows.cut_columns(range(256, 512))]
     whole = torch.cat([part.dequantize(torch.float32) for part in parts], 1)
     assert torch.equal(whole, rows.dequantize(torch.float32))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_both_paths_are_the_same_function(kind: gguf.GGMLQuantizationType) -> None:
-    rows = join_rows([block_rows(raw_rows(kind, size, 256), int(kind)) for size in (48, 16)])
-    assert rows is not None
-    exact_weight = rows.dequantize(torch.float32)
-    bias = torch.randn(64).bfloat16()
-    made = CpuLinears(torch.bfloat16).of_rows(rows, bias)
-    assert made is not None
-    linear = made[0]
-    x = torch.randn(MAX_INT4_ROWS + 1, 256).bfloat16()
-    exact = x.float() @ exact_weight.T + bias.float()
-    torch.testing.assert_close(linear(x).float(), exact, atol=0.15, rtol=0.02)
-    torch.testing.assert_close(linear(x[:-1]).float(), exact[:-1], atol=0.15, rtol=0.02)
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q4_K"])

@@ -5,24 +5,36 @@ from __future__ import annotations
 import logging
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import gguf
 import numpy as np
 import pytest
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from torch import Tensor
 
 from common.model_files import ModelFiles
-from engine.gguf.packed import block_linear
+from engine.config import EngineConfig
+from engine.gguf import choose
+from engine.gguf.packed import BlockGemm, block_linear
+from engine.gguf.q8_0 import BlockLinears, quantize_q8_0
+from engine.layers.linear import Linear
+from engine.loader.random_weights import RandomWeights
+from engine.moe.moe import Expert, Moe
+from engine.moe.stacked_moe import ClampedExpert
+from engine.quantization.cpu_linears import int8
 from kernels.gguf import linear
+from kernels.gguf.experts import BlockExperts
 from kernels.gguf.library import FOLDER, declared, library
 from kernels.gguf.linear import BLOCK_COLUMNS, Blocks, BlockWeight
 from kernels.native.compile import AVX512, VARIANTS, Variant, library_path
 from kernels.native.library import loaded, variants_of_this_cpu
-from tests.engine.driving import open_model, random_prompt, read_prompt
+from tests.engine.driving import Driver, directory, make_runner, open_model, random_prompt, read_prompt
 from tests.engine.gguf.gguf_files import write_gguf
 from tests.engine.gguf.test_gguf import WIDE
-from tests.engine.tiny_models import VOCAB_SIZE, TinyModel
+from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, TinyModel
 
 Kind = GGMLQuantizationType
 KINDS = sorted(map(GGMLQuantizationType, BLOCK_COLUMNS))
@@ -204,3 +216,156 @@ def test_the_library_is_compiled_once(variant: Variant, tmp_path: Path, monkeypa
     assert library_path(folder, variant) == made
     assert made.stat().st_mtime_ns == written
     assert [path.name for path in made.parent.iterdir()] == [made.name]
+
+
+# -- plain weights as blocks of Q8_0 ---------------------------------------------------------------------------------
+
+
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 32}
+
+
+@needs_library
+def test_numbers_are_within_half_a_step_of_their_block() -> None:
+    weight = torch.randn(700, 192).bfloat16()
+    weight[3, 32:64] = 0.0
+    weight[4, :32] *= 1e-4
+    found = BlockWeight([Blocks(quantize_q8_0(weight), 8)], 192).dequantize().float()
+    steps = weight.float().view(700, -1, 32).abs().amax(dim=2, keepdim=True) / 127
+    errors = (found - weight.float()).view(700, -1, 32).abs()
+    # Half a step, rounding of the step to float16 (2^-25 where it is subnormal), and of the product to bfloat16.
+    assert bool(
+        (errors <= steps * 0.5 + weight.float().view_as(errors).abs() * (2**-11 + 2**-8) + 127 * 2**-25).all()
+    )
+    assert not found[3, 32:64].any()
+
+
+def test_nothing_is_compiled_for_weights_that_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "library", lambda: pytest.fail("gcc runs"))
+    cpu = torch.device("cpu")
+    of_ranks = EngineConfig(dtype="bfloat16", tp=2)
+    assert choose.block_conversion(RandomWeights(torch.bfloat16, cpu), of_ranks, torch.bfloat16, cpu) is None
+
+
+@needs_library
+def test_columns_that_fill_no_block_stay_in_rows() -> None:
+    made = BlockLinears(torch.bfloat16)
+    weight = torch.randn(64, 48).bfloat16()
+    assert made.of_plain(Linear(weight)).gemm is int8
+    wide = made.of_plain(Linear(torch.randn(64, 96).bfloat16(), torch.randn(64).bfloat16()))
+    assert isinstance(wide.gemm, BlockGemm)
+
+
+@needs_library
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
+def test_a_models_layers_hold_blocks_alone_and_are_closer_than_with_a_scale_a_row(name: str, tmp_path: Path) -> None:
+    tiny = TINY_MODELS[name]
+    path = TinyModel(tiny.family, {**tiny.changes, **SIZES}).save(tmp_path / "m")
+    exact, _ = open_model(directory(path), dtype="float32", quant_mode="none")
+    blocks, _ = open_model(directory(path), dtype="bfloat16")
+    rows, _ = open_model(directory(path), dtype="bfloat16", quant_mode="int8-weight")
+    assert (blocks.quant_mode, rows.quant_mode) == ("q8_0", "int8-weight")
+    x = torch.randn(5, 128).bfloat16()
+    sums = [0.0, 0.0]
+    layers = zip(exact.model.linears(), blocks.model.linears(), rows.model.linears(), strict=True)
+    for plain, block, row in ((a.layer, b.layer, c.layer) for a, b, c in layers):
+        if not isinstance(block.gemm, BlockGemm):  # logits in float16
+            continue
+        assert block.dense is None or isinstance(block.dense.gemm, BlockGemm)
+        inputs = x if block.num_columns == 128 else torch.randn(5, block.num_columns).bfloat16()
+        expected = plain(inputs.float())
+        assert within(block(inputs), expected, 0.02)
+        for index, layer in enumerate((block, row)):
+            sums[index] += float((layer(inputs).float() - expected).square().sum())
+    assert 0.0 < sums[0] < sums[1]
+
+
+# -- experts in one call: the same bits as one after the other -------------------------------------------------------
+
+
+NUM_EXPERTS, TOP_K, HIDDEN, INNER, MAX_ROWS = 7, 3, 512, 256, 6
+
+
+def some_experts(
+    max_rows: int = MAX_ROWS, last: GGMLQuantizationType = Kind.Q6_K, is_clamped: bool = False
+) -> dict[int, Expert]:
+    """Of two types in turn, without numbers 2 and, at the end, 6. is_clamped: gpt-oss' gate, with biases."""
+    experts: dict[int, Expert] = {}
+    for index in (0, 1, 3, 4, 5):
+        down = last if index % 2 else Kind.Q4_K
+        parts = [random_blocks(kind, INNER, HIDDEN)[0] for kind in (Kind.Q4_K, Kind.Q5_K)]
+        gate_up = BlockWeight(parts, HIDDEN)
+        of_down = BlockWeight([random_blocks(down, HIDDEN, INNER)[0]], INNER)
+        biases = [torch.randn(count).bfloat16() if is_clamped else None for count in (2 * INNER, HIDDEN)]
+        layers = block_linear(gate_up, biases[0], max_rows), block_linear(of_down, biases[1], max_rows)
+        experts[index] = ClampedExpert(*layers, 1.702, 7.0) if is_clamped else Expert(*layers)
+    return experts
+
+
+def choices(num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    x = torch.randn(num_tokens, HIDDEN).bfloat16()
+    chosen = torch.stack([torch.randperm(NUM_EXPERTS)[:TOP_K] for _ in range(num_tokens)])
+    chosen[::4, 1] = -1
+    return x, torch.rand(num_tokens, TOP_K), chosen
+
+
+def at_once_of(experts: dict[int, Expert]) -> BlockExperts | None:
+    linears = {index: (each.gate_up, each.down) for index, each in experts.items()}
+    return BlockGemm.together(linears, *experts[0].gate)
+
+
+def one_after_the_other(experts: dict[int, Expert], x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+    block = SimpleNamespace(experts=experts, _together=None)
+    return Moe.chosen_output(block, x, shares, chosen)  # type: ignore[arg-type]
+
+
+@needs_library
+@pytest.mark.usefixtures("_variant")
+@pytest.mark.parametrize("num_tokens", [1, 2, 5])
+@pytest.mark.parametrize(("max_rows", "is_clamped"), [(MAX_ROWS, False), (0, False), (MAX_ROWS, True)])
+def test_bits_are_those_of_one_after_the_other(num_tokens: int, max_rows: int, is_clamped: bool) -> None:
+    experts = some_experts(max_rows, is_clamped=is_clamped)
+    at_once = at_once_of(experts)
+    assert at_once is not None
+    for _ in range(3):
+        x, shares, chosen = choices(num_tokens)
+        found = at_once(x, shares, chosen)
+        assert found is not None
+        assert torch.equal(found, one_after_the_other(experts, x, shares, chosen))
+
+
+@needs_library
+@pytest.mark.usefixtures("_variant")
+def test_what_is_left_to_one_after_the_other() -> None:
+    """An expert with more tokens than compute in integers, and weights that cannot."""
+    at_once = at_once_of(some_experts())
+    assert at_once is not None
+    x, shares, _ = choices(MAX_ROWS + 1)
+    assert at_once(x, shares, torch.ones(MAX_ROWS + 1, TOP_K, dtype=torch.int64)) is None
+    nobody = at_once(x, shares, torch.full((MAX_ROWS + 1, TOP_K), -1))
+    assert nobody is not None
+    assert not nobody.any()
+    assert at_once_of(some_experts(last=Kind.Q2_K)) is None
+
+
+@needs_library
+def test_steps_of_a_model_have_its_experts_at_once(tmp_path: Path) -> None:
+    """Those of generated tokens: a prompt's compute in bfloat16, one expert after the other."""
+    path = tmp_path / "m.gguf"
+    sizes = {"moe_intermediate_size": 256, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    write_gguf(path, TinyModel("Qwen3Moe", {**WIDE, "head_dim": 32, **sizes}).build(), "qwen3moe", "Q8_0")
+    prompt = random_prompt(20, VOCAB_SIZE, 3)
+
+    def logits(num_tokens: int) -> list[Tensor]:
+        loaded, config = open_model(ModelFiles("m", "gguf", path), dtype="bfloat16")
+        driver = Driver(make_runner(loaded, config), config)
+        request = driver.add(prompt, record_logits=True)
+        driver.finish([request], num_tokens, chunk=20)
+        return driver.logits[request.request_id]
+
+    with patch.object(BlockExperts, "__call__", autospec=True, side_effect=BlockExperts.__call__) as called:
+        logits(1)
+        assert not called.called
+        at_once = logits(4)
+        assert called.call_count == 3
+    with patch.object(BlockGemm, "together", return_value=None):
+        assert all(map(torch.equal, logits(4), at_once))

@@ -1,4 +1,4 @@
-"""Fingerprints, and the dry-run model."""
+"""Fingerprints, the dry-run model, and progress of loading."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ import torch
 
 from common.errors import ConfigError
 from common.model_files import ModelFiles, resolve_model
+from engine.config import EngineConfig
+from engine.layers.weights import PartSource
 from engine.loader.fingerprint import fingerprint
+from engine.loader.load import load_model
+from engine.loader.model_weights import ModelWeights
+from kvstore.layout import WHOLE, Shard
 from tests.engine.driving import Driver, directory, make_runner, open_model
 from tests.engine.tiny_models import TINY_MODELS
 
@@ -73,3 +78,45 @@ def test_a_missing_gpu_is_said() -> None:
         pytest.skip("has a GPU")
     with pytest.raises(ConfigError, match="no CUDA device"):
         open_model(DRY_RUN, device="cuda")
+
+
+# -- progress --------------------------------------------------------------------------------------------------------
+
+
+class Weights(PartSource):
+    """Of a model, without the bytes."""
+
+    def take_part(self, name, part):
+        return torch.empty(tuple(map(len, part)))
+
+
+def test_parts_are_of_the_numbers_and_what_comes_later_counts_when_it_is_read(monkeypatch):
+    monkeypatch.setattr("engine.loader.model_weights.INTERVAL_SECONDS", 0.0)
+    told = []
+    shapes = {"a": (2, 3), "b": (3,), "c": (1,)}
+    weights = ModelWeights(Weights(), shapes, {}, kept={"b"}, on_progress=lambda *args: told.append(args))
+    for name, shape in (("a", (2, 3)), ("b", (3,)), ("c", (1,))):
+        weights.take(name, shape)
+    weights.count("b")
+    assert told == [("loading weights", 0.6), ("loading weights", 0.7), ("loading weights", 1.0)]
+
+
+def test_it_is_told_ten_times_a_second_at_most_and_at_the_end():
+    told = []
+    shapes = {str(n): (1,) for n in range(1000)}
+    weights = ModelWeights(Weights(), shapes, {}, on_progress=lambda _, part: told.append(part))
+    for number in range(1000):
+        weights.take(str(number), (1,))
+    assert told[0] == 0.001
+    assert told[-1] == 1.0
+    assert len(told) < 20
+
+
+@pytest.mark.parametrize(
+    "shard", [WHOLE, pytest.param(Shard(1, 2), marks=pytest.mark.wing("engine.tensor_parallel"))]
+)
+def test_a_model_is_loaded_with_progress(shard):
+    told = []
+    config = EngineConfig("dry-run", device="cpu", quant_mode="none")
+    load_model(resolve_model("dry-run"), config, shard=shard, on_progress=lambda *args: told.append(args))
+    assert told[-1] == ("loading weights", 1.0)

@@ -33,21 +33,24 @@ def edit_config(path: Path, **changes: Any) -> None:
     (path / "config.json").write_text(json.dumps({**raw, **changes}))
 
 
-def test_missing_weights_are_named(model_dir: Path) -> None:
-    edit_weights(model_dir, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
-    with pytest.raises(ConfigError, match=r"missing: model\.layers\.1\.mlp\.up_proj\.weight"):
-        open_model(directory(model_dir))
+UP, NORM = "model.layers.1.mlp.up_proj.weight", "model.norm.weight"
 
 
-def test_unexpected_weights_are_named(model_dir: Path) -> None:
-    edit_weights(model_dir, lambda tensors: tensors.update({"model.layers.0.extra.weight": torch.zeros(1)}))
-    with pytest.raises(ConfigError, match=r"unexpected: model\.layers\.0\.extra\.weight"):
-        open_model(directory(model_dir))
-
-
-def test_wrong_shapes_are_named(model_dir: Path) -> None:
-    edit_weights(model_dir, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(5)}))
-    with pytest.raises(ConfigError, match=r"wrong shape: model\.norm\.weight is \[5\], not \[48\]"):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop(UP), rf"missing: {UP}"),
+        (lambda tensors: tensors.update({"model.extra.weight": torch.zeros(1)}), r"unexpected: model\.extra\.weight"),
+        (lambda tensors: tensors.update({NORM: torch.zeros(5)}), rf"wrong shape: {NORM} is \[5\], not \[48\]"),
+        (lambda tensors: tensors.update({NORM: torch.ones(48).to(torch.int8)}), rf"{NORM} holds I8 numbers"),
+    ],
+    ids=["missing", "unexpected", "of another shape", "integers"],
+)
+def test_weights_that_do_not_fit_are_named(
+    change: Callable[[dict[str, Tensor]], object], message: str, model_dir: Path
+) -> None:
+    edit_weights(model_dir, change)
+    with pytest.raises(ConfigError, match=message):
         open_model(directory(model_dir))
 
 
@@ -76,16 +79,28 @@ def test_damaged_files_are_named(model_dir: Path, content: bytes) -> None:
         open_model(directory(model_dir))
 
 
-@pytest.mark.parametrize("change", [{"shape": [-1, 48]}, {"shape": "48"}, {"data_offsets": [0]}, {"dtype": 3}])
-def test_damaged_headers_are_named(model_dir: Path, change: dict[str, Any]) -> None:
-    path = model_dir / "model.safetensors"
+def edit_header(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
-    header["model.norm.weight"].update(change)
+    change(header)
     changed = json.dumps(header).encode()
     path.write_bytes(len(changed).to_bytes(8, "little") + changed + content[8 + length :])
+
+
+@pytest.mark.parametrize("change", [{"shape": [-1, 48]}, {"shape": "48"}, {"data_offsets": [0]}, {"dtype": 3}])
+def test_damaged_headers_are_named(model_dir: Path, change: dict[str, Any]) -> None:
+    edit_header(model_dir / "model.safetensors", lambda header: header[NORM].update(change))
     with pytest.raises(ConfigError, match=r"header is damaged at 'model\.norm\.weight'"):
+        open_model(directory(model_dir))
+
+
+def test_tensors_that_overlap_are_refused(model_dir: Path) -> None:
+    edit_header(
+        model_dir / "model.safetensors",
+        lambda header: header[NORM].update(data_offsets=header["lm_head.weight"]["data_offsets"]),
+    )
+    with pytest.raises(ConfigError, match=r"model\.safetensors is damaged"):
         open_model(directory(model_dir))
 
 
@@ -98,18 +113,6 @@ def test_files_that_are_cut_off_are_named(model_dir: Path, kept: float) -> None:
         open_model(directory(model_dir))
 
 
-def test_tensors_that_overlap_are_refused(model_dir: Path) -> None:
-    path = model_dir / "model.safetensors"
-    content = path.read_bytes()
-    length = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + length])
-    header["model.norm.weight"]["data_offsets"] = header["lm_head.weight"]["data_offsets"]
-    changed = json.dumps(header).encode()
-    path.write_bytes(len(changed).to_bytes(8, "little") + changed + content[8 + length :])
-    with pytest.raises(ConfigError, match=r"model\.safetensors is damaged"):
-        open_model(directory(model_dir))
-
-
 def test_an_index_names_only_files_beside_it(model_dir: Path) -> None:
     index = model_dir / "model.safetensors.index.json"
     for files in ("../model.safetensors", "/etc/passwd", ""):
@@ -118,12 +121,6 @@ def test_an_index_names_only_files_beside_it(model_dir: Path) -> None:
             open_model(directory(model_dir))
     index.write_text("[]")
     with pytest.raises(ConfigError, match="no weight_map"):
-        open_model(directory(model_dir))
-
-
-def test_integers_are_not_taken_for_weights(model_dir: Path) -> None:
-    edit_weights(model_dir, lambda tensors: tensors.update({"model.norm.weight": torch.ones(48).to(torch.int8)}))
-    with pytest.raises(ConfigError, match=r"model\.norm\.weight holds I8 numbers"):
         open_model(directory(model_dir))
 
 
@@ -153,13 +150,6 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
 def test_unsupported_models_say_what_is_known(model_dir: Path) -> None:
     edit_config(model_dir, architectures=["GPT2LMHeadModel"])
     with pytest.raises(UnsupportedModelError, match=r"GPT2LMHeadModel.*LlamaForCausalLM, MiMo"):
-        open_model(directory(model_dir))
-
-
-@pytest.mark.wing("engine.quantization")
-def test_unsupported_quantization_is_named(model_dir: Path) -> None:
-    edit_config(model_dir, quantization_config={"quant_method": "hqq"})
-    with pytest.raises(UnsupportedModelError, match="hqq"):
         open_model(directory(model_dir))
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from common.errors import ConfigError, UnsupportedModelError
@@ -22,7 +20,6 @@ from engine.models.config import ModelConfig, with_latent
 from engine.models.families import family_of
 from engine.models.hf_config import config_from_hf
 from tests.engine.driving import GREEDY, Driver, directory, make_runner, open_model, random_prompt
-from tests.engine.quantization.packed_files import FORMATS, SIZES, write
 from tests.engine.tiny_models import DEEPSEEK, TINY_MODELS, VOCAB_SIZE, TinyModel, reference_answers, reference_logits
 
 FORMS = ("absorbed", "latent", "naive")
@@ -131,36 +128,6 @@ def test_quantized_weights_and_kv_are_close(path: Path, form: str, settings: dic
     exact, found = logits_of(path), logits_of(path, mla=form, **settings)
     for one, other in zip(exact, found, strict=True):
         assert float((one[0] - other[0]).norm() / one[0].norm()) < 0.12
-
-
-@pytest.mark.slow
-def test_checkpoints_in_fp8_blocks(tmp_path: Path) -> None:
-    """As DeepSeek-V3 is published. Layers whose rows are reordered are dequantized first, on a CPU to become int8."""
-    experts = {**DEEPSEEK, "num_key_value_heads": 4, "moe_intermediate_size": 64, "q_lora_rank": 64}
-    wide = {**SIZES, **experts, "kv_lora_rank": 64, "n_group": 2, "topk_group": 1}
-    prompt = random_prompt(20, VOCAB_SIZE, 3)
-    exact = reference_logits(write(FORMATS["fp8-blocks"], tmp_path / "m", TinyModel("DeepseekV3", wide)), prompt)[-1]
-    for dtype, bound in (("float32", 1e-4), ("bfloat16", 0.1)):
-        loaded, config = open_model(directory(tmp_path / "m"), dtype=dtype)
-        driver = Driver(make_runner(loaded, config), config)
-        request = driver.add(prompt, record_logits=True)
-        driver.finish([request], 1, chunk=20)
-        result = driver.logits[request.request_id][0].float()
-        assert float((result - exact).norm() / exact.norm()) < bound
-    assert loaded.quant_mode == "fp8-blocks"
-
-
-@pytest.mark.slow
-def test_layers_that_predict_further_tokens_are_not_read(tmp_path: Path) -> None:
-    saved = TINY_MODELS["deepseek-v3"].save(tmp_path / "m")
-    weights = load_file(saved / "model.safetensors")
-    extra = {"model.layers.3.eh_proj.weight": torch.zeros(48, 96), "model.layers.3.enorm.weight": torch.zeros(48)}
-    save_file({**weights, **extra}, saved / "model.safetensors")
-    open_model(directory(saved))
-    raw = json.loads((saved / "config.json").read_text())
-    (saved / "config.json").write_text(json.dumps({**raw, "num_nextn_predict_layers": 0}))
-    with pytest.raises(ConfigError, match=r"unexpected: model.layers.3.eh_proj.weight"):
-        open_model(directory(saved))
 
 
 @pytest.mark.slow

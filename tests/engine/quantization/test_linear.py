@@ -1,4 +1,4 @@
-"""Dense maps of a CPU."""
+"""Maps of a CPU: dense ones, and those of quantized rows: few and many inputs, orders, what torch does not take."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from engine.layers import linear
 from engine.layers.linear import (
+    Linear,
     dense_linear,
     fits_half,
     half_linear,
@@ -17,6 +19,9 @@ from engine.layers.linear import (
     in_threes,
     onednn,
 )
+from engine.quantization.conversion import linear_of_rows
+from engine.quantization.cpu_linears import CpuLinears, int4, int8
+from engine.quantization.quantized_rows import FP8_DTYPE, QuantizedRows
 from kernels.cpu_features import has_bfloat16_gemms
 
 
@@ -69,3 +74,75 @@ def test_a_float16_weight_is_multiplied_in_float32_and_rows_do_not_depend_on_com
         assert torch.equal(in_threes(layer, x[:count]), in_threes(layer, x)[:count])
         if has_bfloat16_gemms():
             assert torch.equal(layer(x[:count]), layer(x)[:count])
+
+
+# -- quantized rows --------------------------------------------------------------------------------------------------
+
+
+CPU = CpuLinears(torch.bfloat16)
+
+
+def int4_rows(n: int, k: int, group_size: int, order: Tensor | None = None, shifted: bool = True) -> QuantizedRows:
+    torch.manual_seed(n + k)
+    scales = torch.rand(n, k // group_size) * 0.1 + 0.01
+    offsets = scales * torch.randint(-8, 8, scales.shape) if shifted else None
+    return QuantizedRows(torch.randint(0, 16, (n, k)).to(torch.uint8), scales, offsets, group_size, order)
+
+
+def check(linear: Linear, rows: QuantizedRows, bias: Tensor | None, bound: float = 0.01) -> None:
+    """Against the exact product, few rows of x and many."""
+    weight = rows.dequantize(torch.float32)
+    for num_rows in (1, 3, 40):
+        x = torch.randn(num_rows, weight.shape[1]).bfloat16()
+        exact = torch.nn.functional.linear(x.float(), weight, None if bias is None else bias.float())
+        result = linear(x).float()
+        assert float((result - exact).norm() / exact.norm()) < bound
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("k", "group_size", "held"), [(128, 32, 32), (256, 256, 256), (192, 192, 64), (96, 96, 32)])
+def test_four_bits(k: int, group_size: int, held: int, has_bias: bool) -> None:
+    bias = torch.randn(48).bfloat16() if has_bias else None
+    rows = int4_rows(48, k, group_size)
+    linear, kind = linear_of_rows([rows], bias, torch.bfloat16, CPU)
+    assert linear.gemm is int4
+    assert (linear.group_size, kind) == (held, "int4")
+    check(linear, rows, bias)
+
+
+def test_an_order_of_columns() -> None:
+    order = torch.randperm(128, generator=torch.Generator().manual_seed(1))
+    rows = int4_rows(48, 128, 32, order, shifted=False)
+    linear, kind = linear_of_rows([rows], None, torch.bfloat16, CPU)
+    assert linear.order is order
+    assert linear.gemm is int4
+    assert kind == "int4 reordered"
+    check(linear, rows, None)
+
+
+@pytest.mark.parametrize(("n", "k", "group_size"), [(40, 128, 32), (48, 128, 16), (48, 80, 80)])
+def test_what_the_product_does_not_take_becomes_int8(n: int, k: int, group_size: int) -> None:
+    order = torch.randperm(k, generator=torch.Generator().manual_seed(1))
+    rows = int4_rows(n, k, group_size, order)
+    linear, kind = linear_of_rows([rows], None, torch.bfloat16, CPU)
+    assert linear.gemm is int8
+    assert kind == "int8 of other groups"
+    check(linear, rows, None, 0.02)
+
+
+def test_int8_rows_are_taken_as_they_are() -> None:
+    codes = torch.randint(-127, 128, (48, 64)).to(torch.int8)
+    rows = QuantizedRows(codes, torch.rand(48, 1) * 0.01 + 0.001, None, 64)
+    linear, kind = linear_of_rows([rows], None, torch.bfloat16, CPU)
+    assert linear.gemm is int8
+    assert linear.weight is codes
+    assert kind == "int8"
+    check(linear, rows, None)
+
+
+def test_e4m3_becomes_int8() -> None:
+    rows = QuantizedRows(torch.randn(48, 64).to(FP8_DTYPE), torch.rand(48, 2), None, 32)
+    linear, kind = linear_of_rows([rows], None, torch.bfloat16, CPU)
+    assert linear.gemm is int8
+    assert kind == "int8 of e4m3"
+    check(linear, rows, None, 0.02)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 
@@ -15,10 +14,9 @@ from common.errors import ConfigError, UnsupportedModelError
 from engine.loader.random_weights import RandomWeights
 from engine.loader.safetensors import SafetensorsWeights
 from engine.quantization.mxfp4 import BLOCKS, SCALES, Mxfp4Weights, RandomMxfp4Weights, dequantize, filled_columns
-from tests.engine.driving import Driver, directory, make_runner, open_model, random_prompt
-from tests.engine.tiny_models import GPT_OSS, VOCAB_SIZE, TinyModel
-
-EXPERTS = ("gate_up_proj", "down_proj")
+from tests.engine.driving import directory, open_model
+from tests.engine.quantization.published_experts import write_mxfp4
+from tests.engine.tiny_models import GPT_OSS, TinyModel
 
 
 def some_blocks(experts: int, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,33 +80,10 @@ def test_ranks_fill_up_their_columns_alike(count: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.wing("engine.windows")
-def test_a_checkpoint_equals_its_dequantized_copy(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    plain = TinyModel("GptOss", {**GPT_OSS, "hidden_size": 64, "intermediate_size": 32}).save(tmp_path / "plain")
-    packed = tmp_path / "packed"
-    packed.mkdir()
-    weights, stored = load_file(plain / "model.safetensors"), {}
-    for name, weight in weights.items():
-        if name.endswith(EXPERTS):
-            blocks, scales = some_blocks(weight.shape[0], weight.shape[2], weight.shape[1])
-            stored |= {name + BLOCKS: blocks, name + SCALES: scales}
-            weights[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
-        else:
-            stored[name] = weight
-    save_file(weights, plain / "model.safetensors")
-    save_file(stored, packed / "model.safetensors")
-    raw = json.loads((plain / "config.json").read_text())
-    (packed / "config.json").write_text(json.dumps({**raw, "quantization_config": {"quant_method": "mxfp4"}}))
-    found = []
-    for path in (plain, packed):
-        loaded, config = open_model(directory(path), dtype="float32")
-        driver = Driver(make_runner(loaded, config), config)
-        request = driver.add(random_prompt(30, VOCAB_SIZE, 1), record_logits=True)
-        driver.finish([request], 1, chunk=30)
-        found.append(driver.logits[request.request_id][0])
-    assert torch.equal(*found)
-    stored.popitem()
-    stored["model.layers.0.mlp.experts.down_proj_scales"] = torch.zeros(2, 2, 2, dtype=torch.uint8)
-    save_file(stored, packed / "model.safetensors")
+def test_blocks_and_scales_of_unlike_shapes_are_refused(tmp_path: Path) -> None:
+    write_mxfp4(tmp_path / "m", TinyModel("GptOss", {**GPT_OSS, "hidden_size": 64, "intermediate_size": 32}))
+    tensors = load_file(tmp_path / "m/model.safetensors")
+    scales = {f"model.layers.0.mlp.experts.down_proj{SCALES}": torch.zeros(2, 2, 2, dtype=torch.uint8)}
+    save_file({**tensors, **scales}, tmp_path / "m/model.safetensors")
     with pytest.raises(ConfigError, match=r"down_proj: blocks of .* are no MXFP4 weight"):
-        open_model(directory(packed))
+        open_model(directory(tmp_path / "m"))

@@ -15,16 +15,14 @@ from torch import Tensor
 
 from common.errors import ConfigError
 from common.model_files import resolve_model
-from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.layers.linear import Linear, half, half_weight
 from engine.loader.load import LoadedModel
 from engine.quantization.cpu_linears import int4, int8
-from engine.request import SamplingParams
 from kernels.gguf.library import library
 from tests.engine.driving import Driver, make_runner, open_model, random_prompt
 from tests.engine.quantization.packed_files import FORMATS, TINY, VOCAB_SIZE, Format, write
-from tests.engine.tiny_models import TinyModel, reference_greedy, reference_logits
+from tests.engine.tiny_models import TinyModel, reference_logits
 
 PROMPT = random_prompt(20, VOCAB_SIZE, 3)
 UP = "model.layers.1.mlp.up_proj"
@@ -79,22 +77,6 @@ def test_shards_may_part_the_tensors_of_a_map(tmp_path: Path) -> None:
         exact = reference_logits(write(FORMATS[name], tmp_path / name, num_shards=3), PROMPT)[-1]
         result, _ = logits(tmp_path / name, 20, dtype="float32")
         torch.testing.assert_close(result, exact, atol=1e-4, rtol=0)
-
-
-def test_the_engine_serves_one(tmp_path: Path) -> None:
-    model = write(FORMATS["awq"], tmp_path / "m", TinyModel("Llama", TINY.changes))
-    told = []
-    parts = assemble(
-        EngineConfig(str(tmp_path / "m"), device="cpu", num_gpu_blocks=64, num_threads=1),
-        on_progress=lambda *args: told.append(args),
-    )
-    assert told[-2:] == [("loading weights", 1.0), ("warming up", None)]
-    assert parts.quantization == "awq-4bit"
-    exact = assemble(EngineConfig(str(tmp_path / "m"), device="cpu", dtype="float32", num_gpu_blocks=64)).engine
-    request = exact.add_request(PROMPT, SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
-    while exact.has_work():
-        exact.step()
-    assert request.output_token_ids == reference_greedy(model, PROMPT, 8)
 
 
 def test_fingerprints_tell_how_weights_are_held(tmp_path: Path) -> None:

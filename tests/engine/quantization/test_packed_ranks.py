@@ -31,6 +31,7 @@ PROMPTS = [[(7 * i + 11 * j) % (VOCAB_SIZE - 8) + 8 for j in range(3 + 9 * i)] f
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
 PARTIAL_ROPE = rope("default", partial_rotary_factor=0.75)
 MODELS = {
+    "plain": TINY,
     "experts": TinyModel("Qwen3Moe", {**SIZES, **EXPERTS, "head_dim": 16}),
     "latents": TinyModel(
         "DeepseekV3",
@@ -70,24 +71,15 @@ def greedy_tokens(parts: EngineParts) -> list[list[int]]:
 
 @pytest.mark.usefixtures("_exact")
 @pytest.mark.parametrize(
-    ("name", "num_ranks"),
-    [
-        ("gptq-act-order", 2), ("gptq-head", 2), ("awq-one-map-plain", 2), ("compressed-int4-asymmetric", 2),
-        ("compressed-fp8-channel", 2), ("awq", 4), ("fp8-blocks", 4),
-    ],
-)  # fmt: skip
-def test_ranks_equal_transformers(name: str, num_ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 4 ranks, two have the same KV head, and half a group of the inputs of `o_proj`."""
-    model = write(FORMATS[name], tmp_path / "m")
-    parts = open_ranks(tmp_path / "m", num_ranks, monkeypatch)
-    assert parts.quantization == FORMATS[name].label
-    assert greedy_tokens(parts) == reference_answers(model, PROMPTS, NUM_TOKENS)
-
-
-@pytest.mark.usefixtures("_exact")
-@pytest.mark.parametrize(
     ("model", "name", "tp", "pp", "settings"),
     [
+        ("plain", "gptq-act-order", 2, 1, {}),
+        ("plain", "gptq-head", 2, 1, {}),
+        ("plain", "awq-one-map-plain", 2, 1, {}),
+        ("plain", "compressed-int4-asymmetric", 2, 1, {}),
+        ("plain", "compressed-fp8-channel", 2, 1, {}),
+        ("plain", "awq", 4, 1, {}),  # two have the same KV head, and half a group of the inputs of `o_proj`
+        ("plain", "fp8-blocks", 4, 1, {}),
         ("experts", "gptq-act-order", 2, 1, {}),
         ("experts", "awq", 2, 1, {"expert_parallel": True}),
         ("experts", "fp8-blocks", 2, 1, {"expert_parallel": True, "expert_exchange": "dispatch"}),
@@ -100,7 +92,7 @@ def test_ranks_equal_transformers(name: str, num_ranks: int, tmp_path: Path, mon
         ("odd vocabulary", "packed head", 2, 2, {}),
     ],
 )
-def test_ranks_and_stages_of_other_models_equal_transformers(
+def test_ranks_and_stages_equal_transformers(
     model: str, name: str, tp: int, pp: int, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reference = write(FORMS[name], tmp_path / "m", MODELS[model])
