@@ -15,7 +15,7 @@ from engine.cpu.runner import CpuRunner
 from engine.kv.memory import allocate_pool, pool_geometry
 from engine.loader.load import LoadedModel
 from engine.plan import StepPlan
-from engine.request import Request, RequestId, SamplingParams
+from engine.request import Request, RequestId
 from kvstore.types import BlockId, HostSlot
 from tests.engine.driving import GREEDY, Driver, directory, make_runner, open_model, plan_of, random_prompt
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, reference_greedy, reference_logits, with_wing
@@ -92,15 +92,6 @@ def test_a_row_may_be_computed_twice(llama: Opened) -> None:
     assert once.token_ids[0] == reference_greedy(reference, request.prompt_token_ids, 3)[2:]
 
 
-def test_rows_that_do_not_sample_return_nothing(llama: Opened) -> None:
-    loaded, config, _ = llama
-    driver = Driver(make_runner(loaded, config), config)
-    request = driver.add(random_prompt(20, VOCAB_SIZE, 0))
-    result = driver.step([(request, 8)])
-    assert result.token_ids == [[]]
-    assert result.logprobs == [[]]
-
-
 def test_logprobs_and_prompt_logprobs_equal_transformers(llama: Opened) -> None:
     loaded, config, reference = llama
     params = replace(GREEDY, logprobs=5, prompt_logprobs=3)
@@ -164,16 +155,6 @@ def test_a_pool_of_another_shape_is_refused(llama: Opened) -> None:
         CpuRunner(loaded, pool.bfloat16(), None, config)
     with pytest.raises(ConfigError, match="KV pool"):
         CpuRunner(loaded, pool[:, :1], None, config)
-
-
-def test_warmup_leaves_results_unchanged(llama: Opened) -> None:
-    loaded, config, reference = llama
-    runner = make_runner(loaded, config)
-    runner.warmup()
-    driver = Driver(runner, config)
-    request = driver.add(random_prompt(10, VOCAB_SIZE, 8), SamplingParams(max_tokens=4, temperature=0.0))
-    driver.finish([request], 2, chunk=4)
-    assert request.output_token_ids == reference_greedy(reference, request.prompt_token_ids, 2)
 
 
 def test_paths_are_not_needed_after_loading(tmp_path: Path) -> None:

@@ -98,14 +98,6 @@ def test_the_same_bits_in_any_company(llama: str) -> None:
     assert all(torch.equal(*pair) for pair in zip(alone, together, strict=True))
 
 
-def test_nothing_is_cached(llama: str) -> None:
-    made, prompt = engine(llama), random_prompt(60, VOCAB_SIZE, 60)
-    for _ in range(2):
-        [request], [found] = run(made, [prompt], "last")
-        assert request.num_cached_tokens == 0
-        assert_close([found], expected("llama", [prompt], "last"))
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -214,7 +206,7 @@ def test_files_of_few_bits(is_packed: bool, tmp_path: Path) -> None:
     assert_close(vectors(made, prompts, "mean"), states)
 
 
-# -- what is refused ------------------------------------------------------------------------------------------------
+# -- what is refused -------------------------------------------------------------------------------------------------
 
 
 def test_it_generates_nothing(llama: str) -> None:
@@ -262,7 +254,7 @@ def test_transformers_code_is_refused(tmp_path: Path) -> None:
         engine(path, model_impl="transformers")
 
 
-# -- attention alone ------------------------------------------------------------------------------------------------
+# -- attention alone -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("window", [0, 1, 2, 100, QUERY_BLOCK + 7, 2 * QUERY_BLOCK])

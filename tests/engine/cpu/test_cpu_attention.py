@@ -11,8 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.assembly import assemble
-from engine.config import EngineConfig
 from engine.cpu import attention as cpu_attention
 from engine.cpu.attention import CpuAttention
 from engine.cpu.batch import build_batch
@@ -155,25 +153,6 @@ def test_blocks_are_read_in_runs_or_one_by_one(min_run: int, monkeypatch: pytest
     assert other.block_ids[0] == request.block_ids[-1] + 1
 
 
-def test_a_row_follows_its_blocks_not_its_name() -> None:
-    """The same request with other blocks of the same length must not be served from the old row."""
-    pair, sequences = Pair(), Sequences(1)
-    first, second = sequences.new(), sequences.new()
-    pair.step([sequences.row(first, 6), sequences.row(second, 6)])
-    pair.step([sequences.row(first, 1), sequences.row(second, 1)])
-    first.block_ids, second.block_ids = second.block_ids, first.block_ids
-    pair.step([sequences.row(first, 1), sequences.row(second, 1)])
-
-
-def test_a_row_computed_again_continues_where_it_was() -> None:
-    pair, sequences = Pair(), Sequences(1)
-    request = sequences.new()
-    pair.step([sequences.row(request, 6)])
-    for start in (6, 7, 7, 8, 6, 7):
-        request.num_computed_tokens = start
-        pair.step([sequences.row(request, 1)])
-
-
 def test_what_one_sequence_left_behind_does_not_reach_the_next() -> None:
     """A sequence with NaN in its KV, then another one in the same step."""
     pair, sequences = Pair(), Sequences(2)
@@ -196,7 +175,3 @@ def test_padded_lengths_are_few() -> None:
     lengths = {padded_len(num_keys) for num_keys in range(1, 8193)}
     assert len(lengths) < 50
     assert all(padded_len(num_keys) >= num_keys for num_keys in range(1, 8193))
-
-
-def test_an_engine_tells_what_attends() -> None:
-    assert assemble(EngineConfig("dry-run", device="cpu", num_gpu_blocks=64)).attention_backend == "native"

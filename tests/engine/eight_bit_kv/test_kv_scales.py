@@ -14,7 +14,6 @@ from common.model_files import resolve_model
 from common.text.load import load_tokenizer
 from engine.assembly import assemble
 from engine.config import EngineConfig
-from engine.cpu.runner import CpuRunner
 from engine.eight_bit_kv.scales import check_device, fold_kv_scales, kv_head_scales
 from engine.kv.memory import pool_geometry
 from engine.layers.attention import Attention
@@ -100,13 +99,6 @@ def test_eight_bit_blocks_are_half_as_large_and_have_keys_of_their_own(path: Pat
     by_memory = replace(config, num_gpu_blocks=0, kv_cache_gb=0.01)
     doubled = pool_geometry(loaded.config, replace(by_memory, kv_cache_dtype="fp8"), "f", loaded.dtype).num_blocks
     assert doubled // 2 == pool_geometry(plain.config, by_memory, "f", plain.dtype).num_blocks
-
-
-def test_the_runner_refuses_a_pool_of_another_type(path: Path) -> None:
-    loaded, config = opened(path)
-    pool = make_runner(loaded, config)._pool
-    with pytest.raises(ConfigError, match="float8"):
-        CpuRunner(loaded, pool, None, replace(config, kv_cache_dtype="fp8"))
 
 
 def test_a_gpu_without_the_conversion_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

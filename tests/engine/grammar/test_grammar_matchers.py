@@ -110,10 +110,15 @@ def test_answers_of_one_grammar_are_apart(grammars: Grammars) -> None:
     assert allowed(grammars.start(grammar.choice(["ab", "cd"])).result(), []) == sorted(b"ac")
 
 
-def test_a_grammar_beyond_its_limits_ends_with_an_error(grammars: Grammars) -> None:
-    """Every way to read a text is followed, and there are ever more of them."""
-    grammar.check_grammar(grammar.lark(AMBIGUOUS))
-    matcher = grammars.start(grammar.lark(AMBIGUOUS)).result()
+@pytest.mark.parametrize("text", [AMBIGUOUS, 'start: e\ne: e e | "b" | "a"?'])
+def test_a_grammar_at_its_limits_ends_with_an_error_and_is_compiled_again(grammars: Grammars, text: str) -> None:
+    """Every way to read a text is followed, and there are ever more of them. Copies share an automaton: one that has
+    failed would fail all later answers.
+    """
+    followed = grammar.lark(text)
+    grammar.check_grammar(followed)
+    matcher = grammars.start(followed).result()
+    compiled = grammars.compile(followed)
 
     def follow() -> None:
         for length in range(2_000):
@@ -121,9 +126,12 @@ def test_a_grammar_beyond_its_limits_ends_with_an_error(grammars: Grammars) -> N
 
     with pytest.raises(EngineError, match="too complex"):
         follow()
+    assert grammars.compile(followed) is not compiled
+    assert allowed(grammars.start(followed).result(), list(b"a"))
 
 
-def test_the_tokenizer_is_loaded_once_and_when_it_is_needed() -> None:
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_the_tokenizer_is_loaded_once_ahead_or_when_it_is_needed(is_prepared: bool) -> None:
     loads = []
 
     def load() -> Any:
@@ -132,25 +140,14 @@ def test_the_tokenizer_is_loaded_once_and_when_it_is_needed() -> None:
 
     grammars = Grammars(load, VOCAB_SIZE)
     assert not loads
+    if is_prepared:
+        assert grammars.prepare().exception() is None
+        assert loads == [1]
     for text in ("a", "b", "a"):
         grammars.start(grammar.choice([text])).result()
     assert loads == [1]
     with pytest.raises(InvalidRequestError):
         grammars.start("regex:(").result()
-
-
-def test_the_tokenizer_is_loaded_ahead() -> None:
-    loads = []
-
-    def load() -> Any:
-        loads.append(1)
-        return DRY_RUN
-
-    grammars = Grammars(load, VOCAB_SIZE)
-    assert grammars.prepare().exception() is None
-    assert loads == [1]
-    grammars.start(grammar.choice(["a"])).result()
-    assert loads == [1]
 
 
 def test_without_a_tokenizer_only_grammars_fail() -> None:
@@ -169,22 +166,6 @@ def test_a_model_without_an_end_token_takes_no_grammar(monkeypatch: pytest.Monke
     monkeypatch.setattr(tokenizer, "eos_token_ids", ())
     with pytest.raises(InvalidRequestError, match=f"^{GRAMMAR_REFUSED}cannot end"):
         Grammars(lambda: tokenizer, VOCAB_SIZE).start(grammar.choice(["a"])).result()
-
-
-def test_a_grammar_at_its_limits_is_compiled_again_for_the_next_answer(grammars: Grammars) -> None:
-    """Copies share an automaton: one that has failed would fail all later answers."""
-    text = grammar.lark('start: e\ne: e e | "b" | "a"?')
-    matcher = grammars.start(text).result()
-    compiled = grammars.compile(text)
-
-    def follow() -> None:
-        for length in range(2_000):
-            matcher.allowed(list(b"a" * length))
-
-    with pytest.raises(EngineError, match="too complex"):
-        follow()
-    assert grammars.compile(text) is not compiled
-    assert allowed(grammars.start(text).result(), list(b"a"))
 
 
 def test_compiled_grammars_are_found_while_somebody_holds_them_and_few_beyond_that(grammars: Grammars) -> None:

@@ -212,19 +212,6 @@ def test_an_answer_does_not_depend_on_the_batch(tmp_path: Path) -> None:
     assert logprobs(True, max_num_batched_tokens=9) == alone
 
 
-def test_adapters_share_no_blocks(tmp_path: Path) -> None:
-    tiny = TINY_MODELS["llama"]
-    first, second = write_adapters(tmp_path, tiny)
-    engine = open_engine(tiny.save(tmp_path / "model"), **FLOAT32).engine
-    cached = []
-    for folder in (first, second, None, first, second, None):
-        name = str(AdapterRef.of(folder)) if folder else ""
-        request = engine.add_request(PROMPTS[1], GREEDY_8, adapter=name)
-        finish(engine, [request])
-        cached.append(request.num_cached_tokens)
-    assert cached == [0, 0, 0, 28, 28, 28]
-
-
 def test_the_least_recently_used_adapter_leaves_and_comes_back(tmp_path: Path) -> None:
     """With room for one, also while requests of several run."""
     tiny = TINY_MODELS["llama"]

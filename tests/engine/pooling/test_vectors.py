@@ -92,23 +92,6 @@ def test_a_cached_prefix_changes_nothing(pooling: str, num_cached: list[int], tm
     assert [request.num_cached_tokens for request in requests] == num_cached
 
 
-def test_beside_requests_that_generate(tmp_path: Path) -> None:
-    made = engine(saved("llama", tmp_path), max_num_batched_tokens=16)
-    other = made.add_request(random_prompt(5, VOCAB_SIZE, 1), replace(POOLED, max_tokens=30, ignore_eos=True))
-    while not other.output_token_ids:
-        made.step()
-    prompts = prompts_of()
-    found: dict[object, list[TokenLogprobs]] = {}
-    requests = [made.add_request(prompt, replace(POOLED, pooling="mean")) for prompt in prompts]
-    while made.has_work():
-        for output in made.step().outputs:
-            found.setdefault(output.request, []).extend(output.logprobs)
-    assert len(other.output_token_ids) == 30
-    assert found[other] == []
-    ours = [torch.tensor(found[request][0].top_logprobs) for request in requests]
-    assert_close(ours, expected("llama", prompts, "mean"))
-
-
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 @pytest.mark.wing("kvstore.tier")
 def test_survive_preemption(preemption: str, tmp_path: Path) -> None:
@@ -146,8 +129,3 @@ def test_a_row_that_is_run_again_counts_once(tmp_path: Path) -> None:
 def test_a_vector_has_one_token_to_travel_with(changes: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError, match="pooling needs max_tokens 1, and no logprobs"):
         check_prompt([1], replace(POOLED, pooling="last", **changes), VOCAB_SIZE)
-
-
-def test_other_poolings_are_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="pooling must be auto, last, mean, cls"):
-        replace(POOLED, pooling="max")

@@ -1,5 +1,7 @@
 """`--simulated-steps`: real scheduling, steps that only last."""
 
+from __future__ import annotations
+
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from common.grammar import grammar
 from engine import LLM, SamplingParams
 from engine.assembly import assemble
 from engine.config import EngineConfig
+from engine.simulated.step_cost import SimulatedCost
 from tests.engine.combinations import MODELS, PROMPTS
 from tests.engine.driving import answers, engine_config
 
@@ -93,3 +96,13 @@ def test_what_is_not_computed_is_refused(asked: dict[str, Any]) -> None:
 def test_settings_that_cannot_work_are_named(settings: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         EngineConfig(**settings)  # type: ignore[arg-type]
+
+
+def test_prompt_tokens_hide_the_reading_of_weights() -> None:
+    cost = SimulatedCost.parse("base=0.004,row=1e-5,prompt=0.0005,prompt_token=2e-5,weights=0.003")
+    assert cost.seconds(0) == 0.0
+    assert cost.seconds(10) == pytest.approx(0.0041)  # they are of its base
+    assert [cost.seconds(0, tokens) for tokens in (50, 100)] == pytest.approx([0.0045, 0.0045])  # read for few, too
+    assert cost.seconds(0, 1000) == pytest.approx(0.001 + 0.0205)
+    assert cost.seconds(10, 100) == pytest.approx(0.0041 + 0.0005)
+    assert cost.seconds(10, 1000) == pytest.approx(0.0041 + 0.0205 + 0.0002 - 0.003)  # its rows are computed, too

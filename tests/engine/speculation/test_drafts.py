@@ -195,14 +195,6 @@ def test_a_prefill_worker_drafts_nothing() -> None:
     assert_quiet(engine)
 
 
-def test_a_resumed_stream_goes_on_with_drafts() -> None:
-    engine = always(expected_tokens)
-    whole = expected_tokens([5, 6, 7], 12)
-    request = engine.add_request([5, 6, 7], SamplingParams(max_tokens=12), output_token_ids=whole[:4])
-    assert run_all(engine)[request.request_id] == whole[4:]
-    assert num_drafts(engine)[1] > 0
-
-
 def test_swapped_requests_go_on_where_they_were_accepted() -> None:
     engine, runner = drafting(0.6, num_blocks=12, host_slots=24, swap=True, prefix_cache=False)
     requests = [engine.add_request([i + 1] * 5, SamplingParams(max_tokens=20)) for i in range(4)]

@@ -312,15 +312,6 @@ def test_ranks_accept_the_same_drafts(greedy: Greedy, monkeypatch: pytest.Monkey
     assert 0 < accepted < drafted
 
 
-def test_more_ranks_than_kv_heads(greedy: Greedy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two KV heads, three query heads each: ranks 0 to 2 hold the first one, 3 to 5 the second."""
-    tiny = TINY_MODELS["qwen3"]
-    tiny = type(tiny)(tiny.family, {**tiny.changes, "intermediate_size": 84})
-    path, expected = greedy(tiny, PROMPTS, NUM_TOKENS)
-    parts = open_ranks(path, 6, monkeypatch)
-    assert answers_of(parts) == expected
-
-
 def own_followers() -> list[int]:
     """Of this process, without those of engines that other tests have left to the collector of garbage."""
     gc.collect()
@@ -357,10 +348,17 @@ def test_processes_follow_plans() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "told"),
-    [({"tp": 3}, "3 ranks cannot divide 4 query heads"), ({"pp": 5}, "--pp 5: the model has 2 layers")],
+    [
+        ({"tp": 3}, "3 ranks cannot divide 4 query heads"),
+        ({"tp": 0}, "choose 1 to 256"),
+        ({"pp": 3}, "--pp 3: the model has 2 layers"),
+        ({"pp": 0}, "choose 1 to 64"),
+        ({"pp": 2, "itl_objective_ms": 20.0}, "--itl-objective-ms"),
+    ],
+    ids=str,
 )
 def test_a_model_that_ranks_cannot_divide_is_refused_before_any_starts(
-    monkeypatch: pytest.MonkeyPatch, settings: dict[str, int], told: str
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, float], told: str
 ) -> None:
     monkeypatch.setattr(engine.assembly, "_start_ranks", lambda *_: pytest.fail("ranks were started"))
     with pytest.raises(ConfigError, match=told):
@@ -376,17 +374,3 @@ def test_ranks_that_end_with_their_engine_are_not_lost() -> None:
     assert own_followers() == []
     with pytest.raises(queue.Empty):
         lost.get(timeout=0.3)
-
-
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        ({"tp": 3}, "3 ranks cannot"),
-        ({"tp": 0}, "choose 1 to 256"),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_divided_is_refused(settings: dict[str, object], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        LLM("dry-run", num_gpu_blocks=64, **settings)
-    assert own_followers() == []

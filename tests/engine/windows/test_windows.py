@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from engine.loader.supported import check_attention
 from engine.models.config import LatentConfig
 from engine.models.families import family_of
 from engine.models.hf_config import config_from_hf
+from engine.windows.layout import windowed_attention
+from kvstore.layout import PoolGeometry
 from tests.engine.conftest import Greedy
 from tests.engine.driving import GREEDY, Driver, directory, make_runner, num_drafts, open_model, random_prompt, serve
 from tests.engine.tiny_models import GEMMA3, SHAPE, TINY_MODELS, VOCAB_SIZE
@@ -194,3 +197,29 @@ def test_old_spellings_of_gemma_configs() -> None:
     assert config.windows == (21, 21, 0, 21, 21, 0, 21)
     assert (config.rope.theta, config.rope.kind, config.rope.factor) == (5e5, "linear", 8.0)
     assert config.local_rope == replace(config.rope, theta=2e4, kind="default", factor=1.0)
+
+
+# -- KV groups -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("windows", "sizes"),
+    [
+        ([4096] * 32, [32]),  # Mistral-v0.1
+        ([128, 0] * 12, [12, 12]),  # gpt-oss-20b
+        ([*[1024] * 5, 0] * 5 + [1024] * 4, [5, *[5] * 5, 4]),  # Gemma-3-4b
+        ([*[1024] * 5, 0] * 10 + [1024] * 2, [10, 9, 9, 9, 9, 8, 8]),  # Gemma-3-27b
+        ([0] + [64] * 39, [1, 6, 6, 6, 6, 5, 5, 5]),  # padded where it must be
+        ([0, 64, 32], [1, 1, 1]),
+    ],
+)
+def test_layers_of_one_window_are_cut_into_groups_of_one_size(windows: list[int], sizes: list[int]) -> None:
+    layout = windowed_attention(windows, 4, 8, "bfloat16")
+    assert [len(group.layers) for group in layout.groups] == sizes
+    reach = [group.window or math.inf for group in layout.groups]
+    assert reach == sorted(reach, reverse=True)
+    for layer, window in enumerate(windows):
+        assert [group.window for group in layout.groups if layer in group.layers] == [window]
+    geometry = PoolGeometry(layout, 10, 16, "f")
+    assert geometry.block_shape == (max(sizes), 2, 4, 16, 8)
+    assert layout.has_windows
