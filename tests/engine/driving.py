@@ -72,6 +72,14 @@ def answers(
     return [request.output_token_ids for request in requests]
 
 
+def prompt_logprobs(engine: Engine, prompts: Sequence[list[int]]) -> Tensor:
+    """Log-probabilities of the prompts' tokens, one prompt after the other."""
+    params = replace(GREEDY, max_tokens=1, prompt_logprobs=0)
+    requests = [engine.add_request(prompt, params) for prompt in prompts]
+    outputs = sorted(finish(engine), key=lambda output: requests.index(output.request))
+    return torch.tensor([entry.logprob for output in outputs for entry in output.prompt_logprobs])
+
+
 def serve(engine: Engine, prompts: Sequence[list[int]], num_tokens: int) -> list[Request]:
     """Greedy answers of so many tokens to prompts together; all KV is free afterwards."""
     params = replace(GREEDY, max_tokens=num_tokens, ignore_eos=True)
@@ -156,6 +164,16 @@ class Driver:
                 return
             result = self.step(work)
             assert not result.errors, result.errors
+
+
+def generate(
+    loaded: LoadedModel, config: EngineConfig, prompt: Sequence[int], num_tokens: int = 1, chunk: int = 16
+) -> tuple[list[int], Tensor]:
+    """Greedy tokens after a prompt, which is computed in steps of `chunk`; logits (num_tokens, vocab) of each."""
+    driver = Driver(make_runner(loaded, config), config)
+    request = driver.add(prompt, record_logits=True)
+    driver.finish([request], num_tokens, chunk)
+    return request.output_token_ids, torch.stack(driver.logits[request.request_id])
 
 
 def read_prompt(

@@ -17,7 +17,7 @@ from engine.loader.load import LoadedModel
 from engine.plan import StepPlan
 from engine.request import Request, RequestId
 from kvstore.types import BlockId, HostSlot
-from tests.engine.driving import GREEDY, Driver, directory, make_runner, open_model, plan_of, random_prompt
+from tests.engine.driving import GREEDY, Driver, directory, generate, make_runner, open_model, plan_of, random_prompt
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, reference_greedy, reference_logits, with_wing
 
 pytestmark = pytest.mark.slow
@@ -163,8 +163,7 @@ def test_paths_are_not_needed_after_loading(tmp_path: Path) -> None:
     loaded, config = open_model(directory(path), dtype="float32")
     for file in path.iterdir():
         file.write_bytes(b"\xff" * file.stat().st_size)
-    driver = Driver(make_runner(loaded, config), config)
-    request = driver.add(random_prompt(10, VOCAB_SIZE, 8))
-    driver.finish([request], 2, chunk=4)
-    expected = reference_greedy(TINY_MODELS["llama"].build(), request.prompt_token_ids, 2)
-    assert request.output_token_ids == expected
+    prompt = random_prompt(10, VOCAB_SIZE, 8)
+    assert generate(loaded, config, prompt, 2, chunk=4)[0] == reference_greedy(
+        TINY_MODELS["llama"].build(), prompt, 2
+    )

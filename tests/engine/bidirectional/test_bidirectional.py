@@ -18,11 +18,10 @@ from torch import Tensor
 from common.errors import ConfigError, ContextLengthError, InvalidRequestError, UnsupportedModelError
 from common.lora.adapter_ref import AdapterRef
 from engine.bidirectional.attention import QUERY_BLOCK, attend
-from engine.engine import Engine
 from engine.gguf.config import config_from_gguf
 from engine.loader.supported import check_attention
 from engine.models.hf_config import config_from_hf
-from tests.engine.driving import random_prompt
+from tests.engine.driving import finish, random_prompt
 from tests.engine.gguf.gguf_files import write_gguf
 from tests.engine.gguf.test_gguf import WIDE
 from tests.engine.pipeline_parallel.test_pipeline import open_stages
@@ -112,23 +111,13 @@ def test_more_urgent_prompts_cut_none(settings: dict[str, Any], llama: str) -> N
     """They come between steps that are full, and take the place of those that wait."""
     made = engine(llama, max_num_batched_tokens=60, max_num_seqs=8, num_gpu_blocks=16, **settings)
     prompts = [random_prompt(length, VOCAB_SIZE, length) for length in (40, 30, 59, 7, 60, 20)]
-    found: dict[int, Tensor] = {}
-    requests = {}
+    requests, outputs = [], []
     for index, prompt in enumerate(prompts):
-        request = made.add_request(prompt, replace(POOLED, pooling="mean"), priority=-index)
-        requests[request] = index
+        requests.append(made.add_request(prompt, replace(POOLED, pooling="mean"), priority=-index))
         if index % 2:
-            collect(made, requests, found)
-    while made.has_work():
-        collect(made, requests, found)
-    assert_close([found[index] for index in range(len(prompts))], expected("llama", prompts, "mean"))
-    assert made.num_failed_steps == 0
-
-
-def collect(made: Engine, requests: dict[Any, int], found: dict[int, Tensor]) -> None:
-    for output in made.step().outputs:
-        assert output.error is None
-        found[requests[output.request]] = torch.tensor(output.logprobs[0].top_logprobs)
+            outputs += made.step().outputs
+    found = {output.request: output.logprobs[0].top_logprobs for output in outputs + finish(made)}
+    assert_close([torch.tensor(found[each]) for each in requests], expected("llama", prompts, "mean"))
 
 
 @pytest.mark.wing("engine.quantization")
@@ -176,16 +165,8 @@ def test_adapters(llama: str, tmp_path: Path) -> None:
     save_file(merged, tmp_path / "merged" / "model.safetensors", {"format": "pt"})
     wanted = vectors(engine(str(tmp_path / "merged")), prompts_of(), "mean")
     made = engine(llama, enable_lora=True)
-    requests = [
-        made.add_request(prompt, replace(POOLED, pooling="mean"), adapter=str(AdapterRef.of(folder)))
-        for prompt in prompts_of()
-    ]
-    found: dict[object, Tensor] = {}
-    while made.has_work():
-        for output in made.step().outputs:
-            assert output.error is None
-            found[output.request] = torch.tensor(output.logprobs[0].top_logprobs)
-    assert_close([found[request] for request in requests], wanted)
+    _, found = run(made, prompts_of(), "mean", adapter=str(AdapterRef.of(folder)))
+    assert_close(found, wanted)
     plain = vectors(made, prompts_of(), "mean")
     assert not torch.allclose(plain[0], wanted[0], atol=1e-2), "adapters change the vectors"
 

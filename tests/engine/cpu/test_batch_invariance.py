@@ -18,7 +18,7 @@ from engine.cpu.lowering import invariant
 from engine.engine import Engine
 from engine.layers.linear import Linear, dense_linear
 from engine.request import Request, SamplingParams
-from tests.engine.driving import random_prompt
+from tests.engine.driving import finish, random_prompt
 from tests.engine.tiny_models import SHAPE, TINY_MODELS, VOCAB_SIZE, with_wing
 
 # Libraries treat products of a few thousand numbers differently, which no real model has.
@@ -115,11 +115,7 @@ def resumed(
 ) -> tuple[list[int], list[str]]:
     """All tokens, and the log-probabilities of those after the known ones."""
     request = engine.add_request(prompt, params, output_token_ids=known)
-    logprobs: list[str] = []
-    while engine.has_work():
-        for output in engine.step().outputs:
-            logprobs += map(repr, output.logprobs)
-    return request.output_token_ids, logprobs
+    return request.output_token_ids, [repr(entry) for output in finish(engine) for entry in output.logprobs]
 
 
 @pytest.mark.wing("engine.speculation")

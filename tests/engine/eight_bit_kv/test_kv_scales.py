@@ -18,7 +18,16 @@ from engine.eight_bit_kv.scales import check_device, fold_kv_scales, kv_head_sca
 from engine.kv.memory import pool_geometry
 from engine.layers.attention import Attention
 from engine.loader.load import LoadedModel
-from tests.engine.driving import GREEDY, Driver, directory, make_runner, open_model, random_prompt, read_prompt
+from tests.engine.driving import (
+    GREEDY,
+    Driver,
+    answers,
+    directory,
+    make_runner,
+    open_model,
+    random_prompt,
+    read_prompt,
+)
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, with_wing
 
 NAMES = ("llama", "qwen2", "qwen3-biases", "gemma3")
@@ -119,10 +128,7 @@ def test_cached_prefixes_and_chunks_give_the_same_tokens(path: Path) -> None:
         )  # fmt: skip
         engine = assemble(config).engine
         for _ in range(2):
-            request = engine.add_request(random_prompt(40, VOCAB_SIZE, 1), replace(GREEDY, max_tokens=6))
-            while engine.has_work():
-                engine.step()
-            outputs.append(request.output_token_ids)
+            outputs += answers(engine, [random_prompt(40, VOCAB_SIZE, 1)], replace(GREEDY, max_tokens=6))
         assert engine.kv.stats.hit_tokens > 0
     assert outputs == [outputs[0]] * 4
 

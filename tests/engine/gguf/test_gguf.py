@@ -14,7 +14,7 @@ from torch import Tensor
 from common.errors import ConfigError, UnsupportedModelError
 from common.model_files import ModelFiles
 from engine.gguf.fields import family_fields
-from tests.engine.driving import Driver, make_runner, open_model, random_prompt
+from tests.engine.driving import generate, open_model, random_prompt
 from tests.engine.gguf.gguf_experts import split_kv_b
 from tests.engine.gguf.gguf_files import write_gguf
 from tests.engine.tiny_models import (
@@ -54,12 +54,10 @@ def check_against_transformers(path: Path, tiny: TinyModel, arch: str, kind: str
     model.load_state_dict(held)
     loaded, config = open_model(files_of(path), dtype="float32")
     assert loaded.config.eos_token_ids == (3,)
-    driver = Driver(make_runner(loaded, config), config)
-    request = driver.add(random_prompt(30, VOCAB_SIZE, 1), record_logits=True)
-    driver.finish([request], 3, chunk=16)
-    assert request.output_token_ids == reference_greedy(model, request.prompt_token_ids, 3)
-    expected = reference_logits(model, request.prompt_token_ids)[-1]
-    torch.testing.assert_close(driver.logits[request.request_id][0], expected, atol=1e-4, rtol=1e-4)
+    prompt = random_prompt(30, VOCAB_SIZE, 1)
+    tokens, logits = generate(loaded, config, prompt, 3)
+    assert tokens == reference_greedy(model, prompt, 3)
+    torch.testing.assert_close(logits[0], reference_logits(model, prompt)[-1], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -133,11 +131,9 @@ def test_rope_factors_stretch_each_frequency(tmp_path: Path) -> None:
     assert factors.max() > 3
     write_gguf(tmp_path / "m.gguf", model, "llama", extra={"rope_freqs.weight": factors})
     loaded, config = open_model(files_of(tmp_path / "m.gguf"), dtype="float32")
-    driver = Driver(make_runner(loaded, config), config)
-    request = driver.add(random_prompt(100, VOCAB_SIZE, 1), record_logits=True)
-    driver.finish([request], 1, chunk=64)
-    expected = reference_logits(model, request.prompt_token_ids)[-1]
-    torch.testing.assert_close(driver.logits[request.request_id][0], expected, atol=1e-4, rtol=0)
+    prompt = random_prompt(100, VOCAB_SIZE, 1)
+    _, logits = generate(loaded, config, prompt, chunk=64)
+    torch.testing.assert_close(logits[0], reference_logits(model, prompt)[-1], atol=1e-4, rtol=0)
 
 
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:

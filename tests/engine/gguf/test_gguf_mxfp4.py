@@ -21,7 +21,7 @@ from engine.moe.moe import Moe
 from engine.quantization.cpu_linears import int8
 from engine.quantization.mxfp4 import Mxfp4Source, dequantize
 from kvstore.layout import Shard
-from tests.engine.driving import Driver, directory, make_runner, open_model, random_prompt
+from tests.engine.driving import directory, generate, open_model, random_prompt
 from tests.engine.gguf.gguf_files import write_gguf
 from tests.engine.gguf.test_gguf import FAMILIES, GPT_OSS_GIVEN, check_against_transformers
 from tests.engine.gguf.test_packed import needs_library, within
@@ -72,10 +72,7 @@ def test_experts_stay_as_the_file_holds_them_on_cpus(quantization: str, tmp_path
         for num_tokens in (3, 40):
             x = torch.randn(num_tokens, 128).bfloat16()
             assert within(layer(x), ref.layer(x.float()), 0.01)
-    driver = Driver(make_runner(loaded, config), config)
-    request = driver.add(random_prompt(24, VOCAB_SIZE, 3), record_logits=True)
-    driver.finish([request], 3, chunk=24)
-    assert torch.stack(driver.logits[request.request_id]).isfinite().all()
+    assert generate(loaded, config, random_prompt(24, VOCAB_SIZE, 3), 3, chunk=24)[1].isfinite().all()
 
 
 @needs_library

@@ -12,7 +12,7 @@ from common.gguf.parts import read_gguf
 from common.model_files import resolve_model
 from common.text.load import load_tokenizer
 from engine.config import EngineConfig
-from tests.engine.driving import Driver, make_runner, open_model, random_prompt
+from tests.engine.driving import generate, open_model, random_prompt
 from tests.engine.gguf.gguf_files import write_gguf
 from tests.engine.tiny_models import VOCAB_SIZE, TinyModel, reference_greedy
 
@@ -36,10 +36,8 @@ def test_any_part_stands_for_all(given: int, folder: Path) -> None:
     files = resolve_model(str(folder / part_names("m", 3)[given]))
     assert files.name == "m"
     loaded, config = open_model(files, dtype="float32")
-    driver = Driver(make_runner(loaded, config), config)
-    request = driver.add(random_prompt(30, VOCAB_SIZE, 1))
-    driver.finish([request], 3, chunk=16)
-    assert request.output_token_ids == reference_greedy(TINY.build(), request.prompt_token_ids, 3)
+    prompt = random_prompt(30, VOCAB_SIZE, 1)
+    assert generate(loaded, config, prompt, 3)[0] == reference_greedy(TINY.build(), prompt, 3)
     other = folder / part_names("m", 3)[2 - given]
     assert open_model(resolve_model(str(other)), dtype="float32")[0].fingerprint == loaded.fingerprint
 

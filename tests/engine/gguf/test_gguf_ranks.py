@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from common.model_files import resolve_model
-from engine.assembly import EngineParts
 from engine.config import EngineConfig
 from engine.gguf.packed import BlockGemm
 from engine.loader.load import load_model
 from engine.quantization import conversion
 from engine.quantization.cpu_linears import int4, int8
 from kvstore.layout import Shard
+from tests.engine.driving import prompt_logprobs
 from tests.engine.gguf.gguf_files import write_gguf
 from tests.engine.gguf.test_gguf import FAMILIES, WIDE
 from tests.engine.gguf.test_packed import needs_library
 from tests.engine.pipeline_parallel.test_pipeline import open_stages
 from tests.engine.quantization.test_packed_ranks import ExactLinears
-from tests.engine.tensor_parallel.test_ranks import CPU, GREEDY, PROMPTS, open_ranks
+from tests.engine.tensor_parallel.test_ranks import CPU, PROMPTS, answers_of, open_ranks
 from tests.engine.tiny_models import VOCAB_SIZE, TinyModel
 
 pytestmark = pytest.mark.slow
@@ -38,13 +36,6 @@ def write(path: Path, name: str) -> Path:
     return path / "m.gguf"
 
 
-def greedy_tokens(parts: EngineParts) -> list[list[int]]:
-    requests = [parts.engine.add_request(prompt, GREEDY) for prompt in PROMPTS]
-    while parts.engine.has_work():
-        parts.engine.step()
-    return [request.output_token_ids for request in requests]
-
-
 @pytest.fixture
 def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers of 4-bit rows in float32, in which nothing is rounded; others stay plain."""
@@ -58,21 +49,21 @@ def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ranks_and_stages_equal_one_rank(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 4 ranks, two have the same KV head."""
     path = write(tmp_path, name)
-    expected = greedy_tokens(open_ranks(path, 1, monkeypatch))
+    expected = answers_of(open_ranks(path, 1, monkeypatch))
     for num_ranks in (2, 4):
         parts = open_ranks(path, num_ranks, monkeypatch)
         assert parts.quantization == "int4-weight"
-        assert greedy_tokens(parts) == expected
+        assert answers_of(parts) == expected
     if MODELS[name].get("num_hidden_layers") == 2:
-        assert greedy_tokens(open_stages(path, 2, monkeypatch, 2, quant_mode="auto")) == expected
+        assert answers_of(open_stages(path, 2, monkeypatch, 2, quant_mode="auto")) == expected
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "gpt-oss", "qwen2moe"])
 def test_ranks_of_made_weights_equal_one_rank(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny, arch = FAMILIES[name]
     write_gguf(tmp_path / "m.gguf", tiny.build(), arch)
-    expected = greedy_tokens(open_ranks(tmp_path / "m.gguf", 1, monkeypatch))
-    assert greedy_tokens(open_ranks(tmp_path / "m.gguf", 2, monkeypatch)) == expected
+    expected = answers_of(open_ranks(tmp_path / "m.gguf", 1, monkeypatch))
+    assert answers_of(open_ranks(tmp_path / "m.gguf", 2, monkeypatch)) == expected
 
 
 @pytest.mark.parametrize(("name", "num_ranks", "down"), [("llama", 2, int4), ("blocks cut in two", 4, int8)])
@@ -101,14 +92,8 @@ def test_ranks_keep_blocks_that_they_do_not_cut(tmp_path: Path) -> None:
 def test_ranks_are_close_to_one_rank_in_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums over ranks are rounded once more."""
     path = write(tmp_path, "llama")
-    params = replace(GREEDY, max_tokens=1, prompt_logprobs=0)
-    found = []
-    for num_ranks in (1, 2):
-        made = open_ranks(path, num_ranks, monkeypatch, dtype="bfloat16").engine
-        requests = [made.add_request(prompt, params) for prompt in PROMPTS]
-        outputs = []
-        while made.has_work():
-            outputs += made.step().outputs
-        outputs.sort(key=lambda output: requests.index(output.request))
-        found.append(torch.tensor([entry.logprob for output in outputs for entry in output.prompt_logprobs]))
+    found = [
+        prompt_logprobs(open_ranks(path, num_ranks, monkeypatch, dtype="bfloat16").engine, PROMPTS)
+        for num_ranks in (1, 2)
+    ]
     assert 0 < float((found[0] - found[1]).abs().mean()) < 0.05

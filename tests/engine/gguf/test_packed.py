@@ -31,7 +31,7 @@ from kernels.gguf.library import FOLDER, declared, library
 from kernels.gguf.linear import BLOCK_COLUMNS, Blocks, BlockWeight
 from kernels.native.compile import AVX512, VARIANTS, Variant, library_path
 from kernels.native.library import loaded, variants_of_this_cpu
-from tests.engine.driving import Driver, directory, make_runner, open_model, random_prompt, read_prompt
+from tests.engine.driving import directory, generate, open_model, random_prompt, read_prompt
 from tests.engine.gguf.gguf_files import write_gguf
 from tests.engine.gguf.test_gguf import WIDE
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, TinyModel
@@ -355,12 +355,9 @@ def test_steps_of_a_model_have_its_experts_at_once(tmp_path: Path) -> None:
     write_gguf(path, TinyModel("Qwen3Moe", {**WIDE, "head_dim": 32, **sizes}).build(), "qwen3moe", "Q8_0")
     prompt = random_prompt(20, VOCAB_SIZE, 3)
 
-    def logits(num_tokens: int) -> list[Tensor]:
+    def logits(num_tokens: int) -> Tensor:
         loaded, config = open_model(ModelFiles("m", "gguf", path), dtype="bfloat16")
-        driver = Driver(make_runner(loaded, config), config)
-        request = driver.add(prompt, record_logits=True)
-        driver.finish([request], num_tokens, chunk=20)
-        return driver.logits[request.request_id]
+        return generate(loaded, config, prompt, num_tokens, chunk=20)[1]
 
     with patch.object(BlockExperts, "__call__", autospec=True, side_effect=BlockExperts.__call__) as called:
         logits(1)
@@ -368,4 +365,4 @@ def test_steps_of_a_model_have_its_experts_at_once(tmp_path: Path) -> None:
         at_once = logits(4)
         assert called.call_count == 3
     with patch.object(BlockGemm, "together", return_value=None):
-        assert all(map(torch.equal, logits(4), at_once))
+        assert torch.equal(logits(4), at_once)

@@ -16,7 +16,7 @@ from common.reasoning.reasoning_format import THINK, lark_before_answer
 from engine import LLM, SamplingParams
 from engine.grammar import mask_thread
 from engine.grammar.grammars import Grammars
-from tests.engine.driving import num_drafts
+from tests.engine.driving import finish, num_drafts
 
 PERSON = grammar.json_schema(
     {
@@ -175,6 +175,5 @@ def test_others_go_on_while_a_grammar_is_compiled(monkeypatch: pytest.MonkeyPatc
     assert not held.output_token_ids
     assert held.num_computed_tokens == 0
     compiled.set()
-    while llm.engine.has_work():
-        llm.engine.step()
+    finish(llm.engine)
     assert llm.tokenizer.decode(held.output_token_ids) == "slow"

@@ -26,6 +26,7 @@ from engine.engine import Engine
 from engine.request import SamplingParams
 from tests.common.tools.reading import added_up
 from tests.common.tools.tool_templates import call_text
+from tests.engine.driving import finish
 from tests.engine.grammar.test_tool_call_grammars import (
     ANY_OBJECT,
     DRY_RUN,
@@ -353,9 +354,7 @@ def test_a_random_model_that_has_begun_a_call_ends_it(
         )
         for seed in range(6)
     ]
-    while engine.has_work():
-        for output in engine.step().outputs:
-            assert output.error is None
+    finish(engine)
     for request in requests:
         calls = calls_in(written, text_of(request.output_token_ids))
         assert calls

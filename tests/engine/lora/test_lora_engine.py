@@ -16,7 +16,7 @@ from engine.assembly import EngineParts, assemble
 from engine.engine import Engine
 from engine.lora.store import AdapterStore
 from engine.request import Request, SamplingParams
-from tests.engine.driving import GREEDY, engine_config, num_drafts, random_prompt, step
+from tests.engine.driving import GREEDY, engine_config, finish, num_drafts, random_prompt
 from tests.engine.tiny_models import (
     TINY_MODELS,
     VOCAB_SIZE,
@@ -56,25 +56,19 @@ def write_adapters(folder: Path, tiny: TinyModel, all_linear: Sequence[str] = AL
 
 
 def run(engine: Engine, asked: Sequence[tuple[list[int], Path | None]], params: SamplingParams) -> list[list[int]]:
-    requests = [
-        engine.add_request(prompt, params, adapter=str(AdapterRef.of(folder)) if folder else "")
-        for prompt, folder in asked
-    ]
-    finish(engine, requests)
+    requests = [engine.add_request(prompt, params, adapter=name_of(folder)) for prompt, folder in asked]
+    finish(engine)
+    assert engine.kv.pool.num_used == 0
     return [request.output_token_ids for request in requests]
+
+
+def name_of(folder: Path | None) -> str:
+    return str(AdapterRef.of(folder)) if folder else ""
 
 
 def store_of(engine: Engine) -> AdapterStore[Any]:
     assert isinstance(engine._adapters, AdapterStore)
     return engine._adapters
-
-
-def finish(engine: Engine, requests: Sequence[Request]) -> None:
-    while engine.has_work():
-        assert [output.error for output in step(engine).outputs if output.error] == []
-    assert engine.num_failed_steps == 0
-    engine.kv.pool.check_integrity()
-    assert engine.kv.pool.num_used == 0
 
 
 def merged_answers(tiny: TinyModel, asked: Sequence[tuple[list[int], Path | None]]) -> list[list[int]]:
@@ -166,13 +160,11 @@ def test_bfloat16_and_quantized_weights(quant_mode: str, tmp_path: Path) -> None
     def error(path: Path, mode: str, adapter: str) -> float:
         engine = open_engine(path, quant_mode=mode).engine
         engine.add_request(prompt, replace(GREEDY, max_tokens=1, prompt_logprobs=0), adapter=adapter)
-        while engine.has_work():
-            outputs = step(engine).outputs
-        found = torch.tensor([each.logprob for each in outputs[0].prompt_logprobs])
+        found = torch.tensor([each.logprob for output in finish(engine) for each in output.prompt_logprobs])
         return float((found - wanted).abs().mean())
 
     noise = error(tmp_path / "merged", "none", "")
-    assert 0 < error(tiny.save(tmp_path / "model"), quant_mode, str(AdapterRef.of(folder))) < 1.25 * noise < 0.1
+    assert 0 < error(tiny.save(tmp_path / "model"), quant_mode, name_of(folder)) < 1.25 * noise < 0.1
 
 
 def as_held(weight: torch.Tensor, is_quantized: bool) -> torch.Tensor:
@@ -200,11 +192,9 @@ def test_an_answer_does_not_depend_on_the_batch(tmp_path: Path) -> None:
         found: dict[Request, list[Any]] = {}
         for batch in [asked] if together else [[each] for each in asked]:
             for prompt, folder in batch:
-                name = str(AdapterRef.of(folder)) if folder else ""
-                found[engine.add_request(prompt, params, adapter=name)] = []
-            while engine.has_work():
-                for output in step(engine).outputs:
-                    found[output.request] += output.logprobs
+                found[engine.add_request(prompt, params, adapter=name_of(folder))] = []
+            for output in finish(engine):
+                found[output.request] += output.logprobs
         return [*found.values()]
 
     alone = logprobs(False)
@@ -220,9 +210,7 @@ def test_the_least_recently_used_adapter_leaves_and_comes_back(tmp_path: Path) -
     wanted = merged_answers(tiny, asked)
     engine = open_engine(tiny.save(tmp_path / "model"), **FLOAT32, max_loras=1).engine
     assert run(engine, asked, GREEDY_8) == wanted
-    roots = {
-        str(AdapterRef.of(each)): engine.kv.prefixes._root(str(AdapterRef.of(each)), "") for each in (first, second)
-    }
+    roots = {name_of(each): engine.kv.prefixes._root(name_of(each), "") for each in (first, second)}
     engine.kv.pool.take_events()
     for each, tokens in zip(asked, wanted, strict=True):
         before = [*store_of(engine)._loads]
@@ -251,7 +239,7 @@ def test_adapters_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
         assert refused.value.param == "model"
         return str(refused.value)
 
-    assert "rank 4, workers were started with --max-lora-rank 3" in refusal(str(AdapterRef.of(first)))
+    assert "rank 4, workers were started with --max-lora-rank 3" in refusal(name_of(first))
     assert "does not refer to an adapter" in refusal("poet")
     gone = AdapterRef("0" * 32, tmp_path / "gone")
     assert "has no adapter_config.json" in refusal(str(gone))
@@ -259,7 +247,7 @@ def test_adapters_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     asked = [(PROMPTS[0], second), (PROMPTS[1], None)]
     assert run(engine, asked, GREEDY_8) == merged_answers(tiny, asked)
     weights = second / "adapter_model.safetensors"
-    name = str(AdapterRef.of(second))
+    name = name_of(second)
     other = open_engine(path, **FLOAT32).engine
     store = store_of(other)
     read = store._read

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.models import registry
-from tests.engine.driving import Driver, directory, make_runner, open_model, random_prompt
+from tests.engine.driving import directory, generate, open_model, random_prompt
 from tests.engine.tiny_models import VOCAB_SIZE, TinyModel, reference_greedy, reference_logits
 
 pytestmark = pytest.mark.slow
@@ -32,10 +32,8 @@ def _written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_family_on_the_page_equals_transformers(tmp_path: Path) -> None:
     loaded, config = open_model(directory(TINY.save(tmp_path / "model")), dtype="float32")
     reference = TINY.build()
-    driver = Driver(make_runner(loaded, config), config)
-    request = driver.add(random_prompt(30, VOCAB_SIZE, 1), record_logits=True)
-    driver.finish([request], num_tokens=5, chunk=13)
-    assert request.output_token_ids == reference_greedy(reference, request.prompt_token_ids, 5)
-    tokens = request.prompt_token_ids + request.output_token_ids
-    expected = reference_logits(reference, tokens)[request.num_prompt_tokens - 1 : -1]
-    torch.testing.assert_close(torch.stack(driver.logits[request.request_id]), expected, atol=1e-4, rtol=0)
+    prompt = random_prompt(30, VOCAB_SIZE, 1)
+    tokens, logits = generate(loaded, config, prompt, 5, chunk=13)
+    assert tokens == reference_greedy(reference, prompt, 5)
+    expected = reference_logits(reference, prompt + tokens)[len(prompt) - 1 : -1]
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)

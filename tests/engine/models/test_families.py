@@ -8,8 +8,8 @@ import pytest
 
 from engine.assembly import assemble
 from engine.config import EngineConfig
-from engine.request import SamplingParams
 from tests.engine.conftest import Greedy
+from tests.engine.driving import serve
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, with_wing
 
 pytestmark = pytest.mark.slow
@@ -40,16 +40,10 @@ def test_greedy_equals_transformers(
     path, expected = family
     base = {"model": str(path), "device": "cpu", "dtype": "float32", "num_gpu_blocks": 256, "num_threads": 1}
     engine = assemble(EngineConfig(**{**base, **settings})).engine  # type: ignore[arg-type]
-    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
     for _ in range(2):  # the second time from the prefix cache
-        requests = [engine.add_request(prompt, params) for prompt in PROMPTS[-batch:]]
-        while engine.has_work():
-            engine.step()
+        requests = serve(engine, PROMPTS[-batch:], NUM_TOKENS)
         assert [request.output_token_ids for request in requests] == expected[-batch:]
     if "preemption" not in settings:
         assert requests[-1].num_cached_tokens > 0
     elif batch == 10:
         assert engine.load().num_preemptions > 0
-    assert engine.num_failed_steps == 0
-    engine.kv.pool.check_integrity()
-    assert engine.kv.pool.num_used == 0

@@ -43,7 +43,7 @@ from engine.tensor_parallel.follower import follow
 from engine.tensor_parallel.followers import STEP_ENCODER, FollowerStep, place_of, work_of
 from engine.tensor_parallel.runner import ParallelRunner, ParallelStep
 from tests.engine.conftest import Greedy
-from tests.engine.driving import num_drafts
+from tests.engine.driving import finish, num_drafts
 from tests.engine.speculation.drafters import MakeOracle, draft_with, knows
 from tests.engine.tensor_parallel.test_ranks import (
     GREEDY,
@@ -205,19 +205,16 @@ def test_stages_take_drafts(
 ) -> None:
     """Some of them right, while other steps are in flight and requests give way to each other, with windows too."""
     path, expected = greedy(TINY_MODELS[name], PROMPTS, NUM_TOKENS)
-    answers = [prompt + tokens for prompt, tokens in zip(PROMPTS, expected, strict=True)]
-    drafter = MakeOracle(knows(answers), 0.7, VOCAB_SIZE)
-    draft_with(monkeypatch, drafter)
+    known = [prompt + tokens for prompt, tokens in zip(PROMPTS, expected, strict=True)]
+    draft_with(monkeypatch, MakeOracle(knows(known), 0.7, VOCAB_SIZE))
     parts = open_stages(
         path, count, monkeypatch, tp, num_speculative_tokens=4, adaptive_drafts=False,
         num_gpu_blocks=SCARCE_BLOCKS.get(name, 24), block_size=4, max_num_seqs=6, max_num_batched_tokens=24,
         preemption=preemption, host_tier_gb=0.01,
     )  # fmt: skip
     for _ in range(2):
-        found = answers_of(parts)
-        assert [prompt + tokens for prompt, tokens in zip(PROMPTS, found, strict=True)] == answers
-    load = parts.engine.load()
-    assert load.num_preemptions > 0
+        assert answers_of(parts) == expected
+    assert parts.engine.load().num_preemptions > 0
     drafted, accepted = num_drafts(parts.engine)
     assert 0 < accepted < drafted
 
@@ -235,8 +232,7 @@ def test_a_request_in_flight_may_be_aborted_and_named_again(greedy: Greedy, monk
         index = draw.randrange(len(PROMPTS))
         if parts.engine.abort(live[index].request_id) is not None:
             live[index] = parts.engine.add_request(PROMPTS[index], GREEDY, request_id=live[index].request_id)
-    while parts.engine.has_work():
-        parts.engine.step()
+    finish(parts.engine)
     assert [request.output_token_ids for request in live] == expected
 
 

@@ -15,9 +15,9 @@ from common.errors import InvalidRequestError
 from engine.assembly import assemble
 from engine.engine import Engine
 from engine.plan import ScheduledRow, StepPlan
-from engine.request import FinishReason, Request, SamplingParams, TokenLogprobs
+from engine.request import FinishReason, Request, SamplingParams
 from engine.request_checks import check_prompt
-from tests.engine.driving import Driver, directory, engine_config, make_runner, open_model, random_prompt
+from tests.engine.driving import Driver, directory, engine_config, finish, make_runner, open_model, random_prompt
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, with_wing
 
 POOLED = SamplingParams(max_tokens=1, temperature=0.0, seed=0)
@@ -46,17 +46,15 @@ def engine(model: str, **settings: Any) -> Engine:
     return assemble(engine_config(model, **settings)).engine
 
 
-def run(made: Engine, prompts: Sequence[list[int]], pooling: str) -> tuple[list[Request], list[Tensor]]:
-    requests = [made.add_request(prompt, replace(POOLED, pooling=pooling)) for prompt in prompts]
-    found: dict[Request, list[TokenLogprobs]] = {}
-    while made.has_work():
-        for output in made.step().outputs:
-            assert output.error is None
-            assert output.finish_reason in (FinishReason.LENGTH, FinishReason.STOP)
-            found[output.request] = output.logprobs
-    entries = [found[request] for request in requests]
-    assert [len(each) for each in entries] == [1] * len(prompts)
-    return requests, [torch.tensor(each[0].top_logprobs) for each in entries]
+def run(
+    made: Engine, prompts: Sequence[list[int]], pooling: str, adapter: str = ""
+) -> tuple[list[Request], list[Tensor]]:
+    params = replace(POOLED, pooling=pooling)
+    requests = [made.add_request(prompt, params, adapter=adapter) for prompt in prompts]
+    found = {output.request: output for output in finish(made)}
+    ends = (FinishReason.LENGTH, FinishReason.STOP)
+    assert all(output.finish_reason in ends and len(output.logprobs) == 1 for output in found.values())
+    return requests, [torch.tensor(found[request].logprobs[0].top_logprobs) for request in requests]
 
 
 def vectors(made: Engine, prompts: Sequence[list[int]], pooling: str) -> list[Tensor]:
@@ -105,10 +103,7 @@ def test_survive_preemption(preemption: str, tmp_path: Path) -> None:
     while request.num_computed_tokens < 24:
         made.step()
     made.add_request(random_prompt(50, VOCAB_SIZE, 2), replace(POOLED, max_tokens=4), priority=0)
-    found: list[TokenLogprobs] = []
-    while made.has_work():
-        for output in made.step().outputs:
-            found += output.logprobs
+    found = [entry for output in finish(made) for entry in output.logprobs]
     assert request.num_preemptions > 0
     assert_close([torch.tensor(found[0].top_logprobs)], expected("llama", [prompt], "mean"))
 

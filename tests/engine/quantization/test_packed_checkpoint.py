@@ -20,7 +20,7 @@ from engine.layers.linear import Linear, half, half_weight
 from engine.loader.load import LoadedModel
 from engine.quantization.cpu_linears import int4, int8
 from kernels.gguf.library import library
-from tests.engine.driving import Driver, make_runner, open_model, random_prompt
+from tests.engine.driving import generate, open_model, random_prompt
 from tests.engine.quantization.packed_files import FORMATS, TINY, VOCAB_SIZE, Format, write
 from tests.engine.tiny_models import TinyModel, reference_logits
 
@@ -36,10 +36,7 @@ def load(path: Path, **settings: str) -> tuple[LoadedModel, EngineConfig]:
 def logits(path: Path, chunk: int, **settings: str) -> tuple[Tensor, LoadedModel]:
     """Of the token after PROMPT, which is computed in pieces of `chunk`."""
     loaded, config = load(path, **settings)
-    driver = Driver(make_runner(loaded, config), config)
-    request = driver.add(PROMPT, record_logits=True)
-    driver.finish([request], 1, chunk)
-    return driver.logits[request.request_id][0].float(), loaded
+    return generate(loaded, config, PROMPT, chunk=chunk)[1][0].float(), loaded
 
 
 def first_qkv(loaded: LoadedModel) -> Linear:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from common.model_files import ModelFiles
-from engine.assembly import EngineParts
 from engine.layers.linear import Linear
 from engine.layers.weights import Part
 from engine.loader.load import load_model
@@ -20,7 +19,7 @@ from engine.quantization import conversion
 from engine.quantization.cpu_linears import CpuLinears
 from engine.quantization.quantized_rows import Made, QuantizedRows
 from kvstore.layout import Shard
-from tests.engine.driving import engine_config
+from tests.engine.driving import answers, engine_config, prompt_logprobs
 from tests.engine.pipeline_parallel.test_pipeline import open_stages
 from tests.engine.quantization.packed_files import FORMATS, SIZES, TINY, VOCAB_SIZE, write
 from tests.engine.tensor_parallel.test_ranks import CPU, GREEDY, NUM_TOKENS, OF_RANKS, open_ranks
@@ -62,13 +61,6 @@ def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conversion, "linears_of", lambda dtype, _device: ExactLinears(dtype))
 
 
-def greedy_tokens(parts: EngineParts) -> list[list[int]]:
-    requests = [parts.engine.add_request(prompt, GREEDY) for prompt in PROMPTS]
-    while parts.engine.has_work():
-        parts.engine.step()
-    return [request.output_token_ids for request in requests]
-
-
 @pytest.mark.usefixtures("_exact")
 @pytest.mark.parametrize(
     ("model", "name", "tp", "pp", "settings"),
@@ -103,7 +95,7 @@ def test_ranks_and_stages_equal_transformers(
         open_ranks(path, tp, monkeypatch) if pp == 1 else open_stages(path, pp, monkeypatch, tp, quant_mode="auto")
     )
     assert parts.quantization == FORMS[name].label
-    assert greedy_tokens(parts) == reference_answers(reference, PROMPTS, NUM_TOKENS)
+    assert answers(parts.engine, PROMPTS, GREEDY) == reference_answers(reference, PROMPTS, NUM_TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -114,17 +106,11 @@ def test_ranks_have_the_cpus_packed_layers(
 ) -> None:
     """In bfloat16, in which sums over ranks are rounded once more: close, not equal."""
     write(FORMATS[name], tmp_path / "m")
-    params = replace(GREEDY, max_tokens=1, prompt_logprobs=0)
-    found = []
     with caplog.at_level("INFO"):
-        for num_ranks in (1, 2):
-            parts = open_ranks(tmp_path / "m", num_ranks, monkeypatch, dtype="bfloat16")
-            requests = [parts.engine.add_request(prompt, params) for prompt in PROMPTS]
-            outputs = []
-            while parts.engine.has_work():
-                outputs += parts.engine.step().outputs
-            outputs.sort(key=lambda output: requests.index(output.request))
-            found.append(torch.tensor([entry.logprob for output in outputs for entry in output.prompt_logprobs]))
+        found = [
+            prompt_logprobs(open_ranks(tmp_path / "m", num_ranks, monkeypatch, dtype="bfloat16").engine, PROMPTS)
+            for num_ranks in (1, 2)
+        ]
     assert 0 < float((found[0] - found[1]).abs().max()) < 0.1
     held = [record.getMessage() for record in caplog.records if "linear layers are" in record.getMessage()]
     whole, ranks = FORMATS[name].maps, of_ranks  # the engine reads the whole, too

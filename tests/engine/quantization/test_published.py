@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 
 from common.errors import ConfigError, UnsupportedModelError
 from common.model_files import resolve_model
-from engine.assembly import EngineParts
 from engine.loader.safetensors import SafetensorsWeights
 from engine.loader.source import bits_of_weights, open_source
 from engine.models.hf_config import read_hf_config
@@ -20,7 +19,7 @@ from engine.quantization.bitsandbytes import BitsAndBytesWeights
 from engine.quantization.unstacked_experts import UnstackedExperts
 from kernels.gguf.library import library
 from tests.checkpoints import page
-from tests.engine.driving import engine_config
+from tests.engine.driving import answers, engine_config
 from tests.engine.pipeline_parallel.test_pipeline import open_stages
 from tests.engine.quantization.packed_files import SIZES, Format, pack_fp8, save_shards, write
 from tests.engine.quantization.published import FAMILIES, PUBLISHED, REFUSED, without
@@ -149,15 +148,9 @@ def test_ranks_and_stages_equal_transformers(
 ) -> None:
     model = PUBLISHED[name].write(tmp_path / "m", FAMILIES[family])
     expected = [reference_greedy(model, PROMPT, NUM_TOKENS)]
-
-    def tokens(parts: EngineParts) -> list[list[int]]:
-        request = parts.engine.add_request(PROMPT, GREEDY)
-        while parts.engine.has_work():
-            parts.engine.step()
-        return [request.output_token_ids]
-
-    assert tokens(open_ranks(tmp_path / "m", 2, monkeypatch, **FLOAT32)) == expected
-    assert tokens(open_stages(tmp_path / "m", 2, monkeypatch, **FLOAT32)) == expected
+    for opened in (open_ranks, open_stages):
+        parts = opened(tmp_path / "m", 2, monkeypatch, **FLOAT32)
+        assert answers(parts.engine, [PROMPT], GREEDY) == expected
 
 
 @pytest.mark.parametrize("name", ["gptqmodel", "llm-compressor-w4a16"])

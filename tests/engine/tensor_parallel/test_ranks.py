@@ -34,7 +34,7 @@ from engine.start_progress import OnProgress
 from engine.tensor_parallel.assembly import cpu_ranks
 from kvstore.layout import Shard
 from tests.engine.conftest import Greedy
-from tests.engine.driving import engine_config, num_drafts
+from tests.engine.driving import answers, engine_config, finish, num_drafts
 from tests.engine.expert_balancing.balancing import balancing_of
 from tests.engine.speculation.drafters import MakeOracle, draft_with, knows
 from tests.engine.tiny_models import TINY_MODELS, UNLIKE_WHEN_DIVIDED, VOCAB_SIZE
@@ -156,10 +156,7 @@ def open_ranks(path: Path, num_ranks: int, monkeypatch: pytest.MonkeyPatch, **se
 
 def answers_of(parts: EngineParts, params: SamplingParams = GREEDY) -> list[list[int]]:
     """Tokens after PROMPTS, which are run together."""
-    requests = [parts.engine.add_request(prompt, params) for prompt in PROMPTS]
-    while parts.engine.has_work():
-        parts.engine.step()
-    return [request.output_token_ids for request in requests]
+    return answers(parts.engine, PROMPTS, params)
 
 
 @pytest.mark.parametrize("name", UNLIKE_WHEN_DIVIDED)
@@ -281,13 +278,10 @@ def test_ranks_quantize_their_shards(quant_mode: str, tmp_path: Path, monkeypatc
     for num_ranks in (1, 2):
         parts = open_ranks(path, num_ranks, monkeypatch, quant_mode=quant_mode, dtype="bfloat16")
         assert parts.quantization == quant_mode
-        logprobs = {}
         requests = [parts.engine.add_request(prompt, params) for prompt in PROMPTS]
-        while parts.engine.has_work():
-            for output in parts.engine.step().outputs:
-                (entry,) = output.logprobs
-                logprobs[output.request] = dict(zip(entry.top_token_ids, entry.top_logprobs, strict=True))
-        found.append([logprobs[request] for request in requests])
+        outputs = sorted(finish(parts.engine), key=lambda output: requests.index(output.request))
+        entries = [entry for output in outputs for entry in output.logprobs]
+        found.append([dict(zip(each.top_token_ids, each.top_logprobs, strict=True)) for each in entries])
     differences = [
         abs(one[token_id] - two[token_id])
         for one, two in zip(*found, strict=True)
@@ -300,14 +294,12 @@ def test_ranks_quantize_their_shards(quant_mode: str, tmp_path: Path, monkeypatc
 def test_ranks_accept_the_same_drafts(greedy: Greedy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts travel in the plan, and every rank finds for itself which of them hold."""
     path, expected = greedy(TINY_MODELS["llama"], PROMPTS, NUM_TOKENS)
-    answers = [prompt + tokens for prompt, tokens in zip(PROMPTS, expected, strict=True)]
-    make_drafter = MakeOracle(knows(answers), 0.7, VOCAB_SIZE)
-    draft_with(monkeypatch, make_drafter)
+    known = [prompt + tokens for prompt, tokens in zip(PROMPTS, expected, strict=True)]
+    draft_with(monkeypatch, MakeOracle(knows(known), 0.7, VOCAB_SIZE))
     parts = open_ranks(
         path, 2, monkeypatch, num_speculative_tokens=4, adaptive_drafts=False, num_gpu_blocks=24, block_size=4
     )
-    found = answers_of(parts)
-    assert [prompt + tokens for prompt, tokens in zip(PROMPTS, found, strict=True)] == answers
+    assert answers_of(parts) == expected
     drafted, accepted = num_drafts(parts.engine)
     assert 0 < accepted < drafted
 

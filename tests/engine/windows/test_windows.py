@@ -25,7 +25,17 @@ from engine.models.hf_config import config_from_hf
 from engine.windows.layout import windowed_attention
 from kvstore.layout import PoolGeometry
 from tests.engine.conftest import Greedy
-from tests.engine.driving import GREEDY, Driver, directory, make_runner, num_drafts, open_model, random_prompt, serve
+from tests.engine.driving import (
+    GREEDY,
+    directory,
+    finish,
+    generate,
+    make_runner,
+    num_drafts,
+    open_model,
+    random_prompt,
+    serve,
+)
 from tests.engine.tiny_models import GEMMA3, SHAPE, TINY_MODELS, VOCAB_SIZE
 
 pytestmark = pytest.mark.slow
@@ -90,8 +100,7 @@ def test_a_prompt_goes_on_over_the_live_blocks_of_another_engine(family: Family,
         serve(decode.engine, [prompt[:50]], NUM_TOKENS)
     params = replace(GREEDY, max_tokens=NUM_TOKENS, ignore_eos=True)
     sent = prefill.engine.add_request(prompt, params, prefill_only=True)
-    while prefill.engine.has_work():
-        prefill.engine.step()
+    finish(prefill.engine)
     leased = prefill.engine.kv.detach(sent, sent.num_known_tokens - 1)
     kv = decode.engine.kv
     windows = kv.groups.windows
@@ -109,27 +118,12 @@ def test_a_prompt_goes_on_over_the_live_blocks_of_another_engine(family: Family,
     else:
         decode.runner._pool[job.block_ids] = prefill.runner._pool[[leased[position] for position in job.positions]]
     decode.engine.finish_load(job, loads != "failing")
-    while decode.engine.has_work():
-        decode.engine.step()
+    finish(decode.engine)
     assert request.output_token_ids == expected
     prefill.engine.kv.pool.release(leased)
     for parts in (prefill, decode):
         parts.engine.kv.pool.check_integrity()
         assert parts.engine.kv.pool.num_used == 0
-
-
-def test_blocks_behind_the_window_are_free_for_others(family: Family) -> None:
-    """While one long sequence runs, its groups with windows hold no more than they read."""
-    parts = family.engine(max_num_batched_tokens=16)
-    kv = parts.engine.kv
-    num_full, num_windows = kv.groups.windows.count(0), len(kv.groups.windows) - kv.groups.windows.count(0)
-    request = parts.engine.add_request(PROMPTS[-1], replace(GREEDY, max_tokens=NUM_TOKENS, ignore_eos=True))
-    held = 0
-    while parts.engine.has_work():
-        parts.engine.step()
-        held = max(held, kv.pool.num_used)
-    assert held <= num_full * 29 + num_windows * 11 < len(kv.groups.windows) * 29
-    assert request.output_token_ids == family.expected[-1]
 
 
 def test_the_text_model_of_a_checkpoint_that_sees_images(tmp_path: Path) -> None:
@@ -150,12 +144,8 @@ def test_the_text_model_of_a_checkpoint_that_sees_images(tmp_path: Path) -> None
 
 def logits_of(path: Path) -> Tensor:
     loaded, config = open_model(directory(path), dtype="float32")
-    runner = make_runner(loaded, config)
-    assert runner.attention_backend == "groups"
-    driver = Driver(runner, config)
-    request = driver.add(PROMPTS[-1], record_logits=True)
-    driver.finish([request], 1, chunk=90)
-    return driver.logits[request.request_id][0]
+    assert make_runner(loaded, config).attention_backend == "groups"
+    return generate(loaded, config, PROMPTS[-1], chunk=90)[1][0]
 
 
 def test_heads_that_gpu_kernels_do_not_take(tmp_path: Path) -> None:

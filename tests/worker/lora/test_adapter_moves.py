@@ -11,6 +11,7 @@ from common.lora.adapter_ref import AdapterRef
 from engine import LLM, SamplingParams
 from engine.loader.random_weights import DRY_RUN_CONFIG
 from protos import types_pb2 as pb
+from tests.engine.driving import answers
 from tests.harness.adapters import shapes_of_config, write_adapter
 from tests.harness.worker import DRY_RUN, PROMPT, Worker, attached, prefill_and_decode
 from tests.worker.test_hand_over import MAX_TOKENS, hand_over, sampling
@@ -29,9 +30,7 @@ async def test_a_request_moves_there_and_back(workers: dict[str, Worker], tmp_pa
     adapter = str(AdapterRef.of(write_adapter(tmp_path / "adapter", shapes, ("_proj", "lm_head"), std=0.3)))
     llm = LLM("dry-run", num_gpu_blocks=256, num_threads=1, enable_lora=True)
     params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.9, seed=7, ignore_eos=True)
-    request = llm.engine.add_request(PROMPT, params, adapter=adapter)
-    while llm.engine.has_work():
-        llm.engine.step()
+    [expected] = answers(llm.engine, [PROMPT], params, adapter=adapter)
     fields = {"adapter": adapter, "sampling": sampling("seeded")}
     async with attached(workers["prefill"]) as p, attached(workers["decode"]) as d:
         tokens, delta = await hand_over(p, "there", 5, **fields)
@@ -40,6 +39,6 @@ async def test_a_request_moves_there_and_back(workers: dict[str, Worker], tmp_pa
         await p.submit("again", keep=True, output_token_ids=tokens, kv_handle=delta.kv_handle, **fields)
         more, delta = await p.until_end("again")
         assert delta.finish_reason == pb.FINISH_REASON_LENGTH
-        assert tokens + more == request.output_token_ids
+        assert tokens + more == expected
         await p.until_quiet()
         await d.until_quiet()
