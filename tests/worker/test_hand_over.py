@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from engine import LLM, SamplingParams
 from protos import types_pb2 as pb
-from tests.harness.worker import PROMPT, Stream, Worker, attached, prefill_and_decode, tokens_of
+from tests.harness.worker import PROMPT, Stream, Worker, attached, tokens_of
 
 MAX_TOKENS = 300
 TRIES = 10  # a tiny model may end before a busy machine has let anybody ask
 SAMPLINGS = {"greedy": (0.0, 0), "seeded": (0.9, 7)}
-
-
-@pytest.fixture(scope="module")
-def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Worker]]:
-    with prefill_and_decode(tmp_path_factory.mktemp("run")) as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,13 @@ from collections.abc import Iterator
 import pytest
 
 from protos import types_pb2 as pb
-from tests.engine.test_smollm2 import CONTINUATION, PROMPT
 from tests.harness.worker import Worker, attached, disaggregated, prefill_and_decode
 
 pytestmark = pytest.mark.wing("common.gguf")
+# What transformers 5.23 generates after loading the file by itself (`from_pretrained(gguf_file=...)`, float32).
+PROMPT = [1, 2683, 198, 504, 3575, 282, 4649, 314, 2]
+CONTINUATION = [198, 1, 520, 9531, 198, 504, 3575, 282, 4649, 314, 7042, 30, 2, 198, 2, 1, 9690, 198, 2, 198, 1]
+CONTINUATION += [4093, 198, 57, 5248, 3946, 288]
 FLOAT32 = ("--dtype=float32", "--num-gpu-blocks=64", "--block-size=4", "--num-threads=1")
 
 

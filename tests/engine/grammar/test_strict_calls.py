@@ -20,13 +20,8 @@ from common.tools.named_calls import HARMONY
 from common.tools.tagged_calls import QWEN3_CODER, TaggedCalls
 from common.tools.tool_format import FORMATS, text_and_calls_grammar
 from common.tools.tool_parser import CallDelta, ToolCallParser, ToolFormat
-from engine.assembly import assemble
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.request import SamplingParams
 from tests.common.tools.reading import added_up
 from tests.common.tools.tool_templates import call_text
-from tests.engine.driving import finish
 from tests.engine.grammar.test_tool_call_grammars import (
     ANY_OBJECT,
     DRY_RUN,
@@ -322,11 +317,6 @@ def test_messages_that_no_special_tokens_tell_apart_bind_nothing() -> None:
         text_and_calls_grammar(HARMONY, SCHEMAS, True, {})
 
 
-@pytest.fixture(scope="module")
-def engine() -> Engine:
-    return assemble(EngineConfig("dry-run", device="cpu", num_gpu_blocks=256, num_threads=1)).engine
-
-
 @pytest.mark.parametrize(
     ("written", "special", "begin"),
     [
@@ -341,23 +331,13 @@ def engine() -> Engine:
     ids=["hermes, in a block", "hermes", "llama3_json", "pythonic", "tool_code", "openai", "openai, recipient first"],
 )
 def test_a_random_model_that_has_begun_a_call_ends_it(
-    written: ToolFormat, special: dict[str, int], begin: str, engine: Engine
+    written: ToolFormat, special: dict[str, int], begin: str
 ) -> None:
     is_parallel = written is not HERMES and "```" not in begin  # after its calls any text may follow
     followed = text_and_calls_grammar(written, SCHEMAS, is_parallel, special)
-    started, bias = with_markers(begin), tuple((ord(blank), -9.0) for blank in " \t\n")
-    requests = [
-        engine.add_request(
-            [seed + 1],
-            SamplingParams(max_tokens=400, seed=seed, grammar=followed, logit_bias=bias),
-            output_token_ids=started,
-        )
-        for seed in range(6)
-    ]
-    finish(engine)
-    for request in requests:
-        calls = calls_in(written, text_of(request.output_token_ids))
+    outputs = [written_by(followed, seed, with_markers(begin)) for seed in range(6)]
+    for output in outputs:
+        calls = calls_in(written, text_of(output))
         assert calls
-        assert request.output_token_ids[-1] == EOS
         assert all(follows(CallDelta(*call)) for call in calls)
-    assert len({tuple(request.output_token_ids) for request in requests}) > 1
+    assert len(set(map(tuple, outputs))) > 1

@@ -47,11 +47,11 @@ GRAMMARS = Grammars(lambda: DRY_RUN, DRY_RUN.vocab_size)
 BLANKS = list(b" \t\r\n")
 
 
-def written_by(followed: str, seed: int, begin: str = "") -> list[int]:
+def written_by(followed: str, seed: int, begin: str | list[int] = "") -> list[int]:
     """What a random model writes from that beginning on, without blanks where it has the choice."""
     draw = random.Random(seed)
     matcher = GRAMMARS.start(followed).result()
-    output = list(begin.encode())
+    output = list(begin.encode() if isinstance(begin, str) else begin)
     while True:
         words = matcher.allowed(output)
         assert words is not None

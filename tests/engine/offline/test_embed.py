@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,15 +92,3 @@ async def test_beside_tasks_that_generate(model: str) -> None:
         assert len((await answering)[0].token_ids) == 20
         check([vector for [vector] in found], wanted(prompts))
         assert shared.engine.load().num_requests == 0
-
-
-@pytest.mark.wing("engine.bidirectional")
-def test_a_model_whose_tokens_attend_to_later_ones(tmp_path: Path) -> None:
-    tiny = TinyModel("Llama", {**SHAPE, "vocab_size": 260, "is_causal": False})
-    made = LLM(str(save_with_tokenizer(tiny, tmp_path)), **SETTINGS)
-    [found] = made.embed([[5, 6, 7]])
-    with torch.inference_mode():
-        states = tiny.build().model(torch.tensor([[5, 6, 7]])).last_hidden_state[0]
-    check([found], [normalize(states[-1], dim=0)])
-    with pytest.raises(InvalidRequestError, match="vectors, and no text"):
-        made.generate("Hello")

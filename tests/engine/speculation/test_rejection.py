@@ -31,7 +31,7 @@ from engine.speculation.rejection import (
     acceptance_noise,
     replacements,
 )
-from tests.engine.speculation.chi_square import fits
+from tests.engine.chi_square import fits
 
 VOCAB, NUM_REQUESTS = 8, 1000
 LIKELY, UNLIKELY = 1e-3, 1e-6  # seeds are fixed: a right rule passes always, a wrong one is far off

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import product, takewhile
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,10 @@ from common.grammar import grammar
 from common.lora.adapter_ref import AdapterRef
 from engine.assembly import EngineParts
 from engine.request import SamplingParams
-from engine.speculation.draft_length import DraftLengths
+from tests.engine.chi_square import fit_together
 from tests.engine.combinations import MODELS
 from tests.engine.driving import answers, finish, num_drafts
 from tests.engine.expert_balancing.balancing import balancing_of
-from tests.engine.speculation.chi_square import fit_together
 from tests.engine.speculation.eagle.heads import DRAFT_VOCAB, RandomHead
 from tests.engine.speculation.opening import PARAMS, PLAIN, PROMPTS, SETTINGS, open_parts, plain_run, run
 from tests.engine.speculation.test_draft_model import assert_all_is_free
@@ -50,7 +48,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The target model, and what drafts for it, as --speculative names it."""
     llama, qwen = (TINY_MODELS[name].save(tmp_path_factory.mktemp(name)) for name in ("llama", "qwen2"))
     head, few = (RandomHead(draft_vocab=size).save(tmp_path_factory.mktemp("head")) for size in (0, DRAFT_VOCAB))
-    drafters = {"draft": f"draft:{qwen}", "same": f"draft:{llama}", "eagle": f"eagle:{head}", "few": f"eagle:{few}"}
+    drafters = {"draft": f"draft:{qwen}", "eagle": f"eagle:{head}", "few": f"eagle:{few}"}
     return {"target": str(llama), **drafters}
 
 
@@ -102,29 +100,6 @@ def test_answers_are_distributed_as_without_drafts(paths: dict[str, str], drafte
         shares.append(accepted / drafted)
         assert likelihood(found, plain_answers(paths["target"], kind), params) > LIKELY
     assert shares[0] > shares[1] - (0.05 if drafter == "few" else 0.0)
-
-
-def test_drafts_that_pay_are_chosen_without_looking_at_them(paths: dict[str, str], monkeypatch: Any) -> None:
-    """By estimates as an engine with adaptive lengths has them."""
-
-    def choose(_self: object, acceptance: Sequence[Sequence[float]], *_: object) -> list[int]:
-        chosen = [len(list(takewhile(lambda estimate: estimate > 0.45, row))) for row in acceptance]
-        counts[0] += sum(map(len, acceptance))
-        counts[1] += sum(chosen)
-        return chosen
-
-    counts = [0, 0]
-    monkeypatch.setattr(DraftLengths, "choose", choose)
-    found = sample(drafted_by(paths, "draft"), SAMPLED, range(NUM_SEEDS))
-    assert 0.2 < counts[1] / counts[0] < 0.8
-    assert likelihood(found, plain_answers(paths["target"], "temperature"), SAMPLED) > LIKELY
-
-
-def test_a_model_accepts_itself(paths: dict[str, str]) -> None:
-    parts = drafted_by(paths, "same")
-    sample(parts, replace(SAMPLED, max_tokens=40), range(20))
-    drafted, accepted = num_drafts(parts.engine)
-    assert accepted > 0.95 * drafted > 300
 
 
 @pytest.mark.parametrize(

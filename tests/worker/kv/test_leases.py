@@ -3,18 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-
-import pytest
 
 from protos import types_pb2 as pb
-from tests.harness.worker import PROMPT, Stream, Worker, attached, prefill, prefill_and_decode
-
-
-@pytest.fixture(scope="module")
-def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Worker]]:
-    with prefill_and_decode(tmp_path_factory.mktemp("run")) as found:
-        yield found
+from tests.harness.worker import PROMPT, Stream, Worker, attached, prefill
 
 
 async def until_leased(stream: Stream, count: int) -> None:

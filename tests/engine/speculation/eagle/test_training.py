@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
 
 from common.model_files import resolve_model
 from engine.config import EngineConfig
@@ -18,8 +17,6 @@ from engine.loader.load import load_model
 from examples import train_eagle_head
 from examples.train_eagle_head import Head, collect, most_common, train
 from tests.engine.driving import answers, num_drafts
-from tests.engine.speculation.eagle.heads import Reference
-from tests.engine.speculation.eagle.test_head import states_of
 from tests.engine.speculation.opening import PLAIN, open_parts
 from tests.engine.tiny_models import TINY_MODELS
 
@@ -87,20 +84,6 @@ def test_a_trained_head_drafts_more_than_a_token_a_step(
     print(f"{tokens_a_step:.2f} tokens a step")
     assert tokens_a_step > 2
     assert made.engine.num_steps < 0.6 * plain.engine.num_steps
-
-
-def test_the_layout_is_the_published_one(trained: tuple[transformers.PreTrainedModel, Path, Path]) -> None:
-    """By the test's own reference, from the files alone."""
-    model, _, head = trained
-    config, tensors = json.loads((head / "config.json").read_text()), load_file(head / "model.safetensors")
-    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
-    assert config["draft_vocab_size"] == len(tensors["d2t"]) == int(tensors["t2d"].sum()) < config["vocab_size"]
-    assert {name.partition(".")[0] for name in tensors} == {"fc", "midlayer", "norm", "lm_head", "d2t", "t2d"}
-    floats = {name: each.float() if each.is_floating_point() else each for name, each in tensors.items()}
-    reference = Reference(config, floats, model.state_dict()["model.embed_tokens.weight"])
-    known = text(MODES[0], 9, 20)
-    drafts = reference.drafts(known, states_of(model, known[:-1], (0, 1, 2)), 3)
-    assert drafts == text(MODES[0], 9, 23)[-3:]
 
 
 @pytest.mark.parametrize("options", [[], ["--text=questions.txt"], ["--text=questions.txt", "--chat"]], ids=str)
