@@ -16,7 +16,7 @@ from engine.offline.llm import LLM
 from engine.request import SamplingParams
 from engine.scheduling.policy import RequestView
 from examples.scheduling_policy import TOKENS_PER_ARRIVAL
-from tests.engine.scheduling.test_scheduler import assert_quiet, make_engine, run_all
+from tests.engine.scheduling.engines import assert_quiet, make_engine, run_all
 from tests.engine.scheduling.test_scheduling_policy import LONG, assert_undisturbed, start
 
 EXAMPLE = "examples.scheduling_policy:ShortestPromptFirst"

@@ -14,7 +14,7 @@ from engine.objectives.prompt_budget import FIRST_TOKENS, PromptBudget, WaitingP
 from engine.plan import PlacedExperts, StepPlan, StepSize
 from engine.request import FinishReason, Request, RequestStatus, SamplingParams
 from tests.engine.fakes import expected_tokens
-from tests.engine.scheduling.test_scheduler import BLOCK, assert_quiet, make_engine, run_all
+from tests.engine.scheduling.engines import BLOCK, assert_quiet, make_engine, run_all
 
 COST = StepCost(base=0.004, row=20e-6, prompt=0.0005, prompt_token=20e-6)
 LONG = SamplingParams(max_tokens=40)

@@ -11,8 +11,8 @@ from engine.scheduled_step import ScheduledStep
 from kvstore.pool.block_pool import BlockPool
 from kvstore.types import HostSlot
 from tests.engine.fakes import expected_tokens
+from tests.engine.scheduling.engines import BLOCK, run_all
 from tests.engine.scheduling.test_prefetches import PROMPT, finish, make_peer
-from tests.engine.scheduling.test_scheduler import BLOCK, run_all
 
 
 def test_a_load_begins_before_the_steps_in_flight_have_ended() -> None:

@@ -16,7 +16,7 @@ from engine.scheduling.kv_load import KvLoad
 from engine.scheduling.prefetches import MAX_PREFETCHES
 from kvstore.pool.block_hash import block_keys, root_key
 from tests.engine.fakes import BlockMemoryRunner, expected_tokens
-from tests.engine.scheduling.test_scheduler import BLOCK, assert_quiet, make_engine, run_all
+from tests.engine.scheduling.engines import BLOCK, assert_quiet, make_engine, run_all
 
 PROMPT = list(range(1, 23))  # five full blocks, and two tokens
 
@@ -92,6 +92,15 @@ def make_peer(num_blocks: int = 32, **options: object) -> Peer:
     return Peer(*make_engine(num_blocks, **options))  # type: ignore[arg-type]
 
 
+def load_rest(peer: Peer, request: Request, positions: list[int]) -> None:
+    """A step loads what is not here yet; then the request is answered."""
+    peer.step()
+    [job] = peer.loads
+    assert job.positions == positions
+    peer.finish(job)
+    finish(peer, request)
+
+
 def finish(peer: Peer, request: Request, prompt: Sequence[int] = PROMPT) -> None:
     run_all(peer.engine)
     num_tokens = len(request.output_token_ids)
@@ -108,12 +117,8 @@ def test_only_the_rest_is_loaded(overlap: bool) -> None:
     pool = peer.engine.kv.pool
     assert (pool.num_used, pool.num_cached) == (0, 4)  # nobody's, until the request comes
     request = peer.submit(PROMPT)
-    peer.step()
-    [job] = peer.loads
-    assert job.positions == [4, 5]
+    load_rest(peer, request, [4, 5])
     assert request.num_cached_tokens == request.num_prefetched_tokens == 4 * BLOCK
-    peer.finish(job)
-    finish(peer, request)
     again = peer.submit(PROMPT)
     run_all(peer.engine)
     assert (again.num_cached_tokens, again.num_prefetched_tokens) == (5 * BLOCK, 0)  # for the first request
@@ -132,11 +137,7 @@ def test_a_request_waits_for_what_is_on_its_way(ok: bool) -> None:
     assert peer.loads == []
     [part] = peer.prefetches
     peer.finish(part, ok)
-    peer.step()
-    [job] = peer.loads
-    assert job.positions == ([4, 5] if ok else [0, 1, 2, 3, 4, 5])
-    peer.finish(job)
-    finish(peer, request)
+    load_rest(peer, request, [4, 5] if ok else [0, 1, 2, 3, 4, 5])
 
 
 def test_a_part_and_its_request_may_come_in_one_step() -> None:
@@ -146,11 +147,7 @@ def test_a_part_and_its_request_may_come_in_one_step() -> None:
     peer.step()
     [part] = peer.prefetches
     peer.finish(part)
-    peer.step()
-    [job] = peer.loads
-    assert job.positions == [4, 5]
-    peer.finish(job)
-    finish(peer, request)
+    load_rest(peer, request, [4, 5])
 
 
 def test_requests_that_bring_no_kv_wait_for_nothing() -> None:
@@ -226,10 +223,7 @@ def test_without_a_prefix_cache_nothing_is_fetched() -> None:
     request = peer.submit(PROMPT)
     peer.step()
     assert (peer.prefetches, peer.num_skipped) == ([], 1)
-    peer.step()
-    [job] = peer.loads
-    peer.finish(job)
-    finish(peer, request)
+    load_rest(peer, request, [0, 1, 2, 3, 4, 5])
 
 
 def test_few_are_under_way_at_once() -> None:
@@ -314,14 +308,10 @@ def test_a_chunk_is_reported_when_its_step_has_ended(overlap: bool) -> None:
             break
     assert chunks == [(1 + overlap, 8), (2 + overlap, 16)]  # the last one's end is the request's
     engine.kv.pool.release(engine.kv.detach(request, request.num_known_tokens - 1))
-    assert_quiet(engine)
-
-
-def test_only_prompts_for_peers_are_reported() -> None:
-    engine, _ = make_engine(budget=8)
-    engine.add_request(PROMPT, SamplingParams(max_tokens=1))
+    engine.add_request([*PROMPT, 99], SamplingParams(max_tokens=1))  # for no peer
     while engine.has_work():
         assert engine.step().prompt_chunks == []
+    assert_quiet(engine)
 
 
 @pytest.mark.wing("kvstore.tier")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,93 +10,17 @@ from hypothesis import strategies as st
 
 from common.errors import ContextLengthError, InvalidRequestError
 from common.token_ids import pack_ids
-from engine.engine import DeviceLostError, Engine
+from engine.engine import DeviceLostError
 from engine.kv.block_groups import BlockGroups
 from engine.kv.manager import KVManager
 from engine.request import FinishReason, Request, RequestId, RequestStatus, SamplingParams
 from engine.scheduling.policy import FcfsPolicy, PriorityPolicy, SchedulingPolicy, ServiceOrder
-from engine.scheduling.scheduler import Scheduler
 from examples.scheduling_policy import ShortestPromptFirst
 from kvstore.pool.block_hash import block_keys, root_key
 from kvstore.pool.block_pool import BlockPool
 from kvstore.types import BlockKey
-from tests.engine.fakes import VOCAB_SIZE, BlockMemoryRunner, expected_tokens
-
-if TYPE_CHECKING:
-    from engine.objectives.prompt_budget import PromptBudget
-    from engine.speculation.drafts import Speculation
-
-BLOCK = 4
-
-
-def with_host_tier(num_slots: int, pool: BlockPool, groups: BlockGroups) -> KVManager:
-    """The tier is an allocator without a buffer: the fake runner keeps host slots itself."""
-    from engine.host_tier.kv_manager import TieredKVManager
-    from kvstore.tier.host_tier import HostTierAllocator
-
-    tier: Any = HostTierAllocator(num_slots)
-    return TieredKVManager(pool, groups, "test", tier)
-
-
-def make_engine(
-    num_blocks: int = 32,
-    *,
-    host_slots: int = 0,
-    max_num_seqs: int = 8,
-    budget: int = 16,
-    swap: bool = False,
-    prefix_cache: bool = True,
-    eos: frozenset[int] = frozenset(),
-    overlap: bool = False,
-    order: ServiceOrder | None = None,
-    speculation: Speculation | None = None,
-    prompt_budget: PromptBudget | None = None,
-    num_stages: int = 1,
-    windows: tuple[int, ...] = (),
-    max_model_len: int = 4096,
-    is_late: bool = False,
-) -> tuple[Engine, BlockMemoryRunner]:
-    """windows: of KV groups, 0: none; of a model without any, nothing. is_late: see BlockMemoryRunner."""
-    pool, groups = BlockPool(num_blocks, prefix_cache), BlockGroups(BLOCK, windows or (0,), budget)
-    kv = with_host_tier(host_slots, pool, groups) if host_slots else KVManager(pool, groups, "test")
-    scheduler = Scheduler(
-        kv,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=budget,
-        max_model_len=max_model_len,
-        preempt_by_swap=swap,
-        order=order,
-        speculation=speculation,
-        prompt_budget=prompt_budget,
-        num_stages=num_stages,
-    )
-    runner = BlockMemoryRunner(BLOCK, 2 if overlap else num_stages, windows or (0,), is_late)
-    runner.is_pipeline = num_stages > 1
-    return Engine(scheduler, runner, vocab_size=VOCAB_SIZE, eos_token_ids=eos), runner
-
-
-def run_all(engine: Engine, max_steps: int = 3000) -> dict[str, list[int]]:
-    tokens: dict[str, list[int]] = {}
-    for _ in range(max_steps):
-        if not engine.has_work():
-            break
-        for output in engine.step().outputs:
-            assert output.error is None
-            tokens.setdefault(output.request.request_id, []).extend(output.new_token_ids)
-        engine.kv.pool.check_integrity()
-    assert not engine.has_work(), "requests are stuck"
-    return tokens
-
-
-def assert_quiet(engine: Engine) -> None:
-    """Nothing is owned any more."""
-    kv = engine.kv
-    kv.pool.check_integrity()
-    assert kv.pool.num_used == 0
-    assert engine.load().num_requests == 0
-    if (tier := getattr(kv, "host_tier", None)) is not None:
-        tier.check_integrity()
-        assert tier.num_pinned == 0
+from tests.engine.fakes import VOCAB_SIZE, expected_tokens
+from tests.engine.scheduling.engines import BLOCK, assert_quiet, check_any_order, load_request, make_engine, run_all
 
 
 def test_one_request_in_chunks() -> None:
@@ -349,27 +272,6 @@ def test_prefill_only_keeps_its_blocks_until_they_are_released(overlap: bool) ->
     assert_quiet(engine)
 
 
-def load_request(engine: Engine, runner: BlockMemoryRunner, prompt: list[int], ok: bool) -> Request:
-    """Admit a request whose KV a peer has, and finish its load."""
-    first = expected_tokens(prompt, 1)
-    request = engine.add_request(
-        prompt,
-        SamplingParams(max_tokens=5),
-        output_token_ids=first,
-        kv_source="peer",
-        num_source_tokens=len(prompt),
-    )
-    outcome = engine.step()
-    assert outcome.outputs == []
-    [job] = outcome.loads
-    assert (job.source, request.status) == ("peer", RequestStatus.LOADING)
-    for position, block_id in zip(job.positions, job.block_ids, strict=True):
-        cells = prompt[position * BLOCK : (position + 1) * BLOCK]
-        runner.blocks[block_id] = [*cells, *([None] * (BLOCK - len(cells)))] if ok else [None] * BLOCK
-    engine.finish_load(job, ok)
-    return request
-
-
 @pytest.mark.parametrize("ok", [True, False])
 def test_loaded_kv_is_used_or_recomputed(ok: bool) -> None:
     engine, runner = make_engine()
@@ -455,37 +357,16 @@ def test_any_order_of_events_keeps_every_token(
         num_stages=num_stages,
         windows=windows,
     )
-    live: dict[str, tuple[list[int], int]] = {}
-    tokens: dict[str, list[int]] = {}
-    for _ in range(data.draw(st.integers(1, 40))):
-        action = data.draw(st.sampled_from(["add", "step", "step", "step", "abort"]))
-        if action == "add":
-            family = data.draw(st.integers(0, 2))
-            prompt = [family] * data.draw(st.integers(1, 14)) + [data.draw(st.integers(3, 5))]
-            limit = data.draw(st.integers(1, 8))
-            bad_words = data.draw(st.sampled_from([(), (), (), ((1, 2),)]))  # some need the host between steps
-            request = engine.add_request(
-                prompt,
-                SamplingParams(max_tokens=limit, bad_words=bad_words),
-                priority=data.draw(st.integers(0, 2)),
-            )
-            live[request.request_id] = (prompt, limit)
-        elif action == "abort" and live:
-            name = data.draw(st.sampled_from(sorted(live)))
-            engine.abort(name)  # type: ignore[arg-type]
-            del live[name]
-        else:
-            outcome = engine.step()
-            assert len(outcome.plan.rows) <= 4
-            assert sum(row.num_tokens for row in outcome.plan.rows) <= budget
-            for output in outcome.outputs:
-                tokens.setdefault(output.request.request_id, []).extend(output.new_token_ids)
-        engine.kv.pool.check_integrity()
-    for name, new in run_all(engine).items():
-        tokens.setdefault(name, []).extend(new)
-    for name, (prompt, limit) in live.items():
-        assert tokens[name] == expected_tokens(prompt, limit)
-    assert_quiet(engine)
+
+    def add() -> tuple[Request, list[int]]:
+        prompt = [data.draw(st.integers(0, 2))] * data.draw(st.integers(1, 14)) + [data.draw(st.integers(3, 5))]
+        limit = data.draw(st.integers(1, 8))
+        bad_words = data.draw(st.sampled_from([(), (), (), ((1, 2),)]))  # some need the host between steps
+        params = SamplingParams(max_tokens=limit, bad_words=bad_words)
+        request = engine.add_request(prompt, params, priority=data.draw(st.integers(0, 2)))
+        return request, expected_tokens(prompt, limit)
+
+    check_any_order(engine, data, budget, add)
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])

@@ -10,7 +10,7 @@ from engine.engine import Engine
 from engine.request import FinishReason, Request, RequestStatus, SamplingParams
 from engine.scheduling.policy import EngineView, FcfsPolicy, PriorityPolicy, RequestView, ServiceOrder
 from tests.engine.fakes import expected_tokens
-from tests.engine.scheduling.test_scheduler import assert_quiet, make_engine, run_all
+from tests.engine.scheduling.engines import assert_quiet, make_engine, run_all
 
 LONG = SamplingParams(max_tokens=12)
 on_all_paths = pytest.mark.parametrize(("swap", "overlap"), [(s, o) for s in (False, True) for o in (False, True)])

@@ -16,7 +16,7 @@ from engine.speculation.drafts import Speculation
 from engine.speculation.from_tokens import FromTokens
 from tests.engine.driving import num_drafts
 from tests.engine.fakes import VOCAB_SIZE, BlockMemoryRunner, expected_tokens
-from tests.engine.scheduling.test_scheduler import assert_quiet, load_request, make_engine, run_all
+from tests.engine.scheduling.engines import assert_quiet, check_any_order, load_request, make_engine, run_all
 from tests.engine.speculation.drafters import MakeOracle, of_one_kind
 
 
@@ -240,41 +240,20 @@ def test_any_order_of_events_keeps_every_token(
         accuracy, num_tokens, seed, num_blocks=num_blocks, host_slots=host_slots, swap=swap, budget=budget,
         max_num_seqs=4, prefix_cache=prefix_cache,
     )  # fmt: skip
-    live: dict[str, tuple[list[int], list[int]]] = {}
-    tokens: dict[str, list[int]] = {}
-    for _ in range(data.draw(st.integers(1, 40))):
-        action = data.draw(st.sampled_from(["add", "step", "step", "step", "abort"]))
-        if action == "add":
-            prompt = [data.draw(st.integers(0, 2))] * data.draw(st.integers(1, 10)) + [data.draw(st.integers(3, 5))]
-            limit = data.draw(st.integers(1, 12))
-            replayed = expected_tokens(prompt, data.draw(st.integers(0, limit - 1)))
-            stops = (expected_tokens(prompt, limit)[-1],) if data.draw(st.booleans()) else ()
-            request = engine.add_request(
-                prompt,
-                SamplingParams(max_tokens=limit + len(stops), stop_token_ids=stops),
-                output_token_ids=replayed,
-                priority=data.draw(st.integers(0, 2)),
-            )
-            expected = expected_tokens(prompt, limit)
-            if stops and stops[0] in expected[len(replayed) : -1]:
-                expected = expected[: expected.index(stops[0], len(replayed)) + 1]
-            live[request.request_id] = (replayed, expected)
-        elif action == "abort" and live:
-            name = data.draw(st.sampled_from(sorted(live)))
-            engine.abort(name)  # type: ignore[arg-type]
-            del live[name]
-        else:
-            outcome = engine.step()
-            for output in outcome.outputs:
-                tokens.setdefault(output.request.request_id, []).extend(output.new_token_ids)
-            assert sum(row.num_tokens for row in outcome.plan.rows) <= budget
-        engine.kv.pool.check_integrity()
-    for name, new in run_all(engine).items():
-        tokens.setdefault(name, []).extend(new)
-    for name, (replayed, expected) in live.items():
-        assert replayed + tokens[name] == expected
-    assert engine.num_failed_steps == 0
-    assert_quiet(engine)
+
+    def add() -> tuple[Request, list[int]]:
+        prompt = [data.draw(st.integers(0, 2))] * data.draw(st.integers(1, 10)) + [data.draw(st.integers(3, 5))]
+        limit = data.draw(st.integers(1, 12))
+        replayed = expected_tokens(prompt, data.draw(st.integers(0, limit - 1)))
+        stops = (expected_tokens(prompt, limit)[-1],) if data.draw(st.booleans()) else ()
+        params = SamplingParams(max_tokens=limit + len(stops), stop_token_ids=stops)
+        request = engine.add_request(prompt, params, output_token_ids=replayed, priority=data.draw(st.integers(0, 2)))
+        expected = expected_tokens(prompt, limit)
+        if stops and stops[0] in expected[len(replayed) : -1]:
+            expected = expected[: expected.index(stops[0], len(replayed)) + 1]
+        return request, expected[len(replayed) :]
+
+    check_any_order(engine, data, budget, add)
 
 
 def test_loads_wait_for_what_is_drafted_after_a_step() -> None:

@@ -15,7 +15,7 @@ from kvstore.pool.block_hash import block_keys, root_key
 from kvstore.pool.digest import digest_blocks
 from kvstore.pool.leases import new_epoch
 from kvstore.types import BlockId
-from tests.engine.scheduling.test_scheduler import BLOCK, assert_quiet, make_engine
+from tests.engine.scheduling.engines import BLOCK, assert_quiet, make_engine
 from worker.engine_process.open_request import OpenRequest
 from worker.kv.kv_exporter import KvExporter
 from worker.kv.kv_leases import KvLeases
