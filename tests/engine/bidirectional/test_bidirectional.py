@@ -18,7 +18,6 @@ from torch import Tensor
 from common.errors import ConfigError, ContextLengthError, InvalidRequestError, UnsupportedModelError
 from common.lora.adapter_ref import AdapterRef
 from engine.bidirectional.attention import QUERY_BLOCK, attend
-from engine.gguf.config import config_from_gguf
 from engine.loader.supported import check_attention
 from engine.models.hf_config import config_from_hf
 from tests.engine.driving import finish, random_prompt
@@ -250,13 +249,3 @@ def test_attention_is_its_formula(num_tokens: int, window: int) -> None:
         scores.masked_fill_((places[:, None] - places).abs() >= window, float("-inf"))
     wanted = torch.einsum("hqk,hkd->qhd", scores.softmax(-1), values.repeat_interleave(2, 0))
     torch.testing.assert_close(attend(q, keys, values, window), wanted, rtol=1e-4, atol=1e-5)
-
-
-def test_gguf_files_say_it_in_their_metadata() -> None:
-    metadata = {
-        "general.architecture": "llama", "llama.attention.head_count": 4, "llama.embedding_length": 32,
-        "llama.vocab_size": 11, "llama.block_count": 1, "llama.feed_forward_length": 8, "llama.context_length": 16,
-        "llama.attention.layer_norm_rms_epsilon": 1e-5,
-    }  # fmt: skip
-    assert config_from_gguf(metadata, "LlamaForCausalLM", True).is_causal
-    assert not config_from_gguf({**metadata, "llama.attention.causal": False}, "LlamaForCausalLM", True).is_causal

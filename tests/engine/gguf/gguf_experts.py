@@ -8,20 +8,6 @@ import gguf
 import torch
 from torch import Tensor
 
-DEEPSEEK_NAMES = {
-    "self_attn.q_a_proj": "attn_q_a",
-    "self_attn.q_a_layernorm": "attn_q_a_norm",
-    "self_attn.q_b_proj": "attn_q_b",
-    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
-    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
-    "self_attn.kv_b_proj": "attn_kv_b",
-    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
-    "mlp.shared_experts.up_proj": "ffn_up_shexp",
-    "mlp.shared_experts.down_proj": "ffn_down_shexp",
-}
-
-GPT_OSS_NAMES = {"mlp.router": "ffn_gate_inp", "post_attention_layernorm": "post_attention_norm"}
-
 
 def expert_pieces(name: str, tensor: Tensor, is_old: bool) -> dict[str, Tensor]:
     """transformers has the experts' gate and up in one; files of early 2024 have a tensor for each expert."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tests.engine.gguf.gguf_experts import (
-    DEEPSEEK_NAMES,
-    GPT_OSS_NAMES,
     add_deepseek_fields,
     add_gpt_oss_fields,
     expert_pieces,
@@ -23,52 +22,20 @@ from tests.engine.gguf.gguf_experts import (
     gpt_oss_weight,
     split_kv_b,
 )
-from tests.engine.tiny_models import CHOICE_BIAS
 
-NAMES = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
-LAYER_NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "self_attn.qkv_proj": "attn_qkv",
-    "mlp.gate_up_proj": "ffn_up",
-    "mlp.gate": "ffn_gate_inp",
-    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
-    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
-    "mlp.shared_expert.up_proj": "ffn_up_shexp",
-    "mlp.shared_expert.down_proj": "ffn_down_shexp",
-}
-GEMMA3_NAMES = {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
 
-NAMES_OF = {"gemma3": GEMMA3_NAMES, "gpt-oss": GPT_OSS_NAMES}
+@cache
+def name_map(arch: str) -> gguf.TensorNameMap:
+    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    return gguf.get_tensor_name_map(kinds[arch], 99)
 
 
 def gguf_name(name: str, arch: str) -> str:
-    if name in NAMES:
-        return NAMES[name]
-    if name.endswith(CHOICE_BIAS):
-        return f"blk.{name.split('.')[2]}.exp_probs_b.bias"
-    _, _, layer, *middle, kind = name.split(".")
-    names = {**LAYER_NAMES, **DEEPSEEK_NAMES, **NAMES_OF.get(arch, {})}
-    if name.endswith(".sinks"):
-        return f"blk.{layer}.attn_sinks.weight"
-    return f"blk.{layer}.{names['.'.join(middle)]}.{kind}"
+    """By the map that the converter has, too."""
+    spelled = name.replace("_correction_bias", "_correction.bias")
+    found = name_map(arch).get_name(spelled, try_suffixes=(".weight", ".bias"))
+    assert found is not None, name
+    return f"{found}.weight" if name.endswith(".sinks") else found
 
 
 def pieces(name: str, tensor: Tensor, arch: str, config: Any, is_old: bool) -> dict[str, Tensor]:

@@ -166,7 +166,7 @@ def test_pieces_that_do_not_fit_are_no_weight(damage: str, tmp_path: Path, monke
 
 
 def test_an_unknown_architecture_names_the_known_ones(tmp_path: Path) -> None:
-    write_gguf(tmp_path / "m.gguf", TinyModel("Llama").build(), "gemma")
+    write_gguf(tmp_path / "m.gguf", TinyModel("Llama", {"tie_word_embeddings": True}).build(), "gemma")
     with pytest.raises(
         UnsupportedModelError, match=r"'gemma'.*deepseek2.*llama, llama with experts, phi3, qwen2, qwen2moe, qwen3"
     ):

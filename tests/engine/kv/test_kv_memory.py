@@ -12,11 +12,8 @@ from hypothesis import strategies as st
 from common.errors import ConfigError
 from engine.config import EngineConfig
 from engine.kv.memory import (
-    allocate_pool,
     as_bytes,
     context_in_pool,
-    copy_in,
-    copy_out,
     host_buffer_over,
     pool_geometry,
     pool_over,
@@ -24,7 +21,6 @@ from engine.kv.memory import (
 from engine.loader.random_weights import DRY_RUN_CONFIG
 from kvstore.handle.runs import merged_runs
 from kvstore.layout import PoolGeometry
-from kvstore.types import BlockId, HostSlot
 
 
 def geometry_of(**settings: object) -> PoolGeometry:
@@ -60,18 +56,6 @@ def test_a_pool_over_a_memory_map_shares_its_bytes() -> None:
     assert memory[3 * geometry.block_bytes : 3 * geometry.block_bytes + 4] == b"\0\0\x80\x3f"
     slots = host_buffer_over(memory, 5, geometry.block_bytes)
     assert torch.equal(slots, as_bytes(pool))
-
-
-def test_copies_out_and_in_bring_blocks_back_elsewhere() -> None:
-    geometry = geometry_of(num_gpu_blocks=9)
-    pool = allocate_pool(geometry, torch.device("cpu"))
-    pool.copy_(torch.randn(pool.shape))
-    kept = pool.clone()
-    host = torch.zeros(6, geometry.block_bytes, dtype=torch.uint8)
-    copy_out(pool, host, [(BlockId(2), HostSlot(0)), (BlockId(3), HostSlot(1)), (BlockId(8), HostSlot(5))])
-    copy_in(pool, host, [(HostSlot(0), BlockId(6)), (HostSlot(1), BlockId(7)), (HostSlot(5), BlockId(0))])
-    assert torch.equal(pool[[6, 7, 0]], kept[[2, 3, 8]])
-    assert torch.equal(pool[[1, 2, 3, 4, 5, 8]], kept[[1, 2, 3, 4, 5, 8]])
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=20))

@@ -13,13 +13,10 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from common.errors import ConfigError, UnsupportedModelError
-from engine.layers.rotary import rotary_frequencies, rotary_table
-from engine.loader.fused import rotary_order
+from engine.layers.rotary import rotary_frequencies
 from engine.loader.random_weights import DRY_RUN_CONFIG
 from engine.models.families import family_of
 from engine.models.hf_config import config_from_hf, read_hf_config
-from engine.models.rope import RopeConfig
-from kernels.rotary import rotate_
 
 OLD_STYLE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -162,21 +159,3 @@ def test_long_contexts_have_factors_of_their_own() -> None:
     assert rope.within(4096).frequency_factors == tuple(LONG["short_factor"])
     assert rope.within(4097).frequency_factors == tuple(LONG["long_factor"])
     assert config_from_hf({**raw, "rope_scaling": {**LONG, "rope_type": "su"}}).rope == rope
-
-
-def test_scores_do_not_follow_the_order_of_numbers_that_are_not_rotated() -> None:
-    """With angles of zero for the others, a rotation of pairs half a head apart is one of a part of the head."""
-    rope = RopeConfig(partial=0.5)
-    order = torch.tensor(rotary_order(replace(DRY_RUN_CONFIG, rope=rope, head_dim=16)))
-    whole = rotary_table(rope, 16, 9, torch.float32, torch.device("cpu"))[8, :, None]
-    table = rotary_table(replace(rope, partial=1.0), 8, 9, torch.float32, torch.device("cpu"))[8, :, None]
-    x = torch.randn(1, 3, 16)
-    expected = x.clone()
-    rotate_(expected[..., :8], *table)
-    torch.testing.assert_close(rotate_(x[..., order], *whole), expected[..., order])
-
-
-def test_plain_frequencies() -> None:
-    frequencies, scale = rotary_frequencies(RopeConfig(theta=100.0), 4)
-    assert frequencies.tolist() == pytest.approx([1.0, 0.1])
-    assert scale == 1.0
