@@ -6,7 +6,6 @@ import gc
 import json
 import os
 import queue
-import signal
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 import engine.assembly
-from common.errors import ConfigError, EngineError
+from common.errors import ConfigError
 from common.model_files import resolve_model
 from engine import LLM, SamplingParams
 from engine.assembly import EngineParts, assemble
@@ -308,34 +307,6 @@ def own_followers() -> list[int]:
     """Of this process, without those of engines that other tests have left to the collector of garbage."""
     gc.collect()
     return followers_of(os.getpid())
-
-
-def test_processes_follow_plans() -> None:
-    """Everything that ranks must agree on: penalties, log-probabilities, recomputed prompts, failed rows."""
-    params = [
-        SamplingParams(
-            max_tokens=70, temperature=0.9 * (index % 2), seed=index, ignore_eos=True, logprobs=2,
-            repetition_penalty=1.2 - index % 3 * 0.1, min_tokens=5, top_k=30,
-        )
-        for index in range(6)
-    ]  # fmt: skip
-    prompts = ["the same beginning, " + "abc " * (5 * index) for index in range(6)]
-    settings = {"num_gpu_blocks": 14, "max_num_batched_tokens": 32, "quant_mode": "none"}
-    expected = [one.token_ids for one in LLM("dry-run", num_threads=1, **settings).generate(prompts, params)]
-    llm = LLM("dry-run", tp=2, **settings)
-    assert [one.token_ids for one in llm.generate(prompts, params)] == expected
-    assert llm.engine.load().num_preemptions > 0
-    lost: queue.Queue[str] = queue.Queue()
-    llm.engine._runner.watch_ranks(lost.put)  # type: ignore[attr-defined]
-    with pytest.raises(queue.Empty):
-        lost.get(timeout=0.1)
-    (follower,) = own_followers()
-    os.kill(follower, signal.SIGKILL)
-    # Seen from a thread, too: on a GPU no collective fails, and rank 0 would wait for it in a step.
-    assert lost.get(timeout=60.0) == "rank 1 of the model ended"
-    for prompt in ("again", "and again"):
-        with pytest.raises(EngineError, match=r"rank \d"):
-            llm.generate(prompt, GREEDY)
 
 
 @pytest.mark.parametrize(
