@@ -7,7 +7,6 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
@@ -15,20 +14,17 @@ from typing import Any
 
 import pytest
 
-from engine.config import EngineConfig
 from tests.engine.combinations import FLOAT32, MODELS, PLAIN, PROMPTS, SMALL_STEPS, SWAP, open_engine, run
 from tests.engine.driving import answers
 from tests.engine.expert_balancing.balancing import balancing_of
 from tests.engine.gguf.gguf_files import write_gguf
 from tests.engine.gguf.test_gguf import FAMILIES
 from tests.engine.moe.test_moe import WIDE as WIDE_EXPERTS
-from tests.engine.pipeline_parallel import test_pipeline
 from tests.engine.quantization.packed_files import FORMATS, write
-from tests.engine.tensor_parallel.test_ranks import OF_RANKS, open_ranks
+from tests.engine.threaded_ranks import OF_RANKS, open_ranks, open_stages
 from tests.engine.tiny_models import TINY_MODELS
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("byte_tokens")]
-WHOLE_EXPERTS: dict[str, Any] = {"expert_parallel": True}
 DRAFTS: dict[str, Any] = {"num_speculative_tokens": 3, "adaptive_drafts": False}
 
 
@@ -50,7 +46,7 @@ def test_ranks_and_stages_with_drafts_and_8_bit_blocks(monkeypatch: pytest.Monke
     expected.draft(monkeypatch)
     settings |= {**SMALL_STEPS, "num_speculative_tokens": 3}
     expected.check(open_ranks(Path("dry-run"), 2, monkeypatch, itl_objective_ms=1000.0, **settings))
-    expected.check(test_pipeline.open_stages(Path("dry-run"), 2, monkeypatch, **settings))
+    expected.check(open_stages(Path("dry-run"), 2, monkeypatch, **settings))
 
 
 def place_experts(monkeypatch: pytest.MonkeyPatch, loads: Path, layers: list[list[int]]) -> None:
@@ -142,10 +138,5 @@ def test_stages_of_whole_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     path = TINY_MODELS["qwen3-moe"].save(tmp_path / "m")
     expected = run(open_engine(path, **FLOAT32, kv_cache_dtype="fp8"))
     expected.draft(monkeypatch)
-    load_part = test_pipeline.load_model
-
-    def load_whole_experts(files: Any, config: EngineConfig, *rest: Any, **stage: Any) -> Any:
-        return load_part(files, replace(config, tp=2, **WHOLE_EXPERTS), *rest, **stage)
-
-    monkeypatch.setattr(test_pipeline, "load_model", load_whole_experts)
-    expected.check(test_pipeline.open_stages(path, 2, monkeypatch, tp=2, **DRAFTS, kv_cache_dtype="fp8"), near=5e-2)
+    monkeypatch.setitem(OF_RANKS, "expert_parallel", True)
+    expected.check(open_stages(path, 2, monkeypatch, tp=2, **DRAFTS, kv_cache_dtype="fp8"), near=5e-2)

@@ -23,10 +23,9 @@ from engine.models.hf_config import config_from_hf
 from tests.engine.driving import finish, random_prompt
 from tests.engine.gguf.gguf_files import write_gguf
 from tests.engine.gguf.test_gguf import WIDE
-from tests.engine.pipeline_parallel.test_pipeline import open_stages
 from tests.engine.pooling.test_vectors import LENGTHS, POOLED, assert_close, engine, prompts_of, run, vectors
 from tests.engine.quantization.packed_files import FORMATS, TINY, write
-from tests.engine.tensor_parallel.test_ranks import open_ranks
+from tests.engine.threaded_ranks import open_ranks, open_stages
 from tests.engine.tiny_models import DEEPSEEK, GEMMA3, QWEN3_EXPERTS, SHAPE, VOCAB_SIZE, TinyModel
 from tests.harness.adapters import deltas, write_adapter
 

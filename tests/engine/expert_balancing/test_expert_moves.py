@@ -20,7 +20,7 @@ from engine.moe.stacked_moe import StackedMoe
 from engine.plan import PlacedExperts
 from engine.quantization.cpu_linears import CpuLinears, int8
 from engine.quantization.int4 import quantize_int4
-from tests.engine.tensor_parallel.test_ranks import ThreadGroup
+from tests.engine.threaded_ranks import ThreadGroup
 
 SIZE, HIDDEN, CPU = 3, 32, torch.device("cpu")
 CONFIG = ModelConfig(

@@ -18,9 +18,8 @@ from tests.engine.driving import prompt_logprobs
 from tests.engine.gguf.gguf_files import write_gguf
 from tests.engine.gguf.test_gguf import FAMILIES, WIDE
 from tests.engine.gguf.test_packed import needs_library
-from tests.engine.pipeline_parallel.test_pipeline import open_stages
 from tests.engine.quantization.test_packed_ranks import ExactLinears
-from tests.engine.tensor_parallel.test_ranks import CPU, PROMPTS, answers_of, open_ranks
+from tests.engine.threaded_ranks import CPU, PROMPTS, answers_of, open_ranks, open_stages
 from tests.engine.tiny_models import VOCAB_SIZE, TinyModel
 
 pytestmark = pytest.mark.slow
@@ -55,7 +54,7 @@ def test_ranks_and_stages_equal_one_rank(name: str, tmp_path: Path, monkeypatch:
         assert parts.quantization == "int4-weight"
         assert answers_of(parts) == expected
     if MODELS[name].get("num_hidden_layers") == 2:
-        assert answers_of(open_stages(path, 2, monkeypatch, 2, quant_mode="auto")) == expected
+        assert answers_of(open_stages(path, 2, monkeypatch, 2)) == expected
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "gpt-oss", "qwen2moe"])

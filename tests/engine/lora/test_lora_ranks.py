@@ -14,6 +14,7 @@ from engine import LLM
 from engine.loader.random_weights import DRY_RUN_CONFIG
 from engine.lora.adapters import CpuAdapters, open_adapters
 from engine.lora.cpu_runner import LoraCpuRunner
+from tests.engine import threaded_ranks
 from tests.engine.lora.test_lora_engine import (
     FUSED,
     GREEDY_8,
@@ -23,8 +24,7 @@ from tests.engine.lora.test_lora_engine import (
     shapes_of,
 )
 from tests.engine.lora.test_lora_features import write_for
-from tests.engine.tensor_parallel import test_ranks
-from tests.engine.tensor_parallel.test_ranks import ThreadedRanks, open_ranks
+from tests.engine.threaded_ranks import open_ranks, threaded_runner
 from tests.engine.tiny_models import TINY_MODELS
 from tests.harness.adapters import ALL_LINEAR, write_adapter
 
@@ -51,8 +51,8 @@ def test_ranks_equal_merged_models(
     folder = write_adapter(tmp_path / "adapter", shapes_of(tiny.build()), targets, seed=1)
     asked = [*zip(PROMPTS, (folder, None, folder, None), strict=True)]
 
-    def in_threads(_: CpuAdapters, loaded: Any, pool: Any, host: Any, config: Any, **named: Any) -> ThreadedRanks:
-        return ThreadedRanks(loaded, pool, host, config, num_ranks)
+    def in_threads(_: CpuAdapters, loaded: Any, _pool: Any, host: Any, config: Any, **_named: Any) -> Any:
+        return threaded_runner(loaded, host, config, num_ranks, 1)
 
     monkeypatch.setattr(CpuAdapters, "runner", in_threads)
     runners = []
@@ -63,7 +63,7 @@ def test_ranks_equal_merged_models(
         runners.append(LoraCpuRunner(adapters, *args))
         return runners[-1]
 
-    monkeypatch.setattr(test_ranks, "CpuRunner", own_runner)
+    monkeypatch.setattr(threaded_ranks, "CpuRunner", own_runner)
     parts = open_ranks(
         tiny.save(tmp_path / "model"), num_ranks, monkeypatch, enable_lora=True, max_num_batched_tokens=24
     )

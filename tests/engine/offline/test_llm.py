@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import io
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -246,3 +248,21 @@ def test_a_bad_prompt_starts_nothing() -> None:
 def test_settings_that_cannot_work_say_so(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LLM(**{"model": "dry-run", "num_threads": 1, **settings})
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_loading_shows_progress_in_a_terminal_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make()
+    assert "loading weights" not in capsys.readouterr().err
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    make()
+    shown = terminal.getvalue()
+    assert "\r\x1b[Kloading weights: 100%" in shown
+    assert shown.endswith("\r\x1b[K"), "a trace is left"

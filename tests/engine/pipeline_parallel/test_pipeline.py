@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
@@ -21,148 +20,31 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-import engine.assembly
 from common.errors import EngineError
-from common.model_files import resolve_model
 from engine import LLM, SamplingParams
-from engine.assembly import EngineParts, assemble
 from engine.config import EngineConfig
-from engine.cpu.runner import CpuRunner
-from engine.kv.memory import allocate_pool, pool_geometry
-from engine.loader.load import LoadedModel, load_model
+from engine.kv.memory import pool_geometry
 from engine.models.families import family_of
 from engine.models.hf_config import config_from_hf, read_hf_config
 from engine.pipeline_parallel.socket_frames import SocketSink, SocketSource, receive_frame, send_frame
 from engine.pipeline_parallel.staged import _divide, divide_layers, shard_of, stage_weights
-from engine.plan import StepPlan, StepResult
-from engine.rank_processes import Ranks
-from engine.request import TokenId
-from engine.tensor_parallel.assembly import cpu_ranks
-from engine.tensor_parallel.follower import follow
-from engine.tensor_parallel.followers import STEP_ENCODER, FollowerStep, place_of, work_of
-from engine.tensor_parallel.runner import ParallelRunner, ParallelStep
+from engine.tensor_parallel.followers import place_of, work_of
 from tests.engine.conftest import Greedy
 from tests.engine.driving import finish, num_drafts
 from tests.engine.speculation.drafters import MakeOracle, draft_with, knows
-from tests.engine.tensor_parallel.test_ranks import (
+from tests.engine.threaded_ranks import (
     GREEDY,
     NUM_TOKENS,
     PROMPTS,
     SCARCE_BLOCKS,
-    ThreadGroup,
     answers_of,
+    open_stages,
     own_followers,
 )
 from tests.engine.tiny_models import TINY_MODELS, UNLIKE_WHEN_DIVIDED, VOCAB_SIZE
 
 pytestmark = pytest.mark.slow
-
-CPU = torch.device("cpu")
-WAIT_SECONDS = 60.0
-
-
-class QueueLink:
-    """Both ends of what is between two stages."""
-
-    def __init__(self) -> None:
-        self._sent: queue.Queue[Tensor] = queue.Queue()
-
-    def send(self, hidden: Tensor) -> None:
-        self._sent.put(hidden.clone())
-
-    def receive(self, hidden: Tensor) -> None:
-        hidden.copy_(self._sent.get(timeout=WAIT_SECONDS))
-
-
-class ThreadedStages:
-    """Stands in for `Followers`: the ranks of all stages but `local`, in threads that are given the plans' bytes."""
-
-    def __init__(
-        self, whole: LoadedModel, host_buffer: Tensor | None, config: EngineConfig, tp: int, pp: int
-    ) -> None:
-        files = resolve_model(config.model)
-        self._plans: list[queue.Queue[bytes]] = []
-        links = [[None, *(QueueLink() for _ in range(pp - 1)), None] for _ in range(tp)]
-        groups = [ThreadGroup(tp) if tp > 1 else None for _ in range(pp)]
-        for number in range(tp * pp):
-            shard, stage = place_of(number, replace(config, tp=tp, pp=pp))
-            assert stage is not None
-            loaded = load_model(files, config, CPU, shard, stage=stage)
-            if tp == 1:
-                assert loaded.fingerprint == whole.fingerprint
-            geometry = pool_geometry(loaded.config, config, loaded.fingerprint, loaded.dtype, loaded.shard)
-            slots = None
-            if host_buffer is not None:
-                slots = torch.zeros(host_buffer.shape[0], geometry.block_bytes, dtype=torch.uint8)
-            group, ends = groups[stage.index], links[shard.rank][stage.index : stage.index + 2]
-            if group is not None:
-                group.join(shard.rank)
-            runner = CpuRunner(
-                loaded, allocate_pool(geometry, CPU), slots, config, cpu_ranks(loaded, config, group, *ends)
-            )
-            if number == 0:
-                self.local = runner
-                continue
-            plans: queue.Queue[bytes] = queue.Queue()
-            threading.Thread(target=_follow, args=(plans, runner, group, shard.rank), daemon=True).start()
-            self._plans.append(plans)
-        if group := groups[-1]:
-            group.join(0)
-
-    def send(self, plan: StepPlan, num_finished: int, sampled: Sequence[Sequence[Sequence[TokenId]]]) -> None:
-        for plans in self._plans:
-            plans.put(STEP_ENCODER.encode(FollowerStep(plan, num_finished, sampled)))
-
-    def check(self) -> None:
-        pass
-
-    def forget_store(self) -> None:
-        pass
-
-
-def _follow(plans: queue.Queue[bytes], runner: CpuRunner, group: ThreadGroup | None, rank: int) -> None:
-    if group is not None:
-        group.join(rank)
-    follow(plans.get, runner)
-
-
-class UnwarmedRunner(ParallelRunner):
-    """The stages in threads have been warmed up by nobody."""
-
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        self.in_flight: list[ParallelStep] = []
-
-    def warmup(self, *_: object) -> None:
-        pass
-
-    def launch(self, plan: StepPlan) -> ParallelStep:
-        self.in_flight.append(super().launch(plan))
-        return self.in_flight[-1]
-
-    def finish(self, step: ParallelStep) -> StepResult:
-        self.in_flight.remove(step)
-        return super().finish(step)
-
-
-def open_stages(
-    path: Path, count: int, monkeypatch: pytest.MonkeyPatch, tp: int = 1, **settings: object
-) -> EngineParts:
-    """An engine over stages of `tp` ranks each in threads."""
-
-    def make(
-        whole: LoadedModel, _pool: Tensor, host: Tensor | None, config: EngineConfig, *_: object
-    ) -> ParallelRunner:
-        stages = ThreadedStages(whole, host, config, tp, count)
-        return UnwarmedRunner(stages.local, stages, count, is_eager=True)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(engine.assembly, "_make_runner", make)
-    monkeypatch.setattr(Ranks, "num_stages", count)
-    base = {"model": str(path), "device": "cpu", "dtype": "float32", "num_gpu_blocks": 256, "num_threads": 1}
-    return assemble(EngineConfig(**{**base, "quant_mode": "none", **settings}))  # type: ignore[arg-type]
-
 
 SWAPPING: dict[str, Any] = {
     "num_gpu_blocks": 24, "block_size": 4, "max_num_batched_tokens": 24, "preemption": "swap", "host_tier_gb": 0.01,

@@ -20,9 +20,8 @@ from engine.quantization.cpu_linears import CpuLinears
 from engine.quantization.quantized_rows import Made, QuantizedRows
 from kvstore.layout import Shard
 from tests.engine.driving import answers, engine_config, prompt_logprobs
-from tests.engine.pipeline_parallel.test_pipeline import open_stages
 from tests.engine.quantization.packed_files import FORMATS, SIZES, TINY, VOCAB_SIZE, write
-from tests.engine.tensor_parallel.test_ranks import CPU, GREEDY, NUM_TOKENS, OF_RANKS, open_ranks
+from tests.engine.threaded_ranks import CPU, GREEDY, NUM_TOKENS, OF_RANKS, open_ranks, open_stages
 from tests.engine.tiny_models import DEEPSEEK, TinyModel, reference_answers, rope
 
 pytestmark = pytest.mark.slow
@@ -90,10 +89,7 @@ def test_ranks_and_stages_equal_transformers(
     reference = write(FORMS[name], tmp_path / "m", MODELS[model])
     for setting, value in settings.items():
         monkeypatch.setitem(OF_RANKS, setting, value)
-    path = tmp_path / "m"
-    parts = (
-        open_ranks(path, tp, monkeypatch) if pp == 1 else open_stages(path, pp, monkeypatch, tp, quant_mode="auto")
-    )
+    parts = open_stages(tmp_path / "m", pp, monkeypatch, tp)
     assert parts.quantization == FORMS[name].label
     assert answers(parts.engine, PROMPTS, GREEDY) == reference_answers(reference, PROMPTS, NUM_TOKENS)
 

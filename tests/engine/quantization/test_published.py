@@ -20,13 +20,12 @@ from engine.quantization.unstacked_experts import UnstackedExperts
 from kernels.gguf.library import library
 from tests.checkpoints import page
 from tests.engine.driving import answers, engine_config
-from tests.engine.pipeline_parallel.test_pipeline import open_stages
 from tests.engine.quantization.packed_files import SIZES, Format, pack_fp8, save_shards, write
 from tests.engine.quantization.published import FAMILIES, PUBLISHED, REFUSED, without
 from tests.engine.quantization.published_layouts import NF4, bitsandbytes
 from tests.engine.quantization.test_packed_checkpoint import PROMPT, load, logits, relative_error
 from tests.engine.speculation.mtp.modules import ModelWithModule
-from tests.engine.tensor_parallel.test_ranks import GREEDY, NUM_TOKENS, open_ranks
+from tests.engine.threaded_ranks import GREEDY, NUM_TOKENS, open_ranks, open_stages
 from tests.engine.tiny_models import DEEPSEEK, DEEPSEEK_ROPE, TinyModel, reference_greedy, reference_logits
 
 pytestmark = pytest.mark.slow

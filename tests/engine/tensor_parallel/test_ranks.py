@@ -4,158 +4,34 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import queue
-import threading
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import pytest
-import torch
-from torch import Tensor
 
 import engine.assembly
 from common.errors import ConfigError
-from common.model_files import resolve_model
-from engine import LLM, SamplingParams
-from engine.assembly import EngineParts, assemble
+from engine import LLM
+from engine.assembly import assemble
 from engine.config import EngineConfig
-from engine.cpu.runner import CpuRunner
-from engine.kv.memory import allocate_pool, pool_geometry
-from engine.loader.load import LoadedModel, load_model
-from engine.plan import CompletedStep, StepPlan
-from engine.runner import Proposer
-from engine.start_progress import OnProgress
-from engine.tensor_parallel.assembly import cpu_ranks
-from kvstore.layout import Shard
 from tests.engine.conftest import Greedy
-from tests.engine.driving import answers, engine_config, finish, num_drafts
+from tests.engine.driving import engine_config, finish, num_drafts
 from tests.engine.expert_balancing.balancing import balancing_of
 from tests.engine.speculation.drafters import MakeOracle, draft_with, knows
+from tests.engine.threaded_ranks import (
+    GREEDY,
+    NUM_TOKENS,
+    OF_RANKS,
+    PROMPTS,
+    SCARCE_BLOCKS,
+    answers_of,
+    open_ranks,
+    own_followers,
+)
 from tests.engine.tiny_models import TINY_MODELS, UNLIKE_WHEN_DIVIDED, VOCAB_SIZE
-from tests.harness.processes import followers_of
 
 pytestmark = pytest.mark.slow
-
-CPU = torch.device("cpu")
-NUM_TOKENS = 8
-PROMPTS = [[(7 * i + 11 * j) % (VOCAB_SIZE - 8) + 8 for j in range(3 + 9 * i)] for i in range(6)]
-# Of models with KV groups.
-SCARCE_BLOCKS = {"gemma3": 93, "gpt-oss": 28, "mistral-window": 13, "qwen2-moe-windows": 28}
-GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
-
-
-class ThreadGroup:
-    """A `Group` of threads of this process."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._barrier = threading.Barrier(size, timeout=200.0)
-        self._parts: list[Any] = [None] * size
-        self._local = threading.local()
-
-    @property
-    def rank(self) -> int:
-        rank: int = self._local.rank
-        return rank
-
-    def join(self, rank: int) -> None:
-        """The calling thread is this rank from now on."""
-        self._local.rank = rank
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return torch.stack([part.float() for part in self._exchange(x)]).sum(0)
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        return torch.cat(self._exchange(x), dim=-1)
-
-    def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        pieces = [part[self.rank] for part in self._exchange(x.split(list(send)))]
-        assert [piece.shape[0] for piece in pieces] == list(receive)
-        return torch.cat(pieces)
-
-    def _exchange(self, x: Any) -> list[Any]:
-        self._parts[self.rank] = x
-        self._barrier.wait()
-        parts = list(self._parts)
-        self._barrier.wait()
-        return parts
-
-
-OF_RANKS: dict[str, Any] = {}  # settings of ranks that one rank cannot have
-
-
-class ThreadedRanks:
-    """A runner whose ranks are threads, each of which is given the plan's bytes."""
-
-    max_steps_in_flight = 1
-
-    def __init__(
-        self, loaded: LoadedModel, pool: Tensor, host_buffer: Tensor | None, config: EngineConfig, num_ranks: int
-    ) -> None:
-        self._group = ThreadGroup(num_ranks)
-        self._executor = ThreadPoolExecutor(num_ranks)
-        config = replace(config, tp=num_ranks, **OF_RANKS)
-        files = resolve_model(config.model)
-        self._ranks: list[CpuRunner] = []
-        for rank in range(num_ranks):
-            self._group.join(rank)
-            shard = load_model(files, config, CPU, Shard(rank, num_ranks))
-            assert shard.fingerprint == loaded.fingerprint
-            geometry = pool_geometry(loaded.config, config, loaded.fingerprint, loaded.dtype, Shard(rank, num_ranks))
-            slots = None
-            if host_buffer is not None:
-                slots = torch.zeros(host_buffer.shape[0], geometry.block_bytes, dtype=torch.uint8)
-            self._ranks.append(
-                CpuRunner(shard, allocate_pool(geometry, CPU), slots, config, cpu_ranks(shard, config, self._group))
-            )
-        self.attention_backend = self._ranks[0].attention_backend
-
-    def launch(self, plan: StepPlan) -> CompletedStep:
-        data = msgspec.msgpack.encode(plan)
-        found = list(self._executor.map(lambda rank: self._run(rank, data), range(len(self._ranks))))
-        assert all(one.found.token_ids == found[0].found.token_ids for one in found), (
-            "ranks have sampled different tokens"
-        )
-        return found[0]
-
-    def needs_known_tokens(self, plan: StepPlan) -> bool:
-        return False
-
-    def propose_with(self, proposer: Proposer) -> None:
-        self._ranks[0].propose_with(proposer)
-
-    def check(self) -> None:
-        pass
-
-    def warmup(self, on_progress: OnProgress) -> None:
-        pass
-
-    def _run(self, rank: int, data: bytes) -> CompletedStep:
-        self._group.join(rank)
-        step = self._ranks[rank].launch(msgspec.msgpack.decode(data, type=StepPlan))
-        assert isinstance(step, CompletedStep)
-        return step
-
-
-def open_ranks(path: Path, num_ranks: int, monkeypatch: pytest.MonkeyPatch, **settings: object) -> EngineParts:
-    """An engine over threads instead of processes."""
-    monkeypatch.setattr(
-        engine.assembly,
-        "_make_runner",
-        lambda loaded, pool, host, config, _gpu, _length: ThreadedRanks(loaded, pool, host, config, num_ranks),
-    )
-    base = {"model": str(path), "device": "cpu", "dtype": "float32", "num_gpu_blocks": 256, "num_threads": 1}
-    return assemble(EngineConfig(**{**base, **settings}))  # type: ignore[arg-type]
-
-
-def answers_of(parts: EngineParts, params: SamplingParams = GREEDY) -> list[list[int]]:
-    """Tokens after PROMPTS, which are run together."""
-    return answers(parts.engine, PROMPTS, params)
 
 
 @pytest.mark.parametrize("name", UNLIKE_WHEN_DIVIDED)
@@ -301,12 +177,6 @@ def test_ranks_accept_the_same_drafts(greedy: Greedy, monkeypatch: pytest.Monkey
     assert answers_of(parts) == expected
     drafted, accepted = num_drafts(parts.engine)
     assert 0 < accepted < drafted
-
-
-def own_followers() -> list[int]:
-    """Of this process, without those of engines that other tests have left to the collector of garbage."""
-    gc.collect()
-    return followers_of(os.getpid())
 
 
 @pytest.mark.parametrize(
