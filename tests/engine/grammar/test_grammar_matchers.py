@@ -9,7 +9,6 @@ import re
 import weakref
 from typing import Any
 
-import numpy as np
 import pytest
 
 from common.errors import GRAMMAR_REFUSED, EngineError, InvalidRequestError, UnsupportedModelError
@@ -17,9 +16,8 @@ from common.grammar import grammar
 from common.model_files import resolve_model
 from common.text.load import load_tokenizer
 from engine.grammar.grammars import NUM_CACHED, GrammarMatcher, Grammars
+from tests.engine.grammar.matching import DRY_RUN, EOS, in_mask
 
-DRY_RUN = load_tokenizer(resolve_model("dry-run"))
-EOS = DRY_RUN.eos_token_ids[0]
 VOCAB_SIZE = DRY_RUN.vocab_size + 37  # a model may have more tokens than its tokenizer
 PERSON = {
     "type": "object",
@@ -43,7 +41,7 @@ def allowed(matcher: GrammarMatcher, output: list[int]) -> list[int]:
     words = matcher.allowed(output)
     assert words is not None
     assert len(words) == -(-VOCAB_SIZE // 32)
-    return [int(token_id) for token_id in np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))]
+    return in_mask(words)
 
 
 def random_answer(matcher: GrammarMatcher, rng: random.Random, longest: int = 400) -> str:

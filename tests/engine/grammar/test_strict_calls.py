@@ -22,18 +22,19 @@ from common.tools.tool_format import FORMATS, text_and_calls_grammar
 from common.tools.tool_parser import CallDelta, ToolCallParser, ToolFormat
 from tests.common.tools.reading import added_up
 from tests.common.tools.tool_templates import call_text
-from tests.engine.grammar.test_tool_call_grammars import (
+from tests.engine.grammar.matching import (
     ANY_OBJECT,
     DRY_RUN,
+    EOS,
     GRAMMARS,
     SCHEMAS,
     ZONE,
     allows,
     follows,
+    may_end,
     written_by,
 )
 
-EOS = DRY_RUN.eos_token_ids[0]
 MARKED = [written for written, _ in FORMATS.values() if written.begin and written is not HARMONY]
 
 
@@ -236,12 +237,6 @@ def with_markers(text: str) -> list[int]:
 def text_of(token_ids: Sequence[int]) -> str:
     markers = {token: marker.encode() for marker, token in IDS.items()}
     return b"".join(markers.get(token) or bytes([token]) for token in token_ids if token != EOS).decode()
-
-
-def may_end(followed: str, token_ids: list[int]) -> tuple[bool, bool]:
-    """Whether an answer may begin so, and whether it may end there."""
-    words = GRAMMARS.start(followed).result().allowed(token_ids)
-    return words is not None, words is not None and bool(words[EOS // 32] >> (EOS % 32) & 1)
 
 
 def calls_in(written: ToolFormat, text: str) -> list[tuple[str, str]]:

@@ -2,77 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import random
 from typing import Any
 
-import numpy as np
 import pytest
 
 from common.errors import InvalidRequestError
 from common.grammar import grammar
-from common.model_files import resolve_model
 from common.reasoning.reasoning_format import HARMONY as CHANNELS
 from common.reasoning.reasoning_format import lark_before_answer
 from common.reasoning.reasoning_parser import ChannelParser
-from common.text.load import load_tokenizer
 from common.tools.json_calls import HERMES, LLAMA3_JSON, JsonCalls
 from common.tools.literal_calls import FUNCTION_GEMMA, PYTHONIC
 from common.tools.named_calls import HARMONY
 from common.tools.tool_format import FORMATS, calls_grammar
 from common.tools.tool_parser import CallDelta, ToolCallParser, ToolFormat
-from engine.grammar.grammars import Grammars
 from tests.common.tools.reading import added_up
 from tests.common.tools.tool_templates import call_text
-
-DRY_RUN = load_tokenizer(resolve_model("dry-run"))
-CITY: dict[str, Any] = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Oslo", "Rome"]}, "days": {"oneOf": [{"type": "boolean"}, {"const": 7}]}},
-    "required": ["city", "days"],
-    "additionalProperties": False,
-}
-ZONE = {
-    "type": "object",
-    "properties": {"zone": {"$ref": "#/$defs/Zone"}},
-    "required": ["zone"],
-    "additionalProperties": False,
-    "$defs": {"Zone": {"enum": ["CET", "UTC"]}},
-}
-SCHEMAS: dict[str, Any] = {"get_weather": CITY, "get_time": ZONE}
-ANY_OBJECT: dict[str, Any] = {"type": "object"}
-
-
-GRAMMARS = Grammars(lambda: DRY_RUN, DRY_RUN.vocab_size)
-BLANKS = list(b" \t\r\n")
-
-
-def written_by(followed: str, seed: int, begin: str | list[int] = "") -> list[int]:
-    """What a random model writes from that beginning on, without blanks where it has the choice."""
-    draw = random.Random(seed)
-    matcher = GRAMMARS.start(followed).result()
-    output = list(begin.encode() if isinstance(begin, str) else begin)
-    while True:
-        words = matcher.allowed(output)
-        assert words is not None
-        allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
-        shown = allowed[~np.isin(allowed, BLANKS)]
-        token_id = int(draw.choice(shown if len(shown) else allowed))
-        is_text = len(allowed) > 128 and DRY_RUN.eos_token_ids[0] in allowed
-        if token_id in DRY_RUN.eos_token_ids or (is_text and draw.random() < 0.1):
-            return output
-        output.append(token_id)
-
-
-def follows(call: CallDelta) -> bool:
-    arguments: dict[str, Any] = json.loads(call.arguments)
-    if call.name == "get_time":
-        return list(arguments) == ["zone"] and arguments["zone"] in ("CET", "UTC")
-    return (
-        set(arguments) == {"city", "days"}
-        and arguments["city"] in ("Oslo", "Rome")
-        and arguments["days"] in (True, False, 7)
-    )
+from tests.engine.grammar.matching import DRY_RUN, SCHEMAS, allows, follows, written_by
 
 
 @pytest.mark.parametrize("written", [written for written, _ in FORMATS.values() if written is not HARMONY], ids=repr)
@@ -153,14 +99,6 @@ def test_a_schema_in_itself_cannot_be_written_with_keywords() -> None:
     tree = {"type": "object", "properties": {"t": {"$ref": "#/$defs/T"}}}
     with pytest.raises(InvalidRequestError, match="in itself"):
         calls_grammar(FUNCTION_GEMMA, {"f": {**tree, "$defs": {"T": tree}}}, True, {})
-
-
-def allows(followed: str, text: str) -> bool:
-    """Whether the whole text follows the grammar."""
-    matcher = GRAMMARS.start(followed).result()
-    words = matcher.allowed(DRY_RUN.encode(text, allow_special=True))
-    eos = DRY_RUN.eos_token_ids[0]
-    return words is not None and bool(words[eos // 32] >> (eos % 32) & 1)
 
 
 def test_parallel_calls_stand_on_lines_of_their_own() -> None:

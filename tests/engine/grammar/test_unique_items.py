@@ -30,8 +30,7 @@ from common.tools.tool_format import calls_grammar, text_and_calls_grammar
 from common.tools.tool_parser import ToolFormat
 from engine.grammar.grammars import Grammars
 from engine.grammar.unique_tokens import TokenTable, UniqueTokens
-from tests.engine.grammar.test_reasoning_grammars import follows, ids
-from tests.engine.grammar.test_tool_call_grammars import written_by
+from tests.engine.grammar.matching import in_mask, may_end, written_by
 
 FEW: dict[str, Any] = {"enum": ["a", "b", "ab"]}
 ALL_OF_THEM = {"type": "array", "items": FEW, "uniqueItems": True, "minItems": 3}
@@ -85,9 +84,9 @@ def test_after_reasoning(written: ReasoningFormat, is_open: bool, reasoning: str
     if written is MISTRAL and reasoning:
         reasoning += "]"
     begin = reasoning + ("<|channel|>final<|message|>" if written is CHANNELS else "")
-    assert follows(followed, ids(f'{begin}["a","aa"]')) == (True, True)
-    assert follows(followed, ids(f'{begin}["a","a')) == (True, False)
-    assert follows(followed, ids(f'{begin}["a","a"')) == (False, False)
+    assert may_end(followed, f'{begin}["a","aa"]') == (True, True)
+    assert may_end(followed, f'{begin}["a","a') == (True, False)
+    assert may_end(followed, f'{begin}["a","a"') == (False, False)
 
 
 @pytest.mark.parametrize("may_reason", [False, True])
@@ -224,11 +223,11 @@ def test_answers_of_a_models_tokens(items: dict[str, Any]) -> None:
         while True:
             words = matcher.allowed(output)
             assert words is not None
-            if words[model.eos_token_ids[0] // 32] >> (model.eos_token_ids[0] % 32) & 1:
+            allowed = in_mask(words)
+            if model.eos_token_ids[0] in allowed:
                 break
-            allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
-            wanted = [each for each in likely if words[each // 32] >> (each % 32) & 1]
-            output.append(rng.choice(wanted) if wanted and rng.random() < 0.9 else int(rng.choice(allowed)))
+            wanted = [each for each in likely if each in allowed]
+            output.append(rng.choice(wanted) if wanted and rng.random() < 0.9 else rng.choice(allowed))
         value = json.loads(model.decode(output))
         assert len(set(value)) == len(value) >= 4
 
