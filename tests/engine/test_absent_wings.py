@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.models.families import family_of
 from engine.request import SamplingParams
-from tests.engine.tiny_models import TINY_MODELS
+from tests.engine.tiny_models import TINY_MODELS, edit_config
 
 pytestmark = pytest.mark.skipif(has_wing("engine.tensor_parallel"), reason="this installation has its wings")
 
@@ -66,8 +65,7 @@ def test_models_of_wings_are_refused(tmp_path: Path) -> None:
 
 def test_quantized_checkpoints_are_refused(tmp_path: Path) -> None:
     path = TINY_MODELS["llama"].save(tmp_path / "m")
-    raw = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**raw, "quantization_config": {"quant_method": "gptq"}}))
+    edit_config(path, quantization_config={"quant_method": "gptq"})
     with pytest.raises(ConfigError, match=r"^a quantized checkpoint needs engine\.quantization"):
         assemble(EngineConfig(str(path), device="cpu", num_gpu_blocks=64))
 

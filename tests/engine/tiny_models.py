@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,6 +69,14 @@ def with_wing(name: str) -> Any:
     return pytest.param(
         name, marks=[pytest.mark.wing(wing) for start, wing in WINGS.items() if name.startswith(start)]
     )
+
+
+def edit_config(path: Path, **changes: Any) -> dict[str, Any]:
+    """Change fields of a saved model's config; None: leave one out. Returns it as it was."""
+    before: dict[str, Any] = json.loads((path / "config.json").read_text())
+    after = {name: value for name, value in {**before, **changes}.items() if value is not None or name not in changes}
+    (path / "config.json").write_text(json.dumps(after))
+    return before
 
 
 def rope(kind: str, **values: Any) -> dict[str, Any]:

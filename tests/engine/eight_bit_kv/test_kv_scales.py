@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
-from common.model_files import resolve_model
-from common.text.load import load_tokenizer
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.eight_bit_kv.scales import check_device, fold_kv_scales, kv_head_scales
@@ -26,18 +24,10 @@ from tests.engine.driving import (
     make_runner,
     open_model,
     random_prompt,
-    read_prompt,
 )
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, with_wing
 
 NAMES = ("llama", "qwen2", "qwen3-biases", "gemma3")
-TEXT = (
-    "The harbour town woke before dawn. Fishermen mended their nets under yellow lamps while the baker carried "
-    "warm loaves across the square. By noon the market was loud: spices from the south, cloth from the hills, "
-    "and a man who sold clocks that never agreed. Anna kept the ledger of the ferry company, and she knew each "
-    "captain by the sound of his boots. When the storm came in October, she wrote down the names of the boats "
-    "as they returned, one by one."
-)
 
 
 @pytest.fixture(scope="module", params=map(with_wing, NAMES))
@@ -131,21 +121,3 @@ def test_cached_prefixes_and_chunks_give_the_same_tokens(path: Path) -> None:
             outputs += answers(engine, [random_prompt(40, VOCAB_SIZE, 1)], replace(GREEDY, max_tokens=6))
         assert engine.kv.stats.hit_tokens > 0
     assert outputs == [outputs[0]] * 4
-
-
-@pytest.mark.wing("common.gguf")
-@pytest.mark.slow
-def test_smollm2_makes_nearly_the_same_choices() -> None:
-    """Forced through one text, the likeliest next token is nearly always the same, and as likely."""
-    tokens = load_tokenizer(resolve_model("")).encode(TEXT)[:64]
-    choices, logprobs = [], []
-    for kv_cache_dtype in ("auto", "fp8"):
-        loaded, config = open_model(
-            resolve_model(""), dtype="bfloat16", quant_mode="none", kv_cache_dtype=kv_cache_dtype, num_threads=1
-        )
-        entries = read_prompt(loaded, config, tokens, chunk=64, num_likely=1)
-        choices.append([entry.top_token_ids[0] for entry in entries])
-        logprobs.append(torch.tensor([entry.logprob for entry in entries]))
-    agreement = sum(a == b for a, b in zip(*choices, strict=True)) / len(choices[0])
-    assert agreement >= 0.9
-    assert abs(float((logprobs[0] - logprobs[1]).mean())) < 0.03

@@ -65,27 +65,19 @@ def test_ranks_of_made_weights_equal_one_rank(name: str, tmp_path: Path, monkeyp
     assert answers_of(open_ranks(tmp_path / "m.gguf", 2, monkeypatch)) == expected
 
 
-@pytest.mark.parametrize(("name", "num_ranks", "down"), [("llama", 2, int4), ("blocks cut in two", 4, int8)])
-def test_ranks_have_4_bit_layers_where_blocks_allow_it(name: str, num_ranks: int, down: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("quant_mode", ["int4-weight", pytest.param("auto", marks=needs_library)])
+@pytest.mark.parametrize(("name", "num_ranks"), [("llama", 2), ("blocks cut in two", 2), ("blocks cut in two", 4)])
+def test_ranks_keep_blocks_that_they_do_not_cut(quant_mode: str, name: str, num_ranks: int, tmp_path: Path) -> None:
     path = write(tmp_path, name)
-    config = EngineConfig(str(path), device="cpu", dtype="bfloat16", tp=num_ranks, quant_mode="int4-weight")
+    config = EngineConfig(str(path), device="cpu", dtype="bfloat16", tp=num_ranks, quant_mode=quant_mode)
     for rank in range(num_ranks):
-        loaded = load_model(resolve_model(str(path)), config, CPU, Shard(rank, num_ranks))
-        kinds = [ref.layer.gemm for ref in loaded.model.linears()]
-        assert kinds[:4] == [int4, int4, int4, down]
-
-
-@needs_library
-def test_ranks_keep_blocks_that_they_do_not_cut(tmp_path: Path) -> None:
-    path = write(tmp_path, "blocks cut in two")
-    for num_ranks in (1, 2, 4):
-        config = EngineConfig(str(path), device="cpu", dtype="bfloat16", tp=num_ranks)
-        for rank in range(num_ranks):
-            loaded = load_model(resolve_model(str(path)), config, CPU, Shard(rank, num_ranks))
-            down = [ref.layer.gemm for ref in loaded.model.linears() if ref.attribute == "down"]
-            others = [ref.layer.gemm for ref in loaded.model.linears() if ref.attribute != "down"]
-            assert all(isinstance(gemm, BlockGemm) for gemm in others)
-            assert all((gemm is int8) == (num_ranks == 4) for gemm in down)
+        for ref in load_model(resolve_model(str(path)), config, CPU, Shard(rank, num_ranks)).model.linears():
+            if ref.attribute == "down" and num_ranks == 4:
+                assert ref.layer.gemm is int8
+            elif quant_mode == "auto":
+                assert isinstance(ref.layer.gemm, BlockGemm)
+            elif ref.name != "head":
+                assert ref.layer.gemm is int4
 
 
 def test_ranks_are_close_to_one_rank_in_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

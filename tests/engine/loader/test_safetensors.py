@@ -14,7 +14,7 @@ from torch import Tensor
 
 from common.errors import ConfigError, UnsupportedModelError
 from tests.engine.driving import directory, open_model
-from tests.engine.tiny_models import TINY_MODELS
+from tests.engine.tiny_models import TINY_MODELS, edit_config
 
 
 @pytest.fixture
@@ -26,11 +26,6 @@ def edit_weights(path: Path, change: Callable[[dict[str, Tensor]], object]) -> N
     tensors = load_file(path / "model.safetensors")
     change(tensors)
     save_file(tensors, path / "model.safetensors")
-
-
-def edit_config(path: Path, **changes: Any) -> None:
-    raw = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**raw, **changes}))
 
 
 UP, NORM = "model.layers.1.mlp.up_proj.weight", "model.norm.weight"

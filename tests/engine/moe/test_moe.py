@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +22,7 @@ from engine.quantization.cpu_linears import int4, int8
 from engine.quantization.gpu_linears import GpuLinears
 from tests.engine.driving import directory, generate, open_model, random_prompt, read_prompt
 from tests.engine.quantization.packed_files import FORMATS, SIZES, write
-from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, TinyModel
+from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, TinyModel, edit_config
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
 WIDE = TinyModel("Qwen3Moe", {**SIZES, **EXPERTS})  # columns that all quantized layouts divide
@@ -92,11 +91,9 @@ def test_qwen2s_windows_follow_from_older_configs(tmp_path: Path) -> None:
     saved = TINY_MODELS["qwen2-moe-windows"].save(tmp_path / "m")
     config = open_model(directory(saved))[0].config
     assert config.windows == (21, 0, 21, 0)
-    raw = json.loads((saved / "config.json").read_text())
-    del raw["layer_types"]
-    (saved / "config.json").write_text(json.dumps(raw))
+    edit_config(saved, layer_types=None)
     assert open_model(directory(saved))[0].config == config
-    (saved / "config.json").write_text(json.dumps({**raw, "max_window_layers": 2}))
+    edit_config(saved, max_window_layers=2)
     assert open_model(directory(saved))[0].config.windows == (21, 0, 0, 0)
 
 

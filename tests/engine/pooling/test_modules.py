@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from common.errors import ConfigError, UnsupportedModelError
 from tests.engine.pooling.test_vectors import assert_close, engine, expected, prompts_of, vectors
-from tests.engine.tiny_models import TINY_MODELS
+from tests.engine.tiny_models import TINY_MODELS, edit_config
 
 HIDDEN = 48  # of the tiny models
 MEAN = {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False, "pooling_mode_lasttoken": False}
@@ -158,11 +158,6 @@ def save_body(name: str, folder: Path, shard_bytes: int = 0) -> Path:
     return folder
 
 
-def change(folder: Path, **fields: object) -> None:
-    config = folder / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), **fields}))
-
-
 @pytest.mark.parametrize(("name", "shard_bytes"), [("llama", 0), ("qwen2", 30_000), ("qwen3", 0), ("phi3", 0)])
 def test_vectors_equal_transformers(name: str, shard_bytes: int, tmp_path: Path) -> None:
     """Phi-3 stores several weights in one."""
@@ -174,12 +169,12 @@ def test_vectors_equal_transformers(name: str, shard_bytes: int, tmp_path: Path)
 def test_a_class_with_a_head_may_be_named(tmp_path: Path) -> None:
     """As Qwen3-Embedding's files do."""
     path = save_body("qwen3", tmp_path)
-    change(path, architectures=["Qwen3ForCausalLM"])
+    edit_config(path, architectures=["Qwen3ForCausalLM"])
     assert_close(vectors(engine(str(path)), prompts_of(), "last"), expected("qwen3", prompts_of(), "last"))
 
 
 def test_a_missing_weight_is_named_as_elsewhere(tmp_path: Path) -> None:
     path = save_body("llama", tmp_path)
-    change(path, num_hidden_layers=4)
+    edit_config(path, num_hidden_layers=4)
     with pytest.raises(ConfigError, match=r"missing: model\.layers\.3\."):
         engine(str(path))

@@ -22,7 +22,7 @@ from engine.quantization.cpu_linears import int4, int8
 from kernels.gguf.library import library
 from tests.engine.driving import generate, open_model, random_prompt
 from tests.engine.quantization.packed_files import FORMATS, TINY, VOCAB_SIZE, Format, write
-from tests.engine.tiny_models import TinyModel, reference_logits
+from tests.engine.tiny_models import TinyModel, edit_config, reference_logits
 
 PROMPT = random_prompt(20, VOCAB_SIZE, 3)
 UP = "model.layers.1.mlp.up_proj"
@@ -240,9 +240,7 @@ def test_config_and_tensors_must_agree(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"qzeros is \[2, 8\], not \[1, 8\].* and 16 more") as caught:
         load(tmp_path / "m")
     assert "missing" not in str(caught.value)  # biases are there
-    config = json.loads((tmp_path / "m" / "config.json").read_text())
-    del config["quantization_config"]
-    (tmp_path / "m" / "config.json").write_text(json.dumps(config))
+    edit_config(tmp_path / "m", quantization_config=None)
     with pytest.raises(ConfigError, match=r"missing: model\.layers\.0\.self_attn\.q_proj\.weight"):
         load(tmp_path / "m")
 

@@ -26,7 +26,14 @@ from tests.engine.quantization.published_layouts import NF4, bitsandbytes
 from tests.engine.quantization.test_packed_checkpoint import PROMPT, load, logits, relative_error
 from tests.engine.speculation.mtp.modules import ModelWithModule
 from tests.engine.threaded_ranks import GREEDY, NUM_TOKENS, open_ranks, open_stages
-from tests.engine.tiny_models import DEEPSEEK, DEEPSEEK_ROPE, TinyModel, reference_greedy, reference_logits
+from tests.engine.tiny_models import (
+    DEEPSEEK,
+    DEEPSEEK_ROPE,
+    TinyModel,
+    edit_config,
+    reference_greedy,
+    reference_logits,
+)
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[3]
@@ -58,8 +65,7 @@ def test_the_page_is_what_its_sources_say() -> None:
 def test_what_is_refused_says_what_is_read(name: str, tmp_path: Path) -> None:
     path = tmp_path / "m"
     PUBLISHED["autogptq"].write(path, FAMILIES["Llama"])
-    config = {**json.loads((path / "config.json").read_text()), "quantization_config": REFUSED[name][3]}
-    (path / "config.json").write_text(json.dumps(config))
+    edit_config(path, quantization_config=REFUSED[name][3])
     with pytest.raises(UnsupportedModelError, match=r"is not supported; supported are GPTQ .*; other models as GGUF"):
         load(path)
 
@@ -104,11 +110,9 @@ def test_mlx_is_refused(tmp_path: Path) -> None:
     """As `save_config` of mlx-lm's utils.py writes it: under both names, or under its own alone in older files."""
     path = tmp_path / "m"
     PUBLISHED["autogptq"].write(path, FAMILIES["Llama"])
-    config = json.loads((path / "config.json").read_text())
-    del config["quantization_config"]
-    mlx = {"quantization": {"group_size": 64, "bits": 4}}
-    for changes in (mlx, {**mlx, "quantization_config": mlx["quantization"]}):
-        (path / "config.json").write_text(json.dumps({**config, **changes}))
+    mlx = {"group_size": 64, "bits": 4}
+    for under_both in (None, mlx):
+        edit_config(path, quantization=mlx, quantization_config=under_both)
         with pytest.raises(UnsupportedModelError, match=r"MLX's packing, which is for Apple's GPUs,.*GGUF"):
             load(path)
 

@@ -13,7 +13,7 @@ from engine.loader.load import load_model
 from engine.plan import CompletedStep, NewRequest, ScheduledRow, StepPlan, StepResult
 from engine.request import RequestId, SamplingParams
 from engine.request_states import RequestStates
-from kvstore.types import BlockId, HostSlot
+from kvstore.types import BlockId
 from tests.engine.driving import engine_config
 
 ENCODER, DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(StepPlan)
@@ -25,20 +25,6 @@ PARAMS = SamplingParams(
     logit_bias=((5, -1.5),),
     bad_words=((1, 2), (9,)),
 )
-
-
-def test_a_plan_equals_what_its_bytes_give() -> None:
-    plan = StepPlan(
-        new=[NewRequest(RequestId("a"), [1, 2, 3], 2, PARAMS, frozenset([7]))],
-        rows=[
-            ScheduledRow(RequestId("a"), 0, 3, True, (BlockId(4),)),
-            ScheduledRow(RequestId("c"), 5, 3, True, (), (8, 9)),
-        ],
-        finished=[RequestId("b")],
-        copies_out=[(BlockId(1), HostSlot(2))],
-        copies_in=[(HostSlot(3), BlockId(5))],
-    )
-    assert DECODER.decode(ENCODER.encode(plan)) == plan
 
 
 def record(parts: EngineParts, monkeypatch: pytest.MonkeyPatch) -> list[tuple[bytes, StepResult]]:

@@ -17,7 +17,7 @@ from engine.loader.load import load_model
 from engine.transformers_models.isolation import check_isolation
 from engine.transformers_models.seam import NAME, Call, require_transformers
 from tests.engine.driving import directory, engine_config
-from tests.engine.tiny_models import TINY_MODELS
+from tests.engine.tiny_models import TINY_MODELS, edit_config
 from tests.engine.transformers_models.hf_families import FAMILIES, SHAPE, HfFamily
 from tests.engine.transformers_models.test_generate import open_engine
 
@@ -119,8 +119,7 @@ def test_files_without_a_config_are_refused() -> None:
 
 def test_quantized_checkpoints_are_refused(tmp_path: Path) -> None:
     path = FAMILIES["gpt_neox"].save(tmp_path / "m")
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
+    edit_config(path, quantization_config={"quant_method": "gptq"})
     with pytest.raises(UnsupportedModelError, match="quantized checkpoints are read by our own families alone"):
         open_engine(path)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from tests.engine.quantization.packed_files import FORMATS, write
 from tests.engine.speculation.heads.recording import Recording
 from tests.engine.speculation.mtp.modules import ModelWithModule, Reference
 from tests.engine.speculation.opening import open_parts
-from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE
+from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, edit_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.wing("engine.mla")]
 NUM_DRAFTS = 3
@@ -136,8 +135,7 @@ def test_models_without_a_module_say_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="MiMoForCausalLM, not of LlamaForCausalLM"):
         open_parts(Path("dry-run"), **EXACT)
     path = TINY_MODELS["deepseek-v3"].save(tmp_path / "model")
-    config = json.loads((path / "config.json").read_text())
     for count, told in ((0, "model has no module"), (1, r"missing: model\.layers\.3\.")):
-        (path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": count}))
+        edit_config(path, num_nextn_predict_layers=count)
         with pytest.raises(ConfigError, match=told):
             open_parts(path, **EXACT)
