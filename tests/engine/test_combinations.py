@@ -21,7 +21,7 @@ from tests.engine.gguf.gguf_files import write_gguf
 from tests.engine.gguf.test_gguf import FAMILIES
 from tests.engine.moe.test_moe import WIDE as WIDE_EXPERTS
 from tests.engine.quantization.packed_files import FORMATS, write
-from tests.engine.threaded_ranks import OF_RANKS, open_ranks, open_stages
+from tests.engine.threaded_ranks import OF_RANKS, open_ranks, open_stages, place_experts
 from tests.engine.tiny_models import TINY_MODELS
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("byte_tokens")]
@@ -47,16 +47,6 @@ def test_ranks_and_stages_with_drafts_and_8_bit_blocks(monkeypatch: pytest.Monke
     settings |= {**SMALL_STEPS, "num_speculative_tokens": 3}
     expected.check(open_ranks(Path("dry-run"), 2, monkeypatch, itl_objective_ms=1000.0, **settings))
     expected.check(open_stages(Path("dry-run"), 2, monkeypatch, **settings))
-
-
-def place_experts(monkeypatch: pytest.MonkeyPatch, loads: Path, layers: list[list[int]]) -> None:
-    """Ranks dispatch tokens to whole experts from now on, placed by these loads, with two replicas."""
-    loads.write_text(json.dumps({"num_experts": len(layers[0]), "layers": layers}))
-    for setting, value in {
-        "expert_parallel": True, "expert_exchange": "dispatch", "expert_placement": str(loads),
-        "num_redundant_experts": 2,
-    }.items():  # fmt: skip
-        monkeypatch.setitem(OF_RANKS, setting, value)
 
 
 def test_ranks_that_dispatch_to_placed_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,10 +91,11 @@ def save_gguf_experts(folder: Path) -> Path:
     ("save", "settings"),
     [
         (TINY_MODELS["deepseek-v3"].save, {"kv_cache_dtype": "fp8"}),
+        (TINY_MODELS["gpt-oss"].save, {}),
         (save_packed_experts, {}),
         (save_gguf_experts, {}),
     ],
-    ids=["latents over 8-bit blocks", "packed", "gguf"],
+    ids=["latents over 8-bit blocks", "windows", "packed", "gguf"],
 )
 def test_ranks_that_count_and_move_placed_experts(
     save: Callable[[Path], Path], settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

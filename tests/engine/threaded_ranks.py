@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import queue
 import threading
@@ -199,3 +200,15 @@ def own_followers() -> list[int]:
     """Of this process, without those of engines that other tests have left to the collector of garbage."""
     gc.collect()
     return followers_of(os.getpid())
+
+
+def place_experts(
+    monkeypatch: pytest.MonkeyPatch, loads: Path, layers: list[list[int]], exchange: str = "dispatch"
+) -> None:
+    """Ranks have whole experts from now on, placed by these loads, with two replicas."""
+    loads.write_text(json.dumps({"num_experts": len(layers[0]), "layers": layers}))
+    for setting, value in {
+        "expert_parallel": True, "expert_exchange": exchange, "expert_placement": str(loads),
+        "num_redundant_experts": 2,
+    }.items():  # fmt: skip
+        monkeypatch.setitem(OF_RANKS, setting, value)

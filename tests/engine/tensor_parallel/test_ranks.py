@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import json
 import queue
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +14,7 @@ from engine import LLM
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from tests.engine.conftest import Greedy
-from tests.engine.driving import engine_config, finish, num_drafts
-from tests.engine.expert_balancing.balancing import balancing_of
+from tests.engine.driving import finish, num_drafts
 from tests.engine.speculation.drafters import MakeOracle, draft_with, knows
 from tests.engine.threaded_ranks import (
     GREEDY,
@@ -28,6 +25,7 @@ from tests.engine.threaded_ranks import (
     answers_of,
     open_ranks,
     own_followers,
+    place_experts,
 )
 from tests.engine.tiny_models import TINY_MODELS, UNLIKE_WHEN_DIVIDED, VOCAB_SIZE
 
@@ -48,26 +46,6 @@ def test_two_ranks_of_every_family_equal_transformers(
         assert answers_of(parts) == expected
     assert parts.engine.load().num_preemptions > 0
     assert parts.engine.num_failed_steps == 0
-
-
-@pytest.mark.usefixtures("forked_followers")
-def test_ranks_that_dispatch_to_whole_experts_equal_transformers(
-    greedy: Greedy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Processes, which exchange experts while they compute."""
-    path, expected = greedy(TINY_MODELS["qwen3-moe"], PROMPTS, NUM_TOKENS)
-    config = engine_config(
-        str(path), device="cpu", dtype="float32", tp=2, expert_parallel=True, expert_exchange="dispatch",
-        num_gpu_blocks=64, num_threads=1, num_redundant_experts=2, expert_rebalance_interval=3,
-    )  # fmt: skip
-    monkeypatch.setattr("engine.expert_balancing.rebalancing.MIN_CHOICES_A_SLOT", 1)
-    monkeypatch.setattr("engine.expert_balancing.rebalancing.MIN_GAIN", 1.0)
-    parts = assemble(config)
-    for _ in range(2):
-        assert answers_of(parts) == expected
-    rebalancer = balancing_of(parts).rebalancer
-    assert rebalancer is not None
-    assert rebalancer.num_changes > 1
 
 
 @pytest.mark.parametrize(
@@ -98,39 +76,13 @@ def test_ranks_of_whole_experts_equal_transformers(
     assert parts.engine.num_failed_steps == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "exchange"), [("qwen3-moe", "sum"), ("qwen3-moe-some-dense", "dispatch"), ("gpt-oss", "sum")]
-)
 def test_ranks_of_placed_experts_equal_transformers(
-    name: str, exchange: str, tmp_path: Path, greedy: Greedy, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, greedy: Greedy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Loads that one engine has counted place the experts of two ranks, two redundant ones among them."""
-    tiny, loads = TINY_MODELS[name], tmp_path / "loads.json"
-    path, expected = greedy(tiny, PROMPTS, NUM_TOKENS)
-    parts = assemble(
-        engine_config(
-            str(path), device="cpu", dtype="float32", num_gpu_blocks=256, num_threads=1, expert_load_file=str(loads)
-        )
-    )
-    assert answers_of(parts) == expected
-    del parts
-    gc.collect()
-    counted = json.loads(loads.read_text())
-    layers = [layer for layer in counted["layers"] if layer]
-    num_routed = sum(len(prompt) + NUM_TOKENS - 1 for prompt in PROMPTS)
-    assert layers
-    assert len({sum(layer) for layer in layers}) == 1
-    assert sum(layers[0]) % num_routed == 0  # every token, as often as it has experts
-    for layer in layers:
-        layer[0] += 10 * sum(layer)  # by far the hottest
-    loads.write_text(json.dumps(counted))
-    for setting, value in {
-        "expert_parallel": True, "expert_exchange": exchange, "expert_placement": str(loads),
-        "num_redundant_experts": 2,
-    }.items():  # fmt: skip
-        monkeypatch.setitem(OF_RANKS, setting, value)
-    parts = open_ranks(path, 2, monkeypatch, max_num_batched_tokens=24)
-    assert answers_of(parts) == expected
+    """Two redundant ones among them, whose ranks add up what they computed."""
+    path, expected = greedy(TINY_MODELS["qwen3-moe"], PROMPTS, NUM_TOKENS)
+    place_experts(monkeypatch, tmp_path / "loads.json", [[90, 1, 40, 5, 5, 9]] * 3, exchange="sum")
+    assert answers_of(open_ranks(path, 2, monkeypatch, max_num_batched_tokens=24)) == expected
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
