@@ -48,20 +48,18 @@ def test_the_end_of_the_front_raises() -> None:
             FrameSocket(ours).receive(1.0)
 
 
-def test_a_frame_beyond_the_bound_ends_the_link() -> None:
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (HEADER.pack(MAX_FRAME_BYTES + 1), "frame of"),
+        *((pack(message), "malformed") for message in (["Sumbit"], ["Cancel", 1], ["Cancel"], {}, StepReport())),
+    ],
+)
+def test_what_the_front_never_sends_ends_the_link(data: bytes, told: str) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        theirs.sendall(HEADER.pack(MAX_FRAME_BYTES + 1))
-        with pytest.raises(TransferError, match="frame of"):
-            FrameSocket(ours).receive(1.0)
-
-
-@pytest.mark.parametrize("message", [["Sumbit"], ["Cancel", 1], ["Cancel"], {}, StepReport()])
-def test_what_the_front_never_sends_ends_the_link(message: object) -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        theirs.sendall(pack(message))
-        with pytest.raises(TransferError, match="malformed"):
+        theirs.sendall(data)
+        with pytest.raises(TransferError, match=told):
             FrameSocket(ours).receive(1.0)
 
 

@@ -55,14 +55,6 @@ def test_channels_hold_a_required_call_after_an_analysis() -> None:
     assert not allows(grammar.after(before, calls), f"{call}<|call|><|start|>assistant{call}")
 
 
-def test_channels_hold_an_answer_instead() -> None:
-    answer = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
-    either = calls_grammar(HARMONY, SCHEMAS, True, {}, answer)
-    assert allows(either, '<|channel|>final<|message|>{"ok": true}')
-    assert allows(either, '<|channel|>commentary to=functions.get_time <|constrain|>json<|message|>{"zone": "UTC"}')
-    assert not allows(either, '{"ok": true}')
-
-
 NESTED: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -113,12 +105,25 @@ def test_parallel_calls_stand_on_lines_of_their_own() -> None:
     assert not allows(calls_grammar(LLAMA3_JSON, SCHEMAS, True, {}), f"{json_call}\n{json_call}")
 
 
-def test_a_grammar_may_allow_an_answer_instead() -> None:
+@pytest.mark.parametrize(
+    ("written", "before", "call"),
+    [
+        (HERMES, "", call_text("get_time", '{"zone": "CET"}')),
+        (
+            HARMONY,
+            "<|channel|>final<|message|>",
+            '<|channel|>commentary to=functions.get_time <|constrain|>json<|message|>{"zone": "UTC"}',
+        ),
+    ],
+    ids=["hermes", "openai"],
+)
+def test_a_grammar_may_allow_an_answer_instead(written: ToolFormat, before: str, call: str) -> None:
     answer = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
-    followed = calls_grammar(HERMES, SCHEMAS, True, {}, answer)
-    assert allows(followed, '{"ok": true}')
-    assert allows(followed, call_text("get_time", '{"zone": "CET"}'))
-    assert not allows(followed, '{"no": true}')
+    followed = calls_grammar(written, SCHEMAS, True, {}, answer)
+    assert allows(followed, before + '{"ok": true}')
+    assert allows(followed, call)
+    assert not allows(followed, before + '{"no": true}')
+    assert allows(followed, '{"ok": true}') is (written is HERMES)
 
 
 def test_markers_that_are_special_tokens_are_those_tokens() -> None:

@@ -14,8 +14,7 @@ from engine import LLM
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from tests.engine.conftest import Greedy
-from tests.engine.driving import finish, num_drafts
-from tests.engine.speculation.drafters import MakeOracle, draft_with, knows
+from tests.engine.driving import finish
 from tests.engine.threaded_ranks import (
     GREEDY,
     NUM_TOKENS,
@@ -27,7 +26,7 @@ from tests.engine.threaded_ranks import (
     own_followers,
     place_experts,
 )
-from tests.engine.tiny_models import TINY_MODELS, UNLIKE_WHEN_DIVIDED, VOCAB_SIZE
+from tests.engine.tiny_models import TINY_MODELS, UNLIKE_WHEN_DIVIDED
 
 pytestmark = pytest.mark.slow
 
@@ -116,19 +115,6 @@ def test_ranks_quantize_their_shards(quant_mode: str, tmp_path: Path, monkeypatc
     ]
     assert len(differences) > 4 * len(PROMPTS)
     assert 0 < max(differences) < 0.2
-
-
-def test_ranks_accept_the_same_drafts(greedy: Greedy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts travel in the plan, and every rank finds for itself which of them hold."""
-    path, expected = greedy(TINY_MODELS["llama"], PROMPTS, NUM_TOKENS)
-    known = [prompt + tokens for prompt, tokens in zip(PROMPTS, expected, strict=True)]
-    draft_with(monkeypatch, MakeOracle(knows(known), 0.7, VOCAB_SIZE))
-    parts = open_ranks(
-        path, 2, monkeypatch, num_speculative_tokens=4, adaptive_drafts=False, num_gpu_blocks=24, block_size=4
-    )
-    assert answers_of(parts) == expected
-    drafted, accepted = num_drafts(parts.engine)
-    assert 0 < accepted < drafted
 
 
 @pytest.mark.parametrize(
