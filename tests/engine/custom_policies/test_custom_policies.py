@@ -16,6 +16,7 @@ from engine.offline.llm import LLM
 from engine.request import SamplingParams
 from engine.scheduling.policy import RequestView
 from examples.scheduling_policy import TOKENS_PER_ARRIVAL
+from tests.engine.driving import finish
 from tests.engine.scheduling.engines import assert_quiet, make_engine, run_all
 from tests.engine.scheduling.test_scheduling_policy import LONG, assert_undisturbed, start
 
@@ -39,10 +40,7 @@ def test_the_example_serves_an_engine() -> None:
     for policy in ("fcfs", EXAMPLE):
         llm = LLM("dry-run", device="cpu", max_num_seqs=1, num_gpu_blocks=64, scheduling_policy=policy)
         requests = [llm.engine.add_request(prompt, params) for prompt in prompts]
-        order: list[int] = []
-        while llm.engine.has_work():
-            order += [requests.index(o.request) for o in llm.engine.step().outputs if o.finish_reason is not None]
-        orders.append(order)
+        orders.append([requests.index(output.request) for output in finish(llm.engine) if output.finish_reason])
         texts.append([request.output_token_ids for request in requests])
     assert orders == [[0, 1, 2], [0, 2, 1]]
     assert texts[0] == texts[1]

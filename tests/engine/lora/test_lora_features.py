@@ -13,6 +13,7 @@ from engine.assembly import EngineParts
 from engine.models.config import ModelConfig
 from tests.engine.combinations import FLOAT32, MODELS, PLAIN, PROMPTS, SWAP, open_engine, run
 from tests.engine.speculation.eagle.heads import RandomHead
+from tests.engine.speculation.opening import rows_with_drafts
 from tests.engine.tiny_models import TINY_MODELS
 from tests.harness.adapters import shapes_of_config, write_adapter
 
@@ -59,9 +60,7 @@ def test_rows_of_adapters_and_of_the_model_itself_with_an_eagle_head(tmp_path: P
     found = []
     for parts in (plain, made):
         requests = [parts.engine.add_request(p, PLAIN, adapter=each) for each in ("", name) for p in PROMPTS]
-        drafted = set[str]()
-        while parts.engine.has_work():
-            drafted |= {row.request_id for row in parts.engine.step().plan.rows if row.draft_token_ids}
+        drafted = {row.request_id for row in rows_with_drafts(parts.engine)}
         found.append([request.output_token_ids for request in requests])
     assert found[0] == found[1]
     assert found[0][:4] != found[0][4:]

@@ -13,6 +13,7 @@ from engine.engine import Engine
 from engine.objectives.prompt_budget import FIRST_TOKENS, PromptBudget, WaitingPrompt
 from engine.plan import PlacedExperts, StepPlan, StepSize
 from engine.request import FinishReason, Request, RequestStatus, SamplingParams
+from tests.engine.driving import finish
 from tests.engine.fakes import expected_tokens
 from tests.engine.scheduling.engines import BLOCK, assert_quiet, make_engine, run_all
 
@@ -177,9 +178,7 @@ def test_who_is_due_first_is_served_first_within_a_priority() -> None:
     at_risk = engine.add_request([7, 8, 9], SamplingParams(max_tokens=2), due=10.0)
     urgent = engine.add_request([1, 5, 9], SamplingParams(max_tokens=2), due=90.0, priority=-1)
     no_objective = engine.add_request([2, 5, 8], SamplingParams(max_tokens=2))
-    ended: list[Request] = []
-    while engine.has_work():
-        ended += [output.request for output in engine.step().outputs if output.finish_reason]
+    ended = [output.request for output in finish(engine) if output.finish_reason]
     assert [r for r in ended if r is not blocker] == [urgent, at_risk, slack, no_objective]
 
 

@@ -19,6 +19,7 @@ from examples.scheduling_policy import ShortestPromptFirst
 from kvstore.pool.block_hash import block_keys, root_key
 from kvstore.pool.block_pool import BlockPool
 from kvstore.types import BlockKey
+from tests.engine.driving import finish
 from tests.engine.fakes import VOCAB_SIZE, expected_tokens
 from tests.engine.scheduling.engines import BLOCK, assert_quiet, check_any_order, load_request, make_engine, run_all
 
@@ -129,19 +130,9 @@ def test_ends() -> None:
     stop = engine.add_request([1, 2, 3], SamplingParams(max_tokens=9))
     length = engine.add_request([1, 2, 3], SamplingParams(max_tokens=3, ignore_eos=True))
     later = engine.add_request([1, 2, 3], SamplingParams(max_tokens=9, min_tokens=4))
-    reasons = {}
-    while engine.has_work():
-        for output in engine.step().outputs:
-            if output.finish_reason:
-                reasons[output.request.request_id] = (
-                    output.finish_reason,
-                    len(output.request.output_token_ids),
-                )
-    assert reasons == {
-        stop.request_id: (FinishReason.STOP, 1),
-        length.request_id: (FinishReason.LENGTH, 3),
-        later.request_id: (FinishReason.STOP, 4),
-    }
+    ends = {output.request: output.finish_reason for output in finish(engine) if output.finish_reason}
+    assert ends == {stop: FinishReason.STOP, length: FinishReason.LENGTH, later: FinishReason.STOP}
+    assert [len(request.output_token_ids) for request in (stop, length, later)] == [1, 3, 4]
 
 
 @pytest.mark.parametrize("overlap", [False, True])

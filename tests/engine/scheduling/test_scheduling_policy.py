@@ -9,6 +9,7 @@ import pytest
 from engine.engine import Engine
 from engine.request import FinishReason, Request, RequestStatus, SamplingParams
 from engine.scheduling.policy import EngineView, FcfsPolicy, PriorityPolicy, RequestView, ServiceOrder
+from tests.engine.driving import finish
 from tests.engine.fakes import expected_tokens
 from tests.engine.scheduling.engines import assert_quiet, make_engine, run_all
 
@@ -131,9 +132,7 @@ def test_each_is_preempted_once_by_each_more_urgent_one() -> None:
     requests = []
     for priority in (3, 2, 1, 0):
         requests += start(engine, [[priority + 1] * 5], priority)
-    order = []
-    while engine.has_work():
-        order += [output.request for output in engine.step().outputs if output.finish_reason is FinishReason.LENGTH]
+    order = [output.request for output in finish(engine) if output.finish_reason is FinishReason.LENGTH]
     assert order == requests[::-1]
     assert [request.num_preemptions for request in requests] == [1, 1, 1, 0]
     assert_undisturbed(requests)
@@ -177,10 +176,7 @@ def test_fcfs_knows_no_priority() -> None:
     engine, _ = make_engine(64, max_num_seqs=1, order=ServiceOrder(FcfsPolicy()))
     requests = start(engine, [[1] * 5])
     requests += [engine.add_request([2] * 5, LONG, priority=9), engine.add_request([3] * 5, LONG, priority=0)]
-    order = []
-    while engine.has_work():
-        order += [output.request for output in engine.step().outputs if output.finish_reason is not None]
-    assert order == requests
+    assert [output.request for output in finish(engine) if output.finish_reason] == requests
     assert engine.load().num_preemptions == 0
 
 

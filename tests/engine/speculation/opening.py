@@ -9,6 +9,7 @@ from pathlib import Path
 from engine.assembly import EngineParts, assemble
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.plan import ScheduledRow
 from engine.request import Request, RequestOutput, SamplingParams
 from tests.engine.driving import finish
 from tests.engine.tiny_models import VOCAB_SIZE
@@ -44,6 +45,14 @@ def run(made: Engine) -> tuple[list[Request], list[RequestOutput]]:
     outputs = finish(made)
     assert made.kv.pool.num_used == 0
     return requests, outputs
+
+
+def rows_with_drafts(made: Engine) -> list[ScheduledRow]:
+    """Of all steps until the requests have ended."""
+    rows: list[ScheduledRow] = []
+    while made.has_work():
+        rows += [row for row in made.step().plan.rows if row.draft_token_ids]
+    return rows
 
 
 @cache

@@ -18,7 +18,7 @@ from engine.speculation import from_model
 from engine.speculation.draft_model import FromCpuDraftModel, VocabSizes
 from engine.speculation.open_draft_model import have_same_tokens
 from tests.engine.driving import answers, finish, num_drafts
-from tests.engine.speculation.opening import PLAIN, SETTINGS, check_unchanged, open_parts
+from tests.engine.speculation.opening import PLAIN, SETTINGS, check_unchanged, open_parts, rows_with_drafts
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE
 
 pytestmark = pytest.mark.slow
@@ -88,14 +88,10 @@ def test_a_long_prompt_is_taken_in_parts(models: dict[str, Path]) -> None:
     sizes: list[int] = []
     run_rows = runner.run
     runner.run = lambda rows, states: sizes.append(sum(r.num_tokens for r in rows)) or run_rows(rows, states)  # type: ignore
-    drafted: dict[str, set[int]] = {first.request_id: set(), long.request_id: set()}
-    while parts.engine.has_work():
-        for row in parts.engine.step().plan.rows:
-            if row.draft_token_ids:
-                drafted[row.request_id].add(row.start)
+    drafted = {(row.request_id, row.start) for row in rows_with_drafts(parts.engine)}
     assert max(sizes) == 16
-    assert len(drafted[long.request_id]) > 2
-    assert sum(start < 20 for start in drafted[first.request_id]) >= 3
+    assert sum(name == long.request_id for name, _ in drafted) > 2
+    assert sum(name == first.request_id and start < 20 for name, start in drafted) >= 3
 
 
 def test_a_draft_model_that_is_too_slow_is_left_alone(models: dict[str, Path]) -> None:
@@ -103,8 +99,7 @@ def test_a_draft_model_that_is_too_slow_is_left_alone(models: dict[str, Path]) -
     parts = drafted_by(models, "llama")
     proposer_of(parts)._least_probability = lambda num_rows, num_drafting: 1.0  # type: ignore[method-assign]
     parts.engine.add_request([1, 2, 3], replace(PLAIN, max_tokens=100))
-    while parts.engine.has_work():
-        assert not any(row.draft_token_ids for row in parts.engine.step().plan.rows)
+    assert rows_with_drafts(parts.engine) == []
     assert num_drafts(parts.engine) == (0, 0)
 
 
@@ -136,10 +131,7 @@ def test_tokens_that_the_draft_model_lacks(models: dict[str, Path]) -> None:
     proposer = proposer_of(parts)
     proposer._vocab_sizes = replace(proposer._vocab_sizes, of_draft=VOCAB_SIZE - 8)
     requests = [parts.engine.add_request(prompt, PLAIN) for prompt in ([1, 2, VOCAB_SIZE - 1], [1, 2, 3])]
-    drafted = set()
-    while parts.engine.has_work():
-        drafted |= {row.request_id for row in parts.engine.step().plan.rows if row.draft_token_ids}
-    assert drafted == {requests[1].request_id}
+    assert {row.request_id for row in rows_with_drafts(parts.engine)} == {requests[1].request_id}
 
 
 def test_another_tokenizer_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
@@ -166,11 +158,8 @@ def test_no_drafts_where_the_draft_models_context_ends(models: dict[str, Path]) 
     parts = drafted_by(models, "llama", **ALWAYS)
     proposer_of(parts)._max_model_len = 20
     request = parts.engine.add_request([1, 2, 3], PLAIN)
-    stops = []
-    while parts.engine.has_work():
-        stops += [row.stop for row in parts.engine.step().plan.rows if row.draft_token_ids]
+    assert max(row.stop for row in rows_with_drafts(parts.engine)) <= 20
     assert len(request.output_token_ids) == PLAIN.max_tokens
-    assert max(stops) <= 20
 
 
 @pytest.mark.wing("engine.transformers_models")
