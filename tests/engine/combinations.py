@@ -17,11 +17,10 @@ from engine.assembly import EngineParts, assemble
 from engine.config import EngineConfig
 from engine.request import Request, RequestOutput, SamplingParams, TokenLogprobs
 from tests.engine.driving import finish, num_drafts, random_prompt
-from tests.engine.gguf.gguf_files import write_gguf
-from tests.engine.gguf.test_gguf import WIDE
+from tests.engine.gguf.gguf_files import write_wide
 from tests.engine.quantization.packed_files import FORMATS, write
 from tests.engine.speculation.drafters import MakeOracle, draft_with, knows
-from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, TinyModel
+from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE
 from tests.harness.waiting import wait_until
 
 WORDS = "([a-f]{3} )"
@@ -41,9 +40,7 @@ def save_packed(folder: Path) -> Path:
 
 
 def save_gguf(folder: Path) -> Path:
-    folder.mkdir()
-    write_gguf(folder / "m.gguf", TinyModel("Llama", {**WIDE, "num_hidden_layers": 2}).build(), "llama", "Q4_1")
-    return folder / "m.gguf"
+    return write_wide(folder, "Q4_1", num_hidden_layers=2).path
 
 
 # What writes a model, its settings, and blocks that hold the longest sequence, and not two of them.

@@ -21,8 +21,7 @@ from engine.bidirectional.attention import QUERY_BLOCK, attend
 from engine.loader.supported import check_attention
 from engine.models.hf_config import config_from_hf
 from tests.engine.driving import finish, random_prompt
-from tests.engine.gguf.gguf_files import write_gguf
-from tests.engine.gguf.test_gguf import WIDE
+from tests.engine.gguf.gguf_files import WIDE, write_gguf
 from tests.engine.pooling.test_vectors import LENGTHS, POOLED, assert_close, engine, prompts_of, run, vectors
 from tests.engine.quantization.packed_files import FORMATS, TINY, write
 from tests.engine.threaded_ranks import open_ranks, open_stages

@@ -14,6 +14,9 @@ import transformers
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common.model_files import ModelFiles
+from engine.loader.load import LoadedModel
+from tests.engine.driving import open_model, random_prompt, read_prompt
 from tests.engine.gguf.gguf_experts import (
     add_deepseek_fields,
     add_gpt_oss_fields,
@@ -22,6 +25,16 @@ from tests.engine.gguf.gguf_experts import (
     gpt_oss_weight,
     split_kv_b,
 )
+from tests.engine.tiny_models import VOCAB_SIZE, TinyModel
+
+# Blocks of K-quants are 256 wide.
+WIDE = {
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+}
 
 
 @cache
@@ -118,6 +131,24 @@ def random_blocks(kind: gguf.GGMLQuantizationType, shape: tuple[int, ...]) -> ND
     for offset in scale_at:
         blocks[:, offset : offset + 2] = np.frombuffer(np.float16(0.001).tobytes(), np.uint8)
     return raw
+
+
+def files_of(path: Path) -> ModelFiles:
+    return ModelFiles(path.stem, "gguf", path)
+
+
+def write_wide(folder: Path, kind: str, family: str = "Llama", **changes: Any) -> ModelFiles:
+    """A file of a model whose matrices are made of whole blocks."""
+    folder.mkdir(exist_ok=True)
+    write_gguf(folder / "m.gguf", TinyModel(family, {**WIDE, **changes}).build(), family.lower(), kind)
+    return files_of(folder / "m.gguf")
+
+
+def load_and_read(files: ModelFiles, dtype: str, quant_mode: str) -> tuple[LoadedModel, Tensor]:
+    """The model, and log-probabilities of a prompt's tokens."""
+    loaded, config = open_model(files, dtype=dtype, quant_mode=quant_mode)
+    entries = read_prompt(loaded, config, random_prompt(40, VOCAB_SIZE, 3), chunk=1)
+    return loaded, torch.tensor([entry.logprob for entry in entries])
 
 
 def write_gguf(

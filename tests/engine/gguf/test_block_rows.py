@@ -8,17 +8,13 @@ import gguf
 import pytest
 import torch
 
-from common.model_files import ModelFiles
 from engine.gguf.block_rows import block_rows
 from engine.gguf.config import config_from_gguf
 from engine.gguf.weights import GgufFile, GgufWeights
 from engine.layers.linear import half
 from engine.quantization.cpu_linears import int4
 from engine.quantization.int4 import quantize_int4
-from tests.engine.driving import open_model, random_prompt, read_prompt
-from tests.engine.gguf.gguf_files import random_blocks, write_gguf
-from tests.engine.gguf.test_gguf import WIDE
-from tests.engine.tiny_models import VOCAB_SIZE, TinyModel
+from tests.engine.gguf.gguf_files import load_and_read, random_blocks, write_wide
 
 KINDS = [gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.Q4_1, gguf.GGMLQuantizationType.Q4_K]
 
@@ -57,14 +53,9 @@ def test_rows_of_other_widths_are_what_the_gguf_package_reads(kind: gguf.GGMLQua
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q4_K"])
 def test_a_model_of_4_bit_blocks_stays_close_to_its_file(kind: str, tmp_path: Path) -> None:
-    path = tmp_path / "m.gguf"
-    write_gguf(path, TinyModel("Llama", WIDE).build(), "llama", kind)
-    files = ModelFiles("m", "gguf", path)
-    prompt = random_prompt(40, VOCAB_SIZE, 3)
-    logprobs = {}
+    files, logprobs = write_wide(tmp_path, kind), {}
     for mode, dtype in (("none", "float32"), ("int8-weight", "bfloat16"), ("int4-weight", "bfloat16")):
-        loaded, config = open_model(files, dtype=dtype, quant_mode=mode)
-        logprobs[mode] = torch.tensor([entry.logprob for entry in read_prompt(loaded, config, prompt, chunk=1)])
+        loaded, logprobs[mode] = load_and_read(files, dtype, mode)
     assert next(loaded.model.linears()).layer.gemm is int4
     assert loaded.model.head.gemm is half
     error = {mode: float((values - logprobs["none"]).abs().mean()) for mode, values in logprobs.items()}
@@ -74,9 +65,7 @@ def test_a_model_of_4_bit_blocks_stays_close_to_its_file(kind: str, tmp_path: Pa
 
 
 def test_4_bit_blocks_come_to_the_models_device(tmp_path: Path) -> None:
-    path = tmp_path / "m.gguf"
-    write_gguf(path, TinyModel("Llama", WIDE).build(), "llama", "Q4_1")
-    file = GgufFile(path)
+    file = GgufFile(write_wide(tmp_path, "Q4_1").path)
     config = config_from_gguf(file.metadata, "LlamaForCausalLM", has_output_weight=True)
     weights = GgufWeights(file, config, True, torch.bfloat16, torch.device("meta"))
     weights.kept_bits = (4,)
@@ -98,14 +87,8 @@ def test_rounding_is_within_half_a_step() -> None:
 
 
 def test_a_plain_model_is_rounded_to_4_bits_but_for_its_output_projection(tmp_path: Path) -> None:
-    path = tmp_path / "m.gguf"
-    write_gguf(path, TinyModel("Llama", WIDE).build(), "llama", "F32")
-    files = ModelFiles("m", "gguf", path)
-    logprobs = []
-    for mode in ("none", "int4-weight"):
-        loaded, config = open_model(files, dtype="bfloat16", quant_mode=mode)
-        entries = read_prompt(loaded, config, random_prompt(40, VOCAB_SIZE, 3), chunk=1)
-        logprobs.append(torch.tensor([entry.logprob for entry in entries]))
+    files = write_wide(tmp_path, "F32")
+    exact, (loaded, rounded) = (load_and_read(files, "bfloat16", mode) for mode in ("none", "int4-weight"))
     kinds = [ref.layer.gemm for ref in loaded.model.linears()]
     assert kinds == [int4] * (len(kinds) - 1) + [half]
-    assert float((logprobs[0] - logprobs[1]).abs().mean()) < 0.3 * float(logprobs[0].std())
+    assert float((exact[1] - rounded).abs().mean()) < 0.3 * float(exact[1].std())

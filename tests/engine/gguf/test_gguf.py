@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError, UnsupportedModelError
-from common.model_files import ModelFiles
 from engine.gguf.fields import family_fields
 from tests.engine.driving import generate, open_model, random_prompt
 from tests.engine.gguf.gguf_experts import split_kv_b
-from tests.engine.gguf.gguf_files import write_gguf
+from tests.engine.gguf.gguf_files import WIDE, files_of, write_gguf
 from tests.engine.tiny_models import (
     DEEPSEEK,
     GEMMA3,
@@ -33,19 +32,7 @@ from tests.engine.tiny_models import (
     rope,
 )
 
-# Blocks of K-quants are 256 wide.
-WIDE = {
-    "hidden_size": 256,
-    "intermediate_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 1,
-}
 TYPES = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
-
-
-def files_of(path: Path) -> ModelFiles:
-    return ModelFiles(path.stem, "gguf", path)
 
 
 def check_against_transformers(path: Path, tiny: TinyModel, arch: str, kind: str, is_old: bool = False) -> None:

@@ -15,12 +15,12 @@ from engine.quantization import conversion
 from engine.quantization.cpu_linears import int4, int8
 from kvstore.layout import Shard
 from tests.engine.driving import prompt_logprobs
-from tests.engine.gguf.gguf_files import write_gguf
-from tests.engine.gguf.test_gguf import FAMILIES, WIDE
+from tests.engine.gguf.gguf_files import write_gguf, write_wide
+from tests.engine.gguf.test_gguf import FAMILIES
 from tests.engine.gguf.test_packed import needs_library
 from tests.engine.quantization.test_packed_ranks import ExactLinears
 from tests.engine.threaded_ranks import CPU, PROMPTS, answers_of, open_ranks, open_stages
-from tests.engine.tiny_models import VOCAB_SIZE, TinyModel
+from tests.engine.tiny_models import VOCAB_SIZE
 
 pytestmark = pytest.mark.slow
 MODELS: dict[str, dict[str, Any]] = {
@@ -31,8 +31,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def write(path: Path, name: str) -> Path:
-    write_gguf(path / "m.gguf", TinyModel("Llama", {**WIDE, **MODELS[name]}).build(), "llama", "Q4_1")
-    return path / "m.gguf"
+    return write_wide(path, "Q4_1", **MODELS[name]).path
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
-from common.model_files import ModelFiles
 from engine.config import EngineConfig
 from engine.gguf import choose
 from engine.gguf.packed import BlockGemm, block_linear
@@ -31,9 +30,8 @@ from kernels.gguf.library import FOLDER, declared, library
 from kernels.gguf.linear import BLOCK_COLUMNS, Blocks, BlockWeight
 from kernels.native.compile import AVX512, VARIANTS, Variant, library_path
 from kernels.native.library import loaded, variants_of_this_cpu
-from tests.engine.driving import directory, generate, open_model, random_prompt, read_prompt
-from tests.engine.gguf.gguf_files import write_gguf
-from tests.engine.gguf.test_gguf import WIDE
+from tests.engine.driving import directory, generate, open_model, random_prompt
+from tests.engine.gguf.gguf_files import load_and_read, write_wide
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, TinyModel
 
 Kind = GGMLQuantizationType
@@ -161,14 +159,9 @@ def test_a_layer_chooses_by_rows_of_x() -> None:
 def test_a_model_keeps_its_blocks_and_stays_closer_to_the_file_than_with_int8(
     tmp_path: Path, quantization: str
 ) -> None:
-    path = tmp_path / "m.gguf"
-    write_gguf(path, TinyModel("Llama", WIDE).build(), "llama", quantization)
-    files = ModelFiles("m", "gguf", path)
-    prompt = random_prompt(40, VOCAB_SIZE, 3)
-    found = {}
+    files, found = write_wide(tmp_path, quantization), {}
     for mode, dtype in (("none", "float32"), ("int8-weight", "bfloat16"), ("auto", "bfloat16")):
-        loaded, config = open_model(files, dtype=dtype, quant_mode=mode)
-        found[mode] = torch.tensor([entry.logprob for entry in read_prompt(loaded, config, prompt, chunk=1)])
+        loaded, found[mode] = load_and_read(files, dtype, mode)
     assert loaded.quant_mode == "gguf"
     error = {mode: float((values - found["none"]).abs().mean()) for mode, values in found.items()}
     assert error["auto"] < error["int8-weight"]
@@ -189,12 +182,10 @@ def test_without_a_compiler_weights_are_converted(
 
 @needs_library
 def test_weights_stay_in_the_mapped_file(tmp_path: Path) -> None:
-    path = tmp_path / "m.gguf"
-    write_gguf(path, TinyModel("Qwen2", WIDE).build(), "qwen2", "Q8_0")
-    loaded, _ = open_model(ModelFiles("m", "gguf", path), dtype="bfloat16")
-    mapped = [
-        line.split("-") for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(path))
-    ]
+    files = write_wide(tmp_path, "Q8_0", "Qwen2")
+    loaded, _ = open_model(files, dtype="bfloat16")
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    mapped = [line.split("-") for line in lines if line.endswith(str(files.path))]
     ranges = [range(int(start, 16), int(rest.split()[0], 16)) for start, rest, *_ in mapped]
     for ref in loaded.model.linears():
         assert any(ref.layer.weight.data_ptr() in addresses for addresses in ranges), ref.name
@@ -350,13 +341,12 @@ def test_what_is_left_to_one_after_the_other() -> None:
 @needs_library
 def test_steps_of_a_model_have_its_experts_at_once(tmp_path: Path) -> None:
     """Those of generated tokens: a prompt's compute in bfloat16, one expert after the other."""
-    path = tmp_path / "m.gguf"
     sizes = {"moe_intermediate_size": 256, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
-    write_gguf(path, TinyModel("Qwen3Moe", {**WIDE, "head_dim": 32, **sizes}).build(), "qwen3moe", "Q8_0")
+    files = write_wide(tmp_path, "Q8_0", "Qwen3Moe", head_dim=32, **sizes)
     prompt = random_prompt(20, VOCAB_SIZE, 3)
 
     def logits(num_tokens: int) -> Tensor:
-        loaded, config = open_model(ModelFiles("m", "gguf", path), dtype="bfloat16")
+        loaded, config = open_model(files, dtype="bfloat16")
         return generate(loaded, config, prompt, num_tokens, chunk=20)[1]
 
     with patch.object(BlockExperts, "__call__", autospec=True, side_effect=BlockExperts.__call__) as called:

@@ -17,8 +17,7 @@ from engine.layers.linear import Linear
 from engine.quantization import conversion
 from engine.quantization.gpu_linears import GpuLinears
 from engine.quantization.quantized_rows import Made, QuantizedRows
-from tests.engine.gguf.gguf_files import write_gguf
-from tests.engine.gguf.test_gguf import WIDE
+from tests.engine.gguf.gguf_files import WIDE, write_gguf
 from tests.engine.tiny_models import TinyModel
 from tests.gpu.models import use_small_tiles
 from tests.gpu.quantization.test_quantized import PROMPTS, ReferenceLinears, generate
