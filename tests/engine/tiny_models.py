@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 VOCAB_SIZE = 211
@@ -77,6 +78,13 @@ def edit_config(path: Path, **changes: Any) -> dict[str, Any]:
     after = {name: value for name, value in {**before, **changes}.items() if value is not None or name not in changes}
     (path / "config.json").write_text(json.dumps(after))
     return before
+
+
+def edit_weights(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    """`change` changes the dict of a saved model's tensors."""
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors")
 
 
 def rope(kind: str, **values: Any) -> dict[str, Any]:

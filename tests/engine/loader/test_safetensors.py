@@ -14,18 +14,12 @@ from torch import Tensor
 
 from common.errors import ConfigError, UnsupportedModelError
 from tests.engine.driving import directory, open_model
-from tests.engine.tiny_models import TINY_MODELS, edit_config
+from tests.engine.tiny_models import TINY_MODELS, edit_config, edit_weights
 
 
 @pytest.fixture
 def model_dir(tmp_path: Path) -> Path:
     return TINY_MODELS["llama"].save(tmp_path / "model")
-
-
-def edit_weights(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    tensors = load_file(path / "model.safetensors")
-    change(tensors)
-    save_file(tensors, path / "model.safetensors")
 
 
 UP, NORM = "model.layers.1.mlp.up_proj.weight", "model.norm.weight"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from common.errors import ConfigError, UnsupportedModelError
@@ -16,7 +16,7 @@ from engine.loader.safetensors import SafetensorsWeights
 from engine.quantization.mxfp4 import BLOCKS, SCALES, Mxfp4Weights, RandomMxfp4Weights, dequantize, filled_columns
 from tests.engine.driving import directory, open_model
 from tests.engine.quantization.published_experts import write_mxfp4
-from tests.engine.tiny_models import GPT_OSS, TinyModel
+from tests.engine.tiny_models import GPT_OSS, TinyModel, edit_weights
 
 
 def some_blocks(experts: int, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,8 +82,7 @@ def test_ranks_fill_up_their_columns_alike(count: int) -> None:
 @pytest.mark.wing("engine.windows")
 def test_blocks_and_scales_of_unlike_shapes_are_refused(tmp_path: Path) -> None:
     write_mxfp4(tmp_path / "m", TinyModel("GptOss", {**GPT_OSS, "hidden_size": 64, "intermediate_size": 32}))
-    tensors = load_file(tmp_path / "m/model.safetensors")
     scales = {f"model.layers.0.mlp.experts.down_proj{SCALES}": torch.zeros(2, 2, 2, dtype=torch.uint8)}
-    save_file({**tensors, **scales}, tmp_path / "m/model.safetensors")
+    edit_weights(tmp_path / "m", lambda tensors: tensors.update(scales))
     with pytest.raises(ConfigError, match=r"down_proj: blocks of .* are no MXFP4 weight"):
         open_model(directory(tmp_path / "m"))

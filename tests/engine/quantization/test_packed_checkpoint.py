@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from common.errors import ConfigError
@@ -22,7 +21,7 @@ from engine.quantization.cpu_linears import int4, int8
 from kernels.gguf.library import library
 from tests.engine.driving import generate, open_model, random_prompt
 from tests.engine.quantization.packed_files import FORMATS, TINY, VOCAB_SIZE, Format, write
-from tests.engine.tiny_models import TinyModel, edit_config, reference_logits
+from tests.engine.tiny_models import TinyModel, edit_config, edit_weights, reference_logits
 
 PROMPT = random_prompt(20, VOCAB_SIZE, 3)
 UP = "model.layers.1.mlp.up_proj"
@@ -169,7 +168,7 @@ def test_biases_of_zeros_that_nobody_needs_are_left_out(tmp_path: Path) -> None:
     write(form, tmp_path / "m")
 
     def add_bias(value: float) -> None:
-        edit(tmp_path / "m", lambda tensors: tensors.update({f"{UP}.bias": torch.full((128,), value)}))
+        edit_weights(tmp_path / "m", lambda tensors: tensors.update({f"{UP}.bias": torch.full((128,), value)}))
 
     add_bias(0.0)
     load(tmp_path / "m")
@@ -182,14 +181,8 @@ def test_scales_of_inputs_and_of_the_kv_cache_are_left_out(tmp_path: Path) -> No
     write(FORMATS["fp8-tensor"], tmp_path / "m")
     expected, _ = logits(tmp_path / "m", 20)
     scales = {f"{UP}.input_scale": torch.full((1,), 3.0), "model.layers.0.self_attn.k_scale": torch.full((1,), 3.0)}
-    edit(tmp_path / "m", lambda tensors: tensors.update(scales))
+    edit_weights(tmp_path / "m", lambda tensors: tensors.update(scales))
     assert torch.equal(logits(tmp_path / "m", 20)[0], expected)
-
-
-def edit(path: Path, change: Callable[[Tensors], object]) -> None:
-    tensors = load_file(path / "model.safetensors")
-    change(tensors)
-    save_file(tensors, path / "model.safetensors")
 
 
 def put(part: str, value: Tensor) -> Callable[[Tensors], object]:
@@ -229,7 +222,7 @@ WRONG = {
 def test_what_does_not_fit_is_named(name: str, tmp_path: Path) -> None:
     form, change, message = WRONG[name]
     write(FORMATS[form], tmp_path / "m")
-    edit(tmp_path / "m", change)
+    edit_weights(tmp_path / "m", change)
     with pytest.raises(ConfigError, match=message):
         load(tmp_path / "m")
 

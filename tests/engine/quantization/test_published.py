@@ -31,6 +31,7 @@ from tests.engine.tiny_models import (
     DEEPSEEK_ROPE,
     TinyModel,
     edit_config,
+    edit_weights,
     reference_greedy,
     reference_logits,
 )
@@ -211,9 +212,7 @@ def test_what_is_missing_is_named(part: str, message: str, tmp_path: Path) -> No
 )
 def test_damage_is_named(name: str, tensor: str, value: torch.Tensor, message: str, tmp_path: Path) -> None:
     PUBLISHED[name].write(tmp_path / "m", FAMILIES["Llama"])
-    tensors = load_file(tmp_path / "m/model.safetensors")
-    assert f"{UP}.{tensor}" in tensors
-    save_file({**tensors, f"{UP}.{tensor}": value}, tmp_path / "m/model.safetensors")
+    edit_weights(tmp_path / "m", lambda tensors: tensors.update({f"{UP}.{tensor}": value}))
     with pytest.raises(ConfigError, match=message):
         load(tmp_path / "m")
 
