@@ -142,10 +142,8 @@ def test_ranks_of_placed_experts(tmp_path: Path) -> None:
     """Processes, whose experts are counted, placed by counts, have replicas and move."""
     path, loads = saved("qwen3-moe", tmp_path / "m"), tmp_path / "loads.json"
     settings: dict[str, Any] = {"tp": 2, "expert_parallel": True, "expert_exchange": "dispatch"}
-    for more in (
-        {"expert_load_file": str(loads)},
-        {"expert_placement": str(loads), "num_redundant_experts": 2, "expert_rebalance_interval": 1},
-    ):
+    settings |= {"num_redundant_experts": 2, "expert_rebalance_interval": 1}
+    for more in ({"expert_load_file": str(loads)}, {"expert_placement": str(loads)}):
         made = engine(path, **settings, **more)
         assert_close(vectors(made, prompts_of(), "mean"), expected("qwen3-moe", prompts_of(), "mean"))
         del made

@@ -161,11 +161,11 @@ def test_processes_are_ranks_and_stages(tp: int, pp: int) -> None:
     followers = own_followers()
     assert len(followers) == tp * pp - 1
     os.kill(followers[-1], signal.SIGKILL)
-    # Seen from a thread, too: on a GPU no collective fails, and rank 0 would wait for it in a step.
-    assert re.match(r"rank \d of the model ended", lost.get(timeout=60.0))
     for prompt in ("again", "and again"):
         with pytest.raises(EngineError, match=r"rank \d"):
             llm.generate(prompt, GREEDY)
+    # Seen from a thread, too: on a GPU no collective fails, and rank 0 would wait for it in a step.
+    assert re.match(r"rank \d of the model ended", lost.get(timeout=60.0))
 
 
 def test_hidden_states_over_a_socket() -> None:
