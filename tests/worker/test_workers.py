@@ -16,6 +16,7 @@ import grpc
 import pytest
 
 from common.net.rpc import open_channel, token_metadata
+from engine import LLM, SamplingParams
 from kvstore.handle.handle import PeerLease
 from protos import kvstore_pb2, kvstore_pb2_grpc
 from protos import types_pb2 as pb
@@ -24,6 +25,12 @@ from tests.harness.processes import children, until_gone
 from tests.harness.waiting import until
 from tests.harness.worker import PROMPT, Worker, attached, disaggregated, edited, prefill
 from tests.kvstore.helpers import with_shard
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[int]:
+    llm = LLM("dry-run", num_gpu_blocks=256, num_threads=1)
+    return llm.generate([PROMPT], SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True))[0].token_ids
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.net.rpc import open_channel
+from engine import LLM, SamplingParams
 from protos import types_pb2 as pb
 from tests.harness.worker import (
     DRY_RUN,
@@ -38,6 +39,12 @@ def pair(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[dict[str, W
     """Workers for one test; its parameter: further flags."""
     with prefill_and_decode(tmp_path, (*CHUNKED, *getattr(request, "param", ()))) as found:
         yield found
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[int]:
+    llm = LLM("dry-run", num_gpu_blocks=256, num_threads=1)
+    return llm.generate([PROMPT], SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True))[0].token_ids
 
 
 async def prefill_in_parts(stream: Stream, name: str) -> tuple[list[pb.KvOffer], pb.TokenDelta]:
