@@ -1,0 +1,88 @@
+"""All layers of a dense decoder for one row in one persistent kernel, instead of six or seven launches a layer.
+
+    python -m benchmarks.kernels.bench_persistent --model benchmarks/configs/qwen3-0.6b --keys 1024,4000 --stages
+
+What launches take in the same layers: `python -m benchmarks.profile.decode_profile --batch 1`, all kernels but the
+head's, the embedding's and the sampler's. Needs a Hopper. Results are compared with torch in float32 first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from benchmarks.harness import int_list
+from benchmarks.kernels.persistent.decoder import Decoder, step_bytes
+from benchmarks.kernels.persistent.layers import STAGES
+from benchmarks.kernels.persistent.shape import Shape
+from benchmarks.kernels.timing import graph_seconds
+from engine.models.hf_config import config_from_hf, read_hf_config
+
+CHECKED_LAYERS, MAX_ERROR = 3, 1e-4
+WARM_STEPS = 3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="benchmarks/configs/qwen3-0.6b", help="folder with a config.json")
+    parser.add_argument("--keys", type=int_list, default=[1024], help="tokens of context, the new one included")
+    parser.add_argument("--halves", type=int_list, default=[2, 3, 4], help="half slots on their way at a time")
+    parser.add_argument("--slots", type=int, default=10, help="of 16 KiB")
+    parser.add_argument("--block-size", type=int, default=64)
+    parser.add_argument("--stages", action="store_true", help="median cycles of each stage of a layer")
+    options = parser.parse_args()
+    config = config_from_hf(read_hf_config(Path(options.model)))
+    programs = torch.cuda.get_device_properties(0).multi_processor_count
+    shape = Shape(
+        config.hidden_size, config.num_heads, config.num_kv_heads, config.intermediate_size, options.block_size,
+        programs, options.slots,
+    )  # fmt: skip
+    if not shape.fits():
+        parser.error(f"the kernel does not take {shape}")
+    torch.manual_seed(0)
+    check(shape, [1, 64, 65, max(options.keys)])
+    decoder = Decoder(shape, config.num_layers, max(options.keys), "cuda")
+    decoder.start(torch.randn(shape.hidden, device="cuda"))
+    for halves in options.halves:
+        decoder.shape = replace(shape, halves_ahead=halves)
+        for num_keys in options.keys:
+            seconds = graph_seconds([lambda num_keys=num_keys: decoder.step(num_keys)])  # type: ignore[misc]
+            rate = step_bytes(shape, config.num_layers, num_keys) / seconds / 1e9
+            print(
+                json.dumps({"keys": num_keys, "halves": halves, "us": round(seconds * 1e6, 1), "gb_s": round(rate)})
+            )
+    if options.stages:
+        decoder.shape = replace(shape, halves_ahead=options.halves[0], traces=True)
+        print(json.dumps(stage_cycles(decoder, options.keys[0])))
+
+
+def check(shape: Shape, lengths: Sequence[int]) -> None:
+    """Compare steps with torch's."""
+    decoder = Decoder(shape, CHECKED_LAYERS, max(lengths), "cuda")
+    x = torch.randn(shape.hidden, device="cuda")
+    for num_keys in lengths:
+        decoder.start(x)
+        wanted = decoder.reference(num_keys)
+        decoder.step(num_keys)
+        error = ((decoder.x - wanted).norm() / (wanted - x).norm()).item()
+        print(json.dumps({"keys": num_keys, "relative_error": error}))
+        if not error < MAX_ERROR:
+            raise SystemExit(f"the kernel is wrong: {error} at {num_keys} keys")
+
+
+def stage_cycles(decoder: Decoder, num_keys: int) -> dict[str, int]:
+    """Median over programs and layers of the multiprocessors' clock from one stamp to the next."""
+    for _ in range(WARM_STEPS):
+        decoder.step(num_keys)
+    stamps = decoder.stamps[1:-1, :, : len(STAGES) + 1].double()
+    cycles = (stamps[:, :, 1:] - stamps[:, :, :-1]).flatten(0, 1)
+    return dict(zip(STAGES, cycles.median(0).values.int().tolist(), strict=True))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""Attention of a program: its split of a KV head's keys for all query heads of the group, then its part of the sum.
+
+The operand of tensor cores has 16 rows: the group's heads, up to 8, and what bfloat16 leaves of them.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from benchmarks.kernels.persistent.products import FLAT, FLAT2, FLAT3, WIDTH, halves_of
+from benchmarks.kernels.persistent.stream import (
+    BATCH,
+    DIMS,
+    KEYS,
+    KEYS_SHARED,
+    VALUES_SHARED,
+    following,
+    release,
+    tiles_of_split,
+    wait_for,
+)
+from benchmarks.kernels.persistent.words import VECTOR, marked, receive
+
+HEADS = gl.constexpr(8)  # the most of a group
+NONE = gl.constexpr(-1e30)  # the score of no key
+HEAD_A_WARP = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [8, 1], [1, 0]))  # (heads, DIMS)
+TILES = gl.constexpr(gl.BlockedLayout([1, 1, 2], [1, 1, 32], [1, 8, 1], [2, 1, 0]))  # (tiles, heads, keys), likewise
+OF_HEAD = gl.constexpr(gl.SliceLayout(0, gl.SliceLayout(2, TILES)))
+PRODUCT = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 8], [16, 8]))  # (heads twice, keys or DIMS)
+QUERIES = gl.constexpr(gl.DotOperandLayout(0, PRODUCT, WIDTH))
+KEYS_TRANSPOSED = gl.constexpr(gl.DotOperandLayout(1, PRODUCT, WIDTH))
+SHARES = gl.constexpr(gl.DotOperandLayout(0, PRODUCT, 2))
+SHARES_SHARED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [3, 2, 1, 0]))  # (tiles, halves, heads, keys)
+VALUES = gl.constexpr(gl.DotOperandLayout(1, PRODUCT, 2))
+
+
+@gluon.jit
+def head_factors(norm_ptr, rotation_ptr, SHAPE: gl.constexpr):
+    """Norm and rotation of q's heads and k (head_rows, DIMS): factors of each, and of its other half."""
+    row = gl.arange(0, SHAPE.value.head_rows, gl.SliceLayout(1, HEAD_A_WARP))[:, None]
+    dims = gl.arange(0, DIMS, gl.SliceLayout(0, HEAD_A_WARP))[None, :]
+    of_row = norm_ptr + gl.where(row >= SHAPE.value.group, DIMS, 0)
+    same = gl.load(gl.max_contiguous(gl.multiple_of(of_row + dims, [8, 8]), [1, 4])).to(gl.float32)
+    other = gl.load(gl.max_contiguous(gl.multiple_of(of_row + (dims ^ (DIMS // 2)), [8, 8]), [1, 4])).to(gl.float32)
+    return same * gl.load(rotation_ptr + dims), other * gl.load(rotation_ptr + DIMS + dims)
+
+
+@gluon.jit
+def _receive_heads(qkv_ptr, mark, kv_head, room, SHAPE: gl.constexpr):
+    """q's heads, k and v of a KV head, and the same with their halves swapped: (head_rows, DIMS) each."""
+    ROWS: gl.constexpr = SHAPE.value.head_rows
+    GROUP: gl.constexpr = SHAPE.value.group
+    WORDS: gl.constexpr = 2 * ROWS * DIMS
+    word = gl.arange(0, WORDS, VECTOR)
+    row = word // DIMS % ROWS
+    k = SHAPE.value.heads + kv_head
+    head = gl.where(row < GROUP, kv_head * GROUP + row, gl.where(row == GROUP, k, k + SHAPE.value.kv_heads))
+    swapped = gl.where(word >= ROWS * DIMS, word ^ (DIMS // 2), word)
+    room.slice(0, WORDS).store(receive(qkv_ptr + head * DIMS + swapped % DIMS, mark, WORDS // 256))
+    both = room.slice(0, WORDS)._reinterpret(gl.float32, [2 * ROWS, DIMS], FLAT2)
+    return both.slice(0, ROWS).load(HEAD_A_WARP), both.slice(ROWS, ROWS).load(HEAD_A_WARP)
+
+
+@gluon.jit
+def attend(
+    qkv_ptr, partial_ptr, attended_ptr, pool_ptr, table_ptr, factors, smem, ready, empty, room, slot, phase, mark,
+    num_keys, eps, scale, block_stride, SHAPE: gl.constexpr,
+):  # fmt: skip
+    """Norm, rotate and store, attend to the keys of a split, then combine a part of the head's dimensions.
+
+    num_keys: with the new one, which comes from `qkv_ptr` like the queries. pool_ptr: of the layer. Returns the slot
+    after those of the keys, and its phase.
+    """
+    GROUP: gl.constexpr = SHAPE.value.group
+    ROWS: gl.constexpr = SHAPE.value.head_rows
+    SLOTS: gl.constexpr = SHAPE.value.slots
+    BLOCK: gl.constexpr = SHAPE.value.block_size
+    keys_smem = smem._reinterpret(gl.bfloat16, [SLOTS, KEYS, DIMS], KEYS_SHARED)
+    values_smem = smem._reinterpret(gl.bfloat16, [SLOTS, KEYS, DIMS], VALUES_SHARED)
+    rotated = gl.allocate_shared_memory(gl.float32, [max(ROWS, HEADS.value), DIMS], FLAT2)
+    of_heads = gl.allocate_shared_memory(gl.float32, [HEADS], FLAT)
+    halves = gl.allocate_shared_memory(gl.bfloat16, [2, HEADS, DIMS], VALUES_SHARED)
+    scores = gl.allocate_shared_memory(gl.float32, [BATCH, HEADS, KEYS], FLAT2)
+    shares = gl.allocate_shared_memory(gl.bfloat16, [BATCH, 2 * HEADS, KEYS], VALUES_SHARED)
+    kv_head, first_tile, num_tiles = tiles_of_split(num_keys, SHAPE)
+    last_tile = (num_keys - 1) // KEYS
+    has_new = (first_tile <= last_tile) & (first_tile + num_tiles > last_tile)
+
+    x, swapped = _receive_heads(qkv_ptr, mark, kv_head, room, SHAPE)
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, HEAD_A_WARP))
+    root = gl.rsqrt(gl.sum(x * x, axis=1) / DIMS + eps) * gl.where(row < GROUP, scale, 1.0)
+    same, other = factors
+    rotated.slice(0, ROWS).store(gl.where((row <= GROUP)[:, None], (x * same + swapped * other) * root[:, None], x))
+    heads = gl.arange(0, HEADS, gl.SliceLayout(1, HEAD_A_WARP))
+    dims = gl.arange(0, DIMS, gl.SliceLayout(0, HEAD_A_WARP))
+    q = gl.where((heads < GROUP)[:, None], rotated.slice(0, HEADS).load(HEAD_A_WARP), 0.0)
+    high, low = halves_of(q)
+    halves.index(0).store(high)
+    halves.index(1).store(low)
+    new_key = rotated.slice(GROUP, 1).load(HEAD_A_WARP)
+    new_value = rotated.slice(GROUP + 1, 1)
+    if has_new:
+        block = gl.load(table_ptr + (num_keys - 1) // BLOCK).to(gl.int64)
+        at = pool_ptr + block * block_stride + (kv_head * BLOCK + (num_keys - 1) % BLOCK) * DIMS + dims
+        gl.store(at[None, :], new_key.to(gl.bfloat16))
+        gl.store((at + SHAPE.value.kv_heads * BLOCK * DIMS)[None, :], new_value.load(HEAD_A_WARP).to(gl.bfloat16))
+    of_heads.store(gl.sum(q * new_key, axis=1))
+    new_score = of_heads.load(OF_HEAD)
+    highest = gl.where(has_new, new_score, NONE)
+    total = gl.where(has_new, 1.0, 0.0) + highest * 0.0
+    queries = halves._reinterpret(gl.bfloat16, [2 * HEADS, DIMS], VALUES_SHARED).load(QUERIES)
+    mixed = gl.zeros([2 * HEADS, DIMS], gl.float32, PRODUCT)
+    for begin in range(first_tile, first_tile + num_tiles, BATCH):
+        count = gl.minimum(BATCH, first_tile + num_tiles - begin)
+        wait_for(ready, slot, phase, count, BATCH, SLOTS)
+        found = ()
+        for i in gl.static_range(BATCH):
+            at, _ = following(slot, phase, i, SLOTS)
+            zeros = gl.zeros([2 * HEADS, KEYS], gl.float32, PRODUCT)
+            product = mma_v2(queries, keys_smem.index(at).permute((1, 0)).load(KEYS_TRANSPOSED), zeros)
+            score = gl.sum(product.reshape([2, HEADS, KEYS]), axis=0)
+            found = found + (score,)  # type: ignore[assignment]  # noqa: RUF005  Triton's tuples unpack nothing
+        keys = gl.arange(0, KEYS, gl.SliceLayout(0, score.type.layout))
+        for i in gl.static_range(BATCH):
+            is_key = ((begin + i) * KEYS + keys < num_keys - 1) & (i < count)
+            scores.index(i).store(gl.where(is_key[None, :], found[i], NONE))
+        slot, phase = following(slot, phase, count, SLOTS)
+        all_scores = scores._reinterpret(gl.float32, [BATCH, HEADS, KEYS], FLAT3).load(TILES)
+        release(empty, slot, count, SLOTS)
+        higher = gl.maximum(highest, gl.max(gl.max(all_scores, axis=2), axis=0))
+        share = gl.exp2(all_scores - gl.expand_dims(gl.expand_dims(higher, 0), 2))
+        share = gl.where(all_scores > NONE / 2, share, 0.0)
+        shrunk = gl.exp2(highest - higher)
+        total = total * shrunk + gl.sum(gl.sum(share, axis=2), axis=0)
+        highest = higher
+        share_high, share_low = halves_of(share)
+        both = shares._reinterpret(gl.bfloat16, [BATCH, 2, HEADS, KEYS], SHARES_SHARED)
+        both.store(gl.join(share_high, share_low).permute((0, 3, 1, 2)))
+        of_heads.store(shrunk)
+        of_both = mixed.reshape([2, HEADS, DIMS])
+        factor = of_heads.load(gl.SliceLayout(0, gl.SliceLayout(2, of_both.type.layout)))
+        of_both *= gl.expand_dims(gl.expand_dims(factor, 0), 2)
+        mixed = gl.convert_layout(of_both.reshape([2 * HEADS, DIMS]), PRODUCT)
+        wait_for(ready, slot, phase, count, BATCH, SLOTS)
+        for i in gl.static_range(BATCH):
+            at, _ = following(slot, phase, i, SLOTS)  # beyond the last tile its shares are zero
+            value = values_smem.index(gl.where(i < count, at, slot)).load(VALUES)
+            mixed = mma_v2(shares.index(i).load(SHARES), value, mixed)
+        slot, phase = following(slot, phase, count, SLOTS)
+        of_heads.store(shrunk)  # every thread has read the values
+        release(empty, slot, count, SLOTS)
+    of_heads.store(gl.where(has_new, gl.exp2(new_score - highest), 0.0))
+    _send(partial_ptr, mixed, of_heads, new_value, highest, total, mark, kv_head, SHAPE)
+    _combine(partial_ptr, attended_ptr, room, mark, kv_head, SHAPE)
+    return slot, phase
+
+
+@gluon.jit
+def _send(partial_ptr, mixed, of_heads, new_value, highest, total, mark, kv_head, SHAPE: gl.constexpr):
+    """Give each split of the KV head its dimensions of what this split has mixed, with maximum and sum."""
+    GROUP: gl.constexpr = SHAPE.value.group
+    SPLITS: gl.constexpr = SHAPE.value.splits
+    PART: gl.constexpr = SHAPE.value.combined
+    BLOCK: gl.constexpr = SHAPE.value.combined_words
+    split = gl.program_id(0) % SPLITS
+    y = gl.sum(mixed.reshape([2, HEADS, DIMS]), axis=0)
+    layout: gl.constexpr = y.type.layout
+    value = new_value._reinterpret(gl.float32, [DIMS], FLAT).load(gl.SliceLayout(0, layout))
+    y += of_heads.load(gl.SliceLayout(1, layout))[:, None] * value[None, :]
+    head = gl.arange(0, HEADS, gl.SliceLayout(1, layout))[:, None]
+    dims = head * DIMS + gl.arange(0, DIMS, gl.SliceLayout(0, layout))[None, :]
+    at = partial_ptr + (kv_head * SPLITS + dims // PART) * BLOCK + split * PART + dims % PART
+    gl.store(at, marked(y, mark), mask=head < GROUP)
+    head = gl.arange(0, HEADS, gl.SliceLayout(1, HEAD_A_WARP))[:, None]
+    to = head * (DIMS // PART) + gl.arange(0, DIMS // PART, gl.SliceLayout(0, HEAD_A_WARP))[None, :]
+    at = partial_ptr + (kv_head * SPLITS + to) * BLOCK + GROUP * DIMS + split
+    highest = gl.convert_layout(highest, gl.SliceLayout(1, HEAD_A_WARP))[:, None]
+    total = gl.convert_layout(total, gl.SliceLayout(1, HEAD_A_WARP))[:, None]
+    gl.store(at, marked(highest + to * 0.0, mark), mask=head < GROUP)
+    gl.store(at + SPLITS, marked(total + to * 0.0, mark), mask=head < GROUP)
+
+
+@gluon.jit
+def _combine(partial_ptr, attended_ptr, room, mark, kv_head, SHAPE: gl.constexpr):
+    """Add up the program's dimensions of all splits."""
+    SPLITS: gl.constexpr = SHAPE.value.splits
+    PART: gl.constexpr = SHAPE.value.combined
+    BLOCK: gl.constexpr = SHAPE.value.combined_words
+    DIMENSIONS: gl.constexpr = SHAPE.value.group * DIMS
+    WORDS: gl.constexpr = BLOCK // 256
+    WIDE: gl.constexpr = min(WORDS, 4)
+    splits: gl.constexpr = gl.BlockedLayout([SPLITS, 1], [1, 32], [1, 8], [1, 0])
+    split = gl.program_id(0) % SPLITS
+    word = gl.arange(0, BLOCK, gl.BlockedLayout([WIDE], [32], [8], [0]))
+    used: gl.constexpr = DIMENSIONS + 2 * SPLITS
+    word = gl.where(word < used, word, used - WIDE + word % WIDE)
+    words = receive(partial_ptr + (kv_head * SPLITS + split) * BLOCK + word, mark, WORDS)
+    room.slice(0, BLOCK).store(words)
+    highest = room.slice(DIMENSIONS, SPLITS).load(gl.SliceLayout(1, splits))
+    total = room.slice(DIMENSIONS + SPLITS, SPLITS).load(gl.SliceLayout(1, splits))
+    share = gl.exp2(highest - gl.max(highest, axis=0))
+    share = share / gl.sum(share * total, axis=0)
+    parts = room.slice(0, DIMENSIONS)._reinterpret(gl.float32, [SPLITS, PART], FLAT2).load(splits)
+    at = attended_ptr + kv_head * DIMENSIONS + split * PART + gl.arange(0, PART, gl.SliceLayout(0, splits))
+    gl.store(at, marked(gl.sum(parts * share[:, None], axis=0), mark))

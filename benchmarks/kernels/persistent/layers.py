@@ -1,0 +1,175 @@
+"""The kernel: consumer warps go through all layers of a decoder for one row, after what producer warps have loaded.
+
+    y = W_o attend(rotate(norm(W_qkv norm(x)))) + x,  x = W_down (silu(W_gate norm(y)) * W_up norm(y)) + y
+
+Programs, one for each multiprocessor, have tiles of 8 rows of each W. They wait for each other only by reading words
+(`words.py`), so all must run at once: it is a cooperative launch.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from benchmarks.kernels.persistent.attention import attend, head_factors
+from benchmarks.kernels.persistent.products import (
+    FLAT,
+    added,
+    inverse_root,
+    leave_squares,
+    operands,
+    rows_of,
+    tiles_times,
+)
+from benchmarks.kernels.persistent.stream import DIMS, PARTS, PRODUCERS, WEIGHTS_SHARED, produce, release
+from benchmarks.kernels.persistent.words import load_vector, marked, receive_vector
+
+NUM_STAMPS = gl.constexpr(16)
+STAGES = (
+    "receive x", "qkv", "attention", "receive attended", "output", "receive y", "gate_up", "receive gated", "down",
+)  # fmt: skip
+LOG2_E = gl.constexpr(1.4426950408889634)
+
+
+@gluon.jit
+def _stamp(stamps_ptr, layer, stage: gl.constexpr, SHAPE: gl.constexpr):
+    """Note the multiprocessor's clock, where stages are timed."""
+    if SHAPE.value.traces:
+        clock = gl.inline_asm_elementwise(
+            "mov.u64 $0, %clock64; // $1", "=l,r", [layer], dtype=gl.int64, is_pure=False, pack=1
+        )
+        gl.store(stamps_ptr + (layer * SHAPE.value.programs + gl.program_id(0)) * NUM_STAMPS + stage, clock)
+
+
+@gluon.jit
+def _ask_for_norms(norms_ptr, layer, SHAPE: gl.constexpr):
+    """Bring the layer's norms into the L2 cache, a line by each program."""
+    at = norms_ptr + layer * SHAPE.value.norms + gl.program_id(0) * 64
+    if gl.program_id(0) * 64 < SHAPE.value.norms:
+        gl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def _consume(
+    norms_ptr, pool_ptr, table_ptr, rotation_ptr, words, stamps_ptr, smem, ready, empty, num_layers, num_keys, eps,
+    scale, layer_stride, block_stride, SHAPE: gl.constexpr,
+):  # fmt: skip
+    x_ptr, y_ptr, qkv_ptr, partial_ptr, attended_ptr, gated_ptr, epoch_ptr = words
+    H: gl.constexpr = SHAPE.value.hidden
+    I: gl.constexpr = SHAPE.value.intermediate  # noqa: E741  as configs call it
+    NORMS: gl.constexpr = SHAPE.value.norms
+    SLOTS: gl.constexpr = SHAPE.value.slots
+    ROOM: gl.constexpr = max(2 * SHAPE.value.head_rows * DIMS, SHAPE.value.combined_words)
+    room = gl.allocate_shared_memory(gl.float32, [ROOM], FLAT)
+    highs = gl.allocate_shared_memory(gl.bfloat16, [SHAPE.value.room], FLAT)
+    lows = gl.allocate_shared_memory(gl.bfloat16, [SHAPE.value.room], FLAT)
+    squares = gl.allocate_shared_memory(gl.float32, [PARTS], FLAT)
+    sums = gl.allocate_shared_memory(
+        gl.float32, [2 * SHAPE.value.most_tiles, PARTS, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    )
+    program = gl.program_id(0)
+    qkv_rows, has_qkv = rows_of(SHAPE.value.qkv, SHAPE)
+    hidden_rows, has_hidden = rows_of(H, SHAPE)
+    inner_rows, has_inner = rows_of(I, SHAPE)
+    epoch = gl.load(epoch_ptr)
+    norm = load_vector(norms_ptr, H)
+    slot = 0
+    phase = 0
+    for layer in range(num_layers):
+        mark = (epoch + layer + 1) & 1
+        _ask_for_norms(norms_ptr, gl.minimum(layer + 1, num_layers - 1), SHAPE)
+        factors = head_factors(norms_ptr + layer * NORMS + 2 * H, rotation_ptr, SHAPE)
+        _stamp(stamps_ptr, layer, 0, SHAPE)
+        x = receive_vector(x_ptr, mark ^ 1, H)
+        _stamp(stamps_ptr, layer, 1, SHAPE)
+        normed = operands(x * norm, H, highs, lows)
+        leave_squares(x, squares)
+        slot, phase, count = tiles_times(normed, H, SHAPE.value.qkv, False, smem, ready, sums, slot, phase, SHAPE)
+        y = added(sums, False, SHAPE) * inverse_root(squares, eps, H)
+        gl.store(qkv_ptr + qkv_rows, marked(y, mark), mask=has_qkv)
+        release(empty, slot, count, SLOTS)
+        _stamp(stamps_ptr, layer, 2, SHAPE)
+        if program < SHAPE.value.kv_heads * SHAPE.value.splits:
+            of_layer = pool_ptr + layer.to(gl.int64) * layer_stride  # type: ignore[attr-defined]
+            slot, phase = attend(
+                qkv_ptr, partial_ptr, attended_ptr, of_layer, table_ptr, factors,
+                smem, ready, empty, room, slot, phase, mark, num_keys, eps, scale, block_stride, SHAPE,
+            )  # fmt: skip
+        _stamp(stamps_ptr, layer, 3, SHAPE)
+        norm = load_vector(norms_ptr + layer * NORMS + H, H)
+        if program < H // 8:
+            before = gl.load(x_ptr + hidden_rows, mask=has_hidden, other=0).to(gl.float32, bitcast=True)
+            attended = receive_vector(attended_ptr, mark, SHAPE.value.attended)
+            _stamp(stamps_ptr, layer, 4, SHAPE)
+            attended = operands(attended, SHAPE.value.attended, highs, lows)
+            slot, phase, count = tiles_times(
+                attended, SHAPE.value.attended, H, False, smem, ready, sums, slot, phase, SHAPE
+            )
+            gl.store(y_ptr + hidden_rows, marked(added(sums, False, SHAPE) + before, mark), mask=has_hidden)
+            release(empty, slot, count, SLOTS)
+        _stamp(stamps_ptr, layer, 5, SHAPE)
+        x = receive_vector(y_ptr, mark, H)
+        _stamp(stamps_ptr, layer, 6, SHAPE)
+        normed = operands(x * norm, H, highs, lows)
+        leave_squares(x, squares)
+        slot, phase, count = tiles_times(normed, H, I, True, smem, ready, sums, slot, phase, SHAPE)
+        root = inverse_root(squares, eps, H)
+        gate, up = added(sums, False, SHAPE) * root, added(sums, True, SHAPE) * root
+        gated = gate / (1.0 + gl.exp2(gate * -LOG2_E)) * up
+        gl.store(gated_ptr + inner_rows, marked(gated, mark), mask=has_inner)
+        release(empty, slot, count, SLOTS)
+        _stamp(stamps_ptr, layer, 7, SHAPE)
+        norm = load_vector(norms_ptr + gl.minimum(layer + 1, num_layers - 1) * NORMS, H)
+        if program < H // 8:
+            before = gl.load(y_ptr + hidden_rows, mask=has_hidden, other=0).to(gl.float32, bitcast=True)
+            inner = receive_vector(gated_ptr, mark, I)
+            _stamp(stamps_ptr, layer, 8, SHAPE)
+            inner = operands(inner, I, highs, lows)
+            slot, phase, count = tiles_times(inner, I, H, False, smem, ready, sums, slot, phase, SHAPE)
+            gl.store(x_ptr + hidden_rows, marked(added(sums, False, SHAPE) + before, mark), mask=has_hidden)
+            release(empty, slot, count, SLOTS)
+        _stamp(stamps_ptr, layer, 9, SHAPE)
+    if program == 0:  # all programs have read it: their words were needed
+        gl.store(epoch_ptr, epoch + num_layers)
+
+
+@gluon.jit(do_not_specialize=["num_layers", "num_keys"])
+def decoder_kernel(
+    weights_ptr, norms_ptr, pool_ptr, table_ptr, rotation_ptr, x_ptr, y_ptr, qkv_ptr, partial_ptr, attended_ptr,
+    gated_ptr, epoch_ptr, stamps_ptr, num_layers, num_keys, eps, scale, layer_stride, block_stride,
+    SHAPE: gl.constexpr,
+):  # fmt: skip
+    """weights_ptr: int64 (layers, 4), addresses. x_ptr: words (hidden,) with the mark of the epoch, in and out.
+
+    epoch_ptr: int32, layers computed so far. scale: of scores, times log2(e).
+    """
+    SLOTS: gl.constexpr = SHAPE.value.slots
+    smem = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, PARTS, 8, DIMS], WEIGHTS_SHARED)
+    ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(ready.index(i), count=32 * PRODUCERS)
+        mbarrier.init(empty.index(i), count=1)
+    words = x_ptr, y_ptr, qkv_ptr, partial_ptr, attended_ptr, gated_ptr, epoch_ptr
+    gl.warp_specialize(
+        [
+            (
+                _consume,
+                (
+                    norms_ptr, pool_ptr, table_ptr, rotation_ptr, words, stamps_ptr, smem, ready, empty, num_layers,
+                    num_keys, eps, scale, layer_stride, block_stride, SHAPE,
+                ),
+            ),
+            (
+                produce,
+                (
+                    weights_ptr, pool_ptr, table_ptr, smem, ready, empty, num_layers, num_keys, layer_stride,
+                    block_stride, SHAPE,
+                ),
+            ),
+        ],
+        [PRODUCERS], [40],
+    )  # fmt: skip

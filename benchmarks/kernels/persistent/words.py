@@ -1,0 +1,78 @@
+"""Vectors between programs of a running kernel: the lowest bit of each float32 says which layer wrote it.
+
+As in NCCL's LL protocol, data and flag arrive together, so no program needs a fence, a flag or a barrier; a bit
+suffices since each word is written once a layer, by a program that has seen, through others, that it was read.
+"""
+
+from __future__ import annotations
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+VECTOR = gl.constexpr(gl.BlockedLayout([4], [32], [8], [0]))
+
+
+@triton.constexpr_function
+def waiting_load(n: int) -> str:
+    """Return assembly that loads n words by fours at most until all are marked by the operand 2n.
+
+    Where a thread has many, lane 0 alone asks for one of its words in between: what all programs ask for all the time
+    delays the words.
+    """
+    width = min(n, 4)
+    kind = {1: "b32", 2: "v2.b32", 4: "v4.b32"}[width]
+    loads = ""
+    for i in range(0, n, width):
+        registers = ", ".join(f"${i + j}" for j in range(width))
+        target = registers if width == 1 else f"{{{registers}}}"
+        loads += f"ld.relaxed.gpu.global.{kind} {target}, [${n + i}]; "
+    tests = "mov.b32 t, 0; " + "".join(f"xor.b32 u, ${i}, ${2 * n}; or.b32 t, t, u; " for i in range(n))
+    tests += "and.b32 t, t, 1; setp.ne.u32 p, t, 0; "
+    if n <= 4:
+        return "{ .reg .pred p; .reg .b32 t, u; AGAIN: " + loads + tests + "@p bra AGAIN; }"
+    return (
+        "{ .reg .pred p, q; .reg .b32 t, u; AGAIN: " + loads + tests
+        + "vote.sync.any.pred p, p, 0xffffffff; @!p bra DONE; mov.u32 u, %laneid; setp.ne.u32 q, u, 0; @q bra REST; "
+        + f"ONE: ld.relaxed.gpu.global.b32 u, [${n}]; xor.b32 u, u, ${2 * n}; and.b32 u, u, 1; setp.ne.u32 q, u, 0; "
+        + "@q bra ONE; REST: bar.warp.sync 0xffffffff; bra AGAIN; DONE: mov.b32 t, 0; }"
+    )  # fmt: skip
+
+
+@triton.constexpr_function
+def constraints(n: int) -> str:
+    return ",".join(["=&r"] * n + ["l"] * n + ["r"] * n)
+
+
+@gluon.jit
+def receive(words, mark, N: gl.constexpr):
+    """The numbers that other programs store at `words`, N of a thread, as soon as all are marked."""
+    return gl.inline_asm_elementwise(
+        waiting_load(N), constraints(N), [words, mark], dtype=gl.float32, is_pure=False, pack=N
+    )
+
+
+@gluon.jit
+def marked(numbers, mark):
+    """float32 as words."""
+    return (numbers.to(gl.int32, bitcast=True) & -2) | mark
+
+
+@gluon.jit
+def receive_vector(ptr, mark, K: gl.constexpr):
+    """(next power of two of K,), zeros beyond K, a part for each thread."""
+    PADDED: gl.constexpr = triton.next_power_of_2(K)
+    ks = gl.arange(0, PADDED, VECTOR)
+    inside = gl.where(ks < K, ks, ks % 4)
+    x = receive(ptr + inside, mark, PADDED // 256)
+    if K != PADDED:
+        x = gl.where(ks < K, x, 0.0)
+    return x
+
+
+@gluon.jit
+def load_vector(ptr, K: gl.constexpr):
+    """The same of bfloat16 that no program writes."""
+    ks = gl.arange(0, triton.next_power_of_2(K), VECTOR)
+    at = gl.max_contiguous(gl.multiple_of(ptr + ks, [8]), [4])
+    return gl.load(at, mask=ks < K, other=0.0).to(gl.float32)
