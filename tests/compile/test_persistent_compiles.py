@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from benchmarks.kernels.persistent.decoder import Decoder
@@ -13,8 +11,8 @@ from tests.compile.hopper import NUM_SMS, SHARED_BYTES, Compiled
 
 
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Compiled]]:
-    yield hopper.install(monkeypatch)
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Compiled]:
+    return hopper.install(monkeypatch)
 
 
 def test_all_layers_of_qwen3_06b(compiled: list[Compiled]) -> None:
