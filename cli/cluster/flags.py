@@ -17,7 +17,6 @@ from common.model_files import DRY_RUN_MODEL_NAME
 from common.wings import has_wing
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
-from kvstore.config import AgentConfig
 from router.config import HttpConfig, RouterConfig
 from worker.config import WorkerConfig
 
@@ -25,7 +24,6 @@ T = TypeVar("T")
 
 # A later group takes over the flags that it shares with an earlier one.
 GROUPS: tuple[tuple[str, type[Any]], ...] = (
-    ("node agent", AgentConfig),
     ("workers", WorkerConfig),
     ("HTTP connections", HttpConfig),
     ("router and HTTP gateway", RouterConfig),
@@ -35,11 +33,16 @@ GROUPS: tuple[tuple[str, type[Any]], ...] = (
 )
 # Fields that the cluster sets itself, or that another class has under the same name: no flag and no variable.
 SET_BY_CLUSTER: dict[type[Any], tuple[str, ...]] = {
-    AgentConfig: ("host", "port", "socket", "cluster_token", "metrics_port", "drain_grace_seconds"),
     WorkerConfig: ("host", "port", "worker_id", "advertise_host", "run_dir", "agent_socket", "metrics_port"),
     RouterConfig: ("prefill", "decode", "model", "models", "cluster_token", "metrics_port", "drain_grace_seconds"),
     EngineConfig: ("host_tier_gb",),
 }
+HAS_AGENT = has_wing("kvstore.tier")
+if HAS_AGENT:
+    from kvstore.tier.settings import AgentConfig
+
+    GROUPS = (("node agent", AgentConfig), *GROUPS)
+    SET_BY_CLUSTER[AgentConfig] = "host", "port", "socket", "cluster_token", "metrics_port", "drain_grace_seconds"
 QUANT_MODE_HELP = {
     "w8a16": "int8-weight",
     "int8": "int8-weight",
@@ -106,7 +109,7 @@ def parse_config(
         worker=settings(WorkerConfig),
         engine=engine,
         gpu=settings(GpuConfig),
-        agent=settings(AgentConfig),
+        agent=settings(AgentConfig) if HAS_AGENT else None,
         agent_port=agent_port,
         prefill_ports=tuple(prefill_ports),
         decode_ports=tuple(decode_ports),

@@ -21,7 +21,6 @@ from common.errors import ConfigError
 from common.net.hosts import with_port
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
-from kvstore.config import AgentConfig
 from router.config import HttpConfig, RouterConfig
 from worker.config import WorkerConfig
 
@@ -66,7 +65,10 @@ class ServeConfig:
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """The settings of all services of one cluster, and the loopback ports that they will use."""
+    """The settings of all services of one cluster, and the loopback ports that they will use.
+
+    agent: of the node agent, None where the host tier's wing is not installed.
+    """
 
     serve: ServeConfig
     router: RouterConfig
@@ -74,7 +76,7 @@ class ClusterConfig:
     worker: WorkerConfig
     engine: EngineConfig
     gpu: GpuConfig
-    agent: AgentConfig
+    agent: Any
     agent_port: int
     prefill_ports: tuple[int, ...]
     decode_ports: tuple[int, ...]
@@ -112,7 +114,7 @@ class ClusterConfig:
     @property
     def has_agent(self) -> bool:
         """A node agent does nothing but hold the host tier."""
-        return self.agent.host_tier_gb > 0
+        return self.agent is not None and self.agent.host_tier_gb > 0
 
     @property
     def metrics_ports(self) -> dict[str, int]:

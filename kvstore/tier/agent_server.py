@@ -10,10 +10,10 @@ from common.config import from_args
 from common.errors import ConfigError
 from common.logging import report_end, setup_logging
 from common.net.rpc import RpcServer
-from kvstore.config import AgentConfig
 from kvstore.tier.agent import TierServer
 from kvstore.tier.metrics import serve_metrics
 from kvstore.tier.regions import Regions
+from kvstore.tier.settings import AgentConfig
 
 logger = logging.getLogger("kvstore")
 

@@ -9,7 +9,7 @@ from typing import Any
 from common.config import ENV_PREFIX, add_arguments, from_namespace
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
-from kvstore.config import AgentConfig
+from kvstore.tier.settings import AgentConfig
 from router.config import HttpConfig, RouterConfig
 from worker.config import WorkerConfig
 

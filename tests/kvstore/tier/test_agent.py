@@ -16,14 +16,15 @@ import pytest
 
 from cli.cluster.ports import free_ports
 from common.errors import ConfigError, OverloadedError, UnavailableError
+from common.net.cluster_token import EXAMPLE_PREFIX
 from common.token_ids import pack_ids
-from kvstore.config import AgentConfig
 from kvstore.pool.block_hash import block_keys, group_key, root_key
 from kvstore.tier import agent_client
 from kvstore.tier.agent_client import AgentHostTier
 from kvstore.tier.agent_server import serve
 from kvstore.tier.host_tier import HostTier
 from kvstore.tier.regions import Regions
+from kvstore.tier.settings import AgentConfig
 from kvstore.transports.unix_socket import connect_unix, pack, recv_frame, send_frame
 from tests.harness.processes import until_stopped
 from tests.harness.waiting import wait_until
@@ -35,6 +36,7 @@ NUM_SLOTS = 6
 
 CLIENT_PROCESS = """
 import sys
+from common.net.cluster_token import EXAMPLE_PREFIX
 from common.token_ids import pack_ids
 from kvstore.tier.agent_client import AgentHostTier
 from kvstore.pool.block_hash import block_keys, group_key, root_key
@@ -411,6 +413,11 @@ def test_a_worker_learns_why_it_gets_no_memory(shared_agent: Agent) -> None:
 async def test_an_agent_without_memory_is_not_started() -> None:
     with pytest.raises(ConfigError, match="don't start one"):
         await serve(AgentConfig(host_tier_gb=0))
+
+
+def test_no_agent_starts_with_the_examples_token() -> None:
+    with pytest.raises(ConfigError, match="the cluster token is the example's"):
+        AgentConfig(cluster_token=EXAMPLE_PREFIX)
 
 
 async def test_health_is_served(shared_agent: Agent) -> None:

@@ -11,7 +11,6 @@ from common.config import setting
 from common.errors import ConfigError
 from common.logging import FORMAT_HELP, FORMATS, LEVEL_HELP, LEVELS
 from common.net.cluster_token import check_cluster_token
-from common.wings import has_wing
 
 
 @dataclass(frozen=True)
@@ -22,9 +21,7 @@ class AgentConfig:
     port: int = setting(50050, "gRPC port, for health checks; 0: any free one")
     socket: str = setting("", "Unix socket for the workers of this host; empty: agent.sock in a private directory")
     cluster_token: str = setting("", "secret that internal calls must carry; needed beyond loopback")
-    host_tier_gb: float = setting(
-        1.0 if has_wing("kvstore.tier") else 0.0, "host memory for KV blocks, of all models together; 0: none"
-    )
+    host_tier_gb: float = setting(1.0, "host memory for KV blocks, of all models together; 0: none")
     region_gb: float = setting(0.0, "host memory for one model's KV blocks; 0: what is left of --host-tier-gb")
     metrics_port: int = setting(0, "Prometheus port; 0: none")
     drain_grace_seconds: float = setting(5.0, "time that open calls get after SIGTERM")
