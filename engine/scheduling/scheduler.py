@@ -209,11 +209,16 @@ class Scheduler:
 
     def _running(self) -> tuple[list[Request], list[Request]]:
         """The running requests that decode in the next step, and those with more than a token to compute."""
-        running = [request for request in self._queues.running if not request.is_held]
-        decodes = [r for r in running if r.num_uncomputed_tokens == 1 and not is_full(r, self.max_model_len)]
-        if self.num_stages > 1:
-            decodes = self._share_of(decodes)
-        return decodes, [r for r in running if r.num_uncomputed_tokens > 1]
+        decodes, prefills = [], []
+        for request in self._queues.running:
+            if request.is_held:
+                continue
+            num_left = request.num_uncomputed_tokens
+            if num_left > 1:
+                prefills.append(request)
+            elif num_left == 1 and not is_full(request, self.max_model_len):
+                decodes.append(request)
+        return self._share_of(decodes) if self.num_stages > 1 else decodes, prefills
 
     def _share_of(self, decodes: list[Request]) -> list[Request]:
         """Select the requests of a pipeline's next step: an equal share, of those whose last token is known.
