@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.gpu.steps.graphs import COUNT, LEADER
+from engine.gpu.steps import graphs
 from engine.gpu.steps.step import GpuBatch
 from engine.plan import ScheduledRow
 from engine.request_states import RequestState
@@ -52,23 +52,36 @@ def query_inputs(batch: GpuBatch, block_size: int, num_groups: int = 1, most_que
 
     most_queries: of a row that attend as one group.
     """
-    columns: list[tuple[int, ...]] = []
-    leaders: list[int] = []
+    token_ids: list[int] = []
+    block_ids: list[int] = []
     counts: list[int] = []
-    for row, request, device_row in zip(batch.rows, batch.requests, batch.device_rows, strict=True):
-        token_ids = request.token_ids[row.start], *row.draft_token_ids
-        for index, token_id in enumerate(token_ids):
-            position, leader = row.start + index, index // most_queries * most_queries
-            end = min(leader + most_queries, len(token_ids))
-            if index == leader:
-                leaders.append(len(columns))
-                counts.append(end - leader)
-            first, offset = position // block_size * num_groups, position % block_size
-            slot, *others = [
-                block_id * block_size + offset for block_id in request.block_ids[first : first + num_groups]
-            ]
-            columns.append((position, slot, position + 1, token_id, device_row, row.start + end, 0, 0, *others))
-    queries = np.array(columns, dtype=np.int32).T
-    queries[LEADER, : len(leaders)] = leaders
-    queries[COUNT, : len(counts)] = counts
+    for row, request in zip(batch.rows, batch.requests, strict=True):
+        drafts = row.draft_token_ids
+        token_ids.append(request.token_ids[row.start])
+        token_ids += drafts
+        counts.append(1 + len(drafts))
+        first, last = row.start // block_size * num_groups, (row.start + len(drafts)) // block_size * num_groups
+        if first == last:
+            block_ids += request.block_ids[first : first + num_groups] * counts[-1]
+            continue
+        for position in range(row.start, row.start + counts[-1]):
+            first = position // block_size * num_groups
+            block_ids += request.block_ids[first : first + num_groups]
+    of_row = np.repeat(np.arange(len(counts)), counts)
+    num_queries = np.array(counts)[of_row]
+    starts = np.array([row.start for row in batch.rows])[of_row]
+    index = np.arange(len(of_row)) - (np.cumsum(counts) - counts)[of_row]
+    leader = index // most_queries * most_queries
+    end = np.minimum(leader + most_queries, num_queries)
+    leaders = np.flatnonzero(index == leader)
+    queries = np.zeros((graphs.NUM_QUERY_ROWS + num_groups - 1, len(of_row)), dtype=np.int32)
+    slots = np.array(block_ids).reshape(-1, num_groups).T * block_size + (starts + index) % block_size
+    queries[graphs.POSITION] = starts + index
+    queries[graphs.SLOT], queries[graphs.NUM_QUERY_ROWS :] = slots[0], slots[1:]
+    queries[graphs.LENGTH] = starts + index + 1
+    queries[graphs.TOKEN] = token_ids
+    queries[graphs.ROW] = np.array(batch.device_rows)[of_row]
+    queries[graphs.SPAN] = starts + end
+    queries[graphs.LEADER, : len(leaders)] = leaders
+    queries[graphs.COUNT, : len(leaders)] = (end - leader)[leaders]
     return queries
