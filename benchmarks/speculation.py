@@ -245,8 +245,8 @@ def decide(proposer: FromModel, accuracy: float, draw: random.Random) -> None:
     """Change drafts that a model or a head has computed: each is the token before it with that probability."""
     propose = type(proposer).propose
 
-    def changed(found: StepResult, sampled: Sequence[Sampled], hidden: torch.Tensor) -> None:
-        propose(proposer, found, sampled, hidden)
+    def changed(found: StepResult, sampled: Sequence[Sampled]) -> None:
+        propose(proposer, found, sampled)
         requests = {row: request for _, row, request, _, _ in sampled}
         for row, drafts in found.drafts.items():
             last = requests[row].token_ids[-1]

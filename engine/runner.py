@@ -41,11 +41,8 @@ class Proposer:
         residuals: (num_tokens, hidden) float32 of each layer, for the rows' tokens one after the other.
         """
 
-    def propose(self, found: StepResult, sampled: Sequence[Sampled], hidden: Tensor) -> None:
-        """Put drafts into `found.drafts`, for rows of `sampled` that have tokens; requests know them, too.
-
-        hidden: (n, hidden), where an entry's index is that of the state that its token was sampled from.
-        """
+    def propose(self, found: StepResult, sampled: Sequence[Sampled]) -> None:
+        """Put drafts into `found.drafts`, for rows of `sampled` that have tokens; requests know them, too."""
 
     def forget(self, request_ids: Iterable[RequestId]) -> None:
         """Requests have ended, or gave way and will be new when they return."""

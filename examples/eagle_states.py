@@ -51,7 +51,7 @@ def written_on_gpu(
 def states_of(
     loaded: LoadedModel, texts: Sequence[list[int]], layers: Sequence[int]
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield the index of each text, its states (n, 3 * hidden) and what the model's head reads (n, hidden).
+    """Yield the index of each text, its states (n, 3 * hidden) and what the final norm reads (n, hidden).
 
     Both in bfloat16, of all tokens. For models whose layers look back to the start.
     """
@@ -71,7 +71,7 @@ def states_of(
 
 @torch.inference_mode()
 def _pass(loaded: LoadedModel, tokens: Tensor, layers: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """States (batch, n, 3 * hidden) and final hidden states (batch, n, hidden) of token ids (batch, n)."""
+    """States (batch, n, 3 * hidden) and what the final norm reads (batch, n, hidden) of token ids (batch, n)."""
     model, (rows, length) = loaded.model, tokens.shape
     positions = torch.arange(length, device=tokens.device).repeat(rows)
     rotation = Rotation.of(model.rotary, positions)
@@ -86,12 +86,13 @@ def _pass(loaded: LoadedModel, tokens: Tensor, layers: Sequence[int]) -> tuple[T
     ahead = {block.layer: index for index, block in enumerate(model.blocks) if isinstance(block, AttentionBlock)}
     seen: list[Tensor] = []
     forward = plain(model).watched(
-        sorted({ahead[layer] for layer in layers}), lambda residual: seen.append(residual.bfloat16())
+        sorted({*(ahead[layer] for layer in layers), len(model.blocks)}),
+        lambda residual: seen.append(residual.bfloat16()),
     )
-    hidden = forward.hidden(Step(tokens.flatten(), positions, attend))
-    by_layer = dict(zip(sorted(set(layers)), seen, strict=True))
+    forward.hidden(Step(tokens.flatten(), positions, attend))
+    by_layer = dict(zip(sorted(set(layers)), seen[:-1], strict=True))
     states = torch.cat([by_layer[layer] for layer in layers], -1)
-    return states.view(rows, length, -1), hidden.bfloat16().view(rows, length, -1)
+    return states.view(rows, length, -1), seen[-1].view(rows, length, -1)
 
 
 def load_on_gpu(model: str) -> LoadedModel:

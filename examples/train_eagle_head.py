@@ -33,11 +33,12 @@ from engine.config import EngineConfig
 from engine.layers.rotary import rotary_table
 from engine.loader.load import LoadedModel, load_model, read_config
 from engine.models.config import ModelConfig
-from engine.plan import ScheduledRow, StepResult
+from engine.plan import ScheduledRow
 from engine.request import RequestId, SamplingParams
 from engine.request_states import RequestState
-from engine.runner import Proposer, Sampled
+from engine.runner import Proposer
 from examples.eagle_states import load_on_gpu, states_of, written_on_gpu
+from kernels.rms_norm import rms_norm
 
 MAX_LENGTH = 8192  # of a sample
 STEP_WEIGHT = 0.8  # of a pass's loss, against that of the pass before
@@ -46,8 +47,8 @@ OPENING = "<|im_start|>user\n"  # of samples without a text: a chat model writes
 
 @dataclass(frozen=True)
 class Sample:
-    """A sequence, the inputs of three layers for all its tokens but the last, and what the model's head read behind
-    each token from the last of the prompt on.
+    """A sequence, the inputs of three layers for all its tokens but the last, and what the model's final norm read
+    behind each token from the last of the prompt on.
     """
 
     token_ids: list[int]
@@ -59,8 +60,9 @@ class Sample:
 class Collector(Proposer):
     """Keeps the hidden states of every request. Drafts nothing."""
 
-    def __init__(self, layers: Sequence[int]) -> None:
-        self.layers = tuple(sorted(set(layers)))
+    def __init__(self, layers: Sequence[int], num_layers: int) -> None:
+        """num_layers: of the model."""
+        self.layers = tuple(sorted({*layers, num_layers}))
         self._order = [self.layers.index(layer) for layer in layers]
         self._states: dict[RequestId, list[Tensor]] = {}
         self._finals: dict[RequestId, list[Tensor]] = {}
@@ -69,14 +71,13 @@ class Collector(Proposer):
         self, rows: Sequence[ScheduledRow], requests: Sequence[RequestState], residuals: Sequence[Tensor]
     ) -> None:
         """See Proposer."""
-        states = torch.cat([residuals[index] for index in self._order], -1).bfloat16()
-        for request, part in zip(requests, torch.split(states, [row.num_tokens for row in rows]), strict=True):
-            self._states.setdefault(request.request_id, []).append(part)
-
-    def propose(self, found: StepResult, sampled: Sequence[Sampled], hidden: Tensor) -> None:
-        """See Proposer."""
-        for index, _, request, _, _ in sampled:
-            self._finals.setdefault(request.request_id, []).append(hidden[index].bfloat16())
+        counts = [row.num_tokens for row in rows]
+        states = torch.split(torch.cat([residuals[index] for index in self._order], -1).bfloat16(), counts)
+        finals = torch.split(residuals[-1], counts)
+        for row, request, of_layers, final in zip(rows, requests, states, finals, strict=True):
+            self._states.setdefault(request.request_id, []).append(of_layers)
+            if row.samples:
+                self._finals.setdefault(request.request_id, []).append(final[-1].to(torch.bfloat16, copy=True))
 
     def sample(self, request_id: RequestId, token_ids: list[int], num_prompt_tokens: int) -> Sample:
         states, finals = torch.cat(self._states.pop(request_id)), torch.stack(self._finals.pop(request_id))
@@ -90,7 +91,7 @@ def collect(
     """What the model makes of each prompt, `num_tokens` at most, with its hidden states."""
     base = {"device": "cpu", "prefix_cache": False, "num_gpu_blocks": 4096, "max_num_seqs": 64}
     parts = assemble(EngineConfig(model, **{**base, **settings}), is_offline=True)  # type: ignore[arg-type]
-    collector, engine = Collector(layers), parts.engine
+    collector, engine = Collector(layers, parts.model_config.num_layers), parts.engine
     parts.runner.propose_with(collector)
     params = SamplingParams(max_tokens=num_tokens, temperature=temperature, ignore_eos=ignore_eos)
     requests = [
@@ -181,6 +182,7 @@ class Head(nn.Module):
 
     token_ids: Tensor
     embedding: Tensor
+    target_norm: Tensor
     target_rows: Tensor
     rotary: Tensor
 
@@ -193,7 +195,10 @@ class Head(nn.Module):
         token_ids = token_ids.to(device)
         rows = model.head(torch.eye(hidden, dtype=model.hidden_dtype, device=device)).T[token_ids].float()
         table = rotary_table(config.rope, config.head_dim, MAX_LENGTH, torch.float32, rows.device)
-        fixed = {"token_ids": token_ids, "embedding": model.embedding.float(), "target_rows": rows, "rotary": table}
+        fixed = {
+            "token_ids": token_ids, "embedding": model.embedding.float(), "target_norm": model.final_norm.float(),
+            "target_rows": rows, "rotary": table,
+        }  # fmt: skip
         for name, value in fixed.items():
             self.register_buffer(name, value.clone(), persistent=False)
         self.fc = nn.Linear(3 * hidden, hidden, bias=False)
@@ -269,7 +274,7 @@ def train(
     for step in range(1, num_steps + 1):
         next_ids, states, finals, weights = batch_of(rng.sample(samples, min(batch, len(samples))))
         with torch.no_grad():
-            targets = (finals @ head.target_rows.T).softmax(-1)
+            targets = (rms_norm(finals, head.target_norm, head.config.rms_norm_eps) @ head.target_rows.T).softmax(-1)
         total = targets.new_zeros(())
         for index, logits in enumerate(head(next_ids, states, num_passes)):
             loss = -(targets * logits.log_softmax(-1)).sum(-1)[:, index:]
@@ -290,7 +295,7 @@ def train(
 
 
 def batch_of(samples: Sequence[Sample]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Tokens behind each position (batch, n), states there, what the model's head reads behind those tokens
+    """Tokens behind each position (batch, n), states there, what the final norm reads behind those tokens
     (batch, n, hidden), and which of the positions count: in float32.
     """
     length = max(len(sample.token_ids) for sample in samples) - 2

@@ -209,4 +209,4 @@ class CpuRunner(ModelRunner):
         found = self._sampler.sample(forward.logits(hidden), requests, positions, self.hooks)
         logprobs = ((k, entry) for k, entry in enumerate(found.logprobs) if entry is not None)
         settle(result, sampled, found.token_ids, logprobs)
-        self._proposer.propose(result, sampled, hidden)
+        self._proposer.propose(result, sampled)

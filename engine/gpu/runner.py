@@ -217,8 +217,7 @@ class GpuRunner(ModelRunner):
 
     def _queue_decode(self, batch: GpuBatch, step: GpuStep) -> None:
         output = self._decodes.run(batch, self._rows.bucket(), self._turn)
-        if self._has_drafts:
-            step.hidden = output.hidden
+        step.takes_drafts = self._has_drafts
         sampled = sampled_rows(batch, range(len(batch.rows)), batch.device_rows)
         self._samples.take(output.token_ids, output.logits, batch, sampled, self._turn, step)
 
@@ -228,7 +227,7 @@ class GpuRunner(ModelRunner):
         if self._ranks.passes_on:
             self._ranks.pass_on(output[:num_queries])
             return
-        step.hidden = output.hidden
+        step.takes_drafts = True
         sampled = sampled_queries(batch.rows, batch.requests, range(len(batch.rows)))
         self._samples.take(output.token_ids, output.logits, batch, sampled, self._turn, step)
 
@@ -237,8 +236,8 @@ class GpuRunner(ModelRunner):
         return graphs.takes(batch) and not any(reads_hidden(row, request) for row, request in pairs)
 
     def _queue_prompts(self, batch: GpuBatch, graphs: PromptGraphs, step: GpuStep) -> None:
-        token_ids, logits, hidden, sampling = graphs.run(batch, self._block_size, self._turn)
-        step.hidden = None if self._forward.is_observed else hidden
+        token_ids, logits, sampling = graphs.run(batch, self._block_size, self._turn)
+        step.takes_drafts = not self._forward.is_observed
         if self._ranks.passes_on:
             self._ranks.pass_on(token_ids[: sum(row.num_tokens for row in batch.rows)])
             return
@@ -270,7 +269,7 @@ class GpuRunner(ModelRunner):
         logits = self._forward.logits(own if wants_all else hidden)[: len(sampling)]
         token_ids = self._samples.sample(logits, batch, sampling, self._turn, step)
         self._forward.observe(inputs, token_ids, last)
-        step.hidden = None if self._forward.is_observed else own
+        step.takes_drafts = not self._forward.is_observed
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Over the whole vocabulary."""

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from engine.cpu.runner import CpuRunner
 from engine.kv.manager import KVManager
@@ -93,7 +92,7 @@ class FromDraftModel(FromModel):
         self._max_model_len, self._vocab_sizes = max_model_len, vocab_sizes
         self._followed: dict[RequestId, Followed] = {}
 
-    def propose(self, found: StepResult, sampled: Sequence[Sampled], hidden: Tensor) -> None:
+    def propose(self, found: StepResult, sampled: Sequence[Sampled]) -> None:
         """See Proposer."""
         began = time.monotonic()
         rows: dict[int, tuple[Followed, int]] = {}

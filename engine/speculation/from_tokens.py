@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from torch import Tensor
-
 from engine.plan import StepResult
 from engine.request import RequestId
 from engine.request_states import RequestState
@@ -25,7 +23,7 @@ class FromTokens(Proposer):
         self._acceptance = Acceptance(num_kinds)
         self._drafters: dict[RequestId, Drafter] = {}
 
-    def propose(self, found: StepResult, sampled: Sequence[Sampled], hidden: Tensor) -> None:
+    def propose(self, found: StepResult, sampled: Sequence[Sampled]) -> None:
         """See Proposer."""
         for _, row, request, _, _ in sampled:
             if row in found.drafts or not found.token_ids[row] or request.prefill_only:

@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-import torch
-
 from engine.plan import StepPlan, StepResult
 from engine.request import TokenId
 from engine.request_states import RequestState, RequestStates
@@ -56,7 +54,7 @@ class FakeStep:
         assert self.runner.in_flight.pop(0) is self, "results are taken in the order of the launches"
         for (_, _, request, position, _), token_id in self.sampled:
             request.put_token(position, token_id)
-        self.runner.proposer.propose(self.found, [entry for entry, _ in self.sampled], torch.empty(0))
+        self.runner.proposer.propose(self.found, [entry for entry, _ in self.sampled])
         return self.found
 
 

@@ -30,14 +30,10 @@ Output = TypeVar("Output")
 
 @dataclass(slots=True)
 class DecodeOutput:
-    """Results of one bucket. token_ids: int64 (rows,), negative where there is none. logits: (rows, vocab).
-
-    hidden: (rows, hidden).
-    """
+    """Results of one bucket. token_ids: int64 (rows,), negative where there is none. logits: (rows, vocab)."""
 
     token_ids: Tensor
     logits: Tensor
-    hidden: Tensor
 
 
 def decode_step(
@@ -52,11 +48,10 @@ def decode_step(
     slots = packed[SLOT, :num_rows], *packed[NUM_ROWS:, :num_rows]
     groups = [GroupInputs(*each) for each in zip(slots, state.block_tables, strict=True)]
     inputs = GpuInputs(last, packed[POSITION, :num_rows], lengths, groups)
-    hidden = forward.hidden(inputs)
-    logits = forward.logits(hidden)
+    logits = forward.logits(forward.hidden(inputs))
     sampled = sampler.sample(logits, slice(num_rows), lengths, last)
     forward.observe(inputs, sampled)
-    return DecodeOutput(sampled, logits, hidden)
+    return DecodeOutput(sampled, logits)
 
 
 def draft_step(
@@ -74,13 +69,12 @@ def draft_step(
     """
     queries = packed[:, :num_queries]
     inputs = query_step_inputs(state, queries, is_grouped)
-    hidden = forward.hidden(inputs)
-    logits = forward.logits(hidden)
+    logits = forward.logits(forward.hidden(inputs))
     sampled = sampler.sample(logits, queries[ROW].long(), queries[LENGTH])
     forward.observe(inputs, sampled)
     nobody = state.last_tokens.shape[0] - 1
     state.last_tokens[rows_of_last_tokens(queries, sampled, nobody)] = sampled.clamp(min=0)
-    return DecodeOutput(sampled, logits, hidden)
+    return DecodeOutput(sampled, logits)
 
 
 def rows_of_last_tokens(queries: Tensor, sampled: Tensor, nobody: int) -> Tensor:

@@ -70,9 +70,8 @@ class PromptInputs:
 
 def prompt_step(
     forward: FusedForward, state: DeviceState, sampler: DeviceSampler, attended: Tensor, inputs: PromptInputs
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Run one step. Returns its sampled tokens int64 (num_rows,), negative where there is none, their logits, and
-    the hidden states that these came of.
+) -> tuple[Tensor, Tensor]:
+    """Run one step. Returns its sampled tokens int64 (num_rows,), negative where there is none, and their logits.
 
     Of a stage that passes hidden states on: those of all tokens, and nothing.
     attended: (max(PROMPT_BUCKETS), num_heads * head_dim), finite, so that padding is.
@@ -92,13 +91,12 @@ def prompt_step(
     step = GpuInputs(token_ids, inputs.fields[POSITION], none, groups, attended, wanted)
     hidden = forward.hidden(step)
     if forward.passes_on:
-        return hidden, hidden[:0], hidden[:0]
-    hidden = hidden[index] if wanted is None else hidden
-    logits = forward.logits(hidden)
+        return hidden, hidden[:0]
+    logits = forward.logits(hidden[index] if wanted is None else hidden)
     sampled = sampler.sample(logits, rows.clamp(max=sampler.max_rows - 1), inputs.samples[LENGTH])
     state.last_tokens[rows] = sampled.clamp(min=0)
     forward.observe(step, sampled, index, inputs.samples[LENGTH])
-    return sampled, logits, hidden
+    return sampled, logits
 
 
 def graph_order(batch: GpuBatch) -> list[int]:
@@ -135,7 +133,7 @@ class PromptGraphs:
         self._staging = [
             torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(num_buffers)
         ]
-        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor, Tensor]]] = {}
+        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor]]] = {}
         if captures:
             self._capture()
 
@@ -159,7 +157,7 @@ class PromptGraphs:
         num_tokens, num_rows = sum(row.num_tokens for row in batch.rows), len(batch.rows)
         return next((shape for shape in self.shapes if num_tokens <= shape[0] and num_rows <= shape[1]), None)
 
-    def run(self, batch: GpuBatch, block_size: int, turn: int) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+    def run(self, batch: GpuBatch, block_size: int, turn: int) -> tuple[Tensor, Tensor, list[int]]:
         """Queue the step. Returns what `prompt_step` does, and the rows of the batch that its tokens belong to."""
         shape = self._shape_of(batch)
         assert shape is not None, "takes() was asked"

@@ -43,7 +43,7 @@ class GpuStep:
     tokens: Tensor | None = None  # on the host, valid after the waits; negative: there is none
     sampled: list[Sampled] = field(default_factory=list)
     logprobs: PendingLogprobs | None = None
-    hidden: Tensor | None = None  # what `sampled` came of; None where no drafts can follow
+    takes_drafts: bool = False  # whether drafts can follow
     timer: DeviceTimer | None = None
 
     def result(self) -> StepResult:
@@ -57,8 +57,8 @@ class GpuStep:
         settle(self.found, self.sampled, values, entries)
         if self.timer is not None:
             self.found.seconds = self.timer.seconds()
-        if self.hidden is not None:
-            self.proposer.propose(self.found, self.sampled, self.hidden)
+        if self.takes_drafts:
+            self.proposer.propose(self.found, self.sampled)
         return self.found
 
 

@@ -122,7 +122,7 @@ class FromHead(FromModel):
         self._take([followed for followed, _ in known])
         self._lengths.exclude(time.monotonic() - began)
 
-    def propose(self, found: StepResult, sampled: Sequence[Sampled], hidden: Tensor) -> None:
+    def propose(self, found: StepResult, sampled: Sequence[Sampled]) -> None:
         """See Proposer."""
         began = time.monotonic()
         rows: dict[int, Followed] = {}

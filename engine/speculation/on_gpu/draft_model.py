@@ -77,15 +77,14 @@ def known_step(
     As `draft_step`, but each row's last token is the one sampled behind its last query.
     """
     queries = packed[:, :num_queries]
-    hidden = forward.hidden(query_step_inputs(state, queries))
-    logits = forward.logits(hidden)
+    logits = forward.logits(forward.hidden(query_step_inputs(state, queries)))
     rows, in_use = queries[ROW].long(), queries[LENGTH] > 0
     sampled = sampler.sample(logits, rows, queries[LENGTH])
     is_last = in_use.clone()
     is_last[:-1] &= (rows[1:] != rows[:-1]) | ~in_use[1:]
     nobody = state.last_tokens.shape[0] - 1
     state.last_tokens[torch.where(is_last, rows, nobody)] = sampled.clamp(min=0)
-    return DecodeOutput(sampled, logits, hidden)
+    return DecodeOutput(sampled, logits)
 
 
 class FromGpuDraftModel(FromDraftModel):
@@ -99,10 +98,10 @@ class FromGpuDraftModel(FromDraftModel):
         self.runner: GpuDraftRunner = runner
         self._overlap = overlap
 
-    def propose(self, found: StepResult, sampled: Sequence[Sampled], hidden: Tensor) -> None:
+    def propose(self, found: StepResult, sampled: Sequence[Sampled]) -> None:
         """See Proposer."""
         if self._overlap is None or self._overlap.waits:
-            super().propose(found, sampled, hidden)
+            super().propose(found, sampled)
 
     def _follow(self, request: RequestState) -> Followed:
         is_new = not isinstance(request.drafter, Followed)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from engine.gpu.pinning import download
 from engine.gpu.progress import mark
@@ -45,7 +44,7 @@ class FromGpuHead(FromModel):
         pin = torch.cuda.is_available()
         self._fields = torch.zeros(NUM_FIELDS, buckets[-1], dtype=torch.int32, pin_memory=pin)
 
-    def propose(self, found: StepResult, sampled: Sequence[Sampled], hidden: Tensor) -> None:
+    def propose(self, found: StepResult, sampled: Sequence[Sampled]) -> None:
         """See Proposer. Rows of decode steps alone: a query's index is that of what layers made of it."""
         if self._overlap is not None and not self._overlap.waits:
             return

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import engine.assembly
-from common.model_files import resolve_model
 from engine.config import EngineConfig
-from engine.loader.load import load_model
-from engine.plan import StepResult
-from engine.request import Drafts
-from engine.runner import Proposer, Sampled
 from engine.speculation.draft_length import DraftLengths
 from engine.speculation.drafter import Drafter, Proposal
 from engine.speculation.drafts import Speculation
@@ -60,22 +53,6 @@ class MakeOracle:
         oracle = Oracle(self.following, self.accuracy, self.vocab_size, rng)
         self.made.append(oracle)
         return oracle
-
-
-class FromStates(Proposer):
-    """Finds greedy tokens again in the states that they were sampled from, and drafts that they are repeated."""
-
-    def __init__(self, path: Path) -> None:
-        config = EngineConfig(str(path), device="cpu", dtype="float32", quant_mode="none")
-        self._head = load_model(resolve_model(str(path)), config).model.head
-        self.num_found = 0
-
-    def propose(self, found: StepResult, sampled: Sequence[Sampled], hidden: torch.Tensor) -> None:
-        for index, row, request, position, _ in sampled:
-            if position < len(request.token_ids):  # accepted
-                assert int(self._head(hidden[index, None].cpu()).argmax()) == request.token_ids[position]
-                self.num_found += 1
-            found.drafts[row] = Drafts(request.token_ids[-1:] * 2, [0.5, 0.5])
 
 
 def of_one_kind(token_ids: list[int]) -> Proposal:

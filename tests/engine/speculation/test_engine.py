@@ -9,8 +9,8 @@ import pytest
 
 from engine.request import Request, RequestOutput
 from tests.engine.driving import answers, num_drafts
-from tests.engine.speculation.drafters import FromStates, MakeOracle, draft_with, knows
-from tests.engine.speculation.opening import PLAIN, PROMPTS, SETTINGS, open_parts, plain_run, run
+from tests.engine.speculation.drafters import MakeOracle, draft_with, knows
+from tests.engine.speculation.opening import PLAIN, SETTINGS, open_parts, plain_run, run
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE
 
 pytestmark = pytest.mark.slow
@@ -68,20 +68,3 @@ def test_a_repeated_text_is_drafted_from_the_prompt(model: Path) -> None:
     assert answers(plain, [[20, 21] * 10], params) == answers(made, [[20, 21] * 10], params)
     assert num_drafts(made)[1] > 20
     assert made.num_steps <= plain.num_steps - 20
-
-
-@pytest.mark.parametrize("batch_invariant", [False, True])
-def test_a_proposer_has_the_states_that_tokens_came_of(model: Path, batch_invariant: bool) -> None:
-    parts = open_parts(
-        model,
-        num_speculative_tokens=2,
-        adaptive_drafts=False,
-        quant_mode="none",
-        batch_invariant=batch_invariant,
-        max_num_batched_tokens=16,
-    )
-    proposer = FromStates(model)
-    parts.runner.propose_with(proposer)
-    answers(parts.engine, PROMPTS, PLAIN)
-    assert proposer.num_found == len(PROMPTS) * PLAIN.max_tokens
-    assert num_drafts(parts.engine)[0] > 0

@@ -16,7 +16,7 @@ from engine.request import Request, SamplingParams, TokenLogprobs
 from engine.speculation.drafter import Drafter, Proposal
 from kernels.gpu.speculation.paged_verify import paged_verify
 from tests.engine.driving import num_drafts
-from tests.engine.speculation.drafters import FromStates, MakeOracle, draft_with, knows, of_one_kind
+from tests.engine.speculation.drafters import MakeOracle, draft_with, knows, of_one_kind
 from tests.gpu.models import save_tiny_model
 from tests.gpu.test_engine import PROMPTS, assert_same_logprobs, open_gpu, reference
 
@@ -92,20 +92,6 @@ def test_drafts_keep_to_decode_steps_within_a_graph(model: Path, monkeypatch: py
     assert [row.num_tokens for row in plan.rows] == [5, 1, 1]
     made.add_request(PROMPTS[3], PLAIN)
     assert sum(row.num_tokens for row in made.step().plan.rows) == 3 + len(PROMPTS[3])
-
-
-def test_a_proposer_has_the_states_that_tokens_came_of(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    draft_with(monkeypatch, Zeros, on_gpu=True)
-    made, runner = open_gpu(model, monkeypatch, GpuConfig(), num_speculative_tokens=2, max_num_seqs=MAX_TOKENS)
-    for graphs in (None, runner.open_prompt_graphs(captures=False)):
-        runner.prompt_graphs = graphs
-        proposer = FromStates(model)
-        runner.propose_with(proposer)
-        requests = [made.add_request(prompt, PLAIN) for prompt in PROMPTS]
-        while made.has_work():
-            made.step()
-        assert proposer.num_found == len(requests) * PLAIN.max_tokens
-    assert num_drafts(made)[0] > 0
 
 
 def test_queries_of_a_row_attend_as_a_group(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

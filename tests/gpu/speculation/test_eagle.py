@@ -78,8 +78,8 @@ def recorded(proposer: Proposer) -> dict[tuple[int, ...], list[int]]:
     proposed: dict[tuple[int, ...], list[int]] = {}
     propose = proposer.propose
 
-    def noted(found: StepResult, sampled: Any, hidden: Any) -> None:
-        propose(found, sampled, hidden)
+    def noted(found: StepResult, sampled: Any) -> None:
+        propose(found, sampled)
         requests = {row: request for _, row, request, _, _ in sampled}
         for row, drafts in found.drafts.items():
             proposed[tuple(requests[row].token_ids)] = list(drafts.token_ids)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from engine.plan import StepResult
 from engine.runner import Sampled
 from engine.speculation.heads.proposer import FromHead
@@ -16,8 +14,8 @@ class Recording:
         self.proposed: list[tuple[list[int], list[int]]] = []
         propose = proposer.propose
 
-        def recorded(found: StepResult, sampled: list[Sampled], hidden: Tensor) -> None:
-            propose(found, sampled, hidden)
+        def recorded(found: StepResult, sampled: list[Sampled]) -> None:
+            propose(found, sampled)
             requests = {row: request for _, row, request, _, _ in sampled}
             self.proposed += [(list(requests[row].token_ids), each.token_ids) for row, each in found.drafts.items()]
 
