@@ -13,8 +13,9 @@ from torch import Tensor
 
 from engine.expert_balancing.placement import Slots, balanced_placement, first_placement
 from engine.loader.random_weights import RandomWeights
-from engine.models.config import ModelConfig, MoeConfig
+from engine.models.config import ModelConfig
 from engine.models.rope import RopeConfig
+from engine.moe.config import MoeConfig
 from engine.moe.moe import Moe
 from kvstore.layout import WHOLE, Shard
 

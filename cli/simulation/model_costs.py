@@ -77,16 +77,13 @@ class ModelSize:
 
 def model_size(model: str, quant_mode: str = "none") -> tuple[ModelSize, ModelConfig]:
     """The sizes by config.json alone. Raises ConfigError and UnsupportedModelError."""
-    from engine.models.config import with_latent  # torch, which --help does without
-    from engine.models.families import family_of
+    from engine.models.families import family_of  # torch, which --help does without
     from engine.models.hf_config import architecture_of, config_from_hf, read_hf_config
 
     raw = read_hf_config(resolve_model(model, weights=False).path)
     family = family_of(architecture_of(raw))
     raw = family.text_config(raw) if family.text_config is not None else raw
     config = family.adapt_config(config_from_hf(raw), raw)
-    if config.latent is not None:
-        config = with_latent(config, config.latent)
     return size_of(config, sum(map(math.prod, family.skeleton(config)[1].values())), quant_mode), config
 
 

@@ -122,10 +122,12 @@ def costs_of(config: PlanConfig, block_size: int, longest: int) -> tuple[dict[in
     costs = read_calibrations(config.calibrations)
     reasons: list[str] = []
     if config.model:
+        from engine.tensor_parallel.rank_config import can_be_divided  # torch, which --help does without
+
         model, model_config = model_size(config.model, config.quant_mode)
         for ranks in (ranks for ranks in DEGREES if ranks <= config.gpus and ranks not in costs):
             num_blocks = num_kv_blocks(model, GPUS[config.gpu], ranks, block_size)
-            if not model_config.can_be_divided(ranks):
+            if not can_be_divided(model_config, ranks):
                 reasons.append(f"TP {ranks} cannot divide the model")
             elif num_blocks * block_size < longest:
                 weights = model.weight_bytes / ranks / 1e9

@@ -20,9 +20,9 @@ CHOICE_BIAS = "e_score_correction_bias"
 class Partition(Enum):
     """Which part of a weight (out, in) each rank of a tensor-parallel model holds.
 
-    Models ask for shapes of their own `ModelConfig`; built with `config.shard(rank, size)` they are a rank's. With as
-    many pieces as fit into the stored dimension, rank r of n holds piece r * pieces // n: so the same KV head goes to
-    several ranks where there are fewer heads than ranks.
+    Models ask for shapes of their own `ModelConfig`, and get a rank's if it is a rank's. With as many pieces as fit
+    into the stored dimension, rank r of n holds piece r * pieces // n: so the same KV head goes to several ranks
+    where there are fewer heads than ranks.
     """
 
     NONE = "every rank holds all of it: norms, routers"

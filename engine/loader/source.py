@@ -20,7 +20,7 @@ from engine.loader.conversion import Conversion
 from engine.loader.fused import stored_rows
 from engine.loader.random_weights import DRY_RUN_CONFIG, DRY_RUN_STD, SEED, STD, RandomWeights
 from engine.loader.safetensors import SafetensorsWeights
-from engine.models.config import PLAIN_BITS, ModelConfig, with_latent
+from engine.models.config import PLAIN_BITS, ModelConfig
 from engine.models.families import ModelFamily, family_of, family_of_gguf
 from engine.models.hf_config import architecture_of, config_from_hf, read_hf_config
 from engine.models.model import Model
@@ -101,6 +101,8 @@ def open_source(files: ModelFiles, engine_config: EngineConfig, dtype: torch.dty
         raw = family.text_config(raw)
     config = family.adapt_config(config_from_hf(raw), raw)
     if config.latent is not None:
+        from engine.mla.deepseek import with_latent
+
         config = with_latent(config, replace(config.latent, form=engine_config.mla))
     quantized = _quantized(raw)
     if engine_config.load_format == "dummy":

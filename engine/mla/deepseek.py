@@ -13,12 +13,15 @@ from typing import Any
 from common.errors import ConfigError, UnsupportedModelError
 from engine.layers.mlp import Mlp
 from engine.layers.weights import WeightSource
+from engine.mla.config import LatentConfig
 from engine.mla.latent_attention import latent_attention
-from engine.models.config import LatentConfig, ModelConfig, MoeConfig, ScoreKind, with_latent
-from engine.models.hf_config import moe_from_hf, positive
+from engine.models.config import ModelConfig
+from engine.models.hf_config import positive
 from engine.models.model import Embedding, Head, Part
 from engine.models.registry import register
 from engine.models.rope import yarn_mscale
+from engine.moe.config import MoeConfig, ScoreKind
+from engine.moe.hf_config import moe_from_hf
 from engine.moe.moe import Moe
 
 
@@ -58,6 +61,18 @@ def _adapt(config: ModelConfig, raw: Mapping[str, Any], moe: MoeConfig | None) -
         moe=moe,
         unused_weights=tuple(f"model.layers.{layer}." for layer in _all_layers(config, raw)[config.num_layers :]),
     )
+
+
+def with_latent(config: ModelConfig, latent: LatentConfig) -> ModelConfig:
+    """The config with latent attention, and with heads as the pool keeps them in that form. Raises ConfigError."""
+    qk_dim = latent.nope_head_dim + latent.rope_head_dim
+    if latent.rope_head_dim % 2:
+        raise ConfigError(f"qk_rope_head_dim {latent.rope_head_dim} is odd, rotary embedding needs pairs")
+    if latent.v_head_dim > qk_dim:
+        raise ConfigError(f"values of {latent.v_head_dim} (v_head_dim) are wider than keys of {qk_dim}")
+    if latent.form == "naive":
+        return replace(config, latent=latent, num_kv_heads=config.num_heads, head_dim=qk_dim)
+    return replace(config, latent=latent, num_kv_heads=1, head_dim=latent.kv_lora_rank + latent.rope_head_dim)
 
 
 def _moe(config: ModelConfig, raw: Mapping[str, Any], score: ScoreKind, has_groups: bool) -> MoeConfig | None:

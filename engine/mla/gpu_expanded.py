@@ -27,8 +27,8 @@ from torch.nn import functional
 from common.errors import ConfigError
 from common.wings import has_wing, require_wing
 from engine.gpu.pinning import upload
+from engine.mla.config import LatentConfig
 from engine.mla.gpu_latents import ExpandedPlan, LatentPlan, PagedLatents
-from engine.models.config import LatentConfig
 from kernels.gpu.attention.prompt_tiles import prefill_tiles
 from kernels.gpu.mla.expanded_prefill import TILE_M, expanded_prefill
 

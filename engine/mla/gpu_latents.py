@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.gpu.pinning import upload
-from engine.models.config import LatentConfig
+from engine.mla.config import LatentConfig
 from kernels.gpu.attention.prompt_tiles import prefill_tiles
 from kernels.gpu.mla.latent_prefill import TILE_M, heads_of_tile, latent_prefill
 

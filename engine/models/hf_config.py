@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError, UnsupportedModelError
-from engine.models.config import ModelConfig, MoeConfig, check_config
+from engine.models.config import ModelConfig, check_config
 from engine.models.rope import rope_from_hf
 
 QUANTIZATION_FILES = {  # of tools that leave config.json as it was: the method, and where in the file its fields are
@@ -66,16 +66,6 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     )
     check_config(config)
     return config
-
-
-def moe_from_hf(raw: Mapping[str, Any], intermediate_size: str) -> MoeConfig:
-    """The fields that all families with experts have. intermediate_size: what the family calls that of an expert."""
-    names = ("num_experts", "n_routed_experts", "num_local_experts")  # as files and newer transformers write it
-    count = next((name for name in names if name in raw), names[0])
-    moe = MoeConfig(positive(raw, count), positive(raw, "num_experts_per_tok"), positive(raw, intermediate_size))
-    if moe.num_experts_per_token > moe.num_experts:
-        raise ConfigError(f"config.json: {moe.num_experts_per_token} experts a token of {moe.num_experts}")
-    return moe
 
 
 def architecture_of(raw: Mapping[str, Any]) -> str:

@@ -9,9 +9,9 @@ from typing import Any
 from engine.layers.attention import Attention
 from engine.layers.weights import Partition, WeightSource
 from engine.models.config import ModelConfig
-from engine.models.hf_config import moe_from_hf
 from engine.models.model import Embedding, Head, Part
 from engine.models.registry import register
+from engine.moe.hf_config import moe_from_hf
 from engine.moe.stacked_moe import StackedMoe
 
 

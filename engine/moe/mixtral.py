@@ -10,9 +10,9 @@ from engine.layers.attention import Attention
 from engine.layers.weights import WeightSource
 from engine.models import llama
 from engine.models.config import ModelConfig
-from engine.models.hf_config import moe_from_hf
 from engine.models.model import Embedding, Head, Part
 from engine.models.registry import register
+from engine.moe.hf_config import moe_from_hf
 from engine.moe.moe import Moe
 
 PROJECTIONS = ("w1", "w3", "w2")  # gate, up, down

@@ -10,10 +10,12 @@ from common.errors import UnsupportedModelError
 from engine.layers.attention import Attention
 from engine.layers.mlp import Mlp
 from engine.layers.weights import WeightSource
-from engine.models.config import ModelConfig, MoeConfig
-from engine.models.hf_config import moe_from_hf, positive
+from engine.models.config import ModelConfig
+from engine.models.hf_config import positive
 from engine.models.model import Embedding, Head, Part
 from engine.models.registry import register
+from engine.moe.config import MoeConfig
+from engine.moe.hf_config import moe_from_hf
 from engine.moe.moe import Moe
 
 

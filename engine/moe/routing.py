@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.models.config import MoeConfig
+from engine.moe.config import MoeConfig
 
 NOTHING = 1e-20  # keeps a sum of sigmoids that are all zero from dividing by zero; no other sum is changed by it
 

@@ -6,11 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+from common.errors import ConfigError
 from engine.config import EngineConfig
 from engine.expert_balancing.loads import first_placements, placements_of
 from engine.expert_balancing.settings import ExpertBalancingSettings
 from engine.expert_parallel.settings import ExpertParallelSettings
-from engine.models.config import ExchangeKind, ModelConfig
+from engine.models.config import ModelConfig
+from engine.moe.config import ExchangeKind
 from kvstore.layout import Shard
 
 
@@ -24,4 +26,41 @@ def config_of_rank(config: ModelConfig, engine_config: EngineConfig, shard: Shar
     elif balancing.expert_rebalance_interval:
         config = replace(config, expert_slots=first_placements(config, shard.size, num_redundant))
     expert_rank = shard.rank if experts.expert_parallel else None
-    return config.shard(shard.size, expert_rank, cast(ExchangeKind, experts.expert_exchange))
+    return divided(config, shard.size, expert_rank, cast(ExchangeKind, experts.expert_exchange))
+
+
+def divided(
+    config: ModelConfig, size: int, expert_rank: int | None = None, expert_exchange: ExchangeKind = "sum"
+) -> ModelConfig:
+    """What each of `size` ranks holds, see `engine.layers.weights.Partition`. Raises ConfigError.
+
+    expert_rank: this rank, if it is to have whole experts. expert_exchange: how the others get to them.
+
+    Ranks are alike: where there are fewer KV heads than ranks, several have the same one, and a vocabulary that
+    cannot be divided is padded.
+    """
+    if not can_be_divided(config, size):
+        possible = ", ".join(str(count) for count in range(1, config.num_heads + 1) if can_be_divided(config, count))
+        raise ConfigError(
+            f"{size} ranks cannot divide {config.num_heads} query heads, {config.num_kv_heads} KV heads and "
+            f"{config.intermediate_size} columns of MLPs: choose --tp of {possible}"
+        )
+    moe = config.moe
+    if expert_rank is not None and (moe is None or (moe.num_experts % size and not config.expert_slots)):
+        experts = "no experts" if moe is None else f"{moe.num_experts} experts a layer"
+        raise ConfigError(f"--expert-parallel: {size} ranks cannot divide {experts}: leave it out")
+    return replace(
+        config,
+        vocab_size=-(-config.vocab_size // size),
+        num_heads=config.num_heads // size,
+        num_kv_heads=max(config.num_kv_heads // size, 1),
+        intermediate_size=config.intermediate_size // size,
+        moe=moe and moe.shard(size, expert_rank, expert_exchange),
+    )
+
+
+def can_be_divided(config: ModelConfig, size: int) -> bool:
+    """Whether `size` ranks can have equal parts of the model."""
+    columns = [config.intermediate_size, *([config.moe.intermediate_size] if config.moe else [])]
+    most, least = max(config.num_kv_heads, size), min(config.num_kv_heads, size)
+    return most % least == 0 and not any(count % size for count in (config.num_heads, *columns))

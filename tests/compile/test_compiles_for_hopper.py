@@ -31,6 +31,7 @@ from engine.quantization.conversion import QuantizedConversion
 from engine.quantization.gpu_linears import GpuLinears, packed_layer, w4a16_layer
 from engine.ranks import RankContext
 from engine.tensor_parallel.gpu_seams import shard_seams
+from engine.tensor_parallel.rank_config import divided
 from kernels.gpu.attention.decode_plan import plan_decode
 from kernels.gpu.attention.decode_tiles import most_queries
 from kernels.gpu.attention.kv_splits import DecodeWorkspace
@@ -101,7 +102,7 @@ def model_of(name: str, quant_mode: str, num_layers: int, num_ranks: int = 1) ->
     family = family_of(architecture_of(raw))
     config = replace(family.adapt_config(config_from_hf(raw), raw), num_layers=num_layers)
     if num_ranks > 1:
-        config = config.shard(num_ranks, 0, "dispatch")
+        config = divided(config, num_ranks, 0, "dispatch")
     conversion = QuantizedConversion(quant_mode, None if quant_mode == "none" else GpuLinears(META))
     model = family.build(config, Weights(), conversion.convert)
     conversion.finish(model)

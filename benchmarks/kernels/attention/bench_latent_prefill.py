@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.timing import compile_ahead, graph_seconds, report, sweep
+from engine.mla.config import LatentConfig
 from engine.mla.gpu_expanded import ExpandedLatents, is_cheaper_expanded, open_flash
 from engine.mla.gpu_latents import AbsorbedPlan, PagedLatents
-from engine.models.config import LatentConfig
 from kernels.gpu.attention.prompt_tiles import prefill_tiles
 from kernels.gpu.launching.launch_configs import PrefillConfig
 from kernels.gpu.mla.expanded_prefill import TILE_M, expanded_prefill

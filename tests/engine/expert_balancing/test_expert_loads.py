@@ -16,8 +16,9 @@ from engine import LLM
 from engine.expert_balancing.loads import NUM_READS, ExpertLoadRecorder, placements_of
 from engine.expert_balancing.rebalancing import Rebalancer
 from engine.loader.random_weights import RandomWeights
-from engine.models.config import ModelConfig, MoeConfig
+from engine.models.config import ModelConfig
 from engine.models.rope import RopeConfig
+from engine.moe.config import MoeConfig
 from engine.moe.moe import Moe
 from engine.plan import PlacedExperts
 

@@ -13,8 +13,9 @@ from common.errors import ConfigError
 from engine.cpu.lowering import dense
 from engine.expert_balancing.moves import ExpertRearranger, linear_experts, moves_between
 from engine.loader.random_weights import RandomWeights
-from engine.models.config import ModelConfig, MoeConfig
+from engine.models.config import ModelConfig
 from engine.models.rope import RopeConfig
+from engine.moe.config import MoeConfig
 from engine.moe.moe import Moe
 from engine.moe.stacked_moe import StackedMoe
 from engine.plan import PlacedExperts

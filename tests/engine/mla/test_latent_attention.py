@@ -16,7 +16,8 @@ from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.kv.memory import kv_layout
 from engine.loader.load import check_model, load_model
-from engine.models.config import ModelConfig, with_latent
+from engine.mla.deepseek import with_latent
+from engine.models.config import ModelConfig
 from engine.models.families import family_of
 from engine.models.hf_config import config_from_hf
 from tests.engine.driving import Driver, directory, make_runner, open_model, random_prompt, serve

@@ -14,8 +14,8 @@ from common.errors import ConfigError, UnsupportedModelError
 from engine.config import EngineConfig
 from engine.loader.load import load_model
 from engine.loader.safetensors import SafetensorsWeights
-from engine.models.hf_config import moe_from_hf
 from engine.moe.expert_stacks import StackedExperts
+from engine.moe.hf_config import moe_from_hf
 from engine.moe.moe import Moe
 from engine.quantization import conversion
 from engine.quantization.cpu_linears import int4, int8

@@ -11,7 +11,7 @@ from transformers import DeepseekV2Config, DeepseekV3Config
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
-from engine.models.config import MoeConfig
+from engine.moe.config import MoeConfig
 from engine.moe.routing import choose_experts
 
 NUM_TOKENS, NUM_EXPERTS, HIDDEN = 64, 32, 32

@@ -30,6 +30,7 @@ from engine.models.hf_config import config_from_hf, read_hf_config
 from engine.pipeline_parallel.socket_frames import SocketSink, SocketSource, receive_frame, send_frame
 from engine.pipeline_parallel.staged import _divide, divide_layers, shard_of, stage_weights
 from engine.tensor_parallel.followers import place_of, work_of
+from engine.tensor_parallel.rank_config import divided
 from tests.engine.conftest import Greedy
 from tests.engine.driving import finish, num_drafts
 from tests.engine.speculation.drafters import MakeOracle, draft_with, knows
@@ -248,7 +249,7 @@ def test_parts_of_the_70b_shape_fit_their_gpus(pp: int, tp: int) -> None:
     folder = Path(__file__).parents[3] / "benchmarks/configs/llama3.3-70b"
     config = EngineConfig(str(folder), pp=pp, tp=tp, num_gpu_blocks=256 * 19).resolved("cuda")
     model = config_from_hf(read_hf_config(folder))
-    ranks, layers, of_rank = pp * tp, divide_layers(model, pp), model.shard(tp, None) if tp > 1 else model
+    ranks, layers, of_rank = pp * tp, divide_layers(model, pp), divided(model, tp) if tp > 1 else model
     _, shapes = family_of(of_rank.architecture).skeleton(of_rank)
     weights, caches = [], []
     for rank in range(ranks):

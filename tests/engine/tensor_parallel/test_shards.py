@@ -15,11 +15,15 @@ from engine.layers.rotary import Rotation
 from engine.layers.weights import Partition
 from engine.loader.model_weights import ModelWeights
 from engine.loader.random_weights import RandomWeights
-from engine.models.config import LatentConfig, ModelConfig, MoeConfig, with_latent
+from engine.mla.config import LatentConfig
+from engine.mla.deepseek import with_latent
+from engine.models.config import ModelConfig
 from engine.models.families import family_of
 from engine.models.model import Model
 from engine.models.rope import RopeConfig
+from engine.moe.config import MoeConfig
 from engine.moe.moe import Moe
+from engine.tensor_parallel.rank_config import divided
 from kernels.paged_attention import attend_causally
 from kvstore.layout import Shard
 
@@ -67,7 +71,7 @@ def slices(config: ModelConfig, rank: int, size: int) -> ModelWeights:
 
 
 def build(config: ModelConfig, rank: int, size: int, has_whole_experts: bool = False) -> Model:
-    held = config if size == 1 else config.shard(size, rank if has_whole_experts else None)
+    held = config if size == 1 else divided(config, size, rank if has_whole_experts else None)
     return family_of(config.architecture).build(held, slices(config, rank, size))
 
 
@@ -115,8 +119,8 @@ def test_outputs_of_whole_experts_add_up(name: str) -> None:
 
 def test_sizes_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ConfigError, match="2 ranks cannot divide no experts"):
-        CONFIGS["dense"].shard(2, 0)
+        divided(CONFIGS["dense"], 2, 0)
     with pytest.raises(ConfigError, match="8 query heads"):
-        CONFIGS["dense"].shard(6)
+        divided(CONFIGS["dense"], 6)
     with pytest.raises(ConfigError, match="3 ranks cannot divide 8 query heads"):
-        CONFIGS["dense"].shard(3)
+        divided(CONFIGS["dense"], 3)

@@ -19,7 +19,7 @@ from engine.config import EngineConfig
 from engine.loader.load import load_model
 from engine.loader.random_weights import DRY_RUN_CONFIG
 from engine.loader.supported import check_attention
-from engine.models.config import LatentConfig
+from engine.mla.config import LatentConfig
 from engine.models.families import family_of
 from engine.models.hf_config import config_from_hf
 from engine.windows.layout import windowed_attention

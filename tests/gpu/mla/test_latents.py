@@ -16,11 +16,11 @@ from common.errors import ConfigError
 from engine.gpu.attention.backend import GpuInputs
 from engine.gpu.config import GpuConfig
 from engine.mla import gpu_expanded as expanded
+from engine.mla.config import LatentConfig
 from engine.mla.gpu_attention import LatentQueries
 from engine.mla.gpu_expanded import ExpandedLatents, is_cheaper_expanded, open_latents, try_widths
 from engine.mla.gpu_latents import AbsorbedPlan, ExpandedPlan
 from engine.mla.latent_attention import LatentAttention
-from engine.models.config import LatentConfig
 from kernels.paged_attention import attend_causally
 from tests.gpu.models import save_family, use_small_tiles
 from tests.gpu.test_engine import PROMPTS, generate, greedy, open_gpu, reference

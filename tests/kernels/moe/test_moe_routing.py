@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.expert_parallel.slots import ExpertSlots
-from engine.models.config import MoeConfig
+from engine.moe.config import MoeConfig
 from engine.moe.routing import choose_experts
 from kernels.gpu.expert_parallel.expert_slots import choose_slots
 from kernels.gpu.moe.moe_routing import route

@@ -1,0 +1,23 @@
+"""Shape of multi-head latent attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Multi-head latent attention, see `engine.mla.latent_attention`.
+
+    q_lora_rank: None: queries are not compressed. mscale: its square is a factor on scores. rope_interleave: the
+    checkpoint's rotary dimensions are pairs. form: what the pool keeps, and when it is expanded.
+    """
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    nope_head_dim: int
+    rope_head_dim: int
+    v_head_dim: int
+    mscale: float = 1.0
+    rope_interleave: bool = True
+    form: str = "absorbed"
