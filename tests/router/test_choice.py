@@ -120,6 +120,25 @@ async def test_a_choice_is_not_bound_to_the_worker_that_got_parts_of_its_prompt(
     assert router.is_quiet()
 
 
+async def test_a_worker_that_failed_a_choice_gets_it_last_when_the_chosen_one_goes() -> None:
+    router = Router(prefill=1, decode=3)
+    (prefill,) = router.prefill
+    prefill.link.lost("not there yet")
+    _, sink = router.request()
+    (failed,) = [worker for worker in router.decode if worker.submits]
+    prefill.come_back()
+    failed.fails(pb.FAILURE_CODE_UNAVAILABLE)
+    (chosen,) = [worker for worker in router.decode if worker.link.view().num_waiting]
+    (other,) = [worker for worker in router.decode if worker not in (failed, chosen)]
+    other.link.apply(pb.StepReport(load=pb.LoadReport(num_running=1)))  # more than the one that failed has
+    chosen.link.lost("killed")
+    prefill.prefilled("H")
+    assert (len(failed.submits), len(other.submits)) == (1, 1)
+    other.says("i", finish_reason=pb.FINISH_REASON_STOP)
+    assert sink.text() == "Hi"
+    assert router.is_quiet()
+
+
 @pytest.mark.parametrize("end", ["stop", "failed", "lost"])
 async def test_parts_of_a_prompt_that_ends_on_the_prefill_worker_open_no_leg(end: str) -> None:
     """It ends with its first token, fails or dies."""
