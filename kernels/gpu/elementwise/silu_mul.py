@@ -38,17 +38,6 @@ def gate_times(gate, up, IS_GELU: tl.constexpr):
     return y
 
 
-@triton.jit
-def clamped_times(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """silu(gate) * up; with LIMIT (up' + 1) gate' sigmoid(ALPHA gate') of clamped ones, see `stacked_moe.py`."""
-    if LIMIT > 0:
-        gate = tl.minimum(gate, LIMIT)
-        y = silu_times(gate * ALPHA, tl.clamp(up, -LIMIT, LIMIT) + 1.0) / ALPHA
-    else:
-        y = silu_times(gate, up)
-    return y
-
-
 @FastLaunch
 @triton.jit
 def _silu_mul_kernel(gate_up_ptr, out_ptr, n, BLOCK: tl.constexpr, IS_GELU: tl.constexpr, OVERLAPS: tl.constexpr):

@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.elementwise.silu_mul import clamped_times
 from kernels.gpu.gemm.gemv import LINE
 from kernels.gpu.launching.launch import (
     is_compiled,
@@ -23,6 +22,7 @@ from kernels.gpu.launching.launch import (
     wait_for_predecessor,
 )
 from kernels.gpu.launching.launch_configs import GemvConfig
+from kernels.gpu.moe.activation import clamped_times
 from kernels.gpu.moe.expert_formats import columns_of, form_of
 from kernels.gpu.moe.grouped_gemm import output_of, weighted_places
 from kernels.gpu.moe.grouped_words import packed_row

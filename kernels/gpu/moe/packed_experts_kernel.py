@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.gpu.elementwise.silu_mul import clamped_times
+from kernels.gpu.moe.activation import clamped_times
 from kernels.gpu.moe.grouped_gemm import weighted_places
 from kernels.gpu.quantization.packed_parts import dequantize_part
 from kernels.gpu.quantization.row_scales import column_of, scales_layout
