@@ -61,11 +61,6 @@ class KvGroup:
         """Bytes of one head of one token in one layer and plane."""
         return self.head_dim * DTYPE_BYTES[self.dtype]
 
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of one token in all layers."""
-        return len(self.layers) * self.num_planes * self.num_kv_heads * self.head_bytes
-
     def __str__(self) -> str:
         window = f" of {self.window}" if self.window else ""
         shape = f"{len(self.layers)} layers x {self.num_planes} x {self.num_kv_heads} heads x {self.head_dim}"
@@ -77,10 +72,6 @@ class KvLayout:
     """All KV of one model, before it is divided among ranks. Its text names what workers compare."""
 
     groups: tuple[KvGroup, ...]
-
-    @property
-    def bytes_per_token(self) -> int:
-        return sum(group.bytes_per_token for group in self.groups)
 
     @property
     def has_windows(self) -> bool:

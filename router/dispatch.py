@@ -191,7 +191,7 @@ class Dispatcher:
 
     def _check_absence(self, now: float) -> None:
         """Raise UnavailableError when the last decode worker has been gone for too long to come back."""
-        if self._workers.seconds_absent("decode", now) > self.config.worker_wait_seconds:
+        if self._workers.seconds_without_decode(now) > self.config.worker_wait_seconds:
             raise UnavailableError("no decode worker is available")
 
     # -- bookkeeping -------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from benchmarks.accuracy.agreement import Answer, answer, num_blocks, open_plain, read
@@ -26,7 +27,7 @@ from common.model_files import resolve_model
 from common.text.load import load_tokenizer
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.layers.linear import Linear, half, half_weight
+from engine.layers.linear import Linear, half
 from engine.loader.load import LoadedModel, load_model
 from engine.quantization.int4 import quantize_int4
 from kernels.quantization.quantized_gemm import quantize_rows_fp8, quantize_rows_int8, quantized_linear, w8a16_linear
@@ -75,7 +76,7 @@ MODES: dict[str, Callable[[Linear], Linear]] = {
 
 
 def convert(mode: str, linear: Linear) -> Linear:
-    weight = half_weight(linear) if linear.gemm is half else linear.weight
+    weight = torch.ops.quantized.linear_unpack_fp16(linear.weight)[0] if linear.gemm is half else linear.weight
     return MODES[mode](Linear(weight.bfloat16(), linear.bias))
 
 

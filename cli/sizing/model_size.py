@@ -41,6 +41,8 @@ def _bits(directory: Path) -> tuple[int, int]:
     raw = read_hf_config(directory)
     if not (raw.get("quantization_config") or raw.get("compression_config")):
         return PLAIN_BITS, PLAIN_BITS
-    from engine.loader.source import bits_of_weights  # needs torch, which takes a second
+    from engine.loader.source import quantized_checkpoint  # needs torch, which takes a second
 
-    return bits_of_weights(raw)
+    quantized = quantized_checkpoint(raw)
+    assert quantized is not None
+    return quantized.bits, quantized.held_bits

@@ -145,12 +145,6 @@ def in_threes(gemm: LinearLayer, x: Tensor) -> Tensor:
     return gemm(functional.pad(x, (0, 0, 0, missing)))[: x.shape[0]] if missing else gemm(x)
 
 
-def half_weight(linear: Linear) -> Tensor:
-    """(out, in) float32 of a `half_linear`."""
-    weight: Tensor = torch.ops.quantized.linear_unpack_fp16(linear.weight)[0]
-    return weight
-
-
 def two_rows_at_least(linear: LinearLayer, x: Tensor) -> Tensor:
     """Compute a single row twice: libraries add up its products in another order than those of several rows."""
     return linear(x.expand(2, -1))[:1] if x.shape[0] == 1 else linear(x)

@@ -20,7 +20,7 @@ from engine.loader.conversion import Conversion
 from engine.loader.fused import stored_rows
 from engine.loader.random_weights import DRY_RUN_CONFIG, DRY_RUN_STD, SEED, STD, RandomWeights
 from engine.loader.safetensors import SafetensorsWeights
-from engine.models.config import PLAIN_BITS, ModelConfig
+from engine.models.config import ModelConfig
 from engine.models.families import ModelFamily, family_of, family_of_gguf
 from engine.models.hf_config import architecture_of, config_from_hf, read_hf_config
 from engine.models.model import Model
@@ -104,7 +104,7 @@ def open_source(files: ModelFiles, engine_config: EngineConfig, dtype: torch.dty
         from engine.mla.deepseek import with_latent
 
         config = with_latent(config, replace(config.latent, form=engine_config.mla))
-    quantized = _quantized(raw)
+    quantized = quantized_checkpoint(raw)
     if engine_config.load_format == "dummy":
         dummy = _random(family, config, dtype, device)
         if quantized is not None:
@@ -137,7 +137,7 @@ def _block_conversion(weights: WeightSource) -> OwnConversion | None:
     return partial(block_conversion, weights)
 
 
-def _quantized(raw: Mapping[str, Any]) -> QuantizedCheckpoint | None:
+def quantized_checkpoint(raw: Mapping[str, Any]) -> QuantizedCheckpoint | None:
     """The checkpoint of that config.json, if it is quantized. Raises ConfigError where nothing reads it."""
     is_mlx = isinstance(raw.get("quantization"), Mapping)  # which is refused there
     if not (raw.get("quantization_config") or raw.get("compression_config") or is_mlx):
@@ -146,12 +146,6 @@ def _quantized(raw: Mapping[str, Any]) -> QuantizedCheckpoint | None:
     from engine.quantization.checkpoint import QuantizedCheckpoint
 
     return QuantizedCheckpoint(raw)
-
-
-def bits_of_weights(raw: Mapping[str, Any]) -> tuple[int, int]:
-    """Bits of most weights in the files of that config.json, and in memory where they stay as they are."""
-    quantized = _quantized(raw)
-    return (PLAIN_BITS, PLAIN_BITS) if quantized is None else (quantized.bits, quantized.held_bits)
 
 
 def _open_gguf(path: Path, engine_config: EngineConfig, dtype: torch.dtype, device: torch.device) -> Source:

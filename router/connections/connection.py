@@ -11,6 +11,7 @@ from collections.abc import Callable, Sized
 from http import HTTPStatus
 from typing import Any
 
+import orjson
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
@@ -18,7 +19,7 @@ from common.errors import MiniInferError
 from router.connections.client_watch import ClientWatch
 from router.connections.http_settings import ConnectionSettings
 from router.http.chunk_writer import ChunkProtocol
-from router.http.errors import HttpError, error_body, error_headers, status_of
+from router.http.errors import HttpError, error_headers, error_object, status_of
 
 LINGER_SECONDS = 1.0
 
@@ -167,7 +168,7 @@ class Connection(ChunkProtocol):
             self.abort()  # the error would land inside of the answer to an earlier request
             return
         self._end_answers()  # this is the answer; the application need not make one
-        body = error_body(error)
+        body = orjson.dumps(error_object(error))
         head = b"HTTP/1.1 %d %s\r\n" % (status := status_of(error), HTTPStatus(status).phrase.encode())
         for name, value in error_headers(error).items():
             head += f"{name}: {value}\r\n".encode()

@@ -111,10 +111,6 @@ def retry_after(expected_seconds: float, draw: float) -> int:
     return first + int(draw * (max(first // 2, 2) + 1))
 
 
-def error_body(error: BaseException) -> bytes:
-    return orjson.dumps(error_object(error))
-
-
 def error_response(
     error: BaseException, scope: Mapping[str, Any] = NO_SCOPE, headers: Mapping[str, str] | None = None
 ) -> Response:

@@ -50,9 +50,9 @@ class ModelWorkers:
         preferred = [link for link in closed if link.worker_id not in avoid]
         return preferred or closed or links
 
-    def seconds_absent(self, role: str, now: float) -> float:
-        """Seconds without any attached worker of a role; infinite when none ever was."""
-        links = [link for link in self.links if link.role == role]
+    def seconds_without_decode(self, now: float) -> float:
+        """Seconds without any attached decode worker; infinite when none ever was."""
+        links = [link for link in self.links if link.role == "decode"]
         if any(link.info is not None for link in links):
             return 0.0
         return now - (max((link.lost_time for link in links), default=0.0) or float("-inf"))

@@ -25,7 +25,7 @@ LATENT = KvGroup("mla", "latent", tuple(range(27)), 1, 576, "bfloat16", num_plan
 def test_the_geometry_is_layout_times_blocks_times_shard() -> None:
     geometry = PoolGeometry(full_attention(3, 4, 8, "bfloat16"), 10, 16, "f")
     assert geometry.block_shape == (3, 2, 4, 16, 8)
-    assert geometry.block_bytes == 16 * FULL.bytes_per_token
+    assert geometry.block_bytes == 16 * 3 * 2 * 4 * 8 * 2
     assert geometry.pool_bytes == 10 * geometry.block_bytes
     half = replace(geometry, shard=Shard(1, 2))
     assert (half.block_shape, half.heads) == ((3, 2, 2, 16, 8), range(2, 4))
@@ -35,7 +35,7 @@ def test_the_geometry_is_layout_times_blocks_times_shard() -> None:
 def test_every_rank_has_all_latents() -> None:
     whole = PoolGeometry(latent_attention(27, 576, "bfloat16"), 10, 64, "f")
     assert whole.block_shape == (27, 1, 1, 64, 576)
-    assert whole.block_bytes == 64 * LATENT.bytes_per_token
+    assert whole.block_bytes == 64 * 27 * 576 * 2
     ranks = [replace(whole, shard=Shard(rank, 4)) for rank in range(4)]
     assert {rank.block_shape for rank in ranks} == {whole.block_shape}
 

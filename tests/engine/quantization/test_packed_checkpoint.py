@@ -15,7 +15,7 @@ from torch import Tensor
 from common.errors import ConfigError
 from common.model_files import resolve_model
 from engine.config import EngineConfig
-from engine.layers.linear import Linear, half, half_weight
+from engine.layers.linear import Linear, half
 from engine.loader.load import LoadedModel
 from engine.quantization.cpu_linears import int4, int8
 from kernels.gguf.library import library
@@ -106,7 +106,7 @@ def test_a_tied_embedding_serves_as_output_projection(kept_plain: tuple[str, ...
     assert relative_error(result, exact) < 0.1
     head = loaded.model.head
     assert head.gemm is half
-    assert torch.equal(half_weight(head), loaded.model.embedding.float())
+    assert torch.equal(torch.ops.quantized.linear_unpack_fp16(head.weight)[0], loaded.model.embedding.float())
 
 
 def test_linear_layers_stay_fused_and_packed(tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ from safetensors.torch import load_file, save_file
 from common.errors import ConfigError, UnsupportedModelError
 from common.model_files import resolve_model
 from engine.loader.safetensors import SafetensorsWeights
-from engine.loader.source import bits_of_weights, open_source
+from engine.loader.source import open_source
 from engine.models.hf_config import read_hf_config
 from engine.quantization.bitsandbytes import BitsAndBytesWeights
+from engine.quantization.checkpoint import QuantizedCheckpoint
 from engine.quantization.unstacked_experts import UnstackedExperts
 from kernels.gguf.library import library
 from tests.checkpoints import page
@@ -215,6 +216,11 @@ def test_damage_is_named(name: str, tensor: str, value: torch.Tensor, message: s
     edit_weights(tmp_path / "m", lambda tensors: tensors.update({f"{UP}.{tensor}": value}))
     with pytest.raises(ConfigError, match=message):
         load(tmp_path / "m")
+
+
+def bits_of_weights(raw: dict[str, Any]) -> tuple[int, int]:
+    checkpoint = QuantizedCheckpoint(raw)
+    return checkpoint.bits, checkpoint.held_bits
 
 
 def test_other_containers_of_four_bits_are_refused() -> None:
