@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from engine.request import RequestId, TokenId, TokenLogprobs
 from engine.request_states import RequestState, RequestStates, UnsampledStep
 from engine.sampling.logprobs import prompt_logprobs, wants_prompt_logprobs
 from engine.sampling.sampler import LogitsHook, no_token_error
+
+if TYPE_CHECKING:
+    from engine.host_tier.copies import Copies
 
 NO_DRAFT = -1
 Sampled = tuple[int, int, RequestState, int, TokenId]
@@ -52,10 +55,20 @@ class ModelRunner(ABC):
     """A `Runner` of one model over one KV pool."""
 
     max_steps_in_flight = 1
+    copies_beside_steps = False
     attention_backend: str
     """The name of what attends, on a GPU for prompts."""
 
-    def __init__(self, loaded: LoadedModel, ranks: RankContext[Any]) -> None:
+    def __init__(
+        self, loaded: LoadedModel, kv_pool: Tensor, host_buffer: Tensor | None, ranks: RankContext[Any]
+    ) -> None:
+        """host_buffer: uint8 (num_slots, block_bytes), or None when nothing is ever swapped."""
+        self._pool = kv_pool
+        self._copies: Copies | None = None
+        if host_buffer is not None:
+            from engine.host_tier.copies import open_copies
+
+            self._copies = open_copies(kv_pool, host_buffer, self.copies_beside_steps)
         self._proposer = Proposer()
         self._on_work: Callable[[], object] = lambda: None
         self.hooks: dict[RequestId, LogitsHook] = {}  # per request: changes its logits, also those behind its drafts
@@ -75,6 +88,13 @@ class ModelRunner(ABC):
     @abstractmethod
     def _launch(self, plan: StepPlan, requests: Sequence[RequestState]) -> PendingStep:
         """Do the plan's copies and compute its rows. requests: of each row."""
+
+    def _copy(self, plan: StepPlan) -> list[Callable[[], None]]:
+        """Start the plan's copies. Returns what waits for them."""
+        if not (plan.copies_out or plan.copies_in):
+            return []
+        assert self._copies is not None, "a plan copies to host slots that do not exist"
+        return [self._copies.out(plan.copies_out), self._copies.into(plan.copies_in)]
 
     def propose_with(self, proposer: Proposer) -> None:
         """Let `proposer` draft from the next step on."""

@@ -19,7 +19,7 @@ from engine.cpu.attention import CpuAttention
 from engine.cpu.batch import StepBatch, build_batch, is_generated
 from engine.cpu.lowering import CpuForwards
 from engine.cpu.pool_attention import PoolAttention
-from engine.kv.memory import copy_in, copy_out, kv_dtype, kv_layout
+from engine.kv.memory import kv_dtype, kv_layout
 from engine.layers.attention import AttentionBackend, AttentionBlock
 from engine.layers.block import Step
 from engine.layers.forward import Forward
@@ -50,11 +50,7 @@ class Forwards(Protocol):
 
 
 class CpuRunner(ModelRunner):
-    """One model over one KV pool.
-
-    kv_pool: see PoolGeometry.
-    host_buffer: uint8 (num_slots, block_bytes), or None when nothing is ever swapped.
-    """
+    """One model over one KV pool. kv_pool: see PoolGeometry. host_buffer: see ModelRunner."""
 
     def __init__(
         self,
@@ -64,7 +60,7 @@ class CpuRunner(ModelRunner):
         config: EngineConfig,
         ranks: RankContext[Seams] = SINGLE,
     ) -> None:
-        super().__init__(loaded, ranks)
+        super().__init__(loaded, kv_pool, host_buffer, ranks)
         config = config.resolved(loaded.device.type)
         expected_dtype = kv_dtype(config, loaded.dtype)
         layout = kv_layout(loaded.config, expected_dtype)
@@ -79,8 +75,6 @@ class CpuRunner(ModelRunner):
         self._batch_invariant = config.batch_invariant and loaded.device.type == "cpu"
         self._forwards = self._lower(loaded, ranks)
         self._device = loaded.device
-        self._pool = kv_pool
-        self._host_buffer = host_buffer
         self._block_size = config.block_size
         self._max_num_batched_tokens = config.max_num_batched_tokens
         self._num_groups = len(layout.groups)
@@ -180,13 +174,6 @@ class CpuRunner(ModelRunner):
     def _forward_for(self, batch: StepBatch) -> Forward[Step, Tensor]:
         only_decodes = self._device.type == "cpu" and all(map(is_generated, batch.rows, batch.requests))
         return self._forwards.choose(batch.num_tokens, only_decodes)
-
-    def _copy(self, plan: StepPlan) -> None:
-        if not (plan.copies_out or plan.copies_in):
-            return
-        assert self._host_buffer is not None, "a plan copies to host slots that do not exist"
-        copy_out(self._pool, self._host_buffer, plan.copies_out)
-        copy_in(self._pool, self._host_buffer, plan.copies_in)
 
     def _add_samples(
         self, forward: Forward[Step, Tensor], batch: StepBatch, hidden: Tensor, result: StepResult

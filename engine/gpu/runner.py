@@ -10,7 +10,7 @@ import gc
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,9 +40,6 @@ from engine.runner import ModelRunner, reads_hidden, sampled_queries
 from engine.start_progress import OnProgress, no_progress
 from engine.trial_plans import warmup_plans
 
-if TYPE_CHECKING:
-    from engine.host_tier.gpu_copies import HostCopies
-
 logger = logging.getLogger(__name__)
 NUM_BUFFERS = 3  # of pinned staging memory: one being filled, two steps in flight
 
@@ -60,6 +57,7 @@ class GpuRunner(ModelRunner):
     """One model over one KV pool on one GPU (or, for tests, on a CPU through Triton's interpreter)."""
 
     least_buffers = NUM_BUFFERS
+    copies_beside_steps = True
 
     def __init__(
         self,
@@ -71,18 +69,12 @@ class GpuRunner(ModelRunner):
         max_model_len: int,
         ranks: RankContext[GpuSeams] = SINGLE_GPU,
     ) -> None:
-        super().__init__(loaded, ranks)
+        super().__init__(loaded, kv_pool, host_buffer, ranks)
         model_config = loaded.model.config  # of this rank's shard
         self._is_stage = config.pp > 1  # where one step is in flight of each request: its last token is known
         self.max_steps_in_flight = 2 if gpu.overlap and not self._is_stage else 1
         self._device = loaded.device
         self._queries_per_kv_head = model_config.num_heads // model_config.num_kv_heads
-        self._pool = kv_pool
-        self._copies: HostCopies | None = None
-        if host_buffer is not None:
-            from engine.host_tier.gpu_copies import HostCopies
-
-            self._copies = HostCopies(kv_pool, host_buffer)
         self._block_size = config.block_size
         self._max_rows = config.max_num_seqs
         self._max_tokens = config.max_num_batched_tokens
@@ -122,10 +114,7 @@ class GpuRunner(ModelRunner):
 
     def _launch(self, plan: StepPlan, requests: Sequence[RequestState]) -> PendingStep:
         self._rows.forget(plan.finished)
-        if not (plan.copies_out or plan.copies_in):
-            return self._launch_rows(plan.rows, requests)
-        assert self._copies is not None, "a plan copies to host slots that do not exist"
-        waits = [self._copies.out(plan.copies_out), self._copies.into(plan.copies_in)]
+        waits = self._copy(plan)
         try:
             step = self._launch_rows(plan.rows, requests)
         except Exception:  # the caller runs the rows again, but not the copies: they must have ended

@@ -1,4 +1,4 @@
-"""The KV pool as a tensor: its geometry, its size, views over memory, and copies to and from host slots.
+"""The KV pool as a tensor: its geometry, its size, and views over memory.
 
 Who owns which block is decided elsewhere (`engine/kv/manager.py`); here are only bytes.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import mmap
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +18,6 @@ from common.wings import require_wing
 from engine.config import EngineConfig
 from engine.kv.block_groups import BlockGroups
 from engine.models.config import ModelConfig
-from kvstore.handle.runs import merged_runs
 from kvstore.layout import (
     WHOLE,
     KvLayout,
@@ -28,7 +26,6 @@ from kvstore.layout import (
     full_attention,
     latent_attention,
 )
-from kvstore.types import BlockId, HostSlot
 
 logger = logging.getLogger(__name__)
 TORCH_DTYPES = {
@@ -126,22 +123,3 @@ def pool_over(buffer: Any, geometry: PoolGeometry) -> Tensor:
 def host_buffer_over(buffer: Any, num_slots: int, block_bytes: int) -> Tensor:
     """Host slots uint8 [num_slots, block_bytes] as a view of a writable buffer."""
     return torch.frombuffer(buffer, dtype=torch.uint8, count=num_slots * block_bytes).view(num_slots, block_bytes)
-
-
-def as_bytes(pool: Tensor) -> Tensor:
-    """The pool as uint8 [num_blocks, block_bytes], sharing memory."""
-    return pool.view(pool.shape[0], -1).view(torch.uint8)
-
-
-def copy_out(pool: Tensor, host_buffer: Tensor, copies: Sequence[tuple[BlockId, HostSlot]]) -> None:
-    """Copy pool blocks to host slots."""
-    blocks = as_bytes(pool)
-    for block_id, slot, count in merged_runs(copies):
-        host_buffer[slot : slot + count].copy_(blocks[block_id : block_id + count])
-
-
-def copy_in(pool: Tensor, host_buffer: Tensor, copies: Sequence[tuple[HostSlot, BlockId]]) -> None:
-    """Copy host slots to pool blocks."""
-    blocks = as_bytes(pool)
-    for slot, block_id, count in merged_runs(copies):
-        blocks[block_id : block_id + count].copy_(host_buffer[slot : slot + count])

@@ -123,6 +123,7 @@ def test_a_row_with_broken_logits_fails_alone(llama: Opened) -> None:
     assert result.token_ids == [[], reference_greedy(reference, good.prompt_token_ids, 1)]
 
 
+@pytest.mark.wing("kvstore.tier")
 def test_copies_run_before_the_forward_pass(llama: Opened) -> None:
     """Blocks swapped out and in again, to other places, hold what they held."""
     loaded, config, reference = llama
