@@ -115,7 +115,6 @@ class EngineInfo(msgspec.Struct):
     model_fingerprint: str
     vocab_size: int
     max_model_len: int
-    eos_token_ids: list[TokenId]
     block_size: int
     hash_version: int
     kv_dtype: str

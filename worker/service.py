@@ -32,7 +32,7 @@ from worker.front.engine_client import EngineClient
 from worker.front.front import WorkerFront
 from worker.front.kv_service import add_kv_service
 from worker.front.servicer import register
-from worker.messages import EngineInfo, Start
+from worker.messages import Start
 from worker.metrics import WorkerMetrics
 
 WATCH_INTERVAL_SECONDS = 0.25
@@ -92,7 +92,7 @@ async def _serve(role: str, settings: Start, run_dir: str) -> int:
         logger.info("stopped while loading")
         return 0
     try:
-        info = worker_info(role, worker.worker_id, address, engine.ready.info)
+        info = pb.WorkerInfo(worker_id=worker.worker_id, role=role, version=VERSION, **asdict(engine.ready.info))
         leases, staging, sender = add_kv_service(server, engine, worker)
         front = WorkerFront(engine, leases, info, staging)
         metrics = WorkerMetrics(front)
@@ -178,14 +178,3 @@ def _watch_for_hangs(engine: EngineClient, worker: WorkerConfig) -> Callable[[fl
     from worker.hangs.engine_watch import EngineWatch
 
     return EngineWatch(worker, engine.pid, engine.heartbeat).trouble
-
-
-def worker_info(role: str, worker_id: str, kv_address: str, engine: EngineInfo) -> pb.WorkerInfo:
-    """The answer to Describe: what the engine process announced when it was ready, and this worker's addresses."""
-    return pb.WorkerInfo(
-        worker_id=worker_id,
-        role=role,
-        version=VERSION,
-        kv_address=kv_address,
-        **asdict(engine),
-    )

@@ -94,7 +94,7 @@ class ScriptedWorker:
         self._info = {
             "worker_id": self.worker_id, "role": role, "epoch": 1, "model": "dry-run", "model_fingerprint": "f" * 64,
             "tokenizer_hash": tokenizer_hash(), "vocab_size": 320,
-            "max_model_len": 512, "eos_token_ids": [257], "block_size": BLOCK_SIZE, "hash_version": HASH_VERSION,
+            "max_model_len": 512, "block_size": BLOCK_SIZE, "hash_version": HASH_VERSION,
             "kv_dtype": "float32", "num_blocks": 64, "block_bytes": 1024, "transports": ["tcp"], "version": "test",
             "quantization": "none", "device": "cpu", "attention_backend": "mirror", "max_num_seqs": 64,
             "kv_layout": "full", **info,

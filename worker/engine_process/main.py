@@ -106,7 +106,6 @@ def _engine_info(parts: EngineParts, memory: SharedPoolMemory, transports: list[
         model_fingerprint=geometry.fingerprint,
         vocab_size=parts.model_config.vocab_size,
         max_model_len=parts.engine.max_model_len,
-        eos_token_ids=sorted(parts.engine.eos_token_ids),
         block_size=geometry.block_size,
         hash_version=HASH_VERSION,
         kv_dtype=geometry.dtype,

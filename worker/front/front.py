@@ -245,7 +245,6 @@ class WorkerFront:
             if session not in reports and not events and now - session.last_report_time < LOAD_INTERVAL_SECONDS:
                 continue
             report = reports[session]
-            report.step = load.num_steps
             report.load.CopyFrom(load)
             report.kv_events.extend(events)
             session.last_report_time = now
