@@ -93,7 +93,6 @@ class Engine:
             adapters.tell_of_changes(scheduler.kv.prefixes.announce_adapter)
         self.counting = counting
         self._in_flight: deque[tuple[ScheduledStep, PendingStep, float]] = deque()  # when each was launched
-        self._budget = scheduler.prompt_budget
         self._learners = [each for each in (scheduler.prompt_budget, scheduler.speculation) if each is not None]
         self._last_end = 0.0
         self._names = itertools.count()

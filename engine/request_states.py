@@ -42,10 +42,6 @@ class RequestState:
     def output_token_ids(self) -> list[TokenId]:
         return self.token_ids[self.num_prompt_tokens :]
 
-    @property
-    def num_output_tokens(self) -> int:
-        return len(self.token_ids) - self.num_prompt_tokens
-
     def put_token(self, position: int, token_id: TokenId) -> None:
         """Record the token sampled for `position`; what was recorded from there on is taken back."""
         if len(self.token_ids) == position:

@@ -82,7 +82,7 @@ def follow(engine: Engine, runner: Any, answers: Sequence[Answer]) -> list[Tenso
             request: RequestState, row: Tensor, rows: list[Tensor] = rows, token_ids: list[int] = each.token_ids
         ) -> None:
             rows.append(row.float().cpu().clone())
-            row[token_ids[request.num_output_tokens]] = FORCED_LOGIT
+            row[token_ids[len(request.output_token_ids)]] = FORCED_LOGIT
 
         runner.hooks[request.request_id] = force
     drain(engine)

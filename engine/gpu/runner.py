@@ -7,7 +7,6 @@ logits is `samples.py`'s.
 from __future__ import annotations
 
 import gc
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -40,7 +39,6 @@ from engine.runner import ModelRunner, reads_hidden, sampled_queries
 from engine.start_progress import OnProgress, no_progress
 from engine.trial_plans import warmup_plans
 
-logger = logging.getLogger(__name__)
 NUM_BUFFERS = 3  # of pinned staging memory: one being filled, two steps in flight
 
 

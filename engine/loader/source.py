@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from engine.quantization.checkpoint import QuantizedCheckpoint
 
 WING = "engine.quantization"
-logger = logging.getLogger(__name__)
 OwnConversion = Callable[[EngineConfig, torch.dtype, torch.device], Conversion | None]
 
 

@@ -207,7 +207,7 @@ def forced_logits(made: Engine, runner: Any, tokens: Sequence[list[int]]) -> lis
 
         def force(request: RequestState, row: torch.Tensor, index: int = index) -> None:
             seen[request.request_id].append(row.float().cpu().clone())
-            row[tokens[index][request.num_output_tokens]] = 1e4
+            row[tokens[index][len(request.output_token_ids)]] = 1e4
 
         runner.hooks[request.request_id] = force
     run(made)

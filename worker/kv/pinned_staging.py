@@ -37,10 +37,6 @@ class HostRows:
         self._rows: BlockPool = beside._rows if beside else BlockPool(len(blocks), enable_prefix_cache=False)
         self._lock: threading.Lock = beside._lock if beside else threading.Lock()
 
-    @property
-    def num_free(self) -> int:
-        return self._rows.num_available
-
     def take(self, least: int, most: int) -> list[BlockId]:
         """Take up to `most` free rows; none when there are fewer than `least`."""
         with self._lock:

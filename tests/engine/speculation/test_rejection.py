@@ -74,7 +74,7 @@ def generate(
         RequestState(RequestId(str(seed)), [0], 1, replace(params, seed=7 * seed)) for seed in range(num_requests)
     ]
     tried = accepted = 0
-    while left := [state for state in states if state.num_output_tokens < num_tokens]:
+    while left := [state for state in states if len(state.output_token_ids) < num_tokens]:
         drafted = [list[int]() for _ in left]
         for state in left:
             state.drafter = Drafting(num_known=len(state.token_ids))
