@@ -7,7 +7,7 @@ import contextlib
 import os
 import time
 from collections.abc import Generator, Iterator
-from typing import Any
+from typing import Any, Self
 
 import httpx
 
@@ -53,7 +53,7 @@ class ApiClient:
         except httpx.InvalidURL as error:
             raise ConfigError(f"--url {url!r}: {error}") from error
 
-    def __enter__(self) -> ApiClient:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -79,19 +79,8 @@ class ApiClient:
             reply = self._http.get(path, timeout=LIST_SECONDS)
         except httpx.HTTPError as error:
             raise self._unavailable(error) from error
-        _raise_for_status(reply)
+        raise_for_status(reply)
         return reply.json()
-
-    def stream_lines(self, path: str, silence_seconds: float) -> Generator[str, None, None]:
-        """Yield lines of the answer to GET. Raises ApiError, and UnavailableError after so long without one."""
-        try:
-            with self._http.stream("GET", path, timeout=silence_seconds) as reply:
-                if reply.status_code != 200:
-                    reply.read()
-                _raise_for_status(reply)
-                yield from reply.iter_lines()
-        except httpx.HTTPError as error:
-            raise self._unavailable(error) from error
 
     def _unavailable(self, error: httpx.HTTPError) -> UnavailableError:
         return UnavailableError(
@@ -116,7 +105,7 @@ class ApiClient:
             with self._http.stream("POST", "/v1/chat/completions", json=body) as reply:
                 if reply.status_code != 200:
                     reply.read()
-                    _raise_for_status(reply)
+                    raise_for_status(reply)
                 events = EventStream(record)
                 for data in reply.iter_bytes():
                     record.end = time.perf_counter() - begin
@@ -135,7 +124,7 @@ class ApiClient:
         """The message of an answer that comes whole."""
         try:
             reply = self._http.post("/v1/chat/completions", json={"model": model, "messages": messages} | params)
-            _raise_for_status(reply)
+            raise_for_status(reply)
             return dict(reply.json()["choices"][0]["message"])
         except httpx.HTTPError as error:
             raise UnavailableError(f"the connection to {self.url} broke: {error}") from error
@@ -168,7 +157,8 @@ def first_model(url: str, api_key: str = "") -> str:
         return client.choose_model()
 
 
-def _raise_for_status(reply: httpx.Response) -> None:
+def raise_for_status(reply: httpx.Response) -> None:
+    """Raise ApiError with the text of an answer that has been read, unless its status is 200."""
     if reply.status_code == 200:
         return
     try:

@@ -6,9 +6,10 @@ import argparse
 from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
+import httpx
 import orjson
 
-from cli.api_client import API_KEY, DEFAULT_URL, ApiClient, api_key_of
+from cli.api_client import API_KEY, DEFAULT_URL, ApiClient, api_key_of, raise_for_status
 from common.config import SettingsParser
 
 SILENCE_SECONDS = 10.0  # events come each second
@@ -19,14 +20,24 @@ def add_router_arguments(parser: SettingsParser) -> None:
     parser.add_argument("--api-key", default="", help=f"the router's key (default: ${API_KEY})")
 
 
-def router_of(arguments: argparse.Namespace) -> ApiClient:
+class RouterClient(ApiClient):
+    """A client of a router."""
+
+    def events(self) -> Generator[tuple[str, Any], None, None]:
+        """(name, value) of each event, until the router ends. Raises ApiError, UnavailableError after a silence."""
+        try:
+            with self._http.stream("GET", "/cluster/events", timeout=SILENCE_SECONDS) as reply:
+                if reply.status_code != 200:
+                    reply.read()
+                raise_for_status(reply)
+                yield from parsed(reply.iter_lines())
+        except httpx.HTTPError as error:
+            raise self._unavailable(error) from error
+
+
+def router_of(arguments: argparse.Namespace) -> RouterClient:
     """A client of the router that the arguments name. Raises ConfigError."""
-    return ApiClient(arguments.url, api_key_of(arguments))
-
-
-def events_of(router: ApiClient) -> Generator[tuple[str, Any], None, None]:
-    """(name, value) of each event, until the router ends."""
-    yield from parsed(router.stream_lines("/cluster/events", SILENCE_SECONDS))
+    return RouterClient(arguments.url, api_key_of(arguments))
 
 
 def parsed(lines: Iterable[str]) -> Iterator[tuple[str, Any]]:

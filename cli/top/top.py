@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.live import Live
 
 from cli.top.frame import frame
-from cli.top.source import add_router_arguments, events_of, router_of
+from cli.top.source import add_router_arguments, router_of
 from common.config import SettingsParser
 
 
@@ -23,7 +23,7 @@ def build_parser() -> SettingsParser:
 def run(argv: Sequence[str]) -> int:
     arguments = build_parser().parse_args(argv)
     console = Console()
-    with router_of(arguments) as router, closing(events_of(router)) as events:
+    with router_of(arguments) as router, closing(router.events()) as events:
         facts, num_frames = {}, 0
         with Live(console=console, screen=console.is_terminal and not arguments.once, auto_refresh=False) as live:
             for name, value in events:
