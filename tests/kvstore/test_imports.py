@@ -19,8 +19,8 @@ with_tier = pytest.mark.wing("kvstore.tier")
         (PURE, {"numpy", "google", "grpc", "msgspec", "torch"}),
         pytest.param(["tier.host_tier"], {"numpy", "google", "grpc", "msgspec", "torch"}, marks=with_tier),
         (["pool.events"], {"numpy", "grpc", "torch"}),
-        (["transports.client", "transports.service", "config"], {"torch", "engine"}),
-        pytest.param(["tier.agent", "tier.agent_client"], {"torch", "engine"}, marks=with_tier),
+        (["transports.client", "transports.service"], {"torch", "engine"}),
+        pytest.param(["tier.agent", "tier.agent_client", "tier.settings"], {"torch", "engine"}, marks=with_tier),
     ],
 )
 def test_imports_stay_small(modules: list[str], forbidden: set[str]) -> None:
