@@ -9,7 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from benchmarks.kernels.persistent.products import FLAT, FLAT2, FLAT3, WIDTH, halves_of
+from benchmarks.kernels.persistent.gemv import FLAT, FLAT2, FLAT3, WIDTH, split_bfloat16
+from benchmarks.kernels.persistent.ll_protocol import VECTOR, flagged, receive
 from benchmarks.kernels.persistent.stream import (
     BATCH,
     DIMS,
@@ -21,7 +22,6 @@ from benchmarks.kernels.persistent.stream import (
     tiles_of_split,
     wait_for,
 )
-from benchmarks.kernels.persistent.words import VECTOR, marked, receive
 
 HEADS = gl.constexpr(8)  # the most of a group
 NONE = gl.constexpr(-1e30)  # the score of no key
@@ -31,8 +31,8 @@ OF_HEAD = gl.constexpr(gl.SliceLayout(0, gl.SliceLayout(2, TILES)))
 PRODUCT = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 8], [16, 8]))  # (heads twice, keys or DIMS)
 QUERIES = gl.constexpr(gl.DotOperandLayout(0, PRODUCT, WIDTH))
 KEYS_TRANSPOSED = gl.constexpr(gl.DotOperandLayout(1, PRODUCT, WIDTH))
-SHARES = gl.constexpr(gl.DotOperandLayout(0, PRODUCT, 2))
-SHARES_SHARED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [3, 2, 1, 0]))  # (tiles, halves, heads, keys)
+PROBS = gl.constexpr(gl.DotOperandLayout(0, PRODUCT, 2))
+PROBS_SHARED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [3, 2, 1, 0]))  # (tiles, halves, heads, keys)
 VALUES = gl.constexpr(gl.DotOperandLayout(1, PRODUCT, 2))
 
 
@@ -48,7 +48,7 @@ def head_factors(norm_ptr, rotation_ptr, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def _receive_heads(qkv_ptr, mark, kv_head, room, SHAPE: gl.constexpr):
+def _receive_heads(qkv_ptr, flag, kv_head, room, SHAPE: gl.constexpr):
     """q's heads, k and v of a KV head, and the same with their halves swapped: (head_rows, DIMS) each."""
     ROWS: gl.constexpr = SHAPE.value.head_rows
     GROUP: gl.constexpr = SHAPE.value.group
@@ -58,14 +58,14 @@ def _receive_heads(qkv_ptr, mark, kv_head, room, SHAPE: gl.constexpr):
     k = SHAPE.value.heads + kv_head
     head = gl.where(row < GROUP, kv_head * GROUP + row, gl.where(row == GROUP, k, k + SHAPE.value.kv_heads))
     swapped = gl.where(word >= ROWS * DIMS, word ^ (DIMS // 2), word)
-    room.slice(0, WORDS).store(receive(qkv_ptr + head * DIMS + swapped % DIMS, mark, WORDS // 256))
+    room.slice(0, WORDS).store(receive(qkv_ptr + head * DIMS + swapped % DIMS, flag, WORDS // 256))
     both = room.slice(0, WORDS)._reinterpret(gl.float32, [2 * ROWS, DIMS], FLAT2)
     return both.slice(0, ROWS).load(HEAD_A_WARP), both.slice(ROWS, ROWS).load(HEAD_A_WARP)
 
 
 @gluon.jit
 def attend(
-    qkv_ptr, partial_ptr, attended_ptr, pool_ptr, table_ptr, factors, smem, ready, empty, room, slot, phase, mark,
+    qkv_ptr, partial_ptr, attended_ptr, pool_ptr, table_ptr, factors, smem, ready, empty, room, slot, phase, flag,
     num_keys, eps, scale, block_stride, SHAPE: gl.constexpr,
 ):  # fmt: skip
     """Norm, rotate and store, attend to the keys of a split, then combine a part of the head's dimensions.
@@ -75,20 +75,17 @@ def attend(
     """
     GROUP: gl.constexpr = SHAPE.value.group
     ROWS: gl.constexpr = SHAPE.value.head_rows
-    SLOTS: gl.constexpr = SHAPE.value.slots
     BLOCK: gl.constexpr = SHAPE.value.block_size
-    keys_smem = smem._reinterpret(gl.bfloat16, [SLOTS, KEYS, DIMS], KEYS_SHARED)
-    values_smem = smem._reinterpret(gl.bfloat16, [SLOTS, KEYS, DIMS], VALUES_SHARED)
     rotated = gl.allocate_shared_memory(gl.float32, [max(ROWS, HEADS.value), DIMS], FLAT2)
     of_heads = gl.allocate_shared_memory(gl.float32, [HEADS], FLAT)
     halves = gl.allocate_shared_memory(gl.bfloat16, [2, HEADS, DIMS], VALUES_SHARED)
     scores = gl.allocate_shared_memory(gl.float32, [BATCH, HEADS, KEYS], FLAT2)
-    shares = gl.allocate_shared_memory(gl.bfloat16, [BATCH, 2 * HEADS, KEYS], VALUES_SHARED)
+    probs = gl.allocate_shared_memory(gl.bfloat16, [BATCH, 2 * HEADS, KEYS], VALUES_SHARED)
     kv_head, first_tile, num_tiles = tiles_of_split(num_keys, SHAPE)
     last_tile = (num_keys - 1) // KEYS
     has_new = (first_tile <= last_tile) & (first_tile + num_tiles > last_tile)
 
-    x, swapped = _receive_heads(qkv_ptr, mark, kv_head, room, SHAPE)
+    x, swapped = _receive_heads(qkv_ptr, flag, kv_head, room, SHAPE)
     row = gl.arange(0, ROWS, gl.SliceLayout(1, HEAD_A_WARP))
     root = gl.rsqrt(gl.sum(x * x, axis=1) / DIMS + eps) * gl.where(row < GROUP, scale, 1.0)
     same, other = factors
@@ -96,7 +93,7 @@ def attend(
     heads = gl.arange(0, HEADS, gl.SliceLayout(1, HEAD_A_WARP))
     dims = gl.arange(0, DIMS, gl.SliceLayout(0, HEAD_A_WARP))
     q = gl.where((heads < GROUP)[:, None], rotated.slice(0, HEADS).load(HEAD_A_WARP), 0.0)
-    high, low = halves_of(q)
+    high, low = split_bfloat16(q)
     halves.index(0).store(high)
     halves.index(1).store(low)
     new_key = rotated.slice(GROUP, 1).load(HEAD_A_WARP)
@@ -108,10 +105,32 @@ def attend(
         gl.store((at + SHAPE.value.kv_heads * BLOCK * DIMS)[None, :], new_value.load(HEAD_A_WARP).to(gl.bfloat16))
     of_heads.store(gl.sum(q * new_key, axis=1))
     new_score = of_heads.load(OF_HEAD)
-    highest = gl.where(has_new, new_score, NONE)
-    total = gl.where(has_new, 1.0, 0.0) + highest * 0.0
+    row_max = gl.where(has_new, new_score, NONE)
+    row_sum = gl.where(has_new, 1.0, 0.0) + row_max * 0.0
     queries = halves._reinterpret(gl.bfloat16, [2 * HEADS, DIMS], VALUES_SHARED).load(QUERIES)
-    mixed = gl.zeros([2 * HEADS, DIMS], gl.float32, PRODUCT)
+    acc = gl.zeros([2 * HEADS, DIMS], gl.float32, PRODUCT)
+    acc, row_max, row_sum, slot, phase = _attend_tiles(
+        queries, acc, row_max, row_sum, of_heads, scores, probs, smem, ready, empty, slot, phase, first_tile,
+        num_tiles, num_keys, SHAPE,
+    )  # fmt: skip
+    of_heads.store(gl.where(has_new, gl.exp2(new_score - row_max), 0.0))
+    _store_partials(partial_ptr, acc, of_heads, new_value, row_max, row_sum, flag, kv_head, SHAPE)
+    _combine(partial_ptr, attended_ptr, room, flag, kv_head, SHAPE)
+    return slot, phase
+
+
+@gluon.jit
+def _attend_tiles(
+    queries, acc, row_max, row_sum, of_heads, scores, probs, smem, ready, empty, slot, phase, first_tile, num_tiles,
+    num_keys, SHAPE: gl.constexpr,
+):  # fmt: skip
+    """Online softmax over the split's tiles of cached keys, BATCH of them at a time.
+
+    of_heads, scores, probs: shared memory for it.
+    """
+    SLOTS: gl.constexpr = SHAPE.value.slots
+    keys_smem = smem._reinterpret(gl.bfloat16, [SLOTS, KEYS, DIMS], KEYS_SHARED)
+    values_smem = smem._reinterpret(gl.bfloat16, [SLOTS, KEYS, DIMS], VALUES_SHARED)
     for begin in range(first_tile, first_tile + num_tiles, BATCH):
         count = gl.minimum(BATCH, first_tile + num_tiles - begin)
         wait_for(ready, slot, phase, count, BATCH, SLOTS)
@@ -119,8 +138,8 @@ def attend(
         for i in gl.static_range(BATCH):
             at, _ = following(slot, phase, i, SLOTS)
             zeros = gl.zeros([2 * HEADS, KEYS], gl.float32, PRODUCT)
-            product = mma_v2(queries, keys_smem.index(at).permute((1, 0)).load(KEYS_TRANSPOSED), zeros)
-            score = gl.sum(product.reshape([2, HEADS, KEYS]), axis=0)
+            qk = mma_v2(queries, keys_smem.index(at).permute((1, 0)).load(KEYS_TRANSPOSED), zeros)
+            score = gl.sum(qk.reshape([2, HEADS, KEYS]), axis=0)
             found = found + (score,)  # type: ignore[assignment]  # noqa: RUF005  Triton's tuples unpack nothing
         keys = gl.arange(0, KEYS, gl.SliceLayout(0, score.type.layout))
         for i in gl.static_range(BATCH):
@@ -129,61 +148,58 @@ def attend(
         slot, phase = following(slot, phase, count, SLOTS)
         all_scores = scores._reinterpret(gl.float32, [BATCH, HEADS, KEYS], FLAT3).load(TILES)
         release(empty, slot, count, SLOTS)
-        higher = gl.maximum(highest, gl.max(gl.max(all_scores, axis=2), axis=0))
-        share = gl.exp2(all_scores - gl.expand_dims(gl.expand_dims(higher, 0), 2))
-        share = gl.where(all_scores > NONE / 2, share, 0.0)
-        shrunk = gl.exp2(highest - higher)
-        total = total * shrunk + gl.sum(gl.sum(share, axis=2), axis=0)
-        highest = higher
-        share_high, share_low = halves_of(share)
-        both = shares._reinterpret(gl.bfloat16, [BATCH, 2, HEADS, KEYS], SHARES_SHARED)
-        both.store(gl.join(share_high, share_low).permute((0, 3, 1, 2)))
-        of_heads.store(shrunk)
-        of_both = mixed.reshape([2, HEADS, DIMS])
+        new_max = gl.maximum(row_max, gl.max(gl.max(all_scores, axis=2), axis=0))
+        prob = gl.exp2(all_scores - gl.expand_dims(gl.expand_dims(new_max, 0), 2))
+        prob = gl.where(all_scores > NONE / 2, prob, 0.0)
+        rescale = gl.exp2(row_max - new_max)
+        row_sum = row_sum * rescale + gl.sum(gl.sum(prob, axis=2), axis=0)
+        row_max = new_max
+        prob_high, prob_low = split_bfloat16(prob)
+        both = probs._reinterpret(gl.bfloat16, [BATCH, 2, HEADS, KEYS], PROBS_SHARED)
+        both.store(gl.join(prob_high, prob_low).permute((0, 3, 1, 2)))
+        of_heads.store(rescale)
+        of_both = acc.reshape([2, HEADS, DIMS])
         factor = of_heads.load(gl.SliceLayout(0, gl.SliceLayout(2, of_both.type.layout)))
         of_both *= gl.expand_dims(gl.expand_dims(factor, 0), 2)
-        mixed = gl.convert_layout(of_both.reshape([2 * HEADS, DIMS]), PRODUCT)
+        acc = gl.convert_layout(of_both.reshape([2 * HEADS, DIMS]), PRODUCT)
         wait_for(ready, slot, phase, count, BATCH, SLOTS)
         for i in gl.static_range(BATCH):
-            at, _ = following(slot, phase, i, SLOTS)  # beyond the last tile its shares are zero
+            at, _ = following(slot, phase, i, SLOTS)  # beyond the last tile probabilities are zero
             value = values_smem.index(gl.where(i < count, at, slot)).load(VALUES)
-            mixed = mma_v2(shares.index(i).load(SHARES), value, mixed)
+            acc = mma_v2(probs.index(i).load(PROBS), value, acc)
         slot, phase = following(slot, phase, count, SLOTS)
-        of_heads.store(shrunk)  # every thread has read the values
+        of_heads.store(rescale)  # every thread has read the values
         release(empty, slot, count, SLOTS)
-    of_heads.store(gl.where(has_new, gl.exp2(new_score - highest), 0.0))
-    _send(partial_ptr, mixed, of_heads, new_value, highest, total, mark, kv_head, SHAPE)
-    _combine(partial_ptr, attended_ptr, room, mark, kv_head, SHAPE)
-    return slot, phase
+    return acc, row_max, row_sum, slot, phase
 
 
 @gluon.jit
-def _send(partial_ptr, mixed, of_heads, new_value, highest, total, mark, kv_head, SHAPE: gl.constexpr):
-    """Give each split of the KV head its dimensions of what this split has mixed, with maximum and sum."""
+def _store_partials(partial_ptr, acc, of_heads, new_value, row_max, row_sum, flag, kv_head, SHAPE: gl.constexpr):
+    """Store the accumulator for the splits that combine its dimensions, with the maximum and sum of each head."""
     GROUP: gl.constexpr = SHAPE.value.group
     SPLITS: gl.constexpr = SHAPE.value.splits
     PART: gl.constexpr = SHAPE.value.combined
     BLOCK: gl.constexpr = SHAPE.value.combined_words
     split = gl.program_id(0) % SPLITS
-    y = gl.sum(mixed.reshape([2, HEADS, DIMS]), axis=0)
+    y = gl.sum(acc.reshape([2, HEADS, DIMS]), axis=0)
     layout: gl.constexpr = y.type.layout
     value = new_value._reinterpret(gl.float32, [DIMS], FLAT).load(gl.SliceLayout(0, layout))
     y += of_heads.load(gl.SliceLayout(1, layout))[:, None] * value[None, :]
     head = gl.arange(0, HEADS, gl.SliceLayout(1, layout))[:, None]
     dims = head * DIMS + gl.arange(0, DIMS, gl.SliceLayout(0, layout))[None, :]
     at = partial_ptr + (kv_head * SPLITS + dims // PART) * BLOCK + split * PART + dims % PART
-    gl.store(at, marked(y, mark), mask=head < GROUP)
+    gl.store(at, flagged(y, flag), mask=head < GROUP)
     head = gl.arange(0, HEADS, gl.SliceLayout(1, HEAD_A_WARP))[:, None]
     to = head * (DIMS // PART) + gl.arange(0, DIMS // PART, gl.SliceLayout(0, HEAD_A_WARP))[None, :]
     at = partial_ptr + (kv_head * SPLITS + to) * BLOCK + GROUP * DIMS + split
-    highest = gl.convert_layout(highest, gl.SliceLayout(1, HEAD_A_WARP))[:, None]
-    total = gl.convert_layout(total, gl.SliceLayout(1, HEAD_A_WARP))[:, None]
-    gl.store(at, marked(highest + to * 0.0, mark), mask=head < GROUP)
-    gl.store(at + SPLITS, marked(total + to * 0.0, mark), mask=head < GROUP)
+    row_max = gl.convert_layout(row_max, gl.SliceLayout(1, HEAD_A_WARP))[:, None]
+    row_sum = gl.convert_layout(row_sum, gl.SliceLayout(1, HEAD_A_WARP))[:, None]
+    gl.store(at, flagged(row_max + to * 0.0, flag), mask=head < GROUP)
+    gl.store(at + SPLITS, flagged(row_sum + to * 0.0, flag), mask=head < GROUP)
 
 
 @gluon.jit
-def _combine(partial_ptr, attended_ptr, room, mark, kv_head, SHAPE: gl.constexpr):
+def _combine(partial_ptr, attended_ptr, room, flag, kv_head, SHAPE: gl.constexpr):
     """Add up the program's dimensions of all splits."""
     SPLITS: gl.constexpr = SHAPE.value.splits
     PART: gl.constexpr = SHAPE.value.combined
@@ -196,12 +212,12 @@ def _combine(partial_ptr, attended_ptr, room, mark, kv_head, SHAPE: gl.constexpr
     word = gl.arange(0, BLOCK, gl.BlockedLayout([WIDE], [32], [8], [0]))
     used: gl.constexpr = DIMENSIONS + 2 * SPLITS
     word = gl.where(word < used, word, used - WIDE + word % WIDE)
-    words = receive(partial_ptr + (kv_head * SPLITS + split) * BLOCK + word, mark, WORDS)
+    words = receive(partial_ptr + (kv_head * SPLITS + split) * BLOCK + word, flag, WORDS)
     room.slice(0, BLOCK).store(words)
-    highest = room.slice(DIMENSIONS, SPLITS).load(gl.SliceLayout(1, splits))
-    total = room.slice(DIMENSIONS + SPLITS, SPLITS).load(gl.SliceLayout(1, splits))
-    share = gl.exp2(highest - gl.max(highest, axis=0))
-    share = share / gl.sum(share * total, axis=0)
+    row_max = room.slice(DIMENSIONS, SPLITS).load(gl.SliceLayout(1, splits))
+    row_sum = room.slice(DIMENSIONS + SPLITS, SPLITS).load(gl.SliceLayout(1, splits))
+    weight = gl.exp2(row_max - gl.max(row_max, axis=0))
+    weight = weight / gl.sum(weight * row_sum, axis=0)
     parts = room.slice(0, DIMENSIONS)._reinterpret(gl.float32, [SPLITS, PART], FLAT2).load(splits)
     at = attended_ptr + kv_head * DIMENSIONS + split * PART + gl.arange(0, PART, gl.SliceLayout(0, splits))
-    gl.store(at, marked(gl.sum(parts * share[:, None], axis=0), mark))
+    gl.store(at, flagged(gl.sum(parts * weight[:, None], axis=0), flag))

@@ -3,7 +3,7 @@
     y = W_o attend(rotate(norm(W_qkv norm(x)))) + x,  x = W_down (silu(W_gate norm(y)) * W_up norm(y)) + y
 
 Programs, one for each multiprocessor, have tiles of 8 rows of each W. They wait for each other only by reading words
-(`words.py`), so all must run at once: it is a cooperative launch.
+(`ll_protocol.py`), so all must run at once: it is a cooperative launch.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from benchmarks.kernels.persistent.attention import attend, head_factors
-from benchmarks.kernels.persistent.products import (
+from benchmarks.kernels.persistent.gemv import (
     FLAT,
-    added,
+    gemv_tiles,
     inverse_root,
-    leave_squares,
     operands,
-    rows_of,
-    tiles_times,
+    store_squares,
+    sum_parts,
+    tile_rows,
 )
+from benchmarks.kernels.persistent.ll_protocol import flagged, load_vector, receive_vector
 from benchmarks.kernels.persistent.stream import DIMS, PARTS, PRODUCERS, WEIGHTS_SHARED, produce, release
-from benchmarks.kernels.persistent.words import load_vector, marked, receive_vector
 
 NUM_STAMPS = gl.constexpr(16)
 STAGES = (
@@ -71,65 +71,65 @@ def _consume(
         gl.float32, [2 * SHAPE.value.most_tiles, PARTS, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     )
     program = gl.program_id(0)
-    qkv_rows, has_qkv = rows_of(SHAPE.value.qkv, SHAPE)
-    hidden_rows, has_hidden = rows_of(H, SHAPE)
-    inner_rows, has_inner = rows_of(I, SHAPE)
+    qkv_rows, has_qkv = tile_rows(SHAPE.value.qkv, SHAPE)
+    hidden_rows, has_hidden = tile_rows(H, SHAPE)
+    inner_rows, has_inner = tile_rows(I, SHAPE)
     epoch = gl.load(epoch_ptr)
     norm = load_vector(norms_ptr, H)
     slot = 0
     phase = 0
     for layer in range(num_layers):
-        mark = (epoch + layer + 1) & 1
+        flag = (epoch + layer + 1) & 1
         _ask_for_norms(norms_ptr, gl.minimum(layer + 1, num_layers - 1), SHAPE)
         factors = head_factors(norms_ptr + layer * NORMS + 2 * H, rotation_ptr, SHAPE)
         _stamp(stamps_ptr, layer, 0, SHAPE)
-        x = receive_vector(x_ptr, mark ^ 1, H)
+        x = receive_vector(x_ptr, flag ^ 1, H)
         _stamp(stamps_ptr, layer, 1, SHAPE)
         normed = operands(x * norm, H, highs, lows)
-        leave_squares(x, squares)
-        slot, phase, count = tiles_times(normed, H, SHAPE.value.qkv, False, smem, ready, sums, slot, phase, SHAPE)
-        y = added(sums, False, SHAPE) * inverse_root(squares, eps, H)
-        gl.store(qkv_ptr + qkv_rows, marked(y, mark), mask=has_qkv)
+        store_squares(x, squares)
+        slot, phase, count = gemv_tiles(normed, H, SHAPE.value.qkv, False, smem, ready, sums, slot, phase, SHAPE)
+        y = sum_parts(sums, False, SHAPE) * inverse_root(squares, eps, H)
+        gl.store(qkv_ptr + qkv_rows, flagged(y, flag), mask=has_qkv)
         release(empty, slot, count, SLOTS)
         _stamp(stamps_ptr, layer, 2, SHAPE)
         if program < SHAPE.value.kv_heads * SHAPE.value.splits:
             of_layer = pool_ptr + layer.to(gl.int64) * layer_stride  # type: ignore[attr-defined]
             slot, phase = attend(
                 qkv_ptr, partial_ptr, attended_ptr, of_layer, table_ptr, factors,
-                smem, ready, empty, room, slot, phase, mark, num_keys, eps, scale, block_stride, SHAPE,
+                smem, ready, empty, room, slot, phase, flag, num_keys, eps, scale, block_stride, SHAPE,
             )  # fmt: skip
         _stamp(stamps_ptr, layer, 3, SHAPE)
         norm = load_vector(norms_ptr + layer * NORMS + H, H)
         if program < H // 8:
             before = gl.load(x_ptr + hidden_rows, mask=has_hidden, other=0).to(gl.float32, bitcast=True)
-            attended = receive_vector(attended_ptr, mark, SHAPE.value.attended)
+            attended = receive_vector(attended_ptr, flag, SHAPE.value.attended)
             _stamp(stamps_ptr, layer, 4, SHAPE)
             attended = operands(attended, SHAPE.value.attended, highs, lows)
-            slot, phase, count = tiles_times(
+            slot, phase, count = gemv_tiles(
                 attended, SHAPE.value.attended, H, False, smem, ready, sums, slot, phase, SHAPE
             )
-            gl.store(y_ptr + hidden_rows, marked(added(sums, False, SHAPE) + before, mark), mask=has_hidden)
+            gl.store(y_ptr + hidden_rows, flagged(sum_parts(sums, False, SHAPE) + before, flag), mask=has_hidden)
             release(empty, slot, count, SLOTS)
         _stamp(stamps_ptr, layer, 5, SHAPE)
-        x = receive_vector(y_ptr, mark, H)
+        x = receive_vector(y_ptr, flag, H)
         _stamp(stamps_ptr, layer, 6, SHAPE)
         normed = operands(x * norm, H, highs, lows)
-        leave_squares(x, squares)
-        slot, phase, count = tiles_times(normed, H, I, True, smem, ready, sums, slot, phase, SHAPE)
+        store_squares(x, squares)
+        slot, phase, count = gemv_tiles(normed, H, I, True, smem, ready, sums, slot, phase, SHAPE)
         root = inverse_root(squares, eps, H)
-        gate, up = added(sums, False, SHAPE) * root, added(sums, True, SHAPE) * root
+        gate, up = sum_parts(sums, False, SHAPE) * root, sum_parts(sums, True, SHAPE) * root
         gated = gate / (1.0 + gl.exp2(gate * -LOG2_E)) * up
-        gl.store(gated_ptr + inner_rows, marked(gated, mark), mask=has_inner)
+        gl.store(gated_ptr + inner_rows, flagged(gated, flag), mask=has_inner)
         release(empty, slot, count, SLOTS)
         _stamp(stamps_ptr, layer, 7, SHAPE)
         norm = load_vector(norms_ptr + gl.minimum(layer + 1, num_layers - 1) * NORMS, H)
         if program < H // 8:
             before = gl.load(y_ptr + hidden_rows, mask=has_hidden, other=0).to(gl.float32, bitcast=True)
-            inner = receive_vector(gated_ptr, mark, I)
+            inner = receive_vector(gated_ptr, flag, I)
             _stamp(stamps_ptr, layer, 8, SHAPE)
             inner = operands(inner, I, highs, lows)
-            slot, phase, count = tiles_times(inner, I, H, False, smem, ready, sums, slot, phase, SHAPE)
-            gl.store(x_ptr + hidden_rows, marked(added(sums, False, SHAPE) + before, mark), mask=has_hidden)
+            slot, phase, count = gemv_tiles(inner, I, H, False, smem, ready, sums, slot, phase, SHAPE)
+            gl.store(x_ptr + hidden_rows, flagged(sum_parts(sums, False, SHAPE) + before, flag), mask=has_hidden)
             release(empty, slot, count, SLOTS)
         _stamp(stamps_ptr, layer, 9, SHAPE)
     if program == 0:  # all programs have read it: their words were needed
@@ -142,7 +142,7 @@ def decoder_kernel(
     gated_ptr, epoch_ptr, stamps_ptr, num_layers, num_keys, eps, scale, layer_stride, block_stride,
     SHAPE: gl.constexpr,
 ):  # fmt: skip
-    """weights_ptr: int64 (layers, 4), addresses. x_ptr: words (hidden,) with the mark of the epoch, in and out.
+    """weights_ptr: int64 (layers, 4), addresses. x_ptr: words (hidden,) with the flag of the epoch, in and out.
 
     epoch_ptr: int32, layers computed so far. scale: of scores, times log2(e).
     """

@@ -1,7 +1,7 @@
-"""Products of a vector with the rows of W that a program has in shared memory.
+"""GEMV of the rows of W that a program has in shared memory.
 
 Tensor cores multiply 16 rows at a time, of which a vector is one. So x is two rows, its bfloat16 and what that
-leaves: the product is as exact as with x of 16 bits of mantissa. 8 warps take a part of K each.
+leaves: y is as exact as with x of 16 bits of mantissa. 8 warps take a part of K each.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ FLAT3 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 
 
 @gluon.jit
-def _rounded(x):
+def _to_bfloat16(x):
     return gl.inline_asm_elementwise(
         "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
     )
 
 
 @gluon.jit
-def halves_of(x):
+def split_bfloat16(x):
     """float32 as two bfloat16: x rounded, and what that leaves."""
-    high = _rounded(x)
-    return high, _rounded(x - high.to(gl.float32))
+    high = _to_bfloat16(x)
+    return high, _to_bfloat16(x - high.to(gl.float32))
 
 
 @gluon.jit
@@ -50,7 +50,7 @@ def operands(x, K: gl.constexpr, highs, lows):
     """A vector of which each thread has a part, as an operand of each chunk of K, through shared memory."""
     row = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, OF_X)))
     row = gl.expand_dims(gl.expand_dims(row, 0), 2)
-    high, low = halves_of(x)
+    high, low = split_bfloat16(x)
     highs.slice(0, x.shape[0]).store(high)
     lows.slice(0, x.shape[0]).store(low)
     found = ()
@@ -64,7 +64,7 @@ def operands(x, K: gl.constexpr, highs, lows):
 
 
 @gluon.jit
-def _tile_times(x, K: gl.constexpr, smem, slot, SLOTS: gl.constexpr):
+def _gemv_tile(x, K: gl.constexpr, smem, slot, SLOTS: gl.constexpr):
     """8 rows of W times x: (PARTS, 8). A sum for each chunk, so that none waits for another."""
     y = gl.zeros([PARTS, 16, 8], gl.float32, SUMS)
     for i in gl.static_range((K + COLUMNS - 1) // COLUMNS):
@@ -75,7 +75,7 @@ def _tile_times(x, K: gl.constexpr, smem, slot, SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def tiles_times(
+def gemv_tiles(
     x, K: gl.constexpr, N: gl.constexpr, GATED: gl.constexpr, smem, ready, sums, slot, phase, SHAPE: gl.constexpr
 ):
     """All tiles of a program, N rows of W in all; leave the parts' sums in `sums`, with a gate those of `up` behind.
@@ -93,7 +93,7 @@ def tiles_times(
     for i in gl.static_range(TILES):
         for half in gl.static_range(2 if GATED else 1):
             at, _ = following(slot, phase, i * SLOTS_OF_TILE + half * (SLOTS_OF_TILE // 2), SLOTS)
-            tile = _tile_times(x, K, smem, at, SLOTS)
+            tile = _gemv_tile(x, K, smem, at, SLOTS)
             found = found + (tile,)  # type: ignore[assignment]  # noqa: RUF005  Triton's tuples unpack nothing
     for i in gl.static_range(TILES):
         if GATED:
@@ -106,7 +106,7 @@ def tiles_times(
 
 
 @gluon.jit
-def added(sums, IS_UP: gl.constexpr, SHAPE: gl.constexpr):
+def sum_parts(sums, IS_UP: gl.constexpr, SHAPE: gl.constexpr):
     """(tiles, 8) from what warps have left."""
     TILES: gl.constexpr = SHAPE.value.most_tiles
     all_sums = sums._reinterpret(gl.float32, [2 * TILES, PARTS, 8], FLAT3)
@@ -114,7 +114,7 @@ def added(sums, IS_UP: gl.constexpr, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def rows_of(N: gl.constexpr, SHAPE: gl.constexpr):
+def tile_rows(N: gl.constexpr, SHAPE: gl.constexpr):
     """Rows of W in the program's tiles (tiles, 8), and which there are."""
     tiles = gl.arange(0, SHAPE.value.most_tiles, gl.SliceLayout(1, gl.SliceLayout(1, ADDED)))
     rows = gl.program_id(0) + tiles[:, None] * SHAPE.value.programs
@@ -123,7 +123,7 @@ def rows_of(N: gl.constexpr, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def leave_squares(x, squares):
+def store_squares(x, squares):
     """Each warp's sum of squares of its part of x, in shared memory."""
     parts = gl.sum((x * x).reshape([x.shape[0] // COLUMNS, PARTS, DIMS]), axis=2)
     squares.store(gl.sum(parts, axis=0))

@@ -1,7 +1,7 @@
 """Vectors between programs of a running kernel: the lowest bit of each float32 says which layer wrote it.
 
-As in NCCL's LL protocol, data and flag arrive together, so no program needs a fence, a flag or a barrier; a bit
-suffices since each word is written once a layer, by a program that has seen, through others, that it was read.
+As in NCCL's LL protocol, each word carries its flag, so programs need no fence and no barrier. One bit is enough: a
+program overwrites a word in the next layer, after outputs of all programs that have read it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ VECTOR = gl.constexpr(gl.BlockedLayout([4], [32], [8], [0]))
 
 @triton.constexpr_function
 def waiting_load(n: int) -> str:
-    """Return assembly that loads n words by fours at most until all are marked by the operand 2n.
+    """Return assembly that loads n words by fours at most until all are flagged by the operand 2n.
 
-    Where a thread has many, lane 0 alone asks for one of its words in between: what all programs ask for all the time
-    delays the words.
+    A thread with more than four words polls the first one, by lane 0 alone, before it loads all again: polling by all
+    lanes would delay the stores.
     """
     width = min(n, 4)
     kind = {1: "b32", 2: "v2.b32", 4: "v4.b32"}[width]
@@ -45,26 +45,26 @@ def constraints(n: int) -> str:
 
 
 @gluon.jit
-def receive(words, mark, N: gl.constexpr):
-    """The numbers that other programs store at `words`, N of a thread, as soon as all are marked."""
+def receive(words, flag, N: gl.constexpr):
+    """The numbers that other programs store at `words`, N of a thread, as soon as all are flagged."""
     return gl.inline_asm_elementwise(
-        waiting_load(N), constraints(N), [words, mark], dtype=gl.float32, is_pure=False, pack=N
+        waiting_load(N), constraints(N), [words, flag], dtype=gl.float32, is_pure=False, pack=N
     )
 
 
 @gluon.jit
-def marked(numbers, mark):
-    """float32 as words."""
-    return (numbers.to(gl.int32, bitcast=True) & -2) | mark
+def flagged(numbers, flag):
+    """float32 numbers as words with the flag."""
+    return (numbers.to(gl.int32, bitcast=True) & -2) | flag
 
 
 @gluon.jit
-def receive_vector(ptr, mark, K: gl.constexpr):
+def receive_vector(ptr, flag, K: gl.constexpr):
     """(next power of two of K,), zeros beyond K, a part for each thread."""
     PADDED: gl.constexpr = triton.next_power_of_2(K)
     ks = gl.arange(0, PADDED, VECTOR)
     inside = gl.where(ks < K, ks, ks % 4)
-    x = receive(ptr + inside, mark, PADDED // 256)
+    x = receive(ptr + inside, flag, PADDED // 256)
     if K != PADDED:
         x = gl.where(ks < K, x, 0.0)
     return x
