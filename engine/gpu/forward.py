@@ -6,7 +6,7 @@ Static shapes, no host reads: a pass over decode rows only can be captured in a 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -42,6 +42,10 @@ class Observer(Protocol):
         ...
 
 
+RowDecoder = Callable[[GpuInputs], Tensor]
+"""Hidden states (1, hidden) of a step of one decode row after the final norm: the whole pass, with attention."""
+
+
 class FusedForward:
     """The model over one pool. Its workspaces serve one stream. wanted, max_tokens: see `GpuAttention`."""
 
@@ -60,6 +64,7 @@ class FusedForward:
         self._forwards = GpuForwards(model, ranks)
         self._inbox = ranks.inbox
         self._observer: Observer | None = None
+        self._row_decoder: RowDecoder | None = None
         self.passes_on = ranks.passes_on
         self.dtype = model.embedding.dtype
         self.logits = model.head  # normed hidden states (rows, hidden) -> (rows, vocab), of this rank
@@ -91,16 +96,23 @@ class FusedForward:
             next_ids = next_ids[:num_tokens]
         self._observer.take(inputs, next_ids)
 
+    def decode_rows_with(self, decoder: RowDecoder) -> None:
+        """Let `decoder` compute steps of one decode row that nobody observes; before graphs are captured."""
+        self._row_decoder = decoder
+
     def of_ops(self, forwards: GpuForwards) -> FusedForward:
         """Return this pass with the ops of `forwards`."""
         found = copy.copy(self)
-        found._forwards = forwards
+        found._forwards, found._row_decoder = forwards, None
         return found
 
     def hidden(self, inputs: GpuInputs) -> Tensor:
         """Hidden states (num_tokens or num_wanted, hidden) after the final norm; of a stage that passes them on, the
         residual.
         """
+        is_one_row = inputs.token_ids.shape[0] == 1 and not inputs.has_prompts
+        if is_one_row and self._row_decoder is not None and self._observer is None:
+            return self._row_decoder(inputs)
         self.attention.plan_decode(inputs)
         token_ids = self._inbox.token_ids(inputs.token_ids)
         kind = token_ids.shape[0], not inputs.has_prompts

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from common.wings import has_wing
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
 from engine.gpu.forward import FusedForward, Observer
@@ -86,6 +87,11 @@ class GpuRunner(ModelRunner):
         self._forward = FusedForward(
             loaded.model, kv_pool, self._max_rows, gpu.attention_backend, loaded.dtype, self._max_tokens, ranks
         )
+        if has_wing("engine.persistent") and config.num_ranks == 1:
+            from engine.persistent.decoder import open_decoder
+
+            if (decoder := open_decoder(loaded.model, kv_pool, config)) is not None:
+                self._forward.decode_rows_with(decoder)
         self.attention_backend = self._forward.attention.name
         self._num_buffers, self._turn = max(self.least_buffers, config.pp + 1), 0
         of_vocab = 1 if ranks.passes_on else loaded.config.vocab_size  # nothing is kept where another stage samples

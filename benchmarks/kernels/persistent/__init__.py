@@ -1,1 +1,1 @@
-"""All layers of a dense decoder for one decode row as one persistent kernel, compared with separate launches."""
+"""The persistent kernel of all layers, for one row of a decoder of random weights."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import triton
 
 HEAD_DIM = 128
+NUM_WEIGHTS = 4  # of a layer
 CHUNK = 1024  # columns of W in a slot of shared memory, of 8 rows
 TILE_KEYS = 64  # of K or V in a slot
 SOFTMAX_TILES = 2  # tiles of keys that are scored before their values are added up
@@ -82,7 +83,12 @@ class Shape:
         return max(-(-n // 8 // self.programs) * -(-k // CHUNK) * times for n, k, times in (*stages, *back))
 
     def fits(self) -> bool:
-        """Whether the kernel takes this model."""
-        has_parts = self.combined <= HEAD_DIM and HEAD_DIM % self.combined == 0
-        has_heads = self.group <= 8 and self.hidden % HEAD_DIM == 0 and TILE_KEYS % self.block_size == 0
-        return has_parts and has_heads and self.most_slots <= self.slots
+        """Whether the kernel takes this model: its vectors fill chunks, and no stage needs more slots than there are.
+
+        Each program has rows of W_qkv, so that none overtakes another by more than a layer (`ll_protocol.py`).
+        """
+        inner = self.attended, self.hidden, self.intermediate
+        has_chunks = all(k >= CHUNK and k % HEAD_DIM == 0 for k in inner) and self.qkv // 8 >= self.programs
+        has_parts = self.combined <= HEAD_DIM and HEAD_DIM % max(self.combined, 1) == 0
+        has_heads = self.group <= 8 and TILE_KEYS % self.block_size == 0
+        return has_chunks and has_parts and has_heads and self.most_slots <= self.slots

@@ -2,6 +2,8 @@
 
     y = W_o attend(rotate(norm(W_qkv norm(x)))) + x,  x = W_down (silu(W_gate norm(y)) * W_up norm(y)) + y
 
+from the token's row of the embedding to the final norm.
+
 Programs, one for each multiprocessor, have tiles of 8 rows of each W. They wait for each other only by reading words
 (`ll_protocol.py`), so all must run at once: it is a cooperative launch.
 """
@@ -12,8 +14,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from benchmarks.kernels.persistent.attention import attend, head_factors
-from benchmarks.kernels.persistent.gemv import (
+from kernels.gpu.persistent.attention import attend, head_factors
+from kernels.gpu.persistent.gemv import (
     FLAT,
     gemv_tiles,
     inverse_root,
@@ -22,8 +24,8 @@ from benchmarks.kernels.persistent.gemv import (
     sum_parts,
     tile_rows,
 )
-from benchmarks.kernels.persistent.ll_protocol import flagged, load_vector, receive_vector
-from benchmarks.kernels.persistent.stream import DIMS, PARTS, PRODUCERS, WEIGHTS_SHARED, produce, release
+from kernels.gpu.persistent.ll_protocol import flagged, load_vector, receive_vector, store_vector
+from kernels.gpu.persistent.stream import DIMS, PARTS, PRODUCERS, WEIGHTS_SHARED, produce, release
 
 NUM_STAMPS = gl.constexpr(16)
 STAGES = (
@@ -54,9 +56,10 @@ def _ask_for_norms(norms_ptr, layer, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _consume(
-    norms_ptr, pool_ptr, table_ptr, rotation_ptr, words, stamps_ptr, smem, ready, empty, num_layers, num_keys, eps,
-    scale, layer_stride, block_stride, SHAPE: gl.constexpr,
+    norms_ptr, final_norm_ptr, embedding_ptr, pool_ptr, rotation_ptr, hidden_ptr, words, stamps_ptr, smem, ready,
+    empty, num_layers, num_keys, kv_slot, eps, scale, layer_stride, block_stride, SHAPE: gl.constexpr,
 ):  # fmt: skip
+    """embedding_ptr, rotation_ptr: of the token and of its position. hidden_ptr: bfloat16 (hidden,), written."""
     x_ptr, y_ptr, qkv_ptr, partial_ptr, attended_ptr, gated_ptr, epoch_ptr = words
     H: gl.constexpr = SHAPE.value.hidden
     I: gl.constexpr = SHAPE.value.intermediate  # noqa: E741  as configs call it
@@ -76,6 +79,9 @@ def _consume(
     inner_rows, has_inner = tile_rows(I, SHAPE)
     epoch = gl.load(epoch_ptr)
     norm = load_vector(norms_ptr, H)
+    if program < H // 8:  # as `before` of the first layer; others read the embedding themselves
+        own = gl.load(embedding_ptr + hidden_rows, mask=has_hidden, other=0.0).to(gl.float32)
+        gl.store(x_ptr + hidden_rows, flagged(own, epoch & 1), mask=has_hidden)
     slot = 0
     phase = 0
     for layer in range(num_layers):
@@ -83,7 +89,10 @@ def _consume(
         _ask_for_norms(norms_ptr, gl.minimum(layer + 1, num_layers - 1), SHAPE)
         factors = head_factors(norms_ptr + layer * NORMS + 2 * H, rotation_ptr, SHAPE)
         _stamp(stamps_ptr, layer, 0, SHAPE)
-        x = receive_vector(x_ptr, flag ^ 1, H)
+        if layer == 0:
+            x = load_vector(embedding_ptr, H)
+        else:
+            x = receive_vector(x_ptr, flag ^ 1, H)
         _stamp(stamps_ptr, layer, 1, SHAPE)
         normed = operands(x * norm, H, highs, lows)
         store_squares(x, squares)
@@ -95,8 +104,8 @@ def _consume(
         if program < SHAPE.value.kv_heads * SHAPE.value.splits:
             of_layer = pool_ptr + layer.to(gl.int64) * layer_stride  # type: ignore[attr-defined]
             slot, phase = attend(
-                qkv_ptr, partial_ptr, attended_ptr, of_layer, table_ptr, factors,
-                smem, ready, empty, room, slot, phase, flag, num_keys, eps, scale, block_stride, SHAPE,
+                qkv_ptr, partial_ptr, attended_ptr, of_layer, factors, smem, ready, empty, room, slot, phase, flag,
+                num_keys, kv_slot, eps, scale, block_stride, SHAPE,
             )  # fmt: skip
         _stamp(stamps_ptr, layer, 3, SHAPE)
         norm = load_vector(norms_ptr + layer * NORMS + H, H)
@@ -132,19 +141,24 @@ def _consume(
             gl.store(x_ptr + hidden_rows, flagged(sum_parts(sums, False, SHAPE) + before, flag), mask=has_hidden)
             release(empty, slot, count, SLOTS)
         _stamp(stamps_ptr, layer, 9, SHAPE)
-    if program == 0:  # all programs have read it: their words were needed
-        gl.store(epoch_ptr, epoch + num_layers)
+    if program == 0:
+        x = receive_vector(x_ptr, (epoch + num_layers) & 1, H)
+        store_squares(x, squares)
+        normed = x * load_vector(final_norm_ptr, H) * inverse_root(squares, eps, H)
+        store_vector(hidden_ptr, normed, H)
+        gl.store(epoch_ptr, epoch + num_layers)  # all programs have read it: their words were needed
 
 
-@gluon.jit(do_not_specialize=["num_layers", "num_keys"])
+@gluon.jit(do_not_specialize=["num_layers"])
 def decoder_kernel(
-    weights_ptr, norms_ptr, pool_ptr, table_ptr, rotation_ptr, x_ptr, y_ptr, qkv_ptr, partial_ptr, attended_ptr,
-    gated_ptr, epoch_ptr, stamps_ptr, num_layers, num_keys, eps, scale, layer_stride, block_stride,
-    SHAPE: gl.constexpr,
+    weights_ptr, norms_ptr, final_norm_ptr, embedding_ptr, rotary_ptr, pool_ptr, token_ptr, position_ptr, length_ptr,
+    slot_ptr, table_ptr, hidden_ptr, x_ptr, y_ptr, qkv_ptr, partial_ptr, attended_ptr, gated_ptr, epoch_ptr,
+    stamps_ptr, num_layers, eps, scale, layer_stride, block_stride, SHAPE: gl.constexpr,
 ):  # fmt: skip
-    """weights_ptr: int64 (layers, 4), addresses. x_ptr: words (hidden,) with the flag of the epoch, in and out.
+    """One step of one row, see `PersistentDecoder`.
 
-    epoch_ptr: int32, layers computed so far. scale: of scores, times log2(e).
+    weights_ptr: int64 (layers, 4), addresses. norms_ptr: (layers, norms). x_ptr and those that follow: words, see
+    ll_protocol.py. epoch_ptr: int32, layers computed so far. scale: of scores, times log2(e).
     """
     SLOTS: gl.constexpr = SHAPE.value.slots
     smem = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, PARTS, 8, DIMS], WEIGHTS_SHARED)
@@ -153,14 +167,19 @@ def decoder_kernel(
     for i in gl.static_range(SLOTS):
         mbarrier.init(ready.index(i), count=32 * PRODUCERS)
         mbarrier.init(empty.index(i), count=1)
+    num_keys = gl.maximum(gl.load(length_ptr), 1)  # a row of nobody attends to its own key
+    token = gl.maximum(gl.load(token_ptr), 0)
+    of_token = embedding_ptr + token * SHAPE.value.hidden
+    rotation = rotary_ptr + gl.load(position_ptr).to(gl.int64) * (2 * DIMS)
+    kv_slot = gl.load(slot_ptr)
     words = x_ptr, y_ptr, qkv_ptr, partial_ptr, attended_ptr, gated_ptr, epoch_ptr
     gl.warp_specialize(
         [
             (
                 _consume,
                 (
-                    norms_ptr, pool_ptr, table_ptr, rotation_ptr, words, stamps_ptr, smem, ready, empty, num_layers,
-                    num_keys, eps, scale, layer_stride, block_stride, SHAPE,
+                    norms_ptr, final_norm_ptr, of_token, pool_ptr, rotation, hidden_ptr, words, stamps_ptr, smem,
+                    ready, empty, num_layers, num_keys, kv_slot, eps, scale, layer_stride, block_stride, SHAPE,
                 ),
             ),
             (

@@ -9,9 +9,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from benchmarks.kernels.persistent.gemv import FLAT, FLAT2, FLAT3, WIDTH, split_bfloat16
-from benchmarks.kernels.persistent.ll_protocol import VECTOR, flagged, receive
-from benchmarks.kernels.persistent.stream import (
+from kernels.gpu.persistent.gemv import FLAT, FLAT2, FLAT3, WIDTH, split_bfloat16
+from kernels.gpu.persistent.ll_protocol import VECTOR, flagged, receive
+from kernels.gpu.persistent.stream import (
     BATCH,
     DIMS,
     KEYS,
@@ -38,13 +38,18 @@ VALUES = gl.constexpr(gl.DotOperandLayout(1, PRODUCT, 2))
 
 @gluon.jit
 def head_factors(norm_ptr, rotation_ptr, SHAPE: gl.constexpr):
-    """Norm and rotation of q's heads and k (head_rows, DIMS): factors of each, and of its other half."""
+    """Norm and rotation of q's heads and k (head_rows, DIMS): factors of each, and of its other half.
+
+    rotation_ptr: cosines and signed sines of the position (2, DIMS).
+    """
     row = gl.arange(0, SHAPE.value.head_rows, gl.SliceLayout(1, HEAD_A_WARP))[:, None]
     dims = gl.arange(0, DIMS, gl.SliceLayout(0, HEAD_A_WARP))[None, :]
     of_row = norm_ptr + gl.where(row >= SHAPE.value.group, DIMS, 0)
     same = gl.load(gl.max_contiguous(gl.multiple_of(of_row + dims, [8, 8]), [1, 4])).to(gl.float32)
     other = gl.load(gl.max_contiguous(gl.multiple_of(of_row + (dims ^ (DIMS // 2)), [8, 8]), [1, 4])).to(gl.float32)
-    return same * gl.load(rotation_ptr + dims), other * gl.load(rotation_ptr + DIMS + dims)
+    cos = gl.load(gl.max_contiguous(gl.multiple_of(rotation_ptr + dims, [8, 8]), [1, 4])).to(gl.float32)
+    sin = gl.load(gl.max_contiguous(gl.multiple_of(rotation_ptr + DIMS + dims, [8, 8]), [1, 4])).to(gl.float32)
+    return same * cos, other * sin
 
 
 @gluon.jit
@@ -65,13 +70,14 @@ def _receive_heads(qkv_ptr, flag, kv_head, room, SHAPE: gl.constexpr):
 
 @gluon.jit
 def attend(
-    qkv_ptr, partial_ptr, attended_ptr, pool_ptr, table_ptr, factors, smem, ready, empty, room, slot, phase, flag,
-    num_keys, eps, scale, block_stride, SHAPE: gl.constexpr,
+    qkv_ptr, partial_ptr, attended_ptr, pool_ptr, factors, smem, ready, empty, room, slot, phase, flag,
+    num_keys, kv_slot, eps, scale, block_stride, SHAPE: gl.constexpr,
 ):  # fmt: skip
     """Norm, rotate and store, attend to the keys of a split, then combine a part of the head's dimensions.
 
-    num_keys: with the new one, which comes from `qkv_ptr` like the queries. pool_ptr: of the layer. Returns the slot
-    after those of the keys, and its phase.
+    num_keys: with the new one, which comes from `qkv_ptr` like the queries. pool_ptr: of the layer. kv_slot: where
+    the new key goes, block id * block_size + offset, -1: nowhere. Returns the slot after those of the keys, and its
+    phase.
     """
     GROUP: gl.constexpr = SHAPE.value.group
     ROWS: gl.constexpr = SHAPE.value.head_rows
@@ -98,9 +104,9 @@ def attend(
     halves.index(1).store(low)
     new_key = rotated.slice(GROUP, 1).load(HEAD_A_WARP)
     new_value = rotated.slice(GROUP + 1, 1)
-    if has_new:
-        block = gl.load(table_ptr + (num_keys - 1) // BLOCK).to(gl.int64)
-        at = pool_ptr + block * block_stride + (kv_head * BLOCK + (num_keys - 1) % BLOCK) * DIMS + dims
+    if has_new & (kv_slot >= 0):
+        block = (kv_slot // BLOCK).to(gl.int64)
+        at = pool_ptr + block * block_stride + (kv_head * BLOCK + kv_slot % BLOCK) * DIMS + dims
         gl.store(at[None, :], new_key.to(gl.bfloat16))
         gl.store((at + SHAPE.value.kv_heads * BLOCK * DIMS)[None, :], new_value.load(HEAD_A_WARP).to(gl.bfloat16))
     of_heads.store(gl.sum(q * new_key, axis=1))

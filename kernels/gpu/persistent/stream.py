@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
-from benchmarks.kernels.persistent.shape import CHUNK, HEAD_DIM, SOFTMAX_TILES, TILE_KEYS
+from kernels.gpu.persistent.shape import CHUNK, HEAD_DIM, NUM_WEIGHTS, SOFTMAX_TILES, TILE_KEYS
 
 PRODUCERS = gl.constexpr(4)  # warps
 PARTS = gl.constexpr(8)  # of a chunk, which warps share
@@ -22,7 +22,8 @@ OF_KEYS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 WEIGHTS_SHARED = gl.constexpr(gl.SwizzledSharedLayout(32, 1, 2, [2, 1, 0]))
 KEYS_SHARED = gl.constexpr(gl.SwizzledSharedLayout(32, 1, 2, [1, 0]))
 VALUES_SHARED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
-QKV, OUTPUT, GATE_UP, DOWN, NUM_WEIGHTS = (gl.constexpr(i) for i in range(5))
+QKV, OUTPUT, GATE_UP, DOWN = (gl.constexpr(i) for i in range(4))
+WEIGHTS = gl.constexpr(NUM_WEIGHTS)
 
 
 @gluon.jit
@@ -123,7 +124,7 @@ def produce(
     slot = 0
     phase = 1
     for layer in range(num_layers):
-        of_layer = weights_ptr + layer * NUM_WEIGHTS
+        of_layer = weights_ptr + layer * WEIGHTS
         qkv = gl.load(of_layer + QKV).to(gl.pointer_type(gl.bfloat16))
         output = gl.load(of_layer + OUTPUT).to(gl.pointer_type(gl.bfloat16))
         gate_up = gl.load(of_layer + GATE_UP).to(gl.pointer_type(gl.bfloat16))

@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from benchmarks.kernels.persistent.stream import COLUMNS, DIMS, PARTS, following, wait_for
+from kernels.gpu.persistent.stream import COLUMNS, DIMS, PARTS, following, wait_for
 
 WIDTH = gl.constexpr(8)  # neighbours along K in a thread
 SUMS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [8, 1, 1], [1, 16, 8]))  # (parts of K, rows of x, rows of W)

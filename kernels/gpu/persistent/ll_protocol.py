@@ -76,3 +76,10 @@ def load_vector(ptr, K: gl.constexpr):
     ks = gl.arange(0, triton.next_power_of_2(K), VECTOR)
     at = gl.max_contiguous(gl.multiple_of(ptr + ks, [8]), [4])
     return gl.load(at, mask=ks < K, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def store_vector(ptr, x, K: gl.constexpr):
+    """K numbers of what `load_vector` and `receive_vector` return, as bfloat16."""
+    ks = gl.arange(0, triton.next_power_of_2(K), VECTOR)
+    gl.store(gl.max_contiguous(gl.multiple_of(ptr + ks, [8]), [4]), x.to(gl.bfloat16), mask=ks < K)

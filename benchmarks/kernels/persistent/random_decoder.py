@@ -1,0 +1,62 @@
+"""A dense decoder of random weights over KV of random numbers, for its persistent kernel."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.gpu.persistent.decoder import Parameters, PersistentDecoder
+from kernels.gpu.persistent.reference import decode_reference
+from kernels.gpu.persistent.shape import HEAD_DIM, Shape
+
+EPS, VOCAB = 1e-6, 64
+
+
+class RandomDecoder:
+    """One row of up to `max_keys` tokens."""
+
+    def __init__(self, shape: Shape, num_layers: int, max_keys: int, device: torch.device | str) -> None:
+        hidden, kv_heads, block = shape.hidden, shape.kv_heads, shape.block_size
+        is_meta = torch.device(device).type == "meta"
+
+        def random(*sizes: int, spread: float = 1.0) -> Tensor:
+            if is_meta:
+                return torch.empty(*sizes, dtype=torch.bfloat16, device=device)
+            return (torch.randn(*sizes, device=device) * spread).to(torch.bfloat16)
+
+        def matrix(n: int, k: int) -> Tensor:
+            return random(n, k, spread=k**-0.5)
+
+        def layer() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+            gate_up, down = matrix(2 * shape.intermediate, hidden), matrix(hidden, shape.intermediate)
+            return matrix(shape.qkv, hidden), matrix(hidden, shape.attended), gate_up, down
+
+        angles = torch.arange(max_keys)[:, None] * 0.9 ** torch.arange(HEAD_DIM // 2)
+        cos, sin = angles.cos(), angles.sin()
+        rotary = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)], 1).to(device, torch.bfloat16)
+        weights = [layer() for _ in range(num_layers)]
+        self.parameters = Parameters(
+            weights, random(num_layers, shape.norms), random(hidden), random(VOCAB, hidden), rotary, EPS
+        )
+        num_blocks = -(-max_keys // block)
+        self.pool = random(num_blocks, num_layers, 2, kv_heads, block, HEAD_DIM)
+        self._table = torch.arange(num_blocks - 1, -1, -1, dtype=torch.int32)[None]
+        self._token = torch.zeros(1, dtype=torch.int64, device=device)
+        self.kernel = PersistentDecoder(shape, self.parameters, self.pool)
+
+    def inputs(self, num_keys: int) -> tuple[Tensor, ...]:
+        """Inputs of a step whose row sees so many keys with its own; 0: the row is nobody's."""
+        position, block_size, device = max(num_keys - 1, 0), self.pool.shape[4], self.pool.device
+        block = int(self._table[0, position // block_size])
+        slot = block * block_size + position % block_size if num_keys else -1
+        numbers = (torch.tensor([each], dtype=torch.int32, device=device) for each in (position, num_keys, slot))
+        return (self._token, *numbers, self._table.to(device))
+
+    def reference(self, num_keys: int) -> Tensor:
+        return decode_reference(self.kernel.shape, self.parameters, self.pool, *self.inputs(num_keys))
+
+
+def step_bytes(shape: Shape, num_layers: int, num_keys: int) -> int:
+    """What a step reads once: weights and KV."""
+    columns = shape.hidden * (shape.qkv + shape.attended + 3 * shape.intermediate)
+    return 2 * num_layers * (columns + 2 * num_keys * shape.kv_heads * HEAD_DIM)

@@ -1,0 +1,75 @@
+"""What the kernel needs on the device, and its launch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.gpu.persistent.layers import LOG2_E, NUM_STAMPS, decoder_kernel
+from kernels.gpu.persistent.shape import HEAD_DIM, NUM_WEIGHTS, Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """What the kernel reads of a model, all bfloat16 and contiguous, x W^T as in torch.
+
+    weights: of each layer W_qkv (heads of q, then of k, then of v), W_output, W_gate_up (rows of gate, then those of
+        up) and W_down.
+    norms: (layers, 2 hidden + 2 HEAD_DIM), of attention, of the MLP, of q, of k. final_norm: (hidden,).
+    embedding: (vocab, hidden). rotary: (positions, 2, HEAD_DIM), cosines and signed sines.
+    """
+
+    weights: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]]
+    norms: Tensor
+    final_norm: Tensor
+    embedding: Tensor
+    rotary: Tensor
+    eps: float
+
+
+class PersistentDecoder:
+    """A model over one paged pool, (num_blocks, num_layers, 2, num_kv_heads, block_size, HEAD_DIM) of bfloat16.
+
+    Its words serve one stream. stamps: clocks of stages, int64 (layers, programs, NUM_STAMPS), with `Shape.traces`.
+    """
+
+    def __init__(self, shape: Shape, parameters: Parameters, pool: Tensor) -> None:
+        self.shape, self.parameters, self.pool = shape, parameters, pool
+        num_layers, device = len(parameters.weights), pool.device
+        self._addresses = torch.zeros(num_layers, NUM_WEIGHTS, dtype=torch.int64, device=device)
+        if device.type != "meta":
+            addresses = [[weight.data_ptr() for weight in layer] for layer in parameters.weights]
+            self._addresses.copy_(torch.tensor(addresses))
+        partials = shape.kv_heads * shape.splits * shape.combined_words
+        counts = shape.hidden, shape.hidden, shape.qkv, partials, shape.attended, shape.intermediate, 1
+        self._words = [torch.zeros(count, dtype=torch.int32, device=device) for count in counts]
+        self.stamps = torch.zeros(num_layers, shape.programs, NUM_STAMPS.value, dtype=torch.int64, device=device)
+
+    def set_shape(self, **changes: Any) -> None:
+        """Change what is not a model's: `slots`, `halves_ahead`, `traces`."""
+        self.shape = replace(self.shape, **changes)
+
+    def step(
+        self, token_ids: Tensor, positions: Tensor, lengths: Tensor, slots: Tensor, block_table: Tensor
+    ) -> Tensor:
+        """Hidden states (1, hidden) of a token after the final norm; its K and V go to the pool.
+
+        token_ids: int64 (1,). positions: int32 (1,). lengths: int32 (1,), keys that the token sees with its own; at 0
+        the row is nobody's. slots: int32 (1,), block id * block_size + offset of its K and V, or -1 to store nothing.
+        block_table: int32 (1, any).
+        """
+        of_model, device = self.parameters, self.pool.device
+        hidden = torch.empty(1, self.shape.hidden, dtype=torch.bfloat16, device=device)
+        cooperative = {} if device.type == "meta" else {"launch_cooperative_grid": True}
+        decoder_kernel[(self.shape.programs,)](
+            self._addresses, of_model.norms, of_model.final_norm, of_model.embedding, of_model.rotary, self.pool,
+            token_ids, positions, lengths, slots, block_table, hidden, *self._words, self.stamps,
+            len(of_model.weights), of_model.eps, LOG2_E.value / math.sqrt(HEAD_DIM), self.pool.stride(1),
+            self.pool.stride(0), SHAPE=self.shape, num_warps=8, **cooperative,
+        )  # fmt: skip
+        return hidden

@@ -1,0 +1,123 @@
+"""An engine whose steps of one row are one persistent kernel: the kernel on a Hopper, elsewhere what it computes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.assembly import assemble
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.gpu.config import GpuConfig
+from engine.request_states import RequestState
+from kernels.gpu.persistent.decoder import PersistentDecoder
+from kernels.gpu.persistent.reference import decode_reference
+from kernels.gpu.persistent.shape import Shape
+from tests.gpu.models import save_family
+from tests.gpu.test_engine import ON_GPU, PROMPTS, generate, greedy, open_gpu, run
+
+HAS_HOPPER = ON_GPU and torch.cuda.get_device_capability() == (9, 0)
+HEADS = {"head_dim": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+WIDE = {"num_attention_heads": 16, "num_key_value_heads": 8, "hidden_size": 1024, "intermediate_size": 1024}
+DTYPE, MAX_ERROR = ("bfloat16", 2e-2) if HAS_HOPPER else ("float32", 1e-4)
+GREEDY = greedy(1)[0]
+NUM_TOKENS = 12, 4  # of two requests, of which the second comes and goes while the first one decodes
+
+
+class Reference(PersistentDecoder):
+    def step(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return decode_reference(self.shape, self.parameters, self.pool, *inputs).to(self.pool.dtype)
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Grows with each step that the kernel is launched for, once where a graph replays it."""
+    if not HAS_HOPPER:
+        monkeypatch.setattr("engine.persistent.decoder.PersistentDecoder", Reference)
+        monkeypatch.setattr("engine.persistent.decoder.DTYPE", torch.float32)
+        monkeypatch.setattr("engine.persistent.decoder.has_wgmma", lambda pool: True)
+        monkeypatch.setattr(Shape, "fits", lambda shape: True)
+    seen: list[torch.Tensor] = []
+    kernel = PersistentDecoder if HAS_HOPPER else Reference
+    compute = kernel.step
+
+    def step(self: Any, *inputs: torch.Tensor) -> torch.Tensor:
+        seen.append(compute(self, *inputs))
+        return seen[-1]
+
+    monkeypatch.setattr(kernel, "step", step)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_family(tmp_path_factory.mktemp("model"), {**HEADS, **(WIDE if HAS_HOPPER else {})})
+
+
+def forced_logits(made: Engine, runner: Any, tokens: list[list[int]]) -> list[torch.Tensor]:
+    """Logits (tokens, vocab) of both requests while their output is forced."""
+    seen: list[list[torch.Tensor]] = [[], []]
+
+    def add(index: int) -> None:
+        request = made.add_request(PROMPTS[index], replace(GREEDY, max_tokens=NUM_TOKENS[index]))
+
+        def force(state: RequestState, row: torch.Tensor) -> None:
+            seen[index].append(row.float().cpu().clone())
+            row[tokens[index][len(state.output_token_ids)]] = 1e4
+
+        runner.hooks[request.request_id] = force
+
+    add(0)
+    while len(seen[0]) < 4:
+        made.step()
+    add(1)
+    run(made)
+    return [torch.stack(rows) for rows in seen]
+
+
+@pytest.mark.parametrize("gpu", [GpuConfig(), GpuConfig(use_cuda_graph=False)], ids=["graphs", "eager"])
+def test_rows_are_alone_and_among_others(
+    gpu: GpuConfig, model: Path, steps: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel reads KV that other kernels have written, and they read its own."""
+    plain = assemble(EngineConfig(str(model), device="cpu", dtype="float32", quant_mode="none", num_gpu_blocks=64))
+    tokens = generate(plain.engine, [replace(GREEDY, max_tokens=count) for count in NUM_TOKENS])
+    want = forced_logits(plain.engine, plain.runner, tokens)
+    made, runner = open_gpu(model, monkeypatch, gpu, dtype=DTYPE, block_size=8)
+    got = forced_logits(made, runner, tokens)
+    assert steps
+    for one, other in zip(want, got, strict=True):
+        assert float((one - other).norm() / one.norm()) < MAX_ERROR
+
+
+def test_no_kernel_where_it_is_switched_off(
+    model: Path, steps: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, _ = open_gpu(model, monkeypatch, GpuConfig(), dtype=DTYPE, persistent_kernel=False)
+    generate(made, [GREEDY], PROMPTS[:1])
+    assert not steps
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attention_bias": True},
+        {"head_dim": 64},
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0},
+        {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
+        {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4,
+         "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True},
+    ],
+    ids=["biases", "heads", "windows", "no QK norm", "experts"],
+)  # fmt: skip
+def test_models_that_it_does_not_take(
+    changes: dict[str, Any], tmp_path: Path, steps: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save_family(tmp_path, {**HEADS, **changes})
+    made, _ = open_gpu(path, monkeypatch, GpuConfig(), dtype=DTYPE)
+    generate(made, [GREEDY], PROMPTS[:1])
+    assert not steps

@@ -1,0 +1,63 @@
+"""Steps of the persistent kernel on a Hopper against torch, and what it says of models that it does not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from benchmarks.kernels.persistent.random_decoder import RandomDecoder
+from kernels.gpu.persistent.shape import Shape
+
+HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+QWEN3_06B = Shape(hidden=1024, heads=16, kv_heads=8, intermediate=3072, block_size=64, programs=132)
+
+
+@pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper: Gluon has no interpreter")
+@pytest.mark.parametrize("block_size", [64, 16])
+def test_steps_equal_torchs(block_size: int) -> None:
+    """One after the other: a step must not read words of the one before. Then again, with the K and V they left."""
+    torch.manual_seed(0)
+    programs = torch.cuda.get_device_properties(0).multi_processor_count
+    shape = Shape(1024, 16, 8, 3072, block_size, programs)
+    decoder = RandomDecoder(shape, 3, 1000, "cuda")
+    for num_keys in (1, 63, 64, 65, 500, 1000, 2, 1000):
+        inputs = decoder.inputs(num_keys)
+        block, offset = divmod(int(inputs[3]), block_size)
+        before = decoder.pool.clone()
+        want = decoder.reference(num_keys)
+        stored = decoder.pool[block, :, :, :, offset].float()
+        decoder.pool.copy_(before)
+        got = decoder.kernel.step(*inputs).float()
+        assert float((got - want).norm() / want.norm()) < 2.0**-8
+        of_token = decoder.pool[block, :, :, :, offset]
+        assert float((of_token.float() - stored).norm() / stored.norm()) < 2.0**-8
+        of_token.copy_(before[block, :, :, :, offset])
+        assert torch.equal(decoder.pool, before), "it writes the token's K and V alone"
+        of_token.copy_(stored)
+
+
+@pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper: Gluon has no interpreter")
+def test_a_row_of_nobody_stores_nothing() -> None:
+    decoder = RandomDecoder(QWEN3_06B, 2, 100, "cuda")
+    before = decoder.pool.clone()
+    assert decoder.kernel.step(*decoder.inputs(0)).isfinite().all()
+    assert torch.equal(decoder.pool, before)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden": 2048, "intermediate": 6144},
+        {"hidden": 512},
+        {"heads": 24},
+        {"heads": 128},
+        {"block_size": 128},
+        {"heads": 8, "kv_heads": 4, "hidden": 1088},
+    ],
+    ids=["more slots than there are", "less than a chunk", "a group of 3", "a group of 16", "blocks of 128", "odd"],
+)
+def test_models_that_do_not_fit(changes: dict[str, int]) -> None:
+    assert QWEN3_06B.fits()
+    assert not dataclasses.replace(QWEN3_06B, **changes).fits()  # type: ignore[arg-type]  # which has a bool, too
