@@ -14,7 +14,11 @@ from engine.kv.memory import kv_layout
 from engine.layers.attention import Attention
 from engine.layers.block import Block
 from engine.layers.mlp import Mlp
+from engine.models.config import ModelConfig
 from engine.models.model import Model
+from engine.moe.config import MoeConfig
+from engine.moe.expert_stacks import stacked_of
+from engine.moe.moe import Moe
 from engine.persistent.settings import PersistentSettings
 from kernels.gpu.launching.launch import has_wgmma, num_multiprocessors
 from kernels.gpu.persistent.decoder import Parameters, PersistentDecoder
@@ -28,7 +32,7 @@ def open_decoder(model: Model, pool: Tensor, config: EngineConfig) -> RowDecoder
     """A decoder of single rows by the persistent kernel; None: it does not take the model, or is switched off."""
     if not config.of(PersistentSettings).persistent_kernel or not has_wgmma(pool) or not is_plain(model, pool):
         return None
-    shape = shape_of(model, pool.shape[4], num_multiprocessors(pool.device))
+    shape = shape_of(model.config, pool.shape[4], num_multiprocessors(pool.device))
     if not shape.fits():
         return None
     decoder = PersistentDecoder(shape, parameters_of(model), pool)
@@ -41,12 +45,13 @@ def open_decoder(model: Model, pool: Tensor, config: EngineConfig) -> RowDecoder
     return decode
 
 
-def shape_of(model: Model, block_size: int, programs: int) -> Shape:
+def shape_of(config: ModelConfig, block_size: int, programs: int) -> Shape:
     """The kernel's constants. programs: one for each multiprocessor."""
-    config = model.config
-    return Shape(
-        config.hidden_size, config.num_heads, config.num_kv_heads, config.intermediate_size, block_size, programs
-    )
+    sizes = config.hidden_size, config.num_heads, config.num_kv_heads
+    if (moe := config.moe) is None:
+        return Shape(*sizes, config.intermediate_size, block_size, programs).with_slots()
+    experts = moe.num_experts, moe.num_experts_per_token, moe.normalizes_weights
+    return Shape(*sizes, moe.intermediate_size, block_size, programs, *experts).with_slots()
 
 
 def is_plain(model: Model, pool: Tensor) -> bool:
@@ -54,24 +59,42 @@ def is_plain(model: Model, pool: Tensor) -> bool:
     config, dtypes = model.config, {model.embedding.dtype, model.hidden_dtype, pool.dtype}
     layout = kv_layout(config, pool.dtype)
     is_usual = config.head_dim == config.rope_dim == HEAD_DIM and config.is_causal and model.embedding_scale is None
+    is_mlp = is_plain_mlp if config.moe is None else is_plain_moe
     return (
         is_usual
         and dtypes == {DTYPE}
         and len(layout.groups) == 1
         and not layout.has_windows
-        and all(is_plain_block(block, index) for index, block in enumerate(model.blocks))
+        and all(map(is_plain_attention, model.blocks[::2]))
+        and all(map(is_mlp, model.blocks[1::2]))
     )
 
 
-def is_plain_block(block: Block, index: int) -> bool:
-    """Whether it is the model's attention or MLP at that place. Subclasses compute something else."""
-    if index % 2 == 0:
-        is_known = (
-            type(block) is Attention and block.qk_norm is not None and not block.softcap and block.sinks is None
-        )
-    else:
-        is_known = type(block) is Mlp and not block.is_gelu
-    return is_known and all(ref.layer.is_plain and ref.layer.bias is None for ref in block.linears())
+def is_plain_attention(block: Block) -> bool:
+    """Here and below: subclasses compute something else."""
+    if type(block) is not Attention or block.qk_norm is None:
+        return False
+    return not block.softcap and block.sinks is None and has_plain_linears(block)
+
+
+def is_plain_mlp(block: Block) -> bool:
+    return type(block) is Mlp and not block.is_gelu and has_plain_linears(block)
+
+
+def is_plain_moe(block: Block) -> bool:
+    """Experts chosen by the softmax of their logits alone, all of them here."""
+    if type(block) is not Moe or block.slots is not None or block.loads is not None:
+        return False
+    rule = block.rule
+    plain_rule = MoeConfig(
+        rule.num_experts, rule.num_experts_per_token, rule.intermediate_size, rule.normalizes_weights
+    )
+    has_biases = block.router_bias is not None or block.choice_bias is not None
+    return rule == plain_rule and not has_biases and has_plain_linears(block)
+
+
+def has_plain_linears(block: Block) -> bool:
+    return all(ref.layer.is_plain and ref.layer.bias is None for ref in block.linears())
 
 
 def parameters_of(model: Model) -> Parameters:
@@ -79,13 +102,19 @@ def parameters_of(model: Model) -> Parameters:
     weights, norms = [], []
     for attention, mlp in zip(model.blocks[::2], model.blocks[1::2], strict=True):
         assert isinstance(attention, Attention)
-        assert isinstance(mlp, Mlp)
         assert attention.qk_norm is not None
-        linears = attention.qkv, attention.output, mlp.gate_up, mlp.down
-        qkv, output, gate_up, down = (each.weight for each in linears)
-        weights.append((qkv, output, gate_up, down))
+        weights.append((attention.qkv.weight, attention.output.weight, *weights_of(mlp)))
         of_q, of_k = attention.qk_norm[0], attention.qk_norm[attention.num_heads]
         norms.append(torch.cat([attention.norm, mlp.norm, of_q, of_k]))
     return Parameters(
         weights, torch.stack(norms), model.final_norm, model.embedding, model.rotary, model.config.rms_norm_eps
     )
+
+
+def weights_of(block: Block) -> tuple[Tensor, ...]:
+    """See `Parameters`."""
+    if isinstance(block, Moe):
+        stacked = stacked_of(block)
+        return stacked.gate_up.weight, stacked.down.weight, stacked.router
+    assert isinstance(block, Mlp)
+    return block.gate_up.weight, block.down.weight

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from benchmarks.kernels.persistent.random_decoder import RandomDecoder
-from kernels.gpu.persistent.shape import Shape
+from kernels.gpu.persistent.shape import SLOT_BYTES, Shape
 from tests.compile import hopper
 from tests.compile.hopper import NUM_SMS, SHARED_BYTES, Compiled
 
@@ -15,11 +17,20 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Compiled]:
     return hopper.install(monkeypatch)
 
 
-def test_all_layers_of_qwen3_06b(compiled: list[Compiled]) -> None:
-    shape = Shape(hidden=1024, heads=16, kv_heads=8, intermediate=3072, block_size=64, programs=NUM_SMS)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"hidden": 1024, "heads": 16, "kv_heads": 8, "intermediate": 3072},
+        {"hidden": 2048, "heads": 32, "kv_heads": 4, "intermediate": 768, "experts": 128, "chosen": 8},
+    ],
+    ids=["Qwen3-0.6B", "Qwen3-30B-A3B"],
+)
+def test_all_layers(sizes: dict[str, Any], compiled: list[Compiled]) -> None:
+    shape = Shape(**sizes, block_size=64, programs=NUM_SMS).with_slots()
     assert shape.fits()
     decoder = RandomDecoder(shape, 2, 1024, "meta")
     decoder.kernel.step(*decoder.inputs(1000))
     [kernel] = compiled
+    assert 0 <= shape.shared_bytes + shape.slots * SLOT_BYTES - kernel.shared_bytes < 1024
     assert kernel.shared_bytes <= SHARED_BYTES
     assert kernel.spilled <= 64, "registers of a layer's loop went to memory"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +19,9 @@ import torch
 from benchmarks.harness import int_list
 from benchmarks.kernels.persistent.random_decoder import RandomDecoder, step_bytes
 from benchmarks.kernels.timing import graph_seconds
+from engine.models.families import family_of
 from engine.models.hf_config import config_from_hf, read_hf_config
+from engine.persistent.decoder import shape_of
 from kernels.gpu.persistent.layers import STAGES
 from kernels.gpu.persistent.shape import Shape
 
@@ -31,16 +34,16 @@ def main() -> None:
     parser.add_argument("--model", default="benchmarks/configs/qwen3-0.6b", help="folder with a config.json")
     parser.add_argument("--keys", type=int_list, default=[1024], help="tokens of context, the new one included")
     parser.add_argument("--halves", type=int_list, default=[2, 3, 4], help="half slots on their way at a time")
-    parser.add_argument("--slots", type=int, default=10, help="of 16 KiB")
+    parser.add_argument("--slots", type=int, default=0, help="of 16 KiB; 0: as in the engine")
     parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--stages", action="store_true", help="median cycles of each stage of a layer")
     options = parser.parse_args()
-    config = config_from_hf(read_hf_config(Path(options.model)))
+    raw = read_hf_config(Path(options.model))
+    config = family_of(raw["architectures"][0]).adapt_config(config_from_hf(raw), raw)
     programs = torch.cuda.get_device_properties(0).multi_processor_count
-    shape = Shape(
-        config.hidden_size, config.num_heads, config.num_kv_heads, config.intermediate_size, options.block_size,
-        programs, options.slots,
-    )  # fmt: skip
+    shape = shape_of(config, options.block_size, programs)
+    if options.slots:
+        shape = replace(shape, slots=options.slots)
     if not shape.fits():
         parser.error(f"the kernel does not take {shape}")
     torch.manual_seed(0)

@@ -24,12 +24,16 @@ class RandomDecoder:
                 return torch.empty(*sizes, dtype=torch.bfloat16, device=device)
             return (torch.randn(*sizes, device=device) * spread).to(torch.bfloat16)
 
-        def matrix(n: int, k: int) -> Tensor:
-            return random(n, k, spread=k**-0.5)
+        def matrix(*sizes: int) -> Tensor:
+            return random(*sizes, spread=sizes[-1] ** -0.5)
 
-        def layer() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-            gate_up, down = matrix(2 * shape.intermediate, hidden), matrix(hidden, shape.intermediate)
-            return matrix(shape.qkv, hidden), matrix(hidden, shape.attended), gate_up, down
+        def layer() -> tuple[Tensor, ...]:
+            attention = matrix(shape.qkv, hidden), matrix(hidden, shape.attended)
+            gate_up, down = (2 * shape.intermediate, hidden), (hidden, shape.intermediate)
+            if not shape.experts:
+                return *attention, matrix(*gate_up), matrix(*down)
+            stacks = matrix(shape.experts, *gate_up), matrix(shape.experts, *down)
+            return *attention, *stacks, matrix(shape.experts, hidden)
 
         angles = torch.arange(max_keys)[:, None] * 0.9 ** torch.arange(HEAD_DIM // 2)
         cos, sin = angles.cos(), angles.sin()
@@ -58,5 +62,5 @@ class RandomDecoder:
 
 def step_bytes(shape: Shape, num_layers: int, num_keys: int) -> int:
     """What a step reads once: weights and KV."""
-    columns = shape.hidden * (shape.qkv + shape.attended + 3 * shape.intermediate)
+    columns = shape.hidden * (shape.qkv + shape.attended + 3 * shape.inner + shape.experts)
     return 2 * num_layers * (columns + 2 * num_keys * shape.kv_heads * HEAD_DIM)

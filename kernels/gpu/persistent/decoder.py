@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.gpu.persistent.layers import LOG2_E, NUM_STAMPS, decoder_kernel
+from kernels.gpu.persistent.experts import LOG2_E
+from kernels.gpu.persistent.layers import NUM_STAMPS, decoder_kernel
 from kernels.gpu.persistent.shape import HEAD_DIM, NUM_WEIGHTS, Shape
 
 
@@ -19,12 +20,13 @@ class Parameters:
     """What the kernel reads of a model, all bfloat16 and contiguous, x W^T as in torch.
 
     weights: of each layer W_qkv (heads of q, then of k, then of v), W_output, W_gate_up (rows of gate, then those of
-        up) and W_down.
+        up), W_down; of experts stacks (experts, 2 intermediate, hidden) and (experts, hidden, intermediate), then
+        W_router (experts, hidden).
     norms: (layers, 2 hidden + 2 HEAD_DIM), of attention, of the MLP, of q, of k. final_norm: (hidden,).
     embedding: (vocab, hidden). rotary: (positions, 2, HEAD_DIM), cosines and signed sines.
     """
 
-    weights: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]]
+    weights: Sequence[tuple[Tensor, ...]]
     norms: Tensor
     final_norm: Tensor
     embedding: Tensor
@@ -43,11 +45,11 @@ class PersistentDecoder:
         num_layers, device = len(parameters.weights), pool.device
         self._addresses = torch.zeros(num_layers, NUM_WEIGHTS, dtype=torch.int64, device=device)
         if device.type != "meta":
-            addresses = [[weight.data_ptr() for weight in layer] for layer in parameters.weights]
-            self._addresses.copy_(torch.tensor(addresses))
+            addresses = torch.tensor([[weight.data_ptr() for weight in layer] for layer in parameters.weights])
+            self._addresses[:, : addresses.shape[1]] = addresses
         partials = shape.kv_heads * shape.splits * shape.combined_words
-        counts = shape.hidden, shape.hidden, shape.qkv, partials, shape.attended, shape.intermediate, 1
-        self._words = [torch.zeros(count, dtype=torch.int32, device=device) for count in counts]
+        sizes = shape.hidden, shape.hidden, shape.qkv, partials, shape.attended, shape.experts, shape.inner, 1
+        self._words = [torch.zeros(size, dtype=torch.int32, device=device) for size in sizes]
         self.stamps = torch.zeros(num_layers, shape.programs, NUM_STAMPS.value, dtype=torch.int64, device=device)
 
     def set_shape(self, **changes: Any) -> None:

@@ -6,12 +6,16 @@ leaves: y is as exact as with x of 16 bits of mantissa. 8 warps take a part of K
 
 from __future__ import annotations
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from kernels.gpu.persistent.stream import COLUMNS, DIMS, PARTS, following, wait_for
+from kernels.gpu.persistent.ll_protocol import receive_vector
+from kernels.gpu.persistent.shape import PIECE, Shape
+from kernels.gpu.persistent.stream import COLUMNS, DIMS, PARTS, barrier, by_chunks, following, release, wait_for
 
+LENGTH = gl.constexpr(PIECE)
 WIDTH = gl.constexpr(8)  # neighbours along K in a thread
 SUMS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [8, 1, 1], [1, 16, 8]))  # (parts of K, rows of x, rows of W)
 OF_X = gl.constexpr(gl.DotOperandLayout(0, SUMS, WIDTH))
@@ -20,6 +24,16 @@ ADDED = gl.constexpr(gl.BlockedLayout([1, 8, 1], [4, 1, 8], [8, 1, 1], [2, 1, 0]
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 FLAT2 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 FLAT3 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+
+
+@triton.constexpr_function
+def tiles_at_once(shape: Shape, n: int, slots_of_tile: int) -> int:
+    return shape.tiles_at_once(n, slots_of_tile)
+
+
+@triton.constexpr_function
+def chunks_at_once(shape: Shape, n: int) -> int:
+    return shape.chunks_at_once(n)
 
 
 @gluon.jit
@@ -46,21 +60,109 @@ def _in_rows(high, low, row):
 
 
 @gluon.jit
-def operands(x, K: gl.constexpr, highs, lows):
-    """A vector of which each thread has a part, as an operand of each chunk of K, through shared memory."""
+def store_operand(x, first, highs, lows):
+    """Numbers of a vector from chunk `first` on, of which each thread has a part, as both bfloat16."""
+    if x.shape[0] == COLUMNS:
+        high, low = split_bfloat16(x)
+        highs.index(first).store(high)
+        lows.index(first).store(low)
+    else:
+        one, other = x.reshape([2, x.shape[0] // 2]).permute((1, 0)).split()
+        store_operand(one, first, highs, lows)
+        store_operand(other, first + x.shape[0] // 2 // COLUMNS, highs, lows)
+
+
+@gluon.jit
+def receive_operand(ptr, flag, K: gl.constexpr, highs, lows):
+    """A vector that other programs store, a piece at a time where it is long."""
+    PADDED: gl.constexpr = triton.next_power_of_2(K)
+    if PADDED <= 2 * LENGTH:
+        store_operand(receive_vector(ptr, flag, K, PADDED), 0, highs, lows)
+    else:
+        for first in gl.static_range(0, K, LENGTH):
+            piece = receive_vector(ptr + first, flag, min(K - first, LENGTH), LENGTH)
+            store_operand(piece, first // COLUMNS, highs, lows)
+
+
+@gluon.jit
+def _operand(highs, lows, i):
+    """Chunk i of the vector."""
     row = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, OF_X)))
     row = gl.expand_dims(gl.expand_dims(row, 0), 2)
-    high, low = split_bfloat16(x)
-    highs.slice(0, x.shape[0]).store(high)
-    lows.slice(0, x.shape[0]).store(low)
+    high = highs.index(i)._reinterpret(gl.bfloat16, [PARTS, DIMS], FLAT2)
+    low = lows.index(i)._reinterpret(gl.bfloat16, [PARTS, DIMS], FLAT2)
+    high, low = high.load(gl.SliceLayout(1, OF_X)), low.load(gl.SliceLayout(1, OF_X))
+    return _in_rows(gl.expand_dims(high, 1), gl.expand_dims(low, 1), row)
+
+
+@gluon.jit
+def gemv(
+    N: gl.constexpr, K: gl.constexpr, GATED: gl.constexpr, highs, lows, smem, ready, empty, sums, slot, phase,
+    SHAPE: gl.constexpr,
+):  # fmt: skip
+    """W (N, K) times the vector, for all tiles of a program; leave the parts' sums in `sums`.
+
+    GATED: W has as many rows of `up` after those of `gate`; their sums follow. Returns the slot after the last one,
+    its phase, and how many slots before it wait for their release.
+    """
+    if by_chunks(SHAPE, N, K) and not GATED:
+        slot, phase, count = _gemv_by_chunks(N, K, highs, lows, smem, ready, empty, sums, slot, phase, SHAPE)
+    else:
+        x = ()
+        for i in gl.static_range((K + COLUMNS - 1) // COLUMNS):
+            x = x + (_operand(highs, lows, i),)  # type: ignore[assignment]  # noqa: RUF005  Triton's tuples unpack nothing
+        slot, phase, count = _gemv_by_tiles(x, N, K, GATED, smem, ready, empty, sums, slot, phase, SHAPE)
+    return slot, phase, count
+
+
+@gluon.jit
+def _gemv_by_tiles(
+    x, N: gl.constexpr, K: gl.constexpr, GATED: gl.constexpr, smem, ready, empty, sums, slot, phase,
+    SHAPE: gl.constexpr,
+):  # fmt: skip
+    P: gl.constexpr = SHAPE.value.programs
+    SLOTS_OF_TILE: gl.constexpr = (2 if GATED else 1) * ((K + COLUMNS - 1) // COLUMNS)
+    TILES: gl.constexpr = (N // 8 + P - 1) // P
+    AT_ONCE: gl.constexpr = tiles_at_once(SHAPE, N, SLOTS_OF_TILE)
+    num_tiles = (N // 8 - gl.program_id(0) + P - 1) // P
+    if AT_ONCE == TILES:
+        slot, phase, count = _gemv_tiles(x, 0, num_tiles, AT_ONCE, K, GATED, smem, ready, sums, slot, phase, SHAPE)
+    else:
+        count = 0
+        for begin in range(0, num_tiles, AT_ONCE):
+            if begin > 0:
+                barrier()  # every thread has read the tiles
+                release(empty, slot, count, SHAPE.value.slots)
+            slot, phase, count = _gemv_tiles(
+                x, begin, num_tiles, AT_ONCE, K, GATED, smem, ready, sums, slot, phase, SHAPE
+            )
+    return slot, phase, count
+
+
+@gluon.jit
+def _gemv_tiles(
+    x, begin, num_tiles, AT_ONCE: gl.constexpr, K: gl.constexpr, GATED: gl.constexpr, smem, ready, sums, slot, phase,
+    SHAPE: gl.constexpr,
+):  # fmt: skip
+    """Tiles from `begin` on. Waits come first: instructions of different tiles take turns."""
+    SLOTS: gl.constexpr = SHAPE.value.slots
+    SLOTS_OF_TILE: gl.constexpr = (2 if GATED else 1) * ((K + COLUMNS - 1) // COLUMNS)
+    count = gl.minimum(num_tiles - begin, AT_ONCE) * SLOTS_OF_TILE
+    wait_for(ready, slot, phase, count, AT_ONCE * SLOTS_OF_TILE, SLOTS)
     found = ()
-    for i in gl.static_range((K + COLUMNS - 1) // COLUMNS):
-        high = highs.slice(i * COLUMNS, COLUMNS)._reinterpret(gl.bfloat16, [PARTS, DIMS], FLAT2)
-        low = lows.slice(i * COLUMNS, COLUMNS)._reinterpret(gl.bfloat16, [PARTS, DIMS], FLAT2)
-        high, low = high.load(gl.SliceLayout(1, OF_X)), low.load(gl.SliceLayout(1, OF_X))
-        chunk = _in_rows(gl.expand_dims(high, 1), gl.expand_dims(low, 1), row)
-        found = found + (chunk,)  # type: ignore[assignment]  # noqa: RUF005  Triton's tuples unpack nothing
-    return found
+    for i in gl.static_range(AT_ONCE):
+        for half in gl.static_range(2 if GATED else 1):
+            at, _ = following(slot, phase, i * SLOTS_OF_TILE + half * (SLOTS_OF_TILE // 2), SLOTS)
+            tile = _gemv_tile(x, K, smem, at, SLOTS)
+            found = found + (tile,)  # type: ignore[assignment]  # noqa: RUF005  Triton's tuples unpack nothing
+    for i in gl.static_range(AT_ONCE):
+        if GATED:
+            sums.index(begin + i).store(found[2 * i])
+            sums.index(SHAPE.value.most_tiles + begin + i).store(found[2 * i + 1])
+        else:
+            sums.index(begin + i).store(found[i])
+    slot, phase = following(slot, phase, count, SLOTS)
+    return slot, phase, count
 
 
 @gluon.jit
@@ -75,33 +177,38 @@ def _gemv_tile(x, K: gl.constexpr, smem, slot, SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def gemv_tiles(
-    x, K: gl.constexpr, N: gl.constexpr, GATED: gl.constexpr, smem, ready, sums, slot, phase, SHAPE: gl.constexpr
+def _gemv_by_chunks(
+    N: gl.constexpr, K: gl.constexpr, highs, lows, smem, ready, empty, sums, slot, phase, SHAPE: gl.constexpr
 ):
-    """All tiles of a program, N rows of W in all; leave the parts' sums in `sums`, with a gate those of `up` behind.
-
-    Returns the slot after them, its phase, and how many there were. Waits come first: instructions of different tiles
-    take turns.
-    """
+    """All tiles of a chunk, then those of the next one: x need not stay in registers."""
     P: gl.constexpr = SHAPE.value.programs
     SLOTS: gl.constexpr = SHAPE.value.slots
-    SLOTS_OF_TILE: gl.constexpr = (2 if GATED else 1) * ((K + COLUMNS - 1) // COLUMNS)
     TILES: gl.constexpr = (N // 8 + P - 1) // P
-    count = (N // 8 - gl.program_id(0) + P - 1) // P * SLOTS_OF_TILE
-    wait_for(ready, slot, phase, count, TILES * SLOTS_OF_TILE, SLOTS)
-    found = ()
-    for i in gl.static_range(TILES):
-        for half in gl.static_range(2 if GATED else 1):
-            at, _ = following(slot, phase, i * SLOTS_OF_TILE + half * (SLOTS_OF_TILE // 2), SLOTS)
-            tile = _gemv_tile(x, K, smem, at, SLOTS)
-            found = found + (tile,)  # type: ignore[assignment]  # noqa: RUF005  Triton's tuples unpack nothing
-    for i in gl.static_range(TILES):
-        if GATED:
-            sums.index(i).store(found[2 * i])
-            sums.index(SHAPE.value.most_tiles + i).store(found[2 * i + 1])
-        else:
-            sums.index(i).store(found[i])
-    slot, phase = following(slot, phase, count, SLOTS)
+    CHUNKS: gl.constexpr = (K + COLUMNS - 1) // COLUMNS
+    AT_ONCE: gl.constexpr = chunks_at_once(SHAPE, N)
+    num_tiles = (N // 8 - gl.program_id(0) + P - 1) // P
+    acc = ()
+    for _ in gl.static_range(TILES):
+        zeros = gl.zeros([PARTS, 16, 8], gl.float32, SUMS)
+        acc = acc + (zeros,)  # type: ignore[assignment]  # noqa: RUF005  Triton's tuples unpack nothing
+    count = 0
+    for begin in gl.static_range(0, CHUNKS, AT_ONCE):
+        if begin > 0:
+            barrier()  # every thread has read the chunks
+            release(empty, slot, count, SLOTS)
+        count = num_tiles * min(AT_ONCE, CHUNKS - begin)
+        wait_for(ready, slot, phase, count, TILES * min(AT_ONCE, CHUNKS - begin), SLOTS)
+        for i in gl.static_range(min(AT_ONCE, CHUNKS - begin)):
+            x = _operand(highs, lows, begin + i)
+            sums_now = ()
+            for tile in gl.static_range(TILES):
+                at, _ = following(slot, phase, i * num_tiles + tile, SLOTS)
+                y = mma_v2(x, smem.index(at).permute((0, 2, 1)).load(OF_W), acc[tile])
+                sums_now = sums_now + (y,)  # type: ignore[assignment]  # noqa: RUF005  Triton's tuples unpack nothing
+            acc = sums_now
+        slot, phase = following(slot, phase, count, SLOTS)
+    for tile in gl.static_range(TILES):
+        sums.index(tile).store(gl.sum(acc[tile], axis=1))
     return slot, phase, count
 
 
@@ -114,11 +221,16 @@ def sum_parts(sums, IS_UP: gl.constexpr, SHAPE: gl.constexpr):
 
 
 @gluon.jit
+def tile_numbers(SHAPE: gl.constexpr):
+    """The program's tiles of a weight, and numbers beyond (tiles,)."""
+    tiles = gl.arange(0, SHAPE.value.most_tiles, gl.SliceLayout(1, gl.SliceLayout(1, ADDED)))
+    return gl.program_id(0) + tiles * SHAPE.value.programs
+
+
+@gluon.jit
 def tile_rows(N: gl.constexpr, SHAPE: gl.constexpr):
     """Rows of W in the program's tiles (tiles, 8), and which there are."""
-    tiles = gl.arange(0, SHAPE.value.most_tiles, gl.SliceLayout(1, gl.SliceLayout(1, ADDED)))
-    rows = gl.program_id(0) + tiles[:, None] * SHAPE.value.programs
-    rows = rows * 8 + gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, ADDED)))[None, :]
+    rows = tile_numbers(SHAPE)[:, None] * 8 + gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, ADDED)))[None, :]
     return rows, rows < N
 
 

@@ -2,7 +2,7 @@
 
     y = W_o attend(rotate(norm(W_qkv norm(x)))) + x,  x = W_down (silu(W_gate norm(y)) * W_up norm(y)) + y
 
-from the token's row of the embedding to the final norm.
+or the sum over a token's experts of such MLPs, from the token's row of the embedding to the final norm.
 
 Programs, one for each multiprocessor, have tiles of 8 rows of each W. They wait for each other only by reading words
 (`ll_protocol.py`), so all must run at once: it is a cooperative launch.
@@ -10,28 +10,32 @@ Programs, one for each multiprocessor, have tiles of 8 rows of each W. They wait
 
 from __future__ import annotations
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from kernels.gpu.persistent.attention import attend, head_factors
+from kernels.gpu.persistent.experts import LOG2_E, choose, shares_of
 from kernels.gpu.persistent.gemv import (
     FLAT,
-    gemv_tiles,
+    gemv,
     inverse_root,
-    operands,
+    receive_operand,
+    store_operand,
     store_squares,
     sum_parts,
+    tile_numbers,
     tile_rows,
 )
 from kernels.gpu.persistent.ll_protocol import flagged, load_vector, receive_vector, store_vector
-from kernels.gpu.persistent.stream import DIMS, PARTS, PRODUCERS, WEIGHTS_SHARED, produce, release
+from kernels.gpu.persistent.stream import COLUMNS, DIMS, PARTS, PRODUCERS, WEIGHTS_SHARED, produce, release
 
 NUM_STAMPS = gl.constexpr(16)
 STAGES = (
-    "receive x", "qkv", "attention", "receive attended", "output", "receive y", "gate_up", "receive gated", "down",
+    "receive x", "qkv", "attention", "receive attended", "output", "receive y", "choose experts", "gate_up",
+    "receive gated", "down",
 )  # fmt: skip
-LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
@@ -57,26 +61,31 @@ def _ask_for_norms(norms_ptr, layer, SHAPE: gl.constexpr):
 @gluon.jit
 def _consume(
     norms_ptr, final_norm_ptr, embedding_ptr, pool_ptr, rotation_ptr, hidden_ptr, words, stamps_ptr, smem, ready,
-    empty, num_layers, num_keys, kv_slot, eps, scale, layer_stride, block_stride, SHAPE: gl.constexpr,
+    empty, experts, is_chosen, num_layers, num_keys, kv_slot, eps, scale, layer_stride, block_stride,
+    SHAPE: gl.constexpr,
 ):  # fmt: skip
     """embedding_ptr, rotation_ptr: of the token and of its position. hidden_ptr: bfloat16 (hidden,), written."""
-    x_ptr, y_ptr, qkv_ptr, partial_ptr, attended_ptr, gated_ptr, epoch_ptr = words
+    x_ptr, y_ptr, qkv_ptr, partial_ptr, attended_ptr, router_ptr, gated_ptr, epoch_ptr = words
     H: gl.constexpr = SHAPE.value.hidden
-    I: gl.constexpr = SHAPE.value.intermediate  # noqa: E741  as configs call it
+    PADDED: gl.constexpr = triton.next_power_of_2(H)
+    QKV: gl.constexpr = SHAPE.value.qkv
+    ATTENDED: gl.constexpr = SHAPE.value.attended
+    EXPERTS: gl.constexpr = SHAPE.value.experts
+    INNER: gl.constexpr = SHAPE.value.inner
     NORMS: gl.constexpr = SHAPE.value.norms
     SLOTS: gl.constexpr = SHAPE.value.slots
     ROOM: gl.constexpr = max(2 * SHAPE.value.head_rows * DIMS, SHAPE.value.combined_words)
     room = gl.allocate_shared_memory(gl.float32, [ROOM], FLAT)
-    highs = gl.allocate_shared_memory(gl.bfloat16, [SHAPE.value.room], FLAT)
-    lows = gl.allocate_shared_memory(gl.bfloat16, [SHAPE.value.room], FLAT)
+    highs = gl.allocate_shared_memory(gl.bfloat16, [SHAPE.value.most_chunks, COLUMNS], FLAT)
+    lows = gl.allocate_shared_memory(gl.bfloat16, [SHAPE.value.most_chunks, COLUMNS], FLAT)
     squares = gl.allocate_shared_memory(gl.float32, [PARTS], FLAT)
     sums = gl.allocate_shared_memory(
         gl.float32, [2 * SHAPE.value.most_tiles, PARTS, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     )
+    logits = gl.allocate_shared_memory(gl.float32, [max(EXPERTS, 1)], FLAT)
+    shares = gl.allocate_shared_memory(gl.float32, [SHAPE.value.chosen], FLAT)
     program = gl.program_id(0)
-    qkv_rows, has_qkv = tile_rows(SHAPE.value.qkv, SHAPE)
     hidden_rows, has_hidden = tile_rows(H, SHAPE)
-    inner_rows, has_inner = tile_rows(I, SHAPE)
     epoch = gl.load(epoch_ptr)
     norm = load_vector(norms_ptr, H)
     if program < H // 8:  # as `before` of the first layer; others read the embedding themselves
@@ -92,13 +101,14 @@ def _consume(
         if layer == 0:
             x = load_vector(embedding_ptr, H)
         else:
-            x = receive_vector(x_ptr, flag ^ 1, H)
+            x = receive_vector(x_ptr, flag ^ 1, H, PADDED)
         _stamp(stamps_ptr, layer, 1, SHAPE)
-        normed = operands(x * norm, H, highs, lows)
+        store_operand(x * norm, 0, highs, lows)
         store_squares(x, squares)
-        slot, phase, count = gemv_tiles(normed, H, SHAPE.value.qkv, False, smem, ready, sums, slot, phase, SHAPE)
+        slot, phase, count = gemv(QKV, H, False, highs, lows, smem, ready, empty, sums, slot, phase, SHAPE)
         y = sum_parts(sums, False, SHAPE) * inverse_root(squares, eps, H)
-        gl.store(qkv_ptr + qkv_rows, flagged(y, flag), mask=has_qkv)
+        rows, exist = tile_rows(QKV, SHAPE)
+        gl.store(qkv_ptr + rows, flagged(y, flag), mask=exist)
         release(empty, slot, count, SLOTS)
         _stamp(stamps_ptr, layer, 2, SHAPE)
         if program < SHAPE.value.kv_heads * SHAPE.value.splits:
@@ -111,38 +121,48 @@ def _consume(
         norm = load_vector(norms_ptr + layer * NORMS + H, H)
         if program < H // 8:
             before = gl.load(x_ptr + hidden_rows, mask=has_hidden, other=0).to(gl.float32, bitcast=True)
-            attended = receive_vector(attended_ptr, flag, SHAPE.value.attended)
+            receive_operand(attended_ptr, flag, ATTENDED, highs, lows)
             _stamp(stamps_ptr, layer, 4, SHAPE)
-            attended = operands(attended, SHAPE.value.attended, highs, lows)
-            slot, phase, count = gemv_tiles(
-                attended, SHAPE.value.attended, H, False, smem, ready, sums, slot, phase, SHAPE
-            )
+            slot, phase, count = gemv(H, ATTENDED, False, highs, lows, smem, ready, empty, sums, slot, phase, SHAPE)
             gl.store(y_ptr + hidden_rows, flagged(sum_parts(sums, False, SHAPE) + before, flag), mask=has_hidden)
             release(empty, slot, count, SLOTS)
         _stamp(stamps_ptr, layer, 5, SHAPE)
-        x = receive_vector(y_ptr, flag, H)
+        x = receive_vector(y_ptr, flag, H, PADDED)
         _stamp(stamps_ptr, layer, 6, SHAPE)
-        normed = operands(x * norm, H, highs, lows)
+        store_operand(x * norm, 0, highs, lows)
         store_squares(x, squares)
-        slot, phase, count = gemv_tiles(normed, H, I, True, smem, ready, sums, slot, phase, SHAPE)
+        if EXPERTS:
+            if program < EXPERTS // 8:
+                slot, phase, count = gemv(
+                    EXPERTS, H, False, highs, lows, smem, ready, empty, sums, slot, phase, SHAPE
+                )
+                y = sum_parts(sums, False, SHAPE) * inverse_root(squares, eps, H)
+                rows, exist = tile_rows(EXPERTS, SHAPE)
+                gl.store(router_ptr + rows, flagged(y, flag), mask=exist)
+                release(empty, slot, count, SLOTS)
+            choose(router_ptr, flag, logits, experts, shares, is_chosen, SHAPE)
+        _stamp(stamps_ptr, layer, 7, SHAPE)
+        slot, phase, count = gemv(INNER, H, True, highs, lows, smem, ready, empty, sums, slot, phase, SHAPE)
         root = inverse_root(squares, eps, H)
         gate, up = sum_parts(sums, False, SHAPE) * root, sum_parts(sums, True, SHAPE) * root
         gated = gate / (1.0 + gl.exp2(gate * -LOG2_E)) * up
-        gl.store(gated_ptr + inner_rows, flagged(gated, flag), mask=has_inner)
+        rows, exist = tile_rows(INNER, SHAPE)
+        if EXPERTS:
+            gated *= shares_of(tile_numbers(SHAPE), shares, SHAPE)[:, None]
+        gl.store(gated_ptr + rows, flagged(gated, flag), mask=exist)
         release(empty, slot, count, SLOTS)
-        _stamp(stamps_ptr, layer, 7, SHAPE)
+        _stamp(stamps_ptr, layer, 8, SHAPE)
         norm = load_vector(norms_ptr + gl.minimum(layer + 1, num_layers - 1) * NORMS, H)
         if program < H // 8:
             before = gl.load(y_ptr + hidden_rows, mask=has_hidden, other=0).to(gl.float32, bitcast=True)
-            inner = receive_vector(gated_ptr, flag, I)
-            _stamp(stamps_ptr, layer, 8, SHAPE)
-            inner = operands(inner, I, highs, lows)
-            slot, phase, count = gemv_tiles(inner, I, H, False, smem, ready, sums, slot, phase, SHAPE)
+            receive_operand(gated_ptr, flag, INNER, highs, lows)
+            _stamp(stamps_ptr, layer, 9, SHAPE)
+            slot, phase, count = gemv(H, INNER, False, highs, lows, smem, ready, empty, sums, slot, phase, SHAPE)
             gl.store(x_ptr + hidden_rows, flagged(sum_parts(sums, False, SHAPE) + before, flag), mask=has_hidden)
             release(empty, slot, count, SLOTS)
-        _stamp(stamps_ptr, layer, 9, SHAPE)
+        _stamp(stamps_ptr, layer, 10, SHAPE)
     if program == 0:
-        x = receive_vector(x_ptr, (epoch + num_layers) & 1, H)
+        x = receive_vector(x_ptr, (epoch + num_layers) & 1, H, PADDED)
         store_squares(x, squares)
         normed = x * load_vector(final_norm_ptr, H) * inverse_root(squares, eps, H)
         store_vector(hidden_ptr, normed, H)
@@ -152,13 +172,13 @@ def _consume(
 @gluon.jit(do_not_specialize=["num_layers"])
 def decoder_kernel(
     weights_ptr, norms_ptr, final_norm_ptr, embedding_ptr, rotary_ptr, pool_ptr, token_ptr, position_ptr, length_ptr,
-    slot_ptr, table_ptr, hidden_ptr, x_ptr, y_ptr, qkv_ptr, partial_ptr, attended_ptr, gated_ptr, epoch_ptr,
-    stamps_ptr, num_layers, eps, scale, layer_stride, block_stride, SHAPE: gl.constexpr,
+    slot_ptr, table_ptr, hidden_ptr, x_ptr, y_ptr, qkv_ptr, partial_ptr, attended_ptr, router_ptr, gated_ptr,
+    epoch_ptr, stamps_ptr, num_layers, eps, scale, layer_stride, block_stride, SHAPE: gl.constexpr,
 ):  # fmt: skip
     """One step of one row, see `PersistentDecoder`.
 
-    weights_ptr: int64 (layers, 4), addresses. norms_ptr: (layers, norms). x_ptr and those that follow: words, see
-    ll_protocol.py. epoch_ptr: int32, layers computed so far. scale: of scores, times log2(e).
+    weights_ptr: int64 (layers, NUM_WEIGHTS), addresses. norms_ptr: (layers, norms). x_ptr and those that follow: words,
+    see ll_protocol.py. epoch_ptr: int32, layers computed so far. scale: of scores, times log2(e).
     """
     SLOTS: gl.constexpr = SHAPE.value.slots
     smem = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, PARTS, 8, DIMS], WEIGHTS_SHARED)
@@ -167,26 +187,30 @@ def decoder_kernel(
     for i in gl.static_range(SLOTS):
         mbarrier.init(ready.index(i), count=32 * PRODUCERS)
         mbarrier.init(empty.index(i), count=1)
+    experts = gl.allocate_shared_memory(gl.int32, [SHAPE.value.chosen], FLAT)
+    is_chosen = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(is_chosen.index(0), count=1)
     num_keys = gl.maximum(gl.load(length_ptr), 1)  # a row of nobody attends to its own key
     token = gl.maximum(gl.load(token_ptr), 0)
     of_token = embedding_ptr + token * SHAPE.value.hidden
     rotation = rotary_ptr + gl.load(position_ptr).to(gl.int64) * (2 * DIMS)
     kv_slot = gl.load(slot_ptr)
-    words = x_ptr, y_ptr, qkv_ptr, partial_ptr, attended_ptr, gated_ptr, epoch_ptr
+    words = x_ptr, y_ptr, qkv_ptr, partial_ptr, attended_ptr, router_ptr, gated_ptr, epoch_ptr
     gl.warp_specialize(
         [
             (
                 _consume,
                 (
                     norms_ptr, final_norm_ptr, of_token, pool_ptr, rotation, hidden_ptr, words, stamps_ptr, smem,
-                    ready, empty, num_layers, num_keys, kv_slot, eps, scale, layer_stride, block_stride, SHAPE,
+                    ready, empty, experts, is_chosen, num_layers, num_keys, kv_slot, eps, scale, layer_stride,
+                    block_stride, SHAPE,
                 ),
             ),
             (
                 produce,
                 (
-                    weights_ptr, pool_ptr, table_ptr, smem, ready, empty, num_layers, num_keys, layer_stride,
-                    block_stride, SHAPE,
+                    weights_ptr, pool_ptr, table_ptr, smem, ready, empty, experts, is_chosen, num_layers, num_keys,
+                    layer_stride, block_stride, SHAPE,
                 ),
             ),
         ],

@@ -59,9 +59,8 @@ def flagged(numbers, flag):
 
 
 @gluon.jit
-def receive_vector(ptr, flag, K: gl.constexpr):
-    """(next power of two of K,), zeros beyond K, a part for each thread."""
-    PADDED: gl.constexpr = triton.next_power_of_2(K)
+def receive_vector(ptr, flag, K: gl.constexpr, PADDED: gl.constexpr):
+    """(PADDED,), zeros beyond K, a part for each thread."""
     ks = gl.arange(0, PADDED, VECTOR)
     inside = gl.where(ks < K, ks, ks % 4)
     x = receive(ptr + inside, flag, PADDED // 256)

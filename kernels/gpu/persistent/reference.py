@@ -21,7 +21,7 @@ def decode_reference(
     cos, sin = parameters.rotary[int(positions)].float()
     x = parameters.embedding[int(token_ids)].float()
     for layer, weights in enumerate(parameters.weights):
-        qkv, output, gate_up, down = (each.float() for each in weights)
+        qkv, output, gate_up, down = weights[0].float(), weights[1].float(), weights[2], weights[3]
         sizes = [shape.hidden, shape.hidden, HEAD_DIM, HEAD_DIM]
         before, after, of_q, of_k = torch.split(parameters.norms[layer].float(), sizes)
         heads = (qkv @ _normed(x, before, eps)).view(-1, HEAD_DIM)
@@ -38,9 +38,24 @@ def decode_reference(
         keys, values = (each.repeat_interleave(shape.group, 0) for each in (keys, values))
         scores = (keys @ q[:, :, None])[:, None, :, 0] / math.sqrt(HEAD_DIM)
         x = x + output @ (scores.softmax(-1) @ values).flatten()
-        gate, up = (gate_up @ _normed(x, after, eps)).chunk(2)
-        x = x + down @ (functional.silu(gate) * up)
+        normed = _normed(x, after, eps)
+        if shape.experts:
+            shares, chosen = _choose(weights[4].float() @ normed, shape)
+            for share, expert in zip(shares, chosen.tolist(), strict=True):
+                x = x + share * _mlp(normed, gate_up[expert], down[expert])
+        else:
+            x = x + _mlp(normed, gate_up, down)
     return _normed(x, parameters.final_norm.float(), eps)[None]
+
+
+def _mlp(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    gate, up = (gate_up.float() @ x).chunk(2)
+    return down.float() @ (functional.silu(gate) * up)
+
+
+def _choose(logits: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+    shares, chosen = logits.softmax(-1).topk(shape.chosen)
+    return shares / shares.sum() if shape.normalizes else shares, chosen
 
 
 def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:

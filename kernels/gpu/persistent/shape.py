@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import triton
 
 HEAD_DIM = 128
-NUM_WEIGHTS = 4  # of a layer
+NUM_WEIGHTS = 5  # addresses of a layer
 CHUNK = 1024  # columns of W in a slot of shared memory, of 8 rows
+PIECE = 2048  # columns of a vector that are received at a time, of a long one
+MAX_CHUNKS = 4  # of a vector that stays in registers
 TILE_KEYS = 64  # of K or V in a slot
+SLOT_BYTES, MAX_SLOTS = 16 << 10, 10
+HOPPERS_SHARED_BYTES = 227 << 10  # of a program
 SOFTMAX_TILES = 2  # tiles of keys that are scored before their values are added up
 
 
 @dataclass(frozen=True)
 class Shape:
-    """programs: one for each multiprocessor. slots: of a program. halves_ahead: half slots on their way at a time."""
+    """programs: one for each multiprocessor. slots: of a program. halves_ahead: half slots on their way at a time.
+
+    intermediate: of the MLP, or of an expert. experts: 0: a dense model. chosen: of a token. normalizes: whether the
+    shares of those add up to 1.
+    """
 
     hidden: int
     heads: int
@@ -23,6 +31,9 @@ class Shape:
     intermediate: int
     block_size: int
     programs: int
+    experts: int = 0
+    chosen: int = 1
+    normalizes: bool = True
     slots: int = 10
     halves_ahead: int = 3
     traces: bool = False
@@ -40,15 +51,50 @@ class Shape:
         return self.heads * HEAD_DIM
 
     @property
+    def inner(self) -> int:
+        """Columns of W_down, of all experts of a token."""
+        return self.intermediate * self.chosen
+
+    @property
     def splits(self) -> int:
         """Programs that share the keys of a KV head, a power of two."""
         return 1 << (self.programs // self.kv_heads).bit_length() - 1
 
+    def tiles(self, n: int) -> int:
+        """Tiles of 8 rows of W that a program multiplies at most, of n rows."""
+        return -(-n // 8 // self.programs)
+
+    def is_by_chunks(self, n: int, k: int) -> bool:
+        """Whether a program goes through W (n, k) by columns, a chunk of all its tiles after the other.
+
+        Then no more than one chunk of x is in registers. Else it goes by tiles.
+        """
+        return -(-k // CHUNK) > MAX_CHUNKS - 1 and self.tiles(n) <= self.slots // 2
+
+    def tiles_at_once(self, n: int, slots_of_tile: int) -> int:
+        """Tiles that a program waits for together: all, or what takes half of the slots."""
+        count = self.tiles(n)
+        return count if count * slots_of_tile <= self.slots else max(self.slots // 2 // slots_of_tile, 1)
+
+    def chunks_at_once(self, n: int) -> int:
+        """The same of chunks."""
+        return max(self.slots // 2 // self.tiles(n), 1)
+
+    @property
+    def stages(self) -> tuple[tuple[int, int, int], ...]:
+        """(n, k, how many W with rows like these) of each GEMV."""
+        attention = (self.qkv, self.hidden, 1), (self.hidden, self.attended, 1)
+        router = ((self.experts, self.hidden, 1),) if self.experts else ()
+        return (*attention, *router, (self.inner, self.hidden, 2), (self.hidden, self.inner, 1))
+
     @property
     def most_tiles(self) -> int:
-        """Tiles of 8 rows of W that a program multiplies at most, rounded up to a power of two."""
-        rows = max(self.qkv, self.hidden, self.intermediate)
-        return int(triton.next_power_of_2(-(-rows // 8 // self.programs)))
+        """Sums of tiles that a program keeps, a power of two."""
+        counts = []
+        for n, k, times in self.stages:
+            together = 1 if self.is_by_chunks(n, k) else self.tiles_at_once(n, -(-k // CHUNK) * times)
+            counts.append(-(-self.tiles(n) // together) * together)
+        return int(triton.next_power_of_2(max(counts)))
 
     @property
     def combined(self) -> int:
@@ -71,24 +117,38 @@ class Shape:
         return 2 * self.hidden + 2 * HEAD_DIM
 
     @property
-    def room(self) -> int:
-        """The longest vector that a product takes."""
-        return int(triton.next_power_of_2(max(self.attended, self.hidden, self.intermediate, CHUNK)))
+    def most_chunks(self) -> int:
+        """Chunks of the longest vector that a GEMV takes, as it is received."""
+        lengths = [k for _, k, _ in self.stages]
+        return max(triton.next_power_of_2(k) if k <= 2 * PIECE else -(-k // PIECE) * PIECE for k in lengths) // CHUNK
 
     @property
-    def most_slots(self) -> int:
-        """Slots that a stage waits for at once."""
-        stages = (self.qkv, self.hidden, 1), (self.intermediate, self.hidden, 2)
-        back = (self.hidden, self.attended, 1), (self.hidden, self.intermediate, 1)
-        return max(-(-n // 8 // self.programs) * -(-k // CHUNK) * times for n, k, times in (*stages, *back))
+    def shared_bytes(self) -> int:
+        """Shared memory of a program but for the slots; a compile test compares it."""
+        vectors = 2 * 2 * CHUNK * self.most_chunks
+        sums = 2 * self.most_tiles * 64 * 4
+        heads = 4 * HEAD_DIM * max(self.head_rows, 8)
+        received = 4 * max(2 * self.head_rows * HEAD_DIM, self.combined_words)
+        softmax = 2 * 8 * HEAD_DIM * 2 + SOFTMAX_TILES * 8 * TILE_KEYS * (4 + 2 * 2)
+        return vectors + sums + heads + received + softmax + 4 * self.experts + 512
+
+    def with_slots(self) -> Shape:
+        """The shape with as many slots as there is room for; more than MAX_SLOTS gain nothing."""
+        return replace(self, slots=min((HOPPERS_SHARED_BYTES - self.shared_bytes) // SLOT_BYTES, MAX_SLOTS))
 
     def fits(self) -> bool:
         """Whether the kernel takes this model: its vectors fill chunks, and no stage needs more slots than there are.
 
         Each program has rows of W_qkv, so that none overtakes another by more than a layer (`ll_protocol.py`).
         """
-        inner = self.attended, self.hidden, self.intermediate
+        inner = self.attended, self.hidden, self.inner
         has_chunks = all(k >= CHUNK and k % HEAD_DIM == 0 for k in inner) and self.qkv // 8 >= self.programs
         has_parts = self.combined <= HEAD_DIM and HEAD_DIM % max(self.combined, 1) == 0
         has_heads = self.group <= 8 and TILE_KEYS % self.block_size == 0
-        return has_chunks and has_parts and has_heads and self.most_slots <= self.slots
+        has_experts = self.intermediate % HEAD_DIM == 0 and self.experts in (0, 128) and self.chosen in (1, 8)
+        has_slots = all(self._has_slots(*each) for each in self.stages)
+        return has_chunks and has_parts and has_heads and has_experts and has_slots
+
+    def _has_slots(self, n: int, k: int, times: int) -> bool:
+        chunks = -(-k // CHUNK)
+        return (times == 1 and self.is_by_chunks(n, k)) or (chunks <= MAX_CHUNKS and chunks * times <= self.slots)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
-from kernels.gpu.persistent.shape import CHUNK, HEAD_DIM, NUM_WEIGHTS, SOFTMAX_TILES, TILE_KEYS
+from kernels.gpu.persistent.shape import CHUNK, HEAD_DIM, NUM_WEIGHTS, SOFTMAX_TILES, TILE_KEYS, Shape
+
+try:
+    barrier = gl.barrier
+except AttributeError:  # Triton 3.6
+    barrier = gl.thread_barrier
 
 PRODUCERS = gl.constexpr(4)  # warps
 PARTS = gl.constexpr(8)  # of a chunk, which warps share
@@ -22,8 +28,13 @@ OF_KEYS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 WEIGHTS_SHARED = gl.constexpr(gl.SwizzledSharedLayout(32, 1, 2, [2, 1, 0]))
 KEYS_SHARED = gl.constexpr(gl.SwizzledSharedLayout(32, 1, 2, [1, 0]))
 VALUES_SHARED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
-QKV, OUTPUT, GATE_UP, DOWN = (gl.constexpr(i) for i in range(4))
+QKV, OUTPUT, GATE_UP, DOWN, ROUTER = (gl.constexpr(i) for i in range(5))
 WEIGHTS = gl.constexpr(NUM_WEIGHTS)
+
+
+@triton.constexpr_function
+def by_chunks(shape: Shape, n: int, k: int) -> bool:
+    return shape.is_by_chunks(n, k)
 
 
 @gluon.jit
@@ -58,27 +69,117 @@ def _sent(AHEAD: gl.constexpr):
 
 
 @gluon.jit
-def _put_rows(weight, first_row, K: gl.constexpr, smem, ready, empty, slot, phase, SHAPE: gl.constexpr):
-    """8 rows of W, a chunk in each slot."""
-    SLOTS: gl.constexpr = SHAPE.value.slots
+def _put_chunk(weight, first_row, i, K: gl.constexpr, smem, ready, empty, slot, phase, SHAPE: gl.constexpr):
+    """Chunk i of 8 rows of W (any, K)."""
     part = gl.arange(0, PARTS // 2, gl.SliceLayout(1, gl.SliceLayout(2, OF_WEIGHTS)))
     row = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, OF_WEIGHTS)))
+    of_row = first_row.to(gl.int64) * K + row[None, :] * K + part[:, None] * DIMS
+    mbarrier.wait(empty.index(slot), phase)
+    for half in gl.static_range(2):
+        first = i * COLUMNS + half * (COLUMNS // 2)
+        inside = (part * DIMS < K - first)[:, None] & (row >= 0)[None, :]
+        _put_half(weight + of_row + first, inside, half, smem, slot, SHAPE)
+    async_copy.mbarrier_arrive(ready.index(slot), increment_count=False)
+    return following(slot, phase, 1, SHAPE.value.slots)
+
+
+@gluon.jit
+def _put_half(rows, inside, half: gl.constexpr, smem, slot, SHAPE: gl.constexpr):
+    """Half of a slot: DIMS numbers from each of the pointers on (PARTS / 2, 8)."""
     column = gl.arange(0, DIMS, gl.SliceLayout(0, gl.SliceLayout(0, OF_WEIGHTS)))
     column = gl.expand_dims(gl.expand_dims(column, 0), 0)
-    of_row = first_row.to(gl.int64) * K + row[None, :] * K + part[:, None] * DIMS
-    at = weight + (gl.expand_dims(of_row, 2) + column)
-    at = gl.max_contiguous(gl.multiple_of(at, [16, 16, 16]), [1, 1, 8])
+    at = gl.max_contiguous(gl.multiple_of(gl.expand_dims(rows, 2) + column, [16, 16, 16]), [1, 1, 8])
+    to = smem.index(slot).slice(half * (PARTS // 2), PARTS // 2)
+    async_copy.async_copy_global_to_shared(to, at, mask=gl.expand_dims(inside, 2) & (column >= 0))
+    _sent(SHAPE.value.halves_ahead)
+
+
+@gluon.jit
+def _put_rows(weight, first_row, K: gl.constexpr, smem, ready, empty, slot, phase, SHAPE: gl.constexpr):
+    """8 rows of W, a chunk in each slot."""
     for i in gl.static_range((K + COLUMNS - 1) // COLUMNS):
-        mbarrier.wait(empty.index(slot), phase)
-        for half in gl.static_range(2):
-            first = i * COLUMNS + half * (COLUMNS // 2)
-            to = smem.index(slot).slice(half * (PARTS // 2), PARTS // 2)
-            inside = gl.expand_dims((part * DIMS < K - first)[:, None] & (row >= 0)[None, :], 2) & (column >= 0)
-            async_copy.async_copy_global_to_shared(to, at + first, mask=inside)
-            _sent(SHAPE.value.halves_ahead)
-        async_copy.mbarrier_arrive(ready.index(slot), increment_count=False)
-        slot, phase = following(slot, phase, 1, SLOTS)
+        slot, phase = _put_chunk(weight, first_row, i, K, smem, ready, empty, slot, phase, SHAPE)
     return slot, phase
+
+
+@gluon.jit
+def _put_weight(weight, N: gl.constexpr, K: gl.constexpr, smem, ready, empty, slot, phase, SHAPE: gl.constexpr):
+    """All of the program's tiles of W (N, K)."""
+    if by_chunks(SHAPE, N, K):
+        for i in range((K + COLUMNS - 1) // COLUMNS):
+            for tile in range(gl.program_id(0), N // 8, SHAPE.value.programs):
+                slot, phase = _put_chunk(weight, tile * 8, i, K, smem, ready, empty, slot, phase, SHAPE)
+    else:
+        for tile in range(gl.program_id(0), N // 8, SHAPE.value.programs):
+            slot, phase = _put_rows(weight, tile * 8, K, smem, ready, empty, slot, phase, SHAPE)
+    return slot, phase
+
+
+@gluon.jit
+def _put_pairs(weight, smem, ready, empty, slot, phase, SHAPE: gl.constexpr):
+    """The program's tiles of W_gate_up of an MLP: those of gate and up in turn."""
+    H: gl.constexpr = SHAPE.value.hidden
+    INNER: gl.constexpr = SHAPE.value.intermediate
+    for tile in range(gl.program_id(0), INNER // 8, SHAPE.value.programs):
+        slot, phase = _put_rows(weight, tile * 8, H, smem, ready, empty, slot, phase, SHAPE)
+        slot, phase = _put_rows(weight, INNER + tile * 8, H, smem, ready, empty, slot, phase, SHAPE)
+    return slot, phase
+
+
+@gluon.jit
+def _one_of(numbers, i, COUNT: gl.constexpr):
+    """numbers[i] of a tuple of scalars, for scalars or tensors i."""
+    found = i * 0 + numbers[0]
+    for k in gl.static_range(1, COUNT):
+        found = gl.where(i == k, numbers[k], found)
+    return found
+
+
+@gluon.jit
+def _put_experts(gate_up, down, chosen, smem, ready, empty, slot, phase, SHAPE: gl.constexpr):
+    """The program's tiles of gate and up of the token's experts, then of W_down, whose columns are all experts'.
+
+    gate_up: (experts, 2 intermediate, hidden). down: (experts, hidden, intermediate). chosen: a tuple of experts.
+    """
+    P: gl.constexpr = SHAPE.value.programs
+    H: gl.constexpr = SHAPE.value.hidden
+    INNER: gl.constexpr = SHAPE.value.intermediate
+    COUNT: gl.constexpr = SHAPE.value.chosen
+    for tile in range(gl.program_id(0), COUNT * INNER // 8, P):
+        expert = _one_of(chosen, tile // (INNER // 8), COUNT)
+        weight = gate_up + expert.to(gl.int64) * (2 * INNER * H)
+        row = tile % (INNER // 8) * 8
+        slot, phase = _put_rows(weight, row, H, smem, ready, empty, slot, phase, SHAPE)
+        slot, phase = _put_rows(weight, INNER + row, H, smem, ready, empty, slot, phase, SHAPE)
+    part = gl.arange(0, PARTS // 2, gl.SliceLayout(1, gl.SliceLayout(2, OF_WEIGHTS)))
+    row = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, OF_WEIGHTS)))
+    OF_EXPERT: gl.constexpr = INNER // DIMS  # parts
+    for i in range((COUNT * INNER + COLUMNS - 1) // COLUMNS):
+        for tile in range(gl.program_id(0), H // 8, P):
+            mbarrier.wait(empty.index(slot), phase)
+            for half in gl.static_range(2):
+                number = i * PARTS + half * (PARTS // 2) + part
+                expert = _one_of(chosen, number // OF_EXPERT, COUNT)
+                of_part = expert.to(gl.int64) * (H * INNER) + number % OF_EXPERT * DIMS
+                rows = down + (of_part[:, None] + ((tile * 8 + row) * INNER)[None, :])
+                inside = (number < COUNT * OF_EXPERT)[:, None] & (row >= 0)[None, :]
+                _put_half(rows, inside, half, smem, slot, SHAPE)
+            async_copy.mbarrier_arrive(ready.index(slot), increment_count=False)
+            slot, phase = following(slot, phase, 1, SHAPE.value.slots)
+    return slot, phase
+
+
+@gluon.jit
+def _chosen(experts_smem, COUNT: gl.constexpr):
+    """The token's experts as a tuple."""
+    layout: gl.constexpr = gl.BlockedLayout([COUNT], [32], [PRODUCERS], [0])
+    experts = experts_smem.load(layout)
+    places = gl.arange(0, COUNT, layout)
+    found = ()
+    for i in gl.static_range(COUNT):
+        one = gl.sum(gl.where(places == i, experts, 0), axis=0)
+        found = found + (one,)  # type: ignore[assignment]  # noqa: RUF005  Triton's tuples unpack nothing
+    return found
 
 
 @gluon.jit
@@ -106,21 +207,14 @@ def tiles_of_split(num_keys, SHAPE: gl.constexpr):
 
 @gluon.jit
 def produce(
-    weights_ptr, pool_ptr, table_ptr, smem, ready, empty, num_layers, num_keys, layer_stride, block_stride,
-    SHAPE: gl.constexpr,
+    weights_ptr, pool_ptr, table_ptr, smem, ready, empty, experts_smem, is_chosen, num_layers, num_keys, layer_stride,
+    block_stride, SHAPE: gl.constexpr,
 ):  # fmt: skip
-    """Fill slots with what the program needs of all layers, as they become empty."""
-    P: gl.constexpr = SHAPE.value.programs
-    BLOCK: gl.constexpr = SHAPE.value.block_size
-    HIDDEN: gl.constexpr = SHAPE.value.hidden
-    INNER: gl.constexpr = SHAPE.value.intermediate
-    VALUES: gl.constexpr = SHAPE.value.kv_heads * BLOCK * DIMS  # from keys to values
-    keys_smem = smem._reinterpret(gl.bfloat16, [SHAPE.value.slots, KEYS, DIMS], KEYS_SHARED)
-    values_smem = smem._reinterpret(gl.bfloat16, [SHAPE.value.slots, KEYS, DIMS], VALUES_SHARED)
-    program = gl.program_id(0)
-    kv_head, first_tile, num_tiles = tiles_of_split(num_keys, SHAPE)
-    in_half = gl.arange(0, KEYS // 2, gl.SliceLayout(1, OF_KEYS))
-    dims = gl.arange(0, DIMS, gl.SliceLayout(0, OF_KEYS))[None, :]
+    """Fill slots with what the program needs of all layers, as they become empty.
+
+    is_chosen: completes a phase a layer, when `experts_smem` has the token's experts.
+    """
+    H: gl.constexpr = SHAPE.value.hidden
     slot = 0
     phase = 1
     for layer in range(num_layers):
@@ -129,27 +223,43 @@ def produce(
         output = gl.load(of_layer + OUTPUT).to(gl.pointer_type(gl.bfloat16))
         gate_up = gl.load(of_layer + GATE_UP).to(gl.pointer_type(gl.bfloat16))
         down = gl.load(of_layer + DOWN).to(gl.pointer_type(gl.bfloat16))
-        for tile in range(program, SHAPE.value.qkv // 8, P):
-            slot, phase = _put_rows(qkv, tile * 8, HIDDEN, smem, ready, empty, slot, phase, SHAPE)
-        layer_at = layer.to(gl.int64) * layer_stride  # type: ignore[attr-defined]
-        of_head = pool_ptr + layer_at + kv_head * (BLOCK * DIMS)
-        for begin in range(first_tile, first_tile + num_tiles, BATCH):
-            end = gl.minimum(begin + BATCH, first_tile + num_tiles)
-            for is_value in gl.static_range(2):
-                for tile in range(begin, end):
-                    halves = ()
-                    for half in gl.static_range(2):
-                        keys = tile * KEYS + half * (KEYS // 2) + in_half
-                        block = gl.load(table_ptr + keys // BLOCK, mask=keys < num_keys, other=0).to(gl.int64)
-                        row = block * block_stride + keys % BLOCK * DIMS
-                        at = of_head + row[:, None] + dims + is_value * VALUES
-                        halves = halves + (at,)  # type: ignore[assignment]  # noqa: RUF005  Triton's tuples unpack nothing
-                    to = values_smem if is_value else keys_smem
-                    slot, phase = _put_tile(halves, to, ready, empty, slot, phase, SHAPE)
-        for tile in range(program, HIDDEN // 8, P):
-            slot, phase = _put_rows(output, tile * 8, SHAPE.value.attended, smem, ready, empty, slot, phase, SHAPE)
-        for tile in range(program, INNER // 8, P):
-            slot, phase = _put_rows(gate_up, tile * 8, HIDDEN, smem, ready, empty, slot, phase, SHAPE)
-            slot, phase = _put_rows(gate_up, INNER + tile * 8, HIDDEN, smem, ready, empty, slot, phase, SHAPE)
-        for tile in range(program, HIDDEN // 8, P):
-            slot, phase = _put_rows(down, tile * 8, INNER, smem, ready, empty, slot, phase, SHAPE)
+        slot, phase = _put_weight(qkv, SHAPE.value.qkv, H, smem, ready, empty, slot, phase, SHAPE)
+        of_pool = pool_ptr + layer.to(gl.int64) * layer_stride  # type: ignore[attr-defined]
+        slot, phase = _put_kv(of_pool, table_ptr, num_keys, smem, ready, empty, slot, phase, block_stride, SHAPE)
+        slot, phase = _put_weight(output, H, SHAPE.value.attended, smem, ready, empty, slot, phase, SHAPE)
+        if SHAPE.value.experts:
+            router = gl.load(of_layer + ROUTER).to(gl.pointer_type(gl.bfloat16))
+            slot, phase = _put_weight(router, SHAPE.value.experts, H, smem, ready, empty, slot, phase, SHAPE)
+            mbarrier.wait(is_chosen.index(0), layer & 1)
+            chosen = _chosen(experts_smem, SHAPE.value.chosen)
+            slot, phase = _put_experts(gate_up, down, chosen, smem, ready, empty, slot, phase, SHAPE)
+        else:
+            slot, phase = _put_pairs(gate_up, smem, ready, empty, slot, phase, SHAPE)
+            slot, phase = _put_weight(down, H, SHAPE.value.inner, smem, ready, empty, slot, phase, SHAPE)
+
+
+@gluon.jit
+def _put_kv(of_pool, table_ptr, num_keys, smem, ready, empty, slot, phase, block_stride, SHAPE: gl.constexpr):
+    """Keys and values of the program's split, BATCH tiles of keys before those of values. of_pool: of the layer."""
+    BLOCK: gl.constexpr = SHAPE.value.block_size
+    VALUES: gl.constexpr = SHAPE.value.kv_heads * BLOCK * DIMS  # from keys to values
+    keys_smem = smem._reinterpret(gl.bfloat16, [SHAPE.value.slots, KEYS, DIMS], KEYS_SHARED)
+    values_smem = smem._reinterpret(gl.bfloat16, [SHAPE.value.slots, KEYS, DIMS], VALUES_SHARED)
+    kv_head, first_tile, num_tiles = tiles_of_split(num_keys, SHAPE)
+    in_half = gl.arange(0, KEYS // 2, gl.SliceLayout(1, OF_KEYS))
+    dims = gl.arange(0, DIMS, gl.SliceLayout(0, OF_KEYS))[None, :]
+    of_head = of_pool + kv_head * (BLOCK * DIMS)
+    for begin in range(first_tile, first_tile + num_tiles, BATCH):
+        end = gl.minimum(begin + BATCH, first_tile + num_tiles)
+        for is_value in gl.static_range(2):
+            for tile in range(begin, end):
+                halves = ()
+                for half in gl.static_range(2):
+                    keys = tile * KEYS + half * (KEYS // 2) + in_half
+                    block = gl.load(table_ptr + keys // BLOCK, mask=keys < num_keys, other=0).to(gl.int64)
+                    row = block * block_stride + keys % BLOCK * DIMS
+                    at = of_head + row[:, None] + dims + is_value * VALUES
+                    halves = halves + (at,)  # type: ignore[assignment]  # noqa: RUF005  Triton's tuples unpack nothing
+                to = values_smem if is_value else keys_smem
+                slot, phase = _put_tile(halves, to, ready, empty, slot, phase, SHAPE)
+    return slot, phase

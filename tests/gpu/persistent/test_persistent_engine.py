@@ -23,6 +23,10 @@ from tests.gpu.test_engine import ON_GPU, PROMPTS, generate, greedy, open_gpu, r
 HAS_HOPPER = ON_GPU and torch.cuda.get_device_capability() == (9, 0)
 HEADS = {"head_dim": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
 WIDE = {"num_attention_heads": 16, "num_key_value_heads": 8, "hidden_size": 1024, "intermediate_size": 1024}
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 128 if HAS_HOPPER else 16, "norm_topk_prob": True,
+}  # fmt: skip
 DTYPE, MAX_ERROR = ("bfloat16", 2e-2) if HAS_HOPPER else ("float32", 1e-4)
 GREEDY = greedy(1)[0]
 NUM_TOKENS = 12, 4  # of two requests, of which the second comes and goes while the first one decodes
@@ -53,9 +57,10 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     return seen
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_family(tmp_path_factory.mktemp("model"), {**HEADS, **(WIDE if HAS_HOPPER else {})})
+@pytest.fixture(scope="module", params=[{}, EXPERTS], ids=["dense", "experts"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {**HEADS, **request.param, **(WIDE if HAS_HOPPER else {})}
+    return save_family(tmp_path_factory.mktemp("model"), sizes)
 
 
 def forced_logits(made: Engine, runner: Any, tokens: list[list[int]]) -> list[torch.Tensor]:
@@ -109,11 +114,9 @@ def test_no_kernel_where_it_is_switched_off(
         {"head_dim": 64},
         {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0},
         {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
-        {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4,
-         "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True},
     ],
-    ids=["biases", "heads", "windows", "no QK norm", "experts"],
-)  # fmt: skip
+    ids=["biases", "heads", "windows", "no QK norm"],
+)
 def test_models_that_it_does_not_take(
     changes: dict[str, Any], tmp_path: Path, steps: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,12 +15,24 @@ QWEN3_06B = Shape(hidden=1024, heads=16, kv_heads=8, intermediate=3072, block_si
 
 
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper: Gluon has no interpreter")
-@pytest.mark.parametrize("block_size", [64, 16])
-def test_steps_equal_torchs(block_size: int) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"block_size": 16},
+        {"hidden": 2048, "intermediate": 6144},
+        {"hidden": 2560, "heads": 32, "intermediate": 9728},
+        {"hidden": 4096, "heads": 32, "intermediate": 12288},
+        {"hidden": 2048, "heads": 32, "kv_heads": 4, "intermediate": 768, "experts": 128, "chosen": 8},
+    ],
+    ids=["Qwen3-0.6B", "blocks of 16", "1.7B", "4B", "8B", "30B-A3B"],
+)
+def test_steps_equal_torchs(changes: dict[str, int]) -> None:
     """One after the other: a step must not read words of the one before. Then again, with the K and V they left."""
     torch.manual_seed(0)
     programs = torch.cuda.get_device_properties(0).multi_processor_count
-    shape = Shape(1024, 16, 8, 3072, block_size, programs)
+    shape = dataclasses.replace(QWEN3_06B, programs=programs, **changes).with_slots()  # type: ignore[arg-type]  # no bool is there
+    block_size = shape.block_size
     decoder = RandomDecoder(shape, 3, 1000, "cuda")
     for num_keys in (1, 63, 64, 65, 500, 1000, 2, 1000):
         inputs = decoder.inputs(num_keys)
@@ -49,15 +61,24 @@ def test_a_row_of_nobody_stores_nothing() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"hidden": 2048, "intermediate": 6144},
+        {"hidden": 8192, "intermediate": 28672},
         {"hidden": 512},
         {"heads": 24},
         {"heads": 128},
         {"block_size": 128},
-        {"heads": 8, "kv_heads": 4, "hidden": 1088},
+        {"hidden": 1088},
+        {"experts": 64, "chosen": 8},
     ],
-    ids=["more slots than there are", "less than a chunk", "a group of 3", "a group of 16", "blocks of 128", "odd"],
+    ids=[
+        "more slots than there are",
+        "less than a chunk",
+        "a group of 3",
+        "a group of 16",
+        "blocks of 128",
+        "odd",
+        "64 experts",
+    ],
 )
 def test_models_that_do_not_fit(changes: dict[str, int]) -> None:
     assert QWEN3_06B.fits()
-    assert not dataclasses.replace(QWEN3_06B, **changes).fits()  # type: ignore[arg-type]  # which has a bool, too
+    assert not dataclasses.replace(QWEN3_06B, **changes).with_slots().fits()  # type: ignore[arg-type]  # which has a bool, too
