@@ -22,8 +22,8 @@ from benchmarks.kernels.timing import graph_seconds
 from engine.models.families import family_of
 from engine.models.hf_config import config_from_hf, read_hf_config
 from engine.persistent.decoder import shape_of
-from kernels.gpu.persistent.layers import STAGES
 from kernels.gpu.persistent.shape import Shape
+from kernels.gpu.persistent.stamps import STAGES
 
 CHECKED_LAYERS, MAX_ERROR = 3, 2.0**-8  # of bfloat16
 WARM_STEPS = 3

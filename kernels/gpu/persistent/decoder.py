@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from kernels.gpu.persistent.experts import LOG2_E
-from kernels.gpu.persistent.layers import NUM_STAMPS, decoder_kernel
+from kernels.gpu.persistent.layers import decoder_kernel
 from kernels.gpu.persistent.shape import HEAD_DIM, NUM_WEIGHTS, Shape
+from kernels.gpu.persistent.stamps import NUM_STAMPS
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from kernels.gpu.persistent.ll_protocol import VECTOR, receive
+from kernels.gpu.persistent.stamps import stamp
 from kernels.gpu.persistent.stream import barrier
 
 EXPERTS = gl.constexpr(128)
@@ -16,12 +17,13 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
-def choose(router_ptr, flag, logits, experts, shares, is_chosen, SHAPE: gl.constexpr):
+def choose(router_ptr, flag, logits, experts, shares, is_chosen, stamps, SHAPE: gl.constexpr):
     """Put the token's experts, by falling logits, and their shares (chosen,) into shared memory; arrive there.
 
     logits: shared memory for it.
     """
     logits.store(receive(router_ptr + gl.arange(0, EXPERTS, VECTOR), flag, EXPERTS // 32))
+    stamp(stamps, 13, SHAPE)
     one, others = logits.load(gl.SliceLayout(1, RANKS))[:, None], logits.load(gl.SliceLayout(0, RANKS))[None, :]
     index = gl.arange(0, EXPERTS, gl.SliceLayout(1, RANKS))[:, None]
     before = gl.arange(0, EXPERTS, gl.SliceLayout(0, RANKS))[None, :] < index

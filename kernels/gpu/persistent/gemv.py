@@ -27,8 +27,8 @@ FLAT3 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 
 
 @triton.constexpr_function
-def tiles_at_once(shape: Shape, n: int, slots_of_tile: int) -> int:
-    return shape.tiles_at_once(n, slots_of_tile)
+def tiles_at_once(shape: Shape, n: int, k: int, times: int) -> int:
+    return shape.tiles_at_once(n, k, times)
 
 
 @triton.constexpr_function
@@ -120,13 +120,14 @@ def _gemv_by_tiles(
     x, N: gl.constexpr, K: gl.constexpr, GATED: gl.constexpr, smem, ready, empty, sums, slot, phase,
     SHAPE: gl.constexpr,
 ):  # fmt: skip
+    """Some tiles at a time. Those of gate and up take turns."""
     P: gl.constexpr = SHAPE.value.programs
-    SLOTS_OF_TILE: gl.constexpr = (2 if GATED else 1) * ((K + COLUMNS - 1) // COLUMNS)
-    TILES: gl.constexpr = (N // 8 + P - 1) // P
-    AT_ONCE: gl.constexpr = tiles_at_once(SHAPE, N, SLOTS_OF_TILE)
-    num_tiles = (N // 8 - gl.program_id(0) + P - 1) // P
+    TIMES: gl.constexpr = 2 if GATED else 1
+    TILES: gl.constexpr = (N // 8 + P - 1) // P * TIMES
+    AT_ONCE: gl.constexpr = tiles_at_once(SHAPE, N, K, TIMES)
+    num_tiles = (N // 8 - gl.program_id(0) + P - 1) // P * TIMES
     if AT_ONCE == TILES:
-        slot, phase, count = _gemv_tiles(x, 0, num_tiles, AT_ONCE, K, GATED, smem, ready, sums, slot, phase, SHAPE)
+        slot, phase, count = _gemv_tiles(x, 0, num_tiles, AT_ONCE, K, TIMES, smem, ready, sums, slot, phase, SHAPE)
     else:
         count = 0
         for begin in range(0, num_tiles, AT_ONCE):
@@ -134,33 +135,29 @@ def _gemv_by_tiles(
                 barrier()  # every thread has read the tiles
                 release(empty, slot, count, SHAPE.value.slots)
             slot, phase, count = _gemv_tiles(
-                x, begin, num_tiles, AT_ONCE, K, GATED, smem, ready, sums, slot, phase, SHAPE
+                x, begin, num_tiles, AT_ONCE, K, TIMES, smem, ready, sums, slot, phase, SHAPE
             )
     return slot, phase, count
 
 
 @gluon.jit
 def _gemv_tiles(
-    x, begin, num_tiles, AT_ONCE: gl.constexpr, K: gl.constexpr, GATED: gl.constexpr, smem, ready, sums, slot, phase,
+    x, begin, num_tiles, AT_ONCE: gl.constexpr, K: gl.constexpr, TIMES: gl.constexpr, smem, ready, sums, slot, phase,
     SHAPE: gl.constexpr,
 ):  # fmt: skip
     """Tiles from `begin` on. Waits come first: instructions of different tiles take turns."""
     SLOTS: gl.constexpr = SHAPE.value.slots
-    SLOTS_OF_TILE: gl.constexpr = (2 if GATED else 1) * ((K + COLUMNS - 1) // COLUMNS)
-    count = gl.minimum(num_tiles - begin, AT_ONCE) * SLOTS_OF_TILE
-    wait_for(ready, slot, phase, count, AT_ONCE * SLOTS_OF_TILE, SLOTS)
+    CHUNKS: gl.constexpr = (K + COLUMNS - 1) // COLUMNS
+    count = gl.minimum(num_tiles - begin, AT_ONCE) * CHUNKS
+    wait_for(ready, slot, phase, count, AT_ONCE * CHUNKS, SLOTS)
     found = ()
     for i in gl.static_range(AT_ONCE):
-        for half in gl.static_range(2 if GATED else 1):
-            at, _ = following(slot, phase, i * SLOTS_OF_TILE + half * (SLOTS_OF_TILE // 2), SLOTS)
-            tile = _gemv_tile(x, K, smem, at, SLOTS)
-            found = found + (tile,)  # type: ignore[assignment]  # noqa: RUF005  Triton's tuples unpack nothing
+        at, _ = following(slot, phase, i * CHUNKS, SLOTS)
+        tile = _gemv_tile(x, K, smem, at, SLOTS)
+        found = found + (tile,)  # type: ignore[assignment]  # noqa: RUF005  Triton's tuples unpack nothing
     for i in gl.static_range(AT_ONCE):
-        if GATED:
-            sums.index(begin + i).store(found[2 * i])
-            sums.index(SHAPE.value.most_tiles + begin + i).store(found[2 * i + 1])
-        else:
-            sums.index(begin + i).store(found[i])
+        tile = begin + i
+        sums.index(tile // TIMES + tile % TIMES * SHAPE.value.most_tiles).store(found[i])
     slot, phase = following(slot, phase, count, SLOTS)
     return slot, phase, count
 

@@ -29,23 +29,8 @@ from kernels.gpu.persistent.gemv import (
     tile_rows,
 )
 from kernels.gpu.persistent.ll_protocol import flagged, load_vector, receive_vector, store_vector
+from kernels.gpu.persistent.stamps import NUM_STAMPS, stamp
 from kernels.gpu.persistent.stream import COLUMNS, DIMS, PARTS, PRODUCERS, WEIGHTS_SHARED, produce, release
-
-NUM_STAMPS = gl.constexpr(16)
-STAGES = (
-    "receive x", "qkv", "attention", "receive attended", "output", "receive y", "choose experts", "gate_up",
-    "receive gated", "down",
-)  # fmt: skip
-
-
-@gluon.jit
-def _stamp(stamps_ptr, layer, stage: gl.constexpr, SHAPE: gl.constexpr):
-    """Note the multiprocessor's clock, where stages are timed."""
-    if SHAPE.value.traces:
-        clock = gl.inline_asm_elementwise(
-            "mov.u64 $0, %clock64; // $1", "=l,r", [layer], dtype=gl.int64, is_pure=False, pack=1
-        )
-        gl.store(stamps_ptr + (layer * SHAPE.value.programs + gl.program_id(0)) * NUM_STAMPS + stage, clock)
 
 
 @gluon.jit
@@ -95,14 +80,15 @@ def _consume(
     phase = 0
     for layer in range(num_layers):
         flag = (epoch + layer + 1) & 1
+        stamps = stamps_ptr + (layer * SHAPE.value.programs + program) * NUM_STAMPS
         _ask_for_norms(norms_ptr, gl.minimum(layer + 1, num_layers - 1), SHAPE)
         factors = head_factors(norms_ptr + layer * NORMS + 2 * H, rotation_ptr, SHAPE)
-        _stamp(stamps_ptr, layer, 0, SHAPE)
+        stamp(stamps, 0, SHAPE)
         if layer == 0:
             x = load_vector(embedding_ptr, H)
         else:
             x = receive_vector(x_ptr, flag ^ 1, H, PADDED)
-        _stamp(stamps_ptr, layer, 1, SHAPE)
+        stamp(stamps, 1, SHAPE)
         store_operand(x * norm, 0, highs, lows)
         store_squares(x, squares)
         slot, phase, count = gemv(QKV, H, False, highs, lows, smem, ready, empty, sums, slot, phase, SHAPE)
@@ -110,25 +96,25 @@ def _consume(
         rows, exist = tile_rows(QKV, SHAPE)
         gl.store(qkv_ptr + rows, flagged(y, flag), mask=exist)
         release(empty, slot, count, SLOTS)
-        _stamp(stamps_ptr, layer, 2, SHAPE)
+        stamp(stamps, 2, SHAPE)
         if program < SHAPE.value.kv_heads * SHAPE.value.splits:
             of_layer = pool_ptr + layer.to(gl.int64) * layer_stride  # type: ignore[attr-defined]
             slot, phase = attend(
-                qkv_ptr, partial_ptr, attended_ptr, of_layer, factors, smem, ready, empty, room, slot, phase, flag,
-                num_keys, kv_slot, eps, scale, block_stride, SHAPE,
+                qkv_ptr, partial_ptr, attended_ptr, of_layer, factors, stamps, smem, ready, empty, room, slot, phase,
+                flag, num_keys, kv_slot, eps, scale, block_stride, SHAPE,
             )  # fmt: skip
-        _stamp(stamps_ptr, layer, 3, SHAPE)
+        stamp(stamps, 8, SHAPE)
         norm = load_vector(norms_ptr + layer * NORMS + H, H)
         if program < H // 8:
             before = gl.load(x_ptr + hidden_rows, mask=has_hidden, other=0).to(gl.float32, bitcast=True)
             receive_operand(attended_ptr, flag, ATTENDED, highs, lows)
-            _stamp(stamps_ptr, layer, 4, SHAPE)
+            stamp(stamps, 9, SHAPE)
             slot, phase, count = gemv(H, ATTENDED, False, highs, lows, smem, ready, empty, sums, slot, phase, SHAPE)
             gl.store(y_ptr + hidden_rows, flagged(sum_parts(sums, False, SHAPE) + before, flag), mask=has_hidden)
             release(empty, slot, count, SLOTS)
-        _stamp(stamps_ptr, layer, 5, SHAPE)
+        stamp(stamps, 10, SHAPE)
         x = receive_vector(y_ptr, flag, H, PADDED)
-        _stamp(stamps_ptr, layer, 6, SHAPE)
+        stamp(stamps, 11, SHAPE)
         store_operand(x * norm, 0, highs, lows)
         store_squares(x, squares)
         if EXPERTS:
@@ -140,8 +126,9 @@ def _consume(
                 rows, exist = tile_rows(EXPERTS, SHAPE)
                 gl.store(router_ptr + rows, flagged(y, flag), mask=exist)
                 release(empty, slot, count, SLOTS)
-            choose(router_ptr, flag, logits, experts, shares, is_chosen, SHAPE)
-        _stamp(stamps_ptr, layer, 7, SHAPE)
+            stamp(stamps, 12, SHAPE)
+            choose(router_ptr, flag, logits, experts, shares, is_chosen, stamps, SHAPE)
+        stamp(stamps, 14, SHAPE)
         slot, phase, count = gemv(INNER, H, True, highs, lows, smem, ready, empty, sums, slot, phase, SHAPE)
         root = inverse_root(squares, eps, H)
         gate, up = sum_parts(sums, False, SHAPE) * root, sum_parts(sums, True, SHAPE) * root
@@ -151,16 +138,16 @@ def _consume(
             gated *= shares_of(tile_numbers(SHAPE), shares, SHAPE)[:, None]
         gl.store(gated_ptr + rows, flagged(gated, flag), mask=exist)
         release(empty, slot, count, SLOTS)
-        _stamp(stamps_ptr, layer, 8, SHAPE)
+        stamp(stamps, 15, SHAPE)
         norm = load_vector(norms_ptr + gl.minimum(layer + 1, num_layers - 1) * NORMS, H)
         if program < H // 8:
             before = gl.load(y_ptr + hidden_rows, mask=has_hidden, other=0).to(gl.float32, bitcast=True)
             receive_operand(gated_ptr, flag, INNER, highs, lows)
-            _stamp(stamps_ptr, layer, 9, SHAPE)
+            stamp(stamps, 16, SHAPE)
             slot, phase, count = gemv(H, INNER, False, highs, lows, smem, ready, empty, sums, slot, phase, SHAPE)
             gl.store(x_ptr + hidden_rows, flagged(sum_parts(sums, False, SHAPE) + before, flag), mask=has_hidden)
             release(empty, slot, count, SLOTS)
-        _stamp(stamps_ptr, layer, 10, SHAPE)
+        stamp(stamps, 17, SHAPE)
     if program == 0:
         x = receive_vector(x_ptr, (epoch + num_layers) & 1, H, PADDED)
         store_squares(x, squares)
@@ -177,8 +164,8 @@ def decoder_kernel(
 ):  # fmt: skip
     """One step of one row, see `PersistentDecoder`.
 
-    weights_ptr: int64 (layers, NUM_WEIGHTS), addresses. norms_ptr: (layers, norms). x_ptr and those that follow: words,
-    see ll_protocol.py. epoch_ptr: int32, layers computed so far. scale: of scores, times log2(e).
+    weights_ptr: int64 (layers, NUM_WEIGHTS), addresses. norms_ptr: (layers, norms). x_ptr to gated_ptr: words, see
+    ll_protocol.py. epoch_ptr: int32, layers computed so far. scale: of scores, times log2(e).
     """
     SLOTS: gl.constexpr = SHAPE.value.slots
     smem = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, PARTS, 8, DIMS], WEIGHTS_SHARED)

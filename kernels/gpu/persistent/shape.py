@@ -71,10 +71,10 @@ class Shape:
         """
         return -(-k // CHUNK) > MAX_CHUNKS - 1 and self.tiles(n) <= self.slots // 2
 
-    def tiles_at_once(self, n: int, slots_of_tile: int) -> int:
-        """Tiles that a program waits for together: all, or what takes half of the slots."""
-        count = self.tiles(n)
-        return count if count * slots_of_tile <= self.slots else max(self.slots // 2 // slots_of_tile, 1)
+    def tiles_at_once(self, n: int, k: int, times: int) -> int:
+        """Tiles that a program waits for together: all, or what takes half of the slots. times: of so many W."""
+        count, chunks = self.tiles(n) * times, -(-k // CHUNK)
+        return count if count * chunks <= self.slots else max(self.slots // 2 // chunks, 1)
 
     def chunks_at_once(self, n: int) -> int:
         """The same of chunks."""
@@ -92,8 +92,8 @@ class Shape:
         """Sums of tiles that a program keeps, a power of two."""
         counts = []
         for n, k, times in self.stages:
-            together = 1 if self.is_by_chunks(n, k) else self.tiles_at_once(n, -(-k // CHUNK) * times)
-            counts.append(-(-self.tiles(n) // together) * together)
+            together = 1 if self.is_by_chunks(n, k) else self.tiles_at_once(n, k, times)
+            counts.append(-(-self.tiles(n) * times // together) * together // times)
         return int(triton.next_power_of_2(max(counts)))
 
     @property
@@ -151,4 +151,4 @@ class Shape:
 
     def _has_slots(self, n: int, k: int, times: int) -> bool:
         chunks = -(-k // CHUNK)
-        return (times == 1 and self.is_by_chunks(n, k)) or (chunks <= MAX_CHUNKS and chunks * times <= self.slots)
+        return (times == 1 and self.is_by_chunks(n, k)) or chunks <= min(MAX_CHUNKS, self.slots // 2)

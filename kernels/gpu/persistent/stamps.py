@@ -1,0 +1,23 @@
+"""The multiprocessor's clock at stages of a layer, where they are timed (`Shape.traces`)."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+STAGES = (
+    "receive x", "qkv", "receive heads", "rotate", "tiles", "store partials", "receive partials", "combine",
+    "receive attended", "output", "receive y", "router", "receive logits", "choose", "gate_up", "receive gated",
+    "down",
+)  # fmt: skip
+NUM_STAMPS = gl.constexpr(len(STAGES) + 1)
+
+
+@gluon.jit
+def stamp(stamps, stage: gl.constexpr, SHAPE: gl.constexpr):
+    """Note the clock at the beginning of a stage. stamps: of the program and the layer."""
+    if SHAPE.value.traces:
+        clock = gl.inline_asm_elementwise(
+            "mov.u64 $0, %clock64; // $1", "=l,l", [stamps], dtype=gl.int64, is_pure=False, pack=1
+        )
+        gl.store(stamps + stage, clock)
