@@ -49,9 +49,9 @@ def shape_of(config: ModelConfig, block_size: int, programs: int) -> Shape:
     """The kernel's constants. programs: one for each multiprocessor."""
     sizes = config.hidden_size, config.num_heads, config.num_kv_heads
     if (moe := config.moe) is None:
-        return Shape(*sizes, config.intermediate_size, block_size, programs).with_slots()
+        return Shape(*sizes, config.intermediate_size, block_size, programs).tuned()
     experts = moe.num_experts, moe.num_experts_per_token, moe.normalizes_weights
-    return Shape(*sizes, moe.intermediate_size, block_size, programs, *experts).with_slots()
+    return Shape(*sizes, moe.intermediate_size, block_size, programs, *experts).tuned()
 
 
 def is_plain(model: Model, pool: Tensor) -> bool:

@@ -26,7 +26,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Compiled]:
     ids=["Qwen3-0.6B", "Qwen3-30B-A3B"],
 )
 def test_all_layers(sizes: dict[str, Any], compiled: list[Compiled]) -> None:
-    shape = Shape(**sizes, block_size=64, programs=NUM_SMS).with_slots()
+    shape = Shape(**sizes, block_size=64, programs=NUM_SMS).tuned()
     assert shape.fits()
     decoder = RandomDecoder(shape, 2, 1024, "meta")
     decoder.kernel.step(*decoder.inputs(1000))

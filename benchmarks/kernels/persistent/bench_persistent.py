@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("--halves", type=int_list, default=[2, 3, 4], help="half slots on their way at a time")
     parser.add_argument("--slots", type=int, default=0, help="of 16 KiB; 0: as in the engine")
     parser.add_argument("--block-size", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=0, help="0: the model's")
     parser.add_argument("--stages", action="store_true", help="median cycles of each stage of a layer")
     options = parser.parse_args()
     raw = read_hf_config(Path(options.model))
@@ -48,12 +49,13 @@ def main() -> None:
         parser.error(f"the kernel does not take {shape}")
     torch.manual_seed(0)
     check(shape, max(options.keys))
-    decoder = RandomDecoder(shape, config.num_layers, max(options.keys), "cuda")
+    num_layers = options.layers or config.num_layers
+    decoder = RandomDecoder(shape, num_layers, max(options.keys), "cuda")
     for halves in options.halves:
         decoder.kernel.set_shape(halves_ahead=halves)
         for num_keys in options.keys:
             seconds = graph_seconds([partial(decoder.kernel.step, *decoder.inputs(num_keys))])
-            rate = step_bytes(shape, config.num_layers, num_keys) / seconds / 1e9
+            rate = step_bytes(shape, num_layers, num_keys) / seconds / 1e9
             print(
                 json.dumps({"keys": num_keys, "halves": halves, "us": round(seconds * 1e6, 1), "gb_s": round(rate)})
             )

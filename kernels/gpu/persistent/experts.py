@@ -6,39 +6,54 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from kernels.gpu.persistent.ll_protocol import VECTOR, receive
+from kernels.gpu.persistent.ll_protocol import receive
 from kernels.gpu.persistent.stamps import stamp
 from kernels.gpu.persistent.stream import barrier
 
 EXPERTS = gl.constexpr(128)
+TWICE = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
 RANKS = gl.constexpr(gl.BlockedLayout([1, 64], [16, 2], [8, 1], [1, 0]))  # (EXPERTS, EXPERTS)
-CHOICES = gl.constexpr(gl.BlockedLayout([16, 2], [8, 4], [1, 8], [1, 0]))  # (EXPERTS, chosen), all of it in each warp
+CHOICES = gl.constexpr(gl.BlockedLayout([1, 4], [16, 2], [8, 1], [1, 0]))  # (EXPERTS, chosen), with the same rows
 LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
-def choose(router_ptr, flag, logits, experts, shares, is_chosen, stamps, SHAPE: gl.constexpr):
+def choose(router_ptr, flag, logits, keys, experts, shares, is_chosen, stamps, SHAPE: gl.constexpr):
     """Put the token's experts, by falling logits, and their shares (chosen,) into shared memory; arrive there.
 
-    logits: shared memory for it.
+    logits, keys: shared memory for twice as many.
     """
-    logits.store(receive(router_ptr + gl.arange(0, EXPERTS, VECTOR), flag, EXPERTS // 32))
+    word = gl.arange(0, 2 * EXPERTS, TWICE)
+    logit = receive(router_ptr + word % EXPERTS, flag, 1, True)
     stamp(stamps, 13, SHAPE)
-    one, others = logits.load(gl.SliceLayout(1, RANKS))[:, None], logits.load(gl.SliceLayout(0, RANKS))[None, :]
-    index = gl.arange(0, EXPERTS, gl.SliceLayout(1, RANKS))[:, None]
-    before = gl.arange(0, EXPERTS, gl.SliceLayout(0, RANKS))[None, :] < index
-    is_ahead = (others > one) | ((others == one) & before)
-    rank = gl.convert_layout(gl.sum(is_ahead.to(gl.int32), axis=1), gl.SliceLayout(1, CHOICES))
-    logit = logits.load(gl.SliceLayout(1, CHOICES))
-    prob = gl.exp2((logit - gl.max(logit, axis=0)) * LOG2_E)
-    place = gl.arange(0, SHAPE.value.chosen, gl.SliceLayout(0, CHOICES))
+    logits.store(logit)
+    keys.store(_order(logit, word % EXPERTS))
+    keys = keys.slice(0, EXPERTS)
+    one, others = keys.load(gl.SliceLayout(1, RANKS)), keys.load(gl.SliceLayout(0, RANKS))
+    rank = gl.sum((others[None, :] > one[:, None]).to(gl.int32), axis=1)
+    rank = gl.convert_layout(rank, gl.SliceLayout(1, CHOICES), assert_trivial=True)
+    logit = logits.slice(0, EXPERTS).load(gl.SliceLayout(1, CHOICES))
     index = gl.arange(0, EXPERTS, gl.SliceLayout(1, CHOICES))
+    place = gl.arange(0, SHAPE.value.chosen, gl.SliceLayout(0, CHOICES))
     is_here = rank[:, None] == place[None, :]
     experts.store(gl.sum(gl.where(is_here, index[:, None], 0), axis=0))
-    share = gl.sum(gl.where(is_here, prob[:, None], 0.0), axis=0)
-    shares.store(share / gl.sum(share if SHAPE.value.normalizes else prob, axis=0))
+    chosen = gl.sum(gl.where(is_here, logit[:, None], 0.0), axis=0)
+    highest = gl.max(chosen, axis=0)
+    prob = gl.exp2((chosen - highest) * LOG2_E)
+    if SHAPE.value.normalizes:
+        total = gl.sum(prob, axis=0)
+    else:
+        total = gl.sum(gl.exp2((logit - highest) * LOG2_E), axis=0)
+    shares.store(prob / total)
     barrier()  # every thread has stored
     mbarrier.arrive(is_chosen.index(0), count=1)
+
+
+@gluon.jit
+def _order(logit, expert):
+    """Integers in the order of logits, cut off after 16 bits of mantissa; of equal ones the first expert is ahead."""
+    bits = logit.to(gl.int32, bitcast=True)
+    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) & -EXPERTS) | (EXPERTS - 1 - expert)
 
 
 @gluon.jit

@@ -32,8 +32,8 @@ def tiles_at_once(shape: Shape, n: int, k: int, times: int) -> int:
 
 
 @triton.constexpr_function
-def chunks_at_once(shape: Shape, n: int) -> int:
-    return shape.chunks_at_once(n)
+def chunks_at_once(shape: Shape, n: int, k: int) -> int:
+    return shape.chunks_at_once(n, k)
 
 
 @gluon.jit
@@ -182,7 +182,7 @@ def _gemv_by_chunks(
     SLOTS: gl.constexpr = SHAPE.value.slots
     TILES: gl.constexpr = (N // 8 + P - 1) // P
     CHUNKS: gl.constexpr = (K + COLUMNS - 1) // COLUMNS
-    AT_ONCE: gl.constexpr = chunks_at_once(SHAPE, N)
+    AT_ONCE: gl.constexpr = chunks_at_once(SHAPE, N, K)
     num_tiles = (N // 8 - gl.program_id(0) + P - 1) // P
     acc = ()
     for _ in gl.static_range(TILES):
@@ -200,8 +200,9 @@ def _gemv_by_chunks(
             sums_now = ()
             for tile in gl.static_range(TILES):
                 at, _ = following(slot, phase, i * num_tiles + tile, SLOTS)
-                y = mma_v2(x, smem.index(at).permute((0, 2, 1)).load(OF_W), acc[tile])
-                sums_now = sums_now + (y,)  # type: ignore[assignment]  # noqa: RUF005  Triton's tuples unpack nothing
+                zeros = gl.zeros([PARTS, 16, 8], gl.float32, SUMS)
+                y = mma_v2(x, smem.index(at).permute((0, 2, 1)).load(OF_W), zeros)
+                sums_now = sums_now + (acc[tile] + y,)  # type: ignore[assignment]  # noqa: RUF005  Triton's tuples unpack nothing
             acc = sums_now
         slot, phase = following(slot, phase, count, SLOTS)
     for tile in gl.static_range(TILES):

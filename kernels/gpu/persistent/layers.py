@@ -67,7 +67,8 @@ def _consume(
     sums = gl.allocate_shared_memory(
         gl.float32, [2 * SHAPE.value.most_tiles, PARTS, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     )
-    logits = gl.allocate_shared_memory(gl.float32, [max(EXPERTS, 1)], FLAT)
+    logits = gl.allocate_shared_memory(gl.float32, [max(2 * EXPERTS, 1)], FLAT)
+    keys = gl.allocate_shared_memory(gl.int32, [max(2 * EXPERTS, 1)], FLAT)
     shares = gl.allocate_shared_memory(gl.float32, [SHAPE.value.chosen], FLAT)
     program = gl.program_id(0)
     hidden_rows, has_hidden = tile_rows(H, SHAPE)
@@ -127,7 +128,7 @@ def _consume(
                 gl.store(router_ptr + rows, flagged(y, flag), mask=exist)
                 release(empty, slot, count, SLOTS)
             stamp(stamps, 12, SHAPE)
-            choose(router_ptr, flag, logits, experts, shares, is_chosen, stamps, SHAPE)
+            choose(router_ptr, flag, logits, keys, experts, shares, is_chosen, stamps, SHAPE)
         stamp(stamps, 14, SHAPE)
         slot, phase, count = gemv(INNER, H, True, highs, lows, smem, ready, empty, sums, slot, phase, SHAPE)
         root = inverse_root(squares, eps, H)

@@ -14,11 +14,11 @@ VECTOR = gl.constexpr(gl.BlockedLayout([4], [32], [8], [0]))
 
 
 @triton.constexpr_function
-def waiting_load(n: int) -> str:
+def waiting_load(n: int, is_shared: bool) -> str:
     """Return assembly that loads n words by fours at most until all are flagged by the operand 2n.
 
-    A thread with more than four words polls the first one, by lane 0 alone, before it loads all again: polling by all
-    lanes would delay the stores.
+    A thread with more than four words, or where all warps wait for the same ones, polls the first one, by lane 0
+    alone, before it loads all again: polling by all lanes would delay the stores.
     """
     width = min(n, 4)
     kind = {1: "b32", 2: "v2.b32", 4: "v4.b32"}[width]
@@ -29,7 +29,7 @@ def waiting_load(n: int) -> str:
         loads += f"ld.relaxed.gpu.global.{kind} {target}, [${n + i}]; "
     tests = "mov.b32 t, 0; " + "".join(f"xor.b32 u, ${i}, ${2 * n}; or.b32 t, t, u; " for i in range(n))
     tests += "and.b32 t, t, 1; setp.ne.u32 p, t, 0; "
-    if n <= 4:
+    if n <= 4 and not is_shared:
         return "{ .reg .pred p; .reg .b32 t, u; AGAIN: " + loads + tests + "@p bra AGAIN; }"
     return (
         "{ .reg .pred p, q; .reg .b32 t, u; AGAIN: " + loads + tests
@@ -45,10 +45,10 @@ def constraints(n: int) -> str:
 
 
 @gluon.jit
-def receive(words, flag, N: gl.constexpr):
+def receive(words, flag, N: gl.constexpr, IS_SHARED: gl.constexpr = False):
     """The numbers that other programs store at `words`, N of a thread, as soon as all are flagged."""
     return gl.inline_asm_elementwise(
-        waiting_load(N), constraints(N), [words, flag], dtype=gl.float32, is_pure=False, pack=N
+        waiting_load(N, IS_SHARED), constraints(N), [words, flag], dtype=gl.float32, is_pure=False, pack=N
     )
 
 

@@ -14,6 +14,7 @@ MAX_CHUNKS = 4  # of a vector that stays in registers
 TILE_KEYS = 64  # of K or V in a slot
 SLOT_BYTES, MAX_SLOTS = 16 << 10, 10
 HOPPERS_SHARED_BYTES = 227 << 10  # of a program
+MAX_LAYER_BYTES = 128 << 20
 SOFTMAX_TILES = 2  # tiles of keys that are scored before their values are added up
 
 
@@ -67,18 +68,19 @@ class Shape:
     def is_by_chunks(self, n: int, k: int) -> bool:
         """Whether a program goes through W (n, k) by columns, a chunk of all its tiles after the other.
 
-        Then no more than one chunk of x is in registers. Else it goes by tiles.
+        Then x need not be in registers. Else it goes by tiles.
         """
-        return -(-k // CHUNK) > MAX_CHUNKS - 1 and self.tiles(n) <= self.slots // 2
+        return -(-k // CHUNK) >= MAX_CHUNKS and self.tiles(n) <= self.slots // 2
 
     def tiles_at_once(self, n: int, k: int, times: int) -> int:
         """Tiles that a program waits for together: all, or what takes half of the slots. times: of so many W."""
         count, chunks = self.tiles(n) * times, -(-k // CHUNK)
         return count if count * chunks <= self.slots else max(self.slots // 2 // chunks, 1)
 
-    def chunks_at_once(self, n: int) -> int:
+    def chunks_at_once(self, n: int, k: int) -> int:
         """The same of chunks."""
-        return max(self.slots // 2 // self.tiles(n), 1)
+        count, tiles = -(-k // CHUNK), self.tiles(n)
+        return count if count * tiles <= self.slots else max(self.slots // 2 // tiles, 1)
 
     @property
     def stages(self) -> tuple[tuple[int, int, int], ...]:
@@ -130,16 +132,27 @@ class Shape:
         heads = 4 * HEAD_DIM * max(self.head_rows, 8)
         received = 4 * max(2 * self.head_rows * HEAD_DIM, self.combined_words)
         softmax = 2 * 8 * HEAD_DIM * 2 + SOFTMAX_TILES * 8 * TILE_KEYS * (4 + 2 * 2)
-        return vectors + sums + heads + received + softmax + 4 * self.experts + 512
+        return vectors + sums + heads + received + softmax + 16 * self.experts + 512
 
-    def with_slots(self) -> Shape:
-        """The shape with as many slots as there is room for; more than MAX_SLOTS gain nothing."""
-        return replace(self, slots=min((HOPPERS_SHARED_BYTES - self.shared_bytes) // SLOT_BYTES, MAX_SLOTS))
+    def tuned(self) -> Shape:
+        """The shape with as many slots as there is room for; more than MAX_SLOTS gain nothing.
+
+        Loads delay words of other programs: few are on their way where slots hold a whole stage.
+        """
+        slots = min((HOPPERS_SHARED_BYTES - self.shared_bytes) // SLOT_BYTES, MAX_SLOTS)
+        is_whole = all(self.tiles(n) * times * -(-k // CHUNK) <= slots for n, k, times in self.stages)
+        return replace(self, slots=slots, halves_ahead=3 if is_whole else 5)
+
+    @property
+    def layer_bytes(self) -> int:
+        """Weights that a layer reads."""
+        return 2 * sum(n * k * times for n, k, times in self.stages)
 
     def fits(self) -> bool:
         """Whether the kernel takes this model: its vectors fill chunks, and no stage needs more slots than there are.
 
-        Each program has rows of W_qkv, so that none overtakes another by more than a layer (`ll_protocol.py`).
+        Layers of more than MAX_LAYER_BYTES keep memory as busy by separate launches. Each program has rows of W_qkv,
+        so that none overtakes another by more than a layer (`ll_protocol.py`).
         """
         inner = self.attended, self.hidden, self.inner
         has_chunks = all(k >= CHUNK and k % HEAD_DIM == 0 for k in inner) and self.qkv // 8 >= self.programs
@@ -147,7 +160,8 @@ class Shape:
         has_heads = self.group <= 8 and TILE_KEYS % self.block_size == 0
         has_experts = self.intermediate % HEAD_DIM == 0 and self.experts in (0, 128) and self.chosen in (1, 8)
         has_slots = all(self._has_slots(*each) for each in self.stages)
-        return has_chunks and has_parts and has_heads and has_experts and has_slots
+        is_small = self.layer_bytes <= MAX_LAYER_BYTES
+        return has_chunks and has_parts and has_heads and has_experts and has_slots and is_small
 
     def _has_slots(self, n: int, k: int, times: int) -> bool:
         chunks = -(-k // CHUNK)

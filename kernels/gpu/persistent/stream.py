@@ -151,22 +151,37 @@ def _put_experts(gate_up, down, chosen, smem, ready, empty, slot, phase, SHAPE: 
         row = tile % (INNER // 8) * 8
         slot, phase = _put_rows(weight, row, H, smem, ready, empty, slot, phase, SHAPE)
         slot, phase = _put_rows(weight, INNER + row, H, smem, ready, empty, slot, phase, SHAPE)
+    CHUNKS: gl.constexpr = (COUNT * INNER + COLUMNS - 1) // COLUMNS
+    if by_chunks(SHAPE, H, COUNT * INNER):
+        for i in range(CHUNKS):
+            for tile in range(gl.program_id(0), H // 8, P):
+                slot, phase = _put_chunk_of_experts(down, chosen, tile, i, smem, ready, empty, slot, phase, SHAPE)
+    else:
+        for tile in range(gl.program_id(0), H // 8, P):
+            for i in gl.static_range(CHUNKS):
+                slot, phase = _put_chunk_of_experts(down, chosen, tile, i, smem, ready, empty, slot, phase, SHAPE)
+    return slot, phase
+
+
+@gluon.jit
+def _put_chunk_of_experts(down, chosen, tile, i, smem, ready, empty, slot, phase, SHAPE: gl.constexpr):
+    """Chunk i of 8 rows of the chosen experts' W_down next to each other."""
+    H: gl.constexpr = SHAPE.value.hidden
+    INNER: gl.constexpr = SHAPE.value.intermediate
+    COUNT: gl.constexpr = SHAPE.value.chosen
+    OF_EXPERT: gl.constexpr = INNER // DIMS  # parts
     part = gl.arange(0, PARTS // 2, gl.SliceLayout(1, gl.SliceLayout(2, OF_WEIGHTS)))
     row = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, OF_WEIGHTS)))
-    OF_EXPERT: gl.constexpr = INNER // DIMS  # parts
-    for i in range((COUNT * INNER + COLUMNS - 1) // COLUMNS):
-        for tile in range(gl.program_id(0), H // 8, P):
-            mbarrier.wait(empty.index(slot), phase)
-            for half in gl.static_range(2):
-                number = i * PARTS + half * (PARTS // 2) + part
-                expert = _one_of(chosen, number // OF_EXPERT, COUNT)
-                of_part = expert.to(gl.int64) * (H * INNER) + number % OF_EXPERT * DIMS
-                rows = down + (of_part[:, None] + ((tile * 8 + row) * INNER)[None, :])
-                inside = (number < COUNT * OF_EXPERT)[:, None] & (row >= 0)[None, :]
-                _put_half(rows, inside, half, smem, slot, SHAPE)
-            async_copy.mbarrier_arrive(ready.index(slot), increment_count=False)
-            slot, phase = following(slot, phase, 1, SHAPE.value.slots)
-    return slot, phase
+    mbarrier.wait(empty.index(slot), phase)
+    for half in gl.static_range(2):
+        number = i * PARTS + half * (PARTS // 2) + part
+        expert = _one_of(chosen, number // OF_EXPERT, COUNT)
+        of_part = expert.to(gl.int64) * (H * INNER) + number % OF_EXPERT * DIMS
+        rows = down + (of_part[:, None] + ((tile * 8 + row) * INNER)[None, :])
+        inside = (number < COUNT * OF_EXPERT)[:, None] & (row >= 0)[None, :]
+        _put_half(rows, inside, half, smem, slot, SHAPE)
+    async_copy.mbarrier_arrive(ready.index(slot), increment_count=False)
+    return following(slot, phase, 1, SHAPE.value.slots)
 
 
 @gluon.jit

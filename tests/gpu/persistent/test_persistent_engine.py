@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,8 +96,10 @@ def test_rows_are_alone_and_among_others(
     made, runner = open_gpu(model, monkeypatch, gpu, dtype=DTYPE, block_size=8)
     got = forced_logits(made, runner, tokens)
     assert steps
+    has_choices = "moe" in json.loads((model / "config.json").read_text())["model_type"]
+    max_error = 0.1 if has_choices and HAS_HOPPER else MAX_ERROR  # bfloat16 may choose another expert
     for one, other in zip(want, got, strict=True):
-        assert float((one - other).norm() / one.norm()) < MAX_ERROR
+        assert float((one - other).norm() / one.norm()) < max_error
 
 
 def test_no_kernel_where_it_is_switched_off(
