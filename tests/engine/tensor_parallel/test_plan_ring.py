@@ -43,61 +43,40 @@ class Ends:
             os.close(fd)
 
 
-@pytest.mark.parametrize("num_readers", [1, 3])
-def test_every_reader_gets_every_frame_in_order(num_readers: int) -> None:
-    ends = Ends(num_readers)
-    draw = random.Random(num_readers)
-    frames = [draw.randbytes(draw.choice([0, 1, 7, 60, 61, 64, 200, 1000])) for _ in range(400)]
-    got: list[list[bytes]] = [[] for _ in ends.readers]
-
-    def read(index: int) -> None:
-        for number in range(len(frames)):
-            got[index].append(ends.readers[index].read())
-            if number % 50 == index:
-                time.sleep(0.002)  # fall behind
-
-    threads = [threading.Thread(target=read, args=(index,)) for index in range(num_readers)]
-    for thread in threads:
-        thread.start()
-    for frame in frames:
-        ends.writer.write(frame)
-    for thread in threads:
-        thread.join(100.0)
-        assert not thread.is_alive()
-    assert all(frames_of_one == frames for frames_of_one in got)
-    ends.close()
-
-
 READER = """
-import hashlib, sys
+import hashlib, sys, time
 from engine.tensor_parallel.plan_ring import RingReader
-memory, wake, capacity = map(int, sys.argv[1:])
-reader = RingReader(memory, wake, 0, 1, capacity)
+*ends, num_frames = map(int, sys.argv[1:])
+reader = RingReader(*ends)
 digest = hashlib.sha256()
-for _ in range(3000):
-    digest.update(reader.read())
+for number in range(num_frames):
+    digest.update(repr(reader.read()).encode())
+    if number % 50 == ends[2]:
+        time.sleep(0.002)  # fall behind
 print(digest.hexdigest())
 """
 
 
-def test_a_reader_in_another_process() -> None:
-    ends = Ends(1)
-    descriptors = [ends.fd, ends.wakes[0]]
-    arguments = [str(number) for number in (*descriptors, CAPACITY)]
-    reader = subprocess.Popen(
-        [sys.executable, "-c", READER, *arguments], pass_fds=descriptors, stdout=subprocess.PIPE, text=True
-    )
+@pytest.mark.parametrize("num_readers", [1, 3])
+def test_every_reader_gets_every_frame_in_order(num_readers: int) -> None:
+    """In processes of their own, as ranks are."""
+    ends = Ends(num_readers)
+    ends.writer._check = lambda: None  # the readers take their time to start
+    draw = random.Random(num_readers)
+    frames = [draw.randbytes(draw.choice([0, 1, 7, 60, 61, 64, 200, 1000])) for _ in range(1000)]
+    readers = []
+    for index, wake in enumerate(ends.wakes):
+        arguments = map(str, (ends.fd, wake, index, num_readers, CAPACITY, len(frames)))
+        command = [sys.executable, "-c", READER, *arguments]
+        readers.append(subprocess.Popen(command, pass_fds=[ends.fd, wake], stdout=subprocess.PIPE, text=True))
     try:
-        ends.writer._check = lambda: None  # the reader takes its time to start
-        expected = hashlib.sha256()
-        for number in range(3000):
-            frame = bytes([number % 256]) * (number % 200)
-            expected.update(frame)
+        for frame in frames:
             ends.writer.write(frame)
-        output, _ = reader.communicate(timeout=200)
+        found = [reader.communicate(timeout=200)[0].strip() for reader in readers]
     finally:
-        reader.kill()
-    assert output.strip() == expected.hexdigest()
+        for reader in readers:
+            reader.kill()
+    assert found == [hashlib.sha256(b"".join(repr(frame).encode() for frame in frames)).hexdigest()] * num_readers
     ends.close()
 
 
