@@ -31,15 +31,18 @@ from tests.engine.tiny_models import TINY_MODELS, UNLIKE_WHEN_DIVIDED
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("name", UNLIKE_WHEN_DIVIDED)
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [*((name, "absorbed") for name in UNLIKE_WHEN_DIVIDED), ("deepseek-v2-lite", "latent"), ("deepseek-v3", "naive")],
+)
 def test_two_ranks_of_every_family_equal_transformers(
-    name: str, greedy: Greedy, monkeypatch: pytest.MonkeyPatch
+    name: str, form: str, greedy: Greedy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With an odd vocabulary, which is padded, cached prefixes, chunks, and swaps."""
     path, expected = greedy(TINY_MODELS[name], PROMPTS, NUM_TOKENS)
     parts = open_ranks(
         path, 2, monkeypatch, num_gpu_blocks=SCARCE_BLOCKS.get(name, 24), block_size=4, max_num_batched_tokens=24,
-        max_num_seqs=6, preemption="swap", host_tier_gb=0.01,
+        max_num_seqs=6, preemption="swap", host_tier_gb=0.01, mla=form,
     )  # fmt: skip
     for _ in range(2):
         assert answers_of(parts) == expected
@@ -121,6 +124,7 @@ def test_ranks_quantize_their_shards(quant_mode: str, tmp_path: Path, monkeypatc
     ("settings", "told"),
     [
         ({"tp": 3}, "3 ranks cannot divide 4 query heads"),
+        ({"tp": 2, "expert_parallel": True}, "2 ranks cannot divide no experts"),
         ({"tp": 0}, "choose 1 to 256"),
         ({"pp": 3}, "--pp 3: the model has 2 layers"),
         ({"pp": 0}, "choose 1 to 64"),
