@@ -6,11 +6,13 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 from engine.assembly import EngineParts, assemble
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.plan import ScheduledRow
-from engine.request import Request, RequestOutput, SamplingParams
+from engine.request import Request, RequestOutput, SamplingParams, TokenLogprobs
 from tests.engine.driving import finish
 from tests.engine.tiny_models import VOCAB_SIZE
 
@@ -62,10 +64,23 @@ def plain_run(model: Path, **settings: object) -> tuple[list[Request], list[Requ
 
 
 def check_unchanged(parts: EngineParts, model: Path, **settings: object) -> None:
-    """The tokens of an engine without drafts, the second time from the prefix cache."""
-    plain, _ = plain_run(model, quant_mode="none", **settings)
+    """Tokens and log-probabilities of an engine without drafts, the second time from the prefix cache."""
+    plain, plain_outputs = plain_run(model, quant_mode="none", **settings)
     for _ in range(2):
-        requests, _ = run(parts.engine)
-        assert [request.output_token_ids for request in requests] == [request.output_token_ids for request in plain]
+        requests, outputs = run(parts.engine)
+        for request, expected in zip(requests, plain, strict=True):
+            assert request.output_token_ids == expected.output_token_ids
+            found, told = logprobs_of(request, outputs), logprobs_of(expected, plain_outputs)
+            assert [entry.token_id for entry in found] == (
+                request.output_token_ids if request.params.logprobs is not None else []
+            )
+            for entry, other in zip(found, told, strict=True):
+                assert (entry.token_id, entry.rank) == (other.token_id, other.rank)
+                assert entry.logprob == pytest.approx(other.logprob, abs=1e-4)
+                assert entry.top_token_ids == other.top_token_ids
     if "preemption" in settings:
         assert parts.engine.load().num_preemptions > 0
+
+
+def logprobs_of(request: Request, outputs: list[RequestOutput]) -> list[TokenLogprobs]:
+    return [entry for output in outputs if output.request is request for entry in output.logprobs]
