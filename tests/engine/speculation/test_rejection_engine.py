@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from common.errors import ConfigError
 from common.grammar import grammar
 from common.lora.adapter_ref import AdapterRef
 from engine.assembly import EngineParts
@@ -253,10 +252,3 @@ def test_a_request_that_another_worker_goes_on_with(paths: dict[str, str]) -> No
     seeded = replace(SAMPLED, seed_is_drawn=False)
     whole = sample(first, seeded, range(25))
     assert resumed(seeded, whole) == whole
-
-
-@pytest.mark.parametrize("settings", [{"tp": 2}, pytest.param({"pp": 2}, marks=pytest.mark.soak)], ids=str)
-def test_ranks_are_refused(paths: dict[str, str], settings: dict[str, int]) -> None:
-    """Each would have distributions of its own."""
-    with pytest.raises(ConfigError, match="--speculative-sampling rejection runs in one process on a CPU"):
-        drafted_by(paths, "draft", **settings)

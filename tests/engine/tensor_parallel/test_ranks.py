@@ -128,7 +128,6 @@ def test_ranks_quantize_their_shards(quant_mode: str, tmp_path: Path, monkeypatc
         ({"tp": 0}, "choose 1 to 256"),
         ({"pp": 3}, "--pp 3: the model has 2 layers"),
         ({"pp": 0}, "choose 1 to 64"),
-        ({"pp": 2, "itl_objective_ms": 20.0}, "--itl-objective-ms"),
     ],
     ids=str,
 )

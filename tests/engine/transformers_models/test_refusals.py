@@ -96,16 +96,6 @@ def test_auto_runs_what_our_own_code_does_not_know(tmp_path: Path, caplog: pytes
         open_engine(gpt_neox, model_impl="auto", tp=2)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"tp": 2}, {"pp": 2}, {"device": "cuda"}, {"quant_mode": "int8-weight"}, {"kv_cache_dtype": "fp8"}],
-    ids=str,
-)  # fmt: skip
-def test_settings_that_need_our_own_code_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"^--model-impl transformers runs in one process on a CPU"):
-        engine_config("m", model_impl="transformers", **settings)
-
-
 def test_a_gpu_is_refused(tmp_path: Path) -> None:
     path, config = FAMILIES["gpt_neox"].save(tmp_path / "m"), engine_config(model_impl="transformers")
     with pytest.raises(UnsupportedModelError, match=r"runs on CPUs alone here: use --device cpu"):
