@@ -61,17 +61,6 @@ def test_no_other_choice_is_faster(
             assert speed(acceptance, lengths, num_rows, cost, context) <= most
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "expected"),
-    [(1, 4), (16, 2), (40, 1), (64, 0), (1000, 0)],
-)
-def test_fewer_drafts_in_larger_batches(num_rows: int, expected: int) -> None:
-    """Up to a full batch, where time grows with every token."""
-    cost = StepCost(base=16e-3, row=5e-4)
-    chosen, _ = expected_to_pay([[0.7] * 4] * num_rows, num_rows, 10_000, Line(cost), 0)
-    assert set(chosen) == {expected}
-
-
 def test_all_drafts_are_tried_before_costs_are_known() -> None:
     assert expected_to_pay([[0.1, 0.1], [0.5]], 2, 8, Line(StepCost()), 0) == ([2, 1], 0.0)
 

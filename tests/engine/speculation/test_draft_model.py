@@ -94,15 +94,6 @@ def test_a_long_prompt_is_taken_in_parts(models: dict[str, Path]) -> None:
     assert sum(name == first.request_id and start < 20 for name, start in drafted) >= 3
 
 
-def test_a_draft_model_that_is_too_slow_is_left_alone(models: dict[str, Path]) -> None:
-    """Where a draft that is always right would not pay."""
-    parts = drafted_by(models, "llama")
-    proposer_of(parts)._least_probability = lambda num_rows, num_drafting: 1.0  # type: ignore[method-assign]
-    parts.engine.add_request([1, 2, 3], replace(PLAIN, max_tokens=100))
-    assert rows_with_drafts(parts.engine) == []
-    assert num_drafts(parts.engine) == (0, 0)
-
-
 def test_trials_do_not_come_sooner_with_more_requests(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from common.grammar import grammar
 from engine.assembly import EngineParts
 from engine.speculation.from_model import FIRST_PAUSE
 from engine.speculation.heads.proposer import Followed, FromHead
-from tests.engine.driving import answers, finish, num_drafts
+from tests.engine.driving import finish, num_drafts
 from tests.engine.speculation.eagle.heads import RandomHead
 from tests.engine.speculation.mtp.modules import ModelWithModule
 from tests.engine.speculation.opening import PARAMS, PLAIN, PROMPTS, SETTINGS, check_unchanged, open_parts, plain_run
@@ -71,17 +70,6 @@ def test_no_draft_changes_an_answer(model: Path, head: str, settings: dict[str, 
     drafted, accepted = num_drafts(parts.engine)
     assert drafted > 50
     assert accepted < drafted / 2
-
-
-@pytest.mark.wing("engine.grammar")
-@pytest.mark.usefixtures("byte_tokens")
-def test_answers_that_follow_a_grammar(model: Path, head: str) -> None:
-    params = replace(PLAIN, grammar=grammar.regex("([a-f]{3} ){20}"), temperature=1.0, seed=4)
-    parts = drafted_by(model, head, **ALWAYS)
-    found = answers(parts.engine, PROMPTS[:3], params)
-    assert found == answers(open_parts(model, quant_mode="none").engine, PROMPTS[:3], params)
-    assert all(32 <= token <= 102 for answer in found for token in answer)
-    assert num_drafts(parts.engine)[0] > 20
 
 
 def test_a_request_that_is_handed_over(model: Path, head: str) -> None:
