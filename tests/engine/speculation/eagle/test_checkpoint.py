@@ -19,7 +19,6 @@ from engine.speculation.eagle.head import EagleHead
 from engine.speculation.proposer import open_speculation
 from tests.engine.driving import directory, engine_config, open_model
 from tests.engine.speculation.eagle.heads import RandomHead
-from tests.engine.speculation.opening import open_parts
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE
 
 HEAD = RandomHead()
@@ -141,24 +140,8 @@ def test_pickles_are_refused(tmp_path: Path, loaded: LoadedModel) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        ({"pp": 2}, "leave out --pp"),
-        ({"simulated_steps": "base=0.01"}, "--simulated-steps compute nothing"),
-        ({"speculative": "eagle:/no/such/folder"}, "not found"),
-        ({"speculative": "eagle:default"}, "name a folder with config.json"),
-    ],
-    ids=str,
+    ("name", "told"), [("/no/such/folder", "not found"), ("default", "name a folder with config")]
 )
-def test_engines_without_what_a_head_needs(
-    settings: dict[str, Any], told: str, tmp_path: Path, loaded: LoadedModel
-) -> None:
-    config = engine_config("m", **{"speculative": f"eagle:{HEAD.save(tmp_path)}", **settings})
+def test_names_that_are_no_folder_are_refused(name: str, told: str, loaded: LoadedModel) -> None:
     with pytest.raises(ConfigError, match=told):
-        open_speculation(config, None, loaded)
-
-
-@pytest.mark.wing("engine.transformers_models")
-def test_models_by_transformers_code_are_refused(tmp_path: Path, model: Path) -> None:
-    with pytest.raises(ConfigError, match="models by transformers' code do not give"):
-        open_parts(model, model_impl="transformers", speculative=f"eagle:{HEAD.save(tmp_path)}")
+        open_speculation(engine_config("m", speculative=f"eagle:{name}"), None, loaded)

@@ -11,12 +11,11 @@ import torch
 import transformers
 from torch import Tensor
 
-from engine.request import SamplingParams
 from tests.engine.driving import answers
 from tests.engine.speculation.eagle.heads import RandomHead, Reference
-from tests.engine.speculation.heads.recording import Recording
+from tests.engine.speculation.heads.recording import GREEDY, Recording, check_drafts
 from tests.engine.speculation.opening import open_parts
-from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, TinyModel
+from tests.engine.tiny_models import TINY_MODELS, TinyModel
 
 pytestmark = pytest.mark.slow
 NUM_DRAFTS = 4
@@ -34,7 +33,6 @@ HEADS = {
     "chosen-outputs": RandomHead({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 3, 6]}}),
 }
 READ = {"chosen-inputs": (1, 4, 7), "chosen-outputs": (1, 4, 7)}  # others: 2, n / 2, n - 3
-GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
 
 
 def saved(tmp_path: Path, model: str, head: RandomHead) -> tuple[transformers.PreTrainedModel, Path, Path]:
@@ -52,24 +50,20 @@ def saved(tmp_path: Path, model: str, head: RandomHead) -> tuple[transformers.Pr
     ],
 )
 def test_drafts_are_those_of_the_reference(tmp_path: Path, model: str, head: str, settings: dict[str, Any]) -> None:
-    """Of every step, alone and among others, whatever was accepted before, prompts in chunks or whole."""
     built, path, folder = saved(tmp_path, model, HEADS[head])
     parts = open_parts(
         path, speculative=f"eagle:{folder}", adaptive_drafts=False, quant_mode="none",
         num_speculative_tokens=NUM_DRAFTS, **settings,
     )  # fmt: skip
-    recording = Recording(parts.runner._proposer)
-    prompts = [[(13 * i + 7 * j) % VOCAB_SIZE for j in range(5 + 9 * i)] for i in range(4)]
-    answers(parts.engine, prompts, GREEDY)
-    assert len(recording.proposed) > 100
     embedding = built.state_dict()["model.embed_tokens.weight"]
     reference = Reference(HEADS[head].config, HEADS[head].tensors(), embedding)
-    for known, drafts in recording.proposed[::7]:
-        states = states_of(built, known[:-1], READ.get(head, (2, 4, 5)))
-        assert drafts == reference.drafts(known, states, len(drafts))
-    assert max(len(drafts) for _, drafts in recording.proposed) == NUM_DRAFTS
     # Positions beyond those that the head's config names are rotated on.
-    assert max(len(known) for known, _ in recording.proposed) > HEADS[head].config["max_position_embeddings"]
+    assert HEADS[head].config["max_position_embeddings"] == 64
+
+    def drafts(known: list[int], count: int) -> list[int]:
+        return reference.drafts(known, states_of(built, known[:-1], READ.get(head, (2, 4, 5))), count)
+
+    check_drafts(parts, NUM_DRAFTS, drafts)
 
 
 @torch.no_grad()

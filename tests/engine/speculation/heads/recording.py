@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from engine.assembly import EngineParts
 from engine.plan import StepResult
+from engine.request import SamplingParams
 from engine.runner import Sampled
 from engine.speculation.heads.proposer import FromHead
+from tests.engine.driving import answers
+from tests.engine.tiny_models import VOCAB_SIZE
+
+GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
 
 
 class Recording:
@@ -20,3 +28,18 @@ class Recording:
             self.proposed += [(list(requests[row].token_ids), each.token_ids) for row, each in found.drafts.items()]
 
         proposer.propose = recorded  # type: ignore[assignment, method-assign]
+
+
+def check_drafts(parts: EngineParts, num_drafts: int, reference: Callable[[list[int], int], list[int]]) -> None:
+    """Of every step, alone and among others, whatever was accepted before, prompts in chunks or whole.
+
+    reference: the drafts behind known tokens.
+    """
+    recording = Recording(parts.runner._proposer)
+    prompts = [[(13 * i + 7 * j) % VOCAB_SIZE for j in range(5 + 9 * i)] for i in range(4)]
+    answers(parts.engine, prompts, GREEDY)
+    assert len(recording.proposed) > 100
+    for known, drafts in recording.proposed[::7]:
+        assert drafts == reference(known, len(drafts))
+    assert max(len(drafts) for _, drafts in recording.proposed) == num_drafts
+    assert max(len(known) for known, _ in recording.proposed) > 64

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
+from common.errors import ConfigError
 from engine.assembly import EngineParts
 from engine.speculation.from_model import FIRST_PAUSE
 from engine.speculation.heads.proposer import Followed, FromHead
-from tests.engine.driving import finish, num_drafts
+from engine.speculation.proposer import open_speculation
+from tests.engine.driving import directory, engine_config, finish, num_drafts, open_model
 from tests.engine.speculation.eagle.heads import RandomHead
 from tests.engine.speculation.mtp.modules import ModelWithModule
 from tests.engine.speculation.opening import PARAMS, PLAIN, PROMPTS, SETTINGS, check_unchanged, open_parts, plain_run
@@ -148,3 +150,22 @@ def test_nothing_is_computed_for_vectors_and_prompts_of_others(model: Path, head
     parts.engine.step()
     states = parts.runner._requests._states
     assert [states[request.request_id].drafter for request in requests] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [({"pp": 2}, "leave out --pp"), ({"simulated_steps": "base=0.01"}, "--simulated-steps compute nothing")],
+    ids=str,
+)
+def test_engines_without_hidden_states_are_refused(
+    model: Path, head: str, settings: dict[str, Any], told: str
+) -> None:
+    loaded, _ = open_model(directory(model), dtype="float32")
+    with pytest.raises(ConfigError, match=told):
+        open_speculation(engine_config(str(model), speculative=head, **settings), None, loaded)
+
+
+@pytest.mark.wing("engine.transformers_models")
+def test_models_by_transformers_code_are_refused(model: Path, head: str) -> None:
+    with pytest.raises(ConfigError, match="models by transformers' code do not give"):
+        drafted_by(model, head, model_impl="transformers", load_format="dummy")

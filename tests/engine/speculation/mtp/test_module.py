@@ -10,21 +10,15 @@ import pytest
 import torch
 
 from common.errors import ConfigError
-from common.model_files import resolve_model
-from engine.loader.load import load_model
-from engine.request import SamplingParams
-from engine.speculation.draft_length import DraftLengths
-from engine.speculation.mtp.opening import open_module
-from tests.engine.driving import answers, engine_config, num_drafts
+from tests.engine.driving import answers, num_drafts
 from tests.engine.quantization.packed_files import FORMATS, write
-from tests.engine.speculation.heads.recording import Recording
+from tests.engine.speculation.heads.recording import GREEDY, check_drafts
 from tests.engine.speculation.mtp.modules import ModelWithModule, Reference
 from tests.engine.speculation.opening import open_parts
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, edit_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.wing("engine.mla")]
 NUM_DRAFTS = 3
-GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
 EXACT: dict[str, Any] = {
     "speculative": "mtp", "num_speculative_tokens": NUM_DRAFTS, "adaptive_drafts": False, "quant_mode": "none"
 }  # fmt: skip
@@ -42,9 +36,9 @@ EXACT: dict[str, Any] = {
     ids=["DeepSeek", "own embedding and head", "dense, without copies", "chunks", "MiMo"],
 )
 def test_drafts_are_those_of_the_reference(tmp_path: Path, kind: ModelWithModule, settings: dict[str, Any]) -> None:
-    """Of every step, alone and among others, whatever was accepted before, prompts in chunks or whole."""
     built = kind.tiny.build()
-    check_drafts(kind.save(tmp_path / "model", built), Reference(built, kind.tensors(built)), **settings)
+    parts = open_parts(kind.save(tmp_path / "model", built), **EXACT, **settings)
+    check_drafts(parts, NUM_DRAFTS, Reference(built, kind.tensors(built)).drafts)
 
 
 def test_a_module_of_a_quantized_checkpoint(tmp_path: Path) -> None:
@@ -52,17 +46,8 @@ def test_a_module_of_a_quantized_checkpoint(tmp_path: Path) -> None:
     kind = ModelWithModule()
     built = write(FORMATS["fp8-blocks"], tmp_path / "model", kind.tiny)
     tensors = kind.tensors(built)
-    check_drafts(kind.divide(tmp_path / "model", tensors), Reference(built, tensors))
-
-
-def check_drafts(path: Path, reference: Reference, **settings: Any) -> None:
-    parts = open_parts(path, **EXACT, **settings)
-    recording = Recording(parts.runner._proposer)
-    answers(parts.engine, [[(13 * i + 7 * j) % VOCAB_SIZE for j in range(5 + 9 * i)] for i in range(4)], GREEDY)
-    assert len(recording.proposed) > 100
-    for known, drafts in recording.proposed[::9]:
-        assert drafts == reference.drafts(known, len(drafts))
-    assert max(len(drafts) for _, drafts in recording.proposed) == NUM_DRAFTS
+    parts = open_parts(kind.divide(tmp_path / "model", tensors), **EXACT)
+    check_drafts(parts, NUM_DRAFTS, Reference(built, tensors).drafts)
 
 
 def save_chain(path: Path, is_mimo: bool) -> Path:
@@ -97,29 +82,6 @@ def test_a_module_that_knows_the_language_is_always_right(
     drafted, accepted = num_drafts(parts.engine)
     assert accepted == drafted > 55
     assert parts.engine.num_steps < 80 / NUM_DRAFTS
-
-
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        ({"pp": 2}, "leave out --pp"),
-        ({"simulated_steps": "base=0.01"}, "--simulated-steps compute nothing"),
-    ],
-    ids=str,
-)
-def test_engines_that_a_module_does_not_suit_say_so(tmp_path: Path, settings: dict[str, Any], told: str) -> None:
-    path = ModelWithModule().save(tmp_path / "model")
-    loaded = load_model(resolve_model(str(path)), engine_config(str(path), device="cpu", dtype="float32"))
-    with pytest.raises(ConfigError, match=told):
-        open_module(3, engine_config(str(path), **settings), loaded, DraftLengths(False))
-
-
-@pytest.mark.wing("engine.transformers_models")
-def test_models_by_transformers_code_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="models by transformers' code do not give"):
-        open_parts(
-            ModelWithModule().save(tmp_path / "model"), model_impl="transformers", load_format="dummy", **EXACT
-        )
 
 
 def test_random_weights_draft(tmp_path: Path) -> None:
