@@ -53,18 +53,6 @@ def test_logits_and_greedy_tokens_equal_transformers(opened: Opened) -> None:
         torch.testing.assert_close(torch.stack(driver.logits[request.request_id]), expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("batch", [1, 2, 5, 16])
-@pytest.mark.parametrize("chunk", [1, 5, 16, 512])
-def test_tokens_do_not_depend_on_batch_or_chunk(llama: Opened, batch: int, chunk: int) -> None:
-    loaded, config, reference = llama
-    driver = Driver(make_runner(loaded, config), config, seed=batch)
-    prompts = [random_prompt(3 + 5 * index % 41, VOCAB_SIZE, index) for index in range(batch)]
-    requests = [driver.add(prompt) for prompt in prompts]
-    driver.finish(requests, num_tokens=4, chunk=chunk)
-    for request in requests[:: max(1, batch // 4)]:
-        assert request.output_token_ids == reference_greedy(reference, request.prompt_token_ids, 4)
-
-
 def test_requests_come_and_go_between_steps(llama: Opened) -> None:
     """Late arrivals, a recompute from scratch, a cached prefix that another request wrote, reused blocks."""
     loaded, config, reference = llama

@@ -1,4 +1,4 @@
-"""Pool size, views over foreign memory, and merged copies."""
+"""Pool size, and views over foreign memory."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import mmap
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from common.errors import ConfigError
 from engine.config import EngineConfig
@@ -18,7 +16,6 @@ from engine.kv.memory import (
     pool_over,
 )
 from engine.loader.random_weights import DRY_RUN_CONFIG
-from kvstore.handle.runs import merged_runs
 from kvstore.layout import PoolGeometry
 
 
@@ -55,14 +52,3 @@ def test_a_pool_over_a_memory_map_shares_its_bytes() -> None:
     assert memory[3 * geometry.block_bytes : 3 * geometry.block_bytes + 4] == b"\0\0\x80\x3f"
     slots = host_buffer_over(memory, 5, geometry.block_bytes)
     assert torch.equal(slots, pool.view(5, -1).view(torch.uint8))
-
-
-@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=20))
-def test_merged_runs_say_what_the_pairs_say(pairs: list[tuple[int, int]]) -> None:
-    runs = list(merged_runs(pairs))
-    expanded = [(source + i, target + i) for source, target, count in runs for i in range(count)]
-    assert expanded == pairs
-
-
-def test_merged_runs_merge() -> None:
-    assert list(merged_runs([(4, 7), (5, 8), (6, 9), (6, 10)])) == [(4, 7, 3), (6, 10, 1)]
