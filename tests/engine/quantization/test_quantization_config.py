@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from common.errors import ConfigError, UnsupportedModelError
-from engine.quantization.formats.awq import Awq
 from engine.quantization.formats.compressed_tensors import PackQuantized
 from engine.quantization.formats.fp8 import Fp8, Int8
 from engine.quantization.formats.gptq import Gptq
@@ -30,18 +29,6 @@ def test_plain_weights_have_none() -> None:
 @pytest.mark.parametrize(
     ("config", "label", "schemes"),
     [
-        (gptq(), "gptq-4bit", [Gptq(4, (1, 32), False, subtracts_one=True)]),
-        (
-            gptq(8, -1, checkpoint_format="gptq_v2"),
-            "gptq-8bit",
-            [Gptq(8, (1, WHOLE), False)],
-        ),
-        (AWQ, "awq-4bit", [Awq(4, (1, 128), False)]),
-        (
-            {"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "version": "GEMM"},
-            "awq-4bit",
-            [Awq(4, (1, 64), False)],
-        ),
         (
             {
                 "quant_method": "intel/auto-round",
@@ -52,11 +39,6 @@ def test_plain_weights_have_none() -> None:
             },
             "auto-round-4bit",
             [Gptq(bits, (1, group), False, subtracts_one=True) for bits, group in ((4, 64), (8, 64), (4, WHOLE))],
-        ),
-        (
-            {"quant_method": "auto-round", "bits": 4, "group_size": 128, "packing_format": "auto_round:auto_awq"},
-            "auto-round-4bit",
-            [Awq(4, (1, 128), False)],
         ),
         (
             {"quant_method": "fp8", "weight_block_size": [128, 128]},
@@ -91,6 +73,7 @@ def test_plain_weights_have_none() -> None:
     ],
 )
 def test_what_is_understood(config: dict[str, Any], label: str, schemes: list[WeightScheme]) -> None:
+    """Beside what test_packed_parts.py and test_published.py read weights by."""
     quantization = parse(config)
     assert quantization.label == label
     assert list(quantization.schemes) == schemes
