@@ -146,12 +146,6 @@ class Driver:
             request.output_token_ids += result.token_ids[index]
         return result
 
-    def release(self, request: Request) -> None:
-        self.free += request.block_ids
-        request.block_ids = []
-        request.num_computed_tokens = 0
-        request.num_planned_blocks = -1
-
     def finish(self, requests: Sequence[Request], num_tokens: int, chunk: int) -> None:
         """Run all to `num_tokens` outputs: chunks of prompts join the others' decode steps."""
         while True:

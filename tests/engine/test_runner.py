@@ -14,9 +14,7 @@ from engine.config import EngineConfig
 from engine.cpu.runner import CpuRunner
 from engine.kv.memory import allocate_pool, pool_geometry
 from engine.loader.load import LoadedModel
-from engine.plan import StepPlan
-from engine.request import Request, RequestId
-from kvstore.types import BlockId, HostSlot
+from kvstore.types import BlockId
 from tests.engine.driving import GREEDY, Driver, directory, generate, make_runner, open_model, plan_of, random_prompt
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, reference_greedy, reference_logits, with_wing
 
@@ -51,21 +49,6 @@ def test_logits_and_greedy_tokens_equal_transformers(opened: Opened) -> None:
         tokens = request.prompt_token_ids + request.output_token_ids
         expected = reference_logits(reference, tokens)[request.num_prompt_tokens - 1 : -1]
         torch.testing.assert_close(torch.stack(driver.logits[request.request_id]), expected, atol=1e-4, rtol=0)
-
-
-def test_requests_come_and_go_between_steps(llama: Opened) -> None:
-    """Late arrivals, a recompute from scratch, a cached prefix that another request wrote, reused blocks."""
-    loaded, config, reference = llama
-    driver = Driver(make_runner(loaded, config), config)
-    first, second = driver.add(random_prompt(20, VOCAB_SIZE, 1)), driver.add(random_prompt(33, VOCAB_SIZE, 2))
-    driver.finish([first], 3, chunk=8)
-    driver.finish([first, second], 6, chunk=8)
-    driver.release(second)  # preempted: its blocks go to others, and it starts over
-    third = driver.add(first.prompt_token_ids[:16] + random_prompt(9, VOCAB_SIZE, 3))
-    third.block_ids, third.num_computed_tokens = first.block_ids[:2], 16
-    driver.finish([first, third, second], 9, chunk=16)
-    for request in (first, second, third):
-        assert request.output_token_ids == reference_greedy(reference, request.prompt_token_ids, 9)
 
 
 def test_a_row_may_be_computed_twice(llama: Opened) -> None:
@@ -109,31 +92,6 @@ def test_a_row_with_broken_logits_fails_alone(llama: Opened) -> None:
     result = driver.step([(good, 9), (bad, 1)])
     assert result.errors == {0: "the model's output is not finite"}
     assert result.token_ids == [[], reference_greedy(reference, good.prompt_token_ids, 1)]
-
-
-@pytest.mark.wing("kvstore.tier")
-def test_copies_run_before_the_forward_pass(llama: Opened) -> None:
-    """Blocks swapped out and in again, to other places, hold what they held."""
-    loaded, config, reference = llama
-    geometry = pool_geometry(loaded.config, config, loaded.fingerprint, loaded.dtype)
-    pool = allocate_pool(geometry, loaded.device)
-    host = torch.zeros(8, geometry.block_bytes, dtype=torch.uint8)
-    runner = CpuRunner(loaded, pool, host, config)
-    prompt = random_prompt(20, VOCAB_SIZE, 4)
-    request = Request(RequestId("a"), prompt, GREEDY, block_ids=[BlockId(3), BlockId(4), BlockId(9)])
-    first = runner.launch(plan_of([(request, 20)])).result().token_ids[0]
-    request.output_token_ids += first
-    request.num_computed_tokens = 20
-    swap_out = [(BlockId(3), HostSlot(1)), (BlockId(4), HostSlot(2)), (BlockId(9), HostSlot(7))]
-    swapped = StepPlan(finished=[request.request_id], copies_out=swap_out)
-    assert runner.launch(swapped).result().token_ids == []
-    pool.fill_(float("nan"))
-    request.block_ids, request.num_planned_blocks = [BlockId(30), BlockId(31), BlockId(5)], -1
-    swap_in = [(HostSlot(1), BlockId(30)), (HostSlot(2), BlockId(31)), (HostSlot(7), BlockId(5))]
-    plan = plan_of([(request, 1)])
-    plan.copies_in = swap_in
-    second = runner.launch(plan).result().token_ids[0]
-    assert first + second == reference_greedy(reference, prompt, 2)
 
 
 def test_a_pool_of_another_shape_is_refused(llama: Opened) -> None:

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import zip_longest
 from typing import Any
 
 import pytest
@@ -109,15 +108,6 @@ def is_idle(llm: LLM) -> bool:
     pool = llm.engine.kv.pool
     pool.check_integrity()
     return pool.num_used == 0 and llm.engine.load().num_requests == 0
-
-
-def test_interleaved_streams_equal_solo_runs() -> None:
-    llm = make()
-    expected = [llm.generate(prompt, SAMPLED)[0].text for prompt in PROMPTS[2:5]]
-    streams = [llm.stream(prompt, SAMPLED) for prompt in PROMPTS[2:5]]
-    rounds = list(zip_longest(*streams, fillvalue=""))  # a piece of each in turn
-    assert ["".join(pieces) for pieces in zip(*rounds, strict=True)] == expected
-    assert is_idle(llm)
 
 
 def test_threads_share_an_engine() -> None:
