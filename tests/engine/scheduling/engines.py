@@ -21,6 +21,14 @@ if TYPE_CHECKING:
     from engine.speculation.drafts import Speculation
 
 BLOCK = 4
+# Small enough that requests give way to each other, whatever is drawn.
+SMALL_ENGINES = {
+    "num_blocks": st.integers(6, 20),
+    "host_slots": st.integers(0, 16),
+    "swap": st.booleans(),
+    "budget": st.integers(4, 24),
+    "prefix_cache": st.booleans(),
+}
 
 
 def with_host_tier(num_slots: int, pool: BlockPool, groups: BlockGroups) -> KVManager:

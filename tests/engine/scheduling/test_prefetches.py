@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +17,7 @@ from engine.scheduling.kv_load import KvLoad
 from engine.scheduling.prefetches import MAX_PREFETCHES
 from kvstore.pool.block_hash import block_keys, root_key
 from tests.engine.fakes import BlockMemoryRunner, expected_tokens
-from tests.engine.scheduling.engines import BLOCK, assert_quiet, make_engine, run_all
+from tests.engine.scheduling.engines import BLOCK, SMALL_ENGINES, assert_quiet, make_engine, run_all
 
 PROMPT = list(range(1, 23))  # five full blocks, and two tokens
 
@@ -319,32 +320,11 @@ def test_a_chunk_is_reported_when_its_step_has_ended(overlap: bool) -> None:
 @given(
     data=st.data(),
     num_blocks=st.integers(10, 24),
-    host_slots=st.integers(0, 12),
-    swap=st.booleans(),
-    budget=st.integers(4, 24),
-    prefix_cache=st.booleans(),
-    overlap=st.booleans(),
+    options=st.fixed_dictionaries({**SMALL_ENGINES, "overlap": st.booleans()}),
 )
-def test_any_order_of_events_keeps_every_token(
-    data: st.DataObject,
-    num_blocks: int,
-    host_slots: int,
-    swap: bool,
-    budget: int,
-    prefix_cache: bool,
-    overlap: bool,
-) -> None:
+def test_any_order_of_events_keeps_every_token(data: st.DataObject, num_blocks: int, options: dict[str, Any]) -> None:
     """Parts, requests, ends of pulls, failures and aborts in any order: right tokens, and no block is lost."""
-    peer = make_peer(
-        num_blocks,
-        host_slots=host_slots,
-        swap=swap,
-        budget=budget,
-        max_num_seqs=3,
-        prefix_cache=prefix_cache,
-        overlap=overlap,
-        is_late=True,
-    )
+    peer = make_peer(**{**options, "num_blocks": num_blocks}, max_num_seqs=3, is_late=True)
     live: dict[RequestId, tuple[list[int], int]] = {}
     tokens: dict[str, list[int]] = {}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -21,7 +22,15 @@ from kvstore.pool.block_pool import BlockPool
 from kvstore.types import BlockKey
 from tests.engine.driving import finish
 from tests.engine.fakes import VOCAB_SIZE, expected_tokens
-from tests.engine.scheduling.engines import BLOCK, assert_quiet, check_any_order, load_request, make_engine, run_all
+from tests.engine.scheduling.engines import (
+    BLOCK,
+    SMALL_ENGINES,
+    assert_quiet,
+    check_any_order,
+    load_request,
+    make_engine,
+    run_all,
+)
 
 
 def test_one_request_in_chunks() -> None:
@@ -286,43 +295,18 @@ def test_abort_while_loading_frees_blocks_only_after_the_load() -> None:
 @settings(max_examples=75)
 @given(
     data=st.data(),
-    num_blocks=st.integers(6, 20),
-    host_slots=st.integers(0, 16),
-    swap=st.booleans(),
-    budget=st.integers(4, 24),
-    prefix_cache=st.booleans(),
-    overlap=st.booleans(),
-    num_stages=st.integers(1, 3),
+    options=st.fixed_dictionaries({**SMALL_ENGINES, "overlap": st.booleans(), "num_stages": st.integers(1, 3)}),
     policy=st.sampled_from([PriorityPolicy(), FcfsPolicy(), ShortestPromptFirst()]),
     windows=st.sampled_from([(), (), (6,), (0, 5), (0, 0, 3, 9)]),
 )
 def test_any_order_of_events_keeps_every_token(
-    data: st.DataObject,
-    num_blocks: int,
-    host_slots: int,
-    swap: bool,
-    budget: int,
-    prefix_cache: bool,
-    overlap: bool,
-    num_stages: int,
-    policy: SchedulingPolicy,
-    windows: tuple[int, ...],
+    data: st.DataObject, options: dict[str, Any], policy: SchedulingPolicy, windows: tuple[int, ...]
 ) -> None:
     """Arrivals, aborts and steps in any order: the right tokens, and no block lost or owned twice."""
     if windows:  # else the longest sequence, of 23 tokens, does not fit
-        num_blocks += BlockGroups(BLOCK, windows, budget).most_live(23) - 6
-    engine, _ = make_engine(
-        num_blocks,
-        host_slots=host_slots,
-        swap=swap,
-        budget=budget,
-        max_num_seqs=4,
-        prefix_cache=prefix_cache,
-        overlap=overlap and num_stages == 1,
-        order=ServiceOrder(policy),
-        num_stages=num_stages,
-        windows=windows,
-    )
+        options["num_blocks"] += BlockGroups(BLOCK, windows, options["budget"]).most_live(23) - 6
+    options["overlap"] &= options["num_stages"] == 1
+    engine, _ = make_engine(**options, max_num_seqs=4, order=ServiceOrder(policy), windows=windows)
 
     def add() -> tuple[Request, list[int]]:
         prompt = [data.draw(st.integers(0, 2))] * data.draw(st.integers(1, 14)) + [data.draw(st.integers(3, 5))]
@@ -332,7 +316,7 @@ def test_any_order_of_events_keeps_every_token(
         request = engine.add_request(prompt, params, priority=data.draw(st.integers(0, 2)))
         return request, expected_tokens(prompt, limit)
 
-    check_any_order(engine, data, budget, add)
+    check_any_order(engine, data, options["budget"], add)
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +17,14 @@ from engine.speculation.drafts import Speculation
 from engine.speculation.from_tokens import FromTokens
 from tests.engine.driving import num_drafts
 from tests.engine.fakes import VOCAB_SIZE, BlockMemoryRunner, expected_tokens
-from tests.engine.scheduling.engines import assert_quiet, check_any_order, load_request, make_engine, run_all
+from tests.engine.scheduling.engines import (
+    SMALL_ENGINES,
+    assert_quiet,
+    check_any_order,
+    load_request,
+    make_engine,
+    run_all,
+)
 from tests.engine.speculation.drafters import MakeOracle, of_one_kind
 
 
@@ -215,31 +223,16 @@ def test_swapped_requests_go_on_where_they_were_accepted() -> None:
 @settings(max_examples=75)
 @given(
     data=st.data(),
-    num_blocks=st.integers(6, 20),
-    host_slots=st.integers(0, 16),
-    swap=st.booleans(),
-    budget=st.integers(4, 24),
-    prefix_cache=st.booleans(),
+    options=st.fixed_dictionaries(SMALL_ENGINES),
     accuracy=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
     num_tokens=st.integers(1, 9),
     seed=st.integers(0, 1000),
 )
 def test_any_order_of_events_keeps_every_token(
-    data: st.DataObject,
-    num_blocks: int,
-    host_slots: int,
-    swap: bool,
-    budget: int,
-    prefix_cache: bool,
-    accuracy: float,
-    num_tokens: int,
-    seed: int,
+    data: st.DataObject, options: dict[str, Any], accuracy: float, num_tokens: int, seed: int
 ) -> None:
     """Arrivals, resumed ones, aborts and steps in any order, drafts that are right, wrong and half right."""
-    engine, _ = drafting(
-        accuracy, num_tokens, seed, num_blocks=num_blocks, host_slots=host_slots, swap=swap, budget=budget,
-        max_num_seqs=4, prefix_cache=prefix_cache,
-    )  # fmt: skip
+    engine, _ = drafting(accuracy, num_tokens, seed, **options, max_num_seqs=4)
 
     def add() -> tuple[Request, list[int]]:
         prompt = [data.draw(st.integers(0, 2))] * data.draw(st.integers(1, 10)) + [data.draw(st.integers(3, 5))]
@@ -253,7 +246,7 @@ def test_any_order_of_events_keeps_every_token(
             expected = expected[: expected.index(stops[0], len(replayed)) + 1]
         return request, expected[len(replayed) :]
 
-    check_any_order(engine, data, budget, add)
+    check_any_order(engine, data, options["budget"], add)
 
 
 def test_loads_wait_for_what_is_drafted_after_a_step() -> None:
