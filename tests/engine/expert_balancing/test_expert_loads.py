@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import inf
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -29,42 +30,43 @@ CONFIG = ModelConfig(
 )  # fmt: skip
 
 
-def save(path: Path, layers: list[list[int]], num_experts: int = 4) -> Path:
-    path.write_text(json.dumps({"num_experts": num_experts, "layers": layers}))
-    return path
-
-
 def test_each_layer_has_its_placement(tmp_path: Path) -> None:
-    path = save(tmp_path / "loads", [[], [9, 1, 1, 1]])
+    path = tmp_path / "loads"
+    path.write_text(loads_of([], [9, 1, 1, 1]))
     assert placements_of(path, CONFIG, 2, 2) == ((), (0, 1, 2, 0, 1, 3))
     sharded = replace(CONFIG, expert_slots=placements_of(path, CONFIG, 2, 2)).of_layer(1)
     assert sharded.moe is not None
     assert sharded.moe.num_slots == 6
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"num_experts": 4, "layers": [["x"]]}', '{"num_experts": null}'])
-def test_other_files_are_refused(text: str, tmp_path: Path) -> None:
-    (tmp_path / "loads").write_text(text)
-    with pytest.raises(ConfigError, match="no loads of experts in it"):
+def loads_of(*layers: list[Any]) -> str:
+    return json.dumps({"num_experts": 4, "layers": layers})
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        *((text, "no loads of experts in it") for text in ("", "[]", "{}", '{"num_experts": null}')),
+        (loads_of(["x"]), "no loads of experts in it"),
+        *((loads_of([], *more), "another model") for more in ([], [[1] * 3], [[1] * 4, []])),
+        (loads_of([1] * 4, [1] * 4), "another model"),
+        (None, "No such file"),
+    ],
+)
+def test_files_without_loads_of_the_model_are_refused(text: str | None, told: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "loads").write_text(text)
+    with pytest.raises(ConfigError, match=told):
         placements_of(tmp_path / "loads", CONFIG, 2, 0)
-
-
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="No such file"):
-        placements_of(tmp_path / "loads", CONFIG, 2, 0)
-
-
-@pytest.mark.parametrize("layers", [[[], [1] * 3], [[1] * 4, [1] * 4], [[]], [[], [1] * 4, []]])
-def test_loads_of_another_model_are_refused(layers: list[list[int]], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="another model"):
-        placements_of(save(tmp_path / "loads", layers), CONFIG, 2, 0)
 
 
 def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "loads"
+    path.write_text(loads_of([], []))
     with pytest.raises(ConfigError, match="the model has no experts"):
-        placements_of(save(tmp_path / "loads", [[], []]), replace(CONFIG, moe=None), 2, 0)
+        placements_of(path, replace(CONFIG, moe=None), 2, 0)
     with pytest.raises(ConfigError, match="the model has no experts"):
-        LLM("dry-run", device="cpu", expert_load_file=str(tmp_path / "loads"))
+        LLM("dry-run", device="cpu", expert_load_file=str(path))
 
 
 def make_recorder(slots: tuple[int, ...], path: Path | None = None) -> tuple[ExpertLoadRecorder, Moe]:

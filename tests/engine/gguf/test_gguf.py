@@ -20,6 +20,7 @@ from tests.engine.tiny_models import (
     DEEPSEEK,
     GEMMA3,
     GPT_OSS,
+    LLAMA3_ROPE,
     PHI3_LONG,
     PHI3_SHORT,
     QWEN2_EXPERTS,
@@ -59,7 +60,6 @@ GEMMA3_FULL = {
 SHORT = PHI3_SHORT["rope_parameters"]
 PHI3_SCALED = {"original_max_position_embeddings": 256, "rope_parameters": {**SHORT, "attention_factor": 1.1}}
 DEEPSEEK_V2 = TINY_MODELS["deepseek-v2"]
-MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
 # The files tell one mscale, as published models have both alike.
 DEEPSEEK_YARN = rope(
     "yarn", factor=4.0, mscale=0.8, mscale_all_dim=0.8, original_max_position_embeddings=64, beta_fast=4.0,
@@ -89,8 +89,8 @@ FAMILIES = {
     "phi3-long": (TinyModel("Phi3", {"tie_word_embeddings": True, **PHI3_LONG}), "phi3"),
     "phi3-short": (TinyModel("Phi3", PHI3_SCALED), "phi3"),
     "gpt-oss": (TinyModel("GptOss", {**GPT_OSS, **GPT_OSS_GIVEN}), "gpt-oss"),
-    "mixtral": (TinyModel("Mixtral", MIXTRAL), "llama"),
-    "mixtral-old": (TinyModel("Mixtral", MIXTRAL), "llama"),
+    "mixtral": (TINY_MODELS["mixtral"], "llama"),
+    "mixtral-old": (TINY_MODELS["mixtral"], "llama"),
     "qwen2moe": (TinyModel("Qwen2Moe", QWEN2_EXPERTS), "qwen2moe"),
     "qwen3moe": (TinyModel("Qwen3Moe", {**QWEN3_EXPERTS, "norm_topk_prob": True}), "qwen3moe"),
 }
@@ -104,15 +104,7 @@ def test_every_family(name: str, tmp_path: Path) -> None:
 
 def test_rope_factors_stretch_each_frequency(tmp_path: Path) -> None:
     """Llama 3.1's files carry factors per frequency in place of a formula."""
-    llama3 = {
-        "rope_type": "llama3",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    }
-    model = TinyModel("Llama", {"rope_parameters": llama3}).build()
+    model = TinyModel("Llama", LLAMA3_ROPE).build()
     plain = 1.0 / 10000.0 ** (np.arange(0, 8, 2, dtype=np.float32) / 8)
     factors = (plain / model.model.rotary_emb.inv_freq.numpy()).astype(np.float32)
     assert factors.max() > 3

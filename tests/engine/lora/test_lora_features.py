@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from common.errors import InvalidRequestError
 from common.lora.adapter_ref import AdapterRef
+from engine import LLM, AsyncLLM
 from engine.assembly import EngineParts
+from engine.loader.random_weights import DRY_RUN_CONFIG
 from engine.models.config import ModelConfig
 from tests.engine.combinations import FLOAT32, MODELS, PLAIN, PROMPTS, SWAP, open_engine, run
 from tests.engine.speculation.eagle.heads import RandomHead
@@ -65,3 +69,21 @@ def test_rows_of_adapters_and_of_the_model_itself_with_an_eagle_head(tmp_path: P
     assert found[0] == found[1]
     assert found[0][:4] != found[0][4:]
     assert drafted == {request.request_id for request in requests}
+
+
+@pytest.mark.wing("engine.offline")
+async def test_folders_name_adapters(tmp_path: Path) -> None:
+    """Of the Python API."""
+    params = replace(PLAIN, prompt_logprobs=None)
+    folder = str(write_adapter(tmp_path / "poet", shapes_of_config(DRY_RUN_CONFIG), std=0.3))
+    llm = LLM("dry-run", num_gpu_blocks=64, num_threads=1, enable_lora=True)
+    [plain], [poet] = llm.generate("hello", params), llm.generate("hello", params, adapter=folder)
+    assert plain.token_ids != poet.token_ids
+    assert "".join(llm.stream("hello", params, adapter=folder)) == poet.text
+    assert llm.chat([{"role": "user", "content": "x"}], params, adapter=folder).token_ids
+    with pytest.raises(InvalidRequestError, match=r"has no adapter_config\.json"):
+        llm.generate("hello", params, adapter=str(tmp_path))
+    async with AsyncLLM("dry-run", num_gpu_blocks=64, num_threads=1, enable_lora=True) as other:
+        assert (await other.generate("hello", params, adapter=folder))[0].token_ids == poet.token_ids
+        pieces = [piece async for piece in other.stream("hello", params, adapter=folder)]
+        assert "".join(pieces) == poet.text

@@ -94,15 +94,6 @@ def test_a_stop_string_ends_an_answer_before_itself() -> None:
         llm.generate("a", GREEDY, stop="")
 
 
-def test_a_closed_stream_frees_its_blocks() -> None:
-    llm = make()
-    stream = llm.stream("Hello", SamplingParams(max_tokens=500, ignore_eos=True))
-    next(stream)
-    stream.close()
-    assert llm.engine.kv.pool.num_used == 0
-    assert not llm.engine.has_work()
-
-
 def is_idle(llm: LLM) -> bool:
     """Nothing open, and every block free or cached."""
     pool = llm.engine.kv.pool

@@ -17,7 +17,7 @@ from common.model_files import resolve_model
 from engine.config import EngineConfig
 from engine.layers.linear import Linear, half
 from engine.loader.load import LoadedModel
-from engine.quantization.cpu_linears import int4, int8
+from engine.quantization.cpu_linears import int8
 from kernels.gguf.library import library
 from tests.engine.driving import generate, open_model, random_prompt
 from tests.engine.quantization.packed_files import FORMATS, TINY, VOCAB_SIZE, Format, write
@@ -107,23 +107,6 @@ def test_a_tied_embedding_serves_as_output_projection(kept_plain: tuple[str, ...
     head = loaded.model.head
     assert head.gemm is half
     assert torch.equal(torch.ops.quantized.linear_unpack_fp16(head.weight)[0], loaded.model.embedding.float())
-
-
-def test_linear_layers_stay_fused_and_packed(tmp_path: Path) -> None:
-    write(FORMATS["awq-one-map-plain"], tmp_path / "m")
-    for ref in load(tmp_path / "m")[0].model.linears():
-        if ref.name == "qkv":
-            assert ref.layer.gemm is int8  # v is plain, so the whole layer is
-        elif ref.name != "head":
-            assert ref.layer.gemm is int4
-    write(FORMATS["awq"], tmp_path / "all")
-    qkv = first_qkv(load(tmp_path / "all")[0])
-    assert qkv.gemm is int4
-    assert qkv.scales is not None
-    assert qkv.scales.shape == (64 // 32, 64 + 2 * 32, 2)
-    assert qkv.bias is not None
-    plain = first_qkv(load(tmp_path / "all", quant_mode="none")[0])
-    assert plain.is_plain
 
 
 def test_parts_that_are_quantized_differently_are_computed_alike(tmp_path: Path) -> None:
