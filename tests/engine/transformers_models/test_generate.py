@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from engine.assembly import EngineParts, assemble
-from tests.engine.driving import engine_config, random_prompt, serve
+from engine.assembly import EngineParts
+from tests.engine import combinations
+from tests.engine.driving import GREEDY, finish, random_prompt, serve
 from tests.engine.tiny_models import reference_answers
 from tests.engine.transformers_models.hf_families import FAMILIES, VOCAB_SIZE, generated
 
@@ -20,11 +23,7 @@ PROMPTS = [random_prompt(length, VOCAB_SIZE, length) for length in (1, 6, 19, 40
 
 def open_engine(path: Path, **settings: Any) -> EngineParts:
     """Steps of few tokens: prompts come in chunks beside generated tokens."""
-    base = {
-        "device": "cpu", "dtype": "float32", "num_threads": 1, "num_gpu_blocks": 300, "block_size": 4,
-        "max_num_batched_tokens": 16, "max_num_seqs": 8, "model_impl": "transformers",
-    }  # fmt: skip
-    return assemble(engine_config(str(path), **{**base, **settings}))
+    return combinations.open_engine(path, **{"model_impl": "transformers", "dtype": "float32", **settings})
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -40,3 +39,35 @@ def test_equals_generate(name: str, tmp_path: Path) -> None:
     again = serve(parts.engine, [PROMPTS[-1]], NUM_TOKENS)
     assert again[0].num_cached_tokens > 0
     assert again[0].output_token_ids == expected[-1]
+
+
+# -- what the engine does around a model changes none of its tokens --------------------------------------------------
+
+
+@pytest.mark.usefixtures("byte_tokens")
+@pytest.mark.parametrize(("name", "num_blocks"), [("gpt_oss", 40), ("gpt_neox", 20)])
+def test_drafts_swapped_blocks_and_a_prompt_budget_change_nothing(name: str, num_blocks: int, tmp_path: Path) -> None:
+    """Beside vectors, log-probabilities of prompts, and a grammar."""
+    tiny = FAMILIES[name]
+    path = replace(tiny, changes={**tiny.changes, "vocab_size": 320}).save(tmp_path / name)
+    expected = combinations.run(open_engine(path))
+    drafts = {"num_speculative_tokens": 3, "adaptive_drafts": False, "ngram_min": 1, "itl_objective_ms": 5.0}
+    parts = open_engine(path, num_gpu_blocks=num_blocks, **drafts, **combinations.SWAP)
+    expected.check(parts, is_swapped=True)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["gpt_neox", "gemma2", "granitemoe", "minicpm3"])
+def test_16_bits_stay_close_to_transformers(name: str, dtype: str, tmp_path: Path) -> None:
+    prompt = random_prompt(40, VOCAB_SIZE, 7)
+    path, reference = FAMILIES[name].save(tmp_path / name), FAMILIES[name].build()
+    with torch.inference_mode():
+        expected = reference(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        rounded = reference.to(getattr(torch, dtype))(torch.tensor([prompt])).logits[0].float().log_softmax(-1)
+    wanted = [[i, token] for i, token in enumerate(prompt[1:])]
+    rows, tokens = torch.tensor(wanted).T
+    parts = open_engine(path, dtype=dtype)
+    parts.engine.add_request(prompt, replace(GREEDY, max_tokens=1, prompt_logprobs=1))
+    found = [entry.logprob for output in finish(parts.engine) for entry in output.prompt_logprobs]
+    error = (torch.tensor(found) - expected[rows, tokens]).abs().mean()
+    assert error < 2 * (rounded - expected)[rows, tokens].abs().mean() + 1e-3
