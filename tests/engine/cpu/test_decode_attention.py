@@ -1,4 +1,4 @@
-"""Decode attention in C, in every variant that this CPU runs, and an engine without a compiler."""
+"""Attention on a CPU: of generated tokens in C, in every variant that this CPU runs, and without a compiler."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from common.model_files import ModelFiles
 from engine.cpu import runner
+from kernels.cpu_attention import padded_len
 from kernels.native.decode_attention import DecodeAttention, Queries, supports
 from kernels.native.library import library
 from kernels.paged_attention import attend_sequence, gather_kv, write_kv
@@ -94,6 +95,13 @@ def test_tokens_that_lie_apart_are_copied() -> None:
     step.q, step.kv = (each.movedim(0, -1).contiguous().movedim(-1, 0) for each in (step.q, step.kv))
     assert step.q.stride(-1) != 1
     assert torch.equal(step.attend(), expected)
+
+
+def test_padded_lengths_of_prompts_are_few() -> None:
+    """The library behind GEMMs compiles a program for each."""
+    lengths = {padded_len(num_keys) for num_keys in range(1, 8193)}
+    assert len(lengths) < 50
+    assert all(padded_len(num_keys) >= num_keys for num_keys in range(1, 8193))
 
 
 def test_pools_that_it_does_not_take() -> None:
