@@ -14,9 +14,11 @@ from common.errors import ConfigError, UnsupportedModelError
 from engine.config import EngineConfig
 from engine.loader.load import load_model
 from engine.loader.safetensors import SafetensorsWeights
+from engine.moe.config import MoeConfig
 from engine.moe.expert_stacks import StackedExperts
 from engine.moe.hf_config import moe_from_hf
 from engine.moe.moe import Moe
+from engine.moe.routing import choose_experts
 from engine.quantization import conversion
 from engine.quantization.cpu_linears import int4, int8
 from engine.quantization.gpu_linears import GpuLinears
@@ -114,3 +116,8 @@ def test_a_token_passes_through_the_experts_that_it_chooses(path: Path) -> None:
     )
     kept = weight_bytes(config, "bfloat16", "none") - weight_bytes(config, "bfloat16", "mxfp4")
     assert kept == num_moved * (2 - 0.53125)
+
+
+def test_scores_of_zero_are_shares_of_zero() -> None:
+    shares, _ = choose_experts(torch.full((1, 4), -200.0), MoeConfig(4, 2, 0, score="sigmoid"))
+    assert shares.tolist() == [[0.0, 0.0]]
