@@ -10,9 +10,6 @@ import pytest
 
 from common.errors import EngineError, InvalidRequestError, UnavailableError
 from engine import AsyncLLM, SamplingParams
-from engine.cpu.runner import CpuRunner
-from engine.engine import DeviceLostError
-from engine.plan import PendingStep, StepPlan
 
 PROMPTS = [f"{index} and {'the same again ' * (index % 5)}" for index in range(16)]
 SAMPLED = SamplingParams(max_tokens=12, temperature=1.1, top_k=40, seed=11, ignore_eos=True)
@@ -128,23 +125,6 @@ async def test_a_bad_prompt_ends_its_caller_alone(llm: AsyncLLM) -> None:
         await llm.generate([["not", "tokens"]], LONG)  # type: ignore[arg-type]
     assert text + "".join([piece async for piece in stream]) == (await llm.generate("stays", SAMPLED))[0].text
     await assert_idle(llm)
-
-
-async def test_a_failed_engine_ends_every_caller(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    lost = DeviceLostError("the GPU has fallen off the bus")
-    launch = CpuRunner.launch
-
-    def lose_it_with_all_open(runner: CpuRunner, plan: StepPlan) -> PendingStep:
-        if len(plan.rows) == len(PROMPTS):
-            raise lost
-        return launch(runner, plan)
-
-    monkeypatch.setattr(CpuRunner, "launch", lose_it_with_all_open)
-    for failure in await asyncio.gather(*(llm.generate(p, LONG) for p in PROMPTS), return_exceptions=True):
-        assert isinstance(failure, EngineError)
-        assert failure.__cause__ is lost
-    with pytest.raises(EngineError, match="fallen off the bus"):
-        await llm.chat([{"role": "user", "content": "too late"}])
 
 
 async def test_a_bug_in_an_abort_ends_every_caller(slow_llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:

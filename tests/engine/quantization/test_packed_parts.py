@@ -11,7 +11,7 @@ from engine.layers.weights import Part
 from engine.quantization.formats.compressed_tensors import PackQuantized
 from engine.quantization.formats.fp8 import Fp8, Int8
 from engine.quantization.formats.gptq import Gptq
-from engine.quantization.formats.scheme import ROW, TENSOR, WeightScheme, unpack_words
+from engine.quantization.formats.scheme import ROW, TENSOR, WeightScheme
 from engine.quantization.packed_checkpoint import unpack_part
 from engine.quantization.quantized_rows import FILLED_GROUP, QuantizedRows, join_rows
 from engine.quantization.schemes import quantization_from_hf
@@ -114,12 +114,6 @@ def rows_of(scheme: WeightScheme, tensors: dict[str, Tensor], shape: torch.Size)
     return scheme.rows(shape[0], shape[1], tensors.__getitem__, tensors)
 
 
-def test_codes_come_from_the_low_bits_up() -> None:
-    words = torch.tensor([[0x76543210, -0x01234568]], dtype=torch.int32)  # 0xFEDCBA98
-    assert unpack_words(words, 4).tolist() == [list(range(16))]
-    assert unpack_words(words, 8).tolist() == [[0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE]]
-
-
 def test_zero_points_of_nought_borrow_from_their_neighbours() -> None:
     weight = torch.randn(16, 64)
     tensors, _ = pack_gptq(weight, symmetric=False, minus=0)
@@ -164,12 +158,6 @@ def test_one_scale_for_all_is_one_per_row(shape: tuple[int, ...]) -> None:
     assert rows.has_row_scales
     assert rows.scales.shape == (16, 1)
     assert torch.equal(rows.dequantize(torch.float32), rounded)
-
-
-def test_sorted_groups_need_no_order() -> None:
-    weight = torch.randn(16, 64)
-    assert rows_of(GPTQ, pack_gptq(weight)[0], weight.shape).order is None
-    assert rows_of(GPTQ, pack_gptq(weight, act_order=True)[0], weight.shape).order is not None
 
 
 def test_groups_of_unequal_size_are_refused() -> None:
