@@ -19,7 +19,8 @@ from tests.engine.grammar.matching import EOS, allowed, may_end
 ANSWERS = {
     grammar.json_schema({"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}): '{"a": 1}',
     grammar.regex("[a-c]{3}/"): "abc/",
-    grammar.choice(["yes", "no"]): "yes",
+    grammar.choice(['a "quote"\n', "no"]): 'a "quote"\n',
+    grammar.choice(["ü", "\\no"]): "ü",
     grammar.lark('start: before "}"\nbefore: "{" /[0-9]+/'): "{12}",
 }
 ANALYSIS = "<|channel|>analysis<|message|>Hm. {<|end|><|start|>assistant"
@@ -27,7 +28,9 @@ FINAL = "<|channel|>final<|message|>"
 SPECIAL = {"</think>": 300, "<think>": 301}  # ids of tokens that have no text
 
 
-@pytest.mark.parametrize(("followed", "answer"), ANSWERS.items(), ids=["schema", "regex", "choice", "lark"])
+@pytest.mark.parametrize(
+    ("followed", "answer"), ANSWERS.items(), ids=["schema", "regex", "choice", "choice of bytes", "lark"]
+)
 def test_the_answer_follows_its_grammar_after_the_reasoning(followed: str, answer: str) -> None:
     may_reason = grammar.after(lark_before_answer(THINK, False, {}), followed)
     reasoning = "<think>\nHm. </thi {1}\n</think>\n\n"
