@@ -10,16 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import ContextLengthError, InvalidRequestError
-from common.token_ids import pack_ids
 from engine.engine import DeviceLostError
 from engine.kv.block_groups import BlockGroups
-from engine.kv.manager import KVManager
-from engine.request import FinishReason, Request, RequestId, RequestStatus, SamplingParams
+from engine.request import FinishReason, Request, RequestStatus, SamplingParams
 from engine.scheduling.policy import FcfsPolicy, PriorityPolicy, SchedulingPolicy, ServiceOrder
 from examples.scheduling_policy import ShortestPromptFirst
-from kvstore.pool.block_hash import block_keys, root_key
-from kvstore.pool.block_pool import BlockPool
-from kvstore.types import BlockKey
 from tests.engine.driving import finish
 from tests.engine.fakes import VOCAB_SIZE, expected_tokens
 from tests.engine.scheduling.engines import (
@@ -64,19 +59,6 @@ def test_prefix_cache_computes_only_the_rest(length: int, salts: tuple[str, str]
     assert again.num_cached_tokens == num_cached
     assert runner.num_computed_tokens == length - num_cached + 2
     assert again.output_token_ids == expected_tokens(prompt, 3)
-
-
-def test_adapters_share_no_kv() -> None:
-    prompt = list(range(1, 18))
-    kv = KVManager(BlockPool(8), BlockGroups(4, (0,), 16), "fingerprint")
-
-    def keys(adapter: str, salt: str) -> list[BlockKey]:
-        request = Request(RequestId("r"), prompt, SamplingParams(), adapter=adapter, cache_salt=salt)
-        kv.prefixes.extend_keys(request)
-        return request.block_keys
-
-    for adapter, salt in (("", ""), ("a", ""), ("", "a"), ("a", "b"), ("a", "")):
-        assert keys(adapter, salt) == block_keys(root_key("fingerprint", adapter, salt), pack_ids(prompt), 4)
 
 
 def test_an_adapter_that_the_engine_lacks_is_refused() -> None:
