@@ -35,6 +35,11 @@ WIDE = {
     "num_key_value_heads": 2,
     "num_hidden_layers": 1,
 }
+Kind = gguf.GGMLQuantizationType
+HALVES = {  # where a block has its float16 numbers
+    Kind.Q4_0: (0,), Kind.Q4_1: (0, 2), Kind.Q5_0: (0,), Kind.Q5_1: (0, 2), Kind.Q8_0: (0,), Kind.Q2_K: (80, 82),
+    Kind.Q3_K: (108,), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,),
+}  # fmt: skip
 
 
 @cache
@@ -121,16 +126,16 @@ def interleave(weight: Tensor, num_heads: int) -> Tensor:
 
 
 def random_blocks(kind: gguf.GGMLQuantizationType, shape: tuple[int, ...]) -> NDArray[np.uint8]:
-    """Random blocks of a type the package cannot quantize to; its float16 scales are made small."""
-    byte_shape = gguf.quant_shape_to_byte_shape(shape, kind)
-    generator = np.random.default_rng(0)
-    raw = generator.integers(0, 256, byte_shape, dtype=np.uint8)
-    _, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-    blocks = raw.reshape(-1, block_bytes)
-    scale_at = {"Q6_K": (208,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q3_K": (108,), "Q2_K": (80, 82)}[kind.name]
-    for offset in scale_at:
-        blocks[:, offset : offset + 2] = np.frombuffer(np.float16(0.001).tobytes(), np.uint8)
-    return raw
+    """Random bits in rows of blocks under small scales, of any type that has blocks."""
+    rng = np.random.default_rng(int(kind))
+    block_size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    raw = rng.integers(0, 256, (*shape[:-1], shape[-1] // block_size, block_bytes), dtype=np.uint8)
+    if kind == Kind.MXFP4:
+        raw[..., 0] = rng.integers(117, 122, raw.shape[:-1])
+    for at in HALVES.get(kind, ()):
+        scales = rng.normal(0, 0.001, raw.shape[:-1]).astype(np.float16)
+        raw[..., at : at + 2] = scales[..., None].view(np.uint8)
+    return raw.reshape(*shape[:-1], -1)
 
 
 def files_of(path: Path) -> ModelFiles:

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import gguf
-import numpy as np
 import pytest
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -31,15 +30,11 @@ from kernels.gguf.linear import BLOCK_COLUMNS, Blocks, BlockWeight
 from kernels.native.compile import AVX512, VARIANTS, Variant, library_path
 from kernels.native.library import loaded, variants_of_this_cpu
 from tests.engine.driving import directory, generate, open_model, random_prompt
-from tests.engine.gguf.gguf_files import load_and_read, write_wide
+from tests.engine.gguf.gguf_files import load_and_read, random_blocks, write_wide
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, TinyModel
 
 Kind = GGMLQuantizationType
 KINDS = sorted(map(GGMLQuantizationType, BLOCK_COLUMNS))
-HALVES = {  # where a block has its float16 numbers
-    Kind.Q4_0: (0,), Kind.Q4_1: (0, 2), Kind.Q5_0: (0,), Kind.Q5_1: (0, 2), Kind.Q8_0: (0,), Kind.Q2_K: (80, 82),
-    Kind.Q3_K: (108,), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,),
-}  # fmt: skip
 IN_INTEGERS = set(KINDS) - {Kind.Q5_1, Kind.Q2_K, Kind.Q3_K}
 
 needs_library = pytest.mark.skipif(
@@ -56,18 +51,10 @@ def _variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(linear, "library", lambda: declared(loaded(FOLDER, request.param)))
 
 
-def random_blocks(kind: GGMLQuantizationType, num_rows: int, num_columns: int) -> tuple[Blocks, torch.Tensor]:
+def some_blocks(kind: GGMLQuantizationType, num_rows: int, num_columns: int) -> tuple[Blocks, torch.Tensor]:
     """Rows of random bits under sane scales, and the float32 numbers that the `gguf` package reads in them."""
-    rng = np.random.default_rng(int(kind))
-    block_size, block_bytes = GGML_QUANT_SIZES[kind]
-    raw = rng.integers(0, 256, (num_rows, num_columns // block_size, block_bytes), dtype=np.uint8)
-    if kind == Kind.MXFP4:
-        raw[:, :, 0] = rng.integers(117, 122, raw.shape[:2])
-    for at in HALVES.get(kind, ()):
-        scales = rng.normal(0, 0.01, raw.shape[:2]).astype(np.float16)
-        raw[:, :, at : at + 2] = scales[..., None].view(np.uint8)
-    flat = raw.reshape(num_rows, -1)
-    return Blocks(torch.from_numpy(flat), int(kind)), torch.from_numpy(gguf.dequantize(flat, kind))
+    raw = random_blocks(kind, (num_rows, num_columns))
+    return Blocks(torch.from_numpy(raw), int(kind)), torch.from_numpy(gguf.dequantize(raw, kind))
 
 
 def within(found: torch.Tensor, exact: torch.Tensor, most: float) -> bool:
@@ -79,7 +66,7 @@ def within(found: torch.Tensor, exact: torch.Tensor, most: float) -> bool:
 @pytest.mark.usefixtures("_variant")
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_weights_are_dequantized_to_the_bit(kind: GGMLQuantizationType) -> None:
-    blocks, exact = random_blocks(kind, 37, 512)
+    blocks, exact = some_blocks(kind, 37, 512)
     assert GGML_QUANT_SIZES[kind][0] == BLOCK_COLUMNS[kind]
     assert torch.equal(BlockWeight([blocks], 512).dequantize(), exact.bfloat16())
 
@@ -90,7 +77,7 @@ def test_weights_are_dequantized_to_the_bit(kind: GGMLQuantizationType) -> None:
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_products(kind: GGMLQuantizationType, num_columns: int) -> None:
     """In integers, where nothing but x is rounded, and in bfloat16; rows and columns that fill no vector."""
-    blocks, exact = random_blocks(kind, 37, num_columns)
+    blocks, exact = some_blocks(kind, 37, num_columns)
     weight = BlockWeight([blocks], num_columns)
     bias = torch.randn(37).bfloat16()
     assert weight.has_integers == (kind in IN_INTEGERS)
@@ -109,7 +96,7 @@ def test_products(kind: GGMLQuantizationType, num_columns: int) -> None:
 @pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q8_0], ids=lambda kind: kind.name)
 def test_an_odd_number_of_blocks_in_a_row_is_dequantized(kind: GGMLQuantizationType) -> None:
     """In integers, two blocks share an accumulator."""
-    blocks, exact = random_blocks(kind, 37, 96)
+    blocks, exact = some_blocks(kind, 37, 96)
     weight = BlockWeight([blocks], 96)
     assert not weight.has_integers
     layer = block_linear(weight, None, 12)
@@ -121,7 +108,7 @@ def test_an_odd_number_of_blocks_in_a_row_is_dequantized(kind: GGMLQuantizationT
 @needs_library
 @pytest.mark.usefixtures("_variant")
 def test_x_of_zeros_gives_the_bias() -> None:
-    blocks, _ = random_blocks(Kind.Q4_K, 20, 256)
+    blocks, _ = some_blocks(Kind.Q4_K, 20, 256)
     bias = torch.randn(20).bfloat16()
     for in_integers in (False, True):
         found = BlockWeight([blocks], 256).linear(torch.zeros(3, 256), bias, torch.float32, in_integers)
@@ -134,7 +121,7 @@ def test_x_of_zeros_gives_the_bias() -> None:
 def test_a_row_has_the_same_bits_among_any_others(in_integers: bool) -> None:
     """Of several types in one layer, as q, k and v are."""
     kinds = ((Kind.Q5_0, 48), (Kind.Q4_1, 20), (Kind.Q6_K, 33), (Kind.Q8_0, 19), (Kind.Q4_K, 18), (Kind.Q5_K, 17))
-    parts = [random_blocks(kind, rows, 256)[0] for kind, rows in kinds]
+    parts = [some_blocks(kind, rows, 256)[0] for kind, rows in kinds]
     weight = BlockWeight(parts, 256)
     x = torch.randn(27, 256).bfloat16()
     together = weight.linear(x, None, torch.bfloat16, in_integers)
@@ -145,7 +132,7 @@ def test_a_row_has_the_same_bits_among_any_others(in_integers: bool) -> None:
 
 @needs_library
 def test_a_layer_chooses_by_rows_of_x() -> None:
-    blocks, exact = random_blocks(Kind.Q4_K, 64, 256)
+    blocks, exact = some_blocks(Kind.Q4_K, 64, 256)
     layer = block_linear(BlockWeight([blocks], 256), None, 12)
     assert layer.dense is not None
     x = torch.randn(13, 256).bfloat16()
@@ -283,9 +270,9 @@ def some_experts(
     experts: dict[int, Expert] = {}
     for index in (0, 1, 3, 4, 5):
         down = last if index % 2 else Kind.Q4_K
-        parts = [random_blocks(kind, INNER, HIDDEN)[0] for kind in (Kind.Q4_K, Kind.Q5_K)]
+        parts = [some_blocks(kind, INNER, HIDDEN)[0] for kind in (Kind.Q4_K, Kind.Q5_K)]
         gate_up = BlockWeight(parts, HIDDEN)
-        of_down = BlockWeight([random_blocks(down, HIDDEN, INNER)[0]], INNER)
+        of_down = BlockWeight([some_blocks(down, HIDDEN, INNER)[0]], INNER)
         biases = [torch.randn(count).bfloat16() if is_clamped else None for count in (2 * INNER, HIDDEN)]
         layers = block_linear(gate_up, biases[0], max_rows), block_linear(of_down, biases[1], max_rows)
         experts[index] = ClampedExpert(*layers, 1.702, 7.0) if is_clamped else Expert(*layers)
