@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from tests.engine.quantization.packed_files import (
     FP8,
@@ -23,7 +22,6 @@ from tests.engine.quantization.packed_files import (
     INPUTS8,
     SIZES,
     Format,
-    Packed,
     compressed,
     integers,
     pack_awq,
@@ -266,13 +264,3 @@ REFUSED: dict[str, tuple[str, str, str, dict[str, Any]]] = {  # tool, what, sour
     "llm-compressor-mxfp4": ("llm-compressor", "MXFP4", CT_SOURCE + "/compressors (mxfp4_quantized)",
                              compressed("mxfp4-pack-quantized", {**FP8, "num_bits": 4, "group_size": 32})),
 }  # fmt: skip
-
-
-def without(entry: Published, part: str) -> Published:
-    """A layout that lacks a tensor of each layer."""
-
-    def pack(weight: Tensor) -> Packed:
-        tensors, rounded = entry.form.pack(weight)
-        return {name: tensor for name, tensor in tensors.items() if name != part}, rounded
-
-    return replace(entry, form=replace(entry.form, pack=pack))

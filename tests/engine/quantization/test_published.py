@@ -22,7 +22,7 @@ from kernels.gguf.library import library
 from tests.checkpoints import page
 from tests.engine.driving import answers, engine_config
 from tests.engine.quantization.packed_files import SIZES, Format, pack_fp8, save_shards, write
-from tests.engine.quantization.published import FAMILIES, PUBLISHED, REFUSED, without
+from tests.engine.quantization.published import FAMILIES, PUBLISHED, REFUSED
 from tests.engine.quantization.published_layouts import NF4, bitsandbytes
 from tests.engine.quantization.test_packed_checkpoint import PROMPT, load, logits, relative_error
 from tests.engine.speculation.mtp.modules import ModelWithModule
@@ -181,39 +181,36 @@ def test_parts_of_experts_that_lie_apart(name: str, tmp_path: Path) -> None:
 
 def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     PUBLISHED["gptqmodel"].write(tmp_path / "m", FAMILIES["gpt-oss"])
-    tensors = load_file(tmp_path / "m/model.safetensors")
-    kept = {name: tensor for name, tensor in tensors.items() if ".experts.down.5." not in name}
-    save_file(kept, tmp_path / "m/model.safetensors")
+    parts = ("qweight", "qzeros", "scales", "g_idx", "bias")
+    missing = [f"model.layers.0.mlp.experts.down.5.{part}" for part in parts]
+    edit_weights(tmp_path / "m", lambda tensors: [tensors.pop(name) for name in missing])
     with pytest.raises(ConfigError, match=r"missing: model\.layers\.0\.mlp\.experts\.down\.5\.weight"):
         load(tmp_path / "m")
 
 
-@pytest.mark.parametrize(
-    ("part", "message"),
-    [
-        ("weight.quant_state.bitsandbytes__nf4", "the state of a weight of 4 bits is missing"),
-        ("weight.absmax", "unexpected: .*quant_map"),
-        ("weight", "missing: .*weight"),
-    ],
-)
-def test_what_is_missing_is_named(part: str, message: str, tmp_path: Path) -> None:
-    without(PUBLISHED["bitsandbytes-nf4"], part).write(tmp_path / "m", FAMILIES["Llama"])
-    with pytest.raises(ConfigError, match=message):
-        load(tmp_path / "m")
+STATE = "weight.quant_state.bitsandbytes__nf4"
 
 
 @pytest.mark.parametrize(
     ("name", "tensor", "value", "message"),
     [
-        ("bitsandbytes-nf4", "weight.quant_state.bitsandbytes__nf4", torch.zeros(9, dtype=torch.uint8), "is damaged"),
+        ("bitsandbytes-nf4", STATE, None, "the state of a weight of 4 bits is missing"),
+        ("bitsandbytes-nf4", "weight.absmax", None, "unexpected: .*quant_map"),
+        ("bitsandbytes-nf4", "weight", None, "missing: .*weight"),
+        ("bitsandbytes-nf4", STATE, torch.zeros(9, dtype=torch.uint8), "is damaged"),
         ("bitsandbytes-nf4", "weight.absmax", torch.ones(3), "are no weight of"),
         ("bitsandbytes-int8", "SCB", torch.ones(3), "are no weight of 8 bits"),
         ("bitsandbytes-int8", "weight_format", torch.tensor(1, dtype=torch.uint8), "stored for one kind of GPU"),
     ],
 )
-def test_damage_is_named(name: str, tensor: str, value: torch.Tensor, message: str, tmp_path: Path) -> None:
+def test_what_is_missing_or_damaged_is_named(
+    name: str, tensor: str, value: torch.Tensor | None, message: str, tmp_path: Path
+) -> None:
     PUBLISHED[name].write(tmp_path / "m", FAMILIES["Llama"])
-    edit_weights(tmp_path / "m", lambda tensors: tensors.update({f"{UP}.{tensor}": value}))
+    if value is None:
+        edit_weights(tmp_path / "m", lambda tensors: tensors.pop(f"{UP}.{tensor}"))
+    else:
+        edit_weights(tmp_path / "m", lambda tensors: tensors.update({f"{UP}.{tensor}": value}))
     with pytest.raises(ConfigError, match=message):
         load(tmp_path / "m")
 
