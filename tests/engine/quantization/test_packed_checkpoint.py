@@ -51,19 +51,22 @@ def test_every_format_computes_what_its_weights_say(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     form = FORMATS[name]
-    exact = reference_logits(write(form, tmp_path / "m"), PROMPT)[-1]
+    model = write(form, tmp_path / "m")
+    exact = reference_logits(model, PROMPT)[-1]
     result, loaded = logits(tmp_path / "m", 13, dtype="float32")
     assert loaded.quant_mode == "none"
     torch.testing.assert_close(result, exact, atol=1e-4, rtol=0)
-    with caplog.at_level("INFO"):
-        # 1: the GEMMs for few rows, 20: the dequantized copy for many
-        results = [logits(tmp_path / "m", chunk, dtype="bfloat16") for chunk in (1, 20)]
     plain = logits(tmp_path / "m", 20, dtype="bfloat16", quant_mode="none")[0]
     rounded_to_int8 = "of" in form.maps or name == "awq-one-map-plain"  # besides the output projection
     bound = 1.5 * relative_error(plain, exact) + (0.05 if rounded_to_int8 else 0.02)
-    for result, loaded in results:
-        assert loaded.quant_mode == form.label
-        assert relative_error(result, exact) < bound
+    with caplog.at_level("INFO"):
+        loaded, config = load(tmp_path / "m", dtype="bfloat16")
+    assert loaded.quant_mode == form.label
+    for chunk in (1, 20):
+        # The prompt by dequantized copies, however it is cut, and the token behind it by the GEMMs for few rows.
+        tokens, found = generate(loaded, config, PROMPT, 2, chunk)
+        for result, wanted in zip(found.float(), reference_logits(model, PROMPT + tokens[:1])[-2:], strict=True):
+            assert relative_error(result, wanted) < bound
     assert f"{form.label}: linear layers are" in caplog.text
     assert form.maps in caplog.text
 
