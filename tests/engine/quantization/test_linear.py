@@ -109,15 +109,6 @@ def test_four_bits(k: int, group_size: int, held: int, has_bias: bool) -> None:
     check(linear, rows, bias)
 
 
-def test_an_order_of_columns() -> None:
-    order = torch.randperm(128)
-    rows = int4_rows(48, 128, 32, order, shifted=False)
-    linear, kind = linear_of_rows([rows], None, torch.bfloat16, CPU)
-    assert linear.order is order
-    assert (linear.gemm, kind) == (int4, "int4 reordered")
-    check(linear, rows, None)
-
-
 @pytest.mark.parametrize(
     ("rows", "told"),
     [
