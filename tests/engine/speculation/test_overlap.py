@@ -102,15 +102,20 @@ def run_measured(
 
 
 @pytest.mark.parametrize(
-    ("accepted", "drafting", "most_waits"),
-    [(0.02, 1e-3, 0.02), (0.02, 5e-3, 0.02), (0.9, 25e-3, 0.03)],  # 4.1 tokens a step are no gain in 6 times the time
+    ("accepted", "drafting", "waits", "least_speed"),
+    [
+        (0.02, 1e-3, (0.0, 0.02), 0.98),
+        (0.02, 5e-3, (0.0, 0.02), 0.98),
+        (0.9, 25e-3, (0.0, 0.03), 0.98),  # 4.1 tokens a step are no gain in 6 times the time
+        (0.9, 2e-3, (0.95, 1.0), 2.1),  # of 2.16
+    ],
 )
-def test_a_draft_model_that_is_wrong_or_takes_too_long_is_left_alone(
-    accepted: float, drafting: float, most_waits: float
+def test_a_draft_model_is_used_where_it_is_right_and_fast(
+    accepted: float, drafting: float, waits: tuple[float, float], least_speed: float
 ) -> None:
     waited, speeds = run_measured([accepted] * 6000, drafting)
-    assert sum(waited) < most_waits * len(waited)
-    assert sum(speeds) / len(speeds) > 0.98
+    assert waits[0] <= sum(waited) / len(waited) <= waits[1]
+    assert sum(speeds) / len(speeds) > least_speed
 
 
 def test_trials_of_long_prompts_are_rare() -> None:
@@ -118,12 +123,6 @@ def test_trials_of_long_prompts_are_rare() -> None:
     waited, speeds = run_measured([0.02] * 3000, 5e-3, catching_up=0.15)
     assert sum(waited) < 25
     assert len(speeds) / sum(1 / speed for speed in speeds) > 0.98
-
-
-def test_a_draft_model_that_is_right_is_used() -> None:
-    waited, speeds = run_measured([0.9] * 3000, 2e-3)
-    assert sum(waited) > 0.95 * len(waited)
-    assert sum(speeds) / len(speeds) > 2.1  # of 2.16
 
 
 def test_a_draft_model_that_becomes_right_is_noticed() -> None:
