@@ -56,14 +56,6 @@ def test_seeded_sampling_equals_one_engine(cluster: Cluster, one_engine: OneEngi
     assert [text] == one_engine.texts([PROMPTS[1]], params)
 
 
-def test_streamed_equals_unstreamed(cluster: Cluster) -> None:
-    chunks = cluster.client().completions.create(
-        model="dry-run", prompt=PROMPTS[2], stream=True, max_tokens=32, temperature=0, extra_body={"ignore_eos": True}
-    )
-    text = "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
-    assert text == cluster.complete(PROMPTS[2], 32)
-
-
 @pytest.mark.wing("router.explain")
 def test_kv_is_really_pulled_by_the_best_transport(cluster: Cluster) -> None:
     prompt = "a prompt that no other test uses, long enough for several blocks of keys and values. " * 3
@@ -77,24 +69,6 @@ def test_many_at_once_equal_one_by_one(cluster: Cluster, one_engine: OneEngine) 
     params = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
     assert cluster.complete_all(prompts, 16) == one_engine.texts(prompts, params)
     cluster.wait_quiet()
-
-
-@pytest.mark.wing("engine.offline")
-def test_chat(cluster: Cluster) -> None:
-    from engine.offline.llm import LLM
-
-    messages = [{"role": "user", "content": "Say something"}]
-    llm = LLM("dry-run", num_gpu_blocks=512, num_threads=1)
-    expected = llm.chat(messages, SamplingParams(max_tokens=12, temperature=0.0))
-    answer = cluster.client().chat.completions.create(
-        model="dry-run",
-        messages=messages,  # type: ignore[arg-type]
-        max_completion_tokens=12,
-        temperature=0.0,
-    )
-    assert answer.choices[0].message.content == expected.text
-    assert answer.usage is not None
-    assert answer.usage.completion_tokens == len(expected.token_ids)
 
 
 def test_a_client_that_leaves_frees_both_sides(cluster: Cluster) -> None:

@@ -1,10 +1,9 @@
-"""Adapters through real processes: the bytes of one engine, streamed, handed over, after a kill, when loaded late."""
+"""Adapters through real processes: the bytes of one engine, handed over, when loaded late, from a folder."""
 
 from __future__ import annotations
 
-import asyncio
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,9 +18,7 @@ from engine.assembly import assemble
 from engine.loader.random_weights import DRY_RUN_CONFIG
 from tests.engine.driving import GREEDY, engine_config
 from tests.harness.adapters import shapes_of_config, write_adapter
-from tests.harness.clients import async_client
 from tests.harness.cluster import Cluster, running_cluster
-from tests.harness.jobs import same_after_a_kill
 from tests.harness.waiting import wait_until
 
 pytestmark = pytest.mark.wing("engine.lora")
@@ -142,33 +139,6 @@ def test_placement_counts_the_read_of_an_adapter_that_a_worker_lacks(cluster: Cl
     assert {name: sum(each.values()) for name, each in terms.items()} == pytest.approx(costs, abs=1e-4)
     assert choice["workers"][-1]["worker"] == decision["chosen"]["decode"]
     assert unload(cluster, "singer").status_code == 200
-
-
-async def test_streams_go_on_after_a_decode_worker_was_killed(cluster: Cluster, expected: dict[str, str]) -> None:
-    """Of the model and of an adapter, which the worker that goes on reads by itself."""
-    models = ("poet", "dry-run", "poet", "poet", "dry-run", "poet")
-
-    async def stream_all(kill: Callable[[], None]) -> tuple[list[str], int]:
-        """Texts, and how many of an adapter went on elsewhere."""
-        found = await asyncio.gather(*(stream(model, kill) for model in models))
-        of_adapters = {name for (_, name), model in zip(found, models, strict=True) if model == "poet"}
-        return [text for text, _ in found], cluster.num_migrations(of_adapters)
-
-    async def stream(model: str, kill: Callable[[], None]) -> tuple[str, str]:
-        text = name = ""
-        chunks = await client.completions.create(
-            model=model, prompt=PROMPT, max_tokens=700, temperature=0.0, stream=True, extra_body={"ignore_eos": True}
-        )
-        async for chunk in chunks:
-            text, name = text + "".join(choice.text for choice in chunk.choices), chunk.id
-            if len(text) > 4:
-                kill()
-        return text, name
-
-    async with async_client(cluster.url) as client:
-        calm = await same_after_a_kill(cluster, stream_all)
-    for text, model in zip(calm, models, strict=True):
-        assert text.startswith(expected[model].removesuffix("\ufffd"))
 
 
 def test_adapters_of_a_folder_outlive_their_router(cluster: Cluster, folder: Path, expected: dict[str, str]) -> None:
