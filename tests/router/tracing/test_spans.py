@@ -56,10 +56,19 @@ def test_a_move_lasts_until_a_worker_has_come() -> None:
     made.note(12.0, MOVED, reason="d0 was lost")
     made.note(12.0, WAITING)
     made.note(15.0, "decode", worker="d1")
+    made.output_token_ids.append(7)
+    made.note(15.5, FIRST_OUTPUT, worker="d1")
+    made.output_token_ids += [8, 9]
     made.note(16.0, MOVED, reason="d1 was lost")
-    _, wait, first, move, second, last = spans_of(made)
-    assert [span.name for span in (wait, first, move, second, last)] == [
-        "wait_for_worker", "decode_leg", "move", "decode_leg", "move"
+    made.note(17.0, "decode", worker="d2")
+    made.output_token_ids.append(1)
+    made.note(17.5, FIRST_OUTPUT, worker="d2")
+    made.output_token_ids.append(2)
+    made.note(18.0, MOVED, reason="d2 was lost")
+    made.num_migrations, made.num_moves = 2, 1
+    _, wait, first, move, second, _, third, last = spans_of(made)
+    assert [span.name for span in (wait, first, move, second, third, last)] == [
+        "wait_for_worker", "decode_leg", "move", "decode_leg", "decode_leg", "move"
     ]  # fmt: skip
     assert (move.start, move.end) == (12.0, 15.0)
     assert move.attributes == {
@@ -67,6 +76,9 @@ def test_a_move_lasts_until_a_worker_has_come() -> None:
     }  # fmt: skip
     assert (first.error, wait.error, first.children) == ("d0 was lost", "", [])
     assert "mini_infer.worker.to" not in last.attributes
+    decodes = [leg.children[-1].attributes["mini_infer.output_tokens"] for leg in (second, third)]
+    assert decodes == [3, 2]
+    assert request_span("chatcmpl-1", "m", {made: 0}, 20.0).attributes["mini_infer.moves"] == 3
 
 
 @pytest.mark.parametrize(
