@@ -98,9 +98,6 @@ class Stream:
     async def release(self, lease_id: str, epoch: int) -> None:
         await self._call.write(pb.Command(release=pb.Release(lease_id=lease_id, epoch=epoch)))
 
-    async def prefetch(self, offer: pb.KvOffer) -> None:
-        await self._call.write(pb.Command(prefetch=offer))
-
     async def report(self) -> pb.StepReport:
         report = await self._next()
         assert report is not None, "the stream has ended"

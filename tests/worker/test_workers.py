@@ -47,13 +47,6 @@ async def test_disaggregated_equals_one_engine(
         assert (times.transport, times.kv_pull_failed, times.num_pulled_tokens) == (transport, False, len(PROMPT))
 
 
-async def test_decode_alone_prefills(workers: dict[str, Worker], expected: list[int]) -> None:
-    async with attached(workers["decode"]) as d:
-        await d.submit("local", cache_salt="local")
-        tokens, _ = await d.until_end("local")
-        assert tokens == expected
-
-
 def corrupt(handle: pb.KvHandle) -> None:
     handle.CopyFrom(edited(handle, with_a_wrong_digest))
 
