@@ -18,45 +18,27 @@ from tests.router.pushed import HANDLE, PART, Listener, Router, Worker, delta_of
 GRAMMARS_OF = {"begun": "regex:.*", "plain": "", "suspect": "regex:.*"}
 
 
-async def test_prefill_then_decode_then_done() -> None:
+@pytest.mark.parametrize("num_parts", [0, 2])
+async def test_a_prompt_and_its_parts_go_on_to_the_next_worker(num_parts: int) -> None:
     router = Router(prefill=1)
     (prefill,), (decode,) = router.prefill, router.decode
     request, sink = router.request()
     (choice,) = request.choices
-    states = [choice.state]
+    offers = [prefill.offers() for _ in range(num_parts)]
+    assert (choice.state, sink.updates) == (State.PREFILL, [])
+    assert prefill.link.view().queued_prefill_tokens == 3  # it is still computing
     assert decode.link.view().num_waiting == 1  # it will come there
+    assert decode.prefetches == offers
+    assert decode.link.num_open == len(decode.submits) == 0
     prefill.prefilled("H")
-    states.append(choice.state)
-    assert decode.link.view().num_waiting == 0
+    assert (choice.state, decode.link.view().num_waiting) == (State.DECODE, 0)
     assert decode.submits[0].kv_handle == HANDLE
     assert bytes(decode.submits[0].output_token_ids) == b"H"
     decode.says("i")
     assert sink.text() == "Hi"  # nothing had to run in between
     decode.says("!", finish_reason=pb.FINISH_REASON_LENGTH)
-    states.append(choice.state)
-    assert states == [State.PREFILL, State.DECODE, State.DONE]
-    assert sink.ends() == [(0, "length", None)]
+    assert (choice.state, sink.ends()) == (State.DONE, [(0, "length", None)])
     assert not [*prefill.cancels, *decode.cancels, *prefill.releases]
-    assert router.is_quiet()
-
-
-async def test_parts_of_a_prompt_go_on_to_the_next_worker() -> None:
-    router = Router(prefill=1)
-    (prefill,), (decode,) = router.prefill, router.decode
-    request, sink = router.request()
-    (choice,) = request.choices
-    offers = [prefill.offers() for _ in range(2)]
-    assert (choice.state, sink.updates) == (State.PREFILL, [])
-    assert prefill.link.view().queued_prefill_tokens == 3  # it is still computing
-    assert decode.prefetches == offers
-    assert decode.link.num_open == len(decode.submits) == 0
-    prefill.prefilled("H")
-    assert decode.submits[0].kv_handle == HANDLE
-    assert bytes(decode.submits[0].output_token_ids) == b"H"
-    decode.says("i", finish_reason=pb.FINISH_REASON_STOP)
-    assert sink.text() == "Hi"
-    assert not decode.cancels
-    assert not prefill.releases
     assert router.is_quiet()
 
 
@@ -161,21 +143,6 @@ async def test_parts_of_a_prompt_that_ends_on_the_prefill_worker_open_no_leg(end
     assert router.is_quiet()
 
 
-async def test_a_lost_worker_costs_no_token() -> None:
-    router = Router(decode=2)
-    _, sink = router.request()
-    first, second = sorted(router.decode, key=lambda worker: not worker.submits)
-    first.says("Hel")
-    first.link.lost("killed")
-    (resumed,) = second.submits
-    assert bytes(resumed.output_token_ids) == b"Hel"
-    assert resumed.request_id != first.submits[0].request_id
-    second.says("lo", finish_reason=pb.FINISH_REASON_STOP)
-    assert sink.text() == "Hello"
-    assert b'mini_infer_migrations_total{model_name="dry-run"} 1.0' in router.metrics.render()
-    assert router.is_quiet()
-
-
 @pytest.mark.parametrize(
     ("text", "stop", "num_before", "shown"),
     [
@@ -193,11 +160,15 @@ async def test_text_goes_on_across_a_migration(text: str, stop: str, num_before:
     delta = pb.TokenDelta(request_id=first.submits[0].request_id, token_ids=data[:num_before])
     first.link.apply(pb.StepReport(deltas=[delta]))
     first.link.lost("killed")
-    delta = pb.TokenDelta(request_id=second.submits[0].request_id, token_ids=data[num_before:])
+    (resumed,) = second.submits
+    assert bytes(resumed.output_token_ids) == data[:num_before]
+    assert resumed.request_id != first.submits[0].request_id
+    delta = pb.TokenDelta(request_id=resumed.request_id, token_ids=data[num_before:])
     delta.finish_reason = pb.FINISH_REASON_STOP
     second.link.apply(pb.StepReport(deltas=[delta]))
     assert sink.text() == shown
     assert [reason for _, reason, _ in sink.ends()] == ["stop"]
+    assert b'mini_infer_migrations_total{model_name="dry-run"} 1.0' in router.metrics.render()
     assert router.is_quiet()
 
 

@@ -8,16 +8,6 @@ import pytest
 
 from tests.harness.router import DRY_RUN, cluster
 
-TEMPLATE = "{{ messages[0].content }}{{ '!' if enable_thinking else '.' }}"
-
-
-async def test_variables_reach_the_chat_template() -> None:
-    async with cluster(tokenizer=DRY_RUN.with_templates({"default": TEMPLATE})) as c:
-        thinking: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": True}}
-        for fields, prompt in ((thinking, b"Hello!"), ({}, b"Hello.")):
-            answer = (await c.chat(**fields, max_tokens=1, return_token_ids=True)).json()
-            assert bytes(answer["prompt_token_ids"]) == prompt
-
 
 async def test_advice_is_a_variable_of_templates_that_read_it() -> None:
     template = "{{ messages[0].content }}{{ reasoning_effort | default('medium') }}{{ verbosity }}"

@@ -63,10 +63,6 @@ _MESSAGE_CASES: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": None}]}, "messages"),
     ({"messages": [{"role": "user"}]}, "messages"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages"),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]},
-        "messages",
-    ),
     ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "c1"}]}, "messages"),
     ({"messages": [{"role": "user", "content": "x", "evil": 1}]}, "messages"),
     ({"messages": MESSAGES * 5000}, "messages"),
@@ -106,10 +102,8 @@ _CHAT_CASES: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {"320": 1}}, "logit_bias"),
     ({"logit_bias": {"5": 101}}, "logit_bias.5"),
     ({"logit_bias": {str(i): 1 for i in range(2000)}}, "logit_bias"),
-    ({"stop": ["a"] * 17}, "stop"),
     ({"stop": [""]}, "stop"),
     ({"stop": "x" * 10_000}, "stop"),
-    ({"stop": 5}, "stop"),
     ({"seed": 1 << 64}, "seed"),
     ({"seed": -(1 << 64)}, "seed"),
     ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
@@ -144,9 +138,7 @@ _CHAT_CASES: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": "required", "tools": TOOLS, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
     ({"tools": TOOLS, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
     ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
-    ({"functions": [{"name": "f"}]}, "functions"),
     ({"function_call": {"name": "f"}}, "function_call"),
-    ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"response_format": {"type": "json_schema"}}, "response_format"),
     ({"response_format": {"type": "json_object", "json_schema": {"schema": {}}}}, "response_format"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}}, "response_format"),
@@ -195,7 +187,6 @@ _PROMPT_CASES: list[tuple[dict[str, Any], str]] = [
     ({"prompt": ""}, "prompt"),
     ({"prompt": []}, "prompt"),
     ({"prompt": [[]]}, "prompt"),
-    ({"prompt": [1, "a"]}, "prompt"),
     ({"prompt": [[1], "a"]}, "prompt"),
     ({"prompt": [-1]}, "prompt"),
     ({"prompt": [320]}, "prompt"),
@@ -218,7 +209,6 @@ _PROMPT_CASES: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [1.0]}, "prompt"),
     ({"prompt": [5] * 512}, "prompt"),
     ({"prompt": [5] * 513}, "prompt"),
-    ({"prompt": [5] * 500, "max_tokens": 13}, "max_tokens"),
     ({"prompt": "a" * 10_000_000}, "prompt"),
 ]
 
@@ -312,7 +302,7 @@ async def test_messages_name_the_rule(c: Cluster, path: str, fields: dict[str, A
 async def test_what_is_not_supported_has_a_code_of_its_own(c: Cluster) -> None:
     for fields in ({"functions": [{"name": "f"}]}, {"modalities": ["audio"]}):
         error = await refused(c, CHAT, orjson.dumps({"messages": MESSAGES, **fields}))
-        assert error["code"] == "unsupported_parameter"
+        assert (error["code"], error["param"]) == ("unsupported_parameter", next(iter(fields)))
     error = await refused(c, CHAT, orjson.dumps({"messages": MESSAGES, "colour": 1}))
     assert error["code"] == "unknown_parameter"
 

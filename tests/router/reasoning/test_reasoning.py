@@ -70,9 +70,9 @@ async def test_reasoning_is_a_field_of_its_own(tokens_per_step: int) -> None:
         assert found["order"] == ["reasoning", "content"]
 
 
-async def test_reasoning_that_is_not_wanted_is_left_out() -> None:
+@pytest.mark.parametrize("extra", [{"include_reasoning": False}, {"reasoning": {"exclude": True}}], ids=str)
+async def test_reasoning_that_is_not_wanted_is_left_out(extra: dict[str, Any]) -> None:
     async with replying(REPLY, template=TEMPLATE) as c:
-        extra = {"include_reasoning": False}
         message = (await ask(c, extra_body=extra)).choices[0].message
         assert message.content == "Yes."
         assert "reasoning" not in message.model_fields_set

@@ -96,13 +96,6 @@ async def test_options_name_an_effort() -> None:
             assert bytes(unpack_ids(c.decode[0].submits[-1].prompt_token_ids)[-len(shown) :]) == shown
 
 
-async def test_a_reasoning_that_is_excluded_is_left_out() -> None:
-    async with with_markers() as c:
-        message = (await ask(c, extra_body={"reasoning": {"exclude": True}})).choices[0].message
-        assert message.content == "Yes."
-        assert "reasoning" not in message.model_fields_set
-
-
 @pytest.mark.parametrize("extra", BOUNDED, ids=str)
 async def test_what_cannot_be_bounded_is_refused(extra: dict[str, Any]) -> None:
     async with replying(REPLY, template=TEMPLATE) as c:
