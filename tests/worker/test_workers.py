@@ -108,19 +108,6 @@ async def test_events_name_the_blocks(workers: dict[str, Worker]) -> None:
         await p.until_quiet()
 
 
-@pytest.mark.parametrize("how", ["cancel", "leave"])
-async def test_a_router_that_cancels_or_leaves_frees_everything(workers: dict[str, Worker], how: str) -> None:
-    async with attached(workers["decode"]) as d:
-        await d.submit("long", sampling=pb.SamplingParams(max_tokens=1500))
-        while not (await d.report()).deltas:
-            pass
-        if how == "cancel":
-            await d.cancel("long")
-            await d.until_quiet()
-    async with attached(workers["decode"]) as d:
-        await d.until_quiet()
-
-
 async def test_bad_submits_fail_alone(workers: dict[str, Worker], expected: list[int]) -> None:
     async with attached(workers["decode"]) as d:
         await d.submit("empty", prompt_token_ids=[])

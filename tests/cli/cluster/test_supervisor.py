@@ -113,16 +113,6 @@ async def test_an_early_death_names_the_reason_and_ends_the_rest(cluster):
     assert not any(is_alive(pid) for _, pid in cluster.events("start"))
 
 
-async def test_a_dead_service_is_started_again_with_its_old_command(cluster):
-    async with running(cluster.supervisor(cluster.spec("a"), cluster.spec("b"), new_policy=quick_restarts)):
-        victim = dict(cluster.events("start"))["b"]
-        os.kill(victim, signal.SIGKILL)
-        await until(lambda: len(cluster.events("start")) == 3)
-        assert not is_alive(victim)
-        assert cluster.events("start")[2][0] == "b"
-        assert any("b ended (SIGKILL)" in text for _, text in cluster.lines)
-
-
 async def test_what_a_service_says_of_itself_is_passed_on_after_a_restart_too(cluster, tmp_path):
     spec = cluster.spec("a", status_socket=str(tmp_path / "a.status"))
     async with running(cluster.supervisor(spec, new_policy=quick_restarts)):

@@ -182,21 +182,6 @@ def test_a_rollout_of_decode_workers_loses_no_stream(exact):
     print(f"rollout of two decode workers: {seconds:.1f} s, {load.count()} streams, {moves:.0f} moves, none lost")
 
 
-def test_workers_are_evicted_one_at_a_time_and_their_streams_move(exact):
-    exact.kubectl("scale", "statefulset/decode", "--replicas=2")
-    exact.wait_ready(4)
-    moved = migrations(exact)
-    with Load(exact, 120) as load:
-        for pod, other in (("decode-0", "decode-1"), ("decode-1", "decode-0")):
-            exact.wait_until("one may go", lambda: exact.plane.may_be_evicted(exact.namespace, "decode"))
-            exact.plane.evict(exact.namespace, pod)
-            assert "disruption budget" in exact.plane.evict(exact.namespace, other, fails=True)
-            assert names(exact.pods("decode")) == {other}
-            exact.wait_ready(4)
-    assert load.count() >= 3
-    print(f"two evictions: {load.count()} streams, {migrations(exact) - moved:.0f} moves, none lost")
-
-
 def test_a_rollout_of_the_router_finishes_its_streams(exact):
     expected = exact.stream(STORY, 400)
     old = exact.pod("router")["metadata"]["name"]
