@@ -94,22 +94,6 @@ async def test_a_kept_request_that_nobody_moves_ends_here(
         await p.until_quiet()
 
 
-async def test_a_decode_worker_hands_over_what_it_pulled(
-    workers: dict[str, Worker], expected: dict[str, list[int]]
-) -> None:
-    """There and back: the second lease is the decode worker's."""
-    async with attached(workers["prefill"]) as p, attached(workers["decode"]) as d:
-        fields = {"cache_salt": "there", "sampling": sampling("seeded")}
-        tokens, delta = await hand_over(p, "there", 5, **fields)
-        more, delta = await hand_over(d, "back", 5, output_token_ids=tokens, kv_handle=delta.kv_handle, **fields)
-        tokens += more
-        await p.submit("again", keep=True, output_token_ids=tokens, kv_handle=delta.kv_handle, **fields)
-        more, delta = await p.until_end("again")
-        assert tokens + more == expected["seeded"]
-        await p.until_quiet()
-        await d.until_quiet()
-
-
 async def test_cancelled_while_it_is_handed_over(workers: dict[str, Worker]) -> None:
     async with attached(workers["prefill"]) as p:
         for number in range(8):

@@ -20,21 +20,6 @@ from kvstore.types import BlockId, BlockKey, HostSlot
 KEYS = block_keys(root_key("model"), pack_ids(range(8)), 1)
 
 
-def test_a_written_block_is_found_and_pinned() -> None:
-    tier = HostTierAllocator(3)
-    slots = tier.reserve(KEYS[:2])
-    assert slots is not None
-    assert tier.lookup(KEYS) == []  # not before it is written
-    tier.commit(slots)
-    tier.unpin(slots)
-    assert (tier.num_pinned, tier.num_cached, tier.num_free) == (0, 2, 1)
-    assert tier.lookup(KEYS) == slots
-    assert tier.num_pinned == 2
-    assert tier.reserve(KEYS[2:4]) is None  # one free, two pinned
-    tier.unpin(slots)
-    assert tier.reserve(KEYS[2:4]) is not None
-
-
 def test_unkeyed_and_uncommitted_slots_become_free() -> None:
     tier = HostTierAllocator(2)
     slots = tier.reserve([None, KEYS[0]])

@@ -135,16 +135,6 @@ def ids(*numbers: int) -> list[BlockId]:
     return list(map(BlockId, numbers))
 
 
-def test_blocks_arrive_and_the_pool_is_mapped_once(tmp_path: Path, client: KvClient, device: HostDevice) -> None:
-    owner = GpuOwner(tmp_path)
-    for _ in range(3):
-        result = client.pull(owner.device_peer([3, 4, 7]), [0, 2], ids(5, 1))
-        assert (result.transport, result.num_bytes) == ("cuda_ipc", 2 * 1024)
-    np.testing.assert_array_equal(device.pool[[5, 1]], owner.blocks[[3, 7]])
-    assert len(device.attached) == 1
-    owner.close()
-
-
 def test_shared_memory_takes_over_where_the_device_cannot_reach(
     tmp_path: Path, client: KvClient, device: HostDevice
 ) -> None:

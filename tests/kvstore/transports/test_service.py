@@ -62,15 +62,6 @@ def ids(*numbers: int) -> list[BlockId]:
     return list(map(BlockId, numbers))
 
 
-async def test_a_pull_by_tcp(tmp_path: Path, client: KvClient, mine: np.ndarray) -> None:  # type: ignore[type-arg]
-    async with Worker(tmp_path) as worker:
-        peer = worker.lease(BLOCKS)
-        result = await asyncio.to_thread(client.pull, peer, [0, 3], ids(7, 2))
-        assert result.transport == "tcp"
-        np.testing.assert_array_equal(mine[[7, 2]], worker.owner.blocks[[3, 1]])
-        assert not mine[[0, 1, 3, 4, 5, 6]].any()
-
-
 async def test_a_long_pull_by_several_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp, "MIN_STREAM_BYTES", BIG.block_bytes)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3))

@@ -45,18 +45,6 @@ def ids(*numbers: int) -> list[BlockId]:
     return list(map(BlockId, numbers))
 
 
-def test_blocks_arrive_where_they_should(tmp_path: Path) -> None:
-    owner, mine = Owner(tmp_path), empty_pool()
-    client = host_client(GEOMETRY, mine)
-    peer = owner.peer([3, 4, 5, 1, 7])
-    result = client.pull(peer, [0, 1, 2, 4], ids(0, 1, 2, 6))
-    assert (result.transport, result.num_bytes) == ("shm", 4 * 1024)
-    np.testing.assert_array_equal(mine[[0, 1, 2, 6]], owner.blocks[[3, 4, 5, 7]])
-    assert not mine[[3, 4, 5, 7]].any()
-    client.close()
-    owner.close()
-
-
 def test_a_changed_block_is_not_accepted(tmp_path: Path) -> None:
     owner, client = Owner(tmp_path), host_client(GEOMETRY, empty_pool())
     peer = owner.peer([3, 4])
