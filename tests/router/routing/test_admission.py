@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from kvstore.types import WorkerId
 from protos import types_pb2 as pb
 from router.routing.admission import AnswerLength, DrainRate, check_in_time
 from router.routing.policy import choose
-from router.routing.rates import WorkerRates
+from router.routing.rates import ARRIVAL_SECONDS, OLD_SECONDS, WorkerRates
 from router.routing.views import Candidate, RequestView, WorkerView
 
 MAX_WAIT = 60.0
@@ -63,7 +64,9 @@ def test_answers_are_as_long_as_the_ones_before() -> None:
     assert answers.expected(10) == 10
     for _ in range(200):
         answers.observe(20)
-    assert answers.expected(1000) == pytest.approx(20)
+    assert answers.expected(1000) == 20
+    answers.observe(40)
+    assert answers.expected(1000) == pytest.approx(21)
 
 
 def overloaded(num_open: int, **fields: Any) -> Candidate:
@@ -116,6 +119,11 @@ def test_rates_follow_what_was_measured() -> None:
     rates.observe_pull(pb.RequestTimes(kv_pull_seconds=0.1, num_pulled_tokens=100))
     rates.observe_pull(pb.RequestTimes(kv_pull_seconds=9.0, num_pulled_tokens=100, kv_pull_failed=True))
     assert rates.pull_tokens_per_second == pytest.approx(1000)
+    rates.observe_pull(pb.RequestTimes(kv_pull_seconds=0.1, num_pulled_tokens=200))
+    assert rates.pull_tokens_per_second == pytest.approx(1200)  # a fifth of what is new
+    rates.observe_answer(10, 1.0)
+    rates.observe_answer(0, 9.0)
+    assert rates.token_seconds == pytest.approx(0.1)
     for _ in range(5):
         rates.observe_load(pb.LoadReport(step_seconds=0.01, step_decode_tokens=4))
     assert rates.step_seconds == pytest.approx(0.01)
@@ -126,9 +134,18 @@ def test_rates_follow_what_was_measured() -> None:
     assert rates.step_seconds == pytest.approx(0.01)
 
 
-def test_rates_are_old_when_no_request_has_come_for_a_while() -> None:
+def test_arrivals_are_forgotten_within_seconds_and_rates_are_old_when_none_has_come_for_a_while() -> None:
     rates = WorkerRates()
     assert not rates.are_old(now=1000.0)  # there are none
-    rates.submitted(100, 0.0, now=1000.0)
-    assert not rates.are_old(now=1009.0)
-    assert rates.are_old(now=1011.0)
+    rates.submitted(100, 700.0, now=1000.0)
+    rates.submitted(0, 0.0, now=1000.0)  # its KV comes from elsewhere
+    assert rates.arrivals(now=1000.0) == pytest.approx(
+        (100 / ARRIVAL_SECONDS, 700 / ARRIVAL_SECONDS, 1 / ARRIVAL_SECONDS)
+    )
+    later = 1000.0 + ARRIVAL_SECONDS
+    assert rates.arrivals(later) == pytest.approx([each / math.e for each in rates.arrivals(now=1000.0)])
+    rates.submitted(100, 700.0, later)
+    fresh = 1 + 1 / math.e
+    assert rates.arrivals(later) == pytest.approx([fresh * each / ARRIVAL_SECONDS for each in (100, 700, 1)])
+    assert not rates.are_old(later + OLD_SECONDS)
+    assert rates.are_old(later + OLD_SECONDS + 0.1)
