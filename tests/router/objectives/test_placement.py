@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -214,6 +215,21 @@ def test_moves_are_bounded_and_what_has_just_come_or_is_about_to_end_stays() -> 
     assert len(choose_moves(source, kept(40), [view(D0)], OBJECTIVES)) == MAX_MOVES
     assert choose_moves(source, kept(1, seconds_here=0.01), [view(D0)], OBJECTIVES) == []
     assert choose_moves(source, kept(1, tokens_left=2), [view(D0)], OBJECTIVES) == []
+
+
+def test_where_a_row_stays_its_context_is_its_own_and_its_time_the_others() -> None:
+    def stay(rows: int, context: int, queued: int = 4096) -> float:
+        step = replace(COST, context=14e-9)
+        source = view(P0, rows, queued, context_tokens=context, step=step, prompt_tokens_per_second=20_000.0)
+        [move] = choose_moves(source, kept(), [view(D0, step=step)], OBJECTIVES)
+        assert move.chosen.cost == pytest.approx(sum(move.chosen.terms.values()) - move.chosen.terms["stay"])
+        return move.chosen.terms["stay"]
+
+    assert stay(1, 1100) == pytest.approx(stay(1, 0), rel=5e-4)  # the queue beside it is a little longer
+    assert stay(1, 1100) < stay(1, 20_000)
+    assert stay(2, 2200) < stay(1, 1100)  # that prompts wait for a step with rows is the fault of both
+    assert stay(2, 2200) < stay(3, 3300) < stay(20, 22_000)
+    assert stay(3, 3300) < stay(3, 3300, queued=8192)
 
 
 def test_moves_spread_and_keep_the_objective_of_their_target() -> None:

@@ -43,6 +43,7 @@ def test_what_can_be_in_time_is_admitted(terms: dict[str, Any], seconds_left: fl
         ({"queue": 70.0}, 590.0, 10.1, 70.0),  # longer than anybody may wait
         ({"queue": 5.0}, 5.0, 1.6, 5.0),  # the answer would end after the deadline
         ({"slot": 30.0}, 20.0, 13.1, 30.0),
+        ({"slot": 0.5}, 1.5, 0.25, 0.5),
         ({"queue": 3.0}, 0.5, 2.65, 3.0),  # has no time for its answer, and the wait alone is too long
     ],
 )
@@ -62,9 +63,11 @@ def test_answers_are_as_long_as_the_ones_before() -> None:
     answers = AnswerLength()
     assert answers.expected(1000) == 64
     assert answers.expected(10) == 10
+    assert answers.left(1000, 10) == 54
     for _ in range(200):
         answers.observe(20)
     assert answers.expected(1000) == 20
+    assert [answers.left(1000, 12), answers.left(1000, 30), answers.left(32, 30)] == [8, 5, 2]
     answers.observe(40)
     assert answers.expected(1000) == pytest.approx(21)
 
@@ -121,6 +124,8 @@ def test_rates_follow_what_was_measured() -> None:
     assert rates.pull_tokens_per_second == pytest.approx(1000)
     rates.observe_pull(pb.RequestTimes(kv_pull_seconds=0.1, num_pulled_tokens=200))
     assert rates.pull_tokens_per_second == pytest.approx(1200)  # a fifth of what is new
+    rates.observe_pull(pb.RequestTimes(num_pulled_tokens=200))  # too quick to be measured
+    assert rates.pull_tokens_per_second == pytest.approx(1200)
     rates.observe_answer(10, 1.0)
     rates.observe_answer(0, 9.0)
     assert rates.token_seconds == pytest.approx(0.1)
