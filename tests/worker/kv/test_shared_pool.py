@@ -11,16 +11,13 @@ import torch
 
 from common.errors import ConfigError, TransferError
 from kvstore.handle.handle import HandleWriter, ShardAddress, open_handle
-from kvstore.layout import PoolGeometry, Shard, full_attention
+from kvstore.layout import PoolGeometry, full_attention
 from kvstore.pool.block_pool import BlockPool
-from kvstore.tier.agent_client import AgentHostTier
-from kvstore.tier.content import content_name
 from kvstore.transports.cuda_ipc import cuda_memory
 from kvstore.types import BlockId
 from tests.harness.waiting import wait_until
 from tests.kvstore.conftest import patience  # noqa: F401 - for all tests of this file
 from tests.kvstore.helpers import GEOMETRY, Owner, with_address
-from tests.kvstore.tier.test_agent import KEYS, Agent
 from tests.worker.nccl.fake_nccl import FakeNccl
 from worker.config import WorkerConfig
 from worker.kv.device_pool import DevicePool
@@ -121,21 +118,6 @@ def test_only_what_was_asked_for_is_tried(tmp_path: Path) -> None:
         client.close()
         memory.close()
     owner.close()
-
-
-def test_ranks_share_host_slots_only_of_the_same_heads(tmp_path: Path) -> None:
-    agent = Agent(tmp_path, num_regions=2)
-    try:
-        geometries = [replace(GEOMETRY, shard=Shard(rank, 4)) for rank in range(4)]  # of two heads
-        tiers = [AgentHostTier(agent.socket, content_name(one), one.block_bytes) for one in geometries]
-        slots = tiers[0].reserve(KEYS[:2])
-        assert slots is not None
-        tiers[0].commit(slots)
-        assert [len(tier.lookup(KEYS)) for tier in tiers] == [2, 2, 0, 0]
-        for tier in tiers:
-            tier.close()
-    finally:
-        agent.stop()
 
 
 def test_blocks_that_are_no_whole_words_are_refused(tmp_path: Path) -> None:
