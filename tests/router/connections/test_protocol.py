@@ -110,6 +110,19 @@ async def test_an_answer_before_the_end_of_the_body_closes_the_connection(monkey
         assert b"200 OK" not in answer
 
 
+async def test_who_goes_on_sending_after_an_answer_is_cut_off() -> None:
+    async with cluster() as c, AsyncExitStack() as stack:
+        _, writer = await connect(c, stack)
+        writer.write(HEAD + b"transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\nname: ")
+        num_sent = 0
+        with suppress(ConnectionError):
+            while num_sent < 60 << 20:
+                writer.write(b"x" * 65536)
+                num_sent += 65536
+                await asyncio.wait_for(writer.drain(), 60)
+        assert num_sent < 60 << 20
+
+
 async def test_few_requests_may_wait_behind_one() -> None:
     async with cluster() as c, AsyncExitStack() as stack:
         answers = await ask(await connect(c, stack), b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n" * 5000)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from common.errors import UnavailableError
 from common.objectives.chunks import FLAT_CHUNK_TOKENS
 from common.step_times import StepCost
 from kvstore.types import WorkerId
@@ -16,7 +17,7 @@ from router.config import RouterConfig
 from router.dispatch import Roles
 from router.objectives.adaptive import AdaptiveRoles, FixedRoles, open_objectives
 from router.objectives.moves import MAX_MOVES, KeptRequest, choose_moves
-from router.objectives.objectives import AHEAD, LATEST, SLOWDOWN, Objectives
+from router.objectives.objectives import AHEAD, LATEST, MOST_GAP, ROUNDING, SLOWDOWN, TTFT_MARGIN, Objectives
 from router.objectives.placement import place as place_by_objectives
 from router.routing.policy import Decision, choose
 from router.routing.views import Candidate, RequestView, WorkerView
@@ -134,6 +135,19 @@ def test_when_nothing_keeps_the_objectives_they_are_missed_least() -> None:
     assert decision.chosen.violation == min(candidate.violation for candidate in decision.candidates)
 
 
+def test_violations_are_shares_of_the_objectives_and_no_gap_outweighs_every_first_token() -> None:
+    assert OBJECTIVES.violation(TTFT_MARGIN, 0.025) == 0.0
+    assert Objectives(ttft=1.0).violation(1.5 * TTFT_MARGIN, 9.0) == pytest.approx(0.5)
+    assert Objectives(itl=0.02).violation(9.0, 0.021 + 0.02 * ROUNDING) == pytest.approx(0.05)
+    assert OBJECTIVES.violation(1.5 * TTFT_MARGIN, 9.0) == pytest.approx(0.5 + MOST_GAP)
+    request, workers = RequestView(1024, {}), ([], [view(D0, rows=20)])
+    [found], [plain] = (
+        place_by_objectives(request, *workers, 64, Objectives(ttft=1.0)).candidates,
+        choose("cost", request, *workers, 64).candidates,
+    )
+    assert found.terms["crowding"] == plain.terms["crowding"] > 0  # without an objective for gaps
+
+
 def test_equal_workers_share_and_unmeasured_ones_take_the_others_costs() -> None:
     decode = [view(D0, rows=10), view(D1, rows=10)]
     chosen = {place([view(P0)], decode, draw=number / 10).chosen.decode for number in range(10)}
@@ -168,6 +182,8 @@ def test_only_the_cost_policy_places_by_objectives_and_without_them_roles_are_fi
     assert chosen.kind == "disaggregated"
     assert chosen.violation > 0
     assert fixed.due_seconds(chosen, 1024, 0.0, has_started=False) == OBJECTIVES.due_seconds(chosen, 1024, 0.0, False)
+    with pytest.raises(UnavailableError):
+        place([view(P0)], [])
     unbound = choose("cost", request, *workers, 64).chosen
     assert unbound.kind == "disaggregated"
     assert unbound.ttft_seconds > 1.5
