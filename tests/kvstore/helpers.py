@@ -113,6 +113,10 @@ class Front:
             owner.close()
 
 
+def ids(*numbers: int) -> list[BlockId]:
+    return list(map(BlockId, numbers))
+
+
 def empty_pool(geometry: PoolGeometry = GEOMETRY) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
     return np.zeros((geometry.num_blocks, geometry.block_bytes), dtype=np.uint8)
 

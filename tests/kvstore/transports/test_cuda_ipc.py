@@ -32,6 +32,7 @@ from tests.kvstore.helpers import (
     OTHER_DTYPE,
     Owner,
     empty_pool,
+    ids,
     lease_from_hex,
     pull_of_one,
     with_address,
@@ -129,10 +130,6 @@ def client(device: HostDevice, transport: CudaIpcReader) -> Iterator[KvClient]:
     client = KvClient(GEOMETRY, {"cuda_ipc": transport, "shm": ShmReader(device.pool, leases)}, leases)
     yield client
     client.close()
-
-
-def ids(*numbers: int) -> list[BlockId]:
-    return list(map(BlockId, numbers))
 
 
 def test_shared_memory_takes_over_where_the_device_cannot_reach(

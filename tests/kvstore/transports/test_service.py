@@ -25,10 +25,10 @@ from kvstore.transports.lease_client import LeaseClient
 from kvstore.transports.staging import StagingTable
 from kvstore.transports.tcp import reader as tcp
 from kvstore.transports.unix_socket import has_gone
-from kvstore.types import BlockId, Epoch, LeaseId
+from kvstore.types import Epoch, LeaseId
 from protos import kvstore_pb2, kvstore_pb2_grpc
 from tests.harness.waiting import wait_until
-from tests.kvstore.helpers import GEOMETRY, Front, Owner, empty_pool, host_client, with_address, with_shard
+from tests.kvstore.helpers import GEOMETRY, Front, Owner, empty_pool, host_client, ids, with_address, with_shard
 
 BLOCKS = [3, 4, 5, 1]
 BIG = replace(GEOMETRY, layout=full_attention(1500, 2, 8, "float32"), num_blocks=3)  # blocks of 768 KB
@@ -56,10 +56,6 @@ def client(mine: np.ndarray) -> Iterator[KvClient]:  # type: ignore[type-arg]
     client = host_client(GEOMETRY, mine, "secret")
     yield client
     client.close()
-
-
-def ids(*numbers: int) -> list[BlockId]:
-    return list(map(BlockId, numbers))
 
 
 async def test_a_long_pull_by_several_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from kvstore.layout import full_attention
 from kvstore.transports.host_pull import BlockPull, SourcePart
 from kvstore.transports.lease_client import LeaseClient
 from kvstore.transports.shm.reader import ShmReader
-from kvstore.types import BlockId, Epoch
+from kvstore.types import Epoch
 from tests.harness.waiting import wait_until
 from tests.kvstore.helpers import (
     GEOMETRY,
@@ -25,6 +25,7 @@ from tests.kvstore.helpers import (
     Owner,
     empty_pool,
     host_client,
+    ids,
     lease_from_hex,
     shm_names,
     with_address,
@@ -39,10 +40,6 @@ owner = Owner(Path(sys.argv[1]))
 print(handle_to_hex(as_handle(owner.peer([1, 2, 5]))), flush=True)
 sys.stdin.read()
 """
-
-
-def ids(*numbers: int) -> list[BlockId]:
-    return list(map(BlockId, numbers))
 
 
 def test_a_changed_block_is_not_accepted(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from kvstore.transports.host_pull import BlockPull, SourcePart
 from kvstore.transports.lease_client import LeaseClient
 from kvstore.transports.shm.reader import DeviceShmReader, ShmReader
 from kvstore.types import BlockId, Epoch, LeaseId, WorkerId
-from tests.kvstore.helpers import GEOMETRY, with_shard
+from tests.kvstore.helpers import GEOMETRY, ids, with_shard
 from tests.kvstore.ranks import Ranks, geometry_of, running
 from worker.kv.device_pool import AttachedPool, DevicePool
 from worker.kv.kv_exporter import KvExporter
@@ -60,10 +60,6 @@ class Parts:
 @pytest.fixture
 def parts() -> Parts:
     return Parts()
-
-
-def ids(*numbers: int) -> list[BlockId]:
-    return list(map(BlockId, numbers))
 
 
 class RowsOfABlock:

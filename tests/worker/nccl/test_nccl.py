@@ -45,6 +45,7 @@ from tests.kvstore.helpers import (
     as_handle,
     empty_pool,
     handle_to_hex,
+    ids,
     lease_from_hex,
     pull_of_one,
     with_address,
@@ -54,10 +55,6 @@ from tests.worker.nccl.fake_nccl import FakeLink, FakeNccl
 from worker.kv.device_pool import DevicePool
 from worker.nccl import pool as nccl_pool
 from worker.nccl.pool import NcclPool
-
-
-def ids(*numbers: int) -> list[BlockId]:
-    return list(map(BlockId, numbers))
 
 
 class Leases:

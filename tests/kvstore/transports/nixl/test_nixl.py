@@ -28,7 +28,7 @@ from kvstore.transports.nixl import agent as nixl_agent
 from kvstore.transports.nixl import reader as nixl_module
 from kvstore.transports.nixl.agent import NixlAgent, NixlRead, agent_name
 from kvstore.transports.nixl.reader import NixlReader
-from kvstore.types import BlockId, Epoch
+from kvstore.types import Epoch
 from tests.harness.forked import fork
 from tests.harness.processes import until_stopped
 from tests.kvstore import ranks as split
@@ -37,6 +37,7 @@ from tests.kvstore.helpers import (
     as_handle,
     empty_pool,
     handle_to_hex,
+    ids,
     lease_from_hex,
     with_address,
     with_shard,
@@ -79,10 +80,6 @@ def reading(agent: NixlAgent, token: str = "secret") -> Iterator[tuple[KvClient,
         yield client, mine
     finally:
         client.close()
-
-
-def ids(*numbers: int) -> list[BlockId]:
-    return list(map(BlockId, numbers))
 
 
 @pytest.mark.parametrize("piece_blocks", [1, 2, 100])
