@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import random
-import string
 
 import pytest
 
 from common.errors import DeadlineExceededError, EngineError, MiniInferError, OverloadedError, UnavailableError
 from protos import types_pb2 as pb
 from router.api.text import Update
-from router.choice import Choice, State
-from router.request import GenerationRequest
-from tests.router.pushed import HANDLE, PART, Listener, Router, Worker, delta_of
+from router.choice import State
+from tests.router.pushed import HANDLE, Router, delta_of
 
 GRAMMARS_OF = {"begun": "regex:.*", "plain": "", "suspect": "regex:.*"}
 
@@ -419,91 +416,6 @@ async def test_a_bug_behind_one_token_ends_its_request_only() -> None:
     assert other[1].text() == "A"
     other[0].close()
     assert router.is_quiet()
-
-
-class Chaos:
-    """Workers that speak, refuse, vanish and come back as a seed says. Token n of a text is letter n."""
-
-    def __init__(self, seed: int) -> None:
-        self.draw = random.Random(seed)
-        self.router = Router(prefill=2, decode=2, max_retries=1000)
-        self.workers = [*self.router.prefill, *self.router.decode]
-        self.requests: list[tuple[GenerationRequest, list[Choice], Listener]] = []
-        self.closed: set[int] = set()
-        self.progress: dict[str, int] = {}  # tokens of each leg
-
-    def open(self) -> None:
-        request, sink = self.router.request(self.draw.randint(1, 2), self.draw.randint(1, 2))
-        self.requests.append((request, list(request.choices), sink))
-
-    def step(self, worker: Worker, leg_id: str, may_fail: bool = True) -> None:
-        submit = next(submit for submit in worker.submits if submit.request_id == leg_id)
-        if may_fail and worker.link.role == "prefill" and self.draw.random() < 0.5:
-            offer = pb.KvOffer(request_id=leg_id, kv_handle=PART)
-            worker.link.apply(pb.StepReport(kv_offers=[offer]))
-            return
-        count = len(submit.output_token_ids) + self.progress.setdefault(leg_id, 0)
-        delta = pb.TokenDelta(request_id=leg_id, token_ids=[65 + count % 26])
-        self.progress[leg_id] += 1
-        if may_fail and self.draw.random() < 0.2:
-            code = self.draw.choice([pb.FAILURE_CODE_UNAVAILABLE, pb.FAILURE_CODE_RESOURCE_EXHAUSTED])
-            worker.link.apply(pb.StepReport(failures=[pb.Failure(request_id=leg_id, code=code)]))
-            return
-        if worker.link.role == "prefill":
-            delta.finish_reason = pb.FINISH_REASON_PREFILLED
-            delta.kv_handle.CopyFrom(pb.KvHandle(lease_id=leg_id, worker_id=worker.info.worker_id, epoch=1))
-        elif count > 8:
-            delta.finish_reason = pb.FINISH_REASON_LENGTH
-        worker.link.apply(pb.StepReport(deltas=[delta]))
-
-    async def run(self) -> None:
-        for _ in range(120):
-            worker, chance = self.draw.choice(self.workers), self.draw.random()
-            if chance < 0.08:
-                self.open()
-            elif chance < 0.12 and self.requests:
-                number = self.draw.randrange(len(self.requests))
-                if number not in self.closed:
-                    self.closed.add(number)
-                    self.requests[number][0].close()
-            elif chance < 0.2:
-                worker.link.lost("killed")
-            elif worker.link.info is None:
-                worker.come_back()
-            elif worker.link._legs:
-                self.step(worker, self.draw.choice(list(worker.link._legs)))
-            else:
-                await asyncio.sleep(0)
-
-    async def finish(self) -> None:
-        for worker in self.workers:
-            if worker.link.info is None:
-                worker.come_back()
-        await asyncio.sleep(0)
-        while any(worker.link._legs for worker in self.workers):
-            for worker in self.workers:
-                for leg_id in list(worker.link._legs):
-                    if leg_id in worker.link._legs:
-                        self.step(worker, leg_id, may_fail=False)
-            await asyncio.sleep(0)
-
-
-@pytest.mark.parametrize("seed", range(20))
-async def test_whatever_workers_do_every_choice_ends_once_and_no_token_is_lost_or_shown_twice(seed: int) -> None:
-    chaos = Chaos(seed)
-    await chaos.run()
-    await chaos.finish()
-    assert chaos.router.is_quiet()
-    assert chaos.requests
-    for number, (_, choices, sink) in enumerate(chaos.requests):
-        for choice in choices:
-            shown = sink.text(choice.index)
-            assert shown == string.ascii_uppercase[: len(shown)]
-            assert bytes(choice.journal.output_token_ids).decode() == shown
-            assert choice.state is State.DONE
-        if number not in chaos.closed:
-            assert not sink.errors
-            assert sorted(sink.ends()) == [(choice.index, "length", None) for choice in choices]
 
 
 async def test_a_scrape_counts_tokens_of_open_choices_and_no_token_twice() -> None:
