@@ -218,20 +218,6 @@ async def test_a_grammar_goes_on_elsewhere_when_its_worker_made_steps_until_it_w
     assert request.choices[0].journal.num_legs == 2
 
 
-async def test_kv_is_released_when_the_client_leaves_while_its_request_waits_for_a_decode_worker() -> None:
-    router = Router(prefill=1)
-    (prefill,), (decode,) = router.prefill, router.decode
-    request, _ = router.request()
-    (choice,) = request.choices
-    decode.link.lost("killed")
-    prefill.prefilled("H")
-    assert choice.state is State.WAITING
-    assert not prefill.releases
-    request.close()
-    assert prefill.releases == ["lease"]
-    assert router.is_quiet()
-
-
 async def test_a_choice_that_waits_goes_on_where_it_was() -> None:
     router = Router(prefill=1)
     (prefill,), (decode,) = router.prefill, router.decode
@@ -390,6 +376,7 @@ async def test_a_choice_that_fails_ends_all_others() -> None:
     decode.fails(pb.FAILURE_CODE_INTERNAL)
     assert [type(error) for error in sink.errors] == [EngineError]
     assert len(decode.cancels) == 2
+    assert b'vllm:request_success_total{finished_reason="error",model_name="dry-run"} 1.0' in router.metrics.render()
     assert router.is_quiet()
 
 
@@ -433,10 +420,15 @@ async def test_a_scrape_counts_tokens_of_open_choices_and_no_token_twice() -> No
     worker.says("abc", times=pb.RequestTimes(queue_seconds=0.5, prefill_seconds=2.0))
     assert scraped() == [3, 1]
     assert scraped() == [3, 1]
-    worker.says("de", finish_reason=pb.FINISH_REASON_LENGTH)
+    [journal] = [choice.journal for choice in request.choices]
+    worker.says("de", finish_reason=pb.FINISH_REASON_LENGTH, num_draft_tokens=4, num_accepted_tokens=2)
     assert scraped() == [5, 0]
+    assert (journal.num_draft_tokens, journal.num_accepted_tokens) == (4, 2)
     request.close()
     text = router.metrics.render().decode()
+    for name in ("time_to_first_token", "inter_token_latency"):  # less than a test takes
+        [line] = [line for line in text.splitlines() if line.startswith(f"vllm:{name}_seconds_sum{{")]
+        assert 0 <= float(line.split()[-1]) < 100
     assert 'vllm:request_queue_time_seconds_sum{model_name="dry-run"} 0.5' in text
     assert 'vllm:request_prefill_time_seconds_sum{model_name="dry-run"} 2.0' in text
     assert 'vllm:request_max_num_generation_tokens_sum{model_name="dry-run"} 5.0' in text
