@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import openai
 import pytest
 
 from engine import LLM, SamplingParams
 from tests.engine.tiny_models import GEMMA3, TinyModel
 from tests.harness.cluster import Cluster, running_cluster, save_with_tokenizer
-from tests.harness.waiting import wait_until
 
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 4
 SETTINGS = {"num_gpu_blocks": 512, "num_threads": 1}
@@ -32,8 +30,7 @@ def cluster(tiny: Path) -> Iterator[Cluster]:
     models = {"prefill-1": str(tiny), "decode-1": str(tiny)}
     # Its KV groups travel by TCP, that of all tokens while the rest of a prompt is computed.
     other = ("--kv-transport=tcp", "--max-num-batched-tokens=64")
-    router = ("--worker-wait-seconds=0", "--worker-timeout-seconds=60")
-    with running_cluster(2, 2, models=models, router_args=router, role_args=dict.fromkeys(models, other)) as running:
+    with running_cluster(2, 2, models=models, role_args=dict.fromkeys(models, other)) as running:
         yield running
 
 
@@ -57,16 +54,3 @@ def test_kv_groups_travel_while_the_prompt_is_computed(cluster: Cluster) -> None
     assert (found["transport"], found["kv_pull_failed"]) == ("tcp", False)
     assert found["prefetched_tokens"] == 128
     cluster.wait_quiet()
-
-
-def test_a_model_without_workers_leaves_the_other_one_alone(cluster: Cluster) -> None:
-    expected = cluster.complete(PROMPT)
-    cluster.services["decode-1"].kill()
-    wait_until(lambda: not cluster.get("/healthz")["models"]["tiny"]["decode"])
-    with pytest.raises(openai.InternalServerError, match="no decode worker") as refused:
-        cluster.complete(PROMPT, model="tiny")
-    assert refused.value.status_code == 503
-    assert cluster.complete(PROMPT) == expected
-    cluster.start_service("decode-1")
-    cluster.wait_ready(4)
-    assert cluster.complete(PROMPT, model="tiny")
