@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import grpc
 import pytest
 
 from common.net.rpc import open_channel, token_metadata
@@ -134,24 +133,6 @@ async def test_bad_submits_fail_alone(workers: dict[str, Worker], expected: list
             assert (await d.until_end(name))[0] == expected[1:]
         await d.submit("good", cache_salt="good")
         assert (await d.until_end("good"))[0] == expected
-
-
-async def test_kv_service_refuses_what_no_lease_covers(workers: dict[str, Worker]) -> None:
-    async with attached(workers["prefill"]) as p, open_channel(workers["prefill"].address) as channel:
-        _, handle = await prefill(p, "read", cache_salt="read")
-        stub = kvstore_pb2_grpc.KvTransferStub(channel)
-        cases = [
-            kvstore_pb2.ReadRequest(lease_id="guess", epoch=handle.epoch, positions=[0]),
-            kvstore_pb2.ReadRequest(lease_id=handle.lease_id, epoch=handle.epoch + 1, positions=[0]),
-            kvstore_pb2.ReadRequest(lease_id=handle.lease_id, epoch=handle.epoch, positions=[9999]),
-        ]
-        for request in cases:
-            with pytest.raises(grpc.aio.AioRpcError):
-                await stub.Read(request, timeout=60)
-        lease = kvstore_pb2.LeaseRequest(lease_id=handle.lease_id, epoch=handle.epoch)
-        assert (await stub.Release(lease, timeout=60)).held
-        assert not (await stub.Release(lease, timeout=60)).held
-        await p.until_quiet()
 
 
 async def test_random_bytes_on_the_port_harm_nothing(workers: dict[str, Worker], expected: list[int]) -> None:
