@@ -1,9 +1,6 @@
 """Pulling by shared memory: what arrives, what is refused, and a peer that dies."""
 
 import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -26,20 +23,9 @@ from tests.kvstore.helpers import (
     empty_pool,
     host_client,
     ids,
-    lease_from_hex,
-    shm_names,
     with_address,
     with_shard,
 )
-
-OWNER_PROCESS = """
-import sys
-from pathlib import Path
-from tests.kvstore.helpers import Owner, as_handle, handle_to_hex
-owner = Owner(Path(sys.argv[1]))
-print(handle_to_hex(as_handle(owner.peer([1, 2, 5]))), flush=True)
-sys.stdin.read()
-"""
 
 
 def test_a_changed_block_is_not_accepted(tmp_path: Path) -> None:
@@ -129,25 +115,3 @@ def test_a_mapping_is_kept_until_the_worker_lives_again(tmp_path: Path) -> None:
     transport.close()
     reborn.close()
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= descriptors + 1)
-
-
-def test_sigkill_of_the_peer_breaks_nothing_here(tmp_path: Path) -> None:
-    before = shm_names()
-    process = subprocess.Popen(
-        [sys.executable, "-c", OWNER_PROCESS, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    mine = empty_pool()
-    client = host_client(GEOMETRY, mine)
-    try:
-        assert process.stdout is not None
-        peer = lease_from_hex(process.stdout.readline().decode())
-        client.pull(peer, [0], ids(0))
-    finally:
-        process.kill()
-        process.communicate()
-    assert process.returncode == -signal.SIGKILL
-    client.pull(peer, [1, 2], ids(1, 2))  # the mapping outlives its owner
-    with pytest.raises(TransferError, match="cannot be read"):
-        host_client(GEOMETRY, mine).pull(peer, [0], ids(0))
-    wait_until(lambda: shm_names() <= before)
-    client.close()
