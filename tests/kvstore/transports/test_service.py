@@ -200,10 +200,12 @@ async def test_a_ticket_is_good_for_one_read(tmp_path: Path) -> None:
         peer = worker.lease(BLOCKS)
         leases = LeaseClient("secret")
         ticket, port = await asyncio.to_thread(leases.read, peer.shards[0], [1], 60.0)
+        another, _ = await asyncio.to_thread(leases.read, peer.shards[0], [0], 60.0)
         for wrong in (b"\0" * 16, b"GET / HTTP/1.1\r\n\r\n", ticket[:5]):
             assert await asyncio.to_thread(answer_to, port, wrong) == b""
         assert await asyncio.to_thread(answer_to, port, ticket) == worker.owner.blocks[4].tobytes()
         assert await asyncio.to_thread(answer_to, port, ticket) == b""
+        assert await asyncio.to_thread(answer_to, port, another) == worker.owner.blocks[3].tobytes()
         leases.close()
 
 
