@@ -1,8 +1,7 @@
-"""Adapters through real processes: the bytes of one engine, handed over, when loaded late, from a folder."""
+"""Adapters through real processes: the bytes of one engine, handed over, also when loaded late."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,6 @@ from engine.loader.random_weights import DRY_RUN_CONFIG
 from tests.engine.driving import GREEDY, engine_config
 from tests.harness.adapters import shapes_of_config, write_adapter
 from tests.harness.cluster import Cluster, running_cluster
-from tests.harness.waiting import wait_until
 
 pytestmark = pytest.mark.wing("engine.lora")
 SHAPES = shapes_of_config(DRY_RUN_CONFIG)
@@ -38,9 +36,7 @@ def shared(folder: Path) -> Iterator[Cluster]:
     for seed, name in enumerate(("poet", "painter", "sculptor")):
         write_adapter(folder / name, SHAPES, ("_proj", "lm_head"), seed=seed, std=0.3)
     modules = f"--lora-modules=poet={folder / 'poet'}"
-    (folder / "watched").mkdir()
-    router_args = (modules, f"--lora-dir={folder / 'watched'}")
-    with running_cluster(1, 2, engine_args=(*ENGINE, modules), router_args=router_args) as running:
+    with running_cluster(1, 2, engine_args=(*ENGINE, modules), router_args=(modules,)) as running:
         yield running
 
 
@@ -130,23 +126,3 @@ def test_placement_counts_the_read_of_an_adapter_that_a_worker_lacks(cluster: Cl
     assert {name: sum(each.values()) for name, each in terms.items()} == pytest.approx(costs, abs=1e-4)
     assert choice["workers"][-1]["worker"] == decision["chosen"]["decode"]
     assert unload(cluster, "singer").status_code == 200
-
-
-def test_adapters_of_a_folder_outlive_their_router(cluster: Cluster, folder: Path, expected: dict[str, str]) -> None:
-    """The last test, since a router that starts again has measured no worker yet."""
-
-    def names() -> set[str]:
-        return {card["id"] for card in cluster.get("/v1/models")["data"]}
-
-    watched = folder / "watched" / "mason"
-    shutil.copytree(folder / "sculptor", watched)
-    wait_until(lambda: "mason" in names())
-    assert cluster.ask(PROMPT, NUM_TOKENS, model="mason").choices[0].text == expected["sculptor"]
-    cluster.services["router"].kill()
-    cluster.start_service("router")
-    cluster.wait_ready(3)
-    assert names() == {"dry-run", "poet", "mason"}
-    assert cluster.ask(PROMPT, NUM_TOKENS, model="mason").choices[0].text == expected["sculptor"]
-    shutil.rmtree(watched)
-    wait_until(lambda: "mason" not in names())
-    cluster.wait_quiet()
