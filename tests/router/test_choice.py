@@ -424,6 +424,7 @@ async def test_a_scrape_counts_tokens_of_open_choices_and_no_token_twice() -> No
     worker.says("de", finish_reason=pb.FINISH_REASON_LENGTH, num_draft_tokens=4, num_accepted_tokens=2)
     assert scraped() == [5, 0]
     assert (journal.num_draft_tokens, journal.num_accepted_tokens) == (4, 2)
+    assert 0 < worker.link.rates.token_seconds < 100
     request.close()
     text = router.metrics.render().decode()
     for name in ("time_to_first_token", "inter_token_latency"):  # less than a test takes
