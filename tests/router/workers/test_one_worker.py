@@ -77,7 +77,7 @@ def worker(**fields: object) -> pb.WorkerInfo:
         ({"block_size": 0}, "impossible sizes"),
         ({"block_size": 32}, "block_size differs: w has '32', other has '16': .*--block-size"),
         ({"model_fingerprint": "g"}, "model_fingerprint differs"),
-        ({"kv_dtype": "float16"}, "kv_dtype differs"),
+        ({"kv_dtype": "float16"}, "kv_dtype differs: .*--kv-cache-dtype"),
         ({"kv_layout": "other"}, "kv_layout differs: .*--model"),
     ],
 )
