@@ -25,16 +25,7 @@ from kvstore.transports.shm.reader import ShmReader
 from kvstore.transports.transport import RemotePool
 from kvstore.types import BlockId, Epoch
 from tests.harness.waiting import wait_until
-from tests.kvstore.helpers import (
-    GEOMETRY,
-    OTHER_DTYPE,
-    Owner,
-    empty_pool,
-    ids,
-    pull_of_one,
-    with_address,
-    with_shard,
-)
+from tests.kvstore.helpers import GEOMETRY, OTHER_DTYPE, Owner, empty_pool, ids, pull_of_one, with_address, with_shard
 
 
 class GpuOwner(Owner):

@@ -16,16 +16,7 @@ from kvstore.transports.lease_client import LeaseClient
 from kvstore.transports.shm.reader import ShmReader
 from kvstore.types import Epoch
 from tests.harness.waiting import wait_until
-from tests.kvstore.helpers import (
-    GEOMETRY,
-    OTHER_DTYPE,
-    Owner,
-    empty_pool,
-    host_client,
-    ids,
-    with_address,
-    with_shard,
-)
+from tests.kvstore.helpers import GEOMETRY, OTHER_DTYPE, Owner, empty_pool, host_client, ids, with_address, with_shard
 
 
 def test_a_changed_block_is_not_accepted(tmp_path: Path) -> None:
