@@ -11,8 +11,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from kernels.gpu.persistent.gemv import FLAT, FLAT2, FLAT3, WIDTH, split_bfloat16
 from kernels.gpu.persistent.ll_protocol import VECTOR, flagged, receive
-from kernels.gpu.persistent.stamps import stamp
-from kernels.gpu.persistent.stream import (
+from kernels.gpu.persistent.ring import (
     BATCH,
     DIMS,
     KEYS,
@@ -23,6 +22,7 @@ from kernels.gpu.persistent.stream import (
     tiles_of_split,
     wait_for,
 )
+from kernels.gpu.persistent.stamps import stamp
 
 HEADS = gl.constexpr(8)  # the most of a group
 NONE = gl.constexpr(-1e30)  # the score of no key

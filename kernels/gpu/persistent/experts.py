@@ -7,8 +7,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from kernels.gpu.persistent.ll_protocol import receive
+from kernels.gpu.persistent.ring import barrier
 from kernels.gpu.persistent.stamps import stamp
-from kernels.gpu.persistent.stream import barrier
 
 EXPERTS = gl.constexpr(128)
 TWICE = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))

@@ -12,8 +12,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from kernels.gpu.persistent.ll_protocol import receive_vector
+from kernels.gpu.persistent.ring import COLUMNS, DIMS, PARTS, barrier, by_chunks, following, release, wait_for
 from kernels.gpu.persistent.shape import PIECE, Shape
-from kernels.gpu.persistent.stream import COLUMNS, DIMS, PARTS, barrier, by_chunks, following, release, wait_for
 
 LENGTH = gl.constexpr(PIECE)
 WIDTH = gl.constexpr(8)  # neighbours along K in a thread

@@ -29,8 +29,9 @@ from kernels.gpu.persistent.gemv import (
     tile_rows,
 )
 from kernels.gpu.persistent.ll_protocol import flagged, load_vector, receive_vector, store_vector
+from kernels.gpu.persistent.ring import COLUMNS, DIMS, PARTS, PRODUCERS, WEIGHTS_SHARED, release
 from kernels.gpu.persistent.stamps import NUM_STAMPS, stamp
-from kernels.gpu.persistent.stream import COLUMNS, DIMS, PARTS, PRODUCERS, WEIGHTS_SHARED, produce, release
+from kernels.gpu.persistent.stream import produce
 
 
 @gluon.jit

@@ -1,64 +1,31 @@
-"""A ring of slots of shared memory, which producer warps fill with weights, keys and values in the order of use."""
+"""Producer warps fill the ring with weights, keys and values in the order of use."""
 
 from __future__ import annotations
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
-from kernels.gpu.persistent.shape import CHUNK, HEAD_DIM, NUM_WEIGHTS, SOFTMAX_TILES, TILE_KEYS, Shape
+from kernels.gpu.persistent.ring import (
+    BATCH,
+    COLUMNS,
+    DIMS,
+    KEYS,
+    KEYS_SHARED,
+    PARTS,
+    PRODUCERS,
+    VALUES_SHARED,
+    by_chunks,
+    following,
+    tiles_of_split,
+)
+from kernels.gpu.persistent.shape import NUM_WEIGHTS
 
-try:
-    barrier = gl.barrier
-except AttributeError:  # Triton 3.6
-    barrier = gl.thread_barrier
-
-PRODUCERS = gl.constexpr(4)  # warps
-PARTS = gl.constexpr(8)  # of a chunk, which warps share
-DIMS = gl.constexpr(HEAD_DIM)
-KEYS = gl.constexpr(TILE_KEYS)
-BATCH = gl.constexpr(SOFTMAX_TILES)
-COLUMNS = gl.constexpr(CHUNK)
-OF_WEIGHTS = gl.constexpr(
-    gl.BlockedLayout([1, 1, 8], [1, 2, 16], [4, 1, 1], [2, 1, 0])
-)  # (half of PARTS, rows, dims)
+# (half of PARTS, rows, dims)
+OF_WEIGHTS = gl.constexpr(gl.BlockedLayout([1, 1, 8], [1, 2, 16], [4, 1, 1], [2, 1, 0]))
 OF_KEYS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
-# Threads read 8 neighbours of a row: two rows side by side fill the banks. Values are read transposed.
-WEIGHTS_SHARED = gl.constexpr(gl.SwizzledSharedLayout(32, 1, 2, [2, 1, 0]))
-KEYS_SHARED = gl.constexpr(gl.SwizzledSharedLayout(32, 1, 2, [1, 0]))
-VALUES_SHARED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
 QKV, OUTPUT, GATE_UP, DOWN, ROUTER = (gl.constexpr(i) for i in range(5))
 WEIGHTS = gl.constexpr(NUM_WEIGHTS)
-
-
-@triton.constexpr_function
-def by_chunks(shape: Shape, n: int, k: int) -> bool:
-    return shape.is_by_chunks(n, k)
-
-
-@gluon.jit
-def following(slot, phase, count, SLOTS: gl.constexpr):
-    """The slot `count` further, and its phase."""
-    slot += count
-    wraps = slot >= SLOTS
-    return gl.where(wraps, slot - SLOTS, slot), gl.where(wraps, phase ^ 1, phase)
-
-
-@gluon.jit
-def wait_for(ready, slot, phase, count, MOST: gl.constexpr, SLOTS: gl.constexpr):
-    """Wait until `count` slots from `slot` on are filled."""
-    for i in gl.static_range(MOST):
-        mbarrier.wait(ready.index(slot), phase, pred=i < count)
-        slot, phase = following(slot, phase, 1, SLOTS)
-
-
-@gluon.jit
-def release(empty, slot, count, SLOTS: gl.constexpr):
-    """Let the last `count` slots before `slot`, which all threads have read, be filled again."""
-    for i in range(count):
-        at = slot - 1 - i
-        mbarrier.arrive(empty.index(gl.where(at < 0, at + SLOTS, at)), count=1)
 
 
 @gluon.jit
@@ -206,18 +173,6 @@ def _put_tile(at, smem, ready, empty, slot, phase, SHAPE: gl.constexpr):
         _sent(SHAPE.value.halves_ahead)
     async_copy.mbarrier_arrive(ready.index(slot), increment_count=False)
     return following(slot, phase, 1, SHAPE.value.slots)
-
-
-@gluon.jit
-def tiles_of_split(num_keys, SHAPE: gl.constexpr):
-    """KV head of a program, its first tile of keys, and how many it takes; none of a program without a head."""
-    SPLITS: gl.constexpr = SHAPE.value.splits
-    program = gl.program_id(0)
-    num_tiles = (num_keys + KEYS - 1) // KEYS
-    share = (num_tiles + SPLITS - 1) // SPLITS
-    first = program % SPLITS * share
-    count = gl.minimum(share, num_tiles - first)
-    return program // SPLITS, first, gl.where(program < SHAPE.value.kv_heads * SPLITS, count, 0)
 
 
 @gluon.jit
