@@ -29,10 +29,10 @@ class ScheduledStep:
     def is_empty(self) -> bool:
         return not (self.rows or self.copies_out or self.copies_in)
 
-    def add_row(self, request: Request, num_tokens: int) -> None:
-        """Let `request` compute its next tokens, and sample if these are all that it has."""
-        start, samples = request.num_computed_tokens, num_tokens == request.num_uncomputed_tokens
-        self.rows[request] = ScheduledRow(request.request_id, start, num_tokens, samples)
+    def add_row(self, request: Request, num_tokens: int, is_last: bool = False) -> None:
+        """Let `request` compute its next tokens, and sample if these are all that it has. is_last: it is known."""
+        samples = is_last or num_tokens == request.num_uncomputed_tokens
+        self.rows[request] = ScheduledRow(request.request_id, request.num_computed_tokens, num_tokens, samples)
 
     def seal(self, finished: list[RequestId]) -> None:
         """Make the plan, and count what it tells the runner as known there. `finished`: ids to forget first."""

@@ -125,7 +125,7 @@ class Scheduler:
         step = ScheduledStep()
         decodes, prefills = self._running()
         budget = self._max_num_batched_tokens - self._num_to_withhold(decodes, prefills)
-        preempted = self._schedule_running(step, decodes + prefills, budget)
+        preempted = self._schedule_running(step, decodes, prefills, budget)
         if not preempted and (self._queues.waiting or self._queues.swapped):
             self._admission.admit(step, max(budget - step.num_tokens, 0))
         if self.speculation is not None:
@@ -154,22 +154,24 @@ class Scheduler:
         """Apply what the step computed, and add what came of it to `outcome`."""
         self._end_oldest()
         self.kv.finish_copies(step)
-        outputs = outcome.outputs
+        outputs, errors = outcome.outputs, result.errors
         for index, (request, row) in enumerate(step.rows.items()):
             request.num_pending_tokens -= row.samples + len(row.draft_token_ids)
-            if request.status is RequestStatus.FINISHED:
+            status = request.status
+            if status is RequestStatus.FINISHED:
                 continue  # aborted, or found to have ended, while the step ran
-            if index in result.errors:
+            if errors and index in errors:
                 self._finish(request)
-                outputs.append(RequestOutput(request, [], error=result.errors[index]))
+                outputs.append(RequestOutput(request, [], error=errors[index]))
                 continue
-            if request.status is RequestStatus.RUNNING:  # else it gave way while the step ran
+            if status is RequestStatus.RUNNING:  # else it gave way while the step ran
                 self.kv.publish(request)
                 if request.prefill_only and not row.samples:
                     outcome.prompt_chunks.append(PromptChunk(request, row.stop))
-            num_missing = row.start - len(request.prompt_logprobs)  # negative: known, from before it gave way
-            if result.prompt_logprobs[index] and not request.output_token_ids and num_missing <= 0:
-                request.prompt_logprobs.extend(result.prompt_logprobs[index][-num_missing:])
+            if result.prompt_logprobs[index] and not request.output_token_ids:
+                num_missing = row.start - len(request.prompt_logprobs)  # negative: known, from before it gave way
+                if num_missing <= 0:
+                    request.prompt_logprobs.extend(result.prompt_logprobs[index][-num_missing:])
             if row.samples:
                 request.drafts = result.drafts.get(index)
                 output = append_tokens(request, result, index, self.max_model_len)
@@ -236,15 +238,18 @@ class Scheduler:
         room = self._max_num_batched_tokens - len(decodes)
         return self.prompt_budget.num_to_withhold(decodes, [*prefills, *waiting], room)
 
-    def _schedule_running(self, step: ScheduledStep, running: list[Request], budget: int) -> bool:
+    def _schedule_running(
+        self, step: ScheduledStep, decodes: list[Request], prefills: list[Request], budget: int
+    ) -> bool:
         """Rows for these requests, of `budget` tokens; True when somebody had to give way."""
-        preempted = False
-        for request in running:
+        preempted, num_decodes = False, len(decodes)
+        for number, request in enumerate(decodes + prefills):
             if budget == 0:
                 break
             if request.status is not RequestStatus.RUNNING:
                 continue  # gave way to an earlier one of this loop
-            num_new = request.num_row_tokens(budget, self._max_replay_tokens)
+            is_decode = number < num_decodes
+            num_new = 1 if is_decode else request.num_row_tokens(budget, self._max_replay_tokens)
             while not self.kv.grow(request, request.num_computed_tokens + num_new):
                 victim = self._queues.running[-1]
                 budget += self._preemption.preempt(victim, step)
@@ -252,7 +257,7 @@ class Scheduler:
                 if victim is request:
                     break
             if request.status is RequestStatus.RUNNING:
-                step.add_row(request, num_new)
+                step.add_row(request, num_new, is_decode)
                 budget -= num_new
         return preempted
 
