@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 import time
 from collections.abc import Sequence
@@ -39,6 +40,7 @@ def simulated(config: ClusterConfig, workload: WorkloadConfig, objectives: Objec
     began = time.perf_counter()
     _, requests = plan(dataclasses.replace(workload, vocab_size=workload.vocab_size or DEFAULT_VOCAB_SIZE))
     cluster = SimulatedCluster(spec_of(config), workload.seed)
+    gc.freeze()  # what was imported stays: the collector need not walk it again and again
     if workload.is_closed:
         cluster.run_closed(requests, workload.concurrency or DEFAULT_CONCURRENCY, workload.duration or math.inf)
     else:
