@@ -158,7 +158,10 @@ def _consume(
         gl.store(epoch_ptr, epoch + num_layers)  # all programs have read it: their words were needed
 
 
-@gluon.jit(do_not_specialize=["num_layers"])
+@gluon.jit(  # a row's inputs lie anywhere in those of all rows, and one compilation takes seconds
+    do_not_specialize=["num_layers"],
+    do_not_specialize_on_alignment=["token_ptr", "position_ptr", "length_ptr", "slot_ptr", "table_ptr"],
+)
 def decoder_kernel(
     weights_ptr, norms_ptr, final_norm_ptr, embedding_ptr, rotary_ptr, pool_ptr, token_ptr, position_ptr, length_ptr,
     slot_ptr, table_ptr, hidden_ptr, x_ptr, y_ptr, qkv_ptr, partial_ptr, attended_ptr, router_ptr, gated_ptr,
