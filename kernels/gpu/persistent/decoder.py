@@ -73,6 +73,6 @@ class PersistentDecoder:
             self._addresses, of_model.norms, of_model.final_norm, of_model.embedding, of_model.rotary, self.pool,
             token_ids, positions, lengths, slots, block_table, hidden, *self._words, self.stamps,
             len(of_model.weights), of_model.eps, LOG2_E.value / math.sqrt(HEAD_DIM), self.pool.stride(1),
-            self.pool.stride(0), SHAPE=self.shape, num_warps=8, **cooperative,
+            self.pool.stride(0), TEXT=self.shape.text, num_warps=8, **cooperative,
         )  # fmt: skip
         return hidden

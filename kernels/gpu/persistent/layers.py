@@ -29,7 +29,7 @@ from kernels.gpu.persistent.gemv import (
     tile_rows,
 )
 from kernels.gpu.persistent.ll_protocol import flagged, load_vector, receive_vector, store_vector
-from kernels.gpu.persistent.ring import COLUMNS, DIMS, PARTS, PRODUCERS, WEIGHTS_SHARED, release
+from kernels.gpu.persistent.ring import COLUMNS, DIMS, PARTS, PRODUCERS, WEIGHTS_SHARED, release, shape_of
 from kernels.gpu.persistent.stamps import NUM_STAMPS, stamp
 from kernels.gpu.persistent.stream import produce
 
@@ -165,13 +165,14 @@ def _consume(
 def decoder_kernel(
     weights_ptr, norms_ptr, final_norm_ptr, embedding_ptr, rotary_ptr, pool_ptr, token_ptr, position_ptr, length_ptr,
     slot_ptr, table_ptr, hidden_ptr, x_ptr, y_ptr, qkv_ptr, partial_ptr, attended_ptr, router_ptr, gated_ptr,
-    epoch_ptr, stamps_ptr, num_layers, eps, scale, layer_stride, block_stride, SHAPE: gl.constexpr,
+    epoch_ptr, stamps_ptr, num_layers, eps, scale, layer_stride, block_stride, TEXT: gl.constexpr,
 ):  # fmt: skip
-    """One step of one row, see `PersistentDecoder`.
+    """One step of one row, see `PersistentDecoder`. TEXT: of the shape.
 
     weights_ptr: int64 (layers, NUM_WEIGHTS), addresses. norms_ptr: (layers, norms). x_ptr to gated_ptr: words, see
     ll_protocol.py. epoch_ptr: int32, layers computed so far. scale: of scores, times log2(e).
     """
+    SHAPE: gl.constexpr = shape_of(TEXT)
     SLOTS: gl.constexpr = SHAPE.value.slots
     smem = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, PARTS, 8, DIMS], WEIGHTS_SHARED)
     ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())

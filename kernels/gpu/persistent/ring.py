@@ -27,6 +27,12 @@ VALUES_SHARED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
 
 
 @triton.constexpr_function
+def shape_of(text: str) -> Shape:
+    """Of `Shape.text`."""
+    return Shape(*map(int, text.split(",")))
+
+
+@triton.constexpr_function
 def by_chunks(shape: Shape, n: int, k: int) -> bool:
     return shape.is_by_chunks(n, k)
 

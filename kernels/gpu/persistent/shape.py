@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 import triton
 
@@ -38,6 +38,11 @@ class Shape:
     slots: int = 10
     halves_ahead: int = 3
     traces: bool = False
+
+    @property
+    def text(self) -> str:
+        """The shape as Triton's hooks can write it."""
+        return ",".join(str(int(each)) for each in astuple(self))
 
     @property
     def group(self) -> int:
