@@ -227,3 +227,28 @@ def test_answers_that_follow_a_grammar(paths: dict[str, str]) -> None:
     cells = [*{*counts, *others}]
     assert {cell[0] for cell in cells} <= {allowed[0], allowed[1], allowed[2]}
     assert fit_together([counts[cell] for cell in cells], [others[cell] for cell in cells]) > LIKELY
+
+
+def test_a_request_that_another_worker_goes_on_with(paths: dict[str, str]) -> None:
+    """After a kill, from the tokens that were sent: its distribution stays, its further tokens may be other ones.
+
+    A seed that the client chose keeps them.
+    """
+    first, second = drafted_by(paths, "draft"), drafted_by(paths, "draft")
+
+    def resumed(params: SamplingParams, whole: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        requests = [
+            second.engine.add_request([5, 6, 7], replace(params, seed=seed), output_token_ids=answer[:2])
+            for seed, answer in enumerate(whole)
+        ]
+        finish(second.engine)
+        return [tuple(request.output_token_ids) for request in requests]
+
+    whole = sample(first, SAMPLED, range(NUM_SEEDS))
+    found = resumed(SAMPLED, whole)
+    assert likelihood(found, plain_answers(paths["target"], "temperature"), SAMPLED) > LIKELY
+    num_other = sum(one != other for one, other in zip(whole, found, strict=True))
+    assert 0 < num_other < NUM_SEEDS
+    seeded = replace(SAMPLED, seed_is_drawn=False)
+    whole = sample(first, seeded, range(25))
+    assert resumed(seeded, whole) == whole
