@@ -64,7 +64,7 @@ class Shape:
     @property
     def splits(self) -> int:
         """Programs that share the keys of a KV head, a power of two."""
-        return 1 << (self.programs // self.kv_heads).bit_length() - 1
+        return 1 << max(self.programs // self.kv_heads, 1).bit_length() - 1
 
     def tiles(self, n: int) -> int:
         """Tiles of 8 rows of W that a program multiplies at most, of n rows."""
@@ -83,7 +83,7 @@ class Shape:
         return count if count * chunks <= self.slots else max(self.slots // 2 // chunks, 1)
 
     def chunks_at_once(self, n: int, k: int) -> int:
-        """The same of chunks."""
+        """Chunks of W (n, k) that a program waits for together: all, or what takes half of the slots."""
         count, tiles = -(-k // CHUNK), self.tiles(n)
         return count if count * tiles <= self.slots else max(self.slots // 2 // tiles, 1)
 
@@ -161,12 +161,12 @@ class Shape:
         """
         inner = self.attended, self.hidden, self.inner
         has_chunks = all(k >= CHUNK and k % HEAD_DIM == 0 for k in inner) and self.qkv // 8 >= self.programs
-        has_parts = self.combined <= HEAD_DIM and HEAD_DIM % max(self.combined, 1) == 0
-        has_heads = self.group <= 8 and TILE_KEYS % self.block_size == 0
-        has_experts = self.intermediate % HEAD_DIM == 0 and self.experts in (0, 128) and self.chosen in (1, 8)
+        is_divided = 0 < self.combined <= HEAD_DIM and HEAD_DIM % self.combined == 0
+        has_heads = self.group <= 8 and TILE_KEYS % self.block_size == 0 and self.kv_heads <= self.programs
+        has_experts = self.intermediate % HEAD_DIM == 0 and (self.experts, self.chosen) in ((0, 1), (128, 8))
         has_slots = all(self._has_slots(*each) for each in self.stages)
         is_small = self.layer_bytes <= MAX_LAYER_BYTES
-        return has_chunks and has_parts and has_heads and has_experts and has_slots and is_small
+        return has_chunks and is_divided and has_heads and has_experts and has_slots and is_small
 
     def _has_slots(self, n: int, k: int, times: int) -> bool:
         chunks = -(-k // CHUNK)
