@@ -93,7 +93,7 @@ def attend(
     has_new = (first_tile <= last_tile) & (first_tile + num_tiles > last_tile)
 
     x, swapped = _receive_heads(qkv_ptr, flag, kv_head, room, SHAPE)
-    stamp(stamps, 3, SHAPE)
+    stamp(stamps, "rotate", SHAPE)
     row = gl.arange(0, ROWS, gl.SliceLayout(1, HEAD_A_WARP))
     root = gl.rsqrt(gl.sum(x * x, axis=1) / DIMS + eps) * gl.where(row < GROUP, scale, 1.0)
     same, other = factors
@@ -117,15 +117,15 @@ def attend(
     row_sum = gl.where(has_new, 1.0, 0.0) + row_max * 0.0
     queries = halves._reinterpret(gl.bfloat16, [2 * HEADS, DIMS], VALUES_SHARED).load(QUERIES)
     acc = gl.zeros([2 * HEADS, DIMS], gl.float32, PRODUCT)
-    stamp(stamps, 4, SHAPE)
+    stamp(stamps, "tiles", SHAPE)
     acc, row_max, row_sum, slot, phase = _attend_tiles(
         queries, acc, row_max, row_sum, of_heads, scores, probs, smem, ready, empty, slot, phase, first_tile,
         num_tiles, num_keys, SHAPE,
     )  # fmt: skip
-    stamp(stamps, 5, SHAPE)
+    stamp(stamps, "store partials", SHAPE)
     of_heads.store(gl.where(has_new, gl.exp2(new_score - row_max), 0.0))
     _store_partials(partial_ptr, acc, of_heads, new_value, row_max, row_sum, flag, kv_head, SHAPE)
-    stamp(stamps, 6, SHAPE)
+    stamp(stamps, "receive partials", SHAPE)
     _combine(partial_ptr, attended_ptr, room, flag, kv_head, stamps, SHAPE)
     return slot, phase
 
@@ -224,7 +224,7 @@ def _combine(partial_ptr, attended_ptr, room, flag, kv_head, stamps, SHAPE: gl.c
     used: gl.constexpr = DIMENSIONS + 2 * SPLITS
     word = gl.where(word < used, word, used - WIDE + word % WIDE)
     words = receive(partial_ptr + (kv_head * SPLITS + split) * BLOCK + word, flag, WORDS)
-    stamp(stamps, 7, SHAPE)
+    stamp(stamps, "combine", SHAPE)
     room.slice(0, BLOCK).store(words)
     row_max = room.slice(DIMENSIONS, SPLITS).load(gl.SliceLayout(1, splits))
     row_sum = room.slice(DIMENSIONS + SPLITS, SPLITS).load(gl.SliceLayout(1, splits))

@@ -25,7 +25,7 @@ def choose(router_ptr, flag, logits, keys, experts, shares, is_chosen, stamps, S
     """
     word = gl.arange(0, 2 * EXPERTS, TWICE)
     logit = receive(router_ptr + word % EXPERTS, flag, 1, True)
-    stamp(stamps, 13, SHAPE)
+    stamp(stamps, "choose", SHAPE)
     logits.store(logit)
     keys.store(_order(logit, word % EXPERTS))
     keys = keys.slice(0, EXPERTS)

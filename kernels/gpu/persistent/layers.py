@@ -45,6 +45,42 @@ def _ask_for_norms(norms_ptr, layer, SHAPE: gl.constexpr):
 
 
 @gluon.jit
+def _project(
+    in_ptr, residual_ptr, out_ptr, K: gl.constexpr, flag, highs, lows, smem, ready, empty, sums, slot, phase, stamps,
+    STAGE: gl.constexpr, SHAPE: gl.constexpr,
+):  # fmt: skip
+    """Multiply W (hidden, K) by a vector of other programs, and add the program's own rows of the residual."""
+    H: gl.constexpr = SHAPE.value.hidden
+    rows, exist = tile_rows(H, SHAPE)
+    before = gl.load(residual_ptr + rows, mask=exist, other=0).to(gl.float32, bitcast=True)
+    receive_operand(in_ptr, flag, K, highs, lows)
+    stamp(stamps, STAGE, SHAPE)
+    slot, phase, count = gemv(H, K, False, highs, lows, smem, ready, empty, sums, slot, phase, SHAPE)
+    gl.store(out_ptr + rows, flagged(sum_parts(sums, False, SHAPE) + before, flag), mask=exist)
+    release(empty, slot, count, SHAPE.value.slots)
+    return slot, phase
+
+
+@gluon.jit
+def _route(
+    router_ptr, flag, highs, lows, squares, eps, smem, ready, empty, sums, slot, phase, logits, keys, experts, shares,
+    is_chosen, stamps, SHAPE: gl.constexpr,
+):  # fmt: skip
+    """Compute the program's rows of the router's logits, if it has any, and choose the token's experts from all."""
+    EXPERTS: gl.constexpr = SHAPE.value.experts
+    H: gl.constexpr = SHAPE.value.hidden
+    if gl.program_id(0) < EXPERTS // 8:
+        slot, phase, count = gemv(EXPERTS, H, False, highs, lows, smem, ready, empty, sums, slot, phase, SHAPE)
+        y = sum_parts(sums, False, SHAPE) * inverse_root(squares, eps, H)
+        rows, exist = tile_rows(EXPERTS, SHAPE)
+        gl.store(router_ptr + rows, flagged(y, flag), mask=exist)
+        release(empty, slot, count, SHAPE.value.slots)
+    stamp(stamps, "receive logits", SHAPE)
+    choose(router_ptr, flag, logits, keys, experts, shares, is_chosen, stamps, SHAPE)
+    return slot, phase
+
+
+@gluon.jit
 def _consume(
     norms_ptr, final_norm_ptr, embedding_ptr, pool_ptr, rotation_ptr, hidden_ptr, words, stamps_ptr, smem, ready,
     empty, experts, is_chosen, num_layers, num_keys, kv_slot, eps, scale, layer_stride, block_stride,
@@ -85,12 +121,12 @@ def _consume(
         stamps = stamps_ptr + (layer * SHAPE.value.programs + program) * NUM_STAMPS
         _ask_for_norms(norms_ptr, gl.minimum(layer + 1, num_layers - 1), SHAPE)
         factors = head_factors(norms_ptr + layer * NORMS + 2 * H, rotation_ptr, SHAPE)
-        stamp(stamps, 0, SHAPE)
+        stamp(stamps, "receive x", SHAPE)
         if layer == 0:
             x = load_vector(embedding_ptr, H)
         else:
             x = receive_vector(x_ptr, flag ^ 1, H, PADDED)
-        stamp(stamps, 1, SHAPE)
+        stamp(stamps, "qkv", SHAPE)
         store_operand(x * norm, 0, highs, lows)
         store_squares(x, squares)
         slot, phase, count = gemv(QKV, H, False, highs, lows, smem, ready, empty, sums, slot, phase, SHAPE)
@@ -98,39 +134,31 @@ def _consume(
         rows, exist = tile_rows(QKV, SHAPE)
         gl.store(qkv_ptr + rows, flagged(y, flag), mask=exist)
         release(empty, slot, count, SLOTS)
-        stamp(stamps, 2, SHAPE)
+        stamp(stamps, "receive heads", SHAPE)
         if program < SHAPE.value.kv_heads * SHAPE.value.splits:
             of_layer = pool_ptr + layer.to(gl.int64) * layer_stride  # type: ignore[attr-defined]
             slot, phase = attend(
                 qkv_ptr, partial_ptr, attended_ptr, of_layer, factors, stamps, smem, ready, empty, room, slot, phase,
                 flag, num_keys, kv_slot, eps, scale, block_stride, SHAPE,
             )  # fmt: skip
-        stamp(stamps, 8, SHAPE)
+        stamp(stamps, "receive attended", SHAPE)
         norm = load_vector(norms_ptr + layer * NORMS + H, H)
         if program < H // 8:
-            before = gl.load(x_ptr + hidden_rows, mask=has_hidden, other=0).to(gl.float32, bitcast=True)
-            receive_operand(attended_ptr, flag, ATTENDED, highs, lows)
-            stamp(stamps, 9, SHAPE)
-            slot, phase, count = gemv(H, ATTENDED, False, highs, lows, smem, ready, empty, sums, slot, phase, SHAPE)
-            gl.store(y_ptr + hidden_rows, flagged(sum_parts(sums, False, SHAPE) + before, flag), mask=has_hidden)
-            release(empty, slot, count, SLOTS)
-        stamp(stamps, 10, SHAPE)
+            slot, phase = _project(
+                attended_ptr, x_ptr, y_ptr, ATTENDED, flag, highs, lows, smem, ready, empty, sums, slot, phase,
+                stamps, "output", SHAPE,
+            )  # fmt: skip
+        stamp(stamps, "receive y", SHAPE)
         x = receive_vector(y_ptr, flag, H, PADDED)
-        stamp(stamps, 11, SHAPE)
+        stamp(stamps, "router", SHAPE)
         store_operand(x * norm, 0, highs, lows)
         store_squares(x, squares)
         if EXPERTS:
-            if program < EXPERTS // 8:
-                slot, phase, count = gemv(
-                    EXPERTS, H, False, highs, lows, smem, ready, empty, sums, slot, phase, SHAPE
-                )
-                y = sum_parts(sums, False, SHAPE) * inverse_root(squares, eps, H)
-                rows, exist = tile_rows(EXPERTS, SHAPE)
-                gl.store(router_ptr + rows, flagged(y, flag), mask=exist)
-                release(empty, slot, count, SLOTS)
-            stamp(stamps, 12, SHAPE)
-            choose(router_ptr, flag, logits, keys, experts, shares, is_chosen, stamps, SHAPE)
-        stamp(stamps, 14, SHAPE)
+            slot, phase = _route(
+                router_ptr, flag, highs, lows, squares, eps, smem, ready, empty, sums, slot, phase, logits, keys,
+                experts, shares, is_chosen, stamps, SHAPE,
+            )  # fmt: skip
+        stamp(stamps, "gate_up", SHAPE)
         slot, phase, count = gemv(INNER, H, True, highs, lows, smem, ready, empty, sums, slot, phase, SHAPE)
         root = inverse_root(squares, eps, H)
         gate, up = sum_parts(sums, False, SHAPE) * root, sum_parts(sums, True, SHAPE) * root
@@ -140,16 +168,14 @@ def _consume(
             gated *= shares_of(tile_numbers(SHAPE), shares, SHAPE)[:, None]
         gl.store(gated_ptr + rows, flagged(gated, flag), mask=exist)
         release(empty, slot, count, SLOTS)
-        stamp(stamps, 15, SHAPE)
+        stamp(stamps, "receive gated", SHAPE)
         norm = load_vector(norms_ptr + gl.minimum(layer + 1, num_layers - 1) * NORMS, H)
         if program < H // 8:
-            before = gl.load(y_ptr + hidden_rows, mask=has_hidden, other=0).to(gl.float32, bitcast=True)
-            receive_operand(gated_ptr, flag, INNER, highs, lows)
-            stamp(stamps, 16, SHAPE)
-            slot, phase, count = gemv(H, INNER, False, highs, lows, smem, ready, empty, sums, slot, phase, SHAPE)
-            gl.store(x_ptr + hidden_rows, flagged(sum_parts(sums, False, SHAPE) + before, flag), mask=has_hidden)
-            release(empty, slot, count, SLOTS)
-        stamp(stamps, 17, SHAPE)
+            slot, phase = _project(
+                gated_ptr, y_ptr, x_ptr, INNER, flag, highs, lows, smem, ready, empty, sums, slot, phase, stamps,
+                "down", SHAPE,
+            )  # fmt: skip
+        stamp(stamps, "end", SHAPE)
     if program == 0:
         x = receive_vector(x_ptr, (epoch + num_layers) & 1, H, PADDED)
         store_squares(x, squares)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -11,6 +12,12 @@ STAGES = (
     "down",
 )  # fmt: skip
 NUM_STAMPS = gl.constexpr(len(STAGES) + 1)
+NUMBERS = {name: number for number, name in enumerate((*STAGES, "end"))}
+
+
+@triton.constexpr_function
+def number_of(stage: str) -> int:
+    return NUMBERS[stage]
 
 
 @gluon.jit
@@ -20,4 +27,4 @@ def stamp(stamps, stage: gl.constexpr, SHAPE: gl.constexpr):
         clock = gl.inline_asm_elementwise(
             "mov.u64 $0, %clock64; // $1", "=l,l", [stamps], dtype=gl.int64, is_pure=False, pack=1
         )
-        gl.store(stamps + stage, clock)
+        gl.store(stamps + number_of(stage), clock)
