@@ -1,4 +1,4 @@
-"""All layers of a dense decoder for one row in one persistent kernel, instead of six or seven launches a layer.
+"""All layers of a dense decoder for one row in one persistent kernel, instead of launches for each.
 
     python -m benchmarks.kernels.persistent.bench_persistent --keys 1024,4000 --stages
 

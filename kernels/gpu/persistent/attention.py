@@ -230,6 +230,6 @@ def _combine(partial_ptr, attended_ptr, room, flag, kv_head, stamps, SHAPE: gl.c
     row_sum = room.slice(DIMENSIONS + SPLITS, SPLITS).load(gl.SliceLayout(1, splits))
     weight = gl.exp2(row_max - gl.max(row_max, axis=0))
     weight = weight / gl.sum(weight * row_sum, axis=0)
-    parts = room.slice(0, DIMENSIONS)._reinterpret(gl.float32, [SPLITS, PART], FLAT2).load(splits)
+    partials = room.slice(0, DIMENSIONS)._reinterpret(gl.float32, [SPLITS, PART], FLAT2).load(splits)
     at = attended_ptr + kv_head * DIMENSIONS + split * PART + gl.arange(0, PART, gl.SliceLayout(0, splits))
-    gl.store(at, flagged(gl.sum(parts * weight[:, None], axis=0), flag))
+    gl.store(at, flagged(gl.sum(partials * weight[:, None], axis=0), flag))

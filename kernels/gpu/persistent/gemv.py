@@ -1,7 +1,7 @@
 """GEMV of the rows of W that a program has in shared memory.
 
 Tensor cores multiply 16 rows at a time, of which a vector is one. So x is two rows, its bfloat16 and what that
-leaves: y is as exact as with x of 16 bits of mantissa. 8 warps take a part of K each.
+leaves: y is as exact as with x of 16 bits of mantissa. 8 warps take a slice of K each.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from kernels.gpu.persistent.ll_protocol import receive_vector
-from kernels.gpu.persistent.ring import COLUMNS, DIMS, PARTS, barrier, by_chunks, following, release, wait_for
+from kernels.gpu.persistent.ring import COLUMNS, DIMS, SLICES, barrier, by_chunks, following, release, wait_for
 from kernels.gpu.persistent.shape import PIECE, Shape
 
 LENGTH = gl.constexpr(PIECE)
 WIDTH = gl.constexpr(8)  # neighbours along K in a thread
-SUMS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [8, 1, 1], [1, 16, 8]))  # (parts of K, rows of x, rows of W)
+SUMS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [8, 1, 1], [1, 16, 8]))  # (slices of K, rows of x, rows of W)
 OF_X = gl.constexpr(gl.DotOperandLayout(0, SUMS, WIDTH))
 OF_W = gl.constexpr(gl.DotOperandLayout(1, SUMS, WIDTH))
-ADDED = gl.constexpr(gl.BlockedLayout([1, 8, 1], [4, 1, 8], [8, 1, 1], [2, 1, 0]))  # (tiles, parts of K, rows of W)
+ADDED = gl.constexpr(gl.BlockedLayout([1, 8, 1], [4, 1, 8], [8, 1, 1], [2, 1, 0]))  # (tiles, slices of K, rows of W)
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 FLAT2 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 FLAT3 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
@@ -89,8 +89,8 @@ def _operand(highs, lows, i):
     """Chunk i of the vector."""
     row = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, OF_X)))
     row = gl.expand_dims(gl.expand_dims(row, 0), 2)
-    high = highs.index(i)._reinterpret(gl.bfloat16, [PARTS, DIMS], FLAT2)
-    low = lows.index(i)._reinterpret(gl.bfloat16, [PARTS, DIMS], FLAT2)
+    high = highs.index(i)._reinterpret(gl.bfloat16, [SLICES, DIMS], FLAT2)
+    low = lows.index(i)._reinterpret(gl.bfloat16, [SLICES, DIMS], FLAT2)
     high, low = high.load(gl.SliceLayout(1, OF_X)), low.load(gl.SliceLayout(1, OF_X))
     return _in_rows(gl.expand_dims(high, 1), gl.expand_dims(low, 1), row)
 
@@ -100,7 +100,7 @@ def gemv(
     N: gl.constexpr, K: gl.constexpr, GATED: gl.constexpr, highs, lows, smem, ready, empty, sums, slot, phase,
     SHAPE: gl.constexpr,
 ):  # fmt: skip
-    """W (N, K) times the vector, for all tiles of a program; leave the parts' sums in `sums`.
+    """W (N, K) times the vector, for all tiles of a program; leave each slice's sums in `sums`.
 
     GATED: W has as many rows of `up` after those of `gate`; their sums follow. Returns the slot after the last one,
     its phase, and how many slots before it wait for their release.
@@ -164,11 +164,11 @@ def _gemv_tiles(
 
 @gluon.jit
 def _gemv_tile(x, K: gl.constexpr, smem, slot, SLOTS: gl.constexpr):
-    """8 rows of W times x: (PARTS, 8). A sum for each chunk, so that none waits for another."""
-    y = gl.zeros([PARTS, 16, 8], gl.float32, SUMS)
+    """8 rows of W times x: (SLICES, 8). A sum for each chunk, so that none waits for another."""
+    y = gl.zeros([SLICES, 16, 8], gl.float32, SUMS)
     for i in gl.static_range((K + COLUMNS - 1) // COLUMNS):
         at, _ = following(slot, 0, i, SLOTS)
-        zeros = gl.zeros([PARTS, 16, 8], gl.float32, SUMS)
+        zeros = gl.zeros([SLICES, 16, 8], gl.float32, SUMS)
         y += mma_v2(x[i], smem.index(at).permute((0, 2, 1)).load(OF_W), zeros)
     return gl.sum(y, axis=1)
 
@@ -186,7 +186,7 @@ def _gemv_by_chunks(
     num_tiles = (N // 8 - gl.program_id(0) + P - 1) // P
     acc = ()
     for _ in gl.static_range(TILES):
-        zeros = gl.zeros([PARTS, 16, 8], gl.float32, SUMS)
+        zeros = gl.zeros([SLICES, 16, 8], gl.float32, SUMS)
         acc = acc + (zeros,)  # type: ignore[assignment]  # noqa: RUF005  Triton's tuples unpack nothing
     count = 0
     for begin in gl.static_range(0, CHUNKS, AT_ONCE):
@@ -200,7 +200,7 @@ def _gemv_by_chunks(
             sums_now = ()
             for tile in gl.static_range(TILES):
                 at, _ = following(slot, phase, i * num_tiles + tile, SLOTS)
-                zeros = gl.zeros([PARTS, 16, 8], gl.float32, SUMS)
+                zeros = gl.zeros([SLICES, 16, 8], gl.float32, SUMS)
                 y = mma_v2(x, smem.index(at).permute((0, 2, 1)).load(OF_W), zeros)
                 sums_now = sums_now + (acc[tile] + y,)  # type: ignore[assignment]  # noqa: RUF005  Triton's tuples unpack nothing
             acc = sums_now
@@ -211,10 +211,10 @@ def _gemv_by_chunks(
 
 
 @gluon.jit
-def sum_parts(sums, IS_UP: gl.constexpr, SHAPE: gl.constexpr):
+def sum_slices(sums, IS_UP: gl.constexpr, SHAPE: gl.constexpr):
     """(tiles, 8) from what warps have left."""
     TILES: gl.constexpr = SHAPE.value.most_tiles
-    all_sums = sums._reinterpret(gl.float32, [2 * TILES, PARTS, 8], FLAT3)
+    all_sums = sums._reinterpret(gl.float32, [2 * TILES, SLICES, 8], FLAT3)
     return gl.sum(all_sums.slice(TILES if IS_UP else 0, TILES).load(ADDED), axis=1)
 
 
@@ -235,8 +235,8 @@ def tile_rows(N: gl.constexpr, SHAPE: gl.constexpr):
 @gluon.jit
 def store_squares(x, squares):
     """Each warp's sum of squares of its part of x, in shared memory."""
-    parts = gl.sum((x * x).reshape([x.shape[0] // COLUMNS, PARTS, DIMS]), axis=2)
-    squares.store(gl.sum(parts, axis=0))
+    of_slices = gl.sum((x * x).reshape([x.shape[0] // COLUMNS, SLICES, DIMS]), axis=2)
+    squares.store(gl.sum(of_slices, axis=0))
 
 
 @gluon.jit

@@ -24,12 +24,12 @@ from kernels.gpu.persistent.gemv import (
     receive_operand,
     store_operand,
     store_squares,
-    sum_parts,
+    sum_slices,
     tile_numbers,
     tile_rows,
 )
 from kernels.gpu.persistent.ll_protocol import flagged, load_vector, receive_vector, store_vector
-from kernels.gpu.persistent.ring import COLUMNS, DIMS, PARTS, PRODUCERS, WEIGHTS_SHARED, release, shape_of
+from kernels.gpu.persistent.ring import COLUMNS, DIMS, PRODUCERS, SLICES, WEIGHTS_SHARED, release, shape_of
 from kernels.gpu.persistent.stamps import NUM_STAMPS, stamp
 from kernels.gpu.persistent.stream import produce
 
@@ -56,7 +56,7 @@ def _project(
     receive_operand(in_ptr, flag, K, highs, lows)
     stamp(stamps, STAGE, SHAPE)
     slot, phase, count = gemv(H, K, False, highs, lows, smem, ready, empty, sums, slot, phase, SHAPE)
-    gl.store(out_ptr + rows, flagged(sum_parts(sums, False, SHAPE) + before, flag), mask=exist)
+    gl.store(out_ptr + rows, flagged(sum_slices(sums, False, SHAPE) + before, flag), mask=exist)
     release(empty, slot, count, SHAPE.value.slots)
     return slot, phase
 
@@ -71,7 +71,7 @@ def _route(
     H: gl.constexpr = SHAPE.value.hidden
     if gl.program_id(0) < EXPERTS // 8:
         slot, phase, count = gemv(EXPERTS, H, False, highs, lows, smem, ready, empty, sums, slot, phase, SHAPE)
-        y = sum_parts(sums, False, SHAPE) * inverse_root(squares, eps, H)
+        y = sum_slices(sums, False, SHAPE) * inverse_root(squares, eps, H)
         rows, exist = tile_rows(EXPERTS, SHAPE)
         gl.store(router_ptr + rows, flagged(y, flag), mask=exist)
         release(empty, slot, count, SHAPE.value.slots)
@@ -100,9 +100,9 @@ def _consume(
     room = gl.allocate_shared_memory(gl.float32, [ROOM], FLAT)
     highs = gl.allocate_shared_memory(gl.bfloat16, [SHAPE.value.most_chunks, COLUMNS], FLAT)
     lows = gl.allocate_shared_memory(gl.bfloat16, [SHAPE.value.most_chunks, COLUMNS], FLAT)
-    squares = gl.allocate_shared_memory(gl.float32, [PARTS], FLAT)
+    squares = gl.allocate_shared_memory(gl.float32, [SLICES], FLAT)
     sums = gl.allocate_shared_memory(
-        gl.float32, [2 * SHAPE.value.most_tiles, PARTS, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        gl.float32, [2 * SHAPE.value.most_tiles, SLICES, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     )
     logits = gl.allocate_shared_memory(gl.float32, [max(2 * EXPERTS, 1)], FLAT)
     keys = gl.allocate_shared_memory(gl.int32, [max(2 * EXPERTS, 1)], FLAT)
@@ -130,7 +130,7 @@ def _consume(
         store_operand(x * norm, 0, highs, lows)
         store_squares(x, squares)
         slot, phase, count = gemv(QKV, H, False, highs, lows, smem, ready, empty, sums, slot, phase, SHAPE)
-        y = sum_parts(sums, False, SHAPE) * inverse_root(squares, eps, H)
+        y = sum_slices(sums, False, SHAPE) * inverse_root(squares, eps, H)
         rows, exist = tile_rows(QKV, SHAPE)
         gl.store(qkv_ptr + rows, flagged(y, flag), mask=exist)
         release(empty, slot, count, SLOTS)
@@ -161,7 +161,7 @@ def _consume(
         stamp(stamps, "gate_up", SHAPE)
         slot, phase, count = gemv(INNER, H, True, highs, lows, smem, ready, empty, sums, slot, phase, SHAPE)
         root = inverse_root(squares, eps, H)
-        gate, up = sum_parts(sums, False, SHAPE) * root, sum_parts(sums, True, SHAPE) * root
+        gate, up = sum_slices(sums, False, SHAPE) * root, sum_slices(sums, True, SHAPE) * root
         gated = gate / (1.0 + gl.exp2(gate * -LOG2_E)) * up
         rows, exist = tile_rows(INNER, SHAPE)
         if EXPERTS:
@@ -200,7 +200,7 @@ def decoder_kernel(
     """
     SHAPE: gl.constexpr = shape_of(TEXT)
     SLOTS: gl.constexpr = SHAPE.value.slots
-    smem = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, PARTS, 8, DIMS], WEIGHTS_SHARED)
+    smem = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, SLICES, 8, DIMS], WEIGHTS_SHARED)
     ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):

@@ -71,7 +71,7 @@ def receive_vector(ptr, flag, K: gl.constexpr, PADDED: gl.constexpr):
 
 @gluon.jit
 def load_vector(ptr, K: gl.constexpr):
-    """The same of bfloat16 that no program writes."""
+    """Load bfloat16 that no program writes, as `receive_vector` does."""
     ks = gl.arange(0, triton.next_power_of_2(K), VECTOR)
     at = gl.max_contiguous(gl.multiple_of(ptr + ks, [8]), [4])
     return gl.load(at, mask=ks < K, other=0.0).to(gl.float32)

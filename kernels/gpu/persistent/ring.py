@@ -15,7 +15,7 @@ except AttributeError:  # Triton 3.6
     barrier = gl.thread_barrier
 
 PRODUCERS = gl.constexpr(4)  # warps
-PARTS = gl.constexpr(8)  # of a chunk, which warps share
+SLICES = gl.constexpr(8)  # of a chunk of K, one for each warp
 DIMS = gl.constexpr(HEAD_DIM)
 KEYS = gl.constexpr(TILE_KEYS)
 BATCH = gl.constexpr(SOFTMAX_TILES)
@@ -28,7 +28,7 @@ VALUES_SHARED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
 
 @triton.constexpr_function
 def shape_of(text: str) -> Shape:
-    """Of `Shape.text`."""
+    """Read `Shape.text`."""
     return Shape(*map(int, text.split(",")))  # type: ignore[arg-type]  # 0 and 1 for bools
 
 

@@ -12,8 +12,8 @@ from kernels.gpu.persistent.ring import (
     DIMS,
     KEYS,
     KEYS_SHARED,
-    PARTS,
     PRODUCERS,
+    SLICES,
     VALUES_SHARED,
     by_chunks,
     following,
@@ -21,7 +21,7 @@ from kernels.gpu.persistent.ring import (
 )
 from kernels.gpu.persistent.shape import NUM_WEIGHTS
 
-# (half of PARTS, rows, dims)
+# (half of SLICES, rows, dims)
 OF_WEIGHTS = gl.constexpr(gl.BlockedLayout([1, 1, 8], [1, 2, 16], [4, 1, 1], [2, 1, 0]))
 OF_KEYS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 QKV, OUTPUT, GATE_UP, DOWN, ROUTER = (gl.constexpr(i) for i in range(5))
@@ -38,13 +38,13 @@ def _sent(AHEAD: gl.constexpr):
 @gluon.jit
 def _put_chunk(weight, first_row, i, K: gl.constexpr, smem, ready, empty, slot, phase, SHAPE: gl.constexpr):
     """Chunk i of 8 rows of W (any, K)."""
-    part = gl.arange(0, PARTS // 2, gl.SliceLayout(1, gl.SliceLayout(2, OF_WEIGHTS)))
+    k_slice = gl.arange(0, SLICES // 2, gl.SliceLayout(1, gl.SliceLayout(2, OF_WEIGHTS)))
     row = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, OF_WEIGHTS)))
-    of_row = first_row.to(gl.int64) * K + row[None, :] * K + part[:, None] * DIMS
+    of_row = first_row.to(gl.int64) * K + row[None, :] * K + k_slice[:, None] * DIMS
     mbarrier.wait(empty.index(slot), phase)
     for half in gl.static_range(2):
         first = i * COLUMNS + half * (COLUMNS // 2)
-        inside = (part * DIMS < K - first)[:, None] & (row >= 0)[None, :]
+        inside = (k_slice * DIMS < K - first)[:, None] & (row >= 0)[None, :]
         _put_half(weight + of_row + first, inside, half, smem, slot, SHAPE)
     async_copy.mbarrier_arrive(ready.index(slot), increment_count=False)
     return following(slot, phase, 1, SHAPE.value.slots)
@@ -52,11 +52,11 @@ def _put_chunk(weight, first_row, i, K: gl.constexpr, smem, ready, empty, slot, 
 
 @gluon.jit
 def _put_half(rows, inside, half: gl.constexpr, smem, slot, SHAPE: gl.constexpr):
-    """Half of a slot: DIMS numbers from each of the pointers on (PARTS / 2, 8)."""
+    """Half of a slot: DIMS numbers from each of the pointers on (SLICES / 2, 8)."""
     column = gl.arange(0, DIMS, gl.SliceLayout(0, gl.SliceLayout(0, OF_WEIGHTS)))
     column = gl.expand_dims(gl.expand_dims(column, 0), 0)
     at = gl.max_contiguous(gl.multiple_of(gl.expand_dims(rows, 2) + column, [16, 16, 16]), [1, 1, 8])
-    to = smem.index(slot).slice(half * (PARTS // 2), PARTS // 2)
+    to = smem.index(slot).slice(half * (SLICES // 2), SLICES // 2)
     async_copy.async_copy_global_to_shared(to, at, mask=gl.expand_dims(inside, 2) & (column >= 0))
     _sent(SHAPE.value.halves_ahead)
 
@@ -136,15 +136,15 @@ def _put_chunk_of_experts(down, chosen, tile, i, smem, ready, empty, slot, phase
     H: gl.constexpr = SHAPE.value.hidden
     INNER: gl.constexpr = SHAPE.value.intermediate
     COUNT: gl.constexpr = SHAPE.value.chosen
-    OF_EXPERT: gl.constexpr = INNER // DIMS  # parts
-    part = gl.arange(0, PARTS // 2, gl.SliceLayout(1, gl.SliceLayout(2, OF_WEIGHTS)))
+    OF_EXPERT: gl.constexpr = INNER // DIMS  # slices
+    k_slice = gl.arange(0, SLICES // 2, gl.SliceLayout(1, gl.SliceLayout(2, OF_WEIGHTS)))
     row = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, OF_WEIGHTS)))
     mbarrier.wait(empty.index(slot), phase)
     for half in gl.static_range(2):
-        number = i * PARTS + half * (PARTS // 2) + part
+        number = i * SLICES + half * (SLICES // 2) + k_slice
         expert = _one_of(chosen, number // OF_EXPERT, COUNT)
-        of_part = expert.to(gl.int64) * (H * INNER) + number % OF_EXPERT * DIMS
-        rows = down + (of_part[:, None] + ((tile * 8 + row) * INNER)[None, :])
+        of_slice = expert.to(gl.int64) * (H * INNER) + number % OF_EXPERT * DIMS
+        rows = down + (of_slice[:, None] + ((tile * 8 + row) * INNER)[None, :])
         inside = (number < COUNT * OF_EXPERT)[:, None] & (row >= 0)[None, :]
         _put_half(rows, inside, half, smem, slot, SHAPE)
     async_copy.mbarrier_arrive(ready.index(slot), increment_count=False)
