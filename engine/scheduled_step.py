@@ -30,7 +30,7 @@ class ScheduledStep:
         return not (self.rows or self.copies_out or self.copies_in)
 
     def add_row(self, request: Request, num_tokens: int, is_last: bool = False) -> None:
-        """Let `request` compute its next tokens, and sample if these are all that it has. is_last: it is known."""
+        """Let `request` compute its next tokens, and sample if these are all that it has, as `is_last` says."""
         samples = is_last or num_tokens == request.num_uncomputed_tokens
         self.rows[request] = ScheduledRow(request.request_id, request.num_computed_tokens, num_tokens, samples)
 
