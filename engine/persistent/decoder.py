@@ -13,11 +13,12 @@ from engine.gpu.forward import RowDecoder
 from engine.kv.memory import kv_layout
 from engine.layers.attention import Attention
 from engine.layers.block import Block
+from engine.layers.linear import Linear
 from engine.layers.mlp import Mlp
 from engine.models.config import ModelConfig
 from engine.models.model import Model
 from engine.moe.config import MoeConfig
-from engine.moe.expert_stacks import stacked_of
+from engine.moe.expert_stacks import Stack, stacked_of
 from engine.moe.moe import Moe
 from engine.persistent.settings import PersistentSettings
 from kernels.gpu.launching.launch import has_wgmma, num_multiprocessors
@@ -25,14 +26,16 @@ from kernels.gpu.persistent.decoder import Parameters, PersistentDecoder
 from kernels.gpu.persistent.shape import HEAD_DIM, Shape
 
 logger = logging.getLogger(__name__)
-DTYPE = torch.bfloat16  # of weights, norms and KV
+DTYPE = torch.bfloat16  # of norms, KV, and of weights that are not quantized
+E4M3 = torch.float8_e4m3fn
 
 
 def open_decoder(model: Model, pool: Tensor, config: EngineConfig) -> RowDecoder | None:
     """A decoder of single rows by the persistent kernel; None: it does not take the model, or is switched off."""
     if not config.of(PersistentSettings).persistent_kernel or not has_wgmma(pool) or not is_plain(model, pool):
         return None
-    shape = shape_of(model.config, pool.shape[4], num_multiprocessors(pool.device))
+    is_e4m3 = is_quantized(model.blocks[0])
+    shape = shape_of(model.config, pool.shape[4], num_multiprocessors(pool.device), is_e4m3)
     if not shape.fits():
         return None
     decoder = PersistentDecoder(shape, parameters_of(model), pool)
@@ -45,17 +48,17 @@ def open_decoder(model: Model, pool: Tensor, config: EngineConfig) -> RowDecoder
     return decode
 
 
-def shape_of(config: ModelConfig, block_size: int, programs: int) -> Shape:
+def shape_of(config: ModelConfig, block_size: int, programs: int, is_e4m3: bool = False) -> Shape:
     """The kernel's constants. programs: one for each multiprocessor."""
     sizes = config.hidden_size, config.num_heads, config.num_kv_heads
     if (moe := config.moe) is None:
-        return Shape(*sizes, config.intermediate_size, block_size, programs).tuned()
+        return Shape(*sizes, config.intermediate_size, block_size, programs, is_e4m3=is_e4m3).tuned()
     experts = moe.num_experts, moe.num_experts_per_token, moe.normalizes_weights
-    return Shape(*sizes, moe.intermediate_size, block_size, programs, *experts).tuned()
+    return Shape(*sizes, moe.intermediate_size, block_size, programs, *experts, is_e4m3).tuned()
 
 
 def is_plain(model: Model, pool: Tensor) -> bool:
-    """Whether all layers are what the kernel computes: DTYPE without biases, QK norms, one kind of attention."""
+    """Whether all layers are what the kernel computes: no biases, QK norms, one kind of attention and of weights."""
     config, dtypes = model.config, {model.embedding.dtype, model.hidden_dtype, pool.dtype}
     layout = kv_layout(config, pool.dtype)
     is_usual = config.head_dim == config.rope_dim == HEAD_DIM and config.is_causal and model.embedding_scale is None
@@ -67,6 +70,7 @@ def is_plain(model: Model, pool: Tensor) -> bool:
         and not layout.has_windows
         and all(map(is_plain_attention, model.blocks[::2]))
         and all(map(is_mlp, model.blocks[1::2]))
+        and len(set(map(is_quantized, model.blocks))) == 1
     )
 
 
@@ -74,11 +78,11 @@ def is_plain_attention(block: Block) -> bool:
     """Here and below: subclasses compute something else."""
     if type(block) is not Attention or block.qk_norm is None:
         return False
-    return not block.softcap and block.sinks is None and has_plain_linears(block)
+    return not block.softcap and block.sinks is None and has_linears(block)
 
 
 def is_plain_mlp(block: Block) -> bool:
-    return type(block) is Mlp and not block.is_gelu and has_plain_linears(block)
+    return type(block) is Mlp and not block.is_gelu and has_linears(block)
 
 
 def is_plain_moe(block: Block) -> bool:
@@ -90,31 +94,48 @@ def is_plain_moe(block: Block) -> bool:
         rule.num_experts, rule.num_experts_per_token, rule.intermediate_size, rule.normalizes_weights
     )
     has_biases = block.router_bias is not None or block.choice_bias is not None
-    return rule == plain_rule and not has_biases and has_plain_linears(block)
+    return rule == plain_rule and not has_biases and has_linears(block)
 
 
-def has_plain_linears(block: Block) -> bool:
-    return all(ref.layer.is_plain and ref.layer.bias is None for ref in block.linears())
+def has_linears(block: Block) -> bool:
+    """Whether its layers are plain, or all of them e4m3 with scales of rows."""
+    layers = [ref.layer for ref in block.linears()]
+    has_biases = any(each.bias is not None for each in layers)
+    return not has_biases and (all(each.is_plain for each in layers) or all(map(has_e4m3_rows, layers)))
+
+
+def has_e4m3_rows(layer: Linear) -> bool:
+    has_scales = layer.scales is not None and layer.scales.shape == layer.weight.shape[:1]
+    return layer.weight.dtype == E4M3 and has_scales and layer.order is None
+
+
+def is_quantized(block: Block) -> bool:
+    return any(ref.layer.weight.dtype == E4M3 for ref in block.linears())
 
 
 def parameters_of(model: Model) -> Parameters:
     """The model's weights where they are, but for norms, which the kernel reads a layer at a time."""
-    weights, norms = [], []
+    weights, scales, norms = [], [], []
     for attention, mlp in zip(model.blocks[::2], model.blocks[1::2], strict=True):
         assert isinstance(attention, Attention)
         assert attention.qk_norm is not None
-        weights.append((attention.qkv.weight, attention.output.weight, *weights_of(mlp)))
+        layers = attention.qkv, attention.output, *weights_of(mlp)
+        weights.append((*(layer.weight for layer in layers), *router_of(mlp)))
+        if is_quantized(attention):
+            scales.append(tuple(layer.scales for layer in layers if layer.scales is not None))
         of_q, of_k = attention.qk_norm[0], attention.qk_norm[attention.num_heads]
         norms.append(torch.cat([attention.norm, mlp.norm, of_q, of_k]))
-    return Parameters(
-        weights, torch.stack(norms), model.final_norm, model.embedding, model.rotary, model.config.rms_norm_eps
-    )
+    of_model = model.final_norm, model.embedding, model.rotary, model.config.rms_norm_eps
+    return Parameters(weights, torch.stack(norms), *of_model, scales)
 
 
-def weights_of(block: Block) -> tuple[Tensor, ...]:
-    """See `Parameters`."""
+def weights_of(block: Block) -> tuple[Linear, Linear] | tuple[Stack, Stack]:
+    """Of gate and up, and of down."""
     if isinstance(block, Moe):
-        stacked = stacked_of(block)
-        return stacked.gate_up.weight, stacked.down.weight, stacked.router
+        return stacked_of(block).gate_up, stacked_of(block).down
     assert isinstance(block, Mlp)
-    return block.gate_up.weight, block.down.weight
+    return block.gate_up, block.down
+
+
+def router_of(block: Block) -> tuple[Tensor, ...]:
+    return (stacked_of(block).router,) if isinstance(block, Moe) else ()

@@ -37,12 +37,13 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=0, help="of 16 KiB; 0: as in the engine")
     parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--layers", type=int, default=0, help="0: the model's")
+    parser.add_argument("--e4m3", action="store_true", help="weights in e4m3 with a scale for each row")
     parser.add_argument("--stages", action="store_true", help="median cycles of each stage of a layer")
     options = parser.parse_args()
     raw = read_hf_config(Path(options.model))
     config = family_of(raw["architectures"][0]).adapt_config(config_from_hf(raw), raw)
     programs = torch.cuda.get_device_properties(0).multi_processor_count
-    shape = shape_of(config, options.block_size, programs)
+    shape = shape_of(config, options.block_size, programs, options.e4m3)
     if options.slots:
         shape = replace(shape, slots=options.slots)
     if not shape.fits():

@@ -27,6 +27,11 @@ class RandomDecoder:
         def matrix(*sizes: int) -> Tensor:
             return random(*sizes, spread=sizes[-1] ** -0.5)
 
+        def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
+            """The weight in e4m3, and scales of its rows."""
+            scales = weight.abs().amax(-1).float() / torch.finfo(torch.float8_e4m3fn).max
+            return (weight / scales[..., None]).to(torch.float8_e4m3fn), scales
+
         def layer() -> tuple[Tensor, ...]:
             attention = matrix(shape.qkv, hidden), matrix(hidden, shape.attended)
             gate_up, down = (2 * shape.intermediate, hidden), (hidden, shape.intermediate)
@@ -38,10 +43,14 @@ class RandomDecoder:
         angles = torch.arange(max_keys)[:, None] * 0.9 ** torch.arange(HEAD_DIM // 2)
         cos, sin = angles.cos(), angles.sin()
         rotary = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)], 1).to(device, torch.bfloat16)
-        weights = [layer() for _ in range(num_layers)]
-        self.parameters = Parameters(
-            weights, random(num_layers, shape.norms), random(hidden), random(VOCAB, hidden), rotary, EPS
-        )
+        weights, scales = [layer() for _ in range(num_layers)], []
+        if shape.is_e4m3:
+            for index, plain in enumerate(weights):
+                pairs = [quantized(weight) for weight in plain[:4]]
+                weights[index] = *(weight for weight, _ in pairs), *plain[4:]
+                scales.append(tuple(each for _, each in pairs))
+        norms = random(num_layers, shape.norms), random(hidden)
+        self.parameters = Parameters(weights, *norms, random(VOCAB, hidden), rotary, EPS, scales)
         num_blocks = -(-max_keys // block)
         self.pool = random(num_blocks, num_layers, 2, kv_heads, block, HEAD_DIM)
         self._table = torch.arange(num_blocks - 1, -1, -1, dtype=torch.int32)[None]
@@ -62,5 +71,4 @@ class RandomDecoder:
 
 def step_bytes(shape: Shape, num_layers: int, num_keys: int) -> int:
     """What a step reads once: weights and KV."""
-    columns = shape.hidden * (shape.qkv + shape.attended + 3 * shape.inner + shape.experts)
-    return 2 * num_layers * (columns + 2 * num_keys * shape.kv_heads * HEAD_DIM)
+    return num_layers * (shape.layer_bytes + 4 * num_keys * shape.kv_heads * HEAD_DIM)

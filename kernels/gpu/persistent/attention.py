@@ -9,8 +9,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from kernels.gpu.persistent.gemv import FLAT, FLAT2, FLAT3, WIDTH, split_bfloat16
+from kernels.gpu.persistent.gemv import FLAT3
 from kernels.gpu.persistent.ll_protocol import VECTOR, flagged, receive
+from kernels.gpu.persistent.operand import FLAT, FLAT2, WIDTH, split_bfloat16
 from kernels.gpu.persistent.ring import (
     BATCH,
     DIMS,

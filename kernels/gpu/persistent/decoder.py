@@ -12,17 +12,18 @@ from torch import Tensor
 
 from kernels.gpu.persistent.experts import LOG2_E
 from kernels.gpu.persistent.layers import decoder_kernel
-from kernels.gpu.persistent.shape import HEAD_DIM, NUM_WEIGHTS, Shape
+from kernels.gpu.persistent.shape import HEAD_DIM, NUM_ADDRESSES, Shape
 from kernels.gpu.persistent.stamps import NUM_STAMPS
 
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """What the kernel reads of a model, all bfloat16 and contiguous, x W^T as in torch.
+    """What the kernel reads of a model, all contiguous, and bfloat16 but for e4m3 weights; x W^T as in torch.
 
     weights: of each layer W_qkv (heads of q, then of k, then of v), W_output, W_gate_up (rows of gate, then those of
         up), W_down; of experts stacks (experts, 2 intermediate, hidden) and (experts, hidden, intermediate), then
         W_router (experts, hidden).
+    scales: of each layer float32 scales of rows of the first four, if these are e4m3: (n,), of experts (experts, n).
     norms: (layers, 2 hidden + 2 HEAD_DIM), of attention, of the MLP, of q, of k. final_norm: (hidden,).
     embedding: (vocab, hidden). rotary: (positions, 2, HEAD_DIM), cosines and signed sines.
     """
@@ -33,6 +34,7 @@ class Parameters:
     embedding: Tensor
     rotary: Tensor
     eps: float
+    scales: Sequence[tuple[Tensor, ...]] = ()
 
 
 class PersistentDecoder:
@@ -44,10 +46,11 @@ class PersistentDecoder:
     def __init__(self, shape: Shape, parameters: Parameters, pool: Tensor) -> None:
         self.shape, self.parameters, self.pool = shape, parameters, pool
         num_layers, device = len(parameters.weights), pool.device
-        self._addresses = torch.zeros(num_layers, NUM_WEIGHTS, dtype=torch.int64, device=device)
-        if device.type != "meta":
-            addresses = torch.tensor([[weight.data_ptr() for weight in layer] for layer in parameters.weights])
-            self._addresses[:, : addresses.shape[1]] = addresses
+        self._addresses = torch.zeros(num_layers, NUM_ADDRESSES, dtype=torch.int64, device=device)
+        for first, tensors in ((0, parameters.weights), (NUM_ADDRESSES - 4, parameters.scales)):
+            if tensors and device.type != "meta":
+                addresses = torch.tensor([[each.data_ptr() for each in layer] for layer in tensors])
+                self._addresses[:, first : first + addresses.shape[1]] = addresses
         partials = shape.kv_heads * shape.splits * shape.combined_words
         sizes = shape.hidden, shape.hidden, shape.qkv, partials, shape.attended, shape.experts, shape.inner, 1
         self._words = [torch.zeros(size, dtype=torch.int32, device=device) for size in sizes]

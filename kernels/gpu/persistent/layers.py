@@ -17,21 +17,22 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from kernels.gpu.persistent.attention import attend, head_factors
 from kernels.gpu.persistent.experts import LOG2_E, choose, shares_of
-from kernels.gpu.persistent.gemv import (
-    FLAT,
-    gemv,
-    inverse_root,
-    receive_operand,
-    store_operand,
-    store_squares,
-    sum_slices,
-    tile_numbers,
-    tile_rows,
+from kernels.gpu.persistent.gemv import gemv, sum_slices, tile_numbers, tile_rows
+from kernels.gpu.persistent.ll_protocol import VECTOR, flagged, load_vector, receive_vector, store_vector
+from kernels.gpu.persistent.operand import FLAT, inverse_root, receive_operand, store_operand, store_squares
+from kernels.gpu.persistent.ring import (
+    COLUMNS,
+    DIMS,
+    PRODUCERS,
+    SLICES,
+    WEIGHTS_SHARED,
+    release,
+    shape_of,
+    weight_slots,
 )
-from kernels.gpu.persistent.ll_protocol import flagged, load_vector, receive_vector, store_vector
-from kernels.gpu.persistent.ring import COLUMNS, DIMS, PRODUCERS, SLICES, WEIGHTS_SHARED, release, shape_of
+from kernels.gpu.persistent.scales import down_scales, gate_up_scales, row_scales
 from kernels.gpu.persistent.stamps import NUM_STAMPS, stamp
-from kernels.gpu.persistent.stream import produce
+from kernels.gpu.persistent.stream import ADDRESSES, DOWN, OUTPUT, QKV, produce
 
 
 @gluon.jit
@@ -46,31 +47,34 @@ def _ask_for_norms(norms_ptr, layer, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _project(
-    in_ptr, residual_ptr, out_ptr, K: gl.constexpr, flag, highs, lows, smem, ready, empty, sums, slot, phase, stamps,
-    STAGE: gl.constexpr, SHAPE: gl.constexpr,
+    in_ptr, residual_ptr, out_ptr, K: gl.constexpr, flag, operand, scale, scales, smem, ready, empty, sums, slot,
+    phase, stamps, STAGE: gl.constexpr, SHAPE: gl.constexpr,
 ):  # fmt: skip
-    """Multiply W (hidden, K) by a vector of other programs, and add the program's own rows of the residual."""
+    """Multiply W (hidden, K) by a vector of other programs, and add the program's own rows of the residual.
+
+    scale: of the program's rows. scales: see `gemv`.
+    """
     H: gl.constexpr = SHAPE.value.hidden
     rows, exist = tile_rows(H, SHAPE)
     before = gl.load(residual_ptr + rows, mask=exist, other=0).to(gl.float32, bitcast=True)
-    receive_operand(in_ptr, flag, K, highs, lows)
+    receive_operand(in_ptr, flag, K, operand)
     stamp(stamps, STAGE, SHAPE)
-    slot, phase, count = gemv(H, K, False, highs, lows, smem, ready, empty, sums, slot, phase, SHAPE)
-    gl.store(out_ptr + rows, flagged(sum_slices(sums, False, SHAPE) + before, flag), mask=exist)
+    slot, phase, count = gemv(H, K, False, operand, scales, smem, ready, empty, sums, slot, phase, SHAPE)
+    gl.store(out_ptr + rows, flagged(sum_slices(sums, False, SHAPE) * scale + before, flag), mask=exist)
     release(empty, slot, count, SHAPE.value.slots)
     return slot, phase
 
 
 @gluon.jit
 def _route(
-    router_ptr, flag, highs, lows, squares, eps, smem, ready, empty, sums, slot, phase, logits, keys, experts, shares,
+    router_ptr, flag, operand, squares, eps, smem, ready, empty, sums, slot, phase, logits, keys, experts, shares,
     is_chosen, stamps, SHAPE: gl.constexpr,
 ):  # fmt: skip
     """Compute the program's rows of the router's logits, if it has any, and choose the token's experts from all."""
     EXPERTS: gl.constexpr = SHAPE.value.experts
     H: gl.constexpr = SHAPE.value.hidden
     if gl.program_id(0) < EXPERTS // 8:
-        slot, phase, count = gemv(EXPERTS, H, False, highs, lows, smem, ready, empty, sums, slot, phase, SHAPE)
+        slot, phase, count = gemv(EXPERTS, H, False, operand, (), smem, ready, empty, sums, slot, phase, SHAPE)
         y = sum_slices(sums, False, SHAPE) * inverse_root(squares, eps, H)
         rows, exist = tile_rows(EXPERTS, SHAPE)
         gl.store(router_ptr + rows, flagged(y, flag), mask=exist)
@@ -82,15 +86,15 @@ def _route(
 
 @gluon.jit
 def _consume(
-    norms_ptr, final_norm_ptr, embedding_ptr, pool_ptr, rotation_ptr, hidden_ptr, words, stamps_ptr, smem, ready,
-    empty, experts, is_chosen, num_layers, num_keys, kv_slot, eps, scale, layer_stride, block_stride,
+    weights_ptr, norms_ptr, final_norm_ptr, embedding_ptr, pool_ptr, rotation_ptr, hidden_ptr, words, stamps_ptr,
+    smem, ready, empty, experts, is_chosen, num_layers, num_keys, kv_slot, eps, scale, layer_stride, block_stride,
     SHAPE: gl.constexpr,
 ):  # fmt: skip
     """embedding_ptr, rotation_ptr: of the token and of its position. hidden_ptr: bfloat16 (hidden,), written."""
     x_ptr, y_ptr, qkv_ptr, partial_ptr, attended_ptr, router_ptr, gated_ptr, epoch_ptr = words
     H: gl.constexpr = SHAPE.value.hidden
     PADDED: gl.constexpr = triton.next_power_of_2(H)
-    QKV: gl.constexpr = SHAPE.value.qkv
+    QKV_ROWS: gl.constexpr = SHAPE.value.qkv
     ATTENDED: gl.constexpr = SHAPE.value.attended
     EXPERTS: gl.constexpr = SHAPE.value.experts
     INNER: gl.constexpr = SHAPE.value.inner
@@ -98,8 +102,13 @@ def _consume(
     SLOTS: gl.constexpr = SHAPE.value.slots
     ROOM: gl.constexpr = max(2 * SHAPE.value.head_rows * DIMS, SHAPE.value.combined_words)
     room = gl.allocate_shared_memory(gl.float32, [ROOM], FLAT)
-    highs = gl.allocate_shared_memory(gl.bfloat16, [SHAPE.value.most_chunks, COLUMNS], FLAT)
-    lows = gl.allocate_shared_memory(gl.bfloat16, [SHAPE.value.most_chunks, COLUMNS], FLAT)
+    NUMBER: gl.constexpr = gl.float16 if SHAPE.value.is_e4m3 else gl.bfloat16
+    SIZE: gl.constexpr = SHAPE.value.columns
+    PIECES: gl.constexpr = SHAPE.value.most_chunks * COLUMNS // SHAPE.value.columns
+    highs = gl.allocate_shared_memory(NUMBER, [PIECES, SIZE], FLAT)
+    lows = gl.allocate_shared_memory(NUMBER, [PIECES, SIZE], FLAT)
+    exponents = gl.allocate_shared_memory(gl.float32, [PIECES, SIZE // DIMS], FLAT)
+    operand = highs, lows, exponents
     squares = gl.allocate_shared_memory(gl.float32, [SLICES], FLAT)
     sums = gl.allocate_shared_memory(
         gl.float32, [2 * SHAPE.value.most_tiles, SLICES, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -109,6 +118,10 @@ def _consume(
     shares = gl.allocate_shared_memory(gl.float32, [SHAPE.value.chosen], FLAT)
     program = gl.program_id(0)
     hidden_rows, has_hidden = tile_rows(H, SHAPE)
+    ring = weight_slots(smem, SHAPE)
+    if SHAPE.value.is_e4m3:  # short vectors fill no slot: what they leave there meets zeros, and must be finite
+        for i in gl.static_range(PIECES * SIZE // COLUMNS):
+            store_operand(gl.zeros([COLUMNS], gl.float32, VECTOR), i, operand)
     epoch = gl.load(epoch_ptr)
     norm = load_vector(norms_ptr, H)
     if program < H // 8:  # as `before` of the first layer; others read the embedding themselves
@@ -119,6 +132,8 @@ def _consume(
     for layer in range(num_layers):
         flag = (epoch + layer + 1) & 1
         stamps = stamps_ptr + (layer * SHAPE.value.programs + program) * NUM_STAMPS
+        addresses = weights_ptr + layer * ADDRESSES
+        qkv_scale = row_scales(addresses, QKV, QKV_ROWS, SHAPE)
         _ask_for_norms(norms_ptr, gl.minimum(layer + 1, num_layers - 1), SHAPE)
         factors = head_factors(norms_ptr + layer * NORMS + 2 * H, rotation_ptr, SHAPE)
         stamp(stamps, "receive x", SHAPE)
@@ -127,11 +142,11 @@ def _consume(
         else:
             x = receive_vector(x_ptr, flag ^ 1, H, PADDED)
         stamp(stamps, "qkv", SHAPE)
-        store_operand(x * norm, 0, highs, lows)
+        store_operand(x * norm, 0, operand)
         store_squares(x, squares)
-        slot, phase, count = gemv(QKV, H, False, highs, lows, smem, ready, empty, sums, slot, phase, SHAPE)
-        y = sum_slices(sums, False, SHAPE) * inverse_root(squares, eps, H)
-        rows, exist = tile_rows(QKV, SHAPE)
+        slot, phase, count = gemv(QKV_ROWS, H, False, operand, (), ring, ready, empty, sums, slot, phase, SHAPE)
+        y = sum_slices(sums, False, SHAPE) * inverse_root(squares, eps, H) * qkv_scale
+        rows, exist = tile_rows(QKV_ROWS, SHAPE)
         gl.store(qkv_ptr + rows, flagged(y, flag), mask=exist)
         release(empty, slot, count, SLOTS)
         stamp(stamps, "receive heads", SHAPE)
@@ -145,23 +160,25 @@ def _consume(
         norm = load_vector(norms_ptr + layer * NORMS + H, H)
         if program < H // 8:
             slot, phase = _project(
-                attended_ptr, x_ptr, y_ptr, ATTENDED, flag, highs, lows, smem, ready, empty, sums, slot, phase,
-                stamps, "output", SHAPE,
+                attended_ptr, x_ptr, y_ptr, ATTENDED, flag, operand, row_scales(addresses, OUTPUT, H, SHAPE), (),
+                ring, ready, empty, sums, slot, phase, stamps, "output", SHAPE,
             )  # fmt: skip
         stamp(stamps, "receive y", SHAPE)
         x = receive_vector(y_ptr, flag, H, PADDED)
         stamp(stamps, "router", SHAPE)
-        store_operand(x * norm, 0, highs, lows)
+        store_operand(x * norm, 0, operand)
         store_squares(x, squares)
         if EXPERTS:
             slot, phase = _route(
-                router_ptr, flag, highs, lows, squares, eps, smem, ready, empty, sums, slot, phase, logits, keys,
+                router_ptr, flag, operand, squares, eps, smem, ready, empty, sums, slot, phase, logits, keys,
                 experts, shares, is_chosen, stamps, SHAPE,
             )  # fmt: skip
         stamp(stamps, "gate_up", SHAPE)
-        slot, phase, count = gemv(INNER, H, True, highs, lows, smem, ready, empty, sums, slot, phase, SHAPE)
+        gate_scale, up_scale = gate_up_scales(addresses, experts, SHAPE)
+        slot, phase, count = gemv(INNER, H, True, operand, (), ring, ready, empty, sums, slot, phase, SHAPE)
         root = inverse_root(squares, eps, H)
-        gate, up = sum_slices(sums, False, SHAPE) * root, sum_slices(sums, True, SHAPE) * root
+        gate = sum_slices(sums, False, SHAPE) * root * gate_scale
+        up = sum_slices(sums, True, SHAPE) * root * up_scale
         gated = gate / (1.0 + gl.exp2(gate * -LOG2_E)) * up
         rows, exist = tile_rows(INNER, SHAPE)
         if EXPERTS:
@@ -171,9 +188,11 @@ def _consume(
         stamp(stamps, "receive gated", SHAPE)
         norm = load_vector(norms_ptr + gl.minimum(layer + 1, num_layers - 1) * NORMS, H)
         if program < H // 8:
+            scales = down_scales(addresses, experts, ring, SHAPE)
+            of_rows = 1.0 if EXPERTS else row_scales(addresses, DOWN, H, SHAPE)
             slot, phase = _project(
-                gated_ptr, y_ptr, x_ptr, INNER, flag, highs, lows, smem, ready, empty, sums, slot, phase, stamps,
-                "down", SHAPE,
+                gated_ptr, y_ptr, x_ptr, INNER, flag, operand, of_rows, scales, ring, ready, empty, sums, slot,
+                phase, stamps, "down", SHAPE,
             )  # fmt: skip
         stamp(stamps, "end", SHAPE)
     if program == 0:
@@ -195,7 +214,7 @@ def decoder_kernel(
 ):  # fmt: skip
     """One step of one row, see `PersistentDecoder`. TEXT: of the shape.
 
-    weights_ptr: int64 (layers, NUM_WEIGHTS), addresses. norms_ptr: (layers, norms). x_ptr to gated_ptr: words, see
+    weights_ptr: int64 (layers, NUM_ADDRESSES), addresses. norms_ptr: (layers, norms). x_ptr to gated_ptr: words, see
     ll_protocol.py. epoch_ptr: int32, layers computed so far. scale: of scores, times log2(e).
     """
     SHAPE: gl.constexpr = shape_of(TEXT)
@@ -220,9 +239,9 @@ def decoder_kernel(
             (
                 _consume,
                 (
-                    norms_ptr, final_norm_ptr, of_token, pool_ptr, rotation, hidden_ptr, words, stamps_ptr, smem,
-                    ready, empty, experts, is_chosen, num_layers, num_keys, kv_slot, eps, scale, layer_stride,
-                    block_stride, SHAPE,
+                    weights_ptr, norms_ptr, final_norm_ptr, of_token, pool_ptr, rotation, hidden_ptr, words,
+                    stamps_ptr, smem, ready, empty, experts, is_chosen, num_layers, num_keys, kv_slot, eps, scale,
+                    layer_stride, block_stride, SHAPE,
                 ),
             ),
             (

@@ -21,6 +21,9 @@ def decode_reference(
     cos, sin = parameters.rotary[int(positions)].float()
     x = parameters.embedding[int(token_ids)].float()
     for layer, weights in enumerate(parameters.weights):
+        if shape.is_e4m3:
+            scaled = zip(weights, parameters.scales[layer], strict=False)
+            weights = *(weight.float() * scales[..., None] for weight, scales in scaled), *weights[4:]
         qkv, output, gate_up, down = weights[0].float(), weights[1].float(), weights[2], weights[3]
         sizes = [shape.hidden, shape.hidden, HEAD_DIM, HEAD_DIM]
         before, after, of_q, of_k = torch.split(parameters.norms[layer].float(), sizes)

@@ -20,8 +20,10 @@ DIMS = gl.constexpr(HEAD_DIM)
 KEYS = gl.constexpr(TILE_KEYS)
 BATCH = gl.constexpr(SOFTMAX_TILES)
 COLUMNS = gl.constexpr(CHUNK)
-# Threads read 8 neighbours of a row: two rows side by side fill the banks. Values are read transposed.
+# Threads read 8 neighbours of a row: two rows next to each other, or four of e4m3, fill the banks. Values are read
+# transposed.
 WEIGHTS_SHARED = gl.constexpr(gl.SwizzledSharedLayout(32, 1, 2, [2, 1, 0]))
+E4M3_SHARED = gl.constexpr(gl.SwizzledSharedLayout(32, 1, 4, [2, 1, 0]))
 KEYS_SHARED = gl.constexpr(gl.SwizzledSharedLayout(32, 1, 2, [1, 0]))
 VALUES_SHARED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
 
@@ -35,6 +37,42 @@ def shape_of(text: str) -> Shape:
 @triton.constexpr_function
 def by_chunks(shape: Shape, n: int, k: int) -> bool:
     return shape.is_by_chunks(n, k)
+
+
+@gluon.jit
+def weight_slots(smem, SHAPE: gl.constexpr):
+    """The ring for weights: (slots, slices of K, 8, DIMS)."""
+    if SHAPE.value.is_e4m3:
+        smem = smem._reinterpret(gl.float8e4nv, [SHAPE.value.slots, 2 * SLICES, 8, DIMS], E4M3_SHARED)
+    return smem
+
+
+@triton.constexpr_function
+def num_chunks(k: int, slices: int) -> int:
+    """Slots for k columns, of so many slices each."""
+    return -(-k // (slices * HEAD_DIM))
+
+
+@gluon.jit
+def one_of(numbers, i, COUNT: gl.constexpr):
+    """numbers[i] of a tuple of scalars, for scalars or tensors i."""
+    found = i * 0 + numbers[0]
+    for k in gl.static_range(1, COUNT):
+        found = gl.where(i == k, numbers[k], found)
+    return found
+
+
+@gluon.jit
+def chosen_experts(experts_smem, COUNT: gl.constexpr):
+    """The token's experts as a tuple."""
+    layout: gl.constexpr = gl.BlockedLayout([COUNT], [32], [gl.num_warps()], [0])
+    experts = experts_smem.load(layout)
+    places = gl.arange(0, COUNT, layout)
+    found = ()
+    for i in gl.static_range(COUNT):
+        one = gl.sum(gl.where(places == i, experts, 0), axis=0)
+        found = found + (one,)  # type: ignore[assignment]  # noqa: RUF005  Triton's tuples unpack nothing
+    return found
 
 
 @gluon.jit

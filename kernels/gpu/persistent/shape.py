@@ -7,8 +7,8 @@ from dataclasses import astuple, dataclass, replace
 import triton
 
 HEAD_DIM = 128
-NUM_WEIGHTS = 5  # addresses of a layer
-CHUNK = 1024  # columns of W in a slot of shared memory, of 8 rows
+NUM_ADDRESSES = 9  # of a layer: those of its weights, and of scales of four of them
+CHUNK = 1024  # columns of a bfloat16 W in a slot of shared memory, of 8 rows
 PIECE = 2048  # columns of a vector that are received at a time, of a long one
 MAX_CHUNKS = 4  # of a vector that stays in registers
 TILE_KEYS = 64  # of K or V in a slot
@@ -23,7 +23,7 @@ class Shape:
     """programs: one for each multiprocessor. slots: of a program. halves_ahead: half slots on their way at a time.
 
     intermediate: of the MLP, or of an expert. experts: 0: a dense model. chosen: of a token. normalizes: whether the
-    shares of those add up to 1.
+    shares of those add up to 1. is_e4m3: weights but the router's are e4m3 with a scale for each row, not bfloat16.
     """
 
     hidden: int
@@ -35,6 +35,7 @@ class Shape:
     experts: int = 0
     chosen: int = 1
     normalizes: bool = True
+    is_e4m3: bool = False
     slots: int = 10
     halves_ahead: int = 3
     traces: bool = False
@@ -70,6 +71,11 @@ class Shape:
         """Tiles of 8 rows of W that a program multiplies at most, of n rows."""
         return -(-n // 8 // self.programs)
 
+    @property
+    def columns(self) -> int:
+        """Columns of W in a slot, but for the router's, which has CHUNK."""
+        return 2 * CHUNK if self.is_e4m3 else CHUNK
+
     def is_by_chunks(self, n: int, k: int) -> bool:
         """Whether a program goes through W (n, k) by columns, a chunk of all its tiles after the other.
 
@@ -77,29 +83,30 @@ class Shape:
         """
         return -(-k // CHUNK) >= MAX_CHUNKS and self.tiles(n) <= self.slots // 2
 
-    def tiles_at_once(self, n: int, k: int, times: int) -> int:
+    def tiles_at_once(self, n: int, k: int, times: int, columns: int) -> int:
         """Tiles that a program waits for together: all, or what takes half of the slots. times: of so many W."""
-        count, chunks = self.tiles(n) * times, -(-k // CHUNK)
+        count, chunks = self.tiles(n) * times, -(-k // columns)
         return count if count * chunks <= self.slots else max(self.slots // 2 // chunks, 1)
 
-    def chunks_at_once(self, n: int, k: int) -> int:
+    def chunks_at_once(self, n: int, k: int, columns: int) -> int:
         """Chunks of W (n, k) that a program waits for together: all, or what takes half of the slots."""
-        count, tiles = -(-k // CHUNK), self.tiles(n)
+        count, tiles = -(-k // columns), self.tiles(n)
         return count if count * tiles <= self.slots else max(self.slots // 2 // tiles, 1)
 
     @property
-    def stages(self) -> tuple[tuple[int, int, int], ...]:
-        """(n, k, how many W with rows like these) of each GEMV."""
-        attention = (self.qkv, self.hidden, 1), (self.hidden, self.attended, 1)
-        router = ((self.experts, self.hidden, 1),) if self.experts else ()
-        return (*attention, *router, (self.inner, self.hidden, 2), (self.hidden, self.inner, 1))
+    def stages(self) -> tuple[tuple[int, int, int, int], ...]:
+        """(n, k, how many W with rows like these, columns in a slot) of each GEMV."""
+        columns = self.columns
+        attention = (self.qkv, self.hidden, 1, columns), (self.hidden, self.attended, 1, columns)
+        router = ((self.experts, self.hidden, 1, CHUNK),) if self.experts else ()
+        return (*attention, *router, (self.inner, self.hidden, 2, columns), (self.hidden, self.inner, 1, columns))
 
     @property
     def most_tiles(self) -> int:
         """Sums of tiles that a program keeps, a power of two."""
         counts = []
-        for n, k, times in self.stages:
-            together = 1 if self.is_by_chunks(n, k) else self.tiles_at_once(n, k, times)
+        for n, k, times, columns in self.stages:
+            together = 1 if self.is_by_chunks(n, k) else self.tiles_at_once(n, k, times, columns)
             counts.append(-(-self.tiles(n) * times // together) * together // times)
         return int(triton.next_power_of_2(max(counts)))
 
@@ -125,14 +132,15 @@ class Shape:
 
     @property
     def most_chunks(self) -> int:
-        """Chunks of the longest vector that a GEMV takes, as it is received."""
-        lengths = [k for _, k, _ in self.stages]
-        return max(triton.next_power_of_2(k) if k <= 2 * PIECE else -(-k // PIECE) * PIECE for k in lengths) // CHUNK
+        """Chunks of the longest vector that a GEMV takes, as it is received; whole slots of W."""
+        lengths = [k for _, k, _, _ in self.stages]
+        most = max(triton.next_power_of_2(k) if k <= 2 * PIECE else -(-k // PIECE) * PIECE for k in lengths)
+        return max(most, self.columns) // CHUNK
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a program but for the slots; a compile test compares it."""
-        vectors = 2 * 2 * CHUNK * self.most_chunks
+        vectors = (2 * 2 * CHUNK + 4 * 8 * self.is_e4m3) * self.most_chunks
         sums = 2 * self.most_tiles * 64 * 4
         heads = 4 * HEAD_DIM * max(self.head_rows, 8)
         received = 4 * max(2 * self.head_rows * HEAD_DIM, self.combined_words)
@@ -145,13 +153,13 @@ class Shape:
         Loads delay words of other programs: few are on their way where slots hold a whole stage.
         """
         slots = min((HOPPERS_SHARED_BYTES - self.shared_bytes) // SLOT_BYTES, MAX_SLOTS)
-        is_whole = all(self.tiles(n) * times * -(-k // CHUNK) <= slots for n, k, times in self.stages)
+        is_whole = all(self.tiles(n) * times * -(-k // columns) <= slots for n, k, times, columns in self.stages)
         return replace(self, slots=slots, halves_ahead=3 if is_whole else 5)
 
     @property
     def layer_bytes(self) -> int:
         """Weights that a layer reads."""
-        return 2 * sum(n * k * times for n, k, times in self.stages)
+        return sum(2 * CHUNK // columns * n * k * times for n, k, times, columns in self.stages)
 
     def fits(self) -> bool:
         """Whether the kernel takes this model: its vectors fill chunks, and no stage needs more slots than there are.
@@ -168,6 +176,6 @@ class Shape:
         is_small = self.layer_bytes <= MAX_LAYER_BYTES
         return has_chunks and is_divided and has_heads and has_experts and has_slots and is_small
 
-    def _has_slots(self, n: int, k: int, times: int) -> bool:
-        chunks = -(-k // CHUNK)
-        return (times == 1 and self.is_by_chunks(n, k)) or chunks <= min(MAX_CHUNKS, self.slots // 2)
+    def _has_slots(self, n: int, k: int, times: int, columns: int) -> bool:
+        fits_registers = -(-k // CHUNK) <= MAX_CHUNKS
+        return (times == 1 and self.is_by_chunks(n, k)) or (fits_registers and -(-k // columns) <= self.slots // 2)

@@ -8,24 +8,27 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 
 from kernels.gpu.persistent.ring import (
     BATCH,
-    COLUMNS,
     DIMS,
     KEYS,
     KEYS_SHARED,
-    PRODUCERS,
-    SLICES,
     VALUES_SHARED,
     by_chunks,
+    chosen_experts,
     following,
+    num_chunks,
+    one_of,
     tiles_of_split,
+    weight_slots,
 )
-from kernels.gpu.persistent.shape import NUM_WEIGHTS
+from kernels.gpu.persistent.shape import NUM_ADDRESSES
 
-# (half of SLICES, rows, dims)
-OF_WEIGHTS = gl.constexpr(gl.BlockedLayout([1, 1, 8], [1, 2, 16], [4, 1, 1], [2, 1, 0]))
+# (slices of K, rows, dims), 16 bytes a thread
+OF_BFLOAT16 = gl.constexpr(gl.BlockedLayout([1, 1, 8], [1, 2, 16], [4, 1, 1], [2, 1, 0]))
+OF_E4M3 = gl.constexpr(gl.BlockedLayout([1, 1, 16], [1, 4, 8], [4, 1, 1], [2, 1, 0]))
 OF_KEYS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 QKV, OUTPUT, GATE_UP, DOWN, ROUTER = (gl.constexpr(i) for i in range(5))
-WEIGHTS = gl.constexpr(NUM_WEIGHTS)
+SCALES = gl.constexpr(5)  # the first of four
+ADDRESSES = gl.constexpr(NUM_ADDRESSES)
 
 
 @gluon.jit
@@ -38,12 +41,12 @@ def _sent(AHEAD: gl.constexpr):
 @gluon.jit
 def _put_chunk(weight, first_row, i, K: gl.constexpr, smem, ready, empty, slot, phase, SHAPE: gl.constexpr):
     """Chunk i of 8 rows of W (any, K)."""
-    k_slice = gl.arange(0, SLICES // 2, gl.SliceLayout(1, gl.SliceLayout(2, OF_WEIGHTS)))
-    row = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, OF_WEIGHTS)))
+    HALF: gl.constexpr = smem.shape[1] // 2  # slices
+    k_slice, row = _slices_and_rows(smem, HALF)
     of_row = first_row.to(gl.int64) * K + row[None, :] * K + k_slice[:, None] * DIMS
     mbarrier.wait(empty.index(slot), phase)
     for half in gl.static_range(2):
-        first = i * COLUMNS + half * (COLUMNS // 2)
+        first = (2 * i + half) * (HALF * DIMS)
         inside = (k_slice * DIMS < K - first)[:, None] & (row >= 0)[None, :]
         _put_half(weight + of_row + first, inside, half, smem, slot, SHAPE)
     async_copy.mbarrier_arrive(ready.index(slot), increment_count=False)
@@ -51,12 +54,24 @@ def _put_chunk(weight, first_row, i, K: gl.constexpr, smem, ready, empty, slot, 
 
 
 @gluon.jit
+def _slices_and_rows(smem, HALF: gl.constexpr):
+    """Numbers of a half slot's slices of K, and of its rows."""
+    LAYOUT: gl.constexpr = OF_E4M3 if smem.dtype == gl.float8e4nv else OF_BFLOAT16
+    k_slice = gl.arange(0, HALF, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+    return k_slice, gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+
+
+@gluon.jit
 def _put_half(rows, inside, half: gl.constexpr, smem, slot, SHAPE: gl.constexpr):
-    """Half of a slot: DIMS numbers from each of the pointers on (SLICES / 2, 8)."""
-    column = gl.arange(0, DIMS, gl.SliceLayout(0, gl.SliceLayout(0, OF_WEIGHTS)))
+    """Half of a slot: DIMS numbers from each of the pointers on (half of its slices, 8)."""
+    HALF: gl.constexpr = smem.shape[1] // 2
+    IS_E4M3: gl.constexpr = smem.dtype == gl.float8e4nv
+    LAYOUT: gl.constexpr = OF_E4M3 if IS_E4M3 else OF_BFLOAT16
+    ALIGNED: gl.constexpr = 16 if IS_E4M3 else 8
+    column = gl.arange(0, DIMS, gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT)))
     column = gl.expand_dims(gl.expand_dims(column, 0), 0)
-    at = gl.max_contiguous(gl.multiple_of(gl.expand_dims(rows, 2) + column, [16, 16, 16]), [1, 1, 8])
-    to = smem.index(slot).slice(half * (SLICES // 2), SLICES // 2)
+    at = gl.max_contiguous(gl.multiple_of(gl.expand_dims(rows, 2) + column, [16, 16, 16]), [1, 1, ALIGNED])
+    to = smem.index(slot).slice(half * HALF, HALF)
     async_copy.async_copy_global_to_shared(to, at, mask=gl.expand_dims(inside, 2) & (column >= 0))
     _sent(SHAPE.value.halves_ahead)
 
@@ -64,7 +79,7 @@ def _put_half(rows, inside, half: gl.constexpr, smem, slot, SHAPE: gl.constexpr)
 @gluon.jit
 def _put_rows(weight, first_row, K: gl.constexpr, smem, ready, empty, slot, phase, SHAPE: gl.constexpr):
     """8 rows of W, a chunk in each slot."""
-    for i in gl.static_range((K + COLUMNS - 1) // COLUMNS):
+    for i in gl.static_range(num_chunks(K, smem.shape[1])):
         slot, phase = _put_chunk(weight, first_row, i, K, smem, ready, empty, slot, phase, SHAPE)
     return slot, phase
 
@@ -73,7 +88,7 @@ def _put_rows(weight, first_row, K: gl.constexpr, smem, ready, empty, slot, phas
 def _put_weight(weight, N: gl.constexpr, K: gl.constexpr, smem, ready, empty, slot, phase, SHAPE: gl.constexpr):
     """All of the program's tiles of W (N, K)."""
     if by_chunks(SHAPE, N, K):
-        for i in range((K + COLUMNS - 1) // COLUMNS):
+        for i in range(num_chunks(K, smem.shape[1])):
             for tile in range(gl.program_id(0), N // 8, SHAPE.value.programs):
                 slot, phase = _put_chunk(weight, tile * 8, i, K, smem, ready, empty, slot, phase, SHAPE)
     else:
@@ -94,15 +109,6 @@ def _put_pairs(weight, smem, ready, empty, slot, phase, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def _one_of(numbers, i, COUNT: gl.constexpr):
-    """numbers[i] of a tuple of scalars, for scalars or tensors i."""
-    found = i * 0 + numbers[0]
-    for k in gl.static_range(1, COUNT):
-        found = gl.where(i == k, numbers[k], found)
-    return found
-
-
-@gluon.jit
 def _put_experts(gate_up, down, chosen, smem, ready, empty, slot, phase, SHAPE: gl.constexpr):
     """The program's tiles of gate and up of the token's experts, then of W_down, whose columns are all experts'.
 
@@ -113,12 +119,12 @@ def _put_experts(gate_up, down, chosen, smem, ready, empty, slot, phase, SHAPE: 
     INNER: gl.constexpr = SHAPE.value.intermediate
     COUNT: gl.constexpr = SHAPE.value.chosen
     for tile in range(gl.program_id(0), COUNT * INNER // 8, P):
-        expert = _one_of(chosen, tile // (INNER // 8), COUNT)
+        expert = one_of(chosen, tile // (INNER // 8), COUNT)
         weight = gate_up + expert.to(gl.int64) * (2 * INNER * H)
         row = tile % (INNER // 8) * 8
         slot, phase = _put_rows(weight, row, H, smem, ready, empty, slot, phase, SHAPE)
         slot, phase = _put_rows(weight, INNER + row, H, smem, ready, empty, slot, phase, SHAPE)
-    CHUNKS: gl.constexpr = (COUNT * INNER + COLUMNS - 1) // COLUMNS
+    CHUNKS: gl.constexpr = num_chunks(COUNT * INNER, smem.shape[1])
     if by_chunks(SHAPE, H, COUNT * INNER):
         for i in range(CHUNKS):
             for tile in range(gl.program_id(0), H // 8, P):
@@ -137,31 +143,18 @@ def _put_chunk_of_experts(down, chosen, tile, i, smem, ready, empty, slot, phase
     INNER: gl.constexpr = SHAPE.value.intermediate
     COUNT: gl.constexpr = SHAPE.value.chosen
     OF_EXPERT: gl.constexpr = INNER // DIMS  # slices
-    k_slice = gl.arange(0, SLICES // 2, gl.SliceLayout(1, gl.SliceLayout(2, OF_WEIGHTS)))
-    row = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, OF_WEIGHTS)))
+    HALF: gl.constexpr = smem.shape[1] // 2
+    k_slice, row = _slices_and_rows(smem, HALF)
     mbarrier.wait(empty.index(slot), phase)
     for half in gl.static_range(2):
-        number = i * SLICES + half * (SLICES // 2) + k_slice
-        expert = _one_of(chosen, number // OF_EXPERT, COUNT)
+        number = (2 * i + half) * HALF + k_slice
+        expert = one_of(chosen, number // OF_EXPERT, COUNT)
         of_slice = expert.to(gl.int64) * (H * INNER) + number % OF_EXPERT * DIMS
         rows = down + (of_slice[:, None] + ((tile * 8 + row) * INNER)[None, :])
         inside = (number < COUNT * OF_EXPERT)[:, None] & (row >= 0)[None, :]
         _put_half(rows, inside, half, smem, slot, SHAPE)
     async_copy.mbarrier_arrive(ready.index(slot), increment_count=False)
     return following(slot, phase, 1, SHAPE.value.slots)
-
-
-@gluon.jit
-def _chosen(experts_smem, COUNT: gl.constexpr):
-    """The token's experts as a tuple."""
-    layout: gl.constexpr = gl.BlockedLayout([COUNT], [32], [PRODUCERS], [0])
-    experts = experts_smem.load(layout)
-    places = gl.arange(0, COUNT, layout)
-    found = ()
-    for i in gl.static_range(COUNT):
-        one = gl.sum(gl.where(places == i, experts, 0), axis=0)
-        found = found + (one,)  # type: ignore[assignment]  # noqa: RUF005  Triton's tuples unpack nothing
-    return found
 
 
 @gluon.jit
@@ -185,27 +178,29 @@ def produce(
     is_chosen: completes a phase a layer, when `experts_smem` has the token's experts.
     """
     H: gl.constexpr = SHAPE.value.hidden
+    ring = weight_slots(smem, SHAPE)
+    POINTER: gl.constexpr = gl.pointer_type(ring.dtype)
     slot = 0
     phase = 1
     for layer in range(num_layers):
-        of_layer = weights_ptr + layer * WEIGHTS
-        qkv = gl.load(of_layer + QKV).to(gl.pointer_type(gl.bfloat16))
-        output = gl.load(of_layer + OUTPUT).to(gl.pointer_type(gl.bfloat16))
-        gate_up = gl.load(of_layer + GATE_UP).to(gl.pointer_type(gl.bfloat16))
-        down = gl.load(of_layer + DOWN).to(gl.pointer_type(gl.bfloat16))
-        slot, phase = _put_weight(qkv, SHAPE.value.qkv, H, smem, ready, empty, slot, phase, SHAPE)
+        of_layer = weights_ptr + layer * ADDRESSES
+        qkv = gl.load(of_layer + QKV).to(POINTER)
+        output = gl.load(of_layer + OUTPUT).to(POINTER)
+        gate_up = gl.load(of_layer + GATE_UP).to(POINTER)
+        down = gl.load(of_layer + DOWN).to(POINTER)
+        slot, phase = _put_weight(qkv, SHAPE.value.qkv, H, ring, ready, empty, slot, phase, SHAPE)
         of_pool = pool_ptr + layer.to(gl.int64) * layer_stride  # type: ignore[attr-defined]
         slot, phase = _put_kv(of_pool, table_ptr, num_keys, smem, ready, empty, slot, phase, block_stride, SHAPE)
-        slot, phase = _put_weight(output, H, SHAPE.value.attended, smem, ready, empty, slot, phase, SHAPE)
+        slot, phase = _put_weight(output, H, SHAPE.value.attended, ring, ready, empty, slot, phase, SHAPE)
         if SHAPE.value.experts:
             router = gl.load(of_layer + ROUTER).to(gl.pointer_type(gl.bfloat16))
             slot, phase = _put_weight(router, SHAPE.value.experts, H, smem, ready, empty, slot, phase, SHAPE)
             mbarrier.wait(is_chosen.index(0), layer & 1)
-            chosen = _chosen(experts_smem, SHAPE.value.chosen)
-            slot, phase = _put_experts(gate_up, down, chosen, smem, ready, empty, slot, phase, SHAPE)
+            chosen = chosen_experts(experts_smem, SHAPE.value.chosen)
+            slot, phase = _put_experts(gate_up, down, chosen, ring, ready, empty, slot, phase, SHAPE)
         else:
-            slot, phase = _put_pairs(gate_up, smem, ready, empty, slot, phase, SHAPE)
-            slot, phase = _put_weight(down, H, SHAPE.value.inner, smem, ready, empty, slot, phase, SHAPE)
+            slot, phase = _put_pairs(gate_up, ring, ready, empty, slot, phase, SHAPE)
+            slot, phase = _put_weight(down, H, SHAPE.value.inner, ring, ready, empty, slot, phase, SHAPE)
 
 
 @gluon.jit

@@ -1,0 +1,145 @@
+"""The vector of a GEMV as tensor cores take it, in shared memory.
+
+They multiply 16 rows at a time, of which a vector is one. So x is two rows, its bfloat16 and what that leaves: y is
+as exact as with x of 16 bits of mantissa.
+
+e4m3 becomes float16 in one instruction for two numbers; to bfloat16 it would take eight. So x is float16 there, as
+two rows again, and each slice of K of its own scale, a power of two: float16 has few exponents.
+"""
+
+from __future__ import annotations
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from kernels.gpu.persistent.ll_protocol import receive_vector
+from kernels.gpu.persistent.ring import COLUMNS, DIMS, SLICES
+from kernels.gpu.persistent.shape import PIECE
+
+LENGTH = gl.constexpr(PIECE)
+WIDTH = gl.constexpr(8)  # neighbours along K in a thread
+SUMS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [8, 1, 1], [1, 16, 8]))  # (slices of K, rows of x, rows of W)
+OF_X = gl.constexpr(gl.DotOperandLayout(0, SUMS, WIDTH))
+FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+FLAT2 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+
+
+@gluon.jit
+def _to_bfloat16(x):
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def _to_float16(x):
+    return gl.inline_asm_elementwise(
+        "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.float16, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def split_bfloat16(x):
+    """float32 as two bfloat16: x rounded, and what that leaves."""
+    high = _to_bfloat16(x)
+    return high, _to_bfloat16(x - high.to(gl.float32))
+
+
+@gluon.jit
+def _split_float16(x):
+    """float32 below the most of float16 as two of these: x rounded, and what that leaves."""
+    high = _to_float16(x)
+    return high, _to_float16(x - high.to(gl.float32))
+
+
+@gluon.jit
+def _in_rows(high, low, row):
+    """`high` in row 0, `low` in row 1, zeros in the others."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 t; and.b32 t, $1, $3; and.b32 $0, $2, $5; or.b32 $0, $0, t; }", "=&r,r,r,r,r,r,r",
+        [high, low, gl.where(row == 0, -1, 0), gl.where(row == 1, -1, 0)], dtype=high.dtype, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _normalized(x, scales):
+    """x (COLUMNS,) times powers of two, so that the largest of a slice is 2^14 or more; `scales` undo it."""
+    of_slices = x.reshape([SLICES, DIMS])
+    exponent = gl.max(gl.abs(of_slices), axis=1).to(gl.int32, bitcast=True) >> 23
+    exponent = gl.maximum(exponent, 15)  # so that both are normal
+    scales.store(((exponent - 14) << 23).to(gl.float32, bitcast=True))
+    return (of_slices * ((268 - exponent) << 23).to(gl.float32, bitcast=True)[:, None]).reshape([COLUMNS])
+
+
+@gluon.jit
+def _part(x, i: gl.constexpr, SIZE: gl.constexpr):
+    """Part i of shared memory in parts of SIZE."""
+    TIMES: gl.constexpr = x.shape[1] // SIZE
+    part = x.index(i // TIMES)
+    if TIMES > 1:
+        part = part.slice(i % TIMES * SIZE, SIZE)
+    return part
+
+
+@gluon.jit
+def store_operand(x, first, operand):
+    """Numbers of a vector from chunk `first` on, of which each thread has a part, as two of 16 bits.
+
+    operand: shared memory for the higher and the lower ones (slots of W, their columns), and for the scales of
+    float16 (slots of W, their slices).
+    """
+    highs, lows, scales = operand
+    if x.shape[0] == COLUMNS:
+        if highs.dtype == gl.float16:
+            high, low = _split_float16(_normalized(x, _part(scales, first, SLICES)))
+        else:
+            high, low = split_bfloat16(x)
+        _part(highs, first, COLUMNS).store(high)
+        _part(lows, first, COLUMNS).store(low)
+    else:
+        one, other = x.reshape([2, x.shape[0] // 2]).permute((1, 0)).split()
+        store_operand(one, first, operand)
+        store_operand(other, first + x.shape[0] // 2 // COLUMNS, operand)
+
+
+@gluon.jit
+def receive_operand(ptr, flag, K: gl.constexpr, operand):
+    """A vector that other programs store, a piece at a time where it is long."""
+    PADDED: gl.constexpr = triton.next_power_of_2(K)
+    if PADDED <= 2 * LENGTH:
+        store_operand(receive_vector(ptr, flag, K, PADDED), 0, operand)
+    else:
+        for first in gl.static_range(0, K, LENGTH):
+            piece = receive_vector(ptr + first, flag, min(K - first, LENGTH), LENGTH)
+            store_operand(piece, first // COLUMNS, operand)
+
+
+@gluon.jit
+def chunk_of(operand, i, S: gl.constexpr):
+    """The vector for slot i of a row of W, of S slices: (S, 16, DIMS), and their scales (S, 1, 1)."""
+    highs, lows, scales = operand
+    row = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, OF_X)))
+    row = gl.expand_dims(gl.expand_dims(row, 0), 2)
+    high = _part(highs, i, S * DIMS)._reinterpret(highs.dtype, [S, DIMS], FLAT2).load(gl.SliceLayout(1, OF_X))
+    low = _part(lows, i, S * DIMS)._reinterpret(highs.dtype, [S, DIMS], FLAT2).load(gl.SliceLayout(1, OF_X))
+    x = _in_rows(gl.expand_dims(high, 1), gl.expand_dims(low, 1), row)
+    of_slices = 1.0
+    if highs.dtype == gl.float16:
+        scale = _part(scales, i, S).load(gl.SliceLayout(1, gl.SliceLayout(2, SUMS)))
+        of_slices = gl.expand_dims(gl.expand_dims(scale, 1), 2)
+    return x, of_slices
+
+
+@gluon.jit
+def store_squares(x, squares):
+    """Each warp's sum of squares of its part of x, in shared memory."""
+    of_slices = gl.sum((x * x).reshape([x.shape[0] // COLUMNS, SLICES, DIMS]), axis=2)
+    squares.store(gl.sum(of_slices, axis=0))
+
+
+@gluon.jit
+def inverse_root(squares, eps, K: gl.constexpr):
+    """1 / RMS."""
+    everywhere: gl.constexpr = gl.BlockedLayout([8], [32], [8], [0])
+    return gl.rsqrt(gl.sum(squares.load(everywhere), axis=0) / K + eps)

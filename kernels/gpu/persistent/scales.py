@@ -1,0 +1,70 @@
+"""Scales of e4m3 weights, one for each row, as GEMVs need them; of bfloat16 there are none."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from kernels.gpu.persistent.gemv import tile_numbers, tile_rows
+from kernels.gpu.persistent.operand import SUMS
+from kernels.gpu.persistent.ring import DIMS, chosen_experts, num_chunks, one_of
+from kernels.gpu.persistent.stream import DOWN, GATE_UP, SCALES
+
+
+@gluon.jit
+def _scales_of(addresses, WEIGHT: gl.constexpr):
+    return gl.load(addresses + SCALES + WEIGHT).to(gl.pointer_type(gl.float32))
+
+
+@gluon.jit
+def row_scales(addresses, WEIGHT: gl.constexpr, N: gl.constexpr, SHAPE: gl.constexpr):
+    """Scales of the program's rows of W (N, any), like `tile_rows`. addresses: of the layer."""
+    scales = 1.0
+    if SHAPE.value.is_e4m3:
+        rows, exist = tile_rows(N, SHAPE)
+        scales = gl.load(_scales_of(addresses, WEIGHT) + rows, mask=exist, other=0.0)
+    return scales
+
+
+@gluon.jit
+def gate_up_scales(addresses, experts, SHAPE: gl.constexpr):
+    """Scales of the program's rows of gate, and of up. experts: shared memory for the token's."""
+    INNER: gl.constexpr = SHAPE.value.intermediate
+    scales = 1.0, 1.0
+    if SHAPE.value.is_e4m3:
+        rows, exist = tile_rows(SHAPE.value.inner, SHAPE)
+        if SHAPE.value.experts:
+            chosen = chosen_experts(experts, SHAPE.value.chosen)
+            expert = one_of(chosen, tile_numbers(SHAPE) // (INNER // 8), SHAPE.value.chosen)
+            rows = expert[:, None] * (2 * INNER) + rows % INNER
+        at = _scales_of(addresses, GATE_UP) + rows
+        scales = gl.load(at, mask=exist, other=0.0), gl.load(at + INNER, mask=exist, other=0.0)
+    return scales
+
+
+@gluon.jit
+def down_scales(addresses, experts, smem, SHAPE: gl.constexpr):
+    """Scales of the token's experts' rows of W_down for each of the program's slots (slices of K, 1, 8).
+
+    Tile after tile, as `gemv` takes them; an empty tuple where columns have no scales of their own.
+    """
+    H: gl.constexpr = SHAPE.value.hidden
+    P: gl.constexpr = SHAPE.value.programs
+    S: gl.constexpr = smem.shape[1]
+    COUNT: gl.constexpr = SHAPE.value.chosen
+    OF_EXPERT: gl.constexpr = SHAPE.value.intermediate // DIMS  # slices
+    found = ()
+    if SHAPE.value.is_e4m3 and SHAPE.value.experts:
+        chosen = chosen_experts(experts, COUNT)
+        ptr = _scales_of(addresses, DOWN)
+        k_slice = gl.arange(0, S, gl.SliceLayout(1, gl.SliceLayout(1, SUMS)))[:, None]
+        row = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, SUMS)))[None, :]
+        for tile in gl.static_range((H // 8 + P - 1) // P):
+            rows = (gl.program_id(0) + tile * P) * 8 + row
+            for chunk in gl.static_range(num_chunks(COUNT * OF_EXPERT * DIMS, S)):
+                number = chunk * S + k_slice
+                expert = one_of(chosen, number // OF_EXPERT, COUNT)
+                inside = (number < COUNT * OF_EXPERT) & (rows < H)
+                scale = gl.load(ptr + expert * H + rows, mask=inside, other=0.0)
+                found = found + (gl.expand_dims(scale, 1),)  # type: ignore[assignment]  # noqa: RUF005  Triton's tuples unpack nothing
+    return found
