@@ -36,8 +36,11 @@ def choose(router_ptr, flag, logits, keys, experts, shares, is_chosen, stamps, S
     index = gl.arange(0, EXPERTS, gl.SliceLayout(1, CHOICES))
     place = gl.arange(0, SHAPE.value.chosen, gl.SliceLayout(0, CHOICES))
     is_here = rank[:, None] == place[None, :]
-    experts.store(gl.sum(gl.where(is_here, index[:, None], 0), axis=0))
-    chosen = gl.sum(gl.where(is_here, logit[:, None], 0.0), axis=0)
+    # One reduction for two numbers: it passes through shared memory.
+    both = (index.to(gl.int64) << 32) | (logit.to(gl.int32, bitcast=True).to(gl.int64) & 0xFFFFFFFF)
+    both = gl.sum(gl.where(is_here, both[:, None], 0), axis=0)
+    experts.store((both >> 32).to(gl.int32))
+    chosen = both.to(gl.int32).to(gl.float32, bitcast=True)
     highest = gl.max(chosen, axis=0)
     prob = gl.exp2((chosen - highest) * LOG2_E)
     if SHAPE.value.normalizes:

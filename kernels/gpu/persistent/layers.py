@@ -30,9 +30,9 @@ from kernels.gpu.persistent.ring import (
     shape_of,
     weight_slots,
 )
-from kernels.gpu.persistent.scales import down_scales, gate_up_scales, row_scales
+from kernels.gpu.persistent.scales import down_scales, gate_up_scales, row_scales, scales_of
 from kernels.gpu.persistent.stamps import NUM_STAMPS, stamp
-from kernels.gpu.persistent.stream import ADDRESSES, DOWN, OUTPUT, QKV, produce
+from kernels.gpu.persistent.stream import ADDRESSES, DOWN, GATE_UP, OUTPUT, QKV, produce
 
 
 @gluon.jit
@@ -127,14 +127,17 @@ def _consume(
     if program < H // 8:  # as `before` of the first layer; others read the embedding themselves
         own = gl.load(embedding_ptr + hidden_rows, mask=has_hidden, other=0.0).to(gl.float32)
         gl.store(x_ptr + hidden_rows, flagged(own, epoch & 1), mask=has_hidden)
+    of_qkv = scales_of(weights_ptr, QKV, SHAPE)
     slot = 0
     phase = 0
     for layer in range(num_layers):
         flag = (epoch + layer + 1) & 1
+        next_layer = gl.minimum(layer + 1, num_layers - 1)
         stamps = stamps_ptr + (layer * SHAPE.value.programs + program) * NUM_STAMPS
         addresses = weights_ptr + layer * ADDRESSES
-        qkv_scale = row_scales(addresses, QKV, QKV_ROWS, SHAPE)
-        _ask_for_norms(norms_ptr, gl.minimum(layer + 1, num_layers - 1), SHAPE)
+        qkv_scale = row_scales(of_qkv, QKV_ROWS, SHAPE)
+        of_output = scales_of(addresses, OUTPUT, SHAPE)
+        _ask_for_norms(norms_ptr, next_layer, SHAPE)
         factors = head_factors(norms_ptr + layer * NORMS + 2 * H, rotation_ptr, SHAPE)
         stamp(stamps, "receive x", SHAPE)
         if layer == 0:
@@ -160,9 +163,10 @@ def _consume(
         norm = load_vector(norms_ptr + layer * NORMS + H, H)
         if program < H // 8:
             slot, phase = _project(
-                attended_ptr, x_ptr, y_ptr, ATTENDED, flag, operand, row_scales(addresses, OUTPUT, H, SHAPE), (),
+                attended_ptr, x_ptr, y_ptr, ATTENDED, flag, operand, row_scales(of_output, H, SHAPE), (),
                 ring, ready, empty, sums, slot, phase, stamps, "output", SHAPE,
             )  # fmt: skip
+        of_gate_up, of_down = scales_of(addresses, GATE_UP, SHAPE), scales_of(addresses, DOWN, SHAPE)
         stamp(stamps, "receive y", SHAPE)
         x = receive_vector(y_ptr, flag, H, PADDED)
         stamp(stamps, "router", SHAPE)
@@ -174,7 +178,7 @@ def _consume(
                 experts, shares, is_chosen, stamps, SHAPE,
             )  # fmt: skip
         stamp(stamps, "gate_up", SHAPE)
-        gate_scale, up_scale = gate_up_scales(addresses, experts, SHAPE)
+        gate_scale, up_scale = gate_up_scales(of_gate_up, experts, SHAPE)
         slot, phase, count = gemv(INNER, H, True, operand, (), ring, ready, empty, sums, slot, phase, SHAPE)
         root = inverse_root(squares, eps, H)
         gate = sum_slices(sums, False, SHAPE) * root * gate_scale
@@ -186,10 +190,11 @@ def _consume(
         gl.store(gated_ptr + rows, flagged(gated, flag), mask=exist)
         release(empty, slot, count, SLOTS)
         stamp(stamps, "receive gated", SHAPE)
-        norm = load_vector(norms_ptr + gl.minimum(layer + 1, num_layers - 1) * NORMS, H)
+        norm = load_vector(norms_ptr + next_layer * NORMS, H)
+        of_qkv = scales_of(weights_ptr + next_layer * ADDRESSES, QKV, SHAPE)
         if program < H // 8:
-            scales = down_scales(addresses, experts, ring, SHAPE)
-            of_rows = 1.0 if EXPERTS else row_scales(addresses, DOWN, H, SHAPE)
+            scales = down_scales(of_down, experts, ring, SHAPE)
+            of_rows = 1.0 if EXPERTS else row_scales(of_down, H, SHAPE)
             slot, phase = _project(
                 gated_ptr, y_ptr, x_ptr, INNER, flag, operand, of_rows, scales, ring, ready, empty, sums, slot,
                 phase, stamps, "down", SHAPE,

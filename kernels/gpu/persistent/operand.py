@@ -84,13 +84,15 @@ def _part(x, i: gl.constexpr, SIZE: gl.constexpr):
 
 @gluon.jit
 def store_operand(x, first, operand):
-    """Numbers of a vector from chunk `first` on, of which each thread has a part, as two of 16 bits.
+    """Numbers of a vector from chunk `first` on, of which each thread has a part, as two of 16 bits. Beyond: zeros.
 
     operand: shared memory for the higher and the lower ones (slots of W, their columns), and for the scales of
     float16 (slots of W, their slices).
     """
     highs, lows, scales = operand
-    if x.shape[0] == COLUMNS:
+    if first * COLUMNS >= highs.shape[0] * highs.shape[1]:
+        pass
+    elif x.shape[0] == COLUMNS:
         if highs.dtype == gl.float16:
             high, low = _split_float16(_normalized(x, _part(scales, first, SLICES)))
         else:

@@ -1,4 +1,7 @@
-"""Scales of e4m3 weights, one for each row, as GEMVs need them; of bfloat16 there are none."""
+"""Scales of e4m3 weights, one for each row, as GEMVs need them; of bfloat16 there are none.
+
+Warps issue in order: what depends on a load stalls all that follows. So addresses are loaded well ahead of scales.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +11,30 @@ from triton.experimental.gluon import language as gl
 from kernels.gpu.persistent.gemv import tile_numbers, tile_rows
 from kernels.gpu.persistent.operand import SUMS
 from kernels.gpu.persistent.ring import DIMS, chosen_experts, num_chunks, one_of
-from kernels.gpu.persistent.stream import DOWN, GATE_UP, SCALES
+from kernels.gpu.persistent.stream import SCALES
 
 
 @gluon.jit
-def _scales_of(addresses, WEIGHT: gl.constexpr):
-    return gl.load(addresses + SCALES + WEIGHT).to(gl.pointer_type(gl.float32))
+def scales_of(addresses, WEIGHT: gl.constexpr, SHAPE: gl.constexpr):
+    """Where the scales of a weight are. addresses: of a layer."""
+    ptr = addresses
+    if SHAPE.value.is_e4m3:
+        ptr = gl.load(addresses + SCALES + WEIGHT).to(gl.pointer_type(gl.float32))
+    return ptr
 
 
 @gluon.jit
-def row_scales(addresses, WEIGHT: gl.constexpr, N: gl.constexpr, SHAPE: gl.constexpr):
-    """Scales of the program's rows of W (N, any), like `tile_rows`. addresses: of the layer."""
+def row_scales(ptr, N: gl.constexpr, SHAPE: gl.constexpr):
+    """Scales of the program's rows of W (N, any), like `tile_rows`."""
     scales = 1.0
     if SHAPE.value.is_e4m3:
         rows, exist = tile_rows(N, SHAPE)
-        scales = gl.load(_scales_of(addresses, WEIGHT) + rows, mask=exist, other=0.0)
+        scales = gl.load(ptr + rows, mask=exist, other=0.0)
     return scales
 
 
 @gluon.jit
-def gate_up_scales(addresses, experts, SHAPE: gl.constexpr):
+def gate_up_scales(ptr, experts, SHAPE: gl.constexpr):
     """Scales of the program's rows of gate, and of up. experts: shared memory for the token's."""
     INNER: gl.constexpr = SHAPE.value.intermediate
     scales = 1.0, 1.0
@@ -37,13 +44,13 @@ def gate_up_scales(addresses, experts, SHAPE: gl.constexpr):
             chosen = chosen_experts(experts, SHAPE.value.chosen)
             expert = one_of(chosen, tile_numbers(SHAPE) // (INNER // 8), SHAPE.value.chosen)
             rows = expert[:, None] * (2 * INNER) + rows % INNER
-        at = _scales_of(addresses, GATE_UP) + rows
+        at = ptr + rows
         scales = gl.load(at, mask=exist, other=0.0), gl.load(at + INNER, mask=exist, other=0.0)
     return scales
 
 
 @gluon.jit
-def down_scales(addresses, experts, smem, SHAPE: gl.constexpr):
+def down_scales(ptr, experts, smem, SHAPE: gl.constexpr):
     """Scales of the token's experts' rows of W_down for each of the program's slots (slices of K, 1, 8).
 
     Tile after tile, as `gemv` takes them; an empty tuple where columns have no scales of their own.
@@ -56,7 +63,6 @@ def down_scales(addresses, experts, smem, SHAPE: gl.constexpr):
     found = ()
     if SHAPE.value.is_e4m3 and SHAPE.value.experts:
         chosen = chosen_experts(experts, COUNT)
-        ptr = _scales_of(addresses, DOWN)
         k_slice = gl.arange(0, S, gl.SliceLayout(1, gl.SliceLayout(1, SUMS)))[:, None]
         row = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, SUMS)))[None, :]
         for tile in gl.static_range((H // 8 + P - 1) // P):

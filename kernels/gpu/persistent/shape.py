@@ -9,7 +9,7 @@ import triton
 HEAD_DIM = 128
 NUM_ADDRESSES = 9  # of a layer: those of its weights, and of scales of four of them
 CHUNK = 1024  # columns of a bfloat16 W in a slot of shared memory, of 8 rows
-PIECE = 2048  # columns of a vector that are received at a time, of a long one
+PIECE = 4096  # columns of a vector that are received at a time, of one of more than two pieces
 MAX_CHUNKS = 4  # of a vector that stays in registers
 TILE_KEYS = 64  # of K or V in a slot
 SLOT_BYTES, MAX_SLOTS = 16 << 10, 10
@@ -132,10 +132,8 @@ class Shape:
 
     @property
     def most_chunks(self) -> int:
-        """Chunks of the longest vector that a GEMV takes, as it is received; whole slots of W."""
-        lengths = [k for _, k, _, _ in self.stages]
-        most = max(triton.next_power_of_2(k) if k <= 2 * PIECE else -(-k // PIECE) * PIECE for k in lengths)
-        return max(most, self.columns) // CHUNK
+        """Chunks of the longest vector that a GEMV takes, whole slots of W."""
+        return max(-(-k // self.columns) for _, k, _, _ in self.stages) * self.columns // CHUNK
 
     @property
     def shared_bytes(self) -> int:
