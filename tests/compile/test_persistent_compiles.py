@@ -12,6 +12,8 @@ from kernels.gpu.persistent.shape import SLOT_BYTES, Shape
 from tests.compile import hopper
 from tests.compile.hopper import NUM_SMS, SHARED_BYTES, Compiled
 
+EXPERTS = {"hidden": 2048, "heads": 32, "kv_heads": 4, "intermediate": 768, "experts": 128, "chosen": 8}
+
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Compiled]:
@@ -22,9 +24,10 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Compiled]:
     "sizes",
     [
         {"hidden": 1024, "heads": 16, "kv_heads": 8, "intermediate": 3072},
-        {"hidden": 2048, "heads": 32, "kv_heads": 4, "intermediate": 768, "experts": 128, "chosen": 8},
+        EXPERTS,
+        {**EXPERTS, "is_e4m3": True},
     ],
-    ids=["Qwen3-0.6B", "Qwen3-30B-A3B"],
+    ids=["Qwen3-0.6B", "Qwen3-30B-A3B", "Qwen3-30B-A3B in e4m3"],
 )
 def test_all_layers(sizes: dict[str, Any], compiled: list[Compiled], monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where an earlier engine of the process has asked for reports of kernels that are compiled late."""

@@ -65,7 +65,7 @@ def _receive_heads(qkv_ptr, flag, kv_head, room, SHAPE: gl.constexpr):
     k = SHAPE.value.heads + kv_head
     head = gl.where(row < GROUP, kv_head * GROUP + row, gl.where(row == GROUP, k, k + SHAPE.value.kv_heads))
     swapped = gl.where(word >= ROWS * DIMS, word ^ (DIMS // 2), word)
-    room.slice(0, WORDS).store(receive(qkv_ptr + head * DIMS + swapped % DIMS, flag, WORDS // 256))
+    room.slice(0, WORDS).store(receive(qkv_ptr, head * DIMS + swapped % DIMS, flag, WORDS // 256))
     both = room.slice(0, WORDS)._reinterpret(gl.float32, [2 * ROWS, DIMS], FLAT2)
     return both.slice(0, ROWS).load(HEAD_A_WARP), both.slice(ROWS, ROWS).load(HEAD_A_WARP)
 
@@ -145,7 +145,7 @@ def _attend_tiles(
     values_smem = smem._reinterpret(gl.bfloat16, [SLOTS, KEYS, DIMS], VALUES_SHARED)
     for begin in range(first_tile, first_tile + num_tiles, BATCH):
         count = gl.minimum(BATCH, first_tile + num_tiles - begin)
-        wait_for(ready, slot, phase, count, BATCH, SLOTS)
+        wait_for(ready, slot, phase, count, SLOTS)
         found = ()
         for i in gl.static_range(BATCH):
             at, _ = following(slot, phase, i, SLOTS)
@@ -174,7 +174,7 @@ def _attend_tiles(
         factor = of_heads.load(gl.SliceLayout(0, gl.SliceLayout(2, of_both.type.layout)))
         of_both *= gl.expand_dims(gl.expand_dims(factor, 0), 2)
         acc = gl.convert_layout(of_both.reshape([2 * HEADS, DIMS]), PRODUCT)
-        wait_for(ready, slot, phase, count, BATCH, SLOTS)
+        wait_for(ready, slot, phase, count, SLOTS)
         for i in gl.static_range(BATCH):
             at, _ = following(slot, phase, i, SLOTS)  # beyond the last tile probabilities are zero
             value = values_smem.index(gl.where(i < count, at, slot)).load(VALUES)
@@ -224,7 +224,7 @@ def _combine(partial_ptr, attended_ptr, room, flag, kv_head, stamps, SHAPE: gl.c
     word = gl.arange(0, BLOCK, gl.BlockedLayout([WIDE], [32], [8], [0]))
     used: gl.constexpr = DIMENSIONS + 2 * SPLITS
     word = gl.where(word < used, word, used - WIDE + word % WIDE)
-    words = receive(partial_ptr + (kv_head * SPLITS + split) * BLOCK + word, flag, WORDS)
+    words = receive(partial_ptr + (kv_head * SPLITS + split) * BLOCK, word, flag, WORDS)
     stamp(stamps, "combine", SHAPE)
     room.slice(0, BLOCK).store(words)
     row_max = room.slice(DIMENSIONS, SPLITS).load(gl.SliceLayout(1, splits))

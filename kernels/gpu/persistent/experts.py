@@ -24,7 +24,7 @@ def choose(router_ptr, flag, logits, keys, experts, shares, is_chosen, stamps, S
     logits, keys: shared memory for twice as many.
     """
     word = gl.arange(0, 2 * EXPERTS, TWICE)
-    logit = receive(router_ptr + word % EXPERTS, flag, 1, True)
+    logit = receive(router_ptr, word % EXPERTS, flag, 1, True)
     stamp(stamps, "choose", SHAPE)
     logits.store(logit)
     keys.store(_order(logit, word % EXPERTS))

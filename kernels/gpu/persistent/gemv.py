@@ -1,4 +1,7 @@
-"""GEMV of the rows of W that a program has in shared memory: 8 warps take slices of K each."""
+"""GEMV of the rows of W that a program has in shared memory: 8 warps take slices of K each.
+
+Tensor cores multiply 16 rows of W at a time, two tiles.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from kernels.gpu.persistent.operand import SUMS, WIDTH, chunk_of
-from kernels.gpu.persistent.ring import SLICES, barrier, by_chunks, following, num_chunks, release, wait_for
+from kernels.gpu.persistent.ring import DIMS, SLICES, barrier, by_chunks, following, num_chunks, release, wait_for
 from kernels.gpu.persistent.shape import HEAD_DIM, Shape
 
-OF_W = gl.constexpr(gl.DotOperandLayout(1, SUMS, WIDTH))
+OF_W = gl.constexpr(gl.DotOperandLayout(0, SUMS, WIDTH))
+OF_TILE = gl.constexpr(gl.DotOperandLayout(1, SUMS, WIDTH))  # (slices of K, DIMS, rows), as in OF_W
 ADDED = gl.constexpr(gl.BlockedLayout([1, 8, 1], [4, 1, 8], [8, 1, 1], [2, 1, 0]))  # (tiles, slices of K, rows of W)
 FLAT3 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 
@@ -27,26 +31,30 @@ def chunks_at_once(shape: Shape, n: int, k: int, slices: int) -> int:
 
 
 @gluon.jit
-def _multiply(x, of_slot, scale):
-    """What each slice of K adds to 8 rows of W, and to what W has of the lower numbers: (slices of K, 16, 8).
+def _multiply(x, one, other, scale):
+    """What each slice of K adds to 16 rows of W, of two tiles, for both columns of x: (slices of K, 16, 8).
 
-    x: see `chunk_of`. scale: of the slot's rows and columns, or 1.
+    x: see `chunk_of`. one, other: slots. scale: of the rows and slices, or 1.
     """
     numbers, of_slices = x
     S: gl.constexpr = numbers.shape[0]
-    zeros = gl.zeros([S, 16, 8], gl.float32, SUMS)
-    y = mma_v2(numbers, of_slot.permute((0, 2, 1)).load(OF_W).to(numbers.dtype), zeros)
+    one = one.permute((0, 2, 1)).load(OF_TILE).to(numbers.dtype)
+    other = other.permute((0, 2, 1)).load(OF_TILE).to(numbers.dtype)
+    rows = gl.convert_layout(
+        gl.join(one, other).permute((0, 3, 2, 1)).reshape([S, 16, DIMS]), OF_W, assert_trivial=True
+    )
+    y = mma_v2(rows, numbers, gl.zeros([S, 16, 8], gl.float32, SUMS))
     if numbers.dtype == gl.float16:
         y *= of_slices * scale
     return y
 
 
 @gluon.jit
-def _sum_rows(y):
-    """Add up both rows of x, and the slices of each warp: (SLICES, 8)."""
+def _sum_columns(y):
+    """Add up both columns of x, and the slices of each warp: (SLICES, 8) of each tile."""
     if y.shape[0] > SLICES:
         y = gl.sum(y.reshape([y.shape[0] // SLICES, SLICES, 16, 8]), axis=0)
-    return gl.sum(y, axis=1)
+    return gl.sum(y, axis=2).reshape([SLICES, 2, 8]).permute((0, 2, 1)).split()
 
 
 @gluon.jit
@@ -104,19 +112,21 @@ def _gemv_tiles(
     x, scales, begin, num_tiles, AT_ONCE: gl.constexpr, K: gl.constexpr, TIMES: gl.constexpr, smem, ready, sums, slot,
     phase, SHAPE: gl.constexpr,
 ):  # fmt: skip
-    """Tiles from `begin` on. Waits come first: instructions of different tiles take turns."""
+    """Tiles from `begin` on. The wait comes first: instructions of different tiles take turns."""
     S: gl.constexpr = smem.shape[1]
     SLOTS: gl.constexpr = SHAPE.value.slots
     CHUNKS: gl.constexpr = num_chunks(K, S)
     count = gl.minimum(num_tiles - begin, AT_ONCE) * CHUNKS
-    wait_for(ready, slot, phase, count, AT_ONCE * CHUNKS, SLOTS)
+    wait_for(ready, slot, phase, count, SLOTS)
     found = ()
-    for i in gl.static_range(AT_ONCE):
+    for i in gl.static_range(0, AT_ONCE, 2):
         y = gl.zeros([S, 16, 8], gl.float32, SUMS)
         for chunk in gl.static_range(CHUNKS):  # a sum for each, so that none waits for another
-            at, _ = following(slot, phase, i * CHUNKS + chunk, SLOTS)
-            y += _multiply(x[chunk], smem.index(at), scales[i * CHUNKS + chunk] if len(scales) > 0 else 1.0)
-        found = found + (_sum_rows(y),)  # type: ignore[assignment]  # noqa: RUF005  Triton's tuples unpack nothing
+            one, _ = following(slot, phase, i * CHUNKS + chunk, SLOTS)
+            other, _ = following(slot, phase, min(i + 1, AT_ONCE - 1) * CHUNKS + chunk, SLOTS)
+            scale = scales[i // 2 * CHUNKS + chunk] if len(scales) > 0 else 1.0
+            y += _multiply(x[chunk], smem.index(one), smem.index(other), scale)
+        found = found + _sum_columns(y)
     for i in gl.static_range(AT_ONCE):
         tile = begin + i
         sums.index(tile // TIMES + tile % TIMES * SHAPE.value.most_tiles).store(found[i])
@@ -137,7 +147,7 @@ def _gemv_by_chunks(
     AT_ONCE: gl.constexpr = chunks_at_once(SHAPE, N, K, S)
     num_tiles = (N // 8 - gl.program_id(0) + P - 1) // P
     acc = ()
-    for _ in gl.static_range(TILES):
+    for _ in gl.static_range(0, TILES, 2):
         zeros = gl.zeros([S, 16, 8], gl.float32, SUMS)
         acc = acc + (zeros,)  # type: ignore[assignment]  # noqa: RUF005  Triton's tuples unpack nothing
     count = 0
@@ -146,18 +156,23 @@ def _gemv_by_chunks(
             barrier()  # every thread has read the chunks
             release(empty, slot, count, SLOTS)
         count = num_tiles * min(AT_ONCE, CHUNKS - begin)
-        wait_for(ready, slot, phase, count, TILES * min(AT_ONCE, CHUNKS - begin), SLOTS)
+        wait_for(ready, slot, phase, count, SLOTS)
         for i in gl.static_range(min(AT_ONCE, CHUNKS - begin)):
             x = chunk_of(operand, begin + i, S)
             sums_now = ()
-            for tile in gl.static_range(TILES):
-                at, _ = following(slot, phase, i * num_tiles + tile, SLOTS)
-                y = _multiply(x, smem.index(at), scales[tile * CHUNKS + begin + i] if len(scales) > 0 else 1.0)
-                sums_now = sums_now + (acc[tile] + y,)  # type: ignore[assignment]  # noqa: RUF005  Triton's tuples unpack nothing
+            for pair in gl.static_range((TILES + 1) // 2):
+                one, _ = following(slot, phase, i * num_tiles + 2 * pair, SLOTS)
+                other, _ = following(slot, phase, i * num_tiles + min(2 * pair + 1, TILES - 1), SLOTS)
+                scale = scales[pair * CHUNKS + begin + i] if len(scales) > 0 else 1.0
+                y = _multiply(x, smem.index(one), smem.index(other), scale)
+                sums_now = sums_now + (acc[pair] + y,)  # type: ignore[assignment]  # noqa: RUF005  Triton's tuples unpack nothing
             acc = sums_now
         slot, phase = following(slot, phase, count, SLOTS)
-    for tile in gl.static_range(TILES):
-        sums.index(tile).store(_sum_rows(acc[tile]))
+    for pair in gl.static_range((TILES + 1) // 2):
+        one, other = _sum_columns(acc[pair])
+        sums.index(2 * pair).store(one)
+        if 2 * pair + 1 < TILES:
+            sums.index(2 * pair + 1).store(other)
     return slot, phase, count
 
 

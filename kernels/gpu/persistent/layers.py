@@ -138,7 +138,6 @@ def _consume(
         qkv_scale = row_scales(of_qkv, QKV_ROWS, SHAPE)
         of_output = scales_of(addresses, OUTPUT, SHAPE)
         _ask_for_norms(norms_ptr, next_layer, SHAPE)
-        factors = head_factors(norms_ptr + layer * NORMS + 2 * H, rotation_ptr, SHAPE)
         stamp(stamps, "receive x", SHAPE)
         if layer == 0:
             x = load_vector(embedding_ptr, H)
@@ -153,6 +152,7 @@ def _consume(
         gl.store(qkv_ptr + rows, flagged(y, flag), mask=exist)
         release(empty, slot, count, SLOTS)
         stamp(stamps, "receive heads", SHAPE)
+        factors = head_factors(norms_ptr + layer * NORMS + 2 * H, rotation_ptr, SHAPE)
         if program < SHAPE.value.kv_heads * SHAPE.value.splits:
             of_layer = pool_ptr + layer.to(gl.int64) * layer_stride  # type: ignore[attr-defined]
             slot, phase = attend(
@@ -160,12 +160,12 @@ def _consume(
                 flag, num_keys, kv_slot, eps, scale, block_stride, SHAPE,
             )  # fmt: skip
         stamp(stamps, "receive attended", SHAPE)
-        norm = load_vector(norms_ptr + layer * NORMS + H, H)
         if program < H // 8:
             slot, phase = _project(
                 attended_ptr, x_ptr, y_ptr, ATTENDED, flag, operand, row_scales(of_output, H, SHAPE), (),
                 ring, ready, empty, sums, slot, phase, stamps, "output", SHAPE,
             )  # fmt: skip
+        norm = load_vector(norms_ptr + layer * NORMS + H, H)
         of_gate_up, of_down = scales_of(addresses, GATE_UP, SHAPE), scales_of(addresses, DOWN, SHAPE)
         stamp(stamps, "receive y", SHAPE)
         x = receive_vector(y_ptr, flag, H, PADDED)
@@ -190,7 +190,6 @@ def _consume(
         gl.store(gated_ptr + rows, flagged(gated, flag), mask=exist)
         release(empty, slot, count, SLOTS)
         stamp(stamps, "receive gated", SHAPE)
-        norm = load_vector(norms_ptr + next_layer * NORMS, H)
         of_qkv = scales_of(weights_ptr + next_layer * ADDRESSES, QKV, SHAPE)
         if program < H // 8:
             scales = down_scales(of_down, experts, ring, SHAPE)
@@ -199,6 +198,7 @@ def _consume(
                 gated_ptr, y_ptr, x_ptr, INNER, flag, operand, of_rows, scales, ring, ready, empty, sums, slot,
                 phase, stamps, "down", SHAPE,
             )  # fmt: skip
+        norm = load_vector(norms_ptr + next_layer * NORMS, H)
         stamp(stamps, "end", SHAPE)
     if program == 0:
         x = receive_vector(x_ptr, (epoch + num_layers) & 1, H, PADDED)
@@ -257,5 +257,5 @@ def decoder_kernel(
                 ),
             ),
         ],
-        [PRODUCERS], [40],
+        [PRODUCERS], [56],
     )  # fmt: skip

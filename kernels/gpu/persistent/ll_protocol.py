@@ -15,40 +15,43 @@ VECTOR = gl.constexpr(gl.BlockedLayout([4], [32], [8], [0]))
 
 @triton.constexpr_function
 def waiting_load(n: int, is_shared: bool) -> str:
-    """Return assembly that loads n words by fours at most until all are flagged by the operand 2n.
+    """Return assembly that loads n words by fours at most until all are flagged.
 
-    A thread with more than four words, or where all warps wait for the same ones, polls the first one, by lane 0
-    alone, before it loads all again: polling by all lanes would delay the stores.
+    Operands: the words; then of each the base address, its number, and the flag. A thread with more than four words,
+    or where all warps wait for the same ones, polls the first one, by lane 0 alone, before it loads all again: by all
+    lanes it would delay the stores.
     """
     width = min(n, 4)
     kind = {1: "b32", 2: "v2.b32", 4: "v4.b32"}[width]
-    loads = ""
+    loads, addresses = "", ""
     for i in range(0, n, width):
         registers = ", ".join(f"${i + j}" for j in range(width))
         target = registers if width == 1 else f"{{{registers}}}"
-        loads += f"ld.relaxed.gpu.global.{kind} {target}, [${n + i}]; "
-    tests = "mov.b32 t, 0; " + "".join(f"xor.b32 u, ${i}, ${2 * n}; or.b32 t, t, u; " for i in range(n))
+        addresses += f".reg .b64 a{i}; mad.wide.s32 a{i}, ${2 * n + i}, 4, ${n + i}; "
+        loads += f"ld.relaxed.gpu.global.{kind} {target}, [a{i}]; "
+    flag = f"${3 * n}"
+    tests = "mov.b32 t, 0; " + "".join(f"xor.b32 u, ${i}, {flag}; or.b32 t, t, u; " for i in range(n))
     tests += "and.b32 t, t, 1; setp.ne.u32 p, t, 0; "
     if n <= 4 and not is_shared:
-        return "{ .reg .pred p; .reg .b32 t, u; AGAIN: " + loads + tests + "@p bra AGAIN; }"
+        return "{ .reg .pred p; .reg .b32 t, u; " + addresses + "AGAIN: " + loads + tests + "@p bra AGAIN; }"
     return (
-        "{ .reg .pred p, q; .reg .b32 t, u; AGAIN: " + loads + tests
+        "{ .reg .pred p, q; .reg .b32 t, u; " + addresses + "AGAIN: " + loads + tests
         + "vote.sync.any.pred p, p, 0xffffffff; @!p bra DONE; mov.u32 u, %laneid; setp.ne.u32 q, u, 0; @q bra REST; "
-        + f"ONE: ld.relaxed.gpu.global.b32 u, [${n}]; xor.b32 u, u, ${2 * n}; and.b32 u, u, 1; setp.ne.u32 q, u, 0; "
+        + f"ONE: ld.relaxed.gpu.global.b32 u, [a0]; xor.b32 u, u, {flag}; and.b32 u, u, 1; setp.ne.u32 q, u, 0; "
         + "@q bra ONE; REST: bar.warp.sync 0xffffffff; bra AGAIN; DONE: mov.b32 t, 0; }"
     )  # fmt: skip
 
 
 @triton.constexpr_function
 def constraints(n: int) -> str:
-    return ",".join(["=&r"] * n + ["l"] * n + ["r"] * n)
+    return ",".join(["=&r"] * n + ["l"] * n + ["r"] * 2 * n)
 
 
 @gluon.jit
-def receive(words, flag, N: gl.constexpr, IS_SHARED: gl.constexpr = False):
-    """The numbers that other programs store at `words`, N of a thread, as soon as all are flagged."""
+def receive(ptr, words, flag, N: gl.constexpr, IS_SHARED: gl.constexpr = False):
+    """The numbers that other programs store at `ptr + words`, N of a thread, as soon as all are flagged."""
     return gl.inline_asm_elementwise(
-        waiting_load(N, IS_SHARED), constraints(N), [words, flag], dtype=gl.float32, is_pure=False, pack=N
+        waiting_load(N, IS_SHARED), constraints(N), [ptr, words, flag], dtype=gl.float32, is_pure=False, pack=N
     )
 
 
@@ -63,7 +66,7 @@ def receive_vector(ptr, flag, K: gl.constexpr, PADDED: gl.constexpr):
     """(PADDED,), zeros beyond K, a part for each thread."""
     ks = gl.arange(0, PADDED, VECTOR)
     inside = gl.where(ks < K, ks, ks % 4)
-    x = receive(ptr + inside, flag, PADDED // 256)
+    x = receive(ptr, inside, flag, PADDED // 256)
     if K != PADDED:
         x = gl.where(ks < K, x, 0.0)
     return x

@@ -1,10 +1,10 @@
 """The vector of a GEMV as tensor cores take it, in shared memory.
 
-They multiply 16 rows at a time, of which a vector is one. So x is two rows, its bfloat16 and what that leaves: y is
-as exact as with x of 16 bits of mantissa.
+They multiply by 8 columns at a time, of which a vector is one. So x is two columns, its bfloat16 and what that
+leaves: y is as exact as with x of 16 bits of mantissa.
 
 e4m3 becomes float16 in one instruction for two numbers; to bfloat16 it would take eight. So x is float16 there, as
-two rows again, and each slice of K of its own scale, a power of two: float16 has few exponents.
+two columns again, and each slice of K of its own scale, a power of two: float16 has few exponents.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from kernels.gpu.persistent.shape import PIECE
 
 LENGTH = gl.constexpr(PIECE)
 WIDTH = gl.constexpr(8)  # neighbours along K in a thread
-SUMS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [8, 1, 1], [1, 16, 8]))  # (slices of K, rows of x, rows of W)
-OF_X = gl.constexpr(gl.DotOperandLayout(0, SUMS, WIDTH))
+SUMS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [8, 1, 1], [1, 16, 8]))  # (slices of K, rows of W, columns)
+OF_X = gl.constexpr(gl.DotOperandLayout(1, SUMS, WIDTH))
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 FLAT2 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
@@ -54,11 +54,12 @@ def _split_float16(x):
 
 
 @gluon.jit
-def _in_rows(high, low, row):
-    """`high` in row 0, `low` in row 1, zeros in the others."""
+def _in_columns(high, low, column):
+    """`high` in column 0, `low` in column 1, zeros in the others."""
     return gl.inline_asm_elementwise(
         "{ .reg .b32 t; and.b32 t, $1, $3; and.b32 $0, $2, $5; or.b32 $0, $0, t; }", "=&r,r,r,r,r,r,r",
-        [high, low, gl.where(row == 0, -1, 0), gl.where(row == 1, -1, 0)], dtype=high.dtype, is_pure=True, pack=2,
+        [high, low, gl.where(column == 0, -1, 0), gl.where(column == 1, -1, 0)], dtype=high.dtype, is_pure=True,
+        pack=2,
     )  # fmt: skip
 
 
@@ -119,13 +120,13 @@ def receive_operand(ptr, flag, K: gl.constexpr, operand):
 
 @gluon.jit
 def chunk_of(operand, i, S: gl.constexpr):
-    """The vector for slot i of a row of W, of S slices: (S, 16, DIMS), and their scales (S, 1, 1)."""
+    """The vector for slot i of a row of W, of S slices: (S, DIMS, 8), and their scales (S, 1, 1)."""
     highs, lows, scales = operand
-    row = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, OF_X)))
-    row = gl.expand_dims(gl.expand_dims(row, 0), 2)
-    high = _part(highs, i, S * DIMS)._reinterpret(highs.dtype, [S, DIMS], FLAT2).load(gl.SliceLayout(1, OF_X))
-    low = _part(lows, i, S * DIMS)._reinterpret(highs.dtype, [S, DIMS], FLAT2).load(gl.SliceLayout(1, OF_X))
-    x = _in_rows(gl.expand_dims(high, 1), gl.expand_dims(low, 1), row)
+    column = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, OF_X)))
+    column = gl.expand_dims(gl.expand_dims(column, 0), 1)
+    high = _part(highs, i, S * DIMS)._reinterpret(highs.dtype, [S, DIMS], FLAT2).load(gl.SliceLayout(2, OF_X))
+    low = _part(lows, i, S * DIMS)._reinterpret(highs.dtype, [S, DIMS], FLAT2).load(gl.SliceLayout(2, OF_X))
+    x = _in_columns(gl.expand_dims(high, 2), gl.expand_dims(low, 2), column)
     of_slices = 1.0
     if highs.dtype == gl.float16:
         scale = _part(scales, i, S).load(gl.SliceLayout(1, gl.SliceLayout(2, SUMS)))

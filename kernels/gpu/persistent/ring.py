@@ -84,11 +84,10 @@ def following(slot, phase, count, SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def wait_for(ready, slot, phase, count, MOST: gl.constexpr, SLOTS: gl.constexpr):
-    """Wait until `count` slots from `slot` on are filled."""
-    for i in gl.static_range(MOST):
-        mbarrier.wait(ready.index(slot), phase, pred=i < count)
-        slot, phase = following(slot, phase, 1, SLOTS)
+def wait_for(ready, slot, phase, count, SLOTS: gl.constexpr):
+    """Wait until `count` slots from `slot` on are filled: the last one is when all before are."""
+    last, phase = following(slot, phase, count - 1, SLOTS)
+    mbarrier.wait(ready.index(gl.maximum(last, 0)), phase, pred=count > 0)
 
 
 @gluon.jit

@@ -51,9 +51,10 @@ def gate_up_scales(ptr, experts, SHAPE: gl.constexpr):
 
 @gluon.jit
 def down_scales(ptr, experts, smem, SHAPE: gl.constexpr):
-    """Scales of the token's experts' rows of W_down for each of the program's slots (slices of K, 1, 8).
+    """Scales of the token's experts' rows of W_down for two of the program's slots each (slices of K, 16, 1).
 
-    Tile after tile, as `gemv` takes them; an empty tuple where columns have no scales of their own.
+    Chunks of one pair of tiles, then those of the next, as `gemv` takes them; an empty tuple where scales do not
+    differ by columns.
     """
     H: gl.constexpr = SHAPE.value.hidden
     P: gl.constexpr = SHAPE.value.programs
@@ -63,14 +64,14 @@ def down_scales(ptr, experts, smem, SHAPE: gl.constexpr):
     found = ()
     if SHAPE.value.is_e4m3 and SHAPE.value.experts:
         chosen = chosen_experts(experts, COUNT)
-        k_slice = gl.arange(0, S, gl.SliceLayout(1, gl.SliceLayout(1, SUMS)))[:, None]
-        row = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, SUMS)))[None, :]
-        for tile in gl.static_range((H // 8 + P - 1) // P):
-            rows = (gl.program_id(0) + tile * P) * 8 + row
+        k_slice = gl.arange(0, S, gl.SliceLayout(1, gl.SliceLayout(2, SUMS)))[:, None]
+        row = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, SUMS)))[None, :]
+        for first_tile in gl.static_range(0, (H // 8 + P - 1) // P, 2):
+            rows = (gl.program_id(0) + (first_tile + row // 8) * P) * 8 + row % 8
             for chunk in gl.static_range(num_chunks(COUNT * OF_EXPERT * DIMS, S)):
                 number = chunk * S + k_slice
                 expert = one_of(chosen, number // OF_EXPERT, COUNT)
                 inside = (number < COUNT * OF_EXPERT) & (rows < H)
                 scale = gl.load(ptr + expert * H + rows, mask=inside, other=0.0)
-                found = found + (gl.expand_dims(scale, 1),)  # type: ignore[assignment]  # noqa: RUF005  Triton's tuples unpack nothing
+                found = found + (gl.expand_dims(scale, 2),)  # type: ignore[assignment]  # noqa: RUF005  Triton's tuples unpack nothing
     return found

@@ -13,6 +13,7 @@ PIECE = 4096  # columns of a vector that are received at a time, of one of more 
 MAX_CHUNKS = 4  # of a vector that stays in registers
 TILE_KEYS = 64  # of K or V in a slot
 SLOT_BYTES, MAX_SLOTS = 16 << 10, 10
+SLOTS_AT_ONCE = 6  # that are multiplied without a barrier in between: what registers hold
 HOPPERS_SHARED_BYTES = 227 << 10  # of a program
 MAX_LAYER_BYTES = 128 << 20
 SOFTMAX_TILES = 2  # tiles of keys that are scored before their values are added up
@@ -84,14 +85,14 @@ class Shape:
         return -(-k // CHUNK) >= MAX_CHUNKS and self.tiles(n) <= self.slots // 2
 
     def tiles_at_once(self, n: int, k: int, times: int, columns: int) -> int:
-        """Tiles that a program waits for together: all, or what takes half of the slots. times: of so many W."""
+        """Tiles that a program multiplies together: all, or pairs. times: of so many W."""
         count, chunks = self.tiles(n) * times, -(-k // columns)
-        return count if count * chunks <= self.slots else max(self.slots // 2 // chunks, 1)
+        return count if count * chunks <= SLOTS_AT_ONCE else max(SLOTS_AT_ONCE // 2 // chunks, 1) * 2
 
     def chunks_at_once(self, n: int, k: int, columns: int) -> int:
-        """Chunks of W (n, k) that a program waits for together: all, or what takes half of the slots."""
+        """Chunks of W (n, k) that a program multiplies together, of all its tiles."""
         count, tiles = -(-k // columns), self.tiles(n)
-        return count if count * tiles <= self.slots else max(self.slots // 2 // tiles, 1)
+        return count if count * tiles <= SLOTS_AT_ONCE else max(SLOTS_AT_ONCE // tiles, 1)
 
     @property
     def stages(self) -> tuple[tuple[int, int, int, int], ...]:

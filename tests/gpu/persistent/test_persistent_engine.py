@@ -10,14 +10,20 @@ from typing import Any
 import pytest
 import torch
 
+from common.model_files import resolve_model
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.gpu.config import GpuConfig
+from engine.layers.linear import Linear
+from engine.moe.expert_stacks import prepare
+from engine.moe.moe import Moe
+from engine.persistent.decoder import is_plain, parameters_of, shape_of
 from engine.request_states import RequestState
 from kernels.gpu.persistent.decoder import PersistentDecoder
 from kernels.gpu.persistent.reference import decode_reference
 from kernels.gpu.persistent.shape import Shape
+from tests.engine.driving import open_model
 from tests.gpu.models import save_family
 from tests.gpu.test_engine import ON_GPU, PROMPTS, generate, greedy, open_gpu, run
 
@@ -100,6 +106,46 @@ def test_rows_are_alone_and_among_others(
     max_error = 0.1 if has_choices and HAS_HOPPER else MAX_ERROR  # bfloat16 may choose another expert
     for one, other in zip(want, got, strict=True):
         assert float((one - other).norm() / one.norm()) < max_error
+
+
+@pytest.mark.skipif(not HAS_HOPPER, reason="fp8 needs a GPU")
+def test_fp8(model: Path, steps: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    made, runner = open_gpu(model, monkeypatch, GpuConfig(), dtype=DTYPE, block_size=8)
+    tokens = generate(made, [replace(GREEDY, max_tokens=count) for count in NUM_TOKENS])
+    want = forced_logits(made, runner, tokens)
+    num_plain = len(steps)
+    made, runner = open_gpu(model, monkeypatch, GpuConfig(), dtype=DTYPE, block_size=8, quant_mode="fp8")
+    got = forced_logits(made, runner, tokens)
+    assert len(steps) > num_plain
+    for one, other in zip(want, got, strict=True):
+        assert float((one - other).norm() / one.norm()) < 0.15
+
+
+def test_weights_in_e4m3(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel finds them and their scales: it computes what it does with the same weights as plain ones."""
+    monkeypatch.setattr("engine.persistent.decoder.DTYPE", torch.float32)
+    hidden = []
+    for is_quantized in (True, False):
+        loaded, _ = open_model(resolve_model(str(model)), dtype="float32", quant_mode="none")
+        for block in loaded.model.blocks:
+            for ref in block.linears():
+                ref.replace(in_e4m3(ref.layer, is_quantized))
+            if isinstance(block, Moe):
+                prepare(block)
+        pool = torch.zeros(1, 2, 2, 2, 8, 128)
+        assert is_plain(loaded.model, pool)
+        shape = shape_of(loaded.model.config, 8, 132, is_quantized)
+        numbers = (torch.tensor([each], dtype=torch.int32) for each in (0, 1, 0))
+        inputs = torch.tensor([5]), *numbers, torch.zeros(1, 1, dtype=torch.int32)
+        hidden.append(decode_reference(shape, parameters_of(loaded.model), pool, *inputs))
+    assert torch.equal(hidden[0], hidden[1])
+
+
+def in_e4m3(layer: Linear, is_quantized: bool) -> Linear:
+    """The layer rounded to e4m3, with scales or as a plain one."""
+    scales = layer.weight.abs().amax(-1) / 448
+    weight = (layer.weight / scales[:, None]).to(torch.float8_e4m3fn)
+    return Linear(weight, scales=scales) if is_quantized else Linear(weight.float() * scales[:, None])
 
 
 def test_no_kernel_where_it_is_switched_off(

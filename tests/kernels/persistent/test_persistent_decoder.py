@@ -12,6 +12,7 @@ from kernels.gpu.persistent.shape import Shape
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 QWEN3_06B = Shape(hidden=1024, heads=16, kv_heads=8, intermediate=3072, block_size=64, programs=132)
+EXPERTS = {"hidden": 2048, "heads": 32, "kv_heads": 4, "intermediate": 768, "experts": 128, "chosen": 8}
 
 
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper: Gluon has no interpreter")
@@ -21,9 +22,12 @@ QWEN3_06B = Shape(hidden=1024, heads=16, kv_heads=8, intermediate=3072, block_si
         {},
         {"block_size": 16},
         {"hidden": 2048, "intermediate": 6144},
-        {"hidden": 2048, "heads": 32, "kv_heads": 4, "intermediate": 768, "experts": 128, "chosen": 8},
+        EXPERTS,
+        {"is_e4m3": True},
+        {"hidden": 2560, "heads": 32, "intermediate": 9728, "is_e4m3": True},
+        {**EXPERTS, "is_e4m3": True},
     ],
-    ids=["Qwen3-0.6B", "blocks of 16", "1.7B", "30B-A3B"],
+    ids=["Qwen3-0.6B", "blocks of 16", "1.7B", "30B-A3B", "0.6B in e4m3", "4B in e4m3", "30B-A3B in e4m3"],
 )
 def test_steps_equal_torchs(changes: dict[str, int]) -> None:
     """One after the other: a step must not read words of the one before. Then again, with the K and V they left."""
