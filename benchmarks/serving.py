@@ -37,9 +37,9 @@ import uvloop
 
 from benchmarks.harness import random_prompt, read_metric, report
 from benchmarks.model_folder import with_tokenizer
-from cli.api_client import first_model
+from cli.client.api_client import first_model
+from cli.client.event_stream import RequestRecord
 from cli.cluster.ports import LOOPBACK, free_port_range
-from cli.event_stream import RequestRecord
 from cli.load.client import Client, Target
 from cli.load.runner import closed_loop
 from cli.load.workload import PlannedRequest, Prompt, PromptMaker

@@ -32,8 +32,8 @@ import uvloop
 
 from benchmarks.clusters.cells import HEADER, Cell, Load, draw, row
 from benchmarks.model_folder import with_tokenizer
-from cli.api_client import first_model
-from cli.event_stream import RequestRecord
+from cli.client.api_client import first_model
+from cli.client.event_stream import RequestRecord
 from cli.load.client import Client, Target
 from cli.load.plot import tokens_over_time
 from cli.load.results import Objectives, distribution_ms, summarize

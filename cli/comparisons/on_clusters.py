@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import pairwise
 
-from cli.api_client import ApiClient
+from cli.client.api_client import ApiClient
+from cli.client.event_stream import RequestRecord
 from cli.comparisons.result import Arm, Comparison, told_of_pauses
-from cli.event_stream import RequestRecord
 from cli.local_cluster.local_server import LocalServer
 
 NUM_RUNNING = 2

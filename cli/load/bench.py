@@ -24,8 +24,8 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from cli.api_client import first_model, server_root
-from cli.event_stream import RequestRecord
+from cli.client.api_client import first_model, server_root
+from cli.client.event_stream import RequestRecord
 from cli.load.client import Client, Target
 from cli.load.plot import plot
 from cli.load.progress import RunProgress, shown

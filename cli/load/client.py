@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import httptools
 import orjson
 
-from cli.event_stream import EventStream, RequestRecord, StreamError, message_of
+from cli.client.event_stream import EventStream, RequestRecord, StreamError, message_of
 from cli.load.workload import PlannedRequest
 from common.errors import ConfigError
 

@@ -1,6 +1,6 @@
 """`mini-infer demo`: a short tour of a running or temporary cluster, with what was measured on the way.
 
-One answer; eight at once; the same long prefix twice; a tool call; a cancelled answer. Calls `cli/api_client` only.
+One answer; eight at once; the same long prefix twice; a tool call; a cancelled answer. Calls `cli/client` only.
 With --compare, optimizations are measured on engines that are started for it (`cli/comparisons`).
 """
 
@@ -18,8 +18,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from cli.api_client import ApiClient, ApiError, Message, add_client_arguments, describe, speed_of
-from cli.event_stream import RequestRecord
+from cli.client.api_client import ApiClient, ApiError, Message, add_client_arguments, describe, speed_of
+from cli.client.event_stream import RequestRecord
 from cli.local_cluster.local_server import add_start_arguments, find_or_start, parse_with_serve_flags
 from cli.terminal.answer import view_of_stdout
 from common.config import SettingsParser

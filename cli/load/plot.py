@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cli.event_stream import RequestRecord
+from cli.client.event_stream import RequestRecord
 from common.errors import ConfigError
 
 

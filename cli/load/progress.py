@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from cli.event_stream import RequestRecord
+from cli.client.event_stream import RequestRecord
 
 LINE_SECONDS = 10.0
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cli.event_stream import RequestRecord
+from cli.client.event_stream import RequestRecord
 
 QUANTILES = (0.5, 0.9, 0.99)
 

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Iterable
 
-from cli.event_stream import RequestRecord
+from cli.client.event_stream import RequestRecord
 from cli.load.workload import PlannedRequest
 
 # (request, scheduled, begin) -> record; `Client.complete`, or a test's stand-in

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import httpx
 from rich.console import Console
 
-from cli.api_client import API_KEY, DEFAULT_URL, ApiClient, api_key_of, server_root
+from cli.client.api_client import API_KEY, DEFAULT_URL, ApiClient, api_key_of, server_root
 from cli.cluster.child import child_command, child_environment
 from cli.cluster.flags import build_parser, parse_config
 from cli.cluster.gpus import uses_gpu

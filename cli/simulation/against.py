@@ -17,8 +17,8 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from cli.api_client import ApiClient, first_model
-from cli.event_stream import RequestRecord
+from cli.client.api_client import ApiClient, first_model
+from cli.client.event_stream import RequestRecord
 from cli.load.bench import TargetConfig, WorkloadConfig, drive, plan
 from cli.load.results import Objectives, summarize
 from cli.load.workload import PlannedRequest

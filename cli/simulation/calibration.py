@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from statistics import median
 from typing import Any
 
-from cli.api_client import ApiClient
+from cli.client.api_client import ApiClient
 from cli.simulation.settings import ClusterConfig
 from common.errors import ConfigError
 from common.step_times import num_pairs

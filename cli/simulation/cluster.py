@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from random import Random
 
-from cli.event_stream import RequestRecord
+from cli.client.event_stream import RequestRecord
 from cli.load.workload import PlannedRequest
 from cli.simulation.clock import Clock
 from cli.simulation.specs import ClusterSpec

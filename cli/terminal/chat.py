@@ -1,7 +1,7 @@
 """`mini-infer chat`: a conversation in the terminal, or line by line through a pipe.
 
 `Conversation` holds the messages and interprets slash commands; `Chat` shows it. Neither knows how a server is
-started (`cli/local_cluster`) or spoken to (`cli/api_client`), or what an answer looks like (`cli/terminal`).
+started (`cli/local_cluster`) or spoken to (`cli/client`), or what an answer looks like (`cli/terminal`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 
 from rich.console import Console
 
-from cli.api_client import ApiClient, Message, add_client_arguments, client_for, describe
-from cli.event_stream import RequestRecord
+from cli.client.api_client import ApiClient, Message, add_client_arguments, client_for, describe
+from cli.client.event_stream import RequestRecord
 from cli.terminal.answer import AnswerView, PlainAnswer, view_of_stdout
 from cli.terminal.keys import interrupted_once, keys_kept
 from common.config import SettingsParser

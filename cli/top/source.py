@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import orjson
 
-from cli.api_client import API_KEY, DEFAULT_URL, ApiClient, api_key_of, raise_for_status
+from cli.client.api_client import API_KEY, DEFAULT_URL, ApiClient, api_key_of, raise_for_status
 from common.config import SettingsParser
 
 SILENCE_SECONDS = 10.0  # events come each second

@@ -1,6 +1,6 @@
 from rich.console import Console
 
-from cli.api_client import ApiClient, ApiError
+from cli.client.api_client import ApiClient, ApiError
 from cli.load import demo
 
 CALL = {"function": {"name": "get_weather", "arguments": '{"city": "Oslo"}'}}

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cli.event_stream import RequestRecord
+from cli.client.event_stream import RequestRecord
 from cli.load.results import Objectives, distribution_ms, percentile, summarize
 
 

@@ -2,7 +2,7 @@ import asyncio
 import re
 import time
 
-from cli.event_stream import RequestRecord
+from cli.client.event_stream import RequestRecord
 from cli.load.progress import RunProgress, shown
 from cli.load.runner import closed_loop, open_loop
 from cli.load.workload import PlannedRequest

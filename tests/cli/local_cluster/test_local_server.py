@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from cli.api_client import add_client_arguments
+from cli.client.api_client import add_client_arguments
 from cli.cluster.flags import parse_config
 from cli.load import demo
 from cli.local_cluster.local_server import (

@@ -4,8 +4,8 @@ import stat
 import pytest
 from rich.console import Console
 
-from cli.api_client import describe
-from cli.event_stream import RequestRecord
+from cli.client.api_client import describe
+from cli.client.event_stream import RequestRecord
 from cli.terminal import chat as command
 from cli.terminal.answer import TerminalAnswer, view_of_stdout
 from cli.terminal.chat import Chat, Conversation, history_path

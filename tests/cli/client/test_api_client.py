@@ -3,8 +3,8 @@ import json
 
 import pytest
 
-from cli.api_client import ApiClient, ApiError, first_model
-from cli.event_stream import RequestRecord
+from cli.client.api_client import ApiClient, ApiError, first_model
+from cli.client.event_stream import RequestRecord
 from common.errors import InvalidRequestError, UnavailableError
 from tests.cli.load.sse_server import SILENCE, chunked, event, running
 

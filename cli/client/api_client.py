@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import httpx
 
-from cli.event_stream import EventStream, RequestRecord, StreamError, message_of
+from cli.client.event_stream import EventStream, RequestRecord, StreamError, message_of
 from common.errors import ConfigError, InvalidRequestError, MiniInferError, UnavailableError
 
 Message = dict[str, str]

@@ -1,0 +1,1 @@
+"""A client of an OpenAI-compatible server: models, answers that stream, errors as a person reads them."""
