@@ -3,7 +3,7 @@
     python -m benchmarks.kernels.bench_gemm --kind plain [--rows 1 8] [--only "0.6b o"] [--sweep]
 
 Quantization of x is part of the time. `--sweep` tries settings of the kernels, x being quantized beforehand;
-`kernels/gpu/launching/tuning.py` and `kernels/gpu/quantization/quantized_tuning.py` come from it.
+`kernels/gpu/few_rows/few_row_tuning.py` and `kernels/gpu/quantization/quantized_tuning.py` come from it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from triton.runtime.errors import TritonError
 
 from benchmarks.kernels import gemm_settings
 from benchmarks.kernels.timing import graph_seconds, num_input_sets, read_bandwidth, report
-from engine.gpu.ops import plain, split_k
+from engine.few_rows import split_k
+from engine.gpu.ops import plain
 from engine.layers.linear import Linear
 from engine.quantization.gpu_linears import (
     FP8,
@@ -35,8 +36,8 @@ from engine.quantization.gpu_linears import (
     w4a16_layer,
 )
 from kernels.gpu.elementwise.silu_mul import silu_mul
-from kernels.gpu.gemm.gemv import gemv
-from kernels.gpu.gemm.skinny_gemm import skinny_gemm
+from kernels.gpu.few_rows.gemv import gemv
+from kernels.gpu.few_rows.skinny_gemm import skinny_gemm
 from kernels.gpu.gemm.split_k import SplitKWorkspace
 from kernels.gpu.launching.launch import has_wgmma
 from kernels.gpu.quantization.packed_gemm import packed_gemm

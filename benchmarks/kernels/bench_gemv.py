@@ -10,8 +10,8 @@ from torch import Tensor
 from benchmarks.kernels.timing import graph_seconds, num_input_sets, report
 from kernels.gpu.elementwise.rms_norm import add_rms_norm, rms_norm
 from kernels.gpu.elementwise.silu_mul import silu_mul
-from kernels.gpu.gemm.gemv import gemv
-from kernels.gpu.launching.tuning import FUSED_GEMV, GEMV
+from kernels.gpu.few_rows.few_row_tuning import FUSED_GEMV, GEMV
+from kernels.gpu.few_rows.gemv import gemv
 
 LAYERS = {"qwen2.5-7b": (3584, 3584, 18944, 4608), "qwen3-0.6b": (1024, 2048, 3072, 4096)}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kernels.gpu.launching.launch_configs import GemvConfig, TileConfig
+from kernels.gpu.few_rows.gemm_configs import GemvConfig, TileConfig
 from kernels.gpu.quantization.quantized_tuning import SlicedKConfig, StreamConfig
 
 GEMVS = [

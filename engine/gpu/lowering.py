@@ -13,7 +13,7 @@ from itertools import takewhile
 from torch import Tensor
 
 from common.wings import has_wing
-from engine.gpu.ops import one_row, plain, split_k
+from engine.gpu.ops import plain
 from engine.gpu.ops.pending import Pending, rows_of
 from engine.gpu.ops.rules import MANY_ROWS, SINGLE_GPU, GpuForward, GpuSeams, GpuStep, Rule, Target, fitting, ops_of
 from engine.layers.attention import AttentionBlock
@@ -25,7 +25,11 @@ from kernels.gpu.gemm.split_k import SplitKWorkspace
 
 MAX_TUNED_ROWS = 64  # the kernels of more rows are the same for any number of them
 NARROW_STEP = 64
-RULES: Sequence[Rule] = (*split_k.RULES, *one_row.RULES, *plain.RULES)
+RULES: Sequence[Rule] = plain.RULES
+if has_wing("engine.few_rows"):
+    from engine.few_rows import one_row, split_k
+
+    RULES = (*split_k.RULES, *one_row.RULES, *RULES)
 HAS_QUANTIZED = has_wing("engine.quantization")
 if HAS_QUANTIZED:
     from engine.quantization import gpu_ops as quantized

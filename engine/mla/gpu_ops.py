@@ -7,10 +7,11 @@ from functools import partial
 
 from torch import Tensor
 
-from engine.gpu.ops.one_row import ONE_ROW, bound_gemv, is_plain_row, nothing_pending
-from engine.gpu.ops.plain import Gemm, gemm
+from engine.few_rows.one_row import ONE_ROW, bound_gemv, is_plain_row, nothing_pending
+from engine.gpu.ops.plain import gemm
 from engine.gpu.ops.rules import GpuOp, GpuStep, Rule, Target
 from engine.layers.forward import Op
+from engine.layers.linear import LinearLayer
 from engine.mla.gpu_attention import LatentQueries
 from engine.mla.latent_attention import LATENT_NORM_EPS, LatentAttention
 from kernels.gpu.elementwise.rms_norm import rms_norm
@@ -50,7 +51,7 @@ def one_row(block: LatentAttention, target: Target) -> GpuOp:
 
 
 def latent_attention(
-    block: LatentAttention, qkv_a: Gemm, normed_q_b: Gemm | None
+    block: LatentAttention, qkv_a: LinearLayer, normed_q_b: LinearLayer | None
 ) -> Callable[[Tensor, GpuStep], Tensor]:
     """The block up to its output projection, with linear layers in the forms given. normed_q_b: norm and GEMM."""
     kept = block.rank + block.rope_dim

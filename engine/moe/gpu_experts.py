@@ -16,7 +16,8 @@ from engine.gpu.ops.pending import Partials
 from engine.gpu.ops.rules import GpuStep
 from engine.moe.expert_stacks import Stack, StackedExperts
 from engine.moe.moe import Moe
-from kernels.gpu.launching.launch_configs import GemvConfig, Table, TileConfig, found
+from kernels.gpu.few_rows.gemm_configs import GemvConfig, TileConfig
+from kernels.gpu.launching.launch_configs import Table, found
 from kernels.gpu.moe.expert_formats import columns_of
 from kernels.gpu.moe.expert_pairs import SortedPairs, sort_pairs
 from kernels.gpu.moe.expert_tuning import (

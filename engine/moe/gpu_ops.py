@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from engine.gpu.ops.one_row import ONE_ROW, bound_gemv, is_one_row, nothing_pending
+from engine.few_rows.one_row import ONE_ROW, bound_gemv, is_one_row, nothing_pending
 from engine.gpu.ops.plain import gemm
 from engine.gpu.ops.rules import GpuOp, Rule, Target
 from engine.layers.forward import Op

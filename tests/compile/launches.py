@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from engine.gpu.ops import plain, split_k
+from engine.few_rows import split_k
+from engine.gpu.ops import plain
 from engine.kv.memory import kv_layout
 from engine.layers.linear import Linear
 from engine.quantization.gpu_linears import FP8, W8A8, W8A16, w4a16_layer

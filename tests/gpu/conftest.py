@@ -12,7 +12,8 @@ if not torch.cuda.is_available():
     from tests.kernels.interpreter import take_short_cuts
 
     take_short_cuts()
-from kernels.gpu.launching.launch_configs import GemvConfig, RopeConfig, Rule, Table
+from kernels.gpu.few_rows.gemm_configs import GemvConfig
+from kernels.gpu.launching.launch_configs import RopeConfig, Rule, Table
 from tests.gpu.row_kernels import compute_rows_at_once
 
 torch.set_num_threads(1)
@@ -28,8 +29,8 @@ def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
         return
     monkeypatch.setattr("kernels.gpu.elementwise.rope.ROPE", Table(Rule(RopeConfig(64, 8, 4))))
     one_row = GemvConfig(128, 128, num_warps=1, num_stages=1)
-    for module in "one_row", "plain":
-        monkeypatch.setattr(f"engine.gpu.ops.{module}.FUSED_GEMV", one_row)
+    for module in "one_row", "gemms":
+        monkeypatch.setattr(f"engine.few_rows.{module}.FUSED_GEMV", one_row)
     monkeypatch.setattr("kernels.gpu.quantization.packed_gemm.DEQUANTIZED_ROWS", 1024)
     monkeypatch.setattr("kernels.gpu.attention.kv_splits.COMBINE_PROGRAMS", 0)
     compute_rows_at_once(monkeypatch)

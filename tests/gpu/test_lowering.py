@@ -10,10 +10,11 @@ import torch
 
 from common.model_files import resolve_model
 from engine.config import EngineConfig
+from engine.few_rows import split_k
 from engine.gpu.attention.backend import GpuInputs, GroupInputs
 from engine.gpu.forward import FusedForward
 from engine.gpu.lowering import RULES
-from engine.gpu.ops import plain, split_k
+from engine.gpu.ops import plain
 from engine.gpu.ops.rules import GpuSeams, Rule, Target, fitting
 from engine.kv.memory import kv_layout
 from engine.layers.block import Block

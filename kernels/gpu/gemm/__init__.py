@@ -1,1 +1,1 @@
-"""GEMMs of few rows over weights of 16 bits."""
+"""Partial sums of GEMMs whose programs share a K."""

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.gemm.gemv import LINE
+from kernels.gpu.few_rows.gemm_configs import GemvConfig
+from kernels.gpu.few_rows.gemv import LINE
 from kernels.gpu.launching.launch import (
     is_compiled,
     let_successor_start,
@@ -21,7 +22,6 @@ from kernels.gpu.launching.launch import (
     wait_first,
     wait_for_predecessor,
 )
-from kernels.gpu.launching.launch_configs import GemvConfig
 from kernels.gpu.moe.activation import clamped_times
 from kernels.gpu.moe.expert_formats import columns_of, form_of
 from kernels.gpu.moe.grouped_gemm import output_of, weighted_places

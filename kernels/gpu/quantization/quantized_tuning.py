@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kernels.gpu.launching.launch_configs import GemmTable, Rule, Table, TileConfig, above, at_most, between
+from kernels.gpu.few_rows.gemm_configs import GemmTable, TileConfig
+from kernels.gpu.launching.launch_configs import Rule, Table, above, at_most, between
 
 
 @dataclass(frozen=True, slots=True)

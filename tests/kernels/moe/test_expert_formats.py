@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.gpu.launching.launch_configs import GemvConfig, TileConfig
+from kernels.gpu.few_rows.gemm_configs import GemvConfig, TileConfig
 from kernels.gpu.moe.expert_pairs import sort_pairs
 from kernels.gpu.moe.grouped_gemm import MAX_UNSORTED, grouped_gemm
 from kernels.gpu.moe.grouped_gemv import add_down_of_row, grouped_gemv

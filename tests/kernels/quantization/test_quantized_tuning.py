@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kernels.gpu.few_rows.gemm_configs import GemmTable
 from kernels.gpu.gemm.split_k import SplitKWorkspace
-from kernels.gpu.launching.launch_configs import GemmTable
 from kernels.gpu.quantization import quantized_tuning as tuning
-from tests.kernels.test_tuning import SHAPES, unreached
+from tests.kernels.few_rows.test_tuning import SHAPES, unreached
 
 TABLES = {name: table for name, table in vars(tuning).items() if isinstance(table, GemmTable)}
 

@@ -1,6 +1,6 @@
 """Blocks of up to 64 decode rows of a small model: a GEMM's weights are on the chip before it starts.
 
-GEMMs leave split-K partials (`kernels.gpu.gemm.preloaded_gemm`), which the kernels behind them add up: rotation,
+GEMMs leave split-K partials (`kernels.gpu.few_rows.preloaded_gemm`), which the kernels behind them add up: rotation,
 norms, gate. With larger weights there is no room to bring them early, and with more rows x takes longer than they.
 Measured in models all of whose GEMMs have a configuration.
 """
@@ -12,16 +12,15 @@ from functools import partial
 from torch import Tensor
 
 from engine.gpu.ops.pending import Partials
-from engine.gpu.ops.plain import Gemm
 from engine.gpu.ops.rules import GpuOp, GpuStep, Rule, Target
 from engine.layers.attention import Attention
 from engine.layers.forward import Op
-from engine.layers.linear import Linear
+from engine.layers.linear import Linear, LinearLayer
 from engine.layers.mlp import Mlp
 from kernels.gpu.elementwise.silu_mul import silu_mul_of_partials
-from kernels.gpu.gemm.preloaded_gemm import COLUMN_MULTIPLE, fits_preloaded, preloaded_linear
-from kernels.gpu.launching.launch_configs import PreloadedConfig
-from kernels.gpu.launching.tuning import PRELOADED, SPREAD_ROWS
+from kernels.gpu.few_rows.few_row_tuning import PRELOADED, SPREAD_ROWS
+from kernels.gpu.few_rows.gemm_configs import PreloadedConfig
+from kernels.gpu.few_rows.preloaded_gemm import COLUMN_MULTIPLE, fits_preloaded, preloaded_linear
 
 MAX_HIDDEN = 2048
 SPLIT_K = "split K"
@@ -48,7 +47,7 @@ def mlp(block: Mlp, target: Target) -> GpuOp:
     return Op(target.seams.fold(block.norm, block.eps), body)
 
 
-def gemm(layer: Linear, num_rows: int) -> Gemm:
+def gemm(layer: Linear, num_rows: int) -> LinearLayer:
     """(num_rows, in) -> partials (num_splits, num_rows, out)."""
     config = config_of(layer, num_rows)
     assert config is not None, "the rule fits these shapes"

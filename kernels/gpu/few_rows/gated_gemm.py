@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.elementwise.silu_mul import gate_times
+from kernels.gpu.few_rows.gemm_configs import TileConfig
 from kernels.gpu.launching.launch import overlaps_launches, wait_for_predecessor
-from kernels.gpu.launching.launch_configs import TileConfig
 
 MAX_ROWS = 64
 

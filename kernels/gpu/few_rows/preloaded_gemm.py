@@ -5,7 +5,7 @@ previous kernel still runs (see `launch`); only x, some ten KB from the L2 cache
 loops over K there are programs along K: each leaves split-K partials, rounded like an output, and the next kernel
 (`rms_norm`, `silu_mul`, `rope`) adds them up in their order. Nothing depends on timing, nor a row on the other rows.
 
-This pays where the programs of a launch find room at once, so for small weights: `kernels/gpu/launching/tuning.py`.
+This pays where the programs of a launch find room at once, so for small weights: `few_row_tuning.py`.
 Reference: `functional.linear`.
 """
 
@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernels.gpu.few_rows.gemm_configs import PreloadedConfig
 from kernels.gpu.launching.launch import let_successor_start, overlaps_launches, wait_first
-from kernels.gpu.launching.launch_configs import PreloadedConfig
 
 MAX_ROWS = 64
 COLUMN_MULTIPLE = 8  # of the weight, whose rows are then aligned

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kernels.gpu.gemm.skinny_gemm import skinny_gemm
+from kernels.gpu.few_rows.few_row_tuning import SKINNY
+from kernels.gpu.few_rows.gemm_configs import TileConfig
+from kernels.gpu.few_rows.skinny_gemm import skinny_gemm
 from kernels.gpu.gemm.split_k import SplitKWorkspace
-from kernels.gpu.launching.launch_configs import TileConfig
-from kernels.gpu.launching.tuning import SKINNY
 from kernels.gpu.quantization.quantize import quantize_rows
 from kernels.quantization.quantized_gemm import quantize_rows_int8
 from tests.kernels.helpers import BFLOAT16_BOUND, HALF_DTYPE, QUANTIZERS, dequantized, relative_error

@@ -16,8 +16,8 @@ from engine.layers.block import Block
 from engine.layers.forward import Op
 from engine.layers.linear import Linear
 from engine.layers.mlp import Mlp
-from kernels.gpu.gemm.gemv import gemv
-from kernels.gpu.launching.tuning import FUSED_GEMV
+from kernels.gpu.few_rows.few_row_tuning import FUSED_GEMV
+from kernels.gpu.few_rows.gemv import gemv
 
 ONE_ROW = "one row"
 

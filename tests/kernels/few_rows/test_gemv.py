@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kernels.gpu.gemm.gemv import gemv
-from kernels.gpu.launching.launch_configs import GemvConfig
+from kernels.gpu.few_rows.gemm_configs import GemvConfig
+from kernels.gpu.few_rows.gemv import gemv
 from kernels.rms_norm import rms_norm
 from kernels.silu_mul import silu_mul
 from tests.kernels.helpers import BFLOAT16_BOUND, relative_error

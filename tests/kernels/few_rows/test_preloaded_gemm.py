@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kernels.gpu.gemm.preloaded_gemm import preloaded_linear
-from kernels.gpu.launching.launch_configs import PreloadedConfig
+from kernels.gpu.few_rows.gemm_configs import PreloadedConfig
+from kernels.gpu.few_rows.preloaded_gemm import preloaded_linear
 from tests.kernels.helpers import BFLOAT16_BOUND, HALF_DTYPE, relative_error
 
 

@@ -1,0 +1,1 @@
+"""GEMMs of few rows over weights of 16 bits."""
