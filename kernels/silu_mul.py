@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.native import rows
+from kernels import cpu_rows
 
 SILU = (1.0, 0.0)  # alpha and limit of the gate that is not clamped
 
@@ -16,7 +16,7 @@ def silu_mul(gate_up: Tensor, alpha: float = SILU[0], limit: float = SILU[1]) ->
 
     limit: if it is not 0, (up' + 1) gate' sigmoid(alpha gate'), of gate' up to limit and up' from -limit to limit.
     """
-    found = rows.silu_mul(gate_up, alpha, limit)
+    found = cpu_rows.silu_mul(gate_up, alpha, limit)
     if found is not None:
         return found
     gate, up = gate_up.chunk(2, dim=-1)

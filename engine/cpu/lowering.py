@@ -21,7 +21,7 @@ from engine.layers.linear import Linear, half, in_threes, onednn, plain, two_row
 from engine.models.model import Model
 from engine.ranks import SINGLE, RankContext, Seams
 from kernels.cpu_features import has_bfloat16_gemms
-from kernels.native.rows import add_rms_norm
+from kernels.cpu_rows import add_rms_norm
 
 MAX_FEW_ROWS = 64  # above, memory traffic counts and not the number of operations
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
+from common.wings import has_wing
 from engine.config import EngineConfig
-from engine.cpu.attention import CpuAttention
 from engine.cpu.batch import StepBatch, build_batch, is_generated
 from engine.cpu.lowering import CpuForwards
 from engine.cpu.pool_attention import PoolAttention
@@ -31,7 +31,6 @@ from engine.runner import ModelRunner, Proposer, sampled_queries, settle
 from engine.sampling.sampler import Sampler
 from engine.start_progress import OnProgress, no_progress
 from engine.trial_plans import prompt_plan
-from kernels.native.decode_attention import supports
 from kvstore.layout import PoolGeometry
 
 MAX_WARMUP_TOKENS = 64  # 512 make the first prompt 10 to 80 ms faster, and a model of 0.5B ready 0.8 s later
@@ -98,10 +97,12 @@ class CpuRunner(ModelRunner):
             from engine.windows.grouped_attention import GroupedAttention
 
             return GroupedAttention(kv_pool, geometry, loaded.model.rotary, loaded.model.local_rotary)
-        num_heads = loaded.model.config.num_heads
-        if kv_pool.dtype == loaded.dtype and supports(kv_pool, num_heads):
-            return CpuAttention(kv_pool, num_heads, loaded.model.rotary)
-        return PoolAttention(kv_pool, loaded.model.rotary)
+        plain = PoolAttention(kv_pool, loaded.model.rotary)
+        if kv_pool.dtype != loaded.dtype or not has_wing("engine.native"):
+            return plain
+        from engine.native.attention import open_attention
+
+        return open_attention(kv_pool, loaded.model.config.num_heads, loaded.model.rotary) or plain
 
     def propose_with(self, proposer: Proposer) -> None:
         """See ModelRunner. Raises ConfigError where a model does not show the layers that the proposer reads."""

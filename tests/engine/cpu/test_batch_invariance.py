@@ -127,6 +127,7 @@ def test_drafts_change_nothing(tmp_path: Path) -> None:
     assert answers(engine, prompts, random.Random(0)) == alone
 
 
+@pytest.mark.wing("engine.native")  # whose attention of chunks does so, and plain torch's does not
 def test_without_it_company_changes_bits(tmp_path: Path) -> None:
     """The control: what the tests above compare does differ, where nothing is done about it."""
     engine = open_engine(save("qwen2", tmp_path), batch_invariant=False)

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from common.model_files import ModelFiles
-from engine.cpu import runner
-from kernels.cpu_attention import padded_len
+from engine.native import attention
+from kernels.native.chunk_attention import padded_len
 from kernels.native.decode_attention import DecodeAttention, Queries, supports
 from kernels.native.library import library
 from kernels.paged_attention import attend_sequence, gather_kv, write_kv
-from tests.engine.cpu.native import native_variant, needs_library  # noqa: F401 - a fixture
 from tests.engine.driving import Driver, make_runner, open_model, random_prompt
+from tests.engine.native.native import native_variant, needs_library  # noqa: F401 - a fixture
 from tests.engine.tiny_models import VOCAB_SIZE, TinyModel
 
 LAYER = 1
@@ -123,7 +123,7 @@ def test_tokens_without_a_compiler_are_the_same(tmp_path: Path, monkeypatch: pyt
     found, backends = [], []
     for has_compiler in (True, False):
         if not has_compiler:
-            monkeypatch.setattr(runner, "supports", lambda *_: False)
+            monkeypatch.setattr(attention, "supports", lambda *_: False)
         loaded_model, config = open_model(files, dtype="float32")
         made = make_runner(loaded_model, config)
         backends.append(made.attention_backend)

@@ -13,8 +13,8 @@ from torch import Tensor
 from engine.cpu.batch import StepBatch, is_generated
 from engine.layers.attention import AttentionBlock
 from engine.layers.rotary import Rotation
-from kernels.cpu_attention import causal_corner, chunk_attention, padded_len
-from kernels.native.decode_attention import DecodeAttention, Queries
+from kernels.native.chunk_attention import causal_corner, chunk_attention, padded_len
+from kernels.native.decode_attention import DecodeAttention, Queries, supports
 from kernels.paged_attention import write_kv
 from kvstore.handle.runs import runs_of
 from kvstore.types import BlockId
@@ -35,7 +35,7 @@ class Chunk:
 
 
 @dataclass(slots=True)
-class CpuMetadata:
+class NativeMetadata:
     """Where tokens go, and who attends how.
 
     decoded: queries of decode rows, which are these `tokens` of the step; None: there are none.
@@ -49,7 +49,12 @@ class CpuMetadata:
     chunks: list[Chunk] = field(default_factory=list)
 
 
-class CpuAttention:
+def open_attention(pool: Tensor, num_heads: int, rotary: Tensor) -> NativeAttention | None:
+    """The backend, where there is a compiler and it takes this pool."""
+    return NativeAttention(pool, num_heads, rotary) if supports(pool, num_heads) else None
+
+
+class NativeAttention:
     """The backend for pools of K and V in host memory that `kernels.native.decode_attention` supports."""
 
     name = "native"
@@ -62,7 +67,7 @@ class CpuAttention:
         self._corner = causal_corner(num_heads // self._kv_heads, pool.dtype)
         self._decode = DecodeAttention(pool, num_heads)
 
-    def plan(self, batch: StepBatch, inputs: Tensor) -> CpuMetadata:
+    def plan(self, batch: StepBatch, inputs: Tensor) -> NativeMetadata:
         tokens: list[int] = []
         rows: list[int] = []
         lengths: list[int] = []
@@ -77,9 +82,9 @@ class CpuAttention:
             lengths += range(row.start + 1, row.stop + 1)
             tables.append(request.block_ids[: -(-row.stop // self._block_size)])
         decoded = Queries(tokens, rows, lengths, tables, inputs) if tokens else None
-        return CpuMetadata(Rotation.of(self._rotary, inputs[1]), inputs[2], inputs[3], decoded, tokens, chunks)
+        return NativeMetadata(Rotation.of(self._rotary, inputs[1]), inputs[2], inputs[3], decoded, tokens, chunks)
 
-    def attend(self, block: AttentionBlock, qkv: Tensor, metadata: CpuMetadata) -> Tensor:
+    def attend(self, block: AttentionBlock, qkv: Tensor, metadata: NativeMetadata) -> Tensor:
         layer, (q, kv) = block.layer, block.heads(qkv, metadata.rotation)
         decoded = metadata.decoded
         if decoded is not None and not metadata.chunks:

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from kernels.native import rows
 from kernels.silu_mul import SILU
-from tests.engine.cpu.native import native_variant, needs_library  # noqa: F401 - a fixture
+from tests.engine.native.native import native_variant, needs_library  # noqa: F401 - a fixture
 
 pytestmark = [needs_library, pytest.mark.usefixtures("native_variant")]
 DTYPES = [torch.float32, torch.bfloat16]

@@ -1,0 +1,1 @@
+"""Attention of an engine on a CPU by compiled C (`kernels/native`)."""
