@@ -24,7 +24,7 @@ from common.logging import report_end, setup_logging
 from common.model_files import resolve_model
 from engine.assembly import adapters_of
 from engine.cpu.runner import CpuRunner
-from engine.gpu.device_memory import shareable_pool
+from engine.cuda_ipc.device_memory import shareable_pool
 from engine.kv.memory import allocate_pool, pool_geometry, pool_over
 from engine.loader.load import LoadedModel, load_model
 from engine.pipeline_parallel.hidden_ring import RingSink, RingSource

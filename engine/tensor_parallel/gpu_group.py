@@ -17,7 +17,7 @@ import torch.distributed
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.gpu.device_memory import tensor_over
+from engine.cuda_ipc.device_memory import tensor_over
 from engine.gpu.pinning import upload
 from engine.gpu.steps.rows import most_tokens
 from engine.gpu.vocabulary import Vocabulary

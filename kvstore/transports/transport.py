@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
-from kvstore.handle.head_copy import HeadCopy
 from kvstore.handle.pool_info import PoolInfo
 from kvstore.transports.host_pull import BlockPull, Blocks
 from kvstore.transports.lease_client import LeaseClient
@@ -34,30 +33,8 @@ class Reader(Protocol):
     def close(self) -> None: ...
 
 
-class RemotePool(Protocol):
-    """A peer's pool as a device sees it."""
-
-    def close(self) -> None:
-        """Unmap it. Nothing on the device uses it any more."""
-        ...
-
-
 class Device(Protocol):
     """A local pool in the memory of a device. Block ids name its blocks, row ids those of host memory."""
-
-    def attach(self, fd: int, num_blocks: int, block_bytes: int) -> RemotePool:
-        """Map a peer's pool; the descriptor stays the caller's. Raises TransferError when it is out of reach."""
-        ...
-
-    def pull(
-        self, remote: RemotePool, remote_ids: Sequence[BlockId], local_ids: Sequence[BlockId],
-        copy: HeadCopy | None = None,
-    ) -> list[int]:  # fmt: skip
-        """Copy blocks, or those heads of each, wait until they are there, and return digests of the whole blocks.
-
-        Raises TransferError.
-        """
-        ...
 
     def readable(self, blocks: Blocks, pinned: bool) -> Any:
         """Host memory as `copy_in` takes it. pinned: its pages may be pinned for faster copies."""

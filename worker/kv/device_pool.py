@@ -1,4 +1,4 @@
-"""A worker's pool in GPU memory as its transports use it: pulls from peers' pools, digests, copies to host rows.
+"""A worker's pool in GPU memory as its transports use it: digests, copies to and from host rows.
 
 Several threads work on it beside the step loop, each on a stream of its own with high priority. Blocks that a load
 fills may still be written by a step in flight whose request has ended: `fence` marks where the step stream stands
@@ -22,16 +22,10 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError, TransferError
-from engine.gpu.device_memory import tensor_over
 from engine.gpu.pinning import pin
-from kernels.kv_copy import WordCopy
-from kvstore.handle.head_copy import HeadCopy
 from kvstore.handle.runs import merged_runs
 from kvstore.pool.digest import WORD_BYTES, digest_weights
-from kvstore.transports.cuda_ipc import cuda_memory
-from kvstore.transports.cuda_ipc.cuda_memory import CudaMemory
 from kvstore.transports.host_pull import Blocks
-from kvstore.transports.transport import RemotePool
 from kvstore.types import BlockId
 
 logger = logging.getLogger("engine")
@@ -71,25 +65,6 @@ class CopyLists:
             torch.cuda.current_stream(digests.device).synchronize()
         found: list[int] = self._host[:count].view("uint64").tolist()
         return found
-
-
-class AttachedPool:
-    """A peer's pool, mapped. words: int64 (num_blocks, num_words)."""
-
-    def __init__(self, memory: CudaMemory, words: Tensor) -> None:
-        self.words = words
-        self._memory = memory
-
-    def close(self) -> None:
-        self._memory.close()
-
-
-def in_words(copy: HeadCopy) -> WordCopy:
-    """The copy counted in 64-bit words. Raises TransferError for heads that are not whole words."""
-    bytes_of = copy.width, copy.source_offset, copy.source_pitch, copy.target_offset, copy.target_pitch
-    if any(count % WORD_BYTES for count in bytes_of):
-        raise TransferError("a head's part of a KV block is not a multiple of 8 bytes")
-    return WordCopy(copy.height, *(count // WORD_BYTES for count in bytes_of))
 
 
 class DevicePool:
@@ -135,41 +110,6 @@ class DevicePool:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return event
-
-    def attach(self, fd: int, num_blocks: int, block_bytes: int) -> AttachedPool:
-        """See Device."""
-        memory = cuda_memory.attach(self.device.index or 0, fd, num_blocks * block_bytes)
-        self.weights_of(block_bytes // WORD_BYTES)
-        return AttachedPool(memory, tensor_over(memory, self.device).view(torch.int64).view(num_blocks, -1))
-
-    def pull(
-        self, remote: RemotePool, remote_ids: Sequence[BlockId], local_ids: Sequence[BlockId],
-        copy: HeadCopy | None = None,
-    ) -> list[int]:  # fmt: skip
-        """See Device."""
-        assert isinstance(remote, AttachedPool)
-        if not remote_ids:
-            return []
-        return self._copy(remote.words, remote_ids, local_ids, None if copy is None else in_words(copy))
-
-    def _copy(
-        self, source: Tensor, source_ids: Sequence[BlockId], target_ids: Sequence[BlockId], part: WordCopy | None
-    ) -> list[int]:
-        """Copy blocks of a pool's words (num_blocks, num_words) to own ones; the digests of the source blocks."""
-        with self.stream(writes_pool=True):
-            lists = self.lists()
-            digests, sources, targets = lists.upload(source_ids, target_ids)
-            weights = self.weights_of(source.shape[1])
-            self.kernels.copy_blocks(source, sources, self.words, targets, weights, part, digests)
-            return lists.download(digests)
-
-    def warm_up(self) -> None:
-        """Compile the kernels of `pull` and `digests`, which take 0.1 s each, before requests come.
-
-        Copies the first block onto itself.
-        """
-        self.digests([BlockId(0)])
-        self._copy(self.words, [BlockId(0)], [BlockId(0)], None)
 
     def digests(self, block_ids: Sequence[BlockId]) -> list[int]:
         """See Device; as `kvstore.pool.digest` computes them."""

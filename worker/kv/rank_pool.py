@@ -84,7 +84,7 @@ class DeviceRankPool(RankPool):
         super().__init__(info, socket_path, num_rows)
         self.device_fd = fd
         self.device = DevicePool(kv_pool)
-        self.device.warm_up()
+        self.device.digests([BlockId(0)])  # compiles the kernel, which takes 0.1 s, before requests come
         staging = host_buffer_over(self._mapping, *self.host_blocks.shape)
         pin(staging)
         self.rows = HostRows(self.host_blocks, staging, beside)

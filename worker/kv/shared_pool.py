@@ -7,15 +7,12 @@ others.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from common.errors import ConfigError
-from engine.gpu.device_memory import pool_over_device, shareable_pool
-from engine.gpu.failures import describe_out_of_memory
 from engine.kv.memory import allocate_pool
 from kvstore.handle.handle import HandleShard, ShardAddress
 from kvstore.handle.pool_info import PoolInfo
@@ -23,7 +20,6 @@ from kvstore.layout import WHOLE, PoolGeometry
 from kvstore.pool.digest import check_block_bytes
 from kvstore.pool.leases import new_epoch
 from kvstore.transports.client import KvClient
-from kvstore.transports.cuda_ipc import cuda_memory
 from kvstore.transports.lease_client import LeaseClient
 from kvstore.transports.transport import LeaseHolder, OwnWorker, Reader, Transport
 from kvstore.types import BlockId, WorkerId
@@ -31,8 +27,6 @@ from worker.config import WorkerConfig
 from worker.kv.kv_exporter import KvExporter
 from worker.kv.rank_pool import DeviceRankPool, RankPool
 from worker.kv.transports import AUTO, load_transports
-
-logger = logging.getLogger("engine")
 
 
 class SharedPoolMemory:
@@ -85,8 +79,9 @@ class SharedPoolMemory:
         """See PoolMemory. Ranks come in their order, after `allocate`."""
         rows = self._ranks[0].rows
         assert rows is not None, "ranks are all on GPUs, or none"
-        memory = cuda_memory.attach(device.index or 0, fd, geometry.pool_bytes, writable=True)
-        kv_pool, path = pool_over_device(memory, geometry, device), self._next_socket_path()
+        from engine.cuda_ipc.device_memory import pool_of_rank
+
+        kv_pool, path = pool_of_rank(geometry, device, fd), self._next_socket_path()
         self._add(DeviceRankPool(self._info(geometry), path, kv_pool, fd, len(rows.blocks), rows))
 
     def _add(self, pool: RankPool) -> RankPool:
@@ -151,15 +146,9 @@ class SharedPoolMemory:
 
     def _allocate_on(self, device: torch.device, geometry: PoolGeometry) -> tuple[torch.Tensor, int | None]:
         """A zeroed pool, and a descriptor of it where it is possible and wanted that others map it; else None."""
-        if not any(kind.maps_device_memory for kind in self._wanted) and geometry.shard == WHOLE:
-            return allocate_pool(geometry, device), None
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-        if not cuda_memory.can_share(device.index or 0):
-            if geometry.shard != WHOLE:
-                raise ConfigError("--tp and --pp need GPUs whose memory can be shared between processes")
-            logger.info("this GPU's memory cannot be shared with other processes: KV is staged in host memory")
-            return allocate_pool(geometry, device), None
-        try:
-            return shareable_pool(geometry, device)
-        except ConfigError as error:
-            raise ConfigError(f"{error}: {describe_out_of_memory()}") from error
+        if any(kind.maps_device_memory for kind in self._wanted) or geometry.shard != WHOLE:
+            from engine.cuda_ipc.device_memory import pool_for_others
+
+            if (shared := pool_for_others(geometry, device)) is not None:
+                return shared
+        return allocate_pool(geometry, device), None

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 AUTO = "auto"
 # Found when a worker starts: who only reads settings needs no torch.
 TRANSPORTS = {
-    "cuda_ipc": "kvstore.transports.cuda_ipc.reader:CudaIpcTransport",
+    "cuda_ipc": "worker.cuda_ipc.transport:CudaIpcTransport",
     "nccl": "worker.nccl.transport:NcclTransport",
     "shm": "kvstore.transports.shm.reader:ShmTransport",
     "tcp": "kvstore.transports.tcp.reader:TcpTransport",

@@ -23,7 +23,8 @@ from kvstore.transports.nccl.library import nccl_library, poll_until
 from kvstore.transports.nccl.reader import OWNER, Link
 from kvstore.transports.transport import Device
 from kvstore.types import BlockId
-from worker.kv.device_pool import DevicePool, in_words
+from worker.cuda_ipc.mapped_pulls import in_words
+from worker.kv.device_pool import DevicePool
 from worker.nccl.link import Connector, DeviceLink, Mark, NcclConnector
 
 # Large, because a message costs some 10 us; not the whole, because the copy of the last one comes after it.

@@ -4,7 +4,8 @@ One-sided: the peer does nothing, and its blocks go to the local blocks without 
 computes the digests of what it copied, which prove that the blocks are still those of the lease.
 
 A mapping stays readable when its owner dies, but would keep its memory from a successor: the owner holds a connection
-to every reader, and a mapping ends with it. How memory is mapped and copied is the `Device`'s: no CUDA is known here.
+to every reader, and a mapping ends with it. How memory is mapped and copied is the `MappingPool`'s: no CUDA is known
+here.
 """
 
 from __future__ import annotations
@@ -14,20 +15,47 @@ import logging
 import os
 import socket
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Protocol
 
 from common.errors import TransferError
 from kvstore.handle.handle import PeerShard, PoolName
+from kvstore.handle.head_copy import HeadCopy
 from kvstore.handle.pool_info import PoolInfo, rows_at
-from kvstore.transports.descriptor_server import DescriptorServer, fetch_pool_held
+from kvstore.transports.descriptor_server import fetch_pool_held
 from kvstore.transports.host_pull import BlockPull, SourcePart
-from kvstore.transports.lease_client import LeaseClient
-from kvstore.transports.transport import Device, LocalPool, OwnWorker, RemotePool, Transport
+from kvstore.types import BlockId
 
 logger = logging.getLogger(__name__)
 NAME = "cuda_ipc"
 FETCH_SECONDS = 2.0
+
+
+class RemotePool(Protocol):
+    """A peer's pool as a device sees it."""
+
+    def close(self) -> None:
+        """Unmap it. Nothing on the device uses it any more."""
+        ...
+
+
+class MappingPool(Protocol):
+    """A local pool in the memory of a device that can map other processes' pools there."""
+
+    def attach(self, fd: int, num_blocks: int, block_bytes: int) -> RemotePool:
+        """Map a peer's pool; the descriptor stays the caller's. Raises TransferError when it is out of reach."""
+        ...
+
+    def pull(
+        self, remote: RemotePool, remote_ids: Sequence[BlockId], local_ids: Sequence[BlockId],
+        copy: HeadCopy | None = None,
+    ) -> list[int]:  # fmt: skip
+        """Copy blocks, or those heads of each, wait until they are there, and return digests of the whole blocks.
+
+        Raises TransferError.
+        """
+        ...
 
 
 @dataclass(slots=True)
@@ -44,7 +72,7 @@ class _Mapping:
 class CudaIpcReader:
     """Mappings of peers' pools by worker and rank. A thread for each waits for the owner's end."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: MappingPool) -> None:
         self._device = device
         self._lock = threading.Lock()
         self._mappings: dict[PoolName, _Mapping] = {}
@@ -124,29 +152,3 @@ def _end(mapping: _Mapping) -> None:
         remote.close()
     with contextlib.suppress(OSError):
         mapping.connection.shutdown(socket.SHUT_RDWR)
-
-
-class CudaIpcTransport(Transport):
-    """An address is the Unix socket that hands out a descriptor of the pool in GPU memory."""
-
-    name = NAME
-    maps_device_memory = True
-    needs = "GPU memory that processes can share: choose auto, shm or tcp"
-
-    def __init__(self, worker: OwnWorker) -> None:
-        super().__init__(worker)
-        self._servers: list[DescriptorServer] = []
-
-    def reader(self, pool: LocalPool, leases: LeaseClient) -> CudaIpcReader | None:
-        return None if pool.device is None or pool.device_fd is None else CudaIpcReader(pool.device)
-
-    def export(self, pool: LocalPool) -> bytes | None:
-        if pool.device_fd is None:
-            return None
-        path = Path(pool.socket_path).with_suffix(".cuda.sock")
-        self._servers.append(DescriptorServer(path, pool.info, os.dup(pool.device_fd), holds=True))
-        return os.fsencode(path)
-
-    def close(self) -> None:
-        for server in self._servers:
-            server.close()

@@ -36,7 +36,8 @@ from tests.kvstore.ranks import (
     shard_of,
     whole_blocks,
 )
-from worker.kv.device_pool import AttachedPool, DevicePool
+from worker.cuda_ipc.mapped_pulls import AttachedPool, MappedPulls
+from worker.kv.device_pool import DevicePool
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")  # peers' pools are not
 RANKS = [
@@ -94,7 +95,7 @@ def test_equal_heads_are_whole_blocks_and_all_ranks_serve() -> None:
     assert served == dict.fromkeys(range(4), 2)
 
 
-class HostDevicePool(DevicePool):
+class HostMemoryPulls(MappedPulls):
     """Maps host memory as if it were a peer GPU's. The copies are those of a device pool on a CPU."""
 
     def attach(self, fd: int, num_blocks: int, block_bytes: int) -> AttachedPool:
@@ -110,7 +111,9 @@ class NoMemory:
 def client_of(geometry: PoolGeometry, mine: Blocks, transport: str) -> KvClient:
     if transport != "cuda_ipc":
         return host_client(geometry, mine)
-    return KvClient(geometry, {"cuda_ipc": CudaIpcReader(HostDevicePool(torch.from_numpy(mine)))}, LeaseClient())
+    return KvClient(
+        geometry, {"cuda_ipc": CudaIpcReader(HostMemoryPulls(DevicePool(torch.from_numpy(mine))))}, LeaseClient()
+    )
 
 
 async def check_pulls(worker: Ranks, transport: str, readers: Sequence[PoolGeometry]) -> None:

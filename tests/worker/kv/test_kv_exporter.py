@@ -6,7 +6,6 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -20,14 +19,13 @@ from kvstore.pool.block_pool import BlockPool
 from kvstore.pool.digest import digest_blocks
 from kvstore.pool.leases import LeaseTable, new_epoch
 from kvstore.transports.client import KvClient
-from kvstore.transports.cuda_ipc.cuda_memory import CudaMemory
 from kvstore.transports.host_pull import BlockPull, SourcePart
 from kvstore.transports.lease_client import LeaseClient
 from kvstore.transports.shm.reader import DeviceShmReader, ShmReader
 from kvstore.types import BlockId, Epoch, LeaseId, WorkerId
 from tests.kvstore.helpers import GEOMETRY, ids, with_shard
 from tests.kvstore.ranks import Ranks, geometry_of, running
-from worker.kv.device_pool import AttachedPool, DevicePool
+from worker.kv.device_pool import DevicePool
 from worker.kv.kv_exporter import KvExporter
 from worker.kv.kv_leases import KvLeases
 from worker.kv.pinned_staging import HostRows, StagedReader
@@ -149,15 +147,6 @@ def test_a_pull_waits_for_rows_until_its_deadline(parts: Parts) -> None:
     assert staged.pull(block_pull([0], ids(0))) == [[0]]
 
 
-def test_a_pull_from_an_attached_pool(parts: Parts) -> None:
-    other = torch.randint(-(2**62), 2**62, (3, parts.bytes.shape[1] // 8))
-    attached = AttachedPool(CudaMemory.__new__(CudaMemory), other)
-    digests = parts.device_pool.pull(attached, ids(2, 0), ids(1, 5))
-    assert digests == digest_blocks(other[[2, 0]].numpy().view(np.uint8))
-    np.testing.assert_array_equal(parts.bytes[[1, 5]], other[[2, 0]].numpy().view(np.uint8))
-    assert parts.device_pool.pull(attached, [], []) == []
-
-
 def test_blocks_in_host_memory_stay_where_they_are(tmp_path: Path) -> None:
     pool, ended = BlockPool(GEOMETRY.num_blocks), []
     rank = RankPool(PoolInfo(WorkerId("w"), Epoch(1), GEOMETRY), str(tmp_path / "a.sock"))
@@ -198,14 +187,6 @@ def test_blocks_of_a_lease_that_is_being_sent_are_kept_after_its_end(parts: Part
     for lease_id, positions in ((lease.lease_id, [0]), (LeaseId("guess"), [0])):
         with pytest.raises(TransferError, match="unknown or released"):
             leases.hold(lease_id, Epoch(1), positions)
-
-
-def test_warming_up_launches_both_kernels_and_changes_no_block(parts: Parts) -> None:
-    before, pool = parts.bytes.copy(), parts.device_pool
-    pool.kernels = Mock(wraps=pool.kernels)
-    pool.warm_up()
-    assert {name for name, *_ in pool.kernels.method_calls} == {"digest_blocks", "copy_blocks"}
-    assert np.array_equal(parts.bytes, before)
 
 
 # -- a peer's host memory without rows in between --------------------------------------------------------------------

@@ -16,13 +16,12 @@ from kvstore.handle.handle import PeerLease
 from kvstore.handle.head_copy import HeadCopy
 from kvstore.pool.digest import digest_blocks
 from kvstore.transports.client import KvClient
-from kvstore.transports.cuda_ipc.reader import CudaIpcReader
+from kvstore.transports.cuda_ipc.reader import CudaIpcReader, RemotePool
 from kvstore.transports.descriptor_server import DescriptorServer
 from kvstore.transports.host_pull import BlockPull, SourcePart
 from kvstore.transports.lease_client import LeaseClient
 from kvstore.transports.shared_memory import blocks_over, map_fd, reopen_read_only
 from kvstore.transports.shm.reader import ShmReader
-from kvstore.transports.transport import RemotePool
 from kvstore.types import BlockId, Epoch
 from tests.harness.waiting import wait_until
 from tests.kvstore.helpers import GEOMETRY, OTHER_DTYPE, Owner, empty_pool, ids, pull_of_one, with_address, with_shard
@@ -96,7 +95,7 @@ def device() -> HostDevice:
 
 @pytest.fixture
 def transport(device: HostDevice) -> Iterator[CudaIpcReader]:
-    transport = CudaIpcReader(device)  # type: ignore[arg-type]
+    transport = CudaIpcReader(device)
     yield transport
     transport.close()
     assert device.num_open == 0
@@ -202,7 +201,7 @@ def test_the_owner_forgets_readers_that_have_gone(tmp_path: Path, device: HostDe
     owner = GpuOwner(tmp_path)
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(10):
-        transport = CudaIpcReader(device)  # type: ignore[arg-type]
+        transport = CudaIpcReader(device)
         transport.pull(pull_of_one(owner.device_peer([1])))
         transport.close()
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before + 2)  # one that is held, one being closed

@@ -1,0 +1,35 @@
+"""Pulls from the mapped pool of a peer: the right bytes. The device is the CPU."""
+
+from __future__ import annotations
+
+from unittest.mock import Mock
+
+import numpy as np
+import torch
+
+from kvstore.pool.digest import digest_blocks
+from kvstore.transports.cuda_ipc.cuda_memory import CudaMemory
+from tests.kvstore.helpers import ids
+from worker.cuda_ipc.mapped_pulls import AttachedPool, MappedPulls
+from worker.kv.device_pool import DevicePool
+
+NUM_BLOCKS = 6
+
+
+def test_a_pull_from_an_attached_pool() -> None:
+    kv_pool = torch.randn(NUM_BLOCKS, 2, 2, 1, 4, 8)
+    own = kv_pool.view(NUM_BLOCKS, -1).view(torch.uint8).numpy()
+    other = torch.randint(-(2**62), 2**62, (3, own.shape[1] // 8))
+    attached, pulls = AttachedPool(CudaMemory.__new__(CudaMemory), other), MappedPulls(DevicePool(kv_pool))
+    assert pulls.pull(attached, ids(2, 0), ids(1, 5)) == digest_blocks(other[[2, 0]].numpy().view(np.uint8))
+    np.testing.assert_array_equal(own[[1, 5]], other[[2, 0]].numpy().view(np.uint8))
+    assert pulls.pull(attached, [], []) == []
+
+
+def test_the_kernel_is_launched_before_a_pull_and_changes_no_block() -> None:
+    kv_pool = torch.randn(NUM_BLOCKS, 2, 2, 1, 4, 8)
+    before, pool = kv_pool.clone(), DevicePool(kv_pool)
+    pool.kernels = Mock(wraps=pool.kernels)
+    MappedPulls(pool)
+    assert [name for name, *_ in pool.kernels.method_calls] == ["copy_blocks"]
+    assert torch.equal(kv_pool, before)

@@ -1,0 +1,41 @@
+"""`cuda_ipc`: GPU memory of the same host, mapped and read by one kernel per pull."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from kvstore.transports.cuda_ipc.reader import NAME, CudaIpcReader
+from kvstore.transports.descriptor_server import DescriptorServer
+from kvstore.transports.lease_client import LeaseClient
+from kvstore.transports.transport import LocalPool, OwnWorker, Transport
+from worker.cuda_ipc.mapped_pulls import MappedPulls
+from worker.kv.device_pool import DevicePool
+
+
+class CudaIpcTransport(Transport):
+    """An address is the Unix socket that hands out a descriptor of the pool in GPU memory."""
+
+    name = NAME
+    maps_device_memory = True
+    needs = "GPU memory that processes can share: choose auto, shm or tcp"
+
+    def __init__(self, worker: OwnWorker) -> None:
+        super().__init__(worker)
+        self._servers: list[DescriptorServer] = []
+
+    def reader(self, pool: LocalPool, leases: LeaseClient) -> CudaIpcReader | None:
+        if pool.device_fd is None or not isinstance(pool.device, DevicePool):
+            return None
+        return CudaIpcReader(MappedPulls(pool.device))
+
+    def export(self, pool: LocalPool) -> bytes | None:
+        if pool.device_fd is None:
+            return None
+        path = Path(pool.socket_path).with_suffix(".cuda.sock")
+        self._servers.append(DescriptorServer(path, pool.info, os.dup(pool.device_fd), holds=True))
+        return os.fsencode(path)
+
+    def close(self) -> None:
+        for server in self._servers:
+            server.close()
