@@ -16,9 +16,9 @@ from kvstore.handle.handle import HandleWriter, KvHandle, PeerLease
 from kvstore.layout import PoolGeometry
 from kvstore.pool.block_pool import BlockPool
 from kvstore.pool.leases import Lease, LeaseTable
-from kvstore.transports.block_server import BlockServer
 from kvstore.transports.service import KvTransferService, PoolView
 from kvstore.transports.staging import StagingTable
+from kvstore.transports.tcp.block_server import BlockServer
 from kvstore.types import BlockId, Epoch, LeaseId
 from protos import kvstore_pb2_grpc
 from worker.config import WorkerConfig

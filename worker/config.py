@@ -27,7 +27,6 @@ class WorkerConfig(Settings):
         AUTO, "how KV comes from peers; auto: the best that both sides have",
         choices=(AUTO, *TRANSPORTS),
     )  # fmt: skip
-    kv_port: int = setting(0, "port from which peers read KV by tcp; 0: any free one")
     progressive_pull: bool = setting(
         True, "prefill: hand a prompt's KV over chunk by chunk, while the rest of the prompt is computed"
     )

@@ -103,7 +103,8 @@ async def _serve(role: str, settings: Start, run_dir: str) -> int:
         await server.set_serving(True)
         logger.info("%s ready on %s in %.1f s", worker.worker_id, server.address, time.monotonic() - began)
         status = await _watch(server, front, engine, worker, stopping, logger)
-        sender.close()
+        if sender is not None:
+            sender.close()
     finally:
         await engine.stop()
     await server.stop(STOP_SECONDS)

@@ -1,4 +1,4 @@
-"""The KvTransfer service of one worker, in its front: reads of leased blocks by TCP, and leases.
+"""The KvTransfer service of one worker, in its front: leases, and tickets to read their blocks by TCP.
 
 The front holds a read-only descriptor of each rank's pool and mirrors its leases; the engine owns both. The lease is
 looked at again while blocks are sent. Both processes end leases by the same clock, and the reader's digest check
@@ -11,11 +11,11 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Protocol
 
 from common.errors import InvalidRequestError, MiniInferError, TransferError
 from common.net.rpc import Context, abort_with
 from kvstore.pool.leases import LeaseTable
-from kvstore.transports.block_server import BlockRead, BlockServer
 from kvstore.transports.descriptor_server import fetch_pool
 from kvstore.transports.shared_memory import check_sealed
 from kvstore.transports.staging import StagingTable
@@ -24,6 +24,20 @@ from protos import kvstore_pb2, kvstore_pb2_grpc
 
 MAX_POSITIONS = 1 << 16
 FETCH_SECONDS = 5.0
+
+
+class BlockSender(Protocol):
+    """Sends blocks over connections to `port` (`kvstore/transports/tcp`)."""
+
+    @property
+    def port(self) -> int: ...
+
+    def offer(self, memory: int, block_bytes: int, rows: Sequence[BlockId], check: Callable[[], object]) -> bytes:
+        """A ticket for one read of rows of a memfd, while `check` does not raise MiniInferError."""
+        ...
+
+    def close(self) -> None: ...
+
 
 OnRenew = Callable[[LeaseId, Epoch, float], None]
 OnRelease = Callable[[LeaseId, Epoch], None]
@@ -59,7 +73,7 @@ class KvTransferService(kvstore_pb2_grpc.KvTransferServicer):  # type: ignore[mi
     def __init__(
         self,
         pools: Sequence[PoolView],
-        sender: BlockServer,
+        sender: BlockSender | None,
         leases: LeaseTable,
         on_renew: OnRenew,
         on_release: OnRelease,
@@ -67,7 +81,7 @@ class KvTransferService(kvstore_pb2_grpc.KvTransferServicer):  # type: ignore[mi
     ) -> None:
         """`pools` by rank: a lease names the same blocks in each of them. descriptions: of transports, by name.
 
-        Pools and sender stay the caller's to close.
+        Pools and sender stay the caller's to close. sender: None: nothing is read by TCP.
         """
         self._pools = pools
         self._sender = sender
@@ -100,8 +114,10 @@ class KvTransferService(kvstore_pb2_grpc.KvTransferServicer):  # type: ignore[mi
         return kvstore_pb2.StageReply(rows=rows)
 
     async def Read(self, request: kvstore_pb2.ReadRequest, context: Context) -> kvstore_pb2.ReadReply:
-        ticket = b""
+        reply = kvstore_pb2.ReadReply()
         try:
+            if self._sender is None:
+                raise TransferError("this worker does not send KV by tcp")
             if len(request.positions) > MAX_POSITIONS:
                 raise InvalidRequestError(f"at most {MAX_POSITIONS} blocks in one read", "positions")
             pool = self._pool(request.rank)
@@ -109,12 +125,11 @@ class KvTransferService(kvstore_pb2_grpc.KvTransferServicer):  # type: ignore[mi
             first = min(request.positions, default=0)
             rows = await self._rows(request, pool, first)
             wanted = [rows[position - first] for position in request.positions]
-            ticket = self._sender.offer(
-                BlockRead(pool.memory, pool.block_bytes, wanted, lambda: self._resolve(request, ()))
-            )
+            ticket = self._sender.offer(pool.memory, pool.block_bytes, wanted, lambda: self._resolve(request, ()))
+            reply = kvstore_pb2.ReadReply(ticket=ticket, port=self._sender.port)
         except MiniInferError as error:
             await abort_with(context, error)
-        return kvstore_pb2.ReadReply(ticket=ticket, port=self._sender.port)
+        return reply
 
     async def DescribeTransport(
         self, request: kvstore_pb2.DescribeTransportRequest, context: Context

@@ -14,26 +14,26 @@ import msgspec
 import numpy as np
 
 from common.net.rpc import RpcServer
+from common.wings import has_wing
 from kvstore.handle.handle import KvHandle, PeerLease, PeerShard, ShardAddress, open_handle, pack_shard
 from kvstore.handle.pool_info import PoolInfo
 from kvstore.layout import PoolGeometry, full_attention
 from kvstore.pool.digest import digest_blocks
 from kvstore.pool.leases import Lease, LeaseTable, new_epoch
-from kvstore.transports.block_server import BlockServer
 from kvstore.transports.client import KvClient
 from kvstore.transports.descriptor_server import DescriptorServer
 from kvstore.transports.host_pull import BlockPull, Blocks, SourcePart
 from kvstore.transports.lease_client import LeaseClient
-from kvstore.transports.service import KvTransferService, PoolView
+from kvstore.transports.service import BlockSender, KvTransferService, PoolView
 from kvstore.transports.shared_memory import blocks_over, create_memfd, map_fd, reopen_read_only
 from kvstore.transports.shm.reader import ShmReader
 from kvstore.transports.staging import StagingTable
-from kvstore.transports.tcp.reader import TcpReader
 from kvstore.transports.transport import Reader
 from kvstore.types import BlockId, Epoch, LeaseId, WorkerId
 from protos import kvstore_pb2_grpc
 
 GEOMETRY = PoolGeometry(full_attention(2, 2, 8, "float32"), 8, 4, "test-model")  # blocks of 1 KB
+HAS_TCP = has_wing("kvstore.transports.tcp")
 OTHER_DTYPE = replace(GEOMETRY, layout=full_attention(2, 2, 8, "bfloat16"))
 
 
@@ -75,6 +75,15 @@ class Owner:
         os.close(self.fd)
 
 
+def open_sender() -> BlockSender | None:
+    """What sends blocks by TCP; None without that wing."""
+    if not HAS_TCP:
+        return None
+    from kvstore.transports.tcp.block_server import BlockServer
+
+    return BlockServer("127.0.0.1")
+
+
 class Front:
     """Pools behind one KvTransfer service. What the engine would be told is written down."""
 
@@ -83,7 +92,7 @@ class Front:
         self.leases = LeaseTable(owners[0].epoch)
         self.told: list[tuple[str, str]] = []
         self.server = RpcServer("127.0.0.1", 0, token)
-        self.sender = BlockServer("127.0.0.1")
+        self.sender = open_sender()
         self._pools = [PoolView(str(owner.socket), staging) for owner in owners]
         self.service = KvTransferService(self._pools, self.sender, self.leases, self._renewed, self._released)
         adder = kvstore_pb2_grpc.add_KvTransferServicer_to_server
@@ -106,7 +115,8 @@ class Front:
 
     async def __aexit__(self, *_: object) -> None:
         await self.server.stop(0)
-        self.sender.close()
+        if self.sender is not None:
+            self.sender.close()
         for pool in self._pools:
             pool.close()
         for owner in self.owners:
@@ -149,8 +159,12 @@ def host_client(
 ) -> KvClient:  # fmt: skip
     """A client that fills a pool in host memory."""
     leases = LeaseClient(token)
-    known: dict[str, Reader] = {"shm": ShmReader(pool, leases), "tcp": TcpReader(pool, leases)}
-    return KvClient(geometry, {name: known[name] for name in names}, leases)
+    known: dict[str, Reader] = {"shm": ShmReader(pool, leases)}
+    if HAS_TCP:
+        from kvstore.transports.tcp.reader import TcpReader
+
+        known["tcp"] = TcpReader(pool, leases)
+    return KvClient(geometry, {name: known[name] for name in names if name in known}, leases)
 
 
 def pull_of_one(lease: PeerLease, rank: int = 0) -> BlockPull:

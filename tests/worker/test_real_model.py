@@ -23,7 +23,7 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Work
         yield found
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.wing("worker.tcp"))])
 async def test_disaggregated_tokens_equal_those_of_transformers(workers: dict[str, Worker], transport: str) -> None:
     prompt, expected = PROMPT + CONTINUATION[:5], CONTINUATION[5:]
     sampling = pb.SamplingParams(max_tokens=len(expected))

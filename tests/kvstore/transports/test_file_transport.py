@@ -58,7 +58,7 @@ def workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Wo
 def test_blocks_travel_by_a_transport_of_one_file_and_one_line(workers: list[Worker]) -> None:
     owner, reader = workers
     lease = open_handle(owner.handle())
-    assert set(lease.shards[0].address.transports) == {"shm", "tcp", "file"}
+    assert {"shm", "file"} <= set(lease.shards[0].address.transports)
     [client] = reader.memory.clients
     result = client.pull(lease, [0, 2], [BlockId(5), BlockId(1)])
     assert (result.transport, result.num_bytes) == ("file", 2 * GEOMETRY.block_bytes)

@@ -27,6 +27,7 @@ def open_memory(folder: Path, kv_transport: str, geometry: PoolGeometry = GEOMET
     return memory
 
 
+@pytest.mark.wing("worker.tcp")
 @pytest.mark.parametrize(
     ("wanted", "transports"), [("auto", ["shm", "tcp"]), ("shm", ["shm"]), ("tcp", ["tcp"])]
 )  # fmt: skip
@@ -58,11 +59,12 @@ def test_transports_that_are_not_here_are_refused(
 
 def test_transports_of_absent_wings_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     before = [kind.name for kind in load_transports(AUTO)]
-    assert {"shm", "tcp"} <= set(before)
+    assert "shm" in before
     monkeypatch.setitem(TRANSPORTS, "pigeon", "kvstore.transports.pigeon.reader:PigeonTransport")
     assert [kind.name for kind in load_transports("shm")] == before
 
 
+@pytest.mark.wing("worker.tcp")
 def test_only_what_was_asked_for_is_tried(tmp_path: Path) -> None:
     owner = Owner(tmp_path)
     peer = with_address(owner.peer([3]), "127.0.0.1:1", cuda_ipc="/nowhere", tcp="")

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from common.errors import MiniInferError
 from common.logging import RateLimit
 from kvstore.handle.runs import runs_of
-from kvstore.transports.listening import TcpServer
+from kvstore.transports.tcp.tcp_server import TcpServer
 from kvstore.types import BlockId
 
 logger = logging.getLogger(__name__)
@@ -61,8 +61,9 @@ class BlockServer:
     def port(self) -> int:
         return self._server.port
 
-    def offer(self, read: BlockRead) -> bytes:
-        """A ticket for one read."""
+    def offer(self, memory: int, block_bytes: int, rows: Sequence[BlockId], check: Callable[[], object]) -> bytes:
+        """A ticket for one `BlockRead`."""
+        read = BlockRead(memory, block_bytes, rows, check)
         ticket, now = secrets.token_bytes(TICKET_BYTES), time.monotonic()
         with self._lock:
             while self._tickets:

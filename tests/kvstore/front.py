@@ -1,0 +1,22 @@
+"""A worker of one pool, with the service of its front."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvstore.handle.handle import PeerLease
+from kvstore.layout import PoolGeometry
+from kvstore.transports.staging import StagingTable
+from tests.kvstore.helpers import GEOMETRY, Front, Owner
+
+
+class Worker(Front):
+    """A front with its service."""
+
+    def __init__(self, folder: Path, geometry: PoolGeometry = GEOMETRY, staging: StagingTable | None = None) -> None:
+        self.owner = Owner(folder, geometry)
+        super().__init__([self.owner], "secret", staging)
+
+    def lease(self, block_ids: list[int], seconds: float = 60.0) -> PeerLease:
+        self.adopt(block_ids, seconds)
+        return self.owner.peer(block_ids, "lease", self.server.address, shm=False)
