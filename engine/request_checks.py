@@ -31,6 +31,8 @@ def check_prompt(token_ids: Sequence[int], params: SamplingParams, vocab_size: i
         _check_in_vocabulary(param, some_ids, vocab_size, param)
     if params.grammar and not has_wing("engine.grammar"):
         raise InvalidRequestError("this engine lacks grammars (engine.grammar)")
+    if params.changes_logits and not has_wing("engine.logit_rules"):
+        raise InvalidRequestError("this engine lacks penalties, biases and masks of tokens (engine.logit_rules)")
     if params.pooling and not has_wing("engine.pooling"):
         raise InvalidRequestError("this engine lacks embeddings (engine.pooling)", "pooling")
     if params.pooling and (params.max_tokens > 1 or params.logprobs is not None):

@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.plan import PendingStep, ScheduledRow, StepPlan, StepResult
 from engine.request import RequestId, SamplingParams, TokenId
-from engine.sampling.filters import Constraint, Constraints, TokenMask
+from engine.sampling.filters import Constraint, Constraints
 from kvstore.types import BlockId
 
 
@@ -27,7 +27,7 @@ class RequestState:
     block_ids: list[BlockId] = field(default_factory=list)
     constraint: Constraint | None = None  # on its output
     refusal: str = ""  # why no token is allowed
-    token_mask: TokenMask | None = None  # made when it is first needed
+    token_mask: Any = None  # of `engine.logit_rules`, made when it is first needed
     drafter: Any = None  # a proposer's, for this request
     pooled: Any = None  # of the rows so far, see `engine.pooling`
     adapter_weights: Any = None  # as the runner's device has them

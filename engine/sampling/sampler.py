@@ -1,6 +1,6 @@
 """Host sampler: one token per row of logits, each row with its own parameters and its own noise.
 
-Order: changes of `engine/sampling/logits.py`, temperature, top-k, top-p, min-p, then the largest of logit / T +
+Order: changes of `engine/logit_rules`, temperature, top-k, top-p, min-p, then the largest of logit / T +
 Gumbel noise. Tokens that tie at a threshold are all kept, so that the result does not depend on the order of a sort.
 Rows are independent: a row that cannot be sampled from gets an error, the others their tokens.
 """
@@ -13,12 +13,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from common.wings import has_wing
 from engine.request import RequestId, SamplingParams, TokenLogprobs
 from engine.request_states import RequestState
-from engine.sampling.filters import prepare_constraints
-from engine.sampling.logits import apply_params
 from engine.sampling.logprobs import token_logprobs
 from kernels.gumbel import exponential_noise, noise_key
+
+HAS_RULES = has_wing("engine.logit_rules")
+if HAS_RULES:
+    from engine.logit_rules.logits import apply_rules
 
 LogitsHook = Callable[[RequestState, Tensor], None]  # changes a row of logits (vocab,) in place
 
@@ -89,19 +92,12 @@ def _changed_logits(
     hooks: Mapping[RequestId, LogitsHook],
 ) -> Tensor:
     """Return a copy with every row's parameters and hook applied, or `logits` when none asks for anything."""
-    touched = [
-        index
-        for index, request in enumerate(requests)
-        if request.params.changes_logits or request.request_id in hooks
-    ]
-    if not touched:
+    if not any(request.params.changes_logits or request.request_id in hooks for request in requests):
         return logits
     changed = logits.clone()
-    prepare_constraints([requests[index] for index in touched], [positions[index] for index in touched])
-    for index in touched:
-        request = requests[index]
-        if request.params.changes_logits:
-            apply_params(changed[index], request, positions[index])
+    if HAS_RULES:
+        apply_rules(changed, requests, positions)
+    for index, request in enumerate(requests):
         if request.request_id in hooks:
             hooks[request.request_id](request, changed[index])
     return changed

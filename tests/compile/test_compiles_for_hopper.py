@@ -55,6 +55,7 @@ from kernels.gpu.expert_parallel.expert_loads import count_choices
 from kernels.gpu.expert_parallel.expert_slots import choose_slots
 from kernels.gpu.gemm.split_k import SplitKWorkspace
 from kernels.gpu.launching.launch_configs import found
+from kernels.gpu.logit_rules.process_logits import LogitsRules, process_logits
 from kernels.gpu.mla.latent_decode import latent_decode, latent_workspace, plan_latents
 from kernels.gpu.mla.latent_prefill import latent_prefill
 from kernels.gpu.mla.latent_rope import rotate_and_write_latents
@@ -65,7 +66,6 @@ from kernels.gpu.moe.grouped_gemm import MAX_UNSORTED, grouped_gemm
 from kernels.gpu.moe.grouped_gemv import add_down_of_row, grouped_gemv
 from kernels.gpu.moe.packed_experts import packed_experts, tile_of
 from kernels.gpu.prefill_backends.gather_kv import gather_kv
-from kernels.gpu.sampling.process_logits import LogitsRules, process_logits
 from kernels.gpu.speculation.paged_verify import paged_verify
 from kernels.kv_copy import WordCopy
 from kernels.quantization.mxfp4 import filled

@@ -77,6 +77,14 @@ def test_grammars_are_refused() -> None:
     assert not engine.has_work()
 
 
+def test_changes_of_logits_are_refused() -> None:
+    engine = assemble(EngineConfig("dry-run", device="cpu", num_gpu_blocks=64)).engine
+    for params in (SamplingParams(presence_penalty=0.5), SamplingParams(logit_bias=((1, 2.0),))):
+        with pytest.raises(InvalidRequestError, match=r"penalties, biases and masks .*engine\.logit_rules"):
+            engine.add_request([1], params)
+    assert not engine.has_work()
+
+
 def test_vectors_are_refused_to_the_client() -> None:
     engine = assemble(EngineConfig("dry-run", device="cpu", num_gpu_blocks=64)).engine
     with pytest.raises(InvalidRequestError, match=r"engine\.pooling") as caught:

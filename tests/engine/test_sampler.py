@@ -156,66 +156,13 @@ def test_draws_of_neighbouring_seeds_are_independent() -> None:
         assert_distributed(pairs, torch.full((16,), 1 / 16))
 
 
-@pytest.mark.parametrize("output", [[], [4, 4, 9]])
-def test_penalties_follow_their_formulas(output: list[int]) -> None:
-    logits = logits_row(2)
-    seen: list[Tensor] = []
-    row = row_of(
-        prompt=[1, 2, 4],
-        output=output,
-        temperature=0.0,
-        presence_penalty=0.7,
-        frequency_penalty=-0.3,
-        repetition_penalty=1.5,
-    )
-    sample([row], logits, hooks={row.request_id: lambda _request, changed: seen.append(changed.clone())})
-    expected = logits.tolist()
-    for token_id in {1, 2, 4, *output}:
-        value = expected[token_id]
-        expected[token_id] = value / 1.5 if value > 0 else value * 1.5
-    for token_id, count in Counter(output).items():
-        expected[token_id] -= 0.7 + -0.3 * count
-    assert seen[0].tolist() == pytest.approx(expected, abs=1e-6)
-
-
-def test_logit_bias_and_allowed_ids() -> None:
-    logits = logits_row(3)
-    worst = int(logits.argmin())
-    assert sample([row_of(temperature=0.0, logit_bias=((worst, 100.0),))], logits).token_ids == [worst]
-    counts = draw_many(logits, 500, temperature=1.0, allowed_token_ids=(4, 40))
-    assert set(counts) == {4, 40}
-    expected = torch.zeros(VOCAB_SIZE)
-    expected[[4, 40]] = logits[[4, 40]].softmax(-1)
-    assert_distributed(counts, expected)
-
-
-def test_bad_words_stop_their_last_token_only_after_the_first_ones() -> None:
-    logits = torch.zeros(VOCAB_SIZE)
-    logits[[20, 21]] = torch.tensor([10.0, 9.0])
-    bad: dict[str, Any] = {"temperature": 0.0, "bad_words": ((5, 20), (30,))}
-    assert sample([row_of(output=[5], **bad)], logits).token_ids == [21]
-    assert sample([row_of(output=[6], **bad)], logits).token_ids == [20]
-    assert sample([row_of(prompt=[5], **bad)], logits).token_ids == [21]
-    logits[30] = 20.0
-    assert sample([row_of(prompt=[6], **bad)], logits).token_ids == [20]
-    longer: dict[str, Any] = {"temperature": 0.0, "bad_words": (tuple([9] * 10 + [20]),)}
-    assert sample([row_of(prompt=[9], **longer)], logits).token_ids == [30]
-
-
-def test_min_tokens_masks_every_way_to_stop() -> None:
-    logits = torch.zeros(VOCAB_SIZE)
-    logits[[EOS, 12, 13]] = torch.tensor([10.0, 9.0, 8.0])
-    params: dict[str, Any] = {"temperature": 0.0, "min_tokens": 2, "stop_token_ids": (12,)}
-    assert sample([row_of(output=[0], **params)], logits).token_ids == [13]
-    assert sample([row_of(output=[0, 0], **params)], logits).token_ids == [EOS]
-    assert sample([row_of(output=[0], ignore_eos=True, **params)], logits).token_ids == [EOS]
-
-
 def test_logprobs_are_those_of_the_unmodified_logits() -> None:
     logits = logits_row(4)
     worst = int(logits.argmin())
-    row = row_of(temperature=0.0, logit_bias=((worst, 100.0),), logprobs=3)
-    entry = sample([row], logits).logprobs[0]
+    row = row_of(temperature=0.0, logprobs=3)
+    entry = sample(
+        [row], logits, hooks={row.request_id: lambda _request, changed: changed[worst].add_(100.0)}
+    ).logprobs[0]
     expected = logits.log_softmax(-1)
     assert entry is not None
     assert (entry.token_id, entry.rank) == (worst, VOCAB_SIZE)
@@ -233,8 +180,7 @@ def test_rows_that_cannot_be_drawn_from_fail_alone(temperature: float) -> None:
     logits[1, 3] = float("nan")
     logits[2, 3] = float("inf")
     rows = [row_of(temperature=temperature, name=str(index)) for index in range(4)]
-    rows[3] = row_of(temperature=temperature, allowed_token_ids=(4,), bad_words=((4,),))
-    result = sample_each(rows, logits)
+    result = sample_each(rows, logits, hooks={RequestId("3"): lambda _request, row: row.fill_(float("-inf"))})
     assert result.token_ids[0] == sample_each(rows[:1], logits[:1]).token_ids[0]
     assert result.token_ids[1:] == [NOT_FINITE, NOT_FINITE, NOTHING_ALLOWED]
     assert "no token is allowed" in no_token_error(rows[3], NOTHING_ALLOWED)
@@ -264,5 +210,6 @@ def test_a_hook_masks_its_own_request_only() -> None:
 def test_logits_are_left_unchanged() -> None:
     logits = logits_row(8)[None]
     kept = logits.clone()
-    sample_each([row_of(temperature=1.0, top_k=3, presence_penalty=1.0, logit_bias=((1, 5.0),))], logits)
+    rows = [row_of(temperature=1.0, top_k=3)]
+    sample_each(rows, logits, hooks={RequestId("a"): lambda _request, row: row.mul_(2.0)})
     assert torch.equal(logits, kept)

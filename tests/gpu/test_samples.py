@@ -13,13 +13,13 @@ from common.model_files import resolve_model
 from common.text.load import load_tokenizer
 from engine.engine import Engine
 from engine.gpu.config import GpuConfig
-from engine.gpu.sampling import logits_columns
-from engine.gpu.sampling.logits_columns import LogitsColumns
 from engine.gpu.steps.rows import RowChanges
 from engine.loader import load
+from engine.logit_rules import logits_columns
+from engine.logit_rules.logits import apply_params
+from engine.logit_rules.logits_columns import LogitsColumns
 from engine.request import RequestId, SamplingParams, TokenLogprobs
 from engine.request_states import RequestState
-from engine.sampling.logits import apply_params
 from tests.gpu.models import save_tiny_model
 from tests.gpu.test_engine import ON_GPU, PROMPTS, assert_same_logprobs, open_gpu, reference
 
@@ -72,8 +72,8 @@ def run(made: Engine, params: list[SamplingParams]) -> list[tuple[list[int], lis
 def test_tokens_and_logprobs_equal_those_of_the_plain_engine(
     params: list[SamplingParams], rows_at_once: int, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.gpu.sampling.samples.ROWS_AT_ONCE", rows_at_once)
-    monkeypatch.setattr(logits_columns, "ROWS_AT_ONCE", rows_at_once)
+    monkeypatch.setattr("engine.gpu.sampling.samples.MAX_CHANGED_ROWS", rows_at_once)
+    monkeypatch.setattr(logits_columns, "MAX_CHANGED_ROWS", rows_at_once)
     want = run(reference(model), params)
     made, _ = open_gpu(model, monkeypatch, GpuConfig())
     for (tokens, entries), (other_tokens, others) in zip(run(made, params), want, strict=True):

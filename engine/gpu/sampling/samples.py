@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from common.wings import has_wing
 from engine.gpu.pinning import download, upload
 from engine.gpu.progress import mark
-from engine.gpu.sampling.device_sampler import DeviceSampler
-from engine.gpu.sampling.logits_columns import ROWS_AT_ONCE, LogitsColumns
+from engine.gpu.sampling.device_sampler import MAX_CHANGED_ROWS, DeviceSampler
 from engine.gpu.steps.rows import RowChanges
 from engine.gpu.steps.state import DeviceState
 from engine.gpu.steps.step import GpuBatch, GpuStep, PendingLogprobs, sampled_rows
@@ -23,6 +23,10 @@ from engine.request import RequestId
 from engine.runner import Sampled
 from engine.sampling.logprobs import logprob_tensors
 from engine.sampling.sampler import LogitsHook
+
+HAS_RULES = has_wing("engine.logit_rules")
+if HAS_RULES:
+    from engine.logit_rules.logits_columns import LogitsColumns
 
 
 class StepSamples:
@@ -43,14 +47,15 @@ class StepSamples:
         self._vocabulary = vocabulary
         self._state = state
         self._device = state.last_tokens.device
-        self._columns = LogitsColumns(max_rows, vocab_size, self._device)
+        self._columns = LogitsColumns(max_rows, vocab_size, self._device) if HAS_RULES else None
         pin = self._device.type == "cuda"
         self._tokens = [torch.zeros(max_rows, dtype=torch.int64, pin_memory=pin) for _ in range(num_buffers)]
 
     def apply(self, changes: RowChanges) -> None:
         """Bring rows that changed their owner up to date."""
         self.on_device.apply(changes)
-        self._columns.apply(changes)
+        if self._columns is not None:
+            self._columns.apply(changes)
 
     def sample(self, logits: Tensor, batch: GpuBatch, indices: Sequence[int], turn: int, step: GpuStep) -> Tensor:
         """Sample for rows `indices` of the batch from as many logits, and put the tokens into the device's state.
@@ -77,8 +82,8 @@ class StepSamples:
                 changed.append((source, i))
             if request.wants_logprobs:
                 asking.append(k)
-        for first in range(0, len(changed), ROWS_AT_ONCE):
-            self._sample_changed(token_ids, logits, batch, changed[first : first + ROWS_AT_ONCE])
+        for first in range(0, len(changed), MAX_CHANGED_ROWS):
+            self._sample_changed(token_ids, logits, batch, changed[first : first + MAX_CHANGED_ROWS])
         if asking:
             step.logprobs = self._pending_logprobs(token_ids, logits, asking, step)
         if sampled:
@@ -93,13 +98,18 @@ class StepSamples:
         sources, indices = zip(*pairs, strict=True)
         requests, rows = [batch.requests[i] for i in indices], [batch.device_rows[i] for i in indices]
         positions = [batch.rows[i].stop for i in indices]
-        own = self._columns.changed(*self._vocabulary.whole(logits, sources), rows, requests, positions)
+        whole, sources_there = self._vocabulary.whole(logits, sources)
+        if self._columns is not None:
+            own = self._columns.changed(whole, sources_there, rows, requests, positions)
+        else:
+            own = whole[upload(sources_there, torch.int64, self._device)].float()
         for k, request in enumerate(requests):
             if request.request_id in self._hooks:
                 self._hooks[request.request_id](request, own[k])
         on_device, source, position = upload([rows, sources, positions], torch.int64, self._device)
         sampled = self.on_device.sample(own, on_device, position, is_whole=True)
-        self._columns.count(on_device, sampled)
+        if self._columns is not None:
+            self._columns.count(on_device, sampled)
         token_ids[source] = sampled
         self._state.last_tokens[on_device] = sampled.clamp(min=0)
 

@@ -120,10 +120,17 @@ def test_ends() -> None:
     engine, _ = make_engine(eos=frozenset(range(VOCAB_SIZE)))
     stop = engine.add_request([1, 2, 3], SamplingParams(max_tokens=9))
     length = engine.add_request([1, 2, 3], SamplingParams(max_tokens=3, ignore_eos=True))
-    later = engine.add_request([1, 2, 3], SamplingParams(max_tokens=9, min_tokens=4))
     ends = {output.request: output.finish_reason for output in finish(engine) if output.finish_reason}
-    assert ends == {stop: FinishReason.STOP, length: FinishReason.LENGTH, later: FinishReason.STOP}
-    assert [len(request.output_token_ids) for request in (stop, length, later)] == [1, 3, 4]
+    assert ends == {stop: FinishReason.STOP, length: FinishReason.LENGTH}
+    assert [len(request.output_token_ids) for request in (stop, length)] == [1, 3]
+
+
+@pytest.mark.wing("engine.logit_rules")
+def test_min_tokens_put_an_end_off() -> None:
+    engine, _ = make_engine(eos=frozenset(range(VOCAB_SIZE)))
+    request = engine.add_request([1, 2, 3], SamplingParams(max_tokens=9, min_tokens=4))
+    assert [output.finish_reason for output in finish(engine)][-1] is FinishReason.STOP
+    assert len(request.output_token_ids) == 4
 
 
 @pytest.mark.parametrize("overlap", [False, True])

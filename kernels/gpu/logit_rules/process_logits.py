@@ -1,8 +1,8 @@
 """Masks, biases and penalties for some rows of a step's logits on a GPU, each row by its own rules.
 
 One program computes a chunk of one row, in float32: minus infinity for blocked tokens, biases, then penalties, as
-`engine/sampling/logits.py` says. The rules of a row are columns on the device, written when a request gets the row.
-Reference: `engine.sampling.logits.apply_params`.
+`engine/logit_rules/logits.py` says. The rules of a row are columns on the device, written when a request gets it.
+Reference: `engine.logit_rules.logits.apply_params`.
 """
 
 from __future__ import annotations

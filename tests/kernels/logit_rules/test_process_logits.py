@@ -3,12 +3,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.gpu.sampling.logits_columns import LogitsColumns
 from engine.gpu.steps.rows import RowChanges
+from engine.logit_rules.logits import apply_params
+from engine.logit_rules.logits_columns import LogitsColumns
 from engine.request import RequestId, SamplingParams
 from engine.request_states import RequestState
-from engine.sampling.logits import apply_params
-from kernels.gpu.sampling.process_logits import CHUNK, IN_PROMPT, MAX_COUNT, LogitsRules, process_logits
+from kernels.gpu.logit_rules.process_logits import CHUNK, IN_PROMPT, MAX_COUNT, LogitsRules, process_logits
 
 VOCAB = CHUNK + 905  # neither a whole chunk nor a whole word of bits
 

@@ -1,7 +1,7 @@
 """Rules for the logits of rows, on the device: masks, biases, penalties and the token counts that these need.
 
 A row's rules are written when a request gets the row. From then on the device counts sampled tokens itself, so that
-no step waits for the one before; only a mask that changes is sent again (`engine.sampling.filters.TokenMask`).
+no step waits for the one before; only a mask that changes is sent again (`engine.logit_rules.filters.TokenMask`).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from engine.gpu.pinning import upload
+from engine.gpu.sampling.device_sampler import MAX_CHANGED_ROWS
 from engine.gpu.steps.rows import RowChanges
+from engine.logit_rules.filters import TokenMask, prepare_constraints
 from engine.request import MAX_BIASES
 from engine.request_states import RequestState
-from engine.sampling.filters import TokenMask, Words, prepare_constraints
-from kernels.gpu.sampling.process_logits import IN_PROMPT, MAX_COUNT, LogitsRules, process_logits
-
-ROWS_AT_ONCE = 32  # of changed logits, in float32
+from engine.sampling.filters import Words
+from kernels.gpu.logit_rules.process_logits import IN_PROMPT, MAX_COUNT, LogitsRules, process_logits
 
 
 class LogitsColumns:
@@ -30,7 +30,7 @@ class LogitsColumns:
         self._vocab_size = vocab_size
         self._device = device
         self._rules = LogitsRules.empty(max_rows, vocab_size, MAX_BIASES, device)
-        self._changed = torch.empty(min(max_rows, ROWS_AT_ONCE), vocab_size, device=device)
+        self._changed = torch.empty(min(max_rows, MAX_CHANGED_ROWS), vocab_size, device=device)
         self._owners: dict[int, RequestState] = {}  # of the rows that have rules
 
     def apply(self, changes: RowChanges) -> None:
@@ -53,7 +53,7 @@ class LogitsColumns:
     ) -> Tensor:  # fmt: skip
         """Return rows `sources` of logits (any, vocab), changed by the rules of their requests: float32 (n, vocab).
 
-        At most ROWS_AT_ONCE; valid up to the next call. positions: of the tokens to be sampled.
+        At most MAX_CHANGED_ROWS; valid up to the next call. positions: of the tokens to be sampled.
         """
         self._update_masks(rows, requests, positions)
         ruled = [row if request.changes_logits else -1 for row, request in zip(rows, requests, strict=True)]

@@ -4,22 +4,31 @@ In this order: minus infinity for tokens that may not come now (`filters.py`), b
 repetition: l > 0 ? l / r : l * r for every token in prompt and output;
 frequency and presence: l -= f * count + p * (count > 0) over the output.
 
-`apply_params` does so for one row of logits anywhere; `engine/gpu/sampling/logits_columns.py` for all rows of a step
-on the device, from the same masks.
+`apply_params` does so for one row of logits anywhere; `logits_columns.py` for all rows of a step on the device, from
+the same masks.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from engine.logit_rules.filters import TokenMask, prepare_constraints
 from engine.request_states import RequestState
-from engine.sampling.filters import TokenMask
 
 MINUS_INFINITY = float("-inf")
+
+
+def apply_rules(logits: Tensor, requests: Sequence[RequestState], positions: Sequence[int]) -> None:
+    """Change the rows of logits (n, vocab) in place whose requests want that, see `apply_params`."""
+    prepare_constraints(requests, positions)
+    for index, (request, position) in enumerate(zip(requests, positions, strict=True)):
+        if request.params.changes_logits:
+            apply_params(logits[index], request, position)
 
 
 def apply_params(row: Tensor, request: RequestState, position: int) -> None:

@@ -1,0 +1,1 @@
+"""What a request wants changed in its logits: masks of tokens, biases and penalties."""

@@ -1,0 +1,116 @@
+"""Filters of tokens that a request's parameters ask for, and the mask that all of its filters make."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.sampling.filters import Filtered, TokenFilter, Words
+
+
+def set_bits(words: Words, token_ids: Sequence[int]) -> None:
+    ids = np.array(token_ids, dtype=np.uint32)
+    np.bitwise_or.at(words, ids >> 5, np.uint32(1) << (ids & 31))
+
+
+@dataclass(frozen=True, slots=True)
+class AllowedTokens:
+    """Allow only these tokens."""
+
+    token_ids: Sequence[int]
+
+    def state(self, request: Filtered, position: int) -> Hashable:
+        return None
+
+    def block(self, blocked: Words, request: Filtered, position: int) -> None:
+        allowed = np.zeros_like(blocked)
+        set_bits(allowed, self.token_ids)
+        blocked |= ~allowed
+
+
+@dataclass(frozen=True, slots=True)
+class BadWords:
+    """Forbid a token that completes one of these sequences."""
+
+    words: Sequence[Sequence[int]]
+
+    def state(self, request: Filtered, position: int) -> Hashable:
+        return tuple(self._last_tokens(request, position))
+
+    def block(self, blocked: Words, request: Filtered, position: int) -> None:
+        set_bits(blocked, self._last_tokens(request, position))
+
+    def _last_tokens(self, request: Filtered, position: int) -> list[int]:
+        """Last tokens of the words whose other tokens the sequence ends with."""
+        begun = []
+        for *head, last in self.words:
+            if len(head) <= position and request.token_ids[position - len(head) : position] == head:
+                begun.append(last)
+        return begun
+
+
+@dataclass(frozen=True, slots=True)
+class MinTokens:
+    """Forbid tokens that would end the request too early."""
+
+    min_tokens: int
+    token_ids: Sequence[int]
+
+    def state(self, request: Filtered, position: int) -> Hashable:
+        return position - request.num_prompt_tokens < self.min_tokens
+
+    def block(self, blocked: Words, request: Filtered, position: int) -> None:
+        if self.state(request, position):
+            set_bits(blocked, self.token_ids)
+
+
+def filters_of(request: Filtered) -> list[TokenFilter]:
+    """The filters that the request's parameters ask for."""
+    params = request.params
+    filters: list[TokenFilter] = []
+    if params.allowed_token_ids:
+        filters.append(AllowedTokens(params.allowed_token_ids))
+    if params.bad_words:
+        filters.append(BadWords(params.bad_words))
+    if params.min_tokens:
+        ends = () if params.ignore_eos else tuple(request.eos_token_ids)
+        filters.append(MinTokens(params.min_tokens, params.stop_token_ids + ends))
+    if request.constraint is not None:
+        filters.append(request.constraint)
+    return filters
+
+
+def prepare_constraints(requests: Sequence[Filtered], positions: Sequence[int]) -> None:
+    """Compute what constraints say at each position, all before the first is used: see `Constraint.prepare`."""
+    wanted = [pair for pair in zip(requests, positions, strict=True) if pair[0].constraint is not None]
+    if wanted and wanted[0][0].constraint is not None:
+        wanted[0][0].constraint.prepare(wanted)
+
+
+class TokenMask:
+    """Which tokens one request may not get next, computed only when its filters say something new."""
+
+    def __init__(self, request: Filtered, vocab_size: int) -> None:
+        self.blocked: Words = np.zeros(-(-vocab_size // 32), dtype=np.uint32)
+        self._request = request
+        self._filters = filters_of(request)
+        self._state: tuple[Hashable, ...] | None = None
+
+    @property
+    def has_filters(self) -> bool:
+        """Whether any token may ever be blocked."""
+        return bool(self._filters)
+
+    def update(self, position: int) -> bool:
+        """Update `blocked` for `position`; True when it changed."""
+        request, filters = self._request, self._filters
+        state = tuple(each.state(request, position) for each in filters)
+        if state == self._state:
+            return False
+        self._state = state
+        self.blocked.fill(0)
+        for each in filters:
+            each.block(self.blocked, request, position)
+        return True

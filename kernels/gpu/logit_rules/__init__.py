@@ -1,0 +1,1 @@
+"""Masks, biases and penalties of rows of logits."""
