@@ -145,7 +145,7 @@ class Engine:
 
     def prefetch(self, source: object, block_keys: Sequence[BlockKey]) -> None:
         """Offer full blocks of a prompt that a peer is still computing; the next step says what to pull of them."""
-        self._scheduler.remote_kv.prefetches.add(source, block_keys)
+        self._scheduler.remote_kv.prefetch(source, block_keys)
 
     def finish_load(self, load: KvLoad, ok: bool) -> None:
         """A load of a step's outcome has ended, between steps."""

@@ -27,9 +27,6 @@ class WorkerConfig(Settings):
         AUTO, "how KV comes from peers; auto: the best that both sides have",
         choices=(AUTO, *TRANSPORTS),
     )  # fmt: skip
-    progressive_pull: bool = setting(
-        True, "prefill: hand a prompt's KV over chunk by chunk, while the rest of the prompt is computed"
-    )
     kv_staging_gb: float = setting(
         1.0, "pinned host memory through which a GPU's KV travels by shm and tcp; unused on a CPU"
     )

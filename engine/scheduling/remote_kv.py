@@ -6,24 +6,23 @@ worker takes the loads and reports how they ended.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from engine.kv.manager import KVManager
 from engine.request import Request, RequestStatus
 from engine.scheduling.kv_load import KvLoad
-from engine.scheduling.prefetches import Prefetches
 from engine.scheduling.request_queues import RequestQueues
+from kvstore.types import BlockKey
 
 
 class RemoteKv:
-    """Loads: for a request that has blocks and waits for them, or, as prefetches, for requests still to come."""
+    """Loads for requests that have blocks and wait for them. Nothing is pulled ahead of its request."""
 
     def __init__(self, queues: RequestQueues, kv: KVManager) -> None:
-        self.prefetches = Prefetches(kv.pool, kv.block_size)
         self._queues = queues
         self._kv = kv
         self._loads: list[KvLoad] = []
         self._cancelled: set[Request] = set()
-
-    # -- loads -----------------------------------------------------------------------------------------------
 
     def start_load(self, request: Request, num_cached: int) -> int | None:
         """Reserve blocks for what `request.kv_source` has, and `request` waits until they are filled.
@@ -32,7 +31,6 @@ class RemoteKv:
         the source is not worth a load, because that would not save a whole block of computing.
         """
         source, request.kv_source = request.kv_source, None  # one attempt: a preempted request recomputes
-        request.num_prefetched_tokens = self.prefetches.take_fetched(request.block_keys) * self._kv.block_size
         if request.num_source_tokens - num_cached < self._kv.block_size:
             self._loads.append(KvLoad(request, source, [], [], 0))
             return None
@@ -58,10 +56,7 @@ class RemoteKv:
     def finish(self, load: KvLoad, ok: bool) -> None:
         """A load has ended. After a failure its owner computes what the load should have brought."""
         request = load.owner
-        if request is None:
-            self.prefetches.finish(load, ok)
-            self._stop_awaiting()
-            return
+        assert request is not None, "there are no prefetches"
         if request in self._cancelled:
             self._cancelled.remove(request)
             self._queues.remove(request)
@@ -74,31 +69,13 @@ class RemoteKv:
             self._kv.release_uncomputed(request)  # blocks that others can read are among them
         self._queues.move(request, RequestStatus.RUNNING)
 
-    # -- prefetches ------------------------------------------------------------------------------------------
+    def prefetch(self, source: object, block_keys: Sequence[BlockKey]) -> None:
+        """Take up full blocks of a prompt that a peer is still computing; here the source is let go."""
+        self._loads.append(KvLoad(None, source, [], [], 0))
+
+    def reserve_prefetches(self) -> None:
+        """Give prefetches what blocks nobody needs."""
 
     def awaits_prefetch(self, request: Request) -> bool:
         """Whether a peer's KV for `request` is on its way already, so that a load would copy it twice."""
-        if request.kv_source is None:
-            return False
-        self._kv.prefixes.extend_keys(request)
-        return self.prefetches.has_any_of(request.block_keys)
-
-    def reserve_prefetches(self) -> None:
-        """Give queued prefetches what blocks nobody needs."""
-        if self.prefetches.has_queued:
-            self._loads += self.prefetches.reserve(self._num_spare_blocks())
-            self._stop_awaiting()
-
-    def _stop_awaiting(self) -> None:
-        """Let requests go on whose prefetches have all ended, well or not."""
-        for request in list(self._queues.awaiting):
-            if not self.awaits_prefetch(request):
-                self._queues.move(request, RequestStatus.WAITING)
-
-    def _num_spare_blocks(self) -> int:
-        """Blocks that nobody in this engine needs: beyond all known tokens of running requests, and the next ones."""
-        if self._queues.waiting or self._queues.swapped:
-            return 0
-        kv, running = self._kv, self._queues.running
-        missing = (kv.num_blocks_for(r.num_tokens) - len(r.block_ids) for r in running)
-        return kv.pool.num_available - sum(max(count, 0) + kv.blocks_per_position for count in missing)
+        return False

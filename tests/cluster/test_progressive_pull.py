@@ -9,7 +9,7 @@ from typing import Any
 import openai
 
 from engine import LLM, SamplingParams
-from engine.scheduling.prefetches import MAX_PREFETCHES
+from engine.progressive_pulls.prefetches import MAX_PREFETCHES
 from tests.harness.clients import async_client
 from tests.harness.cluster import SHORT_LEASES, Cluster, free_ports, metric, running_cluster
 

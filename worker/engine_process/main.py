@@ -17,6 +17,7 @@ from engine.assembly import EngineParts, assemble
 from engine.engine import DeviceLostError
 from kvstore.handle.handle import HandleWriter
 from kvstore.pool.block_hash import HASH_VERSION
+from worker.config import WorkerConfig
 from worker.engine_process.heartbeat import Heartbeat
 from worker.engine_process.process import EngineProcess
 from worker.frames import FrameSocket
@@ -84,12 +85,22 @@ def _start(link: FrameSocket, start: Start, heartbeat: Heartbeat) -> EngineProce
     handles = HandleWriter(worker.worker_id, memory.shards(start.kv_address), worker.kv_lease_seconds)
     leases = KvLeases(memory.epoch, exporter, handles, worker.kv_lease_seconds)
     memory.send_leases(leases)
-    prompt_leases = PromptLeases(engine.kv, leases, worker.progressive_pull)
+    prompt_leases = _prompt_leases(worker)(engine.kv, leases)
     loads = KvLoads(engine, puller, exporter, can_read=not config.stage_address)
     info = _engine_info(parts, memory, [] if config.stage_address else memory.transports)  # of all layers, or none
     link.send(Ready(info, memory.socket_paths, memory.needs_staging, memory.descriptions))
     adjust_cores = None if cores is None else cores.adjust
     return EngineProcess(link, parts, leases, prompt_leases, loads, heartbeat, adjust_cores)
+
+
+def _prompt_leases(worker: WorkerConfig) -> type[PromptLeases]:
+    """What leases prompts: also in parts, where that is wanted and its wing is there."""
+    if not has_wing("worker.progressive_pulls"):
+        return PromptLeases
+    from worker.progressive_pulls.part_leases import PartLeases
+    from worker.progressive_pulls.settings import ProgressivePullSettings
+
+    return PartLeases if worker.of(ProgressivePullSettings).progressive_pull else PromptLeases
 
 
 def _end_process(reason: str) -> None:

@@ -1,17 +1,14 @@
-"""Leases on prompts that this worker computes for peers: whole, or in parts while the rest is computed.
-
-A part is what each chunk but the last adds in full blocks, see docs/decisions/prefill-decode-hand-off.md. Called from
-the engine process's loop only.
-"""
+"""Leases on prompts that this worker computes for peers. Called from the engine process's loop only."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 from engine.kv.manager import KVManager
-from engine.request import RequestId, RequestStatus
+from engine.request import RequestId
 from engine.scheduled_step import PromptChunk
 from kvstore.pool.leases import Lease
+from kvstore.types import BlockId
 from worker.engine_process.open_request import OpenRequest
 from worker.kv.kv_leases import Exported, KvLeases
 from worker.messages import KvOffer
@@ -20,52 +17,26 @@ from worker.messages import KvOffer
 class PromptLeases:
     """Link between the engine, which computes prompts, and the leases on their blocks."""
 
-    def __init__(self, kv: KVManager, leases: KvLeases, in_parts: bool) -> None:
-        """kv: the engine's. in_parts: whether prompts are leased while they are computed, too."""
+    def __init__(self, kv: KVManager, leases: KvLeases) -> None:
+        """kv: the engine's."""
         self._kv = kv
         self._leases = leases
-        self._in_parts = in_parts
 
     def lease_parts(
         self, chunks: Iterable[PromptChunk], requests: Mapping[RequestId, OpenRequest], now: float
-    ) -> Iterator[tuple[Lease, KvOffer]]:
-        """Lease what a step's chunks have added to prompts."""
-        for chunk in chunks:
-            request = chunk.request
-            entry = requests.get(request.request_id)
-            # A preempted prompt may come back in other blocks: the digests that are kept would not be theirs.
-            is_steady = request.status is RequestStatus.RUNNING and not request.num_preemptions
-            if entry is None or not self._in_parts or not is_steady:
-                continue
-            first, last = entry.num_leased_blocks, chunk.num_tokens // self._kv.block_size
-            if last > first and self._kv.part_blocks(request, first, last):
-                yield self._lease_part(entry, first, last, now)
-
-    def _lease_part(self, entry: OpenRequest, first: int, last: int, now: float) -> tuple[Lease, KvOffer]:
-        request, kv = entry.request, self._kv
-        kv.prefixes.extend_keys(request)
-        block_ids = kv.part_blocks(request, first, last)
-        digests = self._leases.digests(block_ids)
-        kv.pool.acquire(block_ids)
-        lease, handle = self._leases.grant(block_ids, digests, len(block_ids) * kv.block_size, now)
-        entry.part_digests = _appended(entry.part_digests, digests)
-        return lease, KvOffer(request.request_id, handle, request.block_keys[first:last])
+    ) -> Iterable[tuple[Lease, KvOffer]]:
+        """Lease what a step's chunks have added to prompts: nothing, before all of a prompt is computed."""
+        return ()
 
     def lease_prompt(self, entry: OpenRequest, now: float) -> Exported:
         """Lease the blocks of a request that ended with PREFILLED: the KV of all its tokens but the last.
 
         A step in flight may be computing that one into one block more.
         """
-        request = entry.request
-        num_tokens = request.num_known_tokens - 1
-        if request.num_preemptions or not self._kv.leases_in_order:
-            entry.part_digests = []
-        block_ids = self._kv.detach(request, num_tokens)
-        new_digests = self._leases.digests(block_ids[entry.num_leased_blocks :])
-        digests = _appended(entry.part_digests, new_digests)
-        return self._leases.grant(block_ids, digests, num_tokens, now)
+        num_tokens = entry.request.num_known_tokens - 1
+        block_ids = self._kv.detach(entry.request, num_tokens)
+        return self._leases.grant(block_ids, self._digests(entry, block_ids), num_tokens, now)
 
-
-def _appended(digests: list[list[int]], more: list[list[int]]) -> list[list[int]]:
-    """Digests by rank, of consecutive blocks."""
-    return [known + new for known, new in zip(digests, more, strict=True)] if digests else more
+    def _digests(self, entry: OpenRequest, block_ids: list[BlockId]) -> list[list[int]]:
+        """Digests of the blocks of a prompt, by rank."""
+        return self._leases.digests(block_ids)

@@ -22,6 +22,7 @@ from worker.kv.kv_leases import KvLeases
 from worker.kv.prompt_leases import PromptLeases
 from worker.kv.rank_pool import RankPool
 from worker.messages import KvOffer
+from worker.progressive_pulls.part_leases import PartLeases
 
 NUM_BLOCKS = 16
 GEOMETRY = PoolGeometry(full_attention(2, 2, 8, "float32"), NUM_BLOCKS, BLOCK, "test")
@@ -50,7 +51,7 @@ class PrefillWorker:
         self.exporter = Exporter([rank], self.engine.kv.give_back)
         handles = HandleWriter("worker", [HandleShard(GEOMETRY, ShardAddress())], 10.0)
         self.leases = KvLeases(new_epoch(), self.exporter, handles, 10.0)
-        self.exports = PromptLeases(self.engine.kv, self.leases, in_parts)
+        self.exports = (PartLeases if in_parts else PromptLeases)(self.engine.kv, self.leases)
         self.open: dict[RequestId, OpenRequest] = {}
 
     def write_blocks(self, seed: int) -> None:

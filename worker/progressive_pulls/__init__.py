@@ -1,0 +1,1 @@
+"""Leases on parts of prompts, which peers pull while the rest is computed."""

@@ -1,0 +1,57 @@
+"""Leases on prompts in parts, while the rest is computed.
+
+A part is what each chunk but the last adds in full blocks, see docs/decisions/prefill-decode-hand-off.md. Called from
+the engine process's loop only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from engine.request import RequestId, RequestStatus
+from engine.scheduled_step import PromptChunk
+from kvstore.pool.leases import Lease
+from kvstore.types import BlockId
+from worker.engine_process.open_request import OpenRequest
+from worker.kv.prompt_leases import PromptLeases
+from worker.messages import KvOffer
+
+
+class PartLeases(PromptLeases):
+    """Prompts are leased while they are computed, too."""
+
+    def lease_parts(
+        self, chunks: Iterable[PromptChunk], requests: Mapping[RequestId, OpenRequest], now: float
+    ) -> Iterator[tuple[Lease, KvOffer]]:
+        """Lease what a step's chunks have added to prompts."""
+        for chunk in chunks:
+            request = chunk.request
+            entry = requests.get(request.request_id)
+            # A preempted prompt may come back in other blocks: the digests that are kept would not be theirs.
+            is_steady = request.status is RequestStatus.RUNNING and not request.num_preemptions
+            if entry is None or not is_steady:
+                continue
+            first, last = entry.num_leased_blocks, chunk.num_tokens // self._kv.block_size
+            if last > first and self._kv.part_blocks(request, first, last):
+                yield self._lease_part(entry, first, last, now)
+
+    def _lease_part(self, entry: OpenRequest, first: int, last: int, now: float) -> tuple[Lease, KvOffer]:
+        request, kv = entry.request, self._kv
+        kv.prefixes.extend_keys(request)
+        block_ids = kv.part_blocks(request, first, last)
+        digests = self._leases.digests(block_ids)
+        kv.pool.acquire(block_ids)
+        lease, handle = self._leases.grant(block_ids, digests, len(block_ids) * kv.block_size, now)
+        entry.part_digests = _appended(entry.part_digests, digests)
+        return lease, KvOffer(request.request_id, handle, request.block_keys[first:last])
+
+    def _digests(self, entry: OpenRequest, block_ids: list[BlockId]) -> list[list[int]]:
+        """Those of parts are known."""
+        if entry.request.num_preemptions or not self._kv.leases_in_order:
+            entry.part_digests = []
+        return _appended(entry.part_digests, self._leases.digests(block_ids[entry.num_leased_blocks :]))
+
+
+def _appended(digests: list[list[int]], more: list[list[int]]) -> list[list[int]]:
+    """Digests by rank, of consecutive blocks."""
+    return [known + new for known, new in zip(digests, more, strict=True)] if digests else more
