@@ -28,10 +28,9 @@ from router.choice import Choice
 from router.config import HttpConfig, RouterConfig
 from router.features import CHAT_BODY, COMPLETION_BODY, Features
 from router.http.answer import GenerationResponse
-from router.http.body import read_json_object
+from router.http.body import HeldBodies, read_json_object
 from router.http.deadline import timeout_seconds
 from router.http.errors import FIELD_NAMES, REQUEST_ID, ModelNotFoundError, client_name
-from router.http.held_bodies import HeldBodies
 from router.journal import Journal
 from router.request import GenerationRequest
 from router.served_model import ServedModel

@@ -10,7 +10,7 @@ import pytest
 
 from common.errors import ConfigError, OverloadedError
 from router.config import HttpConfig
-from router.http.held_bodies import UNCOUNTED_BYTES, HeldBodies
+from router.http.body import UNCOUNTED_BYTES, HeldBodies
 from tests.harness.router import Cluster, cluster
 from tests.router.raw_http import HEAD
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from common.errors import InvalidRequestError
 from router.http import body
-from router.http.json_shape import Shape, shape_of
+from router.http.body import Shape, shape_of
 
 TEXTS = st.text(st.sampled_from('a":[{,\\\n\u00e9'), max_size=8)
 VALUES = st.recursive(
