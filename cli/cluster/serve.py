@@ -7,20 +7,23 @@ HTTP, models or tokens; `flags` reads the command line.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import secrets
 import shlex
 import signal
+import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from cli.cluster.flags import GROUPS, parse_config
 from cli.cluster.gpus import find_gpus, uses_gpu
 from cli.cluster.plan import ClusterConfig, plan_cluster, workers_of
 from cli.cluster.ports import LOOPBACK, check_port
 from cli.cluster.progress import StartDisplay
-from cli.cluster.run_directory import run_directory
 from cli.cluster.supervisor import StartError, Supervisor
 from common.config import misspelt_variables
 from common.errors import ConfigError
@@ -29,6 +32,7 @@ from common.model_files import DEFAULT_MODEL_NAME, ModelFiles, resolve_model
 
 FAILED_START_GRACE_SECONDS = 3.0
 BETTER_MODEL = "Qwen/Qwen3-0.6B"  # than the default one, for those who reach the hub
+_REMOVE_AT_END_OF_PIPE = 'read -r _; rm -rf -- "$1"'
 
 
 def run(argv: Sequence[str]) -> int:
@@ -124,3 +128,23 @@ async def _serve(supervisor: Supervisor, display: StartDisplay, message: str) ->
             display.tell("stopping: open requests may finish; Ctrl-C again ends them")
     finally:
         await supervisor.stop(grace_seconds)
+
+
+@contextlib.contextmanager
+def run_directory() -> Iterator[Path]:
+    """A private directory for the cluster's Unix sockets, with mode 0700, gone when the cluster is, however it ends.
+
+    A shell that waits for the end of a pipe removes it: the pipe ends when we close it, and also when we are killed,
+    so that not even SIGKILL leaves the directory behind.
+    """
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    base = runtime if runtime and os.access(runtime, os.W_OK) else tempfile.gettempdir()
+    path = Path(tempfile.mkdtemp(prefix="mini-infer-", dir=base))
+    with subprocess.Popen(  # at the end of the block its input is closed, and its end is waited for
+        ["/bin/sh", "-c", _REMOVE_AT_END_OF_PIPE, "sh", str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        env={"PATH": os.environ.get("PATH", os.defpath)},  # our own environment may hold an API key
+        start_new_session=True,  # Ctrl-C must not end it before us
+    ):
+        yield path

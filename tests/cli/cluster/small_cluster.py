@@ -6,7 +6,7 @@ import sys
 
 from cli.cluster.child import child_command
 from cli.cluster.progress import StartDisplay
-from cli.cluster.run_directory import run_directory
+from cli.cluster.serve import run_directory
 from cli.cluster.service import ServiceSpec
 from cli.cluster.supervisor import Supervisor
 
