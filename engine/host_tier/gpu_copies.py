@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.gpu.pinning import NUM_PIECES, PIECE_BYTES, pin, upload
-from kvstore.handle.runs import merged_runs
+from kvstore.handle.copies import merged_runs
 from kvstore.types import BlockId, HostSlot
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from common.errors import HandshakeError
-from kvstore.handle.head_copy import HeadCopy
+from kvstore.handle.copies import HeadCopy
 from kvstore.layout import PoolGeometry, Shard
 
 

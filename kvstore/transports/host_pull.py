@@ -14,8 +14,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.handle.copies import HeadCopy
 from kvstore.handle.handle import PeerShard
-from kvstore.handle.head_copy import HeadCopy
 from kvstore.pool.digest import digest_blocks, digest_rows
 from kvstore.types import BlockId
 

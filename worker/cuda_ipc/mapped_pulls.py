@@ -9,7 +9,7 @@ from torch import Tensor, int64
 from common.errors import TransferError
 from engine.cuda_ipc.device_memory import tensor_over
 from kernels.kv_copy import WordCopy
-from kvstore.handle.head_copy import HeadCopy
+from kvstore.handle.copies import HeadCopy
 from kvstore.pool.digest import WORD_BYTES
 from kvstore.transports.cuda_ipc import cuda_memory
 from kvstore.transports.cuda_ipc.cuda_memory import CudaMemory

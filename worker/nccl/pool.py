@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from common.errors import TransferError
-from kvstore.handle.head_copy import HeadCopy
+from kvstore.handle.copies import HeadCopy
 from kvstore.pool.digest import WORD_BYTES
 from kvstore.transports.nccl.library import nccl_library, poll_until
 from kvstore.transports.nccl.reader import OWNER, Link

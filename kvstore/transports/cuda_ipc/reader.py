@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from common.errors import TransferError
+from kvstore.handle.copies import HeadCopy
 from kvstore.handle.handle import PeerShard, PoolName
-from kvstore.handle.head_copy import HeadCopy
 from kvstore.handle.pool_info import PoolInfo, rows_at
 from kvstore.transports.descriptor_server import fetch_pool_held
 from kvstore.transports.host_pull import BlockPull, SourcePart

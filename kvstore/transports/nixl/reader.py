@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from common.errors import TransferError
+from kvstore.handle.copies import runs_of
 from kvstore.handle.handle import PeerShard
-from kvstore.handle.runs import runs_of
 from kvstore.pool.digest import digest_blocks
 from kvstore.transports.host_pull import BlockPull, Blocks, SourcePart, copy_heads
 from kvstore.transports.lease_client import LeaseClient

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from kvstore.handle.copies import merged_runs
 from kvstore.handle.handle import PeerShard, PoolName
 from kvstore.handle.pool_info import PoolInfo, rows_at
-from kvstore.handle.runs import merged_runs
 from kvstore.transports.descriptor_server import fetch_pool
 from kvstore.transports.host_pull import BlockPull, Blocks, pull_parts
 from kvstore.transports.lease_client import LeaseClient

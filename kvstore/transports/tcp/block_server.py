@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from common.errors import MiniInferError
 from common.logging import RateLimit
-from kvstore.handle.runs import runs_of
+from kvstore.handle.copies import runs_of
 from kvstore.transports.tcp.tcp_server import TcpServer
 from kvstore.types import BlockId
 

@@ -18,8 +18,8 @@ from dataclasses import replace
 from itertools import pairwise
 
 from common.errors import TransferError
+from kvstore.handle.copies import runs_of
 from kvstore.handle.handle import PeerShard
-from kvstore.handle.runs import runs_of
 from kvstore.transports.host_pull import BlockPull, Blocks, pull_parts
 from kvstore.transports.lease_client import LeaseClient
 from kvstore.transports.transport import LocalPool, Reader, Transport

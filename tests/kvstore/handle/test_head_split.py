@@ -15,7 +15,7 @@ import torch
 
 from common.errors import HandshakeError, TransferError
 from engine.windows.layout import windowed_attention
-from kvstore.handle.head_copy import HeadCopy
+from kvstore.handle.copies import HeadCopy
 from kvstore.handle.head_split import ShardPart, split_blocks
 from kvstore.layout import PoolGeometry, Shard
 from kvstore.transports import host_pull
