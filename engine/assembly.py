@@ -25,10 +25,11 @@ from engine.kv.block_groups import BlockGroups
 from engine.kv.manager import KVManager
 from engine.kv.memory import (
     DTYPE_NAMES,
+    PoolMemory,
+    PrivatePoolMemory,
     context_in_pool,
     pool_geometry,
 )
-from engine.kv.pool_memory import PoolMemory, PrivatePoolMemory
 from engine.rank_processes import Ranks
 from engine.ranks import RankContext
 from engine.scheduling.policy import SHIPPED, ServiceOrder

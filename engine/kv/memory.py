@@ -1,4 +1,4 @@
-"""The KV pool as a tensor: its geometry, its size, and views over memory.
+"""The KV pool as a tensor: its geometry, its size, its memory, and views over that.
 
 Who owns which block is decided elsewhere (`engine/kv/manager.py`); here are only bytes.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import mmap
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from kvstore.layout import (
     full_attention,
     latent_attention,
 )
+from kvstore.transports.shared_memory import create_memfd
 
 logger = logging.getLogger(__name__)
 TORCH_DTYPES = {
@@ -123,3 +124,41 @@ def pool_over(buffer: Any, geometry: PoolGeometry) -> Tensor:
 def host_buffer_over(buffer: Any, num_slots: int, block_bytes: int) -> Tensor:
     """Host slots uint8 [num_slots, block_bytes] as a view of a writable buffer."""
     return torch.frombuffer(buffer, dtype=torch.uint8, count=num_slots * block_bytes).view(num_slots, block_bytes)
+
+
+class PoolMemory(Protocol):
+    """Where the memory of KV pools comes from: a seam between an engine and the process it runs in."""
+
+    agent_socket: str
+    """Unix socket of the node agent that has host memory for blocks; empty: none."""
+
+    def allocate(self, geometry: PoolGeometry, device: torch.device) -> torch.Tensor:
+        """A zeroed tensor, see PoolGeometry."""
+        ...
+
+    def allocate_for_rank(self, geometry: PoolGeometry) -> int:
+        """A descriptor of zeroed host memory for the pool of a rank in another process."""
+        ...
+
+    shares_device_pools: bool
+    """Whether pools of other ranks' GPUs are allocated so that this process can map them, and are given to it."""
+
+    def adopt_for_rank(self, geometry: PoolGeometry, device: torch.device, fd: int) -> None:
+        """Take over the pool that a rank in another process has allocated on `device`, and its descriptor."""
+        ...
+
+
+class PrivatePoolMemory:
+    """Memory of this process alone."""
+
+    agent_socket = ""
+    shares_device_pools = False
+
+    def allocate(self, geometry: PoolGeometry, device: torch.device) -> torch.Tensor:
+        return allocate_pool(geometry, device)
+
+    def allocate_for_rank(self, geometry: PoolGeometry) -> int:
+        return create_memfd("mini-infer-kv", geometry.pool_bytes)
+
+    def adopt_for_rank(self, geometry: PoolGeometry, device: torch.device, fd: int) -> None:
+        raise AssertionError("ranks keep their pools to themselves")

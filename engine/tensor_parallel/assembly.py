@@ -14,8 +14,7 @@ from engine.expert_balancing.moves import ExpertRearranger, linear_experts
 from engine.expert_balancing.settings import ExpertBalancingSettings
 from engine.expert_parallel.divided_rows import seams_of
 from engine.gpu.config import GpuConfig
-from engine.kv.memory import num_blocks_for
-from engine.kv.pool_memory import PoolMemory
+from engine.kv.memory import PoolMemory, num_blocks_for
 from engine.pipeline_parallel.ends import HiddenInbox, HiddenSource
 from engine.pipeline_parallel.remote_stage import RemoteStage
 from engine.rank_processes import Ranks

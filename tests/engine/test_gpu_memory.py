@@ -79,7 +79,7 @@ def fail_with(message: str) -> None:
     ("where", "advice"),
     [
         ("engine.loader.load.load_model", "The weights do not fit"),
-        ("engine.kv.pool_memory.allocate_pool", "Lower --gpu-memory-fraction"),
+        ("engine.kv.memory.allocate_pool", "Lower --gpu-memory-fraction"),
         ("engine.assembly._make_runner", "Lower --gpu-memory-fraction"),
         ("engine.cpu.runner.CpuRunner.warmup", "Lower --gpu-memory-fraction"),
     ],
