@@ -20,8 +20,7 @@ from engine.plan import PendingStep, ScheduledRow, StepPlan, StepResult, StepSiz
 from engine.request import Request, RequestId, SamplingParams, SchedulerLoad
 from engine.request_checks import check_output, check_prompt
 from engine.sampling.filters import Constraints
-from engine.scheduled_step import ScheduledStep, StepOutcome, StepStats
-from engine.scheduling.kv_load import KvLoad
+from engine.scheduled_step import KvLoad, ScheduledStep, StepOutcome, StepStats
 from engine.scheduling.scheduler import Scheduler
 from engine.wings import Adapters, Counting, Figures
 from kvstore.types import BlockKey

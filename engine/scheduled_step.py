@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.plan import NewRequest, ScheduledRow, StepPlan
 from engine.request import Request, RequestId, RequestOutput, RequestStatus
-from engine.scheduling.kv_load import KvLoad
-from kvstore.types import BlockId, HostSlot
+from kvstore.types import BlockId, BlockKey, HostSlot
+
+
+@dataclass(frozen=True, slots=True)
+class KvLoad:
+    """Blocks of a peer that somebody here wants to have, and where they go.
+
+    Fill `block_ids[i]` with block `positions[i]` of `source`; report with `Engine.finish_load`.
+
+    Without positions there is nothing to fill or report: the source can be let go.
+    """
+
+    owner: Request | None  # who waits for the blocks; None: they are for the prefix cache, a prefetch
+    source: object
+    positions: Sequence[int]
+    block_ids: Sequence[BlockId]
+    num_tokens: int  # whose KV that is
+    block_keys: Sequence[BlockKey] = ()  # of the blocks, for the prefix cache
 
 
 @dataclass(slots=True)

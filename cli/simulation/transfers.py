@@ -13,8 +13,7 @@ from random import Random
 from cli.simulation.clock import Clock
 from cli.simulation.worker import SimulatedWorker
 from engine.request import RequestStatus
-from engine.scheduled_step import PromptChunk
-from engine.scheduling.kv_load import KvLoad
+from engine.scheduled_step import KvLoad, PromptChunk
 from kvstore.types import BlockId
 
 

@@ -21,8 +21,7 @@ from engine.kv.manager import KVManager
 from engine.objectives.prompt_budget import PromptBudget
 from engine.plan import StepPlan, StepResult, StepSize
 from engine.request import Request
-from engine.scheduled_step import StepOutcome, StepStats
-from engine.scheduling.kv_load import KvLoad
+from engine.scheduled_step import KvLoad, StepOutcome, StepStats
 from engine.scheduling.scheduler import Scheduler
 from engine.simulated.runner import NOISE
 from engine.simulated.step_cost import SimulatedCost

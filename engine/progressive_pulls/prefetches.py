@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.scheduling.kv_load import KvLoad
+from engine.scheduled_step import KvLoad
 from kvstore.pool.block_pool import BlockPool
 from kvstore.types import BlockKey
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from engine.kv.manager import KVManager
 from engine.request import Request, RequestStatus
-from engine.scheduling.kv_load import KvLoad
+from engine.scheduled_step import KvLoad
 from engine.scheduling.request_queues import RequestQueues
 from kvstore.types import BlockKey
 

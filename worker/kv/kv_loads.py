@@ -12,7 +12,7 @@ from common.errors import MiniInferError
 from common.logging import about
 from engine.engine import Engine
 from engine.request import RequestId
-from engine.scheduling.kv_load import KvLoad
+from engine.scheduled_step import KvLoad
 from kvstore.handle.handle import KvHandle, PeerLease, open_handle
 from kvstore.types import BlockKey, WorkerId
 from worker.engine_process.open_request import OpenRequest

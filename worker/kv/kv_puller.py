@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from common.errors import MiniInferError, TransferError
 from common.logging import about
 from engine.request import RequestId
-from engine.scheduling.kv_load import KvLoad
+from engine.scheduled_step import KvLoad
 from kvstore.handle.handle import PeerLease
 from kvstore.transports.client import DEFAULT_DEADLINE_SECONDS, KvClient
 from kvstore.types import LeaseId

@@ -8,7 +8,7 @@ from functools import partial
 from common.token_ids import pack_ids
 from engine.engine import Engine
 from engine.request import Request, RequestId, SamplingParams
-from engine.scheduling.kv_load import KvLoad
+from engine.scheduled_step import KvLoad
 from kvstore.pool.block_hash import block_keys, root_key
 from tests.engine.fakes import BlockMemoryRunner, expected_tokens
 from tests.engine.scheduling.engines import BLOCK, assert_quiet, make_engine, run_all

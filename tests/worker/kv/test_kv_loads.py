@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.request import Request, RequestId, SamplingParams
-from engine.scheduling.kv_load import KvLoad
+from engine.scheduled_step import KvLoad
 from kvstore.handle.handle import KvHandle, PeerLease, open_handle
 from kvstore.types import BlockId, BlockKey
 from tests.kvstore.handle.test_handle import GOOD

@@ -10,7 +10,7 @@ import pytest
 
 from common.errors import TransferError
 from engine.request import Request, RequestId, SamplingParams
-from engine.scheduling.kv_load import KvLoad
+from engine.scheduled_step import KvLoad
 from kvstore.handle.handle import PeerLease, PeerShard, ShardAddress
 from kvstore.transports.client import KvClient, PullResult
 from kvstore.types import BlockId, BlockKey, Epoch, LeaseId, WorkerId
