@@ -18,8 +18,7 @@ from router.config import RouterConfig
 from router.journal import Journal
 from router.metrics import RouterMetrics
 from router.routing.admission import AnswerLength, DrainRate, check_in_time
-from router.routing.policy import Decision, choose
-from router.routing.shortlist import shortlist
+from router.routing.policy import Decision, choose, shortlist
 from router.routing.views import Candidate, RequestView, WorkerView
 from router.workers.failures import WorkerLostError
 from router.workers.model_workers import ModelWorkers

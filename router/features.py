@@ -14,8 +14,7 @@ from pydantic import create_model
 from common.text.tokenizer import Tokenizer
 from common.wings import has_wing
 from router.api.advice import unheeded
-from router.api.answer_part import AnswerPart
-from router.api.chat_renderer import ChatRenderer
+from router.api.chat_renderer import AnswerPart, ChatRenderer
 from router.api.message_schemas import Body
 from router.api.render import RenderOptions
 from router.api.schemas import ChatCompletionBody, CompletionBody

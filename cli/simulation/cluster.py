@@ -30,10 +30,9 @@ from router.objectives.adaptive import MOVE_SECONDS
 from router.objectives.moves import KeptRequest, choose_moves
 from router.objectives.placement import place
 from router.routing.admission import AnswerLength
-from router.routing.policy import Decision, choose
-from router.routing.shortlist import shortlist
+from router.routing.policy import Decision, choose, shortlist
 from router.routing.views import Candidate, RequestView
-from router.workers.backlog import Work
+from router.workers.worker_view import Work
 
 
 @dataclass(slots=True, eq=False)

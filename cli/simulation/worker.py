@@ -32,8 +32,7 @@ from kvstore.types import BlockKey, WorkerId
 from protos import types_pb2 as pb
 from router.routing.rates import WorkerRates
 from router.routing.views import WorkerView
-from router.workers.backlog import Backlog
-from router.workers.worker_view import worker_view
+from router.workers.worker_view import Backlog, worker_view
 from worker.engine_process.engine_figures import engine_load
 
 FINGERPRINT = "simulated"

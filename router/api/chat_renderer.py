@@ -1,18 +1,43 @@
-"""The JSON of `/v1/chat/completions`: `chat.completion` and `chat.completion.chunk`."""
+"""The JSON of `/v1/chat/completions`: `chat.completion` and `chat.completion.chunk`, with the parts of messages."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 
 from common.text.tokenizer import Tokenizer
 from protos import types_pb2 as pb
-from router.api.answer_part import AnswerPart
 from router.api.render import PlainChunks, Renderer, RenderOptions, finite
 from router.api.results import ChoiceResult, Usage
-from router.api.text import Update
+from router.api.text import TextStage, Update
+
+
+class AnswerPart(Protocol):
+    """What a feature takes out of answers' texts, and where it puts that in the JSON of a chat message.
+
+    Tool calls are such a part (`router/tools/tool_part.py`). Each request that asks for a part has one of its own.
+    """
+
+    @property
+    def shown(self) -> frozenset[int]:
+        """Special tokens whose texts the stage reads, and content never shows."""
+
+    def grammar(self, answer: str, prompt_token_ids: list[int]) -> str:
+        """Return the grammar of texts with this part in them whose content follows `answer`; empty: any text."""
+
+    def stage(self, prompt_token_ids: list[int]) -> TextStage:
+        """Return what takes this part out of the text of one choice."""
+
+    def delta(self, index: int, update: Update | ChoiceResult) -> dict[str, Any]:
+        """Return this part's fields in a chunk of choice `index`; empty when there is nothing new."""
+
+    def message(self, result: ChoiceResult) -> dict[str, Any]:
+        """Return this part's fields in the message of an answer in one piece."""
+
+    def finish_reason(self, index: int, reason: str | None) -> str | None:
+        """Return the reason to tell clients for an end of choice `index` that workers call `reason`."""
 
 
 class ChatRenderer(Renderer):

@@ -8,7 +8,7 @@ from starlette.responses import Response
 from common.errors import InvalidRequestError, NotFoundError
 from router.gateway import Gateway
 from router.http.errors import HttpError
-from router.http.operator import check_operator
+from router.http.middleware import check_operator
 from router.http.routes import Routes, json_response
 from router.workers.worker_link import WorkerLink
 

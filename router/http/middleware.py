@@ -1,6 +1,6 @@
-"""Middleware that checks the API key of every HTTP request before a route sees it. Plain ASGI.
+"""Who may ask, and who may change the cluster: middleware that checks API keys before a route sees a request.
 
-Also the last to see an exception that a route let through: a bug, which is logged here if it was not before.
+Plain ASGI. Also the last to see an exception that a route let through: a bug, which is logged here if it was not.
 """
 
 from __future__ import annotations
@@ -8,9 +8,11 @@ from __future__ import annotations
 import hmac
 from collections.abc import Set
 
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.errors import MiniInferError, UnauthenticatedError
+from common.net.hosts import is_loopback
 from router.http.errors import error_response, log_if_internal
 
 OPEN_PATHS = frozenset({b"/healthz", b"/health", b"/readyz", b"/livez", b"/ping"})
@@ -46,3 +48,15 @@ class Guard:
         key = key if scheme.lower() == b"bearer" else sent.get(b"x-api-key", b"")  # as Anthropic's clients send it
         if not hmac.compare_digest(key.strip(), self._api_key):
             raise UnauthenticatedError("the API key is missing or wrong: send it as 'Authorization: Bearer ...'")
+
+
+def check_operator(request: Request, api_key: str, what: str) -> None:
+    """Without an API key, refuse requests from other machines and from pages in a browser: anybody who reaches the
+    port could change the cluster. With one, it has been checked. what: is refused, in words."""
+    if api_key:
+        return
+    host = request.client.host if request.client else ""
+    if not is_loopback(host) or "origin" in request.headers:
+        raise UnauthenticatedError(
+            f"{what} from another machine or a page needs an API key on the router (--api-key)"
+        )

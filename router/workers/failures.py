@@ -1,4 +1,4 @@
-"""Failures of workers as exceptions: which of them a client may read, and which are worth a retry elsewhere."""
+"""Failures of workers: as exceptions, which a client may read or which are worth a retry elsewhere, and in a row."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ from protos import types_pb2 as pb
 
 logger = logging.getLogger(__name__)
 logger.addFilter(RateLimit())
+# See Breaker.
+MAX_FAILURES = 3
+WINDOW_SECONDS = 5.0
+OPEN_SECONDS = 5.0
 
 
 class WorkerLostError(UnavailableError):
@@ -41,3 +45,24 @@ def error_of(failure: pb.Failure) -> MiniInferError:
             name = failure.request_id
             logger.error("a worker refused %s as %s: %s", name, code, failure.message, extra=about(name))
             return EngineError("a worker refused the request")
+
+
+class Breaker:
+    """Keeps requests away from a worker for OPEN_SECONDS after MAX_FAILURES failures within WINDOW_SECONDS. Pure."""
+
+    def __init__(self) -> None:
+        self._failures: list[float] = []
+        self._open_until = 0.0
+
+    def record_failure(self, now: float) -> None:
+        self._failures = [time for time in self._failures if now - time < WINDOW_SECONDS]
+        self._failures.append(now)
+        if len(self._failures) >= MAX_FAILURES:
+            self._open_until = now + OPEN_SECONDS
+            self._failures.clear()
+
+    def record_success(self) -> None:
+        self._failures.clear()
+
+    def is_open(self, now: float) -> bool:
+        return now < self._open_until

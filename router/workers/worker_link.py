@@ -20,12 +20,10 @@ from kvstore.types import WorkerId
 from protos import types_pb2 as pb
 from router.routing.rates import WorkerRates
 from router.routing.views import WorkerView
-from router.workers.backlog import Backlog, Work
-from router.workers.breaker import Breaker
-from router.workers.failures import WorkerLostError, error_of
+from router.workers.failures import Breaker, WorkerLostError, error_of
 from router.workers.index_feed import IndexFeed
 from router.workers.worker_stream import WorkerStream
-from router.workers.worker_view import worker_view
+from router.workers.worker_view import Backlog, Work, worker_view
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,7 @@ import pytest
 from common.errors import UnavailableError
 from common.step_times import StepCost
 from kvstore.types import WorkerId
-from router.routing.policy import choose
-from router.routing.shortlist import MOST, shortlist
+from router.routing.policy import MOST, choose, shortlist
 from router.routing.views import RequestView, WorkerView
 
 P0, P1, D0, D1 = (WorkerId(name) for name in ("p0", "p1", "d0", "d1"))

@@ -9,9 +9,9 @@ import pytest
 from common.errors import HandshakeError
 from kvstore.pool.block_hash import HASH_VERSION
 from protos import types_pb2 as pb
-from router.workers.backlog import Backlog, Work
-from router.workers.breaker import OPEN_SECONDS, Breaker
+from router.workers.failures import OPEN_SECONDS, Breaker
 from router.workers.handshake import check_worker
+from router.workers.worker_view import Backlog, Work
 
 
 def leg(num_pending: int, **fields: Any) -> Work:
