@@ -30,8 +30,7 @@ from protos import types_pb2 as pb
 from worker.config import WorkerConfig
 from worker.front.engine_client import EngineClient
 from worker.front.front import WorkerFront
-from worker.front.kv_service import add_kv_service
-from worker.front.servicer import register
+from worker.front.servicer import add_kv_service, register
 from worker.messages import Start
 from worker.metrics import WorkerMetrics
 

@@ -65,7 +65,7 @@ class PoolView:
 
 
 class KvTransferService(kvstore_pb2_grpc.KvTransferServicer):  # type: ignore[misc]
-    """Add it with `server.add(add_KvTransferServicer_to_server, service, SERVICE_NAME)`.
+    """Add it with `server.add(add_KvTransferServicer_to_server, service, name)`.
 
     `on_renew` and `on_release` tell the engine; the mirror is changed here before they are called.
     """

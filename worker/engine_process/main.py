@@ -9,27 +9,46 @@ import os
 import signal
 import socket
 import sys
+import time
+from collections.abc import Callable
 
 from common.errors import MiniInferError
 from common.logging import setup_logging
+from common.startup import report_status
 from common.wings import has_wing
 from engine.assembly import EngineParts, assemble
 from engine.engine import DeviceLostError
+from engine.start_progress import describe
 from kvstore.handle.handle import HandleWriter
 from kvstore.pool.block_hash import HASH_VERSION
 from worker.config import WorkerConfig
 from worker.engine_process.heartbeat import Heartbeat
 from worker.engine_process.process import EngineProcess
 from worker.frames import FrameSocket
-from worker.front.start_reports import StartReports
-from worker.kv.kv_leases import KvLeases
+from worker.kv.kv_leases import KvLeases, PromptLeases
 from worker.kv.kv_loads import KvLoads
 from worker.kv.kv_puller import KvPuller
-from worker.kv.prompt_leases import PromptLeases
 from worker.kv.shared_pool import SharedPoolMemory
 from worker.messages import EngineInfo, Failed, Ready, Start
 
 logger = logging.getLogger("engine")
+LOG_SECONDS = 10.0  # between lines about a start
+
+
+class StartReports:
+    """An `OnProgress`: tells the supervisor of a start as it goes, and the log every LOG_SECONDS."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._logged = clock()
+
+    def __call__(self, what: str, part: float | None) -> None:
+        text = describe(what, part)
+        report_status(text)
+        now = self._clock()
+        if now - self._logged >= LOG_SECONDS:
+            self._logged = now
+            logger.info("%s", text)
 
 
 def main(argv: list[str] | None = None) -> int:

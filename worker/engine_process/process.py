@@ -23,9 +23,8 @@ from worker.engine_process.engine_figures import add_figures
 from worker.engine_process.heartbeat import Heartbeat
 from worker.engine_process.open_request import OpenRequest
 from worker.frames import FrameSocket
-from worker.kv.kv_leases import KvLeases
+from worker.kv.kv_leases import KvLeases, PromptLeases
 from worker.kv.kv_loads import KvLoads
-from worker.kv.prompt_leases import PromptLeases
 from worker.messages import (
     Abandon,
     Cancel,

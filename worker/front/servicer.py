@@ -1,4 +1,7 @@
-"""The gRPC service of a worker, for either role. Thin: everything happens in the front and its engine process."""
+"""The gRPC services of a worker: that of its role for routers, KvTransfer for peers.
+
+Thin: everything happens in the front and its engine process.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,16 @@ from collections.abc import AsyncIterator
 
 from common.errors import MiniInferError
 from common.net.rpc import Context, RpcServer, abort_with
-from protos import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from common.wings import has_wing
+from kvstore.pool.leases import LeaseTable
+from kvstore.transports.service import BlockSender, KvTransferService, PoolView
+from kvstore.transports.staging import StagingTable
+from protos import decode_pb2, decode_pb2_grpc, kvstore_pb2, kvstore_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from protos import types_pb2 as pb
+from worker.config import WorkerConfig
+from worker.front.engine_client import EngineClient
 from worker.front.front import WorkerFront
+from worker.messages import Release, Renew, Stage
 
 
 class WorkerServicer:
@@ -50,3 +60,35 @@ def register(role: str, server: RpcServer, front: WorkerFront) -> None:
     else:
         name = decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name
         server.add(decode_pb2_grpc.add_DecodeServicer_to_server, servicer, name)
+
+
+def add_kv_service(
+    server: RpcServer, engine: EngineClient, worker: WorkerConfig
+) -> tuple[LeaseTable, StagingTable | None, BlockSender | None]:
+    """Serve the engine's pools, read-only; returns what the front keeps current, and closes.
+
+    Raises ConfigError, UnavailableError, TransferError.
+    """
+    leases, ready = LeaseTable(engine.ready.info.epoch), engine.ready
+    staging = StagingTable(lambda *part: engine.send(Stage(*part))) if ready.needs_staging else None
+    sender = _open_sender(worker)
+    servicer = KvTransferService(
+        [PoolView(path, staging) for path in ready.shm_sockets],
+        sender,
+        leases,
+        on_renew=lambda *lease: engine.send(Renew(*lease)),
+        on_release=lambda *lease: engine.send(Release(*lease)),
+        descriptions=ready.descriptions,
+    )
+    name = kvstore_pb2.DESCRIPTOR.services_by_name["KvTransfer"].full_name
+    server.add(kvstore_pb2_grpc.add_KvTransferServicer_to_server, servicer, name)
+    return leases, staging, sender
+
+
+def _open_sender(worker: WorkerConfig) -> BlockSender | None:
+    """What sends blocks by TCP, where that wing is there."""
+    if not has_wing("worker.tcp"):
+        return None
+    from worker.tcp.sender import open_sender
+
+    return open_sender(worker)

@@ -1,4 +1,7 @@
-"""Leases that an engine process grants on its blocks: granted with a handle, kept while blocks are sent, ended."""
+"""Leases that an engine process grants on its blocks, those of prompts first of all.
+
+Granted with a handle, kept while blocks are sent, ended.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,18 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from engine.kv.manager import KVManager
+from engine.request import RequestId
+from engine.scheduled_step import PromptChunk
 from kvstore.handle.handle import HandleWriter, KvHandle
 from kvstore.pool.leases import Lease, LeaseTable
 from kvstore.types import BlockId, Epoch, LeaseId
+from worker.engine_process.open_request import OpenRequest
 from worker.kv.kv_exporter import KvExporter
+from worker.messages import KvOffer
 
 logger = logging.getLogger("engine")
 
@@ -112,3 +120,31 @@ class KvLeases:
             self._held_ended.append(lease)
         else:
             self._exporter.end_export(lease)
+
+
+class PromptLeases:
+    """Leases on prompts that this worker computes for peers. Called from the engine process's loop only."""
+
+    def __init__(self, kv: KVManager, leases: KvLeases) -> None:
+        """kv: the engine's."""
+        self._kv = kv
+        self._leases = leases
+
+    def lease_parts(
+        self, chunks: Iterable[PromptChunk], requests: Mapping[RequestId, OpenRequest], now: float
+    ) -> Iterable[tuple[Lease, KvOffer]]:
+        """Lease what a step's chunks have added to prompts: nothing, before all of a prompt is computed."""
+        return ()
+
+    def lease_prompt(self, entry: OpenRequest, now: float) -> Exported:
+        """Lease the blocks of a request that ended with PREFILLED: the KV of all its tokens but the last.
+
+        A step in flight may be computing that one into one block more.
+        """
+        num_tokens = entry.request.num_known_tokens - 1
+        block_ids = self._kv.detach(entry.request, num_tokens)
+        return self._leases.grant(block_ids, self._digests(entry, block_ids), num_tokens, now)
+
+    def _digests(self, entry: OpenRequest, block_ids: list[BlockId]) -> list[list[int]]:
+        """Digests of the blocks of a prompt, by rank."""
+        return self._leases.digests(block_ids)

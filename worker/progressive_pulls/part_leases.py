@@ -13,7 +13,7 @@ from engine.scheduled_step import PromptChunk
 from kvstore.pool.leases import Lease
 from kvstore.types import BlockId
 from worker.engine_process.open_request import OpenRequest
-from worker.kv.prompt_leases import PromptLeases
+from worker.kv.kv_leases import PromptLeases
 from worker.messages import KvOffer
 
 

@@ -18,8 +18,7 @@ from kvstore.types import BlockId
 from tests.engine.scheduling.engines import BLOCK, assert_quiet, make_engine
 from worker.engine_process.open_request import OpenRequest
 from worker.kv.kv_exporter import KvExporter
-from worker.kv.kv_leases import KvLeases
-from worker.kv.prompt_leases import PromptLeases
+from worker.kv.kv_leases import KvLeases, PromptLeases
 from worker.kv.rank_pool import RankPool
 from worker.messages import KvOffer
 from worker.progressive_pulls.part_leases import PartLeases
