@@ -39,12 +39,12 @@ DRAIN_INTERVAL_SECONDS = 0.05
 STOP_SECONDS = 0.2  # for replies in flight. A peer's channel that has no call open holds a stop up until it is over
 
 
-def parse_settings(role: str, argv: list[str] | None = None) -> Start:
+def parse_settings(role: str) -> Start:
     parser = SettingsParser(prog=f"{role}_service", description=f"A {role} worker: one engine behind gRPC.")
     add_arguments(parser.add_argument_group("worker"), WorkerConfig)
     add_arguments(parser.add_argument_group("engine"), EngineConfig)
     add_arguments(parser.add_argument_group("GPU"), GpuConfig)
-    namespace = parser.parse_args(argv)
+    namespace = parser.parse_args()
     return Start(
         from_namespace(WorkerConfig, namespace),
         from_namespace(EngineConfig, namespace),
@@ -52,11 +52,11 @@ def parse_settings(role: str, argv: list[str] | None = None) -> Start:
     )
 
 
-def run_worker(role: str, argv: list[str] | None = None) -> int:
+def run_worker(role: str) -> int:
     """Run a worker until SIGTERM (0), or until its engine fails or cannot start (1)."""
     share_one_heap()
     try:
-        settings = parse_settings(role, argv)
+        settings = parse_settings(role)
         if role == "prefill" and settings.engine.stage_address:
             raise ConfigError(
                 "--stage-address: KV of the other host's layers cannot be handed over: use a decode worker"
