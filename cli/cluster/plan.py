@@ -208,13 +208,10 @@ class _Plan:
     def _spec(
         self, name: str, module: str, settings: Sequence[Any], health: str, visible: str = "", **stages: Any
     ) -> ServiceSpec:
-        argv = tuple(flag for part in settings for flag in to_argv(_without_secrets(part)))
+        public = [dataclasses.replace(part, **dict.fromkeys(_secrets_of(part), "")) for part in settings]
+        argv = tuple(flag for part in public for flag in to_argv(part))
         env = _child_env(self.env, settings, self.secrets) | ({VISIBLE: visible} if visible else {})
         return ServiceSpec(name, child_command(module, argv), health, env=env, **stages)
-
-
-def _without_secrets(settings: Any) -> Any:
-    return dataclasses.replace(settings, **dict.fromkeys(_secrets_of(settings), ""))
 
 
 def _secrets_of(settings: Any) -> set[str]:
