@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from common.errors import ConfigError
+from common.file_digest import sampled_digest
 from common.model_files import ModelFiles
 from common.text.load import load_tokenizer
 from common.text.tokenizer import Tokenizer
@@ -20,7 +25,6 @@ from engine.config import EngineConfig
 from engine.kv.memory import DTYPE_NAMES, TORCH_DTYPES
 from engine.layers.attention import Attention
 from engine.layers.block import Block
-from engine.loader.fingerprint import fingerprint
 from engine.loader.model_weights import ModelWeights
 from engine.loader.source import Source, open_source
 from engine.loader.supported import check_kernels, check_settings
@@ -218,3 +222,18 @@ def _config_of_rank(config: ModelConfig, engine_config: EngineConfig, shard: Sha
     from engine.tensor_parallel.rank_config import config_of_rank
 
     return config_of_rank(config, engine_config, shard)
+
+
+def fingerprint(parts: dict[str, Any], files: Iterable[Path]) -> str:
+    """A name for "these weights, held this way": equal on two hosts with the same files, different otherwise.
+
+    SHA-256 over `parts` (JSON values and dataclasses) and a digest of each file; names of folders do not count.
+    Weights are not read whole: headers (names, shapes, types, offsets), file sizes and spread samples stand for them.
+    It guards against mixing models by mistake, not against someone who forges a file.
+    """
+    digest = hashlib.sha256()
+    digest.update(json.dumps(parts, sort_keys=True, default=dataclasses.asdict).encode())
+    for path in files:
+        digest.update(f"|{path.name}|".encode())
+        digest.update(sampled_digest(path))
+    return digest.hexdigest()

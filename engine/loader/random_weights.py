@@ -39,13 +39,7 @@ class RandomWeights:
     the CPU in float32: the same everywhere, up to rounding to `dtype`.
     """
 
-    def __init__(
-        self,
-        dtype: torch.dtype,
-        device: torch.device,
-        std: float = STD,
-        is_portable: bool = False,
-    ) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, std: float = STD, is_portable: bool = False) -> None:
         self._dtype = dtype
         self._device = device
         self._std = std

@@ -14,8 +14,7 @@ from common.errors import ConfigError
 from common.model_files import ModelFiles, resolve_model
 from engine.config import EngineConfig
 from engine.layers.weights import PartSource
-from engine.loader.fingerprint import fingerprint
-from engine.loader.load import load_model
+from engine.loader.load import fingerprint, load_model
 from engine.loader.model_weights import ModelWeights
 from kvstore.layout import WHOLE, Shard
 from tests.engine.driving import Driver, directory, make_runner, open_model
