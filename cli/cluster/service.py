@@ -74,10 +74,6 @@ class Service:
         self._reader: asyncio.Task[None] | None = None
         self._is_swept = False  # whether all of its session is gone
 
-    @property
-    def is_running(self) -> bool:
-        return self._process is not None and self._process.returncode is None
-
     async def spawn(self) -> None:
         """Start the process in a session of its own, so that Ctrl-C reaches us alone and we stop it in order.
 
@@ -142,7 +138,7 @@ class Service:
         """SIGTERM, up to `grace_seconds`, then SIGKILL."""
         if self._process is None:
             return
-        if self.is_running:
+        if self._process.returncode is None:
             self._process.terminate()
         try:
             await asyncio.wait_for(self.wait(), grace_seconds)

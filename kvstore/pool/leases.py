@@ -45,9 +45,6 @@ class LeaseTable:
     def __len__(self) -> int:
         return len(self._leases)
 
-    def leases(self) -> list[Lease]:
-        return list(self._leases.values())
-
     def get(self, lease_id: LeaseId) -> Lease | None:
         return self._leases.get(lease_id)
 

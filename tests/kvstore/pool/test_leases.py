@@ -105,7 +105,7 @@ class LeaseMachine(RuleBasedStateMachine):
     @invariant()
     def references_match(self) -> None:
         self.pool.check_integrity()
-        assert self.pool.num_used == sum(len(lease.block_ids) for lease in self.table.leases())
+        assert self.pool.num_used == sum(len(lease.block_ids) for lease in self.table._leases.values())
 
     def teardown(self) -> None:
         self.time_passes(2 * MAX_LEASE_SECONDS)
