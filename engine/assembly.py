@@ -23,13 +23,7 @@ from engine.gpu.config import GpuConfig
 from engine.gpu.failures import LESS_KV, SMALLER_WEIGHTS, explained
 from engine.kv.block_groups import BlockGroups
 from engine.kv.manager import KVManager
-from engine.kv.memory import (
-    DTYPE_NAMES,
-    PoolMemory,
-    PrivatePoolMemory,
-    context_in_pool,
-    pool_geometry,
-)
+from engine.kv.memory import DTYPE_NAMES, PoolMemory, PrivatePoolMemory, context_in_pool, pool_geometry
 from engine.rank_processes import Ranks
 from engine.ranks import RankContext
 from engine.scheduling.policy import SHIPPED, ServiceOrder

@@ -18,14 +18,7 @@ from common.wings import require_wing
 from engine.config import EngineConfig
 from engine.kv.block_groups import BlockGroups
 from engine.models.config import ModelConfig
-from kvstore.layout import (
-    WHOLE,
-    KvLayout,
-    PoolGeometry,
-    Shard,
-    full_attention,
-    latent_attention,
-)
+from kvstore.layout import WHOLE, KvLayout, PoolGeometry, Shard, full_attention, latent_attention
 from kvstore.transports.shared_memory import create_memfd
 
 logger = logging.getLogger(__name__)

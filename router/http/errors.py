@@ -80,14 +80,7 @@ def _openai_error(error: BaseException, field_names: Sequence[Callable[[str], st
         code = "invalid_api_key"
     elif isinstance(error, NotFoundError):
         code = "model_not_found" if isinstance(error, ModelNotFoundError) else "not_found"
-    return {
-        "error": {
-            "message": message,
-            "type": kind,
-            "param": param,
-            "code": code,
-        }
-    }
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def error_headers(error: BaseException) -> dict[str, str]:
