@@ -31,8 +31,7 @@ class WorkerView:
     queued_prefill_tokens: int = 0
     queued_prefill_pairs: float = 0.0  # of these tokens: each with every token before it
     # What it has room for.
-    max_num_seqs: int = 64
-    num_slots: int = 64  # requests that it can run at once: fewer than max_num_seqs when KV blocks are the limit
+    num_slots: int = 64  # requests that it can run at once: fewer than a batch may have when KV blocks are the limit
     kv_used_share: float = 0.0
     # How fast it is; 0: not measured yet.
     step: StepCost = UNMEASURED  # what steps take by what is in them

@@ -111,7 +111,6 @@ def worker_view(
         context_tokens=max(context_tokens, backlog.context_tokens) + backlog.expected_tokens,
         queued_prefill_tokens=max(load.waiting_prefill_tokens, backlog.prompt_tokens),
         queued_prefill_pairs=max(load.waiting_prefill_pairs, backlog.prompt_pairs),
-        max_num_seqs=max_num_seqs,
         num_slots=min(max(load.num_running, 1), max_num_seqs) if is_kv_bound else max_num_seqs,
         kv_used_share=kv_used_share,
         step=rates.step_times.cost,

@@ -30,7 +30,7 @@ OBJECTIVES = Objectives(ttft=1.0, itl=0.025)
 
 def view(worker: WorkerId, rows: int = 0, queued: int = 0, **fields: Any) -> WorkerView:
     """Prefill workers have had some prompts lately."""
-    known = {"step": COST, "pull_tokens_per_second": 200_000.0, "max_num_seqs": 256, "num_slots": 256}
+    known = {"step": COST, "pull_tokens_per_second": 200_000.0, "num_slots": 256}
     known["prompt_tokens_per_second"] = 10_000.0 if worker == P0 else 0.0
     return WorkerView(worker, num_running=rows, num_rows=rows, queued_prefill_tokens=queued, **{**known, **fields})
 

@@ -73,10 +73,8 @@ def test_answers_are_as_long_as_the_ones_before() -> None:
 
 
 def overloaded(num_open: int, **fields: Any) -> Candidate:
-    worker = WorkerView(
-        WorkerId("d"), num_running=num_open, step=StepCost(base=0.01, prompt_token=0.001), max_num_seqs=8,
-        num_slots=8, **fields,
-    )  # fmt: skip
+    step = StepCost(base=0.01, prompt_token=0.001)
+    worker = WorkerView(WorkerId("d"), num_running=num_open, step=step, num_slots=8, **fields)
     return choose("cost", RequestView(10, {}, expected_tokens=100), [], [worker], 64).chosen
 
 
