@@ -1,7 +1,6 @@
 """The KvTransfer service of a worker: leases, and blocks that are brought to shared memory."""
 
 import asyncio
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,21 +13,9 @@ from kvstore.transports.lease_client import LeaseClient
 from kvstore.transports.staging import StagingTable
 from kvstore.types import Epoch, LeaseId
 from tests.kvstore.front import Worker
-from tests.kvstore.helpers import GEOMETRY, empty_pool, host_client, ids, with_address, with_shard
+from tests.kvstore.helpers import ids, with_address, with_shard
 
 BLOCKS = [3, 4, 5, 1]
-
-
-@pytest.fixture
-def mine() -> np.ndarray:  # type: ignore[type-arg]
-    return empty_pool()
-
-
-@pytest.fixture
-def client(mine: np.ndarray) -> Iterator[KvClient]:  # type: ignore[type-arg]
-    client = host_client(GEOMETRY, mine, "secret")
-    yield client
-    client.close()
 
 
 async def test_leases_are_renewed_and_released(tmp_path: Path, client: KvClient) -> None:

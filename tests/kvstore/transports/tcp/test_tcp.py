@@ -7,7 +7,6 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,18 +31,6 @@ from tests.kvstore.helpers import GEOMETRY, Owner, empty_pool, host_client, ids,
 
 BLOCKS = [3, 4, 5, 1]
 BIG = replace(GEOMETRY, layout=full_attention(1500, 2, 8, "float32"), num_blocks=3)  # blocks of 768 KB
-
-
-@pytest.fixture
-def mine() -> np.ndarray:  # type: ignore[type-arg]
-    return empty_pool()
-
-
-@pytest.fixture
-def client(mine: np.ndarray) -> Iterator[KvClient]:  # type: ignore[type-arg]
-    client = host_client(GEOMETRY, mine, "secret")
-    yield client
-    client.close()
 
 
 async def test_a_long_pull_by_several_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
