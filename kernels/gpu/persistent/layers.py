@@ -18,10 +18,17 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from kernels.gpu.persistent.attention import attend, head_factors
 from kernels.gpu.persistent.experts import LOG2_E, choose, shares_of
 from kernels.gpu.persistent.gemv import gemv, sum_slices, tile_numbers, tile_rows
-from kernels.gpu.persistent.ll_protocol import VECTOR, flagged, load_vector, receive_vector, store_vector
-from kernels.gpu.persistent.operand import FLAT, inverse_root, receive_operand, store_operand, store_squares
+from kernels.gpu.persistent.ll_protocol import flagged, load_vector, receive_vector, store_vector
+from kernels.gpu.persistent.operand import (
+    FLAT,
+    allocate_operand,
+    clear_operand,
+    inverse_root,
+    receive_operand,
+    store_operand,
+    store_squares,
+)
 from kernels.gpu.persistent.ring import (
-    COLUMNS,
     DIMS,
     PRODUCERS,
     SLICES,
@@ -85,6 +92,28 @@ def _route(
 
 
 @gluon.jit
+def _gate_up(
+    gated_ptr, scales_ptr, flag, operand, squares, eps, ring, ready, empty, sums, slot, phase, experts, shares,
+    SHAPE: gl.constexpr,
+):  # fmt: skip
+    """Store the program's rows of silu(W_gate x) * W_up x, of experts times their shares."""
+    H: gl.constexpr = SHAPE.value.hidden
+    INNER: gl.constexpr = SHAPE.value.inner
+    gate_scale, up_scale = gate_up_scales(scales_ptr, experts, SHAPE)
+    slot, phase, count = gemv(INNER, H, True, operand, (), ring, ready, empty, sums, slot, phase, SHAPE)
+    root = inverse_root(squares, eps, H)
+    gate = sum_slices(sums, False, SHAPE) * root * gate_scale
+    up = sum_slices(sums, True, SHAPE) * root * up_scale
+    gated = gate / (1.0 + gl.exp2(gate * -LOG2_E)) * up
+    rows, exist = tile_rows(INNER, SHAPE)
+    if SHAPE.value.experts:
+        gated *= shares_of(tile_numbers(SHAPE), shares, SHAPE)[:, None]
+    gl.store(gated_ptr + rows, flagged(gated, flag), mask=exist)
+    release(empty, slot, count, SHAPE.value.slots)
+    return slot, phase
+
+
+@gluon.jit
 def _consume(
     weights_ptr, norms_ptr, final_norm_ptr, embedding_ptr, pool_ptr, rotation_ptr, hidden_ptr, words, stamps_ptr,
     smem, ready, empty, experts, is_chosen, num_layers, num_keys, kv_slot, eps, scale, layer_stride, block_stride,
@@ -102,13 +131,7 @@ def _consume(
     SLOTS: gl.constexpr = SHAPE.value.slots
     ROOM: gl.constexpr = max(2 * SHAPE.value.head_rows * DIMS, SHAPE.value.combined_words)
     room = gl.allocate_shared_memory(gl.float32, [ROOM], FLAT)
-    NUMBER: gl.constexpr = gl.float16 if SHAPE.value.is_e4m3 else gl.bfloat16
-    SIZE: gl.constexpr = SHAPE.value.columns
-    PIECES: gl.constexpr = SHAPE.value.most_chunks * COLUMNS // SHAPE.value.columns
-    highs = gl.allocate_shared_memory(NUMBER, [PIECES, SIZE], FLAT)
-    lows = gl.allocate_shared_memory(NUMBER, [PIECES, SIZE], FLAT)
-    exponents = gl.allocate_shared_memory(gl.float32, [PIECES, SIZE // DIMS], FLAT)
-    operand = highs, lows, exponents
+    operand = allocate_operand(SHAPE)
     squares = gl.allocate_shared_memory(gl.float32, [SLICES], FLAT)
     sums = gl.allocate_shared_memory(
         gl.float32, [2 * SHAPE.value.most_tiles, SLICES, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -119,9 +142,7 @@ def _consume(
     program = gl.program_id(0)
     hidden_rows, has_hidden = tile_rows(H, SHAPE)
     ring = weight_slots(smem, SHAPE)
-    if SHAPE.value.is_e4m3:  # short vectors fill no slot: what they leave there meets zeros, and must be finite
-        for i in gl.static_range(PIECES * SIZE // COLUMNS):
-            store_operand(gl.zeros([COLUMNS], gl.float32, VECTOR), i, operand)
+    clear_operand(operand)
     epoch = gl.load(epoch_ptr)
     norm = load_vector(norms_ptr, H)
     if program < H // 8:  # as `before` of the first layer; others read the embedding themselves
@@ -178,17 +199,10 @@ def _consume(
                 experts, shares, is_chosen, stamps, SHAPE,
             )  # fmt: skip
         stamp(stamps, "gate_up", SHAPE)
-        gate_scale, up_scale = gate_up_scales(of_gate_up, experts, SHAPE)
-        slot, phase, count = gemv(INNER, H, True, operand, (), ring, ready, empty, sums, slot, phase, SHAPE)
-        root = inverse_root(squares, eps, H)
-        gate = sum_slices(sums, False, SHAPE) * root * gate_scale
-        up = sum_slices(sums, True, SHAPE) * root * up_scale
-        gated = gate / (1.0 + gl.exp2(gate * -LOG2_E)) * up
-        rows, exist = tile_rows(INNER, SHAPE)
-        if EXPERTS:
-            gated *= shares_of(tile_numbers(SHAPE), shares, SHAPE)[:, None]
-        gl.store(gated_ptr + rows, flagged(gated, flag), mask=exist)
-        release(empty, slot, count, SLOTS)
+        slot, phase = _gate_up(
+            gated_ptr, of_gate_up, flag, operand, squares, eps, ring, ready, empty, sums, slot, phase, experts,
+            shares, SHAPE,
+        )  # fmt: skip
         stamp(stamps, "receive gated", SHAPE)
         of_qkv = scales_of(weights_ptr + next_layer * ADDRESSES, QKV, SHAPE)
         if program < H // 8:

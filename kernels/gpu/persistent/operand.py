@@ -13,7 +13,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kernels.gpu.persistent.ll_protocol import receive_vector
+from kernels.gpu.persistent.ll_protocol import VECTOR, receive_vector
 from kernels.gpu.persistent.ring import COLUMNS, DIMS, SLICES
 from kernels.gpu.persistent.shape import PIECE
 
@@ -23,6 +23,27 @@ SUMS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [8, 1, 1], [1, 16, 8]))  #
 OF_X = gl.constexpr(gl.DotOperandLayout(1, SUMS, WIDTH))
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 FLAT2 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+
+
+@gluon.jit
+def allocate_operand(SHAPE: gl.constexpr):
+    """Shared memory for the longest vector, see `store_operand`."""
+    NUMBER: gl.constexpr = gl.float16 if SHAPE.value.is_e4m3 else gl.bfloat16
+    SIZE: gl.constexpr = SHAPE.value.columns
+    PIECES: gl.constexpr = SHAPE.value.most_chunks * COLUMNS // SHAPE.value.columns
+    highs = gl.allocate_shared_memory(NUMBER, [PIECES, SIZE], FLAT)
+    lows = gl.allocate_shared_memory(NUMBER, [PIECES, SIZE], FLAT)
+    scales = gl.allocate_shared_memory(gl.float32, [PIECES, SIZE // DIMS], FLAT)
+    return highs, lows, scales
+
+
+@gluon.jit
+def clear_operand(operand):
+    """Store zeros. A short vector fills no slot of e4m3: what follows it meets zeros of W, and must be finite."""
+    highs = operand[0]
+    if highs.dtype == gl.float16:
+        for i in gl.static_range(highs.shape[0] * highs.shape[1] // COLUMNS):
+            store_operand(gl.zeros([COLUMNS], gl.float32, VECTOR), i, operand)
 
 
 @gluon.jit
