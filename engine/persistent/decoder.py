@@ -31,7 +31,7 @@ E4M3 = torch.float8_e4m3fn
 
 
 def open_decoder(model: Model, pool: Tensor, config: EngineConfig) -> RowDecoder | None:
-    """A decoder of single rows by the persistent kernel; None: it does not take the model, or is switched off."""
+    """A decoder of single rows by the persistent kernel; None: it does not take the model, or is not asked for."""
     if not config.of(PersistentSettings).persistent_kernel or not has_wgmma(pool) or not is_plain(model, pool):
         return None
     is_e4m3 = is_quantized(model.blocks[0])
@@ -130,7 +130,7 @@ def parameters_of(model: Model) -> Parameters:
 
 
 def weights_of(block: Block) -> tuple[Linear, Linear] | tuple[Stack, Stack]:
-    """Of gate and up, and of down."""
+    """Return the layers or stacks of gate and up, and of down."""
     if isinstance(block, Moe):
         return stacked_of(block).gate_up, stacked_of(block).down
     assert isinstance(block, Mlp)

@@ -46,7 +46,7 @@ class PartLeases(PromptLeases):
         return lease, KvOffer(request.request_id, handle, request.block_keys[first:last])
 
     def _digests(self, entry: OpenRequest, block_ids: list[BlockId]) -> list[list[int]]:
-        """Those of parts are known."""
+        """Return digests of the prompt's blocks: the leased parts' are known."""
         if entry.request.num_preemptions or not self._kv.leases_in_order:
             entry.part_digests = []
         return _appended(entry.part_digests, self._leases.digests(block_ids[entry.num_leased_blocks :]))

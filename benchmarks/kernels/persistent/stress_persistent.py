@@ -2,8 +2,8 @@
 
     python -m benchmarks.kernels.persistent.stress_persistent --model benchmarks/configs/qwen3-0.6b --others 6
 
-The other processes come and go: one in two multiplies matrices, the others run the kernel, too. Says of some steps
-that differ which is the first layer whose K or V do. Ends with 1 if any step differs. Needs a Hopper.
+The other processes come and go: every second one runs the kernel, too, the rest multiply matrices. Prints the first
+layer with other K or V for some of the steps that differ, and exits with 1 if there are any. Needs a Hopper.
 """
 
 from __future__ import annotations
