@@ -1,7 +1,7 @@
 """Compiles for an H200 what would be launched there, on a machine without a GPU.
 
 Triton needs no GPU to compile, only to launch. So tensors are `meta` ones, of real sizes and without memory, the
-driver is one that names the H200's architecture, and a launch ends behind `ptxas`.
+driver is one that names the H200's architecture, and a launch ends after `ptxas`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DEVICE_INDEX = 99  # nobody else's: what is compiled for a device is kept by its
 
 @dataclass(frozen=True)
 class Compiled:
-    """spilled: bytes of a thread's registers that went to memory.
+    """spilled: bytes of a thread's registers that went to memory. barriers: in shared memory, that it initializes.
 
     is_serial: products that should overlap with other instructions are waited for one by one.
     """
@@ -44,6 +44,7 @@ class Compiled:
     registers: int
     spilled: int
     is_serial: bool
+    barriers: int
 
 
 class Driver:
@@ -101,7 +102,8 @@ def resources(kernel: Any) -> Compiled:
             file.flush()
             said = output_of("ptxas", "-v", "-arch=sm_90a", file.name, "-o", os.devnull)
         is_serial = "wgmma.mma_async instructions are serialized" in said
-    return Compiled(kernel.metadata.name, kernel.metadata.shared, usage["REG"], spilled, is_serial)
+    barriers = kernel.asm["ptx"].count("mbarrier.init")
+    return Compiled(kernel.metadata.name, kernel.metadata.shared, usage["REG"], spilled, is_serial, barriers)
 
 
 def output_of(tool: str, *arguments: str) -> str:

@@ -42,3 +42,5 @@ def test_all_layers(sizes: dict[str, Any], compiled: list[Compiled], monkeypatch
     assert 0 <= shape.shared_bytes + shape.slots * SLOT_BYTES - kernel.shared_bytes < 1024
     assert kernel.shared_bytes <= SHARED_BYTES
     assert kernel.spilled <= 64, "registers of a layer's loop went to memory"
+    num_used = 2 * shape.slots + (1 if shape.experts else 0)
+    assert kernel.barriers == num_used, "an unused barrier's bytes get other data, which a context switch overwrites"

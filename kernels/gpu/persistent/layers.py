@@ -245,8 +245,10 @@ def decoder_kernel(
         mbarrier.init(ready.index(i), count=32 * PRODUCERS)
         mbarrier.init(empty.index(i), count=1)
     experts = gl.allocate_shared_memory(gl.int32, [SHAPE.value.chosen], FLAT)
-    is_chosen = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(is_chosen.index(0), count=1)
+    is_chosen = ready
+    if SHAPE.value.experts:  # else unused: its bytes would get other data, which a context switch would overwrite
+        is_chosen = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+        mbarrier.init(is_chosen.index(0), count=1)
     num_keys = gl.maximum(gl.load(length_ptr), 1)  # a row of nobody attends to its own key
     token = gl.maximum(gl.load(token_ptr), 0)
     of_token = embedding_ptr + token * SHAPE.value.hidden
