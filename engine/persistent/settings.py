@@ -11,5 +11,5 @@ from engine.wings import EngineWing
 @dataclass(frozen=True)
 class PersistentSettings(EngineWing):
     persistent_kernel: bool = setting(
-        False, "on a Hopper of its own: one kernel for all layers in steps of one row, where it takes the model"
+        True, "on a Hopper: one kernel for all layers in steps of one row, where it takes the model"
     )

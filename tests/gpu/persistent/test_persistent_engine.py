@@ -99,7 +99,7 @@ def test_rows_are_alone_and_among_others(
     plain = assemble(EngineConfig(str(model), device="cpu", dtype="float32", quant_mode="none", num_gpu_blocks=64))
     tokens = generate(plain.engine, [replace(GREEDY, max_tokens=count) for count in NUM_TOKENS])
     want = forced_logits(plain.engine, plain.runner, tokens)
-    made, runner = open_gpu(model, monkeypatch, gpu, dtype=DTYPE, block_size=8, persistent_kernel=True)
+    made, runner = open_gpu(model, monkeypatch, gpu, dtype=DTYPE, block_size=8)
     got = forced_logits(made, runner, tokens)
     assert steps
     has_choices = "moe" in json.loads((model / "config.json").read_text())["model_type"]
@@ -110,13 +110,11 @@ def test_rows_are_alone_and_among_others(
 
 @pytest.mark.skipif(not HAS_HOPPER, reason="fp8 needs a GPU")
 def test_fp8(model: Path, steps: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    made, runner = open_gpu(model, monkeypatch, GpuConfig(), dtype=DTYPE, block_size=8, persistent_kernel=True)
+    made, runner = open_gpu(model, monkeypatch, GpuConfig(), dtype=DTYPE, block_size=8)
     tokens = generate(made, [replace(GREEDY, max_tokens=count) for count in NUM_TOKENS])
     want = forced_logits(made, runner, tokens)
     num_plain = len(steps)
-    made, runner = open_gpu(
-        model, monkeypatch, GpuConfig(), dtype=DTYPE, block_size=8, quant_mode="fp8", persistent_kernel=True
-    )
+    made, runner = open_gpu(model, monkeypatch, GpuConfig(), dtype=DTYPE, block_size=8, quant_mode="fp8")
     got = forced_logits(made, runner, tokens)
     assert len(steps) > num_plain
     for one, other in zip(want, got, strict=True):
@@ -151,10 +149,10 @@ def in_e4m3(layer: Linear, is_quantized: bool) -> Linear:
     return Linear(weight, scales=scales) if is_quantized else Linear(weight.float() * scales[:, None])
 
 
-def test_no_kernel_unless_it_is_asked_for(
+def test_no_kernel_where_it_is_switched_off(
     model: Path, steps: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, _ = open_gpu(model, monkeypatch, GpuConfig(), dtype=DTYPE)
+    made, _ = open_gpu(model, monkeypatch, GpuConfig(), dtype=DTYPE, persistent_kernel=False)
     generate(made, [GREEDY], PROMPTS[:1])
     assert not steps
 
@@ -173,6 +171,6 @@ def test_models_that_it_does_not_take(
     changes: dict[str, Any], tmp_path: Path, steps: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = save_family(tmp_path, {**HEADS, **changes})
-    made, _ = open_gpu(path, monkeypatch, GpuConfig(), dtype=DTYPE, persistent_kernel=True)
+    made, _ = open_gpu(path, monkeypatch, GpuConfig(), dtype=DTYPE)
     generate(made, [GREEDY], PROMPTS[:1])
     assert not steps
