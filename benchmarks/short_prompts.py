@@ -27,9 +27,9 @@ from common.model_files import resolve_model
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
-from engine.gpu.steps import prompt_graphs
 from engine.loader.load import read_config
 from engine.lora.settings import LoraSettings
+from engine.prompt_graphs import graphs as prompt_graphs
 
 LENGTHS = (10, 56, 250, 500, 1016)
 NUM_DECODING = 8

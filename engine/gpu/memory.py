@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from common.errors import ConfigError
+from common.wings import has_wing
 from engine.config import EngineConfig
 from engine.engine import Runner
 from engine.gpu.config import GpuConfig
 from engine.gpu.pinning import NUM_PIECES, PIECE_BYTES
-from engine.gpu.steps.rows import bucket_sizes, prompt_shapes
+from engine.gpu.steps.rows import bucket_sizes
 from engine.kv.memory import allocate_pool, pool_geometry
 from engine.loader.load import LoadedModel
 from engine.plan import StepPlan
@@ -93,15 +94,6 @@ def decode_trial(config: EngineConfig, num_groups: int = 1) -> StepPlan:
     return trial_plan([(1, 1)] * config.max_num_seqs, config.block_size, params, TRIAL_BLOCKS, num_groups)
 
 
-def prompt_graph_trial(config: EngineConfig, max_model_len: int, num_groups: int = 1) -> StepPlan:
-    """The largest step with a prompt that a graph is captured for."""
-    num_tokens, num_rows = prompt_shapes(config.max_num_seqs, config.max_num_batched_tokens)[-1]
-    num_tokens = min(num_tokens, config.max_num_batched_tokens)
-    shares = [(0, 1)] * (num_rows - 1) + [(0, min(num_tokens - num_rows + 1, max_model_len - 1))]
-    params = SamplingParams(max_tokens=1, temperature=1.0, seed=0, top_p=0.9)
-    return trial_plan(shares, config.block_size, params, TRIAL_BLOCKS, num_groups)
-
-
 def num_blocks_that_fit(
     loaded: LoadedModel, config: EngineConfig, gpu: GpuConfig, max_model_len: int, bytes_of_ranks: int = 0,
     *ranks: RankContext[GpuSeams],
@@ -132,26 +124,27 @@ def measure(
     no_graphs = replace(gpu, use_cuda_graph=False)
     runner = GpuRunner(loaded, pool, None, config, no_graphs, max_model_len, *ranks)
     count = len(geometry.layout.groups)
-    trials = [decode_trial(config, count), prompt_graph_trial(config, max_model_len, count)]
-    if not gpu.use_cuda_graph:
-        trials = []
-    sets = config.num_graph_sets, config.num_prompt_graph_sets  # of each trial
-    peaks = [n * _peak_of(runner, plan, device) for n, plan in zip(sets, trials, strict=False)]
-    graph_bytes = int(sum(peaks) * GRAPH_SLACK)
+    graph_bytes, prompts = 0, None
+    if gpu.use_cuda_graph:
+        peak = _peak_of(runner, decode_trial(config, count), device)
+        num_graphs = len(bucket_sizes(config.max_num_seqs))
+        graph_bytes += config.num_graph_sets * (int(peak * GRAPH_SLACK) + num_graphs * GRAPH_BYTES)
+    if gpu.use_cuda_graph and has_wing("engine.prompt_graphs"):
+        from engine.prompt_graphs.shapes import prompt_graph_trial
+
+        prompts = runner.open_prompt_graphs(captures=False)  # for its workspaces
+        peak = _peak_of(runner, prompt_graph_trial(config, max_model_len, TRIAL_BLOCKS, count), device)
+        num_logits = sum(rows for _, rows in prompts.shapes) * loaded.model.config.vocab_size
+        own_bytes = int(peak * GRAPH_SLACK) + len(prompts.shapes) * GRAPH_BYTES + num_logits * loaded.dtype.itemsize
+        graph_bytes += config.num_prompt_graph_sets * own_bytes
     for plan in prefill_trials(config, max_model_len, count):
         runner.launch(plan).result()
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_reserved(device) - pool.nbytes + COPY_BYTES
-    del pool, runner
+    del pool, runner, prompts
     gc.collect()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    if gpu.use_cuda_graph:
-        shapes = prompt_shapes(config.max_num_seqs, config.max_num_batched_tokens)
-        num_decode_graphs = config.num_graph_sets * len(bucket_sizes(config.max_num_seqs))
-        num_logits = sum(rows for _, rows in shapes) * loaded.model.config.vocab_size
-        graph_bytes += num_decode_graphs * GRAPH_BYTES
-        graph_bytes += config.num_prompt_graph_sets * (len(shapes) * GRAPH_BYTES + num_logits * loaded.dtype.itemsize)
     return MemoryUse(total, free, torch.cuda.memory_reserved(device), peak, graph_bytes)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +27,7 @@ from engine.gpu.sampling.device_sampler import DeviceSampler
 from engine.gpu.sampling.samples import StepSamples
 from engine.gpu.steps.decode_steps import DecodeSteps
 from engine.gpu.steps.mixed_inputs import mixed_inputs
-from engine.gpu.steps.prompt_graphs import PromptGraphs
-from engine.gpu.steps.rows import PROMPT_BUCKETS, RowTable, bucket_sizes
+from engine.gpu.steps.rows import MAX_GRAPH_TOKENS, RowTable, bucket_sizes
 from engine.gpu.steps.state import DeviceState
 from engine.gpu.steps.step import GpuBatch, GpuStep, sampled_rows
 from engine.kv.memory import kv_layout
@@ -39,6 +38,9 @@ from engine.request_states import RequestState
 from engine.runner import ModelRunner, reads_hidden, sampled_queries
 from engine.start_progress import OnProgress, no_progress
 from engine.trial_plans import warmup_plans
+
+if TYPE_CHECKING:
+    from engine.prompt_graphs.graphs import PromptGraphs
 
 NUM_BUFFERS = 3  # of pinned staging memory: one being filled, two steps in flight
 
@@ -155,8 +157,9 @@ class GpuRunner(ModelRunner):
                 self._queue_decode(batch, step)
         else:  # the host takes long to start it, and meanwhile does not see the step before end
             step.timer = DeviceTimer() if self._device.type == "cuda" else None
-            if self.prompt_graphs is not None and self._takes_graph(batch, self.prompt_graphs):
-                self._queue_prompts(batch, self.prompt_graphs, step)
+            graphs = self._graphs_of_prompts()
+            if graphs is not None and graphs.takes(batch):
+                self._queue_prompts(batch, graphs, step)
             else:
                 self._queue_mixed(batch, step)
             if step.timer is not None:
@@ -182,7 +185,7 @@ class GpuRunner(ModelRunner):
         max_length = num_positions * self._block_size
         sampled = list({narrowed_rows(n): n for n in range(1, self._max_rows + 1)}.values())
         for plan in warmup_plans(
-            max(PROMPT_BUCKETS), self._max_tokens, sampled, max_length, self._block_size, self._num_groups
+            MAX_GRAPH_TOKENS, self._max_tokens, sampled, max_length, self._block_size, self._num_groups
         ):  # fmt: skip
             self.launch(plan).result()
             self._requests.clear()
@@ -193,9 +196,12 @@ class GpuRunner(ModelRunner):
         """Capture graphs of decode steps and of steps with short prompts, which no other stage takes part in."""
         with collector_paused():
             self._decodes.capture(on_progress)
-            self.prompt_graphs = self.open_prompt_graphs()
+            if has_wing("engine.prompt_graphs"):
+                self.prompt_graphs = self.open_prompt_graphs()
 
     def open_prompt_graphs(self, captures: bool = True) -> PromptGraphs:
+        from engine.prompt_graphs.graphs import PromptGraphs
+
         return PromptGraphs(
             self._forward,
             self._state,
@@ -224,9 +230,9 @@ class GpuRunner(ModelRunner):
         sampled = sampled_queries(batch.rows, batch.requests, range(len(batch.rows)))
         self._samples.take(output.token_ids, output.logits, batch, sampled, self._turn, step)
 
-    def _takes_graph(self, batch: GpuBatch, graphs: PromptGraphs) -> bool:
-        pairs = zip(batch.rows, batch.requests, strict=True)
-        return graphs.takes(batch) and not any(reads_hidden(row, request) for row, request in pairs)
+    def _graphs_of_prompts(self) -> PromptGraphs | None:
+        """Return the graphs that may take the step that is queued."""
+        return self.prompt_graphs
 
     def _queue_prompts(self, batch: GpuBatch, graphs: PromptGraphs, step: GpuStep) -> None:
         token_ids, logits, sampling = graphs.run(batch, self._block_size, self._turn)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from engine.gpu.forward import Observer
 from engine.gpu.runner import GpuRunner, collector_paused, split_rows
-from engine.gpu.steps.prompt_graphs import PromptGraphs, graph_order
-from engine.gpu.steps.rows import PROMPT_BUCKETS
+from engine.gpu.steps.rows import MAX_GRAPH_TOKENS
 from engine.gpu.steps.step import GpuBatch, GpuStep
 from engine.loader.load import LoadedModel
 from engine.lora.gpu_layers import AdaptedForwards, StepTiles, with_slots
@@ -21,6 +20,9 @@ from engine.request_states import RequestState
 from engine.start_progress import OnProgress, no_progress
 from kernels.gpu.lora.row_tiles import NOTHING
 
+if TYPE_CHECKING:
+    from engine.prompt_graphs.graphs import PromptGraphs
+
 
 class LoraGpuRunner(AdaptedSteps, GpuRunner):
     """A step without a row that names an adapter is computed as without this wing, in graphs of its own."""
@@ -30,7 +32,7 @@ class LoraGpuRunner(AdaptedSteps, GpuRunner):
         super().__init__(loaded, *args)
         self._adapters, self._is_alone = adapters, loaded.shard.size == 1
         self._adapted_prompts: PromptGraphs | None = None
-        self._tiles = StepTiles(slots.count, max(self._max_rows, *PROMPT_BUCKETS), loaded.device)
+        self._tiles = StepTiles(slots.count, max(self._max_rows, MAX_GRAPH_TOKENS), loaded.device)
         model = with_slots(loaded.model, slots, self._tiles)
         forward = self._forward.of_ops(AdaptedForwards(model, self._ranks))
         self._plain = self._forward, self._decodes
@@ -48,8 +50,9 @@ class LoraGpuRunner(AdaptedSteps, GpuRunner):
         """See GpuRunner; steps with adapters, too."""
         super().capture(on_progress)
         self._adapted[1].capture(on_progress)
-        with collector_paused():
-            self.open_adapted_prompts()
+        if self.prompt_graphs is not None:
+            with collector_paused():
+                self.open_adapted_prompts()
 
     def open_adapted_prompts(self, captures: bool = True) -> None:
         """Make graphs of steps with prompts and adapters. Without, such steps run eagerly."""
@@ -86,17 +89,15 @@ class LoraGpuRunner(AdaptedSteps, GpuRunner):
             self._tiles.put(slots, range(len(slots)), self._decodes.bucket_of(len(slots)))
         super()._queue_queries(batch, step)
 
-    def _takes_graph(self, batch: GpuBatch, graphs: PromptGraphs) -> bool:
-        own = self._adapted_prompts if self._has_adapters else graphs
-        return own is not None and super()._takes_graph(batch, own)
+    def _graphs_of_prompts(self) -> PromptGraphs | None:
+        return self._adapted_prompts if self._has_adapters else self.prompt_graphs
 
     def _queue_prompts(self, batch: GpuBatch, graphs: PromptGraphs, step: GpuStep) -> None:
-        own = self._adapted_prompts if self._has_adapters else None
-        if own is not None:
+        if self._has_adapters:
             slots, rows = slots_of(batch.requests), batch.rows
-            of_tokens = [slots[i] for i in graph_order(batch) for _ in range(rows[i].num_tokens)]
-            self._tiles.put(of_tokens, range(len(of_tokens)), own.num_tokens_of(batch))
-        super()._queue_prompts(batch, own or graphs, step)
+            of_tokens = [slots[i] for i in graphs.order(batch) for _ in range(rows[i].num_tokens)]
+            self._tiles.put(of_tokens, range(len(of_tokens)), graphs.num_tokens_of(batch))
+        super()._queue_prompts(batch, graphs, step)
 
     def _queue_mixed(self, batch: GpuBatch, step: GpuStep) -> None:
         if not self._has_adapters:

@@ -12,6 +12,7 @@ from engine.mla.gpu_expanded import ExpandedLatents, open_latents
 from engine.mla.gpu_latents import AbsorbedPlan, ExpandedPlan, LatentPlan, PagedLatents
 from engine.mla.latent_attention import LATENT_NORM_EPS, LatentAttention
 from engine.models.model import Model
+from kernels.gpu.attention.paged_prefill import TileSplits
 from kernels.gpu.mla.latent_decode import latent_decode, latent_workspace, plan_latents
 from kernels.gpu.mla.latent_rope import rotate_and_write_latents
 
@@ -41,7 +42,7 @@ class LatentQueries(GpuAttention):
     ) -> Sequence[LatentPlan]:
         return [self.prefill.plan(query_starts, seq_lens, tables) for tables in block_tables]
 
-    def graph_plan(self, block_tables: Tensor, tiles: Tensor, merges: Tensor) -> AbsorbedPlan:
+    def graph_plan(self, block_tables: Tensor, tiles: Tensor, splits: TileSplits | None = None) -> AbsorbedPlan:
         return AbsorbedPlan(block_tables, tiles)
 
     def plan_decode(self, inputs: GpuInputs) -> None:

@@ -37,8 +37,7 @@ from kernels.gpu.attention.decode_tiles import most_queries
 from kernels.gpu.attention.kv_splits import DecodeWorkspace
 from kernels.gpu.attention.paged_decode import paged_decode
 from kernels.gpu.attention.paged_prefill import paged_prefill
-from kernels.gpu.attention.prefill_splits import PrefillSplits, SplitWorkspace
-from kernels.gpu.attention.prompt_tiles import LARGE_TILE, SMALL_TILE, WIDTH
+from kernels.gpu.attention.prompt_tiles import LARGE_TILE, SMALL_TILE
 from kernels.gpu.collectives.all_reduce import (
     GATHER_CHUNK,
     SymmetricMemory,
@@ -66,6 +65,8 @@ from kernels.gpu.moe.grouped_gemm import MAX_UNSORTED, grouped_gemm
 from kernels.gpu.moe.grouped_gemv import add_down_of_row, grouped_gemv
 from kernels.gpu.moe.packed_experts import packed_experts, tile_of
 from kernels.gpu.prefill_backends.gather_kv import gather_kv
+from kernels.gpu.prompt_graphs.merge_splits import PrefillSplits, split_workspace
+from kernels.gpu.prompt_graphs.split_tiles import WIDTH
 from kernels.gpu.speculation.paged_verify import paged_verify
 from kernels.kv_copy import WordCopy
 from kernels.quantization.mxfp4 import filled
@@ -368,8 +369,8 @@ def test_prefill_splits(compiled: list[Compiled]) -> None:
     num_heads, num_kv_heads, head_dim, num_spare = 28, 4, 128, 66  # Qwen2.5-7B
     pool = torch.empty(NUM_BLOCKS, 1, 2, num_kv_heads, BLOCK_SIZE, head_dim, dtype=torch.bfloat16, device=META)
     q = torch.empty(1024, num_heads, head_dim, dtype=torch.bfloat16, device=META)
-    workspace = SplitWorkspace.of(num_spare, num_kv_heads, SMALL_TILE, head_dim, META)
-    splits = PrefillSplits(ints(num_spare, 4), workspace)
+    workspace = split_workspace(num_spare, num_kv_heads, SMALL_TILE, head_dim, META)
+    splits = PrefillSplits(ints(num_spare, 4), *workspace)
     paged_prefill(q, pool, 0, ints(64, MAX_BLOCKS), ints(180, WIDTH), SMALL_TILE, splits=splits)
     check(compiled, "_paged_prefill_kernel", "_merge_kernel")
 

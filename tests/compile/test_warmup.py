@@ -31,9 +31,9 @@ from engine.gpu.attention.paged import PagedAttention
 from engine.gpu.config import GpuConfig
 from engine.gpu.runner import GpuRunner
 from engine.gpu.steps.decode_steps import DecodeInputs
-from engine.gpu.steps.prompt_graphs import PromptGraphs, prompt_step
 from engine.gpu.steps.rows import bucket_sizes
 from engine.prefill_backends.fa3 import FlashAttention3, Operator
+from engine.prompt_graphs.graphs import PromptGraphs, prompt_step
 from engine.quantization import conversion
 from engine.quantization.gpu_linears import GpuLinears
 from engine.request import SamplingParams

@@ -20,7 +20,6 @@ from engine.gpu.memory import (
     decode_trial,
     kv_bytes,
     prefill_trials,
-    prompt_graph_trial,
 )
 
 GB = 1_000_000_000
@@ -127,9 +126,6 @@ def test_trials_fill_every_bound_of_a_step() -> None:
             assert len(row.new_block_ids) == -(-row.stop // 16)
             assert max(row.new_block_ids) < TRIAL_BLOCKS
     assert [row.num_tokens for row in decode_trial(CONFIG).rows] == [1] * 8
-    for max_model_len, most in ((1000, 100), (50, 49)):
-        sizes = [row.num_tokens for row in prompt_graph_trial(CONFIG, max_model_len).rows]
-        assert sizes == [1] * (CONFIG.max_num_seqs - 1) + [min(most, 100 - CONFIG.max_num_seqs + 1)]
 
 
 def test_trials_of_short_models_stay_inside_the_model() -> None:

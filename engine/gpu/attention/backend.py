@@ -10,12 +10,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from engine.models.model import Model
+
+if TYPE_CHECKING:
+    from kernels.gpu.attention.paged_prefill import TileSplits
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +115,14 @@ class GpuAttention(ABC):
     """Attention of a model's blocks over one pool, for decode rows and prompts. Its workspaces serve one stream.
 
     name: of the backend for prompts. width: of the memory that a token's output takes, see `GpuInputs.attended`.
-    most_queries: of a group, see `GpuInputs.query_groups`. num_spare_tiles: see `split_tiles`; 0: tiles stay whole.
+    most_queries: of a group, see `GpuInputs.query_groups`. split_shape: (KV heads, head_dim) where graphs
+    may split the keys of prompts' tiles among programs; None: tiles stay whole.
     """
 
     name: str
     width: int
     most_queries: int = 1
-    num_spare_tiles: int = 0
+    split_shape: tuple[int, int] | None = None
 
     @abstractmethod
     def __init__(
@@ -135,9 +139,9 @@ class GpuAttention(ABC):
         """Plan chunks of prompts for each KV group, see `PrefillAttention.plan`. `attend` alone reads its plans."""
 
     @abstractmethod
-    def graph_plan(self, block_tables: Tensor, tiles: Tensor, merges: Tensor) -> Any:
+    def graph_plan(self, block_tables: Tensor, tiles: Tensor, splits: TileSplits | None = None) -> Any:
         """A plan for graphs, which runs the same kernels whatever these tensors hold. tiles: of `prefill_tiles`, or
-        with spare tiles what `split_tiles` makes of them. merges: of that, int32 (num_spare_tiles, 4).
+        with splits those that they are of, see `paged_prefill`.
         """
 
     @abstractmethod

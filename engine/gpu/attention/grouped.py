@@ -19,8 +19,8 @@ from kernels.gpu.attention.decode_plan import DecodePlan, plan_decode
 from kernels.gpu.attention.decode_tiles import most_queries
 from kernels.gpu.attention.kv_splits import DecodeWorkspace
 from kernels.gpu.attention.paged_decode import paged_decode
-from kernels.gpu.attention.prefill_splits import PrefillSplits, SplitWorkspace
-from kernels.gpu.attention.prompt_tiles import SMALL_TILE, num_spare_tiles
+from kernels.gpu.attention.paged_prefill import TileSplits
+from kernels.gpu.attention.prompt_tiles import SMALL_TILE
 from kernels.gpu.elementwise.rope import rope_and_write_kv
 from kvstore.layout import KvLayout
 
@@ -72,11 +72,7 @@ class GroupedQueries(GpuAttention):
         self._workspace = DecodeWorkspace(
             max_rows, config.num_heads, config.num_kv_heads, config.head_dim, pool.device, self.most_queries
         )  # fmt: skip
-        if max_tokens:
-            self.num_spare_tiles = num_spare_tiles(config.num_kv_heads, pool.device)
-        self._split_workspace = SplitWorkspace.of(
-            self.num_spare_tiles, config.num_kv_heads, SMALL_TILE, config.head_dim, pool.device
-        )  # fmt: skip
+        self.split_shape = config.num_kv_heads, config.head_dim
 
     def plan(
         self, query_starts: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Tensor]
@@ -85,8 +81,7 @@ class GroupedQueries(GpuAttention):
         plan: Any = self._prefill.plan(query_starts, seq_lens, block_tables[0])
         return [plan, *(replace(plan, block_tables=tables) for tables in block_tables[1:])]
 
-    def graph_plan(self, block_tables: Tensor, tiles: Tensor, merges: Tensor) -> PrefillPlan:
-        splits = PrefillSplits(merges, self._split_workspace) if merges.shape[0] else None
+    def graph_plan(self, block_tables: Tensor, tiles: Tensor, splits: TileSplits | None = None) -> PrefillPlan:
         return PagedPlan(block_tables, tiles, SMALL_TILE, splits)
 
     def plan_decode(self, inputs: GpuInputs) -> None:

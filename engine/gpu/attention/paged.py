@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.gpu.pinning import upload
-from kernels.gpu.attention.paged_prefill import paged_prefill
-from kernels.gpu.attention.prefill_splits import PrefillSplits
+from kernels.gpu.attention.paged_prefill import TileSplits, paged_prefill
 from kernels.gpu.attention.prompt_tiles import choose_tile, prefill_tiles
 
 
@@ -21,7 +20,7 @@ class PagedPlan:
     block_tables: Tensor
     tiles: Tensor
     tile_m: int
-    splits: PrefillSplits | None = None
+    splits: TileSplits | None = None
 
     def attend(
         self, qkv: Tensor, pool: Tensor, layer: int, out: Tensor, window: int = 0, sinks: Tensor | None = None

@@ -11,34 +11,17 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import pairwise
 
 from engine.config import EngineConfig
 from engine.request import RequestId
 from engine.request_states import RequestState
 
-# Token counts that graphs of steps with prompts are captured for (engine/gpu/steps/prompt_graphs.py), up to FEW_ROWS
-# rows; and those for up to MANY_ROWS.
-PROMPT_BUCKETS = (16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
-MANY_ROWS_BUCKETS = (128, 256, 384, 512, 640, 768, 896, 1024)
-FEW_ROWS, MANY_ROWS = 16, 256
+MAX_GRAPH_TOKENS = 1024  # of a step with prompts that a graph holds
 
 
 def most_tokens(config: EngineConfig) -> int:
     """Return the most tokens of one step, with what pads it in a graph."""
-    return max(config.max_num_batched_tokens, config.max_num_seqs, *PROMPT_BUCKETS)
-
-
-def prompt_shapes(max_rows: int, max_tokens: int) -> list[tuple[int, int]]:
-    """(num_tokens, num_rows) of the graphs of steps with prompts, in the order in which a step tries them."""
-    rows = min(FEW_ROWS, max_rows), min(MANY_ROWS, max_rows)
-    found = {
-        (bucket, num_rows)
-        for buckets, num_rows in zip((PROMPT_BUCKETS, MANY_ROWS_BUCKETS), rows, strict=True)
-        for below, bucket in pairwise((0, *buckets))
-        if below < max_tokens
-    }
-    return sorted(found)
+    return max(config.max_num_batched_tokens, config.max_num_seqs, MAX_GRAPH_TOKENS)
 
 
 def bucket_sizes(max_rows: int) -> list[int]:

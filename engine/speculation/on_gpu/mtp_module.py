@@ -66,7 +66,7 @@ class GpuMtpModule(GpuHead):
     def _keep(self, x: Tensor, positions: Tensor, slots: Tensor) -> None:
         no_rows = slots[:0]
         no_tables = no_rows.view(0, 1)
-        plan = self._attention.graph_plan(no_tables, self._no_tiles, self._no_tiles)
+        plan = self._attention.graph_plan(no_tables, self._no_tiles)
         inputs = GpuInputs(slots, positions, no_rows, [GroupInputs(slots, no_tables, plan)])
 
         def attend(*queries: object) -> Tensor:

@@ -9,7 +9,7 @@ once for a whole group and a tile spans few positions: little work is lost at th
 first position, in the window of its last, need no mask; the rest do. The host lists the tiles, longest first, so that
 no long one starts last.
 Where blocks are large enough, unmasked keys and values come through a tensor descriptor over the whole pool. A tile's
-keys may be split between programs (`prefill_splits.py`).
+keys may be split between programs (`kernels/gpu/prompt_graphs`).
 
 Reference: `attend_sequence` of `kernels/paged_attention.py`.
 """
@@ -17,6 +17,7 @@ Reference: `attend_sequence` of `kernels/paged_attention.py`.
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 import torch
 import triton
@@ -25,7 +26,6 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.gpu.attention.decode_tiles import LOG2_E, LOG2_E_IN_KERNEL, compute_dtype, tile_offsets
-from kernels.gpu.attention.prefill_splits import PrefillSplits, merge_splits
 from kernels.gpu.attention.prompt_tiles import LARGE_TILE
 from kernels.gpu.launching.launch_configs import PrefillConfig
 from kernels.gpu.launching.tuning import (
@@ -37,6 +37,23 @@ from kernels.gpu.launching.tuning import (
 
 WIDE = 128  # dimensions of a head; more have settings of their own
 BOX = 64  # keys that one copy of the descriptor brings
+
+
+class TileSplits(Protocol):
+    """Parts of tiles, which programs compute one each, and what adds them up.
+
+    outputs: float32, a part's output in its slot. log_sums: float32, the logarithms of its sums of weights.
+    """
+
+    @property
+    def outputs(self) -> Tensor: ...
+
+    @property
+    def log_sums(self) -> Tensor: ...
+
+    def merge(self, out: Tensor, num_kv_heads: int, group: int, tile_m: int) -> None:
+        """Write the tiles that are split to `out` (num_tokens, num_heads * head_dim)."""
+        ...
 
 
 @triton.jit
@@ -208,7 +225,7 @@ def takes_boxes(pool: Tensor) -> bool:
 def paged_prefill(
     q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, tiles: Tensor, tile_m: int = LARGE_TILE,
     out: Tensor | None = None, config: PrefillConfig | None = None, has_boxes: bool | None = None, window: int = 0,
-    sinks: Tensor | None = None, splits: PrefillSplits | None = None,
+    sinks: Tensor | None = None, splits: TileSplits | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of the tokens that `tiles` names.
 
@@ -220,7 +237,8 @@ def paged_prefill(
     has_boxes: whether to go through a descriptor; by default where that is possible.
     window: keys that a query sees, itself included; 0: all. Entries of tables before it are not read. sinks:
         (num_heads,) or None.
-    splits: where tiles may be split, which are then int32 (num_tiles, WIDTH), of `split_tiles`.
+    splits: where tiles may be split, which are then int32 (num_tiles, 7): further first key, end key and slot, 0 of
+        whole tiles.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_layers, _, num_kv_heads, block_size = pool.shape[1:5]
@@ -238,7 +256,7 @@ def paged_prefill(
         config = PREFILL_WIDE_BY_DESCRIPTOR if has_boxes else PREFILL_WIDE_BY_POINTERS
     table = PREFILL_BY_DESCRIPTOR if has_boxes else PREFILL_BY_POINTERS
     config = config or table.get(tile_m) or PrefillConfig(tile_m, 4, 2)
-    outputs, log_sums = (out, out) if splits is None else (splits.workspace.outputs, splits.workspace.log_sums)
+    outputs, log_sums = (out, out) if splits is None else (splits.outputs, splits.log_sums)
     group = num_heads // num_kv_heads
     _paged_prefill_kernel[(num_kv_heads, tiles.shape[0])](
         q, pool, boxes, block_tables, tiles, out, q if sinks is None else sinks, outputs, log_sums,
@@ -250,5 +268,5 @@ def paged_prefill(
         num_warps=config.num_warps,
     )  # fmt: skip
     if splits is not None:
-        merge_splits(splits, out, num_kv_heads, group, tile_m)
+        splits.merge(out, num_kv_heads, group, tile_m)
     return out

@@ -14,8 +14,8 @@ from engine.request import SamplingParams, TokenLogprobs
 from tests.engine.driving import num_drafts
 from tests.engine.speculation.drafters import MakeOracle, draft_with, knows
 from tests.gpu.models import save_family, use_small_tiles
+from tests.gpu.prompt_graphs.test_prompt_graphs import open_with_graphs
 from tests.gpu.test_engine import PROMPTS, assert_same_logprobs, generate, logprobs_of, open_gpu, reference
-from tests.gpu.test_prompt_graphs import open_with_graphs
 
 WINDOW, BLOCK_SIZE = 9, 4
 SLIDING, FULL = "sliding_attention", "full_attention"

@@ -29,10 +29,10 @@ from engine.engine import DeviceLostError, Engine
 from engine.gpu.config import GpuConfig
 from engine.gpu.forward import Observer
 from engine.gpu.runner import DeviceRows, GpuRunner
-from engine.gpu.steps import rows
 from engine.kv.memory import allocate_pool, pool_geometry
 from engine.loader.load import load_model
 from engine.plan import StepPlan, StepResult
+from engine.prompt_graphs import shapes
 from engine.rank_processes import Ranks
 from engine.ranks import Stage
 from engine.request import SamplingParams
@@ -256,9 +256,9 @@ def open_stages(
         made.stages = stages
         return made
 
-    monkeypatch.setattr(rows, "PROMPT_BUCKETS", (4, 16, 64))
-    monkeypatch.setattr(rows, "FEW_ROWS", 3)
-    monkeypatch.setattr(rows, "MANY_ROWS_BUCKETS", (8, 64))
+    monkeypatch.setattr(shapes, "PROMPT_BUCKETS", (4, 16, 64))
+    monkeypatch.setattr(shapes, "FEW_ROWS", 3)
+    monkeypatch.setattr(shapes, "MANY_ROWS_BUCKETS", (8, 64))
     monkeypatch.setattr(engine.assembly, "_make_runner", make)
     monkeypatch.setattr(Ranks, "num_stages", count)
     settings = {

@@ -1,16 +1,13 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from kernels.gpu.attention import prompt_tiles
-from kernels.gpu.attention.paged_prefill import paged_prefill, takes_boxes
-from kernels.gpu.attention.prefill_splits import PrefillSplits, SplitWorkspace
-from kernels.gpu.attention.prompt_tiles import LARGE_TILE, SMALL_TILE, choose_tile, prefill_tiles, split_tiles
+from kernels.gpu.attention.paged_prefill import TileSplits, paged_prefill, takes_boxes
+from kernels.gpu.attention.prompt_tiles import LARGE_TILE, SMALL_TILE, Tile, choose_tile, prefill_tiles
 from kernels.gpu.launching.launch_configs import PrefillConfig
 from kernels.paged_attention import attend_causally, attend_sequence
 from tests.kernels.helpers import (
@@ -25,6 +22,8 @@ from tests.kernels.helpers import (
 
 TILE_M = 16
 CONFIG = PrefillConfig(tile_n=16, num_warps=4, num_stages=2)
+Split = Callable[[list[Tile], int, int, int, torch.device], tuple[torch.Tensor, TileSplits]]
+"""What splits tiles among programs. num_kv_heads, tile_m, head_dim, device: of the launch."""
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(7, 1), (4, 2), (2, 2)])
@@ -63,26 +62,18 @@ def test_blocks_smaller_than_a_tile(device: torch.device) -> None:
     assert relative_error(out, attend_sequence(q, kv).flatten(1)) < 1e-5
 
 
-def split(
-    tiles: list[tuple[int, int, int, int]], num_kv_heads: int, tile_m: int, head_dim: int, device: torch.device,
-) -> tuple[torch.Tensor, PrefillSplits]:  # fmt: skip
-    """With padding, as graphs have it."""
-    num_spare = 20
-    found, merges = split_tiles(tiles, num_spare)
-    assert merges
-    merges += [(0, 0, 0, 0)] * (num_spare - len(merges))
-    memory = SplitWorkspace.of(num_spare, num_kv_heads, tile_m, head_dim, device)
-    memory.outputs.fill_(float("nan"))
-    splits = PrefillSplits(torch.tensor(merges, dtype=torch.int32, device=device), memory)
-    return torch.tensor([*found, (0,) * 7], dtype=torch.int32, device=device), splits
-
-
 @pytest.mark.parametrize("has_boxes", [True, False])
 @pytest.mark.parametrize("kv_dtype", [HALF_DTYPE, torch.float8_e4m3fn])
 @pytest.mark.parametrize(("block_size", "tile_m"), [(64, SMALL_TILE), (128, LARGE_TILE)])
 def test_large_blocks_through_a_descriptor(
+    has_boxes: bool, kv_dtype: torch.dtype, block_size: int, tile_m: int, device: torch.device
+) -> None:
+    check_large_blocks(has_boxes, kv_dtype, block_size, tile_m, device)
+
+
+def check_large_blocks(
     has_boxes: bool, kv_dtype: torch.dtype, block_size: int, tile_m: int, device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
+    split: Split | None = None,
 ) -> None:  # fmt: skip
     """What lies in other layers, heads and blocks is NaN: a box in the wrong place shows."""
     seq_lens, starts = [170, 290], [0, 30, 50]
@@ -90,20 +81,17 @@ def test_large_blocks_through_a_descriptor(
     pool = poisoned_pool(sum(map(len, tables)), 2, 2, block_size, 32, kv_dtype, device)
     kvs = [fill_sequence(pool, 1, ids, seq_len) for ids, seq_len in zip(tables, seq_lens, strict=True)]
     q = torch.randn(50, 6, 32, device=device).to(HALF_DTYPE)
-    listed = prefill_tiles(starts, seq_lens, 3, tile_m)
+    listed, splits = prefill_tiles(starts, seq_lens, 3, tile_m), None
     tiles = torch.tensor(listed, dtype=torch.int32, device=device)
     assert takes_boxes(pool) or device.type == "cuda"
     has_boxes = has_boxes and takes_boxes(pool)
-    monkeypatch.setattr(prompt_tiles, "MIN_SPLIT", 64)
-    parts, splits = split(listed, 2, tile_m, 32, device)
-    for out in (
-        paged_prefill(q, pool, 1, table, tiles, tile_m, has_boxes=has_boxes),
-        paged_prefill(q, pool, 1, table, parts, tile_m, has_boxes=has_boxes, splits=splits),
-    ):
-        for row, kv in enumerate(kvs):
-            own = slice(starts[row], starts[row + 1])
-            expected = attend_sequence(q[own].double(), kv.double())
-            assert relative_error(out[own], expected.flatten(1)) < BFLOAT16_BOUND
+    if split is not None:
+        tiles, splits = split(listed, 2, tile_m, 32, device)
+    out = paged_prefill(q, pool, 1, table, tiles, tile_m, has_boxes=has_boxes, splits=splits)
+    for row, kv in enumerate(kvs):
+        own = slice(starts[row], starts[row + 1])
+        expected = attend_sequence(q[own].double(), kv.double())
+        assert relative_error(out[own], expected.flatten(1)) < BFLOAT16_BOUND
 
 
 @pytest.mark.parametrize("tile_m", [SMALL_TILE, LARGE_TILE])
@@ -141,46 +129,17 @@ def test_tiles_cover_each_token_once_longest_first() -> None:
     assert by_first[21] == (2, 37)
 
 
-@given(st.lists(st.tuples(st.integers(0, 40_000), st.integers(1, 64)), max_size=80), st.sampled_from([1, 8, 66, 264]))
-def test_splits_cover_the_keys_of_each_tile_once(rows: list[tuple[int, int]], num_spare: int) -> None:
-    tiles = [(row, 64 * row, position, count) for row, (position, count) in enumerate(rows)]
-    found, merges = split_tiles(tiles, num_spare)
-    assert len(found) <= len(tiles) + num_spare
-    assert len(merges) <= num_spare
-    sizes = [end - first for *_, first, end, _ in found]
-    assert not merges or sizes == sorted(sizes, reverse=True)
-    by_slot = {slot: (tuple(tile), first, end) for *tile, first, end, slot in found if slot}
-    assert set(by_slot) == set(range(1, 1 + len(by_slot)))
-    assert len(by_slot) <= 2 * num_spare
-    merged = [[by_slot.pop(slot + index) for index in range(count)] for slot, count, _, _ in merges]
-    assert not by_slot
-    whole = [[(tuple(tile), first, end)] for *tile, first, end, slot in found if not slot]
-    for splits, of_tile in zip(merged, merges, strict=True):
-        [tile] = {tile for tile, _, _ in splits}
-        assert (tile[1], tile[3]) == of_tile[2:]
-    assert sorted(splits[0][0] for splits in whole + merged) == tiles
-    for splits in whole + merged:
-        _, _, position, count = splits[0][0]
-        assert (splits[0][1], splits[-1][2]) == (0, position + count)
-        assert splits[-1][1] <= position
-        assert all(end == start and end % 128 == 0 for (_, _, end), (_, start, _) in pairwise(splits))
-
-
-def test_few_tiles_after_long_contexts_fill_the_gpu_and_many_stay_whole() -> None:
-    few, _ = split_tiles([(0, 9 * index, 15_000 + 9 * index, 9) for index in range(7)], 66)
-    assert 49 <= len(few) <= 66
-    many, merges = split_tiles([(0, 9 * index, 15_000 + 9 * index, 9) for index in range(80)], 66)
-    assert (len(many), merges) == (80, [])
-    short, merges = split_tiles([(0, 9 * index, 1000, 9) for index in range(7)], 66)
-    assert (len(short), merges) == (7, [])
-
-
 @pytest.mark.parametrize(("block_size", "tile_n", "has_boxes"), [(16, 16, False), (8, 32, False), (64, 64, True)])
 @pytest.mark.parametrize(("window", "has_sinks"), [(1, False), (40, True), (500, True)])
-@pytest.mark.parametrize("is_split", [False, True])
 def test_windows_and_sinks(
-    is_split: bool, window: int, has_sinks: bool, block_size: int, tile_n: int, has_boxes: bool, device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
+    window: int, has_sinks: bool, block_size: int, tile_n: int, has_boxes: bool, device: torch.device
+) -> None:
+    check_windows_and_sinks(window, has_sinks, block_size, tile_n, has_boxes, device)
+
+
+def check_windows_and_sinks(
+    window: int, has_sinks: bool, block_size: int, tile_n: int, has_boxes: bool, device: torch.device,
+    split: Split | None = None,
 ) -> None:  # fmt: skip
     """Blocks in front of a window are not read: entries of tables point nowhere there."""
     num_heads, num_kv_heads, seq_lens, starts = 4, 2, [21, 190, 133], [0, 21, 71, 72]
@@ -195,8 +154,7 @@ def test_windows_and_sinks(
     sinks = 2 * torch.randn(num_heads, device=device) if has_sinks else None
     listed, splits = prefill_tiles(starts, seq_lens, 2, TILE_M), None
     tiles = torch.tensor(listed, dtype=torch.int32, device=device)
-    if is_split:
-        monkeypatch.setattr(prompt_tiles, "MIN_SPLIT", 64)
+    if split is not None:
         tiles, splits = split(listed, num_kv_heads, TILE_M, 32, device)
     config = PrefillConfig(tile_n=tile_n, num_warps=4, num_stages=2)
     out = paged_prefill(

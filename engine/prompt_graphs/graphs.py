@@ -20,10 +20,14 @@ from engine.gpu.attention.backend import GpuInputs, GroupInputs
 from engine.gpu.forward import FusedForward
 from engine.gpu.sampling.device_sampler import DeviceSampler
 from engine.gpu.steps.inputs import step_tokens
-from engine.gpu.steps.rows import PROMPT_BUCKETS, prompt_shapes
+from engine.gpu.steps.rows import MAX_GRAPH_TOKENS
 from engine.gpu.steps.state import DeviceState
 from engine.gpu.steps.step import GpuBatch
-from kernels.gpu.attention.prompt_tiles import SMALL_TILE, WIDTH, prefill_tiles, split_tiles
+from engine.prompt_graphs.shapes import prompt_shapes
+from engine.runner import reads_hidden
+from kernels.gpu.attention.prompt_tiles import SMALL_TILE, prefill_tiles
+from kernels.gpu.prompt_graphs.merge_splits import PrefillSplits, split_workspace
+from kernels.gpu.prompt_graphs.split_tiles import WIDTH, num_spare_tiles, split_tiles
 
 logger = logging.getLogger(__name__)
 # Of a row, or where tiles are split of a program: with more, the backend for eager steps is faster.
@@ -69,20 +73,23 @@ class PromptInputs:
 
 
 def prompt_step(
-    forward: FusedForward, state: DeviceState, sampler: DeviceSampler, attended: Tensor, inputs: PromptInputs
-) -> tuple[Tensor, Tensor]:
+    forward: FusedForward, state: DeviceState, sampler: DeviceSampler, attended: Tensor,
+    workspace: tuple[Tensor, ...], inputs: PromptInputs,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Run one step. Returns its sampled tokens int64 (num_rows,), negative where there is none, and their logits.
 
     Of a stage that passes hidden states on: those of all tokens, and nothing.
-    attended: (max(PROMPT_BUCKETS), num_heads * head_dim), finite, so that padding is.
+    attended: (MAX_GRAPH_TOKENS, num_heads * head_dim), finite, so that padding is. workspace: of
+        `split_workspace`, or empty.
     """
     source = inputs.fields[SOURCE].long()
     known = inputs.fields[TOKEN].long()
     token_ids = torch.where(source >= 0, state.last_tokens[source.clamp(min=0)], known)
     none = inputs.fields[POSITION, :0]
     slots = inputs.fields[SLOT], *inputs.fields[SOURCE + 1 :]
+    splits = PrefillSplits(inputs.merges, *workspace) if workspace else None
     groups = [
-        GroupInputs(own, table[:0], forward.attention.graph_plan(table, inputs.tiles, inputs.merges))
+        GroupInputs(own, table[:0], forward.attention.graph_plan(table, inputs.tiles, splits))
         for own, table in zip(slots, state.block_tables, strict=True)
     ]
     attended = attended[: token_ids.shape[0]]
@@ -99,11 +106,6 @@ def prompt_step(
     return sampled, logits
 
 
-def graph_order(batch: GpuBatch) -> list[int]:
-    """Rows in the order in which a graph has their tokens: first decode rows, whose token only the device knows."""
-    return sorted(range(len(batch.rows)), key=lambda i: batch.rows[i].stop <= len(batch.requests[i].token_ids))
-
-
 class PromptGraphs:
     """A graph for each number of tokens and of rows. `captures=False` runs the same steps eagerly, for tests."""
 
@@ -118,16 +120,19 @@ class PromptGraphs:
         captures: bool = True,
     ) -> None:
         """group: query heads of a KV head. num_buffers: of staging, more than steps in flight."""
-        attended = torch.zeros(
-            max(PROMPT_BUCKETS), forward.attention.width, dtype=forward.dtype, device=state.last_tokens.device
-        )
-        self._parts = forward, state, sampler, attended
+        device = state.last_tokens.device
+        attended = torch.zeros(MAX_GRAPH_TOKENS, forward.attention.width, dtype=forward.dtype, device=device)
+        self._num_spare = 0
+        workspace: tuple[Tensor, ...] = ()
+        if forward.attention.split_shape is not None:
+            num_kv_heads, head_dim = forward.attention.split_shape
+            self._num_spare = num_spare_tiles(num_kv_heads, device)
+            workspace = split_workspace(self._num_spare, num_kv_heads, SMALL_TILE, head_dim, device)
+        self._parts = forward, state, sampler, attended, workspace
         self._group = group
         self._num_groups = len(state.block_tables)
         self._tokens_per_tile = max(SMALL_TILE // group, 1)
-        self._num_spare = forward.attention.num_spare_tiles
         self.shapes = prompt_shapes(sampler.max_rows, max_tokens)
-        device = state.last_tokens.device
         size = max((PromptInputs.size(*self._sizes(*shape)) for shape in self.shapes), default=0)
         self._buffer = torch.zeros(size, dtype=torch.int32, device=device)
         self._staging = [
@@ -138,13 +143,19 @@ class PromptGraphs:
             self._capture()
 
     def takes(self, batch: GpuBatch) -> bool:
-        """Whether there is a graph for the step."""
-        if self._shape_of(batch) is None:
+        """Whether there is a graph for the step, which gives nobody the hidden states of its tokens."""
+        pairs = zip(batch.rows, batch.requests, strict=True)
+        if self._shape_of(batch) is None or any(reads_hidden(row, request) for row, request in pairs):
             return False
         if not self._num_spare:
             return all(row.stop <= MAX_KEYS for row in batch.rows)
         num_keys = sum(-(-row.num_tokens // self._tokens_per_tile) * row.stop for row in batch.rows)
         return num_keys <= self._num_spare * MAX_SPLIT_KEYS
+
+    @staticmethod
+    def order(batch: GpuBatch) -> list[int]:
+        """Rows in the order of their tokens in a graph: first decode rows, whose token only the device knows."""
+        return sorted(range(len(batch.rows)), key=lambda i: batch.rows[i].stop <= len(batch.requests[i].token_ids))
 
     def num_tokens_of(self, batch: GpuBatch) -> int:
         """Tokens of the graph that takes the step, with what pads it."""
@@ -181,7 +192,7 @@ class PromptGraphs:
         tiles[:] = 0
         samples[:] = 0
         samples[ROW] = self._parts[2].max_rows
-        pairs = [(batch.rows[i], batch.requests[i], batch.device_rows[i], i) for i in graph_order(batch)]
+        pairs = [(batch.rows[i], batch.requests[i], batch.device_rows[i], i) for i in self.order(batch)]
         starts = list(accumulate((row.num_tokens for row, *_ in pairs), initial=0))
         num_unknown = sum(row.stop > len(request.token_ids) for row, request, *_ in pairs)
         work = [(row, request) for row, request, *_ in pairs]

@@ -15,33 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class SplitWorkspace:
-    """Partial results of one launch's splits; launches that run one after the other use the same.
-
-    outputs: float32 (2 * num_spare * num_kv_heads * tile_m, head_dim). log_sums: float32, one for each row.
-    """
-
-    outputs: Tensor
-    log_sums: Tensor
-
-    @classmethod
-    def of(
-        cls, num_spare: int, num_kv_heads: int, tile_m: int, head_dim: int, device: torch.device
-    ) -> SplitWorkspace:
-        num_rows = 2 * num_spare * num_kv_heads * tile_m
-        outputs = torch.empty(num_rows, head_dim, dtype=torch.float32, device=device)
-        return cls(outputs, torch.empty(num_rows, dtype=torch.float32, device=device))
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillSplits:
-    """merges: int32 (at most num_spare, 4), of `split_tiles`; zeros are padding."""
-
-    merges: Tensor
-    workspace: SplitWorkspace
-
-
 @triton.jit
 def _merge_kernel(
     merges_ptr, outputs_ptr, log_sums_ptr, out_ptr,
@@ -80,12 +53,32 @@ def _merge_kernel(
     tl.store(target, (mixed / total[:, None]).to(out_ptr.dtype.element_ty), mask=exists)
 
 
-def merge_splits(splits: PrefillSplits, out: Tensor, num_kv_heads: int, group: int, tile_m: int) -> None:
-    """Write the tiles that are split to `out` (num_tokens, num_heads * head_dim)."""
-    workspace = splits.workspace
-    head_dim = workspace.outputs.shape[1]
-    dims = min(head_dim, 64)
-    _merge_kernel[(splits.merges.shape[0], num_kv_heads, head_dim // dims)](
-        splits.merges, workspace.outputs, workspace.log_sums, out,
-        NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, TILE_M=tile_m, DIMS=dims, num_warps=4,
-    )  # fmt: skip
+def split_workspace(
+    num_spare: int, num_kv_heads: int, tile_m: int, head_dim: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Memory for the outputs and log_sums of one launch; launches that run one after the other use the same."""
+    num_rows = 2 * num_spare * num_kv_heads * tile_m
+    outputs = torch.empty(num_rows, head_dim, dtype=torch.float32, device=device)
+    return outputs, torch.empty(num_rows, dtype=torch.float32, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSplits:
+    """See `TileSplits`.
+
+    merges: int32 (at most num_spare, 4), of `split_tiles`; zeros are padding.
+    outputs: (2 * num_spare * num_kv_heads * tile_m, head_dim). log_sums: one for each row.
+    """
+
+    merges: Tensor
+    outputs: Tensor
+    log_sums: Tensor
+
+    def merge(self, out: Tensor, num_kv_heads: int, group: int, tile_m: int) -> None:
+        """See TileSplits."""
+        head_dim = self.outputs.shape[1]
+        dims = min(head_dim, 64)
+        _merge_kernel[(self.merges.shape[0], num_kv_heads, head_dim // dims)](
+            self.merges, self.outputs, self.log_sums, out,
+            NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, TILE_M=tile_m, DIMS=dims, num_warps=4,
+        )  # fmt: skip

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from engine.engine import Engine
-from engine.gpu.attention import grouped
 from engine.gpu.config import GpuConfig
 from engine.gpu.runner import GpuRunner
-from engine.gpu.steps import prompt_graphs, rows
-from engine.gpu.steps.prompt_graphs import PromptInputs
+from engine.prompt_graphs import graphs as prompt_graphs
+from engine.prompt_graphs import shapes
+from engine.prompt_graphs.graphs import PromptInputs
 from engine.request import SamplingParams
-from kernels.gpu.attention import prompt_tiles
+from kernels.gpu.prompt_graphs import split_tiles
 from tests.gpu.models import save_tiny_model
 from tests.gpu.test_engine import ON_GPU, PROMPTS, generate, greedy, open_gpu, reference
 
@@ -30,9 +30,9 @@ def open_with_graphs(
     model: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any
 ) -> tuple[Engine, GpuRunner, list[tuple[int, int]]]:
     """And a list of the shapes of the graphs that were run."""
-    monkeypatch.setattr(rows, "PROMPT_BUCKETS", (4, 16, 64))
-    monkeypatch.setattr(rows, "FEW_ROWS", 3)
-    monkeypatch.setattr(rows, "MANY_ROWS_BUCKETS", (8, 64))
+    monkeypatch.setattr(shapes, "PROMPT_BUCKETS", (4, 16, 64))
+    monkeypatch.setattr(shapes, "FEW_ROWS", 3)
+    monkeypatch.setattr(shapes, "MANY_ROWS_BUCKETS", (8, 64))
     made, runner = open_gpu(model, monkeypatch, GpuConfig(), **settings)
     graphs = runner.prompt_graphs = runner.open_prompt_graphs(captures=ON_GPU)
     run, buckets = graphs.run, []
@@ -90,10 +90,10 @@ def test_steps_beyond_the_bounds_go_the_eager_way(model: Path, monkeypatch: pyte
 def test_contexts_are_split(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of chunks, and of rows that decode beside them."""
     for name in ("MIN_SPLIT", "UNIT"):
-        monkeypatch.setattr(prompt_tiles, name, 64)
-    monkeypatch.setattr(grouped, "num_spare_tiles", lambda *_: 20)
+        monkeypatch.setattr(split_tiles, name, 64)
+    monkeypatch.setattr(prompt_graphs, "num_spare_tiles", lambda *_: 20)
     merged: list[int] = []
-    split = prompt_tiles.split_tiles
+    split = split_tiles.split_tiles
 
     def counted(*args: Any) -> Any:
         found, merges = split(*args)
