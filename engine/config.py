@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from common.config import Settings, check_not_negative, require, setting, with_wings
 from common.errors import ConfigError
 
-MLA_FORMS = ("absorbed", "latent", "naive")
-
 
 @with_wings("engine")
 @dataclass(frozen=True)
@@ -31,11 +29,6 @@ class EngineConfig(Settings):
     kv_cache_dtype: str = setting(
         "auto", "auto: as --dtype; fp8: e4m3, half the memory, twice the tokens in it", choices=("auto", "fp8")
     )
-    mla: str = setting(
-        "absorbed", "latent attention: absorbed keeps latents and attends to them; latent expands the kept ones to K "
-        "and V when it attends; naive keeps K and V",
-        choices=MLA_FORMS,
-    )  # fmt: skip
     block_size: int = setting(0, "tokens per KV block; 0: 16 on a CPU, 64 on a GPU")
     num_gpu_blocks: int = setting(
         0, "KV blocks; 0: from --kv-cache-gb", flags=("--num-blocks", "--num-gpu-blocks-override")
@@ -80,7 +73,6 @@ class EngineConfig(Settings):
         check_not_negative(
             self, "num_gpu_blocks", "kv_cache_gb", "host_tier_gb", "max_num_seqs", "max_model_len", "num_threads"
         )
-        require(self.mla in MLA_FORMS, f"--mla {self.mla}: choose {', '.join(MLA_FORMS)}")
         require(0 <= self.block_size <= 1024, f"--block-size {self.block_size}: choose 1 to 1024, or 0 for automatic")
         require(1 <= self.tp <= 256, f"--tp {self.tp}: choose 1 to 256")
         require(1 <= self.pp <= 64, f"--pp {self.pp}: choose 1 to 64")

@@ -26,8 +26,8 @@ from engine.kv.memory import DTYPE_NAMES, TORCH_DTYPES
 from engine.layers.attention import Attention
 from engine.layers.block import Block
 from engine.loader.model_weights import ModelWeights
-from engine.loader.source import Source, open_source
-from engine.loader.supported import check_kernels, check_settings
+from engine.loader.source import Source, check_settings, open_source
+from engine.loader.supported import check_kernels
 from engine.models.config import PLAIN_BITS, ModelConfig
 from engine.models.model import Model
 from engine.ranks import Stage

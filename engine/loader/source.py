@@ -100,8 +100,9 @@ def open_source(files: ModelFiles, engine_config: EngineConfig, dtype: torch.dty
     config = family.adapt_config(config_from_hf(raw), raw)
     if config.latent is not None:
         from engine.mla.deepseek import with_latent
+        from engine.mla.settings import LatentSettings
 
-        config = with_latent(config, replace(config.latent, form=engine_config.mla))
+        config = with_latent(config, replace(config.latent, form=engine_config.of(LatentSettings).mla))
     quantized = quantized_checkpoint(raw)
     if engine_config.load_format == "dummy":
         dummy = _random(family, config, dtype, device)
@@ -124,6 +125,14 @@ def open_source(files: ModelFiles, engine_config: EngineConfig, dtype: torch.dty
         config = replace(config, linear_bits=quantized.held_bits)
     weights, compare = quantized.open(tensors, rows, needed)
     return Source(config, family, weights, compare, {}, tensors.files, _block_conversion(weights))
+
+
+def check_settings(config: ModelConfig, engine_config: EngineConfig) -> None:
+    """Raise ConfigError for a setting that says nothing about such a model."""
+    if has_wing("engine.mla"):
+        from engine.mla.settings import LatentSettings
+
+        engine_config.of(LatentSettings).check_model(config)
 
 
 def _block_conversion(weights: WeightSource) -> OwnConversion | None:

@@ -1,4 +1,4 @@
-"""What settings and devices cannot do with a model, as far as its config and the names of its weights tell.
+"""What attention backends and devices cannot do with a model, as far as its config and the names of its weights tell.
 
 Asked before weights are read, which may take minutes.
 """
@@ -8,14 +8,7 @@ from __future__ import annotations
 import torch
 
 from common.errors import ConfigError, UnsupportedModelError
-from engine.config import EngineConfig
 from engine.models.config import ModelConfig
-
-
-def check_settings(config: ModelConfig, engine_config: EngineConfig) -> None:
-    """Raise ConfigError for a setting that says nothing about such a model."""
-    if config.latent is None and engine_config.mla != EngineConfig.mla:
-        raise ConfigError(f"--mla {engine_config.mla}: {config.architecture} has no latent attention; leave it out")
 
 
 def check_attention(config: ModelConfig, attention_backend: str) -> None:

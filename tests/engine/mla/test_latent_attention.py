@@ -87,13 +87,17 @@ def test_checkpoints_with_rotary_halves_and_without_groups(tmp_path: Path) -> No
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
 
 
+def config_of(form: str, model: str = "", **settings: Any) -> EngineConfig:
+    return EngineConfig(model, mla=form, **settings)  # type: ignore[call-arg]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_engines_reuse_swap_and_recompute(path: Path, expected: list[list[int]], form: str) -> None:
     """Prefixes from the cache, chunks over cached context, blocks that go to the host tier and come back."""
     made = assemble(
-        EngineConfig(
-            str(path), device="cpu", dtype="float32", num_threads=1, mla=form, num_gpu_blocks=16, block_size=4,
+        config_of(
+            form, str(path), device="cpu", dtype="float32", num_threads=1, num_gpu_blocks=16, block_size=4,
             max_num_batched_tokens=16, max_num_seqs=6, preemption="swap", host_tier_gb=0.01,
         )
     ).engine  # fmt: skip
@@ -123,15 +127,15 @@ def test_quantized_weights_and_kv_are_close(path: Path, form: str, settings: dic
 @pytest.mark.slow
 def test_other_forms_are_refused_on_gpus_before_weights_are_read(path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="--mla naive has no GPU kernels: use absorbed"):
-        load_model(directory(path), EngineConfig(str(path), mla="naive", quant_mode="none"), torch.device("cuda"))
+        load_model(directory(path), config_of("naive", str(path), quant_mode="none"), torch.device("cuda"))
 
 
 def test_a_form_for_a_model_without_latents_is_refused() -> None:
     """Not ignored; the form that is the default says nothing."""
     files = resolve_model("dry-run")
     with pytest.raises(ConfigError, match="--mla latent: LlamaForCausalLM has no latent attention; leave it out"):
-        check_model(files, EngineConfig("dry-run", mla="latent"))
-    assert check_model(files, EngineConfig("dry-run", mla="absorbed")).latent is None
+        check_model(files, config_of("latent", "dry-run"))
+    assert check_model(files, config_of("absorbed", "dry-run")).latent is None
 
 
 @pytest.mark.parametrize(
@@ -151,4 +155,4 @@ def test_configs_that_cannot_be_are_refused(changes: dict[str, Any], told: str) 
     with pytest.raises((ConfigError, UnsupportedModelError), match=told):
         adapted({**V2_LITE, **changes})
     with pytest.raises(ConfigError, match="--mla other"):
-        EngineConfig(mla="other")
+        config_of("other")

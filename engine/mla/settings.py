@@ -1,0 +1,34 @@
+"""Settings of latent attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from common.config import require, setting
+from common.errors import ConfigError
+from engine.wings import EngineWing
+
+if TYPE_CHECKING:
+    from engine.models.config import ModelConfig
+
+FORMS = ("absorbed", "latent", "naive")
+
+
+@dataclass(frozen=True)
+class LatentSettings(EngineWing):
+    """How latents are kept. Raises ConfigError for values that cannot work."""
+
+    mla: str = setting(
+        "absorbed", "latent attention: absorbed keeps latents and attends to them; latent expands the kept ones to K "
+        "and V when it attends; naive keeps K and V",
+        choices=FORMS,
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        require(self.mla in FORMS, f"--mla {self.mla}: choose {', '.join(FORMS)}")
+
+    def check_model(self, config: ModelConfig) -> None:
+        """Raise ConfigError where the setting says nothing about the model."""
+        if config.latent is None and self.mla != LatentSettings.mla:
+            raise ConfigError(f"--mla {self.mla}: {config.architecture} has no latent attention; leave it out")
