@@ -26,7 +26,7 @@ from engine.gpu.progress import DeviceTimer, check_alive, mark
 from engine.gpu.sampling.device_sampler import DeviceSampler
 from engine.gpu.sampling.samples import StepSamples
 from engine.gpu.steps.decode_steps import DecodeSteps
-from engine.gpu.steps.mixed_inputs import mixed_inputs
+from engine.gpu.steps.inputs import mixed_inputs
 from engine.gpu.steps.rows import MAX_GRAPH_TOKENS, RowTable, bucket_sizes
 from engine.gpu.steps.state import DeviceState
 from engine.gpu.steps.step import GpuBatch, GpuStep, sampled_rows
