@@ -12,7 +12,6 @@ from typing import Any
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -76,16 +75,12 @@ def create_app(gateway: Gateway) -> Any:
     handlers = _error_handlers(gateway, [route.path_format for route in routes.routes])
     inner = FastAPI(routes=[*routes.routes], exception_handlers=handlers, lifespan=lifespan, openapi_url=None)
     app = Guard(FixedPaths(inner, routes, handlers[MiniInferError]), gateway.config.api_key, routes.open_paths)
-    if not gateway.cors_origins:
+    if not has_wing("router.cors"):
         return app
+    from router.cors.middleware import with_cors
+
     # Around the key's check: a browser asks first, without it, whether it may send it.
-    return CORSMiddleware(
-        app,
-        allow_origins=gateway.cors_origins,
-        allow_methods=["GET", "POST"],
-        allow_headers=["*"],
-        expose_headers=["x-request-id", "x-mini-infer-id", "x-mini-infer-ignored", "retry-after"],
-    )
+    return with_cors(app, gateway.http)
 
 
 def _log_end(task: asyncio.Task[None]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from common.config import Settings, check_not_negative, check_positive, setting, with_wings
@@ -98,9 +97,6 @@ class HttpConfig(Settings):
 
     idle_connection_seconds: float = setting(75.0, "a connection without a request is closed after this long")
     max_body_memory_mb: int = setting(128, "large request bodies that are being read, together; more get 429")
-    cors_origins: str = setting(
-        "", "origins whose pages may ask from a browser, https://host separated by commas, or *; empty: none"
-    )
 
     def __post_init__(self) -> None:
         self.check_together()
@@ -108,10 +104,3 @@ class HttpConfig(Settings):
             raise ConfigError("--idle-connection-seconds must be at least 1")
         if self.max_body_memory_mb < 16:
             raise ConfigError("--max-body-memory-mb must be at least 16, which is the largest body")
-        for origin in self.origins:
-            if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#*\s]+", origin):
-                raise ConfigError(f"--cors-origins {origin!r}: expected scheme://host[:port], without a path, or *")
-
-    @property
-    def origins(self) -> list[str]:
-        return [origin for part in self.cors_origins.split(",") if (origin := part.strip())]

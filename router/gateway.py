@@ -29,12 +29,15 @@ from router.config import HttpConfig, RouterConfig
 from router.features import CHAT_BODY, COMPLETION_BODY, Features
 from router.http.answer import GenerationResponse
 from router.http.body import HeldBodies, read_json_object
-from router.http.deadline import timeout_seconds
 from router.http.errors import FIELD_NAMES, REQUEST_ID, ModelNotFoundError, client_name
 from router.journal import Journal
 from router.request import GenerationRequest
 from router.served_model import ServedModel
 from router.workers.workers import WorkerTable
+
+HAS_CLIENT_TIMEOUTS = has_wing("router.client_timeouts")
+if HAS_CLIENT_TIMEOUTS:
+    from router.client_timeouts.headers import timeout_seconds
 
 ALIASES = ("mini-infer", "default")  # the first model, unless one is called so
 SERVED_MODEL = "router.served_model"  # in the scope of a request whose model is known
@@ -51,9 +54,8 @@ class Gateway:
     def __init__(self, config: RouterConfig, models: Sequence[ServedModel], http: HttpConfig | None = None) -> None:
         """The first of `models` is the default one. An adapter comes with its base."""
         self.config = config
-        http = http or HttpConfig()
-        self.cors_origins = http.origins
-        self.bodies = HeldBodies(http.max_body_memory_mb << 20)
+        self.http = http or HttpConfig()
+        self.bodies = HeldBodies(self.http.max_body_memory_mb << 20)
         self.models = [*models]
         self.base_models = [model for model in models if not model.adapter]
         self.workers = WorkerTable(config, [model.workers for model in self.base_models])
@@ -101,6 +103,11 @@ class Gateway:
         return model
 
     # -- generation --------------------------------------------------------------------------------------------
+
+    def timeout_seconds(self, http: Request, is_stream: bool) -> float:
+        """Seconds after which a request ends. Raises InvalidRequestError for a header that says it wrongly."""
+        bound_seconds = self.config.request_timeout_seconds
+        return timeout_seconds(http.headers, is_stream, bound_seconds) if HAS_CLIENT_TIMEOUTS else bound_seconds
 
     async def chat_completions(self, http: Request) -> Response:
         arrival = time.monotonic()
@@ -189,7 +196,7 @@ class Gateway:
             stop_token_ids=frozenset(body.stop_token_ids or ()),
             shows_nothing=body.max_tokens == 0,
         )
-        timeout = timeout_seconds(http.headers, bool(body.stream), self.config.request_timeout_seconds)
+        timeout = self.timeout_seconds(http, bool(body.stream))
         shared = pb.Submit(priority=body.priority, adapter=model.adapter, cache_salt=body.cache_salt)
         skip_special = body.skip_special_tokens is not False
         session = http.headers.get("x-session-id", "")[:MAX_LABEL_CHARS] or body.session_id or body.user or ""

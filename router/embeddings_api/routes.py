@@ -26,7 +26,6 @@ from router.embeddings_api.settings import PoolingSettings
 from router.embeddings_api.vectors import Vector, shortened
 from router.gateway import MAX_LABEL_CHARS, Gateway
 from router.http.body import read_json_object
-from router.http.deadline import timeout_seconds
 from router.http.errors import REQUEST_ID
 from router.http.routes import Routes
 from router.journal import Journal
@@ -103,7 +102,7 @@ def _choices(
     request_id: str,
     prompts: Sequence[list[int]],
 ) -> list[Choice]:
-    timeout = timeout_seconds(http.headers, False, gateway.config.request_timeout_seconds)
+    timeout = gateway.timeout_seconds(http, False)
     params = sampling(body.pooling or gateway.config.of(PoolingSettings).pooling)
     shared = pb.Submit(priority=body.priority, adapter=model.adapter, cache_salt=body.cache_salt)
     session = http.headers.get("x-session-id", "")[:MAX_LABEL_CHARS] or body.user or ""

@@ -24,7 +24,7 @@ from cli.terminal import chat
 from cli.top import explain, top
 from common.config import ENV_PREFIX, add_arguments
 from router.app import create_app
-from router.config import RouterConfig
+from router.config import HttpConfig, RouterConfig
 from tests.deploy.settings import SETTINGS, VARIABLES
 from tests.packaging.documentation import GUIDES, RECORDS, ROOT, page
 
@@ -157,7 +157,7 @@ def test_variables_exist(path: Path) -> None:
 
 def test_routes_exist() -> None:
     routes = create_app(
-        Mock(config=RouterConfig(decode="host:1"), cors_origins=[], base_models=[])
+        Mock(config=RouterConfig(decode="host:1"), http=HttpConfig(), base_models=[])
     )._app._app.routes  # of Starlette, below the guard and the fixed paths
     seen = set()
     for path in PAGES:

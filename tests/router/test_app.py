@@ -1,4 +1,4 @@
-"""Paths and methods, pages of other origins, and the API key."""
+"""Paths and methods, and the API key."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from router.config import HttpConfig
 from tests.harness.router import Cluster, cluster
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-ORIGIN = "https://chat.example.org"
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def c() -> AsyncIterator[Cluster]:
-    async with cluster(http=HttpConfig(cors_origins=f"{ORIGIN},http://localhost:3000")) as made:
+    async with cluster() as made:
         yield made
 
 
@@ -61,32 +59,6 @@ async def test_another_path_is_not_said_to_be_misspelt(c: Cluster, path: str, to
     answer = await c.http.post(path, json={})
     assert answer.status_code == 404
     assert answer.json()["error"]["message"].partition("; /docs")[0] == told
-
-
-async def test_pages_of_listed_origins_may_ask(c: Cluster) -> None:
-    asking = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
-    before = await c.http.options("/v1/chat/completions", headers={"origin": ORIGIN, **asking})
-    assert before.status_code == 200
-    assert before.headers["access-control-allow-origin"] == ORIGIN
-    assert "authorization" in before.headers["access-control-allow-headers"]
-    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
-    for fields in ({}, {"stream": True}, {"max_tokens": 0}):
-        answer = await c.http.post("/v1/chat/completions", json={**body, **fields}, headers={"origin": ORIGIN})
-        assert answer.headers["access-control-allow-origin"] == ORIGIN
-        assert "retry-after" in answer.headers["access-control-expose-headers"]
-    other = {"origin": "https://evil.example.org"}
-    assert (await c.http.options("/v1/models", headers={**other, **asking})).status_code == 400
-    assert "access-control-allow-origin" not in (await c.http.get("/v1/models", headers=other)).headers
-
-
-async def test_no_page_may_ask_unless_allowed_and_a_key_stays_a_key() -> None:
-    async with cluster() as c:
-        answer = await c.http.get("/v1/models", headers={"origin": ORIGIN})
-        assert not [name for name in answer.headers if name.startswith("access-control")]
-    async with cluster(http=HttpConfig(cors_origins="*"), api_key="sesame") as c:
-        answer = await c.http.get("/v1/models", headers={"origin": ORIGIN})
-        assert answer.status_code == 401
-        assert answer.headers["access-control-allow-origin"] == "*"
 
 
 async def test_api_key_guards_every_route_but_health() -> None:

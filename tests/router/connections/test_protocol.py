@@ -185,10 +185,6 @@ def test_settings() -> None:
     for field in ("max_connections", "idle_connection_seconds", "stalled_client_seconds"):
         with pytest.raises(ConfigError):
             http_config(**{field: 0})
-    for origins in ("example.org", "https://x/path", "https://*.x"):
-        with pytest.raises(ConfigError, match="--cors-origins"):
-            HttpConfig(cors_origins=origins)
-    assert HttpConfig(cors_origins="https://a, http://b:1").origins == ["https://a", "http://b:1"]
     config, http = parse_settings(["--decode=a:1", "--max-connections=5"])
     assert (config.decode, http.of(ConnectionSettings).max_connections) == ("a:1", 5)
 

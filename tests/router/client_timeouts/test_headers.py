@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from router.http.deadline import timeout_seconds
+from router.client_timeouts.headers import timeout_seconds
 from tests.harness.router import cluster
 from tests.harness.scripted_worker import Script
 
@@ -49,3 +49,12 @@ async def test_an_answer_that_the_clients_deadline_cut_says_so() -> None:
         assert (answer.status_code, answer.json()["error"]["type"]) == (504, "timeout_error")
         await c.until(c.is_quiet)
         assert len(c.decode[0].cancels) == len(c.decode[0].submits)
+
+
+@pytest.mark.parametrize("value", ["", "soon", "0", "-1", "nan", "inf"])
+async def test_what_is_no_time_is_refused_unless_a_clients_library_says_it(value: str) -> None:
+    async with cluster() as c:
+        answer = await c.http.post("/v1/completions", json={"prompt": "x"}, headers={"x-request-timeout": value})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "X-Request-Timeout")
+        headers = {"x-stainless-timeout": value, "x-stainless-read-timeout": value}
+        assert (await c.http.post("/v1/completions", json={"prompt": "x"}, headers=headers)).status_code == 200

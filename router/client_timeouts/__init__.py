@@ -1,0 +1,1 @@
+"""Timeouts that clients give their requests."""
