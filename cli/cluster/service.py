@@ -9,10 +9,10 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from common.startup import NOTIFY_SOCKET
@@ -20,7 +20,6 @@ from common.startup import NOTIFY_SOCKET
 TAIL_LINES = 12
 NOT_STARTED = 126  # a shell's exit code for a command that it can't start
 MAX_LINE_BYTES = 1 << 16
-MAX_STATUS_LEN = 200
 
 
 class Display(Protocol):
@@ -46,20 +45,7 @@ class ServiceSpec:
     stop_stage: int = 0
     grace_seconds: float = 5.0  # between SIGTERM and SIGKILL
     env: Mapping[str, str] = field(default_factory=dict)  # the whole environment
-    status_socket: str = ""  # path where it may say what it does, see `common.startup.report_status`
-
-
-class _StatusReader(asyncio.DatagramProtocol):
-    """Reads the status lines of systemd's notification protocol."""
-
-    def __init__(self, on_status: Callable[[str], None]) -> None:
-        self._on_status = on_status
-
-    def datagram_received(self, data: bytes, addr: object) -> None:
-        for line in data.decode(errors="replace").splitlines():
-            if line.startswith("STATUS="):
-                text = line.removeprefix("STATUS=")[:MAX_STATUS_LEN]
-                self._on_status("".join(character for character in text if character.isprintable()))
+    status_socket: str = ""  # path where it may say what it does, see `cli/start_progress`; empty: nowhere
 
 
 class Service:
@@ -89,11 +75,9 @@ class Service:
     async def _spawn(self) -> None:
         env = dict(self.spec.env)
         if self.spec.status_socket and self._status is None:
-            self._status, _ = await asyncio.get_running_loop().create_datagram_endpoint(
-                lambda: _StatusReader(lambda text: self._display.status(self.spec.name, text)),
-                local_addr=self.spec.status_socket,
-                family=socket.AF_UNIX,
-            )
+            from cli.start_progress.status_reader import read_statuses
+
+            self._status = await read_statuses(self.spec.status_socket, partial(self._display.status, self.spec.name))
         if self._status is not None:
             env[NOTIFY_SOCKET] = self.spec.status_socket
         # A pipe of our own: with asyncio's, `wait` would last until every other holder of its write end is gone.

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from common.startup import report_status
+from common.wings import has_wing
 
 
 def main() -> None:
@@ -33,7 +33,10 @@ def main() -> None:
     first_time = not Path(events).exists() or f"{name} start" not in Path(events).read_text(encoding="utf-8")
     note("start")
     print(f"hello from {name}", flush=True)
-    report_status("loading\x1b weights: 41%")
+    if has_wing("worker.start_progress"):
+        from worker.start_progress.reports import report_status
+
+        report_status("loading\x1b weights: 41%")
     if mode == "dies" or (mode == "dies-later" and not first_time):
         print("error: the disk is on fire", flush=True)
         sys.exit(3)

@@ -9,16 +9,13 @@ import os
 import signal
 import socket
 import sys
-import time
-from collections.abc import Callable
 
 from common.errors import MiniInferError
 from common.logging import setup_logging
-from common.startup import report_status
 from common.wings import has_wing
 from engine.assembly import EngineParts, assemble
 from engine.engine import DeviceLostError
-from engine.start_progress import describe
+from engine.start_progress import OnProgress, no_progress
 from kvstore.handle.handle import HandleWriter
 from kvstore.pool.block_hash import HASH_VERSION
 from worker.config import WorkerConfig
@@ -32,23 +29,6 @@ from worker.kv.shared_pool import SharedPoolMemory
 from worker.messages import EngineInfo, Failed, Ready, Start
 
 logger = logging.getLogger("engine")
-LOG_SECONDS = 10.0  # between lines about a start
-
-
-class StartReports:
-    """An `OnProgress`: tells the supervisor of a start as it goes, and the log every LOG_SECONDS."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._logged = clock()
-
-    def __call__(self, what: str, part: float | None) -> None:
-        text = describe(what, part)
-        report_status(text)
-        now = self._clock()
-        if now - self._logged >= LOG_SECONDS:
-            self._logged = now
-            logger.info("%s", text)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -88,7 +68,7 @@ def _start(link: FrameSocket, start: Start, heartbeat: Heartbeat) -> EngineProce
         from worker.cores.shared_cores import join_cores
 
         cores = join_cores(worker.run_dir)
-    parts = assemble(config, memory, start.gpu, on_progress=StartReports())
+    parts = assemble(config, memory, start.gpu, on_progress=_start_reports())
     if cores is not None and parts.device != "cpu":
         cores.close()
         cores = None
@@ -110,6 +90,15 @@ def _start(link: FrameSocket, start: Start, heartbeat: Heartbeat) -> EngineProce
     link.send(Ready(info, memory.socket_paths, memory.needs_staging, memory.descriptions))
     adjust_cores = None if cores is None else cores.adjust
     return EngineProcess(link, parts, leases, prompt_leases, loads, heartbeat, adjust_cores)
+
+
+def _start_reports() -> OnProgress:
+    """What reports the start, where that wing is there."""
+    if not has_wing("worker.start_progress"):
+        return no_progress
+    from worker.start_progress.reports import StartReports
+
+    return StartReports()
 
 
 def _prompt_leases(worker: WorkerConfig) -> type[PromptLeases]:

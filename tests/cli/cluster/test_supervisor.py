@@ -113,6 +113,7 @@ async def test_an_early_death_names_the_reason_and_ends_the_rest(cluster):
     assert not any(is_alive(pid) for _, pid in cluster.events("start"))
 
 
+@pytest.mark.wing("cli.start_progress")
 async def test_what_a_service_says_of_itself_is_passed_on_after_a_restart_too(cluster, tmp_path):
     spec = cluster.spec("a", status_socket=str(tmp_path / "a.status"))
     async with running(cluster.supervisor(spec, new_policy=quick_restarts)):

@@ -2,7 +2,7 @@ import logging
 import socket
 
 from common.startup import NOTIFY_SOCKET
-from worker.engine_process.main import StartReports
+from worker.start_progress.reports import StartReports
 
 
 def test_the_supervisor_hears_all_and_the_log_says_it_now_and_then(tmp_path, monkeypatch, caplog):

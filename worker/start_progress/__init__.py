@@ -1,0 +1,1 @@
+"""What a worker says that it does while it starts."""
