@@ -19,7 +19,6 @@ from cli.cluster.service import ServiceSpec
 from common.config import ENV_PREFIX, setting, to_argv
 from common.errors import ConfigError
 from common.net.hosts import with_port
-from common.wings import has_wing
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
 from router.config import HttpConfig, RouterConfig
@@ -187,7 +186,7 @@ class _Plan:
             [worker, engine, gpu],
             f"{LOOPBACK}:{port}",
             visible=placement.visible if placement else "",
-            status_socket=str(self.run_dir / f"{name}.status") if has_wing("cli.start_progress") else "",
+            status_socket=str(self.run_dir / f"{name}.status"),
             stop_stage=1,
             grace_seconds=self._grace_seconds,
         )

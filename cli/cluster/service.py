@@ -16,6 +16,7 @@ from functools import partial
 from typing import Protocol
 
 from common.startup import NOTIFY_SOCKET
+from common.wings import has_wing
 
 TAIL_LINES = 12
 NOT_STARTED = 126  # a shell's exit code for a command that it can't start
@@ -74,7 +75,7 @@ class Service:
 
     async def _spawn(self) -> None:
         env = dict(self.spec.env)
-        if self.spec.status_socket and self._status is None:
+        if self.spec.status_socket and self._status is None and has_wing("cli.start_progress"):
             from cli.start_progress.status_reader import read_statuses
 
             self._status = await read_statuses(self.spec.status_socket, partial(self._display.status, self.spec.name))
