@@ -51,14 +51,17 @@ def open_decoder(model: Model, pool: Tensor, config: EngineConfig) -> RowDecoder
 def shape_of(config: ModelConfig, block_size: int, programs: int, is_e4m3: bool = False) -> Shape:
     """The kernel's constants. programs: one for each multiprocessor."""
     sizes = config.hidden_size, config.num_heads, config.num_kv_heads
+    of_attention = {"has_qk_norms": config.qk_norm, "has_biases": config.attention_bias}
     if (moe := config.moe) is None:
-        return Shape(*sizes, config.intermediate_size, block_size, programs, is_e4m3=is_e4m3).tuned()
-    experts = moe.num_experts, moe.num_experts_per_token, moe.normalizes_weights
-    return Shape(*sizes, moe.intermediate_size, block_size, programs, *experts, is_e4m3).tuned()
+        shape = Shape(*sizes, config.intermediate_size, block_size, programs, is_e4m3=is_e4m3, **of_attention)
+    else:
+        experts = moe.num_experts, moe.num_experts_per_token, moe.normalizes_weights
+        shape = Shape(*sizes, moe.intermediate_size, block_size, programs, *experts, is_e4m3, **of_attention)
+    return shape.tuned()
 
 
 def is_plain(model: Model, pool: Tensor) -> bool:
-    """Whether all layers are what the kernel computes: no biases, QK norms, one kind of attention and of weights."""
+    """Whether all layers are what the kernel computes: one kind of attention and weights, no biases but W_qkv's."""
     config, dtypes = model.config, {model.embedding.dtype, model.hidden_dtype, pool.dtype}
     layout = kv_layout(config, pool.dtype)
     is_usual = config.head_dim == config.rope_dim == HEAD_DIM and config.is_causal and model.embedding_scale is None
@@ -76,13 +79,13 @@ def is_plain(model: Model, pool: Tensor) -> bool:
 
 def is_plain_attention(block: Block) -> bool:
     """Here and below: subclasses compute something else."""
-    if type(block) is not Attention or block.qk_norm is None:
+    if type(block) is not Attention or block.output.bias is not None:
         return False
     return not block.softcap and block.sinks is None and has_linears(block)
 
 
 def is_plain_mlp(block: Block) -> bool:
-    return type(block) is Mlp and not block.is_gelu and has_linears(block)
+    return type(block) is Mlp and not block.is_gelu and not has_biases(block) and has_linears(block)
 
 
 def is_plain_moe(block: Block) -> bool:
@@ -93,15 +96,18 @@ def is_plain_moe(block: Block) -> bool:
     plain_rule = MoeConfig(
         rule.num_experts, rule.num_experts_per_token, rule.intermediate_size, rule.normalizes_weights
     )
-    has_biases = block.router_bias is not None or block.choice_bias is not None
-    return rule == plain_rule and not has_biases and has_linears(block)
+    is_biased = block.router_bias is not None or block.choice_bias is not None or has_biases(block)
+    return rule == plain_rule and not is_biased and has_linears(block)
+
+
+def has_biases(block: Block) -> bool:
+    return any(ref.layer.bias is not None for ref in block.linears())
 
 
 def has_linears(block: Block) -> bool:
     """Whether its layers are plain, or all of them e4m3 with scales of rows."""
     layers = [ref.layer for ref in block.linears()]
-    has_biases = any(each.bias is not None for each in layers)
-    return not has_biases and (all(each.is_plain for each in layers) or all(map(has_e4m3_rows, layers)))
+    return all(each.is_plain for each in layers) or all(map(has_e4m3_rows, layers))
 
 
 def has_e4m3_rows(layer: Linear) -> bool:
@@ -115,18 +121,25 @@ def is_quantized(block: Block) -> bool:
 
 def parameters_of(model: Model) -> Parameters:
     """The model's weights where they are, but for norms, which the kernel reads a layer at a time."""
-    weights, scales, norms = [], [], []
+    weights, scales, biases, norms = [], [], [], []
     for attention, mlp in zip(model.blocks[::2], model.blocks[1::2], strict=True):
         assert isinstance(attention, Attention)
-        assert attention.qk_norm is not None
         layers = attention.qkv, attention.output, *weights_of(mlp)
         weights.append((*(layer.weight for layer in layers), *router_of(mlp)))
         if is_quantized(attention):
             scales.append(tuple(layer.scales for layer in layers if layer.scales is not None))
-        of_q, of_k = attention.qk_norm[0], attention.qk_norm[attention.num_heads]
-        norms.append(torch.cat([attention.norm, mlp.norm, of_q, of_k]))
+        if attention.qkv.bias is not None:
+            biases.append((attention.qkv.bias,))
+        norms.append(torch.cat([attention.norm, mlp.norm, *qk_norms_of(attention)]))
     of_model = model.final_norm, model.embedding, model.rotary, model.config.rms_norm_eps
-    return Parameters(weights, torch.stack(norms), *of_model, scales)
+    return Parameters(weights, torch.stack(norms), *of_model, scales, biases)
+
+
+def qk_norms_of(attention: Attention) -> tuple[Tensor, Tensor]:
+    if attention.qk_norm is None:
+        ones = attention.norm.new_ones(HEAD_DIM)
+        return ones, ones
+    return attention.qk_norm[0], attention.qk_norm[attention.num_heads]
 
 
 def weights_of(block: Block) -> tuple[Linear, Linear] | tuple[Stack, Stack]:

@@ -13,6 +13,9 @@ from tests.compile import hopper
 from tests.compile.hopper import NUM_SMS, SHARED_BYTES, Compiled
 
 EXPERTS = {"hidden": 2048, "heads": 32, "kv_heads": 4, "intermediate": 768, "experts": 128, "chosen": 8}
+QWEN25_7B = {
+    "hidden": 3584, "heads": 28, "kv_heads": 4, "intermediate": 18944, "has_qk_norms": False, "has_biases": True,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -26,8 +29,10 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Compiled]:
         {"hidden": 1024, "heads": 16, "kv_heads": 8, "intermediate": 3072},
         EXPERTS,
         {**EXPERTS, "is_e4m3": True},
+        QWEN25_7B,
+        {**QWEN25_7B, "is_e4m3": True},
     ],
-    ids=["Qwen3-0.6B", "Qwen3-30B-A3B", "Qwen3-30B-A3B in e4m3"],
+    ids=["Qwen3-0.6B", "Qwen3-30B-A3B", "Qwen3-30B-A3B in e4m3", "Qwen2.5-7B", "Qwen2.5-7B in e4m3"],
 )
 def test_all_layers(sizes: dict[str, Any], compiled: list[Compiled], monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where an earlier engine of the process has asked for reports of kernels that are compiled late."""

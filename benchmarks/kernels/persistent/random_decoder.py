@@ -50,7 +50,10 @@ class RandomDecoder:
                 weights[index] = *(weight for weight, _ in pairs), *plain[4:]
                 scales.append(tuple(each for _, each in pairs))
         norms = random(num_layers, shape.norms), random(hidden)
-        self.parameters = Parameters(weights, *norms, random(VOCAB, hidden), rotary, EPS, scales)
+        if not shape.has_qk_norms:
+            norms[0][:, 2 * hidden :] = 1
+        biases = [(random(shape.qkv),) for _ in range(num_layers)] if shape.has_biases else []
+        self.parameters = Parameters(weights, *norms, random(VOCAB, hidden), rotary, EPS, scales, biases)
         num_blocks = -(-max_keys // block)
         self.pool = random(num_blocks, num_layers, 2, kv_heads, block, HEAD_DIM)
         self._table = torch.arange(num_blocks - 1, -1, -1, dtype=torch.int32)[None]

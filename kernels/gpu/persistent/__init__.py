@@ -1,1 +1,1 @@
-"""All layers of a dense decoder for one decode row as one persistent kernel, instead of launches for each."""
+"""All layers of a decoder for one decode row as one persistent kernel, instead of launches for each."""

@@ -96,7 +96,9 @@ def attend(
     x, swapped = _receive_heads(qkv_ptr, flag, kv_head, room, SHAPE)
     stamp(stamps, "rotate", SHAPE)
     row = gl.arange(0, ROWS, gl.SliceLayout(1, HEAD_A_WARP))
-    root = gl.rsqrt(gl.sum(x * x, axis=1) / DIMS + eps) * gl.where(row < GROUP, scale, 1.0)
+    root = gl.where(row < GROUP, scale, 1.0)
+    if SHAPE.value.has_qk_norms:
+        root *= gl.rsqrt(gl.sum(x * x, axis=1) / DIMS + eps)
     same, other = factors
     rotated.slice(0, ROWS).store(gl.where((row <= GROUP)[:, None], (x * same + swapped * other) * root[:, None], x))
     heads = gl.arange(0, HEADS, gl.SliceLayout(1, HEAD_A_WARP))
@@ -127,7 +129,8 @@ def attend(
     of_heads.store(gl.where(has_new, gl.exp2(new_score - row_max), 0.0))
     _store_partials(partial_ptr, acc, of_heads, new_value, row_max, row_sum, flag, kv_head, SHAPE)
     stamp(stamps, "receive partials", SHAPE)
-    _combine(partial_ptr, attended_ptr, room, flag, kv_head, stamps, SHAPE)
+    if gl.program_id(0) % SHAPE.value.splits * SHAPE.value.combined < GROUP * DIMS:
+        _combine(partial_ptr, attended_ptr, room, flag, kv_head, stamps, SHAPE)
     return slot, phase
 
 
@@ -203,7 +206,7 @@ def _store_partials(partial_ptr, acc, of_heads, new_value, row_max, row_sum, fla
     gl.store(at, flagged(y, flag), mask=head < GROUP)
     head = gl.arange(0, HEADS, gl.SliceLayout(1, HEAD_A_WARP))[:, None]
     to = head * (DIMS // PART) + gl.arange(0, DIMS // PART, gl.SliceLayout(0, HEAD_A_WARP))[None, :]
-    at = partial_ptr + (kv_head * SPLITS + to) * BLOCK + GROUP * DIMS + split
+    at = partial_ptr + (kv_head * SPLITS + to) * BLOCK + SPLITS * PART + split
     row_max = gl.convert_layout(row_max, gl.SliceLayout(1, HEAD_A_WARP))[:, None]
     row_sum = gl.convert_layout(row_sum, gl.SliceLayout(1, HEAD_A_WARP))[:, None]
     gl.store(at, flagged(row_max + to * 0.0, flag), mask=head < GROUP)
@@ -216,21 +219,26 @@ def _combine(partial_ptr, attended_ptr, room, flag, kv_head, stamps, SHAPE: gl.c
     SPLITS: gl.constexpr = SHAPE.value.splits
     PART: gl.constexpr = SHAPE.value.combined
     BLOCK: gl.constexpr = SHAPE.value.combined_words
-    DIMENSIONS: gl.constexpr = SHAPE.value.group * DIMS
+    PARTIALS: gl.constexpr = SPLITS * PART
     WORDS: gl.constexpr = BLOCK // 256
     WIDE: gl.constexpr = min(WORDS, 4)
     splits: gl.constexpr = gl.BlockedLayout([SPLITS, 1], [1, 32], [1, 8], [1, 0])
     split = gl.program_id(0) % SPLITS
     word = gl.arange(0, BLOCK, gl.BlockedLayout([WIDE], [32], [8], [0]))
-    used: gl.constexpr = DIMENSIONS + 2 * SPLITS
+    used: gl.constexpr = PARTIALS + 2 * SPLITS
     word = gl.where(word < used, word, used - WIDE + word % WIDE)
     words = receive(partial_ptr + (kv_head * SPLITS + split) * BLOCK, word, flag, WORDS)
     stamp(stamps, "combine", SHAPE)
     room.slice(0, BLOCK).store(words)
-    row_max = room.slice(DIMENSIONS, SPLITS).load(gl.SliceLayout(1, splits))
-    row_sum = room.slice(DIMENSIONS + SPLITS, SPLITS).load(gl.SliceLayout(1, splits))
+    row_max = room.slice(PARTIALS, SPLITS).load(gl.SliceLayout(1, splits))
+    row_sum = room.slice(PARTIALS + SPLITS, SPLITS).load(gl.SliceLayout(1, splits))
     weight = gl.exp2(row_max - gl.max(row_max, axis=0))
     weight = weight / gl.sum(weight * row_sum, axis=0)
-    partials = room.slice(0, DIMENSIONS)._reinterpret(gl.float32, [SPLITS, PART], FLAT2).load(splits)
-    at = attended_ptr + kv_head * DIMENSIONS + split * PART + gl.arange(0, PART, gl.SliceLayout(0, splits))
+    partials = room.slice(0, PARTIALS)._reinterpret(gl.float32, [SPLITS, PART], FLAT2).load(splits)
+    at = (
+        attended_ptr
+        + kv_head * (SHAPE.value.group * DIMS)
+        + split * PART
+        + gl.arange(0, PART, gl.SliceLayout(0, splits))
+    )
     gl.store(at, flagged(gl.sum(partials * weight[:, None], axis=0), flag))

@@ -14,6 +14,7 @@ from kernels.gpu.persistent.experts import LOG2_E
 from kernels.gpu.persistent.layers import decoder_kernel
 from kernels.gpu.persistent.shape import HEAD_DIM, NUM_ADDRESSES, Shape
 from kernels.gpu.persistent.stamps import NUM_STAMPS
+from kernels.gpu.persistent.stream import BIAS, SCALES
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class Parameters:
         up), W_down; of experts stacks (experts, 2 intermediate, hidden) and (experts, hidden, intermediate), then
         W_router (experts, hidden).
     scales: of each layer float32 scales of rows of the first four, if these are e4m3: (n,), of experts (experts, n).
+    biases: of each layer W_qkv's, if the shape has any.
     norms: (layers, 2 hidden + 2 HEAD_DIM), of attention, of the MLP, of q, of k. final_norm: (hidden,).
     embedding: (vocab, hidden). rotary: (positions, 2, HEAD_DIM), cosines and signed sines.
     """
@@ -35,6 +37,7 @@ class Parameters:
     rotary: Tensor
     eps: float
     scales: Sequence[tuple[Tensor, ...]] = ()
+    biases: Sequence[tuple[Tensor, ...]] = ()
 
 
 class PersistentDecoder:
@@ -47,7 +50,8 @@ class PersistentDecoder:
         self.shape, self.parameters, self.pool = shape, parameters, pool
         num_layers, device = len(parameters.weights), pool.device
         self._addresses = torch.zeros(num_layers, NUM_ADDRESSES, dtype=torch.int64, device=device)
-        for first, tensors in ((0, parameters.weights), (NUM_ADDRESSES - 4, parameters.scales)):
+        of_model = (0, parameters.weights), (SCALES.value, parameters.scales), (BIAS.value, parameters.biases)
+        for first, tensors in of_model:
             if tensors and device.type != "meta":
                 addresses = torch.tensor([[each.data_ptr() for each in layer] for layer in tensors])
                 self._addresses[:, first : first + addresses.shape[1]] = addresses

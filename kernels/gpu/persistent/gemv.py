@@ -8,14 +8,12 @@ from __future__ import annotations
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from kernels.gpu.persistent.operand import SUMS, WIDTH, chunk_of
-from kernels.gpu.persistent.ring import DIMS, SLICES, barrier, by_chunks, following, num_chunks, release, wait_for
+from kernels.gpu.persistent.long_rows import gemv_by_chunks, gemv_by_pairs
+from kernels.gpu.persistent.operand import SUMS, chunks_of, multiply, sum_columns
+from kernels.gpu.persistent.ring import SLICES, barrier, following, num_chunks, order, release, wait_for
 from kernels.gpu.persistent.shape import HEAD_DIM, Shape
 
-OF_W = gl.constexpr(gl.DotOperandLayout(0, SUMS, WIDTH))
-OF_TILE = gl.constexpr(gl.DotOperandLayout(1, SUMS, WIDTH))  # (slices of K, DIMS, rows), as in OF_W
 ADDED = gl.constexpr(gl.BlockedLayout([1, 8, 1], [4, 1, 8], [8, 1, 1], [2, 1, 0]))  # (tiles, slices of K, rows of W)
 FLAT3 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 
@@ -23,38 +21,6 @@ FLAT3 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 @triton.constexpr_function
 def tiles_at_once(shape: Shape, n: int, k: int, times: int, slices: int) -> int:
     return shape.tiles_at_once(n, k, times, slices * HEAD_DIM)
-
-
-@triton.constexpr_function
-def chunks_at_once(shape: Shape, n: int, k: int, slices: int) -> int:
-    return shape.chunks_at_once(n, k, slices * HEAD_DIM)
-
-
-@gluon.jit
-def _multiply(x, one, other, scale):
-    """What each slice of K adds to 16 rows of W, of two tiles, for both columns of x: (slices of K, 16, 8).
-
-    x: see `chunk_of`. one, other: slots. scale: of the rows and slices, or 1.
-    """
-    numbers, of_slices = x
-    S: gl.constexpr = numbers.shape[0]
-    one = one.permute((0, 2, 1)).load(OF_TILE).to(numbers.dtype)
-    other = other.permute((0, 2, 1)).load(OF_TILE).to(numbers.dtype)
-    rows = gl.convert_layout(
-        gl.join(one, other).permute((0, 3, 2, 1)).reshape([S, 16, DIMS]), OF_W, assert_trivial=True
-    )
-    y = mma_v2(rows, numbers, gl.zeros([S, 16, 8], gl.float32, SUMS))
-    if numbers.dtype == gl.float16:
-        y *= of_slices * scale
-    return y
-
-
-@gluon.jit
-def _sum_columns(y):
-    """Add up both columns of x, and the slices of each warp: (SLICES, 8) of each tile."""
-    if y.shape[0] > SLICES:
-        y = gl.sum(y.reshape([y.shape[0] // SLICES, SLICES, 16, 8]), axis=0)
-    return gl.sum(y, axis=2).reshape([SLICES, 2, 8]).permute((0, 2, 1)).split()
 
 
 @gluon.jit
@@ -69,12 +35,14 @@ def gemv(
     last one, its phase, and how many slots before it wait for their release.
     """
     S: gl.constexpr = smem.shape[1]
-    if by_chunks(SHAPE, N, K) and not GATED:
-        slot, phase, count = _gemv_by_chunks(N, K, operand, scales, smem, ready, empty, sums, slot, phase, SHAPE)
+    ORDER: gl.constexpr = order(SHAPE, N, K, 2 if GATED else 1)
+    if ORDER == "chunks":
+        slot, phase, count = gemv_by_chunks(N, K, operand, scales, smem, ready, empty, sums, slot, phase, SHAPE)
+    elif ORDER == "pairs":
+        slot, phase = gemv_by_pairs(N, K, GATED, operand, smem, ready, empty, sums, slot, phase, SHAPE)
+        count = 0
     else:
-        x = ()
-        for i in gl.static_range(num_chunks(K, S)):
-            x = x + (chunk_of(operand, i, S),)  # type: ignore[assignment]  # noqa: RUF005  Triton's tuples unpack nothing
+        x = chunks_of(operand, num_chunks(K, S), S)
         slot, phase, count = _gemv_by_tiles(x, scales, N, K, GATED, smem, ready, empty, sums, slot, phase, SHAPE)
     return slot, phase, count
 
@@ -125,54 +93,12 @@ def _gemv_tiles(
             one, _ = following(slot, phase, i * CHUNKS + chunk, SLOTS)
             other, _ = following(slot, phase, min(i + 1, AT_ONCE - 1) * CHUNKS + chunk, SLOTS)
             scale = scales[i // 2 * CHUNKS + chunk] if len(scales) > 0 else 1.0
-            y += _multiply(x[chunk], smem.index(one), smem.index(other), scale)
-        found = found + _sum_columns(y)
+            y += multiply(x[chunk], smem.index(one), smem.index(other), scale)
+        found = found + sum_columns(y)
     for i in gl.static_range(AT_ONCE):
         tile = begin + i
         sums.index(tile // TIMES + tile % TIMES * SHAPE.value.most_tiles).store(found[i])
     slot, phase = following(slot, phase, count, SLOTS)
-    return slot, phase, count
-
-
-@gluon.jit
-def _gemv_by_chunks(
-    N: gl.constexpr, K: gl.constexpr, operand, scales, smem, ready, empty, sums, slot, phase, SHAPE: gl.constexpr
-):
-    """All tiles of a chunk, then those of the next one: x need not stay in registers."""
-    S: gl.constexpr = smem.shape[1]
-    P: gl.constexpr = SHAPE.value.programs
-    SLOTS: gl.constexpr = SHAPE.value.slots
-    TILES: gl.constexpr = (N // 8 + P - 1) // P
-    CHUNKS: gl.constexpr = num_chunks(K, S)
-    AT_ONCE: gl.constexpr = chunks_at_once(SHAPE, N, K, S)
-    num_tiles = (N // 8 - gl.program_id(0) + P - 1) // P
-    acc = ()
-    for _ in gl.static_range(0, TILES, 2):
-        zeros = gl.zeros([S, 16, 8], gl.float32, SUMS)
-        acc = acc + (zeros,)  # type: ignore[assignment]  # noqa: RUF005  Triton's tuples unpack nothing
-    count = 0
-    for begin in gl.static_range(0, CHUNKS, AT_ONCE):
-        if begin > 0:
-            barrier()  # every thread has read the chunks
-            release(empty, slot, count, SLOTS)
-        count = num_tiles * min(AT_ONCE, CHUNKS - begin)
-        wait_for(ready, slot, phase, count, SLOTS)
-        for i in gl.static_range(min(AT_ONCE, CHUNKS - begin)):
-            x = chunk_of(operand, begin + i, S)
-            sums_now = ()
-            for pair in gl.static_range((TILES + 1) // 2):
-                one, _ = following(slot, phase, i * num_tiles + 2 * pair, SLOTS)
-                other, _ = following(slot, phase, i * num_tiles + min(2 * pair + 1, TILES - 1), SLOTS)
-                scale = scales[pair * CHUNKS + begin + i] if len(scales) > 0 else 1.0
-                y = _multiply(x, smem.index(one), smem.index(other), scale)
-                sums_now = sums_now + (acc[pair] + y,)  # type: ignore[assignment]  # noqa: RUF005  Triton's tuples unpack nothing
-            acc = sums_now
-        slot, phase = following(slot, phase, count, SLOTS)
-    for pair in gl.static_range((TILES + 1) // 2):
-        one, other = _sum_columns(acc[pair])
-        sums.index(2 * pair).store(one)
-        if 2 * pair + 1 < TILES:
-            sums.index(2 * pair + 1).store(other)
     return slot, phase, count
 
 

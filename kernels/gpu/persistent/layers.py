@@ -19,6 +19,7 @@ from kernels.gpu.persistent.attention import attend, head_factors
 from kernels.gpu.persistent.experts import LOG2_E, choose, shares_of
 from kernels.gpu.persistent.gemv import gemv, sum_slices, tile_numbers, tile_rows
 from kernels.gpu.persistent.ll_protocol import flagged, load_vector, receive_vector, store_vector
+from kernels.gpu.persistent.long_rows import by_pieces, gemv_by_pieces
 from kernels.gpu.persistent.operand import (
     FLAT,
     allocate_operand,
@@ -37,7 +38,7 @@ from kernels.gpu.persistent.ring import (
     shape_of,
     weight_slots,
 )
-from kernels.gpu.persistent.scales import down_scales, gate_up_scales, row_scales, scales_of
+from kernels.gpu.persistent.scales import biases_of, down_scales, gate_up_scales, row_biases, row_scales, scales_of
 from kernels.gpu.persistent.stamps import NUM_STAMPS, stamp
 from kernels.gpu.persistent.stream import ADDRESSES, DOWN, GATE_UP, OUTPUT, QKV, produce
 
@@ -64,9 +65,13 @@ def _project(
     H: gl.constexpr = SHAPE.value.hidden
     rows, exist = tile_rows(H, SHAPE)
     before = gl.load(residual_ptr + rows, mask=exist, other=0).to(gl.float32, bitcast=True)
-    receive_operand(in_ptr, flag, K, operand)
-    stamp(stamps, STAGE, SHAPE)
-    slot, phase, count = gemv(H, K, False, operand, scales, smem, ready, empty, sums, slot, phase, SHAPE)
+    if by_pieces(SHAPE, K):
+        stamp(stamps, STAGE, SHAPE)
+        slot, phase, count = gemv_by_pieces(H, K, in_ptr, flag, operand, smem, ready, empty, sums, slot, phase, SHAPE)
+    else:
+        receive_operand(in_ptr, flag, K, triton.next_power_of_2(K), operand)
+        stamp(stamps, STAGE, SHAPE)
+        slot, phase, count = gemv(H, K, False, operand, scales, smem, ready, empty, sums, slot, phase, SHAPE)
     gl.store(out_ptr + rows, flagged(sum_slices(sums, False, SHAPE) * scale + before, flag), mask=exist)
     release(empty, slot, count, SHAPE.value.slots)
     return slot, phase
@@ -148,7 +153,7 @@ def _consume(
     if program < H // 8:  # as `before` of the first layer; others read the embedding themselves
         own = gl.load(embedding_ptr + hidden_rows, mask=has_hidden, other=0.0).to(gl.float32)
         gl.store(x_ptr + hidden_rows, flagged(own, epoch & 1), mask=has_hidden)
-    of_qkv = scales_of(weights_ptr, QKV, SHAPE)
+    of_qkv, of_bias = scales_of(weights_ptr, QKV, SHAPE), biases_of(weights_ptr, SHAPE)
     slot = 0
     phase = 0
     for layer in range(num_layers):
@@ -156,7 +161,7 @@ def _consume(
         next_layer = gl.minimum(layer + 1, num_layers - 1)
         stamps = stamps_ptr + (layer * SHAPE.value.programs + program) * NUM_STAMPS
         addresses = weights_ptr + layer * ADDRESSES
-        qkv_scale = row_scales(of_qkv, QKV_ROWS, SHAPE)
+        qkv_scale, qkv_bias = row_scales(of_qkv, QKV_ROWS, SHAPE), row_biases(of_bias, QKV_ROWS, SHAPE)
         of_output = scales_of(addresses, OUTPUT, SHAPE)
         _ask_for_norms(norms_ptr, next_layer, SHAPE)
         stamp(stamps, "receive x", SHAPE)
@@ -168,7 +173,7 @@ def _consume(
         store_operand(x * norm, 0, operand)
         store_squares(x, squares)
         slot, phase, count = gemv(QKV_ROWS, H, False, operand, (), ring, ready, empty, sums, slot, phase, SHAPE)
-        y = sum_slices(sums, False, SHAPE) * inverse_root(squares, eps, H) * qkv_scale
+        y = sum_slices(sums, False, SHAPE) * inverse_root(squares, eps, H) * qkv_scale + qkv_bias
         rows, exist = tile_rows(QKV_ROWS, SHAPE)
         gl.store(qkv_ptr + rows, flagged(y, flag), mask=exist)
         release(empty, slot, count, SLOTS)
@@ -204,7 +209,8 @@ def _consume(
             shares, SHAPE,
         )  # fmt: skip
         stamp(stamps, "receive gated", SHAPE)
-        of_qkv = scales_of(weights_ptr + next_layer * ADDRESSES, QKV, SHAPE)
+        of_next = weights_ptr + next_layer * ADDRESSES
+        of_qkv, of_bias = scales_of(of_next, QKV, SHAPE), biases_of(of_next, SHAPE)
         if program < H // 8:
             scales = down_scales(of_down, experts, ring, SHAPE)
             of_rows = 1.0 if EXPERTS else row_scales(of_down, H, SHAPE)

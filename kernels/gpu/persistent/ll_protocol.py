@@ -62,14 +62,11 @@ def flagged(numbers, flag):
 
 
 @gluon.jit
-def receive_vector(ptr, flag, K: gl.constexpr, PADDED: gl.constexpr):
+def receive_vector(ptr, flag, K, PADDED: gl.constexpr):
     """(PADDED,), zeros beyond K, a part for each thread."""
     ks = gl.arange(0, PADDED, VECTOR)
     inside = gl.where(ks < K, ks, ks % 4)
-    x = receive(ptr, inside, flag, PADDED // 256)
-    if K != PADDED:
-        x = gl.where(ks < K, x, 0.0)
-    return x
+    return gl.where(ks < K, receive(ptr, inside, flag, PADDED // 256), 0.0)
 
 
 @gluon.jit

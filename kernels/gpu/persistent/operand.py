@@ -1,4 +1,4 @@
-"""The vector of a GEMV as tensor cores take it, in shared memory.
+"""The vector of a GEMV as tensor cores take it, in shared memory, and their product.
 
 They multiply by 8 columns at a time, of which a vector is one. So x is two columns, its bfloat16 and what that
 leaves: y is as exact as with x of 16 bits of mantissa.
@@ -9,9 +9,9 @@ two columns again, and each slice of K of its own scale, a power of two: float16
 
 from __future__ import annotations
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from kernels.gpu.persistent.ll_protocol import VECTOR, receive_vector
 from kernels.gpu.persistent.ring import COLUMNS, DIMS, SLICES
@@ -20,6 +20,8 @@ from kernels.gpu.persistent.shape import PIECE
 LENGTH = gl.constexpr(PIECE)
 WIDTH = gl.constexpr(8)  # neighbours along K in a thread
 SUMS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [8, 1, 1], [1, 16, 8]))  # (slices of K, rows of W, columns)
+OF_W = gl.constexpr(gl.DotOperandLayout(0, SUMS, WIDTH))
+OF_TILE = gl.constexpr(gl.DotOperandLayout(1, SUMS, WIDTH))  # (slices of K, DIMS, rows), as in OF_W
 OF_X = gl.constexpr(gl.DotOperandLayout(1, SUMS, WIDTH))
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 FLAT2 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
@@ -95,8 +97,8 @@ def _normalized(x, scales):
 
 
 @gluon.jit
-def _part(x, i: gl.constexpr, SIZE: gl.constexpr):
-    """Part i of shared memory in parts of SIZE."""
+def _part(x, i, SIZE: gl.constexpr):
+    """Part i of shared memory in parts of SIZE; where these are smaller than its rows, i is a constant."""
     TIMES: gl.constexpr = x.shape[1] // SIZE
     part = x.index(i // TIMES)
     if TIMES > 1:
@@ -128,15 +130,9 @@ def store_operand(x, first, operand):
 
 
 @gluon.jit
-def receive_operand(ptr, flag, K: gl.constexpr, operand):
-    """A vector that other programs store, a piece at a time where it is long."""
-    PADDED: gl.constexpr = triton.next_power_of_2(K)
-    if PADDED <= 2 * LENGTH:
-        store_operand(receive_vector(ptr, flag, K, PADDED), 0, operand)
-    else:
-        for first in gl.static_range(0, K, LENGTH):
-            piece = receive_vector(ptr + first, flag, min(K - first, LENGTH), LENGTH)
-            store_operand(piece, first // COLUMNS, operand)
+def receive_operand(ptr, flag, K, PADDED: gl.constexpr, operand):
+    """A vector of K numbers, or a piece of PADDED of one, that other programs store."""
+    store_operand(receive_vector(ptr, flag, K, PADDED), 0, operand)
 
 
 @gluon.jit
@@ -153,6 +149,42 @@ def chunk_of(operand, i, S: gl.constexpr):
         scale = _part(scales, i, S).load(gl.SliceLayout(1, gl.SliceLayout(2, SUMS)))
         of_slices = gl.expand_dims(gl.expand_dims(scale, 1), 2)
     return x, of_slices
+
+
+@gluon.jit
+def chunks_of(operand, COUNT: gl.constexpr, S: gl.constexpr):
+    """All of the vector for a row of W of COUNT slots, in registers."""
+    x = ()
+    for i in gl.static_range(COUNT):
+        x = x + (chunk_of(operand, i, S),)  # type: ignore[assignment]  # noqa: RUF005  Triton's tuples unpack nothing
+    return x
+
+
+@gluon.jit
+def multiply(x, one, other, scale):
+    """What each slice of K adds to 16 rows of W, of two tiles, for both columns of x: (slices of K, 16, 8).
+
+    x: see `chunk_of`. one, other: slots. scale: of the rows and slices, or 1.
+    """
+    numbers, of_slices = x
+    S: gl.constexpr = numbers.shape[0]
+    one = one.permute((0, 2, 1)).load(OF_TILE).to(numbers.dtype)
+    other = other.permute((0, 2, 1)).load(OF_TILE).to(numbers.dtype)
+    rows = gl.convert_layout(
+        gl.join(one, other).permute((0, 3, 2, 1)).reshape([S, 16, DIMS]), OF_W, assert_trivial=True
+    )
+    y = mma_v2(rows, numbers, gl.zeros([S, 16, 8], gl.float32, SUMS))
+    if numbers.dtype == gl.float16:
+        y *= of_slices * scale
+    return y
+
+
+@gluon.jit
+def sum_columns(y):
+    """Add up both columns of x, and the slices of each warp: (SLICES, 8) of each tile."""
+    if y.shape[0] > SLICES:
+        y = gl.sum(y.reshape([y.shape[0] // SLICES, SLICES, 16, 8]), axis=0)
+    return gl.sum(y, axis=2).reshape([SLICES, 2, 8]).permute((0, 2, 1)).split()
 
 
 @gluon.jit

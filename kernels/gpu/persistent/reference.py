@@ -27,11 +27,14 @@ def decode_reference(
         qkv, output, gate_up, down = weights[0].float(), weights[1].float(), weights[2], weights[3]
         sizes = [shape.hidden, shape.hidden, HEAD_DIM, HEAD_DIM]
         before, after, of_q, of_k = torch.split(parameters.norms[layer].float(), sizes)
-        heads = (qkv @ _normed(x, before, eps)).view(-1, HEAD_DIM)
+        heads = qkv @ _normed(x, before, eps)
+        if shape.has_biases:
+            heads += parameters.biases[layer][0].float()
+        heads = heads.view(-1, HEAD_DIM)
         q, k, v = torch.split(heads, [shape.heads, shape.kv_heads, shape.kv_heads])
-        q, k = (
-            each * cos + each.roll(HEAD_DIM // 2, -1) * sin for each in (_normed(q, of_q, eps), _normed(k, of_k, eps))
-        )
+        if shape.has_qk_norms:
+            q, k = _normed(q, of_q, eps), _normed(k, of_k, eps)
+        q, k = (each * cos + each.roll(HEAD_DIM // 2, -1) * sin for each in (q, k))
         kv = pool[block_table[0].long(), layer].float().permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :num_keys]
         keys, values = kv.clone()
         keys[:, -1], values[:, -1] = k, v

@@ -35,8 +35,8 @@ def shape_of(text: str) -> Shape:
 
 
 @triton.constexpr_function
-def by_chunks(shape: Shape, n: int, k: int) -> bool:
-    return shape.is_by_chunks(n, k)
+def order(shape: Shape, n: int, k: int, times: int) -> str:
+    return shape.order(n, k, times)
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""Scales of e4m3 weights, one for each row, as GEMVs need them; of bfloat16 there are none.
+"""Scales of e4m3 weights, one for each row, as GEMVs need them, and biases; of bfloat16 there are no scales.
 
 Warps issue in order: what depends on a load stalls all that follows. So addresses are loaded well ahead of scales.
 """
@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from kernels.gpu.persistent.gemv import tile_numbers, tile_rows
 from kernels.gpu.persistent.operand import SUMS
 from kernels.gpu.persistent.ring import DIMS, chosen_experts, num_chunks, one_of
-from kernels.gpu.persistent.stream import SCALES
+from kernels.gpu.persistent.stream import BIAS, SCALES
 
 
 @gluon.jit
@@ -31,6 +31,25 @@ def row_scales(ptr, N: gl.constexpr, SHAPE: gl.constexpr):
         rows, exist = tile_rows(N, SHAPE)
         scales = gl.load(ptr + rows, mask=exist, other=0.0)
     return scales
+
+
+@gluon.jit
+def biases_of(addresses, SHAPE: gl.constexpr):
+    """Where the bias of W_qkv is. addresses: of a layer."""
+    ptr = addresses
+    if SHAPE.value.has_biases:
+        ptr = gl.load(addresses + BIAS).to(gl.pointer_type(gl.bfloat16))
+    return ptr
+
+
+@gluon.jit
+def row_biases(ptr, N: gl.constexpr, SHAPE: gl.constexpr):
+    """What is added to the program's rows of W (N, any) x, like `tile_rows`."""
+    biases = 0.0
+    if SHAPE.value.has_biases:
+        rows, exist = tile_rows(N, SHAPE)
+        biases = gl.load(ptr + rows, mask=exist, other=0.0).to(gl.float32)
+    return biases
 
 
 @gluon.jit

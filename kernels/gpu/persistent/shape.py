@@ -7,15 +7,14 @@ from dataclasses import astuple, dataclass, replace
 import triton
 
 HEAD_DIM = 128
-NUM_ADDRESSES = 9  # of a layer: those of its weights, and of scales of four of them
+NUM_ADDRESSES = 10  # of a layer: those of its weights, of scales of four of them, of the bias of W_qkv
 CHUNK = 1024  # columns of a bfloat16 W in a slot of shared memory, of 8 rows
-PIECE = 4096  # columns of a vector that are received at a time, of one of more than two pieces
+PIECE = 4096  # columns of a vector that are received and multiplied at a time, of one of more than two pieces
 MAX_CHUNKS = 4  # of a vector that stays in registers
 TILE_KEYS = 64  # of K or V in a slot
 SLOT_BYTES, MAX_SLOTS = 16 << 10, 10
 SLOTS_AT_ONCE = 6  # that are multiplied without a barrier in between: what registers hold
 HOPPERS_SHARED_BYTES = 227 << 10  # of a program
-MAX_LAYER_BYTES = 128 << 20
 SOFTMAX_TILES = 2  # tiles of keys that are scored before their values are added up
 
 
@@ -25,6 +24,7 @@ class Shape:
 
     intermediate: of the MLP, or of an expert. experts: 0: a dense model. chosen: of a token. normalizes: whether the
     shares of those add up to 1. is_e4m3: weights but the router's are e4m3 with a scale for each row, not bfloat16.
+    has_qk_norms: of q's and k's heads. has_biases: of W_qkv.
     """
 
     hidden: int
@@ -37,6 +37,8 @@ class Shape:
     chosen: int = 1
     normalizes: bool = True
     is_e4m3: bool = False
+    has_qk_norms: bool = True
+    has_biases: bool = False
     slots: int = 10
     halves_ahead: int = 3
     traces: bool = False
@@ -77,12 +79,19 @@ class Shape:
         """Columns of W in a slot, but for the router's, which has CHUNK."""
         return 2 * CHUNK if self.is_e4m3 else CHUNK
 
-    def is_by_chunks(self, n: int, k: int) -> bool:
-        """Whether a program goes through W (n, k) by columns, a chunk of all its tiles after the other.
+    def order(self, n: int, k: int, times: int) -> str:
+        """How a program goes through W (n, k), or gate and up: "tiles", whole ones, with x in registers.
 
-        Then x need not be in registers. Else it goes by tiles.
+        Of long rows "chunks" of all its tiles, where the ring has twice as many slots, or else "pairs" of tiles, a
+        chunk of both at a time: a pair would fill the ring, and x all registers.
         """
-        return -(-k // CHUNK) >= MAX_CHUNKS and self.tiles(n) <= self.slots // 2
+        if -(-k // CHUNK) < MAX_CHUNKS:
+            return "tiles"
+        return "chunks" if times == 1 and self.tiles(n) <= self.slots // 2 else "pairs"
+
+    def is_by_pieces(self, k: int) -> bool:
+        """Whether a program receives and multiplies a vector of k numbers a PIECE at a time."""
+        return k > 2 * PIECE
 
     def tiles_at_once(self, n: int, k: int, times: int, columns: int) -> int:
         """Tiles that a program multiplies together: all, or pairs. times: of so many W."""
@@ -107,19 +116,23 @@ class Shape:
         """Sums of tiles that a program keeps, a power of two."""
         counts = []
         for n, k, times, columns in self.stages:
-            together = 1 if self.is_by_chunks(n, k) else self.tiles_at_once(n, k, times, columns)
+            of_order = {"chunks": 1, "pairs": 2}
+            together = of_order.get(self.order(n, k, times)) or self.tiles_at_once(n, k, times, columns)
             counts.append(-(-self.tiles(n) * times // together) * together // times)
         return int(triton.next_power_of_2(max(counts)))
 
     @property
     def combined(self) -> int:
-        """Dimensions of a KV head's queries that a program combines from all splits."""
-        return self.group * HEAD_DIM // self.splits
+        """Dimensions of a KV head's queries that a program combines from all splits, a power of two.
+
+        In groups that are none, not all programs have some.
+        """
+        return int(triton.next_power_of_2(-(-self.group * HEAD_DIM // self.splits)))
 
     @property
     def combined_words(self) -> int:
         """What it reads for that: the dimensions, maximum and sum of each split; rounded up to a power of two."""
-        return int(triton.next_power_of_2(self.group * HEAD_DIM + 2 * self.splits))
+        return int(triton.next_power_of_2(self.splits * (self.combined + 2)))
 
     @property
     def head_rows(self) -> int:
@@ -128,13 +141,14 @@ class Shape:
 
     @property
     def norms(self) -> int:
-        """Weights of a layer's four norms: of attention, of the MLP, of q and of k."""
+        """Weights of a layer's four norms: of attention, of the MLP, of q and of k, ones where these have none."""
         return 2 * self.hidden + 2 * HEAD_DIM
 
     @property
     def most_chunks(self) -> int:
-        """Chunks of the longest vector that a GEMV takes, whole slots of W."""
-        return max(-(-k // self.columns) for _, k, _, _ in self.stages) * self.columns // CHUNK
+        """Chunks of the longest vector that a GEMV takes, or of a piece, whole slots of W."""
+        lengths = (PIECE if self.is_by_pieces(k) else k for _, k, _, _ in self.stages)
+        return max(-(-length // self.columns) for length in lengths) * self.columns // CHUNK
 
     @property
     def shared_bytes(self) -> int:
@@ -149,11 +163,13 @@ class Shape:
     def tuned(self) -> Shape:
         """The shape with as many slots as there is room for; more than MAX_SLOTS gain nothing.
 
-        Loads delay words of other programs: few are on their way where slots hold a whole stage.
+        Loads delay words of other programs: few are on their way where slots hold a whole stage, most where the
+        weights of bfloat16 keep memory busy.
         """
         slots = min((HOPPERS_SHARED_BYTES - self.shared_bytes) // SLOT_BYTES, MAX_SLOTS)
         is_whole = all(self.tiles(n) * times * -(-k // columns) <= slots for n, k, times, columns in self.stages)
-        return replace(self, slots=slots, halves_ahead=3 if is_whole else 5)
+        is_large = not self.is_e4m3 and not self.experts
+        return replace(self, slots=slots, halves_ahead=3 if is_whole else 6 if is_large else 5)
 
     @property
     def layer_bytes(self) -> int:
@@ -163,18 +179,18 @@ class Shape:
     def fits(self) -> bool:
         """Whether the kernel takes this model: its vectors fill chunks, and no stage needs more slots than there are.
 
-        Layers of more than MAX_LAYER_BYTES keep memory as busy by separate launches. Each program has rows of W_qkv,
-        so that none overtakes another by more than a layer (`ll_protocol.py`).
+        Each program has rows of W_qkv, so that none overtakes another by more than a layer (`ll_protocol.py`).
         """
         inner = self.attended, self.hidden, self.inner
         has_chunks = all(k >= CHUNK and k % HEAD_DIM == 0 for k in inner) and self.qkv // 8 >= self.programs
-        is_divided = 0 < self.combined <= HEAD_DIM and HEAD_DIM % self.combined == 0
+        is_divided = self.combined <= HEAD_DIM
         has_heads = self.group <= 8 and TILE_KEYS % self.block_size == 0 and self.kv_heads <= self.programs
         has_experts = self.intermediate % HEAD_DIM == 0 and (self.experts, self.chosen) in ((0, 1), (128, 8))
         has_slots = all(self._has_slots(*each) for each in self.stages)
-        is_small = self.layer_bytes <= MAX_LAYER_BYTES
-        return has_chunks and is_divided and has_heads and has_experts and has_slots and is_small
+        return has_chunks and is_divided and has_heads and has_experts and has_slots
 
     def _has_slots(self, n: int, k: int, times: int, columns: int) -> bool:
-        fits_registers = -(-k // CHUNK) <= MAX_CHUNKS
-        return (times == 1 and self.is_by_chunks(n, k)) or (fits_registers and -(-k // columns) <= self.slots // 2)
+        order = self.order(n, k, times)
+        if order == "tiles":
+            return -(-k // columns) <= self.slots // 2
+        return order == "chunks" or not self.is_by_pieces(k)

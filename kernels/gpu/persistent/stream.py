@@ -12,11 +12,11 @@ from kernels.gpu.persistent.ring import (
     KEYS,
     KEYS_SHARED,
     VALUES_SHARED,
-    by_chunks,
     chosen_experts,
     following,
     num_chunks,
     one_of,
+    order,
     tiles_of_split,
     weight_slots,
 )
@@ -28,6 +28,7 @@ OF_E4M3 = gl.constexpr(gl.BlockedLayout([1, 1, 16], [1, 4, 8], [4, 1, 1], [2, 1,
 OF_KEYS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 QKV, OUTPUT, GATE_UP, DOWN, ROUTER = (gl.constexpr(i) for i in range(5))
 SCALES = gl.constexpr(5)  # the first of four
+BIAS = gl.constexpr(9)
 ADDRESSES = gl.constexpr(NUM_ADDRESSES)
 
 
@@ -87,10 +88,17 @@ def _put_rows(weight, first_row, K: gl.constexpr, smem, ready, empty, slot, phas
 @gluon.jit
 def _put_weight(weight, N: gl.constexpr, K: gl.constexpr, smem, ready, empty, slot, phase, SHAPE: gl.constexpr):
     """All of the program's tiles of W (N, K)."""
-    if by_chunks(SHAPE, N, K):
+    ORDER: gl.constexpr = order(SHAPE, N, K, 1)
+    P: gl.constexpr = SHAPE.value.programs
+    if ORDER == "chunks":
         for i in range(num_chunks(K, smem.shape[1])):
-            for tile in range(gl.program_id(0), N // 8, SHAPE.value.programs):
+            for tile in range(gl.program_id(0), N // 8, P):
                 slot, phase = _put_chunk(weight, tile * 8, i, K, smem, ready, empty, slot, phase, SHAPE)
+    elif ORDER == "pairs":
+        for first in range(gl.program_id(0), N // 8, 2 * P):
+            for i in range(num_chunks(K, smem.shape[1])):
+                for tile in range(first, gl.minimum(first + 2 * P, N // 8), P):
+                    slot, phase = _put_chunk(weight, tile * 8, i, K, smem, ready, empty, slot, phase, SHAPE)
     else:
         for tile in range(gl.program_id(0), N // 8, SHAPE.value.programs):
             slot, phase = _put_rows(weight, tile * 8, K, smem, ready, empty, slot, phase, SHAPE)
@@ -98,13 +106,25 @@ def _put_weight(weight, N: gl.constexpr, K: gl.constexpr, smem, ready, empty, sl
 
 
 @gluon.jit
+def _put_two(weight, of_gate, of_up, N: gl.constexpr, smem, ready, empty, slot, phase, SHAPE: gl.constexpr):
+    """8 rows of gate and 8 of up, of N in all."""
+    H: gl.constexpr = SHAPE.value.hidden
+    if order(SHAPE, N, H, 2) == "pairs":
+        for i in range(num_chunks(H, smem.shape[1])):
+            slot, phase = _put_chunk(weight, of_gate, i, H, smem, ready, empty, slot, phase, SHAPE)
+            slot, phase = _put_chunk(weight, of_up, i, H, smem, ready, empty, slot, phase, SHAPE)
+    else:
+        slot, phase = _put_rows(weight, of_gate, H, smem, ready, empty, slot, phase, SHAPE)
+        slot, phase = _put_rows(weight, of_up, H, smem, ready, empty, slot, phase, SHAPE)
+    return slot, phase
+
+
+@gluon.jit
 def _put_pairs(weight, smem, ready, empty, slot, phase, SHAPE: gl.constexpr):
     """The program's tiles of W_gate_up of an MLP: those of gate and up in turn."""
-    H: gl.constexpr = SHAPE.value.hidden
     INNER: gl.constexpr = SHAPE.value.intermediate
     for tile in range(gl.program_id(0), INNER // 8, SHAPE.value.programs):
-        slot, phase = _put_rows(weight, tile * 8, H, smem, ready, empty, slot, phase, SHAPE)
-        slot, phase = _put_rows(weight, INNER + tile * 8, H, smem, ready, empty, slot, phase, SHAPE)
+        slot, phase = _put_two(weight, tile * 8, INNER + tile * 8, INNER, smem, ready, empty, slot, phase, SHAPE)
     return slot, phase
 
 
@@ -122,10 +142,9 @@ def _put_experts(gate_up, down, chosen, smem, ready, empty, slot, phase, SHAPE: 
         expert = one_of(chosen, tile // (INNER // 8), COUNT)
         weight = gate_up + expert.to(gl.int64) * (2 * INNER * H)
         row = tile % (INNER // 8) * 8
-        slot, phase = _put_rows(weight, row, H, smem, ready, empty, slot, phase, SHAPE)
-        slot, phase = _put_rows(weight, INNER + row, H, smem, ready, empty, slot, phase, SHAPE)
+        slot, phase = _put_two(weight, row, INNER + row, COUNT * INNER, smem, ready, empty, slot, phase, SHAPE)
     CHUNKS: gl.constexpr = num_chunks(COUNT * INNER, smem.shape[1])
-    if by_chunks(SHAPE, H, COUNT * INNER):
+    if order(SHAPE, H, COUNT * INNER, 1) == "chunks":
         for i in range(CHUNKS):
             for tile in range(gl.program_id(0), H // 8, P):
                 slot, phase = _put_chunk_of_experts(down, chosen, tile, i, smem, ready, empty, slot, phase, SHAPE)

@@ -34,6 +34,7 @@ EXPERTS = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8,
     "moe_intermediate_size": 128 if HAS_HOPPER else 16, "norm_topk_prob": True,
 }  # fmt: skip
+QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}  # no QK norms, biases of q, k and v
 DTYPE, MAX_ERROR = ("bfloat16", 2e-2) if HAS_HOPPER else ("float32", 1e-4)
 GREEDY = greedy(1)[0]
 NUM_TOKENS = 12, 4  # of two requests, of which the second comes and goes while the first one decodes
@@ -64,7 +65,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     return seen
 
 
-@pytest.fixture(scope="module", params=[{}, EXPERTS], ids=["dense", "experts"])
+@pytest.fixture(scope="module", params=[{}, QWEN2, EXPERTS], ids=["QK norms", "biases", "experts"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {**HEADS, **request.param, **(WIDE if HAS_HOPPER else {})}
     return save_family(tmp_path_factory.mktemp("model"), sizes)
@@ -146,7 +147,11 @@ def in_e4m3(layer: Linear, is_quantized: bool) -> Linear:
     """The layer rounded to e4m3, with scales or as a plain one."""
     scales = layer.weight.abs().amax(-1) / 448
     weight = (layer.weight / scales[:, None]).to(torch.float8_e4m3fn)
-    return Linear(weight, scales=scales) if is_quantized else Linear(weight.float() * scales[:, None])
+    return (
+        Linear(weight, layer.bias, scales=scales)
+        if is_quantized
+        else Linear(weight.float() * scales[:, None], layer.bias)
+    )
 
 
 def test_no_kernel_where_it_is_switched_off(
@@ -163,9 +168,9 @@ def test_no_kernel_where_it_is_switched_off(
         {"attention_bias": True},
         {"head_dim": 64},
         {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0},
-        {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
+        {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "mlp_bias": True},
     ],
-    ids=["biases", "heads", "windows", "no QK norm"],
+    ids=["a bias of the output", "heads", "windows", "biases of the MLP"],
 )
 def test_models_that_it_does_not_take(
     changes: dict[str, Any], tmp_path: Path, steps: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch

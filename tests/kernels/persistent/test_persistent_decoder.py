@@ -12,6 +12,14 @@ from kernels.gpu.persistent.shape import Shape
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 QWEN3_06B = Shape(hidden=1024, heads=16, kv_heads=8, intermediate=3072, block_size=64, programs=132)
+QWEN25_7B = {
+    "hidden": 3584,
+    "heads": 28,
+    "kv_heads": 4,
+    "intermediate": 18944,
+    "has_qk_norms": False,
+    "has_biases": True,
+}
 EXPERTS = {"hidden": 2048, "heads": 32, "kv_heads": 4, "intermediate": 768, "experts": 128, "chosen": 8}
 
 
@@ -26,8 +34,24 @@ EXPERTS = {"hidden": 2048, "heads": 32, "kv_heads": 4, "intermediate": 768, "exp
         {"is_e4m3": True},
         {"hidden": 2560, "heads": 32, "intermediate": 9728, "is_e4m3": True},
         {**EXPERTS, "is_e4m3": True},
+        {"heads": 24},
+        QWEN25_7B,
+        {**QWEN25_7B, "is_e4m3": True},
+        {"hidden": 4096, "heads": 32, "intermediate": 14336, "has_qk_norms": False, "block_size": 16},
     ],
-    ids=["Qwen3-0.6B", "blocks of 16", "1.7B", "30B-A3B", "0.6B in e4m3", "4B in e4m3", "30B-A3B in e4m3"],
+    ids=[
+        "Qwen3-0.6B",
+        "blocks of 16",
+        "1.7B",
+        "30B-A3B",
+        "0.6B in e4m3",
+        "4B in e4m3",
+        "30B-A3B in e4m3",
+        "a group of 3",
+        "Qwen2.5-7B",
+        "7B in e4m3",
+        "Llama-3.1-8B",
+    ],
 )
 def test_steps_equal_torchs(changes: dict[str, int]) -> None:
     """One after the other: a step must not read words of the one before. Then again, with the K and V they left."""
@@ -63,18 +87,16 @@ def test_a_row_of_nobody_stores_nothing() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"hidden": 4096, "heads": 32, "intermediate": 12288},
+        {"hidden": 8192, "heads": 64, "intermediate": 28672},
         {"hidden": 512},
-        {"heads": 24},
         {"heads": 128},
         {"block_size": 128},
         {"hidden": 1088},
         {"experts": 64, "chosen": 8},
     ],
     ids=[
-        "Qwen3-8B",
+        "Llama-3.3-70B",
         "less than a chunk",
-        "a group of 3",
         "a group of 16",
         "blocks of 128",
         "odd",
