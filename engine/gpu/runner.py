@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,9 +23,8 @@ from engine.gpu.lowering import narrowed_rows
 from engine.gpu.ops.rules import SINGLE_GPU, GpuSeams
 from engine.gpu.pinning import upload
 from engine.gpu.progress import DeviceTimer, check_alive, mark
-from engine.gpu.sampling.device_sampler import DeviceSampler
 from engine.gpu.sampling.samples import StepSamples
-from engine.gpu.steps.decode_steps import DecodeSteps
+from engine.gpu.steps.decode_steps import DecodeSteps, DeviceRows
 from engine.gpu.steps.inputs import mixed_inputs
 from engine.gpu.steps.rows import MAX_GRAPH_TOKENS, RowTable, bucket_sizes
 from engine.gpu.steps.state import DeviceState
@@ -35,7 +34,7 @@ from engine.loader.load import LoadedModel
 from engine.plan import PendingStep, ScheduledRow, StepPlan, StepResult
 from engine.ranks import RankContext
 from engine.request_states import RequestState
-from engine.runner import ModelRunner, reads_hidden, sampled_queries
+from engine.runner import ModelRunner, reads_hidden
 from engine.start_progress import OnProgress, no_progress
 from engine.trial_plans import warmup_plans
 
@@ -43,15 +42,6 @@ if TYPE_CHECKING:
     from engine.prompt_graphs.graphs import PromptGraphs
 
 NUM_BUFFERS = 3  # of pinned staging memory: one being filled, two steps in flight
-
-
-class DeviceRows(NamedTuple):
-    """Who has which row on the device, and what it holds of each. buckets: numbers of rows that graphs have."""
-
-    table: RowTable
-    state: DeviceState
-    sampler: DeviceSampler
-    buckets: Sequence[int]
 
 
 class GpuRunner(ModelRunner):
@@ -100,19 +90,22 @@ class GpuRunner(ModelRunner):
         self._samples = StepSamples(
             self._state, self._max_rows, of_vocab, self._num_buffers, self.hooks, ranks.seams.vocabulary
         )  # fmt: skip
+        self.device_rows = DeviceRows(self._rows, self._state, self._samples.on_device, self._buckets)
         self._has_drafts = config.has_drafts
         self._decodes = self._open_decodes(self._forward)
         self.prompt_graphs: PromptGraphs | None = None  # without them steps with prompts run eagerly
 
     def _open_decodes(self, forward: FusedForward) -> DecodeSteps:
-        return DecodeSteps(
-            forward, self._state, self._samples.on_device, self._buckets, self._num_buffers, self._block_size,
-            self._is_stage, self._has_drafts, self._ranks.passes_on,
-        )  # fmt: skip
+        own = forward, self.device_rows, self._samples, self._num_buffers, self._block_size
+        if self._is_stage:
+            from engine.pipeline_parallel.gpu_steps import StageSteps
 
-    @property
-    def device_rows(self) -> DeviceRows:
-        return DeviceRows(self._rows, self._state, self._samples.on_device, self._buckets)
+            return StageSteps(self._ranks, self._has_drafts, *own)
+        if self._has_drafts:
+            from engine.query_steps.steps import DraftSteps
+
+            return DraftSteps(*own)
+        return DecodeSteps(*own)
 
     def observe_with(self, observer: Observer) -> None:
         """Show `observer` all steps, before graphs are captured. What follows a prompt is not drafted then."""
@@ -151,10 +144,7 @@ class GpuRunner(ModelRunner):
         self._state.upload_blocks(batch.device_rows, requests)
         self._ranks.inbox.receive(rows)
         if all(row.samples and row.is_decode for row in rows) and not any(each.params.pooling for each in requests):
-            if self._is_stage or any(row.draft_token_ids for row in rows):
-                self._queue_queries(batch, step)
-            else:
-                self._queue_decode(batch, step)
+            self._queue_decode(batch, step)
         else:  # the host takes long to start it, and meanwhile does not see the step before end
             step.timer = DeviceTimer() if self._device.type == "cuda" else None
             graphs = self._graphs_of_prompts()
@@ -215,20 +205,7 @@ class GpuRunner(ModelRunner):
     # -- steps -----------------------------------------------------------------------------------------------
 
     def _queue_decode(self, batch: GpuBatch, step: GpuStep) -> None:
-        output = self._decodes.run(batch, self._rows.bucket(), self._turn)
-        step.takes_drafts = self._has_drafts
-        sampled = sampled_rows(batch, range(len(batch.rows)), batch.device_rows)
-        self._samples.take(output.token_ids, output.logits, batch, sampled, self._turn, step)
-
-    def _queue_queries(self, batch: GpuBatch, step: GpuStep) -> None:
-        """A step of decode rows where all tokens before the drafts are known."""
-        output, num_queries = self._decodes.run_queries(batch, self._turn)
-        if self._ranks.passes_on:
-            self._ranks.pass_on(output[:num_queries])
-            return
-        step.takes_drafts = True
-        sampled = sampled_queries(batch.rows, batch.requests, range(len(batch.rows)))
-        self._samples.take(output.token_ids, output.logits, batch, sampled, self._turn, step)
+        self._decodes.queue(batch, self._turn, step)
 
     def _graphs_of_prompts(self) -> PromptGraphs | None:
         """Return the graphs that may take the step that is queued."""

@@ -79,15 +79,9 @@ class LoraGpuRunner(AdaptedSteps, GpuRunner):
 
     def _queue_decode(self, batch: GpuBatch, step: GpuStep) -> None:
         if self._has_adapters:
-            self._tiles.put(slots_of(batch.requests), batch.device_rows, self._rows.bucket())
+            slots, (of_row, places, num_places) = slots_of(batch.requests), self._decodes.places(batch)
+            self._tiles.put([slots[i] for i in of_row], places, num_places)
         super()._queue_decode(batch, step)
-
-    def _queue_queries(self, batch: GpuBatch, step: GpuStep) -> None:
-        if self._has_adapters:
-            counts = [row.num_tokens for row in batch.rows]
-            slots = [slot for slot, count in zip(slots_of(batch.requests), counts, strict=True) for _ in range(count)]
-            self._tiles.put(slots, range(len(slots)), self._decodes.bucket_of(len(slots)))
-        super()._queue_queries(batch, step)
 
     def _graphs_of_prompts(self) -> PromptGraphs | None:
         return self._adapted_prompts if self._has_adapters else self.prompt_graphs

@@ -30,7 +30,7 @@ from engine.gpu.attention.backend import PrefillAttention
 from engine.gpu.attention.paged import PagedAttention
 from engine.gpu.config import GpuConfig
 from engine.gpu.runner import GpuRunner
-from engine.gpu.steps.decode_steps import DecodeInputs
+from engine.gpu.steps.decode_steps import DecodeSteps
 from engine.gpu.steps.rows import bucket_sizes
 from engine.prefill_backends.fa3 import FlashAttention3, Operator
 from engine.prompt_graphs.graphs import PromptGraphs, prompt_step
@@ -165,10 +165,10 @@ def save_model(folder: Path, **shape: int) -> None:
 
 def stand_in_for_capture(runner: GpuRunner) -> None:
     """Run the steps that would be captured."""
+    decodes = runner._decodes
     for num_rows in runner._buckets:
-        for inputs in (runner._decodes._rows, runner._decodes._queries):
-            if inputs is not None:
-                inputs._step(num_rows)
+        for steps in (decodes, getattr(decodes, "_without_drafts", decodes)):
+            steps._compute(num_rows)
     graphs = runner.prompt_graphs = runner.open_prompt_graphs(captures=False)
     for shape in graphs.shapes:
         prompt_step(*graphs._parts, graphs._inputs(graphs._buffer, *shape))
@@ -198,7 +198,7 @@ def serve(runner: GpuRunner, launches: Launches, max_length: int, monkeypatch: p
     """Check that random steps need no other variants."""
     stand_in_for_capture(runner)
     num_warmed = len(launches.before)
-    monkeypatch.setattr(DecodeInputs, "run", launches.replayed(DecodeInputs.run))
+    monkeypatch.setattr(DecodeSteps, "_run", launches.replayed(DecodeSteps._run))
     monkeypatch.setattr(PromptGraphs, "run", launches.replayed(PromptGraphs.run))
     launches.are_new = True
     draw = random.Random(1)

@@ -11,7 +11,6 @@ import torch
 
 from engine.gpu.attention.backend import GpuAttention, GpuInputs, GroupInputs
 from engine.gpu.pinning import upload
-from engine.gpu.steps import graphs
 from engine.gpu.steps.state import DeviceState
 from engine.gpu.steps.step import GpuBatch
 from engine.plan import ScheduledRow
@@ -82,43 +81,3 @@ def mixed_inputs(
     plans = attention.plan(query_starts, seq_lens, [table[of_chunks] for table in state.block_tables])
     groups = [GroupInputs(*each) for each in zip(slots, decode_tables, plans, strict=True)]
     return GpuInputs(ids, positions, positions[: len(decodes)] + 1, groups), last_of
-
-
-def query_inputs(batch: GpuBatch, block_size: int, num_groups: int = 1, most_queries: int = 1) -> Any:
-    """int32 (7 + num_groups, num_queries), of decode rows with drafts: see `graphs.draft_step`.
-
-    most_queries: of a row that attend as one group.
-    """
-    token_ids: list[int] = []
-    block_ids: list[int] = []
-    counts: list[int] = []
-    for row, request in zip(batch.rows, batch.requests, strict=True):
-        drafts = row.draft_token_ids
-        token_ids.append(request.token_ids[row.start])
-        token_ids += drafts
-        counts.append(1 + len(drafts))
-        first, last = row.start // block_size * num_groups, (row.start + len(drafts)) // block_size * num_groups
-        if first == last:
-            block_ids += request.block_ids[first : first + num_groups] * counts[-1]
-            continue
-        for position in range(row.start, row.start + counts[-1]):
-            first = position // block_size * num_groups
-            block_ids += request.block_ids[first : first + num_groups]
-    of_row = np.repeat(np.arange(len(counts)), counts)
-    num_queries = np.array(counts)[of_row]
-    starts = np.array([row.start for row in batch.rows])[of_row]
-    index = np.arange(len(of_row)) - (np.cumsum(counts) - counts)[of_row]
-    leader = index // most_queries * most_queries
-    end = np.minimum(leader + most_queries, num_queries)
-    leaders = np.flatnonzero(index == leader)
-    queries = np.zeros((graphs.NUM_QUERY_ROWS + num_groups - 1, len(of_row)), dtype=np.int32)
-    slots = np.array(block_ids).reshape(-1, num_groups).T * block_size + (starts + index) % block_size
-    queries[graphs.POSITION] = starts + index
-    queries[graphs.SLOT], queries[graphs.NUM_QUERY_ROWS :] = slots[0], slots[1:]
-    queries[graphs.LENGTH] = starts + index + 1
-    queries[graphs.TOKEN] = token_ids
-    queries[graphs.ROW] = np.array(batch.device_rows)[of_row]
-    queries[graphs.SPAN] = starts + end
-    queries[graphs.LEADER, : len(leaders)] = leaders
-    queries[graphs.COUNT, : len(leaders)] = (end - leader)[leaders]
-    return queries

@@ -16,12 +16,10 @@ from torch import Tensor
 from engine.gpu.forward import FusedForward
 from engine.gpu.pinning import upload
 from engine.gpu.runner import GpuRunner
-from engine.gpu.sampling.device_sampler import DeviceSampler
-from engine.gpu.steps.decode_steps import DecodeSteps
-from engine.gpu.steps.graphs import LENGTH, ROW, DecodeOutput, query_step_inputs
-from engine.gpu.steps.state import DeviceState
+from engine.gpu.steps.decode_steps import LENGTH, DecodeSteps
 from engine.gpu.steps.step import GpuBatch, GpuStep, sampled_rows
 from engine.plan import ScheduledRow, StepResult
+from engine.query_steps.steps import DraftSteps, has_drafts
 from engine.request_states import RequestState
 from engine.runner import Sampled
 from engine.speculation.acceptance import Acceptance, DraftRecord
@@ -46,45 +44,42 @@ class GpuDraftRunner(GpuRunner):
         return self._launch_rows(rows, states)
 
     def _open_decodes(self, forward: FusedForward) -> DecodeSteps:
-        return DecodeSteps(
-            forward, self._state, self._samples.on_device, self._buckets, self._num_buffers, self._block_size,
-            is_stage=False, has_drafts=True, passes_on=False, query_step=known_step,
-        )  # fmt: skip
+        return DraftModelSteps(forward, self.device_rows, self._samples, self._num_buffers, self._block_size)
 
-    def _queue_queries(self, batch: GpuBatch, step: GpuStep) -> None:
-        output, _ = self._decodes.run_queries(batch, self._turn)
-        last = [end - 1 for end in accumulate(row.num_tokens for row in batch.rows)]
-        sampled = sampled_rows(batch, range(len(batch.rows)), last)
-        self._samples.take(output.token_ids, output.logits, batch, sampled, self._turn, step)
 
-    def _queue_decode(self, batch: GpuBatch, step: GpuStep) -> None:
+class DraftModelSteps(DraftSteps):
+    """Steps whose rows have one or more known tokens: the target model's, that the draft model has not computed yet.
+
+    So a row's token is the one sampled behind its last query.
+    """
+
+    def queue(self, batch: GpuBatch, turn: int, step: GpuStep) -> None:
+        """See DecodeSteps."""
+        if not has_drafts(batch):
+            self._upload_known(batch)
+        super().queue(batch, turn, step)
+
+    def _upload_known(self, batch: GpuBatch) -> None:
+        """Correct last tokens: the device has the last draft there, and the target model may have said otherwise."""
         known = [
             (device_row, state.token_ids[row.start])
             for device_row, row, state in zip(batch.device_rows, batch.rows, batch.requests, strict=True)
             if row.start < len(state.token_ids)
         ]
-        if known:  # the device has the last draft there, and the target model may have said otherwise
-            places, token_ids = upload(list(zip(*known, strict=True)), torch.int64, self._device)
-            self._state.last_tokens[places] = token_ids
-        super()._queue_decode(batch, step)
+        if known:
+            last_tokens = self._rows.state.last_tokens
+            places, token_ids = upload(list(zip(*known, strict=True)), torch.int64, last_tokens.device)
+            last_tokens[places] = token_ids
 
+    def _sampled(self, batch: GpuBatch) -> list[Sampled]:
+        last = [end - 1 for end in accumulate(row.num_tokens for row in batch.rows)]
+        return sampled_rows(batch, range(len(batch.rows)), last)
 
-def known_step(
-    forward: FusedForward, state: DeviceState, sampler: DeviceSampler, packed: Tensor, num_queries: int
-) -> DecodeOutput:
-    """A step whose rows have one or more known tokens: the target model's, that the draft model has not computed yet.
-
-    As `draft_step`, but each row's last token is the one sampled behind its last query.
-    """
-    queries = packed[:, :num_queries]
-    logits = forward.logits(forward.hidden(query_step_inputs(state, queries)))
-    rows, in_use = queries[ROW].long(), queries[LENGTH] > 0
-    sampled = sampler.sample(logits, rows, queries[LENGTH])
-    is_last = in_use.clone()
-    is_last[:-1] &= (rows[1:] != rows[:-1]) | ~in_use[1:]
-    nobody = state.last_tokens.shape[0] - 1
-    state.last_tokens[torch.where(is_last, rows, nobody)] = sampled.clamp(min=0)
-    return DecodeOutput(sampled, logits)
+    def _are_last(self, queries: Tensor, rows: Tensor, sampled: Tensor) -> Tensor:
+        in_use = queries[LENGTH] > 0
+        is_last = in_use.clone()
+        is_last[:-1] &= (rows[1:] != rows[:-1]) | ~in_use[1:]
+        return is_last
 
 
 class FromGpuDraftModel(FromDraftModel):

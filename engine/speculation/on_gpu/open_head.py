@@ -14,7 +14,8 @@ from common.model_files import resolve_model
 from engine.config import EngineConfig
 from engine.gpu.late_compiles import compiles_are_early
 from engine.gpu.memory import GRAPH_BYTES
-from engine.gpu.runner import DeviceRows, collector_paused
+from engine.gpu.runner import collector_paused
+from engine.gpu.steps.decode_steps import DeviceRows
 from engine.gpu.steps.rows import bucket_sizes, most_tokens
 from engine.kv.memory import pool_geometry
 from engine.loader.load import LoadedModel

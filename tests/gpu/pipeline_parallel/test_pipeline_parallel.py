@@ -28,7 +28,8 @@ from engine.config import EngineConfig
 from engine.engine import DeviceLostError, Engine
 from engine.gpu.config import GpuConfig
 from engine.gpu.forward import Observer
-from engine.gpu.runner import DeviceRows, GpuRunner
+from engine.gpu.runner import GpuRunner
+from engine.gpu.steps.decode_steps import DeviceRows
 from engine.kv.memory import allocate_pool, pool_geometry
 from engine.loader.load import load_model
 from engine.plan import StepPlan, StepResult

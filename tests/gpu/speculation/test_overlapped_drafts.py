@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from engine.gpu.config import GpuConfig
-from engine.gpu.steps.graphs import LENGTH, NUM_QUERY_ROWS, ROW, TOKEN, rows_of_last_tokens
+from engine.gpu.steps.decode_steps import LENGTH
 from engine.plan import PendingStep, StepPlan
+from engine.query_steps.inputs import NUM_FIELDS, ROW, TOKEN, are_last_tokens
 from engine.speculation.overlap import Overlap
 from tests.engine.driving import num_drafts
 from tests.engine.speculation.drafters import MakeOracle, draft_with, knows
@@ -68,10 +69,11 @@ def test_the_last_token_of_each_row_is_found_on_the_device() -> None:
             wanted[row] = tokens[right]
             sampled += tokens
         padding = draw.randrange(3)
-        fields = torch.zeros(NUM_QUERY_ROWS, len(queries) + padding, dtype=torch.int32)
+        fields = torch.zeros(NUM_FIELDS, len(queries) + padding, dtype=torch.int32)
         for column, (row, token, length) in enumerate(queries):
             fields[ROW, column], fields[TOKEN, column], fields[LENGTH, column] = row, token, length
         given = torch.tensor(sampled + [0] * padding)
-        rows = rows_of_last_tokens(fields.to(device), given.to(device), 20).tolist()
-        assert {row: int(given[index]) for index, row in enumerate(rows) if row != 20} == wanted
-        assert len([row for row in rows if row != 20]) == len(wanted)
+        on_device = fields.to(device)
+        are_last = are_last_tokens(on_device, on_device[ROW].long(), given.to(device)).tolist()
+        found = [(int(fields[ROW, index]), int(given[index])) for index, is_last in enumerate(are_last) if is_last]
+        assert sorted(found) == sorted(wanted.items())
