@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.gpu.attention.backend import Facts, PrefillPlan
+from engine.gpu.attention.backend import PrefillPlan
 from engine.gpu.attention.paged import PagedAttention
 from engine.gpu.pinning import upload
 from engine.prefill_backends.contiguous import KeyBuffer, KeysPlan, plan_keys
+from engine.prefill_backends.facts import Facts
 
 REQUIREMENT = "fa3-fwd==0.0.3"
 HEAD_DIMS = (64, 128)

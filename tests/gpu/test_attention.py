@@ -14,13 +14,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from common.errors import ConfigError
-from engine.gpu.attention import choose as chooser
-from engine.gpu.attention.backend import Facts, PrefillAttention
-from engine.gpu.attention.choose import choose, open_attention
+from engine.gpu.attention.backend import PrefillAttention
+from engine.gpu.attention.grouped import open_attention
 from engine.gpu.attention.paged import PagedAttention, PagedPlan
+from engine.prefill_backends import choose as chooser
 from engine.prefill_backends import contiguous, fa3
+from engine.prefill_backends.choose import choose
 from engine.prefill_backends.cudnn import CudnnAttention, attend_with_cudnn, rounded_lengths, rounded_up
 from engine.prefill_backends.fa3 import FlashAttention3, FlashPlan, Operator, TablePlan
+from engine.prefill_backends.facts import Facts
 from kernels.paged_attention import attend_sequence
 from tests.kernels.helpers import block_tables_for, fill_sequence, poisoned_pool, relative_error
 

@@ -17,7 +17,7 @@ import torch
 from benchmarks.kernels.timing import graph_seconds, report
 from common.errors import ConfigError
 from engine.gpu.attention.backend import PrefillAttention
-from engine.gpu.attention.choose import open_attention
+from engine.gpu.attention.grouped import open_attention
 
 HEAD_DIM, BLOCK_SIZE, NUM_LAYERS = 128, 64, 2
 MODELS = {"qwen2.5-7b": (28, 4), "qwen3-0.6b": (16, 8)}

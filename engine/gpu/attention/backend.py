@@ -21,18 +21,6 @@ if TYPE_CHECKING:
     from kernels.gpu.attention.paged_prefill import TileSplits
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What the choice of a backend depends on. capability: of an NVIDIA GPU, else None. installed: libraries."""
-
-    dtype: torch.dtype
-    kv_dtype: torch.dtype
-    head_dim: int
-    block_size: int
-    capability: tuple[int, int] | None
-    installed: frozenset[str]
-
-
 class PrefillPlan(Protocol):
     """Attends for the prompt tokens of one step, packed one row after the other."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from common.errors import ConfigError
+from common.wings import has_wing, require_wing
 from engine.gpu.attention.backend import GpuAttention, GpuInputs, GroupInputs, PrefillAttention, PrefillPlan
-from engine.gpu.attention.choose import open_attention
-from engine.gpu.attention.paged import PagedPlan
+from engine.gpu.attention.paged import PagedAttention, PagedPlan
 from engine.kv.memory import kv_layout
 from engine.layers.attention import Attention
 from engine.models.model import Model
@@ -23,6 +25,8 @@ from kernels.gpu.attention.paged_prefill import TileSplits
 from kernels.gpu.attention.prompt_tiles import SMALL_TILE
 from kernels.gpu.elementwise.rope import rope_and_write_kv
 from kvstore.layout import KvLayout
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,25 @@ def layers_of(model: Model, layout: KvLayout) -> dict[int, LayerKv]:
         for number, group in enumerate(layout.groups)
         for index, layer in enumerate(group.layers)
     }
+
+
+def open_attention(
+    wanted: str, pool: Tensor, num_heads: int, dtype: torch.dtype, max_tokens: int, needs: str = ""
+) -> PrefillAttention:
+    """The backend for prompts over one pool. Raises ConfigError.
+
+    max_tokens: of the largest step. needs: what of the model's attention our kernel alone can; empty: nothing.
+    """
+    if needs and wanted not in ("auto", "triton"):
+        raise ConfigError(f"--attention-backend {wanted} knows no {needs}; use triton")
+    backend: PrefillAttention = PagedAttention(num_heads, pool.shape[3])
+    if not needs and wanted != "triton" and (wanted != "auto" or has_wing("engine.prefill_backends")):
+        require_wing("engine.prefill_backends", f"--attention-backend {wanted}")
+        from engine.prefill_backends.choose import open_chosen
+
+        backend = open_chosen(wanted, pool, num_heads, dtype, max_tokens)
+    logger.info("prefill attention: %s", backend.name)
+    return backend
 
 
 class GroupedQueries(GpuAttention):

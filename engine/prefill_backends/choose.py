@@ -7,26 +7,20 @@ on long prompts (`benchmarks/kernels/attention/bench_attention_backends.py`, doc
 from __future__ import annotations
 
 import logging
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from common.errors import ConfigError
-from common.wings import has_wing, require_wing
-from engine.gpu.attention.backend import Facts, PrefillAttention
+from engine.gpu.attention.backend import PrefillAttention
 from engine.gpu.attention.paged import PagedAttention
+from engine.prefill_backends import cudnn, fa3
+from engine.prefill_backends.facts import Facts
 
 logger = logging.getLogger(__name__)
-WING = "engine.prefill_backends"
-LIBRARIES = {  # by speed
-    "fa3": "engine.prefill_backends.fa3:open_backend",
-    "cudnn": "engine.prefill_backends.cudnn:open_backend",
-}
-MODULES = {name: path.partition(":")[0] for name, path in LIBRARIES.items() if has_wing(WING)}
-BACKENDS: dict[str, Any] = {name: import_module(module) for name, module in MODULES.items()}
-"""Installed backends: modules with `is_installed`, `why_not` and `open_backend`."""
+BACKENDS: dict[str, Any] = {"fa3": fa3, "cudnn": cudnn}
+"""By speed: modules with `is_installed`, `why_not` and `open_backend`."""
 
 
 def facts_of(dtype: torch.dtype, pool: Tensor) -> Facts:
@@ -55,30 +49,17 @@ def choose(wanted: str, facts: Facts) -> str:
     return wanted
 
 
-def open_attention(
-    wanted: str, pool: Tensor, num_heads: int, dtype: torch.dtype, max_tokens: int, needs: str = ""
-) -> PrefillAttention:
-    """The backend for one pool. Raises ConfigError.
-
-    max_tokens: of the largest step. needs: what of the model's attention our kernel alone can; empty: nothing.
-    """
-    if needs:
-        if wanted not in ("auto", "triton"):
-            raise ConfigError(f"--attention-backend {wanted} knows no {needs}; use triton")
-        return PagedAttention(num_heads, pool.shape[3])
-    if wanted in LIBRARIES:
-        require_wing(WING, f"--attention-backend {wanted}")
-    facts = facts_of(dtype, pool)
-    chosen = choose(wanted, facts)
-    backend: PrefillAttention = PagedAttention(num_heads, pool.shape[3])
+def open_chosen(wanted: str, pool: Tensor, num_heads: int, dtype: torch.dtype, max_tokens: int) -> PrefillAttention:
+    """The backend for one pool. max_tokens: of the largest step. Raises ConfigError."""
+    chosen = choose(wanted, facts_of(dtype, pool))
     try:
         if chosen in BACKENDS:
-            backend = BACKENDS[chosen].open_backend(pool, num_heads, dtype, max_tokens)
+            backend: PrefillAttention = BACKENDS[chosen].open_backend(pool, num_heads, dtype, max_tokens)
+            return backend
     except torch.OutOfMemoryError:
         raise  # a RuntimeError, but another backend is no answer to it
     except (ImportError, OSError, RuntimeError) as error:  # built for another torch, or cuDNN refuses the shape
         if wanted != "auto":
             raise ConfigError(f"--attention-backend {chosen} does not work here: {error}") from error
         logger.warning("attention with %s does not work here, so prompts are slower: %s", chosen, error)
-    logger.info("prefill attention: %s", backend.name)
-    return backend
+    return PagedAttention(num_heads, pool.shape[3])
