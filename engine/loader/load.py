@@ -183,18 +183,20 @@ def _build(
     conversion = source.conversion(engine_config, shard, dtype, device)
     check_kernels(source.config, device)
     kept = conversion.keep(source.checked_skeleton())
-    config, whole = source.config, {}
+    config = source.config
+    make: Callable[..., ModelWeights] = ModelWeights
     if shard.size > 1:
-        config, whole = _config_of_rank(config, engine_config, shard), source.shapes_of(config)
+        from engine.tensor_parallel.weights import RankWeights
+
+        make = partial(RankWeights, shard, source.shapes_of(config))
+        config = _config_of_rank(config, engine_config, shard)
     layers = range(*(shard.layers or (0, config.num_layers)))
     needed = source.shapes_of(config, kept)
     if shard.layers is not None:
         from engine.pipeline_parallel.staged import blocks_of, stage_weights
 
         needed = stage_weights(config, needed, layers)
-    weights = ModelWeights(
-        source.weights, needed, whole, shard=shard, kept=kept, on_progress=on_progress, dtype=dtype, device=device
-    )
+    weights = make(source.weights, needed, kept=kept, on_progress=on_progress, dtype=dtype, device=device)
     conversion.start(weights.parts, weights.count)
     is_folded = engine_config.kv_cache_dtype == "fp8" and conversion.leaves_attention_plain
 

@@ -18,7 +18,6 @@ from engine.layers.mlp import Mlp
 from engine.layers.weights import Part, Partition, ShapeRecorder
 from engine.loader.checkpoint import Shape
 from engine.loader.fused import StoredRows, stored_rows
-from engine.loader.model_weights import part_of
 from engine.models.config import ModelConfig
 from engine.models.families import family_of
 from kvstore.layout import WHOLE, Shard
@@ -127,6 +126,8 @@ def layers_of(config: ModelConfig, of_rank: ModelConfig | None = None, shard: Sh
     def part(name: str) -> Part:
         if shard.size == 1 or recorder.partitions[name] is Partition.NONE:
             return tuple(map(range, whole[name]))
+        from engine.tensor_parallel.weights import part_of
+
         return part_of(whole[name], recorder.shapes[name], recorder.partitions[name], shard)
 
     refs = [(ref, can_change(block)) for block in model.blocks for ref in block.linears()]

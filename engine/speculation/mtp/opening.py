@@ -148,7 +148,7 @@ def _read(
         source.check(stored, tied=config.tie_word_embeddings, unused=config.unused_weights)
     conversion = source.conversion(engine_config, WHOLE, loaded.dtype, loaded.device)
     kept = conversion.keep(skeleton)
-    taken = ModelWeights(weights, needed, {}, kept=kept, dtype=loaded.dtype, device=loaded.device)
+    taken = ModelWeights(weights, needed, kept=kept, dtype=loaded.dtype, device=loaded.device)
     conversion.start(taken.parts, taken.count)
 
     def finish(block: Block) -> None:

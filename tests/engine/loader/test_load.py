@@ -93,7 +93,7 @@ def test_parts_are_of_the_numbers_and_what_comes_later_counts_when_it_is_read(mo
     monkeypatch.setattr("engine.loader.model_weights.INTERVAL_SECONDS", 0.0)
     told = []
     shapes = {"a": (2, 3), "b": (3,), "c": (1,)}
-    weights = ModelWeights(Weights(), shapes, {}, kept={"b"}, on_progress=lambda *args: told.append(args))
+    weights = ModelWeights(Weights(), shapes, kept={"b"}, on_progress=lambda *args: told.append(args))
     for name, shape in (("a", (2, 3)), ("b", (3,)), ("c", (1,))):
         weights.take(name, shape)
     weights.count("b")
@@ -103,7 +103,7 @@ def test_parts_are_of_the_numbers_and_what_comes_later_counts_when_it_is_read(mo
 def test_it_is_told_ten_times_a_second_at_most_and_at_the_end():
     told = []
     shapes = {str(n): (1,) for n in range(1000)}
-    weights = ModelWeights(Weights(), shapes, {}, on_progress=lambda _, part: told.append(part))
+    weights = ModelWeights(Weights(), shapes, on_progress=lambda _, part: told.append(part))
     for number in range(1000):
         weights.take(str(number), (1,))
     assert told[0] == 0.001
