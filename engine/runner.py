@@ -22,6 +22,9 @@ from engine.sampling.sampler import LogitsHook, no_token_error
 
 if TYPE_CHECKING:
     from engine.host_tier.copies import Copies
+    from engine.layers.block import Step
+    from engine.layers.forward import Forward
+    from engine.models.model import Model
 
 NO_DRAFT = -1
 Sampled = tuple[int, int, RequestState, int, TokenId]
@@ -36,13 +39,12 @@ class Proposer:
 
     layers: tuple[int, ...] = ()
 
-    def observe(
-        self, rows: Sequence[ScheduledRow], requests: Sequence[RequestState], residuals: Sequence[Tensor]
-    ) -> None:
-        """See what a pass has computed, before it is sampled; called on CPUs, with `layers` alone.
+    def watch(self, model: Model, forward: Forward[Step, Tensor]) -> Forward[Step, Tensor]:
+        """Return the pass over `model` with what reads the residual; called on CPUs, with `layers` alone."""
+        return forward
 
-        residuals: (num_tokens, hidden) float32 of each layer, for the rows' tokens one after the other.
-        """
+    def observe(self, rows: Sequence[ScheduledRow], requests: Sequence[RequestState]) -> None:
+        """See that a pass has computed these rows, before it is sampled; called on CPUs."""
 
     def propose(self, found: StepResult, sampled: Sequence[Sampled]) -> None:
         """Put drafts into `found.drafts`, for rows of `sampled` that have tokens; requests know them, too."""

@@ -23,6 +23,7 @@ from engine.layers.forward import plain
 from engine.layers.rotary import Rotation
 from engine.loader.load import LoadedModel, load_model
 from engine.request import SamplingParams
+from engine.speculation.heads.watching import watched
 
 TOKENS_AT_ONCE = 32_768  # of a pass over whole texts
 
@@ -83,16 +84,15 @@ def _pass(loaded: LoadedModel, tokens: Tensor, layers: Sequence[int]) -> tuple[T
         attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return block.outputs(attended.transpose(1, 2).flatten(0, 1))
 
-    ahead = {block.layer: index for index, block in enumerate(model.blocks) if isinstance(block, AttentionBlock)}
-    seen: list[Tensor] = []
-    forward = plain(model).watched(
-        sorted({*(ahead[layer] for layer in layers), len(model.blocks)}),
-        lambda residual: seen.append(residual.bfloat16()),
-    )
-    forward.hidden(Step(tokens.flatten(), positions, attend))
-    by_layer = dict(zip(sorted(set(layers)), seen[:-1], strict=True))
-    states = torch.cat([by_layer[layer] for layer in layers], -1)
-    return states.view(rows, length, -1), seen[-1].view(rows, length, -1)
+    seen: dict[int, Tensor] = {}
+    read = *layers, model.config.num_layers
+
+    def see(number: int, residual: Tensor) -> None:
+        seen[read[number]] = residual.bfloat16()
+
+    watched(plain(model), model, read, see).hidden(Step(tokens.flatten(), positions, attend))
+    states = torch.cat([seen[layer] for layer in layers], -1)
+    return states.view(rows, length, -1), seen[model.config.num_layers].view(rows, length, -1)
 
 
 def load_on_gpu(model: str) -> LoadedModel:

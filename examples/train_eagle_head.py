@@ -30,13 +30,16 @@ from common.model_files import resolve_model
 from common.text.load import load_tokenizer
 from engine.assembly import assemble
 from engine.config import EngineConfig
+from engine.cpu.lowering import CpuForward
 from engine.layers.rotary import rotary_table
 from engine.loader.load import LoadedModel, load_model, read_config
 from engine.models.config import ModelConfig
+from engine.models.model import Model
 from engine.plan import ScheduledRow
 from engine.request import RequestId, SamplingParams
 from engine.request_states import RequestState
 from engine.runner import Proposer
+from engine.speculation.heads.watching import Residuals
 from examples.eagle_states import load_on_gpu, states_of, written_on_gpu
 from kernels.rms_norm import rms_norm
 
@@ -63,14 +66,18 @@ class Collector(Proposer):
     def __init__(self, layers: Sequence[int], num_layers: int) -> None:
         """num_layers: of the model."""
         self.layers = tuple(sorted({*layers, num_layers}))
+        self._residuals = Residuals(self.layers)
         self._order = [self.layers.index(layer) for layer in layers]
         self._states: dict[RequestId, list[Tensor]] = {}
         self._finals: dict[RequestId, list[Tensor]] = {}
 
-    def observe(
-        self, rows: Sequence[ScheduledRow], requests: Sequence[RequestState], residuals: Sequence[Tensor]
-    ) -> None:
+    def watch(self, model: Model, forward: CpuForward) -> CpuForward:
         """See Proposer."""
+        return self._residuals.watch(model, forward)
+
+    def observe(self, rows: Sequence[ScheduledRow], requests: Sequence[RequestState]) -> None:
+        """See Proposer."""
+        residuals = self._residuals.take()
         counts = [row.num_tokens for row in rows]
         states = torch.split(torch.cat([residuals[index] for index in self._order], -1).bfloat16(), counts)
         finals = torch.split(residuals[-1], counts)

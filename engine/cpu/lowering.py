@@ -7,14 +7,13 @@ residual (`kernels/native/rows.c`), and quantized weights are read as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum
 
 import torch
 
 from engine.layers import forward
-from engine.layers.attention import AttentionBlock
 from engine.layers.block import AddNorm, Step
 from engine.layers.forward import Forward, lowered, plain_norm, plain_sum
 from engine.layers.linear import Linear, half, in_threes, onednn, plain, two_rows_at_least
@@ -24,6 +23,8 @@ from kernels.cpu_features import has_bfloat16_gemms
 from kernels.cpu_rows import add_rms_norm
 
 MAX_FEW_ROWS = 64  # above, memory traffic counts and not the number of operations
+
+CpuForward = Forward[Step, torch.Tensor]
 
 
 class Rows(Enum):
@@ -50,16 +51,13 @@ class CpuForwards:
             end = ranks.seams.fold(plain_sum, model.blocks[-1])
             self._by_rows = {rows: form.ended_by(end) for rows, form in self._by_rows.items()}
 
-    def choose(self, num_tokens: int, only_decodes: bool) -> Forward[Step, torch.Tensor]:
+    def choose(self, num_tokens: int, only_decodes: bool) -> CpuForward:
         """only_decodes: every row is one generated token, followed by its drafts if it has any."""
         return self._by_rows[self.rows_of(num_tokens, only_decodes)]
 
-    def watch(self, layers: Sequence[int], see: Callable[[torch.Tensor], object]) -> None:
-        """From now on give `see` a copy of each step's residual (num_tokens, hidden) ahead of each of these layers.
-
-        In the order of the layers' numbers; once where a number occurs twice. Behind the last layer: their number.
-        """
-        self._by_rows = {rows: watched(form, self._model, layers, see) for rows, form in self._by_rows.items()}
+    def change(self, change: Callable[[CpuForward], CpuForward]) -> None:
+        """Compute steps as `change` has it from now on."""
+        self._by_rows = {rows: change(form) for rows, form in self._by_rows.items()}
 
     def rows_of(self, num_tokens: int, only_decodes: bool) -> Rows:
         """The class of a step."""
@@ -67,7 +65,7 @@ class CpuForwards:
         return Rows.FEW if is_few else Rows.ANY
 
 
-def lower_model(model: Model, rows: Rows, ranks: RankContext[Seams] = SINGLE) -> Forward[Step, torch.Tensor]:
+def lower_model(model: Model, rows: Rows, ranks: RankContext[Seams] = SINGLE) -> CpuForward:
     if rows is Rows.ANY:
         return forward.plain(with_dense_linears(model), ranks)
 
@@ -76,20 +74,6 @@ def lower_model(model: Model, rows: Rows, ranks: RankContext[Seams] = SINGLE) ->
         return add_rms_norm(weight, eps, dtype) or plain_norm(weight, eps, dtype)
 
     return lowered(model, ranks, lambda x: x.float(), norm)
-
-
-def watched(
-    form: Forward[Step, torch.Tensor], model: Model, layers: Sequence[int], see: Callable[[torch.Tensor], object]
-) -> Forward[Step, torch.Tensor]:
-    """The form whose residual is shown, see `CpuForwards.watch`."""
-    first_ops = {
-        index
-        for index, block in enumerate(model.blocks)
-        if isinstance(block.inner, AttentionBlock) and block.inner.layer in layers
-    }
-    if model.config.num_layers in layers:
-        first_ops.add(len(model.blocks))
-    return form.watched(first_ops, lambda residual: see(residual.clone()))
 
 
 def with_dense_linears(model: Model) -> Model:

@@ -17,12 +17,11 @@ from common.errors import ConfigError
 from common.wings import has_wing
 from engine.config import EngineConfig
 from engine.cpu.batch import StepBatch, build_batch, is_generated
-from engine.cpu.lowering import CpuForwards
+from engine.cpu.lowering import CpuForward, CpuForwards
 from engine.cpu.pool_attention import PoolAttention
 from engine.kv.memory import kv_dtype, kv_layout
 from engine.layers.attention import AttentionBackend, AttentionBlock
 from engine.layers.block import Step
-from engine.layers.forward import Forward
 from engine.loader.load import LoadedModel
 from engine.plan import CompletedStep, PendingStep, ScheduledRow, StepPlan, StepResult
 from engine.ranks import SINGLE, RankContext, Seams
@@ -39,11 +38,11 @@ MAX_WARMUP_TOKENS = 64  # 512 make the first prompt 10 to 80 ms faster, and a mo
 class Forwards(Protocol):
     """A model in the forms that its steps take."""
 
-    def choose(self, num_tokens: int, only_decodes: bool) -> Forward[Step, Tensor]:
+    def choose(self, num_tokens: int, only_decodes: bool) -> CpuForward:
         """See CpuForwards."""
         ...
 
-    def watch(self, layers: Sequence[int], see: Callable[[Tensor], object]) -> None:
+    def change(self, change: Callable[[CpuForward], CpuForward]) -> None:
         """See CpuForwards."""
         ...
 
@@ -80,7 +79,6 @@ class CpuRunner(ModelRunner):
         self._backend = self._attention(loaded, kv_pool, geometry)
         self.attention_backend = self._backend.name
         self._sampler = Sampler()
-        self._residuals: list[Tensor] = []  # of the pass that runs, ahead of the layers that a proposer reads
         if loaded.device.type == "cpu" and config.num_threads:
             torch.set_num_threads(config.num_threads)
 
@@ -108,7 +106,7 @@ class CpuRunner(ModelRunner):
         """See ModelRunner. Raises ConfigError where a model does not show the layers that the proposer reads."""
         super().propose_with(proposer)
         if proposer.layers:
-            self._forwards.watch(proposer.layers, self._residuals.append)
+            self._forwards.change(partial(proposer.watch, self._model))
 
     def sample_with(self, sampler: Sampler) -> None:
         """Sample with `sampler` from the next step on. It finds a row's drafts among its request's tokens."""
@@ -144,12 +142,10 @@ class CpuRunner(ModelRunner):
         attend = partial(self._attend, metadata=self._backend.plan(batch, inputs))
         forward = self._forward_for(batch)
         self._ranks.inbox.receive(rows)
-        self._residuals.clear()
         hidden = forward.hidden(Step(inputs[0], inputs[1], attend))
         if self._ranks.pass_on(hidden):
             return result
-        if self._residuals:
-            self._proposer.observe(rows, requests, self._residuals)
+        self._proposer.observe(rows, requests)
         ends = batch.query_starts[1:]
         self._read_hidden(rows, requests, hidden, ends.__getitem__, forward.logits, result)
         self._add_samples(forward, batch, hidden, result)
@@ -172,13 +168,11 @@ class CpuRunner(ModelRunner):
             self.launch(prompt_plan(num_tokens, self._block_size, self._num_groups))
         self._requests.clear()
 
-    def _forward_for(self, batch: StepBatch) -> Forward[Step, Tensor]:
+    def _forward_for(self, batch: StepBatch) -> CpuForward:
         only_decodes = self._device.type == "cpu" and all(map(is_generated, batch.rows, batch.requests))
         return self._forwards.choose(batch.num_tokens, only_decodes)
 
-    def _add_samples(
-        self, forward: Forward[Step, Tensor], batch: StepBatch, hidden: Tensor, result: StepResult
-    ) -> None:
+    def _add_samples(self, forward: CpuForward, batch: StepBatch, hidden: Tensor, result: StepResult) -> None:
         """Sample for each row that reaches its last token: the next one, and those that follow its drafts."""
         sampling = [index for index, row in enumerate(batch.rows) if row.samples]
         if not sampling:

@@ -6,16 +6,15 @@ Static shapes, no host reads: a pass over decode rows only can be captured in a 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from engine.gpu.attention.backend import GpuAttention, GpuInputs
 from engine.gpu.attention.grouped import GroupedQueries
-from engine.gpu.lowering import GpuForwards
+from engine.gpu.lowering import GpuForwards, Observer
 from engine.gpu.ops.rules import SINGLE_GPU, GpuSeams, GpuStep, ops_of
 from engine.layers.attention import AttentionBlock
 from engine.models.model import Model
@@ -26,20 +25,6 @@ def attention_of(model: Model) -> type[GpuAttention]:
     """How its blocks attend, all of them alike."""
     own = [ops_of(each) for each in model.blocks if isinstance(each, AttentionBlock) and each.gpu_ops]
     return own[0].attention if own else GroupedQueries
-
-
-class Observer(Protocol):
-    """Reads what layers make of a step's tokens, on the device. layers: in front of which the residual is read."""
-
-    layers: Sequence[int]
-
-    def see(self, number: int, residual: Tensor) -> None:
-        """Copy the residual (num_tokens, hidden) ahead of the layer of that number among `layers`."""
-        ...
-
-    def take(self, inputs: GpuInputs, next_ids: Tensor) -> None:
-        """Take the tokens that follow those of the step, int64 (num_tokens,): negative where there is none."""
-        ...
 
 
 RowDecoder = Callable[[GpuInputs], Tensor]
@@ -72,7 +57,7 @@ class FusedForward:
     def observe_with(self, observer: Observer) -> None:
         """Show `observer` all steps from now on; graphs that are captured earlier do not."""
         self._observer = observer
-        self._forwards.watch(observer.layers, observer.see)
+        self._forwards.show(observer)
 
     @property
     def is_observed(self) -> bool:
@@ -81,20 +66,9 @@ class FusedForward:
     def observe(
         self, inputs: GpuInputs, sampled: Tensor, last: Tensor | None = None, lengths: Tensor | None = None
     ) -> None:
-        """Tell the observer what was sampled, int64 (n,).
-
-        last: int64 (n,), the tokens of the step that these follow; None: all of them. Others are followed by the next
-        one of the step, which behind a chunk of a prompt is another row's. lengths: 0 for those of nobody.
-        """
-        if self._observer is None:
-            return
-        next_ids = sampled
-        if last is not None:
-            num_tokens = inputs.token_ids.shape[0]
-            next_ids = torch.cat([inputs.token_ids[1:], inputs.token_ids.new_zeros(2)])
-            next_ids[last if lengths is None else torch.where(lengths > 0, last, num_tokens)] = sampled
-            next_ids = next_ids[:num_tokens]
-        self._observer.take(inputs, next_ids)
+        """Tell the observer, if there is one, what was sampled: see `Observer.take`."""
+        if self._observer is not None:
+            self._observer.take(inputs, sampled, last, lengths)
 
     def decode_rows_with(self, decoder: RowDecoder) -> None:
         """Let `decoder` compute steps of one decode row that nobody observes; before graphs are captured."""

@@ -6,17 +6,18 @@ compared per layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+from collections.abc import Sequence
+from functools import cache
 from itertools import takewhile
+from typing import Protocol
 
 from torch import Tensor
 
 from common.wings import has_wing
+from engine.gpu.attention.backend import GpuInputs
 from engine.gpu.ops import plain
 from engine.gpu.ops.pending import Pending, rows_of
 from engine.gpu.ops.rules import MANY_ROWS, SINGLE_GPU, GpuForward, GpuSeams, GpuStep, Rule, Target, fitting, ops_of
-from engine.layers.attention import AttentionBlock
 from engine.layers.block import Block
 from engine.layers.forward import Stream
 from engine.models.model import Model
@@ -46,6 +47,27 @@ def narrowed_rows(num_rows: int) -> int:
     return max(-(-num_rows // NARROW_STEP) * NARROW_STEP, MAX_TUNED_ROWS + NARROW_STEP)
 
 
+class Observer(Protocol):
+    """Reads what layers make of a step's tokens, on the device.
+
+    layers: in front of which the residual is read; their number: behind all.
+    """
+
+    layers: Sequence[int]
+
+    def watch(self, forward: GpuForward, model: Model) -> GpuForward:
+        """Return the pass over `model` with what copies the residual somewhere in it."""
+        ...
+
+    def take(self, inputs: GpuInputs, sampled: Tensor, last: Tensor | None, lengths: Tensor | None) -> None:
+        """Take the tokens that were sampled in a step, int64 (n,): negative where there is none.
+
+        last: int64 (n,), the tokens of the step that these follow; None: all of them. Others are followed by the next
+        one of the step, which behind a chunk of a prompt is another row's. lengths: 0 for those of nobody.
+        """
+        ...
+
+
 class GpuForwards:
     """A model's lowered forms, by class of steps."""
 
@@ -54,23 +76,14 @@ class GpuForwards:
         self._workspace = SplitKWorkspace(model.embedding.device)
         self._max_quantized_rows = quantized.max_quantized_rows(model) if HAS_QUANTIZED else 0
         self._lowered = cache(self._lower)
-        self._watched: dict[int, Callable[[Tensor], object]] = {}
+        self._observer: Observer | None = None
         for block in (each.inner for each in model.blocks):
             if block.gpu_ops:
                 ops_of(block).prepare(block)
 
-    def watch(self, layers: Sequence[int], see: Callable[[int, Tensor], object]) -> None:
-        """From now on let `see` read the residual ahead of these layers, of which it is told the index here.
-
-        Behind the last layer: their number.
-        """
-        self._watched = {
-            index: partial(see, layers.index(block.inner.layer))
-            for index, block in enumerate(self._model.blocks)
-            if isinstance(block.inner, AttentionBlock) and block.inner.layer in layers
-        }
-        if (num_layers := self._model.config.num_layers) in layers:
-            self._watched[len(self._model.blocks)] = partial(see, layers.index(num_layers))
+    def show(self, observer: Observer) -> None:
+        """Let `observer` read what it wants from now on."""
+        self._observer = observer
         self._lowered.cache_clear()
 
     def choose(self, num_tokens: int, is_decode: bool) -> GpuForward:
@@ -81,7 +94,7 @@ class GpuForwards:
 
     def narrows(self, num_tokens: int, is_decode: bool) -> bool:
         """Whether the step gives hidden states of `GpuStep.wanted` alone. Few tokens would leave kernels too few."""
-        is_seen = len(self._model.blocks) in self._watched  # of all tokens
+        is_seen = self._observer is not None and self._model.config.num_layers in self._observer.layers
         is_whole = self._ranks.passes_on or is_decode or is_seen
         return self._ranks.seams.is_alone and not is_whole and num_tokens > MAX_TUNED_ROWS
 
@@ -95,9 +108,8 @@ class GpuForwards:
             for block, each in zip(blocks, rules, strict=True)
         ]
         forward = seams.forward(self._model, ops)
-        num_fused = len(blocks) - forward.num_ops  # into the start
-        for index, see in self._watched.items():
-            forward = forward.watched([index - num_fused], see)
+        if self._observer is not None:
+            forward = self._observer.watch(forward, self._model)
         if self._ranks.passes_on:
             return forward.ended_by(seams.sum(self._model))
         if self.narrows(num_rows, is_decode):

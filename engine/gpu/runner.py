@@ -17,9 +17,9 @@ from torch import Tensor
 from common.wings import has_wing
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
-from engine.gpu.forward import FusedForward, Observer
+from engine.gpu.forward import FusedForward
 from engine.gpu.late_compiles import compiles_are_early, log_late_compiles
-from engine.gpu.lowering import narrowed_rows
+from engine.gpu.lowering import Observer, narrowed_rows
 from engine.gpu.ops.rules import SINGLE_GPU, GpuSeams
 from engine.gpu.pinning import upload
 from engine.gpu.progress import DeviceTimer, check_alive, mark

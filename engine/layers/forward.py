@@ -7,7 +7,7 @@ against.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -42,20 +42,19 @@ class Op(NamedTuple, Generic[X, S, P]):
 
 
 class Forward(Generic[S, P]):
-    """A lowered model: tokens to hidden states, hidden states to logits. start: gives the first stream of a step."""
+    """A lowered model: tokens to hidden states, hidden states to logits.
+
+    start: gives the first stream of a step. ops: each has inputs of a type of its own. end: makes the hidden states
+    of what `final` leaves.
+    """
 
     def __init__(
         self, start: Callable[[S], Stream[P]], ops: Sequence[Op[Any, S, P]],
         final: Callable[[Tensor, P | None], Tensor], head: LinearLayer,
         end: Callable[[Tensor, S], Tensor] = lambda x, step: x,
     ) -> None:  # fmt: skip
-        """ops: each has inputs of a type of its own. end: makes the hidden states of what `final` leaves."""
-        self._start, self._ops, self._final, self._end = start, ops, final, end
+        self.start, self.ops, self.final, self.end = start, ops, final, end
         self.logits = head  # normed hidden states (rows, hidden) -> (rows, vocab)
-
-    @property
-    def num_ops(self) -> int:
-        return len(self._ops)
 
     def hidden(self, step: S) -> Tensor:
         """Hidden states (num_tokens, hidden) behind the final norm.
@@ -65,61 +64,27 @@ class Forward(Generic[S, P]):
         a sum, and the all-reduce goes before it. (The GEMVs of one row add to the residual themselves; they are no op
         for a rank among several.)
         """
-        return self._end(self._final(*self._stream(step)), step)
+        return self.end(self.final(*self._stream(step)), step)
 
     def _stream(self, step: S) -> Stream[P]:
         """What the last op leaves."""
-        residual, pending = self._start(step)
-        for fold, body in self._ops:
+        residual, pending = self.start(step)
+        for fold, body in self.ops:
             x, pending = fold(residual, pending), None
             x, pending = None, body(x, step)
         return Stream(residual, pending)
 
     def narrowed(self, count: int, narrow: Callable[[Stream[P], S], Stream[P]]) -> Forward[S, P]:
         """Return this forward pass with what `narrow` leaves of the stream before the last `count` ops."""
-        split = len(self._ops) - count
-        first = Forward(self._start, self._ops[:split], self._final, self.logits)
+        split = len(self.ops) - count
+        first = Forward(self.start, self.ops[:split], self.final, self.logits)
         return Forward(
-            lambda step: narrow(first._stream(step), step), self._ops[split:], self._final, self.logits, self._end
+            lambda step: narrow(first._stream(step), step), self.ops[split:], self.final, self.logits, self.end
         )
-
-    def watched(self, first_ops: Iterable[int], see: Callable[[Tensor], object]) -> Forward[S, P]:
-        """Return this forward pass, which lets `see` read the residual ahead of these ops in every step.
-
-        What was pending has been added by then. The residual changes afterwards: a copy is the caller's to make. -1:
-        an op that is part of the start; `num_ops`: the final norm.
-        """
-        start, ops, final = self._start, list(self._ops), self._final
-        for index in first_ops:
-            if index < 0:
-                start = _seen_start(start, see)
-            elif index == len(ops):
-                final = _seen(final, see)
-            else:
-                ops[index] = ops[index]._replace(fold=_seen(ops[index].fold, see))
-        return Forward(start, ops, final, self.logits, self._end)
 
     def ended_by(self, final: Callable[[Tensor, P | None], Tensor]) -> Forward[S, P]:
         """Return this forward pass with `final` instead of the final norm."""
-        return Forward(self._start, self._ops, final, self.logits)
-
-
-def _seen_start(start: Callable[[S], Stream[P]], see: Callable[[Tensor], object]) -> Callable[[S], Stream[P]]:
-    def seen_start(step: S) -> Stream[P]:
-        stream = start(step)
-        see(stream.residual)  # the embedding's rows: the op's output is pending
-        return stream
-
-    return seen_start
-
-
-def _seen(fold: Callable[[Tensor, P | None], X], see: Callable[[Tensor], object]) -> Callable[[Tensor, P | None], X]:
-    def seen_fold(residual: Tensor, pending: P | None) -> X:
-        x = fold(residual, pending)
-        see(residual)  # the fold has added `pending` in place
-        return x
-
-    return seen_fold
+        return Forward(self.start, self.ops, final, self.logits)
 
 
 def plain(model: Model, ranks: RankContext[Seams] = SINGLE) -> Forward[Step, Tensor]:

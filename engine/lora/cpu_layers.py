@@ -13,15 +13,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.cpu.lowering import (
+    CpuForward,
     CpuForwards,
     Rows,
     lower_model,
-    watched,
     with_dense_linears,
     with_invariant_linears,
 )
-from engine.layers.block import Step
-from engine.layers.forward import Forward
 from engine.layers.linear import Linear
 from engine.lora.reader import AdapterWeights, LowRank
 from engine.models.model import Model
@@ -130,12 +128,12 @@ class AdaptedForwards(CpuForwards):
         models = {kind: with_adapters(_prepared(model, kind, batch_invariant), rows) for kind in Rows}
         self._adapted = {kind: lower_model(adapted, kind, ranks) for kind, adapted in models.items()}
 
-    def watch(self, layers: Sequence[int], see: Callable[[Tensor], object]) -> None:
+    def change(self, change: Callable[[CpuForward], CpuForward]) -> None:
         """See CpuForwards."""
-        super().watch(layers, see)
-        self._adapted = {rows: watched(form, self._model, layers, see) for rows, form in self._adapted.items()}
+        super().change(change)
+        self._adapted = {rows: change(form) for rows, form in self._adapted.items()}
 
-    def choose(self, num_tokens: int, only_decodes: bool) -> Forward[Step, Tensor]:
+    def choose(self, num_tokens: int, only_decodes: bool) -> CpuForward:
         if self._rows.groups is None:
             return super().choose(num_tokens, only_decodes)
         return self._adapted[self.rows_of(num_tokens, only_decodes)]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.gpu.forward import Observer
+from engine.gpu.lowering import Observer
 from engine.gpu.runner import GpuRunner, collector_paused, split_rows
 from engine.gpu.steps.rows import MAX_GRAPH_TOKENS
 from engine.gpu.steps.step import GpuBatch, GpuStep

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from common.errors import ConfigError
 from common.wings import require_wing
 from engine.config import EngineConfig
+from engine.cpu.lowering import CpuForward
 from engine.cpu.runner import CpuRunner
 from engine.layers.attention import AttentionBackend
 from engine.layers.block import Step
@@ -33,7 +34,7 @@ class WholeModel:
         """See CpuForwards."""
         return self._forward
 
-    def watch(self, layers: Sequence[int], see: Callable[[Tensor], object]) -> None:
+    def change(self, change: Callable[[CpuForward], CpuForward]) -> None:
         """Raises ConfigError: what is between transformers' layers stays there."""
         raise ConfigError("an EAGLE head reads hidden states that models by transformers' code do not give")
 

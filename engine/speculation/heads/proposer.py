@@ -14,6 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.cpu.lowering import CpuForward
+from engine.models.model import Model
 from engine.plan import ScheduledRow, StepResult
 from engine.request import TokenId
 from engine.request_states import RequestState
@@ -22,6 +24,7 @@ from engine.speculation.draft_length import DraftLengths
 from engine.speculation.from_model import Drafting, FromModel, params_of_drafts
 from engine.speculation.from_tokens import most_drafts
 from engine.speculation.heads.kv import HeadKv
+from engine.speculation.heads.watching import Residuals
 
 
 class Head(Protocol):
@@ -95,12 +98,16 @@ class FromHead(FromModel):
         super().__init__(lengths)
         self.layers = head.layers
         self._head, self._num_tokens, self._vocab_size = head, num_tokens, vocab_size
+        self._residuals = Residuals(head.layers)
 
-    def observe(
-        self, rows: Sequence[ScheduledRow], requests: Sequence[RequestState], residuals: Sequence[Tensor]
-    ) -> None:
+    def watch(self, model: Model, forward: CpuForward) -> CpuForward:
+        """See Proposer."""
+        return self._residuals.watch(model, forward)
+
+    def observe(self, rows: Sequence[ScheduledRow], requests: Sequence[RequestState]) -> None:
         """See Proposer. K and V of prompts are computed here; rows that are sampled wait for their next token."""
         began = time.monotonic()
+        residuals = self._residuals.take()
         entries: list[tuple[Followed, ScheduledRow, RequestState]] = []
         tokens: list[int] = []  # of these, among all
         end = 0

@@ -16,8 +16,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.gpu.attention.backend import GpuInputs
+from engine.gpu.ops.rules import GpuForward
 from engine.gpu.sampling.device_sampler import DeviceSampler
 from engine.gpu.steps.state import DeviceState
+from engine.models.model import Model
+from engine.speculation.heads.watching import watched
 
 POSITION, ROW, INDEX, BLOCKS = range(4)  # of what `begin` is given
 NUM_FIELDS = BLOCKS + 1
@@ -60,12 +63,16 @@ class GpuHead(ABC):
 
     # -- in the model's steps --------------------------------------------------------------------------------
 
-    def see(self, number: int, residual: Tensor) -> None:
+    def watch(self, forward: GpuForward, model: Model) -> GpuForward:
         """See Observer."""
+        return watched(forward, model, self.layers, self._see)
+
+    def _see(self, number: int, residual: Tensor) -> None:
         self._read[number, : residual.shape[0]].copy_(residual)
 
-    def take(self, inputs: GpuInputs, next_ids: Tensor) -> None:
+    def take(self, inputs: GpuInputs, sampled: Tensor, last: Tensor | None, lengths: Tensor | None) -> None:
         """See Observer. Positions after a wrong draft are taken again, with what was sampled there."""
+        next_ids = following(inputs.token_ids, sampled, last, lengths)
         num_tokens = next_ids.shape[0]
         x = self._inputs(next_ids.clamp(min=0), self._joined(self._read[:, :num_tokens]))
         self._keep(x, inputs.positions[:num_tokens], inputs.groups[0].slots[:num_tokens])
@@ -128,6 +135,19 @@ class GpuHead(ABC):
 
         tables, lengths: of the rows' keys, these included, as for `paged_decode`.
         """
+
+
+def following(token_ids: Tensor, sampled: Tensor, last: Tensor | None, lengths: Tensor | None) -> Tensor:
+    """The tokens that follow those of a step, int64 (num_tokens,): negative where there is none. See `Observer.take`.
+
+    token_ids: of the step.
+    """
+    if last is None:
+        return sampled
+    num_tokens = token_ids.shape[0]
+    next_ids = torch.cat([token_ids[1:], token_ids.new_zeros(2)])
+    next_ids[last if lengths is None else torch.where(lengths > 0, last, num_tokens)] = sampled
+    return next_ids[:num_tokens]
 
 
 class HeadGraphs:

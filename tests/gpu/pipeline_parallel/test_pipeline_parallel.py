@@ -27,7 +27,7 @@ from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.engine import DeviceLostError, Engine
 from engine.gpu.config import GpuConfig
-from engine.gpu.forward import Observer
+from engine.gpu.lowering import Observer
 from engine.gpu.runner import GpuRunner
 from engine.gpu.steps.decode_steps import DeviceRows
 from engine.kv.memory import allocate_pool, pool_geometry

@@ -10,10 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.cpu.lowering import CpuForward
+from engine.models.model import Model
 from engine.plan import ScheduledRow
 from engine.request import RequestId
 from engine.request_states import RequestState
 from engine.runner import Proposer
+from engine.speculation.heads.watching import Residuals
 from tests.engine.driving import Driver, directory, make_runner, open_model, random_prompt
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, with_wing
 
@@ -23,13 +26,15 @@ FAMILIES = ("llama", "qwen3", "phi3", "gemma3-scaled", "gpt-oss", "qwen2-moe-win
 class Observer(Proposer):
     def __init__(self, *layers: int) -> None:
         self.layers = layers
+        self._residuals = Residuals(layers)
         self.seen: dict[RequestId, dict[int, list[Tensor]]] = defaultdict(lambda: {layer: [] for layer in layers})
 
-    def observe(
-        self, rows: Sequence[ScheduledRow], requests: Sequence[RequestState], residuals: Sequence[Tensor]
-    ) -> None:
+    def watch(self, model: Model, forward: CpuForward) -> CpuForward:
+        return self._residuals.watch(model, forward)
+
+    def observe(self, rows: Sequence[ScheduledRow], requests: Sequence[RequestState]) -> None:
         counts = [row.num_tokens for row in rows]
-        for layer, residual in zip(self.layers, residuals, strict=True):
+        for layer, residual in zip(self.layers, self._residuals.take(), strict=True):
             for row, part in zip(rows, torch.split(residual, counts), strict=True):
                 self.seen[row.request_id][layer].append(part)
 
