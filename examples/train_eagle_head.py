@@ -38,6 +38,7 @@ from engine.models.model import Model
 from engine.plan import ScheduledRow
 from engine.request import RequestId, SamplingParams
 from engine.request_states import RequestState
+from engine.rope_scaling.scaling import Scaling
 from engine.runner import Proposer
 from engine.speculation.heads.watching import Residuals
 from examples.eagle_states import load_on_gpu, states_of, written_on_gpu
@@ -252,20 +253,22 @@ def rotated(heads: Tensor, rotary: Tensor) -> Tensor:
 
 
 def head_config(config: ModelConfig, draft_vocab: int, layers: Sequence[int]) -> dict[str, object]:
-    rope = config.rope
-    if rope.kind not in ("default", "llama3"):
-        raise SystemExit(f"rotary embedding of kind {rope.kind} is not written")
-    scaling = None if rope.kind == "default" else {
-        "rope_type": "llama3", "factor": rope.factor, "low_freq_factor": rope.low_freq_factor,
-        "high_freq_factor": rope.high_freq_factor,
-        "original_max_position_embeddings": rope.original_max_position,
-    }  # fmt: skip
+    rope, scaling = config.rope, config.rope.scaling
+    written = None
+    if isinstance(scaling, Scaling):
+        if scaling.kind != "llama3":
+            raise SystemExit(f"rotary embedding of kind {scaling.kind} is not written")
+        written = {
+            "rope_type": "llama3", "factor": scaling.factor, "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_position,
+        }  # fmt: skip
     return {
         "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_act": "silu",
         "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size, "num_hidden_layers": 1,
         "num_attention_heads": config.num_heads, "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim, "rms_norm_eps": config.rms_norm_eps, "rope_theta": rope.theta,
-        "rope_scaling": scaling, "max_position_embeddings": config.max_position_embeddings,
+        "rope_scaling": written, "max_position_embeddings": config.max_position_embeddings,
         "vocab_size": config.vocab_size, "draft_vocab_size": draft_vocab, "tie_word_embeddings": False,
         "torch_dtype": "bfloat16", "eagle_aux_hidden_state_layer_ids": list(layers),
     }  # fmt: skip

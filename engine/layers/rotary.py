@@ -1,19 +1,14 @@
-"""Rotary position embedding: a table of cosines and sines, computed once per model.
-
-Frequencies follow transformers' definitions of the scaling kinds `linear`, `llama3`, `yarn` and `longrope`.
-"""
+"""Rotary position embedding: a table of cosines and sines, computed once per model."""
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from common.errors import ConfigError
-from engine.models.rope import RopeConfig, yarn_mscale
+from engine.models.rope import RopeConfig
 
 
 class Rotation(NamedTuple):
@@ -52,44 +47,4 @@ def rotary_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
     """Angles per position [head_dim / 2] in float32, and the factor on cosines and sines."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     plain = 1.0 / (rope.theta**exponents)
-    if rope.kind == "linear":
-        return plain / rope.factor, 1.0
-    if rope.kind == "factors":
-        factors = torch.tensor(rope.frequency_factors)
-        if factors.shape != plain.shape:
-            raise ConfigError(f"rotary embedding: {len(factors)} factors of {len(plain)} frequencies")
-        return plain / factors, rope.attention_factor or 1.0
-    if rope.kind == "llama3":
-        return _llama3(plain, rope), 1.0
-    if rope.kind == "yarn":
-        scale = yarn_mscale(rope.factor) if rope.attention_factor is None else rope.attention_factor
-        return _yarn(plain, rope, head_dim), scale
-    return plain, 1.0
-
-
-def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
-    """Keep short waves, divide long ones by `factor`, blend in between."""
-    wave_len = 2 * math.pi / plain
-    blend = (rope.original_max_position / wave_len - rope.low_freq_factor) / (
-        rope.high_freq_factor - rope.low_freq_factor
-    )
-    blend = blend.clamp(0.0, 1.0)
-    return (1 - blend) * plain / rope.factor + blend * plain
-
-
-def _yarn(plain: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
-    """Keep dimensions that turn more than `beta_fast` times, divide those below `beta_slow` by `factor`."""
-
-    def dimension_of(num_turns: float) -> float:
-        return (
-            head_dim * math.log(rope.original_max_position / (num_turns * 2 * math.pi)) / (2 * math.log(rope.theta))
-        )
-
-    low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
-    if rope.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
-    if low == high:
-        high += 0.001
-    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
-    return plain / rope.factor * ramp + plain * (1 - ramp)
+    return (plain, 1.0) if rope.scaling is None else rope.scaling.scaled(plain, rope.theta)

@@ -19,10 +19,10 @@ from engine.models.config import ModelConfig
 from engine.models.hf_config import positive
 from engine.models.model import Embedding, Head, Part
 from engine.models.registry import register
-from engine.models.rope import yarn_mscale
 from engine.moe.config import MoeConfig, ScoreKind
 from engine.moe.hf_config import moe_from_hf
 from engine.moe.moe import Moe
+from engine.rope_scaling.scaling import Scaling, yarn_mscale
 
 
 def adapt_v2(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig:
@@ -42,15 +42,15 @@ def adapt_v3(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig:
 
 def _adapt(config: ModelConfig, raw: Mapping[str, Any], moe: MoeConfig | None) -> ModelConfig:
     q_rank = raw.get("q_lora_rank")
-    scaling = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-    mscale_all_dim = float(scaling.get("mscale_all_dim") or 0.0)
+    values = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    scaling, mscale_all_dim = config.rope.scaling, float(values.get("mscale_all_dim") or 0.0)
     latent = LatentConfig(
         q_lora_rank=None if q_rank is None else positive(raw, "q_lora_rank"),
         kv_lora_rank=positive(raw, "kv_lora_rank"),
         nope_head_dim=positive(raw, "qk_nope_head_dim"),
         rope_head_dim=positive(raw, "qk_rope_head_dim"),
         v_head_dim=positive(raw, "v_head_dim"),
-        mscale=yarn_mscale(config.rope.factor, mscale_all_dim) if config.rope.kind != "default" else 1.0,
+        mscale=yarn_mscale(scaling.factor, mscale_all_dim) if isinstance(scaling, Scaling) else 1.0,
         rope_interleave=bool(raw.get("rope_interleave", True)),
     )
     bias = bool(raw.get("attention_bias", False))

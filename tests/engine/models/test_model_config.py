@@ -8,15 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import transformers
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from common.errors import ConfigError, UnsupportedModelError
-from engine.layers.rotary import rotary_frequencies
 from engine.loader.random_weights import DRY_RUN_CONFIG
 from engine.models.families import family_of
 from engine.models.hf_config import config_from_hf, read_hf_config
+from engine.models.rope import RopeConfig
 
 OLD_STYLE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -27,19 +24,18 @@ OLD_STYLE: dict[str, Any] = {
     "intermediate_size": 96,
     "max_position_embeddings": 512,
     "rope_theta": 500000.0,
-    "rope_scaling": {"type": "linear", "factor": 2.0},
     "torch_dtype": "bfloat16",
     "eos_token_id": [3, 4],
 }
 
 
 def test_old_and_new_spelling_mean_the_same() -> None:
-    new = {key: value for key, value in OLD_STYLE.items() if key not in ("rope_theta", "rope_scaling", "torch_dtype")}
-    new["rope_parameters"] = {"rope_type": "linear", "factor": 2.0, "rope_theta": 500000.0}
+    new = {key: value for key, value in OLD_STYLE.items() if key not in ("rope_theta", "torch_dtype")}
+    new["rope_parameters"] = {"rope_type": "default", "rope_theta": 500000.0}
     new["dtype"] = "bfloat16"
     config = config_from_hf(OLD_STYLE)
     assert config == config_from_hf(new)
-    assert (config.rope.theta, config.rope.kind, config.rope.factor) == (500000.0, "linear", 2.0)
+    assert config.rope == RopeConfig(500000.0)
     assert (config.num_kv_heads, config.head_dim, config.eos_token_ids) == (4, 16, (3, 4))
 
 
@@ -58,7 +54,6 @@ def test_generation_config_decides_the_end_of_sequence(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"hidden_act": "gelu"}, "gelu"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
         ({"architectures": []}, "architectures"),
         ({"architectures": None}, "architectures"),
     ],
@@ -112,50 +107,3 @@ def test_windows_that_are_switched_off_do_not_count() -> None:
         assert family_of(architecture).adapt_config(config_from_hf(named), named).windows == windows
     with pytest.raises(UnsupportedModelError, match="chunked_attention"):
         config_from_hf({**raw, "layer_types": ["chunked_attention", "sliding_attention"]})
-
-
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
-LONG: dict[str, Any] = {
-    "rope_type": "longrope", "original_max_position_embeddings": 4096, "factor": 32.0,
-    "long_factor": [1.0 + i for i in range(64)], "short_factor": [1.0 + i / 64 for i in range(64)],
-}  # fmt: skip
-ROPES: list[dict[str, Any]] = [
-    {"rope_type": "linear", "factor": 4.0},
-    {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
-    YARN,
-    {**YARN, "attention_factor": 1.3},
-    {
-        "rope_type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": 1024,
-        "beta_fast": 16,
-        "truncate": False,
-    },
-    LONG,
-    {**LONG, "attention_factor": 1.3},
-]
-
-
-@pytest.mark.parametrize("values", ROPES)
-def test_scaled_frequencies_equal_those_of_transformers(values: dict[str, Any]) -> None:
-    parameters = {**values, "rope_theta": 1_000_000.0}
-    theirs = transformers.LlamaConfig(head_dim=128, rope_parameters=parameters, max_position_embeddings=131072)
-    expected, factor = ROPE_INIT_FUNCTIONS[values["rope_type"]](theirs, torch.device("cpu"))
-    raw = {**OLD_STYLE, "rope_scaling": None, "rope_parameters": parameters, "max_position_embeddings": 131072}
-    frequencies, scale = rotary_frequencies(config_from_hf(raw).rope.within(4096), 128)  # where theirs begins
-    torch.testing.assert_close(frequencies, expected)
-    assert scale == pytest.approx(factor)
-
-
-def test_long_contexts_have_factors_of_their_own() -> None:
-    raw = {**OLD_STYLE, "rope_scaling": LONG, "max_position_embeddings": 131072}
-    rope = config_from_hf(raw).rope
-    assert rope.within(4096).frequency_factors == tuple(LONG["short_factor"])
-    assert rope.within(4097).frequency_factors == tuple(LONG["long_factor"])
-    assert config_from_hf({**raw, "rope_scaling": {**LONG, "rope_type": "su"}}).rope == rope

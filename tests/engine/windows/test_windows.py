@@ -22,6 +22,7 @@ from engine.loader.supported import check_attention
 from engine.mla.config import LatentConfig
 from engine.models.families import family_of
 from engine.models.hf_config import config_from_hf
+from engine.rope_scaling.scaling import Scaling
 from engine.windows.layout import windowed_attention
 from kvstore.layout import PoolGeometry
 from tests.engine.conftest import Greedy
@@ -185,8 +186,8 @@ def test_old_spellings_of_gemma_configs() -> None:
     }  # fmt: skip
     config = family_of("Gemma3ForCausalLM").adapt_config(config_from_hf(raw), raw)
     assert config.windows == (21, 21, 0, 21, 21, 0, 21)
-    assert (config.rope.theta, config.rope.kind, config.rope.factor) == (5e5, "linear", 8.0)
-    assert config.local_rope == replace(config.rope, theta=2e4, kind="default", factor=1.0)
+    assert (config.rope.theta, config.rope.scaling) == (5e5, Scaling("linear", 8.0, original_max_position=256))
+    assert config.local_rope == replace(config.rope, theta=2e4, scaling=None)
 
 
 # -- KV groups -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""Rotary embeddings that are stretched beyond the context that a model was trained with."""
