@@ -38,7 +38,7 @@ from engine.quantization.gpu_linears import (
 from kernels.gpu.elementwise.silu_mul import silu_mul
 from kernels.gpu.few_rows.gemv import gemv
 from kernels.gpu.few_rows.skinny_gemm import skinny_gemm
-from kernels.gpu.gemm.split_k import SplitKWorkspace
+from kernels.gpu.few_rows.split_k import SplitKWorkspace
 from kernels.gpu.launching.launch import has_wgmma
 from kernels.gpu.quantization.packed_gemm import packed_gemm
 from kernels.gpu.quantization.packed_rows import MAX_ROWS as MAX_PACKED_ROWS

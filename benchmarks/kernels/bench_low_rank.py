@@ -24,7 +24,7 @@ from engine.gpu.lowering import MAX_TUNED_ROWS
 from engine.gpu.ops.plain import gemm
 from engine.gpu.ops.rules import MANY_ROWS
 from engine.layers.linear import Linear
-from kernels.gpu.gemm.split_k import SplitKWorkspace
+from kernels.gpu.few_rows.split_k import SplitKWorkspace
 from kernels.gpu.lora.low_rank import LowRankConfig, SlotWeights, config_of, expand, low_rank_reference, shrink
 from kernels.gpu.lora.row_tiles import RowTiles, tile_rows
 

@@ -9,7 +9,7 @@ from kernels.gpu.few_rows.few_row_tuning import FUSED_GEMV, GEMV, SKINNY, SKINNY
 from kernels.gpu.few_rows.gated_gemm import gated_linear
 from kernels.gpu.few_rows.gemv import gemv
 from kernels.gpu.few_rows.skinny_gemm import skinny_gemm
-from kernels.gpu.gemm.split_k import SplitKWorkspace
+from kernels.gpu.few_rows.split_k import SplitKWorkspace
 
 
 def gemm(layer: Linear, num_rows: int, workspace: SplitKWorkspace) -> LinearLayer | None:

@@ -11,15 +11,15 @@ from functools import partial
 
 from torch import Tensor
 
-from engine.gpu.ops.pending import Partials
+from engine.few_rows.partials import Partials
 from engine.gpu.ops.rules import GpuOp, GpuStep, Rule, Target
 from engine.layers.attention import Attention
 from engine.layers.forward import Op
 from engine.layers.linear import Linear, LinearLayer
 from engine.layers.mlp import Mlp
-from kernels.gpu.elementwise.silu_mul import silu_mul_of_partials
 from kernels.gpu.few_rows.few_row_tuning import PRELOADED, SPREAD_ROWS
 from kernels.gpu.few_rows.gemm_configs import PreloadedConfig
+from kernels.gpu.few_rows.partials import silu_mul_of_partials
 from kernels.gpu.few_rows.preloaded_gemm import COLUMN_MULTIPLE, fits_preloaded, preloaded_linear
 
 MAX_HIDDEN = 2048

@@ -22,7 +22,6 @@ from engine.layers.block import Block
 from engine.layers.forward import Stream
 from engine.models.model import Model
 from engine.ranks import RankContext
-from kernels.gpu.gemm.split_k import SplitKWorkspace
 
 MAX_TUNED_ROWS = 64  # the kernels of more rows are the same for any number of them
 NARROW_STEP = 64
@@ -73,7 +72,7 @@ class GpuForwards:
 
     def __init__(self, model: Model, ranks: RankContext[GpuSeams] = SINGLE_GPU) -> None:
         self._model, self._ranks = model, ranks
-        self._workspace = SplitKWorkspace(model.embedding.device)
+        self._workspace = plain.workspace_on(model.embedding.device)
         self._max_quantized_rows = quantized.max_quantized_rows(model) if HAS_QUANTIZED else 0
         self._lowered = cache(self._lower)
         self._observer: Observer | None = None

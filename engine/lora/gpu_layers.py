@@ -9,19 +9,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine.gpu.lowering import GpuForwards
-from engine.gpu.ops.plain import gemm
+from engine.gpu.ops.plain import gemm, workspace_on
 from engine.gpu.ops.rules import MANY_ROWS, GpuForward
 from engine.gpu.pinning import upload
 from engine.layers.linear import Linear
 from engine.lora.gpu_slots import GpuSlots
 from engine.models.model import Model
-from kernels.gpu.gemm.split_k import SplitKWorkspace
 from kernels.gpu.lora.low_rank import SlotWeights, config_of, expand, shrink
 from kernels.gpu.lora.row_tiles import BLOCK_ROWS, NOTHING, RowTiles, num_tiles, tile_rows
 
@@ -84,7 +84,7 @@ class AdaptedForwards(GpuForwards):
 
 def with_slots(model: Model, slots: GpuSlots, tiles: StepTiles) -> Model:
     """The model with layers that add what adapters do. Weights are shared."""
-    adapted, workspace = copy.copy(model), SplitKWorkspace(model.embedding.device)
+    adapted, workspace = copy.copy(model), workspace_on(model.embedding.device)
     adapted.blocks = [block.copy() for block in model.blocks]
     for ref, weights in zip(adapted.linears(), slots.layers, strict=True):
         if weights is not None:
@@ -92,7 +92,7 @@ def with_slots(model: Model, slots: GpuSlots, tiles: StepTiles) -> Model:
     return adapted
 
 
-def _adapted(base: Linear, weights: SlotWeights, tiles: StepTiles, workspace: SplitKWorkspace) -> Linear:
+def _adapted(base: Linear, weights: SlotWeights, tiles: StepTiles, workspace: Any) -> Linear:
     config = config_of(weights)
 
     def add(_: Linear, x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from common.errors import UnsupportedModelError
 from engine.layers.linear import Linear
 from engine.moe.moe import Moe
 from engine.quantization.gpu_linears import W8A16, dequantized
-from kernels.gpu.gemm.split_k import SplitKWorkspace
+from kernels.gpu.few_rows.split_k import SplitKWorkspace
 from kernels.gpu.moe.expert_formats import WORDS, bytes_of, fits
 from kernels.quantization.quantized_gemm import FP8_DTYPE
 from kernels.quantization.w4a16_gemm import pack_words, unpack_words

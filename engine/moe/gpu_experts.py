@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 from triton import next_power_of_2
 
-from engine.gpu.ops.pending import Partials
+from engine.few_rows.partials import Partials
 from engine.gpu.ops.rules import GpuStep
 from engine.moe.expert_stacks import Stack, StackedExperts
 from engine.moe.moe import Moe

@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from engine.layers.linear import Linear
 from engine.quantization.quantized_rows import Made, QuantizedRows
-from kernels.gpu.gemm.split_k import SplitKWorkspace
+from kernels.gpu.few_rows.split_k import SplitKWorkspace
 from kernels.gpu.moe.expert_formats import WORDS, columns_of, fits
 from kernels.gpu.quantization.packed_linear import packed_linear, w4a16_linear
 from kernels.gpu.quantization.quantize import quantize_rows, quantize_with_maxima, silu_mul_quantize

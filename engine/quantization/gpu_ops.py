@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from engine.gpu.ops.pending import Fold, Partials, Pending, PendingOutput
+from engine.few_rows.partials import Partials
+from engine.gpu.ops.pending import Fold, Pending, PendingOutput
 from engine.gpu.ops.rules import GpuOp, GpuStep, Rule, Target
 from engine.layers.attention import Attention
 from engine.layers.forward import Op

@@ -31,7 +31,7 @@ from engine.gpu.ops import plain
 from engine.kv.memory import kv_layout
 from engine.layers.linear import Linear
 from engine.quantization.gpu_linears import FP8, W8A8, W8A16, w4a16_layer
-from kernels.gpu.gemm.split_k import SplitKWorkspace
+from kernels.gpu.few_rows.split_k import SplitKWorkspace
 from kernels.quantization.w4a16_gemm import PackedW4
 from tests.compile import hopper
 from tests.compile.test_compiles_for_hopper import META, decode_inputs, forward_over, ints, model_of, prompt_inputs

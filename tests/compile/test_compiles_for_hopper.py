@@ -52,7 +52,7 @@ from kernels.gpu.expert_parallel.expert_combine import combine
 from kernels.gpu.expert_parallel.expert_dispatch import dispatch
 from kernels.gpu.expert_parallel.expert_loads import count_choices
 from kernels.gpu.expert_parallel.expert_slots import choose_slots
-from kernels.gpu.gemm.split_k import SplitKWorkspace
+from kernels.gpu.few_rows.split_k import SplitKWorkspace
 from kernels.gpu.launching.launch_configs import found
 from kernels.gpu.logit_rules.process_logits import LogitsRules, process_logits
 from kernels.gpu.mla.latent_decode import latent_decode, latent_workspace, plan_latents

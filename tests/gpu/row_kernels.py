@@ -74,6 +74,8 @@ def compute_rows_at_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(f"{elementwise}.rms_norm._rms_norm_kernel", Launched(_rms_norm))
     patch.setattr(f"{elementwise}.rms_norm._embed_norm_kernel", Launched(_embed_norm))
     patch.setattr(f"{elementwise}.silu_mul._silu_mul_kernel", Launched(_silu_mul))
-    patch.setattr(f"{elementwise}.rms_norm._add_rms_norm_of_partials_kernel", Launched(_add_rms_norm_of_partials))
+    patch.setattr(
+        "kernels.gpu.few_rows.partials._add_rms_norm_of_partials_kernel", Launched(_add_rms_norm_of_partials)
+    )
     patch.setattr("kernels.gpu.post_norms.post_norm._post_norm_kernel", Launched(_post_norm))
     patch.setattr("kernels.gpu.quantization.packed_linear.dequantize", dequantize_w4)

@@ -25,7 +25,7 @@ from engine.quantization import gpu_ops as quantized
 from engine.quantization.gpu_linears import GpuLinears
 from engine.tensor_parallel.gpu_seams import gpu_ranks
 from kernels.gpu.elementwise.rms_norm import add_rms_norm
-from kernels.gpu.gemm.split_k import SplitKWorkspace
+from kernels.gpu.few_rows.split_k import SplitKWorkspace
 from kvstore.layout import PoolGeometry
 from tests.gpu.kv.test_kv_groups import GEMMA3, GPT_OSS
 from tests.gpu.models import save_family, save_tiny_model, use_small_tiles

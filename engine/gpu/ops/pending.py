@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from kernels.gpu.elementwise.rms_norm import add_rms_norm, add_rms_norm_of_partials, rms_norm
+from kernels.gpu.elementwise.rms_norm import add_rms_norm, rms_norm
 
 X = TypeVar("X")
 
@@ -33,22 +33,6 @@ class PendingOutput(ABC):
     @abstractmethod
     def rows(self, index: Tensor) -> PendingOutput:
         """The output of those tokens, int64 (n,)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Partials(PendingOutput):
-    """An output as parts that have to be added up, (num_parts, num_tokens, hidden)."""
-
-    values: Tensor
-
-    def add_norm(self, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return add_rms_norm_of_partials(self.values, residual, weight, eps)
-
-    def plain(self, eps: float) -> Tensor:
-        return self.values.sum(0)
-
-    def rows(self, index: Tensor) -> Partials:
-        return Partials(self.values[:, index])
 
 
 Pending = Tensor | PendingOutput

@@ -12,6 +12,9 @@ else cuBLAS, or the quantized layer's own.
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from common.wings import has_wing
@@ -21,11 +24,11 @@ from engine.layers.forward import Op
 from engine.layers.linear import Linear, LinearLayer
 from engine.layers.mlp import Mlp
 from kernels.gpu.elementwise.silu_mul import silu_mul
-from kernels.gpu.gemm.split_k import SplitKWorkspace
 
 HAS_FEW_ROWS = has_wing("engine.few_rows")
 if HAS_FEW_ROWS:
     from engine.few_rows import gemms
+    from kernels.gpu.few_rows.split_k import SplitKWorkspace
 
 
 def attention(block: Attention, target: Target) -> GpuOp:
@@ -44,12 +47,17 @@ def mlp(block: Mlp, target: Target) -> GpuOp:
     return Op(target.seams.fold(block.norm, block.eps), lambda x, step: down(gated(x)))
 
 
-def gemm(layer: Linear, num_rows: int, workspace: SplitKWorkspace) -> LinearLayer:
+def workspace_on(device: torch.device) -> Any:
+    """What GEMMs that run one after the other share, on one stream; None: nothing."""
+    return SplitKWorkspace(device) if HAS_FEW_ROWS else None
+
+
+def gemm(layer: Linear, num_rows: int, workspace: Any) -> LinearLayer:
     """(num_rows, in) -> (num_rows, out)."""
     return (gemms.gemm(layer, num_rows, workspace) if HAS_FEW_ROWS else None) or layer
 
 
-def gated_gemm(gate_up: Linear, num_rows: int, workspace: SplitKWorkspace, is_gelu: bool = False) -> LinearLayer:
+def gated_gemm(gate_up: Linear, num_rows: int, workspace: Any, is_gelu: bool = False) -> LinearLayer:
     """(num_rows, in) -> silu(gate) * up, (num_rows, out / 2). is_gelu: GELU instead."""
     if HAS_FEW_ROWS and (gated := gemms.gated_gemm(gate_up, num_rows, is_gelu)) is not None:
         return gated

@@ -22,7 +22,6 @@ from engine.layers.forward import Forward, Op, Stream, plain_sum
 from engine.models.model import Model
 from engine.ranks import RankContext
 from kernels.gpu.elementwise.rms_norm import embed_rms_norm
-from kernels.gpu.gemm.split_k import SplitKWorkspace
 
 MANY_ROWS = sys.maxsize
 
@@ -31,13 +30,13 @@ MANY_ROWS = sys.maxsize
 class Target:
     """A class of steps, and what its ops share.
 
-    num_rows: tokens, or MANY_ROWS for more than any kernel is tuned for. workspace: serves one stream.
+    num_rows: tokens, or MANY_ROWS for more than any kernel is tuned for. workspace: of `plain.workspace_on`.
     """
 
     num_rows: int
     is_decode: bool  # no chunks of prompts
     seams: GpuSeams
-    workspace: SplitKWorkspace
+    workspace: Any
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ from torch.nn import functional
 from engine.gpu.attention.backend import GpuInputs, GroupInputs
 from engine.gpu.forward import attention_of
 from engine.gpu.lowering import MAX_TUNED_ROWS, RULES
+from engine.gpu.ops import plain
 from engine.gpu.ops.pending import AddNorm
 from engine.gpu.ops.rules import MANY_ROWS, SINGLE_GPU, GpuOp, GpuStep, Target, fitting, ops_of
 from engine.layers.forward import Forward, Stream
@@ -24,7 +25,6 @@ from engine.models.model import Model
 from engine.speculation.mtp.module import MtpModule
 from engine.speculation.on_gpu.head import GpuHead, HeadSize
 from kernels.gpu.elementwise.rms_norm import rms_norm
-from kernels.gpu.gemm.split_k import SplitKWorkspace
 
 
 class GpuMtpModule(GpuHead):
@@ -45,7 +45,7 @@ class GpuMtpModule(GpuHead):
         )
         no_prompts = 0
         self._attention = attention_of(model)(model, self._pool, size.max_rows, "triton", dtype, no_prompts)
-        self._splits = SplitKWorkspace(device)
+        self._splits = plain.workspace_on(device)
         self._ops = cache(self._lowered)
         self._no_tiles = torch.zeros(0, 4, dtype=torch.int32, device=device)
 

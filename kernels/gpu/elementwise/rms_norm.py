@@ -2,7 +2,6 @@
 
 rms_norm:        y = x / sqrt(mean(x^2) + eps) * weight
 add_rms_norm:    residual += x;  y = rms_norm(residual)
-add_rms_norm_of_partials: the same, x being the sum of split-K partials
 embed_rms_norm:  residual = embedding[token];  y = rms_norm(residual)
 
 One program per row: the row is read once, kept in registers in float32, and rounded once. The sum that goes back to
@@ -17,7 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.gemm.split_k import sum_partials
 from kernels.gpu.launching.fast_launch import FastLaunch
 from kernels.gpu.launching.launch import overlaps_launches, wait_for_predecessor
 
@@ -66,23 +64,6 @@ def _embed_norm_kernel(
     tl.store(out_ptr + row * n + columns, normed(x, weight, n, eps).to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def _add_rms_norm_of_partials_kernel(
-    partials_ptr, residual_ptr, weight_ptr, out_ptr, n, split_stride, eps, NUM_SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
-    columns = tl.arange(0, BLOCK)
-    inside = columns < n
-    offsets = tl.program_id(0) * n + columns
-    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    wait_for_predecessor(OVERLAPS)
-    residual = tl.load(residual_ptr + offsets, mask=inside, other=0.0)
-    x = residual.to(tl.float32) + sum_partials(partials_ptr, offsets, inside, split_stride, NUM_SPLITS)
-    x = x.to(residual.dtype)
-    tl.store(residual_ptr + offsets, x, mask=inside)
-    tl.store(out_ptr + offsets, normed(x, weight, n, eps).to(out_ptr.dtype.element_ty), mask=inside)
-
-
 def embed_rms_norm(token_ids: Tensor, embedding: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """token_ids (num_rows,), each a row of `embedding` (vocab, n), contiguous -> those rows, and their norm."""
     num_rows, n = token_ids.shape[0], embedding.shape[1]
@@ -109,22 +90,6 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, num_wa
         raise ValueError("the residual must be contiguous")
     out = torch.empty_like(residual)
     _launch(x, residual, weight, out, eps, num_warps)
-    return out
-
-
-def add_rms_norm_of_partials(partials: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Add partials (num_splits, rows, n) to `residual` (rows, n) in place. Returns the sum's norm. All contiguous."""
-    if not (partials.is_contiguous() and residual.is_contiguous()):
-        raise ValueError("partials and residual must be contiguous")
-    num_splits, num_rows, n = partials.shape
-    out = torch.empty_like(residual)
-    if num_rows:
-        overlaps = overlaps_launches(partials)
-        _add_rms_norm_of_partials_kernel[(num_rows,)](
-            partials, residual, weight, out, n, num_rows * n, eps,
-            NUM_SPLITS=num_splits, BLOCK=triton.next_power_of_2(n),
-            OVERLAPS=overlaps, num_warps=4, launch_pdl=overlaps,
-        )  # fmt: skip
     return out
 
 

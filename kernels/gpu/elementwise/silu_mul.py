@@ -1,7 +1,7 @@
 """Gated activation on a GPU: y = gate / (1 + exp(-gate)) * up, gate and up side by side in one tensor.
 
-Computed in float32 and rounded once; `silu_mul_of_partials` adds up split-K partials of both first. SiLU's place may
-take GELU by its tanh approximation, which is gate / (1 + exp(-z)), too, of another z.
+Computed in float32 and rounded once. SiLU's place may take GELU by its tanh approximation, which is
+gate / (1 + exp(-z)), too, of another z.
 References: `kernels/silu_mul.py`, `functional.gelu`.
 """
 
@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.gemm.split_k import sum_partials
 from kernels.gpu.launching.fast_launch import FastLaunch
 from kernels.gpu.launching.launch import overlaps_launches, wait_for_predecessor
 
@@ -62,35 +61,4 @@ def silu_mul(gate_up: Tensor, is_gelu: bool = False) -> Tensor:
         _silu_mul_kernel[(triton.cdiv(n, BLOCK), num_tokens)](
             gate_up, out, n, BLOCK=BLOCK, IS_GELU=is_gelu, OVERLAPS=overlaps, num_warps=4, launch_pdl=overlaps
         )
-    return out
-
-
-@triton.jit
-def _silu_mul_of_partials_kernel(
-    partials_ptr, out_ptr, n, split_stride, NUM_SPLITS: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
-    wait_for_predecessor(OVERLAPS)
-    row = tl.program_id(1)
-    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < n
-    offsets = row * 2 * n + columns
-    gate = sum_partials(partials_ptr, offsets, inside, split_stride, NUM_SPLITS)
-    up = sum_partials(partials_ptr, offsets + n, inside, split_stride, NUM_SPLITS)
-    value = silu_times(gate, up)
-    tl.store(out_ptr + row * n + columns, value.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-def silu_mul_of_partials(partials: Tensor) -> Tensor:
-    """(num_splits, rows, 2 n), contiguous -> (rows, n). At most 65,535 rows."""
-    if not partials.is_contiguous():
-        raise ValueError("partials must be contiguous")
-    num_splits, num_rows, width = partials.shape
-    n = width // 2
-    out = torch.empty(num_rows, n, dtype=partials.dtype, device=partials.device)
-    if num_rows:
-        overlaps = overlaps_launches(partials)
-        _silu_mul_of_partials_kernel[(triton.cdiv(n, BLOCK), num_rows)](
-            partials, out, n, num_rows * width,
-            NUM_SPLITS=num_splits, BLOCK=BLOCK, OVERLAPS=overlaps, num_warps=4, launch_pdl=overlaps,
-        )  # fmt: skip
     return out

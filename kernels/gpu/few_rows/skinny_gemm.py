@@ -5,7 +5,7 @@
                                                  (`kernels/gpu/quantization/quantize.py`)
 
 A tile of W is the M operand of `tl.dot` and x, padded to 16 rows, the N operand. Narrow W does not give every
-multiprocessor a tile, so K can be split (`kernels/gpu/gemm/split_k.py`). The result does not depend on padding rows.
+multiprocessor a tile, so K can be split (`split_k.py`). The result does not depend on padding rows.
 
 References: `functional.linear`, `kernels/quantization/quantized_gemm.py`.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kernels.gpu.few_rows.few_row_tuning import MAX_PREFETCHED_WEIGHTS
 from kernels.gpu.few_rows.gemm_configs import TileConfig
-from kernels.gpu.gemm.split_k import SplitKWorkspace, reduce_splits
+from kernels.gpu.few_rows.split_k import SplitKWorkspace, reduce_splits
 from kernels.gpu.launching.fast_launch import FastLaunch
 from kernels.gpu.launching.launch import overlaps_launches, prefetch, wait_for_predecessor
 

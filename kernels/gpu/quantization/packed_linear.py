@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.gpu.gemm.split_k import SplitKWorkspace
+from kernels.gpu.few_rows.split_k import SplitKWorkspace
 from kernels.gpu.launching.launch_configs import found
 from kernels.gpu.quantization.dequantize_w4 import dequantize
 from kernels.gpu.quantization.packed_gemm import packed_gemm, write_out

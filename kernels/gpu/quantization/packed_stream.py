@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.gpu.gemm.split_k import SplitKWorkspace
+from kernels.gpu.few_rows.split_k import SplitKWorkspace
 from kernels.gpu.launching.launch import has_wgmma, num_multiprocessors
 from kernels.gpu.quantization.packed_parts import check_packed
 from kernels.gpu.quantization.packed_stream_kernel import BLOCK_N, BOX, stream_kernel

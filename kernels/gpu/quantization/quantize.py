@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.elementwise.silu_mul import silu_times
-from kernels.gpu.gemm.split_k import sum_partials
+from kernels.gpu.few_rows.split_k import sum_partials
 from kernels.gpu.launching.fast_launch import FastLaunch
 from kernels.gpu.launching.launch import is_compiled, overlaps_launches, wait_for_predecessor
 from kernels.quantization.quantized_gemm import FP8_DTYPE, FP8_MAX, INT8_MAX

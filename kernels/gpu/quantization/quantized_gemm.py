@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.few_rows.skinny_gemm import skinny_gemm
-from kernels.gpu.gemm.split_k import SplitKWorkspace
+from kernels.gpu.few_rows.split_k import SplitKWorkspace
 from kernels.gpu.quantization.quantized_tuning import MAX_FP8_ROWS, SKINNY_8_BIT, SLICED_K
 from kernels.gpu.quantization.sliced_k_gemm import sliced_k_gemm
 from kernels.quantization.quantized_gemm import FP8_DTYPE

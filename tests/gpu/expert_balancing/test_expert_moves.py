@@ -17,7 +17,7 @@ from engine.moe.stacked_moe import StackedMoe
 from engine.plan import PlacedExperts
 from engine.quantization.gpu_linears import FP8, stored, w4a16
 from engine.quantization.quantized_rows import FP8_DTYPE
-from kernels.gpu.gemm.split_k import SplitKWorkspace
+from kernels.gpu.few_rows.split_k import SplitKWorkspace
 from tests.engine.expert_balancing.test_expert_moves import CONFIG, FIRST, LATER, SIZE
 from tests.engine.threaded_ranks import ThreadGroup
 from tests.gpu.moe.test_experts import DEVICE, Kind, quantize

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from common.model_files import resolve_model
 from engine.config import EngineConfig
+from engine.few_rows.partials import Partials
 from engine.gpu.config import GpuConfig
-from engine.gpu.ops.pending import Partials
 from engine.layers.linear import Linear
 from engine.loader.load import load_model
 from engine.moe.expert_stacks import StackedExperts, prepare, stackable, stacked_of
@@ -30,7 +30,7 @@ from engine.quantization.gpu_linears import (
     w4a16_layer,
 )
 from engine.quantization.int4 import quantize_int4
-from kernels.gpu.gemm.split_k import SplitKWorkspace
+from kernels.gpu.few_rows.split_k import SplitKWorkspace
 from kernels.quantization.mxfp4 import pack_mxfp4
 from kernels.quantization.w4a16_gemm import dequantize_w4, pack_w4
 from kernels.rms_norm import rms_norm

@@ -20,7 +20,7 @@ from engine.quantization import conversion
 from engine.quantization.cpu_linears import CpuLinears
 from engine.quantization.gpu_linears import FP8, W8A8, W8A16, EightBit, GpuLinears, scales_of, w4a16_layer
 from engine.request import SamplingParams
-from kernels.gpu.gemm.split_k import SplitKWorkspace
+from kernels.gpu.few_rows.split_k import SplitKWorkspace
 from kernels.gpu.quantization.quantized_tuning import MAX_TWO_PLANE_ROWS
 from kernels.quantization.quantized_gemm import (
     FP8_DTYPE,

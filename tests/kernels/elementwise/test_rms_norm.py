@@ -52,22 +52,3 @@ def test_norm_behind_the_embedding(n: int, device: torch.device) -> None:
     residual, out = gpu.embed_rms_norm(token_ids, embedding, weight, 1e-6)
     assert torch.equal(residual, embedding[token_ids])
     assert torch.allclose(out, rms_norm(residual, weight, 1e-6))
-
-
-@pytest.mark.parametrize("num_splits", [1, 3])
-@pytest.mark.parametrize("n", [64, 150])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_partials_are_added_up(num_splits: int, n: int, dtype: torch.dtype, device: torch.device) -> None:
-    partials = torch.randn(num_splits, 5, n, device=device).to(dtype)
-    residual, weight = torch.randn(5, n, device=device).to(dtype), torch.randn(n, device=device).to(dtype)
-    total = residual.double() + partials.double().sum(0)
-    out = gpu.add_rms_norm_of_partials(partials, residual, weight, 1e-6)
-    bound = 1e-6 if dtype == torch.float32 else BFLOAT16_BOUND
-    assert relative_error(residual, total) < bound
-    assert relative_error(out, rms_norm(total.float(), weight.float(), 1e-6)) < 2 * bound
-
-
-def test_partials_that_are_not_contiguous_are_refused(device: torch.device) -> None:
-    partials, residual = torch.randn(2, 3, 64, device=device), torch.randn(2, 64, device=device)
-    with pytest.raises(ValueError, match="contiguous"):
-        gpu.add_rms_norm_of_partials(partials[:, :2], residual, torch.ones(64, device=device), 1e-6)

@@ -34,19 +34,3 @@ def test_gelu_by_the_tanh_approximation(dtype: torch.dtype, device: torch.device
     assert out[0, :3].tolist() == gate_up[0, :3].clamp(min=0).tolist()
     expected = functional.gelu(gate, approximate="tanh") * up
     assert relative_error(out[1:], expected[1:]) < (1e-6 if dtype == torch.float32 else BFLOAT16_BOUND)
-
-
-@pytest.mark.parametrize("num_splits", [1, 2])
-@pytest.mark.parametrize("n", [96, 1500])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_partials_are_added_up(num_splits: int, n: int, dtype: torch.dtype, device: torch.device) -> None:
-    partials = torch.randn(num_splits, 3, 2 * n, device=device).to(dtype)
-    expected = silu_mul(partials.double().sum(0).float())
-    assert relative_error(gpu.silu_mul_of_partials(partials), expected) < (
-        2e-6 if dtype == torch.float32 else BFLOAT16_BOUND
-    )
-
-
-def test_partials_that_are_not_contiguous_are_refused(device: torch.device) -> None:
-    with pytest.raises(ValueError, match="contiguous"):
-        gpu.silu_mul_of_partials(torch.randn(2, 3, 64, device=device)[:, :2])

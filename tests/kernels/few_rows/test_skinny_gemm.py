@@ -9,7 +9,7 @@ from torch.nn import functional
 from kernels.gpu.few_rows.few_row_tuning import SKINNY
 from kernels.gpu.few_rows.gemm_configs import TileConfig
 from kernels.gpu.few_rows.skinny_gemm import skinny_gemm
-from kernels.gpu.gemm.split_k import SplitKWorkspace
+from kernels.gpu.few_rows.split_k import SplitKWorkspace
 from kernels.gpu.quantization.quantize import quantize_rows
 from kernels.quantization.quantized_gemm import quantize_rows_int8
 from tests.kernels.helpers import BFLOAT16_BOUND, HALF_DTYPE, QUANTIZERS, dequantized, relative_error

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kernels.gpu.gemm.split_k import SplitKWorkspace
+from kernels.gpu.few_rows.split_k import SplitKWorkspace
 from kernels.gpu.quantization.quantize import quantize_rows
 from kernels.gpu.quantization.quantized_gemm import dequantize, quantized_gemm
 from kernels.gpu.quantization.quantized_tuning import MAX_FP8_ROWS

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.gpu.few_rows.gemm_configs import GemmTable
-from kernels.gpu.gemm.split_k import SplitKWorkspace
+from kernels.gpu.few_rows.split_k import SplitKWorkspace
 from kernels.gpu.quantization import quantized_tuning as tuning
 from tests.kernels.few_rows.test_tuning import SHAPES, unreached
 

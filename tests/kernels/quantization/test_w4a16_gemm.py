@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.gpu.gemm.split_k import SplitKWorkspace
+from kernels.gpu.few_rows.split_k import SplitKWorkspace
 from kernels.gpu.quantization.dequantize_w4 import dequantize
 from kernels.gpu.quantization.packed_linear import w4a16_linear
 from kernels.quantization.w4a16_gemm import PackedW4, dequantize_w4, pack_w4

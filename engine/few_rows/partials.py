@@ -1,0 +1,26 @@
+"""An output that GEMMs leave as split-K partials, until it is added to the residual."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from engine.gpu.ops.pending import PendingOutput
+from kernels.gpu.few_rows.partials import add_rms_norm_of_partials
+
+
+@dataclass(frozen=True, slots=True)
+class Partials(PendingOutput):
+    """An output as parts that have to be added up, (num_parts, num_tokens, hidden)."""
+
+    values: Tensor
+
+    def add_norm(self, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return add_rms_norm_of_partials(self.values, residual, weight, eps)
+
+    def plain(self, eps: float) -> Tensor:
+        return self.values.sum(0)
+
+    def rows(self, index: Tensor) -> Partials:
+        return Partials(self.values[:, index])

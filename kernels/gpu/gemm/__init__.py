@@ -1,1 +1,0 @@
-"""Partial sums of GEMMs whose programs share a K."""
