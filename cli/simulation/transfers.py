@@ -12,6 +12,7 @@ from random import Random
 
 from cli.simulation.clock import Clock
 from cli.simulation.worker import SimulatedWorker
+from engine.progressive_pulls.parts import part_blocks
 from engine.request import RequestStatus
 from engine.scheduled_step import KvLoad, PromptChunk
 from kvstore.types import BlockId
@@ -71,7 +72,7 @@ class Transfers:
         if not is_steady or num_blocks <= num_offered:
             return num_offered
         kv.prefixes.extend_keys(request)
-        blocks = kv.part_blocks(request, num_offered, num_blocks)
+        blocks = part_blocks(kv, request, num_offered, num_blocks)
         kv.pool.acquire(blocks)
         lease, keys = Lease(worker, blocks, len(blocks) * kv.block_size), request.block_keys[num_offered:num_blocks]
         self._clock.after(2 * self._hop_seconds, partial(target.prefetch, lease, keys))

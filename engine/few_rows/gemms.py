@@ -14,7 +14,7 @@ from kernels.gpu.few_rows.split_k import SplitKWorkspace
 
 def gemm(layer: Linear, num_rows: int, workspace: SplitKWorkspace) -> LinearLayer | None:
     """(num_rows, in) -> (num_rows, out)."""
-    if not layer.is_16_bit:
+    if not is_16_bit(layer):
         return None
     n, k = layer.weight.shape
     if num_rows == 1 and (row := GEMV.find(1, n, k)) is not None:
@@ -27,7 +27,7 @@ def gemm(layer: Linear, num_rows: int, workspace: SplitKWorkspace) -> LinearLaye
 
 def gated_gemm(gate_up: Linear, num_rows: int, is_gelu: bool) -> LinearLayer | None:
     """(num_rows, in) -> silu(gate) * up, (num_rows, out / 2). is_gelu: GELU instead."""
-    if not gate_up.is_16_bit:
+    if not is_16_bit(gate_up):
         return None
     n, k = gate_up.weight.shape
     if num_rows == 1 and gate_up.bias is None:
@@ -36,3 +36,8 @@ def gated_gemm(gate_up: Linear, num_rows: int, is_gelu: bool) -> LinearLayer | N
     if config is None:
         return None
     return partial(gated_linear, weight=gate_up.weight, bias=gate_up.bias, config=config, is_gelu=is_gelu)
+
+
+def is_16_bit(layer: Linear) -> bool:
+    """Whether the weight is plain, and of a type that these kernels take."""
+    return layer.is_plain and layer.weight.dtype.itemsize == 2

@@ -11,6 +11,7 @@ from functools import partial
 
 from torch import Tensor
 
+from engine.few_rows.gemms import is_16_bit
 from engine.few_rows.partials import Partials
 from engine.gpu.ops.rules import GpuOp, GpuStep, Rule, Target
 from engine.layers.attention import Attention
@@ -55,7 +56,7 @@ def gemm(layer: Linear, num_rows: int) -> LinearLayer:
 
 
 def config_of(layer: Linear, num_rows: int) -> PreloadedConfig | None:
-    if not layer.is_16_bit or layer.weight.shape[1] % COLUMN_MULTIPLE:
+    if not is_16_bit(layer) or layer.weight.shape[1] % COLUMN_MULTIPLE:
         return None
     n, k = layer.weight.shape
     return PRELOADED.find(num_rows, n, k)

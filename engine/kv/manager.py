@@ -53,10 +53,6 @@ class KVManager:
         """Entries of a table for `num_tokens`."""
         return -(-num_tokens // self.block_size) * self.blocks_per_position
 
-    def num_tokens_in(self, num_blocks: int) -> int:
-        """Tokens for which a table of `num_blocks` entries has room."""
-        return num_blocks // self.blocks_per_position * self.block_size
-
     def longest_sequence(self, max_model_len: int) -> int:
         """The longest sequence that the pool holds, at most `max_model_len`."""
         longest = self.groups.longest(self.pool.num_blocks)
@@ -212,20 +208,6 @@ class KVManager:
             self._used.append((self._num_ended + self._in_flight, block_ids))
 
     # -- blocks for peers ------------------------------------------------------------------------------------
-
-    @property
-    def leases_in_order(self) -> bool:
-        """Whether the lease on a prompt begins with the blocks of the leases on its parts."""
-        return self.groups.is_plain
-
-    def part_blocks(self, request: Request, first: int, last: int) -> list[BlockId]:
-        """Blocks at positions `first` to before `last` that are worth a lease while the prompt is being computed.
-
-        Those of the one group without a window: others may go before the prompt is computed.
-        """
-        if self.groups.windows.count(0) != 1:
-            return []
-        return group_table(request.block_ids, 0, self.blocks_per_position, first, last)
 
     def detach(self, request: Request, num_tokens: int) -> list[BlockId]:
         """Take the blocks with the KV of the first `num_tokens` from `request`, with their references, for a lease.

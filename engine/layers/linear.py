@@ -62,11 +62,6 @@ class Linear:
         """Whether the weight is one that any code can read."""
         return self.gemm is plain and self.order is None
 
-    @property
-    def is_16_bit(self) -> bool:
-        """Whether the weight is plain, and of a type that GEMMs of GPUs take."""
-        return self.is_plain and self.weight.dtype.itemsize == 2
-
     def reordered(self, order: Tensor | None) -> Linear:
         """The layer over columns of x in that order. Weights are shared."""
         if order is None:

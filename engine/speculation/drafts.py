@@ -86,14 +86,14 @@ class Speculation:
             num_spare_tokens = min(num_spare_tokens, max_decode_tokens - len(step.rows))
             if self._overlap is not None and step.rows:
                 self._decide(self._overlap, step, num_spare_tokens)
-        num_spare_blocks = kv.pool.num_available - num_kept_blocks
+        num_spare_blocks, count = kv.pool.num_available - num_kept_blocks, kv.blocks_per_position
         for request, row, drafts in self._chosen(step, num_spare_tokens):
             num_known = request.num_known_tokens
             most = min(
                 num_spare_tokens,
                 max_model_len - num_known - 1,  # the token behind the last draft needs its place too
                 request.params.max_tokens - len(request.output_token_ids) - 1,
-                kv.num_tokens_in(len(request.block_ids) + max(num_spare_blocks, 0)) - num_known,
+                (len(request.block_ids) + max(num_spare_blocks, 0)) // count * kv.block_size - num_known,
             )
             if most <= 0:
                 continue

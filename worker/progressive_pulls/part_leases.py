@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
+from engine.progressive_pulls.parts import part_blocks
 from engine.request import RequestId, RequestStatus
 from engine.scheduled_step import PromptChunk
 from kvstore.pool.leases import Lease
@@ -32,13 +33,13 @@ class PartLeases(PromptLeases):
             if entry is None or not is_steady:
                 continue
             first, last = entry.num_leased_blocks, chunk.num_tokens // self._kv.block_size
-            if last > first and self._kv.part_blocks(request, first, last):
+            if last > first and part_blocks(self._kv, request, first, last):
                 yield self._lease_part(entry, first, last, now)
 
     def _lease_part(self, entry: OpenRequest, first: int, last: int, now: float) -> tuple[Lease, KvOffer]:
         request, kv = entry.request, self._kv
         kv.prefixes.extend_keys(request)
-        block_ids = kv.part_blocks(request, first, last)
+        block_ids = part_blocks(kv, request, first, last)
         digests = self._leases.digests(block_ids)
         kv.pool.acquire(block_ids)
         lease, handle = self._leases.grant(block_ids, digests, len(block_ids) * kv.block_size, now)
@@ -46,8 +47,8 @@ class PartLeases(PromptLeases):
         return lease, KvOffer(request.request_id, handle, request.block_keys[first:last])
 
     def _digests(self, entry: OpenRequest, block_ids: list[BlockId]) -> list[list[int]]:
-        """Return digests of the prompt's blocks: the leased parts' are known."""
-        if entry.request.num_preemptions or not self._kv.leases_in_order:
+        """Return digests of the prompt's blocks: the leased parts' are known, if they are the first of these."""
+        if entry.request.num_preemptions or not self._kv.groups.is_plain:
             entry.part_digests = []
         return _appended(entry.part_digests, self._leases.digests(block_ids[entry.num_leased_blocks :]))
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kernels.gpu.launching.fast_launch import FastLaunch
 from kernels.gpu.launching.launch import let_successor_start, num_multiprocessors, overlaps_launches, wait_first
-from kernels.gpu.launching.launch_configs import DecodeConfig
+from kernels.gpu.launching.launch_configs import DecodeConfig, found
 from kernels.gpu.launching.tuning import DECODE
 
 MIN_RUN = tl.constexpr(32)  # keys a program takes at least: more splits cost more to combine than they save
@@ -66,9 +66,7 @@ def usual_groups(num_queries: int, most_queries: int) -> int:
 def decode_config(num_rows: int, num_kv_heads: int, group: int, itemsize: int, head_dim: int = 128) -> DecodeConfig:
     """Settings for K and V of `itemsize` bytes a number; group: query heads of a KV head."""
     programs = tuned_rows(num_rows) * num_kv_heads
-    config = DECODE.find(programs=programs, group=group, itemsize=itemsize, head_dim=head_dim)
-    assert config is not None, "the last rule has no bounds"
-    return config
+    return found(DECODE.find(programs=programs, group=group, itemsize=itemsize, head_dim=head_dim))
 
 
 def num_programs(num_kv_heads: int, device: torch.device, config: DecodeConfig) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kernels.gpu.launching.fast_launch import FastLaunch
 from kernels.gpu.launching.launch import let_successor_start, overlaps_launches, wait_first, wait_for_predecessor
-from kernels.gpu.launching.launch_configs import RopeConfig
+from kernels.gpu.launching.launch_configs import RopeConfig, found
 from kernels.gpu.launching.tuning import ROPE
 from kernels.paged_attention import write_kv
 from kernels.rms_norm import rms_norm
@@ -123,8 +123,7 @@ def rope_and_write_kv(
         raise ValueError("qkv, table and pool must be contiguous")
     if num_tokens == 0:
         return
-    config = config or ROPE.find(tokens=num_tokens)
-    assert config is not None, "the last rule has no bounds"
+    config = config or found(ROPE.find(tokens=num_tokens))
     heads = min(config.heads, triton.next_power_of_2(num_all_heads))
     _rope_kernel[(triton.cdiv(num_tokens, config.tokens), triton.cdiv(num_all_heads, heads))](
         qkv, table, positions, slots, qk_norm if qk_norm is not None else table, pool,
