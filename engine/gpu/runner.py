@@ -28,7 +28,7 @@ from engine.gpu.steps.decode_steps import DecodeSteps, DeviceRows
 from engine.gpu.steps.inputs import mixed_inputs
 from engine.gpu.steps.rows import MAX_GRAPH_TOKENS, RowTable, bucket_sizes
 from engine.gpu.steps.state import DeviceState
-from engine.gpu.steps.step import GpuBatch, GpuStep, sampled_rows
+from engine.gpu.steps.step import GpuBatch, GpuStep
 from engine.kv.memory import kv_layout
 from engine.loader.load import LoadedModel
 from engine.plan import PendingStep, ScheduledRow, StepPlan, StepResult
@@ -192,15 +192,9 @@ class GpuRunner(ModelRunner):
     def open_prompt_graphs(self, captures: bool = True) -> PromptGraphs:
         from engine.prompt_graphs.graphs import PromptGraphs
 
-        return PromptGraphs(
-            self._forward,
-            self._state,
-            self._samples.on_device,
-            self._queries_per_kv_head,
-            self._num_buffers,
-            self._max_tokens,
-            captures,
-        )
+        own = self._forward, self._state, self._samples, self._ranks
+        sizes = self._block_size, self._queries_per_kv_head, self._num_buffers, self._max_tokens
+        return PromptGraphs(*own, *sizes, captures)
 
     # -- steps -----------------------------------------------------------------------------------------------
 
@@ -212,14 +206,7 @@ class GpuRunner(ModelRunner):
         return self.prompt_graphs
 
     def _queue_prompts(self, batch: GpuBatch, graphs: PromptGraphs, step: GpuStep) -> None:
-        token_ids, logits, sampling = graphs.run(batch, self._block_size, self._turn)
-        step.takes_drafts = not self._forward.is_observed
-        if self._ranks.passes_on:
-            self._ranks.pass_on(token_ids[: sum(row.num_tokens for row in batch.rows)])
-            return
-        self._samples.take(token_ids, logits, batch, sampled_rows(batch, sampling), self._turn, step)
-        if not sampling:
-            step.waits.append(mark(self._device))
+        graphs.queue(batch, self._turn, step)
 
     def _queue_mixed(self, batch: GpuBatch, step: GpuStep) -> None:
         rows = batch.rows

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -18,58 +17,24 @@ from torch import Tensor
 
 from engine.gpu.attention.backend import GpuInputs, GroupInputs
 from engine.gpu.forward import FusedForward
+from engine.gpu.progress import mark
 from engine.gpu.sampling.device_sampler import DeviceSampler
+from engine.gpu.sampling.samples import StepSamples
 from engine.gpu.steps.inputs import step_tokens
 from engine.gpu.steps.rows import MAX_GRAPH_TOKENS
 from engine.gpu.steps.state import DeviceState
-from engine.gpu.steps.step import GpuBatch
+from engine.gpu.steps.step import GpuBatch, GpuStep, sampled_rows
+from engine.prompt_graphs.inputs import INDEX, LENGTH, POSITION, ROW, SLOT, SOURCE, TOKEN, PromptInputs
 from engine.prompt_graphs.shapes import prompt_shapes
+from engine.ranks import RankContext
 from engine.runner import reads_hidden
 from kernels.gpu.attention.prompt_tiles import SMALL_TILE, prefill_tiles
 from kernels.gpu.prompt_graphs.merge_splits import PrefillSplits, split_workspace
-from kernels.gpu.prompt_graphs.split_tiles import WIDTH, num_spare_tiles, split_tiles
+from kernels.gpu.prompt_graphs.split_tiles import num_spare_tiles, split_tiles
 
 logger = logging.getLogger(__name__)
 # Of a row, or where tiles are split of a program: with more, the backend for eager steps is faster.
 MAX_KEYS, MAX_SPLIT_KEYS = 8192, 16384
-TOKEN, POSITION, SLOT, SOURCE = range(4)  # rows of PromptInputs.fields, before the slots of further KV groups
-INDEX, ROW, LENGTH = range(3)  # rows of PromptInputs.samples
-
-
-@dataclass(frozen=True, slots=True)
-class PromptInputs:
-    """Views of one int32 buffer, on the host or on the device.
-
-    fields: (3 + num_groups, num_tokens): token ids, positions, slots (-1: stored nowhere), the device rows whose last
-        token stands in for the token id (-1: none), and slots of KV groups but the first.
-    merges: (num_spare, 4), of `split_tiles`.
-    tiles: (num_tiles, 4), of `prefill_tiles`, or (num_tiles + num_spare, WIDTH), of `split_tiles`; with device rows
-        for rows.
-    samples: (3, num_rows): index of the last token, device row (max_rows: nobody's), length (0: no sample).
-    """
-
-    fields: Tensor
-    merges: Tensor
-    tiles: Tensor
-    samples: Tensor
-
-    @classmethod
-    def over(
-        cls, buffer: Tensor, num_tokens: int, num_tiles: int, num_rows: int, num_groups: int = 1, num_spare: int = 0
-    ) -> PromptInputs:
-        shapes = [
-            (3 + num_groups, num_tokens), (num_spare, 4), (num_tiles + num_spare, WIDTH if num_spare else 4),
-            (3, num_rows),
-        ]  # fmt: skip
-        sizes = [height * width for height, width in shapes]
-        parts = torch.split(buffer[: sum(sizes)], sizes)
-        return cls(*(part.view(shape) for part, shape in zip(parts, shapes, strict=True)))
-
-    @classmethod
-    def size(cls, num_tokens: int, num_tiles: int, num_rows: int, num_groups: int = 1, num_spare: int = 0) -> int:
-        """Numbers that `over` takes of a buffer."""
-        width = WIDTH if num_spare else 4
-        return (3 + num_groups) * num_tokens + width * (num_tiles + num_spare) + 4 * num_spare + 3 * num_rows
 
 
 def prompt_step(
@@ -113,14 +78,17 @@ class PromptGraphs:
         self,
         forward: FusedForward,
         state: DeviceState,
-        sampler: DeviceSampler,
+        samples: StepSamples,
+        ranks: RankContext[Any],
+        block_size: int,
         group: int,
         num_buffers: int,
         max_tokens: int,
         captures: bool = True,
     ) -> None:
         """group: query heads of a KV head. num_buffers: of staging, more than steps in flight."""
-        device = state.last_tokens.device
+        device, sampler = state.last_tokens.device, samples.on_device
+        self._samples, self._ranks, self._block_size = samples, ranks, block_size
         attended = torch.zeros(MAX_GRAPH_TOKENS, forward.attention.width, dtype=forward.dtype, device=device)
         self._num_spare = 0
         workspace: tuple[Tensor, ...] = ()
@@ -168,11 +136,22 @@ class PromptGraphs:
         num_tokens, num_rows = sum(row.num_tokens for row in batch.rows), len(batch.rows)
         return next((shape for shape in self.shapes if num_tokens <= shape[0] and num_rows <= shape[1]), None)
 
-    def run(self, batch: GpuBatch, block_size: int, turn: int) -> tuple[Tensor, Tensor, list[int]]:
-        """Queue the step. Returns what `prompt_step` does, and the rows of the batch that its tokens belong to."""
+    def queue(self, batch: GpuBatch, turn: int, step: GpuStep) -> None:
+        """Queue a step. turn: the buffer."""
+        token_ids, logits, sampling = self.run(batch, turn)
+        step.takes_drafts = not self._parts[0].is_observed
+        if self._ranks.passes_on:
+            self._ranks.pass_on(token_ids[: sum(row.num_tokens for row in batch.rows)])
+            return
+        self._samples.take(token_ids, logits, batch, sampled_rows(batch, sampling), turn, step)
+        if not sampling:
+            step.waits.append(mark(self._buffer.device))
+
+    def run(self, batch: GpuBatch, turn: int) -> tuple[Tensor, Tensor, list[int]]:
+        """Run the step. Returns what `prompt_step` does, and the rows of the batch that its tokens belong to."""
         shape = self._shape_of(batch)
         assert shape is not None, "takes() was asked"
-        sampling = self._fill(self._inputs(self._staging[turn], *shape), batch, block_size)
+        sampling = self._fill(self._inputs(self._staging[turn], *shape), batch)
         used = PromptInputs.size(*self._sizes(*shape))
         self._buffer[:used].copy_(self._staging[turn][:used], non_blocking=True)
         if shape in self._graphs:
@@ -182,7 +161,7 @@ class PromptGraphs:
             output = prompt_step(*self._parts, self._inputs(self._buffer, *shape))
         return *output, sampling
 
-    def _fill(self, host: PromptInputs, batch: GpuBatch, block_size: int) -> list[int]:
+    def _fill(self, host: PromptInputs, batch: GpuBatch) -> list[int]:
         """Write the inputs of a step; returns the rows that sample."""
         fields, tiles, merges, samples = (
             part.numpy() for part in (host.fields, host.tiles, host.merges, host.samples)
@@ -196,7 +175,7 @@ class PromptGraphs:
         starts = list(accumulate((row.num_tokens for row, *_ in pairs), initial=0))
         num_unknown = sum(row.stop > len(request.token_ids) for row, request, *_ in pairs)
         work = [(row, request) for row, request, *_ in pairs]
-        own = step_tokens(work[:num_unknown], work[num_unknown:], block_size, self._num_groups)[:, : starts[-1]]
+        own = step_tokens(work[:num_unknown], work[num_unknown:], self._block_size, self._num_groups)[:, : starts[-1]]
         fields[: SLOT + 1, : starts[-1]] = own[: SLOT + 1]
         fields[SOURCE + 1 :, : starts[-1]] = own[SLOT + 1 :]
         fields[SOURCE, :num_unknown] = [device_row for _, _, device_row, _ in pairs[:num_unknown]]

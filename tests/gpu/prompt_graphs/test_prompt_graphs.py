@@ -14,7 +14,7 @@ from engine.gpu.config import GpuConfig
 from engine.gpu.runner import GpuRunner
 from engine.prompt_graphs import graphs as prompt_graphs
 from engine.prompt_graphs import shapes
-from engine.prompt_graphs.graphs import PromptInputs
+from engine.prompt_graphs.inputs import PromptInputs
 from engine.request import SamplingParams
 from kernels.gpu.prompt_graphs import split_tiles
 from tests.gpu.models import save_tiny_model
@@ -37,10 +37,10 @@ def open_with_graphs(
     graphs = runner.prompt_graphs = runner.open_prompt_graphs(captures=ON_GPU)
     run, buckets = graphs.run, []
 
-    def counted(batch: Any, block_size: int, turn: int) -> Any:
+    def counted(batch: Any, turn: int) -> Any:
         num_tokens = sum(row.num_tokens for row in batch.rows)
         buckets.append(next((t, r) for t, r in graphs.shapes if t >= num_tokens and r >= len(batch.rows)))
-        return run(batch, block_size, turn)
+        return run(batch, turn)
 
     monkeypatch.setattr(graphs, "run", counted)
     return made, runner, buckets
