@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.plan import PendingStep, ScheduledRow, StepPlan, StepResult
+from engine.plan import ScheduledRow, StepPlan
 from engine.request import RequestId, SamplingParams, TokenId
 from engine.sampling.filters import Constraint, Constraints
 from kvstore.types import BlockId
@@ -93,23 +93,3 @@ class RequestStates:
     def clear(self) -> None:
         self._states.clear()
         self._reading.clear()
-
-
-@dataclass(slots=True)
-class UnsampledStep:
-    """A step whose tokens another stage samples."""
-
-    rows: Sequence[ScheduledRow]
-    requests: Sequence[RequestState]
-    pending: PendingStep  # which samples nothing
-
-    def result(self) -> StepResult:
-        """See PendingStep."""
-        return self.pending.result()
-
-    def take(self, token_ids: Sequence[Sequence[TokenId]]) -> None:
-        """Take the tokens that were sampled for each row, when all stages have done the step."""
-        self.pending.result()
-        for row, request, sampled in zip(self.rows, self.requests, token_ids, strict=True):
-            for position, token_id in enumerate(sampled, row.stop - len(row.draft_token_ids)):
-                request.put_token(position, token_id)

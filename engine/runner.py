@@ -16,7 +16,7 @@ from engine.loader.load import LoadedModel
 from engine.plan import PendingStep, ScheduledRow, StepPlan, StepResult
 from engine.ranks import RankContext
 from engine.request import RequestId, TokenId, TokenLogprobs
-from engine.request_states import RequestState, RequestStates, UnsampledStep
+from engine.request_states import RequestState, RequestStates
 from engine.sampling.logprobs import prompt_logprobs, wants_prompt_logprobs
 from engine.sampling.sampler import LogitsHook, no_token_error
 
@@ -85,7 +85,11 @@ class ModelRunner(ABC):
         requests = self._requests.apply(plan)
         self._ranks.listener.on_plan(plan)
         step = self._launch(plan, requests)
-        return UnsampledStep(plan.rows, requests, step) if self._ranks.passes_on else step
+        if not self._ranks.passes_on:
+            return step
+        from engine.pipeline_parallel.unsampled import UnsampledStep
+
+        return UnsampledStep(plan.rows, requests, step)
 
     @abstractmethod
     def _launch(self, plan: StepPlan, requests: Sequence[RequestState]) -> PendingStep:

@@ -29,8 +29,8 @@ from engine.kv.memory import allocate_pool, pool_geometry, pool_over
 from engine.loader.load import LoadedModel, load_model
 from engine.pipeline_parallel.hidden_ring import RingSink, RingSource
 from engine.pipeline_parallel.socket_frames import SocketSink, receive_frame, send_frame
+from engine.pipeline_parallel.unsampled import UnsampledStep
 from engine.plan import PendingStep
-from engine.request_states import UnsampledStep
 from engine.tensor_parallel.assembly import cpu_ranks
 from engine.tensor_parallel.followers import (
     READY,
