@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from common.errors import ContextLengthError
 from common.wings import has_wing
 from engine.kv.manager import KVManager
-from engine.plan import ScheduledRow, StepResult
+from engine.plan import StepResult
 from engine.request import FinishReason, Request, RequestId, RequestOutput, RequestStatus, SchedulerLoad
 from engine.scheduled_step import PromptChunk, ScheduledStep, StepOutcome
 from engine.scheduling.admission import Admission
@@ -176,8 +176,8 @@ class Scheduler:
             if row.samples:
                 request.drafts = result.drafts.get(index)
                 output = append_tokens(request, result, index, self.max_model_len)
-                if row.draft_token_ids:
-                    self._settle(request, row, len(result.token_ids[index]))
+                if self.speculation is not None and row.draft_token_ids:
+                    self.speculation.settle(request, row, len(result.token_ids[index]), self.kv)
                 if output.finish_reason is not None:
                     is_running = request.status is RequestStatus.RUNNING  # else its blocks are gone, or in host slots
                     is_prefilled = output.finish_reason is FinishReason.PREFILLED
@@ -197,16 +197,6 @@ class Scheduler:
         for request in self._in_flight.popleft().ended:
             self.kv.release(request)
         self.kv.ended()
-
-    def _settle(self, request: Request, row: ScheduledRow, num_sampled: int) -> None:
-        """Take back what `advance` counted for drafts that were not accepted. What they wrote is written again."""
-        assert self.speculation is not None
-        self.speculation.count(len(row.draft_token_ids), num_sampled - 1)
-        request.num_draft_tokens += len(row.draft_token_ids)
-        request.num_accepted_tokens += num_sampled - 1
-        if request.status is RequestStatus.RUNNING:
-            request.num_computed_tokens = row.start + num_sampled
-            self.kv.publish(request)  # blocks that accepted drafts have filled
 
     # -- inside a step ---------------------------------------------------------------------------------------
 

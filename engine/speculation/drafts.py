@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from engine.plan import ScheduledRow, StepSize
-from engine.request import Drafts, Request
+from engine.request import Drafts, Request, RequestStatus
 from engine.scheduled_step import ScheduledStep
 from engine.speculation.draft_length import DraftLengths
 from engine.speculation.overlap import Overlap
@@ -51,8 +51,20 @@ class Speculation:
         """
         return self._overlap is None or self._overlap.waits or self._has_drafts
 
-    def count(self, num_drafts: int, num_accepted: int) -> None:
-        """Count the drafts of a row, and those that equal the tokens sampled at their positions."""
+    def settle(self, request: Request, row: ScheduledRow, num_sampled: int, kv: KVManager) -> None:
+        """Count a row's drafts, and take back what the scheduler has counted as computed for those not accepted.
+
+        What they wrote is written again. num_sampled: one for each that was accepted, and the one after those.
+        """
+        num_drafts, num_accepted = len(row.draft_token_ids), num_sampled - 1
+        self._count(num_drafts, num_accepted)
+        request.num_draft_tokens += num_drafts
+        request.num_accepted_tokens += num_accepted
+        if request.status is RequestStatus.RUNNING:
+            request.num_computed_tokens = row.start + num_sampled
+            kv.publish(request)  # blocks that accepted drafts have filled
+
+    def _count(self, num_drafts: int, num_accepted: int) -> None:
         self.num_rows += 1
         self.num_drafts += num_drafts
         self._accepted += [0] * (num_accepted - len(self._accepted))
