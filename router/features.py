@@ -13,7 +13,6 @@ from pydantic import create_model
 
 from common.text.tokenizer import Tokenizer
 from common.wings import has_wing
-from router.api.advice import unheeded
 from router.api.chat_renderer import AnswerPart, ChatRenderer
 from router.api.message_schemas import Body
 from router.api.render import RenderOptions
@@ -26,6 +25,7 @@ WORKERS_GRAMMAR_FIELD = "structured_outputs"
 HAS_GRAMMAR = has_wing("router.grammar")
 HAS_TOOLS = HAS_GRAMMAR and has_wing("router.tools")
 HAS_REASONING = HAS_GRAMMAR and has_wing("router.reasoning")
+HAS_ADVICE = has_wing("router.foreign_fields")
 _answer_fields: list[type[Body]] = []
 _chat_fields = _answer_fields
 if HAS_GRAMMAR:
@@ -44,6 +44,8 @@ if HAS_REASONING:
     from router.reasoning.settings import ReasoningSettings
 
     _chat_fields = [*_chat_fields, ReasoningFields]
+if HAS_ADVICE:
+    from router.foreign_fields.advice import unheeded
 
 
 def _with(body: type[B], fields: list[type[Body]]) -> type[B]:
@@ -63,15 +65,17 @@ def num_known_grammars() -> int:
     return len(CHECKS) if HAS_GRAMMAR else 0
 
 
-def _unheeded(body: ChatCompletionBody, known: frozenset[str], never_reasons: bool) -> tuple[str, ...]:
+def _unheeded(body: ChatCompletionBody, known: frozenset[str], never_reasons: bool) -> list[str]:
     """The fields that advise a model which does not heed them."""
     if body.reasoning_effort is None and body.verbosity is None and not body.chat_template_kwargs:
-        return ()  # most requests
-    if not (HAS_REASONING and isinstance(body, ReasoningFields)):
-        return tuple(unheeded(body, known, set(), "reasoning_effort"))
-    added = added_variables(body)
-    turns_off = body.reasoning_effort == "none" and bool(never_reasons or added & known)
-    return tuple(unheeded(body, known, added, "" if turns_off else body.effort_field))
+        return []  # most requests
+    added: set[str] = set()
+    effort_field = "" if body.reasoning_effort is None else "reasoning_effort"
+    if HAS_REASONING and isinstance(body, ReasoningFields):
+        added = added_variables(body)
+        turns_off = body.reasoning_effort == "none" and (never_reasons or added & known)
+        effort_field = "" if turns_off else effort_field and body.effort_field
+    return unheeded(effort_field, body.verbosity is not None, body.chat_template_kwargs or (), known, added)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +102,9 @@ class Features:
             reasoning = reasoning_part(body, tokenizer, tools is not None, parser)
         parts = () if reasoning is None else (reasoning,)
         no_effect: tuple[str, ...] = ()
-        if isinstance(body, ChatCompletionBody):
+        if HAS_ADVICE and isinstance(body, ChatCompletionBody):
             never_reasons = reasoning is not None and reasoning.never_reasons
-            no_effect = _unheeded(body, tokenizer.template_variables(tools is not None), never_reasons)
+            no_effect = (*_unheeded(body, tokenizer.template_variables(tools is not None), never_reasons),)
         if tools is not None:
             no_effect += tools.unfollowed
             return cls(tools.grammar, tools.descriptions, (*parts, ToolPart(tools)), "tools", no_effect)

@@ -16,9 +16,8 @@ from starlette.responses import Response
 from common.text.tokenizer import Tokenizer
 from common.wings import has_wing
 from protos import types_pb2 as pb
-from router.api.advice import header_of, without_effect
 from router.api.completion_renderer import CompletionRenderer
-from router.api.parse import B, is_ignored, parse_body
+from router.api.parse import B, parse_body
 from router.api.prompts import chat_prompt, completion_prompts, truncated
 from router.api.render import Renderer, RenderOptions
 from router.api.sampling import for_choice, most_prompt_tokens, sampling_params
@@ -38,10 +37,12 @@ from router.workers.workers import WorkerTable
 HAS_CLIENT_TIMEOUTS = has_wing("router.client_timeouts")
 if HAS_CLIENT_TIMEOUTS:
     from router.client_timeouts.headers import timeout_seconds
+HAS_FOREIGN_FIELDS = has_wing("router.foreign_fields")
+if HAS_FOREIGN_FIELDS:
+    from router.foreign_fields.advice import header_of, note_ignored, without_effect
 
 ALIASES = ("mini-infer", "default")  # the first model, unless one is called so
 SERVED_MODEL = "router.served_model"  # in the scope of a request whose model is known
-IGNORED = "router.ignored"  # in the scope: fields of the body that change nothing
 MAX_LABEL_CHARS = 128
 RendererOf = Callable[[Features, RenderOptions, Tokenizer], Renderer]
 # Makes an answer that is traced of one that is not, from the headers, the model's name and the request.
@@ -135,8 +136,8 @@ class Gateway:
     ) -> Features:
         features = await Features.of(body, num_choices, model.tokenizer, self.config)
         names_of = http.scope.setdefault(FIELD_NAMES, [])
-        ignored = http.scope.setdefault(IGNORED, [])
-        ignored += [client_name(name, names_of) for name in features.no_effect]
+        if HAS_FOREIGN_FIELDS:
+            note_ignored(http.scope, [client_name(name, names_of) for name in features.no_effect])
         names_of.insert(0, features.client_field)
         return features
 
@@ -259,14 +260,13 @@ class Gateway:
         label = http.headers.get("x-request-id", "")
         is_shown = 0 < len(label) <= MAX_LABEL_CHARS and label.isascii() and label.isprintable()
         headers = {"x-request-id": label if is_shown else request_id, "x-mini-infer-id": request_id}
-        if ignored := http.scope.get(IGNORED):
-            headers["x-mini-infer-ignored"] = header_of(ignored)
-        return headers
+        return headers | header_of(http.scope) if HAS_FOREIGN_FIELDS else headers
 
     @staticmethod
     def parse(kind: type[B], http: Request, fields: dict[str, Any]) -> B:
         """`parse_body`, with a note for the answer's header of fields that change nothing."""
-        http.scope[IGNORED] = [name for name in fields if is_ignored(kind, name)] + without_effect(kind, fields)
+        if HAS_FOREIGN_FIELDS:
+            note_ignored(http.scope, without_effect(kind.model_fields, kind.no_effect, fields))
         return parse_body(kind, fields)
 
     def _echo_texts(self, model: ServedModel, body: CompletionBody, prompts: Sequence[list[int]]) -> list[str]:

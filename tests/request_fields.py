@@ -15,9 +15,9 @@ from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
 from router.api.message_schemas import Body
-from router.api.parse import harmless_values, is_ignored
 from router.embeddings_api.schemas import EmbeddingBody, RerankBody, ScoreBody
 from router.features import CHAT_BODY, COMPLETION_BODY
+from router.foreign_fields.known_fields import harmless_values, is_ignored
 from router.responses_api.schemas import ResponsesBody
 
 # Of vLLM's vllm/entrypoints: openai/chat_completion, openai/completion and openai/responses, pooling/base and
@@ -81,11 +81,11 @@ def fields_of(api: str) -> set[str]:
 
 def verdict(api: str, name: str) -> str:
     kind = BODIES[api]
-    if is_ignored(kind, name):
+    if is_ignored(kind.model_fields, kind.no_effect, name):
         return IGNORED
     if name in kind.model_fields:
         return WORKS
-    return UNKNOWN if harmless_values(kind, name) is None else REFUSED
+    return UNKNOWN if harmless_values(kind.model_fields, name) is None else REFUSED
 
 
 def _cell(api: str, name: str) -> str:
@@ -96,7 +96,7 @@ def _cell(api: str, name: str) -> str:
         return f"{found}, only `{value!r}`"
     if found != REFUSED:
         return found
-    values = harmless_values(kind, name) or ()
+    values = harmless_values(kind.model_fields, name) or ()
     allowed = " or ".join(f"`{value!r}`" for value in values if value is not None)
     return f"{found}{f' but {allowed}' if allowed else ''}"
 

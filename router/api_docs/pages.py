@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from common.version import VERSION
-from router.api.parse import accepted_besides
+from common.wings import has_wing
 from router.http.routes import Described, Routes, json_response
 
 _PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>
@@ -94,9 +94,13 @@ def _for_fastapi(described: Described) -> APIRoute:
 
 def _accepted_besides(kind: type[BaseModel]) -> dict[str, Any]:
     """Schemas of the fields that a body may have besides its own: clients that check bodies must not refuse them."""
+    if not has_wing("router.foreign_fields"):
+        return {}
+    from router.foreign_fields.known_fields import accepted_besides
+
     return {
         name: {"description": _NO_EFFECT, **({} if values is None else {"enum": list(values)})}
-        for name, values in accepted_besides(kind).items()
+        for name, values in accepted_besides(kind.model_fields).items()
     }
 
 
