@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
@@ -21,8 +21,8 @@ from router.features import CHAT_BODY, COMPLETION_BODY
 from router.gateway import Gateway
 from router.http.errors import HttpError, error_response, log_if_internal, status_of
 from router.http.middleware import Guard
-from router.http.routes import FixedPaths, Routes, json_response
-from router.operator_routes import add_health_routes, add_operator_routes
+from router.http.routes import FixedPaths, HoldBody, Routes, json_response
+from router.operator_routes import add_operator_routes
 from router.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -33,6 +33,7 @@ OTHER_APIS = frozenset(
 )
 # What adds the routes of each wing that has some; the last one describes those before it.
 ROUTES_OF_WINGS = (
+    "router.cluster_state.routes:add_cluster_route",
     "router.tokenize.routes:add_tokenize_routes",
     "router.messages_api.routes:add_message_routes",
     "router.responses_api.routes:add_response_routes",
@@ -66,7 +67,6 @@ def create_app(gateway: Gateway) -> Any:
 
     routes = Routes()
     _add_model_routes(routes, gateway)
-    add_health_routes(routes, gateway)
     add_operator_routes(routes, gateway)
     for entry in ROUTES_OF_WINGS:
         module, _, name = entry.partition(":")
@@ -74,13 +74,26 @@ def create_app(gateway: Gateway) -> Any:
             getattr(import_module(module), name)(routes, gateway)
     handlers = _error_handlers(gateway, [route.path_format for route in routes.routes])
     inner = FastAPI(routes=[*routes.routes], exception_handlers=handlers, lifespan=lifespan, openapi_url=None)
-    app = Guard(FixedPaths(inner, routes, handlers[MiniInferError]), gateway.config.api_key, routes.open_paths)
+    fixed = FixedPaths(inner, routes, handlers[MiniInferError], _body_holder(gateway))
+    app = Guard(fixed, gateway.config.api_key, routes.open_paths)
     if not has_wing("router.cors"):
         return app
     from router.cors.middleware import with_cors
 
     # Around the key's check: a browser asks first, without it, whether it may send it.
     return with_cors(app, gateway.http)
+
+
+def _body_holder(gateway: Gateway) -> HoldBody:
+    """What bounds the request bodies that are held together, where that wing is there."""
+    if not has_wing("router.body_bounds"):
+        return lambda _, receive: nullcontext(receive)
+    from router.body_bounds.held_bodies import HeldBodies
+    from router.body_bounds.http_settings import BodySettings
+
+    bodies = HeldBodies(gateway.http.of(BodySettings).max_body_memory_mb << 20)
+    gateway.memory["body_bytes"] = lambda: bodies.num_bytes
+    return bodies.hold
 
 
 def _log_end(task: asyncio.Task[None]) -> None:

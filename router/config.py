@@ -96,11 +96,8 @@ class HttpConfig(Settings):
     """Bounds on HTTP connections and on what they send. Raises ConfigError for values that cannot work."""
 
     idle_connection_seconds: float = setting(75.0, "a connection without a request is closed after this long")
-    max_body_memory_mb: int = setting(128, "large request bodies that are being read, together; more get 429")
 
     def __post_init__(self) -> None:
         self.check_together()
         if self.idle_connection_seconds < 1:
             raise ConfigError("--idle-connection-seconds must be at least 1")
-        if self.max_body_memory_mb < 16:
-            raise ConfigError("--max-body-memory-mb must be at least 16, which is the largest body")

@@ -30,8 +30,6 @@ LOOK_SECONDS = 0.25  # between looks for a usable worker: one that stops drainin
 class RequestLog(Protocol):
     """Log of where choices went and why (`router/explain`)."""
 
-    def __len__(self) -> int: ...
-
     def decided(self, journal: Journal, decision: Decision) -> None:
         """Workers have been chosen."""
 

@@ -29,7 +29,7 @@ HAS_ADVICE = has_wing("router.foreign_fields")
 _answer_fields: list[type[Body]] = []
 _chat_fields = _answer_fields
 if HAS_GRAMMAR:
-    from router.grammar.answer_format import CHECKS, AnswerFields, answer_grammar
+    from router.grammar.answer_format import AnswerFields, answer_grammar
 
     _answer_fields = _chat_fields = [AnswerFields]
 if HAS_TOOLS:
@@ -58,11 +58,6 @@ CHAT_BODY, COMPLETION_BODY = _with(ChatCompletionBody, _chat_fields), _with(Comp
 def tool_call_parser(config: RouterConfig) -> str:
     """The format of calls that an operator has named; auto: none."""
     return config.of(ToolSettings).tool_call_parser if HAS_TOOLS else "auto"
-
-
-def num_known_grammars() -> int:
-    """Grammars that this process remembers."""
-    return len(CHECKS) if HAS_GRAMMAR else 0
 
 
 def _unheeded(body: ChatCompletionBody, known: frozenset[str], never_reasons: bool) -> list[str]:

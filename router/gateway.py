@@ -27,7 +27,7 @@ from router.choice import Choice
 from router.config import HttpConfig, RouterConfig
 from router.features import CHAT_BODY, COMPLETION_BODY, Features
 from router.http.answer import GenerationResponse
-from router.http.body import HeldBodies, read_json_object
+from router.http.body import read_json_object
 from router.http.errors import FIELD_NAMES, REQUEST_ID, ModelNotFoundError, client_name
 from router.journal import Journal
 from router.request import GenerationRequest
@@ -56,7 +56,7 @@ class Gateway:
         """The first of `models` is the default one. An adapter comes with its base."""
         self.config = config
         self.http = http or HttpConfig()
-        self.bodies = HeldBodies(self.http.max_body_memory_mb << 20)
+        self.memory: dict[str, Callable[[], int]] = {}  # how much wings keep, by name, for GET /v1/cluster
         self.models = [*models]
         self.base_models = [model for model in models if not model.adapter]
         self.workers = WorkerTable(config, [model.workers for model in self.base_models])
@@ -112,9 +112,8 @@ class Gateway:
 
     async def chat_completions(self, http: Request) -> Response:
         arrival = time.monotonic()
-        with self.bodies.hold() as held:
-            body = self.parse(CHAT_BODY, http, await read_json_object(http, held))
-            return await self.chat(http, body, arrival, Features.renderer)
+        body = self.parse(CHAT_BODY, http, await read_json_object(http))
+        return await self.chat(http, body, arrival, Features.renderer)
 
     async def chat(
         self, http: Request, body: ChatCompletionBody, arrival: float, renderer_of: RendererOf
@@ -162,20 +161,19 @@ class Gateway:
 
     async def completions(self, http: Request) -> Response:
         arrival = time.monotonic()
-        with self.bodies.hold() as held:
-            body = self.parse(COMPLETION_BODY, http, await read_json_object(http, held))
-            model = self.model_for(http, body.model)
-            model.dispatcher.admit()
-            prompts = await completion_prompts(body, model.tokenizer, model.limits())
-            prompts = _truncated(model, body, prompts)
-            n = body.n or 1
-            per_prompt = max(body.best_of or n, n)
-            features = await self._features(http, model, body, len(prompts) * per_prompt)
-            request = self._request(http, model, body, features, prompts, per_prompt, arrival)
-            texts = tuple(self._echo_texts(model, body, prompts)) if body.echo else ()
-            options = self._options(request, model, body, prompts, texts, body.logprobs is not None)
-            renderer = CompletionRenderer(options, model.tokenizer, n, per_prompt)
-            return self.respond(http, request, renderer, bool(body.stream))
+        body = self.parse(COMPLETION_BODY, http, await read_json_object(http))
+        model = self.model_for(http, body.model)
+        model.dispatcher.admit()
+        prompts = await completion_prompts(body, model.tokenizer, model.limits())
+        prompts = _truncated(model, body, prompts)
+        n = body.n or 1
+        per_prompt = max(body.best_of or n, n)
+        features = await self._features(http, model, body, len(prompts) * per_prompt)
+        request = self._request(http, model, body, features, prompts, per_prompt, arrival)
+        texts = tuple(self._echo_texts(model, body, prompts)) if body.echo else ()
+        options = self._options(request, model, body, prompts, texts, body.logprobs is not None)
+        renderer = CompletionRenderer(options, model.tokenizer, n, per_prompt)
+        return self.respond(http, request, renderer, bool(body.stream))
 
     def _request(
         self,

@@ -1,4 +1,4 @@
-"""The routes for who runs the router: its health, its metrics, what the cluster does now."""
+"""The routes for who runs the router: its health, its version, its metrics."""
 
 from __future__ import annotations
 
@@ -8,39 +8,16 @@ from collections.abc import Sequence
 from starlette.requests import Request
 from starlette.responses import Response
 
-from common.memory import resident
 from common.metrics import CONTENT_TYPE
 from common.model_files import DRY_RUN_MODEL_NAME
 from common.version import VERSION
 from router.config import ROLES
-from router.features import num_known_grammars
 from router.gateway import Gateway
 from router.http.routes import Routes, json_response
 from router.workers.worker_link import WorkerLink
 
 
 def add_operator_routes(routes: Routes, gateway: Gateway) -> None:
-    async def cluster(_: Request) -> Response:
-        models = {
-            model.name: {"running": model.dispatcher.num_running, "waiting": model.dispatcher.num_waiting}
-            for model in gateway.base_models
-        }
-        return json_response(
-            {
-                "model": gateway.models[0].name,
-                "policy": gateway.config.policy,
-                "running": sum(counts["running"] for counts in models.values()),
-                "waiting": sum(counts["waiting"] for counts in models.values()),
-                "models": models,
-                "memory": _memory(gateway),
-                "workers": gateway.workers.describe(),
-            }
-        )
-
-    routes.add("GET", "/v1/cluster", cluster, "the workers and what they do")
-
-
-def add_health_routes(routes: Routes, gateway: Gateway) -> None:
     async def healthz(_: Request) -> Response:
         first = gateway.models[0]
         infos = first.workers.infos()
@@ -87,16 +64,3 @@ def _roles(links: Sequence[WorkerLink]) -> dict[str, int]:
     """Number of attached workers of each role."""
     roles = Counter(link.role for link in links if link.info is not None)
     return {role: roles[role] for role in ROLES}
-
-
-def _memory(gateway: Gateway) -> dict[str, int]:
-    """What the router's process holds, and how much memory that takes."""
-    models = gateway.base_models
-    return {
-        "private_bytes": resident().private_bytes,
-        "index_blocks": sum(model.workers.index.num_keys for model in models),
-        "journals": sum(len(model.dispatcher.open_choices) for model in models),
-        "explain_entries": sum(len(model.dispatcher.log or ()) for model in models),
-        "grammars": num_known_grammars(),
-        "body_bytes": gateway.bodies.num_bytes,
-    }

@@ -40,29 +40,26 @@ RendererOf = Callable[[VectorRequest, RenderOptions, Tokenizer], VectorRenderer]
 def add_embedding_routes(routes: Routes, gateway: Gateway) -> None:
     async def embeddings(http: Request) -> Response:
         arrival = time.monotonic()
-        with gateway.bodies.hold() as held:
-            body = gateway.parse(EmbeddingBody, http, await read_json_object(http, held))
-            inputs = [(CHAT, body)] if body.messages else [("input", each) for each in body.inputs]
-            finish = partial(shortened, dimensions=body.dimensions, normalizes=body.normalizes)
-            renderer_of = partial(EmbeddingRenderer, is_base64=body.encoding_format == "base64")
-            return await _respond(gateway, http, body, arrival, "embd", inputs, finish, renderer_of)
+        body = gateway.parse(EmbeddingBody, http, await read_json_object(http))
+        inputs = [(CHAT, body)] if body.messages else [("input", each) for each in body.inputs]
+        finish = partial(shortened, dimensions=body.dimensions, normalizes=body.normalizes)
+        renderer_of = partial(EmbeddingRenderer, is_base64=body.encoding_format == "base64")
+        return await _respond(gateway, http, body, arrival, "embd", inputs, finish, renderer_of)
 
     async def score(http: Request) -> Response:
         arrival = time.monotonic()
-        with gateway.bodies.hold() as held:
-            body = gateway.parse(ScoreBody, http, await read_json_object(http, held))
-            inputs = [("text_1", each) for each in body.left] + [("text_2", each) for each in body.right]
-            renderer_of = partial(ScoreRenderer, num_right=len(body.right))
-            return await _respond(gateway, http, body, arrival, "score", inputs, shortened, renderer_of)
+        body = gateway.parse(ScoreBody, http, await read_json_object(http))
+        inputs = [("text_1", each) for each in body.left] + [("text_2", each) for each in body.right]
+        renderer_of = partial(ScoreRenderer, num_right=len(body.right))
+        return await _respond(gateway, http, body, arrival, "score", inputs, shortened, renderer_of)
 
     async def rerank(http: Request) -> Response:
         arrival = time.monotonic()
-        with gateway.bodies.hold() as held:
-            body = gateway.parse(RerankBody, http, await read_json_object(http, held))
-            inputs = [("query", body.query), *(("documents", each) for each in body.texts)]
-            shown = body.texts if body.return_documents is not False else []
-            renderer_of = partial(RerankRenderer, top_n=body.top_n or None, documents=shown)
-            return await _respond(gateway, http, body, arrival, "rerank", inputs, shortened, renderer_of)
+        body = gateway.parse(RerankBody, http, await read_json_object(http))
+        inputs = [("query", body.query), *(("documents", each) for each in body.texts)]
+        shown = body.texts if body.return_documents is not False else []
+        renderer_of = partial(RerankRenderer, top_n=body.top_n or None, documents=shown)
+        return await _respond(gateway, http, body, arrival, "rerank", inputs, shortened, renderer_of)
 
     routes.add("POST", "/v1/embeddings", embeddings, "vectors of texts", EmbeddingBody)
     routes.add("POST", "/v1/score", score, "how near pairs of texts are, by their vectors", ScoreBody)

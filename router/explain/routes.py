@@ -18,6 +18,7 @@ def add_explain_route(routes: Routes, gateway: Gateway) -> None:
     logs = {model.name: ExplainLog() for model in gateway.base_models}
     for model in gateway.base_models:
         model.dispatcher.log = logs[model.name]
+    gateway.memory["explain_entries"] = lambda: sum(map(len, logs.values()))
 
     async def explain(request: Request) -> Response:
         request_id = request.path_params["request_id"]

@@ -31,8 +31,7 @@ def add_lora_routes(routes: Routes, gateway: Gateway) -> None:
 
     async def load(request: Request) -> Response:
         check_operator(request, gateway.config.api_key, "loading adapters")
-        with gateway.bodies.hold() as held:
-            body = parse_body(LoadLoraAdapterBody, await read_json_object(request, held))
+        body = parse_body(LoadLoraAdapterBody, await read_json_object(request))
         if not body.lora_path.startswith(("/", "~")):
             raise InvalidRequestError("lora_path must be the absolute path of a folder", "lora_path")
         await adapters.load(body.lora_name, folder_of(body.lora_path), body.base_model_name or "", body.load_inplace)
@@ -40,8 +39,7 @@ def add_lora_routes(routes: Routes, gateway: Gateway) -> None:
 
     async def unload(request: Request) -> Response:
         check_operator(request, gateway.config.api_key, "unloading adapters")
-        with gateway.bodies.hold() as held:
-            body = parse_body(UnloadLoraAdapterBody, await read_json_object(request, held))
+        body = parse_body(UnloadLoraAdapterBody, await read_json_object(request))
         await adapters.unload(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 

@@ -23,24 +23,22 @@ def add_message_routes(routes: Routes, gateway: Gateway) -> None:
     async def messages(request: Request) -> Response:
         request.scope[ERROR_SHAPE] = error_shape
         arrival = time.monotonic()
-        with gateway.bodies.hold() as held:
-            body = gateway.parse(MessagesBody, request, await read_json_object(request, held))
-            fields = chat_fields(body)
-            request.scope[FIELD_NAMES] = [partial(client_field, body)]
-            chat = parse_body(CHAT_BODY, fields)
-            return await gateway.chat(
-                request, chat, arrival, lambda _, options, tokenizer: MessagesRenderer(options, tokenizer)
-            )
+        body = gateway.parse(MessagesBody, request, await read_json_object(request))
+        fields = chat_fields(body)
+        request.scope[FIELD_NAMES] = [partial(client_field, body)]
+        chat = parse_body(CHAT_BODY, fields)
+        return await gateway.chat(
+            request, chat, arrival, lambda _, options, tokenizer: MessagesRenderer(options, tokenizer)
+        )
 
     async def count_tokens(request: Request) -> Response:
         request.scope[ERROR_SHAPE] = error_shape
-        with gateway.bodies.hold() as held:
-            body = parse_body(PromptBody, await read_json_object(request, held))
-            fields = chat_fields(body)
-            request.scope[FIELD_NAMES] = [partial(client_field, body)]
-            chat = parse_body(CHAT_BODY, fields)
-            num_tokens = await gateway.count_chat_tokens(request, chat)
-            return json_response({"input_tokens": num_tokens})
+        body = parse_body(PromptBody, await read_json_object(request))
+        fields = chat_fields(body)
+        request.scope[FIELD_NAMES] = [partial(client_field, body)]
+        chat = parse_body(CHAT_BODY, fields)
+        num_tokens = await gateway.count_chat_tokens(request, chat)
+        return json_response({"input_tokens": num_tokens})
 
     routes.add("POST", "/v1/messages", messages, "the answer to a conversation, as Anthropic's API", MessagesBody)
     routes.add("POST", "/v1/messages/count_tokens", count_tokens, "the tokens of its prompt", PromptBody)

@@ -57,41 +57,40 @@ class _Responses:
 
     async def create(self, request: Request) -> Response:
         arrival = time.monotonic()
-        with self._gateway.bodies.hold() as held:
-            body = self._gateway.parse(ResponsesBody, request, await read_json_object(request, held))
-            if body.background and body.store is False:
-                raise InvalidRequestError("a response in the background has to be stored", "background")
-            earlier: list[dict[str, Any]] = []
-            if body.previous_response_id is not None:
-                if self.background.get(body.previous_response_id) is not None:
-                    raise InvalidRequestError("that response is not complete yet", "previous_response_id")
-                earlier = orjson.loads(self._store.get(body.previous_response_id).messages)
-            messages = [*earlier, *messages_of(body.input)]
-            fields = chat_fields(body, messages)
-            facts = _facts(body)
-            items = _input_items(body)
+        body = self._gateway.parse(ResponsesBody, request, await read_json_object(request))
+        if body.background and body.store is False:
+            raise InvalidRequestError("a response in the background has to be stored", "background")
+        earlier: list[dict[str, Any]] = []
+        if body.previous_response_id is not None:
+            if self.background.get(body.previous_response_id) is not None:
+                raise InvalidRequestError("that response is not complete yet", "previous_response_id")
+            earlier = orjson.loads(self._store.get(body.previous_response_id).messages)
+        messages = [*earlier, *messages_of(body.input)]
+        fields = chat_fields(body, messages)
+        facts = _facts(body)
+        items = _input_items(body)
 
-            def keep(response: dict[str, Any], delta_lengths: DeltaLengths) -> None:
-                if body.store is not False:
-                    said = messages_of(_ITEMS.validate_python(response["output"]))
-                    self._store.add(response, [*messages, *said], items, delta_lengths)
+        def keep(response: dict[str, Any], delta_lengths: DeltaLengths) -> None:
+            if body.store is not False:
+                said = messages_of(_ITEMS.validate_python(response["output"]))
+                self._store.add(response, [*messages, *said], items, delta_lengths)
 
-            renderers: list[ResponsesRenderer] = []
+        renderers: list[ResponsesRenderer] = []
 
-            def renderer_of(_: Features, options: RenderOptions, tokenizer: Tokenizer) -> ResponsesRenderer:
-                renderers.append(ResponsesRenderer(options, tokenizer, facts, keep))
-                return renderers[0]
+        def renderer_of(_: Features, options: RenderOptions, tokenizer: Tokenizer) -> ResponsesRenderer:
+            renderers.append(ResponsesRenderer(options, tokenizer, facts, keep))
+            return renderers[0]
 
-            request.scope[FIELD_NAMES] = [partial(client_field, body, len(earlier))]
-            answer = await self._gateway.chat(request, parse_body(CHAT_BODY, fields), arrival, renderer_of)
-            if not body.background:
-                return answer
-            keep(renderers[0].snapshot(), [])
-            running = self.background.start(facts["id"], answer, renderers[0], request.scope)
-            headers = self._gateway.answer_headers(request)
-            if body.stream:
-                return StreamingResponse(running.events(0), headers=EVENT_STREAM_HEADERS | headers)
-            return Response(running.snapshot(), headers=headers, media_type="application/json")
+        request.scope[FIELD_NAMES] = [partial(client_field, body, len(earlier))]
+        answer = await self._gateway.chat(request, parse_body(CHAT_BODY, fields), arrival, renderer_of)
+        if not body.background:
+            return answer
+        keep(renderers[0].snapshot(), [])
+        running = self.background.start(facts["id"], answer, renderers[0], request.scope)
+        headers = self._gateway.answer_headers(request)
+        if body.stream:
+            return StreamingResponse(running.events(0), headers=EVENT_STREAM_HEADERS | headers)
+        return Response(running.snapshot(), headers=headers, media_type="application/json")
 
     async def retrieve(self, request: Request) -> Response:
         response_id = request.path_params["response_id"]

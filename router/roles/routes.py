@@ -30,8 +30,7 @@ class RoleBody(Body):
 def add_role_route(routes: Routes, gateway: Gateway) -> None:
     async def change(request: Request) -> Response:
         check_operator(request, gateway.config.api_key, "changing roles")
-        with gateway.bodies.hold() as held:
-            role = parse_body(RoleBody, await read_json_object(request, held)).role
+        role = parse_body(RoleBody, await read_json_object(request)).role
         link = gateway.workers.find(request.path_params["worker_id"])
         if link is None:
             raise NotFoundError(f"no worker {request.path_params['worker_id']!r}")

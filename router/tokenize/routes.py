@@ -18,23 +18,22 @@ from router.tokenize.bodies import DetokenizeBody, TokenizeBody
 
 def add_tokenize_routes(routes: Routes, gateway: Gateway) -> None:
     async def tokenize(request: Request) -> Response:
-        with gateway.bodies.hold() as held:
-            body = parse_body(TokenizeBody, await read_json_object(request, held))
-            model = gateway.model_for(request, body.model)
-            limits = model.limits()
-            if body.messages is not None:
-                token_ids = await chat_prompt(
-                    body.messages,
-                    model.tokenizer,
-                    limits,
-                    body.add_generation_prompt and not body.continue_final_message,
-                    body.continue_final_message,
-                    body.chat_template_kwargs,
-                )
-            elif body.prompt:
-                token_ids = await text_prompt(body.prompt, model.tokenizer, limits, body.add_special_tokens)
-            else:
-                token_ids = model.tokenizer.encode("", add_special_tokens=body.add_special_tokens)
+        body = parse_body(TokenizeBody, await read_json_object(request))
+        model = gateway.model_for(request, body.model)
+        limits = model.limits()
+        if body.messages is not None:
+            token_ids = await chat_prompt(
+                body.messages,
+                model.tokenizer,
+                limits,
+                body.add_generation_prompt and not body.continue_final_message,
+                body.continue_final_message,
+                body.chat_template_kwargs,
+            )
+        elif body.prompt:
+            token_ids = await text_prompt(body.prompt, model.tokenizer, limits, body.add_special_tokens)
+        else:
+            token_ids = model.tokenizer.encode("", add_special_tokens=body.add_special_tokens)
         answer: dict[str, Any] = {
             "count": len(token_ids), "max_model_len": limits.max_model_len, "tokens": token_ids,
         }  # fmt: skip
@@ -43,11 +42,10 @@ def add_tokenize_routes(routes: Routes, gateway: Gateway) -> None:
         return json_response(answer)
 
     async def detokenize(request: Request) -> Response:
-        with gateway.bodies.hold() as held:
-            body = parse_body(DetokenizeBody, await read_json_object(request, held))
-            model = gateway.model_for(request, body.model)
-            token_ids = checked_ids(body.tokens, model.tokenizer.vocab_size, "tokens")
-            return json_response({"prompt": model.tokenizer.decode(token_ids, skip_special=False)})
+        body = parse_body(DetokenizeBody, await read_json_object(request))
+        model = gateway.model_for(request, body.model)
+        token_ids = checked_ids(body.tokens, model.tokenizer.vocab_size, "tokens")
+        return json_response({"prompt": model.tokenizer.decode(token_ids, skip_special=False)})
 
     routes.add("POST", "/tokenize", tokenize, "the token ids of a text or a conversation", TokenizeBody)
     routes.add("POST", "/detokenize", detokenize, "the text of token ids", DetokenizeBody)

@@ -9,10 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import time
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
 
 from common.errors import HandshakeError
 from common.net.hosts import with_port
@@ -55,11 +52,6 @@ class WorkerTable:
     def find(self, worker_id: str) -> WorkerLink | None:
         """The attached worker of that name."""
         return next((link for link in self._links.values() if link.info and link.worker_id == worker_id), None)
-
-    def describe(self) -> list[dict[str, Any]]:
-        """Every worker for GET /v1/cluster."""
-        now = time.monotonic()
-        return [_describe(link, self.model_of(link), now) for link in self._links.values()]
 
     def model_of(self, link: WorkerLink) -> ModelWorkers:
         """The model whose workers a link is among: the first one, until its worker announces another."""
@@ -136,46 +128,3 @@ async def _addresses(host: str, port: int) -> list[str]:
     if host == "localhost":  # one machine, however many addresses
         hosts = {"127.0.0.1"} if "127.0.0.1" in hosts else hosts
     return [with_port(item, port) for item in sorted(hosts)]
-
-
-_SHOWN_INFO = (
-    "device", "quantization", "cuda_graphs", "attention_backend", "version", "block_size", "max_num_seqs",
-)  # fmt: skip
-_SHOWN_RATES = ("prefill_tokens_per_second", "pull_tokens_per_second", "step_seconds")
-_SHOWN_MEMORY = ("front_private_bytes", "engine_private_bytes", "engine_shared_bytes")
-_SHOWN_LOAD = {
-    "running": "num_running", "waiting": "num_waiting", "swapped": "num_swapped", "loading": "num_loading",
-    "leases": "num_leases", "kv_blocks": "kv_blocks_total", "kv_blocks_free": "kv_blocks_free",
-    "kv_blocks_cached": "kv_blocks_cached",
-}  # fmt: skip
-
-
-def _describe(link: WorkerLink, model: ModelWorkers, now: float) -> dict[str, Any]:
-    fields: dict[str, Any] = {
-        "id": link.worker_id,
-        "role": link.role,
-        "state": link.state(now),
-        "open_requests": link.num_open,
-        "times_lost": link.num_lost,
-    }
-    if link.refused:
-        fields["refused"] = link.refused
-    if link.info is not None:
-        info, index = link.info, model.index
-        fields |= {
-            "model": model.name,
-            **{name: getattr(info, name) for name in _SHOWN_INFO},
-            "transports": list(info.transports),
-            "load": {shown: getattr(link.load, name) for shown, name in _SHOWN_LOAD.items()},
-            "memory": {
-                **{name: getattr(link.load, name) for name in _SHOWN_MEMORY},
-                "kv_pool_bytes": info.num_blocks * info.block_bytes,
-            },
-            "rates": {name: round(getattr(link.rates, name), 6) for name in _SHOWN_RATES},
-            "step_seconds_by_part": asdict(link.rates.step_times.cost),
-            "index": {
-                "state": index.state(link.worker_id).value,
-                "blocks": index.num_worker_keys(link.worker_id),
-            },
-        }
-    return fields

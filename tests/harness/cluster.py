@@ -200,7 +200,7 @@ class Cluster:
         assert not ended, f"{ended[0].name} ended while starting:\n{ended[0].log()[-3000:]}"
         with contextlib.suppress(httpx.HTTPError):
             is_ready = get(self.url + "/readyz").status_code == 200
-            return is_ready and len(self.ready_workers()) >= num_workers
+            return is_ready and metric(self.url, r'mini_infer_workers\{.*state="ready".*\}') >= num_workers
         return False
 
     def _last_words(self) -> str:
@@ -243,7 +243,7 @@ def _is_quiet(load: Mapping[str, int]) -> bool:
 
 def metric(url: str, series: str) -> float:
     """The sum of the samples of a service whose name and labels match `series`, a regular expression."""
-    text = get(f"{url}/metrics").text
+    text = get(f"{url}/metrics", headers={"authorization": f"Bearer {API_KEY}"}).text
     return sum(map(float, re.findall(rf"^{series} (\S+)$", text, re.MULTILINE)))
 
 

@@ -157,7 +157,7 @@ def test_variables_exist(path: Path) -> None:
 
 def test_routes_exist() -> None:
     routes = create_app(
-        Mock(config=RouterConfig(decode="host:1"), http=HttpConfig(), base_models=[])
+        Mock(config=RouterConfig(decode="host:1"), http=HttpConfig(), base_models=[], memory={})
     )._app._app.routes  # of Starlette, below the guard and the fixed paths
     seen = set()
     for path in PAGES:

@@ -37,7 +37,7 @@ async def test_requests_are_served_without_a_log_of_them() -> None:
         answer = await c.chat()
         assert answer.status_code == 200, answer.text
         assert (await c.http.get(f"/explain/{answer.json()['id']}")).status_code == 404
-        assert (await c.http.get("/v1/cluster")).json()["memory"]["explain_entries"] == 0
+        assert (await c.http.get("/v1/cluster")).status_code == 404
 
 
 @pytest.mark.parametrize("flag", ["--ttft-objective-ms=100", "--max-connections=10"])

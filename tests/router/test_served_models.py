@@ -144,6 +144,7 @@ async def test_a_full_queue_is_full_for_its_model_only() -> None:
 
 
 @pytest.mark.wing("router.explain")
+@pytest.mark.wing("router.cluster_state")
 async def test_operators_see_each_model() -> None:
     async with both(smol_worker(), smol_worker("prefill", "smol-p"), local_prefill_tokens=0) as c:
         answer = (await c.complete(model="smol", max_tokens=4)).json()

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import InvalidRequestError
-from router.http import body
-from router.http.body import Shape, shape_of
+from router.body_bounds import json_shape
+from router.body_bounds.json_shape import Shape, shape_of
+from router.http.body import parse_json_object
 
 TEXTS = st.text(st.sampled_from('a":[{,\\\n\u00e9'), max_size=8)
 VALUES = st.recursive(
@@ -50,7 +51,7 @@ def test_more_strings_than_allowed_are_not_counted() -> None:
 
 @given(st.dictionaries(TEXTS, VALUES, max_size=4))
 def test_keys_that_are_there_once_are_accepted(value: dict[str, Any]) -> None:
-    assert body.parse_json_object(json.dumps(value).encode()) == value
+    assert parse_json_object(json.dumps(value).encode()) == value
 
 
 @pytest.mark.parametrize(
@@ -58,15 +59,15 @@ def test_keys_that_are_there_once_are_accepted(value: dict[str, Any]) -> None:
 )
 def test_keys_that_are_there_twice_are_refused(text: bytes) -> None:
     with pytest.raises(InvalidRequestError, match="duplicate keys"):
-        body.parse_json_object(text)
+        parse_json_object(text)
 
 
 @pytest.mark.parametrize("values", [b'"a"', b"[]", b"{}"])
 def test_what_would_take_much_more_memory_than_its_text_is_refused(
     values: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(body, "MAX_VALUES", 100)
+    monkeypatch.setattr(json_shape, "MAX_VALUES", 100)
     few, many = (b'{"x":[' + b",".join([values] * count) + b"]}" for count in (90, 110))
-    assert len(body.parse_json_object(few)["x"]) == 90
+    assert len(parse_json_object(few)["x"]) == 90
     with pytest.raises(InvalidRequestError, match="more than 100 strings"):
-        body.parse_json_object(many)
+        parse_json_object(many)

@@ -1,0 +1,59 @@
+"""The bytes of request bodies, all requests of a router together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from starlette.datastructures import Headers
+from starlette.types import Message, Receive, Scope
+
+from common.errors import OverloadedError
+
+UNCOUNTED_BYTES = 64 << 10  # of each body: 128 MB for 2,048 connections
+
+
+class HeldBodies:
+    """Bound on the bytes of the request bodies of one router. Lives in one event loop.
+
+    A body counts from its first byte until its request has its prompt's tokens. The first part of each does not: the
+    limit of connections bounds those, and ordinary requests pass while somebody sends large ones.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self.num_bytes = 0  # held now, of those that count
+
+    @contextmanager
+    def hold(self, scope: Scope, receive: Receive) -> Iterator[Receive]:
+        """Receive one request's body, which is held until the context ends.
+
+        What is received raises OverloadedError when it has no room, or will have none by its declared length.
+        """
+        size = num_counted = 0
+
+        async def counting() -> Message:
+            nonlocal size, num_counted
+            if not size:
+                self._check(_counted(int(Headers(scope=scope).get("content-length", "0"))))
+            message = await receive()
+            size += len(message.get("body", b""))
+            more = _counted(size) - num_counted
+            self._check(more)
+            self.num_bytes += more
+            num_counted += more
+            return message
+
+        try:
+            yield counting
+        finally:
+            self.num_bytes -= num_counted
+
+    def _check(self, more: int) -> None:
+        """Raise OverloadedError when there is no room for that many more bytes."""
+        if self.num_bytes + more > self._max_bytes:
+            raise OverloadedError("the server is reading too many large requests")
+
+
+def _counted(size: int) -> int:
+    return max(size - UNCOUNTED_BYTES, 0)

@@ -1,0 +1,52 @@
+"""What GET /v1/cluster says of each worker."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from router.workers.model_workers import ModelWorkers
+from router.workers.worker_link import WorkerLink
+
+_SHOWN_INFO = (
+    "device", "quantization", "cuda_graphs", "attention_backend", "version", "block_size", "max_num_seqs",
+)  # fmt: skip
+_SHOWN_RATES = ("prefill_tokens_per_second", "pull_tokens_per_second", "step_seconds")
+_SHOWN_MEMORY = ("front_private_bytes", "engine_private_bytes", "engine_shared_bytes")
+_SHOWN_LOAD = {
+    "running": "num_running", "waiting": "num_waiting", "swapped": "num_swapped", "loading": "num_loading",
+    "leases": "num_leases", "kv_blocks": "kv_blocks_total", "kv_blocks_free": "kv_blocks_free",
+    "kv_blocks_cached": "kv_blocks_cached",
+}  # fmt: skip
+
+
+def describe(link: WorkerLink, model: ModelWorkers, now: float) -> dict[str, Any]:
+    """One worker. model: among whose workers it is."""
+    fields: dict[str, Any] = {
+        "id": link.worker_id,
+        "role": link.role,
+        "state": link.state(now),
+        "open_requests": link.num_open,
+        "times_lost": link.num_lost,
+    }
+    if link.refused:
+        fields["refused"] = link.refused
+    if link.info is not None:
+        info, index = link.info, model.index
+        fields |= {
+            "model": model.name,
+            **{name: getattr(info, name) for name in _SHOWN_INFO},
+            "transports": list(info.transports),
+            "load": {shown: getattr(link.load, name) for shown, name in _SHOWN_LOAD.items()},
+            "memory": {
+                **{name: getattr(link.load, name) for name in _SHOWN_MEMORY},
+                "kv_pool_bytes": info.num_blocks * info.block_bytes,
+            },
+            "rates": {name: round(getattr(link.rates, name), 6) for name in _SHOWN_RATES},
+            "step_seconds_by_part": asdict(link.rates.step_times.cost),
+            "index": {
+                "state": index.state(link.worker_id).value,
+                "blocks": index.num_worker_keys(link.worker_id),
+            },
+        }
+    return fields
