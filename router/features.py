@@ -1,5 +1,5 @@
-"""Optional parts of a request: answers in a given format (`router/grammar`), tools (`router/tools`), and reasoning
-that is told apart (`router/reasoning`).
+"""Optional parts of a request: answers in a given format (`router/grammar`), tools (`router/tools`), reasoning that
+is told apart (`router/reasoning`), and rules on logits (`router/logit_rules`).
 
 The one file that names them: bodies with their fields, what these ask for, and what this makes of an answer.
 """
@@ -13,12 +13,15 @@ from pydantic import create_model
 
 from common.text.tokenizer import Tokenizer
 from common.wings import has_wing
+from protos import types_pb2 as pb
 from router.api.chat_renderer import AnswerPart, ChatRenderer
 from router.api.message_schemas import Body
 from router.api.render import RenderOptions
+from router.api.sampling import sampling_params
 from router.api.schemas import ChatCompletionBody, CompletionBody
 from router.api.text import ChoiceText, StopRules
 from router.config import RouterConfig
+from router.workers.model_workers import ModelLimits
 
 B = TypeVar("B", bound=Body)
 WORKERS_GRAMMAR_FIELD = "structured_outputs"
@@ -26,8 +29,14 @@ HAS_GRAMMAR = has_wing("router.grammar")
 HAS_TOOLS = HAS_GRAMMAR and has_wing("router.tools")
 HAS_REASONING = HAS_GRAMMAR and has_wing("router.reasoning")
 HAS_ADVICE = has_wing("router.foreign_fields")
+HAS_LOGIT_RULES = has_wing("router.logit_rules")
+_rule_fields: list[type[Body]] = []
 _answer_fields: list[type[Body]] = []
 _chat_fields = _answer_fields
+if HAS_LOGIT_RULES:
+    from router.logit_rules.rules import LogitRuleFields, add_rules
+
+    _rule_fields = [LogitRuleFields]
 if HAS_GRAMMAR:
     from router.grammar.answer_format import AnswerFields, answer_grammar
 
@@ -52,7 +61,8 @@ def _with(body: type[B], fields: list[type[Body]]) -> type[B]:
     return cast("type[B]", create_model(body.__name__, __base__=(body, *fields), __doc__=body.__doc__))
 
 
-CHAT_BODY, COMPLETION_BODY = _with(ChatCompletionBody, _chat_fields), _with(CompletionBody, _answer_fields)
+CHAT_BODY = _with(ChatCompletionBody, [*_rule_fields, *_chat_fields])
+COMPLETION_BODY = _with(CompletionBody, [*_rule_fields, *_answer_fields])
 
 
 def tool_call_parser(config: RouterConfig) -> str:
@@ -113,12 +123,24 @@ class Features:
         """The field that a client sent, by a worker's name of it: workers do not know who asked for a grammar."""
         return self.grammar_field or name if name == WORKERS_GRAMMAR_FIELD else name
 
-    def grammar_after(self, prompt_token_ids: list[int]) -> str:
-        """The grammar of whole texts that continue a prompt; empty: none."""
+    def sampling(
+        self,
+        body: ChatCompletionBody | CompletionBody,
+        tokenizer: Tokenizer,
+        limits: ModelLimits,
+        prompt_token_ids: list[int],
+    ) -> pb.SamplingParams:
+        """Parameters of a prompt's first choice, among them the grammar of what follows the prompt.
+
+        Raises InvalidRequestError.
+        """
         grammar = self.grammar
         for part in self.parts:
             grammar = part.grammar(grammar, prompt_token_ids)
-        return grammar
+        params = sampling_params(body, limits, len(prompt_token_ids), grammar)
+        if HAS_LOGIT_RULES and isinstance(body, LogitRuleFields):
+            add_rules(params, body, tokenizer, limits)
+        return params
 
     def renderer(self, options: RenderOptions, tokenizer: Tokenizer) -> ChatRenderer:
         """What renders answers to a chat request."""

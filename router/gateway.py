@@ -20,7 +20,7 @@ from router.api.completion_renderer import CompletionRenderer
 from router.api.parse import B, parse_body
 from router.api.prompts import chat_prompt, completion_prompts, truncated
 from router.api.render import Renderer, RenderOptions
-from router.api.sampling import for_choice, most_prompt_tokens, sampling_params
+from router.api.sampling import for_choice, most_prompt_tokens
 from router.api.schemas import ChatCompletionBody, CompletionBody, GenerationBody
 from router.api.text import StopRules
 from router.choice import Choice
@@ -201,9 +201,7 @@ class Gateway:
         session = http.headers.get("x-session-id", "")[:MAX_LABEL_CHARS] or body.session_id or body.user or ""
         choices = []
         for prompt_index, token_ids in enumerate(prompts):
-            params = sampling_params(
-                body, model.tokenizer, model.limits(), len(token_ids), features.grammar_after(token_ids)
-            )
+            params = features.sampling(body, model.tokenizer, model.limits(), token_ids)
             has_logprobs = params.HasField("logprobs") or params.HasField("prompt_logprobs")
             for number in range(per_prompt):
                 index = prompt_index * per_prompt + number

@@ -6,9 +6,8 @@ import secrets
 from collections.abc import Sequence
 
 from common.errors import ContextLengthError, InvalidRequestError
-from common.text.tokenizer import Tokenizer
 from protos import types_pb2 as pb
-from router.api.schemas import ChatCompletionBody, CompletionBody, GenerationBody
+from router.api.schemas import ChatCompletionBody, CompletionBody
 from router.workers.model_workers import ModelLimits
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -16,9 +15,8 @@ SEED_MASK = (1 << 64) - 1
 
 
 def sampling_params(
-    body: ChatCompletionBody | CompletionBody, tokenizer: Tokenizer, limits: ModelLimits, num_prompt_tokens: int,
-    grammar: str = "",
-) -> pb.SamplingParams:  # fmt: skip
+    body: ChatCompletionBody | CompletionBody, limits: ModelLimits, num_prompt_tokens: int, grammar: str = ""
+) -> pb.SamplingParams:
     """Parameters of the first choice; `for_choice` derives the others."""
     max_tokens = _max_tokens(body, limits, num_prompt_tokens)
     params = pb.SamplingParams(
@@ -28,16 +26,10 @@ def sampling_params(
         top_p=1.0 if body.top_p is None else body.top_p,
         top_k=max(body.top_k or 0, 0),
         min_p=body.min_p or 0.0,
-        presence_penalty=body.presence_penalty or 0.0,
-        frequency_penalty=body.frequency_penalty or 0.0,
-        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
         seed=(secrets.randbits(63) if body.seed is None else body.seed) & SEED_MASK,
         seed_is_drawn=body.seed is None,
         stop_token_ids=checked_ids(body.stop_token_ids or [], limits.vocab_size, "stop_token_ids"),
         ignore_eos=bool(body.ignore_eos),
-        allowed_token_ids=checked_ids(body.allowed_token_ids or [], limits.vocab_size, "allowed_token_ids"),
-        logit_bias=_logit_bias(body, limits),
-        bad_words=[pb.TokenSequence(token_ids=ids) for ids in _bad_words(body.bad_words or [], tokenizer)],
         grammar=grammar,
         num_speculative_tokens=body.num_speculative_tokens,
     )
@@ -99,29 +91,6 @@ def checked_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> list[i
     if largest >= vocab_size:
         raise InvalidRequestError(f"{param}: token id {largest} is outside the vocabulary of {vocab_size}", param)
     return list(token_ids)
-
-
-def _logit_bias(body: GenerationBody, limits: ModelLimits) -> list[pb.TokenBias]:
-    biases = []
-    for key, bias in (body.logit_bias or {}).items():
-        if not (key.isascii() and key.isdigit() and len(key) <= 10) or int(key) >= limits.vocab_size:
-            raise InvalidRequestError(
-                f"logit_bias: {key[:20]!r} is not a token id below {limits.vocab_size}", "logit_bias"
-            )
-        biases.append(pb.TokenBias(token_id=int(key), bias=bias))
-    return biases
-
-
-def _bad_words(words: list[str], tokenizer: Tokenizer) -> list[list[int]]:
-    """Token ids of each word, at the start of a text and after a space."""
-    sequences: list[list[int]] = []
-    for word in words:
-        bare = word.lstrip(" ") or word
-        for spelled in (bare, " " + bare):
-            token_ids = tokenizer.encode(spelled)
-            if token_ids and token_ids not in sequences:
-                sequences.append(token_ids)
-    return sequences
 
 
 def _set_logprobs(params: pb.SamplingParams, body: ChatCompletionBody | CompletionBody) -> None:

@@ -29,12 +29,9 @@ MAX_PROMPTS = 128
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_CHARS = 512
-MAX_BIASES = 1024
-MAX_ALLOWED_IDS = 65_536
 MAX_SPECULATIVE_TOKENS = 64
 
 TokenIdField = Annotated[int, Field(ge=0, lt=1 << 32)]
-Bias = Annotated[float, Field(ge=-100, le=100)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
@@ -64,10 +61,6 @@ class GenerationBody(Body):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
-    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stop: Annotated[
@@ -78,8 +71,6 @@ class GenerationBody(Body):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
-    allowed_token_ids: Annotated[list[TokenIdField], Field(min_length=1, max_length=MAX_ALLOWED_IDS)] | None = None
-    bad_words: Annotated[list[StopString], Field(max_length=MAX_LIST)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Label | None = None

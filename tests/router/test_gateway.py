@@ -175,19 +175,14 @@ async def test_usage_in_streams() -> None:
 
 async def test_sampling_parameters_reach_the_worker(c: Cluster) -> None:
     answer = await c.chat(
-        temperature=0, top_p=0.5, top_k=7, min_p=0.25, presence_penalty=1, frequency_penalty=-1,
-        repetition_penalty=1.5, logit_bias={"65": -100, "66": 1.5}, min_tokens=2, stop_token_ids=[70],
-        ignore_eos=True, allowed_token_ids=[65, 66, 70], bad_words=["ab"], priority=-3, cache_salt="s",
+        temperature=0, top_p=0.5, top_k=7, min_p=0.25, min_tokens=2, stop_token_ids=[70], ignore_eos=True,
+        priority=-3, cache_salt="s",
     )  # fmt: skip
     assert answer.status_code == 200
     submit = c.decode[0].submits[0]
     params = submit.sampling
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0, 0.5, 7, 0.25)
-    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (1, -1, 1.5)
-    assert {bias.token_id: bias.bias for bias in params.logit_bias} == {65: -100, 66: 1.5}
     assert (params.min_tokens, params.max_tokens, params.ignore_eos) == (2, 8, True)
-    assert list(params.allowed_token_ids) == [65, 66, 70]
-    assert [bytes(word.token_ids) for word in params.bad_words] == [b"ab", b" ab"]
     assert (submit.priority, submit.cache_salt) == (-3, "s")
 
 

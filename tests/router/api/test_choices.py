@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from common.model_files import resolve_model
-from common.text.load import load_tokenizer
 from protos import types_pb2 as pb
 from router.api.results import ChoiceResult, best_results
 from router.api.sampling import for_choice, sampling_params
@@ -23,8 +21,8 @@ def test_choices_get_consecutive_seeds_that_wrap() -> None:
 @pytest.mark.parametrize("seed", [None, 0, 5, -1])
 def test_workers_know_whether_the_client_chose_the_seed(seed: int | None) -> None:
     """For all choices: an answer of which nobody has the seed need not come again."""
-    tokenizer, limits = load_tokenizer(resolve_model("dry-run")), ModelLimits(max_model_len=200, vocab_size=200)
-    params = sampling_params(CompletionBody(prompt="x", n=2, seed=seed), tokenizer, limits, 1)
+    limits = ModelLimits(max_model_len=200, vocab_size=200)
+    params = sampling_params(CompletionBody(prompt="x", n=2, seed=seed), limits, 1)
     for index in range(2):
         assert for_choice(params, index).seed_is_drawn is (seed is None)
 

@@ -27,6 +27,17 @@ with_tools = pytest.mark.wing("router.tools")
 WINGS = {  # of fields that the core does not have
     **dict.fromkeys(("response_format", "structured_outputs"), in_format),
     **dict.fromkeys(("tools", "tool_choice", "parallel_tool_calls"), with_tools),
+    **dict.fromkeys(
+        (
+            "presence_penalty",
+            "frequency_penalty",
+            "repetition_penalty",
+            "logit_bias",
+            "allowed_token_ids",
+            "bad_words",
+        ),
+        pytest.mark.wing("router.logit_rules"),
+    ),
 }
 
 

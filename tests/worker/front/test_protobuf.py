@@ -22,8 +22,7 @@ from common.token_ids import pack_ids
 from engine.request import FinishReason, Request, RequestId, SamplingParams, TokenLogprobs
 from kvstore.transports.unix_socket import pack
 from protos import types_pb2 as pb
-from router.api.sampling import sampling_params as client_sampling_params
-from router.api.schemas import CompletionBody
+from router.features import COMPLETION_BODY, Features
 from router.workers.model_workers import ModelLimits
 from worker.engine_process.process import REQUEST_FIELDS
 from worker.front.drain import Drain
@@ -54,6 +53,7 @@ SAMPLING: dict[str, Any] = {
     "prompt_logprobs": 20,
     "pooling": "mean",
 }
+NOT_CLIENTS = {"grammar", "prompt_logprobs", "pooling", "seed_is_drawn"}  # what becomes of other fields
 MESSAGE = pb.SamplingParams(
     **{
         **SAMPLING,
@@ -102,15 +102,14 @@ def test_every_field_of_a_request_reaches_the_engine_process() -> None:
     assert not lost, f"lost between Submit and Request: {lost}"
 
 
+@pytest.mark.wing("router.logit_rules")
 def test_clients_can_set_every_sampling_field() -> None:
-    body = CompletionBody(
-        prompt="x", logprobs=5, echo=True, max_tokens=100, min_tokens=3, temperature=0.5, top_p=0.25, top_k=7,
-        min_p=0.125, presence_penalty=-1.5, frequency_penalty=1.5, repetition_penalty=1.25, seed=9, ignore_eos=True,
-        stop_token_ids=[4, 5], logit_bias={"6": -2.5}, allowed_token_ids=[8, 9], bad_words=["bad"],
-        num_speculative_tokens=5,
-    )  # fmt: skip
-    tokenizer = load_tokenizer(resolve_model("dry-run"))
-    message = client_sampling_params(body, tokenizer, ModelLimits(max_model_len=200, vocab_size=200), 1, "regex:a")
+    fields = {name: value for name, value in SAMPLING.items() if name not in NOT_CLIENTS} | {
+        "prompt": "x", "logprobs": 5, "echo": True, "stop_token_ids": [4, 5], "seed": 9, "logit_bias": {"6": -2.5},
+        "allowed_token_ids": [8, 9], "bad_words": ["bad"],
+    }  # fmt: skip
+    tokenizer, limits = load_tokenizer(resolve_model("dry-run")), ModelLimits(max_model_len=200, vocab_size=200)
+    message = Features(grammar="regex:a").sampling(COMPLETION_BODY.model_validate(fields), tokenizer, limits, [1])
     apart = {"pooling", "seed_is_drawn"}  # no completion's, and not where there is a seed
     missing = names_of(message) - {field.name for field, _ in message.ListFields()} - apart
     assert not missing, f"router/api/sampling.py does not set {missing} from the schema in router/api/schemas.py"
