@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import re
 import sys
 import time
-import traceback
 from collections.abc import Callable
-from datetime import UTC, datetime
-from types import TracebackType
 from typing import TextIO
 
-from common.errors import MiniInferError
+from common.wings import has_wing, require_wing
 
 LEVELS = ("debug", "info", "warning", "error")
 LEVEL_HELP = "least severe messages shown"
@@ -46,42 +42,25 @@ class TextFormatter(logging.Formatter):
         return text if request_id in record.message else f"{text} [{request_id}]"
 
 
-class JsonFormatter(logging.Formatter):
-    """Formats a record as one JSON object on one line; an exception is a field, see `traceback_text`."""
-
-    def __init__(self, service: str) -> None:
-        super().__init__()
-        self._service = service
-
-    def format(self, record: logging.LogRecord) -> str:
-        fields = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")[:-6] + "Z",
-            "level": record.levelname,
-            "service": self._service,
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if request_id := getattr(record, "request_id", ""):
-            fields["request_id"] = request_id
-        if record.exc_info and record.exc_info[1] is not None:
-            fields["traceback"] = traceback_text(record.exc_info[1])
-        return json.dumps(fields)
-
-
 def setup_logging(program: str, level: str, log_format: str) -> None:
-    """Send this process's log to stderr, as that of `program`."""
+    """Send this process's log to stderr, as that of `program`. Raises ConfigError for a format that is not here."""
     logging.basicConfig(level=level.upper(), stream=sys.stderr, force=True)
     logging.getLogger("asyncio").setLevel(logging.WARNING)
     logging.getLogger().handlers[0].setFormatter(TextFormatter())
     if log_format == "json":
-        logging.getLogger().handlers[0].setFormatter(JsonFormatter(program))
-        sys.excepthook = _log_uncaught
+        require_wing("common.json_logs", "--log-format json")
+        from common.json_logs.formatter import log_json
+
+        log_json(program)
 
 
 def current_format() -> str:
     """The format that this process logs in."""
-    handlers = logging.getLogger().handlers
-    return "json" if any(isinstance(handler.formatter, JsonFormatter) for handler in handlers) else "text"
+    if not has_wing("common.json_logs"):
+        return "text"
+    from common.json_logs.formatter import logs_json
+
+    return "json" if logs_json() else "text"
 
 
 def write_line(text: str, stream: TextIO) -> None:
@@ -98,37 +77,6 @@ def report_end(program: str, error: Exception) -> None:
         logging.getLogger(program).error("%s", error)
     else:
         print(f"{program}: {error}", file=sys.stderr)
-
-
-def json_line(service: str, text: str) -> str:
-    """A line that `service` wrote, as JSON: a record gets its name, which its own process may not know."""
-    record = _record(text)
-    if record is None:
-        return JsonFormatter(service).format(
-            logging.makeLogRecord({"name": service, "levelname": "INFO", "msg": text})
-        )
-    return json.dumps(record | {"service": service})
-
-
-def message_of(line: str) -> str:
-    """The message of a line that was logged as JSON; any other line as it is."""
-    record = _record(line)
-    return line if record is None else str(record["message"])
-
-
-def _record(line: str) -> dict[str, object] | None:
-    try:
-        record = json.loads(line) if line.startswith("{") else None
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) and "message" in record else None
-
-
-def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if isinstance(error, KeyboardInterrupt):
-        sys.__excepthook__(kind, error, trace)
-    else:
-        logging.getLogger().critical("this process ends: %s", kind.__name__, exc_info=(kind, error, trace))
 
 
 class RateLimit(logging.Filter):
@@ -157,18 +105,3 @@ class RateLimit(logging.Filter):
                 record.msg = f"{record.msg} ({num_left_out} more like this were left out)"
         self._windows[place] = (begin, count + 1)
         return count < self._burst
-
-
-def traceback_text(error: BaseException) -> str:
-    """Format the stack of `error` and its causes. Messages are left out unless they are ours: that of a built-in
-    exception may quote the value that it stumbled over, such as a prompt."""
-    parts: list[str] = []
-    seen: set[int] = set()
-    current: BaseException | None = error
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
-        message = f": {current}" if isinstance(current, MiniInferError) else ""
-        frames = "".join(traceback.format_tb(current.__traceback__))
-        parts.append(f"Traceback (most recent call last):\n{frames}{type(current).__name__}{message}")
-        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
-    return "\n\nwhich came after\n\n".join(parts)

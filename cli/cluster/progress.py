@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
-from common.logging import json_line, write_line
+from common.logging import write_line
+from common.wings import require_wing
 
 
 class StartDisplay:
@@ -14,9 +16,15 @@ class StartDisplay:
 
     def __init__(self, names: list[str], show_logs: bool, log_format: str = "text") -> None:
         self._show_logs = show_logs
-        self._is_json = log_format == "json"
-        self._width = max(len(name) for name in [*names, "serve"])
         self._begin = time.monotonic()
+        width = max(len(name) for name in [*names, "serve"])
+        self._own_line: Callable[[str], str] = lambda text: text
+        self._formatted: Callable[[str, str], str] = lambda name, text: f"{name:<{width}} | {text}"
+        if log_format == "json":
+            require_wing("common.json_logs", "--log-format json")
+            from common.json_logs.formatter import json_line
+
+            self._own_line, self._formatted = partial(json_line, "serve"), json_line
 
     def __enter__(self) -> StartDisplay:
         return self
@@ -49,10 +57,7 @@ class StartDisplay:
 
     def tell(self, text: str) -> None:
         """A line of `serve` itself, which is no service."""
-        write_line(json_line("serve", text) if self._is_json else text, sys.stderr)
+        write_line(self._own_line(text), sys.stderr)
 
     def _write(self, name: str, text: str) -> None:
         write_line(self._formatted(name, text), sys.stderr)
-
-    def _formatted(self, name: str, text: str) -> str:
-        return json_line(name, text) if self._is_json else f"{name:<{self._width}} | {text}"

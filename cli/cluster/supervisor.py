@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 from cli.cluster.service import Display, Service, ServiceSpec
 from common.errors import MiniInferError
-from common.logging import message_of
 from common.net.healthcheck import is_ready
+from common.wings import has_wing
 
 POLL_SECONDS = 0.1
 CHECK_SECONDS = 1.0
@@ -156,7 +156,11 @@ def _death(service: Service, code: int, was_ready: bool) -> str:
     name = service.spec.name
     if was_ready:
         return f"{name} ended ({_exit_text(code)})"
-    reason = next((message_of(line) for line in reversed(service.tail) if line.strip()), "it wrote nothing")
+    reason = next((line for line in reversed(service.tail) if line.strip()), "it wrote nothing")
+    if has_wing("common.json_logs"):
+        from common.json_logs.formatter import message_of
+
+        reason = message_of(reason)
     return f"{name} ended before it was ready ({_exit_text(code)}): {reason}"
 
 

@@ -22,7 +22,8 @@ from common.errors import (
     mapping_for,
     public_message,
 )
-from common.logging import RateLimit, about, traceback_text
+from common.logging import RateLimit, about
+from common.tracebacks import traceback_text
 
 logger = logging.getLogger(__name__)
 logger.addFilter(RateLimit())
