@@ -16,11 +16,10 @@ import os
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 from common.errors import ConfigError
-from common.wings import wing_modules
+from common.wings import has_wing, wing_modules
 
 T = TypeVar("T")
 Rules = Mapping[tuple[str, ...], str]  # names of settings -> the reason of a refusal
@@ -40,21 +39,16 @@ class SettingsParser(argparse.ArgumentParser):
         return parsed
 
     def unrecognized(self, arguments: Sequence[str]) -> NoReturn:
-        """End the program with an error that names the flag that was meant."""
-        self.error(f"unrecognized arguments: {' '.join(arguments)}{self._meant_by(arguments[0])}")
+        """End the program with an error that names the flag that was meant, where the wing of hints is there."""
+        meant = ""
+        if has_wing("common.hints"):
+            from common.hints.flags import meant_by
+
+            meant = meant_by(arguments[0], self._option_string_actions, self.instead)
+        self.error(f"unrecognized arguments: {' '.join(arguments)}{meant}")
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (--help lists all flags)\n")
-
-    def _meant_by(self, argument: str) -> str:
-        known = self._option_string_actions
-        if not argument.startswith("-"):
-            return "; a model is named with --model" if "--model" in known else ""
-        flag = argument.partition("=")[0].replace("_", "-")
-        if flag in self.instead:
-            return f"; {self.instead[flag]}"
-        near = get_close_matches(flag, known, 1, cutoff=0.7)
-        return f"; did you mean {near[0]}?" if near else ""
 
 
 def setting(
@@ -166,17 +160,6 @@ class _Joined(argparse.Action):
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
         setattr(namespace, self.dest, " ".join(values))
-
-
-def misspelt_variables(env: Mapping[str, str], *classes: type[Any]) -> list[str]:
-    """A line on each variable that is no setting's and looks like one."""
-    known = {field.name.upper() for cls in classes for field in dataclasses.fields(cls)}
-    given = {name.removeprefix(ENV_PREFIX) for name in env if name.startswith(ENV_PREFIX)}
-    lines = []
-    for name in sorted(given - known):
-        if near := get_close_matches(name, known, 1, cutoff=0.75):
-            lines.append(f"{ENV_PREFIX}{name} is not read: did you mean {ENV_PREFIX}{near[0]}?")
-    return lines
 
 
 def from_namespace(

@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
-from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
@@ -26,11 +25,6 @@ from router.operator_routes import add_operator_routes
 from router.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
-MAX_GUESSED_PATH = 64  # characters; a longer path is no typo
-# What OpenAI, Anthropic or vLLM serve under /v1: not a misspelt path of ours.
-OTHER_APIS = frozenset(
-    {"responses", "messages", "embeddings", "moderations", "audio", "images", "files", "batches", "rerank", "score"}
-)
 # What adds the routes of each wing that has some; the last one describes those before it.
 ROUTES_OF_WINGS = (
     "router.cluster_state.routes:add_cluster_route",
@@ -121,15 +115,12 @@ def _error_handlers(gateway: Gateway, paths: list[str]) -> dict[Any, Any]:
 
 
 def _no_such_path(path: str, paths: list[str]) -> str:
-    """Say which path is meant: most such requests come from a base URL with /v1 missing, or twice."""
-    if len(path) > MAX_GUESSED_PATH:
+    """What a client is told that asks for a path which is none of `paths`."""
+    if not has_wing("router.path_hints"):
         return "no such path"
-    has_docs = "/docs" in paths
-    if path.startswith("/v1/") and path.split("/")[2] in OTHER_APIS:
-        return f"{path} is not supported by this server yet{'; /docs lists what is' * has_docs}"
-    meant = [known for known in paths if path.endswith(known) or known == f"/v1{path.rstrip('/')}"]
-    near = max(meant, key=len, default=None) or next(iter(get_close_matches(path, paths, 1)), None)
-    return f"no such path; did you mean {near}?" if near else f"no such path{'; /docs lists all' * has_docs}"
+    from router.path_hints.paths import no_such_path
+
+    return no_such_path(path, paths)
 
 
 def _add_model_routes(routes: Routes, gateway: Gateway) -> None:

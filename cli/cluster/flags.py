@@ -37,34 +37,22 @@ SET_BY_CLUSTER: dict[type[Any], tuple[str, ...]] = {
     RouterConfig: ("prefill", "decode", "model", "models", "cluster_token", "metrics_port", "drain_grace_seconds"),
     EngineConfig: ("host_tier_gb",),
 }
+HAS_HINTS = has_wing("cli.hints")
+if HAS_HINTS:
+    from cli.hints.vllm import INSTEAD_OF_VLLM, check_quant_mode
 HAS_AGENT = has_wing("kvstore.tier")
 if HAS_AGENT:
     from kvstore.tier.settings import AgentConfig
 
     GROUPS = (("node agent", AgentConfig), *GROUPS)
     SET_BY_CLUSTER[AgentConfig] = "host", "port", "socket", "cluster_token", "metrics_port", "drain_grace_seconds"
-QUANT_MODE_HELP = {
-    "w8a16": "int8-weight",
-    "int8": "int8-weight",
-    "gptq": "auto, which keeps what a checkpoint has",
-    "awq": "auto, which keeps what a checkpoint has",
-    "fp16": "none, with --dtype float16",
-}
-INSTEAD_OF_VLLM = {
-    "--data-parallel-size": "use --decode, the number of workers",
-    "--quantization": "use --quant-mode",
-    "--enforce-eager": "use --no-use-cuda-graph",
-    "--max-cpu-loras": "use --max-loras, the adapters in memory",
-    "--swap-space": "use --preemption swap and --host-tier-gb",
-    "--enable-chunked-prefill": "prompts are always computed in chunks",
-    "--trust-remote-code": "code of a checkpoint is never run",
-}
 
 
 def build_parser(prog: str = "mini-infer serve") -> argparse.ArgumentParser:
     """All flags of `serve`: its own, the engine's, the router's, the workers' and the agent's."""
     parser = SettingsParser(prog=prog, description=ServeConfig.__doc__, conflict_handler="resolve")
-    parser.instead = INSTEAD_OF_VLLM
+    if HAS_HINTS:
+        parser.instead = INSTEAD_OF_VLLM
     for title, cls in GROUPS:
         add_arguments(parser.add_argument_group(title), cls, without=SET_BY_CLUSTER.get(cls, ()))
     return parser
@@ -77,7 +65,8 @@ def parse_config(
 
     Raises ConfigError.
     """
-    _check_quant_mode(argv, env)
+    if HAS_HINTS:
+        check_quant_mode(argv, env)
     namespace = build_parser().parse_args(argv)
 
     def settings(cls: type[T], **given: Any) -> T:
@@ -137,14 +126,3 @@ def _fit_to_gpus(
     if engine.pp == 1:
         engine = dataclasses.replace(engine, tp=workers.tp)
     return dataclasses.replace(serve, prefill=workers.prefill, decode=workers.decode), engine, workers.reason
-
-
-def _check_quant_mode(argv: Sequence[str], env: Mapping[str, str]) -> None:
-    """A mode of other programs gets an answer that names ours. Raises ConfigError."""
-    known = next(f for f in dataclasses.fields(EngineConfig) if f.name == "quant_mode").metadata["choices"]
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--quant-mode", default=env.get(ENV_PREFIX + "QUANT_MODE", ""))
-    mode = parser.parse_known_args(argv)[0].quant_mode
-    if mode and mode not in known:
-        instead = f"use {QUANT_MODE_HELP[mode]}" if mode in QUANT_MODE_HELP else f"choose one of {', '.join(known)}"
-        raise ConfigError(f"--quant-mode {mode} is not available: {instead}")

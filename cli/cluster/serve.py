@@ -25,7 +25,6 @@ from cli.cluster.plan import ClusterConfig, plan_cluster, workers_of
 from cli.cluster.ports import LOOPBACK, check_port
 from cli.cluster.progress import StartDisplay
 from cli.cluster.supervisor import StartError, Supervisor
-from common.config import misspelt_variables
 from common.errors import ConfigError
 from common.logging import write_line
 from common.model_files import DEFAULT_MODEL_NAME, ModelFiles, resolve_model
@@ -42,8 +41,11 @@ def run(argv: Sequence[str]) -> int:
     check_ports(config)
     model = resolve_model(config.engine.model)
     check_ranks(config, model)
-    for line in misspelt_variables(os.environ, *(cls for _, cls in GROUPS)):
-        print(f"note: {line}", file=sys.stderr)
+    if has_wing("cli.hints"):
+        from cli.hints.variables import misspelt_variables
+
+        for line in misspelt_variables(os.environ, *(cls for _, cls in GROUPS)):
+            print(f"note: {line}", file=sys.stderr)
     if "--use-cuda-graph" in argv and not uses_gpu(config.engine.device):
         print("note: --use-cuda-graph has no effect on a CPU", file=sys.stderr)
     with run_directory() as run_dir:

@@ -2,20 +2,19 @@
 
 import argparse
 import dataclasses
-import re
 import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cli.cluster.flags import GROUPS, INSTEAD_OF_VLLM, build_parser, parse_config
+from cli.cluster.flags import build_parser, parse_config
 from cli.cluster.gpus import Gpus, visible_gpus
 from cli.cluster.placement import Placement, Workers, choose_workers, place
 from cli.cluster.plan import plan_cluster
 from cli.cluster.ports import free_ports
 from cli.cluster.serve import check_ports, placement_lines, ready_message
-from common.config import misspelt_variables, to_argv
+from common.config import to_argv
 from common.errors import ConfigError
 from common.model_files import DEFAULT_MODEL_NAME
 from tests.deploy.settings import SETTINGS, parse
@@ -319,9 +318,6 @@ def test_workers_share_cores_unless_told_how_many(flags, threads):
         (["--tp=0"], "--tp 0: choose 1 to 256"),
         (["--prefill-tp=-1"], "--prefill-tp -1: choose 1 or more"),
         (["--ep=0"], "--ep 0: choose 1 or more"),
-        (["--quant-mode=w8a16"], "use int8-weight"),
-        (["--quant-mode", "w8a16"], "use int8-weight"),
-        (["--quant-mode=fp4"], "choose one of auto, none, int8-weight"),
         (["--block-size=-1"], "--block-size -1"),
         (["--port=99999"], "--port 99999"),
         (["--metrics-port=65535"], "--metrics-port 65535"),
@@ -330,13 +326,6 @@ def test_workers_share_cores_unless_told_how_many(flags, threads):
 def test_settings_that_cannot_work_say_what_to_do(flags, told):
     with pytest.raises(ConfigError, match=told):
         parse_config(flags, {})
-
-
-def test_what_takes_the_place_of_flags_of_vllm_exists():
-    known = build_parser()._option_string_actions
-    for flag, told in INSTEAD_OF_VLLM.items():
-        assert flag not in known
-        assert set(re.findall(r"--[\w-]+", told)) <= known.keys()
 
 
 def test_flags_of_vllm():
@@ -367,12 +356,6 @@ def test_a_host_that_is_not_here_is_not_a_port_that_is_taken(host, told):
         check_ports(plan(f"--host={host}", "--port=0")[0])
 
 
-def test_a_quantization_of_other_programs_in_the_environment():
-    with pytest.raises(ConfigError, match="use int8-weight"):
-        parse_config([], {"MINI_INFER_QUANT_MODE": "w8a16"})
-    assert parse_config(["--quant-mode=none"], {"MINI_INFER_QUANT_MODE": "w8a16"}).engine.quant_mode == "none"
-
-
 def test_ready_message_names_the_model_and_hides_the_key():
     config, _ = plan("--api-key=sesame", "--port=8123", "--served-model-name=it's")
     text = ready_message(config, "real-name")
@@ -382,12 +365,6 @@ def test_ready_message_names_the_model_and_hides_the_key():
     assert "--model" not in text
     assert "--model Qwen/Qwen3-0.6B\n" in ready_message(config, DEFAULT_MODEL_NAME)
     assert (config.serve.prefill, config.serve.decode) == (1, 1)
-
-
-def test_a_misspelt_variable_is_named() -> None:
-    env = {"MINI_INFER_MODLE": "x", "MINI_INFER_QUANT_MODE": "none", "MINI_INFER_IMAGE": "ours:1", "MODLE": "y"}
-    settings = [cls for _, cls in GROUPS]
-    assert misspelt_variables(env, *settings) == ["MINI_INFER_MODLE is not read: did you mean MINI_INFER_MODEL?"]
 
 
 @pytest.mark.parametrize(

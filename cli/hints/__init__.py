@@ -1,0 +1,1 @@
+"""What `serve` tells those who come from other programs, or have misspelt something."""

@@ -1,0 +1,1 @@
+"""Which flag was meant by one that there is not."""

@@ -1,0 +1,1 @@
+"""Which path was meant by one that there is not."""
