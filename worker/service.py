@@ -12,7 +12,6 @@ import logging
 import signal
 import tempfile
 import time
-from collections.abc import Callable
 
 from msgspec.structs import asdict, replace
 
@@ -23,7 +22,6 @@ from common.memory import TRIM_SECONDS, resident, share_one_heap, trim_heap
 from common.net.hosts import with_port
 from common.net.rpc import RpcServer
 from common.version import VERSION
-from common.wings import has_wing
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
 from protos import types_pb2 as pb
@@ -133,7 +131,6 @@ async def _watch(
 ) -> int:
     """Serve until the worker is drained or its engine is gone or hangs for good; returns the exit status."""
     running = asyncio.create_task(front.run())
-    trouble_at = _watch_for_hangs(engine, worker)
     serving, next_trim = True, 0.0
     while True:
         interval = DRAIN_INTERVAL_SECONDS if front.drain.is_active else WATCH_INTERVAL_SECONDS
@@ -149,7 +146,7 @@ async def _watch(
         if front.is_drained:
             break
         try:
-            front.set_trouble(trouble_at(now))
+            front.set_trouble(engine.trouble(now))
         except UnavailableError as error:
             logger.error("this worker ends: %s", error)
             return 1
@@ -166,15 +163,3 @@ async def _watch(
     await asyncio.sleep(0.1)  # let the last reports leave
     running.cancel()
     return 0
-
-
-def _watch_for_hangs(engine: EngineClient, worker: WorkerConfig) -> Callable[[float], str | None]:
-    """What says, a few times a second, why a serving engine is out of service; None: it is not.
-
-    Raises UnavailableError when it hangs for good.
-    """
-    if not has_wing("worker.hangs"):
-        return lambda now: None
-    from worker.hangs.engine_watch import EngineWatch
-
-    return EngineWatch(worker, engine.pid, engine.heartbeat).trouble

@@ -1,1 +1,1 @@
-"""The engine process of a worker: its loop and its heartbeat."""
+"""The engine process of a worker: its start and its loop."""

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 
 from common.errors import MiniInferError
 from common.logging import setup_logging
@@ -19,7 +20,6 @@ from engine.start_progress import OnProgress, no_progress
 from kvstore.handle.handle import HandleWriter
 from kvstore.pool.block_hash import HASH_VERSION
 from worker.config import WorkerConfig
-from worker.engine_process.heartbeat import Heartbeat
 from worker.engine_process.process import EngineProcess
 from worker.frames import FrameSocket
 from worker.kv.kv_leases import KvLeases, PromptLeases
@@ -35,18 +35,17 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point of the process; the front passes the descriptor of its socket."""
     parser = argparse.ArgumentParser(prog="worker.engine_process.main")
     parser.add_argument("--fd", type=int, required=True)
-    parser.add_argument("--heartbeat-fd", type=int, required=True)
+    parser.add_argument("--heartbeat-fd", type=int)
     args = parser.parse_args(argv)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front decides when to stop
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     link = FrameSocket(socket.socket(fileno=args.fd))
-    heartbeat = Heartbeat(args.heartbeat_fd)
-    os.close(args.heartbeat_fd)
+    beat = _heartbeat(args.heartbeat_fd)
     try:
         [start] = link.receive(60.0)
         assert isinstance(start, Start)  # the front sends it first, and waits
         setup_logging("engine", start.worker.log_level, start.worker.log_format)
-        process = _start(link, start, heartbeat)
+        process = _start(link, start, beat)
         process.run()
     except ConnectionError:
         logger.warning("the worker's front is gone: exiting")
@@ -60,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _start(link: FrameSocket, start: Start, heartbeat: Heartbeat) -> EngineProcess:
+def _start(link: FrameSocket, start: Start, beat: Callable[[], None]) -> EngineProcess:
     config, worker = start.engine, start.worker
     memory = SharedPoolMemory(worker)
     cores = None
@@ -72,7 +71,7 @@ def _start(link: FrameSocket, start: Start, heartbeat: Heartbeat) -> EngineProce
     if cores is not None and parts.device != "cpu":
         cores.close()
         cores = None
-    parts.runner.tell_of_work(heartbeat.beat)
+    parts.runner.tell_of_work(beat)
     if config.num_ranks > 1:
         parts.runner.watch_ranks(_end_process)
     gc.collect()
@@ -89,7 +88,18 @@ def _start(link: FrameSocket, start: Start, heartbeat: Heartbeat) -> EngineProce
     info = _engine_info(parts, memory, [] if config.stage_address else memory.transports)  # of all layers, or none
     link.send(Ready(info, memory.socket_paths, memory.needs_staging, memory.descriptions))
     adjust_cores = None if cores is None else cores.adjust
-    return EngineProcess(link, parts, leases, prompt_leases, loads, heartbeat, adjust_cores)
+    return EngineProcess(link, parts, leases, prompt_leases, loads, beat, adjust_cores)
+
+
+def _heartbeat(descriptor: int | None) -> Callable[[], None]:
+    """What says that this process makes progress, to a front that watches for hangs."""
+    if descriptor is None:
+        return lambda: None
+    from worker.hangs.heartbeat import Heartbeat
+
+    heartbeat = Heartbeat(descriptor)
+    os.close(descriptor)
+    return heartbeat.beat
 
 
 def _start_reports() -> OnProgress:

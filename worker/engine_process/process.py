@@ -20,7 +20,6 @@ from engine.assembly import EngineParts
 from engine.request import FinishReason, Request, RequestId, RequestOutput
 from engine.scheduled_step import StepStats
 from worker.engine_process.engine_figures import add_figures
-from worker.engine_process.heartbeat import Heartbeat
 from worker.engine_process.open_request import OpenRequest
 from worker.frames import FrameSocket
 from worker.kv.kv_leases import KvLeases, PromptLeases
@@ -62,10 +61,13 @@ class EngineProcess:
         leases: KvLeases,
         prompt_leases: PromptLeases,
         loads: KvLoads,
-        heartbeat: Heartbeat,
+        beat: Callable[[], None],
         adjust_cores: Callable[[bool], None] | None = None,
     ) -> None:
-        """adjust_cores: called before each step, with whether there is work."""
+        """beat: says that the loop makes progress.
+
+        adjust_cores: called before each step, with whether there is work.
+        """
         self._link = link
         self._parts = parts
         self._engine = parts.engine
@@ -73,7 +75,7 @@ class EngineProcess:
         self._leases = leases
         self._prompt_leases = prompt_leases
         self._loads = loads
-        self._heartbeat = heartbeat
+        self._beat = beat
         self._adjust_cores = adjust_cores
         self._open: dict[RequestId, OpenRequest] = {}
         self._report = StepReport()  # of this turn
@@ -91,7 +93,7 @@ class EngineProcess:
         while not self._stopping:
             for message in self._link.receive(wait):
                 self._receive(message)
-            self._heartbeat.beat()
+            self._beat()
             num_steps = self._engine.num_steps
             self._send_report(self._step())
             wait = self._next_wait(stepped=self._engine.num_steps != num_steps)
@@ -105,7 +107,7 @@ class EngineProcess:
         if self._adjust_cores is not None:
             self._adjust_cores(self._engine.has_work())
         outcome = self._engine.step(partial(self._loads.start, requests=self._open, report=self._report, now=now))
-        self._heartbeat.beat()
+        self._beat()
         self._loads.start_after_steps(outcome.loads, self._open, self._report, now)
         for new in outcome.plan.new:
             entry = self._open.get(new.request_id)

@@ -9,15 +9,19 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from common.errors import ConfigError, TransferError, UnavailableError
 from common.wings import has_wing
 from kvstore.transports.unix_socket import pack
 from worker.config import WorkerConfig
-from worker.engine_process.heartbeat import Heartbeat
 from worker.frames import SOCKET_BUFFER_BYTES, read_message
 from worker.messages import Failed, Ready, Start, StepReport, Stop, ToEngine
+
+if TYPE_CHECKING:
+    from worker.hangs.engine_watch import EngineWatch
 
 logger = logging.getLogger(__name__)
 STOP_SECONDS = 5.0
@@ -31,7 +35,7 @@ class EngineClient:
     """One child process with an engine. `start`, then `reports` until it ends."""
 
     ready: Ready
-    heartbeat: Heartbeat
+    _watch: EngineWatch | None  # for hangs, where that wing is there
     _process: asyncio.subprocess.Process
     _reader: asyncio.StreamReader
     _writer: asyncio.StreamWriter
@@ -39,33 +43,41 @@ class EngineClient:
     @classmethod
     async def start(cls, start: Start) -> EngineClient:
         """Start the child and wait until its model is loaded. Raises ConfigError with its reason when it can't."""
+        watch = _watch_for_hangs(start.worker)
         ours, theirs = socket.socketpair()
-        heartbeat_fd = Heartbeat.create_memory()
-        with theirs, os.fdopen(heartbeat_fd, "rb+"):
-            heartbeat = Heartbeat(heartbeat_fd)
+        with theirs, nullcontext() if watch is None else watch.memory:
+            descriptors = {"fd": theirs.fileno()}
+            if watch is not None:
+                descriptors["heartbeat-fd"] = watch.memory.fileno()
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
                 "worker.engine_process.main",
-                f"--fd={theirs.fileno()}",
-                f"--heartbeat-fd={heartbeat_fd}",
-                pass_fds=[theirs.fileno(), heartbeat_fd],
+                *(f"--{name}={number}" for name, number in descriptors.items()),
+                pass_fds=[*descriptors.values()],
                 stdin=asyncio.subprocess.DEVNULL,
                 env=SPIN_COUNT | os.environ,
             )
         reader, writer = await asyncio.open_unix_connection(sock=ours, limit=SOCKET_BUFFER_BYTES)
         writer.write(pack(start))
         try:
-            first = await _first_message(reader, process, start.worker)
+            first = await _first_message(reader, process, watch)
         except BaseException:  # Ctrl-C and cancelled tasks, too: what was opened must not stay open
             writer.close()
             raise
-        return cls(first, heartbeat, process, reader, writer)
+        return cls(first, watch, process, reader, writer)
 
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    def trouble(self, now: float) -> str | None:
+        """Say, a few times a second, why a serving engine is out of service; None: it is not.
+
+        Raises UnavailableError when it hangs for good.
+        """
+        return None if self._watch is None else self._watch.trouble(now)
 
     async def reports(self) -> AsyncIterator[StepReport]:
         """Yield the engine process's reports. Raises UnavailableError when it is gone."""
@@ -96,17 +108,21 @@ class EngineClient:
         self._writer.close()
 
 
+def _watch_for_hangs(config: WorkerConfig) -> EngineWatch | None:
+    if not has_wing("worker.hangs"):
+        return None
+    from worker.hangs.engine_watch import EngineWatch
+
+    return EngineWatch(config)
+
+
 async def _first_message(
-    reader: asyncio.StreamReader, process: asyncio.subprocess.Process, config: WorkerConfig
+    reader: asyncio.StreamReader, process: asyncio.subprocess.Process, watch: EngineWatch | None
 ) -> Ready:
     """Wait for an engine that loads; it is ended unless it gets ready. Raises ConfigError with the reason."""
     reading = read_message(reader)
-    if has_wing("worker.hangs"):
-        from worker.hangs.engine_watch import unless_idle
-
-        reading = unless_idle(reading, process.pid, config)
     try:
-        first = await reading
+        first = await (reading if watch is None else watch.unless_idle(reading, process.pid))
     except (asyncio.CancelledError, ConfigError):
         process.kill()
         await process.wait()

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from common.errors import ConfigError, UnavailableError
 from worker.config import WorkerConfig
-from worker.engine_process.heartbeat import Heartbeat
+from worker.hangs.heartbeat import Heartbeat
 from worker.hangs.liveness import ProgressWatch, StartWatch, sample_process, sample_work
 from worker.hangs.settings import HangSettings
 
@@ -20,37 +20,39 @@ IDLE_BEAT_SECONDS = 0.6  # an idle engine's heart beats twice a second: until th
 HUNG_EXIT_SECONDS = 60.0  # an engine that has hung for so long is not waited for: a new process is better
 
 
-async def unless_idle(message: Coroutine[None, None, T], pid: int, config: WorkerConfig) -> T:
-    """Await the first message of an engine that loads. Raises ConfigError when its process does nothing."""
-    stall_seconds = config.of(HangSettings).start_stall_seconds
-    reading = asyncio.create_task(message)
-    watch = StartWatch()
-    last = time.monotonic()
-    try:
-        while not reading.done():
-            await asyncio.wait([reading], timeout=START_WATCH_SECONDS)
-            now = time.monotonic()
-            elapsed, last = min(now - last, 2 * START_WATCH_SECONDS), now  # not time that this process slept
-            if not reading.done() and watch.idle_seconds(sample_work(pid), elapsed) >= stall_seconds:
-                raise ConfigError(
-                    f"the engine process has done nothing for {stall_seconds:.0f} s while loading: its files, "
-                    "its GPU or a peer of its group may hang (--start-stall-seconds)"
-                )
-        return reading.result()
-    finally:
-        reading.cancel()
-
-
 class EngineWatch:
-    """Call `trouble` a few times a second while the engine serves."""
+    """Of one engine process: `unless_idle` while it loads, then `trouble` a few times a second."""
 
-    def __init__(self, config: WorkerConfig, pid: int, heartbeat: Heartbeat) -> None:
-        self._progress = ProgressWatch(config.of(HangSettings).stall_seconds)
-        self._pid = pid
-        self._heartbeat = heartbeat
-        self._last = time.monotonic()
+    def __init__(self, config: WorkerConfig) -> None:
+        self.memory = Heartbeat.create_memory()  # for the process to map, and for the caller to close
+        self._heartbeat = Heartbeat(self.memory.fileno())
+        self._settings = config.of(HangSettings)
+        self._progress = ProgressWatch(self._settings.stall_seconds)
+        self._pid = 0
+        self._last = 0.0
         self._silent_seconds = 0.0
         self._hung_seconds = 0.0
+
+    async def unless_idle(self, message: Coroutine[None, None, T], pid: int) -> T:
+        """Await the first message of an engine that loads. Raises ConfigError when its process does nothing."""
+        stall_seconds = self._settings.start_stall_seconds
+        reading = asyncio.create_task(message)
+        watch = StartWatch()
+        self._pid, self._last = pid, time.monotonic()
+        try:
+            while not reading.done():
+                await asyncio.wait([reading], timeout=START_WATCH_SECONDS)
+                now = time.monotonic()
+                # Not time that this process slept.
+                elapsed, self._last = min(now - self._last, 2 * START_WATCH_SECONDS), now
+                if not reading.done() and watch.idle_seconds(sample_work(pid), elapsed) >= stall_seconds:
+                    raise ConfigError(
+                        f"the engine process has done nothing for {stall_seconds:.0f} s while loading: its files, "
+                        "its GPU or a peer of its group may hang (--start-stall-seconds)"
+                    )
+            return reading.result()
+        finally:
+            reading.cancel()
 
     def trouble(self, now: float) -> str | None:
         """Say why the engine is out of service; None: it is not. Raises UnavailableError when it hangs for good."""

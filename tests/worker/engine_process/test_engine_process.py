@@ -16,7 +16,7 @@ from worker.messages import StepReport, Stop, Submit
 
 
 class Peers:
-    """No leases, no exports, no loads, no heartbeat."""
+    """No leases, no exports, no loads."""
 
     num_open = 0
 
@@ -41,9 +41,6 @@ class Peers:
     start_after_steps = start
 
     def close(self) -> None:
-        pass
-
-    def beat(self) -> None:
         pass
 
 
@@ -78,7 +75,7 @@ def test_the_pool_is_checked_when_no_request_waits_for_it(monkeypatch: pytest.Mo
     checks: list[tuple[float, int]] = []
     monkeypatch.setattr(time, "monotonic", lambda: link.now)
     monkeypatch.setattr(parts.engine.kv.pool, "check_integrity", lambda: checks.append((link.now, len(link.reports))))
-    process = EngineProcess(link, parts, peers, peers, peers, peers)  # type: ignore[arg-type]
+    process = EngineProcess(link, parts, peers, peers, peers, lambda: None)  # type: ignore[arg-type]
     process.run()
     ends = [delta.request_id for report in link.reports for delta in report.deltas if delta.finish_reason]
     assert ends == ["a", "b", "c"]
@@ -89,6 +86,6 @@ def test_overdue_requests_are_served_first_and_those_without_objective_last() ->
     parts = assemble(EngineConfig("dry-run", num_gpu_blocks=64, max_num_seqs=1))
     come = [submit("plain"), submit("due", 0.5), submit("overdue", -60.0)]
     link, peers = Link([come, [Stop()]]), Peers()
-    EngineProcess(link, parts, peers, peers, peers, peers).run()  # type: ignore[arg-type]
+    EngineProcess(link, parts, peers, peers, peers, lambda: None).run()  # type: ignore[arg-type]
     ends = [delta.request_id for report in link.reports for delta in report.deltas if delta.finish_reason]
     assert ends == ["overdue", "due", "plain"]

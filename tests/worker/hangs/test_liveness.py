@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -169,8 +167,8 @@ async def test_an_engine_that_does_nothing_while_it_loads_is_ended(monkeypatch: 
 
 def test_a_worker_ends_when_its_engine_hangs_for_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_watch, "sample_process", lambda pid: {"1": ThreadSample("T", 0.0, 0.0)})
-    heartbeat: Any = SimpleNamespace(read=lambda: 1)
-    watch = engine_watch.EngineWatch(WorkerConfig(), 1, heartbeat)
+    watch = engine_watch.EngineWatch(WorkerConfig())
+    watch.memory.close()
     began = time.monotonic()
     found = [watch.trouble(began + 0.25 * look) for look in range(1, 200)]
     assert found[0] is None

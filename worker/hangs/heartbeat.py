@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from typing import BinaryIO
 
 COUNTER_BYTES = 8
 
@@ -20,11 +21,11 @@ class Heartbeat:
         self._count = 0
 
     @staticmethod
-    def create_memory() -> int:
-        """Create the memory; return a descriptor to map on both sides, which the caller closes."""
-        descriptor = os.memfd_create("mini-infer-heartbeat", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, COUNTER_BYTES)
-        return descriptor
+    def create_memory() -> BinaryIO:
+        """Create the memory, to be mapped on both sides; the caller closes it."""
+        memory = os.fdopen(os.memfd_create("mini-infer-heartbeat", os.MFD_CLOEXEC), "rb+")
+        memory.truncate(COUNTER_BYTES)
+        return memory
 
     def beat(self) -> None:
         self._count += 1
