@@ -16,9 +16,9 @@ from kvstore.handle.handle import HandleWriter, KvHandle, PeerLease
 from kvstore.layout import PoolGeometry
 from kvstore.pool.block_pool import BlockPool
 from kvstore.pool.leases import Lease, LeaseTable
-from kvstore.transports.service import KvTransferService, PoolView
 from kvstore.transports.staging import StagingTable
 from kvstore.transports.tcp.block_server import BlockServer
+from kvstore.transports.tcp.service import PoolView, TcpTransferService
 from kvstore.types import BlockId, Epoch, LeaseId
 from protos import kvstore_pb2_grpc
 from worker.config import WorkerConfig
@@ -45,9 +45,9 @@ class Owner:
 
     async def start(self) -> None:
         staging = self._staging if self._memory.needs_staging else None
-        view, sender = PoolView(self._memory.socket_paths[0], staging), BlockServer("127.0.0.1")
-        service = KvTransferService(
-            [view], sender, self._mirror, self._renewed, self._released, self._memory.descriptions
+        view, sender = PoolView(self._memory.socket_paths[0]), BlockServer("127.0.0.1")
+        service = TcpTransferService(
+            sender, [view], self._mirror, self._renewed, self._released, staging, self._memory.descriptions
         )
         self._server.add(
             kvstore_pb2_grpc.add_KvTransferServicer_to_server, service, "mini_infer.v1.KvTransfer"

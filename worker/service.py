@@ -90,7 +90,7 @@ async def _serve(role: str, settings: Start, run_dir: str) -> int:
         return 0
     try:
         info = pb.WorkerInfo(worker_id=worker.worker_id, role=role, version=VERSION, **asdict(engine.ready.info))
-        leases, staging, sender = add_kv_service(server, engine, worker)
+        leases, staging, kv_service = add_kv_service(server, engine, worker)
         front = WorkerFront(engine, leases, info, staging)
         metrics = WorkerMetrics(front)
         if worker.metrics_port:
@@ -100,8 +100,7 @@ async def _serve(role: str, settings: Start, run_dir: str) -> int:
         await server.set_serving(True)
         logger.info("%s ready on %s in %.1f s", worker.worker_id, server.address, time.monotonic() - began)
         status = await _watch(server, front, engine, worker, stopping, logger)
-        if sender is not None:
-            sender.close()
+        kv_service.close()
     finally:
         await engine.stop()
     await server.stop(STOP_SECONDS)

@@ -1,9 +1,8 @@
 """Hands out descriptors of a pool over a Unix socket, from a small thread of the pool's owner.
 
 A client that can open the socket (a process of the owner's user) gets one frame, {"pool": PoolInfo}, with one
-descriptor. Then the connection ends, or is held: its end tells the client that the owner is gone, however that came.
-The server reads nothing, so there is nothing to send it; one client is served at a time, and one that does not read
-is dropped.
+descriptor. Then the connection ends. The server reads nothing, so there is nothing to send it; one client is served
+at a time, and one that does not read is dropped.
 """
 
 from __future__ import annotations
@@ -12,27 +11,24 @@ import contextlib
 import os
 import socket
 import threading
-from collections import deque
 from pathlib import Path
 
 from common.errors import TransferError
 from kvstore.handle.pool_info import PoolInfo, info_from_wire, info_to_wire
 from kvstore.transports.listening import accepted
-from kvstore.transports.unix_socket import UnixListener, connect_unix, has_gone, recv_frame, send_frame
+from kvstore.transports.unix_socket import UnixListener, connect_unix, recv_frame, send_frame
 
 MAX_INFO_BYTES = 1 << 16
 SEND_TIMEOUT_SECONDS = 1.0
-MAX_HELD = 256
 
 
 class DescriptorServer:
     """Serves `fd`, which becomes the server's, until `close`.
 
-    `holds`: connections stay open until the server closes or the client goes (the oldest beyond MAX_HELD is closed).
     Raises ConfigError when the socket path cannot be used.
     """
 
-    def __init__(self, socket_path: Path, info: PoolInfo, fd: int, holds: bool = False) -> None:
+    def __init__(self, socket_path: Path, info: PoolInfo, fd: int) -> None:
         self.socket_path = socket_path
         self._message = {"pool": info_to_wire(info)}
         self._fd = fd
@@ -41,8 +37,6 @@ class DescriptorServer:
         except BaseException:  # Ctrl-C and cancelled tasks, too: what was opened must not stay open
             os.close(self._fd)
             raise
-        self._holds = holds
-        self._held: deque[socket.socket] = deque()
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="kv-descriptors", daemon=True)
         self._thread.start()
@@ -56,8 +50,6 @@ class DescriptorServer:
             self._listener.sock.shutdown(socket.SHUT_RDWR)  # wakes accept()
         self._thread.join()
         self._listener.close()
-        while self._held:
-            self._held.popleft().close()
         os.close(self._fd)
 
     def _serve(self) -> None:
@@ -67,21 +59,12 @@ class DescriptorServer:
                 send_frame(client, self._message, [self._fd])
             except OSError:  # the client went away, or does not read
                 client.close()
-                continue
-            if self._holds:
-                self._hold(client)
             else:
-                client.close()
+                self.served(client)
 
-    def _hold(self, client: socket.socket) -> None:
-        for other in list(self._held):
-            if has_gone(other):
-                self._held.remove(other)
-                other.close()
-        client.setblocking(False)  # with a timeout `has_gone` would wait for it, and take its end for the client's
-        self._held.append(client)
-        if len(self._held) > MAX_HELD:
-            self._held.popleft().close()
+    def served(self, client: socket.socket) -> None:
+        """End a connection on which everything was sent."""
+        client.close()
 
 
 def fetch_pool(socket_path: str, timeout_seconds: float) -> tuple[PoolInfo, int]:
@@ -89,22 +72,19 @@ def fetch_pool(socket_path: str, timeout_seconds: float) -> tuple[PoolInfo, int]
 
     Raises UnavailableError (no server), TransferError or HandshakeError (not such a server).
     """
-    info, fd, connection = fetch_pool_held(socket_path, timeout_seconds)
-    connection.close()
-    return info, fd
+    with connect_unix(socket_path, timeout_seconds) as sock:
+        return receive_pool(sock)
 
 
-def fetch_pool_held(socket_path: str, timeout_seconds: float) -> tuple[PoolInfo, int, socket.socket]:
-    """Like `fetch_pool`, but return the connection too, for the caller to close: it ends with the server."""
-    sock = connect_unix(socket_path, timeout_seconds)
+def receive_pool(sock: socket.socket) -> tuple[PoolInfo, int]:
+    """Receive what a DescriptorServer sends, as `fetch_pool`."""
     fds: list[int] = []
     try:
         message, fds = recv_frame(sock, MAX_INFO_BYTES, max_fds=1)
         if not isinstance(message, dict) or "pool" not in message or len(fds) != 1:
             raise TransferError("the Unix socket does not hand out a KV pool")
-        return info_from_wire(message["pool"]), fds[0], sock
+        return info_from_wire(message["pool"]), fds[0]
     except BaseException:  # Ctrl-C and cancelled tasks, too: what was opened must not stay open
-        sock.close()
         for fd in fds:
             os.close(fd)
         raise

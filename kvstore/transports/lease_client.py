@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -32,12 +31,12 @@ class LeaseClient:
         request = kvstore_pb2.LeaseRequest(
             lease_id=lease.lease_id, epoch=lease.epoch, lease_seconds=lease.lease_seconds
         )
-        return bool(self._call(self._stub(lease.kv_address).Renew, request).held)
+        return bool(self.call(lease.kv_address, "Renew", request).held)
 
     def release(self, lease: PeerLease) -> bool:
         """Release a lease; False when there was none. Raises UnavailableError."""
         request = kvstore_pb2.LeaseRequest(lease_id=lease.lease_id, epoch=lease.epoch)
-        return bool(self._call(self._stub(lease.kv_address).Release, request).held)
+        return bool(self.call(lease.kv_address, "Release", request).held)
 
     def stage(self, shard: PeerShard, first: int, deadline_seconds: float) -> list[BlockId]:
         """Have the lease's blocks from position `first` on copied to the peer's shared memory; returns their rows.
@@ -45,31 +44,20 @@ class LeaseClient:
         Raises UnavailableError, or TransferError when the peer cannot.
         """
         request = kvstore_pb2.StageRequest(lease_id=shard.lease_id, epoch=shard.epoch, rank=shard.rank, first=first)
-        rows = self._call(self._stub(shard.address.kv_address).Stage, request, deadline_seconds).rows
+        rows = self.call(shard.address.kv_address, "Stage", request, deadline_seconds).rows
         if len(rows) != len(shard.block_ids) - first:
             raise TransferError("the peer has staged another lease")
         return [BlockId(row) for row in rows]
 
-    def read(self, shard: PeerShard, positions: Sequence[int], deadline_seconds: float) -> tuple[bytes, int]:
-        """Ask for blocks of the lease: the ticket, and the port at which it is good.
-
-        Raises UnavailableError, or TransferError when the peer refuses.
-        """
-        request = kvstore_pb2.ReadRequest(
-            lease_id=shard.lease_id, epoch=shard.epoch, positions=positions, rank=shard.rank
-        )
-        reply = self._call(self._stub(shard.address.kv_address).Read, request, deadline_seconds)
-        return reply.ticket, reply.port
-
     def describe(self, shard: PeerShard, transport: str) -> bytes:
         """What the peer's transport tells only those with the token. Raises UnavailableError, TransferError."""
         request = kvstore_pb2.DescribeTransportRequest(epoch=shard.epoch, transport=transport)
-        return bytes(self._call(self._stub(shard.address.kv_address).DescribeTransport, request).description)
+        return bytes(self.call(shard.address.kv_address, "DescribeTransport", request).description)
 
-    def _call(self, rpc: Any, request: Any, seconds: float = CALL_SECONDS) -> Any:
+    def call(self, address: str, method: str, request: Any, seconds: float = CALL_SECONDS) -> Any:
         """Call a peer. Raises UnavailableError when it cannot be reached in time, else TransferError."""
         try:
-            return rpc(request, timeout=seconds, metadata=self._metadata)
+            return getattr(self._stub(address), method)(request, timeout=seconds, metadata=self._metadata)
         except grpc.RpcError as error:
             status: grpc.StatusCode = error.code()
             if status in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):

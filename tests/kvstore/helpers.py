@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 import numpy as np
@@ -24,7 +24,7 @@ from kvstore.transports.client import KvClient
 from kvstore.transports.descriptor_server import DescriptorServer
 from kvstore.transports.host_pull import BlockPull, Blocks, SourcePart
 from kvstore.transports.lease_client import LeaseClient
-from kvstore.transports.service import BlockSender, KvTransferService, PoolView
+from kvstore.transports.service import KvTransferService
 from kvstore.transports.shared_memory import blocks_over, create_memfd, map_fd, reopen_read_only
 from kvstore.transports.shm.reader import ShmReader
 from kvstore.transports.staging import StagingTable
@@ -75,15 +75,6 @@ class Owner:
         os.close(self.fd)
 
 
-def open_sender() -> BlockSender | None:
-    """What sends blocks by TCP; None without that wing."""
-    if not HAS_TCP:
-        return None
-    from kvstore.transports.tcp.block_server import BlockServer
-
-    return BlockServer("127.0.0.1")
-
-
 class Front:
     """Pools behind one KvTransfer service. What the engine would be told is written down."""
 
@@ -91,12 +82,23 @@ class Front:
         self.owners = owners
         self.leases = LeaseTable(owners[0].epoch)
         self.told: list[tuple[str, str]] = []
+        self._views: list[Any] = []  # of the pools
         self.server = RpcServer("127.0.0.1", 0, token)
-        self.sender = open_sender()
-        self._pools = [PoolView(str(owner.socket), staging) for owner in owners]
-        self.service = KvTransferService(self._pools, self.sender, self.leases, self._renewed, self._released)
+        self.service = self._service(staging)
         adder = kvstore_pb2_grpc.add_KvTransferServicer_to_server
         self.server.add(adder, self.service, "mini_infer.v1.KvTransfer")
+
+    def _service(self, staging: StagingTable | None) -> KvTransferService:
+        """One that sends blocks by TCP, with that wing."""
+        arguments = self.leases, self._renewed, self._released, staging
+        if not HAS_TCP:
+            return KvTransferService(*arguments)
+        from kvstore.transports.tcp.block_server import BlockServer
+        from kvstore.transports.tcp.service import PoolView, TcpTransferService
+
+        pools = [PoolView(str(owner.socket)) for owner in self.owners]
+        self._views += pools
+        return TcpTransferService(BlockServer("127.0.0.1"), pools, *arguments)
 
     def adopt(self, block_ids: Sequence[int], seconds: float = 60.0) -> None:
         """Know of a lease."""
@@ -115,10 +117,9 @@ class Front:
 
     async def __aexit__(self, *_: object) -> None:
         await self.server.stop(0)
-        if self.sender is not None:
-            self.sender.close()
-        for pool in self._pools:
-            pool.close()
+        self.service.close()
+        for view in self._views:
+            view.close()
         for owner in self.owners:
             owner.close()
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
+from common.wings import has_wing
 from kvstore.handle.handle import PeerLease, open_handle
 from kvstore.layout import PoolGeometry, Shard, full_attention, latent_attention
 from kvstore.pool.leases import new_epoch
-from kvstore.transports.descriptor_server import DescriptorServer
 from kvstore.transports.shared_memory import reopen_read_only
 from tests.kvstore.helpers import Front, Owner, as_handle, with_address
 
@@ -56,10 +57,14 @@ class Ranks(Front):
             owners.append(owner)
         super().__init__(owners)
         self.epoch = epoch
-        self.device_servers = [
-            DescriptorServer(folder / f"{rank}.cuda.sock", owner.info, reopen_read_only(owner.fd), holds=True)
-            for rank, owner in enumerate(owners)
-        ]
+        self.device_servers: list[Any] = []
+        if has_wing("kvstore.transports.cuda_ipc"):
+            from kvstore.transports.cuda_ipc.held_server import HeldServer
+
+            self.device_servers = [
+                HeldServer(folder / f"{rank}.cuda.sock", owner.info, reopen_read_only(owner.fd))
+                for rank, owner in enumerate(owners)
+            ]
 
     def lease(self, block_ids: list[int], transport: str) -> PeerLease:
         """As a reader gets it, through its bytes."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from kvstore.transports.cuda_ipc.held_server import HeldServer
 from kvstore.transports.cuda_ipc.reader import NAME, CudaIpcReader
-from kvstore.transports.descriptor_server import DescriptorServer
 from kvstore.transports.lease_client import LeaseClient
 from kvstore.transports.transport import LocalPool, OwnWorker, Transport
 from worker.cuda_ipc.mapped_pulls import MappedPulls
@@ -22,7 +22,7 @@ class CudaIpcTransport(Transport):
 
     def __init__(self, worker: OwnWorker) -> None:
         super().__init__(worker)
-        self._servers: list[DescriptorServer] = []
+        self._servers: list[HeldServer] = []
 
     def reader(self, pool: LocalPool, leases: LeaseClient) -> CudaIpcReader | None:
         if pool.device_fd is None or not isinstance(pool.device, DevicePool):
@@ -33,7 +33,7 @@ class CudaIpcTransport(Transport):
         if pool.device_fd is None:
             return None
         path = Path(pool.socket_path).with_suffix(".cuda.sock")
-        self._servers.append(DescriptorServer(path, pool.info, os.dup(pool.device_fd), holds=True))
+        self._servers.append(HeldServer(path, pool.info, os.dup(pool.device_fd)))
         return os.fsencode(path)
 
     def close(self) -> None:

@@ -6,13 +6,13 @@ Thin: everything happens in the front and its engine process.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from common.errors import MiniInferError
 from common.net.rpc import Context, RpcServer, abort_with
 from common.wings import has_wing
 from kvstore.pool.leases import LeaseTable
-from kvstore.transports.service import BlockSender, KvTransferService, PoolView
+from kvstore.transports.service import KvTransferService
 from kvstore.transports.staging import StagingTable
 from protos import decode_pb2, decode_pb2_grpc, kvstore_pb2, kvstore_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from protos import types_pb2 as pb
@@ -64,31 +64,29 @@ def register(role: str, server: RpcServer, front: WorkerFront) -> None:
 
 def add_kv_service(
     server: RpcServer, engine: EngineClient, worker: WorkerConfig
-) -> tuple[LeaseTable, StagingTable | None, BlockSender | None]:
-    """Serve the engine's pools, read-only; returns what the front keeps current, and closes.
+) -> tuple[LeaseTable, StagingTable | None, KvTransferService]:
+    """Serve the engine's leases; returns what the front keeps current, and the service, to be closed.
 
     Raises ConfigError, UnavailableError, TransferError.
     """
     leases, ready = LeaseTable(engine.ready.info.epoch), engine.ready
     staging = StagingTable(lambda *part: engine.send(Stage(*part))) if ready.needs_staging else None
-    sender = _open_sender(worker)
-    servicer = KvTransferService(
-        [PoolView(path, staging) for path in ready.shm_sockets],
-        sender,
+    servicer = _kv_servicer(worker, ready.shm_sockets)(
         leases,
         on_renew=lambda *lease: engine.send(Renew(*lease)),
         on_release=lambda *lease: engine.send(Release(*lease)),
+        staging=staging,
         descriptions=ready.descriptions,
     )
     name = kvstore_pb2.DESCRIPTOR.services_by_name["KvTransfer"].full_name
     server.add(kvstore_pb2_grpc.add_KvTransferServicer_to_server, servicer, name)
-    return leases, staging, sender
+    return leases, staging, servicer
 
 
-def _open_sender(worker: WorkerConfig) -> BlockSender | None:
-    """What sends blocks by TCP, where that wing is there."""
+def _kv_servicer(worker: WorkerConfig, shm_sockets: Sequence[str]) -> Callable[..., KvTransferService]:
+    """What makes the service: of a worker that sends blocks by TCP, where that wing is there."""
     if not has_wing("worker.tcp"):
-        return None
-    from worker.tcp.sender import open_sender
+        return KvTransferService
+    from worker.tcp.sender import sending_service
 
-    return open_sender(worker)
+    return sending_service(worker, shm_sockets)

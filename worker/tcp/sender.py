@@ -1,12 +1,22 @@
-"""The server that sends a worker's blocks."""
+"""The service that sends a worker's blocks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from kvstore.transports.service import KvTransferService
 from kvstore.transports.tcp.block_server import BlockServer
+from kvstore.transports.tcp.service import PoolView, TcpTransferService
 from worker.config import WorkerConfig
 from worker.tcp.settings import TcpSettings
 
 
-def open_sender(worker: WorkerConfig) -> BlockServer:
-    """Listen. Raises ConfigError."""
-    return BlockServer(worker.host, worker.of(TcpSettings).kv_port)
+def sending_service(worker: WorkerConfig, shm_sockets: Sequence[str]) -> Callable[..., KvTransferService]:
+    """Listen; return what makes the service of KvTransferService's arguments.
+
+    shm_sockets: that hand out descriptors of the pools of all ranks. Raises ConfigError, UnavailableError,
+    TransferError.
+    """
+    sender = BlockServer(worker.host, worker.of(TcpSettings).kv_port)
+    return partial(TcpTransferService, sender, [PoolView(path) for path in shm_sockets])

@@ -23,7 +23,7 @@ from common.errors import TransferError
 from kvstore.handle.copies import HeadCopy
 from kvstore.handle.handle import PeerShard, PoolName
 from kvstore.handle.pool_info import PoolInfo, rows_at
-from kvstore.transports.descriptor_server import fetch_pool_held
+from kvstore.transports.cuda_ipc.held_server import fetch_held
 from kvstore.transports.host_pull import BlockPull, SourcePart
 from kvstore.types import BlockId
 
@@ -119,7 +119,7 @@ class CudaIpcReader:
         return mapping
 
     def _map(self, shard: PeerShard) -> _Mapping:
-        info, fd, connection = fetch_pool_held(shard.address_for(NAME), FETCH_SECONDS)
+        info, fd, connection = fetch_held(shard.address_for(NAME), FETCH_SECONDS)
         try:
             shard.check_offer(info)
             remote = self._device.attach(fd, info.geometry.num_blocks, info.geometry.block_bytes)

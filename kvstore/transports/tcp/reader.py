@@ -24,6 +24,7 @@ from kvstore.transports.host_pull import BlockPull, Blocks, pull_parts
 from kvstore.transports.lease_client import LeaseClient
 from kvstore.transports.transport import LocalPool, Reader, Transport
 from kvstore.transports.unix_socket import has_gone
+from protos import kvstore_pb2
 
 MAX_STREAMS = 4  # of a pull
 MIN_STREAM_BYTES = 4 << 20
@@ -31,6 +32,20 @@ MAX_IDLE = 64  # connections
 CONNECT_SECONDS = 5.0
 WAIT_SECONDS = 1  # between two looks at the deadline
 Address = tuple[str, int]
+
+
+def ticket_for(
+    client: LeaseClient, shard: PeerShard, positions: Sequence[int], deadline_seconds: float
+) -> tuple[bytes, int]:
+    """Ask for blocks of the lease: the ticket, and the port at which it is good.
+
+    Raises UnavailableError, or TransferError when the peer refuses.
+    """
+    request = kvstore_pb2.ReadRequest(
+        lease_id=shard.lease_id, epoch=shard.epoch, positions=positions, rank=shard.rank
+    )
+    reply = client.call(shard.address.kv_address, "Read", request, deadline_seconds)
+    return reply.ticket, reply.port
 
 
 class TcpReader:
@@ -63,7 +78,7 @@ class TcpReader:
         if not positions:
             return
         deadline = time.monotonic() + deadline_seconds
-        ticket, port = self._client.read(shard, positions, deadline_seconds)
+        ticket, port = ticket_for(self._client, shard, positions, deadline_seconds)
         address = shard.address.kv_address.rpartition(":")[0].strip("[]"), port
         try:
             connection = self._connections.take(address)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError, TransferError, UnavailableError
-from kvstore.transports.descriptor_server import SEND_TIMEOUT_SECONDS, DescriptorServer, fetch_pool, fetch_pool_held
+from kvstore.transports.descriptor_server import DescriptorServer, fetch_pool
 from kvstore.transports.shared_memory import map_fd, reopen_read_only
 from kvstore.transports.unix_socket import UnixListener, send_frame
 from tests.harness.waiting import wait_until
@@ -32,29 +32,6 @@ def test_a_client_gets_the_description_and_a_read_only_descriptor(tmp_path: Path
     assert not owner.socket.exists()
     with pytest.raises(UnavailableError):
         fetch_pool(str(owner.socket), 60.0)
-
-
-def test_a_held_connection_outlives_other_clients(tmp_path: Path) -> None:
-    """Its end would mean that the owner is gone: what it mapped would be unmapped."""
-    owner = Owner(tmp_path)
-    path = tmp_path / "held.sock"
-    server = DescriptorServer(path, owner.info, reopen_read_only(owner.fd), holds=True)
-    held = []
-    try:
-        for _ in range(3):
-            _, fd, connection = fetch_pool_held(str(path), 60.0)
-            os.close(fd)
-            held.append(connection)
-        held[0].settimeout(SEND_TIMEOUT_SECONDS + 1.0)
-        with pytest.raises(TimeoutError):
-            held[0].recv(1)
-        server.close()
-        assert [connection.recv(1) for connection in held] == [b"", b"", b""]
-    finally:
-        for connection in held:
-            connection.close()
-        server.close()
-        owner.close()
 
 
 def test_clients_that_misbehave_do_not_disturb_others(tmp_path: Path) -> None:

@@ -29,13 +29,10 @@ async def test_leases_are_renewed_and_released(tmp_path: Path, client: KvClient)
         assert worker.told == [("renew", "lease"), ("release", "lease")]
 
 
-async def test_a_lease_that_was_released_is_not_staged_and_nothing_is_sent_without_tcp(tmp_path: Path) -> None:
+async def test_a_lease_that_was_released_is_not_staged(tmp_path: Path) -> None:
     leases = LeaseClient("secret")
     async with Worker(tmp_path, staging=StagingTable(lambda *part: None)) as worker:
         peer = worker.lease(BLOCKS)
-        worker.service._sender = None
-        with pytest.raises(TransferError, match="does not send KV by tcp"):
-            await asyncio.to_thread(leases.read, peer.shards[0], [0], 60.0)
         worker.leases.release(LeaseId("lease"), worker.leases.epoch)
         with pytest.raises(TransferError, match="released lease"):
             await asyncio.to_thread(leases.stage, peer.shards[0], 0, 60.0)

@@ -16,8 +16,8 @@ from kvstore.handle.copies import HeadCopy
 from kvstore.handle.handle import PeerLease
 from kvstore.pool.digest import digest_blocks
 from kvstore.transports.client import KvClient
+from kvstore.transports.cuda_ipc.held_server import HeldServer
 from kvstore.transports.cuda_ipc.reader import CudaIpcReader, RemotePool
-from kvstore.transports.descriptor_server import DescriptorServer
 from kvstore.transports.host_pull import BlockPull, SourcePart
 from kvstore.transports.lease_client import LeaseClient
 from kvstore.transports.shared_memory import blocks_over, map_fd, reopen_read_only
@@ -33,7 +33,7 @@ class GpuOwner(Owner):
     def __init__(self, folder: Path, name: str = "owner", seed: int = 0) -> None:
         super().__init__(folder, name=name, seed=seed)
         self.cuda_socket = folder / f"{name}.cuda.sock"
-        self.cuda_server = DescriptorServer(self.cuda_socket, self.info, reopen_read_only(self.fd), holds=True)
+        self.cuda_server = HeldServer(self.cuda_socket, self.info, reopen_read_only(self.fd))
 
     def device_peer(self, block_ids: Sequence[int]) -> PeerLease:
         return with_address(self.peer(block_ids), cuda_ipc=self.cuda_socket)

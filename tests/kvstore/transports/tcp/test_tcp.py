@@ -22,6 +22,7 @@ from kvstore.transports.lease_client import LeaseClient
 from kvstore.transports.staging import StagingTable
 from kvstore.transports.tcp import block_server
 from kvstore.transports.tcp import reader as tcp
+from kvstore.transports.tcp.reader import ticket_for
 from kvstore.transports.unix_socket import has_gone
 from kvstore.types import Epoch, LeaseId
 from protos import kvstore_pb2, kvstore_pb2_grpc
@@ -118,7 +119,7 @@ async def test_a_lease_that_ends_during_a_read_ends_the_read(tmp_path: Path, mon
     async with Worker(tmp_path, BIG) as worker:
         peer = worker.lease([0, 1, 2] * 40)
         leases = LeaseClient("secret")
-        ticket, port = await asyncio.to_thread(leases.read, peer.shards[0], range(120), 60.0)
+        ticket, port = await asyncio.to_thread(ticket_for, leases, peer.shards[0], range(120), 60.0)
         leases.close()
         with socket.create_connection(("127.0.0.1", port), 60.0) as connection:
             connection.sendall(ticket)
@@ -133,8 +134,8 @@ async def test_a_ticket_is_good_for_one_read(tmp_path: Path) -> None:
     async with Worker(tmp_path) as worker:
         peer = worker.lease(BLOCKS)
         leases = LeaseClient("secret")
-        ticket, port = await asyncio.to_thread(leases.read, peer.shards[0], [1], 60.0)
-        another, _ = await asyncio.to_thread(leases.read, peer.shards[0], [0], 60.0)
+        ticket, port = await asyncio.to_thread(ticket_for, leases, peer.shards[0], [1], 60.0)
+        another, _ = await asyncio.to_thread(ticket_for, leases, peer.shards[0], [0], 60.0)
         for wrong in (b"\0" * 16, b"GET / HTTP/1.1\r\n\r\n", ticket[:5]):
             assert await asyncio.to_thread(answer_to, port, wrong) == b""
         assert await asyncio.to_thread(answer_to, port, ticket) == worker.owner.blocks[4].tobytes()

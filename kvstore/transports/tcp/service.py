@@ -1,0 +1,79 @@
+"""The KvTransfer service of a worker that sends blocks by TCP: tickets for reads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+from common.errors import InvalidRequestError, MiniInferError
+from common.net.rpc import Context, abort_with
+from kvstore.pool.leases import LeaseTable
+from kvstore.transports.descriptor_server import fetch_pool
+from kvstore.transports.service import NO_DESCRIPTIONS, KvTransferService, OnRelease, OnRenew
+from kvstore.transports.shared_memory import check_sealed
+from kvstore.transports.staging import StagingTable
+from kvstore.transports.tcp.block_server import BlockServer
+from protos import kvstore_pb2
+
+MAX_POSITIONS = 1 << 16
+FETCH_SECONDS = 5.0
+
+
+class PoolView:
+    """A pool of another process of this host, read-only: the memfd `memory`, of rows of `block_bytes`."""
+
+    def __init__(self, socket_path: str) -> None:
+        """Ask the owner's DescriptorServer. Raises UnavailableError, TransferError, ConfigError."""
+        info, self.memory = fetch_pool(socket_path, FETCH_SECONDS)
+        self.block_bytes = info.geometry.block_bytes
+        try:
+            check_sealed(self.memory, info.geometry.pool_bytes)
+        except BaseException:  # Ctrl-C and cancelled tasks, too: what was opened must not stay open
+            self.close()
+            raise
+
+    def close(self) -> None:
+        os.close(self.memory)
+
+
+class TcpTransferService(KvTransferService):
+    """Grants reads. The lease is looked at again while their blocks are sent."""
+
+    def __init__(
+        self,
+        sender: BlockServer,
+        pools: Sequence[PoolView],
+        leases: LeaseTable,
+        on_renew: OnRenew,
+        on_release: OnRelease,
+        staging: StagingTable | None = None,
+        descriptions: Mapping[str, bytes] = NO_DESCRIPTIONS,
+    ) -> None:
+        """`pools` by rank: a lease names the same blocks in each of them. They stay the caller's to close.
+
+        sender: becomes the service's. The others: see KvTransferService.
+        """
+        super().__init__(leases, on_renew, on_release, staging, descriptions)
+        self._pools = pools
+        self._sender = sender
+
+    async def Read(self, request: kvstore_pb2.ReadRequest, context: Context) -> kvstore_pb2.ReadReply:
+        reply = kvstore_pb2.ReadReply()
+        try:
+            if len(request.positions) > MAX_POSITIONS:
+                raise InvalidRequestError(f"at most {MAX_POSITIONS} blocks in one read", "positions")
+            if request.rank >= len(self._pools):
+                raise InvalidRequestError(f"rank {request.rank} of a worker of {len(self._pools)}", "rank")
+            pool = self._pools[request.rank]
+            self.resolve(request, request.positions)
+            first = min(request.positions, default=0)
+            rows = await self.rows(request, first)
+            wanted = [rows[position - first] for position in request.positions]
+            ticket = self._sender.offer(pool.memory, pool.block_bytes, wanted, lambda: self.resolve(request, ()))
+            reply = kvstore_pb2.ReadReply(ticket=ticket, port=self._sender.port)
+        except MiniInferError as error:
+            await abort_with(context, error)
+        return reply
+
+    def close(self) -> None:
+        self._sender.close()
