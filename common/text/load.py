@@ -31,7 +31,9 @@ def load_tokenizer(files: ModelFiles) -> Tokenizer:
     if files.kind == "dry-run":
         return _dry_run_tokenizer()
     if files.kind == "gguf":
-        return _from_gguf(files.path)
+        from common.gguf.load_tokenizer import tokenizer_of_file
+
+        return tokenizer_of_file(files.path)
     return _from_directory(files.path)
 
 
@@ -47,26 +49,6 @@ def _dry_run_tokenizer() -> Tokenizer:
         eos_token_ids=[257],
         templates={"default": _DRY_RUN_TEMPLATE},
         vocab_size=DRY_RUN_VOCAB_SIZE,
-    )
-
-
-def _from_gguf(path: Path) -> Tokenizer:
-    from common.gguf.parts import read_gguf
-    from common.gguf.tokenizer import backend_from_metadata
-
-    metadata = read_gguf(path).metadata
-    backend = backend_from_metadata(metadata)
-    eos_ids = [
-        metadata[key]
-        for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-        if isinstance(metadata.get(key), int)
-    ]
-    template = metadata.get("tokenizer.chat_template")
-    return Tokenizer(
-        backend,
-        bos_id=metadata.get("tokenizer.ggml.bos_token_id"),
-        eos_token_ids=eos_ids,
-        templates={"default": template} if isinstance(template, str) else {},
     )
 
 

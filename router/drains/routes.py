@@ -6,6 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from common.errors import InvalidRequestError, NotFoundError
+from protos import types_pb2 as pb
 from router.gateway import Gateway
 from router.http.errors import HttpError
 from router.http.middleware import check_operator
@@ -27,13 +28,16 @@ def add_drain_routes(routes: Routes, gateway: Gateway) -> None:
                 f"{link.worker_id} is the only {link.role} worker of {model.name}: "
                 "add ?force=true to drain it anyway",
             )
-        num_open = await link.drain(_grace_seconds(request))
-        return json_response({"id": link.worker_id, "draining": True, "open_requests": num_open})
+        asked = pb.DrainRequest(grace_seconds=_grace_seconds(request))
+        reply: pb.DrainReply = await link.ask("Drain", asked, "refuses to drain")
+        link.learn_drain(True, reply.num_drain_changes)
+        return json_response({"id": link.worker_id, "draining": True, "open_requests": reply.num_open_requests})
 
     async def undrain(request: Request) -> Response:
         check_operator(request, gateway.config.api_key, "draining")
         link = _worker(request, gateway)
-        await link.undrain()
+        reply: pb.UndrainReply = await link.ask("Undrain", pb.UndrainRequest(), "is stopping")
+        link.learn_drain(False, reply.num_drain_changes)
         return json_response({"id": link.worker_id, "draining": False})
 
     grace = {"grace_seconds": DRAIN_GRACE_SECONDS, "force": False}

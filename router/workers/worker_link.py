@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from common.errors import MiniInferError, UnavailableError
 from common.token_ids import num_ids
@@ -172,22 +172,13 @@ class WorkerLink:
         self._stream.send(pb.Command(prefetch=offer))
         return True
 
-    async def drain(self, grace_seconds: float) -> int:
-        """Ask the worker to take no more requests and end; how many it still has. Raises UnavailableError."""
+    async def ask(self, method: str, request: Any, refusal: str) -> Any:
+        """Call the worker beside the stream; its reply. Raises UnavailableError, which says `refusal`."""
         if self._stream is None:
             raise UnavailableError(f"worker {self.worker_id} is not connected")
-        reply = await self._stream.drain(grace_seconds)
-        self._learn_drain(True, reply.num_drain_changes)
-        return reply.num_open_requests
+        return await self._stream.ask(method, request, refusal)
 
-    async def undrain(self) -> None:
-        """Ask a draining worker to take requests again. Raises UnavailableError."""
-        if self._stream is None:
-            raise UnavailableError(f"worker {self.worker_id} is not connected")
-        reply = await self._stream.undrain()
-        self._learn_drain(False, reply.num_drain_changes)
-
-    def _learn_drain(self, is_draining: bool, num_changes: int) -> None:
+    def learn_drain(self, is_draining: bool, num_changes: int) -> None:
         """Take what a reply or report says, unless the worker said it before what is known already."""
         if num_changes < self._num_drain_changes:
             return
@@ -240,7 +231,7 @@ class WorkerLink:
                 self.rates.observe_load(load)
                 self._backlog.computed(load.step_prefill_tokens, load.step_prompt_pairs)
             self.load = load
-            self._learn_drain(load.draining, load.num_drain_changes)
+            self.learn_drain(load.draining, load.num_drain_changes)
         for offer in report.kv_offers:
             self._pass_on(offer)
         legs = self._legs

@@ -42,18 +42,8 @@ class WorkerStream:
         finally:
             call.cancel()
 
-    async def drain(self, grace_seconds: float) -> pb.DrainReply:
-        """Ask the worker to take no more requests and end. Raises UnavailableError."""
-        request = pb.DrainRequest(grace_seconds=grace_seconds)
-        reply: pb.DrainReply = await self._ask("Drain", request, "refuses to drain")
-        return reply
-
-    async def undrain(self) -> pb.UndrainReply:
-        """Ask a draining worker to take requests again. Raises UnavailableError."""
-        reply: pb.UndrainReply = await self._ask("Undrain", pb.UndrainRequest(), "is stopping")
-        return reply
-
-    async def _ask(self, method: str, request: Any, refusal: str) -> Any:
+    async def ask(self, method: str, request: Any, refusal: str) -> Any:
+        """Call a method of the worker's service; its reply. Raises UnavailableError, which says `refusal`."""
         try:
             return await getattr(self._stub, method)(request, timeout=CALL_TIMEOUT_SECONDS, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import openai
@@ -10,7 +9,6 @@ import pytest
 
 from common.metrics import ROUTER_SPECS, START_TIME
 from common.token_ids import num_ids, unpack_ids
-from protos import types_pb2 as pb
 from tests.harness.router import DRY_RUN, Cluster, cluster, text_of
 from tests.harness.scripted_worker import Script
 
@@ -251,20 +249,6 @@ async def test_metrics_carry_the_dashboards_names() -> None:
         exported = {line.split()[2].removesuffix("_total") for line in text.splitlines() if line.startswith("# TYPE")}
         exported -= {name for name in exported if name.endswith("_created")}
         assert exported == {spec.name for spec in (*ROUTER_SPECS, START_TIME)}
-
-
-async def test_reports_from_before_a_drain_or_its_end_change_nothing() -> None:
-    async with cluster(num_decode=2) as c:
-        link = c.gateway.workers.find("d0")
-        assert link is not None
-        late = pb.StepReport(load=pb.LoadReport(draining=False, num_drain_changes=0))
-        await link.drain(30.0)
-        link.apply(late)  # it was on its way while the worker answered
-        assert (link.state(time.monotonic()), link.is_usable) == ("draining", False)
-        late = pb.StepReport(load=pb.LoadReport(draining=True, num_drain_changes=1))
-        await link.undrain()
-        link.apply(late)
-        assert (link.state(time.monotonic()), link.is_usable) == ("ready", True)
 
 
 async def test_client_request_ids_are_labels_only(c: Cluster) -> None:

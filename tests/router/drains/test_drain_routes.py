@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
+
 import router.drains  # noqa: F401  what tests/wings.py sees: this file goes with the wing
+from protos import types_pb2 as pb
 from tests.harness.router import cluster
 from tests.router.test_served_models import both
 
@@ -39,3 +42,17 @@ async def test_the_api_key_allows_it() -> None:
         good = {"authorization": "Bearer sesame"}
         assert (await c.http.post("/v1/workers/d0/drain?force=true")).status_code == 401
         assert (await c.http.post("/v1/workers/d0/drain?force=true", headers=good)).status_code == 200
+
+
+async def test_reports_from_before_a_drain_or_its_end_change_nothing() -> None:
+    async with cluster(num_decode=2) as c:
+        link = c.gateway.workers.find("d0")
+        assert link is not None
+        late = pb.StepReport(load=pb.LoadReport(draining=False, num_drain_changes=0))
+        assert (await c.http.post("/v1/workers/d0/drain")).status_code == 200
+        link.apply(late)  # it was on its way while the worker answered
+        assert (link.state(time.monotonic()), link.is_usable) == ("draining", False)
+        late = pb.StepReport(load=pb.LoadReport(draining=True, num_drain_changes=1))
+        assert (await c.http.post("/v1/workers/d0/undrain")).status_code == 200
+        link.apply(late)
+        assert (link.state(time.monotonic()), link.is_usable) == ("ready", True)
