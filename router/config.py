@@ -32,7 +32,6 @@ class RouterConfig(Settings):
     policy: str = setting("cost", "how workers are chosen", choices=tuple(POLICIES))
     local_prefill_tokens: int = setting(64, "a decode worker computes prompts with at most this many uncached tokens")
     max_queue: int = setting(256, "requests of a model that may wait for their first token; more get 429")
-    max_wait_seconds: float = setting(60.0, "a request whose wait is predicted to be longer gets 429 at once")
     api_key: str = setting("", "what clients send as bearer token; empty: no authentication")
     cluster_token: str = setting("", "shared secret of the services")
     request_timeout_seconds: float = setting(
@@ -56,7 +55,7 @@ class RouterConfig(Settings):
             raise ConfigError("--max-queue must be at least 1")
         check_not_negative(self, "max_retries", "worker_wait_seconds", "local_prefill_tokens", "drain_grace_seconds")
         check_cluster_token(self.cluster_token)
-        check_positive(self, "max_wait_seconds", "request_timeout_seconds", "worker_timeout_seconds")
+        check_positive(self, "request_timeout_seconds", "worker_timeout_seconds")
         if self.models and (self.model or self.served_model_name):
             raise ConfigError("--models names all models: leave --model and --served-model-name out")
         self.named_models()

@@ -9,15 +9,17 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Sequence, Set
+from functools import partial
 from typing import Protocol
 
 from common.errors import OverloadedError, UnavailableError
+from common.wings import has_wing
 from kvstore.types import WorkerId
 from protos import types_pb2 as pb
 from router.config import RouterConfig
 from router.journal import Journal
 from router.metrics import RouterMetrics
-from router.routing.admission import AnswerLength, DrainRate, check_in_time
+from router.routing.admission import AnswerLength, DrainRate
 from router.routing.policy import Decision, choose, shortlist
 from router.routing.views import Candidate, RequestView, WorkerView
 from router.workers.failures import WorkerLostError
@@ -88,6 +90,7 @@ class Dispatcher:
         self._random = random.Random()
         self._turn = 0
         self._drain = DrainRate()
+        self._refuse_late = _late_refusals(config)
         self._waiting: dict[Callable[[], None], None] = {}  # for a decode worker, oldest first
         self._look_timer: asyncio.TimerHandle | None = None
         workers.on_usable = lambda: asyncio.get_running_loop().call_soon(self._look)
@@ -136,8 +139,8 @@ class Dispatcher:
         else:
             config = self.config
             decision = choose(config.policy, request, prefill_views, decode_views, config.local_prefill_tokens)
-        if not journal.num_legs:
-            check_in_time(decision.chosen, journal.deadline - time.monotonic(), self.config.max_wait_seconds)
+        if not journal.num_legs and self._refuse_late is not None:
+            self._refuse_late(decision.chosen, journal.deadline - time.monotonic())
         self.decided(journal, decision)
         return decision
 
@@ -228,3 +231,16 @@ class Dispatcher:
         self.metrics.choice_ended(journal, now)
         if self.log is not None:
             self.log.ended(journal, now)
+
+
+def _late_refusals(config: RouterConfig) -> Callable[[Candidate, float], None] | None:
+    """What raises OverloadedError for a choice that would come too late, where that wing is there.
+
+    It is given the seconds that are left until the choice's deadline.
+    """
+    if not has_wing("router.late_refusals"):
+        return None
+    from router.late_refusals.refusals import check_in_time
+    from router.late_refusals.settings import LateRefusalSettings
+
+    return partial(check_in_time, max_wait_seconds=config.of(LateRefusalSettings).max_wait_seconds)

@@ -1,1 +1,1 @@
-"""Which workers serve a request: views of the workers, predicted costs, policies, admission. Pure."""
+"""Which workers serve a request: views of the workers, predicted costs, policies. Pure."""

@@ -1,17 +1,11 @@
-"""Admission: refuse requests whose answer would come too late. Pure; predictions are the policy's.
-
-A refusal at once is worth more to a client than an answer after it has given up, and the work that is not begun goes
-to those who are still waiting.
-"""
+"""What is measured of all requests of a model: how long answers are, how fast those that wait are served. Pure."""
 
 from __future__ import annotations
 
 import math
 
-from common.errors import OverloadedError
-from router.routing.views import EXPECTED_TOKENS, Candidate
+from router.routing.views import EXPECTED_TOKENS
 
-MARGIN = 0.9  # of the time left: predictions err, and most of what is admitted must be in time
 WEIGHT = 0.05  # of the newest answer in the mean length
 FADE_SECONDS = 5.0  # with choices waiting, after which a first token counts for a third in the drain rate
 
@@ -60,21 +54,3 @@ class DrainRate:
         if not self._num_left:
             return 0.0
         return num_waiting * (self._seconds + now - self._since) / self._num_left
-
-
-def check_in_time(chosen: Candidate, seconds_left: float, max_wait_seconds: float) -> None:
-    """Raise OverloadedError when the wait, or wait and answer, would take longer than they may.
-
-    seconds_left: until the request's deadline. Without measured rates nothing is refused. A client should come back
-    when those who wait now are served: `late` seconds from now others have taken the room.
-    """
-    if not chosen.is_measured:
-        return
-    queueing = chosen.terms["queue"] + chosen.terms["slot"]
-    wait, service = chosen.wait_seconds, chosen.service_seconds
-    time_left = MARGIN * seconds_left
-    if wait - queueing + service > time_left:  # too long on an idle server, too: cut by its deadline, not refused
-        service = 0.0
-    late = max(wait - max_wait_seconds, wait + service - time_left)
-    if queueing > 0 and late > 0:
-        raise OverloadedError(f"the queue is too long: this answer would be {late:.1f} s late", max(late, queueing))

@@ -96,13 +96,3 @@ class Candidate:
     def kind(self) -> str:
         """The placement, for metrics and /explain."""
         return "disaggregated" if self.prefill is not None else "kept" if self.is_kept else "local"
-
-    @property
-    def wait_seconds(self) -> float:
-        """Predicted time until decoding begins."""
-        return sum(self.terms.get(name, 0.0) for name in ("queue", "compute", "pull", "slot"))
-
-    @property
-    def service_seconds(self) -> float:
-        """Predicted time from then to the end."""
-        return self.terms["decode"]
