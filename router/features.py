@@ -1,5 +1,5 @@
 """Optional parts of a request: answers in a given format (`router/grammar`), tools (`router/tools`), reasoning that
-is told apart (`router/reasoning`), and rules on logits (`router/logit_rules`).
+is told apart (`router/reasoning`), rules on logits (`router/logit_rules`), cut prompts (`router/truncation`).
 
 The one file that names them: bodies with their fields, what these ask for, and what this makes of an answer.
 """
@@ -30,13 +30,18 @@ HAS_TOOLS = HAS_GRAMMAR and has_wing("router.tools")
 HAS_REASONING = HAS_GRAMMAR and has_wing("router.reasoning")
 HAS_ADVICE = has_wing("router.foreign_fields")
 HAS_LOGIT_RULES = has_wing("router.logit_rules")
-_rule_fields: list[type[Body]] = []
+HAS_TRUNCATION = has_wing("router.truncation")
+_common_fields: list[type[Body]] = []
 _answer_fields: list[type[Body]] = []
 _chat_fields = _answer_fields
 if HAS_LOGIT_RULES:
     from router.logit_rules.rules import LogitRuleFields, add_rules
 
-    _rule_fields = [LogitRuleFields]
+    _common_fields = [LogitRuleFields]
+if HAS_TRUNCATION:
+    from router.truncation.truncation import TruncationFields, truncated_prompts
+
+    _common_fields = [*_common_fields, TruncationFields]
 if HAS_GRAMMAR:
     from router.grammar.answer_format import AnswerFields, answer_grammar
 
@@ -61,13 +66,25 @@ def _with(body: type[B], fields: list[type[Body]]) -> type[B]:
     return cast("type[B]", create_model(body.__name__, __base__=(body, *fields), __doc__=body.__doc__))
 
 
-CHAT_BODY = _with(ChatCompletionBody, [*_rule_fields, *_chat_fields])
-COMPLETION_BODY = _with(CompletionBody, [*_rule_fields, *_answer_fields])
+CHAT_BODY = _with(ChatCompletionBody, [*_common_fields, *_chat_fields])
+COMPLETION_BODY = _with(CompletionBody, [*_common_fields, *_answer_fields])
 
 
 def tool_call_parser(config: RouterConfig) -> str:
     """The format of calls that an operator has named; auto: none."""
     return config.of(ToolSettings).tool_call_parser if HAS_TOOLS else "auto"
+
+
+def is_truncated(body: Body) -> bool:
+    """Whether prompts may be cut."""
+    return HAS_TRUNCATION and isinstance(body, TruncationFields) and body.truncate_prompt_tokens is not None
+
+
+def truncated(
+    body: ChatCompletionBody | CompletionBody, limits: ModelLimits, prompts: list[list[int]]
+) -> list[list[int]]:
+    """The prompts of a request, cut to the length that it asks for."""
+    return truncated_prompts(body, limits, prompts) if HAS_TRUNCATION else prompts
 
 
 def _unheeded(body: ChatCompletionBody, known: frozenset[str], never_reasons: bool) -> list[str]:

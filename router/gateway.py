@@ -18,14 +18,14 @@ from common.wings import has_wing
 from protos import types_pb2 as pb
 from router.api.completion_renderer import CompletionRenderer
 from router.api.parse import B, parse_body
-from router.api.prompts import chat_prompt, completion_prompts, truncated
+from router.api.prompts import chat_prompt, completion_prompts
 from router.api.render import Renderer, RenderOptions
-from router.api.sampling import for_choice, most_prompt_tokens
+from router.api.sampling import for_choice
 from router.api.schemas import ChatCompletionBody, CompletionBody, GenerationBody
 from router.api.text import StopRules
 from router.choice import Choice
 from router.config import HttpConfig, RouterConfig
-from router.features import CHAT_BODY, COMPLETION_BODY, Features
+from router.features import CHAT_BODY, COMPLETION_BODY, Features, is_truncated, truncated
 from router.http.answer import GenerationResponse
 from router.http.body import read_json_object
 from router.http.errors import FIELD_NAMES, REQUEST_ID, ModelNotFoundError, client_name
@@ -124,7 +124,7 @@ class Gateway:
         n = body.n or 1
         features = await self._features(http, model, body, n)
         token_ids = await self._prompt_ids(model, body, features)
-        prompts = _truncated(model, body, [token_ids])
+        prompts = truncated(body, model.limits(), [token_ids])
         request = self._request(http, model, body, features, prompts, n, arrival)
         texts = (model.tokenizer.decode(prompts[0], skip_special=False),) if body.return_prompt_text else ()
         options = self._options(request, model, body, prompts, texts, bool(body.logprobs))
@@ -164,8 +164,7 @@ class Gateway:
         body = self.parse(COMPLETION_BODY, http, await read_json_object(http))
         model = self.model_for(http, body.model)
         model.dispatcher.admit()
-        prompts = await completion_prompts(body, model.tokenizer, model.limits())
-        prompts = _truncated(model, body, prompts)
+        prompts = truncated(body, model.limits(), await completion_prompts(body, model.tokenizer, model.limits()))
         n = body.n or 1
         per_prompt = max(body.best_of or n, n)
         features = await self._features(http, model, body, len(prompts) * per_prompt)
@@ -268,17 +267,10 @@ class Gateway:
     def _echo_texts(self, model: ServedModel, body: CompletionBody, prompts: Sequence[list[int]]) -> list[str]:
         return [
             item
-            if isinstance(item, str) and body.truncate_prompt_tokens is None
+            if isinstance(item, str) and not is_truncated(body)
             else model.tokenizer.decode(token_ids, skip_special=False)
             for item, token_ids in zip(body.prompts, prompts, strict=True)
         ]
-
-
-def _truncated(
-    model: ServedModel, body: ChatCompletionBody | CompletionBody, prompts: Sequence[list[int]]
-) -> list[list[int]]:
-    most = most_prompt_tokens(body, model.limits())
-    return [truncated(each, body.truncate_prompt_tokens, most, body.truncation_side) for each in prompts]
 
 
 def _tracing(config: RouterConfig) -> Traced | None:

@@ -15,7 +15,7 @@ from common.errors import ContextLengthError, InvalidRequestError
 from common.text.tokenizer import Tokenizer
 from router.api.message_schemas import Message
 from router.api.sampling import checked_ids
-from router.api.schemas import CompletionBody, TruncationSide
+from router.api.schemas import CompletionBody
 from router.workers.model_workers import ModelLimits
 
 INLINE_CHARS = 8_192  # about 2 ms; longer texts are encoded on a thread
@@ -66,17 +66,6 @@ async def text_prompt(
     if not token_ids:
         raise InvalidRequestError(f"the {param} is empty", param)
     return token_ids
-
-
-def truncated(token_ids: list[int], kept: int | None, most: int, side: TruncationSide | None) -> list[int]:
-    """The last tokens of a prompt, or the first ones (side `right`), when the client asked for that.
-
-    kept: how many, as the client says it. most: what -1 stands for.
-    """
-    if kept is None:
-        return token_ids
-    count = max(most, 1) if kept == -1 else kept
-    return token_ids[:count] if side == "right" else token_ids[-count:]
 
 
 def _refuse_hopeless(num_chars: int, limits: ModelLimits, param: str) -> None:

@@ -50,14 +50,6 @@ def for_choice(params: pb.SamplingParams, index: int) -> pb.SamplingParams:
     return derived
 
 
-def most_prompt_tokens(body: ChatCompletionBody | CompletionBody, limits: ModelLimits) -> int:
-    """How many tokens of a prompt leave room for the answer that is asked for, of one token if that is open."""
-    asked = body.max_tokens
-    if isinstance(body, ChatCompletionBody):
-        asked = body.max_completion_tokens or asked or 1
-    return limits.max_model_len - (DEFAULT_COMPLETION_TOKENS if asked is None else asked)
-
-
 def _max_tokens(body: ChatCompletionBody | CompletionBody, limits: ModelLimits, num_prompt_tokens: int) -> int:
     asked, field = body.max_tokens, "max_tokens"
     if isinstance(body, ChatCompletionBody) and body.max_completion_tokens is not None:

@@ -35,20 +35,10 @@ TokenIdField = Annotated[int, Field(ge=0, lt=1 << 32)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
-Truncation = Annotated[int, Field(ge=-1, lt=1 << 31)]  # tokens of a prompt that are kept; -1: as many as fit
-TruncationSide = Literal["left", "right"]  # where others are cut off
-
-
 class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: Literal[False] | None = None  # OpenAI's padding against readers of packet sizes
-
-
-def check_truncation(kept: int | None) -> None:
-    """Raise InvalidRequestError for a prompt of which nothing would be kept."""
-    if kept == 0:
-        raise InvalidRequestError("truncate_prompt_tokens must be -1 or positive", "truncate_prompt_tokens")
 
 
 class GenerationBody(Body):
@@ -80,8 +70,6 @@ class GenerationBody(Body):
     return_tokens_as_token_ids: bool | None = None
     num_speculative_tokens: Annotated[int, Field(ge=0, le=MAX_SPECULATIVE_TOKENS)] | None = None
     session_id: Label | None = None
-    truncate_prompt_tokens: Truncation | None = None
-    truncation_side: TruncationSide | None = None
 
     @model_validator(mode="after")
     def _check(self) -> GenerationBody:
@@ -89,7 +77,6 @@ class GenerationBody(Body):
             raise InvalidRequestError("stream_options needs stream: true", "stream_options")
         if self.min_tokens and self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError("min_tokens must not exceed max_tokens", "min_tokens")
-        check_truncation(self.truncate_prompt_tokens)
         return self
 
     @property

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from common.errors import ContextLengthError, InvalidRequestError
 from common.text.tokenizer import Tokenizer
 from protos import types_pb2 as pb
-from router.api.prompts import chat_prompt, text_prompt, truncated
+from router.api.prompts import chat_prompt, text_prompt
 from router.api.render import RenderOptions
 from router.api.sampling import checked_ids
 from router.api.text import ChoiceText, StopRules
@@ -30,6 +30,7 @@ from router.http.errors import REQUEST_ID
 from router.http.routes import Routes
 from router.journal import Journal
 from router.served_model import ServedModel
+from router.truncation.truncation import truncated
 
 CHAT = "messages"
 Input = tuple[str, str | Sequence[int] | EmbeddingBody]

@@ -17,7 +17,8 @@ from router.api.message_schemas import (
     TemplateKwargs,
     check_messages,
 )
-from router.api.schemas import TokenIdField, Truncation, TruncationSide, check_truncation
+from router.api.schemas import TokenIdField
+from router.truncation.truncation import TruncationFields
 
 MAX_INPUTS = 2048  # of a request, as OpenAI's API has it
 
@@ -28,7 +29,7 @@ Texts = Annotated[
 ]
 
 
-class VectorBody(Body):
+class VectorBody(TruncationFields):
     """Fields that all requests for vectors have in common."""
 
     model: Label | None = None
@@ -36,14 +37,7 @@ class VectorBody(Body):
     user: Label | None = None
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_LABEL_CHARS)] | None = None
-    truncate_prompt_tokens: Truncation | None = None
-    truncation_side: TruncationSide | None = None
     add_special_tokens: bool = True
-
-    @model_validator(mode="after")
-    def _check_truncation(self) -> VectorBody:
-        check_truncation(self.truncate_prompt_tokens)
-        return self
 
 
 class EmbeddingBody(VectorBody):

@@ -1,0 +1,1 @@
+"""Prompts of which a request wants the first or the last tokens alone."""

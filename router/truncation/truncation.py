@@ -1,0 +1,56 @@
+"""Cut prompts to the length that a request asks for."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from common.errors import InvalidRequestError
+from router.api.message_schemas import Body
+from router.api.sampling import DEFAULT_COMPLETION_TOKENS
+from router.api.schemas import ChatCompletionBody, GenerationBody
+from router.workers.model_workers import ModelLimits
+
+TruncationSide = Literal["left", "right"]  # where others are cut off
+
+
+class TruncationFields(Body):
+    """Fields of a request's body."""
+
+    # Tokens of a prompt that are kept; -1: as many as fit.
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
+    truncation_side: TruncationSide | None = None
+
+    @model_validator(mode="after")
+    def _check_truncation(self) -> TruncationFields:
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidRequestError("truncate_prompt_tokens must be -1 or positive", "truncate_prompt_tokens")
+        return self
+
+
+def truncated(token_ids: list[int], kept: int | None, most: int, side: TruncationSide | None) -> list[int]:
+    """The last tokens of a prompt, or the first ones (side `right`), when the client asked for that.
+
+    kept: how many, as the client says it. most: what -1 stands for.
+    """
+    if kept is None:
+        return token_ids
+    count = max(most, 1) if kept == -1 else kept
+    return token_ids[:count] if side == "right" else token_ids[-count:]
+
+
+def truncated_prompts(body: GenerationBody, limits: ModelLimits, prompts: list[list[int]]) -> list[list[int]]:
+    """The prompts of a request for text."""
+    if not isinstance(body, TruncationFields) or body.truncate_prompt_tokens is None:
+        return prompts
+    most = most_prompt_tokens(body, limits)
+    return [truncated(each, body.truncate_prompt_tokens, most, body.truncation_side) for each in prompts]
+
+
+def most_prompt_tokens(body: GenerationBody, limits: ModelLimits) -> int:
+    """How many tokens of a prompt leave room for the answer that is asked for, of one token if that is open."""
+    asked = body.max_tokens
+    if isinstance(body, ChatCompletionBody):
+        asked = body.max_completion_tokens or asked or 1
+    return limits.max_model_len - (DEFAULT_COMPLETION_TOKENS if asked is None else asked)
