@@ -1,14 +1,14 @@
-"""Routing policies: which workers serve a request. Pure: all inputs are arguments, randomness included."""
+"""Routing policy: which workers serve a request. Pure: all inputs are arguments, randomness included."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
 from typing import Protocol, TypeVar
 
 from common.errors import UnavailableError
+from common.wings import has_wing
 from kvstore.types import WorkerId
 from router.routing.predictor import Predictor
 from router.routing.views import Candidate, RequestView, WorkerView
@@ -76,7 +76,7 @@ def choose(
     predict = predictor(request, [*prefill, *decode], local_prefill_tokens)
     alone = [w for w in decode if not prefill or request.num_tokens - request.cached_on(w) <= local_prefill_tokens]
     candidates = [predict.on_one_worker(worker) for worker in alone] or predict.disaggregated(prefill, decode)
-    chosen = POLICIES[policy](request, candidates)
+    chosen = POLICIES[policy](request, candidates) or cheapest(request, candidates)
     return Decision(chosen, tuple(candidates), policy, request.expected_tokens)
 
 
@@ -93,42 +93,12 @@ def cheapest(request: RequestView, candidates: Sequence[Candidate]) -> Candidate
     limit = min(rests) * NEAR
     near = [candidate for candidate, rest in zip(candidates, rests, strict=True) if rest <= limit]
     best = max((-candidate.load, candidate.cached_tokens) for candidate in near)
-    return at_random(request, [c for c in near if (-c.load, c.cached_tokens) == best])
+    return request.drawn([c for c in near if (-c.load, c.cached_tokens) == best])
 
 
-def round_robin(request: RequestView, candidates: Sequence[Candidate]) -> Candidate:
-    return candidates[request.turn % len(candidates)]
+# Each picks one of at least one candidates; None: it has no preference, and the cheapest is taken.
+POLICIES: dict[str, Callable[[RequestView, Sequence[Candidate]], Candidate | None]] = {"cost": cheapest}
+if has_wing("router.routing.policies"):
+    from router.routing.policies.policies import OTHER_POLICIES
 
-
-def at_random(request: RequestView, candidates: Sequence[Candidate]) -> Candidate:
-    return candidates[min(int(request.draw * len(candidates)), len(candidates) - 1)]
-
-
-def power_of_two(request: RequestView, candidates: Sequence[Candidate]) -> Candidate:
-    """Two at random, the less loaded one of them."""
-    count = len(candidates)
-    pair_index = int(request.draw * count * count)
-    first, second = candidates[pair_index // count], candidates[pair_index % count]
-    return first if first.load <= second.load else second
-
-
-def session_sticky(request: RequestView, candidates: Sequence[Candidate]) -> Candidate:
-    """Equal workers for equal sessions, by rendezvous hashing; without a session, the cheapest."""
-    if not request.session:
-        return cheapest(request, candidates)
-
-    def rank(candidate: Candidate) -> bytes:
-        name = f"{request.session}\0{candidate.prefill or ''}\0{candidate.decode}"
-        return hashlib.sha256(name.encode()).digest()
-
-    return max(candidates, key=rank)
-
-
-# Each picks one of at least one candidates.
-POLICIES: dict[str, Callable[[RequestView, Sequence[Candidate]], Candidate]] = {
-    "cost": cheapest,
-    "round-robin": round_robin,
-    "random": at_random,
-    "power-of-two": power_of_two,
-    "session-sticky": session_sticky,
-}
+    POLICIES |= OTHER_POLICIES

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from common.step_times import StepCost
@@ -74,6 +74,10 @@ class RequestView:
     def cached_on(self, worker: WorkerView) -> int:
         """Tokens that a worker's cache gives. The last one is always computed: sampling needs its logits."""
         return min(self.cached_tokens.get(worker.worker_id, 0), self.num_tokens - 1)
+
+    def drawn(self, candidates: Sequence[Candidate]) -> Candidate:
+        """One of the candidates, at random."""
+        return candidates[min(int(self.draw * len(candidates)), len(candidates) - 1)]
 
 
 @dataclass(frozen=True, slots=True)

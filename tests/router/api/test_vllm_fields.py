@@ -42,6 +42,7 @@ async def test_the_text_of_a_prompt_is_shown(c: Cluster) -> None:
     assert "prompt_text" not in (await c.chat("Hi")).json()
 
 
+@pytest.mark.wing("router.routing.policies")
 async def test_a_session_stays_at_its_worker() -> None:
     """As by the header, which goes first."""
     async with cluster(num_decode=3, policy="session-sticky") as c:

@@ -1,0 +1,1 @@
+"""Policies beside the one by predicted costs: `--policy round-robin` and others."""
