@@ -69,7 +69,7 @@ def _project(
         stamp(stamps, STAGE, SHAPE)
         slot, phase, count = gemv_by_pieces(H, K, in_ptr, flag, operand, smem, ready, empty, sums, slot, phase, SHAPE)
     else:
-        receive_operand(in_ptr, flag, K, triton.next_power_of_2(K), operand)
+        receive_operand(in_ptr, flag, K, operand)
         stamp(stamps, STAGE, SHAPE)
         slot, phase, count = gemv(H, K, False, operand, scales, smem, ready, empty, sums, slot, phase, SHAPE)
     gl.store(out_ptr + rows, flagged(sum_slices(sums, False, SHAPE) * scale + before, flag), mask=exist)

@@ -14,23 +14,41 @@ VECTOR = gl.constexpr(gl.BlockedLayout([4], [32], [8], [0]))
 
 
 @triton.constexpr_function
-def waiting_load(n: int, is_shared: bool) -> str:
-    """Return assembly that loads n words by fours at most until all are flagged.
+def load_once(n: int) -> tuple[str, str]:
+    """Return assembly that computes the addresses of n words, and that loads them by fours at most.
 
-    Operands: the words; then of each the base address, its number, and the flag. A thread with more than four words,
-    or where all warps wait for the same ones, polls the first one, by lane 0 alone, before it loads all again: by all
-    lanes it would delay the stores.
+    Operands: the words; then of each the base address, and its number.
     """
     width = min(n, 4)
     kind = {1: "b32", 2: "v2.b32", 4: "v4.b32"}[width]
-    loads, addresses = "", ""
+    addresses, loads = "", ""
     for i in range(0, n, width):
         registers = ", ".join(f"${i + j}" for j in range(width))
         target = registers if width == 1 else f"{{{registers}}}"
         addresses += f".reg .b64 a{i}; mad.wide.s32 a{i}, ${2 * n + i}, 4, ${n + i}; "
         loads += f"ld.relaxed.gpu.global.{kind} {target}, [a{i}]; "
+    return addresses, loads
+
+
+@triton.constexpr_function
+def asking_load(n: int) -> str:
+    addresses, loads = load_once(n)
+    return "{ " + addresses + loads + "}"
+
+
+@triton.constexpr_function
+def waiting_load(n: int, is_shared: bool, are_asked: bool) -> str:
+    """Return assembly that loads n words until all are flagged; are_asked: from the second time on.
+
+    Operands: as above, then of each the flag, and what was loaded the first time. A thread with more than four words,
+    or where all warps wait for the same ones, polls the first one, by lane 0 alone, before it loads all again: by all
+    lanes it would delay the stores.
+    """
+    addresses, loads = load_once(n)
+    if are_asked:
+        addresses += "".join(f"mov.b32 ${i}, ${4 * n + i}; " for i in range(n)) + "bra TEST; "
     flag = f"${3 * n}"
-    tests = "mov.b32 t, 0; " + "".join(f"xor.b32 u, ${i}, {flag}; or.b32 t, t, u; " for i in range(n))
+    tests = "TEST: mov.b32 t, 0; " + "".join(f"xor.b32 u, ${i}, {flag}; or.b32 t, t, u; " for i in range(n))
     tests += "and.b32 t, t, 1; setp.ne.u32 p, t, 0; "
     if n <= 4 and not is_shared:
         return "{ .reg .pred p; .reg .b32 t, u; " + addresses + "AGAIN: " + loads + tests + "@p bra AGAIN; }"
@@ -43,16 +61,41 @@ def waiting_load(n: int, is_shared: bool) -> str:
 
 
 @triton.constexpr_function
-def constraints(n: int) -> str:
-    return ",".join(["=&r"] * n + ["l"] * n + ["r"] * 2 * n)
+def constraints(n: int, per_word: int) -> str:
+    """per_word: operands of each word but itself and the base address."""
+    return ",".join(["=&r"] * n + ["l"] * n + ["r"] * per_word * n)
 
 
 @gluon.jit
 def receive(ptr, words, flag, N: gl.constexpr, IS_SHARED: gl.constexpr = False):
     """The numbers that other programs store at `ptr + words`, N of a thread, as soon as all are flagged."""
     return gl.inline_asm_elementwise(
-        waiting_load(N, IS_SHARED), constraints(N), [ptr, words, flag], dtype=gl.float32, is_pure=False, pack=N
+        waiting_load(N, IS_SHARED, False), constraints(N, 2), [ptr, words, flag], dtype=gl.float32, is_pure=False,
+        pack=N,
+    )  # fmt: skip
+
+
+@gluon.jit
+def ask_for_piece(ptr, K, PADDED: gl.constexpr):
+    """Load K words, PADDED at most, whether they are flagged or not: for `receive_piece`, after other work."""
+    ks = gl.arange(0, PADDED, VECTOR)
+    N: gl.constexpr = PADDED // 256
+    return gl.inline_asm_elementwise(
+        asking_load(N), constraints(N, 1), [ptr, gl.where(ks < K, ks, ks % 4)], dtype=gl.int32, is_pure=False, pack=N
     )
+
+
+@gluon.jit
+def receive_piece(asked, ptr, flag, K, PADDED: gl.constexpr):
+    """As `receive_vector`, of what was asked for before."""
+    ks = gl.arange(0, PADDED, VECTOR)
+    N: gl.constexpr = PADDED // 256
+    words = gl.where(ks < K, ks, ks % 4)
+    x = gl.inline_asm_elementwise(
+        waiting_load(N, False, True), constraints(N, 3), [ptr, words, flag, asked], dtype=gl.float32, is_pure=False,
+        pack=N,
+    )  # fmt: skip
+    return gl.where(ks < K, x, 0.0)
 
 
 @gluon.jit

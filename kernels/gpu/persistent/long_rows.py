@@ -9,7 +9,8 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kernels.gpu.persistent.operand import LENGTH, SUMS, chunk_of, chunks_of, multiply, receive_operand, sum_columns
+from kernels.gpu.persistent.ll_protocol import ask_for_piece, receive_piece
+from kernels.gpu.persistent.operand import LENGTH, SUMS, chunk_of, chunks_of, multiply, store_operand, sum_columns
 from kernels.gpu.persistent.ring import DIMS, barrier, following, num_chunks, release, wait_for
 from kernels.gpu.persistent.shape import HEAD_DIM, Shape
 
@@ -136,9 +137,13 @@ def gemv_by_pieces(
     IN_PIECE: gl.constexpr = LENGTH // (S * DIMS)
     num_tiles = (N // 8 - gl.program_id(0) + P - 1) // P
     acc = _zeros(N, S, SHAPE)
+    asked = ask_for_piece(ptr, K, LENGTH)
     for first in range(0, num_chunks(K, S), IN_PIECE):
         begin = first * (S * DIMS)
-        receive_operand(ptr + begin, flag, K - begin, LENGTH, operand)
+        piece = receive_piece(asked, ptr + begin, flag, K - begin, LENGTH)
+        following_one = gl.minimum(begin + LENGTH, K - 4)
+        asked = ask_for_piece(ptr + following_one, K - following_one, LENGTH)
+        store_operand(piece, 0, operand)
         for i in range(gl.minimum(num_chunks(K, S) - first, IN_PIECE)):
             wait_for(ready, slot, phase, num_tiles, SLOTS)
             acc = _add_chunk(acc, chunk_of(operand, i, S), (), 0, N, K, smem, slot, phase, 0, SHAPE)

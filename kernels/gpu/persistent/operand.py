@@ -9,6 +9,7 @@ two columns again, and each slice of K of its own scale, a power of two: float16
 
 from __future__ import annotations
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
@@ -130,9 +131,9 @@ def store_operand(x, first, operand):
 
 
 @gluon.jit
-def receive_operand(ptr, flag, K, PADDED: gl.constexpr, operand):
-    """A vector of K numbers, or a piece of PADDED of one, that other programs store."""
-    store_operand(receive_vector(ptr, flag, K, PADDED), 0, operand)
+def receive_operand(ptr, flag, K: gl.constexpr, operand):
+    """A vector that other programs store."""
+    store_operand(receive_vector(ptr, flag, K, triton.next_power_of_2(K)), 0, operand)
 
 
 @gluon.jit
