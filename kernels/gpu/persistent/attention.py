@@ -235,10 +235,6 @@ def _combine(partial_ptr, attended_ptr, room, flag, kv_head, stamps, SHAPE: gl.c
     weight = gl.exp2(row_max - gl.max(row_max, axis=0))
     weight = weight / gl.sum(weight * row_sum, axis=0)
     partials = room.slice(0, PARTIALS)._reinterpret(gl.float32, [SPLITS, PART], FLAT2).load(splits)
-    at = (
-        attended_ptr
-        + kv_head * (SHAPE.value.group * DIMS)
-        + split * PART
-        + gl.arange(0, PART, gl.SliceLayout(0, splits))
-    )
+    dims = split * PART + gl.arange(0, PART, gl.SliceLayout(0, splits))
+    at = attended_ptr + kv_head * (SHAPE.value.group * DIMS) + dims
     gl.store(at, flagged(gl.sum(partials * weight[:, None], axis=0), flag))

@@ -32,8 +32,8 @@ def load_once(n: int) -> tuple[str, str]:
 
 @triton.constexpr_function
 def asking_load(n: int) -> str:
-    addresses, loads = load_once(n)
-    return "{ " + addresses + loads + "}"
+    both: tuple[str, str] = load_once(n)
+    return "{ " + both[0] + both[1] + "}"
 
 
 @triton.constexpr_function
@@ -44,7 +44,8 @@ def waiting_load(n: int, is_shared: bool, are_asked: bool) -> str:
     or where all warps wait for the same ones, polls the first one, by lane 0 alone, before it loads all again: by all
     lanes it would delay the stores.
     """
-    addresses, loads = load_once(n)
+    both: tuple[str, str] = load_once(n)
+    addresses, loads = both
     if are_asked:
         addresses += "".join(f"mov.b32 ${i}, ${4 * n + i}; " for i in range(n)) + "bra TEST; "
     flag = f"${3 * n}"

@@ -32,7 +32,7 @@ def chunks_at_once(shape: Shape, n: int, k: int, slices: int) -> int:
 
 @gluon.jit
 def _zeros(N: gl.constexpr, S: gl.constexpr, SHAPE: gl.constexpr):
-    """Sums of a program's pairs of tiles, see `_multiply`."""
+    """Sums of a program's pairs of tiles, see `multiply`."""
     acc = ()
     for _ in gl.static_range(num_pairs(SHAPE, N)):
         zeros = gl.zeros([S, 16, 8], gl.float32, SUMS)

@@ -24,12 +24,17 @@ def scales_of(addresses, WEIGHT: gl.constexpr, SHAPE: gl.constexpr):
 
 
 @gluon.jit
+def _of_rows(ptr, N: gl.constexpr, SHAPE: gl.constexpr):
+    rows, exist = tile_rows(N, SHAPE)
+    return gl.load(ptr + rows, mask=exist, other=0.0).to(gl.float32)
+
+
+@gluon.jit
 def row_scales(ptr, N: gl.constexpr, SHAPE: gl.constexpr):
     """Scales of the program's rows of W (N, any), like `tile_rows`."""
     scales = 1.0
     if SHAPE.value.is_e4m3:
-        rows, exist = tile_rows(N, SHAPE)
-        scales = gl.load(ptr + rows, mask=exist, other=0.0)
+        scales = _of_rows(ptr, N, SHAPE)
     return scales
 
 
@@ -47,8 +52,7 @@ def row_biases(ptr, N: gl.constexpr, SHAPE: gl.constexpr):
     """What is added to the program's rows of W (N, any) x, like `tile_rows`."""
     biases = 0.0
     if SHAPE.value.has_biases:
-        rows, exist = tile_rows(N, SHAPE)
-        biases = gl.load(ptr + rows, mask=exist, other=0.0).to(gl.float32)
+        biases = _of_rows(ptr, N, SHAPE)
     return biases
 
 

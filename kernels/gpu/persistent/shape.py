@@ -10,7 +10,8 @@ HEAD_DIM = 128
 NUM_ADDRESSES = 10  # of a layer: those of its weights, of scales of four of them, of the bias of W_qkv
 CHUNK = 1024  # columns of a bfloat16 W in a slot of shared memory, of 8 rows
 PIECE = 4096  # columns of a vector that are received and multiplied at a time, of one of more than two pieces
-MAX_CHUNKS = 4  # of a vector that stays in registers
+MAX_CHUNKS = 4  # of a vector that stays in registers with several tiles
+MAX_PAIR_CHUNKS = 5  # of one that does with a pair
 TILE_KEYS = 64  # of K or V in a slot
 SLOT_BYTES, MAX_SLOTS = 16 << 10, 10
 SLOTS_AT_ONCE = 6  # that are multiplied without a barrier in between: what registers hold
@@ -80,10 +81,10 @@ class Shape:
         return 2 * CHUNK if self.is_e4m3 else CHUNK
 
     def order(self, n: int, k: int, times: int) -> str:
-        """How a program goes through W (n, k), or gate and up: "tiles", whole ones, with x in registers.
+        """How a program goes through W (n, k), or gate and up: some "tiles" at a time, whole ones.
 
-        Of long rows "chunks" of all its tiles, where the ring has twice as many slots, or else "pairs" of tiles, a
-        chunk of both at a time: a pair would fill the ring, and x all registers.
+        Long rows of two tiles would fill the ring. So it takes a chunk of all its tiles at a time ("chunks"), where
+        the ring has twice as many slots, or else of two ("pairs").
         """
         if -(-k // CHUNK) < MAX_CHUNKS:
             return "tiles"
@@ -193,4 +194,4 @@ class Shape:
         order = self.order(n, k, times)
         if order == "tiles":
             return -(-k // columns) <= self.slots // 2
-        return order == "chunks" or not self.is_by_pieces(k)
+        return order == "chunks" or -(-k // CHUNK) <= MAX_PAIR_CHUNKS
