@@ -124,7 +124,9 @@ def open_bench(options: argparse.Namespace) -> Bench:
             blocks = max(blocks, sequences * groups.most_live(2 * OFFLINE_MAX) * 2 // 3)
         config = replace(config, num_gpu_blocks=blocks)
     gpu = from_namespace(GpuConfig, options)
+    began = time.perf_counter()
     parts = assemble(config, gpu=replace(gpu, overlap=False) if options.one_at_a_time and config.pp > 1 else gpu)
+    ready_seconds = time.perf_counter() - began
     dtype = getattr(torch, parts.dtype)
     gc.collect()
     gc.freeze()  # as an engine process does
@@ -134,7 +136,8 @@ def open_bench(options: argparse.Namespace) -> Bench:
     if options.bandwidth:
         peaks = replace(peaks, read_bytes_per_second=options.bandwidth * 1e9)
     print(
-        f"memory {peaks.read_bytes_per_second / 1e9:.0f} GB/s, GEMMs {peaks.flops_per_second / 1e12:.2f} TFLOP/s",
+        f"ready in {ready_seconds:.1f} s, memory {peaks.read_bytes_per_second / 1e9:.0f} GB/s, "
+        f"GEMMs {peaks.flops_per_second / 1e12:.2f} TFLOP/s",
         file=sys.stderr,
     )
     return Bench(parts, peaks, random.Random())

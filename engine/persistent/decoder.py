@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import torch
 from torch import Tensor
@@ -39,9 +40,13 @@ def open_decoder(model: Model, pool: Tensor, config: EngineConfig) -> RowDecoder
     if not shape.fits():
         return None
     decoder = PersistentDecoder(shape, parameters_of(model), pool)
+    executor = ThreadPoolExecutor(1, "persistent-kernel")
+    compiling = executor.submit(decoder.compiler())  # while the warm-up compiles others: each takes one core
+    executor.shutdown(wait=False)
 
     def decode(inputs: GpuInputs) -> Tensor:
         own = inputs.groups[0]
+        wait((compiling,))  # if it failed, the step says why
         return decoder.step(inputs.token_ids, inputs.positions, inputs.lengths, own.slots, own.decode_tables)
 
     logger.info("steps of one row: one persistent kernel")

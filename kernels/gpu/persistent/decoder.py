@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -73,13 +74,34 @@ class PersistentDecoder:
         the row is nobody's. slots: int32 (1,), block id * block_size + offset of its K and V, or -1 to store nothing.
         block_table: int32 (1, any).
         """
-        of_model, device = self.parameters, self.pool.device
-        hidden = torch.empty(1, self.shape.hidden, dtype=torch.bfloat16, device=device)
-        cooperative = {} if device.type == "meta" else {"launch_cooperative_grid": True}
-        decoder_kernel[(self.shape.programs,)](
-            self._addresses, of_model.norms, of_model.final_norm, of_model.embedding, of_model.rotary, self.pool,
-            token_ids, positions, lengths, slots, block_table, hidden, *self._words, self.stamps,
-            len(of_model.weights), of_model.eps, LOG2_E.value / math.sqrt(HEAD_DIM), self.pool.stride(1),
-            self.pool.stride(0), TEXT=self.shape.text, num_warps=8, **cooperative,
-        )  # fmt: skip
+        inputs = token_ids, positions, lengths, slots, block_table
+        hidden = torch.empty(1, self.shape.hidden, dtype=torch.bfloat16, device=self.pool.device)
+        arguments, options = self._launch(inputs, hidden)
+        decoder_kernel[(self.shape.programs,)](*arguments, **options)
         return hidden
+
+    def compiler(self) -> Callable[[], None]:
+        """Return what compiles `step`'s kernel, which takes seconds where no cache has it, in any thread.
+
+        It allocates nothing, or it would break a graph that another thread captures.
+        """
+        device = self.pool.device
+        token, number = (torch.zeros(1, dtype=dtype, device=device) for dtype in (torch.int64, torch.int32))
+        hidden = torch.empty(1, self.shape.hidden, dtype=torch.bfloat16, device=device)
+        arguments, options = self._launch((token, number, number, number, number[None]), hidden)
+
+        def compile_kernel() -> None:
+            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                decoder_kernel.run(*arguments, grid=(self.shape.programs,), warmup=True, **options)
+
+        return compile_kernel
+
+    def _launch(self, inputs: tuple[Tensor, ...], hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the kernel's arguments, and its options."""
+        of_model, pool = self.parameters, self.pool
+        vectors = of_model.norms, of_model.final_norm, of_model.embedding, of_model.rotary
+        scale = LOG2_E.value / math.sqrt(HEAD_DIM)
+        numbers = len(of_model.weights), of_model.eps, scale, pool.stride(1), pool.stride(0)
+        arguments = self._addresses, *vectors, pool, *inputs, hidden, *self._words, self.stamps, *numbers
+        cooperative = {} if pool.device.type == "meta" else {"launch_cooperative_grid": True}
+        return arguments, {"TEXT": self.shape.text, "num_warps": 8, **cooperative}
