@@ -38,6 +38,8 @@ EXPERTS = {"hidden": 2048, "heads": 32, "kv_heads": 4, "intermediate": 768, "exp
         QWEN25_7B,
         {**QWEN25_7B, "is_e4m3": True},
         {"hidden": 4096, "heads": 32, "intermediate": 14336, "has_qk_norms": False, "block_size": 16},
+        {**QWEN25_7B, "hidden": 1536, "heads": 12, "kv_heads": 2, "intermediate": 8960},
+        {"hidden": 5120, "heads": 40, "kv_heads": 10, "intermediate": 17920, "has_qk_norms": False},
     ],
     ids=[
         "Qwen3-0.6B",
@@ -51,6 +53,8 @@ EXPERTS = {"hidden": 2048, "heads": 32, "kv_heads": 4, "intermediate": 768, "exp
         "Qwen2.5-7B",
         "7B in e4m3",
         "Llama-3.1-8B",
+        "Qwen2.5-1.5B",
+        "Phi-4",
     ],
 )
 def test_steps_equal_torchs(changes: dict[str, int]) -> None:
@@ -91,6 +95,7 @@ def test_a_row_of_nobody_stores_nothing() -> None:
         {"hidden": 512},
         {"heads": 128},
         {"block_size": 128},
+        {"heads": 12, "kv_heads": 2},
         {"hidden": 1088},
         {"experts": 64, "chosen": 8},
     ],
@@ -99,6 +104,7 @@ def test_a_row_of_nobody_stores_nothing() -> None:
         "less than a chunk",
         "a group of 16",
         "blocks of 128",
+        "two KV heads",
         "odd",
         "64 experts",
     ],
