@@ -11,7 +11,7 @@ NUM_ADDRESSES = 10  # of a layer: those of its weights, of scales of four of the
 CHUNK = 1024  # columns of a bfloat16 W in a slot of shared memory, of 8 rows
 PIECE = 4096  # columns of a vector that are received and multiplied at a time, of one of more than two pieces
 MAX_CHUNKS = 4  # of a vector that stays in registers with several tiles
-SPLITS = 16, 32  # of which a GPU has compared steps with torch's
+MAX_SPLITS = 32  # of a KV head's keys; with more of them a GPU has not compared steps with torch's
 MAX_PAIR_CHUNKS = 5  # of one that does with a pair
 TILE_KEYS = 64  # of K or V in a slot
 SLOT_BYTES, MAX_SLOTS = 16 << 10, 10
@@ -186,7 +186,7 @@ class Shape:
         inner = self.attended, self.hidden, self.inner
         has_chunks = all(k >= CHUNK and k % HEAD_DIM == 0 for k in inner) and self.qkv // 8 >= self.programs
         is_divided = self.combined <= HEAD_DIM
-        has_heads = self.group <= 8 and TILE_KEYS % self.block_size == 0 and self.splits in SPLITS
+        has_heads = self.group <= 8 and TILE_KEYS % self.block_size == 0 and self.splits <= MAX_SPLITS
         has_experts = self.intermediate % HEAD_DIM == 0 and (self.experts, self.chosen) in ((0, 1), (128, 8))
         has_slots = all(self._has_slots(*each) for each in self.stages)
         return has_chunks and is_divided and has_heads and has_experts and has_slots
