@@ -186,7 +186,8 @@ class Shape:
         inner = self.attended, self.hidden, self.inner
         has_chunks = all(k >= CHUNK and k % HEAD_DIM == 0 for k in inner) and self.qkv // 8 >= self.programs
         is_divided = self.combined <= HEAD_DIM
-        has_heads = self.group <= 8 and TILE_KEYS % self.block_size == 0 and self.splits <= MAX_SPLITS
+        has_programs = self.kv_heads <= self.programs and self.splits <= MAX_SPLITS
+        has_heads = self.group <= 8 and TILE_KEYS % self.block_size == 0 and has_programs
         has_experts = self.intermediate % HEAD_DIM == 0 and (self.experts, self.chosen) in ((0, 1), (128, 8))
         has_slots = all(self._has_slots(*each) for each in self.stages)
         return has_chunks and is_divided and has_heads and has_experts and has_slots
