@@ -21,12 +21,12 @@ from torch.nn import functional
 from common.errors import ConfigError, UnsupportedModelError
 from common.gguf.header import GgufTensor
 from common.gguf.parts import read_gguf
+from engine.fused.stored_rows import ROTATED, StoredRows, rotary_order
 from engine.gguf.block_rows import BITS, block_rows
 from engine.gguf.composed import composed_weights
 from engine.gguf.names import NO_WEIGHTS, locate
 from engine.layers.weights import CHOICE_BIAS, Part, PartSource
 from engine.loader.checkpoint import Shape
-from engine.loader.fused import ROTATED, StoredRows, rotary_order
 from engine.models.config import ModelConfig
 from engine.quantization.quantized_rows import QuantizedRows
 from kernels.gguf.library import library

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,9 @@ from torch import Tensor
 from common.errors import ConfigError
 from engine.layers.weights import CHOICE_BIAS, Part, PartSource
 from engine.loader.checkpoint import Shape
-from engine.loader.fused import StoredRows
+
+if TYPE_CHECKING:
+    from engine.fused.stored_rows import StoredRows
 
 INDEX_NAME, SINGLE_NAME = "model.safetensors.index.json", "model.safetensors"
 MAX_HEADER_BYTES = 100 << 20

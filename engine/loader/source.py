@@ -16,7 +16,6 @@ from engine.config import EngineConfig
 from engine.layers.weights import WeightSource
 from engine.loader.checkpoint import Check, Shape, check_weights
 from engine.loader.conversion import Conversion
-from engine.loader.fused import stored_rows
 from engine.loader.random_weights import DRY_RUN_CONFIG, DRY_RUN_STD, SEED, STD, RandomWeights
 from engine.loader.safetensors import SafetensorsWeights
 from engine.models.config import ModelConfig
@@ -26,6 +25,7 @@ from engine.models.model import Model
 from kvstore.layout import Shard
 
 if TYPE_CHECKING:
+    from engine.fused.stored_rows import StoredRows
     from engine.quantization.checkpoint import QuantizedCheckpoint
 
 WING = "engine.quantization"
@@ -116,7 +116,7 @@ def open_source(files: ModelFiles, engine_config: EngineConfig, dtype: torch.dty
     if tensors.prefix:  # no head, which an embedding does without
         config = replace(config, tie_word_embeddings=True)
     needed = family.skeleton(config)[1]
-    rows = stored_rows(needed, family.fused, config)
+    rows = _stored_rows(family, config, needed)
     tensors.divide(rows)
     if quantized is None:
         check = partial(check_weights, found=tensors.shapes)
@@ -125,6 +125,16 @@ def open_source(files: ModelFiles, engine_config: EngineConfig, dtype: torch.dty
         config = replace(config, linear_bits=quantized.held_bits)
     weights, compare = quantized.open(tensors, rows, needed)
     return Source(config, family, weights, compare, {}, tensors.files, _block_conversion(weights))
+
+
+def _stored_rows(family: ModelFamily, config: ModelConfig, needed: Mapping[str, Shape]) -> Mapping[str, StoredRows]:
+    """The needed weights that the checkpoint holds as rows of others, or in another order."""
+    if not family.fused and config.rope.partial == 1:
+        return {}
+    require_wing("engine.fused", "a checkpoint with fused weights or partial rotary embedding")
+    from engine.fused.stored_rows import stored_rows
+
+    return stored_rows(needed, family.fused, config)
 
 
 def check_settings(config: ModelConfig, engine_config: EngineConfig) -> None:

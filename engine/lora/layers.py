@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from common.errors import ConfigError
+from engine.fused.stored_rows import StoredRows, stored_rows
 from engine.layers.attention import Attention
 from engine.layers.block import Block, LinearRef
 from engine.layers.mlp import Mlp
 from engine.layers.weights import Part, Partition, ShapeRecorder
 from engine.loader.checkpoint import Shape
-from engine.loader.fused import StoredRows, stored_rows
 from engine.models.config import ModelConfig
 from engine.models.families import family_of
 from kvstore.layout import WHOLE, Shard

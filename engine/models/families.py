@@ -3,11 +3,12 @@
 from importlib import import_module
 
 from common.wings import has_wing
-from engine.models import llama, phi3, qwen2, qwen3
+from engine.models import llama, qwen2, qwen3
 from engine.models.registry import ModelFamily, absent, family_of, family_of_gguf
 
-__all__ = ["ModelFamily", "family_of", "family_of_gguf", "llama", "phi3", "qwen2", "qwen3"]
+__all__ = ["ModelFamily", "family_of", "family_of_gguf", "llama", "qwen2", "qwen3"]
 FAMILIES = (
+    "engine.fused.phi3:FUSED",
     "engine.mla.deepseek:deepseek",
     "engine.moe.gpt_oss:gpt_oss",
     "engine.moe.mixtral:mixtral",

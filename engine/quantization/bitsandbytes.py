@@ -23,9 +23,9 @@ from typing import Any
 from torch import Tensor
 
 from common.errors import ConfigError, UnsupportedModelError
+from engine.fused.stored_rows import StoredRows
 from engine.layers.weights import Part, PartSource
 from engine.loader.checkpoint import Shape
-from engine.loader.fused import StoredRows
 from engine.loader.safetensors import SafetensorsWeights
 
 METHOD = "bitsandbytes"

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from engine.fused.stored_rows import StoredRows
 from engine.layers.weights import PartSource, WeightSource
 from engine.loader.checkpoint import Check, Shape, check_weights
-from engine.loader.fused import StoredRows
 from engine.loader.safetensors import SafetensorsWeights
 from engine.models.config import PLAIN_BITS
 from engine.quantization.bitsandbytes import BitsAndBytesWeights, bits_of, is_bitsandbytes

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from common.errors import ConfigError
+from engine.fused.stored_rows import StoredRows
 from engine.layers.weights import Part, PartSource
 from engine.loader.checkpoint import Shape, check_weights
-from engine.loader.fused import StoredRows
 from engine.loader.safetensors import SafetensorsWeights, StoredTensor
 from engine.quantization.formats.scheme import (
     MARKS,

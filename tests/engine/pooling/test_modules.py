@@ -158,7 +158,15 @@ def save_body(name: str, folder: Path, shard_bytes: int = 0) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("name", "shard_bytes"), [("llama", 0), ("qwen2", 30_000), ("qwen3", 0), ("phi3", 0)])
+@pytest.mark.parametrize(
+    ("name", "shard_bytes"),
+    [
+        ("llama", 0),
+        ("qwen2", 30_000),
+        ("qwen3", 0),
+        pytest.param("phi3", 0, marks=pytest.mark.wing("engine.fused")),
+    ],
+)
 def test_vectors_equal_transformers(name: str, shard_bytes: int, tmp_path: Path) -> None:
     """Phi-3 stores several weights in one."""
     made = engine(str(save_body(name, tmp_path, shard_bytes)))
