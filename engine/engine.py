@@ -23,7 +23,6 @@ from engine.sampling.filters import Constraints
 from engine.scheduled_step import KvLoad, ScheduledStep, StepOutcome, StepStats
 from engine.scheduling.scheduler import Scheduler
 from engine.wings import Adapters, Counting, Figures
-from kvstore.types import BlockKey
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +56,10 @@ class Runner(Protocol):
 
 
 class Engine:
-    """Requests in, one `StepOutcome` per step out. kv: who has which blocks, which leases have to know, too."""
+    """Requests in, one `StepOutcome` per step out.
+
+    kv: who has which blocks, which leases have to know, too. remote_kv: what is pulled from peers.
+    """
 
     def __init__(
         self,
@@ -75,7 +77,7 @@ class Engine:
     ) -> None:
         """constraints, adapters: the runner's. A request gets no row before its own is ready. generates: else the
         model gives vectors alone. pooling: what `auto` stands for. counting: see `figures`. clock: seconds."""
-        self.kv = scheduler.kv
+        self.kv, self.remote_kv = scheduler.kv, scheduler.remote_kv
         self.max_model_len = scheduler.max_model_len
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
@@ -142,13 +144,9 @@ class Engine:
         """Let a request end with PREFILLED at its next token, wherever it is on its way to that."""
         self._scheduler.hand_over(request_id)
 
-    def prefetch(self, source: object, block_keys: Sequence[BlockKey]) -> None:
-        """Offer full blocks of a prompt that a peer is still computing; the next step says what to pull of them."""
-        self._scheduler.remote_kv.prefetch(source, block_keys)
-
     def finish_load(self, load: KvLoad, ok: bool) -> None:
         """A load of a step's outcome has ended, between steps."""
-        self._scheduler.remote_kv.finish(load, ok)
+        self.remote_kv.finish(load, ok)
 
     def load(self) -> SchedulerLoad:
         return self._scheduler.load()
@@ -179,7 +177,7 @@ class Engine:
 
     def _step(self, start_loads: Callable[[Sequence[KvLoad]], None] | None) -> StepOutcome:
         step = self._scheduler.schedule()
-        outcome = StepOutcome(step.plan, loads=self._scheduler.remote_kv.take_loads())
+        outcome = StepOutcome(step.plan, loads=self.remote_kv.take_loads())
         if start_loads is not None and outcome.loads and self._scheduler.speculation is None:
             loads, outcome.loads = outcome.loads, []
             free: list[KvLoad] = []

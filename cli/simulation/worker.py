@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 from msgspec.structs import asdict as struct_fields
 
@@ -20,6 +21,7 @@ from engine.kv.block_groups import BlockGroups
 from engine.kv.manager import KVManager
 from engine.objectives.prompt_budget import PromptBudget
 from engine.plan import StepPlan, StepResult, StepSize
+from engine.progressive_pulls.remote_kv import ProgressiveRemoteKv
 from engine.request import Request
 from engine.scheduled_step import KvLoad, StepOutcome, StepStats
 from engine.scheduling.scheduler import Scheduler
@@ -144,8 +146,8 @@ class SimulatedWorker:
         self.wake()
 
     def prefetch(self, source: object, block_keys: Sequence[BlockKey]) -> None:
-        """See Engine."""
-        self.engine.prefetch(source, block_keys)
+        """See ProgressiveRemoteKv."""
+        cast("ProgressiveRemoteKv", self.engine.remote_kv).prefetch(source, block_keys)
         self._has_offers = True
         self.wake()
 

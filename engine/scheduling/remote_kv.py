@@ -6,13 +6,10 @@ worker takes the loads and reports how they ended.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from engine.kv.manager import KVManager
 from engine.request import Request, RequestStatus
 from engine.scheduled_step import KvLoad
 from engine.scheduling.request_queues import RequestQueues
-from kvstore.types import BlockKey
 
 
 class RemoteKv:
@@ -68,10 +65,6 @@ class RemoteKv:
         else:
             self._kv.release_uncomputed(request)  # blocks that others can read are among them
         self._queues.move(request, RequestStatus.RUNNING)
-
-    def prefetch(self, source: object, block_keys: Sequence[BlockKey]) -> None:
-        """Take up full blocks of a prompt that a peer is still computing; here the source is let go."""
-        self._loads.append(KvLoad(None, source, [], [], 0))
 
     def reserve_prefetches(self) -> None:
         """Give prefetches what blocks nobody needs."""

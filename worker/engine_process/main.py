@@ -84,7 +84,7 @@ def _start(link: FrameSocket, start: Start, beat: Callable[[], None]) -> EngineP
     leases = KvLeases(memory.epoch, exporter, handles, worker.kv_lease_seconds)
     memory.send_leases(leases)
     prompt_leases = _prompt_leases(worker)(engine.kv, leases)
-    loads = KvLoads(engine, puller, exporter, can_read=not config.stage_address)
+    loads = _kind_of_loads()(engine, puller, exporter, can_read=not config.stage_address)
     info = _engine_info(parts, memory, [] if config.stage_address else memory.transports)  # of all layers, or none
     link.send(Ready(info, memory.socket_paths, memory.needs_staging, memory.descriptions))
     adjust_cores = None if cores is None else cores.adjust
@@ -119,6 +119,15 @@ def _prompt_leases(worker: WorkerConfig) -> type[PromptLeases]:
     from worker.progressive_pulls.settings import ProgressivePullSettings
 
     return PartLeases if worker.of(ProgressivePullSettings).progressive_pull else PromptLeases
+
+
+def _kind_of_loads() -> type[KvLoads]:
+    """What loads KV of peers: also of prompts that they are still computing, where that wing is there."""
+    if not has_wing("worker.progressive_pulls"):
+        return KvLoads
+    from worker.progressive_pulls.progressive_loads import ProgressiveLoads
+
+    return ProgressiveLoads
 
 
 def _end_process(reason: str) -> None:

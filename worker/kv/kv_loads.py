@@ -14,11 +14,11 @@ from engine.engine import Engine
 from engine.request import RequestId
 from engine.scheduled_step import KvLoad
 from kvstore.handle.handle import KvHandle, PeerLease, open_handle
-from kvstore.types import BlockKey, WorkerId
+from kvstore.types import BlockKey
 from worker.engine_process.open_request import OpenRequest
 from worker.kv.kv_exporter import KvExporter
 from worker.kv.kv_puller import KvPuller
-from worker.messages import Prefetched, PrefetchOutcome, Pull, StepReport
+from worker.messages import Pull, StepReport
 
 logger = logging.getLogger("engine")
 
@@ -33,7 +33,6 @@ class KvLoads:
         self._kv = engine.kv
         self._puller = puller
         self._exporter = exporter
-        self._transports: dict[WorkerId, str] = {}  # of the last prefetch from each peer
 
     @property
     def num_open(self) -> int:
@@ -66,35 +65,25 @@ class KvLoads:
         self._puller.close()
 
     def prefetch(self, handle: KvHandle, block_keys: Sequence[BlockKey]) -> None:
-        """Offer the engine a part of a prompt that the peer is still computing."""
-        lease = self._open(handle)
-        if lease is None:
-            return
-        num_blocks = len(block_keys)
-        if num_blocks != lease.num_blocks or lease.num_tokens != num_blocks * self._kv.block_size:
-            logger.warning("a KV handle that is not of full blocks with their keys: not prefetched")
-            self.abandon(lease)
-            return
-        self._engine.prefetch(lease, block_keys)
+        """Take up a part of a prompt that the peer is still computing: here it is let go."""
+        self.refuse(handle)
 
     def start(
         self, loads: Sequence[KvLoad], requests: Mapping[RequestId, OpenRequest], report: StepReport, now: float
     ) -> None:
         """Pull what a step has reserved blocks for, which no step in flight uses."""
         for load in loads:
-            lease, owner = load.source, load.owner
-            assert isinstance(lease, PeerLease)
-            entry = None if owner is None else requests.get(owner.request_id)
-            if load.positions:
-                if entry is not None:
-                    entry.start_pull(load.num_tokens, now)
-                self._puller.load(load)
+            entry = None if load.owner is None else requests.get(load.owner.request_id)
+            if not load.positions:
+                self._skip(load, entry, report)
                 continue
-            self.abandon(lease)
-            if owner is None:
-                report.prefetches.append(Prefetched(PrefetchOutcome.SKIPPED))
-            elif entry is not None and owner.num_prefetched_tokens:
-                entry.skip_pull(self._transports.get(lease.worker_id, ""))
+            if entry is not None:
+                entry.start_pull(load.num_tokens, now)
+            self._puller.load(load)
+
+    def _skip(self, load: KvLoad, entry: OpenRequest | None, report: StepReport) -> None:
+        """Let the source of a load go that nothing is to be pulled from. entry: of the request, if that is open."""
+        self.abandon(load.source)
 
     def start_after_steps(
         self, loads: Sequence[KvLoad], requests: Mapping[RequestId, OpenRequest], report: StepReport, now: float
@@ -108,25 +97,19 @@ class KvLoads:
         """Tell the engine of the loads that have ended, and report those that count."""
         for load, pull in self._puller.take_results():
             self._engine.finish_load(load, pull.ok)
-            if load.owner is None:
-                report.prefetches.append(self._prefetched(load, pull))
-                continue
-            entry = requests.get(pull.request_id)
-            if entry is not None:
-                entry.finish_pull(pull, now)
-                if not pull.ok:
-                    text = "KV pull failed, computing the prompt here: %s"
-                    logger.warning(text, pull.error, extra=about(pull.request_id))
-            if entry is not None or pull.ok:  # else cancelled, and its lease may have ended meanwhile: no fault
-                report.pulls.append(pull)
+            self._report_end(load, pull, requests, report, now)
 
-    def _prefetched(self, load: KvLoad, pull: Pull) -> Prefetched:
-        if not pull.ok:
-            logger.warning("KV prefetch failed: %s", pull.error)
-            return Prefetched(PrefetchOutcome.FAILED)
-        assert isinstance(load.source, PeerLease)
-        self._transports[load.source.worker_id] = pull.transport
-        return Prefetched(PrefetchOutcome.PULLED, load.num_tokens, pull.transport, pull.num_bytes, pull.seconds)
+    def _report_end(
+        self, load: KvLoad, pull: Pull, requests: Mapping[RequestId, OpenRequest], report: StepReport, now: float
+    ) -> None:
+        entry = requests.get(pull.request_id)
+        if entry is not None:
+            entry.finish_pull(pull, now)
+            if not pull.ok:
+                text = "KV pull failed, computing the prompt here: %s"
+                logger.warning(text, pull.error, extra=about(pull.request_id))
+        if entry is not None or pull.ok:  # else cancelled, and its lease may have ended meanwhile: no fault
+            report.pulls.append(pull)
 
     def _open(self, handle: KvHandle, request_id: str = "") -> PeerLease | None:
         try:

@@ -1,1 +1,1 @@
-"""Leases on parts of prompts, which peers pull while the rest is computed."""
+"""Parts of prompts that peers pull while the rest is computed: leases on them, and what pulls them."""

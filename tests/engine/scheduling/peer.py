@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from common.token_ids import pack_ids
 from engine.engine import Engine
@@ -33,7 +34,8 @@ class Peer:
     def offer(self, prompt: Sequence[int], first: int, last: int) -> None:
         """Blocks [first, last) of a prompt are computed."""
         keys = block_keys(root_key("test"), pack_ids(list(prompt)), BLOCK)[:last]
-        self.engine.prefetch(list(prompt[first * BLOCK : last * BLOCK]), keys[first:])
+        remote_kv: Any = self.engine.remote_kv
+        remote_kv.prefetch(list(prompt[first * BLOCK : last * BLOCK]), keys[first:])
 
     def submit(self, prompt: Sequence[int], max_tokens: int = 5) -> Request:
         """The whole prompt is computed."""

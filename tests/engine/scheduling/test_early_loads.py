@@ -8,12 +8,11 @@ from engine.kv.block_groups import BlockGroups
 from engine.kv.manager import KVManager
 from engine.request import Request, RequestId, SamplingParams
 from engine.scheduled_step import ScheduledStep
-from engine.scheduling import scheduler
 from kvstore.pool.block_pool import BlockPool
 from kvstore.types import HostSlot
 from tests.engine.fakes import expected_tokens
 from tests.engine.scheduling.engines import BLOCK, run_all
-from tests.engine.scheduling.peer import PROMPT, finish, load_rest, make_peer
+from tests.engine.scheduling.peer import PROMPT, finish, make_peer
 
 
 def test_a_load_begins_before_the_steps_in_flight_have_ended() -> None:
@@ -83,14 +82,3 @@ def test_blocks_of_a_lease_and_of_copies_are_used_until_the_steps_have_ended() -
     assert not kv.is_used([leased], ScheduledStep())
     kv.give_back([copied])
     assert not kv.is_used([copied], ScheduledStep())
-
-
-def test_without_progressive_pulls_an_offer_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "has_wing", lambda _: False)
-    peer = make_peer()
-    peer.offer(PROMPT, 0, 2)
-    peer.step()
-    assert (peer.prefetches, peer.num_skipped) == ([], 1)
-    request = peer.submit(PROMPT)
-    load_rest(peer, request, [0, 1, 2, 3, 4, 5])
-    assert request.num_prefetched_tokens == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +10,11 @@ import pytest
 from engine.request import Request, RequestId, SamplingParams
 from engine.scheduled_step import KvLoad
 from kvstore.handle.handle import KvHandle, PeerLease, open_handle
-from kvstore.types import BlockId, BlockKey
+from kvstore.types import BlockId
 from tests.kvstore.handle.test_handle import GOOD
 from worker.engine_process.open_request import OpenRequest
 from worker.kv.kv_loads import KvLoads
-from worker.messages import Prefetched, PrefetchOutcome, Pull, StepReport
+from worker.messages import Pull, StepReport
 
 REQUEST_ID = RequestId("r")
 NUM_BLOCKS = open_handle(GOOD).num_blocks
@@ -27,14 +26,15 @@ FAILED = Pull(REQUEST_ID, False, "told to fail")
 class Parts:
     """Loads between an engine, a puller and an exporter that write down what they are told."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: type[KvLoads] = KvLoads) -> None:
         self.told: list[tuple[Any, ...]] = []
         self.results: list[tuple[KvLoad, Pull]] = []
         self.report = StepReport()
         kv = SimpleNamespace(
             num_blocks_to_load=lambda num_tokens: -(-num_tokens // BLOCK_SIZE), block_size=BLOCK_SIZE
         )
-        engine: Any = SimpleNamespace(kv=kv, finish_load=self._write("finish"), prefetch=self._write("add"))
+        remote_kv = SimpleNamespace(prefetch=self._write("add"))
+        engine: Any = SimpleNamespace(kv=kv, finish_load=self._write("finish"), remote_kv=remote_kv)
         puller: Any = SimpleNamespace(
             keep_alive=self._write("keep"),
             abandon=self._write("abandon"),
@@ -42,7 +42,7 @@ class Parts:
             take_results=lambda: self.results,
         )
         exporter: Any = SimpleNamespace(fence=self._write("fence"))
-        self.loads = KvLoads(engine, puller, exporter)
+        self.loads = kind(engine, puller, exporter)
         self.request = Request(REQUEST_ID, list(range(GOOD.num_tokens + 1)), SamplingParams())
         self.open = {REQUEST_ID: OpenRequest(self.request, 1.0, float("inf"))}
 
@@ -107,6 +107,11 @@ def test_blocks_that_steps_may_use_are_pulled_after_the_fence(parts: Parts, afte
     assert parts.open[REQUEST_ID].take_times(now=6.0) is None  # they are reported once
 
 
+def test_a_part_of_a_prompt_is_let_go(parts: Parts) -> None:
+    parts.loads.prefetch(GOOD, [])
+    assert parts.verbs == ["keep", "abandon"]
+
+
 def test_a_source_that_caches_make_needless_is_let_go(parts: Parts) -> None:
     lease = accepted(parts)
     parts.loads.start([KvLoad(parts.request, lease, [], [], 0)], parts.open, parts.report, now=3.0)
@@ -128,40 +133,3 @@ def test_a_failed_pull_is_a_fault_unless_its_request_was_cancelled(
         times = parts.open[REQUEST_ID].take_times(now=3.0)
         assert times is not None
         assert (times.num_pulled_tokens, times.kv_pull_failed) == (0, True)
-
-
-KEYS = [BlockKey(bytes([number]) * 32) for number in range(NUM_BLOCKS)]
-PART = replace(GOOD, num_tokens=NUM_BLOCKS * BLOCK_SIZE)
-
-
-def test_a_part_of_a_prompt_is_offered_to_the_scheduler(parts: Parts) -> None:
-    parts.loads.prefetch(PART, KEYS)
-    assert parts.told == [("keep", open_handle(PART)), ("add", open_handle(PART), KEYS)]
-
-
-@pytest.mark.parametrize(("num_missing_keys", "num_missing_tokens"), [(1, 0), (0, 1)])
-def test_what_is_no_part_of_full_blocks_is_let_go(
-    parts: Parts, num_missing_keys: int, num_missing_tokens: int
-) -> None:
-    parts.loads.prefetch(replace(PART, num_tokens=PART.num_tokens - num_missing_tokens), KEYS[num_missing_keys:])
-    assert parts.verbs == ["keep", "abandon"]
-
-
-@pytest.mark.parametrize("ok", [True, False])
-def test_a_prefetch_ends_at_the_engine_and_in_the_report(parts: Parts, ok: bool) -> None:
-    lease = open_handle(PART)
-    job, needless = KvLoad(None, lease, [1], [BlockId(7)], BLOCK_SIZE, KEYS[1:2]), KvLoad(None, lease, [], [], 0)
-    parts.loads.start([needless, job], parts.open, parts.report, now=3.0)
-    assert parts.told == [("abandon", lease), ("load", job)]
-    parts.results = [(job, OK if ok else FAILED)]
-    parts.loads.finish(parts.open, parts.report, now=3.5)
-    pulled = Prefetched(PrefetchOutcome.PULLED, BLOCK_SIZE, "shm", 100, 0.5)
-    end = pulled if ok else Prefetched(PrefetchOutcome.FAILED)
-    assert parts.report.prefetches == [Prefetched(PrefetchOutcome.SKIPPED), end]
-    assert parts.report.pulls == []
-    assert parts.told[2:] == [("finish", job, ok)]
-    parts.request.num_prefetched_tokens = BLOCK_SIZE * ok
-    parts.loads.start([KvLoad(parts.request, lease, [], [], 0)], parts.open, parts.report, now=4.0)
-    times = parts.open[REQUEST_ID].take_times(now=5.0)
-    assert times is not None
-    assert (times.num_prefetched_tokens, times.transport) == ((BLOCK_SIZE, "shm") if ok else (0, ""))

@@ -1,0 +1,67 @@
+"""Loads of requests, and prefetches: parts of prompts that a peer is still computing.
+
+Called from the engine process's loop only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+from engine.engine import Engine
+from engine.progressive_pulls.remote_kv import ProgressiveRemoteKv
+from engine.request import RequestId
+from engine.scheduled_step import KvLoad
+from kvstore.handle.handle import KvHandle, PeerLease
+from kvstore.types import BlockKey, WorkerId
+from worker.engine_process.open_request import OpenRequest
+from worker.kv.kv_exporter import KvExporter
+from worker.kv.kv_loads import KvLoads
+from worker.kv.kv_puller import KvPuller
+from worker.messages import Prefetched, PrefetchOutcome, Pull, StepReport
+
+logger = logging.getLogger("engine")
+
+
+class ProgressiveLoads(KvLoads):
+    """Link between the engine and the puller for both kinds of loads: a prefetch is one without an owner."""
+
+    def __init__(self, engine: Engine, puller: KvPuller, exporter: KvExporter, can_read: bool = True) -> None:
+        super().__init__(engine, puller, exporter, can_read)
+        self._transports: dict[WorkerId, str] = {}  # of the last prefetch from each peer
+
+    def prefetch(self, handle: KvHandle, block_keys: Sequence[BlockKey]) -> None:
+        """Offer the engine a part of a prompt that the peer is still computing."""
+        lease = self._open(handle)
+        if lease is None:
+            return
+        num_blocks = len(block_keys)
+        if num_blocks != lease.num_blocks or lease.num_tokens != num_blocks * self._kv.block_size:
+            logger.warning("a KV handle that is not of full blocks with their keys: not prefetched")
+            self.abandon(lease)
+            return
+        cast("ProgressiveRemoteKv", self._engine.remote_kv).prefetch(lease, block_keys)
+
+    def _skip(self, load: KvLoad, entry: OpenRequest | None, report: StepReport) -> None:
+        super()._skip(load, entry, report)
+        if load.owner is None:
+            report.prefetches.append(Prefetched(PrefetchOutcome.SKIPPED))
+        elif entry is not None and load.owner.num_prefetched_tokens:
+            assert isinstance(load.source, PeerLease)
+            entry.skip_pull(self._transports.get(load.source.worker_id, ""))
+
+    def _report_end(
+        self, load: KvLoad, pull: Pull, requests: Mapping[RequestId, OpenRequest], report: StepReport, now: float
+    ) -> None:
+        if load.owner is not None:
+            super()._report_end(load, pull, requests, report, now)
+        elif pull.ok:
+            assert isinstance(load.source, PeerLease)
+            self._transports[load.source.worker_id] = pull.transport
+            report.prefetches.append(
+                Prefetched(PrefetchOutcome.PULLED, load.num_tokens, pull.transport, pull.num_bytes, pull.seconds)
+            )
+        else:
+            logger.warning("KV prefetch failed: %s", pull.error)
+            report.prefetches.append(Prefetched(PrefetchOutcome.FAILED))
