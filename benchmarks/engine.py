@@ -30,8 +30,7 @@ from common.model_files import resolve_model
 from engine.assembly import EngineParts, assemble
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
-from engine.kv.block_groups import BlockGroups
-from engine.kv.memory import kv_layout
+from engine.kv.memory import block_groups, kv_layout
 from engine.loader.load import read_config, resolve_device
 from engine.request import Request, RequestStatus
 
@@ -117,7 +116,7 @@ def open_bench(options: argparse.Namespace) -> Bench:
     )
     if not config.num_gpu_blocks:
         layout = kv_layout(read_config(resolve_model(config.model), config), torch.bfloat16)
-        groups = BlockGroups.of(layout, config.block_size, config.max_num_batched_tokens)
+        groups = block_groups(layout, config.block_size, config.max_num_batched_tokens)
         needed = [sum(groups.most_live(tokens) + groups.num_groups for tokens in load) for load in loads]
         blocks = max(needed, default=0)
         if options.offline256:  # a mean sequence needs 1,124 tokens

@@ -21,9 +21,15 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.gpu.config import GpuConfig
 from engine.gpu.failures import LESS_KV, SMALLER_WEIGHTS, explained
-from engine.kv.block_groups import BlockGroups
 from engine.kv.manager import KVManager
-from engine.kv.memory import DTYPE_NAMES, PoolMemory, PrivatePoolMemory, context_in_pool, pool_geometry
+from engine.kv.memory import (
+    DTYPE_NAMES,
+    PoolMemory,
+    PrivatePoolMemory,
+    block_groups,
+    context_in_pool,
+    pool_geometry,
+)  # fmt: skip
 from engine.rank_processes import Ranks
 from engine.ranks import RankContext
 from engine.scheduling.policy import SHIPPED, ServiceOrder
@@ -243,7 +249,7 @@ def make_kv_manager(
     geometry: PoolGeometry, config: EngineConfig, make: Callable[..., KVManager] = KVManager
 ) -> KVManager:
     """Block bookkeeping for a pool of that geometry."""
-    groups = BlockGroups.of(geometry.layout, config.block_size, config.max_num_batched_tokens)
+    groups = block_groups(geometry.layout, config.block_size, config.max_num_batched_tokens)
     return make(BlockPool(geometry.num_blocks, config.prefix_cache), groups, geometry.fingerprint)
 
 

@@ -27,7 +27,6 @@ from engine.scheduled_step import KvLoad, StepOutcome, StepStats
 from engine.scheduling.scheduler import Scheduler
 from engine.simulated.runner import NOISE
 from engine.simulated.step_cost import SimulatedCost
-from kvstore.layout import full_attention
 from kvstore.pool.block_pool import BlockPool
 from kvstore.tier.host_tier import HostTier
 from kvstore.types import BlockKey, WorkerId
@@ -117,7 +116,7 @@ class SimulatedWorker:
         self.pulls_end = {False: 0.0, True: 0.0}  # when pulls for requests, prefetches that were begun have ended
         self._spec, self._clock, self._on_outcome, self._pull = spec, clock, on_outcome, pull
         self._runner = SteppedRunner(spec, seed)
-        groups = BlockGroups.of(full_attention(1, 1, 1, "bfloat16"), spec.block_size, spec.max_num_batched_tokens)
+        groups = BlockGroups(spec.block_size)
         own = BlockPool(spec.num_blocks), groups, FINGERPRINT
         self.kv = KVManager(*own) if host_tier is None else TieredKVManager(*own, host_tier)
         scheduler = Scheduler(

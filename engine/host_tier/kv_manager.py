@@ -39,7 +39,7 @@ class TieredKVManager(KVManager):
         last = min(max_tokens // self.block_size, len(request.block_keys))
         if first >= last:
             return 0
-        last, slots = find_on_host(self.host_tier, self.prefixes, self.groups, request, first, last)
+        last, slots = find_on_host(self.host_tier, self.groups, request, first, last)
         blocks = self.pool.allocate(len(slots))
         step.copies_in.extend(zip(slots.values(), blocks, strict=True))
         request.block_ids += [NO_BLOCK] * (last * self.blocks_per_position - len(request.block_ids))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from engine.kv.block_groups import NO_BLOCK, BlockGroups
-from engine.kv.prefixes import Prefixes
 from engine.request import Request
+from kvstore.pool.block_hash import group_key
 from kvstore.tier.host_tier import HostTier
 from kvstore.types import HostSlot
 
 
 def find_on_host(
-    tier: HostTier, prefixes: Prefixes, groups: BlockGroups, request: Request, first: int, last: int
+    tier: HostTier, groups: BlockGroups, request: Request, first: int, last: int
 ) -> tuple[int, dict[int, HostSlot]]:
     """How far `tier` continues the prefix from position `first` on, at most to `last`.
 
@@ -20,7 +20,8 @@ def find_on_host(
         slots = tier.lookup(request.block_keys[first:last])
         return first + len(slots), dict(enumerate(slots, first))
     count = groups.num_groups
-    keys = {entry: prefixes.key(request, entry) for entry in range(first * count, last * count)}
+    places = {entry: divmod(entry, count) for entry in range(first * count, last * count)}
+    keys = {entry: group_key(request.block_keys[position], group) for entry, (position, group) in places.items()}
     missing = set(tier.missing(list(keys.values())))
 
     def has(position: int, group: int) -> bool:

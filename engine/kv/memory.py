@@ -58,6 +58,15 @@ def kv_layout(model_config: ModelConfig, dtype: torch.dtype) -> KvLayout:
     return full_attention(config.num_layers, config.num_kv_heads, config.head_dim, DTYPE_NAMES[dtype])
 
 
+def block_groups(layout: KvLayout, block_size: int, step_tokens: int) -> BlockGroups:
+    """Which blocks of a sequence a model with this layout reads. step_tokens: most tokens of one step."""
+    if not layout.has_windows:
+        return BlockGroups(block_size)
+    from engine.windows.block_groups import WindowedGroups
+
+    return WindowedGroups.of(layout, block_size, step_tokens)
+
+
 def kv_dtype(engine_config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
     """Data type of K and V in the cache when the model computes in `dtype`."""
     return torch.float8_e4m3fn if engine_config.kv_cache_dtype == "fp8" else dtype
@@ -80,7 +89,7 @@ def context_in_pool(max_model_len: int, geometry: PoolGeometry, engine_config: E
 
     Raises ConfigError when the user asked for more than it holds; what the model declares is cut with a warning.
     """
-    groups = BlockGroups.of(geometry.layout, geometry.block_size, engine_config.max_num_batched_tokens)
+    groups = block_groups(geometry.layout, geometry.block_size, engine_config.max_num_batched_tokens)
     room = groups.longest(geometry.num_blocks)
     if room is None or max_model_len <= room:
         return max_model_len

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from common.token_ids import pack_ids
-from engine.kv.block_groups import NO_BLOCK, BlockGroups
+from engine.kv.block_groups import BlockGroups
 from engine.request import Request
 from kvstore.pool.block_hash import block_keys, group_key, root_key
 from kvstore.pool.block_pool import BlockPool
@@ -35,11 +35,6 @@ class Prefixes:
         keys = request.block_keys[first:last]
         return [group_key(key, group) for key in keys] if group else keys
 
-    def key(self, request: Request, entry: int) -> BlockKey:
-        """Key of a full block: that of an entry of the request's table."""
-        position, group = divmod(entry, self._groups.num_groups)
-        return group_key(request.block_keys[position], group)
-
     def announce_adapter(self, adapter: str, is_there: bool) -> None:
         """Tell routers, by the root of its blocks' keys, that the adapter is in memory here, or not any more."""
         self._pool.announce(self._root(adapter, ""), is_there)
@@ -58,14 +53,4 @@ class Prefixes:
             return []
         self.extend_keys(request)
         keys = request.block_keys[: max_tokens // self._groups.block_size]
-        if self._groups.is_plain:
-            return self._pool.lookup(keys)
-
-        def has(position: int, group: int) -> bool:
-            return self._pool.contains(group_key(keys[position], group))
-
-        num_tokens = self._groups.longest_hit(len(keys), has) * self._groups.block_size
-        table = [NO_BLOCK] * self._groups.num_entries(num_tokens)
-        for entry in self._groups.live_entries(num_tokens, num_tokens):
-            [table[entry]] = self._pool.lookup([self.key(request, entry)])
-        return table
+        return self._groups.cached_table(self._pool, keys)

@@ -3,7 +3,7 @@
 Generated tokens whose keys fill equally many steps of KEY_STEP attend together; chunks one after the other. The shape
 of every GEMM follows from a token's position alone, so that its bits do not depend on what else is in the step.
 
-Which blocks a group's layers read is `BlockGroups`' to say; entries of tables before those are never looked at.
+Which blocks a group's layers read is `WindowedGroups`' to say; entries of tables before those are never looked at.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from engine.cpu.batch import StepBatch, is_generated
-from engine.kv.block_groups import BlockGroups, group_table
+from engine.kv.block_groups import group_table
 from engine.layers.attention import AttentionBlock
 from engine.layers.rotary import Rotation
 from engine.request_states import RequestState
+from engine.windows.block_groups import WindowedGroups
 from kernels.cpu_attention import aligned_attention
 from kernels.paged_attention import capped, gather_kv, indexable, write_kv
 from kvstore.layout import PoolGeometry
@@ -80,7 +81,7 @@ class GroupedAttention:
         rotary: see `rotary_table`; local_rotary: of layers with a window, None: the same.
         """
         self._pool, layout, here = pool, geometry.layout, geometry.layers
-        self._groups = BlockGroups.of(layout, pool.shape[4], step_tokens=0)
+        self._groups = WindowedGroups.of(layout, pool.shape[4], step_tokens=0)
         self._tables = [
             local_rotary if group.window and local_rotary is not None else rotary for group in layout.groups
         ]

@@ -12,9 +12,8 @@ from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
 from engine.gpu.late_compiles import compiles_are_early
 from engine.gpu.memory import measure
-from engine.kv.block_groups import BlockGroups
 from engine.kv.manager import KVManager
-from engine.kv.memory import allocate_pool, context_in_pool, pool_geometry
+from engine.kv.memory import allocate_pool, block_groups, context_in_pool, pool_geometry
 from engine.loader.load import LoadedModel
 from engine.loader.supported import check_attention
 from engine.runner import Proposer
@@ -82,7 +81,7 @@ class GpuDraftModel:
         runner = GpuDraftRunner(num_tokens, self.loaded, pool, None, config, self.gpu, max_model_len)
         with compiles_are_early():  # the target's warm-up came before
             runner.warmup()
-        groups = BlockGroups.of(geometry.layout, config.block_size, config.max_num_batched_tokens)
+        groups = block_groups(geometry.layout, config.block_size, config.max_num_batched_tokens)
         kv = KVManager(BlockPool(num_blocks, config.prefix_cache), groups, geometry.fingerprint)
         logger.info("drafts by %s, %d KV blocks", self.files.name, num_blocks)
         return FromGpuDraftModel(

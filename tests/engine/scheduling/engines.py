@@ -31,6 +31,15 @@ SMALL_ENGINES = {
 }
 
 
+def groups_of(windows: tuple[int, ...], budget: int) -> BlockGroups:
+    """KV groups, see `make_engine`. budget: tokens of a step."""
+    if not windows:
+        return BlockGroups(BLOCK)
+    from engine.windows.block_groups import WindowedGroups
+
+    return WindowedGroups(BLOCK, windows, budget)
+
+
 def with_host_tier(num_slots: int, pool: BlockPool, groups: BlockGroups) -> KVManager:
     """The tier is an allocator without a buffer: the fake runner keeps host slots itself."""
     from engine.host_tier.kv_manager import TieredKVManager
@@ -59,7 +68,7 @@ def make_engine(
     is_late: bool = False,
 ) -> tuple[Engine, BlockMemoryRunner]:
     """windows: of KV groups, 0: none; of a model without any, nothing. is_late: see BlockMemoryRunner."""
-    pool, groups = BlockPool(num_blocks, prefix_cache), BlockGroups(BLOCK, windows or (0,), budget)
+    pool, groups = BlockPool(num_blocks, prefix_cache), groups_of(windows, budget)
     kv = with_host_tier(host_slots, pool, groups) if host_slots else KVManager(pool, groups, "test")
     scheduler = Scheduler(
         kv,

@@ -11,17 +11,16 @@ from hypothesis import strategies as st
 
 from common.errors import ContextLengthError, InvalidRequestError
 from engine.engine import DeviceLostError
-from engine.kv.block_groups import BlockGroups
 from engine.request import FinishReason, Request, RequestStatus, SamplingParams
 from engine.scheduling.policy import FcfsPolicy, PriorityPolicy, SchedulingPolicy, ServiceOrder
 from examples.scheduling_policy import ShortestPromptFirst
 from tests.engine.driving import finish
 from tests.engine.fakes import VOCAB_SIZE, expected_tokens
 from tests.engine.scheduling.engines import (
-    BLOCK,
     SMALL_ENGINES,
     assert_quiet,
     check_any_order,
+    groups_of,
     load_request,
     make_engine,
     run_all,
@@ -281,6 +280,7 @@ def test_abort_while_loading_frees_blocks_only_after_the_load() -> None:
 
 
 @pytest.mark.wing("kvstore.tier")
+@pytest.mark.wing("engine.windows")
 @settings(max_examples=75)
 @given(
     data=st.data(),
@@ -293,7 +293,7 @@ def test_any_order_of_events_keeps_every_token(
 ) -> None:
     """Arrivals, aborts and steps in any order: the right tokens, and no block lost or owned twice."""
     if windows:  # else the longest sequence, of 23 tokens, does not fit
-        options["num_blocks"] += BlockGroups(BLOCK, windows, options["budget"]).most_live(23) - 6
+        options["num_blocks"] += groups_of(windows, options["budget"]).most_live(23) - 6
     options["overlap"] &= options["num_stages"] == 1
     engine, _ = make_engine(**options, max_num_seqs=4, order=ServiceOrder(policy), windows=windows)
 

@@ -154,7 +154,7 @@ def test_a_computed_prompt_keeps_its_blocks_for_its_lease() -> None:
 
 
 @pytest.mark.wing("kvstore.tier")
-@pytest.mark.parametrize("windows", [(), (0, 6)])
+@pytest.mark.parametrize("windows", [(), pytest.param((0, 6), marks=pytest.mark.wing("engine.windows"))])
 def test_who_is_handed_over_and_gives_way_with_its_last_token_leaves_nothing(windows: tuple[int, ...]) -> None:
     """Its KV is in host slots when that token comes: nobody will swap it in."""
     engine, _ = make_engine(6 * max(len(windows), 1), host_slots=32, swap=True, overlap=True, windows=windows)

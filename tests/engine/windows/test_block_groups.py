@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from engine.kv.block_groups import NO_BLOCK, BlockGroups, group_table
 from engine.kv.manager import KVManager
 from engine.request import Request, RequestId, SamplingParams
+from engine.windows.block_groups import WindowedGroups
 from kvstore.pool.block_pool import BlockPool
 from kvstore.types import BlockId
 
@@ -20,11 +21,16 @@ WINDOWS = st.lists(st.sampled_from([0, 1, 3, 4, 5, 8, 13]), min_size=1, max_size
 )
 
 
+def groups_of(block_size: int, windows: tuple[int, ...], step_tokens: int) -> BlockGroups:
+    """As a model has them."""
+    return BlockGroups(block_size) if windows == (0,) else WindowedGroups(block_size, windows, step_tokens)
+
+
 @given(WINDOWS, st.integers(1, 5), st.integers(0, 40), st.integers(0, 20))
 def test_live_entries_are_those_that_later_queries_read(
     windows: tuple[int, ...], block_size: int, num_computed: int, num_new: int
 ) -> None:
-    groups = BlockGroups(block_size, windows, step_tokens=8)
+    groups = WindowedGroups(block_size, windows, step_tokens=8)
     num_tokens = num_computed + num_new
     live = []
     for position in range(groups.num_positions(num_tokens)):
@@ -43,7 +49,7 @@ def test_what_a_sequence_holds_at_most(
     windows: tuple[int, ...], block_size: int, step_tokens: int, data: st.DataObject
 ) -> None:
     """Steps of any size, from a cached prefix of any length: within `most_live`, in pools that hold `longest`."""
-    groups = BlockGroups(block_size, windows, step_tokens)
+    groups = groups_of(block_size, windows, step_tokens)
     num_blocks = data.draw(st.integers(1, 60))
     longest = groups.longest(num_blocks)
     num_tokens = 40 if longest is None else longest
@@ -73,8 +79,8 @@ def test_what_a_sequence_holds_at_most(
 def test_a_load_fills_what_no_cache_has_and_a_lease_takes_what_is_live(
     windows: tuple[int, ...], block_size: int, num_tokens: int, is_cached: bool, data: st.DataObject
 ) -> None:
-    groups = BlockGroups(block_size, windows, step_tokens=64)
-    pool = BlockPool(4 * groups.num_entries(num_tokens), is_cached)
+    groups = groups_of(block_size, windows, step_tokens=64)
+    pool = BlockPool(4 * groups.num_positions(num_tokens) * groups.num_groups, is_cached)
     kv = KVManager(pool, groups, "f")
     earlier = Request(RequestId("e"), list(range(num_tokens)), SamplingParams())
     assert kv.grow(earlier, num_tokens)
@@ -91,7 +97,7 @@ def test_a_load_fills_what_no_cache_has_and_a_lease_takes_what_is_live(
             position, group = divmod(entry, len(windows))
             [key] = kv.prefixes.keys(request, group, position, position + 1)
             table += pool.lookup([key]) or [NO_BLOCK]
-    table += [NO_BLOCK] * (groups.num_entries(num_tokens) - len(table))
+    table += [NO_BLOCK] * (groups.num_positions(num_tokens) * groups.num_groups - len(table))
     fresh, num_cached = kv.attach_for_load(request, num_tokens)
     live = groups.live_entries(num_tokens, num_tokens)
     assert list(fresh) == [position for position, entry in enumerate(live) if table[entry] == NO_BLOCK]
@@ -111,7 +117,7 @@ def test_a_load_fills_what_no_cache_has_and_a_lease_takes_what_is_live(
 def test_a_long_prompt_is_taken_in_and_handed_over_without_a_call_for_each_block(windows: tuple[int, ...]) -> None:
     """A call costs more than all else that is done for a block."""
     num_tokens = 16 * 1000
-    kv = KVManager(BlockPool(3000), BlockGroups(16, windows, step_tokens=64), "f")
+    kv = KVManager(BlockPool(3000), groups_of(16, windows, step_tokens=64), "f")
     request = Request(RequestId("r"), list(range(num_tokens + 1)), SamplingParams())
     kv.prefixes.extend_keys(request)
     calls: Counter[str] = Counter()
@@ -126,7 +132,7 @@ def test_a_long_prompt_is_taken_in_and_handed_over_without_a_call_for_each_block
 
 def test_only_the_first_group_is_announced() -> None:
     pool = BlockPool(20)
-    kv = KVManager(pool, BlockGroups(4, (0, 8), step_tokens=64), "f")
+    kv = KVManager(pool, WindowedGroups(4, (0, 8), step_tokens=64), "f")
     request = Request(RequestId("r"), list(range(32)), SamplingParams())
     assert kv.grow(request, 32)
     request.num_computed_tokens = 32
@@ -142,7 +148,7 @@ def test_only_the_first_group_is_announced() -> None:
 
 def test_a_prefix_needs_what_its_window_sees() -> None:
     """Without the block before its end a prefix is no hit; without blocks further back it is one."""
-    groups = BlockGroups(4, (0, 6), step_tokens=64)
+    groups = WindowedGroups(4, (0, 6), step_tokens=64)
     present = {(position, group) for position in range(10) for group in range(2)}
 
     def has(position: int, group: int) -> bool:
@@ -164,7 +170,26 @@ def test_a_prefix_needs_what_its_window_sees() -> None:
     [((0,), 10, 40), ((6,), 9, None), ((6,), 4, 16), ((0, 6), 20, 44), ((0, 6), 6, 12)],
 )
 def test_the_longest_sequence(windows: tuple[int, ...], num_blocks: int, longest: int | None) -> None:
-    assert BlockGroups(4, windows, step_tokens=24).longest(num_blocks) == longest
+    assert WindowedGroups(4, windows, step_tokens=24).longest(num_blocks) == longest
+
+
+@given(st.integers(1, 5), st.integers(0, 40), st.integers(0, 20), st.sets(st.integers(0, 12)))
+def test_one_group_without_a_window_is_a_plain_one(
+    block_size: int, num_computed: int, num_new: int, present: set[int]
+) -> None:
+    plain, groups = BlockGroups(block_size), WindowedGroups(block_size, (0,), step_tokens=8)
+    num_tokens = num_computed + num_new
+    assert plain.is_plain
+    assert (plain.windows, plain.num_groups) == (groups.windows, groups.num_groups)
+    assert plain.live_entries(num_computed, num_tokens) == groups.live_entries(num_computed, num_tokens)
+    assert plain.num_live(num_computed, num_tokens) == groups.num_live(num_computed, num_tokens)
+    assert plain.most_live(num_tokens) == groups.most_live(num_tokens)
+    assert plain.longest(num_tokens) == groups.longest(num_tokens)
+
+    def has(position: int, group: int) -> bool:
+        return position in present
+
+    assert plain.longest_hit(10, has) == groups.longest_hit(10, has)
 
 
 def test_tables_by_group() -> None:
