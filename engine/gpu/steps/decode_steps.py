@@ -5,7 +5,9 @@ A step that is being filled, and those in flight, have a buffer of pinned memory
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,12 +17,12 @@ from engine.gpu.attention.backend import GpuInputs, GroupInputs
 from engine.gpu.forward import FusedForward
 from engine.gpu.sampling.device_sampler import DeviceSampler
 from engine.gpu.sampling.samples import StepSamples
-from engine.gpu.steps.graphs import DecodeGraphs
 from engine.gpu.steps.rows import RowTable
 from engine.gpu.steps.state import DeviceState
 from engine.gpu.steps.step import GpuBatch, GpuStep, sampled_rows
 from engine.start_progress import OnProgress
 
+logger = logging.getLogger(__name__)
 POSITION, SLOT, LENGTH = range(3)  # of the packed inputs; then come the slots of further KV groups
 
 
@@ -62,7 +64,7 @@ class DecodeSteps:
         shape, pin = (self.num_fields + len(more_slots), rows.buckets[-1]), device.type == "cuda"
         self._packed = torch.zeros(shape, dtype=torch.int32, device=device)
         self._staging = [torch.zeros(shape, dtype=torch.int32, pin_memory=pin) for _ in range(num_buffers)]
-        self._graphs: DecodeGraphs[Any] | None = None  # without them steps run eagerly
+        self._graphs: DecodeGraphs | None = None  # without them steps run eagerly
 
     def capture(self, on_progress: OnProgress) -> None:
         """Capture the graphs of all buckets."""
@@ -110,3 +112,31 @@ class DecodeSteps:
         sampled = self._rows.sampler.sample(logits, slice(num_rows), lengths, last)
         self._forward.observe(inputs, sampled)
         return DecodeOutput(sampled, logits)
+
+
+class DecodeGraphs:
+    """Steps of decode rows as CUDA graphs, one per number of rows, captured on construction; `replay` runs a bucket.
+
+    A graph reads fixed tensors: packed inputs, block tables and last tokens. All graphs share one memory pool and are
+    captured largest first, so that the smaller ones fit into what the largest took.
+    """
+
+    def __init__(self, run: Callable[[int], Any], buckets: Sequence[int], on_progress: OnProgress) -> None:
+        """run: a step of a number of rows, whose inputs say that nothing is stored."""
+        began = time.monotonic()
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Any]] = {}
+        pool = torch.cuda.graph_pool_handle()
+        for num_rows in sorted(buckets, reverse=True):
+            run(num_rows)  # compiles kernels, chooses algorithms
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                output = run(num_rows)
+            self._graphs[num_rows] = (graph, output)
+            on_progress("capturing decode graphs", len(self._graphs) / len(buckets))
+        logger.info("captured %d decode graphs in %.1f s", len(self._graphs), time.monotonic() - began)
+
+    def replay(self, num_rows: int) -> Any:
+        graph, output = self._graphs[num_rows]
+        graph.replay()
+        return output
