@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from cli.cluster.gpus import Gpus
 from cli.cluster.placement import choose_workers
 from cli.cluster.plan import ClusterConfig, ServeConfig, addresses
 from cli.cluster.ports import free_ports
@@ -59,7 +58,7 @@ def build_parser(prog: str = "mini-infer serve") -> argparse.ArgumentParser:
 
 
 def parse_config(
-    argv: Sequence[str], env: Mapping[str, str], find_gpus: Callable[[str], Gpus] = lambda device: Gpus()
+    argv: Sequence[str], env: Mapping[str, str], find_gpus: Callable[[str], Sequence[str]] = lambda device: ()
 ) -> ClusterConfig:
     """Flags first, then MINI_INFER_* variables, then what suits the GPUs that there are for a --device.
 
@@ -102,27 +101,27 @@ def parse_config(
         agent_port=agent_port,
         prefill_ports=tuple(prefill_ports),
         decode_ports=tuple(decode_ports),
-        gpus=gpus.names,
+        gpus=tuple(gpus),
         why_these_workers=why,
     )
 
 
 def _fit_to_gpus(
-    serve: ServeConfig, engine: EngineConfig, gpus: Gpus, is_tp_given: bool
+    serve: ServeConfig, engine: EngineConfig, gpus: Sequence[str], is_tp_given: bool
 ) -> tuple[ServeConfig, EngineConfig, str]:
     """Fill in how many workers of how many ranks there are, where that is not given; and why."""
-    size = 0
-    if gpus.names and has_wing("cli.sizing"):
-        from cli.sizing.model_size import weight_bytes
+    reasons = []
+    if gpus and not is_tp_given and engine.pp == 1 and has_wing("cli.sizing"):
+        from cli.sizing.ranks import choose_tp
 
-        size = weight_bytes(engine)
+        tp, reason = choose_tp(engine, len(gpus))
+        engine = dataclasses.replace(engine, tp=tp)
+        reasons.append(reason)
     workers = choose_workers(
         None if serve.prefill < 0 else serve.prefill,
         None if serve.decode < 0 else serve.decode,
-        engine.num_ranks if is_tp_given or engine.pp > 1 or not gpus.names else None,
-        gpus,
-        size,
+        engine.num_ranks,
+        len(gpus),
     )
-    if engine.pp == 1:
-        engine = dataclasses.replace(engine, tp=workers.tp)
-    return dataclasses.replace(serve, prefill=workers.prefill, decode=workers.decode), engine, workers.reason
+    serve = dataclasses.replace(serve, prefill=workers.prefill, decode=workers.decode)
+    return serve, engine, "; ".join(filter(None, [*reasons, workers.reason]))

@@ -11,18 +11,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cli.cluster.gpus import Gpus
-
-WEIGHT_SHARE = 0.6  # of a GPU's memory, at most: the rest is for KV and the largest step
-
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """How many there are of each role, on how many GPUs each, and why."""
+    """How many there are of each role, and why."""
 
     prefill: int
     decode: int
-    tp: int
     reason: str = ""
 
 
@@ -35,31 +30,17 @@ class Placement:
     num_sharing: int  # workers on its fullest GPU, itself counted
 
 
-def choose_workers(prefill: int | None, decode: int | None, tp: int | None, gpus: Gpus, weight_bytes: int) -> Workers:
-    """Fill in what is None. weight_bytes: of the model in memory; 0: not known."""
-    num_gpus = len(gpus.names)
+def choose_workers(prefill: int | None, decode: int | None, num_ranks: int, num_gpus: int) -> Workers:
+    """Fill in what is None. num_ranks: of each worker."""
     if not num_gpus:
-        return Workers(1 if prefill is None else prefill, 1 if decode is None else decode, tp or 1)
-    reasons = []
-    if tp is None:
-        tp = fitting_tp(num_gpus, gpus.memory_bytes, weight_bytes)
-        if tp > 1:
-            weights, memory = (f"{size / 1e9:.0f} GB" for size in (weight_bytes, gpus.memory_bytes))
-            reasons.append(f"--tp {tp}: weights of {weights} and KV do not fit a GPU of {memory}")
+        return Workers(1 if prefill is None else prefill, 1 if decode is None else decode)
+    reason = ""
     if prefill is None:
         prefill = 0
-        reasons.append("workers do both: prefill and decode workers of their own pay when prompts disturb streams")
+        reason = "workers do both: prefill and decode workers of their own pay when prompts disturb streams"
     if decode is None:
-        decode = max(num_gpus // tp - prefill, 1)
-    return Workers(prefill, decode, tp, "; ".join(reasons))
-
-
-def fitting_tp(num_gpus: int, memory_bytes: int, weight_bytes: int) -> int:
-    """The fewest GPUs, a power of two, that hold the weights with room for KV; as many as there are when none do."""
-    tp = 1
-    while memory_bytes and weight_bytes > tp * memory_bytes * WEIGHT_SHARE and 2 * tp <= num_gpus:
-        tp *= 2
-    return tp
+        decode = max(num_gpus // num_ranks - prefill, 1)
+    return Workers(prefill, decode, reason)
 
 
 def place(gpus: Sequence[str], sizes: Sequence[int]) -> list[Placement]:

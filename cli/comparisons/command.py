@@ -61,7 +61,7 @@ def _missing(name: str) -> str:
         return "this installation lacks what it compares"
     if name == "cuda-graphs" and not uses_gpu("auto"):
         return "there is no GPU"
-    if name == "disaggregation" and uses_gpu("auto") and len(find_gpus("auto", os.environ).names) < 2:
+    if name == "disaggregation" and uses_gpu("auto") and len(find_gpus("auto", os.environ)) < 2:
         return "two workers need two GPUs"
     return ""
 

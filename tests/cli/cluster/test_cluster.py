@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from cli.cluster.flags import build_parser, parse_config
-from cli.cluster.gpus import Gpus, visible_gpus
-from cli.cluster.placement import Placement, Workers, choose_workers, place
+from cli.cluster.gpus import visible_gpus
+from cli.cluster.placement import Placement, choose_workers, place
 from cli.cluster.plan import plan_cluster
 from cli.cluster.ports import free_ports
 from cli.cluster.serve import check_ports, placement_lines, ready_message
@@ -23,8 +23,8 @@ from worker.ranks.stage import StageConfig
 RUN_DIR = Path("/run/x")
 
 
-def plan(*flags, env=None, gpus=(), memory_bytes=0):
-    config = parse_config(flags, env or {}, lambda device: Gpus(tuple(gpus), memory_bytes))
+def plan(*flags, env=None, gpus=()):
+    config = parse_config(flags, env or {}, lambda device: gpus)
     specs = plan_cluster(config, RUN_DIR, env or {}, token="secret")
     return config, {spec.name: spec for spec in specs}
 
@@ -91,34 +91,28 @@ def test_a_pipeline_takes_a_gpu_for_each_stage():
         plan("--pp=2", "--tp=2", gpus=["0", "1", "2"])
 
 
-GB = 10**9
-
-
 @pytest.mark.parametrize(
-    ("num_gpus", "weights", "given", "chosen"),
+    ("num_gpus", "num_ranks", "given", "chosen"),
     [
-        (0, 0, (None, None, None), (1, 1, 1)),
-        (1, 15 * GB, (None, None, None), (0, 1, 1)),
-        (8, 15 * GB, (None, None, None), (0, 8, 1)),
-        (8, 141 * GB, (None, None, None), (0, 4, 2)),
-        (2, 700 * GB, (None, None, None), (0, 1, 2)),
-        (8, 0, (None, None, 4), (0, 2, 4)),
-        (8, 15 * GB, (2, None, None), (2, 6, 1)),
-        (2, 15 * GB, (1, 1, None), (1, 1, 1)),
-        (1, 15 * GB, (1, None, None), (1, 1, 1)),
+        (0, 1, (None, None), (1, 1)),
+        (1, 1, (None, None), (0, 1)),
+        (8, 1, (None, None), (0, 8)),
+        (8, 2, (None, None), (0, 4)),
+        (2, 2, (None, None), (0, 1)),
+        (8, 1, (2, None), (2, 6)),
+        (2, 1, (1, 1), (1, 1)),
+        (1, 1, (1, None), (1, 1)),
     ],
 )
-def test_defaults_follow_gpus_and_weights(num_gpus, weights, given, chosen):
-    gpus = Gpus(tuple(map(str, range(num_gpus))), 141 * GB)
-    found = choose_workers(given[0], given[1], given[2], gpus, weights)
-    assert (found.prefill, found.decode, found.tp) == chosen
-    assert ("--tp" in found.reason) == (chosen[2] > 1 and given[2] is None)
-    assert bool(found.reason) == (bool(num_gpus) and (given[0] is None or "--tp" in found.reason))
+def test_defaults_follow_gpus(num_gpus, num_ranks, given, chosen):
+    found = choose_workers(given[0], given[1], num_ranks, num_gpus)
+    assert (found.prefill, found.decode) == chosen
+    assert bool(found.reason) == (bool(num_gpus) and given[0] is None)
 
 
 def test_serve_says_which_worker_takes_which_gpu():
-    config = parse_config([], {}, lambda device: Gpus(("4", "7"), 141 * GB))
-    assert Workers(config.serve.prefill, config.serve.decode, config.engine.tp) == Workers(0, 2, 1)
+    config = parse_config([], {}, lambda device: ["4", "7"])
+    assert (config.serve.prefill, config.serve.decode, config.engine.tp) == (0, 2, 1)
     first, second, why = placement_lines(config)
     assert (first, second) == ("decode-0 on GPU 4", "decode-1 on GPU 7")
     assert why.endswith("(--prefill, --decode and --tp override)")

@@ -1,0 +1,36 @@
+"""How many GPUs share a model, and that `serve` says why."""
+
+from __future__ import annotations
+
+import pytest
+
+from cli.cluster.flags import parse_config
+from cli.cluster.serve import placement_lines
+from cli.sizing import ranks
+
+GB = 10**9
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "memory", "weights", "tp"),
+    [
+        (1, 141 * GB, 15 * GB, 1),
+        (8, 141 * GB, 15 * GB, 1),
+        (8, 141 * GB, 141 * GB, 2),
+        (2, 141 * GB, 700 * GB, 2),
+        (8, 141 * GB, 0, 1),
+        (8, 0, 700 * GB, 1),
+    ],
+)
+def test_as_few_gpus_as_hold_the_weights(num_gpus: int, memory: int, weights: int, tp: int) -> None:
+    assert ranks.fitting_tp(num_gpus, memory, weights) == tp
+
+
+@pytest.mark.parametrize(("flags", "tp"), [([], 2), (["--tp=1"], 1), (["--tp=4"], 4)])
+def test_serve_takes_it_unless_tp_is_given(flags: list[str], tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "weight_bytes", lambda engine: 100 * GB)
+    monkeypatch.setattr(ranks, "smallest_memory", lambda: 100 * GB)
+    config = parse_config(flags, {}, lambda device: ["0", "1", "2", "3"])
+    assert (config.engine.tp, config.serve.decode) == (tp, 4 // tp)
+    why = "--tp 2: weights of 100 GB and KV do not fit a GPU of 100 GB; workers do both"
+    assert placement_lines(config)[-1].startswith(why) == (not flags)
