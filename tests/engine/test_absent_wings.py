@@ -51,15 +51,24 @@ def test_settings_of_wings_are_not_known() -> None:
 
 
 def test_models_of_wings_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"'DeepseekV3ForCausalLM' is not.*not installed: engine\.mla"):
+    with pytest.raises(UnsupportedModelError, match=r"'DeepseekV3ForCausalLM' is not.*not installed: .*engine\.mla"):
         family_of("DeepseekV3ForCausalLM")
     with pytest.raises(UnsupportedModelError, match=r"not installed: .*engine\.moe"):
         family_of("Qwen3MoeForCausalLM")
+    with pytest.raises(UnsupportedModelError, match=r"not installed: engine\.fused\.phi3"):
+        family_of("Phi3ForCausalLM")
     (tmp_path / "model.gguf").touch()
     with pytest.raises(ConfigError, match=r"^model\.gguf needs common\.gguf"):
         resolve_model(str(tmp_path / "model.gguf"))
     path = TINY_MODELS["mistral-window"].save(tmp_path / "windows")
     with pytest.raises(ConfigError, match=r"^a model with sliding windows needs engine\.windows"):
+        assemble(EngineConfig(str(path), device="cpu", num_gpu_blocks=64))
+
+
+def test_partial_rotary_embedding_is_refused(tmp_path: Path) -> None:
+    path = TINY_MODELS["llama"].save(tmp_path / "m")
+    edit_config(path, partial_rotary_factor=0.5)
+    with pytest.raises(ConfigError, match=r"^a checkpoint with fused weights .* needs engine\.fused"):
         assemble(EngineConfig(str(path), device="cpu", num_gpu_blocks=64))
 
 
