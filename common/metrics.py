@@ -42,21 +42,25 @@ _TRANSFER = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0,
 
 @dataclass(frozen=True, slots=True)
 class MetricSpec:
-    """A metric without its constant labels. Counters get `_total` from the exposition format."""
+    """A metric without its constant labels. Counters get `_total` from the exposition format.
+
+    values: of the label of a wing's metric, in the order of its figures; empty: their numbers.
+    """
 
     name: str
     kind: Literal["gauge", "counter", "histogram"]
     help: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
+    values: tuple[str, ...] = ()
 
 
 def gauge(name: str, help: str, *labels: str) -> MetricSpec:
     return MetricSpec(name, "gauge", help, labels)
 
 
-def counter(name: str, help: str, *labels: str) -> MetricSpec:
-    return MetricSpec(name, "counter", help, labels)
+def counter(name: str, help: str, *labels: str, values: tuple[str, ...] = ()) -> MetricSpec:
+    return MetricSpec(name, "counter", help, labels, values=values)
 
 
 def histogram(name: str, help: str, buckets: tuple[float, ...], *labels: str) -> MetricSpec:
@@ -109,8 +113,6 @@ WORKER_SPECS: tuple[MetricSpec, ...] = (
     counter("mini_infer_kv_transfer_bytes", "KV bytes pulled from peers", "transport"),
     counter("mini_infer_kv_transfer_failures", "KV pulls that failed; the prompt was recomputed", "transport"),
     histogram("mini_infer_kv_transfer_seconds", "Duration of a KV pull", _TRANSFER, "transport"),
-    counter("mini_infer_kv_prefetches", "Offers of a prompt's KV while the rest is computed", "outcome"),
-    counter("mini_infer_kv_prefetched_tokens", "Prompt tokens whose KV was pulled while the rest was computed"),
     gauge("mini_infer_draining", "1 while this worker drains"),
 )
 START_TIME = gauge("mini_infer_start_time_seconds", "When this service started, Unix time", "version")

@@ -6,7 +6,6 @@ Types of other modules travel as they are: settings, sampling parameters, log-pr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from enum import Enum
 
 import msgspec
 
@@ -210,24 +209,6 @@ class Pull(Row):
     seconds: float = 0.0
 
 
-class PrefetchOutcome(Enum):
-    """How a prefetch has ended."""
-
-    PULLED = "pulled"
-    SKIPPED = "skipped"  # no room, or the prefix cache has its blocks, or lacks those before them
-    FAILED = "failed"
-
-
-class Prefetched(Row):
-    """Result of one prefetch. What was not pulled comes with the rest of its prompt."""
-
-    outcome: PrefetchOutcome
-    num_tokens: int = 0
-    transport: str = ""
-    num_bytes: int = 0
-    seconds: float = 0.0
-
-
 class EngineLoad(Row):
     """The engine's part of LoadReport; the names are the protobuf message's."""
 
@@ -260,7 +241,6 @@ class StepReport(Message):
     ended_leases: list[LeaseId] = []
     staged: list[tuple[LeaseId, int, list[BlockId] | None]] = []  # from which position on; rows, None without room
     pulls: list[Pull] = []
-    prefetches: list[Prefetched] = []
     stored: list[BlockKey] = []
     removed: list[BlockKey] = []
     load: EngineLoad = msgspec.field(default_factory=EngineLoad)
@@ -272,7 +252,7 @@ class StepReport(Message):
     @property
     def has_news(self) -> bool:
         """Whether it holds more than load and counters."""
-        requests = self.deltas or self.failures or self.pulls or self.prefetches
+        requests = self.deltas or self.failures or self.pulls
         leases = self.granted or self.ended_leases or self.staged
         return bool(requests or leases or self.stored or self.removed)
 

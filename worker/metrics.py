@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from common.metrics import MetricSet, MetricSpec, export_start_time, wing_specs
 from common.net.scrape import serve_scrapes
 from worker.front.front import WorkerFront
-from worker.messages import EngineLoad, Prefetched, PrefetchOutcome, Pull, StepReport
+from worker.messages import EngineLoad, Pull, StepReport
 
 BLOCK_STATES = ("free", "cached", "used")
 NO_TRANSPORT = "none"  # of a pull that failed before one was chosen
@@ -43,10 +43,6 @@ class WorkerMetrics:
         self._step_tokens = metrics.step_histogram("vllm:iteration_tokens_total")
         self._step_seconds = metrics.step_histogram("mini_infer_step_seconds")
         self._of_wings = {spec.name: _WingMetric(metrics, spec) for spec in wing_specs("engine")}
-        self._prefetches = {
-            outcome: metrics.counter("mini_infer_kv_prefetches", outcome=outcome.value) for outcome in PrefetchOutcome
-        }
-        self._prefetched_tokens = metrics.counter("mini_infer_kv_prefetched_tokens")
         for transport in info.transports:  # at 0: a rate begins with the first pull
             metrics.counter("mini_infer_kv_transfers", transport=transport)
             metrics.counter("mini_infer_kv_transfer_bytes", transport=transport)
@@ -75,8 +71,6 @@ class WorkerMetrics:
             self._of_wings[name].observe(values)
         for pull in report.pulls:
             self._observe_pull(pull)
-        for prefetched in report.prefetches:
-            self._observe_prefetch(prefetched)
 
     def serve(self, host: str, port: int, is_ready: Callable[[], bool]) -> None:
         """Answer scrapes and health checks until the process ends. Raises ConfigError when the port is taken."""
@@ -93,18 +87,9 @@ class WorkerMetrics:
         if not pull.ok:
             self._set.counter("mini_infer_kv_transfer_failures", transport=label).inc()
             return
-        self._observe_transfer(label, pull.num_bytes, pull.seconds)
-
-    def _observe_prefetch(self, prefetched: Prefetched) -> None:
-        self._prefetches[prefetched.outcome].inc()
-        self._prefetched_tokens.inc(prefetched.num_tokens)
-        if prefetched.outcome is PrefetchOutcome.PULLED:
-            self._observe_transfer(prefetched.transport, prefetched.num_bytes, prefetched.seconds)
-
-    def _observe_transfer(self, transport: str, num_bytes: int, seconds: float) -> None:
-        self._set.counter("mini_infer_kv_transfers", transport=transport).inc()
-        self._set.counter("mini_infer_kv_transfer_bytes", transport=transport).inc(num_bytes)
-        self._set.histogram("mini_infer_kv_transfer_seconds", transport=transport).observe(seconds)
+        self._set.counter("mini_infer_kv_transfers", transport=label).inc()
+        self._set.counter("mini_infer_kv_transfer_bytes", transport=label).inc(pull.num_bytes)
+        self._set.histogram("mini_infer_kv_transfer_seconds", transport=label).observe(pull.seconds)
 
 
 class _WingMetric:
@@ -114,7 +99,7 @@ class _WingMetric:
         self._metrics, self._spec = metrics, spec
         self._steps = metrics.step_histogram(spec.name) if spec.kind == "histogram" else None
         self._last: Sequence[float] = []
-        self.observe([0.0] if self._steps is None else [])  # shown from the start
+        self.observe([0.0] * max(len(spec.values), 1) if self._steps is None else [])  # shown from the start
 
     def observe(self, values: Sequence[float]) -> None:
         """values: see `engine.wings.Figures`."""
@@ -127,7 +112,7 @@ class _WingMetric:
             self._last = values
 
     def _set(self, number: int, value: float) -> None:
-        labels = dict.fromkeys(self._spec.labels, str(number))
+        labels = dict.fromkeys(self._spec.labels, self._spec.values[number] if self._spec.values else str(number))
         if self._spec.kind == "gauge":
             self._metrics.gauge(self._spec.name, **labels).set(value)
         else:

@@ -12,7 +12,7 @@ from kvstore.pool.leases import LeaseTable
 from kvstore.types import Epoch
 from protos import types_pb2 as pb
 from worker.front.front import WorkerFront
-from worker.messages import EngineLoad, Prefetched, PrefetchOutcome, Pull, StepReport
+from worker.messages import EngineLoad, Pull, StepReport
 from worker.metrics import WorkerMetrics
 
 INFO = pb.WorkerInfo(model="m", role="decode", worker_id="d", transports=["shm", "tcp"])
@@ -64,16 +64,16 @@ def test_gauges_are_those_of_the_last_report() -> None:
 def test_transfers_of_all_kinds_are_counted_by_transport() -> None:
     metrics = make()
     pulls = [Pull(RequestId("a"), True, "", "shm", 100, 0.5), Pull(RequestId("b"), False, "no such peer")]
-    metrics.observe(report(pulls=pulls, prefetches=[Prefetched(PrefetchOutcome.PULLED, 64, "shm", 50, 0.1)]))
+    metrics.observe(report(pulls=[*pulls, Pull(RequestId(""), True, "", "shm", 50, 0.1)]))
     assert value(metrics, "mini_infer_kv_transfers_total", 'transport="shm"') == 2
     assert value(metrics, "mini_infer_kv_transfer_bytes_total", 'transport="shm"') == 150
     assert value(metrics, "mini_infer_kv_transfer_seconds_count", 'transport="tcp"') == 0
     assert value(metrics, "mini_infer_kv_transfer_failures_total", 'transport="none"') == 1
-    assert value(metrics, "mini_infer_kv_prefetched_tokens_total") == 64
 
 
 WING = (
     counter("mini_infer_eggs", "Eggs by the nest that has them", "nest"),
+    counter("mini_infer_songs", "Songs by how they end", "end", values=("well", "badly")),
     gauge("mini_infer_wingspan", "Of the widest"),
     histogram("mini_infer_flight_seconds", "Duration of a flight", (1.0, 10.0)),
 )
@@ -85,14 +85,18 @@ def test_metrics_of_a_wing_are_shown_from_the_start_and_observed(monkeypatch: py
     metrics = make()
     metrics.observe(report())
     assert value(metrics, "mini_infer_eggs_total", 'nest="0"') == 0
+    assert value(metrics, "mini_infer_songs_total", 'end="badly"') == 0
     assert value(metrics, "mini_infer_wingspan") == 0
     assert value(metrics, "mini_infer_flight_seconds_count") == 0
     for eggs in ([6.0, 2.0], [6.0, 2.0], [10.0, 8.5]):
         flights = [0.5, 20.0] if eggs[0] == 10.0 else []
         figures = {"mini_infer_eggs": eggs, "mini_infer_wingspan": [0.75], "mini_infer_flight_seconds": flights}
         metrics.observe(report(figures=figures))
+    metrics.observe(report(figures={"mini_infer_songs": [3, 1]}))
     assert value(metrics, "mini_infer_eggs_total", 'nest="0"') == 10
     assert value(metrics, "mini_infer_eggs_total", 'nest="1"') == 8.5
+    assert value(metrics, "mini_infer_songs_total", 'end="well"') == 3
+    assert value(metrics, "mini_infer_songs_total", 'end="badly"') == 1
     assert value(metrics, "mini_infer_wingspan") == 0.75
     assert value(metrics, "mini_infer_flight_seconds_count") == 2
     assert value(metrics, "mini_infer_flight_seconds_sum") == 20.5

@@ -106,9 +106,9 @@ class EngineProcess:
         self._expire(now)
         if self._adjust_cores is not None:
             self._adjust_cores(self._engine.has_work())
-        outcome = self._engine.step(partial(self._loads.start, requests=self._open, report=self._report, now=now))
+        outcome = self._engine.step(partial(self._loads.start, requests=self._open, now=now))
         self._beat()
-        self._loads.start_after_steps(outcome.loads, self._open, self._report, now)
+        self._loads.start_after_steps(outcome.loads, self._open, now)
         for new in outcome.plan.new:
             entry = self._open.get(new.request_id)
             if entry is not None and not entry.started:

@@ -68,30 +68,28 @@ class KvLoads:
         """Take up a part of a prompt that the peer is still computing: here it is let go."""
         self.refuse(handle)
 
-    def start(
-        self, loads: Sequence[KvLoad], requests: Mapping[RequestId, OpenRequest], report: StepReport, now: float
-    ) -> None:
+    def start(self, loads: Sequence[KvLoad], requests: Mapping[RequestId, OpenRequest], now: float) -> None:
         """Pull what a step has reserved blocks for, which no step in flight uses."""
         for load in loads:
             entry = None if load.owner is None else requests.get(load.owner.request_id)
             if not load.positions:
-                self._skip(load, entry, report)
+                self._skip(load, entry)
                 continue
             if entry is not None:
                 entry.start_pull(load.num_tokens, now)
             self._puller.load(load)
 
-    def _skip(self, load: KvLoad, entry: OpenRequest | None, report: StepReport) -> None:
+    def _skip(self, load: KvLoad, entry: OpenRequest | None) -> None:
         """Let the source of a load go that nothing is to be pulled from. entry: of the request, if that is open."""
         self.abandon(load.source)
 
     def start_after_steps(
-        self, loads: Sequence[KvLoad], requests: Mapping[RequestId, OpenRequest], report: StepReport, now: float
+        self, loads: Sequence[KvLoad], requests: Mapping[RequestId, OpenRequest], now: float
     ) -> None:
         """Pull into blocks that the steps launched so far may use, when these have ended."""
         if loads:
             self._exporter.fence()
-        self.start(loads, requests, report, now)
+        self.start(loads, requests, now)
 
     def finish(self, requests: Mapping[RequestId, OpenRequest], report: StepReport, now: float) -> None:
         """Tell the engine of the loads that have ended, and report those that count."""

@@ -6,20 +6,23 @@ Called from the engine process's loop only.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import cast
 
 from engine.engine import Engine
+from engine.progressive_pulls.metrics import OUTCOMES
 from engine.progressive_pulls.remote_kv import ProgressiveRemoteKv
 from engine.request import RequestId
 from engine.scheduled_step import KvLoad
+from engine.wings import Figures
 from kvstore.handle.handle import KvHandle, PeerLease
 from kvstore.types import BlockKey, WorkerId
 from worker.engine_process.open_request import OpenRequest
 from worker.kv.kv_exporter import KvExporter
 from worker.kv.kv_loads import KvLoads
 from worker.kv.kv_puller import KvPuller
-from worker.messages import Prefetched, PrefetchOutcome, Pull, StepReport
+from worker.messages import Pull, StepReport
 
 logger = logging.getLogger("engine")
 
@@ -30,6 +33,10 @@ class ProgressiveLoads(KvLoads):
     def __init__(self, engine: Engine, puller: KvPuller, exporter: KvExporter, can_read: bool = True) -> None:
         super().__init__(engine, puller, exporter, can_read)
         self._transports: dict[WorkerId, str] = {}  # of the last prefetch from each peer
+        self._outcomes: Counter[str] = Counter()
+        self._num_tokens = 0  # pulled
+        self._has_news = False
+        engine.counting = [*engine.counting, self]
 
     def prefetch(self, handle: KvHandle, block_keys: Sequence[BlockKey]) -> None:
         """Offer the engine a part of a prompt that the peer is still computing."""
@@ -43,10 +50,20 @@ class ProgressiveLoads(KvLoads):
             return
         cast("ProgressiveRemoteKv", self._engine.remote_kv).prefetch(lease, block_keys)
 
-    def _skip(self, load: KvLoad, entry: OpenRequest | None, report: StepReport) -> None:
-        super()._skip(load, entry, report)
+    def figures(self) -> Figures:
+        """See `engine.wings.Counting`: none, which costs nothing in a step, while they are as they were."""
+        if not self._has_news:
+            return {}
+        self._has_news = False
+        return {
+            "mini_infer_kv_prefetches": [self._outcomes[name] for name in OUTCOMES],
+            "mini_infer_kv_prefetched_tokens": [self._num_tokens],
+        }
+
+    def _skip(self, load: KvLoad, entry: OpenRequest | None) -> None:
+        super()._skip(load, entry)
         if load.owner is None:
-            report.prefetches.append(Prefetched(PrefetchOutcome.SKIPPED))
+            self._count("skipped")
         elif entry is not None and load.owner.num_prefetched_tokens:
             assert isinstance(load.source, PeerLease)
             entry.skip_pull(self._transports.get(load.source.worker_id, ""))
@@ -59,9 +76,13 @@ class ProgressiveLoads(KvLoads):
         elif pull.ok:
             assert isinstance(load.source, PeerLease)
             self._transports[load.source.worker_id] = pull.transport
-            report.prefetches.append(
-                Prefetched(PrefetchOutcome.PULLED, load.num_tokens, pull.transport, pull.num_bytes, pull.seconds)
-            )
+            self._count("pulled", load.num_tokens)
+            report.pulls.append(pull)
         else:
             logger.warning("KV prefetch failed: %s", pull.error)
-            report.prefetches.append(Prefetched(PrefetchOutcome.FAILED))
+            self._count("failed")
+
+    def _count(self, outcome: str, num_tokens: int = 0) -> None:
+        self._outcomes[outcome] += 1
+        self._num_tokens += num_tokens
+        self._has_news = True

@@ -35,7 +35,7 @@ class Peers:
     def lease_parts(self, chunks: Any, requests: Any, now: float) -> list[Any]:
         return []
 
-    def start(self, loads: Any, requests: Any, report: Any, now: float) -> None:
+    def start(self, loads: Any, requests: Any, now: float) -> None:
         pass
 
     start_after_steps = start

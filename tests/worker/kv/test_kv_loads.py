@@ -34,7 +34,7 @@ class Parts:
             num_blocks_to_load=lambda num_tokens: -(-num_tokens // BLOCK_SIZE), block_size=BLOCK_SIZE
         )
         remote_kv = SimpleNamespace(prefetch=self._write("add"))
-        engine: Any = SimpleNamespace(kv=kv, finish_load=self._write("finish"), remote_kv=remote_kv)
+        engine: Any = SimpleNamespace(kv=kv, finish_load=self._write("finish"), remote_kv=remote_kv, counting=[])
         puller: Any = SimpleNamespace(
             keep_alive=self._write("keep"),
             abandon=self._write("abandon"),
@@ -94,7 +94,7 @@ def test_blocks_that_steps_may_use_are_pulled_after_the_fence(parts: Parts, afte
     lease, blocks = accepted(parts), [BlockId(7), BlockId(8)]
     load = KvLoad(parts.request, lease, [1, 2], blocks, 2 * BLOCK_SIZE)
     start = parts.loads.start_after_steps if after_steps else parts.loads.start
-    start([load], parts.open, parts.report, now=3.0)
+    start([load], parts.open, now=3.0)
     assert parts.told[1:] == [("fence",)] * after_steps + [("load", load)]
     parts.results = [(load, OK)]
     parts.loads.finish(parts.open, parts.report, now=3.5)
@@ -114,7 +114,7 @@ def test_a_part_of_a_prompt_is_let_go(parts: Parts) -> None:
 
 def test_a_source_that_caches_make_needless_is_let_go(parts: Parts) -> None:
     lease = accepted(parts)
-    parts.loads.start([KvLoad(parts.request, lease, [], [], 0)], parts.open, parts.report, now=3.0)
+    parts.loads.start([KvLoad(parts.request, lease, [], [], 0)], parts.open, now=3.0)
     assert parts.verbs == ["keep", "abandon"]
 
 

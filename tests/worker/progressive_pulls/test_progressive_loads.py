@@ -1,4 +1,4 @@
-"""Prefetches between scheduler and puller: what is offered to the engine, and how they end in the report."""
+"""Prefetches between scheduler and puller: what is offered to the engine, and how they end in the figures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from kvstore.handle.handle import open_handle
 from kvstore.types import BlockId, BlockKey
 from tests.kvstore.handle.test_handle import GOOD
 from tests.worker.kv.test_kv_loads import BLOCK_SIZE, FAILED, NUM_BLOCKS, OK, REQUEST_ID, Parts
-from worker.messages import Prefetched, PrefetchOutcome
 from worker.progressive_pulls.progressive_loads import ProgressiveLoads
 
 KEYS = [BlockKey(bytes([number]) * 32) for number in range(NUM_BLOCKS)]
@@ -37,20 +36,23 @@ def test_what_is_no_part_of_full_blocks_is_let_go(
 
 
 @pytest.mark.parametrize("ok", [True, False])
-def test_a_prefetch_ends_at_the_engine_and_in_the_report(parts: Parts, ok: bool) -> None:
+def test_a_prefetch_ends_at_the_engine_and_in_the_figures(parts: Parts, ok: bool) -> None:
     lease = open_handle(PART)
     job, needless = KvLoad(None, lease, [1], [BlockId(7)], BLOCK_SIZE, KEYS[1:2]), KvLoad(None, lease, [], [], 0)
-    parts.loads.start([needless, job], parts.open, parts.report, now=3.0)
+    parts.loads.start([needless, job], parts.open, now=3.0)
     assert parts.told == [("abandon", lease), ("load", job)]
     parts.results = [(job, OK if ok else FAILED)]
     parts.loads.finish(parts.open, parts.report, now=3.5)
-    pulled = Prefetched(PrefetchOutcome.PULLED, BLOCK_SIZE, "shm", 100, 0.5)
-    end = pulled if ok else Prefetched(PrefetchOutcome.FAILED)
-    assert parts.report.prefetches == [Prefetched(PrefetchOutcome.SKIPPED), end]
-    assert parts.report.pulls == []
+    assert parts.report.pulls == [OK] * ok
+    assert isinstance(parts.loads, ProgressiveLoads)
+    assert parts.loads.figures() == {
+        "mini_infer_kv_prefetches": [ok, 1, not ok],
+        "mini_infer_kv_prefetched_tokens": [BLOCK_SIZE * ok],
+    }
+    assert parts.loads.figures() == {}  # as they were
     assert parts.told[2:] == [("finish", job, ok)]
     parts.request.num_prefetched_tokens = BLOCK_SIZE * ok
-    parts.loads.start([KvLoad(parts.request, lease, [], [], 0)], parts.open, parts.report, now=4.0)
+    parts.loads.start([KvLoad(parts.request, lease, [], [], 0)], parts.open, now=4.0)
     times = parts.open[REQUEST_ID].take_times(now=5.0)
     assert times is not None
     assert (times.num_prefetched_tokens, times.transport) == ((BLOCK_SIZE, "shm") if ok else (0, ""))
