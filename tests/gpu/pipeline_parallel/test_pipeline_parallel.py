@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import gc
-import os
-import signal
-import subprocess
-import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +20,7 @@ import engine.assembly
 from common.model_files import ModelFiles
 from engine.assembly import assemble
 from engine.config import EngineConfig
-from engine.engine import DeviceLostError, Engine
+from engine.engine import Engine
 from engine.gpu.config import GpuConfig
 from engine.gpu.lowering import Observer
 from engine.gpu.runner import GpuRunner
@@ -46,8 +41,7 @@ from tests.engine.driving import num_drafts
 from tests.engine.speculation.drafters import MakeOracle, draft_with, knows
 from tests.gpu.kv.test_kv_groups import FULL, GEMMA3
 from tests.gpu.models import save_family, save_tiny_model
-from tests.gpu.tensor_parallel.test_tensor_parallel import GREEDY, PARAMS
-from tests.gpu.tensor_parallel.test_tensor_parallel import PROMPTS as LONG_PROMPTS
+from tests.gpu.tensor_parallel.test_tensor_parallel import answers_of_one_and_more, assert_a_lost_rank_is_told
 from tests.gpu.test_engine import (
     ON_GPU,
     PROMPTS,
@@ -59,7 +53,6 @@ from tests.gpu.test_engine import (
     reference,
     windowed,  # noqa: F401
 )
-from tests.harness.processes import followers_of
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 four_gpus = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
@@ -385,13 +378,9 @@ def open_processes(model: Path, pp: int, gpu: GpuConfig, **settings: Any) -> Eng
 @two_gpus
 @pytest.mark.parametrize(("overlap", "graphs"), [(True, True), (False, True), (True, False)])
 def test_two_gpus_give_the_tokens_of_one(overlap: bool, graphs: bool, model: Path) -> None:
-    found = []
-    for pp in (1, 2):
-        made = open_processes(model, pp, GpuConfig(overlap=overlap, use_cuda_graph=graphs))
-        found.append([generate(made, PARAMS, LONG_PROMPTS), generate(made, greedy(30), LONG_PROMPTS[:2])])
-        del made
-        gc.collect()
-    assert found[0] == found[1]
+    gpu = GpuConfig(overlap=overlap, use_cuda_graph=graphs)
+    one, two = answers_of_one_and_more(lambda are_two: open_processes(model, 1 + are_two, gpu))
+    assert one == two
 
 
 @four_gpus
@@ -401,17 +390,16 @@ def test_four_gpus_give_the_tokens_of_one(kind: str, tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path, **({"num_experts": 4, "inner": 32} if kind == "experts" else {}))
     if kind == "fp8":
         model = save_tiny_model(tmp_path, head_dim=64, hidden=256, inner=512)
-    found = []
-    for pp, tp in ((1, 1), (2, 2)):
-        settings = {"dtype": "bfloat16", "quant_mode": "fp8"} if kind == "fp8" else {}
-        made = open_processes(model, pp, GpuConfig(), tp=tp, **settings)
-        found.append([generate(made, PARAMS, LONG_PROMPTS), generate(made, greedy(30), LONG_PROMPTS[:2])])
-        del made
-        gc.collect()
+    settings = {"dtype": "bfloat16", "quant_mode": "fp8"} if kind == "fp8" else {}
+
+    def opened(are_four: bool) -> Engine:
+        return open_processes(model, 1 + are_four, GpuConfig(), tp=1 + are_four, **settings)
+
+    one, four = answers_of_one_and_more(opened)
     if kind == "fp8":  # whose shards are quantized by themselves
-        assert [[len(tokens) for tokens in run] for run in found[0]] == [[len(t) for t in run] for run in found[1]]
+        assert [[len(tokens) for tokens in run] for run in one] == [[len(tokens) for tokens in run] for run in four]
     else:
-        assert found[0] == found[1]
+        assert one == four
 
 
 @two_gpus
@@ -423,25 +411,6 @@ def test_two_gpus_measure_their_memory(model: Path) -> None:
     gc.collect()
 
 
-def lose_a_stage(model: str) -> None:
-    """In a process of its own, whose kernels wait for the lost stage until it ends."""
-    made = open_processes(Path(model), 2, GpuConfig())
-    request = made.add_request(LONG_PROMPTS[0], replace(GREEDY, max_tokens=200))
-    while len(request.output_token_ids) < 5:
-        made.step()
-    (follower,) = followers_of(os.getpid())
-    os.kill(follower, signal.SIGKILL)
-    time.sleep(0.3)
-    try:
-        made.step()
-    except DeviceLostError as error:
-        print(f"lost: {error}", flush=True)
-    os._exit(0)
-
-
 @two_gpus
 def test_a_stage_that_dies_ends_the_engine(model: Path) -> None:
-    code = f"import sys; from {__name__} import lose_a_stage; lose_a_stage(sys.argv[1])"
-    command = [sys.executable, "-c", code, str(model)]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert "lost: rank 1 of the model ended" in found.stdout
+    assert_a_lost_rank_is_told(__name__, "open_processes(model, 2, GpuConfig())", model)

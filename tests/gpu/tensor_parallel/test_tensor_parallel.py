@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from common.lora.adapter_ref import AdapterRef
 from engine.assembly import assemble
@@ -23,7 +25,7 @@ from engine.config import EngineConfig
 from engine.engine import DeviceLostError, Engine
 from engine.gpu.config import GpuConfig
 from engine.request import SamplingParams
-from tests.engine.driving import engine_config, num_drafts
+from tests.engine.driving import engine_config, num_drafts, prompt_logprobs
 from tests.engine.expert_balancing.balancing import balancing_of
 from tests.engine.quantization.packed_files import FORMATS, SIZES, write
 from tests.engine.speculation.drafters import MakeOracle, draft_with, knows
@@ -36,6 +38,7 @@ from tests.gpu.moe.test_packed_experts import save_mxfp4
 from tests.gpu.test_engine import generate, greedy
 from tests.harness.adapters import write_adapter
 from tests.harness.processes import followers_of
+from tests.kernels.helpers import relative_error
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 PROMPTS = [[(7 * i + 3 * j * j) % 97 for j in range(length)] for i, length in enumerate((5, 19, 200, 180, 190, 170))]
@@ -64,17 +67,22 @@ def open_ranks(
     return parts.engine
 
 
-@pytest.mark.parametrize(("overlap", "graphs"), [(True, True), (False, True), (True, False)])
-def test_two_ranks_give_the_tokens_of_one(overlap: bool, graphs: bool, tmp_path: Path) -> None:
-    """All prompts at once, whose sums go through NCCL, and short ones alone."""
-    model = save_tiny_model(tmp_path)
+def answers_of_one_and_more(open_engine: Callable[[bool], Engine]) -> list[list[list[list[int]]]]:
+    """All prompts at once, whose sums go through NCCL, and short ones alone. open_engine: told whether of several."""
     found = []
-    for tp in (1, 2):
-        made = open_ranks(model, tp, overlap, graphs)
+    for are_several in (False, True):
+        made = open_engine(are_several)
         found.append([generate(made, PARAMS, PROMPTS), generate(made, greedy(30), PROMPTS[:2])])
         del made
         gc.collect()
-    assert found[0] == found[1]
+    return found
+
+
+@pytest.mark.parametrize(("overlap", "graphs"), [(True, True), (False, True), (True, False)])
+def test_two_ranks_give_the_tokens_of_one(overlap: bool, graphs: bool, tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path)
+    one, two = answers_of_one_and_more(lambda are_two: open_ranks(model, 1 + are_two, overlap, graphs))
+    assert one == two
 
 
 @pytest.mark.parametrize("kind", ["draft", "eagle"])
@@ -126,14 +134,14 @@ FAMILIES = {"latents": V2, "gemma3": GEMMA3, "gpt-oss": GPT_OSS}
 def test_two_ranks_of_other_blocks_give_the_tokens_of_one(kind: str, tmp_path: Path) -> None:
     changes, has_whole = FAMILIES.get(kind.split(",")[0]), "whole" in kind
     model = save_family(tmp_path, changes) if changes else save_tiny_model(tmp_path, inner=32, num_experts=4)
-    found = []
-    for tp in (1, 2):
-        exchange = "dispatch" if "dispatched" in kind and tp > 1 else "sum"
-        made = open_ranks(model, tp, expert_parallel=has_whole and tp > 1, expert_exchange=exchange)
-        found.append([generate(made, PARAMS, PROMPTS), generate(made, greedy(30), PROMPTS[:2])])
-        del made
-        gc.collect()
-    assert found[0] == found[1]
+    exchange = "dispatch" if "dispatched" in kind else "sum"
+
+    def opened(are_two: bool) -> Engine:
+        settings: dict[str, Any] = {"expert_parallel": has_whole, "expert_exchange": exchange} if are_two else {}
+        return open_ranks(model, 1 + are_two, **settings)
+
+    one, two = answers_of_one_and_more(opened)
+    assert one == two
 
 
 @pytest.mark.parametrize("exchange", ["sum", "dispatch"])
@@ -181,32 +189,31 @@ def test_ranks_that_exchange_experts_give_the_tokens_of_one(
     assert rebalancer.num_changes > 1
 
 
-def forced_logprobs(made: Engine) -> torch.Tensor:
-    """Of all prompts' tokens, as the model goes through them."""
-    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
-    for prompt in PROMPTS:
-        made.add_request(prompt, params)
-    outputs = []
-    while made.has_work():
-        outputs += made.step().outputs
-    outputs.sort(key=lambda output: PROMPTS.index(output.request.prompt_token_ids))
-    return torch.tensor([entry.logprob for output in outputs for entry in output.prompt_logprobs])
+def errors_of_one_and_two_ranks(
+    model: Path, of_two: dict[str, Any] | None = None, **settings: Any
+) -> tuple[float, float]:
+    """In bfloat16, of all prompts' tokens, as the model goes through them; beside its weights in float32."""
+
+    def logprobs(*args: Any, **settings: Any) -> Tensor:
+        found = prompt_logprobs(open_ranks(model, *args, **settings), PROMPTS)
+        gc.collect()
+        return found
+
+    exact = logprobs(1)
+    one = relative_error(logprobs(1, dtype="bfloat16", **settings), exact)
+    two = relative_error(logprobs(2, dtype="bfloat16", **settings, **(of_two or {})), exact)
+    print(f"relative errors of one and two ranks {one:.4f}, {two:.4f}")
+    return one, two
 
 
 @pytest.mark.parametrize("mode", ["none", "fp8", "w8a8", "int8-weight", "int4-weight"])
 def test_two_ranks_are_as_near_to_float32_as_one(mode: str, tmp_path: Path) -> None:
-    """In bfloat16, made to follow the same tokens. Ranks round and quantize at other places, not more often."""
+    """Ranks round and quantize at other places, not more often."""
     model = save_tiny_model(tmp_path, head_dim=64, hidden=256, inner=512)
-    exact = forced_logprobs(open_ranks(model, 1))
-    errors = []
-    for tp in (1, 2):
-        found = forced_logprobs(open_ranks(model, tp, dtype="bfloat16", quant_mode=mode))
-        errors.append(float((found - exact).norm() / exact.norm()))
-        gc.collect()
-    print(f"{mode}: relative errors of one and two ranks {errors[0]:.4f}, {errors[1]:.4f}")
-    assert errors[1] < 1.25 * errors[0]
+    one, two = errors_of_one_and_two_ranks(model, quant_mode=mode)
+    assert two < 1.25 * one
     if mode == "none":
-        assert errors[1] < 2e-2
+        assert two < 2e-2
 
 
 @pytest.mark.parametrize(
@@ -215,19 +222,11 @@ def test_two_ranks_are_as_near_to_float32_as_one(mode: str, tmp_path: Path) -> N
      "fp8-tensor"],
 )  # fmt: skip
 def test_two_ranks_of_a_checkpoint_are_as_near_to_its_weights_as_one(name: str, tmp_path: Path) -> None:
-    """In bfloat16, with the layers that the checkpoint holds packed; beside its weights in float32."""
+    """With the layers that the checkpoint holds packed."""
     form, tiny = FORMATS[name], TinyModel("Qwen2", {**SIZES, "hidden_size": 256, "intermediate_size": 512})
     write(form, tmp_path / "m", tiny)
-    exact = forced_logprobs(open_ranks(tmp_path / "m", 1))
-    errors = []
-    for tp in (1, 2):
-        made = open_ranks(tmp_path / "m", tp, dtype="bfloat16", quant_mode="auto")
-        found = forced_logprobs(made)
-        errors.append(float((found - exact).norm() / exact.norm()))
-        del made
-        gc.collect()
-    print(f"{name}: relative errors of one and two ranks {errors[0]:.4f}, {errors[1]:.4f}")
-    assert errors[1] < 1.25 * errors[0]
+    one, two = errors_of_one_and_two_ranks(tmp_path / "m", quant_mode="auto")
+    assert two < 1.25 * one
 
 
 @pytest.mark.parametrize("settings", [{}, {"expert_parallel": True}], ids=str)
@@ -238,16 +237,8 @@ def test_ranks_of_mxfp4_experts_are_as_near_to_their_weights_as_one(
     """160: two and a half groups of columns for each of two ranks."""
     torch.manual_seed(0)
     model = save_mxfp4(tmp_path, inner)
-    exact = forced_logprobs(open_ranks(model, 1))
-    errors = []
-    for tp, of_ranks in ((1, {}), (2, settings)):
-        made = open_ranks(model, tp, dtype="bfloat16", quant_mode="auto", **of_ranks)
-        found = forced_logprobs(made)
-        errors.append(float((found - exact).norm() / exact.norm()))
-        del made
-        gc.collect()
-    print(f"MXFP4, {settings}: relative errors of one and two ranks {errors[0]:.4f}, {errors[1]:.4f}")
-    assert errors[1] < 1.25 * errors[0]
+    one, two = errors_of_one_and_two_ranks(model, settings, quant_mode="auto")
+    assert two < 1.25 * one
 
 
 def test_ranks_take_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,9 +252,8 @@ def test_ranks_take_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert num_drafts(ranks)[1] > 4
 
 
-def lose_a_rank(model: str) -> None:
-    """In a process of its own, whose kernels wait for the lost rank until it ends."""
-    made = open_ranks(Path(model), 2)
+def lose_a_rank(made: Engine) -> None:
+    """Never returns: kernels of this process wait for the lost rank until it ends."""
     request = made.add_request(PROMPTS[0], replace(GREEDY, max_tokens=200))
     while len(request.output_token_ids) < 5:
         made.step()
@@ -277,10 +267,19 @@ def lose_a_rank(model: str) -> None:
     os._exit(0)
 
 
-def test_a_rank_that_dies_ends_the_engine(tmp_path: Path) -> None:
-    code = (
-        "import sys; from tests.gpu.tensor_parallel.test_tensor_parallel import lose_a_rank; lose_a_rank(sys.argv[1])"
-    )
-    command = [sys.executable, "-c", code, str(save_tiny_model(tmp_path))]
+def assert_a_lost_rank_is_told(module: str, opened: str, model: Path) -> None:
+    """In a process of its own. opened: an expression for the engine, with names of the module."""
+    code = f"""
+import sys
+from {module} import *
+from {__name__} import lose_a_rank
+model = Path(sys.argv[1])
+lose_a_rank({opened})
+"""
+    command = [sys.executable, "-c", code, str(model)]
     found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert "lost: rank 1 of the model ended" in found.stdout
+
+
+def test_a_rank_that_dies_ends_the_engine(tmp_path: Path) -> None:
+    assert_a_lost_rank_is_told(__name__, "open_ranks(model, 2)", save_tiny_model(tmp_path))
