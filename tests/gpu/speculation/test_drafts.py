@@ -35,7 +35,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def run(made: Engine) -> tuple[list[Request], dict[str, list[TokenLogprobs]]]:
+Answers = tuple[list[Request], dict[str, list[TokenLogprobs]]]
+
+
+def run(made: Engine) -> Answers:
     """All prompts, the last one late: requests, and their log-probabilities."""
     requests = [made.add_request(prompt, params) for prompt, params in zip(PROMPTS[:3], PARAMS, strict=False)]
     found: dict[str, list[TokenLogprobs]] = {}
@@ -49,6 +52,12 @@ def run(made: Engine) -> tuple[list[Request], dict[str, list[TokenLogprobs]]]:
     return requests, found
 
 
+def assert_same_answers(ours: Answers, theirs: Answers) -> None:
+    for request, other in zip(ours[0], theirs[0], strict=True):
+        assert request.output_token_ids == other.output_token_ids
+        assert_same_logprobs(ours[1][request.request_id], theirs[1][other.request_id])
+
+
 @pytest.mark.parametrize("accuracy", [0.0, 0.6, 1.0])
 def test_drafts_change_no_token(accuracy: float, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = reference(model)
@@ -57,10 +66,7 @@ def test_drafts_change_no_token(accuracy: float, model: Path, monkeypatch: pytes
     make_drafter = MakeOracle(knows(answers), accuracy, 97)
     draft_with(monkeypatch, make_drafter, on_gpu=True)
     made, _ = open_gpu(model, monkeypatch, GpuConfig(), num_speculative_tokens=4, max_num_seqs=MAX_TOKENS)
-    requests, found = run(made)
-    for request, other in zip(requests, plain, strict=True):
-        assert request.output_token_ids == other.output_token_ids
-        assert_same_logprobs(found[request.request_id], told[other.request_id])
+    assert_same_answers(run(made), (plain, told))
     drafted, accepted = num_drafts(made)
     assert drafted > 8
     assert accepted < drafted * 0.2 if accuracy == 0 else accepted > drafted * accuracy * 0.3
