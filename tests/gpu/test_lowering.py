@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from common.model_files import resolve_model
 from engine.config import EngineConfig
@@ -18,7 +20,7 @@ from engine.gpu.ops import plain
 from engine.gpu.ops.rules import GpuSeams, Rule, Target, fitting
 from engine.kv.memory import kv_layout
 from engine.layers.block import Block
-from engine.loader.load import load_model
+from engine.loader.load import LoadedModel, load_model
 from engine.models.model import Model
 from engine.quantization import conversion
 from engine.quantization import gpu_ops as quantized
@@ -29,10 +31,11 @@ from kernels.gpu.few_rows.split_k import SplitKWorkspace
 from kvstore.layout import PoolGeometry
 from tests.gpu.kv.test_kv_groups import GEMMA3, GPT_OSS
 from tests.gpu.models import save_family, save_tiny_model, use_small_tiles
+from tests.kernels.helpers import relative_error
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-BLOCK_SIZE, LENGTH = 16, 20
+BLOCK_SIZE = 16
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +52,28 @@ def ways_of(model: Model, rows: int) -> list[set[str]]:
     return [{rule.way for rule in rules_of(block, rows)} for block in model.blocks]
 
 
+def inputs_at(position: int, tables: Sequence[Tensor], vocab_size: int) -> GpuInputs:
+    """Of rows that compute one token there. tables: of each KV group, with a row for each row."""
+    rows = len(tables[0])
+    positions = torch.full((rows,), position, dtype=torch.int32, device=DEVICE)
+    token_ids = torch.arange(rows, device=DEVICE) * (vocab_size // rows)  # of all ranks
+    block, offset = divmod(position, BLOCK_SIZE)
+    groups = [GroupInputs(table[:, block] * BLOCK_SIZE + offset, table) for table in tables]
+    return GpuInputs(token_ids, positions, positions + 1, groups)
+
+
+def first_step(loaded: LoadedModel, config: EngineConfig, rows: int, group: Any) -> tuple[FusedForward, GpuInputs]:
+    """The first token of each row, over an empty pool. group: of a rank, which has the methods of `DeviceGroup`."""
+    layout = kv_layout(loaded.config, loaded.dtype)
+    geometry = PoolGeometry(layout, rows * len(layout.groups), BLOCK_SIZE, "", loaded.shard)
+    pool = torch.zeros(geometry.num_blocks, *geometry.block_shape, device=DEVICE)
+    tables = torch.arange(geometry.num_blocks, dtype=torch.int32, device=DEVICE).view(-1, rows, 1)
+    forward = FusedForward(
+        loaded.model, pool, rows, "triton", loaded.dtype, rows, gpu_ranks(loaded, config, group)
+    )  # fmt: skip
+    return forward, inputs_at(0, [*tables], loaded.config.vocab_size)
+
+
 @pytest.mark.parametrize("rows", [1, 3, 40])
 @torch.inference_mode()
 def test_hidden_states_and_kv_equal_those_of_the_plain_way(
@@ -60,11 +85,7 @@ def test_hidden_states_and_kv_equal_those_of_the_plain_way(
     loaded = load_model(resolve_model(str(folder)), config, DEVICE)
     model = loaded.config
     tables = torch.randperm(2 * rows, device=DEVICE).view(rows, 2).int()
-    positions = torch.full((rows,), LENGTH - 1, dtype=torch.int32, device=DEVICE)
-    slots = tables[:, 1] * BLOCK_SIZE + (LENGTH - 1) % BLOCK_SIZE
-    inputs = GpuInputs(
-        torch.arange(rows, device=DEVICE), positions, positions + 1, [GroupInputs(slots, tables)]
-    )  # fmt: skip
+    inputs = inputs_at(19, [tables], model.vocab_size)
     shape = (2 * rows, model.num_layers, 2, model.num_kv_heads, BLOCK_SIZE, model.head_dim)
     before = torch.randn(shape, device=DEVICE).to(loaded.dtype)
     results = []
@@ -77,8 +98,8 @@ def test_hidden_states_and_kv_equal_those_of_the_plain_way(
         forward = FusedForward(loaded.model, pool, rows, "triton", loaded.dtype, rows)
         results.append((forward.hidden(inputs).float(), pool.float()))
     (hidden, pool), (plain_hidden, plain_pool) = results
-    assert float((hidden - plain_hidden).norm() / plain_hidden.norm()) < 2e-2
-    assert float((pool - plain_pool).norm() / plain_pool.norm()) < 5e-3
+    assert relative_error(hidden, plain_hidden) < 2e-2
+    assert relative_error(pool, plain_pool) < 5e-3
     assert not torch.equal(pool, before.float())
 
 
@@ -87,9 +108,7 @@ class OneRank:
 
     rank, size, rows = 0, 1, None
 
-    def all_reduce_rms_norm(
-        self, pending: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> torch.Tensor:
+    def all_reduce_rms_norm(self, pending: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         return add_rms_norm(pending, residual, weight, eps)
 
 
@@ -99,24 +118,14 @@ def test_a_rank_alone_computes_what_the_plain_form_does(
     changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_small_tiles(monkeypatch, 2)
-    folder, rows = save_family(tmp_path, changes), 3
+    folder = save_family(tmp_path, changes)
     config = EngineConfig(str(folder), device=DEVICE.type, dtype="float32", quant_mode="none").resolved(DEVICE.type)
     hidden = []
     for group in (None, OneRank()):
         loaded = load_model(resolve_model(str(folder)), config, DEVICE)
-        layout = kv_layout(loaded.config, loaded.dtype)
-        geometry = PoolGeometry(layout, rows * len(layout.groups), BLOCK_SIZE, "")
-        pool = torch.zeros(geometry.num_blocks, *geometry.block_shape, device=DEVICE)
-        tables = torch.arange(geometry.num_blocks, dtype=torch.int32, device=DEVICE).view(-1, rows, 1)
-        positions = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
-        inputs = GpuInputs(
-            torch.arange(rows, device=DEVICE), positions, positions + 1,
-            [GroupInputs(table[:, 0] * BLOCK_SIZE, table) for table in tables],
-        )  # fmt: skip
-        ranks = gpu_ranks(loaded, config, cast(Any, group))
-        forward = FusedForward(loaded.model, pool, rows, "triton", loaded.dtype, rows, ranks)
+        forward, inputs = first_step(loaded, config, 3, group)
         hidden.append(forward.hidden(inputs))
-    assert float((hidden[0] - hidden[1]).norm() / hidden[0].norm()) < 1e-5
+    assert relative_error(hidden[1], hidden[0]) < 1e-5
 
 
 def test_wide_models_and_many_rows_go_another_way(folder: Path) -> None:
@@ -137,11 +146,7 @@ def test_experts_between_layers_of_quantized_inputs_equal_the_plain_form(
     saved = save_tiny_model(tmp_path, inner=32, num_experts=4)
     loaded = load_model(resolve_model(str(saved)), EngineConfig(str(saved), dtype="float32"), DEVICE)
     model, tables = loaded.config, torch.arange(rows, dtype=torch.int32, device=DEVICE)[:, None]
-    positions = torch.full((rows,), 3, dtype=torch.int32, device=DEVICE)
-    inputs = GpuInputs(
-        torch.arange(rows, device=DEVICE), positions, positions + 1,
-        [GroupInputs(tables[:, 0] * BLOCK_SIZE + 3, tables)],
-    )  # fmt: skip
+    inputs = inputs_at(3, [tables], model.vocab_size)
     before = torch.randn(rows, model.num_layers, 2, model.num_kv_heads, BLOCK_SIZE, model.head_dim, device=DEVICE)
     results = []
     for takes in (True, False):

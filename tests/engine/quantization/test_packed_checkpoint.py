@@ -22,6 +22,7 @@ from kernels.gguf.library import library
 from tests.engine.driving import generate, open_model, random_prompt
 from tests.engine.quantization.packed_files import FORMATS, TINY, VOCAB_SIZE, Format, write
 from tests.engine.tiny_models import TinyModel, edit_config, edit_weights, reference_logits
+from tests.kernels.helpers import relative_error
 
 PROMPT = random_prompt(20, VOCAB_SIZE, 3)
 UP = "model.layers.1.mlp.up_proj"
@@ -40,10 +41,6 @@ def logits(path: Path, chunk: int, **settings: str) -> tuple[Tensor, LoadedModel
 
 def first_qkv(loaded: LoadedModel) -> Linear:
     return next(ref.layer for ref in loaded.model.linears() if ref.name == "qkv")
-
-
-def relative_error(result: Tensor, exact: Tensor) -> float:
-    return float((result - exact).norm() / exact.norm())
 
 
 @pytest.mark.parametrize("name", FORMATS)

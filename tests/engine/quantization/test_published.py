@@ -24,7 +24,7 @@ from tests.engine.driving import answers, engine_config
 from tests.engine.quantization.packed_files import SIZES, Format, pack_fp8, save_shards, write
 from tests.engine.quantization.published import FAMILIES, PUBLISHED, REFUSED
 from tests.engine.quantization.published_layouts import NF4, bitsandbytes
-from tests.engine.quantization.test_packed_checkpoint import PROMPT, load, logits, relative_error
+from tests.engine.quantization.test_packed_checkpoint import PROMPT, load, logits
 from tests.engine.speculation.mtp.modules import ModelWithModule
 from tests.engine.threaded_ranks import GREEDY, NUM_TOKENS, open_ranks, open_stages
 from tests.engine.tiny_models import (
@@ -36,6 +36,7 @@ from tests.engine.tiny_models import (
     reference_greedy,
     reference_logits,
 )
+from tests.kernels.helpers import relative_error
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[3]

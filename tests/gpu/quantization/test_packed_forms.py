@@ -5,33 +5,29 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import cast
 
 import pytest
 import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.gpu.attention.backend import GpuInputs, GroupInputs
+from engine.gpu.attention.backend import GpuInputs
 from engine.gpu.forward import FusedForward
-from engine.kv.memory import kv_layout
 from engine.loader.load import load_model
 from engine.quantization import conversion
 from engine.quantization.gpu_linears import GpuLinears, QuantizedInput
-from engine.tensor_parallel.gpu_group import DeviceGroup
-from engine.tensor_parallel.gpu_seams import gpu_ranks
 from kernels.gpu.elementwise.rms_norm import add_rms_norm
 from kernels.gpu.quantization.quantize import add_rms_norm_quantize
-from kvstore.layout import PoolGeometry, Shard
+from kvstore.layout import Shard
 from tests.engine.driving import directory
 from tests.engine.quantization.packed_files import FORMATS, write
 from tests.gpu.models import use_small_tiles
 from tests.gpu.moe.test_packed_experts import DequantizingLinears, save_mxfp4
 from tests.gpu.quantization.test_packed_checkpoints import DEVICE
-from tests.gpu.quantization.test_packed_ranks import WIDE, relative_error
+from tests.gpu.quantization.test_packed_ranks import WIDE
 from tests.gpu.test_engine import ON_GPU
-
-BLOCK_SIZE = 16
+from tests.gpu.test_lowering import first_step
+from tests.kernels.helpers import relative_error
 
 
 class Turns:
@@ -80,16 +76,7 @@ class Rank:
 def make_forward(path: Path, shard: Shard, rows: int, group: Rank | None) -> tuple[FusedForward, GpuInputs]:
     config = EngineConfig(str(path), device=DEVICE.type, dtype="float32", tp=shard.size).resolved(DEVICE.type)
     loaded = load_model(directory(path), config, DEVICE, shard)
-    layout = kv_layout(loaded.config, loaded.dtype)
-    geometry = PoolGeometry(layout, rows * len(layout.groups), BLOCK_SIZE, "", shard)
-    pool = torch.zeros(geometry.num_blocks, *geometry.block_shape, device=DEVICE)
-    tables = torch.arange(geometry.num_blocks, dtype=torch.int32, device=DEVICE).view(-1, rows, 1)
-    positions = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
-    token_ids = torch.arange(rows, device=DEVICE) * (loaded.config.vocab_size // rows)  # of both ranks
-    groups = [GroupInputs(table[:, 0] * BLOCK_SIZE, table) for table in tables]
-    inputs = GpuInputs(token_ids, positions, positions + 1, groups)
-    ranks = gpu_ranks(loaded, config, cast(DeviceGroup | None, group))
-    return FusedForward(loaded.model, pool, rows, "triton", loaded.dtype, rows, ranks), inputs
+    return first_step(loaded, config, rows, group)
 
 
 @pytest.mark.parametrize("name", ["gptq-act-order", "compressed-int8"])

@@ -29,6 +29,7 @@ from tests.gpu.models import use_small_tiles
 from tests.gpu.moe.test_packed_experts import ATTENTION, CHECKPOINTS, save_mxfp4
 from tests.gpu.quantization.test_packed_checkpoints import DEVICE, ONE_LAYER
 from tests.gpu.test_engine import ON_GPU
+from tests.kernels.helpers import relative_error
 
 LINEARS = {
     "gptq": "4 int4",
@@ -71,10 +72,6 @@ def output_of(block: Moe, x: Tensor) -> Tensor:
     output = moe(block, experts, Linear(block.router.to(x.dtype), block.router_bias), is_summed=True)(x, None)  # type: ignore[arg-type]
     assert isinstance(output, Tensor)
     return output
-
-
-def relative_error(result: Tensor, exact: Tensor) -> float:
-    return float((result - exact).norm() / exact.norm())
 
 
 @pytest.mark.parametrize("name", SERVED)
