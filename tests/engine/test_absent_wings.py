@@ -39,13 +39,9 @@ def test_flags_of_wings_are_refused(settings: dict[str, Any], asked_by: str, win
 def test_settings_of_wings_are_not_known() -> None:
     names = {field.name for field in fields(EngineConfig)}
     wings = {
-        "num_speculative_tokens",
-        "itl_objective_ms",
-        "expert_parallel",
-        "expert_load_file",
-        "simulated_steps",
+        "num_speculative_tokens", "itl_objective_ms", "expert_parallel", "expert_load_file", "simulated_steps",
         "model_impl",
-    }
+    }  # fmt: skip
     assert not wings & names
     assert {"tp", "pp"} < names
 

@@ -26,18 +26,10 @@ WINGS = {
 }
 CONFIGS = {"Gemma3": "Gemma3Text"}  # classes of configs that have another name than the model's
 SHAPE = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "intermediate_size": 80,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "bos_token_id": 1,
-    "eos_token_id": EOS,
-    "pad_token_id": 0,
-}
+    "vocab_size": VOCAB_SIZE, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "intermediate_size": 80, "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
+    "bos_token_id": 1, "eos_token_id": EOS, "pad_token_id": 0,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -139,8 +131,7 @@ TINY_MODELS = {
     "mistral": TinyModel("Mistral", {"sliding_window": None}),
     "gemma3": TinyModel("Gemma3", GEMMA3),
     "gemma3-scaled": TinyModel(
-        "Gemma3",
-        {**GEMMA3, "query_pre_attn_scalar": 7, "num_hidden_layers": 6, "rope_parameters": GEMMA3_ROPE},
+        "Gemma3", {**GEMMA3, "query_pre_attn_scalar": 7, "num_hidden_layers": 6, "rope_parameters": GEMMA3_ROPE}
     ),
     "gpt-oss": TinyModel("GptOss", GPT_OSS),
     "mistral-window": TinyModel("Mistral", {"sliding_window": 21}),

@@ -102,13 +102,7 @@ def expected(model: Path) -> list[list[int]]:
         (GpuConfig(), {"num_gpu_blocks": 22, "block_size": 4, "max_model_len": 88}),
         (
             GpuConfig(),
-            {
-                "num_gpu_blocks": 22,
-                "block_size": 4,
-                "max_model_len": 88,
-                "preemption": "swap",
-                "host_tier_gb": 0.01,
-            },
+            {"num_gpu_blocks": 22, "block_size": 4, "max_model_len": 88, "preemption": "swap", "host_tier_gb": 0.01},
         ),
         (GpuConfig(), {"block_size": 4, "prefix_cache": False}),
     ],

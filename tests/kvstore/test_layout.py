@@ -8,14 +8,7 @@ from typing import Any
 import pytest
 
 from common.errors import ConfigError, UnsupportedModelError
-from kvstore.layout import (
-    KvGroup,
-    KvLayout,
-    PoolGeometry,
-    Shard,
-    full_attention,
-    latent_attention,
-)
+from kvstore.layout import KvGroup, KvLayout, PoolGeometry, Shard, full_attention, latent_attention
 
 FULL = KvGroup("attention", "full", (0, 1, 2), 4, 8, "bfloat16")
 WINDOW = replace(FULL, name="local", kind="window", window=512, layers=(3, 4))

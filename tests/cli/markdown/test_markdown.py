@@ -13,31 +13,10 @@ from tests.cli.terminal.screen import SGR, Screen
 
 NAMES = {"1": "b", "2": "d", "3": "i", "36": "c"}
 WORDS = st.text(alphabet="ab漢字、é👍", min_size=1, max_size=14)
-MARKED = st.lists(
-    st.sampled_from(
-        [
-            "a",
-            "bc ",
-            " ",
-            "*",
-            "**",
-            "***",
-            "_",
-            "`",
-            "```",
-            "\n",
-            "\n- ",
-            "\n1. ",
-            "# ",
-            "> ",
-            "\\",
-            "|",
-            "漢字",
-            "。",
-        ]
-    ),
-    max_size=40,
-).map("".join)
+PIECES = [
+    "a", "bc ", " ", "*", "**", "***", "_", "`", "```", "\n", "\n- ", "\n1. ", "# ", "> ", "\\", "|", "漢字", "。",
+]  # fmt: skip
+MARKED = st.lists(st.sampled_from(PIECES), max_size=40).map("".join)
 
 
 def show(text, columns=40, pieces=None, has_color=True):

@@ -14,11 +14,7 @@ from engine.loader.random_weights import DRY_RUN_CONFIG
 from tests.engine.speculation.eagle.heads import RandomHead
 from tests.harness.cluster import Cluster, free_ports, metric, running_cluster
 
-ENGINE = (
-    "--model=dry-run",
-    "--num-gpu-blocks=256",
-    "--quant-mode=none",
-)
+ENGINE = ("--model=dry-run", "--num-gpu-blocks=256", "--quant-mode=none")
 DRAFTS = ("--num-speculative-tokens=4", "--ngram-min=1", "--no-adaptive-drafts")
 PROMPTS = ["Hello", "The quick brown fox jumps over the lazy dog. " * 5, "x" * 400]
 # Few tokens to choose from: what was said comes again, and is drafted.

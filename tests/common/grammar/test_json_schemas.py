@@ -94,16 +94,7 @@ def test_recursive_and_large_schemas_end() -> None:
 def test_the_formats_are_those_that_can_be_followed() -> None:
     for name in FORMATS:
         grammar.check_grammar(f'json_schema:{{"type": "string", "format": "{name}"}}')
-    for name in (
-        "int32",
-        "color",
-        "idn-email",
-        "iri",
-        "uri-reference",
-        "regex",
-        "binary",
-        "password",
-    ):
+    for name in ("int32", "color", "idn-email", "iri", "uri-reference", "regex", "binary", "password"):
         assert followable({"type": "string", "format": name}) == {"type": "string"}
         grammar.check_grammar(grammar.json_schema({"type": "string", "format": name}))
         grammar.check_grammar(grammar.json_schema(json.dumps({"type": "string", "format": name})))

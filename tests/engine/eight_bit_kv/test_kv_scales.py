@@ -16,15 +16,7 @@ from engine.eight_bit_kv.scales import check_device, fold_kv_scales, kv_head_sca
 from engine.kv.memory import pool_geometry
 from engine.layers.attention import Attention
 from engine.loader.load import LoadedModel
-from tests.engine.driving import (
-    GREEDY,
-    Driver,
-    answers,
-    directory,
-    make_runner,
-    open_model,
-    random_prompt,
-)
+from tests.engine.driving import GREEDY, Driver, answers, directory, make_runner, open_model, random_prompt
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, with_wing
 
 NAMES = ("llama", "qwen2", "qwen3-biases", "gemma3")

@@ -83,11 +83,7 @@ def test_parts_of_another_count_are_named(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "per_part", "message"),
     [
-        (
-            {"tie_word_embeddings": True},
-            11,
-            r"m-00001-of-00003\.gguf is a part of a model of 30 .*here hold 29",
-        ),
+        ({"tie_word_embeddings": True}, 11, r"m-00001-of-00003\.gguf is a part of a model of 30 .*here hold 29"),
         ({"attention_bias": True}, 14, r"m-00002-of-00003\.gguf and m-00003-of-00003\.gguf both hold the tensor"),
     ],
 )

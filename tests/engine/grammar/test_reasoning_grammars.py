@@ -5,13 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.grammar import grammar
-from common.reasoning.reasoning_format import (
-    CHANNEL_MARKERS,
-    HARMONY,
-    THINK,
-    lark_after_budget,
-    lark_before_answer,
-)
+from common.reasoning.reasoning_format import CHANNEL_MARKERS, HARMONY, THINK, lark_after_budget, lark_before_answer
 from common.tools.json_calls import HERMES
 from common.tools.tool_format import text_and_calls_grammar
 from tests.engine.grammar.matching import EOS, allowed, may_end

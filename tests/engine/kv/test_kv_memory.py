@@ -9,12 +9,7 @@ import torch
 
 from common.errors import ConfigError
 from engine.config import EngineConfig
-from engine.kv.memory import (
-    context_in_pool,
-    host_buffer_over,
-    pool_geometry,
-    pool_over,
-)
+from engine.kv.memory import context_in_pool, host_buffer_over, pool_geometry, pool_over
 from engine.loader.random_weights import DRY_RUN_CONFIG
 from kvstore.layout import PoolGeometry
 

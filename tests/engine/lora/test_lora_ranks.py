@@ -15,14 +15,7 @@ from engine.loader.random_weights import DRY_RUN_CONFIG
 from engine.lora.adapters import CpuAdapters, open_adapters
 from engine.lora.cpu_runner import LoraCpuRunner
 from tests.engine import threaded_ranks
-from tests.engine.lora.test_lora_engine import (
-    FUSED,
-    GREEDY_8,
-    PROMPTS,
-    merged_answers,
-    run,
-    shapes_of,
-)
+from tests.engine.lora.test_lora_engine import FUSED, GREEDY_8, PROMPTS, merged_answers, run, shapes_of
 from tests.engine.lora.test_lora_features import write_for
 from tests.engine.threaded_ranks import open_ranks, threaded_runner
 from tests.engine.tiny_models import TINY_MODELS

@@ -22,16 +22,9 @@ from engine.plan import PendingStep, StepPlan
 PROMPTS = ["a", "Hello there", "The quick brown fox " * 6, "0123456789" * 30, "émoji 🙂 and 漢字 " * 5, "z" * 90]
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
 SAMPLED = SamplingParams(
-    max_tokens=20,
-    temperature=1.1,
-    top_k=40,
-    top_p=0.95,
-    presence_penalty=0.3,
-    frequency_penalty=0.2,
-    repetition_penalty=1.1,
-    seed=11,
-    ignore_eos=True,
-)
+    max_tokens=20, temperature=1.1, top_k=40, top_p=0.95, presence_penalty=0.3, frequency_penalty=0.2,
+    repetition_penalty=1.1, seed=11, ignore_eos=True,
+)  # fmt: skip
 
 
 def make(**settings: object) -> LLM:

@@ -8,14 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.engine.quantization.packed_files import (
-    GROUP,
-    INPUTS8,
-    Packed,
-    compressed,
-    pack_fp8,
-    pack_nvfp4,
-)
+from tests.engine.quantization.packed_files import GROUP, INPUTS8, Packed, compressed, pack_fp8, pack_nvfp4
 
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,

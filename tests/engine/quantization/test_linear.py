@@ -9,15 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.layers import linear
-from engine.layers.linear import (
-    Linear,
-    dense_linear,
-    fits_half,
-    half_linear,
-    half_of_bfloat16,
-    in_threes,
-    onednn,
-)
+from engine.layers.linear import Linear, dense_linear, fits_half, half_linear, half_of_bfloat16, in_threes, onednn
 from engine.quantization.conversion import linear_of_rows
 from engine.quantization.cpu_linears import CpuLinears, int4, int8
 from engine.quantization.quantized_rows import FP8_DTYPE, QuantizedRows

@@ -45,11 +45,7 @@ def test_plain_weights_have_none() -> None:
             "fp8-blocks",
             [Fp8(8, (128, 128), quantizes_inputs=True)],
         ),
-        (
-            {"quant_method": "fp8"},
-            "fp8-weights",
-            [Fp8(8, shared, quantizes_inputs=True) for shared in (TENSOR, ROW)],
-        ),
+        ({"quant_method": "fp8"}, "fp8-weights", [Fp8(8, shared, quantizes_inputs=True) for shared in (TENSOR, ROW)]),
         (
             compressed("float-quantized", {**FP8, "strategy": "tensor"}, INPUTS8),
             "compressed-tensors-fp8",

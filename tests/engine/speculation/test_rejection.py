@@ -24,13 +24,7 @@ from engine.sampling.sampler import Sampler, probabilities, sample_with_noise
 from engine.speculation import rejection
 from engine.speculation.draft_length import DraftLengths
 from engine.speculation.from_model import Drafting, FromModel
-from engine.speculation.rejection import (
-    DraftSampler,
-    RejectionSampler,
-    accept,
-    acceptance_noise,
-    replacements,
-)
+from engine.speculation.rejection import DraftSampler, RejectionSampler, accept, acceptance_noise, replacements
 from tests.engine.chi_square import fits
 
 VOCAB, NUM_REQUESTS = 8, 1000

@@ -137,11 +137,7 @@ CASES: dict[str, tuple[Callable[[], QuantizedRows], object, str]] = {
     "int8": (lambda: rows_of(int8_values(48, 64), 64), W8A16, "int8"),
     "int8 inputs": (lambda: rows_of(int8_values(48, 64), 64, quantizes_inputs=True), W8A8, "int8"),
     "int8 in groups": (lambda: rows_of(int8_values(48, 64), 32), W8A16, "int8 of other groups"),
-    "int8 with offsets": (
-        lambda: rows_of(int8_values(48, 64), 64, has_offsets=True),
-        W8A16,
-        "int8 of other groups",
-    ),
+    "int8 with offsets": (lambda: rows_of(int8_values(48, 64), 64, has_offsets=True), W8A16, "int8 of other groups"),
     "e4m3": (lambda: rows_of(torch.randn(48, 64).to(FP8_DTYPE), 64, quantizes_inputs=True), FP8, "e4m3"),
     "e4m3 in blocks": (
         lambda: rows_of(torch.randn(48, 64).to(FP8_DTYPE), 32, quantizes_inputs=True),

@@ -26,16 +26,7 @@ from kvstore.transports.lease_client import LeaseClient
 from kvstore.transports.shared_memory import blocks_over, map_fd
 from kvstore.types import BlockId
 from tests.kvstore.helpers import OTHER_DTYPE, empty_pool, host_client, with_shard
-from tests.kvstore.ranks import (
-    BLOCK_SIZE,
-    HEAD_DIM,
-    LATENTS,
-    Ranks,
-    geometry_of,
-    running,
-    shard_of,
-    whole_blocks,
-)
+from tests.kvstore.ranks import BLOCK_SIZE, HEAD_DIM, LATENTS, Ranks, geometry_of, running, shard_of, whole_blocks
 from worker.cuda_ipc.mapped_pulls import AttachedPool, MappedPulls
 from worker.kv.device_pool import DevicePool
 

@@ -23,14 +23,7 @@ def test_formula() -> None:
 def test_root_separates_its_fields() -> None:
     roots = {
         root_key(*fields)
-        for fields in [
-            ("ab", "", ""),
-            ("a", "b", ""),
-            ("a", "", "b"),
-            ("", "ab", ""),
-            ("", "a", "b"),
-            ("a\0b",),
-        ]
+        for fields in [("ab", "", ""), ("a", "b", ""), ("a", "", "b"), ("", "ab", ""), ("", "a", "b"), ("a\0b",)]
     }
     assert len(roots) == 6
     assert root_key("x") == root_key("x", "", "")

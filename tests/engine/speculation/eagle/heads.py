@@ -16,19 +16,10 @@ from tests.engine.tiny_models import VOCAB_SIZE
 
 DRAFT_VOCAB = 120
 CONFIG = {
-    "architectures": ["LlamaForCausalLMEagle3"],
-    "model_type": "llama",
-    "hidden_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 64,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 5000.0,
-    "hidden_act": "silu",
-}
+    "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": 48, "num_hidden_layers": 1,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 64,
+    "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 5000.0, "hidden_act": "silu",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
