@@ -99,6 +99,19 @@ def run_all(engine: Engine, max_steps: int = 3000) -> dict[str, list[int]]:
     return tokens
 
 
+def run_swapped(engine: Engine) -> None:
+    """Four answers of 20 tokens to prompts of 5, for which blocks do not suffice at once."""
+    requests = [engine.add_request([i + 1] * 5, SamplingParams(max_tokens=20)) for i in range(4)]
+    statuses = set()
+    while engine.has_work():
+        engine.step()
+        statuses |= {request.status for request in requests}
+    assert RequestStatus.SWAPPED in statuses
+    for i, request in enumerate(requests):
+        assert request.output_token_ids == expected_tokens([i + 1] * 5, 20)
+    assert_quiet(engine)
+
+
 def assert_quiet(engine: Engine) -> None:
     """Nothing is owned any more."""
     kv = engine.kv

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from common.errors import ContextLengthError, InvalidRequestError
 from engine.engine import DeviceLostError
-from engine.request import FinishReason, Request, RequestStatus, SamplingParams
+from engine.request import FinishReason, Request, SamplingParams
 from engine.scheduling.policy import FcfsPolicy, PriorityPolicy, SchedulingPolicy, ServiceOrder
 from examples.scheduling_policy import ShortestPromptFirst
 from tests.engine.driving import finish
@@ -24,6 +24,7 @@ from tests.engine.scheduling.engines import (
     load_request,
     make_engine,
     run_all,
+    run_swapped,
 )
 
 
@@ -72,16 +73,8 @@ def test_an_adapter_that_the_engine_lacks_is_refused() -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_swap_really_swaps(overlap: bool) -> None:
     engine, runner = make_engine(num_blocks=12, host_slots=24, swap=True, prefix_cache=False, overlap=overlap)
-    requests = [engine.add_request([i + 1] * 5, SamplingParams(max_tokens=20)) for i in range(4)]
-    statuses = set()
-    while engine.has_work():
-        engine.step()
-        statuses |= {request.status for request in requests}
-    assert RequestStatus.SWAPPED in statuses
+    run_swapped(engine)
     assert runner.num_computed_tokens == 4 * (5 + 19)  # nothing was computed twice
-    for i, request in enumerate(requests):
-        assert request.output_token_ids == expected_tokens([i + 1] * 5, 20)
-    assert_quiet(engine)
 
 
 @pytest.mark.wing("kvstore.tier")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.engine import Engine
-from engine.request import FinishReason, Request, RequestStatus, SamplingParams
+from engine.request import FinishReason, Request, SamplingParams
 from engine.speculation.draft_length import DraftLengths
 from engine.speculation.drafter import Drafter, Proposal
 from engine.speculation.drafts import Speculation
@@ -24,6 +24,7 @@ from tests.engine.scheduling.engines import (
     load_request,
     make_engine,
     run_all,
+    run_swapped,
 )
 from tests.engine.speculation.drafters import MakeOracle, of_one_kind
 
@@ -192,19 +193,11 @@ def test_a_prefill_worker_drafts_nothing() -> None:
 
 def test_swapped_requests_go_on_where_they_were_accepted() -> None:
     engine, runner = drafting(0.6, num_blocks=12, host_slots=24, swap=True, prefix_cache=False)
-    requests = [engine.add_request([i + 1] * 5, SamplingParams(max_tokens=20)) for i in range(4)]
-    statuses = set()
-    while engine.has_work():
-        engine.step()
-        statuses |= {request.status for request in requests}
-    assert RequestStatus.SWAPPED in statuses
+    run_swapped(engine)
     drafted, accepted = num_drafts(engine)
     rejected = drafted - accepted
     last_accepted = runner.num_computed_tokens - rejected - 4 * (5 + 19)
     assert -4 <= last_accepted <= 0  # nothing was computed twice; a last token that was a draft is computed
-    for i, request in enumerate(requests):
-        assert request.output_token_ids == expected_tokens([i + 1] * 5, 20)
-    assert_quiet(engine)
 
 
 @settings(max_examples=75)
