@@ -103,6 +103,12 @@ class ControlPlane:
         found: dict[str, Any] = json.loads(self.kubectl("get", "-o=json", *arguments, stdin=stdin))
         return found
 
+    def offer_volume(self, name: str, **source: dict[str, str]) -> None:
+        """Which one claim may have, with as many pods as it has. source: a field of a PersistentVolume."""
+        spec = {"accessModes": ["ReadWriteMany"], "capacity": {"storage": "10Gi"}, **source}
+        volume = {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": name}, "spec": spec}
+        self.kubectl("create", "--filename=-", stdin=json.dumps(volume))
+
     def evict(self, namespace: str, pod: str, fails: bool = False) -> str:
         """Ask for a pod to go, as a drain of its node does; with `fails` what says that it may not."""
         metadata = {"name": pod, "namespace": namespace}

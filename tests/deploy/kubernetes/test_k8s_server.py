@@ -152,17 +152,7 @@ def test_the_small_overlay_fits_a_node_of_four_cpus(controlled, nodes, installed
 def test_workers_take_nodes_with_gpus_and_an_agent_and_others_stay_away(controlled, nodes, installed):
     nodes("gpu-0", 16, "64Gi", gpus=2)
     nodes("plain", 16, "64Gi")
-    volume = {
-        "apiVersion": "v1",
-        "kind": "PersistentVolume",
-        "metadata": {"name": "shared"},
-        "spec": {
-            "accessModes": ["ReadWriteMany"],
-            "capacity": {"storage": "10Gi"},
-            "nfs": {"server": "192.0.2.3", "path": "/models"},
-        },
-    }
-    controlled.kubectl("create", "--filename=-", stdin=json.dumps(volume))
+    controlled.offer_volume("shared", nfs={"server": "192.0.2.3", "path": "/models"})
     installed("gpu-node", "chat")
     workers = {"component": "worker"}
     controlled.wait_until(

@@ -67,17 +67,7 @@ def test_services_wait_for_the_model_that_a_job_downloads(node, tmp_path):
     volume = node.folder / "models"
     volume.mkdir()
     volume.chmod(0o777)  # as provisioners of folders do
-    claim = {
-        "apiVersion": "v1",
-        "kind": "PersistentVolume",
-        "metadata": {"name": "models"},
-        "spec": {
-            "accessModes": ["ReadWriteMany"],
-            "capacity": {"storage": "10Gi"},
-            "hostPath": {"path": str(volume)},
-        },
-    }
-    node.plane.kubectl("create", "--filename=-", stdin=json.dumps(claim))
+    node.plane.offer_volume("models", hostPath={"path": str(volume)})
     (port,) = free_ports(1)
     job = [
         {"op": "replace", "path": "/spec/template/spec/containers/0/args/1", "value": "org/tiny"},
