@@ -10,6 +10,7 @@ from common.errors import DeadlineExceededError, EngineError, MiniInferError, Ov
 from protos import types_pb2 as pb
 from router.api.text import Update
 from router.choice import State
+from tests.harness.waiting import until
 from tests.router.pushed import HANDLE, Router, delta_of
 
 GRAMMARS_OF = {"begun": "regex:.*", "plain": "", "suspect": "regex:.*"}
@@ -346,9 +347,7 @@ async def test_the_deadline_fails_a_request_without_a_token(is_waiting: bool) ->
         router.decode[0].link.lost("killed")
     request, sink = router.request(num_choices=2, seconds=0.01)
     assert request.is_waiting_for_worker == is_waiting
-    async with asyncio.timeout(60):
-        while not sink.errors:
-            await asyncio.sleep(0.005)
+    await until(lambda: sink.errors)
     assert [type(error) for error in sink.errors] == [DeadlineExceededError]
     assert router.is_quiet()
 

@@ -12,6 +12,7 @@ from common.net import healthcheck, rpc
 from common.net.healthcheck import is_ready, main
 from common.net.rpc import RpcServer
 from common.net.scrape import serve_scrapes
+from tests.harness.waiting import until
 
 
 async def http_server(reply: bytes | None):
@@ -77,18 +78,12 @@ async def test_a_service_whose_event_loop_stands_still_is_not_ready(monkeypatch)
     await server.start()
     try:
         await server.set_serving(True)
-        await until_ready(server)
+        await until(server.is_ready)
         time.sleep(0.8)  # noqa: ASYNC251
         assert not server.is_ready()
-        await until_ready(server)
+        await until(server.is_ready)
     finally:
         await server.stop(0.0)
-
-
-async def until_ready(server):
-    async with asyncio.timeout(60):
-        while not server.is_ready():
-            await asyncio.sleep(0.01)
 
 
 def test_nobody_listens_is_exit_code_1(capsys):

@@ -21,6 +21,7 @@ from kvstore.pool.leases import LeaseTable
 from kvstore.transports.client import KvClient
 from kvstore.types import BlockId, Epoch, LeaseId
 from tests.gpu.kv.test_kv_sharing import GEOMETRY, pattern
+from tests.harness.waiting import wait_until
 from tests.kvstore.helpers import handle_to_hex, lease_from_hex
 from worker.config import WorkerConfig
 from worker.kv.rank_pool import DeviceRankPool
@@ -271,10 +272,7 @@ def test_a_reader_that_stops(tmp_path: Path, start: Callable[..., Process]) -> N
             began = time.monotonic()
             owner.grant(SCATTERED)
             assert time.monotonic() - began < 3.0
-        deadline = time.monotonic() + 8.0
-        while owner.holder.num_held:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: not owner.holder.num_held, 8.0)
         (tmp_path / "other").mkdir()
         other = start("reader", tmp_path / "other", "cuda:1", owner.grant(RUN))
         assert other.read() == "pulled"

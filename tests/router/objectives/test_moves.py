@@ -10,6 +10,7 @@ from protos import types_pb2 as pb
 from router.choice import Choice, State
 from router.metrics import PLACEMENTS
 from router.routing.views import Candidate
+from tests.harness.waiting import until
 from tests.router.pushed import HANDLE, Listener, Router, Worker
 
 COST = StepCost(base=0.0043, row=18e-6, prompt=0.0005, prompt_token=22e-6)
@@ -95,9 +96,7 @@ async def test_prompts_make_the_dispatcher_move_what_is_kept() -> None:
     assert choice.kept_leg is not None
     decode.link.load = EMPTY
     prefill.link.load = pb.LoadReport(waiting_prefill_tokens=8192)
-    async with asyncio.timeout(60):
-        while not handed_over(prefill):
-            await asyncio.sleep(0.01)
+    await until(lambda: handed_over(prefill))
     await asyncio.sleep(0.15)
     assert len(handed_over(prefill)) == 1  # asked once
     assert choice.kept_leg is None

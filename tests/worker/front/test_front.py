@@ -17,6 +17,7 @@ from kvstore.handle.handle import KvHandle
 from kvstore.pool.leases import LeaseTable
 from kvstore.types import BlockKey, Epoch, LeaseId, WorkerId
 from protos import types_pb2 as pb
+from tests.harness.waiting import until
 from worker.front import front, sessions
 from worker.front.drain import Drain
 from worker.front.front import WorkerFront
@@ -68,9 +69,7 @@ class EngineProcess:
         self.to_front.put_nowait(StepReport(offers=[offer], load=EngineLoad(num_steps=1)))
 
     async def until_sent(self, *messages: ToEngine) -> None:
-        async with asyncio.timeout(60):
-            while len(self.others) < len(messages):
-                await asyncio.sleep(0.001)
+        await until(lambda: len(self.others) >= len(messages))
         assert self.others == list(messages)
 
 
@@ -202,9 +201,7 @@ async def test_a_drained_worker_ends_when_routers_know_of_it(attached: Attached)
     await asyncio.sleep(0.1)
     assert not attached.front.is_drained
     attached.command(drain_noted=pb.DrainNoted(num_drain_changes=drain.num_changes))
-    async with asyncio.timeout(60):
-        while not attached.front.is_drained:
-            await asyncio.sleep(0.01)
+    await until(lambda: attached.front.is_drained)
 
 
 def test_a_router_that_does_not_say_that_it_knows_is_not_waited_for() -> None:
