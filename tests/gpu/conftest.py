@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ if not torch.cuda.is_available():
     take_short_cuts()
 from kernels.gpu.few_rows.gemm_configs import GemvConfig
 from kernels.gpu.launching.launch_configs import RopeConfig, Rule, Table
+from tests.gpu.models import save_tiny_model
 from tests.gpu.row_kernels import compute_rows_at_once
 
 torch.set_num_threads(1)
@@ -34,3 +36,9 @@ def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kernels.gpu.quantization.packed_gemm.DEQUANTIZED_ROWS", 1024)
     monkeypatch.setattr("kernels.gpu.attention.kv_splits.COMBINE_PROGRAMS", 0)
     compute_rows_at_once(monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Nobody writes to it."""
+    return save_tiny_model(tmp_path_factory.mktemp("model"))

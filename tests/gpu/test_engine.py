@@ -27,11 +27,6 @@ PLAIN = GpuConfig(overlap=False, use_cuda_graph=False)
 PROMPTS = [[(7 * i + 3 * j * j) % 97 for j in range(length)] for i, length in enumerate((5, 19, 33, 12))]
 
 
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
-
-
 def reference(model: Path) -> Engine:
     return assemble(
         EngineConfig(str(model), device="cpu", dtype="float32", quant_mode="none", num_gpu_blocks=64)

@@ -20,7 +20,6 @@ from engine.logit_rules.logits import apply_params
 from engine.logit_rules.logits_columns import LogitsColumns
 from engine.request import RequestId, SamplingParams, TokenLogprobs
 from engine.request_states import RequestState
-from tests.gpu.models import save_tiny_model
 from tests.gpu.test_engine import ON_GPU, PROMPTS, assert_same_logprobs, open_gpu, reference
 
 ENDLESS: dict[str, Any] = {"max_tokens": 9, "ignore_eos": True}
@@ -49,11 +48,6 @@ GRAMMARS = [
 def _byte_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiny model has no tokenizer."""
     monkeypatch.setattr(load, "load_tokenizer", lambda _: load_tokenizer(resolve_model("dry-run")))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def run(made: Engine, params: list[SamplingParams]) -> list[tuple[list[int], list[TokenLogprobs]]]:

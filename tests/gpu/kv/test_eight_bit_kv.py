@@ -9,13 +9,7 @@ import pytest
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
-from tests.gpu.models import save_tiny_model
 from tests.gpu.test_engine import ON_GPU, PLAIN, forced_logits, generate, greedy, open_gpu
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def test_logits_are_near_those_of_the_plain_engine(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

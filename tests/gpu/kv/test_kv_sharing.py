@@ -18,9 +18,8 @@ from kvstore.handle.handle import HandleShard, HandleWriter
 from kvstore.layout import PoolGeometry, full_attention
 from kvstore.pool.leases import LeaseTable
 from kvstore.transports.client import KvClient
-from kvstore.types import BlockId
 from tests.harness.waiting import wait_until
-from tests.kvstore.helpers import handle_to_hex, lease_from_hex, with_shard
+from tests.kvstore.helpers import handle_to_hex, ids, lease_from_hex, with_shard
 from worker.config import WorkerConfig
 from worker.kv.rank_pool import DeviceRankPool
 from worker.kv.shared_pool import SharedPoolMemory
@@ -45,7 +44,7 @@ def be_owner(folder: Path, device: str) -> None:
     kv_pool = memory.allocate(GEOMETRY, torch.device(device))
     kv_pool.view(GEOMETRY.num_blocks, -1).view(torch.int64).copy_(pattern(device))
     torch.cuda.synchronize(device)  # digests are of complete blocks, on a stream of their own
-    block_ids = list(map(BlockId, BLOCKS))
+    block_ids = ids(*BLOCKS)
     digests = memory.exporter(BlockPool(GEOMETRY.num_blocks).release).digests(block_ids)
     memory.serve()
     (shard,) = memory.shards("")
@@ -92,10 +91,6 @@ def mine(tmp_path: Path) -> Iterator[tuple[torch.Tensor, KvClient, SharedPoolMem
 
 
 Mine = tuple[torch.Tensor, KvClient, SharedPoolMemory]
-
-
-def ids(*numbers: int) -> list[BlockId]:
-    return list(map(BlockId, numbers))
 
 
 def test_blocks_of_another_process_arrive(owner: OwnerProcess, mine: Mine) -> None:

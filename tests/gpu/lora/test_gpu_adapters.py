@@ -43,6 +43,7 @@ Answers = dict[tuple[int | Path | None, ...], list[int]]  # by the tokens of a p
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of this file alone: weights change here."""
     return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 

@@ -64,11 +64,6 @@ SAMPLED = [
 ]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
-
-
 class Link:
     """Both ends of what is between two stages on one device."""
 

@@ -16,17 +16,12 @@ from engine.gpu.config import GpuConfig
 from engine.request import Request, SamplingParams
 from tests.gpu.kv.test_kv_groups import GEMMA3
 from tests.gpu.mla.test_latents import V2
-from tests.gpu.models import save_family, save_tiny_model, use_small_tiles
+from tests.gpu.models import save_family, use_small_tiles
 from tests.gpu.pipeline_parallel.test_pipeline_parallel import open_stages
 from tests.gpu.test_engine import ON_GPU, PROMPTS, open_gpu, reference
 
 POOLED = SamplingParams(max_tokens=1, temperature=0.0)
 ALL = [*PROMPTS, [9], PROMPTS[2][:17]]  # a prompt of one token; one of which a cache leaves one token
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def vectors(made: Engine, prompts: Sequence[list[int]], params: SamplingParams) -> list[Tensor]:

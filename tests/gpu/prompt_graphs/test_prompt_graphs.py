@@ -17,13 +17,7 @@ from engine.prompt_graphs import shapes
 from engine.prompt_graphs.inputs import PromptInputs
 from engine.request import SamplingParams
 from kernels.gpu.prompt_graphs import split_tiles
-from tests.gpu.models import save_tiny_model
 from tests.gpu.test_engine import ON_GPU, PROMPTS, generate, greedy, open_gpu, reference
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def open_with_graphs(

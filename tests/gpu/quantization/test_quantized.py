@@ -30,7 +30,6 @@ from kernels.quantization.quantized_gemm import (
     w8a16_linear,
 )
 from kernels.quantization.w4a16_gemm import pack_w4
-from tests.gpu.models import save_tiny_model
 
 ON_GPU = torch.cuda.is_available()
 PROMPTS = [[(7 * i + 3 * j * j) % 97 for j in range(length)] for i, length in enumerate((5, 12))]
@@ -39,11 +38,6 @@ REFERENCES: dict[str, tuple[Callable[[Tensor], tuple[Tensor, Tensor]], Callable[
     "w8a8": (quantize_rows_int8, quantized_linear),
     "int8-weight": (quantize_rows_int8, w8a16_linear),
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 class ReferenceLinears(CpuLinears):

@@ -17,7 +17,6 @@ from engine.speculation.drafter import Drafter, Proposal
 from kernels.gpu.speculation.paged_verify import paged_verify
 from tests.engine.driving import num_drafts
 from tests.engine.speculation.drafters import MakeOracle, draft_with, knows, of_one_kind
-from tests.gpu.models import save_tiny_model
 from tests.gpu.test_engine import PROMPTS, assert_same_logprobs, open_gpu, reference
 
 PLAIN = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
@@ -28,11 +27,6 @@ PARAMS = [
     replace(PLAIN, ignore_eos=False, stop_token_ids=tuple(range(40, 60))),
 ]
 MAX_TOKENS = 16  # of a step, drafts included
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 Answers = tuple[list[Request], dict[str, list[TokenLogprobs]]]

@@ -41,11 +41,6 @@ HEADS = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
 def head(tmp_path: Path) -> Path:
     return HEADS["own-tokens"].save(tmp_path / "head")
