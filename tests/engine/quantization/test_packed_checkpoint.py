@@ -33,10 +33,10 @@ def load(path: Path, **settings: str) -> tuple[LoadedModel, EngineConfig]:
     return open_model(resolve_model(str(path)), num_threads=1, **settings)
 
 
-def logits(path: Path, chunk: int, **settings: str) -> tuple[Tensor, LoadedModel]:
-    """Of the token after PROMPT, which is computed in pieces of `chunk`."""
+def logits(path: Path, chunk: int, prompt: list[int] = PROMPT, **settings: str) -> tuple[Tensor, LoadedModel]:
+    """Of the token after the prompt, which is computed in pieces of `chunk`."""
     loaded, config = load(path, **settings)
-    return generate(loaded, config, PROMPT, chunk=chunk)[1][0].float(), loaded
+    return generate(loaded, config, prompt, chunk=chunk)[1][0].float(), loaded
 
 
 def first_qkv(loaded: LoadedModel) -> Linear:
