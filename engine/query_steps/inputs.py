@@ -72,9 +72,9 @@ def query_step_inputs(state: DeviceState, queries: Tensor, is_grouped: bool = Tr
 
 
 def are_last_tokens(queries: Tensor, rows: Tensor, sampled: Tensor) -> Tensor:
-    """Whether the token sampled behind each query is the last one of its request, bool (n,).
+    """Whether the token sampled after each query is the last one of its request, bool (n,).
 
-    That is the token behind the last of the drafts that are right: a draft is, if those before it are and it is what
+    That is the token after the last of the drafts that are right: a draft is, if those before it are and it is what
     was sampled before it. queries: see `query_inputs`; those of a request follow each other. rows: int64 (n,), of
     their requests.
     """

@@ -46,7 +46,7 @@ class DecodeOutput(NamedTuple):
 
 
 class DecodeSteps:
-    """Steps in which each row continues behind what it has sampled last.
+    """Steps in which each row continues after what it has sampled last.
 
     num_fields: of the packed inputs, before the slots of KV groups but the first.
     """

@@ -16,7 +16,7 @@ from engine.gpu.steps.step import GpuBatch
 from engine.plan import ScheduledRow
 from engine.request_states import RequestState
 
-TOKEN, POSITION, SLOT = range(3)  # rows of what `step_tokens` gives; behind them the slots of further KV groups
+TOKEN, POSITION, SLOT = range(3)  # rows of what `step_tokens` gives; then come the slots of further KV groups
 
 
 Rows = Sequence[tuple[ScheduledRow, RequestState]]

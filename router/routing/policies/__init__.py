@@ -1,1 +1,1 @@
-"""Policies beside the one by predicted costs: `--policy round-robin` and others."""
+"""Policies other than the one by predicted costs: `--policy round-robin` and others."""
