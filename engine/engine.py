@@ -40,7 +40,7 @@ class Runner(Protocol):
         ...
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        """Start the step behind those launched before.
+        """Start the step after those launched before.
 
         When it raises, the plan is taken up and its copies are done: its rows may be launched again.
         """
@@ -203,7 +203,7 @@ class Engine:
         return 1 if waits else self._runner.max_steps_in_flight
 
     def _launch(self, step: ScheduledStep, outcome: StepOutcome) -> None:
-        """Put the step in flight. When that fails, its rows are run one by one, behind what was in flight."""
+        """Put the step in flight. When that fails, its rows are run one by one, after what was in flight."""
         began = self._clock()
         try:
             self._in_flight.append((step, self._runner.launch(step.plan), began))

@@ -34,7 +34,7 @@ Sampled = tuple[int, int, RequestState, int, TokenId]
 class Proposer:
     """Proposes drafts when a step has been sampled. This one has no idea.
 
-    layers: in front of which layers of the model it reads the residual, in rising order; their number: behind all.
+    layers: in front of which layers of the model it reads the residual, in rising order; their number: after all.
     """
 
     layers: tuple[int, ...] = ()
@@ -73,7 +73,7 @@ class ModelRunner(ABC):
             self._copies = open_copies(kv_pool, host_buffer, self.copies_beside_steps)
         self._proposer = Proposer()
         self._on_work: Callable[[], object] = lambda: None
-        self.hooks: dict[RequestId, LogitsHook] = {}  # per request: changes its logits, also those behind its drafts
+        self.hooks: dict[RequestId, LogitsHook] = {}  # per request: changes its logits, also those after its drafts
         self._requests = RequestStates(loaded.constraints)
         self._vector_modules = loaded.vector_modules
         self._ranks = ranks
@@ -138,7 +138,7 @@ class ModelRunner(ABC):
 def sampled_queries(
     rows: Sequence[ScheduledRow], requests: Sequence[RequestState], indices: Iterable[int]
 ) -> list[Sampled]:
-    """An entry for each token sampled by rows `indices`: behind the last known token, and behind each draft."""
+    """An entry for each token sampled by rows `indices`: after the last known token, and after each draft."""
     found: list[Sampled] = []
     for i in indices:
         drafts, request = rows[i].draft_token_ids, requests[i]

@@ -23,7 +23,7 @@ class Workers:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One worker's GPUs. visible: these first, the others behind them, so that the worker can map their pools."""
+    """One worker's GPUs. visible: these first, then the others, so that the worker can map their pools."""
 
     gpus: tuple[str, ...]
     visible: str

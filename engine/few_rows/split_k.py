@@ -1,6 +1,6 @@
 """Blocks of up to 64 decode rows of a small model: a GEMM's weights are on the chip before it starts.
 
-GEMMs leave split-K partials (`kernels.gpu.few_rows.preloaded_gemm`), which the kernels behind them add up: rotation,
+GEMMs leave split-K partials (`kernels.gpu.few_rows.preloaded_gemm`), which the kernels after them add up: rotation,
 norms, gate. With larger weights there is no room to bring them early, and with more rows x takes longer than they.
 Measured in models all of whose GEMMs have a configuration.
 """

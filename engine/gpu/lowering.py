@@ -49,7 +49,7 @@ def narrowed_rows(num_rows: int) -> int:
 class Observer(Protocol):
     """Reads what layers make of a step's tokens, on the device.
 
-    layers: in front of which the residual is read; their number: behind all.
+    layers: in front of which the residual is read; their number: after all.
     """
 
     layers: Sequence[int]
@@ -62,7 +62,7 @@ class Observer(Protocol):
         """Take the tokens that were sampled in a step, int64 (n,): negative where there is none.
 
         last: int64 (n,), the tokens of the step that these follow; None: all of them. Others are followed by the next
-        one of the step, which behind a chunk of a prompt is another row's. lengths: 0 for those of nobody.
+        one of the step, which after a chunk of a prompt is another row's. lengths: 0 for those of nobody.
         """
         ...
 

@@ -14,7 +14,7 @@ def find_on_host(
 ) -> tuple[int, dict[int, HostSlot]]:
     """How far `tier` continues the prefix from position `first` on, at most to `last`.
 
-    Returns the position behind it and, by entry, the pinned slots of what queries behind it read.
+    Returns the position after it and, by entry, the pinned slots of what queries after it read.
     """
     if groups.is_plain:
         slots = tier.lookup(request.block_keys[first:last])

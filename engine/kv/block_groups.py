@@ -62,7 +62,7 @@ class BlockGroups:
         return num_blocks * self.block_size
 
     def longest_hit(self, num_positions: int, has: Callable[[int, int], bool]) -> int:
-        """Positions of the longest prefix, at most `num_positions`, of which all groups have what is live behind it.
+        """Positions of the longest prefix, at most `num_positions`, of which all groups have what is live after it.
 
         has: whether a position has a block of a group.
         """

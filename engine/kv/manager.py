@@ -99,7 +99,7 @@ class KVManager:
     def attach_for_load(self, request: Request, num_tokens: int) -> tuple[dict[int, BlockId], int]:
         """Give `request` all blocks for `num_tokens`: cached ones where there are any, fresh ones to be filled else.
 
-        A peer's lease holds the blocks that are live behind `num_tokens`, in the table's order. Returns the fresh
+        A peer's lease holds the blocks that are live after `num_tokens`, in the table's order. Returns the fresh
         ones by their position there, and the number of tokens that are cached. The caller has checked that they are
         available.
         """
@@ -160,7 +160,7 @@ class KVManager:
         request.num_published_blocks = 0
 
     def release_uncomputed(self, request: Request) -> None:
-        """Drop the blocks behind those that hold the computed tokens of `request`."""
+        """Drop the blocks after those that hold the computed tokens of `request`."""
         num_kept = self.num_blocks_for(request.num_computed_tokens)
         self.pool.release(_held(request.block_ids[num_kept:]))
         del request.block_ids[num_kept:]

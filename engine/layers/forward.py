@@ -57,7 +57,7 @@ class Forward(Generic[S, P]):
         self.logits = head  # normed hidden states (rows, hidden) -> (rows, vocab)
 
     def hidden(self, step: S) -> Tensor:
-        """Hidden states (num_tokens, hidden) behind the final norm.
+        """Hidden states (num_tokens, hidden) after the final norm.
 
         A block's output and the next one's input are dropped as soon as they are read, so that neither is held longer
         than it is needed. Every output meets the residual in a fold: with tensor parallelism it is a rank's share of

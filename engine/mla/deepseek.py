@@ -1,7 +1,7 @@
-"""DeepSeek-V2 and DeepSeek-V3: multi-head latent attention, and experts behind a few dense layers.
+"""DeepSeek-V2 and DeepSeek-V3: multi-head latent attention, and experts after a few dense layers.
 
 V2 scores experts by softmax and V3 by sigmoid plus a bias that balances them; both may choose within groups. Modules
-for multi-token prediction, which V3's checkpoints have behind the last layer, are read by `engine/speculation/mtp`.
+for multi-token prediction, which V3's checkpoints have after the last layer, are read by `engine/speculation/mtp`.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _moe(config: ModelConfig, raw: Mapping[str, Any], score: ScoreKind, has_grou
 
 
 def _all_layers(config: ModelConfig, raw: Mapping[str, Any]) -> range:
-    """The model's layers, and behind these the modules'."""
+    """The model's layers, and after these the modules'."""
     return range(config.num_layers + int(raw.get("num_nextn_predict_layers") or 0))
 
 

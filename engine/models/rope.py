@@ -45,7 +45,7 @@ class RopeConfig:
 
 
 def rope_from_hf(raw: Mapping[str, Any], max_position: int) -> RopeConfig:
-    """As config.json tells. Raises ConfigError, UnsupportedModelError."""
+    """Read config.json. Raises ConfigError, UnsupportedModelError."""
     values = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
     kind = values.get("rope_type") or values.get("type") or "default"
     scaling = None

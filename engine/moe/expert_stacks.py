@@ -41,7 +41,7 @@ class Stack:
 class StackedExperts:
     """Weights of a block's experts, one after the other; the experts' own become views of them.
 
-    gate_up: of (2 inner, hidden) each. down: of (hidden, inner). Shared experts stand behind the others, and the
+    gate_up: of (2 inner, hidden) each. down: of (hidden, inner). Shared experts stand after the others, and the
     block then has none: as many of the same size, that every token chooses. router: in the model's type, from which
     `Moe` may have made it float32; the shared experts' gate is its last row. gate: see `grouped_gemm`.
     """

@@ -74,7 +74,7 @@ def chooser(block: Moe, num_shared: int, held: range | None = None) -> Choose:
 
 
 def _chooser_of_all(block: Moe, num_shared: int, held: range) -> Choose:
-    """As `chooser`, for a layer with a placement or whose choices are counted: those held are picked out behind."""
+    """As `chooser`, for a layer with a placement or whose choices are counted: those held are picked out after it."""
     from engine.expert_parallel.slots import ExpertSlots
     from kernels.gpu.expert_parallel.expert_loads import count_choices
     from kernels.gpu.expert_parallel.expert_slots import choose_slots

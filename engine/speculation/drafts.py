@@ -103,7 +103,7 @@ class Speculation:
             num_known = request.num_known_tokens
             most = min(
                 num_spare_tokens,
-                max_model_len - num_known - 1,  # the token behind the last draft needs its place too
+                max_model_len - num_known - 1,  # the token after the last draft needs its place too
                 request.params.max_tokens - len(request.output_token_ids) - 1,
                 (len(request.block_ids) + max(num_spare_blocks, 0)) // count * kv.block_size - num_known,
             )

@@ -81,7 +81,7 @@ class KvTransferService(kvstore_pb2_grpc.KvTransferServicer):  # type: ignore[mi
         return kvstore_pb2.DescribeTransportReply(description=description)
 
     def close(self) -> None:
-        """End what serves blocks beside the calls."""
+        """End what serves blocks apart from these calls."""
 
     # -- what transports use that add calls of their own ---------------------------------------------------------
 

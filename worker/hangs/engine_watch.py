@@ -21,7 +21,7 @@ HUNG_EXIT_SECONDS = 60.0  # an engine that has hung for so long is not waited fo
 
 
 class EngineWatch:
-    """Of one engine process: `unless_idle` while it loads, then `trouble` a few times a second."""
+    """Watch one engine process: `unless_idle` while it loads, then `trouble` a few times a second."""
 
     def __init__(self, config: WorkerConfig) -> None:
         self.memory = Heartbeat.create_memory()  # for the process to map, and for the caller to close

@@ -31,7 +31,7 @@ class Residuals:
         return watched(forward, model, self._layers, self._keep)
 
     def take(self) -> list[Tensor]:
-        """Those of the last pass, float32 (num_tokens, hidden) each."""
+        """Return the residuals of the last pass, float32 (num_tokens, hidden) each."""
         return [self._seen.pop(number) for number in range(len(self._layers))]
 
     def _keep(self, number: int, residual: Tensor) -> None:

@@ -50,7 +50,7 @@ class GpuDraftRunner(GpuRunner):
 class DraftModelSteps(DraftSteps):
     """Steps whose rows have one or more known tokens: the target model's, that the draft model has not computed yet.
 
-    So a row's token is the one sampled behind its last query.
+    So a row's token is the one sampled after its last query.
     """
 
     def queue(self, batch: GpuBatch, turn: int, step: GpuStep) -> None:

@@ -88,7 +88,7 @@ def ask_for_piece(ptr, K, PADDED: gl.constexpr):
 
 @gluon.jit
 def receive_piece(asked, ptr, flag, K, PADDED: gl.constexpr):
-    """As `receive_vector`, of what was asked for before."""
+    """Return what `receive_vector` does, from words that were asked for before."""
     ks = gl.arange(0, PADDED, VECTOR)
     N: gl.constexpr = PADDED // 256
     words = gl.where(ks < K, ks, ks % 4)

@@ -130,7 +130,7 @@ def gemv_by_chunks(
 def gemv_by_pieces(
     N: gl.constexpr, K: gl.constexpr, ptr, flag, operand, smem, ready, empty, sums, slot, phase, SHAPE: gl.constexpr
 ):
-    """As `gemv` of a weight whose rows are longer than shared memory for x, which other programs store at `ptr`."""
+    """`gemv` by a vector too long for shared memory, which other programs store at `ptr`, a piece at a time."""
     S: gl.constexpr = smem.shape[1]
     P: gl.constexpr = SHAPE.value.programs
     SLOTS: gl.constexpr = SHAPE.value.slots
@@ -141,8 +141,8 @@ def gemv_by_pieces(
     for first in range(0, num_chunks(K, S), IN_PIECE):
         begin = first * (S * DIMS)
         piece = receive_piece(asked, ptr + begin, flag, K - begin, LENGTH)
-        following_one = gl.minimum(begin + LENGTH, K - 4)
-        asked = ask_for_piece(ptr + following_one, K - following_one, LENGTH)
+        next_begin = gl.minimum(begin + LENGTH, K - 4)
+        asked = ask_for_piece(ptr + next_begin, K - next_begin, LENGTH)
         store_operand(piece, 0, operand)
         for i in range(gl.minimum(num_chunks(K, S) - first, IN_PIECE)):
             wait_for(ready, slot, phase, num_tiles, SLOTS)

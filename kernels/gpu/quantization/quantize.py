@@ -65,7 +65,7 @@ def _store_quantized(x, largest, values_ptr, row, K, ks, MAX: tl.constexpr, COMP
 
 @triton.jit
 def quantize_row(x, values_ptr, scales_ptr, row, K, ks, MAX: tl.constexpr, COMPILED: tl.constexpr):
-    """Quantize one row of float32 x, zero behind its K columns. Returns its largest magnitude."""
+    """Quantize one row of float32 x, zero beyond its K columns. Returns its largest magnitude."""
     magnitudes = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # in the order of |x|, NaN above all
     largest = tl.max(magnitudes, axis=0).to(tl.float32, bitcast=True)
     _store_quantized(x, largest, values_ptr, row, K, ks, MAX, COMPILED)
