@@ -69,8 +69,7 @@ def is_plain(model: Model, pool: Tensor) -> bool:
     """Whether all layers are what the kernel computes: one kind of attention and weights, no biases but W_qkv's."""
     config, dtypes = model.config, {model.embedding.dtype, model.hidden_dtype, pool.dtype}
     layout = kv_layout(config, pool.dtype)
-    is_rotated = config.head_dim == config.rope_dim == config.rope.rotated(config.head_dim) == HEAD_DIM
-    is_usual = is_rotated and config.is_causal and model.embedding_scale is None
+    is_usual = config.head_dim == config.rope_dim == HEAD_DIM and config.is_causal and model.embedding_scale is None
     is_mlp = is_plain_mlp if config.moe is None else is_plain_moe
     return (
         is_usual
