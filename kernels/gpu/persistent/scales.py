@@ -24,18 +24,19 @@ def scales_of(addresses, WEIGHT: gl.constexpr, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def _of_rows(ptr, N: gl.constexpr, SHAPE: gl.constexpr):
-    rows, exist = tile_rows(N, SHAPE)
-    return gl.load(ptr + rows, mask=exist, other=0.0).to(gl.float32)
+def _of_rows(ptr, N: gl.constexpr, EXIST: gl.constexpr, OTHERWISE: gl.constexpr, SHAPE: gl.constexpr):
+    """Numbers of the program's rows of W (N, any), like `tile_rows`, where the model has such."""
+    numbers = OTHERWISE
+    if EXIST:
+        rows, exist = tile_rows(N, SHAPE)
+        numbers = gl.load(ptr + rows, mask=exist, other=0.0).to(gl.float32)
+    return numbers
 
 
 @gluon.jit
 def row_scales(ptr, N: gl.constexpr, SHAPE: gl.constexpr):
-    """Scales of the program's rows of W (N, any), like `tile_rows`."""
-    scales = 1.0
-    if SHAPE.value.is_e4m3:
-        scales = _of_rows(ptr, N, SHAPE)
-    return scales
+    """Scales of the program's rows of W (N, any), or 1."""
+    return _of_rows(ptr, N, SHAPE.value.is_e4m3, 1.0, SHAPE)
 
 
 @gluon.jit
@@ -49,11 +50,8 @@ def biases_of(addresses, SHAPE: gl.constexpr):
 
 @gluon.jit
 def row_biases(ptr, N: gl.constexpr, SHAPE: gl.constexpr):
-    """What is added to the program's rows of W (N, any) x, like `tile_rows`."""
-    biases = 0.0
-    if SHAPE.value.has_biases:
-        biases = _of_rows(ptr, N, SHAPE)
-    return biases
+    """What is added to the program's rows of W (N, any) x, or 0."""
+    return _of_rows(ptr, N, SHAPE.value.has_biases, 0.0, SHAPE)
 
 
 @gluon.jit
