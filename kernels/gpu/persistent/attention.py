@@ -55,7 +55,7 @@ def head_factors(norm_ptr, rotation_ptr, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def _receive_heads(qkv_ptr, flag, kv_head, room, SHAPE: gl.constexpr):
+def _receive_heads(qkv_ptr, flag, kv_head, SHAPE: gl.constexpr):
     """q's heads, k and v of a KV head, and the same with their halves swapped: (head_rows, DIMS) each."""
     ROWS: gl.constexpr = SHAPE.value.head_rows
     GROUP: gl.constexpr = SHAPE.value.group
@@ -65,14 +65,15 @@ def _receive_heads(qkv_ptr, flag, kv_head, room, SHAPE: gl.constexpr):
     k = SHAPE.value.heads + kv_head
     head = gl.where(row < GROUP, kv_head * GROUP + row, gl.where(row == GROUP, k, k + SHAPE.value.kv_heads))
     swapped = gl.where(word >= ROWS * DIMS, word ^ (DIMS // 2), word)
-    room.slice(0, WORDS).store(receive(qkv_ptr, head * DIMS + swapped % DIMS, flag, WORDS // 256))
-    both = room.slice(0, WORDS)._reinterpret(gl.float32, [2 * ROWS, DIMS], FLAT2)
+    received = gl.allocate_shared_memory(gl.float32, [WORDS], FLAT)
+    received.store(receive(qkv_ptr, head * DIMS + swapped % DIMS, flag, WORDS // 256))
+    both = received._reinterpret(gl.float32, [2 * ROWS, DIMS], FLAT2)
     return both.slice(0, ROWS).load(HEAD_A_WARP), both.slice(ROWS, ROWS).load(HEAD_A_WARP)
 
 
 @gluon.jit
 def attend(
-    qkv_ptr, partial_ptr, attended_ptr, pool_ptr, factors, stamps, smem, ready, empty, room, slot, phase, flag,
+    qkv_ptr, partial_ptr, attended_ptr, pool_ptr, factors, stamps, smem, ready, empty, slot, phase, flag,
     num_keys, kv_slot, eps, scale, block_stride, SHAPE: gl.constexpr,
 ):  # fmt: skip
     """Norm, rotate and store, attend to the keys of a split, then combine a part of the head's dimensions.
@@ -84,17 +85,17 @@ def attend(
     GROUP: gl.constexpr = SHAPE.value.group
     ROWS: gl.constexpr = SHAPE.value.head_rows
     BLOCK: gl.constexpr = SHAPE.value.block_size
+    kv_head, first_tile, num_tiles = tiles_of_split(num_keys, SHAPE)
+    last_tile = (num_keys - 1) // KEYS
+    has_new = (first_tile <= last_tile) & (first_tile + num_tiles > last_tile)
+
+    x, swapped = _receive_heads(qkv_ptr, flag, kv_head, SHAPE)
+    stamp(stamps, "rotate", SHAPE)
     rotated = gl.allocate_shared_memory(gl.float32, [max(ROWS, HEADS.value), DIMS], FLAT2)
     of_heads = gl.allocate_shared_memory(gl.float32, [HEADS], FLAT)
     halves = gl.allocate_shared_memory(gl.bfloat16, [2, HEADS, DIMS], VALUES_SHARED)
     scores = gl.allocate_shared_memory(gl.float32, [BATCH, HEADS, KEYS], FLAT2)
     probs = gl.allocate_shared_memory(gl.bfloat16, [BATCH, 2 * HEADS, KEYS], VALUES_SHARED)
-    kv_head, first_tile, num_tiles = tiles_of_split(num_keys, SHAPE)
-    last_tile = (num_keys - 1) // KEYS
-    has_new = (first_tile <= last_tile) & (first_tile + num_tiles > last_tile)
-
-    x, swapped = _receive_heads(qkv_ptr, flag, kv_head, room, SHAPE)
-    stamp(stamps, "rotate", SHAPE)
     row = gl.arange(0, ROWS, gl.SliceLayout(1, HEAD_A_WARP))
     root = gl.where(row < GROUP, scale, 1.0)
     if SHAPE.value.has_qk_norms:
@@ -130,7 +131,7 @@ def attend(
     _store_partials(partial_ptr, acc, of_heads, new_value, row_max, row_sum, flag, kv_head, SHAPE)
     stamp(stamps, "receive partials", SHAPE)
     if gl.program_id(0) % SHAPE.value.splits * SHAPE.value.combined < GROUP * DIMS:
-        _combine(partial_ptr, attended_ptr, room, flag, kv_head, stamps, SHAPE)
+        _combine(partial_ptr, attended_ptr, flag, kv_head, stamps, SHAPE)
     return slot, phase
 
 
@@ -214,7 +215,7 @@ def _store_partials(partial_ptr, acc, of_heads, new_value, row_max, row_sum, fla
 
 
 @gluon.jit
-def _combine(partial_ptr, attended_ptr, room, flag, kv_head, stamps, SHAPE: gl.constexpr):
+def _combine(partial_ptr, attended_ptr, flag, kv_head, stamps, SHAPE: gl.constexpr):
     """Add up the program's dimensions of all splits."""
     SPLITS: gl.constexpr = SHAPE.value.splits
     PART: gl.constexpr = SHAPE.value.combined
@@ -229,12 +230,13 @@ def _combine(partial_ptr, attended_ptr, room, flag, kv_head, stamps, SHAPE: gl.c
     word = gl.where(word < used, word, used - WIDE + word % WIDE)
     words = receive(partial_ptr + (kv_head * SPLITS + split) * BLOCK, word, flag, WORDS)
     stamp(stamps, "combine", SHAPE)
-    room.slice(0, BLOCK).store(words)
-    row_max = room.slice(PARTIALS, SPLITS).load(gl.SliceLayout(1, splits))
-    row_sum = room.slice(PARTIALS + SPLITS, SPLITS).load(gl.SliceLayout(1, splits))
+    received = gl.allocate_shared_memory(gl.float32, [BLOCK], FLAT)
+    received.store(words)
+    row_max = received.slice(PARTIALS, SPLITS).load(gl.SliceLayout(1, splits))
+    row_sum = received.slice(PARTIALS + SPLITS, SPLITS).load(gl.SliceLayout(1, splits))
     weight = gl.exp2(row_max - gl.max(row_max, axis=0))
     weight = weight / gl.sum(weight * row_sum, axis=0)
-    partials = room.slice(0, PARTIALS)._reinterpret(gl.float32, [SPLITS, PART], FLAT2).load(splits)
+    partials = received.slice(0, PARTIALS)._reinterpret(gl.float32, [SPLITS, PART], FLAT2).load(splits)
     dims = split * PART + gl.arange(0, PART, gl.SliceLayout(0, splits))
     at = attended_ptr + kv_head * (SHAPE.value.group * DIMS) + dims
     gl.store(at, flagged(gl.sum(partials * weight[:, None], axis=0), flag))

@@ -18,6 +18,13 @@ ADDED = gl.constexpr(gl.BlockedLayout([1, 8, 1], [4, 1, 8], [8, 1, 1], [2, 1, 0]
 FLAT3 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 
 
+@gluon.jit
+def allocate_sums(SHAPE: gl.constexpr):
+    """Shared memory for the sums of a program's tiles, of gate and up apart: what `gemv` leaves."""
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    return gl.allocate_shared_memory(gl.float32, [2 * SHAPE.value.most_tiles, SLICES, 8], layout)
+
+
 @triton.constexpr_function
 def tiles_at_once(shape: Shape, n: int, k: int, times: int, slices: int) -> int:
     return shape.tiles_at_once(n, k, times, slices * HEAD_DIM)

@@ -17,13 +17,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from kernels.gpu.persistent.attention import attend, head_factors
 from kernels.gpu.persistent.experts import LOG2_E, choose, shares_of
-from kernels.gpu.persistent.gemv import gemv, sum_slices, tile_numbers, tile_rows
+from kernels.gpu.persistent.gemv import allocate_sums, gemv, sum_slices, tile_numbers, tile_rows
 from kernels.gpu.persistent.ll_protocol import flagged, load_vector, receive_vector, store_vector
 from kernels.gpu.persistent.long_rows import by_pieces, gemv_by_pieces
 from kernels.gpu.persistent.operand import (
     FLAT,
     allocate_operand,
-    clear_operand,
     inverse_root,
     receive_operand,
     store_operand,
@@ -134,20 +133,13 @@ def _consume(
     INNER: gl.constexpr = SHAPE.value.inner
     NORMS: gl.constexpr = SHAPE.value.norms
     SLOTS: gl.constexpr = SHAPE.value.slots
-    ROOM: gl.constexpr = max(2 * SHAPE.value.head_rows * DIMS, SHAPE.value.combined_words)
-    room = gl.allocate_shared_memory(gl.float32, [ROOM], FLAT)
-    operand = allocate_operand(SHAPE)
     squares = gl.allocate_shared_memory(gl.float32, [SLICES], FLAT)
-    sums = gl.allocate_shared_memory(
-        gl.float32, [2 * SHAPE.value.most_tiles, SLICES, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    )
     logits = gl.allocate_shared_memory(gl.float32, [max(2 * EXPERTS, 1)], FLAT)
     keys = gl.allocate_shared_memory(gl.int32, [max(2 * EXPERTS, 1)], FLAT)
     shares = gl.allocate_shared_memory(gl.float32, [SHAPE.value.chosen], FLAT)
     program = gl.program_id(0)
     hidden_rows, has_hidden = tile_rows(H, SHAPE)
     ring = weight_slots(smem, SHAPE)
-    clear_operand(operand)
     epoch = gl.load(epoch_ptr)
     norm = load_vector(norms_ptr, H)
     if program < H // 8:  # as `before` of the first layer; others read the embedding themselves
@@ -170,6 +162,7 @@ def _consume(
         else:
             x = receive_vector(x_ptr, flag ^ 1, H, PADDED)
         stamp(stamps, "qkv", SHAPE)
+        operand, sums = allocate_operand(SHAPE), allocate_sums(SHAPE)  # attention has other uses for their memory
         store_operand(x * norm, 0, operand)
         store_squares(x, squares)
         slot, phase, count = gemv(QKV_ROWS, H, False, operand, (), ring, ready, empty, sums, slot, phase, SHAPE)
@@ -182,10 +175,11 @@ def _consume(
         if program < SHAPE.value.kv_heads * SHAPE.value.splits:
             of_layer = pool_ptr + layer.to(gl.int64) * layer_stride  # type: ignore[attr-defined]
             slot, phase = attend(
-                qkv_ptr, partial_ptr, attended_ptr, of_layer, factors, stamps, smem, ready, empty, room, slot, phase,
+                qkv_ptr, partial_ptr, attended_ptr, of_layer, factors, stamps, smem, ready, empty, slot, phase,
                 flag, num_keys, kv_slot, eps, scale, block_stride, SHAPE,
             )  # fmt: skip
         stamp(stamps, "receive attended", SHAPE)
+        operand, sums = allocate_operand(SHAPE), allocate_sums(SHAPE)
         if program < H // 8:
             slot, phase = _project(
                 attended_ptr, x_ptr, y_ptr, ATTENDED, flag, operand, row_scales(of_output, H, SHAPE), (),

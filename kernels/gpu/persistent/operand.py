@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from kernels.gpu.persistent.ll_protocol import VECTOR, receive_vector
 from kernels.gpu.persistent.ring import COLUMNS, DIMS, SLICES
-from kernels.gpu.persistent.shape import PIECE
+from kernels.gpu.persistent.shape import CHUNK, PIECE, Shape
 
 LENGTH = gl.constexpr(PIECE)
 WIDTH = gl.constexpr(8)  # neighbours along K in a thread
@@ -28,25 +28,27 @@ FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 FLAT2 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
+@triton.constexpr_function
+def has_short_vector(shape: Shape) -> bool:
+    return shape.columns > CHUNK and any(k <= CHUNK for _, k, _, _ in shape.stages)
+
+
 @gluon.jit
 def allocate_operand(SHAPE: gl.constexpr):
-    """Shared memory for the longest vector, see `store_operand`."""
+    """Shared memory for the longest vector, see `store_operand`.
+
+    A vector of one chunk fills half a slot of e4m3. What follows it meets zeros of W, and must be finite.
+    """
     NUMBER: gl.constexpr = gl.float16 if SHAPE.value.is_e4m3 else gl.bfloat16
     SIZE: gl.constexpr = SHAPE.value.columns
     PIECES: gl.constexpr = SHAPE.value.most_chunks * COLUMNS // SHAPE.value.columns
     highs = gl.allocate_shared_memory(NUMBER, [PIECES, SIZE], FLAT)
     lows = gl.allocate_shared_memory(NUMBER, [PIECES, SIZE], FLAT)
     scales = gl.allocate_shared_memory(gl.float32, [PIECES, SIZE // DIMS], FLAT)
-    return highs, lows, scales
-
-
-@gluon.jit
-def clear_operand(operand):
-    """Store zeros. A short vector fills no slot of e4m3: what follows it meets zeros of W, and must be finite."""
-    highs = operand[0]
-    if highs.dtype == gl.float16:
-        for i in gl.static_range(highs.shape[0] * highs.shape[1] // COLUMNS):
-            store_operand(gl.zeros([COLUMNS], gl.float32, VECTOR), i, operand)
+    operand = highs, lows, scales
+    if has_short_vector(SHAPE):
+        store_operand(gl.zeros([COLUMNS], gl.float32, VECTOR), 1, operand)
+    return operand
 
 
 @gluon.jit

@@ -11,10 +11,10 @@ NUM_ADDRESSES = 10  # of a layer: those of its weights, of scales of four of the
 CHUNK = 1024  # columns of a bfloat16 W in a slot of shared memory, of 8 rows
 PIECE = 4096  # columns of a vector that are received and multiplied at a time, of one of more than two pieces
 MAX_CHUNKS = 4  # of a vector that stays in registers with several tiles
-MAX_SPLITS = 32  # of a KV head's keys; with more of them a GPU has not compared steps with torch's
+MAX_SPLITS = 64  # of a KV head's keys: no model of one head has run
 MAX_PAIR_CHUNKS = 5  # of one that does with a pair
 TILE_KEYS = 64  # of K or V in a slot
-SLOT_BYTES, MAX_SLOTS = 16 << 10, 10
+SLOT_BYTES, MAX_SLOTS = 16 << 10, 12
 SLOTS_AT_ONCE = 6  # that are multiplied without a barrier in between: what registers hold
 HOPPERS_SHARED_BYTES = 227 << 10  # of a program
 SOFTMAX_TILES = 2  # tiles of keys that are scored before their values are added up
@@ -154,22 +154,23 @@ class Shape:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a program but for the slots; a compile test compares it."""
+        """Shared memory of a program but for the slots; GEMVs and attention take turns. A test compares it."""
         vectors = (2 * 2 * CHUNK + 4 * 8 * self.is_e4m3) * self.most_chunks
         sums = 2 * self.most_tiles * 64 * 4
-        heads = 4 * HEAD_DIM * max(self.head_rows, 8)
-        received = 4 * max(2 * self.head_rows * HEAD_DIM, self.combined_words)
+        received = 4 * 2 * self.head_rows * HEAD_DIM
         softmax = 2 * 8 * HEAD_DIM * 2 + SOFTMAX_TILES * 8 * TILE_KEYS * (4 + 2 * 2)
-        return vectors + sums + heads + received + softmax + 16 * self.experts + 512
+        heads = 4 * HEAD_DIM * max(self.head_rows, 8)
+        attention = max(received, heads + softmax, 4 * self.combined_words)
+        return max(vectors + sums, attention) + 24 * self.experts + 512
 
     def tuned(self) -> Shape:
         """The shape with as many slots as there is room for; more than MAX_SLOTS gain nothing.
 
-        Loads delay words of other programs: few are on their way where slots hold a whole stage, most where the
+        Loads delay words of other programs: few are on their way where slots hold two whole stages, most where the
         weights of bfloat16 keep memory busy.
         """
         slots = min((HOPPERS_SHARED_BYTES - self.shared_bytes) // SLOT_BYTES, MAX_SLOTS)
-        is_whole = all(self.tiles(n) * times * -(-k // columns) <= slots for n, k, times, columns in self.stages)
+        is_whole = all(2 * self.tiles(n) * times * -(-k // columns) <= slots for n, k, times, columns in self.stages)
         is_large = not self.is_e4m3 and not self.experts
         return replace(self, slots=slots, halves_ahead=3 if is_whole else 6 if is_large else 5)
 
@@ -189,8 +190,9 @@ class Shape:
         has_programs = self.kv_heads <= self.programs and self.splits <= MAX_SPLITS
         has_heads = self.group <= 8 and TILE_KEYS % self.block_size == 0 and has_programs
         has_experts = self.intermediate % HEAD_DIM == 0 and (self.experts, self.chosen) in ((0, 1), (128, 8))
+        has_scales = not self.experts or not self.is_by_pieces(self.inner)  # those of experts differ by columns
         has_slots = all(self._has_slots(*each) for each in self.stages)
-        return has_chunks and is_divided and has_heads and has_experts and has_slots
+        return has_chunks and is_divided and has_heads and has_experts and has_scales and has_slots
 
     def _has_slots(self, n: int, k: int, times: int, columns: int) -> bool:
         order = self.order(n, k, times)

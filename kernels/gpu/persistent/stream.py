@@ -33,15 +33,24 @@ ADDRESSES = gl.constexpr(NUM_ADDRESSES)
 
 
 @gluon.jit
-def _sent(AHEAD: gl.constexpr):
-    """What was asked for is a group; wait until fewer than AHEAD are on their way, or they delay words."""
+def _sent(share, AHEAD: gl.constexpr):
+    """What was asked for is a group; wait until fewer than AHEAD are on their way, or they delay words.
+
+    Programs get bandwidth by what they have on its way. Where some have a tile more than most, these ask for more
+    (share 1) and the others for less (-1), so that all finish together.
+    """
     async_copy.commit_group()
-    async_copy.wait_group(AHEAD - 1)
+    if share > 0:
+        async_copy.wait_group(AHEAD + 1)
+    elif share < 0:
+        async_copy.wait_group(max(AHEAD - 2, 0))
+    else:
+        async_copy.wait_group(AHEAD - 1)
 
 
 @gluon.jit
-def _put_chunk(weight, first_row, i, K: gl.constexpr, smem, ready, empty, slot, phase, SHAPE: gl.constexpr):
-    """Chunk i of 8 rows of W (any, K)."""
+def _put_chunk(weight, first_row, i, K: gl.constexpr, share, smem, ready, empty, slot, phase, SHAPE: gl.constexpr):
+    """Chunk i of 8 rows of W (any, K). share: see `_sent`."""
     HALF: gl.constexpr = smem.shape[1] // 2  # slices
     k_slice, row = _slices_and_rows(smem, HALF)
     of_row = first_row.to(gl.int64) * K + row[None, :] * K + k_slice[:, None] * DIMS
@@ -49,7 +58,7 @@ def _put_chunk(weight, first_row, i, K: gl.constexpr, smem, ready, empty, slot, 
     for half in gl.static_range(2):
         first = (2 * i + half) * (HALF * DIMS)
         inside = (k_slice * DIMS < K - first)[:, None] & (row >= 0)[None, :]
-        _put_half(weight + of_row + first, inside, half, smem, slot, SHAPE)
+        _put_half(weight + of_row + first, inside, half, share, smem, slot, SHAPE)
     async_copy.mbarrier_arrive(ready.index(slot), increment_count=False)
     return following(slot, phase, 1, SHAPE.value.slots)
 
@@ -63,7 +72,7 @@ def _slices_and_rows(smem, HALF: gl.constexpr):
 
 
 @gluon.jit
-def _put_half(rows, inside, half: gl.constexpr, smem, slot, SHAPE: gl.constexpr):
+def _put_half(rows, inside, half: gl.constexpr, share, smem, slot, SHAPE: gl.constexpr):
     """Half of a slot: DIMS numbers from each of the pointers on (half of its slices, 8)."""
     HALF: gl.constexpr = smem.shape[1] // 2
     IS_E4M3: gl.constexpr = smem.dtype == gl.float8e4nv
@@ -74,14 +83,14 @@ def _put_half(rows, inside, half: gl.constexpr, smem, slot, SHAPE: gl.constexpr)
     at = gl.max_contiguous(gl.multiple_of(gl.expand_dims(rows, 2) + column, [16, 16, 16]), [1, 1, ALIGNED])
     to = smem.index(slot).slice(half * HALF, HALF)
     async_copy.async_copy_global_to_shared(to, at, mask=gl.expand_dims(inside, 2) & (column >= 0))
-    _sent(SHAPE.value.halves_ahead)
+    _sent(share, SHAPE.value.halves_ahead)
 
 
 @gluon.jit
 def _put_rows(weight, first_row, K: gl.constexpr, smem, ready, empty, slot, phase, SHAPE: gl.constexpr):
     """8 rows of W, a chunk in each slot."""
     for i in gl.static_range(num_chunks(K, smem.shape[1])):
-        slot, phase = _put_chunk(weight, first_row, i, K, smem, ready, empty, slot, phase, SHAPE)
+        slot, phase = _put_chunk(weight, first_row, i, K, 0, smem, ready, empty, slot, phase, SHAPE)
     return slot, phase
 
 
@@ -90,15 +99,19 @@ def _put_weight(weight, N: gl.constexpr, K: gl.constexpr, smem, ready, empty, sl
     """All of the program's tiles of W (N, K)."""
     ORDER: gl.constexpr = order(SHAPE, N, K, 1)
     P: gl.constexpr = SHAPE.value.programs
+    WITH_MORE: gl.constexpr = N // 8 % P
+    share = gl.program_id(0) * 0
+    if WITH_MORE > 0 and WITH_MORE < P // 2:
+        share = gl.where(gl.program_id(0) < WITH_MORE, 1, -1)
     if ORDER == "chunks":
         for i in range(num_chunks(K, smem.shape[1])):
             for tile in range(gl.program_id(0), N // 8, P):
-                slot, phase = _put_chunk(weight, tile * 8, i, K, smem, ready, empty, slot, phase, SHAPE)
+                slot, phase = _put_chunk(weight, tile * 8, i, K, share, smem, ready, empty, slot, phase, SHAPE)
     elif ORDER == "pairs":
         for first in range(gl.program_id(0), N // 8, 2 * P):
             for i in range(num_chunks(K, smem.shape[1])):
                 for tile in range(first, gl.minimum(first + 2 * P, N // 8), P):
-                    slot, phase = _put_chunk(weight, tile * 8, i, K, smem, ready, empty, slot, phase, SHAPE)
+                    slot, phase = _put_chunk(weight, tile * 8, i, K, share, smem, ready, empty, slot, phase, SHAPE)
     else:
         for tile in range(gl.program_id(0), N // 8, SHAPE.value.programs):
             slot, phase = _put_rows(weight, tile * 8, K, smem, ready, empty, slot, phase, SHAPE)
@@ -111,8 +124,8 @@ def _put_two(weight, of_gate, of_up, N: gl.constexpr, smem, ready, empty, slot, 
     H: gl.constexpr = SHAPE.value.hidden
     if order(SHAPE, N, H, 2) == "pairs":
         for i in range(num_chunks(H, smem.shape[1])):
-            slot, phase = _put_chunk(weight, of_gate, i, H, smem, ready, empty, slot, phase, SHAPE)
-            slot, phase = _put_chunk(weight, of_up, i, H, smem, ready, empty, slot, phase, SHAPE)
+            slot, phase = _put_chunk(weight, of_gate, i, H, 0, smem, ready, empty, slot, phase, SHAPE)
+            slot, phase = _put_chunk(weight, of_up, i, H, 0, smem, ready, empty, slot, phase, SHAPE)
     else:
         slot, phase = _put_rows(weight, of_gate, H, smem, ready, empty, slot, phase, SHAPE)
         slot, phase = _put_rows(weight, of_up, H, smem, ready, empty, slot, phase, SHAPE)
@@ -171,7 +184,7 @@ def _put_chunk_of_experts(down, chosen, tile, i, smem, ready, empty, slot, phase
         of_slice = expert.to(gl.int64) * (H * INNER) + number % OF_EXPERT * DIMS
         rows = down + (of_slice[:, None] + ((tile * 8 + row) * INNER)[None, :])
         inside = (number < COUNT * OF_EXPERT)[:, None] & (row >= 0)[None, :]
-        _put_half(rows, inside, half, smem, slot, SHAPE)
+        _put_half(rows, inside, half, 0, smem, slot, SHAPE)
     async_copy.mbarrier_arrive(ready.index(slot), increment_count=False)
     return following(slot, phase, 1, SHAPE.value.slots)
 
@@ -182,7 +195,7 @@ def _put_tile(at, smem, ready, empty, slot, phase, SHAPE: gl.constexpr):
     mbarrier.wait(empty.index(slot), phase)
     for half in gl.static_range(2):
         async_copy.async_copy_global_to_shared(smem.index(slot).slice(half * (KEYS // 2), KEYS // 2), at[half])
-        _sent(SHAPE.value.halves_ahead)
+        _sent(0, SHAPE.value.halves_ahead)
     async_copy.mbarrier_arrive(ready.index(slot), increment_count=False)
     return following(slot, phase, 1, SHAPE.value.slots)
 
