@@ -33,6 +33,7 @@ from kernels.gpu.persistent.ring import (
     PRODUCERS,
     SLICES,
     WEIGHTS_SHARED,
+    prefetch,
     release,
     shape_of,
     weight_slots,
@@ -47,9 +48,7 @@ def _ask_for_norms(norms_ptr, layer, SHAPE: gl.constexpr):
     """Bring the layer's norms into the L2 cache, a line by each program."""
     at = norms_ptr + layer * SHAPE.value.norms + gl.program_id(0) * 64
     if gl.program_id(0) * 64 < SHAPE.value.norms:
-        gl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1
-        )
+        prefetch(at)
 
 
 @gluon.jit

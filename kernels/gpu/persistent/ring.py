@@ -54,6 +54,14 @@ def num_chunks(k: int, slices: int) -> int:
 
 
 @gluon.jit
+def prefetch(pointers):
+    """Bring a line at each pointer into the L2 cache."""
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def one_of(numbers, i, COUNT: gl.constexpr):
     """numbers[i] of a tuple of scalars, for scalars or tensors i."""
     found = i * 0 + numbers[0]

@@ -17,6 +17,7 @@ from kernels.gpu.persistent.ring import (
     num_chunks,
     one_of,
     order,
+    prefetch,
     tiles_of_split,
     weight_slots,
 )
@@ -142,6 +143,22 @@ def _put_pairs(weight, smem, ready, empty, slot, phase, SHAPE: gl.constexpr):
 
 
 @gluon.jit
+def _ask_for_pages(gate_up, chosen, SHAPE: gl.constexpr):
+    """Touch each of the program's tiles of the experts' gate and up: their pages' addresses are translated together.
+
+    Translations of other experts have replaced those of this layer's; one after the other they delay the stream.
+    """
+    H: gl.constexpr = SHAPE.value.hidden
+    INNER: gl.constexpr = SHAPE.value.intermediate
+    COUNT: gl.constexpr = SHAPE.value.chosen
+    i = gl.arange(0, 32, gl.BlockedLayout([1], [32], [4], [0]))  # gate and up of 16 tiles at most
+    tile = gl.program_id(0) + i // 2 * SHAPE.value.programs
+    tile = gl.where(tile < COUNT * INNER // 8, tile, gl.program_id(0))
+    expert = one_of(chosen, tile // (INNER // 8), COUNT).to(gl.int64)
+    prefetch(gate_up + (expert * (2 * INNER) + i % 2 * INNER + tile % (INNER // 8) * 8) * H)
+
+
+@gluon.jit
 def _put_experts(gate_up, down, chosen, smem, ready, empty, slot, phase, SHAPE: gl.constexpr):
     """The program's tiles of gate and up of the token's experts, then of W_down, whose columns are all experts'.
 
@@ -151,6 +168,7 @@ def _put_experts(gate_up, down, chosen, smem, ready, empty, slot, phase, SHAPE: 
     H: gl.constexpr = SHAPE.value.hidden
     INNER: gl.constexpr = SHAPE.value.intermediate
     COUNT: gl.constexpr = SHAPE.value.chosen
+    _ask_for_pages(gate_up, chosen, SHAPE)
     for tile in range(gl.program_id(0), COUNT * INNER // 8, P):
         expert = one_of(chosen, tile // (INNER // 8), COUNT)
         weight = gate_up + expert.to(gl.int64) * (2 * INNER * H)
