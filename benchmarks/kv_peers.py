@@ -15,13 +15,14 @@ from common.net.rpc import RpcServer
 from kvstore.handle.handle import HandleWriter, KvHandle, PeerLease
 from kvstore.layout import PoolGeometry
 from kvstore.pool.block_pool import BlockPool
-from kvstore.pool.leases import Lease, LeaseTable
+from kvstore.pool.leases import LeaseTable
 from kvstore.transports.staging import StagingTable
 from kvstore.transports.tcp.block_server import BlockServer
 from kvstore.transports.tcp.service import PoolView, TcpTransferService
 from kvstore.types import BlockId, Epoch, LeaseId
 from protos import kvstore_pb2_grpc
 from worker.config import WorkerConfig
+from worker.kv.kv_leases import KvLeases
 from worker.kv.shared_pool import SharedPoolMemory
 
 LEASE_SECONDS = 600.0
@@ -35,13 +36,15 @@ class Owner:
         kv_pool = self._memory.allocate(geometry, device)
         as_words(kv_pool).random_()
         self._pool = BlockPool(geometry.num_blocks)
-        self._exporter = self._memory.exporter(self._pool.release)
-        self._leases = LeaseTable(self._memory.epoch)
         self._mirror = LeaseTable(self._memory.epoch)
         self._memory.serve()
-        self._memory.send_leases(LeasesThatStay(self._leases))
-        self._staging = StagingTable(self._stage)
         self._server = RpcServer("127.0.0.1", 0)
+        handles = HandleWriter("owner", self._memory.shards(self._server.address), LEASE_SECONDS)
+        self._leases = KvLeases(
+            self._memory.epoch, self._memory.ranks, self._pool.release, handles, LEASE_SECONDS
+        )  # fmt: skip
+        self._memory.send_leases(self._leases)
+        self._staging = StagingTable(self._stage)
 
     async def start(self) -> None:
         staging = self._staging if self._memory.needs_staging else None
@@ -56,42 +59,24 @@ class Owner:
 
     def grant(self, num_blocks: int) -> tuple[KvHandle, float]:
         """A lease of `num_blocks` blocks, and the seconds that granting took."""
+        self._leases.expire(time.monotonic())  # gives up those that were still being sent when they were released
         blocks = self._pool.allocate(num_blocks)
         began = time.perf_counter()
-        digests = self._exporter.digests(blocks)
+        digests = self._leases.digests(blocks)
         seconds = time.perf_counter() - began
-        lease = self._leases.grant(blocks, time.monotonic(), LEASE_SECONDS)
+        lease, handle = self._leases.grant(blocks, digests, 0, time.monotonic())
         self._mirror.adopt(dataclasses.replace(lease))
-        shards = self._memory.shards(self._server.address)
-        handle = HandleWriter("owner", shards, LEASE_SECONDS).write(lease, 0, digests)
         return handle, seconds
 
     def _renewed(self, lease_id: LeaseId, epoch: Epoch, seconds: float) -> None:
         """Leases of this benchmark do not end by themselves."""
 
     def _released(self, lease_id: LeaseId, epoch: Epoch) -> None:
-        lease = self._leases.release(lease_id, epoch)
-        assert lease is not None
-        self._exporter.end_export(lease)
+        assert self._leases.release(lease_id, epoch)
         self._staging.end(lease_id)
 
     def _stage(self, lease_id: LeaseId, first: int) -> None:
-        lease: Lease | None = self._leases.get(lease_id)
-        assert lease is not None
-        self._staging.answer(lease_id, first, self._exporter.stage(lease, first))
-
-
-class LeasesThatStay:
-    """Leases for the sender's threads: nobody ends one that is still being read."""
-
-    def __init__(self, table: LeaseTable) -> None:
-        self._table = table
-
-    def hold(self, lease_id: LeaseId, epoch: Epoch, positions: Sequence[int]) -> list[BlockId]:
-        return self._table.resolve(lease_id, epoch, positions, time.monotonic())
-
-    def let_go(self, lease_id: LeaseId) -> None:
-        """Nothing to do."""
+        self._staging.answer(lease_id, first, self._leases.stage(lease_id, first))
 
 
 async def serve_owner(geometry: PoolGeometry, device: torch.device, folder: str, transport: str) -> None:
@@ -123,7 +108,7 @@ class Reader:
             times.append(time.perf_counter() - began)
             assert result.transport in self.memory.transports
         for lease in leases:
-            self._client.release(lease)
+            self.memory.leases.release(lease)
         return times
 
     def close(self) -> None:

@@ -1,9 +1,8 @@
 """Pull KV blocks from a peer: choose the transport, verify the digests of what arrives.
 
-    client = KvClient(my_geometry, {"shm": ShmReader(my_blocks, leases)}, leases)
+    client = KvClient(my_geometry, {"shm": ShmReader(my_blocks, leases)})
     lease = open_handle(handle)
     client.pull(lease, positions, local_block_ids)       # copied and verified, or TransferError
-    client.renew(lease, seconds); client.release(lease)
 
 Blocking and safe to call from several threads; knows neither schedulers nor requests. What a failed pull left in
 the local blocks is garbage: the caller publishes a block only after `pull` returned.
@@ -23,7 +22,6 @@ from kvstore.handle.handle import PeerLease, PeerShard
 from kvstore.handle.pool_info import check_compatible
 from kvstore.layout import PoolGeometry
 from kvstore.transports.host_pull import BlockPull, SourcePart
-from kvstore.transports.lease_client import LeaseClient
 from kvstore.transports.transport import Reader
 from kvstore.types import BlockId, Epoch, WorkerId
 
@@ -43,12 +41,11 @@ class PullResult:
 class KvClient:
     """Reads leases of other workers' pools by the best transport that both sides have."""
 
-    def __init__(self, geometry: PoolGeometry, readers: Mapping[str, Reader], leases: LeaseClient) -> None:
-        """`readers` by transport, the best first, all into the pool of `geometry`. Closes them and `leases`."""
+    def __init__(self, geometry: PoolGeometry, readers: Mapping[str, Reader]) -> None:
+        """`readers` by transport, the best first, all into the pool of `geometry`. Closes them."""
         self.transports = tuple(readers)
         self._geometry = geometry
         self._readers = readers
-        self._leases = leases
         self._chosen: dict[tuple[WorkerId, Epoch], str] = {}  # for the log: one line per change
         self._lock = threading.Lock()
 
@@ -94,18 +91,9 @@ class KvClient:
         split = split_blocks(self._geometry, shards)
         return [SourcePart(lease.shards[part.rank], part.copy) for part in split]
 
-    def renew(self, lease: PeerLease) -> bool:
-        """Keep the lease while waiting. False: it does not hold any more. Raises UnavailableError."""
-        return self._leases.renew(lease)
-
-    def release(self, lease: PeerLease) -> bool:
-        """Give the lease back; harmless when it is gone. Raises UnavailableError (it then expires by itself)."""
-        return self._leases.release(lease)
-
     def close(self) -> None:
         for reader in self._readers.values():
             reader.close()
-        self._leases.close()
 
     def _pull_best(self, pull: BlockPull) -> tuple[str, list[list[int]]]:
         """Pull by the first transport that works; return its name and the digests.

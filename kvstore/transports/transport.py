@@ -52,28 +52,11 @@ class Device(Protocol):
 class LocalPool(Protocol):
     """The pool of one rank of this worker."""
 
-    @property
-    def info(self) -> PoolInfo: ...
-
-    @property
-    def host_blocks(self) -> Blocks:
-        """What peers read of host memory, uint8 [num_rows, block_bytes]: the pool, or the rows in front of it."""
-        ...
-
-    @property
-    def socket_path(self) -> str:
-        """Unix socket that hands out a descriptor of `host_blocks`."""
-        ...
-
-    @property
-    def device(self) -> Device | None:
-        """The device that holds the pool; None: `host_blocks` are the pool."""
-        ...
-
-    @property
-    def device_fd(self) -> int | None:
-        """A descriptor of the pool in the device's memory, for peers to map; None: there is none."""
-        ...
+    info: PoolInfo
+    host_blocks: Blocks  # what peers read of host memory, [num_rows, block_bytes]: the pool, or rows in front
+    socket_path: str  # Unix socket that hands out a descriptor of `host_blocks`
+    device: Device | None  # that holds the pool; None: `host_blocks` are the pool
+    device_fd: int | None  # of the pool in the device's memory, for peers to map; None: there is none
 
     def through_host(self, reader: Reader) -> Reader:
         """A reader into the pool, made of one that fills rows of `host_blocks`."""

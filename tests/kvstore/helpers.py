@@ -165,7 +165,7 @@ def host_client(
         from kvstore.transports.tcp.reader import TcpReader
 
         known["tcp"] = TcpReader(pool, leases)
-    return KvClient(geometry, {name: known[name] for name in names if name in known}, leases)
+    return KvClient(geometry, {name: known[name] for name in names if name in known})
 
 
 def pull_of_one(lease: PeerLease, rank: int = 0) -> BlockPull:

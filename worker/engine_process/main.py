@@ -77,14 +77,15 @@ def _start(link: FrameSocket, start: Start, beat: Callable[[], None]) -> EngineP
     gc.collect()
     gc.freeze()  # what was loaded stays: walking it takes 90 ms of a step now and then
     engine = parts.engine
-    exporter = memory.exporter(engine.kv.give_back, *([parts.runner.start_queued] if config.pp > 1 else []))
-    puller = KvPuller(memory.clients, link.wake)
+    puller = KvPuller(memory.clients, memory.leases, link.wake)
     memory.serve()
     handles = HandleWriter(worker.worker_id, memory.shards(start.kv_address), worker.kv_lease_seconds)
-    leases = KvLeases(memory.epoch, exporter, handles, worker.kv_lease_seconds)
+    leases = KvLeases(memory.epoch, memory.ranks, engine.kv.give_back, handles, worker.kv_lease_seconds)
     memory.send_leases(leases)
     prompt_leases = _prompt_leases(worker)(engine.kv, leases)
-    loads = _kind_of_loads()(engine, puller, exporter, can_read=not config.stage_address)
+    # On a CPU steps in flight have ended when the loop gives blocks away, but for those of a pipeline: they end then.
+    fence = parts.runner.start_queued if config.pp > 1 and not memory.needs_staging else memory.fence
+    loads = _kind_of_loads()(engine, puller, fence, can_read=not config.stage_address)
     info = _engine_info(parts, memory, [] if config.stage_address else memory.transports)  # of all layers, or none
     link.send(Ready(info, memory.socket_paths, memory.needs_staging, memory.descriptions))
     adjust_cores = None if cores is None else cores.adjust

@@ -1,6 +1,8 @@
 """Leases that an engine process grants on its blocks, those of prompts first of all.
 
-Granted with a handle, kept while blocks are sent, ended.
+A lease holds the references on its blocks, wherever they lie; readers get the blocks' digests with it. Blocks in GPU
+memory are copied to rows of shared host memory only when a reader asks for it, which one of the same host's GPUs does
+not.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from engine.kv.manager import KVManager
@@ -19,7 +21,7 @@ from kvstore.handle.handle import HandleWriter, KvHandle
 from kvstore.pool.leases import Lease, LeaseTable
 from kvstore.types import BlockId, Epoch, LeaseId
 from worker.engine_process.open_request import OpenRequest
-from worker.kv.kv_exporter import KvExporter
+from worker.kv.rank_pool import RankPool
 from worker.messages import KvOffer
 
 logger = logging.getLogger("engine")
@@ -38,9 +40,20 @@ class KvLeases:
     Called from the engine's loop only, except `hold` and `let_go`, which threads that send blocks share.
     """
 
-    def __init__(self, epoch: Epoch, exporter: KvExporter, handles: HandleWriter, lease_seconds: float) -> None:
+    def __init__(
+        self,
+        epoch: Epoch,
+        ranks: Sequence[RankPool],
+        release: Callable[[Sequence[BlockId]], None],
+        handles: HandleWriter,
+        lease_seconds: float,
+    ) -> None:
+        """ranks: of this worker, all in GPU memory or none. release: takes the blocks of leases that have ended."""
         self._table = LeaseTable(epoch)
-        self._exporter = exporter
+        self._ranks = ranks
+        self._rows = ranks[0].rows
+        self._release_blocks = release
+        self._staged: dict[LeaseId, dict[int, list[BlockId]]] = {}  # rows, by the first position
         self._handles = handles
         self._lease_seconds = lease_seconds
         self._lock = threading.Lock()  # of the table and what follows
@@ -64,8 +77,8 @@ class KvLeases:
                 del self._num_holds[lease_id]
 
     def digests(self, block_ids: Sequence[BlockId]) -> list[list[int]]:
-        """See KvExporter."""
-        return self._exporter.digests(block_ids)
+        """Digests of complete blocks, for each rank's pool."""
+        return [rank.digests(block_ids) for rank in self._ranks]
 
     def grant(
         self, block_ids: Sequence[BlockId], digests: Sequence[Sequence[int]], num_tokens: int, now: float
@@ -107,19 +120,31 @@ class KvLeases:
         lease = self._table.get(lease_id)
         if lease is None:
             return None
-        rows = self._exporter.stage(lease, first)
-        if rows is None:
-            logger.warning("no staging memory for %d KV blocks: raise --kv-staging-gb", len(lease.block_ids) - first)
-        return rows
+        block_ids = lease.block_ids[first:]
+        if self._rows is None:
+            return list(block_ids)
+        staged = self._staged.setdefault(lease_id, {})
+        if first not in staged:
+            rows = self._rows.take(len(block_ids), len(block_ids))
+            if not rows:
+                logger.warning("no staging memory for %d KV blocks: raise --kv-staging-gb", len(block_ids))
+                return None
+            for rank in self._ranks:
+                rank.copy_out(block_ids, rows)
+            staged[first] = rows
+        return staged[first]
 
     def _end(self, lease: Lease) -> None:
-        """Give up the blocks of a lease that the table has no more, or keep them until nobody sends them."""
+        """Give up the blocks and rows of a lease that the table has no more, or keep them until nobody sends them."""
         with self._lock:
             is_held = lease.lease_id in self._num_holds
         if is_held:
             self._held_ended.append(lease)
-        else:
-            self._exporter.end_export(lease)
+            return
+        self._release_blocks(lease.block_ids)
+        for rows in self._staged.pop(lease.lease_id, {}).values():
+            assert self._rows is not None
+            self._rows.give_back(rows)
 
 
 class PromptLeases:

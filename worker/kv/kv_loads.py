@@ -6,7 +6,7 @@ Called from the engine process's loop only; the copying is done by the threads o
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from common.errors import MiniInferError
 from common.logging import about
@@ -16,7 +16,6 @@ from engine.scheduled_step import KvLoad
 from kvstore.handle.handle import KvHandle, PeerLease, open_handle
 from kvstore.types import BlockKey
 from worker.engine_process.open_request import OpenRequest
-from worker.kv.kv_exporter import KvExporter
 from worker.kv.kv_puller import KvPuller
 from worker.messages import Pull, StepReport
 
@@ -26,13 +25,16 @@ logger = logging.getLogger("engine")
 class KvLoads:
     """Link between the engine, which reserves blocks for loads, and the puller, which fills them."""
 
-    def __init__(self, engine: Engine, puller: KvPuller, exporter: KvExporter, can_read: bool = True) -> None:
-        """can_read: whether all of the pool is in reach; else no handle is accepted."""
+    def __init__(self, engine: Engine, puller: KvPuller, fence: Callable[[], None], can_read: bool = True) -> None:
+        """fence: marks that blocks are about to be given to loads, behind the steps launched so far.
+
+        can_read: whether all of the pool is in reach; else no handle is accepted.
+        """
         self._can_read = can_read
         self._engine = engine
         self._kv = engine.kv
         self._puller = puller
-        self._exporter = exporter
+        self._fence = fence
 
     @property
     def num_open(self) -> int:
@@ -88,7 +90,7 @@ class KvLoads:
     ) -> None:
         """Pull into blocks that the steps launched so far may use, when these have ended."""
         if loads:
-            self._exporter.fence()
+            self._fence()
         self.start(loads, requests, now)
 
     def finish(self, requests: Mapping[RequestId, OpenRequest], report: StepReport, now: float) -> None:

@@ -20,6 +20,7 @@ from engine.request import RequestId
 from engine.scheduled_step import KvLoad
 from kvstore.handle.handle import PeerLease
 from kvstore.transports.client import DEFAULT_DEADLINE_SECONDS, KvClient
+from kvstore.transports.lease_client import LeaseClient
 from kvstore.types import LeaseId
 from worker.messages import Pull
 
@@ -32,9 +33,10 @@ RENEW_INTERVAL_SECONDS = 1.0
 class KvPuller:
     """Puller threads of one engine."""
 
-    def __init__(self, clients: Sequence[KvClient], on_result: Callable[[], None]) -> None:
+    def __init__(self, clients: Sequence[KvClient], leases: LeaseClient, on_result: Callable[[], None]) -> None:
         """clients: one into the pool of each rank. `on_result` is called from a thread when a result is there."""
         self._clients = clients
+        self._leases = leases
         self._on_result = on_result
         self._executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kv-pull")
         self._prefetcher = ThreadPoolExecutor(1, thread_name_prefix="kv-prefetch")  # loads do not queue behind it
@@ -110,7 +112,7 @@ class KvPuller:
         if lease is None:
             return
         try:
-            self._clients[0].release(lease)
+            self._leases.release(lease)
         except MiniInferError as error:
             logger.debug("lease not released, it will expire: %s", error)
 
@@ -126,6 +128,6 @@ class KvPuller:
                     continue
                 renewed[lease.lease_id] = now
                 try:
-                    self._clients[0].renew(lease)
+                    self._leases.renew(lease)
                 except MiniInferError as error:
                     logger.debug("lease not renewed: %s", error)

@@ -15,14 +15,14 @@ from kvstore.handle.pool_info import PoolInfo
 from kvstore.pool.digest import digest_rows
 from kvstore.transports.descriptor_server import DescriptorServer
 from kvstore.transports.shared_memory import blocks_over, create_memfd, map_fd, reopen_read_only
-from kvstore.transports.transport import Reader
+from kvstore.transports.transport import LocalPool, Reader
 from kvstore.types import BlockId
 from worker.kv.device_pool import DevicePool
 from worker.kv.pinned_staging import HostRows, StagedReader
 
 
-class RankPool:
-    """The pool of one rank on a CPU, in shared memory of this process. Implements `LocalPool`."""
+class RankPool(LocalPool):
+    """The pool of one rank on a CPU, in shared memory of this process."""
 
     device: DevicePool | None = None
     device_fd: int | None = None

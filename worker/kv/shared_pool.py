@@ -7,7 +7,6 @@ others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -22,9 +21,8 @@ from kvstore.pool.leases import new_epoch
 from kvstore.transports.client import KvClient
 from kvstore.transports.lease_client import LeaseClient
 from kvstore.transports.transport import LeaseHolder, OwnWorker, Reader, Transport
-from kvstore.types import BlockId, WorkerId
+from kvstore.types import WorkerId
 from worker.config import WorkerConfig
-from worker.kv.kv_exporter import KvExporter
 from worker.kv.rank_pool import DeviceRankPool, RankPool
 from worker.kv.transports import AUTO, load_transports
 
@@ -37,7 +35,9 @@ class SharedPoolMemory:
         self.epoch = new_epoch()
         self.agent_socket = config.agent_socket
         self.shares_device_pools = True
+        self.ranks: list[RankPool] = []  # this process's first
         self.clients: list[KvClient] = []  # readers of peers' blocks, one into the pool of each rank
+        self.leases = LeaseClient(config.cluster_token)  # of peers
         self._config = config
         named, kinds = config.kv_transport, load_transports(config.kv_transport)
         self._wanted = [k for k in kinds if named == k.name or (named == AUTO and k.offered != "named")]
@@ -45,7 +45,6 @@ class SharedPoolMemory:
         self._transports: dict[str, Transport] = {
             kind.name: kind(worker) for kind in kinds if kind in self._wanted or kind.offered == "always"
         }
-        self._ranks: list[RankPool] = []  # this process's first
         self._addresses: list[dict[str, bytes]] = []  # of each rank, since `serve`
 
     @property
@@ -56,7 +55,7 @@ class SharedPoolMemory:
     @property
     def needs_staging(self) -> bool:
         """Whether leases name blocks that peers do not find in host memory."""
-        return self._ranks[0].rows is not None
+        return self.ranks[0].rows is not None
 
     def allocate(self, geometry: PoolGeometry, device: torch.device) -> torch.Tensor:
         """See PoolMemory. Raises ConfigError when the memory is not there."""
@@ -77,7 +76,7 @@ class SharedPoolMemory:
 
     def adopt_for_rank(self, geometry: PoolGeometry, device: torch.device, fd: int) -> None:
         """See PoolMemory. Ranks come in their order, after `allocate`."""
-        rows = self._ranks[0].rows
+        rows = self.ranks[0].rows
         assert rows is not None, "ranks are all on GPUs, or none"
         from engine.cuda_ipc.device_memory import pool_of_rank
 
@@ -86,26 +85,25 @@ class SharedPoolMemory:
 
     def _add(self, pool: RankPool) -> RankPool:
         """Take the next rank's pool, and open its readers. Raises ConfigError when there is none."""
-        self._ranks.append(pool)
-        leases = LeaseClient(self._config.cluster_token)
-        found = {kind.name: self._transports[kind.name].reader(pool, leases) for kind in self._wanted}
+        self.ranks.append(pool)
+        found = {kind.name: self._transports[kind.name].reader(pool, self.leases) for kind in self._wanted}
         readers: dict[str, Reader] = {name: reader for name, reader in found.items() if reader is not None}
         if not readers:
             raise ConfigError(f"--kv-transport {self._config.kv_transport} needs {self._wanted[0].needs}")
-        self.clients.append(KvClient(pool.info.geometry, readers, leases))
+        self.clients.append(KvClient(pool.info.geometry, readers))
         return pool
 
     def _info(self, geometry: PoolGeometry) -> PoolInfo:
         return PoolInfo(WorkerId(self._config.worker_id), self.epoch, geometry)
 
     def _next_socket_path(self) -> str:
-        rank = f".{len(self._ranks)}" if self._ranks else ""
+        rank = f".{len(self.ranks)}" if self.ranks else ""
         return str(Path(self._config.run_dir) / f"{self._config.worker_id}.kv{rank}.sock")
 
     @property
     def socket_paths(self) -> list[str]:
         """Sockets that hand out descriptors of all ranks' pools."""
-        return [rank.socket_path for rank in self._ranks]
+        return [rank.socket_path for rank in self.ranks]
 
     @property
     def descriptions(self) -> dict[str, bytes]:
@@ -117,18 +115,17 @@ class SharedPoolMemory:
         """The pools of all ranks, and where peers can read them; `kv_address` is the front's. After `serve`."""
         return [
             HandleShard(rank.info.geometry, ShardAddress(kv_address, self.needs_staging, addresses))
-            for rank, addresses in zip(self._ranks, self._addresses, strict=True)
+            for rank, addresses in zip(self.ranks, self._addresses, strict=True)
         ]
 
-    def exporter(
-        self, release: Callable[[Sequence[BlockId]], None], end_steps: Callable[[], None] = lambda: None
-    ) -> KvExporter:
-        """The exporter of blocks to readers. release, end_steps: see KvExporter."""
-        return KvExporter(self._ranks, release, end_steps)
+    def fence(self) -> None:
+        """Mark that blocks are about to be given to loads, behind the steps launched so far. On a CPU these ended."""
+        for rank in self.ranks:
+            rank.fence(self.ranks[0])
 
     def serve(self) -> None:
         """Let peers find all pools. Raises ConfigError without a socket."""
-        for rank in self._ranks:
+        for rank in self.ranks:
             rank.serve()
             found = {name: transport.export(rank) for name, transport in self._transports.items()}
             self._addresses.append({name: address for name, address in found.items() if address is not None})
@@ -141,8 +138,9 @@ class SharedPoolMemory:
     def close(self) -> None:
         for transport in self._transports.values():
             transport.close()
-        while self._ranks:
-            self._ranks.pop().close()
+        self.leases.close()
+        while self.ranks:
+            self.ranks.pop().close()
 
     def _allocate_on(self, device: torch.device, geometry: PoolGeometry) -> tuple[torch.Tensor, int | None]:
         """A zeroed pool, and a descriptor of it where it is possible and wanted that others map it; else None."""

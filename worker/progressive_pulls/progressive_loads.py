@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 from engine.engine import Engine
@@ -19,7 +19,6 @@ from engine.wings import Figures
 from kvstore.handle.handle import KvHandle, PeerLease
 from kvstore.types import BlockKey, WorkerId
 from worker.engine_process.open_request import OpenRequest
-from worker.kv.kv_exporter import KvExporter
 from worker.kv.kv_loads import KvLoads
 from worker.kv.kv_puller import KvPuller
 from worker.messages import Pull, StepReport
@@ -30,8 +29,8 @@ logger = logging.getLogger("engine")
 class ProgressiveLoads(KvLoads):
     """Link between the engine and the puller for both kinds of loads: a prefetch is one without an owner."""
 
-    def __init__(self, engine: Engine, puller: KvPuller, exporter: KvExporter, can_read: bool = True) -> None:
-        super().__init__(engine, puller, exporter, can_read)
+    def __init__(self, engine: Engine, puller: KvPuller, fence: Callable[[], None], can_read: bool = True) -> None:
+        super().__init__(engine, puller, fence, can_read)
         self._transports: dict[WorkerId, str] = {}  # of the last prefetch from each peer
         self._outcomes: Counter[str] = Counter()
         self._num_tokens = 0  # pulled

@@ -38,14 +38,12 @@ def pattern(device: str) -> torch.Tensor:
 
 def be_owner(folder: Path, device: str) -> None:
     """The other process: hands out its pool and prints a handle."""
-    from kvstore.pool.block_pool import BlockPool
-
     memory = SharedPoolMemory(WorkerConfig(worker_id="owner", run_dir=str(folder), kv_staging_gb=0.064))
     kv_pool = memory.allocate(GEOMETRY, torch.device(device))
     kv_pool.view(GEOMETRY.num_blocks, -1).view(torch.int64).copy_(pattern(device))
     torch.cuda.synchronize(device)  # digests are of complete blocks, on a stream of their own
     block_ids = ids(*BLOCKS)
-    digests = memory.exporter(BlockPool(GEOMETRY.num_blocks).release).digests(block_ids)
+    digests = [rank.digests(block_ids) for rank in memory.ranks]
     memory.serve()
     (shard,) = memory.shards("")
     address = replace(shard.address, transports={"cuda_ipc": shard.address.transports["cuda_ipc"]})
@@ -112,7 +110,7 @@ def test_wrong_bytes_are_refused(owner: OwnerProcess, mine: Mine) -> None:
 
 def test_a_pull_waits_for_steps_that_may_still_write_its_blocks(owner: OwnerProcess, mine: Mine) -> None:
     words, client, memory = mine
-    own = memory._ranks[0]
+    own = memory.ranks[0]
     assert isinstance(own, DeviceRankPool)
     client.pull(owner.peer, [0], ids(0))  # mapped
     for _ in range(5):

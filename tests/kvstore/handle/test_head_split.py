@@ -22,7 +22,6 @@ from kvstore.transports import host_pull
 from kvstore.transports.client import KvClient
 from kvstore.transports.cuda_ipc.reader import CudaIpcReader
 from kvstore.transports.host_pull import Blocks
-from kvstore.transports.lease_client import LeaseClient
 from kvstore.transports.shared_memory import blocks_over, map_fd
 from kvstore.types import BlockId
 from tests.kvstore.helpers import OTHER_DTYPE, empty_pool, host_client, with_shard
@@ -102,9 +101,7 @@ class NoMemory:
 def client_of(geometry: PoolGeometry, mine: Blocks, transport: str) -> KvClient:
     if transport != "cuda_ipc":
         return host_client(geometry, mine)
-    return KvClient(
-        geometry, {"cuda_ipc": CudaIpcReader(HostMemoryPulls(DevicePool(torch.from_numpy(mine))))}, LeaseClient()
-    )
+    return KvClient(geometry, {"cuda_ipc": CudaIpcReader(HostMemoryPulls(DevicePool(torch.from_numpy(mine))))})
 
 
 async def check_pulls(worker: Ranks, transport: str, readers: Sequence[PoolGeometry]) -> None:

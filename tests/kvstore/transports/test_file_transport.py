@@ -28,13 +28,13 @@ class Worker:
     def __init__(self, folder: Path, name: str, seed: int) -> None:
         self.memory = SharedPoolMemory(WorkerConfig(worker_id=name, run_dir=str(folder), kv_transport="file"))
         self.memory.allocate_for_rank(GEOMETRY)
-        self.blocks = self.memory._ranks[0].host_blocks
+        self.blocks = self.memory.ranks[0].host_blocks
         self.blocks[:] = np.random.default_rng(seed).integers(0, 256, self.blocks.shape, dtype=np.uint8)
         self.memory.serve()
         pool = BlockPool(GEOMETRY.num_blocks)
         handles = HandleWriter(name, self.memory.shards("127.0.0.1:1"), 60.0)
         self.block_ids = pool.allocate(3)
-        self._leases = KvLeases(self.memory.epoch, self.memory.exporter(pool.release), handles, 60.0)
+        self._leases = KvLeases(self.memory.epoch, self.memory.ranks, pool.release, handles, 60.0)
         self.memory.send_leases(self._leases)
 
     def handle(self) -> KvHandle:

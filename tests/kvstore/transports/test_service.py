@@ -18,7 +18,8 @@ from tests.kvstore.helpers import ids, with_address, with_shard
 BLOCKS = [3, 4, 5, 1]
 
 
-async def test_leases_are_renewed_and_released(tmp_path: Path, client: KvClient) -> None:
+async def test_leases_are_renewed_and_released(tmp_path: Path) -> None:
+    client = LeaseClient("secret")
     async with Worker(tmp_path) as worker:
         peer = worker.lease(BLOCKS)
         assert await asyncio.to_thread(client.renew, peer)
@@ -27,6 +28,7 @@ async def test_leases_are_renewed_and_released(tmp_path: Path, client: KvClient)
         assert not await asyncio.to_thread(client.release, peer)
         assert not await asyncio.to_thread(client.renew, peer)
         assert worker.told == [("renew", "lease"), ("release", "lease")]
+    client.close()
 
 
 async def test_a_lease_that_was_released_is_not_staged(tmp_path: Path) -> None:

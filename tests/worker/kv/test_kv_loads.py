@@ -24,7 +24,7 @@ FAILED = Pull(REQUEST_ID, False, "told to fail")
 
 
 class Parts:
-    """Loads between an engine, a puller and an exporter that write down what they are told."""
+    """Loads between an engine and a puller that write down what they are told."""
 
     def __init__(self, kind: type[KvLoads] = KvLoads) -> None:
         self.told: list[tuple[Any, ...]] = []
@@ -41,8 +41,7 @@ class Parts:
             load=self._write("load"),
             take_results=lambda: self.results,
         )
-        exporter: Any = SimpleNamespace(fence=self._write("fence"))
-        self.loads = kind(engine, puller, exporter)
+        self.loads = kind(engine, puller, self._write("fence"))
         self.request = Request(REQUEST_ID, list(range(GOOD.num_tokens + 1)), SamplingParams())
         self.open = {REQUEST_ID: OpenRequest(self.request, 1.0, float("inf"))}
 

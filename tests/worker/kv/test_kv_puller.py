@@ -13,6 +13,7 @@ from engine.request import Request, RequestId, SamplingParams
 from engine.scheduled_step import KvLoad
 from kvstore.handle.handle import PeerLease, PeerShard, ShardAddress
 from kvstore.transports.client import KvClient, PullResult
+from kvstore.transports.lease_client import LeaseClient
 from kvstore.types import BlockId, BlockKey, Epoch, LeaseId, WorkerId
 from tests.kvstore.helpers import GEOMETRY
 from worker.kv.kv_puller import KvPuller
@@ -25,7 +26,7 @@ PREFETCH = KvLoad(None, LEASE, [0], [BlockId(1)], 4, [BlockKey(b"key")])
 
 
 class Client:
-    """Stands for a KvClient."""
+    """Stands for a KvClient and a LeaseClient."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
@@ -60,7 +61,7 @@ def has_result() -> threading.Event:
 
 @pytest.fixture
 def puller(client: Client, has_result: threading.Event) -> Iterator[KvPuller]:
-    made = KvPuller([cast(KvClient, client)], has_result.set)
+    made = KvPuller([cast(KvClient, client)], cast(LeaseClient, client), has_result.set)
     yield made
     made.close()
 

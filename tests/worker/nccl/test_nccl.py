@@ -117,7 +117,7 @@ class Reader:
         self.pool = NcclPool(DevicePool(torch.from_numpy(self.blocks)), self.fake)
         self.transport = NcclReader(self.pool, token)
         leases = LeaseClient()
-        self.client = KvClient(GEOMETRY, {"nccl": self.transport, "shm": ShmReader(self.blocks, leases)}, leases)
+        self.client = KvClient(GEOMETRY, {"nccl": self.transport, "shm": ShmReader(self.blocks, leases)})
 
     def pull(self, lease: PeerLease, positions: list[int], local: list[BlockId], seconds: float = 100.0) -> str:
         return self.client.pull(lease, positions, local, seconds).transport

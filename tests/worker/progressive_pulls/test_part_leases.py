@@ -17,7 +17,6 @@ from kvstore.pool.leases import new_epoch
 from kvstore.types import BlockId
 from tests.engine.scheduling.engines import BLOCK, assert_quiet, make_engine
 from worker.engine_process.open_request import OpenRequest
-from worker.kv.kv_exporter import KvExporter
 from worker.kv.kv_leases import KvLeases, PromptLeases
 from worker.kv.rank_pool import RankPool
 from worker.messages import KvOffer
@@ -28,7 +27,7 @@ GEOMETRY = PoolGeometry(full_attention(2, 2, 8, "float32"), NUM_BLOCKS, BLOCK, "
 PROMPT = list(range(1, 5 * BLOCK + 3))
 
 
-class Exporter(KvExporter):
+class CountingLeases(KvLeases):
     """Counts the blocks whose digests are computed."""
 
     num_digested = 0
@@ -47,9 +46,8 @@ class PrefillWorker:
         self.write_blocks(seed=0)
         rank = RankPool.__new__(RankPool)  # without shared memory
         rank.host_blocks = self.blocks
-        self.exporter = Exporter([rank], self.engine.kv.give_back)
         handles = HandleWriter("worker", [HandleShard(GEOMETRY, ShardAddress())], 10.0)
-        self.leases = KvLeases(new_epoch(), self.exporter, handles, 10.0)
+        self.leases = CountingLeases(new_epoch(), [rank], self.engine.kv.give_back, handles, 10.0)
         self.exports = (PartLeases if in_parts else PromptLeases)(self.engine.kv, self.leases)
         self.open: dict[RequestId, OpenRequest] = {}
 
@@ -107,7 +105,7 @@ def test_each_chunk_is_leased_and_digested_once() -> None:
     for part in parts:
         worker.check(part.handle, 2)
     worker.check(whole, 6)
-    assert worker.exporter.num_digested == 6
+    assert worker.leases.num_digested == 6
     worker.end_leases()
 
 

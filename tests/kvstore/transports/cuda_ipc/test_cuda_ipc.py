@@ -104,7 +104,7 @@ def transport(device: HostDevice) -> Iterator[CudaIpcReader]:
 @pytest.fixture
 def client(device: HostDevice, transport: CudaIpcReader) -> Iterator[KvClient]:
     leases = LeaseClient()
-    client = KvClient(GEOMETRY, {"cuda_ipc": transport, "shm": ShmReader(device.pool, leases)}, leases)
+    client = KvClient(GEOMETRY, {"cuda_ipc": transport, "shm": ShmReader(device.pool, leases)})
     yield client
     client.close()
 
@@ -130,7 +130,7 @@ def test_shared_memory_takes_over_where_the_device_cannot_reach(
 def test_what_does_not_fit_is_refused(tmp_path: Path, transport: CudaIpcReader, device: HostDevice) -> None:
     owner = GpuOwner(tmp_path)
     with pytest.raises(HandshakeError, match="here"):
-        KvClient(OTHER_DTYPE, {"cuda_ipc": transport}, LeaseClient()).pull(owner.device_peer([1]), [0], ids(0))
+        KvClient(OTHER_DTYPE, {"cuda_ipc": transport}).pull(owner.device_peer([1]), [0], ids(0))
     with pytest.raises(TransferError, match="epoch"):
         transport.pull(pull_of_one(with_shard(owner.device_peer([1]), epoch=Epoch(5))))
     for number in (8, -1):

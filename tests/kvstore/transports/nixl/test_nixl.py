@@ -69,7 +69,7 @@ def agent() -> NixlAgent:
 
 def nixl_client(geometry: PoolGeometry, pool: Blocks, agent: NixlAgent, token: str = "") -> KvClient:
     leases = LeaseClient(token)
-    return KvClient(geometry, {"nixl": NixlReader(pool, leases, agent)}, leases)
+    return KvClient(geometry, {"nixl": NixlReader(pool, leases, agent)})
 
 
 @contextmanager

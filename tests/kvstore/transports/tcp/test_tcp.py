@@ -77,8 +77,10 @@ async def test_refusals(tmp_path: Path, client: KvClient) -> None:
             await asyncio.to_thread(stranger.pull, peer, [0], ids(0))
         other.close()
         stranger.close()
+    leases = LeaseClient("secret")
     with pytest.raises(UnavailableError):
-        await asyncio.to_thread(client.release, peer)
+        await asyncio.to_thread(leases.release, peer)
+    leases.close()
 
 
 async def test_blocks_in_gpu_memory_are_read_from_the_rows_that_they_were_copied_to(

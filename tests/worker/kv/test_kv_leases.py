@@ -17,7 +17,7 @@ from kvstore.handle.pool_info import PoolInfo
 from kvstore.layout import Shard
 from kvstore.pool.block_pool import BlockPool
 from kvstore.pool.digest import digest_blocks
-from kvstore.pool.leases import LeaseTable, new_epoch
+from kvstore.pool.leases import Lease
 from kvstore.transports.client import KvClient
 from kvstore.transports.host_pull import BlockPull, SourcePart
 from kvstore.transports.lease_client import LeaseClient
@@ -26,13 +26,13 @@ from kvstore.types import BlockId, Epoch, LeaseId, WorkerId
 from tests.kvstore.helpers import GEOMETRY, ids, with_shard
 from tests.kvstore.ranks import Ranks, geometry_of, running
 from worker.kv.device_pool import DevicePool
-from worker.kv.kv_exporter import KvExporter
 from worker.kv.kv_leases import KvLeases
 from worker.kv.pinned_staging import HostRows, StagedReader
 from worker.kv.rank_pool import DeviceRankPool, RankPool
 
 NUM_BLOCKS, NUM_ROWS, HEADS = 6, 4, 4
-PARTS = [SourcePart(PeerShard(LeaseId("l"), WorkerId("w"), Epoch(1), GEOMETRY, ShardAddress(), (), ()))]
+EPOCH = Epoch(1)
+PARTS = [SourcePart(PeerShard(LeaseId("l"), WorkerId("w"), EPOCH, GEOMETRY, ShardAddress(), (), ()))]
 
 
 class Parts:
@@ -47,12 +47,19 @@ class Parts:
         self.device_pool = DevicePool(self.kv_pool)
         rank: Any = DeviceRankPool.__new__(DeviceRankPool)  # without the memory of one
         rank.device, rank.rows = self.device_pool, self.rows
-        self.exporter = KvExporter([rank], self.pool.release)
-        self.leases = LeaseTable(new_epoch())
+        self.leases = leases_of(rank, self.pool)
+
+    def lease(self, num_blocks: int) -> Lease:
+        return self.leases.grant(self.pool.allocate(num_blocks), [[]], 0, time.monotonic()).lease
 
     @property
     def num_free_rows(self) -> int:
         return self.rows._rows.num_available
+
+
+def leases_of(rank: RankPool, pool: BlockPool) -> KvLeases:
+    handles = HandleWriter("w", [HandleShard(GEOMETRY, ShardAddress())], 60.0)
+    return KvLeases(EPOCH, [rank], pool.release, handles, 60.0)
 
 
 @pytest.fixture
@@ -84,35 +91,36 @@ def block_pull(positions: list[int], local: list[BlockId], seconds: float = 60.0
 
 
 def test_digests_are_those_of_the_host(parts: Parts) -> None:
-    assert parts.exporter.digests(ids(4, 0)) == [digest_blocks(parts.bytes[[4, 0]])]
-    assert parts.exporter.digests([]) == [[]]
+    assert parts.leases.digests(ids(4, 0)) == [digest_blocks(parts.bytes[[4, 0]])]
+    assert parts.leases.digests([]) == [[]]
 
 
 def test_a_lease_keeps_its_blocks_and_is_staged_only_when_asked(parts: Parts) -> None:
-    blocks = parts.pool.allocate(2)
-    lease = parts.leases.grant(blocks, 0.0, 1.0)
+    lease = parts.lease(2)
+    blocks = list(lease.block_ids)
     assert (parts.pool.num_used, parts.num_free_rows) == (2, NUM_ROWS)
-    rows = parts.exporter.stage(lease, 0)
+    rows = parts.leases.stage(lease.lease_id, 0)
     assert rows is not None
-    assert parts.exporter.stage(lease, 0) == rows
+    assert parts.leases.stage(lease.lease_id, 0) == rows
     np.testing.assert_array_equal(parts.rows.blocks[rows], parts.bytes[blocks])
     assert parts.num_free_rows == NUM_ROWS - 2
-    rows = parts.exporter.stage(lease, 1)
+    rows = parts.leases.stage(lease.lease_id, 1)
     assert rows is not None
     np.testing.assert_array_equal(parts.rows.blocks[rows], parts.bytes[blocks[1:]])
     assert parts.num_free_rows == NUM_ROWS - 3
-    parts.exporter.end_export(lease)
+    assert parts.leases.release(lease.lease_id, EPOCH)
     assert (parts.pool.num_used, parts.num_free_rows) == (0, NUM_ROWS)
-    unstaged = parts.leases.grant(parts.pool.allocate(1), 0.0, 1.0)
-    parts.exporter.end_export(unstaged)
+    assert parts.leases.stage(lease.lease_id, 0) is None
+    unstaged = parts.lease(1)
+    assert parts.leases.release(unstaged.lease_id, EPOCH)
     assert parts.pool.num_used == 0
 
 
 def test_without_room_nothing_is_staged_and_nothing_lost(parts: Parts) -> None:
-    lease = parts.leases.grant(parts.pool.allocate(5), 0.0, 1.0)
-    assert parts.exporter.stage(lease, 0) is None
-    assert parts.exporter.stage(lease, 5) is None  # there is no such block
-    parts.exporter.end_export(lease)
+    lease = parts.lease(5)
+    assert parts.leases.stage(lease.lease_id, 0) is None
+    assert parts.leases.stage(lease.lease_id, 5) is None  # there is no such block
+    assert parts.leases.release(lease.lease_id, EPOCH)
     assert (parts.pool.num_used, parts.num_free_rows) == (0, NUM_ROWS)
 
 
@@ -148,32 +156,29 @@ def test_a_pull_waits_for_rows_until_its_deadline(parts: Parts) -> None:
 
 
 def test_blocks_in_host_memory_stay_where_they_are(tmp_path: Path) -> None:
-    pool, ended = BlockPool(GEOMETRY.num_blocks), []
-    rank = RankPool(PoolInfo(WorkerId("w"), Epoch(1), GEOMETRY), str(tmp_path / "a.sock"))
+    pool = BlockPool(GEOMETRY.num_blocks)
+    rank = RankPool(PoolInfo(WorkerId("w"), EPOCH, GEOMETRY), str(tmp_path / "a.sock"))
     blocks = rank.host_blocks
     blocks[:] = np.random.default_rng(1).integers(0, 256, blocks.shape, dtype=np.uint8)
-    exporter = KvExporter([rank], pool.release, lambda: ended.append(True))
-    lease = LeaseTable(new_epoch()).grant(pool.allocate(2), 0.0, 1.0)
-    assert exporter.digests(lease.block_ids) == [digest_blocks(blocks[list(lease.block_ids)])]
-    assert exporter.stage(lease, 0) == list(lease.block_ids)
-    assert exporter.stage(lease, 1) == list(lease.block_ids[1:])
-    exporter.fence()
-    assert (ended, pool.num_used) == ([True], 2)
-    exporter.end_export(lease)
+    leases = leases_of(rank, pool)
+    lease = leases.grant(pool.allocate(2), [[]], 0, time.monotonic()).lease
+    assert leases.digests(lease.block_ids) == [digest_blocks(blocks[list(lease.block_ids)])]
+    assert leases.stage(lease.lease_id, 0) == list(lease.block_ids)
+    assert leases.stage(lease.lease_id, 1) == list(lease.block_ids[1:])
+    assert pool.num_used == 2
+    assert leases.release(lease.lease_id, EPOCH)
     assert pool.num_used == 0
     rank.close()
 
 
 def test_blocks_of_a_lease_that_is_being_sent_are_kept_after_its_end(parts: Parts) -> None:
-    leases = KvLeases(
-        Epoch(1), parts.exporter, HandleWriter("w", [HandleShard(GEOMETRY, ShardAddress())], 60.0), 60.0
-    )
+    leases = parts.leases
     lease, _ = leases.grant(parts.pool.allocate(2), [[1, 2]], 8, time.monotonic())
     other, _ = leases.grant(parts.pool.allocate(1), [[1]], 4, time.monotonic())
     for _ in range(2):
-        assert leases.hold(lease.lease_id, Epoch(1), [1]) == [lease.block_ids[1]]
-    assert leases.release(lease.lease_id, Epoch(1))
-    leases.hold(other.lease_id, Epoch(1), [0])
+        assert leases.hold(lease.lease_id, EPOCH, [1]) == [lease.block_ids[1]]
+    assert leases.release(lease.lease_id, EPOCH)
+    leases.hold(other.lease_id, EPOCH, [0])
     assert leases.expire(time.monotonic() + 100) == [other.lease_id]
     leases.let_go(lease.lease_id)
     assert leases.expire(time.monotonic()) == []
@@ -186,7 +191,7 @@ def test_blocks_of_a_lease_that_is_being_sent_are_kept_after_its_end(parts: Part
     assert (len(leases), parts.pool.num_used) == (0, 0)
     for lease_id, positions in ((lease.lease_id, [0]), (LeaseId("guess"), [0])):
         with pytest.raises(TransferError, match="unknown or released"):
-            leases.hold(lease_id, Epoch(1), positions)
+            leases.hold(lease_id, EPOCH, positions)
 
 
 # -- a peer's host memory without rows in between --------------------------------------------------------------------
@@ -199,7 +204,7 @@ class Reader:
         self.rows = torch.zeros(NUM_ROWS, geometry.block_bytes, dtype=torch.uint8)
         rows, leases, device_pool = HostRows(self.rows.numpy(), self.rows), LeaseClient(), DevicePool(self.kv_pool)
         staged = StagedReader(ShmReader(rows.blocks, leases), rows, device_pool)
-        self.client = KvClient(geometry, {"shm": DeviceShmReader(device_pool, staged, leases)}, leases)
+        self.client = KvClient(geometry, {"shm": DeviceShmReader(device_pool, staged, leases)})
 
 
 async def test_equal_shards_go_straight_to_their_blocks(tmp_path: Path) -> None:
