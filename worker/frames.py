@@ -12,7 +12,7 @@ import socket
 
 import msgspec
 
-from kvstore.transports.unix_socket import HEADER, body_size, pack, read_frame, unpack
+from kvstore.transports.sockets import HEADER, body_size, pack, read_frame, unpack
 from worker.messages import Message, ToEngine, ToFront
 
 MAX_FRAME_BYTES = 256 << 20

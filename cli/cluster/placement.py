@@ -1,4 +1,4 @@
-"""Which workers a machine's GPUs get by default, and which GPUs each worker takes. Pure.
+"""Which GPUs a machine has, which workers it gets by default, and which GPUs each worker takes. Imports no torch.
 
 On a CPU a prefill and a decode worker share the cores, as a laptop's way to try disaggregation. On GPUs every worker
 does both: on one H200 two workers that share it take 154 ms instead of 51 to the first token and give 20 to 33% less
@@ -7,9 +7,15 @@ throughput, and on two a prefill worker beside a decode worker gave 5.6k tok/s w
 
 from __future__ import annotations
 
+import os
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+_DEVICE_FILE = re.compile(r"nvidia(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +34,25 @@ class Placement:
     gpus: tuple[str, ...]
     visible: str
     num_sharing: int  # workers on its fullest GPU, itself counted
+
+
+def uses_gpu(device: str) -> bool:
+    """Whether workers will run on a GPU: whether the driver's device file is there."""
+    return device == "cuda" or (device == "auto" and Path("/dev/nvidiactl").exists())
+
+
+def find_gpus(device: str, env: Mapping[str, str]) -> list[str]:
+    """Find the GPUs that workers can take; none when they will run on a CPU."""
+    return visible_gpus(env, os.listdir("/dev")) if uses_gpu(device) else []
+
+
+def visible_gpus(env: Mapping[str, str], device_files: Iterable[str]) -> list[str]:
+    """What CUDA_VISIBLE_DEVICES lists, else the number of every device file in /dev."""
+    listed = env.get(VISIBLE)
+    if listed is not None:
+        return [name for name in (part.strip() for part in listed.split(",")) if name and name != "-1"]
+    numbers = [int(match[1]) for name in device_files if (match := _DEVICE_FILE.fullmatch(name))]
+    return [str(number) for number in sorted(numbers)]
 
 
 def choose_workers(prefill: int | None, decode: int | None, num_ranks: int, num_gpus: int) -> Workers:

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cli.cluster.child import child_command, child_environment
-from cli.cluster.gpus import VISIBLE
-from cli.cluster.placement import Placement, place
+from cli.cluster.placement import VISIBLE, Placement, place
 from cli.cluster.ports import LOOPBACK
 from cli.cluster.service import ServiceSpec
 from common.config import ENV_PREFIX, setting, to_argv

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from cli.cluster.flags import GROUPS, parse_config
-from cli.cluster.gpus import find_gpus, uses_gpu
+from cli.cluster.placement import find_gpus, uses_gpu
 from cli.cluster.plan import ClusterConfig, plan_cluster, workers_of
 from cli.cluster.ports import LOOPBACK, check_port
 from cli.cluster.progress import StartDisplay

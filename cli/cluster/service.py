@@ -13,27 +13,14 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
+from cli.cluster.progress import StartDisplay
 from common.startup import NOTIFY_SOCKET
 from common.wings import has_wing
 
 TAIL_LINES = 12
 NOT_STARTED = 126  # a shell's exit code for a command that it can't start
 MAX_LINE_BYTES = 1 << 16
-
-
-class Display(Protocol):
-    """Where people see what services do; `name` is the service's."""
-
-    def line(self, name: str, text: str) -> None:
-        """Show a line that it wrote."""
-
-    def state(self, name: str, state: str) -> None:
-        """Show that it is starting, ready, failed or stopped."""
-
-    def status(self, name: str, text: str) -> None:
-        """Show what it says that it is doing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +39,7 @@ class ServiceSpec:
 class Service:
     """One running service: its process, its output line by line, and what it says that it is doing."""
 
-    def __init__(self, spec: ServiceSpec, display: Display) -> None:
+    def __init__(self, spec: ServiceSpec, display: StartDisplay) -> None:
         self.spec = spec
         self._display = display
         self._status: asyncio.DatagramTransport | None = None

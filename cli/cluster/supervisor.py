@@ -10,7 +10,8 @@ import asyncio
 import signal
 from collections.abc import Callable, Sequence
 
-from cli.cluster.service import Display, Service, ServiceSpec
+from cli.cluster.progress import StartDisplay
+from cli.cluster.service import Service, ServiceSpec
 from common.errors import MiniInferError
 from common.net.healthcheck import is_ready
 from common.wings import has_wing
@@ -60,7 +61,7 @@ class Supervisor:
     def __init__(
         self,
         specs: Sequence[ServiceSpec],
-        display: Display,
+        display: StartDisplay,
         exit_on_failure: bool = False,
         new_policy: Callable[[], RestartPolicy] = RestartPolicy,
     ) -> None:

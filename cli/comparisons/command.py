@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from cli.cluster.gpus import find_gpus, uses_gpu
+from cli.cluster.placement import find_gpus, uses_gpu
 from cli.comparisons.recording import Recording
 from cli.comparisons.result import Comparison, shown
 from common.model_files import DRY_RUN_MODEL_NAME

@@ -8,7 +8,7 @@ import sys
 from datetime import UTC, datetime
 from types import TracebackType
 
-from common.tracebacks import traceback_text
+from common.errors import traceback_text
 
 
 class JsonFormatter(logging.Formatter):

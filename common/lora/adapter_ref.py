@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.errors import ConfigError
-from common.file_digest import sampled_digest
 from common.lora.adapter_config import CONFIG_NAME
+from common.model_files import sampled_digest
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 DIGEST_CHARS = 32

@@ -13,12 +13,11 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 import grpc
-from grpc_health.v1 import health
+from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection
 
 from common.errors import ConfigError, MiniInferError, mapping_for, public_message
 from common.net.hosts import is_loopback, with_port
-from common.net.rpc_health import HealthService
 
 TOKEN_KEY = "mini-infer-token"
 MAX_REQUEST_BYTES = 8 << 20  # a prompt of a million tokens takes 4 MB, its KV handle included
@@ -26,13 +25,16 @@ MAX_REPLY_BYTES = 64 << 20  # a snapshot of cached keys, log-probabilities of a 
 MAX_CALLS_PER_CONNECTION = 256
 BEAT_SECONDS = 0.5  # of the event loop, see `RpcServer.is_ready`
 SILENT_SECONDS = 3.0
+MAX_WATCHERS = 64
 
 if TYPE_CHECKING:  # the stubs make these generic; at run time they are not
     Context = grpc.aio.ServicerContext[Any, Any]
     Interceptor = grpc.aio.ServerInterceptor[Any, Any]
+    GenericHandler = grpc.GenericRpcHandler[Any, Any]
 else:
     Context = grpc.aio.ServicerContext
     Interceptor = grpc.aio.ServerInterceptor
+    GenericHandler = grpc.GenericRpcHandler
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", 5_000),
@@ -101,6 +103,56 @@ class TokenInterceptor(Interceptor):
         if hmac.compare_digest(sent_bytes, self._token):
             return handler
         return self._deny
+
+
+class HealthService:
+    """Readiness of a whole server, for unauthenticated callers, of whom nothing is read; not serving until it is set.
+
+    All services are ready or not together, so the name that a caller sends does not matter, and an unknown one is not
+    told apart. Both methods are registered as streams: grpc.aio receives the request of a unary method first, up to
+    the limit that is meant for prompts, and what was received stays in memory until the garbage collector runs.
+    """
+
+    def __init__(self) -> None:
+        self.is_serving = False
+        self._changed = asyncio.Condition()
+        self._num_watchers = 0
+
+    async def set_serving(self, serving: bool) -> None:
+        async with self._changed:
+            self.is_serving = serving
+            self._changed.notify_all()
+
+    def handler(self) -> GenericHandler:
+        """What a server's `add_generic_rpc_handlers` takes."""
+        serialize = health_pb2.HealthCheckResponse.SerializeToString
+        methods = {
+            "Check": grpc.stream_stream_rpc_method_handler(self._check, response_serializer=serialize),
+            "Watch": grpc.stream_stream_rpc_method_handler(self._watch, response_serializer=serialize),
+        }
+        return grpc.method_handlers_generic_handler(health.SERVICE_NAME, methods)
+
+    async def _check(self, _requests: Any, context: Context) -> None:
+        await context.write(_response(self.is_serving))
+
+    async def _watch(self, _requests: Any, context: Context) -> None:
+        if self._num_watchers == MAX_WATCHERS:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many watchers")
+        self._num_watchers += 1
+        try:
+            while True:
+                told = self.is_serving
+                await context.write(_response(told))
+                async with self._changed:
+                    while self.is_serving == told:
+                        await self._changed.wait()
+        finally:
+            self._num_watchers -= 1
+
+
+def _response(serving: bool) -> health_pb2.HealthCheckResponse:
+    status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+    return health_pb2.HealthCheckResponse(status=status)
 
 
 class RpcServer:

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from common.errors import ConfigError
-from common.file_digest import sampled_digest
-from common.model_files import ModelFiles
+from common.model_files import ModelFiles, sampled_digest
 from common.text.load import load_tokenizer
 from common.text.tokenizer import Tokenizer
 from common.wings import has_wing, require_wing

@@ -18,7 +18,7 @@ from common.errors import MiniInferError, TransferError
 from common.logging import RateLimit
 from kvstore.tier.protocol import MAX_FRAME_BYTES, TierSession, parse_hello
 from kvstore.tier.regions import Regions
-from kvstore.transports.unix_socket import UnixListener, pack, read_frame
+from kvstore.transports.sockets import UnixListener, pack, read_frame
 
 logger = logging.getLogger(__name__)
 logger.addFilter(RateLimit())

@@ -22,7 +22,7 @@ from kvstore.tier.key_filter import KeyFilter, num_cells
 from kvstore.tier.protocol import MAX_FRAME_BYTES
 from kvstore.tier.remap import map_fd_in_place
 from kvstore.transports.shared_memory import map_fd
-from kvstore.transports.unix_socket import connect_unix, recv_frame, send_frame
+from kvstore.transports.sockets import connect_unix, recv_frame, send_frame
 from kvstore.types import BlockKey, HostSlot
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,7 @@ from pathlib import Path
 
 from common.errors import TransferError
 from kvstore.handle.pool_info import PoolInfo, info_from_wire, info_to_wire
-from kvstore.transports.listening import accepted
-from kvstore.transports.unix_socket import UnixListener, connect_unix, recv_frame, send_frame
+from kvstore.transports.sockets import UnixListener, accepted, connect_unix, recv_frame, send_frame
 
 MAX_INFO_BYTES = 1 << 16
 SEND_TIMEOUT_SECONDS = 1.0

@@ -21,9 +21,9 @@ from common.errors import (
     UnauthenticatedError,
     mapping_for,
     public_message,
+    traceback_text,
 )
 from common.logging import RateLimit, about
-from common.tracebacks import traceback_text
 
 logger = logging.getLogger(__name__)
 logger.addFilter(RateLimit())

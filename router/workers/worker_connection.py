@@ -16,9 +16,8 @@ import grpc
 from grpc.aio import EOF  # type: ignore[attr-defined]
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from common.errors import HandshakeError
+from common.errors import HandshakeError, traceback_text
 from common.net.rpc import open_channel, token_metadata
-from common.tracebacks import traceback_text
 from protos import decode_pb2_grpc, prefill_pb2_grpc
 from protos import types_pb2 as pb
 from router.workers.worker_link import WorkerLink

@@ -10,7 +10,7 @@ import pytest
 from common.errors import TransferError
 from common.token_ids import pack_ids
 from engine.request import RequestId, SamplingParams
-from kvstore.transports.unix_socket import HEADER, pack
+from kvstore.transports.sockets import HEADER, pack
 from kvstore.types import BlockKey
 from worker.frames import MAX_FRAME_BYTES, FrameSocket, read_message
 from worker.messages import Cancel, StepReport, Stop, Submit, ToEngine

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from common.errors import ConfigError, TransferError, UnavailableError
 from common.wings import has_wing
-from kvstore.transports.unix_socket import pack
+from kvstore.transports.sockets import pack
 from worker.config import WorkerConfig
 from worker.frames import SOCKET_BUFFER_BYTES, read_message
 from worker.messages import Failed, Ready, Start, StepReport, Stop, ToEngine

@@ -13,10 +13,9 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable
 
-from common.errors import EngineError, InvalidRequestError, MiniInferError, UnavailableError
+from common.errors import EngineError, InvalidRequestError, MiniInferError, UnavailableError, traceback_text
 from common.logging import RateLimit
 from common.memory import Resident
-from common.tracebacks import traceback_text
 from engine.request import RequestId
 from kvstore.pool.events import EventLog
 from kvstore.pool.leases import LeaseTable

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvstore.handle.pool_info import PoolInfo
 from kvstore.transports.descriptor_server import DescriptorServer, receive_pool
-from kvstore.transports.unix_socket import connect_unix, has_gone
+from kvstore.transports.sockets import connect_unix, has_gone
 
 MAX_HELD = 256
 

@@ -8,7 +8,7 @@ import socket
 from typing import Any
 
 from common.errors import TransferError
-from kvstore.transports.unix_socket import recv_frame, send_frame
+from kvstore.transports.sockets import recv_frame, send_frame
 
 REPLY_SECONDS = 2.0
 MAX_REPLY_BYTES = 4096

@@ -22,8 +22,8 @@ from kvstore.handle.copies import runs_of
 from kvstore.handle.handle import PeerShard
 from kvstore.transports.host_pull import BlockPull, Blocks, pull_parts
 from kvstore.transports.lease_client import LeaseClient
+from kvstore.transports.sockets import has_gone
 from kvstore.transports.transport import LocalPool, Reader, Transport
-from kvstore.transports.unix_socket import has_gone
 from protos import kvstore_pb2
 
 MAX_STREAMS = 4  # of a pull

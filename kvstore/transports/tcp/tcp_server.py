@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 
 from common.errors import ConfigError
-from kvstore.transports.listening import accepted
+from kvstore.transports.sockets import accepted
 
 
 class TcpServer:

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from cli.cluster.flags import build_parser, parse_config
-from cli.cluster.gpus import visible_gpus
-from cli.cluster.placement import Placement, choose_workers, place
+from cli.cluster.placement import Placement, choose_workers, place, visible_gpus
 from cli.cluster.plan import plan_cluster
 from cli.cluster.ports import free_ports
 from cli.cluster.serve import check_ports, placement_lines, ready_message

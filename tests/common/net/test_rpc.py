@@ -14,8 +14,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from common.net.rpc import MAX_REQUEST_BYTES, RpcServer, open_channel, token_metadata
-from common.net.rpc_health import MAX_WATCHERS
+from common.net.rpc import MAX_REQUEST_BYTES, MAX_WATCHERS, RpcServer, open_channel, token_metadata
 from protos import kvstore_pb2, kvstore_pb2_grpc
 from worker.service import STOP_SECONDS
 

@@ -23,7 +23,7 @@ from kvstore.tier.agent_server import serve
 from kvstore.tier.host_tier import HostTier
 from kvstore.tier.regions import Regions
 from kvstore.tier.settings import AgentConfig
-from kvstore.transports.unix_socket import connect_unix, recv_frame, send_frame
+from kvstore.transports.sockets import connect_unix, recv_frame, send_frame
 from kvstore.types import HostSlot
 from tests.harness.processes import until_stopped
 from tests.harness.waiting import wait_until

@@ -11,7 +11,7 @@ import pytest
 from common.errors import ConfigError, TransferError, UnavailableError
 from kvstore.transports.descriptor_server import DescriptorServer, fetch_pool
 from kvstore.transports.shared_memory import map_fd, reopen_read_only
-from kvstore.transports.unix_socket import UnixListener, send_frame
+from kvstore.transports.sockets import UnixListener, send_frame
 from tests.harness.waiting import wait_until
 from tests.kvstore.helpers import GEOMETRY, Owner, num_descriptors_of
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from common.errors import EngineError
+from common.errors import EngineError, traceback_text
 from common.logging import RateLimit
-from common.tracebacks import traceback_text
 from protos import types_pb2 as pb
 from router.api.text import ChoiceText
 from router.dispatch import Dispatcher

@@ -11,7 +11,7 @@ import pytest
 from common.errors import ConfigError, UnavailableError
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
-from kvstore.transports.unix_socket import pack
+from kvstore.transports.sockets import pack
 from worker.config import WorkerConfig
 from worker.front.engine_client import EngineClient
 from worker.messages import EngineLoad, Failed, Start, StepReport, Stop

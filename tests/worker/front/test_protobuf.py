@@ -20,7 +20,7 @@ from common.model_files import resolve_model
 from common.text.load import load_tokenizer
 from common.token_ids import pack_ids
 from engine.request import FinishReason, Request, RequestId, SamplingParams, TokenLogprobs
-from kvstore.transports.unix_socket import pack
+from kvstore.transports.sockets import pack
 from protos import types_pb2 as pb
 from router.features import COMPLETION_BODY, Features
 from router.workers.model_workers import ModelLimits

@@ -19,11 +19,11 @@ from common.net.rpc import open_channel, token_metadata
 from kvstore.layout import full_attention
 from kvstore.transports.client import KvClient
 from kvstore.transports.lease_client import LeaseClient
+from kvstore.transports.sockets import has_gone
 from kvstore.transports.staging import StagingTable
 from kvstore.transports.tcp import block_server
 from kvstore.transports.tcp import reader as tcp
 from kvstore.transports.tcp.reader import ticket_for
-from kvstore.transports.unix_socket import has_gone
 from kvstore.types import Epoch, LeaseId
 from protos import kvstore_pb2, kvstore_pb2_grpc
 from tests.harness.waiting import wait_until

@@ -1,4 +1,4 @@
-"""Unix sockets of the KV store: private listeners, and msgpack frames that may carry descriptors.
+"""Sockets of the KV store: private Unix listeners, and msgpack frames that may carry descriptors.
 
 A frame is a little-endian uint32 length and as many bytes of msgpack. Whatever a peer sends, reading ends in a
 message, or in TransferError; nothing is allocated beyond the bound that the reader names.
@@ -8,21 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 import stat
 import struct
+import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from common.errors import ConfigError, TransferError, UnavailableError
+from common.logging import RateLimit
+
+logger = logging.getLogger(__name__)
+logger.addFilter(RateLimit())
 
 HEADER = struct.Struct("<I")
 ANYTHING = msgspec.msgpack.Decoder()
+RETRY_SECONDS = 0.1
 MAX_PATH_BYTES = 107  # of sockaddr_un on Linux
 
 
@@ -57,6 +64,21 @@ class UnixListener:
         with contextlib.suppress(FileNotFoundError):
             if _identity(self.path) == self._identity:
                 self.path.unlink()
+
+
+def accepted(listener: socket.socket, is_closing: Callable[[], bool], purpose: str) -> Iterator[socket.socket]:
+    """Yield connections as they come, until `listener` fails while it is being closed."""
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except OSError as error:
+            if is_closing():
+                return
+            # Out of descriptors, most likely: a moment later there may be some again.
+            logger.warning("cannot accept a connection for %s: %s", purpose, error.strerror)
+            time.sleep(RETRY_SECONDS)
+            continue
+        yield connection
 
 
 def connect_unix(path: str, timeout_seconds: float) -> socket.socket:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import ConfigError, TransferError, UnavailableError
-from kvstore.transports.unix_socket import (
+from kvstore.transports.sockets import (
     HEADER,
     UnixListener,
     connect_unix,
