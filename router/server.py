@@ -20,9 +20,8 @@ from common.logging import RateLimit, report_end, setup_logging, write_line
 from common.memory import TRIM_SECONDS, share_one_heap, trim_heap
 from common.model_files import resolve_model
 from common.net.hosts import socket_family, with_port
-from common.net.scrape import serve_scrapes
 from common.text.load import load_tokenizer
-from common.wings import has_wing
+from common.wings import has_wing, require_wing
 from router.app import create_app
 from router.config import HttpConfig, RouterConfig
 from router.gateway import Gateway
@@ -150,6 +149,8 @@ def _serve_metrics(gateway: Gateway, loop: asyncio.AbstractEventLoop) -> Callabl
     config = gateway.config
     if not config.metrics_port:
         return lambda: None
+    require_wing("common.metrics_port", "--metrics-port")
+    from common.metrics_port.server import serve_scrapes
 
     async def text() -> bytes:
         return gateway.metrics_text()

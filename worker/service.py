@@ -22,6 +22,7 @@ from common.memory import TRIM_SECONDS, resident, share_one_heap, trim_heap
 from common.net.hosts import with_port
 from common.net.rpc import RpcServer
 from common.version import VERSION
+from common.wings import require_wing
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
 from protos import types_pb2 as pb
@@ -30,7 +31,6 @@ from worker.front.engine_client import EngineClient
 from worker.front.front import WorkerFront
 from worker.front.servicer import add_kv_service, register
 from worker.messages import Start
-from worker.metrics import WorkerMetrics
 
 WATCH_INTERVAL_SECONDS = 0.25
 DRAIN_INTERVAL_SECONDS = 0.05
@@ -92,9 +92,11 @@ async def _serve(role: str, settings: Start, run_dir: str) -> int:
         info = pb.WorkerInfo(worker_id=worker.worker_id, role=role, version=VERSION, **asdict(engine.ready.info))
         leases, staging, kv_service = add_kv_service(server, engine, worker)
         front = WorkerFront(engine, leases, info, staging)
-        metrics = WorkerMetrics(front)
         if worker.metrics_port:
-            metrics.serve(worker.host, worker.metrics_port, server.is_ready)
+            require_wing("worker.metrics_port", "--metrics-port")
+            from worker.metrics_port.worker_metrics import WorkerMetrics
+
+            WorkerMetrics(front).serve(worker.host, worker.metrics_port, server.is_ready)
         register(role, server, front)
         await server.start()
         await server.set_serving(True)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from common.metrics import MetricSet, export_start_time, gauge
-from common.net.scrape import serve_scrapes
+from common.metrics_port.server import serve_scrapes
 from kvstore.tier.agent import TierServer
 from kvstore.tier.regions import Regions
 

@@ -6,7 +6,7 @@ no service exports is a KeyError while the dashboards are built.
 
 from __future__ import annotations
 
-from common.metrics import ROUTER_SPECS, START_TIME, WORKER_SPECS, MetricSpec, wing_specs
+from common.metrics import ROUTER_SPECS, START_TIME, MetricSpec, wing_specs
 
 NAMESPACE = 'namespace=~"$namespace"'
 MODEL = f'{NAMESPACE}, model_name=~"$model"'
@@ -15,7 +15,7 @@ WORKER = f'{MODEL}, role=~"$role", worker=~"$worker"'
 _SELECTORS: dict[str, tuple[MetricSpec, str]] = {
     START_TIME.name: (START_TIME, NAMESPACE),
     **{spec.name: (spec, MODEL) for spec in ROUTER_SPECS},
-    **{spec.name: (spec, WORKER) for spec in (*WORKER_SPECS, *wing_specs("engine"))},
+    **{spec.name: (spec, WORKER) for spec in (*wing_specs("worker"), *wing_specs("engine"))},
     **{spec.name: (spec, NAMESPACE) for spec in wing_specs("kvstore")},
 }
 ONE_WORKER = "namespace, model_name, role, worker"  # labels of one worker, whatever Prometheus adds

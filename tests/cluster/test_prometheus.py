@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from common.metrics import ROUTER_SPECS, START_TIME, WORKER_SPECS, wing_specs
+from common.metrics import ROUTER_SPECS, START_TIME, wing_specs
 from tests.cluster.prometheus_scenario import DASHBOARDS, RATE_INTERVAL, RULES, SCHEMES, Observed, observe
 from tests.cluster.prometheus_server import INSTALLED
 
@@ -31,7 +31,7 @@ QUERIES = {
     for target in panel.get("targets", [])
 }
 
-WORKER_METRICS = (*WORKER_SPECS, *wing_specs("engine"))
+WORKER_METRICS = (*wing_specs("worker"), *wing_specs("engine"))
 # What the twelve panels of vLLM's dashboard (examples/observability/prometheus_grafana) ask for, by metric and label.
 _OF_MODEL = '{model_name="dry-run"}'
 _LATENCIES = ("e2e_request_latency", "inter_token_latency", "time_to_first_token")

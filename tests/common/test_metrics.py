@@ -5,25 +5,27 @@ from __future__ import annotations
 import pytest
 
 from common.errors import ConfigError
-from common.metrics import SPECS, MetricSet
+from common.metrics import SPECS, MetricSet, wing_specs
+
+ALL_SPECS = (*SPECS, *wing_specs("worker"))
 
 
 def test_names_are_unique_and_of_the_two_families() -> None:
-    names = [spec.name for spec in SPECS]
+    names = [spec.name for spec in ALL_SPECS]
     assert len(names) == len(set(names))
     assert all(name.startswith(("vllm:", "mini_infer_")) for name in names)
-    assert all(bool(spec.buckets) == (spec.kind == "histogram") for spec in SPECS)
-    assert all(list(spec.buckets) == sorted(set(spec.buckets)) for spec in SPECS)
+    assert all(bool(spec.buckets) == (spec.kind == "histogram") for spec in ALL_SPECS)
+    assert all(list(spec.buckets) == sorted(set(spec.buckets)) for spec in ALL_SPECS)
 
 
 def test_every_metric_can_be_made_and_shown() -> None:
-    metrics = MetricSet({"model_name": "m"})
-    for spec in SPECS:
+    metrics = MetricSet({"model_name": "m"}, wings=wing_specs("worker"))
+    for spec in ALL_SPECS:
         labels = dict.fromkeys(spec.labels, "x")
         getattr(metrics, spec.kind)(spec.name, **labels)
     text = metrics.render().decode()
-    assert all(f"{spec.name}" in text for spec in SPECS)
-    assert text.count('model_name="m"') > len(SPECS)
+    assert all(f"{spec.name}" in text for spec in ALL_SPECS)
+    assert text.count('model_name="m"') > len(ALL_SPECS)
 
 
 def test_sets_are_independent() -> None:

@@ -20,7 +20,7 @@ RUNBOOKS = ROOT / "docs" / "operating.md"
 COMMON_LABELS = {"le", "model_name", "role", "worker", "namespace"}
 OF_A_TARGET = {"job", "instance"}  # alerts may join on them, nobody may ask for a value
 SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
-ALL_SPECS = (*SPECS, *wing_specs("engine"), *wing_specs("kvstore"))
+ALL_SPECS = (*SPECS, *wing_specs("worker"), *wing_specs("engine"), *wing_specs("kvstore"))
 EXPORTED = {spec.name + suffix: spec for spec in ALL_SPECS for suffix in SUFFIXES[spec.kind]}
 
 ALERTS = yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"][0]["rules"]

@@ -23,6 +23,7 @@ def start(port: int, metrics_port: int, log: Path) -> Service:
     return router
 
 
+@pytest.mark.wing("common.metrics_port")
 def test_metrics_can_be_scraped_without_the_key(tmp_path: Path) -> None:
     port, metrics_port = free_ports(2)
     router = start(port, metrics_port, tmp_path / "log")
@@ -47,6 +48,7 @@ def test_metrics_can_be_scraped_without_the_key(tmp_path: Path) -> None:
         router.kill()
 
 
+@pytest.mark.wing("common.metrics_port")
 def test_a_metrics_port_that_is_taken_is_named(tmp_path: Path) -> None:
     [port] = free_ports(1)
     with socket.create_server((METRICS_HOST, 0)) as taken:

@@ -11,7 +11,6 @@ from cli.cluster.ports import free_ports
 from common.net import healthcheck, rpc
 from common.net.healthcheck import is_ready, main
 from common.net.rpc import RpcServer
-from common.net.scrape import serve_scrapes
 from tests.harness.waiting import until
 
 
@@ -53,7 +52,10 @@ async def test_http(reply, ready):
         await closed.wait()
 
 
+@pytest.mark.wing("common.metrics_port")
 async def test_grpc_and_http_follow_the_service(monkeypatch):
+    from common.metrics_port.server import serve_scrapes
+
     monkeypatch.setattr(rpc, "SILENT_SECONDS", 60.0)
     server = RpcServer("127.0.0.1", 0, token="secret")  # health needs no token
     [port] = free_ports(1)

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 import yaml
 
-from common.metrics import SPECS
+from common.metrics import SPECS, wing_specs
 from tests.deploy.kubernetes.kustomize import ROOT, Rendered
 
 ADAPTER = yaml.safe_load((ROOT / "k8s" / "components" / "autoscaling" / "adapter-values.yaml").read_text())
@@ -62,7 +62,7 @@ def test_autoscalers_ask_for_what_the_adapter_offers():
 
 @needs_kubectl
 def test_series_are_exported():
-    exported = {spec.name for spec in SPECS if spec.kind == "gauge"}
+    exported = {spec.name for spec in (*SPECS, *wing_specs("worker")) if spec.kind == "gauge"}
     queries = [rule["seriesQuery"] for rule in RULES.values()] + [
         t["query"] for ts in triggers().values() for t in ts
     ]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from common.metrics import MetricSet, MetricSpec, export_start_time, wing_specs
-from common.net.scrape import serve_scrapes
+from common.metrics_port.server import serve_scrapes
 from worker.front.front import WorkerFront
 from worker.messages import EngineLoad, Pull, StepReport
+from worker.metrics_port.metrics import METRICS
 
 BLOCK_STATES = ("free", "cached", "used")
 NO_TRANSPORT = "none"  # of a pull that failed before one was chosen
@@ -20,7 +21,7 @@ class WorkerMetrics:
         self._front = front
         info = front.info
         labels = {"model_name": info.model, "role": info.role, "worker": info.worker_id}
-        self._set = metrics = MetricSet(labels, wings=wing_specs("engine"))
+        self._set = metrics = MetricSet(labels, wings=(*METRICS, *wing_specs("engine")))
         export_start_time(metrics)
         self._counters = {
             "preemptions": metrics.counter("vllm:num_preemptions"),

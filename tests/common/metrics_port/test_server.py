@@ -10,7 +10,7 @@ import pytest
 
 from common.errors import ConfigError
 from common.metrics import MetricSet
-from common.net.scrape import serve_scrapes
+from common.metrics_port.server import serve_scrapes
 from tests.harness.clients import get
 from tests.harness.cluster import free_ports
 

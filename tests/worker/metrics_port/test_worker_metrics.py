@@ -13,7 +13,7 @@ from kvstore.types import Epoch
 from protos import types_pb2 as pb
 from worker.front.front import WorkerFront
 from worker.messages import EngineLoad, Pull, StepReport
-from worker.metrics import WorkerMetrics
+from worker.metrics_port.worker_metrics import WorkerMetrics
 
 INFO = pb.WorkerInfo(model="m", role="decode", worker_id="d", transports=["shm", "tcp"])
 
@@ -81,7 +81,7 @@ WING = (
 
 def test_metrics_of_a_wing_are_shown_from_the_start_and_observed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A counter's totals, a gauge's values and observations, without a line of the worker's that names them."""
-    monkeypatch.setattr("worker.metrics.wing_specs", {"engine": WING}.get)
+    monkeypatch.setattr("worker.metrics_port.worker_metrics.wing_specs", {"engine": WING}.get)
     metrics = make()
     metrics.observe(report())
     assert value(metrics, "mini_infer_eggs_total", 'nest="0"') == 0

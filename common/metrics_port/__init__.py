@@ -1,0 +1,1 @@
+"""The port for Prometheus and for health checks by HTTP."""

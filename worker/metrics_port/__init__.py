@@ -1,0 +1,1 @@
+"""Prometheus metrics of a worker, on the port for them."""
