@@ -40,9 +40,7 @@ class Owner:
         self._memory.serve()
         self._server = RpcServer("127.0.0.1", 0)
         handles = HandleWriter("owner", self._memory.shards(self._server.address), LEASE_SECONDS)
-        self._leases = KvLeases(
-            self._memory.epoch, self._memory.ranks, self._pool.release, handles, LEASE_SECONDS
-        )  # fmt: skip
+        self._leases = KvLeases(self._memory.epoch, self._memory.ranks, self._pool.release, handles)
         self._memory.send_leases(self._leases)
         self._staging = StagingTable(self._stage)
 

@@ -10,7 +10,7 @@ import asyncio
 import hmac
 import time
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import grpc
 from grpc_health.v1 import health, health_pb2
@@ -27,14 +27,7 @@ BEAT_SECONDS = 0.5  # of the event loop, see `RpcServer.is_ready`
 SILENT_SECONDS = 3.0
 MAX_WATCHERS = 64
 
-if TYPE_CHECKING:  # the stubs make these generic; at run time they are not
-    Context = grpc.aio.ServicerContext[Any, Any]
-    Interceptor = grpc.aio.ServerInterceptor[Any, Any]
-    GenericHandler = grpc.GenericRpcHandler[Any, Any]
-else:
-    Context = grpc.aio.ServicerContext
-    Interceptor = grpc.aio.ServerInterceptor
-    GenericHandler = grpc.GenericRpcHandler
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"  # generic in the stubs alone
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", 5_000),
@@ -75,7 +68,7 @@ def check_bind(host: str, token: str) -> None:
         )
 
 
-class TokenInterceptor(Interceptor):
+class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Answers UNAUTHENTICATED to every call but health checks that lacks the cluster token.
 
     A denied call is treated as a stream whatever the method is: the request of a unary one would be received first,
@@ -123,7 +116,7 @@ class HealthService:
             self.is_serving = serving
             self._changed.notify_all()
 
-    def handler(self) -> GenericHandler:
+    def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
         """What a server's `add_generic_rpc_handlers` takes."""
         serialize = health_pb2.HealthCheckResponse.SerializeToString
         methods = {

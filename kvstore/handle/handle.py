@@ -124,7 +124,7 @@ class HandleWriter:
         """Keep the shards that every handle names, in the order of ranks."""
         self._worker_id = WorkerId(worker_id)
         self._shards = shards
-        self._lease_seconds = lease_seconds
+        self.lease_seconds = lease_seconds
 
     def write(self, lease: Lease, num_tokens: int, digests: Sequence[Sequence[int]]) -> KvHandle:
         """The handle of a lease on blocks that hold the KV of `num_tokens`; of each shard one digest per block."""
@@ -132,7 +132,7 @@ class HandleWriter:
             pack_shard(shard.geometry, shard.address, lease.block_ids, own)
             for shard, own in zip(self._shards, digests, strict=True)
         )
-        return KvHandle(lease.lease_id, self._worker_id, lease.epoch, num_tokens, self._lease_seconds, shards)
+        return KvHandle(lease.lease_id, self._worker_id, lease.epoch, num_tokens, self.lease_seconds, shards)
 
 
 def pack_shard(

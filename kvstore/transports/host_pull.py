@@ -7,9 +7,8 @@ a source are read into a scratch area, and what is wanted is copied from there: 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -46,12 +45,9 @@ class BlockPull:
         return max(self.deadline - time.monotonic(), 0.0)
 
 
-class ReadBlocks(Protocol):
-    def __call__(
-        self, shard: PeerShard, positions: Sequence[int], blocks: Blocks, rows: Sequence[int], deadline_seconds: float
-    ) -> None:
-        """Copy the shard's blocks at `positions`, as they are, to those rows. Raises TransferError."""
-        ...
+# (shard, positions, blocks, rows, seconds): copies the shard's blocks at `positions`, as they are, to those rows of
+# `blocks`, within so many seconds. Raises TransferError.
+ReadBlocks = Callable[[PeerShard, Sequence[int], Blocks, Sequence[int], float], None]
 
 
 def pull_parts(read: ReadBlocks, pull: BlockPull, blocks: Blocks) -> list[list[int]]:

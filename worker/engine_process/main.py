@@ -80,7 +80,7 @@ def _start(link: FrameSocket, start: Start, beat: Callable[[], None]) -> EngineP
     puller = KvPuller(memory.clients, memory.leases, link.wake)
     memory.serve()
     handles = HandleWriter(worker.worker_id, memory.shards(start.kv_address), worker.kv_lease_seconds)
-    leases = KvLeases(memory.epoch, memory.ranks, engine.kv.give_back, handles, worker.kv_lease_seconds)
+    leases = KvLeases(memory.epoch, memory.ranks, engine.kv.give_back, handles)
     memory.send_leases(leases)
     prompt_leases = _prompt_leases(worker)(engine.kv, leases)
     # On a CPU steps in flight have ended when the loop gives blocks away, but for those of a pipeline: they end then.

@@ -46,7 +46,6 @@ class KvLeases:
         ranks: Sequence[RankPool],
         release: Callable[[Sequence[BlockId]], None],
         handles: HandleWriter,
-        lease_seconds: float,
     ) -> None:
         """ranks: of this worker, all in GPU memory or none. release: takes the blocks of leases that have ended."""
         self._table = LeaseTable(epoch)
@@ -55,8 +54,7 @@ class KvLeases:
         self._release_blocks = release
         self._staged: dict[LeaseId, dict[int, list[BlockId]]] = {}  # rows, by the first position
         self._handles = handles
-        self._lease_seconds = lease_seconds
-        self._lock = threading.Lock()  # of the table and what follows
+        self._lock = threading.Lock()  # held while it is decided whether a lease's blocks are kept for a sender
         self._num_holds: Counter[LeaseId] = Counter()
         self._held_ended: list[Lease] = []  # their blocks are still being sent
 
@@ -84,30 +82,25 @@ class KvLeases:
         self, block_ids: Sequence[BlockId], digests: Sequence[Sequence[int]], num_tokens: int, now: float
     ) -> Exported:
         """Lease blocks that hold the KV of `num_tokens`; their references are the lease's from now on."""
-        with self._lock:
-            lease = self._table.grant(block_ids, now, self._lease_seconds)
+        lease = self._table.grant(block_ids, now, self._handles.lease_seconds)
         return Exported(lease, self._handles.write(lease, num_tokens, digests))
 
     def renew(self, lease_id: LeaseId, epoch: Epoch, now: float, lease_seconds: float) -> None:
-        with self._lock:
-            self._table.renew(lease_id, epoch, now, lease_seconds)
+        self._table.renew(lease_id, epoch, now, lease_seconds)
 
     def release(self, lease_id: LeaseId, epoch: Epoch) -> bool:
         """End a lease. False: there is none, for example because it was released before."""
-        with self._lock:
-            lease = self._table.release(lease_id, epoch)
+        lease = self._table.release(lease_id, epoch)
         if lease is not None:
             self._end(lease)
         return lease is not None
 
     def expire(self, now: float) -> list[LeaseId]:
         """End the leases whose deadline has come."""
-        with self._lock:
-            expired = self._table.expire(now)
-        if self._held_ended:
-            ended, self._held_ended = self._held_ended, []
-            for lease in ended:
-                self._end(lease)
+        ended, self._held_ended = self._held_ended, []
+        for lease in ended:
+            self._end(lease)
+        expired = self._table.expire(now)
         for lease in expired:
             logger.warning(
                 "lease %s expired: nobody read the KV of %d blocks", lease.lease_id[:8], len(lease.block_ids)

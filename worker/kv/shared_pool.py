@@ -61,18 +61,18 @@ class SharedPoolMemory:
         """See PoolMemory. Raises ConfigError when the memory is not there."""
         check_block_bytes(geometry.block_bytes)
         if device.type == "cpu":
-            return self._add(RankPool(self._info(geometry), self._next_socket_path())).tensor()
+            return self._add(RankPool(*self._next(geometry))).tensor()
         staging_bytes = int(self._config.kv_staging_gb * 1e9)
         num_rows = min(staging_bytes // geometry.block_bytes, geometry.num_blocks)
         if num_rows == 0:
             raise ConfigError(f"--kv-staging-gb holds no block of {geometry.block_bytes / 1e9:.3f} GB")
         kv_pool, fd = self._allocate_on(device, geometry)
-        self._add(DeviceRankPool(self._info(geometry), self._next_socket_path(), kv_pool, fd, num_rows))
+        self._add(DeviceRankPool(*self._next(geometry), kv_pool, fd, num_rows))
         return kv_pool
 
     def allocate_for_rank(self, geometry: PoolGeometry) -> int:
         """See PoolMemory. Ranks come in their order, after `allocate`."""
-        return self._add(RankPool(self._info(geometry), self._next_socket_path())).fd
+        return self._add(RankPool(*self._next(geometry))).fd
 
     def adopt_for_rank(self, geometry: PoolGeometry, device: torch.device, fd: int) -> None:
         """See PoolMemory. Ranks come in their order, after `allocate`."""
@@ -80,8 +80,8 @@ class SharedPoolMemory:
         assert rows is not None, "ranks are all on GPUs, or none"
         from engine.cuda_ipc.device_memory import pool_of_rank
 
-        kv_pool, path = pool_of_rank(geometry, device, fd), self._next_socket_path()
-        self._add(DeviceRankPool(self._info(geometry), path, kv_pool, fd, len(rows.blocks), rows))
+        kv_pool = pool_of_rank(geometry, device, fd)
+        self._add(DeviceRankPool(*self._next(geometry), kv_pool, fd, len(rows.blocks), rows))
 
     def _add(self, pool: RankPool) -> RankPool:
         """Take the next rank's pool, and open its readers. Raises ConfigError when there is none."""
@@ -93,12 +93,11 @@ class SharedPoolMemory:
         self.clients.append(KvClient(pool.info.geometry, readers))
         return pool
 
-    def _info(self, geometry: PoolGeometry) -> PoolInfo:
-        return PoolInfo(WorkerId(self._config.worker_id), self.epoch, geometry)
-
-    def _next_socket_path(self) -> str:
-        rank = f".{len(self.ranks)}" if self.ranks else ""
-        return str(Path(self._config.run_dir) / f"{self._config.worker_id}.kv{rank}.sock")
+    def _next(self, geometry: PoolGeometry) -> tuple[PoolInfo, str]:
+        """Describe the next rank's pool, and name its socket."""
+        worker_id, rank = self._config.worker_id, f".{len(self.ranks)}" if self.ranks else ""
+        path = Path(self._config.run_dir) / f"{worker_id}.kv{rank}.sock"
+        return PoolInfo(WorkerId(worker_id), self.epoch, geometry), str(path)
 
     @property
     def socket_paths(self) -> list[str]:

@@ -34,7 +34,7 @@ class Worker:
         pool = BlockPool(GEOMETRY.num_blocks)
         handles = HandleWriter(name, self.memory.shards("127.0.0.1:1"), 60.0)
         self.block_ids = pool.allocate(3)
-        self._leases = KvLeases(self.memory.epoch, self.memory.ranks, pool.release, handles, 60.0)
+        self._leases = KvLeases(self.memory.epoch, self.memory.ranks, pool.release, handles)
         self.memory.send_leases(self._leases)
 
     def handle(self) -> KvHandle:

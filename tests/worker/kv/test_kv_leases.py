@@ -59,7 +59,7 @@ class Parts:
 
 def leases_of(rank: RankPool, pool: BlockPool) -> KvLeases:
     handles = HandleWriter("w", [HandleShard(GEOMETRY, ShardAddress())], 60.0)
-    return KvLeases(EPOCH, [rank], pool.release, handles, 60.0)
+    return KvLeases(EPOCH, [rank], pool.release, handles)
 
 
 @pytest.fixture

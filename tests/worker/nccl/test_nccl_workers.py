@@ -39,7 +39,7 @@ def test_blocks_travel_by_nccl_from_one_worker_to_another(tmp_path: Path, monkey
     owner.serve()
     pool, device_pool = BlockPool(GEOMETRY.num_blocks), DevicePool(sent)
     writer = HandleWriter("reader", owner.shards("127.0.0.1:1"), 60.0)
-    leases = KvLeases(owner.epoch, owner.ranks, pool.release, writer, 60.0)
+    leases = KvLeases(owner.epoch, owner.ranks, pool.release, writer)
     owner.send_leases(leases)
     block_ids = pool.allocate(3)
     lease, handle = leases.grant(block_ids, [device_pool.digests(block_ids)], 12, time.monotonic())

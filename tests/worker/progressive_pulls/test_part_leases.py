@@ -47,7 +47,7 @@ class PrefillWorker:
         rank = RankPool.__new__(RankPool)  # without shared memory
         rank.host_blocks = self.blocks
         handles = HandleWriter("worker", [HandleShard(GEOMETRY, ShardAddress())], 10.0)
-        self.leases = CountingLeases(new_epoch(), [rank], self.engine.kv.give_back, handles, 10.0)
+        self.leases = CountingLeases(new_epoch(), [rank], self.engine.kv.give_back, handles)
         self.exports = (PartLeases if in_parts else PromptLeases)(self.engine.kv, self.leases)
         self.open: dict[RequestId, OpenRequest] = {}
 
