@@ -7,7 +7,6 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Callable
 from typing import TextIO
 
 from common.wings import has_wing, require_wing
@@ -18,6 +17,7 @@ FORMATS = ("text", "json")
 FORMAT_HELP = (
     "text, or json: an object per line with time (UTC), level, service, logger, message, request_id and traceback"
 )
+MAX_LINES, WINDOW_SECONDS = 10, 10.0  # see RateLimit
 _TEXT = "%(asctime)s %(levelname).1s %(name)s | %(message)s"
 _CHOICE_OR_LEG = re.compile(r"-\d{1,9}(\.\d+)?$")  # what follows a request's id in the name of a choice or leg of it
 
@@ -80,28 +80,23 @@ def report_end(program: str, error: Exception) -> None:
 
 
 class RateLimit(logging.Filter):
-    """At most `burst` lines per `per_seconds` from each line of code; the next one says how many were left out.
+    """At most MAX_LINES per WINDOW_SECONDS from each line of code; the next one says how many were left out.
 
     For what a stranger can cause any number of times: `logger.addFilter(RateLimit())`, where `logger` is made. What
     other loggers say does not count.
     """
 
-    def __init__(
-        self, burst: int = 10, per_seconds: float = 10.0, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._burst = burst
-        self._per_seconds = per_seconds
-        self._clock = clock
         self._windows: dict[tuple[str, int], tuple[float, int]] = {}  # place in the code -> (begin, lines since)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        place, now = (record.pathname, record.lineno), self._clock()
+        place, now = (record.pathname, record.lineno), time.monotonic()
         begin, count = self._windows.get(place, (now, 0))
-        if now - begin >= self._per_seconds:
-            num_left_out = count - self._burst
+        if now - begin >= WINDOW_SECONDS:
+            num_left_out = count - MAX_LINES
             begin, count = now, 0
             if num_left_out > 0:
                 record.msg = f"{record.msg} ({num_left_out} more like this were left out)"
         self._windows[place] = (begin, count + 1)
-        return count < self._burst
+        return count < MAX_LINES

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from cli.cluster.progress import StartDisplay
 from cli.cluster.service import Service, ServiceSpec
@@ -18,6 +18,8 @@ from common.wings import has_wing
 
 POLL_SECONDS = 0.1
 CHECK_SECONDS = 1.0
+FIRST_DELAY_SECONDS = 0.5
+MAX_DELAY_SECONDS = 10.0
 
 
 class StartError(MiniInferError):
@@ -37,18 +39,15 @@ class RestartPolicy:
     """Decides after each death of one service how long to wait before its restart. Pure; it never gives up.
 
     The first restart is immediate, because open streams wait for it. Every further death doubles the delay, from
-    `first_delay_seconds` to `max_delay_seconds`. A service that was ready for longer than that starts afresh.
+    FIRST_DELAY_SECONDS to MAX_DELAY_SECONDS. A service that was ready for longer than that starts afresh.
     """
 
-    def __init__(self, first_delay_seconds: float = 0.5, max_delay_seconds: float = 10.0) -> None:
-        self._first_delay = first_delay_seconds
-        self._max_delay = max_delay_seconds
-        self._delay = 0.0
+    _delay = 0.0
 
     def next_delay(self, ready_seconds: float) -> float:
         """Seconds to wait after a death. `ready_seconds`: how long the service had been ready; 0: it never was."""
-        delay = 0.0 if ready_seconds > self._max_delay else self._delay
-        self._delay = min(max(self._first_delay, 2 * delay), self._max_delay)
+        delay = 0.0 if ready_seconds > MAX_DELAY_SECONDS else self._delay
+        self._delay = min(max(FIRST_DELAY_SECONDS, 2 * delay), MAX_DELAY_SECONDS)
         return delay
 
 
@@ -58,16 +57,9 @@ class Supervisor:
     exit_on_failure: the first death ends `run`; else a service that dies is restarted, without limit.
     """
 
-    def __init__(
-        self,
-        specs: Sequence[ServiceSpec],
-        display: StartDisplay,
-        exit_on_failure: bool = False,
-        new_policy: Callable[[], RestartPolicy] = RestartPolicy,
-    ) -> None:
+    def __init__(self, specs: Sequence[ServiceSpec], display: StartDisplay, exit_on_failure: bool = False) -> None:
         self._services = [Service(spec, display) for spec in specs]
         self._display = display
-        self._new_policy = new_policy
         self._exit_on_failure = exit_on_failure
 
     async def start(self) -> None:
@@ -130,7 +122,7 @@ class Supervisor:
         self._display.state(service.spec.name, "stopped")
 
     async def _keep(self, service: Service) -> None:
-        policy = self._new_policy()
+        policy = RestartPolicy()
         loop = asyncio.get_running_loop()
         is_ready, since = True, loop.time()  # `start` has seen it
         while True:

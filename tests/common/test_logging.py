@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 
 from common.logging import RateLimit, TextFormatter, about
 
 
-def test_each_line_of_code_has_its_share(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_line_of_code_has_its_share(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
+    monkeypatch.setattr("common.logging.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("common.logging.MAX_LINES", 3)
     logger = logging.Logger("limited")
     logger.addHandler(caplog.handler)
-    logger.addFilter(RateLimit(burst=3, per_seconds=10.0, clock=lambda: now[0]))
+    logger.addFilter(RateLimit())
 
     def say(number: int) -> None:
         logger.warning("%d from a stranger", number)

@@ -67,14 +67,20 @@ def cluster(tmp_path):
     wait_until(lambda: not any(map(is_alive, pids)))  # the kernel ends a dead parent's child, a moment later
 
 
-def quick_restarts() -> RestartPolicy:
-    return RestartPolicy(first_delay_seconds=0.01, max_delay_seconds=0.05)
+@pytest.fixture
+def quick_restarts(monkeypatch):
+    set_delays(monkeypatch, first=0.01, longest=0.05)
 
 
-def slow_restarts() -> RestartPolicy:
-    policy = RestartPolicy(first_delay_seconds=600.0, max_delay_seconds=600.0)
-    policy.next_delay(0.0)  # the first one would be immediate
-    return policy
+@pytest.fixture
+def slow_restarts(monkeypatch):
+    set_delays(monkeypatch, first=600.0, longest=600.0)
+    monkeypatch.setattr(RestartPolicy, "_delay", 600.0)  # the first one would be immediate
+
+
+def set_delays(monkeypatch, first, longest):
+    monkeypatch.setattr("cli.cluster.supervisor.FIRST_DELAY_SECONDS", first)
+    monkeypatch.setattr("cli.cluster.supervisor.MAX_DELAY_SECONDS", longest)
 
 
 @contextlib.asynccontextmanager
@@ -114,17 +120,17 @@ async def test_an_early_death_names_the_reason_and_ends_the_rest(cluster):
 
 
 @pytest.mark.wing("cli.start_progress")
-async def test_what_a_service_says_of_itself_is_passed_on_after_a_restart_too(cluster, tmp_path):
+async def test_what_a_service_says_of_itself_is_passed_on_after_a_restart_too(cluster, tmp_path, quick_restarts):
     spec = cluster.spec("a", status_socket=str(tmp_path / "a.status"))
-    async with running(cluster.supervisor(spec, new_policy=quick_restarts)):
+    async with running(cluster.supervisor(spec)):
         assert cluster.statuses == [("a", "loading weights: 41%")]
         os.kill(dict(cluster.events("start"))["a"], signal.SIGKILL)
         await until(lambda: len(cluster.statuses) == 2)
 
 
-async def test_restarts_never_end(cluster):
+async def test_restarts_never_end(cluster, quick_restarts):
     names, num_kills = ("router", "worker"), 8
-    async with running(cluster.supervisor(*map(cluster.spec, names), new_policy=quick_restarts)):
+    async with running(cluster.supervisor(*map(cluster.spec, names))):
         for count in range(1, num_kills + 1):
             for name, pid in cluster.events("start")[-len(names) :]:
                 assert name in names
@@ -136,8 +142,8 @@ async def test_restarts_never_end(cluster):
     assert all(re.fullmatch(r"\w+ ended \(SIGKILL\); restarting it (now|in 0.0\d s)", text) for text in deaths)
 
 
-async def test_a_service_that_dies_before_it_is_ready_is_tried_again_and_says_why(cluster):
-    async with running(cluster.supervisor(cluster.spec("a", "dies-later"), new_policy=quick_restarts)):
+async def test_a_service_that_dies_before_it_is_ready_is_tried_again_and_says_why(cluster, quick_restarts):
+    async with running(cluster.supervisor(cluster.spec("a", "dies-later"))):
         os.kill(cluster.events("start")[0][1], signal.SIGKILL)
         await until(lambda: len(cluster.events("start")) == 9)
     told = [text for source, text in cluster.lines if source == "serve"]
@@ -149,8 +155,8 @@ async def test_a_service_that_dies_before_it_is_ready_is_tried_again_and_says_wh
     assert cluster.num_ready() == 1
 
 
-async def test_a_drained_service_is_replaced_and_that_is_no_death(cluster):
-    supervisor = cluster.supervisor(cluster.spec("a"), new_policy=slow_restarts, exit_on_failure=True)
+async def test_a_drained_service_is_replaced_and_that_is_no_death(cluster, slow_restarts):
+    supervisor = cluster.supervisor(cluster.spec("a"), exit_on_failure=True)
     async with running(supervisor):
         for count in range(1, 4):
             os.kill(cluster.events("start")[-1][1], signal.SIGTERM)  # not from the supervisor: exit code 0
@@ -173,17 +179,17 @@ async def test_exit_on_failure_stops_the_others_in_order(cluster):
     assert len(cluster.events("start")) == 3
 
 
-async def test_what_waits_for_its_restart_is_not_killed_twice(cluster, monkeypatch):
-    async with running(cluster.supervisor(cluster.spec("a"), cluster.spec("b"), new_policy=slow_restarts)) as own:
+async def test_what_waits_for_its_restart_is_not_killed_twice(cluster, monkeypatch, slow_restarts):
+    async with running(cluster.supervisor(cluster.spec("a"), cluster.spec("b"))) as own:
         pids = dict(cluster.events("start"))
         os.kill(pids["b"], signal.SIGKILL)
         await until(lambda: any(text.endswith("restarting it in 600 s") for _, text in cluster.lines))
         assert is_alive(pids["a"])
         killed = []
-        monkeypatch.setattr("os.killpg", lambda *call: killed.append(call))
-        own.kill()  # nothing for b: its process id may belong to somebody else by now
+        with monkeypatch.context() as patched:
+            patched.setattr("os.killpg", lambda *call: killed.append(call))
+            own.kill()  # nothing for b: its process id may belong to somebody else by now
         assert [pid for pid, _ in killed] == [pids["a"]]
-        monkeypatch.undo()
 
 
 async def test_a_program_that_cannot_be_started_is_an_early_death(cluster):
@@ -192,8 +198,8 @@ async def test_a_program_that_cannot_be_started_is_an_early_death(cluster):
         await cluster.supervisor(spec).start()
 
 
-async def test_what_a_dead_service_had_started_goes_with_it(cluster):
-    async with running(cluster.supervisor(cluster.spec("front", "parent"), new_policy=quick_restarts)):
+async def test_what_a_dead_service_had_started_goes_with_it(cluster, quick_restarts):
+    async with running(cluster.supervisor(cluster.spec("front", "parent"))):
         rank = cluster.events("child")[0][1]
         assert is_alive(rank)
         os.kill(cluster.events("start")[0][1], signal.SIGKILL)
@@ -237,7 +243,8 @@ def test_the_first_restart_is_immediate_and_later_ones_wait_longer_up_to_a_limit
     assert [policy.next_delay(3.0) for _ in range(8)] == [0, 0.5, 1, 2, 4, 8, 10, 10]
 
 
-def test_a_service_that_was_ready_for_longer_than_the_longest_delay_starts_afresh():
-    policy = RestartPolicy(first_delay_seconds=1, max_delay_seconds=4)
+def test_a_service_that_was_ready_for_longer_than_the_longest_delay_starts_afresh(monkeypatch):
+    set_delays(monkeypatch, first=1, longest=4)
+    policy = RestartPolicy()
     ready = (0, 0, 0, 0, 4, 4.1, 0)
     assert [policy.next_delay(seconds) for seconds in ready] == [0, 1, 2, 4, 4, 0, 1]

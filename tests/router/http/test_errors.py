@@ -27,8 +27,9 @@ INTERNAL = {"message": "internal error", "type": "server_error", "param": None, 
 @pytest.fixture(autouse=True)
 def fresh_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """What another test has logged does not count, and no time passes."""
+    monkeypatch.setattr("common.logging.WINDOW_SECONDS", float("inf"))
     for name in ("router.http.errors", "router.choice"):
-        monkeypatch.setattr(logging.getLogger(name), "filters", [RateLimit(clock=lambda: 0.0)])
+        monkeypatch.setattr(logging.getLogger(name), "filters", [RateLimit()])
 
 
 def broken(*_: Any, **__: Any) -> None:
