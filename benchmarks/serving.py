@@ -39,7 +39,7 @@ from benchmarks.harness import random_prompt, read_metric, report
 from benchmarks.model_folder import with_tokenizer
 from cli.client.api_client import first_model
 from cli.client.event_stream import RequestRecord
-from cli.cluster.ports import LOOPBACK, free_port_range
+from cli.cluster.ports import LOOPBACK, free_ports
 from cli.load.client import Client, Target
 from cli.load.runner import closed_loop
 from cli.load.workload import PlannedRequest, Prompt, PromptMaker
@@ -215,7 +215,7 @@ def handoff_scenario(options: argparse.Namespace, flags: list[str]) -> dict[str,
     common = ["--decode=1", f"--max-num-batched-tokens={options.chunk_tokens}", "--local-prefill-tokens=0", *flags]
     found = {}
     for name, (num_prefill, own) in clusters.items():
-        port, *_ = free_port_range(num_prefill + 3)  # of each service's metrics; decode comes behind prefill workers
+        port, *_ = free_ports(num_prefill + 3)  # of each service's metrics; decode comes behind prefill workers
         url = f"http://{LOOPBACK}:{port + num_prefill}/metrics"
         measure = functools.partial(measure_handoff, num_tokens=options.prompt_tokens, metrics_url=url)
         of_cluster = [f"--prefill={num_prefill}", f"--metrics-port={port}", *own, *common]

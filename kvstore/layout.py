@@ -56,11 +56,6 @@ class KvGroup:
         if not is_sound:
             raise ConfigError(f"a KV group {self.name[:64]!r} of impossible kind, data type or shape")
 
-    @property
-    def head_bytes(self) -> int:
-        """Bytes of one head of one token in one layer and plane."""
-        return self.head_dim * DTYPE_BYTES[self.dtype]
-
     def __str__(self) -> str:
         window = f" of {self.window}" if self.window else ""
         shape = f"{len(self.layers)} layers x {self.num_planes} x {self.num_kv_heads} heads x {self.head_dim}"

@@ -27,7 +27,7 @@ from benchmarks.clusters.cells import Load
 from benchmarks.clusters.roles import Bench
 from benchmarks.harness import int_list, read_metric, report
 from benchmarks.model_folder import with_tokenizer
-from cli.cluster.ports import LOOPBACK, free_port_range
+from cli.cluster.ports import LOOPBACK, free_ports
 from cli.local_cluster.local_server import LocalServer
 
 PROMPT_TOKENS = "vllm:prefix_cache_queries_total"
@@ -49,7 +49,7 @@ def balance(counts: Sequence[float]) -> dict[str, Any]:
 
 def measure(num_replicas: int, options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     """Start so many workers, warm them up, measure, stop them."""
-    ports = free_port_range(num_replicas + 2)[:num_replicas]  # metrics: behind them those of agent and router
+    ports = free_ports(num_replicas + 2)[:num_replicas]  # metrics: behind them those of agent and router
     options.clients = num_replicas * options.clients_per_worker
     bench = Bench(options)
     own = ["--prefill=0", f"--decode={num_replicas}", f"--metrics-port={ports[0]}"]

@@ -30,21 +30,15 @@ def check_port(host: str, port: int, flag: str = "--port") -> None:
             raise ConfigError(f"{reason}: {stop}choose another with {flag}") from error
 
 
-def free_ports(count: int) -> list[int]:
-    """Loopback ports, all different, for services that this process starts."""
-    ports = [_reserve(0) for _ in range(count)]
-    _forget_oldest(count)
-    return ports
-
-
-def free_port_range(count: int) -> range:
-    """As many of them, one after the other."""
+def free_ports(count: int) -> range:
+    """Loopback ports, one after the other, for services that this process starts."""
     while True:
         first = _reserve(0)
         with contextlib.suppress(OSError, OverflowError):  # one of the next is taken, or there is none
             for port in range(first + 1, first + count):
                 _reserve(port)
-            _forget_oldest(count)
+            while len(_reserved) > MAX_RESERVED + count:
+                os.close(_reserved.popleft())
             return range(first, first + count)
 
 
@@ -64,8 +58,3 @@ def _reserve(port: int) -> int:
     found = int(probe.getsockname()[1])
     _reserved.append(probe.detach())
     return found
-
-
-def _forget_oldest(num_new: int) -> None:
-    while len(_reserved) > MAX_RESERVED + num_new:
-        os.close(_reserved.popleft())

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from common.errors import HandshakeError
 from kvstore.handle.copies import HeadCopy
-from kvstore.layout import PoolGeometry, Shard
+from kvstore.layout import DTYPE_BYTES, PoolGeometry, Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def _copy(mine: PoolGeometry, theirs: PoolGeometry, layers: range, heads: range)
         return None
     group = mine.group
     num_layers = mine.block_layers if layers == mine.layers else len(layers)
-    piece, rows = mine.block_size * group.head_bytes, num_layers * group.num_planes
+    piece, rows = mine.block_size * group.head_dim * DTYPE_BYTES[group.dtype], num_layers * group.num_planes
 
     def place_in(pool: PoolGeometry) -> tuple[int, int]:
         row = len(pool.heads) * piece

@@ -32,7 +32,7 @@ class PartLeases(PromptLeases):
             is_steady = request.status is RequestStatus.RUNNING and not request.num_preemptions
             if entry is None or not is_steady:
                 continue
-            first, last = entry.num_leased_blocks, chunk.num_tokens // self._kv.block_size
+            first, last = _num_leased(entry), chunk.num_tokens // self._kv.block_size
             if last > first and part_blocks(self._kv, request, first, last):
                 yield self._lease_part(entry, first, last, now)
 
@@ -50,7 +50,12 @@ class PartLeases(PromptLeases):
         """Return digests of the prompt's blocks: the leased parts' are known, if they are the first of these."""
         if entry.request.num_preemptions or not self._kv.groups.is_plain:
             entry.part_digests = []
-        return _appended(entry.part_digests, self._leases.digests(block_ids[entry.num_leased_blocks :]))
+        return _appended(entry.part_digests, self._leases.digests(block_ids[_num_leased(entry) :]))
+
+
+def _num_leased(entry: OpenRequest) -> int:
+    """Leading blocks of the prompt that have been leased while the rest is computed."""
+    return len(entry.part_digests[0]) if entry.part_digests else 0
 
 
 def _appended(digests: list[list[int]], more: list[list[int]]) -> list[list[int]]:

@@ -65,7 +65,7 @@ class ProgressiveLoads(KvLoads):
             self._count("skipped")
         elif entry is not None and load.owner.num_prefetched_tokens:
             assert isinstance(load.source, PeerLease)
-            entry.skip_pull(self._transports.get(load.source.worker_id, ""))
+            entry.times.transport = self._transports.get(load.source.worker_id, "")
 
     def _report_end(
         self, load: KvLoad, pull: Pull, requests: Mapping[RequestId, OpenRequest], report: StepReport, now: float

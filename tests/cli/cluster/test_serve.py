@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.cluster.ports import check_port, free_port_range, free_ports
+from cli.cluster.ports import check_port, free_ports
 from cli.cluster.serve import run
 from common.errors import ConfigError
 from engine import LLM
@@ -83,7 +83,7 @@ def test_a_cluster_from_start_to_sigterm(tmp_path):  # noqa: F811
 
 
 def test_secrets_metrics_and_a_failure_that_ends_the_cluster(tmp_path):  # noqa: F811
-    metrics_port, *_ = free_port_range(3)
+    metrics_port, *_ = free_ports(3)
     served = Served(
         tmp_path, "--prefill=0", f"--metrics-port={metrics_port}", "--exit-on-failure", "--log-format=json",
         "--verbose", api_key="open-sesame",
@@ -178,7 +178,7 @@ def test_ports():
 
 
 def test_a_port_is_kept_for_the_service_that_will_listen_there():
-    first, *others = ports = free_port_range(3)
+    first, *others = ports = free_ports(3)
     assert others == [first + 1, first + 2]
     for port in ports:
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
