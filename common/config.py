@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 from common.errors import ConfigError
-from common.wings import has_wing, wing_modules
+from common.wings import from_wing, wing_modules
 
 T = TypeVar("T")
 Rules = Mapping[tuple[str, ...], str]  # names of settings -> the reason of a refusal
@@ -40,11 +40,8 @@ class SettingsParser(argparse.ArgumentParser):
 
     def unrecognized(self, arguments: Sequence[str]) -> NoReturn:
         """End the program with an error that names the flag that was meant, where the wing of hints is there."""
-        meant = ""
-        if has_wing("common.hints"):
-            from common.hints.flags import meant_by
-
-            meant = meant_by(arguments[0], self._option_string_actions, self.instead)
+        meant_by = from_wing("common.hints.flags:meant_by")
+        meant = meant_by(arguments[0], self._option_string_actions, self.instead) if meant_by else ""
         self.error(f"unrecognized arguments: {' '.join(arguments)}{meant}")
 
     def error(self, message: str) -> NoReturn:

@@ -9,7 +9,7 @@ import sys
 import time
 from typing import TextIO
 
-from common.wings import has_wing, require_wing
+from common.wings import from_wing, require_wing
 
 LEVELS = ("debug", "info", "warning", "error")
 LEVEL_HELP = "least severe messages shown"
@@ -56,11 +56,8 @@ def setup_logging(program: str, level: str, log_format: str) -> None:
 
 def current_format() -> str:
     """The format that this process logs in."""
-    if not has_wing("common.json_logs"):
-        return "text"
-    from common.json_logs.formatter import logs_json
-
-    return "json" if logs_json() else "text"
+    logs_json = from_wing("common.json_logs.formatter:logs_json")
+    return "json" if logs_json and logs_json() else "text"
 
 
 def write_line(text: str, stream: TextIO) -> None:

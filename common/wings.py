@@ -7,6 +7,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from common.errors import ConfigError
 
@@ -25,6 +26,12 @@ def require_wing(module: str, asked_by: str) -> None:
     """Raise ConfigError, which names the flag or file that asks for a wing, where the wing is not here."""
     if not has_wing(module):
         raise ConfigError(f"{asked_by} needs {module}, which this installation lacks")
+
+
+def from_wing(path: str) -> Any:
+    """What `path`, "module:name", names in a wing; None where the wing is not here."""
+    module, name = path.split(":")
+    return getattr(import_module(module), name) if has_wing(module) else None
 
 
 @cache

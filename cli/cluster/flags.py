@@ -13,7 +13,7 @@ from cli.cluster.ports import free_ports
 from common.config import ENV_PREFIX, SettingsParser, add_arguments, from_namespace
 from common.errors import ConfigError
 from common.model_files import DRY_RUN_MODEL_NAME
-from common.wings import has_wing
+from common.wings import from_wing, has_wing
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
 from router.config import HttpConfig, RouterConfig
@@ -111,9 +111,7 @@ def _fit_to_gpus(
 ) -> tuple[ServeConfig, EngineConfig, str]:
     """Fill in how many workers of how many ranks there are, where that is not given; and why."""
     reasons = []
-    if gpus and not is_tp_given and engine.pp == 1 and has_wing("cli.sizing"):
-        from cli.sizing.ranks import choose_tp
-
+    if gpus and not is_tp_given and engine.pp == 1 and (choose_tp := from_wing("cli.sizing.ranks:choose_tp")):
         tp, reason = choose_tp(engine, len(gpus))
         engine = dataclasses.replace(engine, tp=tp)
         reasons.append(reason)

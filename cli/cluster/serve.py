@@ -28,7 +28,7 @@ from cli.cluster.supervisor import StartError, Supervisor
 from common.errors import ConfigError
 from common.logging import write_line
 from common.model_files import DEFAULT_MODEL_NAME, ModelFiles, resolve_model
-from common.wings import has_wing
+from common.wings import from_wing, has_wing
 
 FAILED_START_GRACE_SECONDS = 3.0
 BETTER_MODEL = "Qwen/Qwen3-0.6B"  # than the default one, for those who reach the hub
@@ -50,22 +50,13 @@ def run(argv: Sequence[str]) -> int:
         print("note: --use-cuda-graph has no effect on a CPU", file=sys.stderr)
     with run_directory() as run_dir:
         specs = plan_cluster(config, run_dir, os.environ, token=secrets.token_hex(16))
-        display = start_display([spec.name for spec in specs], config)
+        kind_of_display = from_wing("cli.start_progress.display:ProgressDisplay") or StartDisplay
+        display = kind_of_display([spec.name for spec in specs], config.serve.verbose, config.worker.log_format)
         for line in placement_lines(config):
             display.tell(line)
         supervisor = Supervisor(specs, display, config.serve.exit_on_failure)
         asyncio.run(_serve(supervisor, display, ready_message(config, model.name)))
     return 0
-
-
-def start_display(names: list[str], config: ClusterConfig) -> StartDisplay:
-    """What shows the services of these names while they start."""
-    kind = StartDisplay
-    if has_wing("cli.start_progress"):
-        from cli.start_progress.display import ProgressDisplay
-
-        kind = ProgressDisplay
-    return kind(names, config.serve.verbose, config.worker.log_format)
 
 
 def check_ports(config: ClusterConfig) -> None:

@@ -14,7 +14,7 @@ from cli.cluster.progress import StartDisplay
 from cli.cluster.service import Service, ServiceSpec
 from common.errors import MiniInferError
 from common.net.healthcheck import is_ready
-from common.wings import has_wing
+from common.wings import from_wing
 
 POLL_SECONDS = 0.1
 CHECK_SECONDS = 1.0
@@ -150,11 +150,8 @@ def _death(service: Service, code: int, was_ready: bool) -> str:
     if was_ready:
         return f"{name} ended ({_exit_text(code)})"
     reason = next((line for line in reversed(service.tail) if line.strip()), "it wrote nothing")
-    if has_wing("common.json_logs"):
-        from common.json_logs.formatter import message_of
-
-        reason = message_of(reason)
-    return f"{name} ended before it was ready ({_exit_text(code)}): {reason}"
+    message_of = from_wing("common.json_logs.formatter:message_of") or str
+    return f"{name} ended before it was ready ({_exit_text(code)}): {message_of(reason)}"
 
 
 def _exit_text(code: int) -> str:

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError
-from common.wings import has_wing, require_wing
+from common.net.hosts import with_port
+from common.wings import from_wing, has_wing, require_wing
 
 
 def test_packages_and_modules_are_found_without_importing_them() -> None:
@@ -19,6 +20,11 @@ def test_a_folder_without_code_is_no_wing(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "left_over" / "__pycache__").mkdir(parents=True)
     assert not has_wing("left_over")
+
+
+def test_what_a_wing_has_is_none_where_the_wing_is_not() -> None:
+    assert from_wing("common.net.hosts:with_port") is with_port
+    assert from_wing("common.feathers:Feather") is None
 
 
 def test_what_asks_for_an_absent_wing_is_named() -> None:

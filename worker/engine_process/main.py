@@ -13,13 +13,12 @@ from collections.abc import Callable
 
 from common.errors import MiniInferError
 from common.logging import setup_logging
-from common.wings import has_wing
+from common.wings import from_wing
 from engine.assembly import EngineParts, assemble
 from engine.engine import DeviceLostError
-from engine.start_progress import OnProgress, no_progress
+from engine.start_progress import no_progress
 from kvstore.handle.handle import HandleWriter
 from kvstore.pool.block_hash import HASH_VERSION
-from worker.config import WorkerConfig
 from worker.engine_process.process import EngineProcess
 from worker.frames import FrameSocket
 from worker.kv.kv_leases import KvLeases, PromptLeases
@@ -63,11 +62,11 @@ def _start(link: FrameSocket, start: Start, beat: Callable[[], None]) -> EngineP
     config, worker = start.engine, start.worker
     memory = SharedPoolMemory(worker)
     cores = None
-    if has_wing("worker.cores") and not (config.num_threads or config.num_ranks > 1):
-        from worker.cores.shared_cores import join_cores
-
-        cores = join_cores(worker.run_dir)
-    parts = assemble(config, memory, start.gpu, on_progress=_start_reports())
+    if not (config.num_threads or config.num_ranks > 1):
+        join_cores = from_wing("worker.cores.shared_cores:join_cores")
+        cores = join_cores(worker.run_dir) if join_cores else None
+    start_reports = from_wing("worker.start_progress.reports:StartReports")
+    parts = assemble(config, memory, start.gpu, on_progress=start_reports() if start_reports else no_progress)
     if cores is not None and parts.device != "cpu":
         cores.close()
         cores = None
@@ -82,10 +81,12 @@ def _start(link: FrameSocket, start: Start, beat: Callable[[], None]) -> EngineP
     handles = HandleWriter(worker.worker_id, memory.shards(start.kv_address), worker.kv_lease_seconds)
     leases = KvLeases(memory.epoch, memory.ranks, engine.kv.give_back, handles)
     memory.send_leases(leases)
-    prompt_leases = _prompt_leases(worker)(engine.kv, leases)
+    kind_of_leases = from_wing("worker.progressive_pulls.part_leases:kind_of_leases")
+    prompt_leases = (kind_of_leases(worker) if kind_of_leases else PromptLeases)(engine.kv, leases)
     # On a CPU steps in flight have ended when the loop gives blocks away, but for those of a pipeline: they end then.
     fence = parts.runner.start_queued if config.pp > 1 and not memory.needs_staging else memory.fence
-    loads = _kind_of_loads()(engine, puller, fence, can_read=not config.stage_address)
+    kind_of_loads = from_wing("worker.progressive_pulls.progressive_loads:ProgressiveLoads") or KvLoads
+    loads = kind_of_loads(engine, puller, fence, can_read=not config.stage_address)
     info = _engine_info(parts, memory, [] if config.stage_address else memory.transports)  # of all layers, or none
     link.send(Ready(info, memory.socket_paths, memory.needs_staging, memory.descriptions))
     adjust_cores = None if cores is None else cores.adjust
@@ -101,34 +102,6 @@ def _heartbeat(descriptor: int | None) -> Callable[[], None]:
     heartbeat = Heartbeat(descriptor)
     os.close(descriptor)
     return heartbeat.beat
-
-
-def _start_reports() -> OnProgress:
-    """What reports the start, where that wing is there."""
-    if not has_wing("worker.start_progress"):
-        return no_progress
-    from worker.start_progress.reports import StartReports
-
-    return StartReports()
-
-
-def _prompt_leases(worker: WorkerConfig) -> type[PromptLeases]:
-    """What leases prompts: also in parts, where that is wanted and its wing is there."""
-    if not has_wing("worker.progressive_pulls"):
-        return PromptLeases
-    from worker.progressive_pulls.part_leases import PartLeases
-    from worker.progressive_pulls.settings import ProgressivePullSettings
-
-    return PartLeases if worker.of(ProgressivePullSettings).progressive_pull else PromptLeases
-
-
-def _kind_of_loads() -> type[KvLoads]:
-    """What loads KV of peers: also of prompts that they are still computing, where that wing is there."""
-    if not has_wing("worker.progressive_pulls"):
-        return KvLoads
-    from worker.progressive_pulls.progressive_loads import ProgressiveLoads
-
-    return ProgressiveLoads
 
 
 def _end_process(reason: str) -> None:

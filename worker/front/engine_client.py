@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from common.errors import ConfigError, TransferError, UnavailableError
-from common.wings import has_wing
+from common.wings import from_wing
 from kvstore.transports.sockets import pack
-from worker.config import WorkerConfig
 from worker.frames import SOCKET_BUFFER_BYTES, read_message
 from worker.messages import Failed, Ready, Start, StepReport, Stop, ToEngine
 
@@ -43,7 +42,8 @@ class EngineClient:
     @classmethod
     async def start(cls, start: Start) -> EngineClient:
         """Start the child and wait until its model is loaded. Raises ConfigError with its reason when it can't."""
-        watch = _watch_for_hangs(start.worker)
+        watch_of = from_wing("worker.hangs.engine_watch:EngineWatch")
+        watch: EngineWatch | None = watch_of(start.worker) if watch_of else None
         ours, theirs = socket.socketpair()
         with theirs, nullcontext() if watch is None else watch.memory:
             descriptors = {"fd": theirs.fileno()}
@@ -106,14 +106,6 @@ class EngineClient:
             self._process.kill()
             await self._process.wait()
         self._writer.close()
-
-
-def _watch_for_hangs(config: WorkerConfig) -> EngineWatch | None:
-    if not has_wing("worker.hangs"):
-        return None
-    from worker.hangs.engine_watch import EngineWatch
-
-    return EngineWatch(config)
 
 
 async def _first_message(

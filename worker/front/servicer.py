@@ -6,11 +6,11 @@ Thin: everything happens in the front and its engine process.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator
 
 from common.errors import MiniInferError
 from common.net.rpc import Context, RpcServer, abort_with
-from common.wings import has_wing
+from common.wings import from_wing
 from kvstore.pool.leases import LeaseTable
 from kvstore.transports.service import KvTransferService
 from kvstore.transports.staging import StagingTable
@@ -71,7 +71,9 @@ def add_kv_service(
     """
     leases, ready = LeaseTable(engine.ready.info.epoch), engine.ready
     staging = StagingTable(lambda *part: engine.send(Stage(*part))) if ready.needs_staging else None
-    servicer = _kv_servicer(worker, ready.shm_sockets)(
+    sending_service = from_wing("worker.tcp.sender:sending_service")
+    service = sending_service(worker, ready.shm_sockets) if sending_service else KvTransferService
+    servicer = service(
         leases,
         on_renew=lambda *lease: engine.send(Renew(*lease)),
         on_release=lambda *lease: engine.send(Release(*lease)),
@@ -81,12 +83,3 @@ def add_kv_service(
     name = kvstore_pb2.DESCRIPTOR.services_by_name["KvTransfer"].full_name
     server.add(kvstore_pb2_grpc.add_KvTransferServicer_to_server, servicer, name)
     return leases, staging, servicer
-
-
-def _kv_servicer(worker: WorkerConfig, shm_sockets: Sequence[str]) -> Callable[..., KvTransferService]:
-    """What makes the service: of a worker that sends blocks by TCP, where that wing is there."""
-    if not has_wing("worker.tcp"):
-        return KvTransferService
-    from worker.tcp.sender import sending_service
-
-    return sending_service(worker, shm_sockets)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
-from common.wings import has_wing, require_wing
+from common.wings import from_wing, require_wing
 
 if TYPE_CHECKING:
     from kvstore.transports.transport import Transport
@@ -23,11 +22,6 @@ TRANSPORTS = {
 
 def load_transports(wanted: str) -> list[type[Transport]]:
     """Import those that are here, the best first. Raises ConfigError when `wanted`, if it names one, is not."""
-    found = {kind: path.split(":") for kind, path in TRANSPORTS.items()}
     if wanted != AUTO:
-        require_wing(found[wanted][0], f"--kv-transport {wanted}")
-    return [
-        cast("type[Transport]", getattr(import_module(module), name))
-        for module, name in found.values()
-        if has_wing(module)
-    ]
+        require_wing(TRANSPORTS[wanted].partition(":")[0], f"--kv-transport {wanted}")
+    return [kind for path in TRANSPORTS.values() if (kind := from_wing(path))]

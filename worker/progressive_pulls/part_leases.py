@@ -13,9 +13,16 @@ from engine.request import RequestId, RequestStatus
 from engine.scheduled_step import PromptChunk
 from kvstore.pool.leases import Lease
 from kvstore.types import BlockId
+from worker.config import WorkerConfig
 from worker.engine_process.open_request import OpenRequest
 from worker.kv.kv_leases import PromptLeases
 from worker.messages import KvOffer
+from worker.progressive_pulls.settings import ProgressivePullSettings
+
+
+def kind_of_leases(worker: WorkerConfig) -> type[PromptLeases]:
+    """What leases prompts: also in parts, where that is wanted."""
+    return PartLeases if worker.of(ProgressivePullSettings).progressive_pull else PromptLeases
 
 
 class PartLeases(PromptLeases):
