@@ -106,33 +106,10 @@ ToEngine = Start | Submit | Cancel | HandOver | Abandon | Prefetch | Renew | Rel
 # -- engine process -> front ---------------------------------------------------------------------------------
 
 
-class EngineInfo(msgspec.Struct):
-    """The engine's part of WorkerInfo; the names are the protobuf message's."""
-
-    epoch: Epoch
-    model: str
-    model_fingerprint: str
-    vocab_size: int
-    max_model_len: int
-    block_size: int
-    hash_version: int
-    kv_dtype: str
-    num_blocks: int
-    block_bytes: int
-    transports: list[str]
-    quantization: str
-    device: str
-    cuda_graphs: bool
-    attention_backend: str
-    max_num_seqs: int
-    kv_layout: str
-    tokenizer_hash: str
-
-
 class Ready(Message):
     """The model is loaded."""
 
-    info: EngineInfo
+    info: bytes  # protobuf's WorkerInfo, but for what the front knows: worker_id, role, version
     shm_sockets: list[str]  # where descriptors of the pools of all ranks are handed out
     needs_staging: bool  # leases name blocks that those pools do not hold
     descriptions: dict[str, bytes]  # of transports, by name, for peers that have the cluster's token

@@ -13,7 +13,7 @@ import signal
 import tempfile
 import time
 
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 
 from common.config import SettingsParser, add_arguments, from_namespace
 from common.errors import ConfigError, UnavailableError
@@ -25,6 +25,7 @@ from common.version import VERSION
 from common.wings import require_wing
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
+from kvstore.types import Epoch
 from protos import types_pb2 as pb
 from worker.config import WorkerConfig
 from worker.front.engine_client import EngineClient
@@ -89,8 +90,9 @@ async def _serve(role: str, settings: Start, run_dir: str) -> int:
         logger.info("stopped while loading")
         return 0
     try:
-        info = pb.WorkerInfo(worker_id=worker.worker_id, role=role, version=VERSION, **asdict(engine.ready.info))
-        leases, staging, kv_service = add_kv_service(server, engine, worker)
+        info = pb.WorkerInfo(worker_id=worker.worker_id, role=role, version=VERSION)
+        info.MergeFromString(engine.ready.info)
+        leases, staging, kv_service = add_kv_service(server, engine, worker, Epoch(info.epoch))
         front = WorkerFront(engine, leases, info, staging)
         if worker.metrics_port:
             require_wing("worker.metrics_port", "--metrics-port")

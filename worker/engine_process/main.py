@@ -19,13 +19,14 @@ from engine.engine import DeviceLostError
 from engine.start_progress import no_progress
 from kvstore.handle.handle import HandleWriter
 from kvstore.pool.block_hash import HASH_VERSION
+from protos import types_pb2 as pb
 from worker.engine_process.process import EngineProcess
 from worker.frames import FrameSocket
 from worker.kv.kv_leases import KvLeases, PromptLeases
 from worker.kv.kv_loads import KvLoads
 from worker.kv.kv_puller import KvPuller
 from worker.kv.shared_pool import SharedPoolMemory
-from worker.messages import EngineInfo, Failed, Ready, Start
+from worker.messages import Failed, Ready, Start
 
 logger = logging.getLogger("engine")
 
@@ -88,7 +89,7 @@ def _start(link: FrameSocket, start: Start, beat: Callable[[], None]) -> EngineP
     kind_of_loads = from_wing("worker.progressive_pulls.progressive_loads:ProgressiveLoads") or KvLoads
     loads = kind_of_loads(engine, puller, fence, can_read=not config.stage_address)
     info = _engine_info(parts, memory, [] if config.stage_address else memory.transports)  # of all layers, or none
-    link.send(Ready(info, memory.socket_paths, memory.needs_staging, memory.descriptions))
+    link.send(Ready(info.SerializeToString(), memory.socket_paths, memory.needs_staging, memory.descriptions))
     adjust_cores = None if cores is None else cores.adjust
     return EngineProcess(link, parts, leases, prompt_leases, loads, beat, adjust_cores)
 
@@ -110,9 +111,10 @@ def _end_process(reason: str) -> None:
     os._exit(1)
 
 
-def _engine_info(parts: EngineParts, memory: SharedPoolMemory, transports: list[str]) -> EngineInfo:
+def _engine_info(parts: EngineParts, memory: SharedPoolMemory, transports: list[str]) -> pb.WorkerInfo:
+    """The engine's part of what routers are told of the worker."""
     geometry = parts.geometry
-    return EngineInfo(
+    return pb.WorkerInfo(
         epoch=memory.epoch,
         model=parts.files.name,
         model_fingerprint=geometry.fingerprint,

@@ -14,6 +14,7 @@ from common.wings import from_wing
 from kvstore.pool.leases import LeaseTable
 from kvstore.transports.service import KvTransferService
 from kvstore.transports.staging import StagingTable
+from kvstore.types import Epoch
 from protos import decode_pb2, decode_pb2_grpc, kvstore_pb2, kvstore_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from protos import types_pb2 as pb
 from worker.config import WorkerConfig
@@ -63,13 +64,13 @@ def register(role: str, server: RpcServer, front: WorkerFront) -> None:
 
 
 def add_kv_service(
-    server: RpcServer, engine: EngineClient, worker: WorkerConfig
+    server: RpcServer, engine: EngineClient, worker: WorkerConfig, epoch: Epoch
 ) -> tuple[LeaseTable, StagingTable | None, KvTransferService]:
     """Serve the engine's leases; returns what the front keeps current, and the service, to be closed.
 
     Raises ConfigError, UnavailableError, TransferError.
     """
-    leases, ready = LeaseTable(engine.ready.info.epoch), engine.ready
+    leases, ready = LeaseTable(epoch), engine.ready
     staging = StagingTable(lambda *part: engine.send(Stage(*part))) if ready.needs_staging else None
     sending_service = from_wing("worker.tcp.sender:sending_service")
     service = sending_service(worker, ready.shm_sockets) if sending_service else KvTransferService

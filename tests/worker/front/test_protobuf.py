@@ -27,7 +27,7 @@ from router.workers.model_workers import ModelLimits
 from worker.engine_process.process import REQUEST_FIELDS
 from worker.front.drain import Drain
 from worker.front.protobuf import FAILURE_CODES, failure_of, load_report, sampling_params, submit_of, token_delta
-from worker.messages import Delta, EngineInfo, EngineLoad, Failure, RequestTimes, Submit
+from worker.messages import Delta, EngineLoad, Failure, RequestTimes, Submit
 
 # Of every field a value that is not its default. Floats are exact in 32 bits.
 SAMPLING: dict[str, Any] = {
@@ -125,9 +125,7 @@ def test_what_the_dataclass_refuses_is_refused() -> None:
         sampling_params(pb.SamplingParams(max_tokens=1, top_k=-1))
 
 
-@pytest.mark.parametrize(
-    ("struct", "message"), [(EngineLoad, pb.LoadReport), (EngineInfo, pb.WorkerInfo), (RequestTimes, pb.RequestTimes)]
-)
+@pytest.mark.parametrize(("struct", "message"), [(EngineLoad, pb.LoadReport), (RequestTimes, pb.RequestTimes)])
 def test_structs_that_become_messages_have_their_names(struct: Any, message: Any) -> None:
     assert set(struct.__struct_fields__) <= names_of(message)
 
