@@ -15,7 +15,7 @@ from torch import Tensor
 
 from common.errors import TransferError
 from kvstore.pool.block_pool import BlockPool
-from kvstore.transports.host_pull import BlockPull, Blocks
+from kvstore.transports.host_pull import BlockPull
 from kvstore.transports.transport import Reader
 from kvstore.types import BlockId
 from worker.kv.device_pool import DevicePool
@@ -25,17 +25,14 @@ PIECE_BYTES = 64 << 20  # other pulls want rows, too
 
 
 class HostRows:
-    """Pinned rows of the shared memory in front of a GPU. Safe to use from several threads.
+    """Which rows in front of a worker's GPUs are free, of all ranks at once. Safe to use from several threads."""
 
-    blocks: uint8 [num_rows, block_bytes]; memory: the same bytes as a tensor.
-    """
+    def __init__(self, num_rows: int) -> None:
+        self._rows = BlockPool(num_rows, enable_prefix_cache=False)
+        self._lock = threading.Lock()
 
-    def __init__(self, blocks: Blocks, memory: Tensor, beside: HostRows | None = None) -> None:
-        """beside: rows of another rank, as many: a row is then free or taken in both."""
-        self.blocks = blocks
-        self.memory = memory
-        self._rows: BlockPool = beside._rows if beside else BlockPool(len(blocks), enable_prefix_cache=False)
-        self._lock: threading.Lock = beside._lock if beside else threading.Lock()
+    def __len__(self) -> int:
+        return self._rows.num_blocks
 
     def take(self, least: int, most: int) -> list[BlockId]:
         """Take up to `most` free rows; none when there are fewer than `least`."""
@@ -49,11 +46,12 @@ class HostRows:
 
 
 class StagedReader:
-    """`inner` pulls into the rows of `rows`."""
+    """`inner` pulls into free rows of `memory`."""
 
-    def __init__(self, inner: Reader, rows: HostRows, device_pool: DevicePool) -> None:
+    def __init__(self, inner: Reader, rows: HostRows, memory: Tensor, device_pool: DevicePool) -> None:
         self._inner = inner
         self._rows = rows
+        self._memory = memory
         self._device_pool = device_pool
         self._most = max(PIECE_BYTES // device_pool.block_bytes, 1)
 
@@ -66,7 +64,7 @@ class StagedReader:
                 piece = replace(pull, positions=pull.positions[first:stop], local_block_ids=rows)
                 found = self._inner.pull(piece)
                 digests = [known + new for known, new in zip(digests, found, strict=True)]
-                self._device_pool.copy_in(self._rows.memory, rows, pull.local_block_ids[first:stop])
+                self._device_pool.copy_in(self._memory, rows, pull.local_block_ids[first:stop])
             finally:
                 self._rows.give_back(rows)
         return digests

@@ -76,27 +76,24 @@ class DeviceRankPool(RankPool):
     device: DevicePool
     rows: HostRows
 
-    def __init__(
-        self, info: PoolInfo, socket_path: str, kv_pool: Tensor, fd: int | None, num_rows: int,
-        beside: HostRows | None = None,
-    ) -> None:  # fmt: skip
-        """fd: of the device memory, taken over; None: it cannot be shared. beside: see HostRows."""
-        super().__init__(info, socket_path, num_rows)
+    def __init__(self, info: PoolInfo, socket_path: str, kv_pool: Tensor, fd: int | None, rows: HostRows) -> None:
+        """fd: of the device memory, taken over; None: it cannot be shared."""
+        super().__init__(info, socket_path, len(rows))
         self.device_fd = fd
         self.device = DevicePool(kv_pool)
         self.device.digests([BlockId(0)])  # compiles the kernel, which takes 0.1 s, before requests come
-        staging = host_buffer_over(self._mapping, *self.host_blocks.shape)
-        pin(staging)
-        self.rows = HostRows(self.host_blocks, staging, beside)
+        self.staging = host_buffer_over(self._mapping, *self.host_blocks.shape)  # `host_blocks`, pinned
+        pin(self.staging)
+        self.rows = rows
 
     def digests(self, block_ids: Sequence[BlockId]) -> list[int]:
         return self.device.digests(block_ids)
 
     def copy_out(self, block_ids: Sequence[BlockId], rows: Sequence[int]) -> None:
-        self.device.copy_out(block_ids, self.rows.memory, rows)
+        self.device.copy_out(block_ids, self.staging, rows)
 
     def fence(self, first: RankPool) -> None:
         self.device.fence(of=None if first is self else first.device)
 
     def through_host(self, reader: Reader) -> Reader:
-        return StagedReader(reader, self.rows, self.device)
+        return StagedReader(reader, self.rows, self.staging, self.device)

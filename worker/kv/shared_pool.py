@@ -23,6 +23,7 @@ from kvstore.transports.lease_client import LeaseClient
 from kvstore.transports.transport import LeaseHolder, OwnWorker, Reader, Transport
 from kvstore.types import WorkerId
 from worker.config import WorkerConfig
+from worker.kv.pinned_staging import HostRows
 from worker.kv.rank_pool import DeviceRankPool, RankPool
 from worker.kv.transports import AUTO, load_transports
 
@@ -67,7 +68,7 @@ class SharedPoolMemory:
         if num_rows == 0:
             raise ConfigError(f"--kv-staging-gb holds no block of {geometry.block_bytes / 1e9:.3f} GB")
         kv_pool, fd = self._allocate_on(device, geometry)
-        self._add(DeviceRankPool(*self._next(geometry), kv_pool, fd, num_rows))
+        self._add(DeviceRankPool(*self._next(geometry), kv_pool, fd, HostRows(num_rows)))
         return kv_pool
 
     def allocate_for_rank(self, geometry: PoolGeometry) -> int:
@@ -81,7 +82,7 @@ class SharedPoolMemory:
         from engine.cuda_ipc.device_memory import pool_of_rank
 
         kv_pool = pool_of_rank(geometry, device, fd)
-        self._add(DeviceRankPool(*self._next(geometry), kv_pool, fd, len(rows.blocks), rows))
+        self._add(DeviceRankPool(*self._next(geometry), kv_pool, fd, rows))
 
     def _add(self, pool: RankPool) -> RankPool:
         """Take the next rank's pool, and open its readers. Raises ConfigError when there is none."""

@@ -41,12 +41,12 @@ class Parts:
     def __init__(self) -> None:
         self.kv_pool = torch.randn(NUM_BLOCKS, 2, 2, 1, 4, 8)
         self.bytes = self.kv_pool.view(NUM_BLOCKS, -1).view(torch.uint8).numpy()
-        memory = torch.zeros(NUM_ROWS, self.bytes.shape[1], dtype=torch.uint8)
-        self.rows = HostRows(memory.numpy(), memory)
+        self.staging = torch.zeros(NUM_ROWS, self.bytes.shape[1], dtype=torch.uint8)
+        self.rows = HostRows(NUM_ROWS)
         self.pool = BlockPool(NUM_BLOCKS)
         self.device_pool = DevicePool(self.kv_pool)
         rank: Any = DeviceRankPool.__new__(DeviceRankPool)  # without the memory of one
-        rank.device, rank.rows = self.device_pool, self.rows
+        rank.device, rank.rows, rank.staging = self.device_pool, self.rows, self.staging
         self.leases = leases_of(rank, self.pool)
 
     def lease(self, num_blocks: int) -> Lease:
@@ -102,11 +102,11 @@ def test_a_lease_keeps_its_blocks_and_is_staged_only_when_asked(parts: Parts) ->
     rows = parts.leases.stage(lease.lease_id, 0)
     assert rows is not None
     assert parts.leases.stage(lease.lease_id, 0) == rows
-    np.testing.assert_array_equal(parts.rows.blocks[rows], parts.bytes[blocks])
+    np.testing.assert_array_equal(parts.staging[rows], parts.bytes[blocks])
     assert parts.num_free_rows == NUM_ROWS - 2
     rows = parts.leases.stage(lease.lease_id, 1)
     assert rows is not None
-    np.testing.assert_array_equal(parts.rows.blocks[rows], parts.bytes[blocks[1:]])
+    np.testing.assert_array_equal(parts.staging[rows], parts.bytes[blocks[1:]])
     assert parts.num_free_rows == NUM_ROWS - 3
     assert parts.leases.release(lease.lease_id, EPOCH)
     assert (parts.pool.num_used, parts.num_free_rows) == (0, NUM_ROWS)
@@ -125,8 +125,8 @@ def test_without_room_nothing_is_staged_and_nothing_lost(parts: Parts) -> None:
 
 
 def test_a_pull_through_rows_goes_in_pieces(parts: Parts) -> None:
-    inner = RowsOfABlock(parts.rows.blocks)
-    staged = StagedReader(inner, parts.rows, parts.device_pool)
+    inner = RowsOfABlock(parts.staging.numpy())
+    staged = StagedReader(inner, parts.rows, parts.staging, parts.device_pool)
     taken = parts.rows.take(2, 2)
     untouched = parts.bytes[2].copy()
     assert staged.pull(block_pull([0, 1, 2, 3, 4], ids(5, 4, 3, 1, 0))) == [[0, 1, 2, 3, 4]]
@@ -139,15 +139,17 @@ def test_a_pull_through_rows_goes_in_pieces(parts: Parts) -> None:
 
 
 def test_a_failed_pull_gives_its_rows_back(parts: Parts) -> None:
-    inner = RowsOfABlock(parts.rows.blocks)
+    inner = RowsOfABlock(parts.staging.numpy())
     inner.fails_after = 1
     with pytest.raises(TransferError, match="gone"):
-        StagedReader(inner, parts.rows, parts.device_pool).pull(block_pull(list(range(5)), ids(0, 1, 2, 3, 4)))
+        StagedReader(inner, parts.rows, parts.staging, parts.device_pool).pull(
+            block_pull(list(range(5)), ids(0, 1, 2, 3, 4))
+        )
     assert parts.num_free_rows == NUM_ROWS
 
 
 def test_a_pull_waits_for_rows_until_its_deadline(parts: Parts) -> None:
-    staged = StagedReader(RowsOfABlock(parts.rows.blocks), parts.rows, parts.device_pool)
+    staged = StagedReader(RowsOfABlock(parts.staging.numpy()), parts.rows, parts.staging, parts.device_pool)
     taken = parts.rows.take(4, 4)
     with pytest.raises(TransferError, match="staging"):
         staged.pull(block_pull([0], ids(0), 0.02))
@@ -202,8 +204,8 @@ class Reader:
         geometry = geometry_of(HEADS, Shard())
         self.kv_pool = torch.zeros_like(worker.blocks)
         self.rows = torch.zeros(NUM_ROWS, geometry.block_bytes, dtype=torch.uint8)
-        rows, leases, device_pool = HostRows(self.rows.numpy(), self.rows), LeaseClient(), DevicePool(self.kv_pool)
-        staged = StagedReader(ShmReader(rows.blocks, leases), rows, device_pool)
+        rows, leases, device_pool = HostRows(NUM_ROWS), LeaseClient(), DevicePool(self.kv_pool)
+        staged = StagedReader(ShmReader(self.rows.numpy(), leases), rows, self.rows, device_pool)
         self.client = KvClient(geometry, {"shm": DeviceShmReader(device_pool, staged, leases)})
 
 
