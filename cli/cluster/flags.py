@@ -115,11 +115,6 @@ def _fit_to_gpus(
         tp, reason = choose_tp(engine, len(gpus))
         engine = dataclasses.replace(engine, tp=tp)
         reasons.append(reason)
-    workers = choose_workers(
-        None if serve.prefill < 0 else serve.prefill,
-        None if serve.decode < 0 else serve.decode,
-        engine.num_ranks,
-        len(gpus),
-    )
-    serve = dataclasses.replace(serve, prefill=workers.prefill, decode=workers.decode)
-    return serve, engine, "; ".join(filter(None, [*reasons, workers.reason]))
+    prefill, decode, reason = choose_workers(serve.prefill, serve.decode, engine.num_ranks, len(gpus))
+    serve = dataclasses.replace(serve, prefill=prefill, decode=decode)
+    return serve, engine, "; ".join(filter(None, [*reasons, reason]))

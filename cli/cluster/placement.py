@@ -19,15 +19,6 @@ _DEVICE_FILE = re.compile(r"nvidia(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Workers:
-    """How many there are of each role, and why."""
-
-    prefill: int
-    decode: int
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Placement:
     """One worker's GPUs. visible: these first, then the others, so that the worker can map their pools."""
 
@@ -55,17 +46,17 @@ def visible_gpus(env: Mapping[str, str], device_files: Iterable[str]) -> list[st
     return [str(number) for number in sorted(numbers)]
 
 
-def choose_workers(prefill: int | None, decode: int | None, num_ranks: int, num_gpus: int) -> Workers:
-    """Fill in what is None. num_ranks: of each worker."""
+def choose_workers(prefill: int, decode: int, num_ranks: int, num_gpus: int) -> tuple[int, int, str]:
+    """Fill in how many workers there are of a role where that is negative, and say why. num_ranks: of each worker."""
     if not num_gpus:
-        return Workers(1 if prefill is None else prefill, 1 if decode is None else decode)
+        return (1 if prefill < 0 else prefill), (1 if decode < 0 else decode), ""
     reason = ""
-    if prefill is None:
+    if prefill < 0:
         prefill = 0
         reason = "workers do both: prefill and decode workers of their own pay when prompts disturb streams"
-    if decode is None:
+    if decode < 0:
         decode = max(num_gpus // num_ranks - prefill, 1)
-    return Workers(prefill, decode, reason)
+    return prefill, decode, reason
 
 
 def place(gpus: Sequence[str], sizes: Sequence[int]) -> list[Placement]:

@@ -90,23 +90,26 @@ def test_a_pipeline_takes_a_gpu_for_each_stage():
         plan("--pp=2", "--tp=2", gpus=["0", "1", "2"])
 
 
+NOT_GIVEN = -1
+
+
 @pytest.mark.parametrize(
     ("num_gpus", "num_ranks", "given", "chosen"),
     [
-        (0, 1, (None, None), (1, 1)),
-        (1, 1, (None, None), (0, 1)),
-        (8, 1, (None, None), (0, 8)),
-        (8, 2, (None, None), (0, 4)),
-        (2, 2, (None, None), (0, 1)),
-        (8, 1, (2, None), (2, 6)),
+        (0, 1, (NOT_GIVEN, NOT_GIVEN), (1, 1)),
+        (1, 1, (NOT_GIVEN, NOT_GIVEN), (0, 1)),
+        (8, 1, (NOT_GIVEN, NOT_GIVEN), (0, 8)),
+        (8, 2, (NOT_GIVEN, NOT_GIVEN), (0, 4)),
+        (2, 2, (NOT_GIVEN, NOT_GIVEN), (0, 1)),
+        (8, 1, (2, NOT_GIVEN), (2, 6)),
         (2, 1, (1, 1), (1, 1)),
-        (1, 1, (1, None), (1, 1)),
+        (1, 1, (1, NOT_GIVEN), (1, 1)),
     ],
 )
 def test_defaults_follow_gpus(num_gpus, num_ranks, given, chosen):
-    found = choose_workers(given[0], given[1], num_ranks, num_gpus)
-    assert (found.prefill, found.decode) == chosen
-    assert bool(found.reason) == (bool(num_gpus) and given[0] is None)
+    prefill, decode, reason = choose_workers(*given, num_ranks, num_gpus)
+    assert (prefill, decode) == chosen
+    assert bool(reason) == (bool(num_gpus) and given[0] == NOT_GIVEN)
 
 
 def test_serve_says_which_worker_takes_which_gpu():
