@@ -1,28 +1,31 @@
-"""The routes of the HTTP gateway. What they do is in `gateway`; what they refuse looks like OpenAI's errors."""
+"""The routes of the HTTP gateway. What those of models do is in `gateway`; refusals look like OpenAI's errors."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from importlib import import_module
 from typing import Any
 
-from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
-from common.errors import MiniInferError
+from common.metrics import CONTENT_TYPE
+from common.model_files import DRY_RUN_MODEL_NAME
+from common.version import VERSION
 from common.wings import has_wing
+from router.config import ROLES
 from router.features import CHAT_BODY, COMPLETION_BODY
 from router.gateway import Gateway
 from router.http.errors import HttpError, error_response, log_if_internal, status_of
-from router.http.middleware import Guard
-from router.http.routes import FixedPaths, HoldBody, Routes, json_response
-from router.operator_routes import add_operator_routes
+from router.http.routes import Application, HoldBody, Routes, json_response
 from router.served_model import ServedModel
+from router.workers.worker_link import WorkerLink
 
 logger = logging.getLogger(__name__)
 # What adds the routes of each wing that has some; the last one describes those before it.
@@ -46,7 +49,7 @@ def create_app(gateway: Gateway) -> Any:
     """The ASGI application of one router."""
 
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_: object) -> AsyncIterator[None]:
         await gateway.workers.start()
         tasks = [asyncio.create_task(run()) for run in routes.tasks]
         for task in tasks:
@@ -59,17 +62,27 @@ def create_app(gateway: Gateway) -> Any:
             await asyncio.gather(*tasks, return_exceptions=True)
             await gateway.workers.stop()
 
+    def answer_error(scope: Scope, error: Exception) -> Response:
+        headers: dict[str, str] = {}
+        if isinstance(error, HTTPException):  # no handler's: these raise MiniInferError, or have a bug
+            headers.update(error.headers or {})  # Allow
+            message = "this path does not take this method"
+            if error.status_code == 404:
+                message = _no_such_path(Request(scope).url.path, routes)
+            error = HttpError(error.status_code, message)
+        gateway.refused(scope, status_of(error))
+        if logged_id := log_if_internal(scope, error):
+            headers["x-request-id"] = logged_id
+        return error_response(error, scope, headers)
+
     routes = Routes()
     _add_model_routes(routes, gateway)
-    add_operator_routes(routes, gateway)
+    _add_operator_routes(routes, gateway)
     for entry in ROUTES_OF_WINGS:
         module, _, name = entry.partition(":")
         if has_wing(module):
             getattr(import_module(module), name)(routes, gateway)
-    handlers = _error_handlers(gateway, [route.path_format for route in routes.routes])
-    inner = FastAPI(routes=[*routes.routes], exception_handlers=handlers, lifespan=lifespan, openapi_url=None)
-    fixed = FixedPaths(inner, routes, handlers[MiniInferError], _body_holder(gateway))
-    app = Guard(fixed, gateway.config.api_key, routes.open_paths)
+    app = Application(routes, gateway.config.api_key, lifespan, answer_error, _body_holder(gateway))
     if not has_wing("router.cors"):
         return app
     from router.cors.middleware import with_cors
@@ -96,31 +109,13 @@ def _log_end(task: asyncio.Task[None]) -> None:
         logger.error("a background task of the router has ended", exc_info=error)
 
 
-def _error_handlers(gateway: Gateway, paths: list[str]) -> dict[Any, Any]:
-    async def known(request: Request, error: Exception) -> Response:
-        gateway.refused(request.scope, status_of(error))
-        logged_id = log_if_internal(request.scope, error)
-        return error_response(error, request.scope, {"x-request-id": logged_id} if logged_id else None)
-
-    async def http(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        messages = {404: _no_such_path(request.url.path, paths), 405: "this path does not take this method"}
-        message = messages.get(error.status_code, "the request is not valid")
-        answer = await known(request, HttpError(error.status_code, message))
-        answer.headers.update(error.headers or {})  # Allow
-        return answer
-
-    # The last one is for bugs: they are logged, the client learns nothing but that.
-    return {MiniInferError: known, HTTPException: http, Exception: known}
-
-
-def _no_such_path(path: str, paths: list[str]) -> str:
-    """What a client is told that asks for a path which is none of `paths`."""
+def _no_such_path(path: str, routes: Routes) -> str:
+    """What a client is told that asks for a path which there is not."""
     if not has_wing("router.path_hints"):
         return "no such path"
     from router.path_hints.paths import no_such_path
 
-    return no_such_path(path, paths)
+    return no_such_path(path, [route.path_format for route in routes.routes])
 
 
 def _add_model_routes(routes: Routes, gateway: Gateway) -> None:
@@ -144,3 +139,54 @@ def _add_model_routes(routes: Routes, gateway: Gateway) -> None:
     routes.add("POST", "/v1/completions", gateway.completions, "the continuation of a text", COMPLETION_BODY)
     routes.add("GET", "/v1/models", models, "the models that are served")
     routes.add("GET", "/v1/models/{name:path}", model, "one of them, or 404")
+
+
+def _add_operator_routes(routes: Routes, gateway: Gateway) -> None:
+    """Add the routes for who runs the router: its health, its version, its metrics."""
+
+    async def healthz(_: Request) -> Response:
+        first = gateway.models[0]
+        infos = first.workers.infos()
+        cuda_graphs = all(info.cuda_graphs for info in infos) if infos else None
+        return json_response(
+            {
+                "status": "ok",
+                "model": first.name,
+                "roles": _roles(first.workers.links),
+                "quantization": infos[0].quantization if infos else None,
+                "cuda_graphs": cuda_graphs,
+                # The same under the names of the flags.
+                "use_cuda_graph": cuda_graphs,
+                "quant_mode": infos[0].quantization if infos else None,
+                "dry": infos[0].model == DRY_RUN_MODEL_NAME if infos else None,
+                "models": {model.name: _roles(model.workers.links) for model in gateway.base_models},
+            }
+        )
+
+    async def livez(_: Request) -> Response:
+        return json_response({"status": "ok"})
+
+    async def ready(_: Request) -> Response:
+        # One model without workers must not take the router, and with it the other models, out of service.
+        if not any(model.workers.usable("decode") for model in gateway.base_models):
+            return json_response({"status": "no decode worker is ready"}, 503)
+        return json_response({"status": "ok"})
+
+    async def version(_: Request) -> Response:
+        return json_response({"version": VERSION})
+
+    async def metrics(_: Request) -> Response:
+        return Response(gateway.metrics_text(), headers={"content-type": CONTENT_TYPE})
+
+    routes.add("GET", "/healthz", healthz, "what is served by how many workers")
+    routes.add("GET", "/livez", livez, "200 while the router runs")
+    routes.add("GET", "/readyz", ready, "200 while requests for any model can be served")
+    routes.add("GET", "/health", ready, "the same")
+    routes.add("GET", "/version", version, "the router's version")
+    routes.add("GET", "/metrics", metrics, "metrics for Prometheus")
+
+
+def _roles(links: Sequence[WorkerLink]) -> dict[str, int]:
+    """Number of attached workers of each role."""
+    roles = Counter(link.role for link in links if link.info is not None)
+    return {role: roles[role] for role in ROLES}

@@ -25,7 +25,7 @@ from router.connections.rules import (
     head_bytes,
 )
 from router.http.errors import HttpError
-from router.http.middleware import OPEN_PATHS
+from router.http.routes import OPEN_PATHS
 
 HEADER_TIMEOUT_SECONDS = 10.0
 SPARE_SECONDS = 1.0  # time for a connection in a spare slot to send its request

@@ -9,8 +9,7 @@ from common.errors import InvalidRequestError, NotFoundError
 from protos import types_pb2 as pb
 from router.gateway import Gateway
 from router.http.errors import HttpError
-from router.http.middleware import check_operator
-from router.http.routes import Routes, json_response
+from router.http.routes import Routes, check_operator, json_response
 from router.workers.worker_link import WorkerLink
 
 DRAIN_GRACE_SECONDS = 30.0

@@ -10,8 +10,7 @@ from common.lora.modules import folder_of, parse_lora_modules
 from router.api.parse import parse_body
 from router.gateway import Gateway
 from router.http.body import read_json_object
-from router.http.middleware import check_operator
-from router.http.routes import Routes
+from router.http.routes import Routes, check_operator
 from router.lora.adapters import LoraAdapters
 from router.lora.folder import AdapterFolder
 from router.lora.schemas import LoadLoraAdapterBody, UnloadLoraAdapterBody

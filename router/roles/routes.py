@@ -14,8 +14,7 @@ from router.api.parse import parse_body
 from router.gateway import Gateway
 from router.http.body import read_json_object
 from router.http.errors import HttpError
-from router.http.middleware import check_operator
-from router.http.routes import Routes, json_response
+from router.http.routes import Routes, check_operator, json_response
 from router.workers.worker_link import WorkerLink
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from common.errors import ConfigError
-from router.http.middleware import OPEN_PATHS
+from router.http.routes import OPEN_PATHS
 from tests.deploy.kubernetes.custom_resources import SPECS
 from tests.deploy.kubernetes.kustomize import (
     COMPONENTS,
