@@ -66,17 +66,17 @@ class Choice:
         self.text = text
         self.state = State.NEW
         self.is_shown = False  # whether its request has had an update
-        self._dispatcher = dispatcher
+        self.dispatcher = dispatcher
         self._observe_gap = dispatcher.metrics.inter_token_latency.observe
         self._request: ChoiceListener
         self._timer: asyncio.TimerHandle
-        self._decision: Decision | None = None  # the one in progress
-        self._leg: Leg | None = None
+        self.decision: Decision | None = None  # the one in progress
+        self.leg: Leg | None = None
         self._lost: set[WorkerId] = set()  # workers to avoid: they failed this choice
 
     def start(self, request: ChoiceListener) -> None:
         self._request = request
-        self._dispatcher.opened(self.journal)
+        self.dispatcher.opened(self.journal)
         exceeded = DeadlineExceededError("the request took longer than it was given")
         delay = self.journal.deadline - time.monotonic()
         self._timer = asyncio.get_running_loop().call_later(delay, self.on_failure, exceeded)
@@ -105,23 +105,23 @@ class Choice:
 
     def _open_next_leg(self) -> None:
         """Submit to the worker that is next, or wait for one. Raises one of RETRYABLE, or what ends the choice."""
-        dispatcher = self._dispatcher
+        dispatcher = self.dispatcher
         if not dispatcher.has_decode_worker():
             self._wait()
             return
-        if self._decision is None:
-            self._decision = dispatcher.decide(self.journal, self._lost)
-            chosen = self._decision.chosen
+        if self.decision is None:
+            self.decision = dispatcher.decide(self.journal, self._lost)
+            chosen = self.decision.chosen
             if self.journal.kv_handle is None:  # else the prompt is computed, and has been counted
                 dispatcher.metrics.placements[chosen.kind].inc()
             if chosen.prefill is not None:
                 self._open(State.PREFILL, chosen, dispatcher.link(chosen.prefill), dispatcher.link(chosen.decode))
                 return
-        chosen = self._decision.chosen
+        chosen = self.decision.chosen
         self._open(State.DECODE, chosen, dispatcher.decode_link(chosen.decode, self._lost))
 
     def _wait(self) -> None:
-        self._dispatcher.wait(self.look_again)
+        self.dispatcher.wait(self.look_again)
         if self.state is not State.WAITING:
             self.state = State.WAITING
             self.journal.note(time.monotonic(), WAITING)
@@ -137,40 +137,11 @@ class Choice:
         pending_tokens = 0 if is_computed else max(self.journal.num_tokens - chosen.cached_tokens, 0)
         submit = self.journal.next_submit(now)
         submit.keep = state is State.DECODE
-        if (roles := self._dispatcher.roles) is not None:
-            waited = now - self.journal.arrival
-            submit.due_seconds = roles.due_seconds(chosen, pending_tokens, waited, self.journal.has_started)
-        self._leg = link.submit(submit, pending_tokens, self, next_link)
+        roles, waited = self.dispatcher.roles, now - self.journal.arrival
+        submit.due_seconds = roles.due_seconds(chosen, pending_tokens, waited, self.journal.has_started)
+        self.leg = link.submit(submit, pending_tokens, self, next_link)
         self.state = state
         self.journal.note(now, state.value, worker=link.worker_id)
-
-    # -- moves -------------------------------------------------------------------------------------------------
-
-    @property
-    def kept_leg(self) -> Leg | None:
-        """The open leg where a prefill worker decodes the choice and has not been asked to hand it over."""
-        leg = self._leg
-        if leg is None or leg.link.role != "prefill" or self.state is not State.DECODE:
-            return None
-        return None if leg.times is None or leg.next_link is not None else leg
-
-    @property
-    def tokens_left(self) -> float:
-        """How many more tokens of the answer are expected."""
-        max_tokens, num_tokens = self.journal.sampling.max_tokens, len(self.journal.output_token_ids)
-        return self._dispatcher.answers.left(max_tokens, num_tokens)
-
-    def move(self, chosen: Candidate) -> None:
-        """Let the worker hand the choice over; it goes on with the token that ends its leg."""
-        if self._leg is None:
-            return
-        try:
-            target = self._dispatcher.link(chosen.decode)
-        except WorkerLostError:
-            return
-        self._decision = Decision(chosen, (chosen,), "move")
-        self._dispatcher.decided(self.journal, self._decision)
-        self._leg.link.hand_over(self._leg, target)
 
     # -- what workers push -------------------------------------------------------------------------------------
 
@@ -198,8 +169,8 @@ class Choice:
         if self.state is State.DONE:
             return
         try:
-            if self._leg is not None:
-                error = self._attribute_error(self._leg, error)
+            if self.leg is not None:
+                error = self._attribute_error(self.leg, error)
             self._allow_retry(error)
         except Exception as fatal:  # noqa: BLE001 - bugs, too
             self._fail(fatal)
@@ -212,7 +183,7 @@ class Choice:
             self._observe_gap(now - journal.last_token_time)
         elif token_ids:
             journal.first_token_time = now
-            self._dispatcher.first_token(journal, now)
+            self.dispatcher.first_token(journal, now)
         else:
             return  # prompt logprobs may come before the first token
         journal.output_token_ids += token_ids
@@ -222,17 +193,17 @@ class Choice:
         leg.first_time, leg.num_tokens_at_first = now, len(self.journal.output_token_ids)
         if self.state is State.DECODE:
             self.journal.kv_handle = None  # it has been read
-            if leg.link.role == "prefill" and self._dispatcher.roles is not None:
-                self._dispatcher.roles.watch_kept(self)
+            if leg.link.role == "prefill":
+                self.dispatcher.roles.watch_kept(leg)
         if self.journal.first_times is None:
             self.journal.first_times = leg.times
         self.journal.note(now, FIRST_OUTPUT, worker=leg.link.worker_id, times=leg.times)
-        assert self._decision is not None  # a leg is open
-        self._dispatcher.leg_began(self.journal, leg, self._decision.chosen)
+        assert self.decision is not None  # a leg is open
+        self.dispatcher.leg_began(self.journal, leg, self.decision.chosen)
 
     def _leg_ended(self, leg: Leg, delta: pb.TokenDelta, now: float) -> None:
         """Take the worker's last delta: update measurements, and keep what the next leg needs."""
-        self._leg, journal = None, self.journal
+        self.leg, journal = None, self.journal
         if delta.HasField("kv_handle"):
             journal.kv_handle = delta.kv_handle
         journal.num_draft_tokens += delta.num_draft_tokens
@@ -242,11 +213,11 @@ class Choice:
                 raise EngineError("the worker did not finish the request")
             if self.state is State.DECODE:
                 self.journal.num_moves += 1
-                self._dispatcher.metrics.moves.inc()
+                self.dispatcher.metrics.moves.inc()
         elif delta.finish_reason in (pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH):
             num_tokens = len(self.journal.output_token_ids)
             if self.journal.sampling.max_tokens > 1:  # else its length says nothing of others'
-                self._dispatcher.answers.observe(num_tokens)
+                self.dispatcher.answers.observe(num_tokens)
             leg.link.rates.observe_answer(num_tokens - leg.num_tokens_at_first, now - leg.first_time)
 
     def _attribute_error(self, leg: Leg, error: MiniInferError) -> MiniInferError:
@@ -269,7 +240,7 @@ class Choice:
 
     def _allow_retry(self, error: MiniInferError) -> None:
         """Allow another try, or raise the error that ends the choice."""
-        journal, max_retries = self.journal, self._dispatcher.config.max_retries
+        journal, max_retries = self.journal, self.dispatcher.config.max_retries
         if not isinstance(error, RETRYABLE) or (isinstance(error, OverloadedError) and not journal.num_legs):
             raise error  # the second: refused before any attempt
         journal.leg_failed()
@@ -277,10 +248,10 @@ class Choice:
             if isinstance(error, OverloadedError):
                 raise error
             raise UnavailableError(f"gave up after {journal.num_failures_in_row} failed attempts: {error}") from error
-        self._leg = self._decision = None
+        self.leg = self.decision = None
         journal.num_migrations += 1
         journal.note(time.monotonic(), MOVED, reason=str(error))
-        self._dispatcher.metrics.migrations.inc()
+        self.dispatcher.metrics.migrations.inc()
         logger.warning("%s moves to another worker (%s)", journal.choice_id, error, extra=about(journal.choice_id))
 
     # -- the end -----------------------------------------------------------------------------------------------
@@ -302,9 +273,9 @@ class Choice:
         self.state = State.DONE
         self.journal.outcome = outcome
         self._timer.cancel()
-        self._dispatcher.stop_waiting(self.look_again)
-        if self._leg is not None:
-            if self._leg.link.close(self._leg):  # its worker may be reading the KV, and lets go of it afterwards
+        self.dispatcher.stop_waiting(self.look_again)
+        if self.leg is not None:
+            if self.leg.link.close(self.leg):  # its worker may be reading the KV, and lets go of it afterwards
                 self.journal.kv_handle = None
-            self._leg = None
-        self._dispatcher.closed(self.journal)
+            self.leg = None
+        self.dispatcher.closed(self.journal)

@@ -9,7 +9,6 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Sequence, Set
-from functools import partial
 from typing import Protocol
 
 from common.errors import OverloadedError, UnavailableError
@@ -25,6 +24,11 @@ from router.routing.views import Candidate, RequestView, WorkerView
 from router.workers.failures import WorkerLostError
 from router.workers.model_workers import ModelWorkers
 from router.workers.worker_link import Leg, WorkerLink
+
+HAS_LATE_REFUSALS = has_wing("router.late_refusals")
+if HAS_LATE_REFUSALS:
+    from router.late_refusals.refusals import check_in_time
+    from router.late_refusals.settings import LateRefusalSettings
 
 LOOK_SECONDS = 0.25  # between looks for a usable worker: one that stops draining sends no event
 
@@ -43,42 +47,28 @@ class RequestLog(Protocol):
     def ended(self, journal: Journal, now: float) -> None: ...
 
 
-class MovableChoice(Protocol):
-    """A choice as those see it who move it from the prefill worker that decodes it."""
+class Roles:
+    """Who computes and decodes a request: workers of either role, by the policy. `router/objectives` weighs more."""
 
-    journal: Journal
-
-    @property
-    def kept_leg(self) -> Leg | None:
-        """The open leg on a prefill worker; None: it has moved, or ended."""
-
-    @property
-    def tokens_left(self) -> float:
-        """Tokens of the answer that are still expected."""
-
-    def move(self, chosen: Candidate) -> None:
-        """Let it go on where the candidate decodes."""
-
-
-class Roles(Protocol):
-    """Where latencies have objectives (`router/objectives`): who computes and decodes a request, and by when."""
+    def __init__(self, config: RouterConfig) -> None:
+        self._config = config
 
     def choose(self, request: RequestView, prefill: Sequence[WorkerView], decode: Sequence[WorkerView]) -> Decision:
         """Choose as `policy.choose`."""
+        return choose(self._config.policy, request, prefill, decode, self._config.local_prefill_tokens)
 
     def due_seconds(self, chosen: Candidate, num_new_tokens: int, waited_seconds: float, has_started: bool) -> float:
         """Seconds until the next token is due; 0: no objective."""
+        return 0.0
 
-    def watch_kept(self, choice: MovableChoice) -> None:
-        """Look after a choice that decodes on a prefill worker."""
+    def watch_kept(self, leg: Leg) -> None:
+        """Look after a leg that decodes on a prefill worker."""
 
 
 class Dispatcher:
     """Dispatch of one model's choices. Belongs to the running event loop."""
 
-    def __init__(
-        self, config: RouterConfig, workers: ModelWorkers, metrics: RouterMetrics, roles: Roles | None = None
-    ) -> None:
+    def __init__(self, config: RouterConfig, workers: ModelWorkers, metrics: RouterMetrics, roles: Roles) -> None:
         self.config = config
         self.metrics = metrics
         self.roles = roles
@@ -90,7 +80,7 @@ class Dispatcher:
         self._random = random.Random()
         self._turn = 0
         self._drain = DrainRate()
-        self._refuse_late = _late_refusals(config)
+        self._max_wait_seconds = config.of(LateRefusalSettings).max_wait_seconds if HAS_LATE_REFUSALS else 0.0
         self._waiting: dict[Callable[[], None], None] = {}  # for a decode worker, oldest first
         self._look_timer: asyncio.TimerHandle | None = None
         workers.on_usable = lambda: asyncio.get_running_loop().call_soon(self._look)
@@ -134,13 +124,9 @@ class Dispatcher:
                 self._workers.usable("decode", lost),
             )
         )
-        if self.roles is not None:
-            decision = self.roles.choose(request, prefill_views, decode_views)
-        else:
-            config = self.config
-            decision = choose(config.policy, request, prefill_views, decode_views, config.local_prefill_tokens)
-        if not journal.num_legs and self._refuse_late is not None:
-            self._refuse_late(decision.chosen, journal.deadline - time.monotonic())
+        decision = self.roles.choose(request, prefill_views, decode_views)
+        if HAS_LATE_REFUSALS and not journal.num_legs:
+            check_in_time(decision.chosen, journal.deadline - time.monotonic(), self._max_wait_seconds)
         self.decided(journal, decision)
         return decision
 
@@ -231,16 +217,3 @@ class Dispatcher:
         self.metrics.choice_ended(journal, now)
         if self.log is not None:
             self.log.ended(journal, now)
-
-
-def _late_refusals(config: RouterConfig) -> Callable[[Candidate, float], None] | None:
-    """What raises OverloadedError for a choice that would come too late, where that wing is there.
-
-    It is given the seconds that are left until the choice's deadline.
-    """
-    if not has_wing("router.late_refusals"):
-        return None
-    from router.late_refusals.refusals import check_in_time
-    from router.late_refusals.settings import LateRefusalSettings
-
-    return partial(check_in_time, max_wait_seconds=config.of(LateRefusalSettings).max_wait_seconds)

@@ -70,10 +70,10 @@ def serve_models(config: RouterConfig, loaded: Sequence[LoadedModel]) -> list[Se
     return models
 
 
-def roles_of(config: RouterConfig, workers: ModelWorkers) -> Roles | None:
-    """What places requests by latency objectives; None without any."""
+def roles_of(config: RouterConfig, workers: ModelWorkers) -> Roles:
+    """What places the requests of one model."""
     if not has_wing("router.objectives"):
-        return None
+        return Roles(config)
     from router.objectives.adaptive import open_objectives
 
     return open_objectives(config, workers)

@@ -9,8 +9,9 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
+from router.choice import Choice, State
 from router.config import RouterConfig
-from router.dispatch import MovableChoice, Roles
+from router.dispatch import Roles
 from router.objectives.moves import KeptRequest, choose_moves
 from router.objectives.objectives import Objectives
 from router.objectives.placement import place
@@ -18,17 +19,19 @@ from router.objectives.predictor import ObjectivePredictor
 from router.objectives.settings import ObjectiveSettings
 from router.routing.policy import Decision, choose
 from router.routing.views import Candidate, RequestView, WorkerView
+from router.workers.failures import WorkerLostError
 from router.workers.model_workers import ModelWorkers
-from router.workers.worker_link import WorkerLink
+from router.workers.worker_link import Leg, WorkerLink
 
 MOVE_SECONDS = 0.05  # between looks at requests that prefill workers keep
 
 
-class FixedRoles:
+class FixedRoles(Roles):
     """A policy that does not predict chooses; objectives say when tokens are due, and what its choice misses."""
 
     def __init__(self, objectives: Objectives, config: RouterConfig) -> None:
-        self._objectives, self._config = objectives, config
+        super().__init__(config)
+        self._objectives = objectives
 
     def choose(self, request: RequestView, prefill: Sequence[WorkerView], decode: Sequence[WorkerView]) -> Decision:
         predictor = partial(ObjectivePredictor, self._objectives)
@@ -38,9 +41,6 @@ class FixedRoles:
     def due_seconds(self, chosen: Candidate, num_new_tokens: int, waited_seconds: float, has_started: bool) -> float:
         return self._objectives.due_seconds(chosen, num_new_tokens, waited_seconds, has_started)
 
-    def watch_kept(self, choice: MovableChoice) -> None:
-        """Nothing moves."""
-
 
 class AdaptiveRoles(FixedRoles):
     """Placement and moves of one model's requests. Belongs to the running event loop."""
@@ -48,14 +48,16 @@ class AdaptiveRoles(FixedRoles):
     def __init__(self, objectives: Objectives, config: RouterConfig, workers: ModelWorkers) -> None:
         super().__init__(objectives, config)
         self._workers = workers
-        self._kept: dict[str, MovableChoice] = {}
+        self._kept: dict[str, Choice] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     def choose(self, request: RequestView, prefill: Sequence[WorkerView], decode: Sequence[WorkerView]) -> Decision:
         return place(request, prefill, decode, self._config.local_prefill_tokens, self._objectives)
 
-    def watch_kept(self, choice: MovableChoice) -> None:
-        """Look now and then whether the choice should move to a decode worker."""
+    def watch_kept(self, leg: Leg) -> None:
+        """Look now and then whether the leg's choice should move to a decode worker."""
+        choice = leg.listener
+        assert isinstance(choice, Choice)
         self._kept[choice.journal.choice_id] = choice
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(MOVE_SECONDS, self._look)
@@ -66,24 +68,46 @@ class AdaptiveRoles(FixedRoles):
         self._kept = {}
         by_link: dict[WorkerLink, list[KeptRequest]] = {}
         for choice in choices.values():
-            leg, journal = choice.kept_leg, choice.journal
-            if leg is not None:
-                kept = KeptRequest(
-                    journal.choice_id, journal.num_tokens, choice.tokens_left, now - leg.first_time,
-                    len(journal.output_token_ids),
-                )  # fmt: skip
-                by_link.setdefault(leg.link, []).append(kept)
-                self.watch_kept(choice)
+            if (leg := kept_leg(choice)) is not None:
+                by_link.setdefault(leg.link, []).append(_request(choice, now - leg.first_time))
+                self.watch_kept(leg)
         for link, requests in by_link.items():
             targets = [target.view() for target in self._workers.usable("decode")]
             moves = choose_moves(link.view(), requests, targets, self._objectives, must_leave=link.is_draining)
-            for move in moves:
-                choices[move.choice_id].move(move.chosen)
+            for each in moves:
+                move(choices[each.choice_id], each.chosen)
 
 
-def open_objectives(config: RouterConfig, workers: ModelWorkers) -> Roles | None:
-    """What places by the objectives; None without any."""
+def kept_leg(choice: Choice) -> Leg | None:
+    """The open leg where a prefill worker decodes the choice and has not been asked to hand it over."""
+    leg = choice.leg
+    if leg is None or leg.link.role != "prefill" or choice.state is not State.DECODE:
+        return None
+    return None if leg.times is None or leg.next_link is not None else leg
+
+
+def move(choice: Choice, chosen: Candidate) -> None:
+    """Let its worker hand the choice over; it goes on with the token that ends its leg."""
+    if choice.leg is None:
+        return
+    try:
+        target = choice.dispatcher.link(chosen.decode)
+    except WorkerLostError:
+        return
+    choice.decision = Decision(chosen, (chosen,), "move")
+    choice.dispatcher.decided(choice.journal, choice.decision)
+    choice.leg.link.hand_over(choice.leg, target)
+
+
+def _request(choice: Choice, seconds_here: float) -> KeptRequest:
+    journal, num_answered = choice.journal, len(choice.journal.output_token_ids)
+    tokens_left = choice.dispatcher.answers.left(journal.sampling.max_tokens, num_answered)
+    return KeptRequest(journal.choice_id, journal.num_tokens, tokens_left, seconds_here, num_answered)
+
+
+def open_objectives(config: RouterConfig, workers: ModelWorkers) -> Roles:
+    """What places by the objectives; without any, by the policy alone."""
     objectives = config.of(ObjectiveSettings).objectives
     if not objectives:
-        return None
+        return Roles(config)
     return AdaptiveRoles(objectives, config, workers) if config.policy == "cost" else FixedRoles(objectives, config)

@@ -189,12 +189,12 @@ async def test_a_grammar_that_may_have_stopped_a_worker_is_not_given_to_another(
     requests = {name: router.request(grammar=text) for name, text in GRAMMARS_OF.items()}
     first, second = router.decode
     for name, text in (("begun", "abcdef"), ("suspect", "a")):
-        leg = requests[name][0].choices[0]._leg
+        leg = requests[name][0].choices[0].leg
         assert leg is not None
         for byte in text.encode():
             first.link.apply(pb.StepReport(deltas=[pb.TokenDelta(request_id=leg.leg_id, token_ids=[byte])]))
     for request, _ in requests.values():
-        leg = request.choices[0]._leg
+        leg = request.choices[0].leg
         assert leg is not None
         assert leg.link is first.link
         leg.opened -= 2.0
@@ -210,7 +210,7 @@ async def test_a_grammar_that_may_have_stopped_a_worker_is_not_given_to_another(
 async def test_a_grammar_goes_on_elsewhere_when_its_worker_made_steps_until_it_was_lost() -> None:
     router = Router(decode=2)
     request, sink = router.request(grammar="regex:.*")
-    leg = request.choices[0]._leg
+    leg = request.choices[0].leg
     assert leg is not None
     leg.opened -= 2.0
     leg.link.apply(pb.StepReport(load=pb.LoadReport(num_steps=7)))

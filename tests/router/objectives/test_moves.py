@@ -9,6 +9,7 @@ from kvstore.types import WorkerId
 from protos import types_pb2 as pb
 from router.choice import Choice, State
 from router.metrics import PLACEMENTS
+from router.objectives.adaptive import kept_leg, move
 from router.routing.views import Candidate
 from tests.harness.waiting import until
 from tests.router.pushed import HANDLE, Listener, Router, Worker
@@ -73,7 +74,7 @@ async def test_a_move_continues_with_the_token_that_ended_the_leg() -> None:
     router = adaptive()
     choice, sink = kept(router)
     [prefill], [decode] = router.prefill, router.decode
-    choice.move(candidate("d0"))
+    move(choice, candidate("d0"))
     assert handed_over(prefill) == [prefill.submits[0].request_id]
     decode.link.load = EMPTY
     before = decode.link.view().num_rows
@@ -93,13 +94,13 @@ async def test_prompts_make_the_dispatcher_move_what_is_kept() -> None:
     router = adaptive()
     choice, _ = kept(router)
     [prefill], [decode] = router.prefill, router.decode
-    assert choice.kept_leg is not None
+    assert kept_leg(choice) is not None
     decode.link.load = EMPTY
     prefill.link.load = pb.LoadReport(waiting_prefill_tokens=8192)
     await until(lambda: handed_over(prefill))
     await asyncio.sleep(0.15)
     assert len(handed_over(prefill)) == 1  # asked once
-    assert choice.kept_leg is None
+    assert kept_leg(choice) is None
     choice.cancel()
     assert decode.link.view().num_rows == 0
 
@@ -107,7 +108,7 @@ async def test_prompts_make_the_dispatcher_move_what_is_kept() -> None:
 async def test_a_choice_that_ends_while_it_moves_has_ended() -> None:
     router = adaptive()
     choice, sink = kept(router)
-    choice.move(candidate("d0"))
+    move(choice, candidate("d0"))
     router.prefill[0].says("i", finish_reason=pb.FINISH_REASON_STOP)
     assert choice.state is State.DONE
     assert sink.text() == "Hi"
@@ -119,7 +120,7 @@ async def test_a_choice_that_ends_while_it_moves_has_ended() -> None:
 async def test_the_worker_that_is_left_dies_before_it_hands_over() -> None:
     router = adaptive()
     choice, sink = kept(router)
-    choice.move(candidate("d0"))
+    move(choice, candidate("d0"))
     router.prefill[0].link.lost("killed")
     [submit] = router.decode[0].submits
     assert bytes(submit.output_token_ids) == b"H"
@@ -133,7 +134,7 @@ async def test_the_target_dies_before_or_after_the_hand_over() -> None:
     for dies_first in (True, False):
         router = adaptive(decode=2)
         choice, sink = kept(router)
-        choice.move(candidate("d0"))
+        move(choice, candidate("d0"))
         if dies_first:
             router.decode[0].link.lost("killed")
         router.prefill[0].prefilled("i")
@@ -150,7 +151,7 @@ async def test_the_target_dies_before_or_after_the_hand_over() -> None:
 async def test_a_target_that_has_gone_is_not_moved_to() -> None:
     router = adaptive()
     choice, _ = kept(router)
-    choice.move(candidate("never there"))
+    move(choice, candidate("never there"))
     assert not handed_over(router.prefill[0])
     choice.cancel()
 
