@@ -15,10 +15,9 @@ from common.text.tokenizer import Tokenizer
 from common.wings import has_wing
 from protos import types_pb2 as pb
 from router.api.chat_renderer import AnswerPart, ChatRenderer
-from router.api.message_schemas import Body
 from router.api.render import RenderOptions
 from router.api.sampling import sampling_params
-from router.api.schemas import ChatCompletionBody, CompletionBody
+from router.api.schemas import Body, ChatCompletionBody, CompletionBody
 from router.api.text import ChoiceText, StopRules
 from router.config import RouterConfig
 from router.workers.model_workers import ModelLimits

@@ -14,7 +14,7 @@ from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
-from router.api.message_schemas import Body
+from router.api.schemas import Body
 from router.embeddings_api.schemas import EmbeddingBody, RerankBody, ScoreBody
 from router.features import CHAT_BODY, COMPLETION_BODY
 from router.foreign_fields.known_fields import harmless_values, is_ignored

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from common.errors import InvalidRequestError
 from common.wings import has_wing
-from router.api.message_schemas import Body, Message
+from router.api.schemas import Body, Message
 
 HAS_FOREIGN_FIELDS = has_wing("router.foreign_fields")
 if HAS_FOREIGN_FIELDS:

@@ -13,9 +13,8 @@ import orjson
 
 from common.errors import ContextLengthError, InvalidRequestError
 from common.text.tokenizer import Tokenizer
-from router.api.message_schemas import Message
 from router.api.sampling import checked_ids
-from router.api.schemas import CompletionBody
+from router.api.schemas import CompletionBody, Message
 from router.workers.model_workers import ModelLimits
 
 INLINE_CHARS = 8_192  # about 2 ms; longer texts are encoded on a thread

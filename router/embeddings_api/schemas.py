@@ -8,16 +8,16 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from common.errors import InvalidRequestError
-from router.api.message_schemas import (
+from router.api.schemas import (
     MAX_LABEL_CHARS,
     MAX_MESSAGES,
     Body,
     Label,
     Message,
     TemplateKwargs,
+    TokenIdField,
     check_messages,
 )
-from router.api.schemas import TokenIdField
 from router.truncation.truncation import TruncationFields
 
 MAX_INPUTS = 2048  # of a request, as OpenAI's API has it

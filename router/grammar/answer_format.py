@@ -15,7 +15,7 @@ from common.errors import InvalidRequestError
 from common.grammar import grammar
 from common.grammar.json_schemas import closed, parsed_schema
 from common.grammar.structural_tags import structural_tag
-from router.api.message_schemas import Body, Label
+from router.api.schemas import Body, Label
 from router.grammar.grammar_checks import GrammarChecks
 
 MAX_CHOICE_CHARS = 4_096

@@ -9,9 +9,8 @@ from pydantic import Field
 from common.errors import InvalidRequestError
 from common.text.tokenizer import Tokenizer
 from protos import types_pb2 as pb
-from router.api.message_schemas import MAX_LIST, Body
 from router.api.sampling import checked_ids
-from router.api.schemas import StopString, TokenIdField
+from router.api.schemas import MAX_LIST, Body, StopString, TokenIdField
 from router.workers.model_workers import ModelLimits
 
 MAX_BIASES = 1024

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from router.api.message_schemas import Body, Label
+from router.api.schemas import Body, Label
 
 MAX_PATH_CHARS = 4096
 

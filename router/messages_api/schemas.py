@@ -6,8 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from router.api.message_schemas import MAX_LIST, MAX_MESSAGES, Body, Label
-from router.api.schemas import MAX_STOPS, StopString
+from router.api.schemas import MAX_LIST, MAX_MESSAGES, MAX_STOPS, Body, Label, StopString
 
 
 class Block(Body):

@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from common.errors import NotFoundError
-from router.api.message_schemas import Body
 from router.api.parse import parse_body
+from router.api.schemas import Body
 from router.gateway import Gateway
 from router.http.body import read_json_object
 from router.http.errors import HttpError

@@ -7,8 +7,7 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from common.errors import InvalidRequestError
-from router.api.message_schemas import MAX_MESSAGES, Body, Label, Message, TemplateKwargs, check_messages
-from router.api.schemas import TokenIdField
+from router.api.schemas import MAX_MESSAGES, Body, Label, Message, TemplateKwargs, TokenIdField, check_messages
 
 
 class TokenizeBody(Body):

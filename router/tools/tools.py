@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from common.errors import InvalidRequestError
-from router.api.message_schemas import MAX_LIST, Body
+from router.api.schemas import MAX_LIST, Body
 from router.grammar.answer_format import AnswerFields
 
 MAX_SCHEMA_DEPTH = 64  # as chat templates render schemas by recursion

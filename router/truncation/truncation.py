@@ -7,9 +7,8 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from common.errors import InvalidRequestError
-from router.api.message_schemas import Body
 from router.api.sampling import DEFAULT_COMPLETION_TOKENS
-from router.api.schemas import ChatCompletionBody, GenerationBody
+from router.api.schemas import Body, ChatCompletionBody, GenerationBody
 from router.workers.model_workers import ModelLimits
 
 TruncationSide = Literal["left", "right"]  # where others are cut off
