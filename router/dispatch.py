@@ -18,8 +18,8 @@ from protos import types_pb2 as pb
 from router.config import RouterConfig
 from router.journal import Journal
 from router.metrics import RouterMetrics
-from router.routing.admission import AnswerLength, DrainRate
 from router.routing.policy import Decision, choose, shortlist
+from router.routing.rates import AnswerLength, DrainRate
 from router.routing.views import Candidate, RequestView, WorkerView
 from router.workers.failures import WorkerLostError
 from router.workers.model_workers import ModelWorkers

@@ -1,4 +1,4 @@
-"""The HTTP answer of a generation request, as a raw ASGI response: one JSON body, or a stream of events (`sse`).
+"""The HTTP answer of a generation request, as a raw ASGI response: one JSON body, or a stream of events.
 
 Nothing is sent before the first update is there, so that a request that fails early gets a proper status. When the
 client goes away, the task is cancelled, which cancels the request on the workers.
@@ -15,10 +15,18 @@ from common.errors import MiniInferError
 from router.api.render import Renderer
 from router.api.results import ChoiceResult
 from router.api.text import Update
-from router.http.chunk_writer import CHUNK_WRITER
-from router.http.errors import error_response, log_if_internal
-from router.http.sse import EventStream, Headers
+from router.http.chunk_writer import CHUNK_WRITER, ChunkWriter
+from router.http.errors import error_object, error_response, log_if_internal
 from router.request import GenerationRequest
+
+KEEP_ALIVE = b": waiting for a worker\n\n"  # a comment: parsers of events skip it
+KEEP_ALIVE_SECONDS = 5.0
+Headers = dict[str, str]
+EVENT_STREAM_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
 
 
 class GenerationResponse(Response):
@@ -88,3 +96,102 @@ class WholeAnswer:
             raise self._error
         body = self._renderer.answer(self._results, self._request.usage())
         await Response(body, headers=self._headers, media_type="application/json")(scope, receive, send)
+
+
+class EventStream:
+    """Sends an answer as server-sent events, each written where its token arrives.
+
+    While the client keeps up, an update goes from the worker's report to the socket in one call (`on_update`). What
+    comes before the headers are out, or while the client is behind by the transport's buffer, is kept: at most the
+    rest of the answer. The task in `respond` sends it, in one event per choice, and the end.
+    """
+
+    def __init__(self, request: GenerationRequest, renderer: Renderer, headers: Headers, writer: ChunkWriter) -> None:
+        self._request = request
+        self._renderer = renderer
+        self._writer = writer
+        self._headers = [(name.encode(), value.encode()) for name, value in (EVENT_STREAM_HEADERS | headers).items()]
+        self._has_begun = False  # the headers are out
+        self._is_caught_up = False  # all that was kept has been taken by the transport
+        self._shown: set[int] = set()  # choices of which something has been rendered
+        self._kept: dict[int, ChoiceResult] = {}  # by choice
+        self._wake = asyncio.Event()
+        self._error: Exception | None = None
+        self._num_open = len(request.choices)
+        self._usage = request.usage()
+        self._counts_usage = renderer.options.continuous_usage
+        self._keep_alive_timer: asyncio.TimerHandle | None = None
+
+    # -- what the request pushes -------------------------------------------------------------------------------
+
+    def on_update(self, index: int, update: Update) -> None:
+        if update.finish_reason is not None:
+            self._num_open -= 1
+        if self._is_caught_up and self._num_open and not self._kept and self._writer.is_ready:
+            if body := self._rendered(index, update):
+                self._writer.write(body)
+            return
+        self._kept.setdefault(index, ChoiceResult(index)).add(update)
+        self._wake.set()
+
+    def on_failure(self, error: Exception) -> None:
+        self._error = error
+        self._wake.set()
+
+    # -- through the task: beginning, end, and what a slow client could not take -----------------------------------
+
+    async def respond(self, scope: Scope, _: Receive, send: Send) -> None:
+        """Return when everything has been sent. Raises the request's error when nothing has been."""
+        try:
+            last = await self._send_kept(send)
+            last += self._renderer.end(self._request.usage())
+            await self._begin(send)
+        except Exception as error:  # bugs, too: a stream that has begun must end in a way that clients understand
+            if not self._has_begun:
+                raise
+            log_if_internal(scope, error)
+            last = self._renderer.failure(error_object(error, scope))
+        finally:
+            if self._keep_alive_timer is not None:
+                self._keep_alive_timer.cancel()
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def _send_kept(self, send: Send) -> bytes:
+        """Send what is kept whenever the client can take it; return what is to be sent together with the end."""
+        while True:
+            self._is_caught_up = self._has_begun
+            await self._wake.wait()
+            self._wake.clear()
+            self._is_caught_up = False  # `send` may wait for the client: what comes now comes after this
+            kept, self._kept = self._kept, {}
+            body = b"".join(self._rendered(index, update) for index, update in kept.items())
+            if not (self._num_open or self._error):
+                return body
+            if body and (self._has_begun or not self._error):
+                await self._begin(send)
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+            if self._error is not None:
+                raise self._error
+
+    async def _begin(self, send: Send) -> None:
+        if not self._has_begun:
+            await send({"type": "http.response.start", "status": 200, "headers": self._headers})
+            self._has_begun = True
+            self._keep_alive()
+
+    def _keep_alive(self) -> None:
+        """Send comments while choices wait for a worker, so that clients and proxies keep the stream open."""
+        if self._request.is_waiting_for_worker and self._writer.is_ready:
+            self._writer.write(KEEP_ALIVE)
+        loop = asyncio.get_running_loop()
+        self._keep_alive_timer = loop.call_later(KEEP_ALIVE_SECONDS, self._keep_alive)
+
+    def _rendered(self, index: int, update: Update | ChoiceResult) -> bytes:
+        """Render one update as events; empty when there is nothing to send."""
+        if self._counts_usage:
+            self._usage = self._request.usage()
+        body = self._renderer.chunk(index, update, self._usage)
+        if index not in self._shown:
+            self._shown.add(index)
+            body = self._renderer.start(index, self._usage) + body
+        return body

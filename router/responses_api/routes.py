@@ -19,10 +19,10 @@ from router.api.parse import parse_body
 from router.api.render import RenderOptions
 from router.features import CHAT_BODY, Features
 from router.gateway import Gateway
+from router.http.answer import EVENT_STREAM_HEADERS
 from router.http.body import read_json_object
 from router.http.errors import FIELD_NAMES
 from router.http.routes import Routes, json_response
-from router.http.sse import EVENT_STREAM_HEADERS
 from router.responses_api.background import Background
 from router.responses_api.output import DeltaLengths
 from router.responses_api.queries import DEFAULT_LIMIT, first_event, page_of

@@ -21,8 +21,7 @@ from protos import types_pb2 as pb
 from router.routing.rates import WorkerRates
 from router.routing.views import WorkerView
 from router.workers.failures import Breaker, WorkerLostError, error_of
-from router.workers.index_feed import IndexFeed
-from router.workers.worker_stream import WorkerStream
+from router.workers.worker_stream import IndexFeed, WorkerStream
 from router.workers.worker_view import Backlog, Work, worker_view
 
 logger = logging.getLogger(__name__)
@@ -191,7 +190,7 @@ class WorkerLink:
     def attached(self, info: pb.WorkerInfo, stream: WorkerStream) -> None:
         """The stream is open: requests may come."""
         self.info, self._stream = info, stream
-        self._feed = IndexFeed(self._index, self.worker_id, stream.fetch_snapshot)
+        self._feed = IndexFeed(self._index, self.worker_id, stream)
         self.last_sign = time.monotonic()
         logger.info("%s worker %s attached (%s)", self.role, info.worker_id, self.address)
         self.set_serving(True)

@@ -1,16 +1,18 @@
-"""One open Attach stream to a worker: commands in their order, and the calls that are made beside it."""
+"""One open Attach stream to a worker: commands in their order, calls that are made beside it, and its KV events."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import grpc
 from grpc.aio import EOF  # type: ignore[attr-defined]
 
 from common.errors import UnavailableError
+from kvstore.pool.index import PrefixIndex
+from kvstore.types import BlockKey, WorkerId
 from protos import types_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -48,3 +50,46 @@ class WorkerStream:
             return await getattr(self._stub, method)(request, timeout=CALL_TIMEOUT_SECONDS, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             raise UnavailableError(f"worker {self._worker_id} {refusal}: {error.code().name}") from None
+
+
+class IndexFeed:
+    """Feeds the stream's KV events into the prefix index, in order. After a gap it asks for all keys again.
+
+    A worker that comes back begins with a snapshot.
+    """
+
+    def __init__(self, index: PrefixIndex, worker: WorkerId, stream: WorkerStream) -> None:
+        self._index = index
+        self._worker = worker
+        self._stream = stream
+        self._resync: asyncio.Task[None] | None = None
+        self._is_open = True
+
+    def apply(self, events: Iterable[pb.KvEvent]) -> None:
+        is_complete = True
+        for event in events:
+            kind = event.WhichOneof("kind")
+            if kind == "snapshot":
+                self._replace(event)
+                is_complete = True
+            elif kind == "stored":
+                is_complete = self._index.apply(self._worker, event.sequence, stored=map(BlockKey, event.stored.keys))
+            elif kind == "removed":
+                keys = map(BlockKey, event.removed.keys)
+                is_complete = self._index.apply(self._worker, event.sequence, removed=keys)
+        if not is_complete and (self._resync is None or self._resync.done()):
+            self._resync = asyncio.create_task(self._mend())
+
+    def close(self) -> None:
+        """Forget the worker."""
+        self._is_open = False
+        self._index.remove_worker(self._worker)
+
+    def _replace(self, event: pb.KvEvent) -> None:
+        self._index.snapshot(self._worker, event.sequence, [BlockKey(key) for key in event.snapshot.keys])
+
+    async def _mend(self) -> None:
+        logger.warning("events of worker %s have a gap: fetching a snapshot", self._worker)
+        for event in await self._stream.fetch_snapshot():
+            if event.HasField("snapshot") and self._is_open:
+                self._replace(event)

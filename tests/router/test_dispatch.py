@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from protos import types_pb2 as pb
-from router.http import sse
+from router.http.answer import KEEP_ALIVE
 from tests.harness.router import cluster, sse_events, text_of
 from tests.harness.scripted_worker import Script
 
@@ -73,7 +73,7 @@ async def test_a_worker_that_stays_away_ends_its_streams_with_an_error_event() -
 
 
 async def test_a_stream_that_waits_for_its_only_worker_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sse, "KEEP_ALIVE_SECONDS", 0.05)
+    monkeypatch.setattr("router.http.answer.KEEP_ALIVE_SECONDS", 0.05)
     async with cluster(script=SLOW) as c:
         body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 60, "seed": 1, "stream": True}
         async with c.http.stream("POST", "/v1/chat/completions", json=body) as response:
@@ -81,13 +81,13 @@ async def test_a_stream_that_waits_for_its_only_worker_is_kept_alive(monkeypatch
             raw = await anext(data)
             await c.decode[0].kill()
             await c.until(lambda: c.model.workers.usable("decode") == [])
-            num_before = raw.count(sse.KEEP_ALIVE)  # a busy machine may be slower than the worker
-            while raw.count(sse.KEEP_ALIVE) < num_before + 2:
+            num_before = raw.count(KEEP_ALIVE)  # a busy machine may be slower than the worker
+            while raw.count(KEEP_ALIVE) < num_before + 2:
                 raw += await anext(data)
             await c.decode[0].start()
             async for more in data:
                 raw += more
-        events = [event async for event in sse_events(httpx.Response(200, content=raw.replace(sse.KEEP_ALIVE, b"")))]
+        events = [event async for event in sse_events(httpx.Response(200, content=raw.replace(KEEP_ALIVE, b"")))]
         assert len(text_of(events)) == 60
         await c.until(c.is_quiet)
 

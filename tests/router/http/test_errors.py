@@ -14,9 +14,9 @@ from common.logging import RateLimit
 from protos import types_pb2 as pb
 from router.api.text import ChoiceText
 from router.dispatch import Dispatcher
+from router.http.answer import EventStream
 from router.http.chunk_writer import ChunkWriter
 from router.http.errors import retry_after
-from router.http.sse import EventStream
 from tests.harness.router import Cluster, cluster
 from tests.harness.scripted_worker import Script
 

@@ -10,7 +10,7 @@ from common.errors import HandshakeError
 from kvstore.pool.block_hash import HASH_VERSION
 from protos import types_pb2 as pb
 from router.workers.failures import OPEN_SECONDS, Breaker
-from router.workers.handshake import check_worker
+from router.workers.model_workers import check_worker
 from router.workers.worker_view import Backlog, Work
 
 

@@ -10,9 +10,8 @@ import pytest
 from common.step_times import StepCost
 from kvstore.types import WorkerId
 from protos import types_pb2 as pb
-from router.routing.admission import AnswerLength, DrainRate
 from router.routing.policy import choose
-from router.routing.rates import ARRIVAL_SECONDS, OLD_SECONDS, WorkerRates
+from router.routing.rates import ARRIVAL_SECONDS, OLD_SECONDS, AnswerLength, DrainRate, WorkerRates
 from router.routing.views import Candidate, RequestView, WorkerView
 
 

@@ -15,8 +15,8 @@ from common.errors import EngineError
 from router.api.completion_renderer import CompletionRenderer
 from router.api.render import RenderOptions
 from router.api.text import Update
+from router.http.answer import EventStream
 from router.http.chunk_writer import ChunkWriter
-from router.http.sse import EventStream
 from router.metrics import RouterMetrics
 from router.request import GenerationRequest
 from tests.harness.router import DRY_RUN, cluster, text_of
