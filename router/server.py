@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import resource
 import signal
 import socket
 import sys
@@ -30,7 +29,6 @@ from router.served_model import LoadedModel, serve_models
 
 SCRAPE_SECONDS = 5.0  # for the event loop to come to a scrape
 MAX_CONNECTIONS_WAITING = 1024
-NUM_OTHER_DESCRIPTORS = 256  # links to workers, files, libraries
 KEEPALIVE = {  # of TCP: a client whose machine is gone sends no FIN
     socket.TCP_KEEPIDLE: 30,
     socket.TCP_KEEPINTVL: 10,
@@ -62,7 +60,6 @@ def main(argv: list[str] | None = None) -> int:
         config, http = parse_settings(argv)
         setup_logging("router", config.log_level, config.log_format)
         protocol = protocol_for(http)
-        allow_descriptors(protocol.max_open + NUM_OTHER_DESCRIPTORS)
         models = serve_models(config, [load(*named) for named in config.named_models()])
         gateway = Gateway(config, models, http)
         listener = listen(config.host, config.port)
@@ -88,24 +85,12 @@ def parse_settings(argv: list[str] | None) -> tuple[RouterConfig, HttpConfig]:
 
 
 def protocol_for(http: HttpConfig) -> type[ChunkProtocol]:
-    """How clients' connections are served."""
+    """How clients' connections are served. Raises ConfigError where there can be fewer than the settings allow."""
     if not has_wing("router.connections"):
         return ChunkProtocol
     from router.connections.protocol import bounded_protocol
 
     return bounded_protocol(http)
-
-
-def allow_descriptors(count: int) -> None:
-    """Make sure that this process may open `count` descriptors. Raises ConfigError when it may not."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < count:
-        raise ConfigError(
-            f"this process may open {hard} files and connections, but --max-connections needs {count}: "
-            "raise the limit (ulimit -n) or lower --max-connections"
-        )
-    if soft != resource.RLIM_INFINITY and soft < count:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
 
 
 async def _serve(gateway: Gateway, http: HttpConfig, protocol: type[ChunkProtocol], listener: socket.socket) -> int:

@@ -8,10 +8,11 @@ connection at all is in `connection_slots`.
 from __future__ import annotations
 
 import asyncio
+import resource
 
 import httptools
 
-from common.errors import MiniInferError, UnavailableError
+from common.errors import ConfigError, MiniInferError, UnavailableError
 from router.config import HttpConfig
 from router.connections.connection import Connection
 from router.connections.connection_slots import ConnectionSlots
@@ -30,6 +31,7 @@ from router.http.routes import OPEN_PATHS
 HEADER_TIMEOUT_SECONDS = 10.0
 SPARE_SECONDS = 1.0  # time for a connection in a spare slot to send its request
 MAX_LINGER_BYTES = 32 << 20
+NUM_OTHER_DESCRIPTORS = 256  # links to workers, files, libraries
 MAX_PIPELINED = 16  # requests that may wait behind the one that is answered
 
 
@@ -194,8 +196,20 @@ class BoundedProtocol(Connection):
 
 
 def bounded_protocol(config: HttpConfig) -> type[BoundedProtocol]:
-    """The protocol class of one server, with these limits."""
+    """The protocol class of one server, with these limits. Raises ConfigError for more than this process may open."""
     limits = config.of(ConnectionSettings)
     slots = ConnectionSlots[BoundedProtocol](limits.max_connections, limits.reserved_per_address)
-    own = {"limits": limits, "slots": slots, "max_open": slots.max_open}
-    return type("BoundedProtocol", (BoundedProtocol,), own)
+    allow_descriptors(slots.max_open + NUM_OTHER_DESCRIPTORS)
+    return type("BoundedProtocol", (BoundedProtocol,), {"limits": limits, "slots": slots})
+
+
+def allow_descriptors(count: int) -> None:
+    """Make sure that this process may open `count` descriptors. Raises ConfigError when it may not."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < count:
+        raise ConfigError(
+            f"this process may open {hard} files and connections, but --max-connections needs {count}: "
+            "raise the limit (ulimit -n) or lower --max-connections"
+        )
+    if soft != resource.RLIM_INFINITY and soft < count:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))

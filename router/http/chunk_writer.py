@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from typing import ClassVar
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -41,8 +40,6 @@ class ChunkWriter:
 
 class ChunkProtocol(HttpToolsProtocol):
     """uvicorn's protocol, with a ChunkWriter in the scope of each request. `router/connections` adds bounds."""
-
-    max_open: ClassVar[int] = 2048  # connections that descriptors are there for
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()

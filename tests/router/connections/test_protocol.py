@@ -14,8 +14,8 @@ import pytest
 from common.errors import ConfigError
 from router.config import HttpConfig
 from router.connections.http_settings import ConnectionSettings
-from router.connections.protocol import MAX_PIPELINED
-from router.server import allow_descriptors, parse_settings
+from router.connections.protocol import MAX_PIPELINED, allow_descriptors
+from router.server import parse_settings
 from tests.harness.router import Cluster, cluster
 from tests.harness.scripted_worker import Script
 from tests.router.raw_http import HEAD, completion
