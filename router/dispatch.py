@@ -18,7 +18,7 @@ from protos import types_pb2 as pb
 from router.config import RouterConfig
 from router.journal import Journal
 from router.metrics import RouterMetrics
-from router.routing.policy import Decision, choose, shortlist
+from router.routing.policy import Decision, choose
 from router.routing.rates import AnswerLength, DrainRate
 from router.routing.views import Candidate, RequestView, WorkerView
 from router.workers.failures import WorkerLostError
@@ -29,6 +29,9 @@ HAS_LATE_REFUSALS = has_wing("router.late_refusals")
 if HAS_LATE_REFUSALS:
     from router.late_refusals.refusals import check_in_time
     from router.late_refusals.settings import LateRefusalSettings
+HAS_SHORTLISTS = has_wing("router.routing.shortlists")
+if HAS_SHORTLISTS:
+    from router.routing.shortlists.shortlist import shortlist
 
 LOOK_SECONDS = 0.25  # between looks for a usable worker: one that stops draining sends no event
 
@@ -117,18 +120,19 @@ class Dispatcher:
         )
         # With tokens to replay, or when every prefill worker has failed it, a choice is computed where it decodes.
         prefill = [] if journal.has_started else self._workers.usable("prefill", lost)
-        prefill_views, decode_views = (
-            [link.view() for link in shortlist(self.config.policy, links, request)]
-            for links in (
-                [link for link in prefill if link.worker_id not in lost],
-                self._workers.usable("decode", lost),
-            )
-        )
-        decision = self.roles.choose(request, prefill_views, decode_views)
+        prefill = [link for link in prefill if link.worker_id not in lost]
+        decode = self._workers.usable("decode", lost)
+        decision = self.roles.choose(request, self._views(prefill, request), self._views(decode, request))
         if HAS_LATE_REFUSALS and not journal.num_legs:
             check_in_time(decision.chosen, journal.deadline - time.monotonic(), self._max_wait_seconds)
         self.decided(journal, decision)
         return decision
+
+    def _views(self, links: Sequence[WorkerLink], request: RequestView) -> list[WorkerView]:
+        """The workers among which the policy chooses, as it sees them."""
+        if HAS_SHORTLISTS:
+            links = shortlist(self.config.policy, links, request)
+        return [link.view() for link in links]
 
     def decided(self, journal: Journal, decision: Decision) -> None:
         if self.log is not None:

@@ -29,8 +29,9 @@ from kvstore.types import WorkerId
 from router.objectives.adaptive import MOVE_SECONDS
 from router.objectives.moves import KeptRequest, choose_moves
 from router.objectives.placement import place
-from router.routing.policy import Decision, choose, shortlist
+from router.routing.policy import Decision, choose
 from router.routing.rates import AnswerLength
+from router.routing.shortlists.shortlist import shortlist
 from router.routing.views import Candidate, RequestView
 from router.workers.worker_view import Work
 

@@ -1,0 +1,1 @@
+"""A choice among the workers of a large cluster: the few that are worth a prediction."""
