@@ -18,7 +18,7 @@ from router.api.chat_renderer import AnswerPart, ChatRenderer
 from router.api.render import RenderOptions
 from router.api.sampling import sampling_params
 from router.api.schemas import Body, ChatCompletionBody, CompletionBody
-from router.api.text import ChoiceText, StopRules
+from router.api.text import TextStage
 from router.config import RouterConfig
 from router.workers.model_workers import ModelLimits
 
@@ -53,7 +53,7 @@ if HAS_TOOLS:
 
     _chat_fields = [ToolFields]
 if HAS_REASONING:
-    from router.reasoning.reasoning_part import ReasoningFields, added_variables, reasoning_part
+    from router.reasoning.reasoning_part import ReasoningFields, asked_of_template, reasoning_part
     from router.reasoning.settings import ReasoningSettings
 
     _chat_fields = [*_chat_fields, ReasoningFields]
@@ -74,29 +74,11 @@ def tool_call_parser(config: RouterConfig) -> str:
     return config.of(ToolSettings).tool_call_parser if HAS_TOOLS else "auto"
 
 
-def is_truncated(body: Body) -> bool:
-    """Whether prompts may be cut."""
-    return HAS_TRUNCATION and isinstance(body, TruncationFields) and body.truncate_prompt_tokens is not None
-
-
 def truncated(
     body: ChatCompletionBody | CompletionBody, limits: ModelLimits, prompts: list[list[int]]
 ) -> list[list[int]]:
-    """The prompts of a request, cut to the length that it asks for."""
+    """The prompts of a request, cut to the length that it asks for; the list itself where it does not ask."""
     return truncated_prompts(body, limits, prompts) if HAS_TRUNCATION else prompts
-
-
-def _unheeded(body: ChatCompletionBody, known: frozenset[str], never_reasons: bool) -> list[str]:
-    """The fields that advise a model which does not heed them."""
-    if body.reasoning_effort is None and body.verbosity is None and not body.chat_template_kwargs:
-        return []  # most requests
-    added: set[str] = set()
-    effort_field = "" if body.reasoning_effort is None else "reasoning_effort"
-    if HAS_REASONING and isinstance(body, ReasoningFields):
-        added = added_variables(body)
-        turns_off = body.reasoning_effort == "none" and (never_reasons or added & known)
-        effort_field = "" if turns_off else effort_field and body.effort_field
-    return unheeded(effort_field, body.verbosity is not None, body.chat_template_kwargs or (), known, added)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +105,15 @@ class Features:
             reasoning = reasoning_part(body, tokenizer, tools is not None, parser)
         parts = () if reasoning is None else (reasoning,)
         no_effect: tuple[str, ...] = ()
-        if HAS_ADVICE and isinstance(body, ChatCompletionBody):
-            never_reasons = reasoning is not None and reasoning.never_reasons
-            no_effect = (*_unheeded(body, tokenizer.template_variables(tools is not None), never_reasons),)
+        if HAS_ADVICE and isinstance(body, ChatCompletionBody) and body.template_variables:
+            known = tokenizer.template_variables(tools is not None)
+            effort_field, added = "reasoning_effort", set[str]()
+            if HAS_REASONING and isinstance(body, ReasoningFields):
+                effort_field, added = asked_of_template(body, body.reasoning_effort, reasoning, known)
+            if body.reasoning_effort is None:
+                effort_field = ""
+            variables = body.chat_template_kwargs or ()
+            no_effect = (*unheeded(effort_field, body.verbosity is not None, variables, known, added),)
         if tools is not None:
             no_effect += tools.unfollowed
             return cls(tools.grammar, tools.descriptions, (*parts, ToolPart(tools)), "tools", no_effect)
@@ -162,16 +150,11 @@ class Features:
         """What renders answers to a chat request."""
         return ChatRenderer(options, tokenizer, self.parts)
 
-    def text(
-        self,
-        tokenizer: Tokenizer,
-        rules: StopRules,
-        continues: bool,
-        has_logprobs: bool,
-        skip_special: bool,
-        prompt_token_ids: list[int],
-    ) -> ChoiceText:
-        """The text of one choice."""
-        stages = [part.stage(prompt_token_ids) for part in self.parts]
-        shown = frozenset[int]().union(*(part.shown for part in self.parts))
-        return ChoiceText(tokenizer, rules, continues, has_logprobs, skip_special, stages, shown)
+    def stages(self, prompt_token_ids: list[int]) -> list[TextStage]:
+        """What takes the parts out of the text of one choice."""
+        return [part.stage(prompt_token_ids) for part in self.parts]
+
+    @property
+    def shown(self) -> frozenset[int]:
+        """Special tokens whose texts the stages read."""
+        return frozenset[int]().union(*(part.shown for part in self.parts))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -22,10 +23,10 @@ from router.api.prompts import chat_prompt, completion_prompts
 from router.api.render import Renderer, RenderOptions
 from router.api.sampling import for_choice
 from router.api.schemas import ChatCompletionBody, CompletionBody, GenerationBody
-from router.api.text import StopRules
+from router.api.text import ChoiceText, StopRules
 from router.choice import Choice
 from router.config import HttpConfig, RouterConfig
-from router.features import CHAT_BODY, COMPLETION_BODY, Features, is_truncated, truncated
+from router.features import CHAT_BODY, COMPLETION_BODY, Features, truncated
 from router.http.answer import GenerationResponse
 from router.http.body import read_json_object
 from router.http.errors import FIELD_NAMES, REQUEST_ID, ModelNotFoundError, client_name
@@ -40,6 +41,9 @@ if HAS_CLIENT_TIMEOUTS:
 HAS_FOREIGN_FIELDS = has_wing("router.foreign_fields")
 if HAS_FOREIGN_FIELDS:
     from router.foreign_fields.advice import header_of, note_ignored, without_effect
+HAS_TRACING = has_wing("router.tracing")
+if HAS_TRACING:
+    from router.tracing.open_tracing import open_tracing
 
 ALIASES = ("mini-infer", "default")  # the first model, unless one is called so
 SERVED_MODEL = "router.served_model"  # in the scope of a request whose model is known
@@ -62,7 +66,7 @@ class Gateway:
         self.workers = WorkerTable(config, [model.workers for model in self.base_models])
         self._by_name: dict[str | None, ServedModel] = dict.fromkeys((None, *ALIASES), models[0])
         self._by_name |= {name: model for model in models for name in (model.name, *model.aliases)}
-        self._traced = _tracing(config)
+        self._traced: Traced | None = open_tracing(config) if HAS_TRACING else None
 
     # -- models ------------------------------------------------------------------------------------------------
 
@@ -126,8 +130,8 @@ class Gateway:
         token_ids = await self._prompt_ids(model, body, features)
         prompts = truncated(body, model.limits(), [token_ids])
         request = self._request(http, model, body, features, prompts, n, arrival)
-        texts = (model.tokenizer.decode(prompts[0], skip_special=False),) if body.return_prompt_text else ()
-        options = self._options(request, model, body, prompts, texts, bool(body.logprobs))
+        shown = prompts if body.return_prompt_text else ()
+        options = self._options(request, model, body, prompts, shown, bool(body.logprobs))
         return self.respond(http, request, renderer_of(features, options, model.tokenizer), bool(body.stream))
 
     async def _features(
@@ -164,13 +168,14 @@ class Gateway:
         body = self.parse(COMPLETION_BODY, http, await read_json_object(http))
         model = self.model_for(http, body.model)
         model.dispatcher.admit()
-        prompts = truncated(body, model.limits(), await completion_prompts(body, model.tokenizer, model.limits()))
+        encoded = await completion_prompts(body, model.tokenizer, model.limits())
+        prompts = truncated(body, model.limits(), encoded)
         n = body.n or 1
         per_prompt = max(body.best_of or n, n)
         features = await self._features(http, model, body, len(prompts) * per_prompt)
         request = self._request(http, model, body, features, prompts, per_prompt, arrival)
-        texts = tuple(self._echo_texts(model, body, prompts)) if body.echo else ()
-        options = self._options(request, model, body, prompts, texts, body.logprobs is not None)
+        shown = () if not body.echo else body.prompts if prompts is encoded else prompts  # cut ones as they are
+        options = self._options(request, model, body, prompts, shown, body.logprobs is not None)
         renderer = CompletionRenderer(options, model.tokenizer, n, per_prompt)
         return self.respond(http, request, renderer, bool(body.stream))
 
@@ -213,7 +218,10 @@ class Gateway:
                     request=shared,
                     session=session,
                 )
-                text = features.text(model.tokenizer, rules, continues, has_logprobs, skip_special, token_ids)
+                stages = features.stages(token_ids)
+                text = ChoiceText(
+                    model.tokenizer, rules, continues, has_logprobs, skip_special, stages, features.shown
+                )
                 choices.append(Choice(index, prompt_index, journal, text, model.dispatcher))
         return GenerationRequest(request_id, choices, model.metrics)
 
@@ -223,10 +231,12 @@ class Gateway:
         model: ServedModel,
         body: GenerationBody,
         prompts: Sequence[list[int]],
-        texts: tuple[str, ...],
+        shown: Sequence[str | Sequence[int]],
         logprobs: bool,
     ) -> RenderOptions:
+        """shown: prompts whose texts the client wants to see."""
         stream = body.stream_options
+        decode = partial(model.tokenizer.decode, skip_special=False)
         return RenderOptions(
             request_id=request.request_id,
             model=body.model or model.name,
@@ -236,8 +246,8 @@ class Gateway:
             names_token_ids=bool(body.return_tokens_as_token_ids),
             include_usage=bool(stream and stream.include_usage),
             continuous_usage=bool(stream and stream.continuous_usage_stats),
-            echo=isinstance(body, CompletionBody) and bool(texts),
-            prompt_texts=texts,
+            echo=isinstance(body, CompletionBody) and bool(shown),
+            prompt_texts=tuple(each if isinstance(each, str) else decode(each) for each in shown),
             prompt_token_ids=tuple(prompts),
         )
 
@@ -263,20 +273,3 @@ class Gateway:
         if HAS_FOREIGN_FIELDS:
             note_ignored(http.scope, without_effect(kind.model_fields, kind.no_effect, fields))
         return parse_body(kind, fields)
-
-    def _echo_texts(self, model: ServedModel, body: CompletionBody, prompts: Sequence[list[int]]) -> list[str]:
-        return [
-            item
-            if isinstance(item, str) and not is_truncated(body)
-            else model.tokenizer.decode(token_ids, skip_special=False)
-            for item, token_ids in zip(body.prompts, prompts, strict=True)
-        ]
-
-
-def _tracing(config: RouterConfig) -> Traced | None:
-    """What traces requests, if that is wanted."""
-    if not has_wing("router.tracing"):
-        return None
-    from router.tracing.open_tracing import open_tracing
-
-    return open_tracing(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Annotated, Any
 
 from pydantic import Field, model_validator
@@ -86,11 +87,6 @@ class ReasoningFields(Body):
         if self.reasoning is None:
             return "reasoning_effort"
         return "reasoning.enabled" if self.reasoning.enabled is False else "reasoning.effort"
-
-
-def added_variables(body: ReasoningFields) -> set[str]:
-    """The chat template's variables that a request does not name itself."""
-    return set(_template_variables(body.model_dump(include={*_ASKING})))
 
 
 def _template_variables(fields: dict[str, Any]) -> dict[str, Any]:
@@ -192,6 +188,16 @@ def reasoning_part(body: Body, tokenizer: Tokenizer, has_tools: bool, parser: st
     if budget is None and isinstance(body, ChatCompletionBody) and body.reasoning_effort == "none":
         budget = 0 if _are_tokens(written, tokenizer) else None  # where the template does not heed it
     return ReasoningPart(written, tokenizer, body.is_reasoning_included, has_tools, budget)
+
+
+def asked_of_template(
+    body: ReasoningFields, effort: str | None, part: ReasoningPart | None, known: Set[str]
+) -> tuple[str, set[str]]:
+    """Return the field by which the chat template is asked for an effort, empty where the effort is heeded without
+    it; and the variables that the request does not name itself. known: the variables that the template has."""
+    added = set(_template_variables(body.model_dump(include={*_ASKING})))
+    is_off = effort == "none" and (added & known or (part is not None and part.never_reasons))
+    return "" if is_off else body.effort_field, added
 
 
 def marker_ids(written: ReasoningFormat, tokenizer: Tokenizer) -> dict[str, int]:
