@@ -64,32 +64,19 @@ class Gateway:
         self.models = [*models]
         self.base_models = [model for model in models if not model.adapter]
         self.workers = WorkerTable(config, [model.workers for model in self.base_models])
-        self._by_name: dict[str | None, ServedModel] = dict.fromkeys((None, *ALIASES), models[0])
-        self._by_name |= {name: model for model in models for name in (model.name, *model.aliases)}
+        self.by_name: dict[str | None, ServedModel] = dict.fromkeys((None, *ALIASES), models[0])
+        self.by_name |= {name: model for model in models for name in (model.name, *model.aliases)}
         self._traced: Traced | None = open_tracing(config) if HAS_TRACING else None
 
     # -- models ------------------------------------------------------------------------------------------------
 
     def model(self, name: str | None) -> ServedModel:
         """Look a model up by the name that clients use. Raises ModelNotFoundError."""
-        model = self._by_name.get(name)
+        model = self.by_name.get(name)
         if model is None:
             known = ", ".join(repr(model.name) for model in self.models)
             raise ModelNotFoundError(f"no model {str(name)[:64]!r}; this server has {known}")
         return model
-
-    def serves(self, name: str) -> bool:
-        """Whether some model has that name."""
-        return name in self._by_name
-
-    def add_model(self, model: ServedModel) -> None:
-        """Serve an adapter of one of the models, under a name that none has."""
-        self.models.append(model)
-        self._by_name[model.name] = model
-
-    def remove_model(self, name: str) -> None:
-        """Serve the adapter of that name no longer. Its open requests go on."""
-        self.models.remove(self._by_name.pop(name))
 
     def metrics_text(self) -> bytes:
         """The metrics of all models, for a scrape."""
@@ -127,7 +114,7 @@ class Gateway:
         model.dispatcher.admit()
         n = body.n or 1
         features = await self._features(http, model, body, n)
-        token_ids = await self._prompt_ids(model, body, features)
+        token_ids = await self.prompt_ids(model, body, features)
         prompts = truncated(body, model.limits(), [token_ids])
         request = self._request(http, model, body, features, prompts, n, arrival)
         shown = prompts if body.return_prompt_text else ()
@@ -144,12 +131,8 @@ class Gateway:
         names_of.insert(0, features.client_field)
         return features
 
-    async def count_chat_tokens(self, http: Request, body: ChatCompletionBody) -> int:
-        """How many tokens the prompt of a conversation has."""
-        model = self.model_for(http, body.model)
-        return len(await self._prompt_ids(model, body, await Features.of(body, 1, model.tokenizer, self.config)))
-
-    async def _prompt_ids(self, model: ServedModel, body: ChatCompletionBody, features: Features) -> list[int]:
+    async def prompt_ids(self, model: ServedModel, body: ChatCompletionBody, features: Features) -> list[int]:
+        """Token ids of a conversation."""
         add_prompt = (
             not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
         )

@@ -27,7 +27,7 @@ from kvstore.pool.index import PrefixIndex
 from kvstore.tier.host_tier import HostTier
 from kvstore.types import WorkerId
 from router.objectives.adaptive import MOVE_SECONDS
-from router.objectives.moves import KeptRequest, choose_moves
+from router.objectives.moves import KeptRequest, choose_moves, tokens_left
 from router.objectives.placement import place
 from router.routing.policy import Decision, choose
 from router.routing.rates import AnswerLength
@@ -192,7 +192,7 @@ class SimulatedCluster:
         for name, choice in choices.items():
             if name in self._open and choice.prefill is None:
                 num_tokens = len(choice.record.chunk_times)
-                left = self._answers.left(choice.planned.num_output_tokens, num_tokens)
+                left = tokens_left(self._answers, choice.planned.num_output_tokens, num_tokens)
                 kept = KeptRequest(name, len(choice.prompt) + num_tokens, left, now - choice.began_here, num_tokens)
                 by_worker.setdefault(choice.decode.worker_id, []).append(kept)
                 self._watch_kept(choice)

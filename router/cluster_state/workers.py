@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from router.routing.rates import WorkerRates
 from router.workers.model_workers import ModelWorkers
 from router.workers.worker_link import WorkerLink
 
 _SHOWN_INFO = (
     "device", "quantization", "cuda_graphs", "attention_backend", "version", "block_size", "max_num_seqs",
 )  # fmt: skip
-_SHOWN_RATES = ("prefill_tokens_per_second", "pull_tokens_per_second", "step_seconds")
 _SHOWN_MEMORY = ("front_private_bytes", "engine_private_bytes", "engine_shared_bytes")
 _SHOWN_LOAD = {
     "running": "num_running", "waiting": "num_waiting", "swapped": "num_swapped", "loading": "num_loading",
@@ -42,7 +42,7 @@ def describe(link: WorkerLink, model: ModelWorkers, now: float) -> dict[str, Any
                 **{name: getattr(link.load, name) for name in _SHOWN_MEMORY},
                 "kv_pool_bytes": info.num_blocks * info.block_bytes,
             },
-            "rates": {name: round(getattr(link.rates, name), 6) for name in _SHOWN_RATES},
+            "rates": {name: round(rate, 6) for name, rate in _rates(link.rates).items()},
             "step_seconds_by_part": asdict(link.rates.step_times.cost),
             "index": {
                 "state": index.state(link.worker_id).value,
@@ -50,3 +50,13 @@ def describe(link: WorkerLink, model: ModelWorkers, now: float) -> dict[str, Any
             },
         }
     return fields
+
+
+def _rates(rates: WorkerRates) -> dict[str, float]:
+    """0: not measured yet. A step is one that decodes a short request; a prompt has no long context before it."""
+    cost = rates.step_times.cost
+    return {
+        "prefill_tokens_per_second": 1 / cost.prompt_token if cost.prompt_token else 0.0,
+        "pull_tokens_per_second": rates.pull_tokens_per_second,
+        "step_seconds": cost.seconds(1),
+    }

@@ -64,7 +64,7 @@ class LoraAdapters:
             if self._adapter(name) is None:
                 raise NotFoundError(f"The lora adapter {name[:MAX_NAME_CHARS]!r} cannot be found.")
             self._check_not_watched(name)
-            self._gateway.remove_model(name)
+            self._remove(name)
 
     def watched(self) -> dict[str, str]:
         """References of the adapters of --lora-dir that are served, by name."""
@@ -86,7 +86,7 @@ class LoraAdapters:
     async def remove_watched(self, name: str) -> None:
         async with self._lock:
             self._watched.remove(name)
-            self._gateway.remove_model(name)
+            self._remove(name)
 
     async def _try_and_add(self, name: str, base: ServedModel, ref: AdapterRef) -> None:
         links: list[WorkerLink] = [link for role in ROLES for link in base.workers.usable(role)]
@@ -116,13 +116,19 @@ class LoraAdapters:
             if not in_place:
                 message = f"The lora adapter {name!r} has already been loaded; load_inplace loads it again."
                 raise InvalidRequestError(message, "lora_name")
-        elif self._gateway.serves(name):
+        elif name in self._gateway.by_name:
             raise InvalidRequestError(f"{name!r} is the name of a model", "lora_name")
 
     def _add(self, name: str, base: ServedModel, ref: AdapterRef) -> None:
         if self._adapter(name) is not None:
-            self._gateway.remove_model(name)
-        self._gateway.add_model(replace(base, name=name, aliases=(), adapter=str(ref), parent=base.name))
+            self._remove(name)
+        model = replace(base, name=name, aliases=(), adapter=str(ref), parent=base.name)
+        self._gateway.models.append(model)
+        self._gateway.by_name[name] = model
+
+    def _remove(self, name: str) -> None:
+        """Serve the adapter of that name no longer. Its open requests go on."""
+        self._gateway.models.remove(self._gateway.by_name.pop(name))
 
 
 def _reference(folder: Path) -> AdapterRef:

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from router.api.parse import parse_body
-from router.features import CHAT_BODY
+from router.features import CHAT_BODY, Features
 from router.gateway import Gateway
 from router.http.body import read_json_object
 from router.http.errors import ERROR_SHAPE, FIELD_NAMES
@@ -37,8 +37,9 @@ def add_message_routes(routes: Routes, gateway: Gateway) -> None:
         fields = chat_fields(body)
         request.scope[FIELD_NAMES] = [partial(client_field, body)]
         chat = parse_body(CHAT_BODY, fields)
-        num_tokens = await gateway.count_chat_tokens(request, chat)
-        return json_response({"input_tokens": num_tokens})
+        model = gateway.model_for(request, chat.model)
+        features = await Features.of(chat, 1, model.tokenizer, gateway.config)
+        return json_response({"input_tokens": len(await gateway.prompt_ids(model, chat, features))})
 
     routes.add("POST", "/v1/messages", messages, "the answer to a conversation, as Anthropic's API", MessagesBody)
     routes.add("POST", "/v1/messages/count_tokens", count_tokens, "the tokens of its prompt", PromptBody)

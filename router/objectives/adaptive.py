@@ -12,7 +12,7 @@ from functools import partial
 from router.choice import Choice, State
 from router.config import RouterConfig
 from router.dispatch import Roles
-from router.objectives.moves import KeptRequest, choose_moves
+from router.objectives.moves import KeptRequest, choose_moves, tokens_left
 from router.objectives.objectives import Objectives
 from router.objectives.placement import place
 from router.objectives.predictor import ObjectivePredictor
@@ -101,8 +101,8 @@ def move(choice: Choice, chosen: Candidate) -> None:
 
 def _request(choice: Choice, seconds_here: float) -> KeptRequest:
     journal, num_answered = choice.journal, len(choice.journal.output_token_ids)
-    tokens_left = choice.dispatcher.answers.left(journal.sampling.max_tokens, num_answered)
-    return KeptRequest(journal.choice_id, journal.num_tokens, tokens_left, seconds_here, num_answered)
+    left = tokens_left(choice.dispatcher.answers, journal.sampling.max_tokens, num_answered)
+    return KeptRequest(journal.choice_id, journal.num_tokens, left, seconds_here, num_answered)
 
 
 def open_objectives(config: RouterConfig, workers: ModelWorkers) -> Roles:

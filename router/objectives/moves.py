@@ -15,7 +15,8 @@ from kvstore.types import WorkerId
 from router.objectives.objectives import Objectives
 from router.objectives.predictor import ObjectivePredictor
 from router.routing.predictor import FEW_GAPS
-from router.routing.views import Candidate, RequestView, WorkerView
+from router.routing.rates import AnswerLength
+from router.routing.views import EXPECTED_TOKENS, Candidate, RequestView, WorkerView
 
 MIN_STAY_SECONDS = 0.2  # between the first token of a kept request and its move
 MIN_TOKENS_LEFT = 8  # a request about to end is not worth a pull
@@ -39,6 +40,12 @@ class KeptRequest:
 class Move:
     choice_id: str
     chosen: Candidate
+
+
+def tokens_left(answers: AnswerLength, max_tokens: int, num_tokens: int) -> float:
+    """Expected tokens of an answer after its first `num_tokens`: a quarter of the mean when it is longer."""
+    mean = answers.mean or EXPECTED_TOKENS
+    return min(max(mean - num_tokens, mean / 4), max_tokens - num_tokens)
 
 
 def choose_moves(

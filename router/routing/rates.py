@@ -31,17 +31,6 @@ class WorkerRates:
     _num_arrived: float = 0.0  # prompts
     _last_arrival: float = 0.0
 
-    @property
-    def prefill_tokens_per_second(self) -> float:
-        """Prompt tokens computed a second, without a long context before them, which makes tokens slower."""
-        cost = self.step_times.cost
-        return 1 / cost.prompt_token if cost.prompt_token else 0.0
-
-    @property
-    def step_seconds(self) -> float:
-        """Duration of a step that decodes one short request."""
-        return self.step_times.cost.seconds(1)
-
     def observe_pull(self, times: pb.RequestTimes) -> None:
         """Learn from the times that came with a request's first delta."""
         if times.num_pulled_tokens and times.kv_pull_seconds > 0 and not times.kv_pull_failed:
@@ -99,11 +88,6 @@ class AnswerLength:
     def expected(self, max_tokens: int) -> float:
         """Expected length of an answer that may have `max_tokens`."""
         return min(self.mean or EXPECTED_TOKENS, max_tokens)
-
-    def left(self, max_tokens: int, num_tokens: int) -> float:
-        """Expected tokens of an answer after its first `num_tokens`: a quarter of the mean when it is longer."""
-        mean = self.mean or EXPECTED_TOKENS
-        return min(max(mean - num_tokens, mean / 4), max_tokens - num_tokens)
 
 
 class DrainRate:

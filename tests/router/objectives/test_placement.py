@@ -16,10 +16,11 @@ from kvstore.types import WorkerId
 from router.config import RouterConfig
 from router.dispatch import Roles
 from router.objectives.adaptive import AdaptiveRoles, FixedRoles, open_objectives
-from router.objectives.moves import MAX_MOVES, KeptRequest, choose_moves
+from router.objectives.moves import MAX_MOVES, KeptRequest, choose_moves, tokens_left
 from router.objectives.objectives import AHEAD, LATEST, MOST_GAP, ROUNDING, SLOWDOWN, TTFT_MARGIN, Objectives
 from router.objectives.placement import place as place_by_objectives
 from router.routing.policy import Decision, choose
+from router.routing.rates import AnswerLength
 from router.routing.views import Candidate, RequestView, WorkerView
 from router.workers.model_workers import ModelWorkers
 
@@ -192,6 +193,14 @@ def test_only_the_cost_policy_places_by_objectives_and_without_them_roles_are_fi
 
 
 # -- moves --------------------------------------------------------------------------------------------------------
+
+
+def test_an_answer_goes_on_for_a_quarter_of_the_mean_when_it_is_longer() -> None:
+    answers = AnswerLength()
+    assert tokens_left(answers, 1000, 10) == 54
+    for _ in range(200):
+        answers.observe(20)
+    assert [tokens_left(answers, *each) for each in ((1000, 12), (1000, 30), (32, 30))] == [8, 5, 2]
 
 
 def kept(count: int = 1, tokens_left: float = 100.0, seconds_here: float = 1.0) -> list[KeptRequest]:

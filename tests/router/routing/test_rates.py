@@ -19,11 +19,9 @@ def test_answers_are_as_long_as_the_ones_before() -> None:
     answers = AnswerLength()
     assert answers.expected(1000) == 64
     assert answers.expected(10) == 10
-    assert answers.left(1000, 10) == 54
     for _ in range(200):
         answers.observe(20)
     assert answers.expected(1000) == 20
-    assert [answers.left(1000, 12), answers.left(1000, 30), answers.left(32, 30)] == [8, 5, 2]
     answers.observe(40)
     assert answers.expected(1000) == pytest.approx(21)
 
@@ -72,7 +70,7 @@ def test_the_rate_follows_a_change_within_seconds() -> None:
 
 def test_rates_follow_what_was_measured() -> None:
     rates = WorkerRates()
-    assert rates.prefill_tokens_per_second == rates.step_seconds == 0
+    assert rates.step_times.cost.prompt_token == rates.step_times.cost.seconds(1) == 0
     rates.observe_pull(pb.RequestTimes(kv_pull_seconds=0.1, num_pulled_tokens=100))
     rates.observe_pull(pb.RequestTimes(kv_pull_seconds=9.0, num_pulled_tokens=100, kv_pull_failed=True))
     assert rates.pull_tokens_per_second == pytest.approx(1000)
@@ -85,12 +83,12 @@ def test_rates_follow_what_was_measured() -> None:
     assert rates.token_seconds == pytest.approx(0.1)
     for _ in range(5):
         rates.observe_load(pb.LoadReport(step_seconds=0.01, step_decode_tokens=4))
-    assert rates.step_seconds == pytest.approx(0.01)
+    assert rates.step_times.cost.seconds(1) == pytest.approx(0.01)
     for number in range(30):  # 8 prompts of 100 tokens in each step of 0.1 s, beside 4 that decode
         step = pb.LoadReport(step_seconds=0.11, step_decode_tokens=4, step_prefill_tokens=800 + number % 2)
         rates.observe_load(step)
-    assert rates.prefill_tokens_per_second == pytest.approx(8000, rel=0.05)
-    assert rates.step_seconds == pytest.approx(0.01)
+    assert 1 / rates.step_times.cost.prompt_token == pytest.approx(8000, rel=0.05)
+    assert rates.step_times.cost.seconds(1) == pytest.approx(0.01)
 
 
 def test_arrivals_are_forgotten_within_seconds_and_rates_are_old_when_none_has_come_for_a_while() -> None:
