@@ -68,7 +68,7 @@ class Crowd:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        gateway.workers._resolve = _nothing  # type: ignore[method-assign] # their names lead nowhere
+        gateway.workers.start = _nothing  # type: ignore[method-assign] # their names lead nowhere
         self._random = random.Random(1)
         self._step = 0
         self.links = [self._link("prefill", index) for index in range(NUM_PREFILL)]

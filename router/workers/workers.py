@@ -1,26 +1,27 @@
 """The table of all workers: which addresses there are, and whose model each worker serves.
 
-A host name that resolves to several addresses stands for one worker each, and is resolved again every few
-seconds. Owns the connections; chooses nothing.
+Owns the connections; chooses nothing. `router/discovery` finds the addresses behind host names.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import socket
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from common.errors import HandshakeError
 from common.net.hosts import with_port
+from common.wings import has_wing
 from protos import types_pb2 as pb
 from router.config import ROLES, RouterConfig
 from router.workers.model_workers import ModelWorkers
 from router.workers.worker_connection import WorkerConnection
 from router.workers.worker_link import WorkerLink
 
-logger = logging.getLogger(__name__)
-RESOLVE_INTERVAL_SECONDS = 3.0
+HAS_DISCOVERY = has_wing("router.discovery")
+if HAS_DISCOVERY:
+    from router.discovery.names import follow_names, resolved
+
+Key = tuple[str, str]  # role, host:port
 
 
 class WorkerTable:
@@ -29,13 +30,17 @@ class WorkerTable:
     def __init__(self, config: RouterConfig, models: Sequence[ModelWorkers]) -> None:
         self._config = config
         self._models = models
-        self._links: dict[tuple[str, str], WorkerLink] = {}
-        self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._links: dict[Key, WorkerLink] = {}
+        self._tasks: dict[Key, asyncio.Task[None]] = {}
         self._resolver: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        await self._resolve()
-        self._resolver = asyncio.create_task(self._resolve_forever())
+        names = [(role, host, port) for role in ROLES for host, port in self._config.addresses(role)]
+        if HAS_DISCOVERY:
+            self.set_addresses(*await resolved(names))
+            self._resolver = asyncio.create_task(follow_names(names, self.set_addresses))
+        else:
+            self.set_addresses({(role, with_port(host, port)) for role, host, port in names})
 
     async def stop(self) -> None:
         tasks = [*self._tasks.values(), *([self._resolver] if self._resolver else [])]
@@ -85,24 +90,12 @@ class WorkerTable:
             "with one of these"
         )
 
-    async def _resolve_forever(self) -> None:
-        while True:
-            await asyncio.sleep(RESOLVE_INTERVAL_SECONDS)
-            await self._resolve()
-
-    async def _resolve(self) -> None:
-        """Bring the links in line with what the configured names resolve to now."""
-        wanted: set[tuple[str, str]] = set()
-        failed = False
-        for role in ROLES:
-            for host, port in self._config.addresses(role):
-                addresses = await _addresses(host, port)
-                failed = failed or not addresses
-                wanted |= {(role, address) for address in addresses}
+    def set_addresses(self, wanted: Set[Key], are_all: bool = True) -> None:
+        """Have a link to each of these workers. If they are all that there are, others leave when they are idle."""
         for key in wanted - self._links.keys():
             self._add(*key)
         for key, link in list(self._links.items()):
-            link.is_leaving = key not in wanted and not failed
+            link.is_leaving = are_all and key not in wanted
             if link.is_leaving and not link.num_open:
                 self._tasks.pop(key).cancel()
                 del self._links[key]
@@ -115,16 +108,3 @@ class WorkerTable:
         )
         self._links[(role, address)] = link
         self._tasks[(role, address)] = asyncio.create_task(connection.run(), name=f"link {address}")
-
-
-async def _addresses(host: str, port: int) -> list[str]:
-    """`host:port` for each address of `host`; empty when the name does not resolve now."""
-    try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        logger.debug("cannot resolve %s: %s", host, error)
-        return []
-    hosts = {str(item[4][0]) for item in found}
-    if host == "localhost":  # one machine, however many addresses
-        hosts = {"127.0.0.1"} if "127.0.0.1" in hosts else hosts
-    return [with_port(item, port) for item in sorted(hosts)]

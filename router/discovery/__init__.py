@@ -1,0 +1,1 @@
+"""Workers behind a host name, which come and go."""
