@@ -27,7 +27,7 @@ MOVE_SECONDS = 0.05  # between looks at requests that prefill workers keep
 
 
 class FixedRoles(Roles):
-    """A policy that does not predict chooses; objectives say when tokens are due, and what its choice misses."""
+    """The policy chooses alone; objectives, if any, say when tokens are due, and what its choice misses."""
 
     def __init__(self, objectives: Objectives, config: RouterConfig) -> None:
         super().__init__(config)
@@ -108,6 +108,5 @@ def _request(choice: Choice, seconds_here: float) -> KeptRequest:
 def open_objectives(config: RouterConfig, workers: ModelWorkers) -> Roles:
     """What places by the objectives; without any, by the policy alone."""
     objectives = config.of(ObjectiveSettings).objectives
-    if not objectives:
-        return Roles(config)
-    return AdaptiveRoles(objectives, config, workers) if config.policy == "cost" else FixedRoles(objectives, config)
+    is_adaptive = bool(objectives) and config.policy == "cost"
+    return AdaptiveRoles(objectives, config, workers) if is_adaptive else FixedRoles(objectives, config)

@@ -13,8 +13,7 @@ from math import inf
 
 from kvstore.types import WorkerId
 from router.objectives.objectives import Objectives
-from router.objectives.predictor import ObjectivePredictor
-from router.routing.predictor import FEW_GAPS
+from router.objectives.predictor import FEW_GAPS, ObjectivePredictor
 from router.routing.rates import AnswerLength
 from router.routing.views import EXPECTED_TOKENS, Candidate, RequestView, WorkerView
 

@@ -1,7 +1,6 @@
-"""The router's cost model: TTFT, time between tokens and cost of a placement, from learned step costs. Pure.
+"""The router's cost model: what a placement costs, from learned step costs. Pure.
 
     TTFT = work of the prompts queued and the own + steps they are spread over * decode step
-    ITL  = decode step, with a chunk of a prompt beside it where prompts come, times the measured spread of steps
 
 The cost is in seconds that this request and those it disturbs lose: TTFT, the pull, a seat, own tokens, and the time
 that a local prompt and one more row take from each row that is there. Nothing can be missed: prompts are computed as
@@ -11,7 +10,7 @@ fast as can be, and a second of somebody else's delay counts as one. `router/obj
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from common.step_times import StepCost, num_pairs
 from router.routing.views import (
@@ -26,9 +25,6 @@ from router.routing.views import (
 
 MAX_CHUNK_TOKENS = 8192  # of a step; what a worker really takes matters little
 MOST_DISTURBED = 16  # rows that a local prompt counts for: more would leave it waiting too long
-FEW_GAPS = 100  # up to which the 99th percentile of an answer's gaps is the longest one
-STEPS_IN_FLIGHT = 2  # that a request which comes to a worker waits for
-FEW = 0.01  # share of steps beside prompts that a 99th percentile does not see
 
 
 class Predictor:
@@ -49,31 +45,19 @@ class Predictor:
         for worker in decode:
             pull = {"pull": self.pull_seconds(worker, request.num_tokens - request.cached_on(worker))}
             terms = pull | self._decode_terms(worker)
-            itl = self.gap_seconds(worker)
-            if request.expected_tokens <= FEW_GAPS:
-                itl = max(itl, self.hand_over_seconds(worker) + terms["slot"])  # its first token has come by then
-            for first, until_token in firsts:
-                ttft = sum(until_token.values())
-                candidates.append(self._candidate(worker, first, until_token | terms, ttft, itl))
+            candidates += [self._candidate(worker, first, until_token | terms) for first, until_token in firsts]
         return candidates
 
     def on_one_worker(self, worker: WorkerView) -> Candidate:
         """Prompt and decode on one worker, the prompt in chunks."""
-        cached = self._request.cached_on(worker)
         cost = self._costs[worker.worker_id]
-        num_new = self._request.num_tokens - cached
-        decode = self._decode_terms(worker)
+        prompt = self._first_token(worker, self._request.num_tokens - self._request.cached_on(worker))
+        work = self._delaying_work(worker)
         chunk = self._chunk(worker, worker.num_rows, worker.context_tokens)
-        prompt = self._first_token(worker, num_new)
-        ttft = prompt["queue"] + prompt["compute"] + decode["slot"]
-        num_delaying = max(num_new - self._free_tokens, 0)  # prompt tokens that rows here wait for
-        work = cost.work(num_delaying, num_pairs(cached, num_delaying))
-        beside = min(chunk, self._queued_work(worker) + work) if worker.num_rows else 0.0
-        gap = self._decode_step(worker, 0) + (cost.prompt + beside if beside else 0.0)
-        delay_seconds = work + math.ceil(work / chunk) * cost.prompt if num_delaying else 0.0
-        terms = prompt | decode | {"disturbance": self._harm(worker.num_rows, gap) * delay_seconds}
-        itl = max(cost.spread * gap, self.gap_seconds(worker))
-        return self._candidate(worker, None, terms, ttft, itl)
+        delay_seconds = work + math.ceil(work / chunk) * cost.prompt
+        harm = self._harm(worker.num_rows, self._gap_beside(worker, work))
+        terms = prompt | self._decode_terms(worker) | {"disturbance": harm * delay_seconds}
+        return self._candidate(worker, None, terms)
 
     # -- what objectives change ----------------------------------------------------------------------------------
 
@@ -85,9 +69,11 @@ class Predictor:
         """Work of prompts in a step beside so many decode rows, as the worker bounds it."""
         return MAX_CHUNK_TOKENS * self._costs[worker.worker_id].prompt_token
 
-    def _violation(self, ttft: float, itl: float) -> float:
-        """By how much these miss what is wanted, as a share of it."""
-        return 0.0
+    def _latencies(
+        self, decode: WorkerView, prefill: WorkerView | None, terms: Mapping[str, float]
+    ) -> tuple[float, float, float]:
+        """TTFT, time between tokens, and by how much both miss their objectives; 0: nobody asks."""
+        return 0.0, 0.0, 0.0
 
     # -- parts, which moves use too ------------------------------------------------------------------------------
 
@@ -96,15 +82,6 @@ class Predictor:
         step, share = self._decode_step(worker, 1), self.prompt_share(worker)
         chunk = self._chunk_seconds(worker)  # beside every step, at most
         return step + (min(step * share / (1.0 - share), chunk) if share < 1.0 else chunk)
-
-    def gap_seconds(self, worker: WorkerView) -> float:
-        """The time between tokens that one in a hundred exceeds, with one row more."""
-        cost = self._costs[worker.worker_id]
-        chunk = self._chunk_seconds(worker)
-        if self.prompt_share(worker) < FEW:
-            queued = self._queued_work(worker)
-            chunk = min(chunk, cost.prompt + queued) if queued else 0.0
-        return cost.spread * (self._decode_step(worker, 1) + chunk)
 
     def prompt_share(self, worker: WorkerView) -> float:
         """Share of a worker's time that the prompts take which come there."""
@@ -119,10 +96,17 @@ class Predictor:
         cost = self._costs[worker.worker_id]
         return worker.num_rows * (cost.row + cost.context * self._request.num_tokens)
 
-    def hand_over_seconds(self, worker: WorkerView) -> float:
-        """The gap while a request comes to a worker: the last chunk's pull, the steps in flight there, its own."""
-        last = min(self._request.num_tokens - self._request.cached_on(worker), MAX_CHUNK_TOKENS)
-        return self.pull_seconds(worker, last) + (STEPS_IN_FLIGHT + 1) * self.gap_seconds(worker)
+    def _delaying_work(self, worker: WorkerView) -> float:
+        """Work of the request's prompt that rows on the worker would wait for."""
+        cached = self._request.cached_on(worker)
+        num_tokens = max(self._request.num_tokens - cached - self._free_tokens, 0)
+        return self._costs[worker.worker_id].work(num_tokens, num_pairs(cached, num_tokens))
+
+    def _gap_beside(self, worker: WorkerView, work: float) -> float:
+        """The time between tokens of rows there, beside chunks of so much work more."""
+        chunk = self._chunk(worker, worker.num_rows, worker.context_tokens)
+        beside = min(chunk, self._queued_work(worker) + work) if worker.num_rows else 0.0
+        return self._decode_step(worker, 0) + (self._costs[worker.worker_id].prompt + beside if beside else 0.0)
 
     def _decode_step(self, worker: WorkerView, num_more: int) -> float:
         """A step that only decodes, with so many rows as long as the request more."""
@@ -168,14 +152,8 @@ class Predictor:
             "crowding": expected * self.crowding_seconds(worker),
         }
 
-    def _candidate(
-        self,
-        decode: WorkerView,
-        prefill: WorkerView | None,
-        terms: dict[str, float],
-        ttft: float,
-        itl: float,
-    ) -> Candidate:
+    def _candidate(self, decode: WorkerView, prefill: WorkerView | None, terms: dict[str, float]) -> Candidate:
+        ttft, itl, violation = self._latencies(decode, prefill, terms)
         computing = prefill or decode
         if lacking := self._request.lacking_adapter:
             involved = {decode.worker_id, computing.worker_id}
@@ -190,7 +168,7 @@ class Predictor:
             is_measured=bool(computing.step.prompt_token and (decode.step.base or decode.step.prompt_token)),
             ttft_seconds=ttft,
             itl_seconds=itl,
-            violation=self._violation(ttft, itl),
+            violation=violation,
         )
 
 

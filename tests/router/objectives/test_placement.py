@@ -172,7 +172,7 @@ def test_only_the_cost_policy_places_by_objectives_and_without_them_roles_are_fi
         settings = RouterConfig(model="dry-run", decode="127.0.0.1:1", **config)
         return open_objectives(settings, ModelWorkers("dry-run", "dry-run", ""))
 
-    assert type(roles()) is Roles
+    assert type(roles()) is FixedRoles
     assert isinstance(roles(itl_objective_ms=25), AdaptiveRoles)
     fixed = roles(itl_objective_ms=25, ttft_objective_ms=1000, policy="round-robin")
     assert isinstance(fixed, FixedRoles)
@@ -185,7 +185,7 @@ def test_only_the_cost_policy_places_by_objectives_and_without_them_roles_are_fi
     assert fixed.due_seconds(chosen, 1024, 0.0, has_started=False) == OBJECTIVES.due_seconds(chosen, 1024, 0.0, False)
     with pytest.raises(UnavailableError):
         place([view(P0)], [])
-    unbound = choose("cost", request, *workers, 64).chosen
+    unbound = roles(local_prefill_tokens=64).choose(request, *workers).chosen
     assert unbound.kind == "disaggregated"
     assert unbound.ttft_seconds > 1.5
     assert unbound.violation == 0
