@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import grpc
 from starlette.requests import Request
 from starlette.responses import Response
 
-from common.errors import InvalidRequestError, NotFoundError
+from common.errors import InvalidRequestError, NotFoundError, UnavailableError
 from protos import types_pb2 as pb
 from router.gateway import Gateway
 from router.http.errors import HttpError
 from router.http.routes import Routes, check_operator, json_response
 from router.workers.worker_link import WorkerLink
+from router.workers.worker_stream import CALL_TIMEOUT_SECONDS
 
 DRAIN_GRACE_SECONDS = 30.0
 MAX_GRACE_SECONDS = 3600.0
@@ -28,14 +32,14 @@ def add_drain_routes(routes: Routes, gateway: Gateway) -> None:
                 "add ?force=true to drain it anyway",
             )
         asked = pb.DrainRequest(grace_seconds=_grace_seconds(request))
-        reply: pb.DrainReply = await link.ask("Drain", asked, "refuses to drain")
+        reply: pb.DrainReply = await _ask(link, "Drain", asked, "refuses to drain")
         link.learn_drain(True, reply.num_drain_changes)
         return json_response({"id": link.worker_id, "draining": True, "open_requests": reply.num_open_requests})
 
     async def undrain(request: Request) -> Response:
         check_operator(request, gateway.config.api_key, "draining")
         link = _worker(request, gateway)
-        reply: pb.UndrainReply = await link.ask("Undrain", pb.UndrainRequest(), "is stopping")
+        reply: pb.UndrainReply = await _ask(link, "Undrain", pb.UndrainRequest(), "is stopping")
         link.learn_drain(False, reply.num_drain_changes)
         return json_response({"id": link.worker_id, "draining": False})
 
@@ -43,6 +47,17 @@ def add_drain_routes(routes: Routes, gateway: Gateway) -> None:
     told = "no new requests for a worker, which ends when its open ones have"
     routes.add("POST", "/v1/workers/{worker_id}/drain", drain, told, query=grace)
     routes.add("POST", "/v1/workers/{worker_id}/undrain", undrain, "take a draining worker back")
+
+
+async def _ask(link: WorkerLink, method: str, request: Any, refusal: str) -> Any:
+    """Call a method of the worker's service; its reply. Raises UnavailableError, which says `refusal`."""
+    stream, worker_id = link.stream, link.worker_id
+    if stream is None:
+        raise UnavailableError(f"worker {worker_id} is not connected")
+    try:
+        return await getattr(stream.stub, method)(request, timeout=CALL_TIMEOUT_SECONDS, metadata=stream.metadata)
+    except grpc.aio.AioRpcError as error:
+        raise UnavailableError(f"worker {worker_id} {refusal}: {error.code().name}") from None
 
 
 def _worker(request: Request, gateway: Gateway) -> WorkerLink:

@@ -11,9 +11,9 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-from common.errors import MiniInferError, UnavailableError
+from common.errors import MiniInferError
 from common.token_ids import num_ids
 from kvstore.pool.index import PrefixIndex
 from kvstore.types import WorkerId
@@ -62,7 +62,7 @@ class WorkerLink:
     def __init__(self, role: str, address: str) -> None:
         self.role = self.listed_role = role  # what it is used for, which operators may change; whose service it has
         self.address = address
-        self.info: pb.WorkerInfo | None = None  # set while the stream is open, as is `_stream`
+        self.info: pb.WorkerInfo | None = None  # set while the stream is open, as is `stream`
         self.load = pb.LoadReport()
         self.rates = WorkerRates()
         self.breaker = Breaker()
@@ -74,7 +74,7 @@ class WorkerLink:
         self.lost_time = 0.0  # when the stream ended last; 0: never
         self.last_sign = 0.0  # when the last report or health reply came
         self.last_step = 0.0  # when a step was reported last
-        self._stream: WorkerStream | None = None
+        self.stream: WorkerStream | None = None
         self._index: PrefixIndex
         self._on_usable: Callable[[], object]
         self._feed: IndexFeed | None = None
@@ -129,7 +129,7 @@ class WorkerLink:
         self, message: pb.Submit, pending_tokens: int, listener: LegListener, next_link: WorkerLink | None = None
     ) -> Leg:
         """Open a leg here. Raises WorkerLostError when the stream is not open."""
-        if self._stream is None:
+        if self.stream is None:
             raise WorkerLostError(f"worker {self.address} is not connected")
         now = time.monotonic()
         work = Work(num_ids(message.prompt_token_ids), pending_tokens, message.keep)
@@ -138,58 +138,45 @@ class WorkerLink:
         self.rates.submitted(pending_tokens, work.pairs, now)
         if next_link is not None:
             next_link._backlog.expect(work)
-        self._stream.send(pb.Command(submit=message))
+        self.stream.send(pb.Command(submit=message))
         return leg
 
     def hand_over(self, leg: Leg, next_link: WorkerLink) -> None:
         """Ask the worker to end the leg with its next token and a handle, so that it goes on at `next_link`."""
-        if leg.leg_id not in self._legs or leg.next_link is not None or self._stream is None:
+        if leg.leg_id not in self._legs or leg.next_link is not None or self.stream is None:
             return
         leg.next_link = next_link
         next_link._backlog.expect(leg.work)
-        self._stream.send(pb.Command(hand_over=pb.HandOver(request_id=leg.leg_id)))
+        self.stream.send(pb.Command(hand_over=pb.HandOver(request_id=leg.leg_id)))
 
     def close(self, leg: Leg) -> bool:
         """Forget the leg and tell the worker. False: the worker does not have it (any more)."""
         if leg.leg_id not in self._legs:
             return False
         self._forget(leg)
-        if self._stream is None:
+        if self.stream is None:
             return False
-        self._stream.send(pb.Command(cancel=pb.Cancel(request_id=leg.leg_id)))
+        self.stream.send(pb.Command(cancel=pb.Cancel(request_id=leg.leg_id)))
         return True
 
     def release(self, handle: pb.KvHandle) -> None:
         """Tell the worker that nobody will read this KV; without a connection its lease expires."""
-        if self.info is not None and self._stream is not None and self.info.epoch == handle.epoch:
-            self._stream.send(pb.Command(release=pb.Release(lease_id=handle.lease_id, epoch=handle.epoch)))
-
-    def prefetch(self, offer: pb.KvOffer) -> bool:
-        """Tell the worker of KV that a choice will need here. False: it cannot be told, or is about to end."""
-        if self._stream is None or self.is_draining:
-            return False
-        self._stream.send(pb.Command(prefetch=offer))
-        return True
-
-    async def ask(self, method: str, request: Any, refusal: str) -> Any:
-        """Call the worker beside the stream; its reply. Raises UnavailableError, which says `refusal`."""
-        if self._stream is None:
-            raise UnavailableError(f"worker {self.worker_id} is not connected")
-        return await self._stream.ask(method, request, refusal)
+        if self.info is not None and self.stream is not None and self.info.epoch == handle.epoch:
+            self.stream.send(pb.Command(release=pb.Release(lease_id=handle.lease_id, epoch=handle.epoch)))
 
     def learn_drain(self, is_draining: bool, num_changes: int) -> None:
         """Take what a reply or report says, unless the worker said it before what is known already."""
         if num_changes < self._num_drain_changes:
             return
-        if is_draining and num_changes != self._num_drain_changes and self._stream is not None:
-            self._stream.send(pb.Command(drain_noted=pb.DrainNoted(num_drain_changes=num_changes)))
+        if is_draining and num_changes != self._num_drain_changes and self.stream is not None:
+            self.stream.send(pb.Command(drain_noted=pb.DrainNoted(num_drain_changes=num_changes)))
         self.is_draining, self._num_drain_changes = is_draining, num_changes
 
     # -- what the connection calls -----------------------------------------------------------------------------
 
     def attached(self, info: pb.WorkerInfo, stream: WorkerStream) -> None:
         """The stream is open: requests may come."""
-        self.info, self._stream = info, stream
+        self.info, self.stream = info, stream
         self._feed = IndexFeed(self._index, self.worker_id, stream)
         self.last_sign = time.monotonic()
         logger.info("%s worker %s attached (%s)", self.role, info.worker_id, self.address)
@@ -212,7 +199,7 @@ class WorkerLink:
         self.num_lost += 1
         self.lost_time = time.monotonic()
         self.breaker.record_failure(self.lost_time)
-        self.info, self._stream, self._feed, self.is_serving = None, None, None, False
+        self.info, self.stream, self._feed, self.is_serving = None, None, None, False
         self.load = pb.LoadReport()
         self.is_draining, self._num_drain_changes = False, 0
         while self._legs:  # one that fails may close others
@@ -258,10 +245,12 @@ class WorkerLink:
     def _pass_on(self, offer: pb.KvOffer) -> None:
         """Let the worker where the choice goes on prefetch a part of the prompt, which is still computed here."""
         leg = self._legs.get(offer.request_id)  # None: closed while the step ran there
-        if leg is not None and leg.next_link is not None and leg.next_link.prefetch(offer):
-            leg.num_offered_tokens += offer.kv_handle.num_tokens
-        else:
+        target = None if leg is None else leg.next_link
+        if leg is None or target is None or target.stream is None or target.is_draining:
             self.release(offer.kv_handle)
+        else:
+            target.stream.send(pb.Command(prefetch=offer))
+            leg.num_offered_tokens += offer.kv_handle.num_tokens
 
     def _first_delta(self, leg: Leg, delta: pb.TokenDelta) -> None:
         leg.times = delta.times

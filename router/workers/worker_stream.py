@@ -1,4 +1,4 @@
-"""One open Attach stream to a worker: commands in their order, calls that are made beside it, and its KV events."""
+"""One open Attach stream to a worker: commands in their order, and its KV events."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import grpc
 from grpc.aio import EOF  # type: ignore[attr-defined]
 
-from common.errors import UnavailableError
 from kvstore.pool.index import PrefixIndex
 from kvstore.types import BlockKey, WorkerId
 from protos import types_pb2 as pb
@@ -24,8 +23,8 @@ class WorkerStream:
 
     def __init__(self, stub: Any, metadata: Any, worker_id: str) -> None:
         self.commands: asyncio.Queue[pb.Command] = asyncio.Queue()  # that are not written yet
-        self._stub = stub
-        self._metadata = metadata
+        self.stub = stub
+        self.metadata = metadata
         self._worker_id = worker_id
 
     def send(self, command: pb.Command) -> None:
@@ -34,7 +33,7 @@ class WorkerStream:
 
     async def fetch_snapshot(self) -> Sequence[pb.KvEvent]:
         """A second stream, whose first report is a snapshot. Open requests stay on the first one."""
-        call = self._stub.Attach(metadata=self._metadata, timeout=CALL_TIMEOUT_SECONDS)
+        call = self.stub.Attach(metadata=self.metadata, timeout=CALL_TIMEOUT_SECONDS)
         try:
             report = await call.read()
             return [] if report is EOF else report.kv_events
@@ -43,13 +42,6 @@ class WorkerStream:
             return []
         finally:
             call.cancel()
-
-    async def ask(self, method: str, request: Any, refusal: str) -> Any:
-        """Call a method of the worker's service; its reply. Raises UnavailableError, which says `refusal`."""
-        try:
-            return await getattr(self._stub, method)(request, timeout=CALL_TIMEOUT_SECONDS, metadata=self._metadata)
-        except grpc.aio.AioRpcError as error:
-            raise UnavailableError(f"worker {self._worker_id} {refusal}: {error.code().name}") from None
 
 
 class IndexFeed:
