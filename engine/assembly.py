@@ -32,7 +32,7 @@ from engine.kv.memory import (
 )  # fmt: skip
 from engine.rank_processes import Ranks
 from engine.ranks import RankContext
-from engine.scheduling.policy import SHIPPED, ServiceOrder
+from engine.scheduling.order import ServiceOrder
 from engine.scheduling.scheduler import MAX_REPLAY_TOKENS, Scheduler
 from engine.start_progress import OnProgress, no_progress
 from kvstore.layout import PoolGeometry
@@ -92,7 +92,7 @@ def _assemble(
     from engine.loader.supported import check_attention
 
     began = time.monotonic()
-    order = _service_order(config.scheduling_policy)
+    order = service_order(config.scheduling_policy)
     files = resolve_model(config.model)
     device = resolve_device(config)
     asked_tokens = config.max_num_batched_tokens
@@ -178,10 +178,10 @@ def _assemble(
     return parts
 
 
-def _service_order(policy: str) -> ServiceOrder:
+def service_order(policy: str) -> ServiceOrder:
     """The order by the policy that `--scheduling-policy` names. Raises ConfigError."""
-    if policy in SHIPPED:
-        return ServiceOrder(SHIPPED[policy]())
+    if policy == "priority":
+        return ServiceOrder()
     require_wing("engine.custom_policies", f"--scheduling-policy {policy}")
     from engine.custom_policies.load import load_order
 

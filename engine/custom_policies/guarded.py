@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 import math
 
+from engine.kv.manager import KVManager
 from engine.request import Request
-from engine.scheduling.policy import EngineView, PriorityPolicy, Rank, SchedulingPolicy, ServiceOrder
+from engine.scheduling.order import Rank, ServiceOrder
+from engine.scheduling.policy import PolicyOrder, SchedulingPolicy
+from engine.scheduling.request_queues import RequestQueues
 
 logger = logging.getLogger(__name__)
 
@@ -15,31 +18,32 @@ class GuardedOrder(ServiceOrder):
     """The failure of its policy is logged once and has no other effect.
 
     After the first exception, or answer that is none, the policy is not asked any more: requests rank as with
-    `PriorityPolicy`, and nobody gives way to a newcomer until all have been ranked anew.
+    `priority`, and nobody gives way to a newcomer until all have been ranked anew.
     """
 
     def __init__(self, policy: SchedulingPolicy) -> None:
-        super().__init__(policy)
+        self._name = type(policy).__name__
+        self._order: ServiceOrder = PolicyOrder(policy)
         self._has_failed = False
 
     def take_change(self) -> bool:
         has_failed, self._has_failed = self._has_failed, False
         if has_failed:
-            self._policy = PriorityPolicy()
+            self._order = ServiceOrder()
         return has_failed
 
     def rank(self, request: Request) -> Rank:
         if not self._has_failed:
             try:
-                return checked_key(super().rank(request))
+                return checked_key(self._order.rank(request))
             except Exception:  # noqa: BLE001 - a user's code: whatever it raises, the engine goes on
                 self._give_up()
-        return ServiceOrder(PriorityPolicy()).rank(request)
+        return super().rank(request)
 
-    def admits(self, request: Request, engine: EngineView) -> bool:
+    def admits(self, request: Request, queues: RequestQueues, kv: KVManager) -> bool:
         if not self._has_failed:
             try:
-                return bool(super().admits(request, engine))
+                return bool(self._order.admits(request, queues, kv))
             except Exception:  # noqa: BLE001 - as above
                 self._give_up()
         return True
@@ -47,16 +51,15 @@ class GuardedOrder(ServiceOrder):
     def gives_way(self, other: Request, newcomer: Request) -> bool:
         if not self._has_failed:
             try:
-                return bool(super().gives_way(other, newcomer))
+                return bool(self._order.gives_way(other, newcomer))
             except Exception:  # noqa: BLE001 - as above
                 self._give_up()
         return False
 
     def _give_up(self) -> None:
-        """Log the exception being handled and fall back to the default policy."""
+        """Log the exception being handled and fall back to the default order."""
         self._has_failed = True
-        name = type(self._policy).__name__
-        logger.exception("scheduling policy %s failed; the engine goes on with the policy 'priority'", name)
+        logger.exception("scheduling policy %s failed; the engine goes on with the policy 'priority'", self._name)
 
 
 def checked_key(key: object) -> Rank:

@@ -6,12 +6,13 @@ import importlib
 
 from common.errors import ConfigError
 from engine.custom_policies.guarded import GuardedOrder, checked_key
-from engine.scheduling.policy import SHIPPED, EngineView, RequestView, SchedulingPolicy
+from engine.scheduling.order import ServiceOrder
+from engine.scheduling.policy import EngineView, FcfsPolicy, PolicyOrder, RequestView, SchedulingPolicy
 
 
-def load_order(name: str) -> GuardedOrder:
+def load_order(name: str) -> ServiceOrder:
     """The order of service by the policy that `--scheduling-policy` names. Raises ConfigError."""
-    return GuardedOrder(load_policy(name))
+    return PolicyOrder(FcfsPolicy()) if name == "fcfs" else GuardedOrder(load_policy(name))
 
 
 def load_policy(name: str) -> SchedulingPolicy:
@@ -19,7 +20,7 @@ def load_policy(name: str) -> SchedulingPolicy:
     flag = f"--scheduling-policy {name}"
     module_name, _, class_name = name.partition(":")
     if not module_name or not class_name:
-        raise ConfigError(f"{flag}: choose {', '.join(SHIPPED)} or module:Class")
+        raise ConfigError(f"{flag}: choose priority, fcfs or module:Class")
     try:
         policy_class = getattr(importlib.import_module(module_name), class_name, None)
     except Exception as error:  # a user's module: importing it can raise anything

@@ -7,7 +7,7 @@ from operator import attrgetter
 from engine.kv.manager import KVManager
 from engine.request import Request, RequestStatus
 from engine.scheduled_step import ScheduledStep
-from engine.scheduling.policy import EngineView, ServiceOrder
+from engine.scheduling.order import ServiceOrder
 from engine.scheduling.preemption import Preemption
 from engine.scheduling.remote_kv import RemoteKv
 from engine.scheduling.request_queues import RequestQueues
@@ -77,7 +77,7 @@ class Admission:
         return swapped[0]
 
     def _is_admitted(self, request: Request) -> bool:
-        return not self._queues.num_active or self._order.admits(request, self._engine_view())
+        return not self._queues.num_active or self._order.admits(request, self._queues, self._kv)
 
     def _last_in_step(self, request: Request, step: ScheduledStep) -> Request | None:
         """The least urgent request in this step, if it gives way to `request`."""
@@ -117,8 +117,3 @@ class Admission:
             request.num_cached_tokens = min(num_cached, request.num_prompt_tokens)
             self._kv.stats.queried_tokens += request.num_prompt_tokens
             self._kv.stats.hit_tokens += request.num_cached_tokens
-
-    def _engine_view(self) -> EngineView:
-        pool, queues = self._kv.pool, self._queues
-        num_waiting = len(queues.waiting) + len(queues.swapped)
-        return EngineView(pool.num_available, pool.num_blocks, self._kv.block_size, queues.num_active, num_waiting)

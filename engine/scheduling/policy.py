@@ -1,10 +1,10 @@
 """Scheduling policies: the order of service, who is admitted and who is preempted. An extension point.
 
-A policy is a class without arguments, chosen by `--scheduling-policy`: `priority`, `fcfs`, or one of your own
+A policy is a class without arguments, chosen by `--scheduling-policy`: `fcfs`, or one of your own
 (`engine/custom_policies`). Its methods are pure functions of small read-only views: no I/O, no clock, no state. The
 scheduler asks each of them only when its answer matters, so that a policy costs nothing in steps in which nobody
 waits. It cannot cause a deadlock or a livelock, whatever it answers: see
-docs/decisions/scheduling-and-preemption.md.
+docs/decisions/scheduling-and-preemption.md. The default, `priority`, is `ServiceOrder` itself.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
+from engine.kv.manager import KVManager
 from engine.request import Request
-
-Rank = tuple[float, ...]
+from engine.scheduling.order import Rank, ServiceOrder
+from engine.scheduling.request_queues import RequestQueues
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,43 +79,23 @@ class FcfsPolicy:
         return False
 
 
-class PriorityPolicy(FcfsPolicy):
-    """Lower `priority` first, and at once: it takes the place of a higher one.
-
-    Among equal priorities those whose next token is due first: requests with slack wait for those at risk. Without
-    objectives, FCFS.
-    """
-
-    def key(self, request: RequestView) -> Rank:
-        return (request.priority, request.due, request.arrival)
-
-    def preempts(self, newcomer: RequestView, other: RequestView) -> bool:
-        return newcomer.priority < other.priority
-
-
-SHIPPED: dict[str, type[SchedulingPolicy]] = {"priority": PriorityPolicy, "fcfs": FcfsPolicy}
-
-
-class ServiceOrder:
+class PolicyOrder(ServiceOrder):
     """The order of service by a policy, as the scheduler asks it."""
 
     def __init__(self, policy: SchedulingPolicy) -> None:
         self._policy = policy
 
-    def take_change(self) -> bool:
-        """Whether all requests are to be ranked anew, once: asked before each step."""
-        return False
-
     def rank(self, request: Request) -> Rank:
         """The policy's key, made unique by the order of arrival."""
         return (*self._policy.key(_view(request)), request.arrival)
 
-    def admits(self, request: Request, engine: EngineView) -> bool:
-        """See SchedulingPolicy."""
+    def admits(self, request: Request, queues: RequestQueues, kv: KVManager) -> bool:
+        num_waiting = len(queues.waiting) + len(queues.swapped)
+        pool = kv.pool
+        engine = EngineView(pool.num_available, pool.num_blocks, kv.block_size, queues.num_active, num_waiting)
         return self._policy.admits(_view(request), engine)
 
     def gives_way(self, other: Request, newcomer: Request) -> bool:
-        """Whether `newcomer` goes before `other`. Only ever down the ranks: no two can displace each other."""
         return newcomer.rank < other.rank and self._policy.preempts(_view(newcomer), _view(other))
 
 

@@ -1,7 +1,7 @@
 """Preemption: which running requests a newcomer displaces, and what becomes of them.
 
-The policy says whether one request gives way to another. Blocks are counted before any request is displaced, so that
-none gives way in vain.
+The order of service says whether one request gives way to another. Blocks are counted before any request is
+displaced, so that none gives way in vain.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Collection
 from engine.kv.manager import KVManager
 from engine.request import Request, RequestStatus
 from engine.scheduled_step import ScheduledStep
-from engine.scheduling.policy import ServiceOrder
+from engine.scheduling.order import ServiceOrder
 from engine.scheduling.request_queues import RequestQueues
 from engine.scheduling.stopping import is_full
 from kvstore.types import BlockId

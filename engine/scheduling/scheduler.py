@@ -2,7 +2,7 @@
 
 One notion drives everything: a request has `num_tokens` known and `num_computed_tokens` in the KV cache, and a step
 closes part of that gap. A prompt, a chunk of it, a decode token and a recompute after preemption are the same case.
-Pure Python on plain data: no torch, no clock, no I/O. The loop around it is `schedule -> run -> update`. The policy
+Pure Python on plain data: no torch, no clock, no I/O. The loop around it is `schedule -> run -> update`. `order`
 ranks requests, `admission` starts them, `preemption` takes their blocks back, and `stopping` says when one has ended.
 """
 
@@ -19,7 +19,7 @@ from engine.plan import StepResult
 from engine.request import FinishReason, Request, RequestId, RequestOutput, RequestStatus, SchedulerLoad
 from engine.scheduled_step import PromptChunk, ScheduledStep, StepOutcome
 from engine.scheduling.admission import Admission
-from engine.scheduling.policy import PriorityPolicy, ServiceOrder
+from engine.scheduling.order import ServiceOrder
 from engine.scheduling.preemption import Preemption
 from engine.scheduling.remote_kv import RemoteKv
 from engine.scheduling.request_queues import RequestQueues
@@ -59,7 +59,7 @@ class Scheduler:
         self.speculation = speculation
         self.max_model_len = kv.longest_sequence(max_model_len)
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._order = order or ServiceOrder(PriorityPolicy())
+        self._order = order or ServiceOrder()
         self._queues = RequestQueues()
         self._preemption = Preemption(
             self._queues,

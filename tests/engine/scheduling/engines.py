@@ -11,7 +11,7 @@ from engine.engine import Engine
 from engine.kv.block_groups import BlockGroups
 from engine.kv.manager import KVManager
 from engine.request import Request, RequestId, RequestStatus, SamplingParams
-from engine.scheduling.policy import ServiceOrder
+from engine.scheduling.order import ServiceOrder
 from engine.scheduling.scheduler import Scheduler
 from kvstore.pool.block_pool import BlockPool
 from tests.engine.fakes import VOCAB_SIZE, BlockMemoryRunner, expected_tokens

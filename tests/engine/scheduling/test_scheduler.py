@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import ContextLengthError, InvalidRequestError
+from engine.assembly import service_order
 from engine.engine import DeviceLostError
 from engine.request import FinishReason, Request, SamplingParams
-from engine.scheduling.policy import FcfsPolicy, PriorityPolicy, SchedulingPolicy, ServiceOrder
-from examples.scheduling_policy import ShortestPromptFirst
 from tests.engine.driving import finish
 from tests.engine.fakes import VOCAB_SIZE, expected_tokens
 from tests.engine.scheduling.engines import (
@@ -274,21 +273,22 @@ def test_abort_while_loading_frees_blocks_only_after_the_load() -> None:
 
 @pytest.mark.wing("kvstore.tier")
 @pytest.mark.wing("engine.windows")
+@pytest.mark.wing("engine.custom_policies")
 @settings(max_examples=75)
 @given(
     data=st.data(),
     options=st.fixed_dictionaries({**SMALL_ENGINES, "overlap": st.booleans(), "num_stages": st.integers(1, 3)}),
-    policy=st.sampled_from([PriorityPolicy(), FcfsPolicy(), ShortestPromptFirst()]),
+    policy=st.sampled_from(["priority", "fcfs", "examples.scheduling_policy:ShortestPromptFirst"]),
     windows=st.sampled_from([(), (), (6,), (0, 5), (0, 0, 3, 9)]),
 )
 def test_any_order_of_events_keeps_every_token(
-    data: st.DataObject, options: dict[str, Any], policy: SchedulingPolicy, windows: tuple[int, ...]
+    data: st.DataObject, options: dict[str, Any], policy: str, windows: tuple[int, ...]
 ) -> None:
     """Arrivals, aborts and steps in any order: the right tokens, and no block lost or owned twice."""
     if windows:  # else the longest sequence, of 23 tokens, does not fit
         options["num_blocks"] += groups_of(windows, options["budget"]).most_live(23) - 6
     options["overlap"] &= options["num_stages"] == 1
-    engine, _ = make_engine(**options, max_num_seqs=4, order=ServiceOrder(policy), windows=windows)
+    engine, _ = make_engine(**options, max_num_seqs=4, order=service_order(policy), windows=windows)
 
     def add() -> tuple[Request, list[int]]:
         prompt = [data.draw(st.integers(0, 2))] * data.draw(st.integers(1, 14)) + [data.draw(st.integers(3, 5))]

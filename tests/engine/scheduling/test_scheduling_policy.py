@@ -1,4 +1,4 @@
-"""Who is served first, admitted and preempted: the shipped policies, and others."""
+"""Who is served first, admitted and preempted by default."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 
 from engine.engine import Engine
 from engine.request import FinishReason, Request, RequestStatus, SamplingParams
-from engine.scheduling.policy import EngineView, FcfsPolicy, PriorityPolicy, RequestView, ServiceOrder
 from tests.engine.driving import finish
 from tests.engine.fakes import expected_tokens
 from tests.engine.scheduling.engines import assert_quiet, make_engine, run_all
@@ -169,60 +168,4 @@ def test_who_is_handed_over_and_gives_way_with_its_last_token_leaves_nothing(win
     assert engine.kv.detach(moved, moved.num_known_tokens - 1) == []
     run_all(engine)
     assert_undisturbed([kept])
-    assert_quiet(engine)
-
-
-def test_fcfs_knows_no_priority() -> None:
-    engine, _ = make_engine(64, max_num_seqs=1, order=ServiceOrder(FcfsPolicy()))
-    requests = start(engine, [[1] * 5])
-    requests += [engine.add_request([2] * 5, LONG, priority=9), engine.add_request([3] * 5, LONG, priority=0)]
-    assert [output.request for output in finish(engine) if output.finish_reason] == requests
-    assert engine.load().num_preemptions == 0
-
-
-class Hesitant(PriorityPolicy):
-    """Admits nobody of whom it is asked."""
-
-    def admits(self, request: RequestView, engine: EngineView) -> bool:
-        assert engine.num_free_blocks < engine.num_blocks == 64
-        assert (engine.num_running, engine.num_waiting > 0) == (1, True)
-        return False
-
-
-def test_who_is_not_admitted_starts_when_nothing_runs() -> None:
-    engine, _ = make_engine(64, order=ServiceOrder(Hesitant()))
-    requests = [engine.add_request([i + 1] * 5, LONG) for i in range(3)]
-    while engine.has_work():
-        engine.step()
-        assert engine.load().num_running <= 1
-    assert_undisturbed(requests)
-
-
-class Contrary:
-    """Last come, first served, and always at the cost of somebody else."""
-
-    def key(self, request: RequestView) -> tuple[float, ...]:
-        return (-request.arrival,)
-
-    def admits(self, request: RequestView, engine: EngineView) -> bool:
-        return bool(engine.num_free_blocks % 2)
-
-    def preempts(self, newcomer: RequestView, other: RequestView) -> bool:
-        return True
-
-
-@pytest.mark.wing("kvstore.tier")
-@on_all_paths
-def test_no_policy_can_stop_the_engine(swap: bool, overlap: bool) -> None:
-    engine, _ = make_engine(
-        14, host_slots=20, max_num_seqs=3, swap=swap, overlap=overlap, order=ServiceOrder(Contrary())
-    )
-    requests = []
-    for index in range(12):
-        requests.append(engine.add_request([index + 1] * (1 + 5 * index % 23), LONG, priority=index % 3))
-        engine.step()
-        engine.step()
-    run_all(engine)
-    assert_undisturbed(requests)
-    assert engine.load().num_preemptions > 0
     assert_quiet(engine)
