@@ -19,10 +19,9 @@ from common.errors import InvalidRequestError
 from engine.plan import PendingStep, ScheduledRow, StepPlan, StepResult, StepSize
 from engine.request import Request, RequestId, SamplingParams, SchedulerLoad
 from engine.request_checks import check_output, check_prompt
-from engine.sampling.filters import Constraints
 from engine.scheduled_step import KvLoad, ScheduledStep, StepOutcome, StepStats
 from engine.scheduling.scheduler import Scheduler
-from engine.wings import Adapters, Counting, Figures
+from engine.wings import Adapters, Constraints, Counting, Figures
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.plan import ScheduledRow, StepPlan
 from engine.request import RequestId, SamplingParams, TokenId
-from engine.sampling.filters import Constraint, Constraints
+from engine.wings import Constraints
 from kvstore.types import BlockId
 
 
@@ -25,7 +25,7 @@ class RequestState:
     adapter: str = ""
     cache_salt: str = ""
     block_ids: list[BlockId] = field(default_factory=list)
-    constraint: Constraint | None = None  # on its output
+    constraint: Any = None  # on its output, a filter of `engine.logit_rules`
     refusal: str = ""  # why no token is allowed
     token_mask: Any = None  # of `engine.logit_rules`, made when it is first needed
     drafter: Any = None  # a proposer's, for this request

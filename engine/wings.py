@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from engine.request import Request
+    from concurrent.futures import Future
+
+    from engine.request import Request, SamplingParams
 
 Figures = Mapping[str, Sequence[float]]
 """By metric: the total of a counter or the value of a gauge, for each number that its label has; observations."""
@@ -41,6 +43,22 @@ class Counting(Protocol):
 
     def figures(self) -> Figures:
         """Return what has been counted; observations since the last call."""
+        ...
+
+
+class Constraints(Protocol):
+    """Makes constraints on the output of requests that name a grammar."""
+
+    def prepare(self) -> Future[object]:
+        """Load what the first constraint would wait for. The future's exception: this model takes none."""
+        ...
+
+    def readiness(self, params: SamplingParams) -> Callable[[], bool]:
+        """Begin to compile the request's constraint. While the function says False, the request gets no row."""
+        ...
+
+    def start(self, params: SamplingParams) -> object:
+        """The constraint of a new answer, see `engine.logit_rules.filters.Constraint`."""
         ...
 
 

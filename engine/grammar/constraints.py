@@ -1,4 +1,4 @@
-"""Grammars as constraints of the sampler: `engine/sampling/filters.py` says what it asks of them."""
+"""Grammars as constraints of the sampler: `Constraint` says what it asks of them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import numpy as np
 
 from common.errors import MiniInferError
 from engine.grammar.grammars import GrammarMatcher, Grammars, compute_masks
+from engine.logit_rules.filters import Words
 from engine.request import SamplingParams
-from engine.sampling.filters import Filtered, Words
+from engine.request_states import RequestState
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class FollowGrammar:
 
     matcher: Future[GrammarMatcher]
 
-    def prepare(self, wanted: Sequence[tuple[Filtered, int]]) -> None:
+    def prepare(self, wanted: Sequence[tuple[RequestState, int]]) -> None:
         found = []
         for request, position in wanted:
             constraint = request.constraint
@@ -32,10 +33,10 @@ class FollowGrammar:
                 found.append((constraint.matcher.result(), _output(request, position)))
         compute_masks(found)
 
-    def state(self, request: Filtered, position: int) -> Hashable:
+    def state(self, request: RequestState, position: int) -> Hashable:
         return object()  # another one for each token, and for drafts at the same position
 
-    def block(self, blocked: Words, request: Filtered, position: int) -> None:
+    def block(self, blocked: Words, request: RequestState, position: int) -> None:
         try:
             allowed = self.matcher.result().allowed(_output(request, position))
         except MiniInferError as error:
@@ -50,7 +51,7 @@ class FollowGrammar:
             np.invert(allowed, out=blocked)
 
 
-def _output(request: Filtered, position: int) -> list[int]:
+def _output(request: RequestState, position: int) -> list[int]:
     return request.token_ids[request.num_prompt_tokens : position]
 
 

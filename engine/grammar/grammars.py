@@ -22,7 +22,7 @@ from common.grammar.unique_places import SPECIAL, unique_places
 from common.text.tokenizer import Tokenizer
 from engine.grammar.mask_thread import MaskThread, Task
 from engine.grammar.unique_tokens import TokenTable, UniqueTokens
-from engine.sampling.filters import Words
+from engine.logit_rules.filters import Words
 
 NUM_CACHED = 16  # compiled grammars of an engine; one may have 8,000 states of 1 to 2 kB
 NUM_REPLAYED = 512  # tokens of an answer that goes on elsewhere, at a time: 1 ms of the 2 that each task has

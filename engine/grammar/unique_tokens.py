@@ -9,7 +9,7 @@ import numpy as np
 
 from common.grammar.unique_items import State
 from common.grammar.unique_places import UniquePlaces
-from engine.sampling.filters import Words
+from engine.logit_rules.filters import Words
 
 _SEVERAL = re.compile(rb'\[.*,|,.*[,\]]|".*,.*"|(".*){3}', re.DOTALL)  # more than the end of an item
 

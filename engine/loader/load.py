@@ -30,8 +30,8 @@ from engine.loader.supported import check_kernels
 from engine.models.config import PLAIN_BITS, ModelConfig
 from engine.models.model import Model
 from engine.ranks import Stage
-from engine.sampling.filters import Constraints
 from engine.start_progress import OnProgress, no_progress
+from engine.wings import Constraints
 from kvstore.layout import WHOLE, Shard
 
 logger = logging.getLogger(__name__)

@@ -1,13 +1,41 @@
-"""Filters of tokens that a request's parameters ask for, and the mask that all of its filters make."""
+"""Filters of tokens: which ones a request may not get next, as bits, and the mask that all of its filters make."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-from engine.sampling.filters import Filtered, TokenFilter, Words
+from engine.request_states import RequestState
+
+Words = NDArray[np.uint32]  # one bit a token: bit i of word w is token 32 w + i
+
+
+class TokenFilter(Protocol):
+    """Forbids tokens to one request. `filters_of` lists all kinds.
+
+    A filter that reads the request's tokens needs all of them before `position`: its parameter belongs into
+    `SamplingParams.reads_tokens`, so that a runner waits for them.
+    """
+
+    def state(self, request: RequestState, position: int) -> Hashable:
+        """What the filter's answer for `position` depends on: while it is the same, so is the answer."""
+        ...
+
+    def block(self, blocked: Words, request: RequestState, position: int) -> None:
+        """Set the bits of tokens that may not come at `position`."""
+        ...
+
+
+class Constraint(TokenFilter, Protocol):
+    """The filter of an answer that must have a form, which costs time: computed for all rows of a step at once."""
+
+    def prepare(self, wanted: Sequence[tuple[RequestState, int]]) -> None:
+        """Compute what `block` will say of all constrained requests of a step at their positions, these included."""
+        ...
 
 
 def set_bits(words: Words, token_ids: Sequence[int]) -> None:
@@ -21,10 +49,10 @@ class AllowedTokens:
 
     token_ids: Sequence[int]
 
-    def state(self, request: Filtered, position: int) -> Hashable:
+    def state(self, request: RequestState, position: int) -> Hashable:
         return None
 
-    def block(self, blocked: Words, request: Filtered, position: int) -> None:
+    def block(self, blocked: Words, request: RequestState, position: int) -> None:
         allowed = np.zeros_like(blocked)
         set_bits(allowed, self.token_ids)
         blocked |= ~allowed
@@ -36,13 +64,13 @@ class BadWords:
 
     words: Sequence[Sequence[int]]
 
-    def state(self, request: Filtered, position: int) -> Hashable:
+    def state(self, request: RequestState, position: int) -> Hashable:
         return tuple(self._last_tokens(request, position))
 
-    def block(self, blocked: Words, request: Filtered, position: int) -> None:
+    def block(self, blocked: Words, request: RequestState, position: int) -> None:
         set_bits(blocked, self._last_tokens(request, position))
 
-    def _last_tokens(self, request: Filtered, position: int) -> list[int]:
+    def _last_tokens(self, request: RequestState, position: int) -> list[int]:
         """Last tokens of the words whose other tokens the sequence ends with."""
         begun = []
         for *head, last in self.words:
@@ -58,15 +86,15 @@ class MinTokens:
     min_tokens: int
     token_ids: Sequence[int]
 
-    def state(self, request: Filtered, position: int) -> Hashable:
+    def state(self, request: RequestState, position: int) -> Hashable:
         return position - request.num_prompt_tokens < self.min_tokens
 
-    def block(self, blocked: Words, request: Filtered, position: int) -> None:
+    def block(self, blocked: Words, request: RequestState, position: int) -> None:
         if self.state(request, position):
             set_bits(blocked, self.token_ids)
 
 
-def filters_of(request: Filtered) -> list[TokenFilter]:
+def filters_of(request: RequestState) -> list[TokenFilter]:
     """The filters that the request's parameters ask for."""
     params = request.params
     filters: list[TokenFilter] = []
@@ -82,17 +110,18 @@ def filters_of(request: Filtered) -> list[TokenFilter]:
     return filters
 
 
-def prepare_constraints(requests: Sequence[Filtered], positions: Sequence[int]) -> None:
+def prepare_constraints(requests: Sequence[RequestState], positions: Sequence[int]) -> None:
     """Compute what constraints say at each position, all before the first is used: see `Constraint.prepare`."""
     wanted = [pair for pair in zip(requests, positions, strict=True) if pair[0].constraint is not None]
-    if wanted and wanted[0][0].constraint is not None:
-        wanted[0][0].constraint.prepare(wanted)
+    if wanted:
+        first: Constraint = wanted[0][0].constraint
+        first.prepare(wanted)
 
 
 class TokenMask:
     """Which tokens one request may not get next, computed only when its filters say something new."""
 
-    def __init__(self, request: Filtered, vocab_size: int) -> None:
+    def __init__(self, request: RequestState, vocab_size: int) -> None:
         self.blocked: Words = np.zeros(-(-vocab_size // 32), dtype=np.uint32)
         self._request = request
         self._filters = filters_of(request)
