@@ -35,6 +35,7 @@ from engine.ranks import RankContext
 from engine.scheduling.order import ServiceOrder
 from engine.scheduling.scheduler import MAX_REPLAY_TOKENS, Scheduler
 from engine.start_progress import OnProgress, no_progress
+from engine.wings import Adapters, from_wing
 from kvstore.layout import PoolGeometry
 from kvstore.pool.block_pool import BlockPool
 
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from engine.objectives.prompt_budget import PromptBudget
     from engine.speculation.drafts import Speculation
     from engine.speculation.on_gpu.open_draft_model import OnGpu
-    from engine.wings import Adapters
 
 logger = logging.getLogger(__name__)
 
@@ -115,9 +115,9 @@ def _assemble(
     ranks = _start_ranks(config, device, gpu)
     with explained(SMALLER_WEIGHTS):
         loaded = load_model(files, config, device, ranks.shard, on_progress, ranks.stage)
-    balancing = _balancing(loaded, config)
+    balancing: Balancing | None = from_wing("engine.expert_balancing.rebalancing:open_balancing", loaded, config)
     adapters = adapters_of(loaded, config)  # what they take of a GPU is not for KV blocks
-    drafting = _drafting(config, loaded, gpu)  # likewise
+    drafting: OnGpu | None = from_wing("engine.speculation.proposer:proposer_on_gpu", config, loaded, gpu)  # likewise
     config, geometry, max_model_len = _size_pool(loaded, config, gpu, ranks, drafting)
     pool = memory.allocate(geometry, device)
     kv, host_buffer = _open_kv(geometry, config, memory.agent_socket, device)
@@ -134,8 +134,10 @@ def _assemble(
     runner.warmup(on_progress)
     if tokens is not None:
         tokens.exception()  # wait: nothing stalls the first streams; a model without a tokenizer takes no grammars
-    speculation = _speculation(config, loaded, runner, drafting, geometry.num_blocks)
-    prompt_budget = _prompt_budget(config)
+    speculation: Speculation | None = from_wing(
+        "engine.speculation.proposer:open_speculation", config, runner, loaded, drafting, geometry.num_blocks
+    )
+    prompt_budget: PromptBudget | None = from_wing("engine.objectives.prompt_budget:budget_for", config)
     scheduler = Scheduler(
         kv,
         max_num_seqs=config.max_num_seqs,
@@ -228,21 +230,10 @@ def _log_ready(parts: EngineParts, seconds: float) -> None:
     )
 
 
-def _balancing(loaded: LoadedModel, config: EngineConfig) -> Balancing | None:
-    if not has_wing("engine.expert_balancing"):
-        return None
-    from engine.expert_balancing.rebalancing import open_balancing  # see `_assemble`
-
-    return open_balancing(loaded, config)
-
-
 def adapters_of(loaded: LoadedModel, config: EngineConfig) -> Adapters | None:
     """The adapters of a model, or of a rank's part of it; None: it serves none. Raises ConfigError."""
-    if not has_wing("engine.lora"):
-        return None
-    from engine.lora.adapters import open_adapters
-
-    return open_adapters(loaded, config)
+    adapters: Adapters | None = from_wing("engine.lora.adapters:open_adapters", loaded, config)
+    return adapters
 
 
 def make_kv_manager(
@@ -264,32 +255,6 @@ def _open_kv(
 
     make, buffer = open_tier(geometry, int(config.host_tier_gb * 2**30), agent_socket, device)
     return make_kv_manager(geometry, config, make), buffer
-
-
-def _prompt_budget(config: EngineConfig) -> PromptBudget | None:
-    if not has_wing("engine.objectives"):
-        return None
-    from engine.objectives.prompt_budget import budget_for
-
-    return budget_for(config)
-
-
-def _drafting(config: EngineConfig, loaded: LoadedModel, gpu: GpuConfig) -> OnGpu | None:
-    if not has_wing("engine.speculation"):
-        return None
-    from engine.speculation.proposer import proposer_on_gpu
-
-    return proposer_on_gpu(config, loaded, gpu)
-
-
-def _speculation(
-    config: EngineConfig, loaded: LoadedModel, runner: Any, drafting: OnGpu | None, num_blocks: int
-) -> Speculation | None:
-    if not has_wing("engine.speculation"):
-        return None
-    from engine.speculation.proposer import open_speculation
-
-    return open_speculation(config, runner, loaded, drafting, num_blocks)
 
 
 def _make_runner(

@@ -1,21 +1,44 @@
-"""Which weights a CPU computes in a GGUF file's blocks: those of files, experts in MXFP4, and plain ones."""
+"""Opening of GGUF files, and which weights a CPU computes in their blocks: of files, experts in MXFP4, plain ones."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from engine.config import EngineConfig
-from engine.gguf.mxfp4 import CheckpointBlocks, GgufMxfp4Weights
+from engine.gguf.config import adapted_config
+from engine.gguf.fields import gguf_name
+from engine.gguf.mxfp4 import CheckpointBlocks, GgufMxfp4Weights, weights_of
 from engine.gguf.packed import PackedConversion
 from engine.gguf.q8_0 import BlockLinears
-from engine.gguf.weights import GgufWeights
+from engine.gguf.weights import GgufFile, GgufWeights
 from engine.layers.weights import WeightSource
 from engine.loader.conversion import Conversion
 from engine.loader.random_weights import RandomWeights
 from engine.loader.safetensors import SafetensorsWeights
+from engine.models.config import ModelConfig
+from engine.models.families import ModelFamily, family_of_gguf
 from engine.quantization.conversion import QuantizedConversion
 from engine.quantization.mxfp4 import Mxfp4Source
 from kernels.gguf.library import library
+
+
+def open_gguf(
+    path: Path, engine_config: EngineConfig, dtype: torch.dtype, device: torch.device
+) -> tuple[ModelConfig, ModelFamily, GgufWeights | GgufMxfp4Weights | None, list[Path]]:
+    """Config, family, weights and files. Without weights where they are not asked for.
+
+    Raises ConfigError and UnsupportedModelError.
+    """
+    file = GgufFile(path)
+    family = family_of_gguf(gguf_name(file.metadata))
+    config = adapted_config(file, family)
+    config = replace(config, rope=config.rope.within(config.context_length(engine_config.max_model_len)))
+    if engine_config.load_format == "dummy":
+        return config, family, None, file.files
+    return config, family, weights_of(file, config, family.gguf_permuted, dtype, device), file.files
 
 
 def block_conversion(
@@ -31,8 +54,13 @@ def block_conversion(
         made = PackedConversion(weights, dtype)
     elif isinstance(weights, Mxfp4Source):
         made = PackedConversion(CheckpointBlocks(weights), dtype)
-    elif isinstance(weights, SafetensorsWeights | RandomWeights) and config.tp == 1:  # ranks keep bfloat16
+    elif _is_plain(weights) and config.tp == 1:  # ranks keep bfloat16
         made = QuantizedConversion(BlockLinears.label, BlockLinears(dtype), plain_mode="int8-weight", dtype=dtype)
     if made is None or library() is None:  # asked last: the first time it compiles
         return None
     return made
+
+
+def _is_plain(weights: WeightSource) -> bool:
+    """Whether a model of these is computed as fast as can be: the dry-run model is the same everywhere."""
+    return isinstance(weights, SafetensorsWeights) or (isinstance(weights, RandomWeights) and not weights.is_portable)

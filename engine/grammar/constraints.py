@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from common.errors import MiniInferError
+from common.text.tokenizer import Tokenizer
 from engine.grammar.grammars import GrammarMatcher, Grammars, compute_masks
 from engine.logit_rules.filters import Words
 from engine.request import SamplingParams
@@ -53,6 +54,11 @@ class FollowGrammar:
 
 def _output(request: RequestState, position: int) -> list[int]:
     return request.token_ids[request.num_prompt_tokens : position]
+
+
+def constraints_over(tokenizer: Callable[[], Tokenizer], vocab_size: int) -> GrammarConstraints:
+    """The constraints of a model with these tokens."""
+    return GrammarConstraints(Grammars(tokenizer, vocab_size))
 
 
 class GrammarConstraints:

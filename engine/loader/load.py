@@ -19,7 +19,7 @@ from common.errors import ConfigError
 from common.model_files import ModelFiles, sampled_digest
 from common.text.load import load_tokenizer
 from common.text.tokenizer import Tokenizer
-from common.wings import has_wing, require_wing
+from common.wings import require_wing
 from engine.config import EngineConfig
 from engine.kv.memory import DTYPE_NAMES, TORCH_DTYPES
 from engine.layers.attention import Attention
@@ -31,7 +31,7 @@ from engine.models.config import PLAIN_BITS, ModelConfig
 from engine.models.model import Model
 from engine.ranks import Stage
 from engine.start_progress import OnProgress, no_progress
-from engine.wings import Constraints
+from engine.wings import Constraints, from_wing
 from kvstore.layout import WHOLE, Shard
 
 logger = logging.getLogger(__name__)
@@ -111,28 +111,11 @@ def load_model(
         "loaded %s (%s, %s) in %.1f s", files.name, DTYPE_NAMES[dtype], quant_mode, time.perf_counter() - started
     )
     tokenizer = cache(partial(load_tokenizer, files))
-    constraints = _constraints(tokenizer, source.config.vocab_size)
-    vector_modules = _vector_modules(files, source.config.hidden_size, device)
     return LoadedModel(
-        model, source.config, name, dtype, quant_mode, device, tokenizer, shard, constraints, vector_modules
-    )
-
-
-def _vector_modules(files: ModelFiles, hidden_size: int, device: torch.device) -> Any:
-    if not has_wing("engine.pooling"):
-        return None
-    from engine.pooling.modules import VectorModules, read_modules
-
-    return read_modules(files.path, hidden_size, device) if files.kind == "directory" else VectorModules()
-
-
-def _constraints(tokenizer: Callable[[], Tokenizer], vocab_size: int) -> Constraints | None:
-    if not has_wing("engine.grammar"):
-        return None
-    from engine.grammar.constraints import GrammarConstraints
-    from engine.grammar.grammars import Grammars
-
-    return GrammarConstraints(Grammars(tokenizer, vocab_size))
+        model, source.config, name, dtype, quant_mode, device, tokenizer, shard,
+        from_wing("engine.grammar.constraints:constraints_over", tokenizer, source.config.vocab_size),
+        from_wing("engine.pooling.modules:modules_of", files, source.config.hidden_size, device),
+    )  # fmt: skip
 
 
 def read_config(files: ModelFiles, engine_config: EngineConfig) -> ModelConfig:

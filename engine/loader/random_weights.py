@@ -43,6 +43,7 @@ class RandomWeights:
         self._dtype = dtype
         self._device = device
         self._std = std
+        self.is_portable = is_portable
         self._draw_device = torch.device("cpu") if is_portable else device
         self._draw_dtype = torch.float32 if is_portable else dtype
         self._generator = torch.Generator(device=self._draw_device).manual_seed(SEED)

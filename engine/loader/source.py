@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,9 +19,10 @@ from engine.loader.conversion import Conversion
 from engine.loader.random_weights import DRY_RUN_CONFIG, DRY_RUN_STD, SEED, STD, RandomWeights
 from engine.loader.safetensors import SafetensorsWeights
 from engine.models.config import ModelConfig
-from engine.models.families import ModelFamily, family_of, family_of_gguf
+from engine.models.families import ModelFamily, family_of
 from engine.models.hf_config import architecture_of, config_from_hf, read_hf_config
 from engine.models.model import Model
+from engine.wings import from_wing
 from kvstore.layout import Shard
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from engine.quantization.checkpoint import QuantizedCheckpoint
 
 WING = "engine.quantization"
-OwnConversion = Callable[[EngineConfig, torch.dtype, torch.device], Conversion | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,6 @@ class Source:
     check: Check | None  # compares them with those that are needed; None: any weight can be made
     identity: dict[str, Any]
     files: list[Path]
-    own_conversion: OwnConversion | None = None
 
     def checked_skeleton(self) -> Model:
         """The model without storage; names and shapes are compared before weights are read. Raises ConfigError."""
@@ -58,15 +57,11 @@ class Source:
         """Choose what becomes of the linear layers. Raises ConfigError for a mode without a kernel or weights."""
         if engine_config.quant_mode not in ("auto", "none"):
             require_wing(WING, f"--quant-mode {engine_config.quant_mode}")
-        if self.own_conversion is not None:
-            own = self.own_conversion(engine_config, dtype, device)
-            if own is not None:
-                return own
-        if not has_wing(WING):
-            return Conversion()
-        from engine.quantization.conversion import choose_conversion
-
-        return choose_conversion(self.weights, engine_config, shard, dtype, device)
+        asked = self.weights, engine_config, dtype, device
+        chosen: Conversion | None = from_wing("engine.gguf.choose:block_conversion", *asked)
+        if chosen is None:
+            chosen = from_wing("engine.quantization.conversion:choose_conversion", *asked, shard)
+        return chosen or Conversion()
 
     def shapes_of(self, config: ModelConfig, kept: frozenset[str] = frozenset()) -> dict[str, Shape]:
         """Shapes of all weights that a model of `config` takes.
@@ -82,11 +77,9 @@ class Source:
 
 def open_source(files: ModelFiles, engine_config: EngineConfig, dtype: torch.dtype, device: torch.device) -> Source:
     """Read the config and the names and shapes of weights. Raises ConfigError and UnsupportedModelError."""
-    if has_wing("engine.transformers_models"):
-        from engine.transformers_models.source import open_transformers
-
-        if (opened := open_transformers(files, engine_config, dtype, device)) is not None:
-            return Source(*opened)
+    opened = from_wing("engine.transformers_models.source:open_transformers", files, engine_config, dtype, device)
+    if opened is not None:
+        return Source(*opened)
     if files.kind == "dry-run":
         family = family_of(DRY_RUN_CONFIG.architecture)
         random = RandomWeights(dtype, device, DRY_RUN_STD, is_portable=True)
@@ -108,8 +101,7 @@ def open_source(files: ModelFiles, engine_config: EngineConfig, dtype: torch.dty
         dummy = _random(family, config, dtype, device)
         if quantized is not None:
             needed = family.skeleton(config)[1]
-            weights = quantized.random(dummy.weights, needed, dtype, device)
-            return replace(dummy, weights=weights, own_conversion=_block_conversion(weights))
+            return replace(dummy, weights=quantized.random(dummy.weights, needed, dtype, device))
         return dummy
     config = replace(config, rope=config.rope.within(config.context_length(engine_config.max_model_len)))
     tensors = SafetensorsWeights(files.path, dtype, device)
@@ -120,11 +112,11 @@ def open_source(files: ModelFiles, engine_config: EngineConfig, dtype: torch.dty
     tensors.divide(rows)
     if quantized is None:
         check = partial(check_weights, found=tensors.shapes)
-        return Source(config, family, tensors, check, {}, tensors.files, _block_conversion(tensors))
+        return Source(config, family, tensors, check, {}, tensors.files)
     if quantized.label and engine_config.quant_mode == "auto" and dtype == torch.bfloat16:
         config = replace(config, linear_bits=quantized.held_bits)
     weights, compare = quantized.open(tensors, rows, needed)
-    return Source(config, family, weights, compare, {}, tensors.files, _block_conversion(weights))
+    return Source(config, family, weights, compare, {}, tensors.files)
 
 
 def _stored_rows(family: ModelFamily, config: ModelConfig, needed: Mapping[str, Shape]) -> Mapping[str, StoredRows]:
@@ -145,15 +137,6 @@ def check_settings(config: ModelConfig, engine_config: EngineConfig) -> None:
         engine_config.of(LatentSettings).check_model(config)
 
 
-def _block_conversion(weights: WeightSource) -> OwnConversion | None:
-    """See `block_conversion`."""
-    if not has_wing("engine.gguf"):
-        return None
-    from engine.gguf.choose import block_conversion
-
-    return partial(block_conversion, weights)
-
-
 def quantized_checkpoint(raw: Mapping[str, Any]) -> QuantizedCheckpoint | None:
     """The checkpoint of that config.json, if it is quantized. Raises ConfigError where nothing reads it."""
     is_mlx = isinstance(raw.get("quantization"), Mapping)  # which is refused there
@@ -166,23 +149,14 @@ def quantized_checkpoint(raw: Mapping[str, Any]) -> QuantizedCheckpoint | None:
 
 
 def _open_gguf(path: Path, engine_config: EngineConfig, dtype: torch.dtype, device: torch.device) -> Source:
-    from engine.gguf.config import adapted_config
-    from engine.gguf.fields import gguf_name
-    from engine.gguf.mxfp4 import weights_of
-    from engine.gguf.weights import GgufFile
+    from engine.gguf.choose import open_gguf
 
-    file = GgufFile(path)
-    family = family_of_gguf(gguf_name(file.metadata))
-    config = adapted_config(file, family)
-    config = replace(config, rope=config.rope.within(config.context_length(engine_config.max_model_len)))
-    if engine_config.load_format == "dummy":
+    config, family, weights, paths = open_gguf(path, engine_config, dtype, device)
+    if weights is None:
         return _random(family, config, dtype, device)
-    weights = weights_of(file, config, family.gguf_permuted, dtype, device)
-    check = partial(check_weights, found=weights.shapes)
-    return Source(config, family, weights, check, {}, file.files, _block_conversion(weights))
+    return Source(config, family, weights, partial(check_weights, found=weights.shapes), {}, paths)
 
 
 def _random(family: ModelFamily, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Source:
     identity = {"random": SEED, "std": STD, "drawn_on": device.type}
-    weights = RandomWeights(dtype, device)
-    return Source(config, family, weights, None, identity, [], _block_conversion(weights))
+    return Source(config, family, RandomWeights(dtype, device), None, identity, [])

@@ -54,21 +54,11 @@ _FAMILIES: dict[str, ModelFamily] = {}
 absent: list[str] = []  # modules of families that this installation lacks
 
 
-def register(
-    architecture: str,
-    adapt_config: AdaptConfig,
-    *,
-    gguf_name: str = "",
-    gguf_permuted: bool = False,
-    text_config: TextConfig | None = None,
-    fused: Fused | None = None,
-) -> Callable[[Parts], Parts]:
-    """Decorator of a function that yields a model's parts."""
+def register(architecture: str, adapt_config: AdaptConfig, **others: Any) -> Callable[[Parts], Parts]:
+    """Decorator of a function that yields a model's parts. others: further fields of its `ModelFamily`."""
 
     def add(parts: Parts) -> Parts:
-        _FAMILIES[architecture] = ModelFamily(
-            architecture, adapt_config, parts, gguf_name, gguf_permuted, text_config, fused or {}
-        )
+        _FAMILIES[architecture] = ModelFamily(architecture, adapt_config, parts, **others)
         return parts
 
     return add

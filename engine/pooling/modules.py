@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from common.errors import ConfigError, UnsupportedModelError
+from common.model_files import ModelFiles
 
 MODULES = "modules.json"
 POOLINGS = {"lasttoken": "last", "mean_tokens": "mean", "mean": "mean", "cls_token": "cls", "cls": "cls"}
@@ -53,6 +54,11 @@ class VectorModules:
         for layer in self.layers:
             vectors = layer(vectors)
         return vectors
+
+
+def modules_of(files: ModelFiles, hidden_size: int, device: torch.device) -> VectorModules:
+    """The modules of a model; those that only give its own vectors, unless it is a directory."""
+    return read_modules(files.path, hidden_size, device) if files.kind == "directory" else VectorModules()
 
 
 def read_modules(directory: Path, hidden_size: int, device: torch.device) -> VectorModules:

@@ -178,7 +178,7 @@ class QuantizedConversion(Conversion):
 
 
 def choose_conversion(
-    weights: WeightSource, config: EngineConfig, shard: Shard, dtype: torch.dtype, device: torch.device
+    weights: WeightSource, config: EngineConfig, dtype: torch.dtype, device: torch.device, shard: Shard
 ) -> Conversion:
     """See `Source.conversion`."""
     is_auto = config.quant_mode == "auto"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-import engine.assembly
+import engine.speculation.proposer
 from engine.config import EngineConfig
 from engine.speculation.draft_length import DraftLengths
 from engine.speculation.drafter import Drafter, Proposal
@@ -67,14 +67,14 @@ def draft_with(
 ) -> None:
     """Use these drafters instead of the shipped one. on_gpu: within the bounds of a GPU, wherever the engine is."""
 
-    def speculation(config: EngineConfig, _loaded: Any, runner: Any, *_: Any) -> Speculation | None:
+    def speculation(config: EngineConfig, runner: Any, *_: Any) -> Speculation | None:
         num_tokens = config.of(SpeculationSettings).num_speculative_tokens
         if not num_tokens:
             return None
         runner.propose_with(FromTokens(lambda _request: make_drafter(), num_tokens, 1))
         return Speculation(DraftLengths(is_adaptive), config.max_num_seqs if on_gpu else None)
 
-    monkeypatch.setattr(engine.assembly, "_speculation", speculation)
+    monkeypatch.setattr(engine.speculation.proposer, "open_speculation", speculation)
 
 
 def knows(answers: list[list[int]]) -> Continue:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-import engine.assembly
+import engine.speculation.proposer
 from common.errors import ConfigError
 from common.step_times import StepCost
 from engine.config import EngineConfig
@@ -49,7 +49,7 @@ def drafted_by(
     proposers = []
 
     def speculation(
-        config: EngineConfig, loaded: LoadedModel, runner: Any, _: object, num_blocks: int
+        config: EngineConfig, runner: Any, loaded: LoadedModel, _: object, num_blocks: int
     ) -> Speculation:
         lengths = DraftLengths(is_adaptive)
         opened = load_on_gpu(str(models[draft]), config, loaded, GpuConfig())
@@ -57,7 +57,7 @@ def drafted_by(
         runner.propose_with(proposers[0])
         return Speculation(lengths, config.max_num_seqs, overlap)
 
-    monkeypatch.setattr(engine.assembly, "_speculation", speculation)
+    monkeypatch.setattr(engine.speculation.proposer, "open_speculation", speculation)
     settings = {"num_speculative_tokens": 3, "max_num_seqs": MAX_TOKENS, **settings}
     made, _ = open_engine(models["same"], monkeypatch, GpuConfig(), **settings)
     return made, proposers[0]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-import engine.assembly
+import engine.speculation.proposer
 from common.errors import ConfigError
 from engine.assembly import assemble
 from engine.config import EngineConfig
@@ -56,14 +56,14 @@ def drafted_by(
         return load_module(config, loaded) if head is None else load_eagle_head(str(head), config, loaded)
 
     def speculation(
-        config: EngineConfig, _: LoadedModel, runner: Any, on_gpu: HeadOnGpu, num_blocks: int
+        config: EngineConfig, runner: Any, _: LoadedModel, on_gpu: HeadOnGpu, num_blocks: int
     ) -> Speculation:
         lengths = DraftLengths(is_adaptive=False)
         runner.propose_with(on_gpu.open(num_blocks, NUM_DRAFTS, lengths, overlap))
         return Speculation(lengths, config.max_num_seqs, overlap)
 
-    monkeypatch.setattr(engine.assembly, "_drafting", drafting)
-    monkeypatch.setattr(engine.assembly, "_speculation", speculation)
+    monkeypatch.setattr(engine.speculation.proposer, "proposer_on_gpu", drafting)
+    monkeypatch.setattr(engine.speculation.proposer, "open_speculation", speculation)
     settings = {"num_speculative_tokens": NUM_DRAFTS, "max_num_seqs": MAX_TOKENS, **settings}
     return open_engine(model, monkeypatch, GpuConfig(), **settings)
 
