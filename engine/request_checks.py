@@ -29,12 +29,15 @@ def check_prompt(token_ids: Sequence[int], params: SamplingParams, vocab_size: i
     ]
     for param, some_ids in named:
         _check_in_vocabulary(param, some_ids, vocab_size, param)
-    if params.grammar and not has_wing("engine.grammar"):
-        raise InvalidRequestError("this engine lacks grammars (engine.grammar)")
-    if params.changes_logits and not has_wing("engine.logit_rules"):
-        raise InvalidRequestError("this engine lacks penalties, biases and masks of tokens (engine.logit_rules)")
-    if params.pooling and not has_wing("engine.pooling"):
-        raise InvalidRequestError("this engine lacks embeddings (engine.pooling)", "pooling")
+    has_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
+    for is_asked, what, wing, field in (
+        (params.grammar, "grammars", "engine.grammar", None),
+        (params.changes_logits, "penalties, biases and masks of tokens", "engine.logit_rules", None),
+        (has_logprobs, "log-probabilities", "engine.logprobs", "logprobs"),
+        (params.pooling, "embeddings", "engine.pooling", "pooling"),
+    ):
+        if is_asked and not has_wing(wing):
+            raise InvalidRequestError(f"this engine lacks {what} ({wing})", field)
     if params.pooling and (params.max_tokens > 1 or params.logprobs is not None):
         raise InvalidRequestError("pooling needs max_tokens 1, and no logprobs", "pooling")
 

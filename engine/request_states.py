@@ -42,6 +42,10 @@ class RequestState:
     def output_token_ids(self) -> list[TokenId]:
         return self.token_ids[self.num_prompt_tokens :]
 
+    def wants_prompt_logprobs(self, row: ScheduledRow) -> bool:
+        """Whether the row's hidden states predict prompt tokens whose log-probabilities were asked for."""
+        return self.params.prompt_logprobs is not None and row.start + 1 < self.num_prompt_tokens
+
     def put_token(self, position: int, token_id: TokenId) -> None:
         """Record the token sampled for `position`; what was recorded from there on is taken back."""
         if len(self.token_ids) == position:

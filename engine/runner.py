@@ -17,7 +17,6 @@ from engine.plan import PendingStep, ScheduledRow, StepPlan, StepResult
 from engine.ranks import RankContext
 from engine.request import RequestId, TokenId, TokenLogprobs
 from engine.request_states import RequestState, RequestStates
-from engine.sampling.logprobs import prompt_logprobs, wants_prompt_logprobs
 from engine.sampling.sampler import LogitsHook, no_token_error
 
 if TYPE_CHECKING:
@@ -122,10 +121,10 @@ class ModelRunner(ABC):
 
         end_of: where a row's hidden states end. logits_of: hidden states, by all ranks together.
         """
-        for i, (row, request) in enumerate(zip(rows, requests, strict=True)):
-            if wants_prompt_logprobs(row, request):
-                own = hidden[end_of(i) - row.num_tokens : end_of(i)]
-                result.prompt_logprobs[i] = prompt_logprobs(row, request, own, logits_of)
+        if any(map(RequestState.wants_prompt_logprobs, requests, rows)):
+            from engine.logprobs.logprobs import add_prompt_logprobs
+
+            add_prompt_logprobs(rows, requests, hidden, end_of, logits_of, result)
         if any(request.params.pooling for request in requests):
             from engine.pooling.vectors import add_vectors
 
@@ -178,4 +177,4 @@ def settle(
 
 def reads_hidden(row: ScheduledRow, request: RequestState) -> bool:
     """Whether more is asked of the row's hidden states than its next token."""
-    return bool(request.params.pooling) or wants_prompt_logprobs(row, request)
+    return bool(request.params.pooling) or request.wants_prompt_logprobs(row)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from common.wings import has_wing
 from engine.plan import NewRequest, ScheduledRow, StepPlan
 from engine.request import RequestId, SamplingParams
 from kvstore.types import BlockId
@@ -12,7 +13,8 @@ GREEDY = SamplingParams(max_tokens=1, temperature=0.0, seed=0)
 WITH_RULES = SamplingParams(max_tokens=1, temperature=0.0, seed=0, logit_bias=((0, 1.0),))
 WITH_ALL = SamplingParams(  # what the logits of a row can be asked for
     max_tokens=1, temperature=0.8, top_p=0.9, top_k=8, min_p=0.1, presence_penalty=0.1, repetition_penalty=1.1,
-    seed=0, logit_bias=((0, 1.0),), bad_words=((0, 0),), logprobs=1, prompt_logprobs=1,
+    seed=0, logit_bias=((0, 1.0),), bad_words=((0, 0),), logprobs=1,
+    prompt_logprobs=1 if has_wing("engine.logprobs") else None,
 )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.plan import ScheduledRow
+from engine.plan import ScheduledRow, StepResult
 from engine.request import TokenLogprobs
 from engine.request_states import RequestState
 
@@ -56,9 +56,15 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: Sequence[i
     return logprob_tensors(logits, chosen, max(num_top)).entries(token_ids, num_top)
 
 
-def wants_prompt_logprobs(row: ScheduledRow, request: RequestState) -> bool:
-    """Whether the row's hidden states predict prompt tokens whose log-probabilities were asked for."""
-    return request.params.prompt_logprobs is not None and row.start + 1 < request.num_prompt_tokens
+def add_prompt_logprobs(
+    rows: Sequence[ScheduledRow], requests: Sequence[RequestState], hidden: Tensor, end_of: Callable[[int], int],
+    logits_of: Callable[[Tensor], Tensor], result: StepResult,
+) -> None:  # fmt: skip
+    """Put the log-probabilities of prompt tokens into the result: see `ModelRunner._read_hidden`."""
+    for i, (row, request) in enumerate(zip(rows, requests, strict=True)):
+        if request.wants_prompt_logprobs(row):
+            own = hidden[end_of(i) - row.num_tokens : end_of(i)]
+            result.prompt_logprobs[i] = prompt_logprobs(row, request, own, logits_of)
 
 
 def prompt_logprobs(

@@ -16,12 +16,13 @@ from torch import Tensor
 from common.wings import has_wing
 from engine.request import RequestId, SamplingParams, TokenLogprobs
 from engine.request_states import RequestState
-from engine.sampling.logprobs import token_logprobs
 from kernels.gumbel import exponential_noise, noise_key
 
 HAS_RULES = has_wing("engine.logit_rules")
 if HAS_RULES:
     from engine.logit_rules.logits import apply_rules
+if has_wing("engine.logprobs"):  # else no request asks for them
+    from engine.logprobs.logprobs import token_logprobs
 
 LogitsHook = Callable[[RequestState, Tensor], None]  # changes a row of logits (vocab,) in place
 

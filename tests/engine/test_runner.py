@@ -63,6 +63,7 @@ def test_a_row_may_be_computed_twice(llama: Opened) -> None:
     assert once.token_ids[0] == reference_greedy(reference, request.prompt_token_ids, 3)[2:]
 
 
+@pytest.mark.wing("engine.logprobs")
 def test_logprobs_and_prompt_logprobs_equal_transformers(llama: Opened) -> None:
     loaded, config, reference = llama
     params = replace(GREEDY, logprobs=5, prompt_logprobs=3)

@@ -156,6 +156,7 @@ def test_draws_of_neighbouring_seeds_are_independent() -> None:
         assert_distributed(pairs, torch.full((16,), 1 / 16))
 
 
+@pytest.mark.wing("engine.logprobs")
 def test_logprobs_are_those_of_the_unmodified_logits() -> None:
     logits = logits_row(4)
     worst = int(logits.argmin())

@@ -12,21 +12,23 @@ import torch
 from torch import Tensor
 
 from common.wings import has_wing
-from engine.gpu.pinning import download, upload
+from engine.gpu.pinning import upload
 from engine.gpu.progress import mark
 from engine.gpu.sampling.device_sampler import MAX_CHANGED_ROWS, DeviceSampler
 from engine.gpu.steps.rows import RowChanges
 from engine.gpu.steps.state import DeviceState
-from engine.gpu.steps.step import GpuBatch, GpuStep, PendingLogprobs, sampled_rows
+from engine.gpu.steps.step import GpuBatch, GpuStep, sampled_rows
 from engine.gpu.vocabulary import WHOLE_VOCABULARY, Vocabulary
 from engine.request import RequestId
 from engine.runner import Sampled
-from engine.sampling.logprobs import logprob_tensors
 from engine.sampling.sampler import LogitsHook
 
 HAS_RULES = has_wing("engine.logit_rules")
 if HAS_RULES:
     from engine.logit_rules.logits_columns import LogitsColumns
+HAS_LOGPROBS = has_wing("engine.logprobs")
+if HAS_LOGPROBS:
+    from engine.logprobs.on_gpu import pending_logprobs
 
 
 class StepSamples:
@@ -84,8 +86,8 @@ class StepSamples:
                 asking.append(k)
         for first in range(0, len(changed), MAX_CHANGED_ROWS):
             self._sample_changed(token_ids, logits, batch, changed[first : first + MAX_CHANGED_ROWS])
-        if asking:
-            step.logprobs = self._pending_logprobs(token_ids, logits, asking, step)
+        if asking and HAS_LOGPROBS:  # else it is a trial
+            step.logprobs = pending_logprobs(token_ids, logits, sampled, asking, self._vocabulary)
         if sampled:
             step.tokens = self._tokens[turn]
             step.tokens[: token_ids.shape[0]].copy_(token_ids, non_blocking=True)
@@ -112,15 +114,3 @@ class StepSamples:
             self._columns.count(on_device, sampled)
         token_ids[source] = sampled
         self._state.last_tokens[on_device] = sampled.clamp(min=0)
-
-    def _pending_logprobs(
-        self, token_ids: Tensor, logits: Tensor, asking: Sequence[int], step: GpuStep
-    ) -> PendingLogprobs:
-        """Compute what the entries `asking` of `step.sampled` want, behind the step."""
-        sources = [step.sampled[k][0] for k in asking]
-        own = upload(sources, torch.int64, self._device)
-        whole, rows = self._vocabulary.whole(logits, sources)
-        counts = [step.sampled[k][2].params.logprobs or 0 for k in asking]
-        chosen = whole[upload(rows, torch.int64, self._device)]
-        found = logprob_tensors(chosen, token_ids[own].clamp(min=0), max(counts))
-        return PendingLogprobs(asking, counts, found.map(download))

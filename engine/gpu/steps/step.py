@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
 from engine.gpu.progress import DeviceTimer
 from engine.plan import ScheduledRow, StepResult
-from engine.request import TokenLogprobs
 from engine.request_states import RequestState
 from engine.runner import NO_DRAFT, Proposer, Sampled, settle
-from engine.sampling.logprobs import LogprobTensors
 
 
 @dataclass(slots=True)
@@ -25,15 +24,6 @@ class GpuBatch:
 
 
 @dataclass(slots=True)
-class PendingLogprobs:
-    """Log-probabilities on their way to the host: of which entries of `sampled`, how many alternatives of each."""
-
-    entries: Sequence[int]
-    counts: Sequence[int]
-    tensors: LogprobTensors
-
-
-@dataclass(slots=True)
 class GpuStep:
     """A step on the stream: what is known of it already, and where the rest will be."""
 
@@ -42,19 +32,16 @@ class GpuStep:
     waits: list[Callable[[], None]] = field(default_factory=list)
     tokens: Tensor | None = None  # on the host, valid after the waits; negative: there is none
     sampled: list[Sampled] = field(default_factory=list)
-    logprobs: PendingLogprobs | None = None
+    logprobs: Any = None  # of sampled tokens, `PendingLogprobs` of `engine.logprobs`
     takes_drafts: bool = False  # whether drafts can follow
     timer: DeviceTimer | None = None
 
     def result(self) -> StepResult:
         for wait in self.waits:
             wait()
-        values, logprobs = [] if self.tokens is None else self.tokens.tolist(), self.logprobs
-        entries: Iterable[tuple[int, TokenLogprobs]] = ()
-        if logprobs is not None:
-            token_ids = [max(values[self.sampled[k][0]], 0) for k in logprobs.entries]
-            entries = zip(logprobs.entries, logprobs.tensors.entries(token_ids, logprobs.counts), strict=True)
-        settle(self.found, self.sampled, values, entries)
+        values = [] if self.tokens is None else self.tokens.tolist()
+        logprobs = () if self.logprobs is None else self.logprobs.entries(self.sampled, values)
+        settle(self.found, self.sampled, values, logprobs)
         if self.timer is not None:
             self.found.seconds = self.timer.seconds()
         if self.takes_drafts:

@@ -1,0 +1,1 @@
+"""Log-probabilities of sampled tokens and of prompts."""
