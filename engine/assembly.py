@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,6 @@ from common.wings import has_wing, require_wing
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.gpu.config import GpuConfig
-from engine.gpu.failures import LESS_KV, SMALLER_WEIGHTS, explained
 from engine.kv.manager import KVManager
 from engine.kv.memory import (
     DTYPE_NAMES,
@@ -80,7 +80,7 @@ def assemble(
 
     is_offline: without services, see `EngineConfig.resolved`.
     """
-    with explained(LESS_KV):
+    with from_wing("engine.start_failures.explained:explained") or nullcontext():
         return _assemble(config, memory or PrivatePoolMemory(), gpu or GpuConfig(), is_offline, on_progress)
 
 
@@ -113,7 +113,7 @@ def _assemble(
     if device.type == "cuda":
         check_attention(model_config, gpu.attention_backend)
     ranks = _start_ranks(config, device, gpu)
-    with explained(SMALLER_WEIGHTS):
+    with from_wing("engine.start_failures.explained:of_loading") or nullcontext():
         loaded = load_model(files, config, device, ranks.shard, on_progress, ranks.stage)
     balancing: Balancing | None = from_wing("engine.expert_balancing.rebalancing:open_balancing", loaded, config)
     adapters = adapters_of(loaded, config)  # what they take of a GPU is not for KV blocks

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
-from engine.gpu.failures import describe_out_of_memory
 from engine.kv.memory import TORCH_DTYPES
+from engine.start_failures.explained import describe_out_of_memory
 from kvstore.layout import WHOLE, PoolGeometry
 from kvstore.transports.cuda_ipc import cuda_memory
 from kvstore.transports.cuda_ipc.cuda_memory import CudaMemory

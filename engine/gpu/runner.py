@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +18,6 @@ from common.wings import has_wing
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
 from engine.gpu.forward import FusedForward
-from engine.gpu.late_compiles import compiles_are_early, log_late_compiles
 from engine.gpu.lowering import Observer, narrowed_rows
 from engine.gpu.ops.rules import SINGLE_GPU, GpuSeams
 from engine.gpu.pinning import upload
@@ -37,6 +36,7 @@ from engine.request_states import RequestState
 from engine.runner import ModelRunner, reads_hidden
 from engine.start_progress import OnProgress, no_progress
 from engine.trial_plans import warmup_plans
+from engine.wings import from_wing
 
 if TYPE_CHECKING:
     from engine.prompt_graphs.graphs import PromptGraphs
@@ -162,13 +162,14 @@ class GpuRunner(ModelRunner):
         All streams wait for a kernel that is compiled later: see docs/kernels.md for what spares that.
         """
         on_progress("warming up", None)
-        with compiles_are_early():  # an earlier engine of this process may log them
+        # An earlier engine of this process may log what is compiled.
+        with from_wing("engine.late_compiles.log:compiles_are_early") or nullcontext():
             self._run_warmup_plans()
             if self._copies is not None:
                 self._copies.warm_up()
             if self._use_graphs:
                 self.capture(on_progress)
-        log_late_compiles()
+        from_wing("engine.late_compiles.log:log_late_compiles")
 
     def _run_warmup_plans(self) -> None:
         num_positions = min(self._pool.shape[0] // self._num_groups, self._state.block_tables[0].shape[1])

@@ -10,10 +10,10 @@ from common.errors import ConfigError
 from common.model_files import ModelFiles
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
-from engine.gpu.late_compiles import compiles_are_early
 from engine.gpu.memory import measure
 from engine.kv.manager import KVManager
 from engine.kv.memory import allocate_pool, block_groups, context_in_pool, pool_geometry
+from engine.late_compiles.log import compiles_are_early
 from engine.loader.load import LoadedModel
 from engine.loader.supported import check_attention
 from engine.runner import Proposer

@@ -27,10 +27,10 @@ from engine.lora.gpu_adapters import FollowedGpuAdapters, GpuAdapters
 from engine.lora.gpu_slots import SlotStore
 from engine.request import SamplingParams
 from kvstore.layout import Shard
+from tests.gpu.late_compiles.test_late_compiles import nothing_is_compiled_yet
 from tests.gpu.models import save_tiny_model
 from tests.gpu.pipeline_parallel import test_pipeline_parallel
 from tests.gpu.test_engine import ON_GPU, open_gpu
-from tests.gpu.test_late_compiles import nothing_is_compiled_yet
 from tests.harness.adapters import deltas, write_adapter
 
 pytestmark = pytest.mark.wing("engine.lora")
@@ -290,5 +290,5 @@ def test_no_request_with_an_adapter_waits_for_a_compiler(
         for count, length in ((1, 5), (1, 200), (3, 17), (40, 33), (64, 130)):
             own = [(folders[0], None, folders[1])[row % 3] for row in range(count)]
             answers(made, [([(row * 7 + k) % 97 for k in range(length)], own[row]) for row in range(count)])
-    late = [record.message for record in caplog.records if record.name == "engine.gpu.late_compiles"]
+    late = [record.message for record in caplog.records if record.name == "engine.late_compiles.log"]
     assert not late, "\n".join(late)

@@ -23,7 +23,7 @@ from common.model_files import resolve_model
 from common.text.load import load_tokenizer
 from engine.engine import Engine
 from engine.gpu.config import GpuConfig
-from engine.gpu.late_compiles import compiles_are_early, log_late_compiles
+from engine.late_compiles.log import compiles_are_early, log_late_compiles
 from engine.loader import load
 from engine.request import SamplingParams
 from kernels.gpu.launching.fast_launch import FastLaunch
@@ -166,5 +166,5 @@ def test_no_request_waits_for_a_compiler(
     )  # fmt: skip
     with caplog.at_level(logging.WARNING):
         serve_everything(made)
-    late = [record.message for record in caplog.records if record.name == "engine.gpu.late_compiles"]
+    late = [record.message for record in caplog.records if record.name == "engine.late_compiles.log"]
     assert not late, "\n".join(late)

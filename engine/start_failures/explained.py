@@ -6,7 +6,7 @@ Memory ends in many voices: torch's allocator, the driver under Triton or a grap
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -24,8 +24,13 @@ SMALLER_WEIGHTS = (
 )
 
 
+def of_loading() -> AbstractContextManager[None]:
+    """Explain failures inside, where the weights are what a GPU has no room for."""
+    return explained(SMALLER_WEIGHTS)
+
+
 @contextmanager
-def explained(advice: str) -> Iterator[None]:
+def explained(advice: str = LESS_KV) -> Iterator[None]:
     """Turns what the GPU could not do into a ConfigError; other exceptions pass. advice: when memory has ended."""
     try:
         yield

@@ -1,0 +1,1 @@
+"""Warnings of kernels that are compiled while requests are served."""

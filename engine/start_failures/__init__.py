@@ -1,0 +1,1 @@
+"""What to do when an engine cannot start on a GPU."""
