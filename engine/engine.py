@@ -11,7 +11,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -228,12 +228,12 @@ class Engine:
             self._finish_oldest(outcome)
         step.drop_ended()
 
-    def _run_one_by_one(self, rows: Iterable[ScheduledRow]) -> StepResult:
+    def _run_one_by_one(self, rows: Sequence[ScheduledRow]) -> StepResult:
         """Find the rows that fail, without their drafts.
 
         Computing a row again writes the same KV, and its blocks are known already.
         """
-        merged = StepResult.of_rows(0)
+        merged = StepResult.of_rows(len(rows))
         for index, row in enumerate(rows):
             num_known = row.num_tokens - len(row.draft_token_ids)
             alone = ScheduledRow(row.request_id, row.start, num_known, row.samples)
@@ -244,11 +244,7 @@ class Engine:
             except Exception as error:  # noqa: BLE001 - this row's request fails alone, internals not shown
                 result = StepResult.of_rows(1)
                 result.errors = {0: f"the engine failed on this request ({type(error).__name__})"}
-            merged.token_ids += result.token_ids
-            merged.logprobs += result.logprobs
-            merged.prompt_logprobs += result.prompt_logprobs
-            merged.errors.update((index, message) for message in result.errors.values())
-            merged.drafts.update((index, drafts) for drafts in result.drafts.values())
+            merged.put([index], result)
         return merged
 
     def _stats_of(self, plan: StepPlan, began: float, on_device: float = 0.0) -> StepStats:

@@ -3,36 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
-from engine.plan import ScheduledRow, StepPlan
-from engine.request import RequestId, SamplingParams, TokenId
+import msgspec
+
+from engine.plan import NewRequest, ScheduledRow, StepPlan
+from engine.request import RequestId, TokenId
 from engine.wings import Constraints
 from kvstore.types import BlockId
 
 
-@dataclass(slots=True, eq=False)
-class RequestState:
-    """One request, from the plan that brings it to the one that ends it. A request that returns gets a new state."""
+class RequestState(NewRequest, eq=False, gc=True):
+    """One request, from the plan that brings it to the one that ends it. A request that returns gets a new state.
 
-    request_id: RequestId
-    token_ids: list[TokenId]  # prompt and output, as far as this runner knows them
-    num_prompt_tokens: int
-    params: SamplingParams
-    eos_token_ids: frozenset[TokenId] = frozenset()
-    prefill_only: bool = False
-    adapter: str = ""
-    cache_salt: str = ""
-    block_ids: list[BlockId] = field(default_factory=list)
+    token_ids: prompt and output, as far as this runner knows them.
+    """
+
+    block_ids: list[BlockId] = msgspec.field(default_factory=list)
     constraint: Any = None  # on its output, a filter of `engine.logit_rules`
     refusal: str = ""  # why no token is allowed
     token_mask: Any = None  # of `engine.logit_rules`, made when it is first needed
     drafter: Any = None  # a proposer's, for this request
     pooled: Any = None  # of the rows so far, see `engine.pooling`
     adapter_weights: Any = None  # as the runner's device has them
-    changes_logits: bool = field(init=False)
-    wants_logprobs: bool = field(init=False)
+    changes_logits: bool = False  # these two follow from `params`
+    wants_logprobs: bool = False
 
     def __post_init__(self) -> None:
         self.changes_logits = self.params.changes_logits
@@ -70,10 +65,8 @@ class RequestStates:
             states.pop(request_id, None)
             self._reading.discard(request_id)
         for new in plan.new:
-            state = states[new.request_id] = RequestState(
-                new.request_id, list(new.token_ids), new.num_prompt_tokens, new.params, new.eos_token_ids,
-                new.prefill_only, new.adapter, new.cache_salt,
-            )  # fmt: skip
+            state = states[new.request_id] = RequestState(*msgspec.structs.astuple(new))
+            state.token_ids = list(new.token_ids)
             if new.params.grammar and self._constraints is not None:
                 state.constraint = self._constraints.start(new.params)
             if new.params.reads_tokens:
