@@ -22,14 +22,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.gpu.config import GpuConfig
 from engine.kv.manager import KVManager
-from engine.kv.memory import (
-    DTYPE_NAMES,
-    PoolMemory,
-    PrivatePoolMemory,
-    block_groups,
-    context_in_pool,
-    pool_geometry,
-)  # fmt: skip
+from engine.kv.memory import DTYPE_NAMES, PoolMemory, block_groups, context_in_pool, pool_geometry
 from engine.rank_processes import Ranks
 from engine.ranks import RankContext
 from engine.scheduling.order import ServiceOrder
@@ -81,7 +74,7 @@ def assemble(
     is_offline: without services, see `EngineConfig.resolved`.
     """
     with from_wing("engine.start_failures.explained:explained") or nullcontext():
-        return _assemble(config, memory or PrivatePoolMemory(), gpu or GpuConfig(), is_offline, on_progress)
+        return _assemble(config, memory or PoolMemory(), gpu or GpuConfig(), is_offline, on_progress)
 
 
 def _assemble(

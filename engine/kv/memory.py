@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import mmap
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -128,39 +128,25 @@ def host_buffer_over(buffer: Any, num_slots: int, block_bytes: int) -> Tensor:
     return torch.frombuffer(buffer, dtype=torch.uint8, count=num_slots * block_bytes).view(num_slots, block_bytes)
 
 
-class PoolMemory(Protocol):
-    """Where the memory of KV pools comes from: a seam between an engine and the process it runs in."""
+class PoolMemory:
+    """Where the memory of KV pools comes from: here it is of this process alone. A worker shares its own with peers.
 
-    agent_socket: str
-    """Unix socket of the node agent that has host memory for blocks; empty: none."""
-
-    def allocate(self, geometry: PoolGeometry, device: torch.device) -> torch.Tensor:
-        """A zeroed tensor, see PoolGeometry."""
-        ...
-
-    def allocate_for_rank(self, geometry: PoolGeometry) -> int:
-        """A descriptor of zeroed host memory for the pool of a rank in another process."""
-        ...
-
-    shares_device_pools: bool
-    """Whether pools of other ranks' GPUs are allocated so that this process can map them, and are given to it."""
-
-    def adopt_for_rank(self, geometry: PoolGeometry, device: torch.device, fd: int) -> None:
-        """Take over the pool that a rank in another process has allocated on `device`, and its descriptor."""
-        ...
-
-
-class PrivatePoolMemory:
-    """Memory of this process alone."""
+    agent_socket: Unix socket of the node agent that has host memory for blocks; empty: none.
+    shares_device_pools: whether pools of other ranks' GPUs are allocated so that this process can map them, and are
+        given to it.
+    """
 
     agent_socket = ""
     shares_device_pools = False
 
-    def allocate(self, geometry: PoolGeometry, device: torch.device) -> torch.Tensor:
+    def allocate(self, geometry: PoolGeometry, device: torch.device) -> Tensor:
+        """A zeroed tensor, see PoolGeometry."""
         return allocate_pool(geometry, device)
 
     def allocate_for_rank(self, geometry: PoolGeometry) -> int:
+        """A descriptor of zeroed host memory for the pool of a rank in another process."""
         return create_memfd("mini-infer-kv", geometry.pool_bytes)
 
     def adopt_for_rank(self, geometry: PoolGeometry, device: torch.device, fd: int) -> None:
+        """Take over the pool that a rank in another process has allocated on `device`, and its descriptor."""
         raise AssertionError("ranks keep their pools to themselves")

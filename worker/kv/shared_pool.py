@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from common.errors import ConfigError
-from engine.kv.memory import allocate_pool
+from engine.kv.memory import PoolMemory, allocate_pool
 from kvstore.handle.handle import HandleShard, ShardAddress
 from kvstore.handle.pool_info import PoolInfo
 from kvstore.layout import WHOLE, PoolGeometry
@@ -28,7 +28,7 @@ from worker.kv.rank_pool import DeviceRankPool, RankPool
 from worker.kv.transports import AUTO, load_transports
 
 
-class SharedPoolMemory:
+class SharedPoolMemory(PoolMemory):
     """One life of a worker's pool, named by its epoch."""
 
     def __init__(self, config: WorkerConfig) -> None:
