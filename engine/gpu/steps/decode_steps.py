@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -64,13 +64,28 @@ class DecodeSteps:
         shape, pin = (self.num_fields + len(more_slots), rows.buckets[-1]), device.type == "cuda"
         self._packed = torch.zeros(shape, dtype=torch.int32, device=device)
         self._staging = [torch.zeros(shape, dtype=torch.int32, pin_memory=pin) for _ in range(num_buffers)]
-        self._graphs: DecodeGraphs | None = None  # without them steps run eagerly
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Any]] = {}  # by rows; without, steps run eagerly
 
     def capture(self, on_progress: OnProgress) -> None:
-        """Capture the graphs of all buckets."""
+        """Capture the graphs of all buckets, which read and write the same tensors as long as they are replayed.
+
+        All share one memory pool and are captured largest first, so that the smaller ones fit into what the largest
+        took.
+        """
         for field in self._slot_fields:
-            self._packed[field] = -1
-        self._graphs = DecodeGraphs(self._compute, self._rows.buckets, on_progress)
+            self._packed[field] = -1  # nothing is stored
+        began, graphs = time.monotonic(), {}
+        pool = torch.cuda.graph_pool_handle()
+        for num_rows in sorted(self._rows.buckets, reverse=True):
+            self._compute(num_rows)  # compiles kernels, chooses algorithms
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                output = self._compute(num_rows)
+            graphs[num_rows] = graph, output
+            on_progress("capturing decode graphs", len(graphs) / len(self._rows.buckets))
+        self._graphs = graphs
+        logger.info("captured %d decode graphs in %.1f s", len(graphs), time.monotonic() - began)
 
     def queue(self, batch: GpuBatch, turn: int, step: GpuStep) -> None:
         """Queue a step. turn: the buffer."""
@@ -99,7 +114,11 @@ class DecodeSteps:
 
     def _run(self, num_rows: int, turn: int) -> Any:
         self._packed[:, :num_rows].copy_(self._staging[turn][:, :num_rows], non_blocking=True)
-        return self._compute(num_rows) if self._graphs is None else self._graphs.replay(num_rows)
+        if not self._graphs:
+            return self._compute(num_rows)
+        graph, output = self._graphs[num_rows]
+        graph.replay()
+        return output
 
     def _compute(self, num_rows: int) -> Any:
         """Forward pass, logits and sampled tokens of rows 0 .. num_rows - 1: what a graph holds."""
@@ -112,31 +131,3 @@ class DecodeSteps:
         sampled = self._rows.sampler.sample(logits, slice(num_rows), lengths, last)
         self._forward.observe(inputs, sampled)
         return DecodeOutput(sampled, logits)
-
-
-class DecodeGraphs:
-    """Steps of decode rows as CUDA graphs, one per number of rows, captured on construction; `replay` runs a bucket.
-
-    A graph reads fixed tensors: packed inputs, block tables and last tokens. All graphs share one memory pool and are
-    captured largest first, so that the smaller ones fit into what the largest took.
-    """
-
-    def __init__(self, run: Callable[[int], Any], buckets: Sequence[int], on_progress: OnProgress) -> None:
-        """run: a step of a number of rows, whose inputs say that nothing is stored."""
-        began = time.monotonic()
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Any]] = {}
-        pool = torch.cuda.graph_pool_handle()
-        for num_rows in sorted(buckets, reverse=True):
-            run(num_rows)  # compiles kernels, chooses algorithms
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                output = run(num_rows)
-            self._graphs[num_rows] = (graph, output)
-            on_progress("capturing decode graphs", len(self._graphs) / len(buckets))
-        logger.info("captured %d decode graphs in %.1f s", len(self._graphs), time.monotonic() - began)
-
-    def replay(self, num_rows: int) -> Any:
-        graph, output = self._graphs[num_rows]
-        graph.replay()
-        return output
