@@ -40,18 +40,10 @@ def gather_kv(pool: Tensor, layer: int, block_ids: Tensor, seq_len: int) -> Tens
     return blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :seq_len]
 
 
-def attend_sequence(q: Tensor, kv: Tensor) -> Tensor:
+def attend_causally(q: Tensor, keys: Tensor, values: Tensor, window: int = 0, sinks: Tensor | None = None) -> Tensor:
     """Causal attention of a sequence's last queries.
 
     q: (num_queries, num_heads, head_dim), the last `num_queries` positions of the sequence.
-    kv: (2, num_kv_heads, seq_len, head_dim). Returns (num_queries, num_heads, head_dim).
-    """
-    return attend_causally(q, kv[0], kv[1])
-
-
-def attend_causally(q: Tensor, keys: Tensor, values: Tensor, window: int = 0, sinks: Tensor | None = None) -> Tensor:
-    """Like `attend_sequence`, with values of any width.
-
     keys: (num_kv_heads, seq_len, head_dim); values: (num_kv_heads, seq_len, value_dim), which may be a view of keys.
     With a window they may begin at any token before the first one that is read; 0: none. sinks: (num_heads,) or None.
     Returns (num_queries, num_heads, value_dim).

@@ -23,7 +23,7 @@ from engine.prefill_backends.choose import choose
 from engine.prefill_backends.cudnn import CudnnAttention, attend_with_cudnn, rounded_lengths, rounded_up
 from engine.prefill_backends.fa3 import FlashAttention3, FlashPlan, Operator, TablePlan
 from engine.prefill_backends.facts import Facts
-from kernels.paged_attention import attend_sequence
+from kernels.paged_attention import attend_causally
 from tests.kernels.helpers import block_tables_for, fill_sequence, poisoned_pool, relative_error
 
 ON_GPU = torch.cuda.is_available()
@@ -47,7 +47,7 @@ def attend_pages(
         ids = tables[row, : -(-seq_len // k.shape[1])].long()
         kv = torch.stack([k[ids], v[ids]]).flatten(1, 2)[:, :seq_len].transpose(1, 2)
         own = slice(*places[row : row + 2])
-        out[own] = attend_sequence(q[own], kv)
+        out[own] = attend_causally(q[own], *kv)
     return out
 
 
@@ -66,14 +66,14 @@ def flash_forward(
         out.copy_(attend_pages(q, k, v, cu_seqlens_q, seqused_k, page_table, max_seqlen_q))
         return
     if cu_seqlens_q is None or cu_seqlens_k is None:
-        out[0] = attend_sequence(q[0], torch.stack([k[0], v[0]]).transpose(1, 2))
+        out[0] = attend_causally(q[0], *torch.stack([k[0], v[0]]).transpose(1, 2))
         return
     starts, key_starts = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     assert max_seqlen_q == max(b - a for a, b in pairwise(starts))
     assert max_seqlen_k == max(b - a for a, b in pairwise(key_starts))
     for row in range(len(starts) - 1):
         own, keys = slice(*starts[row : row + 2]), slice(*key_starts[row : row + 2])
-        out[own] = attend_sequence(q[own], torch.stack([k[keys], v[keys]]).transpose(1, 2))
+        out[own] = attend_causally(q[own], *torch.stack([k[keys], v[keys]]).transpose(1, 2))
 
 
 def make(name: str, pool: Tensor, num_heads: int, max_tokens: int) -> PrefillAttention:
@@ -116,7 +116,7 @@ class Step:
             own = slice(self.starts[row], self.starts[row + 1])
             new = kv[:, :, seq_len - query_lens[row] :].permute(2, 0, 1, 3)
             self.qkv[own, num_heads:] = new.flatten(1, 2).to(DTYPE)
-            self.expected[own] = attend_sequence(self.qkv[own, :num_heads].double(), kv.double()).flatten(1)
+            self.expected[own] = attend_causally(self.qkv[own, :num_heads].double(), *kv.double()).flatten(1)
 
     def run(self, backend: PrefillAttention) -> Tensor:
         plan = backend.plan(self.starts, self.seq_lens, self.block_tables)
@@ -178,8 +178,8 @@ def test_plain_attention_in_float32_equals_float64(num_queries: int) -> None:
     """The reference of benchmarks; torch has kernels for float32 on a GPU, none for float64."""
     q = torch.randn(num_queries, 7, 128, device=DEVICE)
     kv = torch.randn(2, 1, num_queries, 128, device=DEVICE)
-    expected = attend_sequence(q.double(), kv.double()).flatten(1)
-    assert worst_token(attend_sequence(q, kv).flatten(1), expected) < 1e-4
+    expected = attend_causally(q.double(), *kv.double()).flatten(1)
+    assert worst_token(attend_causally(q, *kv).flatten(1), expected) < 1e-4
 
 
 @pytest.mark.parametrize(("name", "seq_len"), [("fa3", 80), ("cudnn", 70)])

@@ -1,6 +1,6 @@
 """Decode attention over the paged KV pool without splits: what `paged_decode` is measured against.
 
-Reference: `attend_sequence` of `kernels/paged_attention.py`.
+Reference: `attend_causally` of `kernels/paged_attention.py`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ row m of a program's tile is head m % GROUP of query m // GROUP, and sees no key
 share keys as in `paged_decode`, where a group is what a row is there, with the length of its last query. A run may
 hold no key that an earlier query sees; its partial result has no weight then.
 
-Reference: `attend_sequence` of `kernels/paged_attention.py`, for each query.
+Reference: `attend_causally` of `kernels/paged_attention.py`, for each query.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from engine.native import attention
 from kernels.native.chunk_attention import padded_len
 from kernels.native.decode_attention import DecodeAttention, Queries, supports
 from kernels.native.library import library
-from kernels.paged_attention import attend_sequence, gather_kv, write_kv
+from kernels.paged_attention import attend_causally, gather_kv, write_kv
 from tests.engine.driving import Driver, make_runner, open_model, random_prompt
 from tests.engine.native.native import native_variant, needs_library  # noqa: F401 - a fixture
 from tests.engine.tiny_models import VOCAB_SIZE, TinyModel
@@ -61,7 +61,7 @@ def test_queries_equal_the_formula(shape: tuple[int, int, int, int], dtype: torc
     assert torch.equal(step.pool, expected_pool)
     for row, (table, length) in enumerate(zip(step.tables, step.lengths, strict=True)):
         held = gather_kv(expected_pool, LAYER, torch.tensor(table), length).float()
-        expected = attend_sequence(step.q[row : row + 1].float(), held)
+        expected = attend_causally(step.q[row : row + 1].float(), *held)
         torch.testing.assert_close(found[row : row + 1].float(), expected, atol=tolerance, rtol=tolerance)
 
 
@@ -85,7 +85,7 @@ def test_scores_of_any_size_and_nan() -> None:
     assert bool(found[1].isnan().all())
     assert bool(found[[0, 2]].isfinite().all())
     held = gather_kv(step.pool, LAYER, torch.tensor(step.tables[0]), 9)
-    torch.testing.assert_close(found[:1], attend_sequence(step.q[:1], held))
+    torch.testing.assert_close(found[:1], attend_causally(step.q[:1], *held))
 
 
 @needs_library

@@ -11,7 +11,7 @@ from kernels.gpu.attention.kv_splits import DecodeWorkspace
 from kernels.gpu.attention.paged_decode import paged_decode
 from kernels.gpu.launching.launch_configs import DecodeConfig
 from kernels.gpu.launching.tuning import FEW_HEADS, LONG_TILES, MANY_PROGRAMS, SHORT_TILES, WHOLE_ROWS, WIDE_HEADS
-from kernels.paged_attention import attend_causally, attend_sequence
+from kernels.paged_attention import attend_causally
 from tests.kernels.helpers import (
     BFLOAT16_BOUND,
     HALF_DTYPE,
@@ -125,7 +125,7 @@ def test_blocks_smaller_than_a_tile(device: torch.device) -> None:
     plan = make_plan(lengths, DecodeConfig(32, 2, 3, 2), 1)
     out = paged_decode(q, pool, 0, table, lengths, plan, workspace)
     for row, kv in enumerate(kvs):
-        assert relative_error(out[row], attend_sequence(q[row : row + 1], kv).flatten()) < 1e-5
+        assert relative_error(out[row], attend_causally(q[row : row + 1], *kv).flatten()) < 1e-5
 
 
 def test_padding_rows_get_zeros(device: torch.device) -> None:

@@ -9,7 +9,7 @@ import torch
 from kernels.gpu.attention.paged_prefill import TileSplits, paged_prefill, takes_boxes
 from kernels.gpu.attention.prompt_tiles import LARGE_TILE, SMALL_TILE, Tile, choose_tile, prefill_tiles
 from kernels.gpu.launching.launch_configs import PrefillConfig
-from kernels.paged_attention import attend_causally, attend_sequence
+from kernels.paged_attention import attend_causally
 from tests.kernels.helpers import (
     BFLOAT16_BOUND,
     HALF_DTYPE,
@@ -49,7 +49,7 @@ def test_chunks_against_cached_context(
     bound = 1e-5 if dtype == torch.float32 else BFLOAT16_BOUND
     for row, kv in enumerate(kvs):
         own = slice(starts[row], starts[row] + query_lens[row])
-        assert relative_error(out[own], attend_sequence(q[own].double(), kv.double()).flatten(1)) < bound
+        assert relative_error(out[own], attend_causally(q[own].double(), *kv.double()).flatten(1)) < bound
 
 
 def test_blocks_smaller_than_a_tile(device: torch.device) -> None:
@@ -59,7 +59,7 @@ def test_blocks_smaller_than_a_tile(device: torch.device) -> None:
     q = torch.randn(45, 2, 16, device=device)
     tiles = torch.tensor(prefill_tiles([0, 45], [45], 2, TILE_M), dtype=torch.int32, device=device)
     out = paged_prefill(q, pool, 0, table, tiles, TILE_M, None, CONFIG)
-    assert relative_error(out, attend_sequence(q, kv).flatten(1)) < 1e-5
+    assert relative_error(out, attend_causally(q, *kv).flatten(1)) < 1e-5
 
 
 @pytest.mark.parametrize("has_boxes", [True, False])
@@ -90,7 +90,7 @@ def check_large_blocks(
     out = paged_prefill(q, pool, 1, table, tiles, tile_m, has_boxes=has_boxes, splits=splits)
     for row, kv in enumerate(kvs):
         own = slice(starts[row], starts[row + 1])
-        expected = attend_sequence(q[own].double(), kv.double())
+        expected = attend_causally(q[own].double(), *kv.double())
         assert relative_error(out[own], expected.flatten(1)) < BFLOAT16_BOUND
 
 

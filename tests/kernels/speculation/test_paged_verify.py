@@ -9,7 +9,7 @@ from kernels.gpu.attention.kv_splits import DecodeWorkspace
 from kernels.gpu.attention.paged_decode import paged_decode
 from kernels.gpu.launching.launch_configs import DecodeConfig
 from kernels.gpu.speculation.paged_verify import paged_verify
-from kernels.paged_attention import attend_sequence
+from kernels.paged_attention import attend_causally
 from tests.kernels.helpers import (
     BFLOAT16_BOUND,
     HALF_DTYPE,
@@ -56,7 +56,7 @@ class Case:
         for query, (row, length) in enumerate(zip(rows, lengths, strict=True)):
             if length:
                 own = self.q[query : query + 1].double()
-                self.expected[query] = attend_sequence(own, kvs[row][:, :, :length].double()).flatten()
+                self.expected[query] = attend_causally(own, *kvs[row][:, :, :length].double()).flatten()
         self.most = most_queries(num_heads // num_kv_heads)
         self.workspace = DecodeWorkspace(len(rows), num_heads, num_kv_heads, head_dim, device, self.most)
         num_partials = max(4096, self.workspace.outputs.shape[0])
