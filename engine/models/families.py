@@ -3,10 +3,10 @@
 from importlib import import_module
 
 from common.wings import has_wing
-from engine.models import llama, qwen2, qwen3
+from engine.models import llama
 from engine.models.registry import ModelFamily, absent, family_of, family_of_gguf
 
-__all__ = ["ModelFamily", "family_of", "family_of_gguf", "llama", "qwen2", "qwen3"]
+__all__ = ["ModelFamily", "family_of", "family_of_gguf", "llama"]
 FAMILIES = (
     "engine.fused.phi3:FUSED",
     "engine.mla.deepseek:deepseek",
@@ -14,6 +14,8 @@ FAMILIES = (
     "engine.moe.mixtral:mixtral",
     "engine.moe.qwen2_moe:qwen2_moe",
     "engine.moe.qwen3_moe:qwen3_moe",
+    "engine.qwen.qwen2:adapt_config",
+    "engine.qwen.qwen3:adapt_config",
     "engine.windows.gemma3:gemma3",
 )
 for module in (path.partition(":")[0] for path in FAMILIES):

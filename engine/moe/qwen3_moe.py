@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from engine.models import qwen3
 from engine.models.config import ModelConfig
 from engine.models.registry import register
 from engine.moe.qwen2_moe import experts_of, qwen2_moe
+from engine.qwen import qwen3
 
 
 def adapt_config(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig:

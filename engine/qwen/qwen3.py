@@ -8,8 +8,8 @@ from typing import Any
 
 from engine.models.config import ModelConfig
 from engine.models.llama import llama
-from engine.models.qwen2 import with_optional_window
 from engine.models.registry import register
+from engine.qwen.qwen2 import with_optional_window
 
 
 def adapt_config(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig:

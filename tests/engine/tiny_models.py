@@ -22,6 +22,7 @@ WINGS = {
     **dict.fromkeys(("gemma3", "gpt-oss", "mistral-window", "qwen2-moe-windows"), "engine.windows"),
     **dict.fromkeys(("mixtral", "qwen2-moe", "qwen3-moe"), "engine.moe"),
     "phi3": "engine.fused",
+    **dict.fromkeys(("qwen2", "qwen3"), "engine.qwen"),
     **dict.fromkeys(("llama-rope", "gemma3-scaled", "phi3-long", "phi3-short"), "engine.rope_scaling"),
 }
 CONFIGS = {"Gemma3": "Gemma3Text"}  # classes of configs that have another name than the model's

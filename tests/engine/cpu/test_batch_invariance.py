@@ -73,7 +73,7 @@ def open_engine(path: Path, **settings: Any) -> Engine:
     [
         *(
             pytest.param(*with_wing(family).values, "none", marks=with_wing(family).marks)
-            for family in ("qwen2", "qwen3", "qwen3-moe", "deepseek-v2-lite", "gemma3", "gpt-oss")
+            for family in ("llama", "qwen2", "qwen3", "qwen3-moe", "deepseek-v2-lite", "gemma3", "gpt-oss")
         ),
         *(  # one family for each kind of layer that is quantized
             pytest.param(
@@ -94,7 +94,9 @@ def test_company_changes_nothing(family: str, quant_mode: str, tmp_path: Path) -
         assert answers(engine, prompts, random.Random(seed)) == alone
 
 
-@pytest.mark.parametrize("family", map(with_wing, ["qwen2", "qwen3-moe", "deepseek-v2-lite", "gemma3", "gpt-oss"]))
+@pytest.mark.parametrize(
+    "family", map(with_wing, ["llama", "qwen2", "qwen3-moe", "deepseek-v2-lite", "gemma3", "gpt-oss"])
+)
 def test_generated_tokens_that_are_computed_again_change_nothing(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,7 +123,7 @@ def resumed(
 
 @pytest.mark.wing("engine.speculation")
 def test_drafts_change_nothing(tmp_path: Path) -> None:
-    path = save("qwen2", tmp_path)
+    path = save("llama", tmp_path)
     prompts = [random_prompt(4, VOCAB_SIZE, length) * (1 + length // 4) for length in LENGTHS]
     alone = answers(open_engine(path), prompts)
     engine = open_engine(path, num_speculative_tokens=3, adaptive_drafts=False)
@@ -131,7 +133,7 @@ def test_drafts_change_nothing(tmp_path: Path) -> None:
 @pytest.mark.wing("engine.native")  # whose attention of chunks does so, and plain torch's does not
 def test_without_it_company_changes_bits(tmp_path: Path) -> None:
     """The control: what the tests above compare does differ, where nothing is done about it."""
-    engine = open_engine(save("qwen2", tmp_path), batch_invariant=False)
+    engine = open_engine(save("llama", tmp_path), batch_invariant=False)
     prompts = [random_prompt(length, VOCAB_SIZE, length) for length in LENGTHS]
     assert answers(engine, prompts, random.Random(0)) != answers(engine, prompts)
 

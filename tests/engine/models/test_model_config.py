@@ -94,6 +94,13 @@ def test_windows_that_are_switched_off_do_not_count() -> None:
     raw = {**OLD_STYLE, "sliding_window": 128}
     assert config_from_hf(raw).sliding_window == 128
     assert config_from_hf({**raw, "layer_types": ["full_attention"] * 2}).sliding_window is None
+    with pytest.raises(UnsupportedModelError, match="chunked_attention"):
+        config_from_hf({**raw, "layer_types": ["chunked_attention", "sliding_attention"]})
+
+
+@pytest.mark.wing("engine.qwen")
+def test_windows_that_qwen_switches_off_do_not_count() -> None:
+    raw = {**OLD_STYLE, "sliding_window": 128}
     for architecture in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
         named = {**raw, "architectures": [architecture]}
         assert family_of(architecture).adapt_config(config_from_hf(named), named).sliding_window is None
@@ -105,5 +112,3 @@ def test_windows_that_are_switched_off_do_not_count() -> None:
         named["layer_types"] = ["sliding_attention", *["full_attention"] * (num_layers - 1)]
         windows = (128, *[0] * (num_layers - 1))
         assert family_of(architecture).adapt_config(config_from_hf(named), named).windows == windows
-    with pytest.raises(UnsupportedModelError, match="chunked_attention"):
-        config_from_hf({**raw, "layer_types": ["chunked_attention", "sliding_attention"]})
