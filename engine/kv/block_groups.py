@@ -42,6 +42,13 @@ class BlockGroups:
         """The first position that the query of token `num_computed` and later ones read."""
         return 0
 
+    def take_passed(self, table: list[BlockId], num_computed: int, has_gaps: bool = False) -> list[BlockId]:
+        """Take the blocks from a table that no query from token `num_computed` on reads, in the order of the sequence.
+
+        has_gaps: look also before entries without a block, as loads may leave them.
+        """
+        return []
+
     def live_entries(self, num_computed: int, num_tokens: int, first: int = 0) -> list[int]:
         """Entries of a table for `num_tokens` that queries from token `num_computed` on read.
 

@@ -36,7 +36,6 @@ class KVManager:
         self.groups = groups
         self.block_size = groups.block_size
         self.blocks_per_position = groups.num_groups  # that a request takes when its last ones are full
-        self._windows = [(group, window) for group, window in enumerate(groups.windows) if window]
         self.stats = CacheStats()
         self.prefixes = Prefixes(pool, groups, fingerprint)
         self._in_flight = 0  # steps
@@ -127,7 +126,7 @@ class KVManager:
         missing = self.num_blocks_for(num_tokens) - len(request.block_ids)
         if missing <= 0:
             return True
-        self._release_passed(request)
+        self.give_back(self.groups.take_passed(request.block_ids, request.num_computed_tokens))
         if missing > self.pool.num_available:
             return False
         request.block_ids.extend(self.pool.allocate(missing))
@@ -164,17 +163,6 @@ class KVManager:
         num_kept = self.num_blocks_for(request.num_computed_tokens)
         self.pool.release(_held(request.block_ids[num_kept:]))
         del request.block_ids[num_kept:]
-
-    def _release_passed(self, request: Request) -> None:
-        """Give back the blocks that no query from the first uncomputed token on reads."""
-        block_ids, count = request.block_ids, self.blocks_per_position
-        for group, window in self._windows:
-            passed = self.groups.first_live(window, request.num_computed_tokens)
-            entry = (passed - 1) * count + group
-            while entry >= 0 and block_ids[entry] != NO_BLOCK:
-                self.give_back([block_ids[entry]])
-                block_ids[entry] = NO_BLOCK
-                entry -= count
 
     # -- steps in flight -------------------------------------------------------------------------------------
 
@@ -215,12 +203,9 @@ class KVManager:
         Others are released. None, if the request has given its blocks up before.
         """
         table, request.block_ids = request.block_ids, []
-        num_entries, count = self.num_blocks_for(num_tokens), self.blocks_per_position
+        num_entries = self.num_blocks_for(num_tokens)
         self.give_back(_held(table[num_entries:]))
-        for group, window in self._windows:
-            passed = slice(group, self.groups.first_live(window, num_tokens) * count, count)
-            self.give_back(_held(table[passed]))
-            table[passed] = [NO_BLOCK] * len(table[passed])
+        self.give_back(self.groups.take_passed(table, num_tokens, has_gaps=True))
         return _held(table[:num_entries])
 
     # -- host tier: here there is none, see `engine/host_tier/kv_manager.py` -----------------------------------

@@ -34,6 +34,19 @@ class WindowedGroups(BlockGroups):
         """See BlockGroups."""
         return max(num_computed - window + 1, 0) // self.block_size if window else 0
 
+    def take_passed(self, table: list[BlockId], num_computed: int, has_gaps: bool = False) -> list[BlockId]:
+        """See BlockGroups."""
+        taken, count = [], self.num_groups
+        for group, window in enumerate(self.windows):
+            passed = range(group, min(self.first_live(window, num_computed) * count, len(table)), count)
+            for entry in reversed(passed):
+                if table[entry] != NO_BLOCK:
+                    taken.append(table[entry])
+                    table[entry] = NO_BLOCK
+                elif not has_gaps:
+                    break
+        return taken[::-1]
+
     def live_entries(self, num_computed: int, num_tokens: int, first: int = 0) -> list[int]:
         """See BlockGroups."""
         starts = [max(self.first_live(window, num_computed), first) for window in self.windows]
