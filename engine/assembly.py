@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from common.model_files import ModelFiles, resolve_model
-from common.wings import has_wing, require_wing
+from common.wings import require_wing
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.gpu.config import GpuConfig
@@ -265,14 +265,10 @@ def _make_runner(
 
         return GpuRunner(loaded, pool, host_buffer, config, gpu, max_model_len, *ranks)
     if config.is_simulated:
-        from engine.simulated.runner import SimulatedRunner
-
-        return SimulatedRunner(loaded, pool, host_buffer, config)
-    if has_wing("engine.transformers_models"):
-        from engine.transformers_models.runner import TransformersRunner, runs_by_transformers
-
-        if runs_by_transformers(loaded):
-            return TransformersRunner(loaded, pool, host_buffer, config)
+        return from_wing("engine.simulated.runner:SimulatedRunner", loaded, pool, host_buffer, config)
+    other = from_wing("engine.transformers_models.runner:runner_of", loaded, pool, host_buffer, config)
+    if other is not None:
+        return other
     from engine.cpu.runner import CpuRunner
 
     return CpuRunner(loaded, pool, host_buffer, config, *ranks)

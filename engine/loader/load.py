@@ -35,6 +35,7 @@ from engine.wings import Constraints, from_wing
 from kvstore.layout import WHOLE, Shard
 
 logger = logging.getLogger(__name__)
+CONFIG_OF_RANK = "engine.tensor_parallel.rank_config:config_of_rank"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +135,7 @@ def check_model(files: ModelFiles, engine_config: EngineConfig) -> ModelConfig:
     check_settings(config, engine_config)
     config.context_length(engine_config.max_model_len)
     if engine_config.tp > 1:
-        _config_of_rank(config, engine_config, Shard(rank=0, size=engine_config.tp))
+        from_wing(CONFIG_OF_RANK, config, engine_config, Shard(rank=0, size=engine_config.tp))
     if engine_config.pp > 1:
         from engine.pipeline_parallel.staged import divide_layers
 
@@ -171,7 +172,7 @@ def _build(
         from engine.tensor_parallel.weights import RankWeights
 
         make = partial(RankWeights, shard, source.shapes_of(config))
-        config = _config_of_rank(config, engine_config, shard)
+        config = from_wing(CONFIG_OF_RANK, config, engine_config, shard)
     layers = range(*(shard.layers or (0, config.num_layers)))
     needed = source.shapes_of(config, kept)
     if shard.layers is not None:
@@ -200,12 +201,6 @@ def _build(
         conversion.finish(model)
     conversion.end()
     return model, conversion.quant_mode, conversion.identity
-
-
-def _config_of_rank(config: ModelConfig, engine_config: EngineConfig, shard: Shard) -> ModelConfig:
-    from engine.tensor_parallel.rank_config import config_of_rank
-
-    return config_of_rank(config, engine_config, shard)
 
 
 def fingerprint(parts: dict[str, Any], files: Iterable[Path]) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from common.model_files import ModelFiles
-from common.wings import has_wing, require_wing
+from common.wings import require_wing
 from engine.config import EngineConfig
 from engine.layers.weights import WeightSource
 from engine.loader.checkpoint import Check, Shape, check_weights
@@ -92,10 +92,7 @@ def open_source(files: ModelFiles, engine_config: EngineConfig, dtype: torch.dty
         raw = family.text_config(raw)
     config = family.adapt_config(config_from_hf(raw), raw)
     if config.latent is not None:
-        from engine.mla.deepseek import with_latent
-        from engine.mla.settings import LatentSettings
-
-        config = with_latent(config, replace(config.latent, form=engine_config.of(LatentSettings).mla))
+        config = from_wing("engine.mla.deepseek:with_asked_form", config, engine_config)
     quantized = quantized_checkpoint(raw)
     if engine_config.load_format == "dummy":
         dummy = _random(family, config, dtype, device)
@@ -131,10 +128,7 @@ def _stored_rows(family: ModelFamily, config: ModelConfig, needed: Mapping[str, 
 
 def check_settings(config: ModelConfig, engine_config: EngineConfig) -> None:
     """Raise ConfigError for a setting that says nothing about such a model."""
-    if has_wing("engine.mla"):
-        from engine.mla.settings import LatentSettings
-
-        engine_config.of(LatentSettings).check_model(config)
+    from_wing("engine.mla.settings:check_settings", config, engine_config)
 
 
 def quantized_checkpoint(raw: Mapping[str, Any]) -> QuantizedCheckpoint | None:

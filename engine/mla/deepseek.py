@@ -11,10 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 from common.errors import ConfigError, UnsupportedModelError
+from engine.config import EngineConfig
 from engine.layers.mlp import Mlp
 from engine.layers.weights import WeightSource
 from engine.mla.config import LatentConfig
 from engine.mla.latent_attention import latent_attention
+from engine.mla.settings import LatentSettings
 from engine.models.config import ModelConfig
 from engine.models.hf_config import positive
 from engine.models.model import Embedding, Head, Part
@@ -61,6 +63,12 @@ def _adapt(config: ModelConfig, raw: Mapping[str, Any], moe: MoeConfig | None) -
         moe=moe,
         unused_weights=tuple(f"model.layers.{layer}." for layer in _all_layers(config, raw)[config.num_layers :]),
     )
+
+
+def with_asked_form(config: ModelConfig, engine_config: EngineConfig) -> ModelConfig:
+    """The config of a model with latent attention, in the form that `--mla` names. Raises ConfigError."""
+    assert config.latent is not None
+    return with_latent(config, replace(config.latent, form=engine_config.of(LatentSettings).mla))
 
 
 def with_latent(config: ModelConfig, latent: LatentConfig) -> ModelConfig:

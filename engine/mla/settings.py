@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from common.config import require, setting
+from common.config import Settings, require, setting
 from common.errors import ConfigError
 from engine.wings import EngineWing
 
@@ -28,7 +28,9 @@ class LatentSettings(EngineWing):
     def __post_init__(self) -> None:
         require(self.mla in FORMS, f"--mla {self.mla}: choose {', '.join(FORMS)}")
 
-    def check_model(self, config: ModelConfig) -> None:
-        """Raise ConfigError where the setting says nothing about the model."""
-        if config.latent is None and self.mla != LatentSettings.mla:
-            raise ConfigError(f"--mla {self.mla}: {config.architecture} has no latent attention; leave it out")
+
+def check_settings(config: ModelConfig, engine_config: Settings) -> None:
+    """Raise ConfigError where `--mla` says nothing about the model."""
+    form = engine_config.of(LatentSettings).mla
+    if config.latent is None and form != LatentSettings.mla:
+        raise ConfigError(f"--mla {form}: {config.architecture} has no latent attention; leave it out")

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from common.errors import ContextLengthError
-from common.wings import has_wing
 from engine.kv.manager import KVManager
 from engine.plan import StepResult
 from engine.request import FinishReason, Request, RequestId, RequestOutput, RequestStatus, SchedulerLoad
@@ -24,6 +23,7 @@ from engine.scheduling.preemption import Preemption
 from engine.scheduling.remote_kv import RemoteKv
 from engine.scheduling.request_queues import RequestQueues
 from engine.scheduling.stopping import append_tokens, is_full
+from engine.wings import from_wing
 
 if TYPE_CHECKING:
     from engine.objectives.prompt_budget import PromptBudget
@@ -69,7 +69,10 @@ class Scheduler:
             max_model_len=self.max_model_len,
             by_swap=preempt_by_swap,
         )
-        self.remote_kv = _remote_kv(self._queues, kv)
+        progressive: RemoteKv | None = from_wing(
+            "engine.progressive_pulls.remote_kv:ProgressiveRemoteKv", self._queues, kv
+        )
+        self.remote_kv = progressive or RemoteKv(self._queues, kv)
         self._admission = Admission(
             self._queues, kv, self._order, self._preemption, self.remote_kv, max_replay_tokens, cuts_prompts
         )
@@ -261,12 +264,3 @@ class Scheduler:
                 step.ended.append(request)
                 return
         self.kv.release(request)
-
-
-def _remote_kv(queues: RequestQueues, kv: KVManager) -> RemoteKv:
-    """What pulls KV of peers: also of prompts that they are still computing, where that wing is there."""
-    if not has_wing("engine.progressive_pulls"):
-        return RemoteKv(queues, kv)
-    from engine.progressive_pulls.remote_kv import ProgressiveRemoteKv
-
-    return ProgressiveRemoteKv(queues, kv)

@@ -61,6 +61,9 @@ class TransformersRunner(CpuRunner):
         return GroupedAttention(kv_pool, geometry, loaded.model.rotary)
 
 
-def runs_by_transformers(loaded: LoadedModel) -> bool:
-    """Whether the model is one for `TransformersRunner`."""
-    return isinstance(loaded.model, TransformersModel)
+def runner_of(
+    loaded: LoadedModel, kv_pool: Tensor, host_buffer: Tensor | None, config: EngineConfig
+) -> TransformersRunner | None:
+    """The runner of a model that runs by transformers' code; None: it is another one."""
+    is_ours = isinstance(loaded.model, TransformersModel)
+    return TransformersRunner(loaded, kv_pool, host_buffer, config) if is_ours else None
