@@ -81,8 +81,7 @@ def _assemble(
     config: EngineConfig, memory: PoolMemory, gpu: GpuConfig, is_offline: bool, on_progress: OnProgress
 ) -> EngineParts:
     # Here, because they take seconds to import and the settings should be checked first.
-    from engine.loader.load import check_model, load_model, resolve_device
-    from engine.loader.supported import check_attention
+    from engine.loader.load import check_attention, check_model, load_model, resolve_device
 
     began = time.monotonic()
     order = service_order(config.scheduling_policy)

@@ -39,11 +39,6 @@ def trial_plan(
     return plan
 
 
-def prompt_plan(num_tokens: int, block_size: int, num_groups: int = 1) -> StepPlan:
-    """A single prompt."""
-    return trial_plan([(0, num_tokens)], block_size, num_groups=num_groups)
-
-
 def warmup_plans(
     num_captured: int, max_tokens: int, sampled: Sequence[int], max_length: int, block_size: int, num_groups: int = 1
 ) -> Iterator[StepPlan]:  # fmt: skip
@@ -55,7 +50,7 @@ def warmup_plans(
     many as a step has at most. max_length: of a sequence.
     """
     num_tokens = min(max_tokens, max_length) - 1
-    yield prompt_plan(num_tokens, block_size, num_groups)
+    yield trial_plan([(0, num_tokens)], block_size, num_groups=num_groups)
     for size in _sizes(num_captured, max_tokens):
         num_full, rest = divmod(size, max_length)
         rows = [(0, max_length)] * num_full + [(0, rest)] * (rest > 0)

@@ -29,7 +29,7 @@ from engine.request_states import RequestState
 from engine.runner import ModelRunner, Proposer, sampled_queries, settle
 from engine.sampling.sampler import Sampler
 from engine.start_progress import OnProgress, no_progress
-from engine.trial_plans import prompt_plan
+from engine.trial_plans import trial_plan
 from kvstore.layout import PoolGeometry
 
 MAX_WARMUP_TOKENS = 64  # 512 make the first prompt 10 to 80 ms faster, and a model of 0.5B ready 0.8 s later
@@ -165,7 +165,7 @@ class CpuRunner(ModelRunner):
         longest = min(self._max_num_batched_tokens, pool_tokens, num_positions, MAX_WARMUP_TOKENS)
         on_progress("warming up", None)
         for num_tokens in (1, longest):
-            self.launch(prompt_plan(num_tokens, self._block_size, self._num_groups))
+            self.launch(trial_plan([(0, num_tokens)], self._block_size, num_groups=self._num_groups))
         self._requests.clear()
 
     def _forward_for(self, batch: StepBatch) -> CpuForward:

@@ -43,7 +43,7 @@ class BlockGroups:
         return 0
 
     def take_passed(self, table: list[BlockId], num_computed: int, has_gaps: bool = False) -> list[BlockId]:
-        """Take the blocks from a table that no query from token `num_computed` on reads, in the order of the sequence.
+        """Take the blocks from a table that no query from token `num_computed` on reads, in the table's order.
 
         has_gaps: look also before entries without a block, as loads may leave them.
         """

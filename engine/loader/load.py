@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from common.errors import ConfigError
+from common.errors import ConfigError, UnsupportedModelError
 from common.model_files import ModelFiles, sampled_digest
 from common.text.load import load_tokenizer
 from common.text.tokenizer import Tokenizer
@@ -26,7 +26,6 @@ from engine.layers.attention import Attention
 from engine.layers.block import Block
 from engine.loader.model_weights import ModelWeights
 from engine.loader.source import Source, check_settings, open_source
-from engine.loader.supported import check_kernels
 from engine.models.config import PLAIN_BITS, ModelConfig
 from engine.models.model import Model
 from engine.ranks import Stage
@@ -141,6 +140,29 @@ def check_model(files: ModelFiles, engine_config: EngineConfig) -> ModelConfig:
 
         divide_layers(config, engine_config.pp)
     return config
+
+
+def check_attention(config: ModelConfig, attention_backend: str) -> None:
+    """Raise ConfigError for an attention backend that was asked for and does not know the model's attention."""
+    if not config.is_causal and attention_backend != "auto":
+        raise ConfigError(f"--attention-backend {attention_backend} knows no attention to later tokens; leave it out")
+    if config.windows and attention_backend not in ("auto", "triton"):
+        raise ConfigError(f"--attention-backend {attention_backend} knows no sliding windows; use triton")
+    if config.latent is not None and attention_backend == "cudnn":
+        raise ConfigError("--attention-backend cudnn does not take latent attention; use triton")
+
+
+def check_kernels(config: ModelConfig, device: torch.device) -> None:
+    """Raise UnsupportedModelError for blocks that the device has no kernels for."""
+    if device.type != "cuda":
+        return
+    latent = config.latent
+    if latent is None and config.head_dim & (config.head_dim - 1):
+        raise UnsupportedModelError(
+            f"heads of {config.head_dim} numbers, which is no power of two, have no GPU kernels: use --device cpu"
+        )
+    if latent is not None and latent.form != "absorbed":
+        raise UnsupportedModelError(f"--mla {latent.form} has no GPU kernels: use absorbed, or --device cpu")
 
 
 def _as_cached(config: ModelConfig) -> ModelConfig:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.gpu.ops.rules import Vocabulary
 from engine.gpu.pinning import download, upload
-from engine.gpu.vocabulary import Vocabulary
 from engine.logprobs.logprobs import LogprobTensors, logprob_tensors
 from engine.request import TokenLogprobs
 from engine.runner import Sampled

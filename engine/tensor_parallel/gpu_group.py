@@ -18,9 +18,9 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.cuda_ipc.device_memory import tensor_over
+from engine.gpu.ops.rules import Vocabulary
 from engine.gpu.pinning import upload
 from engine.gpu.steps.rows import most_tokens
-from engine.gpu.vocabulary import Vocabulary
 from engine.loader.load import LoadedModel
 from engine.tensor_parallel.group import store_in
 from kernels.gpu.collectives.all_reduce import (

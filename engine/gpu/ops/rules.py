@@ -16,7 +16,6 @@ from torch import Tensor
 from common.errors import UnsupportedModelError
 from engine.gpu.attention.backend import GpuAttention
 from engine.gpu.ops.pending import AddNorm, Fold, Pending, plain_of
-from engine.gpu.vocabulary import WHOLE_VOCABULARY, Vocabulary
 from engine.layers.block import Block
 from engine.layers.forward import Forward, Op, Stream, plain_sum
 from engine.models.model import Model
@@ -66,6 +65,29 @@ class Rule(NamedTuple):
     op: Callable[[Any, Target], GpuOp]
     fits: Callable[[Any, Target], bool] = lambda block, target: True
     way: str = ""
+
+
+class Vocabulary:
+    """The tokens whose logits a process has: here all of them. See `VocabShards` for ranks that have parts."""
+
+    def own(self, logits: Tensor) -> tuple[int, int]:
+        """How many columns of `logits` are of tokens, and the id of the first one."""
+        return logits.shape[1], 0
+
+    def joined(self, stats: Tensor, logits: Tensor, truncates: Tensor, rows: slice | Tensor) -> tuple[Tensor, Tensor]:
+        """Statistics (rows, chunks, 4) and logits of the whole vocabulary; logits of rows with `truncates` alone."""
+        return stats, logits
+
+    def gathered(self, logits: Tensor) -> Tensor:
+        """Logits (rows, vocab) of rows of which each rank has its part."""
+        return logits
+
+    def whole(self, logits: Tensor, sources: Sequence[int]) -> tuple[Tensor, Sequence[int]]:
+        """Logits over the whole vocabulary in which rows `sources` of `logits` are, and which rows they are there."""
+        return logits, sources
+
+
+WHOLE_VOCABULARY = Vocabulary()
 
 
 class GpuSeams:

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.gpu.ops.rules import WHOLE_VOCABULARY, Vocabulary
 from engine.gpu.pinning import upload
 from engine.gpu.steps.rows import RowChanges
-from engine.gpu.vocabulary import WHOLE_VOCABULARY, Vocabulary
 from engine.request import SamplingParams
 from engine.request_states import RequestState
 from kernels.gpu.sampling.sampling import choose_tokens, chunk_stats, num_chunks_of

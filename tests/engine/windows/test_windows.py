@@ -16,9 +16,8 @@ from torch import Tensor
 from common.errors import ConfigError, UnsupportedModelError
 from engine.assembly import EngineParts, assemble
 from engine.config import EngineConfig
-from engine.loader.load import load_model
+from engine.loader.load import check_attention, load_model
 from engine.loader.random_weights import DRY_RUN_CONFIG
-from engine.loader.supported import check_attention
 from engine.mla.config import LatentConfig
 from engine.models.families import family_of
 from engine.models.hf_config import config_from_hf
