@@ -172,9 +172,11 @@ def _assemble(
     return parts
 
 
-def service_order(policy: str) -> ServiceOrder:
-    """The order by the policy that `--scheduling-policy` names. Raises ConfigError."""
+def service_order(policy: str) -> ServiceOrder | None:
+    """The order by the policy that `--scheduling-policy` names; None: the scheduler's own. Raises ConfigError."""
     if policy == "priority":
+        return None
+    if policy == "fcfs":
         return ServiceOrder()
     require_wing("engine.custom_policies", f"--scheduling-policy {policy}")
     from engine.custom_policies.load import load_order

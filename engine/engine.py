@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from common.errors import InvalidRequestError
+from common.wings import has_wing
 from engine.plan import PendingStep, ScheduledRow, StepPlan, StepResult, StepSize
 from engine.request import Request, RequestId, SamplingParams, SchedulerLoad
 from engine.request_checks import check_output, check_prompt
@@ -116,6 +117,8 @@ class Engine:
         """Check and enqueue a request that nobody has yet. Raises InvalidRequestError, ContextLengthError."""
         if not self._generates and not request.params.pooling:
             raise InvalidRequestError("this model attends to later tokens: it gives vectors, and no text", "model")
+        if request.priority and not has_wing("engine.priorities"):
+            raise InvalidRequestError("this engine lacks priorities (engine.priorities)", "priority")
         check_prompt(request.prompt_token_ids, request.params, self.vocab_size)
         check_output(request.output_token_ids, request.params, self.vocab_size)
         if request.params.seed is None:

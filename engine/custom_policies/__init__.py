@@ -1,1 +1,1 @@
-"""Scheduling policies besides the default: `fcfs`, and one's own (`--scheduling-policy module:Class`)."""
+"""Scheduling policies of one's own (`--scheduling-policy module:Class`)."""

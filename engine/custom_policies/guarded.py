@@ -6,6 +6,7 @@ import logging
 import math
 
 from engine.kv.manager import KVManager
+from engine.priorities.order import PriorityOrder
 from engine.request import Request
 from engine.scheduling.order import Rank, ServiceOrder
 from engine.scheduling.policy import PolicyOrder, SchedulingPolicy
@@ -14,7 +15,7 @@ from engine.scheduling.request_queues import RequestQueues
 logger = logging.getLogger(__name__)
 
 
-class GuardedOrder(ServiceOrder):
+class GuardedOrder(PriorityOrder):
     """The failure of its policy is logged once and has no other effect.
 
     After the first exception, or answer that is none, the policy is not asked any more: requests rank as with
@@ -29,7 +30,7 @@ class GuardedOrder(ServiceOrder):
     def take_change(self) -> bool:
         has_failed, self._has_failed = self._has_failed, False
         if has_failed:
-            self._order = ServiceOrder()
+            self._order = PriorityOrder()
         return has_failed
 
     def rank(self, request: Request) -> Rank:

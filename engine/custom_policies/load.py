@@ -6,13 +6,12 @@ import importlib
 
 from common.errors import ConfigError
 from engine.custom_policies.guarded import GuardedOrder, checked_key
-from engine.scheduling.order import ServiceOrder
-from engine.scheduling.policy import EngineView, FcfsPolicy, PolicyOrder, RequestView, SchedulingPolicy
+from engine.scheduling.policy import EngineView, RequestView, SchedulingPolicy
 
 
-def load_order(name: str) -> ServiceOrder:
+def load_order(name: str) -> GuardedOrder:
     """The order of service by the policy that `--scheduling-policy` names. Raises ConfigError."""
-    return PolicyOrder(FcfsPolicy()) if name == "fcfs" else GuardedOrder(load_policy(name))
+    return GuardedOrder(load_policy(name))
 
 
 def load_policy(name: str) -> SchedulingPolicy:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
-
 from engine.kv.manager import KVManager
 from engine.request import Request, RequestStatus
 from engine.scheduled_step import ScheduledStep
@@ -11,8 +9,6 @@ from engine.scheduling.order import ServiceOrder
 from engine.scheduling.preemption import Preemption
 from engine.scheduling.remote_kv import RemoteKv
 from engine.scheduling.request_queues import RequestQueues
-
-_rank = attrgetter("rank")
 
 
 class Admission:
@@ -51,7 +47,7 @@ class Admission:
             if not self._cuts_prompts and request.num_uncomputed_tokens > budget:
                 return
             loads = request.kv_source is not None  # which takes no tokens of the step
-            last = None if budget or loads else self._last_in_step(request, step)
+            last = None if budget or loads else self._preemption.last_in_step(request, step)
             if budget == 0 and last is None and not loads:
                 return
             max_tokens = max(budget, 1)  # with an empty budget it gets some of others, at least one
@@ -78,11 +74,6 @@ class Admission:
 
     def _is_admitted(self, request: Request) -> bool:
         return not self._queues.num_active or self._order.admits(request, self._queues, self._kv)
-
-    def _last_in_step(self, request: Request, step: ScheduledStep) -> Request | None:
-        """The least urgent request in this step, if it gives way to `request`."""
-        last = max(step.rows, key=_rank, default=None)
-        return last if last is not None and self._order.gives_way(last, request) else None
 
     def _resume(self, request: Request, step: ScheduledStep, budget: int) -> int:
         """Bring a swapped request back; returns the tokens of its row."""

@@ -1,4 +1,4 @@
-"""The order of service: who goes first, who is admitted and who gives way. Policies may have others (`policy.py`)."""
+"""The order of service: who goes first, who is admitted and who gives way. Priorities and policies have others."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ Rank = tuple[float, ...]
 
 
 class ServiceOrder:
-    """Lower `priority` first, and at once: it takes the place of a higher one.
-
-    Among equal priorities those whose next token is due first: requests with slack wait for those at risk. Without
-    objectives, first come, first served.
-    """
+    """First come, first served, whatever the priority says. Nobody gives way to a newcomer."""
 
     def take_change(self) -> bool:
         """Whether all requests are to be ranked anew, once: asked before each step."""
@@ -25,7 +21,7 @@ class ServiceOrder:
 
         Asked once, when the request arrives.
         """
-        return (request.priority, request.due, request.arrival)
+        return (request.arrival,)
 
     def admits(self, request: Request, queues: RequestQueues, kv: KVManager) -> bool:
         """Whether the first in line may start now, though there is room; those after it wait with it.
@@ -36,4 +32,4 @@ class ServiceOrder:
 
     def gives_way(self, other: Request, newcomer: Request) -> bool:
         """Whether `newcomer` goes before `other`. Only ever down the ranks: no two can displace each other."""
-        return newcomer.priority < other.priority
+        return False

@@ -1,10 +1,9 @@
 """Scheduling policies: the order of service, who is admitted and who is preempted. An extension point.
 
-A policy is a class without arguments, chosen by `--scheduling-policy`: `fcfs`, or one of your own
-(`engine/custom_policies`). Its methods are pure functions of small read-only views: no I/O, no clock, no state. The
-scheduler asks each of them only when its answer matters, so that a policy costs nothing in steps in which nobody
-waits. It cannot cause a deadlock or a livelock, whatever it answers: see
-docs/decisions/scheduling-and-preemption.md. The default, `priority`, is `ServiceOrder` itself.
+A policy is a class without arguments, chosen by `--scheduling-policy module:Class` (`engine/custom_policies`). Its
+methods are pure functions of small read-only views: no I/O, no clock, no state. The scheduler asks each of them only
+when its answer matters, so that a policy costs nothing in steps in which nobody waits. It cannot cause a deadlock or
+a livelock, whatever it answers: see docs/decisions/scheduling-and-preemption.md.
 """
 
 from __future__ import annotations
@@ -64,19 +63,6 @@ class SchedulingPolicy(Protocol):
     def preempts(self, newcomer: RequestView, other: RequestView) -> bool:
         """Whether `newcomer` takes the place of a running request, or passes a swapped one, that ranks behind it."""
         ...
-
-
-class FcfsPolicy:
-    """First come, first served, whatever the priority says. Nobody gives way to a newcomer."""
-
-    def key(self, request: RequestView) -> Rank:
-        return (request.arrival,)
-
-    def admits(self, request: RequestView, engine: EngineView) -> bool:
-        return True
-
-    def preempts(self, newcomer: RequestView, other: RequestView) -> bool:
-        return False
 
 
 class PolicyOrder(ServiceOrder):

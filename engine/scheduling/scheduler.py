@@ -50,8 +50,8 @@ class Scheduler:
         max_replay_tokens: int = 0,
         cuts_prompts: bool = True,
     ) -> None:
-        """num_stages: of a pipeline, among whose steps in flight the requests that decode are divided.
-        max_replay_tokens: see `Request.num_row_tokens`. cuts_prompts: see `Admission`."""
+        """num_stages: of a pipeline, among whose steps in flight the requests that decode are divided. order:
+        None: by priority. max_replay_tokens: see `Request.num_row_tokens`. cuts_prompts: see `Admission`."""
         self.kv = kv
         self._max_replay_tokens = max_replay_tokens
         self.num_stages = num_stages
@@ -59,16 +59,13 @@ class Scheduler:
         self.speculation = speculation
         self.max_model_len = kv.longest_sequence(max_model_len)
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._order = order or ServiceOrder()
+        self._order: ServiceOrder = order or from_wing("engine.priorities.order:PriorityOrder") or ServiceOrder()
         self._queues = RequestQueues()
-        self._preemption = Preemption(
-            self._queues,
-            kv,
-            self._order,
-            max_num_seqs=max_num_seqs,
-            max_model_len=self.max_model_len,
-            by_swap=preempt_by_swap,
+        own = self._queues, kv, max_num_seqs, preempt_by_swap
+        displacing: Preemption | None = from_wing(
+            "engine.priorities.displacement:Displacement", self._order, self.max_model_len, *own
         )
+        self._preemption = displacing or Preemption(*own)
         progressive: RemoteKv | None = from_wing(
             "engine.progressive_pulls.remote_kv:ProgressiveRemoteKv", self._queues, kv
         )

@@ -90,6 +90,14 @@ def test_changes_of_logits_are_refused() -> None:
     assert not engine.has_work()
 
 
+def test_priorities_are_refused_to_the_client() -> None:
+    engine = assemble(EngineConfig("dry-run", device="cpu", num_gpu_blocks=64)).engine
+    with pytest.raises(InvalidRequestError, match=r"priorities .*engine\.priorities") as caught:
+        engine.add_request([1], SamplingParams(), priority=1)
+    assert caught.value.param == "priority"
+    assert not engine.has_work()
+
+
 def test_log_probabilities_are_refused_to_the_client() -> None:
     engine = assemble(EngineConfig("dry-run", device="cpu", num_gpu_blocks=64)).engine
     for params in (SamplingParams(logprobs=0), SamplingParams(prompt_logprobs=1)):

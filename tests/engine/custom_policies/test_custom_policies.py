@@ -17,8 +17,8 @@ from engine.request import SamplingParams
 from engine.scheduling.policy import RequestView
 from examples.scheduling_policy import TOKENS_PER_ARRIVAL
 from tests.engine.driving import finish
+from tests.engine.priorities.test_priorities import LONG, assert_undisturbed, start
 from tests.engine.scheduling.engines import assert_quiet, make_engine, run_all
-from tests.engine.scheduling.test_scheduling_policy import LONG, assert_undisturbed, start
 
 EXAMPLE = "examples.scheduling_policy:ShortestPromptFirst"
 

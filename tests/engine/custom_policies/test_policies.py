@@ -1,25 +1,22 @@
-"""The order of service by policies: the shipped one, and some that would rather nobody were served."""
+"""The order of service by policies that would rather nobody were served."""
 
 from __future__ import annotations
 
 import pytest
 
-from engine.scheduling.policy import EngineView, FcfsPolicy, PolicyOrder, RequestView
-from tests.engine.driving import finish
+from engine.scheduling.policy import EngineView, PolicyOrder, RequestView
+from tests.engine.priorities.test_priorities import LONG, assert_undisturbed, on_all_paths
 from tests.engine.scheduling.engines import assert_quiet, make_engine, run_all
-from tests.engine.scheduling.test_scheduling_policy import LONG, assert_undisturbed, on_all_paths, start
 
 
-def test_fcfs_knows_no_priority() -> None:
-    engine, _ = make_engine(64, max_num_seqs=1, order=PolicyOrder(FcfsPolicy()))
-    requests = start(engine, [[1] * 5])
-    requests += [engine.add_request([2] * 5, LONG, priority=9), engine.add_request([3] * 5, LONG, priority=0)]
-    assert [output.request for output in finish(engine) if output.finish_reason] == requests
-    assert engine.load().num_preemptions == 0
-
-
-class Hesitant(FcfsPolicy):
+class Hesitant:
     """Admits nobody of whom it is asked."""
+
+    def key(self, request: RequestView) -> tuple[float, ...]:
+        return (request.arrival,)
+
+    def preempts(self, newcomer: RequestView, other: RequestView) -> bool:
+        return False
 
     def admits(self, request: RequestView, engine: EngineView) -> bool:
         assert engine.num_free_blocks < engine.num_blocks == 64

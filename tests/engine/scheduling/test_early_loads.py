@@ -26,6 +26,7 @@ def test_a_load_begins_before_the_steps_in_flight_have_ended() -> None:
     finish(peer, request)
 
 
+@pytest.mark.wing("engine.priorities")
 def test_a_load_waits_for_the_step_of_a_request_that_gave_way_to_it() -> None:
     peer = make_peer(8, overlap=True, is_late=True)
     low = peer.engine.add_request([1] * 14, SamplingParams(max_tokens=9), priority=5)

@@ -82,6 +82,7 @@ def test_the_pool_is_checked_when_no_request_waits_for_it(monkeypatch: pytest.Mo
     assert [now - 100.0 for now, _ in checks] == [IDLE_WAIT_SECONDS, 4 * IDLE_WAIT_SECONDS]
 
 
+@pytest.mark.wing("engine.priorities")
 def test_overdue_requests_are_served_first_and_those_without_objective_last() -> None:
     parts = assemble(EngineConfig("dry-run", num_gpu_blocks=64, max_num_seqs=1))
     come = [submit("plain"), submit("due", 0.5), submit("overdue", -60.0)]

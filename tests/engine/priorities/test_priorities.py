@@ -1,4 +1,4 @@
-"""Who is served first, admitted and preempted by default."""
+"""Who is served first, admitted and preempted by default, which is by priority; and first come, first served."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from engine.assembly import service_order
 from engine.engine import Engine
 from engine.request import FinishReason, Request, RequestStatus, SamplingParams
 from tests.engine.driving import finish
@@ -169,3 +170,11 @@ def test_who_is_handed_over_and_gives_way_with_its_last_token_leaves_nothing(win
     run_all(engine)
     assert_undisturbed([kept])
     assert_quiet(engine)
+
+
+def test_fcfs_knows_no_priority() -> None:
+    engine, _ = make_engine(64, max_num_seqs=1, order=service_order("fcfs"))
+    requests = start(engine, [[1] * 5])
+    requests += [engine.add_request([2] * 5, LONG, priority=9), engine.add_request([3] * 5, LONG, priority=0)]
+    assert [output.request for output in finish(engine) if output.finish_reason] == requests
+    assert engine.load().num_preemptions == 0

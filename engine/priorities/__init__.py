@@ -1,0 +1,1 @@
+"""Requests by priority: who goes first, and who gives way to a newcomer."""
