@@ -19,12 +19,15 @@ from engine.gpu.ops.rules import SINGLE_GPU, GpuSeams, GpuStep, ops_of
 from engine.layers.attention import AttentionBlock
 from engine.models.model import Model
 from engine.ranks import RankContext
+from engine.wings import from_wing
 
 
 def attention_of(model: Model) -> type[GpuAttention]:
     """How its blocks attend, all of them alike."""
     own = [ops_of(each) for each in model.blocks if isinstance(each, AttentionBlock) and each.gpu_ops]
-    return own[0].attention if own else GroupedQueries
+    if own:
+        return own[0].attention
+    return from_wing("engine.speculation.on_gpu.verified_queries:attention") or GroupedQueries
 
 
 RowDecoder = Callable[[GpuInputs], Tensor]

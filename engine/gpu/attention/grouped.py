@@ -18,7 +18,6 @@ from engine.kv.memory import kv_layout
 from engine.layers.attention import Attention
 from engine.models.model import Model
 from kernels.gpu.attention.decode_plan import DecodePlan, plan_decode
-from kernels.gpu.attention.decode_tiles import most_queries
 from kernels.gpu.attention.kv_splits import DecodeWorkspace
 from kernels.gpu.attention.paged_decode import paged_decode
 from kernels.gpu.attention.paged_prefill import TileSplits
@@ -89,9 +88,8 @@ class GroupedQueries(GpuAttention):
         self._layers = layers_of(model, layout)
         self._pool = pool
         self.width = config.num_heads * config.head_dim
-        self._num_heads, self._has_sinks = config.num_heads, has_sinks
+        self._num_heads = config.num_heads
         self._windows = [group.window for group in layout.groups]
-        self.most_queries = most_queries(config.num_heads // config.num_kv_heads)
         self._workspace = DecodeWorkspace(
             max_rows, config.num_heads, config.num_kv_heads, config.head_dim, pool.device, self.most_queries
         )  # fmt: skip
@@ -118,9 +116,6 @@ class GroupedQueries(GpuAttention):
             own.decode = plans[window]
 
     def _plan_of_window(self, inputs: GpuInputs, window: int) -> DecodePlan:
-        groups = inputs.query_groups
-        if groups is not None and self._attends_in_groups(window):
-            return plan_decode(groups[0], self._num_heads, self._pool, window, groups, self.most_queries)
         return plan_decode(inputs.lengths, self._num_heads, self._pool, window)
 
     def attend(self, inputs: GpuInputs, block: Attention, qkv: Tensor, spreads_next: bool = True) -> Tensor:
@@ -150,13 +145,5 @@ class GroupedQueries(GpuAttention):
         return out
 
     def _attend_decode(self, q: Tensor, block: Attention, own: GroupInputs, inputs: GpuInputs) -> Tensor:
-        layer, groups = self._layers[block.layer], inputs.query_groups
-        shared = self._pool, layer.index, own.decode_tables, inputs.lengths
-        if groups is not None and self._attends_in_groups(layer.window):
-            from kernels.gpu.speculation.paged_verify import paged_verify
-
-            return paged_verify(q, *shared, groups, own.decode, self._workspace)
+        shared = self._pool, self._layers[block.layer].index, own.decode_tables, inputs.lengths
         return paged_decode(q, *shared, own.decode, self._workspace, block.sinks)
-
-    def _attends_in_groups(self, window: int) -> bool:
-        return self.most_queries > 1 and not window and not self._has_sinks

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-import kernels.gpu.speculation.paged_verify as verify_module
+import engine.speculation.on_gpu.verified_queries as verify_module
+from engine.config import GpuConfig
 from engine.engine import Engine
-from engine.gpu.config import GpuConfig
 from engine.request import Request, SamplingParams, TokenLogprobs
 from engine.speculation.drafter import Drafter, Proposal
 from kernels.gpu.speculation.paged_verify import paged_verify
