@@ -28,8 +28,7 @@ from common.config import add_arguments, from_namespace
 from common.errors import ConfigError
 from common.model_files import resolve_model
 from engine.assembly import EngineParts, assemble
-from engine.config import EngineConfig
-from engine.gpu.config import GpuConfig
+from engine.config import EngineConfig, GpuConfig
 from engine.kv.memory import block_groups, kv_layout
 from engine.loader.load import read_config, resolve_device
 from engine.request import Request, RequestStatus

@@ -25,8 +25,7 @@ from benchmarks.harness import drain, greedy, prefill, random_prompt
 from common.config import add_arguments, from_namespace
 from common.model_files import resolve_model
 from engine.assembly import assemble
-from engine.config import EngineConfig
-from engine.gpu.config import GpuConfig
+from engine.config import EngineConfig, GpuConfig
 from engine.loader.load import read_config
 from engine.lora.settings import LoraSettings
 from engine.prompt_graphs import graphs as prompt_graphs

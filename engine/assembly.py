@@ -18,9 +18,8 @@ import torch
 
 from common.model_files import ModelFiles, resolve_model
 from common.wings import require_wing
-from engine.config import EngineConfig
+from engine.config import EngineConfig, GpuConfig
 from engine.engine import Engine
-from engine.gpu.config import GpuConfig
 from engine.kv.manager import KVManager
 from engine.kv.memory import DTYPE_NAMES, PoolMemory, block_groups, context_in_pool, pool_geometry
 from engine.rank_processes import Ranks

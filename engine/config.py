@@ -1,4 +1,4 @@
-"""Settings of one engine: which model, how it is held in memory, and the bounds of a step."""
+"""Settings of one engine: which model, how it is held in memory, the bounds of a step; and what only a GPU has."""
 
 from __future__ import annotations
 
@@ -81,16 +81,10 @@ class EngineConfig(Settings):
             f"--max-num-batched-tokens {self.max_num_batched_tokens} is below --max-num-seqs {self.max_num_seqs}: "
             "every running sequence needs a token in a step",
         )
-        self._check_stage()
+        if stage := self.stage_address:
+            require(self.pp == 2, f"--stage-address {stage} is for --pp 2: one stage there, one here")
+            require(stage.rpartition(":")[2].isdecimal(), f"--stage-address {stage}: give host:port")
         self.check_together()
-
-    def _check_stage(self) -> None:
-        if self.stage_address:
-            require(self.pp == 2, f"--stage-address {self.stage_address} is for --pp 2: one stage there, one here")
-            require(
-                self.stage_address.rpartition(":")[2].isdecimal(),
-                f"--stage-address {self.stage_address}: give host:port",
-            )
 
     @property
     def has_drafts(self) -> bool:
@@ -140,3 +134,22 @@ class EngineConfig(Settings):
             kv_cache_gb=self.kv_cache_gb or (0.0 if on_gpu else 1.0),
             num_threads=self.num_threads or (max(num_cores // num_here, 1) if num_here > 1 else 0),
         )
+
+
+@dataclass(frozen=True)
+class GpuConfig:
+    """GPU settings; without effect on a CPU. Raises ConfigError for values that cannot work."""
+
+    use_cuda_graph: bool = setting(True, "replay decode steps as CUDA graphs")
+    overlap: bool = setting(True, "plan a step while the one before runs")
+    attention_backend: str = setting(
+        "auto", "prefill attention; auto: fa3 (package fa3-fwd) where it is installed, then cudnn, then triton",
+        choices=("auto", "triton", "fa3", "cudnn"),
+    )  # fmt: skip
+    gpu_memory_fraction: float = setting(
+        0.9, "share of the GPU's memory for weights and KV blocks together", flags=("--gpu-memory-utilization",)
+    )
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.gpu_memory_fraction <= 1.0:
+            raise ConfigError("--gpu-memory-fraction must be in (0, 1]")

@@ -9,8 +9,7 @@ from engine.ranks import Stage
 from kvstore.layout import WHOLE, Shard
 
 if TYPE_CHECKING:
-    from engine.config import EngineConfig
-    from engine.gpu.config import GpuConfig
+    from engine.config import EngineConfig, GpuConfig
     from engine.loader.load import LoadedModel
     from kvstore.layout import PoolGeometry
 

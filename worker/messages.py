@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from common.errors import InvalidRequestError, MiniInferError, mapping_for, public_message
-from engine.config import EngineConfig
-from engine.gpu.config import GpuConfig
+from engine.config import EngineConfig, GpuConfig
 from engine.request import FinishReason, RequestId, SamplingParams, TokenId, TokenLogprobs
 from kvstore.handle.handle import KvHandle
 from kvstore.pool.leases import Lease

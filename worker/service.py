@@ -23,8 +23,7 @@ from common.net.hosts import with_port
 from common.net.rpc import RpcServer
 from common.version import VERSION
 from common.wings import require_wing
-from engine.config import EngineConfig
-from engine.gpu.config import GpuConfig
+from engine.config import EngineConfig, GpuConfig
 from kvstore.types import Epoch
 from protos import types_pb2 as pb
 from worker.config import WorkerConfig

@@ -43,8 +43,7 @@ from common.errors import ConfigError
 from common.model_files import ModelFiles, resolve_model
 from common.text.load import load_tokenizer
 from engine.assembly import assemble
-from engine.config import EngineConfig
-from engine.gpu.config import GpuConfig
+from engine.config import EngineConfig, GpuConfig
 from engine.kv.memory import kv_layout
 from engine.loader.load import load_model, read_config, resolve_device
 

@@ -14,8 +14,7 @@ from common.config import ENV_PREFIX, SettingsParser, add_arguments, from_namesp
 from common.errors import ConfigError
 from common.model_files import DRY_RUN_MODEL_NAME
 from common.wings import from_wing, has_wing
-from engine.config import EngineConfig
-from engine.gpu.config import GpuConfig
+from engine.config import EngineConfig, GpuConfig
 from router.config import HttpConfig, RouterConfig
 from worker.config import WorkerConfig
 

@@ -18,8 +18,7 @@ from cli.cluster.service import ServiceSpec
 from common.config import ENV_PREFIX, setting, to_argv
 from common.errors import ConfigError
 from common.net.hosts import with_port
-from engine.config import EngineConfig
-from engine.gpu.config import GpuConfig
+from engine.config import EngineConfig, GpuConfig
 from router.config import HttpConfig, RouterConfig
 from worker.config import WorkerConfig
 

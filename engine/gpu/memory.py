@@ -18,9 +18,8 @@ import torch
 
 from common.errors import ConfigError
 from common.wings import has_wing
-from engine.config import EngineConfig
+from engine.config import EngineConfig, GpuConfig
 from engine.engine import Runner
-from engine.gpu.config import GpuConfig
 from engine.gpu.pinning import NUM_PIECES, PIECE_BYTES
 from engine.gpu.steps.rows import bucket_sizes
 from engine.kv.memory import allocate_pool, pool_geometry

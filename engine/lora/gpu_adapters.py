@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from common.lora.adapter_ref import AdapterRef
-from engine.gpu.config import GpuConfig
+from engine.config import GpuConfig
 from engine.loader.load import LoadedModel
 from engine.lora.gpu_runner import LoraGpuRunner
 from engine.lora.gpu_slots import FollowedSlots, GpuSlots, SlotStore, for_kernels

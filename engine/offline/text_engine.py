@@ -16,9 +16,8 @@ from common.text.stop_strings import StopStringMatcher
 from common.text.tokenizer import Tokenizer
 from common.wings import require_wing
 from engine.assembly import assemble
-from engine.config import EngineConfig
+from engine.config import EngineConfig, GpuConfig
 from engine.engine import Engine
-from engine.gpu.config import GpuConfig
 from engine.offline.mailboxes import TokensAndParams
 from engine.offline.progress import terminal_progress
 from engine.request import Request, RequestId, RequestOutput, SamplingParams, TokenLogprobs

@@ -18,9 +18,8 @@ import msgspec
 from common.errors import ConfigError
 from common.logging import current_format
 from common.version import VERSION
-from engine.config import EngineConfig
+from engine.config import EngineConfig, GpuConfig
 from engine.engine import DeviceLostError
-from engine.gpu.config import GpuConfig
 from engine.pipeline_parallel.socket_frames import SocketSource, receive_frame, send_frame, watch_peer
 from engine.plan import StepPlan
 from engine.ranks import Stage

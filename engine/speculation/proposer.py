@@ -22,7 +22,7 @@ from engine.speculation.rejection import RejectionSampler
 from engine.speculation.settings import REJECTION_IN_ONE_PROCESS, Method, SpeculationSettings
 
 if TYPE_CHECKING:
-    from engine.gpu.config import GpuConfig
+    from engine.config import GpuConfig
     from engine.loader.load import LoadedModel
     from engine.speculation.on_gpu.open_draft_model import OnGpu
 

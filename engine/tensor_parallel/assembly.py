@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from common.errors import ConfigError
-from engine.config import EngineConfig
+from engine.config import EngineConfig, GpuConfig
 from engine.expert_balancing.moves import ExpertRearranger, linear_experts
 from engine.expert_balancing.settings import ExpertBalancingSettings
 from engine.expert_parallel.divided_rows import seams_of
-from engine.gpu.config import GpuConfig
 from engine.kv.memory import PoolMemory, num_blocks_for
 from engine.pipeline_parallel.ends import HiddenInbox, HiddenSource
 from engine.pipeline_parallel.remote_stage import RemoteStage

@@ -20,9 +20,8 @@ import msgspec
 
 from common.errors import ConfigError
 from common.logging import current_format
-from engine.config import EngineConfig
+from engine.config import EngineConfig, GpuConfig
 from engine.engine import DeviceLostError
-from engine.gpu.config import GpuConfig
 from engine.pipeline_parallel.hidden_ring import RingFds, RingSource
 from engine.pipeline_parallel.socket_frames import receive_frame
 from engine.plan import StepPlan

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, GpuConfig
 from engine.expert_balancing.gpu_moves import bytes_of_moves, open_rearranger
 from engine.expert_balancing.settings import ExpertBalancingSettings
 from engine.expert_parallel.gpu_divided_rows import DividedSeams
 from engine.gpu import memory
-from engine.gpu.config import GpuConfig
 from engine.gpu.ops.rules import GpuSeams
 from engine.gpu.steps.rows import most_tokens
 from engine.loader.load import LoadedModel

@@ -7,8 +7,7 @@ import dataclasses
 from typing import Any
 
 from common.config import ENV_PREFIX, add_arguments, from_namespace
-from engine.config import EngineConfig
-from engine.gpu.config import GpuConfig
+from engine.config import EngineConfig, GpuConfig
 from kvstore.tier.settings import AgentConfig
 from router.config import HttpConfig, RouterConfig
 from worker.config import WorkerConfig

@@ -10,9 +10,8 @@ from torch import Tensor
 
 import engine.gpu.attention.grouped
 from engine.assembly import assemble
-from engine.config import EngineConfig
+from engine.config import EngineConfig, GpuConfig
 from engine.gpu.attention.backend import PrefillAttention
-from engine.gpu.config import GpuConfig
 from engine.prefill_backends import fa3
 from engine.prefill_backends.fa3 import FlashAttention3, Operator
 from tests.gpu.models import save_tiny_model

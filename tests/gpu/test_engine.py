@@ -13,10 +13,9 @@ import torch
 import engine.assembly
 from common.errors import ConfigError
 from engine.assembly import assemble
-from engine.config import EngineConfig
+from engine.config import EngineConfig, GpuConfig
 from engine.engine import Engine
 from engine.gpu.attention.backend import GpuInputs
-from engine.gpu.config import GpuConfig
 from engine.gpu.runner import GpuRunner
 from engine.request import SamplingParams, TokenLogprobs
 from engine.request_states import RequestState

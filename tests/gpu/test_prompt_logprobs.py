@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from engine.config import GpuConfig
 from engine.engine import Engine
-from engine.gpu.config import GpuConfig
 from engine.request import SamplingParams, TokenLogprobs
 from tests.gpu.models import save_tiny_model
 from tests.gpu.test_engine import PROMPTS, assert_same_logprobs, open_gpu, reference

@@ -12,8 +12,7 @@ import pytest
 from benchmarks.accuracy.agreement import compare, follow
 from benchmarks.accuracy.forced_logits import Reference, compute_reference, config_for
 from engine.assembly import assemble
-from engine.config import EngineConfig
-from engine.gpu.config import GpuConfig
+from engine.config import EngineConfig, GpuConfig
 from tests.gpu.test_engine import ON_GPU
 
 pytestmark = [

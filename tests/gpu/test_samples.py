@@ -11,8 +11,8 @@ import torch
 from common.grammar import grammar
 from common.model_files import resolve_model
 from common.text.load import load_tokenizer
+from engine.config import GpuConfig
 from engine.engine import Engine
-from engine.gpu.config import GpuConfig
 from engine.gpu.steps.rows import RowChanges
 from engine.loader import load
 from engine.logit_rules import logits_columns

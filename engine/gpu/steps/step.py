@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from engine.gpu.progress import DeviceTimer
+from engine.engine import DeviceLostError
 from engine.plan import ScheduledRow, StepResult
 from engine.request_states import RequestState
 from engine.runner import NO_DRAFT, Proposer, Sampled, settle
@@ -21,6 +22,23 @@ class GpuBatch:
     rows: Sequence[ScheduledRow]
     requests: Sequence[RequestState]
     device_rows: Sequence[int]
+
+
+class DeviceTimer:
+    """Times what the current stream is given from now until `stop`, by the device's clock. Does not wait."""
+
+    def __init__(self) -> None:
+        self._began, self._ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        self._began.record()
+
+    def stop(self) -> None:
+        self._ended.record()
+
+    def seconds(self) -> float:
+        """Wait for the end."""
+        self._ended.synchronize()
+        milliseconds: float = self._began.elapsed_time(self._ended)
+        return milliseconds / 1e3
 
 
 @dataclass(slots=True)
@@ -54,3 +72,23 @@ def sampled_rows(batch: GpuBatch, indices: Sequence[int], sources: Sequence[int]
     rows, requests = batch.rows, batch.requests
     pairs = enumerate(indices) if sources is None else zip(sources, indices, strict=True)
     return [(source, i, requests[i], rows[i].stop, NO_DRAFT) for source, i in pairs]
+
+
+def mark(device: torch.device) -> Callable[[], None]:
+    """A function that waits until the current stream has done what it has been given until now."""
+    if device.type != "cuda":
+        return lambda: None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    wait: Callable[[], None] = event.synchronize
+    return wait
+
+
+def check_alive(device: torch.device) -> None:
+    """After a failure. Raises DeviceLostError when the device fails whatever it is asked."""
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        raise DeviceLostError("the GPU does not work any more") from error

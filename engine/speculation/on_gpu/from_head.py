@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from engine.gpu.pinning import download
-from engine.gpu.progress import mark
 from engine.gpu.steps.rows import RowTable
+from engine.gpu.steps.step import mark
 from engine.plan import StepResult
 from engine.request_states import RequestState
 from engine.runner import Sampled

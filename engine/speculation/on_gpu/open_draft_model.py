@@ -8,8 +8,7 @@ from typing import Any, Protocol
 
 from common.errors import ConfigError
 from common.model_files import ModelFiles
-from engine.config import EngineConfig
-from engine.gpu.config import GpuConfig
+from engine.config import EngineConfig, GpuConfig
 from engine.gpu.memory import measure
 from engine.kv.manager import KVManager
 from engine.kv.memory import allocate_pool, block_groups, context_in_pool, pool_geometry

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.gpu.config import GpuConfig
+from engine.config import GpuConfig
 from tests.gpu.kv.test_kv_groups import GEMMA3
 from tests.gpu.models import save_family
 from tests.gpu.pooling.test_gpu_vectors import ALL, POOLED, vectors

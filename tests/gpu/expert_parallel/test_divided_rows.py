@@ -18,11 +18,10 @@ from torch import Tensor
 from benchmarks.experts.layers import make_block, make_rows
 from common.model_files import ModelFiles
 from engine.assembly import assemble
-from engine.config import EngineConfig
+from engine.config import EngineConfig, GpuConfig
 from engine.expert_balancing.loads import ExpertLoadRecorder, placement_of
 from engine.expert_parallel.exchange import ExchangeForm
 from engine.expert_parallel.gpu_divided_rows import DispatchedExperts
-from engine.gpu.config import GpuConfig
 from engine.gpu.runner import GpuRunner
 from engine.gpu.steps.rows import most_tokens
 from engine.kv.memory import allocate_pool, pool_geometry

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine.assembly import assemble
-from engine.config import EngineConfig
-from engine.gpu.config import GpuConfig
+from engine.config import EngineConfig, GpuConfig
 from tests.gpu.test_engine import ON_GPU, PLAIN, forced_logits, generate, greedy, open_gpu
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from engine.config import GpuConfig
 from engine.engine import Engine
-from engine.gpu.config import GpuConfig
 from engine.request import SamplingParams, TokenLogprobs
 from tests.engine.driving import num_drafts
 from tests.engine.speculation.drafters import MakeOracle, draft_with, knows

@@ -21,8 +21,8 @@ import kernels.gpu
 from common.grammar import grammar
 from common.model_files import resolve_model
 from common.text.load import load_tokenizer
+from engine.config import GpuConfig
 from engine.engine import Engine
-from engine.gpu.config import GpuConfig
 from engine.late_compiles.log import compiles_are_early, log_late_compiles
 from engine.loader import load
 from engine.request import SamplingParams

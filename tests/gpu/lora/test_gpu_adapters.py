@@ -18,8 +18,8 @@ import engine.lora.adapters
 from common.errors import InvalidRequestError
 from common.lora.adapter_ref import AdapterRef
 from common.model_files import ModelFiles
+from engine.config import GpuConfig
 from engine.engine import Engine
-from engine.gpu.config import GpuConfig
 from engine.gpu.runner import GpuRunner
 from engine.loader.load import load_model
 from engine.lora.adapters import open_adapters

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
+from engine.config import GpuConfig
 from engine.gpu.attention.backend import GpuInputs
-from engine.gpu.config import GpuConfig
 from engine.mla import gpu_expanded as expanded
 from engine.mla.config import LatentConfig
 from engine.mla.gpu_attention import LatentQueries

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from common.model_files import resolve_model
-from engine.config import EngineConfig
+from engine.config import EngineConfig, GpuConfig
 from engine.few_rows.partials import Partials
-from engine.gpu.config import GpuConfig
 from engine.layers.linear import Linear
 from engine.loader.load import load_model
 from engine.moe.expert_stacks import StackedExperts, prepare, stackable, stacked_of

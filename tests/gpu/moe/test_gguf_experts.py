@@ -10,8 +10,7 @@ pytest.importorskip("gguf")
 pytest.importorskip("transformers")
 
 from engine.assembly import assemble
-from engine.config import EngineConfig
-from engine.gpu.config import GpuConfig
+from engine.config import EngineConfig, GpuConfig
 from engine.quantization import conversion
 from engine.quantization.gpu_linears import GpuLinears
 from tests.engine.gguf.gguf_files import write_gguf

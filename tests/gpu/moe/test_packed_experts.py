@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.gpu.config import GpuConfig
+from engine.config import GpuConfig
 from engine.gpu.runner import GpuRunner
 from engine.layers.block import Block
 from engine.layers.linear import Linear

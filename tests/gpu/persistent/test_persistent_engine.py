@@ -13,9 +13,8 @@ import torch
 
 from common.model_files import resolve_model
 from engine.assembly import assemble
-from engine.config import EngineConfig
+from engine.config import EngineConfig, GpuConfig
 from engine.engine import Engine
-from engine.gpu.config import GpuConfig
 from engine.layers.linear import Linear
 from engine.moe.expert_stacks import prepare
 from engine.moe.moe import Moe

@@ -19,9 +19,8 @@ from torch import Tensor
 import engine.assembly
 from common.model_files import ModelFiles
 from engine.assembly import assemble
-from engine.config import EngineConfig
+from engine.config import EngineConfig, GpuConfig
 from engine.engine import Engine
-from engine.gpu.config import GpuConfig
 from engine.gpu.lowering import Observer
 from engine.gpu.runner import GpuRunner
 from engine.gpu.steps.decode_steps import DeviceRows

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.config import GpuConfig
 from engine.engine import Engine
-from engine.gpu.config import GpuConfig
 from engine.request import Request, SamplingParams
 from tests.gpu.kv.test_kv_groups import GEMMA3
 from tests.gpu.mla.test_latents import V2

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from engine.config import GpuConfig
 from engine.engine import Engine
-from engine.gpu.config import GpuConfig
 from engine.gpu.runner import GpuRunner
 from engine.prompt_graphs import graphs as prompt_graphs
 from engine.prompt_graphs import shapes

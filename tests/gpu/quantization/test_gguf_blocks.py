@@ -11,8 +11,7 @@ pytest.importorskip("gguf")
 pytest.importorskip("transformers")
 
 from engine.assembly import assemble
-from engine.config import EngineConfig
-from engine.gpu.config import GpuConfig
+from engine.config import EngineConfig, GpuConfig
 from engine.layers.linear import Linear
 from engine.quantization import conversion
 from engine.quantization.gpu_linears import GpuLinears

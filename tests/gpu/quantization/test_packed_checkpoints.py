@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from common.model_files import resolve_model
-from engine.gpu.config import GpuConfig
+from engine.config import GpuConfig
 from engine.gpu.runner import GpuRunner
 from engine.layers.linear import plain
 from engine.quantization import conversion

@@ -11,9 +11,8 @@ from torch import Tensor
 
 import engine.assembly
 from engine.assembly import assemble
-from engine.config import EngineConfig
+from engine.config import EngineConfig, GpuConfig
 from engine.engine import Engine
-from engine.gpu.config import GpuConfig
 from engine.gpu.runner import GpuRunner
 from engine.layers.linear import Linear
 from engine.quantization import conversion

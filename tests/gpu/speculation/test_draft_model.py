@@ -13,9 +13,8 @@ from safetensors.torch import load_file, save_file
 import engine.speculation.proposer
 from common.errors import ConfigError
 from common.step_times import StepCost
-from engine.config import EngineConfig
+from engine.config import EngineConfig, GpuConfig
 from engine.engine import Engine
-from engine.gpu.config import GpuConfig
 from engine.loader.load import LoadedModel
 from engine.request import SamplingParams
 from engine.speculation.acceptance import Acceptance, DraftRecord, Rate

@@ -12,8 +12,7 @@ import pytest
 import engine.speculation.proposer
 from common.errors import ConfigError
 from engine.assembly import assemble
-from engine.config import EngineConfig
-from engine.gpu.config import GpuConfig
+from engine.config import EngineConfig, GpuConfig
 from engine.loader.load import LoadedModel
 from engine.plan import StepResult
 from engine.request import SamplingParams

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.gpu.config import GpuConfig
+from engine.config import GpuConfig
 from engine.gpu.steps.decode_steps import LENGTH
 from engine.plan import PendingStep, StepPlan
 from engine.query_steps.inputs import NUM_FIELDS, ROW, TOKEN, are_last_tokens

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from engine.config import GpuConfig
 from engine.engine import Engine
-from engine.gpu.config import GpuConfig
 from tests.engine.driving import num_drafts
 from tests.gpu.pipeline_parallel.test_pipeline_parallel import open_stages
 from tests.gpu.speculation import test_draft_model, test_eagle

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from common.lora.adapter_ref import AdapterRef
 from engine.assembly import assemble
-from engine.config import EngineConfig
+from engine.config import EngineConfig, GpuConfig
 from engine.engine import DeviceLostError, Engine
-from engine.gpu.config import GpuConfig
 from engine.request import SamplingParams
 from tests.engine.driving import engine_config, num_drafts, prompt_logprobs
 from tests.engine.expert_balancing.balancing import balancing_of

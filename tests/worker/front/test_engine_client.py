@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from common.errors import ConfigError, UnavailableError
-from engine.config import EngineConfig
-from engine.gpu.config import GpuConfig
+from engine.config import EngineConfig, GpuConfig
 from kvstore.transports.sockets import pack
 from worker.config import WorkerConfig
 from worker.front.engine_client import EngineClient

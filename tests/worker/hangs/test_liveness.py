@@ -15,8 +15,7 @@ import pytest
 
 from common.config import from_args
 from common.errors import ConfigError, UnavailableError
-from engine.config import EngineConfig
-from engine.gpu.config import GpuConfig
+from engine.config import EngineConfig, GpuConfig
 from tests.harness.waiting import wait_until
 from tests.worker.front.test_engine_client import start_instead
 from worker.config import WorkerConfig
