@@ -103,7 +103,8 @@ def _assemble(
         config = for_whole_prompts(config, model_config, asked_tokens)
     if device.type == "cuda":
         check_attention(model_config, gpu.attention_backend)
-    ranks = _start_ranks(config, device, gpu)
+    followed = "engine.tensor_parallel.assembly:FollowedRanks"  # which starts other ranks
+    ranks: Ranks = from_wing(followed, config, device, gpu) if config.num_ranks > 1 else Ranks()
     with from_wing("engine.start_failures.explained:of_loading") or nullcontext():
         loaded = load_model(files, config, device, ranks.shard, on_progress, ranks.stage)
     balancing: Balancing | None = from_wing("engine.expert_balancing.rebalancing:open_balancing", loaded, config)
@@ -181,15 +182,6 @@ def service_order(policy: str) -> ServiceOrder | None:
     from engine.custom_policies.load import load_order
 
     return load_order(policy)
-
-
-def _start_ranks(config: EngineConfig, device: torch.device, gpu: GpuConfig) -> Ranks:
-    """Start the ranks behind this process, if there are any. Raises ConfigError without GPUs for them."""
-    if config.num_ranks == 1:
-        return Ranks()
-    from engine.tensor_parallel.assembly import FollowedRanks
-
-    return FollowedRanks(config, device, gpu)
 
 
 def _size_pool(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import engine.assembly
+import engine.tensor_parallel.assembly
 from common.errors import ConfigError
 from engine import LLM
 from engine.assembly import assemble
@@ -125,7 +125,9 @@ def test_ranks_quantize_their_shards(quant_mode: str, tmp_path: Path, monkeypatc
 def test_a_model_that_ranks_cannot_divide_is_refused_before_any_starts(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, float], told: str
 ) -> None:
-    monkeypatch.setattr(engine.assembly, "_start_ranks", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr(
+        engine.tensor_parallel.assembly, "FollowedRanks", lambda *_: pytest.fail("ranks were started")
+    )
     with pytest.raises(ConfigError, match=told):
         assemble(EngineConfig("dry-run", device="cpu", num_gpu_blocks=64, **settings))  # type: ignore[arg-type]
 
