@@ -81,19 +81,6 @@ async def test_kv_that_is_not_what_it_should_be_is_recomputed(
         await p.until_quiet()
 
 
-async def test_an_unread_lease_expires_and_frees_its_blocks(tmp_path: Path) -> None:
-    worker = Worker("prefill", tmp_path, "--kv-lease-seconds=2")
-    try:
-        await worker.wait_ready()
-        async with attached(worker) as p:
-            await prefill(p, "unread")
-            while p.load.num_leases == 0:
-                await p.report()
-            await p.until_quiet()  # nobody releases it
-    finally:
-        worker.service.kill()
-
-
 async def test_events_name_the_blocks(workers: dict[str, Worker]) -> None:
     async with attached(workers["prefill"]) as p:
         await p.report()
