@@ -78,7 +78,6 @@ class Kind:
     save: Callable[[TinyModel | HfFamily, Path], Path] = save_with_tokenizer
     has_adapter: bool = False
     has_stage: bool = False  # of its own, at a port
-    num_prefill: int = 1
     is_exact: bool = True  # experts that move change the order of sums, which 8-bit KV may turn into other tokens
 
 
@@ -122,8 +121,7 @@ KINDS = {
     ),
     "gguf": Kind(TinyModel("Llama", WIDE), {"enable_lora": True}, save=save_gguf, has_adapter=True),
     "foreign": Kind(
-        replace(GEMMA2, changes={**GEMMA2.changes, **COMMON}), {**FLOAT32, "model_impl": "transformers"},
-        num_prefill=0,  # each process that imports transformers takes 3 s; cluster/wings hands over KV of this model
+        replace(GEMMA2, changes={**GEMMA2.changes, **COMMON}), {**FLOAT32, "model_impl": "transformers"}
     ),
     "rejection": Kind(
         WINDOWS, EIGHT_BITS, ("--speculative=draft:{model}", "--speculative-sampling=rejection", *SWAP)
@@ -154,6 +152,7 @@ class Served:
     model: str
     expected: str  # of a plain engine
     is_exact: bool
+    transport: str | None  # of the prompt's KV
 
     def check(self, text: str) -> None:
         """What a plain engine answers; or an answer as long, where numbers may differ."""
@@ -186,14 +185,15 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     named = {"folder": folder, "model": path, "port": port}
     flags, decode = ([flag.format(**named) for flag in given] for given in (kind.flags, kind.decode))
     with stage(port if kind.has_stage else 0, folder), running_cluster(
-        kind.num_prefill, engine_args=(*common, *modules), worker_args=flags, role_args={"decode": decode},
+        engine_args=(*common, *modules), worker_args=flags, role_args={"decode": decode},
         router_args=(f"--chat-template={folder / 'think.jinja'}", "--local-prefill-tokens=0", *modules),
     ) as cluster:  # fmt: skip
         prompt = post(f"{cluster.url}/tokenize", json={"messages": MESSAGES}).json()["tokens"]
         llm = LLM(str(path), num_gpu_blocks=BLOCKS, num_threads=1, **kind.numbers)
         params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0)
         [answer] = llm.generate([prompt], params, adapter=adapter)
-        yield Served(cluster, "poet" if adapter else "tiny", answer.text, kind.is_exact)
+        transport = None if kind.has_stage else "shm"
+        yield Served(cluster, "poet" if adapter else "tiny", answer.text, kind.is_exact, transport)
 
 
 def ask(served: Served, path: str, **fields: Any) -> Any:
@@ -208,6 +208,7 @@ def test_all_apis_reason_as_a_plain_engine_does(served: Served) -> None:
     greedy: dict[str, Any] = {"temperature": 0.0}
     chat = ask(served, "chat/completions", messages=MESSAGES, max_tokens=NUM_TOKENS, **greedy)
     served.check(chat["choices"][0]["message"]["reasoning"])
+    assert served.cluster.legs_of(chat["id"])[-1]["transport"] == served.transport
     responses = ask(served, "responses", input=MESSAGES, max_output_tokens=NUM_TOKENS, **greedy)
     served.check(responses["output"][0]["content"][0]["text"])
     messages = ask(served, "messages", messages=MESSAGES, max_tokens=NUM_TOKENS, **greedy)
@@ -274,7 +275,7 @@ def test_simulated_steps(tmp_path: Path) -> None:
     with running_cluster(
         engine_args=flags, router_args=(f"--chat-template={tmp_path / 'think.jinja'}", "--local-prefill-tokens=0")
     ) as cluster:
-        served = Served(cluster, "dry-run", "", False)
+        served = Served(cluster, "dry-run", "", False, "shm")
         tools = [{"type": "function", "function": FUNCTION}]
         for fields in ({}, {"tools": tools}):  # which the prompt shows
             chat = ask(served, "chat/completions", messages=MESSAGES, max_tokens=NUM_TOKENS, **fields)
