@@ -31,8 +31,9 @@ HAS_HOPPER = ON_GPU and torch.cuda.get_device_capability() == (9, 0)
 HEADS = {"head_dim": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
 WIDE = {"num_attention_heads": 16, "num_key_value_heads": 8, "hidden_size": 1024, "intermediate_size": 1024}
 EXPERTS = {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8,
-    "moe_intermediate_size": 128 if HAS_HOPPER else 16, "norm_topk_prob": True,
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts_per_tok": 8,
+    "num_experts": 128 if HAS_HOPPER else 16, "moe_intermediate_size": 128 if HAS_HOPPER else 16,
+    "norm_topk_prob": True,
 }  # fmt: skip
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}  # no QK norms, biases of q, k and v
 ROTATED = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "partial_rotary_factor": 0.5}
@@ -98,14 +99,15 @@ def forced_logits(made: Engine, runner: Any, tokens: list[list[int]]) -> list[to
     return [torch.stack(rows) for rows in seen]
 
 
-@pytest.mark.parametrize("gpu", [GpuConfig(), GpuConfig(use_cuda_graph=False)], ids=["graphs", "eager"])
+@pytest.mark.parametrize("has_graphs", [True, False] if ON_GPU else [False])
 def test_rows_are_alone_and_among_others(
-    gpu: GpuConfig, model: Path, steps: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+    has_graphs: bool, model: Path, steps: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel reads KV that other kernels have written, and they read its own."""
     plain = assemble(EngineConfig(str(model), device="cpu", dtype="float32", quant_mode="none", num_gpu_blocks=64))
     tokens = generate(plain.engine, [replace(GREEDY, max_tokens=count) for count in NUM_TOKENS])
     want = forced_logits(plain.engine, plain.runner, tokens)
+    gpu = GpuConfig(use_cuda_graph=has_graphs)
     made, runner = open_gpu(model, monkeypatch, gpu, dtype=DTYPE, block_size=8)
     got = forced_logits(made, runner, tokens)
     assert steps
@@ -160,28 +162,21 @@ def in_e4m3(layer: Linear, is_quantized: bool) -> Linear:
     )
 
 
-def test_no_kernel_where_it_is_switched_off(
-    model: Path, steps: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made, _ = open_gpu(model, monkeypatch, GpuConfig(), dtype=DTYPE, persistent_kernel=False)
-    generate(made, [GREEDY], PROMPTS[:1])
-    assert not steps
-
-
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "is_on"),
     [
-        {"attention_bias": True},
-        {"head_dim": 64},
-        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0},
-        {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "mlp_bias": True},
+        ({"attention_bias": True}, True),
+        ({"head_dim": 64}, True),
+        ({"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0}, True),
+        ({"architectures": ["LlamaForCausalLM"], "model_type": "llama", "mlp_bias": True}, True),
+        ({}, False),
     ],
-    ids=["a bias of the output", "heads", "windows", "biases of the MLP"],
+    ids=["a bias of the output", "heads", "windows", "biases of the MLP", "switched off"],
 )
-def test_models_that_it_does_not_take(
-    changes: dict[str, Any], tmp_path: Path, steps: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+def test_no_kernel_where_it_takes_no_such_model_or_is_switched_off(
+    changes: dict[str, Any], is_on: bool, tmp_path: Path, steps: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = save_family(tmp_path, {**HEADS, **changes})
-    made, _ = open_gpu(path, monkeypatch, GpuConfig(), dtype=DTYPE)
+    made, _ = open_gpu(path, monkeypatch, GpuConfig(), dtype=DTYPE, persistent_kernel=is_on)
     generate(made, [GREEDY], PROMPTS[:1])
     assert not steps
