@@ -61,14 +61,14 @@ def test_adaptive_is_as_good_as_the_better_of_the_others(
 
 @pytest.mark.parametrize("rate", [10.5, 31.5])
 def test_streams_are_nearly_as_smooth_as_with_fixed_roles_far_below_saturation(rate: float) -> None:
-    static, adaptive = cells(SHORT, rate, 6.0, WITHOUT_AGGREGATED)
+    static, adaptive = cells(SHORT, rate, 3.0, WITHOUT_AGGREGATED)
     assert adaptive.good_per_second >= (1 - NOISE) * static.good_per_second
     assert adaptive.itl_ms["p99"] <= 1.3 * static.itl_ms["p99"]
     assert adaptive.ttft_ms["p99"] <= 1.05 * static.ttft_ms["p99"]
 
 
 def test_near_saturation_it_gives_what_two_that_do_both_give_and_keeps_the_objectives() -> None:
-    aggregated, static, adaptive = cells(SHORT, 63.0, 6.0)
+    aggregated, static, adaptive = cells(SHORT, 63.0, 3.0)
     assert adaptive.good_per_second > 1.3 * max(aggregated.good_per_second, static.good_per_second)
     assert adaptive.tokens_per_second >= 0.95 * aggregated.tokens_per_second
     assert adaptive.tokens_per_second > 1.4 * static.tokens_per_second
@@ -77,7 +77,7 @@ def test_near_saturation_it_gives_what_two_that_do_both_give_and_keeps_the_objec
 
 
 def test_long_answers_are_kept_when_decode_workers_have_no_seats() -> None:
-    aggregated, static, adaptive = cells(((128, 512),), 95.0, 2.0)
+    aggregated, static, adaptive = cells(((128, 512),), 40.0, 2.0, max_num_seqs=64)
     assert adaptive.placements["kept"] > 100
     assert adaptive.good_per_second >= 0.97 * aggregated.good_per_second
     assert adaptive.tokens_per_second > 1.2 * static.tokens_per_second
@@ -85,14 +85,14 @@ def test_long_answers_are_kept_when_decode_workers_have_no_seats() -> None:
 
 def test_a_wait_for_a_seat_is_one_gap_of_a_long_answer() -> None:
     """Prompts that take most of the prefill worker's time leave no room for streams beside them."""
-    static, adaptive = cells(((512, 512),), 64.0, 3.0, WITHOUT_AGGREGATED)
+    static, adaptive = cells(((512, 512),), 64.0, 1.5, WITHOUT_AGGREGATED)
     assert adaptive.good_per_second >= 0.97 * static.good_per_second
 
 
 @pytest.mark.parametrize("rate", [2.0, pytest.param(4.0, marks=soak), 5.0])
 def test_long_prompts_of_many_lengths(rate: float) -> None:
     """Whose steps beside streams take more than the sum of both. At 4 and 5 requests a second they fill a GPU."""
-    aggregated, static, adaptive = cells(CONVERSATIONS, rate, 24.0, mixed_ms=4.0)
+    aggregated, static, adaptive = cells(CONVERSATIONS, rate, 24.0 if rate < 5.0 else 14.0, mixed_ms=4.0)
     best = max(aggregated.good_per_second, static.good_per_second)
     assert adaptive.good_per_second > (1.0 if rate < 3.0 else 1.4) * best
     assert adaptive.itl_ms["p99"] < OBJECTIVES.itl_ms
