@@ -82,6 +82,7 @@ def imported(name: str) -> dict[str, bool]:
     return found
 
 
+@cache
 def importers(eager: bool = False) -> dict[str, dict[str, set[str]]]:
     """Wing -> wing or, for the core, empty -> files there that import it. eager: those that cannot do without."""
     found: dict[str, dict[str, set[str]]] = {wing: {} for wing in WINGS}
