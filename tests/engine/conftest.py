@@ -20,7 +20,7 @@ Greedy = Callable[["TinyModel", Sequence[list[int]], int], tuple[Path, list[list
 
 @pytest.fixture
 def forked_followers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start ranks without importing torch again. tests/engine/tensor_parallel starts some by their real command."""
+    """Start ranks without importing torch again. tests/engine/pipeline_parallel starts some by their real command."""
     fork_followers(monkeypatch)
 
 

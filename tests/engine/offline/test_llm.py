@@ -47,8 +47,6 @@ def one_by_one() -> dict[SamplingParams, list[list[int]]]:
         {"max_num_batched_tokens": 7, "max_num_seqs": 7, "block_size": 4, "num_gpu_blocks": 400},
         {"prefix_cache": False, "max_num_batched_tokens": 64, "max_num_seqs": 3},
         {"num_gpu_blocks": 32, "preemption": "recompute"},
-        {"num_gpu_blocks": 32, "preemption": "recompute", "prefix_cache": False},
-        {"num_gpu_blocks": 32, "preemption": "swap", "host_tier_gb": 0.01},
         {"num_gpu_blocks": 32, "preemption": "swap", "host_tier_gb": 0.01, "prefix_cache": False},
     ],
     ids=str,

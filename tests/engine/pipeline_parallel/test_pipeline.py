@@ -133,8 +133,10 @@ def test_all_stages_have_a_step_in_flight(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), pytest.param(2, 2, marks=pytest.mark.soak)])
-def test_processes_are_ranks_and_stages(tp: int, pp: int) -> None:
+def test_processes_are_ranks_and_stages(tp: int, pp: int, request: pytest.FixtureRequest) -> None:
     """All that they must agree on: penalties, log-probabilities, recomputed prompts in chunks; then one is killed."""
+    if pp == 1:  # stages start by their real command
+        request.getfixturevalue("forked_followers")
     params = [
         SamplingParams(
             max_tokens=70, temperature=0.9 * (index % 2), seed=index, ignore_eos=True, logprobs=2,

@@ -132,6 +132,7 @@ def test_a_model_that_ranks_cannot_divide_is_refused_before_any_starts(
         assemble(EngineConfig("dry-run", device="cpu", num_gpu_blocks=64, **settings))  # type: ignore[arg-type]
 
 
+@pytest.mark.usefixtures("forked_followers")
 def test_ranks_that_end_with_their_engine_are_not_lost() -> None:
     llm = LLM("dry-run", tp=2, num_gpu_blocks=64)
     assert len(own_followers()) == 1

@@ -45,7 +45,6 @@ PROMPTS = [random_prompt(length, VOCAB_SIZE, length) for length in (1, 5, 20, 21
 SCARCE = -1
 SCARCE_BLOCKS = {"mistral-window": 14, "gemma3": 100, "gpt-oss": 42}  # hold the longest sequence, and not two of them
 SETTINGS: list[dict[str, Any]] = [
-    {},
     {"num_gpu_blocks": SCARCE, "preemption": "recompute"},  # in chunks of 16 tokens, too
     {"num_gpu_blocks": SCARCE, "preemption": "swap", "host_tier_gb": 0.01},
     {"num_speculative_tokens": 3, "adaptive_drafts": False, "ngram_min": 1},

@@ -30,9 +30,8 @@ HEADS = {
     "own-tokens-and-embedding": RandomHead(draft_vocab=0, has_embedding=True),
     "normed-residual": RandomHead({"norm_before_residual": True}),
     "chosen-inputs": RandomHead({"eagle_aux_hidden_state_layer_ids": [1, 4, 7]}),
-    "chosen-outputs": RandomHead({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 3, 6]}}),
 }
-READ = {"chosen-inputs": (1, 4, 7), "chosen-outputs": (1, 4, 7)}  # others: 2, n / 2, n - 3
+READ = {"chosen-inputs": (1, 4, 7)}  # others: 2, n / 2, n - 3
 
 
 def saved(tmp_path: Path, model: str, head: RandomHead) -> tuple[transformers.PreTrainedModel, Path, Path]:
@@ -45,8 +44,7 @@ def saved(tmp_path: Path, model: str, head: RandomHead) -> tuple[transformers.Pr
     [
         *(("llama", name, {}) for name in HEADS),
         ("llama-tied", "plain", {"max_num_batched_tokens": 8, "max_num_seqs": 4}),
-        ("qwen3", "plain", {"batch_invariant": True}),
-        ("qwen3", "normed-residual", {"prefix_cache": False}),
+        ("qwen3", "plain", {"batch_invariant": True, "prefix_cache": False}),
     ],
 )
 def test_drafts_are_those_of_the_reference(tmp_path: Path, model: str, head: str, settings: dict[str, Any]) -> None:

@@ -56,11 +56,9 @@ def proposer_of(parts: EngineParts) -> FromHead:
 @pytest.mark.parametrize(
     "settings",
     [
-        SETTINGS[1],
-        SETTINGS[-1],
+        SETTINGS[-1],  # chunks and steps without the prefix cache are those of eagle/test_head.py, mtp/test_module.py
         pytest.param({"batch_invariant": True}, marks=pytest.mark.soak),
         {"dtype": "bfloat16", "batch_invariant": True},  # as models are served, by other GEMMs
-        {"prefix_cache": False},
         pytest.param({"tp": 2}, marks=pytest.mark.soak),
     ],
     ids=str,
