@@ -104,6 +104,7 @@ SUBSTITUTES = {"http://127.0.0.1:8000": "{url}", "ROUTER": "{url}", "SmolLM2-135
 APPENDED = {
     "mini-infer-chat": "--url {url} --max-tokens 32",
     "mini-infer-demo": "--url {url}",
+    "mini-infer demo": "--url {url}",
     "mini-infer bench": "--url {url}",
     "mini-infer bench --concurrency": "--num-requests 16",
     "mini-infer simulate --request-rate": "--num-requests 30",

@@ -126,6 +126,7 @@ PRINTS = {
     "curl http": '"finish_reason":',
     "mini-infer-chat": ".",
     "mini-infer-demo": "stopped reading after 3 pieces",
+    "mini-infer demo": "one answer",
     "mini-infer bench --concurrency": "16/16 requests",
     "mini-infer bench --trace": "goodput: ",
     "curl ROUTER/livez": "ok",

@@ -16,6 +16,7 @@ import pytest
 
 from cli.cluster.ports import check_port, free_ports
 from cli.cluster.serve import run
+from cli.main import main
 from common.errors import ConfigError
 from engine import LLM
 from tests.harness.clients import get, post
@@ -119,16 +120,6 @@ def test_secrets_metrics_and_a_failure_that_ends_the_cluster(tmp_path):  # noqa:
     assert_gone(lambda: [pid for pid in processes if is_alive(pid)])
 
 
-def test_a_demo_starts_its_own_cluster_and_takes_it_away(tmp_path):  # noqa: F811
-    flags = (*FLAGS, "--prefill=0", "--host-tier-gb=0")  # as few processes as it can have
-    done = finished(tmp_path, "demo", *flags)
-    assert done.returncode == 0, done.stderr[-3000:]
-    for scene in ("one answer", "8 at once", "same prefix, new", "stopped reading after 3 pieces"):
-        assert scene in done.stdout
-    assert_gone(lambda: session_pids(str(tmp_path)))
-    assert list(tmp_path.glob("mini-infer-*")) == []
-
-
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
@@ -146,20 +137,24 @@ def test_a_model_that_ranks_cannot_divide_is_refused_before_anything_starts(monk
         run(["--port=0", "--device=cpu", *flags])
 
 
-def test_what_cannot_start_is_one_line_and_leaves_nothing(tmp_path):  # noqa: F811
+def test_what_cannot_start_is_one_line_and_starts_nothing(tmp_path, capsys, monkeypatch):  # noqa: F811
+    monkeypatch.setattr("cli.cluster.serve.run_directory", lambda: pytest.fail("the cluster was started"))
     (free,) = map(str, free_ports(1))  # on the default one somebody else may listen
-    missing = finished(tmp_path, "serve", "--port", free, "--model", "/nowhere/model")
-    assert missing.returncode == 1
-    assert missing.stderr.startswith("error: model '/nowhere/model' not found: give")
-    assert missing.stderr.count("\n") == 1
+    assert main(["serve", "--port", free, "--model", "/nowhere/model"]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("error: model '/nowhere/model' not found: give")
+    assert told.count("\n") == 1
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        in_use = finished(tmp_path, "serve", "--dry-run", "--port", str(port))
-    assert in_use.returncode == 1
-    assert in_use.stderr == (
+        assert main(["serve", "--dry-run", "--port", str(port)]) == 1
+    assert capsys.readouterr().err == (
         f"error: port {port} on 127.0.0.1 can't be used (address already in use): stop what listens there, "
         "or choose another with --port\n"
     )
+
+
+def test_services_that_cannot_start_leave_nothing(tmp_path):  # noqa: F811
+    (free,) = map(str, free_ports(1))
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text('{"architectures": ["NoSuchModel"]}')
     broken = finished(tmp_path, "serve", "--port", free, "--model", str(tmp_path / "broken"))
