@@ -100,7 +100,7 @@ async def check_explanation(cluster: Cluster) -> None:
     assert decision["chosen"]["violation"] == min(c["violation"] for c in decision["candidates"])
 
 
-@pytest.mark.parametrize("kill", ["", "prefill-0", "decode-0"])
+@pytest.mark.parametrize("kill", ["", pytest.param("prefill-0", marks=pytest.mark.soak), "decode-0"])
 async def test_kept_and_moved_answers_are_equal_also_when_a_worker_dies(
     cluster: Cluster, reference: LLM, kill: str
 ) -> None:
