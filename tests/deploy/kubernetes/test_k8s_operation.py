@@ -85,6 +85,7 @@ def test_services_run_with_the_least_rights(rendered):
         assert not own["allowPrivilegeEscalation"]
         assert own["capabilities"]["drop"] == ["ALL"]
         assert not pod["automountServiceAccountToken"]
+        assert (pod["securityContext"] | own)["seccompProfile"] == {"type": "RuntimeDefault"}
         if container["name"] != "own-sockets":
             context = pod["securityContext"] | own
             assert context["runAsNonRoot"]
@@ -92,6 +93,10 @@ def test_services_run_with_the_least_rights(rendered):
             assert "add" not in own["capabilities"]
         assert "memory" in container["resources"]["limits"]
         assert container["resources"]["requests"].keys() == {"cpu", "memory"}
+    (namespace,) = rendered.of_kind("Namespace").values()  # under this level test_kubelet.py starts pods
+    labels = namespace["metadata"]["labels"]
+    levels = {labels[f"pod-security.kubernetes.io/{mode}"] for mode in ("enforce", "warn", "audit")}
+    assert levels == {"privileged" if "kv-agent" in rendered.workloads else "restricted"}
 
 
 def test_one_image_of_one_kind(rendered):
