@@ -107,7 +107,7 @@ NOT_GIVEN = -1
     ],
 )
 def test_defaults_follow_gpus(num_gpus, num_ranks, given, chosen):
-    prefill, decode, reason = choose_workers(*given, num_ranks, num_gpus)
+    prefill, decode, reason = choose_workers(given[0], given[1], num_ranks, num_gpus)
     assert (prefill, decode) == chosen
     assert bool(reason) == (bool(num_gpus) and given[0] == NOT_GIVEN)
 

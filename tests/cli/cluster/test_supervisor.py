@@ -46,7 +46,7 @@ class Cluster:
         )
 
     def supervisor(self, *specs: ServiceSpec, **kwargs) -> Supervisor:
-        return Supervisor(specs, self, **kwargs)
+        return Supervisor(specs, self, **kwargs)  # type: ignore[arg-type]  # it calls the two methods above
 
     def events(self, kind: str) -> list[tuple[str, int]]:
         """(name, pid) in the order in which they happened."""

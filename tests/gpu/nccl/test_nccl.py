@@ -74,7 +74,7 @@ class Owner:
 
     def grant(self, numbers: Sequence[int]) -> str:
         """A handle on a new lease, in hexadecimal."""
-        own = self.memory._ranks[0]
+        own = self.memory.ranks[0]
         assert isinstance(own, DeviceRankPool)
         block_ids = list(map(BlockId, numbers))
         digests = own.device.digests(block_ids)
