@@ -111,7 +111,11 @@ def with_wings(package: str, module: str = "settings") -> Callable[[type[S]], ty
         wings = tuple(v for name, v in found if dataclasses.is_dataclass(v) and v.__module__ == name)
         assert len(wings) == len(modules), "each has one dataclass, and imports no settings that wings extend"
         fields = [
-            (field.name, typing.get_type_hints(wing)[field.name], _copied(field))
+            (
+                field.name,
+                typing.get_type_hints(wing)[field.name],
+                dataclasses.field(default=field.default, metadata=field.metadata),
+            )
             for wing in wings
             for field in dataclasses.fields(wing)
         ]
@@ -119,10 +123,6 @@ def with_wings(package: str, module: str = "settings") -> Callable[[type[S]], ty
         return dataclasses.make_dataclass(cls.__name__, fields, bases=(cls,), namespace=names, frozen=True)
 
     return extend
-
-
-def _copied(field: dataclasses.Field[Any]) -> Any:
-    return dataclasses.field(default=field.default, metadata=field.metadata)
 
 
 def add_arguments(parser: argparse._ActionsContainer, cls: type[Any], without: Collection[str] = ()) -> None:
@@ -135,9 +135,9 @@ def add_arguments(parser: argparse._ActionsContainer, cls: type[Any], without: C
         if field.name in without:
             continue
         names = ["--" + field.name.replace("_", "-"), *field.metadata.get("flags", ())]
-        text = f"{field.metadata.get('help', '')} (default: {_shown(field.default)})"
+        shown = str(field.default) or '""'
+        text = f"{field.metadata.get('help', '')} (default: {shown})"
         kind = hints[field.name]
-        several: dict[str, Any] = {"nargs": "+", "action": _Joined} if field.metadata.get("many") else {}
         if kind is bool:
             parser.add_argument(*names, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
         else:
@@ -148,15 +148,8 @@ def add_arguments(parser: argparse._ActionsContainer, cls: type[Any], without: C
                 help=text.replace("%", "%%"),
                 choices=field.metadata.get("choices") or None,
                 metavar=None if field.metadata.get("choices") else kind.__name__.upper(),
-                **several,
+                nargs="+" if field.metadata.get("many") else None,
             )
-
-
-class _Joined(argparse.Action):
-    """Joins a flag's values by spaces."""
-
-    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
-        setattr(namespace, self.dest, " ".join(values))
 
 
 def from_namespace(
@@ -178,7 +171,8 @@ def from_namespace(
         if field.name in fixed:
             values[field.name] = fixed[field.name]
         elif hasattr(namespace, field.name):
-            values[field.name] = getattr(namespace, field.name)
+            given = getattr(namespace, field.name)
+            values[field.name] = " ".join(given) if isinstance(given, list) else given
         elif variable in env:
             values[field.name] = _parse(env[variable], hints[field.name], variable)
             choices = field.metadata.get("choices")
@@ -241,7 +235,3 @@ def _parse(text: str, kind: Any, name: str) -> Any:
         return kind(text)
     except ValueError:
         raise ConfigError(f"{name}={text!r}: expected {kind.__name__}") from None
-
-
-def _shown(value: Any) -> str:
-    return '""' if value == "" else str(value)
