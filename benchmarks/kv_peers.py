@@ -48,8 +48,9 @@ class Owner:
         staging = self._staging if self._memory.needs_staging else None
         view, sender = PoolView(self._memory.socket_paths[0]), BlockServer("127.0.0.1")
         service = TcpTransferService(
-            sender, [view], self._mirror, self._renewed, self._released, staging, self._memory.descriptions
-        )
+            sender=sender, pools=[view], leases=self._mirror, on_renew=self._renewed, on_release=self._released,
+            staging=staging, descriptions=self._memory.descriptions,
+        )  # fmt: skip
         self._server.add(
             kvstore_pb2_grpc.add_KvTransferServicer_to_server, service, "mini_infer.v1.KvTransfer"
         )  # fmt: skip

@@ -91,8 +91,8 @@ async def _serve(role: str, settings: Start, run_dir: str) -> int:
     try:
         info = pb.WorkerInfo(worker_id=worker.worker_id, role=role, version=VERSION)
         info.MergeFromString(engine.ready.info)
-        leases, staging, kv_service = add_kv_service(server, engine, worker, Epoch(info.epoch))
-        front = WorkerFront(engine, leases, info, staging)
+        kv_service = add_kv_service(server, engine, worker, Epoch(info.epoch))
+        front = WorkerFront(engine, kv_service.leases, info, kv_service.staging)
         if worker.metrics_port:
             require_wing("worker.metrics_port", "--metrics-port")
             from worker.metrics_port.worker_metrics import WorkerMetrics

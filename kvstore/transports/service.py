@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from dataclasses import dataclass, field
 
 from common.errors import MiniInferError, TransferError
 from common.net.rpc import Context, abort_with
@@ -17,50 +17,32 @@ from kvstore.transports.staging import StagingTable
 from kvstore.types import BlockId, Epoch, LeaseId
 from protos import kvstore_pb2, kvstore_pb2_grpc
 
-FETCH_SECONDS = 5.0
 
-
-NO_DESCRIPTIONS: Mapping[str, bytes] = MappingProxyType({})
-OnRenew = Callable[[LeaseId, Epoch, float], None]
-OnRelease = Callable[[LeaseId, Epoch], None]
-
-
+@dataclass(eq=False, kw_only=True)
 class KvTransferService(kvstore_pb2_grpc.KvTransferServicer):  # type: ignore[misc]
     """Add it with `server.add(add_KvTransferServicer_to_server, service, name)`.
 
     `on_renew` and `on_release` tell the engine; the mirror is changed here before they are called.
     """
 
-    def __init__(
-        self,
-        leases: LeaseTable,
-        on_renew: OnRenew,
-        on_release: OnRelease,
-        staging: StagingTable | None = None,
-        descriptions: Mapping[str, bytes] = NO_DESCRIPTIONS,
-    ) -> None:
-        """staging: of pools in GPU memory, to whose rows in shared memory the blocks of a lease are copied on demand.
-
-        descriptions: of transports, by name.
-        """
-        self._leases = leases
-        self._on_renew = on_renew
-        self._on_release = on_release
-        self._staging = staging
-        self._descriptions = descriptions
+    leases: LeaseTable
+    on_renew: Callable[[LeaseId, Epoch, float], None]
+    on_release: Callable[[LeaseId, Epoch], None]
+    staging: StagingTable | None = None  # of pools in GPU memory: copies a lease's blocks to shared memory on demand
+    descriptions: Mapping[str, bytes] = field(default_factory=dict)  # of transports, by name
 
     async def Renew(self, request: kvstore_pb2.LeaseRequest, context: Context) -> kvstore_pb2.LeaseReply:
         lease_id, epoch = LeaseId(request.lease_id), Epoch(request.epoch)
-        held = self._leases.renew(lease_id, epoch, time.monotonic(), request.lease_seconds)
+        held = self.leases.renew(lease_id, epoch, time.monotonic(), request.lease_seconds)
         if held:
-            self._on_renew(lease_id, epoch, request.lease_seconds)
+            self.on_renew(lease_id, epoch, request.lease_seconds)
         return kvstore_pb2.LeaseReply(held=held)
 
     async def Release(self, request: kvstore_pb2.LeaseRequest, context: Context) -> kvstore_pb2.LeaseReply:
         lease_id, epoch = LeaseId(request.lease_id), Epoch(request.epoch)
-        held = self._leases.release(lease_id, epoch) is not None
+        held = self.leases.release(lease_id, epoch) is not None
         if held:
-            self._on_release(lease_id, epoch)
+            self.on_release(lease_id, epoch)
         return kvstore_pb2.LeaseReply(held=held)
 
     async def Stage(self, request: kvstore_pb2.StageRequest, context: Context) -> kvstore_pb2.StageReply:
@@ -75,8 +57,8 @@ class KvTransferService(kvstore_pb2_grpc.KvTransferServicer):  # type: ignore[mi
     async def DescribeTransport(
         self, request: kvstore_pb2.DescribeTransportRequest, context: Context
     ) -> kvstore_pb2.DescribeTransportReply:
-        description = self._descriptions.get(request.transport)
-        if description is None or request.epoch != self._leases.epoch:
+        description = self.descriptions.get(request.transport)
+        if description is None or request.epoch != self.leases.epoch:
             await abort_with(context, TransferError(f"this worker does not offer {request.transport[:64]!r}"))
         return kvstore_pb2.DescribeTransportReply(description=description)
 
@@ -91,10 +73,10 @@ class KvTransferService(kvstore_pb2_grpc.KvTransferServicer):  # type: ignore[mi
         Raises TransferError when they cannot get there.
         """
         blocks = self.resolve(request, None)
-        return blocks[first:] if self._staging is None else await self._staging.rows(LeaseId(request.lease_id), first)
+        return blocks[first:] if self.staging is None else await self.staging.rows(LeaseId(request.lease_id), first)
 
     def resolve(
         self, request: kvstore_pb2.ReadRequest | kvstore_pb2.StageRequest, positions: Sequence[int] | None
     ) -> list[BlockId]:
         """The lease's blocks at `positions` (None: all). Raises TransferError."""
-        return self._leases.resolve(LeaseId(request.lease_id), Epoch(request.epoch), positions, time.monotonic())
+        return self.leases.resolve(LeaseId(request.lease_id), Epoch(request.epoch), positions, time.monotonic())

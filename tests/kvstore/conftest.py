@@ -19,10 +19,10 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
         ("kvstore.transports.cuda_ipc.reader", "FETCH_SECONDS"),
         ("kvstore.transports.lease_client", "CALL_SECONDS"),
         ("kvstore.transports.nixl.reader", "TRANSFER_SECONDS"),
-        ("kvstore.transports.service", "FETCH_SECONDS"),
         ("kvstore.transports.shm.reader", "FETCH_SECONDS"),
         ("kvstore.transports.staging", "STAGE_SECONDS"),
         ("kvstore.transports.tcp.reader", "CONNECT_SECONDS"),
+        ("kvstore.transports.tcp.service", "FETCH_SECONDS"),
     ):
         if has_wing(path):
             module = import_module(path)

@@ -90,15 +90,17 @@ class Front:
 
     def _service(self, staging: StagingTable | None) -> KvTransferService:
         """One that sends blocks by TCP, with that wing."""
-        arguments = self.leases, self._renewed, self._released, staging
+        arguments: dict[str, Any] = {
+            "leases": self.leases, "on_renew": self._renewed, "on_release": self._released, "staging": staging,
+        }  # fmt: skip
         if not HAS_TCP:
-            return KvTransferService(*arguments)
+            return KvTransferService(**arguments)
         from kvstore.transports.tcp.block_server import BlockServer
         from kvstore.transports.tcp.service import PoolView, TcpTransferService
 
         pools = [PoolView(str(owner.socket)) for owner in self.owners]
         self._views += pools
-        return TcpTransferService(BlockServer("127.0.0.1"), pools, *arguments)
+        return TcpTransferService(sender=BlockServer("127.0.0.1"), pools=pools, **arguments)
 
     def adopt(self, block_ids: Sequence[int], seconds: float = 60.0) -> None:
         """Know of a lease."""

@@ -63,24 +63,21 @@ def register(role: str, server: RpcServer, front: WorkerFront) -> None:
         server.add(decode_pb2_grpc.add_DecodeServicer_to_server, servicer, name)
 
 
-def add_kv_service(
-    server: RpcServer, engine: EngineClient, worker: WorkerConfig, epoch: Epoch
-) -> tuple[LeaseTable, StagingTable | None, KvTransferService]:
-    """Serve the engine's leases; returns what the front keeps current, and the service, to be closed.
+def add_kv_service(server: RpcServer, engine: EngineClient, worker: WorkerConfig, epoch: Epoch) -> KvTransferService:
+    """Serve the engine's leases, which the front keeps current.
 
     Raises ConfigError, UnavailableError, TransferError.
     """
-    leases, ready = LeaseTable(epoch), engine.ready
-    staging = StagingTable(lambda *part: engine.send(Stage(*part))) if ready.needs_staging else None
+    ready = engine.ready
     sending_service = from_wing("worker.tcp.sender:sending_service")
     service = sending_service(worker, ready.shm_sockets) if sending_service else KvTransferService
     servicer = service(
-        leases,
+        leases=LeaseTable(epoch),
         on_renew=lambda *lease: engine.send(Renew(*lease)),
         on_release=lambda *lease: engine.send(Release(*lease)),
-        staging=staging,
+        staging=StagingTable(lambda *part: engine.send(Stage(*part))) if ready.needs_staging else None,
         descriptions=ready.descriptions,
     )
     name = kvstore_pb2.DESCRIPTOR.services_by_name["KvTransfer"].full_name
     server.add(kvstore_pb2_grpc.add_KvTransferServicer_to_server, servicer, name)
-    return leases, staging, servicer
+    return servicer

@@ -19,4 +19,4 @@ def sending_service(worker: WorkerConfig, shm_sockets: Sequence[str]) -> Callabl
     TransferError.
     """
     sender = BlockServer(worker.host, worker.of(TcpSettings).kv_port)
-    return partial(TcpTransferService, sender, [PoolView(path) for path in shm_sockets])
+    return partial(TcpTransferService, sender=sender, pools=[PoolView(path) for path in shm_sockets])

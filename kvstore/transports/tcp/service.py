@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from common.errors import InvalidRequestError, MiniInferError
 from common.net.rpc import Context, abort_with
-from kvstore.pool.leases import LeaseTable
 from kvstore.transports.descriptor_server import fetch_pool
-from kvstore.transports.service import NO_DESCRIPTIONS, KvTransferService, OnRelease, OnRenew
+from kvstore.transports.service import KvTransferService
 from kvstore.transports.shared_memory import check_sealed
-from kvstore.transports.staging import StagingTable
 from kvstore.transports.tcp.block_server import BlockServer
 from protos import kvstore_pb2
 
@@ -36,44 +35,30 @@ class PoolView:
         os.close(self.memory)
 
 
+@dataclass(eq=False, kw_only=True)
 class TcpTransferService(KvTransferService):
     """Grants reads. The lease is looked at again while their blocks are sent."""
 
-    def __init__(
-        self,
-        sender: BlockServer,
-        pools: Sequence[PoolView],
-        leases: LeaseTable,
-        on_renew: OnRenew,
-        on_release: OnRelease,
-        staging: StagingTable | None = None,
-        descriptions: Mapping[str, bytes] = NO_DESCRIPTIONS,
-    ) -> None:
-        """`pools` by rank: a lease names the same blocks in each of them. They stay the caller's to close.
-
-        sender: becomes the service's. The others: see KvTransferService.
-        """
-        super().__init__(leases, on_renew, on_release, staging, descriptions)
-        self._pools = pools
-        self._sender = sender
+    sender: BlockServer  # becomes the service's
+    pools: Sequence[PoolView]  # by rank: a lease names the same blocks in each of them; the caller's to close
 
     async def Read(self, request: kvstore_pb2.ReadRequest, context: Context) -> kvstore_pb2.ReadReply:
         reply = kvstore_pb2.ReadReply()
         try:
             if len(request.positions) > MAX_POSITIONS:
                 raise InvalidRequestError(f"at most {MAX_POSITIONS} blocks in one read", "positions")
-            if request.rank >= len(self._pools):
-                raise InvalidRequestError(f"rank {request.rank} of a worker of {len(self._pools)}", "rank")
-            pool = self._pools[request.rank]
+            if request.rank >= len(self.pools):
+                raise InvalidRequestError(f"rank {request.rank} of a worker of {len(self.pools)}", "rank")
+            pool = self.pools[request.rank]
             self.resolve(request, request.positions)
             first = min(request.positions, default=0)
             rows = await self.rows(request, first)
             wanted = [rows[position - first] for position in request.positions]
-            ticket = self._sender.offer(pool.memory, pool.block_bytes, wanted, lambda: self.resolve(request, ()))
-            reply = kvstore_pb2.ReadReply(ticket=ticket, port=self._sender.port)
+            ticket = self.sender.offer(pool.memory, pool.block_bytes, wanted, lambda: self.resolve(request, ()))
+            reply = kvstore_pb2.ReadReply(ticket=ticket, port=self.sender.port)
         except MiniInferError as error:
             await abort_with(context, error)
         return reply
 
     def close(self) -> None:
-        self._sender.close()
+        self.sender.close()

@@ -53,7 +53,7 @@ async def running(folder: Path) -> AsyncIterator[Worker]:
     worker = Worker(folder)
     agent = NixlAgent(agent_name("w", worker.owner.epoch))
     agent.offer(worker.owner.blocks)
-    worker.service._descriptions = {"nixl": agent.describe()}
+    worker.service.descriptions = {"nixl": agent.describe()}
     async with worker:
         yield worker
 
@@ -149,7 +149,7 @@ async def test_heads_are_split_anew(tmp_path: Path, agent: NixlAgent) -> None:
         owner = NixlAgent(agent_name("w", worker.epoch))
         for one in worker.owners:
             owner.offer(one.blocks)
-        worker.service._descriptions = {"nixl": owner.describe()}
+        worker.service.descriptions = {"nixl": owner.describe()}
         lease = worker.lease([4, 1, 2], "tcp")
         shards = [with_address(replace(lease, shards=(s,)), nixl=owner.name).shards[0] for s in lease.shards]
         mine = split.geometry_of(4, Shard())
