@@ -78,6 +78,7 @@ class KvPuller:
             self._let_go(lease_id)
         for client in self._clients:
             client.close()
+        self._leases.close()
 
     # -- threads ---------------------------------------------------------------------------------------------
 
