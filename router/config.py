@@ -37,7 +37,6 @@ class RouterConfig(Settings):
     request_timeout_seconds: float = setting(
         590.0, "a request ends then, with the text that it has; OpenAI's clients give up after 600 and ask again"
     )
-    worker_timeout_seconds: float = setting(4.0, "a worker that says nothing for this long is out of service")
     worker_wait_seconds: float = setting(
         30.0, "requests and open streams wait for this long when the last decode worker has gone"
     )
@@ -55,7 +54,7 @@ class RouterConfig(Settings):
             raise ConfigError("--max-queue must be at least 1")
         check_not_negative(self, "max_retries", "worker_wait_seconds", "local_prefill_tokens", "drain_grace_seconds")
         check_cluster_token(self.cluster_token)
-        check_positive(self, "request_timeout_seconds", "worker_timeout_seconds")
+        check_positive(self, "request_timeout_seconds")
         if self.models and (self.model or self.served_model_name):
             raise ConfigError("--models names all models: leave --model and --served-model-name out")
         self.named_models()

@@ -8,25 +8,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import time
 from collections.abc import Callable
 from typing import Any
 
 import grpc
 from grpc.aio import EOF  # type: ignore[attr-defined]
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.errors import HandshakeError, traceback_text
 from common.net.rpc import open_channel, token_metadata
+from common.wings import has_wing
 from protos import decode_pb2_grpc, prefill_pb2_grpc
 from protos import types_pb2 as pb
+from router.config import RouterConfig
 from router.workers.worker_link import WorkerLink
 from router.workers.worker_stream import CALL_TIMEOUT_SECONDS, WorkerStream
 
+HAS_HANGS = has_wing("router.hangs")
+if HAS_HANGS:
+    from router.hangs.watches import start_watches
+
 logger = logging.getLogger(__name__)
 
-HEALTH_INTERVAL_SECONDS = 1.0
-SILENCE_INTERVAL_SECONDS = 0.25
 MIN_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.1, 2.0
 REFUSED_BACKOFF_SECONDS = 5.0
 
@@ -36,11 +38,11 @@ AcceptWorker = Callable[[WorkerLink, pb.WorkerInfo], None]  # raises HandshakeEr
 class WorkerConnection:
     """Keeps `link` attached to its worker while `run` runs."""
 
-    def __init__(self, link: WorkerLink, accept: AcceptWorker, token: str, timeout_seconds: float) -> None:
+    def __init__(self, link: WorkerLink, accept: AcceptWorker, config: RouterConfig) -> None:
         self._link = link
         self._accept = accept
-        self._metadata = token_metadata(token)
-        self._timeout = timeout_seconds
+        self._config = config
+        self._metadata = token_metadata(config.cluster_token)
 
     async def run(self) -> None:
         """Keep the worker attached until cancelled."""
@@ -85,11 +87,9 @@ class WorkerConnection:
             return
         stream = WorkerStream(stub, self._metadata, info.worker_id)
         link.attached(info, stream)
-        helpers = [
-            asyncio.create_task(_send_commands(call, stream)),
-            asyncio.create_task(self._check_health(channel)),
-            asyncio.create_task(self._watch_silence(call)),
-        ]
+        helpers = [asyncio.create_task(_send_commands(call, stream))]
+        if HAS_HANGS:
+            helpers += start_watches(link, channel, call, self._config)
         try:
             while report is not EOF:
                 link.apply(report)
@@ -97,41 +97,11 @@ class WorkerConnection:
         except asyncio.CancelledError:
             if asyncio.current_task().cancelling():  # type: ignore[union-attr]
                 raise
-            raise TimeoutError from None  # the silence watch cancelled the call, not us
+            raise TimeoutError from None  # a helper cancelled the call, not us
         finally:
             for helper in helpers:
                 helper.cancel()
             call.cancel()
-
-    async def _check_health(self, channel: grpc.aio.Channel) -> None:
-        """Ask the worker now and then whether it serves. An answer is a sign of life, too."""
-        link = self._link
-        stub = health_pb2_grpc.HealthStub(channel)
-        while True:
-            await asyncio.sleep(HEALTH_INTERVAL_SECONDS)
-            try:
-                reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=self._timeout)
-                link.last_sign = time.monotonic()
-                link.set_serving(reply.status == health_pb2.HealthCheckResponse.SERVING)
-            except grpc.aio.AioRpcError as error:
-                if error.code() in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.NOT_FOUND):
-                    link.last_sign = time.monotonic()
-
-    async def _watch_silence(self, call: Any) -> None:
-        """End the stream when the worker shows no sign of life for too long."""
-        link = self._link
-        seen, silent = link.last_sign, 0.0
-        while True:
-            before = time.monotonic()
-            await asyncio.sleep(SILENCE_INTERVAL_SECONDS)
-            # Time in which this process did not run says nothing of the worker: signs may be waiting to be read.
-            silent += min(time.monotonic() - before, 2 * SILENCE_INTERVAL_SECONDS)
-            if link.last_sign != seen:
-                seen, silent = link.last_sign, 0.0
-            if silent > self._timeout:
-                logger.warning("worker %s shows no sign of life for %.1f s", link.worker_id, silent)
-                call.cancel()
-                return
 
 
 async def _send_commands(call: Any, stream: WorkerStream) -> None:

@@ -103,8 +103,6 @@ class WorkerTable:
 
     def _add(self, role: str, address: str) -> None:
         link = self._models[0].add(role, address)
-        connection = WorkerConnection(
-            link, self._accept, self._config.cluster_token, self._config.worker_timeout_seconds
-        )
+        connection = WorkerConnection(link, self._accept, self._config)
         self._links[(role, address)] = link
         self._tasks[(role, address)] = asyncio.create_task(connection.run(), name=f"link {address}")

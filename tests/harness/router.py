@@ -18,6 +18,7 @@ from openai import AsyncOpenAI
 from common.model_files import resolve_model
 from common.text.load import load_tokenizer
 from common.text.tokenizer import Tokenizer
+from common.wings import has_wing
 from router.app import create_app
 from router.config import HttpConfig, RouterConfig
 from router.gateway import Gateway
@@ -131,7 +132,8 @@ async def cluster(
         "prefill": ",".join(worker.address for worker in prefill),
         "decode": ",".join(worker.address for worker in decode) or "127.0.0.1:1",
     }
-    patience = {"worker_timeout_seconds": 60.0}  # workers are in this process, which may wait for a core
+    # Workers are in this process, which may wait for a core.
+    patience = {"worker_timeout_seconds": 60.0} if has_wing("router.hangs") else {}
     settings = RouterConfig(model="dry-run", **{**addresses, **patience, **config})
     served = serve_models(settings, models or [LoadedModel(settings.served_model_name, "dry-run", tokenizer)])
     base = served[0]
