@@ -17,7 +17,6 @@ from starlette.types import Scope
 
 from common.metrics import CONTENT_TYPE
 from common.model_files import DRY_RUN_MODEL_NAME
-from common.version import VERSION
 from common.wings import has_wing
 from router.config import ROLES
 from router.features import CHAT_BODY, COMPLETION_BODY
@@ -95,12 +94,9 @@ def _body_holder(gateway: Gateway) -> HoldBody:
     """What bounds the request bodies that are held together, where that wing is there."""
     if not has_wing("router.body_bounds"):
         return lambda _, receive: nullcontext(receive)
-    from router.body_bounds.held_bodies import HeldBodies
-    from router.body_bounds.http_settings import BodySettings
+    from router.body_bounds.held_bodies import body_holder
 
-    bodies = HeldBodies(gateway.http.of(BodySettings).max_body_memory_mb << 20)
-    gateway.memory["body_bytes"] = lambda: bodies.num_bytes
-    return bodies.hold
+    return body_holder(gateway.http, gateway.memory)
 
 
 def _log_end(task: asyncio.Task[None]) -> None:
@@ -142,7 +138,7 @@ def _add_model_routes(routes: Routes, gateway: Gateway) -> None:
 
 
 def _add_operator_routes(routes: Routes, gateway: Gateway) -> None:
-    """Add the routes for who runs the router: its health, its version, its metrics."""
+    """Add the routes for who runs the router: its health, its metrics."""
 
     async def healthz(_: Request) -> Response:
         first = gateway.models[0]
@@ -172,9 +168,6 @@ def _add_operator_routes(routes: Routes, gateway: Gateway) -> None:
             return json_response({"status": "no decode worker is ready"}, 503)
         return json_response({"status": "ok"})
 
-    async def version(_: Request) -> Response:
-        return json_response({"version": VERSION})
-
     async def metrics(_: Request) -> Response:
         return Response(gateway.metrics_text(), headers={"content-type": CONTENT_TYPE})
 
@@ -182,7 +175,6 @@ def _add_operator_routes(routes: Routes, gateway: Gateway) -> None:
     routes.add("GET", "/livez", livez, "200 while the router runs")
     routes.add("GET", "/readyz", ready, "200 while requests for any model can be served")
     routes.add("GET", "/health", ready, "the same")
-    routes.add("GET", "/version", version, "the router's version")
     routes.add("GET", "/metrics", metrics, "metrics for Prometheus")
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import AbstractContextManager, contextmanager
 
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope
 
+from common.config import Settings
 from common.errors import OverloadedError
+from router.body_bounds.http_settings import BodySettings
 
 UNCOUNTED_BYTES = 64 << 10  # of each body: 128 MB for 2,048 connections
 
@@ -57,3 +59,12 @@ class HeldBodies:
 
 def _counted(size: int) -> int:
     return max(size - UNCOUNTED_BYTES, 0)
+
+
+def body_holder(
+    http: Settings, memory: MutableMapping[str, Callable[[], int]]
+) -> Callable[[Scope, Receive], AbstractContextManager[Receive]]:
+    """What holds bodies within the bound of the settings. memory: learns how much they take."""
+    bodies = HeldBodies(http.of(BodySettings).max_body_memory_mb << 20)
+    memory["body_bytes"] = lambda: bodies.num_bytes
+    return bodies.hold

@@ -1,4 +1,4 @@
-"""GET /ping, /load and /tokenizer_info in vLLM's shapes, and /server_info with the project's own settings."""
+"""GET /ping, /version, /load and /tokenizer_info in vLLM's shapes, and /server_info with the project's settings."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ def add_server_pages(routes: Routes, gateway: Gateway) -> None:
         """Amazon SageMaker's probe: an empty body."""
         is_ready = any(model.workers.usable("decode") for model in gateway.base_models)
         return Response(status_code=200 if is_ready else 503)
+
+    async def version(_: Request) -> Response:
+        return json_response({"version": VERSION})
 
     async def load(_: Request) -> Response:
         dispatchers = [model.dispatcher for model in gateway.base_models]
@@ -56,6 +59,7 @@ def add_server_pages(routes: Routes, gateway: Gateway) -> None:
         return json_response(info)
 
     routes.add("GET", "/ping", ping, "200 while requests for any model can be served, without a body")
+    routes.add("GET", "/version", version, "the router's version")
     routes.add("GET", "/load", load, "how many choices are open")
     routes.add("GET", "/server_info", server_info, "the router's settings and the facts that workers announce")
     told = "special tokens and chat template of a model"

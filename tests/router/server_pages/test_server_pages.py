@@ -1,4 +1,4 @@
-"""GET /ping, /load, /server_info and /tokenizer_info."""
+"""GET /ping, /version, /load, /server_info and /tokenizer_info."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ async def test_server_info_has_settings_and_workers_and_no_secret() -> None:
         answer = await c.http.get("/server_info", headers=KEY)
         info = answer.json()
         assert (info["version"], info["config"]["max_queue"]) == (VERSION, 7)
+        assert (await c.http.get("/version", headers=KEY)).json() == {"version": VERSION}
         assert sorted(worker["role"] for worker in info["models"]["dry-run"]) == ["decode", "prefill"]
         assert "a-key" not in answer.text
         assert not {"api_key", "cluster_token"} & set(info["config"])
