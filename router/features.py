@@ -14,11 +14,11 @@ from pydantic import create_model
 from common.text.tokenizer import Tokenizer
 from common.wings import has_wing
 from protos import types_pb2 as pb
-from router.api.chat_renderer import AnswerPart, ChatRenderer
+from router.api.chat_renderer import ChatRenderer
 from router.api.render import RenderOptions
 from router.api.sampling import sampling_params
 from router.api.schemas import Body, ChatCompletionBody, CompletionBody
-from router.api.text import TextStage
+from router.api.text import ChoiceText, StopRules
 from router.config import RouterConfig
 from router.workers.model_workers import ModelLimits
 
@@ -43,6 +43,7 @@ if HAS_TRUNCATION:
     _common_fields = [*_common_fields, TruncationFields]
 if HAS_GRAMMAR:
     from router.grammar.answer_format import AnswerFields, answer_grammar
+    from router.grammar.answer_parts import AnswerPart, PartsRenderer, StagedText
 
     _answer_fields = _chat_fields = [AnswerFields]
 if HAS_TOOLS:
@@ -148,13 +149,21 @@ class Features:
 
     def renderer(self, options: RenderOptions, tokenizer: Tokenizer) -> ChatRenderer:
         """What renders answers to a chat request."""
-        return ChatRenderer(options, tokenizer, self.parts)
+        return PartsRenderer(options, tokenizer, self.parts) if self.parts else ChatRenderer(options, tokenizer)
 
-    def stages(self, prompt_token_ids: list[int]) -> list[TextStage]:
-        """What takes the parts out of the text of one choice."""
-        return [part.stage(prompt_token_ids) for part in self.parts]
-
-    @property
-    def shown(self) -> frozenset[int]:
-        """Special tokens whose texts the stages read."""
-        return frozenset[int]().union(*(part.shown for part in self.parts))
+    def text(
+        self,
+        tokenizer: Tokenizer,
+        rules: StopRules,
+        continues: bool,
+        has_logprobs: bool,
+        skip_special: bool,
+        prompt_token_ids: list[int],
+    ) -> ChoiceText:
+        """The text of one choice."""
+        if not self.parts:
+            return ChoiceText(tokenizer, rules, continues, has_logprobs, skip_special)
+        shown = frozenset[int]().union(*(part.shown for part in self.parts))
+        text = StagedText(tokenizer, rules, continues, has_logprobs, skip_special, shown)
+        text.stages = [part.stage(prompt_token_ids) for part in self.parts]
+        return text

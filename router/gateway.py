@@ -23,7 +23,7 @@ from router.api.prompts import chat_prompt, completion_prompts
 from router.api.render import Renderer, RenderOptions
 from router.api.sampling import for_choice
 from router.api.schemas import ChatCompletionBody, CompletionBody, GenerationBody
-from router.api.text import ChoiceText, StopRules
+from router.api.text import StopRules
 from router.choice import Choice
 from router.config import HttpConfig, RouterConfig
 from router.features import CHAT_BODY, COMPLETION_BODY, Features, truncated
@@ -201,10 +201,7 @@ class Gateway:
                     request=shared,
                     session=session,
                 )
-                stages = features.stages(token_ids)
-                text = ChoiceText(
-                    model.tokenizer, rules, continues, has_logprobs, skip_special, stages, features.shown
-                )
+                text = features.text(model.tokenizer, rules, continues, has_logprobs, skip_special, token_ids)
                 choices.append(Choice(index, prompt_index, journal, text, model.dispatcher))
         return GenerationRequest(request_id, choices, model.metrics)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from common.errors import EngineError
 from common.text.stop_strings import StopStringMatcher
@@ -16,7 +15,6 @@ from common.text.tokenizer import Tokenizer
 from protos import types_pb2 as pb
 
 DEADLINE = "deadline"  # a stop reason
-_NO_END = pb.TokenDelta()
 _FINISH_REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 
 
@@ -43,14 +41,6 @@ class Update:
     tool_calls: Sequence[DeltaToolCall] = ()
     reasoning: str = ""
 
-    def extend(self, later: Update) -> None:
-        """Add what follows, but for log-probabilities."""
-        self.text += later.text
-        self.token_ids += later.token_ids
-        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
-        self.tool_calls = [*self.tool_calls, *later.tool_calls]
-        self.reasoning += later.reasoning
-
 
 @dataclass(frozen=True, slots=True)
 class StopRules:
@@ -63,13 +53,6 @@ class StopRules:
     shows_nothing: bool = False  # max_tokens 0: the one token that a worker must generate is dropped
 
 
-class TextStage(Protocol):
-    """Takes out of a choice's text what is not content."""
-
-    def take(self, update: Update) -> None:
-        """Change an update: its text, and what the stage found in it. With a finish reason it is the last."""
-
-
 class ChoiceText:
     """The text of one choice. `push` until an update has a finish_reason."""
 
@@ -80,18 +63,14 @@ class ChoiceText:
         continues: bool,
         has_logprobs: bool = True,
         skip_special: bool = True,
-        stages: Sequence[TextStage] = (),
         shown: frozenset[int] = frozenset(),
     ) -> None:
-        """stages: in the order in which they take their parts of the text. shown: special tokens that they read."""
+        """shown: special tokens whose texts are there even so."""
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
-        self._stages = stages
         self._rules = rules
         self._matcher = StopStringMatcher(rules.stops, rules.include_in_output) if rules.stops else None
-        self._is_plain = not (
-            rules.stops or has_logprobs or rules.shows_nothing or stages
-        )  # tokens become text, nothing else
+        self._is_plain = not (rules.stops or has_logprobs or rules.shows_nothing)  # tokens become text, nothing else
         self._detokenizer = tokenizer.detokenizer(skip_special, continues, shown)
 
     def push(self, token_ids: list[int], delta: pb.TokenDelta) -> Update:
@@ -100,27 +79,6 @@ class ChoiceText:
         if self._is_plain and not delta.finish_reason:  # almost every token
             self.num_tokens += len(token_ids)
             return Update(self._detokenizer.push(token_ids), token_ids)
-        if not self._stages or len(token_ids) < 2:
-            return self._push(token_ids, delta)
-        whole = Update("", [], (), delta.prompt_logprobs)  # drafts: a stage may end the choice at any of the tokens
-        for token_id in token_ids[:-1]:
-            whole.extend(self._push([token_id], _NO_END))
-            if whole.finish_reason is not None:
-                break
-        else:
-            whole.extend(self._push(token_ids[-1:], delta))
-        whole.logprobs = delta.logprobs[: len(whole.token_ids)]
-        return whole
-
-    def _push(self, token_ids: list[int], delta: pb.TokenDelta) -> Update:
-        update = self._update(token_ids, delta)
-        for stage in self._stages:
-            stage.take(update)
-        if update.reasoning:
-            self.num_reasoning_tokens += len(update.token_ids)
-        return update
-
-    def _update(self, token_ids: list[int], delta: pb.TokenDelta) -> Update:
         update = Update("", token_ids, delta.logprobs, delta.prompt_logprobs)
         ended = delta.finish_reason not in (pb.FINISH_REASON_NONE, pb.FINISH_REASON_PREFILLED)
         if ended:
