@@ -29,10 +29,6 @@ class Event(NamedTuple):
     times: pb.RequestTimes | None = None  # what it measured, with its first output
     reason: str = ""  # of a move
 
-    @property
-    def text(self) -> str:
-        return f"{self.what}{' on ' * bool(self.worker)}{self.worker}{': ' * bool(self.reason)}{self.reason}"
-
 
 @dataclass(slots=True, eq=False)
 class Journal:
@@ -98,17 +94,11 @@ class Journal:
             request_id=f"{self.choice_id}.{self.num_legs}",
             prompt_token_ids=self.packed_prompt,
             output_token_ids=self.output_token_ids,
-            sampling=self._sampling(),
+            sampling=self.sampling,
             kv_handle=self.kv_handle,
             deadline_seconds=max(self.deadline - now, 0.001),
         )
         submit.MergeFrom(self.request)
+        if self.has_started:
+            submit.sampling.ClearField("prompt_logprobs")  # they came with the first token
         return submit
-
-    def _sampling(self) -> pb.SamplingParams:
-        if not self.has_started or not self.sampling.HasField("prompt_logprobs"):
-            return self.sampling
-        again = pb.SamplingParams()  # the prompt's logprobs came with the first token
-        again.CopyFrom(self.sampling)
-        again.ClearField("prompt_logprobs")
-        return again

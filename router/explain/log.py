@@ -12,7 +12,7 @@ from typing import Any
 
 from protos import types_pb2 as pb
 from router.explain.hindsight import AnswerFacts, LegFacts, hindsight, others_facts
-from router.journal import Journal
+from router.journal import Event, Journal
 from router.routing.policy import Decision
 from router.routing.views import Candidate
 from router.workers.worker_link import Leg
@@ -184,9 +184,13 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
 
 def _time_line(journal: Journal, end: float) -> list[dict[str, Any]]:
     """Consecutive spans from arrival to end. Each event ends the span before it."""
-    names = ["accepted", *(event.text for event in journal.events)]
+    names = ["accepted", *map(_told, journal.events)]
     times = [journal.arrival, *(event.time for event in journal.events), end]
     return [
         {"after": name, "seconds": round(stop - start, 6)}
         for name, (start, stop) in zip(names, pairwise(times), strict=True)
     ]
+
+
+def _told(event: Event) -> str:
+    return f"{event.what}{' on ' * bool(event.worker)}{event.worker}{': ' * bool(event.reason)}{event.reason}"
