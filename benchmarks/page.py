@@ -131,7 +131,7 @@ class Crowd:
             (prefill, pb.RequestTimes(queue_seconds=0.02, prefill_seconds=0.3)),
             (decode, pb.RequestTimes(kv_pull_seconds=0.02, num_pulled_tokens=tokens, transport="nixl")),
         ):
-            log.first_delta(journal, Leg(WorkerId("x"), link, listener, work, None, now), measured, None)
+            log.first_delta(journal, Leg(WorkerId("x"), link, listener, work, None, now, times=measured), None)
         journal.outcome = "stop"
         log.ended(journal, now)
 

@@ -9,12 +9,10 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Sequence, Set
-from typing import Protocol
 
 from common.errors import OverloadedError, UnavailableError
 from common.wings import has_wing
 from kvstore.types import WorkerId
-from protos import types_pb2 as pb
 from router.config import RouterConfig
 from router.journal import Journal
 from router.metrics import RouterMetrics
@@ -36,15 +34,13 @@ if HAS_SHORTLISTS:
 LOOK_SECONDS = 0.25  # between looks for a usable worker: one that stops draining sends no event
 
 
-class RequestLog(Protocol):
-    """Log of where choices went and why (`router/explain`)."""
+class RequestLog:
+    """Where choices went and why, as it becomes known. `router/explain` keeps it."""
 
     def decided(self, journal: Journal, decision: Decision) -> None:
         """Workers have been chosen."""
 
-    def first_delta(
-        self, journal: Journal, leg: Leg, times: pb.RequestTimes, expected_cached_tokens: int | None
-    ) -> None:
+    def first_delta(self, journal: Journal, leg: Leg, expected_cached_tokens: int | None) -> None:
         """A leg has begun; None where its prompt was computed before."""
 
     def ended(self, journal: Journal, now: float) -> None: ...
@@ -75,7 +71,7 @@ class Dispatcher:
         self.config = config
         self.metrics = metrics
         self.roles = roles
-        self.log: RequestLog | None = None
+        self.log = RequestLog()
         self.answers = AnswerLength()
         self.open_choices: set[Journal] = set()
         self.num_waiting = 0  # of these, without a first token
@@ -125,7 +121,7 @@ class Dispatcher:
         decision = self.roles.choose(request, self._views(prefill, request), self._views(decode, request))
         if HAS_LATE_REFUSALS and not journal.num_legs:
             check_in_time(decision.chosen, journal.deadline - time.monotonic(), self._max_wait_seconds)
-        self.decided(journal, decision)
+        self.log.decided(journal, decision)
         return decision
 
     def _views(self, links: Sequence[WorkerLink], request: RequestView) -> list[WorkerView]:
@@ -133,10 +129,6 @@ class Dispatcher:
         if HAS_SHORTLISTS:
             links = shortlist(self.config.policy, links, request)
         return [link.view() for link in links]
-
-    def decided(self, journal: Journal, decision: Decision) -> None:
-        if self.log is not None:
-            self.log.decided(journal, decision)
 
     def decode_link(self, chosen: WorkerId, lost: Set[WorkerId]) -> WorkerLink:
         """The worker chosen before the prefill ran, or the least loaded one when it has gone since."""
@@ -206,8 +198,7 @@ class Dispatcher:
             expected = chosen.cached_tokens
             self.metrics.expected_tokens.inc(expected)
             self.metrics.regret_tokens.inc(max(0, expected - leg.times.num_cached_tokens))
-        if self.log is not None:
-            self.log.first_delta(journal, leg, leg.times, expected)
+        self.log.first_delta(journal, leg, expected)
 
     def closed(self, journal: Journal) -> None:
         if not journal.has_started:
@@ -219,5 +210,4 @@ class Dispatcher:
         now = time.monotonic()
         self.open_choices.remove(journal)
         self.metrics.choice_ended(journal, now)
-        if self.log is not None:
-            self.log.ended(journal, now)
+        self.log.ended(journal, now)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from typing import Any
 
-from protos import types_pb2 as pb
+from router.dispatch import RequestLog
 from router.explain.hindsight import AnswerFacts, LegFacts, hindsight, others_facts
 from router.journal import Event, Journal
 from router.routing.policy import Decision
@@ -34,8 +34,8 @@ class _Choice:
     decode_seconds: float = 0.0  # from the first token to the last
 
 
-class ExplainLog:
-    """The newest requests; older ones are forgotten. Implements `router.dispatch.RequestLog`."""
+class ExplainLog(RequestLog):
+    """The newest requests; older ones are forgotten."""
 
     def __init__(self) -> None:
         self._choices: OrderedDict[str, _Choice] = OrderedDict()
@@ -51,12 +51,10 @@ class ExplainLog:
                 self._choices.popitem(last=False)
         choice.decisions.append(decision)
 
-    def first_delta(
-        self, journal: Journal, leg: Leg, times: pb.RequestTimes, expected_cached_tokens: int | None
-    ) -> None:
+    def first_delta(self, journal: Journal, leg: Leg, expected_cached_tokens: int | None) -> None:
         """Keep what a leg's worker measured. expected_cached_tokens: None where the prompt was computed before."""
-        choice = self._choices.get(journal.choice_id)
-        if choice is None:
+        choice, times = self._choices.get(journal.choice_id), leg.times
+        if choice is None or times is None:
             return
         choice.first_deltas.append(
             {

@@ -95,7 +95,7 @@ def move(choice: Choice, chosen: Candidate) -> None:
     except WorkerLostError:
         return
     choice.decision = Decision(chosen, (chosen,), "move")
-    choice.dispatcher.decided(choice.journal, choice.decision)
+    choice.dispatcher.log.decided(choice.journal, choice.decision)
     choice.leg.link.hand_over(choice.leg, target)
 
 
