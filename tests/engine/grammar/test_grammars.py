@@ -92,7 +92,6 @@ def test_a_long_answer_goes_on_elsewhere(monkeypatch: pytest.MonkeyPatch) -> Non
     assert matcher.allowed(list(b"x" * 60_000 + b">abcdefabc")) is not None
 
 
-@pytest.mark.usefixtures("forked_followers")
 @pytest.mark.parametrize(
     "settings",
     [
@@ -101,8 +100,6 @@ def test_a_long_answer_goes_on_elsewhere(monkeypatch: pytest.MonkeyPatch) -> Non
         {"num_gpu_blocks": 40, "preemption": "recompute"},
         {"num_gpu_blocks": 40, "preemption": "swap", "host_tier_gb": 0.01},
         {"num_speculative_tokens": 4, "adaptive_drafts": False, "ngram_min": 1},
-        {"tp": 2},
-        {"pp": 2},
     ],
     ids=str,
 )
