@@ -92,17 +92,6 @@ async def test_a_stream_that_waits_for_its_only_worker_is_kept_alive(monkeypatch
         await c.until(c.is_quiet)
 
 
-async def test_at_the_deadline_a_stream_ends_like_an_answer() -> None:
-    info = {"max_model_len": 1 << 20}
-    async with cluster(script=Script(delay_seconds=0.005), info=info, request_timeout_seconds=1.5) as c:
-        events = await c.events(max_tokens=100_000, stream_options={"include_usage": True})
-        assert events[-1] == "[DONE]"
-        ends = [e["choices"][0] for e in events[:-1] if e["choices"] and e["choices"][0]["finish_reason"]]
-        assert [(end["finish_reason"], end["stop_reason"]) for end in ends] == [("length", "deadline")]
-        assert len(text_of(events)) == events[-2]["usage"]["completion_tokens"] > 0
-        await c.until(c.is_quiet)
-
-
 async def test_a_full_queue_refuses_and_says_how_long_it_takes_at_the_rate_that_was_measured() -> None:
     async with cluster(script=Script(is_silent=True), max_queue=4) as c:
         for seconds in (1.0, 0.0):
