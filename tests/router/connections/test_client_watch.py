@@ -36,9 +36,10 @@ async def c() -> AsyncIterator[Cluster]:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("num_behind", [0, 1])
-@pytest.mark.parametrize("with_reset", [False, True])
+@pytest.mark.parametrize(
+    ("stream", "num_behind", "with_reset"),
+    [(False, 0, False), (True, 1, False), (False, 1, True), (True, 0, True)],
+)
 async def test_a_client_that_leaves_is_noticed(
     c: Cluster, caplog: pytest.LogCaptureFixture, stream: bool, num_behind: int, with_reset: bool
 ) -> None:
@@ -79,8 +80,9 @@ async def test_a_client_that_leaves_a_stream_that_says_nothing_is_noticed(c: Clu
 
 
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("version", "num_requests"), [("1.0", 1), ("1.1", 1), ("1.1", 3)])
+@pytest.mark.parametrize(
+    ("version", "num_requests", "stream"), [("1.0", 1, True), ("1.1", 1, False), ("1.1", 3, False), ("1.1", 3, True)]
+)
 async def test_a_half_closed_client_gets_its_answers(
     c: Cluster, num_requests: int, stream: bool, version: str
 ) -> None:
