@@ -1,4 +1,4 @@
-"""Fields of other servers' requests: those that ask for nothing are taken, others refused by name."""
+"""Fields of other servers' requests that ask for nothing are taken; test_request_fields.py has the others."""
 
 from __future__ import annotations
 
@@ -8,14 +8,6 @@ from tests.harness.router import Cluster
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
-
-
-async def test_what_is_not_supported_has_a_code_of_its_own(c: Cluster) -> None:
-    for fields in ({"functions": [{"name": "f"}]}, {"modalities": ["audio"]}):
-        answer = await c.chat(**fields)
-        error = answer.json()["error"]
-        assert (answer.status_code, error["code"]) == (400, "unsupported_parameter")
-        assert error["param"] == next(iter(fields))
 
 
 async def test_harmless_fields_of_common_clients_are_accepted(c: Cluster) -> None:
