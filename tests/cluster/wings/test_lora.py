@@ -100,17 +100,6 @@ def test_adapters_come_and_go_while_serving(cluster: Cluster, folder: Path, expe
     cluster.wait_quiet()
 
 
-def test_what_does_not_fit_is_refused_when_it_is_loaded(cluster: Cluster, folder: Path) -> None:
-    wide = write_adapter(folder / "wide", {"model.layers.0.self_attn.q_proj.weight": (7, 9)})
-    answer = load(cluster, "odd", wide)
-    assert answer.status_code == 400, answer.text
-    error = answer.json()["error"]
-    assert "this model and its rank need" in error["message"]
-    assert error["param"] == "lora_path"
-    assert len(cluster.get("/v1/models")["data"]) == 1 + 1
-    cluster.wait_quiet()
-
-
 def test_placement_counts_the_read_of_an_adapter_that_a_worker_lacks(cluster: Cluster, folder: Path) -> None:
     """What else a placement costs was measured on a machine that other tests share, and may weigh more here."""
     write_adapter(folder / "singer", SHAPES, seed=9)

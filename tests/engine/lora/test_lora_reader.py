@@ -50,7 +50,7 @@ def changed(tensors: dict[str, torch.Tensor], what: str) -> dict[str, torch.Tens
     ("what", "message"),
     [
         ("partner", "q_proj.lora_A.weight without its partner"),
-        ("shape", "q_proj.lora_A.weight is"),
+        ("shape", "this model and its rank need ["),
         ("rank", "q_proj.lora_A.weight is"),
         ("module", "changes model.layers.99.mlp.experts.0, which adapters of this model cannot"),
         ("dora", "lora_magnitude_vector, which is no weight of plain LoRA"),

@@ -111,13 +111,6 @@ def test_the_last_token_is_always_computed() -> None:
     assert decision.chosen.terms["compute"] > 0
 
 
-def test_cost_is_the_sum_of_its_terms() -> None:
-    decision = choose("cost", request(), [view(P0), view(P1)], [view(D0), view(D1)], 64)
-    assert len(decision.candidates) == 4
-    for candidate in decision.candidates:
-        assert candidate.cost == pytest.approx(sum(candidate.terms.values()))
-
-
 def test_unmeasured_workers_take_the_mean_of_the_others() -> None:
     decision = choose("cost", request(), [view(P0), WorkerView(P1)], [view(D0)], 64)
     first, second = decision.candidates
