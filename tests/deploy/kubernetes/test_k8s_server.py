@@ -7,7 +7,7 @@ import yaml
 
 from tests.deploy.kubernetes.control_plane import ControlPlane, is_available
 from tests.deploy.kubernetes.custom_resources import definitions
-from tests.deploy.kubernetes.kustomize import VARIANTS, build
+from tests.deploy.kubernetes.kustomize import VARIANTS, Rendered, build, pod_template
 
 pytestmark = [
     pytest.mark.k8s,
@@ -99,6 +99,42 @@ def test_everything_is_accepted_and_made_in_two_namespaces(plane, variant):
         assert len(plane.kubectl(*APPLY, stdin=text).splitlines()) == len(documents)
         assert len(plane.get("--filename=-", stdin=text)["items"]) == len(documents)
     plane.kubectl("delete", "namespace", f"{variant}-a", f"{variant}-b", "--wait=false")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_pod_security_admits_every_pod(plane, variant):
+    rendered = Rendered(variant)
+    namespace = f"admission-{variant}"
+    (own,) = rendered.of_kind("Namespace").values()
+    own["metadata"]["name"] = namespace
+    levels = {
+        own["metadata"]["labels"][f"pod-security.kubernetes.io/{mode}"] for mode in ("enforce", "warn", "audit")
+    }
+    needs_host = "kv-agent" in rendered.workloads
+    assert levels == {"privileged" if needs_host else "restricted"}
+    plane.kubectl(*APPLY, stdin=yaml.safe_dump(own))
+    if not plane.has_controllers:  # one of which makes it
+        plane.kubectl("create", "serviceaccount", "default", f"-n={namespace}")
+    plane.wait_until("the namespace has its account", lambda: plane.get("sa", f"-n={namespace}")["items"])
+    for name, workload in rendered.workloads.items():
+        plane.kubectl("create", "--dry-run=server", "--filename=-", stdin=pod_of(name, workload, namespace))
+    if needs_host:  # and not one level lower
+        plane.kubectl("label", "--overwrite", "namespace", namespace, "pod-security.kubernetes.io/enforce=baseline")
+        workload = rendered.workloads["kv-agent"]
+        refusal = plane.kubectl("create", "--filename=-", stdin=pod_of("kv-agent", workload, namespace), fails=True)
+        assert 'violates PodSecurity "baseline' in refusal
+        assert "hostPath" in refusal
+    plane.kubectl("delete", "namespace", namespace, "--wait=false")
+
+
+def pod_of(name, workload, namespace):
+    """A pod as the workload's controller would make it."""
+    template = pod_template(workload)
+    assert template
+    metadata = template["metadata"] | {"name": name, "namespace": namespace}
+    spec = template["spec"].copy()
+    spec.pop("priorityClassName", None)  # its class is another document
+    return json.dumps({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
 
 
 # -- what controllers and scheduler make of it ----------------------------------------------------------------------
