@@ -51,7 +51,6 @@ class FusedForward:
         self.attention = attention_of(model)(model, pool, max_rows, wanted, dtype, max_tokens)
         self._forwards = GpuForwards(model, ranks)
         self._inbox = ranks.inbox
-        self._observer: Observer | None = None
         self._row_decoder: RowDecoder | None = None
         self.passes_on = ranks.passes_on
         self.dtype = model.embedding.dtype
@@ -59,19 +58,18 @@ class FusedForward:
 
     def observe_with(self, observer: Observer) -> None:
         """Show `observer` all steps from now on; graphs that are captured earlier do not."""
-        self._observer = observer
         self._forwards.show(observer)
 
     @property
     def is_observed(self) -> bool:
-        return self._observer is not None
+        return self._forwards.observer is not None
 
     def observe(
         self, inputs: GpuInputs, sampled: Tensor, last: Tensor | None = None, lengths: Tensor | None = None
     ) -> None:
         """Tell the observer, if there is one, what was sampled: see `Observer.take`."""
-        if self._observer is not None:
-            self._observer.take(inputs, sampled, last, lengths)
+        if (observer := self._forwards.observer) is not None:
+            observer.take(inputs, sampled, last, lengths)
 
     def decode_rows_with(self, decoder: RowDecoder) -> None:
         """Let `decoder` compute steps of one decode row that nobody observes; before graphs are captured."""
@@ -88,7 +86,7 @@ class FusedForward:
         residual.
         """
         is_one_row = inputs.token_ids.shape[0] == 1 and not inputs.has_prompts
-        if is_one_row and self._row_decoder is not None and self._observer is None:
+        if is_one_row and self._row_decoder is not None and not self.is_observed:
             return self._row_decoder(inputs)
         self.attention.plan_decode(inputs)
         token_ids = self._inbox.token_ids(inputs.token_ids)

@@ -75,14 +75,14 @@ class GpuForwards:
         self._workspace = plain.workspace_on(model.embedding.device)
         self._max_quantized_rows = quantized.max_quantized_rows(model) if HAS_QUANTIZED else 0
         self._lowered = cache(self._lower)
-        self._observer: Observer | None = None
+        self.observer: Observer | None = None
         for block in (each.inner for each in model.blocks):
             if block.gpu_ops:
                 ops_of(block).prepare(block)
 
     def show(self, observer: Observer) -> None:
         """Let `observer` read what it wants from now on."""
-        self._observer = observer
+        self.observer = observer
         self._lowered.cache_clear()
 
     def choose(self, num_tokens: int, is_decode: bool) -> GpuForward:
@@ -93,7 +93,7 @@ class GpuForwards:
 
     def narrows(self, num_tokens: int, is_decode: bool) -> bool:
         """Whether the step gives hidden states of `GpuStep.wanted` alone. Few tokens would leave kernels too few."""
-        is_seen = self._observer is not None and self._model.config.num_layers in self._observer.layers
+        is_seen = self.observer is not None and self._model.config.num_layers in self.observer.layers
         is_whole = self._ranks.passes_on or is_decode or is_seen
         return self._ranks.seams.is_alone and not is_whole and num_tokens > MAX_TUNED_ROWS
 
@@ -107,8 +107,8 @@ class GpuForwards:
             for block, each in zip(blocks, rules, strict=True)
         ]
         forward = seams.forward(self._model, ops)
-        if self._observer is not None:
-            forward = self._observer.watch(forward, self._model)
+        if self.observer is not None:
+            forward = self.observer.watch(forward, self._model)
         if self._ranks.passes_on:
             return forward.ended_by(seams.sum(self._model))
         if self.narrows(num_rows, is_decode):

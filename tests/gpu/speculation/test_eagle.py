@@ -152,7 +152,7 @@ def test_layers_are_seen_in_steps_of_any_kind(model: Path, head: Path, monkeypat
         made.add_request(PROMPTS[2], SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True))
         while made.has_work():
             made.step()
-        observer: Any = runner._forward._observer
+        observer: Any = runner._forward._forwards.observer
         pools.append(observer._pool.clone())
     whole, chunks = ([pool[block, 0, :, :, :16] for block in range(len(pool)) if pool[block].any()] for pool in pools)
     differs = [
