@@ -34,6 +34,15 @@ def from_wing(path: str) -> Any:
     return getattr(import_module(module), name) if has_wing(module) else None
 
 
+def call_wing(path: str, *args: Any) -> Any:
+    """What the function that `path` names returns for `args`; None where the wing is not here.
+
+    Its module is imported now: many need torch or triton, which take seconds, and settings are checked before.
+    """
+    function = from_wing(path)
+    return None if function is None else function(*args)
+
+
 @cache
 def wing_modules(package: str, name: str) -> tuple[ModuleType, ...]:
     """The modules of that name in the folders of a package: what its wings tell of themselves, imported."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from common.model_files import ModelFiles, resolve_model
-from common.wings import require_wing
+from common.wings import call_wing, require_wing
 from engine.config import EngineConfig, GpuConfig
 from engine.engine import Engine
 from engine.kv.manager import KVManager
@@ -27,7 +27,7 @@ from engine.ranks import RankContext
 from engine.scheduling.order import ServiceOrder
 from engine.scheduling.scheduler import MAX_REPLAY_TOKENS, Scheduler
 from engine.start_progress import OnProgress, no_progress
-from engine.wings import Adapters, from_wing
+from engine.wings import Adapters
 from kvstore.layout import PoolGeometry
 from kvstore.pool.block_pool import BlockPool
 
@@ -72,7 +72,7 @@ def assemble(
 
     is_offline: without services, see `EngineConfig.resolved`.
     """
-    with from_wing("engine.start_failures.explained:explained") or nullcontext():
+    with call_wing("engine.start_failures.explained:explained") or nullcontext():
         return _assemble(config, memory or PoolMemory(), gpu or GpuConfig(), is_offline, on_progress)
 
 
@@ -104,12 +104,12 @@ def _assemble(
     if device.type == "cuda":
         check_attention(model_config, gpu.attention_backend)
     followed = "engine.tensor_parallel.assembly:FollowedRanks"  # which starts other ranks
-    ranks: Ranks = from_wing(followed, config, device, gpu) if config.num_ranks > 1 else Ranks()
-    with from_wing("engine.start_failures.explained:of_loading") or nullcontext():
+    ranks: Ranks = call_wing(followed, config, device, gpu) if config.num_ranks > 1 else Ranks()
+    with call_wing("engine.start_failures.explained:of_loading") or nullcontext():
         loaded = load_model(files, config, device, ranks.shard, on_progress, ranks.stage)
-    balancing: Balancing | None = from_wing("engine.expert_balancing.rebalancing:open_balancing", loaded, config)
+    balancing: Balancing | None = call_wing("engine.expert_balancing.rebalancing:open_balancing", loaded, config)
     adapters = adapters_of(loaded, config)  # what they take of a GPU is not for KV blocks
-    drafting: OnGpu | None = from_wing("engine.speculation.proposer:proposer_on_gpu", config, loaded, gpu)  # likewise
+    drafting: OnGpu | None = call_wing("engine.speculation.proposer:proposer_on_gpu", config, loaded, gpu)  # likewise
     config, geometry, max_model_len = _size_pool(loaded, config, gpu, ranks, drafting)
     pool = memory.allocate(geometry, device)
     kv, host_buffer = _open_kv(geometry, config, memory.agent_socket, device)
@@ -126,10 +126,10 @@ def _assemble(
     runner.warmup(on_progress)
     if tokens is not None:
         tokens.exception()  # wait: nothing stalls the first streams; a model without a tokenizer takes no grammars
-    speculation: Speculation | None = from_wing(
+    speculation: Speculation | None = call_wing(
         "engine.speculation.proposer:open_speculation", config, runner, loaded, drafting, geometry.num_blocks
     )
-    prompt_budget: PromptBudget | None = from_wing("engine.objectives.prompt_budget:budget_for", config)
+    prompt_budget: PromptBudget | None = call_wing("engine.objectives.prompt_budget:budget_for", config)
     scheduler = Scheduler(
         kv,
         max_num_seqs=config.max_num_seqs,
@@ -217,7 +217,7 @@ def _log_ready(parts: EngineParts, seconds: float) -> None:
 
 def adapters_of(loaded: LoadedModel, config: EngineConfig) -> Adapters | None:
     """The adapters of a model, or of a rank's part of it; None: it serves none. Raises ConfigError."""
-    adapters: Adapters | None = from_wing("engine.lora.adapters:open_adapters", loaded, config)
+    adapters: Adapters | None = call_wing("engine.lora.adapters:open_adapters", loaded, config)
     return adapters
 
 
@@ -257,8 +257,8 @@ def _make_runner(
 
         return GpuRunner(loaded, pool, host_buffer, config, gpu, max_model_len, *ranks)
     if config.is_simulated:
-        return from_wing("engine.simulated.runner:SimulatedRunner", loaded, pool, host_buffer, config)
-    other = from_wing("engine.transformers_models.runner:runner_of", loaded, pool, host_buffer, config)
+        return call_wing("engine.simulated.runner:SimulatedRunner", loaded, pool, host_buffer, config)
+    other = call_wing("engine.transformers_models.runner:runner_of", loaded, pool, host_buffer, config)
     if other is not None:
         return other
     from engine.cpu.runner import CpuRunner

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
-
-from common.wings import has_wing
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -15,15 +12,6 @@ if TYPE_CHECKING:
 
 Figures = Mapping[str, Sequence[float]]
 """By metric: the total of a counter or the value of a gauge, for each number that its label has; observations."""
-
-
-def from_wing(name: str, *args: Any) -> Any:
-    """What a wing's function `module:name` returns for `args`; None where this installation lacks it.
-
-    The module is imported now: many need torch or triton, which take seconds, and settings are checked before.
-    """
-    module, _, function = name.partition(":")
-    return getattr(import_module(module), function)(*args) if has_wing(module) else None
 
 
 class EngineWing:

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from common.wings import call_wing
 from engine.gpu.attention.backend import GpuAttention, GpuInputs
 from engine.gpu.attention.grouped import GroupedQueries
 from engine.gpu.lowering import GpuForwards, Observer
@@ -19,7 +20,6 @@ from engine.gpu.ops.rules import SINGLE_GPU, GpuSeams, GpuStep, ops_of
 from engine.layers.attention import AttentionBlock
 from engine.models.model import Model
 from engine.ranks import RankContext
-from engine.wings import from_wing
 
 
 def attention_of(model: Model) -> type[GpuAttention]:
@@ -27,7 +27,7 @@ def attention_of(model: Model) -> type[GpuAttention]:
     own = [ops_of(each) for each in model.blocks if isinstance(each, AttentionBlock) and each.gpu_ops]
     if own:
         return own[0].attention
-    return from_wing("engine.speculation.on_gpu.verified_queries:attention") or GroupedQueries
+    return call_wing("engine.speculation.on_gpu.verified_queries:attention") or GroupedQueries
 
 
 RowDecoder = Callable[[GpuInputs], Tensor]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from common.wings import has_wing
+from common.wings import call_wing, has_wing
 from engine.config import EngineConfig, GpuConfig
 from engine.gpu.forward import FusedForward
 from engine.gpu.lowering import Observer, narrowed_rows
@@ -34,7 +34,6 @@ from engine.request_states import RequestState
 from engine.runner import ModelRunner, reads_hidden
 from engine.start_progress import OnProgress, no_progress
 from engine.trial_plans import warmup_plans
-from engine.wings import from_wing
 
 if TYPE_CHECKING:
     from engine.prompt_graphs.graphs import PromptGraphs
@@ -161,13 +160,13 @@ class GpuRunner(ModelRunner):
         """
         on_progress("warming up", None)
         # An earlier engine of this process may log what is compiled.
-        with from_wing("engine.late_compiles.log:compiles_are_early") or nullcontext():
+        with call_wing("engine.late_compiles.log:compiles_are_early") or nullcontext():
             self._run_warmup_plans()
             if self._copies is not None:
                 self._copies.warm_up()
             if self._use_graphs:
                 self.capture(on_progress)
-        from_wing("engine.late_compiles.log:log_late_compiles")
+        call_wing("engine.late_compiles.log:log_late_compiles")
 
     def _run_warmup_plans(self) -> None:
         num_positions = min(self._pool.shape[0] // self._num_groups, self._state.block_tables[0].shape[1])

@@ -19,7 +19,7 @@ from common.errors import ConfigError, UnsupportedModelError
 from common.model_files import ModelFiles, sampled_digest
 from common.text.load import load_tokenizer
 from common.text.tokenizer import Tokenizer
-from common.wings import require_wing
+from common.wings import call_wing, require_wing
 from engine.config import EngineConfig
 from engine.kv.memory import DTYPE_NAMES, TORCH_DTYPES
 from engine.layers.attention import Attention
@@ -30,7 +30,7 @@ from engine.models.config import PLAIN_BITS, ModelConfig
 from engine.models.model import Model
 from engine.ranks import Stage
 from engine.start_progress import OnProgress, no_progress
-from engine.wings import Constraints, from_wing
+from engine.wings import Constraints
 from kvstore.layout import WHOLE, Shard
 
 logger = logging.getLogger(__name__)
@@ -113,8 +113,8 @@ def load_model(
     tokenizer = cache(partial(load_tokenizer, files))
     return LoadedModel(
         model, source.config, name, dtype, quant_mode, device, tokenizer, shard,
-        from_wing("engine.grammar.constraints:constraints_over", tokenizer, source.config.vocab_size),
-        from_wing("engine.pooling.modules:modules_of", files, source.config.hidden_size, device),
+        call_wing("engine.grammar.constraints:constraints_over", tokenizer, source.config.vocab_size),
+        call_wing("engine.pooling.modules:modules_of", files, source.config.hidden_size, device),
     )  # fmt: skip
 
 
@@ -134,7 +134,7 @@ def check_model(files: ModelFiles, engine_config: EngineConfig) -> ModelConfig:
     check_settings(config, engine_config)
     config.context_length(engine_config.max_model_len)
     if engine_config.tp > 1:
-        from_wing(CONFIG_OF_RANK, config, engine_config, Shard(rank=0, size=engine_config.tp))
+        call_wing(CONFIG_OF_RANK, config, engine_config, Shard(rank=0, size=engine_config.tp))
     if engine_config.pp > 1:
         from engine.pipeline_parallel.staged import divide_layers
 
@@ -194,7 +194,7 @@ def _build(
         from engine.tensor_parallel.weights import RankWeights
 
         make = partial(RankWeights, shard, source.shapes_of(config))
-        config = from_wing(CONFIG_OF_RANK, config, engine_config, shard)
+        config = call_wing(CONFIG_OF_RANK, config, engine_config, shard)
     layers = range(*(shard.layers or (0, config.num_layers)))
     needed = source.shapes_of(config, kept)
     if shard.layers is not None:

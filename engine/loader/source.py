@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from common.model_files import ModelFiles
-from common.wings import require_wing
+from common.wings import call_wing, require_wing
 from engine.config import EngineConfig
 from engine.layers.weights import WeightSource
 from engine.loader.checkpoint import Check, Shape, check_weights
@@ -22,7 +22,6 @@ from engine.models.config import ModelConfig
 from engine.models.families import ModelFamily, family_of
 from engine.models.hf_config import architecture_of, config_from_hf, read_hf_config
 from engine.models.model import Model
-from engine.wings import from_wing
 from kvstore.layout import Shard
 
 if TYPE_CHECKING:
@@ -58,9 +57,9 @@ class Source:
         if engine_config.quant_mode not in ("auto", "none"):
             require_wing(WING, f"--quant-mode {engine_config.quant_mode}")
         asked = self.weights, engine_config, dtype, device
-        chosen: Conversion | None = from_wing("engine.gguf.choose:block_conversion", *asked)
+        chosen: Conversion | None = call_wing("engine.gguf.choose:block_conversion", *asked)
         if chosen is None:
-            chosen = from_wing("engine.quantization.conversion:choose_conversion", *asked, shard)
+            chosen = call_wing("engine.quantization.conversion:choose_conversion", *asked, shard)
         return chosen or Conversion()
 
     def shapes_of(self, config: ModelConfig, kept: frozenset[str] = frozenset()) -> dict[str, Shape]:
@@ -77,7 +76,7 @@ class Source:
 
 def open_source(files: ModelFiles, engine_config: EngineConfig, dtype: torch.dtype, device: torch.device) -> Source:
     """Read the config and the names and shapes of weights. Raises ConfigError and UnsupportedModelError."""
-    opened = from_wing("engine.transformers_models.source:open_transformers", files, engine_config, dtype, device)
+    opened = call_wing("engine.transformers_models.source:open_transformers", files, engine_config, dtype, device)
     if opened is not None:
         return Source(*opened)
     if files.kind == "dry-run":
@@ -92,7 +91,7 @@ def open_source(files: ModelFiles, engine_config: EngineConfig, dtype: torch.dty
         raw = family.text_config(raw)
     config = family.adapt_config(config_from_hf(raw), raw)
     if config.latent is not None:
-        config = from_wing("engine.mla.deepseek:with_asked_form", config, engine_config)
+        config = call_wing("engine.mla.deepseek:with_asked_form", config, engine_config)
     quantized = quantized_checkpoint(raw)
     if engine_config.load_format == "dummy":
         dummy = _random(family, config, dtype, device)
@@ -128,7 +127,7 @@ def _stored_rows(family: ModelFamily, config: ModelConfig, needed: Mapping[str, 
 
 def check_settings(config: ModelConfig, engine_config: EngineConfig) -> None:
     """Raise ConfigError for a setting that says nothing about such a model."""
-    from_wing("engine.mla.settings:check_settings", config, engine_config)
+    call_wing("engine.mla.settings:check_settings", config, engine_config)
 
 
 def quantized_checkpoint(raw: Mapping[str, Any]) -> QuantizedCheckpoint | None:

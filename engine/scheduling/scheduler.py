@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from common.errors import ContextLengthError
+from common.wings import call_wing
 from engine.kv.manager import KVManager
 from engine.plan import StepResult
 from engine.request import FinishReason, Request, RequestId, RequestOutput, RequestStatus, SchedulerLoad
@@ -23,7 +24,6 @@ from engine.scheduling.preemption import Preemption
 from engine.scheduling.remote_kv import RemoteKv
 from engine.scheduling.request_queues import RequestQueues
 from engine.scheduling.stopping import append_tokens, is_full
-from engine.wings import from_wing
 
 if TYPE_CHECKING:
     from engine.objectives.prompt_budget import PromptBudget
@@ -59,14 +59,14 @@ class Scheduler:
         self.speculation = speculation
         self.max_model_len = kv.longest_sequence(max_model_len)
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._order: ServiceOrder = order or from_wing("engine.priorities.order:PriorityOrder") or ServiceOrder()
+        self._order: ServiceOrder = order or call_wing("engine.priorities.order:PriorityOrder") or ServiceOrder()
         self._queues = RequestQueues()
         own = self._queues, kv, max_num_seqs, preempt_by_swap
-        displacing: Preemption | None = from_wing(
+        displacing: Preemption | None = call_wing(
             "engine.priorities.displacement:Displacement", self._order, self.max_model_len, *own
         )
         self._preemption = displacing or Preemption(*own)
-        progressive: RemoteKv | None = from_wing(
+        progressive: RemoteKv | None = call_wing(
             "engine.progressive_pulls.remote_kv:ProgressiveRemoteKv", self._queues, kv
         )
         self.remote_kv = progressive or RemoteKv(self._queues, kv)

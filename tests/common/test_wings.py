@@ -6,7 +6,7 @@ import pytest
 
 from common.errors import ConfigError
 from common.net.hosts import with_port
-from common.wings import from_wing, has_wing, require_wing
+from common.wings import call_wing, from_wing, has_wing, require_wing
 
 
 def test_packages_and_modules_are_found_without_importing_them() -> None:
@@ -25,6 +25,8 @@ def test_a_folder_without_code_is_no_wing(tmp_path: Path, monkeypatch: pytest.Mo
 def test_what_a_wing_has_is_none_where_the_wing_is_not() -> None:
     assert from_wing("common.net.hosts:with_port") is with_port
     assert from_wing("common.feathers:Feather") is None
+    assert call_wing("common.net.hosts:with_port", "router", 8000) == with_port("router", 8000)
+    assert call_wing("common.feathers:Feather", 1) is None
 
 
 def test_what_asks_for_an_absent_wing_is_named() -> None:
