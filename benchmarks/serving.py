@@ -69,7 +69,7 @@ class Session:
         self._maker = PromptMaker(vocab_size)
 
     def prompt(self, length: int, prefix: Prompt | None = None) -> Prompt:
-        """A prompt of `length` new tokens, behind those of `prefix`."""
+        """A prompt of `length` new tokens, after those of `prefix`."""
         new = self._maker.fresh(self._rng, length)
         if prefix is None:
             return new
@@ -215,7 +215,7 @@ def handoff_scenario(options: argparse.Namespace, flags: list[str]) -> dict[str,
     common = ["--decode=1", f"--max-num-batched-tokens={options.chunk_tokens}", "--local-prefill-tokens=0", *flags]
     found = {}
     for name, (num_prefill, own) in clusters.items():
-        port, *_ = free_ports(num_prefill + 3)  # of each service's metrics; decode comes behind prefill workers
+        port, *_ = free_ports(num_prefill + 3)  # of each service's metrics; decode comes after prefill workers
         url = f"http://{LOOPBACK}:{port + num_prefill}/metrics"
         measure = functools.partial(measure_handoff, num_tokens=options.prompt_tokens, metrics_url=url)
         of_cluster = [f"--prefill={num_prefill}", f"--metrics-port={port}", *own, *common]

@@ -53,7 +53,7 @@ class ShortPrompts:
         return random_prompt(self._random, self._vocab_size, num_tokens)
 
     def first_token_ms(self, num_new: int, cached: tuple[int, ...] = ()) -> float:
-        """Time to first token of a new prompt behind the tokens `cached`."""
+        """Time to first token of a new prompt after the tokens `cached`."""
         prompt = [*cached, *self.prompt(num_new)]
         began = time.perf_counter()
         self.engine.add_request(prompt, greedy(1), adapter=self._adapter)

@@ -25,7 +25,7 @@ class NewRequest(msgspec.Struct, gc=False):
     num_prompt_tokens: int
     params: SamplingParams
     eos_token_ids: frozenset[TokenId] = frozenset()
-    prefill_only: bool = False  # it ends with the token behind its prompt
+    prefill_only: bool = False  # it ends with the token after its prompt
     adapter: str = ""  # of the model, whose weights its rows are computed with; empty: the model itself
     cache_salt: str = ""  # nothing of its text may be told to requests with another one
 
@@ -40,7 +40,7 @@ class ScheduledRow(msgspec.Struct, gc=False):
     start: int  # tokens of the request that are in the KV cache when the step begins
     num_tokens: int  # drafts included
     samples: bool  # the row reaches the last token there is, so the step samples the next one
-    new_block_ids: tuple[BlockId, ...] = ()  # behind those that earlier rows brought; mostly none, and no object then
+    new_block_ids: tuple[BlockId, ...] = ()  # after those that earlier rows brought; mostly none, and no object then
     draft_token_ids: tuple[TokenId, ...] = ()  # proposed for the positions that follow the last known token
 
     @property

@@ -57,7 +57,7 @@ class Seams:
         return block.__call__
 
     def end(self, x: Tensor, step: Step) -> Tensor:
-        """All rows (num_tokens, hidden) behind the final norm."""
+        """All rows (num_tokens, hidden) after the final norm."""
         return x
 
     def head(self, model: Model) -> LinearLayer:
@@ -85,7 +85,7 @@ class Inbox:
 
 
 class HiddenSink(Protocol):
-    """The stage behind."""
+    """The next stage."""
 
     def send(self, hidden: Tensor) -> None:
         """Send a step's (num_tokens, hidden), which may be overwritten as soon as this returns."""
@@ -118,7 +118,7 @@ class RankContext(Generic[S]):
         return self.sink is not None
 
     def pass_on(self, hidden: Tensor) -> bool:
-        """Send a step's hidden states to the stage behind. False: there is none."""
+        """Send a step's hidden states to the next stage. False: there is none."""
         if self.sink is None:
             return False
         self.sink.send(hidden)

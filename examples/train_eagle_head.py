@@ -52,7 +52,7 @@ OPENING = "<|im_start|>user\n"  # of samples without a text: a chat model writes
 @dataclass(frozen=True)
 class Sample:
     """A sequence, the inputs of three layers for all its tokens but the last, and what the model's final norm read
-    behind each token from the last of the prompt on.
+    after each token from the last of the prompt on.
     """
 
     token_ids: list[int]
@@ -219,7 +219,7 @@ class Head(nn.Module):
         self.to(device)
 
     def forward(self, next_ids: Tensor, states: Tensor, num_passes: int) -> list[Tensor]:
-        """Logits (batch, n, draft vocab) of each pass. next_ids: (batch, n), of the tokens behind those of `states`
+        """Logits (batch, n, draft vocab) of each pass. next_ids: (batch, n), of the tokens after those of `states`
         (batch, n, 3 * hidden). Of pass s the first s positions mean nothing.
         """
         layer, hidden = self.midlayer, self.fc(states)
@@ -305,7 +305,7 @@ def train(
 
 
 def batch_of(samples: Sequence[Sample]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Tokens behind each position (batch, n), states there, what the final norm reads behind those tokens
+    """Tokens after each position (batch, n), states there, what the final norm reads after those tokens
     (batch, n, hidden), and which of the positions count: in float32.
     """
     length = max(len(sample.token_ids) for sample in samples) - 2
@@ -367,7 +367,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     layers = sorted(min(max(layer, 0), count - 1) for layer in (2, count // 2, count - 3))  # the paper's
     prompts = prompts_of(args.model, args.text, args.chat, args.samples, args.prompt_tokens)
     began = time.monotonic()
-    # A chat model ends after its own question: the answer comes behind that.
+    # A chat model ends after its own question: the answer comes after that.
     asked = args.model, prompts, args.length, layers, args.temperature, not args.text
     if args.device == "cuda":
         torch.set_float32_matmul_precision("high")

@@ -128,7 +128,7 @@ def compute_reference(config: EngineConfig, lengths: Sequence[int], num_output: 
 
 
 def pieces_of(files: ModelFiles, text: str, lengths: Sequence[int]) -> list[list[int]]:
-    """Token ids of pieces of `text`, one behind the other. Raises ConfigError when it is too short."""
+    """Token ids of pieces of `text`, one after the other. Raises ConfigError when it is too short."""
     token_ids = load_tokenizer(files).encode(text)
     if len(token_ids) < sum(lengths):
         raise ConfigError(f"the text has {len(token_ids)} tokens, the prompts need {sum(lengths)}")

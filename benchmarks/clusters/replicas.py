@@ -49,7 +49,7 @@ def balance(counts: Sequence[float]) -> dict[str, Any]:
 
 def measure(num_replicas: int, options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     """Start so many workers, warm them up, measure, stop them."""
-    ports = free_ports(num_replicas + 2)[:num_replicas]  # metrics: behind them those of agent and router
+    ports = free_ports(num_replicas + 2)[:num_replicas]  # metrics: after them those of agent and router
     options.clients = num_replicas * options.clients_per_worker
     bench = Bench(options)
     own = ["--prefill=0", f"--decode={num_replicas}", f"--metrics-port={ports[0]}"]

@@ -3,7 +3,7 @@
     python -m benchmarks.profile.decode_profile --model DIR --load-format dummy --batch 1,64 --steps 20 --out DIR
 
 Figures are per step, in microseconds. Kernels of a step overlap: what each adds to the step is the time from the end
-of the one that ended before it to its own, and its duration, in which it may wait for others, stands behind. Kernels
+of the one that ended before it to its own, and its duration, in which it may wait for others, comes after. Kernels
 of one name are told apart by their grid. The profiler slows the host down, so phases of the host are timed before,
 without it. `--out` keeps the events of three steps as `decode_BATCH.json`; `benchmarks.profile.decode_picture` draws
 them.

@@ -108,7 +108,7 @@ def weight_bytes(config: ModelConfig, dtype: str, quantization: str, num_tokens:
 
 
 def kv_bytes(config: ModelConfig, dtype: str, num_tokens: float) -> float:
-    """Bytes of KV that a query behind so many tokens reads."""
+    """Bytes of KV that a query after so many tokens reads."""
     seen = sum(min(num_tokens, window or num_tokens) for window in config.windows or [0] * config.num_layers)
     return seen * config.num_kv_planes * config.kv_size * DTYPE_BYTES[dtype]
 

@@ -25,7 +25,7 @@ class ApiError(MiniInferError):
 
 
 def server_root(url: str) -> str:
-    """The server's root; OpenAI's clients are given it with /v1 behind it."""
+    """The server's root; OpenAI's clients are given it with /v1 after it."""
     return url.rstrip("/").removesuffix("/v1")
 
 

@@ -26,7 +26,7 @@ _PLAIN = re.compile(r"[^*_`\\]+")
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A pair of marks; `content` lies between them and `end` behind them. Without style: marks that mean nothing."""
+    """A pair of marks; `content` lies between them and `end` after them. Without style: marks that mean nothing."""
 
     content: str
     end: int

@@ -12,7 +12,7 @@ MOST_OF_OBJECTIVE = 0.5  # that such a chunk may take: on slow devices and with 
 
 
 def tokens_in(cost: StepCost, work: float, start: float) -> float:
-    """Prompt tokens behind `start` others that take so many seconds of work; 0 also when that is not known."""
+    """Prompt tokens after `start` others that take so many seconds of work; 0 also when that is not known."""
     per_token = cost.prompt_token + cost.prompt_context * start
     if work <= 0.0 or not per_token:
         return 0.0

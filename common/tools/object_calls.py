@@ -64,7 +64,7 @@ def objects_in_text(
 
 
 def _object_rules(schemas: Mapping[str, Schema], brace: str) -> list[str]:
-    """Return Lark rules, `object` among them, of calls from that brace on, or from behind it."""
+    """Return Lark rules, `object` among them, of calls from that brace on, or from after it."""
     kind = _BLANK.join(('"type"', ":", '"function"', ",", ""))  # which Llama 3.1 may write
     tail = _BLANK.join(("", ",", '"(parameters|arguments)"', ":", ""))
     rules = [alternatives(schemas, "object")]

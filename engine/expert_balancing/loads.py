@@ -112,7 +112,7 @@ class ExpertLoadRecorder:
             logger.warning("loads of experts are not written to %s: %s", self._path, error.strerror)
 
     def start_copy(self) -> HostCopy:
-        """What will have been counted behind the steps launched until now, a row for each of `blocks`."""
+        """What will have been counted after the steps launched until now, a row for each of `blocks`."""
         return HostCopy(self._counts)
 
     def _write(self, total: Tensor) -> None:

@@ -158,7 +158,7 @@ def _num_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _pack(tensors: Sequence[Tensor], row: Tensor) -> None:
-    """Copy all tensors into a row of bytes, one behind the other."""
+    """Copy all tensors into a row of bytes, one after the other."""
     for piece, tensor in zip(torch.split(row, [each.nbytes for each in tensors]), tensors, strict=True):
         piece.copy_(tensor.contiguous().view(torch.uint8).flatten())
 

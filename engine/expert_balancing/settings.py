@@ -17,7 +17,7 @@ class ExpertBalancingSettings(EngineWing):
     expert_load_file: str = setting(
         "",
         "file that gets counts of the tokens that chose each expert, every 10 seconds and at the end; with `serve` "
-        "one of each worker, its name behind this one",
+        "one of each worker, its name after this one",
         per_worker=True,
         excludes=NOT_IN_STAGES,
     )

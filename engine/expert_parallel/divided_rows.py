@@ -1,7 +1,7 @@
 """What a lowered model does between ranks that dispatch rows to experts: rows are divided among them.
 
     embedding          summed over ranks; a rank keeps its rows, and the residual has those alone
-    fold               behind attention and MLPs, a rank's rows of the sum; behind experts they are complete
+    fold               after attention and MLPs, a rank's rows of the sum; after experts they are complete
     attention, MLPs    of all ranks' normed rows, gathered
     experts            of a rank's rows, see `engine/expert_parallel/exchange.py`
     final norm         gathered

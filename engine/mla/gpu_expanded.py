@@ -7,8 +7,8 @@ more. What remains is the context's:
 
     expanded is cheaper where    pairs x (2 rank - plain - value) > context x rank x (plain + value)
 
-For DeepSeek's numbers, and n tokens behind c: where n + n (n + 1) / 2c > 170.7, so for any chunk of 171 tokens, and
-for 64 behind up to 19. It is asked for all chunks of a step together, so that one kernel attends for them.
+For DeepSeek's numbers, and n tokens after c: where n + n (n + 1) / 2c > 170.7, so for any chunk of 171 tokens, and
+for 64 after up to 19. It is asked for all chunks of a step together, so that one kernel attends for them.
 """
 
 from __future__ import annotations

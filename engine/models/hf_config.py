@@ -97,7 +97,7 @@ def _sliding_window(raw: Mapping[str, Any]) -> int | None:
         return None
     if window is None or not raw.get("use_sliding_window", True):
         return None
-    if raw.get("use_bidirectional_attention"):  # of so many tokens, half before and half behind
+    if raw.get("use_bidirectional_attention"):  # of so many tokens, half before and half after
         return int(window) // 2 + 1
     return int(window) + (not is_causal(raw))
 

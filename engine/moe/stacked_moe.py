@@ -73,7 +73,7 @@ def _one(stacked: Tensor, expert: int) -> Tensor:
 
 
 def _halves(stacked: Tensor, expert: int, dim: int) -> Tensor:
-    """One expert's, with gate and up, which take turns in dimension `dim`, behind each other."""
+    """One expert's, with gate and up, which take turns in dimension `dim`, one after the other."""
     weight = _one(stacked, expert)
     if weight.is_meta:
         return weight

@@ -109,7 +109,7 @@ class NativeAttention:
         return Chunk(start, stop, seq_len, torch.tensor(block_ids), list(runs_of(block_ids)), workspace)
 
     def _gather(self, layer: int, chunk: Chunk) -> Tensor:
-        """The chunk's sequence up to its last token, with zeros behind it."""
+        """The chunk's sequence up to its last token, with zeros after it."""
         num_blocks = chunk.block_ids.shape[0]
         covered = num_blocks * self._block_size
         by_block = chunk.workspace[:, :, :covered].view(2, self._kv_heads, num_blocks, self._block_size, -1)

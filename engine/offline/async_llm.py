@@ -63,7 +63,7 @@ class AsyncLLM:
         self.tokenizer = self._model.tokenizer
         self._mailboxes = Mailboxes[_Caller](self.engine)
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()  # None: the end
-        self._closing = threading.Lock()  # nothing is sent behind the None that ends the thread
+        self._closing = threading.Lock()  # nothing is sent after the None that ends the thread
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()

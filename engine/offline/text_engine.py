@@ -136,7 +136,7 @@ class TextStream:
         return text + self._detokenizer.finish() if self.has_ended else text
 
     def _push_matching(self, matcher: StopStringMatcher, token_ids: Sequence[int], min_tokens: int) -> str:
-        """Push token by token: those behind the one that completes a stop string are dropped."""
+        """Push token by token: those after the one that completes a stop string are dropped."""
         pieces: list[str] = []
         for token_id in token_ids:
             text = self._detokenizer.push((token_id,))

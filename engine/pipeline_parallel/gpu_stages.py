@@ -3,7 +3,7 @@
 Where stages have several ranks, each sends to its peer of the next stage: all of them have the same hidden states.
 
 They travel between the graphs of the two stages, not in them: one message a step, as long as its tokens need. A stage
-copies what it sends, so that its next step does not wait until the stage behind takes this one.
+copies what it sends, so that its next step does not wait until the next stage takes this one.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class NoNeighbour:
 
 
 Ends = tuple[HiddenSource | None, HiddenSink | None]
-"""The stages before and behind, None where there is none."""
+"""The stages before and after this one, None where there is none."""
 
 
 def open_ends(loaded: LoadedModel, config: EngineConfig, folder: Path) -> Ends:

@@ -1,4 +1,4 @@
-"""What a folder of sentence-transformers' layout has behind the model: `modules.json`, its pooling, dense layers.
+"""What a folder of sentence-transformers' layout has after the model: `modules.json`, its pooling, dense layers.
 
     modules.json            [{"path": "", "type": "...Transformer"}, {"path": "1_Pooling", "type": "...Pooling"}, ...]
     1_Pooling/config.json   which hidden states a vector is made of

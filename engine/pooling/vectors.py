@@ -4,7 +4,7 @@
     mean    the mean of those of all its tokens, in float32
     cls     the hidden state of its first token
 
-All are of the states behind the final norm, then come the layers that the model's folder has for vectors
+All are of the states after the final norm, then come the layers that the model's folder has for vectors
 (`engine/pooling/modules.py`). None is normalized: that is the router's. A vector travels as the
 log-probabilities of the one token that its request samples, whose alternatives' values it is.
 """

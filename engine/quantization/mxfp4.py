@@ -81,8 +81,8 @@ class Mxfp4Source(PartSource):
             blocks, exponents = (_filled_rows(_halves(part), *inner) for part in (blocks, exponents))
             bias = None if bias is None else _filled_rows(bias, *inner)
         else:
-            before, behind = filled_columns(columns)
-            blocks, exponents = _filled_groups(blocks, exponents, before, len(columns), behind)
+            before, after = filled_columns(columns)
+            blocks, exponents = _filled_groups(blocks, exponents, before, len(columns), after)
         return stored_layer(*pack_mxfp4(blocks, exponents), bias, blocks.shape[1] * GROUP_SIZE)
 
 
@@ -178,11 +178,11 @@ def _groups_around(columns: range) -> range:
     return range(columns.start // GROUP_SIZE, -(-columns.stop // GROUP_SIZE))
 
 
-def _filled_groups(blocks: Tensor, exponents: Tensor, before: int, count: int, behind: int) -> tuple[Tensor, Tensor]:
+def _filled_groups(blocks: Tensor, exponents: Tensor, before: int, count: int, after: int) -> tuple[Tensor, Tensor]:
     """Blocks (rows, groups, 16) and exponents whose columns are zeros, but for `count` of them from `before` on."""
-    if not before and not behind:
+    if not before and not after:
         return blocks, exponents
-    total = (before + count + behind) // GROUP_SIZE
+    total = (before + count + after) // GROUP_SIZE
     missing = total - blocks.shape[1]
     blocks = functional.pad(blocks, (0, 0, 0, missing))
     nibbles = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(1)
@@ -192,14 +192,14 @@ def _filled_groups(blocks: Tensor, exponents: Tensor, before: int, count: int, b
     return pairs[..., 0] | (pairs[..., 1] << 4), functional.pad(exponents, (0, missing), value=EXPONENT_BIAS)
 
 
-def _filled_rows(rows: Tensor, before: int, behind: int) -> Tensor:
+def _filled_rows(rows: Tensor, before: int, after: int) -> Tensor:
     """Rows of gate, then of up, each with rows of zeros around them."""
     halves = rows.view(2, -1, *rows.shape[1:])
-    return functional.pad(halves, (0, 0) * (rows.dim() - 1) + (before, behind)).flatten(0, 1)
+    return functional.pad(halves, (0, 0) * (rows.dim() - 1) + (before, after)).flatten(0, 1)
 
 
 def _halves(rows: Tensor) -> Tensor:
-    """Rows of gate and up, which take turns, behind each other."""
+    """Rows of gate and up, which take turns, one after the other."""
     return rows.view(-1, 2, *rows.shape[1:]).transpose(0, 1).flatten(0, 1)
 
 

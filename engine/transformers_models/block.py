@@ -18,7 +18,7 @@ from engine.transformers_models.seam import Call, Layer, check_call
 class TransformersAttention(AttentionBlock):
     """q, k and v come normed and rotated.
 
-    The pool's heads are as wide as the wider of K and V; zeros behind the other change no product. Backends divide
+    The pool's heads are as wide as the wider of K and V; zeros in the other change no product. Backends divide
     scores by sqrt(head_dim): another scale is put on q.
     """
 

@@ -59,7 +59,7 @@ class CausalLm:
             connect(hf.get_submodule(layer.name), partial(self._attended, block))
 
     def hidden(self, step: Step) -> Tensor:
-        """(num_tokens, hidden), behind the final norm."""
+        """(num_tokens, hidden), after the final norm."""
         self._attend = step.attend
         found = self.hf.base_model(
             input_ids=step.token_ids[None], position_ids=step.positions[None], use_cache=False, return_dict=True

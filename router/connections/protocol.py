@@ -1,6 +1,6 @@
 """Bounds on all that a client can send over one HTTP connection.
 
-Everything of a request that is not its body (headers, trailers, chunk extensions, the start of a request behind it)
+Everything of a request that is not its body (headers, trailers, chunk extensions, the start of a request after it)
 counts against one bound. What is refused is refused with an error in JSON, and the connection closes. Who gets a
 connection at all is in `connection_slots`.
 """

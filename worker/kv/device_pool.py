@@ -165,7 +165,7 @@ class DevicePool:
 
     @contextlib.contextmanager
     def stream(self, writes_pool: bool) -> Iterator[None]:
-        """This thread's stream, made current; what writes to the pool comes behind the fence. Raises TransferError.
+        """This thread's stream, made current; what writes to the pool comes after the fence. Raises TransferError.
 
         The body waits for the end of its work.
         """

@@ -26,7 +26,7 @@ class KvLoads:
     """Link between the engine, which reserves blocks for loads, and the puller, which fills them."""
 
     def __init__(self, engine: Engine, puller: KvPuller, fence: Callable[[], None], can_read: bool = True) -> None:
-        """fence: marks that blocks are about to be given to loads, behind the steps launched so far.
+        """fence: marks that blocks are about to be given to loads, after the steps launched so far.
 
         can_read: whether all of the pool is in reach; else no handle is accepted.
         """

@@ -52,7 +52,7 @@ class RankPool(LocalPool):
         raise NotImplementedError
 
     def fence(self, first: RankPool) -> None:
-        """Mark that blocks are about to be given to loads, behind the steps that rank 0, `first`, has launched."""
+        """Mark that blocks are about to be given to loads, after the steps that rank 0, `first`, has launched."""
 
     def through_host(self, reader: Reader) -> Reader:
         """See LocalPool."""

@@ -119,7 +119,7 @@ class SharedPoolMemory(PoolMemory):
         ]
 
     def fence(self) -> None:
-        """Mark that blocks are about to be given to loads, behind the steps launched so far. On a CPU these ended."""
+        """Mark that blocks are about to be given to loads, after the steps launched so far. On a CPU these ended."""
         for rank in self.ranks:
             rank.fence(self.ranks[0])
 

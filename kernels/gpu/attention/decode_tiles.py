@@ -62,7 +62,7 @@ def tile_offsets(
 
 @triton.jit
 def listed_blocks(table_ptr, first_block, length, BLOCK_SIZE: tl.constexpr):
-    """Ids of LISTED_BLOCKS blocks, 0 behind the sequence."""
+    """Ids of LISTED_BLOCKS blocks, 0 after the sequence."""
     blocks = first_block + tl.arange(0, LISTED_BLOCKS)
     return tl.load(table_ptr + blocks, mask=blocks * BLOCK_SIZE < length, other=0)
 

@@ -4,7 +4,7 @@ rows.
 The ranks' GPUs map each other's memory. Each has an inbox of two halves with a slot for each sender, and a flag for
 each sender and program. A program pushes its part into all peers' inboxes, raises its flags there, and waits for the
 flags of the peers. Collectives are counted per program on the device, so that kernels can be replayed in a graph; the
-count (epoch) also selects the half. Two halves are enough: a rank at epoch e + 2 has seen all peers at e + 1, behind
+count (epoch) also selects the half. Two halves are enough: a rank at epoch e + 2 has seen all peers at e + 1, after
 their kernel of epoch e. Latency counts here, not bandwidth: NCCL is for long prompts.
 
 All ranks must run the same collectives in the same order.

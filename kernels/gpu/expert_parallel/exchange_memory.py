@@ -6,7 +6,7 @@ and waits for the flags of all. Each collective is counted per program on the de
 be replayed in a graph; a flag is twice the epoch, plus one if a row came with it.
 
 Nothing is kept twice. A rank that runs a collective for the next time has run another one in between, for which it
-had the flags of all peers; they raised these behind the kernels that read what it is about to overwrite. So ranks run
+had the flags of all peers; they raised these after the kernels that read what it is about to overwrite. So ranks run
 the same collectives with the same shapes, in the same order, and never the same one twice in a row:
 
     scatter, gather                       around attention and MLPs, see `kernels/gpu/expert_parallel/divided_rows.py`

@@ -160,7 +160,7 @@ def dispatch(
 
     x: (rows, hidden), shares: float32 and chosen: int32 (rows, choices), contiguous, of ceil(num_tokens / size)
     rows, of which the last ranks' last do not exist. The first top_k choices are experts of all ranks, num_held each;
-    behind those are experts that every rank has. is_padded: rows go to all ranks. lists: pairs by expert.
+    after those are experts that every rank has. is_padded: rows go to all ranks. lists: pairs by expert.
     """
     layout, (rows, n), num_choices = memory.layout, x.shape, chosen.shape[1]
     if rows != rows_a_rank(num_tokens, layout.size):

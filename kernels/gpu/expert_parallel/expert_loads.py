@@ -1,4 +1,4 @@
-"""Counts of the tokens that choose each expert, behind `route` and only where they are asked for.
+"""Counts of the tokens that choose each expert, after `route` and only where they are asked for.
 
     loads[e] += number of (t, j) with chosen[t, j] = e and slots[t] >= 0
 
@@ -34,7 +34,7 @@ def _count_choices_kernel(
 def count_choices(chosen: Tensor, slots: Tensor, loads: Tensor) -> None:
     """Add to loads, int64 (num_experts,), what rows chose that have a slot.
 
-    chosen: int32 (num_tokens, choices), of all experts, shared ones, which are not counted, behind them. slots: int32
+    chosen: int32 (num_tokens, choices), of all experts, shared ones, which are not counted, after them. slots: int32
     (num_tokens or more,).
     """
     if chosen.dtype != torch.int32 or not chosen.is_contiguous() or loads.dtype != torch.int64:

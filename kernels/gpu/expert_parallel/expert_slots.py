@@ -37,7 +37,7 @@ def _choose_slots_kernel(
 
 def choose_slots(chosen: Tensor, table: Tensor, counts: Tensor, held: range) -> None:
     """Replace experts by slots in place, counted from the first held. chosen: int32 (num_tokens, choices), of all
-    experts, shared ones behind them; these are left behind the slots held. table, counts: int64, see `ExpertSlots`.
+    experts, shared ones after them; these come after the slots held. table, counts: int64, see `ExpertSlots`.
     """
     if chosen.dtype != torch.int32 or not chosen.is_contiguous():
         raise ValueError("chosen must be contiguous int32")

@@ -34,7 +34,7 @@ def _attend_keys(
         seen = first + tl.arange(0, TILE_N)
         places = (first_key + seen).to(tl.int64)[:, None]
         if IS_LAST:
-            # What is behind the row's last key may be another row's, or never written: NaN, and 0 * NaN is NaN.
+            # What is after the row's last key may be another row's, or never written: NaN, and 0 * NaN is NaN.
             is_there = (seen < end_key)[:, None]
             k = tl.load(kv_ptr + places * kv_stride + plain[None, :], mask=is_there, other=0.0)
             r = tl.load(rotated_ptr + places * latent_stride + rotated[None, :], mask=is_there, other=0.0)
@@ -100,7 +100,7 @@ def expanded_prefill(
     q: Tensor, kv: Tensor, rotated: Tensor, scale: float, key_starts: Tensor, tiles: Tensor, out: Tensor,
     config: PrefillConfig | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attention of the tokens that `tiles` names, of whole rows or of chunks behind other keys.
+    """Attention of the tokens that `tiles` names, of whole rows or of chunks after other keys.
 
     q: (num_tokens, num_heads, plain + rotated), heads contiguous, tokens of any stride.
     kv: (num_keys, num_heads, plain + value), heads contiguous: every row's keys and values, row after row.

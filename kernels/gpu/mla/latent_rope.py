@@ -1,6 +1,6 @@
 """What MLA does to a token between its GEMMs and attention, in one kernel: rotate, norm, store.
 
-    out_h[rank:] = rotated q_h         the last numbers of each head's query, to stand behind its absorbed ones
+    out_h[rank:] = rotated q_h         the last numbers of each head's query, to stand after its absorbed ones
     pool        <- [norm(c) | rotated k_rope]
 
 Reference: `LatentAttention.rotated` of `engine/mla/latent_attention.py`.

@@ -41,7 +41,7 @@ MAX_UNSORTED = 16  # tokens, which fill no more than the smallest tile
 
 @triton.jit
 def _tile_of(counts_ptr, order_ptr, tile, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """(expert, pairs (BLOCK_M,), whether each exists) of a tile; expert NUM_EXPERTS for those behind the last."""
+    """(expert, pairs (BLOCK_M,), whether each exists) of a tile; expert NUM_EXPERTS for those after the last."""
     experts = tl.arange(0, EXPERTS)
     counts = tl.load(counts_ptr + experts, mask=experts < NUM_EXPERTS, other=0)
     tiles = (counts + BLOCK_M - 1) // BLOCK_M

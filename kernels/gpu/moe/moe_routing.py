@@ -1,7 +1,7 @@
 """How a token chooses its experts on a GPU: `engine/moe/routing.py` in one kernel.
 
 One program per token. Scores are float32; of equal ones the first is taken. Shared experts, which every token takes,
-stand behind the others: so they are pairs of a token and an expert as all are. Their share is one, or the sigmoid of
+stand after the others: so they are pairs of a token and an expert as all are. Their share is one, or the sigmoid of
 a logit of their own.
 """
 
@@ -101,7 +101,7 @@ def route(
     the shares of a token add up to one, before `factor`. bias: float32 (num_experts,), of the choice alone. With
     groups, only experts of the best num_chosen_groups are chosen, by the sums of their group_top best. held: the
     experts of this rank, by default all: those chosen are numbered from its first on, others are -1. num_shared:
-    experts behind those held that every token takes with a share of one, or with gates_shared of its last logit's
+    experts after those held that every token takes with a share of one, or with gates_shared of its last logit's
     sigmoid.
     """
     num_tokens, num_experts = logits.shape[0], logits.shape[1] - gates_shared

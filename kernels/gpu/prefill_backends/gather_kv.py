@@ -1,7 +1,7 @@
 """K and V of several sequences of one layer, out of the paged pool into contiguous memory.
 
 For attention kernels that cannot follow block tables. One launch copies K and V of all KV heads; what a tile's last
-block holds behind the sequence's end is not copied.
+block holds after the sequence's end is not copied.
 
 Reference: `gather_kv` of `kernels/paged_attention.py`, row by row.
 """
