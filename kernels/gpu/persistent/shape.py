@@ -190,7 +190,7 @@ class Shape:
         has_programs = self.kv_heads <= self.programs and self.splits <= MAX_SPLITS
         has_heads = self.group <= 8 and TILE_KEYS % self.block_size == 0 and has_programs
         has_experts = self.intermediate % HEAD_DIM == 0 and (self.experts, self.chosen) in ((0, 1), (128, 8))
-        has_scales = not self.experts or not self.is_by_pieces(self.inner)  # those of experts differ by columns
+        has_scales = not (self.experts and self.is_by_pieces(self.inner))  # no pieces have experts' scales
         has_slots = all(self._has_slots(*each) for each in self.stages)
         return has_chunks and is_divided and has_heads and has_experts and has_scales and has_slots
 

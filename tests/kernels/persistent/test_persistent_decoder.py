@@ -98,6 +98,7 @@ def test_a_row_of_nobody_stores_nothing() -> None:
         {"heads": 8, "kv_heads": 1},
         {"hidden": 1088},
         {"experts": 64, "chosen": 8},
+        {**EXPERTS, "hidden": 4096, "heads": 64, "kv_heads": 8, "intermediate": 1536},
     ],
     ids=[
         "Llama-3.3-70B",
@@ -107,8 +108,20 @@ def test_a_row_of_nobody_stores_nothing() -> None:
         "one KV head",
         "odd",
         "64 experts",
+        "long rows of experts' W_down",
     ],
 )
 def test_models_that_do_not_fit(changes: dict[str, int]) -> None:
     assert QWEN3_06B.fits()
     assert not dataclasses.replace(QWEN3_06B, **changes).tuned().fits()  # type: ignore[arg-type]  # which has a bool, too
+
+
+@pytest.mark.parametrize(
+    ("changes", "halves"),
+    [({}, 3), ({**EXPERTS, "is_e4m3": True}, 5), ({**QWEN25_7B, "is_e4m3": True}, 5), (QWEN25_7B, 6)],
+    ids=["two whole stages in the ring", "30B-A3B in e4m3", "7B in e4m3", "Qwen2.5-7B"],
+)
+def test_loads_on_their_way(changes: dict[str, int], halves: int) -> None:
+    """As many as were fastest on an H200 (docs/performance_log.md), with all the slots that shared memory has."""
+    tuned = dataclasses.replace(QWEN3_06B, **changes).tuned()  # type: ignore[arg-type]  # which has a bool, too
+    assert (tuned.slots, tuned.halves_ahead) == (12, halves)
