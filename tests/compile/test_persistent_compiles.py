@@ -16,6 +16,10 @@ EXPERTS = {"hidden": 2048, "heads": 32, "kv_heads": 4, "intermediate": 768, "exp
 QWEN25_7B = {
     "hidden": 3584, "heads": 28, "kv_heads": 4, "intermediate": 18944, "has_qk_norms": False, "has_biases": True,
 }  # fmt: skip
+V2_LITE = {
+    "hidden": 2048, "heads": 16, "kv_heads": 2, "intermediate": 1408, "experts": 64, "chosen": 8, "shared": 2,
+    "dense_layers": 1, "normalizes": False, "is_latent": True, "has_qk_norms": False,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -31,8 +35,9 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Compiled]:
         {**EXPERTS, "is_e4m3": True},
         {**QWEN25_7B, "is_e4m3": True},
         {"hidden": 5120, "heads": 40, "kv_heads": 8, "intermediate": 17408},
+        V2_LITE,
     ],
-    ids=["Qwen3-0.6B", "30B-A3B", "30B-A3B in e4m3", "Qwen2.5-7B in e4m3", "Qwen3-14B"],
+    ids=["Qwen3-0.6B", "30B-A3B", "30B-A3B in e4m3", "Qwen2.5-7B in e4m3", "Qwen3-14B", "DeepSeek-V2-Lite"],
 )
 def test_all_layers(sizes: dict[str, Any], compiled: list[Compiled], monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where an earlier engine of the process has asked for reports of kernels that are compiled late."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kernels.gpu.persistent.decoder import Parameters, PersistentDecoder
 from kernels.gpu.persistent.reference import decode_reference
-from kernels.gpu.persistent.shape import HEAD_DIM, Shape
+from kernels.gpu.persistent.shape import HEAD_DIM, LATENT_RANK, ROPE_DIM, Shape
 
 EPS, VOCAB = 1e-6, 64
 
@@ -37,10 +37,11 @@ class RandomDecoder:
             gate_up, down = (2 * shape.intermediate, hidden), (hidden, shape.intermediate)
             if not shape.experts:
                 return *attention, matrix(*gate_up), matrix(*down)
-            stacks = matrix(shape.experts, *gate_up), matrix(shape.experts, *down)
+            count = shape.experts + shape.shared
+            stacks = matrix(count, *gate_up), matrix(count, *down)
             return *attention, *stacks, matrix(shape.experts, hidden)
 
-        angles = torch.arange(max_keys)[:, None] * 0.9 ** torch.arange(HEAD_DIM // 2)
+        angles = torch.arange(max_keys)[:, None] * 0.9 ** torch.arange(shape.rotated // 2)
         cos, sin = angles.cos(), angles.sin()
         rotary = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)], 1).to(device, torch.bfloat16)
         weights, scales = [layer() for _ in range(num_layers)], []
@@ -53,9 +54,19 @@ class RandomDecoder:
         if not shape.has_qk_norms:
             norms[0][:, 2 * hidden :] = 1
         biases = [(random(shape.qkv),) for _ in range(num_layers)] if shape.has_biases else []
-        self.parameters = Parameters(weights, *norms, random(VOCAB, hidden), rotary, EPS, scales, biases)
+        latents: list[tuple[Tensor, ...]] = []
+        of_token = 2, kv_heads, block, HEAD_DIM
+        if shape.is_latent:
+            of_token = 1, 1, block, LATENT_RANK + ROPE_DIM
+            for _ in range(num_layers):
+                absorbing = random(shape.heads, LATENT_RANK, HEAD_DIM, spread=LATENT_RANK**-0.5)
+                latents.append((absorbing, matrix(shape.heads, 2 * HEAD_DIM, LATENT_RANK)[:, HEAD_DIM:]))
+        of_model = random(VOCAB, hidden), rotary, EPS
+        self.parameters = Parameters(
+            weights, *norms, *of_model, scales, biases, latents, scale=float(shape.head_dim**-0.5)
+        )
         num_blocks = -(-max_keys // block)
-        self.pool = random(num_blocks, num_layers, 2, kv_heads, block, HEAD_DIM)
+        self.pool = random(num_blocks, num_layers, *of_token)
         self._table = torch.arange(num_blocks - 1, -1, -1, dtype=torch.int32)[None]
         self._token = torch.zeros(1, dtype=torch.int64, device=device)
         self.kernel = PersistentDecoder(shape, self.parameters, self.pool)
@@ -74,4 +85,5 @@ class RandomDecoder:
 
 def step_bytes(shape: Shape, num_layers: int, num_keys: int) -> int:
     """What a step reads once: weights and KV."""
-    return num_layers * (shape.layer_bytes + 4 * num_keys * shape.kv_heads * HEAD_DIM)
+    of_key = LATENT_RANK + ROPE_DIM if shape.is_latent else 2 * shape.kv_heads * HEAD_DIM
+    return num_layers * (shape.layer_bytes + 2 * num_keys * of_key)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -13,9 +12,9 @@ from torch import Tensor
 
 from kernels.gpu.persistent.experts import LOG2_E
 from kernels.gpu.persistent.layers import decoder_kernel
-from kernels.gpu.persistent.shape import HEAD_DIM, NUM_ADDRESSES, Shape
+from kernels.gpu.persistent.shape import HEAD_DIM, LATENT_RANK, NUM_ADDRESSES, Shape
 from kernels.gpu.persistent.stamps import NUM_STAMPS
-from kernels.gpu.persistent.stream import BIAS, SCALES
+from kernels.gpu.persistent.stream import BIAS, LATENT, SCALES
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +26,10 @@ class Parameters:
         W_router (experts, hidden).
     scales: of each layer float32 scales of rows of the first four, if these are e4m3: (n,), of experts (experts, n).
     biases: of each layer W_qkv's, if the shape has any.
-    norms: (layers, 2 hidden + 2 HEAD_DIM), of attention, of the MLP, of q, of k. final_norm: (hidden,).
-    embedding: (vocab, hidden). rotary: (positions, 2, HEAD_DIM), cosines and signed sines.
+    latents: of each layer W_UK^T (heads, LATENT_RANK, HEAD_DIM) and W_UV (heads, HEAD_DIM, LATENT_RANK), if attention
+        is latent; heads of W_UV have as many other rows in between.
+    norms: (layers, `Shape.norms`), of attention, of the MLP, of q and of k or of latents. final_norm: (hidden,).
+    embedding: (vocab, hidden). rotary: (positions, 2, rotated), cosines and signed sines. scale: of scores.
     """
 
     weights: Sequence[tuple[Tensor, ...]]
@@ -39,10 +40,14 @@ class Parameters:
     eps: float
     scales: Sequence[tuple[Tensor, ...]] = ()
     biases: Sequence[tuple[Tensor, ...]] = ()
+    latents: Sequence[tuple[Tensor, ...]] = ()
+    scale: float = HEAD_DIM**-0.5
 
 
 class PersistentDecoder:
     """A model over one paged pool, (num_blocks, num_layers, 2, num_kv_heads, block_size, HEAD_DIM) of bfloat16.
+
+    Of latents it is (num_blocks, num_layers, 1, 1, block_size, LATENT_RANK + ROPE_DIM).
 
     Its words serve one stream. stamps: clocks of stages, int64 (layers, programs, NUM_STAMPS), with `Shape.traces`.
     """
@@ -51,13 +56,18 @@ class PersistentDecoder:
         self.shape, self.parameters, self.pool = shape, parameters, pool
         num_layers, device = len(parameters.weights), pool.device
         self._addresses = torch.zeros(num_layers, NUM_ADDRESSES, dtype=torch.int64, device=device)
-        of_model = (0, parameters.weights), (SCALES.value, parameters.scales), (BIAS.value, parameters.biases)
-        for first, tensors in of_model:
+        of_model = {
+            0: parameters.weights, SCALES.value: parameters.scales, BIAS.value: parameters.biases,
+            LATENT.value: parameters.latents,
+        }  # fmt: skip
+        for first, tensors in of_model.items():
             if tensors and device.type != "meta":
                 addresses = torch.tensor([[each.data_ptr() for each in layer] for layer in tensors])
                 self._addresses[:, first : first + addresses.shape[1]] = addresses
         partials = shape.kv_heads * shape.splits * shape.combined_words
-        sizes = shape.hidden, shape.hidden, shape.qkv, partials, shape.attended, shape.experts, shape.inner, 1
+        absorbed = shape.heads * LATENT_RANK if shape.is_latent else 0
+        of_attention = shape.qkv, absorbed, partials, absorbed, shape.attended
+        sizes = shape.hidden, shape.hidden, *of_attention, shape.experts, shape.inner, 1
         self._words = [torch.zeros(size, dtype=torch.int32, device=device) for size in sizes]
         self.stamps = torch.zeros(num_layers, shape.programs, NUM_STAMPS.value, dtype=torch.int64, device=device)
 
@@ -100,7 +110,7 @@ class PersistentDecoder:
         """Return the kernel's arguments, and its options."""
         of_model, pool = self.parameters, self.pool
         vectors = of_model.norms, of_model.final_norm, of_model.embedding, of_model.rotary
-        scale = LOG2_E.value / math.sqrt(HEAD_DIM)
+        scale = LOG2_E.value * of_model.scale
         numbers = len(of_model.weights), of_model.eps, scale, pool.stride(1), pool.stride(0)
         arguments = self._addresses, *vectors, pool, *inputs, hidden, *self._words, self.stamps, *numbers
         cooperative = {} if pool.device.type == "meta" else {"launch_cooperative_grid": True}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
@@ -10,50 +11,71 @@ from kernels.gpu.persistent.ll_protocol import receive
 from kernels.gpu.persistent.ring import barrier
 from kernels.gpu.persistent.stamps import stamp
 
-EXPERTS = gl.constexpr(128)
-TWICE = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
-RANKS = gl.constexpr(gl.BlockedLayout([1, 64], [16, 2], [8, 1], [1, 0]))  # (EXPERTS, EXPERTS)
-CHOICES = gl.constexpr(gl.BlockedLayout([1, 4], [16, 2], [8, 1], [1, 0]))  # (EXPERTS, chosen), with the same rows
+THREADS = gl.constexpr(256)  # each has a logit: twice as many or more
+A_WORD = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
 LOG2_E = gl.constexpr(1.4426950408889634)
 
 
+@triton.constexpr_function
+def ranks_layout(experts: int, columns: int) -> gl.BlockedLayout:
+    """(experts, columns), the same rows for any columns: 8 or 16 of a warp."""
+    rows = experts // 8
+    return gl.BlockedLayout([1, columns * rows // 32], [rows, 32 // rows], [8, 1], [1, 0])
+
+
 @gluon.jit
-def choose(router_ptr, flag, logits, keys, experts, shares, is_chosen, stamps, SHAPE: gl.constexpr):
+def choose(router_ptr, flag, layer, logits, keys, experts, shares, is_chosen, stamps, SHAPE: gl.constexpr):
     """Put the token's experts, by falling logits, and their shares (chosen,) into shared memory; arrive there.
 
-    logits, keys: shared memory for twice as many.
+    Shared experts come last. In a dense layer the parts of its MLP are the experts. logits, keys: shared memory for
+    THREADS.
     """
-    word = gl.arange(0, 2 * EXPERTS, TWICE)
-    logit = receive(router_ptr, word % EXPERTS, flag, 1, True)
+    EXPERTS: gl.constexpr = SHAPE.value.experts
+    CHOSEN: gl.constexpr = SHAPE.value.chosen
+    RANKS: gl.constexpr = ranks_layout(EXPERTS, EXPERTS)
+    CHOICES: gl.constexpr = ranks_layout(EXPERTS, CHOSEN)
+    word = gl.arange(0, THREADS, A_WORD) % EXPERTS
+    logit = receive(router_ptr, word, flag, 1, True)
     stamp(stamps, "choose", SHAPE)
     logits.store(logit)
-    keys.store(_order(logit, word % EXPERTS))
+    keys.store(_order(logit, word, EXPERTS))
     keys = keys.slice(0, EXPERTS)
     one, others = keys.load(gl.SliceLayout(1, RANKS)), keys.load(gl.SliceLayout(0, RANKS))
     rank = gl.sum((others[None, :] > one[:, None]).to(gl.int32), axis=1)
     rank = gl.convert_layout(rank, gl.SliceLayout(1, CHOICES), assert_trivial=True)
     logit = logits.slice(0, EXPERTS).load(gl.SliceLayout(1, CHOICES))
     index = gl.arange(0, EXPERTS, gl.SliceLayout(1, CHOICES))
-    place = gl.arange(0, SHAPE.value.chosen, gl.SliceLayout(0, CHOICES))
+    place = gl.arange(0, CHOSEN, gl.SliceLayout(0, CHOICES))
     is_here = rank[:, None] == place[None, :]
     # One reduction for two numbers: it passes through shared memory.
     both = (index.to(gl.int64) << 32) | (logit.to(gl.int32, bitcast=True).to(gl.int64) & 0xFFFFFFFF)
     both = gl.sum(gl.where(is_here, both[:, None], 0), axis=0)
-    experts.store((both >> 32).to(gl.int32))
+    expert = (both >> 32).to(gl.int32)
     chosen = both.to(gl.int32).to(gl.float32, bitcast=True)
     highest = gl.max(chosen, axis=0)
     prob = gl.exp2((chosen - highest) * LOG2_E)
+    ROUTED: gl.constexpr = CHOSEN - SHAPE.value.shared
+    is_shared = place >= ROUTED
     if SHAPE.value.normalizes:
-        total = gl.sum(prob, axis=0)
+        total = gl.sum(gl.where(is_shared, 0.0, prob), axis=0)
     else:
         total = gl.sum(gl.exp2((logit - highest) * LOG2_E), axis=0)
-    shares.store(prob / total)
+    share = prob / total
+    if SHAPE.value.shared:
+        expert = gl.where(is_shared, EXPERTS - ROUTED + place, expert)
+        share = gl.where(is_shared, 1.0, share)
+    if SHAPE.value.dense_layers:
+        is_dense = layer < SHAPE.value.dense_layers
+        expert = gl.where(is_dense, place, expert)
+        share = gl.where(is_dense, 1.0, share)
+    experts.store(expert)
+    shares.store(share)
     barrier()  # every thread has stored
     mbarrier.arrive(is_chosen.index(0), count=1)
 
 
 @gluon.jit
-def _order(logit, expert):
+def _order(logit, expert, EXPERTS: gl.constexpr):
     """Integers in the order of logits, cut off after 16 bits of mantissa; of equal ones the first expert is ahead."""
     bits = logit.to(gl.int32, bitcast=True)
     return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) & -EXPERTS) | (EXPERTS - 1 - expert)

@@ -15,8 +15,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from kernels.gpu.persistent.attention import attend, head_factors
-from kernels.gpu.persistent.experts import LOG2_E, choose, shares_of
+from kernels.gpu.persistent.attention.grouped import attend, head_factors
+from kernels.gpu.persistent.attention.latent import attend_latents
+from kernels.gpu.persistent.experts import LOG2_E, THREADS, choose, shares_of
 from kernels.gpu.persistent.gemv import allocate_sums, gemv, sum_slices, tile_numbers, tile_rows
 from kernels.gpu.persistent.ll_protocol import flagged, load_vector, receive_vector, store_vector
 from kernels.gpu.persistent.long_rows import by_pieces, gemv_by_pieces
@@ -77,8 +78,8 @@ def _project(
 
 @gluon.jit
 def _route(
-    router_ptr, flag, operand, squares, eps, smem, ready, empty, sums, slot, phase, logits, keys, experts, shares,
-    is_chosen, stamps, SHAPE: gl.constexpr,
+    router_ptr, flag, layer, operand, squares, eps, smem, ready, empty, sums, slot, phase, logits, keys, experts,
+    shares, is_chosen, stamps, SHAPE: gl.constexpr,
 ):  # fmt: skip
     """Compute the program's rows of the router's logits, if it has any, and choose the token's experts from all."""
     EXPERTS: gl.constexpr = SHAPE.value.experts
@@ -90,7 +91,7 @@ def _route(
         gl.store(router_ptr + rows, flagged(y, flag), mask=exist)
         release(empty, slot, count, SHAPE.value.slots)
     stamp(stamps, "receive logits", SHAPE)
-    choose(router_ptr, flag, logits, keys, experts, shares, is_chosen, stamps, SHAPE)
+    choose(router_ptr, flag, layer, logits, keys, experts, shares, is_chosen, stamps, SHAPE)
     return slot, phase
 
 
@@ -123,7 +124,9 @@ def _consume(
     SHAPE: gl.constexpr,
 ):  # fmt: skip
     """embedding_ptr, rotation_ptr: of the token and of its position. hidden_ptr: bfloat16 (hidden,), written."""
-    x_ptr, y_ptr, qkv_ptr, partial_ptr, attended_ptr, router_ptr, gated_ptr, epoch_ptr = words
+    x_ptr, y_ptr, qkv_ptr, absorbed_ptr, partial_ptr, latent_ptr, attended_ptr, router_ptr, gated_ptr, epoch_ptr = (
+        words
+    )
     H: gl.constexpr = SHAPE.value.hidden
     PADDED: gl.constexpr = triton.next_power_of_2(H)
     QKV_ROWS: gl.constexpr = SHAPE.value.qkv
@@ -133,8 +136,8 @@ def _consume(
     NORMS: gl.constexpr = SHAPE.value.norms
     SLOTS: gl.constexpr = SHAPE.value.slots
     squares = gl.allocate_shared_memory(gl.float32, [SLICES], FLAT)
-    logits = gl.allocate_shared_memory(gl.float32, [max(2 * EXPERTS, 1)], FLAT)
-    keys = gl.allocate_shared_memory(gl.int32, [max(2 * EXPERTS, 1)], FLAT)
+    logits = gl.allocate_shared_memory(gl.float32, [THREADS if EXPERTS else 1], FLAT)
+    keys = gl.allocate_shared_memory(gl.int32, [THREADS if EXPERTS else 1], FLAT)
     shares = gl.allocate_shared_memory(gl.float32, [SHAPE.value.chosen], FLAT)
     program = gl.program_id(0)
     hidden_rows, has_hidden = tile_rows(H, SHAPE)
@@ -170,13 +173,20 @@ def _consume(
         gl.store(qkv_ptr + rows, flagged(y, flag), mask=exist)
         release(empty, slot, count, SLOTS)
         stamp(stamps, "receive heads", SHAPE)
-        factors = head_factors(norms_ptr + layer * NORMS + 2 * H, rotation_ptr, SHAPE)
-        if program < SHAPE.value.kv_heads * SHAPE.value.splits:
-            of_layer = pool_ptr + layer.to(gl.int64) * layer_stride  # type: ignore[attr-defined]
-            slot, phase = attend(
-                qkv_ptr, partial_ptr, attended_ptr, of_layer, factors, stamps, smem, ready, empty, slot, phase,
-                flag, num_keys, kv_slot, eps, scale, block_stride, SHAPE,
+        of_layer = pool_ptr + layer.to(gl.int64) * layer_stride  # type: ignore[attr-defined]
+        head_norms = norms_ptr + layer * NORMS + 2 * H
+        if SHAPE.value.is_latent:
+            slot, phase = attend_latents(
+                qkv_ptr, absorbed_ptr, partial_ptr, latent_ptr, attended_ptr, of_layer, head_norms, rotation_ptr,
+                stamps, smem, ready, empty, slot, phase, flag, num_keys, kv_slot, eps, scale, block_stride, SHAPE,
             )  # fmt: skip
+        else:
+            factors = head_factors(head_norms, rotation_ptr, SHAPE)
+            if program < SHAPE.value.kv_heads * SHAPE.value.splits:
+                slot, phase = attend(
+                    qkv_ptr, partial_ptr, attended_ptr, of_layer, factors, stamps, smem, ready, empty, slot, phase,
+                    flag, num_keys, kv_slot, eps, scale, block_stride, SHAPE,
+                )  # fmt: skip
         stamp(stamps, "receive attended", SHAPE)
         operand, sums = allocate_operand(SHAPE), allocate_sums(SHAPE)
         if program < H // 8:
@@ -193,7 +203,7 @@ def _consume(
         store_squares(x, squares)
         if EXPERTS:
             slot, phase = _route(
-                router_ptr, flag, operand, squares, eps, smem, ready, empty, sums, slot, phase, logits, keys,
+                router_ptr, flag, layer, operand, squares, eps, smem, ready, empty, sums, slot, phase, logits, keys,
                 experts, shares, is_chosen, stamps, SHAPE,
             )  # fmt: skip
         stamp(stamps, "gate_up", SHAPE)
@@ -227,8 +237,9 @@ def _consume(
 )
 def decoder_kernel(
     weights_ptr, norms_ptr, final_norm_ptr, embedding_ptr, rotary_ptr, pool_ptr, token_ptr, position_ptr, length_ptr,
-    slot_ptr, table_ptr, hidden_ptr, x_ptr, y_ptr, qkv_ptr, partial_ptr, attended_ptr, router_ptr, gated_ptr,
-    epoch_ptr, stamps_ptr, num_layers, eps, scale, layer_stride, block_stride, TEXT: gl.constexpr,
+    slot_ptr, table_ptr, hidden_ptr, x_ptr, y_ptr, qkv_ptr, absorbed_ptr, partial_ptr, latent_ptr, attended_ptr,
+    router_ptr, gated_ptr, epoch_ptr, stamps_ptr, num_layers, eps, scale, layer_stride, block_stride,
+    TEXT: gl.constexpr,
 ):  # fmt: skip
     """One step of one row, see `PersistentDecoder`. TEXT: of the shape.
 
@@ -251,9 +262,20 @@ def decoder_kernel(
     num_keys = gl.maximum(gl.load(length_ptr), 1)  # a row of nobody attends to its own key
     token = gl.maximum(gl.load(token_ptr), 0)
     of_token = embedding_ptr + token * SHAPE.value.hidden
-    rotation = rotary_ptr + gl.load(position_ptr).to(gl.int64) * (2 * DIMS)
+    rotation = rotary_ptr + gl.load(position_ptr).to(gl.int64) * (2 * SHAPE.value.rotated)
     kv_slot = gl.load(slot_ptr)
-    words = x_ptr, y_ptr, qkv_ptr, partial_ptr, attended_ptr, router_ptr, gated_ptr, epoch_ptr
+    words = (
+        x_ptr,
+        y_ptr,
+        qkv_ptr,
+        absorbed_ptr,
+        partial_ptr,
+        latent_ptr,
+        attended_ptr,
+        router_ptr,
+        gated_ptr,
+        epoch_ptr,
+    )
     gl.warp_specialize(
         [
             (

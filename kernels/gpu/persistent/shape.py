@@ -7,7 +7,9 @@ from dataclasses import astuple, dataclass, replace
 import triton
 
 HEAD_DIM = 128
-NUM_ADDRESSES = 10  # of a layer: those of its weights, of scales of four of them, of the bias of W_qkv
+LATENT_RANK, ROPE_DIM = 512, 64  # of latent attention
+LATENT_ROWS = 64  # of W_UK^T that a program multiplies
+NUM_ADDRESSES = 12  # of a layer: those of its weights, of scales of four of them, of the bias of W_qkv, of W_UK, W_UV
 CHUNK = 1024  # columns of a bfloat16 W in a slot of shared memory, of 8 rows
 PIECE = 4096  # columns of a vector that are received and multiplied at a time, of one of more than two pieces
 MAX_CHUNKS = 4  # of a vector that stays in registers with several tiles
@@ -24,9 +26,12 @@ SOFTMAX_TILES = 2  # tiles of keys that are scored before their values are added
 class Shape:
     """programs: one for each multiprocessor. slots: of a program. halves_ahead: half slots on their way at a time.
 
-    intermediate: of the MLP, or of an expert. experts: 0: a dense model. chosen: of a token. normalizes: whether the
-    shares of those add up to 1. is_e4m3: weights but the router's are e4m3 with a scale for each row, not bfloat16.
-    has_qk_norms: of q's and k's heads. has_biases: of W_qkv.
+    intermediate: of the MLP, or of an expert. experts: from which a token chooses, 0: a dense model. chosen: of a
+    token, with shared ones, which come after all. normalizes: whether the shares of the others add up to 1.
+    dense_layers: so many first ones, whose MLP is cut into as many experts as a token has. is_e4m3: weights but the
+    router's are e4m3 with a scale for each row, not bfloat16.
+    has_qk_norms: of q's and k's heads. has_biases: of W_qkv. is_latent: W_qkv has rows of q_nope and q_rope of each
+    head, then of the latent; kv_heads: groups of 8 heads.
     """
 
     hidden: int
@@ -44,6 +49,9 @@ class Shape:
     slots: int = 10
     halves_ahead: int = 3
     traces: bool = False
+    shared: int = 0
+    dense_layers: int = 0
+    is_latent: bool = False
 
     @property
     def text(self) -> str:
@@ -56,6 +64,8 @@ class Shape:
 
     @property
     def qkv(self) -> int:
+        if self.is_latent:
+            return self.heads * (HEAD_DIM + ROPE_DIM) + LATENT_RANK + ROPE_DIM
         return (self.heads + 2 * self.kv_heads) * HEAD_DIM
 
     @property
@@ -129,11 +139,14 @@ class Shape:
 
         In groups that are none, not all programs have some.
         """
-        return int(triton.next_power_of_2(-(-self.group * HEAD_DIM // self.splits)))
+        value_dim = LATENT_RANK if self.is_latent else HEAD_DIM
+        return int(triton.next_power_of_2(-(-self.group * value_dim // self.splits)))
 
     @property
     def combined_words(self) -> int:
         """What it reads for that: the dimensions, maximum and sum of each split; rounded up to a power of two."""
+        if self.is_latent:  # the dimensions are one
+            return self.splits * (self.combined + 2)
         return int(triton.next_power_of_2(self.splits * (self.combined + 2)))
 
     @property
@@ -143,8 +156,18 @@ class Shape:
 
     @property
     def norms(self) -> int:
-        """Weights of a layer's four norms: of attention, of the MLP, of q and of k, ones where these have none."""
-        return 2 * self.hidden + 2 * HEAD_DIM
+        """Weights of a layer's norms: of attention, the MLP, latents or q and k, which may have ones."""
+        return 2 * self.hidden + (LATENT_RANK if self.is_latent else 2 * HEAD_DIM)
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers of a query, by which scores are scaled."""
+        return HEAD_DIM + ROPE_DIM if self.is_latent else HEAD_DIM
+
+    @property
+    def rotated(self) -> int:
+        """Numbers of a head that are rotated."""
+        return ROPE_DIM if self.is_latent else HEAD_DIM
 
     @property
     def most_chunks(self) -> int:
@@ -161,7 +184,10 @@ class Shape:
         softmax = 2 * 8 * HEAD_DIM * 2 + SOFTMAX_TILES * 8 * TILE_KEYS * (4 + 2 * 2)
         heads = 4 * HEAD_DIM * max(self.head_rows, 8)
         attention = max(received, heads + softmax, 4 * self.combined_words)
-        return max(vectors + sums, attention) + 24 * self.experts + 512
+        if self.is_latent:
+            attention = 2 * 2 * 8 * (LATENT_RANK + ROPE_DIM) + 4 * LATENT_RANK + 8 * TILE_KEYS * (4 + 2 * 2)
+        of_choice = 2 * 4 * 256 + 8 * self.experts if self.experts else 0
+        return max(vectors + sums, attention) + of_choice + 512
 
     def tuned(self) -> Shape:
         """The shape with as many slots as there is room for; more than MAX_SLOTS gain nothing.
@@ -177,7 +203,8 @@ class Shape:
     @property
     def layer_bytes(self) -> int:
         """Weights that a layer reads."""
-        return sum(2 * CHUNK // columns * n * k * times for n, k, times, columns in self.stages)
+        of_latents = 2 * self.heads * 2 * HEAD_DIM * LATENT_RANK if self.is_latent else 0
+        return of_latents + sum(2 * CHUNK // columns * n * k * times for n, k, times, columns in self.stages)
 
     def fits(self) -> bool:
         """Whether the kernel takes this model: its vectors fill chunks, and no stage needs more slots than there are.
@@ -189,10 +216,12 @@ class Shape:
         is_divided = self.combined <= HEAD_DIM
         has_programs = self.kv_heads <= self.programs and self.splits <= MAX_SPLITS
         has_heads = self.group <= 8 and TILE_KEYS % self.block_size == 0 and has_programs
-        has_experts = self.intermediate % HEAD_DIM == 0 and (self.experts, self.chosen) in ((0, 1), (128, 8))
-        has_scales = not (self.experts and self.is_by_pieces(self.inner))  # no pieces have experts' scales
+        has_experts = self.intermediate % HEAD_DIM == 0 and (self.experts, self.chosen) in ((0, 1), (64, 8), (128, 8))
+        has_scales = not (self.is_e4m3 and self.experts and self.is_by_pieces(self.inner))  # pieces have none
         has_slots = all(self._has_slots(*each) for each in self.stages)
-        return has_chunks and is_divided and has_heads and has_experts and has_scales and has_slots
+        parts = self.heads * LATENT_RANK // LATENT_ROWS if self.is_latent else 0  # a program's, of W_UK and of W_UV
+        has_latents = parts <= self.programs and (not self.is_latent or (self.group == 8 and not self.is_e4m3))
+        return has_chunks and is_divided and has_heads and has_experts and has_scales and has_slots and has_latents
 
     def _has_slots(self, n: int, k: int, times: int, columns: int) -> bool:
         order = self.order(n, k, times)

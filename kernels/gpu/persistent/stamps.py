@@ -7,9 +7,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 STAGES = (
-    "receive x", "qkv", "receive heads", "rotate", "tiles", "store partials", "receive partials", "combine",
-    "receive attended", "output", "receive y", "router", "receive logits", "choose", "gate_up", "receive gated",
-    "down",
+    "receive x", "qkv", "receive heads", "rotate", "receive queries", "tiles", "store partials", "receive partials",
+    "combine", "values", "receive attended", "output", "receive y", "router", "receive logits", "choose", "gate_up",
+    "receive gated", "down",
 )  # fmt: skip
 NUM_STAMPS = gl.constexpr(len(STAGES) + 1)
 NUMBERS = {name: number for number, name in enumerate((*STAGES, "end"))}

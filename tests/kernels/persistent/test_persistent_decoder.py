@@ -21,6 +21,19 @@ QWEN25_7B = {
     "has_biases": True,
 }
 EXPERTS = {"hidden": 2048, "heads": 32, "kv_heads": 4, "intermediate": 768, "experts": 128, "chosen": 8}
+V2_LITE = {
+    "hidden": 2048,
+    "heads": 16,
+    "kv_heads": 2,
+    "intermediate": 1408,
+    "experts": 64,
+    "chosen": 8,
+    "normalizes": False,
+    "shared": 2,
+    "dense_layers": 1,
+    "is_latent": True,
+    "has_qk_norms": False,
+}
 
 
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper: Gluon has no interpreter")
@@ -40,6 +53,9 @@ EXPERTS = {"hidden": 2048, "heads": 32, "kv_heads": 4, "intermediate": 768, "exp
         {"hidden": 4096, "heads": 32, "intermediate": 14336, "has_qk_norms": False, "block_size": 16},
         {**QWEN25_7B, "hidden": 1536, "heads": 12, "kv_heads": 2, "intermediate": 8960},
         {"hidden": 5120, "heads": 40, "kv_heads": 10, "intermediate": 17920, "has_qk_norms": False},
+        V2_LITE,
+        {**V2_LITE, "block_size": 16, "normalizes": True, "heads": 8, "kv_heads": 1},
+        {**EXPERTS, "hidden": 4096, "heads": 64, "kv_heads": 8, "intermediate": 1536},
     ],
     ids=[
         "Qwen3-0.6B",
@@ -55,6 +71,9 @@ EXPERTS = {"hidden": 2048, "heads": 32, "kv_heads": 4, "intermediate": 768, "exp
         "Llama-3.1-8B",
         "Qwen2.5-1.5B",
         "Phi-4",
+        "DeepSeek-V2-Lite",
+        "8 latent heads",
+        "235B-A22B",
     ],
 )
 def test_steps_equal_torchs(changes: dict[str, int]) -> None:
@@ -97,8 +116,10 @@ def test_a_row_of_nobody_stores_nothing() -> None:
         {"block_size": 128},
         {"heads": 8, "kv_heads": 1},
         {"hidden": 1088},
-        {"experts": 64, "chosen": 8},
-        {**EXPERTS, "hidden": 4096, "heads": 64, "kv_heads": 8, "intermediate": 1536},
+        {"experts": 32, "chosen": 8},
+        {**EXPERTS, "hidden": 4096, "heads": 64, "kv_heads": 8, "intermediate": 1536, "is_e4m3": True},
+        {**V2_LITE, "heads": 32, "kv_heads": 4},
+        {**V2_LITE, "is_e4m3": True},
     ],
     ids=[
         "Llama-3.3-70B",
@@ -107,8 +128,10 @@ def test_a_row_of_nobody_stores_nothing() -> None:
         "blocks of 128",
         "one KV head",
         "odd",
-        "64 experts",
-        "long rows of experts' W_down",
+        "32 experts",
+        "long rows of experts' W_down in e4m3",
+        "32 latent heads",
+        "V2-Lite in e4m3",
     ],
 )
 def test_models_that_do_not_fit(changes: dict[str, int]) -> None:

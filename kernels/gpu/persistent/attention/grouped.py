@@ -1,7 +1,4 @@
-"""Attention of a program: its split of a KV head's keys for all query heads of the group, then its part of the sum.
-
-The operand of tensor cores has 16 rows: the group's heads, up to 8, and what bfloat16 leaves of them.
-"""
+"""Attention of a program: its split of a KV head's keys for the group's query heads, then its part of the sum."""
 
 from __future__ import annotations
 
@@ -9,7 +6,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from kernels.gpu.persistent.gemv import FLAT3
+from kernels.gpu.persistent.attention.softmax import (
+    HEADS,
+    NONE,
+    OF_HEAD,
+    PROBS,
+    PRODUCT,
+    VALUES,
+    new_probs,
+    times_of_heads,
+)
 from kernels.gpu.persistent.ll_protocol import VECTOR, flagged, receive
 from kernels.gpu.persistent.operand import FLAT, FLAT2, WIDTH, split_bfloat16
 from kernels.gpu.persistent.ring import (
@@ -25,17 +31,9 @@ from kernels.gpu.persistent.ring import (
 )
 from kernels.gpu.persistent.stamps import stamp
 
-HEADS = gl.constexpr(8)  # the most of a group
-NONE = gl.constexpr(-1e30)  # the score of no key
 HEAD_A_WARP = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [8, 1], [1, 0]))  # (heads, DIMS)
-TILES = gl.constexpr(gl.BlockedLayout([1, 1, 2], [1, 1, 32], [1, 8, 1], [2, 1, 0]))  # (tiles, heads, keys), likewise
-OF_HEAD = gl.constexpr(gl.SliceLayout(0, gl.SliceLayout(2, TILES)))
-PRODUCT = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 8], [16, 8]))  # (heads twice, keys or DIMS)
 QUERIES = gl.constexpr(gl.DotOperandLayout(0, PRODUCT, WIDTH))
 KEYS_TRANSPOSED = gl.constexpr(gl.DotOperandLayout(1, PRODUCT, WIDTH))
-PROBS = gl.constexpr(gl.DotOperandLayout(0, PRODUCT, 2))
-PROBS_SHARED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [3, 2, 1, 0]))  # (tiles, halves, heads, keys)
-VALUES = gl.constexpr(gl.DotOperandLayout(1, PRODUCT, 2))
 
 
 @gluon.jit
@@ -162,29 +160,17 @@ def _attend_tiles(
             is_key = ((begin + i) * KEYS + keys < num_keys - 1) & (i < count)
             scores.index(i).store(gl.where(is_key[None, :], found[i], NONE))
         slot, phase = following(slot, phase, count, SLOTS)
-        all_scores = scores._reinterpret(gl.float32, [BATCH, HEADS, KEYS], FLAT3).load(TILES)
+        row_max, row_sum, factor = new_probs(scores, row_max, row_sum, probs, BATCH)
         release(empty, slot, count, SLOTS)
-        new_max = gl.maximum(row_max, gl.max(gl.max(all_scores, axis=2), axis=0))
-        prob = gl.exp2(all_scores - gl.expand_dims(gl.expand_dims(new_max, 0), 2))
-        prob = gl.where(all_scores > NONE / 2, prob, 0.0)
-        rescale = gl.exp2(row_max - new_max)
-        row_sum = row_sum * rescale + gl.sum(gl.sum(prob, axis=2), axis=0)
-        row_max = new_max
-        prob_high, prob_low = split_bfloat16(prob)
-        both = probs._reinterpret(gl.bfloat16, [BATCH, 2, HEADS, KEYS], PROBS_SHARED)
-        both.store(gl.join(prob_high, prob_low).permute((0, 3, 1, 2)))
-        of_heads.store(rescale)
-        of_both = acc.reshape([2, HEADS, DIMS])
-        factor = of_heads.load(gl.SliceLayout(0, gl.SliceLayout(2, of_both.type.layout)))
-        of_both *= gl.expand_dims(gl.expand_dims(factor, 0), 2)
-        acc = gl.convert_layout(of_both.reshape([2 * HEADS, DIMS]), PRODUCT)
+        of_heads.store(factor)
+        acc = times_of_heads(acc, of_heads)
         wait_for(ready, slot, phase, count, SLOTS)
         for i in gl.static_range(BATCH):
             at, _ = following(slot, phase, i, SLOTS)  # beyond the last tile probabilities are zero
             value = values_smem.index(gl.where(i < count, at, slot)).load(VALUES)
             acc = mma_v2(probs.index(i).load(PROBS), value, acc)
         slot, phase = following(slot, phase, count, SLOTS)
-        of_heads.store(rescale)  # every thread has read the values
+        of_heads.store(factor)  # every thread has read the values
         release(empty, slot, count, SLOTS)
     return acc, row_max, row_sum, slot, phase
 

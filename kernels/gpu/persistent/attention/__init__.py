@@ -1,0 +1,1 @@
+"""Attention of a program of the persistent kernel."""
