@@ -27,11 +27,12 @@ def ranks_layout(experts: int, columns: int) -> gl.BlockedLayout:
 def choose(router_ptr, flag, layer, logits, keys, experts, shares, is_chosen, stamps, SHAPE: gl.constexpr):
     """Put the token's experts, by falling logits, and their shares (chosen,) into shared memory; arrive there.
 
-    Shared experts come last. In a dense layer the parts of its MLP are the experts. logits, keys: shared memory for
+    Shared experts come first. In a dense layer the parts of its MLP are the experts. logits, keys: shared memory for
     THREADS.
     """
     EXPERTS: gl.constexpr = SHAPE.value.experts
     CHOSEN: gl.constexpr = SHAPE.value.chosen
+    SHARED: gl.constexpr = SHAPE.value.shared
     RANKS: gl.constexpr = ranks_layout(EXPERTS, EXPERTS)
     CHOICES: gl.constexpr = ranks_layout(EXPERTS, CHOSEN)
     word = gl.arange(0, THREADS, A_WORD) % EXPERTS
@@ -46,23 +47,22 @@ def choose(router_ptr, flag, layer, logits, keys, experts, shares, is_chosen, st
     logit = logits.slice(0, EXPERTS).load(gl.SliceLayout(1, CHOICES))
     index = gl.arange(0, EXPERTS, gl.SliceLayout(1, CHOICES))
     place = gl.arange(0, CHOSEN, gl.SliceLayout(0, CHOICES))
-    is_here = rank[:, None] == place[None, :]
+    is_here = rank[:, None] == place[None, :] - SHARED
     # One reduction for two numbers: it passes through shared memory.
     both = (index.to(gl.int64) << 32) | (logit.to(gl.int32, bitcast=True).to(gl.int64) & 0xFFFFFFFF)
     both = gl.sum(gl.where(is_here, both[:, None], 0), axis=0)
     expert = (both >> 32).to(gl.int32)
     chosen = both.to(gl.int32).to(gl.float32, bitcast=True)
-    highest = gl.max(chosen, axis=0)
+    is_shared = place < SHARED
+    highest = gl.max(gl.where(is_shared, float("-inf"), chosen), axis=0)
     prob = gl.exp2((chosen - highest) * LOG2_E)
-    ROUTED: gl.constexpr = CHOSEN - SHAPE.value.shared
-    is_shared = place >= ROUTED
     if SHAPE.value.normalizes:
         total = gl.sum(gl.where(is_shared, 0.0, prob), axis=0)
     else:
         total = gl.sum(gl.exp2((logit - highest) * LOG2_E), axis=0)
     share = prob / total
-    if SHAPE.value.shared:
-        expert = gl.where(is_shared, EXPERTS - ROUTED + place, expert)
+    if SHARED:
+        expert = gl.where(is_shared, EXPERTS + place, expert)
         share = gl.where(is_shared, 1.0, share)
     if SHAPE.value.dense_layers:
         is_dense = layer < SHAPE.value.dense_layers

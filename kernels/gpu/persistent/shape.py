@@ -27,9 +27,9 @@ class Shape:
     """programs: one for each multiprocessor. slots: of a program. halves_ahead: half slots on their way at a time.
 
     intermediate: of the MLP, or of an expert. experts: from which a token chooses, 0: a dense model. chosen: of a
-    token, with shared ones, which come after all. normalizes: whether the shares of the others add up to 1.
-    dense_layers: so many first ones, whose MLP is cut into as many experts as a token has. is_e4m3: weights but the
-    router's are e4m3 with a scale for each row, not bfloat16.
+    token, with the shared ones, whose weights come after those of all others. normalizes: whether the shares of those
+    that it chooses add up to 1. dense_layers: so many first ones, whose MLP is cut into as many experts as a token
+    has. is_e4m3: weights but the router's are e4m3 with a scale for each row, not bfloat16.
     has_qk_norms: of q's and k's heads. has_biases: of W_qkv. is_latent: W_qkv has rows of q_nope and q_rope of each
     head, then of the latent; kv_heads: groups of 8 heads.
     """

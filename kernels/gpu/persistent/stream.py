@@ -99,23 +99,34 @@ def _ask_for_pages(gate_up, chosen, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def _put_experts(gate_up, down, chosen, smem, ready, empty, slot, phase, SHAPE: gl.constexpr):
-    """The program's tiles of gate and up of the token's experts, then of W_down, whose columns are all experts'.
+def _put_gate_up(gate_up, experts, tile, COUNT: gl.constexpr, smem, ready, empty, slot, phase, SHAPE: gl.constexpr):
+    """The program's tiles of gate and up of a token's first COUNT experts, from `tile` on.
 
-    gate_up: (experts, 2 intermediate, hidden). down: (experts, hidden, intermediate). chosen: a tuple of experts.
+    gate_up: (experts, 2 intermediate, hidden). experts: a tuple. Returns the program's next tile, too.
+    """
+    H: gl.constexpr = SHAPE.value.hidden
+    INNER: gl.constexpr = SHAPE.value.intermediate
+    while tile < COUNT * INNER // 8:
+        expert = one_of(experts, tile // (INNER // 8), COUNT)
+        weight = gate_up + expert.to(gl.int64) * (2 * INNER * H)
+        row = tile % (INNER // 8) * 8
+        N: gl.constexpr = SHAPE.value.inner
+        slot, phase = _put_two(weight, row, INNER + row, N, smem, ready, empty, slot, phase, SHAPE)
+        tile += SHAPE.value.programs
+    return tile, slot, phase
+
+
+@gluon.jit
+def _put_down(down, chosen, smem, ready, empty, slot, phase, SHAPE: gl.constexpr):
+    """The program's tiles of W_down, whose columns are all experts'.
+
+    down: (experts, hidden, intermediate). chosen: a tuple of experts.
     """
     P: gl.constexpr = SHAPE.value.programs
     H: gl.constexpr = SHAPE.value.hidden
-    INNER: gl.constexpr = SHAPE.value.intermediate
-    COUNT: gl.constexpr = SHAPE.value.chosen
-    _ask_for_pages(gate_up, chosen, SHAPE)
-    for tile in range(gl.program_id(0), COUNT * INNER // 8, P):
-        expert = one_of(chosen, tile // (INNER // 8), COUNT)
-        weight = gate_up + expert.to(gl.int64) * (2 * INNER * H)
-        row = tile % (INNER // 8) * 8
-        slot, phase = _put_two(weight, row, INNER + row, COUNT * INNER, smem, ready, empty, slot, phase, SHAPE)
-    CHUNKS: gl.constexpr = num_chunks(COUNT * INNER, smem.shape[1])
-    if order(SHAPE, H, COUNT * INNER, 1) == "chunks":
+    INNER: gl.constexpr = SHAPE.value.inner
+    CHUNKS: gl.constexpr = num_chunks(INNER, smem.shape[1])
+    if order(SHAPE, H, INNER, 1) == "chunks":
         for i in range(CHUNKS):
             for tile in range(gl.program_id(0), H // 8, P):
                 slot, phase = _put_chunk_of_experts(down, chosen, tile, i, smem, ready, empty, slot, phase, SHAPE)
@@ -124,6 +135,18 @@ def _put_experts(gate_up, down, chosen, smem, ready, empty, slot, phase, SHAPE: 
             for i in gl.static_range(CHUNKS):
                 slot, phase = _put_chunk_of_experts(down, chosen, tile, i, smem, ready, empty, slot, phase, SHAPE)
     return slot, phase
+
+
+@gluon.jit
+def _shared_experts(layer, SHAPE: gl.constexpr):
+    """A token's first experts, which do not depend on it."""
+    first = gl.where(layer < SHAPE.value.dense_layers, 0, SHAPE.value.experts)
+    found = ()
+    COUNT: gl.constexpr = SHAPE.value.shared
+    for i in gl.static_range(COUNT):
+        one = first + i
+        found = found + (one,)  # type: ignore[assignment]  # noqa: RUF005  Triton's tuples unpack nothing
+    return found
 
 
 @gluon.jit
@@ -183,9 +206,19 @@ def produce(
         if SHAPE.value.experts:
             router = gl.load(of_layer + ROUTER).to(gl.pointer_type(gl.bfloat16))
             slot, phase = _put_weight(router, SHAPE.value.experts, H, smem, ready, empty, slot, phase, SHAPE)
+            tile = gl.program_id(0)
+            SHARED: gl.constexpr = SHAPE.value.shared
+            if SHARED:  # while the token chooses the others
+                experts = _shared_experts(layer, SHAPE)
+                tile, slot, phase = _put_gate_up(
+                    gate_up, experts, tile, SHARED, ring, ready, empty, slot, phase, SHAPE
+                )
             mbarrier.wait(is_chosen.index(0), layer & 1)
-            chosen = chosen_experts(experts_smem, SHAPE.value.chosen)
-            slot, phase = _put_experts(gate_up, down, chosen, ring, ready, empty, slot, phase, SHAPE)
+            CHOSEN: gl.constexpr = SHAPE.value.chosen
+            chosen = chosen_experts(experts_smem, CHOSEN)
+            _ask_for_pages(gate_up, chosen, SHAPE)
+            tile, slot, phase = _put_gate_up(gate_up, chosen, tile, CHOSEN, ring, ready, empty, slot, phase, SHAPE)
+            slot, phase = _put_down(down, chosen, ring, ready, empty, slot, phase, SHAPE)
         else:
             slot, phase = _put_pairs(gate_up, ring, ready, empty, slot, phase, SHAPE)
             slot, phase = _put_weight(down, H, SHAPE.value.inner, ring, ready, empty, slot, phase, SHAPE)
