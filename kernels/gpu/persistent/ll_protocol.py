@@ -77,25 +77,34 @@ def receive(ptr, words, flag, N: gl.constexpr, IS_SHARED: gl.constexpr = False):
 
 
 @gluon.jit
-def ask_for_piece(ptr, K, PADDED: gl.constexpr):
-    """Load K words, PADDED at most, whether they are flagged or not: for `receive_piece`, after other work."""
-    ks = gl.arange(0, PADDED, VECTOR)
-    N: gl.constexpr = PADDED // 256
+def ask(ptr, words, N: gl.constexpr):
+    """Load the numbers at `ptr + words`, flagged or not, N of a thread: for `receive_asked`, after other work."""
     return gl.inline_asm_elementwise(
-        asking_load(N), constraints(N, 1), [ptr, gl.where(ks < K, ks, ks % 4)], dtype=gl.int32, is_pure=False, pack=N
+        asking_load(N), constraints(N, 1), [ptr, words], dtype=gl.int32, is_pure=False, pack=N
     )
+
+
+@gluon.jit
+def receive_asked(asked, ptr, words, flag, N: gl.constexpr):
+    """Return what `receive` does, from words that were asked for before."""
+    return gl.inline_asm_elementwise(
+        waiting_load(N, False, True), constraints(N, 3), [ptr, words, flag, asked], dtype=gl.float32, is_pure=False,
+        pack=N,
+    )  # fmt: skip
+
+
+@gluon.jit
+def ask_for_piece(ptr, K, PADDED: gl.constexpr):
+    """Ask for K words, PADDED at most, for `receive_piece`."""
+    ks = gl.arange(0, PADDED, VECTOR)
+    return ask(ptr, gl.where(ks < K, ks, ks % 4), PADDED // 256)
 
 
 @gluon.jit
 def receive_piece(asked, ptr, flag, K, PADDED: gl.constexpr):
     """Return what `receive_vector` does, from words that were asked for before."""
     ks = gl.arange(0, PADDED, VECTOR)
-    N: gl.constexpr = PADDED // 256
-    words = gl.where(ks < K, ks, ks % 4)
-    x = gl.inline_asm_elementwise(
-        waiting_load(N, False, True), constraints(N, 3), [ptr, words, flag, asked], dtype=gl.float32, is_pure=False,
-        pack=N,
-    )  # fmt: skip
+    x = receive_asked(asked, ptr, gl.where(ks < K, ks, ks % 4), flag, PADDED // 256)
     return gl.where(ks < K, x, 0.0)
 
 

@@ -24,7 +24,7 @@ from kernels.gpu.persistent.attention.softmax import (
     times_of_heads,
 )
 from kernels.gpu.persistent.attention.tiles import HEAD_ROWS, LATENT_SLOTS, RANK, ROPE, VALUE_ROWS, rope_slots
-from kernels.gpu.persistent.ll_protocol import VECTOR, flagged, receive, receive_vector
+from kernels.gpu.persistent.ll_protocol import VECTOR, ask, flagged, receive, receive_asked, receive_vector
 from kernels.gpu.persistent.operand import (
     FLAT,
     FLAT2,
@@ -51,19 +51,71 @@ from kernels.gpu.persistent.stamps import stamp
 
 QUERY = gl.constexpr(DIMS.value + ROPE.value)  # numbers of a head's query
 HEAD_A_WARP = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [8, 1], [1, 0]))  # (heads, ROPE)
+REST = gl.constexpr(2048)  # words that a program asks for next to q_nope
 PAIRS = gl.constexpr(gl.BlockedLayout([2], [32], [8], [0]))  # (RANK,)
 QUERIES = gl.constexpr(gl.DotOperandLayout(0, PRODUCT, 2))
 KEYS_TRANSPOSED = gl.constexpr(gl.DotOperandLayout(1, PRODUCT, 2))
+EIGHT_ROWS = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [8, 1], [1, 0]))  # of a slot, as many as its swizzle has
 
 
 @gluon.jit
-def head_gemv(words_ptr, first, LENGTH: gl.constexpr, flag, smem, ready, empty, slot, phase, SHAPE: gl.constexpr):
-    """A slot of rows of LENGTH times a vector at `words_ptr + first`: (SLICES * DIMS / LENGTH, 8), in whose order.
+def attend_latents(
+    qkv_ptr, absorbed_ptr, partial_ptr, latent_ptr, attended_ptr, pool_ptr, norm_ptr, rotation_ptr, stamps, smem,
+    ready, empty, slot, phase, flag, num_keys, kv_slot, eps, scale, block_stride, SHAPE: gl.constexpr,
+):  # fmt: skip
+    """From words of W_qkv x to those of all heads' outputs before W_o. See `grouped.attend`.
 
-    Slices of the slot are of one row's K, or of other rows. Returns the slot after it and its phase, too.
+    norm_ptr: of c. rotation_ptr: cosines and signed sines of the position (2, ROPE).
     """
+    HEADS_IN_ALL: gl.constexpr = SHAPE.value.heads
+    IN_GROUPS: gl.constexpr = SHAPE.value.kv_heads * SHAPE.value.splits  # programs
+    program = gl.program_id(0)
+    group, first_tile, num_tiles = tiles_of_split(num_keys, SHAPE)
+    factors = _factors(norm_ptr, rotation_ptr)
     word = gl.arange(0, COLUMNS, VECTOR)
-    x = receive(words_ptr, first + word % LENGTH, flag, 4)
+    head = gl.minimum(program // (RANK // HEAD_ROWS), HEADS_IN_ALL - 1)
+    q_nope = receive(qkv_ptr, head * QUERY + word % DIMS, flag, 4)
+    asked = ask(qkv_ptr, _rest_words(group, SHAPE), REST // 256)
+    if program < HEADS_IN_ALL * RANK // HEAD_ROWS:
+        rows, slot, phase = _multiply_slot(q_nope, DIMS, smem, ready, empty, slot, phase, SHAPE)
+        _store_rows(absorbed_ptr + program * HEAD_ROWS, rows, flag)
+    stamp(stamps, "rotate", SHAPE)
+    if num_tiles > 0:
+        rest = receive_asked(asked, qkv_ptr, _rest_words(group, SHAPE), flag, REST // 256)
+        slot, phase = _attend_split(
+            rest, absorbed_ptr, partial_ptr, pool_ptr, factors, stamps, smem, ready, empty, slot, phase, flag, group,
+            first_tile, num_tiles, num_keys, kv_slot, eps, scale, block_stride, SHAPE,
+        )  # fmt: skip
+    elif program < IN_GROUPS:
+        _store_nothing(partial_ptr, flag, group, SHAPE)
+    stamp(stamps, "receive partials", SHAPE)
+    if program < IN_GROUPS:
+        PART: gl.constexpr = SHAPE.value.combined
+        _combine(partial_ptr + program * SHAPE.value.combined_words, latent_ptr + program * PART, flag, SHAPE)
+    stamp(stamps, "values", SHAPE)
+    if program < HEADS_IN_ALL * DIMS // VALUE_ROWS:
+        head = program // (DIMS // VALUE_ROWS)
+        y = receive(latent_ptr, head * RANK + word % RANK, flag, 4)
+        rows, slot, phase = _multiply_slot(y, RANK, smem, ready, empty, slot, phase, SHAPE)
+        _store_rows(attended_ptr + program * VALUE_ROWS, rows, flag)
+    return slot, phase
+
+
+@gluon.jit
+def _factors(norm_ptr, rotation_ptr):
+    """Weights of c's norm (RANK,), cosines and signed sines (ROPE,): loaded ahead, since warps issue in order."""
+    dims = gl.arange(0, ROPE, gl.SliceLayout(0, HEAD_A_WARP))
+    cos = gl.load(rotation_ptr + dims).to(gl.float32)
+    sin = gl.load(rotation_ptr + ROPE + dims).to(gl.float32)
+    return gl.load(norm_ptr + gl.arange(0, RANK, PAIRS)).to(gl.float32), cos, sin
+
+
+@gluon.jit
+def _multiply_slot(x, LENGTH: gl.constexpr, smem, ready, empty, slot, phase, SHAPE: gl.constexpr):
+    """A slot of rows of LENGTH times x (COLUMNS,), LENGTH numbers again and again: (rows / 8, 8).
+
+    Returns the slot after it and its phase, too.
+    """
     operand = allocate_operand(SHAPE)
     store_operand(x, 0, operand)
     wait_for(ready, slot, phase, 1, SHAPE.value.slots)
@@ -86,141 +138,107 @@ def _store_rows(ptr, rows, flag):
 
 
 @gluon.jit
-def attend_latents(
-    qkv_ptr, absorbed_ptr, partial_ptr, latent_ptr, attended_ptr, pool_ptr, norm_ptr, rotation_ptr, stamps, smem,
-    ready, empty, slot, phase, flag, num_keys, kv_slot, eps, scale, block_stride, SHAPE: gl.constexpr,
-):  # fmt: skip
-    """From words of W_qkv x to those of all heads' outputs before W_o. See `grouped.attend`.
-
-    norm_ptr: of c. rotation_ptr: cosines and signed sines of the position (2, ROPE).
-    """
-    SPLITS: gl.constexpr = SHAPE.value.splits
-    PART: gl.constexpr = SHAPE.value.combined
-    program = gl.program_id(0)
-    if program < SHAPE.value.heads * RANK // HEAD_ROWS:
-        head = program // (RANK // HEAD_ROWS)
-        rows, slot, phase = head_gemv(qkv_ptr, head * QUERY, DIMS, flag, smem, ready, empty, slot, phase, SHAPE)
-        _store_rows(absorbed_ptr + program * HEAD_ROWS, rows, flag)
-    stamp(stamps, "rotate", SHAPE)
-    group, first_tile, num_tiles = tiles_of_split(num_keys, SHAPE)
-    if num_tiles > 0:
-        slot, phase = _attend_split(
-            qkv_ptr, absorbed_ptr, partial_ptr, pool_ptr, norm_ptr, rotation_ptr, stamps, smem, ready, empty, slot,
-            phase, flag, group, first_tile, num_tiles, num_keys, kv_slot, eps, scale, block_stride, SHAPE,
-        )  # fmt: skip
-    elif program < SHAPE.value.kv_heads * SPLITS:
-        _store_nothing(partial_ptr, flag, group, SHAPE)
-    stamp(stamps, "receive partials", SHAPE)
-    if program < SHAPE.value.kv_heads * SPLITS:
-        _combine(partial_ptr + program * SHAPE.value.combined_words, latent_ptr + program * PART, flag, SHAPE)
-    stamp(stamps, "values", SHAPE)
-    if program < SHAPE.value.heads * DIMS // VALUE_ROWS:
-        head = program // (DIMS // VALUE_ROWS)
-        rows, slot, phase = head_gemv(latent_ptr, head * RANK, RANK, flag, smem, ready, empty, slot, phase, SHAPE)
-        _store_rows(attended_ptr + program * VALUE_ROWS, rows, flag)
-    return slot, phase
-
-
-@gluon.jit
-def _receive_rope(qkv_ptr, rotation_ptr, flag, group, SHAPE: gl.constexpr):
-    """Rotated q_rope of the group's heads (HEADS, ROPE) and k_rope (1, ROPE) of the new token, in shared memory."""
-    WORDS: gl.constexpr = 4 * HEADS * ROPE
-    word = gl.arange(0, WORDS, VECTOR)
-    row = word // ROPE % (2 * HEADS)
-    k_rope = SHAPE.value.heads * QUERY + RANK
-    of_row = gl.where(row < HEADS, (group * HEADS + row) * QUERY + DIMS, k_rope)
-    dim = gl.where(word >= WORDS // 2, word ^ (ROPE // 2), word) % ROPE
-    received = gl.allocate_shared_memory(gl.float32, [WORDS], FLAT)
-    received.store(receive(qkv_ptr, of_row + dim, flag, WORDS // 256))
-    both = received._reinterpret(gl.float32, [4 * HEADS, ROPE], FLAT2)
-    x, swapped = both.slice(0, 2 * HEADS).load(HEAD_A_WARP), both.slice(2 * HEADS, 2 * HEADS).load(HEAD_A_WARP)
-    dims = gl.arange(0, ROPE, gl.SliceLayout(0, HEAD_A_WARP))
-    cos = gl.load(rotation_ptr + dims).to(gl.float32)
-    sin = gl.load(rotation_ptr + ROPE + dims).to(gl.float32)
-    rotated = gl.allocate_shared_memory(gl.float32, [2 * HEADS, ROPE], FLAT2)
-    rotated.store(x * cos[None, :] + swapped * sin[None, :])
-    return rotated
+def _rest_words(group, SHAPE: gl.constexpr):
+    """Words of W_qkv x (REST,): q_rope of the group's heads, with swapped halves, c, k_rope, it swapped, padding."""
+    ROPES: gl.constexpr = HEADS * ROPE
+    word = gl.arange(0, REST, VECTOR)
+    c = SHAPE.value.heads * QUERY
+    q = (group * HEADS + word // ROPE % HEADS) * QUERY + DIMS + (word ^ gl.where(word < ROPES, 0, ROPE // 2)) % ROPE
+    k = c + RANK + (word ^ gl.where(word % (2 * ROPE) < ROPE, 0, ROPE // 2)) % ROPE
+    return gl.where(word < 2 * ROPES, q, gl.where(word < 2 * ROPES + RANK, c + word - 2 * ROPES, k))
 
 
 @gluon.jit
 def _attend_split(
-    qkv_ptr, absorbed_ptr, partial_ptr, pool_ptr, norm_ptr, rotation_ptr, stamps, smem, ready, empty, slot, phase,
-    flag, group, first_tile, num_tiles, num_keys, kv_slot, eps, scale, block_stride, SHAPE: gl.constexpr,
+    rest, absorbed_ptr, partial_ptr, pool_ptr, factors, stamps, smem, ready, empty, slot, phase, flag, group,
+    first_tile, num_tiles, num_keys, kv_slot, eps, scale, block_stride, SHAPE: gl.constexpr,
 ):  # fmt: skip
-    """Norm, rotate and store the new latent, and attend to a split's keys with the new one, if it has that."""
+    """Norm, rotate and store the new latent, and attend to a split's keys. rest: see `_rest_words`."""
     BLOCK: gl.constexpr = SHAPE.value.block_size
-    last_tile = (num_keys - 1) // KEYS
-    has_new = first_tile + num_tiles > last_tile
-    of_heads = gl.allocate_shared_memory(gl.float32, [2, HEADS], FLAT)
-    rotated = _receive_rope(qkv_ptr, rotation_ptr, flag, group, SHAPE)
-    q_rope = rotated.slice(0, HEADS).load(HEAD_A_WARP) * scale
-    k_rope = rotated.slice(HEADS, 1).load(HEAD_A_WARP)
-    high, low = split_bfloat16(q_rope)
+    ROPES: gl.constexpr = HEADS * ROPE
+    has_new = first_tile + num_tiles > (num_keys - 1) // KEYS
+    received = gl.allocate_shared_memory(gl.float32, [REST], FLAT)
+    received.store(rest)
+    norm, cos, sin = factors
+    q = received.slice(0, ROPES)._reinterpret(gl.float32, [HEADS, ROPE], FLAT2).load(HEAD_A_WARP)
+    swapped = received.slice(ROPES, ROPES)._reinterpret(gl.float32, [HEADS, ROPE], FLAT2).load(HEAD_A_WARP)
+    c = received.slice(2 * ROPES, RANK).load(PAIRS)
+    k = received.slice(2 * ROPES + RANK, ROPE).load(gl.SliceLayout(0, HEAD_A_WARP))
+    swapped_k = received.slice(2 * ROPES + RANK + ROPE, ROPE).load(gl.SliceLayout(0, HEAD_A_WARP))
+    high, low = split_bfloat16((q * cos[None, :] + swapped * sin[None, :]) * scale)
     queries_rope = gl.allocate_shared_memory(gl.bfloat16, [1, 2 * HEADS, ROPE], VALUES_SHARED)
     by_halves = queries_rope._reinterpret(gl.bfloat16, [1, 2, HEADS, ROPE], HALVES_SHARED)
     by_halves.store(gl.join(high, low).permute((2, 0, 1)).reshape([1, 2, HEADS, ROPE]))
-    of_heads.index(0).store(gl.sum(q_rope * k_rope, axis=1))
-    dims = gl.arange(0, RANK, PAIRS)
-    c = receive(qkv_ptr + SHAPE.value.heads * QUERY, dims, flag, 2)
-    c = c * gl.rsqrt(gl.sum(c * c, axis=0) / RANK + eps) * gl.load(norm_ptr + dims).to(gl.float32)
+    k_rope = (k * cos + swapped_k * sin).to(gl.bfloat16)
+    c = c * gl.rsqrt(gl.sum(c * c, axis=0) / RANK + eps) * norm
+    new_key = gl.allocate_shared_memory(gl.float32, [RANK], FLAT)
+    new_key.store(c)
     if has_new & (group == 0) & (kv_slot >= 0):
         at = pool_ptr + (kv_slot // BLOCK).to(gl.int64) * block_stride + kv_slot % BLOCK * (RANK + ROPE)
-        gl.store(at + dims, c.to(gl.bfloat16))
-        rope_dims = gl.arange(0, ROPE, gl.SliceLayout(0, HEAD_A_WARP))
-        gl.store((at + RANK + rope_dims)[None, :], k_rope.to(gl.bfloat16))
-    new_value = gl.allocate_shared_memory(gl.float32, [RANK], FLAT)
-    new_value.store(gl.where(has_new, c, 0.0))
+        gl.store(at + gl.arange(0, RANK, PAIRS), c.to(gl.bfloat16))
+        gl.store(at + RANK + gl.arange(0, ROPE, gl.SliceLayout(0, HEAD_A_WARP)), k_rope)
     stamp(stamps, "receive queries", SHAPE)
     q = receive_vector(absorbed_ptr + group * (HEADS * RANK), flag, HEADS * RANK, HEADS * RANK) * scale
-    q = q.reshape([HEADS, RANK])
-    value = new_value.load(gl.SliceLayout(0, q.type.layout))
-    of_heads.index(1).store(gl.sum(q * value[None, :], axis=1))
     high, low = split_bfloat16(q.reshape([HEADS, RANK // DIMS, DIMS]))
     queries = gl.allocate_shared_memory(gl.bfloat16, [RANK // DIMS, 2 * HEADS, DIMS], VALUES_SHARED)
     by_halves = queries._reinterpret(gl.bfloat16, [RANK // DIMS, 2, HEADS, DIMS], HALVES_SHARED)
     by_halves.store(gl.join(high, low).permute((1, 3, 0, 2)))
-    new_score = of_heads.index(0).load(OF_HEAD) + of_heads.index(1).load(OF_HEAD)
-    row_max = gl.where(has_new, new_score, NONE)
-    row_sum = gl.where(has_new, 1.0, 0.0) + row_max * 0.0
-    scores = gl.allocate_shared_memory(gl.float32, [1, HEADS, KEYS], FLAT2)
-    probs = gl.allocate_shared_memory(gl.bfloat16, [1, 2 * HEADS, KEYS], VALUES_SHARED)
     stamp(stamps, "tiles", SHAPE)
     acc, row_max, row_sum, slot, phase = _attend_tiles(
-        queries, queries_rope, row_max, row_sum, of_heads.index(0), scores, probs, smem, ready, empty, slot, phase,
-        first_tile, num_tiles, num_keys, SHAPE,
-    )  # fmt: skip
+        queries,
+        queries_rope,
+        new_key,
+        k_rope,
+        smem,
+        ready,
+        empty,
+        slot,
+        phase,
+        first_tile,
+        num_tiles,
+        num_keys,
+        SHAPE,
+    )
     stamp(stamps, "store partials", SHAPE)
-    of_heads.index(0).store(gl.where(has_new, gl.exp2(new_score - row_max), 0.0))
-    _store_partials(partial_ptr, acc, of_heads.index(0), new_value, row_max, row_sum, flag, group, SHAPE)
+    _store_partials(partial_ptr, acc, row_max, row_sum, flag, group, SHAPE)
     return slot, phase
 
 
 @gluon.jit
 def _attend_tiles(
-    queries, queries_rope, row_max, row_sum, of_heads, scores, probs, smem, ready, empty, slot, phase, first_tile,
-    num_tiles, num_keys, SHAPE: gl.constexpr,
+    queries, queries_rope, new_key, k_rope, smem, ready, empty, slot, phase, first_tile, num_tiles, num_keys,
+    SHAPE: gl.constexpr,
 ):  # fmt: skip
-    """Online softmax over the split's tiles of cached latents; a sum for each DIMS of them."""
+    """Online softmax over the split's tiles of latents; a sum for each DIMS of them."""
     SLOTS: gl.constexpr = SHAPE.value.slots
     PARTS: gl.constexpr = RANK // DIMS
     latents = smem._reinterpret(gl.bfloat16, [SLOTS, KEYS, DIMS], VALUES_SHARED)
     ropes = rope_slots(smem, SHAPE)
+    of_heads = gl.allocate_shared_memory(gl.float32, [HEADS], FLAT)
+    scores = gl.allocate_shared_memory(gl.float32, [1, HEADS, KEYS], FLAT2)
+    probs = gl.allocate_shared_memory(gl.bfloat16, [1, 2 * HEADS, KEYS], VALUES_SHARED)
+    row_max = gl.full([HEADS], NONE, gl.float32, OF_HEAD)
+    row_sum = gl.zeros([HEADS], gl.float32, OF_HEAD)
     acc = ()
     for part in gl.static_range(PARTS):  # noqa: B007  `_` has another type below
         zeros = gl.zeros([2 * HEADS, DIMS], gl.float32, PRODUCT)
         acc = acc + (zeros,)  # type: ignore[assignment]  # noqa: RUF005  Triton's tuples unpack nothing
     for tile in range(first_tile, first_tile + num_tiles):
         wait_for(ready, slot, phase, LATENT_SLOTS, SLOTS)
-        qk = gl.zeros([2 * HEADS, KEYS], gl.float32, PRODUCT)
-        for i in gl.static_range(PARTS):
-            at, _ = following(slot, phase, i, SLOTS)
-            qk = mma_v2(queries.index(i).load(QUERIES), latents.index(at).permute((1, 0)).load(KEYS_TRANSPOSED), qk)
+        if tile == (num_keys - 1) // KEYS:
+            _put_new_key(smem, new_key, k_rope, (num_keys - 1) % KEYS, slot, phase, SHAPE)
         at, _ = following(slot, phase, PARTS, SLOTS)
         rope = ropes.index(at).slice(0, KEYS).permute((1, 0)).load(KEYS_TRANSPOSED)
-        qk = mma_v2(queries_rope.index(0).load(QUERIES), rope, qk)
+        none = gl.zeros([2 * HEADS, KEYS], gl.float32, PRODUCT)
+        qk = mma_v2(queries_rope.index(0).load(QUERIES), rope, none)
+        for i in gl.static_range(PARTS):  # a sum for each, so that none waits for another
+            at, _ = following(slot, phase, i, SLOTS)
+            qk += mma_v2(
+                queries.index(i).load(QUERIES), latents.index(at).permute((1, 0)).load(KEYS_TRANSPOSED), none
+            )
         score = gl.sum(qk.reshape([2, HEADS, KEYS]), axis=0)
-        keys = tile * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, score.type.layout))
-        scores.index(0).store(gl.where((keys < num_keys - 1)[None, :], score, NONE))
+        key = tile * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, score.type.layout))
+        scores.index(0).store(gl.where((key < num_keys)[None, :], score, NONE))
         row_max, row_sum, factor = new_probs(scores, row_max, row_sum, probs, 1)
         of_heads.store(factor)
         sums_now = ()
@@ -237,29 +255,36 @@ def _attend_tiles(
 
 
 @gluon.jit
-def _store_partials(partial_ptr, acc, of_heads, new_value, row_max, row_sum, flag, group, SHAPE: gl.constexpr):
-    """Store the sums for the programs that combine them, with the maximum and sum of each head."""
-    PART: gl.constexpr = SHAPE.value.combined
-    SPLITS: gl.constexpr = SHAPE.value.splits
-    split = gl.program_id(0) % SPLITS
-    of_group = partial_ptr + group * (SPLITS * SHAPE.value.combined_words)
-    for i in gl.static_range(RANK // DIMS):
-        value = new_value.slice(i * DIMS, DIMS)
-        _store_sums(of_group + split * PART, acc[i], i * DIMS, of_heads, value, flag, SHAPE)
-    _store_row_stats(of_group, row_max, row_sum, flag, SHAPE)
+def _put_new_key(smem, new_key, k_rope, row, slot, phase, SHAPE: gl.constexpr):
+    """Put the new latent, which the pool may lack, into its row of the tile that begins at `slot`."""
+    SLOTS: gl.constexpr = SHAPE.value.slots
+    PARTS: gl.constexpr = RANK // DIMS
+    latents = smem._reinterpret(gl.bfloat16, [SLOTS * KEYS // 8, 8, DIMS], VALUES_SHARED)
+    ropes = smem._reinterpret(gl.bfloat16, [2 * SLOTS * KEYS // 8, 8, ROPE], VALUES_SHARED)
+    is_row = (gl.arange(0, 8, gl.SliceLayout(1, EIGHT_ROWS)) == row % 8)[:, None]
+    for i in gl.static_range(PARTS):
+        at, _ = following(slot, phase, i, SLOTS)
+        rows = latents.index(at * (KEYS // 8) + row // 8)
+        new = new_key.slice(i * DIMS, DIMS).load(gl.SliceLayout(0, EIGHT_ROWS)).to(gl.bfloat16)
+        rows.store(gl.where(is_row, new[None, :], rows.load(EIGHT_ROWS)))
+    at, _ = following(slot, phase, PARTS, SLOTS)
+    rows = ropes.index(at * (2 * KEYS // 8) + row // 8)
+    rows.store(gl.where(is_row, k_rope[None, :], rows.load(EIGHT_ROWS)))
 
 
 @gluon.jit
-def _store_sums(ptr, acc, first: gl.constexpr, of_heads, new_value, flag, SHAPE: gl.constexpr):
-    """Store acc (2 HEADS, DIMS), of the numbers from `first` on, with the new key's part. ptr: of the split."""
+def _store_partials(partial_ptr, acc, row_max, row_sum, flag, group, SHAPE: gl.constexpr):
+    """Store the sums for the programs that combine them, with the maximum and sum of each head."""
     PART: gl.constexpr = SHAPE.value.combined
-    y = gl.sum(acc.reshape([2, HEADS, DIMS]), axis=0)
-    layout: gl.constexpr = y.type.layout
-    value = new_value.load(gl.SliceLayout(0, layout))
-    y += of_heads.load(gl.SliceLayout(1, layout))[:, None] * value[None, :]
-    head = gl.arange(0, HEADS, gl.SliceLayout(1, layout))[:, None]
-    dims = head * RANK + first + gl.arange(0, DIMS, gl.SliceLayout(0, layout))[None, :]
-    gl.store(ptr + dims // PART * SHAPE.value.combined_words + dims % PART, flagged(y, flag))
+    SPLITS: gl.constexpr = SHAPE.value.splits
+    of_group = partial_ptr + group * (SPLITS * SHAPE.value.combined_words)
+    of_split = of_group + gl.program_id(0) % SPLITS * PART
+    for i in gl.static_range(RANK // DIMS):
+        y = gl.sum(acc[i].reshape([2, HEADS, DIMS]), axis=0)
+        head = gl.arange(0, HEADS, gl.SliceLayout(1, y.type.layout))[:, None]
+        dims = head * RANK + i * DIMS + gl.arange(0, DIMS, gl.SliceLayout(0, y.type.layout))[None, :]
+        gl.store(of_split + dims // PART * SHAPE.value.combined_words + dims % PART, flagged(y, flag))
+    _store_row_stats(of_group, row_max, row_sum, flag, SHAPE)
 
 
 @gluon.jit
