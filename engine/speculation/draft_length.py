@@ -76,6 +76,8 @@ class DraftLengths:
         self._num_steps_alike, self._had_drafts = 0, False
         self._steps_to_trial = FIRST_TRIAL
         self._seconds_of_drafting = 0.0
+        self._asked: tuple[Sequence[Sequence[float]], int, int, int] | None = None  # last, since the last step
+        self._answer: tuple[list[int], float] = [], 0.0
 
     @property
     def cost(self) -> StepCost:
@@ -93,6 +95,7 @@ class DraftLengths:
     def observe(self, size: StepSize, seconds: float) -> None:
         """Learn from a step: of decode rows alone, since prompts take what they take."""
         seconds, self._seconds_of_drafting = seconds - self._seconds_of_drafting, 0.0
+        self._asked = None
         if size.num_decode_tokens and not size.num_prompt_tokens:
             self._costs.observe(size.num_decode_tokens, seconds, size.context)
 
@@ -100,7 +103,16 @@ class DraftLengths:
         self, acceptance: Sequence[Sequence[float]], num_rows: int, max_drafts: int, context: int
     ) -> float:
         """Tokens per second with the drafts that pay, 0 while that is not known; arguments as `expected_to_pay`'s."""
-        return expected_to_pay(acceptance, num_rows, max_drafts, self._costs, context)[1]
+        return self._expected(acceptance, num_rows, max_drafts, context)[1]
+
+    def _expected(
+        self, acceptance: Sequence[Sequence[float]], num_rows: int, max_drafts: int, context: int
+    ) -> tuple[list[int], float]:
+        """See expected_to_pay. A step asks twice: whether drafts pay, and for how many."""
+        asked = acceptance, num_rows, max_drafts, context
+        if asked != self._asked:
+            self._asked, self._answer = asked, expected_to_pay(*asked[:3], self._costs, context)
+        return self._answer
 
     def choose(
         self, acceptance: Sequence[Sequence[float]], num_rows: int, max_drafts: int, context: int
@@ -108,7 +120,7 @@ class DraftLengths:
         """See expected_to_pay."""
         if not self.is_adaptive:
             return [len(row) for row in acceptance]
-        chosen, _ = expected_to_pay(acceptance, num_rows, max_drafts, self._costs, context)
+        chosen, _ = self._expected(acceptance, num_rows, max_drafts, context)
         has_drafts = any(chosen)
         self._num_steps_alike = self._num_steps_alike + 1 if has_drafts == self._had_drafts else 1
         self._had_drafts = has_drafts

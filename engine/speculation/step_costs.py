@@ -45,8 +45,10 @@ class StepCosts:
 
     def seconds(self, num_tokens: int, context: int = 0) -> float:
         """Seconds of a step with so many tokens. Before the first step: its tiles, to compare, or 0 without tiles."""
+        if self._tile == 1:  # asked for each draft that a step may have
+            return self._times.cost.seconds(num_tokens, context=context)
         expected = self._expected(num_tokens, context)
-        if not expected and self._tile > 1:
+        if not expected:
             return float(self._num_tiles(num_tokens))
         weight = self._weights.get(num_tokens, 0.0)
         if not weight:
