@@ -75,15 +75,16 @@ def attend_latents(
     word = gl.arange(0, COLUMNS, VECTOR)
     head = gl.minimum(program // (RANK // HEAD_ROWS), HEADS_IN_ALL - 1)
     q_nope = receive(qkv_ptr, head * QUERY + word % DIMS, flag, 4)
-    asked = ask(qkv_ptr, _rest_words(group, SHAPE), REST // 256)
+    rest = _rest_words(gl.minimum(group, SHAPE.value.kv_heads - 1), SHAPE)
+    asked = ask(qkv_ptr, rest, REST // 256)
     if program < HEADS_IN_ALL * RANK // HEAD_ROWS:
         rows, slot, phase = _multiply_slot(q_nope, DIMS, smem, ready, empty, slot, phase, SHAPE)
         _store_rows(absorbed_ptr + program * HEAD_ROWS, rows, flag)
     stamp(stamps, "rotate", SHAPE)
     if num_tiles > 0:
-        rest = receive_asked(asked, qkv_ptr, _rest_words(group, SHAPE), flag, REST // 256)
+        numbers = receive_asked(asked, qkv_ptr, rest, flag, REST // 256)
         slot, phase = _attend_split(
-            rest, absorbed_ptr, partial_ptr, pool_ptr, factors, stamps, smem, ready, empty, slot, phase, flag, group,
+            numbers, absorbed_ptr, partial_ptr, pool_ptr, factors, stamps, smem, ready, empty, slot, phase, flag, group,
             first_tile, num_tiles, num_keys, kv_slot, eps, scale, block_stride, SHAPE,
         )  # fmt: skip
     elif program < IN_GROUPS:
