@@ -42,7 +42,7 @@ from engine.rope_scaling.scaling import Scaling
 from engine.runner import Proposer
 from engine.speculation.heads.watching import Residuals
 from examples.eagle_states import load_on_gpu, states_of, written_on_gpu
-from kernels.rms_norm import rms_norm
+from kernels.elementwise import rms_norm
 
 MAX_LENGTH = 8192  # of a sample
 STEP_WEIGHT = 0.8  # of a pass's loss, against that of the pass before

@@ -20,7 +20,7 @@ from engine.layers.linear import Linear, half, in_threes, onednn, plain, two_row
 from engine.models.model import Model
 from engine.ranks import SINGLE, RankContext, Seams
 from kernels.cpu_features import has_bfloat16_gemms
-from kernels.cpu_rows import add_rms_norm
+from kernels.elementwise import native_add_rms_norm
 
 MAX_FEW_ROWS = 64  # above, memory traffic counts and not the number of operations
 
@@ -71,7 +71,7 @@ def lower_model(model: Model, rows: Rows, ranks: RankContext[Seams] = SINGLE) ->
 
     def norm(weight: torch.Tensor, eps: float, is_final: bool) -> AddNorm[torch.Tensor]:
         dtype = model.hidden_dtype if is_final else model.embedding.dtype
-        return add_rms_norm(weight, eps, dtype) or plain_norm(weight, eps, dtype)
+        return native_add_rms_norm(weight, eps, dtype) or plain_norm(weight, eps, dtype)
 
     return lowered(model, ranks, lambda x: x.float(), norm)
 

@@ -17,7 +17,7 @@ from engine.layers.block import AddNorm, Step
 from engine.layers.linear import LinearLayer
 from engine.models.model import Model
 from engine.ranks import SINGLE, RankContext, Seams
-from kernels.rms_norm import rms_norm
+from kernels.elementwise import rms_norm
 
 X = TypeVar("X")  # a body's input: the normed residual, plain or as quantized values and scales
 S = TypeVar("S")  # the inputs of a step

@@ -10,7 +10,7 @@ from engine.layers.block import Block, LinearRef, Step, take_linear
 from engine.layers.linear import Linear
 from engine.layers.weights import Partition, WeightSource
 from engine.models.config import ModelConfig
-from kernels.silu_mul import silu_mul
+from kernels.elementwise import silu_mul
 
 
 class Mlp(Block):

@@ -31,8 +31,7 @@ from engine.layers.linear import Linear
 from engine.layers.rotary import Rotation
 from engine.layers.weights import Partition, WeightSource
 from engine.models.config import ModelConfig
-from kernels.rms_norm import rms_norm
-from kernels.rotary import rotate_
+from kernels.elementwise import rms_norm, rotate_
 
 LATENT_NORM_EPS = 1e-6  # whatever the config's eps is
 

@@ -16,6 +16,7 @@ from engine.few_rows.partials import Partials
 from engine.gpu.ops.rules import GpuStep
 from engine.moe.expert_stacks import Stack, StackedExperts
 from engine.moe.moe import Moe
+from kernels.elementwise import SILU
 from kernels.gpu.few_rows.gemm_configs import GemvConfig, TileConfig
 from kernels.gpu.launching.launch_configs import Table, found
 from kernels.gpu.moe.expert_formats import columns_of
@@ -37,7 +38,6 @@ from kernels.gpu.moe.moe_routing import route
 from kernels.gpu.moe.packed_experts import packed_experts, takes_packed, tile_of
 from kernels.gpu.quantization.quantize import quantize_many_rows, quantize_rows
 from kernels.quantization.quantized_gemm import FP8_DTYPE
-from kernels.silu_mul import SILU
 
 Gemm = Callable[[Tensor], Tensor]
 Choose = Callable[[Tensor, GpuStep | None], tuple[Tensor, Tensor]]  # without a step nothing is counted

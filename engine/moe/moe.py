@@ -23,7 +23,7 @@ from engine.layers.mlp import take_gated
 from engine.layers.weights import CHOICE_BIAS, WeightSource
 from engine.models.config import ModelConfig
 from engine.moe.routing import choose_experts
-from kernels.silu_mul import SILU, silu_mul
+from kernels.elementwise import SILU, silu_mul
 
 if TYPE_CHECKING:
     from engine.expert_parallel.slots import ExpertSlots

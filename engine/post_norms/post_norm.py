@@ -8,7 +8,7 @@ from typing import Self
 from torch import Tensor
 
 from engine.layers.block import Block, LinearRef, Step
-from kernels.rms_norm import rms_norm
+from kernels.elementwise import rms_norm
 
 
 class PostNormed(Block):

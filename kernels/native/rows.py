@@ -36,7 +36,7 @@ def add_rms_norm(weight: Tensor, eps: float, dtype: torch.dtype) -> Callable[[Te
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Rotate as `kernels.rotary.rotate_` does; False, and nothing is done, where that is not possible."""
+    """Rotate as `kernels.elementwise.rotate_` does; False, and nothing is done, where that is not possible."""
     is_known = x.device.type == "cpu" and x.dtype in DTYPES and x.stride(-1) == 1 and cos.dtype == torch.float32
     if not is_known or cos.stride(-1) != 1 or sin.stride(-1) != 1 or (found := library()) is None:
         return False
@@ -49,7 +49,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
 
 
 def silu_mul(gate_up: Tensor, alpha: float, limit: float) -> Tensor | None:
-    """`kernels.silu_mul.silu_mul`; None where that is not possible."""
+    """`kernels.elementwise.silu_mul`; None where that is not possible."""
     if gate_up.device.type != "cpu" or gate_up.dtype not in DTYPES or not gate_up.is_contiguous():
         return None
     if gate_up.dim() != 2 or (found := library()) is None:

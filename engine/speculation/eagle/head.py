@@ -18,9 +18,7 @@ from engine.layers.linear import Linear
 from engine.layers.rotary import Rotation, rotary_table
 from engine.models.rope import RopeConfig
 from engine.speculation.heads.kv import HeadKv, attend_last
-from kernels.rms_norm import rms_norm
-from kernels.rotary import rotate_
-from kernels.silu_mul import silu_mul
+from kernels.elementwise import rms_norm, rotate_, silu_mul
 
 FIRST_POSITIONS = 64  # of the rotary table, which grows as they come
 

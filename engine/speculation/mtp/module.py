@@ -22,7 +22,7 @@ from engine.layers.block import Attend, Block, Step
 from engine.layers.linear import Linear
 from engine.layers.rotary import Rotation
 from engine.speculation.heads.kv import HeadKv, attend_last
-from kernels.rms_norm import rms_norm
+from kernels.elementwise import rms_norm
 
 
 @dataclass(frozen=True, slots=True)

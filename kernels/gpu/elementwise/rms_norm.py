@@ -6,7 +6,7 @@ embed_rms_norm:  residual = embedding[token];  y = rms_norm(residual)
 
 One program per row: the row is read once, kept in registers in float32, and rounded once. The sum that goes back to
 `residual` is rounded first, so that the fused form equals addition and norm done one after the other.
-Reference: `kernels/rms_norm.py`.
+Reference: `kernels/elementwise.py`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ a pool of 8-bit numbers gets them cut off at +-448.
 In the pool's layout (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim) the k heads and then the v heads
 of a layer lie one after the other, as they do in qkv, so one index covers both.
 
-Reference: `rope_reference` below, from `kernels/rms_norm.py`, `kernels/rotary.py` and `write_kv`.
+Reference: `rope_reference` below, from `kernels/elementwise.py` and `write_kv`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.elementwise import rms_norm, rotate_
 from kernels.gpu.launching.fast_launch import FastLaunch
 from kernels.gpu.launching.launch import let_successor_start, overlaps_launches, wait_first, wait_for_predecessor
 from kernels.gpu.launching.launch_configs import RopeConfig, found
 from kernels.gpu.launching.tuning import ROPE
 from kernels.paged_attention import write_kv
-from kernels.rms_norm import rms_norm
-from kernels.rotary import rotate_
 
 STREAMED_BYTES = 32 << 20  # q, k and v beyond this: 84% of copy bandwidth at 8,192 tokens, 83% without
 

@@ -2,7 +2,7 @@
 
 Computed in float32 and rounded once. SiLU's place may take GELU by its tanh approximation, which is
 gate / (1 + exp(-z)), too, of another z.
-References: `kernels/silu_mul.py`, `functional.gelu`.
+References: `kernels/elementwise.py`, `functional.gelu`.
 """
 
 from __future__ import annotations

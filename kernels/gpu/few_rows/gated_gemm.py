@@ -4,7 +4,7 @@ As in `skinny_gemm`, a tile of W is the M operand of `tl.dot` and x, padded to a
 program holds the tiles of gate and up for the same columns, so x is read once for both and neither GEMM's output is
 ever written. Rounded once.
 
-Reference: `functional.linear` and `kernels/silu_mul.py`.
+Reference: `functional.linear` and `kernels/elementwise.py`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     y = [silu(W_gate h) *] W h + b [+ residual],  h = x or its RMS norm
 
-Norm, gate and residual are part of it. Reference: `functional.linear`, `kernels/rms_norm.py`, `kernels/silu_mul.py`.
+Norm, gate and residual are part of it. Reference: `functional.linear`, `kernels/elementwise.py`.
 """
 
 from __future__ import annotations

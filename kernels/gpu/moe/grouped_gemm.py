@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernels.elementwise import SILU
 from kernels.gpu.few_rows.gemm_configs import TileConfig
 from kernels.gpu.launching.launch import is_compiled, overlaps_launches, wait_for_predecessor
 from kernels.gpu.moe.activation import clamped_times
@@ -34,7 +35,6 @@ from kernels.gpu.moe.expert_pairs import SortedPairs
 from kernels.gpu.moe.grouped_words import packed_tile
 from kernels.gpu.quantization.nibbles import as_compute
 from kernels.quantization.quantized_gemm import FP8_DTYPE
-from kernels.silu_mul import SILU
 
 MAX_UNSORTED = 16  # tokens, which fill no more than the smallest tile
 

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.elementwise import SILU
 from kernels.gpu.few_rows.gemm_configs import GemvConfig
 from kernels.gpu.few_rows.gemv import LINE
 from kernels.gpu.launching.launch import (
@@ -26,7 +27,6 @@ from kernels.gpu.moe.activation import clamped_times
 from kernels.gpu.moe.expert_formats import columns_of, form_of
 from kernels.gpu.moe.grouped_gemm import output_of, weighted_places
 from kernels.gpu.moe.grouped_words import packed_row
-from kernels.silu_mul import SILU
 
 
 @triton.jit

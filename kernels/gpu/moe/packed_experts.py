@@ -12,13 +12,13 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernels.elementwise import SILU
 from kernels.gpu.launching.launch import has_wgmma
 from kernels.gpu.moe.expert_formats import columns_of, form_of
 from kernels.gpu.moe.expert_pairs import SortedPairs
 from kernels.gpu.moe.expert_tuning import PACKED_DOWN, PACKED_GATE_UP, ExpertTile
 from kernels.gpu.moe.grouped_gemm import output_of
 from kernels.gpu.moe.packed_experts_kernel import PRODUCERS, STEP, TURN, WORDS, box_of, experts_kernel
-from kernels.silu_mul import SILU
 
 MAX_STAGES = 8
 SHARED_BYTES = 232_448  # of a multiprocessor

@@ -3,7 +3,7 @@
     residual += rms_norm(x) * post_weight;  y = rms_norm(residual) * weight
 
 One program per row, as in `kernels/gpu/elementwise/rms_norm.py`; the sum is rounded before it is normed, its terms
-are not. Reference: `kernels/rms_norm.py`.
+are not. Reference: `kernels/elementwise.py`.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ rows of int8, h first.
     silu_mul_quantize       x = silu(gate) * up, gate and up beside each other
     quantize_with_maxima    x as it is, the largest magnitudes of a row's tiles being known: many programs share a row
 
-References: `quantize_rows_int8` and `quantize_rows_fp8` in `kernels/`, `kernels/rms_norm.py`, `kernels/silu_mul.py`.
+References: `quantize_rows_int8` and `quantize_rows_fp8` in `kernels/`, `kernels/elementwise.py`.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional
 
+from kernels.elementwise import SILU
 from kernels.native import rows
-from kernels.silu_mul import SILU
 from tests.engine.native.native import native_variant, needs_library  # noqa: F401 - a fixture
 
 pytestmark = [needs_library, pytest.mark.usefixtures("native_variant")]

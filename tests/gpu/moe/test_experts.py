@@ -29,10 +29,10 @@ from engine.quantization.gpu_linears import (
     w4a16_layer,
 )
 from engine.quantization.int4 import quantize_int4
+from kernels.elementwise import rms_norm
 from kernels.gpu.few_rows.split_k import SplitKWorkspace
 from kernels.quantization.mxfp4 import pack_mxfp4
 from kernels.quantization.w4a16_gemm import dequantize_w4, pack_w4
-from kernels.rms_norm import rms_norm
 from tests.gpu.mla.test_latents import V3
 from tests.gpu.models import save_family, save_tiny_model, use_small_tiles
 from tests.gpu.test_engine import generate, greedy, open_gpu, reference

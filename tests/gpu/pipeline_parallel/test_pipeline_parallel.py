@@ -34,7 +34,7 @@ from engine.request import SamplingParams
 from engine.runner import Proposer
 from engine.tensor_parallel.gpu_seams import gpu_ranks
 from engine.tensor_parallel.runner import ParallelRunner
-from kernels.rms_norm import rms_norm
+from kernels.elementwise import rms_norm
 from kvstore.layout import Shard
 from tests.engine.driving import num_drafts
 from tests.engine.speculation.drafters import MakeOracle, draft_with, knows

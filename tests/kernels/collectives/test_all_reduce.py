@@ -14,6 +14,7 @@ from engine.gpu.steps.rows import RowChanges
 from engine.request import RequestId, SamplingParams
 from engine.request_states import RequestState
 from engine.tensor_parallel.gpu_group import VocabShards
+from kernels.elementwise import rms_norm
 from kernels.gpu.collectives.all_reduce import (
     GATHER_CHUNK,
     SymmetricMemory,
@@ -23,7 +24,6 @@ from kernels.gpu.collectives.all_reduce import (
     symmetric_bytes,
 )
 from kernels.gpu.quantization.quantize import quantize_rows
-from kernels.rms_norm import rms_norm
 from tests.kernels.rank_processes import make_files, map_files, run_ranks
 
 SIZE, ROWS, N, EPS = 2, 3, 40, 1e-5

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn import functional
 
+from kernels.elementwise import silu_mul
 from kernels.gpu.elementwise import silu_mul as gpu
-from kernels.silu_mul import silu_mul
 from tests.kernels.helpers import BFLOAT16_BOUND, relative_error
 
 

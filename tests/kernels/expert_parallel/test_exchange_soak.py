@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.elementwise import rms_norm
 from kernels.gpu.expert_parallel.divided_rows import combine_add_rms_norm, scatter_add_rms_norm
 from kernels.gpu.expert_parallel.exchange_memory import ExchangeLayout, ExchangeMemory, own_rows, rows_a_rank
 from kernels.gpu.expert_parallel.expert_dispatch import dispatch
-from kernels.rms_norm import rms_norm
 from tests.kernels.rank_processes import make_files, map_files, run_ranks
 
 SIZE, N, TOP_K, HELD, EPS = 4, 16, 2, 2, 1e-5

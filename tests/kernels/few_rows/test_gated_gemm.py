@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.nn import functional
 
+from kernels.elementwise import silu_mul
 from kernels.gpu.few_rows.few_row_tuning import SKINNY_GATED
 from kernels.gpu.few_rows.gated_gemm import gated_linear
 from kernels.gpu.few_rows.gemm_configs import TileConfig
-from kernels.silu_mul import silu_mul
 from tests.kernels.helpers import BFLOAT16_BOUND, HALF_DTYPE, relative_error
 
 CONFIG = TileConfig(16, 32, num_stages=2)

@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch.nn import functional
 
+from kernels.elementwise import rms_norm, silu_mul
 from kernels.gpu.few_rows.gemm_configs import GemvConfig
 from kernels.gpu.few_rows.gemv import gemv
-from kernels.rms_norm import rms_norm
-from kernels.silu_mul import silu_mul
 from tests.kernels.helpers import BFLOAT16_BOUND, relative_error
 
 CONFIG = GemvConfig(8, 64, num_warps=4, num_stages=4)

@@ -3,9 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kernels.elementwise import rms_norm, silu_mul
 from kernels.gpu.few_rows import partials as gpu
-from kernels.rms_norm import rms_norm
-from kernels.silu_mul import silu_mul
 from tests.kernels.helpers import BFLOAT16_BOUND, relative_error
 
 

@@ -3,13 +3,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kernels.elementwise import rms_norm, rotate_
 from kernels.gpu.attention.prompt_tiles import prefill_tiles
 from kernels.gpu.launching.launch_configs import PrefillConfig
 from kernels.gpu.mla.latent_prefill import TILE_M, heads_of_tile, latent_prefill
 from kernels.gpu.mla.latent_rope import rotate_and_write_latents
 from kernels.paged_attention import attend_causally
-from kernels.rms_norm import rms_norm
-from kernels.rotary import rotate_
 from tests.kernels.helpers import BFLOAT16_BOUND, HALF_DTYPE, block_tables_for, relative_error
 
 LAYER, RANK, ROTATED = 1, 32, 16

@@ -6,14 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.elementwise import rms_norm, silu_mul
 from kernels.gpu.few_rows.gemm_configs import GemvConfig, TileConfig
 from kernels.gpu.moe.expert_pairs import sort_pairs
 from kernels.gpu.moe.grouped_gemm import grouped_gemm, sum_of_held
 from kernels.gpu.moe.grouped_gemv import add_down_of_row, grouped_gemv
 from kernels.gpu.quantization.quantize import quantize_rows
 from kernels.quantization.quantized_gemm import FP8_DTYPE
-from kernels.rms_norm import rms_norm
-from kernels.silu_mul import silu_mul
 from tests.kernels.helpers import BFLOAT16_BOUND, HALF_DTYPE, relative_error
 
 TILES = TileConfig(16, 32, num_stages=2, block_m=16)

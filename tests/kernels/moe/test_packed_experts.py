@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kernels.elementwise import silu_mul
 from kernels.gpu.moe import expert_tuning as tuning
 from kernels.gpu.moe import packed_experts as packed_experts_module
 from kernels.gpu.moe.expert_pairs import sort_pairs
 from kernels.gpu.moe.expert_tuning import ExpertTile
 from kernels.gpu.moe.packed_experts import packed_experts, takes_packed, tile_of
-from kernels.silu_mul import silu_mul
 from tests.kernels.helpers import BFLOAT16_BOUND, relative_error
 from tests.kernels.moe.test_expert_formats import MAKERS
 from tests.kernels.moe.test_grouped_gemm import ALPHA, LIMIT, NUM_EXPERTS, TOP_K, choices

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kernels.elementwise import rms_norm
 from kernels.gpu.post_norms.post_norm import post_norm_add_norm
-from kernels.rms_norm import rms_norm
 from tests.kernels.helpers import BFLOAT16_BOUND, relative_error
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kernels.elementwise import rms_norm, silu_mul
 from kernels.gpu.quantization.quantize import (
     MAXIMA_BLOCK,
     add_rms_norm_quantize,
@@ -14,8 +15,6 @@ from kernels.gpu.quantization.quantize import (
     silu_mul_quantize,
 )
 from kernels.quantization.quantized_gemm import FP8_DTYPE
-from kernels.rms_norm import rms_norm
-from kernels.silu_mul import silu_mul
 from tests.kernels.helpers import QUANTIZERS, relative_error
 
 

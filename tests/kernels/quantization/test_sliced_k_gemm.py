@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch.nn import functional
 
+from kernels.elementwise import silu_mul
 from kernels.gpu.quantization.quantize import quantize_rows
 from kernels.gpu.quantization.quantized_tuning import SLICED_K, SlicedKConfig
 from kernels.gpu.quantization.sliced_k_gemm import sliced_k_gated_gemm, sliced_k_gemm
 from kernels.quantization.quantized_gemm import quantize_rows_int8
-from kernels.silu_mul import silu_mul
 from tests.kernels.helpers import QUANTIZERS, dequantized, relative_error
 
 CONFIGS = [SlicedKConfig(16, 32, 2, 2), SlicedKConfig(16, 32, 2, 2, 2, 4)]
