@@ -17,8 +17,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.launching.fast_launch import FastLaunch
-from kernels.gpu.launching.launch import let_successor_start, num_multiprocessors, overlaps_launches, wait_first
+from kernels.gpu.launching.launch import (
+    FastLaunch,
+    let_successor_start,
+    num_multiprocessors,
+    overlaps_launches,
+    wait_first,
+)
 from kernels.gpu.launching.launch_configs import DecodeConfig, found
 from kernels.gpu.launching.tuning import DECODE
 

@@ -32,8 +32,7 @@ from kernels.gpu.attention.decode_tiles import (
     prefetch_keys,
 )
 from kernels.gpu.attention.kv_splits import DecodeWorkspace, add_sinks, combine, partial_slot
-from kernels.gpu.launching.fast_launch import FastLaunch
-from kernels.gpu.launching.launch import overlaps_launches, wait_for_predecessor
+from kernels.gpu.launching.launch import FastLaunch, overlaps_launches, wait_for_predecessor
 from kernels.gpu.launching.launch_configs import DecodeConfig
 from kernels.gpu.launching.tuning import MAX_PREFETCH_ROWS, PREFETCHED_KEYS
 

@@ -16,8 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.launching.fast_launch import FastLaunch
-from kernels.gpu.launching.launch import overlaps_launches, wait_for_predecessor
+from kernels.gpu.launching.launch import FastLaunch, overlaps_launches, wait_for_predecessor
 
 
 @triton.jit

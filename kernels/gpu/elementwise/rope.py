@@ -19,8 +19,13 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.elementwise import rms_norm, rotate_
-from kernels.gpu.launching.fast_launch import FastLaunch
-from kernels.gpu.launching.launch import let_successor_start, overlaps_launches, wait_first, wait_for_predecessor
+from kernels.gpu.launching.launch import (
+    FastLaunch,
+    let_successor_start,
+    overlaps_launches,
+    wait_first,
+    wait_for_predecessor,
+)
 from kernels.gpu.launching.launch_configs import RopeConfig, found
 from kernels.gpu.launching.tuning import ROPE
 from kernels.paged_attention import write_kv

@@ -14,8 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.elementwise.rms_norm import normed, num_warps_for
-from kernels.gpu.launching.fast_launch import FastLaunch
-from kernels.gpu.launching.launch import overlaps_launches, wait_for_predecessor
+from kernels.gpu.launching.launch import FastLaunch, overlaps_launches, wait_for_predecessor
 
 
 @FastLaunch
