@@ -11,8 +11,7 @@ from torch import Tensor
 from engine.cpu.batch import StepBatch, is_generated
 from engine.layers.attention import AttentionBlock
 from engine.layers.rotary import Rotation
-from kernels.cpu_attention import aligned_attention
-from kernels.paged_attention import attend_causally, gather_kv, write_kv
+from kernels.paged_attention import aligned_attention, attend_causally, gather_kv, write_kv
 
 
 class PoolRow(NamedTuple):

@@ -19,8 +19,7 @@ from engine.layers.attention import AttentionBlock
 from engine.layers.rotary import Rotation
 from engine.request_states import RequestState
 from engine.windows.block_groups import WindowedGroups
-from kernels.cpu_attention import aligned_attention
-from kernels.paged_attention import capped, gather_kv, indexable, write_kv
+from kernels.paged_attention import aligned_attention, capped, gather_kv, indexable, write_kv
 from kvstore.layout import PoolGeometry
 from kvstore.types import BlockId
 
