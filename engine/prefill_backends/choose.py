@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
-from engine.gpu.attention.backend import PrefillAttention
-from engine.gpu.attention.paged import PagedAttention
+from engine.gpu.attention.backend import PagedAttention, PrefillAttention
 from engine.prefill_backends import cudnn, fa3
 from engine.prefill_backends.facts import Facts
 

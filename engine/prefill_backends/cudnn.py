@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from engine.gpu.attention.paged import PagedAttention, PagedPlan
+from engine.gpu.attention.backend import PagedAttention, PagedPlan
 from engine.prefill_backends.facts import Facts
 
 MIN_TOKENS = 4096

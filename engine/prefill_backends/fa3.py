@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.gpu.attention.backend import PrefillPlan
-from engine.gpu.attention.paged import PagedAttention
+from engine.gpu.attention.backend import PagedAttention, PrefillPlan
 from engine.gpu.pinning import upload
 from engine.prefill_backends.contiguous import KeyBuffer, KeysPlan, plan_keys
 from engine.prefill_backends.facts import Facts

@@ -26,8 +26,7 @@ import kernels.gpu.attention.prompt_tiles
 import kernels.gpu.elementwise.rope
 from engine.assembly import assemble
 from engine.config import EngineConfig, GpuConfig
-from engine.gpu.attention.backend import PrefillAttention
-from engine.gpu.attention.paged import PagedAttention
+from engine.gpu.attention.backend import PagedAttention, PrefillAttention
 from engine.gpu.runner import GpuRunner
 from engine.gpu.steps.decode_steps import DecodeSteps
 from engine.gpu.steps.rows import bucket_sizes

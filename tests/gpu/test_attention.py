@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from common.errors import ConfigError
-from engine.gpu.attention.backend import PrefillAttention
+from engine.gpu.attention.backend import PagedAttention, PagedPlan, PrefillAttention
 from engine.gpu.attention.grouped import open_attention
-from engine.gpu.attention.paged import PagedAttention, PagedPlan
 from engine.prefill_backends import choose as chooser
 from engine.prefill_backends import contiguous, fa3
 from engine.prefill_backends.choose import choose

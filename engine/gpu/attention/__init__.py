@@ -1,1 +1,1 @@
-"""Attention on a GPU: `backend.py` has the seams, `grouped.py` and `paged.py` what works for most models."""
+"""Attention on a GPU: `backend.py` has the seams, `grouped.py` what works for most models."""

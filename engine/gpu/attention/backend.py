@@ -1,4 +1,5 @@
-"""The seams of attention on a GPU: `GpuAttention` of a model's blocks, `PrefillAttention` for chunks of prompts.
+"""The seams of attention on a GPU: `GpuAttention` of a model's blocks, `PrefillAttention` for chunks of prompts, of
+which `PagedAttention` always works.
 
 A step is planned once, on the host, from where each row's queries start and how many keys its last query sees; the
 plan holds whatever the kernels need on the device, and attends in every layer. A backend knows nothing of requests or
@@ -10,15 +11,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from engine.gpu.pinning import upload
 from engine.models.model import Model
-
-if TYPE_CHECKING:
-    from kernels.gpu.attention.paged_prefill import TileSplits
+from kernels.gpu.attention.paged_prefill import TileSplits, paged_prefill
+from kernels.gpu.attention.prompt_tiles import choose_tile, prefill_tiles
 
 
 class PrefillPlan(Protocol):
@@ -54,6 +55,46 @@ class PrefillAttention(Protocol):
             is its cached context. block_tables: int32 (num_rows, any), on the device.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class PagedPlan:
+    """A plan of `PagedAttention`. block_tables: int32 (num_rows, any). tiles, splits: see `paged_prefill`."""
+
+    block_tables: Tensor
+    tiles: Tensor
+    tile_m: int
+    splits: TileSplits | None = None
+
+    def attend(
+        self, qkv: Tensor, pool: Tensor, layer: int, out: Tensor, window: int = 0, sinks: Tensor | None = None
+    ) -> None:
+        """See PrefillPlan."""
+        q = qkv[:, : qkv.shape[1] - 2 * pool.shape[3]]
+        paged_prefill(
+            q, pool, layer, self.block_tables, self.tiles, self.tile_m, out, window=window, sinks=sinks,
+            splits=self.splits,
+        )  # fmt: skip
+
+
+class PagedAttention:
+    """The backend that always works: our Triton kernel, which reads K and V where they lie in the pool."""
+
+    name = "triton"
+
+    def __init__(self, num_heads: int, num_kv_heads: int) -> None:
+        self._num_heads = num_heads
+        self._group = num_heads // num_kv_heads
+
+    def plan(
+        self, query_starts: Sequence[int], seq_lens: Sequence[int], block_tables: Tensor, skipped: Sequence[bool] = ()
+    ) -> PagedPlan:
+        """skipped: of each row, whether somebody else attends for it."""
+        tile_m = choose_tile(query_starts[-1], self._num_heads, block_tables.device)
+        tiles = prefill_tiles(query_starts, seq_lens, self._group, tile_m)
+        if any(skipped):
+            tiles = [tile for tile in tiles if not skipped[tile[0]]]
+        return PagedPlan(block_tables, upload(tiles, torch.int32, block_tables.device).view(-1, 4), tile_m)
 
 
 @dataclass(slots=True)

@@ -12,8 +12,15 @@ from torch import Tensor
 
 from common.errors import ConfigError
 from common.wings import has_wing, require_wing
-from engine.gpu.attention.backend import GpuAttention, GpuInputs, GroupInputs, PrefillAttention, PrefillPlan
-from engine.gpu.attention.paged import PagedAttention, PagedPlan
+from engine.gpu.attention.backend import (
+    GpuAttention,
+    GpuInputs,
+    GroupInputs,
+    PagedAttention,
+    PagedPlan,
+    PrefillAttention,
+    PrefillPlan,
+)
 from engine.kv.memory import kv_layout
 from engine.layers.attention import Attention
 from engine.models.model import Model
