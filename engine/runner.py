@@ -17,7 +17,6 @@ from engine.plan import PendingStep, ScheduledRow, StepPlan, StepResult
 from engine.ranks import RankContext
 from engine.request import RequestId, TokenId, TokenLogprobs
 from engine.request_states import RequestState, RequestStates
-from engine.sampling.sampler import LogitsHook, no_token_error
 
 if TYPE_CHECKING:
     from engine.host_tier.copies import Copies
@@ -25,6 +24,9 @@ if TYPE_CHECKING:
     from engine.layers.forward import Forward
     from engine.models.model import Model
 
+LogitsHook = Callable[[RequestState, Tensor], None]  # changes a row of logits (vocab,) in place
+NOT_FINITE, NOTHING_ALLOWED = -1, -2  # instead of a token, as in kernels/gpu/sampling/sampling.py
+NO_TOKEN = {NOT_FINITE: "the model's output is not finite", NOTHING_ALLOWED: "no token is allowed at this position"}
 NO_DRAFT = -1
 Sampled = tuple[int, int, RequestState, int, TokenId]
 """Index of the token among the step's, row of the plan, its request, position, and the draft for that position."""
@@ -173,6 +175,11 @@ def settle(
         row = sampled[k][1]
         if len(found.logprobs[row]) < len(found.token_ids[row]):
             found.logprobs[row].append(entry)
+
+
+def no_token_error(request: RequestState, reason: int) -> str:
+    """Say why a row has no token: NOT_FINITE, or NOTHING_ALLOWED, which a grammar may know more of."""
+    return (request.refusal if reason == NOTHING_ALLOWED else "") or NO_TOKEN[reason]
 
 
 def reads_hidden(row: ScheduledRow, request: RequestState) -> bool:

@@ -19,6 +19,7 @@ from engine.config import EngineConfig
 from engine.cpu.batch import StepBatch, build_batch, is_generated
 from engine.cpu.lowering import CpuForward, CpuForwards
 from engine.cpu.pool_attention import PoolAttention
+from engine.cpu.sampler import Sampler
 from engine.kv.memory import kv_dtype, kv_layout
 from engine.layers.attention import AttentionBackend, AttentionBlock
 from engine.layers.block import Step
@@ -27,7 +28,6 @@ from engine.plan import CompletedStep, PendingStep, ScheduledRow, StepPlan, Step
 from engine.ranks import SINGLE, RankContext, Seams
 from engine.request_states import RequestState
 from engine.runner import ModelRunner, Proposer, sampled_queries, settle
-from engine.sampling.sampler import Sampler
 from engine.start_progress import OnProgress, no_progress
 from engine.trial_plans import trial_plan
 from kvstore.layout import PoolGeometry

@@ -15,16 +15,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from engine.cpu.sampler import SampledTokens, Sampler, noise_keys, probabilities, sample_whole
 from engine.request import RequestId, SamplingParams, TokenId
 from engine.request_states import RequestState
-from engine.sampling.sampler import (
-    LogitsHook,
-    SampledTokens,
-    Sampler,
-    noise_keys,
-    probabilities,
-    sample_whole,
-)
+from engine.runner import LogitsHook
 from kernels.gumbel import noise_key
 
 ACCEPTANCE, REPLACEMENT = 0x5BF0_3635_D1C2_95A7, 0x2545_F491_4F6C_DD1D  # change a seed: noise apart from the drafts'

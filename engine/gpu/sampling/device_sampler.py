@@ -1,6 +1,6 @@
 """Samples tokens on the device: greedy, or seeded with temperature, top-k, top-p and min-p, without the host.
 
-Keeps each row's parameters on the device. `engine.sampling.sampler` samples the same tokens from the same seeds.
+Keeps each row's parameters on the device. `engine.cpu.sampler` samples the same tokens from the same seeds.
 """
 
 from __future__ import annotations

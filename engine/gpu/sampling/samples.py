@@ -19,8 +19,7 @@ from engine.gpu.steps.rows import RowChanges
 from engine.gpu.steps.state import DeviceState
 from engine.gpu.steps.step import GpuBatch, GpuStep, mark, sampled_rows
 from engine.request import RequestId
-from engine.runner import Sampled
-from engine.sampling.sampler import LogitsHook
+from engine.runner import LogitsHook, Sampled
 
 HAS_RULES = has_wing("engine.logit_rules")
 if HAS_RULES:

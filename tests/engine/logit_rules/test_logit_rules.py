@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engine.test_sampler import EOS, VOCAB_SIZE, assert_distributed, draw_many, logits_row, row_of, sample
+from tests.engine.cpu.test_sampler import EOS, VOCAB_SIZE, assert_distributed, draw_many, logits_row, row_of, sample
 
 
 @pytest.mark.parametrize("output", [[], [4, 4, 9]])

@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.cpu.sampler import Sampler, probabilities, sample_with_noise
 from engine.plan import ScheduledRow, StepResult
 from engine.request import RequestId, SamplingParams
 from engine.request_states import RequestState
 from engine.runner import sampled_queries, settle
-from engine.sampling.sampler import Sampler, probabilities, sample_with_noise
 from engine.speculation import rejection
 from engine.speculation.draft_length import DraftLengths
 from engine.speculation.from_model import Drafting, FromModel

@@ -7,7 +7,7 @@ Rows are independent: a row that cannot be sampled from gets an error, the other
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from common.wings import has_wing
 from engine.request import RequestId, SamplingParams, TokenLogprobs
 from engine.request_states import RequestState
+from engine.runner import NOT_FINITE, NOTHING_ALLOWED, LogitsHook
 from kernels.gumbel import exponential_noise, noise_key
 
 HAS_RULES = has_wing("engine.logit_rules")
@@ -24,10 +25,6 @@ if HAS_RULES:
 if has_wing("engine.logprobs"):  # else no request asks for them
     from engine.logprobs.logprobs import token_logprobs
 
-LogitsHook = Callable[[RequestState, Tensor], None]  # changes a row of logits (vocab,) in place
-
-NOT_FINITE, NOTHING_ALLOWED = -1, -2  # instead of a token, as in kernels/gpu/sampling/sampling.py
-NO_TOKEN = {NOT_FINITE: "the model's output is not finite", NOTHING_ALLOWED: "no token is allowed at this position"}
 NUM_CANDIDATES = 256  # first try of truncated sampling; the likeliest 256 of 49152 take 0.13 ms, 1024 take 0.55
 ROWS_AT_ONCE = 4  # full-vocabulary noise: 4 rows x 49152 x 4 bytes stay in a core's cache
 
@@ -38,11 +35,6 @@ class SampledTokens:
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None]
-
-
-def no_token_error(request: RequestState, reason: int) -> str:
-    """Say why a row has no token: NOT_FINITE, or NOTHING_ALLOWED, which a grammar may know more of."""
-    return (request.refusal if reason == NOTHING_ALLOWED else "") or NO_TOKEN[reason]
 
 
 class Sampler:

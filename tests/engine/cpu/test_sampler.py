@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.cpu import sampler as sampler_module
+from engine.cpu.sampler import SampledTokens, Sampler
 from engine.request import RequestId, SamplingParams
 from engine.request_states import RequestState
-from engine.sampling import sampler as sampler_module
-from engine.sampling.sampler import NOT_FINITE, NOTHING_ALLOWED, SampledTokens, Sampler, no_token_error
+from engine.runner import NOT_FINITE, NOTHING_ALLOWED, no_token_error
 from tests.engine.chi_square import fits
 
 VOCAB_SIZE = 50
