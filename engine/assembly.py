@@ -190,7 +190,10 @@ def _size_pool(
     """The settings with the pool's blocks, the pool, and the longest sequence that it holds. Raises ConfigError."""
     max_model_len = loaded.config.context_length(config.max_model_len)
     if loaded.device.type == "cuda" and not (config.num_gpu_blocks or config.kv_cache_gb):
-        num_blocks = ranks.num_fitting(loaded, config, gpu, max_model_len)
+        require_wing("engine.memory_profiling", "a GPU without --kv-cache-gb or --num-gpu-blocks")
+        from engine.memory_profiling.profile import num_blocks_that_fit  # needs triton
+
+        num_blocks = num_blocks_that_fit(loaded, config, gpu, max_model_len, *ranks.in_trials(loaded, config))
         if drafting is not None:
             num_blocks = drafting.num_blocks_left(num_blocks)
         config = replace(config, num_gpu_blocks=num_blocks)

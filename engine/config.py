@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import dataclass, replace
 
@@ -90,16 +89,6 @@ class EngineConfig(Settings):
     def has_drafts(self) -> bool:
         """Whether rows may have draft tokens; see `EngineWing`."""
         return any(self.of(wing).has_drafts for wing in self.wings)
-
-    @property
-    def num_graph_sets(self) -> int:
-        """How many graphs a GPU captures of each decode step; see `EngineWing`."""
-        return math.prod(self.of(wing).num_graph_sets for wing in self.wings)
-
-    @property
-    def num_prompt_graph_sets(self) -> int:
-        """Likewise of each step with short prompts."""
-        return math.prod(self.of(wing).num_prompt_graph_sets for wing in self.wings)
 
     @property
     def is_simulated(self) -> bool:

@@ -9,7 +9,7 @@ from engine.ranks import Stage
 from kvstore.layout import WHOLE, Shard
 
 if TYPE_CHECKING:
-    from engine.config import EngineConfig, GpuConfig
+    from engine.config import EngineConfig
     from engine.loader.load import LoadedModel
     from kvstore.layout import PoolGeometry
 
@@ -24,11 +24,9 @@ class Ranks:
     stage: Stage | None = None
     num_stages = 1
 
-    def num_fitting(self, loaded: LoadedModel, config: EngineConfig, gpu: GpuConfig, max_model_len: int) -> int:
-        """KV blocks that fit rank 0's GPU. Raises ConfigError with the numbers."""
-        from engine.gpu.memory import num_blocks_that_fit  # needs triton
-
-        return num_blocks_that_fit(loaded, config, gpu, max_model_len)
+    def in_trials(self, loaded: LoadedModel, config: EngineConfig) -> tuple[Any, ...]:
+        """What of the ranks `num_blocks_that_fit` has to know, see `engine/memory_profiling/profile.py`."""
+        return ()
 
     def num_blocks(self, loaded: LoadedModel, geometry: PoolGeometry, config: EngineConfig) -> int:
         """Blocks for which all ranks have room. Raises ConfigError when one of them holds another model."""

@@ -65,10 +65,10 @@ class FollowedRanks(Ranks):
             )
         self._followers = Followers(config, device.type, gpu)
 
-    def num_fitting(self, loaded: LoadedModel, config: EngineConfig, gpu: GpuConfig, max_model_len: int) -> int:
-        from engine.tensor_parallel.gpu_seams import num_blocks_that_fit  # needs triton
+    def in_trials(self, loaded: LoadedModel, config: EngineConfig) -> tuple[Any, ...]:
+        from engine.tensor_parallel.gpu_seams import in_trials  # needs triton
 
-        return num_blocks_that_fit(loaded, config, gpu, max_model_len)
+        return in_trials(loaded, config)
 
     def num_blocks(self, loaded: LoadedModel, geometry: PoolGeometry, config: EngineConfig) -> int:
         found = self._followers.wait_for_weights()

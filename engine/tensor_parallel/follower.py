@@ -157,9 +157,11 @@ def _num_blocks(loaded: LoadedModel, start: FollowerStart) -> int:
     config = start.engine
     if start.device != "cuda" or start.stage is None or config.num_gpu_blocks or config.kv_cache_gb:
         return 0
-    from engine.tensor_parallel.gpu_seams import num_blocks_that_fit  # needs triton
+    from engine.memory_profiling.profile import num_blocks_that_fit  # these need triton
+    from engine.tensor_parallel.gpu_seams import in_trials
 
-    return num_blocks_that_fit(loaded, config, start.gpu, loaded.config.context_length(config.max_model_len))
+    max_model_len = loaded.config.context_length(config.max_model_len)
+    return num_blocks_that_fit(loaded, config, start.gpu, max_model_len, *in_trials(loaded, config))
 
 
 def _shared_pool(link: socket.socket, geometry: PoolGeometry, device: torch.device) -> torch.Tensor:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from engine.config import EngineConfig, GpuConfig
+from engine.config import EngineConfig
 from engine.expert_balancing.gpu_moves import bytes_of_moves, open_rearranger
 from engine.expert_balancing.settings import ExpertBalancingSettings
 from engine.expert_parallel.gpu_divided_rows import DividedSeams
-from engine.gpu import memory
 from engine.gpu.ops.rules import GpuSeams
 from engine.gpu.steps.rows import most_tokens
 from engine.loader.load import LoadedModel
@@ -42,8 +41,7 @@ def gpu_ranks(
     return RankContext(seams, inbox, sink, listener)
 
 
-def num_blocks_that_fit(loaded: LoadedModel, config: EngineConfig, gpu: GpuConfig, max_model_len: int) -> int:
-    """See `engine.gpu.memory`: in steps of this rank alone, and beside the memory that it meets others through."""
+def in_trials(loaded: LoadedModel, config: EngineConfig) -> tuple[int, RankContext[GpuSeams]]:
+    """For `num_blocks_that_fit`: the memory that a rank meets others through, and what it is in steps of it alone."""
     of_ranks = group_bytes(loaded, config) + stage_bytes(loaded, config) + bytes_of_moves(loaded, config)
-    alone = gpu_ranks(loaded, config, None, *ends_alone(loaded))
-    return memory.num_blocks_that_fit(loaded, config, gpu, max_model_len, of_ranks, alone)
+    return of_ranks, gpu_ranks(loaded, config, None, *ends_alone(loaded))

@@ -9,11 +9,11 @@ from typing import Any, Protocol
 from common.errors import ConfigError
 from common.model_files import ModelFiles
 from engine.config import EngineConfig, GpuConfig
-from engine.gpu.memory import measure
 from engine.kv.manager import KVManager
 from engine.kv.memory import allocate_pool, block_groups, context_in_pool, pool_geometry
 from engine.late_compiles.log import compiles_are_early
 from engine.loader.load import LoadedModel, check_attention
+from engine.memory_profiling.profile import measure
 from engine.runner import Proposer
 from engine.speculation.draft_length import DraftLengths
 from engine.speculation.draft_model import VocabSizes

@@ -12,13 +12,13 @@ import torch
 from common.errors import ConfigError
 from common.model_files import resolve_model
 from engine.config import EngineConfig
-from engine.gpu.memory import GRAPH_BYTES
 from engine.gpu.runner import collector_paused
 from engine.gpu.steps.decode_steps import DeviceRows
 from engine.gpu.steps.rows import bucket_sizes, most_tokens
 from engine.kv.memory import pool_geometry
 from engine.late_compiles.log import compiles_are_early
 from engine.loader.load import LoadedModel
+from engine.memory_profiling.profile import GRAPH_BYTES
 from engine.speculation.draft_length import DraftLengths
 from engine.speculation.eagle.opening import read_fitting_head
 from engine.speculation.heads.whole import check_ranks

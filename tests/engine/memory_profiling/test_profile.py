@@ -8,7 +8,14 @@ import pytest
 
 from common.errors import ConfigError
 from engine.config import EngineConfig
-from engine.gpu.memory import DRIVER_BYTES, TRIAL_BLOCKS, MemoryUse, decode_trial, kv_bytes, prefill_trials
+from engine.memory_profiling.profile import (
+    DRIVER_BYTES,
+    TRIAL_BLOCKS,
+    MemoryUse,
+    decode_trial,
+    kv_bytes,
+    prefill_trials,
+)
 
 GB = 1_000_000_000
 ALONE = MemoryUse(total_bytes=100 * GB, free_bytes=83 * GB, process_bytes=16 * GB, peak_bytes=20 * GB, graph_bytes=GB)

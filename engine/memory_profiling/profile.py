@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -127,7 +128,8 @@ def measure(
     if gpu.use_cuda_graph:
         peak = _peak_of(runner, decode_trial(config, count), device)
         num_graphs = len(bucket_sizes(config.max_num_seqs))
-        graph_bytes += config.num_graph_sets * (int(peak * GRAPH_SLACK) + num_graphs * GRAPH_BYTES)
+        num_sets = math.prod(config.of(wing).num_graph_sets for wing in config.wings)
+        graph_bytes += num_sets * (int(peak * GRAPH_SLACK) + num_graphs * GRAPH_BYTES)
     if gpu.use_cuda_graph and has_wing("engine.prompt_graphs"):
         from engine.prompt_graphs.shapes import prompt_graph_trial
 
@@ -135,7 +137,7 @@ def measure(
         peak = _peak_of(runner, prompt_graph_trial(config, max_model_len, TRIAL_BLOCKS, count), device)
         num_logits = sum(rows for _, rows in prompts.shapes) * loaded.model.config.vocab_size
         own_bytes = int(peak * GRAPH_SLACK) + len(prompts.shapes) * GRAPH_BYTES + num_logits * loaded.dtype.itemsize
-        graph_bytes += config.num_prompt_graph_sets * own_bytes
+        graph_bytes += own_bytes * math.prod(config.of(wing).num_prompt_graph_sets for wing in config.wings)
     for plan in prefill_trials(config, max_model_len, count):
         runner.launch(plan).result()
     torch.cuda.synchronize(device)
