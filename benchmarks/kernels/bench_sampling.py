@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.timing import eager_seconds, graph_seconds, num_input_sets, read_bandwidth, report
-from kernels.gpu.sampling.sampling import num_chunks_of, sample
+from kernels.gpu.sampling.sampling import choose_tokens, chunk_stats, num_chunks_of
 
 VOCAB = 152064
 KINDS = {
@@ -19,6 +19,14 @@ KINDS = {
     "top-k 50 top-p 0.9": (0.8, 50, 0.9, 0.0),
     "min-p 0.1": (0.8, 0, 1.0, 0.1),
 }
+
+
+def sample(
+    logits: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor, seeds: Tensor,
+    positions: Tensor, stats: Tensor, token_ids: Tensor,
+) -> None:  # fmt: skip
+    chunk_stats(logits, temperatures, seeds, positions, stats, logits.shape[1])
+    choose_tokens(logits, stats, temperatures, top_ks, top_ps, min_ps, seeds, positions, token_ids)
 
 
 def eager_sample(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:

@@ -4,13 +4,55 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.gpu.sampling.sampling import CHUNK, NOT_FINITE, NOTHING_ALLOWED, num_chunks_of, sample, sample_reference
+from kernels.gpu.sampling.sampling import (
+    CHUNK,
+    NOT_FINITE,
+    NOTHING_ALLOWED,
+    choose_tokens,
+    chunk_stats,
+    num_chunks_of,
+)
+from kernels.gumbel import exponential_noise, noise_key
 
 VOCAB = CHUNK + 904
 
 
 def stats_for(num_rows: int, vocab_size: int, device: torch.device) -> Tensor:
     return torch.empty(num_rows, num_chunks_of(vocab_size), 4, device=device)
+
+
+def sample_reference(
+    logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, seed: int, position: int
+) -> int:
+    """One row (vocab,), by sorting."""
+    row = logits.float()
+    if temperature <= 0:
+        return int(row.argmax())
+    scaled = (row - row.max()) / max(temperature, 1e-5)
+    ordered = scaled.sort(descending=True).values
+    threshold = ordered[top_k - 1] if 0 < top_k < len(row) else ordered[-1]
+    mass = torch.where(ordered >= threshold, ordered.exp(), 0.0).double()
+    if top_p < 1.0:
+        before = mass.cumsum(0) - mass
+        kept = before < top_p * mass.sum()
+        kept[0] = True
+        threshold = torch.maximum(threshold, ordered[kept].min())
+    if min_p > 0.0:
+        threshold = torch.maximum(threshold, ordered[ordered.exp() >= min_p].min())
+    keys = torch.tensor([noise_key(seed, position)], dtype=torch.int32)
+    noise = exponential_noise(keys, torch.arange(len(row), dtype=torch.int32)[None])[0].to(row.device)
+    return int((scaled - noise.log()).masked_fill(scaled < threshold, float("-inf")).argmax())
+
+
+def sample(
+    logits: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor, seeds: Tensor,
+    positions: Tensor, stats: Tensor, token_ids: Tensor, last_tokens: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Run both kernels, as on a GPU that has all logits."""
+    chunk_stats(logits, temperatures, seeds, positions, stats, logits.shape[1])
+    choose_tokens(
+        logits, stats, temperatures, top_ks, top_ps, min_ps, seeds, positions, token_ids, last_tokens
+    )  # fmt: skip
 
 
 def draw(

@@ -8,17 +8,15 @@ a pool of 8-bit numbers gets them cut off at +-448.
 In the pool's layout (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim) the k heads and then the v heads
 of a layer lie one after the other, as they do in qkv, so one index covers both.
 
-Reference: `rope_reference` below, from `kernels/elementwise.py` and `write_kv`.
+Reference: `rope_reference` of `tests/kernels/elementwise/test_rope.py`, from `kernels/elementwise.py` and `write_kv`.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.elementwise import rms_norm, rotate_
 from kernels.gpu.launching.launch import (
     FastLaunch,
     let_successor_start,
@@ -28,7 +26,6 @@ from kernels.gpu.launching.launch import (
 )
 from kernels.gpu.launching.launch_configs import RopeConfig, found
 from kernels.gpu.launching.tuning import ROPE
-from kernels.paged_attention import write_kv
 
 STREAMED_BYTES = 32 << 20  # q, k and v beyond this: 84% of copy bandwidth at 8,192 tokens, 83% without
 
@@ -138,20 +135,3 @@ def rope_and_write_kv(
         OVERLAPS=overlaps_launches(qkv), SPREADS=spreads_next, num_warps=config.num_warps,
         launch_pdl=overlaps_launches(qkv),
     )  # fmt: skip
-
-
-def rope_reference(
-    qkv: Tensor, table: Tensor, positions: Tensor, slots: Tensor, qk_norm: Tensor | None, eps: float,
-    pool: Tensor, layer: int,
-) -> None:  # fmt: skip
-    """Reference with plain torch operations; every slot must be valid."""
-    num_kv_heads, block_size = pool.shape[3], pool.shape[4]
-    num_qk_heads = qkv.shape[1] - num_kv_heads
-    qk = qkv[:, :num_qk_heads]
-    if qk_norm is not None:
-        qk.copy_(rms_norm(qk, qk_norm, eps))
-    rows = table[positions]
-    rotate_(qk, rows[:, :1], rows[:, 1:])
-    kv = qkv[:, num_qk_heads - num_kv_heads :].unflatten(1, (2, num_kv_heads))
-    block_ids = torch.div(slots, block_size, rounding_mode="floor").long()
-    write_kv(pool, layer, kv, block_ids, (slots % block_size).long())

@@ -12,25 +12,22 @@ each pass counts the tokens and the mass above the current winner, and finds the
 one pass for typical parameters. Top-k starts at the k-th largest of the chunks' maxima, a lower bound of the k-th
 largest logit. Only top-k together with top-p needs the k-th largest itself, found by bisection.
 
-Reference: `sample_reference` below.
+Reference: `sample_reference` of `tests/kernels/test_sampling.py`.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.launching.launch import overlaps_launches, wait_for_predecessor
 from kernels.gpu.sampling.gumbel import gumbel
-from kernels.gumbel import exponential_noise, noise_key
 
 CHUNK = 2048  # 75 programs a row at 152,064 tokens: their maxima bound any top-k up to 75
 # Of the one program that walks a truncated row. 8192 at a time spill registers (top-p of one row 56 us, here 53);
 # loads pipelined through shared memory are slower (61 to 83).
 ROW_BLOCK, ROW_WARPS, ROW_STAGES = 4096, 32, 1
-MIN_TEMPERATURE = 1e-5
 HIGHEST = tl.constexpr(1e30)  # logits beyond are as broken as infinite ones
 NOT_FINITE, NOTHING_ALLOWED = -1, -2  # instead of a token
 _NOT_FINITE, _NOTHING_ALLOWED = tl.constexpr(NOT_FINITE), tl.constexpr(NOTHING_ALLOWED)
@@ -214,7 +211,9 @@ def chunk_stats(
 ) -> None:  # fmt: skip
     """Write what each chunk of each row has to offer: float32 (rows, num_chunks_of(vocab_size), 4), contiguous.
 
-    See `sample` for the arguments. vocab_size: columns that count. first_id: token of the first one.
+    logits: (rows, columns < 2^21), float32 or bfloat16, tokens of stride 1. temperatures: float32 (rows,), 0 is
+    greedy. seeds: int64 (rows,). positions: int (rows,), the position that the token will have, 0 for rows that are
+    not in use. vocab_size: columns that count. first_id: token of the first one.
     """
     num_rows, num_chunks = logits.shape[0], num_chunks_of(vocab_size)
     if stats.shape != (num_rows, num_chunks, 4) or not stats.is_contiguous():
@@ -230,7 +229,12 @@ def choose_tokens(
     logits: Tensor, stats: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor,
     seeds: Tensor, positions: Tensor, token_ids: Tensor, last_tokens: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Sample from the statistics of all chunks. Rows without truncation need no logits; see `sample`."""
+    """Sample a token per row into `token_ids` int64 (rows,); NOT_FINITE or NOTHING_ALLOWED where there is none.
+
+    logits: of all tokens; rows without truncation need none. stats: of all their chunks. top_ks: int32, 0 is off.
+    top_ps: float32, 1 is off. min_ps: float32, 0 is off. All of these (rows,), read on the device. last_tokens: int64
+    (rows,), takes the valid tokens of rows in use as well. Further arguments: see `chunk_stats`.
+    """
     num_rows, vocab_size = logits.shape
     num_chunks = stats.shape[1]
     overlaps = overlaps_launches(logits)
@@ -241,43 +245,3 @@ def choose_tokens(
         CHUNKS=triton.next_power_of_2(num_chunks), BLOCK=min(ROW_BLOCK, triton.next_power_of_2(vocab_size)),
         NUM_STAGES=ROW_STAGES, OVERLAPS=overlaps, num_warps=ROW_WARPS, launch_pdl=overlaps,
     )  # fmt: skip
-
-
-def sample(
-    logits: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor, seeds: Tensor,
-    positions: Tensor, stats: Tensor, token_ids: Tensor, last_tokens: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Sample a token per row into `token_ids` int64 (rows,); NOT_FINITE or NOTHING_ALLOWED where there is none.
-
-    logits: (rows, vocab < 2^21), float32 or bfloat16, tokens of stride 1. temperatures: float32, 0 is greedy.
-    top_ks: int32, 0 is off. top_ps: float32, 1 is off. min_ps: float32, 0 is off. seeds: int64. positions: int, the
-    position that the token will have, 0 for rows that are not in use. All of these (rows,), read on the device.
-    stats: workspace, see `chunk_stats`. last_tokens: int64 (rows,), takes the valid tokens of rows in use as well.
-    """
-    chunk_stats(logits, temperatures, seeds, positions, stats, logits.shape[1])
-    choose_tokens(
-        logits, stats, temperatures, top_ks, top_ps, min_ps, seeds, positions, token_ids, last_tokens
-    )  # fmt: skip
-
-
-def sample_reference(
-    logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, seed: int, position: int
-) -> int:
-    """One row (vocab,), by sorting."""
-    row = logits.float()
-    if temperature <= 0:
-        return int(row.argmax())
-    scaled = (row - row.max()) / max(temperature, MIN_TEMPERATURE)
-    ordered = scaled.sort(descending=True).values
-    threshold = ordered[top_k - 1] if 0 < top_k < len(row) else ordered[-1]
-    mass = torch.where(ordered >= threshold, ordered.exp(), 0.0).double()
-    if top_p < 1.0:
-        before = mass.cumsum(0) - mass
-        kept = before < top_p * mass.sum()
-        kept[0] = True
-        threshold = torch.maximum(threshold, ordered[kept].min())
-    if min_p > 0.0:
-        threshold = torch.maximum(threshold, ordered[ordered.exp() >= min_p].min())
-    keys = torch.tensor([noise_key(seed, position)], dtype=torch.int32)
-    noise = exponential_noise(keys, torch.arange(len(row), dtype=torch.int32)[None])[0].to(row.device)
-    return int((scaled - noise.log()).masked_fill(scaled < threshold, float("-inf")).argmax())

@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.gpu.elementwise.rope import rope_and_write_kv, rope_reference
+from kernels.elementwise import rms_norm, rotate_
+from kernels.gpu.elementwise.rope import rope_and_write_kv
 from kernels.gpu.launching.launch_configs import RopeConfig
+from kernels.paged_attention import write_kv
 from tests.kernels.helpers import BFLOAT16_BOUND, poisoned_pool, relative_error
 
 HEAD_DIM, NUM_POSITIONS = 32, 50
@@ -15,6 +17,23 @@ def rotary_table(dtype: torch.dtype, device: torch.device) -> Tensor:
     angles = torch.rand(NUM_POSITIONS, HEAD_DIM // 2, device=device) * 6
     cos, sin = angles.cos(), angles.sin()
     return torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)], dim=1).to(dtype)
+
+
+def rope_reference(
+    qkv: Tensor, table: Tensor, positions: Tensor, slots: Tensor, qk_norm: Tensor | None, eps: float,
+    pool: Tensor, layer: int,
+) -> None:  # fmt: skip
+    """Reference with plain torch operations; every slot must be valid."""
+    num_kv_heads, block_size = pool.shape[3], pool.shape[4]
+    num_qk_heads = qkv.shape[1] - num_kv_heads
+    qk = qkv[:, :num_qk_heads]
+    if qk_norm is not None:
+        qk.copy_(rms_norm(qk, qk_norm, eps))
+    rows = table[positions]
+    rotate_(qk, rows[:, :1], rows[:, 1:])
+    kv = qkv[:, num_qk_heads - num_kv_heads :].unflatten(1, (2, num_kv_heads))
+    block_ids = torch.div(slots, block_size, rounding_mode="floor").long()
+    write_kv(pool, layer, kv, block_ids, (slots % block_size).long())
 
 
 @pytest.mark.parametrize("has_norm", [False, True])
