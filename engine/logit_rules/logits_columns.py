@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from engine.gpu.pinning import upload
-from engine.gpu.sampling.device_sampler import MAX_CHANGED_ROWS
 from engine.gpu.steps.rows import RowChanges
 from engine.logit_rules.filters import TokenMask, Words, prepare_constraints
 from engine.request import MAX_BIASES
 from engine.request_states import RequestState
 from kernels.gpu.logit_rules.process_logits import IN_PROMPT, MAX_COUNT, LogitsRules, process_logits
+
+MAX_CHANGED_ROWS = 32  # of changed logits, in float32, at once
 
 
 class LogitsColumns:

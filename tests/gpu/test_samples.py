@@ -15,7 +15,7 @@ from engine.config import GpuConfig
 from engine.engine import Engine
 from engine.gpu.steps.rows import RowChanges
 from engine.loader import load
-from engine.logit_rules import logits_columns
+from engine.logit_rules import changed_rows, logits_columns
 from engine.logit_rules.logits import apply_params
 from engine.logit_rules.logits_columns import LogitsColumns
 from engine.request import RequestId, SamplingParams, TokenLogprobs
@@ -66,7 +66,7 @@ def run(made: Engine, params: list[SamplingParams]) -> list[tuple[list[int], lis
 def test_tokens_and_logprobs_equal_those_of_the_plain_engine(
     params: list[SamplingParams], rows_at_once: int, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.gpu.sampling.samples.MAX_CHANGED_ROWS", rows_at_once)
+    monkeypatch.setattr(changed_rows, "MAX_CHANGED_ROWS", rows_at_once)
     monkeypatch.setattr(logits_columns, "MAX_CHANGED_ROWS", rows_at_once)
     want = run(reference(model), params)
     made, _ = open_gpu(model, monkeypatch, GpuConfig())

@@ -20,7 +20,6 @@ from engine.request_states import RequestState
 from kernels.gpu.sampling.sampling import choose_tokens, chunk_stats, num_chunks_of
 
 NUM_FRACTIONS = 3  # lines of the table that are float32: temperature, top_p, min_p. Then top_k, and `_truncates`
-MAX_CHANGED_ROWS = 32  # of changed logits, in float32, at once
 
 
 class DeviceSampler:

@@ -1,7 +1,7 @@
 """From a step's logits to its tokens, on the device: the host reads them when it needs the step's result.
 
-All rows are sampled from their logits as they are, inside of the step's graph. Rows whose logits change (masks,
-biases, penalties, hooks) are then sampled again, and log-probabilities computed for the rows that ask.
+All rows are sampled from their logits as they are, inside of the step's graph. Rows whose logits change are then
+sampled again (`engine/logit_rules`), and log-probabilities computed for the rows that ask.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from common.wings import has_wing
 from engine.gpu.ops.rules import WHOLE_VOCABULARY, Vocabulary
 from engine.gpu.pinning import upload
-from engine.gpu.sampling.device_sampler import MAX_CHANGED_ROWS, DeviceSampler
+from engine.gpu.sampling.device_sampler import DeviceSampler
 from engine.gpu.steps.rows import RowChanges
 from engine.gpu.steps.state import DeviceState
 from engine.gpu.steps.step import GpuBatch, GpuStep, mark, sampled_rows
@@ -23,7 +23,7 @@ from engine.runner import LogitsHook, Sampled
 
 HAS_RULES = has_wing("engine.logit_rules")
 if HAS_RULES:
-    from engine.logit_rules.logits_columns import LogitsColumns
+    from engine.logit_rules.changed_rows import ChangedRows
 HAS_LOGPROBS = has_wing("engine.logprobs")
 if HAS_LOGPROBS:
     from engine.logprobs.on_gpu import pending_logprobs
@@ -47,15 +47,15 @@ class StepSamples:
         self._vocabulary = vocabulary
         self._state = state
         self._device = state.last_tokens.device
-        self._columns = LogitsColumns(max_rows, vocab_size, self._device) if HAS_RULES else None
+        self._changed = ChangedRows(vocab_size, state, self.on_device, vocabulary, hooks) if HAS_RULES else None
         pin = self._device.type == "cuda"
         self._tokens = [torch.zeros(max_rows, dtype=torch.int64, pin_memory=pin) for _ in range(num_buffers)]
 
     def apply(self, changes: RowChanges) -> None:
         """Bring rows that changed their owner up to date."""
         self.on_device.apply(changes)
-        if self._columns is not None:
-            self._columns.apply(changes)
+        if self._changed is not None:
+            self._changed.apply(changes)
 
     def sample(self, logits: Tensor, batch: GpuBatch, indices: Sequence[int], turn: int, step: GpuStep) -> Tensor:
         """Sample for rows `indices` of the batch from as many logits, and put the tokens into the device's state.
@@ -82,33 +82,11 @@ class StepSamples:
                 changed.append((source, i))
             if request.wants_logprobs:
                 asking.append(k)
-        for first in range(0, len(changed), MAX_CHANGED_ROWS):
-            self._sample_changed(token_ids, logits, batch, changed[first : first + MAX_CHANGED_ROWS])
-        if asking and HAS_LOGPROBS:  # else it is a trial
+        if changed and self._changed is not None:  # else they are of a trial
+            self._changed.sample(token_ids, logits, batch, changed)
+        if asking and HAS_LOGPROBS:  # likewise
             step.logprobs = pending_logprobs(token_ids, logits, sampled, asking, self._vocabulary)
         if sampled:
             step.tokens = self._tokens[turn]
             step.tokens[: token_ids.shape[0]].copy_(token_ids, non_blocking=True)
             step.waits.append(mark(self._device))
-
-    def _sample_changed(
-        self, token_ids: Tensor, logits: Tensor, batch: GpuBatch, pairs: Sequence[tuple[int, int]]
-    ) -> None:
-        """Sample anew for rows whose logits change, (source, row of the batch) each, and correct what was taken."""
-        sources, indices = zip(*pairs, strict=True)
-        requests, rows = [batch.requests[i] for i in indices], [batch.device_rows[i] for i in indices]
-        positions = [batch.rows[i].stop for i in indices]
-        whole, sources_there = self._vocabulary.whole(logits, sources)
-        if self._columns is not None:
-            own = self._columns.changed(whole, sources_there, rows, requests, positions)
-        else:
-            own = whole[upload(sources_there, torch.int64, self._device)].float()
-        for k, request in enumerate(requests):
-            if request.request_id in self._hooks:
-                self._hooks[request.request_id](request, own[k])
-        on_device, source, position = upload([rows, sources, positions], torch.int64, self._device)
-        sampled = self.on_device.sample(own, on_device, position, is_whole=True)
-        if self._columns is not None:
-            self._columns.count(on_device, sampled)
-        token_ids[source] = sampled
-        self._state.last_tokens[on_device] = sampled.clamp(min=0)

@@ -1,0 +1,61 @@
+"""Rows whose logits change (masks, biases, penalties, hooks), sampled anew on the device after their step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from engine.gpu.ops.rules import Vocabulary
+from engine.gpu.pinning import upload
+from engine.gpu.sampling.device_sampler import DeviceSampler
+from engine.gpu.steps.rows import RowChanges
+from engine.gpu.steps.state import DeviceState
+from engine.gpu.steps.step import GpuBatch
+from engine.logit_rules.logits_columns import MAX_CHANGED_ROWS, LogitsColumns
+from engine.request import RequestId
+from engine.runner import LogitsHook
+
+
+class ChangedRows:
+    """The rules of one runner's rows, and the second sample of those that have any."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        state: DeviceState,
+        sampler: DeviceSampler,
+        vocabulary: Vocabulary,
+        hooks: Mapping[RequestId, LogitsHook],
+    ) -> None:
+        """vocabulary: of this rank's logits."""
+        self._device = state.last_tokens.device
+        self._state, self._sampler, self._vocabulary, self._hooks = state, sampler, vocabulary, hooks
+        self._columns = LogitsColumns(sampler.max_rows, vocab_size, self._device)
+
+    def apply(self, changes: RowChanges) -> None:
+        """Bring rows that changed their owner up to date."""
+        self._columns.apply(changes)
+
+    def sample(self, token_ids: Tensor, logits: Tensor, batch: GpuBatch, pairs: Sequence[tuple[int, int]]) -> None:
+        """Sample for rows of the batch, (index of their logits, row) each, and correct what was taken."""
+        for first in range(0, len(pairs), MAX_CHANGED_ROWS):
+            self._sample_some(token_ids, logits, batch, pairs[first : first + MAX_CHANGED_ROWS])
+
+    def _sample_some(
+        self, token_ids: Tensor, logits: Tensor, batch: GpuBatch, pairs: Sequence[tuple[int, int]]
+    ) -> None:
+        sources, indices = zip(*pairs, strict=True)
+        requests, rows = [batch.requests[i] for i in indices], [batch.device_rows[i] for i in indices]
+        positions = [batch.rows[i].stop for i in indices]
+        whole, sources_there = self._vocabulary.whole(logits, sources)
+        own = self._columns.changed(whole, sources_there, rows, requests, positions)
+        for k, request in enumerate(requests):
+            if request.request_id in self._hooks:
+                self._hooks[request.request_id](request, own[k])
+        on_device, source, position = upload([rows, sources, positions], torch.int64, self._device)
+        sampled = self._sampler.sample(own, on_device, position, is_whole=True)
+        self._columns.count(on_device, sampled)
+        token_ids[source] = sampled
+        self._state.last_tokens[on_device] = sampled.clamp(min=0)
