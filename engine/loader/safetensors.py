@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +15,6 @@ from common.errors import ConfigError
 from engine.layers.weights import CHOICE_BIAS, Part, PartSource
 from engine.loader.checkpoint import Shape
 
-if TYPE_CHECKING:
-    from engine.fused.stored_rows import StoredRows
-
 INDEX_NAME, SINGLE_NAME = "model.safetensors.index.json", "model.safetensors"
 MAX_HEADER_BYTES = 100 << 20
 PLAIN_TYPES = ("F64", "F32", "F16", "BF16")
@@ -26,15 +22,11 @@ PLAIN_TYPES = ("F64", "F32", "F16", "BF16")
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """What a file's header says of one tensor. `type_name` is safetensors' own: BF16, I32, F8_E4M3, ...
-
-    lies: where, if it is rows of a stored one.
-    """
+    """What a file's header says of one tensor. `type_name` is safetensors' own: BF16, I32, F8_E4M3, ..."""
 
     path: Path
     shape: Shape
     type_name: str
-    lies: StoredRows | None = None
 
 
 class SafetensorsWeights(PartSource):
@@ -51,18 +43,6 @@ class SafetensorsWeights(PartSource):
         self.prefix = "model." if "embed_tokens.weight" in self.tensors else ""
         self.tensors = {self.prefix + name: tensor for name, tensor in self.tensors.items()}
         self._open_files: dict[Path, Any] = {}
-
-    def divide(self, rows: Mapping[str, StoredRows]) -> None:
-        """Let names stand for rows of tensors, where these are plain and have as many."""
-        divided = set()
-        for name, lies in rows.items():
-            whole = self.tensors.get(lies.stored)
-            if whole is not None and whole.type_name in PLAIN_TYPES and whole.shape[0] == lies.stored_rows:
-                divided.add(lies.stored)
-                shape = (lies.num_rows, *whole.shape[1:])
-                self.tensors[name] = StoredTensor(whole.path, shape, whole.type_name, lies)
-        for stored in divided - rows.keys():
-            del self.tensors[stored]
 
     @property
     def shapes(self) -> dict[str, Shape]:
@@ -84,28 +64,25 @@ class SafetensorsWeights(PartSource):
         )
 
     def _open(self, name: str, part: Part | None = None) -> Tensor:
+        return self._open_in(self.tensors[name].path, name, self.tensors[name].shape, part)
+
+    def _open_in(self, path: Path, name: str, shape: Shape, part: Part | None) -> Tensor:
         """part: further dimensions than the tensor has are left out."""
         from safetensors import SafetensorError, safe_open
 
-        path, shape, lies = self.tensors[name].path, self.tensors[name].shape, self.tensors[name].lies
         inside = (part or ())[: len(shape)]
-        is_whole = all(map(operator.eq, map(len, inside), shape))
-        if lies is not None:
-            name, inside = lies.stored, lies.part(inside or tuple(map(range, shape)))
-            is_whole = is_whole and lies.stored_rows == lies.num_rows
         name = name.removeprefix(self.prefix)
         try:
             if path not in self._open_files:
                 self._open_files[path] = safe_open(path, framework="pt", device="cpu")
             file = self._open_files[path]
-            if is_whole:
+            if all(map(operator.eq, map(len, inside), shape)):
                 tensor: Tensor = file.get_tensor(name)
             else:
                 tensor = file.get_slice(name)[tuple(slice(indices.start, indices.stop) for indices in inside)]
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{path.name} is damaged: {name} cannot be read from it") from error
-        order = None if lies is None else lies.order(tensor.shape[0])
-        return tensor if order is None else tensor[order]
+        return tensor
 
 
 def weight_files(directory: Path) -> list[Path]:

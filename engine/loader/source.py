@@ -104,8 +104,12 @@ def open_source(files: ModelFiles, engine_config: EngineConfig, dtype: torch.dty
     if tensors.prefix:  # no head, which an embedding does without
         config = replace(config, tie_word_embeddings=True)
     needed = family.skeleton(config)[1]
-    rows = _stored_rows(family, config, needed)
-    tensors.divide(rows)
+    rows: Mapping[str, StoredRows] = {}
+    if family.fused or config.rope.partial != 1:
+        require_wing("engine.fused", "a checkpoint with fused weights or partial rotary embedding")
+        from engine.fused.divided_weights import divided
+
+        tensors, rows = divided(tensors, needed, family.fused, config)
     if quantized is None:
         check = partial(check_weights, found=tensors.shapes)
         return Source(config, family, tensors, check, {}, tensors.files)
@@ -113,16 +117,6 @@ def open_source(files: ModelFiles, engine_config: EngineConfig, dtype: torch.dty
         config = replace(config, linear_bits=quantized.held_bits)
     weights, compare = quantized.open(tensors, rows, needed)
     return Source(config, family, weights, compare, {}, tensors.files)
-
-
-def _stored_rows(family: ModelFamily, config: ModelConfig, needed: Mapping[str, Shape]) -> Mapping[str, StoredRows]:
-    """The needed weights that the checkpoint holds as rows of others, or in another order."""
-    if not family.fused and config.rope.partial == 1:
-        return {}
-    require_wing("engine.fused", "a checkpoint with fused weights or partial rotary embedding")
-    from engine.fused.stored_rows import stored_rows
-
-    return stored_rows(needed, family.fused, config)
 
 
 def check_settings(config: ModelConfig, engine_config: EngineConfig) -> None:
