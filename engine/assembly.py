@@ -135,7 +135,6 @@ def _assemble(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
-        preempt_by_swap=config.preemption == "swap",
         order=order,
         speculation=speculation,
         prompt_budget=prompt_budget,
@@ -241,7 +240,8 @@ def _open_kv(
     require_wing("kvstore.tier", "--host-tier-gb" if config.host_tier_gb else "--agent-socket")
     from engine.host_tier.open_tier import open_tier
 
-    make, buffer = open_tier(geometry, int(config.host_tier_gb * 2**30), agent_socket, device)
+    by_swap = config.preemption == "swap"
+    make, buffer = open_tier(geometry, int(config.host_tier_gb * 2**30), agent_socket, device, by_swap)
     return make_kv_manager(geometry, config, make), buffer
 
 

@@ -55,7 +55,6 @@ def open_plain(loaded: LoadedModel, config: EngineConfig) -> tuple[Engine, CpuRu
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=config.num_gpu_blocks * BLOCK_SIZE,
-        preempt_by_swap=False,
     )
     eos_token_ids = frozenset(loaded.config.eos_token_ids)
     return Engine(scheduler, runner, vocab_size=loaded.config.vocab_size, eos_token_ids=eos_token_ids), runner

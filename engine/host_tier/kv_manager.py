@@ -19,9 +19,13 @@ from kvstore.tier.host_tier import HostTier
 class TieredKVManager(KVManager):
     """See KVManager."""
 
-    def __init__(self, pool: BlockPool, groups: BlockGroups, fingerprint: str, host_tier: HostTier) -> None:
+    def __init__(
+        self, pool: BlockPool, groups: BlockGroups, fingerprint: str, host_tier: HostTier, by_swap: bool = False
+    ) -> None:
+        """by_swap: preempted requests keep their KV in the tier, if it has room."""
         super().__init__(pool, groups, fingerprint)
         self.host_tier = host_tier
+        self._by_swap = by_swap
         self.num_hit_tokens = 0  # of prompts; these two since the start
         self.num_stored_blocks = 0
 
@@ -56,6 +60,10 @@ class TieredKVManager(KVManager):
             request.host_slots = []
 
     def swap_out(self, request: Request, step: ScheduledStep) -> bool:
+        has_drafts = request.num_pending_tokens > 1  # in flight: which of them are computed is not known
+        is_pooled = bool(request.params.pooling)  # what the runner keeps of its rows goes with its state
+        if not self._by_swap or has_drafts or is_pooled:
+            return False
         live = self.groups.live_entries(request.num_computed_tokens, request.num_computed_tokens)
         slots = self.host_tier.reserve([None] * len(live)) if live else None
         if slots is None:

@@ -18,12 +18,12 @@ from kvstore.tier.host_tier import HostTier, LocalHostTier
 
 
 def open_tier(
-    geometry: PoolGeometry, num_bytes: int, agent_socket: str, device: torch.device
+    geometry: PoolGeometry, num_bytes: int, agent_socket: str, device: torch.device, by_swap: bool = False
 ) -> tuple[Callable[..., KVManager], Tensor | None]:
     """What makes the pool's KV manager, and the tier's slots uint8 (num_slots, block_bytes).
 
     The tier is the node agent's, or one of `num_bytes` here; None: these hold no block. Ranks keep their slots to
-    themselves. Raises ConfigError, UnavailableError.
+    themselves. by_swap: see TieredKVManager. Raises ConfigError, UnavailableError.
     """
     num_slots = num_bytes // geometry.block_bytes
     tier: HostTier
@@ -36,4 +36,4 @@ def open_tier(
     else:
         return KVManager, None
     buffer = host_buffer_over(tier.buffer, tier.num_slots, geometry.block_bytes)
-    return partial(TieredKVManager, host_tier=tier), buffer
+    return partial(TieredKVManager, host_tier=tier, by_swap=by_swap), buffer

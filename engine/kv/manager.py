@@ -57,10 +57,6 @@ class KVManager:
         longest = self.groups.longest(self.pool.num_blocks)
         return max_model_len if longest is None else min(max_model_len, longest)
 
-    def held_blocks(self, request: Request) -> list[BlockId]:
-        """The blocks on which `request` has references."""
-        return _held(request.block_ids)
-
     def num_blocks_to_admit(self, request: Request) -> int:
         """How many of the available blocks all tokens of `request` take at most; changes nothing.
 
@@ -87,13 +83,9 @@ class KVManager:
         """Give `request` the cached blocks of its longest known prefix, at most `max_tokens`; returns tokens."""
         assert not request.block_ids
         request.block_ids = self.prefixes.cached_table(request, max_tokens)
-        self.pool.acquire(_held(request.block_ids))
+        self.pool.acquire(held(request.block_ids))
         request.num_published_blocks = len(request.block_ids) // self.blocks_per_position
         return request.num_published_blocks * self.block_size
-
-    def cached_blocks(self, request: Request) -> list[BlockId]:
-        """The blocks of the longest known prefix of `request`, idle ones included; changes nothing."""
-        return _held(self.prefixes.cached_table(request, request.num_reusable_tokens))
 
     def attach_for_load(self, request: Request, num_tokens: int) -> tuple[dict[int, BlockId], int]:
         """Give `request` all blocks for `num_tokens`: cached ones where there are any, fresh ones to be filled else.
@@ -108,7 +100,7 @@ class KVManager:
         for group, window in enumerate(self.groups.windows):
             start = max(self.groups.first_live(window, num_tokens), first)
             found = self.pool.find(self.prefixes.keys(request, group, start, last), NO_BLOCK)
-            self.pool.acquire(_held(found))  # before others are evicted
+            self.pool.acquire(held(found))  # before others are evicted
             table[start * count + group : last * count : count] = found
         live = self.groups.live_entries(num_tokens, num_tokens)
         missing = [position for position, entry in enumerate(live) if table[entry] == NO_BLOCK]
@@ -152,16 +144,16 @@ class KVManager:
     def release(self, request: Request, is_used: bool = False) -> None:
         """Drop all of the request's blocks and host slots. Keyed blocks stay cached. is_used: by steps in flight."""
         if is_used:
-            self.give_back(_held(request.block_ids))
+            self.give_back(held(request.block_ids))
         else:
-            self.pool.release(_held(request.block_ids))
+            self.pool.release(held(request.block_ids))
         request.block_ids = []
         request.num_published_blocks = 0
 
     def release_uncomputed(self, request: Request) -> None:
         """Drop the blocks after those that hold the computed tokens of `request`."""
         num_kept = self.num_blocks_for(request.num_computed_tokens)
-        self.pool.release(_held(request.block_ids[num_kept:]))
+        self.pool.release(held(request.block_ids[num_kept:]))
         del request.block_ids[num_kept:]
 
     # -- steps in flight -------------------------------------------------------------------------------------
@@ -204,9 +196,9 @@ class KVManager:
         """
         table, request.block_ids = request.block_ids, []
         num_entries = self.num_blocks_for(num_tokens)
-        self.give_back(_held(table[num_entries:]))
+        self.give_back(held(table[num_entries:]))
         self.give_back(self.groups.take_passed(table, num_tokens, has_gaps=True))
-        return _held(table[:num_entries])
+        return held(table[:num_entries])
 
     # -- host tier: here there is none, see `engine/host_tier/kv_manager.py` -----------------------------------
 
@@ -215,7 +207,7 @@ class KVManager:
         return 0
 
     def swap_out(self, request: Request, step: ScheduledStep) -> bool:
-        """Move the computed KV of `request` to the host tier; False when there is no tier or no room."""
+        """Move the computed KV of `request` to the host tier; False when it is to be computed again."""
         return False
 
     def swap_in(self, request: Request, step: ScheduledStep) -> None:
@@ -230,6 +222,6 @@ class KVManager:
         """The runner has executed the step's copies: written slots become findable, read ones unpinned."""
 
 
-def _held(table: list[BlockId]) -> list[BlockId]:
+def held(table: list[BlockId]) -> list[BlockId]:
     """The table without entries that hold nothing: itself, if there are none."""
     return [block_id for block_id in table if block_id != NO_BLOCK] if NO_BLOCK in table else table

@@ -7,11 +7,10 @@ displaced, so that none gives way in vain.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
 from operator import attrgetter
 from typing import Any
 
-from engine.kv.manager import KVManager
+from engine.kv.manager import KVManager, held
 from engine.request import Request, RequestStatus
 from engine.scheduled_step import ScheduledStep
 from engine.scheduling.order import ServiceOrder
@@ -30,9 +29,39 @@ class Displacement(Preemption):
         super().__init__(*own)
         self._order = order
         self._max_model_len = max_model_len
+        self._step: ScheduledStep | None = None
+        self._moved: set[Request] = set()  # by this step, which leaves them where it has put them
 
-    def victims_for(self, request: Request, max_tokens: int, moved: Collection[Request]) -> list[Request] | None:
-        """See Preemption: the fewest, least urgent first."""
+    def make_room(self, request: Request, step: ScheduledStep, budget: int) -> int | None:
+        """See Preemption: preempt requests that give way, or with an empty budget take the row of one of them.
+
+        A request moves once a step at most: KV that is swapped in by a step cannot be swapped out by it
+        (docs/decisions/steps-and-plans.md).
+        """
+        if step is not self._step:
+            self._step, self._moved = step, set()
+        if request in self._moved:
+            return None
+        loads = request.kv_source is not None
+        last = None if budget or loads else self._last_in_step(request, step)
+        if budget == 0 and last is None and not loads:
+            return None
+        victims = self._victims_for(request, max(budget, 1))
+        if victims is None:
+            return None
+        for victim in victims:
+            budget += self.preempt(victim, step)
+        if budget == 0 and last is not None:  # keeps its blocks and place in the queue, but sits this step out
+            budget += step.rows.pop(last).num_tokens
+        self._moved.update(victims)
+        self._moved.add(request)
+        return budget
+
+    def _victims_for(self, request: Request, max_tokens: int) -> list[Request] | None:
+        """The fewest running requests without which `request` has room, least urgent first; None: it has to wait.
+
+        max_tokens: of its first step.
+        """
         running = self._queues.running
         missing_seats = self._num_missing_seats()
         if missing_seats > 0 and not (running and self._order.gives_way(running[-1], request)):
@@ -43,7 +72,7 @@ class Displacement(Preemption):
             return victims
         freed = _FreedBlocks(self._kv, request)
         for victim in reversed(running):
-            if victim in moved or not self._order.gives_way(victim, request):
+            if victim in self._moved or not self._order.gives_way(victim, request):
                 return None
             if victim.prefill_only and is_full(victim, self._max_model_len):
                 return None  # ends with the step in flight, and its blocks go to a peer
@@ -54,8 +83,8 @@ class Displacement(Preemption):
                 return victims
         return None
 
-    def last_in_step(self, request: Request, step: ScheduledStep) -> Request | None:
-        """See Preemption: the least urgent one, if it gives way to `request`."""
+    def _last_in_step(self, request: Request, step: ScheduledStep) -> Request | None:
+        """The least urgent request with a row in this step, if it gives way to `request`."""
         last = max(step.rows, key=_rank, default=None)
         return last if last is not None and self._order.gives_way(last, request) else None
 
@@ -64,18 +93,18 @@ class _FreedBlocks:
     """Counts the blocks that `newcomer` could have if requests gave way to it one after the other."""
 
     def __init__(self, kv: KVManager, newcomer: Request) -> None:
-        self._kv = kv
         self._pool = kv.pool
         self._counts: Counter[BlockId] = Counter()
         # It shares these already: releasing them gains it nothing.
-        self._shared = set(kv.cached_blocks(newcomer)) if newcomer.status is RequestStatus.WAITING else set()
+        is_new = newcomer.status is RequestStatus.WAITING
+        self._shared = set(kv.prefixes.cached_table(newcomer, newcomer.num_reusable_tokens)) if is_new else set()
 
     def add(self, victim: Request) -> int:
         """Number of further blocks that preempting `victim` frees: those without any other reference."""
-        held = self._kv.held_blocks(victim)
-        self._counts.update(held)
+        block_ids = held(victim.block_ids)
+        self._counts.update(block_ids)
         return sum(
             1
-            for block_id in held
+            for block_id in block_ids
             if self._counts[block_id] == self._pool.refcount(block_id) and block_id not in self._shared
         )

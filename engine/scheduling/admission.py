@@ -36,34 +36,19 @@ class Admission:
     def admit(self, step: ScheduledStep, budget: int) -> None:
         """Start swapped and waiting requests until one of them has to wait. budget: tokens that the step has left.
 
-        A request moves once a step at most: KV that is swapped in by this step cannot be swapped out by it
-        (docs/decisions/steps-and-plans.md). One that gave way with a token pending waits until that is known: it
-        starts anew.
+        One that gave way with a token pending waits until that is known: it starts anew.
         """
-        moved: set[Request] = set()
-        while (request := self._first_in_line()) is not None and request not in moved and self._is_admitted(request):
-            if request.num_pending_tokens:
+        while (request := self._first_in_line()) is not None and self._is_admitted(request):
+            is_cut = request.num_uncomputed_tokens > budget
+            if request.num_pending_tokens or (is_cut and not self._cuts_prompts):
                 return
-            if not self._cuts_prompts and request.num_uncomputed_tokens > budget:
+            found = self._preemption.make_room(request, step, budget)
+            if found is None:
                 return
-            loads = request.kv_source is not None  # which takes no tokens of the step
-            last = None if budget or loads else self._preemption.last_in_step(request, step)
-            if budget == 0 and last is None and not loads:
-                return
-            max_tokens = max(budget, 1)  # with an empty budget it gets some of others, at least one
-            victims = self._preemption.victims_for(request, max_tokens, moved)
-            if victims is None:
-                return
-            for victim in victims:
-                budget += self._preemption.preempt(victim, step)
-            if budget == 0 and last is not None:  # keeps its blocks and place in the queue, but sits this step out
-                budget += step.rows.pop(last).num_tokens
-            moved.update(victims)
-            moved.add(request)
             if request.status is RequestStatus.SWAPPED:
-                budget -= self._resume(request, step, min(budget, max_tokens))
+                budget = found - self._resume(request, step, min(found, max(budget, 1)))
             else:
-                budget -= self._start(request, step, budget)
+                budget = found - self._start(request, step, found)
 
     def _first_in_line(self) -> Request | None:
         """Swapped requests go before waiting ones, except before one to which they would give way."""

@@ -1,11 +1,6 @@
-"""Preemption: what becomes of running requests when blocks run out. None gives way to a newcomer here.
-
-Where requests have priorities, some do: see `engine/priorities/displacement.py`.
-"""
+"""Preemption: what becomes of running requests when blocks run out, and whether a newcomer has room."""
 
 from __future__ import annotations
-
-from collections.abc import Collection
 
 from engine.kv.manager import KVManager
 from engine.request import Request, RequestStatus
@@ -16,12 +11,11 @@ from engine.scheduling.request_queues import RequestQueues
 class Preemption:
     """Takes requests out of the batch: by swapping their KV to the host tier, or to be recomputed."""
 
-    def __init__(self, queues: RequestQueues, kv: KVManager, max_num_seqs: int, by_swap: bool) -> None:
+    def __init__(self, queues: RequestQueues, kv: KVManager, max_num_seqs: int) -> None:
         self.num_preemptions = 0
         self._queues = queues
         self._kv = kv
         self._max_num_seqs = max_num_seqs
-        self._by_swap = by_swap
 
     def preempt(self, victim: Request, step: ScheduledStep) -> int:
         """Take all blocks from `victim`; returns the tokens that its row in this step had."""
@@ -29,9 +23,7 @@ class Preemption:
         victim.num_preemptions += 1
         self.num_preemptions += 1
         self._queues.forget(victim)
-        has_drafts = victim.num_pending_tokens > 1  # in flight: which of them are computed is not known
-        is_pooled = bool(victim.params.pooling)  # what the runner keeps of its rows goes with its state
-        if self._by_swap and not has_drafts and not is_pooled and self._kv.swap_out(victim, step):
+        if self._kv.swap_out(victim, step):
             self._queues.move(victim, RequestStatus.SWAPPED)
         else:
             self._kv.release(victim, is_used=True)
@@ -39,17 +31,15 @@ class Preemption:
             self._queues.move(victim, RequestStatus.WAITING)
         return 0 if row is None else row.num_tokens
 
-    def victims_for(self, request: Request, max_tokens: int, moved: Collection[Request]) -> list[Request] | None:
-        """The running requests without which `request` has room, here none; None: it has to wait.
+    def make_room(self, request: Request, step: ScheduledStep, budget: int) -> int | None:
+        """The tokens that `step` has left for `request`; None: it has to wait. budget: tokens that it has left now.
 
-        max_tokens: of its first step. moved: requests that must stay where this step has put them.
+        A load takes none. Nobody gives way here; by priority some do, see `engine/priorities/displacement.py`.
         """
-        has_room = self._num_missing_seats() <= 0 and self._num_missing_blocks(request, max_tokens) <= 0
-        return [] if has_room else None
-
-    def last_in_step(self, request: Request, step: ScheduledStep) -> Request | None:
-        """A request whose row in this step `request` may have; here there is none."""
-        return None
+        if budget == 0 and request.kv_source is None:
+            return None
+        has_room = self._num_missing_seats() <= 0 and self._num_missing_blocks(request, max(budget, 1)) <= 0
+        return budget if has_room else None
 
     def _num_missing_seats(self) -> int:
         """Requests that have to go before another one can start; zero or less: none."""

@@ -42,7 +42,6 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
-        preempt_by_swap: bool = False,
         order: ServiceOrder | None = None,
         speculation: Speculation | None = None,
         prompt_budget: PromptBudget | None = None,
@@ -61,7 +60,7 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._order: ServiceOrder = order or call_wing("engine.priorities.order:PriorityOrder") or ServiceOrder()
         self._queues = RequestQueues()
-        own = self._queues, kv, max_num_seqs, preempt_by_swap
+        own = self._queues, kv, max_num_seqs
         displacing: Preemption | None = call_wing(
             "engine.priorities.displacement:Displacement", self._order, self.max_model_len, *own
         )

@@ -40,13 +40,13 @@ def groups_of(windows: tuple[int, ...], budget: int) -> BlockGroups:
     return WindowedGroups(BLOCK, windows, budget)
 
 
-def with_host_tier(num_slots: int, pool: BlockPool, groups: BlockGroups) -> KVManager:
+def with_host_tier(num_slots: int, pool: BlockPool, groups: BlockGroups, by_swap: bool) -> KVManager:
     """The tier is an allocator without a buffer: the fake runner keeps host slots itself."""
     from engine.host_tier.kv_manager import TieredKVManager
     from kvstore.tier.host_tier import HostTierAllocator
 
     tier: Any = HostTierAllocator(num_slots)
-    return TieredKVManager(pool, groups, "test", tier)
+    return TieredKVManager(pool, groups, "test", tier, by_swap)
 
 
 def make_engine(
@@ -69,13 +69,12 @@ def make_engine(
 ) -> tuple[Engine, BlockMemoryRunner]:
     """windows: of KV groups, 0: none; of a model without any, nothing. is_late: see BlockMemoryRunner."""
     pool, groups = BlockPool(num_blocks, prefix_cache), groups_of(windows, budget)
-    kv = with_host_tier(host_slots, pool, groups) if host_slots else KVManager(pool, groups, "test")
+    kv = with_host_tier(host_slots, pool, groups, swap) if host_slots else KVManager(pool, groups, "test")
     scheduler = Scheduler(
         kv,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         max_model_len=max_model_len,
-        preempt_by_swap=swap,
         order=order,
         speculation=speculation,
         prompt_budget=prompt_budget,

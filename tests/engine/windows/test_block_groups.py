@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.kv.block_groups import NO_BLOCK, BlockGroups, group_table
-from engine.kv.manager import KVManager
+from engine.kv.manager import KVManager, held
 from engine.request import Request, RequestId, SamplingParams
 from engine.windows.block_groups import WindowedGroups
 from kvstore.pool.block_pool import BlockPool
@@ -65,9 +65,9 @@ def test_what_a_sequence_holds_at_most(
             step = min(data.draw(st.integers(1, step_tokens)), num_tokens - request.num_computed_tokens)
             before = request.num_computed_tokens
             assert kv.grow(request, before + step)
-            assert pool.num_used == len(kv.held_blocks(request)) <= groups.most_live(before + step)
+            assert pool.num_used == len(held(request.block_ids)) <= groups.most_live(before + step)
             for entry in groups.live_entries(before, before + step):
-                assert request.block_ids[entry] in kv.held_blocks(request)
+                assert request.block_ids[entry] in held(request.block_ids)
             request.num_computed_tokens += step
             kv.publish(request)
         kv.release(request)
@@ -143,7 +143,7 @@ def test_only_the_first_group_is_announced() -> None:
     other = Request(RequestId("o"), list(range(32)), SamplingParams())
     assert kv.attach_cached(other, 31) == 28
     assert [block >= 0 for block in other.block_ids[1::2]] == [False] * 5 + [True] * 2
-    assert len(kv.held_blocks(other)) == 7 + 2
+    assert len(held(other.block_ids)) == 7 + 2
 
 
 def test_a_prefix_needs_what_its_window_sees() -> None:
