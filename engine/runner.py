@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from engine.models.model import Model
 
 LogitsHook = Callable[[RequestState, Tensor], None]  # changes a row of logits (vocab,) in place
-NOT_FINITE, NOTHING_ALLOWED = -1, -2  # instead of a token, as in kernels/gpu/sampling/sampling.py
+NOT_FINITE, NOTHING_ALLOWED = -1, -2  # instead of a token, as in kernels/gpu/sampling.py
 NO_TOKEN = {NOT_FINITE: "the model's output is not finite", NOTHING_ALLOWED: "no token is allowed at this position"}
 NO_DRAFT = -1
 Sampled = tuple[int, int, RequestState, int, TokenId]

@@ -22,7 +22,7 @@ from triton.runtime.errors import OutOfResources
 from benchmarks.kernels.expert_weights import MAKERS, SHAPES, Shape, Weights, weights_of
 from benchmarks.kernels.timing import compile_ahead, graph_seconds, read_bandwidth, report, sweep
 from kernels.gpu.few_rows.gemm_configs import GemvConfig, TileConfig
-from kernels.gpu.launching.launch_configs import Table, found
+from kernels.gpu.launching.tuning import Table, found
 from kernels.gpu.moe.expert_formats import columns_of
 from kernels.gpu.moe.expert_pairs import SortedPairs, sort_pairs
 from kernels.gpu.moe.expert_tuning import (

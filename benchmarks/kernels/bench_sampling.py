@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.timing import eager_seconds, graph_seconds, num_input_sets, read_bandwidth, report
-from kernels.gpu.sampling.sampling import choose_tokens, chunk_stats, num_chunks_of
+from kernels.gpu.sampling import choose_tokens, chunk_stats, num_chunks_of
 
 VOCAB = 152064
 KINDS = {

@@ -15,8 +15,7 @@ from torch import Tensor
 from engine.expert_parallel.exchange import ExchangeForm, choose_all
 from engine.few_rows.partials import Partials
 from engine.gpu.ops import plain
-from engine.gpu.ops.pending import Fold, Pending
-from engine.gpu.ops.rules import GpuOp, GpuStep, Rule, Target
+from engine.gpu.ops.rules import Fold, GpuOp, GpuStep, Pending, Rule, Target
 from engine.layers.forward import Op, Stream
 from engine.layers.linear import Linear
 from engine.models.model import Model

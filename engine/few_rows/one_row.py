@@ -9,8 +9,7 @@ from functools import partial
 
 from torch import Tensor
 
-from engine.gpu.ops.pending import Pending
-from engine.gpu.ops.rules import GpuOp, GpuStep, Rule, Target
+from engine.gpu.ops.rules import GpuOp, GpuStep, Pending, Rule, Target
 from engine.layers.attention import Attention
 from engine.layers.block import Block
 from engine.layers.forward import Op

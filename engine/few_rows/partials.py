@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from engine.gpu.ops.pending import PendingOutput
+from engine.gpu.ops.rules import PendingOutput
 from kernels.gpu.few_rows.partials import add_rms_norm_of_partials
 
 

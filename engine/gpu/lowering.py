@@ -16,8 +16,19 @@ from torch import Tensor
 from common.wings import has_wing
 from engine.gpu.attention.backend import GpuInputs
 from engine.gpu.ops import plain
-from engine.gpu.ops.pending import Pending, rows_of
-from engine.gpu.ops.rules import MANY_ROWS, SINGLE_GPU, GpuForward, GpuSeams, GpuStep, Rule, Target, fitting, ops_of
+from engine.gpu.ops.rules import (
+    MANY_ROWS,
+    SINGLE_GPU,
+    GpuForward,
+    GpuSeams,
+    GpuStep,
+    Pending,
+    Rule,
+    Target,
+    fitting,
+    ops_of,
+    rows_of,
+)
 from engine.layers.block import Block
 from engine.layers.forward import Stream
 from engine.models.model import Model

@@ -20,11 +20,10 @@ from engine.gpu.forward import FusedForward
 from engine.gpu.lowering import Observer, narrowed_rows
 from engine.gpu.ops.rules import SINGLE_GPU, GpuSeams
 from engine.gpu.pinning import upload
-from engine.gpu.sampling.samples import StepSamples
 from engine.gpu.steps.decode_steps import DecodeSteps, DeviceRows
 from engine.gpu.steps.inputs import mixed_inputs
-from engine.gpu.steps.rows import MAX_GRAPH_TOKENS, RowTable, bucket_sizes
-from engine.gpu.steps.state import DeviceState
+from engine.gpu.steps.rows import MAX_GRAPH_TOKENS, DeviceState, RowTable, bucket_sizes
+from engine.gpu.steps.samples import StepSamples
 from engine.gpu.steps.step import DeviceTimer, GpuBatch, GpuStep, check_alive, mark
 from engine.kv.memory import kv_layout
 from engine.loader.load import LoadedModel

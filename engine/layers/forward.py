@@ -21,7 +21,7 @@ from kernels.elementwise import rms_norm
 
 X = TypeVar("X")  # a body's input: the normed residual, plain or as quantized values and scales
 S = TypeVar("S")  # the inputs of a step
-P = TypeVar("P")  # a block's output until it is added: a tensor, or on a GPU `engine.gpu.ops.pending.Pending`
+P = TypeVar("P")  # a block's output until it is added: a tensor, or on a GPU `engine.gpu.ops.rules.Pending`
 
 
 class Stream(NamedTuple, Generic[P]):

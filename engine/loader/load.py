@@ -24,7 +24,7 @@ from engine.config import EngineConfig
 from engine.kv.memory import DTYPE_NAMES, TORCH_DTYPES
 from engine.layers.attention import Attention
 from engine.layers.block import Block
-from engine.loader.model_weights import ModelWeights
+from engine.loader.checkpoint import ModelWeights
 from engine.loader.source import Source, check_settings, open_source
 from engine.models.config import PLAIN_BITS, ModelConfig
 from engine.models.model import Model

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from engine.gpu.ops.rules import Vocabulary
 from engine.gpu.pinning import upload
-from engine.gpu.sampling.device_sampler import DeviceSampler
-from engine.gpu.steps.rows import RowChanges
-from engine.gpu.steps.state import DeviceState
+from engine.gpu.steps.device_sampler import DeviceSampler
+from engine.gpu.steps.rows import DeviceState, RowChanges
 from engine.gpu.steps.step import GpuBatch
 from engine.logit_rules.logits_columns import MAX_CHANGED_ROWS, LogitsColumns
 from engine.request import RequestId

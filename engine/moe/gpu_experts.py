@@ -18,7 +18,7 @@ from engine.moe.expert_stacks import Stack, StackedExperts
 from engine.moe.moe import Moe
 from kernels.elementwise import SILU
 from kernels.gpu.few_rows.gemm_configs import GemvConfig, TileConfig
-from kernels.gpu.launching.launch_configs import Table, found
+from kernels.gpu.launching.tuning import Table, found
 from kernels.gpu.moe.expert_formats import columns_of
 from kernels.gpu.moe.expert_pairs import SortedPairs, sort_pairs
 from kernels.gpu.moe.expert_tuning import (

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from engine.gpu.ops import plain
-from engine.gpu.ops.pending import PendingOutput, plain_of
-from engine.gpu.ops.rules import GpuOp, GpuStep, Rule, Target, fitting
+from engine.gpu.ops.rules import GpuOp, GpuStep, PendingOutput, Rule, Target, fitting, plain_of
 from engine.layers.forward import Op
 from engine.post_norms.post_norm import PostNormed
 from kernels.gpu.elementwise.rms_norm import rms_norm

@@ -17,11 +17,10 @@ from torch import Tensor
 
 from engine.gpu.attention.backend import GpuInputs, GroupInputs
 from engine.gpu.forward import FusedForward
-from engine.gpu.sampling.device_sampler import DeviceSampler
-from engine.gpu.sampling.samples import StepSamples
+from engine.gpu.steps.device_sampler import DeviceSampler
 from engine.gpu.steps.inputs import step_tokens
-from engine.gpu.steps.rows import MAX_GRAPH_TOKENS
-from engine.gpu.steps.state import DeviceState
+from engine.gpu.steps.rows import MAX_GRAPH_TOKENS, DeviceState
+from engine.gpu.steps.samples import StepSamples
 from engine.gpu.steps.step import GpuBatch, GpuStep, mark, sampled_rows
 from engine.prompt_graphs.inputs import INDEX, LENGTH, POSITION, ROW, SLOT, SOURCE, TOKEN, PromptInputs
 from engine.prompt_graphs.shapes import prompt_shapes

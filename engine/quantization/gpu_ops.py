@@ -11,8 +11,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from engine.few_rows.partials import Partials
-from engine.gpu.ops.pending import Fold, Pending, PendingOutput
-from engine.gpu.ops.rules import GpuOp, GpuStep, Rule, Target
+from engine.gpu.ops.rules import Fold, GpuOp, GpuStep, Pending, PendingOutput, Rule, Target
 from engine.layers.attention import Attention
 from engine.layers.forward import Op
 from engine.layers.linear import Linear

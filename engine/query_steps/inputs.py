@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.gpu.attention.backend import GpuInputs, GroupInputs
 from engine.gpu.steps.decode_steps import LENGTH, POSITION, SLOT
-from engine.gpu.steps.state import DeviceState
+from engine.gpu.steps.rows import DeviceState
 from engine.gpu.steps.step import GpuBatch
 
 # Behind those of `DecodeSteps`: token id, the row of its request, and the three of `GpuInputs.query_groups`.

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from engine.gpu.ops.pending import Fold, Pending
-from engine.gpu.ops.rules import GpuForward, GpuOp, GpuSeams, GpuStep
+from engine.gpu.ops.rules import Fold, GpuForward, GpuOp, GpuSeams, GpuStep, Pending
 from engine.layers.forward import Forward, Stream
 from engine.models.model import Model
 from engine.post_norms.gpu_ops import Unnormed

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.layers.weights import Part, Partition, PartSource
-from engine.loader.checkpoint import Shape
-from engine.loader.model_weights import ModelWeights
+from engine.loader.checkpoint import ModelWeights, Shape
 from kvstore.layout import Shard
 
 

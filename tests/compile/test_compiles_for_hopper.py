@@ -21,7 +21,7 @@ from common.model_files import resolve_model
 from engine.gpu.attention.backend import GpuInputs, GroupInputs
 from engine.gpu.forward import FusedForward
 from engine.gpu.ops.rules import SINGLE_GPU, GpuSeams
-from engine.gpu.sampling.device_sampler import DeviceSampler
+from engine.gpu.steps.device_sampler import DeviceSampler
 from engine.kv.memory import kv_layout
 from engine.layers.weights import Partition
 from engine.models.families import family_of
@@ -53,7 +53,7 @@ from kernels.gpu.expert_parallel.expert_dispatch import dispatch
 from kernels.gpu.expert_parallel.expert_loads import count_choices
 from kernels.gpu.expert_parallel.expert_slots import choose_slots
 from kernels.gpu.few_rows.split_k import SplitKWorkspace
-from kernels.gpu.launching.launch_configs import found
+from kernels.gpu.launching.tuning import found
 from kernels.gpu.logit_rules.process_logits import LogitsRules, process_logits
 from kernels.gpu.mla.latent_decode import latent_decode, latent_workspace, plan_latents
 from kernels.gpu.mla.latent_prefill import latent_prefill

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.gpu.sampling.sampling import (
+from kernels.gpu.sampling import (
     CHUNK,
     NOT_FINITE,
     NOTHING_ALLOWED,

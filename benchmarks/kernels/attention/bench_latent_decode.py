@@ -21,7 +21,7 @@ from benchmarks.kernels.timing import compile_ahead, graph_seconds, num_input_se
 from kernels.gpu.attention.decode_plan import DecodePlan, make_plan, num_programs
 from kernels.gpu.attention.kv_splits import DecodeWorkspace
 from kernels.gpu.launching.launch import num_multiprocessors
-from kernels.gpu.launching.launch_configs import DecodeConfig
+from kernels.gpu.launching.tuning import DecodeConfig
 from kernels.gpu.mla.latent_decode import MAX_HEADS, latent_decode
 from kernels.gpu.mla.latent_tuning import LATENT_DECODE
 

@@ -28,7 +28,7 @@ from kernels.gpu.attention.decode_plan import DecodePlan, make_plan, num_program
 from kernels.gpu.attention.kv_splits import DecodeWorkspace
 from kernels.gpu.attention.paged_decode import paged_decode
 from kernels.gpu.elementwise.rope import rope_and_write_kv
-from kernels.gpu.launching.launch_configs import DecodeConfig
+from kernels.gpu.launching.tuning import DecodeConfig
 
 SHAPES = [(1, 1024), (1, 4096), (1, 32768), (8, 1024), (8, 4096), (64, 1024), (64, 4096), (256, 1024)]
 MODELS = {

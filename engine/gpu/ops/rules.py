@@ -1,28 +1,81 @@
 """Rules, of which the first that fits a block in a class of steps makes its op, and what ops share and are given.
 
+Between blocks travels an output that is pending until the next block's fold adds it to the residual: a tensor, or a
+form of its own, as of the kernel that quantizes what it norms (`engine/quantization/gpu_ops.py`).
 `GpuSeams` is what a process computes alone; tensor and expert parallelism have others.
 """
 
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 from torch import Tensor
 
 from common.errors import UnsupportedModelError
 from engine.gpu.attention.backend import GpuAttention
-from engine.gpu.ops.pending import AddNorm, Fold, Pending, plain_of
 from engine.layers.block import Block
 from engine.layers.forward import Forward, Op, Stream, plain_sum
 from engine.models.model import Model
 from engine.ranks import RankContext
-from kernels.gpu.elementwise.rms_norm import embed_rms_norm
+from kernels.gpu.elementwise.rms_norm import add_rms_norm, embed_rms_norm, rms_norm
 
 MANY_ROWS = sys.maxsize
+X = TypeVar("X")
+
+
+class PendingOutput(ABC):
+    """An output in a form of its own."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def add_norm(self, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Add it to the residual, in place. Returns the RMS norm of the sum, with `weight`."""
+
+    @abstractmethod
+    def plain(self, eps: float) -> Tensor:
+        """What is added, (num_tokens, hidden)."""
+
+    @abstractmethod
+    def rows(self, index: Tensor) -> PendingOutput:
+        """The output of those tokens, int64 (n,)."""
+
+
+Pending = Tensor | PendingOutput
+Fold = Callable[[Tensor, Pending | None], X]
+"""(residual, pending) -> a block's input. The residual becomes their sum in place."""
+
+
+@dataclass(frozen=True, slots=True)
+class AddNorm:
+    """The fold whose result is the RMS norm, in one kernel."""
+
+    weight: Tensor
+    eps: float
+
+    def __call__(self, residual: Tensor, pending: Pending | None) -> Tensor:
+        if pending is None:
+            return rms_norm(residual, self.weight, self.eps)
+        if isinstance(pending, Tensor):
+            return add_rms_norm(pending, residual, self.weight, self.eps)
+        return pending.add_norm(residual, self.weight, self.eps)
+
+
+def rows_of(pending: Pending | None, index: Tensor) -> Pending | None:
+    """Select tokens of an output."""
+    if isinstance(pending, Tensor):
+        return pending[index]
+    return pending if pending is None else pending.rows(index)
+
+
+def plain_of(pending: Pending | None, eps: float) -> Tensor | None:
+    """What is added, (num_tokens, hidden)."""
+    return pending.plain(eps) if isinstance(pending, PendingOutput) else pending
 
 
 @dataclass(frozen=True, slots=True)

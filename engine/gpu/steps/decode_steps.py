@@ -15,10 +15,9 @@ from torch import Tensor
 
 from engine.gpu.attention.backend import GpuInputs, GroupInputs
 from engine.gpu.forward import FusedForward
-from engine.gpu.sampling.device_sampler import DeviceSampler
-from engine.gpu.sampling.samples import StepSamples
-from engine.gpu.steps.rows import RowTable
-from engine.gpu.steps.state import DeviceState
+from engine.gpu.steps.device_sampler import DeviceSampler
+from engine.gpu.steps.rows import DeviceState, RowTable
+from engine.gpu.steps.samples import StepSamples
 from engine.gpu.steps.step import GpuBatch, GpuStep, sampled_rows
 from engine.start_progress import OnProgress
 

@@ -11,7 +11,7 @@ import torch
 
 from engine.gpu.attention.backend import GpuAttention, GpuInputs, GroupInputs
 from engine.gpu.pinning import upload
-from engine.gpu.steps.state import DeviceState
+from engine.gpu.steps.rows import DeviceState
 from engine.gpu.steps.step import GpuBatch
 from engine.plan import ScheduledRow
 from engine.request_states import RequestState

@@ -19,9 +19,8 @@ from engine.config import EngineConfig
 from engine.layers.block import Block
 from engine.layers.linear import Linear, dense_linear
 from engine.layers.weights import Part, PartSource
-from engine.loader.checkpoint import Shape
+from engine.loader.checkpoint import ModelWeights, Shape
 from engine.loader.load import LoadedModel
-from engine.loader.model_weights import ModelWeights
 from engine.loader.random_weights import RandomWeights
 from engine.loader.safetensors import read_header, weight_files
 from engine.loader.source import Source, open_source

@@ -17,8 +17,8 @@ from torch.nn import functional
 
 from engine.gpu.attention.backend import GpuInputs
 from engine.gpu.ops.rules import GpuForward
-from engine.gpu.sampling.device_sampler import DeviceSampler
-from engine.gpu.steps.state import DeviceState
+from engine.gpu.steps.device_sampler import DeviceSampler
+from engine.gpu.steps.rows import DeviceState
 from engine.models.model import Model
 from engine.speculation.heads.watching import watched
 

@@ -17,8 +17,7 @@ from engine.gpu.attention.backend import GpuInputs, GroupInputs
 from engine.gpu.forward import attention_of
 from engine.gpu.lowering import MAX_TUNED_ROWS, RULES
 from engine.gpu.ops import plain
-from engine.gpu.ops.pending import AddNorm
-from engine.gpu.ops.rules import MANY_ROWS, SINGLE_GPU, GpuOp, GpuStep, Target, fitting, ops_of
+from engine.gpu.ops.rules import MANY_ROWS, SINGLE_GPU, AddNorm, GpuOp, GpuStep, Target, fitting, ops_of
 from engine.layers.forward import Forward, Stream
 from engine.models.config import ModelConfig
 from engine.models.model import Model

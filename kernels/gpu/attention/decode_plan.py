@@ -24,8 +24,7 @@ from kernels.gpu.launching.launch import (
     overlaps_launches,
     wait_first,
 )
-from kernels.gpu.launching.launch_configs import DecodeConfig, found
-from kernels.gpu.launching.tuning import DECODE
+from kernels.gpu.launching.tuning import DECODE, DecodeConfig, found
 
 MIN_RUN = tl.constexpr(32)  # keys a program takes at least: more splits cost more to combine than they save
 MAX_SPLITS = tl.constexpr(128)  # of a row, one more where runs do not begin with rows

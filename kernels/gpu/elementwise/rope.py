@@ -24,8 +24,7 @@ from kernels.gpu.launching.launch import (
     wait_first,
     wait_for_predecessor,
 )
-from kernels.gpu.launching.launch_configs import RopeConfig, found
-from kernels.gpu.launching.tuning import ROPE
+from kernels.gpu.launching.tuning import ROPE, RopeConfig, found
 
 STREAMED_BYTES = 32 << 20  # q, k and v beyond this: 84% of copy bandwidth at 8,192 tokens, 83% without
 

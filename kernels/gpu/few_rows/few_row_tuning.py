@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kernels.gpu.few_rows.gemm_configs import GemmTable, GemvConfig, PreloadedConfig, TileConfig
-from kernels.gpu.launching.launch_configs import Rule, above, at_most, between
+from kernels.gpu.launching.tuning import Rule, above, at_most, between
 
 # One row of 16 bits, `gemv`. Against cuBLAS, shapes of Qwen2.5-7B and Qwen3-0.6B: 1.10 to 1.4 times as fast, 1.9
 # and 3.9 where n is 1024. FUSED: with a norm, a gate or the residual, which are nearly free where W is large

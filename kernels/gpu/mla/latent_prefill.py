@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.attention.decode_tiles import LOG2_E, compute_dtype, tile_offsets
-from kernels.gpu.launching.launch_configs import PrefillConfig
+from kernels.gpu.launching.tuning import PrefillConfig
 from kernels.gpu.mla.latent_decode import check_latents
 from kernels.gpu.mla.latent_tuning import LATENT_PREFILL, LATENT_PREFILL_FOUR_BYTES
 

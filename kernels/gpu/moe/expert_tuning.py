@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kernels.gpu.few_rows.gemm_configs import GemvConfig, TileConfig
-from kernels.gpu.launching.launch_configs import Rule, Table, above, at_most, between
+from kernels.gpu.launching.tuning import Rule, Table, above, at_most, between
 
 
 @dataclass(frozen=True, slots=True)

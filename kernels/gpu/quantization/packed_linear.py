@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.gpu.few_rows.split_k import SplitKWorkspace
-from kernels.gpu.launching.launch_configs import found
+from kernels.gpu.launching.tuning import found
 from kernels.gpu.quantization.dequantize_w4 import dequantize
 from kernels.gpu.quantization.packed_gemm import packed_gemm, write_out
 from kernels.gpu.quantization.packed_rows import packed_rows_gemm

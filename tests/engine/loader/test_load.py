@@ -14,8 +14,8 @@ from common.errors import ConfigError
 from common.model_files import ModelFiles, resolve_model
 from engine.config import EngineConfig
 from engine.layers.weights import PartSource
+from engine.loader.checkpoint import ModelWeights
 from engine.loader.load import fingerprint, load_model
-from engine.loader.model_weights import ModelWeights
 from kvstore.layout import WHOLE, Shard
 from tests.engine.driving import Driver, directory, make_runner, open_model
 from tests.engine.tiny_models import TINY_MODELS
@@ -90,7 +90,7 @@ class Weights(PartSource):
 
 
 def test_parts_are_of_the_numbers_and_what_comes_later_counts_when_it_is_read(monkeypatch):
-    monkeypatch.setattr("engine.loader.model_weights.INTERVAL_SECONDS", 0.0)
+    monkeypatch.setattr("engine.loader.checkpoint.INTERVAL_SECONDS", 0.0)
     told = []
     shapes = {"a": (2, 3), "b": (3,), "c": (1,)}
     weights = ModelWeights(Weights(), shapes, kept={"b"}, on_progress=lambda *args: told.append(args))

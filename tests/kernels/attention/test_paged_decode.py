@@ -9,8 +9,15 @@ from kernels.gpu.attention.decode_plan import DecodePlan, decode_config, make_pl
 from kernels.gpu.attention.decode_tiles import LISTED_BLOCKS
 from kernels.gpu.attention.kv_splits import DecodeWorkspace
 from kernels.gpu.attention.paged_decode import paged_decode
-from kernels.gpu.launching.launch_configs import DecodeConfig
-from kernels.gpu.launching.tuning import FEW_HEADS, LONG_TILES, MANY_PROGRAMS, SHORT_TILES, WHOLE_ROWS, WIDE_HEADS
+from kernels.gpu.launching.tuning import (
+    FEW_HEADS,
+    LONG_TILES,
+    MANY_PROGRAMS,
+    SHORT_TILES,
+    WHOLE_ROWS,
+    WIDE_HEADS,
+    DecodeConfig,
+)
 from kernels.paged_attention import attend_causally
 from tests.kernels.helpers import (
     BFLOAT16_BOUND,

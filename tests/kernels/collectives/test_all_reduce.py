@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from engine.gpu.sampling.device_sampler import DeviceSampler
+from engine.gpu.steps.device_sampler import DeviceSampler
 from engine.gpu.steps.rows import RowChanges
 from engine.request import RequestId, SamplingParams
 from engine.request_states import RequestState

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels.gpu.attention.decode_plan import make_plan, num_programs
-from kernels.gpu.launching.launch_configs import DecodeConfig
+from kernels.gpu.launching.tuning import DecodeConfig
 from kernels.gpu.mla.latent_decode import MAX_HEADS, latent_decode, latent_workspace, plan_latents
 from tests.kernels.helpers import BFLOAT16_BOUND, HALF_DTYPE, block_tables_for, relative_error
 

@@ -5,7 +5,7 @@ import torch
 
 from kernels.elementwise import rms_norm, rotate_
 from kernels.gpu.attention.prompt_tiles import prefill_tiles
-from kernels.gpu.launching.launch_configs import PrefillConfig
+from kernels.gpu.launching.tuning import PrefillConfig
 from kernels.gpu.mla.latent_prefill import TILE_M, heads_of_tile, latent_prefill
 from kernels.gpu.mla.latent_rope import rotate_and_write_latents
 from kernels.paged_attention import attend_causally

@@ -14,9 +14,8 @@ from torch import Tensor
 from common.wings import has_wing
 from engine.gpu.ops.rules import WHOLE_VOCABULARY, Vocabulary
 from engine.gpu.pinning import upload
-from engine.gpu.sampling.device_sampler import DeviceSampler
-from engine.gpu.steps.rows import RowChanges
-from engine.gpu.steps.state import DeviceState
+from engine.gpu.steps.device_sampler import DeviceSampler
+from engine.gpu.steps.rows import DeviceState, RowChanges
 from engine.gpu.steps.step import GpuBatch, GpuStep, mark, sampled_rows
 from engine.request import RequestId
 from engine.runner import LogitsHook, Sampled

@@ -17,7 +17,7 @@ from engine.gpu.pinning import upload
 from engine.gpu.steps.rows import RowChanges
 from engine.request import SamplingParams
 from engine.request_states import RequestState
-from kernels.gpu.sampling.sampling import choose_tokens, chunk_stats, num_chunks_of
+from kernels.gpu.sampling import choose_tokens, chunk_stats, num_chunks_of
 
 NUM_FRACTIONS = 3  # lines of the table that are float32: temperature, top_p, min_p. Then top_k, and `_truncates`
 

@@ -1,1 +1,0 @@
-"""From logits to tokens on the device."""

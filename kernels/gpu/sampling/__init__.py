@@ -1,1 +1,0 @@
-"""Sampling: rules for logits, noise, and the choice of tokens."""
