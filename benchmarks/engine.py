@@ -4,8 +4,8 @@
     python -m benchmarks.engine --model DIR --load-format dummy --prefill 2048,8192 --offline256
 
 Prompts are drawn fresh in every run and the prefix cache is off, so nothing is measured that a cache gave. All engine
-settings are flags (`--device`, `--dtype`, `--quant-mode`, ...), with the defaults of `engine.LLM`. Each figure stands
-beside its floor on this machine.
+settings are flags (`--device`, `--dtype`, `--quant-mode`, ...), with the defaults of `mini_infer.LLM`. Each figure
+stands beside its floor on this machine.
 """
 
 from __future__ import annotations

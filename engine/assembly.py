@@ -1,7 +1,7 @@
 """Puts an engine together from its settings: device, model, KV pool, scheduler, runner.
 
 The only place that knows all the parts. Where the pool's memory comes from is the caller's (`PoolMemory`): plain
-memory for `engine.LLM`, a shareable segment for a worker.
+memory for `mini_infer.LLM`, a shareable segment for a worker.
 """
 
 from __future__ import annotations

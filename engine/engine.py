@@ -1,7 +1,7 @@
 """One engine: scheduler and runner in a loop that reads `schedule -> run -> update`.
 
-Used as it is by `engine.LLM` (in-process) and by a worker's engine process (`worker/engine_process/process.py`). It
-does not know where requests come from, what text is, or how KV reaches a load job's blocks.
+Used as it is by `mini_infer.LLM` (in-process) and by a worker's engine process (`worker/engine_process/process.py`).
+It does not know where requests come from, what text is, or how KV reaches a load job's blocks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The in-process Python API: one engine, no services, no threads of its own. `async_llm` is its sibling for asyncio.
 
-from engine import LLM, SamplingParams
+from mini_infer import LLM, SamplingParams
 LLM().generate(["The capital of France is"], SamplingParams(max_tokens=8))
 
 Several streams may be open at once, and several threads may call: a thread that waits for a token runs the next step

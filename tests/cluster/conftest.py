@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from engine import LLM
+    from mini_infer import LLM
     from tests.harness.cluster import Cluster
 
 
 @pytest.fixture(scope="session")
 def reference() -> LLM:
     """One engine without services, which other tests compare with transformers."""
-    from engine import LLM  # a wing, which core tests of this folder do without
+    from mini_infer import LLM  # a wing, which core tests of this folder do without
 
     return LLM("dry-run", num_gpu_blocks=2048, num_threads=1)
 

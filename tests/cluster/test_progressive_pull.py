@@ -8,8 +8,8 @@ from typing import Any
 
 import openai
 
-from engine import LLM, SamplingParams
 from engine.progressive_pulls.prefetches import MAX_PREFETCHES
+from mini_infer import LLM, SamplingParams
 from tests.harness.clients import async_client
 from tests.harness.cluster import SHORT_LEASES, Cluster, free_ports, metric, running_cluster
 

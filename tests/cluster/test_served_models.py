@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine import LLM, SamplingParams
+from mini_infer import LLM, SamplingParams
 from tests.engine.tiny_models import GEMMA3, TinyModel
 from tests.harness.cluster import Cluster, running_cluster, save_with_tokenizer
 

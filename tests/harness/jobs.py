@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import openai
 
-from engine import LLM, SamplingParams
+from mini_infer import LLM, SamplingParams
 from tests.harness.clients import async_client
 from tests.harness.cluster import Cluster
 

@@ -12,7 +12,7 @@ import transformers
 
 from common.model_files import ModelFiles
 from common.text.load import load_tokenizer
-from engine import LLM, SamplingParams
+from mini_infer import LLM, SamplingParams
 from tests.engine.driving import Driver, make_runner, open_model
 from tests.engine.gguf.gguf_files import gguf_name
 from tests.engine.tiny_models import reference_logits

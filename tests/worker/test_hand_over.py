@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine import LLM, SamplingParams
+from mini_infer import LLM, SamplingParams
 from protos import types_pb2 as pb
 from tests.harness.worker import PROMPT, Stream, Worker, attached, tokens_of
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from common.net.rpc import open_channel, token_metadata
-from engine import LLM, SamplingParams
 from kvstore.handle.handle import PeerLease
+from mini_infer import LLM, SamplingParams
 from protos import kvstore_pb2, kvstore_pb2_grpc
 from protos import types_pb2 as pb
 from tests.harness.cluster import Service, service_environment

@@ -18,7 +18,7 @@ from cli.cluster.ports import check_port, free_ports
 from cli.cluster.serve import run
 from cli.main import main
 from common.errors import ConfigError
-from engine import LLM
+from mini_infer import LLM
 from tests.harness.clients import get, post
 from tests.harness.jobs import expected_texts, make_jobs, stream_jobs, texts
 from tests.harness.processes import command_line, is_alive

@@ -19,8 +19,8 @@ import tokenizers
 from common.model_files import resolve_model
 from common.text.load import load_tokenizer
 from common.text.tokenizer import byte_level_alphabet
-from engine import LLM, SamplingParams
 from engine.pipeline_parallel.remote_stage import TOKEN_VARIABLE
+from mini_infer import LLM, SamplingParams
 from tests.cluster.wings.test_remote_stage import accepts_connections
 from tests.common.tools.tool_templates import HERMES_TEMPLATE
 from tests.engine.gguf.gguf_files import write_gguf

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine import LLM
+from mini_infer import LLM
 from tests.harness.cluster import SHORT_LEASES, Cluster, running_cluster
 from tests.harness.jobs import expected_texts, make_jobs, stream_jobs
 from tests.harness.processes import children, until_gone

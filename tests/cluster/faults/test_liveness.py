@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from engine import LLM
+from mini_infer import LLM
 from tests.harness.clients import async_client
 from tests.harness.cluster import Cluster, running_cluster
 from tests.harness.jobs import expected_texts, make_jobs, stream_job, stream_jobs, texts

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine import LLM
+from mini_infer import LLM
 from tests.harness.cluster import Cluster, running_cluster
 from tests.harness.jobs import expected_texts, make_jobs, stream_jobs
 from tests.harness.waiting import until

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from engine import LLM
+from mini_infer import LLM
 from tests.harness.clients import async_client
 from tests.harness.cluster import SHORT_LEASES, Cluster, running_cluster
 from tests.harness.jobs import Job, expected_texts, stream_job

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.model_folder import with_tokenizer
-from engine import LLM, SamplingParams
+from mini_infer import LLM, SamplingParams
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE
 from tests.harness.cluster import free_ports, metric, running_cluster
 

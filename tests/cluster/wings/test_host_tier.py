@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine import LLM, SamplingParams
+from mini_infer import LLM, SamplingParams
 from tests.harness.cluster import Cluster, running_cluster
 from tests.harness.waiting import wait_until
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError, EngineError
-from engine import LLM, SamplingParams
 from engine.assembly import EngineParts
 from engine.engine import DeviceLostError
 from engine.pipeline_parallel.remote_stage import TOKEN_VARIABLE
+from mini_infer import LLM, SamplingParams
 from tests.cluster.test_two_hosts import THERE, OtherHost, other_host  # noqa: F401 - a fixture
 from tests.cluster.wings.test_tensor_parallel import GREEDY, PROMPTS, complete
 from tests.engine.bidirectional.test_bidirectional import expected, saved
@@ -114,7 +114,7 @@ def test_a_stage_of_attention_to_later_tokens(tmp_path: Path, stage: Stage) -> N
 
 
 def test_a_stage_ends_with_its_engine(stage: Stage) -> None:
-    code = "from engine import LLM; import sys; LLM('dry-run', pp=2, stage_address=sys.argv[1]); input()"
+    code = "from mini_infer import LLM; import sys; LLM('dry-run', pp=2, stage_address=sys.argv[1]); input()"
     engine = subprocess.Popen([sys.executable, "-c", code, stage.address], cwd=ROOT, stdin=subprocess.PIPE)
     try:
         wait_until(lambda: followers_of(stage.process.pid))

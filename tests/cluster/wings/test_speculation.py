@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from engine import LLM, SamplingParams
 from engine.loader.random_weights import DRY_RUN_CONFIG
+from mini_infer import LLM, SamplingParams
 from tests.engine.speculation.eagle.heads import RandomHead
 from tests.harness.cluster import Cluster, free_ports, metric, running_cluster
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.model_folder import with_tokenizer
-from engine import LLM, SamplingParams
+from mini_infer import LLM, SamplingParams
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE
 from tests.harness.cluster import Cluster, running_cluster
 from tests.harness.processes import followers_of, until_gone, until_stopped

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from common.errors import ConfigError
-from engine import LLM
 from engine.expert_balancing.loads import NUM_READS, ExpertLoadRecorder, placements_of
 from engine.expert_balancing.rebalancing import Rebalancer
 from engine.loader.random_weights import RandomWeights
@@ -22,6 +21,7 @@ from engine.models.rope import RopeConfig
 from engine.moe.config import MoeConfig
 from engine.moe.moe import Moe
 from engine.plan import PlacedExperts
+from mini_infer import LLM
 
 CONFIG = ModelConfig(
     architecture="Qwen3MoeForCausalLM", vocab_size=1, hidden_size=1, num_layers=2, num_heads=1, num_kv_heads=1,

@@ -13,9 +13,9 @@ from llguidance import LLMatcher
 from common.errors import InvalidRequestError
 from common.grammar import grammar
 from common.reasoning.reasoning_format import THINK, lark_before_answer
-from engine import LLM, SamplingParams
 from engine.grammar import mask_thread
 from engine.grammar.grammars import Grammars
+from mini_infer import LLM, SamplingParams
 from tests.engine.driving import finish, num_drafts
 
 PERSON = grammar.json_schema(

@@ -11,10 +11,10 @@ import pytest
 
 from common.errors import InvalidRequestError
 from common.lora.adapter_ref import AdapterRef
-from engine import LLM, AsyncLLM
 from engine.assembly import EngineParts
 from engine.loader.random_weights import DRY_RUN_CONFIG
 from engine.models.config import ModelConfig
+from mini_infer import LLM, AsyncLLM
 from tests.engine.combinations import FLOAT32, MODELS, PLAIN, PROMPTS, SWAP, open_engine, run
 from tests.engine.speculation.eagle.heads import RandomHead
 from tests.engine.speculation.opening import rows_with_drafts

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from common.lora.adapter_ref import AdapterRef
-from engine import LLM
 from engine.loader.random_weights import DRY_RUN_CONFIG
 from engine.lora.adapters import CpuAdapters, open_adapters
 from engine.lora.cpu_runner import LoraCpuRunner
+from mini_infer import LLM
 from tests.engine import threaded_ranks
 from tests.engine.lora.test_lora_engine import FUSED, GREEDY_8, PROMPTS, merged_answers, run, shapes_of
 from tests.engine.lora.test_lora_features import write_for

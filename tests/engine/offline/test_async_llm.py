@@ -9,7 +9,7 @@ from contextlib import aclosing
 import pytest
 
 from common.errors import EngineError, InvalidRequestError, UnavailableError
-from engine import AsyncLLM, SamplingParams
+from mini_infer import AsyncLLM, SamplingParams
 
 PROMPTS = [f"{index} and {'the same again ' * (index % 5)}" for index in range(16)]
 SAMPLED = SamplingParams(max_tokens=12, temperature=1.1, top_k=40, seed=11, ignore_eos=True)

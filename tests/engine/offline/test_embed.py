@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from common.errors import ContextLengthError, InvalidRequestError
-from engine import LLM, AsyncLLM, Embedding, SamplingParams
+from mini_infer import LLM, AsyncLLM, Embedding, SamplingParams
 from tests.engine.pooling.test_vectors import prompts_of
 from tests.engine.tiny_models import SHAPE, TinyModel
 from tests.harness.cluster import save_with_tokenizer

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from common.errors import ConfigError, ContextLengthError, EngineError, InvalidRequestError
-from engine import LLM, SamplingParams
 from engine.cpu.runner import CpuRunner
 from engine.engine import DeviceLostError
 from engine.plan import PendingStep, StepPlan
+from mini_infer import LLM, SamplingParams
 
 PROMPTS = ["a", "Hello there", "The quick brown fox " * 6, "0123456789" * 30, "émoji 🙂 and 漢字 " * 5, "z" * 90]
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)

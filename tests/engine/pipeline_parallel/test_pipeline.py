@@ -22,7 +22,6 @@ import pytest
 import torch
 
 from common.errors import EngineError
-from engine import LLM, SamplingParams
 from engine.config import EngineConfig
 from engine.kv.memory import pool_geometry
 from engine.models.families import family_of
@@ -31,6 +30,7 @@ from engine.pipeline_parallel.socket_frames import SocketSink, SocketSource, rec
 from engine.pipeline_parallel.staged import _divide, divide_layers, shard_of, stage_weights
 from engine.tensor_parallel.followers import place_of, work_of
 from engine.tensor_parallel.rank_config import divided
+from mini_infer import LLM, SamplingParams
 from tests.engine.conftest import Greedy
 from tests.engine.driving import finish, num_drafts
 from tests.engine.speculation.drafters import MakeOracle, draft_with, knows

@@ -10,9 +10,9 @@ import pytest
 
 from common.errors import ConfigError, EngineError
 from common.grammar import grammar
-from engine import LLM, SamplingParams
 from engine.assembly import assemble
 from engine.simulated.step_cost import SimulatedCost
+from mini_infer import LLM, SamplingParams
 from tests.engine.combinations import MODELS, PROMPTS
 from tests.engine.driving import answers, engine_config
 

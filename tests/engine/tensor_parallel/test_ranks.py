@@ -10,9 +10,9 @@ import pytest
 
 import engine.tensor_parallel.assembly
 from common.errors import ConfigError
-from engine import LLM
 from engine.assembly import assemble
 from engine.config import EngineConfig
+from mini_infer import LLM
 from tests.engine.conftest import Greedy
 from tests.engine.driving import prompt_logprobs
 from tests.engine.quantization.packed_files import TINY

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from common.net.rpc import open_channel
-from engine import LLM, SamplingParams
+from mini_infer import LLM, SamplingParams
 from protos import types_pb2 as pb
 from tests.harness.worker import DRY_RUN, PROMPT, Worker, attached, disaggregated, prefill_and_decode
 
