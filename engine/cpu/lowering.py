@@ -73,7 +73,7 @@ def lower_model(model: Model, rows: Rows, ranks: RankContext[Seams] = SINGLE) ->
         dtype = model.hidden_dtype if is_final else model.embedding.dtype
         return native_add_rms_norm(weight, eps, dtype) or plain_norm(weight, eps, dtype)
 
-    return lowered(model, ranks, lambda x: x.float(), norm)
+    return lowered(model, ranks, norm)
 
 
 def with_dense_linears(model: Model) -> Model:
@@ -95,7 +95,7 @@ def with_linears(model: Model, replacement: Callable[[Linear], Linear]) -> Model
 
 def dense(linear: Linear) -> Linear:
     """The dense copy of a quantized layer; others as they are."""
-    return linear if linear.dense is None else linear.dense.reordered(linear.order)
+    return linear if linear.dense is None else linear.dense.changed(order=linear.order)
 
 
 def invariant(linear: Linear) -> Linear:
@@ -104,7 +104,7 @@ def invariant(linear: Linear) -> Linear:
     The quantized GEMMs do so by themselves, and so does FBGEMM's float16 one with AVX-512.
     """
     if linear.dense is not None:
-        return linear.without_dense()
+        return linear.changed(dense=None)  # the GEMM of few rows is the same for any number
     if linear.gemm is half and not has_bfloat16_gemms():
         return Linear(linear.weight, gemm=lambda _, x: in_threes(linear, x))
     if linear.gemm in (plain, onednn):

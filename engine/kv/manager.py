@@ -52,11 +52,6 @@ class KVManager:
         """Entries of a table for `num_tokens`."""
         return -(-num_tokens // self.block_size) * self.blocks_per_position
 
-    def longest_sequence(self, max_model_len: int) -> int:
-        """The longest sequence that the pool holds, at most `max_model_len`."""
-        longest = self.groups.longest(self.pool.num_blocks)
-        return max_model_len if longest is None else min(max_model_len, longest)
-
     def num_blocks_to_admit(self, request: Request) -> int:
         """How many of the available blocks all tokens of `request` take at most; changes nothing.
 
@@ -68,10 +63,6 @@ class KVManager:
         kept = [table[group::count] for group, window in enumerate(windows) if not window]
         num_shared = sum(1 for block_ids in kept for block_id in block_ids if self.pool.refcount(block_id))
         return self.groups.most_live(request.num_tokens) - num_shared
-
-    def num_blocks_to_resume(self, request: Request, num_tokens: int) -> int:
-        """How many of the available blocks swapped KV and the tokens up to `num_tokens` take."""
-        return self.groups.num_live(request.num_computed_tokens, num_tokens)
 
     def num_blocks_to_load(self, num_tokens: int) -> int:
         """Number of blocks in a peer's lease on the KV of `num_tokens`."""

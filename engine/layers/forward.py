@@ -94,23 +94,21 @@ def plain(model: Model, ranks: RankContext[Seams] = SINGLE) -> Forward[Step, Ten
     def norm(weight: Tensor, eps: float, is_final: bool) -> AddNorm[Tensor]:
         return plain_norm(weight, eps, model.hidden_dtype if is_final else dtype)
 
-    return lowered(model, ranks, lambda x: x.float(), norm)
+    return lowered(model, ranks, norm)
 
 
 def lowered(
-    model: Model, ranks: RankContext[Seams], residual_of: Callable[[Tensor], Tensor],
-    norm: Callable[[Tensor, float, bool], AddNorm[Tensor]],
-) -> Forward[Step, Tensor]:  # fmt: skip
-    """The model's own blocks between folds. See `plain`.
+    model: Model, ranks: RankContext[Seams], norm: Callable[[Tensor, float, bool], AddNorm[Tensor]]
+) -> Forward[Step, Tensor]:
+    """The model's own blocks between folds, with a residual in float32.
 
-    residual_of: of the embedding's rows. norm: (weight, eps, whether it is the final one) -> how a residual is added
-    to and normed.
+    norm: (weight, eps, whether it is the final one) -> how a residual is added to and normed.
     """
     seams = ranks.seams
     embed = ranks.inbox.look_up(seams.embedding(model))
 
     def start(step: Step) -> Stream[Tensor]:
-        return Stream(seams.start(residual_of(embed(step.token_ids))))
+        return Stream(seams.start(embed(step.token_ids).float()))
 
     blocks = model.blocks
     ops = [

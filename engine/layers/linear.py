@@ -62,18 +62,11 @@ class Linear:
         """Whether the weight is one that any code can read."""
         return self.gemm is plain and self.order is None
 
-    def reordered(self, order: Tensor | None) -> Linear:
-        """The layer over columns of x in that order. Weights are shared."""
-        if order is None:
-            return self
+    def changed(self, **attributes: Any) -> Linear:
+        """The layer with other values of these attributes. Weights are shared."""
         linear = copy.copy(self)
-        linear.order = order
-        return linear
-
-    def without_dense(self) -> Linear:
-        """The layer whose GEMM is the same for any number of rows. Weights are shared."""
-        linear = copy.copy(self)
-        linear.dense = None
+        for name, value in attributes.items():
+            setattr(linear, name, value)
         return linear
 
     def tensors(self) -> list[Tensor]:

@@ -56,7 +56,8 @@ class Scheduler:
         self.num_stages = num_stages
         self.prompt_budget = prompt_budget
         self.speculation = speculation
-        self.max_model_len = kv.longest_sequence(max_model_len)
+        longest = kv.groups.longest(kv.pool.num_blocks)
+        self.max_model_len = max_model_len if longest is None else min(max_model_len, longest)
         self._max_num_batched_tokens = max_num_batched_tokens
         self._order: ServiceOrder = order or call_wing("engine.priorities.order:PriorityOrder") or ServiceOrder()
         self._queues = RequestQueues()
