@@ -22,7 +22,6 @@ from triton.runtime.errors import OutOfResources
 from benchmarks.kernels.expert_weights import MAKERS, SHAPES, Shape, Weights, weights_of
 from benchmarks.kernels.timing import compile_ahead, graph_seconds, read_bandwidth, report, sweep
 from kernels.gpu.few_rows.gemm_configs import GemvConfig, TileConfig
-from kernels.gpu.launching.tuning import Table, found
 from kernels.gpu.moe.expert_formats import columns_of
 from kernels.gpu.moe.expert_pairs import SortedPairs, sort_pairs
 from kernels.gpu.moe.expert_tuning import (
@@ -39,6 +38,7 @@ from kernels.gpu.moe.grouped_gemm import MAX_UNSORTED, grouped_gemm
 from kernels.gpu.moe.grouped_gemv import add_down_of_row, grouped_gemv
 from kernels.gpu.moe.moe_routing import route
 from kernels.gpu.moe.packed_experts import packed_experts, takes_packed, tile_of
+from kernels.gpu.tuning import Table, found
 from kernels.quantization.w4a16_gemm import MAX_CHUNK
 
 NUM_CHOICES = 24  # sets of chosen experts that calls rotate through

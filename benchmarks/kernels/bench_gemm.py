@@ -39,7 +39,7 @@ from kernels.gpu.elementwise.silu_mul import silu_mul
 from kernels.gpu.few_rows.gemv import gemv
 from kernels.gpu.few_rows.skinny_gemm import skinny_gemm
 from kernels.gpu.few_rows.split_k import SplitKWorkspace
-from kernels.gpu.launching.launch import has_wgmma
+from kernels.gpu.launch import has_wgmma
 from kernels.gpu.quantization.packed_gemm import packed_gemm
 from kernels.gpu.quantization.packed_rows import MAX_ROWS as MAX_PACKED_ROWS
 from kernels.gpu.quantization.packed_rows import packed_rows_gemm

@@ -11,7 +11,7 @@ from torch import Tensor
 from benchmarks.kernels.bench_rms_norm import eager_rms_norm
 from benchmarks.kernels.timing import copy_bandwidth, graph_seconds, num_input_sets, report, report_against_copy
 from kernels.gpu.elementwise.rope import rope_and_write_kv
-from kernels.gpu.launching.tuning import RopeConfig
+from kernels.gpu.tuning import RopeConfig
 from kernels.paged_attention import write_kv
 
 HEAD_DIM, BLOCK_SIZE, NUM_LAYERS = 128, 64, 4

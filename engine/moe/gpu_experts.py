@@ -18,7 +18,6 @@ from engine.moe.expert_stacks import Stack, StackedExperts
 from engine.moe.moe import Moe
 from kernels.elementwise import SILU
 from kernels.gpu.few_rows.gemm_configs import GemvConfig, TileConfig
-from kernels.gpu.launching.tuning import Table, found
 from kernels.gpu.moe.expert_formats import columns_of
 from kernels.gpu.moe.expert_pairs import SortedPairs, sort_pairs
 from kernels.gpu.moe.expert_tuning import (
@@ -37,6 +36,7 @@ from kernels.gpu.moe.grouped_gemv import add_down_of_row, grouped_gemv
 from kernels.gpu.moe.moe_routing import route
 from kernels.gpu.moe.packed_experts import packed_experts, takes_packed, tile_of
 from kernels.gpu.quantization.quantize import quantize_many_rows, quantize_rows
+from kernels.gpu.tuning import Table, found
 from kernels.quantization.quantized_gemm import FP8_DTYPE
 
 Gemm = Callable[[Tensor], Tensor]

@@ -25,7 +25,7 @@ from engine.moe.config import MoeConfig
 from engine.moe.expert_stacks import Stack, stacked_of
 from engine.moe.moe import Moe
 from engine.persistent.settings import PersistentSettings
-from kernels.gpu.launching.launch import has_wgmma, num_multiprocessors
+from kernels.gpu.launch import has_wgmma, num_multiprocessors
 from kernels.gpu.persistent.decoder import Parameters, PersistentDecoder
 from kernels.gpu.persistent.shape import HEAD_DIM, LATENT_RANK, ROPE_DIM, Shape
 

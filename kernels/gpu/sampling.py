@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.gumbel import gumbel
-from kernels.gpu.launching.launch import overlaps_launches, wait_for_predecessor
+from kernels.gpu.launch import overlaps_launches, wait_for_predecessor
 
 CHUNK = 2048  # 75 programs a row at 152,064 tokens: their maxima bound any top-k up to 75
 # Of the one program that walks a truncated row. 8192 at a time spill registers (top-p of one row 56 us, here 53);

@@ -53,7 +53,6 @@ from kernels.gpu.expert_parallel.expert_dispatch import dispatch
 from kernels.gpu.expert_parallel.expert_loads import count_choices
 from kernels.gpu.expert_parallel.expert_slots import choose_slots
 from kernels.gpu.few_rows.split_k import SplitKWorkspace
-from kernels.gpu.launching.tuning import found
 from kernels.gpu.logit_rules.process_logits import LogitsRules, process_logits
 from kernels.gpu.mla.latent_decode import latent_decode, latent_workspace, plan_latents
 from kernels.gpu.mla.latent_prefill import latent_prefill
@@ -68,6 +67,7 @@ from kernels.gpu.prefill_backends.gather_kv import gather_kv
 from kernels.gpu.prompt_graphs.merge_splits import PrefillSplits, split_workspace
 from kernels.gpu.prompt_graphs.split_tiles import WIDTH
 from kernels.gpu.speculation.paged_verify import paged_verify
+from kernels.gpu.tuning import found
 from kernels.kv_copy import WordCopy
 from kernels.quantization.mxfp4 import filled
 from kernels.quantization.packed_weights import PACKINGS, PackedWeight

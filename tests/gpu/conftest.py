@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
 
     take_short_cuts()
 from kernels.gpu.few_rows.gemm_configs import GemvConfig
-from kernels.gpu.launching.tuning import RopeConfig, Rule, Table
+from kernels.gpu.tuning import RopeConfig, Rule, Table
 from tests.gpu.models import save_tiny_model
 from tests.gpu.row_kernels import compute_rows_at_once
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from engine.models.families import family_of
 from engine.models.hf_config import config_from_hf
 from kernels.gpu.few_rows.gemm_configs import GemvConfig, TileConfig
-from kernels.gpu.launching.tuning import Rule, Table
+from kernels.gpu.tuning import Rule, Table
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 97, "hidden_size": 64,

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.launching.launch import FastLaunch
+from kernels.gpu.launch import FastLaunch
 
 
 class Kernel:

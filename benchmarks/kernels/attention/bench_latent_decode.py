@@ -20,10 +20,10 @@ from triton.runtime.errors import OutOfResources
 from benchmarks.kernels.timing import compile_ahead, graph_seconds, num_input_sets, read_bandwidth, report, sweep
 from kernels.gpu.attention.decode_plan import DecodePlan, make_plan, num_programs
 from kernels.gpu.attention.kv_splits import DecodeWorkspace
-from kernels.gpu.launching.launch import num_multiprocessors
-from kernels.gpu.launching.tuning import DecodeConfig
+from kernels.gpu.launch import num_multiprocessors
 from kernels.gpu.mla.latent_decode import MAX_HEADS, latent_decode
 from kernels.gpu.mla.latent_tuning import LATENT_DECODE
+from kernels.gpu.tuning import DecodeConfig
 
 RANK, ROTATED, NOPE, VALUE, BLOCK_SIZE = 512, 64, 128, 128, 64
 MAX_NAIVE_BYTES = 30 << 30

@@ -22,8 +22,8 @@ from engine.mla.config import LatentConfig
 from engine.mla.gpu_expanded import ExpandedLatents, is_cheaper_expanded, open_flash
 from engine.mla.gpu_latents import AbsorbedPlan, PagedLatents
 from kernels.gpu.attention.prompt_tiles import prefill_tiles
-from kernels.gpu.launching.tuning import PrefillConfig
 from kernels.gpu.mla.expanded_prefill import TILE_M, expanded_prefill
+from kernels.gpu.tuning import PrefillConfig
 
 LATENT = LatentConfig(None, 512, 128, 64, 128)  # DeepSeek-V2-Lite has 16 heads
 BLOCK_SIZE, NUM_LAYERS = 64, 2

@@ -3,7 +3,7 @@
 Each call follows the rotation of its rows, as in a step, and the rotation's own time is taken off: which programs are
 still running when those of attention come decides where these find room (docs/decisions/attention-kernels.md).
 
-`--sweep` tries tile sizes, warps, stages and programs; `kernels/gpu/launching/tuning.py` comes from it. `--window`:
+`--sweep` tries tile sizes, warps, stages and programs; `kernels/gpu/tuning.py` comes from it. `--window`:
 keys that queries see, of longer contexts. `--trace` takes lengths of rows from a trace, and compares with equal ones
 of the same sum.
 """
@@ -28,7 +28,7 @@ from kernels.gpu.attention.decode_plan import DecodePlan, make_plan, num_program
 from kernels.gpu.attention.kv_splits import DecodeWorkspace
 from kernels.gpu.attention.paged_decode import paged_decode
 from kernels.gpu.elementwise.rope import rope_and_write_kv
-from kernels.gpu.launching.tuning import DecodeConfig
+from kernels.gpu.tuning import DecodeConfig
 
 SHAPES = [(1, 1024), (1, 4096), (1, 32768), (8, 1024), (8, 4096), (64, 1024), (64, 4096), (256, 1024)]
 MODELS = {

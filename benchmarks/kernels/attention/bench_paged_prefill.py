@@ -15,7 +15,7 @@ from triton.runtime.errors import OutOfResources
 from benchmarks.kernels.timing import graph_seconds, report
 from kernels.gpu.attention.paged_prefill import paged_prefill, takes_boxes
 from kernels.gpu.attention.prompt_tiles import LARGE_TILE, SMALL_TILE, choose_tile, prefill_tiles
-from kernels.gpu.launching.tuning import PrefillConfig
+from kernels.gpu.tuning import PrefillConfig
 
 MODELS = {
     "qwen2.5-7b": (28, 4, 128), "qwen3-0.6b": (16, 8, 128), "gemma3-4b": (8, 4, 256), "gpt-oss-20b": (64, 8, 64)

@@ -24,8 +24,8 @@ from kernels.gpu.attention.decode_tiles import most_queries
 from kernels.gpu.attention.kv_splits import DecodeWorkspace
 from kernels.gpu.attention.paged_decode import paged_decode
 from kernels.gpu.elementwise.rope import rope_and_write_kv
-from kernels.gpu.launching.tuning import DecodeConfig
 from kernels.gpu.speculation.paged_verify import paged_verify
+from kernels.gpu.tuning import DecodeConfig
 
 MODELS = {"qwen3-8b": (32, 8, 128), "qwen2.5-7b": (28, 4, 128)}
 SHAPES = "64x3x1000,64x3x4000,8x4x1000,8x4x4000"

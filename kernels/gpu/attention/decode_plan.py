@@ -17,14 +17,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.launching.launch import (
+from kernels.gpu.launch import (
     FastLaunch,
     let_successor_start,
     num_multiprocessors,
     overlaps_launches,
     wait_first,
 )
-from kernels.gpu.launching.tuning import DECODE, DecodeConfig, found
+from kernels.gpu.tuning import DECODE, DecodeConfig, found
 
 MIN_RUN = tl.constexpr(32)  # keys a program takes at least: more splits cost more to combine than they save
 MAX_SPLITS = tl.constexpr(128)  # of a row, one more where runs do not begin with rows

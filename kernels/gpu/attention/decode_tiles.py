@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.launching.launch import prefetch
+from kernels.gpu.launch import prefetch
 
 LISTED_BLOCKS = tl.constexpr(64)  # ids that a program holds at a time
 LOG2_E = 1.4426950408889634

@@ -20,7 +20,7 @@ from kernels.gpu.attention.decode_plan import (
     usual_groups,
 )
 from kernels.gpu.attention.decode_tiles import LOG2_E_IN_KERNEL, LOWEST
-from kernels.gpu.launching.launch import FastLaunch, overlaps_launches, wait_for_predecessor
+from kernels.gpu.launch import FastLaunch, overlaps_launches, wait_for_predecessor
 
 COMBINE_PROGRAMS = 512  # fewer heads of all rows than this are combined in pieces of 32 dimensions
 COMBINED_AT_ONCE = 128  # partial results of such a piece, at most

@@ -32,8 +32,8 @@ from kernels.gpu.attention.decode_tiles import (
     prefetch_keys,
 )
 from kernels.gpu.attention.kv_splits import DecodeWorkspace, add_sinks, combine, partial_slot
-from kernels.gpu.launching.launch import FastLaunch, overlaps_launches, wait_for_predecessor
-from kernels.gpu.launching.tuning import MAX_PREFETCH_ROWS, PREFETCHED_KEYS, DecodeConfig
+from kernels.gpu.launch import FastLaunch, overlaps_launches, wait_for_predecessor
+from kernels.gpu.tuning import MAX_PREFETCH_ROWS, PREFETCHED_KEYS, DecodeConfig
 
 
 @triton.jit

@@ -27,7 +27,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.gpu.attention.decode_tiles import LOG2_E, LOG2_E_IN_KERNEL, compute_dtype, tile_offsets
 from kernels.gpu.attention.prompt_tiles import LARGE_TILE
-from kernels.gpu.launching.tuning import (
+from kernels.gpu.tuning import (
     PREFILL_BY_DESCRIPTOR,
     PREFILL_BY_POINTERS,
     PREFILL_WIDE_BY_DESCRIPTOR,

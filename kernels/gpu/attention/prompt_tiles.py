@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels.gpu.launching.launch import num_multiprocessors
+from kernels.gpu.launch import num_multiprocessors
 
 LARGE_TILE, SMALL_TILE = 128, 64  # rows of (token, head) a program holds
 WAVES = 3  # large tiles are for launches with so many programs a multiprocessor

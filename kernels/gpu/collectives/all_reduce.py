@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.elementwise.rms_norm import num_warps_for
-from kernels.gpu.launching.launch import is_compiled, overlaps_launches, wait_for_predecessor
+from kernels.gpu.launch import is_compiled, overlaps_launches, wait_for_predecessor
 from kernels.gpu.quantization.quantize import empty_quantized, largest_value, quantize_row
 
 GATHER_CHUNK = 4096

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.elementwise.rms_norm import num_warps_for
-from kernels.gpu.launching.launch import overlaps_launches, wait_for_predecessor
+from kernels.gpu.launch import overlaps_launches, wait_for_predecessor
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.launching.launch import FastLaunch
+from kernels.gpu.launch import FastLaunch
 from kernels.kv_copy import WordCopy
 
 WORDS = 1024  # 64-bit words a program moves at a time

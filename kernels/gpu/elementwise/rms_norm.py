@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.launching.launch import FastLaunch, overlaps_launches, wait_for_predecessor
+from kernels.gpu.launch import FastLaunch, overlaps_launches, wait_for_predecessor
 
 
 @triton.jit

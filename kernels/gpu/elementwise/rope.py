@@ -17,14 +17,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.launching.launch import (
+from kernels.gpu.launch import (
     FastLaunch,
     let_successor_start,
     overlaps_launches,
     wait_first,
     wait_for_predecessor,
 )
-from kernels.gpu.launching.tuning import ROPE, RopeConfig, found
+from kernels.gpu.tuning import ROPE, RopeConfig, found
 
 STREAMED_BYTES = 32 << 20  # q, k and v beyond this: 84% of copy bandwidth at 8,192 tokens, 83% without
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.launching.launch import FastLaunch, overlaps_launches, wait_for_predecessor
+from kernels.gpu.launch import FastLaunch, overlaps_launches, wait_for_predecessor
 
 BLOCK = 1024  # 4 warps x 32 threads x 8 values: one 16-byte load a thread from each half
 

@@ -25,7 +25,7 @@ from kernels.gpu.expert_parallel.exchange_memory import (
     take_row,
 )
 from kernels.gpu.expert_parallel.expert_dispatch import Dispatched
-from kernels.gpu.launching.launch import is_compiled, overlaps_launches, wait_for_predecessor
+from kernels.gpu.launch import is_compiled, overlaps_launches, wait_for_predecessor
 
 
 @triton.jit

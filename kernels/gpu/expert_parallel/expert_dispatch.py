@@ -32,7 +32,7 @@ from kernels.gpu.expert_parallel.exchange_memory import (
     rows_a_rank,
     wait_for_flag,
 )
-from kernels.gpu.launching.launch import is_compiled, overlaps_launches, wait_for_predecessor
+from kernels.gpu.launch import is_compiled, overlaps_launches, wait_for_predecessor
 from kernels.gpu.moe.expert_pairs import SORT_BLOCK, SortedPairs, list_pairs, sort_block
 
 

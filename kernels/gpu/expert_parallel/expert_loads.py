@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.launching.launch import overlaps_launches, wait_for_predecessor
+from kernels.gpu.launch import overlaps_launches, wait_for_predecessor
 
 BLOCK = 256  # choices of a program
 

@@ -1,9 +1,9 @@
-"""Settings of GEMMs of few rows, as `kernels/gpu/launching/tuning.py` has those of other kernels."""
+"""Settings of GEMMs of few rows, as `kernels/gpu/tuning.py` has those of other kernels."""
 
 from __future__ import annotations
 
 from kernels.gpu.few_rows.gemm_configs import GemmTable, GemvConfig, PreloadedConfig, TileConfig
-from kernels.gpu.launching.tuning import Rule, above, at_most, between
+from kernels.gpu.tuning import Rule, above, at_most, between
 
 # One row of 16 bits, `gemv`. Against cuBLAS, shapes of Qwen2.5-7B and Qwen3-0.6B: 1.10 to 1.4 times as fast, 1.9
 # and 3.9 where n is 1024. FUSED: with a norm, a gate or the residual, which are nearly free where W is large

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.gpu.elementwise.silu_mul import gate_times
 from kernels.gpu.few_rows.gemm_configs import TileConfig
-from kernels.gpu.launching.launch import overlaps_launches, wait_for_predecessor
+from kernels.gpu.launch import overlaps_launches, wait_for_predecessor
 
 MAX_ROWS = 64
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Generic
 
-from kernels.gpu.launching.tuning import Config, Rule, first_fit
+from kernels.gpu.tuning import Config, Rule, first_fit
 
 
 class GemmTable(Generic[Config]):

@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels.gpu.elementwise.silu_mul import gate_times
 from kernels.gpu.few_rows.few_row_tuning import MAX_PREFETCHED_WEIGHTS
 from kernels.gpu.few_rows.gemm_configs import GemvConfig
-from kernels.gpu.launching.launch import overlaps_launches, prefetch, wait_for_predecessor
+from kernels.gpu.launch import overlaps_launches, prefetch, wait_for_predecessor
 
 LINE = tl.constexpr(64)  # elements of a line of the L2 cache
 

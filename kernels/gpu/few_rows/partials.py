@@ -16,7 +16,7 @@ from torch import Tensor
 from kernels.gpu.elementwise.rms_norm import normed
 from kernels.gpu.elementwise.silu_mul import BLOCK, silu_times
 from kernels.gpu.few_rows.split_k import sum_partials
-from kernels.gpu.launching.launch import overlaps_launches, wait_for_predecessor
+from kernels.gpu.launch import overlaps_launches, wait_for_predecessor
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.gpu.few_rows.gemm_configs import PreloadedConfig
-from kernels.gpu.launching.launch import let_successor_start, overlaps_launches, wait_first
+from kernels.gpu.launch import let_successor_start, overlaps_launches, wait_first
 
 MAX_ROWS = 64
 COLUMN_MULTIPLE = 8  # of the weight, whose rows are then aligned

@@ -20,7 +20,7 @@ from torch import Tensor
 from kernels.gpu.few_rows.few_row_tuning import MAX_PREFETCHED_WEIGHTS
 from kernels.gpu.few_rows.gemm_configs import TileConfig
 from kernels.gpu.few_rows.split_k import SplitKWorkspace, reduce_splits
-from kernels.gpu.launching.launch import FastLaunch, overlaps_launches, prefetch, wait_for_predecessor
+from kernels.gpu.launch import FastLaunch, overlaps_launches, prefetch, wait_for_predecessor
 
 LINE_BITS = tl.constexpr(1024)  # of the L2 cache
 PREFETCHED = tl.constexpr(1024)  # weights of a row

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.launching.launch import FastLaunch, overlaps_launches, prefetch, wait_for_predecessor
+from kernels.gpu.launch import FastLaunch, overlaps_launches, prefetch, wait_for_predecessor
 from kernels.gpu.lora.row_tiles import BLOCK_ROWS, NOTHING, RowTiles
 
 MAX_MODULES = 3  # of a layer

@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.attention.decode_tiles import LOG2_E
-from kernels.gpu.launching.tuning import PrefillConfig
 from kernels.gpu.mla.latent_tuning import EXPANDED_PREFILL, EXPANDED_PREFILL_FOUR_BYTES
+from kernels.gpu.tuning import PrefillConfig
 
 TILE_M = 128  # queries of a program
 

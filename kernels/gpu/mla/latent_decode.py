@@ -27,7 +27,7 @@ from kernels.gpu.attention.decode_tiles import (
 )
 from kernels.gpu.attention.kv_splits import DecodeWorkspace, combine, partial_slot
 from kernels.gpu.attention.paged_decode import planned
-from kernels.gpu.launching.launch import FastLaunch, overlaps_launches, wait_for_predecessor
+from kernels.gpu.launch import FastLaunch, overlaps_launches, wait_for_predecessor
 from kernels.gpu.mla.latent_tuning import LATENT_DECODE, LATENT_DECODE_FOUR_BYTES
 
 MAX_HEADS = 64  # of a program; more heads are taken in groups, each of which reads the keys

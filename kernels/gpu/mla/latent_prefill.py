@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.attention.decode_tiles import LOG2_E, compute_dtype, tile_offsets
-from kernels.gpu.launching.tuning import PrefillConfig
 from kernels.gpu.mla.latent_decode import check_latents
 from kernels.gpu.mla.latent_tuning import LATENT_PREFILL, LATENT_PREFILL_FOUR_BYTES
+from kernels.gpu.tuning import PrefillConfig
 
 TILE_M = 64  # rows of (token, head) a program holds: their sums of `rank` numbers fill its registers
 

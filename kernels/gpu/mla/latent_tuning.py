@@ -1,8 +1,8 @@
-"""Settings of attention over latents, as `kernels/gpu/launching/tuning.py` has those of other kernels."""
+"""Settings of attention over latents, as `kernels/gpu/tuning.py` has those of other kernels."""
 
 from __future__ import annotations
 
-from kernels.gpu.launching.tuning import DecodeConfig, PrefillConfig
+from kernels.gpu.tuning import DecodeConfig, PrefillConfig
 
 # `latent_decode` and `latent_prefill`: keys of 576 numbers, of 16 heads or more. us at 64 x 4k | 8 x 8k | 256 x 1k:
 # this 87.8 | 32.0 | 84.9; (64, 4, 2, 2) 94.0 | 36.7 | 89.0. (64, 8, 3, 1) takes 89.7 and 31.2 at the first two.

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.launching.launch import overlaps_launches, wait_for_predecessor
+from kernels.gpu.launch import overlaps_launches, wait_for_predecessor
 
 SORT_BLOCK = 4096  # pairs that a sorting program looks at together
 LARGE_SORT_BLOCK, MANY_PAIRS = 16384, 65536  # the same from so many pairs on

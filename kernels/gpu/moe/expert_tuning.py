@@ -1,11 +1,11 @@
-"""Settings of grouped kernels of experts, as `kernels/gpu/launching/tuning.py` has those of other kernels."""
+"""Settings of grouped kernels of experts, as `kernels/gpu/tuning.py` has those of other kernels."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from kernels.gpu.few_rows.gemm_configs import GemvConfig, TileConfig
-from kernels.gpu.launching.tuning import Rule, Table, above, at_most, between
+from kernels.gpu.tuning import Rule, Table, above, at_most, between
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.elementwise import SILU
 from kernels.gpu.few_rows.gemm_configs import TileConfig
-from kernels.gpu.launching.launch import is_compiled, overlaps_launches, wait_for_predecessor
+from kernels.gpu.launch import is_compiled, overlaps_launches, wait_for_predecessor
 from kernels.gpu.moe.activation import clamped_times
 from kernels.gpu.moe.expert_formats import ExpertForm, columns_of, form_of
 from kernels.gpu.moe.expert_pairs import SortedPairs

@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels.elementwise import SILU
 from kernels.gpu.few_rows.gemm_configs import GemvConfig
 from kernels.gpu.few_rows.gemv import LINE
-from kernels.gpu.launching.launch import (
+from kernels.gpu.launch import (
     is_compiled,
     let_successor_start,
     overlaps_launches,

@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.elementwise import SILU
-from kernels.gpu.launching.launch import has_wgmma
+from kernels.gpu.launch import has_wgmma
 from kernels.gpu.moe.expert_formats import columns_of, form_of
 from kernels.gpu.moe.expert_pairs import SortedPairs
 from kernels.gpu.moe.expert_tuning import PACKED_DOWN, PACKED_GATE_UP, ExpertTile

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.elementwise.rms_norm import normed, num_warps_for
-from kernels.gpu.launching.launch import FastLaunch, overlaps_launches, wait_for_predecessor
+from kernels.gpu.launch import FastLaunch, overlaps_launches, wait_for_predecessor
 
 
 @FastLaunch

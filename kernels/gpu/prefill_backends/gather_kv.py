@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.launching.launch import FastLaunch
+from kernels.gpu.launch import FastLaunch
 
 TILE = 64  # tokens a program copies for one head: 16 KB at head_dim 128
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from kernels.gpu.attention.prompt_tiles import Tile
-from kernels.gpu.launching.launch import num_multiprocessors
+from kernels.gpu.launch import num_multiprocessors
 
 WIDTH = 7  # numbers of a tile that may be split
 MIN_SPLIT = 1024  # keys: combining costs more than smaller splits save

@@ -19,7 +19,7 @@ from torch import Tensor
 from kernels.gpu.few_rows.few_row_tuning import MAX_PREFETCHED_WEIGHTS
 from kernels.gpu.few_rows.gemm_configs import TileConfig
 from kernels.gpu.few_rows.split_k import SplitKWorkspace, reduce_splits
-from kernels.gpu.launching.launch import is_compiled, overlaps_launches, prefetch, wait_for_predecessor
+from kernels.gpu.launch import is_compiled, overlaps_launches, prefetch, wait_for_predecessor
 from kernels.gpu.quantization.packed_parts import (
     check_packed,
     chunks_of,

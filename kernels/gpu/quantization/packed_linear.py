@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.gpu.few_rows.split_k import SplitKWorkspace
-from kernels.gpu.launching.tuning import found
 from kernels.gpu.quantization.dequantize_w4 import dequantize
 from kernels.gpu.quantization.packed_gemm import packed_gemm, write_out
 from kernels.gpu.quantization.packed_rows import packed_rows_gemm
 from kernels.gpu.quantization.packed_stream import can_stream, packed_stream
 from kernels.gpu.quantization.quantized_tuning import MAX_PACKED_ROWS, PACKED_ROWS, PACKED_STREAMS, PACKED_TILES
+from kernels.gpu.tuning import found
 from kernels.quantization.packed_weights import PackedWeight, of_w4
 from kernels.quantization.w4a16_gemm import MAX_CHUNK, PackedW4
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.launching.launch import is_compiled, overlaps_launches, prefetch, wait_for_predecessor
+from kernels.gpu.launch import is_compiled, overlaps_launches, prefetch, wait_for_predecessor
 from kernels.gpu.quantization.nibbles import scale_and_zero, split_row
 from kernels.gpu.quantization.packed_parts import (
     check_packed,

@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.gpu.few_rows.split_k import SplitKWorkspace
-from kernels.gpu.launching.launch import has_wgmma, num_multiprocessors
+from kernels.gpu.launch import has_wgmma, num_multiprocessors
 from kernels.gpu.quantization.packed_parts import check_packed
 from kernels.gpu.quantization.packed_stream_kernel import BLOCK_N, BOX, stream_kernel
 from kernels.gpu.quantization.quantized_tuning import StreamConfig

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language import debug_barrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.gpu.launching.launch import prefetch
+from kernels.gpu.launch import prefetch
 from kernels.gpu.quantization.packed_parts import chunks_of, dequantize_part, high_bits_of, parts_of, words_of
 from kernels.gpu.quantization.row_scales import column_of, scales_layout
 

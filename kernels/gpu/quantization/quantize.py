@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kernels.gpu.elementwise.silu_mul import silu_times
 from kernels.gpu.few_rows.split_k import sum_partials
-from kernels.gpu.launching.launch import FastLaunch, is_compiled, overlaps_launches, wait_for_predecessor
+from kernels.gpu.launch import FastLaunch, is_compiled, overlaps_launches, wait_for_predecessor
 from kernels.quantization.quantized_gemm import FP8_DTYPE, FP8_MAX, INT8_MAX
 
 PLANES_MAX = 32639.0  # 127 * 256 + 127

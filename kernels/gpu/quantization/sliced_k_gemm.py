@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kernels.gpu.elementwise.silu_mul import silu_times
 from kernels.gpu.few_rows.skinny_gemm import join_planes
-from kernels.gpu.launching.launch import overlaps_launches, prefetch, wait_for_predecessor
+from kernels.gpu.launch import overlaps_launches, prefetch, wait_for_predecessor
 from kernels.gpu.quantization.quantized_tuning import SlicedKConfig
 
 MAX_ROWS = 16

@@ -23,7 +23,7 @@ from kernels.gpu.attention.decode_plan import DecodePlan, tiles_of
 from kernels.gpu.attention.decode_tiles import LOG2_E, attend_share, listed_blocks, prefetch_keys
 from kernels.gpu.attention.kv_splits import DecodeWorkspace, combine, partial_slot
 from kernels.gpu.attention.paged_decode import launch_constants, planned
-from kernels.gpu.launching.launch import FastLaunch, wait_for_predecessor
+from kernels.gpu.launch import FastLaunch, wait_for_predecessor
 
 
 @FastLaunch

@@ -26,7 +26,7 @@ from engine.engine import Engine
 from engine.late_compiles.log import compiles_are_early, log_late_compiles
 from engine.loader import load
 from engine.request import SamplingParams
-from kernels.gpu.launching.launch import FastLaunch
+from kernels.gpu.launch import FastLaunch
 from tests.gpu.kv.test_kv_groups import GEMMA3, GPT_OSS
 from tests.gpu.mla.test_latents import V2
 from tests.gpu.models import save_family

@@ -9,7 +9,7 @@ from kernels.gpu.attention.decode_plan import DecodePlan, decode_config, make_pl
 from kernels.gpu.attention.decode_tiles import LISTED_BLOCKS
 from kernels.gpu.attention.kv_splits import DecodeWorkspace
 from kernels.gpu.attention.paged_decode import paged_decode
-from kernels.gpu.launching.tuning import (
+from kernels.gpu.tuning import (
     FEW_HEADS,
     LONG_TILES,
     MANY_PROGRAMS,

@@ -8,7 +8,7 @@ import torch
 
 from kernels.gpu.attention.paged_prefill import TileSplits, paged_prefill, takes_boxes
 from kernels.gpu.attention.prompt_tiles import LARGE_TILE, SMALL_TILE, Tile, choose_tile, prefill_tiles
-from kernels.gpu.launching.tuning import PrefillConfig
+from kernels.gpu.tuning import PrefillConfig
 from kernels.paged_attention import attend_causally
 from tests.kernels.helpers import (
     BFLOAT16_BOUND,

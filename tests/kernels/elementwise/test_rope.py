@@ -6,7 +6,7 @@ from torch import Tensor
 
 from kernels.elementwise import rms_norm, rotate_
 from kernels.gpu.elementwise.rope import rope_and_write_kv
-from kernels.gpu.launching.tuning import RopeConfig
+from kernels.gpu.tuning import RopeConfig
 from kernels.paged_attention import write_kv
 from tests.kernels.helpers import BFLOAT16_BOUND, poisoned_pool, relative_error
 

@@ -8,7 +8,7 @@ import pytest
 
 from kernels.gpu.few_rows import few_row_tuning as tuning
 from kernels.gpu.few_rows.gemm_configs import GemmTable
-from kernels.gpu.launching.tuning import Rule, Table, above, at_most, between
+from kernels.gpu.tuning import Rule, Table, above, at_most, between
 
 TABLES = {name: table for name, table in vars(tuning).items() if isinstance(table, GemmTable)}
 SHAPES = [(n, k) for n in (96, 1024, 3584, 6144, 18944, 152064) for k in (64, 1024, 3584, 18944)]

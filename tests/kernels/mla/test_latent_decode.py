@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from kernels.gpu.attention.decode_plan import make_plan, num_programs
-from kernels.gpu.launching.tuning import DecodeConfig
 from kernels.gpu.mla.latent_decode import MAX_HEADS, latent_decode, latent_workspace, plan_latents
+from kernels.gpu.tuning import DecodeConfig
 from tests.kernels.helpers import BFLOAT16_BOUND, HALF_DTYPE, block_tables_for, relative_error
 
 SMALL = DecodeConfig(16, 4, 2, 2)

@@ -5,9 +5,9 @@ import torch
 
 from kernels.elementwise import rms_norm, rotate_
 from kernels.gpu.attention.prompt_tiles import prefill_tiles
-from kernels.gpu.launching.tuning import PrefillConfig
 from kernels.gpu.mla.latent_prefill import TILE_M, heads_of_tile, latent_prefill
 from kernels.gpu.mla.latent_rope import rotate_and_write_latents
+from kernels.gpu.tuning import PrefillConfig
 from kernels.paged_attention import attend_causally
 from tests.kernels.helpers import BFLOAT16_BOUND, HALF_DTYPE, block_tables_for, relative_error
 

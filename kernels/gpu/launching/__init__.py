@@ -1,1 +1,0 @@
-"""How kernels are launched: settings by shape, dependent launches, fast launches."""
