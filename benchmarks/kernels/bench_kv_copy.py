@@ -11,10 +11,14 @@ from typing import Any
 import torch
 
 from benchmarks.kernels.timing import copy_bandwidth, graph_seconds, num_input_sets, report, report_against_copy
-from kernels import kv_copy as reference
-from kernels.gpu.elementwise import kv_copy
+from kernels import kv_digest as reference_digest
+from kernels.gpu.elementwise import kv_digest
+from kernels.gpu.kv_copies import kv_copy
+from kernels.kv_copies import kv_copy as reference
 from kvstore.pool.digest import digest_weights
 
+ON_GPU = kv_copy.copy_blocks, kv_digest.digest_blocks
+REFERENCE = reference.copy_blocks, reference_digest.digest_blocks
 BLOCK_BYTES = {"qwen2.5-7b": 917_504, "smollm2-135m": 368_640}  # 16 tokens, bfloat16
 CASES = (("qwen2.5-7b", 1), ("qwen2.5-7b", 64), ("qwen2.5-7b", 512), ("smollm2-135m", 64))
 
@@ -32,12 +36,13 @@ class Case:
         orders = [torch.randperm(num_blocks, device="cuda").int().view(num_sets, num_ids) for _ in range(2)]
         self.pairs = list(zip(*orders, strict=True))
 
-    def calls(self, copies: bool, digests: bool, module: Any = kv_copy) -> list[Callable[[], object]]:
-        """One for each set. module: whose functions are called."""
+    def calls(self, copies: bool, digests: bool, functions: Any = ON_GPU) -> list[Callable[[], object]]:
+        """One for each set. functions: that copy, and that digest alone."""
+        copy_blocks, digest_blocks = functions
         if not copies:
-            return [functools.partial(module.digest_blocks, self.source, a, self.weights) for a, _ in self.pairs]
+            return [functools.partial(digest_blocks, self.source, a, self.weights) for a, _ in self.pairs]
         weights = self.weights if digests else None
-        return [functools.partial(module.copy_blocks, self.source, a, self.target, b, weights) for a, b in self.pairs]
+        return [functools.partial(copy_blocks, self.source, a, self.target, b, weights) for a, b in self.pairs]
 
 
 def main() -> None:
@@ -51,7 +56,7 @@ def main() -> None:
             sweep(case, f"{model} {num_ids}", copy)
             continue
         for name, copies, digests in (("copy", True, False), ("copy+digest", True, True), ("digest", False, True)):
-            moved, eager = (1 + copies) * case.num_bytes, case.calls(copies, digests, reference)[:2]
+            moved, eager = (1 + copies) * case.num_bytes, case.calls(copies, digests, REFERENCE)[:2]
             shape = f"{model} {num_ids} blocks"
             report_against_copy(f"kv_copy {name}", shape, case.calls(copies, digests), eager, moved, copy)
 

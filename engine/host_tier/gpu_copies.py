@@ -10,13 +10,13 @@ Host slots are pinned. On a CPU, for tests, the same code runs in one order.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.gpu.pinning import NUM_PIECES, PIECE_BYTES, pin, upload
+from kernels.kv_copies import kernels_for
 from kvstore.handle.copies import merged_runs
 from kvstore.types import BlockId, HostSlot
 
@@ -28,7 +28,7 @@ class HostCopies:
         """Pins `host_buffer`. Raises ConfigError when the driver refuses."""
         self._torch: Any = torch.cuda if pool.is_cuda else torch.cpu  # streams and events of the device
         # Here, because the first needs triton.
-        self._kernels: Any = import_module("kernels.gpu.elementwise.kv_copy" if pool.is_cuda else "kernels.kv_copy")
+        self._kernels = kernels_for(pool.is_cuda)
         self._words = pool.view(pool.shape[0], -1).view(torch.int64)
         self._host = host_buffer
         if pool.is_cuda:

@@ -45,7 +45,7 @@ from kernels.gpu.collectives.all_reduce import (
     all_reduce_rms_norm,
     all_reduce_rms_norm_quantize,
 )
-from kernels.gpu.elementwise.kv_copy import copy_blocks, digest_blocks
+from kernels.gpu.elementwise.kv_digest import digest_blocks
 from kernels.gpu.expert_parallel.divided_rows import combine_add_rms_norm, scatter_add_rms_norm
 from kernels.gpu.expert_parallel.exchange_memory import ExchangeLayout, ExchangeMemory, rows_a_rank
 from kernels.gpu.expert_parallel.expert_combine import combine
@@ -53,6 +53,7 @@ from kernels.gpu.expert_parallel.expert_dispatch import dispatch
 from kernels.gpu.expert_parallel.expert_loads import count_choices
 from kernels.gpu.expert_parallel.expert_slots import choose_slots
 from kernels.gpu.few_rows.split_k import SplitKWorkspace
+from kernels.gpu.kv_copies.kv_copy import copy_blocks
 from kernels.gpu.logit_rules.process_logits import LogitsRules, process_logits
 from kernels.gpu.mla.latent_decode import latent_decode, latent_workspace, plan_latents
 from kernels.gpu.mla.latent_prefill import latent_prefill
@@ -68,7 +69,7 @@ from kernels.gpu.prompt_graphs.merge_splits import PrefillSplits, split_workspac
 from kernels.gpu.prompt_graphs.split_tiles import WIDTH
 from kernels.gpu.speculation.paged_verify import paged_verify
 from kernels.gpu.tuning import found
-from kernels.kv_copy import WordCopy
+from kernels.kv_copies.kv_copy import WordCopy
 from kernels.quantization.mxfp4 import filled
 from kernels.quantization.packed_weights import PACKINGS, PackedWeight
 from kernels.quantization.w4a16_gemm import PackedW4
@@ -477,4 +478,4 @@ def test_copies_of_blocks(compiled: list[Compiled]) -> None:
     digest_blocks(pool, ids, ints(2, words, dtype=torch.int64))
     layers = torch.empty(NUM_BLOCKS, 1, 2, 4, BLOCK_SIZE, 128, dtype=torch.bfloat16, device=META)
     gather_kv(layers, 0, ints(4, MAX_BLOCKS), ints(9, 4), torch.empty(2, 4, 4096, 128, device=META))
-    check(compiled, "_kv_copy_kernel", "_gather_kv_kernel")
+    check(compiled, "_kv_copy_kernel", "_kv_digest_kernel", "_gather_kv_kernel")

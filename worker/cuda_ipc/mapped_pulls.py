@@ -8,7 +8,8 @@ from torch import Tensor, int64
 
 from common.errors import TransferError
 from engine.cuda_ipc.device_memory import tensor_over
-from kernels.kv_copy import WordCopy
+from kernels.kv_copies import kernels_for
+from kernels.kv_copies.kv_copy import WordCopy
 from kvstore.handle.copies import HeadCopy
 from kvstore.pool.digest import WORD_BYTES
 from kvstore.transports.cuda_ipc import cuda_memory
@@ -42,7 +43,7 @@ class MappedPulls:
 
     def __init__(self, pool: DevicePool) -> None:
         """Compile the kernel, which takes 0.1 s, before requests come: the first block is copied onto itself."""
-        self._pool = pool
+        self._pool, self._kernels = pool, kernels_for(pool.words.is_cuda)
         self._copy(pool.words, [BlockId(0)], [BlockId(0)], None)
 
     def attach(self, fd: int, num_blocks: int, block_bytes: int) -> AttachedPool:
@@ -70,7 +71,7 @@ class MappedPulls:
         with pool.stream(writes_pool=True):
             lists = pool.lists()
             digests, sources, targets = lists.upload(source_ids, target_ids)
-            pool.kernels.copy_blocks(
+            self._kernels.copy_blocks(
                 source, sources, pool.words, targets, pool.weights_of(source.shape[1]), part, digests
             )
             return lists.download(digests)

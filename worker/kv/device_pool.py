@@ -80,7 +80,8 @@ class DevicePool:
         self._weights: dict[int, Tensor] = {}  # by words of a block: those of other ranks have more, or fewer
         self.weights_of(self.words.shape[1])
         # Here, because the first needs triton.
-        self.kernels: Any = import_module("kernels.gpu.elementwise.kv_copy" if self._on_gpu else "kernels.kv_copy")
+        kernels = import_module("kernels.gpu.elementwise.kv_digest" if self._on_gpu else "kernels.kv_digest")
+        self._digest_blocks: Any = kernels.digest_blocks
         self._own = threading.local()  # .stream, .lists
         self._fence: torch.cuda.Event | None = None
 
@@ -118,7 +119,7 @@ class DevicePool:
         with self.stream(writes_pool=False):
             lists = self.lists()
             digests, ids = lists.upload(block_ids)
-            self.kernels.digest_blocks(self.words, ids, self.weights_of(self.words.shape[1]), digests)
+            self._digest_blocks(self.words, ids, self.weights_of(self.words.shape[1]), digests)
             return lists.download(digests)
 
     def copy_out(self, block_ids: Sequence[BlockId], rows: Tensor, row_ids: Sequence[int]) -> None:

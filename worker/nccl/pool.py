@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from common.errors import TransferError
+from kernels.kv_copies import kernels_for
 from kvstore.handle.copies import HeadCopy
 from kvstore.pool.digest import WORD_BYTES
 from kvstore.transports.nccl.library import nccl_library, poll_until
@@ -38,7 +39,7 @@ class NcclPool:
 
     def __init__(self, pool: DevicePool, connector: Connector) -> None:
         self.gpu = connector.gpu
-        self._pool = pool
+        self._pool, self._kernels = pool, kernels_for(pool.words.is_cuda)
         self._connector = connector
         self._slots: list[list[Tensor]] = []  # that no transfer uses
         self._prepared: set[tuple[int, HeadCopy | None]] = set()
@@ -97,7 +98,7 @@ class NcclPool:
                 for index, length in enumerate(pieces):
                     self._wait(linked, marks[index], deadline, check)
                     here = slice(first, first + length)
-                    pool.kernels.copy_blocks(
+                    self._kernels.copy_blocks(
                         words[index % NUM_SLOTS], source_ids[here], pool.words, target_ids[here], weights, part,
                         digests[here],
                     )  # fmt: skip
@@ -132,7 +133,7 @@ class NcclPool:
                         self._wait(linked, marks[index - NUM_SLOTS], deadline, check)
                     here = slice(first, first + len(run))
                     slot = words[index % NUM_SLOTS]
-                    pool.kernels.copy_blocks(pool.words, source_ids[here], slot, target_ids[here])
+                    self._kernels.copy_blocks(pool.words, source_ids[here], slot, target_ids[here])
                     linked.after(pool.mark())
                     piece = slot[: len(run)]
                 linked.send(piece, deadline)
@@ -147,14 +148,14 @@ class NcclPool:
             source = torch.zeros(1, num_words, dtype=torch.int64, device=pool.device)
             target = torch.zeros_like(pool.words[:1])
             digests, ids = torch.zeros(2, 1, dtype=torch.int64, device=pool.device)
-            pool.kernels.copy_blocks(source, ids, target, ids, weights, part, digests)
+            self._kernels.copy_blocks(source, ids, target, ids, weights, part, digests)
             pool.synchronize()
 
     def _compile_gather(self) -> None:
         """Copy a block of the pool to nowhere, as `send` copies to a slot."""
         pool = self._pool
         ids = torch.zeros(1, dtype=torch.int64, device=pool.device)
-        pool.kernels.copy_blocks(pool.words, ids, torch.zeros_like(pool.words[:1]), ids)
+        self._kernels.copy_blocks(pool.words, ids, torch.zeros_like(pool.words[:1]), ids)
         pool.synchronize()
 
     @contextlib.contextmanager

@@ -5,11 +5,14 @@ from __future__ import annotations
 from unittest.mock import Mock
 
 import numpy as np
+import pytest
 import torch
 
+from kernels.kv_copies import kernels_for
 from kvstore.pool.digest import digest_blocks
 from kvstore.transports.cuda_ipc.cuda_memory import CudaMemory
 from tests.kvstore.helpers import ids
+from worker.cuda_ipc import mapped_pulls
 from worker.cuda_ipc.mapped_pulls import AttachedPool, MappedPulls
 from worker.kv.device_pool import DevicePool
 
@@ -26,10 +29,10 @@ def test_a_pull_from_an_attached_pool() -> None:
     assert pulls.pull(attached, [], []) == []
 
 
-def test_the_kernel_is_launched_before_a_pull_and_changes_no_block() -> None:
+def test_the_kernel_is_launched_before_a_pull_and_changes_no_block(monkeypatch: pytest.MonkeyPatch) -> None:
     kv_pool = torch.randn(NUM_BLOCKS, 2, 2, 1, 4, 8)
-    before, pool = kv_pool.clone(), DevicePool(kv_pool)
-    pool.kernels = Mock(wraps=pool.kernels)
-    MappedPulls(pool)
-    assert [name for name, *_ in pool.kernels.method_calls] == ["copy_blocks"]
+    before, kernels = kv_pool.clone(), Mock(wraps=kernels_for(on_gpu=False))
+    monkeypatch.setattr(mapped_pulls, "kernels_for", lambda on_gpu: kernels)
+    MappedPulls(DevicePool(kv_pool))
+    assert [name for name, *_ in kernels.method_calls] == ["copy_blocks"]
     assert torch.equal(kv_pool, before)

@@ -1,4 +1,4 @@
-"""Copies KV blocks and computes their digests in the same pass, on a GPU; formulas in `kernels/kv_copy.py`.
+"""Copies KV blocks and computes their digests in the same pass, on a GPU; formulas in `kernels/kv_copies/kv_copy.py`.
 
 The source may be another process's or another GPU's memory: it is read once. A program keeps the weights of its words
 for several blocks. Digests are sums of integers, so that the order of the programs does not matter.
@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.launch import FastLaunch
-from kernels.kv_copy import WordCopy
+from kernels.kv_copies.kv_copy import WordCopy
 
 WORDS = 1024  # 64-bit words a program moves at a time
 BLOCKS = 4  # blocks a program works on, so that weights cost half a load; measured best with 1024 words, 8 warps
@@ -28,7 +28,7 @@ NUM_WARPS = 8
 def _kv_copy_kernel(
     source_ptr, source_ids_ptr, target_ptr, target_ids_ptr, weights_ptr, digests_ptr, num_ids, num_words,
     target_words, height, width, source_offset, source_pitch, target_offset, target_pitch,
-    WORDS: tl.constexpr, BLOCKS: tl.constexpr, COPIES: tl.constexpr, DIGESTS: tl.constexpr, IS_PART: tl.constexpr,
+    WORDS: tl.constexpr, BLOCKS: tl.constexpr, DIGESTS: tl.constexpr, IS_PART: tl.constexpr,
 ):  # fmt: skip
     words = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
     inside = words < num_words
@@ -45,9 +45,8 @@ def _kv_copy_kernel(
     for index in range(first, min(first + BLOCKS, num_ids)):
         source = tl.load(source_ids_ptr + index).to(tl.int64)
         x = tl.load(source_ptr + source * num_words + words, mask=inside, other=0)
-        if COPIES:
-            target = tl.load(target_ids_ptr + index).to(tl.int64)
-            tl.store(target_ptr + target * target_words + places, x, mask=chosen)
+        target = tl.load(target_ids_ptr + index).to(tl.int64)
+        tl.store(target_ptr + target * target_words + places, x, mask=chosen)
         if DIGESTS:
             tl.atomic_add(digests_ptr + index, tl.sum(a * x + b * (x >> 32)), sem="relaxed")
 
@@ -70,35 +69,15 @@ def copy_blocks(
         raise ValueError(f"blocks of {lengths} words do not fit {copy}")
     if weights is not None and digests is None:
         digests = torch.zeros(source_ids.shape[0], dtype=torch.int64, device=source_ids.device)
-    _launch(source, source_ids, target, target_ids, weights, digests, copy)
-    return digests
-
-
-def digest_blocks(blocks: Tensor, ids: Tensor, weights: Tensor, digests: Tensor | None = None) -> Tensor:
-    """blocks: int64 (num_blocks, num_words), contiguous; weights: int64 (2, num_words) -> int64 (num_ids,).
-
-    They are added to `digests` if these are given.
-    """
-    if digests is None:
-        digests = torch.zeros(ids.shape[0], dtype=torch.int64, device=ids.device)
-    _launch(blocks, ids, None, None, weights, digests, None)
-    return digests
-
-
-def _launch(
-    source: Tensor, source_ids: Tensor, target: Tensor | None, target_ids: Tensor | None, weights: Tensor | None,
-    digests: Tensor | None, copy: WordCopy | None,
-) -> None:  # fmt: skip
     num_ids, num_words = source_ids.shape[0], source.shape[1]
     if not num_ids:
-        return
+        return digests
     part = copy or WordCopy(1, num_words, 0, num_words, 0, num_words)
     none = source  # stands where a variant of the kernel reads nothing
     _kv_copy_kernel[triton.cdiv(num_words, WORDS), triton.cdiv(num_ids, BLOCKS)](
-        source, source_ids, none if target is None else target, none if target_ids is None else target_ids,
-        none if weights is None else weights, none if digests is None else digests, num_ids, num_words,
-        num_words if target is None else target.shape[1], part.height, part.width, part.source_offset,
-        part.source_pitch, part.target_offset, part.target_pitch,
-        WORDS=WORDS, BLOCKS=BLOCKS, COPIES=target is not None, DIGESTS=weights is not None,
-        IS_PART=copy is not None, num_warps=NUM_WARPS,
+        source, source_ids, target, target_ids, none if weights is None else weights,
+        none if digests is None else digests, num_ids, num_words, target.shape[1], part.height, part.width,
+        part.source_offset, part.source_pitch, part.target_offset, part.target_pitch,
+        WORDS=WORDS, BLOCKS=BLOCKS, DIGESTS=weights is not None, IS_PART=copy is not None, num_warps=NUM_WARPS,
     )  # fmt: skip
+    return digests

@@ -1,9 +1,7 @@
 """Copies KV blocks between pools and computes their digests; all layers of a block are one row of 64-bit words.
 
     target[target_ids[i]] = source[source_ids[i]]                 or, of each block, the words that `WordCopy` names
-    digest_i = sum_j (a_j * x_ij + b_j * (x_ij >> 32))  mod 2^64     of the words x_i of block source_ids[i]
-
-The weights a, b are those of `kvstore.pool.digest`; they come as an argument.
+Digests are those of `kernels/kv_digest.py`, of the words of block source_ids[i].
 """
 
 from __future__ import annotations
@@ -11,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import Tensor
+
+from kernels.kv_digest import digest_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +66,3 @@ def _ranges(blocks: Tensor, copy: WordCopy, offset: int, pitch: int) -> Tensor:
     first, column = divmod(offset, pitch)
     pitches = blocks.view(blocks.shape[0], -1, pitch)
     return pitches[:, first : first + copy.height, column : column + copy.width]
-
-
-def digest_blocks(blocks: Tensor, ids: Tensor, weights: Tensor, digests: Tensor | None = None) -> Tensor:
-    """blocks: int64 (num_blocks, num_words); weights: int64 (2, num_words) -> int64 (num_ids,), see `copy_blocks`."""
-    words = blocks[ids.long()]
-    found = (weights[0] * words + weights[1] * (words >> 32)).sum(dim=1)
-    return found if digests is None else digests.add_(found)

@@ -1,0 +1,1 @@
+"""Copies of KV blocks on a GPU."""
