@@ -83,6 +83,11 @@ class SamplingParams:
         require(len(self.logit_bias) <= MAX_BIASES, "logit_bias", "has too many entries")
 
     @property
+    def truncates(self) -> bool:
+        """Whether tokens are sampled among the likeliest alone."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
     def changes_logits(self) -> bool:
         """Whether the logits are changed before a token is sampled, beyond temperature and truncation."""
         return bool(

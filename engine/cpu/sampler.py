@@ -150,12 +150,8 @@ def _scaled(logits: Tensor, params: Sequence[SamplingParams]) -> tuple[Tensor, l
     truncated: list[int] = []
     whole: list[int] = []
     for index, param in enumerate(params):
-        (truncated if _truncates(param) else whole).append(index)
+        (truncated if param.truncates else whole).append(index)
     return scaled, truncated, whole
-
-
-def _truncates(params: SamplingParams) -> bool:
-    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
 
 
 def sample_whole(scaled: Tensor, keys: Tensor) -> Tensor:

@@ -15,11 +15,10 @@ from torch import Tensor
 from engine.gpu.ops.rules import WHOLE_VOCABULARY, Vocabulary
 from engine.gpu.pinning import upload
 from engine.gpu.steps.rows import RowChanges
-from engine.request import SamplingParams
 from engine.request_states import RequestState
 from kernels.gpu.sampling import choose_tokens, chunk_stats, num_chunks_of
 
-NUM_FRACTIONS = 3  # lines of the table that are float32: temperature, top_p, min_p. Then top_k, and `_truncates`
+NUM_FRACTIONS = 3  # lines of the table that are float32: temperature, top_p, min_p. Then top_k, and `truncates`
 
 
 class DeviceSampler:
@@ -85,13 +84,8 @@ def _numbers_of(fresh: Sequence[tuple[int, RequestState]]) -> Any:
     numbers = np.empty((2 + NUM_FRACTIONS + 2, len(params)), np.int64)
     numbers[:2] = [row for row, _ in fresh], [_signed64(each.seed or 0) for each in params]
     numbers[2 : 2 + NUM_FRACTIONS] = fractions.view(np.int32).T
-    numbers[-2:] = [each.top_k for each in params], [_truncates(each) for each in params]
+    numbers[-2:] = [each.top_k for each in params], [each.truncates for each in params]
     return numbers
-
-
-def _truncates(params: SamplingParams) -> bool:
-    """Whether not every token may be sampled."""
-    return params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
 
 
 def _signed64(value: int) -> int:
