@@ -3,9 +3,9 @@
     seconds = base + row * decode rows + context * tokens of KV that they read    of a step that only decodes
             + prompt + prompt_token * tokens + prompt_context * pairs             where it computes prompt tokens, too
 
-`pairs` counts each prompt token once for every token before it. `prompt` is what such a step takes however few the
-tokens are: on a GPU the host starts its kernels one by one where decode steps are graphs. An engine bounds its prompt
-chunks by this, and a router predicts with it; both learn it for themselves.
+`pairs` counts each prompt token once for every token before it, see `common/pairs.py`. `prompt` is what such a step
+takes however few the tokens are: on a GPU the host starts its kernels one by one where decode steps are graphs. An
+engine bounds its prompt chunks by this, and a router predicts with it; both learn it for themselves.
 """
 
 from __future__ import annotations
@@ -25,11 +25,6 @@ WIDEST = 1.6  # more is no spread but another cost
 SPREAD_STEP = 0.02  # by which one longer step raises it
 SPREAD_STEPS = 250  # after which it falls halfway to the longest of them: one step in 500 or so is longer than it,
 # since a 99th percentile of 100 gaps is their longest
-
-
-def num_pairs(start: float, num_tokens: float) -> float:
-    """Tokens before each of so many, summed; the first has `start` before it."""
-    return num_tokens * (start + num_tokens / 2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import msgspec
 
-from common.step_times import num_pairs
+from common.pairs import num_pairs
 from engine.request import Drafts, RequestId, SamplingParams, TokenId, TokenLogprobs
 from kvstore.types import BlockId, HostSlot
 

@@ -23,8 +23,7 @@ from protos import types_pb2 as pb
 from router.api.text import ChoiceText, Update
 from router.dispatch import Dispatcher
 from router.journal import DEADLINE_EXCEEDED, FIRST_OUTPUT, MOVED, WAITING, Journal
-from router.routing.policy import Decision
-from router.routing.views import Candidate
+from router.placement import Decision, Placement
 from router.workers.failures import WorkerLostError
 from router.workers.worker_link import Leg, WorkerLink
 
@@ -131,15 +130,15 @@ class Choice:
         if self.state is State.WAITING:
             self._go_on()
 
-    def _open(self, state: State, chosen: Candidate, link: WorkerLink, next_link: WorkerLink | None = None) -> None:
+    def _open(self, state: State, chosen: Placement, link: WorkerLink, next_link: WorkerLink | None = None) -> None:
         now = time.monotonic()
         is_computed = self.journal.kv_handle is not None
-        pending_tokens = 0 if is_computed else max(self.journal.num_tokens - chosen.cached_tokens, 0)
+        num_new_tokens = 0 if is_computed else max(self.journal.num_tokens - chosen.cached_tokens, 0)
         submit = self.journal.next_submit(now)
         submit.keep = state is State.DECODE
         roles, waited = self.dispatcher.roles, now - self.journal.arrival
-        submit.due_seconds = roles.due_seconds(chosen, pending_tokens, waited, self.journal.has_started)
-        self.leg = link.submit(submit, pending_tokens, self, next_link)
+        submit.due_seconds = roles.due_seconds(chosen, num_new_tokens, waited, self.journal.has_started)
+        self.leg = link.submit(submit, num_new_tokens, self, next_link)
         self.state = state
         self.journal.note(now, state.value, worker=link.worker_id)
 
@@ -215,10 +214,7 @@ class Choice:
                 self.journal.num_moves += 1
                 self.dispatcher.metrics.moves.inc()
         elif delta.finish_reason in (pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH):
-            num_tokens = len(self.journal.output_token_ids)
-            if self.journal.sampling.max_tokens > 1:  # else its length says nothing of others'
-                self.dispatcher.answers.observe(num_tokens)
-            leg.link.rates.observe_answer(num_tokens - leg.num_tokens_at_first, now - leg.first_time)
+            self.dispatcher.roles.answered(journal, leg, now)
 
     def _attribute_error(self, leg: Leg, error: MiniInferError) -> MiniInferError:
         """Turn a leg's failure into the choice's error; avoid the worker from now on where another may do better."""

@@ -8,7 +8,6 @@ from common.config import Settings, check_not_negative, check_positive, setting,
 from common.errors import ConfigError
 from common.logging import FORMAT_HELP, FORMATS, LEVEL_HELP, LEVELS
 from common.net.cluster_token import check_cluster_token
-from router.routing.policy import POLICIES
 
 ROLES = ("prefill", "decode")
 
@@ -29,7 +28,6 @@ class RouterConfig(Settings):
     models: str = setting(
         "", "several models in place of --model, [NAME=]MODEL separated by commas; the first is the default one"
     )
-    policy: str = setting("cost", "how workers are chosen", choices=tuple(POLICIES))
     local_prefill_tokens: int = setting(64, "a decode worker computes prompts with at most this many uncached tokens")
     max_queue: int = setting(256, "requests of a model that may wait for their first token; more get 429")
     api_key: str = setting("", "what clients send as bearer token; empty: no authentication")

@@ -6,32 +6,23 @@ A choice (`router.choice`) asks here before each of its legs. Speaks token ids o
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Callable, Sequence, Set
 
 from common.errors import OverloadedError, UnavailableError
-from common.wings import has_wing
 from kvstore.types import WorkerId
 from router.config import RouterConfig
 from router.journal import Journal
 from router.metrics import RouterMetrics
-from router.routing.policy import Decision, choose
-from router.routing.rates import AnswerLength, DrainRate
-from router.routing.views import Candidate, RequestView, WorkerView
+from router.placement import Decision, Placement
 from router.workers.failures import WorkerLostError
 from router.workers.model_workers import ModelWorkers
 from router.workers.worker_link import Leg, WorkerLink
 
-HAS_LATE_REFUSALS = has_wing("router.late_refusals")
-if HAS_LATE_REFUSALS:
-    from router.late_refusals.refusals import check_in_time
-    from router.late_refusals.settings import LateRefusalSettings
-HAS_SHORTLISTS = has_wing("router.routing.shortlists")
-if HAS_SHORTLISTS:
-    from router.routing.shortlists.shortlist import shortlist
-
 LOOK_SECONDS = 0.25  # between looks for a usable worker: one that stops draining sends no event
+FADE_SECONDS = 5.0  # with choices waiting, after which a first token counts for a third in the drain rate
 
 
 class RequestLog:
@@ -47,21 +38,69 @@ class RequestLog:
 
 
 class Roles:
-    """Who computes and decodes a request: workers of either role, by the policy. `router/objectives` weighs more."""
+    """Who computes and decodes a request: workers of either role, by load. `router/costs` predicts what costs least.
 
-    def __init__(self, config: RouterConfig) -> None:
-        self._config = config
+    A decode worker computes a prompt itself when the part that its cache lacks is short, or when there is no prefill
+    worker.
+    """
 
-    def choose(self, request: RequestView, prefill: Sequence[WorkerView], decode: Sequence[WorkerView]) -> Decision:
-        """Choose as `policy.choose`."""
-        return choose(self._config.policy, request, prefill, decode, self._config.local_prefill_tokens)
+    def __init__(self, config: RouterConfig, workers: ModelWorkers) -> None:
+        self._config, self._workers = config, workers
 
-    def due_seconds(self, chosen: Candidate, num_new_tokens: int, waited_seconds: float, has_started: bool) -> float:
+    def choose(self, journal: Journal, prefill: Sequence[WorkerLink], decode: Sequence[WorkerLink]) -> Decision:
+        """Choose the least loaded workers, of equal ones those with most of the prompt in their caches."""
+        in_cache = self._workers.cached_tokens(journal.packed_prompt, journal.request)
+
+        def num_cached(link: WorkerLink) -> int:
+            return min(
+                in_cache.get(link.worker_id, 0), journal.num_tokens - 1
+            )  # sampling needs the last one's logits
+
+        def order(link: WorkerLink) -> tuple[int, int, float]:
+            return link.num_requests, -num_cached(link), random.random()
+
+        target = min(decode, key=order)
+        if not prefill or journal.num_tokens - num_cached(target) <= self._config.local_prefill_tokens:
+            return Decision(Placement(target.worker_id, None, num_cached(target)))
+        source = min(prefill, key=order)
+        return Decision(Placement(target.worker_id, source.worker_id, num_cached(source)))
+
+    def due_seconds(self, chosen: Placement, num_new_tokens: int, waited_seconds: float, has_started: bool) -> float:
         """Seconds until the next token is due; 0: no objective."""
         return 0.0
 
     def watch_kept(self, leg: Leg) -> None:
         """Look after a leg that decodes on a prefill worker."""
+
+    def answered(self, journal: Journal, leg: Leg, now: float) -> None:
+        """An answer has ended with this leg."""
+
+
+class DrainRate:
+    """How fast choices get their first tokens while others wait: a model's queue empties as fast."""
+
+    def __init__(self) -> None:
+        self._num_left = 0.0  # first tokens, and the time that they took, faded
+        self._seconds = 0.0
+        self._since = 0.0  # the last first token, or since when there is a queue
+
+    def began(self, now: float) -> None:
+        """Note that a choice waits, where none did."""
+        self._since = max(self._since, now)
+
+    def observe(self, now: float) -> None:
+        """Count a first token."""
+        interval = now - self._since
+        kept = math.exp(-interval / FADE_SECONDS)
+        self._num_left = kept * self._num_left + 1
+        self._seconds = kept * self._seconds + interval
+        self._since = now
+
+    def seconds(self, num_waiting: int, now: float) -> float:
+        """Expected time until so many that wait now have their first tokens; 0 before the first measurement."""
+        if not self._num_left:
+            return 0.0
+        return num_waiting * (self._seconds + now - self._since) / self._num_left
 
 
 class Dispatcher:
@@ -72,14 +111,10 @@ class Dispatcher:
         self.metrics = metrics
         self.roles = roles
         self.log = RequestLog()
-        self.answers = AnswerLength()
         self.open_choices: set[Journal] = set()
         self.num_waiting = 0  # of these, without a first token
         self._workers = workers
-        self._random = random.Random()
-        self._turn = 0
         self._drain = DrainRate()
-        self._max_wait_seconds = config.of(LateRefusalSettings).max_wait_seconds if HAS_LATE_REFUSALS else 0.0
         self._waiting: dict[Callable[[], None], None] = {}  # for a decode worker, oldest first
         self._look_timer: asyncio.TimerHandle | None = None
         workers.on_usable = lambda: asyncio.get_running_loop().call_soon(self._look)
@@ -99,36 +134,14 @@ class Dispatcher:
     # -- which workers are next --------------------------------------------------------------------------------
 
     def decide(self, journal: Journal, lost: Set[WorkerId]) -> Decision:
-        """Choose among the usable workers, those in `lost` last.
-
-        Raises UnavailableError without a decode worker, OverloadedError for a new choice that would have to wait for
-        too long.
-        """
-        self._turn += 1
-        request = RequestView(
-            num_tokens=journal.num_tokens,
-            cached_tokens=self._workers.cached_tokens(journal.packed_prompt, journal.request),
-            expected_tokens=self.answers.expected(journal.sampling.max_tokens),
-            session=journal.session,
-            draw=self._random.random(),
-            turn=self._turn,
-            lacking_adapter=self._workers.lacking_adapter(journal.request),
-        )
+        """Choose among the usable workers, those in `lost` last. There is a decode worker. Raises OverloadedError for
+        a new choice that is refused."""
         # With tokens to replay, or when every prefill worker has failed it, a choice is computed where it decodes.
         prefill = [] if journal.has_started else self._workers.usable("prefill", lost)
         prefill = [link for link in prefill if link.worker_id not in lost]
-        decode = self._workers.usable("decode", lost)
-        decision = self.roles.choose(request, self._views(prefill, request), self._views(decode, request))
-        if HAS_LATE_REFUSALS and not journal.num_legs:
-            check_in_time(decision.chosen, journal.deadline - time.monotonic(), self._max_wait_seconds)
+        decision = self.roles.choose(journal, prefill, self._workers.usable("decode", lost))
         self.log.decided(journal, decision)
         return decision
-
-    def _views(self, links: Sequence[WorkerLink], request: RequestView) -> list[WorkerView]:
-        """The workers among which the policy chooses, as it sees them."""
-        if HAS_SHORTLISTS:
-            links = shortlist(self.config.policy, links, request)
-        return [link.view() for link in links]
 
     def decode_link(self, chosen: WorkerId, lost: Set[WorkerId]) -> WorkerLink:
         """The worker chosen before the prefill ran, or the least loaded one when it has gone since."""
@@ -136,7 +149,7 @@ class Dispatcher:
         for link in [*links, *self._workers.usable("prefill", lost)]:
             if link.worker_id == chosen:
                 return link
-        return min(links, key=lambda link: link.view().load)
+        return min(links, key=lambda link: link.num_requests)
 
     def link(self, worker: WorkerId) -> WorkerLink:
         """Link of a worker. Raises WorkerLostError when it is not attached any more."""
@@ -190,7 +203,7 @@ class Dispatcher:
         self.metrics.time_to_first_token.observe(now - journal.arrival)
         self.metrics.prompt_tokens.inc(len(journal.prompt_token_ids))
 
-    def leg_began(self, journal: Journal, leg: Leg, chosen: Candidate) -> None:
+    def leg_began(self, journal: Journal, leg: Leg, chosen: Placement) -> None:
         """Log what the worker measured up to the first delta; compare its cache hit with the expected one."""
         assert leg.times is not None
         expected = None

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from common.errors import ConfigError
 from common.text.tokenizer import Tokenizer
-from common.wings import has_wing
+from common.wings import from_wing, has_wing
 from router.config import RouterConfig
 from router.dispatch import Dispatcher, Roles
 from router.metrics import RouterMetrics
@@ -72,8 +72,9 @@ def serve_models(config: RouterConfig, loaded: Sequence[LoadedModel]) -> list[Se
 
 def roles_of(config: RouterConfig, workers: ModelWorkers) -> Roles:
     """What places the requests of one model."""
-    if not has_wing("router.objectives"):
-        return Roles(config)
-    from router.objectives.adaptive import open_objectives
+    if has_wing("router.objectives"):
+        from router.objectives.adaptive import open_objectives
 
-    return open_objectives(config, workers)
+        return open_objectives(config, workers)
+    kind: type[Roles] = from_wing("router.costs.roles:PolicyRoles") or Roles
+    return kind(config, workers)

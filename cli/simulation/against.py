@@ -27,7 +27,7 @@ from cli.simulation.cluster import SimulatedCluster
 from cli.simulation.settings import ClusterConfig
 from cli.simulation.specs import spec_of
 from common.config import require
-from common.step_times import num_pairs
+from common.pairs import num_pairs
 from engine.simulated.step_cost import SimulatedCost
 
 FITS = 3

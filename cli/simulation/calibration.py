@@ -10,7 +10,7 @@ from typing import Any
 from cli.client.api_client import ApiClient
 from cli.simulation.settings import ClusterConfig
 from common.errors import ConfigError
-from common.step_times import num_pairs
+from common.pairs import num_pairs
 from engine.simulated.step_cost import SimulatedCost
 
 PARTS = [field.name for field in fields(SimulatedCost) if field.name != "spread"]

@@ -29,11 +29,11 @@ from kvstore.types import WorkerId
 from router.objectives.adaptive import MOVE_SECONDS
 from router.objectives.moves import KeptRequest, choose_moves, tokens_left
 from router.objectives.placement import place
-from router.routing.policy import Decision, choose
+from router.routing.policy import PolicyDecision, choose
 from router.routing.rates import AnswerLength
 from router.routing.shortlists.shortlist import shortlist
 from router.routing.views import Candidate, RequestView
-from router.workers.worker_view import Work
+from router.routing.worker_view import Work
 
 
 @dataclass(slots=True, eq=False)
@@ -152,11 +152,11 @@ class SimulatedCluster:
         computing.backlog.add(work)
         computing.rates.submitted(work.pending_tokens, work.pairs, self.clock.now)
         if prefill is not None:
-            decode.backlog.expect(work)
+            decode.expect(len(prompt))
         request = self._request(choice, due_seconds, prefill_only=prefill is not None)
         self.clock.after(self._spec.hop_seconds, partial(computing.submit, request))
 
-    def _decide(self, prompt: list[int], num_output_tokens: int) -> Decision:
+    def _decide(self, prompt: list[int], num_output_tokens: int) -> PolicyDecision:
         spec, size = self._spec, self._spec.worker.block_size
         keys = block_keys(self._root, pack_ids(prompt), size) if self._index.num_keys else []
         view = RequestView(
@@ -205,7 +205,7 @@ class SimulatedCluster:
         """Let the worker hand the choice over with its next token."""
         self.num_decisions["move"] = self.num_decisions.get("move", 0) + 1
         choice.prefill, choice.decode = worker, target
-        target.backlog.expect(choice.work)
+        target.expect(choice.work.num_prompt_tokens)
         self.clock.after(self._spec.hop_seconds, partial(worker.engine.hand_over, choice.request_id))
 
     # -- what workers report -----------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ class SimulatedCluster:
         worker.num_legs -= 1
         worker.backlog.remove(choice.work)
         if worker is choice.prefill:
-            choice.decode.backlog.unexpect(choice.work)
+            choice.decode.expect_no_more(choice.work.num_prompt_tokens)
 
     def _finish(self, choice: _Choice, now: float) -> None:
         del self._open[choice.request_id]

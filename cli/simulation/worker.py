@@ -33,7 +33,7 @@ from kvstore.types import BlockKey, WorkerId
 from protos import types_pb2 as pb
 from router.routing.rates import WorkerRates
 from router.routing.views import WorkerView
-from router.workers.worker_view import Backlog, worker_view
+from router.routing.worker_view import Backlog, worker_view
 from worker.engine_process.engine_figures import engine_load
 
 FINGERPRINT = "simulated"
@@ -113,6 +113,7 @@ class SimulatedWorker:
         self.worker_id, self.role = WorkerId(name), role
         self.rates, self.backlog = WorkerRates(), Backlog()
         self.num_legs = 0
+        self.num_expected = 0  # requests that will come here when another worker has computed their prompts
         self.pulls_end = {False: 0.0, True: 0.0}  # when pulls for requests, prefetches that were begun have ended
         self._spec, self._clock, self._on_outcome, self._pull = spec, clock, on_outcome, pull
         self._runner = SteppedRunner(spec, seed)
@@ -137,8 +138,18 @@ class SimulatedWorker:
 
     @property
     def assigned(self) -> tuple[int, int]:
-        """See WorkerLink."""
-        return self.backlog.prompt_tokens, self.num_legs + self.backlog.num_expected
+        """See WorkerMeter."""
+        return self.backlog.prompt_tokens, self.num_legs + self.num_expected
+
+    def expect(self, num_prompt_tokens: int) -> None:
+        """Count a request that will come here with its prompt computed."""
+        self.num_expected += 1
+        self.backlog.expected_tokens += num_prompt_tokens
+
+    def expect_no_more(self, num_prompt_tokens: int) -> None:
+        """The request comes, or has ended elsewhere."""
+        self.num_expected -= 1
+        self.backlog.expected_tokens -= num_prompt_tokens
 
     def submit(self, request: Request) -> None:
         self.engine.submit(request)
@@ -166,7 +177,7 @@ class SimulatedWorker:
         report = pb.LoadReport(**struct_fields(load))
         return worker_view(
             self.worker_id, self.role, self._spec.max_num_seqs, report, self.rates, self.backlog, self.num_legs,
-            self._clock.now,
+            self.num_expected, self._clock.now,
         )  # fmt: skip
 
     def _turn(self) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.objectives.chunks import chunk_work, least_chunk_tokens, tokens_in
-from common.step_times import StepCost, StepTimes, num_pairs
+from common.pairs import num_pairs
+from common.step_times import StepCost, StepTimes
 from engine.config import EngineConfig
 from engine.objectives.settings import ObjectiveSettings
 from engine.plan import StepSize

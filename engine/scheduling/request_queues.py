@@ -9,7 +9,7 @@ from bisect import insort
 from collections.abc import Callable
 from operator import attrgetter
 
-from common.step_times import num_pairs
+from common.pairs import num_pairs
 from engine.request import Request, RequestId, RequestStatus, SchedulerLoad
 
 _rank = attrgetter("rank")

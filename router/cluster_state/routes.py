@@ -12,6 +12,7 @@ from common.wings import has_wing
 from router.cluster_state.workers import describe
 from router.gateway import Gateway
 from router.http.routes import Routes, json_response
+from router.routing.settings import RoutingSettings
 
 
 def add_cluster_route(routes: Routes, gateway: Gateway) -> None:
@@ -24,7 +25,7 @@ def add_cluster_route(routes: Routes, gateway: Gateway) -> None:
         return json_response(
             {
                 "model": gateway.models[0].name,
-                "policy": gateway.config.policy,
+                "policy": gateway.config.of(RoutingSettings).policy,
                 "running": sum(counts["running"] for counts in models.values()),
                 "waiting": sum(counts["waiting"] for counts in models.values()),
                 "models": models,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from router.costs.meter import meter_of
 from router.routing.rates import WorkerRates
 from router.workers.model_workers import ModelWorkers
 from router.workers.worker_link import WorkerLink
@@ -42,8 +43,8 @@ def describe(link: WorkerLink, model: ModelWorkers, now: float) -> dict[str, Any
                 **{name: getattr(link.load, name) for name in _SHOWN_MEMORY},
                 "kv_pool_bytes": info.num_blocks * info.block_bytes,
             },
-            "rates": {name: round(rate, 6) for name, rate in _rates(link.rates).items()},
-            "step_seconds_by_part": asdict(link.rates.step_times.cost),
+            "rates": {name: round(rate, 6) for name, rate in _rates(meter_of(link).rates).items()},
+            "step_seconds_by_part": asdict(meter_of(link).rates.step_times.cost),
             "index": {
                 "state": index.state(link.worker_id).value,
                 "blocks": index.num_worker_keys(link.worker_id),

@@ -11,13 +11,17 @@ from functools import partial
 
 from router.choice import Choice, State
 from router.config import RouterConfig
-from router.dispatch import Roles
+from router.costs.meter import meter_of
+from router.costs.roles import PolicyRoles
 from router.objectives.moves import KeptRequest, choose_moves, tokens_left
 from router.objectives.objectives import Objectives
 from router.objectives.placement import place
 from router.objectives.predictor import ObjectivePredictor
 from router.objectives.settings import ObjectiveSettings
-from router.routing.policy import Decision, choose
+from router.placement import Placement
+from router.routing.policy import PolicyDecision, choose
+from router.routing.rates import AnswerLength
+from router.routing.settings import RoutingSettings
 from router.routing.views import Candidate, RequestView, WorkerView
 from router.workers.failures import WorkerLostError
 from router.workers.model_workers import ModelWorkers
@@ -26,19 +30,21 @@ from router.workers.worker_link import Leg, WorkerLink
 MOVE_SECONDS = 0.05  # between looks at requests that prefill workers keep
 
 
-class FixedRoles(Roles):
+class FixedRoles(PolicyRoles):
     """The policy chooses alone; objectives, if any, say when tokens are due, and what its choice misses."""
 
-    def __init__(self, objectives: Objectives, config: RouterConfig) -> None:
-        super().__init__(config)
+    def __init__(self, objectives: Objectives, config: RouterConfig, workers: ModelWorkers) -> None:
+        super().__init__(config, workers)
         self._objectives = objectives
 
-    def choose(self, request: RequestView, prefill: Sequence[WorkerView], decode: Sequence[WorkerView]) -> Decision:
+    def decide(
+        self, request: RequestView, prefill: Sequence[WorkerView], decode: Sequence[WorkerView]
+    ) -> PolicyDecision:
         predictor = partial(ObjectivePredictor, self._objectives)
-        config = self._config
-        return choose(config.policy, request, prefill, decode, config.local_prefill_tokens, predictor)
+        return choose(self._policy, request, prefill, decode, self._config.local_prefill_tokens, predictor)
 
-    def due_seconds(self, chosen: Candidate, num_new_tokens: int, waited_seconds: float, has_started: bool) -> float:
+    def due_seconds(self, chosen: Placement, num_new_tokens: int, waited_seconds: float, has_started: bool) -> float:
+        assert isinstance(chosen, Candidate)  # of `decide`
         return self._objectives.due_seconds(chosen, num_new_tokens, waited_seconds, has_started)
 
 
@@ -46,12 +52,13 @@ class AdaptiveRoles(FixedRoles):
     """Placement and moves of one model's requests. Belongs to the running event loop."""
 
     def __init__(self, objectives: Objectives, config: RouterConfig, workers: ModelWorkers) -> None:
-        super().__init__(objectives, config)
-        self._workers = workers
+        super().__init__(objectives, config, workers)
         self._kept: dict[str, Choice] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def choose(self, request: RequestView, prefill: Sequence[WorkerView], decode: Sequence[WorkerView]) -> Decision:
+    def decide(
+        self, request: RequestView, prefill: Sequence[WorkerView], decode: Sequence[WorkerView]
+    ) -> PolicyDecision:
         return place(request, prefill, decode, self._config.local_prefill_tokens, self._objectives)
 
     def watch_kept(self, leg: Leg) -> None:
@@ -69,11 +76,12 @@ class AdaptiveRoles(FixedRoles):
         by_link: dict[WorkerLink, list[KeptRequest]] = {}
         for choice in choices.values():
             if (leg := kept_leg(choice)) is not None:
-                by_link.setdefault(leg.link, []).append(_request(choice, now - leg.first_time))
+                by_link.setdefault(leg.link, []).append(_request(choice, self.answers, now - leg.first_time))
                 self.watch_kept(leg)
         for link, requests in by_link.items():
-            targets = [target.view() for target in self._workers.usable("decode")]
-            moves = choose_moves(link.view(), requests, targets, self._objectives, must_leave=link.is_draining)
+            targets = [meter_of(target).view() for target in self._workers.usable("decode")]
+            source = meter_of(link).view()
+            moves = choose_moves(source, requests, targets, self._objectives, must_leave=link.is_draining)
             for each in moves:
                 move(choices[each.choice_id], each.chosen)
 
@@ -94,19 +102,19 @@ def move(choice: Choice, chosen: Candidate) -> None:
         target = choice.dispatcher.link(chosen.decode)
     except WorkerLostError:
         return
-    choice.decision = Decision(chosen, (chosen,), "move")
+    choice.decision = PolicyDecision(chosen, (chosen,), "move")
     choice.dispatcher.log.decided(choice.journal, choice.decision)
     choice.leg.link.hand_over(choice.leg, target)
 
 
-def _request(choice: Choice, seconds_here: float) -> KeptRequest:
+def _request(choice: Choice, answers: AnswerLength, seconds_here: float) -> KeptRequest:
     journal, num_answered = choice.journal, len(choice.journal.output_token_ids)
-    left = tokens_left(choice.dispatcher.answers, journal.sampling.max_tokens, num_answered)
+    left = tokens_left(answers, journal.sampling.max_tokens, num_answered)
     return KeptRequest(journal.choice_id, journal.num_tokens, left, seconds_here, num_answered)
 
 
-def open_objectives(config: RouterConfig, workers: ModelWorkers) -> Roles:
+def open_objectives(config: RouterConfig, workers: ModelWorkers) -> FixedRoles:
     """What places by the objectives; without any, by the policy alone."""
     objectives = config.of(ObjectiveSettings).objectives
-    is_adaptive = bool(objectives) and config.policy == "cost"
-    return AdaptiveRoles(objectives, config, workers) if is_adaptive else FixedRoles(objectives, config)
+    is_adaptive = bool(objectives) and config.of(RoutingSettings).policy == "cost"
+    return AdaptiveRoles(objectives, config, workers) if is_adaptive else FixedRoles(objectives, config, workers)

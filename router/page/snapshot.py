@@ -15,9 +15,11 @@ from typing import Any
 
 from common.version import VERSION
 from kvstore.types import WorkerId
+from router.costs.meter import meter_of
 from router.explain.log import ExplainLog
 from router.gateway import Gateway
 from router.page.journeys import journey, pulls
+from router.routing.settings import RoutingSettings
 from router.workers.worker_link import WorkerLink
 
 COLUMNS = (
@@ -47,7 +49,7 @@ def facts(gateway: Gateway) -> dict[str, Any]:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "version": VERSION,
-            "policy": config.policy,
+            "policy": config.of(RoutingSettings).policy,
             "can_operate": bool(config.api_key),
         },
         "models": [model.name for model in gateway.models],
@@ -88,8 +90,8 @@ def worker_facts(link: WorkerLink, model: str) -> dict[str, Any]:
 def figures(gateway: Gateway, before: Before, now: float) -> tuple[dict[str, Any], Before]:
     """The cluster now, and what the next call needs. now: of time.monotonic()."""
     links = _links(gateway)
-    decoded = {link.worker_id: link.rates.num_decoded for link in links}
-    computed = {link.worker_id: link.rates.num_computed for link in links}
+    decoded = {link.worker_id: meter_of(link).rates.num_decoded for link in links}
+    computed = {link.worker_id: meter_of(link).rates.num_computed for link in links}
     seconds = now - before.time
     entries = list(chain.from_iterable(_recent(model.dispatcher.log, now) for model in gateway.base_models))
     new_pulls, shown_pulls = _new_pulls(entries, before.pulls)

@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from common.step_times import StepCost, num_pairs
+from common.pairs import num_pairs
+from common.step_times import StepCost
 from router.routing.views import (
     ADAPTER_SECONDS,
     DEFAULT_PREFILL_TOKENS_PER_SECOND,

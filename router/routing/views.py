@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from common.step_times import StepCost
 from kvstore.types import WorkerId
+from router.placement import Placement
 
 EXPECTED_TOKENS = 64  # of an answer, before any was measured
 # Of a worker, before any was measured.
@@ -81,14 +82,11 @@ class RequestView:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """One way to serve a request. `prefill` None: the decode worker computes the prompt."""
+class Candidate(Placement):
+    """A placement with its predicted cost."""
 
-    decode: WorkerId
-    prefill: WorkerId | None
     cost: float
     terms: Mapping[str, float]  # seconds
-    cached_tokens: int
     load: int
     is_measured: bool  # whether the terms come from measured rates
     is_kept: bool = False  # `decode` is a prefill worker
@@ -98,5 +96,4 @@ class Candidate:
 
     @property
     def kind(self) -> str:
-        """The placement, for metrics and /explain."""
-        return "disaggregated" if self.prefill is not None else "kept" if self.is_kept else "local"
+        return "kept" if self.is_kept else super(Candidate, self).kind

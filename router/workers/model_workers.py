@@ -15,7 +15,7 @@ from kvstore.pool.block_hash import HASH_VERSION, block_keys, root_key
 from kvstore.pool.index import PrefixIndex
 from kvstore.types import WorkerId
 from protos import types_pb2 as pb
-from router.workers.worker_link import WorkerLink
+from router.workers.worker_link import Meter, WorkerLink
 
 MAX_SHOWN = 64  # characters of a value that differs
 SAME = "start this model's workers with the same "
@@ -47,6 +47,7 @@ class ModelWorkers:
         self.own_name = own_name
         self.index = PrefixIndex()  # that links feed
         self.links: list[WorkerLink] = []
+        self.new_meter: Callable[[WorkerLink], Meter] = Meter
         self.on_usable: Callable[[], object] = lambda: None  # called when some worker has become usable
         self._tokenizer_hash = tokenizer_hash
         self._last_info: pb.WorkerInfo | None = None
@@ -101,13 +102,6 @@ class ModelWorkers:
         keys = block_keys(root, packed_ids, info.block_size)
         return {worker: blocks * info.block_size for worker, blocks in self.index.matches(keys).items()}
 
-    def lacking_adapter(self, request: pb.Submit) -> frozenset[WorkerId]:
-        """Workers that must read the request's adapter first, as far as the index knows."""
-        if not request.adapter or not (infos := self.infos()):
-            return frozenset()
-        holding = self.index.matches([root_key(infos[0].model_fingerprint, request.adapter)])
-        return frozenset(WorkerId(info.worker_id) for info in infos) - holding.keys()
-
     # -- who joins and leaves ----------------------------------------------------------------------------------
 
     def add(self, role: str, address: str) -> WorkerLink:
@@ -130,7 +124,7 @@ class ModelWorkers:
 
     def _take(self, link: WorkerLink) -> None:
         self.links.append(link)
-        link.join(self.index, lambda: self.on_usable())
+        link.join(self.index, self.new_meter(link), lambda: self.on_usable())
 
 
 def check_worker(info: pb.WorkerInfo, role: str, tokenizer_hash: str, others: Iterable[pb.WorkerInfo]) -> None:

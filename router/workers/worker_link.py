@@ -1,6 +1,6 @@
 """One worker, seen from the router: the legs that are open there, and the mirror of what it reports.
 
-Pushes deltas and failures to the choices whose legs they are, KV events to the prefix index, load to its own view.
+Pushes deltas and failures to the choices whose legs they are, KV events to the prefix index, steps to a meter.
 Knows nothing of clients, text, policy or models, and of gRPC only the messages: `WorkerConnection` keeps the stream.
 Whenever that ends, every open leg fails with WorkerLostError, so that its choice can go on elsewhere.
 """
@@ -18,11 +18,8 @@ from common.token_ids import num_ids
 from kvstore.pool.index import PrefixIndex
 from kvstore.types import WorkerId
 from protos import types_pb2 as pb
-from router.routing.rates import WorkerRates
-from router.routing.views import WorkerView
 from router.workers.failures import Breaker, WorkerLostError, error_of
 from router.workers.worker_stream import IndexFeed, WorkerStream
-from router.workers.worker_view import Backlog, Work, worker_view
 
 logger = logging.getLogger(__name__)
 
@@ -47,13 +44,39 @@ class Leg:
     leg_id: str
     link: WorkerLink
     listener: LegListener
-    work: Work
+    num_prompt_tokens: int
+    decodes: bool  # a row of the worker's steps, soon if not now
     next_link: WorkerLink | None  # where the choice goes on after this leg: it counts as waiting there
     opened: float  # when
     num_offered_tokens: int = 0  # prompt tokens whose KV the next worker could prefetch while this one computed
     times: pb.RequestTimes | None = None  # what the worker measured until the first delta; None before it
     first_time: float = 0.0  # when the first delta came
     num_tokens_at_first: int = 0  # output tokens of the choice then
+
+
+class Meter:
+    """What is learned of the worker of a link as it serves: nothing. `router/costs` predicts with it."""
+
+    def __init__(self, link: WorkerLink) -> None:
+        self._link = link
+
+    def submitted(self, leg: Leg, num_new_tokens: int) -> None:
+        """A leg has been opened. num_new_tokens: of its prompt, which are to be computed."""
+
+    def expects(self, leg: Leg) -> None:
+        """A leg elsewhere will go on here."""
+
+    def expects_no_more(self, leg: Leg) -> None:
+        """It has ended."""
+
+    def began(self, leg: Leg, times: pb.RequestTimes) -> None:
+        """A leg's first delta is here."""
+
+    def ended(self, leg: Leg) -> None:
+        """A leg is not open any more."""
+
+    def stepped(self, load: pb.LoadReport) -> None:
+        """The worker has run a step."""
 
 
 class WorkerLink:
@@ -64,7 +87,6 @@ class WorkerLink:
         self.address = address
         self.info: pb.WorkerInfo | None = None  # set while the stream is open, as is `stream`
         self.load = pb.LoadReport()
-        self.rates = WorkerRates()
         self.breaker = Breaker()
         self.refused = ""  # why the handshake failed
         self.is_serving = False
@@ -79,12 +101,13 @@ class WorkerLink:
         self._on_usable: Callable[[], object]
         self._feed: IndexFeed | None = None
         self._legs: dict[str, Leg] = {}
-        self._backlog = Backlog()
+        self.num_expected = 0  # choices that will come here when their leg elsewhere ends
+        self.meter = Meter(self)
         self._num_drain_changes = 0  # of the worker, when `is_draining` became known
 
-    def join(self, index: PrefixIndex, on_usable: Callable[[], object]) -> None:
-        """Feed this index, and tell of its use, from now on: the worker serves another model than before."""
-        self._index, self._on_usable, self.rates = index, on_usable, WorkerRates()
+    def join(self, index: PrefixIndex, meter: Meter, on_usable: Callable[[], object]) -> None:
+        """Feed these, and tell of its use, from now on: the worker serves another model than before."""
+        self._index, self.meter, self._on_usable = index, meter, on_usable
 
     # -- what dispatch and policy use --------------------------------------------------------------------------
 
@@ -97,9 +120,11 @@ class WorkerLink:
         return len(self._legs)
 
     @property
-    def assigned(self) -> tuple[int, int]:
-        """Prompt tokens to compute and requests, by the router's own count."""
-        return self._backlog.prompt_tokens, len(self._legs) + self._backlog.num_expected
+    def num_requests(self) -> int:
+        """Requests that run or wait here: by the last report, which lacks what is on its way, and our own count."""
+        load = self.load
+        num_waiting = load.num_waiting + load.num_loading + load.num_swapped + self.num_expected
+        return max(load.num_running, len(self._legs) - load.num_waiting) + num_waiting
 
     @property
     def is_usable(self) -> bool:
@@ -117,27 +142,18 @@ class WorkerLink:
             return "not_serving"
         return "suspended" if self.breaker.is_open(now) else "ready"
 
-    def view(self) -> WorkerView:
-        """The worker as the policy sees it."""
-        max_num_seqs = self.info.max_num_seqs if self.info else 1
-        return worker_view(
-            self.worker_id, self.role, max_num_seqs, self.load, self.rates, self._backlog, len(self._legs),
-            time.monotonic(),
-        )  # fmt: skip
-
     def submit(
-        self, message: pb.Submit, pending_tokens: int, listener: LegListener, next_link: WorkerLink | None = None
+        self, message: pb.Submit, num_new_tokens: int, listener: LegListener, next_link: WorkerLink | None = None
     ) -> Leg:
-        """Open a leg here. Raises WorkerLostError when the stream is not open."""
+        """Open a leg here, with so many prompt tokens to compute. Raises WorkerLostError without an open stream."""
         if self.stream is None:
             raise WorkerLostError(f"worker {self.address} is not connected")
-        now = time.monotonic()
-        work = Work(num_ids(message.prompt_token_ids), pending_tokens, message.keep)
-        leg = self._legs[message.request_id] = Leg(message.request_id, self, listener, work, next_link, now)
-        self._backlog.add(work)
-        self.rates.submitted(pending_tokens, work.pairs, now)
+        num_tokens, now = num_ids(message.prompt_token_ids), time.monotonic()
+        leg = Leg(message.request_id, self, listener, num_tokens, message.keep, next_link, now)
+        self._legs[leg.leg_id] = leg
+        self.meter.submitted(leg, num_new_tokens)
         if next_link is not None:
-            next_link._backlog.expect(work)
+            next_link._expect(leg)
         self.stream.send(pb.Command(submit=message))
         return leg
 
@@ -146,7 +162,7 @@ class WorkerLink:
         if leg.leg_id not in self._legs or leg.next_link is not None or self.stream is None:
             return
         leg.next_link = next_link
-        next_link._backlog.expect(leg.work)
+        next_link._expect(leg)
         self.stream.send(pb.Command(hand_over=pb.HandOver(request_id=leg.leg_id)))
 
     def close(self, leg: Leg) -> bool:
@@ -214,8 +230,7 @@ class WorkerLink:
             load = report.load
             if load.num_steps != self.load.num_steps:  # else the worker tells of the same step again
                 self.last_step = now
-                self.rates.observe_load(load)
-                self._backlog.computed(load.step_prefill_tokens, load.step_prompt_pairs)
+                self.meter.stepped(load)
             self.load = load
             self.learn_drain(load.draining, load.num_drain_changes)
         for offer in report.kv_offers:
@@ -254,13 +269,17 @@ class WorkerLink:
 
     def _first_delta(self, leg: Leg, delta: pb.TokenDelta) -> None:
         leg.times = delta.times
-        self._backlog.settle(leg.work)
-        self.rates.observe_pull(delta.times)
+        self.meter.began(leg, delta.times)
         self.breaker.record_success()
+
+    def _expect(self, leg: Leg) -> None:
+        self.num_expected += 1
+        self.meter.expects(leg)
 
     def _forget(self, leg: Leg) -> None:
         """Drop the leg: nothing that arrives later reaches its choice."""
         del self._legs[leg.leg_id]
-        self._backlog.remove(leg.work)
+        self.meter.ended(leg)
         if leg.next_link is not None:
-            leg.next_link._backlog.unexpect(leg.work)
+            leg.next_link.num_expected -= 1
+            leg.next_link.meter.expects_no_more(leg)

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from common.step_times import MIN_PROMPT_TOKENS, WIDEST, StepCost, StepTimes, num_pairs
+from common.pairs import num_pairs
+from common.step_times import MIN_PROMPT_TOKENS, WIDEST, StepCost, StepTimes
 
 TRUE = StepCost(base=0.004, row=20e-6, prompt=0.001, prompt_token=20e-6)
 

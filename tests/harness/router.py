@@ -24,6 +24,7 @@ from router.config import HttpConfig, RouterConfig
 from router.gateway import Gateway
 from router.served_model import LoadedModel, ServedModel, serve_models
 from router.server import listen, protocol_for
+from router.workers.worker_link import WorkerLink
 from tests.harness.clients import async_client
 from tests.harness.scripted_worker import Script, ScriptedWorker
 
@@ -77,9 +78,18 @@ class Cluster:
         sessions = [session for worker in (*self.prefill, *self.decode) for session in worker.sessions]
         return not (
             any(dispatcher.num_running or dispatcher.num_waiting for dispatcher in dispatchers)
-            or any(link.num_open or link.view().queued_prefill_tokens for link in links)
+            or any(has_work(link) for link in links)
             or any(session.running for session in sessions)
         )
+
+
+def has_work(link: WorkerLink) -> bool:
+    """Whether the router counts on work of a worker, from its own legs."""
+    if not has_wing("router.costs"):
+        return bool(link.num_open)
+    from router.costs.meter import meter_of
+
+    return bool(link.num_open or meter_of(link).view().queued_prefill_tokens)
 
 
 async def sse_events(response: httpx.Response) -> AsyncIterator[Any]:

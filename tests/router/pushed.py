@@ -17,7 +17,7 @@ from router.metrics import RouterMetrics
 from router.request import GenerationRequest
 from router.served_model import roles_of
 from router.workers.model_workers import ModelWorkers
-from tests.harness.router import DRY_RUN
+from tests.harness.router import DRY_RUN, has_work
 
 HANDLE = pb.KvHandle(lease_id="lease", worker_id="p0", epoch=1)
 PART = pb.KvHandle(lease_id="part", worker_id="p0", epoch=1, num_tokens=32)
@@ -140,5 +140,5 @@ class Router:
         return not (
             self.dispatcher.num_running
             or self.dispatcher.num_waiting
-            or any(link.num_open or link.view().queued_prefill_tokens or link.view().num_waiting for link in links)
+            or any(link.num_expected or has_work(link) for link in links)
         )

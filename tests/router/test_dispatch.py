@@ -1,4 +1,4 @@
-"""What clients are told when workers refuse, stay away or take too long, and when too many wait."""
+"""What clients are told when workers refuse, stay away or take too long, when too many wait; and who serves them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,20 @@ import asyncio
 import httpx
 import pytest
 
+from kvstore.pool.block_hash import block_keys, root_key
+from kvstore.types import WorkerId
 from protos import types_pb2 as pb
+from router.config import RouterConfig
+from router.dispatch import DrainRate, Roles
 from router.http.answer import KEEP_ALIVE
+from router.journal import Journal
+from router.placement import Placement
+from router.workers.model_workers import ModelWorkers
 from tests.harness.router import cluster, sse_events, text_of
 from tests.harness.scripted_worker import Script
+from tests.router.pushed import Worker
 
+PROMPT = list(range(33))  # two blocks and one token
 SLOW = Script(delay_seconds=0.01)
 
 
@@ -106,3 +115,91 @@ async def test_a_full_queue_refuses_and_says_how_long_it_takes_at_the_rate_that_
             assert [answer.status_code for answer in await asyncio.gather(*waiting)] == [200] * 4
             c.decode[0].script.is_silent = True
         assert int(refused.headers["retry-after"]) >= 2  # the first four took more than a second
+
+
+def drained(per_second: float, seconds: float) -> DrainRate:
+    """A rate measured from second 100 on, with a queue all the time."""
+    rate = DrainRate()
+    rate.began(100.0)
+    for number in range(int(seconds * per_second)):
+        rate.observe(100.0 + (number + 1) / per_second)
+    return rate
+
+
+def test_a_queue_takes_its_length_over_the_rate_of_first_tokens() -> None:
+    assert DrainRate().seconds(256, now=5.0) == 0.0  # not measured
+    assert drained(per_second=8.0, seconds=20.0).seconds(256, now=120.0) == pytest.approx(32.0, rel=0.01)
+
+
+def test_time_without_a_queue_does_not_slow_the_rate_down_and_time_without_a_token_does() -> None:
+    rate = drained(per_second=8.0, seconds=20.0)
+    assert rate.seconds(256, now=125.0) > 60.0
+    rate.began(1000.0)
+    assert rate.seconds(256, now=1000.0) == pytest.approx(32.0, rel=0.01)
+    rate.observe(1000.1)
+    assert rate.seconds(256, now=1000.1) == pytest.approx(32.0, rel=0.02)
+
+
+def test_the_rate_follows_a_change_within_seconds() -> None:
+    rate = drained(per_second=8.0, seconds=20.0)
+    for number in range(40):
+        rate.observe(120.0 + (number + 1) / 2.0)
+    assert rate.seconds(10, now=140.0) == pytest.approx(5.0, rel=0.1)
+
+
+class Placer:
+    """Two workers of either role, and a choice among them where nothing is predicted."""
+
+    def __init__(self, local_prefill_tokens: int = 0) -> None:
+        self.workers = ModelWorkers("dry-run", "dry-run", "")
+        config = RouterConfig(decode="127.0.0.1:1", local_prefill_tokens=local_prefill_tokens)
+        self.roles = Roles(config, self.workers)
+        self.prefill = [Worker(self.workers, "prefill", name) for name in ("p0", "p1")]
+        self.decode = [Worker(self.workers, "decode", name) for name in ("d0", "d1")]
+
+    def place(self, has_prefill: bool = True) -> Placement:
+        journal = Journal("r1-0", PROMPT, pb.SamplingParams(), deadline=1.0, arrival=0.0)
+        prefill = [worker.link for worker in self.prefill] if has_prefill else []
+        return self.roles.choose(journal, prefill, [worker.link for worker in self.decode]).chosen
+
+    def cache(self, worker: Worker, num_blocks: int) -> None:
+        journal = Journal("r1-0", PROMPT, pb.SamplingParams(), deadline=1.0, arrival=0.0)
+        keys = block_keys(root_key(worker.info.model_fingerprint), journal.packed_prompt, worker.info.block_size)
+        self.workers.index.snapshot(WorkerId(worker.info.worker_id), 1, keys[:num_blocks])
+
+
+def busy(worker: Worker, num_running: int = 1) -> None:
+    worker.link.apply(pb.StepReport(load=pb.LoadReport(num_running=num_running, num_steps=1)))
+
+
+def test_the_least_loaded_workers_serve() -> None:
+    placer = Placer()
+    busy(placer.prefill[0])
+    busy(placer.decode[1])
+    assert placer.place() == Placement(WorkerId("d0"), WorkerId("p1"), 0)
+    assert placer.place().kind == "disaggregated"
+
+
+def test_of_equally_loaded_workers_those_that_have_the_prompt_serve() -> None:
+    placer = Placer()
+    placer.cache(placer.prefill[1], 2)
+    placer.cache(placer.decode[0], 1)
+    for _ in range(8):
+        assert placer.place() == Placement(WorkerId("d0"), WorkerId("p1"), 32)
+    busy(placer.decode[0])
+    assert placer.place() == Placement(WorkerId("d1"), WorkerId("p1"), 32)
+
+
+def test_a_short_rest_is_computed_where_it_is_decoded() -> None:
+    placer = Placer(local_prefill_tokens=1)
+    placer.cache(placer.decode[1], 2)
+    busy(placer.decode[0])
+    assert placer.place() == Placement(WorkerId("d1"), None, 32)
+    assert placer.place().kind == "local"
+
+
+def test_without_a_prefill_worker_every_prompt_is_computed_where_it_is_decoded() -> None:
+    placer = Placer()
+    busy(placer.decode[0], 2)
+    busy(placer.decode[1], 1)
+    assert placer.place(has_prefill=False) == Placement(WorkerId("d1"), None, 0)

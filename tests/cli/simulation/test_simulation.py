@@ -46,7 +46,7 @@ def simulate(made: ClusterConfig, requests: list[PlannedRequest], seed: int = 0)
     for worker in cluster._workers.values():
         assert (worker.kv.pool.num_used, worker.num_legs) == (0, 0)
         backlog = worker.backlog
-        assert (backlog.num_rows, backlog.num_expected, backlog.prompt_tokens, backlog.context_tokens) == (0, 0, 0, 0)
+        assert (backlog.num_rows, worker.num_expected, backlog.prompt_tokens, backlog.context_tokens) == (0, 0, 0, 0)
         worker.kv.pool.check_integrity()
     return cluster
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from common.objectives.chunks import FLAT_CHUNK_TOKENS, MIN_CHUNK_TOKENS, chunk_work, tokens_in
-from common.step_times import StepCost, StepTimes, num_pairs
+from common.pairs import num_pairs
+from common.step_times import StepCost, StepTimes
 
 TRUE = StepCost(base=0.004, row=20e-6, prompt=0.001, prompt_token=20e-6)
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from common.step_times import StepCost, num_pairs
+from common.pairs import num_pairs
+from common.step_times import StepCost
 from engine.engine import Engine
 from engine.objectives.prompt_budget import FIRST_TOKENS, PromptBudget, WaitingPrompt
 from engine.plan import PlacedExperts, StepPlan, StepSize

@@ -13,6 +13,7 @@ import pytest
 
 from common.token_ids import unpack_ids
 from protos import types_pb2 as pb
+from router.costs.roles import PolicyRoles
 from router.embeddings_api.documents import beginning
 from router.embeddings_api.request import MAX_OPEN
 from tests.common.text.wrapping_tokenizer import BOS, EOS, wrapping_tokenizer
@@ -133,7 +134,9 @@ async def test_what_workers_are_asked_for(settings: dict[str, Any], fields: dict
         [submit] = submitted(c)
         assert (submit.sampling.pooling, submit.sampling.max_tokens, submit.sampling.ignore_eos) == (used, 1, True)
         assert not submit.sampling.HasField("logprobs")
-        assert c.model.dispatcher.answers.mean == 0  # answers to others are not expected to have one token
+        roles = c.model.dispatcher.roles
+        assert isinstance(roles, PolicyRoles)
+        assert roles.answers.mean == 0  # answers to others are not expected to have one token
         assert (submit.priority, submit.cache_salt) == (3, "mine")
 
 

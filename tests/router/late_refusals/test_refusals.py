@@ -16,7 +16,7 @@ MAX_WAIT = 60.0
 
 def candidate(is_measured: bool = True, **terms: float) -> Candidate:
     known = {"queue": 0.0, "compute": 0.1, "slot": 0.0, "decode": 1.0, **terms}
-    return Candidate(WorkerId("d"), None, sum(known.values()), known, 0, 0, is_measured)
+    return Candidate(WorkerId("d"), None, 0, sum(known.values()), known, 0, is_measured)
 
 
 @pytest.mark.parametrize(

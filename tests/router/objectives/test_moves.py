@@ -8,6 +8,7 @@ from common.step_times import StepCost
 from kvstore.types import WorkerId
 from protos import types_pb2 as pb
 from router.choice import Choice, State
+from router.costs.meter import meter_of
 from router.metrics import PLACEMENTS
 from router.objectives.adaptive import kept_leg, move
 from router.routing.views import Candidate
@@ -23,7 +24,7 @@ def adaptive(decode: int = 1) -> Router:
     """Measured workers; decode workers without a seat."""
     router = Router(prefill=1, decode=decode, ttft_objective_ms=1000, itl_objective_ms=25)
     for worker in (*router.prefill, *router.decode):
-        worker.link.rates.step_times.cost = COST
+        meter_of(worker.link).rates.step_times.cost = COST
     for worker in router.decode:
         worker.link.load = FULL
     return router
@@ -63,11 +64,11 @@ async def test_a_kept_choice_decodes_where_its_prompt_was_computed() -> None:
     assert submit.keep
     assert submit.due_seconds < 0  # three tokens delay nobody
     assert choice.state is State.DECODE
-    assert router.prefill[0].link.view().num_rows == 1
+    assert meter_of(router.prefill[0].link).view().num_rows == 1
     router.prefill[0].says("i!", finish_reason=pb.FINISH_REASON_LENGTH)
     assert sink.text() == "Hi!"
     assert num_placed(router) == {"disaggregated": 0, "local": 0, "kept": 1}
-    assert router.prefill[0].link.view().num_rows == 0
+    assert meter_of(router.prefill[0].link).view().num_rows == 0
 
 
 async def test_a_move_continues_with_the_token_that_ended_the_leg() -> None:
@@ -77,13 +78,13 @@ async def test_a_move_continues_with_the_token_that_ended_the_leg() -> None:
     move(choice, candidate("d0"))
     assert handed_over(prefill) == [prefill.submits[0].request_id]
     decode.link.load = EMPTY
-    before = decode.link.view().num_rows
+    before = meter_of(decode.link).view().num_rows
     prefill.says("e")  # in flight
     prefill.prefilled("l")
     [submit] = decode.submits
     assert bytes(submit.output_token_ids) == b"Hel"
     assert submit.kv_handle == HANDLE
-    assert decode.link.view().num_rows == before  # expected, and now there
+    assert meter_of(decode.link).view().num_rows == before  # expected, and now there
     decode.says("lo", finish_reason=pb.FINISH_REASON_LENGTH)
     assert sink.text() == "Hello"
     assert (choice.journal.num_moves, choice.journal.num_migrations) == (1, 0)
@@ -102,7 +103,7 @@ async def test_prompts_make_the_dispatcher_move_what_is_kept() -> None:
     assert len(handed_over(prefill)) == 1  # asked once
     assert kept_leg(choice) is None
     choice.cancel()
-    assert decode.link.view().num_rows == 0
+    assert meter_of(decode.link).view().num_rows == 0
 
 
 async def test_a_choice_that_ends_while_it_moves_has_ended() -> None:

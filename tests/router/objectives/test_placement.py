@@ -14,12 +14,11 @@ from common.objectives.chunks import FLAT_CHUNK_TOKENS
 from common.step_times import StepCost
 from kvstore.types import WorkerId
 from router.config import RouterConfig
-from router.dispatch import Roles
 from router.objectives.adaptive import AdaptiveRoles, FixedRoles, open_objectives
 from router.objectives.moves import MAX_MOVES, KeptRequest, choose_moves, tokens_left
 from router.objectives.objectives import AHEAD, LATEST, MOST_GAP, ROUNDING, SLOWDOWN, TTFT_MARGIN, Objectives
 from router.objectives.placement import place as place_by_objectives
-from router.routing.policy import Decision, choose
+from router.routing.policy import PolicyDecision, choose
 from router.routing.rates import AnswerLength
 from router.routing.views import Candidate, RequestView, WorkerView
 from router.workers.model_workers import ModelWorkers
@@ -38,7 +37,7 @@ def view(worker: WorkerId, rows: int = 0, queued: int = 0, **fields: Any) -> Wor
 
 def place(
     prefill: Sequence[WorkerView], decode: Sequence[WorkerView], num_tokens: int = 1024, **fields: Any
-) -> Decision:
+) -> PolicyDecision:
     request = RequestView(num_tokens, fields.pop("cached", {}), fields.pop("expected", 128.0), **fields)
     return place_by_objectives(request, prefill, decode, 64, OBJECTIVES)
 
@@ -168,7 +167,7 @@ def test_costs_are_the_sums_of_their_terms_and_the_order_does_not_matter() -> No
 
 
 def test_only_the_cost_policy_places_by_objectives_and_without_them_roles_are_fixed() -> None:
-    def roles(**config: Any) -> Roles:
+    def roles(**config: Any) -> FixedRoles:
         settings = RouterConfig(model="dry-run", decode="127.0.0.1:1", **config)
         return open_objectives(settings, ModelWorkers("dry-run", "dry-run", ""))
 
@@ -179,13 +178,13 @@ def test_only_the_cost_policy_places_by_objectives_and_without_them_roles_are_fi
     assert not isinstance(fixed, AdaptiveRoles)
     request = RequestView(1024, {})
     workers = [view(P0, queued=90_000)], [view(D0)]
-    chosen = fixed.choose(request, *workers).chosen
+    chosen = fixed.decide(request, *workers).chosen
     assert chosen.kind == "disaggregated"
     assert chosen.violation > 0
     assert fixed.due_seconds(chosen, 1024, 0.0, has_started=False) == OBJECTIVES.due_seconds(chosen, 1024, 0.0, False)
     with pytest.raises(UnavailableError):
         place([view(P0)], [])
-    unbound = roles(local_prefill_tokens=64).choose(request, *workers).chosen
+    unbound = roles(local_prefill_tokens=64).decide(request, *workers).chosen
     assert unbound.kind == "disaggregated"
     assert unbound.ttft_seconds > 1.5
     assert unbound.violation == 0
@@ -273,7 +272,7 @@ def test_a_worker_that_drains_hands_over_everything() -> None:
 
 
 def candidate(compute: float, queue: float = 0.0) -> Candidate:
-    return Candidate(WorkerId("d"), None, 0.0, {"queue": queue, "compute": compute}, 0, 0, is_measured=True)
+    return Candidate(WorkerId("d"), None, 0, 0.0, {"queue": queue, "compute": compute}, 0, is_measured=True)
 
 
 def due(compute: float, num_new: int = 1000, waited: float = 0.0, has_started: bool = False) -> float:

@@ -13,6 +13,7 @@ import orjson
 import pytest
 
 from protos import types_pb2 as pb
+from router.costs.meter import meter_of
 from router.page import feed as feed_module
 from router.page import snapshot
 from router.page.feed import Feed
@@ -103,10 +104,10 @@ async def test_rates_are_tokens_between_two_snapshots() -> None:
         start = time.monotonic()
         first, before = figures(c.gateway, Before(), start)
         assert dict(zip(COLUMNS, first["workers"][0], strict=True))["decode_rate"] == 0
-        link.rates.num_decoded += 50
+        meter_of(link).rates.num_decoded += 50
         second, before = figures(c.gateway, before, start + 0.5)
         assert dict(zip(COLUMNS, second["workers"][0], strict=True))["decode_rate"] == pytest.approx(100.0)
-        link.rates.num_decoded = 3  # the worker is another one
+        meter_of(link).rates.num_decoded = 3  # the worker is another one
         third, _ = figures(c.gateway, before, start + 1.5)
         assert dict(zip(COLUMNS, third["workers"][0], strict=True))["decode_rate"] == 0
 

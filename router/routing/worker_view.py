@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.step_times import num_pairs
+from common.pairs import num_pairs
 from kvstore.types import WorkerId
 from protos import types_pb2 as pb
 from router.routing.rates import WorkerRates
@@ -33,13 +33,12 @@ class Work:
 class Backlog:
     """What a worker has been given and has not reported as done, as the router counts it: prompts and rows.
 
-    A pair is a prompt token with one token before it (`common/step_times.py`).
+    A pair is a prompt token with one token before it (`common/pairs.py`).
     """
 
     num_rows: int = 0  # legs that decode here
     context_tokens: int = 0  # of their prompts
-    num_expected: int = 0  # choices that will come here when their leg elsewhere ends
-    expected_tokens: int = 0  # of their prompts
+    expected_tokens: int = 0  # of prompts of choices that will come here when their leg elsewhere ends
     _tokens: int = 0  # to compute, of legs without a first token
     _pairs: float = 0.0
     _done_tokens: int = 0  # of these, by the worker's reports
@@ -59,11 +58,6 @@ class Backlog:
             self.context_tokens += work.num_prompt_tokens
         self._tokens += work.pending_tokens
         self._pairs += work.pairs
-
-    def expect(self, work: Work) -> None:
-        """Count a leg elsewhere whose choice goes on here."""
-        self.num_expected += 1
-        self.expected_tokens += work.num_prompt_tokens
 
     def computed(self, num_tokens: int, pairs: float) -> None:
         """Count what a step has computed of prompts."""
@@ -88,16 +82,12 @@ class Backlog:
             self.context_tokens -= work.num_prompt_tokens
         self.settle(work)
 
-    def unexpect(self, work: Work) -> None:
-        self.num_expected -= 1
-        self.expected_tokens -= work.num_prompt_tokens
-
 
 def worker_view(
     worker_id: WorkerId, role: str, max_num_seqs: int, load: pb.LoadReport, rates: WorkerRates, backlog: Backlog,
-    num_legs: int, now: float,
+    num_legs: int, num_expected: int, now: float,
 ) -> WorkerView:  # fmt: skip
-    """`num_legs` are open on the worker."""
+    """`num_legs` are open on the worker, so many choices are expected there."""
     arrived_tokens, arrived_pairs, num_arrived = rates.arrivals(now)
     num_decoding, context_tokens = (load.num_running, load.context_tokens) if role == "decode" else (0, 0)
     num_used = load.kv_blocks_total - load.kv_blocks_free - load.kv_blocks_cached
@@ -106,8 +96,8 @@ def worker_view(
     return WorkerView(
         worker_id=worker_id,
         num_running=max(load.num_running, num_legs - load.num_waiting),
-        num_waiting=load.num_waiting + load.num_loading + load.num_swapped + backlog.num_expected,
-        num_rows=max(num_decoding, backlog.num_rows) + backlog.num_expected,
+        num_waiting=load.num_waiting + load.num_loading + load.num_swapped + num_expected,
+        num_rows=max(num_decoding, backlog.num_rows) + num_expected,
         context_tokens=max(context_tokens, backlog.context_tokens) + backlog.expected_tokens,
         queued_prefill_tokens=max(load.waiting_prefill_tokens, backlog.prompt_tokens),
         queued_prefill_pairs=max(load.waiting_prefill_pairs, backlog.prompt_pairs),

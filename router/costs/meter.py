@@ -1,0 +1,69 @@
+"""What is learned of one worker as it serves: how fast it is, and what it has still to do."""
+
+from __future__ import annotations
+
+import time
+
+from kvstore.types import WorkerId
+from protos import types_pb2 as pb
+from router.routing.rates import WorkerRates
+from router.routing.views import WorkerView
+from router.routing.worker_view import Backlog, Work, worker_view
+from router.workers.worker_link import Leg, Meter, WorkerLink
+
+
+class WorkerMeter(Meter):
+    """Measures the worker of a link. The backlog's work is that of open legs."""
+
+    def __init__(self, link: WorkerLink) -> None:
+        super().__init__(link)
+        self.rates, self.backlog = WorkerRates(), Backlog()
+        self._work: dict[str, Work] = {}  # by leg
+        self._expected: dict[str, int] = {}  # prompt tokens by leg elsewhere
+
+    @property
+    def worker_id(self) -> WorkerId:
+        return self._link.worker_id
+
+    @property
+    def assigned(self) -> tuple[int, int]:
+        """Prompt tokens to compute and requests, by the router's own count."""
+        return self.backlog.prompt_tokens, self._link.num_open + self._link.num_expected
+
+    def view(self) -> WorkerView:
+        """The worker as the policy sees it."""
+        link = self._link
+        max_num_seqs = link.info.max_num_seqs if link.info else 1
+        return worker_view(
+            link.worker_id, link.role, max_num_seqs, link.load, self.rates, self.backlog, link.num_open,
+            link.num_expected, time.monotonic(),
+        )  # fmt: skip
+
+    def submitted(self, leg: Leg, num_new_tokens: int) -> None:
+        work = self._work[leg.leg_id] = Work(leg.num_prompt_tokens, num_new_tokens, leg.decodes)
+        self.backlog.add(work)
+        self.rates.submitted(num_new_tokens, work.pairs, leg.opened)
+
+    def expects(self, leg: Leg) -> None:
+        self._expected[leg.leg_id] = leg.num_prompt_tokens
+        self.backlog.expected_tokens += leg.num_prompt_tokens
+
+    def expects_no_more(self, leg: Leg) -> None:
+        self.backlog.expected_tokens -= self._expected.pop(leg.leg_id, 0)  # of one before the worker changed models
+
+    def began(self, leg: Leg, times: pb.RequestTimes) -> None:
+        self.backlog.settle(self._work[leg.leg_id])
+        self.rates.observe_pull(times)
+
+    def ended(self, leg: Leg) -> None:
+        self.backlog.remove(self._work.pop(leg.leg_id))
+
+    def stepped(self, load: pb.LoadReport) -> None:
+        self.rates.observe_load(load)
+        self.backlog.computed(load.step_prefill_tokens, load.step_prompt_pairs)
+
+
+def meter_of(link: WorkerLink) -> WorkerMeter:
+    """What has been learned of the worker of a link."""
+    assert isinstance(link.meter, WorkerMeter)  # this wing is here
+    return link.meter
