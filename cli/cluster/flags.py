@@ -7,13 +7,11 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from cli.cluster.placement import choose_workers
-from cli.cluster.plan import ClusterConfig, ServeConfig, addresses
+from cli.cluster.plan import ClusterConfig, ServeConfig, WorkerPlace, addresses
 from cli.cluster.ports import free_ports
-from common.config import ENV_PREFIX, SettingsParser, add_arguments, from_namespace
-from common.errors import ConfigError
+from common.config import SettingsParser, add_arguments, from_namespace
 from common.model_files import DRY_RUN_MODEL_NAME
-from common.wings import from_wing, has_wing
+from common.wings import has_wing
 from engine.config import EngineConfig, GpuConfig
 from router.config import HttpConfig, RouterConfig
 from worker.config import WorkerConfig
@@ -38,6 +36,9 @@ SET_BY_CLUSTER: dict[type[Any], tuple[str, ...]] = {
 HAS_HINTS = has_wing("cli.hints")
 if HAS_HINTS:
     from cli.hints.vllm import INSTEAD_OF_VLLM, check_quant_mode
+HAS_GPUS = has_wing("cli.gpus")
+if HAS_GPUS:
+    from cli.gpus.workers import engine_settings_of_ep, fit_to_gpus, places
 HAS_AGENT = has_wing("kvstore.tier")
 if HAS_AGENT:
     from kvstore.tier.settings import AgentConfig
@@ -56,8 +57,13 @@ def build_parser(prog: str = "mini-infer serve") -> argparse.ArgumentParser:
     return parser
 
 
+def no_gpus(_device: str) -> Sequence[str]:
+    """The GPUs of a machine whose workers run on its CPU."""
+    return ()
+
+
 def parse_config(
-    argv: Sequence[str], env: Mapping[str, str], find_gpus: Callable[[str], Sequence[str]] = lambda device: ()
+    argv: Sequence[str], env: Mapping[str, str], find_gpus: Callable[[str], Sequence[str]] = no_gpus
 ) -> ClusterConfig:
     """Flags first, then MINI_INFER_* variables, then what suits the GPUs that there are for a --device.
 
@@ -72,20 +78,24 @@ def parse_config(
         fixed = {name: defaults[name] for name in SET_BY_CLUSTER.get(cls, ())} | given
         return from_namespace(cls, namespace, env, fixed)
 
-    serve = settings(ServeConfig)
-    if serve.ep > 1:
-        if getattr(namespace, "tp", serve.ep) != serve.ep:
-            raise ConfigError(f"--ep {serve.ep} --tp {namespace.tp}: both are the ranks of a worker; give one")
-        engine = settings(EngineConfig, tp=serve.ep, expert_parallel=True)
-    else:
-        engine = settings(EngineConfig)
+    serve, gpu = settings(ServeConfig), settings(GpuConfig)
+    engine = settings(EngineConfig, **(engine_settings_of_ep(serve, namespace) if HAS_GPUS else {}))
     if serve.dry_run:
         engine = dataclasses.replace(engine, model=DRY_RUN_MODEL_NAME)
     gpus = find_gpus(engine.device)
-    is_tp_given = serve.ep > 1 or hasattr(namespace, "tp") or f"{ENV_PREFIX}TP" in env
-    serve, engine, why = _fit_to_gpus(serve, engine, gpus, is_tp_given)
-    router_port, agent_port, *worker_ports = free_ports(2 + serve.prefill + serve.decode)
-    prefill_ports, decode_ports = worker_ports[: serve.prefill], worker_ports[serve.prefill :]
+    why = ""
+    if HAS_GPUS:
+        serve, engine, why = fit_to_gpus(serve, engine, gpus, namespace, env)
+    prefill, decode = (1 if count < 0 else count for count in (serve.prefill, serve.decode))
+    serve = dataclasses.replace(serve, prefill=prefill, decode=decode)
+    if HAS_GPUS:
+        worker_places = places(serve, engine, gpu, gpus)
+    else:  # all workers take the first GPU, if there is one
+        fraction = round(gpu.gpu_memory_fraction / (prefill + decode), 4)
+        share = dataclasses.replace(gpu, gpu_memory_fraction=fraction)
+        worker_places = [WorkerPlace(engine, share)] * (prefill + decode)
+    router_port, agent_port, *worker_ports = free_ports(2 + prefill + decode)
+    prefill_ports, decode_ports = worker_ports[:prefill], worker_ports[prefill:]
     router = settings(
         RouterConfig, model=engine.model, prefill=addresses(prefill_ports), decode=addresses(decode_ports)
     )
@@ -95,25 +105,10 @@ def parse_config(
         http=settings(HttpConfig),
         worker=settings(WorkerConfig),
         engine=engine,
-        gpu=settings(GpuConfig),
         agent=settings(AgentConfig) if HAS_AGENT else None,
         agent_port=agent_port,
         prefill_ports=tuple(prefill_ports),
         decode_ports=tuple(decode_ports),
-        gpus=tuple(gpus),
+        places=tuple(worker_places),
         why_these_workers=why,
     )
-
-
-def _fit_to_gpus(
-    serve: ServeConfig, engine: EngineConfig, gpus: Sequence[str], is_tp_given: bool
-) -> tuple[ServeConfig, EngineConfig, str]:
-    """Fill in how many workers of how many ranks there are, where that is not given; and why."""
-    reasons = []
-    if gpus and not is_tp_given and engine.pp == 1 and (choose_tp := from_wing("cli.sizing.ranks:choose_tp")):
-        tp, reason = choose_tp(engine, len(gpus))
-        engine = dataclasses.replace(engine, tp=tp)
-        reasons.append(reason)
-    prefill, decode, reason = choose_workers(serve.prefill, serve.decode, engine.num_ranks, len(gpus))
-    serve = dataclasses.replace(serve, prefill=prefill, decode=decode)
-    return serve, engine, "; ".join(filter(None, [*reasons, reason]))

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from cli.cluster.child import child_command, child_environment
-from cli.cluster.placement import VISIBLE, Placement, place
 from cli.cluster.ports import LOOPBACK
 from cli.cluster.service import ServiceSpec
-from common.config import ENV_PREFIX, setting, to_argv
+from common.config import ENV_PREFIX, Settings, setting, to_argv, with_wings
 from common.errors import ConfigError
 from common.net.hosts import with_port
 from engine.config import EngineConfig, GpuConfig
@@ -23,19 +22,19 @@ from router.config import HttpConfig, RouterConfig
 from worker.config import WorkerConfig
 
 MAX_PORT = (1 << 16) - 1
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 SECRETS = ("cluster_token", "api_key")  # passed by environment: a command line is readable by every user
 
 
+@with_wings("cli", "serve_settings")
 @dataclass(frozen=True)
-class ServeConfig:
+class ServeConfig(Settings):
     """Start a whole cluster on this machine: router, prefill and decode workers, node agent."""
 
     prefill: int = setting(
         -1, "prefill workers; 0: decode workers compute prompts too; -1: one on a CPU, none on GPUs"
     )
     decode: int = setting(-1, "decode workers; -1: one on a CPU, on GPUs as many as they hold")
-    prefill_tp: int = setting(0, "--tp of prefill workers, where it differs; 0: it does not")
-    ep: int = setting(1, "N: as --tp N --expert-parallel, N ranks of a worker that have whole experts each")
     dry_run: bool = setting(False, "a tiny random model, no files needed; the same as --model dry-run")
     metrics_port: int = setting(
         0, "Prometheus port of the first worker; prefill workers, decode workers, the node agent and the router take "
@@ -55,10 +54,17 @@ class ServeConfig:
                 f"--prefill {self.prefill} --decode {self.decode}: at least one decode worker is needed "
                 "(it computes prompts too when there is no prefill worker)"
             )
-        if self.prefill_tp < 0:
-            raise ConfigError(f"--prefill-tp {self.prefill_tp}: choose 1 or more, or 0 for --tp")
-        if self.ep < 1:
-            raise ConfigError(f"--ep {self.ep}: choose 1 or more")
+        self.check_together()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlace:
+    """What one worker takes of this machine. visible: `gpus` first, then the others, whose pools it can map."""
+
+    engine: EngineConfig
+    gpu: GpuConfig
+    gpus: tuple[str, ...] = ()
+    visible: str = ""
 
 
 @dataclass(frozen=True)
@@ -73,12 +79,11 @@ class ClusterConfig:
     http: HttpConfig
     worker: WorkerConfig
     engine: EngineConfig
-    gpu: GpuConfig
     agent: Any
     agent_port: int
     prefill_ports: tuple[int, ...]
     decode_ports: tuple[int, ...]
-    gpus: tuple[str, ...] = ()  # that workers take in turn
+    places: tuple[WorkerPlace, ...]  # of `workers`
     why_these_workers: str = ""  # why there are so many of so many ranks, where that was not given
 
     @property
@@ -86,22 +91,6 @@ class ClusterConfig:
         """The router's, on this machine."""
         host = {"": LOOPBACK, "0.0.0.0": LOOPBACK, "::": "::1"}.get(self.router.host, self.router.host)
         return f"http://{with_port(host, self.router.port)}"
-
-    @property
-    def placements(self) -> Sequence[Placement | None]:
-        """Placements of all workers; None on a CPU."""
-        if not self.gpus:
-            return [None] * len(self.workers)
-        degrees = [(self.engine.pp, self.tp_of(role)) for role, _, _ in self.workers]
-        for pp, tp in degrees:
-            if pp * tp > len(self.gpus):
-                flags = [f"--{name} {size}" for name, size in (("pp", pp), ("tp", tp)) if size > 1]
-                raise ConfigError(f"{' '.join(flags)}: there are {len(self.gpus)} GPUs")
-        return place(self.gpus, [pp * tp for pp, tp in degrees])
-
-    def tp_of(self, role: str) -> int:
-        """Ranks of a worker, of each of its stages."""
-        return (self.serve.prefill_tp if role == "prefill" else 0) or self.engine.tp
 
     @property
     def workers(self) -> list[tuple[str, str, int]]:
@@ -138,9 +127,7 @@ def plan_cluster(config: ClusterConfig, run_dir: Path, env: Mapping[str, str], t
     secrets = {"cluster_token": config.worker.cluster_token or token, "api_key": config.router.api_key}
     plan = _Plan(config, run_dir, env, secrets)
     agent = [plan.agent()] if config.has_agent else []
-    workers = [
-        plan.worker(*each, placement) for each, placement in zip(config.workers, config.placements, strict=True)
-    ]
+    workers = [plan.worker(*each, place) for each, place in zip(config.workers, config.places, strict=True)]
     return [*agent, *workers, plan.router()]
 
 
@@ -160,12 +147,8 @@ class _Plan:
         )
         return self._spec("agent", "kvstore", [agent], f"{LOOPBACK}:{port}", stop_stage=2)
 
-    def worker(self, role: str, name: str, port: int, placement: Placement | None) -> ServiceSpec:
-        """Workers of one GPU share `--gpu-memory-fraction` equally."""
-        config, gpu = self.config, self.config.gpu
-        if placement is not None:
-            fraction = round(gpu.gpu_memory_fraction / placement.num_sharing, 4)
-            gpu = dataclasses.replace(gpu, gpu_memory_fraction=fraction)
+    def worker(self, role: str, name: str, port: int, place: WorkerPlace) -> ServiceSpec:
+        config = self.config
         worker = dataclasses.replace(
             config.worker,
             host=LOOPBACK,
@@ -177,13 +160,13 @@ class _Plan:
         )
         own = [field.name for field in dataclasses.fields(config.engine) if field.metadata["per_worker"]]
         files: dict[str, Any] = {field: f"{path}.{name}" for field in own if (path := getattr(config.engine, field))}
-        engine = dataclasses.replace(config.engine, tp=config.tp_of(role), **files)
+        engine = dataclasses.replace(place.engine, **files)
         return self._spec(
             name,
             f"{role}_service",
-            [worker, engine, gpu],
+            [worker, engine, place.gpu],
             f"{LOOPBACK}:{port}",
-            visible=placement.visible if placement else "",
+            visible=place.visible,
             status_socket=str(self.run_dir / f"{name}.status"),
             stop_stage=1,
             grace_seconds=self._grace_seconds,

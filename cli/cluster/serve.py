@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import os
 import secrets
 import shlex
@@ -19,16 +18,15 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from cli.cluster.flags import GROUPS, parse_config
-from cli.cluster.placement import find_gpus, uses_gpu
+from cli.cluster.flags import GROUPS, no_gpus, parse_config
 from cli.cluster.plan import ClusterConfig, plan_cluster, workers_of
 from cli.cluster.ports import LOOPBACK, check_port
 from cli.cluster.progress import StartDisplay
 from cli.cluster.supervisor import StartError, Supervisor
 from common.errors import ConfigError
 from common.logging import write_line
-from common.model_files import DEFAULT_MODEL_NAME, ModelFiles, resolve_model
-from common.wings import from_wing, has_wing
+from common.model_files import DEFAULT_MODEL_NAME, resolve_model
+from common.wings import call_wing, from_wing, has_wing
 
 FAILED_START_GRACE_SECONDS = 3.0
 BETTER_MODEL = "Qwen/Qwen3-0.6B"  # than the default one, for those who reach the hub
@@ -37,22 +35,20 @@ _REMOVE_AT_END_OF_PIPE = 'read -r _; rm -rf -- "$1"'
 
 def run(argv: Sequence[str]) -> int:
     """The command. Exit code 0 after Ctrl-C or SIGTERM; errors are raised."""
-    config = parse_config(argv, os.environ, lambda device: find_gpus(device, os.environ))
+    config = parse_config(argv, os.environ, from_wing("cli.gpus.placement:find_gpus") or no_gpus)
     check_ports(config)
     model = resolve_model(config.engine.model)
-    check_ranks(config, model)
+    placed: list[str] = call_wing("cli.gpus.workers:check_placement", config, model, argv) or []
     if has_wing("cli.hints"):
         from cli.hints.variables import misspelt_variables
 
         for line in misspelt_variables(os.environ, *(cls for _, cls in GROUPS)):
             print(f"note: {line}", file=sys.stderr)
-    if "--use-cuda-graph" in argv and not uses_gpu(config.engine.device):
-        print("note: --use-cuda-graph has no effect on a CPU", file=sys.stderr)
     with run_directory() as run_dir:
         specs = plan_cluster(config, run_dir, os.environ, token=secrets.token_hex(16))
         kind_of_display = from_wing("cli.start_progress.display:ProgressDisplay") or StartDisplay
         display = kind_of_display([spec.name for spec in specs], config.serve.verbose, config.worker.log_format)
-        for line in placement_lines(config):
+        for line in placed:
             display.tell(line)
         supervisor = Supervisor(specs, display, config.serve.exit_on_failure)
         asyncio.run(_serve(supervisor, display, ready_message(config, model.name)))
@@ -67,25 +63,6 @@ def check_ports(config: ClusterConfig) -> None:
             raise ConfigError(f"--metrics-port gives {name} port {port}, which is the router's: choose another")
         of_router = config.router.metrics_host or config.router.host
         check_port(of_router if name == "router" else LOOPBACK, port, "--metrics-port")
-
-
-def check_ranks(config: ClusterConfig, model: ModelFiles) -> None:
-    """Raise ConfigError for a model that cannot be divided among the ranks of a worker."""
-    engines = {role: dataclasses.replace(config.engine, tp=config.tp_of(role)) for role, _, _ in config.workers}
-    if any(engine.num_ranks > 1 for engine in engines.values()):
-        from engine.loader.load import check_model  # imports torch, which takes a second
-
-        for engine in engines.values():
-            check_model(model, engine)
-
-
-def placement_lines(config: ClusterConfig) -> list[str]:
-    """Which worker takes which GPUs, and why there are so many; nothing on a CPU."""
-    pairs = zip(config.workers, config.placements, strict=True)
-    lines = [f"{name} on GPU {', '.join(placement.gpus)}" for (_, name, _), placement in pairs if placement]
-    if lines and config.why_these_workers:
-        lines.append(f"{config.why_these_workers} (--prefill, --decode and --tp override)")
-    return lines
 
 
 def ready_message(config: ClusterConfig, model_name: str) -> str:

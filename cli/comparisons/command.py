@@ -11,9 +11,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from cli.cluster.placement import find_gpus, uses_gpu
 from cli.comparisons.recording import Recording
 from cli.comparisons.result import Comparison, shown
+from cli.gpus.placement import find_gpus, uses_gpu
 from common.model_files import DRY_RUN_MODEL_NAME
 from common.wings import has_wing
 
@@ -61,7 +61,7 @@ def _missing(name: str) -> str:
         return "this installation lacks what it compares"
     if name == "cuda-graphs" and not uses_gpu("auto"):
         return "there is no GPU"
-    if name == "disaggregation" and uses_gpu("auto") and len(find_gpus("auto", os.environ)) < 2:
+    if name == "disaggregation" and uses_gpu("auto") and len(find_gpus("auto")) < 2:
         return "two workers need two GPUs"
     return ""
 

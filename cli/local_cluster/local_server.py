@@ -20,9 +20,9 @@ from rich.console import Console
 from cli.client.api_client import API_KEY, DEFAULT_URL, ApiClient, api_key_of, server_root
 from cli.cluster.child import child_command, child_environment
 from cli.cluster.flags import build_parser, parse_config
-from cli.cluster.placement import uses_gpu
 from cli.cluster.plan import workers_of
 from cli.cluster.ports import LOOPBACK, free_ports
+from cli.gpus.placement import uses_gpu
 from cli.terminal.keys import keys_kept
 from common.config import SettingsParser
 from common.errors import ConfigError, InvalidRequestError, UnavailableError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cli.cluster.flags import parse_config
-from cli.cluster.serve import placement_lines
+from cli.gpus.workers import placement_lines
 from cli.sizing import ranks
 
 GB = 10**9

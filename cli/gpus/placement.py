@@ -14,7 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
+from cli.cluster.plan import VISIBLE
+
 _DEVICE_FILE = re.compile(r"nvidia(\d+)")
 
 
@@ -32,9 +33,9 @@ def uses_gpu(device: str) -> bool:
     return device == "cuda" or (device == "auto" and Path("/dev/nvidiactl").exists())
 
 
-def find_gpus(device: str, env: Mapping[str, str]) -> list[str]:
+def find_gpus(device: str) -> list[str]:
     """Find the GPUs that workers can take; none when they will run on a CPU."""
-    return visible_gpus(env, os.listdir("/dev")) if uses_gpu(device) else []
+    return visible_gpus(os.environ, os.listdir("/dev")) if uses_gpu(device) else []
 
 
 def visible_gpus(env: Mapping[str, str], device_files: Iterable[str]) -> list[str]:
@@ -48,8 +49,6 @@ def visible_gpus(env: Mapping[str, str], device_files: Iterable[str]) -> list[st
 
 def choose_workers(prefill: int, decode: int, num_ranks: int, num_gpus: int) -> tuple[int, int, str]:
     """Fill in how many workers there are of a role where that is negative, and say why. num_ranks: of each worker."""
-    if not num_gpus:
-        return (1 if prefill < 0 else prefill), (1 if decode < 0 else decode), ""
     reason = ""
     if prefill < 0:
         prefill = 0

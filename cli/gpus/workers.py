@@ -1,0 +1,94 @@
+"""Workers of a cluster on this machine's GPUs: how many of how many ranks, and what each takes."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cli.cluster.plan import ClusterConfig, ServeConfig, WorkerPlace
+from cli.gpus.placement import choose_workers, place, uses_gpu
+from cli.gpus.serve_settings import RankSettings
+from common.config import ENV_PREFIX
+from common.errors import ConfigError
+from common.model_files import ModelFiles
+from common.wings import from_wing
+from engine.config import EngineConfig, GpuConfig
+
+
+def engine_settings_of_ep(serve: ServeConfig, namespace: argparse.Namespace) -> dict[str, Any]:
+    """The engine's settings for which --ep stands. Raises ConfigError for another --tp."""
+    ep = serve.of(RankSettings).ep
+    if ep == 1:
+        return {}
+    if getattr(namespace, "tp", ep) != ep:
+        raise ConfigError(f"--ep {ep} --tp {namespace.tp}: both are the ranks of a worker; give one")
+    return {"tp": ep, "expert_parallel": True}
+
+
+def fit_to_gpus(
+    serve: ServeConfig,
+    engine: EngineConfig,
+    gpus: Sequence[str],
+    namespace: argparse.Namespace,
+    env: Mapping[str, str],
+) -> tuple[ServeConfig, EngineConfig, str]:
+    """Fill in how many workers of how many ranks there are, where that is not given; and why."""
+    if not gpus:
+        return serve, engine, ""
+    reasons = []
+    is_tp_given = serve.of(RankSettings).ep > 1 or hasattr(namespace, "tp") or f"{ENV_PREFIX}TP" in env
+    if not is_tp_given and engine.pp == 1 and (choose_tp := from_wing("cli.sizing.ranks:choose_tp")):
+        tp, reason = choose_tp(engine, len(gpus))
+        engine = dataclasses.replace(engine, tp=tp)
+        reasons.append(reason)
+    prefill, decode, reason = choose_workers(serve.prefill, serve.decode, engine.num_ranks, len(gpus))
+    serve = dataclasses.replace(serve, prefill=prefill, decode=decode)
+    return serve, engine, "; ".join(filter(None, [*reasons, reason]))
+
+
+def places(serve: ServeConfig, engine: EngineConfig, gpu: GpuConfig, gpus: Sequence[str]) -> list[WorkerPlace]:
+    """What workers take. Those of one GPU share `--gpu-memory-fraction` equally. Raises ConfigError."""
+    of_prefill = dataclasses.replace(engine, tp=serve.of(RankSettings).prefill_tp or engine.tp)
+    engines = [of_prefill] * serve.prefill + [engine] * serve.decode
+    if not gpus:
+        return [WorkerPlace(each, gpu) for each in engines]
+    for each in engines:
+        if each.pp * each.tp > len(gpus):
+            flags = [f"--{name} {size}" for name, size in (("pp", each.pp), ("tp", each.tp)) if size > 1]
+            raise ConfigError(f"{' '.join(flags)}: there are {len(gpus)} GPUs")
+    found = []
+    for each, placement in zip(engines, place(gpus, [each.pp * each.tp for each in engines]), strict=True):
+        fraction = round(gpu.gpu_memory_fraction / placement.num_sharing, 4)
+        share = dataclasses.replace(gpu, gpu_memory_fraction=fraction)
+        found.append(WorkerPlace(each, share, placement.gpus, placement.visible))
+    return found
+
+
+def check_placement(config: ClusterConfig, model: ModelFiles, argv: Sequence[str]) -> list[str]:
+    """Check the model before workers start. Returns what `serve` tells of their GPUs. Raises ConfigError."""
+    check_ranks(config, model)
+    if "--use-cuda-graph" in argv and not uses_gpu(config.engine.device):
+        print("note: --use-cuda-graph has no effect on a CPU", file=sys.stderr)
+    return placement_lines(config)
+
+
+def check_ranks(config: ClusterConfig, model: ModelFiles) -> None:
+    """Raise ConfigError for a model that cannot be divided among the ranks of a worker."""
+    engines = {place.engine.num_ranks: place.engine for place in config.places}
+    if max(engines) > 1:
+        from engine.loader.load import check_model  # imports torch, which takes a second
+
+        for engine in engines.values():
+            check_model(model, engine)
+
+
+def placement_lines(config: ClusterConfig) -> list[str]:
+    """Which worker takes which GPUs, and why there are so many; nothing on a CPU."""
+    pairs = zip(config.workers, config.places, strict=True)
+    lines = [f"{name} on GPU {', '.join(each.gpus)}" for (_, name, _), each in pairs if each.gpus]
+    if lines and config.why_these_workers:
+        lines.append(f"{config.why_these_workers} (--prefill, --decode and --tp override)")
+    return lines
