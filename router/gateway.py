@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from common.text.tokenizer import Tokenizer
-from common.wings import has_wing
+from common.wings import from_wing, has_wing
 from protos import types_pb2 as pb
 from router.api.completion_renderer import CompletionRenderer
 from router.api.parse import B, parse_body
@@ -45,6 +45,7 @@ HAS_TRACING = has_wing("router.tracing")
 if HAS_TRACING:
     from router.tracing.open_tracing import open_tracing
 
+FEATURES: type[Features] = from_wing("router.answers.features:AnswerFeatures") or Features
 ALIASES = ("mini-infer", "default")  # the first model, unless one is called so
 SERVED_MODEL = "router.served_model"  # in the scope of a request whose model is known
 MAX_LABEL_CHARS = 128
@@ -104,7 +105,7 @@ class Gateway:
     async def chat_completions(self, http: Request) -> Response:
         arrival = time.monotonic()
         body = self.parse(CHAT_BODY, http, await read_json_object(http))
-        return await self.chat(http, body, arrival, Features.renderer)
+        return await self.chat(http, body, arrival, FEATURES.renderer)
 
     async def chat(
         self, http: Request, body: ChatCompletionBody, arrival: float, renderer_of: RendererOf
@@ -124,7 +125,7 @@ class Gateway:
     async def _features(
         self, http: Request, model: ServedModel, body: ChatCompletionBody | CompletionBody, num_choices: int
     ) -> Features:
-        features = await Features.of(body, num_choices, model.tokenizer, self.config)
+        features = await FEATURES.of(body, num_choices, model.tokenizer, self.config)
         names_of = http.scope.setdefault(FIELD_NAMES, [])
         if HAS_FOREIGN_FIELDS:
             note_ignored(http.scope, [client_name(name, names_of) for name in features.no_effect])

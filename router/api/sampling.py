@@ -15,7 +15,7 @@ SEED_MASK = (1 << 64) - 1
 
 
 def sampling_params(
-    body: ChatCompletionBody | CompletionBody, limits: ModelLimits, num_prompt_tokens: int, grammar: str = ""
+    body: ChatCompletionBody | CompletionBody, limits: ModelLimits, num_prompt_tokens: int
 ) -> pb.SamplingParams:
     """Parameters of the first choice; `for_choice` derives the others."""
     max_tokens = _max_tokens(body, limits, num_prompt_tokens)
@@ -30,7 +30,6 @@ def sampling_params(
         seed_is_drawn=body.seed is None,
         stop_token_ids=checked_ids(body.stop_token_ids or [], limits.vocab_size, "stop_token_ids"),
         ignore_eos=bool(body.ignore_eos),
-        grammar=grammar,
         num_speculative_tokens=body.num_speculative_tokens,
     )
     if params.min_tokens > max_tokens:

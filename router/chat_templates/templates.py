@@ -12,9 +12,9 @@ from pathlib import Path
 
 from common.errors import ConfigError, InvalidRequestError
 from common.text.tokenizer import Tokenizer
+from common.wings import call_wing
 from router.chat_templates.settings import BUILT_IN, ChatTemplateSettings
 from router.config import RouterConfig
-from router.features import tool_call_parser
 
 MAX_CHARS = 1 << 20
 _TAKES_TOOLS = re.compile(r"\btools\b")
@@ -29,7 +29,7 @@ def with_templates(config: RouterConfig, tokenizers: Sequence[Tokenizer]) -> lis
     if chosen and len(tokenizers) > 1:
         raise ConfigError("--chat-template replaces the template of one model, but --models names several")
     own = {"default": read_template(chosen)} if chosen else None
-    parser = tool_call_parser(config)
+    parser: str = call_wing("router.tools.settings:tool_call_parser", config) or "auto"
     return [_prepared(tokenizer, own, parser) for tokenizer in tokenizers]
 
 

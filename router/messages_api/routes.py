@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from router.api.parse import parse_body
-from router.features import CHAT_BODY, Features
-from router.gateway import Gateway
+from router.features import CHAT_BODY
+from router.gateway import FEATURES, Gateway
 from router.http.body import read_json_object
 from router.http.errors import ERROR_SHAPE, FIELD_NAMES
 from router.http.routes import Routes, json_response
@@ -38,7 +38,7 @@ def add_message_routes(routes: Routes, gateway: Gateway) -> None:
         request.scope[FIELD_NAMES] = [partial(client_field, body)]
         chat = parse_body(CHAT_BODY, fields)
         model = gateway.model_for(request, chat.model)
-        features = await Features.of(chat, 1, model.tokenizer, gateway.config)
+        features = await FEATURES.of(chat, 1, model.tokenizer, gateway.config)
         return json_response({"input_tokens": len(await gateway.prompt_ids(model, chat, features))})
 
     routes.add("POST", "/v1/messages", messages, "the answer to a conversation, as Anthropic's API", MessagesBody)

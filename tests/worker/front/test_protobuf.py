@@ -22,7 +22,7 @@ from common.token_ids import pack_ids
 from engine.request import FinishReason, Request, RequestId, SamplingParams, TokenLogprobs
 from kvstore.transports.sockets import pack
 from protos import types_pb2 as pb
-from router.features import COMPLETION_BODY, Features
+from router.features import COMPLETION_BODY
 from router.workers.model_workers import ModelLimits
 from worker.engine_process.process import REQUEST_FIELDS
 from worker.front.drain import Drain
@@ -104,12 +104,14 @@ def test_every_field_of_a_request_reaches_the_engine_process() -> None:
 
 @pytest.mark.wing("router.logit_rules")
 def test_clients_can_set_every_sampling_field() -> None:
+    from router.answers.features import AnswerFeatures
+
     fields = {name: value for name, value in SAMPLING.items() if name not in NOT_CLIENTS} | {
         "prompt": "x", "logprobs": 5, "echo": True, "stop_token_ids": [4, 5], "seed": 9, "logit_bias": {"6": -2.5},
         "allowed_token_ids": [8, 9], "bad_words": ["bad"],
     }  # fmt: skip
     tokenizer, limits = load_tokenizer(resolve_model("dry-run")), ModelLimits(max_model_len=200, vocab_size=200)
-    message = Features(grammar="regex:a").sampling(COMPLETION_BODY.model_validate(fields), tokenizer, limits, [1])
+    message = AnswerFeatures("regex:a").sampling(COMPLETION_BODY.model_validate(fields), tokenizer, limits, [1])
     apart = {"pooling", "seed_is_drawn"}  # no completion's, and not where there is a seed
     missing = names_of(message) - {field.name for field, _ in message.ListFields()} - apart
     assert not missing, f"router/api/sampling.py does not set {missing} from the schema in router/api/schemas.py"
