@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from common.startup import exit_on_sigterm
+from common.process import exit_on_sigterm
 
 INTERVAL_SECONDS = 0.5
 CONNECT_SECONDS = 2.0

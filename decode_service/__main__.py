@@ -2,7 +2,7 @@
 
 import sys
 
-from common.startup import exit_on_sigterm
+from common.process import exit_on_sigterm
 
 
 def main() -> int:

@@ -18,7 +18,6 @@ from common.text.tokenizer import Tokenizer
 from common.wings import from_wing, has_wing
 from protos import types_pb2 as pb
 from router.api.completion_renderer import CompletionRenderer
-from router.api.parse import B, parse_body
 from router.api.prompts import chat_prompt, completion_prompts
 from router.api.render import Renderer, RenderOptions
 from router.api.sampling import for_choice
@@ -28,7 +27,7 @@ from router.choice import Choice
 from router.config import HttpConfig, RouterConfig
 from router.features import CHAT_BODY, COMPLETION_BODY, Features, truncated
 from router.http.answer import GenerationResponse
-from router.http.body import read_json_object
+from router.http.body import B, parse_body, read_json_object
 from router.http.errors import FIELD_NAMES, REQUEST_ID, ModelNotFoundError, client_name
 from router.journal import Journal
 from router.request import GenerationRequest

@@ -13,8 +13,7 @@ from typing import Protocol
 
 from common.errors import DeadlineExceededError
 from protos import types_pb2 as pb
-from router.api.results import Usage
-from router.api.text import Update
+from router.api.text import Update, Usage
 from router.choice import Choice, State
 from router.metrics import RouterMetrics
 

@@ -16,7 +16,7 @@ import uvloop
 from common.config import SettingsParser, add_arguments, from_namespace
 from common.errors import ConfigError
 from common.logging import RateLimit, report_end, setup_logging, write_line
-from common.memory import TRIM_SECONDS, share_one_heap, trim_heap
+from common.process import TRIM_SECONDS, share_one_heap, trim_heap
 from common.model_files import resolve_model
 from common.net.hosts import socket_family, with_port
 from common.text.load import load_tokenizer

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from common.config import Settings, check_not_negative, check_positive, setting, with_wings
 from common.logging import FORMAT_HELP, FORMATS, LEVEL_HELP, LEVELS
-from common.net.cluster_token import check_cluster_token
+from common.net.hosts import check_cluster_token
 from worker.kv.transports import AUTO, TRANSPORTS
 
 

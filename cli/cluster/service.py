@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from cli.cluster.progress import StartDisplay
-from common.startup import NOTIFY_SOCKET
+from common.process import NOTIFY_SOCKET
 from common.wings import has_wing
 
 TAIL_LINES = 12

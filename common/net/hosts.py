@@ -1,9 +1,13 @@
-"""Hosts and addresses as servers need them: families of sockets, brackets of IPv6, who is on this machine."""
+"""Hosts and addresses as servers need them: families of sockets, brackets of IPv6, and who may reach a server."""
 
 from __future__ import annotations
 
 import ipaddress
 import socket
+
+from common.errors import ConfigError
+
+EXAMPLE_PREFIX = "replace-me"  # of cluster tokens in example files, which everybody can read
 
 
 def socket_family(host: str) -> socket.AddressFamily:
@@ -21,3 +25,23 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+def check_bind(host: str, token: str) -> None:
+    """Refuse an internal port that other hosts can reach and nothing protects. Raises ConfigError."""
+    if not (token or is_loopback(host)):
+        raise ConfigError(
+            f"--host {host} is reachable from other machines: set --cluster-token (MINI_INFER_CLUSTER_TOKEN) on "
+            "every service, or bind to 127.0.0.1"
+        )
+
+
+def check_cluster_token(token: str) -> None:
+    """Refuse an example's token, and one that cannot travel as metadata. Raises ConfigError."""
+    if token.startswith(EXAMPLE_PREFIX):
+        raise ConfigError(
+            "the cluster token is the example's: set your own (--cluster-token, MINI_INFER_CLUSTER_TOKEN), "
+            "for example what `openssl rand -hex 32` prints"
+        )
+    if token != token.strip() or not token.isprintable():
+        raise ConfigError("the cluster token has white space at an end, or a line end: a file with a last newline?")

@@ -17,7 +17,7 @@ from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection
 
 from common.errors import ConfigError, MiniInferError, mapping_for, public_message
-from common.net.hosts import is_loopback, with_port
+from common.net.hosts import check_bind, with_port
 
 TOKEN_KEY = "mini-infer-token"
 MAX_REQUEST_BYTES = 8 << 20  # a prompt of a million tokens takes 4 MB, its KV handle included
@@ -57,15 +57,6 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 def token_metadata(token: str) -> tuple[tuple[str, str], ...]:
     """Call metadata that carries the cluster token; empty without one."""
     return ((TOKEN_KEY, token),) if token else ()
-
-
-def check_bind(host: str, token: str) -> None:
-    """Refuse an internal port that other hosts can reach and nothing protects. Raises ConfigError."""
-    if not (token or is_loopback(host)):
-        raise ConfigError(
-            f"--host {host} is reachable from other machines: set --cluster-token (MINI_INFER_CLUSTER_TOKEN) on "
-            "every service, or bind to 127.0.0.1"
-        )
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]

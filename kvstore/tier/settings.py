@@ -10,7 +10,7 @@ from pathlib import Path
 from common.config import setting
 from common.errors import ConfigError
 from common.logging import FORMAT_HELP, FORMATS, LEVEL_HELP, LEVELS
-from common.net.cluster_token import check_cluster_token
+from common.net.hosts import check_cluster_token
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ import orjson
 from common.text.tokenizer import Tokenizer
 from protos import types_pb2 as pb
 from router.api.render import PlainChunks, Renderer, RenderOptions, finite
-from router.api.results import ChoiceResult, Usage
-from router.api.text import Update
+from router.api.text import ChoiceResult, Update, Usage
 
 
 class ChatRenderer(Renderer):

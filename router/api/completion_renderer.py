@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,8 +11,7 @@ import orjson
 from common.text.tokenizer import Tokenizer
 from protos import types_pb2 as pb
 from router.api.render import PlainChunks, Renderer, RenderOptions, finite
-from router.api.results import ChoiceResult, Usage, best_results
-from router.api.text import Update
+from router.api.text import ChoiceResult, Update, Usage
 
 
 class CompletionRenderer(Renderer):
@@ -98,3 +98,23 @@ class CompletionRenderer(Renderer):
             "top_logprobs": tops,
             "text_offset": offsets,
         }
+
+
+def best_results(results: Sequence[ChoiceResult], n: int) -> list[ChoiceResult]:
+    """The n choices of each prompt with the best mean logprob, numbered anew."""
+    by_prompt: dict[int, list[ChoiceResult]] = {}
+    for result in results:
+        by_prompt.setdefault(result.prompt_index, []).append(result)
+    kept: list[ChoiceResult] = []
+    for group in by_prompt.values():
+        if len(group) > n:
+            group.sort(key=_mean_logprob, reverse=True)
+        for result in group[:n]:
+            result.index = len(kept)
+            kept.append(result)
+    return kept
+
+
+def _mean_logprob(result: ChoiceResult) -> float:
+    """Score that best_of compares; a choice without tokens is the worst."""
+    return sum(item.logprob for item in result.logprobs) / len(result.logprobs) if result.logprobs else -math.inf

@@ -14,8 +14,7 @@ from typing import Any
 import orjson
 
 from common.text.tokenizer import Tokenizer
-from router.api.results import ChoiceResult, Usage
-from router.api.text import Update
+from router.api.text import ChoiceResult, Update, Usage
 
 DONE = b"data: [DONE]\n\n"
 MIN_LOGPROB = -9999.0  # JSON has no -inf

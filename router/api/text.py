@@ -1,4 +1,4 @@
-"""Turn the tokens of a choice into text: detokenizer, stop strings, logprobs, finish reason.
+"""Turn the tokens of a choice into text: detokenizer, stop strings, logprobs, finish reason; and collect it.
 
 Takes deltas of workers, gives updates to sinks. Knows nothing of workers, HTTP or JSON. Its state is not touched by
 a migration: each token comes here once.
@@ -7,7 +7,8 @@ a migration: each token comes here once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from common.errors import EngineError
 from common.text.stop_strings import StopStringMatcher
@@ -40,6 +41,73 @@ class Update:
     stop_reason: str | int | None = None  # the stop string or token id that the client gave; or DEADLINE
     tool_calls: Sequence[DeltaToolCall] = ()
     reasoning: str = ""
+
+
+@dataclass(slots=True)
+class ChoiceResult:
+    """All updates of one choice, merged."""
+
+    index: int
+    prompt_index: int = 0
+    pieces: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
+    tool_calls: list[DeltaToolCall] = field(default_factory=list)
+    reasoning_pieces: list[str] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+    def add(self, update: Update) -> None:
+        self.pieces.append(update.text)
+        self.token_ids += update.token_ids
+        self.logprobs += update.logprobs
+        self.prompt_logprobs += update.prompt_logprobs
+        self.tool_calls += update.tool_calls
+        self.reasoning_pieces.append(update.reasoning)
+        self.finish_reason, self.stop_reason = update.finish_reason, update.stop_reason
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(self.reasoning_pieces)
+
+
+def merged_calls(deltas: Sequence[DeltaToolCall]) -> list[DeltaToolCall]:
+    """One delta for each call, as clients expect of a chunk or a message."""
+    by_index: dict[int, list[DeltaToolCall]] = {}
+    for delta in deltas:
+        by_index.setdefault(delta.index, []).append(delta)
+    return [
+        replace(parts[0], arguments="".join(part.arguments for part in parts)) if len(parts) > 1 else parts[0]
+        for parts in by_index.values()
+    ]
+
+
+@dataclass(slots=True)
+class Usage:
+    """Token counts of a request so far."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            **(
+                {"completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens}}
+                if self.reasoning_tokens
+                else {}
+            ),
+        }
 
 
 @dataclass(frozen=True, slots=True)

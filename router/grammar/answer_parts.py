@@ -9,8 +9,7 @@ from common.text.tokenizer import Tokenizer
 from protos import types_pb2 as pb
 from router.api.chat_renderer import ChatRenderer
 from router.api.render import RenderOptions
-from router.api.results import ChoiceResult, Usage
-from router.api.text import ChoiceText, Update
+from router.api.text import ChoiceResult, ChoiceText, Update, Usage
 
 _NO_END = pb.TokenDelta()
 

@@ -13,8 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from common.errors import MiniInferError
 from router.api.render import Renderer
-from router.api.results import ChoiceResult
-from router.api.text import Update
+from router.api.text import ChoiceResult, Update
 from router.http.chunk_writer import CHUNK_WRITER, ChunkWriter
 from router.http.errors import error_object, error_response, log_if_internal
 from router.request import GenerationRequest

@@ -1,25 +1,33 @@
-"""Read and parse a request's JSON body. Raises HttpError or InvalidRequestError, and what bounds on all bodies raise.
+"""Read a request's JSON body and validate its fields, or say in a client's words what is wrong with them.
 
-Nothing here knows what the fields mean. What JSON parsers disagree about (NaN, lone surrogates; duplicate keys by
-`router/body_bounds`) is refused, because a proxy in front may have read it differently.
+Raises HttpError or InvalidRequestError, and what bounds on all bodies raise. A field is honoured, harmless by the
+lists of `router/foreign_fields`, or refused with a message that names it; none is ignored silently. What JSON parsers
+disagree about (NaN, lone surrogates; duplicate keys by `router/body_bounds`) is refused, because a proxy in front may
+have read it differently.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
+from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from common.errors import InvalidRequestError
 from common.wings import has_wing
+from router.api.schemas import Body, Message
 from router.http.errors import HttpError
 
 HAS_BOUNDS = has_wing("router.body_bounds")
 if HAS_BOUNDS:
     from router.body_bounds.json_shape import check_keys, checked_shape
+HAS_FOREIGN_FIELDS = has_wing("router.foreign_fields")
+if HAS_FOREIGN_FIELDS:
+    from router.foreign_fields.known_fields import own_fields
 
+B = TypeVar("B", bound=Body)
 MAX_BODY_BYTES = 16 << 20
 BODY_TIMEOUT_SECONDS = 30.0
 
@@ -68,3 +76,40 @@ def parse_json_object(body: bytes) -> dict[str, Any]:
     if shape is not None:
         check_keys(value, shape)
     return value
+
+
+def parse_body(kind: type[B], fields: dict[str, Any]) -> B:
+    """Validate `fields`. Raises InvalidRequestError that names the field."""
+    if HAS_FOREIGN_FIELDS:
+        fields = own_fields(kind.model_fields, fields)
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise _first_error(kind, error) from None
+
+
+def _first_error(kind: type[Body], error: ValidationError) -> InvalidRequestError:
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    loc = first["loc"]
+    if rule := _rule_of_union(kind, loc, first["type"]):
+        return rule
+    param = ".".join(str(part) for part in loc) or None
+    if first["type"] == "extra_forbidden":
+        return InvalidRequestError(f"unknown field {param}", param, "unknown_parameter")
+    if first["type"] == "missing":
+        return InvalidRequestError(f"{param} is required", param, "missing_required_parameter")
+    if first["type"] == "model_type":  # pydantic's own text names our classes
+        return InvalidRequestError(f"{param} must be an object", param)
+    return InvalidRequestError(f"{param or 'body'}: {first['msg']}", param)
+
+
+def _rule_of_union(kind: type[Body], loc: tuple[int | str, ...], error_type: str) -> InvalidRequestError | None:
+    """Pydantic says of each alternative why it was not meant; what may be sent at all is what helps. A field that
+    needs this has a description."""
+    is_content = loc[:1] == ("messages",) and loc[2:3] == ("content",)
+    model, path = (Message, loc[:3]) if is_content else (kind, loc[:1])
+    field = model.model_fields.get(str(path[-1])) if path else None
+    if field is None or field.description is None or (error_type == "missing" and loc == path):
+        return None
+    param = ".".join(str(part) for part in path)
+    return InvalidRequestError(f"{param} must be {field.description}", param)

@@ -7,9 +7,8 @@ from starlette.responses import PlainTextResponse, Response
 
 from common.errors import InvalidRequestError
 from common.lora.modules import folder_of, parse_lora_modules
-from router.api.parse import parse_body
 from router.gateway import Gateway
-from router.http.body import read_json_object
+from router.http.body import parse_body, read_json_object
 from router.http.routes import Routes, check_operator
 from router.lora.adapters import LoraAdapters
 from router.lora.folder import AdapterFolder

@@ -10,8 +10,7 @@ from pydantic import TypeAdapter
 
 from common.text.tokenizer import Tokenizer
 from router.api.render import Renderer, RenderOptions
-from router.api.results import ChoiceResult, Usage, merged_calls
-from router.api.text import DeltaToolCall, Update
+from router.api.text import ChoiceResult, DeltaToolCall, Update, Usage, merged_calls
 
 _ANY = TypeAdapter[Any](Any)
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}

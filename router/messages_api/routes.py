@@ -8,10 +8,9 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.api.parse import parse_body
 from router.features import CHAT_BODY
 from router.gateway import FEATURES, Gateway
-from router.http.body import read_json_object
+from router.http.body import parse_body, read_json_object
 from router.http.errors import ERROR_SHAPE, FIELD_NAMES
 from router.http.routes import Routes, json_response
 from router.messages_api.renderer import MessagesRenderer, error_shape

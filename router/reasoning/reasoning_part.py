@@ -19,9 +19,8 @@ from common.reasoning.reasoning_format import (
 )
 from common.reasoning.reasoning_parser import ReasoningParser, is_opened, parser_for
 from common.text.tokenizer import Tokenizer
-from router.api.results import ChoiceResult
 from router.api.schemas import Body, ChatCompletionBody, Label
-from router.api.text import Update
+from router.api.text import ChoiceResult, Update
 
 NUM_END_TOKENS = 16  # of a prompt, in which its template may have opened the reasoning
 

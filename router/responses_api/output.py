@@ -6,8 +6,7 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
-from router.api.results import ChoiceResult, merged_calls
-from router.api.text import DeltaToolCall, Update
+from router.api.text import ChoiceResult, DeltaToolCall, Update, merged_calls
 
 Event = dict[str, Any]
 DeltaLengths = list[list[int]]

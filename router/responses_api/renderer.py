@@ -9,8 +9,7 @@ import orjson
 
 from common.text.tokenizer import Tokenizer
 from router.api.render import Renderer, RenderOptions
-from router.api.results import ChoiceResult, Usage
-from router.api.text import Update
+from router.api.text import ChoiceResult, Update, Usage
 from router.responses_api.output import DeltaLengths, Event, Output
 
 

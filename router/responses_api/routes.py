@@ -15,12 +15,11 @@ from starlette.responses import Response, StreamingResponse
 
 from common.errors import InvalidRequestError
 from common.text.tokenizer import Tokenizer
-from router.api.parse import parse_body
 from router.api.render import RenderOptions
 from router.features import CHAT_BODY, Features
 from router.gateway import Gateway
 from router.http.answer import EVENT_STREAM_HEADERS
-from router.http.body import read_json_object
+from router.http.body import parse_body, read_json_object
 from router.http.errors import FIELD_NAMES
 from router.http.routes import Routes, json_response
 from router.responses_api.background import Background

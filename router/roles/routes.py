@@ -9,10 +9,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from common.errors import NotFoundError
-from router.api.parse import parse_body
 from router.api.schemas import Body
 from router.gateway import Gateway
-from router.http.body import read_json_object
+from router.http.body import parse_body, read_json_object
 from router.http.errors import HttpError
 from router.http.routes import Routes, check_operator, json_response
 from router.workers.worker_link import WorkerLink

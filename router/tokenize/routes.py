@@ -7,11 +7,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.api.parse import parse_body
 from router.api.prompts import chat_prompt, text_prompt
 from router.api.sampling import checked_ids
 from router.gateway import Gateway
-from router.http.body import read_json_object
+from router.http.body import parse_body, read_json_object
 from router.http.routes import Routes, json_response
 from router.tokenize.bodies import DetokenizeBody, TokenizeBody
 

@@ -6,8 +6,7 @@ import secrets
 from typing import Any
 
 from common.tools.tool_parser import CallDelta, ToolCallParser
-from router.api.results import ChoiceResult, merged_calls
-from router.api.text import DeltaToolCall, Update
+from router.api.text import ChoiceResult, DeltaToolCall, Update, merged_calls
 from router.tools.tool_use import ToolUse
 
 

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 
 from common.errors import EngineError, InvalidRequestError, MiniInferError, UnavailableError, traceback_text
 from common.logging import RateLimit
-from common.memory import Resident
+from common.process import Resident
 from engine.request import RequestId
 from kvstore.pool.events import EventLog
 from kvstore.pool.leases import LeaseTable

@@ -15,7 +15,7 @@ from google.protobuf.message import Message as Protobuf
 from msgspec import to_builtins
 from msgspec.structs import asdict as struct_fields
 
-from common.memory import Resident
+from common.process import Resident
 from engine.request import FinishReason, RequestId, SamplingParams
 from kvstore.handle.handle import KvHandle
 from protos import types_pb2 as pb

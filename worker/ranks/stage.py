@@ -17,8 +17,8 @@ import msgspec
 from common.config import from_args, setting
 from common.errors import ConfigError
 from common.logging import FORMAT_HELP, FORMATS, LEVEL_HELP, LEVELS, report_end, setup_logging
-from common.net.rpc import check_bind
-from common.startup import exit_on_sigterm
+from common.net.hosts import check_bind
+from common.process import exit_on_sigterm
 from common.version import VERSION
 from engine.pipeline_parallel.remote_stage import StageHello
 from engine.pipeline_parallel.socket_frames import receive_frame, send_frame, watch_peer

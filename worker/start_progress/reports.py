@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from common.startup import NOTIFY_SOCKET
+from common.process import NOTIFY_SOCKET
 from engine.start_progress import describe
 
 logger = logging.getLogger("engine")

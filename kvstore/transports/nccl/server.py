@@ -14,7 +14,7 @@ from typing import Any
 
 from common.errors import TransferError
 from common.logging import RateLimit
-from common.net.rpc import check_bind
+from common.net.hosts import check_bind
 from kvstore.transports.nccl.connection import REPLY_SECONDS, Connection
 from kvstore.transports.nccl.reader import JOIN_SECONDS, OWNER, NcclDevice, transfer_deadline
 from kvstore.transports.tcp.tcp_server import TcpServer

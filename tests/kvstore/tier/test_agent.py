@@ -14,7 +14,7 @@ import pytest
 
 from cli.cluster.ports import free_ports
 from common.errors import ConfigError, OverloadedError, UnavailableError
-from common.net.cluster_token import EXAMPLE_PREFIX
+from common.net.hosts import EXAMPLE_PREFIX
 from common.token_ids import pack_ids
 from kvstore.pool.block_hash import block_keys, group_key, root_key
 from kvstore.tier import agent_client

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from protos import types_pb2 as pb
-from router.api.results import ChoiceResult, best_results
+from router.api.completion_renderer import best_results
 from router.api.sampling import for_choice, sampling_params
 from router.api.schemas import CompletionBody
+from router.api.text import ChoiceResult
 from router.workers.model_workers import ModelLimits
 
 

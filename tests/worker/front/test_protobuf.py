@@ -15,8 +15,8 @@ import msgspec
 import pytest
 
 from common.errors import InvalidRequestError
-from common.memory import Resident
 from common.model_files import resolve_model
+from common.process import Resident
 from common.text.load import load_tokenizer
 from common.token_ids import pack_ids
 from engine.request import FinishReason, Request, RequestId, SamplingParams, TokenLogprobs

@@ -1,7 +1,7 @@
 import logging
 import socket
 
-from common.startup import NOTIFY_SOCKET
+from common.process import NOTIFY_SOCKET
 from worker.start_progress.reports import StartReports
 
 

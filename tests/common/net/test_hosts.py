@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError
-from common.net.cluster_token import check_cluster_token
+from common.net.hosts import check_cluster_token
 from router.config import RouterConfig
 from worker.config import WorkerConfig
 

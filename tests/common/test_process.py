@@ -6,7 +6,7 @@ import mmap
 import subprocess
 import sys
 
-from common.memory import Resident, resident, trim_heap
+from common.process import Resident, resident, trim_heap
 
 SIZE = 64 << 20
 SLACK = 16 << 20  # what else this process does meanwhile
