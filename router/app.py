@@ -6,18 +6,17 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, nullcontext
-from importlib import import_module
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Scope
+from starlette.types import Receive, Scope
 
 from common.metrics import CONTENT_TYPE
 from common.model_files import DRY_RUN_MODEL_NAME
-from common.wings import has_wing
+from common.wings import call_wing
 from router.config import ROLES
 from router.features import CHAT_BODY, COMPLETION_BODY
 from router.gateway import Gateway
@@ -67,7 +66,9 @@ def create_app(gateway: Gateway) -> Any:
             headers.update(error.headers or {})  # Allow
             message = "this path does not take this method"
             if error.status_code == 404:
-                message = _no_such_path(Request(scope).url.path, routes)
+                paths = [route.path_format for route in routes.routes]
+                hint: str | None = call_wing("router.path_hints.paths:no_such_path", Request(scope).url.path, paths)
+                message = hint or "no such path"
             error = HttpError(error.status_code, message)
         gateway.refused(scope, status_of(error))
         if logged_id := log_if_internal(scope, error):
@@ -77,41 +78,22 @@ def create_app(gateway: Gateway) -> Any:
     routes = Routes()
     _add_model_routes(routes, gateway)
     _add_operator_routes(routes, gateway)
-    for entry in ROUTES_OF_WINGS:
-        module, _, name = entry.partition(":")
-        if has_wing(module):
-            getattr(import_module(module), name)(routes, gateway)
-    app = Application(routes, gateway.config.api_key, lifespan, answer_error, _body_holder(gateway))
-    if not has_wing("router.cors"):
-        return app
-    from router.cors.middleware import with_cors
-
+    for add_routes in ROUTES_OF_WINGS:
+        call_wing(add_routes, routes, gateway)
+    hold_body: HoldBody | None = call_wing("router.body_bounds.held_bodies:body_holder", gateway.http, gateway.memory)
+    app = Application(routes, gateway.config.api_key, lifespan, answer_error, hold_body or _hold_nothing)
     # Around the key's check: a browser asks first, without it, whether it may send it.
-    return with_cors(app, gateway.http)
+    return call_wing("router.cors.middleware:with_cors", app, gateway.http) or app
 
 
-def _body_holder(gateway: Gateway) -> HoldBody:
-    """What bounds the request bodies that are held together, where that wing is there."""
-    if not has_wing("router.body_bounds"):
-        return lambda _, receive: nullcontext(receive)
-    from router.body_bounds.held_bodies import body_holder
-
-    return body_holder(gateway.http, gateway.memory)
+def _hold_nothing(_: Scope, receive: Receive) -> AbstractContextManager[Receive]:
+    return nullcontext(receive)
 
 
 def _log_end(task: asyncio.Task[None]) -> None:
     """Log a bug that has ended a task: nobody waits for its result while the router serves."""
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.error("a background task of the router has ended", exc_info=error)
-
-
-def _no_such_path(path: str, routes: Routes) -> str:
-    """What a client is told that asks for a path which there is not."""
-    if not has_wing("router.path_hints"):
-        return "no such path"
-    from router.path_hints.paths import no_such_path
-
-    return no_such_path(path, [route.path_format for route in routes.routes])
 
 
 def _add_model_routes(routes: Routes, gateway: Gateway) -> None:

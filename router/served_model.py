@@ -6,12 +6,12 @@ Behind the gateway nothing asks for the model again: a choice has its model's di
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from common.errors import ConfigError
 from common.text.tokenizer import Tokenizer
-from common.wings import from_wing, has_wing
+from common.wings import call_wing, from_wing
 from router.config import RouterConfig
 from router.dispatch import Dispatcher, Roles
 from router.metrics import RouterMetrics
@@ -50,11 +50,8 @@ class LoadedModel:
 
 def serve_models(config: RouterConfig, loaded: Sequence[LoadedModel]) -> list[ServedModel]:
     """The models of one router, in the same order. Raises ConfigError when two have a name in common."""
-    tokenizers = [item.tokenizer for item in loaded]
-    if has_wing("router.chat_templates"):
-        from router.chat_templates.templates import with_templates
-
-        tokenizers = with_templates(config, tokenizers)
+    own = [item.tokenizer for item in loaded]
+    tokenizers = call_wing("router.chat_templates.templates:with_templates", config, own) or own
     models: list[ServedModel] = []
     taken: set[str] = set()
     for item, tokenizer in zip(loaded, tokenizers, strict=True):
@@ -72,9 +69,9 @@ def serve_models(config: RouterConfig, loaded: Sequence[LoadedModel]) -> list[Se
 
 def roles_of(config: RouterConfig, workers: ModelWorkers) -> Roles:
     """What places the requests of one model."""
-    if has_wing("router.objectives"):
-        from router.objectives.adaptive import open_objectives
-
-        return open_objectives(config, workers)
-    kind: type[Roles] = from_wing("router.costs.roles:PolicyRoles") or Roles
-    return kind(config, workers)
+    open_roles: Callable[[RouterConfig, ModelWorkers], Roles] = (
+        from_wing("router.objectives.adaptive:open_objectives")
+        or from_wing("router.costs.roles:PolicyRoles")
+        or Roles
+    )
+    return open_roles(config, workers)

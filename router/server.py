@@ -8,7 +8,7 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from contextlib import ExitStack
 
 import uvicorn
 import uvloop
@@ -16,18 +16,17 @@ import uvloop
 from common.config import SettingsParser, add_arguments, from_namespace
 from common.errors import ConfigError
 from common.logging import RateLimit, report_end, setup_logging, write_line
-from common.process import TRIM_SECONDS, share_one_heap, trim_heap
 from common.model_files import resolve_model
 from common.net.hosts import socket_family, with_port
+from common.process import TRIM_SECONDS, share_one_heap, trim_heap
 from common.text.load import load_tokenizer
-from common.wings import has_wing, require_wing
+from common.wings import call_wing, require_wing
 from router.app import create_app
 from router.config import HttpConfig, RouterConfig
 from router.gateway import Gateway
 from router.http.chunk_writer import ChunkProtocol
 from router.served_model import LoadedModel, serve_models
 
-SCRAPE_SECONDS = 5.0  # for the event loop to come to a scrape
 MAX_CONNECTIONS_WAITING = 1024
 KEEPALIVE = {  # of TCP: a client whose machine is gone sends no FIN
     socket.TCP_KEEPIDLE: 30,
@@ -86,11 +85,7 @@ def parse_settings(argv: list[str] | None) -> tuple[RouterConfig, HttpConfig]:
 
 def protocol_for(http: HttpConfig) -> type[ChunkProtocol]:
     """How clients' connections are served. Raises ConfigError where there can be fewer than the settings allow."""
-    if not has_wing("router.connections"):
-        return ChunkProtocol
-    from router.connections.protocol import bounded_protocol
-
-    return bounded_protocol(http)
+    return call_wing("router.connections.protocol:bounded_protocol", http) or ChunkProtocol
 
 
 async def _serve(gateway: Gateway, http: HttpConfig, protocol: type[ChunkProtocol], listener: socket.socket) -> int:
@@ -118,32 +113,14 @@ async def _serve(gateway: Gateway, http: HttpConfig, protocol: type[ChunkProtoco
     # uvicorn takes these signals to shut down, then raises them again: let that find a handler, and exit with 0.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
-    close_metrics = _serve_metrics(gateway, asyncio.get_running_loop())
-    try:
+    with ExitStack() as stack:
+        if gateway.config.metrics_port:
+            require_wing("router.metrics_port", "--metrics-port")
+            stack.callback(
+                call_wing("router.metrics_port.port:open_metrics_port", gateway.config, gateway.metrics_text)
+            )
         await server.serve(sockets=[listener])
-    finally:
-        close_metrics()
     return 0 if server.started else 1
-
-
-def _serve_metrics(gateway: Gateway, loop: asyncio.AbstractEventLoop) -> Callable[[], None]:
-    """Open the metrics port, if there is to be one; returns what closes it. Raises ConfigError when it is taken.
-
-    The text is made on `loop`, as for the main port's /metrics: nothing else may read the router's state.
-    """
-    config = gateway.config
-    if not config.metrics_port:
-        return lambda: None
-    require_wing("common.metrics_port", "--metrics-port")
-    from common.metrics_port.server import serve_scrapes
-
-    async def text() -> bytes:
-        return gateway.metrics_text()
-
-    def render() -> bytes:
-        return asyncio.run_coroutine_threadsafe(text(), loop).result(SCRAPE_SECONDS)
-
-    return serve_scrapes(render, config.metrics_host or config.host, config.metrics_port)
 
 
 def listen(host: str, port: int) -> socket.socket:

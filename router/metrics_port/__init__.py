@@ -1,0 +1,1 @@
+"""The router's metrics on a port of their own."""
