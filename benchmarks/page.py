@@ -35,7 +35,7 @@ from router.explain.log import ExplainLog
 from router.gateway import Gateway
 from router.journal import Journal
 from router.page.feed import Feed
-from router.routing.policy import PolicyDecision
+from router.routing.policy import Decision
 from router.routing.views import Candidate
 from router.served_model import LoadedModel, serve_models
 from router.server import _serve, listen, protocol_for
@@ -124,7 +124,7 @@ class Crowd:
         for at, event in zip(times[1:], (*events, "first output of decode"), strict=True):
             journal.note(at, event)
         chosen = Candidate(decode.worker_id, prefill.worker_id, 0, 0.0, {}, 0, True)
-        log.decided(journal, PolicyDecision(chosen, (chosen,), "cost"))
+        log.decided(journal, Decision(chosen, (chosen,), "cost"))
         listener: Any = None
         for link, measured in (
             (prefill, pb.RequestTimes(queue_seconds=0.02, prefill_seconds=0.3)),

@@ -22,8 +22,7 @@ from kvstore.types import WorkerId
 from protos import types_pb2 as pb
 from router.api.text import ChoiceText, Update
 from router.dispatch import Dispatcher
-from router.journal import DEADLINE_EXCEEDED, FIRST_OUTPUT, MOVED, WAITING, Journal
-from router.placement import Decision, Placement
+from router.journal import DEADLINE_EXCEEDED, FIRST_OUTPUT, MOVED, WAITING, Journal, Placement
 from router.workers.failures import WorkerLostError
 from router.workers.worker_link import Leg, WorkerLink
 
@@ -69,7 +68,7 @@ class Choice:
         self._observe_gap = dispatcher.metrics.inter_token_latency.observe
         self._request: ChoiceListener
         self._timer: asyncio.TimerHandle
-        self.decision: Decision | None = None  # the one in progress
+        self.placement: Placement | None = None  # until another worker is needed
         self.leg: Leg | None = None
         self._lost: set[WorkerId] = set()  # workers to avoid: they failed this choice
 
@@ -108,15 +107,14 @@ class Choice:
         if not dispatcher.has_decode_worker():
             self._wait()
             return
-        if self.decision is None:
-            self.decision = dispatcher.decide(self.journal, self._lost)
-            chosen = self.decision.chosen
+        if self.placement is None:
+            chosen = self.placement = dispatcher.place(self.journal, self._lost)
             if self.journal.kv_handle is None:  # else the prompt is computed, and has been counted
                 dispatcher.metrics.placements[chosen.kind].inc()
             if chosen.prefill is not None:
                 self._open(State.PREFILL, chosen, dispatcher.link(chosen.prefill), dispatcher.link(chosen.decode))
                 return
-        chosen = self.decision.chosen
+        chosen = self.placement
         self._open(State.DECODE, chosen, dispatcher.decode_link(chosen.decode, self._lost))
 
     def _wait(self) -> None:
@@ -197,8 +195,8 @@ class Choice:
         if self.journal.first_times is None:
             self.journal.first_times = leg.times
         self.journal.note(now, FIRST_OUTPUT, worker=leg.link.worker_id, times=leg.times)
-        assert self.decision is not None  # a leg is open
-        self.dispatcher.leg_began(self.journal, leg, self.decision.chosen)
+        assert self.placement is not None  # a leg is open
+        self.dispatcher.leg_began(self.journal, leg, self.placement)
 
     def _leg_ended(self, leg: Leg, delta: pb.TokenDelta, now: float) -> None:
         """Take the worker's last delta: update measurements, and keep what the next leg needs."""
@@ -244,7 +242,7 @@ class Choice:
             if isinstance(error, OverloadedError):
                 raise error
             raise UnavailableError(f"gave up after {journal.num_failures_in_row} failed attempts: {error}") from error
-        self.leg = self.decision = None
+        self.leg = self.placement = None
         journal.num_migrations += 1
         journal.note(time.monotonic(), MOVED, reason=str(error))
         self.dispatcher.metrics.migrations.inc()

@@ -14,9 +14,8 @@ from collections.abc import Callable, Sequence, Set
 from common.errors import OverloadedError, UnavailableError
 from kvstore.types import WorkerId
 from router.config import RouterConfig
-from router.journal import Journal
+from router.journal import Journal, Placement
 from router.metrics import RouterMetrics
-from router.placement import Decision, Placement
 from router.workers.failures import WorkerLostError
 from router.workers.model_workers import ModelWorkers
 from router.workers.worker_link import Leg, WorkerLink
@@ -26,10 +25,7 @@ FADE_SECONDS = 5.0  # with choices waiting, after which a first token counts for
 
 
 class RequestLog:
-    """Where choices went and why, as it becomes known. `router/explain` keeps it."""
-
-    def decided(self, journal: Journal, decision: Decision) -> None:
-        """Workers have been chosen."""
+    """What became of choices, as it becomes known. `router/explain` keeps it."""
 
     def first_delta(self, journal: Journal, leg: Leg, expected_cached_tokens: int | None) -> None:
         """A leg has begun; None where its prompt was computed before."""
@@ -47,7 +43,7 @@ class Roles:
     def __init__(self, config: RouterConfig, workers: ModelWorkers) -> None:
         self._config, self._workers = config, workers
 
-    def choose(self, journal: Journal, prefill: Sequence[WorkerLink], decode: Sequence[WorkerLink]) -> Decision:
+    def choose(self, journal: Journal, prefill: Sequence[WorkerLink], decode: Sequence[WorkerLink]) -> Placement:
         """Choose the least loaded workers, of equal ones those with most of the prompt in their caches."""
         in_cache = self._workers.cached_tokens(journal.packed_prompt, journal.request)
 
@@ -61,9 +57,9 @@ class Roles:
 
         target = min(decode, key=order)
         if not prefill or journal.num_tokens - num_cached(target) <= self._config.local_prefill_tokens:
-            return Decision(Placement(target.worker_id, None, num_cached(target)))
+            return Placement(target.worker_id, None, num_cached(target))
         source = min(prefill, key=order)
-        return Decision(Placement(target.worker_id, source.worker_id, num_cached(source)))
+        return Placement(target.worker_id, source.worker_id, num_cached(source))
 
     def due_seconds(self, chosen: Placement, num_new_tokens: int, waited_seconds: float, has_started: bool) -> float:
         """Seconds until the next token is due; 0: no objective."""
@@ -133,15 +129,13 @@ class Dispatcher:
 
     # -- which workers are next --------------------------------------------------------------------------------
 
-    def decide(self, journal: Journal, lost: Set[WorkerId]) -> Decision:
+    def place(self, journal: Journal, lost: Set[WorkerId]) -> Placement:
         """Choose among the usable workers, those in `lost` last. There is a decode worker. Raises OverloadedError for
         a new choice that is refused."""
         # With tokens to replay, or when every prefill worker has failed it, a choice is computed where it decodes.
         prefill = [] if journal.has_started else self._workers.usable("prefill", lost)
         prefill = [link for link in prefill if link.worker_id not in lost]
-        decision = self.roles.choose(journal, prefill, self._workers.usable("decode", lost))
-        self.log.decided(journal, decision)
-        return decision
+        return self.roles.choose(journal, prefill, self._workers.usable("decode", lost))
 
     def decode_link(self, chosen: WorkerId, lost: Set[WorkerId]) -> WorkerLink:
         """The worker chosen before the prefill ran, or the least loaded one when it has gone since."""

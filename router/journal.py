@@ -1,4 +1,4 @@
-"""Journal of one choice: what another worker needs to continue it.
+"""Journal of one choice: what another worker needs to continue it; and the placement of a choice on workers.
 
 Plain data and pure methods. A worker gets prompt and tokens so far; the noise of sampling is a function of
 (seed, position), so the tokens that follow are those that would have followed.
@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from common.token_ids import pack_ids
+from kvstore.types import WorkerId
 from protos import types_pb2 as pb
 
 # What happens to a choice, beside the legs that begin: these are named as its state then, "prefill" or "decode".
@@ -28,6 +29,20 @@ class Event(NamedTuple):
     worker: str = ""  # whose leg begins or has its first output
     times: pb.RequestTimes | None = None  # what it measured, with its first output
     reason: str = ""  # of a move
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The workers that serve a request. `prefill` None: the decode worker computes the prompt."""
+
+    decode: WorkerId
+    prefill: WorkerId | None
+    cached_tokens: int  # of the prompt, where it is computed
+
+    @property
+    def kind(self) -> str:
+        """For metrics and /explain."""
+        return "disaggregated" if self.prefill is not None else "local"
 
 
 @dataclass(slots=True, eq=False)

@@ -29,7 +29,7 @@ from kvstore.types import WorkerId
 from router.objectives.adaptive import MOVE_SECONDS
 from router.objectives.moves import KeptRequest, choose_moves, tokens_left
 from router.objectives.placement import place
-from router.routing.policy import PolicyDecision, choose
+from router.routing.policy import Decision, choose
 from router.routing.rates import AnswerLength
 from router.routing.shortlists.shortlist import shortlist
 from router.routing.views import Candidate, RequestView
@@ -156,7 +156,7 @@ class SimulatedCluster:
         request = self._request(choice, due_seconds, prefill_only=prefill is not None)
         self.clock.after(self._spec.hop_seconds, partial(computing.submit, request))
 
-    def _decide(self, prompt: list[int], num_output_tokens: int) -> PolicyDecision:
+    def _decide(self, prompt: list[int], num_output_tokens: int) -> Decision:
         spec, size = self._spec, self._spec.worker.block_size
         keys = block_keys(self._root, pack_ids(prompt), size) if self._index.num_keys else []
         view = RequestView(

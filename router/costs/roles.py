@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from common.wings import has_wing
 from kvstore.pool.block_hash import root_key
@@ -14,10 +14,10 @@ from router.config import RouterConfig
 from router.costs.meter import WorkerMeter, meter_of
 from router.dispatch import Roles
 from router.journal import Journal
-from router.routing.policy import PolicyDecision, choose
+from router.routing.policy import Decision, choose
 from router.routing.rates import AnswerLength
 from router.routing.settings import RoutingSettings
-from router.routing.views import RequestView, WorkerView
+from router.routing.views import Candidate, RequestView, WorkerView
 from router.workers.model_workers import ModelWorkers
 from router.workers.worker_link import Leg, WorkerLink
 
@@ -35,6 +35,7 @@ class PolicyRoles(Roles):
 
     def __init__(self, config: RouterConfig, workers: ModelWorkers) -> None:
         super().__init__(config, workers)
+        self.on_decision: Callable[[Journal, Decision], None] = lambda *_: None  # for `router/explain`
         workers.new_meter = WorkerMeter
         self.answers = AnswerLength()
         self._policy = config.of(RoutingSettings).policy
@@ -42,7 +43,7 @@ class PolicyRoles(Roles):
         self._turn = 0
         self._max_wait_seconds = config.of(LateRefusalSettings).max_wait_seconds if HAS_LATE_REFUSALS else 0.0
 
-    def choose(self, journal: Journal, prefill: Sequence[WorkerLink], decode: Sequence[WorkerLink]) -> PolicyDecision:
+    def choose(self, journal: Journal, prefill: Sequence[WorkerLink], decode: Sequence[WorkerLink]) -> Candidate:
         """Raises OverloadedError for a new choice that would have to wait for too long."""
         self._turn += 1
         request = RequestView(
@@ -57,11 +58,10 @@ class PolicyRoles(Roles):
         decision = self.decide(request, self._views(prefill, request), self._views(decode, request))
         if HAS_LATE_REFUSALS and not journal.num_legs:
             check_in_time(decision.chosen, journal.deadline - time.monotonic(), self._max_wait_seconds)
-        return decision
+        self.on_decision(journal, decision)
+        return decision.chosen
 
-    def decide(
-        self, request: RequestView, prefill: Sequence[WorkerView], decode: Sequence[WorkerView]
-    ) -> PolicyDecision:
+    def decide(self, request: RequestView, prefill: Sequence[WorkerView], decode: Sequence[WorkerView]) -> Decision:
         """Choose among views, as `policy.choose`."""
         return choose(self._policy, request, prefill, decode, self._config.local_prefill_tokens)
 

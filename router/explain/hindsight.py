@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from router.routing.policy import PolicyDecision
+from router.routing.policy import Decision
 from router.routing.views import Candidate
 
 GROWING = ("decode", "crowding", "interruption")  # terms in proportion to the length of the answer
@@ -91,7 +91,7 @@ class Hindsight:
         return self.chosen.cost - self.best.cost
 
 
-def hindsight(decision: PolicyDecision, facts: AnswerFacts, elsewhere: Mapping[str, WorkerFacts]) -> Hindsight:
+def hindsight(decision: Decision, facts: AnswerFacts, elsewhere: Mapping[str, WorkerFacts]) -> Hindsight:
     """Compare the chosen placement with those that were not predicted to miss the objectives by more.
 
     elsewhere: of workers, by requests that were there at the same time.

@@ -13,8 +13,7 @@ from typing import Any
 from router.dispatch import RequestLog
 from router.explain.hindsight import AnswerFacts, LegFacts, hindsight, others_facts
 from router.journal import Event, Journal
-from router.placement import Decision
-from router.routing.policy import PolicyDecision
+from router.routing.policy import Decision
 from router.routing.views import Candidate
 from router.workers.worker_link import Leg
 
@@ -27,7 +26,7 @@ class _Choice:
     """Record of one choice. Its journal is kept while it is open, and then its counts."""
 
     journal: Journal | None
-    decisions: list[PolicyDecision] = field(default_factory=list)
+    decisions: list[Decision] = field(default_factory=list)
     first_deltas: list[dict[str, Any]] = field(default_factory=list)
     counts: dict[str, Any] = field(default_factory=dict)
     began: float = 0.0
@@ -45,7 +44,6 @@ class ExplainLog(RequestLog):
         return len(self._choices)
 
     def decided(self, journal: Journal, decision: Decision) -> None:
-        assert isinstance(decision, PolicyDecision)  # the wing that predicts is here
         choice = self._choices.get(journal.choice_id)
         if choice is None:
             choice = self._choices[journal.choice_id] = _Choice(journal, began=journal.arrival)

@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from common.errors import NotFoundError
+from router.costs.roles import PolicyRoles
 from router.explain.log import ExplainLog
 from router.gateway import Gateway
 from router.http.routes import Routes, json_response
@@ -17,7 +18,9 @@ def add_explain_route(routes: Routes, gateway: Gateway) -> None:
     """Log from now on."""
     logs = {model.name: ExplainLog() for model in gateway.base_models}
     for model in gateway.base_models:
-        model.dispatcher.log = logs[model.name]
+        model.dispatcher.log, roles = logs[model.name], model.dispatcher.roles
+        assert isinstance(roles, PolicyRoles)  # that wing is here
+        roles.on_decision = logs[model.name].decided
     gateway.memory["explain_entries"] = lambda: sum(map(len, logs.values()))
 
     async def explain(request: Request) -> Response:

@@ -13,13 +13,13 @@ from router.choice import Choice, State
 from router.config import RouterConfig
 from router.costs.meter import meter_of
 from router.costs.roles import PolicyRoles
+from router.journal import Placement
 from router.objectives.moves import KeptRequest, choose_moves, tokens_left
 from router.objectives.objectives import Objectives
 from router.objectives.placement import place
 from router.objectives.predictor import ObjectivePredictor
 from router.objectives.settings import ObjectiveSettings
-from router.placement import Placement
-from router.routing.policy import PolicyDecision, choose
+from router.routing.policy import Decision, choose
 from router.routing.rates import AnswerLength
 from router.routing.settings import RoutingSettings
 from router.routing.views import Candidate, RequestView, WorkerView
@@ -37,9 +37,7 @@ class FixedRoles(PolicyRoles):
         super().__init__(config, workers)
         self._objectives = objectives
 
-    def decide(
-        self, request: RequestView, prefill: Sequence[WorkerView], decode: Sequence[WorkerView]
-    ) -> PolicyDecision:
+    def decide(self, request: RequestView, prefill: Sequence[WorkerView], decode: Sequence[WorkerView]) -> Decision:
         predictor = partial(ObjectivePredictor, self._objectives)
         return choose(self._policy, request, prefill, decode, self._config.local_prefill_tokens, predictor)
 
@@ -56,9 +54,7 @@ class AdaptiveRoles(FixedRoles):
         self._kept: dict[str, Choice] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def decide(
-        self, request: RequestView, prefill: Sequence[WorkerView], decode: Sequence[WorkerView]
-    ) -> PolicyDecision:
+    def decide(self, request: RequestView, prefill: Sequence[WorkerView], decode: Sequence[WorkerView]) -> Decision:
         return place(request, prefill, decode, self._config.local_prefill_tokens, self._objectives)
 
     def watch_kept(self, leg: Leg) -> None:
@@ -102,8 +98,10 @@ def move(choice: Choice, chosen: Candidate) -> None:
         target = choice.dispatcher.link(chosen.decode)
     except WorkerLostError:
         return
-    choice.decision = PolicyDecision(chosen, (chosen,), "move")
-    choice.dispatcher.log.decided(choice.journal, choice.decision)
+    choice.placement = chosen
+    roles = choice.dispatcher.roles
+    assert isinstance(roles, PolicyRoles)  # of this wing
+    roles.on_decision(choice.journal, Decision(chosen, (chosen,), "move"))
     choice.leg.link.hand_over(choice.leg, target)
 
 

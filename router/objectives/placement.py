@@ -18,7 +18,7 @@ from dataclasses import replace
 from common.errors import UnavailableError
 from router.objectives.objectives import Objectives
 from router.objectives.predictor import ObjectivePredictor
-from router.routing.policy import PolicyDecision, cheapest
+from router.routing.policy import Decision, cheapest
 from router.routing.views import Candidate, RequestView, WorkerView
 
 SAME_VIOLATION = 0.05  # differences below are noise
@@ -32,13 +32,13 @@ def place(
     decode: Sequence[WorkerView],
     local_prefill_tokens: int,
     objectives: Objectives,
-) -> PolicyDecision:
+) -> Decision:
     """The decision for one request, as `policy.choose`. Raises UnavailableError without a decode worker."""
     if not decode:
         raise UnavailableError("no decode worker is available")
     candidates = placements_for(request, prefill, decode, local_prefill_tokens, objectives)
     chosen = cheapest(request, admissible(candidates))
-    return PolicyDecision(chosen, tuple(candidates), "cost", request.expected_tokens)
+    return Decision(chosen, tuple(candidates), "cost", request.expected_tokens)
 
 
 def placements_for(

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from common.errors import UnavailableError
 from common.wings import has_wing
-from router.placement import Decision
 from router.routing.predictor import Predictor
 from router.routing.views import Candidate, RequestView, WorkerView
 
@@ -15,7 +14,7 @@ NEAR = 1.1  # decode times within 10% are equal, as are the rests of costs: meas
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyDecision(Decision):
+class Decision:
     """The candidate that was chosen, and all that were considered, for an answer of the expected length."""
 
     chosen: Candidate
@@ -31,7 +30,7 @@ def choose(
     decode: Sequence[WorkerView],
     local_prefill_tokens: int,
     predictor: Callable[[RequestView, Sequence[WorkerView], int], Predictor] = Predictor,
-) -> PolicyDecision:
+) -> Decision:
     """The decision for one request; `policy` is one of POLICIES. Raises UnavailableError without a decode worker.
 
     A decode worker computes a prompt itself when the part that its cache lacks is short, or when there is no prefill
@@ -43,7 +42,7 @@ def choose(
     alone = [w for w in decode if not prefill or request.num_tokens - request.cached_on(w) <= local_prefill_tokens]
     candidates = [predict.on_one_worker(worker) for worker in alone] or predict.disaggregated(prefill, decode)
     chosen = POLICIES[policy](request, candidates) or cheapest(request, candidates)
-    return PolicyDecision(chosen, tuple(candidates), policy, request.expected_tokens)
+    return Decision(chosen, tuple(candidates), policy, request.expected_tokens)
 
 
 def cheapest(request: RequestView, candidates: Sequence[Candidate]) -> Candidate:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from common.step_times import StepCost
 from kvstore.types import WorkerId
-from router.placement import Placement
+from router.journal import Placement
 
 EXPECTED_TOKENS = 64  # of an answer, before any was measured
 # Of a worker, before any was measured.

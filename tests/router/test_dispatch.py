@@ -13,8 +13,7 @@ from protos import types_pb2 as pb
 from router.config import RouterConfig
 from router.dispatch import DrainRate, Roles
 from router.http.answer import KEEP_ALIVE
-from router.journal import Journal
-from router.placement import Placement
+from router.journal import Journal, Placement
 from router.workers.model_workers import ModelWorkers
 from tests.harness.router import cluster, sse_events, text_of
 from tests.harness.scripted_worker import Script
@@ -160,7 +159,7 @@ class Placer:
     def place(self, has_prefill: bool = True) -> Placement:
         journal = Journal("r1-0", PROMPT, pb.SamplingParams(), deadline=1.0, arrival=0.0)
         prefill = [worker.link for worker in self.prefill] if has_prefill else []
-        return self.roles.choose(journal, prefill, [worker.link for worker in self.decode]).chosen
+        return self.roles.choose(journal, prefill, [worker.link for worker in self.decode])
 
     def cache(self, worker: Worker, num_blocks: int) -> None:
         journal = Journal("r1-0", PROMPT, pb.SamplingParams(), deadline=1.0, arrival=0.0)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from common.step_times import StepCost
 from kvstore.types import WorkerId
 from router.explain.hindsight import AnswerFacts, LegFacts, WorkerFacts, corrected, hindsight, others_facts
-from router.routing.policy import PolicyDecision, choose
+from router.routing.policy import Decision, choose
 from router.routing.views import Candidate, RequestView, WorkerView
 
 P0, P1, D0, D1 = (WorkerId(name) for name in ("p0", "p1", "d0", "d1"))
@@ -22,7 +22,7 @@ def view(worker: WorkerId, step: float = 0.01, prompt_token: float = 0.001, **fi
     return WorkerView(worker, step=StepCost(base=step, prompt_token=prompt_token), **fields)
 
 
-def decided(prefill: list[WorkerView], decode: list[WorkerView], **fields: Any) -> PolicyDecision:
+def decided(prefill: list[WorkerView], decode: list[WorkerView], **fields: Any) -> Decision:
     return choose("cost", RequestView(1000, {}, expected_tokens=100, **fields), prefill, decode, 64)
 
 
@@ -65,8 +65,8 @@ def candidate(on: WorkerId, prefill: WorkerId | None = None, /, violation: float
     return Candidate(on, prefill, 0, cost, every, load=0, is_measured=True, violation=violation)
 
 
-def decision_of(chosen: Candidate, *others: Candidate) -> PolicyDecision:
-    return PolicyDecision(chosen, (chosen, *others), "cost", 100)
+def decision_of(chosen: Candidate, *others: Candidate) -> Decision:
+    return Decision(chosen, (chosen, *others), "cost", 100)
 
 
 def test_a_short_answer_would_have_been_cheaper_where_its_prompt_was_and_a_long_one_where_it_decodes_fast() -> None:

@@ -18,7 +18,7 @@ from router.objectives.adaptive import AdaptiveRoles, FixedRoles, open_objective
 from router.objectives.moves import MAX_MOVES, KeptRequest, choose_moves, tokens_left
 from router.objectives.objectives import AHEAD, LATEST, MOST_GAP, ROUNDING, SLOWDOWN, TTFT_MARGIN, Objectives
 from router.objectives.placement import place as place_by_objectives
-from router.routing.policy import PolicyDecision, choose
+from router.routing.policy import Decision, choose
 from router.routing.rates import AnswerLength
 from router.routing.views import Candidate, RequestView, WorkerView
 from router.workers.model_workers import ModelWorkers
@@ -37,7 +37,7 @@ def view(worker: WorkerId, rows: int = 0, queued: int = 0, **fields: Any) -> Wor
 
 def place(
     prefill: Sequence[WorkerView], decode: Sequence[WorkerView], num_tokens: int = 1024, **fields: Any
-) -> PolicyDecision:
+) -> Decision:
     request = RequestView(num_tokens, fields.pop("cached", {}), fields.pop("expected", 128.0), **fields)
     return place_by_objectives(request, prefill, decode, 64, OBJECTIVES)
 
