@@ -16,13 +16,12 @@ from kvstore.handle.handle import HandleWriter, KvHandle, PeerLease
 from kvstore.layout import PoolGeometry
 from kvstore.pool.block_pool import BlockPool
 from kvstore.pool.leases import LeaseTable
-from kvstore.transports.staging import StagingTable
 from kvstore.transports.tcp.block_server import BlockServer
 from kvstore.transports.tcp.service import PoolView, TcpTransferService
 from kvstore.types import BlockId, Epoch, LeaseId
 from protos import kvstore_pb2_grpc
 from worker.config import WorkerConfig
-from worker.kv.kv_leases import KvLeases
+from worker.gpu_hand_off.staging_table import StagingTable
 from worker.kv.shared_pool import SharedPoolMemory
 
 LEASE_SECONDS = 600.0
@@ -40,16 +39,16 @@ class Owner:
         self._memory.serve()
         self._server = RpcServer("127.0.0.1", 0)
         handles = HandleWriter("owner", self._memory.shards(self._server.address), LEASE_SECONDS)
-        self._leases = KvLeases(self._memory.epoch, self._memory.ranks, self._pool.release, handles)
+        self._leases = self._memory.lease_table(self._pool.release, handles)
         self._memory.send_leases(self._leases)
         self._staging = StagingTable(self._stage)
 
     async def start(self) -> None:
-        staging = self._staging if self._memory.needs_staging else None
+        stage = self._staging.rows if self._memory.needs_staging else None
         view, sender = PoolView(self._memory.socket_paths[0]), BlockServer("127.0.0.1")
         service = TcpTransferService(
             sender=sender, pools=[view], leases=self._mirror, on_renew=self._renewed, on_release=self._released,
-            staging=staging, descriptions=self._memory.descriptions,
+            stage=stage, descriptions=self._memory.descriptions,
         )  # fmt: skip
         self._server.add(
             kvstore_pb2_grpc.add_KvTransferServicer_to_server, service, "mini_infer.v1.KvTransfer"
@@ -117,9 +116,8 @@ class Reader:
 
 def open_memory(name: str, geometry: PoolGeometry, folder: str, transport: str) -> SharedPoolMemory:
     staging_gb = min(geometry.pool_bytes, 1 << 30) / 1e9
-    return SharedPoolMemory(
-        WorkerConfig(worker_id=name, run_dir=folder, kv_staging_gb=staging_gb, kv_transport=transport)
-    )
+    config = WorkerConfig(worker_id=name, run_dir=folder, kv_staging_gb=staging_gb, kv_transport=transport)  # type: ignore[call-arg]
+    return SharedPoolMemory(config)
 
 
 def as_words(kv_pool: torch.Tensor) -> torch.Tensor:

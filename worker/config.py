@@ -27,9 +27,6 @@ class WorkerConfig(Settings):
         AUTO, "how KV comes from peers; auto: the best that both sides have",
         choices=(AUTO, *TRANSPORTS),
     )  # fmt: skip
-    kv_staging_gb: float = setting(
-        1.0, "pinned host memory through which a GPU's KV travels by shm and tcp; unused on a CPU"
-    )
     drain_grace_seconds: float = setting(30.0, "time that open requests get after SIGTERM")
     metrics_port: int = setting(0, "port for Prometheus and for health checks by HTTP (/readyz); 0: none")
     log_level: str = setting("info", LEVEL_HELP, choices=LEVELS)
@@ -38,5 +35,5 @@ class WorkerConfig(Settings):
     def __post_init__(self) -> None:
         check_cluster_token(self.cluster_token)
         check_not_negative(self, "drain_grace_seconds")
-        check_positive(self, "kv_lease_seconds", "kv_staging_gb")
+        check_positive(self, "kv_lease_seconds")
         self.check_together()

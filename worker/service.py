@@ -24,7 +24,6 @@ from common.process import TRIM_SECONDS, resident, share_one_heap, trim_heap
 from common.version import VERSION
 from common.wings import require_wing
 from engine.config import EngineConfig, GpuConfig
-from kvstore.types import Epoch
 from protos import types_pb2 as pb
 from worker.config import WorkerConfig
 from worker.front.engine_client import EngineClient
@@ -91,8 +90,8 @@ async def _serve(role: str, settings: Start, run_dir: str) -> int:
     try:
         info = pb.WorkerInfo(worker_id=worker.worker_id, role=role, version=VERSION)
         info.MergeFromString(engine.ready.info)
-        kv_service = add_kv_service(server, engine, worker, Epoch(info.epoch))
-        front = WorkerFront(engine, kv_service.leases, info, kv_service.staging)
+        front = WorkerFront(engine, info)
+        kv_service = add_kv_service(server, engine, worker, front)
         if worker.metrics_port:
             require_wing("worker.metrics_port", "--metrics-port")
             from worker.metrics_port.worker_metrics import WorkerMetrics

@@ -7,13 +7,12 @@ reader's digest check covers what is left of the race.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from common.errors import MiniInferError, TransferError
 from common.net.rpc import Context, abort_with
 from kvstore.pool.leases import LeaseTable
-from kvstore.transports.staging import StagingTable
 from kvstore.types import BlockId, Epoch, LeaseId
 from protos import kvstore_pb2, kvstore_pb2_grpc
 
@@ -28,7 +27,7 @@ class KvTransferService(kvstore_pb2_grpc.KvTransferServicer):  # type: ignore[mi
     leases: LeaseTable
     on_renew: Callable[[LeaseId, Epoch, float], None]
     on_release: Callable[[LeaseId, Epoch], None]
-    staging: StagingTable | None = None  # of pools in GPU memory: copies a lease's blocks to shared memory on demand
+    stage: Callable[[LeaseId, int], Awaitable[list[BlockId]]] | None = None  # for pools in GPU memory, see `rows`
     descriptions: Mapping[str, bytes] = field(default_factory=dict)  # of transports, by name
 
     async def Renew(self, request: kvstore_pb2.LeaseRequest, context: Context) -> kvstore_pb2.LeaseReply:
@@ -73,7 +72,7 @@ class KvTransferService(kvstore_pb2_grpc.KvTransferServicer):  # type: ignore[mi
         Raises TransferError when they cannot get there.
         """
         blocks = self.resolve(request, None)
-        return blocks[first:] if self.staging is None else await self.staging.rows(LeaseId(request.lease_id), first)
+        return blocks[first:] if self.stage is None else await self.stage(LeaseId(request.lease_id), first)
 
     def resolve(
         self, request: kvstore_pb2.ReadRequest | kvstore_pb2.StageRequest, positions: Sequence[int] | None

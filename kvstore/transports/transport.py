@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 from kvstore.handle.pool_info import PoolInfo
 from kvstore.transports.host_pull import BlockPull, Blocks
@@ -33,33 +33,19 @@ class Reader(Protocol):
     def close(self) -> None: ...
 
 
-class Device(Protocol):
-    """A local pool in the memory of a device. Block ids name its blocks, row ids those of host memory."""
-
-    def readable(self, blocks: Blocks, pinned: bool) -> Any:
-        """Host memory as `copy_in` takes it. pinned: its pages may be pinned for faster copies."""
-        ...
-
-    def copy_in(self, rows: Any, row_ids: Sequence[int], block_ids: Sequence[BlockId]) -> None:
-        """Copy host rows to blocks, and wait. Raises TransferError."""
-        ...
-
-    def digests(self, block_ids: Sequence[BlockId]) -> list[int]:
-        """Digests of blocks that the host has seen finished. Raises TransferError."""
-        ...
-
-
 class LocalPool(Protocol):
     """The pool of one rank of this worker."""
 
     info: PoolInfo
     host_blocks: Blocks  # what peers read of host memory, [num_rows, block_bytes]: the pool, or rows in front
     socket_path: str  # Unix socket that hands out a descriptor of `host_blocks`
-    device: Device | None  # that holds the pool; None: `host_blocks` are the pool
-    device_fd: int | None  # of the pool in the device's memory, for peers to map; None: there is none
 
     def through_host(self, reader: Reader) -> Reader:
         """A reader into the pool, made of one that fills rows of `host_blocks`."""
+        ...
+
+    def shm_reader(self, leases: LeaseClient) -> Reader:
+        """A reader of peers' host memory into the pool."""
         ...
 
 

@@ -20,7 +20,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
         ("kvstore.transports.lease_client", "CALL_SECONDS"),
         ("kvstore.transports.nixl.reader", "TRANSFER_SECONDS"),
         ("kvstore.transports.shm.reader", "FETCH_SECONDS"),
-        ("kvstore.transports.staging", "STAGE_SECONDS"),
+        ("worker.gpu_hand_off.staging_table", "STAGE_SECONDS"),
         ("kvstore.transports.tcp.reader", "CONNECT_SECONDS"),
         ("kvstore.transports.tcp.service", "FETCH_SECONDS"),
     ):

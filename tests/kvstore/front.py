@@ -6,16 +6,15 @@ from pathlib import Path
 
 from kvstore.handle.handle import PeerLease
 from kvstore.layout import PoolGeometry
-from kvstore.transports.staging import StagingTable
-from tests.kvstore.helpers import GEOMETRY, Front, Owner
+from tests.kvstore.helpers import GEOMETRY, Front, Owner, Stage
 
 
 class Worker(Front):
     """A front with its service."""
 
-    def __init__(self, folder: Path, geometry: PoolGeometry = GEOMETRY, staging: StagingTable | None = None) -> None:
+    def __init__(self, folder: Path, geometry: PoolGeometry = GEOMETRY, stage: Stage | None = None) -> None:
         self.owner = Owner(folder, geometry)
-        super().__init__([self.owner], "secret", staging)
+        super().__init__([self.owner], "secret", stage)
 
     def lease(self, block_ids: list[int], seconds: float = 60.0) -> PeerLease:
         self.adopt(block_ids, seconds)

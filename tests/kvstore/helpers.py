@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -27,13 +27,13 @@ from kvstore.transports.lease_client import LeaseClient
 from kvstore.transports.service import KvTransferService
 from kvstore.transports.shared_memory import blocks_over, create_memfd, map_fd, reopen_read_only
 from kvstore.transports.shm.reader import ShmReader
-from kvstore.transports.staging import StagingTable
 from kvstore.transports.transport import Reader
 from kvstore.types import BlockId, Epoch, LeaseId, WorkerId
 from protos import kvstore_pb2_grpc
 
 GEOMETRY = PoolGeometry(full_attention(2, 2, 8, "float32"), 8, 4, "test-model")  # blocks of 1 KB
 HAS_TCP = has_wing("kvstore.transports.tcp")
+Stage = Callable[[LeaseId, int], Awaitable[list[BlockId]]]  # of KvTransferService
 OTHER_DTYPE = replace(GEOMETRY, layout=full_attention(2, 2, 8, "bfloat16"))
 
 
@@ -78,20 +78,20 @@ class Owner:
 class Front:
     """Pools behind one KvTransfer service. What the engine would be told is written down."""
 
-    def __init__(self, owners: Sequence[Owner], token: str = "", staging: StagingTable | None = None) -> None:
+    def __init__(self, owners: Sequence[Owner], token: str = "", stage: Stage | None = None) -> None:
         self.owners = owners
         self.leases = LeaseTable(owners[0].epoch)
         self.told: list[tuple[str, str]] = []
         self._views: list[Any] = []  # of the pools
         self.server = RpcServer("127.0.0.1", 0, token)
-        self.service = self._service(staging)
+        self.service = self._service(stage)
         adder = kvstore_pb2_grpc.add_KvTransferServicer_to_server
         self.server.add(adder, self.service, "mini_infer.v1.KvTransfer")
 
-    def _service(self, staging: StagingTable | None) -> KvTransferService:
+    def _service(self, stage: Stage | None) -> KvTransferService:
         """One that sends blocks by TCP, with that wing."""
         arguments: dict[str, Any] = {
-            "leases": self.leases, "on_renew": self._renewed, "on_release": self._released, "staging": staging,
+            "leases": self.leases, "on_renew": self._renewed, "on_release": self._released, "stage": stage,
         }  # fmt: skip
         if not HAS_TCP:
             return KvTransferService(**arguments)

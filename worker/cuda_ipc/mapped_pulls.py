@@ -16,7 +16,7 @@ from kvstore.transports.cuda_ipc import cuda_memory
 from kvstore.transports.cuda_ipc.cuda_memory import CudaMemory
 from kvstore.transports.cuda_ipc.reader import RemotePool
 from kvstore.types import BlockId
-from worker.kv.device_pool import DevicePool
+from worker.gpu_hand_off.device_pool import DevicePool
 
 
 class AttachedPool:

@@ -10,7 +10,7 @@ from kvstore.transports.cuda_ipc.reader import NAME, CudaIpcReader
 from kvstore.transports.lease_client import LeaseClient
 from kvstore.transports.transport import LocalPool, OwnWorker, Transport
 from worker.cuda_ipc.mapped_pulls import MappedPulls
-from worker.kv.device_pool import DevicePool
+from worker.gpu_hand_off.rank_pool import DeviceRankPool
 
 
 class CudaIpcTransport(Transport):
@@ -25,12 +25,12 @@ class CudaIpcTransport(Transport):
         self._servers: list[HeldServer] = []
 
     def reader(self, pool: LocalPool, leases: LeaseClient) -> CudaIpcReader | None:
-        if pool.device_fd is None or not isinstance(pool.device, DevicePool):
+        if not isinstance(pool, DeviceRankPool) or pool.device_fd is None:
             return None
         return CudaIpcReader(MappedPulls(pool.device))
 
     def export(self, pool: LocalPool) -> bytes | None:
-        if pool.device_fd is None:
+        if not isinstance(pool, DeviceRankPool) or pool.device_fd is None:
             return None
         path = Path(pool.socket_path).with_suffix(".cuda.sock")
         self._servers.append(HeldServer(path, pool.info, os.dup(pool.device_fd)))

@@ -22,7 +22,7 @@ from kvstore.pool.block_hash import HASH_VERSION
 from protos import types_pb2 as pb
 from worker.engine_process.process import EngineProcess
 from worker.frames import FrameSocket
-from worker.kv.kv_leases import KvLeases, PromptLeases
+from worker.kv.kv_leases import PromptLeases
 from worker.kv.kv_loads import KvLoads
 from worker.kv.kv_puller import KvPuller
 from worker.kv.shared_pool import SharedPoolMemory
@@ -80,7 +80,7 @@ def _start(link: FrameSocket, start: Start, beat: Callable[[], None]) -> EngineP
     puller = KvPuller(memory.clients, memory.leases, link.wake)
     memory.serve()
     handles = HandleWriter(worker.worker_id, memory.shards(start.kv_address), worker.kv_lease_seconds)
-    leases = KvLeases(memory.epoch, memory.ranks, engine.kv.give_back, handles)
+    leases = memory.lease_table(engine.kv.give_back, handles)
     memory.send_leases(leases)
     kind_of_leases = from_wing("worker.progressive_pulls.part_leases:kind_of_leases")
     prompt_leases = (kind_of_leases(worker) if kind_of_leases else PromptLeases)(engine.kv, leases)

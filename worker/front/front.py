@@ -19,7 +19,6 @@ from common.process import Resident
 from engine.request import RequestId
 from kvstore.pool.events import EventLog
 from kvstore.pool.leases import LeaseTable
-from kvstore.transports.staging import StagingTable
 from kvstore.types import BlockKey, Epoch, LeaseId
 from protos import types_pb2 as pb
 from worker.front.drain import Drain
@@ -36,18 +35,12 @@ LOAD_INTERVAL_SECONDS = 0.1  # between reports to a router that has nothing in a
 class WorkerFront:
     """State of one worker that routers can see."""
 
-    def __init__(
-        self,
-        engine: EngineClient,
-        leases: LeaseTable,
-        info: pb.WorkerInfo,
-        staging: StagingTable | None = None,
-    ) -> None:
+    def __init__(self, engine: EngineClient, info: pb.WorkerInfo) -> None:
         self.info = info
-        self._staging = staging
+        self.listeners: list[Callable[[StepReport], None]] = []  # called with each report of the engine process
         self.drain = Drain()
         self._out_of_service = ""  # the reason, while streams are refused
-        self.leases = leases
+        self.leases = LeaseTable(Epoch(info.epoch))  # as of the last report
         self.memory = Resident(), Resident()  # of this process and the engine process, now and then
         self._load: EngineLoad | None = None  # None: the engine process has not reported yet
         self._engine = engine
@@ -55,7 +48,6 @@ class WorkerFront:
         self._sessions: set[Session] = set()
         self._owner: dict[RequestId, tuple[Session, str]] = {}  # the engine's id -> (session, router's id)
         self._names = itertools.count()
-        self.on_report: Callable[[StepReport], None] = lambda report: None  # called with each of the engine process
 
     @property
     def num_open_requests(self) -> int:
@@ -196,7 +188,10 @@ class WorkerFront:
 
     def _apply(self, report: StepReport) -> None:
         self._load = report.load
-        self._mirror_leases(report)
+        for lease in report.granted:
+            self.leases.adopt(lease)
+        for lease_id in report.ended_leases:
+            self.leases.release(lease_id, self.leases.epoch)
         reports: dict[Session, pb.StepReport] = defaultdict(pb.StepReport)
         for offer in report.offers:
             owner = self._owner.get(offer.request_id)
@@ -222,18 +217,8 @@ class WorkerFront:
                 reports[session].failures.append(failure_of(failure, request_id))
                 self._forget(failure.request_id)
         self._send(reports, self._events.append(report.stored, report.removed), time.monotonic())
-        self.on_report(report)
-
-    def _mirror_leases(self, report: StepReport) -> None:
-        for lease in report.granted:
-            self.leases.adopt(lease)
-        for lease_id in report.ended_leases:
-            self.leases.release(lease_id, self.leases.epoch)
-        if self._staging is not None:
-            for lease_id, first, rows in report.staged:
-                self._staging.answer(lease_id, first, rows)
-            for lease_id in report.ended_leases:
-                self._staging.end(lease_id)
+        for listener in self.listeners:
+            listener(report)
 
     def _forget(self, name: RequestId) -> None:
         session, request_id = self._owner.pop(name)

@@ -11,10 +11,7 @@ from collections.abc import AsyncIterator
 from common.errors import MiniInferError
 from common.net.rpc import Context, RpcServer, abort_with
 from common.wings import from_wing
-from kvstore.pool.leases import LeaseTable
 from kvstore.transports.service import KvTransferService
-from kvstore.transports.staging import StagingTable
-from kvstore.types import Epoch
 from protos import decode_pb2, decode_pb2_grpc, kvstore_pb2, kvstore_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from protos import types_pb2 as pb
 from worker.config import WorkerConfig
@@ -63,7 +60,9 @@ def register(role: str, server: RpcServer, front: WorkerFront) -> None:
         server.add(decode_pb2_grpc.add_DecodeServicer_to_server, servicer, name)
 
 
-def add_kv_service(server: RpcServer, engine: EngineClient, worker: WorkerConfig, epoch: Epoch) -> KvTransferService:
+def add_kv_service(
+    server: RpcServer, engine: EngineClient, worker: WorkerConfig, front: WorkerFront
+) -> KvTransferService:  # fmt: skip
     """Serve the engine's leases, which the front keeps current.
 
     Raises ConfigError, UnavailableError, TransferError.
@@ -72,12 +71,15 @@ def add_kv_service(server: RpcServer, engine: EngineClient, worker: WorkerConfig
     sending_service = from_wing("worker.tcp.sender:sending_service")
     service = sending_service(worker, ready.shm_sockets) if sending_service else KvTransferService
     servicer = service(
-        leases=LeaseTable(epoch),
+        leases=front.leases,
         on_renew=lambda *lease: engine.send(Renew(*lease)),
         on_release=lambda *lease: engine.send(Release(*lease)),
-        staging=StagingTable(lambda *part: engine.send(Stage(*part))) if ready.needs_staging else None,
         descriptions=ready.descriptions,
     )
+    if ready.needs_staging:
+        staging = from_wing("worker.gpu_hand_off.staging_table:StagingTable")(lambda *part: engine.send(Stage(*part)))
+        servicer.stage = staging.rows
+        front.listeners.append(staging.apply)
     name = kvstore_pb2.DESCRIPTOR.services_by_name["KvTransfer"].full_name
     server.add(kvstore_pb2_grpc.add_KvTransferServicer_to_server, servicer, name)
     return servicer

@@ -1,8 +1,6 @@
 """Leases that an engine process grants on its blocks, those of prompts first of all.
 
-A lease holds the references on its blocks, wherever they lie; readers get the blocks' digests with it. Blocks in GPU
-memory are copied to rows of shared host memory only when a reader asks for it, which one of the same host's GPUs does
-not.
+A lease holds the references on its blocks, wherever they lie; readers get the blocks' digests with it.
 """
 
 from __future__ import annotations
@@ -47,12 +45,10 @@ class KvLeases:
         release: Callable[[Sequence[BlockId]], None],
         handles: HandleWriter,
     ) -> None:
-        """ranks: of this worker, all in GPU memory or none. release: takes the blocks of leases that have ended."""
+        """release: takes the blocks of leases that have ended."""
         self._table = LeaseTable(epoch)
         self._ranks = ranks
-        self._rows = ranks[0].rows
         self._release_blocks = release
-        self._staged: dict[LeaseId, dict[int, list[BlockId]]] = {}  # rows, by the first position
         self._handles = handles
         self._lock = threading.Lock()  # held while it is decided whether a lease's blocks are kept for a sender
         self._num_holds: Counter[LeaseId] = Counter()
@@ -109,35 +105,22 @@ class KvLeases:
         return [lease.lease_id for lease in expired]
 
     def stage(self, lease_id: LeaseId, first: int) -> list[BlockId] | None:
-        """Rows of the shared memory with the lease's blocks from `first` on; None without room or such a lease."""
+        """Rows of the shared memory with the lease's blocks from `first` on, here the blocks; None: no such lease."""
         lease = self._table.get(lease_id)
-        if lease is None:
-            return None
-        block_ids = lease.block_ids[first:]
-        if self._rows is None:
-            return list(block_ids)
-        staged = self._staged.setdefault(lease_id, {})
-        if first not in staged:
-            rows = self._rows.take(len(block_ids), len(block_ids))
-            if not rows:
-                logger.warning("no staging memory for %d KV blocks: raise --kv-staging-gb", len(block_ids))
-                return None
-            for rank in self._ranks:
-                rank.copy_out(block_ids, rows)
-            staged[first] = rows
-        return staged[first]
+        return None if lease is None else list(lease.block_ids[first:])
+
+    def give_up(self, lease: Lease) -> None:
+        """Give up the blocks of a lease that has ended and that nobody sends."""
+        self._release_blocks(lease.block_ids)
 
     def _end(self, lease: Lease) -> None:
-        """Give up the blocks and rows of a lease that the table has no more, or keep them until nobody sends them."""
+        """Give up a lease that the table has no more, or keep its blocks until nobody sends them."""
         with self._lock:
             is_held = lease.lease_id in self._num_holds
         if is_held:
             self._held_ended.append(lease)
-            return
-        self._release_blocks(lease.block_ids)
-        for rows in self._staged.pop(lease.lease_id, {}).values():
-            assert self._rows is not None
-            self._rows.give_back(rows)
+        else:
+            self.give_up(lease)
 
 
 class PromptLeases:

@@ -9,24 +9,21 @@ from pathlib import Path
 
 from torch import Tensor
 
-from engine.gpu.pinning import pin
-from engine.kv.memory import host_buffer_over, pool_over
+from engine.kv.memory import pool_over
 from kvstore.handle.pool_info import PoolInfo
 from kvstore.pool.digest import digest_rows
 from kvstore.transports.descriptor_server import DescriptorServer
+from kvstore.transports.lease_client import LeaseClient
 from kvstore.transports.shared_memory import blocks_over, create_memfd, map_fd, reopen_read_only
+from kvstore.transports.shm.reader import ShmReader
 from kvstore.transports.transport import LocalPool, Reader
 from kvstore.types import BlockId
-from worker.kv.device_pool import DevicePool
-from worker.kv.pinned_staging import HostRows, StagedReader
 
 
 class RankPool(LocalPool):
     """The pool of one rank on a CPU, in shared memory of this process."""
 
-    device: DevicePool | None = None
-    device_fd: int | None = None
-    rows: HostRows | None = None  # in front of a pool in GPU memory
+    needs_staging = False  # whether peers find leased blocks in the host memory only after they were copied there
 
     def __init__(self, info: PoolInfo, socket_path: str, num_rows: int = 0) -> None:
         """num_rows: of host memory, if they are not the pool itself. Raises ConfigError when there is no memory."""
@@ -47,16 +44,16 @@ class RankPool(LocalPool):
         """Digests of complete blocks."""
         return digest_rows(self.host_blocks, block_ids)
 
-    def copy_out(self, block_ids: Sequence[BlockId], rows: Sequence[int]) -> None:
-        """Copy complete blocks to `rows`, and wait. Only where there are some."""
-        raise NotImplementedError
-
     def fence(self, first: RankPool) -> None:
         """Mark that blocks are about to be given to loads, after the steps that rank 0, `first`, has launched."""
 
     def through_host(self, reader: Reader) -> Reader:
         """See LocalPool."""
         return reader
+
+    def shm_reader(self, leases: LeaseClient) -> Reader:
+        """See LocalPool."""
+        return ShmReader(self.host_blocks, leases)
 
     def serve(self) -> None:
         """Start handing out descriptors. Raises ConfigError when a socket cannot be made."""
@@ -66,34 +63,3 @@ class RankPool(LocalPool):
         if self._server is not None:
             self._server.close()
         os.close(self.fd)
-        if self.device_fd is not None:
-            os.close(self.device_fd)
-
-
-class DeviceRankPool(RankPool):
-    """A rank's pool on a GPU, with staging rows in shared host memory in front of it."""
-
-    device: DevicePool
-    rows: HostRows
-
-    def __init__(self, info: PoolInfo, socket_path: str, kv_pool: Tensor, fd: int | None, rows: HostRows) -> None:
-        """fd: of the device memory, taken over; None: it cannot be shared."""
-        super().__init__(info, socket_path, len(rows))
-        self.device_fd = fd
-        self.device = DevicePool(kv_pool)
-        self.device.digests([BlockId(0)])  # compiles the kernel, which takes 0.1 s, before requests come
-        self.staging = host_buffer_over(self._mapping, *self.host_blocks.shape)  # `host_blocks`, pinned
-        pin(self.staging)
-        self.rows = rows
-
-    def digests(self, block_ids: Sequence[BlockId]) -> list[int]:
-        return self.device.digests(block_ids)
-
-    def copy_out(self, block_ids: Sequence[BlockId], rows: Sequence[int]) -> None:
-        self.device.copy_out(block_ids, self.staging, rows)
-
-    def fence(self, first: RankPool) -> None:
-        self.device.fence(of=None if first is self else first.device)
-
-    def through_host(self, reader: Reader) -> Reader:
-        return StagedReader(reader, self.rows, self.staging, self.device)

@@ -1,31 +1,35 @@
 """The memory of a worker's KV that peers can reach, and how this worker reaches theirs.
 
-On a CPU the pool is a memfd that the front and peers of the host map, read-only. On a GPU the pool is device memory
-that peers' GPUs map, handed out over a socket of its own, and the memfd is a staging area in front of it, for all
-others.
+On a CPU the pool is a memfd that the front and peers of the host map, read-only. On a GPU it is device memory: which
+peers may read it, and how, is known to `worker/gpu_hand_off`; without that it is of this process alone.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from common.errors import ConfigError
+from common.wings import from_wing, has_wing, require_wing
 from engine.kv.memory import PoolMemory, allocate_pool
-from kvstore.handle.handle import HandleShard, ShardAddress
+from kvstore.handle.handle import HandleShard, HandleWriter, ShardAddress
 from kvstore.handle.pool_info import PoolInfo
-from kvstore.layout import WHOLE, PoolGeometry
+from kvstore.layout import PoolGeometry
 from kvstore.pool.digest import check_block_bytes
 from kvstore.pool.leases import new_epoch
 from kvstore.transports.client import KvClient
 from kvstore.transports.lease_client import LeaseClient
 from kvstore.transports.transport import LeaseHolder, OwnWorker, Reader, Transport
-from kvstore.types import WorkerId
+from kvstore.types import BlockId, WorkerId
 from worker.config import WorkerConfig
-from worker.kv.pinned_staging import HostRows
-from worker.kv.rank_pool import DeviceRankPool, RankPool
+from worker.kv.kv_leases import KvLeases
+from worker.kv.rank_pool import RankPool
 from worker.kv.transports import AUTO, load_transports
+
+logger = logging.getLogger("engine")
 
 
 class SharedPoolMemory(PoolMemory):
@@ -35,7 +39,7 @@ class SharedPoolMemory(PoolMemory):
         """Raise ConfigError for a transport that cannot be used here."""
         self.epoch = new_epoch()
         self.agent_socket = config.agent_socket
-        self.shares_device_pools = True
+        self.shares_device_pools = has_wing("worker.gpu_hand_off")
         self.ranks: list[RankPool] = []  # this process's first
         self.clients: list[KvClient] = []  # readers of peers' blocks, one into the pool of each rank
         self.leases = LeaseClient(config.cluster_token)  # of peers
@@ -56,20 +60,22 @@ class SharedPoolMemory(PoolMemory):
     @property
     def needs_staging(self) -> bool:
         """Whether leases name blocks that peers do not find in host memory."""
-        return self.ranks[0].rows is not None
+        return any(rank.needs_staging for rank in self.ranks)
 
     def allocate(self, geometry: PoolGeometry, device: torch.device) -> torch.Tensor:
         """See PoolMemory. Raises ConfigError when the memory is not there."""
         check_block_bytes(geometry.block_bytes)
         if device.type == "cpu":
             return self._add(RankPool(*self._next(geometry))).tensor()
-        staging_bytes = int(self._config.kv_staging_gb * 1e9)
-        num_rows = min(staging_bytes // geometry.block_bytes, geometry.num_blocks)
-        if num_rows == 0:
-            raise ConfigError(f"--kv-staging-gb holds no block of {geometry.block_bytes / 1e9:.3f} GB")
-        kv_pool, fd = self._allocate_on(device, geometry)
-        self._add(DeviceRankPool(*self._next(geometry), kv_pool, fd, HostRows(num_rows)))
-        return kv_pool
+        allocate_on = from_wing("worker.gpu_hand_off.allocation:allocate_on")
+        if allocate_on is None:
+            if self._config.kv_transport != AUTO:
+                require_wing("worker.gpu_hand_off", f"--kv-transport {self._config.kv_transport} on a GPU")
+            logger.warning("KV in GPU memory is not handed over: this installation lacks worker.gpu_hand_off")
+            self.clients.append(KvClient(geometry, {}))  # which finds no transport: prompts are computed here
+            return allocate_pool(geometry, device)
+        for_mapping = any(kind.maps_device_memory for kind in self._wanted)
+        return self._add(allocate_on(device, *self._next(geometry), self._config, for_mapping)).tensor()
 
     def allocate_for_rank(self, geometry: PoolGeometry) -> int:
         """See PoolMemory. Ranks come in their order, after `allocate`."""
@@ -77,12 +83,8 @@ class SharedPoolMemory(PoolMemory):
 
     def adopt_for_rank(self, geometry: PoolGeometry, device: torch.device, fd: int) -> None:
         """See PoolMemory. Ranks come in their order, after `allocate`."""
-        rows = self.ranks[0].rows
-        assert rows is not None, "ranks are all on GPUs, or none"
-        from engine.cuda_ipc.device_memory import pool_of_rank
-
-        kv_pool = pool_of_rank(geometry, device, fd)
-        self._add(DeviceRankPool(*self._next(geometry), kv_pool, fd, rows))
+        adopt_on = from_wing("worker.gpu_hand_off.allocation:adopt_on")
+        self._add(adopt_on(device, *self._next(geometry), fd, self.ranks[0]))
 
     def _add(self, pool: RankPool) -> RankPool:
         """Take the next rank's pool, and open its readers. Raises ConfigError when there is none."""
@@ -118,6 +120,12 @@ class SharedPoolMemory(PoolMemory):
             for rank, addresses in zip(self.ranks, self._addresses, strict=True)
         ]
 
+    def lease_table(self, release: Callable[[Sequence[BlockId]], None], handles: HandleWriter) -> KvLeases:
+        """The leases on blocks of these pools, as `KvLeases` takes its arguments."""
+        kind = from_wing("worker.gpu_hand_off.staged_leases:StagedLeases") if self.needs_staging else KvLeases
+        leases: KvLeases = kind(self.epoch, self.ranks, release, handles)
+        return leases
+
     def fence(self) -> None:
         """Mark that blocks are about to be given to loads, after the steps launched so far. On a CPU these ended."""
         for rank in self.ranks:
@@ -141,12 +149,3 @@ class SharedPoolMemory(PoolMemory):
         self.leases.close()
         while self.ranks:
             self.ranks.pop().close()
-
-    def _allocate_on(self, device: torch.device, geometry: PoolGeometry) -> tuple[torch.Tensor, int | None]:
-        """A zeroed pool, and a descriptor of it where it is possible and wanted that others map it; else None."""
-        if any(kind.maps_device_memory for kind in self._wanted) or geometry.shard != WHOLE:
-            from engine.cuda_ipc.device_memory import pool_for_others
-
-            if (shared := pool_for_others(geometry, device)) is not None:
-                return shared
-        return allocate_pool(geometry, device), None

@@ -50,7 +50,7 @@ class WorkerMetrics:
             metrics.histogram("mini_infer_kv_transfer_seconds", transport=transport)
         for transport in (*info.transports, NO_TRANSPORT):
             metrics.counter("mini_infer_kv_transfer_failures", transport=transport)
-        front.on_report = self.observe
+        front.listeners.append(self.observe)
 
     def observe(self, report: StepReport) -> None:
         for name, counter in self._counters.items():

@@ -22,10 +22,11 @@ from kvstore.handle.copies import HeadCopy
 from kvstore.pool.digest import WORD_BYTES
 from kvstore.transports.nccl.library import nccl_library, poll_until
 from kvstore.transports.nccl.reader import OWNER, Link
-from kvstore.transports.transport import Device
+from kvstore.transports.transport import LocalPool
 from kvstore.types import BlockId
 from worker.cuda_ipc.mapped_pulls import in_words
-from worker.kv.device_pool import DevicePool
+from worker.gpu_hand_off.device_pool import DevicePool
+from worker.gpu_hand_off.rank_pool import DeviceRankPool
 from worker.nccl.link import Connector, DeviceLink, Mark, NcclConnector
 
 # Large, because a message costs some 10 us; not the whole, because the copy of the last one comes after it.
@@ -191,12 +192,12 @@ class NcclPool:
             raise TransferError("the peer has stopped during the transfer")
 
 
-def open_nccl(pool: Device | None) -> NcclPool | None:
+def open_nccl(pool: LocalPool) -> NcclPool | None:
     """NCCL for a pool on a GPU; None for another one, or where there is no library of it."""
-    if not isinstance(pool, DevicePool):
+    if not isinstance(pool, DeviceRankPool):
         return None
     library = nccl_library()
-    return None if library is None else NcclPool(pool, NcclConnector(library, pool.device))
+    return None if library is None else NcclPool(pool.device, NcclConnector(library, pool.device.device))
 
 
 def _in_slots(pieces: Sequence[int]) -> list[BlockId]:

@@ -44,5 +44,5 @@ class NcclTransport(Transport):
 
     def _opened(self, pool: LocalPool) -> NcclPool | None:
         if pool not in self._pools:
-            self._pools[pool] = open_nccl(pool.device)
+            self._pools[pool] = open_nccl(pool)
         return self._pools[pool]

@@ -12,7 +12,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -23,7 +22,7 @@ from kvstore.transports.descriptor_server import fetch_pool
 from kvstore.transports.host_pull import BlockPull, Blocks, pull_parts
 from kvstore.transports.lease_client import LeaseClient
 from kvstore.transports.shared_memory import blocks_over, map_fd
-from kvstore.transports.transport import Device, LocalPool, Reader, Transport
+from kvstore.transports.transport import LocalPool, Reader, Transport
 from kvstore.types import BlockId, Epoch
 
 NAME = "shm"
@@ -51,15 +50,12 @@ class PeerMemory:
 
     info: PoolInfo
     blocks: Blocks  # read-only
-    on_device: Any  # as the device reads it, if there is one
 
 
 class PeerMappings:
     """Memory of peers by (worker, rank, epoch), least recently used first out. Safe to use from several threads."""
 
-    def __init__(self, device: Device | None = None) -> None:
-        """device: which is to read the memory, too."""
-        self._device = device
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._found: OrderedDict[tuple[PoolName, Epoch], PeerMemory] = OrderedDict()
 
@@ -76,7 +72,7 @@ class PeerMappings:
             if known is not None:
                 self._found.move_to_end(key)
         if known is None:
-            known = self._map(shard)  # without the lock: a peer that does not answer must not hold up the others
+            known = self.map(shard)  # without the lock: a peer that does not answer must not hold up the others
             with self._lock:
                 for old in [k for k in self._found if k[0] == key[0]]:
                     del self._found[old]  # an earlier life of the same pool
@@ -86,16 +82,14 @@ class PeerMappings:
         shard.check_offer(known.info)
         return known
 
-    def _map(self, shard: PeerShard) -> PeerMemory:
+    def map(self, shard: PeerShard) -> PeerMemory:
+        """Map what the peer hands out now. Raises TransferError."""
         info, fd = fetch_pool(shard.address_for(NAME), FETCH_SECONDS)
         try:
             shard.check_offer(info)
             geometry = info.geometry
             mapping = map_fd(fd, geometry.pool_bytes, writable=False)
-            blocks = blocks_over(mapping, geometry.num_blocks, geometry.block_bytes)
-            # A peer's pool on a CPU may be too large to be pinned.
-            pinned = shard.address.needs_staging
-            return PeerMemory(info, blocks, self._device and self._device.readable(blocks, pinned))
+            return PeerMemory(info, blocks_over(mapping, geometry.num_blocks, geometry.block_bytes))
         finally:
             os.close(fd)
 
@@ -124,42 +118,13 @@ class ShmReader:
         self._mappings.clear()
 
 
-class DeviceShmReader:
-    """Into a pool in a device's memory: the device copies blocks from the peer's memory by itself.
-
-    A peer whose blocks lie in GPU memory, too, has copied them to pinned rows when it was asked to; here the rows are
-    pinned as well, so both copies run at the bus's speed. Digests are computed on the device, of what has arrived.
-    """
-
-    def __init__(self, device: Device, through_host: Reader, leases: LeaseClient) -> None:
-        """through_host: for shards that are divided otherwise than ours."""
-        self._device = device
-        self._through_host = through_host
-        self._leases = leases
-        self._mappings = PeerMappings(device)
-
-    def pull(self, pull: BlockPull) -> list[list[int]]:
-        part, *others = pull.parts
-        if others or part.copy is not None:
-            return self._through_host.pull(pull)
-        peer = self._mappings.of(part.shard)
-        rows = rows_of_lease(part.shard, pull.positions, len(peer.blocks), self._leases, pull.seconds_left)
-        self._device.copy_in(peer.on_device, rows, pull.local_block_ids)
-        return [self._device.digests(pull.local_block_ids)]
-
-    def close(self) -> None:
-        self._mappings.clear()
-        self._through_host.close()
-
-
 class ShmTransport(Transport):
     """An address is the Unix socket that hands out a descriptor of the memory."""
 
     name = NAME
 
     def reader(self, pool: LocalPool, leases: LeaseClient) -> Reader:
-        reader = pool.through_host(ShmReader(pool.host_blocks, leases))
-        return reader if pool.device is None else DeviceShmReader(pool.device, reader, leases)
+        return pool.shm_reader(leases)
 
     def export(self, pool: LocalPool) -> bytes:
         return pool.socket_path.encode()

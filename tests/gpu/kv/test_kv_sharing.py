@@ -21,7 +21,7 @@ from kvstore.transports.client import KvClient
 from tests.harness.waiting import wait_until
 from tests.kvstore.helpers import handle_to_hex, ids, lease_from_hex, with_shard
 from worker.config import WorkerConfig
-from worker.kv.rank_pool import DeviceRankPool
+from worker.gpu_hand_off.rank_pool import DeviceRankPool
 from worker.kv.shared_pool import SharedPoolMemory
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -36,9 +36,14 @@ def pattern(device: str) -> torch.Tensor:
     return words * 0x9E3779B97F4A7C15
 
 
+def open_memory(name: str, folder: Path) -> SharedPoolMemory:
+    config = WorkerConfig(worker_id=name, run_dir=str(folder), kv_staging_gb=0.064)  # type: ignore[call-arg]
+    return SharedPoolMemory(config)
+
+
 def be_owner(folder: Path, device: str) -> None:
     """The other process: hands out its pool and prints a handle."""
-    memory = SharedPoolMemory(WorkerConfig(worker_id="owner", run_dir=str(folder), kv_staging_gb=0.064))
+    memory = open_memory("owner", folder)
     kv_pool = memory.allocate(GEOMETRY, torch.device(device))
     kv_pool.view(GEOMETRY.num_blocks, -1).view(torch.int64).copy_(pattern(device))
     torch.cuda.synchronize(device)  # digests are of complete blocks, on a stream of their own
@@ -80,7 +85,7 @@ def owner(tmp_path: Path) -> Iterator[OwnerProcess]:
 
 @pytest.fixture
 def mine(tmp_path: Path) -> Iterator[tuple[torch.Tensor, KvClient, SharedPoolMemory]]:
-    memory = SharedPoolMemory(WorkerConfig(worker_id="reader", run_dir=str(tmp_path), kv_staging_gb=0.064))
+    memory = open_memory("reader", tmp_path)
     kv_pool = memory.allocate(GEOMETRY, torch.device("cuda:0"))
     client = memory.clients[0]
     yield kv_pool.view(GEOMETRY.num_blocks, -1).view(torch.int64), client, memory

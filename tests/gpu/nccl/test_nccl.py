@@ -24,7 +24,7 @@ from tests.gpu.kv.test_kv_sharing import GEOMETRY, pattern
 from tests.harness.waiting import wait_until
 from tests.kvstore.helpers import handle_to_hex, lease_from_hex
 from worker.config import WorkerConfig
-from worker.kv.rank_pool import DeviceRankPool
+from worker.gpu_hand_off.rank_pool import DeviceRankPool
 from worker.kv.shared_pool import SharedPoolMemory
 from worker.nccl import pool as nccl_pool
 
@@ -54,7 +54,7 @@ class Holder:
 
 def open_memory(name: str, folder: Path) -> SharedPoolMemory:
     return SharedPoolMemory(
-        WorkerConfig(worker_id=name, run_dir=str(folder), kv_staging_gb=0.064, kv_transport="nccl")
+        WorkerConfig(worker_id=name, run_dir=str(folder), kv_staging_gb=0.064, kv_transport="nccl")  # type: ignore[call-arg]
     )
 
 

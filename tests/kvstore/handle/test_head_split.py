@@ -27,7 +27,7 @@ from kvstore.types import BlockId
 from tests.kvstore.helpers import OTHER_DTYPE, empty_pool, host_client, with_shard
 from tests.kvstore.ranks import BLOCK_SIZE, HEAD_DIM, LATENTS, Ranks, geometry_of, running, shard_of, whole_blocks
 from worker.cuda_ipc.mapped_pulls import AttachedPool, MappedPulls
-from worker.kv.device_pool import DevicePool
+from worker.gpu_hand_off.device_pool import DevicePool
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")  # peers' pools are not
 RANKS = [

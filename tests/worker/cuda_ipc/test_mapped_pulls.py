@@ -14,7 +14,7 @@ from kvstore.transports.cuda_ipc.cuda_memory import CudaMemory
 from tests.kvstore.helpers import ids
 from worker.cuda_ipc import mapped_pulls
 from worker.cuda_ipc.mapped_pulls import AttachedPool, MappedPulls
-from worker.kv.device_pool import DevicePool
+from worker.gpu_hand_off.device_pool import DevicePool
 
 NUM_BLOCKS = 6
 

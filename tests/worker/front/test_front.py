@@ -14,7 +14,6 @@ from common.errors import UnavailableError
 from common.token_ids import pack_ids
 from engine.request import FinishReason, RequestId
 from kvstore.handle.handle import KvHandle
-from kvstore.pool.leases import LeaseTable
 from kvstore.types import BlockKey, Epoch, LeaseId, WorkerId
 from protos import types_pb2 as pb
 from tests.harness.waiting import until
@@ -81,7 +80,7 @@ class Attached:
 
     def __init__(self) -> None:
         self.engine = EngineProcess()
-        self.front = WorkerFront(self.engine, LeaseTable(Epoch(7)), pb.WorkerInfo())  # type: ignore[arg-type]
+        self.front = WorkerFront(self.engine, pb.WorkerInfo(epoch=7))  # type: ignore[arg-type]
         self.commands: asyncio.Queue[pb.Command] = asyncio.Queue()
         self.reports = self.front.attach(self._read())
         self.running = asyncio.create_task(self.front.run())

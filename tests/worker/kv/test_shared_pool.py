@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.errors import ConfigError, TransferError
+from common.errors import ConfigError, TransferError, UnavailableError
 from kvstore.handle.handle import ShardAddress
 from kvstore.layout import PoolGeometry, full_attention
 from kvstore.types import BlockId
 from tests.kvstore.conftest import patience  # noqa: F401 - for all tests of this file
 from tests.kvstore.helpers import GEOMETRY, Owner, with_address
 from worker.config import WorkerConfig
+from worker.kv import shared_pool
 from worker.kv.shared_pool import SharedPoolMemory
 from worker.kv.transports import AUTO, TRANSPORTS, load_transports
 
@@ -79,6 +80,21 @@ def test_only_what_was_asked_for_is_tried(tmp_path: Path) -> None:
         client.close()
         memory.close()
     owner.close()
+
+
+def test_a_pool_in_gpu_memory_is_of_one_process_where_nothing_hands_it_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_pool, "from_wing", lambda path: None)
+    memory = SharedPoolMemory(WorkerConfig(worker_id="gpu", run_dir=str(tmp_path)))
+    assert memory.allocate(GEOMETRY, torch.device("meta")).shape == (GEOMETRY.num_blocks, *GEOMETRY.block_shape)
+    memory.serve()
+    assert (memory.transports, memory.needs_staging, memory.shards("host:1")) == ([], False, [])
+    owner = Owner(tmp_path)
+    with pytest.raises(UnavailableError, match="no transport in common"):
+        memory.clients[0].pull(owner.peer([3]), [0], [BlockId(0)])
+    owner.close()
+    memory.close()
 
 
 def test_blocks_that_are_no_whole_words_are_refused(tmp_path: Path) -> None:

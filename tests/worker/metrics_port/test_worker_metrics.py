@@ -8,8 +8,6 @@ import pytest
 
 from common.metrics import counter, gauge, histogram
 from engine.request import RequestId
-from kvstore.pool.leases import LeaseTable
-from kvstore.types import Epoch
 from protos import types_pb2 as pb
 from worker.front.front import WorkerFront
 from worker.messages import EngineLoad, Pull, StepReport
@@ -19,7 +17,7 @@ INFO = pb.WorkerInfo(model="m", role="decode", worker_id="d", transports=["shm",
 
 
 def make() -> WorkerMetrics:
-    return WorkerMetrics(WorkerFront(None, LeaseTable(Epoch(7)), INFO))  # type: ignore[arg-type]
+    return WorkerMetrics(WorkerFront(None, INFO))  # type: ignore[arg-type]
 
 
 def value(metrics: WorkerMetrics, name: str, *labels: str) -> float:

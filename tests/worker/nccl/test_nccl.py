@@ -52,7 +52,7 @@ from tests.kvstore.helpers import (
     with_shard,
 )
 from tests.worker.nccl.fake_nccl import FakeLink, FakeNccl
-from worker.kv.device_pool import DevicePool
+from worker.gpu_hand_off.device_pool import DevicePool
 from worker.nccl import pool as nccl_pool
 from worker.nccl.pool import NcclPool
 

@@ -16,7 +16,7 @@ from tests.kvstore.conftest import patience  # noqa: F401 - for all tests of thi
 from tests.kvstore.helpers import GEOMETRY
 from tests.worker.kv.test_shared_pool import open_memory
 from tests.worker.nccl.fake_nccl import FakeNccl
-from worker.kv.device_pool import DevicePool
+from worker.gpu_hand_off.device_pool import DevicePool
 from worker.kv.kv_leases import KvLeases
 from worker.nccl import transport as nccl_transport
 from worker.nccl.pool import NcclPool

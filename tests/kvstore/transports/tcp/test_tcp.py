@@ -20,7 +20,6 @@ from kvstore.layout import full_attention
 from kvstore.transports.client import KvClient
 from kvstore.transports.lease_client import LeaseClient
 from kvstore.transports.sockets import has_gone
-from kvstore.transports.staging import StagingTable
 from kvstore.transports.tcp import block_server
 from kvstore.transports.tcp import reader as tcp
 from kvstore.transports.tcp.reader import ticket_for
@@ -29,6 +28,7 @@ from protos import kvstore_pb2, kvstore_pb2_grpc
 from tests.harness.waiting import wait_until
 from tests.kvstore.front import Worker
 from tests.kvstore.helpers import GEOMETRY, Owner, empty_pool, host_client, ids, with_address, with_shard
+from worker.gpu_hand_off.staging_table import StagingTable
 
 BLOCKS = [3, 4, 5, 1]
 BIG = replace(GEOMETRY, layout=full_attention(1500, 2, 8, "float32"), num_blocks=3)  # blocks of 768 KB
@@ -93,7 +93,7 @@ async def test_blocks_in_gpu_memory_are_read_from_the_rows_that_they_were_copied
         asyncio.get_running_loop().call_later(0.01, table.answer, lease_id, first, [6, 2, 3][first:])
 
     table = StagingTable(ask)
-    async with Worker(tmp_path, staging=table) as worker:
+    async with Worker(tmp_path, stage=table.rows) as worker:
         worker.adopt([100, 101, 102])
         rows = worker.owner.peer([6, 2, 3], "lease", worker.server.address)
         peer = with_address(with_shard(rows, block_ids=tuple(ids(100, 101, 102))), needs_staging=True)

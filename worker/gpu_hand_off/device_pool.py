@@ -68,10 +68,7 @@ class CopyLists:
 
 
 class DevicePool:
-    """kv_pool: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim) of any dtype.
-
-    Implements `kvstore.transports.transport.Device`.
-    """
+    """kv_pool: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim) of any dtype."""
 
     def __init__(self, kv_pool: Tensor) -> None:
         self.words = kv_pool.view(kv_pool.shape[0], -1).view(torch.int64)
@@ -113,7 +110,10 @@ class DevicePool:
         return event
 
     def digests(self, block_ids: Sequence[BlockId]) -> list[int]:
-        """See Device; as `kvstore.pool.digest` computes them."""
+        """Digests of blocks that the host has seen finished, as `kvstore.pool.digest` computes them.
+
+        Raises TransferError.
+        """
         if not block_ids:
             return []
         with self.stream(writes_pool=False):
@@ -131,14 +131,17 @@ class DevicePool:
             self.synchronize()
 
     def readable(self, blocks: Blocks, pinned: bool) -> Tensor:
-        """See Device. Until it is pinned, copies go through the driver's buffers."""
+        """Host memory as `copy_in` takes it.
+
+        pinned: its pages may be pinned for faster copies. Until they are, copies go through the driver's buffers.
+        """
         rows = torch.from_numpy(np.asarray(_Readable(blocks)))
         if self._on_gpu and pinned:
             threading.Thread(target=_pin, args=(rows, self.device), daemon=True).start()
         return rows
 
     def copy_in(self, rows: Tensor, row_ids: Sequence[int], block_ids: Sequence[BlockId]) -> None:
-        """See Device."""
+        """Copy host rows to blocks, and wait. Raises TransferError."""
         with self.stream(writes_pool=True):
             blocks = self.words.view(torch.uint8)
             for row, block, count in merged_runs(list(zip(row_ids, block_ids, strict=True))):

@@ -18,7 +18,7 @@ from kvstore.pool.block_pool import BlockPool
 from kvstore.transports.host_pull import BlockPull
 from kvstore.transports.transport import Reader
 from kvstore.types import BlockId
-from worker.kv.device_pool import DevicePool
+from worker.gpu_hand_off.device_pool import DevicePool
 
 ROOM_POLL_SECONDS = 0.005
 PIECE_BYTES = 64 << 20  # other pulls want rows, too

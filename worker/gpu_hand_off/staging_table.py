@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 
 from common.errors import TransferError
 from kvstore.types import BlockId, LeaseId
+from worker.messages import StepReport
 
 STAGE_SECONDS = 10.0
 
 
 class StagingTable:
-    """`ask(lease_id, first)` makes the engine stage a lease from position `first` on; it replies by `answer`."""
+    """`ask(lease_id, first)` makes the engine stage a lease from position `first` on; its reports bring answers."""
 
     def __init__(self, ask: Callable[[LeaseId, int], None]) -> None:
         self._ask = ask
@@ -34,6 +35,13 @@ class StagingTable:
             return (await asyncio.wait_for(asyncio.shield(staged[start]), STAGE_SECONDS))[first - start :]
         except TimeoutError:
             raise TransferError("the worker does not bring the KV blocks to shared memory") from None
+
+    def apply(self, report: StepReport) -> None:
+        """Take the answers, and the ends of leases, of a report of the engine process."""
+        for lease_id, first, rows in report.staged:
+            self.answer(lease_id, first, rows)
+        for lease_id in report.ended_leases:
+            self.end(lease_id)
 
     def answer(self, lease_id: LeaseId, first: int, rows: Sequence[int] | None) -> None:
         """The engine has staged the lease from `first` on; None: it has no room, or no such lease."""

@@ -1,0 +1,41 @@
+"""Where pools in GPU memory come from: this process, or a rank in another one."""
+
+from __future__ import annotations
+
+import torch
+
+from common.errors import ConfigError
+from engine.kv.memory import allocate_pool
+from kvstore.handle.pool_info import PoolInfo
+from kvstore.layout import WHOLE
+from worker.config import WorkerConfig
+from worker.gpu_hand_off.pinned_staging import HostRows
+from worker.gpu_hand_off.rank_pool import DeviceRankPool
+from worker.gpu_hand_off.settings import GpuHandOffSettings
+from worker.kv.rank_pool import RankPool
+
+
+def allocate_on(
+    device: torch.device, info: PoolInfo, socket_path: str, config: WorkerConfig, for_mapping: bool
+) -> DeviceRankPool:
+    """Allocate the pool of this process. for_mapping: so that others can map it. Raises ConfigError."""
+    geometry = info.geometry
+    staging_bytes = int(config.of(GpuHandOffSettings).kv_staging_gb * 1e9)
+    num_rows = min(staging_bytes // geometry.block_bytes, geometry.num_blocks)
+    if num_rows == 0:
+        raise ConfigError(f"--kv-staging-gb holds no block of {geometry.block_bytes / 1e9:.3f} GB")
+    shared = None
+    if for_mapping or geometry.shard != WHOLE:
+        from engine.cuda_ipc.device_memory import pool_for_others
+
+        shared = pool_for_others(geometry, device)
+    kv_pool, fd = shared or (allocate_pool(geometry, device), None)
+    return DeviceRankPool(info, socket_path, kv_pool, fd, HostRows(num_rows))
+
+
+def adopt_on(device: torch.device, info: PoolInfo, socket_path: str, fd: int, first: RankPool) -> DeviceRankPool:
+    """Map the pool that a rank in another process has allocated. first: rank 0's, whose rows are for all ranks."""
+    from engine.cuda_ipc.device_memory import pool_of_rank
+
+    assert isinstance(first, DeviceRankPool), "ranks are all on GPUs, or none"
+    return DeviceRankPool(info, socket_path, pool_of_rank(info.geometry, device, fd), fd, first.rows)

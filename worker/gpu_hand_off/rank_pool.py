@@ -1,0 +1,62 @@
+"""A rank's pool in GPU memory, with rows of shared host memory in front of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from engine.gpu.pinning import pin
+from engine.kv.memory import host_buffer_over
+from kvstore.handle.pool_info import PoolInfo
+from kvstore.transports.lease_client import LeaseClient
+from kvstore.transports.shm.reader import ShmReader
+from kvstore.transports.transport import Reader
+from kvstore.types import BlockId
+from worker.gpu_hand_off.device_pool import DevicePool
+from worker.gpu_hand_off.pinned_staging import HostRows, StagedReader
+from worker.gpu_hand_off.shm_reader import DeviceShmReader
+from worker.kv.rank_pool import RankPool
+
+
+class DeviceRankPool(RankPool):
+    """A pool that peers' GPUs may map, by `fd`; for all others `staging`, in which `rows` says what is free."""
+
+    needs_staging = True
+
+    def __init__(self, info: PoolInfo, socket_path: str, kv_pool: Tensor, fd: int | None, rows: HostRows) -> None:
+        """fd: of the device memory, taken over; None: it cannot be shared."""
+        super().__init__(info, socket_path, len(rows))
+        self.kv_pool = kv_pool
+        self.device_fd = fd
+        self.device = DevicePool(kv_pool)
+        self.device.digests([BlockId(0)])  # compiles the kernel, which takes 0.1 s, before requests come
+        self.staging = host_buffer_over(self._mapping, *self.host_blocks.shape)  # `host_blocks`, pinned
+        pin(self.staging)
+        self.rows = rows
+
+    def tensor(self) -> Tensor:
+        return self.kv_pool
+
+    def digests(self, block_ids: Sequence[BlockId]) -> list[int]:
+        return self.device.digests(block_ids)
+
+    def copy_out(self, block_ids: Sequence[BlockId], rows: Sequence[BlockId]) -> None:
+        """Copy complete blocks to `rows`, and wait."""
+        self.device.copy_out(block_ids, self.staging, rows)
+
+    def fence(self, first: RankPool) -> None:
+        assert isinstance(first, DeviceRankPool)
+        self.device.fence(of=None if first is self else first.device)
+
+    def through_host(self, reader: Reader) -> Reader:
+        return StagedReader(reader, self.rows, self.staging, self.device)
+
+    def shm_reader(self, leases: LeaseClient) -> Reader:
+        return DeviceShmReader(self.device, self.through_host(ShmReader(self.host_blocks, leases)), leases)
+
+    def close(self) -> None:
+        super().close()
+        if self.device_fd is not None:
+            os.close(self.device_fd)

@@ -1,0 +1,53 @@
+"""Leases on blocks in GPU memory, which are copied to rows of shared host memory when a reader asks for that."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from kvstore.handle.handle import HandleWriter
+from kvstore.pool.leases import Lease
+from kvstore.types import BlockId, Epoch, LeaseId
+from worker.gpu_hand_off.rank_pool import DeviceRankPool
+from worker.kv.kv_leases import KvLeases
+from worker.kv.rank_pool import RankPool
+
+logger = logging.getLogger("engine")
+
+
+class StagedLeases(KvLeases):
+    """A reader that maps GPU memory asks for no copies: those of the same host do."""
+
+    def __init__(
+        self,
+        epoch: Epoch,
+        ranks: Sequence[RankPool],
+        release: Callable[[Sequence[BlockId]], None],
+        handles: HandleWriter,
+    ) -> None:
+        super().__init__(epoch, ranks, release, handles)
+        self._pools = [rank for rank in ranks if isinstance(rank, DeviceRankPool)]
+        self._rows = self._pools[0].rows
+        self._staged: dict[LeaseId, dict[int, list[BlockId]]] = {}  # rows, by the first position
+
+    def stage(self, lease_id: LeaseId, first: int) -> list[BlockId] | None:
+        """Copy the lease's blocks from `first` on to rows; None without room or such a lease."""
+        block_ids = super().stage(lease_id, first)
+        if block_ids is None:
+            return None
+        staged = self._staged.setdefault(lease_id, {})
+        if first not in staged:
+            rows = self._rows.take(len(block_ids), len(block_ids))
+            if not rows:
+                logger.warning("no staging memory for %d KV blocks: raise --kv-staging-gb", len(block_ids))
+                return None
+            for pool in self._pools:
+                pool.copy_out(block_ids, rows)
+            staged[first] = rows
+        return staged[first]
+
+    def give_up(self, lease: Lease) -> None:
+        """Give back the rows, too."""
+        super().give_up(lease)
+        for rows in self._staged.pop(lease.lease_id, {}).values():
+            self._rows.give_back(rows)
