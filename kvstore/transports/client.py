@@ -86,10 +86,9 @@ class KvClient:
                 f"worker {lease.worker_id} has {len(shards)} ranks: to read their KV needs "
                 "kvstore.handle.head_split, which this installation lacks"
             )
-        from kvstore.handle.head_split import split_blocks
+        from kvstore.transports.head_parts import head_parts
 
-        split = split_blocks(self._geometry, shards)
-        return [SourcePart(lease.shards[part.rank], part.copy) for part in split]
+        return head_parts(self._geometry, lease.shards)
 
     def close(self) -> None:
         for reader in self._readers.values():

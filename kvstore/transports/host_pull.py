@@ -1,7 +1,6 @@
-"""Copy parts of shards into rows of host memory, for every transport that reads through the host.
+"""What is pulled from a peer, and how it gets into rows of host memory, for every transport that reads through that.
 
-Where shards are equal, blocks go straight to their rows. Where heads or layers are divided otherwise, whole blocks of
-a source are read into a scratch area, and what is wanted is copied from there: a digest is of a whole block.
+Where shards are equal, blocks go straight to their rows; `head_parts.py` is for those that are divided otherwise.
 """
 
 from __future__ import annotations
@@ -15,12 +14,10 @@ import numpy.typing as npt
 
 from kvstore.handle.copies import HeadCopy
 from kvstore.handle.handle import PeerShard
-from kvstore.pool.digest import digest_blocks, digest_rows
+from kvstore.pool.digest import digest_rows
 from kvstore.types import BlockId
 
-SCRATCH_BYTES = 8 << 20
 Blocks = npt.NDArray[np.uint8]  # [num_blocks, block_bytes]
-Block = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +26,15 @@ class SourcePart:
 
     shard: PeerShard
     copy: HeadCopy | None = None
+
+    def pull(self, read: ReadBlocks, pull: BlockPull, blocks: Blocks) -> list[int]:
+        """Copy the part to rows of `blocks`; return the digests of what was read."""
+        read(self.shard, pull.positions, blocks, pull.local_block_ids, pull.seconds_left)
+        return digest_rows(blocks, pull.local_block_ids)
+
+    def put(self, source: Blocks, target: Blocks, rows: Sequence[int]) -> None:
+        """Copy the part of each block of the shard in `source` to a row of `target`."""
+        target[rows] = source
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,37 +58,4 @@ ReadBlocks = Callable[[PeerShard, Sequence[int], Blocks, Sequence[int], float], 
 
 def pull_parts(read: ReadBlocks, pull: BlockPull, blocks: Blocks) -> list[list[int]]:
     """Copy all parts to the rows of `blocks`; return the digests of what was read, by part."""
-    digests: list[list[int]] = []
-    for part in pull.parts:
-        if part.copy is not None:
-            digests.append(_pull_heads(read, part.shard, part.copy, pull, blocks))
-            continue
-        read(part.shard, pull.positions, blocks, pull.local_block_ids, pull.seconds_left)
-        digests.append(digest_rows(blocks, pull.local_block_ids))
-    return digests
-
-
-def _pull_heads(read: ReadBlocks, shard: PeerShard, copy: HeadCopy, pull: BlockPull, blocks: Blocks) -> list[int]:
-    block_bytes = shard.geometry.block_bytes
-    count = max(SCRATCH_BYTES // block_bytes, 1)
-    scratch = np.empty((min(count, len(pull.positions)), block_bytes), dtype=np.uint8)
-    digests: list[int] = []
-    for first in range(0, len(pull.positions), count):
-        some = pull.positions[first : first + count]
-        read(shard, some, scratch, range(len(some)), pull.seconds_left)
-        digests += digest_blocks(scratch[: len(some)])
-        copy_heads(copy, scratch[: len(some)], blocks, pull.local_block_ids[first : first + count])
-    return digests
-
-
-def copy_heads(copy: HeadCopy, source: Blocks, target: Blocks, rows: Sequence[int]) -> None:
-    """Copy from each block of `source` to the block of `target` in the same place of `rows`."""
-    for block, row in zip(source, rows, strict=True):
-        from_ = _ranges(block, copy, copy.source_offset, copy.source_pitch)
-        _ranges(target[row], copy, copy.target_offset, copy.target_pitch)[:] = from_
-
-
-def _ranges(block: Block, copy: HeadCopy, offset: int, pitch: int) -> Block:
-    """The bytes that are copied from or to a block, (height, width), as a view."""
-    first, column = divmod(offset, pitch)
-    return block.reshape(-1, pitch)[first : first + copy.height, column : column + copy.width]
+    return [part.pull(read, pull, blocks) for part in pull.parts]

@@ -20,7 +20,7 @@ from common.errors import TransferError
 from kvstore.handle.copies import runs_of
 from kvstore.handle.handle import PeerShard
 from kvstore.pool.digest import digest_blocks
-from kvstore.transports.host_pull import BlockPull, Blocks, SourcePart, copy_heads
+from kvstore.transports.host_pull import BlockPull, Blocks, SourcePart
 from kvstore.transports.lease_client import LeaseClient
 from kvstore.transports.nixl.agent import NixlAgent, NixlRead, RemoteAgent, Span, agent_name
 from kvstore.transports.shm.reader import rows_of_lease
@@ -113,10 +113,7 @@ class NixlReader:
                 blocks = buffer.memory[index % NUM_HALVES, : count * block_bytes].reshape(count, block_bytes)
                 digests += digest_blocks(blocks)
                 targets = pull.local_block_ids[first : first + count]
-                if part.copy is None:
-                    self._pool[targets] = blocks
-                else:
-                    copy_heads(part.copy, blocks, self._pool, targets)
+                part.put(blocks, self._pool, targets)
         finally:
             with self._lock:
                 self._buffers.append(buffer)

@@ -18,7 +18,7 @@ from engine.windows.layout import windowed_attention
 from kvstore.handle.copies import HeadCopy
 from kvstore.handle.head_split import ShardPart, split_blocks
 from kvstore.layout import PoolGeometry, Shard
-from kvstore.transports import host_pull
+from kvstore.transports import head_parts
 from kvstore.transports.client import KvClient
 from kvstore.transports.cuda_ipc.reader import CudaIpcReader
 from kvstore.transports.host_pull import Blocks
@@ -125,7 +125,7 @@ async def check_pulls(worker: Ranks, transport: str, readers: Sequence[PoolGeome
 async def test_pools_of_other_ranks_arrive(
     tmp_path: Path, transport: str, heads: int, writers: int, readers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_pull, "SCRATCH_BYTES", 2 * geometry_of(heads, Shard()).block_bytes)  # several pieces
+    monkeypatch.setattr(head_parts, "SCRATCH_BYTES", 2 * geometry_of(heads, Shard()).block_bytes)  # several pieces
     async with running(tmp_path, heads, writers) as worker:
         await check_pulls(worker, transport, [geometry_of(heads, Shard(rank, readers)) for rank in range(readers)])
 
@@ -160,7 +160,7 @@ def ranks_of(size: int, stages: Sequence[Shard] = (Shard(),)) -> list[Shard]:
 async def test_pools_of_other_stages_arrive(
     tmp_path: Path, transport: str, writers: list[Shard], readers: list[Shard], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_pull, "SCRATCH_BYTES", 2 * geometry_of(4, Shard()).block_bytes)  # several pieces
+    monkeypatch.setattr(head_parts, "SCRATCH_BYTES", 2 * geometry_of(4, Shard()).block_bytes)  # several pieces
     async with running(tmp_path, 4, 0, writers) as worker:
         await check_pulls(worker, transport, [geometry_of(4, shard) for shard in readers])
 
