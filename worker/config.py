@@ -1,4 +1,7 @@
-"""Settings of a worker process; the engine's own settings are `EngineConfig`, on the same command line."""
+"""Settings of a worker process; the engine's own settings are `EngineConfig`, on the same command line.
+
+Whoever only reads settings needs no torch: the transports are imported when a worker starts.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,16 @@ from dataclasses import dataclass
 from common.config import Settings, check_not_negative, check_positive, setting, with_wings
 from common.logging import FORMAT_HELP, FORMATS, LEVEL_HELP, LEVELS
 from common.net.hosts import check_cluster_token
-from worker.kv.transports import AUTO, TRANSPORTS
+
+AUTO = "auto"
+# What --kv-transport may name, the best first, and where each is found.
+TRANSPORTS = {
+    "cuda_ipc": "worker.cuda_ipc.transport:CudaIpcTransport",
+    "nccl": "worker.nccl.transport:NcclTransport",
+    "shm": "kvstore.transports.shm.reader:ShmTransport",
+    "tcp": "kvstore.transports.tcp.reader:TcpTransport",
+    "nixl": "kvstore.transports.nixl.reader:NixlTransport",
+}
 
 
 @with_wings("worker")

@@ -1,7 +1,7 @@
 """What a transport is: one way to move blocks from a pool of one worker into a pool of another.
 
 A transport is a folder, `kvstore/transports/<name>/` or one of the worker where it needs torch, and a line of
-`worker/kv/transports.py`. Nobody else knows its name; its addresses travel in KV handles as bytes that only it reads.
+`worker/config.py`. Nobody else knows its name; its addresses travel in KV handles as bytes that only it reads.
 """
 
 from __future__ import annotations

@@ -24,12 +24,18 @@ from kvstore.transports.client import KvClient
 from kvstore.transports.lease_client import LeaseClient
 from kvstore.transports.transport import LeaseHolder, OwnWorker, Reader, Transport
 from kvstore.types import BlockId, WorkerId
-from worker.config import WorkerConfig
+from worker.config import AUTO, TRANSPORTS, WorkerConfig
 from worker.kv.kv_leases import KvLeases
 from worker.kv.rank_pool import RankPool
-from worker.kv.transports import AUTO, load_transports
 
 logger = logging.getLogger("engine")
+
+
+def load_transports(wanted: str) -> list[type[Transport]]:
+    """Import those that are here, the best first. Raises ConfigError when `wanted`, if it names one, is not."""
+    if wanted != AUTO:
+        require_wing(TRANSPORTS[wanted].partition(":")[0], f"--kv-transport {wanted}")
+    return [kind for path in TRANSPORTS.values() if (kind := from_wing(path))]
 
 
 class SharedPoolMemory(PoolMemory):

@@ -14,10 +14,9 @@ from kvstore.handle.handle import HandleWriter, KvHandle, open_handle
 from kvstore.pool.block_pool import BlockPool
 from kvstore.types import BlockId
 from tests.kvstore.helpers import GEOMETRY, with_address
-from worker.config import WorkerConfig
+from worker.config import TRANSPORTS, WorkerConfig
 from worker.kv.kv_leases import KvLeases
 from worker.kv.shared_pool import SharedPoolMemory
-from worker.kv.transports import TRANSPORTS
 
 FILE = {"file": "tests.kvstore.transports.file_transport:FileTransport"}
 

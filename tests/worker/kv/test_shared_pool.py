@@ -14,10 +14,9 @@ from kvstore.layout import PoolGeometry, full_attention
 from kvstore.types import BlockId
 from tests.kvstore.conftest import patience  # noqa: F401 - for all tests of this file
 from tests.kvstore.helpers import GEOMETRY, Owner, with_address
-from worker.config import WorkerConfig
+from worker.config import AUTO, TRANSPORTS, WorkerConfig
 from worker.kv import shared_pool
-from worker.kv.shared_pool import SharedPoolMemory
-from worker.kv.transports import AUTO, TRANSPORTS, load_transports
+from worker.kv.shared_pool import SharedPoolMemory, load_transports
 
 CPU = torch.device("cpu")
 
