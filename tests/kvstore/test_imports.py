@@ -18,7 +18,6 @@ with_tier = pytest.mark.wing("kvstore.tier")
     [
         (PURE, {"numpy", "google", "grpc", "msgspec", "torch"}),
         pytest.param(["tier.host_tier"], {"numpy", "google", "grpc", "msgspec", "torch"}, marks=with_tier),
-        (["pool.events"], {"numpy", "grpc", "torch"}),
         (["transports.client", "transports.service"], {"torch", "engine"}),
         pytest.param(["tier.agent", "tier.agent_client", "tier.settings"], {"torch", "engine"}, marks=with_tier),
     ],

@@ -17,14 +17,13 @@ from common.errors import EngineError, InvalidRequestError, MiniInferError, Unav
 from common.logging import RateLimit
 from common.process import Resident
 from engine.request import RequestId
-from kvstore.pool.events import EventLog
 from kvstore.pool.leases import LeaseTable
 from kvstore.types import BlockKey, Epoch, LeaseId
 from protos import types_pb2 as pb
 from worker.front.drain import Drain
 from worker.front.engine_client import EngineClient
 from worker.front.protobuf import failure_of, handle_of, kv_offer, load_report, submit_of, token_delta
-from worker.front.sessions import Session, kv_handles
+from worker.front.sessions import EventLog, Session, kv_handles
 from worker.messages import Abandon, Cancel, EngineLoad, Failure, HandOver, Prefetch, Release, StepReport
 
 logger = logging.getLogger(__name__)

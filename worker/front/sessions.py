@@ -1,11 +1,13 @@
-"""One router's Attach stream: which requests it has open here, and the reports that wait to be sent to it."""
+"""What each router is told: the reports that wait on its Attach stream, and the numbered events of cached blocks."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.request import RequestId
+from kvstore.types import BlockKey
 from protos import types_pb2 as pb
 
 MAX_WAITING_REPORTS = 4096  # a router that is so far behind is gone or broken; its stream ends
@@ -13,7 +15,7 @@ MAX_WAITING_REPORTS = 4096  # a router that is so far behind is gone or broken; 
 
 @dataclass(eq=False)
 class Session:
-    """Reports go out in order; None in the queue ends the stream."""
+    """One router's stream: its open requests, and reports, which go out in order; None in the queue ends it."""
 
     reports: asyncio.Queue[pb.StepReport | None] = field(default_factory=asyncio.Queue)
     names: dict[str, RequestId] = field(default_factory=dict)  # the router's request id -> the engine's
@@ -45,3 +47,32 @@ class Session:
 def kv_handles(report: pb.StepReport) -> list[pb.KvHandle]:
     given = [delta.kv_handle for delta in report.deltas if delta.HasField("kv_handle")]
     return given + [offer.kv_handle for offer in report.kv_offers]
+
+
+class EventLog:
+    """The keys that this worker can serve, for routers' indexes: fed with `BlockPool.take_events()`.
+
+    Numbers are consecutive within one epoch, starting at 1. A snapshot has the number of the last event that it
+    contains, so the next event after it is that number + 1; a reader that sees a gap asks for a new snapshot. The log
+    keeps the current key set, not history: a new reader starts with a snapshot.
+    """
+
+    def __init__(self) -> None:
+        self.sequence = 0  # of the last event
+        self._keys: dict[BlockKey, None] = {}  # oldest first
+
+    def append(self, stored: Sequence[BlockKey], removed: Sequence[BlockKey]) -> list[pb.KvEvent]:
+        """Apply one net change; up to two events, removed first."""
+        for key in removed:
+            self._keys.pop(key, None)
+        self._keys.update(dict.fromkeys(stored))
+        changes = (("removed", removed), ("stored", stored))
+        return [self._numbered(kind, keys) for kind, keys in changes if keys]
+
+    def snapshot(self) -> pb.KvEvent:
+        """The whole set as of the last event."""
+        return pb.KvEvent(sequence=self.sequence, snapshot=pb.BlockKeys(keys=self._keys))
+
+    def _numbered(self, kind: str, keys: Sequence[BlockKey]) -> pb.KvEvent:
+        self.sequence += 1
+        return pb.KvEvent(sequence=self.sequence, **{kind: pb.BlockKeys(keys=keys)})

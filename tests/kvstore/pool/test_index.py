@@ -8,10 +8,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from common.token_ids import pack_ids
 from kvstore.pool.block_hash import block_keys, root_key
-from kvstore.pool.events import EventLog
 from kvstore.pool.index import IndexState, PrefixIndex
 from kvstore.types import BlockKey, WorkerId
 from protos import types_pb2 as pb
+from worker.front.sessions import EventLog
 
 KEYS = block_keys(root_key("model"), pack_ids(range(10)), 1)
 A, B, C = WorkerId("a"), WorkerId("b"), WorkerId("c")
