@@ -34,7 +34,7 @@ from protos import types_pb2 as pb
 from router.routing.rates import WorkerRates
 from router.routing.views import WorkerView
 from router.routing.worker_view import Backlog, worker_view
-from worker.engine_process.engine_figures import engine_load
+from worker.engine_process.figures import engine_load
 
 FINGERPRINT = "simulated"
 TOKEN = 1  # what every step samples

@@ -19,8 +19,7 @@ from common.token_ids import num_ids, unpack_ids
 from engine.assembly import EngineParts
 from engine.request import FinishReason, Request, RequestId, RequestOutput
 from engine.scheduled_step import StepStats
-from worker.engine_process.engine_figures import add_figures
-from worker.engine_process.open_request import OpenRequest
+from worker.engine_process.figures import OpenRequest, add_figures
 from worker.frames import FrameSocket
 from worker.kv.kv_leases import KvLeases, PromptLeases
 from worker.kv.kv_loads import KvLoads

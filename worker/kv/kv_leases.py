@@ -18,7 +18,7 @@ from engine.scheduled_step import PromptChunk
 from kvstore.handle.handle import HandleWriter, KvHandle
 from kvstore.pool.leases import Lease, LeaseTable
 from kvstore.types import BlockId, Epoch, LeaseId
-from worker.engine_process.open_request import OpenRequest
+from worker.engine_process.figures import OpenRequest
 from worker.kv.rank_pool import RankPool
 from worker.messages import KvOffer
 

@@ -15,7 +15,7 @@ from engine.request import RequestId
 from engine.scheduled_step import KvLoad
 from kvstore.handle.handle import KvHandle, PeerLease, open_handle
 from kvstore.types import BlockKey
-from worker.engine_process.open_request import OpenRequest
+from worker.engine_process.figures import OpenRequest
 from worker.kv.kv_puller import KvPuller
 from worker.messages import Pull, StepReport
 

@@ -14,7 +14,7 @@ from engine.scheduled_step import PromptChunk
 from kvstore.pool.leases import Lease
 from kvstore.types import BlockId
 from worker.config import WorkerConfig
-from worker.engine_process.open_request import OpenRequest
+from worker.engine_process.figures import OpenRequest
 from worker.kv.kv_leases import PromptLeases
 from worker.messages import KvOffer
 from worker.progressive_pulls.settings import ProgressivePullSettings

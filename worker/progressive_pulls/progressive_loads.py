@@ -18,7 +18,7 @@ from engine.scheduled_step import KvLoad
 from engine.wings import Figures
 from kvstore.handle.handle import KvHandle, PeerLease
 from kvstore.types import BlockKey, WorkerId
-from worker.engine_process.open_request import OpenRequest
+from worker.engine_process.figures import OpenRequest
 from worker.kv.kv_loads import KvLoads
 from worker.kv.kv_puller import KvPuller
 from worker.messages import Pull, StepReport

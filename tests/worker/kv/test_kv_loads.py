@@ -12,7 +12,7 @@ from engine.scheduled_step import KvLoad
 from kvstore.handle.handle import KvHandle, PeerLease, open_handle
 from kvstore.types import BlockId
 from tests.kvstore.handle.test_handle import GOOD
-from worker.engine_process.open_request import OpenRequest
+from worker.engine_process.figures import OpenRequest
 from worker.kv.kv_loads import KvLoads
 from worker.messages import Pull, StepReport
 

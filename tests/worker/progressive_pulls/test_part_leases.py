@@ -16,7 +16,7 @@ from kvstore.pool.digest import digest_blocks
 from kvstore.pool.leases import new_epoch
 from kvstore.types import BlockId
 from tests.engine.scheduling.engines import BLOCK, assert_quiet, make_engine
-from worker.engine_process.open_request import OpenRequest
+from worker.engine_process.figures import OpenRequest
 from worker.kv.kv_leases import KvLeases, PromptLeases
 from worker.kv.rank_pool import RankPool
 from worker.messages import KvOffer

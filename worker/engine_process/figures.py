@@ -1,0 +1,78 @@
+"""What reports say apart from output: where a request's time went; the engine's load, last step and totals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.assembly import EngineParts
+from engine.engine import Engine
+from engine.request import Request, SchedulerLoad
+from engine.scheduled_step import StepStats
+from worker.messages import EngineLoad, Pull, RequestTimes, StepReport
+
+
+@dataclass(slots=True)
+class OpenRequest:
+    """An open request: its times, which are monotonic, its deadline and its KV pull."""
+
+    request: Request
+    arrived: float
+    deadline: float  # inf: none
+    started: float = 0.0  # its first step or its pull; 0: it still waits
+    reported: bool = False
+    part_digests: list[list[int]] = field(default_factory=list)  # of each rank, of blocks leased while it computes
+    times: RequestTimes = field(default_factory=RequestTimes)
+
+    def start_pull(self, num_tokens: int, now: float) -> None:
+        self.started = now
+        self.times.num_pulled_tokens = num_tokens
+
+    def finish_pull(self, pull: Pull, now: float) -> None:
+        self.times.kv_pull_seconds = now - self.started
+        self.times.transport = pull.transport
+        self.times.kv_pull_failed = not pull.ok
+        if not pull.ok:
+            self.times.num_pulled_tokens = 0
+
+    def take_times(self, now: float) -> RequestTimes | None:
+        """Return how the time to the first delta was spent; None after that."""
+        if self.reported:
+            return None
+        self.reported, times = True, self.times
+        times.queue_seconds = max(self.started - self.arrived, 0.0)
+        times.prefill_seconds = max(now - self.started - times.kv_pull_seconds, 0.0)
+        times.num_cached_tokens = self.request.num_cached_tokens
+        times.num_prefetched_tokens = self.request.num_prefetched_tokens
+        return times
+
+
+def add_figures(report: StepReport, parts: EngineParts, num_leases: int, step: StepStats) -> None:
+    """Fill in the engine's figures. step: the one that has ended since the last report."""
+    load, stats = parts.engine.load(), parts.engine.kv.stats
+    report.load = engine_load(parts.engine, load, step, num_leases)
+    report.preemptions = load.num_preemptions
+    report.prefix_queries, report.prefix_hits = stats.queried_tokens, stats.hit_tokens
+    report.figures = parts.engine.figures()
+
+
+def engine_load(engine: Engine, load: SchedulerLoad, step: StepStats, num_leases: int) -> EngineLoad:
+    pool = engine.kv.pool
+    return EngineLoad(
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        num_swapped=load.num_swapped,
+        num_loading=load.num_loading,
+        num_leases=num_leases,
+        kv_blocks_total=pool.num_blocks,
+        kv_blocks_free=pool.num_free,
+        kv_blocks_cached=pool.num_cached,
+        waiting_prefill_tokens=load.waiting_prefill_tokens,
+        waiting_prefill_pairs=load.waiting_prefill_pairs,
+        context_tokens=load.context_tokens,
+        num_steps=engine.num_steps,
+        step_seconds=step.seconds,
+        step_prefill_tokens=step.num_prefill_tokens,
+        step_decode_tokens=step.num_decode_tokens,
+        step_context_tokens=step.num_context_tokens,
+        step_prompt_pairs=step.num_prompt_pairs,
+    )
