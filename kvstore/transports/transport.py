@@ -1,4 +1,4 @@
-"""What a transport is: one way to move blocks from a pool of one worker into a pool of another.
+"""What a transport is: one way to move blocks from a pool of one worker into a pool of another. And what a pool is.
 
 A transport is a folder, `kvstore/transports/<name>/` or one of the worker where it needs torch, and a line of
 `worker/config.py`. Nobody else knows its name; its addresses travel in KV handles as bytes that only it reads.
@@ -6,13 +6,18 @@ A transport is a folder, `kvstore/transports/<name>/` or one of the worker where
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import ClassVar, Literal, Protocol
 
 from kvstore.handle.pool_info import PoolInfo
+from kvstore.pool.digest import digest_rows
+from kvstore.transports.descriptor_server import DescriptorServer
 from kvstore.transports.host_pull import BlockPull, Blocks
 from kvstore.transports.lease_client import LeaseClient
+from kvstore.transports.shared_memory import blocks_over, create_memfd, map_fd, reopen_read_only
 from kvstore.types import BlockId, Epoch, LeaseId
 
 
@@ -33,20 +38,47 @@ class Reader(Protocol):
     def close(self) -> None: ...
 
 
-class LocalPool(Protocol):
-    """The pool of one rank of this worker."""
+class LocalPool:
+    """The pool of one rank of this worker: host memory of this process that peers of the host map, read-only.
 
-    info: PoolInfo
-    host_blocks: Blocks  # what peers read of host memory, [num_rows, block_bytes]: the pool, or rows in front
-    socket_path: str  # Unix socket that hands out a descriptor of `host_blocks`
+    A pool in GPU memory is one, too, with rows of host memory in front of it.
+    """
+
+    needs_staging = False  # whether `host_blocks` hold leased blocks only after these were copied there
+
+    def __init__(self, info: PoolInfo, socket_path: str, num_rows: int = 0) -> None:
+        """socket_path: hands out a descriptor of the memory. num_rows: of the memory, if it is not the pool itself.
+
+        Raises ConfigError when there is no memory.
+        """
+        self.info = info
+        self.socket_path = socket_path
+        self._host = replace(info, geometry=replace(info.geometry, num_blocks=num_rows or info.geometry.num_blocks))
+        geometry = self._host.geometry
+        self.fd = create_memfd("mini-infer-kv", geometry.pool_bytes)
+        self.mapping = map_fd(self.fd, geometry.pool_bytes, writable=True)
+        self.host_blocks: Blocks = blocks_over(self.mapping, geometry.num_blocks, geometry.block_bytes)
+        self._server: DescriptorServer | None = None
+
+    def digests(self, block_ids: Sequence[BlockId]) -> list[int]:
+        """Digests of complete blocks."""
+        return digest_rows(self.host_blocks, block_ids)
+
+    def fence(self, first: LocalPool) -> None:
+        """Mark that blocks are about to be given to loads, after the steps that rank 0, `first`, has launched."""
 
     def through_host(self, reader: Reader) -> Reader:
         """A reader into the pool, made of one that fills rows of `host_blocks`."""
-        ...
+        return reader
 
-    def shm_reader(self, leases: LeaseClient) -> Reader:
-        """A reader of peers' host memory into the pool."""
-        ...
+    def serve(self) -> None:
+        """Start handing out descriptors. Raises ConfigError when a socket cannot be made."""
+        self._server = DescriptorServer(Path(self.socket_path), self._host, reopen_read_only(self.fd))
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        os.close(self.fd)
 
 
 class LeaseHolder(Protocol):

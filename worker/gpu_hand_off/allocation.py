@@ -8,11 +8,11 @@ from common.errors import ConfigError
 from engine.kv.memory import allocate_pool
 from kvstore.handle.pool_info import PoolInfo
 from kvstore.layout import WHOLE
+from kvstore.transports.transport import LocalPool
 from worker.config import WorkerConfig
 from worker.gpu_hand_off.pinned_staging import HostRows
 from worker.gpu_hand_off.rank_pool import DeviceRankPool
 from worker.gpu_hand_off.settings import GpuHandOffSettings
-from worker.kv.rank_pool import RankPool
 
 
 def allocate_on(
@@ -33,7 +33,7 @@ def allocate_on(
     return DeviceRankPool(info, socket_path, kv_pool, fd, HostRows(num_rows))
 
 
-def adopt_on(device: torch.device, info: PoolInfo, socket_path: str, fd: int, first: RankPool) -> DeviceRankPool:
+def adopt_on(device: torch.device, info: PoolInfo, socket_path: str, fd: int, first: LocalPool) -> DeviceRankPool:
     """Map the pool that a rank in another process has allocated. first: rank 0's, whose rows are for all ranks."""
     from engine.cuda_ipc.device_memory import pool_of_rank
 

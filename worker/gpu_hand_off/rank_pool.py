@@ -10,17 +10,15 @@ from torch import Tensor
 from engine.gpu.pinning import pin
 from engine.kv.memory import host_buffer_over
 from kvstore.handle.pool_info import PoolInfo
-from kvstore.transports.lease_client import LeaseClient
 from kvstore.transports.shm.reader import ShmReader
-from kvstore.transports.transport import Reader
+from kvstore.transports.transport import LocalPool, Reader
 from kvstore.types import BlockId
 from worker.gpu_hand_off.device_pool import DevicePool
 from worker.gpu_hand_off.pinned_staging import HostRows, StagedReader
 from worker.gpu_hand_off.shm_reader import DeviceShmReader
-from worker.kv.rank_pool import RankPool
 
 
-class DeviceRankPool(RankPool):
+class DeviceRankPool(LocalPool):
     """A pool that peers' GPUs may map, by `fd`; for all others `staging`, in which `rows` says what is free."""
 
     needs_staging = True
@@ -32,12 +30,9 @@ class DeviceRankPool(RankPool):
         self.device_fd = fd
         self.device = DevicePool(kv_pool)
         self.device.digests([BlockId(0)])  # compiles the kernel, which takes 0.1 s, before requests come
-        self.staging = host_buffer_over(self._mapping, *self.host_blocks.shape)  # `host_blocks`, pinned
+        self.staging = host_buffer_over(self.mapping, *self.host_blocks.shape)  # `host_blocks`, pinned
         pin(self.staging)
         self.rows = rows
-
-    def tensor(self) -> Tensor:
-        return self.kv_pool
 
     def digests(self, block_ids: Sequence[BlockId]) -> list[int]:
         return self.device.digests(block_ids)
@@ -46,15 +41,13 @@ class DeviceRankPool(RankPool):
         """Copy complete blocks to `rows`, and wait."""
         self.device.copy_out(block_ids, self.staging, rows)
 
-    def fence(self, first: RankPool) -> None:
+    def fence(self, first: LocalPool) -> None:
         assert isinstance(first, DeviceRankPool)
         self.device.fence(of=None if first is self else first.device)
 
     def through_host(self, reader: Reader) -> Reader:
-        return StagedReader(reader, self.rows, self.staging, self.device)
-
-    def shm_reader(self, leases: LeaseClient) -> Reader:
-        return DeviceShmReader(self.device, self.through_host(ShmReader(self.host_blocks, leases)), leases)
+        staged = StagedReader(reader, self.rows, self.staging, self.device)
+        return DeviceShmReader(self.device, staged, reader.leases) if isinstance(reader, ShmReader) else staged
 
     def close(self) -> None:
         super().close()

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 from kvstore.handle.handle import HandleWriter
 from kvstore.pool.leases import Lease
+from kvstore.transports.transport import LocalPool
 from kvstore.types import BlockId, Epoch, LeaseId
 from worker.gpu_hand_off.rank_pool import DeviceRankPool
 from worker.kv.kv_leases import KvLeases
-from worker.kv.rank_pool import RankPool
 
 logger = logging.getLogger("engine")
 
@@ -21,7 +21,7 @@ class StagedLeases(KvLeases):
     def __init__(
         self,
         epoch: Epoch,
-        ranks: Sequence[RankPool],
+        ranks: Sequence[LocalPool],
         release: Callable[[Sequence[BlockId]], None],
         handles: HandleWriter,
     ) -> None:

@@ -17,9 +17,9 @@ from engine.request import RequestId
 from engine.scheduled_step import PromptChunk
 from kvstore.handle.handle import HandleWriter, KvHandle
 from kvstore.pool.leases import Lease, LeaseTable
+from kvstore.transports.transport import LocalPool
 from kvstore.types import BlockId, Epoch, LeaseId
 from worker.engine_process.figures import OpenRequest
-from worker.kv.rank_pool import RankPool
 from worker.messages import KvOffer
 
 logger = logging.getLogger("engine")
@@ -41,7 +41,7 @@ class KvLeases:
     def __init__(
         self,
         epoch: Epoch,
-        ranks: Sequence[RankPool],
+        ranks: Sequence[LocalPool],
         release: Callable[[Sequence[BlockId]], None],
         handles: HandleWriter,
     ) -> None:

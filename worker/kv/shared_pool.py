@@ -14,7 +14,7 @@ import torch
 
 from common.errors import ConfigError
 from common.wings import from_wing, has_wing, require_wing
-from engine.kv.memory import PoolMemory, allocate_pool
+from engine.kv.memory import PoolMemory, allocate_pool, pool_over
 from kvstore.handle.handle import HandleShard, HandleWriter, ShardAddress
 from kvstore.handle.pool_info import PoolInfo
 from kvstore.layout import PoolGeometry
@@ -22,11 +22,10 @@ from kvstore.pool.digest import check_block_bytes
 from kvstore.pool.leases import new_epoch
 from kvstore.transports.client import KvClient
 from kvstore.transports.lease_client import LeaseClient
-from kvstore.transports.transport import LeaseHolder, OwnWorker, Reader, Transport
+from kvstore.transports.transport import LeaseHolder, LocalPool, OwnWorker, Reader, Transport
 from kvstore.types import BlockId, WorkerId
 from worker.config import AUTO, TRANSPORTS, WorkerConfig
 from worker.kv.kv_leases import KvLeases
-from worker.kv.rank_pool import RankPool
 
 logger = logging.getLogger("engine")
 
@@ -46,7 +45,7 @@ class SharedPoolMemory(PoolMemory):
         self.epoch = new_epoch()
         self.agent_socket = config.agent_socket
         self.shares_device_pools = has_wing("worker.gpu_hand_off")
-        self.ranks: list[RankPool] = []  # this process's first
+        self.ranks: list[LocalPool] = []  # this process's first
         self.clients: list[KvClient] = []  # readers of peers' blocks, one into the pool of each rank
         self.leases = LeaseClient(config.cluster_token)  # of peers
         self._config = config
@@ -72,7 +71,7 @@ class SharedPoolMemory(PoolMemory):
         """See PoolMemory. Raises ConfigError when the memory is not there."""
         check_block_bytes(geometry.block_bytes)
         if device.type == "cpu":
-            return self._add(RankPool(*self._next(geometry))).tensor()
+            return pool_over(self._add(LocalPool(*self._next(geometry))).mapping, geometry)
         allocate_on = from_wing("worker.gpu_hand_off.allocation:allocate_on")
         if allocate_on is None:
             if self._config.kv_transport != AUTO:
@@ -81,18 +80,21 @@ class SharedPoolMemory(PoolMemory):
             self.clients.append(KvClient(geometry, {}))  # which finds no transport: prompts are computed here
             return allocate_pool(geometry, device)
         for_mapping = any(kind.maps_device_memory for kind in self._wanted)
-        return self._add(allocate_on(device, *self._next(geometry), self._config, for_mapping)).tensor()
+        pool = allocate_on(device, *self._next(geometry), self._config, for_mapping)
+        self._add(pool)
+        kv_pool: torch.Tensor = pool.kv_pool
+        return kv_pool
 
     def allocate_for_rank(self, geometry: PoolGeometry) -> int:
         """See PoolMemory. Ranks come in their order, after `allocate`."""
-        return self._add(RankPool(*self._next(geometry))).fd
+        return self._add(LocalPool(*self._next(geometry))).fd
 
     def adopt_for_rank(self, geometry: PoolGeometry, device: torch.device, fd: int) -> None:
         """See PoolMemory. Ranks come in their order, after `allocate`."""
         adopt_on = from_wing("worker.gpu_hand_off.allocation:adopt_on")
         self._add(adopt_on(device, *self._next(geometry), fd, self.ranks[0]))
 
-    def _add(self, pool: RankPool) -> RankPool:
+    def _add(self, pool: LocalPool) -> LocalPool:
         """Take the next rank's pool, and open its readers. Raises ConfigError when there is none."""
         self.ranks.append(pool)
         found = {kind.name: self._transports[kind.name].reader(pool, self.leases) for kind in self._wanted}

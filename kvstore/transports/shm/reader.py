@@ -100,7 +100,7 @@ class ShmReader:
     def __init__(self, pool: Blocks, leases: LeaseClient) -> None:
         """`pool` is what is pulled into; `leases` stays the caller's to close."""
         self._pool = pool
-        self._leases = leases
+        self.leases = leases
         self._mappings = PeerMappings()
 
     def pull(self, pull: BlockPull) -> list[list[int]]:
@@ -110,7 +110,7 @@ class ShmReader:
         self, shard: PeerShard, positions: Sequence[int], blocks: Blocks, rows: Sequence[int], deadline_seconds: float
     ) -> None:
         theirs = self._mappings.of(shard).blocks
-        remote_ids = rows_of_lease(shard, positions, len(theirs), self._leases, deadline_seconds)
+        remote_ids = rows_of_lease(shard, positions, len(theirs), self.leases, deadline_seconds)
         for remote, local, count in merged_runs(list(zip(remote_ids, rows, strict=True))):
             np.copyto(blocks[local : local + count], theirs[remote : remote + count])
 
@@ -124,7 +124,7 @@ class ShmTransport(Transport):
     name = NAME
 
     def reader(self, pool: LocalPool, leases: LeaseClient) -> Reader:
-        return pool.shm_reader(leases)
+        return pool.through_host(ShmReader(pool.host_blocks, leases))
 
     def export(self, pool: LocalPool) -> bytes:
         return pool.socket_path.encode()

@@ -13,22 +13,22 @@ from kvstore.handle.handle import HandleShard, HandleWriter, ShardAddress
 from kvstore.handle.pool_info import PoolInfo
 from kvstore.pool.block_pool import BlockPool
 from kvstore.pool.digest import digest_blocks
+from kvstore.transports.transport import LocalPool
 from kvstore.types import Epoch, LeaseId, WorkerId
 from tests.kvstore.helpers import GEOMETRY
 from worker.kv.kv_leases import KvLeases
-from worker.kv.rank_pool import RankPool
 
 EPOCH = Epoch(1)
 
 
-def leases_of(rank: RankPool, pool: BlockPool) -> KvLeases:
+def leases_of(rank: LocalPool, pool: BlockPool) -> KvLeases:
     handles = HandleWriter("w", [HandleShard(GEOMETRY, ShardAddress())], 60.0)
     return KvLeases(EPOCH, [rank], pool.release, handles)
 
 
 def test_blocks_in_host_memory_stay_where_they_are(tmp_path: Path) -> None:
     pool = BlockPool(GEOMETRY.num_blocks)
-    rank = RankPool(PoolInfo(WorkerId("w"), EPOCH, GEOMETRY), str(tmp_path / "a.sock"))
+    rank = LocalPool(PoolInfo(WorkerId("w"), EPOCH, GEOMETRY), str(tmp_path / "a.sock"))
     blocks = rank.host_blocks
     blocks[:] = np.random.default_rng(1).integers(0, 256, blocks.shape, dtype=np.uint8)
     leases = leases_of(rank, pool)
@@ -44,7 +44,7 @@ def test_blocks_in_host_memory_stay_where_they_are(tmp_path: Path) -> None:
 
 def test_blocks_of_a_lease_that_is_being_sent_are_kept_after_its_end(tmp_path: Path) -> None:
     pool = BlockPool(GEOMETRY.num_blocks)
-    rank = RankPool(PoolInfo(WorkerId("w"), EPOCH, GEOMETRY), str(tmp_path / "a.sock"))
+    rank = LocalPool(PoolInfo(WorkerId("w"), EPOCH, GEOMETRY), str(tmp_path / "a.sock"))
     leases = leases_of(rank, pool)
     lease, _ = leases.grant(pool.allocate(2), [[1, 2]], 8, time.monotonic())
     other, _ = leases.grant(pool.allocate(1), [[1]], 4, time.monotonic())

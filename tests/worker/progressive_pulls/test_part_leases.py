@@ -14,11 +14,11 @@ from kvstore.layout import PoolGeometry, full_attention
 from kvstore.pool.block_hash import block_keys, root_key
 from kvstore.pool.digest import digest_blocks
 from kvstore.pool.leases import new_epoch
+from kvstore.transports.transport import LocalPool
 from kvstore.types import BlockId
 from tests.engine.scheduling.engines import BLOCK, assert_quiet, make_engine
 from worker.engine_process.figures import OpenRequest
 from worker.kv.kv_leases import KvLeases, PromptLeases
-from worker.kv.rank_pool import RankPool
 from worker.messages import KvOffer
 from worker.progressive_pulls.part_leases import PartLeases
 
@@ -44,7 +44,7 @@ class PrefillWorker:
         self.engine, _ = make_engine(NUM_BLOCKS, budget=2 * BLOCK)
         self.blocks = np.zeros((NUM_BLOCKS, GEOMETRY.block_bytes), dtype=np.uint8)
         self.write_blocks(seed=0)
-        rank = RankPool.__new__(RankPool)  # without shared memory
+        rank = LocalPool.__new__(LocalPool)  # without shared memory
         rank.host_blocks = self.blocks
         handles = HandleWriter("worker", [HandleShard(GEOMETRY, ShardAddress())], 10.0)
         self.leases = CountingLeases(new_epoch(), [rank], self.engine.kv.give_back, handles)
