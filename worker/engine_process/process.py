@@ -210,9 +210,8 @@ class EngineProcess:
             return
         handle = None
         if output.finish_reason is FinishReason.PREFILLED:
-            exported = self._prompt_leases.lease_prompt(entry, now)
-            self._report.granted.append(exported.lease)
-            handle = exported.handle
+            lease, handle = self._prompt_leases.lease_prompt(entry, now)
+            self._report.granted.append(lease)
         delta = Delta(
             request.request_id, output.new_token_ids, output.finish_reason, output.stop_token_id,
             output.logprobs, output.prompt_logprobs, handle, entry.take_times(now),

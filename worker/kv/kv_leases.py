@@ -10,7 +10,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 from engine.kv.manager import KVManager
 from engine.request import RequestId
@@ -23,13 +22,6 @@ from worker.engine_process.figures import OpenRequest
 from worker.messages import KvOffer
 
 logger = logging.getLogger("engine")
-
-
-class Exported(NamedTuple):
-    """A lease, and the handle for its reader."""
-
-    lease: Lease
-    handle: KvHandle
 
 
 class KvLeases:
@@ -76,10 +68,13 @@ class KvLeases:
 
     def grant(
         self, block_ids: Sequence[BlockId], digests: Sequence[Sequence[int]], num_tokens: int, now: float
-    ) -> Exported:
-        """Lease blocks that hold the KV of `num_tokens`; their references are the lease's from now on."""
+    ) -> tuple[Lease, KvHandle]:
+        """Lease blocks that hold the KV of `num_tokens`; their references are the lease's from now on.
+
+        Also returns the handle for the reader.
+        """
         lease = self._table.grant(block_ids, now, self._handles.lease_seconds)
-        return Exported(lease, self._handles.write(lease, num_tokens, digests))
+        return lease, self._handles.write(lease, num_tokens, digests)
 
     def renew(self, lease_id: LeaseId, epoch: Epoch, now: float, lease_seconds: float) -> None:
         self._table.renew(lease_id, epoch, now, lease_seconds)
@@ -137,7 +132,7 @@ class PromptLeases:
         """Lease what a step's chunks have added to prompts: nothing, before all of a prompt is computed."""
         return ()
 
-    def lease_prompt(self, entry: OpenRequest, now: float) -> Exported:
+    def lease_prompt(self, entry: OpenRequest, now: float) -> tuple[Lease, KvHandle]:
         """Lease the blocks of a request that ended with PREFILLED: the KV of all its tokens but the last.
 
         A step in flight may be computing that one into one block more.

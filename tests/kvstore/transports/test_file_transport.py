@@ -37,7 +37,7 @@ class Worker:
         self.memory.send_leases(self._leases)
 
     def handle(self) -> KvHandle:
-        return self._leases.grant(self.block_ids, self._leases.digests(self.block_ids), 12, time.monotonic()).handle
+        return self._leases.grant(self.block_ids, self._leases.digests(self.block_ids), 12, time.monotonic())[1]
 
     def close(self) -> None:
         self.memory.clients[0].close()

@@ -51,7 +51,7 @@ class Parts:
         self.leases = StagedLeases(EPOCH, [rank], self.pool.release, handles)
 
     def lease(self, num_blocks: int) -> Lease:
-        return self.leases.grant(self.pool.allocate(num_blocks), [[]], 0, time.monotonic()).lease
+        return self.leases.grant(self.pool.allocate(num_blocks), [[]], 0, time.monotonic())[0]
 
     @property
     def num_free_rows(self) -> int:

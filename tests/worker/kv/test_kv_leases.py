@@ -32,7 +32,7 @@ def test_blocks_in_host_memory_stay_where_they_are(tmp_path: Path) -> None:
     blocks = rank.host_blocks
     blocks[:] = np.random.default_rng(1).integers(0, 256, blocks.shape, dtype=np.uint8)
     leases = leases_of(rank, pool)
-    lease = leases.grant(pool.allocate(2), [[]], 0, time.monotonic()).lease
+    lease, _ = leases.grant(pool.allocate(2), [[]], 0, time.monotonic())
     assert leases.digests(lease.block_ids) == [digest_blocks(blocks[list(lease.block_ids)])]
     assert leases.stage(lease.lease_id, 0) == list(lease.block_ids)
     assert leases.stage(lease.lease_id, 1) == list(lease.block_ids[1:])

@@ -68,9 +68,9 @@ class PrefillWorker:
         for output in outcome.outputs:
             entry = self.open.pop(output.request.request_id)
             assert output.finish_reason is FinishReason.PREFILLED
-            exported = self.exports.lease_prompt(entry, 1.0)
+            _, handle = self.exports.lease_prompt(entry, 1.0)
             if output.request is request:
-                whole = exported.handle
+                whole = handle
         leased = self.exports.lease_parts(outcome.prompt_chunks, self.open, 1.0)
         return [offer for _, offer in leased if offer.request_id == request.request_id], whole
 
