@@ -16,7 +16,7 @@ AUTO = "auto"
 TRANSPORTS = {
     "cuda_ipc": "worker.cuda_ipc.transport:CudaIpcTransport",
     "nccl": "worker.nccl.transport:NcclTransport",
-    "shm": "kvstore.transports.shm.reader:ShmTransport",
+    "shm": "kvstore.transports.shm:ShmTransport",
     "tcp": "kvstore.transports.tcp.reader:TcpTransport",
     "nixl": "kvstore.transports.nixl.reader:NixlTransport",
 }

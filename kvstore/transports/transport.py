@@ -1,7 +1,8 @@
 """What a transport is: one way to move blocks from a pool of one worker into a pool of another. And what a pool is.
 
 A transport is a folder, `kvstore/transports/<name>/` or one of the worker where it needs torch, and a line of
-`worker/config.py`. Nobody else knows its name; its addresses travel in KV handles as bytes that only it reads.
+`worker/config.py`; `shm.py` is the one that is always there. Nobody else knows a transport's name; its addresses
+travel in KV handles as bytes that only it reads.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from kvstore.handle.pool_info import PoolInfo
 from kvstore.pool.digest import digest_rows
 from kvstore.transports.descriptor_server import DescriptorServer
 from kvstore.transports.host_pull import BlockPull, Blocks
-from kvstore.transports.lease_client import LeaseClient
+from kvstore.transports.kv_transfer import LeaseClient
 from kvstore.transports.shared_memory import blocks_over, create_memfd, map_fd, reopen_read_only
 from kvstore.types import BlockId, Epoch, LeaseId
 

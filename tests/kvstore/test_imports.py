@@ -18,7 +18,7 @@ with_tier = pytest.mark.wing("kvstore.tier")
     [
         (PURE, {"numpy", "google", "grpc", "msgspec", "torch"}),
         pytest.param(["tier.host_tier"], {"numpy", "google", "grpc", "msgspec", "torch"}, marks=with_tier),
-        (["transports.client", "transports.service"], {"torch", "engine"}),
+        (["transports.client", "transports.kv_transfer"], {"torch", "engine"}),
         pytest.param(["tier.agent", "tier.agent_client", "tier.settings"], {"torch", "engine"}, marks=with_tier),
     ],
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvstore.transports.cuda_ipc.held_server import HeldServer
 from kvstore.transports.cuda_ipc.reader import NAME, CudaIpcReader
-from kvstore.transports.lease_client import LeaseClient
+from kvstore.transports.kv_transfer import LeaseClient
 from kvstore.transports.transport import LocalPool, OwnWorker, Transport
 from worker.cuda_ipc.mapped_pulls import MappedPulls
 from worker.gpu_hand_off.rank_pool import DeviceRankPool

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from common.errors import MiniInferError
 from common.net.rpc import Context, RpcServer, abort_with
 from common.wings import from_wing
-from kvstore.transports.service import KvTransferService
+from kvstore.transports.kv_transfer import KvTransferService
 from protos import decode_pb2, decode_pb2_grpc, kvstore_pb2, kvstore_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from protos import types_pb2 as pb
 from worker.config import WorkerConfig

@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.gpu.pinning import pin
 from engine.kv.memory import host_buffer_over
 from kvstore.handle.pool_info import PoolInfo
-from kvstore.transports.shm.reader import ShmReader
+from kvstore.transports.shm import ShmReader
 from kvstore.transports.transport import LocalPool, Reader
 from kvstore.types import BlockId
 from worker.gpu_hand_off.device_pool import DevicePool

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from kvstore.handle.handle import PeerShard
 from kvstore.transports.host_pull import BlockPull
-from kvstore.transports.lease_client import LeaseClient
-from kvstore.transports.shm.reader import PeerMappings, PeerMemory, rows_of_lease
+from kvstore.transports.kv_transfer import LeaseClient
+from kvstore.transports.shm import PeerMappings, PeerMemory, rows_of_lease
 from kvstore.transports.transport import Reader
 from worker.gpu_hand_off.device_pool import DevicePool
 

@@ -20,7 +20,7 @@ from engine.request import RequestId
 from engine.scheduled_step import KvLoad
 from kvstore.handle.handle import PeerLease
 from kvstore.transports.client import DEFAULT_DEADLINE_SECONDS, KvClient
-from kvstore.transports.lease_client import LeaseClient
+from kvstore.transports.kv_transfer import LeaseClient
 from kvstore.types import LeaseId
 from worker.messages import Pull
 

@@ -21,7 +21,7 @@ from kvstore.layout import PoolGeometry
 from kvstore.pool.digest import check_block_bytes
 from kvstore.pool.leases import new_epoch
 from kvstore.transports.client import KvClient
-from kvstore.transports.lease_client import LeaseClient
+from kvstore.transports.kv_transfer import LeaseClient
 from kvstore.transports.transport import LeaseHolder, LocalPool, OwnWorker, Reader, Transport
 from kvstore.types import BlockId, WorkerId
 from worker.config import AUTO, TRANSPORTS, WorkerConfig

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.transports.lease_client import LeaseClient
+from kvstore.transports.kv_transfer import LeaseClient
 from kvstore.transports.nccl.reader import NAME, NcclReader
 from kvstore.transports.nccl.server import NcclServer
 from kvstore.transports.transport import LeaseHolder, LocalPool, OwnWorker, Transport

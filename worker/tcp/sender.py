@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from kvstore.transports.service import KvTransferService
+from kvstore.transports.kv_transfer import KvTransferService
 from kvstore.transports.tcp.block_server import BlockServer
 from kvstore.transports.tcp.service import PoolView, TcpTransferService
 from worker.config import WorkerConfig

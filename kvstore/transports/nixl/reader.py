@@ -21,9 +21,9 @@ from kvstore.handle.copies import runs_of
 from kvstore.handle.handle import PeerShard
 from kvstore.pool.digest import digest_blocks
 from kvstore.transports.host_pull import BlockPull, Blocks, SourcePart
-from kvstore.transports.lease_client import LeaseClient
+from kvstore.transports.kv_transfer import LeaseClient
 from kvstore.transports.nixl.agent import NixlAgent, NixlRead, RemoteAgent, Span, agent_name
-from kvstore.transports.shm.reader import rows_of_lease
+from kvstore.transports.shm import rows_of_lease
 from kvstore.transports.transport import LocalPool, Reader, Transport
 from kvstore.types import Epoch, WorkerId
 

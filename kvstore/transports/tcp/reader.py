@@ -21,7 +21,7 @@ from common.errors import TransferError
 from kvstore.handle.copies import runs_of
 from kvstore.handle.handle import PeerShard
 from kvstore.transports.host_pull import BlockPull, Blocks, pull_parts
-from kvstore.transports.lease_client import LeaseClient
+from kvstore.transports.kv_transfer import LeaseClient
 from kvstore.transports.sockets import has_gone
 from kvstore.transports.transport import LocalPool, Reader, Transport
 from protos import kvstore_pb2

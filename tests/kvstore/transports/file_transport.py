@@ -14,7 +14,7 @@ import numpy as np
 from common.errors import TransferError
 from kvstore.handle.handle import PeerShard
 from kvstore.transports.host_pull import BlockPull, Blocks, pull_parts
-from kvstore.transports.lease_client import LeaseClient
+from kvstore.transports.kv_transfer import LeaseClient
 from kvstore.transports.transport import LeaseHolder, LocalPool, Reader, Transport
 
 

@@ -12,8 +12,8 @@ import pytest
 from common.errors import HandshakeError, MiniInferError, TransferError
 from kvstore.layout import full_attention
 from kvstore.transports.host_pull import BlockPull, SourcePart
-from kvstore.transports.lease_client import LeaseClient
-from kvstore.transports.shm.reader import ShmReader
+from kvstore.transports.kv_transfer import LeaseClient
+from kvstore.transports.shm import ShmReader
 from kvstore.types import Epoch
 from tests.harness.waiting import wait_until
 from tests.kvstore.helpers import GEOMETRY, OTHER_DTYPE, Owner, empty_pool, host_client, ids, with_address, with_shard

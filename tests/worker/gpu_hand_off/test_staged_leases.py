@@ -19,8 +19,8 @@ from kvstore.pool.digest import digest_blocks
 from kvstore.pool.leases import Lease
 from kvstore.transports.client import KvClient
 from kvstore.transports.host_pull import BlockPull, SourcePart
-from kvstore.transports.lease_client import LeaseClient
-from kvstore.transports.shm.reader import ShmReader
+from kvstore.transports.kv_transfer import LeaseClient
+from kvstore.transports.shm import ShmReader
 from kvstore.types import BlockId, Epoch, LeaseId, WorkerId
 from tests.kvstore.helpers import GEOMETRY, ids, with_shard
 from tests.kvstore.ranks import Ranks, geometry_of, running

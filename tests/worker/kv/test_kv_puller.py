@@ -13,7 +13,7 @@ from engine.request import Request, RequestId, SamplingParams
 from engine.scheduled_step import KvLoad
 from kvstore.handle.handle import PeerLease, PeerShard, ShardAddress
 from kvstore.transports.client import KvClient, PullResult
-from kvstore.transports.lease_client import LeaseClient
+from kvstore.transports.kv_transfer import LeaseClient
 from kvstore.types import BlockId, BlockKey, Epoch, LeaseId, WorkerId
 from tests.kvstore.helpers import GEOMETRY
 from worker.kv.kv_puller import KvPuller

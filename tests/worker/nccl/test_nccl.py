@@ -27,7 +27,7 @@ from kvstore.pool.digest import digest_blocks
 from kvstore.pool.leases import LeaseTable
 from kvstore.transports import client
 from kvstore.transports.client import KvClient
-from kvstore.transports.lease_client import LeaseClient
+from kvstore.transports.kv_transfer import LeaseClient
 from kvstore.transports.nccl import connection as nccl_connection
 from kvstore.transports.nccl import library as nccl_library
 from kvstore.transports.nccl import reader as nccl
@@ -35,7 +35,7 @@ from kvstore.transports.nccl import server as nccl_server
 from kvstore.transports.nccl.connection import Connection
 from kvstore.transports.nccl.reader import NcclReader
 from kvstore.transports.nccl.server import NcclServer
-from kvstore.transports.shm.reader import ShmReader
+from kvstore.transports.shm import ShmReader
 from kvstore.types import BlockId, Epoch, LeaseId, WorkerId
 from tests.harness.forked import fork
 from tests.harness.waiting import wait_until

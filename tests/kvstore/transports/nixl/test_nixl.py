@@ -23,7 +23,7 @@ from kvstore.handle.handle import PeerLease
 from kvstore.layout import PoolGeometry, Shard
 from kvstore.transports.client import KvClient
 from kvstore.transports.host_pull import Blocks
-from kvstore.transports.lease_client import LeaseClient
+from kvstore.transports.kv_transfer import LeaseClient
 from kvstore.transports.nixl import agent as nixl_agent
 from kvstore.transports.nixl import reader as nixl_module
 from kvstore.transports.nixl.agent import NixlAgent, NixlRead, agent_name
@@ -42,7 +42,7 @@ from tests.kvstore.helpers import (
     with_address,
     with_shard,
 )
-from tests.kvstore.transports.test_service import BLOCKS, Worker
+from tests.kvstore.transports.test_kv_transfer import BLOCKS, Worker
 
 pytest.importorskip("nixl_cu13", reason="NIXL has packages for x86_64 alone")
 BLOCK_BYTES = GEOMETRY.block_bytes

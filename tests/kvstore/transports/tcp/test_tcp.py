@@ -18,7 +18,7 @@ from common.errors import HandshakeError, TransferError, UnavailableError
 from common.net.rpc import open_channel, token_metadata
 from kvstore.layout import full_attention
 from kvstore.transports.client import KvClient
-from kvstore.transports.lease_client import LeaseClient
+from kvstore.transports.kv_transfer import LeaseClient
 from kvstore.transports.sockets import has_gone
 from kvstore.transports.tcp import block_server
 from kvstore.transports.tcp import reader as tcp

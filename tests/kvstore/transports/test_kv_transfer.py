@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import TransferError
-from kvstore.transports.lease_client import LeaseClient
+from kvstore.transports.kv_transfer import LeaseClient
 from kvstore.types import Epoch, LeaseId
 from tests.kvstore.front import Worker
 

@@ -1,1 +1,0 @@
-"""Reads of shared memory on the same host."""
