@@ -22,13 +22,13 @@ from common.net.hosts import with_port
 from common.net.rpc import RpcServer
 from common.process import TRIM_SECONDS, resident, share_one_heap, trim_heap
 from common.version import VERSION
-from common.wings import require_wing
+from common.wings import from_wing, require_wing
 from engine.config import EngineConfig, GpuConfig
 from protos import types_pb2 as pb
 from worker.config import WorkerConfig
 from worker.front.engine_client import EngineClient
 from worker.front.front import WorkerFront
-from worker.front.servicer import add_kv_service, register
+from worker.front.servicer import WorkerServicer, add_kv_service, register
 from worker.messages import Start
 
 WATCH_INTERVAL_SECONDS = 0.25
@@ -97,7 +97,8 @@ async def _serve(role: str, settings: Start, run_dir: str) -> int:
             from worker.metrics_port.worker_metrics import WorkerMetrics
 
             WorkerMetrics(front).serve(worker.host, worker.metrics_port, server.is_ready)
-        register(role, server, front)
+        kind_of_servicer = from_wing("worker.drains.servicer:DrainServicer") or WorkerServicer
+        register(role, server, kind_of_servicer(front))
         await server.start()
         await server.set_serving(True)
         logger.info("%s ready on %s in %.1f s", worker.worker_id, server.address, time.monotonic() - began)
@@ -134,7 +135,7 @@ async def _watch(
     running = asyncio.create_task(front.run())
     serving, next_trim = True, 0.0
     while True:
-        interval = DRAIN_INTERVAL_SECONDS if front.drain.is_active else WATCH_INTERVAL_SECONDS
+        interval = DRAIN_INTERVAL_SECONDS if front.is_draining else WATCH_INTERVAL_SECONDS
         await asyncio.wait([running], timeout=interval)
         now = time.monotonic()
         if running.done():
@@ -142,9 +143,9 @@ async def _watch(
             # UnavailableError, by contract; streams are closed already
             logger.error("this worker ends: %s", running.exception())
             return 1
-        if stopping.is_set() and not front.drain.is_final:
+        if stopping.is_set() and front.drain is not None:
             front.drain.start(worker.drain_grace_seconds, now, is_final=True)
-        if front.is_drained:
+        if front.is_drained or (stopping.is_set() and front.drain is None):
             break
         try:
             front.set_trouble(engine.trouble(now))

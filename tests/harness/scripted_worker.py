@@ -26,7 +26,6 @@ from common.token_ids import num_ids, unpack_ids
 from kvstore.pool.block_hash import HASH_VERSION, block_keys, root_key
 from protos import decode_pb2_grpc, prefill_pb2_grpc
 from protos import types_pb2 as pb
-from worker.front.drain import Drain
 
 BLOCK_SIZE = 16
 
@@ -87,7 +86,7 @@ class ScriptedWorker:
         self.releases: list[str] = []
         self.num_tokens = 0
         self.sessions: set[Session] = set()
-        self.drain = Drain()
+        self.is_draining, self.num_drain_changes = False, 0
         self.worker_id = worker_id or role
         self.sequence = 0
         self.keys: set[bytes] = set()
@@ -140,15 +139,19 @@ class ScriptedWorker:
         return pb.WorkerInfo(**self._info)
 
     async def Drain(self, request: pb.DrainRequest, _context: Any) -> pb.DrainReply:
-        self.drain.start(request.grace_seconds, time.monotonic())
+        self._drain(True)
         for session in self.sessions:
             session.reports.put_nowait(pb.StepReport(load=self._load(session)))
         num_open = sum(len(session.running) for session in self.sessions)
-        return pb.DrainReply(num_open_requests=num_open, num_drain_changes=self.drain.num_changes)
+        return pb.DrainReply(num_open_requests=num_open, num_drain_changes=self.num_drain_changes)
 
     async def Undrain(self, request: pb.UndrainRequest, context: Any) -> pb.UndrainReply:
-        self.drain.undo()
-        return pb.UndrainReply(num_drain_changes=self.drain.num_changes)
+        self._drain(False)
+        return pb.UndrainReply(num_drain_changes=self.num_drain_changes)
+
+    def _drain(self, is_draining: bool) -> None:
+        self.is_draining = is_draining
+        self.num_drain_changes += 1
 
     async def Attach(self, commands: AsyncIterator[pb.Command], _context: Any) -> AsyncIterator[pb.StepReport]:
         self.num_streams += 1
@@ -298,7 +301,7 @@ class ScriptedWorker:
     def _load(self, session: Session) -> pb.LoadReport:
         return pb.LoadReport(
             num_running=len(session.running), kv_blocks_total=64, kv_blocks_free=64, num_steps=self.num_tokens,
-            draining=self.drain.is_active, num_drain_changes=self.drain.num_changes,
+            draining=self.is_draining, num_drain_changes=self.num_drain_changes,
         )  # fmt: skip
 
 

@@ -12,19 +12,23 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable
+from typing import TYPE_CHECKING
 
 from common.errors import EngineError, InvalidRequestError, MiniInferError, UnavailableError, traceback_text
 from common.logging import RateLimit
 from common.process import Resident
+from common.wings import call_wing
 from engine.request import RequestId
 from kvstore.pool.leases import LeaseTable
 from kvstore.types import BlockKey, Epoch, LeaseId
 from protos import types_pb2 as pb
-from worker.front.drain import Drain
 from worker.front.engine_client import EngineClient
 from worker.front.protobuf import failure_of, handle_of, kv_offer, load_report, submit_of, token_delta
 from worker.front.sessions import EventLog, Session, kv_handles
 from worker.messages import Abandon, Cancel, EngineLoad, Failure, HandOver, Prefetch, Release, StepReport
+
+if TYPE_CHECKING:
+    from worker.drains.drain import Drain
 
 logger = logging.getLogger(__name__)
 logger.addFilter(RateLimit())
@@ -37,7 +41,7 @@ class WorkerFront:
     def __init__(self, engine: EngineClient, info: pb.WorkerInfo) -> None:
         self.info = info
         self.listeners: list[Callable[[StepReport], None]] = []  # called with each report of the engine process
-        self.drain = Drain()
+        self.drain: Drain | None = call_wing("worker.drains.drain:Drain")
         self._out_of_service = ""  # the reason, while streams are refused
         self.leases = LeaseTable(Epoch(info.epoch))  # as of the last report
         self.memory = Resident(), Resident()  # of this process and the engine process, now and then
@@ -96,10 +100,10 @@ class WorkerFront:
             case "prefetch":
                 offer = command.prefetch
                 handle, keys = handle_of(offer.kv_handle), [*map(BlockKey, offer.block_keys)]
-                self._engine.send(Abandon(handle) if self.drain.is_active else Prefetch(handle, keys))
+                self._engine.send(Abandon(handle) if self.is_draining else Prefetch(handle, keys))
 
     def _submit(self, session: Session, submit: pb.Submit) -> None:
-        if self.drain.is_active:
+        if self.is_draining:
             self._refuse(session, submit.request_id, UnavailableError("this worker is draining"))
             return
         if submit.request_id in session.names:
@@ -146,17 +150,19 @@ class WorkerFront:
     # -- in and out of service -------------------------------------------------------------------------------
 
     @property
+    def is_draining(self) -> bool:
+        return self.drain is not None and self.drain.is_active
+
+    @property
     def is_serving(self) -> bool:
         """Whether new requests are welcome."""
-        return not (self.drain.is_active or self._out_of_service)
+        return not (self.is_draining or self._out_of_service)
 
     @property
     def is_drained(self) -> bool:
         """Whether nothing keeps a draining worker from ending, and nothing is on its way here."""
-        now = time.monotonic()
-        is_known = all(session.num_drain_changes == self.drain.num_changes for session in self._sessions)
         is_idle = not (self.num_open_requests or self.leases)
-        return self.drain.is_over(is_idle and (is_known or self.drain.has_settled(now)), now)
+        return self.drain is not None and self.drain.is_over(self._sessions, is_idle, time.monotonic())
 
     def set_trouble(self, reason: str | None) -> None:
         """Take the worker out of service for `reason`, or put it back with None."""
@@ -244,4 +250,7 @@ class WorkerFront:
             self._send(defaultdict(pb.StepReport), [], time.monotonic())
 
     def _load_report(self) -> pb.LoadReport:
-        return load_report(self._load or EngineLoad(), self.drain, *self.memory)
+        report = load_report(self._load or EngineLoad(), *self.memory)
+        if self.drain is not None:
+            self.drain.tell(report)
+        return report

@@ -19,7 +19,6 @@ from common.process import Resident
 from engine.request import FinishReason, RequestId, SamplingParams
 from kvstore.handle.handle import KvHandle
 from protos import types_pb2 as pb
-from worker.front.drain import Drain
 from worker.messages import Delta, EngineLoad, Failure, KvOffer, Submit
 
 FINISH_REASONS = {
@@ -121,12 +120,10 @@ def failure_of(failure: Failure, request_id: str) -> pb.Failure:
     )
 
 
-def load_report(load: EngineLoad, drain: Drain, front: Resident, engine: Resident) -> pb.LoadReport:
+def load_report(load: EngineLoad, front: Resident, engine: Resident) -> pb.LoadReport:
     """front, engine: memory of the worker's two processes."""
     return pb.LoadReport(
         **struct_fields(load),
-        draining=drain.is_active,
-        num_drain_changes=drain.num_changes,
         front_private_bytes=front.private_bytes,
         engine_private_bytes=engine.private_bytes,
         engine_shared_bytes=engine.shared_bytes,

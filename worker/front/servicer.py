@@ -5,7 +5,6 @@ Thin: everything happens in the front and its engine process.
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator
 
 from common.errors import MiniInferError
@@ -20,8 +19,11 @@ from worker.front.front import WorkerFront
 from worker.messages import Release, Renew, Stage
 
 
-class WorkerServicer:
-    """Methods of both services. A worker of either role computes prompts and generates, as each Submit says."""
+class WorkerServicer(prefill_pb2_grpc.PrefillServicer):  # type: ignore[misc]
+    """Methods of both services, which have the same ones; those of absent wings are not implemented.
+
+    A worker of either role computes prompts and generates, as each Submit says.
+    """
 
     def __init__(self, front: WorkerFront) -> None:
         self._front = front
@@ -36,22 +38,9 @@ class WorkerServicer:
         except MiniInferError as error:
             await abort_with(context, error)
 
-    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainReply:
-        drain = self._front.drain
-        drain.start(request.grace_seconds, time.monotonic())
-        return pb.DrainReply(num_open_requests=self._front.num_open_requests, num_drain_changes=drain.num_changes)
 
-    async def Undrain(self, request: pb.UndrainRequest, context: Context) -> pb.UndrainReply:
-        try:
-            self._front.drain.undo()
-        except MiniInferError as error:
-            await abort_with(context, error)
-        return pb.UndrainReply(num_drain_changes=self._front.drain.num_changes)
-
-
-def register(role: str, server: RpcServer, front: WorkerFront) -> None:
+def register(role: str, server: RpcServer, servicer: WorkerServicer) -> None:
     """Add the service of `role` to the server."""
-    servicer = WorkerServicer(front)
     if role == "prefill":
         name = prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name
         server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, servicer, name)

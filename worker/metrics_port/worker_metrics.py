@@ -65,7 +65,7 @@ class WorkerMetrics:
         for state, count in zip(BLOCK_STATES, (free, cached, total - free - cached), strict=True):
             self._blocks[state].set(count)
         self._usage.set((total - free - cached) / total)
-        self._draining.set(self._front.drain.is_active)
+        self._draining.set(self._front.is_draining)
         if load.step_seconds:
             self._observe_step(load)
         for name, values in report.figures.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict
 from typing import Any
@@ -18,7 +17,6 @@ from kvstore.types import BlockKey, Epoch, LeaseId, WorkerId
 from protos import types_pb2 as pb
 from tests.harness.waiting import until
 from worker.front import front, sessions
-from worker.front.drain import Drain
 from worker.front.front import WorkerFront
 from worker.messages import (
     Abandon,
@@ -133,9 +131,6 @@ async def test_an_offer_goes_to_its_router_and_from_there_to_the_engine(attached
     assert offer == pb.KvOffer(request_id="r", kv_handle=PROTO_HANDLE, block_keys=[b"key"])
     attached.command(prefetch=offer)
     await attached.engine.until_sent(Prefetch(HANDLE, [BlockKey(b"key")]))
-    attached.front.drain.start(60.0, time.monotonic())
-    attached.command(prefetch=offer)
-    await attached.engine.until_sent(Prefetch(HANDLE, [BlockKey(b"key")]), Abandon(HANDLE))
 
 
 async def test_kv_in_a_report_that_was_not_sent_is_released(attached: Attached) -> None:
@@ -189,22 +184,3 @@ async def test_a_router_whose_command_meets_a_bug_loses_its_stream(
     await anext(attached.reports)  # the snapshot
     with pytest.raises(UnavailableError, match="could not be carried out"):
         await asyncio.wait_for(anext(attached.reports), 10)
-
-
-async def test_a_drained_worker_ends_when_routers_know_of_it(attached: Attached) -> None:
-    """What they have sent before is then here: a request that comes with the end would have to move."""
-    await anext(attached.reports)  # the snapshot
-    drain = attached.front.drain
-    drain.start(60.0, time.monotonic())
-    attached.command(drain_noted=pb.DrainNoted(num_drain_changes=drain.num_changes - 1))  # of an earlier one
-    await asyncio.sleep(0.1)
-    assert not attached.front.is_drained
-    attached.command(drain_noted=pb.DrainNoted(num_drain_changes=drain.num_changes))
-    await until(lambda: attached.front.is_drained)
-
-
-def test_a_router_that_does_not_say_that_it_knows_is_not_waited_for() -> None:
-    drain = Drain()
-    drain.start(60.0, 100.0)
-    assert not drain.has_settled(101.0)
-    assert drain.has_settled(102.0)

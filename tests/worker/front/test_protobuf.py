@@ -25,7 +25,6 @@ from protos import types_pb2 as pb
 from router.features import COMPLETION_BODY
 from router.workers.model_workers import ModelLimits
 from worker.engine_process.process import REQUEST_FIELDS
-from worker.front.drain import Drain
 from worker.front.protobuf import FAILURE_CODES, failure_of, load_report, sampling_params, submit_of, token_delta
 from worker.messages import Delta, EngineLoad, Failure, RequestTimes, Submit
 
@@ -133,12 +132,9 @@ def test_structs_that_become_messages_have_their_names(struct: Any, message: Any
 
 
 def test_a_load_report() -> None:
-    drain = Drain()
-    drain.start(grace_seconds=1.0, now=0.0)
-    load = load_report(EngineLoad(num_running=3, step_seconds=0.5), drain, Resident(1, 2), Resident(3, 4))
+    load = load_report(EngineLoad(num_running=3, step_seconds=0.5), Resident(1, 2), Resident(3, 4))
     assert load == pb.LoadReport(
-        num_running=3, step_seconds=0.5, draining=True, num_drain_changes=1, front_private_bytes=1,
-        engine_private_bytes=3, engine_shared_bytes=4,
+        num_running=3, step_seconds=0.5, front_private_bytes=1, engine_private_bytes=3, engine_shared_bytes=4,
     )  # fmt: skip
 
 

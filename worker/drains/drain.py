@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 from common.errors import UnavailableError
+from protos import types_pb2 as pb
+from worker.front.sessions import Session
 
 logger = logging.getLogger(__name__)
 SETTLE_SECONDS = 2.0  # in which routers hear of a drain, if they hear anything
@@ -35,10 +38,15 @@ class Drain:
         self.is_active = False
         self.num_changes += 1
 
-    def has_settled(self, now: float) -> bool:
-        """Whether routers have had the time to hear of it."""
-        return now >= self._began + SETTLE_SECONDS
+    def is_over(self, sessions: Iterable[Session], is_idle: bool, now: float) -> bool:
+        """Whether a draining worker has nothing left to finish and nothing on its way to it, or no time left for it.
 
-    def is_over(self, is_idle: bool, now: float) -> bool:
-        """Whether a draining worker has nothing left to finish, or no time left for it."""
-        return self.is_active and (is_idle or now >= self._deadline)
+        Something may be on its way from a router that does not know of the drain, and has had no time to hear of it.
+        """
+        is_known = all(session.num_drain_changes == self.num_changes for session in sessions)
+        has_settled = is_known or now >= self._began + SETTLE_SECONDS
+        return self.is_active and ((is_idle and has_settled) or now >= self._deadline)
+
+    def tell(self, load: pb.LoadReport) -> None:
+        """Add it to what routers are told."""
+        load.draining, load.num_drain_changes = self.is_active, self.num_changes
