@@ -21,8 +21,7 @@ from common.wings import has_wing
 from kvstore.handle.handle import PeerLease, PeerShard
 from kvstore.handle.pool_info import check_compatible
 from kvstore.layout import PoolGeometry
-from kvstore.transports.host_pull import BlockPull, SourcePart
-from kvstore.transports.transport import Reader
+from kvstore.transports.transport import BlockPull, Reader, SourcePart
 from kvstore.types import BlockId, Epoch, WorkerId
 
 logger = logging.getLogger(__name__)

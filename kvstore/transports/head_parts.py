@@ -16,7 +16,7 @@ from kvstore.handle.handle import PeerShard
 from kvstore.handle.head_split import split_blocks
 from kvstore.layout import PoolGeometry
 from kvstore.pool.digest import digest_blocks
-from kvstore.transports.host_pull import BlockPull, Blocks, ReadBlocks, SourcePart
+from kvstore.transports.transport import BlockPull, Blocks, ReadBlocks, SourcePart
 
 SCRATCH_BYTES = 8 << 20
 

@@ -19,10 +19,9 @@ from kvstore.handle.copies import merged_runs
 from kvstore.handle.handle import PeerShard, PoolName
 from kvstore.handle.pool_info import PoolInfo, rows_at
 from kvstore.transports.descriptor_server import fetch_pool
-from kvstore.transports.host_pull import BlockPull, Blocks, pull_parts
 from kvstore.transports.kv_transfer import LeaseClient
 from kvstore.transports.shared_memory import blocks_over, map_fd
-from kvstore.transports.transport import LocalPool, Reader, Transport
+from kvstore.transports.transport import BlockPull, Blocks, LocalPool, Reader, Transport, pull_parts
 from kvstore.types import BlockId, Epoch
 
 NAME = "shm"

@@ -1,4 +1,7 @@
-"""What a transport is: one way to move blocks from a pool of one worker into a pool of another. And what a pool is.
+"""What a transport is: one way to move blocks from a pool of one worker into a pool of another.
+
+A pull goes from parts of a lease's shards (`SourcePart`) to blocks of a pool (`LocalPool`). Where shards are equal,
+blocks go straight to their rows; `head_parts.py` is for those that are divided otherwise.
 
 A transport is a folder, `kvstore/transports/<name>/` or one of the worker where it needs torch, and a line of
 `worker/config.py`; `shm.py` is the one that is always there. Nobody else knows a transport's name; its addresses
@@ -8,18 +11,66 @@ travel in KV handles as bytes that only it reads.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.handle.copies import HeadCopy
+from kvstore.handle.handle import PeerShard
 from kvstore.handle.pool_info import PoolInfo
 from kvstore.pool.digest import digest_rows
 from kvstore.transports.descriptor_server import DescriptorServer
-from kvstore.transports.host_pull import BlockPull, Blocks
 from kvstore.transports.kv_transfer import LeaseClient
 from kvstore.transports.shared_memory import blocks_over, create_memfd, map_fd, reopen_read_only
 from kvstore.types import BlockId, Epoch, LeaseId
+
+Blocks = npt.NDArray[np.uint8]  # [num_blocks, block_bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class SourcePart:
+    """Part of every block of one of a lease's shards; without `copy` the whole block, unchanged."""
+
+    shard: PeerShard
+    copy: HeadCopy | None = None
+
+    def pull(self, read: ReadBlocks, pull: BlockPull, blocks: Blocks) -> list[int]:
+        """Copy the part to rows of `blocks`; return the digests of what was read."""
+        read(self.shard, pull.positions, blocks, pull.local_block_ids, pull.seconds_left)
+        return digest_rows(blocks, pull.local_block_ids)
+
+    def put(self, source: Blocks, target: Blocks, rows: Sequence[int]) -> None:
+        """Copy the part of each block of the shard in `source` to a row of `target`."""
+        target[rows] = source
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPull:
+    """Copy all parts of a lease's blocks at `positions` to `local_block_ids`, until `deadline` (time.monotonic)."""
+
+    parts: Sequence[SourcePart]
+    positions: Sequence[int]
+    local_block_ids: Sequence[BlockId]
+    deadline: float
+
+    @property
+    def seconds_left(self) -> float:
+        return max(self.deadline - time.monotonic(), 0.0)
+
+
+# (shard, positions, blocks, rows, seconds): copies the shard's blocks at `positions`, as they are, to those rows of
+# `blocks`, within so many seconds. Raises TransferError.
+ReadBlocks = Callable[[PeerShard, Sequence[int], Blocks, Sequence[int], float], None]
+
+
+def pull_parts(read: ReadBlocks, pull: BlockPull, blocks: Blocks) -> list[list[int]]:
+    """Copy all parts to the rows of `blocks`; return the digests of what was read, by part."""
+    return [part.pull(read, pull, blocks) for part in pull.parts]
 
 
 class Reader(Protocol):
@@ -58,7 +109,7 @@ class LocalPool:
         geometry = self._host.geometry
         self.fd = create_memfd("mini-infer-kv", geometry.pool_bytes)
         self.mapping = map_fd(self.fd, geometry.pool_bytes, writable=True)
-        self.host_blocks: Blocks = blocks_over(self.mapping, geometry.num_blocks, geometry.block_bytes)
+        self.host_blocks = blocks_over(self.mapping, geometry.num_blocks, geometry.block_bytes)
         self._server: DescriptorServer | None = None
 
     def digests(self, block_ids: Sequence[BlockId]) -> list[int]:

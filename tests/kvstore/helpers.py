@@ -22,11 +22,10 @@ from kvstore.pool.digest import digest_blocks
 from kvstore.pool.leases import Lease, LeaseTable, new_epoch
 from kvstore.transports.client import KvClient
 from kvstore.transports.descriptor_server import DescriptorServer
-from kvstore.transports.host_pull import BlockPull, Blocks, SourcePart
 from kvstore.transports.kv_transfer import KvTransferService, LeaseClient
 from kvstore.transports.shared_memory import blocks_over, create_memfd, map_fd, reopen_read_only
 from kvstore.transports.shm import ShmReader
-from kvstore.transports.transport import Reader
+from kvstore.transports.transport import BlockPull, Blocks, Reader, SourcePart
 from kvstore.types import BlockId, Epoch, LeaseId, WorkerId
 from protos import kvstore_pb2_grpc
 

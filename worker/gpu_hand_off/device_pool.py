@@ -25,7 +25,7 @@ from common.errors import ConfigError, TransferError
 from engine.gpu.pinning import pin
 from kvstore.handle.copies import merged_runs
 from kvstore.pool.digest import WORD_BYTES, digest_weights
-from kvstore.transports.host_pull import Blocks
+from kvstore.transports.transport import Blocks
 from kvstore.types import BlockId
 
 logger = logging.getLogger("engine")

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from common.errors import TransferError
 from kvstore.pool.block_pool import BlockPool
-from kvstore.transports.host_pull import BlockPull
-from kvstore.transports.transport import Reader
+from kvstore.transports.transport import BlockPull, Reader
 from kvstore.types import BlockId
 from worker.gpu_hand_off.device_pool import DevicePool
 

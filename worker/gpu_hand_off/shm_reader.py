@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvstore.handle.handle import PeerShard
-from kvstore.transports.host_pull import BlockPull
 from kvstore.transports.kv_transfer import LeaseClient
 from kvstore.transports.shm import PeerMappings, PeerMemory, rows_of_lease
-from kvstore.transports.transport import Reader
+from kvstore.transports.transport import BlockPull, Reader
 from worker.gpu_hand_off.device_pool import DevicePool
 
 

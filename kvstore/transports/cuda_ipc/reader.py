@@ -24,7 +24,7 @@ from kvstore.handle.copies import HeadCopy
 from kvstore.handle.handle import PeerShard, PoolName
 from kvstore.handle.pool_info import PoolInfo, rows_at
 from kvstore.transports.cuda_ipc.held_server import fetch_held
-from kvstore.transports.host_pull import BlockPull, SourcePart
+from kvstore.transports.transport import BlockPull, SourcePart
 from kvstore.types import BlockId
 
 logger = logging.getLogger(__name__)

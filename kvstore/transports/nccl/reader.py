@@ -24,8 +24,8 @@ from typing import Protocol
 from common.errors import TransferError, UnavailableError
 from kvstore.handle.copies import HeadCopy
 from kvstore.handle.handle import PeerShard, PoolName
-from kvstore.transports.host_pull import BlockPull, SourcePart
 from kvstore.transports.nccl.connection import REPLY_SECONDS, Connection, RefusedError
+from kvstore.transports.transport import BlockPull, SourcePart
 from kvstore.types import BlockId, Epoch
 
 logger = logging.getLogger(__name__)

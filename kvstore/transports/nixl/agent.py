@@ -21,7 +21,7 @@ import msgspec
 
 from common.errors import ConfigError, HandshakeError, TransferError
 from kvstore.handle.pool_info import MAX_TEXT
-from kvstore.transports.host_pull import Blocks
+from kvstore.transports.transport import Blocks
 
 PACKAGES = ("nixl_cu13", "nixl_cu12")
 BACKEND = "UCX"

@@ -21,8 +21,8 @@ from kvstore.layout import PoolGeometry, Shard
 from kvstore.transports import head_parts
 from kvstore.transports.client import KvClient
 from kvstore.transports.cuda_ipc.reader import CudaIpcReader
-from kvstore.transports.host_pull import Blocks
 from kvstore.transports.shared_memory import blocks_over, map_fd
+from kvstore.transports.transport import Blocks
 from kvstore.types import BlockId
 from tests.kvstore.helpers import OTHER_DTYPE, empty_pool, host_client, with_shard
 from tests.kvstore.ranks import BLOCK_SIZE, HEAD_DIM, LATENTS, Ranks, geometry_of, running, shard_of, whole_blocks

@@ -13,9 +13,8 @@ import numpy as np
 
 from common.errors import TransferError
 from kvstore.handle.handle import PeerShard
-from kvstore.transports.host_pull import BlockPull, Blocks, pull_parts
 from kvstore.transports.kv_transfer import LeaseClient
-from kvstore.transports.transport import LeaseHolder, LocalPool, Reader, Transport
+from kvstore.transports.transport import BlockPull, Blocks, LeaseHolder, LocalPool, Reader, Transport, pull_parts
 
 
 class FileTransport(Transport):

@@ -11,9 +11,9 @@ import pytest
 
 from common.errors import HandshakeError, MiniInferError, TransferError
 from kvstore.layout import full_attention
-from kvstore.transports.host_pull import BlockPull, SourcePart
 from kvstore.transports.kv_transfer import LeaseClient
 from kvstore.transports.shm import ShmReader
+from kvstore.transports.transport import BlockPull, SourcePart
 from kvstore.types import Epoch
 from tests.harness.waiting import wait_until
 from tests.kvstore.helpers import GEOMETRY, OTHER_DTYPE, Owner, empty_pool, host_client, ids, with_address, with_shard

@@ -18,9 +18,9 @@ from kvstore.pool.block_pool import BlockPool
 from kvstore.pool.digest import digest_blocks
 from kvstore.pool.leases import Lease
 from kvstore.transports.client import KvClient
-from kvstore.transports.host_pull import BlockPull, SourcePart
 from kvstore.transports.kv_transfer import LeaseClient
 from kvstore.transports.shm import ShmReader
+from kvstore.transports.transport import BlockPull, SourcePart
 from kvstore.types import BlockId, Epoch, LeaseId, WorkerId
 from tests.kvstore.helpers import GEOMETRY, ids, with_shard
 from tests.kvstore.ranks import Ranks, geometry_of, running

@@ -18,10 +18,10 @@ from kvstore.pool.digest import digest_blocks
 from kvstore.transports.client import KvClient
 from kvstore.transports.cuda_ipc.held_server import HeldServer
 from kvstore.transports.cuda_ipc.reader import CudaIpcReader, RemotePool
-from kvstore.transports.host_pull import BlockPull, SourcePart
 from kvstore.transports.kv_transfer import LeaseClient
 from kvstore.transports.shared_memory import blocks_over, map_fd, reopen_read_only
 from kvstore.transports.shm import ShmReader
+from kvstore.transports.transport import BlockPull, SourcePart
 from kvstore.types import BlockId, Epoch
 from tests.harness.waiting import wait_until
 from tests.kvstore.helpers import GEOMETRY, OTHER_DTYPE, Owner, empty_pool, ids, pull_of_one, with_address, with_shard

@@ -22,12 +22,12 @@ from common.errors import ConfigError, HandshakeError, MiniInferError, TransferE
 from kvstore.handle.handle import PeerLease
 from kvstore.layout import PoolGeometry, Shard
 from kvstore.transports.client import KvClient
-from kvstore.transports.host_pull import Blocks
 from kvstore.transports.kv_transfer import LeaseClient
 from kvstore.transports.nixl import agent as nixl_agent
 from kvstore.transports.nixl import reader as nixl_module
 from kvstore.transports.nixl.agent import NixlAgent, NixlRead, agent_name
 from kvstore.transports.nixl.reader import NixlReader
+from kvstore.transports.transport import Blocks
 from kvstore.types import Epoch
 from tests.harness.forked import fork
 from tests.harness.processes import until_stopped
