@@ -148,7 +148,8 @@ async def _watch(
         if front.is_drained or (stopping.is_set() and front.drain is None):
             break
         try:
-            front.set_trouble(engine.trouble(now))
+            if engine.watch is not None:
+                front.set_trouble(engine.watch.trouble(now))
         except UnavailableError as error:
             logger.error("this worker ends: %s", error)
             return 1

@@ -34,7 +34,7 @@ class EngineClient:
     """One child process with an engine. `start`, then `reports` until it ends."""
 
     ready: Ready
-    _watch: EngineWatch | None  # for hangs, where that wing is there
+    watch: EngineWatch | None  # for hangs, where that wing is there
     _process: asyncio.subprocess.Process
     _reader: asyncio.StreamReader
     _writer: asyncio.StreamWriter
@@ -71,13 +71,6 @@ class EngineClient:
     @property
     def pid(self) -> int:
         return self._process.pid
-
-    def trouble(self, now: float) -> str | None:
-        """Say, a few times a second, why a serving engine is out of service; None: it is not.
-
-        Raises UnavailableError when it hangs for good.
-        """
-        return None if self._watch is None else self._watch.trouble(now)
 
     async def reports(self) -> AsyncIterator[StepReport]:
         """Yield the engine process's reports. Raises UnavailableError when it is gone."""
