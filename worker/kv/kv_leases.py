@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from engine.kv.manager import KVManager
@@ -43,7 +42,7 @@ class KvLeases:
         self._release_blocks = release
         self._handles = handles
         self._lock = threading.Lock()  # held while it is decided whether a lease's blocks are kept for a sender
-        self._num_holds: Counter[LeaseId] = Counter()
+        self._held: list[LeaseId] = []  # once for each sender
         self._held_ended: list[Lease] = []  # their blocks are still being sent
 
     def __len__(self) -> int:
@@ -53,14 +52,12 @@ class KvLeases:
         """Blocks of a lease at `positions`, which stay its own until `let_go`. Raises TransferError."""
         with self._lock:
             block_ids = self._table.resolve(lease_id, epoch, positions, time.monotonic())
-            self._num_holds[lease_id] += 1
+            self._held.append(lease_id)
             return block_ids
 
     def let_go(self, lease_id: LeaseId) -> None:
         with self._lock:
-            self._num_holds[lease_id] -= 1
-            if not self._num_holds[lease_id]:
-                del self._num_holds[lease_id]
+            self._held.remove(lease_id)
 
     def digests(self, block_ids: Sequence[BlockId]) -> list[list[int]]:
         """Digests of complete blocks, for each rank's pool."""
@@ -111,7 +108,7 @@ class KvLeases:
     def _end(self, lease: Lease) -> None:
         """Give up a lease that the table has no more, or keep its blocks until nobody sends them."""
         with self._lock:
-            is_held = lease.lease_id in self._num_holds
+            is_held = lease.lease_id in self._held
         if is_held:
             self._held_ended.append(lease)
         else:
