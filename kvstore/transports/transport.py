@@ -143,14 +143,6 @@ class LeaseHolder(Protocol):
     def let_go(self, lease_id: LeaseId) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class OwnWorker:
-    """What a transport may need to know of the worker that it belongs to."""
-
-    host: str  # to listen on
-    token: str  # that peers must show, and are shown
-
-
 class Transport:
     """One way to move blocks, for all pools of one worker. What a transport has no use for it inherits."""
 
@@ -162,9 +154,13 @@ class Transport:
     needs: ClassVar[str] = ""
     """What a worker without a reader lacks, for the message to who has named it."""
 
-    def __init__(self, worker: OwnWorker) -> None:
-        """Raise ConfigError when it cannot be used here."""
-        self.worker = worker
+    def __init__(self, host: str, token: str) -> None:
+        """host: to listen on. token: that peers must show, and are shown.
+
+        Raise ConfigError when it cannot be used here.
+        """
+        self.host = host
+        self.token = token
 
     def reader(self, pool: LocalPool, leases: LeaseClient) -> Reader | None:
         """A reader into the pool; None: not here. `leases` stays the caller's to close."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from kvstore.transports.cuda_ipc.held_server import HeldServer
 from kvstore.transports.cuda_ipc.reader import NAME, CudaIpcReader
 from kvstore.transports.kv_transfer import LeaseClient
-from kvstore.transports.transport import LocalPool, OwnWorker, Transport
+from kvstore.transports.transport import LocalPool, Transport
 from worker.cuda_ipc.mapped_pulls import MappedPulls
 from worker.gpu_hand_off.rank_pool import DeviceRankPool
 
@@ -20,8 +20,8 @@ class CudaIpcTransport(Transport):
     maps_device_memory = True
     needs = "GPU memory that processes can share: choose auto, shm or tcp"
 
-    def __init__(self, worker: OwnWorker) -> None:
-        super().__init__(worker)
+    def __init__(self, host: str, token: str) -> None:
+        super().__init__(host, token)
         self._servers: list[HeldServer] = []
 
     def reader(self, pool: LocalPool, leases: LeaseClient) -> CudaIpcReader | None:

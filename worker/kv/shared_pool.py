@@ -22,7 +22,7 @@ from kvstore.pool.digest import check_block_bytes
 from kvstore.pool.leases import new_epoch
 from kvstore.transports.client import KvClient
 from kvstore.transports.kv_transfer import LeaseClient
-from kvstore.transports.transport import LeaseHolder, LocalPool, OwnWorker, Reader, Transport
+from kvstore.transports.transport import LeaseHolder, LocalPool, Reader, Transport
 from kvstore.types import BlockId, WorkerId
 from worker.config import AUTO, TRANSPORTS, WorkerConfig
 from worker.kv.kv_leases import KvLeases
@@ -51,9 +51,10 @@ class SharedPoolMemory(PoolMemory):
         self._config = config
         named, kinds = config.kv_transport, load_transports(config.kv_transport)
         self._wanted = [k for k in kinds if named == k.name or (named == AUTO and k.offered != "named")]
-        worker = OwnWorker(config.host, config.cluster_token)
         self._transports: dict[str, Transport] = {
-            kind.name: kind(worker) for kind in kinds if kind in self._wanted or kind.offered == "always"
+            kind.name: kind(config.host, config.cluster_token)
+            for kind in kinds
+            if kind in self._wanted or kind.offered == "always"
         }
         self._addresses: list[dict[str, bytes]] = []  # of each rank, since `serve`
 
