@@ -78,8 +78,7 @@ def _start(link: FrameSocket, start: Start, beat: Callable[[], None]) -> EngineP
     gc.freeze()  # what was loaded stays: walking it takes 90 ms of a step now and then
     engine = parts.engine
     puller = KvPuller(memory.clients, memory.leases, link.wake)
-    memory.serve()
-    handles = HandleWriter(worker.worker_id, memory.shards(start.kv_address), worker.kv_lease_seconds)
+    handles = HandleWriter(worker.worker_id, memory.serve(start.kv_address), worker.kv_lease_seconds)
     leases = memory.lease_table(engine.kv.give_back, handles)
     memory.send_leases(leases)
     kind_of_leases = from_wing("worker.progressive_pulls.part_leases:kind_of_leases")

@@ -56,7 +56,6 @@ class SharedPoolMemory(PoolMemory):
             for kind in kinds
             if kind in self._wanted or kind.offered == "always"
         }
-        self._addresses: list[dict[str, bytes]] = []  # of each rank, since `serve`
 
     @property
     def transports(self) -> list[str]:
@@ -122,13 +121,6 @@ class SharedPoolMemory(PoolMemory):
         described = {name: transport.describe() for name, transport in self._transports.items()}
         return {name: text for name, text in described.items() if text}
 
-    def shards(self, kv_address: str) -> list[HandleShard]:
-        """The pools of all ranks, and where peers can read them; `kv_address` is the front's. After `serve`."""
-        return [
-            HandleShard(rank.info.geometry, ShardAddress(kv_address, self.needs_staging, addresses))
-            for rank, addresses in zip(self.ranks, self._addresses, strict=True)
-        ]
-
     def lease_table(self, release: Callable[[Sequence[BlockId]], None], handles: HandleWriter) -> KvLeases:
         """The leases on blocks of these pools, as `KvLeases` takes its arguments."""
         kind = from_wing("worker.gpu_hand_off.staged_leases:StagedLeases") if self.needs_staging else KvLeases
@@ -140,12 +132,16 @@ class SharedPoolMemory(PoolMemory):
         for rank in self.ranks:
             rank.fence(self.ranks[0])
 
-    def serve(self) -> None:
-        """Let peers find all pools. Raises ConfigError without a socket."""
+    def serve(self, kv_address: str) -> list[HandleShard]:
+        """Let peers find all pools; return where. kv_address: of the front. Raises ConfigError without a socket."""
+        shards = []
         for rank in self.ranks:
             rank.serve()
             found = {name: transport.export(rank) for name, transport in self._transports.items()}
-            self._addresses.append({name: address for name, address in found.items() if address is not None})
+            addresses = {name: address for name, address in found.items() if address is not None}
+            address = ShardAddress(kv_address, self.needs_staging, addresses)
+            shards.append(HandleShard(rank.info.geometry, address))
+        return shards
 
     def send_leases(self, leases: LeaseHolder) -> None:
         """Let transports send blocks of leases, from now on."""

@@ -49,8 +49,7 @@ def be_owner(folder: Path, device: str) -> None:
     torch.cuda.synchronize(device)  # digests are of complete blocks, on a stream of their own
     block_ids = ids(*BLOCKS)
     digests = [rank.digests(block_ids) for rank in memory.ranks]
-    memory.serve()
-    (shard,) = memory.shards("")
+    (shard,) = memory.serve("")
     address = replace(shard.address, transports={"cuda_ipc": shard.address.transports["cuda_ipc"]})
     lease = LeaseTable(memory.epoch).grant(block_ids, time.monotonic(), 10.0)
     handle = HandleWriter("owner", [HandleShard(GEOMETRY, address)], 10.0).write(lease, 80, digests)

@@ -68,7 +68,7 @@ class Owner:
         torch.cuda.synchronize(device)
         self.table = LeaseTable(self.memory.epoch)
         self.holder = Holder(self.table, lingers)
-        self.memory.serve()
+        (self._shard,) = self.memory.serve("127.0.0.1:1")
         self.memory.send_leases(self.holder)
         self._name = name
 
@@ -79,8 +79,8 @@ class Owner:
         block_ids = list(map(BlockId, numbers))
         digests = own.device.digests(block_ids)
         lease = self.table.grant(block_ids, time.monotonic(), LEASE_SECONDS)
-        (shard,) = self.memory.shards("127.0.0.1:1")
-        shard = replace(shard, address=replace(shard.address, transports={"nccl": shard.address.transports["nccl"]}))
+        address = self._shard.address
+        shard = replace(self._shard, address=replace(address, transports={"nccl": address.transports["nccl"]}))
         writer = HandleWriter(self._name, [shard], LEASE_SECONDS)
         return handle_to_hex(writer.write(lease, 16 * len(block_ids), [digests]))
 

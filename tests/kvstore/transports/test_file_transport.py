@@ -29,9 +29,8 @@ class Worker:
         self.memory.allocate_for_rank(GEOMETRY)
         self.blocks = self.memory.ranks[0].host_blocks
         self.blocks[:] = np.random.default_rng(seed).integers(0, 256, self.blocks.shape, dtype=np.uint8)
-        self.memory.serve()
         pool = BlockPool(GEOMETRY.num_blocks)
-        handles = HandleWriter(name, self.memory.shards("127.0.0.1:1"), 60.0)
+        handles = HandleWriter(name, self.memory.serve("127.0.0.1:1"), 60.0)
         self.block_ids = pool.allocate(3)
         self._leases = KvLeases(self.memory.epoch, self.memory.ranks, pool.release, handles)
         self.memory.send_leases(self._leases)

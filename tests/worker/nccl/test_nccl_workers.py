@@ -36,9 +36,8 @@ def test_blocks_travel_by_nccl_from_one_worker_to_another(tmp_path: Path, monkey
     nccl_on(received, "GPU-2", monkeypatch)
     reader = open_memory(tmp_path, "auto")
     assert reader.transports == ["nccl", "shm", "tcp"]
-    owner.serve()
     pool, device_pool = BlockPool(GEOMETRY.num_blocks), DevicePool(sent)
-    writer = HandleWriter("reader", owner.shards("127.0.0.1:1"), 60.0)
+    writer = HandleWriter("reader", owner.serve("127.0.0.1:1"), 60.0)
     leases = KvLeases(owner.epoch, owner.ranks, pool.release, writer)
     owner.send_leases(leases)
     block_ids = pool.allocate(3)
