@@ -10,24 +10,19 @@ the local blocks is garbage: the caller publishes a block only after `pull` retu
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from common.errors import HandshakeError, MiniInferError, TransferError, UnavailableError
+from common.errors import HandshakeError, TransferError, UnavailableError
 from common.wings import has_wing
-from kvstore.handle.handle import PeerLease, PeerShard
+from kvstore.handle.handle import PeerLease
 from kvstore.handle.pool_info import check_compatible
 from kvstore.layout import PoolGeometry
 from kvstore.transports.transport import BlockPull, Reader, SourcePart
-from kvstore.types import BlockId, Epoch, WorkerId
-
-logger = logging.getLogger(__name__)
+from kvstore.types import BlockId
 
 DEFAULT_DEADLINE_SECONDS = 30.0
-FALLBACK_SECONDS = 5.0  # a peer on which so much was spent has stopped: no other transport will find it better
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +40,6 @@ class KvClient:
         self.transports = tuple(readers)
         self._geometry = geometry
         self._readers = readers
-        self._chosen: dict[tuple[WorkerId, Epoch], str] = {}  # for the log: one line per change
-        self._lock = threading.Lock()
 
     def pull(
         self,
@@ -67,7 +60,7 @@ class KvClient:
         began = time.monotonic()
         check_compatible(self._geometry, lease.shards[0].geometry, lease.worker_id)
         parts = self._parts(lease)
-        transport, digests = self._pull_best(BlockPull(parts, positions, local_block_ids, began + deadline_seconds))
+        transport, digests = self.read(BlockPull(parts, positions, local_block_ids, began + deadline_seconds))
         for part, found in zip(parts, digests, strict=True):
             granted = [part.shard.digests[position] for position in positions]
             if found != granted:
@@ -93,37 +86,18 @@ class KvClient:
         for reader in self._readers.values():
             reader.close()
 
-    def _pull_best(self, pull: BlockPull) -> tuple[str, list[list[int]]]:
-        """Pull by the first transport that works; return its name and the digests.
+    def in_common(self, pull: BlockPull) -> list[tuple[str, Reader]]:
+        """The transports by which all parts can be read, the best first. Raises UnavailableError without any."""
+        offered = [part.shard.address.transports for part in pull.parts]
+        found = [(name, reader) for name, reader in self._readers.items() if all(name in each for each in offered)]
+        if not found:
+            raise UnavailableError(f"no transport in common with worker {pull.parts[0].shard.worker_id}")
+        return found
 
-        Raises TransferError, or UnavailableError when there is no transport in common.
+    def read(self, pull: BlockPull) -> tuple[str, list[list[int]]]:
+        """Copy by the best transport in common; return its name and the digests.
+
+        Raises UnavailableError without one, and what a transport raises.
         """
-        shard = pull.parts[0].shard
-        failures: list[str] = []
-        began = time.monotonic()
-        for name, reader in self._readers.items():
-            if not all(name in part.shard.address.transports for part in pull.parts):
-                continue
-            if failures and time.monotonic() - began > FALLBACK_SECONDS:
-                break
-            try:
-                digests = reader.pull(pull)
-            except MiniInferError as error:
-                failures.append(f"{name}: {error}")
-                continue
-            self._note_choice(shard, name, failures)
-            return name, digests
-        if not failures:
-            raise UnavailableError(f"no transport in common with worker {shard.worker_id}")
-        raise TransferError(f"worker {shard.worker_id} cannot be read ({'; '.join(failures)})")
-
-    def _note_choice(self, peer: PeerShard, name: str, failures: list[str]) -> None:
-        with self._lock:
-            known = self._chosen.get((peer.worker_id, peer.epoch))
-            if known == name:
-                return
-            if len(self._chosen) >= 1024:
-                self._chosen.clear()
-            self._chosen[peer.worker_id, peer.epoch] = name
-        reason = f" ({'; '.join(failures)})" if failures else ""
-        logger.info("KV of worker %s is read by %s%s", peer.worker_id, name, reason)
+        name, reader = self.in_common(pull)[0]
+        return name, reader.pull(pull)

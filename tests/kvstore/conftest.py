@@ -15,7 +15,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     for path, name in (
         ("kvstore.tier.agent_client", "CALL_SECONDS"),
         ("kvstore.tier.agent_client", "RECONNECT_SECONDS"),
-        ("kvstore.transports.client", "FALLBACK_SECONDS"),
+        ("kvstore.transports.fallbacks.client", "FALLBACK_SECONDS"),
         ("kvstore.transports.cuda_ipc.reader", "FETCH_SECONDS"),
         ("kvstore.transports.kv_transfer", "CALL_SECONDS"),
         ("kvstore.transports.nixl.reader", "TRANSFER_SECONDS"),

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from common.net.rpc import RpcServer
-from common.wings import has_wing
+from common.wings import from_wing, has_wing
 from kvstore.handle.handle import KvHandle, PeerLease, PeerShard, ShardAddress, open_handle, pack_shard
 from kvstore.handle.pool_info import PoolInfo
 from kvstore.layout import PoolGeometry, full_attention
@@ -165,7 +165,8 @@ def host_client(
         from kvstore.transports.tcp.reader import TcpReader
 
         known["tcp"] = TcpReader(pool, leases)
-    return KvClient(geometry, {name: known[name] for name in names if name in known})
+    kind: type[KvClient] = from_wing("kvstore.transports.fallbacks.client:FallbackClient") or KvClient
+    return kind(geometry, {name: known[name] for name in names if name in known})
 
 
 def pull_of_one(lease: PeerLease, rank: int = 0) -> BlockPull:

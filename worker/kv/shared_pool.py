@@ -101,7 +101,8 @@ class SharedPoolMemory(PoolMemory):
         readers: dict[str, Reader] = {name: reader for name, reader in found.items() if reader is not None}
         if not readers:
             raise ConfigError(f"--kv-transport {self._config.kv_transport} needs {self._wanted[0].needs}")
-        self.clients.append(KvClient(pool.info.geometry, readers))
+        kind = from_wing("kvstore.transports.fallbacks.client:FallbackClient") or KvClient
+        self.clients.append(kind(pool.info.geometry, readers))
         return pool
 
     def _next(self, geometry: PoolGeometry) -> tuple[PoolInfo, str]:

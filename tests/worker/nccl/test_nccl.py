@@ -25,8 +25,8 @@ from kvstore.handle.handle import PeerLease, PeerShard, ShardAddress
 from kvstore.layout import PoolGeometry, Shard, full_attention
 from kvstore.pool.digest import digest_blocks
 from kvstore.pool.leases import LeaseTable
-from kvstore.transports import client
-from kvstore.transports.client import KvClient
+from kvstore.transports.fallbacks import client
+from kvstore.transports.fallbacks.client import FallbackClient
 from kvstore.transports.kv_transfer import LeaseClient
 from kvstore.transports.nccl import connection as nccl_connection
 from kvstore.transports.nccl import library as nccl_library
@@ -117,7 +117,7 @@ class Reader:
         self.pool = NcclPool(DevicePool(torch.from_numpy(self.blocks)), self.fake)
         self.transport = NcclReader(self.pool, token)
         leases = LeaseClient()
-        self.client = KvClient(GEOMETRY, {"nccl": self.transport, "shm": ShmReader(self.blocks, leases)})
+        self.client = FallbackClient(GEOMETRY, {"nccl": self.transport, "shm": ShmReader(self.blocks, leases)})
 
     def pull(self, lease: PeerLease, positions: list[int], local: list[BlockId], seconds: float = 100.0) -> str:
         return self.client.pull(lease, positions, local, seconds).transport

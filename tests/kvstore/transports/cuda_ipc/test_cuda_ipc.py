@@ -18,6 +18,7 @@ from kvstore.pool.digest import digest_blocks
 from kvstore.transports.client import KvClient
 from kvstore.transports.cuda_ipc.held_server import HeldServer
 from kvstore.transports.cuda_ipc.reader import CudaIpcReader, RemotePool
+from kvstore.transports.fallbacks.client import FallbackClient
 from kvstore.transports.kv_transfer import LeaseClient
 from kvstore.transports.shared_memory import blocks_over, map_fd, reopen_read_only
 from kvstore.transports.shm import ShmReader
@@ -104,7 +105,7 @@ def transport(device: HostDevice) -> Iterator[CudaIpcReader]:
 @pytest.fixture
 def client(device: HostDevice, transport: CudaIpcReader) -> Iterator[KvClient]:
     leases = LeaseClient()
-    client = KvClient(GEOMETRY, {"cuda_ipc": transport, "shm": ShmReader(device.pool, leases)})
+    client = FallbackClient(GEOMETRY, {"cuda_ipc": transport, "shm": ShmReader(device.pool, leases)})
     yield client
     client.close()
 
