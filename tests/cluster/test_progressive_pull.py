@@ -14,7 +14,7 @@ from tests.harness.clients import async_client
 from tests.harness.cluster import SHORT_LEASES, Cluster, free_ports, metric, running_cluster
 
 CHUNK_TOKENS, NUM_PROMPT_TOKENS = 64, 800
-NUM_REQUESTS, OUTPUT_TOKENS = 12, 16
+NUM_REQUESTS, OUTPUT_TOKENS = 8, 16
 CHUNKED = {"prefill": (f"--max-num-batched-tokens={CHUNK_TOKENS}",)}
 ALWAYS_PREFILL = ("--local-prefill-tokens=0",)
 
