@@ -34,26 +34,34 @@ def hub(tmp_path: Path) -> Iterator[FakeHub]:
         thread.join()
 
 
-def resolve_elsewhere(hub: FakeHub, home: Path, token: str, model: str = "org/tiny", **arguments: bool) -> str:
-    """What a new process finds: huggingface_hub reads its environment when it is imported."""
-    code = (
-        "from common.errors import ConfigError\nfrom common.model_files import resolve_model\n"
-        f"try: print(resolve_model({model!r}, **{arguments!r}).path)\nexcept ConfigError as error: print(error)"
-    )
+RESOLVE = """
+import ast, sys
+from common.errors import ConfigError
+from common.model_files import resolve_model
+for model, needs_weights in ast.literal_eval(sys.argv[1]):
+    try: print(resolve_model(model, weights=needs_weights).path)
+    except ConfigError as error: print(error)
+"""
+
+
+def resolve_elsewhere(hub: FakeHub, home: Path, token: str, *models: tuple[str, bool]) -> list[str]:
+    """What a new process finds, a line each: huggingface_hub reads its environment when it is imported.
+
+    models: and whether their weights are needed.
+    """
     env = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_TOKEN": token, "HF_HUB_DISABLE_XET": "1"}
     env |= {"HF_HUB_ETAG_TIMEOUT": "60", "HF_HUB_DOWNLOAD_TIMEOUT": "60"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=200, check=True
-    )
-    return done.stdout.strip()
+    command = [sys.executable, "-c", RESOLVE, repr(models or [("org/tiny", True)])]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200, check=True)
+    return done.stdout.splitlines()
 
 
 def test_a_hub_id_is_downloaded_once_and_its_weights_only_for_those_who_compute(hub, tmp_path):
     home = tmp_path / "home"
-    path = Path(resolve_elsewhere(hub, home, "hf_secret", weights=False))
+    [path] = map(Path, resolve_elsewhere(hub, home, "hf_secret", ("org/tiny", False)))
     assert path.is_relative_to(home)
     assert sorted(hub.asked) == ["config.json", "tokenizer.json"]
-    assert resolve_elsewhere(hub, home, "hf_secret") == str(path)
+    assert resolve_elsewhere(hub, home, "hf_secret") == [str(path)]
     assert sorted(hub.asked) == ["config.json", "model.safetensors", "tokenizer.json"]
     assert (path / "model.safetensors").read_bytes() == hub.files["model.safetensors"]
 
@@ -63,30 +71,26 @@ def test_a_gguf_file_of_a_hub_id_is_named_by_its_quantization(hub, tmp_path):
     parts = [f"Q8_0/tiny-Q8_0-0000{n}-of-00002.gguf" for n in (1, 2)]
     names = ("tiny-Q4_K_M.gguf", "tiny-UD-Q4_K_M.gguf", "mmproj-F16.gguf", *parts)
     hub.files |= {name: name.encode() for name in names}
-    home = tmp_path / "home"
-
-    def found(quantization: str, **arguments: bool) -> str:
-        hub.asked.clear()
-        return resolve_elsewhere(hub, home, "hf_secret", f"org/tiny{quantization}", **arguments)
-
-    assert found(":q4_k_m").endswith("/tiny-Q4_K_M.gguf")
-    assert hub.asked == ["tiny-Q4_K_M.gguf"]
-    assert found(":Q8_0", weights=False).endswith("/Q8_0/tiny-Q8_0-00001-of-00002.gguf")
-    assert len(hub.asked) == 1  # a router needs the first part alone
-    assert found(":Q8_0").endswith("/Q8_0/tiny-Q8_0-00001-of-00002.gguf")
-    assert len(hub.asked) == 1
-    assert found(":Q3_K_S") == "org/tiny has no GGUF file named Q3_K_S; it has Q4_K_M, Q8_0, UD-Q4_K_M"
-    assert "name one, as in org/tiny:Q4_K_M, org/tiny:Q8_0" in found("")
+    asked = [(":q4_k_m", True), (":Q8_0", False), (":Q8_0", True), (":Q3_K_S", True), ("", True)]
+    models = [(f"org/tiny{quantization}", needs_weights) for quantization, needs_weights in asked]
+    four_bits, first_part, eight_bits, other, unnamed = resolve_elsewhere(hub, tmp_path, "hf_secret", *models)
+    assert four_bits.endswith("/tiny-Q4_K_M.gguf")
+    assert first_part.endswith(f"/{parts[0]}")
+    assert eight_bits == first_part
+    assert hub.asked[:3] == ["tiny-Q4_K_M.gguf", *(Path(part).name for part in parts)]  # a part as it is needed
+    assert other == "org/tiny has no GGUF file named Q3_K_S; it has Q4_K_M, Q8_0, UD-Q4_K_M"
+    assert "name one, as in org/tiny:Q4_K_M, org/tiny:Q8_0" in unnamed
 
 
 def test_what_keeps_a_hub_id_from_loading_is_told_apart(hub, tmp_path):
-    assert "set HF_TOKEN" in resolve_elsewhere(hub, tmp_path / "home", token="")
-    assert "org/other is not on the hub" in resolve_elsewhere(hub, tmp_path / "home", "hf_secret", "org/other")
+    assert "set HF_TOKEN" in resolve_elsewhere(hub, tmp_path / "home", token="")[0]
+    [told] = resolve_elsewhere(hub, tmp_path / "home", "hf_secret", ("org/other", True))
+    assert "org/other is not on the hub" in told
     no_folder = tmp_path / "file"
     no_folder.touch()
-    told = resolve_elsewhere(hub, no_folder, "hf_secret")
+    [told] = resolve_elsewhere(hub, no_folder, "hf_secret")
     assert told.startswith(f"cannot keep org/tiny in {no_folder}/hub: Not a directory")
     assert "set HF_HOME" in told
     hub.shutdown()
     hub.server_close()
-    assert "check the network" in resolve_elsewhere(hub, tmp_path / "home", "hf_secret")
+    assert "check the network" in resolve_elsewhere(hub, tmp_path / "home", "hf_secret")[0]
