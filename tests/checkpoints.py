@@ -21,7 +21,8 @@ test: a tiny model of that family, with tensors, packing, config and files as th
 of the weights that they stand for, in float32 and as they are held in bfloat16. In `{TEST}` that is
 `{CELL}[NAME-FAMILY]`; of families
 whose weights lie alike `make test` runs one for each layout, in turn, and `pytest -m soak` the others.
-✗: refused at start, with a message that lists what is read (`{REFUSAL}`). –: no such checkpoints are published, as far as known.
+✗: refused at start, with a message that lists what is read (`{REFUSAL}`).
+–: no such checkpoints are published, as far as known.
 """
 END = """
 bitsandbytes' and Unsloth's blocks cross rows, so no GEMM reads them as they are: they are dequantized when they are
