@@ -11,6 +11,7 @@ from benchmarks.kernels.persistent.random_decoder import RandomDecoder
 from kernels.gpu.persistent.shape import SLOT_BYTES, Shape
 from tests.compile import hopper
 from tests.compile.hopper import NUM_SMS, SHARED_BYTES, Compiled
+from tests.compile.test_compiles_for_hopper import OTHER_SETTINGS
 
 EXPERTS = {"hidden": 2048, "heads": 32, "kv_heads": 4, "intermediate": 768, "experts": 128, "chosen": 8}
 QWEN25_7B = {
@@ -31,10 +32,10 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Compiled]:
     "sizes",
     [
         {"hidden": 1024, "heads": 16, "kv_heads": 8, "intermediate": 3072},
-        EXPERTS,
+        pytest.param(EXPERTS, marks=OTHER_SETTINGS),
         {**EXPERTS, "is_e4m3": True},
         {**QWEN25_7B, "is_e4m3": True},
-        {"hidden": 5120, "heads": 40, "kv_heads": 8, "intermediate": 17408},
+        pytest.param({"hidden": 5120, "heads": 40, "kv_heads": 8, "intermediate": 17408}, marks=OTHER_SETTINGS),
         V2_LITE,
     ],
     ids=["Qwen3-0.6B", "30B-A3B", "30B-A3B in e4m3", "Qwen2.5-7B in e4m3", "Qwen3-14B", "DeepSeek-V2-Lite"],

@@ -44,7 +44,7 @@ from tests.gpu.models import save_family, save_tiny_model
 
 BLOCK_SIZE, MAX_TOKENS, MAX_ROWS = 64, 2048, 64
 NUM_BLOCKS = 400
-NUM_STEPS = 60
+NUM_STEPS = 30
 PARAMS = (
     SamplingParams(max_tokens=1, temperature=0.0, seed=0),
     SamplingParams(max_tokens=1, temperature=0.8, top_k=5, top_p=0.9, min_p=0.1, seed=3, logprobs=2),
