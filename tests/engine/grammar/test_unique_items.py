@@ -165,7 +165,9 @@ def test_what_is_not_followed_is_refused_in_words(followed: Any) -> None:
 
 
 PARTS = [b'"', b",", b"a", b"1", b" ", b"]", b"[", b"\\", b"b\\"]
-TOKENS = [b"".join(parts) for count in (1, 2, 3, 4) for parts in itertools.product(PARTS, repeat=count)]
+LONG = [*itertools.product(PARTS, repeat=4)]
+TOKENS = [b"".join(parts) for count in (1, 2, 3) for parts in itertools.product(PARTS, repeat=count)]
+TOKENS += [b"".join(parts) for parts in random.Random(0).sample(LONG, len(LONG) // 5)]
 TABLE = TokenTable(TOKENS)
 NUM_WORDS = -(-len(TOKENS) // 32)
 SCHEMAS = [
@@ -218,7 +220,7 @@ def test_answers_of_a_models_tokens(items: dict[str, Any]) -> None:
         model.encode(each)[0]
         for each in ['"', ",", "]", "1", "12", "a", '","', '",', '",', "1,", "2024", "-01", "-02"]
     ]
-    for seed in range(8):
+    for seed in range(5):
         rng = random.Random(seed)
         matcher, output = grammars.start(text).result(), list[int]()
         while True:

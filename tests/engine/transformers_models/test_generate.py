@@ -17,7 +17,7 @@ from tests.engine.transformers_models.hf_families import FAMILIES, VOCAB_SIZE, g
 
 pytestmark = pytest.mark.slow
 
-NUM_TOKENS = 12
+NUM_TOKENS = 9
 PROMPTS = [random_prompt(length, VOCAB_SIZE, length) for length in (1, 6, 19, 40)]
 
 
