@@ -45,6 +45,7 @@ def arguments_of(text: str) -> list[str]:
     return shlex.split(text)
 
 
+@functools.cache
 def service_parser(module: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(module)
     for cls in SETTINGS[module]:
@@ -120,8 +121,12 @@ def parser_of(command: str) -> argparse.ArgumentParser | None:
 
 def parsers_for(path: Path) -> list[argparse.ArgumentParser]:
     """Those of the commands on the page, and those that every page may mean."""
-    found = [flags.build_parser(), bench.build_parser(), top.build_parser(), *map(service_parser, SETTINGS)]
-    return found + [parser for command in page(path).commands if (parser := parser_of(command))]
+    return [*common_parsers(), *(parser for command in page(path).commands if (parser := parser_of(command)))]
+
+
+@functools.cache
+def common_parsers() -> list[argparse.ArgumentParser]:
+    return [flags.build_parser(), bench.build_parser(), top.build_parser(), *map(service_parser, SETTINGS)]
 
 
 def understands(parser: argparse.ArgumentParser, text: str) -> bool:

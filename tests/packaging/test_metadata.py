@@ -39,14 +39,13 @@ def test_every_package_that_is_imported_is_required() -> None:
     """Or an installation starts only where something else brings it along."""
     homes = packages_distributions()
     required = {normalized(text) for text in PROJECT["project"]["dependencies"]}
+    other = {*sys.stdlib_module_names, *PACKAGES, "protos", *OPTIONAL_IMPORTS}
     missing = {}
     for path in SHIPPED:
         for node in ast.walk(ast.parse(path.read_text())):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             modules += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
-            for name in {module.partition(".")[0] for module in modules} - set(sys.stdlib_module_names):
-                if name in (*PACKAGES, "protos", *OPTIONAL_IMPORTS):
-                    continue
+            for name in {module.partition(".")[0] for module in modules} - other:
                 if not required & set(map(normalized, homes.get(name, [name]))):
                     missing[name] = str(path.relative_to(ROOT))
     assert missing == {}
