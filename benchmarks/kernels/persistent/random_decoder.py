@@ -61,9 +61,9 @@ class RandomDecoder:
             for _ in range(num_layers):
                 absorbing = random(shape.heads, LATENT_RANK, HEAD_DIM, spread=LATENT_RANK**-0.5)
                 latents.append((absorbing, matrix(shape.heads, 2 * HEAD_DIM, LATENT_RANK)[:, HEAD_DIM:]))
-        of_model = random(VOCAB, hidden), rotary, EPS
+        embedding = random(VOCAB, hidden)
         self.parameters = Parameters(
-            weights, *norms, *of_model, scales, biases, latents, scale=float(shape.head_dim**-0.5)
+            weights, *norms, embedding, rotary, EPS, scales, biases, latents, scale=float(shape.head_dim**-0.5)
         )
         num_blocks = -(-max_keys // block)
         self.pool = random(num_blocks, num_layers, *of_token)

@@ -75,7 +75,8 @@ def _attend(
         pool[block, layer, :, :, offset] = torch.stack([k, v]).to(pool.dtype)
     keys, values = (each.repeat_interleave(shape.group, 0) for each in (keys, values))
     scores = (keys @ q[:, :, None])[:, None, :, 0] * parameters.scale
-    return (scores.softmax(-1) @ values).flatten()
+    attended: Tensor = scores.softmax(-1) @ values
+    return attended.flatten()
 
 
 def _attend_latents(

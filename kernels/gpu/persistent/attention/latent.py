@@ -84,8 +84,8 @@ def attend_latents(
     if num_tiles > 0:
         numbers = receive_asked(asked, qkv_ptr, rest, flag, REST // 256)
         slot, phase = _attend_split(
-            numbers, absorbed_ptr, partial_ptr, pool_ptr, factors, stamps, smem, ready, empty, slot, phase, flag, group,
-            first_tile, num_tiles, num_keys, kv_slot, eps, scale, block_stride, SHAPE,
+            numbers, absorbed_ptr, partial_ptr, pool_ptr, factors, stamps, smem, ready, empty, slot, phase, flag,
+            group, first_tile, num_tiles, num_keys, kv_slot, eps, scale, block_stride, SHAPE,
         )  # fmt: skip
     elif program < IN_GROUPS:
         _store_nothing(partial_ptr, flag, group, SHAPE)
