@@ -38,8 +38,7 @@ class Owner:
         self._mirror = LeaseTable(self._memory.epoch)
         self._server = RpcServer("127.0.0.1", 0)
         handles = HandleWriter("owner", self._memory.serve(self._server.address), LEASE_SECONDS)
-        self._leases = self._memory.lease_table(self._pool.release, handles)
-        self._memory.send_leases(self._leases)
+        self._leases = self._memory.open_leases(self._pool.release, handles)
         self._staging = StagingTable(self._stage)
 
     async def start(self) -> None:

@@ -149,8 +149,6 @@ class Transport:
     name: ClassVar[str]
     offered: ClassVar[Literal["always", "auto", "named"]] = "always"
     """When peers may read by it: always, unless another one is named, or only when it is named itself."""
-    maps_device_memory: ClassVar[bool] = False
-    """Whether pools must be in memory of the device that processes can share."""
     needs: ClassVar[str] = ""
     """What a worker without a reader lacks, for the message to who has named it."""
 

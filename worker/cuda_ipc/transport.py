@@ -17,7 +17,6 @@ class CudaIpcTransport(Transport):
     """An address is the Unix socket that hands out a descriptor of the pool in GPU memory."""
 
     name = NAME
-    maps_device_memory = True
     needs = "GPU memory that processes can share: choose auto, shm or tcp"
 
     def __init__(self, host: str, token: str) -> None:

@@ -79,8 +79,7 @@ def _start(link: FrameSocket, start: Start, beat: Callable[[], None]) -> EngineP
     engine = parts.engine
     puller = KvPuller(memory.clients, memory.leases, link.wake)
     handles = HandleWriter(worker.worker_id, memory.serve(start.kv_address), worker.kv_lease_seconds)
-    leases = memory.lease_table(engine.kv.give_back, handles)
-    memory.send_leases(leases)
+    leases = memory.open_leases(engine.kv.give_back, handles)
     kind_of_leases = from_wing("worker.progressive_pulls.part_leases:kind_of_leases")
     prompt_leases = (kind_of_leases(worker) if kind_of_leases else PromptLeases)(engine.kv, leases)
     # On a CPU steps in flight have ended when the loop gives blocks away, but for those of a pipeline: they end then.

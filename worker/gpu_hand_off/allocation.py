@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from common.errors import ConfigError
@@ -16,16 +18,16 @@ from worker.gpu_hand_off.settings import GpuHandOffSettings
 
 
 def allocate_on(
-    device: torch.device, info: PoolInfo, socket_path: str, config: WorkerConfig, for_mapping: bool
+    device: torch.device, info: PoolInfo, socket_path: str, config: WorkerConfig, transports: Sequence[str]
 ) -> DeviceRankPool:
-    """Allocate the pool of this process. for_mapping: so that others can map it. Raises ConfigError."""
+    """Allocate the pool of this process. transports: by which this worker may read peers. Raises ConfigError."""
     geometry = info.geometry
     staging_bytes = int(config.of(GpuHandOffSettings).kv_staging_gb * 1e9)
     num_rows = min(staging_bytes // geometry.block_bytes, geometry.num_blocks)
     if num_rows == 0:
         raise ConfigError(f"--kv-staging-gb holds no block of {geometry.block_bytes / 1e9:.3f} GB")
     shared = None
-    if for_mapping or geometry.shard != WHOLE:
+    if "cuda_ipc" in transports or geometry.shard != WHOLE:  # others are to map it
         from engine.cuda_ipc.device_memory import pool_for_others
 
         shared = pool_for_others(geometry, device)

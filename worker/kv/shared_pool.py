@@ -22,7 +22,7 @@ from kvstore.pool.digest import check_block_bytes
 from kvstore.pool.leases import new_epoch
 from kvstore.transports.client import KvClient
 from kvstore.transports.kv_transfer import LeaseClient
-from kvstore.transports.transport import LeaseHolder, LocalPool, Reader, Transport
+from kvstore.transports.transport import LocalPool, Reader, Transport
 from kvstore.types import BlockId, WorkerId
 from worker.config import AUTO, TRANSPORTS, WorkerConfig
 from worker.kv.kv_leases import KvLeases
@@ -79,8 +79,7 @@ class SharedPoolMemory(PoolMemory):
             logger.warning("KV in GPU memory is not handed over: this installation lacks worker.gpu_hand_off")
             self.clients.append(KvClient(geometry, {}))  # which finds no transport: prompts are computed here
             return allocate_pool(geometry, device)
-        for_mapping = any(kind.maps_device_memory for kind in self._wanted)
-        pool = allocate_on(device, *self._next(geometry), self._config, for_mapping)
+        pool = allocate_on(device, *self._next(geometry), self._config, [kind.name for kind in self._wanted])
         self._add(pool)
         kv_pool: torch.Tensor = pool.kv_pool
         return kv_pool
@@ -122,10 +121,12 @@ class SharedPoolMemory(PoolMemory):
         described = {name: transport.describe() for name, transport in self._transports.items()}
         return {name: text for name, text in described.items() if text}
 
-    def lease_table(self, release: Callable[[Sequence[BlockId]], None], handles: HandleWriter) -> KvLeases:
-        """The leases on blocks of these pools, as `KvLeases` takes its arguments."""
+    def open_leases(self, release: Callable[[Sequence[BlockId]], None], handles: HandleWriter) -> KvLeases:
+        """The leases on blocks of these pools, see KvLeases; from now on transports may send them."""
         kind = from_wing("worker.gpu_hand_off.staged_leases:StagedLeases") if self.needs_staging else KvLeases
         leases: KvLeases = kind(self.epoch, self.ranks, release, handles)
+        for transport in self._transports.values():
+            transport.serve(leases)
         return leases
 
     def fence(self) -> None:
@@ -143,11 +144,6 @@ class SharedPoolMemory(PoolMemory):
             address = ShardAddress(kv_address, self.needs_staging, addresses)
             shards.append(HandleShard(rank.info.geometry, address))
         return shards
-
-    def send_leases(self, leases: LeaseHolder) -> None:
-        """Let transports send blocks of leases, from now on."""
-        for transport in self._transports.values():
-            transport.serve(leases)
 
     def close(self) -> None:
         for transport in self._transports.values():

@@ -69,7 +69,8 @@ class Owner:
         self.table = LeaseTable(self.memory.epoch)
         self.holder = Holder(self.table, lingers)
         (self._shard,) = self.memory.serve("127.0.0.1:1")
-        self.memory.send_leases(self.holder)
+        for transport in self.memory._transports.values():
+            transport.serve(self.holder)
         self._name = name
 
     def grant(self, numbers: Sequence[int]) -> str:

@@ -15,7 +15,6 @@ from kvstore.pool.block_pool import BlockPool
 from kvstore.types import BlockId
 from tests.kvstore.helpers import GEOMETRY, with_address
 from worker.config import TRANSPORTS, WorkerConfig
-from worker.kv.kv_leases import KvLeases
 from worker.kv.shared_pool import SharedPoolMemory
 
 FILE = {"file": "tests.kvstore.transports.file_transport:FileTransport"}
@@ -32,8 +31,7 @@ class Worker:
         pool = BlockPool(GEOMETRY.num_blocks)
         handles = HandleWriter(name, self.memory.serve("127.0.0.1:1"), 60.0)
         self.block_ids = pool.allocate(3)
-        self._leases = KvLeases(self.memory.epoch, self.memory.ranks, pool.release, handles)
-        self.memory.send_leases(self._leases)
+        self._leases = self.memory.open_leases(pool.release, handles)
 
     def handle(self) -> KvHandle:
         return self._leases.grant(self.block_ids, self._leases.digests(self.block_ids), 12, time.monotonic())[1]

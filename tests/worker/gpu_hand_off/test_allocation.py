@@ -49,7 +49,7 @@ def test_blocks_of_a_lease_are_found_in_the_rows_in_front(tmp_path: Path) -> Non
     [shard] = memory.serve("host:1")
     assert (memory.transports, shard.address.needs_staging) == (["shm"], True)
     pool = BlockPool(GEOMETRY.num_blocks)
-    leases = memory.lease_table(pool.release, HandleWriter("gpu", [shard], 60.0))
+    leases = memory.open_leases(pool.release, HandleWriter("gpu", [shard], 60.0))
     assert isinstance(leases, StagedLeases)
     block_ids = pool.allocate(3)
     lease, handle = leases.grant(block_ids, leases.digests(block_ids), 12, time.monotonic())

@@ -17,7 +17,6 @@ from tests.kvstore.helpers import GEOMETRY
 from tests.worker.kv.test_shared_pool import open_memory
 from tests.worker.nccl.fake_nccl import FakeNccl
 from worker.gpu_hand_off.device_pool import DevicePool
-from worker.kv.kv_leases import KvLeases
 from worker.nccl import transport as nccl_transport
 from worker.nccl.pool import NcclPool
 
@@ -38,8 +37,7 @@ def test_blocks_travel_by_nccl_from_one_worker_to_another(tmp_path: Path, monkey
     assert reader.transports == ["nccl", "shm", "tcp"]
     pool, device_pool = BlockPool(GEOMETRY.num_blocks), DevicePool(sent)
     writer = HandleWriter("reader", owner.serve("127.0.0.1:1"), 60.0)
-    leases = KvLeases(owner.epoch, owner.ranks, pool.release, writer)
-    owner.send_leases(leases)
+    leases = owner.open_leases(pool.release, writer)
     block_ids = pool.allocate(3)
     lease, handle = leases.grant(block_ids, [device_pool.digests(block_ids)], 12, time.monotonic())
     [client] = reader.clients
