@@ -149,7 +149,7 @@ async def _watch(
             break
         try:
             if engine.watch is not None:
-                front.set_trouble(engine.watch.trouble(now))
+                engine.watch.judge(front, now)
         except UnavailableError as error:
             logger.error("this worker ends: %s", error)
             return 1

@@ -42,7 +42,7 @@ class WorkerFront:
         self.info = info
         self.listeners: list[Callable[[StepReport], None]] = []  # called with each report of the engine process
         self.drain: Drain | None = call_wing("worker.drains.drain:Drain")
-        self._out_of_service = ""  # the reason, while streams are refused
+        self.out_of_service = ""  # the reason, while streams are refused
         self.leases = LeaseTable(Epoch(info.epoch))  # as of the last report
         self.memory = Resident(), Resident()  # of this process and the engine process, now and then
         self._load: EngineLoad | None = None  # None: the engine process has not reported yet
@@ -60,8 +60,8 @@ class WorkerFront:
 
     async def attach(self, commands: AsyncIterator[pb.Command]) -> AsyncIterator[pb.StepReport]:
         """Serve one router until it leaves, falls behind, or this worker goes out of service (UnavailableError)."""
-        if self._out_of_service:
-            raise UnavailableError(self._out_of_service)
+        if self.out_of_service:
+            raise UnavailableError(self.out_of_service)
         session = Session()
         self._sessions.add(session)
         session.send(pb.StepReport(kv_events=[self._events.snapshot()], load=self._load_report()))
@@ -156,7 +156,7 @@ class WorkerFront:
     @property
     def is_serving(self) -> bool:
         """Whether new requests are welcome."""
-        return not (self.is_draining or self._out_of_service)
+        return not (self.is_draining or self.out_of_service)
 
     @property
     def is_drained(self) -> bool:
@@ -164,20 +164,9 @@ class WorkerFront:
         is_idle = not (self.num_open_requests or self.leases)
         return self.drain is not None and self.drain.is_over(self._sessions, is_idle, time.monotonic())
 
-    def set_trouble(self, reason: str | None) -> None:
-        """Take the worker out of service for `reason`, or put it back with None."""
-        if (reason or "") == self._out_of_service:
-            return
-        if reason:
-            logger.warning("out of service: %s", reason)
-            self.leave_service(reason)
-        else:
-            logger.warning("in service again: the engine makes progress")
-            self._out_of_service = ""
-
     def leave_service(self, reason: str) -> None:
         """End every stream and accept no new one; routers move their requests elsewhere."""
-        self._out_of_service = reason
+        self.out_of_service = reason
         for session in list(self._sessions):
             session.close(reason)
 
@@ -246,7 +235,7 @@ class WorkerFront:
 
     def heartbeat(self) -> None:
         """Tell routers that this worker lives, also while a long step runs. Called a few times a second."""
-        if self._load is not None and not self._out_of_service:
+        if self._load is not None and not self.out_of_service:
             self._send(defaultdict(pb.StepReport), [], time.monotonic())
 
     def _load_report(self) -> pb.LoadReport:

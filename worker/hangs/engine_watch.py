@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Coroutine
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from common.errors import ConfigError, UnavailableError
 from worker.config import WorkerConfig
@@ -14,14 +15,24 @@ from worker.hangs.liveness import ProgressWatch, StartWatch, sample_process, sam
 from worker.hangs.settings import HangSettings
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 START_WATCH_SECONDS = 1.0  # between two looks at an engine that loads
 MAX_INTERVAL_SECONDS = 0.5  # between two looks at one that serves: in a longer one this process slept
 IDLE_BEAT_SECONDS = 0.6  # an idle engine's heart beats twice a second: until then there is no need to look closer
 HUNG_EXIT_SECONDS = 60.0  # an engine that has hung for so long is not waited for: a new process is better
 
 
+class Front(Protocol):
+    """The worker's front."""
+
+    out_of_service: str  # why it refuses streams; empty: it does not
+
+    def leave_service(self, reason: str) -> None:
+        """End every stream and accept no new one."""
+
+
 class EngineWatch:
-    """Watch one engine process: `unless_idle` while it loads, then `trouble` a few times a second."""
+    """Watch one engine process: `unless_idle` while it loads, then `judge` a few times a second."""
 
     def __init__(self, config: WorkerConfig) -> None:
         self.memory = Heartbeat.create_memory()  # for the process to map, and for the caller to close
@@ -53,6 +64,18 @@ class EngineWatch:
             return reading.result()
         finally:
             reading.cancel()
+
+    def judge(self, front: Front, now: float) -> None:
+        """Take the front out of service while the engine hangs. Raises UnavailableError when it hangs for good."""
+        trouble = self.trouble(now) or ""
+        if trouble == front.out_of_service:
+            return
+        if trouble:
+            logger.warning("out of service: %s", trouble)
+            front.leave_service(trouble)
+        else:
+            logger.warning("in service again: the engine makes progress")
+            front.out_of_service = ""
 
     def trouble(self, now: float) -> str | None:
         """Say why the engine is out of service; None: it is not. Raises UnavailableError when it hangs for good."""

@@ -176,3 +176,22 @@ def test_a_worker_ends_when_its_engine_hangs_for_a_minute(monkeypatch: pytest.Mo
         watch.trouble(began + 0.25 * look)
     with pytest.raises(UnavailableError, match="the engine process is stopped for 60 s"):
         watch.trouble(began + 70.0)
+
+
+class Front:
+    out_of_service = ""
+    num_departures = 0
+
+    def leave_service(self, reason: str) -> None:
+        self.out_of_service = reason
+        self.num_departures += 1
+
+
+def test_a_worker_is_out_of_service_while_its_engine_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    front, watch = Front(), engine_watch.EngineWatch(WorkerConfig())
+    watch.memory.close()
+    for trouble, expected, num_departures in ((None, "", 0), ("blocked", "blocked", 1), ("blocked", "blocked", 1),
+                                              ("stopped", "stopped", 2), (None, "", 2)):  # fmt: skip
+        monkeypatch.setattr(watch, "trouble", lambda now, trouble=trouble: trouble)
+        watch.judge(front, 0.0)
+        assert (front.out_of_service, front.num_departures) == (expected, num_departures)
