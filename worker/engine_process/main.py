@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from common.errors import MiniInferError
 from common.logging import setup_logging
-from common.wings import from_wing
+from common.wings import call_wing, from_wing
 from engine.assembly import EngineParts, assemble
 from engine.engine import DeviceLostError
 from engine.start_progress import no_progress
@@ -64,10 +64,9 @@ def _start(link: FrameSocket, start: Start, beat: Callable[[], None]) -> EngineP
     memory = SharedPoolMemory(worker)
     cores = None
     if not (config.num_threads or config.num_ranks > 1):
-        join_cores = from_wing("worker.cores.shared_cores:join_cores")
-        cores = join_cores(worker.run_dir) if join_cores else None
-    start_reports = from_wing("worker.start_progress.reports:StartReports")
-    parts = assemble(config, memory, start.gpu, on_progress=start_reports() if start_reports else no_progress)
+        cores = call_wing("worker.cores.shared_cores:join_cores", worker.run_dir)
+    start_reports = call_wing("worker.start_progress.reports:StartReports")
+    parts = assemble(config, memory, start.gpu, on_progress=start_reports or no_progress)
     if cores is not None and parts.device != "cpu":
         cores.close()
         cores = None
@@ -80,8 +79,8 @@ def _start(link: FrameSocket, start: Start, beat: Callable[[], None]) -> EngineP
     puller = KvPuller(memory.clients, memory.leases, link.wake)
     handles = HandleWriter(worker.worker_id, memory.serve(start.kv_address), worker.kv_lease_seconds)
     leases = memory.open_leases(engine.kv.give_back, handles)
-    kind_of_leases = from_wing("worker.progressive_pulls.part_leases:kind_of_leases")
-    prompt_leases = (kind_of_leases(worker) if kind_of_leases else PromptLeases)(engine.kv, leases)
+    kind_of_leases = call_wing("worker.progressive_pulls.part_leases:kind_of_leases", worker) or PromptLeases
+    prompt_leases = kind_of_leases(engine.kv, leases)
     # On a CPU steps in flight have ended when the loop gives blocks away, but for those of a pipeline: they end then.
     fence = parts.runner.start_queued if config.pp > 1 and not memory.needs_staging else memory.fence
     kind_of_loads = from_wing("worker.progressive_pulls.progressive_loads:ProgressiveLoads") or KvLoads

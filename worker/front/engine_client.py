@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from common.errors import ConfigError, TransferError, UnavailableError
-from common.wings import from_wing
+from common.wings import call_wing
 from kvstore.transports.sockets import pack
 from worker.frames import SOCKET_BUFFER_BYTES, read_message
 from worker.messages import Failed, Ready, Start, StepReport, Stop, ToEngine
@@ -42,8 +42,7 @@ class EngineClient:
     @classmethod
     async def start(cls, start: Start) -> EngineClient:
         """Start the child and wait until its model is loaded. Raises ConfigError with its reason when it can't."""
-        watch_of = from_wing("worker.hangs.engine_watch:EngineWatch")
-        watch: EngineWatch | None = watch_of(start.worker) if watch_of else None
+        watch: EngineWatch | None = call_wing("worker.hangs.engine_watch:EngineWatch", start.worker)
         ours, theirs = socket.socketpair()
         with theirs, nullcontext() if watch is None else watch.memory:
             descriptors = {"fd": theirs.fileno()}
