@@ -43,7 +43,7 @@ class Owner:
 
     async def start(self) -> None:
         stage = self._staging.rows if self._memory.needs_staging else None
-        view, sender = PoolView(self._memory.socket_paths[0]), BlockServer("127.0.0.1")
+        view, sender = PoolView(self._memory.ranks[0].socket_path), BlockServer("127.0.0.1")
         service = TcpTransferService(
             sender=sender, pools=[view], leases=self._mirror, on_renew=self._renewed, on_release=self._released,
             stage=stage, descriptions=self._memory.descriptions,

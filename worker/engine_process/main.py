@@ -86,7 +86,8 @@ def _start(link: FrameSocket, start: Start, beat: Callable[[], None]) -> EngineP
     kind_of_loads = from_wing("worker.progressive_pulls.progressive_loads:ProgressiveLoads") or KvLoads
     loads = kind_of_loads(engine, puller, fence, can_read=not config.stage_address)
     info = _engine_info(parts, memory, [] if config.stage_address else memory.transports)  # of all layers, or none
-    link.send(Ready(info.SerializeToString(), memory.socket_paths, memory.needs_staging, memory.descriptions))
+    sockets = [rank.socket_path for rank in memory.ranks]
+    link.send(Ready(info.SerializeToString(), sockets, memory.needs_staging, memory.descriptions))
     adjust_cores = None if cores is None else cores.adjust
     return EngineProcess(link, parts, leases, prompt_leases, loads, beat, adjust_cores)
 

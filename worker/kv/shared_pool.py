@@ -111,11 +111,6 @@ class SharedPoolMemory(PoolMemory):
         return PoolInfo(WorkerId(worker_id), self.epoch, geometry), str(path)
 
     @property
-    def socket_paths(self) -> list[str]:
-        """Sockets that hand out descriptors of all ranks' pools."""
-        return [rank.socket_path for rank in self.ranks]
-
-    @property
     def descriptions(self) -> dict[str, bytes]:
         """What transports tell peers that have the cluster's token, by name."""
         described = {name: transport.describe() for name, transport in self._transports.items()}
