@@ -47,17 +47,6 @@ class LeaseClient:
         request = kvstore_pb2.LeaseRequest(lease_id=lease.lease_id, epoch=lease.epoch)
         return bool(self.call(lease.kv_address, "Release", request).held)
 
-    def stage(self, shard: PeerShard, first: int, deadline_seconds: float) -> list[BlockId]:
-        """Have the lease's blocks from position `first` on copied to the peer's shared memory; returns their rows.
-
-        Raises UnavailableError, or TransferError when the peer cannot.
-        """
-        request = kvstore_pb2.StageRequest(lease_id=shard.lease_id, epoch=shard.epoch, rank=shard.rank, first=first)
-        rows = self.call(shard.address.kv_address, "Stage", request, deadline_seconds).rows
-        if len(rows) != len(shard.block_ids) - first:
-            raise TransferError("the peer has staged another lease")
-        return [BlockId(row) for row in rows]
-
     def describe(self, shard: PeerShard, transport: str) -> bytes:
         """What the peer's transport tells only those with the token. Raises UnavailableError, TransferError."""
         request = kvstore_pb2.DescribeTransportRequest(epoch=shard.epoch, transport=transport)

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from common.errors import TransferError
+from common.wings import from_wing
 from kvstore.handle.copies import merged_runs
 from kvstore.handle.handle import PeerShard, PoolName
 from kvstore.handle.pool_info import PoolInfo, rows_at
@@ -38,9 +40,11 @@ def rows_of_lease(
     """
     if not shard.address.needs_staging:
         return rows_at(shard.block_ids, positions, num_rows)
-    first = min(positions, default=0)
-    staged = leases.stage(shard, first, deadline_seconds)
-    return rows_at(staged, [position - first for position in positions], num_rows)
+    staged_rows = from_wing("kvstore.transports.staged_rows:staged_rows")
+    if staged_rows is None:
+        raise TransferError("a peer's KV in GPU memory needs worker.gpu_hand_off, which this installation lacks")
+    rows: list[BlockId] = staged_rows(shard, positions, num_rows, leases, deadline_seconds)
+    return rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import pytest
 
 from common.errors import HandshakeError, MiniInferError, TransferError
 from kvstore.layout import full_attention
+from kvstore.transports import shm
 from kvstore.transports.kv_transfer import LeaseClient
 from kvstore.transports.shm import ShmReader
 from kvstore.transports.transport import BlockPull, SourcePart
@@ -106,3 +107,14 @@ def test_a_mapping_is_kept_until_the_worker_lives_again(tmp_path: Path) -> None:
     transport.close()
     reborn.close()
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= descriptors + 1)
+
+
+def test_a_peer_whose_blocks_lie_in_gpu_memory_is_not_read_without_its_wing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shm, "from_wing", lambda path: None)
+    owner, client = Owner(tmp_path), host_client(GEOMETRY, empty_pool(), names=["shm"])
+    with pytest.raises(TransferError, match=r"needs worker\.gpu_hand_off"):
+        client.pull(with_address(owner.peer([3]), needs_staging=True), [0], ids(0))
+    client.close()
+    owner.close()

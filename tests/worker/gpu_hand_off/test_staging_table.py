@@ -10,11 +10,23 @@ import pytest
 
 from common.errors import TransferError
 from kvstore.transports.client import KvClient
+from kvstore.transports.kv_transfer import LeaseClient
+from kvstore.transports.staged_rows import stage
 from kvstore.types import LeaseId
 from tests.kvstore.front import Worker
 from tests.kvstore.helpers import ids, with_address, with_shard
 from worker.gpu_hand_off.staging_table import StagingTable
 from worker.messages import StepReport
+
+
+async def test_a_lease_that_was_released_is_not_staged(tmp_path: Path) -> None:
+    leases = LeaseClient("secret")
+    async with Worker(tmp_path) as worker:
+        peer = worker.lease([3, 4])
+        worker.leases.release(LeaseId("lease"), worker.leases.epoch)
+        with pytest.raises(TransferError, match="released lease"):
+            await asyncio.to_thread(stage, leases, peer.shards[0], 0, 60.0)
+    leases.close()
 
 
 async def test_blocks_in_gpu_memory_are_read_from_the_rows_that_they_were_copied_to(

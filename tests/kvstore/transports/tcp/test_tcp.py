@@ -20,6 +20,7 @@ from kvstore.layout import full_attention
 from kvstore.transports.client import KvClient
 from kvstore.transports.kv_transfer import LeaseClient
 from kvstore.transports.sockets import has_gone
+from kvstore.transports.staged_rows import stage
 from kvstore.transports.tcp import block_server
 from kvstore.transports.tcp import reader as tcp
 from kvstore.transports.tcp.reader import ticket_for
@@ -110,7 +111,7 @@ async def test_blocks_in_gpu_memory_are_read_from_the_rows_that_they_were_copied
         assert asked[1:] == [("lease", 0)]
         leases = LeaseClient("secret")
         with pytest.raises(TransferError, match="outside the lease"):
-            await asyncio.to_thread(leases.stage, peer.shards[0], 3, 60.0)
+            await asyncio.to_thread(stage, leases, peer.shards[0], 3, 60.0)
         leases.close()
         with pytest.raises(TransferError, match="epoch"):
             await asyncio.to_thread(client.pull, with_shard(by, epoch=Epoch(1)), [0], ids(0))
