@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.assembly import EngineParts
 from engine.engine import Engine
 from engine.request import Request, SchedulerLoad
 from engine.scheduled_step import StepStats
@@ -46,13 +45,13 @@ class OpenRequest:
         return times
 
 
-def add_figures(report: StepReport, parts: EngineParts, num_leases: int, step: StepStats) -> None:
+def add_figures(report: StepReport, engine: Engine, num_leases: int, step: StepStats) -> None:
     """Fill in the engine's figures. step: the one that has ended since the last report."""
-    load, stats = parts.engine.load(), parts.engine.kv.stats
-    report.load = engine_load(parts.engine, load, step, num_leases)
+    load, stats = engine.load(), engine.kv.stats
+    report.load = engine_load(engine, load, step, num_leases)
     report.preemptions = load.num_preemptions
     report.prefix_queries, report.prefix_hits = stats.queried_tokens, stats.hit_tokens
-    report.figures = parts.engine.figures()
+    report.figures = engine.figures()
 
 
 def engine_load(engine: Engine, load: SchedulerLoad, step: StepStats, num_leases: int) -> EngineLoad:

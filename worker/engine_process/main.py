@@ -89,7 +89,7 @@ def _start(link: FrameSocket, start: Start, beat: Callable[[], None]) -> EngineP
     sockets = [rank.socket_path for rank in memory.ranks]
     link.send(Ready(info.SerializeToString(), sockets, memory.needs_staging, memory.descriptions))
     adjust_cores = None if cores is None else cores.adjust
-    return EngineProcess(link, parts, leases, prompt_leases, loads, beat, adjust_cores)
+    return EngineProcess(link, engine, leases, prompt_leases, loads, beat, adjust_cores)
 
 
 def _heartbeat(descriptor: int | None) -> Callable[[], None]:

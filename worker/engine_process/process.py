@@ -16,7 +16,7 @@ from math import inf
 from common.errors import GRAMMAR_REFUSED, DeadlineExceededError, EngineError, InvalidRequestError, MiniInferError
 from common.logging import RateLimit
 from common.token_ids import num_ids, unpack_ids
-from engine.assembly import EngineParts
+from engine.engine import Engine
 from engine.request import FinishReason, Request, RequestId, RequestOutput
 from engine.scheduled_step import StepStats
 from worker.engine_process.figures import OpenRequest, add_figures
@@ -56,7 +56,7 @@ class EngineProcess:
     def __init__(
         self,
         link: FrameSocket,
-        parts: EngineParts,
+        engine: Engine,
         leases: KvLeases,
         prompt_leases: PromptLeases,
         loads: KvLoads,
@@ -68,9 +68,8 @@ class EngineProcess:
         adjust_cores: called before each step, with whether there is work.
         """
         self._link = link
-        self._parts = parts
-        self._engine = parts.engine
-        self._pool = parts.engine.kv.pool
+        self._engine = engine
+        self._pool = engine.kv.pool
         self._leases = leases
         self._prompt_leases = prompt_leases
         self._loads = loads
@@ -227,7 +226,7 @@ class EngineProcess:
         if not (stats or report.has_news) and now < self._next_report_time:
             return
         self._next_report_time = now + IDLE_WAIT_SECONDS
-        add_figures(report, self._parts, len(self._leases), stats or StepStats())
+        add_figures(report, self._engine, len(self._leases), stats or StepStats())
         self._link.send(report)
         self._report = StepReport()
 

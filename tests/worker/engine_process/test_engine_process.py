@@ -75,7 +75,7 @@ def test_the_pool_is_checked_when_no_request_waits_for_it(monkeypatch: pytest.Mo
     checks: list[tuple[float, int]] = []
     monkeypatch.setattr(time, "monotonic", lambda: link.now)
     monkeypatch.setattr(parts.engine.kv.pool, "check_integrity", lambda: checks.append((link.now, len(link.reports))))
-    process = EngineProcess(link, parts, peers, peers, peers, lambda: None)  # type: ignore[arg-type]
+    process = EngineProcess(link, parts.engine, peers, peers, peers, lambda: None)  # type: ignore[arg-type]
     process.run()
     ends = [delta.request_id for report in link.reports for delta in report.deltas if delta.finish_reason]
     assert ends == ["a", "b", "c"]
@@ -87,6 +87,6 @@ def test_overdue_requests_are_served_first_and_those_without_objective_last() ->
     parts = assemble(EngineConfig("dry-run", num_gpu_blocks=64, max_num_seqs=1))
     come = [submit("plain"), submit("due", 0.5), submit("overdue", -60.0)]
     link, peers = Link([come, [Stop()]]), Peers()
-    EngineProcess(link, parts, peers, peers, peers, lambda: None).run()  # type: ignore[arg-type]
+    EngineProcess(link, parts.engine, peers, peers, peers, lambda: None).run()  # type: ignore[arg-type]
     ends = [delta.request_id for report in link.reports for delta in report.deltas if delta.finish_reason]
     assert ends == ["overdue", "due", "plain"]
