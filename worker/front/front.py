@@ -92,7 +92,8 @@ class WorkerFront:
             case "cancel":
                 self._cancel(session, command.cancel.request_id)
             case "hand_over":
-                self._hand_over(session, command.hand_over.request_id)
+                if (name := session.names.get(command.hand_over.request_id)) is not None:
+                    self._engine.send(HandOver(name))
             case "release":
                 self._release([command.release])
             case "drain_noted":
@@ -130,11 +131,6 @@ class WorkerFront:
         if name is not None:
             del self._owner[name]
             self._engine.send(Cancel(name))
-
-    def _hand_over(self, session: Session, request_id: str) -> None:
-        name = session.names.get(request_id)
-        if name is not None:
-            self._engine.send(HandOver(name))
 
     def _close(self, session: Session) -> None:
         self._sessions.discard(session)
