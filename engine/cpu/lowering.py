@@ -44,8 +44,7 @@ class CpuForwards:
     def __init__(self, model: Model, ranks: RankContext[Seams] = SINGLE, batch_invariant: bool = False) -> None:
         """batch_invariant: a token's bits do not depend on the rows that share its step."""
         self.batch_invariant = batch_invariant
-        self._model = model
-        models = {rows: with_invariant_linears(model, rows) if batch_invariant else model for rows in Rows}
+        models = {rows: with_linears_for(model, rows, batch_invariant) for rows in Rows}
         self._by_rows = {rows: lower_model(models[rows], rows, ranks) for rows in Rows}
         if ranks.passes_on:
             end = ranks.seams.fold(plain_sum, model.blocks[-1])
@@ -66,8 +65,9 @@ class CpuForwards:
 
 
 def lower_model(model: Model, rows: Rows, ranks: RankContext[Seams] = SINGLE) -> CpuForward:
+    """model: of `with_linears_for` such steps."""
     if rows is Rows.ANY:
-        return forward.plain(with_dense_linears(model), ranks)
+        return forward.plain(model, ranks)
 
     def norm(weight: torch.Tensor, eps: float, is_final: bool) -> AddNorm[torch.Tensor]:
         dtype = model.hidden_dtype if is_final else model.embedding.dtype
@@ -76,26 +76,25 @@ def lower_model(model: Model, rows: Rows, ranks: RankContext[Seams] = SINGLE) ->
     return lowered(model, ranks, norm)
 
 
-def with_dense_linears(model: Model) -> Model:
-    """The model with the dense copies of its quantized layers, for any number of rows. Weights are shared."""
-    return with_linears(model, dense)
+def with_linears_for(model: Model, rows: Rows, batch_invariant: bool) -> Model:
+    """The model with the layers that such steps take. Weights are shared.
 
-
-def with_invariant_linears(model: Model, rows: Rows) -> Model:
-    """The model with layers whose results for a row do not depend on the number of rows. Weights are shared."""
-    return with_linears(model, lambda linear: invariant(linear if rows is Rows.FEW else dense(linear)))
-
-
-def with_linears(model: Model, replacement: Callable[[Linear], Linear]) -> Model:
+    Prompts take the dense copies of quantized layers; batch-invariant ones compute a row alike in any number of rows.
+    """
+    if rows is Rows.FEW and not batch_invariant:
+        return model
     model = replace(model, blocks=[block.copy() for block in model.blocks])
     for ref in model.linears():
-        ref.replace(replacement(ref.layer))
+        linear = ref.layer if rows is Rows.FEW else dense(ref.layer)
+        ref.replace(invariant(linear) if batch_invariant else linear)
     return model
 
 
 def dense(linear: Linear) -> Linear:
     """The dense copy of a quantized layer; others as they are."""
-    return linear if linear.dense is None else linear.dense.changed(order=linear.order)
+    if linear.dense is None or linear.order is None:
+        return linear.dense or linear
+    return linear.dense.changed(order=linear.order)
 
 
 def invariant(linear: Linear) -> Linear:

@@ -6,9 +6,9 @@ cannot be sampled from fails alone; an exception of the forward pass itself prop
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,18 +33,6 @@ from engine.trial_plans import trial_plan
 from kvstore.layout import PoolGeometry
 
 MAX_WARMUP_TOKENS = 64  # 512 make the first prompt 10 to 80 ms faster, and a model of 0.5B ready 0.8 s later
-
-
-class Forwards(Protocol):
-    """A model in the forms that its steps take."""
-
-    def choose(self, num_tokens: int, only_decodes: bool) -> CpuForward:
-        """See CpuForwards."""
-        ...
-
-    def change(self, change: Callable[[CpuForward], CpuForward]) -> None:
-        """See CpuForwards."""
-        ...
 
 
 class CpuRunner(ModelRunner):
@@ -82,7 +70,7 @@ class CpuRunner(ModelRunner):
         if loaded.device.type == "cpu" and config.num_threads:
             torch.set_num_threads(config.num_threads)
 
-    def _lower(self, loaded: LoadedModel, ranks: RankContext[Seams]) -> Forwards:
+    def _lower(self, loaded: LoadedModel, ranks: RankContext[Seams]) -> CpuForwards:
         return CpuForwards(loaded.model, ranks, self._batch_invariant)
 
     def _attention(self, loaded: LoadedModel, kv_pool: Tensor, geometry: PoolGeometry) -> AttentionBackend:

@@ -17,8 +17,7 @@ from engine.cpu.lowering import (
     CpuForwards,
     Rows,
     lower_model,
-    with_dense_linears,
-    with_invariant_linears,
+    with_linears_for,
 )
 from engine.layers.linear import Linear
 from engine.lora.reader import AdapterWeights, LowRank
@@ -125,7 +124,7 @@ class AdaptedForwards(CpuForwards):
     def __init__(self, model: Model, rows: AdapterRows, ranks: RankContext[Seams], batch_invariant: bool) -> None:
         super().__init__(model, ranks, batch_invariant)
         self._rows = rows
-        models = {kind: with_adapters(_prepared(model, kind, batch_invariant), rows) for kind in Rows}
+        models = {kind: with_adapters(with_linears_for(model, kind, batch_invariant), rows) for kind in Rows}
         self._adapted = {kind: lower_model(adapted, kind, ranks) for kind, adapted in models.items()}
 
     def change(self, change: Callable[[CpuForward], CpuForward]) -> None:
@@ -137,13 +136,6 @@ class AdaptedForwards(CpuForwards):
         if self._rows.groups is None:
             return super().choose(num_tokens, only_decodes)
         return self._adapted[self.rows_of(num_tokens, only_decodes)]
-
-
-def _prepared(model: Model, kind: Rows, batch_invariant: bool) -> Model:
-    """The model with the layers that the lowering without adapters takes for such steps."""
-    if batch_invariant:
-        return with_invariant_linears(model, kind)
-    return with_dense_linears(model) if kind is Rows.ANY else model
 
 
 @dataclass(slots=True)

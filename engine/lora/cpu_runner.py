@@ -8,7 +8,8 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.cpu.batch import StepBatch
-from engine.cpu.runner import CpuRunner, Forwards
+from engine.cpu.lowering import CpuForwards
+from engine.cpu.runner import CpuRunner
 from engine.layers.block import Step
 from engine.layers.forward import Forward
 from engine.loader.load import LoadedModel
@@ -36,7 +37,7 @@ class LoraCpuRunner(AdaptedSteps, CpuRunner):
         self._rows = AdapterRows()
         super().__init__(loaded, kv_pool, host_buffer, config, ranks)
 
-    def _lower(self, loaded: LoadedModel, ranks: RankContext[Seams]) -> Forwards:
+    def _lower(self, loaded: LoadedModel, ranks: RankContext[Seams]) -> CpuForwards:
         return AdaptedForwards(loaded.model, self._rows, ranks, self._batch_invariant)
 
     def _forward_for(self, batch: StepBatch) -> Forward[Step, Tensor]:

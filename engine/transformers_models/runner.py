@@ -11,7 +11,7 @@ from torch import Tensor
 from common.errors import ConfigError
 from common.wings import require_wing
 from engine.config import EngineConfig
-from engine.cpu.lowering import CpuForward
+from engine.cpu.lowering import CpuForward, CpuForwards
 from engine.cpu.runner import CpuRunner
 from engine.layers.attention import AttentionBackend
 from engine.layers.block import Step
@@ -21,7 +21,7 @@ from engine.transformers_models.model import CausalLm, TransformersModel
 from kvstore.layout import PoolGeometry
 
 
-class WholeModel:
+class WholeModel(CpuForwards):
     """The forward pass of all steps. Rows have the bits that the GEMMs of torch give so many of them."""
 
     def __init__(self, code: CausalLm) -> None:
