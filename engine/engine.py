@@ -261,4 +261,4 @@ class Engine:
         if is_like_others:
             for learner in self._learners:
                 learner.observe(size, seconds)
-        return StepStats(size.num_prompt_tokens, size.num_decode_tokens, seconds, size.context, size.pairs)
+        return StepStats(size, seconds)

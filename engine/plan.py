@@ -57,10 +57,10 @@ class ScheduledRow(msgspec.Struct, gc=False):
 class StepSize:
     """What the duration of a step depends on, see common/step_times.py."""
 
-    num_decode_tokens: int  # drafts included
-    num_prompt_tokens: int
-    context: int  # tokens of KV that decode rows read
-    pairs: int  # of a prompt token with each token before it
+    num_decode_tokens: int = 0  # drafts included
+    num_prompt_tokens: int = 0
+    context: int = 0  # tokens of KV that decode rows read
+    pairs: int = 0  # of a prompt token with each token before it
 
     @classmethod
     def of(cls, rows: Sequence[ScheduledRow]) -> StepSize:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.plan import NewRequest, ScheduledRow, StepPlan
+from engine.plan import NewRequest, ScheduledRow, StepPlan, StepSize
 from engine.request import Request, RequestId, RequestOutput, RequestStatus
 from kvstore.types import BlockId, BlockKey, HostSlot
 
@@ -80,11 +80,8 @@ class ScheduledStep:
 class StepStats:
     """Size and duration of a step. With others in flight, it lasts from the end of the one before."""
 
-    num_prefill_tokens: int = 0
-    num_decode_tokens: int = 0  # drafts included
+    size: StepSize = field(default_factory=StepSize)
     seconds: float = 0.0
-    num_context_tokens: int = 0  # of KV that decode rows read
-    num_prompt_pairs: int = 0  # of a prompt token with each token before it
 
 
 @dataclass(frozen=True, slots=True)

@@ -212,11 +212,11 @@ class SimulatedWorker:
     def _ended(self, outcome: StepOutcome) -> None:
         self._num_steps = self.engine.num_steps
         if (stats := outcome.stats) is not None:
+            size = stats.size
             self.rates.step_times.observe(
-                stats.num_decode_tokens, stats.num_prefill_tokens, stats.seconds, stats.num_context_tokens,
-                stats.num_prompt_pairs,
-            )  # fmt: skip
-            self.backlog.computed(stats.num_prefill_tokens, stats.num_prompt_pairs)
+                size.num_decode_tokens, size.num_prompt_tokens, stats.seconds, size.context, size.pairs
+            )
+            self.backlog.computed(size.num_prompt_tokens, size.pairs)
         self._on_outcome(self, outcome)
         # A puller's thread runs in the loop's process: the loop goes on when that waits for bytes.
         num_pulls = sum(bool(load.positions) for load in outcome.loads)

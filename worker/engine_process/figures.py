@@ -70,8 +70,8 @@ def engine_load(engine: Engine, load: SchedulerLoad, step: StepStats, num_leases
         context_tokens=load.context_tokens,
         num_steps=engine.num_steps,
         step_seconds=step.seconds,
-        step_prefill_tokens=step.num_prefill_tokens,
-        step_decode_tokens=step.num_decode_tokens,
-        step_context_tokens=step.num_context_tokens,
-        step_prompt_pairs=step.num_prompt_pairs,
+        step_prefill_tokens=step.size.num_prompt_tokens,
+        step_decode_tokens=step.size.num_decode_tokens,
+        step_context_tokens=step.size.context,
+        step_prompt_pairs=step.size.pairs,
     )

@@ -105,7 +105,7 @@ def stepping(engine: Engine, request: Request) -> list[tuple[int, int]]:
     sizes = []
     while not request.output_token_ids:
         if (stats := engine.step().stats) is not None:
-            sizes.append((stats.num_prefill_tokens, stats.num_decode_tokens))
+            sizes.append((stats.size.num_prompt_tokens, stats.size.num_decode_tokens))
     return sizes
 
 
@@ -132,7 +132,7 @@ def test_the_last_token_of_a_prompt_is_no_stream() -> None:
     engine.add_request(list(range(100, 120)), SamplingParams(max_tokens=1))
     stats = engine.step().stats
     assert stats is not None
-    assert stats.num_prefill_tokens + stats.num_decode_tokens == 21
+    assert stats.size.num_prompt_tokens + stats.size.num_decode_tokens == 21
     run_all(engine)
     assert_quiet(engine)
 
@@ -204,11 +204,11 @@ def test_contexts_reach_the_budget_and_the_report() -> None:
     first, second = engine.step().stats, engine.step().stats
     assert first is not None
     assert second is not None
-    assert first.num_context_tokens == 21
+    assert first.size.context == 21
     load = engine.load()
     assert (load.waiting_prefill_tokens, load.context_tokens) == (22, 23)
     assert load.waiting_prefill_pairs == sum(range(8, 30)) + 11  # half a pair more for each
-    assert second.num_prompt_pairs == 4 * 4 + 8
+    assert second.size.pairs == 4 * 4 + 8
     assert budget.asked[-1] == (1, 22, [WaitingPrompt(26, 4)])
     run_all(engine)
     assert_quiet(engine)
@@ -216,7 +216,7 @@ def test_contexts_reach_the_budget_and_the_report() -> None:
     stepping(without, without.add_request(list(range(20)), LONG))
     stats = without.step().stats
     assert stats is not None
-    assert without.load().context_tokens == stats.num_context_tokens + 1 == 22
+    assert without.load().context_tokens == stats.size.context + 1 == 22
 
 
 def num_tokens(plan: StepPlan) -> int:

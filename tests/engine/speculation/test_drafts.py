@@ -80,7 +80,7 @@ def test_right_drafts_are_kept_and_counted() -> None:
     assert counts == [1, 5, 5, 2]  # the last step has room for one draft only
     last = outcomes[-1].stats
     assert last is not None
-    assert (last.num_decode_tokens, last.num_prefill_tokens) == (2, 0)
+    assert (last.size.num_decode_tokens, last.size.num_prompt_tokens) == (2, 0)
     assert request.output_token_ids == expected_tokens([1, 2, 3], 13)
     assert num_drafts(engine) == (9, 9)
     assert_quiet(engine)
