@@ -13,27 +13,25 @@ from typing import Any
 from engine.kv.manager import KVManager, held
 from engine.request import Request, RequestStatus
 from engine.scheduled_step import ScheduledStep
-from engine.scheduling.order import ServiceOrder
-from engine.scheduling.preemption import Preemption
+from engine.scheduling.admission import Admission
 from engine.scheduling.stopping import is_full
 from kvstore.types import BlockId
 
 _rank = attrgetter("rank")
 
 
-class Displacement(Preemption):
+class Displacement(Admission):
     """Lets newcomers have the places of requests that give way to them."""
 
-    def __init__(self, order: ServiceOrder, max_model_len: int, *own: Any) -> None:
-        """own: what a Preemption has."""
+    def __init__(self, max_model_len: int, *own: Any) -> None:
+        """own: what an Admission has."""
         super().__init__(*own)
-        self._order = order
         self._max_model_len = max_model_len
         self._step: ScheduledStep | None = None
         self._moved: set[Request] = set()  # by this step, which leaves them where it has put them
 
-    def make_room(self, request: Request, step: ScheduledStep, budget: int) -> int | None:
-        """See Preemption: preempt requests that give way, or with an empty budget take the row of one of them.
+    def _make_room(self, request: Request, step: ScheduledStep, budget: int) -> int | None:
+        """See Admission: preempt requests that give way, or with an empty budget take the row of one of them.
 
         A request moves once a step at most: KV that is swapped in by a step cannot be swapped out by it
         (docs/decisions/steps-and-plans.md).

@@ -1,4 +1,4 @@
-"""Admission: which waiting and swapped requests start in a step, and with how many tokens."""
+"""Admission and preemption: which waiting and swapped requests start in a step, and which running ones give way."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from engine.kv.manager import KVManager
 from engine.request import Request, RequestStatus
 from engine.scheduled_step import ScheduledStep
 from engine.scheduling.order import ServiceOrder
-from engine.scheduling.preemption import Preemption
 from engine.scheduling.remote_kv import RemoteKv
 from engine.scheduling.request_queues import RequestQueues
 
@@ -19,19 +18,20 @@ class Admission:
         queues: RequestQueues,
         kv: KVManager,
         order: ServiceOrder,
-        preemption: Preemption,
         remote_kv: RemoteKv,
+        max_num_seqs: int,
         max_replay_tokens: int,
         cuts_prompts: bool,
     ) -> None:
         """cuts_prompts: whether a prompt may be computed in several steps; else one starts where it fits whole."""
-        self._cuts_prompts = cuts_prompts
+        self.num_preemptions = 0
         self._queues = queues
-        self._max_replay_tokens = max_replay_tokens
         self._kv = kv
         self._order = order
-        self._preemption = preemption
         self._remote_kv = remote_kv
+        self._max_num_seqs = max_num_seqs
+        self._max_replay_tokens = max_replay_tokens
+        self._cuts_prompts = cuts_prompts
 
     def admit(self, step: ScheduledStep, budget: int) -> None:
         """Start swapped and waiting requests until one of them has to wait. budget: tokens that the step has left.
@@ -42,13 +42,28 @@ class Admission:
             is_cut = request.num_uncomputed_tokens > budget
             if request.num_pending_tokens or (is_cut and not self._cuts_prompts):
                 return
-            found = self._preemption.make_room(request, step, budget)
+            found = self._make_room(request, step, budget)
             if found is None:
                 return
             if request.status is RequestStatus.SWAPPED:
-                budget = found - self._resume(request, step, min(found, max(budget, 1)))
+                self._kv.swap_in(request, step)
+                budget = found - self._run(request, step, min(found, max(budget, 1)))
             else:
                 budget = found - self._start(request, step, found)
+
+    def preempt(self, victim: Request, step: ScheduledStep) -> int:
+        """Take all blocks from `victim`; returns the tokens that its row in this step had."""
+        row = step.rows.pop(victim, None)
+        victim.num_preemptions += 1
+        self.num_preemptions += 1
+        self._queues.forget(victim)
+        if self._kv.swap_out(victim, step):
+            self._queues.move(victim, RequestStatus.SWAPPED)
+        else:
+            self._kv.release(victim, is_used=True)
+            victim.num_computed_tokens = 0
+            self._queues.move(victim, RequestStatus.WAITING)
+        return 0 if row is None else row.num_tokens
 
     def _first_in_line(self) -> Request | None:
         """Swapped requests go before waiting ones, except before one to which they would give way."""
@@ -60,10 +75,36 @@ class Admission:
     def _is_admitted(self, request: Request) -> bool:
         return not self._queues.num_active or self._order.admits(request, self._queues, self._kv)
 
-    def _resume(self, request: Request, step: ScheduledStep, budget: int) -> int:
-        """Bring a swapped request back; returns the tokens of its row."""
-        self._kv.swap_in(request, step)
-        return self._run(request, step, budget)
+    def _make_room(self, request: Request, step: ScheduledStep, budget: int) -> int | None:
+        """The tokens that `step` has left for `request`; None: it has to wait. budget: tokens that it has left now.
+
+        A load takes none. Nobody gives way here; by priority some do, see `engine/priorities/displacement.py`.
+        """
+        if budget == 0 and request.kv_source is None:
+            return None
+        has_room = self._num_missing_seats() <= 0 and self._num_missing_blocks(request, max(budget, 1)) <= 0
+        return budget if has_room else None
+
+    def _num_missing_seats(self) -> int:
+        """Requests that have to go before another one can start; zero or less: none."""
+        return self._queues.num_active + 1 - self._max_num_seqs
+
+    def _num_missing_blocks(self, request: Request, max_tokens: int) -> int:
+        """Blocks to free before `request` can start; negative: so many are left.
+
+        A block of each KV group is kept for each running request, or its next token evicts the newcomer.
+        """
+        kv = self._kv
+        num_spare = kv.pool.num_available - len(self._queues.running) * kv.blocks_per_position
+        most = kv.num_blocks_for(request.num_tokens)
+        if most <= num_spare:  # whatever caches have: a long prompt has 1,000 blocks to look up
+            return most - num_spare
+        if request.status is RequestStatus.SWAPPED:
+            num_new = min(request.num_uncomputed_tokens, max_tokens)
+            needed = kv.groups.num_live(request.num_computed_tokens, request.num_computed_tokens + num_new)
+        else:
+            needed = kv.num_blocks_to_admit(request)
+        return needed - num_spare
 
     def _start(self, request: Request, step: ScheduledStep, budget: int) -> int:
         """Give a waiting request what caches have and a row for the rest, or start its load; returns its tokens."""
@@ -82,7 +123,7 @@ class Admission:
     def _run(self, request: Request, step: ScheduledStep, budget: int) -> int:
         num_new = 0 if request.is_held else request.num_row_tokens(budget, self._max_replay_tokens)
         grown = self._kv.grow(request, request.num_computed_tokens + num_new)
-        assert grown, "victims_for has checked the room"
+        assert grown, "_make_room has checked the room"
         self._queues.move(request, RequestStatus.RUNNING)
         if num_new:  # else it is held, or what it was to load is cached here, and the step is full
             step.add_row(request, num_new)

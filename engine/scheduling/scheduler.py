@@ -3,7 +3,7 @@
 One notion drives everything: a request has `num_tokens` known and `num_computed_tokens` in the KV cache, and a step
 closes part of that gap. A prompt, a chunk of it, a decode token and a recompute after preemption are the same case.
 Pure Python on plain data: no torch, no clock, no I/O. The loop around it is `schedule -> run -> update`. `order`
-ranks requests, `admission` starts them, `preemption` takes their blocks back, and `stopping` says when one has ended.
+ranks requests, `admission` starts them and takes their blocks back, and `stopping` says when one has ended.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from engine.request import FinishReason, Request, RequestId, RequestOutput, Requ
 from engine.scheduled_step import PromptChunk, ScheduledStep, StepOutcome
 from engine.scheduling.admission import Admission
 from engine.scheduling.order import ServiceOrder
-from engine.scheduling.preemption import Preemption
 from engine.scheduling.remote_kv import RemoteKv
 from engine.scheduling.request_queues import RequestQueues
 from engine.scheduling.stopping import append_tokens, is_full
@@ -61,18 +60,15 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._order: ServiceOrder = order or call_wing("engine.priorities.order:PriorityOrder") or ServiceOrder()
         self._queues = RequestQueues()
-        own = self._queues, kv, max_num_seqs
-        displacing: Preemption | None = call_wing(
-            "engine.priorities.displacement:Displacement", self._order, self.max_model_len, *own
-        )
-        self._preemption = displacing or Preemption(*own)
         progressive: RemoteKv | None = call_wing(
             "engine.progressive_pulls.remote_kv:ProgressiveRemoteKv", self._queues, kv
         )
         self.remote_kv = progressive or RemoteKv(self._queues, kv)
-        self._admission = Admission(
-            self._queues, kv, self._order, self._preemption, self.remote_kv, max_replay_tokens, cuts_prompts
+        own = self._queues, kv, self._order, self.remote_kv, max_num_seqs, max_replay_tokens, cuts_prompts
+        displacing: Admission | None = call_wing(
+            "engine.priorities.displacement:Displacement", self.max_model_len, *own
         )
+        self._admission = displacing or Admission(*own)
         self._num_arrived = 0
         self._in_flight: deque[ScheduledStep] = deque()
 
@@ -115,7 +111,7 @@ class Scheduler:
         return bool(self._queues.waiting or self._queues.running or self._queues.swapped)
 
     def load(self) -> SchedulerLoad:
-        return self._queues.load(self._preemption.num_preemptions)
+        return self._queues.load(self._admission.num_preemptions)
 
     # -- one step --------------------------------------------------------------------------------------------
 
@@ -243,7 +239,7 @@ class Scheduler:
             num_new = 1 if is_decode else request.num_row_tokens(budget, self._max_replay_tokens)
             while not self.kv.grow(request, request.num_computed_tokens + num_new):
                 victim = self._queues.running[-1]
-                budget += self._preemption.preempt(victim, step)
+                budget += self._admission.preempt(victim, step)
                 preempted = True
                 if victim is request:
                     break
