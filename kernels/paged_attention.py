@@ -45,29 +45,21 @@ def gather_kv(pool: Tensor, layer: int, block_ids: Tensor, seq_len: int) -> Tens
     return blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :seq_len]
 
 
-def attend_causally(q: Tensor, keys: Tensor, values: Tensor, window: int = 0, sinks: Tensor | None = None) -> Tensor:
-    """Causal attention of a sequence's last queries.
+def attend_causally(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Causal attention of a sequence's last queries, without a window or sinks.
 
     q: (num_queries, num_heads, head_dim), the last `num_queries` positions of the sequence.
     keys: (num_kv_heads, seq_len, head_dim); values: (num_kv_heads, seq_len, value_dim), which may be a view of keys.
-    With a window they may begin at any token before the first one that is read; 0: none. sinks: (num_heads,) or None.
     Returns (num_queries, num_heads, value_dim).
     """
     num_queries, num_heads, head_dim = q.shape
     num_kv_heads, seq_len = keys.shape[:2]
     group = num_heads // num_kv_heads
     positions = torch.arange(seq_len - num_queries, seq_len, device=q.device).repeat(group)
-    tokens = torch.arange(seq_len, device=q.device)[None, :]
-    visible = tokens <= positions[:, None]
-    if window:
-        visible &= tokens > positions[:, None] - window
+    visible = torch.arange(seq_len, device=q.device)[None, :] <= positions[:, None]
     # All queries that share a KV head are rows of one product: K and V repeated for each would be copied for each.
     grouped = q.view(num_queries, num_kv_heads, group, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
     keys, values = keys.to(q.dtype), values.to(q.dtype)
-    if sinks is not None:
-        by_row = sinks.view(num_kv_heads, group, 1).expand(-1, -1, num_queries).flatten(1)
-        out = _attend_with_sinks(grouped, keys, values, visible, by_row)
-        return out.view(num_kv_heads, group, num_queries, -1).permute(2, 0, 1, 3).flatten(1, 2)
     # On a GPU torch chooses a memory-efficient kernel, which (2.11, float32, 65 tokens, a mask) gives the last query
     # the first one's result.
     with sdpa_kernel(SDPBackend.MATH) if q.is_cuda else nullcontext():
@@ -78,14 +70,6 @@ def attend_causally(q: Tensor, keys: Tensor, values: Tensor, window: int = 0, si
 def capped(scores: Tensor, softcap: float) -> Tensor:
     """Scores below `softcap` in size; 0: as they are."""
     return (scores / softcap).tanh() * softcap if softcap else scores
-
-
-def _attend_with_sinks(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor, sinks: Tensor) -> Tensor:
-    """q (kv_heads, rows, head_dim), keys and values (kv_heads, seq_len, ..), sinks (kv_heads, rows)."""
-    scores = torch.matmul(q, keys.transpose(1, 2)).float() * q.shape[-1] ** -0.5
-    scores.masked_fill_(~visible, float("-inf"))
-    weights = torch.cat([scores, sinks.float()[..., None]], dim=-1).softmax(dim=-1)
-    return torch.matmul(weights[..., :-1].to(values.dtype), values)
 
 
 def aligned_attention(

@@ -28,6 +28,28 @@ def dequantized(values: Tensor, scales: Tensor) -> Tensor:
     return values.double() * scales.double()[:, None]
 
 
+def windowed_attention(
+    q: Tensor, keys: Tensor, values: Tensor, window: int = 0, sinks: Tensor | None = None
+) -> Tensor:
+    """Reference of `kernels/paged_attention.py`'s formula with a window, if it is not 0, and sinks (num_heads,).
+
+    See `attend_causally` for the shapes.
+    """
+    num_queries, num_heads, head_dim = q.shape
+    seq_len = keys.shape[1]
+    keys, values = (each.repeat_interleave(num_heads // keys.shape[0], dim=0) for each in (keys, values))
+    positions = torch.arange(seq_len - num_queries, seq_len, device=q.device)[:, None]
+    tokens = torch.arange(seq_len, device=q.device)[None]
+    visible = tokens <= positions
+    if window:
+        visible &= tokens > positions - window
+    scores = torch.einsum("qhd,hkd->hqk", q, keys) * head_dim**-0.5
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores)[:, None, None].expand(-1, num_queries, 1)], dim=-1)
+    return torch.einsum("hqk,hkd->qhd", scores.softmax(-1)[..., :seq_len], values)
+
+
 def poisoned_pool(
     num_blocks: int, num_layers: int, num_kv_heads: int, block_size: int, head_dim: int,
     dtype: torch.dtype, device: torch.device,

@@ -9,7 +9,7 @@ what each program takes (`kernels/gpu/attention/decode_plan.py`), are read on th
 blocks before its loop over a row's keys, or in it, at the cost of half of the loop's stages. A second kernel combines
 rows that several programs read (`kernels/gpu/attention/kv_splits.py`).
 
-Reference: `attend_causally` of `kernels/paged_attention.py`.
+Reference: `windowed_attention` of `tests/kernels/helpers.py`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ no long one starts last.
 Where blocks are large enough, unmasked keys and values come through a tensor descriptor over the whole pool. A tile's
 keys may be split between programs (`kernels/gpu/prompt_graphs`).
 
-Reference: `attend_causally` of `kernels/paged_attention.py`.
+Reference: `windowed_attention` of `tests/kernels/helpers.py`.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from tests.kernels.helpers import (
     give_back_blocks,
     poisoned_pool,
     relative_error,
+    windowed_attention,
 )
 
 LAYER = 1
@@ -63,7 +64,7 @@ def run(
     workspace.log_sums.fill_(float("nan"))
     expected = torch.cat(
         [
-            attend_causally(q[row : row + 1].double(), kv[0].double(), kv[1].double(), window).flatten(1)
+            windowed_attention(q[row : row + 1].double(), kv[0].double(), kv[1].double(), window).flatten(1)
             if kv.shape[2]
             else torch.zeros(1, num_heads * head_dim, dtype=torch.float64, device=device)  # padding
             for row, kv in enumerate(kvs)
@@ -234,7 +235,7 @@ def test_windows_and_sinks(
     plan = make_plan(lengths, config, programs, window)
     out = paged_decode(q, pool, LAYER, table, lengths, plan, workspace, sinks)
     expected = [
-        attend_causally(q[row : row + 1].double(), kv[0].double(), kv[1].double(), window, sinks).flatten(1)
+        windowed_attention(q[row : row + 1].double(), kv[0].double(), kv[1].double(), window, sinks).flatten(1)
         for row, kv in enumerate(kvs)
     ]
     assert relative_error(out, torch.cat(expected)) < 1e-5
@@ -255,7 +256,7 @@ def test_more_programs_than_a_window_has_tiles(window: int, device: torch.device
     lengths = torch.tensor([200], dtype=torch.int32, device=device)
     plan = make_plan(lengths, SMALL, 100, window)
     out = paged_decode(q, pool, LAYER, table, lengths, plan, workspace)
-    expected = attend_causally(q.double(), kv[0].double(), kv[1].double(), window).flatten(1)
+    expected = windowed_attention(q.double(), kv[0].double(), kv[1].double(), window).flatten(1)
     assert relative_error(out, expected) < 1e-5
 
 

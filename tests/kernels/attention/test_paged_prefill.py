@@ -18,6 +18,7 @@ from tests.kernels.helpers import (
     give_back_blocks,
     poisoned_pool,
     relative_error,
+    windowed_attention,
 )
 
 TILE_M = 16
@@ -103,7 +104,7 @@ def test_heads_of_256(tile_m: int, device: torch.device) -> None:
     tiles = torch.tensor(prefill_tiles([0, 40], [150], 2, tile_m), dtype=torch.int32, device=device)
     for window in (0, 70):
         out = paged_prefill(q, pool, 1, table, tiles, tile_m, window=window)
-        expected = attend_causally(q.double(), kv[0].double(), kv[1].double(), window)
+        expected = windowed_attention(q.double(), kv[0].double(), kv[1].double(), window)
         assert relative_error(out, expected.flatten(1)) < BFLOAT16_BOUND
 
 
@@ -162,5 +163,5 @@ def check_windows_and_sinks(
     )  # fmt: skip
     for row, kv in enumerate(kvs):
         own = slice(starts[row], starts[row + 1])
-        expected = attend_causally(q[own].double(), kv[0].double(), kv[1].double(), window, sinks)
+        expected = windowed_attention(q[own].double(), kv[0].double(), kv[1].double(), window, sinks)
         assert relative_error(out[own], expected.flatten(1)) < (BFLOAT16_BOUND if has_boxes else 1e-5)
