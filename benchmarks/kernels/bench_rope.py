@@ -48,15 +48,14 @@ def main() -> None:
             pool = torch.zeros(
                 blocks, NUM_LAYERS, 2, num_kv_heads, BLOCK_SIZE, HEAD_DIM, dtype=torch.bfloat16, device="cuda"
             )
-            moved = 2 * 2 * rows * all_heads * HEAD_DIM + 2 * rows * HEAD_DIM  # and half a row of the table
+            written = all_heads + num_kv_heads  # k twice
+            moved = 2 * rows * (all_heads + written) * HEAD_DIM + 2 * rows * HEAD_DIM  # and half a row of the table
             count = num_input_sets(moved, 32)
             sets = [torch.randn(rows, all_heads, HEAD_DIM, device="cuda").bfloat16() for _ in range(count)]
             slots = torch.randperm(blocks * BLOCK_SIZE, device="cuda")[:rows]
             positions = torch.randperm(40960, device="cuda")[:rows]
             ours = [
-                functools.partial(
-                    rope_and_write_kv, s, table, positions, slots, norm, 1e-6, pool, i % NUM_LAYERS, keeps_k=False
-                )
+                functools.partial(rope_and_write_kv, s, table, positions, slots, norm, 1e-6, pool, i % NUM_LAYERS)
                 for i, s in enumerate(sets)
             ]
             eager = [

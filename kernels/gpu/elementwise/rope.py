@@ -43,7 +43,7 @@ def _rope_kernel(
     qkv_ptr, table_ptr, positions_ptr, slots_ptr, norm_ptr, pool_ptr,
     num_tokens, layer, token_stride, block_stride, layer_stride, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    NUM_SPLITS: tl.constexpr, HAS_NORM: tl.constexpr, KEEPS_K: tl.constexpr, TOKENS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, HAS_NORM: tl.constexpr, TOKENS: tl.constexpr,
     HEADS: tl.constexpr, STREAMS: tl.constexpr, OVERLAPS: tl.constexpr, SPREADS: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -85,8 +85,7 @@ def _rope_kernel(
     out_first = tl.where(rotates, x * cos - y * sin, first)
     out_second = tl.where(rotates, y * cos + x * sin, second)
 
-    num_kept: tl.constexpr = NUM_HEADS + NUM_KV_HEADS if KEEPS_K else NUM_HEADS
-    stays = exists & (heads < num_kept)[None, :, None]
+    stays = exists & rotates
     tl.store(source, out_first.to(qkv_ptr.dtype.element_ty), mask=stays, cache_modifier=STREAM)
     tl.store(source + HALF, out_second.to(qkv_ptr.dtype.element_ty), mask=stays, cache_modifier=STREAM)
     offsets = (slots // BLOCK_SIZE) * block_stride + (slots % BLOCK_SIZE) * HEAD_DIM
@@ -99,9 +98,9 @@ def _rope_kernel(
 
 def rope_and_write_kv(
     qkv: Tensor, table: Tensor, positions: Tensor, slots: Tensor, qk_norm: Tensor | None, eps: float,
-    pool: Tensor, layer: int, keeps_k: bool = True, config: RopeConfig | None = None, spreads_next: bool = True,
+    pool: Tensor, layer: int, config: RopeConfig | None = None, spreads_next: bool = True,
 ) -> None:  # fmt: skip
-    """Rotate q in place, and with `keeps_k` k too; store rotated k, and v, in the pool.
+    """Rotate q and k in place; store rotated k, and v, in the pool.
 
     qkv: (num_tokens, num_heads + 2 num_kv_heads, head_dim), contiguous; head_dim a power of two. Or split-K
         partials (num_splits, ...), which are added up: the first then holds the result.
@@ -130,7 +129,7 @@ def rope_and_write_kv(
         num_tokens, layer, qkv.stride(-3), pool.stride(0), pool.stride(1), eps,
         NUM_HEADS=num_all_heads - 2 * num_kv_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size, NUM_SPLITS=qkv.shape[0] if qkv.dim() == 4 else 1, HAS_NORM=qk_norm is not None,
-        KEEPS_K=keeps_k, TOKENS=config.tokens, HEADS=heads, STREAMS=qkv.nbytes > STREAMED_BYTES,
+        TOKENS=config.tokens, HEADS=heads, STREAMS=qkv.nbytes > STREAMED_BYTES,
         OVERLAPS=overlaps_launches(qkv), SPREADS=spreads_next, num_warps=config.num_warps,
         launch_pdl=overlaps_launches(qkv),
     )  # fmt: skip
