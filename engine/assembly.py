@@ -110,7 +110,7 @@ def _assemble(
     balancing: Balancing | None = call_wing("engine.expert_balancing.rebalancing:open_balancing", loaded, config)
     adapters = adapters_of(loaded, config)  # what they take of a GPU is not for KV blocks
     drafting: OnGpu | None = call_wing("engine.speculation.proposer:proposer_on_gpu", config, loaded, gpu)  # likewise
-    config, geometry, max_model_len = _size_pool(loaded, config, gpu, ranks, drafting)
+    config, geometry, max_model_len = size_pool(loaded, config, gpu, ranks, drafting)
     pool = memory.allocate(geometry, device)
     kv, host_buffer = _open_kv(geometry, config, memory.agent_socket, device)
     held = loaded, pool, host_buffer, config
@@ -183,7 +183,7 @@ def service_order(policy: str) -> ServiceOrder | None:
     return load_order(policy)
 
 
-def _size_pool(
+def size_pool(
     loaded: LoadedModel, config: EngineConfig, gpu: GpuConfig, ranks: Ranks, drafting: OnGpu | None
 ) -> tuple[EngineConfig, PoolGeometry, int]:
     """The settings with the pool's blocks, the pool, and the longest sequence that it holds. Raises ConfigError."""

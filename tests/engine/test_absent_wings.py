@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from common.errors import ConfigError, InvalidRequestError, UnsupportedModelError
 from common.model_files import resolve_model
 from common.wings import has_wing
-from engine.assembly import assemble
-from engine.config import EngineConfig
+from engine.assembly import assemble, size_pool
+from engine.config import EngineConfig, GpuConfig
+from engine.loader.random_weights import DRY_RUN_CONFIG
 from engine.models.families import family_of
+from engine.rank_processes import Ranks
 from engine.request import SamplingParams
 from tests.engine.tiny_models import TINY_MODELS, edit_config
 
@@ -34,6 +38,13 @@ pytestmark = pytest.mark.skipif(has_wing("engine.tensor_parallel"), reason="this
 def test_flags_of_wings_are_refused(settings: dict[str, Any], asked_by: str, wing: str) -> None:
     with pytest.raises(ConfigError, match=f"^{asked_by} needs {wing}, which this installation lacks$"):
         assemble(EngineConfig("dry-run", **settings))
+
+
+def test_a_gpu_is_refused_whose_pool_has_no_size() -> None:
+    loaded: Any = SimpleNamespace(config=DRY_RUN_CONFIG, device=torch.device("cuda"))
+    told = "^a GPU without --kv-cache-gb or --num-gpu-blocks needs engine.memory_profiling"
+    with pytest.raises(ConfigError, match=told):
+        size_pool(loaded, EngineConfig("dry-run"), GpuConfig(), Ranks(), None)
 
 
 def test_settings_of_wings_are_not_known() -> None:
