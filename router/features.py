@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeVar, cast
 
 from pydantic import create_model
+from starlette.types import Scope
 
 from common.text.tokenizer import Tokenizer
 from common.wings import call_wing, from_wing
@@ -13,7 +14,7 @@ from router.api.chat_renderer import ChatRenderer
 from router.api.render import RenderOptions
 from router.api.sampling import sampling_params
 from router.api.schemas import Body, ChatCompletionBody, CompletionBody
-from router.api.text import ChoiceText, StopRules
+from router.api.text import ChoiceText, TextRules
 from router.config import RouterConfig
 from router.workers.model_workers import ModelLimits
 
@@ -47,13 +48,17 @@ class Features:
     """What one request asks for: the core's fields. `router/answers` adds formats, tools and reasoning of answers."""
 
     tools: list[dict[str, Any]] | None = None  # their descriptions, for the chat template
-    no_effect: tuple[str, ...] = ()  # fields that change nothing
 
     @classmethod
     async def of(
-        cls, body: ChatCompletionBody | CompletionBody, num_choices: int, tokenizer: Tokenizer, config: RouterConfig
+        cls,
+        body: ChatCompletionBody | CompletionBody,
+        num_choices: int,
+        tokenizer: Tokenizer,
+        config: RouterConfig,
+        scope: Scope,
     ) -> Features:
-        """Raises InvalidRequestError for what cannot be done."""
+        """scope: of the request. Raises InvalidRequestError for what cannot be done."""
         return cls()
 
     def client_field(self, name: str) -> str:
@@ -76,14 +81,6 @@ class Features:
         """What renders answers to a chat request."""
         return ChatRenderer(options, tokenizer)
 
-    def text(
-        self,
-        tokenizer: Tokenizer,
-        rules: StopRules,
-        continues: bool,
-        has_logprobs: bool,
-        skip_special: bool,
-        prompt_token_ids: list[int],
-    ) -> ChoiceText:
+    def text(self, tokenizer: Tokenizer, rules: TextRules, prompt_token_ids: list[int]) -> ChoiceText:
         """The text of one choice."""
-        return ChoiceText(tokenizer, rules, continues, has_logprobs, skip_special)
+        return ChoiceText(tokenizer, rules)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,20 +16,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from common.text.tokenizer import Tokenizer
-from common.wings import from_wing, has_wing
+from common.wings import call_wing, from_wing, has_wing
 from protos import types_pb2 as pb
 from router.api.completion_renderer import CompletionRenderer
 from router.api.prompts import chat_prompt, completion_prompts
 from router.api.render import Renderer, RenderOptions
 from router.api.sampling import for_choice
 from router.api.schemas import ChatCompletionBody, CompletionBody, GenerationBody
-from router.api.text import StopRules
+from router.api.text import TextRules
 from router.choice import Choice
 from router.config import HttpConfig, RouterConfig
 from router.features import CHAT_BODY, COMPLETION_BODY, Features, truncated
 from router.http.answer import GenerationResponse
-from router.http.body import B, parse_body, read_json_object
-from router.http.errors import FIELD_NAMES, REQUEST_ID, ModelNotFoundError, client_name
+from router.http.body import parse_body, read_json_object
+from router.http.errors import FIELD_NAMES, REQUEST_ID, ModelNotFoundError
 from router.journal import Journal
 from router.request import GenerationRequest
 from router.served_model import ServedModel
@@ -37,9 +38,6 @@ from router.workers.workers import WorkerTable
 HAS_CLIENT_TIMEOUTS = has_wing("router.client_timeouts")
 if HAS_CLIENT_TIMEOUTS:
     from router.client_timeouts.headers import timeout_seconds
-HAS_FOREIGN_FIELDS = has_wing("router.foreign_fields")
-if HAS_FOREIGN_FIELDS:
-    from router.foreign_fields.advice import header_of, note_ignored, without_effect
 HAS_TRACING = has_wing("router.tracing")
 if HAS_TRACING:
     from router.tracing.open_tracing import open_tracing
@@ -103,7 +101,7 @@ class Gateway:
 
     async def chat_completions(self, http: Request) -> Response:
         arrival = time.monotonic()
-        body = self.parse(CHAT_BODY, http, await read_json_object(http))
+        body = parse_body(CHAT_BODY, await read_json_object(http), http.scope)
         return await self.chat(http, body, arrival, FEATURES.renderer)
 
     async def chat(
@@ -124,11 +122,8 @@ class Gateway:
     async def _features(
         self, http: Request, model: ServedModel, body: ChatCompletionBody | CompletionBody, num_choices: int
     ) -> Features:
-        features = await FEATURES.of(body, num_choices, model.tokenizer, self.config)
-        names_of = http.scope.setdefault(FIELD_NAMES, [])
-        if HAS_FOREIGN_FIELDS:
-            note_ignored(http.scope, [client_name(name, names_of) for name in features.no_effect])
-        names_of.insert(0, features.client_field)
+        features = await FEATURES.of(body, num_choices, model.tokenizer, self.config, http.scope)
+        http.scope.setdefault(FIELD_NAMES, []).insert(0, features.client_field)
         return features
 
     async def prompt_ids(self, model: ServedModel, body: ChatCompletionBody, features: Features) -> list[int]:
@@ -148,7 +143,7 @@ class Gateway:
 
     async def completions(self, http: Request) -> Response:
         arrival = time.monotonic()
-        body = self.parse(COMPLETION_BODY, http, await read_json_object(http))
+        body = parse_body(COMPLETION_BODY, await read_json_object(http), http.scope)
         model = self.model_for(http, body.model)
         model.dispatcher.admit()
         encoded = await completion_prompts(body, model.tokenizer, model.limits())
@@ -175,7 +170,9 @@ class Gateway:
         """The request that `body` asks for, with `per_prompt` choices for each prompt. Its id is the router's own."""
         continues = isinstance(body, CompletionBody)  # the text continues the prompt
         request_id = http.scope[REQUEST_ID] = ("cmpl-" if continues else "chatcmpl-") + uuid.uuid4().hex
-        rules = StopRules(
+        rules = TextRules(
+            continues=continues,
+            skip_special=body.skip_special_tokens is not False,
             stops=tuple(body.stops),
             include_in_output=bool(body.include_stop_str_in_output),
             min_tokens=body.min_tokens or 0,
@@ -184,12 +181,12 @@ class Gateway:
         )
         timeout = self.timeout_seconds(http, bool(body.stream))
         shared = pb.Submit(priority=body.priority, adapter=model.adapter, cache_salt=body.cache_salt)
-        skip_special = body.skip_special_tokens is not False
         session = http.headers.get("x-session-id", "")[:MAX_LABEL_CHARS] or body.session_id or body.user or ""
         choices = []
         for prompt_index, token_ids in enumerate(prompts):
             params = features.sampling(body, model.tokenizer, model.limits(), token_ids)
             has_logprobs = params.HasField("logprobs") or params.HasField("prompt_logprobs")
+            rules = replace(rules, has_logprobs=has_logprobs)
             for number in range(per_prompt):
                 index = prompt_index * per_prompt + number
                 journal = Journal(
@@ -201,7 +198,7 @@ class Gateway:
                     request=shared,
                     session=session,
                 )
-                text = features.text(model.tokenizer, rules, continues, has_logprobs, skip_special, token_ids)
+                text = features.text(model.tokenizer, rules, token_ids)
                 choices.append(Choice(index, prompt_index, journal, text, model.dispatcher))
         return GenerationRequest(request_id, choices, model.metrics)
 
@@ -245,11 +242,4 @@ class Gateway:
         label = http.headers.get("x-request-id", "")
         is_shown = 0 < len(label) <= MAX_LABEL_CHARS and label.isascii() and label.isprintable()
         headers = {"x-request-id": label if is_shown else request_id, "x-mini-infer-id": request_id}
-        return headers | header_of(http.scope) if HAS_FOREIGN_FIELDS else headers
-
-    @staticmethod
-    def parse(kind: type[B], http: Request, fields: dict[str, Any]) -> B:
-        """`parse_body`, with a note for the answer's header of fields that change nothing."""
-        if HAS_FOREIGN_FIELDS:
-            note_ignored(http.scope, without_effect(kind.model_fields, kind.no_effect, fields))
-        return parse_body(kind, fields)
+        return headers | (call_wing("router.foreign_fields.advice:header_of", http.scope) or {})

@@ -6,17 +6,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.types import Scope
+
 from common.text.tokenizer import Tokenizer
 from common.wings import has_wing
 from protos import types_pb2 as pb
 from router.api.chat_renderer import ChatRenderer
 from router.api.render import RenderOptions
 from router.api.schemas import ChatCompletionBody, CompletionBody
-from router.api.text import ChoiceText, StopRules
+from router.api.text import ChoiceText, TextRules
 from router.config import RouterConfig
 from router.features import Features
 from router.grammar.answer_format import AnswerFields, answer_grammar
 from router.grammar.answer_parts import AnswerPart, PartsRenderer, StagedText
+from router.http.errors import FIELD_NAMES, client_name
 from router.workers.model_workers import ModelLimits
 
 WORKERS_GRAMMAR_FIELD = "structured_outputs"
@@ -32,7 +35,7 @@ if HAS_REASONING:
     from router.reasoning.settings import ReasoningSettings
 HAS_ADVICE = has_wing("router.foreign_fields")
 if HAS_ADVICE:
-    from router.foreign_fields.advice import unheeded
+    from router.foreign_fields.advice import note_ignored, unheeded
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +46,15 @@ class AnswerFeatures(Features):
     tools: list[dict[str, Any]] | None = None
     parts: tuple[AnswerPart, ...] = ()  # of chat answers, as they are taken out of the text
     grammar_field: str = ""  # what asks for the grammar
-    no_effect: tuple[str, ...] = ()
 
     @classmethod
     async def of(
-        cls, body: ChatCompletionBody | CompletionBody, num_choices: int, tokenizer: Tokenizer, config: RouterConfig
+        cls,
+        body: ChatCompletionBody | CompletionBody,
+        num_choices: int,
+        tokenizer: Tokenizer,
+        config: RouterConfig,
+        scope: Scope,
     ) -> AnswerFeatures:
         tools = None
         if HAS_TOOLS and isinstance(body, ToolFields):
@@ -57,7 +64,7 @@ class AnswerFeatures(Features):
             parser = config.of(ReasoningSettings).reasoning_parser
             reasoning = reasoning_part(body, tokenizer, tools is not None, parser)
         parts = () if reasoning is None else (reasoning,)
-        no_effect: tuple[str, ...] = ()
+        no_effect: list[str] = []
         if HAS_ADVICE and isinstance(body, ChatCompletionBody) and body.template_variables:
             known = tokenizer.template_variables(tools is not None)
             effort_field, added = "reasoning_effort", set[str]()
@@ -66,14 +73,17 @@ class AnswerFeatures(Features):
             if body.reasoning_effort is None:
                 effort_field = ""
             variables = body.chat_template_kwargs or ()
-            no_effect = (*unheeded(effort_field, body.verbosity is not None, variables, known, added),)
+            no_effect = unheeded(effort_field, body.verbosity is not None, variables, known, added)
         if tools is not None:
             no_effect += tools.unfollowed
-            return cls(tools.grammar, tools.descriptions, (*parts, ToolPart(tools)), "tools", no_effect)
+        if HAS_ADVICE:
+            note_ignored(scope, [client_name(name, scope.get(FIELD_NAMES, ())) for name in no_effect])
+        if tools is not None:
+            return cls(tools.grammar, tools.descriptions, (*parts, ToolPart(tools)), "tools")
         assert isinstance(body, AnswerFields)
         grammar = await answer_grammar(body.response_format, body.structured_outputs, num_choices)
         field = "response_format" if body.structured_outputs is None else "structured_outputs"
-        return cls(grammar, parts=parts, grammar_field=field, no_effect=no_effect)
+        return cls(grammar, parts=parts, grammar_field=field)
 
     def client_field(self, name: str) -> str:
         """The field that a client sent: workers do not know who asked for a grammar."""
@@ -96,18 +106,10 @@ class AnswerFeatures(Features):
     def renderer(self, options: RenderOptions, tokenizer: Tokenizer) -> ChatRenderer:
         return PartsRenderer(options, tokenizer, self.parts) if self.parts else ChatRenderer(options, tokenizer)
 
-    def text(
-        self,
-        tokenizer: Tokenizer,
-        rules: StopRules,
-        continues: bool,
-        has_logprobs: bool,
-        skip_special: bool,
-        prompt_token_ids: list[int],
-    ) -> ChoiceText:
+    def text(self, tokenizer: Tokenizer, rules: TextRules, prompt_token_ids: list[int]) -> ChoiceText:
         if not self.parts:
-            return ChoiceText(tokenizer, rules, continues, has_logprobs, skip_special)
+            return ChoiceText(tokenizer, rules)
         shown = frozenset[int]().union(*(part.shown for part in self.parts))
-        text = StagedText(tokenizer, rules, continues, has_logprobs, skip_special, shown)
+        text = StagedText(tokenizer, rules, shown)
         text.stages = [part.stage(prompt_token_ids) for part in self.parts]
         return text

@@ -111,9 +111,12 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
-class StopRules:
-    """Stopping criteria that the router checks on text, beyond those of workers."""
+class TextRules:
+    """How the text of a choice comes about, and where it stops beyond what workers check."""
 
+    continues: bool = False  # the prompt's text
+    skip_special: bool = True
+    has_logprobs: bool = True
     stops: tuple[str, ...] = ()
     include_in_output: bool = False
     min_tokens: int = 0
@@ -127,10 +130,7 @@ class ChoiceText:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        rules: StopRules,
-        continues: bool,
-        has_logprobs: bool = True,
-        skip_special: bool = True,
+        rules: TextRules,
         shown: frozenset[int] = frozenset(),
     ) -> None:
         """shown: special tokens whose texts are there even so."""
@@ -138,8 +138,10 @@ class ChoiceText:
         self.num_reasoning_tokens = 0
         self._rules = rules
         self._matcher = StopStringMatcher(rules.stops, rules.include_in_output) if rules.stops else None
-        self._is_plain = not (rules.stops or has_logprobs or rules.shows_nothing)  # tokens become text, nothing else
-        self._detokenizer = tokenizer.detokenizer(skip_special, continues, shown)
+        self._is_plain = not (
+            rules.stops or rules.has_logprobs or rules.shows_nothing
+        )  # tokens become text, nothing else
+        self._detokenizer = tokenizer.detokenizer(rules.skip_special, rules.continues, shown)
 
     def push(self, token_ids: list[int], delta: pb.TokenDelta) -> Update:
         """`token_ids` are those of `delta`; the update keeps the list. Raises EngineError when the worker has ended

@@ -16,7 +16,7 @@ from protos import types_pb2 as pb
 from router.api.prompts import chat_prompt, text_prompt
 from router.api.render import RenderOptions
 from router.api.sampling import checked_ids
-from router.api.text import ChoiceText, StopRules
+from router.api.text import ChoiceText, TextRules
 from router.choice import Choice
 from router.embeddings_api.documents import document_ids
 from router.embeddings_api.renderers import EmbeddingRenderer, RerankRenderer, ScoreRenderer, VectorRenderer
@@ -25,7 +25,7 @@ from router.embeddings_api.schemas import EmbeddingBody, RerankBody, ScoreBody, 
 from router.embeddings_api.settings import PoolingSettings
 from router.embeddings_api.vectors import Vector, shortened
 from router.gateway import MAX_LABEL_CHARS, Gateway
-from router.http.body import read_json_object
+from router.http.body import parse_body, read_json_object
 from router.http.errors import REQUEST_ID
 from router.http.routes import Routes
 from router.journal import Journal
@@ -41,7 +41,7 @@ RendererOf = Callable[[VectorRequest, RenderOptions, Tokenizer], VectorRenderer]
 def add_embedding_routes(routes: Routes, gateway: Gateway) -> None:
     async def embeddings(http: Request) -> Response:
         arrival = time.monotonic()
-        body = gateway.parse(EmbeddingBody, http, await read_json_object(http))
+        body = parse_body(EmbeddingBody, await read_json_object(http), http.scope)
         inputs = [(CHAT, body)] if body.messages else [("input", each) for each in body.inputs]
         finish = partial(shortened, dimensions=body.dimensions, normalizes=body.normalizes)
         renderer_of = partial(EmbeddingRenderer, is_base64=body.encoding_format == "base64")
@@ -49,14 +49,14 @@ def add_embedding_routes(routes: Routes, gateway: Gateway) -> None:
 
     async def score(http: Request) -> Response:
         arrival = time.monotonic()
-        body = gateway.parse(ScoreBody, http, await read_json_object(http))
+        body = parse_body(ScoreBody, await read_json_object(http), http.scope)
         inputs = [("text_1", each) for each in body.left] + [("text_2", each) for each in body.right]
         renderer_of = partial(ScoreRenderer, num_right=len(body.right))
         return await _respond(gateway, http, body, arrival, "score", inputs, shortened, renderer_of)
 
     async def rerank(http: Request) -> Response:
         arrival = time.monotonic()
-        body = gateway.parse(RerankBody, http, await read_json_object(http))
+        body = parse_body(RerankBody, await read_json_object(http), http.scope)
         inputs = [("query", body.query), *(("documents", each) for each in body.texts)]
         shown = body.texts if body.return_documents is not False else []
         renderer_of = partial(RerankRenderer, top_n=body.top_n or None, documents=shown)
@@ -115,7 +115,7 @@ def _choices(
             request=shared,
             session=session,
         )
-        text = ChoiceText(model.tokenizer, StopRules(), continues=True)
+        text = ChoiceText(model.tokenizer, TextRules(continues=True))
         choices.append(Choice(index, index, journal, text, model.dispatcher))
     return choices
 

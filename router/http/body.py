@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import orjson
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
+from starlette.types import Scope
 
 from common.errors import InvalidRequestError
 from common.wings import has_wing
@@ -25,6 +26,7 @@ if HAS_BOUNDS:
     from router.body_bounds.json_shape import check_keys, checked_shape
 HAS_FOREIGN_FIELDS = has_wing("router.foreign_fields")
 if HAS_FOREIGN_FIELDS:
+    from router.foreign_fields.advice import note_ignored, without_effect
     from router.foreign_fields.known_fields import own_fields
 
 B = TypeVar("B", bound=Body)
@@ -78,9 +80,14 @@ def parse_json_object(body: bytes) -> dict[str, Any]:
     return value
 
 
-def parse_body(kind: type[B], fields: dict[str, Any]) -> B:
-    """Validate `fields`. Raises InvalidRequestError that names the field."""
+def parse_body(kind: type[B], fields: dict[str, Any], scope: Scope | None = None) -> B:
+    """Validate `fields`. Raises InvalidRequestError that names the field.
+
+    scope: of a request, in which fields that change nothing are noted for its answer's header.
+    """
     if HAS_FOREIGN_FIELDS:
+        if scope is not None:
+            note_ignored(scope, without_effect(kind.model_fields, kind.no_effect, fields))
         fields = own_fields(kind.model_fields, fields)
     try:
         return kind.model_validate(fields)

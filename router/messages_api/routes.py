@@ -22,7 +22,7 @@ def add_message_routes(routes: Routes, gateway: Gateway) -> None:
     async def messages(request: Request) -> Response:
         request.scope[ERROR_SHAPE] = error_shape
         arrival = time.monotonic()
-        body = gateway.parse(MessagesBody, request, await read_json_object(request))
+        body = parse_body(MessagesBody, await read_json_object(request), request.scope)
         fields = chat_fields(body)
         request.scope[FIELD_NAMES] = [partial(client_field, body)]
         chat = parse_body(CHAT_BODY, fields)
@@ -37,7 +37,7 @@ def add_message_routes(routes: Routes, gateway: Gateway) -> None:
         request.scope[FIELD_NAMES] = [partial(client_field, body)]
         chat = parse_body(CHAT_BODY, fields)
         model = gateway.model_for(request, chat.model)
-        features = await FEATURES.of(chat, 1, model.tokenizer, gateway.config)
+        features = await FEATURES.of(chat, 1, model.tokenizer, gateway.config, request.scope)
         return json_response({"input_tokens": len(await gateway.prompt_ids(model, chat, features))})
 
     routes.add("POST", "/v1/messages", messages, "the answer to a conversation, as Anthropic's API", MessagesBody)

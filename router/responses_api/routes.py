@@ -56,7 +56,7 @@ class _Responses:
 
     async def create(self, request: Request) -> Response:
         arrival = time.monotonic()
-        body = self._gateway.parse(ResponsesBody, request, await read_json_object(request))
+        body = parse_body(ResponsesBody, await read_json_object(request), request.scope)
         if body.background and body.store is False:
             raise InvalidRequestError("a response in the background has to be stored", "background")
         earlier: list[dict[str, Any]] = []

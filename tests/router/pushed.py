@@ -8,7 +8,7 @@ from typing import Any
 
 from kvstore.pool.block_hash import HASH_VERSION
 from protos import types_pb2 as pb
-from router.api.text import ChoiceText, StopRules, Update
+from router.api.text import ChoiceText, TextRules, Update
 from router.choice import Choice
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
@@ -129,7 +129,7 @@ class Router:
             journal = Journal(
                 f"r{self.num_requests}-{index}", [1, 2, 3], sampling, deadline=now + seconds, arrival=now
             )
-            text = ChoiceText(DRY_RUN, StopRules(stops=stops), False)
+            text = ChoiceText(DRY_RUN, TextRules(stops=stops))
             choices.append(Choice(index, index // num_choices, journal, text, self.dispatcher))
         request, sink = GenerationRequest("r", choices, self.metrics), Listener()
         request.start(sink)

@@ -46,7 +46,7 @@ def logged(caplog: pytest.LogCaptureFixture, request_id: str) -> str:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    "where", [(Dispatcher, "admit"), (Dispatcher, "decide"), (ChoiceText, "push")], ids=lambda where: str(where[1])
+    "where", [(Dispatcher, "admit"), (Dispatcher, "place"), (ChoiceText, "push")], ids=lambda where: str(where[1])
 )
 async def test_a_bug_is_logged_with_its_traceback_and_without_the_prompt(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: tuple[type, str], stream: bool
