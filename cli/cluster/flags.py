@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from cli.cluster.plan import ClusterConfig, ServeConfig, WorkerPlace, addresses
+from cli.cluster.plan import ClusterConfig, LocalWorker, ServeConfig, addresses
 from cli.cluster.ports import free_ports
 from common.config import SettingsParser, add_arguments, from_namespace
 from common.model_files import DRY_RUN_MODEL_NAME
@@ -38,7 +38,7 @@ if HAS_HINTS:
     from cli.hints.vllm import INSTEAD_OF_VLLM, check_quant_mode
 HAS_GPUS = has_wing("cli.gpus")
 if HAS_GPUS:
-    from cli.gpus.workers import engine_settings_of_ep, fit_to_gpus, places
+    from cli.gpus.workers import engine_settings_of_ep, fit_to_gpus, placed
 HAS_AGENT = has_wing("kvstore.tier")
 if HAS_AGENT:
     from kvstore.tier.settings import AgentConfig
@@ -88,17 +88,18 @@ def parse_config(
         serve, engine, why = fit_to_gpus(serve, engine, gpus, namespace, env)
     prefill, decode = (1 if count < 0 else count for count in (serve.prefill, serve.decode))
     serve = dataclasses.replace(serve, prefill=prefill, decode=decode)
+    router_port, agent_port, *ports = free_ports(2 + prefill + decode)
+    if not HAS_GPUS:  # all workers take the first one, if there is one
+        gpu = dataclasses.replace(gpu, gpu_memory_fraction=round(gpu.gpu_memory_fraction / len(ports), 4))
+    workers = [
+        LocalWorker(role, f"{role}-{number}", port, engine, gpu)
+        for role, own in (("prefill", ports[:prefill]), ("decode", ports[prefill:]))
+        for number, port in enumerate(own)
+    ]
     if HAS_GPUS:
-        worker_places = places(serve, engine, gpu, gpus)
-    else:  # all workers take the first GPU, if there is one
-        fraction = round(gpu.gpu_memory_fraction / (prefill + decode), 4)
-        share = dataclasses.replace(gpu, gpu_memory_fraction=fraction)
-        worker_places = [WorkerPlace(engine, share)] * (prefill + decode)
-    router_port, agent_port, *worker_ports = free_ports(2 + prefill + decode)
-    prefill_ports, decode_ports = worker_ports[:prefill], worker_ports[prefill:]
-    router = settings(
-        RouterConfig, model=engine.model, prefill=addresses(prefill_ports), decode=addresses(decode_ports)
-    )
+        workers = placed(workers, serve, gpus)
+    prefill_addresses, decode_addresses = addresses(workers, "prefill"), addresses(workers, "decode")
+    router = settings(RouterConfig, model=engine.model, prefill=prefill_addresses, decode=decode_addresses)
     return ClusterConfig(
         serve=serve,
         router=router if router.port else dataclasses.replace(router, port=router_port),
@@ -107,8 +108,6 @@ def parse_config(
         engine=engine,
         agent=settings(AgentConfig) if HAS_AGENT else None,
         agent_port=agent_port,
-        prefill_ports=tuple(prefill_ports),
-        decode_ports=tuple(decode_ports),
-        places=tuple(worker_places),
+        workers=tuple(workers),
         why_these_workers=why,
     )

@@ -58,9 +58,12 @@ class ServeConfig(Settings):
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerPlace:
-    """What one worker takes of this machine. visible: `gpus` first, then the others, whose pools it can map."""
+class LocalWorker:
+    """One worker, and what it takes of this machine. visible: `gpus`, then the others, whose pools it can map."""
 
+    role: str
+    name: str
+    port: int  # of gRPC
     engine: EngineConfig
     gpu: GpuConfig
     gpus: tuple[str, ...] = ()
@@ -71,7 +74,7 @@ class WorkerPlace:
 class ClusterConfig:
     """The settings of all services of one cluster, and the loopback ports that they will use.
 
-    agent: of the node agent, None where the host tier's wing is not installed.
+    agent: of the node agent, None where the host tier's wing is not installed. workers: prefill workers first.
     """
 
     serve: ServeConfig
@@ -81,9 +84,7 @@ class ClusterConfig:
     engine: EngineConfig
     agent: Any
     agent_port: int
-    prefill_ports: tuple[int, ...]
-    decode_ports: tuple[int, ...]
-    places: tuple[WorkerPlace, ...]  # of `workers`
+    workers: tuple[LocalWorker, ...]
     why_these_workers: str = ""  # why there are so many of so many ranks, where that was not given
 
     @property
@@ -91,12 +92,6 @@ class ClusterConfig:
         """The router's, on this machine."""
         host = {"": LOOPBACK, "0.0.0.0": LOOPBACK, "::": "::1"}.get(self.router.host, self.router.host)
         return f"http://{with_port(host, self.router.port)}"
-
-    @property
-    def workers(self) -> list[tuple[str, str, int]]:
-        """(role, name, gRPC port), prefill workers first."""
-        roles = (("prefill", self.prefill_ports), ("decode", self.decode_ports))
-        return [(role, f"{role}-{number}", port) for role, ports in roles for number, port in enumerate(ports)]
 
     @property
     def has_agent(self) -> bool:
@@ -108,7 +103,7 @@ class ClusterConfig:
         """Metrics port by service. Empty: none."""
         if not self.serve.metrics_port:
             return {}
-        names = [name for _, name, _ in self.workers] + ["agent"] * self.has_agent + ["router"]
+        names = [worker.name for worker in self.workers] + ["agent"] * self.has_agent + ["router"]
         return {name: self.serve.metrics_port + index for index, name in enumerate(names)}
 
 
@@ -117,9 +112,9 @@ def workers_of(config: ClusterConfig) -> str:
     return f"{config.serve.prefill} prefill, {config.serve.decode} decode"
 
 
-def addresses(ports: Sequence[int]) -> str:
-    """Loopback addresses as a router's flag lists them."""
-    return ",".join(f"{LOOPBACK}:{port}" for port in ports)
+def addresses(workers: Sequence[LocalWorker], role: str) -> str:
+    """Addresses of a role's workers as a router's flag lists them."""
+    return ",".join(f"{LOOPBACK}:{worker.port}" for worker in workers if worker.role == role)
 
 
 def plan_cluster(config: ClusterConfig, run_dir: Path, env: Mapping[str, str], token: str) -> list[ServiceSpec]:
@@ -127,8 +122,7 @@ def plan_cluster(config: ClusterConfig, run_dir: Path, env: Mapping[str, str], t
     secrets = {"cluster_token": config.worker.cluster_token or token, "api_key": config.router.api_key}
     plan = _Plan(config, run_dir, env, secrets)
     agent = [plan.agent()] if config.has_agent else []
-    workers = [plan.worker(*each, place) for each, place in zip(config.workers, config.places, strict=True)]
-    return [*agent, *workers, plan.router()]
+    return [*agent, *map(plan.worker, config.workers), plan.router()]
 
 
 @dataclass(frozen=True)
@@ -147,12 +141,12 @@ class _Plan:
         )
         return self._spec("agent", "kvstore", [agent], f"{LOOPBACK}:{port}", stop_stage=2)
 
-    def worker(self, role: str, name: str, port: int, place: WorkerPlace) -> ServiceSpec:
-        config = self.config
-        worker = dataclasses.replace(
+    def worker(self, worker: LocalWorker) -> ServiceSpec:
+        config, name = self.config, worker.name
+        settings = dataclasses.replace(
             config.worker,
             host=LOOPBACK,
-            port=port,
+            port=worker.port,
             worker_id=name,
             run_dir=str(self.run_dir),
             agent_socket=self._agent_socket if config.has_agent else "",
@@ -160,13 +154,13 @@ class _Plan:
         )
         own = [field.name for field in dataclasses.fields(config.engine) if field.metadata["per_worker"]]
         files: dict[str, Any] = {field: f"{path}.{name}" for field in own if (path := getattr(config.engine, field))}
-        engine = dataclasses.replace(place.engine, **files)
+        engine = dataclasses.replace(worker.engine, **files)
         return self._spec(
             name,
-            f"{role}_service",
-            [worker, engine, place.gpu],
-            f"{LOOPBACK}:{port}",
-            visible=place.visible,
+            f"{worker.role}_service",
+            [settings, engine, worker.gpu],
+            f"{LOOPBACK}:{worker.port}",
+            visible=worker.visible,
             status_socket=str(self.run_dir / f"{name}.status"),
             stop_stage=1,
             grace_seconds=self._grace_seconds,

@@ -8,14 +8,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cli.cluster.plan import ClusterConfig, ServeConfig, WorkerPlace
+from cli.cluster.plan import ClusterConfig, LocalWorker, ServeConfig
 from cli.gpus.placement import choose_workers, place, uses_gpu
 from cli.gpus.serve_settings import RankSettings
 from common.config import ENV_PREFIX
 from common.errors import ConfigError
 from common.model_files import ModelFiles
 from common.wings import from_wing
-from engine.config import EngineConfig, GpuConfig
+from engine.config import EngineConfig
 
 
 def engine_settings_of_ep(serve: ServeConfig, namespace: argparse.Namespace) -> dict[str, Any]:
@@ -49,21 +49,26 @@ def fit_to_gpus(
     return serve, engine, "; ".join(filter(None, [*reasons, reason]))
 
 
-def places(serve: ServeConfig, engine: EngineConfig, gpu: GpuConfig, gpus: Sequence[str]) -> list[WorkerPlace]:
-    """What workers take. Those of one GPU share `--gpu-memory-fraction` equally. Raises ConfigError."""
-    of_prefill = dataclasses.replace(engine, tp=serve.of(RankSettings).prefill_tp or engine.tp)
-    engines = [of_prefill] * serve.prefill + [engine] * serve.decode
+def placed(workers: Sequence[LocalWorker], serve: ServeConfig, gpus: Sequence[str]) -> list[LocalWorker]:
+    """The workers with their ranks and GPUs. Those of one GPU share `--gpu-memory-fraction` equally.
+
+    Raises ConfigError.
+    """
+    if prefill_tp := serve.of(RankSettings).prefill_tp:
+        engine = dataclasses.replace(workers[0].engine, tp=prefill_tp)
+        workers = [dataclasses.replace(each, engine=engine) if each.role == "prefill" else each for each in workers]
     if not gpus:
-        return [WorkerPlace(each, gpu) for each in engines]
-    for each in engines:
-        if each.pp * each.tp > len(gpus):
-            flags = [f"--{name} {size}" for name, size in (("pp", each.pp), ("tp", each.tp)) if size > 1]
+        return [*workers]
+    sizes = [(worker.engine.pp, worker.engine.tp) for worker in workers]
+    for pp, tp in sizes:
+        if pp * tp > len(gpus):
+            flags = [f"--{name} {size}" for name, size in (("pp", pp), ("tp", tp)) if size > 1]
             raise ConfigError(f"{' '.join(flags)}: there are {len(gpus)} GPUs")
     found = []
-    for each, placement in zip(engines, place(gpus, [each.pp * each.tp for each in engines]), strict=True):
-        fraction = round(gpu.gpu_memory_fraction / placement.num_sharing, 4)
-        share = dataclasses.replace(gpu, gpu_memory_fraction=fraction)
-        found.append(WorkerPlace(each, share, placement.gpus, placement.visible))
+    for worker, placement in zip(workers, place(gpus, [pp * tp for pp, tp in sizes]), strict=True):
+        fraction = round(worker.gpu.gpu_memory_fraction / placement.num_sharing, 4)
+        gpu = dataclasses.replace(worker.gpu, gpu_memory_fraction=fraction)
+        found.append(dataclasses.replace(worker, gpu=gpu, gpus=placement.gpus, visible=placement.visible))
     return found
 
 
@@ -77,7 +82,7 @@ def check_placement(config: ClusterConfig, model: ModelFiles, argv: Sequence[str
 
 def check_ranks(config: ClusterConfig, model: ModelFiles) -> None:
     """Raise ConfigError for a model that cannot be divided among the ranks of a worker."""
-    engines = {place.engine.num_ranks: place.engine for place in config.places}
+    engines = {worker.engine.num_ranks: worker.engine for worker in config.workers}
     if max(engines) > 1:
         from engine.loader.load import check_model  # imports torch, which takes a second
 
@@ -87,8 +92,7 @@ def check_ranks(config: ClusterConfig, model: ModelFiles) -> None:
 
 def placement_lines(config: ClusterConfig) -> list[str]:
     """Which worker takes which GPUs, and why there are so many; nothing on a CPU."""
-    pairs = zip(config.workers, config.places, strict=True)
-    lines = [f"{name} on GPU {', '.join(each.gpus)}" for (_, name, _), each in pairs if each.gpus]
+    lines = [f"{worker.name} on GPU {', '.join(worker.gpus)}" for worker in config.workers if worker.gpus]
     if lines and config.why_these_workers:
         lines.append(f"{config.why_these_workers} (--prefill, --decode and --tp override)")
     return lines

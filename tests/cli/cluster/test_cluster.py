@@ -227,7 +227,7 @@ def test_flags_of_vllm():
     assert (config.engine.tp, config.engine.pp) == (2, 3)
     assert "--expert-parallel" in to_argv(config.engine)
     assert (config.engine.num_gpu_blocks, config.engine.prefix_cache) == (64, False)
-    assert {place.gpu.gpu_memory_fraction for place in config.places} == {0.5}
+    assert {worker.gpu.gpu_memory_fraction for worker in config.workers} == {0.5}
 
 
 def test_port_0_is_one_that_is_free():
